@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
+
+import httpx
 
 from agl_slime.gateway.attempt import Attempt
 from agl_slime.gateway.server import Gateway
@@ -161,3 +164,43 @@ def trained_once(turns: Sequence[Turn], segments: Sequence[Segment]) -> None:
         trained = sum(len(turns[at.turn].response_ids) for at in segment.placements)
         assert int(segment.loss_mask.sum()) == trained
     assert all(len(token_array(turn.prompt_ids)) for turn in turns)
+
+
+# -- what a client does, and what must hold ---------------------------------------------------------------------------
+
+
+def calling(name: str, **arguments: Any) -> str:
+    """A call as the model writes it."""
+    return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
+
+
+def post(case: Case, path: str, *, status: int = 200, **body: Any) -> dict[str, Any]:
+    answer = httpx.post(f"{case.llm.endpoint}/{path}", json={"model": "m", **body}, timeout=30)
+    assert answer.status_code == status, answer.text
+    return answer.json()
+
+
+def prompts(case: Case) -> list[str]:
+    return [case.tokenizer.decode(payload["input_ids"]) for payload in case.payloads]
+
+
+def shown(case: Case) -> dict[str, Any]:
+    """The tools that the last prompt begins with, by name."""
+    head, _, _ = prompts(case)[-1].removeprefix("<|im_start|>system\n").partition("<tool_call>")
+    tools = [json.loads(line)["function"] for line in head.splitlines() if line.startswith("{")]
+    return {tool["name"]: tool for tool in tools}
+
+
+def seen(case: Case) -> dict[str, int]:
+    """What the gateway has counted of the rollout."""
+    return json.loads(case.said["agl_slime.gateway.seen"])
+
+
+def left_out(case: Case) -> set[str]:
+    return {what.removeprefix("left_out/") for what in seen(case) if what.startswith("left_out/")}
+
+
+def one_sample(case: Case, turns: int = 2) -> None:
+    assert [turn.fork for turn in case.turns] == [None] * turns
+    assert len(case.segments) == 1
+    trained_once(case.turns, case.segments)

@@ -7,24 +7,26 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from agl_slime.errors import GatewayRequestError
-from agl_slime.gateway.calls import Answered, Call, Choice, function_tool, json_constraint, number, strings
+from agl_slime.gateway.calls import Answered, Call, Choice, json_constraint, number, strings
+from agl_slime.gateway.declared import Tools, anthropics_tool, definitions, kind_of
 from agl_slime.gateway.errors import THREADS_UNSUPPORTED, anthropic_error
 from agl_slime.gateway.messages import Message, read_messages, text_of
 from agl_slime.gateway.protocol import NOTHING_KEPT, Decode, Kept, Protocol, Stream, sse
 
 _IMPOSED = ("temperature", "top_p", "top_k")
-_IGNORED = (
-    "metadata service_tier thinking cache_control context_management inference_geo betas container speed diagnostics"
-)
 _HONOURED = "messages system model tools tool_choice max_tokens stop_sequences stream output_config output_format"
+_HONOURED += " chat_template_kwargs"
 _STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 
 
 class AnthropicMessages(Protocol):
-    honoured, ignored = frozenset((*_HONOURED.split(), *_IMPOSED)), frozenset(_IGNORED.split())
+    honoured = frozenset((*_HONOURED.split(), *_IMPOSED))
     prefix = "msg_"
     grows = "messages"
-    counts = False
+    orphan = (
+        "unexpected `tool_use_id` found in `tool_result` blocks: {}. Each `tool_result` block must have a "
+        "corresponding `tool_use` block before it"
+    )
 
     def read(self, body: Mapping[str, Any], kept: Kept = NOTHING_KEPT) -> Call:
         if body.get("thread"):  # tool runners send the whole conversation from now on when they are told so
@@ -40,10 +42,13 @@ class AnthropicMessages(Protocol):
             raise GatewayRequestError("messages: at least one message is required", param="messages")
         tools = _tools(body.get("tools"))
         return Call(
-            messages=[*(read_messages(first) if first else ()), *self.more(given, kept)],
+            messages=[*(read_messages(first) if first else ()), *_messages(given, tools.loaded)],
             model=str(body.get("model") or ""),
-            tools=tools,
-            tool_choice=_tool_choice(body.get("tool_choice"), bool(tools)),
+            tools=tools.shown,
+            loaded=tools.loaded,
+            left_out=tools.left_out,
+            tool_choice=_tool_choice(body.get("tool_choice"), bool(tools.shown or tools.loaded)),
+            template_kwargs=body.get("chat_template_kwargs") or {},
             max_tokens=number(body, "max_tokens", least=1),
             stop=strings(body, "stop_sequences"),
             asked=self.asked(body),
@@ -52,8 +57,7 @@ class AnthropicMessages(Protocol):
         )
 
     def more(self, items: list[Any], kept: Kept) -> list[Message]:
-        read = [message for at, item in enumerate(items) for message in _read(item, f"messages.{at}")]
-        return read_messages(read)
+        return _messages(items, None)
 
     def answer(self, body: Mapping[str, Any], answered: Answered, decode: Decode) -> dict[str, Any]:
         choice = answered.choices[0]
@@ -156,9 +160,18 @@ def _usage(answered: Answered) -> dict[str, Any]:
 # -- reading ----------------------------------------------------------------------------------------------------------
 
 
-def _read(message: Any, where: str) -> list[Message]:
+Loaded = tuple[dict[str, Any], ...] | None
+"""The tools that a reference may name; ``None`` where they are not known, and a reference is an error."""
+
+
+def _messages(items: list[Any], loaded: Loaded) -> list[Message]:
+    read = (message for at, item in enumerate(items) for message in _read(item, f"messages.{at}", loaded))
+    return read_messages([*read])
+
+
+def _read(message: Any, where: str, loaded: Loaded) -> list[Message]:
     """One of Anthropic's messages as OpenAI's: results of tools are messages of their own there, before what else the
-    user says."""
+    user says; those of tools that a server ran stand between the parts of the answer."""
     role = message.get("role") if isinstance(message, Mapping) else None
     if role not in ("user", "assistant", "system"):
         raise GatewayRequestError(f"{where}.role: must be user or assistant, got {role!r}", param=where)
@@ -167,35 +180,97 @@ def _read(message: Any, where: str) -> list[Message]:
         return [{"role": role, "content": content}]
     if not isinstance(content, list):
         raise GatewayRequestError(f"{where}.content: must be a string or a list of blocks", param=where)
+    join = "" if role == "assistant" else "\n"
+    messages: list[Message] = []
     read: Message = {"role": role, "content": []}
-    results: list[Message] = []
+
+    def end() -> None:
+        if read["content"] or len(read) > 2 or not messages:
+            messages.append({**read, "content": text_of(read["content"], f"{where}.content", join=join)})
+
     for at, block in enumerate(content):
-        kind = block.get("type") if isinstance(block, Mapping) else None
+        kind, place = block.get("type") if isinstance(block, Mapping) else None, f"{where}.content.{at}"
         if kind == "tool_result":
-            text = text_of(block.get("content"), f"{where}.content.{at}", join="\n")
-            results.append({"role": "tool", "tool_call_id": str(block.get("tool_use_id") or ""), "content": text})
-        elif kind == "tool_use":
+            parts = block.get("content")
+            parts = [_text(part, place, loaded) for part in parts] if isinstance(parts, list) else parts
+            messages.append(_result(block, text_of(parts, place, join="\n")))
+        elif kind in ("tool_use", "server_tool_use", "mcp_tool_use"):
             function = {"name": block.get("name"), "arguments": block.get("input")}
             read.setdefault("tool_calls", []).append({"id": block.get("id"), "function": function})
+        elif isinstance(kind, str) and kind.endswith("_tool_result") and role == "assistant":
+            if read["content"] or len(read) > 2:
+                end()
+                read = {"role": role, "content": []}
+            messages.append(_result(block, _plain(block.get("content"))))
         elif kind == "thinking":
             read["reasoning_content"] = read.get("reasoning_content", "") + str(block.get("thinking") or "")
         elif kind != "redacted_thinking":
-            read["content"].append(block)
-    if results and not read["content"]:
-        return results
-    join = "" if role == "assistant" else "\n"
-    return [*results, {**read, "content": text_of(read["content"], f"{where}.content", join=join)}]
+            read["content"].append(_text(block, place, loaded))
+    end()
+    return messages
 
 
-def _tools(tools: Any) -> tuple[dict[str, Any], ...]:
-    """Tools that the client runs. Those that Anthropic's servers run (a ``type`` and no schema) are left out."""
-    read = []
+def _result(block: Mapping[str, Any], text: str) -> Message:
+    return {"role": "tool", "tool_call_id": str(block.get("tool_use_id") or ""), "content": text}
+
+
+def _text(block: Any, where: str, loaded: Loaded) -> Any:
+    """A block as one of text, where it is another that has only text."""
+    kind = block.get("type") if isinstance(block, Mapping) else None
+    if kind == "search_result":
+        head = (block.get("title"), block.get("source"))
+        return _as_text(*head, text_of(block.get("content"), f"{where}.content", join="\n"))
+    if kind == "document":
+        source = block.get("source")
+        form = source.get("type") if isinstance(source, Mapping) else None
+        if not isinstance(source, Mapping) or form not in ("text", "content"):
+            told = f"{where}.source: a document of type {form!r:.40} is not read; those of type text and content are"
+            raise GatewayRequestError(told, param=where)
+        text = text_of(source.get("data" if form == "text" else "content"), f"{where}.source", join="\n")
+        return _as_text(block.get("title"), block.get("context"), text)
+    if kind == "tool_reference":
+        name = block.get("tool_name")
+        found = [tool for tool in loaded or () if tool["function"]["name"] == name]
+        if not found:
+            told = f"{where}: Tool reference {name!r:.80} not found in available tools"
+            raise GatewayRequestError(told, code="tool_reference_unresolved", param=where)
+        return _as_text(definitions(found))
+    return block
+
+
+def _as_text(*lines: Any) -> dict[str, Any]:
+    return {"type": "text", "text": "\n".join(line for line in lines if isinstance(line, str) and line)}
+
+
+def _plain(value: Any) -> str:
+    """What a server's tool gave, as JSON without what is for that server alone."""
+
+    def readable(item: Any) -> Any:
+        if isinstance(item, Mapping):
+            kept = {key: readable(part) for key, part in item.items() if not str(key).startswith("encrypted_")}
+            return {key: part for key, part in kept.items() if part is not None}
+        return [*map(readable, item)] if isinstance(item, list) else item
+
+    return value if isinstance(value, str) else json.dumps(readable(value), ensure_ascii=False)
+
+
+def _tools(tools: Any) -> Tools:
+    """Those that are deferred are shown where a search of the client's finds them; where a server would search, at the
+    beginning."""
+    shown: list[dict[str, Any]] = []
+    deferred: list[dict[str, Any]] = []
+    left_out: list[str] = []
     for at, tool in enumerate(tools or []):
-        if not isinstance(tool, Mapping) or not isinstance(tool.get("name"), str):
+        if not isinstance(tool, Mapping):
             raise GatewayRequestError(f"tools.{at}: must be an object with a name", param="tools")
-        if tool.get("input_schema") is not None:
-            read.append(function_tool(tool["name"], tool.get("description"), tool["input_schema"]))
-    return tuple(read)
+        read = anthropics_tool(tool, f"tools.{at}")
+        if read is None:
+            left_out.append(kind_of(tool))
+        else:
+            (deferred if tool.get("defer_loading") else shown).append(read)
+    if any(kind.startswith("tool_search") for kind in left_out):
+        shown, deferred = [*shown, *deferred], []
+    return Tools(shown=tuple(shown), loaded=tuple(deferred), left_out=tuple(left_out))
 
 
 def _tool_choice(value: Any, tools: bool) -> str:

@@ -7,41 +7,41 @@ import json
 import secrets
 import threading
 import time
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
+from operator import itemgetter
 from typing import Any
 
 from agl_slime.errors import ContextOverflowError, GatewayRequestError
 from agl_slime.gateway.bodies import Bodies
 from agl_slime.gateway.branches import AnswerInTime, LeftOut
 from agl_slime.gateway.calls import Answered, Call, Choice
+from agl_slime.gateway.declared import explain_once
 from agl_slime.gateway.raw import RawTree
 from agl_slime.gateway.reading import Reading, served_message
 from agl_slime.gateway.sampling import sampling_for
 from agl_slime.gateway.settings import GatewaySettings
 from agl_slime.gateway.tree import Match, Node, Tree
-from agl_slime.gateway.work import Work
+from agl_slime.gateway.work import Work, Works
 from agl_slime.rollout.access import LLM_RESOURCE, EngineAccess, sampling_of, template_key
 from agl_slime.rollout.images import prepare
 from agl_slime.rollout.session import RolloutSession, RolloutStopped
-from agl_slime.rollout.tool_parsers import get_tool_parser, parser_for_template
 from agl_slime.sglang.resumable import Progress
 from agl_slime.support.agl import LLM
 from agl_slime.tokens.codec import TokenArray
 from agl_slime.tokens.conversation import ChatContext
 from agl_slime.tokens.forks import ForkReason
+from agl_slime.tokens.formats import parser_for
 from agl_slime.tokens.images import Image
 from agl_slime.tokens.template import Message
-from agl_slime.tokens.tokenizer import ChatTokenizer, special_tokens
+from agl_slime.tokens.tokenizer import ChatTokenizer
 from agl_slime.trace import attributes as names
 
 SpanSink = Callable[[str, dict[str, Any], float], None]
 """Takes a span's name, attributes and time of start; from the gateway's thread."""
 
-# Answers that are kept for a client that asks for the same again because it did not get them.
-_KEPT_ANSWERS, _UNANSWERED_KEPT = 32, 256
 # After a limit is reached, so many answers are empty before requests are refused: an agent that does not look at
 # answers would ask for ever.
 _EMPTY_ANSWERS = 8
@@ -75,10 +75,9 @@ class Attempt:
     """What came: requests by path, answers, retries, overridden settings, refusals by status."""
     _told: Counter[str] = field(default_factory=Counter)
     _running: int = 0
-    _works: deque[Work] = field(default_factory=deque)
+    works: Works = field(default_factory=Works)
     _under_way: set[Work] = field(default_factory=set)
     _strays: int = 0
-    _to_begin: Counter[bytes] = field(default_factory=Counter)  # requests without an answer that may be sent again
     _tools: tuple[Any, Any, str] = (None, None, "")  # and the arguments of the template, and their key
     _trees: dict[tuple[str, str], Tree] = field(default_factory=dict)
     _root: RolloutSession | None = None
@@ -100,7 +99,7 @@ class Attempt:
         late."""
         self._check_open()
         if self._running >= self.settings.max_in_flight:
-            self._unanswered(key)
+            self.works.unanswered(key)
             raise GatewayRequestError(
                 f"rollout {self.rollout_id} has {self._running} requests under way, the most it may have",
                 status=429,
@@ -111,11 +110,6 @@ class Attempt:
     def done(self) -> None:
         """A request has been answered, or its client has hung up."""
         self._running -= 1
-
-    def _unanswered(self, key: bytes) -> None:
-        self._to_begin[key] += 1
-        if len(self._to_begin) > _UNANSWERED_KEPT:
-            del self._to_begin[next(iter(self._to_begin))]
 
     def came(self, what: str, *, served: bool) -> None:
         """Count a request by its method and path; paths that nobody serves by name only as long as they are few."""
@@ -149,7 +143,7 @@ class Attempt:
         with self._lock:
             self._under_way.discard(work)
             if not work.stands:
-                self._unanswered(work.key)
+                self.works.unanswered(work.key)
             if self.closed and not self._under_way:
                 self.quiet.set()
 
@@ -164,14 +158,14 @@ class Attempt:
         for tree in self._trees.values():
             tree.forget()
         self._trees.clear()
-        self._works.clear()
+        self.works = Works()
         self.bodies = Bodies()
 
     # -- requests -----------------------------------------------------------------------------------------------------
 
     def work(self, call: Call, *, role: str, key: bytes, retry: bool, prefix: str = "") -> Work:
         """The work on a request; of one that its client sends again, what was begun the first time."""
-        if retry and (begun := self._begun(key)) is not None:
+        if retry and (begun := self.works.begun(key)) is not None:
             self.seen["retries_answered"] += 1
             return begun
         if self.seen["requests"] >= self.settings.max_requests:
@@ -186,27 +180,8 @@ class Attempt:
             self._under_way.add(work)
         self.seen["requests"] += 1
         work.task.add_done_callback(lambda _: self._ended(work))
-        self._works.append(work)
-        while len(self._works) > _KEPT_ANSWERS + len(self._under_way):
-            self._works.popleft()
+        self.works.add(work, len(self._under_way))
         return work
-
-    def _got(self, node: Node | None) -> None:
-        """A client goes on from an answer, so it will not ask for it again."""
-        if node is not None:
-            self._works = deque(work for work in self._works if not work.told or node not in work.nodes)
-
-    def _begun(self, key: bytes) -> Work | None:
-        """What was begun for a request that its client sends again, of several equal ones one that nobody has got;
-        ``None`` where it was never begun, or could be several."""
-        same = [work for work in self._works if work.key == key and work.stands]
-        lost = [work for work in same if work.task.done() and not work.told and not work.waiting]
-        if lost:
-            return lost[0]
-        if self._to_begin[key]:
-            self._to_begin[key] -= 1
-            return None
-        return same[0] if len(same) == 1 else None
 
     async def decoder(self) -> Callable[[list[int]], str]:
         """How token ids are read, for log-probs."""
@@ -223,34 +198,41 @@ class Attempt:
     async def _answer(self, call: Call, role: str, work: Work) -> Answered:
         llm = self.roles.get(role) or self.roles[LLM_RESOURCE]
         tokenizer = await self.access.tokenizer(llm)
-        source = getattr(tokenizer, "chat_template", None)
-        parser = get_tool_parser(parser_for_template(source)) if call.tools else None
-        silent = call.tool_choice == "none"
+        for kind in call.left_out:
+            self.seen[f"left_out/{kind}"] += 1
+            explain_once(kind)
+        if call.compacts and not call.tools:
+            call = replace(call, tools=self._tools_shown(role, call.messages))
         tree = self._tree(role, call, tokenizer, llm)
+        reader = tree.template.reader
+        if call.offered and reader.parser is None:  # or it says that nobody reads its calls
+            reader = replace(reader, parser=parser_for(tokenizer, tree.template.kwargs))
         trained = role in (LLM_RESOURCE, *self.settings.trained_models)
         sampling, untrained = sampling_for(
             call,
             sampling_of(llm),
             trained=trained,
             constraints=self.settings.constraints,
-            parser=parser,
+            parser=reader.parser,
             overridden=self.seen,
         )
         if not trained:
             untrained = f"role:{role}"
-        opens = None if call.raw else tree.template.opens_thinking
-        reads = Reading(opens, None if silent else parser, sampling.stop, special_tokens(tokenizer))
+        if call.tool_choice == "none":
+            reader = replace(reader, parser=None)
+        reads = Reading(None if call.raw else reader, sampling.stop)
         self._images.update(call.images)
         match = tree.find(call.messages)
-        self._got(match.node)
-        self._clock += 1
-        begun = self._clock
-        told_by_tools = self._changed_tools(role, tree, call.messages) if match.known == 0 else None
+        self.works.read(match.node)
+        begun = self._clock = self._clock + 1
+        fork = match.fork or (self._changed_tools(role, tree, call.messages) if match.known == 0 else None)
+        if call.compacted is not None and match.known <= call.compacted:
+            fork = ForkReason.COMPACTION
 
         async def one(index: int) -> tuple[Choice, TokenArray, int]:
             line = tree.take(match)
             session = line.session
-            offered = (*session.stats.tools, *(tool["function"]["name"] for tool in call.tools))
+            offered = (*session.stats.tools, *(tool["function"]["name"] for tool in call.offered))
             session.stats.tools = tuple(dict.fromkeys(offered))
 
             def on_progress(progress: Progress) -> None:
@@ -259,7 +241,7 @@ class Attempt:
             how: dict[str, Any] = {"on_progress": on_progress} if call.stream else {}
             if call.top_log_probs:
                 how["top_log_probs"] = call.top_log_probs
-            how |= {"fork": match.fork or told_by_tools, "untrained": untrained}
+            how |= {"fork": fork, "untrained": untrained}
             try:
                 answer = await session.ask(sampling=sampling, delivered=lambda: work.delivered[index], **how)
             except BaseException:
@@ -267,11 +249,13 @@ class Attempt:
                 raise
             generation = answer.generation
             choice, ids = reads.choice(generation, call, session)
-            served = served_message(choice, call.messages[-1])
+            served = served_message(call.as_sent_back(choice), call.messages[-1])
             node = tree.answered(match, line, held=session.messages[-1], served=served, ids=ids, cut=answer.cut)
             work.nodes.append(node)
             if call.kept is not None and index == 0:
                 self.kept[work.id] = [*call.messages[call.kept :], served]
+                if call.conversation:
+                    self.kept[call.conversation] = self.kept[work.id]
             self._note(node, match, (id(tree), node.before), begun)
             self.seen["answers"] += 1
             self._emit({names.RESPONSE_ID: work.id, names.ROLE: role})
@@ -295,6 +279,7 @@ class Attempt:
             choices=tuple(choice for choice, _, _ in done),
             prompt_ids=done[0][1],
             cached_tokens=done[0][2],
+            asked=call.messages if call.compacts else (),
         )
 
     def _stopped(self, call: Call, work: Work, stopped: RolloutStopped) -> Answered:
@@ -329,7 +314,7 @@ class Attempt:
         if refused := sorted(_NOT_FOR_TEMPLATES & kwargs.keys()):
             where = f"chat_template_kwargs.{refused[0]}"
             raise GatewayRequestError(f"{where} is not a client's to set; the run decides on it", param=where)
-        template, spans = self.access.template(tokenizer, tools, kwargs), self._spans
+        template, spans = self.access.template(tokenizer, tools, kwargs, llm=llm), self._spans
 
         def open_session(messages: list[Message]) -> RolloutSession:
             if self._root is not None:
@@ -351,12 +336,19 @@ class Attempt:
             return self._root
 
         tree = self._trees[key] = (RawTree if call.raw else Tree)(template, open_session)
+        tree.tools = call.tools
         return tree
 
     def _changed_tools(self, role: str, own: Tree, messages: list[Message]) -> ForkReason | None:
         """A conversation that goes on with other tools begins anew in tokens: its prompt lists them."""
         others = (tree for (other, _), tree in self._trees.items() if other == role and tree is not own)
         return ForkReason.EDITED_HISTORY if any(tree.find([*messages]).node for tree in others) else None
+
+    def _tools_shown(self, role: str, messages: list[Message]) -> tuple[dict[str, Any], ...]:
+        """The tools of the conversation that ``messages`` go on with."""
+        trees = (tree for (other, _), tree in self._trees.items() if other == role)
+        known = ((tree.find([*messages]).known, tree.tools) for tree in trees)
+        return max(known, default=(0, ()), key=itemgetter(0))[1]
 
     def _note(self, node: Node, match: Match, place: tuple[int, int], begun: int) -> None:
         self._clock += 1

@@ -13,11 +13,11 @@ ms, and a thousand conversations that wait would hold as many bytes again as the
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import orjson
@@ -25,13 +25,18 @@ import orjson
 from agl_slime.errors import GatewayRequestError
 from agl_slime.gateway.calls import Call
 from agl_slime.gateway.images import marked_body
+from agl_slime.gateway.messages import check_results
 from agl_slime.gateway.protocol import Kept, Protocol, parsed_body
+from agl_slime.gateway.settings import GatewaySettings
 from agl_slime.support.http import PARSED_AT_ONCE
 from agl_slime.support.threads import run_in_thread
 from agl_slime.tokens.images import ImageSettings
 
+T = TypeVar("T")
+
 _HELD = 4  # conversations of one attempt at a time
 _IMAGES = ImageSettings()
+_SETTINGS = GatewaySettings()
 _SHARED = 64
 _PROBE = "an item that nobody sends: 5f1c2f3d"
 
@@ -42,7 +47,7 @@ class _Held:
     of, for its ``length`` and ``digest`` (of the path and the head) tell another that begins with it."""
 
     path: str
-    body: Mapping[str, Any]  # its list is empty
+    body: Mapping[str, Any]  # its list has what writing an answer needs
     call: Call
     raw: bytes = b""
     length: int = 0
@@ -95,27 +100,29 @@ class Bodies:
         protocol: Protocol,
         kept: Kept,
         defaults: Mapping[str, Any] = MappingProxyType({}),
-        images: ImageSettings = _IMAGES,
+        settings: GatewaySettings = _SETTINGS,
     ) -> tuple[Mapping[str, Any], Call]:
-        """The body, in which the list of messages is empty, and the call, which has them. Raises
-        ``GatewayRequestError``."""
-        if request.held is not None and (found := await self._grown(request, request.held, protocol, kept)):
+        """The body, in which the list of messages has what writing an answer needs, and the call, which has all of
+        them. Raises ``GatewayRequestError``."""
+        if request.held is not None and (
+            found := await self._grown(request, request.held, protocol, kept, settings.max_messages)
+        ):
             return found
-        parse = partial(parsed_body, request.raw)
-        body = parse() if len(request.raw) <= PARSED_AT_ONCE else await run_in_thread(parse)
-        body, shown = await marked_body(request.raw, body, images)
-        call = protocol.read(body := {**defaults, **body}, kept)
+        body = await _off_loop(request.raw, partial(parsed_body, request.raw))
+        body, shown = await marked_body(request.raw, body, settings.images)
+        body = {**defaults, **body}
+        call = await _off_loop(request.raw, partial(_read, protocol, body, kept, settings.max_messages))
         if shown:
             call = replace(call, images=shown)
         if not protocol.grows or not isinstance(body.get(protocol.grows), list):
             return body, call
-        short = {**body, protocol.grows: []}
+        short = {**body, protocol.grows: protocol.kept_items(body[protocol.grows])}
         if not shown:
             self._hold(request, protocol.grows, short, call)
         return short, call
 
     async def _grown(
-        self, request: Request, held: _Held, protocol: Protocol, kept: Kept
+        self, request: Request, held: _Held, protocol: Protocol, kept: Kept, most: int
     ) -> tuple[Mapping[str, Any], Call] | None:
         """``None`` where it has to be read whole: what is new may be no part of a list, or refused, or show images."""
         if held.call.messages[-1]["role"] == "assistant":  # what follows may belong to it
@@ -124,12 +131,13 @@ class Bodies:
             items = orjson.loads(b"[" + request.new[1:] + b"]")
             marked, shown = await marked_body(request.new, {protocol.grows: items}, _IMAGES)
             items = marked[protocol.grows]
-            more = protocol.more(items, kept) if items and not shown else []
+            more = await _off_loop(request.new, partial(protocol.more, items, kept)) if items and not shown else []
         except (ValueError, GatewayRequestError):
             return None
         if not more:
             return None
         call = replace(held.call, messages=[*held.call.messages, *more])
+        _check(call, protocol, most, known=len(held.call.messages))
         length = held.length + len(request.new)
         grown = _Held(held.path, held.body, call, length=length, digest=request.digest, tail=held.tail)
         self._held = [each for each in self._held if each is not held] + [grown]
@@ -146,6 +154,24 @@ class Bodies:
             digest = _digest(path, raw[:end]).digest()
             held = _shared(_Held(path, body, call, length=end, digest=digest, tail=raw[end:]))
         self._held = [*self._held, held][-_HELD:]
+
+
+async def _off_loop(raw: bytes, work: Callable[[], T]) -> T:
+    """What ``work`` makes of ``raw``; of a large one in a thread."""
+    return work() if len(raw) <= PARSED_AT_ONCE else await run_in_thread(work)
+
+
+def _read(protocol: Protocol, body: Mapping[str, Any], kept: Kept, most: int) -> Call:
+    call = protocol.read(body, kept)
+    _check(call, protocol, most)
+    return call
+
+
+def _check(call: Call, protocol: Protocol, most: int, *, known: int = 0) -> None:
+    if (n := len(call.messages)) > most:
+        told = f"the request has {n} messages, more than max_messages, {most}: send fewer"
+        raise GatewayRequestError(told, status=413, code="request_too_large", param=protocol.grows)
+    check_results(call.messages, protocol.orphan, in_text=protocol.calls_in_text and not call.offered, known=known)
 
 
 def _shared(held: _Held) -> _Held:

@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from agl_slime.errors import GatewayRequestError
 from agl_slime.gateway.messages import Message
-from agl_slime.rollout.tool_parsers import ToolCall, ToolParser
 from agl_slime.sglang.generation import Generation
+from agl_slime.tokens.answer import ToolCall
 from agl_slime.tokens.codec import TokenArray, token_array
 from agl_slime.tokens.images import Image
 
 _NO_IDS = token_array([], name="prompt_ids")
-_THINK, _END_OF_THINKING = "<think>", "</think>"
 
 # What changes the distribution that tokens are sampled from; the run decides on these.
 IMPOSED = ("temperature", "top_p", "top_k", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty")
@@ -30,8 +29,13 @@ class Call:
     ``constraint`` what the answer is held to, as SGLang's sampling parameters; ``tool_choice`` is ``auto``, ``none``,
     ``required`` or the name of a function. ``raw``: the only message's content is a text, or a tuple of token ids,
     and no template is applied to it. ``kept``: of a conversation that may be gone on from by
-    the answer's id, how many messages at its beginning are of this request alone. ``images``: those whose marks the
-    messages have, by their hashes."""
+    the answer's id, how many messages at its beginning are of this request alone; ``conversation`` is another id that
+    it may be gone on from by. ``images``: those whose marks the messages have, by their hashes.
+
+    ``tools`` are those that the prompt begins with, ``loaded`` those that its messages add, and ``left_out`` the types
+    of those that a server would run. ``allowed`` are the names of the only tools that may be called. ``sent_back`` is
+    what a tool's arguments are when its call comes back, where calls have a form of their own. ``compacts``: the answer
+    is a summary of the conversation; ``compacted`` is the place of such a summary among the messages."""
 
     messages: list[Message]
     model: str = ""
@@ -48,6 +52,28 @@ class Call:
     raw: bool = False
     kept: int | None = None
     images: Mapping[str, Image] = field(default_factory=dict)
+    conversation: str = ""
+    loaded: tuple[dict[str, Any], ...] = ()
+    left_out: tuple[str, ...] = ()
+    allowed: frozenset[str] | None = None
+    sent_back: Mapping[str, Callable[[Mapping[str, Any]], Any]] = field(default_factory=dict)
+    compacts: bool = False
+    compacted: int | None = None
+
+    @property
+    def offered(self) -> tuple[dict[str, Any], ...]:
+        """All tools that the model has seen."""
+        return (*self.tools, *self.loaded) if self.loaded else self.tools
+
+    def as_sent_back(self, choice: Choice) -> Choice:
+        """An answer as its client will send it back."""
+        if not any(call.name in self.sent_back for call in choice.calls):
+            return choice
+        calls = (
+            replace(call, arguments=form(call.arguments)) if (form := self.sent_back.get(call.name)) else call
+            for call in choice.calls
+        )
+        return replace(choice, calls=tuple(calls))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,7 +99,8 @@ class Choice:
 
 @dataclass(frozen=True, kw_only=True)
 class Answered:
-    """All answers to one request. ``id`` is the same however often it is told."""
+    """All answers to one request. ``id`` is the same however often it is told; ``asked`` is the conversation where a
+    summary of it was asked for."""
 
     id: str
     created: int
@@ -81,6 +108,7 @@ class Answered:
     choices: tuple[Choice, ...]
     prompt_ids: TokenArray = field(default_factory=lambda: _NO_IDS)
     cached_tokens: int = 0
+    asked: Sequence[Message] = ()
 
     @property
     def prompt_tokens(self) -> int:
@@ -89,41 +117,6 @@ class Answered:
     @property
     def output_tokens(self) -> int:
         return sum(choice.output_tokens for choice in self.choices)
-
-
-# -- the parts of an answer -------------------------------------------------------------------------------------------
-
-
-def split_thinking(text: str, *, opened: bool | None) -> tuple[str, str, bool]:
-    """The reasoning, what comes after it, and whether the reasoning is still open. ``opened``: the template has opened
-    a block of thinking before the answer; ``None``: there is none, the text is raw."""
-    if opened is None:
-        return "", text, False
-    begun = text.lstrip()
-    if begun.startswith(_THINK):
-        begun = begun[len(_THINK) :]
-    elif not opened:
-        return "", text, False
-    thought, mark, rest = begun.partition(_END_OF_THINKING)
-    return thought.strip(), rest.lstrip("\n") if mark else "", not mark
-
-
-def visible(text: str, *, opened: bool | None, parser: ToolParser | None, stops: tuple[str, ...]) -> tuple[str, str]:
-    """Of an answer that is still being sampled, what its reasoning and its content begin with whatever follows."""
-    text = _before(text.rstrip("\ufffd"), stops)
-    if opened is False and _THINK.startswith(begun := text.lstrip()) and begun != _THINK:
-        return "", ""
-    thought, content, is_open = split_thinking(text, opened=opened)
-    if is_open:
-        return _before(thought, (_END_OF_THINKING,)).rstrip(), ""
-    return thought, content if parser is None else _before(content, parser.marks()).strip()
-
-
-def _before(text: str, marks: tuple[str, ...]) -> str:
-    """``text`` up to the first of ``marks``, or to where one may begin at its end."""
-    text = text[: min((at for mark in marks if (at := text.find(mark)) >= 0), default=len(text))]
-    begun = (n for mark in marks for n in range(1, len(mark)) if text.endswith(mark[:n]))
-    return text[: len(text) - max(begun, default=0)]
 
 
 # -- reading settings -------------------------------------------------------------------------------------------------
@@ -152,16 +145,6 @@ def strings(body: Mapping[str, Any], name: str) -> tuple[str, ...]:
             f"{name} must be a string or a list of strings, none empty, got {value!r:.80}", param=name
         )
     return tuple(listed)
-
-
-def read_tool(tool: Any, where: str) -> dict[str, Any]:
-    """A function of OpenAI's chat form as templates get it."""
-    function = tool.get("function") if isinstance(tool, Mapping) and tool.get("type") == "function" else None
-    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
-        raise GatewayRequestError(
-            f"{where} must be a function with a name; other kinds of tools are not served", param=where
-        )
-    return function_tool(function["name"], function.get("description"), function.get("parameters"))
 
 
 def function_tool(name: str, description: Any, parameters: Any) -> dict[str, Any]:

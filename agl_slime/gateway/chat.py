@@ -13,19 +13,15 @@ from agl_slime.gateway.calls import (
     Answered,
     Call,
     Choice,
+    function_tool,
     json_constraint,
     number,
-    read_tool,
     strings,
 )
+from agl_slime.gateway.declared import Tools, custom_arguments, custom_input, custom_tool, read_allowed, unknown_tool
 from agl_slime.gateway.messages import Message, read_messages
 from agl_slime.gateway.protocol import NOTHING_KEPT, Decode, Kept, Protocol, Stream, sse
 
-_IGNORED = """
-    metadata user store service_tier safety_identifier prompt_cache_key prompt_cache_options prompt_cache_retention
-    reasoning reasoning_effort verbosity parallel_tool_calls prediction moderation rid separate_reasoning
-    include_reasoning
-"""
 _HONOURED = """
     messages model tools tool_choice max_tokens max_completion_tokens max_output_tokens max_new_tokens stop n logprobs
     top_logprobs return_token_ids stream stream_options response_format chat_template_kwargs regex ebnf json_schema
@@ -35,9 +31,11 @@ _MOST_CHOICES = 128
 
 
 class ChatCompletions(Protocol):
-    honoured, ignored = frozenset((*_HONOURED.split(), *IMPOSED)), frozenset(_IGNORED.split())
+    honoured = frozenset((*_HONOURED.split(), *IMPOSED))
     prefix = "chatcmpl-"
     grows = "messages"
+    calls_in_text = True
+    orphan = "messages with role 'tool' must be a response to a preceding message with 'tool_calls'; no call is '{}'"
 
     def read(self, body: Mapping[str, Any], kept: Kept = NOTHING_KEPT) -> Call:
         if body.get("functions") or body.get("function_call"):
@@ -47,12 +45,15 @@ class ChatCompletions(Protocol):
         self.check_fields(body)
         if (body.get("modalities") or ["text"]) != ["text"]:
             raise GatewayRequestError("modalities other than text are not served", param="modalities")
-        tools = body.get("tools") or []
+        tools = tuple(_read_tool(tool, f"tools[{n}]") for n, tool in enumerate(body.get("tools") or []))
+        choice, allowed = _tool_choice(body.get("tool_choice"), tools)
         return Call(
-            messages=read_messages(body.get("messages")),
+            messages=_messages(body.get("messages")),
             model=str(body.get("model") or ""),
-            tools=tuple(read_tool(tool, f"tools[{n}]") for n, tool in enumerate(tools)),
-            tool_choice=_tool_choice(body.get("tool_choice"), bool(tools)),
+            tools=tools,
+            tool_choice=choice,
+            allowed=allowed,
+            sent_back=dict.fromkeys(_custom(body), lambda given: custom_arguments(custom_input(given))),
             max_tokens=self.max_tokens(body),
             stop=strings(body, "stop"),
             n=number(body, "n", least=1, most=_MOST_CHOICES) or 1,
@@ -64,13 +65,13 @@ class ChatCompletions(Protocol):
         )
 
     def more(self, items: list[Any], kept: Kept) -> list[Message]:
-        return read_messages(items)
+        return _messages(items)
 
     def answer(self, body: Mapping[str, Any], answered: Answered, decode: Decode) -> dict[str, Any]:
         choices = [
             {
                 "index": index,
-                "message": _message(choice),
+                "message": _message(choice, _custom(body)),
                 "logprobs": logprobs(choice, decode) if body.get("logprobs") else None,
                 "finish_reason": choice.finish,
                 **({"token_ids": choice.token_ids} if body.get("return_token_ids") else {}),
@@ -99,7 +100,7 @@ class _ChatStream(Stream):
 
     def end(self, answered: Answered) -> Iterator[bytes]:
         for index, choice in enumerate(answered.choices):
-            for at, call in enumerate(tool_calls(choice)):
+            for at, call in enumerate(_tool_calls(choice, _custom(self.body))):
                 yield self._chunk(index, {"tool_calls": [{"index": at, **call}]})
             told = logprobs(choice, self.decode) if self.body.get("logprobs") else None
             more: dict[str, Any] = {"finish": choice.finish, "logprobs": told}
@@ -131,8 +132,8 @@ def _head(answered: Answered, kind: str) -> dict[str, Any]:
     return {"id": answered.id, "object": kind, "created": answered.created, "model": answered.model}
 
 
-def _message(choice: Choice) -> dict[str, Any]:
-    calls = tool_calls(choice)
+def _message(choice: Choice, custom: frozenset[str]) -> dict[str, Any]:
+    calls = _tool_calls(choice, custom)
     message: dict[str, Any] = {"role": "assistant", "content": choice.content if choice.content or not calls else None}
     message["refusal"] = None
     if choice.reasoning:
@@ -140,8 +141,13 @@ def _message(choice: Choice) -> dict[str, Any]:
     return {**message, "tool_calls": calls} if calls else message
 
 
-def tool_calls(choice: Choice) -> list[dict[str, Any]]:
-    return [call.to_message() for call in choice.calls]
+def _tool_calls(choice: Choice, custom: frozenset[str]) -> list[dict[str, Any]]:
+    return [
+        {"id": call.id, "type": "custom", "custom": {"name": call.name, "input": custom_input(call.arguments)}}
+        if call.name in custom
+        else call.to_message()
+        for call in choice.calls
+    ]
 
 
 def usage(answered: Answered) -> dict[str, Any]:
@@ -168,16 +174,64 @@ def _token(token: int, value: float, decode: Decode) -> dict[str, Any]:
     return {"token": text, "logprob": value, "bytes": list(text.encode())}
 
 
-def _tool_choice(value: Any, tools: bool) -> str:
-    if value is None:
-        return "auto"
-    if value in ("auto", "none", "required"):
-        return value if tools else "none"
-    function = value.get("function") if isinstance(value, Mapping) else None
-    if isinstance(function, Mapping) and isinstance(function.get("name"), str):
-        return function["name"]
-    told = "auto, none, required or a function with its name"
+# -- reading ----------------------------------------------------------------------------------------------------------
+
+
+def _read_tool(tool: Any, where: str) -> dict[str, Any]:
+    kind = tool.get("type") if isinstance(tool, Mapping) else None
+    inner = tool.get(kind) if kind in ("function", "custom") else None
+    if isinstance(kind, str) and kind not in ("function", "custom"):
+        raise unknown_tool(where, kind, schema="parameters")
+    if not isinstance(inner, Mapping) or not isinstance(inner.get("name"), str):
+        raise GatewayRequestError(f"{where} must be a function or a custom tool with a name", param=where)
+    if kind == "custom":
+        return custom_tool(inner["name"], inner)
+    return function_tool(inner["name"], inner.get("description"), inner.get("parameters"))
+
+
+def _custom(body: Mapping[str, Any]) -> frozenset[str]:
+    """The names of custom tools, whose calls have one text."""
+    tools = body.get("tools") or ()
+    return frozenset(tool["custom"]["name"] for tool in tools if tool.get("type") == "custom")
+
+
+def _messages(items: Any) -> list[Message]:
+    return read_messages([*map(_with_functions, items)] if isinstance(items, list) else items)
+
+
+def _with_functions(message: Any) -> Any:
+    """A message whose calls of custom tools are functions'."""
+    calls = message.get("tool_calls") if isinstance(message, Mapping) else None
+    if not isinstance(calls, list) or not any(isinstance(call, Mapping) and call.get("custom") for call in calls):
+        return message
+
+    def of(call: Any) -> Any:
+        custom = call.get("custom") if isinstance(call, Mapping) else None
+        if not isinstance(custom, Mapping):
+            return call
+        arguments = custom_arguments(custom.get("input"))
+        return {"id": call.get("id"), "function": {"name": custom.get("name"), "arguments": arguments}}
+
+    return {**message, "tool_calls": [*map(of, calls)]}
+
+
+def _tool_choice(value: Any, tools: tuple[dict[str, Any], ...]) -> tuple[str, frozenset[str] | None]:
+    """The choice, and the names of the only tools that may be called, where not all may."""
+    if value in (None, "auto", "none", "required"):
+        return (value or "auto") if tools or value is None else "none", None
+    inner = value.get("allowed_tools") if isinstance(value, Mapping) else None
+    if isinstance(inner, Mapping):
+        return read_allowed(inner, Tools(shown=tools), _name_of)
+    if name := _name_of(value):
+        return name, None
+    told = "auto, none, required, allowed_tools, or a function or custom tool with its name"
     raise GatewayRequestError(f"tool_choice must be {told}, got {value!r:.80}", param="tool_choice")
+
+
+def _name_of(tool: Any) -> str:
+    """The name that a choice of a tool has."""
+    inner = (tool.get("function") or tool.get("custom")) if isinstance(tool, Mapping) else None
+    return inner["name"] if isinstance(inner, Mapping) and isinstance(inner.get("name"), str) else ""
 
 
 def _constraint(body: Mapping[str, Any]) -> dict[str, Any]:

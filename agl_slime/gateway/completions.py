@@ -18,7 +18,7 @@ _MOST_IDS = 2**31  # what int32 holds; the engine knows its vocabulary
 
 
 class Completions(Protocol):
-    honoured, ignored = frozenset((*_HONOURED.split(), *IMPOSED)), frozenset({"metadata", "user"})
+    honoured = frozenset((*_HONOURED.split(), *IMPOSED))
     prefix = "cmpl-"
 
     def read(self, body: Mapping[str, Any], kept: Kept = NOTHING_KEPT) -> Call:

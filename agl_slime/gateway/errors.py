@@ -24,6 +24,7 @@ logger = logging.getLogger(__name__)
 
 RETRY_AFTER_S = 1
 THREADS_UNSUPPORTED = "thread_unsupported_request"  # Anthropic's word, on which its tool runners do without
+_ANTHROPICS_CODES = (THREADS_UNSUPPORTED, "tool_reference_unresolved")
 
 _MOST_EXPLAINED = 64
 _OPENAI_TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
@@ -86,6 +87,7 @@ def anthropic_error(refusal: GatewayRequestError) -> dict[str, Any]:
     kind = _ANTHROPIC_TYPES.get(refusal.status, "invalid_request_error" if refusal.status < 500 else "api_error")
     message = f"prompt is too long: {refusal}" if refusal.code == "context_length_exceeded" else str(refusal)
     error: dict[str, Any] = {"type": kind, "message": message}
-    if refusal.code == THREADS_UNSUPPORTED:
-        error["details"] = {"error_code": refusal.code, "unsupported": [refusal.param]}
+    if refusal.code in _ANTHROPICS_CODES:
+        unsupported = {"unsupported": [refusal.param]} if refusal.code == THREADS_UNSUPPORTED else {}
+        error["details"] = {"error_code": refusal.code, **unsupported}
     return {"type": "error", "error": error}

@@ -66,7 +66,8 @@ def _read_call(call: Any, where: str) -> dict[str, Any]:
         raise GatewayRequestError(f"{where} must be a function call with a name", param=where)
     arguments = function.get("arguments")
     try:
-        arguments = encodable(json.loads(arguments)) if isinstance(arguments, str) else arguments
+        if isinstance(arguments, str):  # of a call without arguments some clients send an empty one
+            arguments = encodable(json.loads(arguments)) if arguments.strip() else None
     except ValueError:
         pass  # as the model wrote it
     return {
@@ -74,6 +75,26 @@ def _read_call(call: Any, where: str) -> dict[str, Any]:
         "type": "function",
         "function": {"name": function["name"], "arguments": {} if arguments is None else arguments},
     }
+
+
+def check_results(messages: Sequence[Message], words: str, *, in_text: bool, known: int = 0) -> None:
+    """Refuse a tool's result that names a call which does not stand before it, in the protocol's ``words``; the first
+    ``known`` messages were checked before. A result without an id names none, and a call without one may be any.
+    ``in_text``: calls may be texts of the agent's own, after which a result has an id that nobody gave."""
+    for at in range(known, len(messages)):
+        made = messages[at].get("tool_call_id")
+        if made and messages[at]["role"] == "tool" and not _is_called(messages, at, made, in_text=in_text):
+            raise GatewayRequestError(words.format(made), code="invalid_value", param="tool_call_id")
+
+
+def _is_called(messages: Sequence[Message], at: int, made: str, *, in_text: bool) -> bool:
+    for before in reversed(range(at)):
+        calls = messages[before].get("tool_calls") or ()
+        if any(call["id"] in ("", made) for call in calls):
+            return True
+        if in_text and messages[before]["role"] != "tool":
+            return not calls
+    return False
 
 
 def encodable(value: Any) -> Any:

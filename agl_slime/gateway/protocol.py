@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
+from datetime import datetime
 from types import MappingProxyType
 from typing import Any
 
@@ -14,6 +15,7 @@ from agl_slime.errors import GatewayRequestError
 from agl_slime.gateway.calls import IMPOSED, Answered, Call, number
 from agl_slime.gateway.errors import openai_error
 from agl_slime.gateway.messages import HALF_A_CHARACTER, Message
+from agl_slime.support.agl import LLM
 from agl_slime.support.http import json_bytes
 
 Decode = Callable[[list[int]], str]
@@ -21,6 +23,14 @@ Kept = Mapping[str, list[Message]]
 """Conversations that may be gone on from, by the id of the answer that each ends with."""
 NOTHING_KEPT: Kept = MappingProxyType({})
 
+_IGNORED = """
+    metadata client_metadata user store service_tier speed safety_identifier moderation diagnostics rid betas container
+    inference_geo prompt_cache_key prompt_cache_options prompt_cache_retention cache_control reasoning reasoning_effort
+    thinking verbosity separate_reasoning include_reasoning prediction truncation context_management max_tool_calls
+    parallel_tool_calls
+"""
+IGNORED = frozenset(_IGNORED.split())
+"""Fields of any protocol that the answer does not depend on, or not here."""
 _OBJECTS = ("chat_template_kwargs", "stream_options", "text", "output_config")
 _LARGEST = 2**31 - 1  # of a number that is handed on to an engine
 _LISTS = ("tools", "include")
@@ -71,14 +81,18 @@ class Stream(ABC):
 
 class Protocol(ABC):
     """One way of asking. ``honoured`` are the fields that are, by the run's sampling where tokens are trained;
-    ``ignored`` those that docs/any-agent.md lists as that, for the answer does not depend on them, or not here; all
-    others are refused. ``prefix`` is what ids of answers begin with, ``grows`` the list to which clients add what was
-    said since the last request."""
+    ``ignored`` those that docs/any-agent.md lists as that; all others are refused. ``prefix`` is what ids of answers
+    begin with, ``grows`` the list to which clients add what was said since the last request, ``orphan`` what is said
+    of a tool's result without a call; ``calls_in_text``: agents that declare no tools may write calls of their own.
+    ``counts``: only how long the prompt is gets answered."""
 
     honoured: frozenset[str]
-    ignored: frozenset[str]
+    ignored: frozenset[str] = IGNORED
     prefix: str = ""
     grows: str = ""
+    orphan: str = "{}"
+    calls_in_text: bool = False
+    counts: bool = False
 
     @abstractmethod
     def read(self, body: Mapping[str, Any], kept: Kept = NOTHING_KEPT) -> Call:
@@ -86,8 +100,17 @@ class Protocol(ABC):
 
     def more(self, items: list[Any], kept: Kept) -> list[Message]:
         """The messages that ``read`` would add for these ``items`` at the end of ``grows``, after one that is no
-        answer; none where a body is always read whole. Raises ``GatewayRequestError``."""
+        answer; none where a body is always read whole. Raises ``GatewayRequestError``, also for items that change more
+        than the messages."""
         return []
+
+    def kept_items(self, items: list[Any]) -> list[Any]:
+        """Those of a list that grows that writing an answer needs."""
+        return []
+
+    def counted(self, tokens: int) -> dict[str, Any]:
+        """The answer of a protocol that ``counts``."""
+        return {"input_tokens": tokens}
 
     @abstractmethod
     def answer(self, body: Mapping[str, Any], answered: Answered, decode: Decode) -> dict[str, Any]: ...
@@ -101,7 +124,7 @@ class Protocol(ABC):
     def check_fields(self, body: Mapping[str, Any]) -> None:
         """A field that would be dropped in silence is refused by name, unless it is empty; so is one of another shape
         than all protocols give it."""
-        for name in body.keys() - self.honoured - self.ignored:
+        for name in sorted(body.keys() - self.honoured - self.ignored):
             if body[name] not in (None, False, "", [], {}):
                 raise GatewayRequestError(f"{name} is not supported here", code="unsupported_parameter", param=name)
         for names, kind, told in ((_OBJECTS, dict, "an object"), (_LISTS, list, "a list")):
@@ -128,6 +151,25 @@ class Protocol(ABC):
         """The limit by whichever of its names the client uses."""
         names = ("max_completion_tokens", "max_tokens", "max_output_tokens", "max_new_tokens")
         return next((value for name in names if (value := number(body, name, least=1)) is not None), None)
+
+
+def list_of_models(roles: Mapping[str, LLM], name: str, *, since: datetime) -> dict[str, Any]:
+    """The models of a rollout as both SDKs read them, or one of them by its ``name``."""
+    cards = [
+        {
+            "id": llm.model,
+            "object": "model",
+            "created": int(since.timestamp()),
+            "owned_by": "agl-slime",
+            "type": "model",
+            "display_name": llm.model,
+            "created_at": since.isoformat(timespec="seconds"),
+        }
+        for llm in {llm.model: llm for llm in roles.values()}.values()
+    ]
+    if name:
+        return {**cards[0], "id": name}
+    return {"object": "list", "data": cards, "has_more": False, "first_id": None, "last_id": None}
 
 
 def parsed_body(raw: bytes) -> dict[str, Any]:

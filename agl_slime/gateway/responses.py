@@ -3,30 +3,40 @@
 from __future__ import annotations
 
 import json
+import secrets
+import time
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from agl_slime.errors import GatewayRequestError
-from agl_slime.gateway.calls import MOST_LOG_PROBS, Answered, Call, Choice, function_tool, json_constraint, number
+from agl_slime.gateway.calls import MOST_LOG_PROBS, Answered, Call, Choice, json_constraint, number
 from agl_slime.gateway.chat import logprobs
+from agl_slime.gateway.declared import OPENAIS, Tools, custom_input, read_allowed
+from agl_slime.gateway.items import (
+    DECLARING,
+    JOIN,
+    all_declared,
+    compaction_item,
+    compacts,
+    is_summary,
+    read_items,
+    read_tools,
+    sent_back,
+)
 from agl_slime.gateway.messages import Message, read_messages, text_of
-from agl_slime.gateway.protocol import NOTHING_KEPT, Decode, Kept, Protocol, Stream, sse
-from agl_slime.rollout.tool_parsers import ToolCall
+from agl_slime.gateway.protocol import IGNORED, NOTHING_KEPT, Decode, Kept, Protocol, Stream, parsed_body, sse
+from agl_slime.tokens.answer import ToolCall
 
 _IMPOSED = ("temperature", "top_p")
-_IGNORED = "metadata user store service_tier safety_identifier prompt_cache_key prompt_cache_options reasoning"
-_IGNORED += " prompt_cache_retention parallel_tool_calls stream_options truncation max_tool_calls context_management"
-_IGNORED += " moderation client_metadata"
 _HONOURED = "input instructions model tools tool_choice max_output_tokens previous_response_id text stream top_logprobs"
-_HONOURED += " include"
-_CUSTOM = {"type": "object", "properties": {"input": {"type": "string"}}, "required": ["input"]}
-_JOIN = "__"  # between a namespace and the name of its tool, where the model sees one name
+_HONOURED += " include conversation chat_template_kwargs"
 
 
 class Responses(Protocol):
-    honoured, ignored = frozenset((*_HONOURED.split(), *_IMPOSED)), frozenset(_IGNORED.split())
+    honoured, ignored = frozenset((*_HONOURED.split(), *_IMPOSED)), IGNORED | {"stream_options"}
     prefix = "resp_"
     grows = "input"
+    orphan = "No tool call found for function call output with call_id {}."
 
     def read(self, body: Mapping[str, Any], kept: Kept = NOTHING_KEPT) -> Call:
         self.check_fields(body)
@@ -34,7 +44,8 @@ class Responses(Protocol):
         if instructions := body.get("instructions"):
             messages.append({"role": "system", "content": text_of(instructions, "instructions")})
         own = len(messages)
-        if previous := body.get("previous_response_id"):
+        conversation = _conversation(body, kept)
+        if previous := body.get("previous_response_id") or conversation:
             if not isinstance(previous, str) or previous not in kept:
                 told = f"previous_response_id {previous!r:.80} is no answer of this rollout"
                 raise GatewayRequestError(told, param="previous_response_id")
@@ -44,26 +55,43 @@ class Responses(Protocol):
             given = [{"role": "user", "content": given}]
         if not isinstance(given, list) or not (given or messages):
             raise GatewayRequestError("input must be a text or a list of at least one item", param="input")
-        tools = tuple(function_tool(name, *told) for name, _, _, *told in _tools(body))
+        items = read_items(given, kept)
+        tools = read_tools(body.get("tools"), items.tools)
+        choice, allowed = _tool_choice(body.get("tool_choice"), tools)
         return Call(
-            messages=[*messages, *self.more(given, kept)] if given else messages,
-            kept=own if body.get("store") is not False else None,
+            messages=[*messages, *read_messages(items.messages)] if items.messages else messages,
+            kept=own if (conversation or body.get("store") is not False) and not items.compacts else None,
+            conversation=conversation,
             model=str(body.get("model") or ""),
-            tools=tools,
-            tool_choice=_tool_choice(body.get("tool_choice"), bool(tools)),
+            tools=tools.shown,
+            loaded=tools.loaded,
+            left_out=tools.left_out,
+            allowed=allowed,
+            sent_back=sent_back(all_declared(body)),
+            tool_choice="none" if items.compacts else choice,
             max_tokens=number(body, "max_output_tokens", least=1),
             asked=self.asked(body),
-            constraint=_constraint(body),
+            constraint={} if items.compacts else _constraint(body),
+            template_kwargs=body.get("chat_template_kwargs") or {},
             top_log_probs=number(body, "top_logprobs", most=MOST_LOG_PROBS) or 0,
             stream=bool(body.get("stream")),
+            compacts=items.compacts,
+            compacted=None if items.compacted is None else len(messages) + items.compacted,
         )
 
     def more(self, items: list[Any], kept: Kept) -> list[Message]:
-        return read_messages(_messages(items, kept))
+        read = read_items(items, kept)
+        if read.tools or read.compacts or read.compacted is not None:
+            raise GatewayRequestError("these items change more than the messages", param="input")
+        return read_messages(read.messages)
+
+    def kept_items(self, items: list[Any]) -> list[Any]:
+        return [item for item in items if isinstance(item, Mapping) and item.get("type") in DECLARING]
 
     def answer(self, body: Mapping[str, Any], answered: Answered, decode: Decode) -> dict[str, Any]:
         choice = answered.choices[0]
-        items = list(_items(answered.id, choice, body, decode))
+        items = [compaction_item(answered.id, choice.content)] if compacts(body) else []
+        items = items or list(_items(answered.id, choice, body, decode))
         length = choice.finish == "length"
         return {
             **_head(answered, body, "incomplete" if length else "completed"),
@@ -74,6 +102,77 @@ class Responses(Protocol):
 
     def stream(self, body: Mapping[str, Any], head: Answered, decode: Decode) -> Stream:
         return _ResponseStream(body, head, decode)
+
+
+class InputTokens(Responses):
+    """How long the prompt of a request would be."""
+
+    honoured = Responses.honoured | {"personality"}
+    counts = True
+
+    def counted(self, tokens: int) -> dict[str, Any]:
+        return {"object": "response.input_tokens", "input_tokens": tokens}
+
+
+class Compact(Responses):
+    """A conversation is asked for its summary, with which it goes on: the users' messages and an item that has it."""
+
+    grows = ""  # a request of its own, which no other begins with
+
+    def read(self, body: Mapping[str, Any], kept: Kept = NOTHING_KEPT) -> Call:
+        given = body.get("input") or []
+        given = [{"role": "user", "content": given}] if isinstance(given, str) else given
+        if not isinstance(given, list) or not (given or body.get("previous_response_id")):
+            raise GatewayRequestError("input must be a text or a list of at least one item", param="input")
+        if body.get("stream"):
+            raise GatewayRequestError("stream is not supported for a compaction", param="stream")
+        return super().read({**body, "input": [*given, {"type": "compaction_trigger"}], "store": False}, kept)
+
+    def answer(self, body: Mapping[str, Any], answered: Answered, decode: Decode) -> dict[str, Any]:
+        said = [message for message in answered.asked[:-1] if message["role"] == "user" and not is_summary(message)]
+        users = [
+            {"id": f"msg_{answered.id}_{at}", "type": "message", "role": "user", "status": "completed", "content": text}
+            for at, message in enumerate(said)
+            if (text := [{"type": "input_text", "text": message["content"]}])
+        ]
+        summary = compaction_item(answered.id, answered.choices[0].content)
+        head = {"id": answered.id, "object": "response.compaction", "created_at": answered.created}
+        return {**head, "output": [*users, summary], "usage": _usage(answered)}
+
+
+def new_conversation(raw: bytes, kept: Kept) -> tuple[dict[str, Any], list[Message]]:
+    """A conversation that responses may be part of, and the messages that it begins with."""
+    body = parsed_body(raw or b"{}")
+    items = body.get("items") or []
+    if not isinstance(items, list):
+        raise GatewayRequestError("items must be a list of items", param="items")
+    read = read_items(items, kept).messages
+    head = {"id": f"conv_{secrets.token_hex(16)}", "object": "conversation", "created_at": int(time.time())}
+    return {**head, "metadata": body.get("metadata") or {}}, read_messages(read) if read else []
+
+
+def _id_of(conversation: Any) -> Any:
+    return conversation.get("id") if isinstance(conversation, Mapping) else conversation
+
+
+def _conversation(body: Mapping[str, Any], kept: Kept) -> str:
+    made = _id_of(body.get("conversation"))
+    if not made:
+        return ""
+    if body.get("previous_response_id"):
+        told = "previous_response_id cannot be used in conjunction with conversation"
+        raise GatewayRequestError(told, code="mutually_exclusive_parameters", param="previous_response_id")
+    if not isinstance(made, str) or made not in kept:
+        told = f"Conversation with id {made!r:.80} not found in this rollout: POST /v1/conversations makes one"
+        raise GatewayRequestError(told, status=404, param="conversation")
+    return made
+
+
+# the events and the field of a call that comes in pieces
+_PIECES = {
+    "function_call": ("function_call_arguments", "arguments"),
+    "custom_tool_call": ("custom_tool_call_input", "input"),
+}
 
 
 class _ResponseStream(Stream):
@@ -89,7 +188,7 @@ class _ResponseStream(Stream):
 
     def more(self, index: int, reasoning: str, content: str) -> Iterator[bytes]:
         for kind, text in (("reasoning", reasoning), ("message", content)):
-            if not text:
+            if not text or compacts(self.body):
                 continue
             if self._item is None or self._item["type"] != kind:
                 yield from self._shut()
@@ -104,17 +203,17 @@ class _ResponseStream(Stream):
         told = {item["id"]: item for item in final["output"]}
         yield from self._shut(told)
         for item in final["output"]:
-            if item["type"] not in ("function_call", "custom_tool_call"):
+            if item["type"] in ("message", "reasoning"):
                 continue
-            name, key = ("function_call_arguments", "arguments") if item["type"] == "function_call" else (None, "input")
-            self._place += 1
-            empty = {**item, key: "", **({"status": "in_progress"} if name else {})}
-            yield self._event("response.output_item.added", output_index=self._place, item=empty)
-            self._item = item
-            prefix = f"response.{name or 'custom_tool_call_input'}"
-            yield self._event(f"{prefix}.delta", **self._at(), delta=item[key])
-            done = {key: item[key], **({"name": item["name"]} if name else {})}
-            yield self._event(f"{prefix}.done", **self._at(), **done)
+            self._place, self._item = self._place + 1, item
+            name, key = _PIECES.get(item["type"], ("", ""))
+            empty = {**item, key: ""} if key else item
+            status = {"status": "in_progress"} if "status" in item else {}
+            yield self._event("response.output_item.added", output_index=self._place, item={**empty, **status})
+            if key:
+                yield self._event(f"response.{name}.delta", **self._at(), delta=item[key])
+                done = {key: item[key], **({"name": item["name"]} if key == "arguments" else {})}
+                yield self._event(f"response.{name}.done", **self._at(), **done)
             yield self._event("response.output_item.done", output_index=self._place, item=item)
         # also of an answer that a limit has cut, whose status says so: SGLang's event, and SDKs raise on OpenAI's
         yield self._event("response.completed", response=final)
@@ -169,6 +268,7 @@ def _head(answered: Answered, body: Mapping[str, Any], status: str) -> dict[str,
         "model": answered.model,
         "parallel_tool_calls": True,
         "previous_response_id": body.get("previous_response_id"),
+        **({"conversation": {"id": _id_of(body["conversation"])}} if body.get("conversation") else {}),
         "temperature": body.get("temperature"),
         "top_p": body.get("top_p"),
         "tool_choice": body.get("tool_choice") or "auto",
@@ -184,19 +284,21 @@ def _items(made: str, choice: Choice, body: Mapping[str, Any], decode: Decode) -
         wanted = "message.output_text.logprobs" in (body.get("include") or ())
         told = logprobs(choice, decode)["content"] if wanted else []
         yield _message(made, choice.content, "incomplete" if choice.finish == "length" else "completed", told)
-    kinds = {name: (kind, namespace) for name, kind, namespace, *_ in _tools(body)}
+    kinds = all_declared(body)
     for at, call in enumerate(choice.calls):
         yield _call(f"fc_{made}_{at}", call, *kinds.get(call.name, ("function", "")))
 
 
 def _call(made: str, call: ToolCall, kind: str, namespace: str) -> dict[str, Any]:
-    name = call.name.removeprefix(namespace + _JOIN) if namespace else call.name
-    head = {"id": made, "call_id": call.id, "name": name, "status": "completed"}
+    head: dict[str, Any] = {"id": made, "call_id": call.id}
+    if kind in OPENAIS and (fields := OPENAIS[kind].fields(call.arguments)) is not None:
+        return {**head, "type": OPENAIS[kind].item, "status": "completed", **fields}
+    name = call.name.removeprefix(namespace + JOIN) if namespace else call.name
+    head |= {"name": name, **({"namespace": namespace} if namespace else {})}
     if kind == "custom":
-        head.pop("status")
-        return {**head, "type": "custom_tool_call", "input": str(call.arguments.get("input", ""))}
+        return {**head, "type": "custom_tool_call", "input": custom_input(call.arguments)}
     arguments = json.dumps(dict(call.arguments), ensure_ascii=False)
-    return {**head, "type": "function_call", "arguments": arguments, **({"namespace": namespace} if namespace else {})}
+    return {**head, "type": "function_call", "status": "completed", "arguments": arguments}
 
 
 def _reasoning(made: str, text: str) -> dict[str, Any]:
@@ -226,97 +328,25 @@ def _usage(answered: Answered) -> dict[str, Any]:
 # -- reading ----------------------------------------------------------------------------------------------------------
 
 
-def _messages(items: list[Any], kept: Kept) -> list[Message]:
-    """Items as chat messages: what the model gave in one answer (reasoning, a text, calls) is one of those."""
-    messages: list[Message] = []
-    answer: Message | None = None
-    for at, item in enumerate(items):
-        where = f"input[{at}]"
-        kind = item.get("type", "message") if isinstance(item, Mapping) else None
-        if kind == "item_reference":
-            item = _referred(item.get("id"), kept, where)
-            kind = item["type"]
-        ours = kind in ("reasoning", "function_call", "custom_tool_call")
-        if ours or (kind == "message" and item.get("role") == "assistant"):
-            if answer is None or (kind in ("message", "reasoning") and answer.get("tool_calls")):
-                answer = {"role": "assistant", "content": ""}
-                messages.append(answer)
-            _add(answer, item, str(kind), where)
-            continue
-        answer = None
-        if kind == "message":
-            messages.append({"role": item.get("role"), "content": item.get("content")})
-        elif kind in ("function_call_output", "custom_tool_call_output"):
-            text = text_of(item.get("output"), f"{where}.output")
-            messages.append({"role": "tool", "tool_call_id": str(item.get("call_id") or ""), "content": text})
-        else:
-            raise GatewayRequestError(f"{where} is of type {kind!r}, which is not served here", param=where)
-    return messages
-
-
-def _referred(made: Any, kept: Kept, where: str) -> dict[str, Any]:
-    """The item of an earlier answer that has this id, as ``_items`` gives them."""
-    kind, _, rest = made.partition("_") if isinstance(made, str) else ("", "", "")
-    answer, _, number = rest.rpartition("_") if kind == "fc" else (rest, "", "")
-    if answer in kept:
-        served = kept[answer][-1]
-        if kind == "msg":
-            return _message(answer, served["content"])
-        if kind == "rs":
-            return _reasoning(answer, served.get("reasoning_content", ""))
-        if number.isdecimal() and int(number) < len(calls := served.get("tool_calls", ())):
-            return {"type": "function_call", "call_id": calls[int(number)]["id"], **calls[int(number)]["function"]}
-    raise GatewayRequestError(f"{where} refers to {made!r:.80}, which is no item of this rollout", param=where)
-
-
-def _add(answer: Message, item: Mapping[str, Any], kind: str, where: str) -> None:
-    if kind == "message":
-        answer["content"] += text_of(item.get("content"), f"{where}.content")
-    elif kind == "reasoning":
-        parts = item.get("content") or item.get("summary") or []
-        if not isinstance(parts, list):
-            raise GatewayRequestError(f"{where}.content must be a list of parts, got {parts!r:.80}", param=where)
-        texts = (str(part.get("text") or "") for part in parts if isinstance(part, Mapping))
-        answer["reasoning_content"] = answer.get("reasoning_content", "") + "".join(texts)
-    else:
-        namespace = item.get("namespace")
-        name = f"{namespace}{_JOIN}{item.get('name')}" if namespace else item.get("name")
-        arguments = {"input": item.get("input")} if kind == "custom_tool_call" else item.get("arguments")
-        call = {"id": item.get("call_id"), "function": {"name": name, "arguments": arguments}}
-        answer.setdefault("tool_calls", []).append(call)
-
-
-def _tools(body: Mapping[str, Any]) -> Iterator[tuple[str, str, str, Any, Any]]:
-    """Name, kind, namespace, description and parameters of each tool that the client runs. Those that OpenAI's servers
-    run are left out."""
-    for at, tool in enumerate(body.get("tools") or []):
-        kind = tool.get("type") if isinstance(tool, Mapping) else None
-        if not isinstance(tool, Mapping) or not isinstance(kind, str):
-            raise GatewayRequestError(f"tools[{at}] must be an object with a type", param="tools")
-        inner = tool.get("tools") or [] if kind == "namespace" else [tool]
-        if not isinstance(inner, list) or not all(isinstance(one, Mapping) for one in inner):
-            raise GatewayRequestError(f"tools[{at}].tools must be a list of objects", param="tools")
-        namespace = str(tool.get("name") or "") if kind == "namespace" else ""
-        for one in inner:
-            name = one.get("name")
-            if one.get("type") not in ("function", "custom") or not isinstance(name, str):
-                continue
-            schema = _CUSTOM if one["type"] == "custom" else one.get("parameters")
-            full = f"{namespace}{_JOIN}{name}" if namespace else name
-            yield full, one["type"], namespace, one.get("description"), schema
-
-
-def _tool_choice(value: Any, tools: bool) -> str:
+def _tool_choice(value: Any, tools: Tools) -> tuple[str, frozenset[str] | None]:
+    """The choice, and the names of the only tools that may be called, where not all may."""
+    some = bool(tools.shown or tools.loaded)
     if value in (None, "auto", "none", "required"):
-        return (value or "auto") if tools else "none"
-    if (
-        isinstance(value, Mapping)
-        and value.get("type") in ("function", "custom")
-        and isinstance(value.get("name"), str)
-    ):
-        return value["name"]
-    told = "auto, none, required or a function with its name"
+        return ((value or "auto") if some else "none"), None
+    if isinstance(value, Mapping) and value.get("type") == "allowed_tools":
+        return read_allowed(value, tools, _name_of)
+    if isinstance(value, Mapping) and (name := _name_of(value)):
+        return name, None
+    told = "auto, none, required, allowed_tools, or a tool that is declared"
     raise GatewayRequestError(f"tool_choice must be {told}, got {value!r:.80}", param="tool_choice")
+
+
+def _name_of(tool: Any) -> str:
+    """The name to the model of the tool that a choice names."""
+    kind = tool.get("type") if isinstance(tool, Mapping) else None
+    if kind in ("function", "custom") and isinstance(tool.get("name"), str):
+        return f"{tool['namespace']}{JOIN}{tool['name']}" if tool.get("namespace") else tool["name"]
+    return kind if isinstance(kind, str) and kind in OPENAIS else ""
 
 
 def _constraint(body: Mapping[str, Any]) -> dict[str, Any]:

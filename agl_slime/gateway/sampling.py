@@ -17,8 +17,8 @@ from typing import Any
 from agl_slime.errors import ConfigError, GatewayRequestError
 from agl_slime.gateway.calls import Call
 from agl_slime.gateway.settings import Constraints
-from agl_slime.rollout.tool_parsers import ToolParser
 from agl_slime.sglang.generation import SamplingParams
+from agl_slime.tokens.formats import ToolParser
 
 logger = logging.getLogger(__name__)
 
@@ -53,6 +53,7 @@ def sampling_for(
         overridden[f"overridden/{name}"] += value != decided and bool(value or name in _FIELDS)
     if call.max_tokens is not None:
         overridden["overridden/max_tokens"] += call.max_tokens > run.max_new_tokens
+    overridden["overridden/allowed_tools"] += call.tool_choice == "auto" and call.allowed is not None
     if not constraint:
         return sampling, ""
     if constraints == "refuse":
@@ -84,9 +85,14 @@ def _name(call: Call) -> str:
 
 
 def _constraint(call: Call, parser: ToolParser | None, constraints: Constraints) -> Mapping[str, Any]:
+    offered = [tool["function"] for tool in call.offered]
+    may = offered if call.allowed is None else [tool for tool in offered if tool["name"] in call.allowed]
+    if call.tool_choice == "auto" and len(may) < len(offered) and constraints != "drop":
+        told = "tool_choice allowed_tools with mode auto cannot be held to; use required, or set constraints to drop"
+        raise GatewayRequestError(told, param="tool_choice")
     if call.constraint or call.tool_choice in ("auto", "none"):
         return call.constraint
-    wanted = [tool["function"] for tool in call.tools if call.tool_choice in ("required", tool["function"]["name"])]
+    wanted = [tool for tool in may if call.tool_choice in ("required", tool["name"])]
     if not wanted:
         raise GatewayRequestError(f"tool_choice {call.tool_choice!r} names none of the tools", param="tool_choice")
     form = parser.forced(wanted) if parser is not None else None

@@ -29,14 +29,14 @@ from agl_slime.gateway.calls import Answered, Call, Choice
 from agl_slime.gateway.chat import ChatCompletions
 from agl_slime.gateway.completions import Completions
 from agl_slime.gateway.errors import RETRY_AFTER_S, THREADS_UNSUPPORTED, explain_once, is_gone, refusal_of
-from agl_slime.gateway.protocol import Protocol
-from agl_slime.gateway.responses import Responses
+from agl_slime.gateway.protocol import Protocol, list_of_models
+from agl_slime.gateway.responses import Compact, InputTokens, Responses, new_conversation
 from agl_slime.gateway.settings import GatewaySettings
 from agl_slime.gateway.work import Work
-from agl_slime.rollout.access import LLM_RESOURCE, EngineAccess, ServedResources, replay_of
+from agl_slime.rollout.access import LLM_RESOURCE, EngineAccess, ServedResources, of_run
 from agl_slime.support.agl import LLM, NamedResources, ProxyLLM
 from agl_slime.support.handover import Taker
-from agl_slime.support.http import json_response, listening
+from agl_slime.support.http import json_response, listening, read_body
 from agl_slime.support.memory import return_freed_memory
 from agl_slime.support.net import same_secret
 from agl_slime.support.threads import LoopThread, run_in_thread
@@ -58,9 +58,12 @@ _PROTOCOLS: dict[str, Protocol] = {
     "/chat/completions": ChatCompletions(),
     "/completions": Completions(),
     "/responses": Responses(),
+    "/responses/compact": Compact(),
+    "/responses/input_tokens": InputTokens(),
     "/messages": AnthropicMessages(),
     "/messages/count_tokens": CountTokens(),
 }
+_OTHER_PATHS = ("/", "/models", "/conversations", "/seen")
 # An answer of more log-probs is written in a thread: a thousand take some milliseconds.
 _TOLD_AT_ONCE = 2_000
 _RETRY_HEADER = "x-stainless-retry-count"  # of the SDKs of OpenAI and Anthropic
@@ -282,15 +285,18 @@ class Gateway:
 
     async def _routed(self, request: web.Request, path: str, attempt: Attempt, role: str) -> web.StreamResponse:
         protocol = _PROTOCOLS.get(path) if request.method == "POST" else None
-        models = request.method == "GET" and path.startswith("/models")
-        greets = request.method in ("HEAD", "OPTIONS") or path == "/"
-        attempt.came(f"{request.method} {path}", served=protocol is not None or path in ("/", "/models"))
-        if greets:
+        attempt.came(f"{request.method} {path}", served=protocol is not None or path in _OTHER_PATHS)
+        if request.method in ("HEAD", "OPTIONS") or path == "/":
             return web.Response()
-        if models:
-            return self._models(attempt, path.removeprefix("/models").strip("/"))
+        if request.method == "GET" and path.startswith("/models"):
+            name = path.removeprefix("/models").strip("/")
+            return json_response(list_of_models(attempt.roles, name, since=self._since))
+        if request.method == "GET" and path == "/seen":
+            return json_response(attempt.seen)
+        if request.method == "POST" and path == "/conversations":
+            return await self._conversation(request, attempt)
         if protocol is None:
-            served = ", ".join(f"/v1{path}" for path in (*_PROTOCOLS, "/models"))
+            served = ", ".join(f"/v1{path}" for path in (*_PROTOCOLS, *_OTHER_PATHS[1:]))
             told = f"{request.method} {path:.80} is not served here; there are {served}"
             raise GatewayRequestError(told, status=404, code="unknown_url")
         raw = await request.read()
@@ -301,13 +307,25 @@ class Gateway:
         finally:
             attempt.done()
 
+    async def _conversation(self, request: web.Request, attempt: Attempt) -> web.Response:
+        attempt.begin(b"")
+        try:
+            if attempt.seen["POST /conversations"] > attempt.settings.max_requests:
+                told = f"rollout {attempt.rollout_id} has begun {attempt.settings.max_requests} conversations, the most"
+                raise GatewayRequestError(told, status=429, code="rate_limit_exceeded")
+            made, begun = await read_body(request, lambda raw: new_conversation(raw, attempt.kept))
+            attempt.kept[made["id"]] = begun
+            return json_response(made)
+        finally:
+            attempt.done()
+
     async def _asked(
         self, request: web.Request, asked: Request, protocol: Protocol, attempt: Attempt, role: str
     ) -> web.StreamResponse:
         defaults = self.defaults.get(protocol.prefix, {})
-        body, call = await attempt.bodies.read(asked, protocol, attempt.kept, defaults, self.settings.images)
-        if isinstance(protocol, CountTokens):
-            return json_response({"input_tokens": await attempt.count(call)})
+        body, call = await attempt.bodies.read(asked, protocol, attempt.kept, defaults, self.settings)
+        if protocol.counts:
+            return json_response(protocol.counted(await attempt.count(call)))
         if call.model in (*attempt.settings.untrained_models, *attempt.settings.trained_models):
             role = call.model
         elif role not in attempt.roles:
@@ -360,27 +378,10 @@ class Gateway:
             logger.error("%s failed.", what, exc_info=error)
         return refusal
 
-    def _models(self, attempt: Attempt, name: str) -> web.Response:
-        cards = [
-            {
-                "id": llm.model,
-                "object": "model",
-                "created": int(self._since.timestamp()),
-                "owned_by": "agl-slime",
-                "type": "model",
-                "display_name": llm.model,
-                "created_at": self._since.isoformat(timespec="seconds"),
-            }
-            for llm in {llm.model: llm for llm in attempt.roles.values()}.values()
-        ]
-        if name:
-            return json_response({**cards[0], "id": name})
-        return json_response({"object": "list", "data": cards, "has_more": False, "first_id": None, "last_id": None})
-
 
 def for_clients(sampling: Mapping[str, Any]) -> dict[str, Any]:
     """Sampling parameters by the names that an OpenAI client takes: agents hand them on as they are."""
-    known = {name: value for name, value in sampling.items() if name not in replay_of(sampling)}
+    known = {name: value for name, value in sampling.items() if name not in of_run(sampling)}
     return {"max_tokens" if name == "max_new_tokens" else name: value for name, value in known.items()}
 
 

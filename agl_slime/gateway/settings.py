@@ -40,6 +40,8 @@ class GatewaySettings:
     """Most requests of a rollout in all; more get 429."""
     max_body_mb: float = 8.0
     """Largest request body, in MB."""
+    max_messages: int = 10_000
+    """Most messages of one request; more get 413."""
     keep_alive_s: float = 15.0
     """Longest silence of a stream, in seconds."""
     images: ImageSettings = field(default_factory=ImageSettings)
@@ -52,7 +54,7 @@ class GatewaySettings:
             ("constraints", lambda value: value in ("mask", "drop", "refuse"), "one of mask, drop, refuse"),
             ("max_turns max_trajectory_tokens max_in_flight max_requests", lambda value: value > 0, "above 0"),
             ("port", lambda value: 0 <= value <= 65_535, "from 0, which takes a free one, to 65535"),
-            ("max_body_mb keep_alive_s", lambda value: value > 0, "above 0"),
+            ("max_body_mb max_messages keep_alive_s", lambda value: value > 0, "above 0"),
         )
 
 

@@ -81,10 +81,11 @@ class Walk:
 
 @dataclass(eq=False)
 class Tree:
-    """The conversations that share one chat template and one set of tools; ``open_session`` makes the first."""
+    """The conversations that share one chat template and one set of ``tools``; ``open_session`` makes the first."""
 
     template: ChatTemplate
     open_session: OpenSession
+    tools: tuple[Message, ...] = ()
     ambiguous: int = 0  # answers that could have been several
     _states: int = 0
     # messages that nobody sampled here; with one key are those that differ in white space at their ends

@@ -5,11 +5,15 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
+from collections import Counter, deque
 from collections.abc import Callable, Coroutine
 from typing import Any
 
 from agl_slime.gateway.calls import Answered
 from agl_slime.sglang.resumable import Progress
+
+# Answers that are kept for a client that asks for the same again because it did not get them.
+_KEPT_ANSWERS, _UNANSWERED_KEPT = 32, 256
 
 
 class Work:
@@ -75,3 +79,39 @@ class Work:
         if not self.waiting and not self.task.done():
             self.given_up = True
             self.task.cancel()
+
+
+class Works:
+    """The last answers of an attempt, for clients that send a request again because they did not get its answer."""
+
+    def __init__(self) -> None:
+        self.kept: deque[Work] = deque()
+        self._to_begin: Counter[bytes] = Counter()  # requests without an answer that may be sent again
+
+    def add(self, work: Work, under_way: int) -> None:
+        self.kept.append(work)
+        while len(self.kept) > _KEPT_ANSWERS + under_way:
+            self.kept.popleft()
+
+    def unanswered(self, key: bytes) -> None:
+        """A request got no answer, and none was begun."""
+        self._to_begin[key] += 1
+        if len(self._to_begin) > _UNANSWERED_KEPT:
+            del self._to_begin[next(iter(self._to_begin))]
+
+    def read(self, node: Any) -> None:
+        """A client goes on from an answer, so it will not ask for it again."""
+        if node is not None:
+            self.kept = deque(work for work in self.kept if not work.told or node not in work.nodes)
+
+    def begun(self, key: bytes) -> Work | None:
+        """What was begun for a request that its client sends again, of several equal ones one that nobody has got;
+        ``None`` where it was never begun, or could be several."""
+        same = [work for work in self.kept if work.key == key and work.stands]
+        lost = [work for work in same if work.task.done() and not work.told and not work.waiting]
+        if lost:
+            return lost[0]
+        if self._to_begin[key]:
+            self._to_begin[key] -= 1
+            return None
+        return same[0] if len(same) == 1 else None

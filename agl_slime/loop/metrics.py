@@ -115,7 +115,9 @@ def eval_metrics(groups: Sequence[GroupResult]) -> dict[str, Any]:
 def _seen_by_gateway(member: MemberResult) -> Counter[str]:
     """What a gateway counted of a rollout; how often which path was asked is left out."""
     seen = member.samples[0].metadata.get("gateway") if member.samples else None
-    return Counter({what: int(count) for what, count in (seen or {}).items() if " " not in what})
+    counts = Counter({what: int(count) for what, count in (seen or {}).items() if " " not in what})
+    counts["refused/rollouts"] = int(any(what.startswith("refused/") for what in counts))
+    return +counts
 
 
 def _trained_tokens(sample: Sample) -> int:
@@ -135,9 +137,17 @@ def spell_failures(members: Sequence[MemberResult]) -> str:
 
 
 def fork_examples(members: Sequence[MemberResult]) -> dict[str, str]:
-    """Of agents behind a gateway, one rollout for each class of forks, as a sentence."""
+    """Of agents behind a gateway, one rollout for each class of forks, and one that had a request refused, as a
+    sentence."""
     found: dict[str, str] = {}
     for member in members:
+        if (refused := _seen_by_gateway(member)).get("refused/rollouts") and "refused" not in found:
+            kinds = ", ".join(
+                f"{count} x {what}"
+                for what, count in refused.items()
+                if what.startswith("refused/") and what[8:].isdecimal()
+            )
+            found["refused"] = f"requests were refused ({kinds}), first seen in rollout {member.rollout_id}"
         for number, sample in enumerate(member.samples):
             kind = sample.metadata.get("fork_reason")
             if kind and kind not in found and "gateway" in sample.metadata:

@@ -292,14 +292,27 @@ def refusals(steps: Sequence[_Step]) -> Iterator[Alarm]:
     for step in steps:
         counts = {status: number(step.metrics, f"gateway/refused/{status}") or 0 for status in (400, 413)}
         if n := sum(counts.values()):
-            text = f"{n:.0f} requests of agents were refused (400 or 413), in rollouts that were trained all the same"
+            rollouts = number(step.metrics, "gateway/refused/rollouts") or 0
+            where = f"{rollouts:.0f} rollouts" if rollouts else "rollouts"
+            text = f"{n:.0f} requests of agents were refused (400 or 413), in {where} that were trained all the same"
             advice = "the log of the runner, which has the first refusal of each kind in words; docs/any-agent.md says"
             yield _alarm("refused requests", step, text, f"{advice} what is served")
             return
 
 
+def tools_left_out(steps: Sequence[_Step]) -> Iterator[Alarm]:
+    """Tools that a server would run, which no prompt has: an agent may have been written for them."""
+    for step in steps:
+        kinds = sorted(name.rpartition("/")[2] for name in step.metrics if name.startswith("gateway/left_out/"))
+        if kinds:
+            text = f"agents declare tools that a server would run ({', '.join(kinds)}), and were trained without them"
+            advice = "give the agent tools that it runs itself, or leave these out of its requests"
+            yield _alarm("tools left out", step, text, f"{advice}; docs/any-agent.md says what is served")
+            return
+
+
 _LOOKS = (zero_variance, stalls, abort_storms, truncation, silent_tools, broken_tools, alike, kl_jumps)
-_LOOKS += (logprob_jumps, length_bias, failures, failed_validations, refusals)
+_LOOKS += (logprob_jumps, length_bias, failures, failed_validations, refusals, tools_left_out)
 
 
 def _alarm(kind: str, step: _Step, text: str, advice: str, **evidence: str) -> Alarm:

@@ -20,7 +20,6 @@ from agl_slime.rollout.outcome import LossScale, check_reward, missing_rewards, 
 from agl_slime.rollout.partial import PartialRollouts
 from agl_slime.rollout.scheduler import MultiTurnScheduler, schedulers
 from agl_slime.rollout.session import RolloutSession, RolloutStopped
-from agl_slime.rollout.tool_parsers import ToolParser, get_tool_parser, parser_for_template
 from agl_slime.rollout.tools import ToolManager
 from agl_slime.rollout.turns import run_turns
 from agl_slime.sglang.client import SGLangClient
@@ -28,6 +27,7 @@ from agl_slime.sglang.generation import SamplingParams
 from agl_slime.sglang.transport import ClientSettings
 from agl_slime.support.agl import LLM, LitAgent, NamedResources, Rollout, emit_reward, make_link_attributes
 from agl_slime.support.threads import call_user_code, run_user_code
+from agl_slime.tokens.formats import ToolParser, get_tool_parser, parser_for
 from agl_slime.tokens.images import ImageSettings
 from agl_slime.tokens.tokenizer import ChatTokenizer, has_chat_template
 from agl_slime.trace import attributes as names
@@ -64,7 +64,7 @@ class SGLangLitAgent(LitAgent[dict[str, Any]]):
     max_turns: int | None = None  # most answers of a rollout
     max_trajectory_tokens: int | None = None  # prompt and answers; None: what the model's context holds
     loss_scale: LossScale = "default"  # which answers are trained: all, "last_round", or as a function says
-    template_kwargs: Mapping[str, Any] = {}  # of the chat template: {"enable_thinking": False}
+    template_kwargs: Mapping[str, Any] = {}  # of the chat template, over the run's: {"enable_thinking": False}
     image_settings: ImageSettings = ImageSettings()  # what images may be that messages and tools show
     partial: PartialRollouts | None = None  # keeps what rollouts have sampled, for a run that is cut and goes on
     chat_api: ChatApi | None = None  # answers in the engine's place, in rollouts that are scored and never trained on
@@ -191,12 +191,13 @@ class SGLangLitAgent(LitAgent[dict[str, Any]]):
             own_parser = get_tool_parser(self.tool_parser) if offered and self.tool_parser else None
             return session_with(api, shown=schemas, parser=own_parser, **common)
         client = self._client or self._client_for(llm, tokenizer)
-        source = getattr(tokenizer, "chat_template", None)
-        parser = self.tool_parser or parser_for_template(source, offered=bool(offered))
+        parser = None
+        if offered:
+            parser = get_tool_parser(self.tool_parser or parser_for(tokenizer, self.template_kwargs))
         return RolloutSession(
             client=client if self.partial is None else self.partial.client(client, rollout),
-            parser=get_tool_parser(parser) if offered else None,
-            template=self._access.template(tokenizer, schemas, self.template_kwargs),
+            parser=parser,
+            template=self._access.template(tokenizer, schemas, self.template_kwargs, llm=llm),
             model=llm.model,
             max_trajectory_tokens=self.max_trajectory_tokens,
             keep_stop_token=self.keep_stop_token,

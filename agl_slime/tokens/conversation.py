@@ -18,7 +18,7 @@ import functools
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any, cast
 
@@ -27,44 +27,17 @@ from agl_slime.sglang.generation import Generation
 from agl_slime.sglang.prompt import PromptIds
 from agl_slime.support.threads import run_in_thread
 from agl_slime.tokens.codec import TokenArray, TokenBuffer, common_prefix, shared_length, token_array
+from agl_slime.tokens.fields import Forms, keeps_thinking
 from agl_slime.tokens.forks import ForkReason, explain_once, fork_of_edit
-from agl_slime.tokens.template import Addition, ChatTemplate, Message, Rendering, ends_of
+from agl_slime.tokens.plans import HeldTurn, Plan
+from agl_slime.tokens.reader import AnswerReader
+from agl_slime.tokens.template import Addition, ChatTemplate, Message, Rendering, Rewritten, Said, ends_of
 from agl_slime.tokens.tokenizer import longest_prefix
 from agl_slime.tokens.written import Written
 
 # Tokenizing takes about a millisecond per this many characters; more of those are worth a thread.
 LONG_TEXT_CHARS = 8_000
 _OPENINGS = 256  # kept of a template; most have one
-
-
-@dataclass(frozen=True, slots=True)
-class _Turn:
-    """An answer that is held: message ``n_messages - 1``, ids ``[start:end]``. ``continued`` is the text that its
-    message began with before it was sampled."""
-
-    n_messages: int
-    start: int
-    end: int
-    continued: str
-    stop_text: str  # of the stop token that the engine sampled at its end; empty when there is none
-    place: int  # ids ``[:place]`` are the prompt without the opening of the answer; 0 where that cannot be told apart
-
-
-@dataclass(frozen=True, slots=True)
-class _Plan:
-    """A prompt: ids ``[:kept]`` of what is held, then ``added``."""
-
-    kept: int
-    added: tuple[int, ...]
-    place: int  # as in ``_Turn``
-    open_boundaries: int
-    rendering: Rendering | None  # of the whole conversation, less a partial answer, where it was made
-    more_text: tuple[str, ...] = ()  # where no rendering was made: the last answer, and what the template adds
-    fork: ForkReason | None = None
-
-    @property
-    def length(self) -> int:
-        return self.kept + len(self.added)
 
 
 class ChatContext:
@@ -75,7 +48,11 @@ class ChatContext:
     was held, by reason; ``open_boundaries`` the open token boundaries. ``kept_tokens`` is how many tokens of what was
     held the last answered prompt began with, and ``fork`` why it did not begin with all of them. With
     ``keep_stop_token`` an answer that ended with a stop token is continued after it, not without it, which would fork.
-    With ``copies`` off nobody edits a message, only lists of them: none is copied to notice that.
+    With ``copies`` off nobody edits a message, only lists of them: none is copied to notice that, and answers that were
+    not sampled here come in parts from a client. ``reader`` tells the parts of answers, by default the template's own.
+
+    The content of an answer's message is all that was sampled, for people and agents; the template gets its parts in
+    the fields that it reads.
     """
 
     def __init__(
@@ -85,6 +62,7 @@ class ChatContext:
         messages: Sequence[Mapping[str, Any]],
         keep_stop_token: bool = False,
         copies: bool = True,
+        reader: AnswerReader | None = None,
     ) -> None:
         if not messages:
             raise ConfigError("the prompt has no messages; build_prompt must return at least one")
@@ -92,21 +70,26 @@ class ChatContext:
         self._keep_stop_token = keep_stop_token
         self._copies = copies
         self._tokenizer = template.tokenizer
+        self._forms = Forms(template.fields, reader or template.reader, all_raw=copies)
         self.messages: list[Message] = [dict(each) if copies else cast(Message, each) for each in messages]
         self.forks: Counter[ForkReason] = Counter()
         self.open_boundaries = 0
         self.kept_tokens = 0
         self.fork: ForkReason | None = None
         self._tokens = TokenBuffer()
-        self._turns: list[_Turn] = []
+        self._turns: list[HeldTurn] = []
         self._seen: list[Message] = []  # the held messages as they were, to notice edits
         self._users: list[int] = []  # places of users' messages among those
-        self._asked: tuple[_Plan, list[Message]] | None = None  # the last prompt and the messages that it was made of
+        self._asked: tuple[Plan, list[Message]] | None = None  # the last prompt and the messages that it was made of
         self._rendering: Rendering | None = None  # of the messages before the last answer
         self._written = Written()  # the text of those messages and of the opening after them
         self._whole_at = 0  # number of messages when the whole conversation was last rendered
         self._windows = True  # the ends of the conversation show what the template adds
         self._steps: frozenset[frozenset[tuple[Any, Any]]] = frozenset()  # roles in a row for which they do
+
+    @property
+    def template(self) -> ChatTemplate:
+        return self._template
 
     @property
     def token_ids(self) -> TokenArray:
@@ -128,7 +111,7 @@ class ChatContext:
         chars, same, make = self._next()
         return self._ask(same, make) if chars <= LONG_TEXT_CHARS else await run_in_thread(self._ask, same, make)
 
-    def _ask(self, same: int, make: Callable[[], _Plan]) -> PromptIds:
+    def _ask(self, same: int, make: Callable[[], Plan]) -> PromptIds:
         plan = make()
         new = self.messages[same:]
         self._asked = plan, [*self._seen[:same], *(map(dict, new) if self._copies else new)]
@@ -148,7 +131,7 @@ class ChatContext:
             self._turns.pop()
         self._rendering = plan.rendering
         if plan.rendering is not None:
-            self._written = Written(plan.rendering.text, plan.rendering.opening or "")
+            self._written = Written(plan.rendering.text)
         elif plan.more_text:
             self._written.add(*plan.more_text)
         self._tokens.cut(plan.kept)
@@ -157,15 +140,16 @@ class ChatContext:
         self.open_boundaries += plan.open_boundaries
         if self.fork is not None:
             self.forks[self.fork] += 1
-            explain_once(self.fork)
+            explain_once(self.fork, self._keeps_thinking if self.fork is ForkReason.DROPPED_THINKING else str)
         continues = _continues(asked)
         continued = _content(asked[-1]) if continues else ""
         begun = self.messages.pop() if continues else {"role": "assistant"}
         message: Message = {**begun, "content": continued + answer_text(generation)}
+        self._forms.sampled(message["content"], () if continued else generation.output_ids)
         self.messages.append(message)
         seen = [*(asked[:-1] if continues else asked), message]
         self._turns.append(
-            _Turn(len(seen), plan.length, len(self._tokens), continued, self._stop_text(generation), plan.place)
+            HeldTurn(len(seen), plan.length, len(self._tokens), continued, self._stop_text(generation), plan.place)
         )
         at = shared_length(seen, self._seen)
         self._seen[at:] = map(_copy_of, seen[at:]) if self._copies else seen[at:]
@@ -185,7 +169,7 @@ class ChatContext:
 
     # -- what the next prompt keeps and adds --------------------------------------------------------------------------
 
-    def _next(self) -> tuple[int, int, Callable[[], _Plan]]:
+    def _next(self) -> tuple[int, int, Callable[[], Plan]]:
         """About how many characters the next prompt has to tokenize, how many messages are as they were, and what makes
         it."""
         messages = self.messages
@@ -203,10 +187,11 @@ class ChatContext:
             same = last.n_messages - 1  # says something else from the start
         if same < last.n_messages:
             reason = self._kind_of_edit(same)
-        elif (addition := self._addition(self._base, last.n_messages)) is not None:
+        elif isinstance(addition := self._addition(self._base, last), Addition):
             return _chars(messages[last.n_messages :]), same, functools.partial(self._added, last, addition)
         else:
-            same, reason = last.n_messages - 1, ForkReason.TEMPLATE
+            same = last.n_messages - 1
+            reason = ForkReason.DROPPED_THINKING if addition.drops_thinking else ForkReason.TEMPLATE
         return _chars(messages), same, lambda: replace(self._forked(same), fork=reason)
 
     @property
@@ -214,40 +199,47 @@ class ChatContext:
         """The messages without a partial answer at their end."""
         return self.messages[:-1] if _continues(self.messages) else self.messages
 
-    def _added(self, turn: _Turn, addition: Addition) -> _Plan:
+    def _added(self, turn: HeldTurn, addition: Addition) -> Plan:
         """What is held up to the end of ``turn``, then what the template adds."""
         text = addition.text.removeprefix(turn.stop_text)
         plan = self._joined(turn.end, text, addition.opening, addition.rendering)
         if addition.rendering is not None:
             return plan
-        said = _content(self.messages[turn.n_messages - 1])
-        return replace(plan, more_text=(said, addition.text, addition.opening))
+        return replace(plan, more_text=(addition.answer, addition.text))
 
-    def _addition(self, messages: Sequence[Message], held: int) -> Addition | None:
-        """What the template adds after message ``held - 1``, from as few messages as that takes; see the module
+    def _whole_addition(self, messages: Sequence[Message], turn: HeldTurn, **how: Any) -> Addition | Rewritten:
+        """What the template adds after the answer of ``turn``, of these messages."""
+        given = self._forms.given(self.messages[turn.n_messages - 1])
+        thinking = str(given.message.get(self._template.fields.thinking or "") or "")
+        said = Said(_content(self.messages[turn.n_messages - 1]), turn.stop_text, given.closed, thinking)
+        return self._template.addition(self._forms.messages(messages), len(messages) - how.pop("new"), said, **how)
+
+    def _addition(self, messages: Sequence[Message], turn: HeldTurn) -> Addition | Rewritten:
+        """What the template adds after the answer of ``turn``, from as few messages as that takes; see the module
         ``template``."""
+        held = turn.n_messages
         before, new = messages[: held - 1], messages[held:]
         window = ends_of(before, new, self._users) if self._windows else before
         if len(window) == len(before):
-            return self._template.addition(messages, held, asked=self._rendering)
+            return self._whole_addition(messages, turn, new=len(new), asked=self._rendering)
         shown = [*window, *messages[held - 1 :]]
-        ends = self._template.addition(shown, len(window) + 1)
+        ends = self._whole_addition(shown, turn, new=len(new))
         step = frozenset(pairwise(message.get("role") for message in shown))
         if step in self._steps and len(messages) < 2 * self._whole_at:
-            return ends and replace(ends, rendering=None)
+            return replace(ends, rendering=None) if isinstance(ends, Addition) else ends
         self._steps |= {step}
         self._whole_at = len(messages)
-        whole = self._template.addition(messages, held)
-        self._windows = (whole and (whole.text, whole.opening)) == (ends and (ends.text, ends.opening))
-        if whole is None or whole.rendering is None:
+        whole = self._whole_addition(messages, turn, new=len(new))
+        self._windows = _words(whole) == _words(ends)
+        if not isinstance(whole, Addition) or whole.rendering is None:
             return whole
         # the ends agree; so must all that was written between the last time and now
-        if self._written.says(whole.rendering.text, _content(messages[held - 1]), whole.text):
+        if self._written.says(whole.rendering.text, whole.answer, whole.text):
             return whole
         self._windows = False
-        return None
+        return Rewritten()
 
-    def _continued(self, last: _Turn) -> _Plan:
+    def _continued(self, last: HeldTurn) -> Plan:
         """The last answer goes on: with its own tokens as far as its message still says what they say."""
         said = _content(self.messages[-1])[len(last.continued) :]
         ids = self.token_ids[last.start : last.end].tolist()
@@ -257,39 +249,40 @@ class ChatContext:
         keep = last.end if self._keep_stop_token and n == len(ids) else last.start + n
         fork = None if keep == last.end else ForkReason.BRANCH if n == len(ids) else ForkReason.EDITED_HISTORY
         added, gap = self._encode_after(said[len(text) :], self.token_ids[:keep])
-        return _Plan(keep, tuple(added), last.place, gap, self._rendering, fork=fork)
+        return Plan(keep, tuple(added), last.place, gap, self._rendering, fork=fork)
 
-    def _forked(self, same: int) -> _Plan:
+    def _forked(self, same: int) -> Plan:
         """A prompt that keeps the longest part of what is held that the template still renders in the same way, and
         renders the rest. ``same`` messages are as they were."""
         base = self._base
-        whole = self._template.render(base, opening=False)
+        given = self._forms.messages(base)
+        whole = self._template.render(given, opening=False)
         standing = min(same, len(base))
         turns = [turn for turn in self._turns if turn.place and turn.n_messages - 1 <= standing]
 
-        def rewritten(turn: _Turn) -> bool:
-            return not whole.startswith(self._template.render(base[: turn.n_messages - 1], opening=False))
+        def rewritten(turn: HeldTurn) -> bool:
+            return not whole.startswith(self._template.render(given[: turn.n_messages - 1], opening=False))
 
         low = bisect_left(turns, True, key=rewritten)  # places that stand are followed by places that do not
         if not low:
             return self._rendered()
         turn = turns[low - 1]
         if turn.n_messages <= standing:  # its answer stands as well?
-            addition = self._template.addition(base, turn.n_messages)
-            if addition is not None:
+            addition = self._whole_addition(base, turn, new=len(base) - turn.n_messages)
+            if isinstance(addition, Addition):
                 return self._added(turn, addition)
         return self._rendered(turn)
 
-    def _rendered(self, turn: _Turn | None = None) -> _Plan:
+    def _rendered(self, turn: HeldTurn | None = None) -> Plan:
         """The conversation as the template renders it, after what was held before the opening of ``turn``."""
-        base = self._base
-        rendered = self._template.render_prompt(base)
+        given = self._forms.messages(self._base)
+        rendered = self._template.render_prompt(given)
         keep = skip = 0
         if turn is not None:
-            keep, skip = turn.place, len(self._template.render(base[: turn.n_messages - 1], opening=False))
+            keep, skip = turn.place, len(self._template.render(given[: turn.n_messages - 1], opening=False))
         return self._joined(keep, rendered.text[skip:], rendered.opening or "", rendered)
 
-    def _joined(self, keep: int, text: str, opening: str, rendering: Rendering | None) -> _Plan:
+    def _joined(self, keep: int, text: str, opening: str, rendering: Rendering | None) -> Plan:
         """The first ``keep`` ids, then ``text``, ``opening`` and the partial answer that the conversation ends with."""
         # the opening apart where that changes nothing: the place before it can be kept when the answer is dropped
         apart = self._template.begins_with_added_token(opening)
@@ -307,7 +300,7 @@ class ChatContext:
             gaps += gap
             if apart and number == 0:
                 place = keep + len(added)
-        return _Plan(keep, tuple(added), place, gaps, rendering)
+        return Plan(keep, tuple(added), place, gaps, rendering)
 
     def _kind_of_edit(self, same: int) -> ForkReason:
         """Whether something held was changed, or the conversation went back to an earlier point and on from there."""
@@ -316,7 +309,7 @@ class ChatContext:
         still_there = any(message.get("role") == "assistant" and message in now for message in lost)
         return fork_of_edit(replaced=replaced, still_there=still_there)
 
-    def _against_held(self, plan: _Plan, prompt_ids: Sequence[int]) -> tuple[int, ForkReason | None]:
+    def _against_held(self, plan: Plan, prompt_ids: Sequence[int]) -> tuple[int, ForkReason | None]:
         """How many tokens of what is held the prompt begins with, and why those are not all."""
         held = len(self._tokens)
         if plan.fork is None:
@@ -327,6 +320,10 @@ class ChatContext:
         nothing_sampled = kept <= self._turns[0].start and kept < len(prompt_ids)
         new = plan.fork is ForkReason.BRANCH and nothing_sampled
         return kept, ForkReason.NEW_CONTEXT if new else plan.fork
+
+    def _keeps_thinking(self) -> str:
+        setting = keeps_thinking(self._template)
+        return f" The template argument {setting} keeps it." if setting else ""
 
     # -- tokens -------------------------------------------------------------------------------------------------------
 
@@ -357,6 +354,10 @@ class ChatContext:
         if not ended or not generation.output_ids:
             return ""
         return self._tokenizer.decode([generation.output_ids[-1]], skip_special_tokens=False)
+
+
+def _words(addition: Addition | Rewritten) -> tuple[str, str] | None:
+    return (addition.text, addition.opening) if isinstance(addition, Addition) else None
 
 
 def _content(message: Message) -> str:

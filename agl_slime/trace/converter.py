@@ -91,6 +91,7 @@ def convert_rollout(
         told = f"rollout {rollout.rollout_id} has no sampled token in {len(own)} spans{saw}"
         raise TraceError(told, reason="no_turns")
     reward = options.get("reward") or read_reward(own, reward_key=reward_key)
+    seen = {"gateway": parse_json(str(said[names.GATEWAY]), names.GATEWAY)} if names.GATEWAY in said else {}
     trajectory = Trajectory(
         rollout_id=rollout.rollout_id,
         attempt_id=own[0].attempt_id,
@@ -100,13 +101,11 @@ def convert_rollout(
         reward=reward.primary,
         rewards=reward.named,
         stop_reason=str(said.get(names.STOP_REASON) or turns[-1].finish_reason),
-        metadata=rollout.metadata or {},
+        metadata={**(rollout.metadata or {}), **seen},
     )
-    metadata: dict[str, Any] = {}
+    metadata: dict[str, Any] = {**seen}
     if names.TOOLS in said:
         metadata["tools"] = parse_json(str(said[names.TOOLS]), names.TOOLS)
-    if names.GATEWAY in said:
-        metadata["gateway"] = parse_json(str(said[names.GATEWAY]), names.GATEWAY)
     if names.REWARDS_MISSING in said:
         metadata["rewards_missing"] = parse_json(str(said[names.REWARDS_MISSING]), names.REWARDS_MISSING)
     if names.OPEN_BOUNDARIES in said:

@@ -14,8 +14,9 @@ class Trajectory:
     """The course of one attempt of a rollout.
 
     ``task`` is the rollout's input. ``reward`` and ``rewards`` (by name) are ``None`` and empty until there is a
-    reward. ``stop_reason`` is the agent's, or else the finish reason of the last call. ``mode`` is ``"train"``,
-    ``"val"``, ``"test"`` or not set.
+    reward. ``stop_reason`` is the agent's, or else the finish reason of the last call. ``metadata`` is the rollout's,
+    and ``metadata["gateway"]`` has the counts of the gateway, such as ``refused/400``, the number of refused requests.
+    ``mode`` is ``"train"``, ``"val"``, ``"test"`` or not set.
     """
 
     rollout_id: str

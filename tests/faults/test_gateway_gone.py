@@ -129,9 +129,9 @@ async def test_an_answer_is_made_as_long_as_somebody_waits_for_it(stays: bool) -
         await first.__aenter__()
         await until(lambda: case.engine.running)
         reader = await second.__aenter__()
-        await until(lambda: case.attempt._works[0].waiting == 2)
+        await until(lambda: case.attempt.works.kept[0].waiting == 2)
         await first.__aexit__(None, None, None)
-        await until(lambda: case.attempt._works[0].waiting == 1)
+        await until(lambda: case.attempt.works.kept[0].waiting == 1)
         if stays:
             assert b"200 OK" in await asyncio.wait_for(reader.readline(), 10)
         await second.__aexit__(None, None, None)

@@ -79,7 +79,8 @@ def test_arguments_that_were_really_changed_are_an_edit() -> None:
     with serving(CALL, "Sunny.") as case:
         message = ask(case, tools=[WEATHER]).choices[0].message.model_dump(exclude_none=True)
         message["tool_calls"][0]["function"]["arguments"] = '{"city": "Bern"}'
-        ask(case, [*HELLO, message, {"role": "tool", "tool_call_id": "x", "content": "fine"}], tools=[WEATHER])
+        result = {"role": "tool", "tool_call_id": message["tool_calls"][0]["id"], "content": "fine"}
+        ask(case, [*HELLO, message, result], tools=[WEATHER])
         assert case.turns[1].fork is ForkReason.EDITED_HISTORY
         assert "Bern" in case.tokenizer.decode(case.turns[1].prompt_ids)
         trained_once(case.turns, case.segments)

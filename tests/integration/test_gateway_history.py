@@ -9,7 +9,8 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.gateway_cases import CALL, CALL_TWO, WEATHER, Case, serving, trained_once
+from tests.gateway_cases import CALL, CALL_TWO, WEATHER, Case, calling, one_sample, serving, trained_once
+from tests.model_templates import MODELS, template_of
 
 FUNCTION = {"type": "function", **WEATHER["function"]}
 THINKS = f"<think>\na b\n</think>\n\nSee. {CALL}\n{CALL_TWO}"
@@ -166,6 +167,49 @@ def test_arguments_that_json_cannot_hold_are_served_and_come_back(path: str, str
             )
             assert again.status_code == 200, again.text
             assert [turn.fork for turn in case.turns] == [None, None]
+
+
+NO_ARGUMENTS: list[Any] = [{"arguments": ""}, {"arguments": " \n"}, {"arguments": "null"}, {"arguments": None}, {}]
+
+
+def without_arguments(path: str, given: dict[str, Any]) -> dict[str, Any]:
+    """A history with a call whose arguments are ``given``, in the words of each protocol."""
+    if path == "messages":
+        use = {"type": "tool_use", "id": "c", "name": "now", **({"input": given["arguments"]} if given else {})}
+        result = {"type": "tool_result", "tool_use_id": "c", "content": "noon"}
+        return {"messages": [user("x"), {"role": "assistant", "content": [use]}, user([result])], "max_tokens": 9}
+    if path == "responses":
+        call = {"type": "function_call", "call_id": "c", "name": "now", **given}
+        return {"input": [user("x"), call, {"type": "function_call_output", "call_id": "c", "output": "noon"}]}
+    calls = [{"id": "c", "type": "function", "function": {"name": "now", **given}}]
+    result = {"role": "tool", "tool_call_id": "c", "content": "noon"}
+    return {"messages": [user("x"), {"role": "assistant", "tool_calls": calls}, result]}
+
+
+@pytest.mark.parametrize("path", ["chat/completions", "messages", "responses"])
+@pytest.mark.parametrize(
+    "model", ["Qwen2.5", "Qwen3", "Qwen3.5", "GLM-4.5", "Nemotron 3 Nano", "Kimi K2", "DeepSeek-V3"]
+)
+def test_a_call_without_arguments_is_one_with_an_empty_object(model: str, path: str) -> None:
+    with serving("ok", template=template_of(MODELS[model]), context_length=9_000) as case:
+        for given in [{"arguments": "{}" if path != "messages" else {}}, *NO_ARGUMENTS]:
+            answer = httpx.post(f"{case.llm.endpoint}/{path}", json={"model": "m", **without_arguments(path, given)})
+            assert answer.status_code == 200, answer.text
+        assert len(set(prompts(case))) == 1
+
+
+@pytest.mark.parametrize("given", NO_ARGUMENTS)
+def test_an_answers_call_that_comes_back_without_arguments_is_no_fork(given: dict[str, Any]) -> None:
+    url, now = "{}/chat/completions".format, {"type": "function", "function": {"name": "now"}}
+    with serving(calling("now"), "Noon.") as case:
+        body = {"messages": [user("x")], "tools": [now]}
+        said = httpx.post(url(case.llm.endpoint), json=body).json()["choices"][0]["message"]
+        (call,) = said["tool_calls"]
+        assert call["function"].pop("arguments") == "{}"
+        call["function"] |= given
+        result = {"role": "tool", "tool_call_id": call["id"], "content": "noon"}
+        httpx.post(url(case.llm.endpoint), json={**body, "messages": [user("x"), said, result]}).raise_for_status()
+        one_sample(case)
 
 
 @pytest.mark.parametrize("arguments", ['{"city": "\\ud800"}', '{"city": NaN}', "[" * 200 + "]" * 200])

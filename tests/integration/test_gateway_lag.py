@@ -1,14 +1,20 @@
-"""A prompt of 32k tokens does not stall other rollouts: it is tokenized off the gateway's event loop."""
+"""A long prompt or a large body does not stall other rollouts: they are read off the gateway's event loop."""
 
 from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
+import pytest
 
+from agl_slime.gateway.anthropic import AnthropicMessages
+from agl_slime.gateway.chat import ChatCompletions
+from agl_slime.gateway.responses import Responses
+from agl_slime.gateway.settings import GatewaySettings
 from tests.gateway_cases import serving
 from tests.integration.test_loop_lag import LONG_PROMPT, SlowTokenizer
 
@@ -69,3 +75,39 @@ def test_the_event_loop_answers_while_such_a_prompt_is_read() -> None:
         assert case.turns[0].prompt_ids.size >= TOKENS
         print(f"{case.turns[0].prompt_ids.size} tokens, late by at most {1e3 * max(lags):.1f} ms")
         assert max(lags) < 1.0
+
+
+@pytest.mark.parametrize("path", ["chat/completions", "messages", "responses"])
+def test_a_large_body_is_read_beside_the_event_loop(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    threads: dict[str, set[str]] = {"read": set(), "more": set()}
+
+    def noted(inner: Callable[..., Any], seen: set[str]) -> Callable[..., Any]:
+        def noting(*given: Any) -> Any:
+            seen.add(threading.current_thread().name)
+            return inner(*given)
+
+        return noting
+
+    for kind in (AnthropicMessages, ChatCompletions, Responses):
+        for name, seen in threads.items():
+            monkeypatch.setattr(kind, name, noted(getattr(kind, name), seen))
+    name, said = ("input" if path == "responses" else "messages"), [{"role": "user", "content": "x"}]
+    with serving("ok", context_length=10**6) as case, httpx.Client(timeout=60) as http:
+        for _ in range(3):  # from the third on only what is new is read
+            said += [{"role": "user", "content": "y" * 1_000}] * 300
+            body = {"model": "m", name: said, **({"max_tokens": 9} if path == "messages" else {})}
+            http.post(f"{case.llm.endpoint}/{path}", json=body).raise_for_status()
+            said.append({"role": "assistant", "content": "ok"})
+    assert threads == {"read": {"agl-slime-worker"}, "more": {"agl-slime-worker"}}
+
+
+@pytest.mark.parametrize("path", ["chat/completions", "messages", "responses"])
+def test_more_messages_than_the_limit_are_refused_also_where_a_request_grows(path: str) -> None:
+    name, said = ("input" if path == "responses" else "messages"), [{"role": "user", "content": "x"}]
+    with serving("ok", settings=GatewaySettings(max_messages=8)) as case:
+        for n in range(5):
+            body = {"model": "m", name: said, **({"max_tokens": 9} if path == "messages" else {})}
+            answer = httpx.post(f"{case.llm.endpoint}/{path}", json=body)
+            assert answer.status_code == (200 if n < 4 else 413), answer.text
+            said = [*said, {"role": "assistant", "content": "ok"}, {"role": "user", "content": "y"}]
+        assert "9 messages, more than max_messages, 8" in answer.json()["error"]["message"]

@@ -37,7 +37,7 @@ def test_instructions_beside_a_developers_message_are_one_system_message() -> No
         assert len(case.segments) == 1
 
 
-def test_system_messages_among_the_others_join_the_first() -> None:
+def test_later_system_messages_stay_where_they_stand_as_a_users() -> None:
     """As Claude Code sends them."""
     with serving(XML_CALL, "Sunny.", template=SYSTEM_FIRST) as case:
         asked: list[Any] = [USER, {"role": "system", "content": "It is Monday."}]
@@ -48,7 +48,7 @@ def test_system_messages_among_the_others_join_the_first() -> None:
         results = [{"type": "tool_result", "tool_use_id": call["id"], "content": "fine"}]
         history = [*asked, {"role": "assistant", "content": [call]}, {"role": "user", "content": results}]
         assert post(case, "/messages", messages=history, **how).json()["content"][0]["text"] == "Sunny."
-        assert "You code.\n\nIt is Monday.<|im_end|>" in case.tokenizer.decode(case.turns[1].prompt_ids)
+        assert "<|im_start|>user\nIt is Monday.<|im_end|>" in case.tokenizer.decode(case.turns[1].prompt_ids)
         assert len(case.segments) == 1
         counted = post(case, "/messages/count_tokens", messages=asked, **how)
         assert counted.json()["input_tokens"] == len(case.turns[0].prompt_ids)
@@ -87,8 +87,8 @@ def test_a_given_call_whose_arguments_are_no_object_is_refused_by_a_template_tha
 
 
 def test_tools_in_a_format_that_is_not_parsed_are_refused_and_a_question_is_answered() -> None:
-    with serving("Hello.", template="{# [TOOL_CALLS] #}" + TAKES_TURNS) as case:
+    with serving("Hello.", template=TAKES_TURNS) as case:
         refused = post(case, "/chat/completions", messages=[USER], tools=[WEATHER])
         assert refused.status_code == 400
-        assert "in Mistral's format, which is not parsed here" in refused.json()["error"]["message"]
+        assert "asks for tool calls in a format that is not read here" in refused.json()["error"]["message"]
         assert post(case, "/chat/completions", messages=[USER]).status_code == 200

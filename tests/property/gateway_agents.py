@@ -163,9 +163,11 @@ class Audit:
             new.turn, new.intact = None, False
             return new
         if kind < 0.2 and answers:  # an answer rewritten
-            message = new.messages[self.rng.choice(answers)]
+            at = self.rng.choice(answers)
+            message = new.messages[at]
             message["content"], new.intact = "rewritten " + self._text(), False
-            message.pop("tool_calls", None)
+            for _ in message.pop("tool_calls", ()):  # a result without its call is refused
+                del new.messages[at + 1 : at + 2]
         elif kind < 0.25 and len(answers) > 1:  # a summary of what was
             del new.messages[1 : answers[-1]]
             new.messages.insert(1, {"role": "user", "content": "so far: " + self._text()})

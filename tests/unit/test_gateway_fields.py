@@ -5,17 +5,19 @@ from __future__ import annotations
 
 import itertools
 import re
+import typing
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from openai.types import completion_create_params
 from openai.types.chat import completion_create_params as chat_create_params
-from openai.types.responses import response_create_params
+from openai.types.responses import ResponseInputItemParam, ToolParam, response_create_params
 
 from agl_slime.errors import GatewayRequestError
 from agl_slime.gateway.anthropic import AnthropicMessages
-from agl_slime.gateway.calls import Answered, Choice
+from agl_slime.gateway.calls import Answered, Call, Choice
 from agl_slime.gateway.chat import ChatCompletions
 from agl_slime.gateway.completions import Completions
 from agl_slime.gateway.protocol import Protocol
@@ -63,6 +65,73 @@ def test_a_field_that_nobody_knows_is_refused_by_name_unless_it_is_empty(name: s
     protocol.read({**body, "telepathy": None})
     with pytest.raises(GatewayRequestError, match="telepathy"):
         protocol.read({**body, "telepathy": 1})
+
+
+def types_of(union: Any) -> Iterator[str]:
+    """The types that the members of a union may have."""
+    for member in typing.get_args(union):
+        declared = typing.get_type_hints(member).get("type") if isinstance(member, type) else None
+        yield from (kind for kind in literals(declared) if kind)
+
+
+def literals(declared: Any) -> Iterator[str]:
+    for argument in typing.get_args(declared):
+        yield from [argument] if isinstance(argument, str) else literals(argument)
+
+
+def read_or_refused(protocol: Protocol, body: dict[str, Any], kind: str) -> Call | None:
+    """The call, or ``None`` where it is refused by the name of ``kind``."""
+    try:
+        return protocol.read(body)
+    except GatewayRequestError as error:
+        refused = str(error)
+    assert re.search(rf"\b{kind}\b", refused)
+    return None
+
+
+def test_each_type_of_openais_tools_is_offered_or_left_out_or_refused_by_name() -> None:
+    kinds = {*types_of(ToolParam)}
+    assert len(kinds) > 15
+    for kind in sorted(kinds):
+        tool = {"type": kind, "name": "f", "tools": [{"type": "function", "name": "g"}]}
+        call = read_or_refused(Responses(), {"input": "x", "tools": [tool]}, kind)
+        assert call is None or len(call.tools) + len(call.left_out) == 1, kind
+
+
+def test_each_type_of_anthropics_tools_is_offered_or_left_out_or_refused_by_name() -> None:
+    beta = pytest.importorskip("anthropic.types.beta", reason="the client of Anthropic: pip install anthropic")
+    kinds = {*types_of(beta.BetaToolUnionParam)} - {"custom"}
+    assert len(kinds) > 20
+    for kind in sorted(kinds):
+        body = {"messages": HELLO, "max_tokens": 5, "tools": [{"type": kind, "name": "f"}]}
+        call = read_or_refused(AnthropicMessages(), body, kind)
+        assert call is None or len(call.tools) + len(call.left_out) == 1, kind
+
+
+def test_each_type_of_openais_items_is_read_or_refused_by_name() -> None:
+    kinds = {*types_of(ResponseInputItemParam)} - {"item_reference", "compaction", "message"}
+    assert len(kinds) > 25
+    for kind in sorted(kinds):
+        calls = [{"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"}]
+        item = {"type": kind, "id": "i", "call_id": "c", "name": "f", "output": "fine", "tools": [{"type": "shell"}]}
+        call = read_or_refused(Responses(), {"input": [*calls, {**item, "summary": [{"text": "so"}]}]}, kind)
+        if call is not None:
+            said = [
+                text for message in call.messages for text in (message["content"], message.get("reasoning_content"))
+            ]
+            made = [made for message in call.messages for made in message.get("tool_calls", ())]
+            assert len([*filter(None, said), *made]) > 1, kind
+
+
+def test_each_type_of_anthropics_blocks_is_read_or_refused_by_name() -> None:
+    beta = pytest.importorskip("anthropic.types.beta", reason="the client of Anthropic: pip install anthropic")
+    kinds = {*types_of(beta.BetaContentBlockParam)} - {"thinking", "redacted_thinking", "text"}
+    assert len(kinds) > 15
+    for kind in sorted(kinds):
+        block = {"type": kind, "id": "i", "tool_use_id": "i", "name": "f", "content": "words", "title": "words"}
+        body = {"messages": [{"role": "assistant", "content": [block]}], "max_tokens": 5}
+        call = read_or_refused(AnthropicMessages(), body, kind)
+        assert call is None or any(message["content"] or message.get("tool_calls") for message in call.messages), kind
 
 
 def test_an_answer_in_the_old_form_of_calls_is_refused_and_not_read_as_an_empty_one() -> None:

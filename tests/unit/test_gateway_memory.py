@@ -47,4 +47,4 @@ def test_what_a_long_conversation_holds() -> None:
 def test_an_answer_that_its_client_goes_on_from_is_not_kept_to_be_told_again() -> None:
     with serving("It is behind the house.", context_length=100_000) as case:
         talk(case)
-        assert len(case.attempt._works) == 1
+        assert len(case.attempt.works.kept) == 1

@@ -33,6 +33,18 @@ def test_what_the_gateway_counted_is_in_the_metrics() -> None:
     assert found == {"gateway/answers": 4, "gateway/overridden/temperature": 3}
 
 
+def test_a_rollout_with_refused_requests_is_counted_and_named() -> None:
+    members = (member(1, None), member(2, None, **{"refused/400": 2}), member(3, None, **{"refused/413": 1}))
+    group = GroupResult(group_id="g", mode="train", size=3, members=members, ready=True)
+    metrics = collect_metrics([group], collect_s=1.0)
+    assert {name: value for name, value in metrics.items() if name.startswith("gateway/refused")} == {
+        "gateway/refused/400": 2,
+        "gateway/refused/413": 1,
+        "gateway/refused/rollouts": 2,
+    }
+    assert fork_examples(members) == {"refused": "requests were refused (2 x refused/400), first seen in rollout ro-2"}
+
+
 def test_a_ratio_that_both_sides_computed_is_called_hollow() -> None:
     figures = {"reason": "finished", "first_ratio_dev_max": 1e-6, "forks": 0}
     assert dict(summary_rows({**figures, "retokenized": 0}))["first ratio"] == "within 1.0e-06 of 1"

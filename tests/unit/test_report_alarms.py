@@ -105,6 +105,11 @@ def broken_judge(run: Run) -> None:
 
 def refused(run: Run) -> None:
     run[0][6] |= {"gateway/refused/400": 3.0, "gateway/refused/410": 9.0, "gateway/refused/429": 9.0}
+    run[0][6]["gateway/refused/rollouts"] = 2.0
+
+
+def serverless(run: Run) -> None:
+    run[0][6] |= {"gateway/left_out/web_search": 3.0, "gateway/left_out/mcp": 1.0}
 
 
 def failed_validation(run: Run) -> None:
@@ -134,6 +139,8 @@ FAULTS: list[tuple[Callable[[Run], None], str, int, str]] = [
     (short_ones, "length bias", 7, "38% shorter"),
     (refused, "refused requests", 7, "3 requests of agents were refused"),
     (failed_validation, "validation failures", 6, "15 of 16 validation rollouts failed (timeout 15)"),
+    (refused, "refused requests", 7, "3 requests of agents were refused (400 or 413), in 2 rollouts"),
+    (serverless, "tools left out", 7, "would run (mcp, web_search)"),
     (broken_judge, "failures", 4, "(no_reward 6, timeout 6)"),
 ]
 

@@ -1,0 +1,313 @@
+"""Tools as clients declare them, whatever the protocol: functions, and tools whose type alone says what they take.
+
+A tool that the client runs is a function to the model, with the parameters that the type's maker publishes, and its
+calls go back in the form that the client expects. Tools that a server runs are left out, for nobody here can run them;
+those are named in ``left_out``. A tool of any other type is refused by name.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import logging
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from agl_slime.errors import GatewayRequestError
+from agl_slime.gateway.calls import function_tool
+
+logger = logging.getLogger(__name__)
+
+Arguments = Mapping[str, Any]
+_DATE = re.compile(r"_20\d{6}$|_20\d\d_\d\d_\d\d$")  # the version of a type
+_TEXT: dict[str, Any] = {"type": "string"}
+_WHOLE: dict[str, Any] = {"type": "integer"}
+_TEXTS: dict[str, Any] = {"type": "array", "items": _TEXT}
+_PLACE: dict[str, Any] = {"type": "array", "items": _WHOLE, "minItems": 2, "maxItems": 2}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tools:
+    """The tools of a request: ``shown`` are those that the prompt begins with, ``loaded`` those that it has from a
+    search for tools on, and ``left_out`` the types of those that a server would run. ``custom`` are the names of tools
+    whose calls have one text."""
+
+    shown: tuple[dict[str, Any], ...] = ()
+    loaded: tuple[dict[str, Any], ...] = ()
+    left_out: tuple[str, ...] = ()
+    custom: frozenset[str] = field(default_factory=frozenset)
+
+
+def kind_of(tool: Mapping[str, Any]) -> str:
+    """The type of a tool without its version."""
+    return _DATE.sub("", str(tool.get("type") or ""))
+
+
+def unknown_tool(where: str, kind: Any, *, schema: str) -> GatewayRequestError:
+    told = f"{where} is a tool of type {kind!r:.80}, which is not served here: declare a function with its {schema}"
+    return GatewayRequestError(told, code="unsupported_tool", param="tools")
+
+
+@functools.cache
+def explain_once(kind: str) -> None:
+    """What becomes of a tool that a server would run, for the first of its type in this process."""
+    text = "Agents declare tools of type %s, which a server would run: no prompt has them, and the answers are trained."
+    logger.warning(f"{text} Further requests are counted as gateway/left_out/%s.", kind, kind)
+
+
+def read_allowed(
+    value: Mapping[str, Any], tools: Tools, name_of: Callable[[Any], str]
+) -> tuple[str, frozenset[str] | None]:
+    """The mode of ``allowed_tools`` and the names of the tools. A server's tools are none of them."""
+    mode, listed = value.get("mode"), value.get("tools")
+    if mode not in ("auto", "required") or not isinstance(listed, list):
+        told = f"tool_choice.mode must be auto or required, and tools a list of tools, got {value!r:.80}"
+        raise GatewayRequestError(told, param="tool_choice")
+    offered = {tool["function"]["name"] for tool in (*tools.shown, *tools.loaded)}
+    allowed = frozenset(filter(None, map(name_of, listed)))
+    if unknown := sorted(allowed - offered):
+        raise GatewayRequestError(f"tool_choice allows {unknown[0]!r:.80}, which tools has not", param="tool_choice")
+    return ("none" if not allowed else mode), allowed
+
+
+def definitions(tools: Iterable[Mapping[str, Any]]) -> str:
+    """What the model reads of tools that a search has found, one a line."""
+    return "\n".join(json.dumps(tool["function"], ensure_ascii=False) for tool in tools)
+
+
+def _object(required: str, **properties: Any) -> dict[str, Any]:
+    return {"type": "object", "properties": properties, "required": required.split()}
+
+
+# -- Anthropic's ------------------------------------------------------------------------------------------------------
+
+_ANTHROPICS_SERVERS = ("web_search", "web_fetch", "code_execution", "advisor", "mcp_toolset")
+_ANTHROPICS_SERVERS += ("tool_search_tool_bm25", "tool_search_tool_regex")
+_EDITS = "view create str_replace insert"
+_FIRST_ACTIONS = "key type mouse_move left_click left_click_drag right_click middle_click double_click screenshot"
+_FIRST_ACTIONS += " cursor_position"
+_ACTIONS = f"{_FIRST_ACTIONS} triple_click left_mouse_down left_mouse_up scroll hold_key wait"
+
+
+def anthropics_tool(tool: Mapping[str, Any], where: str) -> dict[str, Any] | None:
+    """A tool of Anthropic's messages as the model sees it; ``None`` for one that a server runs."""
+    kind, name = kind_of(tool), tool.get("name")
+    if tool.get("input_schema") is not None and isinstance(name, str):
+        return function_tool(name, tool.get("description"), tool["input_schema"])
+    if kind in _ANTHROPICS_SERVERS:
+        return None
+    if kind in ("", "custom"):
+        missing = "input_schema" if isinstance(name, str) else "name"
+        raise GatewayRequestError(f"{where}.{missing}: Field required", param="tools")
+    made = _ANTHROPICS.get(kind)
+    if made is None:
+        raise unknown_tool(where, tool["type"], schema="input_schema")
+    description, parameters = made(tool)
+    return function_tool(str(name or kind), tool.get("description") or description, parameters)
+
+
+def _bash(tool: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
+    described = "Run a command in a bash shell, which lasts between calls; restart begins a new one."
+    return described, _object("", command=_TEXT, restart={"type": "boolean"})
+
+
+def _text_editor(tool: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
+    old = str(tool["type"]).endswith(("20241022", "20250124"))
+    commands = f"{_EDITS} undo_edit" if old else _EDITS
+    inserted = "new_str" if old else "insert_text"
+    described = "View, create and edit text files. insert puts " + inserted + " after line insert_line."
+    if isinstance(most := tool.get("max_characters"), int):
+        described += f" view shows at most {most} characters."
+    fields = _editing(commands) | ({} if old else {"insert_text": _TEXT})
+    return described, _object("command path", **fields)
+
+
+def _editing(commands: str) -> dict[str, Any]:
+    command = {"type": "string", "enum": commands.split()}
+    texts: dict[str, Any] = dict.fromkeys(("path", "file_text", "old_str", "new_str"), _TEXT)
+    return {"command": command, **texts, "insert_line": _WHOLE, "view_range": _PLACE}
+
+
+def _memory(tool: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
+    described = "View, create, edit, delete and rename files of your memory, which is the directory /memories."
+    more = dict.fromkeys(("insert_text", "old_path", "new_path"), _TEXT)
+    return described, _object("command", **_editing(f"{_EDITS} delete rename"), **more)
+
+
+def _computer(tool: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
+    wide, high = tool.get("display_width_px"), tool.get("display_height_px")
+    described = f"Use a computer with mouse and keyboard; its screen is {wide} x {high} pixels."
+    first = str(tool["type"]).endswith("20241022")
+    actions = (_FIRST_ACTIONS if first else _ACTIONS).split()
+    fields = {"coordinate": _PLACE, "text": _TEXT}
+    if not first:
+        directions = {"type": "string", "enum": ["up", "down", "left", "right"]}
+        fields |= {"start_coordinate": _PLACE, "scroll_direction": directions, "scroll_amount": _WHOLE}
+        fields["duration"] = {"type": "number"}
+    if tool.get("enable_zoom"):
+        actions.append("zoom")
+        fields["region"] = {"type": "array", "items": _WHOLE, "minItems": 4, "maxItems": 4}
+    return described, _object("action", action={"type": "string", "enum": actions}, **fields)
+
+
+_ANTHROPICS: dict[str, Callable[[Mapping[str, Any]], tuple[str, dict[str, Any]]]] = {
+    "bash": _bash,
+    "text_editor": _text_editor,
+    "memory": _memory,
+    "computer": _computer,
+}
+
+
+# -- OpenAI's ---------------------------------------------------------------------------------------------------------
+
+_OPENAIS_SERVERS = ("web_search", "web_search_preview", "file_search", "code_interpreter", "image_generation", "mcp")
+_OPENAIS_SERVERS += ("programmatic_tool_calling",)
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A type of tool of OpenAI's responses that the client runs. ``fields`` are what an item of type ``item`` says of a
+    call, ``None`` where its arguments do not fit; ``arguments`` what such an item says, as arguments."""
+
+    item: str
+    output: str
+    description: str
+    parameters: Mapping[str, Any]
+    fields: Callable[[Arguments], dict[str, Any] | None]
+    arguments: Callable[[Mapping[str, Any]], Any]
+
+
+def _given(value: Any) -> Any:
+    """An object without what it does not say."""
+    return {key: item for key, item in value.items() if item is not None} if isinstance(value, Mapping) else value
+
+
+def _are_texts(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(item, str) for item in value)
+
+
+def _are_wholes(arguments: Arguments, *names: str) -> bool:
+    return all(type(arguments.get(name)) in (int, type(None)) for name in names)
+
+
+def _local_shell(arguments: Arguments) -> dict[str, Any] | None:
+    known = {"command", "env", "timeout_ms", "working_directory"}
+    env, directory = arguments.get("env") or {}, arguments.get("working_directory")
+    fits = _are_texts(arguments.get("command")) and _are_wholes(arguments, "timeout_ms") and arguments.keys() <= known
+    if not (fits and isinstance(env, Mapping) and isinstance(directory, str | None)):
+        return None
+    action = {"type": "exec", "timeout_ms": None, "user": None, "working_directory": None, **arguments}
+    return {"action": {**action, "env": env}}
+
+
+def _local_shell_arguments(item: Mapping[str, Any]) -> Any:
+    action = _given(item.get("action"))
+    if not isinstance(action, dict):
+        return {}
+    return {key: value for key, value in action.items() if key != "type" and (key != "env" or value)}
+
+
+def _shell(arguments: Arguments) -> dict[str, Any] | None:
+    numbers = ("timeout_ms", "max_output_length")
+    fits = _are_texts(arguments.get("commands")) and _are_wholes(arguments, *numbers)
+    if not fits or not arguments.keys() <= {"commands", *numbers}:
+        return None
+    return {"action": {"timeout_ms": None, "max_output_length": None, **arguments}, "environment": {"type": "local"}}
+
+
+def _apply_patch(arguments: Arguments) -> dict[str, Any] | None:
+    wanted = {"type", "path"} | ({"diff"} if arguments.get("type") in ("create_file", "update_file") else set())
+    fits = arguments.get("type") in _OPERATIONS and arguments.keys() == wanted
+    return {"operation": dict(arguments)} if fits and all(isinstance(arguments[name], str) for name in wanted) else None
+
+
+_OPERATIONS = ("create_file", "update_file", "delete_file")
+_PATCH = _object("type path", type={"type": "string", "enum": [*_OPERATIONS]}, path=_TEXT, diff=_TEXT)
+_SHELL = _object("commands", commands=_TEXTS, timeout_ms=_WHOLE, max_output_length=_WHOLE)
+_ENV = {"type": "object", "additionalProperties": _TEXT}
+_LOCAL_SHELL = _object("command", command=_TEXTS, working_directory=_TEXT, timeout_ms=_WHOLE, env=_ENV)
+_SEARCH = _object("query", query=_TEXT)
+
+OPENAIS: dict[str, Kind] = {
+    "local_shell": Kind(
+        "local_shell_call",
+        "local_shell_call_output",
+        "Run a command, given as a list of its words, on the user's machine.",
+        _LOCAL_SHELL,
+        _local_shell,
+        _local_shell_arguments,
+    ),
+    "shell": Kind(
+        "shell_call",
+        "shell_call_output",
+        "Run shell commands, one after the other, on the user's machine.",
+        _SHELL,
+        _shell,
+        lambda item: _given(item.get("action")),
+    ),
+    "apply_patch": Kind(
+        "apply_patch_call",
+        "apply_patch_call_output",
+        "Create, update or delete a file; diff is a V4A diff of the file, and is needed unless it is deleted.",
+        _PATCH,
+        _apply_patch,
+        lambda item: _given(item.get("operation")),
+    ),
+    "tool_search": Kind(
+        "tool_search_call",
+        "tool_search_output",
+        "Find further tools by what they do.",
+        _SEARCH,
+        lambda arguments: {"arguments": dict(arguments), "execution": "client"},
+        lambda item: item.get("arguments"),
+    ),
+}
+KIND_OF_ITEM = {kind.item: name for name, kind in OPENAIS.items()}
+KIND_OF_OUTPUT = {kind.output: name for name, kind in OPENAIS.items()}
+
+
+def openais_tool(tool: Mapping[str, Any], where: str) -> dict[str, Any] | None:
+    """A tool of a kind in ``OPENAIS`` as the model sees it; ``None`` for one that a server runs."""
+    kind = kind_of(tool)
+    environment = tool.get("environment")
+    place = environment.get("type") if isinstance(environment, Mapping) else None
+    served = tool.get("execution") != "client" if kind == "tool_search" else place not in (None, "local")
+    if kind in _OPENAIS_SERVERS or (kind in OPENAIS and served):
+        return None
+    if (known := OPENAIS.get(kind)) is None:
+        raise unknown_tool(where, tool.get("type"), schema="parameters")
+    described = str(tool.get("description") or known.description)
+    skills = environment.get("skills") if isinstance(environment, Mapping) else None
+    for skill in skills if isinstance(skills, list) else ():
+        if isinstance(skill, Mapping):
+            described += f"\nSkill {skill.get('name')} in {skill.get('path')}: {skill.get('description')}"
+    return function_tool(kind, described, tool.get("parameters") or known.parameters)
+
+
+# -- tools whose calls have one text ----------------------------------------------------------------------------------
+
+_INPUT = _object("input", input=_TEXT)
+
+
+def custom_tool(name: str, tool: Mapping[str, Any]) -> dict[str, Any]:
+    """OpenAI's custom tool as the model sees it, with the grammar of its text, if it has one."""
+    described, form = str(tool.get("description") or ""), tool.get("format")
+    if isinstance(form, Mapping) and form.get("type") == "grammar":
+        inner = form.get("grammar")
+        grammar = inner if isinstance(inner, Mapping) else form
+        rules = f"input follows this {grammar.get('syntax')} grammar:\n{grammar.get('definition')}"
+        described = f"{described}\n\n{rules}" if described else rules
+    return function_tool(name, described, _INPUT)
+
+
+def custom_input(arguments: Arguments) -> str:
+    """The text of a call of a custom tool, or the arguments as they are where the model wrote others."""
+    text = arguments.get("input")
+    fits = isinstance(text, str) and len(arguments) == 1
+    return str(text) if fits else json.dumps(dict(arguments), ensure_ascii=False)
+
+
+def custom_arguments(text: Any) -> dict[str, Any]:
+    return {"input": text}
