@@ -97,7 +97,7 @@ async def test_hooks_are_awaited_and_a_request_may_be_a_new_one() -> None:
             self, infer_request: RolloutInferRequest, result: RolloutResponseChoice, current_turn: int
         ) -> None:
             seen.append(
-                (current_turn, result.message.content, infer_request.messages[-1]["role"], len(result.logprobs or []))
+                (current_turn, result.message.content, infer_request.messages[-1]["role"], len(result.token_ids))
             )
 
         async def step(
