@@ -77,13 +77,16 @@ class RolloutResponseChoice:
 
 @dataclass
 class RequestConfig:
-    """What an answer is sampled with, where ``run`` wants it otherwise than the agent; ``None``: as the agent says."""
+    """What an answer is sampled with, where ``run`` wants it otherwise than the agent; ``None``: as the agent says.
+    ``n`` answers are sampled; log-probs are always there."""
 
     max_tokens: int | None = None
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
     stop: list[str] | None = None
+    repetition_penalty: float | None = None
+    seed: int | None = None
     n: int = 1
     logprobs: bool = True
 

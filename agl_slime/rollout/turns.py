@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 _PROMPT_COLUMNS = frozenset({"messages", "prompt"})
 _END_HOOK_S = 60.0  # that long a scheduler may take to close what it opened
 _SAMPLING = {"max_new_tokens": "max_tokens", "temperature": "temperature", "top_p": "top_p", "top_k": "top_k"}
-_SAMPLING["stop"] = "stop"
+_SAMPLING |= {name: name for name in ("stop", "repetition_penalty", "seed")}
 _current: ContextVar[_Turns] = ContextVar("the turns of this rollout")
 
 
@@ -102,7 +102,7 @@ class _Engine:
         answer that it goes on from. Each answer is a branch of the rollout, so calls may run at the same time."""
         turns = _current.get()
         session: Any = turns.session
-        given = {ours: getattr(request_config, name, None) for ours, name in _SAMPLING.items()}
+        given: dict[str, Any] = {ours: getattr(request_config, name, None) for ours, name in _SAMPLING.items()}
         given["stop"] = tuple(given["stop"] or ()) or None
         sampling = replace(session.sampling, **{name: value for name, value in given.items() if value is not None})
         asked = [dict(message) for message in infer_request.messages]
