@@ -16,6 +16,7 @@ from typing import Any
 from agl_slime.buffer import stages
 from agl_slime.buffer.settings import PipelineSettings
 from agl_slime.buffer.stages import Item
+from agl_slime.groups.normalize import all_equal
 
 Stage = Callable[..., Any]
 
@@ -133,9 +134,9 @@ class GroupPipeline:
         if len(kept) < needed:
             told = f"{len(kept)} of {size} items are valid, {needed} are needed"
             raise _RefusedError(REASON_TIMEOUT if late else REASON_FILTERED, told)
-        rewards = {stages.numeric_reward(items[at]) for at in kept}
-        if settings.drop_zero_variance and len(kept) > 1 and len(rewards) == 1:
-            raise _RefusedError(REASON_ZERO_VARIANCE, f"all {len(kept)} rewards are {rewards.pop()}")
+        rewards = [reward for at in kept if (reward := stages.numeric_reward(items[at])) is not None]
+        if settings.drop_zero_variance and len(rewards) == len(kept) > 1 and all_equal(rewards):
+            raise _RefusedError(REASON_ZERO_VARIANCE, f"all {len(kept)} rewards are {rewards[0]}")
         for at in kept[size:]:
             reasons[at] = REASON_SURPLUS
         _, normalized = self._normalize((instance_id, [items[at] for at in kept[:size]]))

@@ -137,8 +137,11 @@ def test_a_group_of_one_is_complete_with_one_item():
 
 
 def test_groups_with_equal_rewards_can_be_dropped():
-    (group,) = process(pipeline(drop_zero_variance=True), [snapshot([1, 1, 1, 1])], now=NOW).ends
-    assert (group.valid, group.reason) == (False, "zero_variance")
+    for last in (1, 0.99999994):
+        (group,) = process(pipeline(drop_zero_variance=True), [snapshot([1, 1, 1, last])], now=NOW).ends
+        assert (group.valid, group.reason) == (False, "zero_variance")
+        used = process(pipeline(), [snapshot([1, 1, 1, last])], now=NOW).data
+        assert [item["reward"] for item in used] == [0.0] * 4
 
 
 def test_more_items_than_a_group_holds_are_surplus():
