@@ -223,7 +223,7 @@ def _instance_of(row: Row, number: int, path: Path) -> Any:
     if given is None:
         return number
     try:
-        return _ID.validate_python(_spelled(given) if _spelled(given) == given else None)
+        return _ID.validate_python(given if _spelled(given) == given else None)
     except ValidationError:
         fix = "give a text or an integer of 64 bit"
         raise ConfigError(f"{path}: the instance_id of row {number} is {given!r:.80}; {fix}") from None

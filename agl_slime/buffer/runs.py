@@ -23,6 +23,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from agl_slime.buffer.pipeline import GroupPipeline
+from agl_slime.buffer.settings import PipelineSettings
 from agl_slime.rollout.by_file import import_file
 from agl_slime.support.http import json_bytes, json_value
 
@@ -62,6 +64,7 @@ def discover_generators(directory: Path) -> Discovery:
                 raise TypeError(f"TASK_TYPE is {task_type!r}; expected a name")
             if not callable(getattr(module, "run_rollout", None)):
                 raise TypeError("run_rollout(data) is missing")
+            GroupPipeline(vars(module), settings=PipelineSettings())  # its stages fit together
         except (Exception, SystemExit) as error:  # a file of somebody else's may do anything while it is loaded
             problem = f"cannot be used: {type(error).__name__}: {error}"
         else:

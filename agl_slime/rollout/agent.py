@@ -6,6 +6,7 @@ A user writes ``compute_reward``, perhaps ``build_prompt``, and for more than on
 
 from __future__ import annotations
 
+import functools
 import inspect
 import json
 import logging
@@ -89,8 +90,11 @@ class SGLangLitAgent(LitAgent[dict[str, Any]]):
 
     def build_prompt(self, task: dict[str, Any]) -> list[dict[str, Any]] | str:
         """Chat messages for a task, or a string: a question, or the text as it is for a model without chat template. By
-        default ``task["messages"]`` or ``task["prompt"]``."""
+        default ``task["messages"]`` or ``task["prompt"]``, without the answer of the dataset that they may end with."""
         prompt = task.get("messages", task.get("prompt"))
+        if isinstance(prompt, list) and len(prompt) > 1 and _is_answer(prompt[-1]):
+            _explain_answer()
+            return prompt[:-1]
         if prompt and isinstance(prompt, (str, list)):
             return prompt
         keys = sorted(map(str, task))
@@ -216,6 +220,18 @@ class SGLangLitAgent(LitAgent[dict[str, Any]]):
 
     def _client_for(self, llm: LLM, tokenizer: ChatTokenizer) -> SGLangClient:
         return self._access.client(llm, tokenizer)
+
+
+def _is_answer(message: Any) -> bool:
+    return isinstance(message, Mapping) and message.get("role") == "assistant"
+
+
+@functools.cache
+def _explain_answer() -> None:
+    text = (
+        "A task ends with an assistant's message: the dataset's answer, which the model is not shown. To have it go on "
+    )
+    logger.info(text + "with that message, return it from build_prompt.")
 
 
 def _emit(reward: Any, *, source: str, attributes: dict[str, Any]) -> None:
