@@ -34,6 +34,7 @@ HOOK_NAMES = {
 # What --trainer slime needs beside them.
 TRAINER_NAMES = {
     "parse_args": ("slime.utils.arguments",),
+    "get_slime_extra_args_provider": ("slime.utils.arguments",),
     "find_available_port": ("slime.utils.http_utils",),
     "get_host_info": ("slime.utils.http_utils",),
     "should_run_periodic_action": ("slime.utils.misc",),
