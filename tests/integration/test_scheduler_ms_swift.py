@@ -19,6 +19,7 @@ import pytest
 from agl_slime import SGLangLitAgent
 from agl_slime.errors import EngineServerError
 from agl_slime.rollout import scheduler as ours
+from agl_slime.rollout.orm import ORM
 from agl_slime.rollout.scheduler import (
     ChatCompletionResponse,
     ChatMessage,
@@ -334,3 +335,17 @@ async def test_an_environment(swift: dict[str, Any]) -> None:
     conversion, agent, _ = await played(swift["GYMScheduler"](max_turns=5, gym_env="maze"), ["Right.", "Left."])
     assert len(conversion.samples) == 1
     assert agent.trajectory.metadata["rollout_infos"]["step_rewards"] == [0.5, 0.5]
+
+
+@pytest.mark.slow
+async def test_a_reward_function_of_ms_swift(stubs: None) -> None:
+    space: dict[str, Any] = {"ORM": ORM, "re": re}
+    text = (Path(SWIFT) / "examples/train/grpo/plugin/plugin.py").read_text(encoding="utf-8")
+    found = re.search(r"^class CountdownORM\(.*?(?=^\S)", text, re.M | re.S)
+    assert found is not None
+    exec("from typing import *\n" + found[0], space)
+    tokenizer = chat_tokenizer("anthropic", "chatml")
+    agent = SGLangLitAgent(tokenizer=tokenizer, client=ScriptedClient(tokenizer, ["<answer>(6+2)*3</answer>"]))
+    agent.reward_functions = [space["CountdownORM"]]
+    finished = await run_rollout(agent, {"prompt": "Make 24.", "target": 24, "nums": [6, 2, 3]})
+    assert finished.convert(tokenizer).samples[0].reward == 1.0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sqlite3
 from pathlib import Path
 from typing import Any
@@ -310,20 +309,6 @@ def test_items_that_arrive_while_a_group_is_decided_begin_another():
     assert uids(store.read("math")) == ["1", "2"]
     assert store.held_items == 1
     assert counts_add_up(store)
-
-
-@pytest.mark.parametrize("stages", [{}, {"get_group_data_meta_info": lambda items: {"n": items[0]["extra_info"]["n"]}}])
-def test_integers_above_64_bit_come_out_as_they_went_in(stages: dict[str, Any]):
-    store = open_store(functions=stages)
-    bodies = [
-        b'{"uid": "%d", "instance_id": "a", "messages": [], "reward": 1, "extra_info": {"n": %d}}' % (at, 10**30 + at)
-        for at in (0, 1)
-    ]
-    _, items = parse_items(b"[%b]" % b",".join(bodies))
-    store.write([("math", items)])
-    batch = store.read("math")
-    assert batch is not None
-    assert [json.loads(text)["extra_info"] for text in batch.items_json] == [{"n": 10**30}, {"n": 10**30 + 1}]
 
 
 def test_what_json_cannot_say_is_a_recorded_failure_not_a_lost_hand_out():
