@@ -34,7 +34,6 @@ HOOK_NAMES = {
 # What --trainer slime needs beside them.
 TRAINER_NAMES = {
     "parse_args": ("slime.utils.arguments",),
-    "get_slime_extra_args_provider": ("slime.utils.arguments",),
     "find_available_port": ("slime.utils.http_utils",),
     "get_host_info": ("slime.utils.http_utils",),
     "should_run_periodic_action": ("slime.utils.misc",),
@@ -48,7 +47,9 @@ OPTIONAL_NAMES = {
     "RECOVERY_NAMESPACE": ("slime.ray.training_recovery",),
     "training_session_name": ("slime.ray.training_recovery",),
 }
-_PLACES = {**HOOK_NAMES, **TRAINER_NAMES, **OPTIONAL_NAMES}
+# What only agl_slime.slime.launch needs.
+_LAUNCH_NAMES = {"get_slime_extra_args_provider": ("slime.utils.arguments",)}
+_PLACES = {**HOOK_NAMES, **TRAINER_NAMES, **OPTIONAL_NAMES, **_LAUNCH_NAMES}
 
 
 def installed() -> bool:
