@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from agl_slime.buffer.models import parse_items, parse_body
+from agl_slime.buffer.models import parse_body, parse_items
 from agl_slime.errors import BufferRequestError
 from agl_slime.support.http import json_value
 from tests.unit.test_buffer_store import open_store
