@@ -15,6 +15,7 @@ import numpy as np
 
 MOST_TOKENS = 65_536  # of a Sample that is kept
 STRAGGLERS = ("group_timeout", "group_dropped")
+EQUAL_REWARDS = 1e-6  # what groups/normalize.py takes for the same reward
 
 
 def began_with(metrics: Iterable[Mapping[str, Any]]) -> dict[str, int]:
@@ -96,7 +97,8 @@ def sums_of(groups: list[dict[str, Any]]) -> dict[str, Any]:
     whole = [(ready and not why, tokens) for ready, _, _, why, tokens, *_ in members if why not in STRAGGLERS]
     lengths = {True: [n for into, n in whole if into], False: [n for into, n in whole if not into]}
     why = Counter(reason for *_, reason, _, _, _ in members if reason and reason not in STRAGGLERS)
-    same = [group for group in groups if group["ready"] and len({*group["rewards"]} - {None}) == 1]
+    known = [[reward for reward in group["rewards"] if reward is not None] for group in groups if group["ready"]]
+    same = [rewards for rewards in known if rewards and max(rewards) - min(rewards) <= EQUAL_REWARDS]
     found: dict[str, Any] = {f"rollout/failed/{reason}": n for reason, n in why.items()}
     found |= {f"rollout/dropped/{c}": n for c, n in Counter(g["code"] for g in groups if not g["ready"]).items()}
     found |= {"rollout/count": len(members), "rollout/failed": why.total()}

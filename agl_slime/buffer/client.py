@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import math
 import uuid
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
@@ -14,13 +15,15 @@ from typing import Any
 
 import aiohttp
 import orjson
+from pydantic import TypeAdapter, ValidationError
 
+from agl_slime.buffer.models import Id
 from agl_slime.buffer.stages import FAILED_REWARD, Item
 from agl_slime.errors import AglSlimeError, BufferRequestError, ConfigError
 from agl_slime.loop.tasks import read_tasks, shuffled
 from agl_slime.support.backoff import Backoff
 from agl_slime.support.batching import Batcher
-from agl_slime.support.http import ask, may_pass
+from agl_slime.support.http import ask, json_bytes, may_pass
 
 logger = logging.getLogger(__name__)
 
@@ -29,6 +32,7 @@ _MOST_BYTES = 4_000_000
 _LONGEST_PAUSE_S = 10.0
 
 Row = Mapping[str, Any]
+_ID: TypeAdapter[Any] = TypeAdapter(Id)
 
 
 class BufferUnreachableError(AglSlimeError, ConnectionError):
@@ -77,10 +81,13 @@ class BufferWriter:
 
     async def write(self, item: Item) -> None:
         """Store one item. An item without ``uid`` gets one, so that it can be sent again."""
+        item = item if item.get("uid") is not None else {**item, "uid": uuid.uuid4().hex}
         try:
-            body = orjson.dumps(item if item.get("uid") is not None else {**item, "uid": uuid.uuid4().hex})
-        except TypeError as error:  # numpy's numbers, objects, lone surrogates
-            raise BufferRequestError(f"item {item.get('uid')!r} is no JSON: {error}") from error
+            body = json_bytes(item)
+        except (TypeError, ValueError) as error:  # numpy's numbers, objects, NaN beside an integer above 64 bit
+            raise BufferRequestError(f"item {item['uid']!r} is no JSON: {error}") from error
+        if b"null" in body and (place := next(_not_finite(item), None)):  # which orjson writes so
+            raise BufferRequestError(f"item {item['uid']!r} is no JSON: {place}; only finite numbers can be written")
         await self._batches.add(body)
 
     async def _send(self, bodies: list[bytes]) -> list[BufferRequestError | None]:
@@ -159,10 +166,32 @@ async def write_items(
 
 
 def item_of(row: Row, epoch: int, uid: str, messages: Any, reward: float, extra_info: Item, **fields: Any) -> Item:
-    """An item with the fields that every reader expects; ``fields`` stand beside them, the row's in ``extra_info``."""
+    """An item with the fields that every reader expects; ``fields`` stand beside them, the row's in ``extra_info``.
+    What of a row or a message has no form in JSON is spelled out: NaN and infinities as text, half a character as
+    backslash and number."""
     kept = {key: value for key, value in row.items() if key not in ("instance_id", "prompt", "messages")}
-    told = {"uid": uid, "instance_id": row["instance_id"], "group_id": epoch, "messages": messages, "reward": reward}
-    return {**told, "extra_info": {**kept, **extra_info}, **fields}
+    named = {"uid": uid, "instance_id": row["instance_id"], "group_id": epoch, "messages": _spelled(messages)}
+    return {**named, "reward": reward, "extra_info": {**_spelled(kept), **extra_info}, **fields}
+
+
+def _spelled(value: Any) -> Any:
+    if isinstance(value, str):
+        return value if value.isascii() else value.encode("utf-8", "backslashreplace").decode()
+    if isinstance(value, float) and not math.isfinite(value):
+        return {"nan": "NaN", "inf": "Infinity", "-inf": "-Infinity"}[str(value)]
+    if isinstance(value, dict):
+        return {_spelled(key): _spelled(one) for key, one in value.items()}
+    return [*map(_spelled, value)] if isinstance(value, list) else value
+
+
+def _not_finite(value: Any, place: str = "") -> Iterator[str]:
+    """Where NaN or an infinity stands in an item."""
+    if isinstance(value, float) and not math.isfinite(value):
+        yield f"{place} is {value}"
+    entries = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, (list, tuple)) else ()
+    for key, one in entries:
+        if isinstance(one, (float, dict, list, tuple)):
+            yield from _not_finite(one, f"{place}.{key}" if place else str(key))
 
 
 def failed_item(row: Row, epoch: int, error: str, *, uid: str | None = None) -> Item:
@@ -172,13 +201,14 @@ def failed_item(row: Row, epoch: int, error: str, *, uid: str | None = None) -> 
 
 
 def read_rows(path: Path, *, prompts: bool = True) -> list[dict[str, Any]]:
-    """The instances of a JSON-lines file, each with an ``instance_id`` (the number of the row when missing).
+    """The instances of a JSON-lines file, each with an ``instance_id``, a text or an integer of 64 bit (the number of
+    the row when missing).
 
     With ``prompts`` each needs a ``prompt``, chat messages or text, which is made chat messages. Raises ``ConfigError``
     naming a line that cannot be used.
     """
     read = read_tasks(path, flag="input_file", strings=False)
-    rows = [{"instance_id": number, **row} for number, row in enumerate(read)]
+    rows = [{**row, "instance_id": _instance_of(row, number, path)} for number, row in enumerate(read)]
     for row in rows if prompts else ():
         messages = _messages(row.get("prompt"))
         if messages is None:
@@ -186,6 +216,17 @@ def read_rows(path: Path, *, prompts: bool = True) -> list[dict[str, Any]]:
             raise ConfigError(f"{path}: prompt of {row['instance_id']!r} is {given}; expected chat messages or text")
         row["prompt"] = messages
     return rows
+
+
+def _instance_of(row: Row, number: int, path: Path) -> Any:
+    given = row.get("instance_id")
+    if given is None:
+        return number
+    try:
+        return _ID.validate_python(given if _spelled(given) == given else None)
+    except ValidationError:
+        fix = "give a text or an integer of 64 bit"
+        raise ConfigError(f"{path}: the instance_id of row {number} is {given!r:.80}; {fix}") from None
 
 
 def _messages(prompt: Any) -> list[dict[str, Any]] | None:

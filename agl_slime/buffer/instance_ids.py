@@ -3,9 +3,8 @@ grouped and skipped on resume."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
-
-import orjson
 
 from agl_slime.errors import ConfigError
 from agl_slime.loop.tasks import read_tasks
@@ -42,7 +41,8 @@ def assign_instance_ids(*, input: Path, output: Path | None = None, prefix: str 
                     while instance_id in taken:
                         instance_id += "_"
                     taken.add(instance_id)
-                file.write(orjson.dumps({"instance_id": instance_id, **row}) + b"\n")
+                text = json.dumps({"instance_id": instance_id, **row}, ensure_ascii=False, separators=(",", ":"))
+                file.write(text.encode("utf-8", "backslashreplace") + b"\n")  # half a character as JSON's escape
     except OSError as error:
         raise ConfigError(f"{output} cannot be written: {error}") from error
     return output, len(rows), len(rows) - len(given)

@@ -13,7 +13,7 @@ from pydantic.json_schema import SkipJsonSchema
 
 from agl_slime import __version__
 from agl_slime.errors import BufferRequestError
-from agl_slime.support.http import parse_json
+from agl_slime.support.http import json_bytes, parse_json
 
 Model = TypeVar("Model", bound=BaseModel)
 
@@ -104,7 +104,7 @@ def check(model: type[Model], value: Any, what: str = "the body") -> Model:
 def parse_body(raw: bytes) -> Any:
     """``support.http.parse_json`` that raises ``BufferRequestError``."""
     try:
-        return parse_json(raw)
+        return parse_json(raw, exact=True)
     except ValueError as error:
         raise BufferRequestError(str(error)) from error
 
@@ -133,7 +133,7 @@ def _written(fields: ItemFields, item: dict[str, Any], raw: bytes | None) -> Wri
         instance_id=fields.instance_id,
         key=orjson.dumps(key).decode(),
         reward=float(fields.reward) if isinstance(fields.reward, (int, float)) else None,
-        body=orjson.dumps(item) if raw is None else raw,
+        body=json_bytes(item) if raw is None else raw,
     )
 
 

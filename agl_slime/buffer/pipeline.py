@@ -16,11 +16,15 @@ from typing import Any
 from agl_slime.buffer import stages
 from agl_slime.buffer.settings import PipelineSettings
 from agl_slime.buffer.stages import Item
+from agl_slime.errors import ConfigError
+from agl_slime.groups.normalize import all_equal
 
 Stage = Callable[..., Any]
 
 # The names under which a generator may bring its own stages, as slime documents them.
 STAGE_NAMES = ("get_group_data_meta_info", "is_valid_group", "filter_item", "normalize_group_data", "pad_group_data")
+# The one function that slime's own buffer calls in the place of the last three.
+TRANSFORM_NAME = "transform_group"
 
 # Reasons why a finished group, or an item of a used one, is not trained on.
 REASON_TIMEOUT = "timeout"
@@ -64,7 +68,8 @@ class GroupPipeline:
 
     A stage takes its documented arguments, or only the first ones: ``filter_item(item)`` and ``filter_item(item,
     task_type)`` both do. ``is_valid_group`` may answer with one bool for both questions, as the generators in slime's
-    repository do.
+    repository do. ``transform_group((instance_id, items), task_type)`` takes the place of the last three stages, as in
+    slime's own buffer: what it returns is delivered. Raises ``ConfigError`` where one of those is there, too.
     """
 
     def __init__(
@@ -74,6 +79,9 @@ class GroupPipeline:
         self._task_type = task_type
         given = functions or {}
         own: dict[str, Stage] = {name: stage for name in STAGE_NAMES if callable(stage := given.get(name))}
+        if callable(transform := given.get(TRANSFORM_NAME)) and (beside := own.keys() & set(STAGE_NAMES[2:])):
+            raise ConfigError(f"{TRANSFORM_NAME} takes the place of {', '.join(sorted(beside))}; leave one out")
+        self._transform = _trimmed(transform) if callable(transform) else None
         marks = {"reward_range": settings.reward_range}
         defaults: dict[str, Stage] = {
             **vars(stages),
@@ -111,6 +119,8 @@ class GroupPipeline:
             if not valid:
                 told = f"{len(items)} of {settings.group_size} items, at least {needed} valid ones are needed"
                 raise _RefusedError(REASON_INVALID if done else REASON_TIMEOUT, told)
+            if self._transform is not None:
+                return self._transformed(self._transform, instance_id, items)
             return self._use(instance_id, items, late=not done)
         except _RefusedError as refusal:
             return FinishedGroup.refused(len(items), *refusal.args)
@@ -133,21 +143,35 @@ class GroupPipeline:
         if len(kept) < needed:
             told = f"{len(kept)} of {size} items are valid, {needed} are needed"
             raise _RefusedError(REASON_TIMEOUT if late else REASON_FILTERED, told)
-        rewards = {stages.numeric_reward(items[at]) for at in kept}
-        if settings.drop_zero_variance and len(kept) > 1 and len(rewards) == 1:
-            raise _RefusedError(REASON_ZERO_VARIANCE, f"all {len(kept)} rewards are {rewards.pop()}")
+        rewards = [reward for at in kept if (reward := stages.numeric_reward(items[at])) is not None]
+        if settings.drop_zero_variance and len(rewards) == len(kept) > 1 and all_equal(rewards):
+            raise _RefusedError(REASON_ZERO_VARIANCE, f"all {len(kept)} rewards are {rewards[0]}")
         for at in kept[size:]:
             reasons[at] = REASON_SURPLUS
         _, normalized = self._normalize((instance_id, [items[at] for at in kept[:size]]))
         _, padded = self._pad((instance_id, list(normalized)), size)
-        if not padded or len(padded) % size:
-            raise ValueError(f"the stages returned {len(padded)} items; expected a multiple of the group size {size}")
-        for item in padded:  # what is delivered must be trainable, whoever wrote the stages
+        return FinishedGroup(self._checked(padded, "the stages"), reasons)
+
+    def _transformed(self, transform: Stage, instance_id: Any, items: list[Item]) -> FinishedGroup:
+        _, made = transform((instance_id, [dict(item) for item in items]), self._task_type)
+        made = self._checked(list(made), TRANSFORM_NAME)
+        used = {item.get("uid") for item in made}
+        known = used.intersection(item.get("uid") for item in items)  # none: it names them anew
+        return FinishedGroup(
+            made, ["" if not known or item.get("uid") in known else REASON_ITEM_FILTERED for item in items]
+        )
+
+    def _checked(self, items: list[Item], source: str) -> list[Item]:
+        """What is delivered must be trainable, whoever wrote the stages."""
+        size = self.settings.group_size
+        if not items or len(items) % size:
+            raise ValueError(f"{source} returned {len(items)} items; expected a multiple of the group size {size}")
+        for item in items:
             if not isinstance(item.get("messages"), list):
-                raise ValueError(f"the stages returned messages {item.get('messages')!r}; expected a list")
+                raise ValueError(f"{source} returned messages {item.get('messages')!r}; expected a list")
             if stages.numeric_reward(item) is None:
-                raise ValueError(f"the stages returned reward {item.get('reward')!r}; expected a finite number")
-        return FinishedGroup(padded, reasons)
+                raise ValueError(f"{source} returned reward {item.get('reward')!r}; expected a finite number")
+        return items
 
 
 def _trimmed(function: Stage) -> Stage:

@@ -16,6 +16,7 @@ import orjson
 from agl_slime.groups.ledger import Ledger
 from agl_slime.groups.results import Outcome
 from agl_slime.support.database import Database
+from agl_slime.support.http import json_bytes, json_value
 
 # ``accepting``: takes more items. ``due``: has enough items to be decided, and was not looked at since the last one.
 _SCHEMA = """
@@ -234,7 +235,7 @@ class Records:
             finished = self._one("SELECT coalesce(max(no), 0) FROM finished")
             cursor = connection.execute(
                 "INSERT INTO runs (task, payload, finished_before, state, started) VALUES (?, ?, ?, 'running', ?)",
-                (task, orjson.dumps(payload).decode(), finished, self._clock()),
+                (task, json_bytes(payload).decode(), finished, self._clock()),
             )
             return int(cursor.lastrowid or 0)
 
@@ -252,7 +253,7 @@ class Records:
         query = f"SELECT task, {', '.join(names)} FROM runs WHERE no IN ({latest})"
         with self._database.reading() as connection:
             rows = {row[0]: dict(zip(names, row[1:], strict=True)) for row in connection.execute(query)}
-        return {task: {**row, "payload": orjson.loads(row["payload"])} for task, row in rows.items()}
+        return {task: {**row, "payload": json_value(row["payload"].encode())} for task, row in rows.items()}
 
     def finished_since(self, run_no: int) -> list[Any]:
         """Instances that were finished since this run was started, each as often as it was."""

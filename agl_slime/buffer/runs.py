@@ -23,9 +23,10 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import orjson
-
+from agl_slime.buffer.pipeline import GroupPipeline
+from agl_slime.buffer.settings import PipelineSettings
 from agl_slime.rollout.by_file import import_file
+from agl_slime.support.http import json_bytes, json_value
 
 logger = logging.getLogger(__name__)
 
@@ -63,6 +64,7 @@ def discover_generators(directory: Path) -> Discovery:
                 raise TypeError(f"TASK_TYPE is {task_type!r}; expected a name")
             if not callable(getattr(module, "run_rollout", None)):
                 raise TypeError("run_rollout(data) is missing")
+            GroupPipeline(vars(module), settings=PipelineSettings())  # its stages fit together
         except (Exception, SystemExit) as error:  # a file of somebody else's may do anything while it is loaded
             problem = f"cannot be used: {type(error).__name__}: {error}"
         else:
@@ -136,7 +138,7 @@ class GeneratorRun:
 
     def _start(self) -> None:
         with tempfile.TemporaryFile() as payload, self._log_path.open("ab") as log:
-            payload.write(orjson.dumps(self._payload(self.key)))  # a file: no pipe holds it at once
+            payload.write(json_bytes(self._payload(self.key)))  # a file: no pipe holds it at once
             payload.seek(0)
             self._last_heard = time.monotonic()
             self._process = subprocess.Popen(
@@ -206,7 +208,7 @@ def _main() -> None:
     """The generator's process: the file and the descriptor of its payload are the arguments."""
     buffer = os.fdopen(os.dup(0), "rb")
     with os.fdopen(int(sys.argv[2]), "rb") as file:
-        payload = orjson.loads(file.read())
+        payload = json_value(file.read())
     threading.Thread(target=_end_with, args=(buffer,), daemon=True).start()
     null = os.open(os.devnull, os.O_RDONLY)
     os.dup2(null, 0)  # a generator that reads its input must not take the watch away

@@ -12,6 +12,8 @@ import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from agl_slime.groups.normalize import all_equal
+
 Item = dict[str, Any]
 Group = tuple[Any, list[Item]]
 
@@ -82,7 +84,7 @@ def normalize_group_data(
         return instance_id, [{**item, "raw_reward": item["reward"]} for item in items]
     mean = math.fsum(counted) / len(counted)
     std = math.sqrt(math.fsum((reward - mean) ** 2 for reward in counted) / len(counted))
-    flat = min(counted) == max(counted) or std < epsilon
+    flat = all_equal(counted) or std < epsilon
 
     def normalized(reward: float) -> float:
         if not _within(reward, reward_range):

@@ -22,10 +22,11 @@ import orjson
 from agl_slime.buffer.models import WrittenItem
 from agl_slime.buffer.pipeline import REASON_STAGE_ERROR, FinishedGroup, GroupPipeline
 from agl_slime.buffer.records import Records, StoredGroup, insert_many
-from agl_slime.buffer.stages import BUFFER_GROUP
+from agl_slime.buffer.stages import BUFFER_GROUP, Item
 from agl_slime.errors import BufferRequestError
 from agl_slime.groups.results import Outcome
 from agl_slime.support.database import Database
+from agl_slime.support.http import json_bytes, json_value
 
 _PAGE = 100
 
@@ -244,15 +245,14 @@ class ItemStore(Records):
     def _decide(self, pipeline: GroupPipeline, group: StoredGroup) -> _Decision | None:
         with self._database.reading() as connection:
             query = "SELECT body FROM items WHERE group_no = ? ORDER BY no"
-            items = [orjson.loads(row[0]) for row in connection.execute(query, (group.no,))]
+            items = [json_value(row[0]) for row in connection.execute(query, (group.no,))]
         finished = pipeline.finish(group.instance_id, items, idle_s=self._clock() - group.last_time)
         if finished is None:
             return None
         told = {BUFFER_GROUP: self._name(group)}
-        numpy = orjson.OPT_SERIALIZE_NUMPY
         try:
-            done = [orjson.dumps({"extra_info": {}, **item, **told}, option=numpy) for item in finished.data]
-        except TypeError as error:  # a stage put something into an item that JSON has no form for
+            done = [_written({"extra_info": {}, **item, **told}) for item in finished.data]
+        except (TypeError, ValueError) as error:  # a stage put something into an item that JSON has no form for
             return _Decision(group, FinishedGroup.refused(len(items), REASON_STAGE_ERROR, str(error)), [])
         return _Decision(group, finished, done)
 
@@ -332,7 +332,7 @@ class ItemStore(Records):
                 known.refused_bodies.get(number) or next(connection.execute(query, (number,)), (None,))[0]
                 for number, _, _ in came
             ]
-        return known.pipeline.meta_info([orjson.loads(body) for body in bodies if body is not None])
+        return known.pipeline.meta_info([json_value(body) for body in bodies if body is not None])
 
     def describe(self, task: str) -> dict[str, Any]:
         """The task type's figures for ``/stats``."""
@@ -366,5 +366,12 @@ def _thresholds(pipeline: GroupPipeline) -> tuple[int, int]:
     return pipeline.settings.min_valid_group_size, pipeline.settings.group_size
 
 
+def _written(item: Item) -> bytes:
+    try:
+        return orjson.dumps(item, option=orjson.OPT_SERIALIZE_NUMPY)
+    except TypeError:
+        return json_bytes(item)
+
+
 def _same(one: bytes, other: bytes) -> bool:
-    return one == other or orjson.loads(one) == orjson.loads(other)
+    return one == other or json_value(one) == json_value(other)

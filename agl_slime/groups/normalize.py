@@ -16,6 +16,18 @@ from agl_slime.errors import RewardError
 from agl_slime.types import Sample
 
 _EPS = 1e-6  # slime's
+_EQUAL_REWARDS = 1e-6  # slime's own threshold
+
+
+def all_equal(rewards: Sequence[float]) -> bool:
+    """Whether these rewards, one or more, leave nothing to compare: the same tolerance for filters, metrics and
+    advantages."""
+    return max(rewards) - min(rewards) <= _EQUAL_REWARDS
+
+
+def is_counted(sample: Sample) -> bool:
+    """Whether a sample has a part in its group's baseline: none that failed, or that was taken out of the loss."""
+    return getattr(sample, "status", None) != Sample.Status.FAILED and not getattr(sample, "remove_sample", False)
 
 
 def normalize_rewards(
@@ -30,8 +42,8 @@ def normalize_rewards(
 
     The three sequences run parallel, one entry per sample. Samples with the same ``rollout_id`` are siblings: they
     count once and get the same advantage; a sample without one is a rollout of its own, and a rollout without
-    ``group_index`` a group of its own. A group of one rollout, or one whose rewards are all equal, gets exactly 0. Sums
-    are exactly rounded, so the order of the samples does not change a bit of the result.
+    ``group_index`` a group of its own. A group of one rollout, or one whose rewards are ``all_equal``, gets exactly 0.
+    Sums are exactly rounded, so the order of the samples does not change a bit of the result.
 
     Raises:
         RewardError: a reward is NaN or infinite, siblings differ in reward or group, or the lengths differ.
@@ -84,7 +96,7 @@ def reward_value(sample: Sample, position: int, *, key: str | None = None) -> fl
 
 
 def _advantages(rewards: list[float], *, std: bool) -> list[float]:
-    if min(rewards) == max(rewards):  # a rounded mean of equal numbers need not be that number
+    if all_equal(rewards):
         return [0.0] * len(rewards)
     # Scaled by the largest magnitude, so that squares of very large or very small rewards neither overflow nor vanish.
     scale = max(abs(reward) for reward in rewards)

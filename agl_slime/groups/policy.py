@@ -12,14 +12,12 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import ClassVar, Protocol
 
+from agl_slime.groups.normalize import all_equal
 from agl_slime.groups.results import MemberResult
 from agl_slime.support.ranges import check_ranges
 
 GroupFilter = Callable[[Sequence[MemberResult]], str | None]
 """The reason to drop a group that a policy would train on, as a word for counting; ``None`` keeps it."""
-
-# Rewards closer than this are the same: slime's own threshold.
-_EQUAL_REWARDS = 1e-6
 
 
 class GroupAction(StrEnum):
@@ -156,8 +154,3 @@ def zero_variance(members: Sequence[MemberResult]) -> str | None:
     compare, every advantage is 0."""
     rewards = [member.reward for member in members if member.reward is not None]
     return "zero_variance" if len(rewards) > 1 and all_equal(rewards) else None
-
-
-def all_equal(rewards: Sequence[float]) -> bool:
-    """Whether these rewards, one or more, leave nothing to compare."""
-    return max(rewards) - min(rewards) <= _EQUAL_REWARDS

@@ -9,7 +9,7 @@ from statistics import fmean, pstdev
 from typing import Any
 
 from agl_slime import metric_names as names
-from agl_slime.groups.policy import all_equal
+from agl_slime.groups.normalize import all_equal
 from agl_slime.groups.results import GroupResult, MemberResult
 from agl_slime.support.intervals import estimate
 from agl_slime.support.threads import abandoned_threads

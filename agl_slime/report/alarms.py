@@ -13,6 +13,7 @@ from statistics import median
 from typing import Any
 
 from agl_slime import metric_names as m
+from agl_slime.groups.normalize import all_equal
 from agl_slime.loop.metrics import FAILED_SHARE
 from agl_slime.report.metrics import number
 
@@ -94,7 +95,7 @@ def zero_variance(steps: Sequence[_Step]) -> Iterator[Alarm]:
 
     def share(step: _Step) -> float:
         judged = [group for group in step.groups if len(_rewards(group)) > 1 and not group.get("alike")]
-        same = sum(len(set(_rewards(group))) == 1 for group in judged)
+        same = sum(all_equal(_rewards(group)) for group in judged)
         return same / len(judged) if len(judged) >= FEW_GROUPS else 0.0
 
     for first, n in _runs(steps, lambda step: share(step) > SAME_SHARE and not any(_broken(step))):

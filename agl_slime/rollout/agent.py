@@ -6,6 +6,7 @@ A user writes ``compute_reward``, perhaps ``build_prompt``, and for more than on
 
 from __future__ import annotations
 
+import functools
 import inspect
 import json
 import logging
@@ -16,6 +17,7 @@ from agl_slime.errors import ConfigError
 from agl_slime.rollout.access import LLM_RESOURCE, EngineAccess, sampling_of
 from agl_slime.rollout.chat_api import ChatApi
 from agl_slime.rollout.chat_session import session_with
+from agl_slime.rollout.orm import make_functions, reward_of
 from agl_slime.rollout.outcome import LossScale, check_reward, missing_rewards, untrained_turns
 from agl_slime.rollout.partial import PartialRollouts
 from agl_slime.rollout.scheduler import MultiTurnScheduler, schedulers
@@ -63,10 +65,12 @@ class SGLangLitAgent(LitAgent[dict[str, Any]]):
     keep_stop_token: bool = False  # where an answer that ended is continued: after its stop token, in one Sample
     max_turns: int | None = None  # most answers of a rollout
     max_trajectory_tokens: int | None = None  # prompt and answers; None: what the model's context holds
+    reward_functions: Sequence[Any] = ()  # in the form of ms-swift's ORMs, instead of compute_reward: see rollout.orm
     loss_scale: LossScale = "default"  # which answers are trained: all, "last_round", or as a function says
     template_kwargs: Mapping[str, Any] = {}  # of the chat template, over the run's: {"enable_thinking": False}
     image_settings: ImageSettings = ImageSettings()  # what images may be that messages and tools show
     partial: PartialRollouts | None = None  # keeps what rollouts have sampled, for a run that is cut and goes on
+    _functions: Mapping[str, Any] | None = None  # of reward_functions, made with the first reward
     chat_api: ChatApi | None = None  # answers in the engine's place, in rollouts that are scored and never trained on
 
     def __init__(
@@ -89,8 +93,11 @@ class SGLangLitAgent(LitAgent[dict[str, Any]]):
 
     def build_prompt(self, task: dict[str, Any]) -> list[dict[str, Any]] | str:
         """Chat messages for a task, or a string: a question, or the text as it is for a model without chat template. By
-        default ``task["messages"]`` or ``task["prompt"]``."""
+        default ``task["messages"]`` or ``task["prompt"]``, without the answer of the dataset that they may end with."""
         prompt = task.get("messages", task.get("prompt"))
+        if isinstance(prompt, list) and len(prompt) > 1 and _is_answer(prompt[-1]):
+            _explain_answer()
+            return prompt[:-1]
         if prompt and isinstance(prompt, (str, list)):
             return prompt
         keys = sorted(map(str, task))
@@ -106,7 +113,12 @@ class SGLangLitAgent(LitAgent[dict[str, Any]]):
         await run_turns(session, task=task, scheduler=scheduler, stop_on_tool_error=self.stop_on_tool_error)
 
     async def score(self, task: dict[str, Any], trajectory: Trajectory) -> Any:
-        """The reward of the whole rollout. The default calls ``compute_reward`` on the last answer."""
+        """The reward of the whole rollout. The default calls ``compute_reward`` on the last answer, or
+        ``reward_functions`` where there are any."""
+        if self.reward_functions:
+            if self._functions is None:
+                self._functions = await run_user_code(make_functions, self.reward_functions)
+            return await reward_of(self._functions, task, trajectory)
         return await call_user_code(self.compute_reward, task, trajectory.response)
 
     async def rollout_async(self, task: dict[str, Any], resources: NamedResources, rollout: Rollout) -> None:
@@ -217,6 +229,18 @@ class SGLangLitAgent(LitAgent[dict[str, Any]]):
 
     def _client_for(self, llm: LLM, tokenizer: ChatTokenizer) -> SGLangClient:
         return self._access.client(llm, tokenizer)
+
+
+def _is_answer(message: Any) -> bool:
+    return isinstance(message, Mapping) and message.get("role") == "assistant"
+
+
+@functools.cache
+def _explain_answer() -> None:
+    text = (
+        "A task ends with an assistant's message: the dataset's answer, which the model is not shown. To have it go on "
+    )
+    logger.info(text + "with that message, return it from build_prompt.")
 
 
 def _emit(reward: Any, *, source: str, attributes: dict[str, Any]) -> None:

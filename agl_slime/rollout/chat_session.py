@@ -57,6 +57,8 @@ class ChatSession(Session):
         finally:
             self.stats.asking -= 1
         content, listed, finish = _choice(told)
+        for number, call in enumerate(listed):  # some servers leave it out, and a result names its call by it
+            call |= {"id": call.get("id") or f"call_{len(self.turns) + 1}_{number}", "type": "function"}
         self.add({"role": "assistant", "content": content, **({"tool_calls": listed} if listed else {})})
         self.stats.stop_reason = StopReason(finish)
         latency_s = time.time() - started

@@ -64,26 +64,29 @@ class RolloutInferRequest:
 @dataclass
 class RolloutResponseChoice:
     """The last answer. ``message`` has the text of this turn, of an answer that was continued what was added.
-    ``token_ids`` were sampled, ``logprobs`` are natural logs, one per token. ``messages`` is set when the rollout ends:
-    all of the conversation."""
+    ``token_ids`` were sampled; ``logprobs["content"]`` has one entry per token, whose ``"logprob"`` is a natural log.
+    ``messages`` is set when the rollout ends: all of the conversation."""
 
     index: int
     message: ChatMessage
     finish_reason: str
-    logprobs: list[float] | None = None
+    logprobs: dict[str, list[dict[str, Any]]] | None = None
     messages: Messages | None = None
     token_ids: list[int] = field(default_factory=list)
 
 
 @dataclass
 class RequestConfig:
-    """What an answer is sampled with, where ``run`` wants it otherwise than the agent; ``None``: as the agent says."""
+    """What an answer is sampled with, where ``run`` wants it otherwise than the agent; ``None``: as the agent says.
+    ``n`` answers are sampled; log-probs are always there."""
 
     max_tokens: int | None = None
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
     stop: list[str] | None = None
+    repetition_penalty: float | None = None
+    seed: int | None = None
     n: int = 1
     logprobs: bool = True
 
@@ -144,7 +147,7 @@ class MultiTurnScheduler:
 
     @staticmethod
     def _extract_logprobs_from_choice(result: RolloutResponseChoice) -> list[float]:
-        return list(result.logprobs or [])
+        return [entry["logprob"] for entry in (result.logprobs or {}).get("content", ())]
 
     async def on_trajectory_start(self, requests: list[RolloutInferRequest]) -> Any:
         """Called before the first answer, with a list of the one request: open what the rollout needs. (One whose

@@ -177,11 +177,12 @@ def _tool_of(tool: Any) -> _Tool:
             raise ConfigError(f"the schema of a tool must have name, description and parameters, got {given!r:.200}")
         if not callable(tool):
             raise ConfigError(f"tool {schema['name']!r} cannot be called; give its class a __call__")
-        nothing = {"type": "object", "properties": {}, **({"additionalProperties": True} if by_name else {})}
-        schema = {**schema, "parameters": schema.get("parameters") or nothing}
-        if by_name:
+        parameters = schema.get("parameters") or {"type": "object", "properties": {}}
+        schema = {**schema, "parameters": parameters}
+        if by_name:  # one that names no properties takes any arguments, as an environment's action
             function = lambda **arguments: tool(schema["name"], arguments)  # noqa: E731
-        arguments = _arguments_of_schema(schema["parameters"])
+            parameters = {"additionalProperties": not parameters.get("properties"), **parameters}
+        arguments = _arguments_of_schema(parameters)
     elif callable(tool) and hasattr(tool, "__name__"):
         schema, arguments = _inspected(tool)
     else:

@@ -18,6 +18,7 @@ from typing import Any
 from agl_slime.rollout.scheduler import (
     ChatCompletionResponse,
     ChatMessage,
+    Messages,
     MultiTurnScheduler,
     RequestConfig,
     RolloutInferRequest,
@@ -28,13 +29,14 @@ from agl_slime.rollout.scheduler import (
 from agl_slime.rollout.session import RolloutStopped, Session
 from agl_slime.support.threads import call_user_code
 from agl_slime.tokens.answer import AnswerParts
+from agl_slime.tokens.codec import shared_length
 
 logger = logging.getLogger(__name__)
 
 _PROMPT_COLUMNS = frozenset({"messages", "prompt"})
 _END_HOOK_S = 60.0  # that long a scheduler may take to close what it opened
 _SAMPLING = {"max_new_tokens": "max_tokens", "temperature": "temperature", "top_p": "top_p", "top_k": "top_k"}
-_SAMPLING["stop"] = "stop"
+_SAMPLING |= {name: name for name in ("stop", "repetition_penalty", "seed")}
 _current: ContextVar[_Turns] = ContextVar("the turns of this rollout")
 
 
@@ -80,7 +82,8 @@ async def run_turns(
         raise
     finally:
         _current.reset(current)
-        request.messages = session.messages
+        if not turns.leaves:  # a run that asks by itself keeps its own messages
+            request.messages = session.messages
         try:
             await asyncio.wait_for(call_user_code(scheduler.on_trajectory_end, [request], error), _END_HOOK_S)
         except Exception:
@@ -95,21 +98,30 @@ class _Engine:
     async def infer_async(
         self, infer_request: RolloutInferRequest, request_config: Any = None, **_: Any
     ) -> ChatCompletionResponse:
-        """The next answer to ``infer_request.messages``, which stay as they are. Calls of one rollout wait for each
-        other; one that does not go on from the last is a branch."""
+        """``request_config.n`` answers to ``infer_request.messages``, which stay as they are: the caller appends the
+        answer that it goes on from. Each answer is a branch of the rollout, so calls may run at the same time."""
         turns = _current.get()
         session: Any = turns.session
-        given = {ours: getattr(request_config, name, None) for ours, name in _SAMPLING.items()}
+        given: dict[str, Any] = {ours: getattr(request_config, name, None) for ours, name in _SAMPLING.items()}
         given["stop"] = tuple(given["stop"] or ()) or None
         sampling = replace(session.sampling, **{name: value for name, value in given.items() if value is not None})
-        async with turns.asking:
-            result, _parsed = await turns.ask(infer_request, sampling=sampling)
-        return ChatCompletionResponse([result])
+        asked = [dict(message) for message in infer_request.messages]
+        indices = range(getattr(request_config, "n", 1) or 1)
+        answers = [turns.answer_to(asked, index=index, sampling=sampling) for index in indices]
+        return ChatCompletionResponse(list(await asyncio.gather(*answers)))
 
     async def run_turns(self, infer_request: RolloutInferRequest) -> RolloutOutput:
         turns = _current.get()
         result = await turns.run(infer_request)
         return RolloutOutput(ChatCompletionResponse([result]), turns.session.messages)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Leaf:
+    """A conversation of a rollout up to its last answer; ``messages`` as the scheduler has them (images unmarked)."""
+
+    session: Any
+    messages: Messages
 
 
 @dataclass
@@ -118,27 +130,39 @@ class _Turns:
     scheduler: MultiTurnScheduler | None
     stop_on_tool_error: bool
     number: int = 0
-    asking: asyncio.Lock = field(default_factory=asyncio.Lock)
+    leaves: list[_Leaf] = field(default_factory=list)
 
     async def run(self, request: RolloutInferRequest) -> RolloutResponseChoice:
         if self.scheduler is not None:
             started = self.scheduler.on_trajectory_start
             alone = next(iter(inspect.signature(started).parameters), "") == "infer_request"
             await call_user_code(started, request if alone else [request])
-        following: RolloutInferRequest | None = request
+        session, following = self.session, request
         while True:
             request = following
-            result, parsed = await self.ask(request)
-            request.messages = self.session.messages
+            if request.messages is not session.messages:
+                session.messages = request.messages
+            result, parsed = await self.ask(session)
+            request.messages = session.messages
             following = await self._after(request, result, parsed)
             if following is None:
-                result.messages = copy.deepcopy(self.session.messages)
+                result.messages = copy.deepcopy(session.messages)
                 return result
 
-    async def ask(self, request: RolloutInferRequest, **how: Any) -> tuple[RolloutResponseChoice, AnswerParts]:
-        session = self.session
-        if request.messages is not session.messages:
-            session.messages = request.messages
+    async def answer_to(self, messages: Messages, **how: Any) -> RolloutResponseChoice:
+        """The answer to ``messages`` in a branch of the conversation that shares most of them, with its tokens."""
+        leaves = [*self.leaves, _Leaf(self.session, self.session.messages)]
+        near = max(leaves, key=lambda leaf: shared_length(leaf.messages, messages))
+        shared = shared_length(near.messages, messages)
+        branch = near.session.branch([*near.session.messages[:shared], *messages[shared:]])
+        result, _parsed = await self.ask(branch, **how)
+        answer, continued = dict(branch.messages[-1]), len(branch.messages) == len(messages)
+        self.leaves.append(_Leaf(branch, [*(messages[:-1] if continued else messages), answer]))
+        if shared == len(near.messages) and near in self.leaves:  # the new leaf holds all of it
+            self.leaves.remove(near)
+        return result
+
+    async def ask(self, session: Any, *, index: int = 0, **how: Any) -> tuple[RolloutResponseChoice, AnswerParts]:
         before = len(session.messages), str(session.messages[-1].get("content") or "")
         answer = await session.ask(**how)
         self.number += 1
@@ -147,12 +171,13 @@ class _Turns:
         if answer.parsed is None and session.parser is not None and session.tools is not None:
             parsed = session.reader.read(content, answer.generation.output_ids)
         session.stats.calls["malformed"] += len(parsed.malformed)
-        said = content.removeprefix(before[1]) if len(session.messages) == before[0] else content
+        added = content.removeprefix(before[1]) if len(session.messages) == before[0] else content
+        log_probs = answer.generation.log_probs if self.scheduler is not None else ()
         result = RolloutResponseChoice(
-            index=0,
-            message=ChatMessage("assistant", said, [call.to_message() for call in parsed.calls] or None),
+            index=index,
+            message=ChatMessage("assistant", added, [call.to_message() for call in parsed.calls] or None),
             finish_reason=answer.finish_reason,
-            logprobs=list(answer.generation.log_probs),
+            logprobs={"content": [{"logprob": value} for value in log_probs]} if log_probs else None,
             token_ids=list(answer.generation.output_ids),
         )
         return result, parsed

@@ -28,12 +28,17 @@ _SPECULATED = "spec_accept_token_num", "spec_draft_token_num", "spec_verify_ct"
 _first, _second = itemgetter(0), itemgetter(1)
 
 
+class DefaultLimit(int):
+    """A limit of tokens that nobody set; an API that has one of its own is not sent it."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
     """How to sample one generation; the names are SGLang's.
 
     ``max_new_tokens`` counts the tokens of one call, resumed parts included; ``max_tokens`` is another name for it.
-    ``stop`` may be one string, or token ids. ``extra`` is sent as it stands (``regex`` and the like). With
+    ``stop`` may be one string, or token ids. ``extra`` is sent as it stands (``regex`` and the like);
+    ``repetition_penalty`` and ``seed`` (SGLang's ``sampling_seed``) go there, ``num_samples`` must be 1. With
     ``routed_experts``, (layers, experts per token), the engine says which experts each token went through; with
     ``nucleus`` has the ids that top_p and top_k kept for each sampled token; log-probs are then within the nucleus.
     ``replay_files`` is the directory where a run keeps much of these (see ``agl_slime.trace.replay_files``).
@@ -42,7 +47,7 @@ class SamplingParams:
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = -1
-    max_new_tokens: int = 256
+    max_new_tokens: int = DefaultLimit(256)
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     skip_special_tokens: bool = False
@@ -51,10 +56,23 @@ class SamplingParams:
     replay_files: str | None = None
     extra: Mapping[str, Any] = field(default_factory=dict)
     max_tokens: InitVar[int | None] = None
+    repetition_penalty: InitVar[float | None] = None
+    seed: InitVar[int | None] = None
+    num_samples: InitVar[int] = 1
 
-    def __post_init__(self, max_tokens: int | None) -> None:
+    def __post_init__(
+        self, max_tokens: int | None, repetition_penalty: float | None, seed: int | None, num_samples: int
+    ) -> None:
+        if num_samples != 1:
+            raise ConfigError(
+                f"num_samples must be 1, got {num_samples}: a rollout has one answer per turn; give its trajectory "
+                "several times"
+            )
         if max_tokens is not None:
             object.__setattr__(self, "max_new_tokens", max_tokens)
+        named = {"repetition_penalty": repetition_penalty, "sampling_seed": seed}
+        if given := {name: value for name, value in named.items() if value is not None}:
+            object.__setattr__(self, "extra", {**self.extra, **given})
         stops: tuple[Any, ...] = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
         ids = tuple(stop for stop in stops if isinstance(stop, int))
         object.__setattr__(self, "stop", tuple(stop for stop in stops if not isinstance(stop, int)))

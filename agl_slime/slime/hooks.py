@@ -6,14 +6,13 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from pkgutil import resolve_name
 from statistics import fmean
 from typing import Any
 
 from agl_slime.errors import DataSourceError
 from agl_slime.groups import normalize
-from agl_slime.groups.policy import all_equal
 from agl_slime.slime.replay import check_replayed
 from agl_slime.slime.versions import filter_output
 from agl_slime.types import (
@@ -157,19 +156,19 @@ def eval_entry(samples: Sequence[Sample]) -> dict[str, Any]:
 def normalize_rewards(args: Any, samples: Sequence[Any]) -> tuple[list[float], list[float]]:
     """Raw rewards and advantages, one of each per sample; groups by ``group_index``, one reward per rollout (see
     ``agl_slime.groups.normalize``), as ``advantage_estimator``, ``rewards_normalization`` and
-    ``grpo_std_normalization`` say.
+    ``grpo_std_normalization`` say. Samples that failed or were removed (``mask_unfit``) have no part in it: their
+    advantage is 0, and so is a raw reward that they lack.
 
     Raises:
         RewardError: a missing or non-finite reward, or siblings whose rewards differ.
     """
     flat = list(flat_samples(samples))
-    raw = _rewards(args, flat)
+    fit = [i for i, sample in enumerate(flat) if normalize.is_counted(sample)]
+    raw = _rewards(args, flat, out_of_the_loss={*range(len(flat))}.difference(fit))
     estimator = getattr(args, "advantage_estimator", "grpo")
     if estimator not in _GROUP_RELATIVE or not getattr(args, "rewards_normalization", True):
         return raw, raw
     std = estimator in _STD_NORMALIZED and bool(getattr(args, "grpo_std_normalization", True))
-    # a failed rollout has no reward: its 0 is no part of the others' baseline
-    fit = [i for i, sample in enumerate(flat) if getattr(sample, "status", None) != Sample.Status.FAILED]
     parts = [normalize.part_of(flat[i]) for i in fit]
     groups, rollouts = [group for group, _ in parts], [rollout for _, rollout in parts]
     normalized = normalize.normalize_rewards([raw[i] for i in fit], group_indices=groups, rollout_ids=rollouts, std=std)
@@ -187,9 +186,12 @@ async def rewards_of_agents(args: Any, samples: Sequence[Sample], **_: Any) -> l
     return _rewards(args, samples)
 
 
-def _rewards(args: Any, samples: Sequence[Sample]) -> list[float]:
-    key = getattr(args, "reward_key", None)
-    return [normalize.reward_value(sample, position, key=key) for position, sample in enumerate(samples)]
+def _rewards(args: Any, samples: Sequence[Sample], *, out_of_the_loss: Container[int] = ()) -> list[float]:
+    key, rewards = getattr(args, "reward_key", None), []
+    for position, sample in enumerate(samples):
+        lacking = position in out_of_the_loss and sample.reward is None
+        rewards.append(0.0 if lacking else normalize.reward_value(sample, position, key=key))
+    return rewards
 
 
 # -- filters ---------------------------------------------------------------------------------------------------------
@@ -197,8 +199,8 @@ def _rewards(args: Any, samples: Sequence[Sample]) -> list[float]:
 
 def keep_nonzero_variance(args: Any, samples: Sequence[Any], **_: Any) -> Any:
     """Keep a group whose rollouts differ in reward: without a difference there is no advantage."""
-    rewards = _rewards(args, list(flat_samples(samples)))
-    keep = bool(rewards) and not all_equal(rewards)
+    rewards = _rewards(args, [*filter(normalize.is_counted, flat_samples(samples))])
+    keep = bool(rewards) and not normalize.all_equal(rewards)
     reason = None if keep else f"zero_std_{round(rewards[0], 1)}" if rewards else "empty"
     return filter_output(keep=keep, reason=reason)
 

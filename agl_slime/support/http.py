@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import math
 import re
 import signal
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from contextlib import asynccontextmanager
 from typing import Any, TypeVar
 from weakref import WeakSet
@@ -27,6 +28,7 @@ T = TypeVar("T")
 
 PARSED_AT_ONCE = 256 * 1024  # bytes; JSON of 1 MB takes about 5 ms
 _SENT = re.compile(r":\s*(?:b['\"]|bytearray)")  # begins what aiohttp quotes
+_DEEPEST = 250
 _NEVER_DEEP = 200  # brackets in all; orjson reads 1,024 levels and writes 254
 
 RETRIED_4XX = frozenset({408, 425, 429})
@@ -166,18 +168,31 @@ async def read_body(request: web.Request, parse: Callable[[bytes], T]) -> T:
     return parse(raw) if len(raw) <= PARSED_AT_ONCE else await run_in_thread(parse, raw)
 
 
-def parse_json(raw: bytes) -> Any:
-    """Strict JSON (no NaN, no infinities) that can be written again, also some levels deeper. Raises ``ValueError``
-    with one sentence."""
+def parse_json(raw: bytes, *, exact: bool = False) -> Any:
+    """Strict JSON (no NaN, no infinities) that can be written again, also some levels deeper; ``exact`` integers above
+    64 bit stay what they are. Raises ``ValueError`` with one sentence."""
     try:
-        value = orjson.loads(raw)
-        if raw.count(b"[") + raw.count(b"{") > _NEVER_DEEP:
-            orjson.dumps([[[[value]]]])  # within what it comes to stand in
-        return value
-    except orjson.JSONDecodeError as error:
+        value = json_value(raw) if exact else orjson.loads(raw)
+    except ValueError as error:
         raise ValueError(f"the body is not JSON: {error}") from error
-    except orjson.JSONEncodeError:
-        raise ValueError("the body is nested more than 250 deep; send flatter JSON") from None
+    if raw.count(b"[") + raw.count(b"{") > _NEVER_DEEP and _is_too_deep(value):
+        raise ValueError("the body is nested more than 250 deep; send flatter JSON")
+    return value
+
+
+def _is_too_deep(value: Any) -> bool:
+    try:
+        orjson.dumps([[[[value]]]])  # within what it comes to stand in
+    except orjson.JSONEncodeError:  # or an integer above 64 bit
+        level = [value]
+        for _ in range(_DEEPEST):
+            level = [one for each in level for one in _parts(each)]
+        return bool(level)
+    return False
+
+
+def _parts(value: Any) -> Iterable[Any]:
+    return value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
 
 
 def json_response(value: Any, *, status: int = 200, headers: Mapping[str, str] | None = None) -> web.Response:
@@ -191,6 +206,35 @@ def json_bytes(value: Any) -> bytes:
         return orjson.dumps(value)
     except orjson.JSONEncodeError:
         return json.dumps(value, allow_nan=False).encode()
+
+
+_DIGITS = bytes(ord("0") if chr(code).isdecimal() else code for code in range(256))
+_LONG = b"0" * 19  # the digits of 2**63
+
+
+def _has_long_number(raw: bytes) -> bool:
+    """Whether there may be an integer above 63 bits; digits after a point are none."""
+    zeros = raw.translate(_DIGITS)
+    return zeros.count(_LONG) > zeros.count(b"." + _LONG)
+
+
+def _no_number(text: str) -> float:
+    raise ValueError(f"{text} is no number of JSON")
+
+
+def _finite(text: str) -> float:
+    return value if math.isfinite(value := float(text)) else _no_number(text)
+
+
+def json_value(raw: bytes) -> Any:
+    """The value of strict JSON, with integers above 64 bit as they are, of which orjson makes floats. Raises
+    ``ValueError``."""
+    if not _has_long_number(raw):
+        return orjson.loads(raw)
+    try:
+        return json.loads(raw, parse_constant=_no_number, parse_float=_finite)
+    except RecursionError:
+        raise ValueError("it is nested too deep") from None
 
 
 async def ask(session: aiohttp.ClientSession, url: str, body: bytes | None = None, **options: Any) -> Any:
@@ -209,8 +253,8 @@ async def ask(session: aiohttp.ClientSession, url: str, body: bytes | None = Non
         message, info = raw[:500].decode(errors="replace"), response.request_info
         raise aiohttp.ClientResponseError(info, response.history, status=response.status, message=message)
     try:
-        return orjson.loads(raw)
-    except orjson.JSONDecodeError as error:
+        return json_value(raw)
+    except ValueError as error:
         raise ValueError(f"{url} did not answer with JSON: {error}") from error
 
 

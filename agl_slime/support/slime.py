@@ -47,7 +47,9 @@ OPTIONAL_NAMES = {
     "RECOVERY_NAMESPACE": ("slime.ray.training_recovery",),
     "training_session_name": ("slime.ray.training_recovery",),
 }
-_PLACES = {**HOOK_NAMES, **TRAINER_NAMES, **OPTIONAL_NAMES}
+# What only agl_slime.slime.launch needs.
+_LAUNCH_NAMES = {"get_slime_extra_args_provider": ("slime.utils.arguments",)}
+_PLACES = {**HOOK_NAMES, **TRAINER_NAMES, **OPTIONAL_NAMES, **_LAUNCH_NAMES}
 
 
 def installed() -> bool:

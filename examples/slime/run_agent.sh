@@ -4,7 +4,8 @@
 #   SLIME_DIR=~/slime MODEL=~/Qwen3-0.6B MODEL_TORCH_DIST=~/Qwen3-0.6B_torch_dist examples/slime/run_agent.sh
 #
 # MODEL_ARGS_FILE is the file of slime's scripts/models that fits the model. EVAL_DATA is a file of evaluation tasks (JSON lines), EVAL_NAME what slime
-# calls it. GPU_ARGS says who has which GPUs, SCRIPT which of slime's loops runs. Everything after the script's name is passed on to slime and wins.
+# calls it. GPU_ARGS says who has which GPUs, SCRIPT which of slime's loops runs. Everything after the script's name is passed on to slime and wins. With
+# BUFFER_URL rollouts come from a Rollout Buffer; run_agent_buffer.sh starts one.
 set -euo pipefail
 here="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
 repository="$(cd "$here/../.." && pwd)"
@@ -28,6 +29,18 @@ AGL_ARGS=(
   --custom-eval-rollout-log-function-path agl_slime.slime_hooks.log_eval_rollout
   --custom-config-path "${AGL_CONFIG:-$here/agl.yaml}"
 )
+launcher=()
+if [ -n "${BUFFER_URL:-}" ]; then
+  launcher=(-m agl_slime.slime.launch) # whose parser knows --agent-rollout-buffer-url and loss masks of one's own
+  AGL_ARGS=(
+    --rollout-function-path agl_slime.buffer.agent_rollout.generate_rollout
+    --agent-rollout-buffer-url "$BUFFER_URL"
+    --rollout-task-type "${TASK_TYPE:-math}"
+    --prompt-data "${DATA:?set DATA to the tasks: JSON lines with prompt and instance_id}" --input-key prompt
+    --loss-mask-type "${LOSS_MASK_TYPE:-auto}"
+    --disable-rewards-normalization
+  )
+fi
 EVAL_ARGS=()
 if [ -n "${EVAL_DATA:-}" ]; then
   EVAL_ARGS=(--eval-interval 20 --eval-prompt-data "${EVAL_NAME:-held_out}" "$EVAL_DATA" --n-samples-per-eval-prompt 1 --eval-max-response-len 1024 --eval-temperature 0)
@@ -52,5 +65,5 @@ TRAIN_ARGS=(
 export PYTHONPATH="$repository:$SLIME_DIR:${MEGATRON_DIR:-$HOME/Megatron-LM}${PYTHONPATH:+:$PYTHONPATH}"
 export CUDA_DEVICE_MAX_CONNECTIONS=1 PYTHONUNBUFFERED=1
 read -ra gpu_args <<<"${GPU_ARGS:---actor-num-nodes 1 --actor-num-gpus-per-node $num_gpus --num-gpus-per-node $num_gpus --colocate}"
-exec python "$SLIME_DIR/${SCRIPT:-train.py}" "${gpu_args[@]}" \
+exec python "${launcher[@]}" "$SLIME_DIR/${SCRIPT:-train.py}" "${gpu_args[@]}" \
   "${MODEL_ARGS[@]}" "${CKPT_ARGS[@]}" "${AGL_ARGS[@]}" "${EVAL_ARGS[@]}" "${ROLLOUT_ARGS[@]}" "${TRAIN_ARGS[@]}" "$@"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import subprocess
 import sys
 from collections import Counter
@@ -12,11 +13,11 @@ import openai
 import pytest
 from aiohttp import web
 
-from agl_slime.buffer.client import BufferUnreachableError, BufferWriter
+from agl_slime.buffer.client import BufferUnreachableError, BufferWriter, ask_buffer, read_rows
 from agl_slime.buffer.generators import base_generator
 from agl_slime.buffer.runs import SHIPPED_GENERATORS, discover_generators
 from agl_slime.buffer.server import BufferServer
-from agl_slime.errors import BufferRequestError
+from agl_slime.errors import BufferRequestError, ConfigError
 from tests.buffer_cases import Client, add_generator, eventually, make_item, settings_for, write_problems
 
 
@@ -166,7 +167,7 @@ async def test_a_failed_rollout_is_written_with_its_mark(tmp_path):
         assert stats["items"]["reasons"] == {"filtered: too_few_valid_items": 2}
 
 
-@pytest.mark.parametrize("bad", [object(), "\ud800"])
+@pytest.mark.parametrize("bad", [object(), {"a set"}])
 async def test_an_item_that_is_no_json_costs_its_own_rollout(tmp_path, bad):
     """fault 25: what a rollout function returned for one instance cannot be sent; the others are."""
 
@@ -180,6 +181,65 @@ async def test_an_item_that_is_no_json_costs_its_own_rollout(tmp_path, bad):
         assert {entry["instance_id"] for entry in await client.read()} == {"math_0", "math_2"}
         _, stats = await client.get("/stats")
         assert stats["items"]["reasons"] == {"filtered: too_few_valid_items": 2}
+
+
+ODD_ROWS = r"""
+{"instance_id": "big", "prompt": "1", "label": "4", "number": 123456789012345678901234567890}
+{"instance_id": "half", "prompt": "2 \ud83d", "label": "4", "note": "x\ud83d", "ke\ud83dy": ["\ud83d"]}
+{"instance_id": "nan", "prompt": "3", "label": "4", "low": NaN, "high": [1e999, -Infinity]}
+"""
+
+
+async def test_odd_rows_lose_none_of_their_rollouts(tmp_path):
+    path = tmp_path / "odd.jsonl"
+    path.write_text(ODD_ROWS.strip())
+    rows: list[Any] = []
+
+    async def rollout(client: Any, messages: Any, sampling_params: Any) -> Any:
+        return [*messages, {"role": "assistant", "content": "\\boxed{4}"}]
+
+    async with BufferServer(settings=settings_for(tmp_path)) as server, Client(server.url) as client:
+        generator = base_generator.BaseGenerator("http://127.0.0.1:9", server.url, num_repeat_per_sample=2)
+        await generator.run(str(path), rollout, lambda item: rows.append(item) or 1.0)
+        answer = await ask_buffer(server.url, "/get_rollout_data", {})
+        _, stats = await client.get("/stats")
+    assert stats["items"]["reasons"] == {}
+    by_id = {item["instance_id"]: item for item in answer["data"]["data"]}
+    own = {
+        name: {k: v for k, v in item["extra_info"].items() if k in ["number", "note", "low", "high"]}
+        for name, item in by_id.items()
+    }
+    assert own == {
+        "big": {"number": 123456789012345678901234567890},
+        "half": {"note": "x\\ud83d"},
+        "nan": {"low": "NaN", "high": ["Infinity", "-Infinity"]},
+    }
+    assert by_id["half"]["extra_info"]["ke\\ud83dy"] == ["\\ud83d"]
+    assert by_id["half"]["messages"][0]["content"] == "2 \\ud83d"
+    seen = {row["instance_id"]: row for row in rows}  # a reward sees the row as the file has it
+    assert (seen["half"]["note"], seen["nan"]["high"]) == ("x\ud83d", [math.inf, -math.inf])
+
+
+async def test_a_number_that_json_does_not_have_is_refused_by_its_place(tmp_path):
+    async with BufferServer(settings=settings_for(tmp_path)) as server, BufferWriter(url=server.url) as writer:
+        with pytest.raises(BufferRequestError, match=r"item '1' is no JSON: reward is nan; only finite"):
+            await writer.write(make_item("1", reward=math.nan))
+        with pytest.raises(BufferRequestError, match=r"rollout_log_probs\.1 is -inf"):
+            await writer.write(make_item("2", rollout_log_probs=[-0.5, -math.inf], group_id=None))
+        with pytest.raises(BufferRequestError, match="item '3' is no JSON"):
+            await writer.write(make_item("3", reward=math.nan, seed=2**70))
+        await writer.write(make_item("4", group_id=None))
+        assert server.buffer.store.held_items == 1
+
+
+@pytest.mark.parametrize("instance_id", ["123456789012345678901234567890", "NaN", "[1]", r'"x\ud83d"', "1.5", "true"])
+def test_an_instance_id_that_names_nothing_is_refused_by_its_row(tmp_path, instance_id):
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"prompt": "0"}\n{"instance_id": null, "prompt": "1"}\n{"instance_id": 7.0, "prompt": "2"}\n')
+    assert [row["instance_id"] for row in read_rows(path)] == [0, 1, 7]
+    path.write_text(path.read_text() + f'{{"instance_id": {instance_id}, "prompt": "2"}}\n')
+    with pytest.raises(ConfigError, match=r"the instance_id of row 3 is .*give a text or an integer of 64 bit"):
+        read_rows(path)
 
 
 async def test_only_what_the_buffer_lacks_is_made(tmp_path):

@@ -161,6 +161,30 @@ async def test_the_stages_of_a_generator_decide_over_its_groups(tmp_path):
         assert [entry["reward"] for entry in await client.read()] == [0, 10]
 
 
+async def test_a_generators_transform_group_is_called_as_by_slimes_buffer(tmp_path):
+    code = (
+        WRITES_TWO_PER_INSTANCE
+        + """
+    def transform_group(group, task_type):
+        instance_id, items = group
+        return instance_id, [{**item, "raw_reward": item["reward"], "task": task_type} for item in items]
+    """
+    )
+    add_generator(tmp_path, "sums", code)
+    add_generator(tmp_path, "twice", code.replace("sums", "twice") + "filter_item = print\n")
+    async with BufferServer(settings=settings_for(tmp_path)) as server, Client(server.url) as client:
+        _, stats = await client.get("/stats")
+        problem = stats["generator_problems"]["twice_generator.py"]
+        assert problem.startswith("cannot be used: ConfigError: transform_group takes the place of filter_item")
+        await client.post("/start_rollout", start_payload(tmp_path))
+        await eventually(lambda: _run_is(client, "sums", "finished"))
+        items = await client.read()
+        assert [(item["reward"], item["raw_reward"], item["task"]) for item in items] == [
+            (0, 0, "sums"),
+            (1, 1, "sums"),
+        ]
+
+
 async def test_a_stage_that_hangs_costs_a_503_and_nothing_is_handed_out(tmp_path):
     release = tmp_path / "release"
     code = (

@@ -55,6 +55,19 @@ async def test_a_new_round_is_one_sample() -> None:
     assert sample.metadata["stop_reason"] == "stop"
 
 
+@pytest.mark.parametrize("scheduler", [None, Retry(max_turns=5)])
+async def test_the_answer_of_the_dataset_is_not_shown_to_the_model(scheduler: Any) -> None:
+    tokenizer = chat_tokenizer("anthropic", "groups_tools")
+    client = ScriptedClient(tokenizer, ["Three."])
+    agent = Agent(tokenizer=tokenizer, client=client)
+    agent.scheduler = scheduler
+    asked = [{"role": "user", "content": "How many?"}, {"role": "assistant", "content": "It is three."}]
+    task = {"messages": asked, "label": "3"}
+    assert (await run_rollout(agent, task)).failure is None
+    assert tokenizer.decode(client.prompts[0]).endswith("user\nHow many?<|im_end|>\n<|im_start|>assistant\n")
+    assert len(asked) == 2  # the task itself is left as it is
+
+
 async def test_a_continuation_is_one_message_and_trains_each_token_once() -> None:
     finished, client = await rollout(Agent, ["Two.", "three."], scheduler=GoOn(max_turns=5))
     tokenizer = chat_tokenizer("anthropic", "groups_tools")
@@ -97,7 +110,7 @@ async def test_hooks_are_awaited_and_a_request_may_be_a_new_one() -> None:
             self, infer_request: RolloutInferRequest, result: RolloutResponseChoice, current_turn: int
         ) -> None:
             seen.append(
-                (current_turn, result.message.content, infer_request.messages[-1]["role"], len(result.logprobs or []))
+                (current_turn, result.message.content, infer_request.messages[-1]["role"], len(result.token_ids))
             )
 
         async def step(

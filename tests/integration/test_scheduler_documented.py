@@ -206,7 +206,7 @@ class Environment(MultiTurnScheduler):
     ) -> dict[str, Any]:
         self.envs[infer_request.uuid] += 1
         self._at("turn")
-        assert len(response_choice.token_ids) == len(response_choice.logprobs or [])
+        assert len(response_choice.token_ids) == len(response_choice.logprobs["content"])
         done = "24" in response_choice.message.content
         return {"done": done, "rollout_infos": {"total_reward": self.envs[infer_request.uuid], "gym_done": done}}
 

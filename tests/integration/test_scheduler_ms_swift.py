@@ -3,7 +3,10 @@ they stand: only the base class is ours."""
 
 from __future__ import annotations
 
+import asyncio
+import copy
 import os
+import random
 import re
 import sys
 from collections.abc import Iterator
@@ -14,8 +17,18 @@ from typing import Any
 import pytest
 
 from agl_slime import SGLangLitAgent
+from agl_slime.errors import EngineServerError
 from agl_slime.rollout import scheduler as ours
-from agl_slime.rollout.scheduler import MultiTurnScheduler, RequestConfig, RolloutOutput
+from agl_slime.rollout.orm import ORM
+from agl_slime.rollout.scheduler import (
+    ChatCompletionResponse,
+    ChatMessage,
+    MultiTurnScheduler,
+    RequestConfig,
+    RolloutInferRequest,
+    RolloutOutput,
+    RolloutResponseChoice,
+)
 from tests.conversations import ScriptedClient
 from tests.integration.multi_turn_agents import sampled, trained
 from tests.integration.rollouts import run_rollout
@@ -41,8 +54,18 @@ async def played(scheduler: Any, answers: list[str], template: str = "chatml") -
     assert finished.failure is None, finished.failure
     assert not client._answers  # each was asked for
     conversion = finished.convert(tokenizer)
-    assert trained(conversion.samples) == sampled(client)
+    assert sorted(trained(conversion.samples)) == sorted(sampled(client))
     return conversion, agent, client
+
+
+def prompts_of(client: ScriptedClient) -> list[str]:
+    return [chat_tokenizer("anthropic", "chatml").decode(prompt) for prompt in client.prompts]
+
+
+def prompt(*messages: str) -> str:
+    """A conversation that a user began, as the model is asked to go on with it."""
+    turns = [f"<|im_start|>{('user', 'assistant')[at % 2]}\n{text}" for at, text in enumerate(messages)]
+    return "<|im_end|>\n".join([*turns, "<|im_start|>assistant\n"] if len(turns) % 2 else turns)
 
 
 class OwnRun(MultiTurnScheduler):
@@ -64,6 +87,56 @@ async def test_a_run_of_its_own_is_what_runs() -> None:
     assert len(conversion.samples) == 1  # the second prompt goes on from the first answer
     assert agent.trajectory.metadata["rollout_infos"] == {"turn": 2}
     assert {(s.temperature, s.max_new_tokens) for s in client.sampling} == {(0.5, 40)}
+
+
+async def test_a_run_of_its_own_has_each_answer_once_in_later_prompts() -> None:
+    _, _, client = await played(OwnRun(), ["Two.", "24."])
+    assert prompts_of(client) == [prompt("6 times 4?"), prompt("6 times 4?", "Two.", "Sure?")]
+
+
+class BestOfThree(MultiTurnScheduler):
+    """Asks one request three times, one after the other, at the same time or by ``n``, and goes on from the second."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how = how
+
+    async def run(self, infer_request: Any, request_config: Any, **kwargs: Any) -> RolloutOutput:
+        before, ask = [dict(message) for message in infer_request.messages], self.infer_engine.infer_async
+        if self.how == "n":
+            choices = (await ask(infer_request, RequestConfig(n=3))).choices
+            assert [choice.index for choice in choices] == [0, 1, 2]
+        elif self.how == "at once":
+            answered = await asyncio.gather(*(ask(infer_request, request_config) for _ in range(3)))
+            choices = [each.choices[0] for each in answered]
+        else:
+            choices = [(await ask(infer_request, request_config)).choices[0] for _ in range(3)]
+        assert infer_request.messages == before
+        text = choices[1].message.content
+        infer_request.messages += [{"role": "assistant", "content": text}, {"role": "user", "content": "Sure?"}]
+        return RolloutOutput(await ask(infer_request, request_config))
+
+
+@pytest.mark.parametrize("how", ["one by one", "at once", "n"])
+async def test_best_of_three_asks_the_same_prompt_three_times(how: str) -> None:
+    conversion, _, client = await played(BestOfThree(how), ["Two.", "24.", "Six.", "Yes."])
+    assert prompts_of(client) == [prompt("6 times 4?")] * 3 + [prompt("6 times 4?", "24.", "Sure?")]
+    assert len(conversion.samples) == 3  # the last answer goes on from the second, in one Sample
+
+
+async def test_an_answer_that_cannot_be_had_leaves_the_conversation() -> None:
+    class Again(MultiTurnScheduler):
+        async def run(self, infer_request: Any, request_config: Any, **kwargs: Any) -> RolloutOutput:
+            with pytest.raises(EngineServerError):
+                await self.infer_engine.infer_async(infer_request, request_config)
+            return RolloutOutput(await self.infer_engine.infer_async(infer_request, request_config))
+
+    tokenizer = chat_tokenizer("anthropic", "chatml")
+    client = ScriptedClient(tokenizer, [EngineServerError("broken"), "24."])
+    agent = Agent(tokenizer=tokenizer, client=client)
+    agent.scheduler = Again()
+    assert (await run_rollout(agent, TASK)).failure is None
+    assert prompts_of(client) == [prompt("6 times 4?")] * 2
 
 
 class Continues(MultiTurnScheduler):
@@ -130,11 +203,35 @@ class Module(ModuleType):
         return type(name, (), {})
 
 
+def remove_response(messages: list[dict[str, Any]]) -> None:
+    if messages[-1]["role"] == "assistant":
+        messages.pop()
+
+
+def examples_over(*bases: str) -> dict[str, Any]:
+    """The classes of ms-swift's examples, over our base class, or over ``bases`` of ms-swift's own."""
+    space: dict[str, Any] = {**vars(ours), "RolloutOutput": RolloutOutput, "multi_turns": {}, "re": re, "envs": {}}
+    space |= {"ABC": object, "remove_response": remove_response, "ChatCompletionResponseChoice": None}
+    plugin = "examples/train/grpo/plugin"
+    sources = [("swift/rollout/multi_turn.py", (*bases, "ThinkingModelTips", "MathTips", "GYM"))]
+    sources += [(f"{plugin}/plugin.py", ("ToolCall",)), (f"{plugin}/deepeyes/deepeyes_plugin.py", ("VisualToolBox",))]
+    exec("from typing import *\nimport asyncio, json\nfrom copy import deepcopy\nfrom math import *", space)
+    for file, wanted in sources:
+        text = (Path(SWIFT) / file).read_text(encoding="utf-8")
+        for found in re.finditer(r"^(?:class (\w+)Scheduler|def extract_action)\(.*?(?=^\S)", text, re.M | re.S):
+            if found[1] is None or found[1] in wanted:
+                exec(found[0].replace("-> Env", "-> Any").replace("Dict[str, Env]", "dict"), space)
+    for file in ("tree_rollout.py", "tree_rollout_plugin.py"):  # the second imports the first and its base class
+        text = (Path(SWIFT) / plugin / "treepo" / file).read_text(encoding="utf-8")
+        exec(re.sub(r"^from (?:swift|tree_rollout|modelscope)[^(\n]*(?:\([^)]*\))?.*$", "", text, flags=re.M), space)
+    return space
+
+
 @pytest.fixture(scope="module")
-def swift() -> Iterator[dict[str, Any]]:
-    """The classes of ms-swift's examples, over our base class."""
+def stubs() -> Iterator[None]:
     if not SWIFT:
         pytest.skip("AGL_SLIME_MS_SWIFT names no checkout of ms-swift")
+    pytest.importorskip("torch")  # of the tree rollout, before anything is a stub
     names = ["swift", "swift.infer_engine", "swift.infer_engine.protocol", "swift.rewards", "swift.rewards.orm"]
     names += ["swift.template", "swift.utils", "swift.rollout", "swift.rollout.gym_env", "qwen_vl_utils"]
     held = {name: sys.modules.get(name) for name in names}
@@ -142,19 +239,57 @@ def swift() -> Iterator[dict[str, Any]]:
     sys.modules["swift.infer_engine.protocol"].__dict__.update(vars(ours))
     right: Any = type("MathAccuracy", (), {"__call__": lambda _, said, wanted: [float(wanted[0] in said[0])]})
     sys.modules["swift.rewards.orm"].MathAccuracy = right  # type: ignore[attr-defined]
-    space: dict[str, Any] = {**vars(ours), "RolloutOutput": RolloutOutput, "multi_turns": {}, "re": re, "envs": {}}
-    sources = [("swift/rollout/multi_turn.py", ("ThinkingModelTips", "MathTips", "GYM"))]
-    sources += [("examples/train/grpo/plugin/plugin.py", ("ToolCall",))]
-    sources += [("examples/train/grpo/plugin/deepeyes/deepeyes_plugin.py", ("VisualToolBox",))]
-    exec("from typing import *\nimport asyncio, json\nfrom copy import deepcopy\nfrom math import *", space)
-    for file, wanted in sources:
-        text = (Path(SWIFT) / file).read_text(encoding="utf-8")
-        for found in re.finditer(r"^(?:class (\w+)Scheduler|def extract_action)\(.*?(?=^\S)", text, re.M | re.S):
-            if found[1] is None or found[1] in wanted:
-                exec(found[0].replace("-> Env", "-> Any").replace("Dict[str, Env]", "dict"), space)
-    yield space
+    yield
     for name, module in held.items():
         sys.modules.pop(name) if module is None else sys.modules.update({name: module})
+
+
+@pytest.fixture(scope="module")
+def swift(stubs: None) -> dict[str, Any]:
+    return examples_over()
+
+
+class Engine:
+    """What ms-swift's base class asks; keeps the messages that it was asked with."""
+
+    def __init__(self, answers: list[str]) -> None:
+        self.answers, self.asked = [*answers], []
+        self.tokenizer = chat_tokenizer("anthropic", "chatml")
+
+    async def infer_async(self, request: Any, config: Any, **_: Any) -> Any:
+        self.asked.append([message["content"] for message in copy.deepcopy(request.messages)])
+        text, ids = self.answers[0], self.tokenizer.encode(self.answers.pop(0), add_special_tokens=False)
+        entries: Any = {"content": [{"logprob": -((at % 9) + 1) / 16} for at in range(len(ids))]}
+        choice = RolloutResponseChoice(0, ChatMessage("assistant", text), "stop", entries, token_ids=ids)
+        return ChatCompletionResponse([choice])
+
+
+WRONG, RIGHT = "<think>\n12?\n</think>\n\n12.", "<think>\n24.\n</think>\n\n24."
+BOXED = ["Hm.", "Perhaps \\boxed{1}.", "No.", "Well, \\boxed{2}."] * 12
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "answers"),
+    [
+        ("ThinkingModelTips", [WRONG, RIGHT]),
+        ("ThinkingModelTips", [WRONG, WRONG]),
+        ("MathTips", ["<think>\nHm, 12.</think>", " 24."]),
+        ("ToolCall", [ACTION, "It is 24."]),
+        ("TreeRollout", BOXED),
+    ],
+)
+async def test_prompts_are_those_of_ms_swifts_own_base_class(name: str, answers: list[str], stubs: None) -> None:
+    theirs = examples_over("Rollout", "MultiTurn")[f"{name}Scheduler"]
+    assert not issubclass(theirs, MultiTurnScheduler)
+    engine = Engine(answers)
+    request = RolloutInferRequest([{"role": "user", "content": TASK["prompt"]}], data_dict={"solution": "24"})
+    random.seed(1)
+    outputs = await theirs(engine, 3).run(request, RequestConfig())
+    random.seed(1)
+    _, _, client = await played(examples_over()[f"{name}Scheduler"](max_turns=3), answers[: len(engine.asked)])
+    assert prompts_of(client) == [prompt(*contents) for contents in engine.asked]
+    assert len(engine.asked) == 2 or len(outputs) >= 8
 
 
 @pytest.mark.slow
@@ -200,3 +335,17 @@ async def test_an_environment(swift: dict[str, Any]) -> None:
     conversion, agent, _ = await played(swift["GYMScheduler"](max_turns=5, gym_env="maze"), ["Right.", "Left."])
     assert len(conversion.samples) == 1
     assert agent.trajectory.metadata["rollout_infos"]["step_rewards"] == [0.5, 0.5]
+
+
+@pytest.mark.slow
+async def test_a_reward_function_of_ms_swift(stubs: None) -> None:
+    space: dict[str, Any] = {"ORM": ORM, "re": re}
+    text = (Path(SWIFT) / "examples/train/grpo/plugin/plugin.py").read_text(encoding="utf-8")
+    found = re.search(r"^class CountdownORM\(.*?(?=^\S)", text, re.M | re.S)
+    assert found is not None
+    exec("from typing import *\n" + found[0], space)
+    tokenizer = chat_tokenizer("anthropic", "chatml")
+    agent = SGLangLitAgent(tokenizer=tokenizer, client=ScriptedClient(tokenizer, ["<answer>(6+2)*3</answer>"]))
+    agent.reward_functions = [space["CountdownORM"]]
+    finished = await run_rollout(agent, {"prompt": "Make 24.", "target": 24, "nums": [6, 2, 3]})
+    assert finished.convert(tokenizer).samples[0].reward == 1.0

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -15,15 +16,24 @@ import pytest
 
 from tests.slime.support import REPOSITORY, environment, model_flags, require_slime
 
+PYTHON = """#!/bin/sh
+PYTHONPATH="{path}"
+export PYTHONPATH
+case "$1 $2" in
+  "-m agl_slime.slime.launch") shift 3; exec {python} -m agl_slime.slime.launch {parse} "$@" ;;
+  "-m "*) exec {python} "$@" ;;
+  *) shift; exec {python} -m tests.slime.programs.parse "$@" ;;
+esac
+"""
 
-def launched(script: str, root: Path, directory: Path, *flags: str, model_args: Path | None = None) -> dict[str, Any]:
+
+def launched(
+    script: str, root: Path, directory: Path, *flags: str, model_args: Path | None = None, **variables: str
+) -> dict[str, Any]:
     """What slime's parser makes of a launch script's command line."""
     # in place of the python that would start slime's train.py, one that only parses
-    python = directory / "python"
-    standins = environment(root)["PYTHONPATH"]
-    python.write_text(
-        f'#!/bin/sh\nshift\nPYTHONPATH="{standins}" exec {sys.executable} -m tests.slime.programs.parse "$@"\n'
-    )
+    python, parse = directory / "python", REPOSITORY / "tests" / "slime" / "programs" / "parse.py"
+    python.write_text(PYTHON.format(path=environment(root)["PYTHONPATH"], python=sys.executable, parse=parse))
     python.chmod(0o755)
     finished = subprocess.run(
         [str(REPOSITORY / "examples" / "slime" / script), *flags],
@@ -39,6 +49,7 @@ def launched(script: str, root: Path, directory: Path, *flags: str, model_args: 
             "EVAL_NAME": "lookup",
             "NUM_GPUS": "4",
             **({"MODEL_ARGS_FILE": str(model_args)} if model_args is not None else {}),
+            **variables,
         },
         capture_output=True,
         text=True,
@@ -77,6 +88,29 @@ def test_slimes_parser_takes_the_flags_of_the_launch_script(script: str, policy_
     assert parsed["actor_num_gpus_per_node"] == 4
     assert parsed["rollout_num_gpus"] == 4
     assert (parsed["use_tis"], parsed["tis_clip"]) == ((True, 2.0) if apart else (False, parsed["tis_clip"]))
+
+
+@pytest.mark.slime
+def test_the_launch_script_with_a_rollout_buffer(policy_dir: Path, tmp_path: Path):
+    root = require_slime("torch", "transformers", "sglang_router")
+    model_args = tmp_path / "model.sh"
+    model_args.write_text(f"MODEL_ARGS=({' '.join(model_flags(policy_dir))})\n")
+    (tmp_path / "model").symlink_to(policy_dir)
+    (tmp_path / "tasks.jsonl").write_text('{"prompt": "1 + 1?", "label": "2"}\n')
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+    variables = {"DATA": str(tmp_path / "tasks.jsonl"), "BUFFER_PORT": port, "EVAL_DATA": ""}
+    variables |= {"LOSS_MASK_TYPE": "my_masks:CustomTaskMask", "TASK_TYPE": "agl"}
+    parsed = launched("run_agent_buffer.sh", root, tmp_path, model_args=model_args, **variables)
+    assert {*parsed["ignored"]} <= flags_of_slimes_scripts(root)
+    assert parsed["rollout_function_path"] == "agl_slime.buffer.agent_rollout.generate_rollout"
+    assert parsed["agent_rollout_buffer_url"] == f"http://127.0.0.1:{variables['BUFFER_PORT']}"
+    assert (parsed["rollout_task_type"], parsed["loss_mask_type"]) == ("agl", "my_masks:CustomTaskMask")
+    assert parsed["rewards_normalization"] is False
+    assert json.loads(Path(parsed["prompt_data"]).read_text())["instance_id"] == "instance_0"
+    assert parsed["generators"] == {"math": "base_generator.py", "agl": "agl_generator.py"}
+    with pytest.raises(ConnectionRefusedError), socket.create_connection(("127.0.0.1", int(port))):
+        pass  # it has ended with the script
 
 
 @pytest.mark.slime

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 
 import pytest
@@ -8,6 +9,7 @@ import pytest
 from agl_slime.buffer.instance_ids import assign_instance_ids
 from agl_slime.cli import main
 from agl_slime.errors import ConfigError
+from agl_slime.loop.tasks import read_tasks
 
 
 def write(path: Path, *rows: object) -> Path:
@@ -35,6 +37,18 @@ def test_a_second_run_changes_nothing(tmp_path):
     second, _, assigned = assign_instance_ids(input=first, output=tmp_path / "again.jsonl")
     assert assigned == 0
     assert second.read_bytes() == first.read_bytes()
+
+
+def test_odd_values_stay_what_they_are(tmp_path):
+    file = tmp_path / "data.jsonl"
+    lines = [r'{"big":123456789012345678901234567890,"half":"x\ud83d"}', '{"n":NaN,"high":1e999,"é":"ü"}']
+    file.write_text("\n".join(lines), encoding="utf-8")
+    output, _, _ = assign_instance_ids(input=file)
+    first, second = read_tasks(output)
+    assert first == {"instance_id": "instance_0", "big": 123456789012345678901234567890, "half": "x\ud83d"}
+    assert math.isnan(second.pop("n"))
+    assert second == {"instance_id": "instance_1", "high": math.inf, "é": "ü"}
+    assert '"é":"ü"' in output.read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize(

@@ -317,7 +317,9 @@ def test_what_json_cannot_say_is_a_recorded_failure_not_a_lost_hand_out():
     write(store, item("1"), item("2"))
     assert store.read("math") is None
     assert store.ledger.outcome_of("math/1") == (Outcome.FAILED, "stage_error")
-    assert store.describe("math")["last_refusal"].startswith("stage_error: Type is not JSON serializable")
+    assert store.describe("math")["last_refusal"].startswith(
+        "stage_error: Object of type object is not JSON serializable"
+    )
 
 
 def test_a_hand_out_that_cannot_be_stored_is_none(tmp_path, monkeypatch):

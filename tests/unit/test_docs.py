@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 import re
 import shlex
+import sys
 import unicodedata
 from dataclasses import is_dataclass
 from pathlib import Path
@@ -11,6 +13,7 @@ from pathlib import Path
 import pytest
 import tyro
 
+import agl_slime
 from agl_slime.cli import COMMANDS
 from agl_slime.run.flags import without_environment
 from agl_slime.run.settings import TrainConfig
@@ -72,3 +75,21 @@ def test_the_guides_have_commands_to_check() -> None:
 def test_every_guide_is_on_the_site() -> None:
     shown = (ROOT / "mkdocs.yml").read_text()
     assert [page.name for page in PAGES[1:] if not re.search(rf"\b{re.escape(page.name)}\b", shown)] == []
+
+
+@pytest.mark.parametrize(
+    ("module", "name"),
+    [
+        ("agl_datasource", "AGLDataSource"),
+        ("converter", "rollout_to_sample"),
+        ("sglang_lit_agent", "SGLangLitAgent"),
+        ("online_rl_loop", "OnlineRLLoop"),
+    ],
+)
+def test_scripts_among_the_examples_find_the_modules_of_their_document(
+    module: str, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "examples"))
+    monkeypatch.delitem(sys.modules, module, raising=False)
+    assert getattr(importlib.import_module(module), name) is getattr(agl_slime, name)
+    sys.modules.pop(module)

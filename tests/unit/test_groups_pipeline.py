@@ -137,8 +137,11 @@ def test_a_group_of_one_is_complete_with_one_item():
 
 
 def test_groups_with_equal_rewards_can_be_dropped():
-    (group,) = process(pipeline(drop_zero_variance=True), [snapshot([1, 1, 1, 1])], now=NOW).ends
-    assert (group.valid, group.reason) == (False, "zero_variance")
+    for last in (1, 0.99999994):
+        (group,) = process(pipeline(drop_zero_variance=True), [snapshot([1, 1, 1, last])], now=NOW).ends
+        assert (group.valid, group.reason) == (False, "zero_variance")
+        used = process(pipeline(), [snapshot([1, 1, 1, last])], now=NOW).data
+        assert [item["reward"] for item in used] == [0.0] * 4
 
 
 def test_more_items_than_a_group_holds_are_surplus():
@@ -198,6 +201,38 @@ def test_stages_can_be_replaced_one_by_one_in_the_documented_forms():
     assert result.meta_info == {"instances": ["math_001"]}
     assert calls[-6:] == ["valid 3 sums", "filter", "filter", "filter", "normalize grpo", "pad 3"]
     assert calls[0] == "meta"
+
+
+def test_transform_group_decides_alone_what_is_delivered():
+    calls: list[Any] = []
+
+    def transform_group(group, task_type):
+        instance_id, items = group
+        calls.append((instance_id, [entry["reward"] for entry in items], task_type))
+        kept = [entry for entry in items if entry["reward"] is not None]
+        return instance_id, [{**entry, "reward": 10 * entry["reward"]} for entry in kept]
+
+    functions = {"transform_group": transform_group}
+    whole = pipeline(2, functions=functions, task_type="sums")
+    (group,) = process(whole, [snapshot([-1, 7, None])], now=NOW).ends
+    assert calls == [("math_001", [-1, 7, None], "sums")]
+    assert [entry["reward"] for entry in group.data] == [-10, 70]
+    assert group.item_reasons == ["", "", "filtered_item"]
+    (short,) = process(whole, [snapshot([7, None])], now=NOW).ends
+    assert short.detail == "ValueError: transform_group returned 1 items; expected a multiple of the group size 2"
+    assert process(whole, [snapshot([7])], now=NOW).finished == []  # waits as any other
+
+
+def test_items_that_a_transformation_names_anew_stand_for_all():
+    functions = {"transform_group": lambda group: (group[0], [{**entry, "uid": None} for entry in group[1]])}
+    (group,) = process(pipeline(2, functions=functions), [snapshot([1, 0])], now=NOW).ends
+    assert (group.valid, group.item_reasons) == (True, ["", ""])
+
+
+def test_a_transformation_beside_what_it_takes_the_place_of_is_refused():
+    functions = {"transform_group": lambda group: group, "filter_item": lambda item: True}
+    with pytest.raises(ConfigError, match="transform_group takes the place of filter_item; leave one out"):
+        pipeline(2, functions=functions)
 
 
 def test_a_validity_that_answers_with_one_bool_means_both():

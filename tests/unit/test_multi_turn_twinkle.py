@@ -3,7 +3,8 @@ tools, subclasses and calls."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+import json
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -93,19 +94,146 @@ def test_unknown_keywords_and_a_single_trajectory_are_refused() -> None:
     assert rollout([]) == []
 
 
+class Api:
+    """Answers with ``messages``, one after the other; keeps what it was asked with."""
+
+    def __init__(self, *messages: dict[str, Any]) -> None:
+        self.messages = list(messages or [{"content": "One."}])
+        self.asked: list[dict[str, Any]] = []
+
+    def chat(self, messages: Any, **options: Any) -> Any:
+        self.asked.append({**options, "messages": [*messages]})
+        said = self.messages.pop(0)
+        calls = [SimpleNamespace(model_dump=lambda call=call, **_: {**call}) for call in said.get("tool_calls", ())]
+        message = SimpleNamespace(content=said.get("content"), tool_calls=calls or None)
+        return SimpleNamespace(choices=[SimpleNamespace(message=message, finish_reason="stop")])
+
+    def options(self) -> dict[str, Any]:
+        return {name: value for name, value in self.asked[0].items() if name != "messages"}
+
+
+def run_api(api: Api, *, step: dict[str, int] | None = None, **options: Any) -> Trajectory:
+    (trajectory,) = APIMultiTurnRollout(api=api, **options)([{"messages": [USER], "id": "t"}], **step or {})  # type: ignore[arg-type]
+    assert trajectory["stop_reason"] == "stop", trajectory
+    return trajectory
+
+
+NEUTRAL = {"temperature": 1.0, "top_p": 1.0}
+
+
 @pytest.mark.parametrize(
     ("params", "sent"),
-    [(SamplingParams(temperature=0.7), None), (SamplingParams(max_tokens=9), 9), (SamplingParams(max_new_tokens=9), 9)],
+    [
+        ({}, {}),
+        ({"temperature": 0.7}, {"temperature": 0.7}),
+        ({"max_tokens": 9}, {"max_tokens": 9}),
+        ({"max_new_tokens": 9}, {"max_tokens": 9}),
+        ({"max_tokens": 256}, {"max_tokens": 256}),
+        ({"max_new_tokens": 256}, {"max_tokens": 256}),
+        ({"stop": [7, 9]}, {"extra_body": {"stop_token_ids": [7, 9]}}),
+        ({"top_k": 5}, {"extra_body": {"top_k": 5}}),
+        ({"seed": 3, "repetition_penalty": 1.1}, {"seed": 3, "extra_body": {"repetition_penalty": 1.1}}),
+        ({"extra": {"regex": "a+"}}, {"extra_body": {"regex": "a+"}}),
+    ],
 )
-def test_an_api_is_asked_for_no_more_than_was_asked_for(params: SamplingParams, sent: int | None) -> None:
-    asked: list[dict[str, Any]] = []
+def test_an_api_is_sent_what_was_set_and_no_more(params: dict[str, Any], sent: dict[str, Any]) -> None:
+    api = Api()
+    run_api(api, sampling_params=SamplingParams(**params))
+    assert api.options() == NEUTRAL | sent
+    again = Api()
+    run_api(again, sampling_params=replace(SamplingParams(**params), top_p=1.0))
+    assert again.options() == api.options()
 
-    class Api:
-        def chat(self, messages: Any, **options: Any) -> Any:
-            asked.append(options)
-            message = SimpleNamespace(content="One.", tool_calls=None)
-            return SimpleNamespace(choices=[SimpleNamespace(message=message, finish_reason="stop")])
 
-    (trajectory,) = APIMultiTurnRollout(api=Api(), sampling_params=params)([{"messages": [USER]}])  # type: ignore[arg-type]
-    assert trajectory["stop_reason"] == "stop"
-    assert asked[0].get("max_tokens") == sent
+def test_a_seed_and_a_penalty_go_to_the_engine_by_its_names() -> None:
+    payload = SamplingParams(seed=3, repetition_penalty=1.1).to_payload()
+    assert (payload["sampling_seed"], payload["repetition_penalty"]) == (3, 1.1)
+
+
+def test_several_samples_are_refused_by_name() -> None:
+    with pytest.raises(ConfigError, match="num_samples must be 1, got 2"):
+        SamplingParams(num_samples=2)
+
+
+@dataclass
+class TwinklesParams:
+    """The fields of twinkle's ``SamplingParams``."""
+
+    max_tokens: int | None = None
+    seed: int | None = None
+    stop: Any = None
+    temperature: float = 1.0
+    top_k: int = -1
+    top_p: float = 1.0
+    repetition_penalty: float = 1.0
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    num_samples: int = 1
+
+
+def test_sampling_parameters_of_twinkle_are_taken() -> None:
+    api, theirs = Api(), TwinklesParams(max_tokens=256, seed=3, stop="E", top_k=5, repetition_penalty=1.1)
+    run_api(api, sampling_params=theirs)
+    extra = {"top_k": 5, "repetition_penalty": 1.1}
+    assert api.options() == NEUTRAL | {"stop": ["E"], "max_tokens": 256, "seed": 3, "extra_body": extra}
+    untouched = Api()
+    run_api(untouched, sampling_params=TwinklesParams())
+    assert untouched.options() == NEUTRAL
+    ((trajectory,), _) = run({"a": ["One two three four five."]}, sampling_params=TwinklesParams(max_tokens=2))
+    assert (trajectory["stop_reason"], len([x for x in trajectory["labels"] if x != -100])) == ("length", 2)
+
+
+@pytest.mark.parametrize(
+    ("given", "sentence"),
+    [
+        (TwinklesParams(num_samples=2), "num_samples must be 1, got 2"),
+        (TwinklesParams(prompt_logprobs=1), "prompt_logprobs is 1"),
+        ({"temperature": 1.0}, "sampling_params must be SamplingParams"),
+    ],
+)
+def test_sampling_parameters_that_cannot_be_kept_are_refused(given: Any, sentence: str) -> None:
+    with pytest.raises(ConfigError, match=sentence):
+        APIMultiTurnRollout(api=Api(), sampling_params=given)  # type: ignore[arg-type]
+
+
+class TwinklesManager:
+    """As twinkle's ``ToolManager``: called with OpenAI's form of a call; has ``tool_infos``."""
+
+    def __init__(self, tool: EchoTool) -> None:
+        self.tool = tool
+
+    def tool_infos(self) -> list[dict[str, Any]]:
+        return [self.tool.tool_info()]
+
+    def __call__(self, call: dict[str, Any]) -> str:
+        return self.tool(call["function"]["name"], call["function"]["arguments"])
+
+
+def test_a_tool_manager_of_twinkle_runs_its_tools() -> None:
+    ((trajectory,), _) = run({"a": [CALL, "Three."]}, tool_manager=TwinklesManager(EchoTool()))
+    assert trajectory["messages"][2]["content"] == "echo[look]:{'key': 'kz'}"
+    assert trajectory["tools_called"]["calls"] == {"look": 1}
+    ((one, other), _) = run({"a": [CALL, "Three."], "b": ["Two."]}, tool_manager=[TwinklesManager(EchoTool())] * 2)
+    assert (one["turns"], other["turns"]) == (2, 1)
+
+
+@pytest.mark.parametrize("parameters", [{"type": "object", "properties": {}}, {"blocks": "int, the block"}])
+def test_a_tool_that_names_no_properties_gets_all_arguments(parameters: dict[str, Any]) -> None:
+    ((trajectory,), _) = run({"a": [CALL, "Three."]}, tool_manager=ToolManager([EchoTool(parameters=parameters)]))
+    assert trajectory["messages"][2]["content"] == "echo[look]:{'key': 'kz'}"
+
+
+def test_calls_without_an_id_get_one_that_their_results_name() -> None:
+    call = {"function": {"name": "look", "arguments": "{}"}}
+    api = Api({"tool_calls": [call, call]}, {"tool_calls": [{**call, "id": "mine"}]}, {"content": "One."})
+    messages = run_api(api, tool_manager=ToolManager([EchoTool()]))["messages"]
+    ids = [[call["id"] for call in message["tool_calls"]] for message in messages if message.get("tool_calls")]
+    assert ids == [["call_1_0", "call_1_1"], ["mine"]]
+    assert [message["tool_call_id"] for message in messages if message["role"] == "tool"] == [*ids[0], *ids[1]]
+
+
+def test_two_rollouts_with_one_directory_keep_both_traces(tmp_path: Path) -> None:
+    for text in ("first", "second"):
+        run_api(Api({"content": text}), trace_dir=tmp_path, step={"global_step": 7})
+    traces = {path.name: json.loads(path.read_text())["messages"][-1]["content"] for path in tmp_path.iterdir()}
+    assert traces == {"7-ok-t.json": "first", "7-ok-t-2.json": "second"}

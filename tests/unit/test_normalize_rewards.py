@@ -4,8 +4,10 @@ import math
 
 import pytest
 
+from agl_slime.audit import figures
 from agl_slime.errors import RewardError
-from agl_slime.groups.normalize import normalize_rewards
+from agl_slime.groups.normalize import all_equal, normalize_rewards
+from agl_slime.report.alarms import find_alarms
 
 
 def test_one_group_is_centred_and_divided_by_the_unbiased_standard_deviation():
@@ -22,6 +24,26 @@ def test_groups_of_unequal_size_with_equal_rewards_are_exactly_zero():
 
 def test_equal_rewards_that_have_no_exact_mean_are_exactly_zero():
     assert normalize_rewards([0.1] * 3, group_indices=[0] * 3, rollout_ids=[0, 1, 2]) == [0.0] * 3
+
+
+@pytest.mark.parametrize("std", [True, False])
+@pytest.mark.parametrize(
+    ("rewards", "same"), [([1.0, 0.99999994], True), ([1.0, 1 - 9.9e-7], True), ([0.0, 2e-6], False)]
+)
+def test_advantages_metric_alarm_and_audit_have_one_tolerance(rewards: list[float], same: bool, std: bool):
+    advantages = normalize_rewards(rewards, group_indices=[0, 0], rollout_ids=[0, 1], std=std)
+    columns = {
+        "outcomes": ["trained"] * 2,
+        "reasons": [""] * 2,
+        "tokens": [1] * 2,
+        "turns": [1] * 2,
+        "samples": [1] * 2,
+    }
+    line = {"ready": True, "rewards": rewards, "code": "", **columns}
+    assert (advantages == [0.0, 0.0]) == all_equal(rewards) == same
+    assert figures.sums_of([line])["rollout/groups_zero_variance"] == same
+    lines = [{**line, "iteration": iteration, "collected": iteration} for iteration in (1, 2, 3) for _ in range(4)]
+    assert ("zero variance" in {alarm.kind for alarm in find_alarms([], lines)}) == same
 
 
 def test_siblings_count_as_one_rollout():

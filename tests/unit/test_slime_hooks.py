@@ -167,6 +167,32 @@ def test_unfinished_samples_are_taken_out_of_the_loss():
     assert [entry.remove_sample for entry in batch[0]] == [False, True, True]
 
 
+def test_what_is_taken_out_of_the_loss_is_no_part_of_a_baseline():
+    batch = [[sample(1.0), sample(0.0), sample(None), sample(-9.0, status=Sample.Status.ABORTED)]]
+    slime_hooks.mask_unfit(None, batch)
+    assert slime_hooks.normalize_rewards(MEAN_ONLY, batch) == ([1.0, 0.0, 0.0, -9.0], [0.5, -0.5, 0.0, 0.0])
+    assert slime_hooks.normalize_rewards(MEAN_ONLY, batch[0][2:])[1] == [0.0, 0.0]
+
+
+def test_a_rollout_counts_while_one_of_its_samples_does():
+    siblings = [sample(1.0, rollout=7), sample(1.0, rollout=7, remove_sample=True)]
+    assert slime_hooks.normalize_rewards(MEAN_ONLY, [*siblings, sample(0.0, rollout=8)])[1] == [0.5, 0.0, -0.5]
+
+
+def test_a_failed_rollout_makes_no_variance():
+    assert not _keeps([sample(1.0), sample(1.0), sample(0.0, status=Sample.Status.FAILED)])
+
+
+@pytest.mark.parametrize("rewards", [[1.0, 0.99999994], [1.0, 1 - 9.9e-7], [0.0, 9.9e-7, 0.0]])
+def test_a_group_that_the_filter_drops_has_no_advantage(rewards: list[float]):
+    batch = [sample(reward) for reward in rewards]
+    assert not _keeps(batch)
+    for args in (ARGS, MEAN_ONLY):
+        assert slime_hooks.normalize_rewards(args, batch)[1] == [0.0] * len(rewards)
+    apart = [sample(reward * 10) for reward in rewards]
+    assert _keeps(apart) == any(slime_hooks.normalize_rewards(MEAN_ONLY, apart)[1])
+
+
 def test_the_log_hook_adds_to_slimes_metrics_and_lets_slime_go_on():
     siblings = [
         sample(metadata={"agl_rollout_id": "a", "turns": 2}),

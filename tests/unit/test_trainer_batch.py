@@ -4,10 +4,12 @@ import copy
 import math
 from typing import Any
 
+import numpy as np
 import pytest
 
 from agl_slime.errors import RewardError, TrainerError
 from agl_slime.trainers import TrainBatch
+from agl_slime.trainers.local.batch import split_minibatches
 from agl_slime.types import Sample, sample_from_fields
 
 
@@ -87,6 +89,25 @@ def test_a_missing_mask_is_all_ones_and_a_removed_sample_all_zeros():
     batch = TrainBatch.from_samples([sample(loss_mask=None), sample(rollout_id=1, remove_sample=True)])
     assert [positions.tolist() for positions in batch.target_positions] == [[2, 3, 4], []]
     assert batch.token_rollout_mask_sums.tolist() == [3, 3, 3]
+
+
+OUT = [{"remove_sample": True}, {"status": Sample.Status.FAILED}]
+
+
+@pytest.mark.parametrize("out", OUT)
+def test_a_sample_out_of_the_loss_shifts_no_baseline_and_no_normaliser(out: dict[str, Any]):
+    batch = TrainBatch.from_samples([*pair(), sample(rollout_id=2, reward=-9.0, **out)], std_normalization=False)
+    assert batch.token_rewards.tolist() == [0.5, 0.5, -0.5, -0.5]
+    assert (batch.n_samples, batch.n_rollouts, batch.n_tokens) == (3, 2, 4)
+    halves = split_minibatches(batch, n_minibatches=3, rng=np.random.default_rng(0))
+    assert sorted(half.tolist() for half in halves) == [[0], [1]]
+
+
+@pytest.mark.parametrize("out", OUT)
+def test_a_sample_out_of_the_loss_needs_no_reward_and_no_log_probs(out: dict[str, Any]):
+    batch = TrainBatch.from_samples([*pair(), sample(rollout_id=2, reward=None, rollout_log_probs=None, **out)])
+    assert batch.token_log_probs is not None
+    assert len(batch.token_log_probs) == batch.n_tokens == 4
 
 
 def test_the_samples_are_left_alone():

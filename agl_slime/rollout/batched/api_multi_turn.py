@@ -15,7 +15,7 @@ from agl_slime.rollout.batched.multi_turn import Trajectory, TurnsRollout
 from agl_slime.rollout.chat_session import ChatSession
 from agl_slime.rollout.scheduler import StopReason
 from agl_slime.rollout.turns import run_turns
-from agl_slime.sglang.generation import SamplingParams
+from agl_slime.sglang.generation import DefaultLimit, SamplingParams
 from agl_slime.support.threads import run_blocking
 from agl_slime.tokens.formats import get_tool_parser
 
@@ -53,9 +53,10 @@ class OpenAI:
 
 class APIMultiTurnRollout(TurnsRollout):
     """Rollouts over an API, each trajectory in a thread of its own, at most ``concurrency`` at the same time; other
-    ``options`` are those of ``TurnsRollout``. Of ``sampling_params`` temperature, top_p, stop and max_new_tokens are
-    sent (its default is not: the server's own limit holds then), and ``extra_body``. Without ``tool_parser`` only the
-    server's own ``tool_calls`` count.
+    ``options`` are those of ``TurnsRollout``. All of ``sampling_params`` that was set is sent, and ``extra_body``: what
+    OpenAI's API does not have (``top_k``, ``stop_token_ids``, ``extra``) by the names that SGLang and vLLM take.
+    Without ``max_new_tokens`` the server's own limit holds. Without ``tool_parser`` only the server's own
+    ``tool_calls`` count.
 
     A trajectory comes back with its own keys and ``messages``, ``turns``, ``truncated``, ``tools_called`` and
     ``stop_reason``: ``stop`` (an answer without calls), ``length``, ``max_turns``, or ``api_error`` (the API or a tool
@@ -76,12 +77,7 @@ class APIMultiTurnRollout(TurnsRollout):
     def _run(
         self, trajectories: list[Trajectory], tools: Sequence[Any], made: bool, sampling: SamplingParams | None
     ) -> list[Trajectory]:
-        options: dict[str, Any] = {"extra_body": self._extra_body} if self._extra_body else {}
-        if sampling is not None:
-            options |= {name: getattr(sampling, name) for name in ("temperature", "top_p")}
-            if sampling.max_new_tokens != SamplingParams().max_new_tokens:
-                options["max_tokens"] = sampling.max_new_tokens
-            options |= {"stop": list(sampling.stop)} if sampling.stop else {}
+        options = _options(sampling, self._extra_body)
 
         def run(trajectory: Trajectory, manager: Any) -> Trajectory:
             return run_blocking(self._run_one(trajectory, manager, made, options))
@@ -116,3 +112,20 @@ class APIMultiTurnRollout(TurnsRollout):
         end = session.stats.stop_reason or StopReason.STOP
         truncated = not failure and end in (StopReason.LENGTH, StopReason.MAX_TURNS)
         return self._output(trajectory, session, **{"stop_reason": end.value, "truncated": truncated, **failure})
+
+
+def _options(sampling: SamplingParams | None, extra_body: Mapping[str, Any]) -> dict[str, Any]:
+    """``sampling`` as ``chat.completions.create`` takes it."""
+    options: dict[str, Any] = {}
+    more: dict[str, Any] = {}
+    if sampling is not None:
+        options |= {"temperature": sampling.temperature, "top_p": sampling.top_p}
+        options |= {"stop": list(sampling.stop)} if sampling.stop else {}
+        if not isinstance(sampling.max_new_tokens, DefaultLimit):
+            options["max_tokens"] = sampling.max_new_tokens
+        more |= {"top_k": sampling.top_k} if sampling.top_k != -1 else {}
+        more |= {"stop_token_ids": list(sampling.stop_token_ids)} if sampling.stop_token_ids else {}
+        more |= sampling.extra
+        options |= {"seed": more.pop("sampling_seed")} if "sampling_seed" in more else {}
+    more |= extra_body
+    return options | ({"extra_body": more} if more else {})

@@ -4,6 +4,8 @@ in the loop of turns that agents run in; their calls of the engine wait for each
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import itertools
 import json
 import logging
 import re
@@ -13,9 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from agl_slime.errors import ConfigError, ContextOverflowError, EngineProtocolError, MissingDependencyError
-from agl_slime.rollout.batched.sampler import Sampler
+from agl_slime.rollout.batched.sampler import Sampler, as_sampling
 from agl_slime.rollout.scheduler import StopReason
 from agl_slime.rollout.session import RolloutSession, RolloutStopped, Session
+from agl_slime.rollout.tools import ToolManager
 from agl_slime.rollout.turns import run_turns
 from agl_slime.sglang.generation import Generation, SamplingParams
 from agl_slime.support.threads import run_blocking
@@ -59,19 +62,21 @@ class TurnsRollout(Rollout):
     """A rollout in the loop of turns that agents run in.
 
     Args:
-        tool_manager: A ``ToolManager`` for all trajectories, a list with one for each, or a function that makes one for
-            a trajectory, which is closed when that has ended. May be given per call, as ``sampling_params``.
+        tool_manager: A ``ToolManager`` (twinkle's, too) for all trajectories, a list with one for each, or a function
+            that makes one for a trajectory, which is closed when that has ended. May be given per call, as
+            ``sampling_params``.
         max_turns: Most answers of a trajectory.
         tool_parser: How the model writes calls; by default as its chat template shows.
-        trace_dir: Gets a JSON file per trajectory, ``{step}-{ok|fail}-{id}.json``; ``trace_callback`` decides which,
-            ``success_callback`` what ``ok`` is (by default: it ended by itself).
+        trace_dir: Gets a JSON file per trajectory, ``{step}-{ok|fail}-{id}.json``, numbered where there is one of the
+            name; ``trace_callback`` decides which, ``success_callback`` what ``ok`` is (by default: it ended by
+            itself).
     """
 
     def __init__(
         self,
         *,
         tool_manager: Any = None,
-        sampling_params: SamplingParams | None = None,
+        sampling_params: Any = None,
         max_turns: int = 6,
         tool_parser: str | ToolParser | None = None,
         trace_dir: str | Path | None = None,
@@ -81,7 +86,7 @@ class TurnsRollout(Rollout):
         if max_turns < 1:
             raise ConfigError(f"max_turns must be at least 1, got {max_turns}")
         self._tools = tool_manager
-        self._sampling = sampling_params
+        self._sampling = as_sampling(sampling_params)
         self._max_turns = max_turns
         self._tool_parser = tool_parser
         if trace_dir is not None:
@@ -94,26 +99,30 @@ class TurnsRollout(Rollout):
         trajectories: list[Trajectory],
         *,
         tool_manager: Any = None,
-        sampling_params: SamplingParams | None = None,
+        sampling_params: Any = None,
         step: int | None = None,
+        global_step: int | None = None,
         **kwargs: Any,
     ) -> list[Trajectory]:
-        """Run ``trajectories`` to their ends. ``step`` (in trace files' names) is by default the call's number."""
+        """Run ``trajectories`` to their ends. ``step`` (in trace files' names; ``global_step`` is another name for it)
+        is by default the call's number."""
         if kwargs:
             raise ConfigError(f"{', '.join(kwargs)}: not known; a call takes tool_manager, sampling_params and step")
         if not isinstance(trajectories, (list, tuple)):
             raise ConfigError(f"trajectories must be a list of them, got {type(trajectories).__name__}")
+        step = global_step if step is None else step
         step = self._calls if step is None else step
         self._calls += 1
         tools: Any = tool_manager if tool_manager is not None else self._tools
-        made = callable(tools) and not hasattr(tools, "run")
+        made = callable(tools) and not hasattr(tools, "run") and not hasattr(tools, "tool_infos")
         if made:
             tools = [tools(trajectory) for trajectory in trajectories]
         elif not isinstance(tools, (list, tuple)):
             tools = [tools] * len(trajectories)
         if len(tools) != len(trajectories):
             raise ConfigError(f"tool_manager needs one for each trajectory, got {len(tools)} for {len(trajectories)}")
-        finished = self._run(trajectories, tools, made, sampling_params or self._sampling) if trajectories else []
+        tools, sampling = list(map(_as_manager, tools)), as_sampling(sampling_params) or self._sampling
+        finished = self._run(trajectories, tools, made, sampling) if trajectories else []
         for number, trajectory in enumerate(finished):
             self._write_trace(trajectory, step, str(trajectory.get("id", number)))
         return finished
@@ -137,10 +146,35 @@ class TurnsRollout(Rollout):
             outcome = "ok" if (ended if is_success is None else is_success(trajectory)) else "fail"
             readable = {key: value for key, value in trajectory.items() if key not in _NOT_IN_TRACES}
             name = re.sub(r"[^\w.-]", "_", name)[:100]
-            file = Path(directory) / f"{step}-{outcome}-{name}.json"
-            file.write_text(json.dumps(readable, ensure_ascii=False, indent=1, default=str) + "\n", encoding="utf-8")
+            stem = f"{step}-{outcome}-{name}"
+            text = json.dumps(readable, ensure_ascii=False, indent=1, default=str) + "\n"
+            for number in itertools.count(1):  # another rollout may write here, too
+                with contextlib.suppress(FileExistsError):
+                    file = Path(directory) / (f"{stem}.json" if number == 1 else f"{stem}-{number}.json")
+                    with file.open("x", encoding="utf-8") as opened:
+                        opened.write(text)
+                    return
         except Exception:  # a callback of somebody else's, a full disk: neither is worth a rollout
             logger.exception("The trace of a trajectory could not be written to %s.", directory)
+
+
+class _ToolOf:
+    """A tool of twinkle's ``ToolManager``, which is called with OpenAI's form of a call."""
+
+    def __init__(self, manager: Any, info: Mapping[str, Any]) -> None:
+        self._manager, self._info = manager, info
+
+    def tool_info(self) -> Mapping[str, Any]:
+        return self._info
+
+    def __call__(self, name: str, arguments: dict[str, Any]) -> Any:
+        return self._manager({"type": "function", "function": {"name": name, "arguments": arguments}})
+
+
+def _as_manager(tools: Any) -> Any:
+    if not hasattr(tools, "tool_infos"):
+        return tools
+    return ToolManager(_ToolOf(tools, info) for info in tools.tool_infos())
 
 
 class MultiTurnRollout(TurnsRollout):

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
-from agl_slime.errors import ContextOverflowError
+from agl_slime.errors import ConfigError, ContextOverflowError
 from agl_slime.sglang.client import SGLangClient
 from agl_slime.sglang.describe import end_token_ids
 from agl_slime.sglang.generation import Generation, SamplingParams
@@ -18,6 +18,21 @@ InputFeature = Mapping[str, Any]
 
 
 Answers = Sequence[Generation | ContextOverflowError]
+
+_TWINKLES = ("max_tokens", "seed", "stop", "temperature", "top_k", "top_p", "num_samples")
+
+
+def as_sampling(given: Any) -> SamplingParams | None:
+    """Sampling parameters as they are, or an object with twinkle's fields. Raises ``ConfigError`` naming a field."""
+    if given is None or isinstance(given, SamplingParams):
+        return given
+    if not all(hasattr(given, name) for name in _TWINKLES):
+        raise ConfigError(f"sampling_params must be SamplingParams of agl_slime or twinkle, got {given!r:.99}")
+    if getattr(given, "prompt_logprobs", None) is not None:
+        raise ConfigError(f"prompt_logprobs is {given.prompt_logprobs}: rollouts have those of answers; leave it out")
+    penalty = getattr(given, "repetition_penalty", 1.0)
+    fields = {name: getattr(given, name) for name in _TWINKLES}
+    return SamplingParams(**fields, repetition_penalty=None if penalty == 1 else penalty)
 
 
 class Sampler(Protocol):

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from agl_slime.errors import TrainerError
-from agl_slime.groups.normalize import normalize_rewards, part_of, reward_value
+from agl_slime.groups.normalize import is_counted, normalize_rewards, part_of, reward_value
 from agl_slime.sglang.replay import Nucleus
 from agl_slime.tokens.codec import common_prefix
 from agl_slime.types import Sample, flat_samples, staleness_spans
@@ -33,6 +33,8 @@ class TrainBatch:
     """Where in ``tokens`` of each sample the tokens under the mask are; at least 1, as a prompt comes before."""
     rollout_ids: NDArray[np.int64]
     """``[n_samples]``: the same for the samples that one rollout became."""
+    counted: NDArray[np.bool_]
+    """``[n_samples]``: whether a sample may be trained on; others are of no rollout of a minibatch."""
     token_rewards: NDArray[np.float64]
     """The advantage of the token's sample, or of the turn it is in where that has a reward of its own."""
     token_rollout_mask_sums: NDArray[np.int64]
@@ -53,8 +55,9 @@ class TrainBatch:
         rewards_normalization: bool = True,
         std_normalization: bool = True,
     ) -> TrainBatch:
-        """The batch of ``samples``, flat or nested in groups. A sample without a mask is trained as a whole, one with
-        ``remove_sample`` not at all; advantages are normalised per ``group_index`` with one reward per rollout, as
+        """The batch of ``samples``, flat or nested in groups. A sample without a mask is trained as a whole; one that
+        failed, or with ``remove_sample``, not at all, nor is it part of a baseline or counted in ``n_rollouts``;
+        advantages are normalised per ``group_index`` with one reward per rollout, as
         the settings of the same names in ``LocalTrainerSettings`` say. ``metadata["reward_spans"]`` (see
         ``convert_trajectory``) are rewarded as if each reward's tokens were a sample of their own.
 
@@ -71,10 +74,13 @@ class TrainBatch:
         taken = set(given_ids)
         unused = (number for number in count() if number not in taken)
         rollout_ids = [next(unused) if given is None else given for given in given_ids]
-        with_log_probs = [sample.rollout_log_probs is not None for sample in flat]
-        if any(with_log_probs) and not all(with_log_probs):
-            first = with_log_probs.index(False)
-            raise TrainerError(f"sample {first} has no rollout_log_probs while others do; give them to all or to none.")
+        counted = [is_counted(sample) for sample in flat]
+        fit = [i for i, counts in enumerate(counted) if counts]
+        without = [i for i in fit if flat[i].rollout_log_probs is None]
+        if 0 < len(without) < len(fit):
+            raise TrainerError(
+                f"sample {without[0]} has no rollout_log_probs while others do; give them to all or to none."
+            )
 
         replayed = _replayed(flat)
         tokens, masks, log_probs = [], [], []
@@ -85,8 +91,7 @@ class TrainBatch:
             _require(ids.min() >= 0, f"tokens of sample {i} hold the id {ids.min()}; token ids cannot be negative.")
             images = getattr(sample, "multimodal_inputs", None) or getattr(sample, "multimodal_train_inputs", None)
             _require(images is None, f"sample {i} shows images; use slime: this trains on text only.")
-            whole = sample.remove_sample or sample.loss_mask is None
-            given = [int(not sample.remove_sample)] * length if whole else sample.loss_mask
+            given = [int(counted[i])] * length if not counted[i] or sample.loss_mask is None else sample.loss_mask
             mask = _array(given, f"loss_mask of sample {i}", np.int64, length)
             _require(np.isin(mask, (0, 1)).all(), f"loss_mask of sample {i} must hold only 0 and 1.")
             tokens.append(ids)
@@ -95,9 +100,9 @@ class TrainBatch:
                 own = _array(sample.rollout_log_probs, f"rollout_log_probs of sample {i}", np.float32, length)
                 log_probs.append(own[masks[i]])
 
-        parts = [part for i, mask in enumerate(masks) for part in _rewarded(flat[i], i, mask, reward_key)]
+        parts = [part for i in fit for part in _rewarded(flat[i], i, masks[i], reward_key)]
         rewards = [part.reward for part in parts]
-        if rewards_normalization:
+        if rewards_normalization and parts:
             groups, rollouts = zip(*(part_of(flat[part.sample], part.of) for part in parts), strict=True)
             rewards = normalize_rewards(rewards, group_indices=groups, rollout_ids=rollouts, std=std_normalization)
         token_rewards = [np.zeros(len(mask)) for mask in masks]
@@ -114,6 +119,7 @@ class TrainBatch:
             tokens=tokens,
             target_positions=targets,
             rollout_ids=numbers,
+            counted=np.array(counted),
             token_rewards=np.concatenate([own[mask] for own, mask in zip(token_rewards, masks, strict=True)]),
             token_rollout_mask_sums=np.repeat(sums, counts),
             token_log_probs=np.concatenate(log_probs) if log_probs else None,
@@ -127,7 +133,7 @@ class TrainBatch:
 
     @cached_property
     def n_rollouts(self) -> int:
-        return len(np.unique(self.rollout_ids))
+        return len(np.unique(self.rollout_ids[self.counted]))
 
     @property
     def n_tokens(self) -> int:
@@ -248,10 +254,9 @@ def split_minibatches(batch: TrainBatch, *, n_minibatches: int, rng: np.random.G
 
     With fewer rollouts than ``n_minibatches`` there is one minibatch per rollout.
     """
-    rollouts, rollout_of_sample = np.unique(batch.rollout_ids, return_inverse=True)
-    order = rng.permutation(len(rollouts))
-    chunks = np.array_split(order, min(n_minibatches, len(rollouts)))
-    return [np.flatnonzero(np.isin(rollout_of_sample, chunk)) for chunk in chunks]
+    rollouts = np.unique(batch.rollout_ids[batch.counted])
+    chunks = np.array_split(rollouts[rng.permutation(len(rollouts))], min(n_minibatches, len(rollouts)))
+    return [np.flatnonzero(np.isin(batch.rollout_ids, chunk)) for chunk in chunks]
 
 
 def make_microbatches(

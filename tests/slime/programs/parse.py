@@ -10,6 +10,11 @@ import sys
 from megatron.training.arguments import OPTIONS  # the stand-in's
 from slime.utils.arguments import parse_args
 
+from agl_slime.buffer.client import ask_buffer
+from agl_slime.errors import DataSourceError
+from agl_slime.support.backoff import Backoff
+from agl_slime.support.http import may_pass
+from agl_slime.support.threads import run_blocking
 from tests.slime.support import report
 
 _NAMES = (
@@ -27,10 +32,19 @@ _NAMES = (
     "tis_clip",
     "load",
     "save",
+    "agent_rollout_buffer_url",
+    "rollout_task_type",
+    "prompt_data",
+    "loss_mask_type",
+    "rewards_normalization",
 )
 
 if __name__ == "__main__":
     args = parse_args()
     ignored = [flag for flag in sys.argv[1:] if flag.startswith("--") and flag not in OPTIONS]
     evals = [[one.name, one.path, one.n_samples_per_eval_prompt] for one in args.eval_datasets]
-    report({name: getattr(args, name) for name in _NAMES} | {"ignored": ignored, "evals": evals})
+    found = {name: getattr(args, name, None) for name in _NAMES} | {"ignored": ignored, "evals": evals}
+    if url := found["agent_rollout_buffer_url"]:
+        waited = Backoff("the buffer does not start", DataSourceError, cap_s=1.0, patience_s=60.0)
+        found["generators"] = run_blocking(waited.run(lambda: ask_buffer(url, "/stats"), may_pass))["generators"]
+    report(found)

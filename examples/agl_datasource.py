@@ -1,0 +1,1 @@
+from agl_slime import AGLDataSource as AGLDataSource

@@ -1,0 +1,1 @@
+from agl_slime import rollout_to_sample as rollout_to_sample
