@@ -176,8 +176,8 @@ def broken_tools(steps: Sequence[_Step]) -> Iterator[Alarm]:
             if name not in told:
                 told.add(name)
                 text = f"{failed} of {calls} calls of tool {name!r} failed: {failure}"
-                advice = "mend the tool, or what it needs on this machine: the model sees the error as its result, and "
-                advice += "is trained on that"
+                advice = "the tool on its own, with what it needs on this machine: the model sees the error as its "
+                advice += "result, and is trained on that"
                 yield _alarm("broken tool", step, text, advice, about=name, metric=m.TOOL_ERRORS)
 
 

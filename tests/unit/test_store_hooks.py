@@ -16,6 +16,7 @@ from agentlightning.store.collection.memory import (
 )
 from agentlightning.store.collection_based import CollectionBasedLightningStore
 
+from agl_slime.store import collections
 from agl_slime.store.bridge import BridgeStore
 from agl_slime.store.collections import share_field_sets
 from agl_slime.support.agl import (
@@ -154,7 +155,8 @@ def make_span(rollout_id: str, attempt_id: str, sequence_id: int, **attributes: 
     )
 
 
-def test_spans_share_the_names_of_their_fields_and_say_the_same_as_before() -> None:
+def test_spans_share_the_names_of_their_fields_and_say_the_same_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(collections, "_set_fields", {})  # which has what the first span of this process was given
     spans = [span_of(n) for n in range(3)]
     odd = span_of(3)
     odd.more = "a field of its own"  # type: ignore[attr-defined]
