@@ -46,6 +46,8 @@ def bypass_proxies(*hosts: str) -> None:
         given = [os.environ.get(variable, "") for variable in _NO_PROXY]
         before = [name.strip() for text in given for name in text.split(",") if name.strip()]
         os.environ.update(dict.fromkeys(_NO_PROXY, ",".join(dict.fromkeys([*before, *missing]))))
+
+
 def shown_url(url: str) -> str:
     """``url`` as people may read it: without a password."""
     return re.sub(r"//[^/?#]*@", "//***@", url)
