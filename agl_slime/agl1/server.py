@@ -51,6 +51,7 @@ from agl_slime.store.bridge import BridgeStore
 from agl_slime.store.recording import Recording
 from agl_slime.support.agl import LLM
 from agl_slime.support.http import json_response, parse_json, read_body
+from agl_slime.support.net import shown_url
 from agl_slime.support.threads import run_in_thread
 from agl_slime.trace.attributes import FAILURE_REASON
 
@@ -256,13 +257,17 @@ class ControllerGateway(ModelCalls):
 
     async def _models_of_run(self, request: web.Request) -> web.Response:
         llm = await self._llm_now()
-        return json_response([] if llm is None else [{"model": llm.model, "endpoint": llm.endpoint, "version": 0}])
+        return json_response(
+            [] if llm is None else [{"model": llm.model, "endpoint": shown_url(llm.endpoint), "version": 0}]
+        )
 
     async def _register(self, request: web.Request) -> web.Response:
         models, llm = await _body(request, _MODELS.validate_python), await self._llm_now()
         for model in models:
-            if llm is None or (model.model, model.endpoint.rstrip("/")) != (llm.model, llm.endpoint.rstrip("/")):
-                told = f"{model.model} at {model.endpoint}: the run's own engine answers every call; register no other"
+            known = (llm.model, shown_url(llm.endpoint).rstrip("/")) if llm is not None else None
+            if (model.model, shown_url(model.endpoint).rstrip("/")) != known:
+                where = f"{model.model} at {shown_url(model.endpoint)}"
+                told = f"{where}: the run's own engine answers every call; register no other"
                 raise GatewayRequestError(told, status=409)
         return json_response([model.model_dump() for model in models], status=201)
 

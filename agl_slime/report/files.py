@@ -20,6 +20,7 @@ from pydantic_core import to_jsonable_python
 from agl_slime.audit import records
 from agl_slime.errors import ConfigError
 from agl_slime.support.files import naming_full_disk, write_file
+from agl_slime.support.net import shown_url
 
 logger = logging.getLogger(__name__)
 
@@ -244,7 +245,7 @@ def check_run_dir(
     A directory that holds a run is refused, unless ``resume`` continues that run (its files are kept) or ``overwrite``
     replaces it: its reports, checkpoints and ledger are removed, nothing else in the directory. A continuation with
     other values of the ``fixed`` settings is refused. Values of settings named like a password or an API key are not
-    written.
+    written, nor are passwords in addresses.
     """
     wanted = json.loads(dump(settings), object_hook=_redact)
     run = RunDir(Path(path))
@@ -300,7 +301,14 @@ def _differences(old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = "
 
 
 def _redact(settings: dict[str, Any]) -> dict[str, Any]:
-    return {key: "(not written)" if value and _SECRET.search(key) else value for key, value in settings.items()}
+    return {key: "(not written)" if value and _SECRET.search(key) else _shown(value) for key, value in settings.items()}
+
+
+def _shown(value: Any) -> Any:
+    """Without the passwords of addresses."""
+    if isinstance(value, list):
+        return [_shown(one) for one in value]
+    return shown_url(value) if isinstance(value, str) and "://" in value else value
 
 
 def make_directories(path: Path) -> list[Path]:

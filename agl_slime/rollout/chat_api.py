@@ -12,7 +12,8 @@ from urllib.parse import urlsplit
 
 from agl_slime.errors import ConfigError, EngineError
 from agl_slime.sglang.generation import SamplingParams
-from agl_slime.sglang.transport import ClientSettings, HttpTransport, shown_url
+from agl_slime.sglang.transport import ClientSettings, HttpTransport
+from agl_slime.support.net import shown_url
 
 DEFAULT_KEY = "OPENAI_API_KEY"
 

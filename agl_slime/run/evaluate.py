@@ -23,6 +23,7 @@ from agl_slime.run.models import check_model, find_model
 from agl_slime.run.settings import TrainConfig
 from agl_slime.support.files import sole_owner, write_file
 from agl_slime.support.model_files import model_digests
+from agl_slime.support.net import shown_url
 from agl_slime.support.ranges import check_ranges
 from agl_slime.support.threads import run_in_thread
 
@@ -169,7 +170,7 @@ async def run_evaluation(config: EvalConfig, *, console: Console | None = None) 
         "k": config.k,
         "seed": settings.seed,
         **ready.sampling,
-        "sglang_url": config.sglang_url,
+        "sglang_url": config.sglang_url and shown_url(config.sglang_url),
     }
     name = hashlib.blake2b(dump(told), digest_size=5).hexdigest()
     directory = config.output_dir or Path("evals") / f"{settings.title.rpartition(':')[2]}-{name}"

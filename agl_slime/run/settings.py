@@ -23,6 +23,7 @@ from agl_slime.run.flags import flag
 from agl_slime.run.models import check_model
 from agl_slime.runner.base import RunnerPlan
 from agl_slime.runner.controller_process import check_python
+from agl_slime.support.net import shown_url
 from agl_slime.support.ranges import check_ranges
 from agl_slime.tokens.images import ImageSettings
 from agl_slime.tokens.systems import LaterSystems
@@ -306,13 +307,14 @@ class TrainConfig:
 
     def _check_local(self) -> None:
         if self.engine == "sglang" and self.sglang_url is not None:
-            why = f"the server at --sglang-url {self.sglang_url} runs already; give one of them"
+            why = f"the server at --sglang-url {shown_url(self.sglang_url)} runs already; give one of them"
             raise ConfigError(f"--engine sglang: {why}")
         if self.sglang_python is not None and self.engine != "sglang":
             raise ConfigError(f"--sglang-python {self.sglang_python}: add --engine sglang, or leave it out")
         if self.eval_sglang_url is not None and not (self.max_staleness and self.eval_interval):
             fix = "give --max-staleness 1 or more and an --eval-interval, or leave it out"
-            raise ConfigError(f"--eval-sglang-url {self.eval_sglang_url}: only asynchronous training uses it; {fix}")
+            url = shown_url(self.eval_sglang_url)
+            raise ConfigError(f"--eval-sglang-url {url}: only asynchronous training uses it; {fix}")
         if self.keep_best and self.max_staleness:
             why = "weights may be gone when their validation has ended; use --max-staleness 0, or leave it out"
             raise ConfigError(f"--keep-best with --max-staleness {self.max_staleness}: {why}")

@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import json
 import logging
-import re
 import socket
 import threading
 import time
@@ -23,6 +22,7 @@ from agl_slime.errors import ConfigError, EngineProtocolError, EngineTimeoutErro
 from agl_slime.sglang.prompt import PromptIds
 from agl_slime.sglang.retry import PROTOCOL_ERROR_RETRIES, engine_error, error_message, refusal
 from agl_slime.support.backoff import Backoff
+from agl_slime.support.net import shown_url
 from agl_slime.support.ranges import check_ranges
 
 logger = logging.getLogger(__name__)
@@ -292,11 +292,6 @@ def checked_url(url: str) -> str:
     if not usable or any(char.isspace() for char in url):
         raise ConfigError(f"the SGLang URL must look like http://127.0.0.1:30000, got {shown_url(url)!r}")
     return url.rstrip("/").removesuffix("/v1").rstrip("/")
-
-
-def shown_url(url: str) -> str:
-    """``url`` as people may read it: without a password."""
-    return re.sub(r"//[^/?#]*@", "//***@", url)
 
 
 def _drop(session: aiohttp.ClientSession) -> None:

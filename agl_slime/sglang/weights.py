@@ -31,6 +31,7 @@ from typing import TypeVar
 from agl_slime.errors import EngineError, EngineRequestError, WeightSyncError
 from agl_slime.sglang.client import ClientSettings, PauseMode, SGLangClient
 from agl_slime.sglang.transport import checked_url
+from agl_slime.support.net import shown_url
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -74,7 +75,7 @@ class DiskWeightSync:
         if (url := next((url for url, lists in lists_versions.items() if not lists), None)) is None:
             return ""
         wanted, self.pause = self.pause, "abort"
-        why = f"the engine at {url} does not say which weight version sampled which token"
+        why = f"the engine at {shown_url(url)} does not say which weight version sampled which token"
         then = "a weight update aborts running requests, and they are taken up again under the new weights"
         return f"{why}, so it is not paused with {wanted!r}: {then}"
 
@@ -116,7 +117,7 @@ class DiskWeightSync:
             failures = await asyncio.gather(*(self._push_to(url, model_path, version) for url in urls))
         finally:
             self._pushing = False
-        failed = [f"{url}: {failure}" for url, failure in zip(urls, failures, strict=True) if failure]
+        failed = [f"{shown_url(url)}: {failure}" for url, failure in zip(urls, failures, strict=True) if failure]
         if failed:
             count = f"{len(failed)} of {len(urls)} workers"
             raise WeightSyncError(f"weight version {version} did not reach {count}: {'; '.join(failed)}")

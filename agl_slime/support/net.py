@@ -5,6 +5,7 @@ from __future__ import annotations
 import hmac
 import ipaddress
 import os
+import re
 import socket
 from collections.abc import Mapping
 from urllib.parse import urlsplit
@@ -45,6 +46,11 @@ def bypass_proxies(*hosts: str) -> None:
         given = [os.environ.get(variable, "") for variable in _NO_PROXY]
         before = [name.strip() for text in given for name in text.split(",") if name.strip()]
         os.environ.update(dict.fromkeys(_NO_PROXY, ",".join(dict.fromkeys([*before, *missing]))))
+
+
+def shown_url(url: str) -> str:
+    """``url`` as people may read it: without a password."""
+    return re.sub(r"//[^/?#]*@", "//***@", url)
 
 
 def require_own_address(host: str) -> None:

@@ -11,6 +11,7 @@ import httpx
 import pytest
 
 from agl_slime.datasource.read import collect
+from agl_slime.support.agl import LLM
 from agl_slime.support.threads import run_blocking
 from benchmarks.common import Countdown
 from tests.agl1_cases import Api, serving_api
@@ -370,3 +371,13 @@ def test_what_a_dead_controller_ran_fails_and_its_agents_begin_nothing_more(api:
     assert member_of(api, runs).failure == "agent_lost"
     assert [api.http.post(call, json=body).status_code for call in calls] == [410, 410]
     assert api.state(waits) == "queuing"
+
+
+def test_the_engines_password_is_not_shown_to_agents(api: Api) -> None:
+    endpoint = api.engine.url.replace("//", "//me:hidden@")
+    run_blocking(api.store.add_resources({"main_llm": LLM(endpoint=endpoint, model="scripted")}))
+    [shown] = api.http.get("/api/models").json()
+    assert shown["endpoint"] == endpoint.replace("me:hidden", "***")
+    assert api.http.post("/api/models", json=[shown]).status_code == 201
+    refused = api.http.post("/api/models", json=[{**shown, "endpoint": "http://me:hidden@elsewhere"}])
+    assert (refused.status_code, "hidden" in refused.text) == (409, False)

@@ -148,6 +148,20 @@ def test_a_changed_reward_or_template_is_another_evaluation(
     assert again()[2] == 5
 
 
+def test_a_password_in_an_address_is_used_and_not_written(
+    picky: dict[str, Any], policy_dir: Path, embedded_engine: str, tmp_path: Path
+) -> None:
+    told: dict[str, Any] = {"output_dir": tmp_path / "out", **picky}
+    url = embedded_engine.replace("//", "//me:pa55@")
+    found, text = evaluate(policy_dir, sglang_url=url, **told)
+    assert found["models"][0]["samples"] == 5
+    assert "pa55" not in text
+    files = [path for path in (tmp_path / "out").rglob("*") if path.is_file()]
+    assert [path.name for path in files if b"pa55" in path.read_bytes()] == []
+    _, text = evaluate(policy_dir, sglang_url=url.replace("pa55", "changed"), **told)
+    assert "0 new samples" in text
+
+
 def test_samples_of_an_agent_that_has_changed_are_not_mixed_in(
     picky: dict[str, Any], policy_dir: Path, embedded_engine: str, tmp_path: Path
 ) -> None:

@@ -35,6 +35,17 @@ def test_default_name_is_time_and_agent_and_never_taken_twice(tmp_path: Path) ->
         assert json.loads(run.config.read_text()) == SETTINGS
 
 
+def test_addresses_are_written_without_their_passwords(tmp_path: Path) -> None:
+    settings = {**SETTINGS, "sglang_url": "http://me:hidden@host:30000/v1", "more": {"judges": ["j=http://hidden@h"]}}
+    run = open_run_dir(tmp_path / "run", agent="a:A", settings=settings)
+    written = json.loads(run.config.read_text())
+    assert written["sglang_url"] == "http://***@host:30000/v1"
+    assert written["more"] == {"judges": ["j=http://***@h"]}
+    again = {**settings, "sglang_url": "http://me:changed@host:30000/v1"}
+    assert open_run_dir(tmp_path / "run", agent="a:A", settings=again, resume=True).changed == ()
+    assert settings["sglang_url"] == "http://me:hidden@host:30000/v1", "who resumes has what was given"
+
+
 def test_settings_may_be_a_dataclass_and_secrets_are_not_written(tmp_path: Path) -> None:
     @dataclass
     class Settings:
