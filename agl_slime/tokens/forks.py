@@ -7,7 +7,7 @@ import functools
 import logging
 import re
 from collections.abc import Sequence
-from enum import Enum
+from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
 from agl_slime.tokens.codec import TokenArray, common_prefix
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-class ForkReason(str, Enum):
+class ForkReason(StrEnum):
     """Why a turn starts a segment of its own. The first two are drift, to be looked into; the others are what the agent
     did.
 
