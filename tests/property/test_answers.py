@@ -18,11 +18,11 @@ from tests.tool_formats import FORMATS, tokenizer_of, written
 KINDS = list(FORMATS)
 # formats whose values end at marks have no way to write those in a value
 ENDS = {
-    "qwen_xml": ("</parameter>", "<parameter=", "</function>", "<tool_call>", "</tool_call>"),
-    "seed": ("</parameter>", "<parameter=", "</function>", "<seed:tool_call>", "</seed:tool_call>"),
-    "glm": ("</arg_value>", "<arg_key>", "<tool_call>", "</tool_call>"),
-    "hunyuan": ("</arg_value:opensource>", "<arg_key:opensource>", "tool_call:opensource>"),
-    "minimax": ("</parameter>", "<parameter name=", "</invoke>", "<invoke name=", "minimax:tool_call>"),
+    "qwen_xml": ("<tool_call>",),
+    "seed": ("<seed:tool_call>",),
+    "glm": ("<arg_key>", "<tool_call>"),
+    "hunyuan": ("<arg_key:opensource>", "<tool_call:opensource>"),
+    "minimax": ("minimax:tool_call>",),
     "deepseek_v32": ("｜DSML｜",),
     "gemma4": ('<|"|>',),
     "harmony": ("<|end|>", "<|call|>", "<|start|>", "<|return|>"),
@@ -30,6 +30,7 @@ ENDS = {
 KEYWORDS = ("if", "in", "is", "as")  # of Python, in which LFM2 writes
 names = st.from_regex(r"[a-z_][a-z0-9_]{0,8}", fullmatch=True).filter(lambda name: name not in KEYWORDS)
 PIECES = {mark for form in FORMATS.values() for mark in (*form.marks, *form.thinking)}
+PIECES |= {"</parameter>", "</function>", "</invoke>", "</arg_value:opensource>", "</tool_call:opensource>"}
 PIECES |= {"<", ">", "</", "{", '"', "; ", "\n", "]", "}}", "'", "\\", "```", "NaN", "é😀"}
 marks = st.sampled_from(sorted(PIECES))
 letters = st.text(alphabet=st.characters(exclude_categories=["Cs", "Cc", "Co"]), max_size=6)
