@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
+from agl_slime.gateway.calls import Call
+from agl_slime.gateway.reading import Reading
+from agl_slime.rollout.session import RolloutStats
+from agl_slime.sglang.generation import Generation
 from agl_slime.tokens.answer import AnswerParts
 from agl_slime.tokens.formats import get_tool_parser
 from agl_slime.tokens.reader import AnswerReader, reader_for
@@ -121,6 +126,26 @@ def test_a_mark_that_was_sampled_as_its_text_is_a_mention(kind: str) -> None:
     if kind not in ("llama_json", "harmony"):
         assert ([one.name for one in both.calls], both.content) == (["look"], f"{call} and")
         assert both.calls[0].arguments == {"key": "kz"}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_streams_parts_go_on_from_what_was_shown(stream: bool) -> None:
+    tokenizer = tokenizer_of("hermes", opens=True)
+    reading = Reading(reader_for(tokenizer, opened=True, offered=True), ())
+    spelled = [t for letter in "I write </think> then." for t in tokenizer.encode(letter, add_special_tokens=False)]
+    text = "I write </think> then.</think>Yes."
+    ids = (*spelled, *tokenizer.encode("</think>Yes.", add_special_tokens=False))
+    generation = Generation(output_ids=ids, log_probs=(0.0,) * len(ids), text=text, finish_reason="stop")
+    call: Any = Call(messages=[], stream=stream)
+    session: Any = SimpleNamespace(stats=RolloutStats())
+    choice, _ = reading.choice(generation, call, session)
+    shown = reading.visible(text)
+    if stream:
+        assert (choice.reasoning, choice.content) == ("I write", "then.</think>Yes.")
+        assert choice.reasoning.startswith(shown[0])
+        assert choice.content.startswith(shown[1])
+    else:
+        assert (choice.reasoning, choice.content) == ("I write </think> then.", "Yes.")
 
 
 def test_an_end_of_thinking_that_is_spelled_ends_no_thinking() -> None:
