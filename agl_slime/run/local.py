@@ -37,7 +37,15 @@ from agl_slime.run.model_dir import RunModels
 from agl_slime.run.models import check_tokenizer
 from agl_slime.run.parts import RunParts, make_loop, make_reports, model_for_agents, page_of, sampling_parameters, step
 from agl_slime.run.settings import TrainConfig
-from agl_slime.run.start import WEIGHTS, find_start, gives_texts, load_parts, run_directory, set_aside
+from agl_slime.run.start import (
+    WEIGHTS,
+    check_tools,
+    find_start,
+    gives_texts,
+    load_parts,
+    run_directory,
+    set_aside,
+)
 from agl_slime.sglang.check import check_replay
 from agl_slime.sglang.client import PauseMode, SGLangClient
 from agl_slime.sglang.transport import checked_url
@@ -109,6 +117,8 @@ async def run_training(
         if not has_chat_template(tokenizer) and not await gives_texts(parts, model_path, seed=config.seed):
             text = f"--model-path {model_path}: without a chat template only prompts that are texts can be asked"
             warnings["chat_template"] = text
+        if unread := await check_tools(parts, model_path, tokenizer, seed=config.seed):
+            warnings["tool_format"] = unread
         # while the engine starts, in a process of its own; if the engine fails first, nobody asks
         _need_torch()
         loading = asyncio.ensure_future(run_in_thread(_make_trainer, config, model_path))

@@ -18,6 +18,7 @@ from urllib.parse import urlsplit
 
 from rich.console import Console
 
+from agl_slime import events
 from agl_slime.datasource.source import DataSourceSettings, GroupSource
 from agl_slime.errors import ConfigError
 from agl_slime.events import BatchTrained, Observer
@@ -29,7 +30,7 @@ from agl_slime.rollout.access import replay_of, sampling_of
 from agl_slime.run.models import find_model
 from agl_slime.run.parts import RunParts, make_loop, make_reports, model_for_agents, page_of, say
 from agl_slime.run.settings import TrainConfig, flag
-from agl_slime.run.start import load_parts, run_directory
+from agl_slime.run.start import check_tools, load_parts, run_directory
 from agl_slime.sglang.check import check_replay
 from agl_slime.sglang.client import SGLangClient
 from agl_slime.slime.args import PluginSettings
@@ -111,6 +112,7 @@ async def run_slime_training(
         stack.callback(service.stop)
         tokenizer = await run_in_thread(load_tokenizer, model_path)
         set_template_kwargs(tokenizer, sampling.get("chat_template_kwargs", {}))
+        unread = await check_tools(parts, Path(model_path), tokenizer, seed=config.seed)
         # as in the manager's process: slime wants exactly n_samples_per_prompt rollouts in every group
         settings = DataSourceSettings(policy=CompleteGroup(), release=False)
         replay_files = None
@@ -136,6 +138,8 @@ async def run_slime_training(
         steps.observer = reports = make_reports(config, run, console)
         shown.callback(reports.close)
         reports.use_tokenizer(tokenizer)
+        if unread:
+            reports.handle(events.Warning(text=unread, key="tool_format"))
         url = (trainer.router_url if config.sglang_url is None else None) or agents_url
         config = replace(config, store_host=host)
         loop = make_loop(
