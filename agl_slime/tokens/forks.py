@@ -6,7 +6,7 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Callable, Sequence
-from enum import Enum
+from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
 from agl_slime.tokens.blanks import squash
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-class ForkReason(str, Enum):
+class ForkReason(StrEnum):
     """Why a turn starts a segment of its own. The first two are drift, to be looked into; the others are what the agent
     did.
 
