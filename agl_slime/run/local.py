@@ -37,15 +37,7 @@ from agl_slime.run.model_dir import RunModels
 from agl_slime.run.models import check_tokenizer
 from agl_slime.run.parts import RunParts, make_loop, make_reports, model_for_agents, page_of, sampling_parameters, step
 from agl_slime.run.settings import TrainConfig
-from agl_slime.run.start import (
-    WEIGHTS,
-    check_tools,
-    find_start,
-    gives_texts,
-    load_parts,
-    run_directory,
-    set_aside,
-)
+from agl_slime.run.start import WEIGHTS, check_tools, find_start, gives_texts, load_parts, run_directory, set_aside
 from agl_slime.sglang.check import check_replay
 from agl_slime.sglang.client import PauseMode, SGLangClient
 from agl_slime.sglang.transport import checked_url

@@ -124,8 +124,10 @@ def _rendering_drift(held: TokenArray, prompt: TokenArray, tokenizer: ChatTokeni
     prompt_text = tokenizer.decode(prompt.tolist(), skip_special_tokens=False)
     if prompt_text.startswith(held_text):
         return ForkReason.RETOKENIZATION
-    if _same_but_for_rendering(squash(held_text), squash(prompt_text), _special_tokens(tokenizer)):
-        return ForkReason.TEMPLATE
+    held_text, prompt_text = squash(held_text), squash(prompt_text)
+    if _same_but_for_rendering(held_text, prompt_text, _special_tokens(tokenizer)):
+        dropped = {block[1] for block in _BLOCK.finditer(held_text) if block[0] not in prompt_text}
+        return ForkReason.DROPPED_THINKING if dropped == {"think"} else ForkReason.TEMPLATE
     return None
 
 

@@ -10,9 +10,13 @@ import pytest
 import tyro
 
 from agl_slime.errors import ConfigError
+from agl_slime.gateway.server import for_clients
+from agl_slime.rollout.access import sampling_of
 from agl_slime.rollout.agent import SGLangLitAgent
 from agl_slime.run.settings import TrainConfig
 from agl_slime.run.start import load_parts
+from agl_slime.sglang.generation import SamplingParams
+from agl_slime.support.agl import LLM
 from agl_slime.tokens.images import ImageSettings
 from agl_slime.trainers.local.settings import LocalTrainerSettings
 
@@ -28,6 +32,8 @@ from agl_slime.trainers.local.settings import LocalTrainerSettings
         ({"max_replaced_groups": -1}, "^--max-replaced-groups must be 0 or more"),
         ({"save_interval": 0}, "^--save-interval must be at least 1, got 0"),
         ({"resume": True}, "^--resume needs --output-dir"),
+        ({"chat_template_kwargs": "[1]"}, r"^--chat-template-kwargs must be a JSON object .*got '\[1\]'"),
+        ({"chat_template_kwargs": "{x"}, "^--chat-template-kwargs must be a JSON object"),
         ({"resume": True, "overwrite": True, "output_dir": Path("x")}, "give one of them$"),
         (
             {"resume": True, "trainer": "slime", "output_dir": Path("x")},
@@ -79,3 +85,12 @@ def test_the_limits_of_images_are_flags_and_reach_gateway_and_agent(tmp_path: Pa
     other = asyncio.run(load_parts(TrainConfig()))
     assert isinstance(other.agent, SGLangLitAgent)
     assert other.agent.image_settings is SGLangLitAgent.image_settings  # an agent's own stay
+
+
+def test_template_settings_travel_with_the_sampling_parameters_and_not_to_the_engine() -> None:
+    assert TrainConfig().template == {}
+    config = TrainConfig(chat_template_kwargs='{"preserve_thinking": true}', later_systems="first")
+    assert config.template == {"chat_template_kwargs": {"preserve_thinking": True}, "later_systems": "first"}
+    llm = LLM(endpoint="http://x", model="m", sampling_parameters={"temperature": 0.5, **config.template})
+    assert sampling_of(llm) == SamplingParams(temperature=0.5)
+    assert for_clients(llm.sampling_parameters) == {"temperature": 0.5}

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
 
 from agl_slime.errors import TraceError
+from agl_slime.tokens.tokenizer import set_template_kwargs
 from agl_slime.trace.retokenize import Retokenizer
 from agl_slime.trace.segments import merge_turns
 from agl_slime.trace.turn import Turn
@@ -116,3 +118,12 @@ def test_the_next_roles_mark_is_the_answers_where_nothing_else_ends_it() -> None
     assert tokenizer.decode(response) == "One.<|user|>"
     cut = retokenizer.turn([question, call, result], {"role": "assistant", "content": "One"}, finish_reason="length")
     assert tokenizer.decode(cut[1]) == "One"
+
+
+def test_a_runs_template_arguments_are_in_texts_that_are_tokenized_again() -> None:
+    tokenizer = copy.copy(chat_tokenizer("anthropic", "{{ '<|im_start|>' ~ (a | default('none')) }}" + PLAIN))
+    question = [{"role": "user", "content": "?"}]
+    answer = {"role": "assistant", "content": "Yes."}
+    set_template_kwargs(tokenizer, {"a": "given"})
+    prompt, _ = Retokenizer(tokenizer).turn(question, answer)
+    assert tokenizer.decode(prompt).startswith("<|im_start|>given")
