@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import functools
+import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from agl_slime.errors import PromptError
+from agl_slime.tokens.codec import shared_length
 from agl_slime.tokens.formats.base import (
     ToolParser,
     before_marks,
@@ -42,6 +44,7 @@ from agl_slime.tokens.formats.untyped import types_of
 from agl_slime.tokens.tokenizer import ChatTokenizer, render_chat
 
 __all__ = [
+    "UNREAD_FORMAT",
     "HarmonyParser",
     "ToolParser",
     "before_marks",
@@ -60,6 +63,10 @@ _FORMATS: tuple[type[ToolParser], ...] = (
     *(MistralArgsParser, MistralParser, NemotronV2Parser, MiniMaxM1Parser, CohereParser),
     *(HermesParser, LlamaJsonParser),
 )
+UNREAD_FORMAT = (
+    "the chat template asks for tool calls in a format that is not read here: give tool_parser the name of one that "
+    "the prompt asks for, register a parser (agl_slime.rollout.tool_parsers), or offer no tools"
+)
 _NAME, _ARGUMENTS = "look_up_42", {"key": "kz 42", "n": "3"}
 _QUESTION = "A question 42"
 
@@ -68,16 +75,14 @@ def parser_for(tokenizer: ChatTokenizer, template_kwargs: Mapping[str, Any] | No
     """The parser of the format that a tokenizer's chat template asks for. ``PromptError`` where nobody reads it."""
     found = find_format(tokenizer, template_kwargs)
     if found is None:
-        raise PromptError(
-            "the chat template asks for tool calls in a format that is not read here: give tool_parser the name of one "
-            "that the prompt asks for, register a parser (agl_slime.rollout.tool_parsers), or offer no tools"
-        )
+        raise PromptError(UNREAD_FORMAT)
     return found
 
 
 def find_format(tokenizer: Any, template_kwargs: Mapping[str, Any] | None = None) -> ToolParser | None:
     """The format whose parser reads the call that the template writes. A template that writes none, or refuses, asks
-    for the format whose marks its text has, or else the vocabulary; ``None`` where there are no marks either."""
+    for the format whose marks its text has, or else, but for Hermes', the
+    vocabulary; ``None`` where there are no marks either."""
     kwargs = dict(template_kwargs or {})
     source = kwargs.get("chat_template") or getattr(tokenizer, "chat_template", None)
     source = source if isinstance(source, str) else ""
@@ -100,20 +105,26 @@ def _find(tokenizer: Any, source: str, kwargs: _Arguments) -> ToolParser | None:
                 return form
         return None  # it writes a call that nobody reads
     vocabulary = getattr(tokenizer, "get_added_vocab", dict)()
-    inherited = (form() for form in _FORMATS if not vocabulary.keys().isdisjoint(form.shown))
+    inherited = (form() for form in _FORMATS if _is_own(form) and not vocabulary.keys().isdisjoint(form.shown))
     return next(iter(shown), None) or next(inherited, None)
 
 
-def _reads(form: ToolParser, written: str) -> bool:
-    """Whether a parser finds the probe's call, perhaps with a turn's marks around it."""
-    tries = (form.parse(text).calls for text in (written, written[written.find("{") : written.rfind("}") + 1]))
+def _is_own(form: type[ToolParser]) -> bool:
+    """Whether a token in the vocabulary says enough; Hermes' is in those of many models that write otherwise."""
+    return form is not HermesParser
+
+
+def _reads(form: ToolParser, written: tuple[str, ...]) -> bool:
+    """Whether a parser finds the probe's call, perhaps with the end of a turn after it."""
+    tries = (form.parse(text).calls for each in written for text in (each, each[: each.rfind("}") + 1]))
     return any([(call.name, {**call.arguments}) for call in calls] == [(_NAME, _ARGUMENTS)] for calls in tries)
 
 
-def _probes(tokenizer: Any, kwargs: dict[str, Any]) -> Iterator[str]:
-    """An answer with one call as the template writes it, where it does."""
+def _probes(tokenizer: Any, kwargs: dict[str, Any]) -> Iterator[tuple[str, ...]]:
+    """An answer with one call as the template writes it, where it does: after the opening of an answer as far as that
+    is there, and after the question."""
     question = {"role": "user", "content": _QUESTION}
-    for arguments in (_ARGUMENTS, '{"key": "kz 42", "n": "3"}'):
+    for arguments in (_ARGUMENTS, json.dumps(_ARGUMENTS)):
         call = {"id": "call00042", "type": "function", "function": {"name": _NAME, "arguments": arguments}}
         try:
             asked = render_chat(tokenizer, [question], opening=True, **kwargs)
@@ -121,6 +132,5 @@ def _probes(tokenizer: Any, kwargs: dict[str, Any]) -> Iterator[str]:
             whole = render_chat(tokenizer, [question, answer], **kwargs)
         except PromptError:
             continue
-        written = whole[len(asked) :] if whole.startswith(asked) else whole.rpartition(_QUESTION)[2]
-        if _NAME in written:
-            yield written
+        if _NAME in whole:
+            yield whole[shared_length(asked, whole) :], whole.rpartition(_QUESTION)[2]
