@@ -130,7 +130,7 @@ def _after(rng: random.Random, said: Message) -> list[Message]:
     new: list[Message] = []
     for call in said.get("tool_calls", ()):
         result = rng.choice([_text(rng, 2), "Error: no such file", '{"ok": true}', "line 1\n\n  line 2\n"])
-        new.append({"role": "tool", "tool_call_id": call["id"], "name": call["function"]["name"], "content": result})
+        new.append({"role": "tool", "tool_call_id": call["id"], "content": result})
     if not new:
         new.append({"role": "user", "content": _text(rng)})
     if rng.random() < 0.1:
@@ -163,8 +163,14 @@ class Speaker:
         self.model, self.tokenizer, self.renderer = model, tokenizer, renderer
         self._stops = {token: tokenizer.convert_tokens_to_ids(token) for token in model.stops}
         as_text = [{"role": "user", "content": "?"}, self._with_text(_example(model))]
+        self._later_systems = True
         self._as_text = self._refused([{"role": "user", "content": "?"}, _example(model)]) and not self._refused(as_text)
         question = {"role": "user", "content": "?"}
+        opening = self.render([question], None, opening=True)
+        self.opened = found[0] if (found := re.search(r"</?think[^<]*(</think[^<]*)?$", opening)) else ""
+        """What the template writes of thinking before an answer."""
+        example = {"role": "assistant", "content": "yes", "reasoning_content": "REASON"}
+        self.thinks = "</think>" not in self.opened and "REASON" in self._answer([question], example, None)
         self._later_systems = not self._refused([question, {"role": "system", "content": "!"}, question])
 
     def render(self, messages: Sequence[Message], tools: Any, *, opening: bool) -> str:
@@ -205,14 +211,13 @@ class Speaker:
         # the opening is not what stands before an answer that is there (R1 leaves all thinking out)
         closed = self.render(messages, tools, opening=False)
         opening, rest = prompt[len(closed) :], whole[len(closed) :]
-        shared = next((n for n in range(len(opening), 0, -1) if rest.startswith(opening[:n])), 0)
-        opened = opening[shared:].strip()
-        thinking = message.get("reasoning_content", "")
-        text = rest[shared:]
-        if opened == "<think>":
-            body = text.rpartition("</think>")[2].lstrip("\n")
-            return f"{thinking}\n</think>\n\n{body}"
-        return text
+        text = rest.removeprefix(opening.removesuffix(self.opened))
+        if not self.opened or "</think>" in self.opened:
+            return text
+        text = text.removeprefix("<think>")
+        if (thinking := message.get("reasoning_content", "")) in text and "</think>" in text:
+            return text
+        return f"{thinking}\n</think>\n\n{text.rpartition('</think>')[2].lstrip()}"
 
     def _refused(self, messages: list[Message]) -> bool:
         try:
@@ -273,7 +278,9 @@ def compared(model: Published, directory: Path, count: int, *, seed: int = 0) ->
 def _compare(
     model: Published, play: Play, speaker: Speaker, gateway: ScriptedGateway, http: httpx.Client, found: Found
 ) -> None:
-    true, sent = [*play.start], [_as_sent(message) for message in play.start]
+    for said in play.answers if not speaker.thinks else ():
+        said.message.pop("reasoning_content", None)
+    true, sent = [*play.start], [*play.start]
     histories: list[tuple[list[Message], list[Message]]] = []
     with gateway.rollout() as rollout:
         for said, new in zip(play.answers, play.after, strict=True):
@@ -404,11 +411,14 @@ def _beside_template(turns: list[Turn], at: int, history: list[Message], play: P
     ours = turns[at].prompt_ids.tolist()
     if speaker.tokenizer.decode(ours) == whole:
         return "same"
+    if squash(speaker.tokenizer.decode(ours)) == squash(whole):
+        return "blanks"
     pattern, sampled, done = "", [], 0
     for turn in turns[:at]:
         start, end = turn.length - len(turn.response_ids), turn.length
         if start >= done and ours[:end] == turn.token_ids.tolist():
-            pattern += re.escape(speaker.tokenizer.decode(ours[done:start])) + "(.*?)"
+            between = speaker.tokenizer.decode(ours[done:start])
+            pattern += re.escape(between.removesuffix(speaker.opened)) + "(.*?)"
             sampled.append(turn)
             done = end - (turn.finish_reason == "stop")
     fits = re.fullmatch(pattern + re.escape(speaker.tokenizer.decode(ours[done:])), whole, re.DOTALL)
@@ -420,7 +430,7 @@ def _beside_template(turns: list[Turn], at: int, history: list[Message], play: P
 
 def _way(turn: Turn, written: str, speaker: Speaker) -> str:
     stopped = turn.finish_reason == "stop"
-    said = speaker.tokenizer.decode(turn.response_ids.tolist()[: -1 if stopped else None])
+    said = speaker.opened + speaker.tokenizer.decode(turn.response_ids.tolist()[: -1 if stopped else None])
     if said == written:
         return "same"
     if squash(said) == squash(written):
@@ -428,11 +438,6 @@ def _way(turn: Turn, written: str, speaker: Speaker) -> str:
     if not stopped:
         return "cut"
     return "thinking" if squash(said.rpartition("</think>")[2]) == squash(written.rpartition("</think>")[2]) else "sampled"
-
-
-def _as_sent(message: Message) -> Message:
-    """As a client of OpenAI's sends it: results have no name, arguments are JSON in a string."""
-    return {key: value for key, value in message.items() if key != "name"}
 
 
 def _echoed(served: Message, echo: bool) -> Message:
@@ -443,7 +448,7 @@ def _echoed(served: Message, echo: bool) -> Message:
 def _with_ids(new: list[Message], ids: list[str]) -> list[Message]:
     left = iter(ids)
     return [
-        {**_as_sent(message), "tool_call_id": next(left)} if message["role"] == "tool" else message for message in new
+        {**message, "tool_call_id": next(left)} if message["role"] == "tool" else message for message in new
     ]
 
 
