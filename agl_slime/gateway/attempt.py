@@ -9,7 +9,7 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -26,15 +26,15 @@ from agl_slime.gateway.work import Work
 from agl_slime.rollout.access import LLM_RESOURCE, EngineAccess, sampling_of, template_key
 from agl_slime.rollout.images import prepare
 from agl_slime.rollout.session import RolloutSession, RolloutStopped
-from agl_slime.rollout.tool_parsers import get_tool_parser, parser_for_template
 from agl_slime.sglang.resumable import Progress
 from agl_slime.support.agl import LLM
 from agl_slime.tokens.codec import TokenArray
 from agl_slime.tokens.conversation import ChatContext
 from agl_slime.tokens.forks import ForkReason
 from agl_slime.tokens.images import Image
+from agl_slime.tokens.reader import reader_for
 from agl_slime.tokens.template import Message
-from agl_slime.tokens.tokenizer import ChatTokenizer, special_tokens
+from agl_slime.tokens.tokenizer import ChatTokenizer
 from agl_slime.trace import attributes as names
 
 SpanSink = Callable[[str, dict[str, Any], float], None]
@@ -223,23 +223,23 @@ class Attempt:
     async def _answer(self, call: Call, role: str, work: Work) -> Answered:
         llm = self.roles.get(role) or self.roles[LLM_RESOURCE]
         tokenizer = await self.access.tokenizer(llm)
-        source = getattr(tokenizer, "chat_template", None)
-        parser = get_tool_parser(parser_for_template(source)) if call.tools else None
-        silent = call.tool_choice == "none"
         tree = self._tree(role, call, tokenizer, llm)
+        opened, kwargs = not call.raw and tree.template.opens_thinking, call.template_kwargs
+        reader = reader_for(tokenizer, opened=opened, offered=bool(call.tools), template_kwargs=kwargs)
         trained = role in (LLM_RESOURCE, *self.settings.trained_models)
         sampling, untrained = sampling_for(
             call,
             sampling_of(llm),
             trained=trained,
             constraints=self.settings.constraints,
-            parser=parser,
+            parser=reader.parser,
             overridden=self.seen,
         )
         if not trained:
             untrained = f"role:{role}"
-        opens = None if call.raw else tree.template.opens_thinking
-        reads = Reading(opens, None if silent else parser, sampling.stop, special_tokens(tokenizer))
+        if call.tool_choice == "none":
+            reader = replace(reader, parser=None)
+        reads = Reading(None if call.raw else reader, sampling.stop)
         self._images.update(call.images)
         match = tree.find(call.messages)
         self._got(match.node)

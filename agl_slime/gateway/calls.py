@@ -10,13 +10,12 @@ from typing import Any
 
 from agl_slime.errors import GatewayRequestError
 from agl_slime.gateway.messages import Message
-from agl_slime.rollout.tool_parsers import ToolCall, ToolParser
 from agl_slime.sglang.generation import Generation
+from agl_slime.tokens.answer import ToolCall
 from agl_slime.tokens.codec import TokenArray, token_array
 from agl_slime.tokens.images import Image
 
 _NO_IDS = token_array([], name="prompt_ids")
-_THINK, _END_OF_THINKING = "<think>", "</think>"
 
 # What changes the distribution that tokens are sampled from; the run decides on these.
 IMPOSED = ("temperature", "top_p", "top_k", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty")
@@ -89,41 +88,6 @@ class Answered:
     @property
     def output_tokens(self) -> int:
         return sum(choice.output_tokens for choice in self.choices)
-
-
-# -- the parts of an answer -------------------------------------------------------------------------------------------
-
-
-def split_thinking(text: str, *, opened: bool | None) -> tuple[str, str, bool]:
-    """The reasoning, what comes after it, and whether the reasoning is still open. ``opened``: the template has opened
-    a block of thinking before the answer; ``None``: there is none, the text is raw."""
-    if opened is None:
-        return "", text, False
-    begun = text.lstrip()
-    if begun.startswith(_THINK):
-        begun = begun[len(_THINK) :]
-    elif not opened:
-        return "", text, False
-    thought, mark, rest = begun.partition(_END_OF_THINKING)
-    return thought.strip(), rest.lstrip("\n") if mark else "", not mark
-
-
-def visible(text: str, *, opened: bool | None, parser: ToolParser | None, stops: tuple[str, ...]) -> tuple[str, str]:
-    """Of an answer that is still being sampled, what its reasoning and its content begin with whatever follows."""
-    text = _before(text.rstrip("\ufffd"), stops)
-    if opened is False and _THINK.startswith(begun := text.lstrip()) and begun != _THINK:
-        return "", ""
-    thought, content, is_open = split_thinking(text, opened=opened)
-    if is_open:
-        return _before(thought, (_END_OF_THINKING,)).rstrip(), ""
-    return thought, content if parser is None else _before(content, parser.marks()).strip()
-
-
-def _before(text: str, marks: tuple[str, ...]) -> str:
-    """``text`` up to the first of ``marks``, or to where one may begin at its end."""
-    text = text[: min((at for mark in marks if (at := text.find(mark)) >= 0), default=len(text))]
-    begun = (n for mark in marks for n in range(1, len(mark)) if text.endswith(mark[:n]))
-    return text[: len(text) - max(begun, default=0)]
 
 
 # -- reading settings -------------------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ from agl_slime.gateway.calls import MOST_LOG_PROBS, Answered, Call, Choice, func
 from agl_slime.gateway.chat import logprobs
 from agl_slime.gateway.messages import Message, read_messages, text_of
 from agl_slime.gateway.protocol import NOTHING_KEPT, Decode, Kept, Protocol, Stream, sse
-from agl_slime.rollout.tool_parsers import ToolCall
+from agl_slime.tokens.answer import ToolCall
 
 _IMPOSED = ("temperature", "top_p")
 _IGNORED = "metadata user store service_tier safety_identifier prompt_cache_key prompt_cache_options reasoning"

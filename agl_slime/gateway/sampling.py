@@ -17,8 +17,8 @@ from typing import Any
 from agl_slime.errors import ConfigError, GatewayRequestError
 from agl_slime.gateway.calls import Call
 from agl_slime.gateway.settings import Constraints
-from agl_slime.rollout.tool_parsers import ToolParser
 from agl_slime.sglang.generation import SamplingParams
+from agl_slime.tokens.formats import ToolParser
 
 logger = logging.getLogger(__name__)
 

@@ -19,7 +19,6 @@ from agl_slime.rollout.outcome import LossScale, check_reward, untrained_turns
 from agl_slime.rollout.partial import PartialRollouts
 from agl_slime.rollout.scheduler import MultiTurnScheduler, schedulers
 from agl_slime.rollout.session import RolloutSession, RolloutStopped
-from agl_slime.rollout.tool_parsers import ToolParser, get_tool_parser, parser_for_template
 from agl_slime.rollout.tools import ToolManager
 from agl_slime.rollout.turns import run_turns
 from agl_slime.sglang.client import SGLangClient
@@ -27,6 +26,7 @@ from agl_slime.sglang.generation import SamplingParams
 from agl_slime.sglang.transport import ClientSettings
 from agl_slime.support.agl import LLM, LitAgent, NamedResources, Rollout, emit_reward, make_link_attributes
 from agl_slime.support.threads import call_user_code, run_user_code
+from agl_slime.tokens.formats import ToolParser, get_tool_parser, parser_for
 from agl_slime.tokens.images import ImageSettings
 from agl_slime.tokens.tokenizer import ChatTokenizer, has_chat_template
 from agl_slime.trace import attributes as names
@@ -187,11 +187,12 @@ class SGLangLitAgent(LitAgent[dict[str, Any]]):
             own_parser = get_tool_parser(self.tool_parser) if offered and self.tool_parser else None
             return session_with(api, shown=schemas, parser=own_parser, **common)
         client = self._client or self._client_for(llm, tokenizer)
-        source = getattr(tokenizer, "chat_template", None)
-        parser = self.tool_parser or parser_for_template(source, offered=bool(offered))
+        parser = None
+        if offered:
+            parser = get_tool_parser(self.tool_parser or parser_for(tokenizer, self.template_kwargs))
         return RolloutSession(
             client=client if self.partial is None else self.partial.client(client, rollout),
-            parser=get_tool_parser(parser) if offered else None,
+            parser=parser,
             template=self._access.template(tokenizer, schemas, self.template_kwargs),
             model=llm.model,
             max_trajectory_tokens=self.max_trajectory_tokens,

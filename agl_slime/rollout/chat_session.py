@@ -13,9 +13,10 @@ from agl_slime.errors import ContextOverflowError, EngineProtocolError
 from agl_slime.rollout.chat_api import ChatApi
 from agl_slime.rollout.scheduler import StopReason
 from agl_slime.rollout.session import Answer, Session, SpanWriter, write_span
-from agl_slime.rollout.tool_parsers import ParsedAnswer, ToolCall, read_object
 from agl_slime.sglang.generation import FinishReason, Generation, SamplingParams
+from agl_slime.tokens.answer import AnswerParts, ToolCall
 from agl_slime.tokens.codec import token_array
+from agl_slime.tokens.formats import read_object
 from agl_slime.trace.span_codec import TurnEncoder
 from agl_slime.trace.turn import Turn
 
@@ -99,7 +100,7 @@ def _choice(told: Mapping[str, Any]) -> tuple[str, list[dict[str, Any]], FinishR
     return str(content), listed, "length" if choice.get("finish_reason") == "length" else "stop"
 
 
-def _parsed(content: str, listed: Sequence[Mapping[str, Any]]) -> ParsedAnswer:
+def _parsed(content: str, listed: Sequence[Mapping[str, Any]]) -> AnswerParts:
     calls, malformed = [], []
     for call in listed:
         name, written = str(call["function"].get("name")), call["function"].get("arguments")
@@ -109,4 +110,4 @@ def _parsed(content: str, listed: Sequence[Mapping[str, Any]]) -> ParsedAnswer:
             malformed.append(written)
             arguments = {"arguments": written}  # no such argument: the tool's error tells the model
         calls.append(ToolCall(name=name, arguments=arguments, id=call.get("id") or ""))
-    return ParsedAnswer(content, tuple(calls), tuple(malformed))
+    return AnswerParts(content=content, calls=tuple(calls), malformed=tuple(malformed))

@@ -19,16 +19,18 @@ from typing import Any
 from agl_slime.errors import ConfigError, ContextOverflowError, RolloutError
 from agl_slime.rollout.images import Images, engine_input, kept_before, prepare, take_images
 from agl_slime.rollout.scheduler import StopReason
-from agl_slime.rollout.tool_parsers import ParsedAnswer, ToolParser
 from agl_slime.rollout.tools import ToolManager, ToolResult
 from agl_slime.sglang.generation import FinishReason, Generation, SamplingParams
 from agl_slime.sglang.resumable import Progress
 from agl_slime.support.agl import TraceStatus, get_active_tracer
 from agl_slime.support.threads import run_in_thread
+from agl_slime.tokens.answer import AnswerParts
 from agl_slime.tokens.codec import common_prefix, token_array
 from agl_slime.tokens.conversation import ChatContext, Message
 from agl_slime.tokens.forks import ForkReason, fork_as_told
+from agl_slime.tokens.formats import ToolParser
 from agl_slime.tokens.images import Image, ImageSettings
+from agl_slime.tokens.reader import AnswerReader, reader_for
 from agl_slime.tokens.template import ChatTemplate
 from agl_slime.trace import attributes as names
 from agl_slime.trace.replay_files import FiledReplay, file_replay
@@ -96,7 +98,7 @@ class Answer:
     text: str
     finish_reason: FinishReason
     generation: Generation
-    parsed: ParsedAnswer | None = None
+    parsed: AnswerParts | None = None
     cut: bool = False
 
     @property
@@ -121,6 +123,11 @@ class Session(ABC):
     def add(self, *messages: Mapping[str, Any]) -> None:
         """Append what the user, a tool or the environment said."""
         self.messages.extend(map(dict, messages))
+
+    @property
+    def reader(self) -> AnswerReader:
+        """How answers are read."""
+        return AnswerReader(self.parser)
 
     @abstractmethod
     async def ask(self) -> Answer:
@@ -189,6 +196,11 @@ class RolloutSession(Session):
     @messages.setter
     def messages(self, messages: Sequence[Mapping[str, Any]]) -> None:
         self.context.messages = [dict(message) for message in messages]
+
+    @property
+    def reader(self) -> AnswerReader:
+        template, offered = self.context.template, self.parser is not None
+        return reader_for(template.tokenizer, opened=template.opens_thinking, offered=offered, parser=self.parser)
 
     async def ask(
         self,

@@ -28,8 +28,9 @@ from typing_extensions import NotRequired, TypedDict
 
 from agl_slime.errors import ConfigError, RolloutError
 from agl_slime.rollout.images import parts_with_images
-from agl_slime.rollout.tool_parsers import ToolCall, types_of
 from agl_slime.support.threads import call_user_code, run_blocking
+from agl_slime.tokens.answer import ToolCall
+from agl_slime.tokens.formats import types_of
 
 logger = logging.getLogger(__name__)
 

@@ -26,8 +26,8 @@ from agl_slime.rollout.scheduler import (
     StopReason,
 )
 from agl_slime.rollout.session import RolloutStopped, Session
-from agl_slime.rollout.tool_parsers import ParsedAnswer
 from agl_slime.support.threads import call_user_code
+from agl_slime.tokens.answer import AnswerParts
 
 logger = logging.getLogger(__name__)
 
@@ -135,7 +135,7 @@ class _Turns:
                 result.messages = copy.deepcopy(self.session.messages)
                 return result
 
-    async def ask(self, request: RolloutInferRequest, **how: Any) -> tuple[RolloutResponseChoice, ParsedAnswer]:
+    async def ask(self, request: RolloutInferRequest, **how: Any) -> tuple[RolloutResponseChoice, AnswerParts]:
         session = self.session
         if request.messages is not session.messages:
             session.messages = request.messages
@@ -143,9 +143,9 @@ class _Turns:
         answer = await session.ask(**how)
         self.number += 1
         content = str(session.messages[-1].get("content") or "")  # with the stop string that the engine leaves out
-        parsed = answer.parsed or ParsedAnswer(content)
+        parsed = answer.parsed or AnswerParts(content=content)
         if answer.parsed is None and session.parser is not None and session.tools is not None:
-            parsed = session.parser.parse(content)
+            parsed = session.reader.read(content, answer.generation.output_ids)
         session.stats.calls["malformed"] += len(parsed.malformed)
         said = content.removeprefix(before[1]) if len(session.messages) == before[0] else content
         result = RolloutResponseChoice(
@@ -158,7 +158,7 @@ class _Turns:
         return result, parsed
 
     async def _after(
-        self, request: RolloutInferRequest, result: RolloutResponseChoice, parsed: ParsedAnswer
+        self, request: RolloutInferRequest, result: RolloutResponseChoice, parsed: AnswerParts
     ) -> RolloutInferRequest | None:
         """The request for the next answer, or ``None`` when there is none; the stats have the stop reason then."""
         session, scheduler, stats = self.session, self.scheduler, self.session.stats

@@ -109,6 +109,10 @@ class ChatContext:
         self._steps: frozenset[frozenset[tuple[Any, Any]]] = frozenset()  # roles in a row for which they do
 
     @property
+    def template(self) -> ChatTemplate:
+        return self._template
+
+    @property
     def token_ids(self) -> TokenArray:
         """What is held: the last prompt and its answer. A read-only view, which stays as it is: prompts of one
         conversation share its memory."""

@@ -27,6 +27,7 @@ from typing import Any, Generic, TypeVar
 
 from agl_slime.errors import PromptError
 from agl_slime.tokens.codec import shared_length
+from agl_slime.tokens.reader import opens_thinking, thinking_marks
 from agl_slime.tokens.rendering import renderer
 from agl_slime.tokens.tokenizer import NO_TEMPLATE, ChatTokenizer, has_chat_template
 
@@ -196,7 +197,8 @@ class ChatTemplate:
             opening = self._apply(_QUESTIONS[:1], opening=True)
         except PromptError:
             return False
-        return opening.rfind("<think>") > opening.rfind("</think>")
+        source = self._kwargs.get("chat_template") or getattr(self.tokenizer, "chat_template", None)
+        return opens_thinking(opening, thinking_marks(source))
 
     @functools.cached_property
     def closing(self) -> str:

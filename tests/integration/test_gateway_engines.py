@@ -15,10 +15,10 @@ from agl_slime.gateway.server import Gateway
 from agl_slime.gateway.settings import GatewaySettings
 from agl_slime.rollout.access import EngineAccess
 from agl_slime.rollout.by_file import import_file
-from agl_slime.rollout.tool_parsers import get_tool_parser, parser_for_template
 from agl_slime.sglang.client import SGLangClient
 from agl_slime.sglang.generation import SamplingParams
 from agl_slime.support.agl import LLM
+from agl_slime.tokens.formats import get_tool_parser, parser_for_template
 from agl_slime.tokens.loading import load_tokenizer
 from agl_slime.trace.segments import merge_turns
 from agl_slime.trace.span_codec import decode_turns

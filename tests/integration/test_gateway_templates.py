@@ -87,8 +87,8 @@ def test_a_given_call_whose_arguments_are_no_object_is_refused_by_a_template_tha
 
 
 def test_tools_in_a_format_that_is_not_parsed_are_refused_and_a_question_is_answered() -> None:
-    with serving("Hello.", template="{# [TOOL_CALLS] #}" + TAKES_TURNS) as case:
+    with serving("Hello.", template=TAKES_TURNS) as case:
         refused = post(case, "/chat/completions", messages=[USER], tools=[WEATHER])
         assert refused.status_code == 400
-        assert "in Mistral's format, which is not parsed here" in refused.json()["error"]["message"]
+        assert "asks for tool calls in a format that is not read here" in refused.json()["error"]["message"]
         assert post(case, "/chat/completions", messages=[USER]).status_code == 200

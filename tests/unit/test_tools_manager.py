@@ -13,8 +13,8 @@ import pytest
 from pydantic import BaseModel
 
 from agl_slime.errors import ConfigError, RolloutError
-from agl_slime.rollout.tool_parsers import ToolCall
 from agl_slime.rollout.tools import ToolManager
+from agl_slime.tokens.answer import ToolCall
 
 
 def look(key: str, limit: int = 3, mode: Literal["fast", "slow"] = "fast", tags: Optional[list[str]] = None) -> str:  # noqa: UP045  both forms are read

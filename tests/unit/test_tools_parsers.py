@@ -10,37 +10,32 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agl_slime.errors import ConfigError, PromptError
-from agl_slime.rollout import tool_parsers as parsers
-from agl_slime.rollout.tool_parsers import (
-    ParsedAnswer,
+from agl_slime.tokens.answer import AnswerParts
+from agl_slime.tokens.formats import (
     ToolParser,
+    base,
+    find_format,
     get_tool_parser,
-    parser_for_template,
+    parser_for,
     register_tool_parser,
 )
-from tests.chat_templates import TEMPLATES
+from agl_slime.tokens.formats.base import BlockParser
+from agl_slime.tokens.reader import AnswerReader
 from tests.examples import examples
+from tests.tool_formats import FORMATS, tokenizer_of, written
+from tests.trace_tokenizers import small_tokenizer
 
-ONE = {
-    "hermes": '<tool_call>\n{"name": "look", "arguments": {"key": "kz", "n": 2}}\n</tool_call>',
-    "qwen_xml": (
-        "<tool_call>\n<function=look>\n<parameter=key>\nkz\n</parameter>\n"
-        "<parameter=n>\n2\n</parameter>\n</function>\n</tool_call>"
-    ),
-    "glm": (
-        "<tool_call>look\n<arg_key>key</arg_key>\n<arg_value>kz</arg_value>\n"
-        "<arg_key>n</arg_key>\n<arg_value>2</arg_value>\n</tool_call>"
-    ),
-    "kimi": (
-        "<|tool_calls_section_begin|><|tool_call_begin|>functions.look:0<|tool_call_argument_begin|>"
-        '{"key": "kz", "n": 2}<|tool_call_end|><|tool_calls_section_end|>'
-    ),
-    "llama_json": '{"name": "look", "parameters": {"key": "kz", "n": 2}}',
-}
+ONE = {kind: written(kind, [("look", {"key": "kz", "n": 2})]).strip() for kind in FORMATS}
+BLOCKS = [kind for kind in ONE if isinstance(get_tool_parser(kind), BlockParser)]
+CLOSED = [kind for kind in BLOCKS if getattr(get_tool_parser(kind), "end", "")]
 
 
-def parse(kind: str, text: str) -> ParsedAnswer:
+def parse(kind: str, text: str) -> AnswerParts:
     return get_tool_parser(kind).parse(text)
+
+
+def names_of(parts: AnswerParts) -> list[str]:
+    return [call.name for call in parts.calls]
 
 
 @pytest.mark.parametrize("kind", list(ONE))
@@ -56,52 +51,104 @@ def test_a_call_is_read(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", list(ONE))
+def test_calls_in_parallel_are_read_in_their_order(kind: str) -> None:
+    text = written(kind, [("look", {"key": "a"}), ("other", {}), ("look", {"key": "b"})])
+    parsed = parse(kind, text)
+    assert [(call.name, dict(call.arguments)) for call in parsed.calls] == [
+        ("look", {"key": "a"}),
+        ("other", {}),
+        ("look", {"key": "b"}),
+    ]
+    assert (parsed.content.strip(), parsed.malformed) == ("", ())
+    if kind != "solar":  # whose ids are the model's own
+        assert len({call.id for call in parsed.calls}) == 3
+
+
+@pytest.mark.parametrize("kind", list(ONE))
+def test_an_answer_without_calls_is_text(kind: str) -> None:
+    assert parse(kind, "Three, not 4.") == AnswerParts(content="Three, not 4.")
+
+
+@pytest.mark.parametrize("kind", list(ONE))
 def test_the_grammar_of_a_forced_call_has_what_is_read_as_one(kind: str) -> None:
     function = {"name": "look", "parameters": {"type": "object"}}
-    form = get_tool_parser(kind).forced([function, {**function, "name": "other"}])
+    parser = get_tool_parser(kind)
+    form = parser.forced([function, {**function, "name": "other"}])
+    if parser.written is None:
+        assert form is None
+        return
     assert form is not None
-    calls = form["elements"][1] if kind == "kimi" else form
-    assert [len(calls["tags"]), calls["at_least_one"]] == [2, True]
-    head, _, arguments = ONE[kind].partition(calls["tags"][0]["begin"])
-    assert arguments.partition(calls["tags"][0]["end"])[1]
-    assert not head or kind == "kimi"
-    text = calls["separator"].join([ONE[kind]] * 2)
-    assert [call.name for call in parse(kind, text).calls] == ["look", "look"]
+    before, calls, after = "", form, ""
+    if form["type"] == "sequence":
+        opening, calls, closing = form["elements"]
+        before, after = opening["value"], closing["value"]
+    tags = calls["elements" if form["type"] == "or" else "tags"]
+    assert len(tags) == 2
+
+    def said(tag: dict[str, Any]) -> str:
+        arguments: Any = {"key": "kz"}
+        style = json.dumps(tag["content"])
+        inner = json.dumps(arguments)
+        if "qwen_xml" in style or "minimax_xml" in style:
+            name = "=key" if "qwen" in style else ' name="key"'
+            inner = f"<parameter{name}>kz</parameter>"
+        elif "glm_xml" in style:
+            inner = "<arg_key>key</arg_key><arg_value>kz</arg_value>"
+        elif "deepseek_xml" in style:
+            inner = '<｜DSML｜parameter name="key" string="true">kz</｜DSML｜parameter>'
+        if kind == "kimi":
+            inner = "0<|tool_call_argument_begin|>" + inner
+        return tag["begin"] + inner + tag["end"]
+
+    text = said(tags[0]) if form["type"] == "or" else before + calls["separator"].join(map(said, tags)) + after
+    parsed = parse(kind, text)
+    assert [(call.name, dict(call.arguments)) for call in parsed.calls] == [
+        (name, {"key": "kz"}) for name in (["look"] if form["type"] == "or" else ["look", "other"])
+    ]
+    assert parsed.content.strip() == ""
 
 
 def test_a_parser_that_says_nothing_of_it_forces_no_call() -> None:
     class Own(ToolParser):
-        def parse(self, text: str) -> ParsedAnswer:
-            return ParsedAnswer(text)
+        def parse(self, text: str) -> AnswerParts:
+            return AnswerParts(content=text)
 
     assert Own().forced([{"name": "look", "parameters": {}}]) is None
 
 
-@pytest.mark.parametrize("kind", ["hermes", "qwen_xml", "glm", "kimi"])
+@pytest.mark.parametrize("kind", CLOSED)
 def test_an_end_mark_in_an_argument_is_an_argument(kind: str) -> None:
     parser: Any = get_tool_parser(kind)
     marked = f"k{parser.end}z"
     parsed = parse(kind, f"{ONE[kind].replace('kz', marked)}After.{ONE[kind]}")
     assert [call.arguments["key"] for call in parsed.calls] == [marked, "kz"]
-    assert parsed.content == "After."
-    if parser.quoted:
-        within = ONE[kind].replace("kz", f"k{parser.begin}{parser.end}z")
-        assert [call.arguments["key"] for call in parse(kind, within).calls] == [f"k{parser.begin}{parser.end}z"]
+    assert parsed.content.strip() == "After."
 
 
-@pytest.mark.parametrize("kind", ["qwen_xml", "glm"])
+QUOTED = ["hermes", "kimi", "mistral", "mistral_args", "deepseek_v3", "deepseek_v31", "gemma4", "lfm2", "solar"]
+
+
+@pytest.mark.parametrize("kind", QUOTED)
+def test_all_marks_of_a_call_in_a_quoted_argument_are_an_argument(kind: str) -> None:
+    parser: Any = get_tool_parser(kind)
+    marked = f"k{parser.begin}{parser.end}z"
+    parsed = parse(kind, ONE[kind].replace("kz", marked))
+    assert [call.arguments["key"] for call in parsed.calls] == [marked]
+
+
+@pytest.mark.parametrize("kind", ["qwen_xml", "glm", "seed", "hunyuan", "minimax", "deepseek_v32"])
 def test_a_call_that_is_cut_off_does_not_swallow_the_next(kind: str) -> None:
-    cut = ONE[kind].partition("kz")[0] + "kz</tool_call>\n"
+    parser: Any = get_tool_parser(kind)
+    cut = ONE[kind].partition("kz")[0] + "kz" + parser.end + "\n"
     parsed = parse(kind, cut + ONE[kind])
-    assert [call.arguments["key"] for call in parsed.calls] == ["kz"]
-    assert len(parsed.malformed) == 1
+    assert [call.arguments["key"] for call in parsed.calls] in (["kz"], ["kz", "kz"])  # its value may end there
+    assert len(parsed.calls) + len(parsed.malformed) == 2
 
 
-@pytest.mark.parametrize("kind", ["hermes", "qwen_xml", "glm", "kimi"])
+@pytest.mark.parametrize("kind", BLOCKS)
 def test_text_around_calls_stays(kind: str) -> None:
     parsed = parse(kind, f"First.{ONE[kind]}Then.{ONE[kind]}")
-    assert [call.name for call in parsed.calls] == ["look", "look"]
-    assert len({call.id for call in parsed.calls}) == (1 if kind == "kimi" else 2)  # Kimi's ids are the model's own
+    assert names_of(parsed) == ["look", "look"]
     assert parsed.content == "First.Then."
 
 
@@ -109,8 +156,9 @@ def test_llama_separates_calls_by_semicolons_and_may_tag_them() -> None:
     parsed = parse("llama_json", f"Let me see.<|python_tag|>{ONE['llama_json']}; {ONE['llama_json']}")
     assert len(parsed.calls) == 2
     assert parsed.content == "Let me see."
-    assert parse("llama_json", '{"answer": 3}') == ParsedAnswer('{"answer": 3}')
-    assert parse("llama_json", "Three.") == ParsedAnswer("Three.")
+    assert parse("llama_json", '{"answer": 3}') == AnswerParts(content='{"answer": 3}')
+    mentioned = parse("llama_json", f"I write <|python_tag|> first.<|python_tag|>{ONE['llama_json']}")
+    assert (names_of(mentioned), mentioned.content) == (["look"], "I write <|python_tag|> first.")
 
 
 @pytest.mark.parametrize(
@@ -119,81 +167,105 @@ def test_llama_separates_calls_by_semicolons_and_may_tag_them() -> None:
         ("hermes", '<tool_call>{"name": "look", "arguments": {"key": </tool_call>'),
         ("hermes", '<tool_call>{"arguments": {}}</tool_call>'),
         ("hermes", '<tool_call>{"name": "look", "arguments": 3}</tool_call>'),
+        ("hermes", '<tool_call>{"name": "look", "arguments": {"n": NaN}}</tool_call>'),
         ("hermes", '<tool_call>{"name": "look"'),
         ("hermes", "<tool_call>[1]</tool_call>"),
         ("hermes", "<tool_call>" + "[" * 5000 + "</tool_call>"),
         ("qwen_xml", "<tool_call><function=look>text<parameter=key>kz</parameter></function></tool_call>"),
         ("qwen_xml", "<tool_call><parameter=key>kz</parameter></tool_call>"),
+        ("qwen_xml", "<tool_call>\n<function=look>\n<parameter=key>\nkz"),
         ("glm", "<tool_call><arg_key>key</arg_key><arg_value>kz</arg_value></tool_call>"),
         ("glm", "<tool_call>look<arg_key>key</arg_key></tool_call>"),
         ("kimi", '<|tool_call_begin|>functions.look:0{"key": "kz"}<|tool_call_end|>'),
         ("kimi", "<|tool_call_begin|>functions.look:0<|tool_call_argument_begin|>3<|tool_call_end|>"),
         ("llama_json", '{"name": "look", "parameters": {'),
+        ("lfm2", "<|tool_call_start|>[look(key=]<|tool_call_end|>"),
+        ("lfm2", "<|tool_call_start|>[look('kz')]<|tool_call_end|>"),
+        ("lfm2", "<|tool_call_start|>[look(key=open('x'))]<|tool_call_end|>"),
+        ("gemma4", '<|tool_call>call:look{key:<|"|>kz}<tool_call|>'),
+        ("mistral", '[TOOL_CALLS][{"name": "look", "arguments": {"key": '),
+        ("mistral_args", '[TOOL_CALLS]look[ARGS]{"key": '),
+        ("deepseek_v3", "<｜tool▁call▁begin｜>function<｜tool▁sep｜>look\n```json\n{\n```<｜tool▁call▁end｜>"),
+        ("deepseek_v32", '<｜DSML｜invoke name="look">\nkz</｜DSML｜invoke>'),
+        ("harmony", "<|channel|>commentary to=functions.look <|constrain|>json<|message|>{"),
     ],
 )
 def test_malformed_calls_stay_text_and_say_why(kind: str, text: str) -> None:
-    parsed = parse(kind, "Well. " * (kind != "llama_json") + text)
+    prefix = (
+        "" if kind == "llama_json" else "<|channel|>final<|message|>Well.<|end|>" if kind == "harmony" else "Well. "
+    )
+    parsed = parse(kind, prefix + text)
     assert not parsed.calls
     (malformed,) = parsed.malformed
     assert malformed == text
     assert parsed.content.endswith(text)
 
 
-@pytest.mark.parametrize("kind", ["hermes", "qwen_xml", "glm", "kimi"])
+@pytest.mark.parametrize("kind", [*BLOCKS, "harmony"])
 def test_a_good_call_beside_a_malformed_one_is_a_call(kind: str) -> None:
-    broken = ONE[kind].replace("look", "", 1)
-    parsed = parse(kind, broken + ONE[kind])
-    assert [call.name for call in parsed.calls] == ["look"]
+    broken = ONE[kind].replace("look", "", 1) if kind != "harmony" else ONE[kind].replace("kz", 'k"z')
+    between = "<|start|>assistant" * (kind == "harmony")
+    parsed = parse(kind, broken + between + ONE[kind])
+    assert names_of(parsed) == ["look"]
     assert len(parsed.malformed) == 1
 
 
+@pytest.mark.parametrize("kind", BLOCKS)
+@pytest.mark.parametrize("mention", ["I write {} now. ", "{} ", "As {}, then:\n", "{}{}"])
+def test_a_mark_that_is_mentioned_hides_no_call_after_it(kind: str, mention: str) -> None:
+    parser: Any = get_tool_parser(kind)
+    for mark in parser.marks():
+        if kind in ("glm", "hermes") and mention == "{}{}":
+            continue
+        parsed = parse(kind, mention.replace("{}", mark) + ONE[kind])
+        assert names_of(parsed) == ["look"], (mark, parsed)
+        assert parsed.calls[0].arguments["key"] == "kz"
+
+
+@pytest.mark.parametrize("kind", BLOCKS)
+def test_a_doubled_opening_mark_hides_no_call(kind: str) -> None:
+    parser: Any = get_tool_parser(kind)
+    first = parser.marks()[-1]
+    assert names_of(parse(kind, first + "\n" + ONE[kind])) == ["look"]
+
+
 def test_calls_in_thoughts_are_not_made() -> None:
-    assert parse("hermes", f"<think>Maybe {ONE['hermes']}?</think>No.").calls == ()
-    assert parse("hermes", f"<think>Maybe {ONE['hermes']}").calls == ()
-    assert len(parse("hermes", f"Maybe?</think>{ONE['hermes']}").calls) == 1
+    reader, opened = AnswerReader(get_tool_parser("hermes")), AnswerReader(get_tool_parser("hermes"), opened=True)
+    assert reader.read(f"<think>Maybe {ONE['hermes']}?</think>No.").calls == ()
+    assert reader.read(f"<think>Maybe {ONE['hermes']}").calls == ()
+    assert opened.read(f"Maybe {ONE['hermes']}</think>No.").calls == ()
+    assert opened.read(f"Maybe {ONE['hermes']}") == AnswerParts(f"Maybe {ONE['hermes']}", False)
+    assert len(reader.read(f"Maybe?</think>{ONE['hermes']}").calls) == 1
+
+
+@pytest.mark.parametrize("kind", BLOCKS)
+def test_the_end_of_thinking_in_prose_after_a_call_unmakes_none(kind: str) -> None:
+    reader = AnswerReader(get_tool_parser(kind), opened=False)
+    parts = reader.read(f"{ONE[kind]} I had no <think> and no </think> here.")
+    assert (names_of(parts), parts.reasoning) == (["look"], None)
 
 
 THOUGHTS = ["<think>hm {} hm</think>", "hm {} hm</think>", "<think>{}</think>"]
 
 
-@pytest.mark.parametrize("kind", ["hermes", "qwen_xml", "glm", "kimi"])
+@pytest.mark.parametrize("kind", [kind for kind in BLOCKS if FORMATS[kind].thinking[0] == "<think>"])
 @pytest.mark.parametrize("thought", THOUGHTS)
 @pytest.mark.parametrize("said", ["<think>", "</think>", "a <think> b </think> c", "</think><think>"])
 def test_marks_of_thinking_in_arguments_are_arguments(kind: str, thought: str, said: str) -> None:
-    """For fault 22: such a call vanished, and was not counted."""
     call = ONE[kind].replace("kz", said)
-    parsed = parse(kind, call)
-    assert [one.arguments["key"] for one in parsed.calls] == [said]
-    # after thinking that has a call like it, before more of it, and twice
-    parsed = parse(kind, thought.format(call) + call + "<think>" + call + "</think>" + call)
+    for opened in (None, False):
+        parsed = AnswerReader(get_tool_parser(kind), opened).read("So: " + call)
+        assert [one.arguments["key"] for one in parsed.calls] == [said]
+    parsed = AnswerReader(get_tool_parser(kind), not thought.startswith("<")).read(
+        thought.format(ONE[kind]) + call + "so" + call
+    )
     assert [one.arguments["key"] for one in parsed.calls] == [said, said]
     assert not parsed.malformed
-    broken = call.replace("look", "", 1)
-    assert len(parse(kind, broken).malformed) == 1
-    assert len(parse(kind, call + broken).malformed) == 1
-
-
-@pytest.mark.parametrize("said", ["<think>", "</think>", "a <think> b </think> c", "</think><think>"])
-def test_marks_of_thinking_in_arguments_of_llama_are_arguments(said: str) -> None:
-    """For fault 22."""
-    call = ONE["llama_json"].replace("kz", said)
-    for before in ("", "hm</think>", "<think>hm</think>", "<think>hm</think>So.<|python_tag|>"):
-        parsed = parse("llama_json", before + call)
-        assert [one.arguments["key"] for one in parsed.calls] == [said], before
-    assert len(parse("llama_json", call[:-1]).malformed) == 1
-    for thought in (f"<think>{call}</think>No.", f"<think><|python_tag|>{call}", f"hm <|python_tag|>{call}</think>No."):
-        assert parse("llama_json", thought) == ParsedAnswer(thought)
-
-
-def test_a_call_that_thinking_only_mentions_hides_none_after_it() -> None:
-    for before in ("I write <tool_call> now.</think>", "<think>I write <tool_call> now.</think>"):
-        parsed = parse("hermes", before + ONE["hermes"])
-        assert ([call.name for call in parsed.calls], parsed.malformed) == (["look"], ())
 
 
 PIECES = (
-    *("<tool_call>", "</tool_call>", "<|tool_call_begin|>", "<|tool_call_argument_begin|>", "<|tool_call_end|>"),
-    *("{", "}", '"name"', ":", "x", "\n", "<", ">", "<function=f>", "<think>", "</think>"),
+    *("{", "}", '"name"', ":", "x", "\n", "<", ">", "<think>", "</think>", "<|channel|>", "<|message|>", "[", "]"),
+    *(mark for form in FORMATS.values() for mark in form.marks),
     *(text.replace("kz", said) for text in ONE.values() for said in ("kz", "<think>", "</think>")),
 )
 
@@ -201,73 +273,45 @@ PIECES = (
 @given(text=st.lists(st.sampled_from(PIECES), max_size=12).map("".join))
 @settings(max_examples=examples(100), deadline=None)
 def test_no_text_breaks_a_parser_or_is_lost(text: str) -> None:
-    for kind in parsers._parsers:
+    for kind in base._parsers:
         parsed = parse(kind, text)
-        if not parsed.calls and kind not in ("kimi", "kimi_k2"):
+        if not parsed.calls and kind not in ("harmony", "gpt_oss"):
             assert parsed.content == text
         assert all(malformed in text for malformed in parsed.malformed)
 
 
-names = st.from_regex(r"[a-z_][a-z0-9_]{0,8}", fullmatch=True)
-# what a value cannot hold is what ends it: the formats have no way to write that
-written = st.sampled_from(["<", ">", "<think>", "</think>", "<tool_call>", "<|tool_call_begin|>", "</", "{", '"', "; "])
-letters = st.text(alphabet=st.characters(blacklist_categories=["Cs"]), max_size=6)
-values = st.lists(written | letters, max_size=4).map("".join)
+@pytest.mark.parametrize("kind", list(FORMATS))
+def test_the_format_is_told_by_the_call_that_the_template_writes(kind: str) -> None:
+    assert type(find_format(tokenizer_of(kind))) is type(get_tool_parser(kind))
 
 
-@given(name=names, arguments=st.dictionaries(names, values, max_size=3), thought=st.sampled_from(["", *THOUGHTS]))
-@settings(max_examples=examples(100), deadline=None)
-def test_what_a_template_would_write_is_read_back(name: str, arguments: dict[str, Any], thought: str) -> None:
-    as_json = json.dumps(arguments, ensure_ascii=False)
-    pairs = arguments.items()
-    written = {
-        "hermes": f'<tool_call>\n{{"name": "{name}", "arguments": {as_json}}}\n</tool_call>',
-        "qwen_xml": f"<tool_call>\n<function={name}>\n"
-        + "".join(f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in pairs)
-        + "</function>\n</tool_call>",
-        "glm": f"<tool_call>{name}\n"
-        + "".join(f"<arg_key>{key}</arg_key>\n<arg_value>{value}</arg_value>\n" for key, value in pairs)
-        + "</tool_call>",
-        "kimi": f"<|tool_call_begin|>functions.{name}:0<|tool_call_argument_begin|>{as_json}<|tool_call_end|>",
-        "llama_json": f'{{"name": "{name}", "parameters": {as_json}}}',
-    }
-    for kind, text in written.items():
-        parsed = parse(kind, thought.replace("{}", "so") + text)
-        assert [(call.name, dict(call.arguments)) for call in parsed.calls] == [(name, arguments)], kind
-        assert not parsed.malformed
+def test_a_template_that_writes_no_call_asks_for_the_format_whose_marks_it_has() -> None:
+    tokenizer = small_tokenizer("{# <|tool_list_start|> #}{% for m in messages %}{{ m.content }}{% endfor %}")
+    assert type(find_format(tokenizer)) is type(get_tool_parser("lfm2"))
 
 
-def test_the_format_is_told_from_the_chat_template() -> None:
-    assert parser_for_template(TEMPLATES["groups_tools"].source) == "hermes"
-    assert parser_for_template("… <tool_call>\n<function=example> …") == "qwen_xml"
-    assert parser_for_template("… <tool_call>{name}\n<arg_key> …") == "glm"
-    assert parser_for_template("… <|tool_call_begin|><|tool_call_argument_begin|> …") == "kimi"
-    assert parser_for_template(None) == "hermes"
+UNREAD = [
+    "{{ m.content }}",  # no sign of calls at all: Hermes' is not assumed
+    "{% for c in m.tool_calls or [] %}<tool_call>CALL {{ c.function.name }} {{ c.function.arguments }}{% endfor %}",
+    "{% for c in m.tool_calls or [] %}>>>{{ c.function.name }}\n{{ c.function.arguments | tojson }}{% endfor %}",
+]
 
 
-@pytest.mark.parametrize(
-    ("template", "model"),
-    [
-        ("<|start|>assistant<|channel|>commentary to=functions.f", "gpt-oss"),
-        ('<minimax:tool_call>\n<invoke name="f">', "MiniMax"),
-        ("[TOOL_CALLS][{{ calls }}]", "Mistral"),
-        ("<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function", "DeepSeek"),
-    ],
-)
-def test_a_format_that_cannot_be_read_is_not_taken_for_another(template: str, model: str) -> None:
-    with pytest.raises(PromptError, match=f"tool calls in {model}'s format, which is not parsed here"):
-        parser_for_template(template)
-    assert parser_for_template(template, offered=False) == "hermes"
+@pytest.mark.parametrize("writes", UNREAD)
+def test_a_format_that_nobody_reads_is_refused_in_a_sentence(writes: str) -> None:
+    source = "{% for m in messages %}<|im_start|>" + writes + "<|im_end|>{% endfor %}"
+    with pytest.raises(PromptError, match="asks for tool calls in a format that is not read here: give tool_parser"):
+        parser_for(small_tokenizer(source))
 
 
 def test_a_custom_parser_is_found_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(parsers._parsers, "mine", list)  # taken out again at the end
-    del parsers._parsers["mine"]
+    monkeypatch.setitem(base._parsers, "mine", list)  # taken out again at the end
+    del base._parsers["mine"]
 
     @register_tool_parser("mine")
     class Mine(ToolParser):
-        def parse(self, text: str) -> ParsedAnswer:
-            return ParsedAnswer(text)
+        def parse(self, text: str) -> AnswerParts:
+            return AnswerParts(content=text)
 
     assert isinstance(get_tool_parser("mine"), Mine)
     with pytest.raises(ConfigError, match="'mine'"):
@@ -309,6 +353,15 @@ SCHEMA: dict[str, Any] = {
         ("name", "null", None),
         ("text", "null", "null"),
         ("loop", "3", "3"),
+        ("size", "TRUE", True),
+        ("many", "['x', None]", ["x", None]),
+        ("many", "", []),
+        ("place", "", {}),
+        ("place", "{'a': (1, 2)}", {"a": [1, 2]}),
+        ("size", "", None),
+        ("place", "__import__('os')", "__import__('os')"),
+        ("text", "", ""),
+        ("text", "TRUE", "TRUE"),
     ],
 )
 def test_values_are_of_the_types_that_the_schema_names_in_whatever_words(
@@ -321,3 +374,57 @@ def test_values_are_of_the_types_that_the_schema_names_in_whatever_words(
     }[kind]
     (call,) = parser.parse(text).calls
     assert parser.typed(call, SCHEMA).arguments == {name: read}
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "arguments"),
+    [
+        (
+            "qwen_xml",
+            "<function=f>\n<parameter=a>\n1\n<parameter=b>\n2\n</parameter>\n</function>\n",
+            {"a": "1", "b": "2"},
+        ),
+        ("qwen_xml", "<function=f>\n<parameter=a>\n1\n</function>\n", {"a": "1"}),
+        ("qwen_xml", "<function=f><parameter=a>x</parameter>y</parameter></function>", {"a": "x</parameter>y"}),
+        ("qwen_xml", "<function=f><parameter=a>x</function>y</parameter></function>", {"a": "x</function>y"}),
+        ("glm", "f<arg_key>a</arg_key><arg_value>x</arg_value>y</arg_value>", {"a": "x</arg_value>y"}),
+        (
+            "glm",
+            "f<arg_key>a</arg_key><arg_value>1<arg_key>b</arg_key><arg_value>2</arg_value>",
+            {"a": "1", "b": "2"},
+        ),
+    ],
+)
+def test_a_value_ends_at_its_own_end_or_at_the_next_key(kind: str, text: str, arguments: dict[str, str]) -> None:
+    parsed = parse(kind, f"<tool_call>{text}</tool_call>")
+    assert [dict(call.arguments) for call in parsed.calls] == [arguments]
+
+
+@pytest.mark.parametrize("section", ["tool_calls_section", "tool_call_section"])
+def test_kimi_names_may_have_dots_and_sections_both_names(section: str) -> None:
+    call = '<|tool_call_begin|>functions.files.read-all:12<|tool_call_argument_begin|>{"a": 1}<|tool_call_end|>'
+    parsed = parse("kimi", f"So.<|{section}_begin|>{call}{call}<|{section}_end|>")
+    assert [(one.name, one.id) for one in parsed.calls] == [("files.read-all", "functions.files.read-all:12")] * 2
+    assert parsed.content == "So."
+
+
+def test_lfm2_reads_json_in_its_marks_line_breaks_and_dots() -> None:
+    as_json = '<|tool_call_start|>[{"name": "f", "arguments": {"x": 1}}]<|tool_call_end|>'
+    assert [dict(call.arguments) for call in parse("lfm2", as_json).calls] == [{"x": 1}]
+    parsed = parse("lfm2", "<|tool_call_start|>[a.f(x='1\n2', y=-1.5, z={\"k\": [true, null]}), g()]<|tool_call_end|>")
+    assert [(call.name, dict(call.arguments)) for call in parsed.calls] == [
+        ("a.f", {"x": "1\n2", "y": -1.5, "z": {"k": [True, None]}}),
+        ("g", {}),
+    ]
+
+
+def test_harmony_channels_are_reasoning_content_and_calls() -> None:
+    text = (
+        "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>commentary<|message|>I look.<|end|>"
+        '<|start|>assistant to=functions.look<|channel|>commentary json<|message|>{"key": "kz"}<|call|>'
+    )
+    parts = parse("harmony", text)
+    assert (parts.reasoning, parts.content, names_of(parts)) == ("Hm.", "I look.", ["look"])
+    assert parts.reasoning_closed
+    assert not parse("harmony", "<|channel|>analysis<|message|>Hm").reasoning_closed
+    assert parse("harmony", "<|channel|>final<|message|>Three.").content == "Three."

@@ -14,10 +14,10 @@ from agl_slime.errors import ConfigError, MissingDependencyError
 from agl_slime.rollout.batched.multi_turn import Trajectory, TurnsRollout
 from agl_slime.rollout.chat_session import ChatSession
 from agl_slime.rollout.scheduler import StopReason
-from agl_slime.rollout.tool_parsers import get_tool_parser
 from agl_slime.rollout.turns import run_turns
 from agl_slime.sglang.generation import SamplingParams
 from agl_slime.support.threads import run_blocking
+from agl_slime.tokens.formats import get_tool_parser
 
 logger = logging.getLogger(__name__)
 

@@ -16,10 +16,10 @@ from agl_slime.errors import ConfigError, ContextOverflowError, EngineProtocolEr
 from agl_slime.rollout.batched.sampler import Sampler
 from agl_slime.rollout.scheduler import StopReason
 from agl_slime.rollout.session import RolloutSession, RolloutStopped, Session
-from agl_slime.rollout.tool_parsers import ToolParser, get_tool_parser, parser_for_template
 from agl_slime.rollout.turns import run_turns
 from agl_slime.sglang.generation import Generation, SamplingParams
 from agl_slime.support.threads import run_blocking
+from agl_slime.tokens.formats import ToolParser, find_format, get_tool_parser, parser_for
 from agl_slime.tokens.template import ChatTemplate
 from agl_slime.tokens.tokenizer import ChatTokenizer
 from agl_slime.trace.segments import Segment, merge_turns
@@ -164,9 +164,9 @@ class MultiTurnRollout(TurnsRollout):
     ) -> None:
         super().__init__(**options)
         self._sampler = sampler
-        self._tokenizer, self._source = template, getattr(template, "chat_template", None)
+        self._tokenizer = template
         self._max_tokens = max_trajectory_tokens
-        self._parser = get_tool_parser(self._tool_parser or parser_for_template(self._source, offered=False))
+        self._parser = get_tool_parser(self._tool_parser) if self._tool_parser else None
 
     def _run(
         self, trajectories: list[Trajectory], tools: Sequence[Any], made: bool, sampling: SamplingParams | None
@@ -174,16 +174,17 @@ class MultiTurnRollout(TurnsRollout):
         batch = _Batch(self._sampler, live=len(trajectories))
         templates: dict[str, ChatTemplate] = {}
 
-        common: dict[str, Any] = {"client": batch, "parser": self._parser}
+        common: dict[str, Any] = {"client": batch}
         common |= {"max_turns": self._max_turns, "max_trajectory_tokens": self._max_tokens, "traced": False}
 
         def session_of(trajectory: Trajectory, manager: Any) -> RolloutSession:
             schemas = trajectory.get("tools", manager.schemas if manager is not None else None) or None
-            if schemas and not self._tool_parser:
-                parser_for_template(self._source)  # raises where calls could not be read
+            parser = self._parser or (parser_for if schemas else find_format)(self._tokenizer)
             template = templates.setdefault(repr(schemas), ChatTemplate(tokenizer=self._tokenizer, tools=schemas))
             messages, params = trajectory["messages"], sampling or SamplingParams()
-            return RolloutSession(sampling=params, messages=messages, tools=manager, template=template, **common)
+            return RolloutSession(
+                sampling=params, messages=messages, tools=manager, template=template, parser=parser, **common
+            )
 
         sessions = [session_of(trajectory, manager) for trajectory, manager in zip(trajectories, tools, strict=True)]
 

@@ -1,0 +1,126 @@
+"""Formats in which models write calls of tools, and which of them a chat template asks for."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from agl_slime.errors import PromptError
+from agl_slime.tokens.formats.base import (
+    ToolParser,
+    before_marks,
+    get_tool_parser,
+    read_object,
+    register_tool_parser,
+)
+from agl_slime.tokens.formats.harmony import HarmonyParser
+from agl_slime.tokens.formats.json_calls import (
+    CohereParser,
+    DeepSeekV3Parser,
+    DeepSeekV31Parser,
+    FunctionaryParser,
+    HermesParser,
+    KimiParser,
+    LlamaJsonParser,
+    MiniMaxM1Parser,
+    MistralArgsParser,
+    MistralParser,
+    NemotronV2Parser,
+    SolarParser,
+)
+from agl_slime.tokens.formats.literals import Gemma4Parser, Lfm2Parser
+from agl_slime.tokens.formats.tagged import (
+    DsmlParser,
+    GlmParser,
+    HunyuanParser,
+    MiniMaxParser,
+    QwenXmlParser,
+    SeedParser,
+)
+from agl_slime.tokens.formats.untyped import types_of
+from agl_slime.tokens.tokenizer import ChatTokenizer, render_chat
+
+__all__ = [
+    "HarmonyParser",
+    "ToolParser",
+    "before_marks",
+    "find_format",
+    "get_tool_parser",
+    "parser_for",
+    "read_object",
+    "register_tool_parser",
+    "types_of",
+]
+
+# a format with fewer marks of its own stands after those whose templates have its marks as well
+_FORMATS: tuple[type[ToolParser], ...] = (
+    *(HarmonyParser, KimiParser, SolarParser, DsmlParser, DeepSeekV3Parser, DeepSeekV31Parser, MiniMaxParser),
+    *(HunyuanParser, SeedParser, GlmParser, QwenXmlParser, FunctionaryParser, Gemma4Parser, Lfm2Parser),
+    *(MistralArgsParser, MistralParser, NemotronV2Parser, MiniMaxM1Parser, CohereParser),
+    *(HermesParser, LlamaJsonParser),
+)
+_NAME, _ARGUMENTS = "look_up_42", {"key": "kz 42", "n": "3"}
+_QUESTION = "A question 42"
+
+
+def parser_for(tokenizer: ChatTokenizer, template_kwargs: Mapping[str, Any] | None = None) -> ToolParser:
+    """The parser of the format that a tokenizer's chat template asks for. ``PromptError`` where nobody reads it."""
+    found = find_format(tokenizer, template_kwargs)
+    if found is None:
+        raise PromptError(
+            "the chat template asks for tool calls in a format that is not read here: give tool_parser the name of one "
+            "that the prompt asks for, register a parser (agl_slime.rollout.tool_parsers), or offer no tools"
+        )
+    return found
+
+
+def find_format(tokenizer: Any, template_kwargs: Mapping[str, Any] | None = None) -> ToolParser | None:
+    """The format whose parser reads the call that the template writes. A template that writes none, or refuses, asks
+    for the format whose marks its text has, or else the vocabulary; ``None`` where there are no marks either."""
+    kwargs = dict(template_kwargs or {})
+    source = kwargs.get("chat_template") or getattr(tokenizer, "chat_template", None)
+    source = source if isinstance(source, str) else ""
+    return _find(tokenizer, source, _Arguments(kwargs))
+
+
+class _Arguments(dict[str, Any]):
+    """Arguments of a template, as a key."""
+
+    def __hash__(self) -> int:  # type: ignore[override]
+        return hash(repr(self))
+
+
+@functools.lru_cache(maxsize=64)
+def _find(tokenizer: Any, source: str, kwargs: _Arguments) -> ToolParser | None:
+    shown = [form() for form in _FORMATS if any(mark in source for mark in form.shown)]
+    for written in _probes(tokenizer, kwargs):
+        for form in [*shown, *(form() for form in _FORMATS)]:
+            if _reads(form, written):
+                return form
+        return None  # it writes a call that nobody reads
+    vocabulary = getattr(tokenizer, "get_added_vocab", dict)()
+    inherited = (form() for form in _FORMATS if not vocabulary.keys().isdisjoint(form.shown))
+    return next(iter(shown), None) or next(inherited, None)
+
+
+def _reads(form: ToolParser, written: str) -> bool:
+    """Whether a parser finds the probe's call, perhaps with the end of the turn after it."""
+    tries = (form.parse(text).calls for text in (written, written[: written.rfind("}") + 1].strip()))
+    return any([(call.name, {**call.arguments}) for call in calls] == [(_NAME, _ARGUMENTS)] for calls in tries)
+
+
+def _probes(tokenizer: Any, kwargs: dict[str, Any]) -> Iterator[str]:
+    """An answer with one call as the template writes it, where it does."""
+    question = {"role": "user", "content": _QUESTION}
+    for arguments in (_ARGUMENTS, '{"key": "kz 42", "n": "3"}'):
+        call = {"id": "call00042", "type": "function", "function": {"name": _NAME, "arguments": arguments}}
+        try:
+            asked = render_chat(tokenizer, [question], opening=True, **kwargs)
+            answer = {"role": "assistant", "content": "", "tool_calls": [call]}
+            whole = render_chat(tokenizer, [question, answer], **kwargs)
+        except PromptError:
+            continue
+        written = whole[len(asked) :] if whole.startswith(asked) else whole.rpartition(_QUESTION)[2]
+        if _NAME in written:
+            yield written

@@ -1,0 +1,75 @@
+"""Harmony, gpt-oss's way to write an answer: messages in channels, of which some are calls."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from agl_slime.tokens.answer import AnswerParts, ToolCall
+from agl_slime.tokens.formats.base import ToolParser, before_marks, numbered, read_object, register_tool_parser
+
+_ENDS = re.compile(r"<\|(?:end|call|return|start)\|>")
+_MESSAGE = "<|message|>"
+_CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
+_RECIPIENT = re.compile(r"\bto=(?:functions\.)?([^\s<]+)")
+
+
+@register_tool_parser("harmony", "gpt_oss")
+class HarmonyParser(ToolParser):
+    """``<|channel|>commentary to=functions.f <|constrain|>json<|message|>{"x": 1}<|call|>``: gpt-oss. The channel
+    ``analysis`` is reasoning; ``commentary`` without a recipient and ``final`` are content."""
+
+    shown = ("<|channel|>",)
+    tokens = "<|channel|>", "<|message|>", "<|start|>", "<|end|>", "<|call|>", "<|return|>", "<|constrain|>"
+    written = "<|channel|>commentary to=functions.NAME <|constrain|>json<|message|>", "<|call|>", "json"
+    between = "<|start|>assistant"
+
+    def marks(self) -> tuple[str, ...]:
+        return ("<|",)
+
+    def forced(self, functions: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
+        form = super().forced(functions)
+        assert form is not None
+        # the engine stops at the first call's end
+        return {"type": "or", "elements": form["tags"]} if len(functions) > 1 else form["tags"][0]
+
+    def parse(self, text: str) -> AnswerParts:
+        """All parts, the reasoning too."""
+        return self.parts(text)
+
+    def parts(self, text: str, *, sampling: bool = False) -> AnswerParts:
+        """The parts of an answer. Of one that is still ``sampling`` what stands whatever follows."""
+        reasoning: list[str] = []
+        content: list[str] = []
+        calls: list[ToolCall] = []
+        malformed: list[str] = []
+        closed = True
+        for part, ended in _messages(before_marks(text, ("<|",), within=False) if sampling else text):
+            header, mark, body = part.partition(_MESSAGE)
+            channel, recipient = _CHANNEL.search(header), _RECIPIENT.search(header)
+            if not mark:  # the beginning of a message, or an answer without messages
+                content += [] if "<|" in header or "assistant".startswith(header.strip()[:9]) else [header]
+            elif recipient is not None:
+                if sampling and not ended:
+                    continue
+                try:
+                    calls.append(ToolCall(name=recipient[1], arguments=read_object(body.strip() or "{}")))
+                except ValueError:
+                    malformed.append(part)
+                    content.append(part)
+            elif channel is not None and channel[1] == "analysis":
+                reasoning.append(body.strip())
+                closed = ended
+            else:
+                content.append(body)
+        thought = "\n".join(reasoning) if reasoning else None
+        return AnswerParts(
+            thought, closed or bool(content or calls), "".join(content), numbered(calls), tuple(malformed)
+        )
+
+
+def _messages(text: str) -> list[tuple[str, bool]]:
+    """The messages of an answer, and whether each is closed."""
+    parts = _ENDS.split(text)
+    return [(part, number < len(parts) - 1) for number, part in enumerate(parts) if part.strip()]

@@ -1,0 +1,137 @@
+"""Formats that write a call as a programming language does."""
+
+from __future__ import annotations
+
+import ast
+import re
+from typing import Any
+
+from agl_slime.tokens.answer import ToolCall
+from agl_slime.tokens.formats.base import BlockParser, read_object, register_tool_parser, skip_blanks
+from agl_slime.tokens.formats.json_calls import calls_of_json
+
+_MOST_ENDS = 16
+_CONSTANTS = {"true": True, "false": False, "null": None, "None": None}
+
+
+@register_tool_parser("lfm2", "pythonic")
+class Lfm2Parser(BlockParser):
+    """``<|tool_call_start|>[f(x=1), g()]<|tool_call_end|>``: LFM2, whose newer ones may write JSON in the marks."""
+
+    begin, end = "<|tool_call_start|>", "<|tool_call_end|>"
+    shown = "<|tool_call_start|>", "<|tool_list_start|>"
+
+    def read(self, text: str, at: int) -> tuple[list[ToolCall], int]:
+        if re.compile(r"\s*\[?\s*\{").match(text, at):
+            return calls_of_json(text, at, self.end)
+        end = text.find(self.end, at)
+        for _ in range(_MOST_ENDS):
+            if end < 0:
+                break
+            try:
+                return _calls_of_python(text[at:end].strip()), end + len(self.end)
+            except (ValueError, SyntaxError, MemoryError):
+                end = text.find(self.end, end + len(self.end))  # that one stood in a string, perhaps
+        raise ValueError("no calls")
+
+
+def _calls_of_python(written: str) -> list[ToolCall]:
+    try:
+        tree = ast.parse(written, mode="eval").body
+    except SyntaxError:  # the model's own template writes line breaks in strings as they are
+        tree = ast.parse(written.replace("\n", "\\n"), mode="eval").body
+    calls = []
+    for call in tree.elts if isinstance(tree, ast.List) else [tree]:
+        if not isinstance(call, ast.Call) or call.args or (not call.keywords and not isinstance(call.func, ast.expr)):
+            raise ValueError("no call by names of arguments")
+        arguments = {}
+        for keyword in call.keywords:
+            if keyword.arg is None:
+                raise ValueError("an argument without a name")
+            arguments[keyword.arg] = _value(keyword.value)
+        calls.append(ToolCall(name=ast.unparse(call.func), arguments=arguments))
+    if not calls:
+        raise ValueError("an empty list")
+    return calls
+
+
+def _value(node: ast.expr) -> Any:
+    """What a literal is, with the words of JSON for constants."""
+    match node:
+        case ast.Name(id=name) if name in _CONSTANTS:
+            return _CONSTANTS[name]
+        case ast.List(elts=values) | ast.Tuple(elts=values):
+            return [_value(value) for value in values]
+        case ast.Dict(keys=keys, values=values):
+            return {str(_value(key)): _value(value) for key, value in zip(keys, values, strict=True) if key is not None}
+        case ast.Constant(value=str() | int() | float() | None as value):
+            return value
+        case ast.UnaryOp(op=ast.USub(), operand=ast.Constant(value=int() | float() as value)):
+            return -value
+    raise ValueError("no literal")
+
+
+@register_tool_parser("gemma4")
+class Gemma4Parser(BlockParser):
+    """``<|tool_call>call:f{x:1,y:<|"|>text<|"|>}<tool_call|>``: Gemma 4."""
+
+    begin, end = "<|tool_call>", "<tool_call|>"
+    shown = ("<|tool_call>",)
+    inner = ('<|"|>',)
+    starts = re.compile(r"\s*call:")
+    _head = re.compile(r"\s*call:([^\s{<]+)\s*(?=\{)")
+    _key = re.compile(r'\s*(?:<\|"\|>(.*?)<\|"\|>|([^\s:,{}\[\]]+))\s*:', re.DOTALL)
+    _plain = re.compile(r"[^,{}\[\]<]+")
+    _quote = '<|"|>'
+
+    def read(self, text: str, at: int) -> tuple[list[ToolCall], int]:
+        head = self._head.match(text, at)
+        if head is None:
+            raise ValueError("no name")
+        arguments, at = self._value(text, head.end())
+        at = skip_blanks(text, at)
+        if not text.startswith(self.end, at):
+            raise ValueError("the call is not closed")
+        return [ToolCall(name=head[1], arguments=read_object(arguments))], at + len(self.end)
+
+    def _value(self, text: str, at: int) -> tuple[Any, int]:
+        at = skip_blanks(text, at)
+        if text.startswith(self._quote, at):
+            start = at + len(self._quote)
+            end = text.index(self._quote, start)
+            return text[start:end], end + len(self._quote)
+        if text.startswith(("{", "["), at):
+            return self._items(text, at)
+        plain = self._plain.match(text, at)
+        if plain is None:
+            raise ValueError("no value")
+        return _plain_value(plain[0].strip()), plain.end()
+
+    def _items(self, text: str, at: int) -> tuple[Any, int]:
+        keyed = text[at] == "{"
+        close = "}" if keyed else "]"
+        pairs: list[tuple[Any, Any]] = []
+        at = skip_blanks(text, at + 1)
+        while not text.startswith(close, at):
+            key = self._key.match(text, at) if keyed else None
+            if keyed and key is None:
+                raise ValueError("no key")
+            value, at = self._value(text, key.end() if key else at)
+            pairs.append(((key[1] if key[1] is not None else key[2]) if key else None, value))
+            at = skip_blanks(text, at)
+            if text.startswith(",", at):
+                at = skip_blanks(text, at + 1)
+            elif not text.startswith(close, at):
+                raise ValueError("no end")
+        return (dict(pairs) if keyed else [value for _, value in pairs]), at + 1
+
+
+def _plain_value(text: str) -> Any:
+    if text in _CONSTANTS:
+        return _CONSTANTS[text]
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    return text

@@ -1,0 +1,164 @@
+"""Formats that write each argument between marks of its own, as text."""
+
+from __future__ import annotations
+
+import functools
+import json
+import re
+
+from agl_slime.tokens.answer import ToolCall
+from agl_slime.tokens.formats.base import register_tool_parser
+from agl_slime.tokens.formats.untyped import UntypedParser
+
+_MOST_ENDS = 16  # that are tried for one call, the others stood in arguments
+
+
+class TaggedParser(UntypedParser):
+    """``head`` matches a call's name behind ``begin``, ``key`` an argument's with the mark after it, ``value_end`` ends
+    its value, ``tail`` stands before ``end``. A value may hold any mark, if its own end follows in its place: before
+    the next key, or at the end of the call. One that is not closed ends at the next key, as in SGLang and vLLM."""
+
+    head: re.Pattern[str]
+    key: re.Pattern[str]
+    value_end: str
+    tail = ""
+
+    def read(self, text: str, at: int) -> tuple[list[ToolCall], int]:
+        head = self.head.match(text, at)
+        if head is None:
+            raise ValueError("no name")
+        first = end = text.find(self.end, head.end())
+        for _ in range(_MOST_ENDS):
+            if end < 0 or self.begin in text[first:end]:  # which may be the next call's
+                break
+            body = text[head.end() : end].rstrip()
+            if body.endswith(self.tail):
+                try:
+                    arguments = self._arguments(body.removesuffix(self.tail))
+                except ValueError:
+                    pass  # that end stood in an argument, perhaps
+                else:
+                    return [ToolCall(name=head[1], arguments=arguments)], end + len(self.end)
+            end = text.find(self.end, end + len(self.end))
+        raise ValueError("no arguments that end")
+
+    def _arguments(self, body: str) -> dict[str, object]:
+        arguments: dict[str, object] = {}
+        at = 0
+        while body[at:].strip():
+            key = self.key.match(body, at)
+            if key is None:
+                raise ValueError("text between the arguments")
+            closed, following = self._closed.search(body, key.end()), self.key.search(body, key.end())
+            if closed and not (following and following.start() < closed.start()):
+                end, at = closed.start(), closed.end()
+            elif following:
+                end = at = following.start()
+            elif self.tail:
+                end = at = len(body)
+            else:
+                raise ValueError("a value without an end")
+            arguments[key[1].strip()] = self.value(key, body[key.end() : end])
+        return arguments
+
+    def value(self, key: re.Match[str], text: str) -> object:
+        """The value of an argument from its text."""
+        return text
+
+    @functools.cached_property
+    def _closed(self) -> re.Pattern[str]:
+        return re.compile(f"{re.escape(self.value_end)}(?={self.key.pattern}|\\s*\\Z)")
+
+
+@register_tool_parser("qwen_xml", "qwen3_coder")
+class QwenXmlParser(TaggedParser):
+    """``<tool_call><function=f><parameter=x>1</parameter></function></tool_call>``: Qwen3-Coder, 3.5 and later,
+    Nemotron 3, Step 3.5."""
+
+    begin, end = "<tool_call>", "</tool_call>"
+    shown = ("<function=",)
+    head = re.compile(r"\s*<function=([^>\s]+)\s*>")
+    starts = re.compile(r"\s*<function=")
+    key = re.compile(r"\s*<parameter=([^>\s]+)\s*>")
+    value_end, tail = "</parameter>", "</function>"
+    written = "<tool_call>\n<function=NAME>\n", "\n</function>\n</tool_call>", "qwen_xml"
+
+    def value(self, key: re.Match[str], text: str) -> object:
+        return text.removeprefix("\n").removesuffix("\n")  # values stand on lines of their own
+
+
+@register_tool_parser("seed")
+class SeedParser(QwenXmlParser):
+    """Qwen's in marks of its own, values without lines: Seed-OSS."""
+
+    begin, end = "<seed:tool_call>", "</seed:tool_call>"
+    shown = ("<seed:tool_call>",)
+    written = "<seed:tool_call>\n<function=NAME>\n", "\n</function>\n</seed:tool_call>", "qwen_xml"
+
+
+@register_tool_parser("glm", "glm45")
+class GlmParser(TaggedParser):
+    """``<tool_call>f<arg_key>x</arg_key><arg_value>1</arg_value></tool_call>``: GLM since 4.5, Ling 3, Laguna."""
+
+    begin, end = "<tool_call>", "</tool_call>"
+    shown = ("<arg_key>",)
+    head = re.compile(r"\s*([\w./:-]+)\s*(?=<arg_key>|</tool_call>)")
+    starts = re.compile(r"\s*([\w./:-]+)\s*(?=<arg_key>)")
+    key = re.compile(r"\s*<arg_key>(.*?)</arg_key>\s*<arg_value>", re.DOTALL)
+    value_end = "</arg_value>"
+    written = "<tool_call>NAME", "</tool_call>", "glm_xml"
+
+
+@register_tool_parser("hunyuan")
+class HunyuanParser(TaggedParser):
+    """GLM's marks with the name of a release in them: Hunyuan 3."""
+
+    begin, end = "<tool_call:opensource>", "</tool_call:opensource>"
+    opening, closing = ("<tool_calls:opensource>",), ("</tool_calls:opensource>",)
+    shown = ("<arg_key:opensource>", "<tool_call:opensource>")
+    head = re.compile(r"\s*([^\s<]+)\s*<tool_sep:opensource>")
+    starts = head
+    key = re.compile(r"\s*<arg_key:opensource>(.*?)</arg_key:opensource>\s*<arg_value:opensource>", re.DOTALL)
+    value_end = "</arg_value:opensource>"
+
+
+@register_tool_parser("minimax", "minimax_m2")
+class MiniMaxParser(TaggedParser):
+    """``<invoke name="f"><parameter name="x">1</parameter></invoke>`` in ``<minimax:tool_call>``: MiniMax M2."""
+
+    begin, end = '<invoke name="', "</invoke>"
+    opening, closing, sectioned = ("<minimax:tool_call>",), ("</minimax:tool_call>",), True
+    shown = ("<minimax:tool_call>",)
+    head = re.compile(r'([^">]+)">')
+    starts = head
+    key = re.compile(r'\s*<parameter name="([^"]+)">')
+    value_end = "</parameter>"
+    written = '<invoke name="NAME">\n', "\n</invoke>", "minimax_xml"
+    section = "<minimax:tool_call>\n", "\n</minimax:tool_call>"
+
+    def marks(self) -> tuple[str, ...]:
+        return self.opening
+
+
+@register_tool_parser("deepseek_v32", "deepseek_v4")
+class DsmlParser(TaggedParser):
+    """MiniMax's marks in DSML, which say of each value whether it is a string or JSON: DeepSeek V3.2, V4."""
+
+    begin, end = '<｜DSML｜invoke name="', "</｜DSML｜invoke>"
+    opening = "<｜DSML｜function_calls>", "<｜DSML｜tool_calls>"
+    closing = "</｜DSML｜function_calls>", "</｜DSML｜tool_calls>"
+    shown = inner = ("｜DSML｜",)
+    head = re.compile(r'([^">]+)">')
+    starts = head
+    key = re.compile(r'\s*<｜DSML｜parameter name="([^"]+)"(?: string="(true|false)")?>')
+    value_end = "</｜DSML｜parameter>"
+    written = '<｜DSML｜invoke name="NAME">\n', "</｜DSML｜invoke>", "deepseek_xml"
+    section = "<｜DSML｜tool_calls>\n", "\n</｜DSML｜tool_calls>"
+
+    def value(self, key: re.Match[str], text: str) -> object:
+        if key[2] != "false":
+            return text
+        try:
+            return json.loads(text)
+        except (ValueError, RecursionError):
+            return text

@@ -1,0 +1,83 @@
+"""Arguments that a format writes as text, in the types that the tool's JSON schema names."""
+
+from __future__ import annotations
+
+import ast
+import json
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from agl_slime.tokens.answer import ToolCall
+from agl_slime.tokens.formats.base import BlockParser
+
+
+class UntypedParser(BlockParser):
+    """A format that writes all values as text."""
+
+    def typed(self, call: ToolCall, parameters: Mapping[str, Any] | None) -> ToolCall:
+        root = parameters or {}
+        schemas = root.get("properties")
+        schemas = schemas if isinstance(schemas, Mapping) else {}
+        arguments = {name: _typed(value, types_of(schemas.get(name), root)) for name, value in call.arguments.items()}
+        return replace(call, arguments=arguments)
+
+
+_CONSTANTS = {"true": True, "false": False, "null": None, "none": None}
+_EMPTY: dict[str, Any] = {"array": [], "object": {}, "integer": None, "number": None, "boolean": None, "null": None}
+_JSON_TYPES = {type(None): "null", bool: "boolean", int: "integer", float: "number", str: "string"}
+_JSON_TYPES |= {list: "array", dict: "object"}
+
+
+def types_of(schema: Any, root: Mapping[str, Any], _seen: set[int] | None = None) -> tuple[str, ...]:
+    """The JSON types that a schema allows, by ``type``, ``anyOf`` and its kin, ``$ref`` (within ``root``), ``enum`` and
+    ``const``; none where it does not say."""
+    seen = set() if _seen is None else _seen
+    if not isinstance(schema, Mapping) or id(schema) in seen:
+        return ()
+    seen.add(id(schema))
+    types = [kind for kind in _listed(schema.get("type")) if isinstance(kind, str)]
+    values = [*_listed(schema.get("enum")), *([schema["const"]] if "const" in schema else [])]
+    if not types:
+        types = [_JSON_TYPES[type(value)] for value in values if type(value) in _JSON_TYPES]
+    types += ["null"] if schema.get("nullable") else []
+    inner = [each for name in ("anyOf", "oneOf", "allOf") for each in _listed(schema.get(name))]
+    if isinstance(reference := schema.get("$ref"), str):
+        target: Any = root
+        for key in reference.removeprefix("#/").split("/"):
+            target = target.get(key.replace("~1", "/").replace("~0", "~")) if isinstance(target, Mapping) else None
+        inner.append(target)
+    return tuple(dict.fromkeys([*types, *(kind for each in inner for kind in types_of(each, root, seen))]))
+
+
+def _listed(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else [] if value is None else [value]
+
+
+def _typed(value: Any, types: tuple[str, ...]) -> Any:
+    """``value``, a text, as one of ``types``, where it reads as that and not as a string."""
+    if not isinstance(value, str) or not types:
+        return value
+    text = value.strip()
+    if not text and "string" not in types:
+        return _EMPTY.get(types[0], value)
+    if text.lower() in _CONSTANTS and (text in ("true", "false", "null") or text != text.lower() or len(types) == 1):
+        read = _CONSTANTS[text.lower()]
+    elif "string" in types:
+        return value
+    else:
+        try:
+            read = _literal(text)
+        except (ValueError, SyntaxError, RecursionError, MemoryError):
+            return value
+    numbers = {"integer", "number"}
+    kinds = numbers if (kind := _JSON_TYPES.get(type(read))) in numbers else {kind}
+    return value if kinds.isdisjoint(types) else read
+
+
+def _literal(text: str) -> Any:
+    """JSON, or what Python writes, for templates that have no JSON for a list."""
+    try:
+        return json.loads(text)
+    except ValueError:
+        return json.loads(json.dumps(ast.literal_eval(text), allow_nan=False))
