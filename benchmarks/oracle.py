@@ -163,7 +163,7 @@ class Speaker:
         self.model, self.tokenizer, self.renderer = model, tokenizer, renderer
         self._stops = {token: tokenizer.convert_tokens_to_ids(token) for token in model.stops}
         as_text = [{"role": "user", "content": "?"}, self._with_text(_example(model))]
-        self._later_systems = True
+        self._later_systems, self._added = True, {*tokenizer.get_added_vocab().values()}
         self._as_text = self._refused([{"role": "user", "content": "?"}, _example(model)]) and not self._refused(as_text)
         question = {"role": "user", "content": "?"}
         opening = self.render([question], None, opening=True)
@@ -171,6 +171,8 @@ class Speaker:
         """What the template writes of thinking before an answer."""
         example = {"role": "assistant", "content": "yes", "reasoning_content": "REASON"}
         self.thinks = "</think>" not in self.opened and "REASON" in self._answer([question], example, None)
+        self._header = opening.removesuffix(self.opened).removeprefix(self.render([question], None, opening=False))
+        self.parallel = not self._refused([question, self._with_text(_example(model, 2))])
         self._later_systems = not self._refused([question, {"role": "system", "content": "!"}, question])
 
     def render(self, messages: Sequence[Message], tools: Any, *, opening: bool) -> str:
@@ -191,11 +193,15 @@ class Speaker:
         stop = self.model.stop(calls)
         for end in self._stops:
             text = text.rpartition(end)[0] or text
+        for part in ("content", "reasoning_content"):  # some write no content beside calls
+            if part in said.message and said.message[part].strip() not in text:
+                said.message[part] = ""
+        ids = self.encode(text)
         if said.split is not None and len(text) > 2:
             at = 1 + int(said.split * (len(text) - 1))
-            ids = [*self.encode(text[:at]), *self.encode(text[at:])]
-        else:
-            ids = self.encode(text)
+            pieces = [*self.encode(text[:at]), *self.encode(text[at:])]
+            if self._marks(pieces) == self._marks(ids):  # a mark that is spelt out is none
+                ids = pieces
         if said.cut is not None:
             return Sampled(ids[: 1 + int(said.cut * (len(ids) - 1))], "length")
         return Sampled([*ids, self._stops[stop]])
@@ -207,17 +213,20 @@ class Speaker:
         prompt = self.render(messages, tools, opening=True)
         whole = self.render([*messages, message], tools, opening=False)
         if whole.startswith(prompt):
-            return whole[len(prompt) :]
+            return whole[len(prompt) :].removeprefix(self._header)
         # the opening is not what stands before an answer that is there (R1 leaves all thinking out)
         closed = self.render(messages, tools, opening=False)
         opening, rest = prompt[len(closed) :], whole[len(closed) :]
-        text = rest.removeprefix(opening.removesuffix(self.opened))
+        text = rest.removeprefix(opening.removesuffix(self.opened)).removeprefix(self._header)
         if not self.opened or "</think>" in self.opened:
             return text
         text = text.removeprefix("<think>")
         if (thinking := message.get("reasoning_content", "")) in text and "</think>" in text:
             return text
         return f"{thinking}\n</think>\n\n{text.rpartition('</think>')[2].lstrip()}"
+
+    def _marks(self, ids: Sequence[int]) -> int:
+        return sum(token in self._added for token in ids)
 
     def _refused(self, messages: list[Message]) -> bool:
         try:
@@ -232,14 +241,15 @@ class Speaker:
         if not message.get("tool_calls"):
             return message
         calls = [
-            {**call, "function": {**call["function"], "arguments": json.dumps(call["function"]["arguments"])}}
+            {**call, "function": {**call["function"], "arguments": json.dumps(call["function"]["arguments"], ensure_ascii=False)}}
             for call in message["tool_calls"]
         ]
         return {**message, "tool_calls": calls}
 
 
-def _example(model: Published) -> Message:
-    return {"role": "assistant", "content": "", "tool_calls": [_call(random.Random(0), model, 0)]}
+def _example(model: Published, calls: int = 1) -> Message:
+    made = [_call(random.Random(0), model, number) for number in range(calls)]
+    return {"role": "assistant", "content": "", "tool_calls": made}
 
 
 # -- the comparison ---------------------------------------------------------------------------------------------------
@@ -278,8 +288,11 @@ def compared(model: Published, directory: Path, count: int, *, seed: int = 0) ->
 def _compare(
     model: Published, play: Play, speaker: Speaker, gateway: ScriptedGateway, http: httpx.Client, found: Found
 ) -> None:
-    for said in play.answers if not speaker.thinks else ():
-        said.message.pop("reasoning_content", None)
+    for said, after in zip(play.answers, play.after, strict=True):
+        if not speaker.thinks:
+            said.message.pop("reasoning_content", None)
+        if not speaker.parallel and (calls := said.message.get("tool_calls")):
+            del after[1 : len(calls)], calls[1:]
     true, sent = [*play.start], [*play.start]
     histories: list[tuple[list[Message], list[Message]]] = []
     with gateway.rollout() as rollout:
