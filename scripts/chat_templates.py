@@ -128,13 +128,16 @@ def _with_given_ids(source: str) -> str:
 
 
 def _opening_thinking(source: str) -> str:
-    """Kimi K2.5's template, which no package ships: that of K2 Thinking, with thinking opened before an answer."""
+    """Kimi K2.5's template, which no package ships: that of K2 Thinking, with thinking opened before an answer and
+    without a system message of its own."""
     before, opening, after = source.rpartition("<|im_assistant|>assistant<|im_middle|>")
     closed = "{%- if thinking is defined and thinking is false -%}<think></think>{%- else -%}<think>{%- endif -%}"
     before = before.replace(
         "{%- set ns.last_non_tool_call_assistant_msg = idx -%}",
         "{%- set ns.last_non_tool_call_assistant_msg = idx -%}{%- break -%}",
     )
+    first, _, rest = before.partition("{%- if messages|length == 0 or")  # a system message of its own
+    before = first + rest.partition("{%- endif -%}")[2]
     return f"{before}{opening}{closed}{after}"
 
 
