@@ -31,8 +31,8 @@ from agl_slime.support.agl import LLM
 from agl_slime.tokens.codec import TokenArray
 from agl_slime.tokens.conversation import ChatContext
 from agl_slime.tokens.forks import ForkReason
+from agl_slime.tokens.formats import parser_for
 from agl_slime.tokens.images import Image
-from agl_slime.tokens.reader import reader_for
 from agl_slime.tokens.template import Message
 from agl_slime.tokens.tokenizer import ChatTokenizer
 from agl_slime.trace import attributes as names
@@ -224,8 +224,9 @@ class Attempt:
         llm = self.roles.get(role) or self.roles[LLM_RESOURCE]
         tokenizer = await self.access.tokenizer(llm)
         tree = self._tree(role, call, tokenizer, llm)
-        opened, kwargs = not call.raw and tree.template.opens_thinking, call.template_kwargs
-        reader = reader_for(tokenizer, opened=opened, offered=bool(call.tools), template_kwargs=kwargs)
+        reader = tree.template.reader
+        if call.tools and reader.parser is None:
+            parser_for(tokenizer, tree.template.kwargs)  # says that nobody reads its calls
         trained = role in (LLM_RESOURCE, *self.settings.trained_models)
         sampling, untrained = sampling_for(
             call,

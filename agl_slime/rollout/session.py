@@ -168,9 +168,11 @@ class RolloutSession(Session):
         image_settings: ImageSettings = ImageSettings(),  # noqa: B008 - frozen
         **options: Any,
     ) -> None:
-        how: Any = {"keep_stop_token": keep_stop_token, "copies": keep_all}
-        self.context = ChatContext(template=template, messages=messages, **how)
         super().__init__(messages=messages, **options)
+        how: Any = {"keep_stop_token": keep_stop_token, "copies": keep_all}
+        if template.reader.parser is not None and self.parser is not None:
+            how["reader"] = self._reader_of(template)
+        self.context = ChatContext(template=template, messages=messages, **how)
         self.sampling = sampling
         self.max_trajectory_tokens = max_trajectory_tokens
         self.tokenizer = template.tokenizer
@@ -199,8 +201,11 @@ class RolloutSession(Session):
 
     @property
     def reader(self) -> AnswerReader:
-        template, offered = self.context.template, self.parser is not None
-        return reader_for(template.tokenizer, opened=template.opens_thinking, offered=offered, parser=self.parser)
+        return self._reader_of(self.context.template)
+
+    def _reader_of(self, template: ChatTemplate) -> AnswerReader:
+        how: Any = {"opened": template.opens_thinking, "template_kwargs": template.kwargs}
+        return reader_for(template.tokenizer, offered=self.parser is not None, parser=self.parser, **how)
 
     async def ask(
         self,

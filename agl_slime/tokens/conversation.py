@@ -27,8 +27,10 @@ from agl_slime.sglang.generation import Generation
 from agl_slime.sglang.prompt import PromptIds
 from agl_slime.support.threads import run_in_thread
 from agl_slime.tokens.codec import TokenArray, TokenBuffer, common_prefix, shared_length, token_array
+from agl_slime.tokens.fields import Forms, keeps_thinking
 from agl_slime.tokens.forks import ForkReason, explain_once, fork_of_edit
-from agl_slime.tokens.template import Addition, ChatTemplate, Message, Rendering, ends_of
+from agl_slime.tokens.reader import AnswerReader
+from agl_slime.tokens.template import Addition, ChatTemplate, Message, Rendering, Rewritten, Said, ends_of
 from agl_slime.tokens.tokenizer import longest_prefix
 from agl_slime.tokens.written import Written
 
@@ -59,7 +61,7 @@ class _Plan:
     place: int  # as in ``_Turn``
     open_boundaries: int
     rendering: Rendering | None  # of the whole conversation, less a partial answer, where it was made
-    more_text: tuple[str, ...] = ()  # where no rendering was made: the last answer, and what the template adds
+    more_text: tuple[str, ...] = ()  # where no rendering was made: the last answer as the template writes it, and more
     fork: ForkReason | None = None
 
     @property
@@ -75,7 +77,11 @@ class ChatContext:
     was held, by reason; ``open_boundaries`` the open token boundaries. ``kept_tokens`` is how many tokens of what was
     held the last answered prompt began with, and ``fork`` why it did not begin with all of them. With
     ``keep_stop_token`` an answer that ended with a stop token is continued after it, not without it, which would fork.
-    With ``copies`` off nobody edits a message, only lists of them: none is copied to notice that.
+    With ``copies`` off nobody edits a message, only lists of them: none is copied to notice that, and answers that were
+    not sampled here come in parts from a client. ``reader`` tells the parts of answers, by default the template's own.
+
+    The content of an answer's message is all that was sampled, for people and agents; the template gets its parts in
+    the fields that it reads.
     """
 
     def __init__(
@@ -85,6 +91,7 @@ class ChatContext:
         messages: Sequence[Mapping[str, Any]],
         keep_stop_token: bool = False,
         copies: bool = True,
+        reader: AnswerReader | None = None,
     ) -> None:
         if not messages:
             raise ConfigError("the prompt has no messages; build_prompt must return at least one")
@@ -92,6 +99,7 @@ class ChatContext:
         self._keep_stop_token = keep_stop_token
         self._copies = copies
         self._tokenizer = template.tokenizer
+        self._forms = Forms(template.fields, reader or template.reader, all_raw=copies)
         self.messages: list[Message] = [dict(each) if copies else cast(Message, each) for each in messages]
         self.forks: Counter[ForkReason] = Counter()
         self.open_boundaries = 0
@@ -152,7 +160,7 @@ class ChatContext:
             self._turns.pop()
         self._rendering = plan.rendering
         if plan.rendering is not None:
-            self._written = Written(plan.rendering.text, plan.rendering.opening or "")
+            self._written = Written(plan.rendering.text)
         elif plan.more_text:
             self._written.add(*plan.more_text)
         self._tokens.cut(plan.kept)
@@ -161,11 +169,12 @@ class ChatContext:
         self.open_boundaries += plan.open_boundaries
         if self.fork is not None:
             self.forks[self.fork] += 1
-            explain_once(self.fork)
+            explain_once(self.fork, self._keeps_thinking if self.fork is ForkReason.DROPPED_THINKING else str)
         continues = _continues(asked)
         continued = _content(asked[-1]) if continues else ""
         begun = self.messages.pop() if continues else {"role": "assistant"}
         message: Message = {**begun, "content": continued + answer_text(generation)}
+        self._forms.sampled(message["content"], () if continued else generation.output_ids)
         self.messages.append(message)
         seen = [*(asked[:-1] if continues else asked), message]
         self._turns.append(
@@ -207,10 +216,11 @@ class ChatContext:
             same = last.n_messages - 1  # says something else from the start
         if same < last.n_messages:
             reason = self._kind_of_edit(same)
-        elif (addition := self._addition(self._base, last.n_messages)) is not None:
+        elif isinstance(addition := self._addition(self._base, last), Addition):
             return _chars(messages[last.n_messages :]), same, functools.partial(self._added, last, addition)
         else:
-            same, reason = last.n_messages - 1, ForkReason.TEMPLATE
+            same = last.n_messages - 1
+            reason = ForkReason.DROPPED_THINKING if addition.drops_thinking else ForkReason.TEMPLATE
         return _chars(messages), same, lambda: replace(self._forked(same), fork=reason)
 
     @property
@@ -224,32 +234,39 @@ class ChatContext:
         plan = self._joined(turn.end, text, addition.opening, addition.rendering)
         if addition.rendering is not None:
             return plan
-        said = _content(self.messages[turn.n_messages - 1])
-        return replace(plan, more_text=(said, addition.text, addition.opening))
+        return replace(plan, more_text=(addition.answer, addition.text))
 
-    def _addition(self, messages: Sequence[Message], held: int) -> Addition | None:
-        """What the template adds after message ``held - 1``, from as few messages as that takes; see the module
+    def _whole_addition(self, messages: Sequence[Message], turn: _Turn, **how: Any) -> Addition | Rewritten:
+        """What the template adds after the answer of ``turn``, of these messages."""
+        given = self._forms.given(self.messages[turn.n_messages - 1])
+        thinking = str(given.message.get(self._template.fields.thinking or "") or "")
+        said = Said(_content(self.messages[turn.n_messages - 1]), turn.stop_text, given.closed, thinking)
+        return self._template.addition(self._forms.messages(messages), len(messages) - how.pop("new"), said, **how)
+
+    def _addition(self, messages: Sequence[Message], turn: _Turn) -> Addition | Rewritten:
+        """What the template adds after the answer of ``turn``, from as few messages as that takes; see the module
         ``template``."""
+        held = turn.n_messages
         before, new = messages[: held - 1], messages[held:]
         window = ends_of(before, new, self._users) if self._windows else before
         if len(window) == len(before):
-            return self._template.addition(messages, held, asked=self._rendering)
+            return self._whole_addition(messages, turn, new=len(new), asked=self._rendering)
         shown = [*window, *messages[held - 1 :]]
-        ends = self._template.addition(shown, len(window) + 1)
+        ends = self._whole_addition(shown, turn, new=len(new))
         step = frozenset(pairwise(message.get("role") for message in shown))
         if step in self._steps and len(messages) < 2 * self._whole_at:
-            return ends and replace(ends, rendering=None)
+            return replace(ends, rendering=None) if isinstance(ends, Addition) else ends
         self._steps |= {step}
         self._whole_at = len(messages)
-        whole = self._template.addition(messages, held)
-        self._windows = (whole and (whole.text, whole.opening)) == (ends and (ends.text, ends.opening))
-        if whole is None or whole.rendering is None:
+        whole = self._whole_addition(messages, turn, new=len(new))
+        self._windows = _words(whole) == _words(ends)
+        if not isinstance(whole, Addition) or whole.rendering is None:
             return whole
         # the ends agree; so must all that was written between the last time and now
-        if self._written.says(whole.rendering.text, _content(messages[held - 1]), whole.text):
+        if self._written.says(whole.rendering.text, whole.answer, whole.text):
             return whole
         self._windows = False
-        return None
+        return Rewritten()
 
     def _continued(self, last: _Turn) -> _Plan:
         """The last answer goes on: with its own tokens as far as its message still says what they say."""
@@ -267,30 +284,31 @@ class ChatContext:
         """A prompt that keeps the longest part of what is held that the template still renders in the same way, and
         renders the rest. ``same`` messages are as they were."""
         base = self._base
-        whole = self._template.render(base, opening=False)
+        given = self._forms.messages(base)
+        whole = self._template.render(given, opening=False)
         standing = min(same, len(base))
         turns = [turn for turn in self._turns if turn.place and turn.n_messages - 1 <= standing]
 
         def rewritten(turn: _Turn) -> bool:
-            return not whole.startswith(self._template.render(base[: turn.n_messages - 1], opening=False))
+            return not whole.startswith(self._template.render(given[: turn.n_messages - 1], opening=False))
 
         low = bisect_left(turns, True, key=rewritten)  # places that stand are followed by places that do not
         if not low:
             return self._rendered()
         turn = turns[low - 1]
         if turn.n_messages <= standing:  # its answer stands as well?
-            addition = self._template.addition(base, turn.n_messages)
-            if addition is not None:
+            addition = self._whole_addition(base, turn, new=len(base) - turn.n_messages)
+            if isinstance(addition, Addition):
                 return self._added(turn, addition)
         return self._rendered(turn)
 
     def _rendered(self, turn: _Turn | None = None) -> _Plan:
         """The conversation as the template renders it, after what was held before the opening of ``turn``."""
-        base = self._base
-        rendered = self._template.render_prompt(base)
+        given = self._forms.messages(self._base)
+        rendered = self._template.render_prompt(given)
         keep = skip = 0
         if turn is not None:
-            keep, skip = turn.place, len(self._template.render(base[: turn.n_messages - 1], opening=False))
+            keep, skip = turn.place, len(self._template.render(given[: turn.n_messages - 1], opening=False))
         return self._joined(keep, rendered.text[skip:], rendered.opening or "", rendered)
 
     def _joined(self, keep: int, text: str, opening: str, rendering: Rendering | None) -> _Plan:
@@ -332,6 +350,10 @@ class ChatContext:
         new = plan.fork is ForkReason.BRANCH and nothing_sampled
         return kept, ForkReason.NEW_CONTEXT if new else plan.fork
 
+    def _keeps_thinking(self) -> str:
+        setting = keeps_thinking(self._template)
+        return f" The template argument {setting} keeps it." if setting else ""
+
     # -- tokens -------------------------------------------------------------------------------------------------------
 
     def _encode_after(self, text: str, held: Sequence[int] | TokenArray) -> tuple[list[int], int]:
@@ -361,6 +383,10 @@ class ChatContext:
         if not ended or not generation.output_ids:
             return ""
         return self._tokenizer.decode([generation.output_ids[-1]], skip_special_tokens=False)
+
+
+def _words(addition: Addition | Rewritten) -> tuple[str, str] | None:
+    return (addition.text, addition.opening) if isinstance(addition, Addition) else None
 
 
 def _content(message: Message) -> str:

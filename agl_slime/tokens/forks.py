@@ -3,15 +3,14 @@ tokens and, with a tokenizer, by text."""
 
 from __future__ import annotations
 
-import functools
 import logging
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from enum import Enum
 from typing import TYPE_CHECKING, Any
 
+from agl_slime.tokens.blanks import squash
 from agl_slime.tokens.codec import TokenArray, common_prefix
-from agl_slime.tokens.template import squash
 
 if TYPE_CHECKING:
     from agl_slime.tokens.tokenizer import ChatTokenizer
@@ -28,8 +27,10 @@ class ForkReason(str, Enum):
     """
 
     TEMPLATE = "template"
-    """An earlier answer is rendered in another way than it was sampled: a tagged block (thinking) left out, white
-    space, another end of turn."""
+    """Earlier messages are rendered in another way once others follow: results left out, messages regrouped, another
+    end of turn."""
+    DROPPED_THINKING = "dropped_thinking"
+    """The template drops earlier thinking, mostly once a user's message follows: no fault, but the template's rule."""
     RETOKENIZATION = "retokenization"
     """The text of an earlier answer is the same, its ids are not: somewhere text was tokenised again."""
     EDITED_HISTORY = "edited_history"
@@ -44,22 +45,29 @@ class ForkReason(str, Enum):
 
 
 _MEANING = {
-    ForkReason.TEMPLATE: "the chat template renders earlier messages differently once others follow (thinking dropped, "
-    "messages regrouped); each such turn becomes a Sample of its own.",
+    ForkReason.TEMPLATE: "the chat template renders earlier messages differently once others follow; each such turn "
+    "becomes a Sample of its own.",
+    ForkReason.DROPPED_THINKING: "the template drops earlier thinking; what follows becomes a Sample of its own.",
     ForkReason.EDITED_HISTORY: "the agent changed messages that were part of an earlier prompt or answer.",
     ForkReason.BRANCH: "the agent went back to an earlier point of the conversation.",
     ForkReason.NEW_CONTEXT: "the agent began another conversation.",
 }
 
+_BY_TEMPLATE = (ForkReason.TEMPLATE, ForkReason.DROPPED_THINKING)
 _BLOCK = re.compile(r"<(\w+)>.*?</\1>")
 
 
-@functools.cache
-def explain_once(reason: ForkReason) -> None:
-    """Log what forks of this kind mean, for the first one of the process."""
-    level = logging.WARNING if reason is ForkReason.TEMPLATE else logging.INFO
-    text = "A conversation forked (%s): %s Further forks of this kind are counted, not logged."
-    logger.log(level, text, reason.value, _MEANING[reason])
+_explained: set[ForkReason] = set()
+
+
+def explain_once(reason: ForkReason, fix: Callable[[], str] = str) -> None:
+    """Log the meaning of forks of this kind, for the first one of the process; ``fix`` says what a user can set."""
+    if reason in _explained:
+        return
+    _explained.add(reason)
+    level = logging.WARNING if reason in _BY_TEMPLATE else logging.INFO
+    text = "A conversation forked (%s): %s%s Further forks of this kind are counted, not logged."
+    logger.log(level, text, reason.value, _MEANING[reason], fix())
 
 
 def fork_of_edit(*, replaced: bool, still_there: bool, dropped: int = 0, summary: bool = False) -> ForkReason:
@@ -73,7 +81,7 @@ def fork_of_edit(*, replaced: bool, still_there: bool, dropped: int = 0, summary
 
 def fork_as_told(fork: ForkReason | None, told: ForkReason | None) -> ForkReason | None:
     """``fork`` as tokens show it, or what the agent's messages tell better; a template's doing is that."""
-    return fork if fork in (None, ForkReason.TEMPLATE) else told or fork
+    return fork if fork in (None, *_BY_TEMPLATE) else told or fork
 
 
 def fork_of_turn(turn: Any, before: Sequence[Any], tokenizer: ChatTokenizer | None) -> ForkReason:

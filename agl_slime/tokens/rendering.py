@@ -25,7 +25,7 @@ Message = Mapping[str, Any]
 _Render = Callable[[Sequence[Message], bool], str]
 
 _SCALARS = frozenset((str, int, float, bool, type(None)))
-_REASONING = ("reasoning_content", "thinking", "reasoning")  # as transformers looks for them
+REASONING = ("reasoning_content", "thinking", "reasoning")  # as transformers looks for them
 _CALL = {"id": "call00000", "type": "function", "function": {"name": "f", "arguments": {"x": [1.5, None, "é"]}}}
 _SAID = {"role": "assistant", "content": "said", "reasoning_content": "thought"}
 _ASKED = {"role": "user", "content": "asked"}
@@ -138,7 +138,7 @@ def _with_reasoning(message: Message) -> Message:
     """Without what is None, and the reasoning under each of its names that a template may read."""
     if None in message.values():
         message = _without_none(message)
-    thought = next((message[name] for name in _REASONING if name in message), None)
+    thought = next((message[name] for name in REASONING if name in message), None)
     return message if thought is None else {"thinking": thought, **message, "reasoning_content": thought}
 
 

@@ -1,10 +1,14 @@
 """What a chat template adds to a conversation, told from its renderings.
 
 A template is a program: what it writes for the first messages may depend on those after them. The only sound question
-to it is a rendering, so that is what is asked: with the new messages and without them. Where both agree on what is
-held, the difference is what the template adds. Agreement is meant up to white space and empty blocks
-(``<think>\\n\\n</think>``): templates trim and pad answers, and the tokens that were sampled are the truth about those.
-Where a template leaves out or moves anything else, it rewrites history and ``Addition`` is ``None``.
+to it is a rendering, so that is what is asked: with the new messages and without them. Where both agree on the history,
+the difference is what the template adds. Answers are given in parts, each in the field that the template reads
+(``fields``).
+
+How the template spells a sampled answer makes no difference (white space in a call's JSON, padding around thinking):
+the sampled tokens stand in its place. Compared is whether the template's own rendering of the history stays, up to
+white space and empty blocks (``<think>\\n\\n</think>``). Where it does not, the template rewrites history, and there
+is a ``Rewritten`` in place of an ``Addition``.
 
 Rendering everything in each turn would make a conversation of n turns cost n² renderings of messages. From
 ``WINDOW_FROM`` messages on, only the ends are rendered: the system messages, the last user message and what follows it
@@ -19,16 +23,19 @@ from __future__ import annotations
 import functools
 import json
 import marshal
-import re
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 from agl_slime.errors import PromptError
+from agl_slime.tokens.blanks import end_of_same
 from agl_slime.tokens.codec import shared_length
-from agl_slime.tokens.reader import opens_thinking, thinking_marks
+from agl_slime.tokens.fields import AnswerFields
+from agl_slime.tokens.formats import find_format
+from agl_slime.tokens.reader import AnswerReader, opens_thinking, reader_for
 from agl_slime.tokens.rendering import renderer
+from agl_slime.tokens.systems import SYSTEM_ROLES, LaterSystems, SystemPlaces, text_of
 from agl_slime.tokens.tokenizer import NO_TEMPLATE, ChatTokenizer, has_chat_template
 
 Message = dict[str, Any]
@@ -44,14 +51,12 @@ TAIL = 8
 # Stands for an answer when the template is asked what it writes after one; made of letters, so that no template trims
 # or splits it.
 _SENTINEL = "SENTINELanswerSENTINEL"
-_BLANK = re.compile(r"\s+|<(\w+)>\s*</\1>")
 _QUESTIONS: list[Message] = [
     {"role": "user", "content": "?"},
     {"role": "assistant", "content": _SENTINEL},
     {"role": "user", "content": "?"},
 ]
 _CALL = {"id": "call_0", "type": "function", "function": {"name": "f", "arguments": {"x": 1}}}
-_SYSTEM_ROLES = frozenset({"system", "developer"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,14 +71,34 @@ class Rendering:
 @dataclass(frozen=True, slots=True)
 class Addition:
     """``text`` is what the template writes after a sampled answer up to the end of the new messages, ``opening`` what
-    it writes before the next one.
+    it writes before the next one; ``answer`` the answer as the template itself writes it, with its opening.
 
-    ``rendering`` is what both were told from, where that was the whole conversation.
+    ``rendering`` is of the whole conversation, where that was rendered.
     """
 
     text: str
     opening: str
+    answer: str
     rendering: Rendering | None
+
+
+@dataclass(frozen=True, slots=True)
+class Rewritten:
+    """The template writes the history in another way once the new messages follow. ``drops_thinking``: without earlier
+    thinking, and else the same."""
+
+    drops_thinking: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Said:
+    """A sampled answer: its ``text``, and the text of the stop token that the engine sampled at its end. ``closed`` is
+    off where it ended within its ``thinking``."""
+
+    text: str
+    stop_text: str = ""
+    closed: bool = True
+    thinking: str = ""
 
 
 class ChatTemplate:
@@ -92,18 +117,26 @@ class ChatTemplate:
         tokenizer: ChatTokenizer,
         tools: Sequence[Mapping[str, Any]] | None = None,
         template_kwargs: Mapping[str, Any] | None = None,
+        later_systems: LaterSystems = "in_place",
     ) -> None:
         self.tokenizer = tokenizer
         self._tools = [dict(tool) for tool in tools] if tools else None
-        self._kwargs = dict(template_kwargs or {})
+        self.kwargs = dict(template_kwargs or {})
         self._has_tail = False
         self.openings: dict[tuple[str, int], tuple[list[int], int]] = {}
         """Openings of answers as ids, by the id before them; how many merge with that."""
-        source = self._kwargs.get("chat_template") or getattr(tokenizer, "chat_template", None)
+        source = self.kwargs.get("chat_template") or getattr(tokenizer, "chat_template", None)
+        self.source = source if isinstance(source, str) else ""
+        self.fields = AnswerFields(self._in_place, self.source)
+        self._systems = SystemPlaces(self.fields, later_systems)
         # a template that writes the time, or one that nobody can look into, may render the same messages differently
         # the next time
         repeats = isinstance(source, str) and "strftime_now" not in source
         self.first_prompts: FirstPrompts[Any] | None = FirstPrompts() if repeats else None
+
+    def with_arguments(self, more: Mapping[str, Any]) -> ChatTemplate:
+        """The same template with ``more`` arguments."""
+        return type(self)(tokenizer=self.tokenizer, tools=self._tools, template_kwargs={**self.kwargs, **more})
 
     def render(self, messages: Sequence[Message], *, opening: bool) -> str:
         """The text of ``messages``, with the opening of an answer after them or without; without what the template
@@ -112,16 +145,16 @@ class ChatTemplate:
         return text if opening or not self._has_tail else text.removesuffix(self._tail)
 
     def _apply(self, messages: Sequence[Message], *, opening: bool) -> str:
-        return self._as_is(self._with_systems_first(messages), opening=opening)
+        return self._in_place(self._systems.placed(messages), opening)
 
-    def _as_is(self, messages: Sequence[Message], *, opening: bool) -> str:
+    def _in_place(self, messages: Sequence[Message], opening: bool) -> str:
         if any(message.get("tool_calls") for message in messages) and self._writes_arguments_as_text:
             messages = [_with_arguments_as_text(message) for message in messages]
         return self._rendered(messages, opening)
 
     @functools.cached_property
     def _rendered(self) -> Callable[[Sequence[Message], bool], str]:
-        return renderer(self.tokenizer, self._tools, self._kwargs)
+        return renderer(self.tokenizer, self._tools, self.kwargs)
 
     @functools.cached_property
     def _writes_arguments_as_text(self) -> bool:
@@ -137,37 +170,6 @@ class ChatTemplate:
             return False
 
         return refused(objects) and not refused(texts)
-
-    def _with_systems_first(self, messages: Sequence[Message]) -> Sequence[Message]:
-        """``messages`` with the system's and the developer's as one at the beginning, where the template refuses or
-        drops them elsewhere (SGLang merges them as well); a developer's are the system's where it knows only those."""
-        roles = [message.get("role") for message in messages]
-        if _SYSTEM_ROLES.isdisjoint(roles[1:]) and roles[:1] != ["developer"]:
-            return messages
-        if "developer" in roles and not self._writes_developers:
-            messages = [{**each, "role": "system"} if each.get("role") == "developer" else each for each in messages]
-        systems = [message for message in messages if message.get("role") in _SYSTEM_ROLES]
-        if systems == messages[:1] or self._writes_systems:
-            return messages
-        merged = {"role": systems[0]["role"], "content": "\n\n".join(filter(None, map(_text_of, systems)))}
-        return [merged, *(message for message in messages if message.get("role") not in _SYSTEM_ROLES)]
-
-    @functools.cached_property
-    def _writes_systems(self) -> bool:
-        """Whether a system message is written wherever it stands."""
-        return self._writes("system", "system", "user", "assistant", "system", "user")
-
-    @functools.cached_property
-    def _writes_developers(self) -> bool:
-        return self._writes("developer", "user")
-
-    def _writes(self, *roles: str) -> bool:
-        messages = [{"role": role, "content": f"{_SENTINEL}{n}"} for n, role in enumerate(roles)]
-        try:
-            text = self._as_is(messages, opening=True)
-        except PromptError:
-            return False
-        return all(message["content"] in text for message in messages)
 
     def render_prompt(self, messages: Sequence[Message]) -> Rendering:
         """The whole conversation, and the opening of the next answer."""
@@ -197,8 +199,14 @@ class ChatTemplate:
             opening = self._apply(_QUESTIONS[:1], opening=True)
         except PromptError:
             return False
-        source = self._kwargs.get("chat_template") or getattr(self.tokenizer, "chat_template", None)
-        return opens_thinking(opening, thinking_marks(source))
+        return opens_thinking(opening, self.fields.marks)
+
+    @functools.cached_property
+    def reader(self) -> AnswerReader:
+        """How answers to prompts of this template are read: calls where it offers tools, and somebody reads them."""
+        parser = find_format(self.tokenizer, self.kwargs) if self._tools else None
+        how: Any = {"opened": self.opens_thinking, "template_kwargs": self.kwargs}
+        return reader_for(self.tokenizer, offered=parser is not None, parser=parser, **how)
 
     @functools.cached_property
     def closing(self) -> str:
@@ -220,9 +228,10 @@ class ChatTemplate:
         merges across its left edge."""
         return text.startswith(self._added_tokens)
 
-    def addition(self, messages: Sequence[Message], held: int, *, asked: Rendering | None = None) -> Addition | None:
-        """What follows the answer ``messages[held - 1]``; ``None`` when the template renders what is held differently
-        once the new messages follow.
+    def addition(
+        self, messages: Sequence[Message], held: int, said: Said, *, asked: Rendering | None = None
+    ) -> Addition | Rewritten:
+        """What follows the answer ``messages[held - 1]``, whose message is that of ``said``.
 
         ``asked`` is the rendering of the messages before that answer, where it is known.
         """
@@ -230,24 +239,58 @@ class ChatTemplate:
         if asked is None:
             asked = self.render_prompt(before)
         if asked.opening is None:
-            return None  # nobody can tell where an answer begins
+            return Rewritten()  # nobody can tell where an answer begins
         rendered = self.render_prompt([*before, answer, *new])
-        written, sampled = rendered.text, asked.text + asked.opening + str(answer.get("content") or "")
+        written, sampled = rendered.text, asked.text + asked.opening + said.text
         done = len(asked.text) if written.startswith(asked.text) else 0
-        text = self._after_answer(written, sampled, done, [*before, answer])
-        return None if text is None else Addition(text, rendered.opening or "", rendered)
-
-    def _after_answer(self, written: str, sampled: str, done: int, messages: Sequence[Message]) -> str | None:
-        """What ``written`` adds to the answer that ``sampled`` ends with, its closing first, if all before is the same
-        but for white space and empty blocks; the first ``done`` characters are the same."""
         mark = self.closing.rstrip() or self.closing
         if written.startswith((sampled + mark)[done:], done):
-            return written[len(sampled) :]
-        alone = self.render(messages, opening=False)  # the answer as the template writes it when nothing follows
-        if written.startswith(alone) and same_but_for_blanks(alone[done:], (sampled + mark)[done:]):
-            return self.closing + written[len(alone) :]
-        end = _end_of_same(written, sampled + mark, done) if mark.strip() else None
-        return None if end is None or not written.endswith(mark, done, end) else written[end - len(mark) :]
+            return Addition(written[len(sampled) :], rendered.opening or "", asked.opening + said.text, rendered)
+        alone = self.render([*before, answer], opening=False)
+        places = self._places(written, alone, asked.text, said)
+        bare = self.fields.without_thinking(answer)
+        if places is not None and (bare == answer or self.render([*before, bare], opening=False) != alone):
+            begin, end, after = places
+            return Addition(after, rendered.opening or "", alone[begin:end], rendered)
+        return Rewritten(drops_thinking=self._drops_thinking(before, bare, written))
+
+    def _places(self, written: str, alone: str, asked: str, said: Said) -> tuple[int, int, str] | None:
+        """Where an answer begins and ends in ``alone``, the rendering that ends with it, and what ``written`` says
+        after it. ``None`` when that begins in another way."""
+        done = len(asked) if written.startswith(asked) and alone.startswith(asked) else 0
+        begin = done or end_of_same(alone, asked)
+        if begin is None:
+            return None
+        body, mark = self._without_end(alone, said.stop_text)
+        if not said.closed and said.thinking and not said.stop_text and (cut := body.rfind(said.thinking, begin)) >= 0:
+            body, mark = body[: cut + len(said.thinking)], ""  # the template closes the thinking
+        if mark and (end := end_of_same(written, body + mark, done)) is not None:
+            return begin, len(body), written[end - len(mark) :]
+        end = end_of_same(written, body, done)
+        if end is None:
+            return None
+        after = written[end:]
+        if mark and mark == said.stop_text:  # what ends an earlier answer stands for what ended the last one
+            other = max((token for token in self._added_tokens if after.startswith(token)), key=len, default="")
+            after = mark + after[len(other) :]
+        return begin, len(body), after
+
+    def _without_end(self, alone: str, stop_text: str) -> tuple[str, str]:
+        """A rendering without the mark that ends its last answer, and the mark."""
+        text = alone.rstrip()
+        for mark in (stop_text, self.closing.rstrip()):
+            if mark and text.endswith(mark):
+                return text.removesuffix(mark), mark
+        return alone, ""
+
+    def _drops_thinking(self, before: Sequence[Message], bare: Message, written: str) -> bool:
+        """Whether ``written`` is the history without its thinking."""
+        without = [*map(self.fields.without_thinking, before), bare]
+        try:
+            text = self.render(without, opening=False)
+        except PromptError:
+            return False
+        return end_of_same(written, self._without_end(text, "")[0]) is not None
 
 
 class NoTemplate(ChatTemplate):
@@ -260,21 +303,22 @@ class NoTemplate(ChatTemplate):
     def closing(self) -> str:
         return ""
 
-    def _as_is(self, messages: Sequence[Message], *, opening: bool) -> str:
+    def _in_place(self, messages: Sequence[Message], opening: bool) -> str:
         if {message.get("role") for message in messages} - {"text", "assistant"}:
             raise PromptError(NO_TEMPLATE)
-        return "".join(map(_text_of, messages))
+        return "".join(map(text_of, messages))
 
 
 def chat_template(
     tokenizer: ChatTokenizer,
     tools: Sequence[Mapping[str, Any]] | None = None,
     template_kwargs: Mapping[str, Any] | None = None,
+    later_systems: LaterSystems = "in_place",
 ) -> ChatTemplate:
     """That of the tokenizer, or of the arguments."""
     there = has_chat_template(tokenizer) or (template_kwargs or {}).get("chat_template")
     kind = ChatTemplate if there else NoTemplate
-    return kind(tokenizer=tokenizer, tools=tools, template_kwargs=template_kwargs)
+    return kind(tokenizer=tokenizer, tools=tools, template_kwargs=template_kwargs, later_systems=later_systems)
 
 
 def _with_arguments_as_text(message: Message) -> Message:
@@ -292,19 +336,13 @@ def _with_arguments_as_text(message: Message) -> Message:
     return {**message, "tool_calls": [of(call) for call in calls]} if calls else message
 
 
-def _text_of(message: Message) -> str:
-    """The content of a message, a string or a list of parts."""
-    content = message.get("content") or ""
-    return content if isinstance(content, str) else "".join(str(part.get("text", "")) for part in content)
-
-
 def ends_of(before: Sequence[Message], new: Sequence[Message], users: Sequence[int]) -> list[Message]:
     """The part of the history that a template may look at when it writes ``new`` after an answer; ``users`` are the
     places of users' messages in it."""
     if len(before) < WINDOW_FROM or not users:
         return list(before)
     user = users[-1]
-    system = next(i for i, message in enumerate(before) if message.get("role") not in _SYSTEM_ROLES)
+    system = next(i for i, message in enumerate(before) if message.get("role") not in SYSTEM_ROLES)
     tail = user + 1
     if all(message.get("role") == "tool" for message in new):
         # templates group tool results and tell the steps after the last user message apart: begin at an answer, and
@@ -312,32 +350,6 @@ def ends_of(before: Sequence[Message], new: Sequence[Message], users: Sequence[i
         latest = min(len(before) - 1, max(user + 1, len(before) - TAIL))
         tail = next((i for i in range(latest, user, -1) if before[i].get("role") == "assistant"), user + 1)
     return [*before[: min(system, user)], before[user], *before[tail:]]
-
-
-def same_but_for_blanks(a: str, b: str) -> bool:
-    """Whether two texts differ in white space and empty blocks at most."""
-    return a == b or squash(a) == squash(b)
-
-
-def squash(text: str) -> str:
-    """``text`` without white space and empty blocks."""
-    return _BLANK.sub("", text)
-
-
-def _end_of_same(written: str, sampled: str, done: int) -> int | None:
-    """Where ``written`` has said what ``sampled`` says, from character ``done`` of both on; ``None`` when it says
-    something else."""
-    wanted = squash(sampled[done:])
-    at, found = done, 0
-    for blank in _BLANK.finditer(written, done):
-        piece = written[at : blank.start()]
-        if found + len(piece) >= len(wanted):
-            break
-        if not wanted.startswith(piece, found):
-            return None
-        at, found = blank.end(), found + len(piece)
-    end = at + len(wanted) - found
-    return end if written[at:end] == wanted[found:] else None
 
 
 class FirstPrompts(Generic[T]):

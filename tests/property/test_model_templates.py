@@ -17,7 +17,8 @@ from agl_slime.errors import PromptError
 from agl_slime.tokens.conversation import ChatContext
 from agl_slime.tokens.forks import ForkReason
 from agl_slime.tokens.rendering import short_way
-from agl_slime.tokens.template import ChatTemplate, squash
+from agl_slime.tokens.blanks import squash
+from agl_slime.tokens.template import ChatTemplate
 from tests.conversations import answer
 from tests.examples import examples
 from tests.model_templates import MODELS, Ways, template_of

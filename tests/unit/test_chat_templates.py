@@ -23,8 +23,8 @@ QUESTION = {"role": "user", "content": "How many?"}
 ANSWER = {"role": "assistant", "content": "Three."}
 
 
-def rendered(template: str, *messages: dict[str, Any], opening: bool = True) -> str:
-    return ChatTemplate(tokenizer=small_tokenizer(template)).render(messages, opening=opening)
+def rendered(template: str, *messages: dict[str, Any], opening: bool = True, **how: Any) -> str:
+    return ChatTemplate(tokenizer=small_tokenizer(template), **how).render(messages, opening=opening)
 
 
 @pytest.mark.parametrize("template", [SYSTEM_FIRST, TAKES_TURNS])
@@ -36,7 +36,16 @@ def test_system_messages_are_one_where_a_template_wants_one(template: str, messa
     said = [message["content"] for message in messages if message["role"] in ("system", "developer")]
     others = [message for message in messages if message["role"] not in ("system", "developer")]
     merged = {"role": "system", "content": "\n\n".join(said)}
-    assert rendered(template, *messages) == rendered(template, merged, *others)
+    assert rendered(template, *messages, later_systems="first") == rendered(template, merged, *others)
+
+
+@pytest.mark.parametrize("template", [SYSTEM_FIRST, TAKES_TURNS])
+def test_a_later_system_message_is_a_users_where_it_stands(template: str) -> None:
+    reminder = {"role": "system", "content": "Be long."}
+    text = rendered(template, SYSTEM, QUESTION, ANSWER, reminder, QUESTION)
+    assert text.count("<|im_start|>system") + text.count("Be brief.") == (2 if template is SYSTEM_FIRST else 1)
+    apart = "<|im_end|>\n<|im_start|>user\n" if template is SYSTEM_FIRST else "\n\n"
+    assert f"<|im_start|>user\nBe long.{apart}How many?<|im_end|>" in text
 
 
 def test_a_template_that_writes_system_messages_anywhere_gets_them_as_they_are() -> None:
@@ -55,10 +64,15 @@ def test_arguments_are_objects_but_where_a_template_can_only_write_text() -> Non
     assert "x=é\nn={" in rendered(template_of(Ways(calls="items")), *messages)
 
 
-def test_a_system_message_in_the_middle_forks_where_it_has_to_stand_first_and_not_elsewhere() -> None:
-    for template, fork in ((SYSTEM_FIRST, ForkReason.TEMPLATE), (CHATML, None)):
+def test_a_system_message_in_the_middle_forks_only_where_it_is_to_be_first() -> None:
+    first: Any = {"later_systems": "first"}
+    for template, how, fork in (
+        (SYSTEM_FIRST, {}, None),
+        (SYSTEM_FIRST, first, ForkReason.TEMPLATE),
+        (CHATML, first, None),
+    ):
         tokenizer = small_tokenizer(template)
-        context = ChatContext(template=ChatTemplate(tokenizer=tokenizer), messages=[SYSTEM, QUESTION])
+        context = ChatContext(template=ChatTemplate(tokenizer=tokenizer, **how), messages=[SYSTEM, QUESTION])
         answer(context, tokenizer, "Three.")
         context.add({"role": "system", "content": "Now be long."}, QUESTION)
         prompt, _ = answer(context, tokenizer, "Three, as I said.")

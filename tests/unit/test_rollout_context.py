@@ -132,7 +132,7 @@ def test_thinking_is_kept_while_tools_are_called_and_dropped_with_the_next_quest
     assert not context.forks
     context.add({"role": "user", "content": "Sure?"})
     third, _ = answer(context, tokenizer, "Yes.")
-    assert context.forks == {ForkReason.TEMPLATE: 1}
+    assert context.forks == {ForkReason.DROPPED_THINKING: 1}
     assert "Let me count" not in text_of(tokenizer, third)
     assert "I will look" not in text_of(tokenizer, third)
 
@@ -169,11 +169,11 @@ def test_a_fork_keeps_what_still_stands() -> None:
     second, _ = answer(context, tokenizer, "sure\n</think>\n\nYes.")
     opening = tokenizer.encode("<｜Assistant｜><think>\n", add_special_tokens=False)
     assert second[: len(first) - len(opening)] == first[: -len(opening)]
-    assert context.forks == {ForkReason.TEMPLATE: 1}
+    assert context.forks == {ForkReason.DROPPED_THINKING: 1}
 
 
-def test_each_class_of_forks_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
-    forks.explain_once.cache_clear()
+def test_each_class_of_forks_is_logged_once(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(forks, "_explained", set())
     with caplog.at_level(logging.INFO, logger="agl_slime.tokens.forks"):
         for _ in range(3):
             context, tokenizer = conversation("reasoner")

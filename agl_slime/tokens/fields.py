@@ -1,0 +1,178 @@
+"""The fields of an answer's message from which a chat template reads its parts.
+
+A template is asked: a probe is rendered with a field and without it, and a field whose words are written is read. The
+names to ask for are those that transformers looks for, and those in the template's own source. An answer whose parts
+have no field of their own (ChatML knows neither thinking nor calls) is content as it was sampled.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from agl_slime.errors import PromptError
+from agl_slime.tokens.answer import AnswerParts
+from agl_slime.tokens.reader import AnswerReader, thinking_marks
+from agl_slime.tokens.rendering import REASONING
+
+Message = dict[str, Any]
+Render = Callable[[Sequence[Message], bool], str]
+
+_NAMES = re.compile(r"\w*(?:reason|think|thought)\w*")
+_ARGUMENTS = re.compile(r"(?<![\w.'\"])\w*(?:thinking|reasoning|history)\w*(?!\w*['\"])")
+_PROBE = "SENTINELthoughtSENTINEL"
+_FUNCTION = "SENTINELcallSENTINEL"
+_QUESTION: Message = {"role": "user", "content": "?"}
+
+
+@dataclass(frozen=True, slots=True)
+class Given:
+    """An answer as the template gets it. ``closed`` is off where it ended within the thinking."""
+
+    message: Message
+    closed: bool = True
+
+
+@dataclass(eq=False)
+class AnswerFields:
+    """What one template reads. ``render`` is the template's, ``source`` its text where there is one."""
+
+    render: Render
+    source: str
+
+    @functools.cached_property
+    def marks(self) -> tuple[str, str]:
+        """What stands around the thinking."""
+        return thinking_marks(self.source)
+
+    @functools.cached_property
+    def thinking(self) -> str | None:
+        """The field of the thinking; ``None`` where the template has none, and content is where it is looked for."""
+        names = dict.fromkeys((*REASONING, *_NAMES.findall(self.source)))
+        return next((name for name in names if self._writes(_PROBE, {name: _PROBE})), None)
+
+    @functools.cached_property
+    def calls(self) -> int:
+        """How many calls of one answer the template writes: none, one, or 2 for any number."""
+        # Kimi's template writes the id, which names the function, and Mistral's takes ids of nine letters only
+        calls = [_call(f"{_FUNCTION}{number}", f"SENTcall{number}", {"x": 1}) for number in range(2)]
+        return sum(
+            any(self._writes(words, {"tool_calls": calls[: n + 1]}) for words in (f"{_FUNCTION}{n}", f"SENTcall{n}"))
+            for n in range(2)
+        )
+
+    @functools.cached_property
+    def content_beside(self) -> bool:
+        """Whether an answer with thinking and calls may have content as well."""
+        call = _call(_FUNCTION, "SENTcall0", {"x": 1})
+        return self.thinking is None or self._writes(_FUNCTION, {self.thinking: _PROBE, "tool_calls": [call]})
+
+    def given(self, text: str, reader: AnswerReader, ids: Sequence[int] = ()) -> Given:
+        """The message of an answer with this text; its content is the text where the template has no other fields."""
+        parts = reader.read(text, ids)
+        if len(parts.calls) > self.calls:
+            parts = replace(reader, parser=None, tokenizer=None).read(text)
+        calls = [_call(call.name, call.id, call.arguments) for call in parts.calls]
+        message: Message = {"role": "assistant", "content": text}
+        if parts.reasoning and self.thinking is not None:
+            message |= {"content": parts.content, self.thinking: parts.reasoning}
+        elif calls:
+            message["content"] = self._with_thinking(text, parts)
+        if calls:
+            message["tool_calls"] = calls
+            if self.thinking in message and not self.content_beside:
+                message["content"] = ""  # harmony's: the thinking stands in its place
+        return Given(message, parts.reasoning_closed)
+
+    def without_thinking(self, message: Message) -> Message:
+        """``message`` as if the model had not thought."""
+        if message.get("role") != "assistant":
+            return message
+        if self.thinking is not None:
+            return {name: value for name, value in message.items() if name not in (self.thinking, *REASONING)}
+        content = message.get("content")
+        if not isinstance(content, str) or self.marks[1] not in content:
+            return message
+        return {**message, "content": content.rpartition(self.marks[1])[2]}
+
+    def named(self, message: Message) -> Message:
+        """A message of a client's history, with the thinking under the name that the template reads."""
+        name = self.thinking
+        if name is None or name in message or message.get("role") != "assistant":
+            return message
+        thought = next((message[one] for one in REASONING if message.get(one)), None)
+        return message if thought is None else {**message, name: thought}
+
+    def _with_thinking(self, text: str, parts: AnswerParts) -> str:
+        """The content of an answer whose thinking has no field: its beginning as it was sampled, then the rest without
+        calls."""
+        if parts.reasoning is None:
+            return parts.content
+        before, mark, _ = text.partition(self.marks[1])
+        return f"{before}{mark}\n\n{parts.content}" if mark else text
+
+    def _writes(self, words: str, fields: Mapping[str, Any]) -> bool:
+        """Whether any probe with ``fields`` is written with ``words``."""
+        return any(words in text for text in self._rendered(fields))
+
+    def _rendered(self, fields: Mapping[str, Any]) -> Iterator[str]:
+        answer: Message = {"role": "assistant", "content": "!", **fields}
+        called = {"tool_calls": [_call("f", "call00000", {"x": 1})], **answer}
+        number = len(called["tool_calls"])
+        results = [{"role": "tool", "tool_call_id": f"call0000{n}", "name": "f", "content": "r"} for n in range(number)]
+        probes: list[list[Message]] = [[_QUESTION, called], [_QUESTION, called, *results]]
+        for probe in probes if "tool_calls" in answer else [[_QUESTION, answer], *probes]:
+            try:
+                yield self.render(probe, False)
+            except PromptError:
+                continue
+
+
+def keeps_thinking(template: Any) -> str:
+    """A template argument with which earlier thinking stays, as ``NAME=true`` or ``NAME=false``; empty where the
+    template, a ``ChatTemplate``, has none."""
+    fields, thought = template.fields, {template.fields.thinking or "": _PROBE}
+    probe = [_QUESTION, {"role": "assistant", "content": "!", **thought}, _QUESTION]
+    for name in dict.fromkeys(_ARGUMENTS.findall(fields.source)):
+        for value in (True, False):
+            try:
+                if _PROBE in template.with_arguments({name: value}).render(probe, opening=True):
+                    return f"{name}={str(value).lower()}"
+            except PromptError:
+                continue
+    return ""
+
+
+class Forms:
+    """The answers of one conversation as its template gets them. ``all_raw``: each answer's content is what a model
+    said; else only that of answers that were sampled here is, and others came in parts from a client."""
+
+    def __init__(self, fields: AnswerFields, reader: AnswerReader, *, all_raw: bool) -> None:
+        self._fields, self._reader, self._all_raw = fields, reader, all_raw
+        self._read: dict[str, Given] = {}  # by text
+
+    def sampled(self, text: str, ids: Sequence[int] = ()) -> None:
+        """An answer was sampled; ``ids`` are those of the whole text, where they are known."""
+        if text not in self._read:
+            self._read[text] = self._fields.given(text, self._reader, ids)
+
+    def given(self, message: Message) -> Given:
+        content = message.get("content")
+        if message.get("role") != "assistant":
+            return Given(message)
+        raw = isinstance(content, str) and not message.keys() & {"tool_calls", self._fields.thinking, *REASONING}
+        if raw and self._all_raw:
+            self.sampled(content)
+        if not raw or (known := self._read.get(content)) is None:
+            return Given(self._fields.named(message))
+        return known if message.keys() == {"role", "content"} else replace(known, message={**message, **known.message})
+
+    def messages(self, messages: Sequence[Message]) -> list[Message]:
+        return [self.given(message).message for message in messages]
+
+
+def _call(name: str, identity: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
+    return {"id": identity, "type": "function", "function": {"name": name, "arguments": dict(arguments)}}

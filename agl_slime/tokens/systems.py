@@ -1,0 +1,121 @@
+"""The places of system messages that are not the first, where a template refuses them, drops them or moves them.
+
+Harnesses send reminders as system messages in the middle of a conversation. ``in_place`` keeps the history: a reminder
+becomes a user's message where it stands, or, where a user's message would make the template drop the thinking before
+it, the end of the tool result that it follows. ``user`` always makes it a user's message. ``first`` joins all system
+messages at the beginning, as SGLang does; each later one then changes the beginning of the prompt.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+from agl_slime.errors import PromptError
+from agl_slime.tokens.fields import AnswerFields
+
+Message = dict[str, Any]
+LaterSystems = Literal["in_place", "user", "first"]
+
+SYSTEM_ROLES = frozenset({"system", "developer"})
+_SENTINEL = "SENTINELsystemSENTINEL"
+_CALL = {"id": "call00000", "type": "function", "function": {"name": "f", "arguments": {"x": 1}}}
+_STEP: list[Message] = [
+    {"role": "user", "content": "?"},
+    {"role": "assistant", "content": "", "reasoning_content": _SENTINEL, "tool_calls": [_CALL]},
+    {"role": "tool", "tool_call_id": "call00000", "name": "f", "content": "r"},
+]
+
+
+class SystemPlaces:
+    """What one template does with system messages; ``fields`` are those that it reads."""
+
+    def __init__(self, fields: AnswerFields, later: LaterSystems) -> None:
+        self._fields, self._render, self._later = fields, fields.render, later
+
+    def placed(self, messages: Sequence[Message]) -> Sequence[Message]:
+        """``messages`` with system messages where the template writes them; a developer's are the system's where it
+        knows only those."""
+        roles = [message.get("role") for message in messages]
+        if SYSTEM_ROLES.isdisjoint(roles[1:]) and roles[:1] != ["developer"]:
+            return messages
+        if "developer" in roles and not self._writes_developers:
+            messages = [{**each, "role": "system"} if each.get("role") == "developer" else each for each in messages]
+        systems = [message for message in messages if message.get("role") in SYSTEM_ROLES]
+        if systems == messages[:1] or self._writes_systems:
+            return messages
+        others = [message for message in messages if message.get("role") not in SYSTEM_ROLES]
+        if self._later == "first":
+            return [_joined(systems), *others]
+        first = next(
+            (n for n, message in enumerate(messages) if message.get("role") not in SYSTEM_ROLES), len(messages)
+        )
+        beginning = [_joined(messages[:first])] if first else []
+        return [*beginning, *self._in_place(messages[first:])]
+
+    def _in_place(self, messages: Sequence[Message]) -> list[Message]:
+        placed: list[Message] = []
+        for message in messages:
+            last = placed[-1] if placed else {}
+            if message.get("role") not in SYSTEM_ROLES:
+                follows_reminder = last.get("role") == message.get("role") == "user" and not self._writes_users_in_a_row
+                placed[-1:] = [_appended(last, message)] if follows_reminder else [*placed[-1:], message]
+            elif (last.get("role") == "tool" and self._later == "in_place" and self._questions_drop_thinking) or (
+                last.get("role") == "user" and not self._writes_users_in_a_row
+            ):
+                placed[-1] = _appended(last, message)
+            else:
+                placed.append({"role": "user", "content": message.get("content")})
+        return placed
+
+    @functools.cached_property
+    def _writes_systems(self) -> bool:
+        """Whether a system message is written where it stands, wherever that is."""
+        return self._writes("system", "system", "user", "assistant", "system", "user")
+
+    @functools.cached_property
+    def _writes_developers(self) -> bool:
+        return self._writes("developer", "user")
+
+    @functools.cached_property
+    def _writes_users_in_a_row(self) -> bool:
+        return self._writes("user", "user")
+
+    @functools.cached_property
+    def _questions_drop_thinking(self) -> bool:
+        """Whether the thinking before a user's message is left out."""
+        step = [*map(self._fields.named, _STEP)]
+        try:
+            texts = [self._render([*step, *more], True) for more in ([], [{"role": "user", "content": "?"}])]
+        except PromptError:
+            return False
+        return _SENTINEL in texts[0] and _SENTINEL not in texts[1]
+
+    def _writes(self, *roles: str) -> bool:
+        messages = [{"role": role, "content": f"{_SENTINEL}{n}"} for n, role in enumerate(roles)]
+        try:
+            text = self._render(messages, True)
+        except PromptError:
+            return False
+        places = [text.find(message["content"]) for message in messages]
+        return -1 not in places and places == sorted(places)
+
+
+def text_of(message: Mapping[str, Any]) -> str:
+    """The content of a message, a string or a list of parts."""
+    content = message.get("content") or ""
+    return content if isinstance(content, str) else "".join(str(part.get("text", "")) for part in content)
+
+
+def _joined(systems: Sequence[Message]) -> Message:
+    return {"role": systems[0]["role"], "content": "\n\n".join(filter(None, map(text_of, systems)))}
+
+
+def _appended(message: Message, more: Message) -> Message:
+    """``message`` with the content of another one after its own."""
+    mine, other = message.get("content") or "", more.get("content") or ""
+    if isinstance(mine, str) and isinstance(other, str):
+        return {**message, "content": "\n\n".join(filter(None, (mine, other)))}
+    parts = [[{"type": "text", "text": one}] if isinstance(one, str) else list(one) for one in (mine, other)]
+    return {**message, "content": parts[0] + parts[1]}
