@@ -26,7 +26,7 @@ from typing import Any
 
 import httpx
 
-from agl_slime.tokens.template import squash
+from agl_slime.tokens.blanks import squash
 from agl_slime.trace.turn import Turn
 from benchmarks.agl1_server import markdown
 from benchmarks.published import MODELS, Published, renderer_of, there, tokenizer_of
@@ -169,9 +169,9 @@ class Speaker:
         opening = self.render([question], None, opening=True)
         self.opened = found[0] if (found := re.search(r"</?think[^<]*(</think[^<]*)?$", opening)) else ""
         """What the template writes of thinking before an answer."""
+        self._header = opening.removesuffix(self.opened).removeprefix(self.render([question], None, opening=False))
         example = {"role": "assistant", "content": "yes", "reasoning_content": "REASON"}
         self.thinks = "</think>" not in self.opened and "REASON" in self._answer([question], example, None)
-        self._header = opening.removesuffix(self.opened).removeprefix(self.render([question], None, opening=False))
         self.parallel = not self._refused([question, self._with_text(_example(model, 2))])
         self._later_systems = not self._refused([question, {"role": "system", "content": "!"}, question])
 
