@@ -13,14 +13,16 @@ from typing import Literal
 class Ways:
     """What a template does with system messages that are not the first (``system``), with a developer's, with
     questions in a row (``alternate``), calls in a given history, results of tools, thinking in earlier answers; and how
-    it opens an answer."""
+    it opens an answer. ``reads``: thinking from ``reasoning_content`` alone, or from a content with its marks as well;
+    ``steps``: only of answers after the last one without calls."""
 
     system: Literal["written", "refused", "dropped", "collected", "never"] = "written"
     developer: Literal["written", "refused", "dropped"] = "dropped"
     alternate: bool = False
     calls: Literal["json", "items", "text", "one", "either"] = "json"
     results: Literal["role", "grouped", "after_a_call"] = "role"
-    thinking: Literal["kept", "last", "none"] = "kept"
+    thinking: Literal["kept", "last", "steps", "none"] = "kept"
+    reads: Literal["field", "both"] = "both"
     opening: str = ""
     needs_question: bool = False
 
@@ -49,10 +51,14 @@ def template_of(ways: Ways) -> str:
     later = {"written": _WRITE, "refused": _REFUSE["system"], "dropped": "", "collected": ""}
     system = _REFUSE["never"] if ways.system == "never" else later[ways.system]
     developer = {"written": _WRITE, "refused": _REFUSE["role"], "dropped": ""}[ways.developer]
-    thought = {"kept": "true", "last": "loop.index0 > n.question", "none": "false"}[ways.thinking]
+    thought = {"kept": "true", "last": "loop.index0 > n.question", "steps": "loop.index0 > n.answer", "none": "false"}
+    head, tail = ('{{- \'<tool_call>\\n{"name": "\' + c.function.name + \'", "arguments": \' }}', "}\\n</tool_call>")
+    if ways.calls in ("items", "text"):
+        head, tail = "{{- '<tool_call>' + c.function.name + '\\n' }}", "</tool_call>"
     parts = [
-        "{%- set n = namespace(question=-1, turn=0, called=false, system='') %}",
+        "{%- set n = namespace(question=-1, answer=-1, turn=0, called=false, system='') %}",
         "{%- for m in messages %}{%- if m.role == 'user' %}{%- set n.question = loop.index0 %}{%- endif %}"
+        "{%- if m.role == 'assistant' and not m.tool_calls %}{%- set n.answer = loop.index0 %}{%- endif %}"
         "{%- if m.role == 'system' %}{%- set n.system = n.system + m.content %}{%- endif %}{%- endfor %}",
         "{%- if n.question < 0 %}" + _REFUSE["question"] + "{%- endif %}" if ways.needs_question else "",
         "{%- if tools %}{{- '<|im_start|>system\\n' }}{%- for t in tools %}{{- (t | tojson) + '\\n' }}{%- endfor %}"
@@ -69,16 +75,24 @@ def template_of(ways: Ways) -> str:
         "{%- elif m.role == 'developer' %}" + developer,
         "{%- elif m.role == 'user' %}{%- set n.called = false %}" + _WRITE,
         "{%- elif m.role == 'assistant' %}",
-        "{%- set said = m.content.split('</think>')[-1].lstrip('\\n') %}{%- set thought = m.reasoning_content or '' %}",
-        "{%- if '</think>' in m.content %}",
+        "{%- set said = m.content or '' %}{%- set thought = m.reasoning_content or '' %}",
+        "{%- if '</think>' in said and not thought and " + str(ways.reads == "both").lower() + " %}",
+        "{%- set said = m.content.split('</think>')[-1].lstrip('\\n') %}",
         "{%- set thought = m.content.split('</think>')[0].split('<think>')[-1].strip('\\n') %}{%- endif %}",
         "{{- '<|im_start|>assistant\\n' }}",
-        "{%- if thought and " + thought + " %}{{- '<think>\\n' + thought + '\\n</think>\\n\\n' }}{%- endif %}",
+        "{%- if thought and "
+        + thought[ways.thinking]
+        + " %}{{- '<think>\\n' + thought + '\\n</think>\\n\\n' }}{%- endif %}",
         "{{- said }}",
         "{%- if m.tool_calls %}{%- set n.called = true %}",
         "{%- if m.tool_calls | length > 1 %}" + _REFUSE["calls"] + "{%- endif %}" if ways.calls == "one" else "",
-        "{%- for c in m.tool_calls %}{{- '<tool_call>' + c.function.name + '\\n' }}" + _ARGUMENTS[ways.calls],
-        "{{- '</tool_call>' }}{%- endfor %}{%- endif %}{{- '<|im_end|>\\n' }}",
+        "{%- for c in m.tool_calls %}"
+        + head
+        + _ARGUMENTS[ways.calls]
+        + "{{- '"
+        + tail
+        + "' }}{%- endfor %}{%- endif %}",
+        "{{- '<|im_end|>\\n' }}",
         "{%- elif m.role == 'tool' %}",
         "{%- if not n.called %}" + _REFUSE["results"] + "{%- endif %}" if ways.results == "after_a_call" else "",
         _GROUPED if ways.results == "grouped" else _WRITE,
@@ -108,11 +122,12 @@ _QWEN35 = Ways(
 _LLAMA = Ways(developer="written", calls="one")
 _MISTRAL = Ways(system="refused", developer="refused", alternate=True, calls="either", results="role")
 _DEEPSEEK = Ways(system="collected", calls="text", thinking="none")
-_NEMOTRON = Ways(developer="written", calls="items", thinking="last", opening="<think>\n")
+_NEMOTRON = Ways(developer="written", calls="items", thinking="last", reads="field", opening="<think>\n")
 _GEMMA = Ways(system="refused", developer="refused", alternate=True)
 _GLM = Ways(calls="items", thinking="last")
 _GPT_OSS = Ways(system="dropped", developer="written", results="after_a_call", thinking="last")
 _KIMI = Ways(developer="written", calls="either")
+_KIMI_THINKING = Ways(developer="written", calls="either", thinking="steps", reads="field")
 
 MODELS = {
     "Qwen2.5": _QWEN,
@@ -125,7 +140,7 @@ MODELS = {
     "Qwen3.5": _QWEN35,
     "Qwen3.5 without thinking": Ways(**{**vars(_QWEN35), "opening": "<think>\n\n</think>\n\n"}),
     "Qwen3.6": _QWEN35,
-    "Qwen3.8": Ways(**{**vars(_QWEN35), "developer": "written"}),
+    "Qwen3.8": Ways(**{**vars(_QWEN35), "developer": "written", "thinking": "kept", "reads": "field"}),
     "Llama 3.1": _LLAMA,
     "Llama 3.2": _LLAMA,
     "Llama 3.3": _LLAMA,
@@ -138,7 +153,8 @@ MODELS = {
     "GLM-4.6": _GLM,
     "GLM-4.7": Ways(**{**vars(_GLM), "opening": "<think>"}),
     "Kimi K2": _KIMI,
-    "Kimi K2 Thinking": Ways(**{**vars(_KIMI), "thinking": "last"}),
+    "Kimi K2 Thinking": _KIMI_THINKING,
+    "Kimi K2.5": Ways(**{**vars(_KIMI_THINKING), "opening": "<think>"}),
     "Kimi K3": Ways(calls="either", thinking="last", opening="<think>"),
     "MiniMax-M1": Ways(system="dropped", calls="either"),
     "MiniMax-M2": Ways(system="dropped", calls="items", results="after_a_call", thinking="last", opening="<think>\n"),
@@ -152,6 +168,7 @@ MODELS = {
     "Nemotron Nano 2": Ways(system="dropped", calls="either", thinking="none", opening="<think>\n"),
     "Nemotron 3 Nano": _NEMOTRON,
     "Nemotron 3 Super": _NEMOTRON,
+    "Nemotron 3 Ultra": _NEMOTRON,
     "Phi-3.5": Ways(),
     "Granite 4": Ways(calls="either"),
     "SmolLM3": Ways(system="dropped", thinking="last"),

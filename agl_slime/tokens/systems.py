@@ -57,16 +57,13 @@ class SystemPlaces:
     def _in_place(self, messages: Sequence[Message]) -> list[Message]:
         placed: list[Message] = []
         for message in messages:
-            last = placed[-1] if placed else {}
-            if message.get("role") not in SYSTEM_ROLES:
-                follows_reminder = last.get("role") == message.get("role") == "user" and not self._writes_users_in_a_row
-                placed[-1:] = [_appended(last, message)] if follows_reminder else [*placed[-1:], message]
-            elif (last.get("role") == "tool" and self._later == "in_place" and self._questions_drop_thinking) or (
-                last.get("role") == "user" and not self._writes_users_in_a_row
-            ):
-                placed[-1] = _appended(last, message)
+            reminder, last = message.get("role") in SYSTEM_ROLES, placed[-1].get("role") if placed else None
+            one = {"role": "user", "content": message.get("content")} if reminder else message
+            at_result = reminder and last == "tool" and self._later == "in_place" and self._questions_drop_thinking
+            if at_result or (one["role"] == last == "user" and not self._writes_users_in_a_row):
+                placed[-1] = _appended(placed[-1], message)
             else:
-                placed.append({"role": "user", "content": message.get("content")})
+                placed.append(one)
         return placed
 
     @functools.cached_property

@@ -6,6 +6,7 @@ from __future__ import annotations
 import copy
 import os
 import re
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
@@ -14,10 +15,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from agl_slime.errors import PromptError
+from agl_slime.tokens.blanks import squash
 from agl_slime.tokens.conversation import ChatContext
+from agl_slime.tokens.fields import Forms
 from agl_slime.tokens.forks import ForkReason
 from agl_slime.tokens.rendering import short_way
-from agl_slime.tokens.blanks import squash
 from agl_slime.tokens.template import ChatTemplate
 from tests.conversations import answer
 from tests.examples import examples
@@ -69,8 +71,20 @@ said_next = st.sampled_from(
         [{"role": "system", "content": "Reminder."}, {"role": "user", "content": "next"}],
     ]
 )
+_CALLED = '<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>'
 answered = st.sampled_from(
-    ["Fine.", "t\n</think>\n\nFine.", '<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>']
+    [
+        "Fine.",
+        "t\n</think>\n\nFine.",
+        "<think>\nt\n</think>\n\nFine.",
+        "<think> t</think>Fine.",
+        "<think>\n\n</think>\n\nFine.",
+        "<think>\nt",
+        _CALLED,
+        f"I look.\n{_CALLED}\n{_CALLED}",
+        '<tool_call>{"arguments":{"x":1,"y":"é"},"name":"f"}</tool_call>',
+        '<tool_call>\n{"name": "f", ',
+    ]
 )
 
 
@@ -86,25 +100,57 @@ def drive(data: st.DataObject, tokenizer: Any) -> list[ForkReason | None] | None
     template = ChatTemplate(tokenizer=tokenizer, tools=data.draw(st.sampled_from([None, TOOLS])))
     context = ChatContext(template=template, messages=data.draw(histories()))
     came: list[ForkReason | None] = []
-    text = ""
-    for turn in range(data.draw(st.integers(1, 4))):
+    held_text: History | None = None
+    for _ in range(data.draw(st.integers(1, 4))):
         held = context.token_ids.tolist()
         try:
-            asked = template.render(context.messages, opening=True)
+            before = in_fields(template, context.messages)
             said = data.draw(answered)
             if template.opens_thinking and "</think>" not in said:
                 said = "t\n</think>\n\n" + said
-            prompt, _ = answer(context, tokenizer, said)
+            prompt, _ = answer(context, tokenizer, said.removeprefix("<think>\n" if template.opens_thinking else ""))
+            reasons = {None} if held_text is None else held_text.forks(template, before)
+            held_text = History.of(template, before, in_fields(template, context.messages))
         except PromptError:
             return came or None
         came.append(context.fork)
         assert (prompt[: len(held)] == held) == (context.fork is None)
-        if turn:
-            stands = squash(asked).startswith(squash(text))
-            assert context.fork is (None if stands else ForkReason.TEMPLATE)
-        text = asked + said
+        assert context.fork in reasons
         context.add(*data.draw(said_next))
     return came
+
+
+def in_fields(template: ChatTemplate, messages: Messages) -> Messages:
+    """The messages with the parts of answers in the fields that the template reads."""
+    return Forms(template.fields, template.reader, all_raw=True).messages(messages)
+
+
+@dataclass(frozen=True)
+class History:
+    """A conversation up to an answer as the template itself writes it: ``text`` without the end of the answer's turn,
+    ``bare`` the same without all thinking. ``stands``: the question did not change with the answer, whose thinking is
+    in the text."""
+
+    text: str
+    bare: str
+    stands: bool
+
+    @classmethod
+    def of(cls, template: ChatTemplate, before: Messages, messages: Messages) -> History:
+        bare = [*map(template.fields.without_thinking, messages)]
+        text, without = (template.render(each, opening=False) for each in (messages, bare))
+        asked = template.render_prompt(before).text
+        last = template.render([*messages[:-1], bare[-1]], opening=False)
+        stands = squash(text).startswith(squash(asked)) and (bare[-1] == messages[-1] or last != text)
+        end = template.closing.strip()
+        return cls(text.strip().removesuffix(end), without.strip().removesuffix(end), stands)
+
+    def forks(self, template: ChatTemplate, messages: Messages) -> set[ForkReason | None]:
+        """What may come of a prompt with these messages."""
+        written = squash(template.render(messages, opening=True))
+        if self.stands and written.startswith(squash(self.text)):
+            return {None}
+        return {ForkReason.DROPPED_THINKING if written.startswith(squash(self.bare)) else ForkReason.TEMPLATE}
 
 
 @pytest.mark.parametrize("model", MODELS)
@@ -124,7 +170,8 @@ def test_any_history_under_the_templates_of_current_models(model: str, data: st.
         alternate=st.booleans(),
         calls=st.sampled_from(["json", "items", "text", "one", "either"]),
         results=st.sampled_from(["role", "grouped", "after_a_call"]),
-        thinking=st.sampled_from(["kept", "last", "none"]),
+        thinking=st.sampled_from(["kept", "last", "steps", "none"]),
+        reads=st.sampled_from(["field", "both"]),
         opening=st.sampled_from(["", "<think>\n", "<think>\n\n</think>\n\n"]),
         needs_question=st.booleans(),
     ),
