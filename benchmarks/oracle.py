@@ -213,7 +213,7 @@ class Speaker:
         prompt = self.render(messages, tools, opening=True)
         whole = self.render([*messages, message], tools, opening=False)
         if whole.startswith(prompt):
-            return whole[len(prompt) :].removeprefix(self._header)
+            return self._thought(whole[len(prompt) :].removeprefix(self._header), message)
         # the opening is not what stands before an answer that is there (R1 leaves all thinking out)
         closed = self.render(messages, tools, opening=False)
         opening, rest = prompt[len(closed) :], whole[len(closed) :]
@@ -224,6 +224,13 @@ class Speaker:
         if (thinking := message.get("reasoning_content", "")) in text and "</think>" in text:
             return text
         return f"{thinking}\n</think>\n\n{text.rpartition('</think>')[2].lstrip()}"
+
+    def _thought(self, text: str, message: Message) -> str:
+        """``text`` with the thinking that the template leaves out of an answer that calls nothing (Kimi K2)."""
+        thinking = message.get("reasoning_content", "")
+        at = text.find("</think>")
+        empty = at == 0 or (at > 0 and text[:at].strip() == "<think>")
+        return text[:at] + thinking + text[at:] if empty and thinking not in text else text
 
     def _marks(self, ids: Sequence[int]) -> int:
         return sum(token in self._added for token in ids)

@@ -168,11 +168,12 @@ class RolloutSession(Session):
         image_settings: ImageSettings = ImageSettings(),  # noqa: B008 - frozen
         **options: Any,
     ) -> None:
-        super().__init__(messages=messages, **options)
         how: Any = {"keep_stop_token": keep_stop_token, "copies": keep_all}
+        self.parser = options.get("parser")
         if template.reader.parser is not None and self.parser is not None:
             how["reader"] = self._reader_of(template)
         self.context = ChatContext(template=template, messages=messages, **how)
+        super().__init__(messages=messages, **options)
         self.sampling = sampling
         self.max_trajectory_tokens = max_trajectory_tokens
         self.tokenizer = template.tokenizer
