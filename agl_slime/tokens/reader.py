@@ -17,7 +17,7 @@ THINK = "<think>", "</think>"
 _MARKS = (("<think:opensource>", "</think:opensource>"), ("<seed:think>", "</seed:think>"), ("[THINK]", "[/THINK]"))
 _MARKS += (("<|channel>thought", "<channel|>"), ("<|START_THINKING|>", "<|END_THINKING|>"))
 _MARKS += (("<mm:think>", "</mm:think>"),)
-_PRIVATE = 0xE000  # and the code of a mark's first character: a character of nobody's that hides the mark
+_PRIVATE = 0xF0000  # and the code of a mark's first character: a character of nobody's that hides the mark
 
 
 def thinking_marks(source: Any) -> tuple[str, str]:
@@ -148,7 +148,7 @@ def _hidden(tokenizer: Any, marks: Sequence[str], text: str, ids: Sequence[int])
 
 
 def _shown(text: str) -> str:
-    return "".join(chr(ord(each) - _PRIVATE) if _PRIVATE <= ord(each) < _PRIVATE + 128 else each for each in text)
+    return "".join(chr(ord(each) - _PRIVATE) if _PRIVATE <= ord(each) < _PRIVATE + 0x10000 else each for each in text)
 
 
 def _shown_value(value: Any) -> Any:

@@ -8,9 +8,10 @@ import pytest
 from openai import OpenAI
 
 from tests.faults.engine_faults import Abort
-from tests.gateway_cases import TEMPLATE, WEATHER, Case, serving, trained_once
+from tests.gateway_cases import WEATHER, Case, serving, trained_once
+from tests.tool_formats import template_of
 
-KIMI = TEMPLATE.replace("<tool_call><|im_end|>", "<|tool_call_argument_begin|><|im_end|>")
+KIMI = template_of("kimi")
 KIMI_CALL = (
     "Let me see.\n<|tool_calls_section_begin|><|tool_call_begin|>functions.weather:0<|tool_call_argument_begin|>"
     '{"city": "Rome"}<|tool_call_end|><|tool_calls_section_end|>'

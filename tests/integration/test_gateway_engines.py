@@ -18,14 +18,14 @@ from agl_slime.rollout.by_file import import_file
 from agl_slime.sglang.client import SGLangClient
 from agl_slime.sglang.generation import SamplingParams
 from agl_slime.support.agl import LLM
-from agl_slime.tokens.formats import get_tool_parser, parser_for_template
+from agl_slime.tokens.formats import get_tool_parser
 from agl_slime.tokens.loading import load_tokenizer
 from agl_slime.trace.segments import merge_turns
 from agl_slime.trace.span_codec import decode_turns
 from tests.gateway_cases import WEATHER, trained_once, writer
 from tests.integration.engine_servers import Server
 from tests.integration.rollouts import run_rollouts
-from tests.trace_tokenizers import PLAIN
+from tests.tool_formats import FORMATS, template_of
 
 ROOT = __file__.rpartition("/tests/")[0]
 HELLO: list[Any] = [{"role": "user", "content": "Hello?"}]
@@ -126,12 +126,10 @@ def test_the_likeliest_tokens_are_told_where_they_are_asked_for(server: Server) 
 
 
 @pytest.mark.parametrize("server", [pytest.param("sglang", marks=pytest.mark.sglang)], indirect=True)
-@pytest.mark.parametrize(
-    "mark", ["<tool_call>", "<function=", "<arg_key>", "<|tool_call_argument_begin|>", "<|python_tag|>"]
-)
-def test_calls_are_forced_in_the_format_of_the_template(server: Server, mark: str) -> None:
+@pytest.mark.parametrize("kind", [kind for kind in FORMATS if get_tool_parser(kind).written is not None])
+def test_calls_are_forced_in_the_format_of_the_template(server: Server, kind: str) -> None:
     tokenizer = load_tokenizer(str(server.policy))
-    tokenizer.chat_template = f"{PLAIN}{{# {mark} #}}"  # type: ignore[attr-defined]
+    tokenizer.chat_template = template_of(kind)  # type: ignore[attr-defined]
     parameters = {"type": "object", "properties": {"city": {"enum": ["Rome", "Oslo"]}}, "required": ["city"]}
     tool: Any = {"type": "function", "function": {"name": "weather", "parameters": parameters}}
     with Gateway(GatewaySettings(constraints="mask"), access=EngineAccess(tokenizer=tokenizer)) as gateway:
@@ -140,7 +138,7 @@ def test_calls_are_forced_in_the_format_of_the_template(server: Server, mark: st
         said = ask(model="m", messages=HELLO, tools=[tool], tool_choice="required").choices[0]
         calls = said.message.tool_calls or []
         [turn] = decode_turns(spans)
-        written = get_tool_parser(parser_for_template(tokenizer.chat_template)).written  # type: ignore[attr-defined]
+        written = get_tool_parser(kind).written
         assert written is not None
         assert written[0].replace("NAME", "weather") in turn.text
         # a tiny policy may fill up the blanks that formats in XML allow

@@ -134,10 +134,11 @@ def _after(text: str, end: int, closing: tuple[str, ...]) -> int:
     return next((at + len(mark) for mark in closing if text.startswith(mark, at)), end)
 
 
-def before_marks(text: str, marks: Sequence[str], *, within: bool = True) -> str:
-    """``text`` up to where one of ``marks`` may begin at its end; to the first of them ``within`` it too."""
-    if within:
-        text = text[: min((at for mark in marks if (at := text.find(mark)) >= 0), default=len(text))]
+def before_marks(text: str, marks: Sequence[str]) -> str:
+    """``text`` up to the first of ``marks``, or to where one may begin at its end."""
+    first = min((at for mark in marks if (at := text.find(mark)) >= 0), default=None)
+    if first is not None:
+        return text[:first]
     begun = (n for mark in marks for n in range(1, len(mark)) if text.endswith(mark[:n]))
     return text[: len(text) - max(begun, default=0)]
 
@@ -158,11 +159,7 @@ def skip_blanks(text: str, at: int) -> int:
     return _BLANKS.match(text, at).end()  # type: ignore[union-attr]
 
 
-def _no_number(name: str) -> Any:
-    raise ValueError(f"{name} is no JSON")
-
-
-_DECODER = json.JSONDecoder(parse_constant=_no_number)
+_DECODER = json.JSONDecoder()
 
 
 def json_at(text: str, at: int) -> tuple[Any, int]:

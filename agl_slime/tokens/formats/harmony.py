@@ -7,10 +7,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from agl_slime.tokens.answer import AnswerParts, ToolCall
-from agl_slime.tokens.formats.base import ToolParser, before_marks, numbered, read_object, register_tool_parser
+from agl_slime.tokens.formats.base import ToolParser, numbered, read_object, register_tool_parser
 
 _ENDS = re.compile(r"<\|(?:end|call|return|start)\|>")
 _MESSAGE = "<|message|>"
+_BEGUN = re.compile(r"<(?:\|\w*\|?)?\Z")  # a mark that is still sampled
 _CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
 _RECIPIENT = re.compile(r"\bto=(?:functions\.)?([^\s<]+)")
 
@@ -45,7 +46,7 @@ class HarmonyParser(ToolParser):
         calls: list[ToolCall] = []
         malformed: list[str] = []
         closed = True
-        for part, ended in _messages(before_marks(text, ("<|",), within=False) if sampling else text):
+        for part, ended in _messages(_BEGUN.sub("", text) if sampling else text):
             header, mark, body = part.partition(_MESSAGE)
             channel, recipient = _CHANNEL.search(header), _RECIPIENT.search(header)
             if not mark:  # the beginning of a message, or an answer without messages
