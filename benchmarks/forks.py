@@ -77,7 +77,9 @@ class Line:
             raise Refused(answer.json()["error"]["message"])
         return answer.json()
 
-    def chat(self, messages: Sequence[Message], said: Said, *, tools: bool = True, keeps: Sequence[str] = ()) -> Message:
+    def chat(
+        self, messages: Sequence[Message], said: Said, *, tools: bool = True, keeps: Sequence[str] = ()
+    ) -> Message:
         """Ask in chat completions; of the answer, what a client keeps: content, calls, and ``keeps``."""
         body = {"messages": messages, **({"tools": self.tools} if tools else {})}
         served = self.post("chat/completions", body, said, tools=self.tools if tools else None)
@@ -284,7 +286,10 @@ def played(play: Callable[[Line], None], gateway: ScriptedGateway, speaker: Spea
             refused = str(error)
         turns, segments = rollout.turns, rollout.segments
     forks = Counter(turn.fork.value for turn in turns if turn.fork is not None)
-    tokens, longest = sum(len(segment.token_ids) for segment in segments), max((turn.length for turn in turns), default=1)
+    tokens, longest = (
+        sum(len(segment.token_ids) for segment in segments),
+        max((turn.length for turn in turns), default=1),
+    )
     return Played(len(turns), len(segments), tokens, longest, forks, refused)
 
 

@@ -164,7 +164,9 @@ class Speaker:
         self._stops = {token: tokenizer.convert_tokens_to_ids(token) for token in model.stops}
         as_text = [{"role": "user", "content": "?"}, self._with_text(_example(model))]
         self._later_systems, self._added = True, {*tokenizer.get_added_vocab().values()}
-        self._as_text = self._refused([{"role": "user", "content": "?"}, _example(model)]) and not self._refused(as_text)
+        self._as_text = self._refused([{"role": "user", "content": "?"}, _example(model)]) and not self._refused(
+            as_text
+        )
         question = {"role": "user", "content": "?"}
         opening = self.render([question], None, opening=True)
         self.opened = found[0] if (found := re.search(r"</?think[^<]*(</think[^<]*)?$", opening)) else ""
@@ -173,7 +175,8 @@ class Speaker:
         example = {"role": "assistant", "content": "yes", "reasoning_content": "REASON"}
         self.thinks = "</think>" not in self.opened and "REASON" in self._answer([question], example, None)
         self.parallel = not self._refused([question, self._with_text(_example(model, 2))])
-        self._later_systems = not self._refused([question, {"role": "system", "content": "!"}, question])
+        later = [question, {"role": "system", "content": "LATER"}, question]
+        self._later_systems = not self._refused(later) and "LATER" in self.render(later, None, opening=False)
 
     def render(self, messages: Sequence[Message], tools: Any, *, opening: bool) -> str:
         """The template's text; raises what the template raises."""
@@ -182,7 +185,7 @@ class Speaker:
         return self.tokenizer.apply_chat_template(shown, **how)
 
     def fitted(self, messages: Sequence[Message]) -> list[Message]:
-        """``messages`` with later system messages as the user's, where the template refuses them."""
+        """``messages`` with later system messages as the user's, where the template refuses or drops them."""
         if self._later_systems:
             return [*messages]
         return [{**each, "role": "user"} if n and each["role"] == "system" else each for n, each in enumerate(messages)]
@@ -214,7 +217,12 @@ class Speaker:
         whole = self.render([*messages, message], tools, opening=False)
         if whole.startswith(prompt):
             return self._thought(whole[len(prompt) :].removeprefix(self._header), message)
-        # the opening is not what stands before an answer that is there (R1 leaves all thinking out)
+        # the template writes the history otherwise once an answer is there, or answers as they were not opened (R1)
+        messages = [{"role": "user", "content": "?"}]
+        prompt = self.render(messages, tools, opening=True)
+        whole = self.render([*messages, message], tools, opening=False)
+        if whole.startswith(prompt):
+            return self._thought(whole[len(prompt) :], message)
         closed = self.render(messages, tools, opening=False)
         opening, rest = prompt[len(closed) :], whole[len(closed) :]
         text = rest.removeprefix(opening.removesuffix(self.opened)).removeprefix(self._header)
@@ -248,7 +256,13 @@ class Speaker:
         if not message.get("tool_calls"):
             return message
         calls = [
-            {**call, "function": {**call["function"], "arguments": json.dumps(call["function"]["arguments"], ensure_ascii=False)}}
+            {
+                **call,
+                "function": {
+                    **call["function"],
+                    "arguments": json.dumps(call["function"]["arguments"], ensure_ascii=False),
+                },
+            }
             for call in message["tool_calls"]
         ]
         return {**message, "tool_calls": calls}
@@ -457,7 +471,9 @@ def _way(turn: Turn, written: str, speaker: Speaker) -> str:
         return "blanks"
     if not stopped:
         return "cut"
-    return "thinking" if squash(said.rpartition("</think>")[2]) == squash(written.rpartition("</think>")[2]) else "sampled"
+    return (
+        "thinking" if squash(said.rpartition("</think>")[2]) == squash(written.rpartition("</think>")[2]) else "sampled"
+    )
 
 
 def _echoed(served: Message, echo: bool) -> Message:
@@ -467,9 +483,7 @@ def _echoed(served: Message, echo: bool) -> Message:
 
 def _with_ids(new: list[Message], ids: list[str]) -> list[Message]:
     left = iter(ids)
-    return [
-        {**message, "tool_call_id": next(left)} if message["role"] == "tool" else message for message in new
-    ]
+    return [{**message, "tool_call_id": next(left)} if message["role"] == "tool" else message for message in new]
 
 
 def _misread(served: Message, true: Message) -> str:
