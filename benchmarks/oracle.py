@@ -175,8 +175,10 @@ class Speaker:
         example = {"role": "assistant", "content": "yes", "reasoning_content": "REASON"}
         self.thinks = "</think>" not in self.opened and "REASON" in self._answer([question], example, None)
         self.parallel = not self._refused([question, self._with_text(_example(model, 2))])
-        later = [question, {"role": "system", "content": "LATER"}, question]
-        self._later_systems = not self._refused(later) and "LATER" in self.render(later, None, opening=False)
+        first = {"role": "user", "content": "FIRST"}
+        later = [first, {"role": "system", "content": "LATER"}, question]
+        text = "" if self._refused(later) else self.render(later, None, opening=False)
+        self._later_systems = 0 <= text.find("FIRST") < text.find("LATER")
 
     def render(self, messages: Sequence[Message], tools: Any, *, opening: bool) -> str:
         """The template's text; raises what the template raises."""
@@ -185,7 +187,8 @@ class Speaker:
         return self.tokenizer.apply_chat_template(shown, **how)
 
     def fitted(self, messages: Sequence[Message]) -> list[Message]:
-        """``messages`` with later system messages as the user's, where the template refuses or drops them."""
+        """``messages`` with later system messages as the user's, where the template refuses, drops
+        or moves them."""
         if self._later_systems:
             return [*messages]
         return [{**each, "role": "user"} if n and each["role"] == "system" else each for n, each in enumerate(messages)]
