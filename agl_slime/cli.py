@@ -116,7 +116,8 @@ def run(argv: Sequence[str] | None = None) -> NoReturn:
 def _train(arguments: list[str]) -> None:
     at = arguments.index("--") if "--" in arguments else len(arguments)  # what follows is slime's
 
-    from agl_slime.run.settings import TrainConfig, without_environment  # a slime that is not known is told there
+    from agl_slime.run.flags import without_environment
+    from agl_slime.run.settings import TrainConfig  # a slime that is not known is told there
 
     own, of_env = without_environment(arguments[:at])
     config, slime_flags = tyro.cli(TrainConfig, prog="train.py", args=own), arguments[at + 1 :]
@@ -144,7 +145,7 @@ def _engine_ahead() -> AbstractContextManager[None]:
 
 def _eval(arguments: list[str]) -> None:
     from agl_slime.run.evaluate import EvalConfig, run_evaluation
-    from agl_slime.run.settings import without_environment
+    from agl_slime.run.flags import without_environment
 
     own, of_env = without_environment(arguments)
     config = tyro.cli(EvalConfig, prog="agl-slime eval", args=own)

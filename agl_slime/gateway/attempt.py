@@ -244,8 +244,7 @@ class Attempt:
         self._images.update(call.images)
         match = tree.find(call.messages)
         self._got(match.node)
-        self._clock += 1
-        begun = self._clock
+        begun = self._clock = self._clock + 1
         told_by_tools = self._changed_tools(role, tree, call.messages) if match.known == 0 else None
 
         async def one(index: int) -> tuple[Choice, TokenArray, int]:
@@ -330,7 +329,7 @@ class Attempt:
         if refused := sorted(_NOT_FOR_TEMPLATES & kwargs.keys()):
             where = f"chat_template_kwargs.{refused[0]}"
             raise GatewayRequestError(f"{where} is not a client's to set; the run decides on it", param=where)
-        template, spans = self.access.template(tokenizer, tools, kwargs), self._spans
+        template, spans = self.access.template(tokenizer, tools, kwargs, llm=llm), self._spans
 
         def open_session(messages: list[Message]) -> RolloutSession:
             if self._root is not None:

@@ -24,6 +24,8 @@ from agl_slime.store.server import TOKEN_VARIABLE as STORE_TOKEN_VARIABLE
 from agl_slime.support.agl import LLM
 from agl_slime.support.http import stop_signal
 from agl_slime.support.ranges import check_ranges
+from agl_slime.tokens.systems import LaterSystems
+from agl_slime.tokens.tokenizer import read_template_kwargs
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,6 +42,11 @@ class GatewayCommand:
     """Most tokens of an answer, where the rollout's resources say nothing."""
     temperature: float = 1.0
     """Sampling temperature, where the rollout's resources say nothing."""
+    chat_template_kwargs: str = ""
+    """Arguments of the model's chat template, as a JSON object: {"preserve_thinking": true}."""
+    later_systems: LaterSystems = "in_place"
+    """System messages after the first, where the chat template takes none: in_place (a user's message, or the end of
+    the tool result before it), user (a user's message), or first (at the beginning, which forks)."""
     token: str | None = None
     """What clients show; anything but a loopback address needs one. AGL_SLIME_GATEWAY_TOKEN is the same."""
     workers: int = 1
@@ -54,7 +61,9 @@ class GatewayCommand:
 async def _serve(command: GatewayCommand) -> None:
     if not (command.model_path / "config.json").is_file() and not (command.model_path / "tokenizer.json").is_file():
         raise ConfigError(f"--model-path {command.model_path}: there is no checkpoint")
-    sampling = {"temperature": command.temperature, "max_new_tokens": command.max_new_tokens}
+    kwargs = read_template_kwargs(command.chat_template_kwargs, "--chat-template-kwargs")
+    sampling: dict[str, Any] = {"temperature": command.temperature, "max_new_tokens": command.max_new_tokens}
+    sampling |= {"chat_template_kwargs": kwargs, "later_systems": command.later_systems}
     llm = LLM(endpoint=command.sglang_url, model=str(command.model_path), sampling_parameters=sampling)
     store_token, token = os.environ.get(STORE_TOKEN_VARIABLE), command.token or os.environ.get(TOKEN_VARIABLE)
     ended = stop_signal()

@@ -89,12 +89,17 @@ class EngineAccess:
         tokenizer: ChatTokenizer,
         tools: Sequence[Mapping[str, Any]] | None,
         template_kwargs: Mapping[str, Any] | None = None,
+        *,
+        llm: LLM | None = None,
     ) -> ChatTemplate:
-        """One template for all rollouts with these tools: what it has found out about itself is known to all."""
-        key = template_key(tools, template_kwargs), id(tokenizer)
+        """One template for all rollouts with these tools: what it has found out about itself is known to all. The
+        run's template settings are those of ``llm``; ``template_kwargs`` are given over its arguments."""
+        given = template_settings(llm.sampling_parameters if llm is not None else {})
+        kwargs = {**given.pop("chat_template_kwargs", {}), **(template_kwargs or {})}
+        key = template_key(tools, kwargs), id(tokenizer), *given.values()
         made = self._templates.pop(key, None)
         if made is None:
-            made = chat_template(tokenizer, tools, template_kwargs)
+            made = chat_template(tokenizer, tools, kwargs, **given)
         self._templates[key] = made  # those used last at the end
         if len(self._templates) > _MAX_TEMPLATES:
             del self._templates[next(iter(self._templates))]
@@ -127,10 +132,21 @@ def replay_of(sampling: Mapping[str, Any]) -> dict[str, Any]:
     return {name: sampling[name] for name in ("routed_experts", "nucleus", "replay_files") if sampling.get(name)}
 
 
+def template_settings(sampling: Mapping[str, Any]) -> dict[str, Any]:
+    """The template settings of a run, which travel with its sampling parameters to wherever a prompt is made."""
+    return {name: sampling[name] for name in ("chat_template_kwargs", "later_systems") if sampling.get(name)}
+
+
+def of_run(sampling: Mapping[str, Any]) -> dict[str, Any]:
+    """Of a run's sampling parameters, those that agents do not hand on: a gateway adds them to what they ask."""
+    return {**replay_of(sampling), **template_settings(sampling)}
+
+
 def sampling_of(llm: LLM) -> SamplingParams:
     """``LLM.sampling_parameters`` as ``SamplingParams``; OpenAI's ``max_tokens`` is taken for ``max_new_tokens``, names
     that are not ours are passed to SGLang as they are."""
-    extra = dict(llm.sampling_parameters)
+    settings = template_settings(llm.sampling_parameters)
+    extra = {name: value for name, value in llm.sampling_parameters.items() if name not in settings}
     values = {name: extra.pop(name) for name in [*extra] if name in _SAMPLING_FIELDS}
     if "max_tokens" in extra:
         values.setdefault("max_new_tokens", extra.pop("max_tokens"))

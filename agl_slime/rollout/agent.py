@@ -63,7 +63,7 @@ class SGLangLitAgent(LitAgent[dict[str, Any]]):
     max_turns: int | None = None  # most answers of a rollout
     max_trajectory_tokens: int | None = None  # prompt and answers; None: what the model's context holds
     loss_scale: LossScale = "default"  # which answers are trained: all, "last_round", or as a function says
-    template_kwargs: Mapping[str, Any] = {}  # of the chat template: {"enable_thinking": False}
+    template_kwargs: Mapping[str, Any] = {}  # of the chat template, over the run's: {"enable_thinking": False}
     image_settings: ImageSettings = ImageSettings()  # what images may be that messages and tools show
     partial: PartialRollouts | None = None  # keeps what rollouts have sampled, for a run that is cut and goes on
     chat_api: ChatApi | None = None  # answers in the engine's place, in rollouts that are scored and never trained on
@@ -193,7 +193,7 @@ class SGLangLitAgent(LitAgent[dict[str, Any]]):
         return RolloutSession(
             client=client if self.partial is None else self.partial.client(client, rollout),
             parser=parser,
-            template=self._access.template(tokenizer, schemas, self.template_kwargs),
+            template=self._access.template(tokenizer, schemas, self.template_kwargs, llm=llm),
             model=llm.model,
             max_trajectory_tokens=self.max_trajectory_tokens,
             keep_stop_token=self.keep_stop_token,

@@ -169,9 +169,8 @@ class RolloutSession(Session):
         **options: Any,
     ) -> None:
         how: Any = {"keep_stop_token": keep_stop_token, "copies": keep_all}
-        self.parser = options.get("parser")
-        if template.reader.parser is not None and self.parser is not None:
-            how["reader"] = self._reader_of(template)
+        if template.reader.parser is not None and (parser := options.get("parser")) is not None:
+            how["reader"] = _reader_of(template, parser)
         self.context = ChatContext(template=template, messages=messages, **how)
         super().__init__(messages=messages, **options)
         self.sampling = sampling
@@ -202,11 +201,7 @@ class RolloutSession(Session):
 
     @property
     def reader(self) -> AnswerReader:
-        return self._reader_of(self.context.template)
-
-    def _reader_of(self, template: ChatTemplate) -> AnswerReader:
-        how: Any = {"opened": template.opens_thinking, "template_kwargs": template.kwargs}
-        return reader_for(template.tokenizer, offered=self.parser is not None, parser=self.parser, **how)
+        return _reader_of(self.context.template, self.parser)
 
     async def ask(
         self,
@@ -339,6 +334,11 @@ def _lost(asked: SamplingParams, generation: Generation, prompt_tokens: int) -> 
     if asked.routed_experts is not None and (generation.experts is None or generation.experts.end < end):
         return "no_routed_experts"
     return "no_nucleus" if asked.nucleus and generation.nucleus is None else ""
+
+
+def _reader_of(template: ChatTemplate, parser: ToolParser | None) -> AnswerReader:
+    how: Any = {"opened": template.opens_thinking, "template_kwargs": template.kwargs}
+    return reader_for(template.tokenizer, offered=parser is not None, parser=parser, **how)
 
 
 def write_span(attributes: dict[str, Any], started: float) -> None:

@@ -47,7 +47,7 @@ from agl_slime.support.agl import LLM
 from agl_slime.support.files import scratch_directory
 from agl_slime.support.threads import run_in_thread
 from agl_slime.tokens.loading import load_tokenizer
-from agl_slime.tokens.tokenizer import has_chat_template
+from agl_slime.tokens.tokenizer import has_chat_template, set_template_kwargs
 from agl_slime.trainers.base import TellsTokens, Trainer
 from agl_slime.trainers.local.settings import WeightsDtype
 from agl_slime.types import Sample, flat_samples
@@ -105,6 +105,7 @@ async def run_training(
         model_path = await find_start(config, parts, run, described, console)
         tokenizer = await run_in_thread(load_tokenizer, model_path)
         check_tokenizer(model_path, tokenizer)
+        set_template_kwargs(tokenizer, config.template.get("chat_template_kwargs", {}))
         if not has_chat_template(tokenizer) and not await gives_texts(parts, model_path, seed=config.seed):
             text = f"--model-path {model_path}: without a chat template only prompts that are texts can be asked"
             reports.handle(events.Warning(text=text, key="chat_template"))

@@ -91,7 +91,7 @@ def model_for_agents(
 ) -> Iterator[LLM]:
     """What agents find as ``main_llm``: the engine at ``url``, or a gateway before it. ``sampling``: in the place of
     what ``config`` says."""
-    sampling = sampling or sampling_parameters(config, model_path)
+    sampling = {**config.template, **(sampling or sampling_parameters(config, model_path))}
     llm = LLM(endpoint=url, model=str(model_path), sampling_parameters=sampling)
     workers = config.gateway_workers
     if workers > 1 and isinstance(parts.agent, SGLangLitAgent):

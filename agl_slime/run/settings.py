@@ -4,10 +4,9 @@ help text."""
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import tyro
 
@@ -20,11 +19,14 @@ from agl_slime.report.console import View
 from agl_slime.report.rollouts import Keep
 from agl_slime.report.trackers import Tracker, need_trackers
 from agl_slime.rollout.loading import DEFAULT_AGENT, split_agent
+from agl_slime.run.flags import flag
 from agl_slime.run.models import check_model
 from agl_slime.runner.base import RunnerPlan
 from agl_slime.runner.controller_process import check_python
 from agl_slime.support.ranges import check_ranges
 from agl_slime.tokens.images import ImageSettings
+from agl_slime.tokens.systems import LaterSystems
+from agl_slime.tokens.tokenizer import read_template_kwargs
 from agl_slime.trainers.local.settings import LocalTrainerSettings
 
 _COUNTS = """num_iterations rollout_batch_size n_samples_per_prompt max_new_tokens max_attempts save_interval
@@ -143,6 +145,12 @@ class TrainConfig:
 
     multi_turn_scheduler: str | None = None
     """Scheduler that decides what follows each answer, by the name it is registered under."""
+    chat_template_kwargs: str = ""
+    """Arguments of the model's chat template, as a JSON object: {"preserve_thinking": true}. Agents, the gateway and
+    traces of text alone use them."""
+    later_systems: LaterSystems = "in_place"
+    """System messages after the first, where the chat template takes none: in_place (a user's message, or the end of
+    the tool result before it), user (a user's message), or first (at the beginning, which forks)."""
     max_turns: int | None = None
     """Most answers of one rollout."""
     branches: Branches = "used"
@@ -228,6 +236,7 @@ class TrainConfig:
             ("temperature", lambda value: 0 < value < math.inf, "above 0: training needs samples that differ"),
             named=flag,
         )
+        read_template_kwargs(self.chat_template_kwargs, flag("chat_template_kwargs"))
         if self.env is not None:
             self._check_env()
         else:
@@ -347,6 +356,14 @@ class TrainConfig:
             raise ConfigError(f"{flag(name)} with {flag(beside)} {getattr(self, beside)}: {why}")
 
     @property
+    def template(self) -> dict[str, Any]:
+        """The template settings, as sampling parameters have them."""
+        kwargs = read_template_kwargs(self.chat_template_kwargs, flag("chat_template_kwargs"))
+        later = self.later_systems if self.later_systems != TrainConfig.later_systems else None
+        given = {"chat_template_kwargs": kwargs, "later_systems": later}
+        return {name: value for name, value in given.items() if value}
+
+    @property
     def gateway(self) -> GatewaySettings:
         """How agents are treated that talk to the gateway."""
         return GatewaySettings(
@@ -376,24 +393,3 @@ class TrainConfig:
             find_sglang(self.sglang_python)
         if self.weights_dir is not None and self.weights_dir.exists() and not self.weights_dir.is_dir():
             raise ConfigError(f"--weights-dir {self.weights_dir}: is not a directory; name another")
-
-
-def flag(name: str) -> str:
-    return f"--{name.replace('_', '-')}"
-
-
-def without_environment(arguments: Sequence[str]) -> tuple[list[str], tuple[str, ...]]:
-    """A command line without the settings of an environment, and those: ``--env.KEY value``, ``--env.KEY=value``, and
-    ``--env.KEY`` alone, which is a switch."""
-    own, of_env, follows = [], [], False
-    for one in arguments:
-        if one.startswith("--env."):
-            of_env.append(one)
-            follows = "=" not in one
-        elif follows and not one.startswith("--"):
-            of_env.append(one)
-            follows = False
-        else:
-            own.append(one)
-            follows = False
-    return own, tuple(of_env)

@@ -43,6 +43,7 @@ from agl_slime.support.net import is_loopback
 from agl_slime.support.slime import find
 from agl_slime.support.threads import run_in_thread
 from agl_slime.tokens.loading import load_tokenizer
+from agl_slime.tokens.tokenizer import set_template_kwargs
 from agl_slime.types import flat_samples
 
 logger = logging.getLogger(__name__)
@@ -94,7 +95,7 @@ async def run_slime_training(
         flags = [*NORMALIZE_FLAGS, *flags]
     args = await run_in_thread(parse_slime_args, flags)
     check_slime_args(args, config)
-    sampling = dict(PluginSettings.from_args(args, {}).sampling or {})
+    sampling = {**(PluginSettings.from_args(args, {}).sampling or {}), **config.template}
     if config.sglang_url is not None:  # slime's own engines are not there yet; their first answer is looked at
         await check_replay(agents_url, sampling_of(LLM(endpoint=agents_url, model="", sampling_parameters=sampling)))
     host = config.store_host
@@ -110,6 +111,7 @@ async def run_slime_training(
         await run_in_thread(service.start)
         stack.callback(service.stop)
         tokenizer = await run_in_thread(load_tokenizer, model_path)
+        set_template_kwargs(tokenizer, sampling.get("chat_template_kwargs", {}))
         reports.use_tokenizer(tokenizer)
         # as in the manager's process: slime wants exactly n_samples_per_prompt rollouts in every group
         settings = DataSourceSettings(policy=CompleteGroup(), release=False)

@@ -181,6 +181,8 @@ class PluginSettings(BaseModel):
         if host is not None and port is not None:
             values.setdefault("llm_url", f"http://{host}:{port}")
         sampling = _sampling(args, "rollout")
+        if kwargs := getattr(args, "apply_chat_template_kwargs", None):
+            sampling["chat_template_kwargs"] = dict(kwargs)
         values |= {
             "model": getattr(args, "hf_checkpoint", None),
             "sampling": sampling | replay_sampling(args),

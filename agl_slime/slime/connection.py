@@ -28,6 +28,7 @@ from agl_slime.store.client import RemoteStore
 from agl_slime.support.agl import LLM, Rollout
 from agl_slime.support.files import scratch_directory
 from agl_slime.tokens.loading import load_tokenizer
+from agl_slime.tokens.tokenizer import set_template_kwargs
 
 logger = logging.getLogger(__name__)
 
@@ -118,7 +119,11 @@ class Connection:
         """The tokenizer of slime's ``--hf-checkpoint``; ``None`` when there is no such directory (samples are then
         decoded as the engine did)."""
         model = self.settings.model
-        return load_tokenizer(model) if model and Path(model).is_dir() else None
+        if not model or not Path(model).is_dir():
+            return None
+        tokenizer = load_tokenizer(model)
+        set_template_kwargs(tokenizer, (self.settings.sampling or {}).get("chat_template_kwargs", {}))
+        return tokenizer
 
     def start(self) -> None:
         if self._runner is not None:

@@ -18,7 +18,7 @@ import functools
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any, cast
 
@@ -29,6 +29,7 @@ from agl_slime.support.threads import run_in_thread
 from agl_slime.tokens.codec import TokenArray, TokenBuffer, common_prefix, shared_length, token_array
 from agl_slime.tokens.fields import Forms, keeps_thinking
 from agl_slime.tokens.forks import ForkReason, explain_once, fork_of_edit
+from agl_slime.tokens.plans import HeldTurn, Plan
 from agl_slime.tokens.reader import AnswerReader
 from agl_slime.tokens.template import Addition, ChatTemplate, Message, Rendering, Rewritten, Said, ends_of
 from agl_slime.tokens.tokenizer import longest_prefix
@@ -37,36 +38,6 @@ from agl_slime.tokens.written import Written
 # Tokenizing takes about a millisecond per this many characters; more of those are worth a thread.
 LONG_TEXT_CHARS = 8_000
 _OPENINGS = 256  # kept of a template; most have one
-
-
-@dataclass(frozen=True, slots=True)
-class _Turn:
-    """An answer that is held: message ``n_messages - 1``, ids ``[start:end]``. ``continued`` is the text that its
-    message began with before it was sampled."""
-
-    n_messages: int
-    start: int
-    end: int
-    continued: str
-    stop_text: str  # of the stop token that the engine sampled at its end; empty when there is none
-    place: int  # ids ``[:place]`` are the prompt without the opening of the answer; 0 where that cannot be told apart
-
-
-@dataclass(frozen=True, slots=True)
-class _Plan:
-    """A prompt: ids ``[:kept]`` of what is held, then ``added``."""
-
-    kept: int
-    added: tuple[int, ...]
-    place: int  # as in ``_Turn``
-    open_boundaries: int
-    rendering: Rendering | None  # of the whole conversation, less a partial answer, where it was made
-    more_text: tuple[str, ...] = ()  # where no rendering was made: the last answer as the template writes it, and more
-    fork: ForkReason | None = None
-
-    @property
-    def length(self) -> int:
-        return self.kept + len(self.added)
 
 
 class ChatContext:
@@ -106,10 +77,10 @@ class ChatContext:
         self.kept_tokens = 0
         self.fork: ForkReason | None = None
         self._tokens = TokenBuffer()
-        self._turns: list[_Turn] = []
+        self._turns: list[HeldTurn] = []
         self._seen: list[Message] = []  # the held messages as they were, to notice edits
         self._users: list[int] = []  # places of users' messages among those
-        self._asked: tuple[_Plan, list[Message]] | None = None  # the last prompt and the messages that it was made of
+        self._asked: tuple[Plan, list[Message]] | None = None  # the last prompt and the messages that it was made of
         self._rendering: Rendering | None = None  # of the messages before the last answer
         self._written = Written()  # the text of those messages and of the opening after them
         self._whole_at = 0  # number of messages when the whole conversation was last rendered
@@ -140,7 +111,7 @@ class ChatContext:
         chars, same, make = self._next()
         return self._ask(same, make) if chars <= LONG_TEXT_CHARS else await run_in_thread(self._ask, same, make)
 
-    def _ask(self, same: int, make: Callable[[], _Plan]) -> PromptIds:
+    def _ask(self, same: int, make: Callable[[], Plan]) -> PromptIds:
         plan = make()
         new = self.messages[same:]
         self._asked = plan, [*self._seen[:same], *(map(dict, new) if self._copies else new)]
@@ -178,7 +149,7 @@ class ChatContext:
         self.messages.append(message)
         seen = [*(asked[:-1] if continues else asked), message]
         self._turns.append(
-            _Turn(len(seen), plan.length, len(self._tokens), continued, self._stop_text(generation), plan.place)
+            HeldTurn(len(seen), plan.length, len(self._tokens), continued, self._stop_text(generation), plan.place)
         )
         at = shared_length(seen, self._seen)
         self._seen[at:] = map(_copy_of, seen[at:]) if self._copies else seen[at:]
@@ -198,7 +169,7 @@ class ChatContext:
 
     # -- what the next prompt keeps and adds --------------------------------------------------------------------------
 
-    def _next(self) -> tuple[int, int, Callable[[], _Plan]]:
+    def _next(self) -> tuple[int, int, Callable[[], Plan]]:
         """About how many characters the next prompt has to tokenize, how many messages are as they were, and what makes
         it."""
         messages = self.messages
@@ -228,7 +199,7 @@ class ChatContext:
         """The messages without a partial answer at their end."""
         return self.messages[:-1] if _continues(self.messages) else self.messages
 
-    def _added(self, turn: _Turn, addition: Addition) -> _Plan:
+    def _added(self, turn: HeldTurn, addition: Addition) -> Plan:
         """What is held up to the end of ``turn``, then what the template adds."""
         text = addition.text.removeprefix(turn.stop_text)
         plan = self._joined(turn.end, text, addition.opening, addition.rendering)
@@ -236,14 +207,14 @@ class ChatContext:
             return plan
         return replace(plan, more_text=(addition.answer, addition.text))
 
-    def _whole_addition(self, messages: Sequence[Message], turn: _Turn, **how: Any) -> Addition | Rewritten:
+    def _whole_addition(self, messages: Sequence[Message], turn: HeldTurn, **how: Any) -> Addition | Rewritten:
         """What the template adds after the answer of ``turn``, of these messages."""
         given = self._forms.given(self.messages[turn.n_messages - 1])
         thinking = str(given.message.get(self._template.fields.thinking or "") or "")
         said = Said(_content(self.messages[turn.n_messages - 1]), turn.stop_text, given.closed, thinking)
         return self._template.addition(self._forms.messages(messages), len(messages) - how.pop("new"), said, **how)
 
-    def _addition(self, messages: Sequence[Message], turn: _Turn) -> Addition | Rewritten:
+    def _addition(self, messages: Sequence[Message], turn: HeldTurn) -> Addition | Rewritten:
         """What the template adds after the answer of ``turn``, from as few messages as that takes; see the module
         ``template``."""
         held = turn.n_messages
@@ -268,7 +239,7 @@ class ChatContext:
         self._windows = False
         return Rewritten()
 
-    def _continued(self, last: _Turn) -> _Plan:
+    def _continued(self, last: HeldTurn) -> Plan:
         """The last answer goes on: with its own tokens as far as its message still says what they say."""
         said = _content(self.messages[-1])[len(last.continued) :]
         ids = self.token_ids[last.start : last.end].tolist()
@@ -278,9 +249,9 @@ class ChatContext:
         keep = last.end if self._keep_stop_token and n == len(ids) else last.start + n
         fork = None if keep == last.end else ForkReason.BRANCH if n == len(ids) else ForkReason.EDITED_HISTORY
         added, gap = self._encode_after(said[len(text) :], self.token_ids[:keep])
-        return _Plan(keep, tuple(added), last.place, gap, self._rendering, fork=fork)
+        return Plan(keep, tuple(added), last.place, gap, self._rendering, fork=fork)
 
-    def _forked(self, same: int) -> _Plan:
+    def _forked(self, same: int) -> Plan:
         """A prompt that keeps the longest part of what is held that the template still renders in the same way, and
         renders the rest. ``same`` messages are as they were."""
         base = self._base
@@ -289,7 +260,7 @@ class ChatContext:
         standing = min(same, len(base))
         turns = [turn for turn in self._turns if turn.place and turn.n_messages - 1 <= standing]
 
-        def rewritten(turn: _Turn) -> bool:
+        def rewritten(turn: HeldTurn) -> bool:
             return not whole.startswith(self._template.render(given[: turn.n_messages - 1], opening=False))
 
         low = bisect_left(turns, True, key=rewritten)  # places that stand are followed by places that do not
@@ -302,7 +273,7 @@ class ChatContext:
                 return self._added(turn, addition)
         return self._rendered(turn)
 
-    def _rendered(self, turn: _Turn | None = None) -> _Plan:
+    def _rendered(self, turn: HeldTurn | None = None) -> Plan:
         """The conversation as the template renders it, after what was held before the opening of ``turn``."""
         given = self._forms.messages(self._base)
         rendered = self._template.render_prompt(given)
@@ -311,7 +282,7 @@ class ChatContext:
             keep, skip = turn.place, len(self._template.render(given[: turn.n_messages - 1], opening=False))
         return self._joined(keep, rendered.text[skip:], rendered.opening or "", rendered)
 
-    def _joined(self, keep: int, text: str, opening: str, rendering: Rendering | None) -> _Plan:
+    def _joined(self, keep: int, text: str, opening: str, rendering: Rendering | None) -> Plan:
         """The first ``keep`` ids, then ``text``, ``opening`` and the partial answer that the conversation ends with."""
         # the opening apart where that changes nothing: the place before it can be kept when the answer is dropped
         apart = self._template.begins_with_added_token(opening)
@@ -329,7 +300,7 @@ class ChatContext:
             gaps += gap
             if apart and number == 0:
                 place = keep + len(added)
-        return _Plan(keep, tuple(added), place, gaps, rendering)
+        return Plan(keep, tuple(added), place, gaps, rendering)
 
     def _kind_of_edit(self, same: int) -> ForkReason:
         """Whether something held was changed, or the conversation went back to an earlier point and on from there."""
@@ -338,7 +309,7 @@ class ChatContext:
         still_there = any(message.get("role") == "assistant" and message in now for message in lost)
         return fork_of_edit(replaced=replaced, still_there=still_there)
 
-    def _against_held(self, plan: _Plan, prompt_ids: Sequence[int]) -> tuple[int, ForkReason | None]:
+    def _against_held(self, plan: Plan, prompt_ids: Sequence[int]) -> tuple[int, ForkReason | None]:
         """How many tokens of what is held the prompt begins with, and why those are not all."""
         held = len(self._tokens)
         if plan.fork is None:

@@ -81,6 +81,8 @@ class AnswerFields:
         message: Message = {"role": "assistant", "content": text}
         if parts.reasoning and self.thinking is not None:
             message |= {"content": parts.content, self.thinking: parts.reasoning}
+        elif parts.reasoning and not parts.reasoning_closed and reader.opened:
+            message["content"] = f"{text}\n{self.marks[1]}\n\n"  # or its words would be read as content
         elif calls:
             message["content"] = self._with_thinking(text, parts)
         if calls:
@@ -162,14 +164,15 @@ class Forms:
             self._read[text] = self._fields.given(text, self._reader, ids)
 
     def given(self, message: Message) -> Given:
-        content = message.get("content")
         if message.get("role") != "assistant":
             return Given(message)
-        raw = isinstance(content, str) and not message.keys() & {"tool_calls", self._fields.thinking, *REASONING}
-        if raw and self._all_raw:
-            self.sampled(content)
-        if not raw or (known := self._read.get(content)) is None:
+        content, in_fields = message.get("content"), message.keys() & {"tool_calls", self._fields.thinking, *REASONING}
+        if not isinstance(content, str) or in_fields:
             return Given(self._fields.named(message))
+        if self._all_raw:
+            self.sampled(content)
+        if (known := self._read.get(content)) is None:
+            return Given(message)
         return known if message.keys() == {"role", "content"} else replace(known, message={**message, **known.message})
 
     def messages(self, messages: Sequence[Message]) -> list[Message]:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import functools
+import json
 import re
 from bisect import bisect_left
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
-from agl_slime.errors import PromptError
+from agl_slime.errors import ConfigError, PromptError
 
 NO_TEMPLATE = (
     "the model has no chat template, so chat messages cannot be rendered: give --model-path a model that has one, "
@@ -28,6 +29,23 @@ class ChatTokenizer(Protocol):
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = ...) -> str: ...
 
 
+def read_template_kwargs(text: str, flag: str) -> dict[str, Any]:
+    """The arguments of a chat template that a setting gives as JSON. Raises ``ConfigError``."""
+    try:
+        value = json.loads(text or "{}")
+    except ValueError:
+        value = None
+    if not isinstance(value, dict):
+        raise ConfigError(f"{flag} must be a JSON object such as '{{\"preserve_thinking\": true}}', got {text!r:.99}")
+    return value
+
+
+def set_template_kwargs(tokenizer: Any, kwargs: Mapping[str, Any]) -> None:
+    """Have ``render_chat`` give a tokenizer's template these arguments, for conversations of which only the text is
+    there; who knows more gives arguments of its own over them."""
+    tokenizer.run_template_kwargs = dict(kwargs)
+
+
 def has_chat_template(tokenizer: Any) -> bool:
     return bool(getattr(tokenizer, "chat_template", True))  # one that is not of transformers is taken at its word
 
@@ -39,6 +57,7 @@ def render_chat(
     ``PromptError`` when it refuses them, or when there is none."""
     if not (has_chat_template(tokenizer) or options.get("chat_template")):
         raise PromptError(NO_TEMPLATE)
+    options = {**getattr(tokenizer, "run_template_kwargs", {}), **options}
     try:
         return tokenizer.apply_chat_template(
             list(messages), tools=tools or None, add_generation_prompt=opening, tokenize=False, **options

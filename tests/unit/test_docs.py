@@ -12,7 +12,8 @@ import pytest
 import tyro
 
 from agl_slime.cli import COMMANDS
-from agl_slime.run.settings import TrainConfig, without_environment
+from agl_slime.run.flags import without_environment
+from agl_slime.run.settings import TrainConfig
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]

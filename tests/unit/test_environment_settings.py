@@ -14,7 +14,8 @@ from agl_slime.errors import ConfigError
 from agl_slime.report.files import RunDir, dump
 from agl_slime.run import evaluate, parts
 from agl_slime.run.evaluate import EvalConfig
-from agl_slime.run.settings import TrainConfig, without_environment
+from agl_slime.run.flags import without_environment
+from agl_slime.run.settings import TrainConfig
 from agl_slime.support.files import write_file
 
 

@@ -105,8 +105,8 @@ def _find(tokenizer: Any, source: str, kwargs: _Arguments) -> ToolParser | None:
 
 
 def _reads(form: ToolParser, written: str) -> bool:
-    """Whether a parser finds the probe's call, perhaps with the end of the turn after it."""
-    tries = (form.parse(text).calls for text in (written, written[: written.rfind("}") + 1].strip()))
+    """Whether a parser finds the probe's call, perhaps with a turn's marks around it."""
+    tries = (form.parse(text).calls for text in (written, written[written.find("{") : written.rfind("}") + 1]))
     return any([(call.name, {**call.arguments}) for call in calls] == [(_NAME, _ARGUMENTS)] for calls in tries)
 
 
