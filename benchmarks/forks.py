@@ -36,7 +36,23 @@ from benchmarks.scripted_gateway import Rollout, ScriptedGateway, scripted_gatew
 
 Message = dict[str, Any]
 
-_WORDS = "the test still fails because of a missing import so read the file again and then run it with the flag".split()
+_WORDS = [
+    "the",
+    "test",
+    "still",
+    "fails",
+    "because",
+    "of",
+    "a",
+    "missing",
+    "import",
+    "so",
+    "read",
+    "it",
+    "again",
+    "then",
+    "run",
+]
 
 
 class Refused(Exception):
@@ -220,7 +236,7 @@ def _claude_program(directory: Path) -> list[str]:
 
 
 def _codex_program(directory: Path, url: str) -> list[str]:
-    provider = '{name="agl",base_url="%s",wire_api="responses",env_key="OPENAI_API_KEY"}' % url
+    provider = f'{{name="agl",base_url="{url}",wire_api="responses",env_key="OPENAI_API_KEY"}}'
     program = directory / "node_modules/@openai/codex/bin/codex.js"
     flags = ["exec", "-m", "m", "--skip-git-repo-check", "--dangerously-bypass-approvals-and-sandbox"]
     flags += ["-c", "model_provider=agl", "-c", f"model_providers.agl={provider}", "Look around."]

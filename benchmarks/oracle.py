@@ -34,7 +34,26 @@ from benchmarks.scripted_gateway import Sampled, ScriptedGateway, scripted_gatew
 
 Message = dict[str, Any]
 
-_WORDS = "the file has two lines and a test fails with an error of type so look at é 数字 it again".split()
+_WORDS = [
+    "the",
+    "file",
+    "has",
+    "two",
+    "lines",
+    "and",
+    "a",
+    "test",
+    "fails",
+    "with",
+    "an",
+    "error",
+    "of",
+    "type",
+    "so",
+    "é",
+    "数字",
+    "it",
+]
 _TOOLS = [
     {
         "type": "function",
@@ -192,6 +211,10 @@ class Speaker:
         if self._later_systems:
             return [*messages]
         return [{**each, "role": "user"} if n and each["role"] == "system" else each for n, each in enumerate(messages)]
+
+    def moved(self, messages: Sequence[Message]) -> bool:
+        """Whether there are later system messages that the template does not write where they stand."""
+        return not self._later_systems and any(each["role"] == "system" for each in messages[1:])
 
     def sampled(self, messages: Sequence[Message], said: Said, tools: Any) -> Sampled:
         calls = bool(said.message.get("tool_calls"))
@@ -359,7 +382,7 @@ def _compare(
     if turns:
         _first(model, turns[0], play, speaker, found)
     for at in range(1, len(turns)):
-        before, new = histories[at - 1]
+        _, new = histories[at - 1]
         _boundary(model, turns, at, histories[at][0], new, play, speaker, found)
 
 
@@ -385,9 +408,6 @@ def _boundary(
 ) -> None:
     last, turn = turns[at - 1], turns[at]
     ours = turn.prompt_ids.tolist()
-    held = last.token_ids.tolist()
-    continues = turn.fork is None and ours[: len(held)] == held
-    kept_but_stop = turn.fork is None and not continues
     found.boundaries += 1
     if turn.fork is not None:
         found.forks[f"{turn.fork.value}"] += 1
@@ -412,8 +432,8 @@ def _boundary(
         found.beside_bridge[told] += 1
         if told.startswith(("bridges", "differs")):
             n = next((n for n, (a, b) in enumerate(zip(ours, bridge or [], strict=False)) if a != b), 0)
-            show = speaker.tokenizer.decode
-            text = f"[{kind}] ours {show(ours[max(0, n - 8) :])!r:.400} | theirs {show((bridge or [])[max(0, n - 8) :])!r:.400}"
+            parts = [speaker.tokenizer.decode(ids[max(0, n - 8) :]) for ids in (ours, bridge or [])]
+            text = f"ours {parts[0]!r:.400} | theirs {parts[1]!r:.400}"
             found.example(f"{told} [{kind}]", text)
     if beside_template == "other":
         whole = speaker.render(history, play.tools, opening=True)
@@ -434,10 +454,11 @@ def _for_renderer(tools: Any) -> Any:
     return tools
 
 
-_ORDER = ["same", "blanks", "cut", "thinking", "sampled", "other", "refused"]
+_ORDER = ["same", "blanks", "cut", "thinking", "sampled", "reminder", "other", "refused"]
 """How a prompt stands to the template's rendering of the true history, the worst of its answers counts: the same;
 white space and empty blocks within sampled answers; an answer that was cut; thinking that the template leaves out;
-something else within sampled answers; something outside of them; the template refuses the history."""
+something else within sampled answers; a later system message that the template would refuse, drop or move, and that
+stands elsewhere than as a user's; something else; the template refuses the history."""
 
 
 def _beside_template(turns: list[Turn], at: int, history: list[Message], play: Play, speaker: Speaker) -> str:
@@ -460,7 +481,7 @@ def _beside_template(turns: list[Turn], at: int, history: list[Message], play: P
             done = end - (turn.finish_reason == "stop")
     fits = re.fullmatch(pattern + re.escape(speaker.tokenizer.decode(ours[done:])), whole, re.DOTALL)
     if fits is None:
-        return _ORDER[5]
+        return "reminder" if speaker.moved(history) else "other"
     ways = [_way(turn, written, speaker) for turn, written in zip(sampled, fits.groups(), strict=True)]
     return max(ways, key=_ORDER.index, default="other")
 

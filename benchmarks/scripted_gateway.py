@@ -74,7 +74,7 @@ class Rollout:
 
     @property
     def turns(self) -> list[Turn]:
-        return decode_turns([span for span in self.spans])
+        return decode_turns(self.spans)
 
     @property
     def segments(self) -> list[Segment]:
