@@ -188,11 +188,13 @@ class Speaker:
         )
         question = {"role": "user", "content": "?"}
         opening = self.render([question], None, opening=True)
-        self.opened = found[0] if (found := re.search(r"</?think[^<]*(</think[^<]*)?$", opening)) else ""
+        found = re.search(r"(</?think[^<]*(</think[^<]*)?|<\|channel>thought\s*<channel\|>)$", opening)
+        self.opened = found[0] if found else ""
         """What the template writes of thinking before an answer."""
         self._header = opening.removesuffix(self.opened).removeprefix(self.render([question], None, opening=False))
         example = {"role": "assistant", "content": "yes", "reasoning_content": "REASON"}
-        self.thinks = "</think>" not in self.opened and "REASON" in self._answer([question], example, None)
+        self._shut = "</think" in self.opened or "<channel|>" in self.opened
+        self.thinks = not self._shut and "REASON" in self._answer([question], example, None)
         self.parallel = not self._refused([question, self._with_text(_example(model, 2))])
         first = {"role": "user", "content": "FIRST"}
         later = [first, {"role": "system", "content": "LATER"}, question]
@@ -252,7 +254,7 @@ class Speaker:
         closed = self.render(messages, tools, opening=False)
         opening, rest = prompt[len(closed) :], whole[len(closed) :]
         text = rest.removeprefix(opening.removesuffix(self.opened)).removeprefix(self._header)
-        if not self.opened or "</think>" in self.opened:
+        if not self.opened or self._shut:
             return text
         text = text.removeprefix("<think>")
         if (thinking := message.get("reasoning_content", "")) in text and "</think>" in text:
