@@ -41,7 +41,8 @@ _ARGUMENTS = {
     "json": "{{- c.function.arguments | tojson }}",
     "one": "{{- c.function.arguments | tojson }}",
     "text": "{{- '' + c.function.arguments }}",
-    "items": "{%- for name, value in c.function.arguments | items %}{{- name ~ '=' ~ value ~ '\\n' }}{%- endfor %}",
+    "items": "{%- for name, value in c.function.arguments | items %}"
+    "{{- '<parameter=' ~ name ~ '>\\n' ~ value ~ '\\n</parameter>\\n' }}{%- endfor %}",
     "either": "{{- c.function.arguments if c.function.arguments is string else c.function.arguments | tojson }}",
 }
 
@@ -53,7 +54,9 @@ def template_of(ways: Ways) -> str:
     developer = {"written": _WRITE, "refused": _REFUSE["role"], "dropped": ""}[ways.developer]
     thought = {"kept": "true", "last": "loop.index0 > n.question", "steps": "loop.index0 > n.answer", "none": "false"}
     head, tail = ('{{- \'<tool_call>\\n{"name": "\' + c.function.name + \'", "arguments": \' }}', "}\\n</tool_call>")
-    if ways.calls in ("items", "text"):
+    if ways.calls == "items":
+        head, tail = "{{- '<tool_call>\\n<function=' + c.function.name + '>\\n' }}", "</function>\\n</tool_call>"
+    if ways.calls == "text":
         head, tail = "{{- '<tool_call>' + c.function.name + '\\n' }}", "</tool_call>"
     parts = [
         "{%- set n = namespace(question=-1, answer=-1, turn=0, called=false, system='') %}",

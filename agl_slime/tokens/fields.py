@@ -81,7 +81,7 @@ class AnswerFields:
         message: Message = {"role": "assistant", "content": text}
         if parts.reasoning and self.thinking is not None:
             message |= {"content": parts.content, self.thinking: parts.reasoning}
-        elif parts.reasoning and not parts.reasoning_closed and reader.opened:
+        elif self.thinking is None and parts.reasoning is not None and not parts.reasoning_closed and reader.opened:
             message["content"] = f"{text}\n{self.marks[1]}\n\n"  # or its words would be read as content
         elif calls:
             message["content"] = self._with_thinking(text, parts)

@@ -24,7 +24,7 @@ from typing import Any
 from agl_slime.errors import ConfigError, TraceError
 from agl_slime.support.registry import Registry
 from agl_slime.tokens.codec import shared_length
-from agl_slime.tokens.tokenizer import render_chat
+from agl_slime.tokens.tokenizer import added_token_at, render_chat
 
 Message = Mapping[str, Any]
 Tools = Sequence[Mapping[str, Any]] | None
@@ -99,7 +99,7 @@ class TemplateMask(MaskGenerator):
     between the opening of an answer and its end.
 
     An answer ends with the token that ends a turn (it is sampled); what the template writes after it, a line end
-    mostly, is not trained.
+    mostly, is not trained. Where nothing but the mark of the next role ends a turn (GLM), that mark is the token.
     """
 
     def get_loss_mask(self, messages: Sequence[Message], tools: Tools = None) -> tuple[list[int], list[int]]:
@@ -154,6 +154,8 @@ class TemplateMask(MaskGenerator):
                 end = found + len(end_mark)
             else:
                 raise TraceError(f"message {at}, an answer, does not end in the rendered text; {_REGISTER}")
+            if not end_mark:
+                end += len(added_token_at(self.tokenizer, text, end))
             spans.append(((start, end), message))
             done = end
         return spans
@@ -205,17 +207,28 @@ class _Pieces(MaskGenerator):
         """Each text, and a message that is in it."""
 
 
+def _grouped(messages: Sequence[Message]) -> list[list[Message]]:
+    """Each message by itself, and tool results in a row together, which templates may write as one turn."""
+    groups: list[list[Message]] = []
+    for message in messages:
+        if groups and message.get("role") == groups[-1][0].get("role") == "tool":
+            groups[-1].append(message)
+        else:
+            groups.append([message])
+    return groups
+
+
 class QwenMask(_Pieces):
-    """Each message by itself (Qwen2.5)."""
+    """Each message, or run of tool results, by itself (Qwen2.5). slime's makes a turn of each result."""
 
     def _pieces(self, messages: Sequence[Message], tools: Tools) -> Iterator[tuple[str, Message]]:
         # what the template writes before a conversation that has no system message
         one, two = self._render([_QUESTION]), self._render([_QUESTION, _QUESTION])
         block = two[len(one) :]
         default_system = one.removesuffix(block) if two.startswith(one) and one.endswith(block) else ""
-        for at, message in enumerate(messages):
-            text = self._render([message], tools=tools if at == 0 else None)
-            yield text.removeprefix(default_system) if at and message.get("role") != "system" else text, message
+        for at, group in enumerate(_grouped(messages)):
+            text = self._render(group, tools=tools if at == 0 else None)
+            yield text.removeprefix(default_system) if at and group[0].get("role") != "system" else text, group[0]
 
 
 @register_loss_mask_generator("qwen3")
@@ -224,12 +237,7 @@ class Qwen3Mask(_Pieces):
 
     def _pieces(self, messages: Sequence[Message], tools: Tools) -> Iterator[tuple[str, Message]]:
         question = self._render([_QUESTION])
-        groups: list[list[Message]] = []
-        for message in messages:
-            if groups and message.get("role") == groups[-1][0].get("role") == "tool":
-                groups[-1].append(message)
-            else:
-                groups.append([message])
+        groups = _grouped(messages)
         # the first one before the question, since a system message has to come first
         block = self._render([_QUESTION, _QUESTION]).removeprefix(question)
         for group in groups[:1]:

@@ -36,7 +36,7 @@ from agl_slime.tokens.formats import find_format
 from agl_slime.tokens.reader import AnswerReader, opens_thinking, reader_for
 from agl_slime.tokens.rendering import renderer
 from agl_slime.tokens.systems import SYSTEM_ROLES, LaterSystems, SystemPlaces, text_of
-from agl_slime.tokens.tokenizer import NO_TEMPLATE, ChatTokenizer, has_chat_template
+from agl_slime.tokens.tokenizer import NO_TEMPLATE, ChatTokenizer, added_token_at, has_chat_template
 
 Message = dict[str, Any]
 T = TypeVar("T")
@@ -271,8 +271,7 @@ class ChatTemplate:
             return None
         after = written[end:]
         if mark and mark == said.stop_text:  # what ends an earlier answer stands for what ended the last one
-            other = max((token for token in self._added_tokens if after.startswith(token)), key=len, default="")
-            after = mark + after[len(other) :]
+            after = mark + after[len(added_token_at(self.tokenizer, after, 0)) :]
         return begin, len(body), after
 
     def _without_end(self, alone: str, stop_text: str) -> tuple[str, str]:

@@ -67,6 +67,18 @@ def render_chat(
         raise PromptError(f"the chat template cannot render these messages: {said:.500}") from error
 
 
+def added_token_at(tokenizer: Any, text: str, at: int) -> str:
+    """The longest of the tokens that are cut out before anything is merged with which ``text`` goes on at ``at``;
+    empty where there is none."""
+    added = getattr(tokenizer, "get_added_vocab", dict)()
+    return max((token for token in added if token and text.startswith(token, at)), key=len, default="")
+
+
+def added_token_ends(tokenizer: Any, text: str) -> bool:
+    """Whether ``text`` ends with such a token."""
+    return text.endswith(tuple(filter(None, getattr(tokenizer, "get_added_vocab", dict)())))
+
+
 def longest_prefix(tokenizer: ChatTokenizer, ids: list[int], text: str) -> tuple[int, str]:
     """The most leading ``ids`` whose text ``text`` begins with, and that text."""
 

@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from agl_slime.errors import TraceError
-from agl_slime.tokens.tokenizer import ChatTokenizer, render_chat
+from agl_slime.errors import PromptError, TraceError
+from agl_slime.tokens.tokenizer import ChatTokenizer, added_token_at, added_token_ends, render_chat
 
 Message = Mapping[str, Any]
 
@@ -56,7 +56,8 @@ class Retokenizer:
         whole = render_chat(self.tokenizer, [*messages, answer], tools=tools)
         if not whole.startswith(prompt):  # the template renders a finished answer in another way than an open one
             return prompt, content
-        return prompt, self._sampled_part(whole[len(prompt) :], content, finish_reason)
+        sampled = self._sampled_part(whole[len(prompt) :], content, finish_reason)
+        return prompt, sampled + self._next_role([*messages, answer], whole, prompt + sampled, finish_reason, tools)
 
     def _sampled_part(self, rendered: str, content: str, finish_reason: str) -> str:
         """``rendered`` without what only the template writes after an answer."""
@@ -66,6 +67,19 @@ class Retokenizer:
         if end and end in rendered:
             return rendered[: rendered.index(end) + len(end)]
         return rendered.rstrip()
+
+    def _next_role(
+        self, messages: Sequence[Message], whole: str, told: str, finish_reason: str, tools: Sequence[Any] | None
+    ) -> str:
+        """The mark of the role that follows an answer, where nothing else ends it (GLM) and the model samples that."""
+        if finish_reason == "length" or told != whole.rstrip() or added_token_ends(self.tokenizer, told):
+            return ""
+        role = "tool" if messages[-1].get("tool_calls") else "user"
+        try:
+            more = render_chat(self.tokenizer, [*messages, {"role": role, "content": "?"}], tools=tools)
+        except PromptError:
+            return ""
+        return added_token_at(self.tokenizer, more, len(told)) if more.startswith(told) else ""
 
     def _encode(self, text: str) -> list[int]:
         return self.tokenizer.encode(text, add_special_tokens=False) if text else []

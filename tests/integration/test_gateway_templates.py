@@ -37,7 +37,7 @@ def test_instructions_beside_a_developers_message_are_one_system_message() -> No
         assert len(case.segments) == 1
 
 
-def test_system_messages_among_the_others_join_the_first() -> None:
+def test_later_system_messages_stay_where_they_stand_as_a_users() -> None:
     """As Claude Code sends them."""
     with serving(XML_CALL, "Sunny.", template=SYSTEM_FIRST) as case:
         asked: list[Any] = [USER, {"role": "system", "content": "It is Monday."}]
@@ -48,7 +48,7 @@ def test_system_messages_among_the_others_join_the_first() -> None:
         results = [{"type": "tool_result", "tool_use_id": call["id"], "content": "fine"}]
         history = [*asked, {"role": "assistant", "content": [call]}, {"role": "user", "content": results}]
         assert post(case, "/messages", messages=history, **how).json()["content"][0]["text"] == "Sunny."
-        assert "You code.\n\nIt is Monday.<|im_end|>" in case.tokenizer.decode(case.turns[1].prompt_ids)
+        assert "<|im_start|>user\nIt is Monday.<|im_end|>" in case.tokenizer.decode(case.turns[1].prompt_ids)
         assert len(case.segments) == 1
         counted = post(case, "/messages/count_tokens", messages=asked, **how)
         assert counted.json()["input_tokens"] == len(case.turns[0].prompt_ids)

@@ -61,7 +61,7 @@ def test_arguments_are_objects_but_where_a_template_can_only_write_text() -> Non
     call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": {"x": "é", "n": {"y": 1e10}}}}
     messages = (QUESTION, {"role": "assistant", "content": "", "tool_calls": [call]})
     assert '<tool_call>f\n{"x": "é", "n": {"y": 10000000000.0}}' in rendered(template_of(Ways(calls="text")), *messages)
-    assert "x=é\nn={" in rendered(template_of(Ways(calls="items")), *messages)
+    assert "<parameter=x>\né\n</parameter>\n<parameter=n>\n{" in rendered(template_of(Ways(calls="items")), *messages)
 
 
 def test_a_system_message_in_the_middle_forks_only_where_it_is_to_be_first() -> None:

@@ -70,10 +70,23 @@ def test_a_template_that_drops_all_thinking_and_one_without_end_marks() -> None:
     answers = ["I look.<tool_call>a</tool_call>", "Three.", "Yes."]
     said = trained(chat_tokenizer("anthropic", "reasoner"), CONVERSATION)
     assert [text.strip() for text in said] == [text + "<｜end▁of▁sentence｜>" for text in answers]
+
+
+def test_the_next_roles_mark_ends_an_answer_where_nothing_else_does() -> None:
+    """As with GLM, which samples that mark; after the last answer there is none."""
     contents = [m["content"] for m in CONVERSATION if m["role"] == "assistant"]
-    assert [
-        text.lstrip("\n") for text in trained(chat_tokenizer("anthropic", "role_markers"), CONVERSATION)
-    ] == contents
+    said = [text.lstrip("\n") for text in trained(chat_tokenizer("anthropic", "role_markers"), CONVERSATION)]
+    assert said == [contents[0] + "<|observation|>", contents[1] + "<|user|>", contents[2]]
+
+
+@pytest.mark.parametrize("kind", ["auto", "qwen", "qwen3"])
+def test_tool_results_in_a_row_are_one_turn_where_the_template_says_so(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokenizer = chat_tokenizer("qwen", "groups_tools")
+    monkeypatch.setattr(tokenizer, "get_added_vocab", dict)  # its DeepSeek marks mean a distilled model
+    rendered = tokenizer.apply_chat_template(CONVERSATION, tokenize=True, return_dict=False)
+    assert get_loss_mask_generator(tokenizer, kind).get_loss_mask(CONVERSATION)[0] == rendered
 
 
 @pytest.mark.parametrize("vocabulary", VOCABULARIES)

@@ -10,6 +10,7 @@ from agl_slime.errors import TraceError
 from agl_slime.trace.retokenize import Retokenizer
 from agl_slime.trace.segments import merge_turns
 from agl_slime.trace.turn import Turn
+from tests import vocabularies
 from tests.trace_tokenizers import DROPS_THINKING, PLAIN, chat_tokenizer
 
 
@@ -98,3 +99,20 @@ def test_messages_that_the_template_refuses_are_a_clear_error():
     tokenizer = chat_tokenizer("anthropic", "{{ raise_exception('roles must alternate') }}")
     with pytest.raises(TraceError, match=r"cannot render these messages: .*roles must alternate"):
         Retokenizer(tokenizer).turn([{"role": "user", "content": "b"}], {"role": "assistant", "content": "c"})
+
+
+def test_the_next_roles_mark_is_the_answers_where_nothing_else_ends_it() -> None:
+    """GLM samples it. The next prompt begins with it, so the conversation stays one sequence."""
+    tokenizer = vocabularies.chat_tokenizer("anthropic", "role_markers")
+    retokenizer = Retokenizer(tokenizer)
+    question: dict[str, Any] = {"role": "user", "content": "?"}
+    call = {"role": "assistant", "content": "I look.", "tool_calls": [{"function": {"name": "f", "arguments": {}}}]}
+    prompt, response = retokenizer.turn([question], call)
+    assert tokenizer.decode(response) == "I look.<|observation|>"
+    result = {"role": "tool", "content": "one"}
+    second, response = retokenizer.turn([question, call, result], {"role": "assistant", "content": "One."})
+    assert second[: len(prompt)] == prompt
+    assert tokenizer.decode(second).count("<|observation|>") == 1
+    assert tokenizer.decode(response) == "One.<|user|>"
+    cut = retokenizer.turn([question, call, result], {"role": "assistant", "content": "One"}, finish_reason="length")
+    assert tokenizer.decode(cut[1]) == "One"
