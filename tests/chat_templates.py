@@ -6,6 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 _TOOLS = """\
+{#- calls stand in <tool_call> #}
 {%- if tools %}{{- '\\n\\n# Tools\\n<tools>' }}
 {%- for tool in tools %}{{- '\\n' + (tool | tojson) }}{%- endfor %}{{- '\\n</tools>' }}{%- endif %}"""
 

@@ -37,7 +37,7 @@ from agl_slime.run.model_dir import RunModels
 from agl_slime.run.models import check_tokenizer
 from agl_slime.run.parts import RunParts, make_loop, make_reports, model_for_agents, page_of, sampling_parameters, step
 from agl_slime.run.settings import TrainConfig
-from agl_slime.run.start import find_start, gives_texts, load_parts, run_directory, set_aside
+from agl_slime.run.start import check_tools, find_start, gives_texts, load_parts, run_directory, set_aside
 from agl_slime.sglang.check import check_replay
 from agl_slime.sglang.client import PauseMode, SGLangClient
 from agl_slime.sglang.transport import checked_url
@@ -109,6 +109,8 @@ async def run_training(
         if not has_chat_template(tokenizer) and not await gives_texts(parts, model_path, seed=config.seed):
             text = f"--model-path {model_path}: without a chat template only prompts that are texts can be asked"
             reports.handle(events.Warning(text=text, key="chat_template"))
+        if unread := await check_tools(parts, model_path, tokenizer, seed=config.seed):
+            reports.handle(events.Warning(text=unread, key="tool_format"))
         reports.use_tokenizer(tokenizer)
         # while the engine starts, in a process of its own; if the engine fails first, nobody asks
         _need_torch()

@@ -18,6 +18,7 @@ from urllib.parse import urlsplit
 
 from rich.console import Console
 
+from agl_slime import events
 from agl_slime.datasource.source import DataSourceSettings, GroupSource
 from agl_slime.errors import ConfigError
 from agl_slime.events import BatchTrained, Observer
@@ -29,7 +30,7 @@ from agl_slime.rollout.access import replay_of, sampling_of
 from agl_slime.run.models import find_model
 from agl_slime.run.parts import RunParts, make_loop, make_reports, model_for_agents, page_of, say
 from agl_slime.run.settings import TrainConfig, flag
-from agl_slime.run.start import load_parts, run_directory
+from agl_slime.run.start import check_tools, load_parts, run_directory
 from agl_slime.sglang.check import check_replay
 from agl_slime.sglang.client import SGLangClient
 from agl_slime.slime.args import PluginSettings
@@ -112,6 +113,8 @@ async def run_slime_training(
         stack.callback(service.stop)
         tokenizer = await run_in_thread(load_tokenizer, model_path)
         set_template_kwargs(tokenizer, sampling.get("chat_template_kwargs", {}))
+        if unread := await check_tools(parts, Path(model_path), tokenizer, seed=config.seed):
+            reports.handle(events.Warning(text=unread, key="tool_format"))
         reports.use_tokenizer(tokenizer)
         # as in the manager's process: slime wants exactly n_samples_per_prompt rollouts in every group
         settings = DataSourceSettings(policy=CompleteGroup(), release=False)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict
 from functools import partial
@@ -28,6 +28,7 @@ from agl_slime.run.settings import TrainConfig
 from agl_slime.sglang.describe import EngineDescription
 from agl_slime.support.files import sole_owner, write_file
 from agl_slime.support.threads import call_user_code, run_in_thread
+from agl_slime.tokens.formats import UNREAD_FORMAT, find_format
 from agl_slime.tokens.images import ImageSettings
 from agl_slime.tokens.tokenizer import NO_TEMPLATE
 
@@ -160,23 +161,45 @@ def _unnamed_model(config: TrainConfig, agent: Any, described: EngineDescription
 async def gives_texts(parts: RunParts, model: Path, *, seed: int) -> bool:
     """Whether the agent's prompts are texts, which a model without chat template needs, as far as the first task tells.
     Raises ``ConfigError`` where they are chat messages."""
-    agent, tasks = parts.agent, parts.tasks
+    agent = parts.agent
     if not isinstance(agent, SGLangLitAgent) or agent.template_kwargs.get("chat_template"):
         return False
+    prompt = await _of_first_task(agent.build_prompt, parts, seed)
+    if prompt is not None and not isinstance(prompt, str):
+        raise ConfigError(f"--model-path {model}: {type(agent).__name__} gives chat messages, and {NO_TEMPLATE}")
+    return prompt is not None
+
+
+async def check_tools(parts: RunParts, model: Path, tokenizer: Any, *, seed: int) -> str:
+    """Raises ``ConfigError`` where the agent offers tools, as far as the first task tells, and nobody reads the calls
+    that the model's chat template asks for; text of a warning where an agent behind the gateway may offer some."""
+    agent = parts.agent
+    if isinstance(agent, SGLangLitAgent):
+        kwargs = agent.template_kwargs
+        if agent.tool_parser or agent.chat_api or find_format(tokenizer, kwargs):
+            return ""
+        if await _of_first_task(agent.build_tools, parts, seed):
+            raise ConfigError(f"--model-path {model}: {type(agent).__name__} offers tools, and {UNREAD_FORMAT}")
+        return ""
+    if parts.environment is None or find_format(tokenizer) is not None:
+        return ""
+    return f"--model-path {model}: a request with tools will be refused, for {UNREAD_FORMAT}"
+
+
+async def _of_first_task(make: Callable[[Any], Any], parts: RunParts, seed: int) -> Any:
+    """What an agent's method gives for the first task; ``None`` where that cannot be told."""
+    tasks = parts.tasks
     try:
         if callable(tasks):
             task = await call_user_code(tasks, random.Random(seed))
         elif isinstance(tasks, Sequence) and tasks:
             task = tasks[0]
         else:
-            return False
-        prompt = await call_user_code(agent.build_prompt, task)
+            return None
+        return await call_user_code(make, task)
     except Exception as error:  # the rollout of this task says so itself; others may be better
-        logger.debug("The first prompt could not be built.", exc_info=error)
-        return False
-    if not isinstance(prompt, str):
-        raise ConfigError(f"--model-path {model}: {type(agent).__name__} gives chat messages, and {NO_TEMPLATE}")
-    return True
+        logger.debug("%s of the first task failed.", getattr(make, "__name__", make), exc_info=error)
+        return None
 
 
 def set_aside(run: RunDir) -> None:

@@ -24,7 +24,9 @@ from agl_slime.rollout.agent import SGLangLitAgent
 from agl_slime.run.local import run_training
 from agl_slime.run.parts import RunParts
 from agl_slime.run.settings import TrainConfig
+from agl_slime.run.start import check_tools
 from agl_slime.sglang.weights import DiskWeightSync
+from agl_slime.tokens.loading import load_tokenizer
 from tests.faults.token_counter import TokenCounter
 
 
@@ -153,6 +155,32 @@ async def test_a_model_without_chat_template_is_asked_texts_as_they_are(policy_d
         ConfigError, match=f"^--model-path {model}: Sorter gives chat messages, .* has no chat template"
     ):
         await run_training(replace(config, output_dir=tmp_path / "chat"), given=chat, console=Console(file=said))
+
+
+def look(key: str) -> str:
+    return key
+
+
+class Caller(Sorter):
+    def build_tools(self, task: dict[str, Any]) -> list[Any]:
+        return [look]
+
+
+async def test_tools_in_a_format_that_nobody_reads_are_refused_at_the_start(policy_dir: Path, tmp_path: Path) -> None:
+    model = Path(shutil.copytree(policy_dir, tmp_path / "model"))
+    template = model / "chat_template.jinja"
+    plain = "{% for m in messages %}<|im_start|>{{ m.content }}<|im_end|>{% endfor %}"
+    template.write_text(plain)
+    config = TrainConfig(model_path=model, num_iterations=1, eval_interval=0, output_dir=tmp_path / "out")
+    parts = RunParts(agent=Caller(), tasks=[{"prompt": "Hi"}])
+    with pytest.raises(ConfigError, match=r"^--model-path .*: Caller offers tools, and the chat template asks for"):
+        await run_training(config, given=parts, console=Console(file=io.StringIO()))
+    tokenizer = load_tokenizer(str(model))
+    assert await check_tools(RunParts(agent=Sorter(), tasks=parts.tasks), model, tokenizer, seed=0) == ""
+    parts.agent.tool_parser = "hermes"
+    assert await check_tools(parts, model, tokenizer, seed=0) == ""
+    in_environment = RunParts(agent=None, tasks=[], environment=object())  # type: ignore[arg-type]
+    assert "a request with tools will be refused" in await check_tools(in_environment, model, tokenizer, seed=0)
 
 
 async def test_somebody_elses_weights_are_refused_in_the_first_iteration_too(

@@ -42,6 +42,7 @@ from agl_slime.tokens.formats.untyped import types_of
 from agl_slime.tokens.tokenizer import ChatTokenizer, render_chat
 
 __all__ = [
+    "UNREAD_FORMAT",
     "HarmonyParser",
     "ToolParser",
     "before_marks",
@@ -60,6 +61,10 @@ _FORMATS: tuple[type[ToolParser], ...] = (
     *(MistralArgsParser, MistralParser, NemotronV2Parser, MiniMaxM1Parser, CohereParser),
     *(HermesParser, LlamaJsonParser),
 )
+UNREAD_FORMAT = (
+    "the chat template asks for tool calls in a format that is not read here: give tool_parser the name of one that "
+    "the prompt asks for, register a parser (agl_slime.rollout.tool_parsers), or offer no tools"
+)
 _NAME, _ARGUMENTS = "look_up_42", {"key": "kz 42", "n": "3"}
 _QUESTION = "A question 42"
 
@@ -68,16 +73,14 @@ def parser_for(tokenizer: ChatTokenizer, template_kwargs: Mapping[str, Any] | No
     """The parser of the format that a tokenizer's chat template asks for. ``PromptError`` where nobody reads it."""
     found = find_format(tokenizer, template_kwargs)
     if found is None:
-        raise PromptError(
-            "the chat template asks for tool calls in a format that is not read here: give tool_parser the name of one "
-            "that the prompt asks for, register a parser (agl_slime.rollout.tool_parsers), or offer no tools"
-        )
+        raise PromptError(UNREAD_FORMAT)
     return found
 
 
 def find_format(tokenizer: Any, template_kwargs: Mapping[str, Any] | None = None) -> ToolParser | None:
     """The format whose parser reads the call that the template writes. A template that writes none, or refuses, asks
-    for the format whose marks its text has, or else the vocabulary; ``None`` where there are no marks either."""
+    for the format whose marks its text has, or else, but for Hermes', the
+    vocabulary; ``None`` where there are no marks either."""
     kwargs = dict(template_kwargs or {})
     source = kwargs.get("chat_template") or getattr(tokenizer, "chat_template", None)
     source = source if isinstance(source, str) else ""
@@ -100,8 +103,13 @@ def _find(tokenizer: Any, source: str, kwargs: _Arguments) -> ToolParser | None:
                 return form
         return None  # it writes a call that nobody reads
     vocabulary = getattr(tokenizer, "get_added_vocab", dict)()
-    inherited = (form() for form in _FORMATS if not vocabulary.keys().isdisjoint(form.shown))
+    inherited = (form() for form in _FORMATS if _is_own(form) and not vocabulary.keys().isdisjoint(form.shown))
     return next(iter(shown), None) or next(inherited, None)
+
+
+def _is_own(form: type[ToolParser]) -> bool:
+    """Whether a token in the vocabulary says enough; Hermes' is in those of many models that write otherwise."""
+    return form is not HermesParser
 
 
 def _reads(form: ToolParser, written: str) -> bool:
