@@ -23,7 +23,7 @@ import tempfile
 from argparse import Namespace
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -85,9 +85,8 @@ class Line:
     def text(self, lines: int = 1) -> str:
         return "\n".join(" ".join(self.rng.choices(_WORDS, k=self.rng.randint(4, 12))) for _ in range(lines))
 
-    def post(self, path: str, body: Mapping[str, Any], said: Said, *, tools: Any = None) -> Any:
-        question = [{"role": "user", "content": "?"}]
-        self.rollout.engine.answers[:] = [self.speaker.sampled(question, said, tools or None)]
+    def post(self, path: str, body: Mapping[str, Any], said: Said) -> Any:
+        self.rollout.engine.answers[:] = [self.speaker.sampled(said)]
         answer = self.http.post(f"{self.rollout.url}/{path}", json={"model": "m", **body})
         if answer.status_code != 200:
             raise Refused(answer.json()["error"]["message"])
@@ -98,7 +97,7 @@ class Line:
     ) -> Message:
         """Ask in chat completions; of the answer, what a client keeps: content, calls, and ``keeps``."""
         body = {"messages": messages, **({"tools": self.tools} if tools else {})}
-        served = self.post("chat/completions", body, said, tools=self.tools if tools else None)
+        served = self.post("chat/completions", body, said)
         message = served["choices"][0]["message"]
         kept = ("role", "content", "tool_calls", *keeps)
         return {name: message[name] for name in kept if message.get(name) is not None}
@@ -120,7 +119,7 @@ def claude_code(line: Line, turns: int = 47) -> None:
     for turn in range(turns):
         last = turn == turns - 1
         said = line.said(calls=0 if last else line.rng.choice([1, 1, 1, 2]))
-        served = line.post("messages", {**body, "messages": messages}, said, tools=line.tools)
+        served = line.post("messages", {**body, "messages": messages}, said)
         messages.append({"role": "assistant", "content": served["content"]})
         results = [
             {"type": "tool_result", "tool_use_id": block["id"], "content": line.text(3)}
@@ -147,7 +146,7 @@ def codex(line: Line, turns: int = 32) -> None:
     for turn in range(turns):
         last = turn == turns - 1
         said = line.said(calls=0 if last else line.rng.choice([1, 1, 1, 2]))
-        served = line.post("responses", {**body, "input": items}, said, tools=line.tools)
+        served = line.post("responses", {**body, "input": items}, said)
         items += served["output"]
         results = [
             {"type": "function_call_output", "call_id": item["call_id"], "output": line.text(3)}
@@ -251,12 +250,12 @@ def program(name: str, directory: Path) -> Callable[[Line], None]:
         shell, argument = ("Bash", "command") if name == "Claude Code" else ("exec_command", "cmd")
         tool = {"name": shell, "description": "", "parameters": {"type": "object", "properties": {argument: {}}}}
         line.tools = [{"type": "function", "function": tool}]
-        question, answers = [{"role": "user", "content": "?"}], []
+        answers = []
         for turn in range(turns):
             said = line.said(calls=int(turn < turns - 1))
             for call in said.message.get("tool_calls", ()):
                 call["function"]["arguments"] = {argument: f"echo {line.text()}"}
-            answers.append(line.speaker.sampled(question, said, line.tools))
+            answers.append(line.speaker.sampled(said))
         line.rollout.engine.answers[:] = answers
         url, env = line.rollout.url, {"PATH": os.environ["PATH"], "OPENAI_API_KEY": "any", "ANTHROPIC_API_KEY": "any"}
         env |= {"ANTHROPIC_BASE_URL": url.removesuffix("/v1"), "DISABLE_AUTOUPDATER": "1"}
@@ -294,7 +293,7 @@ class Played:
 
 def played(play: Callable[[Line], None], gateway: ScriptedGateway, speaker: Speaker, *, seed: int = 0) -> Played:
     refused = ""
-    with gateway.rollout() as rollout, httpx.Client(timeout=120) as http:
+    with gateway.rollout(chat_template_kwargs=speaker.model.kwargs) as rollout, httpx.Client(timeout=120) as http:
         line = Line(rollout, speaker, http, random.Random(seed), _tools())
         try:
             play(line)
@@ -328,7 +327,7 @@ def main() -> int:
     parser.add_argument("--models", nargs="*", default=[])
     parser.add_argument("--agents", nargs="*", default=[*AGENTS], choices=[*AGENTS])
     parser.add_argument("--programs", type=Path, help="where npm's clients are installed: run the programs themselves")
-    parser.add_argument("--set", nargs="*", default=[], help="template arguments, NAME=JSON")
+    parser.add_argument("--set", nargs="*", default=[], help="the run's template arguments, NAME=JSON")
     options = parser.parse_args()
     models = [MODELS[name] for name in options.models] or there(options.templates)
     agents = {name: AGENTS[name] for name in options.agents}
@@ -351,10 +350,9 @@ def main() -> int:
 
 
 def _of_model(model: Published, agents: Mapping[str, Callable[[Line], None]], options: Namespace) -> dict[str, Played]:
-    tokenizer = tokenizer_of(model, options.templates, renderers=False)
     given = {name: json.loads(value) for name, _, value in (setting.partition("=") for setting in options.set)}
-    for name, value in {**model.kwargs, **given}.items():  # as a run sets them for its template
-        tokenizer.chat_template = f"{{%- set {name} = {json.dumps(value)} -%}}" + tokenizer.chat_template
+    model = replace(model, kwargs={**model.kwargs, **given})
+    tokenizer = tokenizer_of(model, options.templates, renderers=False)
     speaker = Speaker(model, tokenizer, None)
     with scripted_gateway(tokenizer) as gateway:
         return {name: played(play, gateway, speaker) for name, play in agents.items()}

@@ -24,8 +24,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import httpx
-
+from agl_slime.errors import AglSlimeError
 from agl_slime.tokens.blanks import squash
 from agl_slime.trace.turn import Turn
 from benchmarks.agl1_server import markdown
@@ -34,6 +33,7 @@ from benchmarks.scripted_gateway import Sampled, ScriptedGateway, scripted_gatew
 
 Message = dict[str, Any]
 
+_QUESTION: Message = {"role": "user", "content": "?"}
 _WORDS = [
     "the",
     "file",
@@ -181,23 +181,20 @@ class Speaker:
     def __init__(self, model: Published, tokenizer: Any, renderer: Any) -> None:
         self.model, self.tokenizer, self.renderer = model, tokenizer, renderer
         self._stops = {token: tokenizer.convert_tokens_to_ids(token) for token in model.stops}
-        as_text = [{"role": "user", "content": "?"}, self._with_text(_example(model))]
         self._later_systems, self._added = True, {*tokenizer.get_added_vocab().values()}
-        self._as_text = self._refused([{"role": "user", "content": "?"}, _example(model)]) and not self._refused(
-            as_text
-        )
-        question = {"role": "user", "content": "?"}
-        opening = self.render([question], None, opening=True)
+        call = _example(model)
+        self._as_text = self._refused([_QUESTION, call]) and not self._refused([_QUESTION, self._with_text(call)])
+        opening = self.render([_QUESTION], None, opening=True)
         found = re.search(r"(</?think[^<]*(</think[^<]*)?|<\|channel>thought\s*<channel\|>)$", opening)
         self.opened = found[0] if found else ""
         """What the template writes of thinking before an answer."""
-        self._header = opening.removesuffix(self.opened).removeprefix(self.render([question], None, opening=False))
-        example = {"role": "assistant", "content": "yes", "reasoning_content": "REASON"}
+        self._header = opening.removesuffix(self.opened).removeprefix(self.render([_QUESTION], None, opening=False))
         self._shut = "</think" in self.opened or "<channel|>" in self.opened
-        self.thinks = not self._shut and "REASON" in self._answer([question], example, None)
-        self.parallel = not self._refused([question, self._with_text(_example(model, 2))])
-        first = {"role": "user", "content": "FIRST"}
-        later = [first, {"role": "system", "content": "LATER"}, question]
+        self.thinks = not self._shut and "REASON" in self._answer(
+            {"role": "assistant", "content": "yes", "reasoning_content": "REASON"}
+        )
+        self.parallel = not self._refused([_QUESTION, self._with_text(_example(model, 2))])
+        later = [{"role": "user", "content": "FIRST"}, {"role": "system", "content": "LATER"}, _QUESTION]
         text = "" if self._refused(later) else self.render(later, None, opening=False)
         self._later_systems = 0 <= text.find("FIRST") < text.find("LATER")
 
@@ -218,9 +215,9 @@ class Speaker:
         """Whether there are later system messages that the template does not write where they stand."""
         return not self._later_systems and any(each["role"] == "system" for each in messages[1:])
 
-    def sampled(self, messages: Sequence[Message], said: Said, tools: Any) -> Sampled:
+    def sampled(self, said: Said) -> Sampled:
         calls = bool(said.message.get("tool_calls"))
-        text = self._answer(messages, said.message, tools)
+        text = self._answer(said.message)
         stop = self.model.stop(calls)
         for end in self._stops:
             text = text.rpartition(end)[0] or text
@@ -240,18 +237,14 @@ class Speaker:
     def encode(self, text: str) -> list[int]:
         return self.tokenizer.encode(text, add_special_tokens=False)
 
-    def _answer(self, messages: Sequence[Message], message: Message, tools: Any) -> str:
-        prompt = self.render(messages, tools, opening=True)
-        whole = self.render([*messages, message], tools, opening=False)
+    def _answer(self, message: Message) -> str:
+        """The same after any history; a short one is quick to render."""
+        prompt = self.render([_QUESTION], None, opening=True)
+        whole = self.render([_QUESTION, message], None, opening=False)
         if whole.startswith(prompt):
             return self._thought(whole[len(prompt) :].removeprefix(self._header), message)
-        # the template writes the history otherwise once an answer is there, or answers as they were not opened (R1)
-        messages = [{"role": "user", "content": "?"}]
-        prompt = self.render(messages, tools, opening=True)
-        whole = self.render([*messages, message], tools, opening=False)
-        if whole.startswith(prompt):
-            return self._thought(whole[len(prompt) :], message)
-        closed = self.render(messages, tools, opening=False)
+        # the template does not open answers that are there as it opens one to come (R1)
+        closed = self.render([_QUESTION], None, opening=False)
         opening, rest = prompt[len(closed) :], whole[len(closed) :]
         text = rest.removeprefix(opening.removesuffix(self.opened)).removeprefix(self._header)
         if not self.opened or self._shut:
@@ -327,16 +320,14 @@ def compared(model: Published, directory: Path, count: int, *, seed: int = 0) ->
     tokenizer = tokenizer_of(model, directory)
     renderer = renderer_of(model, tokenizer)
     speaker, found = Speaker(model, tokenizer, renderer), Found()
-    with scripted_gateway(tokenizer) as gateway, httpx.Client(timeout=60) as http:
+    with scripted_gateway(tokenizer) as gateway:
         for play in plays(model, count, seed):
-            _compare(model, play, speaker, gateway, http, found)
+            _compare(model, play, speaker, gateway, found)
             found.conversations += 1
     return found
 
 
-def _compare(
-    model: Published, play: Play, speaker: Speaker, gateway: ScriptedGateway, http: httpx.Client, found: Found
-) -> None:
+def _compare(model: Published, play: Play, speaker: Speaker, gateway: ScriptedGateway, found: Found) -> None:
     for said, after in zip(play.answers, play.after, strict=True):
         if not speaker.thinks:
             said.message.pop("reasoning_content", None)
@@ -347,7 +338,7 @@ def _compare(
     with gateway.rollout() as rollout:
         for said, new in zip(play.answers, play.after, strict=True):
             try:
-                sampled = speaker.sampled(true, said, play.tools)
+                sampled = speaker.sampled(said)
             except Exception as error:  # the template refuses this history itself
                 found.unplayable[f"{error}"[:80]] += 1
                 break
@@ -355,11 +346,11 @@ def _compare(
             body: dict[str, Any] = {"model": "m", "messages": sent, "tools": play.tools or []}
             if model.kwargs:
                 body["chat_template_kwargs"] = model.kwargs
-            answer = http.post(f"{rollout.url}/chat/completions", json=body)
-            if answer.status_code != 200:
-                found.refused[answer.json()["error"]["message"][:160]] += 1
+            try:
+                served = rollout.chat(body)["choices"][0]["message"]
+            except AglSlimeError as error:
+                found.refused[f"{error}"[:160]] += 1
                 break
-            served = answer.json()["choices"][0]["message"]
             histories.append(([*true], new))
             whole = sampled.finish == "stop"
             if whole and (wrong := _misread(served, said.message)):

@@ -16,6 +16,7 @@ from typing import Any
 from tokenizers import AddedToken
 from transformers import PreTrainedTokenizerFast
 
+from tests.trace_tokenizers import small_tokenizer
 from tests.vocabularies import base_tokenizer
 
 _CHATML = ("<|im_end|>",)
@@ -140,7 +141,7 @@ def _plain() -> PreTrainedTokenizerFast:
 @functools.cache
 def _wanted_by(renderer: str) -> tuple[str, ...]:
     """The special tokens of a model, as its renderer looks them up."""
-    asked = _Asked(copy.deepcopy(_plain()))
+    asked = _Asked(copy.deepcopy(small_tokenizer()))
     _made(asked, renderer)
     return tuple(asked.wanted)
 

@@ -3,12 +3,15 @@ wrote of a rollout as turns and segments."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import asyncio
+import secrets
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
+from agl_slime.gateway.chat import ChatCompletions
 from agl_slime.gateway.server import Gateway
 from agl_slime.rollout.access import LLM_RESOURCE, EngineAccess
 from agl_slime.sglang.generation import FinishReason, Generation, SamplingParams
@@ -70,7 +73,21 @@ class Rollout:
     url: str
     attempt: Any
     engine: ScriptedEngine
+    loop: asyncio.AbstractEventLoop
     spans: list[Any] = field(default_factory=list)
+
+    def chat(self, body: Mapping[str, Any]) -> dict[str, Any]:
+        """The answer to chat completions, without HTTP. Raises ``GatewayRequestError``."""
+        return self.loop.run_until_complete(self._chat(body))
+
+    async def _chat(self, body: Mapping[str, Any]) -> dict[str, Any]:
+        protocol = ChatCompletions()
+        call, decode = protocol.read(body), await self.attempt.decoder()
+        how: Any = {"role": LLM_RESOURCE, "key": secrets.token_bytes(8), "retry": False, "prefix": protocol.prefix}
+        with self.attempt.work(call, **how) as work:
+            answered = await work.result()
+            work.told = True
+            return protocol.answer(body, answered, decode)
 
     @property
     def turns(self) -> list[Turn]:
@@ -87,7 +104,7 @@ class ScriptedGateway:
 
     def __init__(self, tokenizer: Any, gateway: Gateway, access: ScriptedAccess) -> None:
         self.tokenizer, self._gateway, self._access = tokenizer, gateway, access
-        self._opened = 0
+        self._opened, self.loop = 0, asyncio.new_event_loop()
 
     @contextmanager
     def rollout(self, **sampling: Any) -> Iterator[Rollout]:
@@ -101,7 +118,7 @@ class ScriptedGateway:
         attempt, served = self._gateway.open(f"ro-{self._opened}", "at-1", {LLM_RESOURCE: llm}, _writer(spans))
         assert attempt is not None
         try:
-            yield Rollout(served[LLM_RESOURCE].endpoint, attempt, engine, spans)
+            yield Rollout(served[LLM_RESOURCE].endpoint, attempt, engine, self.loop, spans)
         finally:
             run_blocking(self._gateway.close(attempt))
 
@@ -110,7 +127,9 @@ class ScriptedGateway:
 def scripted_gateway(tokenizer: Any, settings: Any = None) -> Iterator[ScriptedGateway]:
     access = ScriptedAccess(tokenizer)
     with Gateway(settings, access=access) as gateway:
-        yield ScriptedGateway(tokenizer, gateway, access)
+        scripted = ScriptedGateway(tokenizer, gateway, access)
+        yield scripted
+        scripted.loop.close()
 
 
 def _writer(spans: list[Any]) -> Any:
