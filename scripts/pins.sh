@@ -10,6 +10,6 @@ for extra in local smollm2 lora report slime browser dev; do extras+=(--extra "$
 {
   printf '# Made by scripts/pins.sh from constraints.in: the versions that the test suite was last run against, so that the same command installs\n'
   printf '# the same packages next year and pip has nothing to search for. [peers], [clients] and [docs] bring more and are not pinned here.\n'
-  uv pip compile pyproject.toml --quiet --universal --python-version 3.10 --no-python-downloads -c constraints.in "${extras[@]}" --no-annotate --no-header
+  uv pip compile pyproject.toml --quiet --universal --python-version 3.11 --no-python-downloads -c constraints.in "${extras[@]}" --no-annotate --no-header
 } > constraints.new
 mv constraints.new constraints.txt

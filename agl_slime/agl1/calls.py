@@ -6,7 +6,6 @@ at the rollout's end home asks the worker to let go of it first. Everything else
 
 from __future__ import annotations
 
-import asyncio
 import re
 import time
 from abc import abstractmethod
@@ -123,7 +122,7 @@ async def asked(method: str, url: str, *, key: str | None, **query: str) -> tupl
         ):
             raw = await answer.read()
             return answer.status, orjson.loads(raw) if raw else None
-    except (aiohttp.ClientError, asyncio.TimeoutError, TimeoutError, orjson.JSONDecodeError) as error:
+    except (aiohttp.ClientError, TimeoutError, orjson.JSONDecodeError) as error:
         told = f"{URL(url).origin()} does not answer: {error or type(error).__name__}"
         raise GatewayRequestError(told, status=503, code="gateway_worker_lost") from error
 

@@ -137,7 +137,7 @@ class AgentRolloutSession:
         while True:
             try:
                 items, meta_info = await get_rollout_data(url, wanted, **asked)
-            except (aiohttp.ClientError, asyncio.TimeoutError, ValueError) as error:
+            except (TimeoutError, aiohttp.ClientError, ValueError) as error:
                 if not may_pass(error):  # the same request would be answered in the same way for ever
                     raise DataSourceError(f"the rollout buffer at {url} cannot be read: {error}") from error
                 logger.warning("The rollout buffer could not be read (%r); trying again.", error)
@@ -172,7 +172,7 @@ class AgentRolloutSession:
         settings = self.settings
         try:
             stats = await ask_buffer(settings.buffer_url, "/stats", token=settings.token)
-        except (aiohttp.ClientError, asyncio.TimeoutError, ValueError):
+        except (TimeoutError, aiohttp.ClientError, ValueError):
             return
         if not isinstance(stats, dict) or not isinstance(stats.get("task_types"), dict):
             return

@@ -1,4 +1,4 @@
-"""From a finished rollout in the store to what its group needs to know: samples and a reward, or why there are none."""
+"""Reading of a completed rollout: its Samples and reward, or the reason of its failure."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ async def collect(
     replay_files: Path | None = None,
 ) -> MemberResult | None:
     """The result of a rollout; ``None`` when it has not ended yet (a failed attempt that is tried again) or does not
-    exist. Validation rollouts have samples only with ``convert_validation``, and with ``text_only`` what was said,
-    without samples; ``reward_spans`` and ``replay_files`` as for ``convert_rollout``."""
+    exist. Validation rollouts have samples only with ``convert_validation``, and with ``text_only`` the conversation's
+    text without samples; ``reward_spans`` and ``replay_files`` as for ``convert_rollout``."""
     rollout = await store.get_rollout_by_id(rollout_id)
     if rollout is None or rollout.status not in FINISHED:
         return None
@@ -54,8 +54,7 @@ async def collect(
         return _result(
             rollout, failure="cancelled", failure_message="cancelled in the store", outcome_if_failed=Outcome.CANCELLED
         )
-    # Only the attempt that counts: spans of failed attempts stay in the store, and a dead worker may still write to its
-    # own.
+    # The latest attempt only: spans of failed attempts stay in the store, and a dead worker may still add some.
     attempt = await store.get_latest_attempt(rollout_id)
     attempt_id = attempt.attempt_id if attempt is not None else "latest"
     try:
@@ -114,10 +113,12 @@ async def collect(
 
 
 def _so_far(rollout: Rollout, spans: Sequence[Span], attempt_id: str, tokenizer: Any) -> Trajectory | None:
-    """The turns that a failed rollout had, for those who look at it; ``None`` where its spans tell none."""
+    """The turns of a failed rollout, for reports; ``None`` where its spans have none."""
     try:
         turns = read_turns(spans_of_attempt(spans, attempt_id), tokenizer)
-    except Exception as error:  # what has failed may fail here too, a tokenizer say; only a record goes without
+    except (
+        Exception
+    ) as error:  # the cause of the failure (a tokenizer, say) may fail here too; only the report lacks the turns
         logger.debug("The turns of failed rollout %s cannot be read.", rollout.rollout_id, exc_info=error)
         return None
     if not turns:
@@ -128,9 +129,9 @@ def _so_far(rollout: Rollout, spans: Sequence[Span], attempt_id: str, tokenizer:
 
 
 def timeline_of(rollout: Rollout, attempt: Attempt | None, spans: Sequence[Span]) -> dict[str, Any]:
-    """When what happened, in seconds since ``enqueued`` (Unix time): the latest attempt ``started`` and ``ended``, and
-    ``calls``, start and end of each model call. Before the start it waited for a runner; between calls are the agent,
-    its tools and its judge."""
+    """The timeline of a rollout, in seconds since ``enqueued`` (Unix time): ``started`` and ``ended`` of the latest
+    attempt, and ``calls``, start and end of each model call. Before the start the rollout waits for a runner; between
+    calls run the agent, its tools and its judge."""
     zero = rollout.start_time
     began, ended = (attempt.start_time, attempt.end_time) if attempt is not None else (None, rollout.end_time)
     calls = []
@@ -144,14 +145,14 @@ def timeline_of(rollout: Rollout, attempt: Attempt | None, spans: Sequence[Span]
 
 
 def failure_of(spans: Sequence[Span], *, attempt_status: str) -> tuple[str, str]:
-    """Why an attempt failed, as (reason, message): from its exception span, else from the status that the store gave it
+    """The failure of an attempt as (reason, message): from its exception span, else the store's status of the attempt
     (``timeout``, ``unresponsive``)."""
     for span in reversed(spans):
         reason = span.attributes.get(FAILURE_REASON) or span.attributes.get(_EXCEPTION_TYPE)
         if reason:
             message, place = str(span.attributes.get(_EXCEPTION_MESSAGE, "")), ""
             if reason == span.attributes.get(_EXCEPTION_TYPE) and not hasattr(errors, str(reason)):
-                # not an error of ours, whose sentence says enough: the author of the agent wants to know where
+                # an exception of the agent's code: its author needs the place; errors of this package say enough
                 frames = _FRAME.findall(str(span.attributes.get(_EXCEPTION_STACKTRACE, "")))
                 place = spell_place([(file, int(line)) for file, line in frames])
             return str(reason), message + (f" ({place})" if place else "")
@@ -173,7 +174,7 @@ def _result(rollout: Rollout, **fields: Any) -> MemberResult:
 
 
 def _failed(rollout: Rollout, reason: str, message: str, **seen: Any) -> MemberResult:
-    """A failure with what runs it again; what was stopped on purpose is not."""
+    """A failure with the request that retries it; a cancelled rollout has none."""
     outcome = Outcome.CANCELLED if rollout.status == "failed" and reason == "cancelled" else Outcome.FAILED
     again = EnqueueRolloutRequest(
         input=rollout.input,

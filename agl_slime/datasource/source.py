@@ -1,7 +1,8 @@
 """``GroupSource``: finished rollouts of a ``LightningStore`` as groups of Samples.
 
-Ends (``ends``) are read and taken in (``intake``) on a thread with an event loop; the assembler makes groups of them,
-and what is ready waits in its delivery for ``get_samples``. slime builds ``agl_slime.AGLDataSource``, which holds one.
+A thread with an event loop follows the store (``completions``), reads each completed rollout and adds it to its group
+(``ingestor``); ready groups wait in the assembler's delivery for ``get_samples``. slime builds
+``agl_slime.AGLDataSource``, which has a ``GroupSource``.
 """
 
 from __future__ import annotations
@@ -12,11 +13,9 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
 
-from typing_extensions import Self
-
-from agl_slime.datasource.intake import Intake, Producer
+from agl_slime.datasource.ingestor import Producer, RolloutIngestor
 from agl_slime.datasource.read import collect
 from agl_slime.errors import DataSourceError
 from agl_slime.groups.assembler import GroupAssembler
@@ -41,9 +40,9 @@ class DataSourceSettings:
     poll_interval_s: float = 0.1
     """Seconds between polls of a store without notifications; polling takes at most a tenth of the time."""
     policy: GroupPolicy = field(default_factory=MinimumViableGroup)
-    """When a group is fit to train on, and what to do about failed and late members."""
+    """Whether a group may be trained on, and what happens to failed and late members."""
     group_filter: GroupFilter | None = None
-    """Which groups fit to train on are dropped nevertheless, such as ``zero_variance``."""
+    """A filter that drops groups which the policy accepted, such as ``zero_variance``."""
 
     def __post_init__(self) -> None:
         check_ranges(
@@ -57,18 +56,18 @@ class GroupSource:
 
     Rollouts are grouped by ``metadata["group_id"]``. A group that was announced with ``expect`` has the announced size,
     any other ``n_samples_per_prompt``; with one sample per prompt a rollout without a group id is a group of its own.
-    ``metadata["instance_id"]`` names the task that a group is one try at; the ``ledger`` keeps account of instances.
+    ``metadata["instance_id"]`` names the task of a group; the ``ledger`` counts tasks by it.
 
     Args:
         store: the store to read; ``None`` gives placeholders, groups of unsampled Samples.
         reward_key: which of several named rewards to train on; by default the first.
         convert_validation: convert validation rollouts to Samples, too.
-        text_only: keep what was said in validation rollouts of a model whose tokens nobody knows.
+        text_only: keep the text of validation rollouts, for a model whose token ids are unknown.
         reward_spans: the trainer takes rewards of turns as spans of a Sample (see ``ConversionOptions``).
-        hold: the store outlives this process and states are saved: see ``EndTable``.
+        hold: the store outlives this process and states are saved: see ``CompletionTable``.
         producer: the component that enqueues rollouts, if it wants notifications.
-        replay_files: the directory of routed experts and nuclei; what released rollouts have there is removed, unless
-            ``removes_replay`` is off.
+        replay_files: the directory of routed experts and nuclei; the files of released rollouts are removed from it
+            unless ``removes_replay`` is off.
     """
 
     def __init__(
@@ -92,12 +91,12 @@ class GroupSource:
         self._store: Any = store
         self.n_samples_per_prompt = n_samples_per_prompt
         self.changed = threading.Condition()
-        """Notified when there may be more to deliver; guards everything but the ledger."""
+        """Notified when there may be more groups to deliver; guards everything but the ledger."""
         self.assembler = GroupAssembler(policy=settings.policy, group_filter=settings.group_filter, ledger=ledger)
         self.ledger, self.delivery = self.assembler.ledger, self.assembler.delivery
         self.producer = producer or Producer()
         self.producer.source = self
-        self.intake = Intake(
+        self.ingestor = RolloutIngestor(
             store,
             assembler=self.assembler,
             producer=self.producer,
@@ -119,19 +118,19 @@ class GroupSource:
             poll_interval_s=settings.poll_interval_s,
             tick_s=(getattr(settings.policy, "timeout_s", None) or 10.0) / 10,
         )
-        self.ends = self.intake.follower
+        self.follower = self.ingestor.follower
         self._stopped = False
-        self.ends.start()
+        self.follower.start()
 
     def get_samples(self, num_samples: int) -> list[list[Sample]]:
-        """Up to ``num_samples`` groups, oldest first; waits until that many are ready or nothing more can come.
+        """Up to ``num_samples`` groups, oldest first; waits until that many are ready or no more can become ready.
 
         Fewer groups come back when no rollout is in flight any more, or at the deadline. Raises ``DataSourceError``
         when there is none at the deadline: an empty list would make slime's default rollout function spin.
         """
         if self._store is None:
             return self.delivery.placeholders(num_samples, self.n_samples_per_prompt)
-        self.ends.begin()
+        self.follower.begin()
         timeout_s, blocking = self.settings.get_timeout_s, self.settings.blocking
         deadline = time.monotonic() + timeout_s
         with self.changed:
@@ -147,7 +146,8 @@ class GroupSource:
                 counts = self.ledger.counts()
                 raise DataSourceError(
                     f"no group of samples became ready within {timeout_s:g} s "
-                    f"({counts.open} rollouts in flight, {counts.ready} ready, ended: {spell_ends(counts.reasons)})"
+                    f"({counts.open} rollouts in flight, {counts.ready} ready, "
+                    f"ended: {format_outcomes(counts.reasons)})"
                 )
             groups = self.delivery.take(num_samples)
             self.producer.delivered(len(groups))
@@ -162,18 +162,18 @@ class GroupSource:
             self.changed.notify_all()
 
     def reserve(self, rollout_ids: Sequence[str] | None) -> int:
-        """``get_samples`` delivers the ready groups that these rollouts belong to, in this order, and no others, and
-        does not wait for more; ``None``: any, oldest first. Returns how many of those that were reserved before have
-        not been delivered."""
+        """Limit ``get_samples`` to the ready groups of these rollouts, in this order, without waiting for more;
+        ``None`` lifts the limit. Returns how many of the previously reserved groups were not delivered."""
         with self.changed:
             left = self.delivery.reserve(rollout_ids)
             self.changed.notify_all()
         return left
 
     def reserve_whole(self, rollout_ids: Sequence[str]) -> None:
-        """``reserve``, as soon as all of these groups are ready here: another process, which follows the same store,
-        has seen them ready. Raises ``DataSourceError`` when they are not at the deadline of ``get_samples``."""
-        self.ends.begin()
+        """Wait until all of these groups are ready, then ``reserve`` them: another process, which follows the same
+        store, has seen them ready. Raises ``DataSourceError`` when they are not ready at the deadline of
+        ``get_samples``."""
+        self.follower.begin()
         deadline = time.monotonic() + self.settings.get_timeout_s
         with self.changed:
             while True:
@@ -196,22 +196,21 @@ class GroupSource:
             return self.delivery.deliverable
 
     def ready_groups(self) -> list[GroupResult]:
-        """The groups that are ready, as far as their samples tell of them."""
+        """The ready groups, rebuilt from their Samples."""
         with self.changed:
             return [group_of(samples) for samples in self.delivery.ready]
 
     def reject(self, samples: Sequence[Sequence[Sample]], reason: str) -> None:
-        """These groups were delivered and are not trained on (a dynamic sampling filter): counted as filtered for
-        ``reason`` and not as trained."""
+        """Count delivered groups as filtered for ``reason`` and not as trained (a dynamic sampling filter)."""
         with self.changed:
             self.delivery.reject(samples, reason)
 
     def __len__(self) -> int:
-        """The groups that are ready."""
+        """The number of ready groups."""
         return len(self.delivery.ready)
 
     def metrics(self) -> dict[str, float]:
-        """``agl/…``: where rollouts stand, and how many ended how since the start."""
+        """``agl/…``: rollouts in flight, ready groups, and outcomes since the start."""
         counts = self.ledger.counts()
         metrics: dict[str, float] = {"agl/in_flight": counts.open, "agl/groups_ready": len(self.delivery.ready)}
         metrics.update({f"agl/{outcome.value}_total": count for outcome, count in counts.closed.items()})
@@ -221,24 +220,24 @@ class GroupSource:
     def expect(self, group_id: str, *, size: int, mode: str = "train") -> None:
         """Announce a group before its rollouts are enqueued: its size and mode, so that failures finalize it too."""
         with self.changed:
-            self.intake.announced = True
+            self.ingestor.announced = True
             self.assembler.announce(group_id, size=size, mode=mode)
 
     def opened(self, rollouts: Sequence[Rollout | str]) -> None:
-        """These rollouts were enqueued: they are in flight in the ledger, and are asked about if the store does not
-        tell of their end. A group whose members are known as rollouts, and not by their ids alone, can be finalized
-        without those that are late."""
-        self.intake.opened(rollouts)
+        """Note that these rollouts were enqueued: the ledger counts them as in flight, and a store without
+        notifications is polled about them. Pass ``Rollout`` objects, not ids, for members whose group may be finalized
+        without them."""
+        self.ingestor.opened(rollouts)
 
     def set_version(self, version: str | int, *, named: bool = False) -> None:
-        """The run has pushed this weight version, or begins with it; what others push is not trained on. ``named``:
-        engines have it under this name, and until the next push no other is the run's either."""
+        """Note that the run pushed this weight version, or starts with it; tokens of versions that others push are not
+        trained on. ``named``: the engines report exactly this name until the next push."""
         with self.changed:
             self.delivery.versions.push(str(version), named=named)
 
     def abandon(self, rollout_ids: Sequence[str], *, group_ids: Iterable[str] = (), reason: str) -> None:
-        """These will not end any more, or nobody waits for them: cancelled in the ledger for ``reason``, their groups
-        forgotten, and late reports of them ignored."""
+        """Count these rollouts as cancelled for ``reason`` and forget their groups; late reports of them are
+        ignored."""
         with self.changed:
             self.assembler.abandon(rollout_ids, group_ids=group_ids, reason=reason)
             self.changed.notify_all()
@@ -249,19 +248,19 @@ class GroupSource:
         on_member: Callable[[MemberResult], None] | None = None,
         on_group: Callable[[GroupResult], None] | None = None,
     ) -> None:
-        """Call these for each rollout that has ended and each group that was finalized from now on; on the data
-        source's thread, so they must be quick."""
-        self.intake.on_member, self.intake.on_group = on_member, on_group
+        """Call ``on_member`` for each completed rollout and ``on_group`` for each finalized group from now on. Both run
+        on the data source's thread and must be quick."""
+        self.ingestor.on_member, self.ingestor.on_group = on_member, on_group
 
     def notify(self, rollout_id: str) -> None:
-        """A rollout may have ended: look at it now. From any thread."""
-        self.ends.submit(self.intake.look, rollout_id)
+        """Look at a rollout that may have ended. From any thread."""
+        self.follower.submit(self.ingestor.look, rollout_id)
 
     def raise_if_dead(self) -> None:
         """Raise ``DataSourceError`` when the thread has ended."""
         if self._stopped:
             raise DataSourceError("the data source was stopped")
-        if (failure := self.intake.failure) is not None:
+        if (failure := self.ingestor.failure) is not None:
             raise DataSourceError(f"the data source's thread ended: {failure}") from failure
         self.producer.raise_if_dead()
 
@@ -270,7 +269,7 @@ class GroupSource:
         with self.changed:
             self._stopped = True
             self.changed.notify_all()
-        self.ends.stop(timeout_s)
+        self.follower.stop(timeout_s)
 
     def __enter__(self) -> Self:
         return self
@@ -279,32 +278,32 @@ class GroupSource:
         self.stop()
 
     def state(self, *, checkpoint: int | None = None) -> dict[str, Any]:
-        """What another data source needs to go on from here, for JSON. The ledger notes the step ``checkpoint`` at the
-        same moment."""
+        """The state from which another data source can resume, for JSON. The ledger notes the step ``checkpoint`` at
+        the same moment."""
         with self.changed:
-            state = {**self.assembler.state(), **self.ends.table.state(), **self.producer.state()}
-            state["waiting"] = list(dict.fromkeys([*state["waiting"], *self.intake.unread]))
-            # a store that tells of nothing would give again all that was dealt with
-            ended = state["ended"] if self.ends.tells or self.ends.feeds else self.ledger.recent_ids()
+            state = {**self.assembler.state(), **self.follower.table.state(), **self.producer.state()}
+            state["waiting"] = list(dict.fromkeys([*state["waiting"], *self.ingestor.unread]))
+            # a polled store lists finished rollouts again: remember their ids
+            ended = state["ended"] if self.follower.notifies or self.follower.has_feed else self.ledger.recent_ids()
             state["ended"] = sorted({*ended})
             if checkpoint is not None:
                 self.ledger.checkpoint(checkpoint)
             return state
 
     def saved(self, state: dict[str, Any]) -> None:
-        """``state`` is kept from now on: what it has read before the one before it can be released in the store."""
+        """Note that ``state`` was saved: rollouts that the state before it had read can be released in the store."""
         with self.changed:
-            self.ends.table.saved(state["waiting"])
+            self.follower.table.saved(state["waiting"])
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Go on from ``state``; raises ``KeyError``, ``TypeError`` or ``ValueError`` when it is none, and then nothing
-        has changed."""
+        """Resume from ``state``. Raises ``KeyError``, ``TypeError`` or ``ValueError`` for anything else, and then
+        nothing has changed."""
         waiting = state.get("waiting") or []
         with self.changed:
             self.assembler.restore(state)
             self.ledger.remember({*(state.get("ended") or ())} - {*waiting})
-            self.ends.table.restore(state)
-            self.ends.to_read.update(waiting)
+            self.follower.table.restore(state)
+            self.follower.to_read.update(waiting)
             self.producer.restore(state)
             self.changed.notify_all()
         for rollout_id in waiting:
@@ -313,19 +312,19 @@ class GroupSource:
     def _more_to_come(self) -> bool:
         if self.delivery.reserved:
             return False
-        # without announcements nobody knows what is still to come: wait for the deadline
-        if self.producer.endless or not self.intake.announced:
+        # without announcements more rollouts may come at any time: wait for the deadline
+        if self.producer.endless or not self.ingestor.announced:
             return True
         return len(self.assembler) > 0 or self.ledger.counts().open > 0
 
 
 class HoldsGroups(Protocol):
-    """An ``AGLDataSource``, for whoever takes a ``GroupSource``."""
+    """An object with a ``GroupSource``, such as ``AGLDataSource``."""
 
     groups: GroupSource
 
 
-def spell_ends(reasons: dict[tuple[Outcome, str], int]) -> str:
-    """How many ended how, as text."""
+def format_outcomes(reasons: dict[tuple[Outcome, str], int]) -> str:
+    """The counts of outcomes, as text."""
     ends = [f"{n} {outcome.value}{f' ({reason})' if reason else ''}" for (outcome, reason), n in reasons.items()]
     return ", ".join(ends) or "none"

@@ -1,7 +1,7 @@
 """``python -m agl_slime.engine --model-path DIR``: serve a checkpoint with SGLang's protocol on the CPU.
 
 The first line on standard output is JSON, ``{"url": "http://127.0.0.1:PORT", "serving": "…"}``, printed once requests
-are answered: where, and in a sentence what is served and what it takes. Everything else goes to standard error.
+are answered: the address, and a sentence on the model and its memory. Everything else goes to standard error.
 """
 
 from __future__ import annotations
@@ -22,7 +22,9 @@ from agl_slime.support.net import require_token
 
 _PARENT_POLL_S = 0.25
 TOKEN_VARIABLE = "AGL_SLIME_ENGINE_TOKEN"
-WAIT = "--wait"  # in place of all flags: import what an engine needs, then read them as one line of JSON from stdin
+WAIT = (
+    "--wait"  # instead of all flags: import the engine's libraries, then read the flags as one line of JSON from stdin
+)
 
 
 def main() -> int:
@@ -36,9 +38,13 @@ def main() -> int:
     add("--token", default=token, help=f"asked of every request as a bearer token (or {TOKEN_VARIABLE})")
     add("--context-length", type=int, help="tokens of prompt and response together; by default the model's")
     add("--max-running-requests", type=int, default=128, help="requests that are decoded together; more wait")
-    add("--max-total-tokens", type=int, help="of all running requests; by default what a quarter of the memory holds")
+    add(
+        "--max-total-tokens",
+        type=int,
+        help="of all running requests; by default as many as fit into a quarter of the memory",
+    )
     add("--prefix-cache", type=int, choices=(0, 1), default=1, help="compute what prompts begin with alike only once")
-    experts = "answer which experts tokens went through, to those who ask"
+    experts = "report the experts of each token to requests that ask for them"
     add("--enable-return-routed-experts", type=int, nargs="?", const=1, choices=(0, 1), default=0, help=experts)
     add("--torch-threads", type=int, help="by default 1 for a tiny model, else --cores")
     add("--cores", type=int, help="by default those of this process, at most OMP_NUM_THREADS")
@@ -47,7 +53,7 @@ def main() -> int:
     args = parser.parse_args(_flags_from_stdin() if sys.argv[1:] == [WAIT] else None)
     try:
         require_token(args.host, args.token, setting="--token")
-        if not (Path(args.model_path) / "config.json").is_file():  # before torch is imported: told at once
+        if not (Path(args.model_path) / "config.json").is_file():  # checked before the slow import of torch
             raise ConfigError(f"--model-path {args.model_path!r} is no Hugging Face checkpoint (it has no config.json)")
         return asyncio.run(_serve(args))
     except (AglSlimeError, OSError) as error:
@@ -56,7 +62,7 @@ def main() -> int:
 
 
 def _flags_from_stdin() -> list[str]:
-    """The flags once they are known; until then this process imports. It ends when nobody can send them any more."""
+    """The flags, once they are sent; this process imports meanwhile, and ends if the sender is gone."""
     lines: queue.SimpleQueue[str] = queue.SimpleQueue()
 
     def read() -> None:

@@ -14,8 +14,8 @@ _BLOCK = 8
 
 
 class Step:
-    """One forward pass: which slots its tokens belong to, and what each of them attends to. ``keys`` and ``values`` are
-    those of every layer, [slots, heads, width, head dim]."""
+    """One forward pass: the slot of each token, and the places that it attends to. ``keys`` and ``values`` are the KV
+    cache of every layer, [slots, heads, width, head dim]."""
 
     def __init__(self, keys: list[torch.Tensor], values: list[torch.Tensor]) -> None:
         self._keys, self._values = keys, values
@@ -23,12 +23,13 @@ class Step:
         self._blocks: list[tuple[slice, int, torch.Tensor]] | None = None
         self._positions = torch.zeros(0, dtype=torch.long)
 
-    def prefill(self, start: int, rows: torch.Tensor, held: int, length: int) -> None:
-        """The tokens from ``start`` on are those of ``rows``, one after the other: places ``held`` to ``length``."""
+    def prefill(self, start: int, rows: torch.Tensor, cached: int, length: int) -> None:
+        """Add the tokens of ``rows``, one row after the other, from ``start`` on: places ``cached`` to ``length`` of
+        each."""
         mask = None
-        if held:
-            mask = torch.arange(length) <= torch.arange(held, length).unsqueeze(1)
-        self._segments.append((start, rows, held, length, mask))
+        if cached:
+            mask = torch.arange(length) <= torch.arange(cached, length).unsqueeze(1)
+        self._segments.append((start, rows, cached, length, mask))
 
     def decode(self, positions: torch.Tensor, lengths: np.ndarray[Any, Any], step: int) -> None:
         """One token for each of the slots 0 … n-1, at ``positions``."""
@@ -54,13 +55,13 @@ class Step:
         heads, tokens, dim = query.shape
         groups = heads // key.shape[0]
         out = query.new_empty(tokens, heads, dim)
-        for start, rows, held, length, mask in self._segments:
-            count, new = len(rows), length - held
+        for start, rows, cached, length, mask in self._segments:
+            count, new = len(rows), length - cached
             part = slice(start, start + count * new)
             q, k, v = (x[:, part].unflatten(1, (count, new)).transpose(0, 1) for x in (query, key, value))
-            self._keys[layer][rows, :, held:length] = k
-            self._values[layer][rows, :, held:length] = v
-            if held:
+            self._keys[layer][rows, :, cached:length] = k
+            self._values[layer][rows, :, cached:length] = v
+            if cached:
                 k, v = self._keys[layer][rows, :, :length], self._values[layer][rows, :, :length]
             if groups > 1:
                 k, v = (x.repeat_interleave(groups, dim=1) for x in (k, v))
@@ -87,7 +88,7 @@ class Step:
         q = (query * (query.shape[2] ** -0.5 if scale is None else scale)).transpose(0, 1).unflatten(1, (heads, -1))
         got = []
         for part, width, mask in self._blocks or ():
-            k, v = (held[part, :, :width].flatten(0, 1) for held in (keys, values))
+            k, v = (cache[part, :, :width].flatten(0, 1) for cache in (keys, values))
             scores = torch.bmm(q[part].flatten(0, 1), k.transpose(1, 2))
             weights = (scores.unflatten(0, (-1, heads)) + mask).softmax(-1).flatten(0, 1)
             got.append(torch.bmm(weights, v).unflatten(0, (-1, heads)))

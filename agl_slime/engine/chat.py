@@ -33,7 +33,7 @@ class _Message(BaseModel):
 
 
 class _Body(BaseModel):
-    """What both forms have beside sampling parameters."""
+    """The fields of both forms beside sampling parameters."""
 
     model_config = ConfigDict(strict=True)
 
@@ -63,8 +63,8 @@ def chat_requests(body: Mapping[str, Any], *, tokenizer: Any, encode: Encode) ->
     if (asked.response_format or {}).get("type", "text") != "text":
         raise BadRequest("response_format is not supported by the embedded engine: leave it out or use a real SGLang")
     kwargs = asked.chat_template_kwargs or {}
-    if own := sorted(kwargs.keys() & signature(tokenizer.apply_chat_template).parameters.keys()):
-        raise BadRequest(f"chat_template_kwargs are variables of the template, not {shortened(own)}")
+    if reserved := sorted(kwargs.keys() & signature(tokenizer.apply_chat_template).parameters.keys()):
+        raise BadRequest(f"chat_template_kwargs are variables of the template, not {shortened(reserved)}")
     rendered = [{**message.model_dump(), "content": _text(message.content)} for message in asked.messages]
     try:
         text = tokenizer.apply_chat_template(
@@ -119,13 +119,13 @@ def openai_answer(
 
 
 def _log_probs(request: Request, tokenizer: Any) -> list[dict[str, Any]]:
-    def told(token: int, log_prob: float) -> dict[str, Any]:
+    def entry(token: int, log_prob: float) -> dict[str, Any]:
         piece = tokenizer.decode([token])
         return {"token": piece, "bytes": list(piece.encode()), "logprob": log_prob}
 
     tops = request.tops or [[]] * len(request.output_ids)
     return [
-        {**told(token, log_prob), "top_logprobs": [told(other, value) for value, other in top]}
+        {**entry(token, log_prob), "top_logprobs": [entry(other, value) for value, other in top]}
         for token, log_prob, top in zip(request.output_ids, request.log_probs, tops, strict=True)
     ]
 
@@ -149,7 +149,7 @@ def _tools(body: Mapping[str, Any]) -> Any:
 
 
 def _requests(body: Mapping[str, Any], prompt: dict[str, Any], maximum: int | None, *, encode: Encode) -> list[Request]:
-    """``prompt`` as ``/generate`` takes it, with what an OpenAI-style body says besides."""
+    """The ``/generate`` requests of ``prompt`` with the sampling parameters of an OpenAI-style body."""
     given = {name: body[name] for name in _SAMPLING_NAMES if body.get(name) is not None}
     logprobs = bool(body.get("logprobs"))
     generate = {**prompt, "sampling_params": {**given, "max_new_tokens": maximum}, "return_logprob": logprobs}

@@ -32,7 +32,7 @@ from agl_slime.errors import EngineError
 
 T = TypeVar("T")
 
-_ROOM_TOKENS = 256  # of what a request may still sample, so much is kept free when it is let in; more seldom come
+_ROOM_TOKENS = 256  # cache places reserved at admission for an answer; few answers are longer
 _ABORTED = {"type": "abort", "message": "", "status_code": None, "err_type": None}
 _NOT_FINITE = "the model's logits are not finite: load other weights"
 _UNITS = {"kB": 1e3, "MB": 1e6, "GB": 1e9}
@@ -44,8 +44,8 @@ class Engine:
 
     ``max_running`` rows decode together; the rest wait in order of arrival. ``context_length`` counts the tokens of
     prompt and response together, by default the model's; ``max_total_tokens`` bounds the KV cache, by
-    default to a quarter of the machine's memory; ``prefill_tokens`` are what one prefill may compute, so that running
-    rows do not wait long. Rows that no longer fit wait again, the last to come first, and are prefilled anew.
+    default to a quarter of the machine's memory; ``prefill_tokens`` limits one prefill, so that running rows do
+    not wait long. Rows that no longer fit return to the queue, the newest first, and are prefilled again.
     """
 
     def __init__(
@@ -106,20 +106,20 @@ class Engine:
         with self._wake:
             if stopped := self._stopped():
                 raise stopped
-            if known := next((request.rid for request in requests if request.rid in self._by_rid), None):
-                raise BadRequest(f"Duplicate request ID detected: {known}")
+            if duplicate := next((request.rid for request in requests if request.rid in self._by_rid), None):
+                raise BadRequest(f"Duplicate request ID detected: {duplicate}")
             self._by_rid.update((request.rid, request) for request in requests)
             self._commands.append(lambda: self._waiting.extend(requests))
             self._wake.notify()
 
     def abort(self, rid: str | None = None) -> Future[int]:
-        """End the request ``rid``, or all of them; running ones keep what was sampled. The result is how many were
-        ended."""
+        """End the request ``rid``, or all of them; running ones keep their tokens so far. The result is the number of
+        ended requests."""
         return self._call(lambda: self._abort(rid))
 
     def pause(self, mode: str = "abort") -> Future[None]:
         """Stop sampling. ``abort`` ends every request, ``in_place`` keeps running ones with their cache, ``retract``
-        queues them again to be prefilled anew. New requests wait."""
+        queues them again to be prefilled. New requests wait."""
         return self._call(lambda: self._pause(mode))
 
     def resume(self) -> Future[None]:
@@ -131,11 +131,11 @@ class Engine:
         return self._call(lambda: self._update(tensors, version), self._updates)
 
     def flush(self) -> Future[None]:
-        """Forget the prefixes of what has ended."""
+        """Forget the cached prefixes of ended requests."""
         return self._call(self._slots.flush)
 
     def load(self) -> tuple[int, int, int]:
-        """Requests running and waiting, and tokens held in the slots; exact only between steps."""
+        """Running and waiting requests, and tokens in the slots; exact only between steps."""
         running = list(self._running)
         used = sum(len(request.input_ids) + len(request.output_ids) for request in running)
         with self._wake:
@@ -150,7 +150,7 @@ class Engine:
 
     @property
     def summary(self) -> str:
-        """One sentence: what is served, and what it takes."""
+        """One sentence on the model and the memory that it takes."""
         parameters, slots = self.model.num_parameters(), self._slots
         kind, threads = type(self.model).__name__, torch.get_num_threads()
         return (
@@ -209,8 +209,7 @@ class Engine:
             self._shut_down()
 
     def _shut_down(self) -> None:
-        """Nobody is left waiting: commands find the engine stopped, and every request ends, also one that was in a
-        prefill that failed."""
+        """End every command and request with the engine's failure, also a request in a failed prefill."""
         with self._wake:
             self._closed = True
             requests = list(self._by_rid.values())
@@ -239,7 +238,7 @@ class Engine:
         return True
 
     def _admit(self) -> None:
-        """One prefill of waiting requests per step: running rows go on between two of them."""
+        """Prefill waiting requests, once per step: running rows decode between two prefills."""
         batch: list[Request] = []
         budget, longest = self._prefill_tokens, self._slots.longest
         while self._waiting:
@@ -259,7 +258,7 @@ class Engine:
         prompts = [request.input_ids + request.output_ids for request in batch]
         scored = [request.logprob_start_len >= 0 and not request.started for request in batch]
         starts = [min(request.logprob_start_len, len(request.input_ids) - 1) for request in batch]
-        # what is to be scored is computed, and not copied from another row
+        # tokens to be scored are computed, not copied from another row
         reuse = [start if score else len(prompt) for start, score, prompt in zip(starts, scored, prompts, strict=True)]
         filled = self._slots.prefill(prompts, reuse=reuse)
         for row, request in enumerate(batch):
@@ -380,10 +379,12 @@ def _size(count: float) -> str:
 
 
 def _eos_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
-    told: list[Any] = [
+    sources: list[Any] = [
         getattr(source, "eos_token_id", None) for source in (model.config, model.generation_config, tokenizer)
     ]
-    return frozenset(i for ids in told if ids is not None for i in (ids if isinstance(ids, (list, tuple)) else (ids,)))
+    return frozenset(
+        i for ids in sources if ids is not None for i in (ids if isinstance(ids, (list, tuple)) else (ids,))
+    )
 
 
 def _resolve(future: Future[T], function: Callable[[], T]) -> None:

@@ -17,27 +17,29 @@ _LAYER = re.compile(r"layers\.(\d+)\.")
 
 def routers_of(model: Any) -> dict[int, Any]:
     """The routers by the number of their layer; empty for a model without."""
-    found = {}
+    routers = {}
     for name, module in model.named_modules():
         if type(module).__name__.endswith("TopKRouter") and (at := _LAYER.search(name)):
-            found[int(at[1])] = module
-    return found
+            routers[int(at[1])] = module
+    return routers
 
 
 class ExpertCapture:
-    """Keeps what the routers of ``model`` answer, pass by pass."""
+    """The outputs of the routers of ``model``, pass by pass."""
 
     def __init__(self, model: Any) -> None:
         routers = routers_of(model)
         if not routers:
             kind = type(model).__name__
-            raise ConfigError(f"--enable-return-routed-experts: {kind} has no experts known here; leave it out")
+            raise ConfigError(f"--enable-return-routed-experts: {kind} has no supported experts; leave it out")
         first = next(iter(routers.values()))
         self.shape = int(model.config.num_hidden_layers), int(first.top_k)
         self.dtype = np.uint8 if first.num_experts <= 256 else np.uint16
         self._seen: dict[int, torch.Tensor] = {}
         for layer, router in routers.items():
-            router.register_forward_hook(lambda _module, _args, said, layer=layer: self._seen.update({layer: said[2]}))
+            router.register_forward_hook(
+                lambda _module, _args, output, layer=layer: self._seen.update({layer: output[2]})
+            )
 
     def take(self, tokens: int) -> NDArray[Any]:
         """``[tokens, layers, experts per token]`` of the last pass; zeros for layers without experts."""

@@ -1,4 +1,4 @@
-"""What the server says of itself, in SGLang's and sglang-router's words: a function for each path."""
+"""The server's descriptions of itself in the forms of SGLang and sglang-router: a function for each path."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _WORKER_ID = str(uuid.uuid4())
 
 
 def _info(engine: Engine, model_path: str, url: str) -> dict[str, Any]:
-    """Of the model and of the server in one: each of SGLang's two answers has some of these."""
+    """The fields of SGLang's ``/model_info`` and ``/server_info`` in one answer."""
     return {
         "model_path": model_path,
         "tokenizer_path": model_path,

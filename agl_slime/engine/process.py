@@ -13,9 +13,7 @@ import tempfile
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import IO
-
-from typing_extensions import Self
+from typing import IO, Self
 
 from agl_slime.errors import EngineError, EngineTimeoutError
 from agl_slime.support.threads import usable_cores
@@ -25,12 +23,12 @@ _STOP_TIMEOUT_S = 3.0
 
 
 class EngineProcess:
-    """An engine on 127.0.0.1 in a process of its own, from ``start`` (or the ``with`` block) to ``stop``, which ends
-    what that process started as well.
+    """An engine on 127.0.0.1 in a process of its own, from ``start`` (or the ``with`` block) to ``stop``, which
+    also ends that process's children.
 
     ``command`` writes one line to standard output once it answers, ``{"url": "…", "serving": "…"}``, and ends by itself
-    when it is no longer this process's child. ``log`` is where its standard error is appended to; without it only the
-    last words are kept. ``name`` is what errors call it.
+    when it is no longer this process's child. Its standard error is appended to ``log``; without a log only
+    its tail is kept. ``name`` is the engine's name in errors.
     """
 
     def __init__(
@@ -54,13 +52,13 @@ class EngineProcess:
         self._stderr: IO[bytes] | None = None
         self._url: str | None = None
         self.summary = ""
-        """In a sentence what is served and what it takes: model, threads, memory of the KV cache. Once started."""
+        """One sentence on model, threads and memory of the KV cache; empty before the start."""
         self._lock = threading.Lock()
         self._stopped = False
 
     @property
     def url(self) -> str:
-        """Where it listens. Raises ``EngineError`` when it was not started."""
+        """The address that it listens on. Raises ``EngineError`` when it was not started."""
         if self._url is None:
             raise EngineError(f"{self.name} has not been started: call start() or use it as a context manager")
         return self._url
@@ -76,7 +74,7 @@ class EngineProcess:
     def start(self) -> Self:
         """Start the process and wait until it answers.
 
-        Raises ``EngineError`` with the child's own last words when it ends early, ``EngineTimeoutError`` when it is not
+        Raises ``EngineError`` with the child's last output when it ends early, ``EngineTimeoutError`` when it is not
         ready within ``start_timeout_s``.
         """
         with self._lock:
@@ -93,15 +91,14 @@ class EngineProcess:
         return self
 
     def _spawn(self) -> subprocess.Popen[str]:
-        # for the child's life; a pipe nobody reads would fill and block it
+        # a file, for the child's life: a pipe without a reader would fill and block it
         self._stderr = tempfile.TemporaryFile() if self._log is None else self._log.open("a+b")  # noqa: SIM115
-        self._log_from = os.fstat(self._stderr.fileno()).st_size  # before that are an earlier one's words
+        self._log_from = os.fstat(self._stderr.fileno()).st_size  # the text before belongs to an earlier child
         return _popen(self._command, stderr=self._stderr, env=self._env)
 
     def stop(self) -> None:
-        """End the process, with SIGTERM and after 3 s with SIGKILL, and then what it started. Doing it twice is fine,
-        also from another thread than the one that is in ``start``: no process is left behind, and none is started
-        afterwards."""
+        """End the process, with SIGTERM and after 3 s with SIGKILL, and then its children. Safe to call twice and
+        during ``start`` in another thread: no process is left, and none is started afterwards."""
         with self._lock:
             self._stopped = True
             process, self._process, self._url = self._process, None, None
@@ -113,7 +110,7 @@ class EngineProcess:
                 process.kill()
                 process.wait()
             with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)  # what it started is in its group
+                os.killpg(process.pid, signal.SIGKILL)  # its children are in its group
             if process.stdout is not None:
                 process.stdout.close()
         if self._stderr is not None:
@@ -183,7 +180,7 @@ _ahead: list[tuple[subprocess.Popen[str], IO[bytes]]] = []
 
 @contextlib.contextmanager
 def embedded_engine_ahead() -> Iterator[None]:
-    """Begin the imports of the block's first ``EmbeddedEngine``, in its process, while this one is busy with its own.
+    """Begin the imports of the block's first ``EmbeddedEngine``, in its process, beside this process's own imports.
     Without an engine that process ends with the block, or with this process."""
     stderr = tempfile.TemporaryFile()  # noqa: SIM115
     ahead = _popen([*_ENGINE, "--wait"], stderr=stderr, env={**os.environ, **_VARIABLES}, stdin=subprocess.PIPE), stderr

@@ -1,5 +1,5 @@
-"""What a client asks for, checked: the sampling parameters and the body of ``/generate``, with SGLang's names, defaults
-and error texts."""
+"""Requests and their validation: sampling parameters and the body of ``/generate``, with SGLang's names, defaults and
+error texts."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ M = TypeVar("M", bound=BaseModel)
 Encode = Callable[..., list[int]]
 """A tokenizer's ``encode``."""
 
-# Parameters of SGLang that change what is sampled and are not built here: refused when set, never ignored. The value is
-# what leaves them off.
+# Parameters of SGLang that change sampling and are not supported here: refused when set, never ignored. The value is
+# the one that turns them off.
 UNSUPPORTED: Mapping[str, Any] = {
     **dict.fromkeys(("min_p", "frequency_penalty", "presence_penalty", "min_new_tokens"), 0),
     **dict.fromkeys(("json_schema", "regex", "ebnf", "structural_tag", "stop_regex", "logit_bias")),
@@ -30,7 +30,7 @@ _WITHOUT_EFFECT = ("spaces_between_special_tokens", "custom_params", "stream_int
 
 
 MOST_SEQUENCES = 4096
-"""Of one request: prompts times ``n``."""
+"""The limit of prompts times ``n`` in one request."""
 Name = Annotated[str, StringConstraints(max_length=256)]
 Start = Annotated[int, Field(ge=-1)]
 Top = Annotated[int, Field(ge=0, le=100)]  # as many pairs are kept for each sampled token
@@ -47,9 +47,11 @@ def parse(model: type[M], body: Any) -> M:
         return model.model_validate(body)
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
-        own = first.get("ctx", {}).get("error")
+        custom = first.get("ctx", {}).get("error")
         where = ".".join(map(str, first["loc"])) or "The body"
-        raise BadRequest(str(own) if own else f"{where}: {first['msg']}, got {shortened(first['input'])}") from None
+        raise BadRequest(
+            str(custom) if custom else f"{where}: {first['msg']}, got {shortened(first['input'])}"
+        ) from None
 
 
 class Sampling(BaseModel):
@@ -122,14 +124,14 @@ class Request:
     """First token to report the routed experts of; ``None`` reports none."""
     on_finish: Callable[[Request], object] = lambda _: None
     on_token: Callable[[], object] | None = None
-    """Called after each step that sampled a token of it, where somebody follows."""
+    """Called after each step that sampled a token of this request."""
 
     output_ids: list[int] = field(default_factory=list)
     log_probs: list[float] = field(default_factory=list)
     tops: list[list[tuple[float, int]]] = field(default_factory=list)
     """Log-probs and ids of the likeliest tokens of each place, the likeliest first."""
     nucleus: list[list[int]] = field(default_factory=list)
-    """What top_p and top_k left of each place; empty where they cut nothing."""
+    """The ids that top_p and top_k kept at each place; empty where they cut nothing."""
     experts: Any = None
     """``[tokens, layers, experts per token]``, set when it leaves its row."""
     input_log_probs: list[tuple[float | None, int]] = field(default_factory=list)

@@ -1,8 +1,8 @@
 """SGLang's HTTP protocol over the embedded engine.
 
 The event loop reads and writes JSON; the model runs in the engine's thread. Answers and errors have the shapes of
-SGLang 0.5.15, so the same client and tests serve both. What is not built here (grammars, penalties, LoRA,
-images) is refused with status 400.
+SGLang 0.5.15, so the same client and tests serve both. Unsupported features (grammars, penalties, LoRA, images)
+are refused with status 400.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ class EmbeddedServer:
             )
         except web.HTTPException as error:  # an unknown path, too large a body
             return json_response({"error": {"message": error.reason}}, status=error.status)
-        except (AglSlimeError, asyncio.TimeoutError) as error:
+        except (TimeoutError, AglSlimeError) as error:
             return json_response({"error": {"message": str(error) or type(error).__name__}}, status=500)
 
     # -- generation ---------------------------------------------------------------------------------------------------
@@ -280,7 +280,7 @@ class EmbeddedServer:
             message = f"Succeeded to update model weights. Weight version: {self.engine.weight_version}."
         return json_response({"success": True, "message": message, "num_paused_requests": 0})
 
-    # -- what it is and how it does -----------------------------------------------------------------------------------
+    # -- description and health --------------------------------------------------------------------------------------
 
     def _say(self, about: Callable[[Engine, str, str], dict[str, Any]]) -> Callable[..., Awaitable[web.Response]]:
         async def say(http: web.Request) -> web.Response:
@@ -296,18 +296,18 @@ class EmbeddedServer:
         request = Request(rid=f"HEALTH_CHECK_{time.time_ns()}", input_ids=[0], sampling=sampling)
         try:
             await asyncio.wait_for(self._run([request]), _HEALTH_TIMEOUT_S)
-        except (asyncio.TimeoutError, EngineError):
+        except (TimeoutError, EngineError):
             return web.Response(status=503)
         return web.Response()
 
 
 def _base64(values: Any) -> str:
-    """As SGLang sends arrays: int32, in a row."""
+    """An array as SGLang sends it: flat int32."""
     return base64.b64encode(np.asarray(values, dtype="<i4").tobytes()).decode("ascii")
 
 
 def _so_far(request: Request) -> Request:
-    """A copy of what the engine's thread may be adding to."""
+    """A consistent copy of a request that the engine's thread may be extending."""
     now = copy.copy(request)
     n = len(request.log_probs)
     now.output_ids, now.log_probs, now.versions = request.output_ids[:n], request.log_probs[:n], [*request.versions]
@@ -338,7 +338,7 @@ def load_server(
     model_path: str, *, token: str | None, torch_threads: int | None = None, cores: int | None = None, **limits: Any
 ) -> EmbeddedServer:
     """The server for a checkpoint directory, ``limits`` being the engine's. ``torch_threads`` is by default 1 for
-    a model so small that more are slower, else ``cores``, which is by default what this process may use. Raises
+    a model so small that more are slower, else ``cores``, by default the cores that this process may use. Raises
     ``ConfigError``."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer

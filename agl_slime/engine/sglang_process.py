@@ -1,7 +1,7 @@
-"""A real SGLang as a child process, with a Python of its own, whose pins are others than this package's.
+"""A real SGLang as a child process in its own Python environment, since its pins clash with this package's.
 
-``python -m agl_slime.engine.sglang_process`` is what stands between: it starts the server, tells in the embedded
-engine's way when it answers, and ends the server with whoever started it, which SGLang does not do by itself.
+``python -m agl_slime.engine.sglang_process`` supervises it: it starts the server, prints the embedded engine's ready
+line once the server answers, and ends the server together with the parent, which SGLang does not do by itself.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ _HAS_GPU = "import torch; print(torch.cuda.is_available())"
 
 class SGLangProcess(EngineProcess):
     """Serves ``model_path`` with the SGLang of ``python`` (see ``find_sglang``): in float32 with the flags that a CPU
-    needs where its torch finds no GPU, else as SGLang does by itself. ``flags`` are further ones of SGLang's. What it
-    writes is appended to ``log``, where that is given."""
+    needs where its torch finds no GPU, else as SGLang does by itself. ``flags`` are further flags of SGLang. Its output
+    is appended to ``log``, if given."""
 
     def __init__(
         self,
@@ -47,9 +47,9 @@ class SGLangProcess(EngineProcess):
         flags: Sequence[str] = (),
         start_timeout_s: float = 600.0,
     ) -> None:
-        own = {"python": python, "model-path": model_path, "random-seed": random_seed, "parent-pid": os.getpid()}
+        options = {"python": python, "model-path": model_path, "random-seed": random_seed, "parent-pid": os.getpid()}
         command = [sys.executable, "-m", "agl_slime.engine.sglang_process"]
-        command += [str(part) for name, value in own.items() for part in (f"--{name}", value)]
+        command += [str(part) for name, value in options.items() for part in (f"--{name}", value)]
         command += ["--", *flags]
         super().__init__(
             command, name="SGLang", model_path=model_path, start_timeout_s=start_timeout_s, env=os.environ, log=log
@@ -57,24 +57,24 @@ class SGLangProcess(EngineProcess):
 
 
 def find_sglang(python: str | os.PathLike[str] | None) -> str:
-    """The Python that has SGLang: ``python``, else what the environment variable names. Raises ``ConfigError`` when
-    neither does, or when it has none."""
+    """The Python with SGLang: ``python``, else the one that the environment variable names. Raises ``ConfigError`` when
+    neither is given, or when it has no SGLang."""
     named = "--sglang-python" if python is not None else SGLANG_PYTHON
-    found = str(python or os.environ.get(SGLANG_PYTHON, ""))
+    candidate = str(python or os.environ.get(SGLANG_PYTHON, ""))
     fix = "for a CPU, `bash scripts/sglang_cpu.sh DIR` makes one: DIR/bin/python"
-    if not found:
+    if not candidate:
         raise ConfigError(f"--engine sglang: give --sglang-python or {SGLANG_PYTHON} a Python that has SGLang; {fix}")
     try:
-        subprocess.run([found, "-c", _VERSION], env=_environment(), capture_output=True, timeout=60, check=True)
+        subprocess.run([candidate, "-c", _VERSION], env=_environment(), capture_output=True, timeout=60, check=True)
     except subprocess.CalledProcessError:
-        raise ConfigError(f"{named} {found}: this Python has no SGLang; {fix}") from None
+        raise ConfigError(f"{named} {candidate}: this Python has no SGLang; {fix}") from None
     except (OSError, subprocess.TimeoutExpired) as error:
-        raise ConfigError(f"{named} {found}: it cannot be run as a Python ({error}); {fix}") from None
-    return found
+        raise ConfigError(f"{named} {candidate}: it cannot be run as a Python ({error}); {fix}") from None
+    return candidate
 
 
 def _environment() -> dict[str, str]:
-    """Without where this process finds its own packages."""
+    """The environment without this process's PYTHONPATH."""
     return {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
 
 
@@ -89,7 +89,7 @@ def main() -> int:
     env, port = _environment(), _free_port()
     asked = subprocess.run([args.python, "-c", _HAS_GPU], env=env, stdout=subprocess.PIPE, text=True, check=False)
     if asked.returncode != 0:
-        return asked.returncode  # it has said why
+        return asked.returncode  # the child has printed the reason
     gpu = asked.stdout.split()[-1:] == ["True"]
     if gpu:
         command = [args.python, "-m", "sglang.launch_server", "--model-path", args.model_path]
@@ -105,14 +105,14 @@ def main() -> int:
     serving = f"SGLang serves {args.model_path} on {'a GPU' if gpu else 'the CPU'}"
     try:
         return _watch(server, port, args.parent_pid, serving)
-    except BaseException:  # nobody reads its address any more, say: whatever ends this process ends the server
+    except BaseException:  # such as a closed standard output: the end of this process must end the server
         traceback.print_exc()
         os.killpg(os.getpgrp(), signal.SIGKILL)
         raise
 
 
 def _watch(server: subprocess.Popen[bytes], port: int, parent_pid: int, serving: str) -> int:
-    """Until the server ends: tell when it answers, and end it with the parent."""
+    """Print the ready line once the server answers, end the server with the parent, and return when it has ended."""
     ready = False
     while server.poll() is None:
         if os.getppid() != parent_pid:
@@ -125,7 +125,7 @@ def _watch(server: subprocess.Popen[bytes], port: int, parent_pid: int, serving:
 
 
 def _free_port() -> int:
-    """SGLang also takes ports up to 10,000 above its own."""
+    """A free port below 50,000: SGLang also uses ports up to 10,000 above it."""
     for port in random.sample(range(20_000, 50_000), 100):
         with socket.socket() as probe, suppress(OSError):
             probe.bind(("127.0.0.1", port))

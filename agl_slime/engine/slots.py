@@ -47,8 +47,8 @@ class Prefilled:
 
 
 def _zeros(*shape: int) -> torch.Tensor:
-    """Zeros, for a masked place counts with weight 0 and 0 * NaN would be NaN; by numpy, for torch's own claim every
-    page at once."""
+    """Zeros, since a masked place has weight 0 and 0 * NaN is NaN; by numpy, since torch's zeros commit every page at
+    once."""
     return torch.from_numpy(np.zeros(shape, dtype=np.float32))
 
 
@@ -85,7 +85,7 @@ class SlotModel:
         self._base: Any = model.base_model
         self._head: Any = model.get_output_embeddings()
         self._keys, self._values = ([_zeros(0, heads, 0, head_dim) for _ in range(layers)] for _ in "kv")
-        # of every slot: the tokens held, how many, whether all are of these weights, when it was last of use
+        # per slot: its tokens, their number, whether all are of these weights, and the time of the last use
         self._ids = np.zeros((0, 0), dtype=np.int64)
         self.lengths = np.zeros(slots, dtype=np.int64)
         self._fresh = np.zeros(slots, dtype=bool)
@@ -127,8 +127,8 @@ class SlotModel:
         return int(self.lengths[: self.active].max(initial=0))
 
     def _reserve(self, rows: int, width: int) -> None:
-        """Make the rectangle at least this large, and twice that where there is room: so it is seldom copied, and what
-        ended stays in the other rows for prompts that go on from it. Untouched pages of it are not claimed."""
+        """Make the rectangle at least this large, and twice that where there is room: so it is seldom copied, and
+        ended rows stay for prompts that extend them. Untouched pages are not committed."""
         have_rows, have_width = self._ids.shape
         if rows <= have_rows and width <= have_width:
             return
@@ -138,12 +138,12 @@ class SlotModel:
             width = have_width
         rows = max(rows, min(self.slots, max(have_rows, 2 * rows), self.capacity // width))
         kept_rows, kept_width = min(rows, have_rows), min(width, have_width)
-        for held in (self._keys, self._values):
-            for layer, old in enumerate(held):
-                held[layer] = _zeros(rows, old.shape[1], width, old.shape[3])
+        for cache in (self._keys, self._values):
+            for layer, old in enumerate(cache):
+                cache[layer] = _zeros(rows, old.shape[1], width, old.shape[3])
                 for row in np.flatnonzero(self.lengths[:kept_rows]).tolist():
                     length = min(int(self.lengths[row]), kept_width)
-                    held[layer][row, :, :length] = old[row, :, :length]
+                    cache[layer][row, :, :length] = old[row, :, :length]
         if (experts := self._experts) is not None:
             self._experts = np.zeros((rows, width, *experts.shape[2:]), dtype=experts.dtype)
             self._experts[:kept_rows, :kept_width] = experts[:kept_rows, :kept_width]
@@ -161,7 +161,7 @@ class SlotModel:
         self._forget(np.s_[self.active :])
 
     def stale(self) -> None:
-        """The weights have changed: nothing that is held may begin another sequence."""
+        """Note that the weights have changed: no cached row may be a prefix of another sequence."""
         self._fresh[:] = False
         self.flush()
 
@@ -182,21 +182,21 @@ class SlotModel:
         same = list(range(count))
         if self.prefix_cache and count > 1:
             same = [computed.setdefault((tuple(prompts[i]), limits[i]), i) for i in range(count)]
-        found = {i: self._match(prompts[i], limits[i]) for i in dict.fromkeys(same)}
-        for i, (source, held) in found.items():
-            if held:
-                self._copy(source, [first + i], held)
+        matches = {i: self._match(prompts[i], limits[i]) for i in dict.fromkeys(same)}
+        for i, (source, n_cached) in matches.items():
+            if n_cached:
+                self._copy(source, [first + i], n_cached)
         # sequences of equal lengths stand together: they are attended in one call
-        order = sorted(found, key=lambda i: (found[i][1], lengths[i]))
-        cached = [found[same[i]][1] for i in range(count)]
+        order = sorted(matches, key=lambda i: (matches[i][1], lengths[i]))
+        cached = [matches[same[i]][1] for i in range(count)]
         ids = torch.tensor([token for i in order for token in prompts[i][cached[i] :]])
         positions = torch.cat([torch.arange(cached[i], lengths[i]) for i in order])
         step = Step(self._keys, self._values)
         start = 0
-        for (held, length), group in groupby(order, key=lambda i: (cached[i], lengths[i])):
+        for (n_cached, length), group in groupby(order, key=lambda i: (cached[i], lengths[i])):
             rows = torch.tensor([first + i for i in group])
-            step.prefill(start, rows, held, length)
-            start += len(rows) * (length - held)
+            step.prefill(start, rows, n_cached, length)
+            start += len(rows) * (length - n_cached)
         hidden = self._forward(ids, positions, step)
         if self._experts is not None and self._capture is not None:
             routed, at = self._capture.take(len(ids)), 0
@@ -275,7 +275,7 @@ class SlotModel:
     def release(self, row: int) -> int | None:
         """Free ``row``. Returns the row whose content moved into its place, or None when it was the last.
 
-        What it held stays where a slot is free for it, least recently used ones first, for prompts that go on from it.
+        Its tokens stay in a free slot, the least recently used one, for prompts that extend them.
         """
         last = self.active - 1
         self.active = last
@@ -310,16 +310,16 @@ class SlotModel:
 
     def _copy(self, source: int, rows: list[int], length: int) -> None:
         """The first ``length`` tokens' KV cache of a row into others."""
-        for held in (*self._keys, *self._values):
+        for cache in (*self._keys, *self._values):
             # a copy of its own: where rows are full, torch does not write what it reads in the same call
-            held[rows, :, :length] = held[source, :, :length].clone()
+            cache[rows, :, :length] = cache[source, :, :length].clone()
         if self._experts is not None:
             self._experts[rows, :length] = self._experts[source, :length]
 
     def _move(self, source: int, row: int) -> None:
         length = int(self.lengths[source])
-        for held in (*self._keys, *self._values):
-            held[row, :, :length] = held[source, :, :length]
+        for cache in (*self._keys, *self._values):
+            cache[row, :, :length] = cache[source, :, :length]
         if self._experts is not None:
             self._experts[row, :length] = self._experts[source, :length]
         self._ids[row, :length] = self._ids[source, :length]

@@ -20,18 +20,20 @@ def read_weights(directory: str | Path, model_bytes: int | None = None) -> dict[
         raise ConfigError(f"model_path {str(directory)!r} holds no model.safetensors: pass a Hugging Face checkpoint")
     # in float64, and tied weights twice, with their names
     if model_bytes is not None and sum(file.stat().st_size for file in files) > 4 * model_bytes + 2**20:
-        raise ConfigError(f"the checkpoint in {str(directory)!r} is too large for this model: pass one of its own")
+        raise ConfigError(
+            f"the checkpoint in {str(directory)!r} is too large for this model: pass a checkpoint of this model"
+        )
     try:
         return {name: tensor for file in files for name, tensor in load_file(file).items()}
-    except Exception as error:  # a file cut short: safetensors raises classes of its own
+    except Exception as error:  # a truncated file: safetensors raises its own classes
         raise ConfigError(f"the checkpoint in {str(directory)!r} cannot be read: {error}") from error
 
 
 def as_the_models(model: Any, tensors: dict[str, torch.Tensor], directory: str | Path) -> dict[str, torch.Tensor]:
-    """``tensors`` by the model's own names: a checkpoint has the experts of a layer one by one where transformers'
-    models have them in one tensor. Raises ``ConfigError`` when transformers cannot load it either."""
-    own = dict(model.named_parameters())
-    if not any(".experts." in name for name in tensors) or own.keys() <= tensors.keys():
+    """``tensors`` under the model's parameter names: a checkpoint has one tensor per expert where transformers' models
+    have one for all experts of a layer. Raises ``ConfigError`` when transformers cannot load it either."""
+    parameters = dict(model.named_parameters())
+    if not any(".experts." in name for name in tensors) or parameters.keys() <= tensors.keys():
         return tensors
     try:
         loaded, info = type(model).from_pretrained(
@@ -49,19 +51,19 @@ def as_the_models(model: Any, tensors: dict[str, torch.Tensor], directory: str |
 def load_weights(model: Any, tensors: Mapping[str, torch.Tensor]) -> None:
     """Copy ``tensors`` into the model in place. Raises ``ConfigError``, the model unchanged, unless they are exactly
     its parameters with their shapes (tied ones may be left out) and all finite."""
-    own = dict(model.named_parameters())
-    # a shared tensor is listed once; its other names are those that the full list has besides
-    tied = {name for name, _ in model.named_parameters(remove_duplicate=False)} - set(own)
-    missing, unknown = sorted(set(own) - set(tensors)), sorted(set(tensors) - set(own) - tied)
+    parameters = dict(model.named_parameters())
+    # a shared tensor is listed once; the full list adds its other names
+    tied = {name for name, _ in model.named_parameters(remove_duplicate=False)} - set(parameters)
+    missing, unknown = sorted(set(parameters) - set(tensors)), sorted(set(tensors) - set(parameters) - tied)
     if missing or unknown:
         raise ConfigError(
             f"the checkpoint does not fit the model: missing {missing[:3]}, not in the model {unknown[:3]}"
         )
     for name, tensor in tensors.items():
-        if name in own and own[name].shape != tensor.shape:
-            shapes = f"{list(tensor.shape)} and should be {list(own[name].shape)}"
+        if name in parameters and parameters[name].shape != tensor.shape:
+            shapes = f"{list(tensor.shape)} and should be {list(parameters[name].shape)}"
             raise ConfigError(f"the checkpoint does not fit the model: {name} is {shapes}")
         if not bool(torch.isfinite(tensor).all()):
             raise ConfigError(f"the checkpoint's {name} holds NaN or infinite values")
-    for name, parameter in own.items():
+    for name, parameter in parameters.items():
         parameter.copy_(tensors[name])

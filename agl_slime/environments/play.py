@@ -11,10 +11,9 @@ from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from contextvars import ContextVar
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import httpx
-from typing_extensions import Self
 from verifiers.v1.clients import EvalClientConfig, ModelContext
 from verifiers.v1.clients.eval import EvalClient
 from verifiers.v1.configs.agent import agent_config_fields

@@ -6,10 +6,9 @@ import asyncio
 import sys
 import time
 import traceback
-from typing import Any
+from typing import Any, Self
 
 import httpx
-from typing_extensions import Self
 
 from agl_slime.environments.play import EpisodeFailedError, Player
 from agl_slime.support.backoff import Backoff

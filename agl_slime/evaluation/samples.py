@@ -155,7 +155,7 @@ async def _ended(ended: asyncio.Queue[MemberResult], raise_if_dead: Callable[[],
     while True:
         try:
             first = await asyncio.wait_for(ended.get(), _LOOK_S)
-        except asyncio.TimeoutError:
+        except TimeoutError:
             raise_if_dead()
             continue
         return iter([first, *(ended.get_nowait() for _ in range(ended.qsize()))])

@@ -313,7 +313,7 @@ class Attempt:
         llm = self.roles[LLM_RESOURCE]
         tokenizer = await self.access.tokenizer(llm)
         template = self._tree(LLM_RESOURCE, call, tokenizer, llm).template
-        context = ChatContext(template=template, messages=call.messages)
+        context = ChatContext(template=template, messages=call.messages, copies=False)
         await prepare(tokenizer, [*call.images.values()])
         return len(await context.prompt())
 

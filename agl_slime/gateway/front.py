@@ -14,9 +14,7 @@ import socket
 import zlib
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import Any, Protocol
-
-from typing_extensions import Self
+from typing import Any, Protocol, Self
 
 from agl_slime.errors import ConfigError, GatewayRequestError
 from agl_slime.gateway.anthropic import AnthropicMessages
@@ -174,7 +172,7 @@ class Front:
         worker = self._workers[worker_of(line, len(self._workers))]
         try:
             port = await asyncio.wait_for(asyncio.shield(worker.port), _START_S)
-        except (ConfigError, asyncio.TimeoutError, TimeoutError):
+        except (ConfigError, TimeoutError):
             return await _lost(line, (reader, writer))
         self.under_way += 1
         try:

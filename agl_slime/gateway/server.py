@@ -16,11 +16,10 @@ import re
 import threading
 import time
 from collections.abc import Callable, Mapping
-from datetime import datetime, timezone
-from typing import Any, TypeVar
+from datetime import UTC, datetime
+from typing import Any, Self, TypeVar
 
 from aiohttp import web
-from typing_extensions import Self
 
 from agl_slime.errors import AglSlimeError, ConfigError, GatewayRequestError
 from agl_slime.gateway.anthropic import AnthropicMessages, CountTokens
@@ -82,7 +81,7 @@ class Gateway:
         self.settings = settings or GatewaySettings()
         self.access = access or EngineAccess()
         self.url = ""
-        self._since = datetime.now(timezone.utc)
+        self._since = datetime.now(UTC)
         self._attempts: dict[tuple[str, str], Attempt] = {}
         self._returned = time.monotonic()  # when freed memory was given back
         self._by_secret: dict[str, Attempt] = {}

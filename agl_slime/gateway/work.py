@@ -59,7 +59,7 @@ class Work:
         if self.version == after:
             try:
                 await asyncio.wait_for(self._changed.wait(), timeout_s)
-            except asyncio.TimeoutError:
+            except TimeoutError:
                 return False
         return True
 

@@ -161,7 +161,7 @@ class _Worker:
             ours.close()  # which ends it, where it lives
             try:
                 await asyncio.wait_for(ended.wait(), _STOP_S)
-            except (asyncio.TimeoutError, TimeoutError):
+            except TimeoutError:
                 process.kill()
                 await ended.wait()
             loop.remove_reader(process.sentinel)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from enum import Enum
+from enum import StrEnum
 from typing import ClassVar, Protocol
 
 from agl_slime.groups.results import MemberResult
@@ -22,7 +22,7 @@ GroupFilter = Callable[[Sequence[MemberResult]], str | None]
 _EQUAL_REWARDS = 1e-6
 
 
-class GroupAction(str, Enum):
+class GroupAction(StrEnum):
     """``WAIT`` for the members in flight; ``RETRY`` the failed ones; ``TRAIN`` on the successful members; ``DROP`` the
     group. With the last two, members still in flight are cancelled."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from enum import Enum
+from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
 from agl_slime.trace.trajectory import Trajectory
@@ -23,7 +23,7 @@ def instance_of(metadata: Mapping[str, Any]) -> str | None:
     return None if instance_id is None else str(instance_id)
 
 
-class Outcome(str, Enum):
+class Outcome(StrEnum):
     """The one end of a rollout. Each has a reason beside it.
 
     ``TRAINED``: its samples were delivered to the trainer. ``FILTERED``: it worked, but its group was not trained on.

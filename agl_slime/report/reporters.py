@@ -8,10 +8,9 @@ import threading
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Self
 
 from rich.console import Console
-from typing_extensions import Self
 
 from agl_slime.events import Event, Reporter, RolloutFinished, RunFinished, RunStarted, Warning
 from agl_slime.report.console import ProgressReporter, View

@@ -6,7 +6,7 @@ import os
 import socket
 import time
 from dataclasses import dataclass
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +32,7 @@ def state_of(run: RunDir) -> RunState:
         place = f"process {writer.get('pid')} on {writer.get('host')}"
         if _lives(writer, last):
             return RunState("running", f"This run is going on ({place}).")
-        when = datetime.fromtimestamp(last, timezone.utc).strftime("%Y-%m-%d %H:%M:%S UTC")
+        when = datetime.fromtimestamp(last, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
         return RunState("killed", f"This run was killed: {place} is gone; it last wrote at {when}.")
     if (summary := read_object(run.summary)) is not None:
         if (reason := summary.get("reason")) == "finished":

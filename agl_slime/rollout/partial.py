@@ -107,7 +107,7 @@ class PartialRollouts:
         if running:
             try:
                 asyncio.run(asyncio.wait_for(_abort_all(base_url), _CUT_TIMEOUT_S))
-            except (EngineError, asyncio.TimeoutError, TimeoutError) as error:
+            except (EngineError, TimeoutError) as error:
                 why = str(error) or f"no answer within {_CUT_TIMEOUT_S:g} s"
                 logger.warning("What the engine at %s is sampling is not in the checkpoint: %s", base_url, why)
             else:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from enum import Enum
+from enum import StrEnum
 from typing import Any, TypeVar
 
 from agl_slime.errors import ConfigError
@@ -22,7 +22,7 @@ Messages = list[dict[str, Any]]
 S = TypeVar("S", bound=Callable[..., Any])
 
 
-class StopReason(str, Enum):
+class StopReason(StrEnum):
     """The value is what stands in ``Sample.metadata["stop_reason"]``."""
 
     STOP = "stop"  # the model ended its answer and nothing asked for more

@@ -19,12 +19,12 @@ import logging
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal, Union, get_type_hints
+from typing import Annotated, Any, Literal, NotRequired, Union, get_type_hints
 from weakref import WeakKeyDictionary
 
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic.errors import PydanticUserError
-from typing_extensions import NotRequired, TypedDict
+from typing_extensions import TypedDict
 
 from agl_slime.errors import ConfigError, RolloutError
 from agl_slime.rollout.images import parts_with_images
@@ -140,7 +140,7 @@ class ToolManager:
             if (parts := parts_with_images(value)) is not None:
                 return parts, None
             content = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
-        except asyncio.TimeoutError:
+        except TimeoutError:
             return f"Error: {call.name} did not answer within {self._timeout_s:g} seconds.", "timeout"
         except Exception as error:  # whatever a tool raises is something the model can react to
             if isinstance(error, RolloutError) and error.reason == "threads_hung":

@@ -6,9 +6,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Literal, get_args
-
-from typing_extensions import Self
+from typing import Literal, Self, get_args
 
 from agl_slime.agl1.settings import ControllerSettings
 from agl_slime.errors import ConfigError

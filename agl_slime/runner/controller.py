@@ -9,8 +9,7 @@ import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
-
-from typing_extensions import Self
+from typing import Self
 
 from agl_slime.agl1.schemas import Config, K8sConfig, LocalConfig
 from agl_slime.agl1.server import ControllerGateway

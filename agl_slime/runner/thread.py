@@ -5,9 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Sequence
-from typing import Any
-
-from typing_extensions import Self
+from typing import Any, Self
 
 from agl_slime.errors import LoopError
 from agl_slime.runner.base import FinishedListener, RunnerPool

@@ -14,9 +14,7 @@ import threading
 from abc import abstractmethod
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any, Literal
-
-from typing_extensions import Self
+from typing import Any, Literal, Self
 
 from agl_slime.errors import LoopError
 from agl_slime.runner.base import RunnerPlan, RunnerPool, RunnerSettings

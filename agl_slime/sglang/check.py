@@ -1,4 +1,4 @@
-"""Whether an engine sends what is to be replayed, asked once before anything depends on it."""
+"""A check, before a run depends on it, that an engine sends routed experts and nuclei."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _QUICK = ClientSettings(total_timeout_s=60.0, max_attempts=2)
 
 
 async def check_replay(base_url: str, sampling: SamplingParams) -> bool:
-    """Sample one token as ``sampling`` asks for it. False when the engine cannot be asked now.
+    """Sample one token with ``sampling``. False when the engine cannot be reached now.
 
     Raises ``ConfigError``, naming flag and shape, when it sends no routed experts, some of another shape, or no
     nucleus, although ``sampling`` wants them.
@@ -30,6 +30,6 @@ async def check_replay(base_url: str, sampling: SamplingParams) -> bool:
     except (EngineProtocolError, EngineRequestError) as error:
         raise ConfigError(str(error)) from error
     except EngineError as error:
-        logger.debug("What %s sends is not known yet: %s", base_url, error)
+        logger.debug("The replay data of %s cannot be checked yet: %s", base_url, error)
         return False
     return True

@@ -40,7 +40,7 @@ from agl_slime.sglang.generation import (
 from agl_slime.sglang.prompt import outermost
 from agl_slime.sglang.resumable import Progress, ResumableGeneration
 from agl_slime.sglang.retry import check_event, context_limit
-from agl_slime.sglang.streamed import telling
+from agl_slime.sglang.streamed import text_receiver
 from agl_slime.sglang.transport import ClientSettings, HttpTransport
 from agl_slime.support.backoff import Backoff
 from agl_slime.support.threads import run_in_thread
@@ -52,12 +52,12 @@ logger = logging.getLogger(__name__)
 _ROUTING_KEY_HEADER = "X-SMG-Routing-Key"
 
 # aborts: best effort, so few at a time and not for long
-_ABORTERS, _ABORT_TIMEOUT_S = 32, 2.0  # for requests that nobody waits for any more
+_ABORTERS, _ABORT_TIMEOUT_S = 32, 2.0  # for requests that no caller waits for any more
 
 PauseMode = Literal["abort", "retract", "in_place"]
-"""What becomes of running requests while SGLang is paused. ``abort``: they answer with what they have, and ``generate``
-takes them up again; ``retract``: they stay in the engine and their KV cache is recomputed afterwards;
-``in_place``: they stay, and resume with the KV cache that they have."""
+"""The fate of running requests while SGLang is paused. ``abort``: they answer with their tokens so far, and
+``generate`` resumes them; ``retract``: they stay in the engine and their KV cache is recomputed afterwards;
+``in_place``: they stay, and resume with their KV cache."""
 
 _LONG_ANSWER = 4_000  # ids; a longer resumed answer is joined in a thread: decoding takes 1 ms per 2,000
 
@@ -66,13 +66,13 @@ class SGLangClient:
     """A client of one SGLang server or router, for thousands of concurrent calls.
 
     It may be made in one thread and used in another: connections are opened in the event loop that first needs them.
-    Use it as an async context manager, or call ``aclose``. Errors are those of ``agl_slime.errors``.
+    Use it as an async context manager, or call ``aclose``. It raises the errors of ``agl_slime.errors``.
 
-    ``vocab_size`` and ``context_length``, when known, refuse what the server cannot take before it is sent;
+    ``vocab_size`` and ``context_length``, when given, refuse an impossible request before it is sent;
     ``context_length`` also shortens ``max_new_tokens`` to the room that is left, since SGLang refuses prompt +
-    max_new_tokens beyond it. What a resumed generation needs: ``eos_token_ids``, all of the model's own end tokens
-    (``end_token_ids``; ids that the server is seen to stop at are added), and ``decode``, the tokenizer's, without
-    which a character that an abort has split is U+FFFD in the text.
+    max_new_tokens beyond it. A resumed generation needs ``eos_token_ids``, all end tokens of the model
+    (``end_token_ids``; ids that the server stops at are added), and the tokenizer's ``decode``, without which a
+    character that an abort has split is U+FFFD in the text.
     """
 
     def __init__(
@@ -91,8 +91,8 @@ class SGLangClient:
         self._eos_token_ids = frozenset(eos_token_ids)
         self._decode = decode
         self._http = HttpTransport(base_url=base_url, settings=self.settings)
-        # requests that nobody waits for any more, and the tasks that tell the engine so (held here: a task that only
-        # its loop knows may be collected while it runs)
+        # requests that no caller waits for any more, and the tasks that abort them (referenced here, or they could be
+        # garbage-collected while they run)
         self._unwanted: deque[str] = deque()
         self._aborters: set[asyncio.Task[None]] = set()
 
@@ -107,7 +107,7 @@ class SGLangClient:
         await self.aclose()
 
     async def aclose(self) -> None:
-        """Close all connections; aborts still under way get a moment to be sent."""
+        """Close all connections; unsent aborts get a moment to be sent."""
         here = asyncio.get_running_loop()
         if aborters := [task for task in self._aborters if task.get_loop() is here]:
             await asyncio.wait(aborters, timeout=_ABORT_TIMEOUT_S)
@@ -140,15 +140,15 @@ class SGLangClient:
                 cache).
             rid: Request id of the first attempt; later attempts and parts derive theirs from it. SGLang aborts by
                 prefix: no rid may begin another.
-            resume_aborted: Take up a generation again that the engine aborted (a weight sync does); False returns it as
-                it is, reason "abort".
-            on_progress: Is told how far it has come while it is sampled, where the server streams. One that breaks off
-                counts as an abort: what had come was sampled.
+            resume_aborted: Resume a generation that the engine aborted (a weight sync does); False returns it as it is,
+                with the reason "abort".
+            on_progress: Called with the text so far while it is sampled, where the server streams. A stream that breaks
+                off counts as an abort: its tokens were sampled.
             top_log_probs: How many of the likeliest tokens to report for each place.
-            resume: What an earlier call with the same arguments had sampled when it was aborted, to go on from.
-            on_part: Gets what has been sampled whenever the engine aborts.
-            experts_start: With ``sampling.routed_experts``, the first token whose experts are not known yet.
-            images: What stands for the prompt's images when it is sent; ``input_ids`` are all its tokens.
+            resume: The aborted generation of an earlier call with the same arguments, to be continued.
+            on_part: Called with the tokens so far whenever the engine aborts.
+            experts_start: With ``sampling.routed_experts``, the first token without known experts.
+            images: The prompt's images as they are sent; ``input_ids`` are all tokens of the prompt.
 
         Raises ``OutOfVocabularyError`` and ``ContextOverflowError`` (before sending when the client knows the sizes),
         ``EngineRequestError`` when refused, and another ``EngineError`` after retries.
@@ -173,17 +173,19 @@ class SGLangClient:
         while not wanted.done:
             request = wanted.next_request()
             try:
-                told = on_progress and telling(lambda *said: on_progress(wanted.progress(*said)), wanted.reader())
-                part = await self._send_part(request, rids, routing_key, deadline, on_event=told, top=top_log_probs)
+                on_event = on_progress and text_receiver(
+                    lambda *so_far: on_progress(wanted.progress(*so_far)), wanted.reader()
+                )
+                part = await self._send_part(request, rids, routing_key, deadline, on_event=on_event, top=top_log_probs)
             except ContextOverflowError as error:
                 limit, length = context_limit(error), len(request.input_ids)
                 if limit is not None and length < limit < length + request.sampling.max_new_tokens:
-                    # the prompt fits and prompt + max_new_tokens does not; the server has told the limit, so ask for
-                    # what fits
+                    # the prompt fits and prompt + max_new_tokens does not: ask again within the limit that the server
+                    # named
                     self.context_length = limit
                     wanted.limit_context(limit)
                 elif wanted.sampled:
-                    wanted.give_up("length")  # aborted when its context was full: there is nothing left to resume
+                    wanted.give_up("length")  # aborted with a full context: there is no room to resume
                 else:
                     raise
                 continue
@@ -241,14 +243,14 @@ class SGLangClient:
                 answer = await self._http.send("POST", "/generate", {**payload, "rid": rid}, **how)
             except aiohttp.ClientConnectorError:
                 raise  # it never arrived
-            except (asyncio.CancelledError, asyncio.TimeoutError, TimeoutError, aiohttp.ClientError, OSError) as error:
-                # it may still run there, for nobody, and hold its place in the batch
+            except (asyncio.CancelledError, TimeoutError, aiohttp.ClientError, OSError) as error:
+                # it may still run there without a caller and occupy the batch
                 self._abort_soon(rid)
                 if isinstance(error, asyncio.CancelledError) or not streamed:
                     raise
                 answer = streamed[0]
-            said = broken_off(answer) if streamed else answer
-            part = parse_generation(said, request=request, latency_s=time.monotonic() - sent, where=where)
+            answer = broken_off(answer) if streamed else answer
+            part = parse_generation(answer, request=request, latency_s=time.monotonic() - sent, where=where)
             return request.check(part, where)
 
         return await self._http.retry(attempt, where=where, deadline=deadline)
@@ -269,11 +271,11 @@ class SGLangClient:
     # -- control ------------------------------------------------------------------------------------------------------
 
     async def model_info(self, **limits: Any) -> dict[str, Any]:
-        """What the server says of its model: model_path, weight_version, ..."""
+        """The server's ``/model_info``: model_path, weight_version, ..."""
         return await ask_server(self._http, "model_info", **limits)
 
     async def dtype(self) -> str:
-        """What the server computes in: bfloat16, ...; empty where that is not known."""
+        """The dtype that the server computes in (bfloat16, ...); empty where it is unknown."""
         try:
             return dtype_of(await ask_server(self._http, "server_info"))
         except EngineRequestError:  # it has no such route
@@ -317,7 +319,7 @@ class SGLangClient:
         await self._post("/continue_generation", {}, timeout_s=timeout_s)
 
     async def abort(self, rid: str | None = None) -> None:
-        """Abort the requests whose id begins with ``rid``; None: all. They answer with what they have."""
+        """Abort the requests whose id begins with ``rid``; None: all. They answer with their tokens so far."""
         await self._post("/abort_request", {"abort_all": True} if rid is None else {"rid": rid})
 
     async def update_weights_from_disk(self, path: str, version: str, *, timeout_s: float = 600.0) -> None:
@@ -331,26 +333,26 @@ class SGLangClient:
             EngineRequestError: The server could not load it; the text has its reason.
         """
         payload = {"model_path": path, "weight_version": version, "flush_cache": False}
-        found = await self._http.call("POST", "/update_weights_from_disk", payload, timeout_s=timeout_s)
-        if found.get("success") is not True:
-            raise EngineRequestError(f"{self._http.shown}/update_weights_from_disk answered {str(found)[:500]}")
+        answer = await self._http.call("POST", "/update_weights_from_disk", payload, timeout_s=timeout_s)
+        if answer.get("success") is not True:
+            raise EngineRequestError(f"{self._http.shown}/update_weights_from_disk answered {str(answer)[:500]}")
 
     async def probe(self, *, timeout_s: float = 10.0) -> EngineDescription:
-        """Look at the server once, at start-up, and say what it is; a failure is one sentence for the person who gave
-        the URL, and not a run that fails minutes later.
+        """Describe the server, once at start-up: a wrong URL is one sentence then, and not a run that fails minutes
+        later.
 
-        Raises ``EngineUnreachableError`` (nothing answers within ``timeout_s``), ``EngineProtocolError`` (what answers
+        Raises ``EngineUnreachableError`` (nothing answers within ``timeout_s``), ``EngineProtocolError`` (the server
         is not SGLang), ``EngineServerError`` (5xx, as while it starts) or ``EngineRequestError`` (another API
         key is wanted).
         """
         url = self._http.shown
         try:
-            # one hiccup is forgiven; an address where nobody listens is told at once
+            # one retry for a hiccup; an address without a server fails at once
             info = await asyncio.wait_for(self.model_info(timeout_s=timeout_s, max_attempts=2), timeout_s)
             if not isinstance(model_path := info.get("model_path"), str):
                 raise EngineProtocolError("its /model_info names no model_path")
             return EngineDescription(base_url=url, model_path=model_path, weight_version=version_of(info, url))
-        except (EngineUnreachableError, asyncio.TimeoutError, TimeoutError) as error:
+        except (EngineUnreachableError, TimeoutError) as error:
             why = str(error) or f"no answer within {timeout_s:g} s"
             raise EngineUnreachableError(
                 f"no SGLang at {url}: {why}; check the URL, that the server is up and that no firewall stands between"

@@ -1,4 +1,4 @@
-"""What goes to SGLang and what comes back; no I/O here.
+"""SGLang's requests and answers; no I/O here.
 
 Log-probs are natural logs of softmax(logits / temperature), not renormalised for top_p or top_k: the same convention in
 the engine and the trainer.
@@ -35,7 +35,7 @@ class SamplingParams:
     ``max_new_tokens`` counts the tokens of one call, resumed parts included; ``max_tokens`` is another name for it.
     ``stop`` may be one string, or token ids. ``extra`` is sent as it stands (``regex`` and the like). With
     ``routed_experts``, (layers, experts per token), the engine says which experts each token went through; with
-    ``nucleus`` which ids top_p and top_k left of each sampled one, whose log-probs are those of the nucleus then.
+    ``nucleus`` has the ids that top_p and top_k kept for each sampled token; log-probs are then within the nucleus.
     ``replay_files`` is the directory where a run keeps much of these (see ``agl_slime.trace.replay_files``).
     """
 
@@ -187,22 +187,22 @@ def _speculated(meta: Mapping[str, Any]) -> tuple[int, int, int]:
 
 
 def _replayed(meta: Mapping[str, Any], request: PartRequest, count: int, kind: str, where: str) -> dict[str, Any]:
-    """What was asked for to be replayed; a part that was aborted may lack it."""
-    found: dict[str, Any] = {}
+    """The requested replay data; an aborted part may lack it."""
+    replayed: dict[str, Any] = {}
     if (shape := request.sampling.routed_experts) is not None:
         length, start = len(request.input_ids) + count, request.experts_start
-        found["experts"] = parse_experts(meta, shape, length=length, start=start, where=where)
-        if found["experts"] is None and kind != "abort":
+        replayed["experts"] = parse_experts(meta, shape, length=length, start=start, where=where)
+        if replayed["experts"] is None and kind != "abort":
             raise EngineProtocolError(f"{where} {NO_EXPERTS}")
     if request.sampling.nucleus and count:
-        found["nucleus"] = parse_nucleus(meta, count=count, where=where)
-        if found["nucleus"] is None and kind != "abort":
+        replayed["nucleus"] = parse_nucleus(meta, count=count, where=where)
+        if replayed["nucleus"] is None and kind != "abort":
             raise EngineProtocolError(f"{where} {NO_NUCLEUS}")
-    return found
+    return replayed
 
 
 def broken_off(event: Any) -> Any:
-    """The last event of a stream: as it is when it says how the answer ended, else as that of an aborted one."""
+    """The last event of a stream, completed as that of an aborted answer if it has no finish reason."""
     meta = event.get("meta_info") if isinstance(event, Mapping) else None
     if not isinstance(meta, Mapping) or meta.get("finish_reason") is not None:
         return event
@@ -218,8 +218,8 @@ def _top_log_probs(listed: Any, where: str) -> tuple[tuple[tuple[int, float], ..
 
 @dataclass(frozen=True, slots=True)
 class ImageInput:
-    """The images of a prompt as the engine gets them: ``data`` are URIs, ``prompt`` the ids with what the chat template
-    writes for each image, of which the engine makes as many as the image takes."""
+    """The images of a prompt as the engine gets them: ``data`` are URIs, ``prompt`` the ids with the chat template's
+    placeholder of each image, which the engine expands to the image's tokens."""
 
     data: tuple[str, ...]
     prompt: tuple[int, ...]
@@ -227,8 +227,8 @@ class ImageInput:
 
 @dataclass(frozen=True, slots=True)
 class PartRequest:
-    """One request to send: ``input_ids`` = prompt + the ids sampled so far. Routed experts are wanted of the tokens
-    from ``experts_start`` on. With ``images`` the prompt's ids are those that it takes in the engine, ``prompt_tokens``
+    """One request to send: ``input_ids`` = prompt + the ids sampled so far. Routed experts are requested for the
+    tokens from ``experts_start`` on. With ``images`` the prompt's ids are the engine's expanded ones, ``prompt_tokens``
     in number."""
 
     input_ids: Sequence[int]
@@ -256,9 +256,9 @@ class PartRequest:
         """Raises ``EngineProtocolError`` when the engine made another number of tokens of the images."""
         counted, sent = generation.prompt_tokens, len(self.input_ids)
         if self.images is not None and counted and counted != sent:
-            told = f"{where} counts {counted} tokens in a prompt with images that has {sent}"
+            counts = f"{where} counts {counted} tokens in a prompt with images that has {sent}"
             raise EngineProtocolError(
-                f"{told}: its processor is not that of the model's directory, or SGLANG_MM_AVOID_RETOKENIZE is off"
+                f"{counts}: it has another processor than the model's directory, or SGLANG_MM_AVOID_RETOKENIZE is off"
             )
         return generation
 

@@ -1,4 +1,4 @@
-"""How busy engines are, in their own words: SGLang's ``/v1/loads`` (0.5.15 and 0.5.23; the embedded engine too)."""
+"""The load of engines by SGLang's ``/v1/loads`` (0.5.15 and 0.5.23; the embedded engine has it too)."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ _TIMEOUT_S = 5.0
 
 @dataclass(frozen=True, kw_only=True)
 class EngineLoad:
-    """Of one server, or of all workers of a router together: requests it works on and in its queue, the share of the
-    KV cache in use (of the fullest worker), the most requests that it works on at once (0: it does not say), and the
-    calls of this process that it has refused since the look before."""
+    """The load of one server, or of all workers of a router: running and queued requests, the share of the KV cache in
+    use (of the fullest worker), the largest number of running requests (0: not reported), and the calls of this process
+    that were refused since the previous look."""
 
     running: int
     waiting: int
@@ -37,18 +37,18 @@ class EngineLoads:
         self._refused = refused_calls(self._url)
 
     async def look(self) -> EngineLoad:
-        """What they say now. Raises ``EngineError``, and ``ConfigError`` where a server does not know the question."""
+        """The load now. Raises ``EngineError``, and ``ConfigError`` where a server has no such endpoint."""
         if not self._workers:
             async with SGLangClient(base_url=self._url, settings=self._settings) as client:
                 workers = await client.workers()
             self._workers = [HttpTransport(base_url=url, settings=self._settings) for url in workers]
-        said = await asyncio.gather(*(self._ask(worker) for worker in self._workers))
+        loads = await asyncio.gather(*(self._ask(worker) for worker in self._workers))
         refused, self._refused = refused_calls(self._url) - self._refused, refused_calls(self._url)
         return EngineLoad(
-            running=sum(one.running for one in said),
-            waiting=sum(one.waiting for one in said),
-            usage=max(one.usage for one in said),
-            most_running=sum(one.most_running for one in said) if all(one.most_running for one in said) else 0,
+            running=sum(one.running for one in loads),
+            waiting=sum(one.waiting for one in loads),
+            usage=max(one.usage for one in loads),
+            most_running=sum(one.most_running for one in loads) if all(one.most_running for one in loads) else 0,
             refused=refused,
         )
 
@@ -58,11 +58,11 @@ class EngineLoads:
 
     async def _ask(self, worker: HttpTransport) -> EngineLoad:
         try:
-            found = await worker.call("GET", _LOADS, timeout_s=_TIMEOUT_S, max_attempts=1)
+            answer = await worker.call("GET", _LOADS, timeout_s=_TIMEOUT_S, max_attempts=1)
         except EngineRequestError as error:
             why = f"{worker.shown} does not say how busy it is ({error})"
             raise ConfigError(f"--max-concurrent auto: {why}; give a number") from error
-        ranks = found.get("loads")
+        ranks = answer.get("loads")
         if not isinstance(ranks, list) or not ranks:
             raise EngineProtocolError(f"{worker.shown}{_LOADS} answered without loads")
         try:

@@ -1,5 +1,5 @@
-"""What an engine says of its own choices, so that a trainer can repeat them: the experts that each token went through,
-and the nucleus that each sampled token was drawn from. SGLang's forms in, small arrays out; no I/O here."""
+"""An engine's choices that a trainer can replay: the experts of each token, and the nucleus of each sampled token.
+SGLang's forms in, small arrays out; no I/O here."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Nucleus:
         return len(self.offsets) - 1
 
     def of(self, tokens: NDArray[np.int64]) -> Nucleus:
-        """That of these tokens."""
+        """The nucleus of these tokens."""
         counts = np.diff(self.offsets)[tokens]
         starts, offsets = self.offsets[tokens], np.concatenate(([0], np.cumsum(counts)))
         places = np.arange(offsets[-1]) + np.repeat(starts - offsets[:-1], counts)
@@ -93,8 +93,8 @@ def parse_experts(
     layers, top_k = shape
     count, rest = divmod(given.size, layers * top_k)
     begins = length - 1 - count
-    told = meta.get("routed_experts_start_len")
-    if rest or begins < 0 or begins > start or (told is not None and told != begins):
+    reported = meta.get("routed_experts_start_len")
+    if rest or begins < 0 or begins > start or (reported is not None and reported != begins):
         wanted = f"[{max(0, length - 1 - start)}, {layers}, {top_k}] (tokens, layers, experts per token)"
         fix = "check --num-layers and --moe-router-topk (locally the model's config.json) against the served model"
         raise EngineProtocolError(f"{where} answered {given.size} routed_experts, which do not fit {wanted}: {fix}")
@@ -110,8 +110,8 @@ def parse_nucleus(meta: Mapping[str, Any], *, count: int, where: str) -> Nucleus
         return None
     fits = len(offsets) == count + 1 and offsets[0] == 0 and offsets[-1] == len(ids) and (np.diff(offsets) >= 0).all()
     if not fits:
-        told = f"{len(offsets)} top_p_token_offsets and {len(ids)} ids for {count} sampled tokens"
-        raise EngineProtocolError(f"{where} answered {told}: offsets must be one more than tokens and end at the ids")
+        counts = f"{len(offsets)} top_p_token_offsets and {len(ids)} ids for {count} sampled tokens"
+        raise EngineProtocolError(f"{where} answered {counts}: offsets must be one more than tokens and end at the ids")
     return Nucleus(ids, offsets)
 
 

@@ -1,4 +1,4 @@
-"""The joining of a generation that was aborted in between; no I/O here."""
+"""The joining of a generation's parts after aborts; no I/O here."""
 
 from __future__ import annotations
 
@@ -23,31 +23,32 @@ from agl_slime.sglang.prompt import PromptIds
 from agl_slime.sglang.replay import Nucleus, RoutedExperts
 from agl_slime.sglang.streamed import CUT, DECODED_AFTER, growing_text
 
-# what makes an answer depend on a state that a resumed request does not have
+# parameters that depend on a state which a resumed request does not have
 _GRAMMAR_KEYS = ("regex", "json_schema", "ebnf", "structural_tag")
 
 
 class ResumableGeneration:
-    """One generation in the making: ``while not done: add(send(next_request()))``.
+    """One unfinished generation: ``while not done: add(send(next_request()))``.
 
-    A weight sync pauses the engine with mode ``abort``: running requests answer at once with what they have. To the
-    agent one model call stays one model call, so the next part's prompt is the prompt plus all ids sampled so far, and
-    its budget is what is left of ``max_new_tokens``.
+    A weight sync pauses the engine with mode ``abort``: running requests answer at once with their tokens so far. To
+    the agent one model call stays one model call, so the next part's prompt is the prompt plus all ids sampled so far,
+    and its budget is the rest of ``max_new_tokens``.
 
     The invariant: ``output_ids`` are exactly what the engine sampled, in order, each with the log-prob and weight
-    version of its own sampling, and it ends where one that was never aborted would have ended:
+    version of its own sampling, and it ends where a generation without aborts would have ended:
 
     - **Budget**: at ``max_new_tokens`` ids the reason is ``length``, which the engine checks before anything else (an
-      end token there is a ``stop`` to 0.5.23; taken up again after an abort it is ``length`` here).
-    - **Stop tokens**: SGLang looks at the abort mark first, so the last id of an aborted part may be a stop token that
-      nobody acted on; ``eos_token_ids`` are the model's own.
+      end token there is a ``stop`` to 0.5.23; resumed after an abort it is ``length`` here).
+    - **Stop tokens**: SGLang looks at the abort mark first, so the last id of an aborted part may be an unhandled stop
+      token; ``eos_token_ids`` are the model's.
     - **Stop strings**: the engine searches only what one request sampled. When the text so far ends in the beginning of
-      a stop string, the next part is asked for one token at a time, until that is decided.
+      a stop string, the next part is asked for one token at a time, until the match is decided.
     - **Text**: the engine decodes each part alone, so a character whose bytes are split is U+FFFD in both. With
       ``decode``, the text of joined parts is decoded from their ids.
-    - **Constrained output**: a grammar would start anew in the middle, so such a generation starts again from nothing.
+    - **Constrained output**: a grammar would restart in the middle, so such a generation is sampled again from its
+    start.
 
-    What it cannot give back: penalties (``repetition_penalty`` and its kin) and ``stop_regex`` see one part only.
+    Not preserved: penalties (``repetition_penalty`` and its kin) and ``stop_regex`` see one part only.
     """
 
     def __init__(
@@ -85,17 +86,17 @@ class ResumableGeneration:
 
     @property
     def so_far(self) -> Generation:
-        """What has been sampled."""
+        """The tokens sampled so far."""
         return replace(self._got, resumed=self.resumed)
 
     def reader(self) -> Callable[[Mapping[str, Any]], str]:
-        """How the text so far is read from an event of the next part."""
+        """A function that gives the text so far from an event of the next part."""
         decode = self._decode and partial(self._decode, skip_special_tokens=self._sampling.skip_special_tokens)
         ids = [*self._prompt[-DECODED_AFTER:], *self._got.output_ids]
         return growing_text(self._got.text, ids, decode if self.sampled else None)
 
     def progress(self, text: str, event: Mapping[str, Any]) -> Progress:
-        """How far it has come with ``event``, which tells of the part that was asked for last."""
+        """The progress at ``event``, an event of the part that was requested last."""
         return Progress(text, partial(_so_far, copy.copy(self), event))
 
     @property
@@ -126,11 +127,11 @@ class ResumableGeneration:
             least = max(0, int(extra["min_new_tokens"]) - self.sampled)
             extra = {**extra, "min_new_tokens": min(least, 1) if self._open_stop else least}
         left = 1 if self._open_stop else self._budget - self.sampled
-        held = self._got.experts
+        experts = self._got.experts
         return PartRequest(
             (*self._prompt, *self._got.output_ids) if self.sampled else self._prompt,
             replace(self._sampling, max_new_tokens=left, extra=extra),
-            min(held.end, len(self._prompt) + self.sampled) if held is not None else self._experts_start,
+            min(experts.end, len(self._prompt) + self.sampled) if experts is not None else self._experts_start,
             self._images,
             len(self._prompt),
         )
@@ -162,7 +163,7 @@ class ResumableGeneration:
             self._end_if_over(searched)
 
     def give_up(self, reason: FinishReason) -> None:
-        """End with what is there (no room in the context for another token, or the caller does not want a resume)."""
+        """End with the tokens so far (no room in the context for another one, or the caller does not want a resume)."""
         self._got, self.done = replace(self._got, finish_reason=reason), True
 
     def result(self, *, latency_s: float) -> Generation:
@@ -175,8 +176,8 @@ class ResumableGeneration:
         return replace(self._got, latency_s=latency_s, resumed=self.resumed)
 
     def _end_if_over(self, searched: int) -> None:
-        """The engine ended this part before it looked whether the generation is over: look now, in the engine's own
-        order (length, stop strings, stop tokens)."""
+        """Check whether the generation is complete, in the engine's order (length, stop strings, stop tokens): the
+        engine aborted this part before its own check."""
         ids, text = self._got.output_ids, self._got.text
         if len(ids) >= self._budget:
             return self.give_up("length")
@@ -190,7 +191,7 @@ class ResumableGeneration:
         return None
 
     def _trim_stop(self, searched: int) -> None:
-        """Cut what ended the generation off the text, as the engine does."""
+        """Cut the matched stop string or token off the text, as the engine does."""
         got, text = self._got, self._got.text
         if not self._trim:
             return
@@ -207,8 +208,8 @@ class ResumableGeneration:
 
 
 class Progress(NamedTuple):
-    """How far a generation has come that is streamed: its text, and what makes the rest, as if it had been aborted
-    there."""
+    """The progress of a streamed generation: its text, and a function that gives the rest as if it had been aborted
+    here."""
 
     text: str
     so_far: Callable[[], Generation]

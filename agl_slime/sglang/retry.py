@@ -1,4 +1,4 @@
-"""What to make of a failure of the engine: one classification, on which the transport's retry loop goes.
+"""Classification of the engine's failures, for the transport's retry loop.
 
 Every failure becomes the typed error that the caller would get; its class says whether sending again can help.
 
@@ -8,15 +8,14 @@ Every failure becomes the typed error that the caller would get; its class says 
 | no answer within the idle timeout                  | EngineTimeoutError     | yes                                    |
 | the call's deadline has passed                     | EngineTimeoutError     | no: no time is left                    |
 | 408, 425, 429, every 5xx                           | EngineServerError      | yes, not before ``Retry-After``        |
-| 400 that tells of the context length               | ContextOverflowError   | no                                     |
-| 400 that tells of ids outside the vocabulary       | OutOfVocabularyError   | no                                     |
+| 400 about the context length                       | ContextOverflowError   | no                                     |
+| 400 about ids outside the vocabulary               | OutOfVocabularyError   | no                                     |
 | other 4xx (duplicate rid, 401, 403, 404, 422, ...) | EngineRequestError     | no                                     |
 | 3xx, 200 that is not SGLang's JSON, broken HTTP    | EngineProtocolError    | at most twice, for a proxy's hiccup    |
 """
 
 from __future__ import annotations
 
-import asyncio
 import email.utils
 import errno
 import json
@@ -39,7 +38,7 @@ from agl_slime.errors import (
 )
 from agl_slime.support.http import RETRIED_4XX
 
-# SGLang's own words, 0.5.15 and 0.5.23: tokenizer_manager._validate_one_request, managers/utils.validate_input_length,
+# SGLang's messages, 0.5.15 and 0.5.23: tokenizer_manager._validate_one_request, managers/utils.validate_input_length,
 # tokenizer_manager._validate_input_ids_in_vocab
 _CONTEXT_OVERFLOW = re.compile(
     r"longer than the model's context length|maximum context length of \d+ tokens|exceeds the maximum allowed length"
@@ -58,26 +57,26 @@ def refusal(
 ) -> EngineError:
     """The error of an answer whose status is not 200. ``where`` names the URL in its text."""
     message = error_message(body)
-    told = f"{where} answered HTTP {status}: {message or 'no text'}"
+    text = f"{where} answered HTTP {status}: {message or 'no text'}"
     if status in RETRIED_4XX or status >= 500:
-        error = EngineServerError(told)
+        error = EngineServerError(text)
         error.after_s = retry_after_s(headers)
     elif status < 400:
-        error = EngineProtocolError(f"{told}; expected 200 from SGLang")
+        error = EngineProtocolError(f"{text}; expected 200 from SGLang")
     elif _CONTEXT_OVERFLOW.search(message):
-        error = ContextOverflowError(told)
+        error = ContextOverflowError(text)
     elif _OUT_OF_VOCABULARY.search(message):
-        error = OutOfVocabularyError(told)
+        error = OutOfVocabularyError(text)
     else:
         key = "; set ClientSettings.api_key to the server's --api-key" if status in (401, 403) else ""
-        error = EngineRequestError(told + key)
+        error = EngineRequestError(text + key)
     error.status = status
     return error
 
 
 def check_event(event: Any, *, where: str) -> None:
-    """Raises the error that an event of a stream tells, and ``EngineProtocolError`` for one with the newest tokens
-    only, for the last event is taken for the whole answer."""
+    """Raises the error in a stream's event, and ``EngineProtocolError`` for an event with the newest tokens only: the
+    last event must be the whole answer."""
     if not isinstance(event, dict):
         return
     if isinstance(error := event.get("error"), dict):
@@ -85,8 +84,8 @@ def check_event(event: Any, *, where: str) -> None:
     meta = event["meta_info"] if isinstance(event.get("meta_info"), dict) else {}
     listed = meta.get("output_token_logprobs")
     if isinstance(listed, list) and len(listed) < (meta.get("completion_tokens") or 0):
-        told = f"{where} streams answers in pieces, of which each would be taken for a whole one"
-        raise EngineProtocolError(f"{told}: start SGLang without --incremental-streaming-output")
+        problem = f"{where} streams only the newest tokens in each event"
+        raise EngineProtocolError(f"{problem}: start SGLang without --incremental-streaming-output")
 
 
 def engine_error(exc: BaseException, *, where: str = "the engine") -> EngineError:
@@ -103,7 +102,7 @@ def engine_error(exc: BaseException, *, where: str = "the engine") -> EngineErro
         if isinstance(exc, OSError) and exc.errno in (errno.EMFILE, errno.ENFILE):
             text += "; raise the limit of open files (ulimit -n) or lower ClientSettings.max_connections"
         return EngineUnreachableError(f"{where} could not be reached: {text}")
-    if isinstance(exc, (asyncio.TimeoutError, TimeoutError)):  # two classes on Python 3.10
+    if isinstance(exc, TimeoutError):
         return EngineTimeoutError(f"{where} sent nothing within the idle timeout")
     if isinstance(exc, aiohttp.ClientResponseError):
         return EngineProtocolError(f"{where} does not speak HTTP: {text}")
@@ -116,13 +115,13 @@ def error_message(body: str, limit: int = 500) -> str:
     """The sentence inside an error body: SGLang's ``{"error": {"message": ...}}``, OpenAI's and FastAPI's forms, or the
     start of the text, of a web page without its tags."""
     try:
-        found = json.loads(body)
+        content = json.loads(body)
     except ValueError:
-        found = body
+        content = body
     for key in ("error", "message", "detail"):
-        if isinstance(found, Mapping) and found.get(key):
-            found = found[key]
-    text = found if isinstance(found, str) else json.dumps(found) if found else ""
+        if isinstance(content, Mapping) and content.get(key):
+            content = content[key]
+    text = content if isinstance(content, str) else json.dumps(content) if content else ""
     if re.match(r"\s*<(!doctype|html)", text, re.IGNORECASE):
         text = re.sub(r"<style.*?</style>|<[^<>]*>", " ", text, flags=re.DOTALL)
     text = " ".join(text.split())
@@ -131,8 +130,8 @@ def error_message(body: str, limit: int = 500) -> str:
 
 def context_limit(error: ContextOverflowError) -> int | None:
     """The model's context length when the server refused prompt + max_new_tokens, not the prompt alone; else None."""
-    found = _CONTEXT_LIMIT.search(str(error))
-    return int(found.group(1)) if found else None
+    match = _CONTEXT_LIMIT.search(str(error))
+    return int(match.group(1)) if match else None
 
 
 def retry_after_s(headers: Mapping[str, str] | None) -> float:

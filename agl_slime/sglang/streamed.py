@@ -7,7 +7,7 @@ from typing import Any
 
 DECODED_AFTER = 5  # SGLang's INIT_INCREMENTAL_DETOKENIZATION_OFFSET
 CUT = "\ufffd"
-"""What decoding writes for bytes that are no whole character."""
+"""The replacement character that decoding writes for an incomplete character."""
 
 _LONGEST_CHARACTER = 4  # bytes, and so ids
 
@@ -15,47 +15,49 @@ _LONGEST_CHARACTER = 4  # bytes, and so ids
 def growing_text(
     before: str, ids: Sequence[int], decode: Callable[[Sequence[int]], str] | None
 ) -> Callable[[Mapping[str, Any]], str]:
-    """How the text so far is read from an event, where ``ids`` with the text ``before`` were sampled by an earlier
-    request: the engine leaves out or damages a character that is cut between the two, so it is decoded from ids.
-    Without ``decode`` the engine's text is taken."""
+    """A function that gives the text so far from an event, after ``ids`` with the text ``before`` from an earlier
+    request. The engine drops or damages a character that is split between the two requests, so the text is decoded from
+    ids. Without ``decode`` it is the engine's text."""
     if decode is None:
         return lambda event: before + str(event.get("text") or "")
-    known, first = [*ids], len(ids)
+    all_ids, first = [*ids], len(ids)
 
     def settled(end: int) -> int:
         """``end``, or the place before it where no character is cut."""
         for at in range(end, max(0, end - _LONGEST_CHARACTER), -1):
-            if not decode(known[max(0, at - DECODED_AFTER) : at]).endswith(CUT):
+            if not decode(all_ids[max(0, at - DECODED_AFTER) : at]).endswith(CUT):
                 return at
         return end  # the model sampled that
 
-    told = settled(first)
-    text = before if told == first else before.rstrip(CUT)
+    decoded_to = settled(first)
+    text = before if decoded_to == first else before.rstrip(CUT)
 
     def read(event: Mapping[str, Any]) -> str:
-        nonlocal told, text
-        known.extend(pair[1] for pair in event["meta_info"]["output_token_logprobs"][len(known) - first :])
-        start, end = max(0, told - DECODED_AFTER), settled(len(known))
-        if end > told:
-            text += decode(known[start:end])[len(decode(known[start:told])) :]
-            told = end
+        nonlocal decoded_to, text
+        all_ids.extend(pair[1] for pair in event["meta_info"]["output_token_logprobs"][len(all_ids) - first :])
+        start, end = max(0, decoded_to - DECODED_AFTER), settled(len(all_ids))
+        if end > decoded_to:
+            text += decode(all_ids[start:end])[len(decode(all_ids[start:decoded_to])) :]
+            decoded_to = end
         return text
 
     return read
 
 
-def telling(on_text: Callable[[str, Any], None], read: Callable[[Mapping[str, Any]], str]) -> Callable[[Any], None]:
-    """Takes the events of one request and tells the text so far, and by which event; not that of the last event, which
-    has what ended the answer in it: its caller gets the whole."""
+def text_receiver(
+    on_text: Callable[[str, Any], None], read: Callable[[Mapping[str, Any]], str]
+) -> Callable[[Any], None]:
+    """A receiver of one request's events that calls ``on_text`` with the text so far and the event. The last event is
+    left out: it has the finish reason, and the caller gets the whole answer."""
 
-    def tell(event: Any) -> None:
+    def receive(event: Any) -> None:
         meta = event.get("meta_info") if isinstance(event, Mapping) else None
         if not isinstance(meta, Mapping) or meta.get("finish_reason") is not None:
             return
         try:
             text = read(event)
         except (KeyError, IndexError, TypeError):
-            return  # of another form: said when the answer is read
+            return  # another form: an error when the answer is read
         on_text(text, event)
 
-    return tell
+    return receive

@@ -1,18 +1,18 @@
 """New weights into every SGLang worker, from a checkpoint directory that the workers can read.
 
-Per worker: pause → flush → update → verify → continue. The order is what both SGLang versions that we know of (0.5.15,
-0.5.23) survive:
+Per worker: pause → flush → update → verify → continue. Both tested SGLang versions (0.5.15, 0.5.23) need this
+order:
 
-- ``pause`` with mode "abort" makes every running request answer with what it has (the client resumes it under the new
-  weights) and holds back new ones, so the flush finds an idle engine.
+- ``pause`` with mode "abort" makes every running request answer with its tokens so far (the client resumes it under the
+  new weights) and holds back new ones, so the flush finds an idle engine.
 - ``flush`` comes before the update and by itself. An update with ``flush_cache=true`` while requests are pending ends a
   0.5.15 server, and 0.5.23 answers it with 400 "Weights were updated, but the cache was not flushed". We always send
   ``flush_cache=false``: after a successful flush of a paused engine no entry of the old weights is left to be reused.
-- ``verify`` reads ``/model_info`` while the worker is still paused; what it says there counts, not the update's status.
+- ``verify`` reads ``/model_info`` while the worker is still paused; its version counts, not the update's status.
 - From a directory also where server and trainer share a machine: /update_weights_from_tensor takes pickled handles of
   torch's shared memory, ends a server whose client does not share memory by files, and wants two more calls around it
   in 0.5.23. A directory in /dev/shm is shared memory as well.
-- ``continue`` is sent whatever happened before, or the worker would hold all requests for ever.
+- ``continue`` is sent after any failure too; without it the worker would hold back all requests for ever.
 
 Paused with ``retract`` or ``in_place``, running requests stay in the engine and one answer has tokens of two versions;
 only an engine that lists the version of each token is asked for that (``settle_pause``). With ``retract`` the new
@@ -45,7 +45,7 @@ class DiskWeightSync:
 
     ``flush_timeout_s`` is how long a paused worker may take to become idle, normally well below a second;
     ``update_timeout_s`` covers loading on one worker: 140 GB (70B parameters in bfloat16) at 0.5 GB/s are 280 s.
-    ``pause`` is what becomes of running requests.
+    ``pause`` decides what happens to running requests.
     """
 
     def __init__(
@@ -64,14 +64,14 @@ class DiskWeightSync:
         self._pushing = False
 
     async def settle_pause(self) -> str:
-        """Look once, before the first push, whether every worker can keep its requests as ``pause`` says. Where one
-        cannot, ``pause`` is "abort" from here on, and the sentence says why; empty when all can."""
+        """Check once, before the first push, whether every worker supports ``pause``. Where one does not, ``pause``
+        becomes "abort" and the returned sentence has the reason; empty when all do."""
         if self.pause == "abort":
             return ""
-        # one that a killed run left paused would not answer
+        # a worker that a killed run left paused would not answer
         await self._of_each_worker(SGLangClient.continue_generation)
-        told = await self._of_each_worker(SGLangClient.lists_weight_versions)
-        if (url := next((url for url, lists in told.items() if not lists), None)) is None:
+        lists_versions = await self._of_each_worker(SGLangClient.lists_weight_versions)
+        if (url := next((url for url, lists in lists_versions.items() if not lists), None)) is None:
             return ""
         wanted, self.pause = self.pause, "abort"
         why = f"the engine at {url} does not say which weight version sampled which token"
@@ -79,35 +79,35 @@ class DiskWeightSync:
         return f"{why}, so it is not paused with {wanted!r}: {then}"
 
     async def computes_in(self) -> str:
-        """The dtype that all workers compute in (bfloat16, ...); empty where they differ or it is not known."""
-        found = set((await self._of_each_worker(SGLangClient.dtype)).values())
-        return found.pop() if len(found) == 1 else ""
+        """The dtype that all workers compute in (bfloat16, ...); empty where it differs or is unknown."""
+        dtypes = set((await self._of_each_worker(SGLangClient.dtype)).values())
+        return dtypes.pop() if len(dtypes) == 1 else ""
 
     async def _of_each_worker(self, ask: Callable[[SGLangClient], Awaitable[T]]) -> dict[str, T]:
-        """What each worker answers, by its URL."""
+        """Each worker's answer, by its URL."""
         async with SGLangClient(base_url=self.base_url, settings=self.client_settings) as client:
             urls = await client.workers()
-        told = {}
+        answers = {}
         for url in urls:
             async with SGLangClient(base_url=url, settings=self.client_settings) as client:
-                told[url] = await ask(client)
-        return told
+                answers[url] = await ask(client)
+        return answers
 
     async def push(self, model_path: str, version: str) -> tuple[str, ...]:
         """Load the checkpoint directory ``model_path`` (as the workers see it) on every worker, under weight version
         ``version``. Returns the workers' URLs.
 
-        Workers are taken at the same time, and found anew each time: a router's may come and go. Connections last for
-        one push, so that successive pushes may come from different event loops.
+        Workers are updated at the same time and listed at each push: a router's may change. Connections last for one
+        push, so that successive pushes may come from different event loops.
 
         Raises:
             WeightSyncError: Some worker did not take the weights, reports another version, or could not be continued;
-                all the others have been finished and continued by then. Also when a push of this object is still under
-                way.
-            EngineError: The workers could not be found.
+                all the others have been finished and continued by then. Also when another push of this object is
+                running.
+            EngineError: The workers could not be listed.
         """
         if self._pushing:
-            raise WeightSyncError(f"a push is still under way; wait before pushing {version}")
+            raise WeightSyncError(f"a push is still running; wait before pushing {version}")
         self._pushing = True
         started = time.monotonic()
         try:
@@ -124,10 +124,10 @@ class DiskWeightSync:
         return urls
 
     async def _push_to(self, url: str, model_path: str, version: str) -> str:
-        """What went wrong on one worker; empty when it has the new weights and runs."""
+        """The failures on one worker; empty when it has the new weights and runs."""
         failures: list[str] = []
         async with SGLangClient(base_url=url, settings=self.client_settings) as client:
-            # once something has failed, or this task was cancelled, there is little hope and someone who waits
+            # short after a failure or a cancellation: the caller waits and success is unlikely
             patience_s = _CONTINUE_AFTER_FAILURE_S
             step, refusal = "pause", ""
             try:
@@ -140,10 +140,10 @@ class DiskWeightSync:
                 except EngineRequestError as error:
                     if "not flushed" not in str(error):
                         raise
-                    refusal = f", after {error}"  # loaded all the same: the version tells
+                    refusal = f", after {error}"  # loaded nevertheless: the version decides
                 step = "verify"
-                if (found := await client.weight_version()) != version:
-                    raise WeightSyncError(f"reports weight version {found} instead of {version}{refusal}")
+                if (reported := await client.weight_version()) != version:
+                    raise WeightSyncError(f"reports weight version {reported} instead of {version}{refusal}")
                 patience_s = self.client_settings.control_timeout_s
             except EngineError as error:
                 failures.append(f"{step}: {error}")
@@ -156,7 +156,7 @@ class DiskWeightSync:
         return "; ".join(failures)
 
     async def _flush(self, client: SGLangClient) -> None:
-        """Until the worker is idle and its prefix cache empty; after a pause in place only if it is so at once."""
+        """Wait until the worker is idle and its prefix cache empty; after a pause in place, try once."""
         deadline = time.monotonic() + self._flush_timeout_s
         while True:
             try:

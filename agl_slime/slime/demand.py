@@ -7,8 +7,8 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from agl_slime.datasource.intake import Producer
-from agl_slime.datasource.source import GroupSource, spell_ends
+from agl_slime.datasource.ingestor import Producer
+from agl_slime.datasource.source import GroupSource, format_outcomes
 from agl_slime.errors import DataSourceError
 from agl_slime.groups.results import GroupResult
 from agl_slime.loop.tasks import TaskGroup
@@ -42,7 +42,7 @@ class Demand(Producer):
 
     def want(self, groups: int) -> None:
         """See ``AGLDataSource.demand``."""
-        self.source.ends.begin()
+        self.source.follower.begin()
         with self.source.changed:
             self._wanted = max(self._wanted, groups)
             self.follow_up()
@@ -65,7 +65,7 @@ class Demand(Producer):
             if self.source.settings.blocking:
                 run_blocking(self._ask_version(rollout_id))  # now: the weights change when slime goes on
             else:
-                self.source.ends.submit(self._ask_version, None)
+                self.source.follower.submit(self._ask_version, None)
 
     def rejected(self, groups: int) -> None:
         """So many that were delivered are not trained on."""
@@ -80,7 +80,7 @@ class Demand(Producer):
             what = "set agl_eval_tasks (AGL_SLIME_EVAL_TASKS) or --eval-prompt-data"
             raise DataSourceError(f"there are no evaluation tasks: {what}")
         source = self.source
-        source.ends.begin()
+        source.follower.begin()
         timeout_s = source.settings.get_timeout_s
         deadline = time.monotonic() + timeout_s
         with source.changed:
@@ -88,7 +88,7 @@ class Demand(Producer):
             for one in self._evals:
                 groups = one.cursor.take(one.rollouts)
                 names[one.name] = [group.group_id for group in groups]
-                source.ends.submit(self._enqueue, groups, 1, "val", one.sampling)
+                source.follower.submit(self._enqueue, groups, 1, "val", one.sampling)
             wanted = {name for group_ids in names.values() for name in group_ids}
             while not self._evaluated.keys() >= wanted:
                 source.raise_if_dead()
@@ -100,7 +100,7 @@ class Demand(Producer):
                 for name, group_ids in names.items()
             }
         if not any(members.values()):
-            ends = spell_ends(source.ledger.counts().reasons)
+            ends = format_outcomes(source.ledger.counts().reasons)
             raise DataSourceError(f"all {len(wanted)} rollouts of evaluation {rollout_id} failed: {ends}")
         return {name: eval_data(ended) for name, ended in members.items() if ended}  # slime divides by their number
 
@@ -125,12 +125,12 @@ class Demand(Producer):
 
     def follow_up(self) -> None:
         if self._missing() > 0:
-            self.source.ends.submit(self._top_up)
+            self.source.follower.submit(self._top_up)
 
     def store_restarted(self) -> None:
         self._connection.forget()
         for one in self._evals:
-            self.source.ends.submit(self._enqueue, list(one.cursor.under_way.values()), 1, "val", one.sampling)
+            self.source.follower.submit(self._enqueue, list(one.cursor.under_way.values()), 1, "val", one.sampling)
         if self._cursor is not None:
             self._cursor.repeat()
         if self._pacing is not None:
@@ -139,7 +139,7 @@ class Demand(Producer):
 
     def time_passed(self) -> None:
         if self._pacing is not None and self._pacing.on and not self.source.settings.blocking:
-            self.source.ends.submit(self._ask_version, None)
+            self.source.follower.submit(self._ask_version, None)
 
     def raise_if_dead(self) -> None:
         self._connection.raise_if_dead()
@@ -159,7 +159,7 @@ class Demand(Producer):
     def restore(self, state: dict[str, Any]) -> None:
         if self._cursor is None or state.get("demand") is None:
             return
-        feeds = self.source.ends.feeds
+        feeds = self.source.follower.has_feed
         self._cursor.restore(state["demand"])
         self._reconciling = feeds
         if not feeds:
@@ -175,7 +175,7 @@ class Demand(Producer):
             return
         assert self._cursor is not None
         source, found = self.source, dict[str, list[Rollout]]()
-        for rollout in await source.ends.patiently(self._connection.store.query_rollouts):
+        for rollout in await source.follower.with_retries(self._connection.store.query_rollouts):
             found.setdefault(str((rollout.metadata or {}).get("group_id")), []).append(rollout)
         with source.changed:
             # not those of which the store has forgotten a part, as after a state from before the last two
@@ -214,7 +214,7 @@ class Demand(Producer):
             self.source.expect(group.group_id, size=size, mode=mode)
         enqueue = self._connection.enqueue
         self.source.opened(
-            await self.source.ends.patiently(lambda: enqueue(groups, size=size, mode=mode, sampling=sampling))
+            await self.source.follower.with_retries(lambda: enqueue(groups, size=size, mode=mode, sampling=sampling))
         )
 
     def _missing(self) -> int:

@@ -16,7 +16,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from agl_slime.datasource.intake import Producer
+from agl_slime.datasource.ingestor import Producer
 from agl_slime.datasource.source import GroupSource
 from agl_slime.errors import ConfigError, DataSourceError
 from agl_slime.groups.results import MemberResult
@@ -98,7 +98,7 @@ class SingleRollouts(Producer):
         self.tokenizer = tokenizer = connection.tokenizer()
         self.source = GroupSource(store=connection.store, tokenizer=tokenizer, convert_validation=True, producer=self)
         self.source.listen(on_member=self._ended)
-        self.source.ends.begin()
+        self.source.follower.begin()
         connection.start()
 
     def run(
@@ -111,7 +111,7 @@ class SingleRollouts(Producer):
         with self.source.changed:
             self.source.raise_if_dead()
             self._runs[run.group.group_id] = run
-        self.source.ends.submit(self._enqueue, run)
+        self.source.follower.submit(self._enqueue, run)
         return run.result
 
     def stop(self, timeout_s: float = 5.0) -> None:
@@ -124,7 +124,7 @@ class SingleRollouts(Producer):
     async def _enqueue(self, run: _Run) -> None:
         self.source.expect(run.group.group_id, size=1, mode="single")  # never in a group to be trained on
         enqueue = self._connection.enqueue
-        rollouts = await self.source.ends.patiently(
+        rollouts = await self.source.follower.with_retries(
             lambda: enqueue([run.group], size=1, mode=run.mode, sampling=run.sampling)
         )
         self.source.opened(rollouts)
@@ -136,7 +136,7 @@ class SingleRollouts(Producer):
         """Nobody waits for this rollout any more; one that is not in the store yet is given up when it is."""
         if run.enqueued and self._runs.pop(run.group.group_id, None) is not None:
             self.source.abandon(run.enqueued, group_ids=[run.group.group_id], reason="aborted")
-            self.source.ends.submit(self.source.intake.cancel, run.enqueued)
+            self.source.follower.submit(self.source.ingestor.cancel, run.enqueued)
 
     def _ended(self, member: MemberResult) -> None:
         run = self._runs.pop(member.group_id, None)
@@ -146,7 +146,7 @@ class SingleRollouts(Producer):
     def store_restarted(self) -> None:
         self._connection.forget()
         for run in self._runs.values():
-            self.source.ends.submit(self._enqueue, run)
+            self.source.follower.submit(self._enqueue, run)
 
     def failed(self, error: BaseException) -> None:
         self._refuse(f"the rollout's end cannot be learned: {error}")

@@ -7,9 +7,7 @@ import json
 import logging
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
-
-from typing_extensions import Self
+from typing import Any, Self
 
 from agl_slime.datasource.source import DataSourceSettings, GroupSource
 from agl_slime.errors import ConfigError, DataSourceError, spell_exception
@@ -135,7 +133,7 @@ class AGLDataSource(DataSource):
         if self._demand is not None:
             self._demand.want(groups)
         else:
-            self.groups.ends.begin()
+            self.groups.follower.begin()
 
     def pace(self, rollout_id: int) -> None:
         """slime asks for the groups of this rollout; with ``agl_max_staleness`` that is what training is paced by.

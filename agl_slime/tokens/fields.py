@@ -140,13 +140,14 @@ def keeps_thinking(template: Any) -> str:
     template, a ``ChatTemplate``, has none."""
     fields, thought = template.fields, {template.fields.thinking or "": _PROBE}
     probe = [_QUESTION, {"role": "assistant", "content": "!", **thought}, _QUESTION]
-    for name in dict.fromkeys(_ARGUMENTS.findall(fields.source)):
-        for value in (True, False):
-            try:
-                if _PROBE in template.with_arguments({name: value}).render(probe, opening=True):
-                    return f"{name}={str(value).lower()}"
-            except PromptError:
-                continue
+    names = dict.fromkeys(_ARGUMENTS.findall(fields.source))
+    for arguments in ({}, *({name: value} for name in names for value in (True, False))):
+        try:
+            kept = _PROBE in template.with_arguments(arguments).render(probe, opening=True)
+        except PromptError:
+            continue
+        if kept:
+            return "".join(f"{name}={str(value).lower()}" for name, value in arguments.items())
     return ""
 
 

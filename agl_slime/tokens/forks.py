@@ -6,7 +6,7 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Callable, Sequence
-from enum import Enum
+from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
 from agl_slime.tokens.blanks import squash
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-class ForkReason(str, Enum):
+class ForkReason(StrEnum):
     """Why a turn starts a segment of its own. The first two are drift, to be looked into; the others are what the agent
     did.
 
@@ -124,8 +124,10 @@ def _rendering_drift(held: TokenArray, prompt: TokenArray, tokenizer: ChatTokeni
     prompt_text = tokenizer.decode(prompt.tolist(), skip_special_tokens=False)
     if prompt_text.startswith(held_text):
         return ForkReason.RETOKENIZATION
-    if _same_but_for_rendering(squash(held_text), squash(prompt_text), _special_tokens(tokenizer)):
-        return ForkReason.TEMPLATE
+    held_text, prompt_text = squash(held_text), squash(prompt_text)
+    if _same_but_for_rendering(held_text, prompt_text, _special_tokens(tokenizer)):
+        dropped = {block[1] for block in _BLOCK.finditer(held_text) if block[0] not in prompt_text}
+        return ForkReason.DROPPED_THINKING if dropped == {"think"} else ForkReason.TEMPLATE
     return None
 
 

@@ -1,9 +1,9 @@
 """The places of system messages that are not the first, where a template refuses them, drops them or moves them.
 
 Harnesses send reminders as system messages in the middle of a conversation. ``in_place`` keeps the history: a reminder
-becomes a user's message where it stands, or, where a user's message would make the template drop the thinking before
-it, the end of the tool result that it follows. ``user`` always makes it a user's message. ``first`` joins all system
-messages at the beginning, as SGLang does; each later one then changes the beginning of the prompt.
+becomes a user's message where it stands, or the end of the tool result that it follows, where the template refuses a
+user's message there or drops the thinking before one. ``user`` always makes it a user's message. ``first`` joins all
+system messages at the beginning, as SGLang does; each later one then changes the beginning of the prompt.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class SystemPlaces:
         for message in messages:
             reminder, last = message.get("role") in SYSTEM_ROLES, placed[-1].get("role") if placed else None
             one = {"role": "user", "content": message.get("content")} if reminder else message
-            at_result = reminder and last == "tool" and self._later == "in_place" and self._questions_drop_thinking
+            at_result = reminder and last == "tool" and self._later == "in_place" and self._questions_disturb
             if at_result or (one["role"] == last == "user" and not self._writes_users_in_a_row):
                 placed[-1] = _appended(placed[-1], message)
             else:
@@ -80,14 +80,18 @@ class SystemPlaces:
         return self._writes("user", "user")
 
     @functools.cached_property
-    def _questions_drop_thinking(self) -> bool:
-        """Whether the thinking before a user's message is left out."""
+    def _questions_disturb(self) -> bool:
+        """Whether a user's message after a tool result is refused, or the thinking before it left out."""
         step = [*map(self._fields.named, _STEP)]
         try:
-            texts = [self._render([*step, *more], True) for more in ([], [{"role": "user", "content": "?"}])]
+            before = self._render(step, True)
         except PromptError:
             return False
-        return _SENTINEL in texts[0] and _SENTINEL not in texts[1]
+        try:
+            after = self._render([*step, {"role": "user", "content": "?"}], True)
+        except PromptError:
+            return True
+        return _SENTINEL in before and _SENTINEL not in after
 
     def _writes(self, *roles: str) -> bool:
         messages = [{"role": role, "content": f"{_SENTINEL}{n}"} for n, role in enumerate(roles)]

@@ -21,7 +21,6 @@ is rendered whole from there on. The cost stays linear.
 from __future__ import annotations
 
 import functools
-import json
 import marshal
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -30,6 +29,7 @@ from typing import Any, Generic, TypeVar
 
 from agl_slime.errors import PromptError
 from agl_slime.tokens.blanks import end_of_same
+from agl_slime.tokens.calls import CallForms
 from agl_slime.tokens.codec import shared_length
 from agl_slime.tokens.fields import AnswerFields
 from agl_slime.tokens.formats import find_format
@@ -56,7 +56,6 @@ _QUESTIONS: list[Message] = [
     {"role": "assistant", "content": _SENTINEL},
     {"role": "user", "content": "?"},
 ]
-_CALL = {"id": "call_0", "type": "function", "function": {"name": "f", "arguments": {"x": 1}}}
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,6 +126,7 @@ class ChatTemplate:
         """Openings of answers as ids, by the id before them; how many merge with that."""
         source = self.kwargs.get("chat_template") or getattr(tokenizer, "chat_template", None)
         self.source = source if isinstance(source, str) else ""
+        self._calls = CallForms(lambda messages, opening: self._rendered(messages, opening))
         self.fields = AnswerFields(self._in_place, self.source)
         self._systems = SystemPlaces(self.fields, later_systems)
         # a template that writes the time, or one that nobody can look into, may render the same messages differently
@@ -148,28 +148,11 @@ class ChatTemplate:
         return self._in_place(self._systems.placed(messages), opening)
 
     def _in_place(self, messages: Sequence[Message], opening: bool) -> str:
-        if any(message.get("tool_calls") for message in messages) and self._writes_arguments_as_text:
-            messages = [_with_arguments_as_text(message) for message in messages]
-        return self._rendered(messages, opening)
+        return self._rendered(self._calls.fitted(messages), opening)
 
     @functools.cached_property
     def _rendered(self) -> Callable[[Sequence[Message], bool], str]:
         return renderer(self.tokenizer, self._tools, self.kwargs)
-
-    @functools.cached_property
-    def _writes_arguments_as_text(self) -> bool:
-        """Whether arguments of calls are to be JSON in a string (DeepSeek-V3), and objects are refused."""
-        objects: list[Message] = [*_QUESTIONS[:1], {"role": "assistant", "content": "", "tool_calls": [_CALL]}]
-        texts = [_with_arguments_as_text(message) for message in objects]
-
-        def refused(messages: list[Message]) -> bool:
-            try:
-                self._rendered(messages, True)
-            except PromptError:
-                return True
-            return False
-
-        return refused(objects) and not refused(texts)
 
     def render_prompt(self, messages: Sequence[Message]) -> Rendering:
         """The whole conversation, and the opening of the next answer."""
@@ -318,21 +301,6 @@ def chat_template(
     there = has_chat_template(tokenizer) or (template_kwargs or {}).get("chat_template")
     kind = ChatTemplate if there else NoTemplate
     return kind(tokenizer=tokenizer, tools=tools, template_kwargs=template_kwargs, later_systems=later_systems)
-
-
-def _with_arguments_as_text(message: Message) -> Message:
-    """``message`` with the arguments of its calls as JSON in strings."""
-
-    def of(call: Mapping[str, Any]) -> dict[str, Any]:
-        function = call.get("function", call)
-        arguments = function.get("arguments")
-        if isinstance(arguments, str):
-            return dict(call)
-        function = {**function, "arguments": json.dumps(arguments or {}, ensure_ascii=False)}
-        return {**call, "function": function} if "function" in call else function
-
-    calls = message.get("tool_calls")
-    return {**message, "tool_calls": [of(call) for call in calls]} if calls else message
 
 
 def ends_of(before: Sequence[Message], new: Sequence[Message], users: Sequence[int]) -> list[Message]:

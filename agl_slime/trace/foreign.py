@@ -1,5 +1,5 @@
-"""Model calls in spans that others wrote: token lists as Agent Lightning's instrumentation and its LiteLLM proxy leave
-them, and chat messages as OpenTelemetry does, in JSON or flattened (``gen_ai.prompt.0.role`` …)."""
+"""Model calls in spans of other instrumentations: token lists of Agent Lightning's instrumentation and its LiteLLM
+proxy, and OpenTelemetry's chat messages, in JSON or flattened (``gen_ai.prompt.0.role`` …)."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Attributes = Mapping[str, Any]
 _LITELLM = "llm.hosted_vllm"
 _ANSWERED = re.compile(r"gen_ai\.completion\.\d+\.")
 _ASKED = re.compile(r"gen_ai\.prompt\.\d+\.")
-# OpenTelemetry's spans of agents and tools carry messages too, those of the calls beneath them
+# OpenTelemetry's spans of agents and tools carry the messages of the calls beneath them too
 _MODEL_OPERATIONS = frozenset({None, "chat", "text_completion", "generate_content"})
 
 
@@ -71,7 +71,7 @@ class ModelCall:
             raise TraceError(f"span {self.span.span_id} carries {len(log_probs)} log-probs for {n} response ids")
         try:
             messages, answers = self._messages()
-        except TraceError:  # images and the like; messages are for reading here, the ids are what is trained
+        except TraceError:  # images and the like; messages are for reading only, the ids are trained
             messages, answers = [], []
         return self._made(self.prompt_ids, self.response_ids, messages, answers, log_probs=log_probs)
 
@@ -90,8 +90,8 @@ class ModelCall:
         return self._made(*ids, messages, answers, token_source="retokenized")
 
     def _messages(self) -> tuple[list[ChatMessage], list[ChatMessage]]:
-        """What the model was sent, and its answers, one per choice. ``TraceError`` when a message is damaged or holds
-        more than text and tool calls."""
+        """The messages sent to the model, and its answers, one per choice. ``TraceError`` when a message is damaged or
+        has more than text and tool calls."""
         attributes = self.span.attributes
         if names.INPUT_MESSAGES in attributes:
             asked = [*_in_json(attributes, names.SYSTEM_INSTRUCTIONS), *_in_json(attributes, names.INPUT_MESSAGES)]
@@ -144,29 +144,32 @@ class ModelCall:
 
 
 def model_calls(spans: Sequence[Span], is_policy_call: Callable[[Span], bool] | None = None) -> list[ModelCall]:
-    """The calls that others recorded, each once, those with token ids first; not those beneath a reward span (a judge).
+    """The calls of other recorders, each once, calls with token ids first; without calls beneath a reward span (a
+    judge).
 
     A proxy and the client's instrumentation write nested spans of one call, with the same response id or with none.
     """
     by_id = {span.span_id: span for span in spans}
-    found = [
+    candidates = [
         ModelCall.of(span) for span in spans if _may_be_call(span) and (is_policy_call is None or is_policy_call(span))
     ]
     taken: list[ModelCall] = []
     request_ids: set[str] = set()
-    near: dict[str, list[ModelCall]] = {}  # by their own spans and by each span above them
-    for call in sorted((call for call in found if call.has_ids or call.has_text), key=lambda call: not call.has_ids):
-        own, above = call.span.span_id, [span.span_id for span in _ancestors(call.span, by_id)]
+    near: dict[str, list[ModelCall]] = {}  # by their spans and by each span above them
+    for call in sorted(
+        (call for call in candidates if call.has_ids or call.has_text), key=lambda call: not call.has_ids
+    ):
+        span_id, above = call.span.span_id, [span.span_id for span in _ancestors(call.span, by_id)]
         if call.request_id in request_ids or any(_is_reward(by_id[at]) for at in above):
             continue
         nested = [
-            *near.get(own, ()),
+            *near.get(span_id, ()),
             *(other for at in above for other in near.get(at, ()) if other.span.span_id == at),
         ]
         if any(not (call.request_id and other.request_id) for other in nested):
             continue
         taken.append(call)
-        for at in (own, *above):
+        for at in (span_id, *above):
             near.setdefault(at, []).append(call)
         if call.request_id:
             request_ids.add(call.request_id)
@@ -264,7 +267,7 @@ def _from_parts(message: Mapping[str, Any]) -> ChatMessage:
             plain["content"] += result if isinstance(result, str) else json.dumps(result, ensure_ascii=False)
             plain["tool_call_id"] = str(part.get("id", ""))
         else:
-            raise TraceError(f"a message has a part of type {kind!r}; only text and tool calls can be tokenized again")
+            raise TraceError(f"a message has a part of type {kind!r}; only text and tool calls can be re-tokenized")
     return plain
 
 
@@ -286,7 +289,7 @@ def _text(content: Any) -> str:
     if isinstance(parts, list) and all(isinstance(part, Mapping) and "type" in part for part in parts):
         other = next((part["type"] for part in parts if part["type"] != "text"), None)
         if other is not None:
-            raise TraceError(f"a message has a part of type {other!r}; only text can be tokenized again")
+            raise TraceError(f"a message has a part of type {other!r}; only text can be re-tokenized")
         return "".join(str(part.get("text", "")) for part in parts)
     return "" if content is None else str(content)
 

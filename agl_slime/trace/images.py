@@ -1,5 +1,5 @@
-"""Images of turns as span attributes, and in Samples. A file is written once per rollout, with the turn that shows it
-first."""
+"""Images of turns as span attributes, and in Samples. Each file is stored once per rollout, with the first turn that
+shows it."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ Images = tuple[Image, ...]
 
 
 def image_attributes(images: Images, base: Images, written: set[str]) -> dict[str, Any]:
-    """Of a turn that goes on from one with the images ``base``; ``written`` are those that are there already, and
-    gets the others. None for a turn without."""
+    """The attributes of ``images`` in a turn whose base turn has the images ``base``; empty without images. ``written``
+    has the stored images, and new ones are added to it."""
     if not images:
         return {}
     kept = shared_length(images, base)
@@ -32,23 +32,23 @@ def image_attributes(images: Images, base: Images, written: set[str]) -> dict[st
     return attributes
 
 
-def decode_images(attributes: Mapping[str, Any], base: Images, known: dict[str, Image]) -> Images:
-    """What ``image_attributes`` wrote; ``known`` are the images of earlier turns, and gets this one's. Raises
-    ``TraceError`` when they are damaged."""
+def decode_images(attributes: Mapping[str, Any], base: Images, earlier: dict[str, Image]) -> Images:
+    """The images that ``image_attributes`` wrote; ``earlier`` has the images of earlier turns, and new ones are added.
+    Raises ``TraceError`` when they are damaged."""
     if names.IMAGES not in attributes:
         return ()
     try:
         for kind, width, height, data in json.loads(attributes.get(names.IMAGE_DATA, "[]")):
             raw = base64.b64decode(data, validate=True)
-            known[hashlib.sha256(raw).hexdigest()] = held(raw, str(kind), (int(width), int(height)))
+            earlier[hashlib.sha256(raw).hexdigest()] = held(raw, str(kind), (int(width), int(height)))
         kept, *new = json.loads(attributes[names.IMAGES])
         if not 0 <= kept <= len(base):
             raise ValueError(f"{kept} images are kept of a turn with {len(base)}")
-        return (*base[:kept], *(known[sha] for sha in new))
+        return (*base[:kept], *(earlier[sha] for sha in new))
     except (KeyError, TypeError, ValueError) as error:
         raise TraceError(f"{names.IMAGES} cannot be read: {error}") from error
 
 
 def multimodal_inputs(images: Sequence[Image]) -> dict[str, Any] | None:
-    """As slime's Samples have them; ``None`` without images."""
+    """The images in the form of slime's Samples; ``None`` without images."""
     return {"images": [image.open() for image in images], "videos": None} if images else None

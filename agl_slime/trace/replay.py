@@ -1,5 +1,4 @@
-"""Routed experts and nuclei of turns: as span attributes, and laid along a segment's tokens as slime's Samples have
-them."""
+"""Routed experts and nuclei of turns, as span attributes and along a segment's tokens as in slime's Samples."""
 
 from __future__ import annotations
 
@@ -22,7 +21,7 @@ from agl_slime.trace.turn import Turn
 
 
 def replay_attributes(turn: Turn) -> dict[str, Any]:
-    """None for a turn without."""
+    """The attributes of a turn's replay data; empty for a turn without any."""
     if turn.filed is not None:
         return {names.REPLAY_FILE: json.dumps(astuple(turn.filed))}
     attributes: dict[str, Any] = {}
@@ -40,7 +39,7 @@ def replay_attributes(turn: Turn) -> dict[str, Any]:
 def decode_replay(attributes: Mapping[str, Any]) -> dict[str, Any]:
     """``experts`` and ``nucleus`` of a turn, or ``filed``, where it has them. Raises ``TraceError`` when they are
     damaged."""
-    found: dict[str, Any] = {}
+    replay: dict[str, Any] = {}
     if names.REPLAY_FILE in attributes:
         try:
             *place, experts, nucleus = json.loads(attributes[names.REPLAY_FILE])
@@ -58,7 +57,7 @@ def decode_replay(attributes: Mapping[str, Any]) -> dict[str, Any]:
             raise TraceError(f"{names.EXPERTS} cannot be read: {error}") from error
         if not whole:
             raise TraceError(f"{names.EXPERTS} does not have the checksum that was written with it")
-        found["experts"] = RoutedExperts(start, rows)
+        replay["experts"] = RoutedExperts(start, rows)
     if names.NUCLEUS_IDS in attributes:
         ids, offsets = (
             unpack_token_ids(str(attributes.get(name)), name=name)
@@ -66,13 +65,13 @@ def decode_replay(attributes: Mapping[str, Any]) -> dict[str, Any]:
         )
         if not len(offsets) or offsets[0] != 0 or offsets[-1] != len(ids) or (np.diff(offsets) < 0).any():
             raise TraceError(f"{names.NUCLEUS_OFFSETS} do not divide the {len(ids)} ids of {names.NUCLEUS_IDS}")
-        found["nucleus"] = Nucleus(ids, offsets)
-    return found
+        replay["nucleus"] = Nucleus(ids, offsets)
+    return replay
 
 
 def experts_of(turns: Sequence[Turn], index: int) -> NDArray[Any] | None:
     """``[tokens - 1, layers, experts per token]`` of all tokens of turn number ``index`` but the last; ``None`` where
-    some have none. What a turn has not itself is in the turn that it goes on from."""
+    some have none. Rows that a turn lacks are in its base turn."""
     end, at, pieces = turns[index].length - 1, index, []
     while end > 0:
         turn = turns[at]
@@ -92,14 +91,14 @@ def experts_of(turns: Sequence[Turn], index: int) -> NDArray[Any] | None:
 
 
 def nucleus_of(turns: Sequence[Turn], places: Sequence[tuple[int, int]], length: int) -> Nucleus | None:
-    """Of ``length`` tokens, of which turn ``places[i][0]`` has sampled those from ``places[i][1]`` on; tokens that
-    nobody sampled keep nothing. ``None`` where a turn has none."""
+    """The nucleus of ``length`` tokens, of which turn ``places[i][0]`` sampled the tokens from ``places[i][1]`` on;
+    other tokens keep no ids. ``None`` where a turn has no nucleus."""
     counts, ids = np.zeros(length, dtype=np.int32), []
     for turn, start in places:
-        own = turns[turn].nucleus
-        if own is None:
+        nucleus = turns[turn].nucleus
+        if nucleus is None:
             return None
-        counts[start : start + len(own)] = np.diff(own.offsets)
-        ids.append(own.ids)
+        counts[start : start + len(nucleus)] = np.diff(nucleus.offsets)
+        ids.append(nucleus.ids)
     offsets = np.concatenate(([0], np.cumsum(counts))).astype(np.int32)
     return Nucleus(np.concatenate(ids), offsets)

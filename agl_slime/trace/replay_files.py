@@ -1,9 +1,8 @@
-"""Routed experts and nuclei of large turns, in files of one rollout each and not in its spans.
+"""Routed experts and nuclei of large turns, in one file per rollout instead of its spans.
 
-A run that reads spans where it writes these makes a directory and names it in the sampling parameters
-(``replay_files``). Who writes a turn and finds that directory on his machine appends its arrays to a file there; its
-span says where they stand. Where it is missing, on another host, they travel in the span. What a rollout has written
-is removed when the rollout is released, and the directory at the end of the run.
+A run makes a directory and names it in the sampling parameters (``replay_files``). The writer of a turn appends the
+arrays to a file there if the directory is on its machine, and the span has their place; on another host they travel in
+the span. A rollout's file is removed when the rollout is released, and the directory at the end of the run.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from agl_slime.sglang.replay import Nucleus, RoutedExperts
 logger = logging.getLogger(__name__)
 
 FILED_FROM_BYTES = 256 * 1024
-"""Arrays of a turn that have so many bytes together are written to a file."""
+"""The total size from which a turn's arrays are written to a file."""
 
 KINDS = {1: np.dtype("u1"), 2: np.dtype("<u2")}
 _INT32 = np.dtype("<i4")
@@ -36,7 +35,7 @@ _INT32 = np.dtype("<i4")
 
 @dataclass(frozen=True, slots=True)
 class FiledReplay:
-    """Where a turn's arrays stand: ``length`` bytes from ``offset`` on in ``file``, a path within the run's directory,
+    """The place of a turn's arrays: ``length`` bytes from ``offset`` on in ``file``, a path within the run's directory,
     with this CRC-32. ``experts`` are start, rows, layers, experts per token and bytes of each; ``nucleus`` numbers of
     ids and of offsets. One of them may be ``None``. Raises ``TraceError`` for sizes that do not fit ``length``."""
 
@@ -67,42 +66,40 @@ class FiledReplay:
     def read(self, directory: Path | None) -> dict[str, Any]:
         """``experts`` and ``nucleus`` of the turn. Raises ``TraceError`` when the file is missing or damaged."""
         if directory is None:
-            raise TraceError(
-                f"routed experts are in {self.file}, and nobody said in which directory: give replay_files"
-            )
+            raise TraceError(f"routed experts are in {self.file} of an unknown directory: give replay_files")
         raw = memoryview(_read(directory / self.file, self.offset, self.length))
         if zlib.crc32(raw) != self.checksum:
             raise TraceError(f"routed experts in {directory / self.file} do not have the checksum of their span")
-        found: dict[str, Any] = {}
+        replay: dict[str, Any] = {}
         end = len(raw) - 4 * sum(self.nucleus or ())
         if self.experts is not None:
             start, *shape, size = self.experts
-            found["experts"] = RoutedExperts(start, np.frombuffer(raw[:end], dtype=KINDS[size]).reshape(shape))
+            replay["experts"] = RoutedExperts(start, np.frombuffer(raw[:end], dtype=KINDS[size]).reshape(shape))
         if self.nucleus is not None:
             numbers = np.frombuffer(raw[end:], dtype=_INT32).astype(np.int32, copy=False)
-            found["nucleus"] = Nucleus(numbers[: self.nucleus[0]], numbers[self.nucleus[0] :])
-        return found
+            replay["nucleus"] = Nucleus(numbers[: self.nucleus[0]], numbers[self.nucleus[0] :])
+        return replay
 
 
 def file_replay(
     directory: str, rollout_id: str, stream: str, experts: RoutedExperts | None, nucleus: Nucleus | None
 ) -> FiledReplay | None:
-    """Append what an answer brought to the file of ``stream``; ``None`` where it is small or of no rollout, or the
-    directory is not on this machine, or full. Blocks; concurrent calls are safe."""
+    """Append an answer's arrays to the file of ``stream``; ``None`` for small arrays, without a rollout, or where the
+    directory is not on this machine or full. Blocks; concurrent calls are safe."""
     rows = None if experts is None else np.ascontiguousarray(experts.rows, dtype=KINDS[experts.rows.itemsize])
     kept = (
         [] if nucleus is None else [np.ascontiguousarray(part, dtype=_INT32) for part in (nucleus.ids, nucleus.offsets)]
     )
     arrays = [part for part in (rows, *kept) if part is not None]
     if not rollout_id or sum(part.nbytes for part in arrays) < FILED_FROM_BYTES:
-        return None  # what has no rollout's name could not be removed with its rollout
+        return None  # without a rollout's name they could not be removed with it
     name, checksum, length = f"{_name(rollout_id)}/{stream}", 0, 0
     path = Path(directory) / name
     try:
         with suppress(FileExistsError):
             path.parent.mkdir()
         with open(path, "ab", buffering=0) as file:
-            # one write: those of other branches of the rollout cannot come between
+            # a single write: writes of the rollout's other branches cannot interleave
             raw = b"".join(part.data for part in arrays) if len(arrays) > 1 else arrays[0].data.cast("B")
             written, length = file.write(raw), len(raw)
             end, checksum = file.tell(), zlib.crc32(raw)
@@ -125,7 +122,7 @@ def file_replay(
 
 
 def remove_replay(directory: Path, rollout_ids: Iterable[str]) -> None:
-    """These rollouts are not read any more."""
+    """Remove the files of these rollouts."""
     for rollout_id in rollout_ids:
         shutil.rmtree(directory / _name(rollout_id), ignore_errors=True)
 
@@ -137,12 +134,12 @@ def _name(rollout_id: str) -> str:
 
 def _read(path: Path, offset: int, length: int) -> bytes:
     try:
-        # spans may be anybody's: neither a link out of the directory, nor a pipe on which reading would hang
+        # spans are untrusted: neither a link out of the directory, nor a pipe on which reading would hang
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
         with open(descriptor, "rb", buffering=0) as file:
-            found = os.fstat(descriptor)
-            if not stat.S_ISREG(found.st_mode) or found.st_size < offset + length:
-                raise TraceError(f"{path} does not have the routed experts that a span says are there")
+            status = os.fstat(descriptor)
+            if not stat.S_ISREG(status.st_mode) or status.st_size < offset + length:
+                raise TraceError(f"{path} does not have the routed experts that a span places there")
             file.seek(offset)
             return file.read(length)
     except (OSError, ValueError) as error:  # ValueError: a name with a NUL

@@ -1,12 +1,12 @@
 """Turns of one rollout as token sequences to train on.
 
-The rule that is kept here: each sampled token is under mask 1 in exactly one segment, at the place where it was
-sampled. A turn whose prompt begins with all that a segment holds goes on in that segment, and what the prompt adds
-(observations, template) gets mask 0. Any other turn starts a segment of its own, whose whole prompt is context with
-mask 0: what was sampled in it earlier trains where it was sampled first.
+Invariant: each sampled token is under mask 1 in exactly one segment, at the place where it was sampled. A turn whose
+prompt begins with all tokens of a segment extends that segment, and the tokens that the prompt adds (observations,
+template) get mask 0. Any other turn starts a segment, whose whole prompt is context with mask 0: tokens sampled earlier
+train where they were sampled first.
 
-What a turn goes on from is seen by its tokens alone. Why it forks is known to whoever made its prompt (``Turn.fork``);
-of turns that others recorded, which do not say it, forks are told apart by tokens and text.
+Extension is decided by tokens alone. The reason of a fork comes from the maker of the prompt (``Turn.fork``); for turns
+of other recorders, which lack it, forks are classified by tokens and text.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Segment:
     experts: npt.NDArray[Any] | None = None
     """``[tokens - 1, layers, experts per token]``."""
     nucleus: Nucleus | None = None
-    """Of the tokens from ``prompt_length`` on."""
+    """The nucleus of the tokens from ``prompt_length`` on."""
     images: tuple[Image, ...] = ()
     """In the order of their tokens."""
 
@@ -67,29 +67,30 @@ class Segment:
 
 @dataclass
 class _Open:
-    """A segment while turns are added to it; ``held`` are all its tokens, as bytes, and ``images`` those they show."""
+    """A segment to which turns are added; ``token_bytes`` are all its tokens as bytes, ``images`` the images in
+    them."""
 
     fork_reason: ForkReason | None
-    held: bytes = b""
+    token_bytes: bytes = b""
     images: tuple[Image, ...] = ()
     placements: list[Placement] = field(default_factory=list)
 
     def close(self, turns: Sequence[Turn], untrained: Collection[int]) -> Segment | None:
-        """The segment; ``None`` when none of its turns is trained. What follows the last trained one is context for
-        nothing and left out."""
+        """The segment; ``None`` when none of its turns is trained. Tokens after the last trained turn are left out:
+        they are context for nothing."""
         placements = [at for at in self.placements if at.turn not in untrained]
         if not placements:
             return None
-        tokens = turns[placements[-1].turn].token_ids  # the last turn's prompt holds all that came before it
+        tokens = turns[placements[-1].turn].token_ids  # the last turn's prompt has all tokens before it
         mask = np.zeros(len(tokens), dtype=np.int8)
         log_probs: LogProbArray | None = np.zeros(len(tokens), dtype=np.float32)
         for at in placements:
             mask[at.start : at.end] = 1
-            own = turns[at.turn].log_probs
-            if own is None:
+            of_turn = turns[at.turn].log_probs
+            if of_turn is None:
                 log_probs = None
             elif log_probs is not None:
-                log_probs[at.start : at.end] = own
+                log_probs[at.start : at.end] = of_turn
         experts, nucleus = experts_of(turns, placements[-1].turn), None
         if experts is None and any(turn.experts is not None for turn in turns):
             raise TraceError(f"turn {placements[-1].turn} has no routed experts for some of its tokens")
@@ -101,19 +102,20 @@ class _Open:
         images = turns[placements[-1].turn].images
         return Segment(tokens, mask, log_probs, tuple(placements), self.fork_reason, experts, nucleus, images)
 
-    def goes_on_in(self, prompt: bytes, images: tuple[Image, ...]) -> bool:
-        """Whether a prompt begins with this; images of one size have the same tokens."""
-        return prompt.startswith(self.held) and images[: len(self.images)] == self.images
+    def is_extended_by(self, prompt: bytes, images: tuple[Image, ...]) -> bool:
+        """Whether a prompt begins with this segment. Images are compared too: those of one size have the same
+        tokens."""
+        return prompt.startswith(self.token_bytes) and images[: len(self.images)] == self.images
 
 
 def merge_turns(
     turns: Sequence[Turn], tokenizer: ChatTokenizer | None = None, *, untrained: Collection[int] = ()
 ) -> list[Segment]:
-    """The segments of a rollout, in the order in which they began; turns that sampled nothing contribute nothing.
+    """The segments of a rollout, in the order in which they began; turns without sampled tokens add nothing.
 
-    Where a prompt begins with several segments, it goes on in the longest, of equal ones in the latest. ``tokenizer``
-    is used to tell the reason of a fork, never to make tokens. The turns whose indices are ``untrained`` are context
-    only; a segment of such turns alone is left out. Raises ``TraceError`` when a turn has an empty prompt.
+    A prompt that begins with several segments extends the longest, among equal ones the latest. ``tokenizer`` is used
+    to classify a fork, never to make tokens. The turns whose indices are ``untrained`` are context only; a segment of
+    such turns alone is left out. Raises ``TraceError`` when a turn has an empty prompt.
     """
     segments: list[_Open] = []
     for index, turn in enumerate(turns):
@@ -124,12 +126,12 @@ def merge_turns(
                 f"turn {index} has an empty prompt; training needs at least one token before the first sampled one"
             )
         prompt = turn.prompt_ids.tobytes()
-        extended = [segment for segment in reversed(segments) if segment.goes_on_in(prompt, turn.images)]
-        segment = max(extended, key=lambda segment: len(segment.held), default=None)
+        extended = [segment for segment in reversed(segments) if segment.is_extended_by(prompt, turn.images)]
+        segment = max(extended, key=lambda segment: len(segment.token_bytes), default=None)
         if segment is None:
             segment = _Open(fork_of_turn(turn, turns[:index], tokenizer) if segments else None)
             segments.append(segment)
-        segment.held, segment.images = prompt + turn.response_ids.tobytes(), turn.images
+        segment.token_bytes, segment.images = prompt + turn.response_ids.tobytes(), turn.images
         segment.placements.append(Placement(index, len(turn.prompt_ids), turn.length))
     closed = (segment.close(turns, untrained) for segment in segments)
     return [segment for segment in closed if segment is not None]

@@ -1,8 +1,8 @@
 """Turns as span attributes, and back.
 
-A rollout's prompts repeat its history, so a turn is stored as the difference to the turn that it goes on from: which
-one, how many of its tokens are kept, and the tokens after those. Twenty turns cost what their new tokens cost. A
-checksum over the whole prompt, the response and the log-probs makes sure that what is read is what was sampled.
+A rollout's prompts repeat its history, so a turn is stored as the difference to its base turn: the number of that turn,
+how many of its tokens are kept, and the tokens after those. Twenty turns take the space of their new tokens. A checksum
+over the whole prompt, the response and the log-probs guards against damage.
 """
 
 from __future__ import annotations
@@ -37,24 +37,23 @@ from agl_slime.trace.turn import Messages, Turn
 
 T = TypeVar("T")
 
-# Tells the encoders of one attempt apart, which live in one process. Begins anywhere, so that those of a rollout's
-# attempts look different as well.
+# Numbers of encoders: those of one attempt live in one process. The random start keeps the attempts of a rollout apart.
 _streams = itertools.count(secrets.randbits(32))
 _to_json = json.JSONEncoder(ensure_ascii=False, default=str).encode  # json.dumps would make an encoder per call
 
 
 class TurnEncoder:
-    """Turns of one rollout to span attributes, each stored as the difference to the turn that it goes on from.
+    """An encoder of one rollout's turns as span attributes, each as the difference to its base turn.
 
-    One encoder per rollout attempt. Thread-safe: concurrent branches of an agent may share it. With ``copies`` off
-    nobody edits a message.
+    One encoder per rollout attempt. Thread-safe: concurrent branches of an agent may share it. With ``copies`` off,
+    callers never edit a message.
     """
 
     def __init__(self, *, model: str | None = None, copies: bool = True) -> None:
         self._model, self._copies = model, copies
         self.stream = f"{next(_streams) & 0xFFFFFFFF:08x}"
         self._lock = threading.Lock()
-        # per turn; turns that go on from each other share a list, of which each has the first so many
+        # per turn a list of messages and its length in it: turns that extend each other share a list
         self._messages: list[tuple[list[Any], int]] = []
         self._images: list[Images] = []
         self._written: set[str] = set()  # images whose files are in a span
@@ -65,11 +64,12 @@ class TurnEncoder:
         with self._lock:
             index, base = len(self._messages), turn.base_turn
             if base is not None and not 0 <= base < index:
-                raise TraceError(f"turn {index} goes on from turn {base}, which was not encoded before")
-            messages, (held, length) = turn.messages or (), ([], 0) if base is None else self._messages[base]
-            kept = min(shared_length(messages, held), length)
+                raise TraceError(f"turn {index} extends turn {base}, which was not encoded before")
+            messages, (line, length) = turn.messages or (), ([], 0) if base is None else self._messages[base]
+            kept = min(shared_length(messages, line), length)
             new = [*map(_json, messages[kept:])]
-            line = held if kept == len(held) else held[:kept]
+            if kept < len(line):
+                line = line[:kept]
             line += map(_written, messages[kept:], new) if self._copies else messages[kept:]
             self._messages.append((line, len(messages)))
             shown = image_attributes(turn.images, () if base is None else self._images[base], self._written)
@@ -119,7 +119,7 @@ class TurnEncoder:
 
 
 class _Json(str):
-    """A message as it was written, equal to one that would be written as that: ``1`` is not ``True``."""
+    """A message's JSON, equal to any message with the same JSON: ``1`` is not ``True``."""
 
     __slots__ = ()
     __hash__ = str.__hash__
@@ -128,11 +128,11 @@ class _Json(str):
         return str.__eq__(self, _json(other) if isinstance(other, Mapping) else other)
 
 
-_Written = dict[str, Any] | _Json  # a message of texts alone; any other
+_Written = dict[str, Any] | _Json  # for a message of texts alone; for any other
 
 
 def _written(message: Mapping[str, Any], text: str) -> _Written:
-    """A copy, for the agent may change its dicts later; of one that is more than texts what was written."""
+    """A copy, since the agent may change its dicts later; of a message with more than texts its JSON."""
     return dict(message) if all(type(value) is str for value in message.values()) else _Json(text)
 
 
@@ -163,22 +163,22 @@ def _checksum(prompt: TokenArray, response: TokenArray, log_probs: LogProbArray 
 
 
 def is_packed(attributes: Mapping[str, Any]) -> bool:
-    """Whether the attributes are those of a ``TurnEncoder``."""
+    """Whether a ``TurnEncoder`` made these attributes."""
     return names.FORMAT in attributes
 
 
 def decode_turns(spans: Iterable[Any]) -> list[Turn]:
-    """The turns of spans whose attributes a ``TurnEncoder`` made, in their order; other spans are passed over.
+    """The turns of spans whose attributes a ``TurnEncoder`` made, in their order; other spans are skipped.
 
-    Turns of one encoder come in the order of encoding, whatever the order of the spans; those of several encoders keep
-    the places that their spans have. Raises ``TraceError`` when a turn is missing, doubled, damaged or not in a known
+    Turns of one encoder come in the order of encoding, whatever the order of the spans; turns of several encoders keep
+    the places of their spans. Raises ``TraceError`` when a turn is missing, doubled, damaged or not in a known
     format.
     """
     packed = [span.attributes for span in spans if is_packed(span.attributes)]
     for attributes in packed:
         if attributes[names.FORMAT] != names.FORMAT_VERSION:
-            known = f"this version of agl-slime reads format {names.FORMAT_VERSION}"
-            raise TraceError(f"span format {attributes[names.FORMAT]!r} is unknown; {known}")
+            supported = f"this version of agl-slime reads format {names.FORMAT_VERSION}"
+            raise TraceError(f"span format {attributes[names.FORMAT]!r} is unknown; {supported}")
     streams = _places(packed)
     decoded: dict[int, Turn] = {}
     for stream, places in streams.items():
@@ -199,7 +199,7 @@ def decode_turns(spans: Iterable[Any]) -> list[Turn]:
 
 
 def _places(packed: Iterable[Mapping[str, Any]]) -> dict[str, list[int]]:
-    """Of each encoder, where its turns stand among all."""
+    """The places of each encoder's turns among all turns."""
     streams: dict[str, list[int]] = {}
     for place, attributes in enumerate(packed):
         streams.setdefault(str(attributes.get(names.STREAM)), []).append(place)
@@ -207,7 +207,7 @@ def _places(packed: Iterable[Mapping[str, Any]]) -> dict[str, list[int]]:
 
 
 def turn_numbers(spans: Iterable[Any]) -> dict[tuple[str, Any], int]:
-    """Where ``decode_turns`` has each turn, by its encoder and its index there."""
+    """The index of each turn in ``decode_turns``, by its encoder and its index there."""
     streams = _places(span.attributes for span in spans if is_packed(span.attributes))
     return {(stream, index): place for stream, places in streams.items() for index, place in enumerate(places)}
 
@@ -263,13 +263,13 @@ def _decode_messages(attributes: Mapping[str, Any], base: Turn | None) -> Messag
     if names.MESSAGES_NEW not in attributes:
         return None
     kept = _get(attributes, names.MESSAGES_KEPT, int)
-    held = (base.messages if base is not None else None) or ()
-    if not 0 <= kept <= len(held):
-        raise TraceError(f"{names.MESSAGES_KEPT} is {kept}, the base turn has {len(held)} messages")
+    earlier = (base.messages if base is not None else None) or ()
+    if not 0 <= kept <= len(earlier):
+        raise TraceError(f"{names.MESSAGES_KEPT} is {kept}, the base turn has {len(earlier)} messages")
     new = parse_json(_get(attributes, names.MESSAGES_NEW, str), names.MESSAGES_NEW)
     if not isinstance(new, list):
         raise TraceError(f"{names.MESSAGES_NEW} must be a JSON list")
-    return (*held[:kept], *new)
+    return (*earlier[:kept], *new)
 
 
 def _weight_versions(attributes: Mapping[str, Any]) -> tuple[WeightSpan, ...]:

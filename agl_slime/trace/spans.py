@@ -1,16 +1,15 @@
-"""The turns of one attempt from Agent Lightning spans, whoever wrote them.
+"""The turns of one attempt from Agent Lightning spans of any writer.
 
-Three conventions are read. The best one that occurs in an attempt counts and the others do not, so that a call seen by
-two instrumentations is one turn:
+Three conventions are read. Only the best one of an attempt counts, so that a call recorded by two instrumentations is
+one turn:
 
-1. ours: packed ids and log-probs (``agl_slime.trace.turn``);
-2. token lists: ``prompt_token_ids`` and ``response_token_ids`` of Agent Lightning's own instrumentation, with log-probs
-  where they are there. The ids are the engine's. (vLLM's log-probs are those before temperature unless it is told
-  otherwise.)
+1. this package's: packed ids and log-probs (``agl_slime.trace.turn``);
+2. token lists: ``prompt_token_ids`` and ``response_token_ids`` of Agent Lightning's instrumentation, with log-probs
+  if present. The ids are the engine's. (vLLM's log-probs are taken before temperature by default.)
 3. text: ``gen_ai.prompt.N.*`` and ``gen_ai.completion.N.*``, or ``gen_ai.input.messages`` and
-  ``gen_ai.output.messages``. Tokenised again through the chat template, marked ``retokenized``, without log-probs.
+  ``gen_ai.output.messages``. Re-tokenized through the chat template, marked ``retokenized``, without log-probs.
 
-Calls beneath a reward span (a judge) are no turns of the policy.
+Calls beneath a reward span (a judge's) are not turns of the policy.
 """
 
 from __future__ import annotations
@@ -30,16 +29,16 @@ if TYPE_CHECKING:
 
 
 def spans_of_attempt(spans: Iterable[Span], attempt_id: str | None = None) -> list[Span]:
-    """The spans of one attempt by sequence id, each once. Without ``attempt_id``, of the attempt that began last.
+    """The spans of one attempt by sequence id, each once. By default the attempt that began last.
 
-    A worker that was given up may still write spans to its dead attempt, so an attempt is as late as its earliest span.
-    Raises ``TraceError`` when several attempts are there and their spans have no start times.
+    A lost worker may still write spans to its dead attempt, so an attempt begins at its earliest span. Raises
+    ``TraceError`` when there are several attempts and their spans have no start times.
     """
     spans = list(spans)
     if attempt_id is None:
         attempt_id = _latest_attempt(spans)
-    own = [span for span in reversed(spans) if span.attempt_id == attempt_id]
-    by_id = {span.span_id: span for span in own}  # an exporter may deliver a span twice
+    of_attempt = [span for span in reversed(spans) if span.attempt_id == attempt_id]
+    by_id = {span.span_id: span for span in of_attempt}  # an exporter may deliver a span twice
     return sorted(by_id.values(), key=lambda span: (span.sequence_id, span.start_time or 0.0))
 
 
@@ -60,9 +59,9 @@ def read_turns(
     *,
     is_policy_call: Callable[[Span], bool] | None = None,
 ) -> tuple[Turn, ...]:
-    """The turns among ``spans``, which are those of one attempt in order (``spans_of_attempt``).
+    """The turns in ``spans``, the ordered spans of one attempt (``spans_of_attempt``).
 
-    ``tokenizer`` is needed for text-only traces alone. ``is_policy_call`` leaves out calls to other models in the
+    ``tokenizer`` is needed for text-only traces only. ``is_policy_call`` leaves out calls to other models in the
     second and third convention, whose spans do not say whether the policy answered; without it every call counts.
     Raises ``TraceError`` when a span is damaged or a text-only trace comes without tokenizer.
     """
@@ -74,6 +73,6 @@ def read_turns(
     if not calls:
         return ()
     if tokenizer is None:
-        raise TraceError("the trace has text but no token ids; a tokenizer is needed to tokenize it again")
+        raise TraceError("the trace has text but no token ids; a tokenizer is needed to re-tokenize it")
     retokenizer = Retokenizer(tokenizer)
     return tuple(turn for call in calls if (turn := call.retokenized_turn(retokenizer)) is not None)

@@ -1,4 +1,4 @@
-"""One rollout as its agent, its reward function and the transcripts see it: the task and the turns."""
+"""A rollout for its agent, its reward function and the transcripts: the task and the turns."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from agl_slime.trace.turn import Messages, Turn
 
 @dataclass(frozen=True, kw_only=True)
 class Trajectory:
-    """What happened in one attempt of a rollout.
+    """The course of one attempt of a rollout.
 
     ``task`` is the rollout's input. ``reward`` and ``rewards`` (by name) are ``None`` and empty until there is a
-    reward. ``stop_reason`` says why the rollout stopped; where the agent named none it is the finish reason of the last
-    call. ``mode`` is ``"train"``, ``"val"``, ``"test"`` or not set.
+    reward. ``stop_reason`` is the agent's, or else the finish reason of the last call. ``mode`` is ``"train"``,
+    ``"val"``, ``"test"`` or not set.
     """
 
     rollout_id: str
@@ -30,8 +30,7 @@ class Trajectory:
 
     @property
     def response(self) -> str:
-        """The text of the last answer, with the part of it that was there before the last call went on with it; empty
-        when there is none."""
+        """The text of the last answer, including the part that the last call continued; empty without an answer."""
         if not self.turns:
             return ""
         asked = self.turns[-1].messages
@@ -40,7 +39,7 @@ class Trajectory:
 
     @property
     def messages(self) -> Messages:
-        """The last call's messages with its answer, where calls recorded theirs; else the answers alone."""
+        """The last call's messages with its answer, if recorded; else the answers alone."""
         if not self.turns:
             return ()
         asked = self.turns[-1].messages
@@ -64,7 +63,7 @@ class Trajectory:
 TRUNCATING_REASONS = frozenset(
     {"length", "abort", "aborted", "max_turns", "max_tokens", "max_trajectory_tokens", "context_overflow"}
 )
-"""Stop reasons after which more would have come."""
+"""Stop reasons of a rollout or call that was cut off."""
 
 
 def is_truncated(stop_reason: str) -> bool:

@@ -26,24 +26,24 @@ Messages = tuple[Mapping[str, Any], ...]
 
 @dataclass(frozen=True, eq=False, kw_only=True, slots=True)
 class Turn:
-    """One model call: the prompt that was sent and what was sampled after it.
+    """One model call: the prompt and the response sampled after it.
 
     ``prompt_ids`` and ``response_ids`` become read-only int32 arrays and ``log_probs`` a read-only float32 array
-    (natural log, one per response id; ``None`` when the source has none), whatever sequences of numbers are given.
-    ``response_ids`` holds the stop token. ``weight_versions`` says which version sampled which response tokens.
+    (natural log, one per response id; ``None`` when the source has none), from any sequences of numbers.
+    ``response_ids`` has the stop token. ``weight_versions`` names the version that sampled each response token.
     ``messages`` are the chat messages of the request and ``text`` the engine's answer: for reading, never for training.
     ``latency_s`` is the time the call took in seconds.
 
-    Who made the prompt knows what it goes on from: the first ``kept_tokens`` tokens of turn number ``base_turn`` of the
-    rollout, prompt and response, and why those are not all of them (``fork``). A turn of which nobody said so has
-    ``None``, 0 and ``None``. ``untrained`` says why the response is context only (``role:judge``, ``constrained``);
-    empty for one that is trained.
+    The prompt begins with the first ``kept_tokens`` tokens (prompt and response) of turn number ``base_turn`` of the
+    rollout; ``fork`` is the reason when these are not all of them. A turn of another recorder has ``None``, 0 and
+    ``None``. ``untrained`` is the reason why the response is context only (``role:judge``, ``constrained``); empty for
+    a trained one.
 
     ``experts`` are the routed experts of the tokens for which ``base_turn`` has none; ``nucleus`` has an entry per
-    response id. Both are ``None`` unless the engine was asked for them; large ones are in a file, and ``filed`` says
-    where. ``speculated`` counts tokens accepted, tokens
-    drafted and verifications under speculative decoding. ``images`` are those that the prompt shows, in the order of
-    their tokens.
+    response id. Both are ``None`` unless they were requested; large ones are in a file, whose place ``filed``
+    has. ``speculated`` counts tokens accepted, tokens
+    drafted and verifications under speculative decoding. ``images`` are the prompt's images, in the order of their
+    tokens.
 
     Raises ``TraceError`` when ids are not non-negative int32, log-probs are not finite, or the lengths do not fit.
     """
@@ -101,8 +101,7 @@ class Turn:
 
     @classmethod
     def from_generation(cls, prompt_ids: Sequence[int] | TokenArray, generation: Generation, **more: Any) -> Turn:
-        """The turn of a ``/generate`` call that was sent ``prompt_ids``; ``more`` are fields that the call does not
-        know."""
+        """The turn of a ``/generate`` call that was sent ``prompt_ids``; ``more`` are further fields."""
         return cls(
             prompt_ids=token_array(prompt_ids, name="prompt_ids"),
             response_ids=token_array(generation.output_ids, name="response_ids"),
@@ -145,7 +144,7 @@ class Turn:
 
 
 def with_replay(turn: Turn, directory: Path | None) -> Turn:
-    """``turn`` with the arrays that it has in a file of ``directory``. Raises ``TraceError``."""
+    """``turn`` with its arrays from a file of ``directory``. Raises ``TraceError``."""
     return turn if turn.filed is None else replace(turn, filed=None, **turn.filed.read(directory))
 
 

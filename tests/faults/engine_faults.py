@@ -161,7 +161,7 @@ async def wait_for(event: asyncio.Event, seconds: float) -> bool:
     """Sleep, but no longer than until ``event``; whether it has come."""
     try:
         await asyncio.wait_for(event.wait(), seconds)
-    except asyncio.TimeoutError:
+    except TimeoutError:
         return False
     return True
 

@@ -166,7 +166,7 @@ async def test_cancelling_thousands_leaks_nothing() -> None:
                 isinstance(result, asyncio.CancelledError)
                 for result in await asyncio.gather(*tasks, return_exceptions=True)
             )
-        await asyncio.wait_for(engine.disconnected(), 5)
+        await asyncio.wait_for(engine.disconnected(), 60)
 
 
 async def test_two_thousand_at_once() -> None:
@@ -258,7 +258,7 @@ async def test_closing_reaches_the_connections_of_a_loop_that_runs_elsewhere() -
             await asyncio.wrap_future(there)
             assert engine.connections == 1
             await client.aclose()
-            await asyncio.wait_for(engine.disconnected(), 5)
+            await asyncio.wait_for(engine.disconnected(), 60)
             # and it can be used again
             assert (await client.generate([1], SamplingParams(max_new_tokens=1))).output_ids
             await client.aclose()

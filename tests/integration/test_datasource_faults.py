@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from agl_slime import AGLDataSource, slime_hooks
-from agl_slime.datasource import ends
+from agl_slime.datasource import completions
 from agl_slime.datasource.source import DataSourceSettings
 from agl_slime.errors import DataSourceError
 from agl_slime.groups.results import Outcome
@@ -57,7 +57,7 @@ class Flaky(BridgeStore):
 
 
 async def test_a_read_that_fails_while_the_store_restarts_is_made_again() -> None:
-    store = Flaky(ConnectionError("refused"), asyncio.TimeoutError(), ConnectionResetError("reset"))
+    store = Flaky(ConnectionError("refused"), TimeoutError(), ConnectionResetError("reset"))
     with AGLDataSource(store=store, settings=QUICK) as source:
         ids = await enqueue(store, 2)
         for rollout_id in ids:
@@ -68,7 +68,7 @@ async def test_a_read_that_fails_while_the_store_restarts_is_made_again() -> Non
 
 
 async def test_a_store_that_stays_away_ends_it_with_the_first_cause(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ends, "_PATIENCE_S", 0.5)
+    monkeypatch.setattr(completions, "_PATIENCE_S", 0.5)
     store = Flaky(ConnectionError("the first cause"))
     store.forever = ConnectionError("what came later")
     with AGLDataSource(store=store, settings=QUICK) as source:

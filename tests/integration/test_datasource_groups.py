@@ -244,7 +244,7 @@ async def test_spans_that_the_store_dropped_fail_the_rollout_with_that_reason() 
     store = InMemoryLightningStore(thread_safe=True, eviction_memory_threshold=3_000, safe_memory_threshold=100)
     with GroupSource(store=store, settings=QUICK) as source:
         told = Told(source)
-        source.ends.begin()
+        source.follower.begin()
         [rollout_id] = await enqueue(store, 1)
         await finish(store, rollout_id, turns=[a_turn(i) for i in range(10)])
         await told.until(lambda: bool(told.groups))

@@ -32,7 +32,7 @@ async def test_stop_wakes_whoever_waits() -> None:
     with pytest.raises(DataSourceError, match="was stopped"):
         await asyncio.wait_for(waiting, 10)
     assert time.monotonic() - began < 10
-    assert not [thread for thread in threading.enumerate() if thread is source.ends.thread._thread]
+    assert not [thread for thread in threading.enumerate() if thread is source.follower.thread._thread]
 
 
 async def test_after_stop_the_store_does_not_call_it_any_more() -> None:

@@ -80,7 +80,7 @@ async def lateness_of_all(case: LoopCase, measured: threading.Event | None = Non
     running = asyncio.ensure_future(case.loop.run_async())
     while case.loop._runner is None or case.loop._runner.runner._loop is None:  # noqa: ASYNC110 - it tells nobody when it has begun
         await asyncio.sleep(0.005)
-    for name, loop in (("runner", case.loop._runner.runner._loop), ("data source", case.source.ends.thread.loop)):
+    for name, loop in (("runner", case.loop._runner.runner._loop), ("data source", case.source.follower.thread.loop)):
         assert loop is not None
         stop = asyncio.Event()
         elsewhere[name] = (loop, stop, asyncio.run_coroutine_threadsafe(lateness(stop), loop))

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from agl_slime import AGLDataSource, slime_hooks
-from agl_slime.datasource.ends import EndTable
+from agl_slime.datasource.completions import CompletionTable
 from agl_slime.errors import DataSourceError
 from agl_slime.groups.results import Outcome
 from agl_slime.slime.generate import stop_rollouts
@@ -98,20 +98,20 @@ async def test_a_manager_that_takes_the_journal_over_loses_and_doubles_nothing(
 def test_what_was_being_read_at_a_save_is_known_as_read_at_the_next_one():
     """It is read again after the load, which may be before the feed names it; with unread ends before it, the third
     manager was told of it as new."""
-    table = EndTable(hold=True)
+    table = CompletionTable(hold=True)
     table.restore(
         {"follow": {"server_instance_id": "one", "after": 0}, "ended": [], "unreleased": [], "waiting": ["waited for"]}
     )
     table.read("waited for")
     assert table.state()["ended"] == ["waited for"]  # it may be trained on before the feed has named anything
     page = FeedPage(server_instance_id="one", last=2, rollout_ids=["unread", "waited for"], missed=False)
-    assert table.told(page) == ["unread"]
+    assert table.add_page(page) == ["unread"]
     state = table.state()
     assert state["follow"]["after"] == 0
     assert state["ended"] == ["waited for"]
-    table = EndTable(hold=True)
+    table = CompletionTable(hold=True)
     table.restore(state)
-    assert table.told(page) == ["unread"]
+    assert table.add_page(page) == ["unread"]
 
 
 async def test_the_batch_of_a_step_is_the_same_for_the_manager_that_follows(

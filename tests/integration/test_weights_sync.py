@@ -278,7 +278,7 @@ async def test_two_pushes_at_once_are_refused() -> None:
         sync = make_sync(engine)
         first = asyncio.create_task(sync.push("/models/step-1", "1"))
         await engine.arrived("/pause_generation")
-        with pytest.raises(WeightSyncError, match="still under way"):
+        with pytest.raises(WeightSyncError, match="still running"):
             await sync.push("/models/step-2", "2")
         await first
         await sync.push("/models/step-2", "2")

@@ -119,7 +119,7 @@ class Client:
         for _ in range(5_000):
             try:
                 text = await asyncio.wait_for(self.read(body, headers, limit), patience)
-            except asyncio.TimeoutError:
+            except TimeoutError:
                 text, patience = None, 99
             if text is not None:
                 return text

@@ -69,6 +69,10 @@ said_next = st.sampled_from(
         [{"role": "tool", "tool_call_id": "call00000", "name": "f", "content": "r"}],
         [{"role": "tool", "tool_call_id": f"call{i:05}", "name": "f", "content": "r"} for i in range(2)],
         [{"role": "system", "content": "Reminder."}, {"role": "user", "content": "next"}],
+        [
+            {"role": "tool", "tool_call_id": "call00000", "name": "f", "content": "r"},
+            {"role": "system", "content": "Reminder."},
+        ],
     ]
 )
 _CALLED = '<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>'

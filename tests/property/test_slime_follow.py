@@ -8,7 +8,7 @@ import json
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from agl_slime.datasource.ends import EndTable
+from agl_slime.datasource.completions import CompletionTable
 from agl_slime.store.feed import FeedPage
 from tests.examples import examples
 
@@ -29,7 +29,7 @@ def test_after_a_crash_exactly_what_the_saved_state_had_not_read_comes_again(
     data: st.DataObject, feed: list[str], hold: bool
 ) -> None:
     """``feed`` names rollouts again, as a store does when an end is reported twice."""
-    table = EndTable(hold=hold)
+    table = CompletionTable(hold=hold)
     unread: list[str] = []
     read: set[str] = set()  # what the ledger knows as ended
     released: set[str] = set()
@@ -38,7 +38,7 @@ def test_after_a_crash_exactly_what_the_saved_state_had_not_read_comes_again(
         step = data.draw(st.sampled_from(["page", "read", "save", "crash"]))
         after = table.position.after
         if step == "page" and after < len(feed):
-            fresh = table.told(page(after, feed[after : data.draw(st.integers(after + 1, len(feed)))]))
+            fresh = table.add_page(page(after, feed[after : data.draw(st.integers(after + 1, len(feed)))]))
             assert len(set(fresh)) == len(fresh)
             unread += [name for name in fresh if name not in unread]
         elif step == "read" and unread:
@@ -52,7 +52,7 @@ def test_after_a_crash_exactly_what_the_saved_state_had_not_read_comes_again(
             table.due.clear()
         elif step == "crash" and saved is not None:
             state = json.loads(saved[0])
-            table, unread = EndTable(hold=hold), []
+            table, unread = CompletionTable(hold=hold), []
             table.restore(state)
             read = set(saved[1])
             # what comes again is read again, or recognised: it was read before that state was saved
@@ -64,7 +64,7 @@ def test_after_a_crash_exactly_what_the_saved_state_had_not_read_comes_again(
         table.read(unread.pop())
     after = table.position.after
     if after < len(feed):
-        for rollout_id in table.told(page(after, feed[after:])):
+        for rollout_id in table.add_page(page(after, feed[after:])):
             table.read(rollout_id)
     state = table.state()
     assert state["follow"] == {"server_instance_id": SERVER, "after": len(feed)} or not feed
@@ -74,18 +74,18 @@ def test_after_a_crash_exactly_what_the_saved_state_had_not_read_comes_again(
 @given(first=st.integers(1, 5), hold=st.booleans())
 @example(first=1, hold=False)
 def test_a_duplicate_in_the_feed_does_not_freeze_the_position(first: int, hold: bool) -> None:
-    table = EndTable(hold=hold)
+    table = CompletionTable(hold=hold)
     ids = [str(i) for i in range(first)]
-    for rollout_id in table.told(page(0, [*ids, *ids, "last"])):
+    for rollout_id in table.add_page(page(0, [*ids, *ids, "last"])):
         table.read(rollout_id)
     state = table.state()
     assert (state["follow"]["after"], state["ended"]) == (2 * first + 1, [])
 
 
 def test_the_account_does_not_grow_with_the_run() -> None:
-    table = EndTable(hold=False)
+    table = CompletionTable(hold=False)
     for after in range(0, 50_000, 10):
-        for rollout_id in table.told(page(after, [str(i) for i in range(after, after + 10)])):
+        for rollout_id in table.add_page(page(after, [str(i) for i in range(after, after + 10)])):
             table.read(rollout_id)
         table.due.clear()
     assert table.state() == {"follow": {"server_instance_id": SERVER, "after": 50_000}, "ended": [], "unreleased": []}

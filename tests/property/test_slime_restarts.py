@@ -63,15 +63,15 @@ class Still:
     """A data source whose thread is never started."""
 
     def __init__(self, store: Store) -> None:
-        with patch("agl_slime.datasource.ends.LoopThread", Steps):
+        with patch("agl_slime.datasource.completions.LoopThread", Steps):
             self.source = GroupSource(store=store, n_samples_per_prompt=SIZE, settings=SETTINGS, hold=True)  # type: ignore[arg-type]
-        self.source.intake.read = self._result
-        self.looks: list[Coroutine[Any, Any, None]] = self.source.ends.thread.looks  # type: ignore[attr-defined]
+        self.source.ingestor.read = self._result
+        self.looks: list[Coroutine[Any, Any, None]] = self.source.follower.thread.looks  # type: ignore[attr-defined]
         self._store = store
 
     def page(self) -> None:
-        page = self._store.feed.read(self.source.ends.table.position)
-        self.source.ends.take(page)
+        page = self._store.feed.read(self.source.follower.table.position)
+        self.source.follower.take(page)
 
     def step(self, index: int) -> None:
         """Let one look at a rollout go on, up to where it waits for the store."""
@@ -162,7 +162,7 @@ class Restarts(RuleBasedStateMachine):
     @rule()
     def notice(self) -> None:
         """Before the feed has told of them."""
-        for rollout_id in self.store.feed.read(self.source.source.ends.table.position)["rollout_ids"][:2]:
+        for rollout_id in self.store.feed.read(self.source.source.follower.table.position)["rollout_ids"][:2]:
             self.source.source.notify(rollout_id)
 
     @rule()
@@ -193,7 +193,7 @@ class Restarts(RuleBasedStateMachine):
         for _ in range(2):
             self.deliver(1)
             self.save()
-        complete(self.source.source.ends.release_due(at_least=1))
+        complete(self.source.source.follower.release_due(at_least=1))
         self.save()
         if forget:
             for rollout_id in self.store.released:
@@ -248,12 +248,12 @@ class Restarts(RuleBasedStateMachine):
         }
         assert (counts.open, counts.ready) == (0, 0), self.source.source.ledger.open_ids()
         assert counts.closed == {outcome: n for outcome, n in expected.items() if n}
-        complete(self.source.source.ends.release_due(at_least=1))
+        complete(self.source.source.follower.release_due(at_least=1))
         for _ in range(2):
             self.source.saved()
         state = self.source.source.state()
         assert (state["ended"], state["waiting"]) == ([], []), "what was read is remembered for ever"
-        assert not self.source.source.ends.table._ends
+        assert not self.source.source.follower.table._ends
 
 
 Restarts.TestCase.settings = settings(max_examples=examples(100), stateful_step_count=20, deadline=None)
@@ -280,7 +280,7 @@ def test_what_is_trained_before_the_feed_names_it_is_not_read_again() -> None:
     assert len(second.source.get_samples(1)) == 1
     for _ in range(2):
         second.saved()
-    complete(second.source.ends.release_due(at_least=1))
+    complete(second.source.follower.release_due(at_least=1))
     third = Still(store)
     third.source.restore(json.loads(second.saved()))
     third.page()

@@ -48,6 +48,15 @@ def test_a_later_system_message_is_a_users_where_it_stands(template: str) -> Non
     assert f"<|im_start|>user\nBe long.{apart}How many?<|im_end|>" in text
 
 
+def test_a_reminder_is_the_end_of_a_result_where_a_question_there_is_refused() -> None:
+    call = {"id": "call_0", "type": "function", "function": {"name": "f", "arguments": {}}}
+    called = {"role": "assistant", "content": "", "tool_calls": [call]}
+    result = {"role": "tool", "tool_call_id": "call_0", "content": "one"}
+    reminder = {"role": "system", "content": "Be long."}
+    text = rendered(template_of(Ways(system="refused", alternate=True)), SYSTEM, QUESTION, called, result, reminder)
+    assert "one\n\nBe long.<|im_end|>" in text
+
+
 def test_a_template_that_writes_system_messages_anywhere_gets_them_as_they_are() -> None:
     text = rendered(CHATML, SYSTEM, QUESTION, ANSWER, DEVELOPER, QUESTION)
     assert text.index("Three.") < text.index("<|im_start|>developer\nUse tools.")

@@ -108,7 +108,6 @@ def test_context_limit_only_from_the_total_refusal() -> None:
 @pytest.mark.parametrize(
     ("exc", "error", "retry"),
     [
-        (asyncio.TimeoutError(), EngineTimeoutError, True),
         (TimeoutError(), EngineTimeoutError, True),
         (aiohttp.SocketTimeoutError("Timeout on reading data from socket"), EngineTimeoutError, True),
         (aiohttp.ConnectionTimeoutError("Connection timeout"), EngineUnreachableError, True),

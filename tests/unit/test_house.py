@@ -87,6 +87,16 @@ def test_what_the_architecture_page_names_is_there() -> None:
             where = getattr(where, part)
 
 
+def test_each_command_of_the_readme_is_one_line_that_ci_runs() -> None:
+    root = PACKAGE.parent
+    commands = re.findall(r"^    (python3 -m venv .*)$", (root / "README.md").read_text(), re.MULTILINE)
+    ends = [command.rpartition(" && ")[2] for command in commands]
+    assert ends == [".venv/bin/python train.py", ".venv/bin/pytest -n 2"]
+    ci = (root / ".ci/run").read_text()
+    for number in (1, 2):
+        assert f"readme_command {number}" in ci
+
+
 def test_every_python_that_is_claimed_is_one_that_ci_trains_on() -> None:
     root = PACKAGE.parent
     claimed = re.findall(r"Python :: (3\.\d+)", (root / "pyproject.toml").read_text())

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from agl_slime import AGLDataSource
-from agl_slime.datasource.ends import EndTable
+from agl_slime.datasource.completions import CompletionTable
 from agl_slime.datasource.source import DataSourceSettings
 from agl_slime.store.bridge import BridgeStore
 from agl_slime.store.retention import Retention
@@ -55,7 +55,7 @@ async def test_a_store_of_this_process_forgets_at_once(tmp_path: Path) -> None:
 
 
 def test_with_saves_a_rollout_is_kept_until_two_saved_states_have_it() -> None:
-    table = EndTable(hold=True)
+    table = CompletionTable(hold=True)
     for name in ("a", "b"):
         table.read(name)
     table.saved(waiting=["b"])
@@ -69,7 +69,7 @@ def test_with_saves_a_rollout_is_kept_until_two_saved_states_have_it() -> None:
     table.saved(waiting=[])
     assert table.due == ["a", "b", "c"]
 
-    after_a_restart = EndTable(hold=True)
+    after_a_restart = CompletionTable(hold=True)
     after_a_restart.restore(state)
     after_a_restart.saved(waiting=[])
     after_a_restart.saved(waiting=[])
@@ -112,7 +112,7 @@ async def test_what_could_not_be_released_is_released_later() -> None:
 
 
 async def test_a_second_reader_releases_nothing_and_neither_does_a_store_that_cannot() -> None:
-    table = EndTable(hold=False)
+    table = CompletionTable(hold=False)
     table.read("a")
     assert table.due == ["a"]
     for store, settings in (

@@ -56,7 +56,7 @@ def test_dropped_thinking_is_the_templates_doing(vocabulary: str):
     tokenizer = chat_tokenizer(vocabulary, DROPS_THINKING)
     assert reasons(two_turns(tokenizer, "<think>\nFrance, so Paris.\n</think>\n\nIt is Paris."), tokenizer) == [
         None,
-        ForkReason.TEMPLATE,
+        ForkReason.DROPPED_THINKING,
     ]
 
 
@@ -64,14 +64,14 @@ def test_thinking_dropped_before_a_tool_call_is_the_templates_doing(vocabulary: 
     """The block and what follows it begin with the same characters, <t."""
     tokenizer = chat_tokenizer(vocabulary, DROPS_THINKING)
     sampled = "<think>\nLook it up.\n</think>\n<tool_call>\n{}\n</tool_call>"
-    assert reasons(two_turns(tokenizer, sampled), tokenizer) == [None, ForkReason.TEMPLATE]
+    assert reasons(two_turns(tokenizer, sampled), tokenizer) == [None, ForkReason.DROPPED_THINKING]
 
 
 def test_an_answer_of_thinking_alone_that_is_dropped_is_the_templates_doing(vocabulary: str):
     tokenizer = chat_tokenizer(vocabulary, DROPS_THINKING)
     assert reasons(two_turns(tokenizer, "<think>\nFrance, so Paris.\n</think>"), tokenizer) == [
         None,
-        ForkReason.TEMPLATE,
+        ForkReason.DROPPED_THINKING,
     ]
 
 

@@ -1,5 +1,8 @@
 // Level 3: one rollout: its conversation, its timeline, its forks, its outcome and why.
 
+// Reasons of forks that their names do not say.
+const FORKS = { dropped_thinking: "the template drops earlier thinking" };
+
 async function rollout(view, run, id) {
   const member = run.byId.get(id);
   const told = await run.rollout(id);
@@ -76,7 +79,7 @@ function forks(told) {
   const node = (i) => {
     const turn = told.turns[i];
     const text = [`call ${i + 1}: ${num(turn.prompt_tokens)} prompt tokens, ${num(turn.tokens)} sampled, ${seconds(turn.seconds)}, ended by ${turn.finish}`];
-    if (turn.fork) text.push(" ", badge("fork", `fork: ${turn.fork}`), ` kept ${num(turn.kept_tokens)} tokens`);
+    if (turn.fork) text.push(" ", badge("fork", `fork: ${FORKS[turn.fork] ?? turn.fork}`), ` kept ${num(turn.kept_tokens)} tokens`);
     if (turn.untrained) text.push(" ", badge("masked", `not trained: ${turn.untrained}`));
     return [h("li", {}, text), chain(i)];
   };

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import functools
+import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from agl_slime.errors import PromptError
+from agl_slime.tokens.codec import shared_length
 from agl_slime.tokens.formats.base import (
     ToolParser,
     before_marks,
@@ -112,16 +114,17 @@ def _is_own(form: type[ToolParser]) -> bool:
     return form is not HermesParser
 
 
-def _reads(form: ToolParser, written: str) -> bool:
-    """Whether a parser finds the probe's call, perhaps with a turn's marks around it."""
-    tries = (form.parse(text).calls for text in (written, written[written.find("{") : written.rfind("}") + 1]))
+def _reads(form: ToolParser, written: tuple[str, ...]) -> bool:
+    """Whether a parser finds the probe's call, perhaps with the end of a turn after it."""
+    tries = (form.parse(text).calls for each in written for text in (each, each[: each.rfind("}") + 1]))
     return any([(call.name, {**call.arguments}) for call in calls] == [(_NAME, _ARGUMENTS)] for calls in tries)
 
 
-def _probes(tokenizer: Any, kwargs: dict[str, Any]) -> Iterator[str]:
-    """An answer with one call as the template writes it, where it does."""
+def _probes(tokenizer: Any, kwargs: dict[str, Any]) -> Iterator[tuple[str, ...]]:
+    """An answer with one call as the template writes it, where it does: after the opening of an answer as far as that
+    is there, and after the question."""
     question = {"role": "user", "content": _QUESTION}
-    for arguments in (_ARGUMENTS, '{"key": "kz 42", "n": "3"}'):
+    for arguments in (_ARGUMENTS, json.dumps(_ARGUMENTS)):
         call = {"id": "call00042", "type": "function", "function": {"name": _NAME, "arguments": arguments}}
         try:
             asked = render_chat(tokenizer, [question], opening=True, **kwargs)
@@ -129,6 +132,5 @@ def _probes(tokenizer: Any, kwargs: dict[str, Any]) -> Iterator[str]:
             whole = render_chat(tokenizer, [question, answer], **kwargs)
         except PromptError:
             continue
-        written = whole[len(asked) :] if whole.startswith(asked) else whole.rpartition(_QUESTION)[2]
-        if _NAME in written:
-            yield written
+        if _NAME in whole:
+            yield whole[shared_length(asked, whole) :], whole.rpartition(_QUESTION)[2]

@@ -217,7 +217,7 @@ class LlamaJsonParser(ToolParser):
     """The whole answer is ``{"name": "f", "parameters": {"x": 1}}``, several with ``;`` between them, perhaps after
     text and ``<|python_tag|>``: Llama 3.1 and later."""
 
-    shown = ("<|python_tag|>", '"parameters": ')
+    shown = "<|python_tag|>", "Environment: ipython"
     written, between = ('{"name": "NAME", "parameters": ', "}", "json"), "; "
     _tag = "<|python_tag|>"
 

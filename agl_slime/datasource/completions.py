@@ -1,8 +1,8 @@
-"""Which rollouts have ended: a follower for every kind of store, and the table of what was read.
+"""Completed rollouts: a follower for every kind of store, and a table of the rollouts that were read.
 
-A ``BridgeStore`` tells of each end, a ``RemoteStore`` is followed from a position in its feed, any other store is
-polled about the rollouts in flight and, where nobody announces them, looked through. What has been read is released in
-the store, so that it need not be kept.
+A ``BridgeStore`` notifies at each completion, a ``RemoteStore`` is followed from a position in its feed, and any other
+store is polled about the rollouts in flight or, where none was announced, scanned. Rollouts that were read are released
+in the store, which may then forget them.
 """
 
 from __future__ import annotations
@@ -40,84 +40,88 @@ _LOOKUPS_AT_ONCE = 64
 
 
 @dataclass(slots=True)
-class _End:
+class _Completion:
     number: int = 0  # position in the feed; 0 = not listed yet, -1 = listed before the restored position
     read: bool = False
     saved: bool = False  # a state was saved after it was read
     released: bool = False
 
 
-class EndTable:
-    """The ends that were told of, until they have been read and released. Not thread-safe.
+class CompletionTable:
+    """Completed rollouts that the store listed, until they have been read and released. Not thread-safe.
 
-    Ends are read out of order, since conversions take different times, so a saved state has the position before the
-    oldest unread end, and the rollouts after it that were read. A store elsewhere outlives this process, and when a
-    saved state is loaded, what ended after it is read again: with ``hold``, or once a state was saved, a rollout is
-    released by the second save after it was read, so that the last two states can both be gone back to.
+    Conversions take different times, so rollouts are read out of order: a saved state has the feed position before the
+    oldest unread rollout, and the rollouts after it that were read. A remote store outlives this process, and a
+    restored state reads again every rollout that ended after it. With ``hold``, or once a state was saved, a rollout is
+    therefore released by the second save after it was read: either of the last two states can be restored.
     """
 
     def __init__(self, *, hold: bool) -> None:
         self.position = FeedPosition()
         self.due: list[str] = []
-        """To be released in the store."""
+        """Rollouts to release in the store."""
         self._hold = hold
-        self._ends: dict[str, _End] = {}  # in the order of the feed
-        self._known: set[str] = set()  # read before the feed named them, or before a restart; they come once more
+        self._ends: dict[str, _Completion] = {}  # in the order of the feed
+        self._already_read: set[str] = (
+            set()
+        )  # before the feed listed them, or before a restart: the feed lists them again
 
-    def told(self, page: FeedPage, *, missed: Collection[str] = ()) -> list[str]:
-        """Move the position to the end of ``page``; returns the rollouts to look at, each once however often the feed
-        names it. ``missed`` are those that may have ended before it, unseen."""
+    def add_page(self, page: FeedPage, *, missed: Collection[str] = ()) -> list[str]:
+        """Move the position to the end of ``page``; returns the rollouts to read, each once however often the feed
+        lists it. ``missed`` are rollouts that may have ended unseen before the page."""
         self.position.move(page)
         fresh = []
         for number, rollout_id in enumerate(page["rollout_ids"], page["last"] - len(page["rollout_ids"]) + 1):
-            known = rollout_id in self._known
-            self._known.discard(rollout_id)
+            was_read = rollout_id in self._already_read
+            self._already_read.discard(rollout_id)
             if rollout_id not in self._ends:
-                self._ends[rollout_id] = _End(number, read=known, released=known)
-                fresh += [] if known else [rollout_id]
-            elif known or not self._ends[rollout_id].number:  # not released yet, or read before it was told of
+                self._ends[rollout_id] = _Completion(number, read=was_read, released=was_read)
+                fresh += [] if was_read else [rollout_id]
+            elif was_read or not self._ends[rollout_id].number:  # not released yet, or read before the feed listed it
                 self._ends[rollout_id] = replace(self._ends.pop(rollout_id), number=number)
         for rollout_id in missed:
-            self._ends.setdefault(rollout_id, _End(-1, read=True))  # named before; until they are read, they wait
+            self._ends.setdefault(
+                rollout_id, _Completion(-1, read=True)
+            )  # listed before; unread ones wait in ``to_read``
         self._trim()
         return [*dict.fromkeys([*fresh, *missed])]
 
     def read(self, rollout_id: str, *, ended: bool = True) -> None:
-        """The rollout has been looked at. One that has not ended counts only where its end was told of: then there is
-        nothing to read any more."""
+        """Note that the rollout was looked at. One without an end counts only if the store listed it: then it is gone,
+        and nothing is left to read."""
         if ended or rollout_id in self._ends:
-            self._ends.setdefault(rollout_id, _End()).read = True
+            self._ends.setdefault(rollout_id, _Completion()).read = True
             self._release(() if self._hold else (rollout_id,))
 
     def saved(self, waiting: Collection[str]) -> None:
-        """A state has been saved in which the rollouts ``waiting`` are still to be read again."""
+        """Note that a state was saved in which the rollouts ``waiting`` are still to be read."""
         self._hold = True
-        held = {name: end for name, end in self._ends.items() if end.read and name not in waiting}
-        self._release([name for name, end in held.items() if end.saved])
-        for end in held.values():
+        covered = {name: end for name, end in self._ends.items() if end.read and name not in waiting}
+        self._release([name for name, end in covered.items() if end.saved])
+        for end in covered.values():
             end.saved = True
 
     def reset(self) -> None:
-        """The store has begun anew: nothing that it told of is there any more."""
-        for told in (self._ends, self._known, self.due):
-            told.clear()
+        """Forget everything: the store was restarted and has none of these rollouts any more."""
+        for rollouts in (self._ends, self._already_read, self.due):
+            rollouts.clear()
 
     def state(self) -> dict[str, Any]:
-        """``ended``: what was read after the position; ``unreleased``: what is still kept in the store."""
+        """``ended``: rollouts read after the position; ``unreleased``: rollouts that the store still keeps."""
         after = next((end.number - 1 for end in self._ends.values() if not end.read), self.position.after)
         later = (name for name, end in self._ends.items() if end.read and self._comes_after(after, end))
         kept = [name for name, end in self._ends.items() if end.read and not end.released]
         return {
             "follow": {"server_instance_id": self.position.server_instance_id, "after": after},
-            "ended": [*{*later, *self._known}],
+            "ended": [*{*later, *self._already_read}],
             "unreleased": [*kept, *self.due],
         }
 
     def restore(self, state: dict[str, Any]) -> None:
         if (follow := state.get("follow")) is not None:
             self.position = FeedPosition(follow["server_instance_id"], follow["after"])
-            self._known = set(state.get("ended") or ())
-        self._ends = {name: _End(-1, read=True) for name in state.get("unreleased") or ()}
+            self._already_read = set(state.get("ended") or ())
+        self._ends = {name: _Completion(-1, read=True) for name in state.get("unreleased") or ()}
 
     def _release(self, rollout_ids: Collection[str]) -> None:
         for rollout_id in rollout_ids:
@@ -126,19 +130,19 @@ class EndTable:
                 self.due.append(rollout_id)
         self._trim()
 
-    def _comes_after(self, position: int, end: _End) -> bool:
-        """Whether the feed names it after ``position``; a store without a feed names nothing."""
+    def _comes_after(self, position: int, end: _Completion) -> bool:
+        """Whether the feed lists it after ``position``; a store without a feed lists nothing."""
         return end.number > position or (bool(self.position.server_instance_id) and not end.number)
 
     def _trim(self) -> None:
         while self._ends and (end := self._ends[first := next(iter(self._ends))]).read and end.released:
             del self._ends[first]
             if self._comes_after(self.position.after, end):
-                self._known.add(first)  # it may have been trained on, and is told of yet
+                self._already_read.add(first)  # perhaps trained on already, and the feed has yet to list it
 
 
-class Intake(Protocol):
-    """Who is told of ends; its methods are called on the follower's loop."""
+class CompletionListener(Protocol):
+    """The receiver of completed rollouts; its methods are called on the follower's loop."""
 
     async def look(self, rollout_id: str) -> None: ...
 
@@ -153,14 +157,15 @@ class Intake(Protocol):
     def failed(self, error: BaseException) -> None: ...
 
 
-class EndFollower:
-    """A thread with an event loop that learns of ends and has its ``intake`` look at each. The first error of anything
-    that runs there ends it. ``store=None`` has no thread. ``changed`` guards the table."""
+class CompletionFollower:
+    """A thread with an event loop that follows the store and passes each completed rollout to its ``listener``.
+
+    The first error on that loop ends it. ``store=None`` has no thread. ``changed`` guards the table."""
 
     def __init__(
         self,
         store: Any,
-        intake: Intake,
+        listener: CompletionListener,
         *,
         changed: threading.Condition,
         hold: bool,
@@ -169,18 +174,21 @@ class EndFollower:
         poll_interval_s: float,
         tick_s: float,
     ) -> None:
-        self._store, self._intake, self._changed = store, intake, changed
-        self.tells = hasattr(store, "subscribe_finished")
-        """Whether the store calls for each end; ``feeds``: whether it has a feed of them."""
-        self.feeds = not self.tells and hasattr(store, "follow_finished")
-        self.table = EndTable(hold=hold and not self.tells)
+        self._store, self._listener, self._changed = store, listener, changed
+        self.notifies = hasattr(store, "subscribe_finished")
+        """Whether the store calls back at each completion; ``has_feed``: whether it lists completions in a feed."""
+        self.has_feed = not self.notifies and hasattr(store, "follow_finished")
+        self.table = CompletionTable(hold=hold and not self.notifies)
         self.to_read: set[str] = set()
-        """Of a restored state, or missed, until they are looked at."""
+        """Rollouts of a restored state, or missed ones, until they are looked at."""
         self._poll_interval_s, self._tick_s = poll_interval_s, min(tick_s, _TICK_S)
         self._release = getattr(store, "release", None) if release else None
-        self._replay_files, self._kept_by = replay_files, None if release else getattr(store, "released", None)
+        self._replay_files, self._released_by_reader = (
+            replay_files,
+            None if release else getattr(store, "released", None),
+        )
         self._release_batch = 1 if isinstance(store, BridgeStore) else _RELEASE_BATCH
-        self._away: Exception | None = None  # why the store does not answer
+        self._away: Exception | None = None  # the first error since the store last answered
         self._begun, self._stop_asked = asyncio.Event(), asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
         self.thread = LoopThread(self._serve, name="agl-slime-datasource")
@@ -190,8 +198,8 @@ class EndFollower:
             self.thread.start()
 
     def begin(self) -> None:
-        """Follow a remote store from the position that is known now, or look through a plain one: until then a saved
-        state may be restored."""
+        """Start to follow a remote store from the current position, or to scan a plain one. A saved state can be
+        restored before this call only."""
         self.thread.call(self._begun.set)
 
     def submit(self, work: Callable[..., Awaitable[None]], *args: Any) -> None:
@@ -202,9 +210,9 @@ class EndFollower:
         self.thread.call(self._stop_asked.set)
         self.thread.join(timeout_s)
 
-    async def patiently(self, call: Callable[[], Awaitable[T]]) -> T:
-        """The result of a call to the store, made again while it is away. Raises ``DataSourceError`` when it stays
-        away, with the first cause, whichever call met it."""
+    async def with_retries(self, call: Callable[[], Awaitable[T]]) -> T:
+        """The result of a call to the store, which is retried while the store is unreachable. Raises
+        ``DataSourceError`` with the first cause, whichever call met it, when the store stays unreachable."""
         backoff = Backoff("", patience_s=_PATIENCE_S)
         while True:
             try:
@@ -214,22 +222,22 @@ class EndFollower:
                     raise
                 self._away = self._away or error
                 if (pause_s := backoff.failed(error)) is None:
-                    said = spell_exception(self._away)
-                    raise DataSourceError(f"the store has not answered for {_PATIENCE_S:g} s: {said}") from self._away
+                    cause = spell_exception(self._away)
+                    raise DataSourceError(f"the store has not answered for {_PATIENCE_S:g} s: {cause}") from self._away
                 await asyncio.sleep(pause_s)
             else:
                 self._away = None
                 return result
 
     async def release_due(self, *, at_least: int | None = None) -> None:
-        """Have the store release what was read, some at a time."""
+        """Release rollouts that were read in the store, in batches."""
         with self._changed:
             due = self.table.due if len(self.table.due) >= (at_least or self._release_batch) else []
             if due:
                 self.table.due = []
-        # before the store is told: a kill between the two leaves nothing behind
+        # files first: a kill before the store's release leaves no orphan file
         if due and self._replay_files is not None:
-            await run_in_thread(partial(remove_replay, self._replay_files, self._read_by_all(due)))
+            await run_in_thread(partial(remove_replay, self._replay_files, self._read_by_every_reader(due)))
         if due and self._release is not None:
             try:
                 await self._release(due)
@@ -238,11 +246,11 @@ class EndFollower:
                     self.table.due[:0] = due
                 logger.warning("%d rollouts could not be released in the store: %s", len(due), error)
 
-    def _read_by_all(self, read: list[str]) -> list[str]:
-        """Of these those that nobody else reads: who does not release waits for the reader that does."""
-        if self._kept_by is None:
+    def _read_by_every_reader(self, read: list[str]) -> list[str]:
+        """The ids whose replay files may be deleted: already released by the reader that releases in the store."""
+        if self._released_by_reader is None:
             return read if self._release is not None else []
-        released = self._kept_by(read)
+        released = self._released_by_reader(read)
         with self._changed:
             self.table.due[:0] = [rollout_id for rollout_id in read if rollout_id not in released]
         return [rollout_id for rollout_id in read if rollout_id in released]
@@ -255,19 +263,19 @@ class EndFollower:
     def _task_ended(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
-            self._intake.failed(error)
+            self._listener.failed(error)
 
     async def _serve(self, ready: Callable[[], None]) -> None:
         try:
             await self._run(ready)
-        except BaseException as error:  # the thread has no caller; whoever waits for samples must hear of it
-            self._intake.failed(error)
+        except BaseException as error:  # the thread has no caller: the listener passes it to every waiting one
+            self._listener.failed(error)
 
     async def _run(self, ready: Callable[[], None]) -> None:
-        look, unsubscribe = self._intake.look, None
-        if self.tells:
+        look, unsubscribe = self._listener.look, None
+        if self.notifies:
             unsubscribe = self._store.subscribe_finished(lambda rollout: self.submit(look, rollout.rollout_id))
-        self._spawn(self._follow if self.feeds else self._poll)
+        self._spawn(self._follow if self.has_feed else self._poll)
         self._spawn(self._tick)
         endless = set(self._tasks)
         ready()
@@ -278,69 +286,72 @@ class EndFollower:
             task.cancel()
         if reading := self._tasks - endless:
             await asyncio.wait(reading, timeout=1.0)
-        if self.feeds:
+        if self.has_feed:
             await self._store.close()
 
     async def _follow(self) -> None:
-        """A remote store's feed, from the restored position on; what comes twice is recognised by the ledger."""
+        """Follow a remote store's feed from the restored position; the ledger recognises a rollout that comes twice."""
         await self._begun.wait()
-        await self._intake.before_following()
+        await self._listener.before_following()
         await follow_feed(self._store, self.table.position, self.take, self._catch_up, patience_s=_PATIENCE_S)
 
     async def _catch_up(self, page: FeedPage) -> Sequence[str]:
         if not page["missed"]:
             return ()
-        logger.warning("The store's feed has gone on without this data source; the whole store is looked at.")
+        logger.warning(
+            "The store's feed no longer reaches back to this data source's position; the whole store is scanned."
+        )
         return await self._finished_ids()
 
     def take(self, page: FeedPage, missed: Collection[str] = ()) -> None:
-        """A page of the feed, and what may have ended unseen before it."""
+        """Process a page of the feed; ``missed`` may have ended unseen before it."""
         with self._changed:
             if self.table.position.restarted(page):
                 self.table.reset()
-                self._intake.store_restarted()
-            fresh = self.table.told(page, missed=missed)
+                self._listener.store_restarted()
+            fresh = self.table.add_page(page, missed=missed)
             self.to_read.update(missed)
         for rollout_id in fresh:
-            self.submit(self._intake.look, rollout_id)
+            self.submit(self._listener.look, rollout_id)
 
     async def _poll(self) -> None:
-        """Ask about the rollouts in flight, and look through a store that tells of nothing for rollouts that nobody
-        announced. Under a subscription it is a safety net: the store's watchdog runs, and nothing that ended unseen is
-        waited for."""
-        pause_s = max(_POLL_OPEN_S, self._poll_interval_s) if self.tells else self._poll_interval_s
+        """Poll the rollouts in flight, or scan a plain store where no rollout was announced. Beside a subscription this
+        is a safety net: it drives the store's watchdog and finds rollouts that ended unseen."""
+        pause_s = max(_POLL_OPEN_S, self._poll_interval_s) if self.notifies else self._poll_interval_s
         seen: set[str] = set()
         cost_s = 0.0
         while True:
             await asyncio.sleep(max(pause_s, 9 * cost_s))
             began = time.monotonic()
-            ids = self._intake.in_flight()
+            ids = self._listener.in_flight()
             if ids is not None:
                 ended = await self._ended_among(ids)
-            elif not self.tells and self._begun.is_set():
+            elif not self.notifies and self._begun.is_set():
                 # walks every rollout that the store holds: for small runs and tests
                 ended = [rollout_id for rollout_id in await self._finished_ids() if rollout_id not in seen]
                 seen.update(ended)
             else:
                 ended = []
             for rollout_id in ended:
-                self._spawn(self._intake.look, rollout_id)
+                self._spawn(self._listener.look, rollout_id)
             cost_s = time.monotonic() - began
 
     async def _ended_among(self, rollout_ids: Sequence[str]) -> list[str]:
         ended: list[str] = []
         for first in range(0, len(rollout_ids), _LOOKUPS_AT_ONCE):
             few = rollout_ids[first : first + _LOOKUPS_AT_ONCE]
-            found = await asyncio.gather(*(self.patiently(partial(self._store.get_rollout_by_id, one)) for one in few))
-            ended += [rollout.rollout_id for rollout in found if rollout is not None and rollout.status in FINISHED]
+            rollouts = await asyncio.gather(
+                *(self.with_retries(partial(self._store.get_rollout_by_id, one)) for one in few)
+            )
+            ended += [rollout.rollout_id for rollout in rollouts if rollout is not None and rollout.status in FINISHED]
         return ended
 
     async def _finished_ids(self) -> list[str]:
-        found = await self.patiently(lambda: self._store.query_rollouts(status_in=sorted(FINISHED)))
-        return [rollout.rollout_id for rollout in found]
+        rollouts = await self.with_retries(lambda: self._store.query_rollouts(status_in=sorted(FINISHED)))
+        return [rollout.rollout_id for rollout in rollouts]
 
     async def _tick(self) -> None:
         while True:
             await asyncio.sleep(self._tick_s)
-            self._intake.time_passed()
+            self._listener.time_passed()
             await self.release_due(at_least=1)
