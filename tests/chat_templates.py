@@ -98,6 +98,7 @@ REASONER = """\
 
 # nothing ends an answer but the marker of the next role, which the model samples to stop
 ROLE_MARKERS = """\
+{#- calls stand in <tool_call> #}
 {%- for message in messages %}
 {%- if message.role == 'tool' %}
 {%- if loop.first or messages[loop.index0 - 1].role != 'tool' %}{{- '<|observation|>' }}{%- endif %}
@@ -136,6 +137,7 @@ FORGETS_RESULTS = """\
 
 # a finished conversation ends with a token of its own, which is not there when an answer follows
 ENDS_WITH_TOKEN = """\
+{#- calls stand in <tool_call> #}
 {%- for message in messages %}{{- '<|' + message.role + '|>\\n' + message.content + '<|im_end|>\\n' }}{%- endfor %}
 {%- if add_generation_prompt %}{{- '<|assistant|>\\n' }}{%- else %}{{- '<|endoftext|>' }}{%- endif %}"""
 

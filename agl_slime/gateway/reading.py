@@ -29,6 +29,11 @@ class Reading:
         parts = self.reader.visible(text, self.stops)
         return parts.reasoning or "", parts.content
 
+    def _goes_on(self, parts: AnswerParts, text: str) -> bool:
+        """Whether ``parts``, told by tokens, begin with what a stream showed of their text."""
+        reasoning, content = self.visible(text)
+        return (parts.reasoning or "").startswith(reasoning) and parts.content.startswith(content)
+
     def choice(self, generation: Any, call: Call, session: RolloutSession) -> tuple[Choice, dict[str, str]]:
         """The parts, and the ids of calls, as served and as written."""
         if generation.finish_reason == "abort":  # what its reader saw
@@ -38,6 +43,8 @@ class Reading:
             parts = AnswerParts(content=generation.text)
         else:
             parts = self.reader.read(generation.text, generation.output_ids)
+            if call.stream and not self._goes_on(parts, generation.text):
+                parts = self.reader.read(generation.text)
         calls: list[ToolCall] = []
         ids: dict[str, str] = {}
         stats = session.stats

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
+from agl_slime.gateway.calls import Call
+from agl_slime.gateway.reading import Reading
+from agl_slime.rollout.session import RolloutStats
+from agl_slime.sglang.generation import Generation
 from agl_slime.tokens.answer import AnswerParts
 from agl_slime.tokens.formats import get_tool_parser
 from agl_slime.tokens.reader import AnswerReader, reader_for
@@ -18,11 +23,11 @@ from tests.tool_formats import FORMATS, tokenizer_of, written
 KINDS = list(FORMATS)
 # formats whose values end at marks have no way to write those in a value
 ENDS = {
-    "qwen_xml": ("</parameter>", "<parameter=", "</function>", "<tool_call>", "</tool_call>"),
-    "seed": ("</parameter>", "<parameter=", "</function>", "<seed:tool_call>", "</seed:tool_call>"),
-    "glm": ("</arg_value>", "<arg_key>", "<tool_call>", "</tool_call>"),
-    "hunyuan": ("</arg_value:opensource>", "<arg_key:opensource>", "tool_call:opensource>"),
-    "minimax": ("</parameter>", "<parameter name=", "</invoke>", "<invoke name=", "minimax:tool_call>"),
+    "qwen_xml": ("<tool_call>",),
+    "seed": ("<seed:tool_call>",),
+    "glm": ("<arg_key>", "<tool_call>"),
+    "hunyuan": ("<arg_key:opensource>", "<tool_call:opensource>"),
+    "minimax": ("minimax:tool_call>",),
     "deepseek_v32": ("｜DSML｜",),
     "gemma4": ('<|"|>',),
     "harmony": ("<|end|>", "<|call|>", "<|start|>", "<|return|>"),
@@ -30,6 +35,7 @@ ENDS = {
 KEYWORDS = ("if", "in", "is", "as")  # of Python, in which LFM2 writes
 names = st.from_regex(r"[a-z_][a-z0-9_]{0,8}", fullmatch=True).filter(lambda name: name not in KEYWORDS)
 PIECES = {mark for form in FORMATS.values() for mark in (*form.marks, *form.thinking)}
+PIECES |= {"</parameter>", "</function>", "</invoke>", "</arg_value:opensource>", "</tool_call:opensource>"}
 PIECES |= {"<", ">", "</", "{", '"', "; ", "\n", "]", "}}", "'", "\\", "```", "NaN", "é😀"}
 marks = st.sampled_from(sorted(PIECES))
 letters = st.text(alphabet=st.characters(exclude_categories=["Cs", "Cc", "Co"]), max_size=6)
@@ -120,6 +126,26 @@ def test_a_mark_that_was_sampled_as_its_text_is_a_mention(kind: str) -> None:
     if kind not in ("llama_json", "harmony"):
         assert ([one.name for one in both.calls], both.content) == (["look"], f"{call} and")
         assert both.calls[0].arguments == {"key": "kz"}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_streams_parts_go_on_from_what_was_shown(stream: bool) -> None:
+    tokenizer = tokenizer_of("hermes", opens=True)
+    reading = Reading(reader_for(tokenizer, opened=True, offered=True), ())
+    spelled = [t for letter in "I write </think> then." for t in tokenizer.encode(letter, add_special_tokens=False)]
+    text = "I write </think> then.</think>Yes."
+    ids = (*spelled, *tokenizer.encode("</think>Yes.", add_special_tokens=False))
+    generation = Generation(output_ids=ids, log_probs=(0.0,) * len(ids), text=text, finish_reason="stop")
+    call: Any = Call(messages=[], stream=stream)
+    session: Any = SimpleNamespace(stats=RolloutStats())
+    choice, _ = reading.choice(generation, call, session)
+    shown = reading.visible(text)
+    if stream:
+        assert (choice.reasoning, choice.content) == ("I write", "then.</think>Yes.")
+        assert choice.reasoning.startswith(shown[0])
+        assert choice.content.startswith(shown[1])
+    else:
+        assert (choice.reasoning, choice.content) == ("I write </think> then.", "Yes.")
 
 
 def test_an_end_of_thinking_that_is_spelled_ends_no_thinking() -> None:

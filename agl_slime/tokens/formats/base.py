@@ -16,7 +16,7 @@ from typing import Any
 from agl_slime.support.registry import Registry
 from agl_slime.tokens.answer import AnswerParts, ToolCall
 
-_MOST_UNREAD = 64  # marks without a call behind them; what follows is text
+_MOST_UNREAD = 256  # marks without a call behind them, as an answer that repeats itself has; what follows is text
 
 
 class ToolParser(ABC):
@@ -96,16 +96,19 @@ class BlockParser(ToolParser):
         content, done, at = "", 0, 0
         calls: list[ToolCall] = []
         malformed: list[str] = []
-        while len(malformed) < _MOST_UNREAD and (start := text.find(self.begin, at)) >= 0:
+        unread = 0
+        while unread < _MOST_UNREAD and (start := text.find(self.begin, at)) >= 0:
             at = start + len(self.begin)
+            unread += 1
             if self.sectioned and _last(text, self.opening, start) <= _last(text, self.closing, start):
                 continue
             try:
                 read, end = self.read(text, at)
             except (ValueError, RecursionError):
-                if unread := self._unread(text, start, at):
-                    malformed.append(unread)
+                if looks := self._unread(text, start, at):
+                    malformed.append(looks)
                 continue
+            unread -= 1
             calls += read
             content += _without(text[done:start], self.opening)
             done = at = _after(text, end, self.closing)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import re
 
@@ -15,8 +14,8 @@ _MOST_ENDS = 16  # that are tried for one call, the others stood in arguments
 
 class TaggedParser(UntypedParser):
     """``head`` matches a call's name behind ``begin``, ``key`` an argument's with the mark after it, ``value_end`` ends
-    its value, ``tail`` stands before ``end``. A value may hold any mark, if its own end follows in its place: before
-    the next key, or at the end of the call. One that is not closed ends at the next key, as in SGLang and vLLM."""
+    its value, ``tail`` stands before ``end``. A value may hold marks that end something, if its own end follows in its
+    place. The next key ends a value that is not closed, as in SGLang and vLLM."""
 
     head: re.Pattern[str]
     key: re.Pattern[str]
@@ -49,25 +48,19 @@ class TaggedParser(UntypedParser):
             key = self.key.match(body, at)
             if key is None:
                 raise ValueError("text between the arguments")
-            closed, following = self._closed.search(body, key.end()), self.key.search(body, key.end())
-            if closed and not (following and following.start() < closed.start()):
-                end, at = closed.start(), closed.end()
-            elif following:
-                end = at = following.start()
-            elif self.tail:
-                end = at = len(body)
-            else:
+            following = self.key.search(body, key.end())
+            at = following.start() if following else len(body)
+            value = body[key.end() : at]
+            if value.rstrip().endswith(self.value_end):
+                value = value.rstrip().removesuffix(self.value_end)
+            elif self.value_end in value or not (following or self.tail):
                 raise ValueError("a value without an end")
-            arguments[key[1].strip()] = self.value(key, body[key.end() : end])
+            arguments[key[1].strip()] = self.value(key, value)
         return arguments
 
     def value(self, key: re.Match[str], text: str) -> object:
         """The value of an argument from its text."""
         return text
-
-    @functools.cached_property
-    def _closed(self) -> re.Pattern[str]:
-        return re.compile(f"{re.escape(self.value_end)}(?={self.key.pattern}|\\s*\\Z)")
 
 
 @register_tool_parser("qwen_xml", "qwen3_coder")
