@@ -188,7 +188,7 @@ class Speaker:
         found = re.search(r"(</?think[^<]*(</think[^<]*)?|<\|channel>thought\s*<channel\|>)$", opening)
         self.opened = found[0] if found else ""
         """What the template writes of thinking before an answer."""
-        self._header = opening.removesuffix(self.opened).removeprefix(self.render([_QUESTION], None, opening=False))
+        self.header = opening.removesuffix(self.opened).removeprefix(self.render([_QUESTION], None, opening=False))
         self._shut = "</think" in self.opened or "<channel|>" in self.opened
         self.thinks = not self._shut and "REASON" in self._answer(
             {"role": "assistant", "content": "yes", "reasoning_content": "REASON"}
@@ -242,11 +242,11 @@ class Speaker:
         prompt = self.render([_QUESTION], None, opening=True)
         whole = self.render([_QUESTION, message], None, opening=False)
         if whole.startswith(prompt):
-            return self._thought(whole[len(prompt) :].removeprefix(self._header), message)
+            return self._thought(whole[len(prompt) :].removeprefix(self.header), message)
         # the template does not open answers that are there as it opens one to come (R1)
         closed = self.render([_QUESTION], None, opening=False)
         opening, rest = prompt[len(closed) :], whole[len(closed) :]
-        text = rest.removeprefix(opening.removesuffix(self.opened)).removeprefix(self._header)
+        text = rest.removeprefix(opening.removesuffix(self.opened)).removeprefix(self.header)
         if not self.opened or self._shut:
             return text
         text = text.removeprefix("<think>")
@@ -447,9 +447,10 @@ def _for_renderer(tools: Any) -> Any:
     return tools
 
 
-_ORDER = ["same", "blanks", "cut", "thinking", "sampled", "reminder", "other", "refused"]
+_ORDER = ["same", "blanks", "opening", "cut", "thinking", "sampled", "reminder", "other", "refused"]
 """How a prompt stands to the template's rendering of the true history, the worst of its answers counts: the same;
-white space and empty blocks within sampled answers; an answer that was cut; thinking that the template leaves out;
+white space and empty blocks within sampled answers; what opens an answer, which some templates write only before one
+that is there, or only before one to come; an answer that was cut; thinking that the template leaves out;
 something else within sampled answers; a later system message that the template would refuse, drop or move, and that
 stands elsewhere than as a user's; something else; the template refuses the history."""
 
@@ -481,11 +482,14 @@ def _beside_template(turns: list[Turn], at: int, history: list[Message], play: P
 
 def _way(turn: Turn, written: str, speaker: Speaker) -> str:
     stopped = turn.finish_reason == "stop"
-    said = speaker.opened + speaker.tokenizer.decode(turn.response_ids.tolist()[: -1 if stopped else None])
-    if said == written:
+    said = speaker.tokenizer.decode(turn.response_ids.tolist()[: -1 if stopped else None])
+    if speaker.opened + said == written:
         return "same"
-    if squash(said) == squash(written):
+    if squash(speaker.opened + said) == squash(written):
         return "blanks"
+    if squash(said) == squash(written.removeprefix(speaker.header)):
+        return "opening"
+    said = speaker.opened + said
     if not stopped:
         return "cut"
     return (

@@ -79,8 +79,10 @@ class AnswerFields:
             parts = replace(reader, parser=None, tokenizer=None).read(text)
         calls = [_call(call.name, call.id, call.arguments) for call in parts.calls]
         message: Message = {"role": "assistant", "content": text}
-        if parts.reasoning and self.thinking is not None:
-            message |= {"content": parts.content, self.thinking: parts.reasoning}
+        if parts.reasoning is not None and self.thinking is not None:
+            message["content"] = parts.content
+            if parts.reasoning:  # an empty block is none
+                message[self.thinking] = parts.reasoning
         elif self.thinking is None and parts.reasoning is not None and not parts.reasoning_closed and reader.opened:
             message["content"] = f"{text}\n{self.marks[1]}\n\n"  # or its words would be read as content
         elif calls:
