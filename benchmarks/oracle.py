@@ -368,6 +368,8 @@ def _compare(model: Published, play: Play, speaker: Speaker, gateway: ScriptedGa
                 thought = served.get("reasoning_content")
                 true.append({"role": "assistant", "content": served.get("content") or ""})
                 true[-1] |= {"reasoning_content": thought} if thought else {}
+                if calls := served.get("tool_calls"):  # those that were whole
+                    true[-1]["tool_calls"] = said.message["tool_calls"][: len(calls)]
                 histories[-1] = (histories[-1][0], new)
             true += new
             sent += new_sent
