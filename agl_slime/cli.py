@@ -36,6 +36,7 @@ from agl_slime.errors import (
     UnknownVersionError,
     spell_exception,
 )
+from agl_slime.support.net import bypass_proxies
 
 # With this variable set, tracebacks and the package's debug messages are shown.
 DEBUG_VARIABLE = "AGL_SLIME_DEBUG"
@@ -66,6 +67,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"usage: agl-slime COMMAND [flags]\n\n{commands}")
         return 0
     command, *rest = arguments
+    if command != "doctor":  # which tells of the environment as it is
+        bypass_proxies()  # before anything that makes a client, such as an agent's module
     if command in ("buffer", "gateway"):
         try:
             return import_module(f"agl_slime.{'buffer.server' if command == 'buffer' else 'gateway.command'}").main(
@@ -224,10 +227,13 @@ def _run_until_signal(work: Coroutine[Any, Any, Any]) -> None:
 
     async def run() -> None:
         loop, task = asyncio.get_running_loop(), asyncio.ensure_future(work)
+        interrupted = threading.Event()
 
+        # never replaced: the watch over the process, which hears what it cannot, stands before these handlers
         def interrupt() -> None:
-            for number in _stop_signals():
-                loop.add_signal_handler(number, os._exit, 130)
+            if interrupted.is_set():
+                os._exit(130)
+            interrupted.set()
             task.cancel()
 
         for number in _stop_signals():

@@ -24,12 +24,14 @@ class _Timed:
 
 @dataclass(frozen=True, kw_only=True)
 class RunStarted(_Timed):
-    """The run begins. ``num_iterations`` and ``rollouts_per_iteration`` are what progress counts up to."""
+    """The run begins, after ``iteration`` where it is resumed. ``num_iterations`` and ``rollouts_per_iteration`` are
+    what progress counts up to."""
 
     settings: Mapping[str, Any] = field(default_factory=dict)
     output_dir: Path | None = None
     num_iterations: int | None = None
     rollouts_per_iteration: int | None = None
+    iteration: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)

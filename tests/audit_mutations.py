@@ -1,12 +1,13 @@
 """Changes to the files of a run that an audit has to find.
 
-``damage``: what a disk, an editor or a bug does to the bytes. ``lie``: what a mistake in the code that writes would
-have written, with checksums that are right for it. A lie is about what another file, or another line, says as well.
-What nobody else says is not drawn, for no reader can tell it: seconds, losses and other metrics of the trainer, texts,
-tools and tasks, the trainer's log-probs and advantages; ids of validation rollouts and of those that a restart has cut
-off, which stand in the ledger alone; the id of a group of which no rollout is kept; the ledger's numbers of ends that
-were not trained on, for any number between those of its neighbours says the same; the order of groups within one
-iteration.
+``damage``: what a disk, an editor or a bug does to the bytes; ``lose``: to whole files. ``lie``: what a mistake in the
+code that writes would have written, with checksums that are right for it. A lie is about what another file, or another
+line, says as well.
+What nobody else says is not drawn, for no reader can tell it: seconds, losses and other metrics of the trainer and of
+validations, texts, tools and tasks, forks and prompts of turns; ids of validation rollouts and of those that a restart
+has cut off, which stand in the ledger alone; the id of a group of which no rollout is kept; the ledger's numbers of
+ends that were not trained on, for any number between those of its neighbours says the same; the order of groups within
+one iteration.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from __future__ import annotations
 import base64
 import json
 import random
+import shutil
 import sqlite3
 import zlib
 from collections.abc import Callable
@@ -53,6 +55,41 @@ def damage(run: Path, rng: random.Random) -> tuple[Path, str]:
         lines = [content[:place], bytes([new]), content[place + 1 :]]
     path.write_bytes(b"".join(lines))
     return path, f"{how} at {at}"
+
+
+LOSSES = ("ledger", "empty ledger", "trained", "groups", "metrics", "rollouts", "newest checkpoint", "older checkpoint")
+LOSSES += ("model", "weights of the model", "iteration of the model", "best model's validation")
+LOSSES += tuple(f"garbage after {name}" for name in JSONL)
+
+
+def lose(run: Path, what: str) -> None:
+    """Remove one of ``LOSSES`` from a finished run, or put something in its place."""
+    if what in ("ledger", "empty ledger"):
+        for suffix in ("", "-wal", "-shm"):
+            (run / f"ledger.sqlite{suffix}").unlink(missing_ok=True)
+        if what == "empty ledger":
+            (run / "ledger.sqlite").touch()
+    elif what.startswith("garbage after "):
+        with (run / what.removeprefix("garbage after ")).open("ab") as file:
+            file.write(b'{"iteration": 9, "rollouts"')
+    elif what.endswith("checkpoint"):
+        steps = sorted((run / "checkpoints").glob("step_*"))
+        shutil.rmtree(steps[-1 if what.startswith("newest") else -2])
+    elif what == "model":
+        shutil.rmtree(run / "model")
+    elif what == "weights of the model":
+        path = run / "model" / "model.safetensors"
+        content = bytearray(path.read_bytes())
+        content[-1] ^= 1
+        path.unlink()  # its content is a checkpoint's, too
+        path.write_bytes(content)
+    elif what in ("iteration of the model", "best model's validation"):
+        path = run / ("model" if what.endswith("the model") else "model-best") / "agl_slime_model.json"
+        about = json.loads(path.read_text())
+        about.update({"iteration": 1} if what.endswith("the model") else {"validation": 0.987})
+        path.write_text(json.dumps(about))
+    else:
+        (run / f"{what}.jsonl").unlink()
 
 
 def lie(run: Path, rng: random.Random) -> tuple[Path, str]:
@@ -171,9 +208,20 @@ def _rollouts(line: dict[str, Any], rng: random.Random) -> str:
             "prompt": lambda: sample.update(prompt_length=sample["prompt_length"] - 1),
             "sample less": lambda: line["samples"].remove(sample),
             "sample again": lambda: line["samples"].append(sample),
+            "sample left out": lambda: line["left_out"].update(samples=1),
+            "token left out": lambda: sample.update(left_out=3),
             "advantage outside of the mask": lambda: sample.update(advantages=_shifted(sample["advantages"])),
         }
+        if line["rewards"]:
+            changes["primary reward"] = lambda: line["rewards"].update(primary=0.123)
+        if line["outcome"] == "trained":
+            place = range(first[0], first[1])
+            changes["trainer's log-prob"] = lambda: _packed(sample, "trainer_log_probs", "<f4", rng, among=place)
+            changes["advantage"] = lambda: _packed(sample, "advantages", "<f4", rng, among=place)
+        else:
+            changes["trained after all"] = lambda: sample.update(trainer_log_probs=sample["engine_log_probs"])
         if line["turns"]:
+            changes["turn less"] = lambda: line["turns"].pop()
             changes["turn"] = lambda: line["turns"][0].update(tokens=line["turns"][0]["tokens"] + 1)
     return _one_of(changes, rng)
 

@@ -32,7 +32,7 @@ TEMPLATE = (
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 QUICK = ClientSettings(
-    backoff_base_s=0.001, backoff_cap_s=0.01, max_attempts=3, idle_timeout_s=5.0, total_timeout_s=10.0
+    backoff_base_s=0.001, backoff_cap_s=0.01, max_attempts=3, idle_timeout_s=30.0, total_timeout_s=60.0
 )
 WEATHER = {
     "type": "function",

@@ -24,20 +24,21 @@ from tests.faults.engine_faults import answering
 from tests.faults.scripted_engine import ScriptedEngine, in_thread
 from tests.trace_tokenizers import small_tokenizer
 
-# retries within milliseconds: what is tested is what becomes of an error, not how long a person would wait for it
+# retries within milliseconds: what is tested is what becomes of an error, not how long a person would wait for it; the
+# limits are for an engine that hangs, and a machine with ten other jobs is none
 QUICK_CLIENT = ClientSettings(
-    backoff_base_s=0.001, backoff_cap_s=0.01, max_attempts=3, idle_timeout_s=1.0, total_timeout_s=5.0
+    backoff_base_s=0.001, backoff_cap_s=0.01, max_attempts=3, idle_timeout_s=30.0, total_timeout_s=60.0
 )
 SMALL = {
     "num_iterations": 1,
     "rollout_batch_size": 2,
     "n_samples_per_prompt": 2,
-    "rollout_timeout_s": 20.0,
+    "rollout_timeout_s": 60.0,
     "max_replaced_groups": 0,
     "failure_patience_s": 0,
 }
 # waits for every member of a group, so that all failures are counted
-PATIENT = DataSourceSettings(get_timeout_s=20, policy=MinimumViableGroup(drop_early=False))
+PATIENT = DataSourceSettings(get_timeout_s=60, policy=MinimumViableGroup(drop_early=False))
 TASKS = [{"prompt": f"say hello to {name}", "name": name} for name in ("Ada", "Alan", "Grace", "Edsger")]
 
 

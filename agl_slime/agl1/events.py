@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import orjson
@@ -132,21 +132,28 @@ def _trimmed(kind: str, data: dict[str, Any]) -> dict[str, Any]:
     server = data.get("server")
     server = server if isinstance(server, dict) else {}
     trimmed = {
-        "prompt_token_ids": response.get("prompt_token_ids") or first.get("prompt_token_ids") or [],
-        "response_token_ids": first.get("token_ids") or [],
+        "prompt_token_ids": _token_ids(response.get("prompt_token_ids")) or _token_ids(first.get("prompt_token_ids")),
+        "response_token_ids": _token_ids(first.get("token_ids")),
         "response_log_probs": None,
         "server": {"model": server.get("model"), "version": server.get("version")},
     }
     return {**trimmed, **{name: data[name] for name in ("http_status", "status") if name in data}}
 
 
-def _last_of_each_prompt(events: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """1.0's way with a call that its client sent again."""
-    last: dict[Any, int] = {}
-    kept = list(events)
-    for place, event in enumerate(kept):
-        if event["event_type"] == "model_request":
-            ids = event["data"]["prompt_token_ids"]
-            last[tuple(ids) if isinstance(ids, list) else ()] = place
-    places = set(last.values())
-    return [event for n, event in enumerate(kept) if event["event_type"] != "model_request" or n in places]
+def _token_ids(value: Any) -> list[int]:
+    """Empty where an event that was posted has something else in their place."""
+    return value if isinstance(value, list) and all(type(one) is int for one in value) else []
+
+
+def _last_of_each_prompt(events: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """1.0's way with a call that its client sent again; calls without a prompt stay."""
+    last: dict[tuple[int, ...], int] = {}
+    for place, event in enumerate(events):
+        if event["event_type"] == "model_request" and (ids := event["data"]["prompt_token_ids"]):
+            last[tuple(ids)] = place
+
+    def stays(place: int, event: dict[str, Any]) -> bool:
+        ids = event["data"]["prompt_token_ids"] if event["event_type"] == "model_request" else []
+        return not ids or last[tuple(ids)] == place
+
+    return [event for place, event in enumerate(events) if stays(place, event)]

@@ -6,25 +6,50 @@ the attempt, and the order of ends is the store's feed.
 
 from __future__ import annotations
 
+import asyncio
+import logging
 import math
 import re
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
-from agl_slime.agl1.schemas import NEXT, TERMINAL, Config, Create, Metadata, RolloutView, State, Status, StatusPatch
+import orjson
+from pydantic import ValidationError
+
+from agl_slime.agl1.schemas import (
+    CONFIG_KEY,
+    NEXT,
+    TERMINAL,
+    Config,
+    Create,
+    Metadata,
+    RolloutView,
+    State,
+    Status,
+    StatusPatch,
+)
 from agl_slime.errors import GatewayRequestError
 from agl_slime.store.bridge import FINISHED, RUNNING, BridgeStore
 from agl_slime.store.feed import FinishedFeed
 from agl_slime.support.agl import Attempt, EnqueueRolloutRequest, Rollout, RolloutConfig
+from agl_slime.support.http import json_bytes
+from agl_slime.support.threads import run_in_thread
+
+T = TypeVar("T")
+
+logger = logging.getLogger(__name__)
 
 CONTROLLER = "agl-controller"
 """What the store calls whoever runs these rollouts, followed by the controller's name if it has one."""
 
 _TOLD = "agl1"  # in an attempt's metadata: what its controller said of it
-_CONFIG = "agl1.config"  # in a rollout's metadata: the configuration that it was created with
 _DELETED_KEPT = 10_000
+_CREATED_AT_ONCE = 100  # some milliseconds, between which the loop serves others
+_WRITTEN_AT_ONCE = 20  # rollouts of a page; more are written in a thread
+_MOST_LISTED_BYTES = 64 * 2**20
+NOT_SHOWABLE = "it cannot be shown to a controller"
 
 # How a controller words an end, and the reason that is counted.
 _REASONS = (
@@ -37,6 +62,7 @@ _REASONS = (
     ("spawn failed", "agent_not_started"),
     ("Invalid Job spec", "agent_not_started"),
     ("Job failed", "agent_failed"),
+    (NOT_SHOWABLE, "not_showable"),
 )
 
 # How an environment's worker does, with the type of the error.
@@ -53,6 +79,8 @@ class Rollouts:
         self._deleted: OrderedDict[str, None] = OrderedDict()
         self._gone: set[str] = set()
         self._unsubscribe: Callable[[], None] = lambda: None
+        self.not_shown = 0
+        """How many rollouts a listing has left out, for they cannot be shown."""
 
     def start(self) -> None:
         self._unsubscribe = self._store.subscribe_finished(self._feed.append)
@@ -60,15 +88,21 @@ class Rollouts:
     def stop(self) -> None:
         self._unsubscribe()
 
-    async def create(self, wanted: Sequence[Create]) -> list[RolloutView]:
-        """One that names an id which is known gives back the rollout that is there."""
-        return [self._view(await self._created(one)) for one in wanted]
+    async def create(self, wanted: Sequence[Create]) -> orjson.Fragment:
+        """The JSON of the new rollouts. One that names an id which is known gives back the rollout that is there."""
+        made: list[Rollout] = []
+        for first in range(0, len(wanted), _CREATED_AT_ONCE):
+            made += [await self._created(one) for one in wanted[first : first + _CREATED_AT_ONCE]]
+            await asyncio.sleep(0)
+        views = await _off_loop(lambda: [orjson.Fragment(self._json_of(rollout)) for rollout in made], len(made))
+        return orjson.Fragment(orjson.dumps(views))
 
     async def _created(self, wanted: Create) -> Rollout:
         if wanted.rollout_id is not None and (known := await self._store.get_rollout_by_id(wanted.rollout_id)):
             return known
         config = wanted.config or self._config
-        metadata = {**(wanted.metadata or {}), **({_CONFIG: config.model_dump()} if wanted.config else {})}
+        metadata = wanted.metadata.model_dump(exclude_unset=True) if wanted.metadata is not None else {}
+        metadata |= {CONFIG_KEY: config.model_dump()} if wanted.config else {}
         request = EnqueueRolloutRequest(
             input=wanted.input,
             mode="train" if wanted.is_train else "val",
@@ -77,9 +111,12 @@ class Rollouts:
         )
         return await self._store.enqueue_as(request, rollout_id=wanted.rollout_id)
 
-    async def list(self, states: frozenset[State], limit: int, *, by: str = "") -> list[RolloutView]:
-        """Those that are queuing, or running under the controller ``by``, oldest first; of ended ones ``terminal``
-        tells. A controller fails what it is shown as running and does not run."""
+    async def list(
+        self, states: frozenset[State], limit: int, *, by: str = ""
+    ) -> tuple[orjson.Fragment, Sequence[str]]:
+        """The JSON of the rollouts that are queuing, or running under the controller ``by``, oldest first, up to 64 MB;
+        of ended ones ``terminal`` tells. A controller fails what it is shown as running and does not run. Beside it the
+        ids of queuing rollouts that cannot be shown: nobody would ever run them."""
         found: list[Rollout] = []
         if "running" in states:
             found += sorted(self._running(by), key=lambda rollout: rollout.start_time)[:limit]
@@ -90,7 +127,26 @@ class Rollouts:
             ids = self._feed.read(self._feed.position())["rollout_ids"]
             known = [rollout for one in ids if (rollout := await self._store.get_rollout_by_id(one)) is not None]
             found += [rollout for rollout in known if _state_of(rollout) in ended]
-        return [self._view(rollout) for rollout in found[:limit] if rollout.rollout_id not in self._deleted]
+        listed = [rollout for rollout in found[:limit] if rollout.rollout_id not in self._deleted]
+        return await _off_loop(lambda: self._page(listed), len(listed))
+
+    def _page(self, rollouts: Sequence[Rollout]) -> tuple[orjson.Fragment, list[str]]:
+        views, size, left_out = list[orjson.Fragment](), 0, list[str]()
+        for rollout in rollouts:
+            try:
+                view = self._json_of(rollout)
+            except GatewayRequestError as error:
+                if not self.not_shown:
+                    logger.warning("%s; it fails. Others like it are counted.", error)
+                self.not_shown += 1
+                if _state_of(rollout) == "queuing":
+                    left_out.append(rollout.rollout_id)
+                continue
+            size += len(view)
+            if views and size > _MOST_LISTED_BYTES:
+                break
+            views.append(orjson.Fragment(view))
+        return orjson.Fragment(orjson.dumps(views)), left_out
 
     async def terminal(self, after: int, limit: int) -> dict[str, Any]:
         """The ends after position ``after``, in their order."""
@@ -117,8 +173,9 @@ class Rollouts:
             raise GatewayRequestError(f"Rollout not found: {rollout_id}", status=404, code="unknown_rollout")
         return rollout
 
-    async def view(self, rollout_id: str) -> RolloutView:
-        return self._view(await self.get(rollout_id))
+    async def view(self, rollout_id: str) -> orjson.Fragment:
+        """The JSON of a rollout. Raises ``GatewayRequestError``."""
+        return orjson.Fragment(self._json_of(await self.get(rollout_id)))
 
     def _running(self, by: str) -> Sequence[Rollout]:
         worker, latest = _worker(by), self._store.collections.latest_attempt
@@ -163,12 +220,12 @@ class Rollouts:
             raise GatewayRequestError(told, status=409, code="invalid_transition")
         return new
 
-    async def patch(self, rollout_id: str, wanted: StatusPatch, *, by: str = "") -> RolloutView:
+    async def patch(self, rollout_id: str, wanted: StatusPatch, *, by: str = "") -> orjson.Fragment:
         """Note what a controller says, and begin or end the attempt by it; ``check`` it before."""
         changes = wanted.model_dump(exclude_unset=True)
         rollout = await self.get(rollout_id)
         if not changes or rollout.status in FINISHED:
-            return self._view(rollout)
+            return orjson.Fragment(self._json_of(rollout))
         attempt = await self.begin(rollout, by=by)
         known = _told(await self._store.get_latest_attempt(rollout_id))
         told = {**known, **changes, "version": known.get("version", 1) + 1, "updated_at": time.time()}
@@ -195,6 +252,16 @@ class Rollouts:
     async def attempts(self, rollout_id: str) -> list[str]:
         return [] if await self._store.get_latest_attempt(rollout_id) is None else ["0"]
 
+    def _json_of(self, rollout: Rollout) -> bytes:
+        """Raises ``GatewayRequestError`` where the store holds what 1.0 has no form for."""
+        try:
+            return json_bytes(self._view(rollout).model_dump())
+        except (ValueError, TypeError, RecursionError) as error:  # pydantic's are ValueErrors
+            first = error.errors()[0] if isinstance(error, ValidationError) else None
+            why = f"{'.'.join(map(str, first['loc']))}: {first['msg']}" if first else f"{type(error).__name__}: {error}"
+            told = f"rollout {rollout.rollout_id}: {NOT_SHOWABLE} ({' '.join(why.split()):.200})"
+            raise GatewayRequestError(told, status=409, code="not_showable") from error
+
     def _view(self, rollout: Rollout) -> RolloutView:
         latest = self._store.collections.latest_attempt(rollout.rollout_id)
         told = _told(latest)
@@ -204,7 +271,7 @@ class Rollouts:
             status.setdefault("error_message", "cancelled")
         config = self._config
         metadata = dict(rollout.metadata or {})
-        if given := metadata.pop(_CONFIG, None):
+        if given := metadata.pop(CONFIG_KEY, None):
             config = Config.model_validate(given)
         elif rollout.config.timeout_seconds is not None:
             config = config.model_copy(update={"timeout_seconds": math.ceil(rollout.config.timeout_seconds)})
@@ -218,6 +285,11 @@ class Rollouts:
             metadata=Metadata.model_validate(metadata),
             status=Status(**{"updated_at": updated, **status, "created_at": begun}),
         )
+
+
+async def _off_loop(write: Callable[[], T], count: int) -> T:
+    """What ``write`` returns; in a thread where it writes many rollouts."""
+    return write() if count <= _WRITTEN_AT_ONCE else await run_in_thread(write)
 
 
 def reason_of(error_message: str) -> str:

@@ -16,6 +16,10 @@ NEXT: dict[State, frozenset[State]] = {
     "failed": frozenset(),
 }
 """The states that may follow each; ends are final."""
+CONFIG_KEY = "agl1.config"
+"""Of a rollout's metadata in the store: the configuration that it was created with."""
+MOST_CREATED = 10_000
+"""Rollouts that one request creates."""
 ATTEMPT = "0"
 """1.0 knows one attempt at a rollout, under this id; in the store it is the latest."""
 
@@ -37,12 +41,26 @@ class Config(BaseModel):
     k8s: K8sConfig | None = None
 
 
+class Metadata(BaseModel):
+    model_config = ConfigDict(extra="allow")
+
+    batch_idx: int | None = Field(default=None, ge=-(2**63), lt=2**63)
+    sample_idx_in_batch: int | None = Field(default=None, ge=-(2**63), lt=2**63)
+
+
 class Create(BaseModel):
     input: Any
     is_train: bool = True
     config: Config | None = None
-    metadata: dict[str, Any] | None = None
+    metadata: Metadata | None = None
     rollout_id: str | None = Field(default=None, min_length=1, max_length=200, pattern=r"^[A-Za-z0-9._-]+$")
+
+    @field_validator("metadata")
+    @classmethod
+    def _not_the_servers(cls, value: Metadata | None) -> Metadata | None:
+        if value is not None and CONFIG_KEY in (value.model_extra or {}):
+            raise ValueError(f"{CONFIG_KEY} is the server's own; give config beside metadata")
+        return value
 
 
 class StatusPatch(BaseModel):
@@ -66,13 +84,6 @@ class Status(BaseModel):
     version: int = 1
     created_at: float
     updated_at: float
-
-
-class Metadata(BaseModel):
-    model_config = ConfigDict(extra="allow")
-
-    batch_idx: int | None = None
-    sample_idx_in_batch: int | None = None
 
 
 class RolloutView(BaseModel):

@@ -20,7 +20,7 @@ import time
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
-from typing import Any, get_args
+from typing import Any, TypeVar, get_args
 
 import orjson
 from aiohttp import web
@@ -28,8 +28,9 @@ from pydantic import TypeAdapter, ValidationError
 
 from agl_slime.agl1.calls import CallsWorker, ModelCalls, controller_of, end_elsewhere
 from agl_slime.agl1.events import events_of, span_of
-from agl_slime.agl1.rollouts import Rollouts, reason_of
+from agl_slime.agl1.rollouts import NOT_SHOWABLE, Rollouts, reason_of
 from agl_slime.agl1.schemas import (
+    MOST_CREATED,
     TERMINAL,
     Config,
     Create,
@@ -37,7 +38,6 @@ from agl_slime.agl1.schemas import (
     Model,
     Patch,
     Pause,
-    RolloutView,
     State,
     StatusPatch,
 )
@@ -50,7 +50,7 @@ from agl_slime.rollout.access import LLM_RESOURCE, EngineAccess
 from agl_slime.store.bridge import BridgeStore
 from agl_slime.store.recording import Recording
 from agl_slime.support.agl import LLM
-from agl_slime.support.http import json_response
+from agl_slime.support.http import json_response, parse_json, read_body
 from agl_slime.support.threads import run_in_thread
 from agl_slime.trace.attributes import FAILURE_REASON
 
@@ -60,6 +60,7 @@ _CREATES = TypeAdapter(list[Create])
 _MODELS = TypeAdapter(list[Model])
 _EXCEPTION_SPAN = "agentlightning.exception"
 
+T = TypeVar("T")
 Handler = Callable[..., Awaitable[web.Response]]
 
 
@@ -167,8 +168,9 @@ class ControllerGateway(ModelCalls):
             return _refused(error.status, str(error))
 
     async def _create(self, request: web.Request) -> web.Response:
-        created = await self.rollouts.create(_CREATES.validate_python(await _body(request)))
-        return json_response([one.model_dump() for one in created], status=201)
+        wanted = await _body(request, _creates)
+        # a client that hangs up leaves no half of them behind
+        return json_response(await asyncio.shield(self.rollouts.create(wanted)), status=201)
 
     async def _list(self, request: web.Request) -> web.Response:
         states = request.query.getall("state_in", [])
@@ -178,8 +180,12 @@ class ControllerGateway(ModelCalls):
         self.asked += 1
         limit = _number(request, "limit", 500)
         wanted: frozenset[State] = frozenset(states)  # type: ignore[arg-type]
-        found = await self.rollouts.list(wanted, min(limit, _MOST_LISTED), by=controller_of(request))
-        return json_response([one.model_dump() for one in found])
+        by = controller_of(request)
+        page, not_shown = await self.rollouts.list(wanted, min(limit, _MOST_LISTED), by=by)
+        for rollout_id in not_shown:
+            with suppress(GatewayRequestError):  # it has ended meanwhile, and cannot be shown then either
+                await self._change(rollout_id, StatusPatch(state="failed", error_message=NOT_SHOWABLE), by=by)
+        return json_response(page)
 
     async def _terminal(self, request: web.Request) -> web.Response:
         after, limit = _number(request, "after", 0), _number(request, "limit", 1000)
@@ -187,15 +193,15 @@ class ControllerGateway(ModelCalls):
 
     async def _detail(self, request: web.Request, rollout_id: str) -> web.Response:
         view = await self.rollouts.view(rollout_id)
-        return json_response({"rollout": view.model_dump(), "attempts": await self.rollouts.attempts(rollout_id)})
+        return json_response({"rollout": view, "attempts": await self.rollouts.attempts(rollout_id)})
 
     async def _patch(self, request: web.Request, rollout_id: str) -> web.Response:
-        status = Patch.model_validate(await _body(request)).status
+        status = (await _body(request, Patch.model_validate)).status
         if status is None:
-            return json_response((await self.rollouts.view(rollout_id)).model_dump())
-        return json_response((await self._change(rollout_id, status, by=controller_of(request))).model_dump())
+            return json_response(await self.rollouts.view(rollout_id))
+        return json_response(await self._change(rollout_id, status, by=controller_of(request)))
 
-    async def _change(self, rollout_id: str, status: StatusPatch, *, by: str) -> RolloutView:
+    async def _change(self, rollout_id: str, status: StatusPatch, *, by: str) -> orjson.Fragment:
         new = await self.rollouts.check(rollout_id, status, by=by)
         if new in TERMINAL:
             await self._wind_up(rollout_id, status.error_message if new == "failed" else None, by=by)
@@ -223,7 +229,7 @@ class ControllerGateway(ModelCalls):
         return web.Response(status=204)
 
     async def _post_event(self, request: web.Request, rollout_id: str) -> web.Response:
-        event = EventCreate.model_validate(await _body(request))
+        event = await _body(request, EventCreate.model_validate)
         name, attributes = span_of(event)
         attempt_id = await self._begun(rollout_id, mode=None, by=controller_of(request))
         at = await self._written(rollout_id, attempt_id, name, attributes)
@@ -253,7 +259,7 @@ class ControllerGateway(ModelCalls):
         return json_response([] if llm is None else [{"model": llm.model, "endpoint": llm.endpoint, "version": 0}])
 
     async def _register(self, request: web.Request) -> web.Response:
-        models, llm = _MODELS.validate_python(await _body(request)), await self._llm_now()
+        models, llm = await _body(request, _MODELS.validate_python), await self._llm_now()
         for model in models:
             if llm is None or (model.model, model.endpoint.rstrip("/")) != (llm.model, llm.endpoint.rstrip("/")):
                 told = f"{model.model} at {model.endpoint}: the run's own engine answers every call; register no other"
@@ -271,7 +277,7 @@ class ControllerGateway(ModelCalls):
     # -- pause --------------------------------------------------------------------------------------------------------
 
     async def _pause(self, request: web.Request) -> web.Response:
-        self._paused = Pause.model_validate(await _body(request))
+        self._paused = await _body(request, Pause.model_validate)
         return await self._pause_state(request)
 
     async def _resume(self, request: web.Request) -> web.Response:
@@ -312,12 +318,24 @@ def _spelled(error: ValidationError) -> list[dict[str, Any]]:
     ]
 
 
-async def _body(request: web.Request) -> Any:
-    raw = await request.read()
-    try:
-        return orjson.loads(raw) if raw else {}
-    except orjson.JSONDecodeError as error:
-        raise GatewayRequestError(f"the body is not JSON: {error}", status=422) from None
+def _creates(value: Any) -> list[Create]:
+    if isinstance(value, list) and len(value) > MOST_CREATED:
+        told = f"the body has {len(value)} rollouts; send at most {MOST_CREATED} in one request"
+        raise GatewayRequestError(told, status=422)
+    return _CREATES.validate_python(value)
+
+
+async def _body(request: web.Request, read: Callable[[Any], T]) -> T:
+    """What ``read`` makes of the JSON of the body; of a large one in a thread."""
+
+    def parsed(raw: bytes) -> T:
+        try:
+            value = parse_json(raw) if raw else {}
+        except ValueError as error:
+            raise GatewayRequestError(str(error), status=422) from None
+        return read(value)
+
+    return await read_body(request, parsed)
 
 
 def _number(request: web.Request, name: str, default: int) -> int:

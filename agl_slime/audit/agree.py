@@ -10,14 +10,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from agl_slime.audit.figures import began_with, same, sealed_again, sums_of
+from agl_slime.audit.figures import began_with, same, scores_of, sealed_again, sums_of
 from agl_slime.audit.records import SHAPES, Line, broken_chain, broken_seal, read_database, read_lines, read_object
+from agl_slime.audit.weights import missing_checkpoints, model_findings, steps_of
 from agl_slime.errors import ConfigError
 
 _METRICS, _TRAINED, _GROUPS, _ROLLOUTS = SHAPES
 _LEDGER, _SUMMARY = "ledger.sqlite", "summary.json"
 _AS_ITS_GROUP_ENDED = ("cancelled", "group_finalized")  # a failed rollout was begun again just then
 _CUT_OFF = ("restarted", "run_ended")
+MOST_TURNS = 200  # of a rollout that is kept
 _REMEMBERED = 100_000  # ended rollouts that the ledger knows by id
 _QUERIES = (
     "SELECT rollout_id, instance_id, state, outcome, reason, closed_no FROM ledger_rollouts",
@@ -48,6 +50,7 @@ def audit(path: str | os.PathLike[str]) -> Audit:
 class _Run:
     def __init__(self, path: Path) -> None:
         self.path, self.result = path, Audit()
+        self.torn: dict[str, int] = {}  # the line that a file ends in the middle of
         self.claims: dict[tuple[str, str], tuple[str, Any]] = {}
         self.lines = {name: self._read(name) for name in SHAPES}
         self.versions = {at.record["iteration"]: str(at.record["weights/version"]) for _, at in self.lines[_METRICS]}
@@ -68,13 +71,20 @@ class _Run:
         for _, line in self.lines[_GROUPS]:
             if not line.record.get("restored"):
                 self.collected[line.record["collected"]].append(line.record)
+        self.differences: defaultdict[int, list[float]] = defaultdict(list)
+        self.scored: Counter[int] = Counter()  # trained rollouts that are kept whole
         self.ends: defaultdict[str, list[int]] = defaultdict(list)
         self.rows: dict[str, tuple[Any, ...]] = {}
         self.noted: set[int] = set()
 
     def look(self) -> Audit:
+        checkpoints = steps_of(self.path / "checkpoints")
         ledger = self._ledger() if (self.path / _LEDGER).exists() else {}
+        if not ledger and (checkpoints or self._setting("trainer") == "local"):
+            self._say(_LEDGER, "is missing or empty, so that the end of no task is known")
         self._summary(ledger)
+        for name, number in self.torn.items() if self.result.finished else ():
+            self._say(f"{name} line {number}", "is no whole line, and the run has finished")
         looks = {_TRAINED: self._trained, _GROUPS: self._group, _ROLLOUTS: self._rollout, _METRICS: self._metrics}
         for name, look in looks.items():
             for where, line in self.lines[name]:
@@ -82,9 +92,14 @@ class _Run:
         self._iterations()
         if self.rows:
             self._ends()
-        for directory in sorted((self.path / "checkpoints").glob("step_*")):
-            if directory.is_dir() and directory.name.removeprefix("step_").isdecimal():
-                self._checkpoint(directory)
+        for _, directory in sorted(checkpoints.items()):
+            self._checkpoint(directory)
+        end: dict[str, Any] = {"finished": self.result.finished, "last": self.last}
+        for step in missing_checkpoints(checkpoints, self.noted, **end):
+            self._say("checkpoints", f"that of iteration {step} is missing, which the ledger has noted")
+        metrics = {line.record["iteration"]: line.record for _, line in self.lines[_METRICS]}
+        for where, text in model_findings(self.path, checkpoints, metrics, **end):
+            self._say(where, text)
         counts = {"iterations": len(self.versions), "rollouts": len(self.groups), "kept whole": len(self.kept)}
         tokens = sum(one[2] for _, line in self.lines[_TRAINED] for one in line.record["samples"])
         self.result.counts = {**counts, "tokens trained": tokens}
@@ -119,9 +134,23 @@ class _Run:
                     self._say(where, f"iteration {iteration} comes after iteration {last}")
                 found.append((where, line))
                 last = iteration
+            with path.open("rb") as file:
+                file.seek(-1, os.SEEK_END)
+                if file.read() != b"\n":
+                    self.torn[name] = len(found) + 1
         except ValueError as error:
             self._say(name, str(error))
         return found
+
+    def _setting(self, *names: str) -> Any:
+        """What config.json says of a setting; ``None`` where it does not."""
+        try:
+            value: Any = read_object(self.path / "config.json")
+        except ValueError:
+            return None
+        for name in names:
+            value = value.get(name) if isinstance(value, dict) else None
+        return value
 
     def _ledger(self) -> Mapping[str, int]:
         try:
@@ -169,6 +198,10 @@ class _Run:
         iteration, sealed = record["iteration"], defaultdict(list)
         if record["instance_id"] is not None:
             self._once(where, f"task {record['instance_id']}", "trained on")
+        digests = record.get("scores")
+        if digests is not None and (not isinstance(digests, list) or len(digests) != len(record["samples"])):
+            self._say(where, "it has digests of the trainer's figures for other than its Samples")
+            digests = None
         for name, digest, n, versions in record["samples"]:
             sealed[name].append([digest, n, versions])
             self._pushed(where, iteration, versions)
@@ -181,6 +214,9 @@ class _Run:
             self._once(where, about, "trained on")
             self._claim(where, about, reward=record["rollouts"].get(name), task=record["instance_id"], reason="")
             self._claim(where, about, outcome="trained", iteration=iteration, sealed=sealed[name])
+            if digests is not None:
+                own = zip(record["samples"], digests, strict=True)
+                self._claim(where, about, scores=[digest for sample, digest in own if sample[0] == name])
             if name not in self.groups and (self.result.finished or iteration < self.last):
                 self._say(where, f"groups.jsonl does not know {about}")
         if iteration not in self.versions and (self.result.finished or iteration != self.last + 1):
@@ -202,6 +238,9 @@ class _Run:
             self._claim(where, about, reward=reward, task=record["instance_id"], outcome=outcome, reason=reason)
             self._claim(where, about, iteration=record["iteration"], collected=record["collected"], sealed=sealed)
             self._claim(where, about, tokens=tokens, turns=turns, group=record["group_id"])
+            if any(versions and sum(versions.values()) != size for _, size, versions in sealed):
+                self._say(where, f"the versions of {about} are those of other tokens than it has to train on")
+            self._claim(where, about, samples=n)
             if n != len(sealed) or sum(one[1] for one in sealed) > tokens:
                 self._say(where, f"{about} has {n} samples and {tokens} tokens, and {sealed} to train on")
             if not {version for one in sealed for version in one[2]} <= set(record["weight_versions"]):
@@ -218,9 +257,14 @@ class _Run:
     def _rollout(self, where: str, record: dict[str, Any]) -> None:
         about = f"rollout {record['rollout_id']}"
         self._once(where, about, "kept")
-        same = ("iteration", "collected", "outcome", "reward", "tokens", "reason")
-        self._claim(where, about, **{name: record[name] for name in same})
+        alike = ("iteration", "collected", "outcome", "reward", "tokens", "reason")
+        self._claim(where, about, **{name: record[name] for name in alike})
         self._claim(where, about, task=record["instance_id"], group=record["group_id"])
+        self._claim(where, about, samples=len(record["samples"]) + record["left_out"]["samples"])
+        if record["messages"] and len(record["turns"]) < MOST_TURNS:
+            self._claim(where, about, turns=len(record["turns"]))
+        if not same(record["rewards"].get("primary", record["reward"]), record["reward"]):
+            self._say(where, f"the primary one of the rewards of {about} is not its reward")
         try:
             samples = [sealed_again(sample) for sample in record["samples"]]
         except ValueError as error:
@@ -231,6 +275,15 @@ class _Run:
         whole = not record["left_out"]["samples"] and not any(sample["left_out"] for sample in record["samples"])
         if whole:
             self._claim(where, about, sealed=samples)
+        figures = [scores_of(sample) for sample in record["samples"]]
+        if record["outcome"] != "trained" and any(figure.told for figure in figures):
+            self._say(where, f"{about} has log-probs of the trainer, and was not trained")
+        elif whole and record["outcome"] == "trained" and (about, "scores") in self.claims:
+            self._claim(where, about, scores=[figure.digest for figure in figures])
+        if any(figure.told and not figure.whole for figure in figures):
+            self._say(where, f"{about} has log-probs or advantages of the trainer for some of its trained tokens only")
+        self.differences[record["iteration"]] += [figure.difference for figure in figures if figure.told]
+        self.scored[record["iteration"]] += whole and record["outcome"] == "trained"
         if sum(one[1] for one in samples) > record["tokens"]:
             self._say(where, f"more tokens of {about} are under the loss mask than were sampled")
         sampled = sum(turn["tokens"] for turn in record["turns"])
@@ -248,8 +301,12 @@ class _Run:
         found["train/rollouts"] = sum(len(line["rollouts"]) for line in self.batches[iteration])
         before = self.versions.get(iteration - 1, "0")
         policy = int(before) if before.isdecimal() else 0
-        ages = [policy - int(version) for one in samples for version in one[3] if version.isdecimal()]
+        ages = {(policy - int(version)): 0 for one in samples for version in one[3] if version.isdecimal()}
+        for version, n in ((version, n) for one in samples for version, n in one[3].items() if version.isdecimal()):
+            ages[policy - int(version)] += n
         found |= {"rollout/staleness_max": max(ages)} if ages else {}
+        if tokens and sum(ages.values()) == tokens:
+            found["rollout/staleness_mean"] = sum(age * n for age, n in ages.items()) / tokens
         found = found if (self.path / _TRAINED).exists() else {}
         if (self.path / _GROUPS).exists():
             found |= sums_of(self.collected[iteration])
@@ -257,6 +314,14 @@ class _Run:
         for name in sorted({*found, *named}):
             if not same(record.get(name) or 0, found.get(name) or 0):
                 self._say(where, f"{name} is {record.get(name)!r}, and {found.get(name)!r} by the groups trained on")
+
+        most = max(self.differences[iteration], default=0.0)
+        told = record.get("train/logprob_diff_max")
+        kept_all = self.scored[iteration] and self.scored[iteration] == found.get("train/rollouts")
+        if kept_all and isinstance(told, int | float) and told > most * (1 + 1e-4) + 1e-6:
+            self._say(
+                where, f"train/logprob_diff_max is {told!r}, and {most!r} at most by the tokens that were trained"
+            )
 
     def _iterations(self) -> None:
         version = "0"

@@ -7,11 +7,13 @@ import hashlib
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from statistics import fmean, pstdev
 from typing import Any
 
 import numpy as np
 
+MOST_TOKENS = 65_536  # of a Sample that is kept
 STRAGGLERS = ("group_timeout", "group_dropped")
 
 
@@ -39,6 +41,8 @@ def sealed_again(sample: dict[str, Any]) -> list[Any]:
     engine, *rest = (np.frombuffer(base64.b64decode(text, validate=True), "<f4") for text in columns)
     spans = [*sample["trained"], *sample["turn_spans"], *(span[1:] for span in sample["weight_versions"])]
     fits = all(len(span) == 2 and 0 <= span[0] <= span[1] <= length + sample["left_out"] for span in spans)
+    if sample["left_out"] and len(tokens) < MOST_TOKENS:
+        raise ValueError(f"leaves tokens out, and has {len(tokens)}")
     if not fits or {len(engine), *map(len, rest)} != {length} or len(sample["pieces"]) != len(tokens):
         raise ValueError("has tokens, pieces, spans and figures of different lengths")
     mask = np.zeros(length, dtype=bool)
@@ -54,6 +58,33 @@ def sealed_again(sample: dict[str, Any]) -> list[Any]:
     for version, start, end in sample["weight_versions"]:
         versions[version] += int(mask[start:end].sum())
     return [hashlib.blake2b(content, digest_size=8).hexdigest(), int(mask.sum()), +versions]
+
+
+@dataclass(frozen=True)
+class Scores:
+    """What the trainer told of the trained tokens of a Sample: of all of them (``whole``), or of some (``told``)."""
+
+    told: bool
+    whole: bool
+    digest: str
+    difference: float
+    """Most that its log-probs differ from the engine's."""
+
+
+def scores_of(sample: dict[str, Any]) -> Scores:
+    """The trainer's figures of a Sample that ``sealed_again`` has read."""
+    names = ("trainer_log_probs", "advantages", "engine_log_probs")
+    trainer, advantages, engine = (np.frombuffer(base64.b64decode(sample[name]), "<f4") for name in names)
+    mask = np.zeros(len(trainer), dtype=bool)
+    for start, end in sample["trained"]:
+        mask[start:end] = True
+    known = np.isfinite(trainer[mask]) & np.isfinite(advantages[mask])
+    told = bool((np.isfinite(trainer[mask]) | np.isfinite(advantages[mask])).any())
+    content = trainer[mask].tobytes() + advantages[mask].tobytes()
+    apart = np.abs(trainer[mask] - engine[mask])
+    apart = apart[np.isfinite(apart)]
+    digest = hashlib.blake2b(content, digest_size=8).hexdigest() if told else ""
+    return Scores(told, bool(known.all()), digest, float(apart.max()) if len(apart) else 0.0)
 
 
 def sums_of(groups: list[dict[str, Any]]) -> dict[str, Any]:

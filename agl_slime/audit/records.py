@@ -24,7 +24,8 @@ _SAMPLE = {"segment": int, "prompt_length": int, "tokens": str, "pieces": [str],
 _SAMPLE |= {"engine_log_probs": str, "trainer_log_probs": str, "advantages": str, "weight_versions": [[str, int, int]]}
 _SAMPLE |= {"turn_spans": [[int, int]], "trained": [[int, int]]}
 _TURN = {"prompt_tokens": int, "tokens": int, "seconds": _NUMBER, "untrained": str, "kept_tokens": int}
-_TOOLS = {"offered": {str: int}, "calls": {str: int}, "malformed": int}
+_TOOLS = {"offered": {str: int}, "calls": {str: int}, "malformed": int, "failed": {str: int}, "failures": {str: str}}
+_WHERE_ANY = {"failed", "failures"}  # not in every line
 _GROUP = {"collected": int, "group_id": str, "instance_id": _TEXT, "ready": bool, "code": str, "reason": str}
 _GROUP |= {"rollouts": [str], "rewards": [(*_NUMBER, NoneType)], "outcomes": [str], "reasons": [str], "tokens": [int]}
 _GROUP |= {"turns": [int], "samples": [int], "sealed": [[[str, int, {str: int}]]], "kept": [str], "tools": _TOOLS}
@@ -187,7 +188,7 @@ def misfit(value: Any, shape: Any, name: str = "", *, whole: bool = False) -> st
     pairs: Iterable[tuple[Any, Any, str]]
     if isinstance(shape, dict):
         fields = dict.fromkeys(value, shape[str]) if str in shape else shape
-        if whole and (missing := [key for key in fields if key not in value]):
+        if whole and (missing := [key for key in fields if key not in value and key not in _WHERE_ANY]):
             return f"lacks {', '.join(missing)}"
         pairs = ((value[key], inner, key) for key, inner in fields.items() if key in value)
     elif len(shape) > 1:

@@ -13,6 +13,7 @@ from pydantic.json_schema import SkipJsonSchema
 
 from agl_slime import __version__
 from agl_slime.errors import BufferRequestError
+from agl_slime.support.http import parse_json
 
 Model = TypeVar("Model", bound=BaseModel)
 
@@ -22,7 +23,6 @@ def _whole(value: Any) -> Any:
     return int(value) if isinstance(value, float) and value.is_integer() and abs(value) <= 2**53 else value
 
 
-_NEVER_DEEP = 200  # brackets in all; orjson reads 1,024 levels and writes 254
 Whole = BeforeValidator(_whole)
 Name = Annotated[str, StringConstraints(min_length=1, max_length=1024)]
 Id = Name | Annotated[StrictInt, Field(ge=-(2**63), le=2**63 - 1), Whole]
@@ -101,22 +101,17 @@ def check(model: type[Model], value: Any, what: str = "the body") -> Model:
         raise BufferRequestError(f"{what}: {field} is {shortened(errors[0]['input'])}; {expected}") from None
 
 
-def parse_json(raw: bytes) -> Any:
-    """Strict JSON (no NaN, no infinities) that can be written again. Raises ``BufferRequestError``."""
+def parse_body(raw: bytes) -> Any:
+    """``support.http.parse_json`` that raises ``BufferRequestError``."""
     try:
-        value = orjson.loads(raw)
-        if raw.count(b"[") + raw.count(b"{") > _NEVER_DEEP:
-            orjson.dumps([[[[value]]]])  # within what it comes to stand in
-        return value
-    except orjson.JSONDecodeError as error:
-        raise BufferRequestError(f"the body is not JSON: {error}") from error
-    except orjson.JSONEncodeError:
-        raise BufferRequestError("the body is nested more than 250 deep; send flatter items") from None
+        return parse_json(raw)
+    except ValueError as error:
+        raise BufferRequestError(str(error)) from error
 
 
 def parse_items(raw: bytes) -> tuple[str | None, list[WrittenItem]]:
     """The task type that the item or items of a body name, and the items, ready to store."""
-    value = parse_json(raw)
+    value = parse_body(raw)
     if isinstance(value, list):
         if not value:
             raise BufferRequestError("the list of items is empty; send at least one item")

@@ -17,7 +17,7 @@ from aiohttp import web
 from aiohttp.typedefs import Handler, Middleware
 
 from agl_slime import __version__
-from agl_slime.buffer.models import ReadRequest, check, openapi_description, parse_items, parse_json
+from agl_slime.buffer.models import ReadRequest, check, openapi_description, parse_body, parse_items
 from agl_slime.buffer.service import RolloutBuffer
 from agl_slime.buffer.settings import BufferSettings
 from agl_slime.errors import AglSlimeError, BufferRequestError, ConfigError
@@ -96,7 +96,7 @@ async def _write(request: web.Request) -> web.Response:
 
 async def _get_rollout_data(request: web.Request) -> web.Response:
     buffer = request.app[_BUFFER]
-    asked = check(ReadRequest, await _parsed(lambda raw: parse_json(raw or b"{}"), request))
+    asked = check(ReadRequest, await _parsed(lambda raw: parse_body(raw or b"{}"), request))
     batch = await buffer.read(
         await buffer.task_for(asked.task_type),
         batch_size=asked.batch_size,
@@ -110,7 +110,7 @@ async def _get_rollout_data(request: web.Request) -> web.Response:
 
 
 async def _start_rollout(request: web.Request) -> web.Response:
-    return _json(await request.app[_BUFFER].start_rollout(await _parsed(parse_json, request)))
+    return _json(await request.app[_BUFFER].start_rollout(await _parsed(parse_body, request)))
 
 
 async def _parsed(parse: Callable[[bytes], T], request: web.Request) -> T:

@@ -86,10 +86,13 @@ class Player:
 
     async def __aenter__(self) -> Self:
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=256)
-        self.http = await self._stack.enter_async_context(httpx.AsyncClient(timeout=None, limits=limits))
+        self.http = await self._stack.enter_async_context(
+            httpx.AsyncClient(timeout=None, limits=limits, trust_env=False)
+        )
         # the run is asked for moments at a time; among the connections of hundreds of episodes httpx would look through
         # all of them for each request
-        self.api = await self._stack.enter_async_context(httpx.AsyncClient(limits=httpx.Limits(max_connections=16)))
+        few = httpx.Limits(max_connections=16)
+        self.api = await self._stack.enter_async_context(httpx.AsyncClient(limits=few, trust_env=False))
         self._env = await asyncio.to_thread(loaded, self._spec)
         for role, (model, address) in self._spec["others"].items():
             agent = agent_config_fields(self._env.config).get(role)

@@ -11,6 +11,7 @@ resumed trainer has forgotten those steps.
 from __future__ import annotations
 
 import json
+import sqlite3
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -57,6 +58,20 @@ class LedgerCounts:
     ready: int
     closed: dict[Outcome, int]
     reasons: dict[tuple[Outcome, str], int]
+
+
+def noted_checkpoints(path: Path) -> set[int]:
+    """The steps whose checkpoints the ledger in the file has noted; none where there is no such file."""
+    if not path.is_file():
+        return set()
+    database = Database(path=path)
+    try:
+        with database.reading() as connection:
+            return {step for (step,) in connection.execute("SELECT step FROM ledger_checkpoints")}
+    except sqlite3.Error as error:
+        raise ConfigError(f"the ledger {path} cannot be read: {error}; put the file of this run back") from error
+    finally:
+        database.close()
 
 
 class Ledger:

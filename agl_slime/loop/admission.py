@@ -18,8 +18,9 @@ class Admission:
     """Admits groups, and says which may be trained on, so that none is ever too old and none is thrown away.
 
     In all, ``(step + max_staleness + 1) * batch_size`` groups may have been admitted, and never more than ``last_step``
-    steps use up. Finished groups are trained on oldest first, unless taking one would push an unfinished group past the
-    staleness limit; by the rule of admission that passes as soon as the unfinished group has ended.
+    steps use up. Finished groups are trained on in the order of admission, unless taking one would push an unfinished
+    group past the staleness limit; by the rule of admission that passes as soon as the unfinished group has ended. The
+    order is not that of the numbers where a resumed run draws tasks again that had been dropped before.
     """
 
     def __init__(self, *, batch_size: int, max_staleness: int, step: int = 0, last_step: int | None = None) -> None:
@@ -27,6 +28,8 @@ class Admission:
         """Steps whose weights are in use; goes up only."""
         self.taken = step * batch_size
         """Groups that were taken to be trained on."""
+        self.batch: dict[int, int] = {}
+        """What was taken last, with the step at which each was admitted."""
         self._batch_size, self._max_staleness, self._last_step = batch_size, max_staleness, last_step
         self._in_flight: dict[int, int] = {}  # with the step at which each was admitted
         self._ended: dict[int, int] = {}
@@ -48,7 +51,7 @@ class Admission:
     def available(self) -> int:
         """Groups that have ended and may be trained on now."""
         room = len(self._ended)
-        for place, number in enumerate(sorted(self._in_flight)):
+        for place, number in enumerate(_by_age(self._in_flight)):
             # it comes behind all that is taken before it ends, and behind the older ones in flight
             last = (self._in_flight[number] + self._max_staleness + 1) * self._batch_size - 1
             room = min(room, last - self.taken - place)
@@ -73,11 +76,9 @@ class Admission:
         n = self._batch_size if n is None else n
         if self.available < n:
             return None
-        batch = sorted(self._ended)[:n]
-        for number in batch:
-            del self._ended[number]
+        self.batch = {number: self._ended.pop(number) for number in _by_age(self._ended)[:n]}
         self.taken += n
-        return batch
+        return [*self.batch]
 
     def reject(self, n: int) -> None:
         """So many that were taken are not trained on: others may be in their places."""
@@ -103,6 +104,11 @@ class Admission:
 
     def late(self, again: Mapping[int, int] | None = None) -> bool:
         """Whether some of the groups, and of those that are admitted ``again``, cannot be trained on in time."""
-        order = sorted({**(again or {}), **self._in_flight, **self._ended}.items())
-        turns = ((at, (self.taken + place) // self._batch_size) for place, (_, at) in enumerate(order))
+        known = {**(again or {}), **self._in_flight, **self._ended}
+        turns = ((known[n], (self.taken + place) // self._batch_size) for place, n in enumerate(_by_age(known)))
         return any(turn - at > self._max_staleness for at, turn in turns)
+
+
+def _by_age(admitted: Mapping[int, int]) -> list[int]:
+    """The groups in the order of admission, those of one step in the order of their numbers."""
+    return sorted(admitted, key=lambda number: (admitted[number], number))

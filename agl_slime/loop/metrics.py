@@ -15,6 +15,8 @@ from agl_slime.support.intervals import estimate
 from agl_slime.support.threads import abandoned_threads
 from agl_slime.types import Sample, staleness_of
 
+# Of a batch or a validation: more failed rollouts than this are alarming.
+FAILED_SHARE = 0.2
 # Of an exception's message in the sentence that says why a run stopped; a judge may put a whole page into one.
 _LONGEST_MESSAGE = 300
 
@@ -64,6 +66,12 @@ def collect_metrics(groups: Sequence[GroupResult], *, collect_s: float) -> dict[
     for name in sorted({name for member in members for name in member.rewards} - {"primary"}):
         values = [member.rewards[name] for member in members if name in member.rewards]
         metrics[f"reward/{name}"] = fmean(values)
+    first = [member.samples[0].metadata for member in members if member.samples]
+    for name, count in Counter(name for each in first for name in each.get("rewards_missing", ())).items():
+        metrics[f"reward/{name}/missing"] = count
+    if tools := [each["tools"] for each in first if "tools" in each]:
+        metrics[names.TOOL_CALLS] = sum(sum(each["calls"].values()) for each in tools)
+        metrics[names.TOOL_ERRORS] = sum(each.get("errors", 0) for each in tools)
     by_source: dict[str, list[float]] = {}
     for member in members:
         if member.reward is not None and member.samples and (source := member.samples[0].metadata.get("source_name")):
@@ -94,11 +102,13 @@ def eval_metrics(groups: Sequence[GroupResult]) -> dict[str, Any]:
     rewards = [reward for own in of_tasks for reward in own]
     interval = estimate([fmean(own) for own in of_tasks if own])
     bounds = (None, None) if interval is None else (interval.low, interval.high)
+    failures = Counter(member.failure for member in members if not member.ok)
     return {
         names.VAL_REWARD_MEAN: fmean(rewards) if rewards else None,
         **dict(zip(names.VAL_INTERVAL, bounds, strict=True)),
-        "val/count": len(members),
-        "val/failed": sum(not member.ok for member in members),
+        names.VAL_COUNT: len(members),
+        names.VAL_FAILED: failures.total(),
+        **{f"{names.VAL_FAILED}/{reason}": count for reason, count in failures.items()},
     }
 
 

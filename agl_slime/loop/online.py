@@ -171,8 +171,7 @@ class OnlineRLLoop:
         self._iteration = self._state.iteration
         """The one under way; that of ``_state`` is the last that was finished."""
         self._saved = start.iteration if start is not None else None
-        self._in_step = False
-        """Whether the trainer stands between two iterations."""
+        self._in_step = False  # whether the trainer stands between two iterations
 
     def run(self) -> RunResult:
         """``run_async`` from a program without an event loop."""
@@ -188,7 +187,8 @@ class OnlineRLLoop:
             on_group=lambda group: _post(loop, self._schedule.finalized, group),
         )
         per_iteration = settings.rollout_batch_size * settings.n_samples_per_prompt
-        self._emit(events.RunStarted(num_iterations=settings.num_iterations, rollouts_per_iteration=per_iteration))
+        began, n = self._state.iteration, settings.num_iterations
+        self._emit(events.RunStarted(iteration=began, num_iterations=n, rollouts_per_iteration=per_iteration))
         if ready := self.data_source.ready_groups():
             self._emit(events.GroupsRestored(iteration=self._state.iteration, groups=ready))
         reason = "interrupted"

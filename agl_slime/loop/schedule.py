@@ -62,6 +62,7 @@ class Schedule:
         self._ended: dict[int, GroupResult] = {}
         self._numbers: dict[str, int] = {}  # of groups in flight
         self._lost: list[int] = []  # groups that came to nothing, and have not been replaced
+        self._taken: dict[str, int] = {}  # ready groups of the batch at hand, with the step at which each was admitted
         self._dropped: list[GroupResult] = []  # those that were, since the last batch
         self._something_works = False
         self._changed = asyncio.Event()
@@ -118,6 +119,8 @@ class Schedule:
             self._changed.clear()
             await self.while_alive(asyncio.ensure_future(self._changed.wait()))
         groups = [self._ended.pop(number) for number in batch]
+        ages = zip(groups, self._admission.batch.items(), strict=True)
+        self._taken = {str(number): at for group, (number, at) in ages if group.ready}
         self._lost = [number for number in self._lost if number in self._ended]
         if self._ahead:
             self._data_source.reserve([group.succeeded[0].rollout_id for group in groups if group.ready])
@@ -129,11 +132,13 @@ class Schedule:
     def reject(self) -> None:
         """Nothing of the batch that ``collect`` gave is trained on: ``collect`` again gives another for its step."""
         self._data_source.reserve(None)
+        self._taken = {}
         self._admission.reject(self._settings.rollout_batch_size)
 
     def advance(self) -> None:
         """The weights of the batch that ``collect`` gave are in use, or it had nothing to train on."""
         self._admission.advance()
+        self._taken = {}
         if not self._ahead:
             return
         if left := self._data_source.reserve(None):
@@ -143,8 +148,8 @@ class Schedule:
         self._fill()
 
     def admitted(self) -> dict[str, int]:
-        """``LoopState.admitted`` as it is now."""
-        return self._admission.state()
+        """``LoopState.admitted`` as it is now: of a batch that was not trained on, too."""
+        return {**self._admission.state(), **self._taken}
 
     async def validate(self, tasks: TaskCursor, n: int, *, resources_id: str | None = None) -> list[GroupResult]:
         """One rollout for each of ``n`` validation tasks, scored and never trained on; with other resources than those

@@ -3,28 +3,23 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 from agl_slime import events
-from agl_slime.loop.metrics import eval_metrics
+from agl_slime.groups.results import GroupResult
+from agl_slime.loop.metrics import FAILED_SHARE, eval_metrics, spell_failures
 from agl_slime.loop.schedule import Schedule
 from agl_slime.loop.settings import LoopSettings
 from agl_slime.loop.tasks import TaskCursor
-from agl_slime.metric_names import (
-    VAL_EARLIER_REWARD_MEAN,
-    VAL_INTERVAL,
-    VAL_LAG,
-    VAL_REWARD_MEAN,
-    VAL_START_INTERVAL,
-    VAL_START_REWARD_MEAN,
-)
+from agl_slime.metric_names import VAL_COUNT, VAL_EARLIER_REWARD_MEAN, VAL_FAILED, VAL_LAG, VAL_REWARD_MEAN
+
+_START = "val/start_"
 
 
 def _of_the_start(metrics: dict[str, Any]) -> dict[str, Any]:
     """Those of the validation before the first step, under the names that they have there."""
-    told = zip((VAL_START_REWARD_MEAN, *VAL_START_INTERVAL), (VAL_REWARD_MEAN, *VAL_INTERVAL), strict=True)
-    return {name: metrics[ours] for name, ours in told}
+    return {_START + name.removeprefix("val/"): value for name, value in metrics.items()}
 
 
 class Validations:
@@ -64,20 +59,21 @@ class Validations:
         """The metrics of the validation before the first iteration; synchronous."""
         if self._beside or iteration > 1:
             return {}
-        return _of_the_start(await self._in_turn(iteration))
+        return _of_the_start(await self._in_turn(iteration, done=0))
 
     async def after(self, iteration: int) -> dict[str, Any]:
         """The metrics of a validation that belong to this iteration, if there are any."""
         last = iteration == self._settings.num_iterations
         due = last or iteration % self._settings.eval_interval == 0
         if not self._beside:
-            return await self._in_turn(iteration) if due else {}
+            return await self._in_turn(iteration, done=iteration) if due else {}
         if last:
             self._due = None
-            earlier = await self._end()
+            ended = await self._end()
             self._begin(iteration)
-            if VAL_REWARD_MEAN in earlier:
-                earlier[VAL_EARLIER_REWARD_MEAN] = earlier[VAL_REWARD_MEAN]
+            earlier = {name: value for name, value in ended.items() if name.startswith(_START)}
+            if VAL_REWARD_MEAN in ended:
+                earlier[VAL_EARLIER_REWARD_MEAN] = ended[VAL_REWARD_MEAN]
             return {**earlier, **await self._end()}
         metrics = self._ended()
         if due:
@@ -88,11 +84,11 @@ class Validations:
         if self._running is not None:
             self._running.cancel()
 
-    async def _in_turn(self, iteration: int) -> dict[str, Any]:
+    async def _in_turn(self, iteration: int, *, done: int) -> dict[str, Any]:
         self._emit(events.PhaseStarted(iteration=iteration, phase="eval", rollouts=self._settings.eval_tasks))
         self.count += 1
         self._schedule.metadata = {"iteration": iteration, "weight_version": self._version()}
-        return eval_metrics(await self._schedule.validate(self._tasks, self._settings.eval_tasks))
+        return self._judged(await self._schedule.validate(self._tasks, self._settings.eval_tasks), done)
 
     async def _aside(self, iteration: int) -> dict[str, Any]:
         """With the weights of now, on an engine of its own if there is one, else beside the queue."""
@@ -100,12 +96,22 @@ class Validations:
         resources_id = None if self._sync_engine is None else await self._sync_engine(version)
         groups = await self._schedule.validate(self._tasks, self._settings.eval_tasks, resources_id=resources_id)
         self.count += 1
-        metrics = eval_metrics(groups)
+        metrics = self._judged(groups, iteration)
         if iteration == 0:
             metrics = _of_the_start(metrics)
         now = self._version() if self._sync_engine is None else version
         if version.isdecimal() and now.isdecimal():
             metrics[VAL_LAG] = int(now) - int(version)
+        return metrics
+
+    def _judged(self, groups: Sequence[GroupResult], done: int) -> dict[str, Any]:
+        """The metrics of a validation after ``done`` iterations, with a warning where many of its rollouts failed."""
+        metrics = eval_metrics(groups)
+        if (failed := metrics[VAL_FAILED]) > FAILED_SHARE * metrics[VAL_COUNT]:
+            why = spell_failures([member for group in groups for member in group.members])
+            which = f"validation after iteration {done}" if done else "validation before the first iteration"
+            text = f"{which}: {failed} of {metrics[VAL_COUNT]} rollouts failed, and its mean leaves them out: {why}"
+            self._emit(events.Warning(text=text, key="validation_failed"))
         return metrics
 
     def _begin(self, iteration: int) -> None:

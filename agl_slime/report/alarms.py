@@ -13,13 +13,15 @@ from statistics import median
 from typing import Any
 
 from agl_slime import metric_names as m
+from agl_slime.loop.metrics import FAILED_SHARE
 from agl_slime.report.metrics import number
 
 ENOUGH = 8  # rollouts of an iteration that say something
 IN_A_ROW = 3  # iterations of what one may have by chance
 KNOWN = 5  # iterations before that a jump is measured by
 FEW_GROUPS = 4
-SAME_SHARE, ABORTED_SHARE, TRUNCATED_SHARE, FAILED_SHARE, ALIKE_SHARE = 0.8, 0.3, 0.3, 0.2, 0.5
+SAME_SHARE, ABORTED_SHARE, TRUNCATED_SHARE, ALIKE_SHARE = 0.8, 0.3, 0.3, 0.5
+TOOL_FAILED_SHARE = 0.9  # of the calls of a tool in an iteration
 NEVER_IN = 32  # rollouts without a call of a tool that is on offer
 JUMP = 10.0  # times the median before
 STALL, STALL_S = 5.0, 10.0  # times the median before, and so many seconds more
@@ -29,6 +31,13 @@ _OF_SQLITE = frozenset(("OperationalError", "DatabaseOperationError"))  # of sql
 _ONE_AT_A_TIME = (
     "a framework with one SQLite file for all of its runs, as CrewAI has, loses those that run at once: try "
     "--max-concurrent 1 (docs/any-agent.md, How many at once)"
+)
+# What the clients of OpenAI and Anthropic, LiteLLM, httpx, requests, aiohttp and urllib raise.
+_OF_CONNECTIONS = frozenset(("APIConnectionError", "APITimeoutError", "ConnectError", "ConnectTimeout", "ProxyError"))
+_OF_CONNECTIONS |= {"ConnectionError", "ClientConnectorError", "ClientProxyConnectionError", "URLError"}
+_PAST_THE_PROXY = (
+    "where http_proxy is set and agents run elsewhere, their NO_PROXY must name 127.0.0.1 and the gateway's host "
+    "(agl-slime doctor)"
 )
 
 
@@ -74,10 +83,10 @@ def find_alarms(metrics: Sequence[Mapping[str, Any]], groups: Sequence[Mapping[s
 
 
 def find_alarms_of_step(groups: Sequence[Mapping[str, Any]], *, best: float | None) -> list[Alarm]:
-    """What a run warns of while it goes on, from the groups of one iteration alone: silent tools, and answers that are
-    all alike and earn less than the ``best`` reward so far."""
+    """What a run warns of while it goes on, from the groups of one iteration alone: silent tools, broken ones, and
+    answers that are all alike and earn less than the ``best`` reward so far."""
     steps = _steps((), [{**group, "iteration": group["collected"]} for group in groups])
-    return [*silent_tools(steps), *alike(steps, best=best)]
+    return [*silent_tools(steps), *broken_tools(steps), *alike(steps, best=best)]
 
 
 def zero_variance(steps: Sequence[_Step]) -> Iterator[Alarm]:
@@ -88,7 +97,7 @@ def zero_variance(steps: Sequence[_Step]) -> Iterator[Alarm]:
         same = sum(len(set(_rewards(group))) == 1 for group in judged)
         return same / len(judged) if len(judged) >= FEW_GROUPS else 0.0
 
-    for first, n in _runs(steps, lambda step: share(step) > SAME_SHARE):
+    for first, n in _runs(steps, lambda step: share(step) > SAME_SHARE and not any(_broken(step))):
         text = f"in {share(first):.0%} of the groups all rewards are the same, and so {n}: they have no advantage"
         advice = "easier or harder tasks, more rollouts per prompt (--n-samples-per-prompt), a reward with more steps,"
         advice += " or --drop-zero-variance, which replaces such groups"
@@ -156,6 +165,33 @@ def silent_tools(steps: Sequence[_Step]) -> Iterator[Alarm]:
                 text = f"tool {name!r} was never called in {n} rollouts; {malformed} calls could not be parsed"
                 advice = "compare the tool parser with the format that the model writes calls in, and say in the prompt"
                 yield _alarm("silent tool", step, text, f"{advice} when to call it", about=name)
+
+
+def broken_tools(steps: Sequence[_Step]) -> Iterator[Alarm]:
+    """Tools of which nearly every call fails; one alarm per tool."""
+    told: set[str] = set()
+    for step in steps:
+        for name, failed, calls, failure in _broken(step):
+            if name not in told:
+                told.add(name)
+                text = f"{failed} of {calls} calls of tool {name!r} failed: {failure}"
+                advice = "mend the tool, or what it needs on this machine: the model sees the error as its result, and "
+                advice += "is trained on that"
+                yield _alarm("broken tool", step, text, advice, about=name, metric=m.TOOL_ERRORS)
+
+
+def _broken(step: _Step) -> Iterator[tuple[str, int, int, str]]:
+    """Name, failed calls, all calls and an error's text of each tool that hardly ever works."""
+    calls: Counter[str] = Counter()
+    failed: Counter[str] = Counter()
+    failures: dict[str, str] = {}
+    for tools in (group.get("tools") or {} for group in step.groups):
+        calls.update(tools.get("calls") or {})
+        failed.update(tools.get("failed") or {})
+        failures = {**(tools.get("failures") or {}), **failures}
+    for name, n in failed.items():
+        if n >= ENOUGH and n >= TOOL_FAILED_SHARE * calls[name]:
+            yield name, n, calls[name], failures.get(name, "").removeprefix("Error: ")
 
 
 def alike(steps: Sequence[_Step], *, best: float | None = None) -> Iterator[Alarm]:
@@ -228,7 +264,27 @@ def failures(steps: Sequence[_Step]) -> Iterator[Alarm]:
             advice = f"open a rollout that failed with {main}: its message says where"
             if main in _OF_SQLITE:
                 advice += f"; {_ONE_AT_A_TIME}"
+            if main in _OF_CONNECTIONS:
+                advice += f"; {_PAST_THE_PROXY}"
             yield _alarm("failures", step, text, advice, about=main, metric=m.FAILED, rollout=example)
+
+
+def failed_validations(steps: Sequence[_Step]) -> Iterator[Alarm]:
+    """A validation with many failed rollouts, whose mean is of the others."""
+    for step in steps:
+        for count_name, failed_name in ((m.VAL_START_COUNT, m.VAL_START_FAILED), (m.VAL_COUNT, m.VAL_FAILED)):
+            count, failed = (number(step.metrics, name) or 0 for name in (count_name, failed_name))
+            if failed > FAILED_SHARE * count:
+                reasons = {name: number(step.metrics, name) or 0 for name in step.metrics}
+                why = Counter({name: n for name, n in reasons.items() if name.startswith(f"{failed_name}/")})
+                spelled = ", ".join(f"{name.rpartition('/')[2]} {n:.0f}" for name, n in why.most_common(3))
+                text = (
+                    f"{failed:.0f} of {count:.0f} validation rollouts failed ({spelled}), and the mean leaves them out"
+                )
+                advice = "the warning of the run, which has the first message of each reason; validations with other"
+                advice += " shares of failures cannot be compared"
+                yield _alarm("validation failures", step, text, advice, metric=failed_name)
+                return
 
 
 def refusals(steps: Sequence[_Step]) -> Iterator[Alarm]:
@@ -242,8 +298,8 @@ def refusals(steps: Sequence[_Step]) -> Iterator[Alarm]:
             return
 
 
-_LOOKS = (zero_variance, stalls, abort_storms, truncation, silent_tools, alike, kl_jumps, logprob_jumps)
-_LOOKS += (length_bias, failures, refusals)
+_LOOKS = (zero_variance, stalls, abort_storms, truncation, silent_tools, broken_tools, alike, kl_jumps)
+_LOOKS += (logprob_jumps, length_bias, failures, failed_validations, refusals)
 
 
 def _alarm(kind: str, step: _Step, text: str, advice: str, **evidence: str) -> Alarm:

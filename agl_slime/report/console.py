@@ -27,7 +27,7 @@ from agl_slime.events import (
     TrainingProgressed,
     Warning,
 )
-from agl_slime.report.metrics import number
+from agl_slime.report.metrics import Validation, number, validation_of
 
 View = Literal["auto", "live", "lines", "web"]
 BARS = "▁▂▃▄▅▆▇█"
@@ -51,7 +51,7 @@ class ProgressReporter:
         self._seconds: deque[float] = deque(maxlen=5)  # of the last iterations
         self._rewards: deque[float] = deque(maxlen=1_000)  # of the last iterations
         self._best: float | None = None
-        self._val: float | None = None
+        self._val: Validation | None = None
         self._version = ""
         self._staleness: float | None = None
         self._limit: float | None = None
@@ -164,10 +164,11 @@ class ProgressReporter:
             ("reward", self._rewards[-1] if self._rewards else None, "bold green"),
             ("this iteration so far", self._reward_sum / self._reward_count if self._reward_count else None, "green"),
             ("best", self._best, "default"),
-            ("val", self._val, "default"),
         ):
             if value is not None:
                 line.append(f"{label} ", style="dim").append(f"{value:.2f}  ", style=style)
+        if self._val is not None:
+            line.append("val ", style="dim").append(f"{self._val.spell(2)}  ")
         room = min(self._console.width - len(line), 40)
         return line.append(sparkline([*self._rewards], room) if room > 0 else "", style="green")
 
@@ -222,7 +223,7 @@ def iteration_line(
     loss_format = ".3f" if not loss or 0.001 <= abs(loss) < 1000 else ".1e"
     parts = (
         f"iter {event.iteration}" + (f"/{num_iterations}" if num_iterations else ""),
-        f"reward {'-' if reward is None else f'{reward:.2f}'}" + ("" if val is None else f" (val {val:.2f})"),
+        f"reward {'-' if reward is None else f'{reward:.2f}'}" + ("" if val is None else f" (val {val.spell(2)})"),
         "" if count is None else f"rollouts {count:.0f} ({failed or 0:.0f} failed{why})",
         "" if loss is None else f"loss {loss:{loss_format}}",
         "" if rate is None else f"{rate:.0f} tok/s",
@@ -235,10 +236,9 @@ def iteration_line(
     return "  ".join(part for part in parts if part)
 
 
-def latest_validation(metrics: Mapping[str, Any]) -> float | None:
-    """The validation reward of the iteration: with the weights after it where there is one, else of the start."""
-    after = number(metrics, m.VAL_REWARD_MEAN)
-    return after if after is not None else number(metrics, m.VAL_START_REWARD_MEAN)
+def latest_validation(metrics: Mapping[str, Any]) -> Validation | None:
+    """The validation of the iteration: with the weights after it where there is one, else of the start."""
+    return validation_of(metrics) or validation_of(metrics, start=True)
 
 
 def spell_version(version: Any) -> str:

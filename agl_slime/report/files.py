@@ -11,7 +11,7 @@ import shutil
 import time
 import zlib
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import closing
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
@@ -79,8 +79,9 @@ def size_of(iteration: int, lines: Sequence[Mapping[str, Any]]) -> int:
 
 
 class IterationFile:
-    """Appends records that belong to an iteration, as JSON lines. Writing an iteration again replaces it and every
-    later one, so a resumed run leaves no duplicates. Nothing is touched before the first ``append``.
+    """Appends records that belong to an iteration, as JSON lines. An append removes no record: it raises ``ValueError``
+    for an iteration that is not after the last one of the file, see ``cut``. Nothing is touched before the first
+    ``append``; that one replaces a line that a kill has torn at the end.
 
     Each line ends with ``crc``, the CRC-32 of all before it, in the line and in the file: a line that is changed, moved
     or missing is found (``agl-slime audit``)."""
@@ -94,9 +95,11 @@ class IterationFile:
     def append(self, iteration: int, lines: Sequence[Mapping[str, Any]]) -> None:
         """Write the records, each with ``iteration`` first, and hand them to the operating system before returning."""
         with naming_full_disk(self.path):
-            if self._file is None or iteration <= self._last:
-                self.rewind(iteration)
-            assert self._file is not None
+            if self._file is None:
+                self._file = self._open()
+            if iteration <= self._last:
+                last = f"{self.path} has records of iteration {self._last} already"
+                raise ValueError(f"{last}; iteration {iteration} cannot be appended, only a resume cuts the file")
             for record in lines:
                 line = dump({"iteration": iteration, **record})[:-2]
                 self._crc = zlib.crc32(line, self._crc)
@@ -104,23 +107,39 @@ class IterationFile:
             self._file.flush()
         self._last = iteration
 
-    def rewind(self, iteration: int) -> None:
-        """Keep the lines of earlier iterations, as they are, and those that are damaged among them."""
-        self.close()
+    def _open(self) -> IO[bytes]:
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        self._crc, end = 0, 0
+        self._last, self._crc, end = -math.inf, 0, 0
         for line in records.read_lines(self.path) if self.path.exists() else ():
+            end = line.at + line.size
             if not line.wrong:
-                if line.record["iteration"] >= iteration:
-                    break
-                self._crc, end = line.crc, line.at + line.size
-        self._file = self.path.open("ab")
-        self._file.truncate(end)
+                self._crc, self._last = line.crc, max(self._last, line.record["iteration"])
+        file = self.path.open("ab")
+        file.truncate(end)
+        return file
 
     def close(self) -> None:
         if self._file is not None:
             with naming_full_disk(self.path), self._file:
                 self._file = None
+
+
+def cut(iteration: int, *paths: Path) -> None:
+    """Remove the lines of later iterations than ``iteration`` from files that ``IterationFile`` wrote, for a run
+    that is resumed after it; earlier lines stay as they are, and so do those that are damaged among them."""
+    ends = {path: _end_of(iteration, path) for path in paths if path.is_file()}
+    for path, end in ends.items():  # nothing slow in here: a kill between two of them leaves files that do not agree
+        os.truncate(path, end)
+
+
+def _end_of(iteration: int, path: Path) -> int:
+    end = 0
+    for line in records.read_lines(path):
+        if not line.wrong:
+            if line.record["iteration"] > iteration:
+                break
+            end = line.at + line.size
+    return end
 
 
 class RunDir:
@@ -160,26 +179,22 @@ class RunDir:
         self.best_model = path / "model-best"
         """Those of the best validation, with ``--keep-best``."""
         reports = (self.metrics, self.plot, self.summary, self.tensorboard, self.transcripts, self.trained)
-        reports += (
-            self.start,
-            self.groups,
-            self.rollouts,
-            self.alive,
-            self.trackers,
-            self.sglang_log,
-            self.controller_log,
-        )
+        reports += (self.start, self.groups, self.rollouts, self.alive, self.trackers, self.controller_log)
         database = (self.ledger.with_name(self.ledger.name + suffix) for suffix in ("", "-wal", "-shm"))
         self.reports = (*reports, self.checkpoints, self.model, self.best_model, *database)
-        """What a new run in the same place replaces."""
+        """What a run with ``--overwrite`` replaces. The engine's log is appended to, also by a start that fails."""
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether a run has left more here than its settings."""
+        return any(path.exists() for path in self.reports if path not in (self.start, self.alive))
 
     def rewind(self, iteration: int) -> set[str]:
-        """The run goes on after ``iteration``: what its files say of later ones goes. Returns the tasks whose groups
-        they have."""
-        for path in (self.metrics, self.trained, self.groups, self.rollouts, self.transcripts / "transcripts.jsonl"):
-            if path.is_file():
-                with closing(IterationFile(path)) as file:
-                    file.rewind(iteration + 1)
+        """The run is resumed after ``iteration``: what its files say of later ones goes, and how it ended. Returns the
+        tasks whose groups they have."""
+        self.summary.unlink(missing_ok=True)
+        transcripts = self.transcripts / "transcripts.jsonl"
+        cut(iteration, self.metrics, self.trained, self.groups, self.rollouts, transcripts)
         lines = iter_jsonl(self.groups) if self.groups.is_file() else ()
         return {str(line["instance_id"]) for line in lines}
 
@@ -188,39 +203,63 @@ class RunDir:
         return read_object(self.config)
 
 
-def open_run_dir(
-    path: str | os.PathLike[str] | None,
+@dataclass
+class PendingRun:
+    """A run that may begin in its directory: nothing is written there before ``begin``."""
+
+    run: RunDir
+    settings: dict[str, Any]
+    replaces: bool = False
+    begun: bool = False
+
+    def begin(self, start: Mapping[str, Any] | None = None) -> None:
+        """Write ``config.json``, and ``start`` as ``start.json``, in the place of what an earlier run has left where
+        this one ``replaces`` it."""
+        run, self.begun = self.run, True
+        try:
+            run.path.mkdir(parents=True, exist_ok=True)
+            for path in run.reports if self.replaces else ():
+                if path.is_dir() and not path.is_symlink():
+                    shutil.rmtree(path)
+                else:
+                    path.unlink(missing_ok=True)
+            write_file(run.config, dump(self.settings, indent=2))
+            if start is not None:
+                write_file(run.start, dump(start))
+        except OSError as error:
+            raise _unusable(run.path, "written", error) from error
+
+
+def check_run_dir(
+    path: str | os.PathLike[str],
     *,
-    agent: str,
     settings: Any,
     resume: bool = False,
     overwrite: bool = False,
     fixed: Collection[str] = (),
-    root: str | os.PathLike[str] = "runs",
-) -> RunDir:
-    """Make or open the directory of a run and write ``config.json`` into it; ``settings`` is a mapping or a dataclass.
+) -> PendingRun:
+    """The run with these ``settings`` (a mapping or a dataclass) in the directory ``path``. Raises ``ConfigError``
+    where it may not begin.
 
-    ``path=None`` makes a new ``<root>/<time>-<agent>``. A directory that holds a run with other settings is refused,
-    unless ``resume`` continues that run (its files are kept) or ``overwrite`` replaces it. A run with the same settings
-    is replaced: the reports, checkpoints and ledger of the old run are removed, nothing else in the directory. A
-    continuation with other values of the ``fixed`` settings is refused. Values
-    of settings named like a password or an API key are not written.
+    A directory that holds a run is refused, unless ``resume`` continues that run (its files are kept) or ``overwrite``
+    replaces it: its reports, checkpoints and ledger are removed, nothing else in the directory. A continuation with
+    other values of the ``fixed`` settings is refused. Values of settings named like a password or an API key are not
+    written.
     """
     wanted = json.loads(dump(settings), object_hook=_redact)
-    if path is None:
-        return _write(RunDir(_new(Path(root), agent)), wanted)
     run = RunDir(Path(path))
-    if run.path.exists() and not run.path.is_dir():
-        raise ConfigError(f"output directory {run.path} is a file; choose another path")
+    _refuse_file(run.path)
     fix = "choose another --output-dir, or replace what is there with --overwrite"
     if run.config.exists():
         known = run.settings()
         if known is None and not overwrite:
             raise ConfigError(f"{run.config} is not a JSON object; {fix}")
         changed = _differences(known or {}, wanted)
-        if changed and not (resume or overwrite):
+        if (changed or run.has_begun) and not (resume or overwrite):
             some = ", ".join(changed[:5]) + (", ..." if len(changed) > 5 else "")
-            raise ConfigError(f"output directory {run.path} holds a run with other settings ({some}); {fix}")
+            which = f"a run with other settings ({some})" if changed else "this run already"
+            fix = "go on with it with --resume, replace it with --overwrite, or choose another --output-dir"
+            raise ConfigError(f"output directory {run.path} holds {which}: {fix}")
         if resume and (must := next((name for name in changed if name in fixed), None)):
             began, now = (known or {}).get(must), wanted.get(must)
             raise ConfigError(f"the run in {run.path} began with {must} {began!r}, not {now!r}: resume it with that")
@@ -230,7 +269,22 @@ def open_run_dir(
     elif not overwrite and (foreign := [path.name for path in run.reports if path.exists()]):
         why = f"holds {foreign[0]} but no {run.config.name}, so it may not be a run's"
         raise ConfigError(f"output directory {run.path} {why}; {fix}")
-    return _write(run, wanted, clear=not resume)
+    return PendingRun(run, wanted, replaces=not resume)
+
+
+def open_run_dir(
+    path: str | os.PathLike[str] | None,
+    *,
+    agent: str,
+    settings: Any,
+    root: str | os.PathLike[str] = "runs",
+    **how: Any,
+) -> RunDir:
+    """The directory of a run that begins now, with its ``config.json``: see ``check_run_dir``, which takes the rest.
+    ``path=None`` makes a new ``<root>/<time>-<agent>``."""
+    pending = check_run_dir(new_run_dir(agent, root) if path is None else path, settings=settings, **how)
+    pending.begin()
+    return pending.run
 
 
 def _differences(old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = "") -> tuple[str, ...]:
@@ -249,33 +303,36 @@ def _redact(settings: dict[str, Any]) -> dict[str, Any]:
     return {key: "(not written)" if value and _SECRET.search(key) else value for key, value in settings.items()}
 
 
-def _new(root: Path, agent: str) -> Path:
+def make_directories(path: Path) -> list[Path]:
+    """Make the directory of a run where it is missing; returns what was made, the innermost first."""
+    _refuse_file(path)
+    try:
+        missing = [one for one in (path, *path.parents) if not one.exists()]
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise _unusable(path, "made", error) from error
+    return missing
+
+
+def _refuse_file(path: Path) -> None:
+    if path.exists() and not path.is_dir():
+        raise ConfigError(f"output directory {path} is a file; choose another path")
+
+
+def new_run_dir(agent: str, root: str | os.PathLike[str] = "runs") -> Path:
+    """Make an empty directory that is named by the time and the agent."""
     name = re.sub(r"[^A-Za-z0-9_.-]+", "-", agent.rpartition(":")[2]).strip("-.") or "agent"
     stem = f"{time.strftime('%Y%m%d-%H%M%S')}-{name}"
-    path, number = root / stem, 1
+    path, number = Path(root) / stem, 1
     while True:
         try:
             path.mkdir(parents=True)
             return path
         except FileExistsError:
             number += 1
-            path = root / f"{stem}-{number}"
+            path = path.with_name(f"{stem}-{number}")
         except OSError as error:
             raise _unusable(path, "made", error) from error
-
-
-def _write(run: RunDir, settings: dict[str, Any], *, clear: bool = False) -> RunDir:
-    try:
-        run.path.mkdir(parents=True, exist_ok=True)
-        for path in run.reports if clear else ():
-            if path.is_dir() and not path.is_symlink():
-                shutil.rmtree(path)
-            else:
-                path.unlink(missing_ok=True)
-        write_file(run.config, dump(settings, indent=2))
-    except OSError as error:
-        raise _unusable(run.path, "written", error) from error
-    return run
 
 
 def _unusable(path: Path, verb: str, error: OSError) -> ConfigError:

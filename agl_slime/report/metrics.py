@@ -5,10 +5,12 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from agl_slime import metric_names as m
 from agl_slime.events import Event, IterationFinished
 from agl_slime.metric_names import REQUIRED_KEYS
 from agl_slime.report.files import IterationFile, iter_jsonl, jsonable
@@ -20,6 +22,35 @@ def number(metrics: Mapping[str, Any], key: str) -> float | None:
     """The metric as a finite number, or None when it is absent, text or not finite."""
     value = jsonable(metrics.get(key))
     return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
+
+
+@dataclass(frozen=True)
+class Validation:
+    """A validation as metrics tell it: ``mean`` is over the ``rewarded`` ones of its ``count`` rollouts, of which older
+    files say nothing."""
+
+    mean: float | None
+    interval: tuple[float, float] | None
+    rewarded: int | None
+    count: int | None
+
+    def spell(self, digits: int) -> str:
+        """``0.44``, or where rollouts failed ``0.44 of 15/16``."""
+        text = "-" if self.mean is None else f"{self.mean:.{digits}f}"
+        return text if self.rewarded == self.count else f"{text} of {self.rewarded}/{self.count}"
+
+
+def validation_of(metrics: Mapping[str, Any], *, start: bool = False) -> Validation | None:
+    """The validation with the weights after an iteration, or before the first one; ``None`` where there was none."""
+    names = (m.VAL_START_REWARD_MEAN, *m.VAL_START_INTERVAL, m.VAL_START_COUNT, m.VAL_START_FAILED)
+    if not start:
+        names = (m.VAL_REWARD_MEAN, *m.VAL_INTERVAL, m.VAL_COUNT, m.VAL_FAILED)
+    mean, low, high, count, failed = (number(metrics, name) for name in names)
+    if mean is None and not count:
+        return None
+    rewarded = None if count is None else round(count - (failed or 0))
+    interval = None if low is None or high is None else (low, high)
+    return Validation(mean, interval, rewarded, None if count is None else round(count))
 
 
 def read_metrics(path: str | os.PathLike[str]) -> list[dict[str, Any]]:

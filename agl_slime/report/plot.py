@@ -16,7 +16,7 @@ from agl_slime import metric_names as m
 from agl_slime.errors import ConfigError, MissingDependencyError
 from agl_slime.events import Event, IterationFinished, RunFinished
 from agl_slime.report.files import RunDir
-from agl_slime.report.metrics import number, read_metrics
+from agl_slime.report.metrics import number, read_metrics, validation_of
 from agl_slime.support.files import whole_file
 
 if TYPE_CHECKING:
@@ -39,9 +39,13 @@ def plot_metrics(metrics_path: str | os.PathLike[str], image_path: str | os.Path
     if find_spec("matplotlib") is None:
         raise MissingDependencyError(NOT_INSTALLED)
     rows = read_metrics(metrics_path)
-    reward, val = _points(rows, m.REWARD_MEAN), _points(rows, m.VAL_START_REWARD_MEAN)
+    reward = _points(rows, m.REWARD_MEAN)
     # after the step: with what the next iteration samples with
-    val = [*val, *((iteration + 1, value) for iteration, value in _points(rows, m.VAL_REWARD_MEAN))]
+    found = [
+        (row["iteration"] + (not start), validation_of(row, start=start)) for start in (True, False) for row in rows
+    ]
+    validations = [(at, one, one.mean) for at, one in found if one is not None and one.mean is not None]
+    val = [(at, mean) for at, _, mean in validations]
     if not (reward or val):
         return False
     from matplotlib.figure import Figure
@@ -83,6 +87,10 @@ def plot_metrics(metrics_path: str | os.PathLike[str], image_path: str | os.Path
     if val:
         diamond: dict[str, Any] = {"marker": "D", "markersize": 6, "markeredgecolor": "white", "linestyle": "none"}
         top.plot(*zip(*val, strict=True), color=VAL_COLOR, label="validation, mean", zorder=4, **diamond)
+        for at, one, mean in validations:
+            if one.rewarded != one.count:  # the others failed
+                place: dict[str, Any] = {"xytext": (0, 6), "textcoords": "offset points", "ha": "center", "fontsize": 7}
+                top.annotate(f"of {one.rewarded}/{one.count}", (at, mean), color=VAL_COLOR, **place)
     top.margins(x=0.03, y=0.08)
     top.legend(frameon=False, fontsize=9, labelcolor=INK, loc="best")
     top.set_title(title or "Reward per iteration", loc="left", color=INK, fontsize=12, fontweight="bold")

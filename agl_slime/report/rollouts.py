@@ -13,6 +13,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -34,6 +35,7 @@ from agl_slime.report.pieces import Pieces
 from agl_slime.report.transcripts import MOST_MESSAGES, MOST_SAMPLES, Room, choose_rollouts
 
 if TYPE_CHECKING:
+    from agl_slime.trainers.base import TokenScores
     from agl_slime.types import Sample
 
 Keep = Literal["all", "sampled", "none"]
@@ -87,8 +89,10 @@ class RolloutWriter:
     def handle(self, event: Event) -> None:
         if isinstance(event, GroupsCollected):
             self._sound_alarms(self._collected(event.iteration, event.groups))
-        elif isinstance(event, RunStarted) and self._groups_file.path.exists():  # the run is gone on with
-            self._best = max(map(_best, iter_jsonl(self._groups_file.path)), default=self._best)
+        elif isinstance(event, RunStarted):
+            self._last = event.iteration
+            if self._groups_file.path.exists():  # the run is resumed
+                self._best = max(map(_best, iter_jsonl(self._groups_file.path)), default=self._best)
         elif isinstance(event, GroupsRestored):
             known = self._written_until(event.iteration)
             waiting = [group for group in event.groups if known.isdisjoint(_ids(group))]
@@ -164,9 +168,8 @@ class RolloutWriter:
                 kept[rollout_id] = jsonable({**outcome, **known, **self._describe(member, group)})
         if kept and self._keep == "sampled" and not self._room.take(size_of(iteration, list(kept.values()))):
             kept = {}
-        # also where there is nothing to write: what a run that was cut off has left of this iteration goes. Rollouts
-        # first: a run that is killed between the two has no group that keeps a rollout which is not there.
-        if kept or self._file.path.exists():
+        # rollouts first: a run that is killed between the two has no group that keeps a rollout which is not there
+        if kept:
             self._file.append(iteration, list(kept.values()))
         lines = [{**group.line, "kept": [one for one in group.members if one in kept]} for group in groups]
         self._groups_file.append(iteration, lines)
@@ -275,17 +278,25 @@ def mask_of(sample: Sample) -> np.ndarray:
     return np.asarray(mask, dtype=bool) & (not sample.remove_sample)
 
 
-def describe_batch(groups: Sequence[Sequence[Sample]]) -> list[dict[str, Any]]:
+def describe_batch(groups: Sequence[Sequence[Sample]], scores: TokenScores | None = None) -> list[dict[str, Any]]:
     """The groups of a batch as lines of ``trained.jsonl``: the number of the task in the run, the rollouts with their
-    rewards, and of each Sample its rollout and what was trained of it."""
-    return [
-        {
+    rewards, and of each Sample its rollout and what was trained of it; with ``scores``, a digest of the trainer's
+    log-probs and advantages of each Sample."""
+    digests = None if scores is None else iter(map(_digest_of_scores, scores.log_probs, scores.advantages))
+    lines = []
+    for group in groups:
+        line = {
             "instance_id": group[0].metadata.get("instance_id"),
             "rollouts": {str(rollout_of(sample)): reward_of(sample) for sample in group},
             "samples": [[str(rollout_of(sample)), *seal_of(sample)] for sample in group],
         }
-        for group in groups
-    ]
+        lines.append(line if digests is None else {**line, "scores": [*islice(digests, len(group))]})
+    return lines
+
+
+def _digest_of_scores(*figures: Any) -> str:
+    content = b"".join(np.asarray(values, dtype="<f4").tobytes() for values in figures)
+    return hashlib.blake2b(content, digest_size=8).hexdigest() if content else ""
 
 
 def _sampled(sample: Sample) -> bytes:
@@ -295,14 +306,17 @@ def _sampled(sample: Sample) -> bytes:
 
 
 def _tools_of(members: Iterable[Any]) -> dict[str, Any] | None:
-    """Of a group: in how many rollouts each tool was on offer, the calls of each, and calls that could not be parsed;
-    ``None`` where there were no tools."""
+    """Of a group: in how many rollouts each tool was on offer, the calls of each, calls that could not be parsed, and
+    where a tool has failed how often and with which text; ``None`` where there were no tools."""
     told = [member.samples[0].metadata.get("tools") for member in members if member.samples]
     told = [tools for tools in told if isinstance(tools, Mapping)]
     offered = Counter(name for tools in told for name in tools.get("offered", ()))
     calls = sum((Counter(tools.get("calls", {})) for tools in told), Counter())
     malformed = sum(int(tools.get("malformed", 0)) for tools in told)
-    return {"offered": dict(offered), "calls": dict(calls), "malformed": malformed} if told else None
+    failed = sum((Counter(tools.get("failed", {})) for tools in told), Counter())
+    failures = {name: text for tools in reversed(told) for name, text in tools.get("failures", {}).items()}
+    more = {"failed": dict(failed), "failures": failures} if failed else {}
+    return {"offered": dict(offered), "calls": dict(calls), "malformed": malformed, **more} if told else None
 
 
 def describe_turn(turn: Any) -> dict[str, Any]:

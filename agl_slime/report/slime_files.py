@@ -27,7 +27,9 @@ _METADATA: dict[str, Any] = {
     "turns": int,
 }
 _METADATA |= {"fork_reason": str, "token_source": str, "stop_reason": str, "finish_reason": str, "source_name": str}
-_METADATA |= {"instance_id": str, "tools": {"offered": [str], "calls": {str: int}, "malformed": int}}
+_METADATA |= {"instance_id": str}
+_METADATA["tools"] = {"offered": [str], "calls": {str: int}, "malformed": int, "failed": {str: int}}
+_METADATA["tools"] |= {"failures": {str: str}}
 _STATUS = {status.value: status for status in Sample.Status}
 _reading = threading.Lock()  # what torch may load is one list for the process
 

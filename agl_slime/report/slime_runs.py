@@ -18,7 +18,7 @@ from agl_slime import metric_names as names
 from agl_slime.events import IterationFinished
 from agl_slime.groups.results import GroupResult, MemberResult, Outcome
 from agl_slime.loop.metrics import collect_metrics, eval_metrics
-from agl_slime.report.files import IterationFile, RunDir, jsonable
+from agl_slime.report.files import IterationFile, RunDir, cut, jsonable
 from agl_slime.report.metrics import MetricsWriter
 from agl_slime.report.pieces import Pieces
 from agl_slime.report.rollouts import describe_group, describe_member, mask_of
@@ -91,7 +91,11 @@ class SlimeRun:
             found = dump_files(self.path)
             now = {number: {file: _identity(file) for file in files} for number, files in found.items()}
             new = [number for number in now if now[number] != self._seen.get(number)]
-            self.rewritten += bool(new) and any(number >= new[0] for number in self._seen)
+            if new and any(number >= new[0] for number in self._seen):
+                self.rewritten += 1
+                for file in (self._metrics, self._groups, self._rollouts):
+                    file.close()
+                cut(new[0] - 1, self.run.metrics, self.run.groups, self.run.rollouts)
             for number in now if new else ():
                 if number >= new[0]:
                     self._seen[number] = now[number]

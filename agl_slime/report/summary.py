@@ -21,7 +21,7 @@ from agl_slime import metric_names as m
 from agl_slime.events import Event, PhaseStarted, RolloutFinished, RunFinished, RunStarted, Warning
 from agl_slime.report.console import count_reason, spell_reasons, spell_seconds
 from agl_slime.report.files import RunDir, dump, iter_jsonl
-from agl_slime.report.metrics import number
+from agl_slime.report.metrics import Validation, number, validation_of
 from agl_slime.support.files import write_file
 
 # Of the CPU: from here on rollouts and training have certainly waited for a core now and then.
@@ -45,7 +45,8 @@ def sum_up(rows: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
 
     rewards = [(reward, row["iteration"]) for row in rows if (reward := number(row, m.REWARD_MEAN)) is not None]
     best, best_iteration = max(rewards, key=itemgetter(0), default=(None, None))
-    validations = values(m.VAL_START_REWARD_MEAN, m.VAL_REWARD_MEAN)
+    found = (validation_of(row, start=start) for row in rows for start in (True, False))
+    validations = [validation for validation in found if validation is not None]
     versions = [row[m.WEIGHTS_VERSION] for row in rows if row.get(m.WEIGHTS_VERSION) is not None]
     return {
         "iterations": sum(row["iteration"] > 0 for row in rows),
@@ -53,10 +54,8 @@ def sum_up(rows: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
         "reward_last": rewards[-1][0] if rewards else None,
         "reward_best": best,
         "reward_best_iteration": best_iteration,
-        "val_first": next(iter(validations), None),
-        "val_last": validations[-1] if validations else None,
-        "val_first_interval": _interval(rows, *m.VAL_START_INTERVAL),
-        "val_last_interval": _interval(rows[::-1], *m.VAL_INTERVAL),
+        **_of_validation("val_first", validations[:1]),
+        **_of_validation("val_last", validations[-1:]),
         "logprob_diff_first": next(iter(values(m.LOGPROB_DIFF_MAX)), None),
         "first_ratio_dev_max": max(values(m.FIRST_RATIO_DEV_MAX), default=None),
         "weights_version": versions[-1] if versions else None,
@@ -65,10 +64,11 @@ def sum_up(rows: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     }
 
 
-def _interval(rows: Sequence[Mapping[str, Any]], low: str, high: str) -> tuple[float, float] | None:
-    """The bounds of the first row that has both."""
-    found = ((number(row, low), number(row, high)) for row in rows)
-    return next(((below, above) for below, above in found if below is not None and above is not None), None)
+def _of_validation(name: str, found: Sequence[Validation]) -> dict[str, Any]:
+    """Mean, interval and spelling of the one validation in ``found``, if there is one."""
+    one = found[0] if found else Validation(None, None, None, None)
+    rewarded = None if one.count is None else (one.rewarded, one.count)
+    return {name: one.mean, f"{name}_interval": one.interval, f"{name}_rewarded": rewarded}
 
 
 def _overlap(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -104,9 +104,10 @@ def summary_rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
     if get("reward_first") is not None:
         best = f"  (best {get('reward_best'):.3f} in iteration {get('reward_best_iteration')})"
         rows.append(("reward", f"{get('reward_first'):.3f} -> {get('reward_last'):.3f}{best}"))
-    if get("val_first") is not None:
+    if get("val_first") is not None or get("val_first_rewarded"):
         first, last = (
-            f"{get(name):.3f}" + (f" [{bounds[0]:.3f}, {bounds[1]:.3f}]" if (bounds := get(f"{name}_interval")) else "")
+            Validation(get(name), None, *(get(f"{name}_rewarded") or (None, None))).spell(3)
+            + (f" [{bounds[0]:.3f}, {bounds[1]:.3f}]" if (bounds := get(f"{name}_interval")) else "")
             for name in ("val_first", "val_last")
         )
         rows.append(("validation", f"{first} -> {last}"))
@@ -220,10 +221,14 @@ class SummaryReporter:
     def _finish(self, event: RunFinished) -> None:
         self._enter("end", event.at)
         files = {label: str(output.path) for label, output in self._outputs.items() if output.path.exists()}
+        notes = [output.note for label, output in self._outputs.items() if label not in files]
         metrics = self._run.metrics
+        figures = sum_up(iter_jsonl(metrics) if metrics.exists() else ())
+        if not figures["tokens_trained"] and files.pop("model", None):
+            notes.append(f"nothing was trained: {self._run.model} has the weights that the run began with")
         summary: dict[str, Any] = {
             "reason": event.reason,
-            **sum_up(iter_jsonl(metrics) if metrics.exists() else ()),
+            **figures,
             "outcomes": dict(self._outcomes["train"]),
             "val_outcomes": dict(self._outcomes["val"]),
             "reasons": dict(self._reasons),
@@ -231,7 +236,7 @@ class SummaryReporter:
             "phase_s": self._phase_s,
             "warnings": list(self._warnings.values()),
             "files": {**files, "summary": str(self._run.summary)},
-            "notes": [output.note for label, output in self._outputs.items() if label not in files],
+            "notes": notes,
             **event.summary,
         }
         try:

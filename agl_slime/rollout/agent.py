@@ -7,6 +7,7 @@ A user writes ``compute_reward``, perhaps ``build_prompt``, and for more than on
 from __future__ import annotations
 
 import inspect
+import json
 import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -15,7 +16,7 @@ from agl_slime.errors import ConfigError
 from agl_slime.rollout.access import LLM_RESOURCE, EngineAccess, sampling_of
 from agl_slime.rollout.chat_api import ChatApi
 from agl_slime.rollout.chat_session import session_with
-from agl_slime.rollout.outcome import LossScale, check_reward, untrained_turns
+from agl_slime.rollout.outcome import LossScale, check_reward, missing_rewards, untrained_turns
 from agl_slime.rollout.partial import PartialRollouts
 from agl_slime.rollout.scheduler import MultiTurnScheduler, schedulers
 from agl_slime.rollout.session import RolloutSession, RolloutStopped
@@ -143,7 +144,10 @@ class SGLangLitAgent(LitAgent[dict[str, Any]]):
             metadata={"rollout_infos": stats.infos} if stats.infos else {},
         )
         said = await self.score(task, trajectory)
-        _emit(said, source=f"{type(self).__name__}.compute_reward", attributes=stats.attributes())
+        attributes = stats.attributes()
+        if missing := missing_rewards(said):
+            attributes[names.REWARDS_MISSING] = json.dumps(missing)
+        _emit(said, source=f"{type(self).__name__}.compute_reward", attributes=attributes)
         for role, reward in stats.rewards.items():
             _emit(reward, source=f"the reward of role {role!r}", attributes=make_link_attributes({names.ROLE: role}))
 

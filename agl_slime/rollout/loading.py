@@ -106,6 +106,11 @@ def _imported(source: str) -> ModuleType:
         raise ConfigError(why) from error
 
 
+def agent_module(path: str) -> ModuleType:
+    """The module that ``load_agent`` finds the agent in."""
+    return _imported(split_agent(path)[0])
+
+
 def load_plugins(paths: Sequence[str | Path]) -> list[ModuleType]:
     """Run the named files, once each; what they register (schedulers, tool parsers, loss masks) is known afterwards.
     Raises ``ConfigError`` when one is not there or fails."""

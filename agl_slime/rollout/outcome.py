@@ -20,12 +20,19 @@ LossScale: TypeAlias = Literal["default", "last_round"] | Callable[[list[dict[st
 
 def check_reward(value: Any, *, source: str) -> dict[str, float]:
     """The named rewards of ``value``, the primary first; a plain number (numpy's and torch's too) is named
-    ``primary``. ``None``, strings, NaN and infinities raise ``RewardError``: a reward is never invented."""
+    ``primary``. ``None``, strings, NaN and infinities raise ``RewardError``: a reward is never invented. A ``None``
+    behind the first is one that this rollout does not have, and is left out (``missing_rewards``)."""
     if isinstance(value, Mapping):
         if not value:
             raise RewardError(f"{source} returned an empty dict; name at least one reward.")
-        return {str(name): _number(item, f"{source}[{name!r}]") for name, item in value.items()}
+        given = [(name, item) for at, (name, item) in enumerate(value.items()) if item is not None or not at]
+        return {str(name): _number(item, f"{source}[{name!r}]") for name, item in given}
     return {"primary": _number(value, source)}
+
+
+def missing_rewards(value: Any) -> list[str]:
+    """The names of the rewards that are ``None``."""
+    return [str(name) for name, item in value.items() if item is None] if isinstance(value, Mapping) else []
 
 
 def _number(value: Any, source: str) -> float:

@@ -15,7 +15,7 @@ import json
 import logging
 import threading
 from collections import defaultdict, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -124,13 +124,16 @@ class PartialRollouts:
             ]
         path.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
 
-    def load(self, path: Path) -> None:
-        """Take up what ``save`` has written; without a file there is nothing. Raises ``ConfigError``."""
+    def load(self, path: Path, *, admitted: Collection[str] | None = None) -> None:
+        """Take up what ``save`` has written; without a file there is nothing. ``admitted`` are the instances whose
+        groups keep their age over the restart (``None``: all): those of others, which had been dropped, begin anew, and
+        old tokens would be staler than their new age says. Raises ``ConfigError``."""
         kept: dict[str, deque[list[_Call]]] = defaultdict(deque)
         try:
             for line in path.read_text().splitlines() if path.exists() else ():
                 told = json.loads(line)
-                kept[told["instance_id"]].append([_Call(call["key"], _generation(call)) for call in told["calls"]])
+                if admitted is None or told["instance_id"] in admitted:
+                    kept[told["instance_id"]].append([_Call(call["key"], _generation(call)) for call in told["calls"]])
         except (OSError, ValueError, TypeError, KeyError, TraceError) as error:
             raise ConfigError(f"{path} cannot be read: {spell_exception(error)}") from error
         with self._changed:

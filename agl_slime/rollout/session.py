@@ -39,6 +39,7 @@ from agl_slime.trace.turn import Turn
 
 SpanWriter = Callable[[dict[str, Any], float], None]
 
+_LONGEST_FAILURE = 300  # characters of what a tool raised
 _ENDS = {"length": StopReason.LENGTH, "abort": StopReason.ABORTED}
 
 
@@ -54,7 +55,8 @@ class RolloutStopped(Exception):
 @dataclass
 class RolloutStats:
     """Counts of one rollout, all its branches together. ``tool_calls`` counts executed calls by tool, ``calls`` those
-    that were ``malformed``, of ``unknown`` tools, ``errors`` and among them ``timeouts``; ``untrained_turns`` are the
+    that were ``malformed``, of ``unknown`` tools, ``errors`` and among them ``timeouts``; ``failed`` those by tool that
+    raised or took too long, ``failures`` the text of the first of each; ``untrained_turns`` are the
     turns that the loss scale leaves out, ``infos`` what the scheduler wants to be known, ``rewards`` those of roles,
     ``asking`` the answers that are under way."""
 
@@ -62,6 +64,8 @@ class RolloutStats:
     tools: tuple[str, ...] = ()
     tool_calls: Counter[str] = field(default_factory=Counter)
     calls: Counter[str] = field(default_factory=Counter)
+    failed: Counter[str] = field(default_factory=Counter)
+    failures: dict[str, str] = field(default_factory=dict)
     open_boundaries: int = 0
     untrained_turns: tuple[int, ...] = ()
     infos: dict[str, Any] = field(default_factory=dict)
@@ -73,11 +77,15 @@ class RolloutStats:
             unknown = result.error == "unknown_tool"
             self.tool_calls[result.call.name] += not unknown
             self.calls.update(unknown=unknown, errors=bool(result.error) - unknown, timeouts=result.error == "timeout")
+            if result.error in ("exception", "timeout"):  # the tool's, where bad arguments are the model's
+                self.failed[result.call.name] += 1
+                self.failures.setdefault(result.call.name, str(result.content)[:_LONGEST_FAILURE])
 
     def tool_counts(self) -> dict[str, Any]:
         """As ``Sample.metadata["tools"]`` has them."""
         counts = {name: self.calls[name] for name in ("malformed", "unknown", "errors", "timeouts")}
-        return {"offered": list(self.tools), "calls": dict(+self.tool_calls), **counts}
+        failed = {"failed": dict(self.failed), "failures": self.failures} if self.failed else {}
+        return {"offered": list(self.tools), "calls": dict(+self.tool_calls), **counts, **failed}
 
     def attributes(self) -> dict[str, Any]:
         """As span attributes: none for what did not happen."""

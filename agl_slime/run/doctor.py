@@ -69,6 +69,19 @@ def _machine() -> Iterator[Line]:
         fix = "; large models' weights go by the disk then (in a container: --shm-size)" if free < _LITTLE_SHM else ""
         yield Line("--" if fix else "ok", "/dev/shm", f"{free:.1f} GB free, for weights on their way{fix}")
     yield _gpu()
+    yield from _proxies()
+
+
+def _proxies() -> Iterator[Line]:
+    """Nothing where there are none."""
+    from agl_slime.support.net import past_proxies, proxies
+
+    named = ", ".join(proxies())
+    if missing := ",".join(past_proxies()):
+        fix = f"agents in processes that you start need it (export NO_PROXY={missing})"
+        yield Line("--", "proxy", f"{named} is set and NO_PROXY lacks {missing}: added where agl-slime runs; {fix}")
+    elif named:
+        yield Line("ok", "proxy", f"{named} is set; NO_PROXY keeps this machine's addresses from it")
 
 
 def _gpu() -> Line:

@@ -22,6 +22,7 @@ from agl_slime.rollout.chat_api import DEFAULT_KEY, ChatApi, find_chat_api
 from agl_slime.run.models import check_model, find_model
 from agl_slime.run.settings import TrainConfig
 from agl_slime.support.files import sole_owner, write_file
+from agl_slime.support.model_files import model_digests
 from agl_slime.support.ranges import check_ranges
 from agl_slime.support.threads import run_in_thread
 
@@ -32,6 +33,7 @@ _OF_A_RUN = ("agent", "max_new_tokens", "temperature", "max_turns", "multi_turn_
 _OF_AN_ENVIRONMENT = ("env_tasks", "env_eval_split", "env_workers", "env_arguments", "env_model")
 _OF_AN_ENVIRONMENT += ("trained_models", "untrained_models")
 _FIXED = ("models", "agent", "tasks", "k", "seed", "temperature", "max_new_tokens")
+_FIXED += ("files", "agent_source", "environment", "max_turns", "multi_turn_scheduler")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -157,8 +159,12 @@ async def run_evaluation(config: EvalConfig, *, console: Console | None = None) 
     models, settings, agent, tasks = ready.models, ready.settings, ready.agent, ready.tasks
     told: dict[str, Any] = {
         "models": [str(model) for model in models],
-        "weights": await run_in_thread(lambda: [_fingerprint(model) for model in models]),
+        "files": await run_in_thread(lambda: [_digests(model) for model in models]),
         "agent": settings.title,
+        "agent_source": await run_in_thread(_agent_source, settings, agent),
+        "environment": await run_in_thread(_of_environment, settings),
+        "max_turns": settings.max_turns,
+        "multi_turn_scheduler": settings.multi_turn_scheduler,
         "tasks": hashlib.blake2b(dump(tasks), digest_size=8).hexdigest(),
         "k": config.k,
         "seed": settings.seed,
@@ -173,22 +179,27 @@ async def run_evaluation(config: EvalConfig, *, console: Console | None = None) 
     with sole_owner(directory):
         kept = (directory / "config.json").exists()
         settled: dict[str, Any] = {"agent": settings.title, "settings": told}
-        open_run_dir(directory, **settled, resume=kept, fixed=(*_FIXED, "weights"))
+        open_run_dir(directory, **settled, resume=kept, fixed=_FIXED)
         write_file(directory / "tasks.jsonl", b"".join(map(dump, tasks)))
-        parts = []
+        parts, new = [], 0
         for number, model in enumerate(models):
             with SampleFile(directory / f"samples-{number + 1}.jsonl") as file:
                 name = model.model if isinstance(model, ChatApi) else model.name
                 which = f"model {number + 1} of {len(models)}" if len(models) > 1 else name
+                before = len(file.lines)
                 if file.missing(tasks=len(tasks), k=config.k):
                     more = {"directory": RunDir(directory), "max_concurrent": config.max_concurrent, "console": console}
                     async with sampling_with(settings, model, agent, ready.sampling, **more) as sampling:
                         with _Progress(console, which) as tell:
                             await take_samples(tasks, k=config.k, into=file, sampling=sampling, on_progress=tell)
                 parts.append(file.lines)
+                new += len(file.lines) - before
         result = _result(config, told, parts, n_tasks=len(tasks), seed=settings.seed)
         write_file(directory / "eval.json", dump(result, indent=2))
         page = await run_in_thread(write_eval_page, directory)
+    if not new:
+        told_before = f"0 new samples: the figures are of {sum(map(len, parts))} samples that were taken before"
+        console.print(f"{told_before}; a new --output-dir takes new ones", soft_wrap=True)
     for line in spell_result(result):
         console.print(line, highlight=False, soft_wrap=True, markup=False)
     for name, path in (("written to", directory / "eval.json"), ("page", page)):
@@ -227,12 +238,27 @@ def _weights(path: Path) -> Path:
     return path
 
 
-def _fingerprint(model: Path | ChatApi) -> list[Any]:
-    """Tells whether these are still the weights that samples were taken with: name, size and time of their files; what
-    is behind an address is not told."""
-    if isinstance(model, ChatApi):
-        return []
-    return [[file.name, file.stat().st_size, file.stat().st_mtime_ns] for file in sorted(model.glob("*.safetensors"))]
+def _digests(model: Path | ChatApi) -> dict[str, str]:
+    """Tells whether the model that samples were taken with is still the same: weights, configuration, tokenizer, chat
+    template; what is behind an address is not known."""
+    return {} if isinstance(model, ChatApi) else model_digests(model)
+
+
+def _agent_source(settings: TrainConfig, agent: Any) -> str | None:
+    """``None`` of an environment, whose agents are in a Python of their own."""
+    from agl_slime.rollout.loading import agent_module, load_plugins
+    from agl_slime.rollout.source import source_digest
+
+    if settings.env is not None:
+        return None
+    return source_digest(agent, [agent_module(settings.agent), *load_plugins(settings.external_plugins)])
+
+
+def _of_environment(settings: TrainConfig) -> dict[str, Any] | None:
+    if settings.env is None:
+        return None
+    text = settings.env_config.read_text() if settings.env_config is not None else None
+    return {"arguments": list(settings.env_arguments), "config": text, "models": list(settings.env_model)}
 
 
 def _settings(config: EvalConfig, began: dict[str, Any]) -> TrainConfig:

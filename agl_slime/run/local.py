@@ -23,7 +23,7 @@ from agl_slime.engine.process import EmbeddedEngine
 from agl_slime.engine.sglang_process import SGLANG_PYTHON, SGLangProcess
 from agl_slime.errors import ConfigError, LoopError, MissingDependencyError
 from agl_slime.events import BatchTrained
-from agl_slime.groups.ledger import Ledger
+from agl_slime.groups.ledger import Ledger, noted_checkpoints
 from agl_slime.groups.policy import MinimumViableGroup, zero_variance
 from agl_slime.loop.checkpoint import Checkpoint, CheckpointWriter, load_newest, read_checkpoints
 from agl_slime.loop.settings import LoopState, RunResult
@@ -37,7 +37,7 @@ from agl_slime.run.model_dir import RunModels
 from agl_slime.run.models import check_tokenizer
 from agl_slime.run.parts import RunParts, make_loop, make_reports, model_for_agents, page_of, sampling_parameters, step
 from agl_slime.run.settings import TrainConfig
-from agl_slime.run.start import check_tools, find_start, gives_texts, load_parts, run_directory, set_aside
+from agl_slime.run.start import WEIGHTS, check_tools, find_start, gives_texts, load_parts, run_directory, set_aside
 from agl_slime.sglang.check import check_replay
 from agl_slime.sglang.client import PauseMode, SGLangClient
 from agl_slime.sglang.transport import checked_url
@@ -97,21 +97,20 @@ async def run_training(
         async with SGLangClient(base_url=config.eval_sglang_url) as client:
             await client.probe()
     async with AsyncExitStack() as stack:
-        run = stack.enter_context(run_directory(config))
+        pending = stack.enter_context(run_directory(config))
+        run = pending.run
         checkpoints = _checkpoints(config, run) if config.resume else []
-        await stack.enter_async_context(page_of(run, config.view, console))  # first, so that it shows the end as well
-        reports = make_reports(config, run, console, began=began)
-        stack.callback(reports.close)
-        model_path = await find_start(config, parts, run, described, console)
+        shown = await stack.enter_async_context(AsyncExitStack())  # what ends after all that is entered below
+        began_with = await find_start(config, parts, run, described, console)
+        model_path, warnings = began_with.model, {}
         tokenizer = await run_in_thread(load_tokenizer, model_path)
         check_tokenizer(model_path, tokenizer)
         set_template_kwargs(tokenizer, config.template.get("chat_template_kwargs", {}))
         if not has_chat_template(tokenizer) and not await gives_texts(parts, model_path, seed=config.seed):
             text = f"--model-path {model_path}: without a chat template only prompts that are texts can be asked"
-            reports.handle(events.Warning(text=text, key="chat_template"))
+            warnings["chat_template"] = text
         if unread := await check_tools(parts, model_path, tokenizer, seed=config.seed):
-            reports.handle(events.Warning(text=unread, key="tool_format"))
-        reports.use_tokenizer(tokenizer)
+            warnings["tool_format"] = unread
         # while the engine starts, in a process of its own; if the engine fails first, nobody asks
         _need_torch()
         loading = asyncio.ensure_future(run_in_thread(_make_trainer, config, model_path))
@@ -123,7 +122,7 @@ async def run_training(
         directory = stack.enter_context(_weights_directory(config, model_path, run.path))
         weights = WeightPublisher(trainer=trainer, base_url=url, directory=directory, pause=config.weight_pause)
         if refused := await weights.sync.settle_pause():
-            reports.handle(events.Warning(text=refused, key="weight_pause"))
+            warnings["weight_pause"] = refused
         others = [DiskWeightSync(base_url=config.eval_sglang_url)] if config.eval_sglang_url else []
         computes = [await sync.computes_in() for sync in (weights.sync, *others)]
         weights.dtype = "bfloat16" if set(computes) == {"bfloat16"} else "float32"
@@ -131,6 +130,15 @@ async def run_training(
         await weights.push(int(start.version))
         sampling = sampling_parameters(config, model_path)
         await check_replay(url, sampling_of(LLM(endpoint=url, model="", sampling_parameters=sampling)))
+        if config.resume and checkpoint is None:
+            set_aside(run)
+        pending.begin(began_with.noted)  # nothing that a start needs is missing: from here on files are written
+        await shown.enter_async_context(page_of(run, config.view, console))
+        reports = make_reports(config, run, console, began=began)
+        shown.callback(reports.close)
+        for key, text in warnings.items():
+            reports.handle(events.Warning(text=text, key=key))
+        reports.use_tokenizer(tokenizer)
         ledger = Ledger(path=run.ledger)
         stack.callback(ledger.shut)
         trained = stack.enter_context(closing(IterationFile(run.trained)))
@@ -160,7 +168,7 @@ async def run_training(
         source.set_version(start.version, named=True)  # it was pushed above
         partial = PartialRollouts()
         if checkpoint is not None:
-            partial.load(checkpoint.partial)
+            partial.load(checkpoint.partial, admitted=start.admitted)
         if isinstance(parts.agent, SGLangLitAgent):  # others, and those in other processes, begin again
             parts.agent.partial = partial if config.runners == "inproc" else None
 
@@ -173,7 +181,7 @@ async def run_training(
                 events.TrainingProgressed(iteration=iteration, share=share)
             )
             metrics = trainer.train(groups, iteration=iteration)
-            trained.append(iteration, describe_batch(groups))
+            trained.append(iteration, describe_batch(groups, trainer.scores))
             reports.handle(_batch_trained(iteration, groups, trainer))
             metrics[TOKENS_TRAINED] = metrics.pop("train/tokens")
             return metrics
@@ -286,7 +294,7 @@ def _weights_directory(config: TrainConfig, model_path: Path, run_dir: Path) -> 
         with scratch_directory(_MEMORY, "agl-slime-weights") as directory:
             yield directory
     else:
-        yield run_dir / "weights"
+        yield run_dir / WEIGHTS
 
 
 def _checkpoints(config: TrainConfig, run: RunDir) -> list[Checkpoint]:
@@ -295,8 +303,10 @@ def _checkpoints(config: TrainConfig, run: RunDir) -> list[Checkpoint]:
     if checkpoints and (done := checkpoints[0].loop.iteration) >= config.num_iterations:
         fix = f"give --num-iterations above {done} to go on"
         raise ConfigError(f"the run in {run.path} has finished its {done} iterations; {fix}")
-    if not checkpoints:
-        set_aside(run)
+    noted = noted_checkpoints(run.ledger) if checkpoints else set()
+    if other := [checkpoint.loop.iteration for checkpoint in checkpoints if checkpoint.loop.iteration not in noted]:
+        why = f"{run.ledger} is missing or does not know its checkpoint of iteration {other[0]}"
+        raise ConfigError(f"the run in {run.path} cannot be resumed: {why}; put the ledger of this run back")
     if changed := [name for name in run.changed if name not in _MAY_CHANGE]:
         logger.warning("These settings differ from those that the run began with: %s.", ", ".join(changed))
     return checkpoints

@@ -13,7 +13,7 @@ from typing import Any
 from agl_slime import metric_names as m
 from agl_slime.demo import LOOKUP_POLICY
 from agl_slime.report.files import RunDir, dump, iter_jsonl
-from agl_slime.report.metrics import number
+from agl_slime.report.metrics import number, validation_of
 
 _PACKAGES = ("agl-slime", "agentlightning", "torch", "transformers", "peft")
 _MOST_ROWS = 12
@@ -81,14 +81,14 @@ def _curve(rows: Sequence[Mapping[str, Any]]) -> str:
     if not rows:
         return "Nothing was trained yet.\n"
     step = max(1, -(-len(rows) // _MOST_ROWS))
-    validated = [row for row in rows if number(row, m.VAL_REWARD_MEAN) is not None]
+    validated = [row for row in rows if validation_of(row) is not None]
     chosen = {row["iteration"]: row for row in [*rows[::step], *validated[-_MOST_ROWS:], rows[-1]]}
     lines = ["| iteration | reward of training rollouts | validation |", "|-|-|-|"]
-    if (start := number(rows[0], m.VAL_START_REWARD_MEAN)) is not None:
-        lines.append(f"| 0 | | {start:.3f} |")
+    if (start := validation_of(rows[0], start=True)) is not None:
+        lines.append(f"| 0 | | {start.spell(3)} |")
     for iteration in sorted(chosen):
-        value = number(chosen[iteration], m.VAL_REWARD_MEAN)
-        text = "" if value is None else f"{value:.3f}"
+        value = validation_of(chosen[iteration])
+        text = "" if value is None else value.spell(3)
         lines.append(f"| {iteration} | {number(chosen[iteration], m.REWARD_MEAN):.3f} | {text} |")
     return "\n".join(lines) + "\n"
 

@@ -183,7 +183,7 @@ class TrainConfig:
     """Directory from which the engine reads new weights. By default this machine's memory for large models with an
     engine started here, else the run's directory."""
     overwrite: bool = False
-    """Replace an earlier run with other settings in the output directory."""
+    """Replace the run in the output directory, with its checkpoints and model."""
     resume: bool = False
     """Resume the run in the output directory from its newest checkpoint."""
     save_interval: int = 10

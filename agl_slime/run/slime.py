@@ -104,18 +104,15 @@ async def run_slime_training(
         host = os.environ.get("AGL_SLIME_STORE_HOST", host)
     token = os.environ.get("AGL_SLIME_STORE_TOKEN") or (None if is_loopback(host) else secrets.token_hex(16))
     async with AsyncExitStack() as stack:
-        run = stack.enter_context(run_directory(config))
-        await stack.enter_async_context(page_of(run, config.view, console))  # first, so that it shows the end as well
-        reports = make_reports(config, run, console)
-        stack.callback(reports.close)
+        pending = stack.enter_context(run_directory(config))
+        run = pending.run
+        shown = await stack.enter_async_context(AsyncExitStack())  # what ends after all that is entered below
         service = StoreService(store=store, host=host, token=token)
         await run_in_thread(service.start)
         stack.callback(service.stop)
         tokenizer = await run_in_thread(load_tokenizer, model_path)
         set_template_kwargs(tokenizer, sampling.get("chat_template_kwargs", {}))
-        if unread := await check_tools(parts, Path(model_path), tokenizer, seed=config.seed):
-            reports.handle(events.Warning(text=unread, key="tool_format"))
-        reports.use_tokenizer(tokenizer)
+        unread = await check_tools(parts, Path(model_path), tokenizer, seed=config.seed)
         # as in the manager's process: slime wants exactly n_samples_per_prompt rollouts in every group
         settings = DataSourceSettings(policy=CompleteGroup(), release=False)
         replay_files = None
@@ -134,10 +131,15 @@ async def run_slime_training(
         with console.status("Starting slime …"):
             await run_in_thread(trainer.start)
         plan = service.plan if config.max_staleness else None
-        steps = SlimeSteps(
-            trainer=trainer, source=source, batch_size=config.rollout_batch_size, observer=reports, plan=plan
-        )
+        steps = SlimeSteps(trainer=trainer, source=source, batch_size=config.rollout_batch_size, plan=plan)
         start, finished = steps.start(config.num_iterations)
+        pending.begin()  # nothing that a start needs is missing: from here on files are written
+        await shown.enter_async_context(page_of(run, config.view, console))
+        steps.observer = reports = make_reports(config, run, console)
+        shown.callback(reports.close)
+        reports.use_tokenizer(tokenizer)
+        if unread:
+            reports.handle(events.Warning(text=unread, key="tool_format"))
         url = (trainer.router_url if config.sglang_url is None else None) or agents_url
         config = replace(config, store_host=host)
         loop = make_loop(
@@ -216,7 +218,7 @@ class SlimeSteps:
         observer: Observer | None = None,
         plan: Callable[[int, Sequence[str]], None] | None = None,
     ) -> None:
-        self._trainer, self._source, self._batch_size, self._observer = trainer, source, batch_size, observer
+        self._trainer, self._source, self._batch_size, self.observer = trainer, source, batch_size, observer
         self._plan = plan
         self._next = trainer.first_rollout_id
         self._trained = False
@@ -261,8 +263,8 @@ class SlimeSteps:
             self._write(self._next, LoopState(iteration=iteration))
         tokens = self._trainer.train(self._next)
         self._next += 1
-        if self._observer is not None:
-            self._observer.handle(BatchTrained(iteration=iteration, samples=list(flat_samples(groups))))
+        if self.observer is not None:
+            self.observer.handle(BatchTrained(iteration=iteration, samples=list(flat_samples(groups))))
         metrics = {"train/slime_rollout_id": float(self._next - 1)}
         return metrics if tokens is None else {**metrics, TOKENS_TRAINED: float(tokens)}
 

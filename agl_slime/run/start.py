@@ -6,8 +6,8 @@ import hashlib
 import logging
 import random
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import asdict
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import count
 from pathlib import Path
@@ -18,15 +18,15 @@ from rich.console import Console
 from agl_slime.demo import LOOKUP_POLICY, LookupDemonstrations
 from agl_slime.errors import ConfigError
 from agl_slime.loop.tasks import Task, read_tasks, shuffled
-from agl_slime.report import open_run_dir
-from agl_slime.report.files import RunDir, dump, read_object
+from agl_slime.report.files import PendingRun, RunDir, check_run_dir, make_directories, new_run_dir, read_object
 from agl_slime.rollout.agent import SGLangLitAgent
 from agl_slime.rollout.loading import configure_agent, load_agent
 from agl_slime.run.models import find_model
 from agl_slime.run.parts import RunParts, environment_of, say
 from agl_slime.run.settings import TrainConfig
 from agl_slime.sglang.describe import EngineDescription
-from agl_slime.support.files import sole_owner, write_file
+from agl_slime.support.files import LOCK, remove, sole_owner
+from agl_slime.support.model_files import model_digests
 from agl_slime.support.threads import call_user_code, run_in_thread
 from agl_slime.tokens.formats import UNREAD_FORMAT, find_format
 from agl_slime.tokens.images import ImageSettings
@@ -36,25 +36,36 @@ logger = logging.getLogger(__name__)
 
 # What a run's tasks, and their order, follow from.
 _FIXED = ("seed", "tasks", "eval_tasks", "env", "env_arguments", "env_tasks", "env_eval_split")
+# Where in the directory of a run weights are on their way to the engine.
+WEIGHTS = "weights"
 # What engines call the weights that they were started with.
 _FIRST_VERSION = "default"
 
 
 @contextmanager
-def run_directory(config: TrainConfig) -> Iterator[RunDir]:
-    """The directory of a run, which no other run uses while the block lasts."""
-    path, resume = config.output_dir, config.resume
-    with ExitStack() as stack:
-        if path is not None:
-            with suppress(OSError):  # which is told of below
-                path.mkdir(parents=True, exist_ok=True)
-            if path.is_dir():
-                stack.enter_context(sole_owner(path))
-        settings: Any = {"agent": config.title, "settings": asdict(config)}
-        run = open_run_dir(path, **settings, resume=resume, overwrite=config.overwrite, fixed=_FIXED)
-        if path is None:
-            stack.enter_context(sole_owner(run.path))
-        yield run
+def run_directory(config: TrainConfig) -> Iterator[PendingRun]:
+    """The run that may begin in its directory, which no other run uses while the block lasts. Where it has not begun
+    when the block ends, the directory is as it was, but for the log of an engine."""
+    if config.output_dir is None:
+        path = new_run_dir(config.title)
+        made = [path]
+    else:
+        path = config.output_dir
+        made = make_directories(path)
+    traces = [one for one in (path / LOCK, path / WEIGHTS) if not one.exists()]
+    pending = None
+    with sole_owner(path):
+        try:
+            how: dict[str, Any] = {"resume": config.resume, "overwrite": config.overwrite, "fixed": _FIXED}
+            pending = check_run_dir(path, settings=asdict(config), **how)
+            yield pending
+        finally:
+            if pending is None or not pending.begun:
+                for trace in traces:
+                    remove(trace)
+                with suppress(OSError):  # a log is in it
+                    for directory in made:
+                        directory.rmdir()
 
 
 def began_with(config: TrainConfig) -> dict[str, Any]:
@@ -106,10 +117,19 @@ def split_tasks(config: TrainConfig) -> tuple[list[Task], list[Task] | None, int
     return [task for number, task in enumerate(tasks) if number not in out], val_tasks or None, held_out
 
 
+@dataclass(frozen=True)
+class Start:
+    """What a run begins with: the checkpoint that trainer and engine start from, and what ``start.json`` says."""
+
+    model: Path
+    noted: dict[str, Any]
+
+
 async def find_start(
     config: TrainConfig, parts: RunParts, run: RunDir, described: EngineDescription | None, console: Console
-) -> Path:
-    """The checkpoint that trainer and engine start from: noted in the directory of the run, for when it is resumed."""
+) -> Start:
+    """The start of the run in the directory of ``run``, where nothing is written. Raises ``ConfigError`` where a run
+    that is resumed began with other tasks or another model."""
     before = began_with(config)
     began, task_files = before.get("model"), {}
     for name in ("tasks", "eval_tasks"):
@@ -134,12 +154,17 @@ async def find_start(
             raise ConfigError(f"the run in {run.path} began with the model at {began}, which is there no more")
     else:
         model = _unnamed_model(config, parts.agent, described)
-    write_file(run.start, dump({"model": str(model), "held_out": parts.held_out, "task_files": task_files}))
+    model_files = await run_in_thread(model_digests, model)
+    known = before.get("model_files") or model_files
+    if other := sorted(name for name in {*known, *model_files} if known.get(name) != model_files.get(name)):
+        why = f"{', '.join(other)}: not as in the model that the run in {run.path} began with"
+        raise ConfigError(f"{model}: {why}; resume it with the model as it was, or begin a new run")
     if parts.held_out and not config.resume and parts.environment is None:
         rest = "give --eval-tasks to train on all"
         text = f"{parts.held_out} of the tasks are held out for validations; {rest}"
         console.print(text, highlight=False, soft_wrap=True)
-    return model
+    noted = {"model": str(model), "held_out": parts.held_out, "task_files": task_files, "model_files": model_files}
+    return Start(model, noted)
 
 
 def _unnamed_model(config: TrainConfig, agent: Any, described: EngineDescription | None) -> Path:

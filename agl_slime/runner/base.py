@@ -28,10 +28,12 @@ class RunnerSettings:
     ``wake``. ``timeout_s``: time limit of rollouts whose own configuration has none. ``heartbeat_interval_s``: as Agent
     Lightning's; 0 is off. ``flush_interval_s``: spans of an attempt that still runs wait at most so long to be written,
     and at most a third of the rollout's ``unresponsive_seconds``. ``lag_warning_s``: a warning names the agent that
-    blocks the event loop for so long; 0 is off. ``max_restarts``: dead workers that a pool of processes or Ray actors
-    replaces in all; ``None`` is three per worker, enough for accidents, not for an agent that kills every process it
-    runs in. ``gateway``: what agents that are no ``SGLangLitAgent`` find in the place of the engine; ``None`` shows
-    them the engine itself.
+    blocks the event loop for so long; 0 is off. ``stuck_after_s``: a worker process is killed and replaced when for so
+    long no Python code has run in it, because some holds the interpreter lock, or its event loop has stood still; a
+    process that is more than a worker says where it is stuck; 0 is off. ``max_restarts``: dead workers that a pool of
+    processes or Ray actors replaces in all; ``None`` is three per worker, enough for accidents, not for an agent that
+    kills every process it runs in. ``gateway``: what agents that are no ``SGLangLitAgent`` find in the place of the
+    engine; ``None`` shows them the engine itself.
     """
 
     max_concurrent: int = 1024
@@ -42,6 +44,7 @@ class RunnerSettings:
     heartbeat_interval_s: float = 10.0
     flush_interval_s: float = 30.0
     lag_warning_s: float = 1.0
+    stuck_after_s: float = 60.0
     max_restarts: int | None = None
     gateway: GatewaySettings | None = field(default_factory=GatewaySettings)
 
@@ -50,7 +53,7 @@ class RunnerSettings:
             self,
             ("max_concurrent max_sync_threads claim_batch", lambda value: value >= 1, "at least 1"),
             ("poll_interval_s flush_interval_s timeout_s", lambda value: value > 0, "above 0 seconds"),
-            ("heartbeat_interval_s lag_warning_s", lambda value: value >= 0, "0 (off) or more seconds"),
+            ("heartbeat_interval_s lag_warning_s stuck_after_s", lambda value: value >= 0, "0 (off) or more seconds"),
             ("max_restarts", lambda value: value >= 0, "0 or more, or None for three per worker"),
         )
 

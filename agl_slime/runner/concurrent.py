@@ -16,11 +16,13 @@ from agl_slime.rollout.agent import SGLangLitAgent
 from agl_slime.runner.base import FinishedListener, RunnerSettings
 from agl_slime.runner.guard import GuardedAgent, contain_tasks
 from agl_slime.runner.lag import LagMonitor
-from agl_slime.runner.process import forget_what_exists
+from agl_slime.runner.process import forget_what_exists, is_ours
 from agl_slime.runner.tracer import ContextTracer
 from agl_slime.store.follow import listen_for_ends
 from agl_slime.store.recording import current_recording
 from agl_slime.support.agl import AttemptedRollout, ExecutionEvent, Hook, LitAgent, LitAgentRunner
+from agl_slime.support.net import bypass_proxies
+from agl_slime.support.watch import WatchSettings
 
 if TYPE_CHECKING:
     from agl_slime.gateway.server import Gateway
@@ -35,6 +37,8 @@ _CLAIM_PAUSE_S = 0.002
 # With a full house the places that become free are filled together: a 64th of all, or what is free after this long.
 _ROOM_SHARE = 64
 _ROOM_PAUSE_S = 0.01
+# The interpreter lock is held for less, but by code that does not come back.
+_SAY_AFTER_S = 10.0
 
 
 class ConcurrentRunner(LitAgentRunner[Any]):
@@ -42,6 +46,8 @@ class ConcurrentRunner(LitAgentRunner[Any]):
 
     ``on_finished`` is called on the runner's loop with the rollout's id after each attempt has reached its end in the
     store; it must not block. ``name`` is how the store knows this runner; runners of one store need different ones.
+    ``verdict``: this process is a worker, which is killed when it is stuck; descriptor of a connection that gets the
+    reason, or -1.
     """
 
     def __init__(
@@ -50,6 +56,7 @@ class ConcurrentRunner(LitAgentRunner[Any]):
         settings: RunnerSettings | None = None,
         on_finished: FinishedListener | None = None,
         name: str | None = None,
+        verdict: int | None = None,
     ) -> None:
         self.settings = settings or RunnerSettings()
         super().__init__(
@@ -60,6 +67,7 @@ class ConcurrentRunner(LitAgentRunner[Any]):
         )
         self._on_finished = on_finished
         self._name = name
+        self._verdict = verdict
         self._guard: GuardedAgent | None = None
         self._gateway: Gateway | None = None
         self._in_flight: set[asyncio.Task[None]] = set()
@@ -79,10 +87,22 @@ class ConcurrentRunner(LitAgentRunner[Any]):
         if settings.gateway is not None and not isinstance(agent, SGLangLitAgent):
             from agl_slime.gateway.server import Gateway
 
+            bypass_proxies(settings.gateway.host)
             self._gateway = Gateway(settings.gateway)
         self._guard = GuardedAgent(agent=agent, settings=settings, gateway=self._gateway, alone=self._limit == 1)
-        if settings.lag_warning_s:
-            self.lag = LagMonitor(agent_name=type(agent).__name__, threshold_s=settings.lag_warning_s)
+        if settings.lag_warning_s or settings.stuck_after_s:
+            self.lag = LagMonitor(threshold_s=settings.lag_warning_s, watch=self._watch())
+
+    def _watch(self) -> WatchSettings | None:
+        stuck_s, worker = self.settings.stuck_after_s, self._verdict is not None
+        if not stuck_s:
+            return None
+        return WatchSettings(
+            say_after_s=min(_SAY_AFTER_S, stuck_s / 2),
+            kill_after_s=stuck_s if worker else 0.0,
+            verdict=-1 if self._verdict is None else self._verdict,
+            signals=is_ours() and not worker,
+        )
 
     def teardown(self, *args: Any, **kwargs: Any) -> None:
         if self._gateway is not None:

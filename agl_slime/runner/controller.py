@@ -16,7 +16,7 @@ from agl_slime.agl1.server import ControllerGateway
 from agl_slime.errors import ConfigError, EngineError, LoopError
 from agl_slime.gateway.settings import GatewaySettings
 from agl_slime.runner.base import RunnerPlan, RunnerPool, RunnerSettings
-from agl_slime.runner.controller_process import ControllerProcess, check_python, end_agents
+from agl_slime.runner.controller_process import KEY_REFERENCE, ControllerProcess, check_python, end_agents
 from agl_slime.store.bridge import BridgeStore
 from agl_slime.support.agl import LightningStore, Rollout
 from agl_slime.support.threads import run_blocking
@@ -72,7 +72,7 @@ class ControllerPool(RunnerPool):
     def command(self) -> str:
         """How somebody starts the controller that is waited for."""
         kind = "local" if self._settings.agent is not None else "k8s"
-        key = " agl_server.key=$AGL_KEY" if self._settings.key else ""
+        key = f" 'agl_server.key={KEY_REFERENCE}'" if self._settings.key else ""
         return f"agl-controller runner_type={kind} agl_server.url={self.url}{key}"
 
     def start(self) -> Self:

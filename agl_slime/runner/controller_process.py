@@ -28,7 +28,8 @@ _POLL_S = 0.25
 _TO_END_S = 2.0
 _VERSION = "from importlib.metadata import version; print(version('agentlightning'))"
 _EVENT_URL = "AGL_EVENT_URL"  # in the environment of each agent
-_KEY = "{AGL_KEY}"  # in the child's command: its value, which the command of this process does not show
+KEY_REFERENCE = "${oc.env:AGL_KEY}"
+"""What a command line says of the key: Hydra reads it from the environment, which no other user of the machine sees."""
 _PR_SET_PDEATHSIG = 1  # of linux/prctl.h
 
 
@@ -54,7 +55,7 @@ class ControllerProcess(EngineProcess):
 
 def _agl_controller(settings: ControllerSettings, *, url: str) -> list[str]:
     command = [str(settings.python), "-m", "agentlightning.controller", "runner_type=local", f"agl_server.url={url}"]
-    command += [f"agl_server.key={_KEY}", f"local_runner.maximum_size={settings.max_processes}"]
+    command += [f"agl_server.key={KEY_REFERENCE}", f"local_runner.maximum_size={settings.max_processes}"]
     command += [f"local_runner.poll_interval={settings.poll_interval_s}"]
     # Hydra makes a directory of outputs for every start otherwise
     return [
@@ -110,10 +111,8 @@ def main() -> int:
     parser.add_argument("--parent-pid", type=int, required=True)
     parser.add_argument("command", nargs="+")
     args = parser.parse_args()
-    key = json.dumps(os.environ.get("AGL_KEY", ""))
-    command = [part.replace(_KEY, key) for part in args.command]
     ends = _end_with_its_parent if sys.platform == "linux" else None
-    controller = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=sys.stderr, preexec_fn=ends)
+    controller = subprocess.Popen(args.command, stdin=subprocess.DEVNULL, stdout=sys.stderr, preexec_fn=ends)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: controller.terminate())
     print(json.dumps({"url": args.url, "serving": f"rollouts of {args.url}"}), flush=True)

@@ -32,6 +32,7 @@ from agl_slime.support.agl import (
     get_active_tracer,
 )
 from agl_slime.support.threads import ThreadPool
+from agl_slime.support.watch import named
 from agl_slime.trace.attributes import FAILURE_REASON
 
 if TYPE_CHECKING:
@@ -243,8 +244,9 @@ def contain_tasks(loop: asyncio.AbstractEventLoop) -> Callable[[], None]:
     before = loop.get_task_factory()
 
     def make_task(loop: asyncio.AbstractEventLoop, work: Any, **kwargs: Any) -> Any:
-        inside = current_recording.get() is not None and isinstance(work, Coroutine)
-        begun = _contained(work) if inside else work
+        recording = current_recording.get()
+        inside = recording is not None and isinstance(work, Coroutine)
+        begun = named(_contained, recording.rollout_id)(work) if recording is not None and inside else work
         task = asyncio.Task(begun, loop=loop, **kwargs) if before is None else before(loop, begun, **kwargs)
         if inside:
             task.add_done_callback(lambda _: work.close())  # else one that is cancelled before it begins warns

@@ -1,7 +1,7 @@
 """What is done in a process that is this package's own, a worker's or the command line's, and in no other.
 
-Both change the whole process, so a library that is imported into somebody else's does neither by itself; who wants them
-there calls ``own_this_process``.
+All of it changes the whole process, so a library that is imported into somebody else's does none of it by itself; who
+wants it there calls ``own_this_process``.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 from agl_slime.store.recording import Recording, current_recording
+from agl_slime.support.net import bypass_proxies
+from agl_slime.support.watch import named
 
 # Allocations until the young are looked at; such looks until the next older are; and those until all are.
 _THRESHOLDS = (100_000, 5, 50)
@@ -29,10 +31,16 @@ def own_this_process() -> None:
     global _owned
     if not _owned:
         _owned = True
+        bypass_proxies()
         carry_recordings()
         gc.freeze()
         if gc.get_threshold() in _DEFAULTS:
             gc.set_threshold(*_THRESHOLDS)
+
+
+def is_ours() -> bool:
+    """Whether this process is this package's own."""
+    return _owned
 
 
 def forget_what_exists() -> None:
@@ -61,7 +69,7 @@ def carry_recordings() -> None:
             def run_with_recording() -> None:
                 vars(self).pop("run", None)  # the thread no longer refers to itself
                 current_recording.set(recording)
-                run()
+                named(_called, recording.rollout_id)(run)
 
             self.run = run_with_recording  # type: ignore[method-assign]
         start(self)
@@ -78,7 +86,12 @@ def carry_recordings() -> None:
 
 def _with_recording(recording: Recording | None, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
     token = current_recording.set(recording)
+    called = named(_called, recording.rollout_id) if recording is not None else _called
     try:
-        return fn(*args, **kwargs)
+        return called(fn, *args, **kwargs)
     finally:
         current_recording.reset(token)
+
+
+def _called(fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    return fn(*args, **kwargs)

@@ -33,7 +33,7 @@ def process_main(spec: WorkerSpec, control: Connection) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     logging.basicConfig(level=logging.WARNING, format=f"%(levelname)s {spec.name}: %(message)s")
     logging.getLogger("agentlightning").setLevel(logging.CRITICAL)  # failures are in the store, with their reasons
-    worker = Worker(spec)
+    worker = Worker(spec, verdict=control.fileno())
     signal.signal(signal.SIGTERM, lambda *_: worker.runner.stop())
     threading.Thread(target=_obey, args=(worker, control), name="agl-slime-control", daemon=True).start()
     try:
@@ -96,10 +96,14 @@ class ProcessPool(WorkerPool):
             worker.ready = worker.control.recv() == READY
             self._note_up()
         wait([worker.process.sentinel])
+        verdict = ""
+        with suppress(EOFError, OSError):  # the watch over it may have killed it, and has sent the reason
+            while worker.control.poll():
+                verdict = str(worker.control.recv())
         with self._launching:  # where multiprocessing asks for the exit codes of all, and only one who asks gets it
             worker.process.join()
         code = worker.process.exitcode or 0
-        reason = f"killed by signal {-code}" if code < 0 else f"exit code {code}"
+        reason = verdict or (f"killed by signal {-code}" if code < 0 else f"exit code {code}")
         if code > 0 and not self._came_up:
             # not killed: the next one would end in the same way (a module that cannot be imported, a script without a
             # main guard)

@@ -63,7 +63,9 @@ class RunnerThread(RunnerPool):
             return True
         self.runner.stop(cancel=cancel)
         if not self._thread.join(timeout_s):
-            logger.warning("The runner did not stop within %g s: some agent blocks its event loop.", timeout_s)
+            place = self._thread.blocked_at()
+            why = f"{place} blocks its event loop" if place else "its rollouts have not ended"
+            logger.warning("The runner did not stop within %g s: %s.", timeout_s, why)
             return False
         return True
 

@@ -24,6 +24,7 @@ from agl_slime.store.bridge import BridgeStore
 from agl_slime.store.client import WorkerStore
 from agl_slime.store.server import served
 from agl_slime.support.agl import LightningStore, LitAgent
+from agl_slime.support.net import bypass_proxies
 from agl_slime.support.threads import run_blocking
 
 logger = logging.getLogger(__name__)
@@ -51,12 +52,13 @@ class WorkerSpec:
 
 
 class Worker:
-    """One ``ConcurrentRunner`` against a store over HTTP, in a process that is all its own."""
+    """One ``ConcurrentRunner`` against a store over HTTP, in a process that is all its own. ``verdict``: descriptor of
+    a connection that gets the reason when the watch over the process kills it."""
 
-    def __init__(self, spec: WorkerSpec) -> None:
+    def __init__(self, spec: WorkerSpec, verdict: int = -1) -> None:
         own_this_process()
         self._spec = spec
-        self.runner = ConcurrentRunner(settings=spec.settings, name=spec.name)
+        self.runner = ConcurrentRunner(settings=spec.settings, name=spec.name, verdict=verdict)
 
     def obey(self, command: Command) -> None:
         """On any thread."""
@@ -169,6 +171,7 @@ class WorkerPool(RunnerPool):
             return list(self._workers.values())
 
     def _open(self) -> None:
+        bypass_proxies(self._plan.store_host)  # workers inherit it
         self._store_url, self._store_token = self._serving.enter_context(served(self._store, self._plan.store_host))
 
     def _close(self) -> None:

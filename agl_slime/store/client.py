@@ -27,6 +27,7 @@ from agl_slime.support.http import ask, may_pass
 # A server that restarts is back within moments; one that is gone for this long will not come back.
 _UNREACHABLE_S = 120.0
 _LARGEST_BATCH = 256
+_LARGEST_BODY = 32 * 2**20  # bytes, and one call more
 _REQUESTS_AT_ONCE = 2
 # A request costs the server several times what a call in it costs. The first one after a pause goes at once.
 _BETWEEN_REQUESTS_S = 0.01
@@ -116,9 +117,9 @@ class RemoteStore(LightningStoreClient):
                 f"the store has no plan for step {step} ({error.status}): ask for steps in order"
             ) from error
 
-    async def _post_calls(self, calls: list[orjson.Fragment]) -> list[dict[str, Any]]:
+    async def _post_calls(self, calls: list[bytes]) -> list[dict[str, Any]]:
         # Sent twice is as good as once: a span that is there already is not added again, an end that is there stays.
-        body = orjson.dumps({"calls": calls})
+        body = _body_of(calls)
         answer = await self._backoff(_UNREACHABLE_S).run(lambda: self._post(BATCH_PATH, body), may_pass)
         return answer["results"]
 
@@ -131,8 +132,12 @@ class RemoteStore(LightningStoreClient):
         return Backoff(what, DataSourceError, base_s=0.1, patience_s=patience_s)
 
 
-def _encoded(call: dict[str, Any]) -> orjson.Fragment:
-    return orjson.Fragment(orjson.dumps(call, option=orjson.OPT_SERIALIZE_NUMPY))
+def _encoded(call: dict[str, Any]) -> bytes:
+    return orjson.dumps(call, option=orjson.OPT_SERIALIZE_NUMPY)
+
+
+def _body_of(calls: Sequence[bytes]) -> bytes:
+    return orjson.dumps({"calls": [orjson.Fragment(call) for call in calls]})
 
 
 def _result_of(answer: dict[str, Any]) -> Any:
@@ -155,14 +160,15 @@ class WorkerStore(RemoteStore):
     ) -> None:
         super().__init__(url, token=token)
         parallel = _REQUESTS_AT_ONCE if pipe is None else 1
-        self._calls = Batcher(self._post_calls, most=_LARGEST_BATCH, parallel=parallel, between_s=between_s)
+        limits: dict[str, Any] = {"most": _LARGEST_BATCH, "size": len, "most_size": _LARGEST_BODY}
+        self._calls = Batcher(self._post_calls, parallel=parallel, between_s=between_s, **limits)
         self._pipe = pipe
         self._resources: dict[str, asyncio.Future[ResourcesUpdate | None]] = {}
 
-    async def _post_calls(self, calls: list[orjson.Fragment]) -> list[dict[str, Any]]:
+    async def _post_calls(self, calls: list[bytes]) -> list[dict[str, Any]]:
         if self._pipe is None:
             return await super()._post_calls(calls)
-        return (await self._pipe.ask(orjson.dumps({"calls": calls})))["results"]
+        return (await self._pipe.ask(_body_of(calls)))["results"]
 
     async def _call(self, call: dict[str, Any]) -> Any:
         # encoded here, so that one that cannot be is an error of its own caller only

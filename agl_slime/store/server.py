@@ -5,6 +5,8 @@ that ended after position ``after``, as soon as there are any, so following a st
 lived. ``POST /agl_slime/v1/cancelled`` is the same for those that ended as cancelled: what runners elsewhere follow.
 ``POST /agl_slime/v1/batch`` takes many calls at once. ``POST /agl_slime/v1/plan`` with ``{"step"}`` answers with the
 rollouts, one of each group, that a training step is planned with.
+
+A body of more than 512 MB gets 413, whatever the route. Other requests are served while a large one is executed.
 """
 
 from __future__ import annotations
@@ -16,20 +18,25 @@ import secrets
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 from weakref import WeakKeyDictionary
 
 import orjson
 from fastapi import HTTPException, Request
 from fastapi.responses import JSONResponse, Response
 from pydantic import BaseModel, Field, ValidationError
+from starlette.requests import ClientDisconnect
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from agl_slime.errors import ConfigError
 from agl_slime.store.bridge import BridgeStore
 from agl_slime.store.feed import CANCELLED_PATH, FEED_PATH, FeedPage, FeedPosition, FinishedFeed
 from agl_slime.support.agl import LightningStore, LightningStoreClient, LightningStoreServer, Rollout, Span
+from agl_slime.support.http import PARSED_AT_ONCE
 from agl_slime.support.net import has_token, is_loopback, page_refusal, require_own_address, require_token
-from agl_slime.support.threads import run_blocking
+from agl_slime.support.threads import run_blocking, run_in_thread
+
+T = TypeVar("T")
 
 BATCH_PATH = "/agl_slime/v1/batch"
 PLAN_PATH = "/agl_slime/v1/plan"
@@ -40,6 +47,8 @@ UNNUMBERED = 0
 
 _CANCELLED_WINDOW = 10_000
 _PLANS = 16  # training steps whose plans are kept, the last ones
+_AT_ONCE = 100  # calls, or spans of one; some milliseconds, between which the loop serves others
+_MOST_BODY = 512 * 2**20  # bytes; clients of ours send at most 32 MB and one call more
 
 
 class StoreService:
@@ -154,6 +163,42 @@ class StoreService:
             return await call_next(request)
 
         app.middleware("http")(admit)
+        app.add_middleware(_BoundedBodies, most=_MOST_BODY)
+
+
+class _BoundedBodies:
+    """Answers 413 to a body of more than ``most`` bytes: Agent Lightning's routes read any. To the route the client has
+    hung up."""
+
+    def __init__(self, app: ASGIApp, *, most: int) -> None:
+        self._app, self._most = app, most
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        came, began = 0, False
+
+        async def counted() -> Message:
+            nonlocal came
+            message = await receive()
+            came += len(message.get("body", b""))
+            return message if came <= self._most else {"type": "http.disconnect"}
+
+        async def passed_on(message: Message) -> None:
+            nonlocal began
+            if came <= self._most or began:
+                began = True
+                await send(message)
+
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        try:
+            await self._app(scope, counted, passed_on)
+        except Exception:
+            if came <= self._most:
+                raise
+        if came > self._most and not began:
+            detail = f"the body is larger than {self._most} bytes; send less in one request"
+            await JSONResponse({"detail": detail}, status_code=413)(scope, receive, send)
 
 
 @contextmanager
@@ -212,9 +257,12 @@ async def _cutting_stalled(server: Callable[[], Any], stalled_s: float) -> Async
 
 
 async def _json(request: Request) -> Any:
-    """The body of a request. Raises ``HTTPException`` 400 where it is not JSON."""
+    """The body of a request; of a large one in a thread. Raises ``HTTPException`` 400 where it is not JSON."""
     try:
-        return orjson.loads(await request.body())
+        raw = await request.body()
+        return orjson.loads(raw) if len(raw) <= PARSED_AT_ONCE else await run_in_thread(orjson.loads, raw)
+    except ClientDisconnect as error:
+        raise HTTPException(400, "the connection ended before the whole body had come") from error
     except orjson.JSONDecodeError as error:
         raise HTTPException(400, f"the body is not JSON: {error}") from error
 
@@ -246,7 +294,9 @@ async def execute_batch(store: BridgeStore, body: Any) -> bytes:
     if not isinstance(body, dict) or not isinstance(body.get("calls"), list):
         raise HTTPException(400, 'the body is not {"calls": [...]}')
     results: list[orjson.Fragment] = []
-    for call in body["calls"]:
+    for number, call in enumerate(body["calls"]):
+        if number % _AT_ONCE == _AT_ONCE - 1:
+            await asyncio.sleep(0)
         try:
             results.append(_encoded({"result": await _execute(store, call)}))
         except Exception as error:  # told to the one who called
@@ -261,12 +311,11 @@ def _encoded(result: dict[str, Any]) -> orjson.Fragment:
 
 async def _execute(store: BridgeStore, call: dict[str, Any]) -> Any:
     if call["op"] == "spans":
-        spans = [Span.model_validate(span) for span in call["spans"]]
-        unnumbered = [span for span in spans if span.sequence_id == UNNUMBERED]
-        keys = [(span.rollout_id, span.attempt_id) for span in unnumbered]
-        for span, number in zip(unnumbered, await store.get_many_span_sequence_ids(keys), strict=True):
-            span.sequence_id = number
-        await store.add_many_spans(spans)
+        spans: list[Span] = []
+        async for part in _parts(call["spans"]):
+            spans += [Span.model_validate(span) for span in part]
+        async for part in _parts(spans):
+            await _write(store, part)
         return [span.sequence_id for span in spans]
     if call["op"] == "attempt":
         attempt = await store.update_attempt(call["rollout_id"], call["attempt_id"], **call["fields"])
@@ -274,3 +323,18 @@ async def _execute(store: BridgeStore, call: dict[str, Any]) -> Any:
     if call["op"] == "release":
         return await store.release(call["rollout_ids"])
     raise ValueError(f"there is no call {call['op']!r}")
+
+
+async def _parts(items: Sequence[T]) -> AsyncIterator[Sequence[T]]:
+    for first in range(0, len(items), _AT_ONCE):
+        if first:
+            await asyncio.sleep(0)
+        yield items[first : first + _AT_ONCE]
+
+
+async def _write(store: BridgeStore, spans: Sequence[Span]) -> None:
+    unnumbered = [span for span in spans if span.sequence_id == UNNUMBERED]
+    keys = [(span.rollout_id, span.attempt_id) for span in unnumbered]
+    for span, number in zip(unnumbered, await store.get_many_span_sequence_ids(keys), strict=True):
+        span.sequence_id = number
+    await store.add_many_spans(spans)

@@ -33,6 +33,7 @@ _COUNT = itertools.count()
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _FULL_TEXTS = ("No space left", "disk is full")  # of safetensors, of SQLite
 _SEAL = "agl_slime_checksums.json"
+LOCK = ".lock"
 # After this nobody writes to it any more, whether its writer can be asked (another host cannot) or not.
 _MAX_AGE_S = 24 * 3600.0
 
@@ -75,10 +76,13 @@ def whole_file(target: str | os.PathLike[str], *, durable: bool = True) -> Itera
 def sole_owner(directory: Path) -> Iterator[None]:
     """This process and no other writes into ``directory``, as far as they ask here, while the block runs. Raises
     ``ConfigError`` with the other's pid."""
-    with open(directory / ".lock", "a+") as lock:  # it is let go when the file is closed, or its process killed
+    with open(directory / LOCK, "a+") as lock:  # it is let go when the file is closed, or its process killed
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+            # a start that failed removes the file that it made: a lock on that one keeps nobody out
+            if not os.path.samestat(os.fstat(lock.fileno()), os.stat(lock.name)):
+                raise FileNotFoundError
+        except (BlockingIOError, FileNotFoundError):
             lock.seek(0)
             raise ConfigError(f"{directory} is in use by process {lock.read() or '?'}; choose another") from None
         lock.truncate(0)
@@ -98,7 +102,7 @@ def scratch_directory(parent: Path, name: str) -> Iterator[Path]:
     try:
         yield path
     finally:
-        _remove(path)
+        remove(path)
 
 
 def write_file(target: str | os.PathLike[str], content: bytes | str, *, durable: bool = True) -> None:
@@ -134,7 +138,7 @@ def remove_leftovers(directory: Path) -> None:
             if found["kind"] == "old" and not (target := path.with_name(found["target"])).exists():
                 path.rename(target)
             else:
-                _remove(path)
+                remove(path)
 
 
 def remove_directory(path: Path) -> None:
@@ -142,7 +146,7 @@ def remove_directory(path: Path) -> None:
     aside = _temporary(path, "new")  # what is left of it is removed like other leftovers
     with suppress(OSError):
         path.rename(aside)
-        _remove(aside)
+        remove(aside)
 
 
 @contextmanager
@@ -161,13 +165,13 @@ def _replacing(target: str | os.PathLike[str], *, durable: bool) -> Iterator[Pat
                 previous = _temporary(target, "old")
                 target.rename(previous)
                 fresh.rename(target)
-                _remove(previous)
+                remove(previous)
             else:
                 fresh.replace(target)
             if durable:
                 _flush(target.parent)
     finally:
-        _remove(fresh)  # only there when something went wrong
+        remove(fresh)  # only there when something went wrong
 
 
 def _checksum(path: Path) -> list[int]:
@@ -185,7 +189,8 @@ def _regular(path: Path) -> Path:
     return path
 
 
-def _remove(path: Path) -> None:
+def remove(path: Path) -> None:
+    """Remove a file, or a directory with all in it, where there is one."""
     if path.is_dir():
         shutil.rmtree(path, ignore_errors=True)
     else:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
+import re
 import signal
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
@@ -13,6 +15,7 @@ from weakref import WeakSet
 import aiohttp
 import orjson
 from aiohttp import web
+from aiohttp.http_exceptions import HttpProcessingError
 from aiohttp.typedefs import Handler
 from yarl import URL
 
@@ -23,9 +26,30 @@ from agl_slime.support.threads import run_in_thread
 T = TypeVar("T")
 
 PARSED_AT_ONCE = 256 * 1024  # bytes; JSON of 1 MB takes about 5 ms
+_SENT = re.compile(r":\s*(?:b['\"]|bytearray)")  # begins what aiohttp quotes
+_NEVER_DEEP = 200  # brackets in all; orjson reads 1,024 levels and writes 254
 
 RETRIED_4XX = frozenset({408, 425, 429})
 """The statuses that blame the request and yet may pass: a time-out, too early, too many."""
+
+
+def _brief(record: logging.LogRecord) -> bool:
+    """A request that is no HTTP, or a connection that broke, is one line of the log, without a traceback, and without
+    what was sent, which may hold a secret."""
+    error = record.exc_info[1] if record.exc_info else None
+    if isinstance(error, (HttpProcessingError, ConnectionError)):
+        why = getattr(error, "message", "") or str(error) or type(error).__name__
+        client = record.args[0] if isinstance(record.args, tuple) and record.args else None
+        ended = "ended early" if isinstance(error, ConnectionError) else "sent what is no HTTP"
+        words = " ".join(_SENT.split(str(why), maxsplit=1)[0].split())
+        record.msg = f"A connection from {client or 'an unknown address'} {ended}: {words:.200}"
+        record.args, record.exc_info, record.exc_text = None, None, None
+        record.levelno, record.levelname = logging.WARNING, logging.getLevelName(logging.WARNING)
+    return True
+
+
+_of_connections = logging.getLogger(f"{__name__}.connections")
+_of_connections.addFilter(_brief)
 
 
 @asynccontextmanager
@@ -52,7 +76,8 @@ async def listening(
     app.middlewares.insert(0, guard.middleware)
     if taker is not None:
         app.on_response_prepare.append(guard.ends_with)
-    runner = web.AppRunner(app, access_log=None, keepalive_timeout=stalled_s, auto_decompress=False, **options)
+    options = {"access_log": None, "logger": _of_connections, "auto_decompress": False, **options}
+    runner = web.AppRunner(app, keepalive_timeout=stalled_s, **options)
     await runner.setup()
     cutting = asyncio.ensure_future(guard.cut_silent(runner))
     try:
@@ -139,6 +164,20 @@ async def read_body(request: web.Request, parse: Callable[[bytes], T]) -> T:
     """What ``parse`` makes of the body; of a large one in a thread."""
     raw = await request.read()
     return parse(raw) if len(raw) <= PARSED_AT_ONCE else await run_in_thread(parse, raw)
+
+
+def parse_json(raw: bytes) -> Any:
+    """Strict JSON (no NaN, no infinities) that can be written again, also some levels deeper. Raises ``ValueError``
+    with one sentence."""
+    try:
+        value = orjson.loads(raw)
+        if raw.count(b"[") + raw.count(b"{") > _NEVER_DEEP:
+            orjson.dumps([[[[value]]]])  # within what it comes to stand in
+        return value
+    except orjson.JSONDecodeError as error:
+        raise ValueError(f"the body is not JSON: {error}") from error
+    except orjson.JSONEncodeError:
+        raise ValueError("the body is nested more than 250 deep; send flatter JSON") from None
 
 
 def json_response(value: Any, *, status: int = 200, headers: Mapping[str, str] | None = None) -> web.Response:

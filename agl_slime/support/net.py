@@ -1,14 +1,19 @@
-"""What the servers of this package share: who may reach them."""
+"""What the servers of this package share: who may reach them, and that no proxy stands before them."""
 
 from __future__ import annotations
 
 import hmac
 import ipaddress
+import os
 import socket
 from collections.abc import Mapping
 from urllib.parse import urlsplit
 
 from agl_slime.errors import ConfigError
+
+_PROXIES = frozenset({"http_proxy", "https_proxy", "all_proxy"})
+_NO_PROXY = ("NO_PROXY", "no_proxy")
+_LOOPBACK = ("127.0.0.1", "localhost")
 
 
 def is_loopback(host: str) -> bool:
@@ -17,6 +22,29 @@ def is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return host == "localhost"
+
+
+def proxies() -> dict[str, str]:
+    """The proxies that the environment names, by the variable, which ``NO_PROXY`` keeps from this machine's addresses
+    only where it lists them: most clients of agents ask a proxy for the gateway otherwise."""
+    return {name: value for name, value in sorted(os.environ.items()) if name.lower() in _PROXIES and value}
+
+
+def past_proxies(*hosts: str) -> list[str]:
+    """Which of this machine's loopback names and of ``hosts`` clients would ask a proxy for."""
+    if not proxies():
+        return []
+    listed = {name.strip() for variable in _NO_PROXY for name in os.environ.get(variable, "").split(",")}
+    return [] if "*" in listed else [host for host in dict.fromkeys([*_LOOPBACK, *hosts]) if host not in listed]
+
+
+def bypass_proxies(*hosts: str) -> None:
+    """Have clients in this process and in those that it starts ask this machine and ``hosts`` directly: the names are
+    added to ``NO_PROXY``, in both spellings, where the environment names a proxy."""
+    if missing := past_proxies(*hosts):
+        given = [os.environ.get(variable, "") for variable in _NO_PROXY]
+        before = [name.strip() for text in given for name in text.split(",") if name.strip()]
+        os.environ.update(dict.fromkeys(_NO_PROXY, ",".join(dict.fromkeys([*before, *missing]))))
 
 
 def require_own_address(host: str) -> None:

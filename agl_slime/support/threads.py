@@ -14,6 +14,7 @@ import inspect
 import logging
 import os
 import queue
+import sys
 import threading
 import time
 from collections.abc import Callable, Coroutine
@@ -26,6 +27,8 @@ from weakref import WeakSet
 from typing_extensions import ParamSpec
 
 from agl_slime.errors import RolloutError
+from agl_slime.support.watch import named, stack_of
+from agl_slime.support.watcher import Frame, users_frame
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -33,6 +36,7 @@ T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 _IDLE_S = 30.0  # a thread without work ends after this long
+_CANCEL_S = 1.0  # that the tasks which a loop leaves behind may take to end
 _SLOW_S = 1.0  # a call that was cut off sooner, by Ctrl-C say, is no sign of one that hangs
 
 
@@ -97,8 +101,9 @@ class ThreadPool:
     def submit(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> _Job:
         """As ``run``, for code that is not async."""
         name = getattr(fn, "__qualname__", type(fn).__name__)
-        call: Callable[[], Any] = partial(contextvars.copy_context().run, fn, *args, **kwargs)
-        job = _Job(name, call if self._max_abandoned is None else partial(_contained, name, call))
+        call: Callable[[], Any] = partial(fn, *args, **kwargs)
+        call = call if self._max_abandoned is None else partial(_contained, name, call)
+        job = _Job(name, partial(contextvars.copy_context().run, call))
         with self._lock:
             if self._max_abandoned is not None and len(self._abandoned) >= self._max_abandoned:
                 raise RolloutError(
@@ -179,13 +184,21 @@ class ThreadPool:
 
 
 def _contained(name: str, call: Callable[[], T]) -> T:
+    rollout_id = rollout_of_context.get()
     try:
-        return call()
+        return named(_called, rollout_id)(call) if rollout_id else call()
     except BaseException as error:
         if isinstance(error, Exception) and not isinstance(error, StopIteration):  # which no future can hold
             raise
         raise RolloutError(f"{name} raised {error!r}.", reason=type(error).__name__) from error
 
+
+def _called(call: Callable[[], T]) -> T:
+    return call()
+
+
+rollout_of_context: contextvars.ContextVar[str] = contextvars.ContextVar("agl_slime_rollout", default="")
+"""The id of the rollout that this context runs, for whoever looks at its stack."""
 
 _user_pools: WeakSet[ThreadPool] = WeakSet()
 _ours = ThreadPool(name="agl-slime-worker", max_running=64)
@@ -239,6 +252,12 @@ class LoopThread:
             if self.loop is not None:
                 self.loop.call_soon_threadsafe(callback, *args)
 
+    def blocked_at(self) -> str | None:
+        """Where a user's code runs on the loop now, if it does."""
+        frame = sys._current_frames().get(self._thread.ident or 0)
+        culprit = users_frame(stack_of(frame)) if frame is not None else None
+        return f"{culprit.function} at {culprit.path}:{culprit.line}" if culprit is not None else None
+
     def join(self, timeout_s: float) -> bool:
         """Wait for the end; ``False`` when it has not come, as always on the thread itself."""
         if self.alive and threading.current_thread() is not self._thread:
@@ -257,7 +276,37 @@ class LoopThread:
 
     async def _serve(self) -> None:
         self.loop = asyncio.get_running_loop()
-        await self._main(self._ready.set)
+        try:
+            await self._main(self._ready.set)
+        finally:
+            await _leave_behind()
+
+
+async def _leave_behind() -> None:
+    """Cancel what else runs on this loop, and forget the tasks that ignore it: asyncio would wait for them for ever."""
+    others = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in others:
+        task.cancel()
+    if not others:
+        return
+    _, ignoring = await asyncio.wait(others, timeout=_CANCEL_S)
+    for task in ignoring:
+        asyncio._unregister_task(task)
+        task._log_destroy_pending = False  # type: ignore[attr-defined]
+    if ignoring:
+        places = sorted({_place_of(task) for task in ignoring})
+        logger.warning("%d tasks ignored their cancellation and are abandoned: %s.", len(ignoring), ", ".join(places))
+
+
+def _place_of(task: asyncio.Task[Any]) -> str:
+    """Where a task waits: in a user's code, or else its innermost coroutine."""
+    stack: list[Frame] = []
+    waits: Any = task.get_coro()
+    while (frame := getattr(waits, "cr_frame", None)) is not None:
+        stack.insert(0, Frame(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_qualname))
+        waits = waits.cr_await
+    found = users_frame(stack) or next(iter(stack), None)
+    return f"{found.function} at {found.path}:{found.line}" if found is not None else task.get_name()
 
 
 def run_blocking(work: Coroutine[Any, Any, T]) -> T:

@@ -63,6 +63,7 @@ LATENCY_S: Final = "agl_slime.latency_s"
 RESUMED: Final = "agl_slime.resumed"
 STOP_REASON: Final = "agl_slime.stop_reason"  # on any span: why the rollout as a whole stopped; the last one counts
 TOOLS: Final = "agl_slime.tools"  # JSON, on the last span: the tools on offer, calls by tool, malformed calls, errors
+REWARDS_MISSING: Final = "agl_slime.rewards_missing"  # JSON list, on the last span: named rewards that were None
 OPEN_BOUNDARIES: Final = "agl_slime.prompt.open_boundaries"  # on the last span: see ChatContext
 FAILURE_REASON: Final = "agl_slime.failure.reason"  # why an attempt failed, in one stable word, on its exception span
 UNTRAINED_TURNS: Final = "agl_slime.untrained_turns"  # JSON list, on the last span: turns that are context only

@@ -107,6 +107,8 @@ def convert_rollout(
         metadata["tools"] = parse_json(str(said[names.TOOLS]), names.TOOLS)
     if names.GATEWAY in said:
         metadata["gateway"] = parse_json(str(said[names.GATEWAY]), names.GATEWAY)
+    if names.REWARDS_MISSING in said:
+        metadata["rewards_missing"] = parse_json(str(said[names.REWARDS_MISSING]), names.REWARDS_MISSING)
     if names.OPEN_BOUNDARIES in said:
         metadata["open_boundaries"] = said[names.OPEN_BOUNDARIES]
     untrained = sorted({*_left_out(own), *(number for number, turn in enumerate(turns) if turn.untrained)})
@@ -286,7 +288,7 @@ def _outside_of_calls(spans: Sequence[Span]) -> float:
     return outside
 
 
-_SAID = (names.TOOLS, names.OPEN_BOUNDARIES, names.STOP_REASON, names.GATEWAY)
+_SAID = (names.TOOLS, names.OPEN_BOUNDARIES, names.STOP_REASON, names.GATEWAY, names.REWARDS_MISSING)
 
 
 def _last_said(spans: Sequence[Span]) -> dict[str, Any]:

@@ -76,6 +76,69 @@ async def _result(runtime: BubblewrapRuntime, argv: list[str]) -> tuple[int, str
     return result.exit_code, result.stderr
 
 
+HOLDS = {  # 400 MB each, which are no process's own
+    "memory files": (
+        "for _ in range(40):\n  files.append(os.memfd_create('x'))\n  for _ in range(10): os.write(files[-1], MB)"
+    ),
+    "a shared mapping": "m=mmap.mmap(-1, 400*2**20); [m.write(MB) for _ in range(400)]",
+    "a mapping of a process that has ended": (
+        "m=mmap.mmap(-1, 400*2**20)\nif os.fork(): [m.write(MB) for _ in range(400)]; os._exit(0)"
+    ),
+    "segments": (
+        "l=ctypes.CDLL(None); l.shmat.restype=ctypes.c_void_p\n"
+        "for _ in range(4):\n  p=l.shmat(l.shmget(0, 100*2**20, 0o1600), None, 0); ctypes.memset(p, 1, 100*2**20)\n"
+        "  l.shmdt(ctypes.c_void_p(p))"
+    ),
+}
+SHARED = (
+    "import mmap,os,time\nm=mmap.mmap(-1, 100*2**20); [m.write(bytes(2**20)) for _ in range(100)]\n"
+    "for _ in range(10):\n  if not os.fork(): m[::4096]; time.sleep(1.5); os._exit(0)\n"
+    "time.sleep(1.5); print('ended well')"
+)
+HIDES = "import ctypes,time; ctypes.CDLL(None).prctl(4, 0, 0, 0, 0); time.sleep(10)"
+
+
+async def shared() -> dict[str, Any]:
+    """How boxes end whose processes share memory, of which 256 MB are allowed."""
+    found: dict[str, Any] = {}
+    for name, script in HOLDS.items():
+        hold = f"import ctypes,mmap,os,time\nMB=bytes(2**20); files=[]\n{script}\ntime.sleep(10)\n"
+        async with box(BubblewrapConfig(**SMALL)) as one:
+            try:
+                result = await one.run(["sh", "-c", 'python3 -c "$0"; sleep 60', hold], {})
+                found[name] = f"ended by itself: {result}"
+            except SandboxError as error:
+                found[name] = str(error)
+    async with box(BubblewrapConfig(**SMALL)) as one:
+        found["100 MB, of eleven processes"] = (await one.run(["python3", "-c", SHARED], {})).stdout
+        found["hidden"] = (await one.run(["python3", "-c", HIDES], {})).exit_code
+    return found
+
+
+async def background() -> dict[str, Any]:
+    """What a command prints that leaves something in the background, and what becomes of that."""
+    found: dict[str, Any] = {}
+    async with box(BubblewrapConfig(**SMALL)) as one:
+        for name, script in (
+            ("quiet", "echo hello; sleep 60 &"),
+            ("error", "echo hello >&2; sleep 60 & exit 3"),
+            ("talks on", "echo hello; (for i in 1 2 3 4; do sleep 0.2; echo $i; done; sleep 60) &"),
+            ("talks later", "echo hello; (until [ -e go ]; do sleep 0.05; done; echo more; touch lives) &"),
+        ):
+            found[name] = await sh(one, script)
+        await one.write("go", b"")
+        async with asyncio.timeout(20):
+            found["lives"] = (await sh(one, "until [ -e lives ]; do sleep 0.05; done"))[0]
+        found["long"] = len((await sh(one, "seq 100000; sleep 60 &"))[1])
+    return found
+
+
+async def signals() -> list[Any]:
+    """Every signal there is, sent to the first process from inside."""
+    async with box(BubblewrapConfig(**SMALL)) as one:
+        return await sh(one, "for i in $(seq 1 64); do kill -$i 1; done 2> /dev/null; echo done")
+
+
 async def limits() -> dict[str, str]:
     """How a box ends that goes over a limit: each in one of its own."""
     found = {}

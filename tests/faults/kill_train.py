@@ -91,19 +91,25 @@ class Run:
 
     def __init__(self, directory: Path, *, flags: str, limit_s: float, engine_url: str) -> None:
         self.output = directory / "run"
-        self._directory, self._log, self._engine_url = directory, directory / "log", engine_url
+        self.directory, self.log, self.engine_url = directory, directory / "log", engine_url
+        self.more = flags.split()
         self._deadline = time.monotonic() + limit_s
-        policy = shutil.copytree(LOOKUP_POLICY, directory / "policy")  # tells this run's engines from others
-        self._flags = [*flags.split(), "--model-path", str(policy), "--output-dir", str(self.output)]
+
+    def flags(self, iterations: int, *, cold: bool) -> list[str]:
+        """Of train.py, for the next life."""
+        policy = self.directory / "policy"  # tells this run's engines from others
+        if not policy.exists():
+            shutil.copytree(LOOKUP_POLICY, policy)
+        flags = [*self.more, "--model-path", str(policy), "--output-dir", str(self.output)]
+        flags += ["--num-iterations", str(iterations), *([] if cold else ["--sglang-url", self.engine_url])]
+        return flags + (["--resume"] if (self.output / "config.json").exists() else [])
 
     def start(self, *, iterations: int, cold: bool = False) -> BaseProcess:
-        flags = [*self._flags, "--num-iterations", str(iterations)]
-        flags += [] if cold else ["--sglang-url", self._engine_url]
-        flags += ["--resume"] if (self.output / "config.json").exists() else []
+        flags = self.flags(iterations, cold=cold)
         context = multiprocessing.get_context("spawn" if cold else "forkserver")
         if not cold:
             context.set_forkserver_preload(_IMPORTED)
-        process = context.Process(target=_train, args=(flags, self._log))
+        process = context.Process(target=_train, args=(flags, self.log))
         process.start()
         return process
 
@@ -129,11 +135,14 @@ class Run:
     def _check(self, process: BaseProcess) -> None:
         if not process.is_alive():
             raise RuntimeError(f"train.py ended by itself with {process.exitcode}; {self.last_words()}")
+        self.check_time()
+
+    def check_time(self) -> None:
         if time.monotonic() > self._deadline:
             raise TimeoutError(f"the run takes too long; {self.last_words()}")
 
     def last_words(self) -> str:
-        return self._log.read_text(errors="replace")[-2000:]
+        return self.log.read_text(errors="replace")[-2000:]
 
     def _stamp(self) -> tuple[int, int]:
         path = self.output / "metrics.jsonl"
@@ -143,7 +152,7 @@ class Run:
         """Command lines of processes that still work on this run; an engine notices within moments that its run is
         gone."""
         end = time.monotonic() + patience_s
-        while (found := _processes_of(str(self._directory))) and time.monotonic() < end:
+        while (found := _processes_of(str(self.directory))) and time.monotonic() < end:
             time.sleep(0.05)
         return found
 

@@ -23,7 +23,7 @@ import pytest
 from agl_slime.cli import main
 from agl_slime.report.files import RunDir
 from agl_slime.report.state import state_of
-from tests.faults.train_process import train
+from tests.faults.train_process import train, watches
 from tests.loop_cases import threads_of_ours
 
 # what the user is promised after Ctrl-C
@@ -96,7 +96,8 @@ def test_ctrl_c_in_this_process(
 
     def compute_reward(self: LookupAgent, task: dict[str, Any], response: str) -> float:
         if next(rewards) == 2 * 64 + 20:
-            engines.extend(child for child in psutil.Process().children() if child not in before)
+            now = psutil.Process().children()
+            engines.extend(child for child in now if child not in before and not watches(child))
             interrupted.append(time.monotonic())
             os.kill(os.getpid(), signal.SIGINT)
         return reward(self, task, response)
@@ -206,3 +207,36 @@ def test_a_second_ctrl_c_ends_it_at_once(policy_dir: Path, tmp_path: Path) -> No
         assert took < WITHIN_S
         assert gone(children, 5.0)
     check_metrics(tmp_path / "out", at_least=1)
+
+
+BACKTRACKING = """
+import re
+from agl_slime.demo.agent import LookupAgent
+
+class Agent(LookupAgent):
+    def compute_reward(self, task, response):
+        re.match(r"(a+)+$", "a" * 40 + "b")
+        return 0.0
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=str)
+def test_a_reward_that_holds_the_lock_is_named_and_ends(
+    number: signal.Signals, policy_dir: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "agent.py").write_text(BACKTRACKING)
+    flags = ("--agent", f"{tmp_path / 'agent.py'}:Agent", "--eval-interval", "0")
+    with train("--model-path", policy_dir, "--output-dir", tmp_path / "out", *flags) as run:
+        run.until("No Python code runs in this process any more: compute_reward() of rollout ro-")
+        assert f" at {tmp_path / 'agent.py'}:7 holds the interpreter lock; " in run.text
+        assert run.text.count("holds the interpreter lock") == 1
+        children, watchers = run.children(), run.watchers()
+        assert len(children) == len(watchers) == 1
+        run.process.send_signal(number)
+        run.until("Ctrl-C cannot be heard here")
+        run.process.send_signal(number)
+        code, took = run.end()
+        assert code == -signal.SIGKILL
+        assert took < WITHIN_S
+        assert gone([*children, *watchers], 1.0)

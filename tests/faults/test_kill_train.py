@@ -1,10 +1,11 @@
-"""A short run of ``tests/faults/kill_train.py``, whose 50 kills take some minutes; and what the engine is asked for
+"""Short runs of ``kill_train`` and ``end_train``, whose 50 and 24 ends take minutes; and what the engine is asked for
 again after a kill."""
 
 from __future__ import annotations
 
 import asyncio
 import json
+import random
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,8 @@ from agl_slime.demo import LOOKUP_POLICY
 from agl_slime.engine.process import EmbeddedEngine
 from agl_slime.loop.checkpoint import read_checkpoints
 from agl_slime.tokens.codec import unpack_token_ids
+from tests.faults.end_train import PHASES, SIGNALS
+from tests.faults.end_train import run as end_train
 from tests.faults.kill_train import Run, run
 from tests.faults.token_counter import TokenCounter
 
@@ -33,6 +36,19 @@ def test_no_task_is_lost_or_trained_on_twice_when_train_is_killed(
     assert result.adds_up
     assert result.reports_in_order
     assert result.kills_while_training >= 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("trainer", "max_staleness"), [("local", 0), ("local", 2), ("slime", 2)])
+def test_files_agree_after_every_signal_in_every_phase(tmp_path: Path, trainer: str, max_staleness: int) -> None:
+    """Each phase once and each signal at least once; ``python -m tests.faults.end_train`` has all pairs."""
+    planned = list(zip(PHASES, SIGNALS + SIGNALS[2:], strict=True))
+    result = end_train(
+        tmp_path, planned=planned, rng=random.Random(5), max_staleness=max_staleness, trainer=trainer, limit_s=600
+    )
+    assert result.findings == []
+    assert result.by_phase.total() == len(PHASES)
+    assert result.tasks > 0
 
 
 @pytest.mark.slow

@@ -13,6 +13,8 @@ from pathlib import Path
 
 import psutil
 
+from agl_slime.support import watcher
+
 REPOSITORY = Path(__file__).resolve().parents[2]
 
 
@@ -47,6 +49,13 @@ class Run:
         assert any(line.startswith(start) for line in self.lines), self.text
 
     def children(self) -> list[psutil.Process]:
+        """What it has started, the watch over it left out (``watchers``)."""
+        return [child for child in self._children() if not watches(child)]
+
+    def watchers(self) -> list[psutil.Process]:
+        return [child for child in self._children() if watches(child)]
+
+    def _children(self) -> list[psutil.Process]:
         return psutil.Process(self.process.pid).children(recursive=True)
 
     def end(self, within_s: float = 60.0) -> tuple[int, float]:
@@ -57,6 +66,14 @@ class Run:
         with self._changed:
             assert self._changed.wait_for(lambda: self._ended, 10)
         return code, took
+
+
+def watches(process: psutil.Process) -> bool:
+    """Whether a process is the child that watches over its parent."""
+    try:
+        return watcher.__file__ in process.cmdline()
+    except (psutil.NoSuchProcess, psutil.ZombieProcess):
+        return False
 
 
 @contextmanager

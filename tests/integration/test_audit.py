@@ -17,16 +17,17 @@ from rich.console import Console
 pytest.importorskip("torch", reason='training needs torch: pip install "agl-slime[local]"')
 
 from agl_slime.audit import audit
+from agl_slime.audit.weights import missing_checkpoints
 from agl_slime.cli import main
 from agl_slime.demo import LOOKUP_POLICY
 from agl_slime.engine import EmbeddedEngine
 from agl_slime.run.local import run_training
 from agl_slime.run.settings import TrainConfig
-from tests.audit_mutations import damage, lie
+from tests.audit_mutations import LOSSES, damage, lie, lose
 
 _FLAKY = "tests.faults.flaky_lookup:FlakyLookup"
 _KINDS: dict[str, dict[str, Any]] = {
-    "serial": {"keep_rollouts": "all"},
+    "serial": {"keep_rollouts": "all", "keep_best": True},
     "overlapped": {"max_staleness": 2, "weight_pause": "in_place", "drop_zero_variance": True},
     "gone on with": {"max_staleness": 1, "group_min_ratio": 0.5},
 }
@@ -83,6 +84,37 @@ def test_every_change_is_found(runs: dict[str, Path], tmp_path: Path, change: An
         shutil.copyfile(origin, path)
     assert missed == []
     assert [finding for copy in copies.values() for finding in audit(copy).findings] == []  # each was taken back
+
+
+@pytest.mark.parametrize("what", LOSSES)
+def test_every_loss_is_found(runs: dict[str, Path], tmp_path: Path, what: str) -> None:
+    run = shutil.copytree(runs["serial"], tmp_path / "run")
+    assert audit(run).findings == []
+    lose(run, what)
+    assert audit(run).findings != []
+
+
+def test_a_torn_end_is_what_a_kill_leaves(runs: dict[str, Path], tmp_path: Path) -> None:
+    run = shutil.copytree(runs["serial"], tmp_path / "run")
+    lose(run, "garbage after rollouts.jsonl")
+    (run / "summary.json").unlink()
+    (run / "running.json").write_text("{}")
+    assert audit(run).findings == []
+
+
+@pytest.mark.parametrize(
+    ("here", "finished", "missing"),
+    [
+        ({4, 6}, True, []),
+        ({2, 4}, False, []),  # killed when the ledger had noted the newest
+        ({2, 4}, True, [6]),
+        ({6}, False, [4]),
+        ({4}, False, [2]),
+        (set(), False, [2, 4]),
+    ],
+)
+def test_the_two_newest_checkpoints_are_there(here: set[int], finished: bool, missing: list[int]) -> None:
+    assert missing_checkpoints(here, {0, 2, 4, 6}, finished=finished, last=6) == missing
 
 
 @pytest.mark.parametrize(("ahead", "findings"), [(True, 0), (False, 1)])

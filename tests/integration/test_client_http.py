@@ -148,7 +148,7 @@ async def test_a_cancelled_call_tells_the_engine_and_does_not_wait() -> None:
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
-        assert time.monotonic() - started < 0.1
+        assert time.monotonic() - started < 5  # of the 10 s that the answer takes
         await asyncio.wait_for(engine.arrived("/abort_request"), 5)
         assert engine.received[-1].payload == {"rid": "gone"}
         await asyncio.wait_for(engine.idle(), 5)  # it was heard

@@ -69,7 +69,7 @@ def test_it_starts_on_a_free_port_asks_every_request_for_its_token_and_stops_qui
             body = {"input_ids": [5, 6, 7], "sampling_params": {"max_new_tokens": 500, "ignore_eos": True}}
             connection.request("POST", "/generate", json.dumps(body), {**token, "Content-Type": "application/json"})
             engine.stop()
-        assert time.monotonic() - started < 3
+        assert time.monotonic() - started < 8  # less than a client or the start of a process waits
     assert gone(pid)
     with pytest.raises(urllib.error.URLError):
         urllib.request.urlopen(f"{url}/health", timeout=2)

@@ -68,6 +68,31 @@ def test_a_box_over_a_limit_ends_with_the_limits_name() -> None:
     assert found["seconds"].endswith("has ended: it lived 1 s")
 
 
+def test_memory_that_no_process_has_for_its_own_counts() -> None:
+    found = ask("boxes", "shared")
+
+    assert found.pop("100 MB, of eleven processes") == "ended well\n", "it counts once"
+    assert found.pop("hidden") == -9, "a process that cannot be looked into"
+    assert len(found) == 4
+    for name, end in found.items():
+        assert "has ended: over its limit of memory: its processes held" in end, name
+
+
+def test_what_a_command_prints_is_kept_when_it_leaves_a_process() -> None:
+    found = ask("boxes", "background")
+
+    assert found["quiet"] == [0, "hello\n", ""]
+    assert found["error"] == [3, "", "hello\n"]
+    assert found["talks on"] == [0, "hello\n1\n2\n3\n4\n", ""], "until nothing comes for half a second"
+    assert found["talks later"] == [0, "hello\n", ""]
+    assert found["lives"] == 0, "its output is still open"
+    assert 10_000 < found["long"] < 10_100
+
+
+def test_no_signal_from_inside_ends_a_box() -> None:
+    assert ask("boxes", "signals") == [0, "done\n", ""]
+
+
 def test_a_server_inside_is_reached_from_the_host() -> None:
     assert ask("boxes", "exposed") == {"page": "served from inside"}
 

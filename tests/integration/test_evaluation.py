@@ -7,6 +7,7 @@ import asyncio
 import io
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -90,6 +91,72 @@ def test_samples_of_another_evaluation_are_never_mixed_in(
     evaluate(policy_dir, **told)
     with pytest.raises(ConfigError, match="temperature"):
         evaluate(policy_dir, temperature=0.5, **told)
+
+
+JUDGED = """
+from agl_slime.demo.agent import LookupAgent
+from judging import judge
+
+
+class Judged(LookupAgent):
+    def compute_reward(self, task, response):
+        return judge(task)
+"""
+
+
+def test_a_changed_reward_or_template_is_another_evaluation(
+    policy_dir: Path, embedded_engine: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same command each time; the reward's function stands in a file that the agent's imports."""
+    agent, judging, model = tmp_path / "judged.py", tmp_path / "judging.py", tmp_path / "model"
+    agent.write_text(JUDGED)
+    judging.write_text("def judge(task):\n    return 0.25\n")
+    shutil.copytree(policy_dir, model)
+    (tmp_path / "tasks.jsonl").write_text('{"key": "kz", "answer": "72"}\n' * 2)
+    monkeypatch.chdir(tmp_path)
+
+    def again() -> tuple[float, str, int]:
+        for name in [name for name in sys.modules if name == "judging" or "by_file.judged" in name]:
+            monkeypatch.delitem(sys.modules, name)
+        told = {"agent": f"{agent}:Judged", "tasks": tmp_path / "tasks.jsonl", "sglang_url": embedded_engine}
+        found, text = evaluate(model, **told)
+        return found["models"][0]["reward"]["mean"], text, len([*(tmp_path / "evals").iterdir()])
+
+    reward, text, directories = again()
+    assert (reward, "0 new samples" in text, directories) == (0.25, False, 1)
+    reward, text, directories = again()
+    assert (reward, directories) == (0.25, 1)
+    assert "0 new samples: the figures are of 2 samples that were taken before" in text
+    os.utime(model / "model.safetensors", (1, 1))  # as a copy of the model has
+    assert again()[1:] == (text, 1)
+
+    judging.write_text("def judge(task):\n    return 0.75\n")
+    reward, text, directories = again()
+    assert (reward, "0 new samples" in text, directories) == (0.75, False, 2)
+
+    config = model / "tokenizer_config.json"
+    with (model / "chat_template.jinja").open("a") as template:
+        template.write("{# changed #}")
+    assert again()[2] == 3
+    config.write_text(json.dumps({**json.loads(config.read_text()), "clean_up_tokenization_spaces": False}))
+    assert again()[2] == 4
+    weights = bytearray((model / "model.safetensors").read_bytes())
+    weights[-1] ^= 1
+    before = (model / "model.safetensors").stat()
+    (model / "model.safetensors").write_bytes(weights)
+    os.utime(model / "model.safetensors", ns=(before.st_atime_ns, before.st_mtime_ns))
+    assert again()[2] == 5
+
+
+def test_samples_of_an_agent_that_has_changed_are_not_mixed_in(
+    picky: dict[str, Any], policy_dir: Path, embedded_engine: str, tmp_path: Path
+) -> None:
+    told: dict[str, Any] = {"sglang_url": embedded_engine, "output_dir": tmp_path / "out", **picky}
+    evaluate(policy_dir, **told)
+    with (tmp_path / "agents.py").open("a") as file:
+        file.write("\n# another reward\n")
+    with pytest.raises(ConfigError, match="agent_source"):
+        evaluate(policy_dir, **told)
 
 
 def test_a_model_against_itself_gains_and_loses_what_its_samples_say(policy_dir: Path, tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from agl_slime.loop.settings import LoopState
 from agl_slime.report.files import RunDir
 from agl_slime.report.rollouts import RolloutWriter
 from tests.loop_cases import HelloAgent, LoopCase, hello_engine
@@ -53,6 +54,7 @@ def test_answers_that_are_all_alike_are_told_unless_they_earn_the_best_reward(tm
 def test_a_run_that_is_gone_on_with_knows_the_best_reward_before(tmp_path: Path) -> None:
     half = HelloAgent(judge=lambda task, response: 0.5)
     assert not warnings_of(tmp_path, HelloAgent(), rollout_batch_size=8)
-    texts = warnings_of(tmp_path, half, rollout_batch_size=8)
+    start = LoopState(iteration=2, reward_means=(1.0, 1.0))
+    texts = warnings_of(tmp_path, half, rollout_batch_size=8, num_iterations=3, start=start)
     assert [text for text in texts if "all answers are the same to the token" in text]
     assert not warnings_of(tmp_path / "new", half, rollout_batch_size=8)

@@ -76,6 +76,7 @@ class Life:
         found = read_checkpoints(directory / "checkpoints")
         self.checkpoint: Checkpoint | None = load_newest(found, self.trainer) if found else None
         if self.checkpoint is not None:
+            RunDir(directory).rewind(self.checkpoint.loop.iteration)
             self.checkpoint.rewind(self.ledger)
             self.source.restore(self.checkpoint.data_source)
         self.writer = CheckpointWriter(directory=directory / "checkpoints", trainer=self.trainer, source=self.source)

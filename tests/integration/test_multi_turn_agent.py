@@ -5,12 +5,17 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 from unittest.mock import Mock
 
 import pytest
 
 from agl_slime.errors import ContextOverflowError, EngineServerError
+from agl_slime.groups.results import GroupResult, MemberResult
+from agl_slime.loop.metrics import collect_metrics
+from agl_slime.report.alarms import find_alarms_of_step
+from agl_slime.report.rollouts import describe_group
 from agl_slime.rollout import session as session_module
 from agl_slime.support.agl import LLM, Rollout
 from agl_slime.types import Sample
@@ -53,6 +58,54 @@ async def test_malformed_unknown_and_failing_calls_are_counted_and_seen() -> Non
     assert "there is no tool named 'seek'" in last
     assert "Error: KeyError: 'xx'" in last
     assert trained([sample]) == sampled(client)
+
+
+async def test_a_tool_that_always_raises_is_counted_and_told_with_its_exception() -> None:
+    def look(key: str) -> str:
+        """Look a key up."""
+        raise ConnectionError(f"no such host for {key}")
+
+    finished, _ = await rollout(Agent, [CALL + CALL, CALL.replace("key", "kee"), "Three."], tools=[look])
+    samples = finished.convert(chat_tokenizer("anthropic", "groups_tools")).samples
+    counts = samples[0].metadata["tools"]
+    assert (counts["calls"], counts["errors"], counts["failed"]) == ({"look": 3}, 3, {"look": 2})  # one is the model's
+    assert counts["failures"] == {"look": "Error: ConnectionError: no such host for kz"}
+    members = tuple(
+        MemberResult(rollout_id=f"r{n}", group_id="g", samples=tuple(samples), reward=1.0) for n in range(6)
+    )
+    group = GroupResult(group_id="g", mode="train", size=6, members=members, ready=True)
+    metrics = collect_metrics([group], collect_s=1.0)
+    assert (metrics["tools/calls"], metrics["tools/errors"]) == (18, 18)
+    line = describe_group(group, collected=1)
+    assert line["tools"]["failed"] == {"look": 12}
+    assert find_alarms_of_step([line], best=None) == []  # a third of its calls did not reach it
+    good = await rollout(Agent, [CALL + CALL, "Three."], tools=[look])
+    samples = good[0].convert(chat_tokenizer("anthropic", "groups_tools")).samples
+    members = tuple(replace(member, samples=tuple(samples)) for member in members)
+    [alarm] = find_alarms_of_step([describe_group(replace(group, members=members), collected=1)], best=None)
+    assert alarm.text == "12 of 12 calls of tool 'look' failed: ConnectionError: no such host for kz"
+
+
+async def test_a_later_named_reward_that_is_none_does_not_fail_the_rollout() -> None:
+    class Judged(Agent):
+        def compute_reward(self, task: dict[str, Any], response: str) -> Any:
+            return {"right": 1.0, "judge": None, "format": 0.5}
+
+    finished, _ = await rollout(Judged, ["Three."])
+    assert finished.failure is None
+    converted = finished.convert(chat_tokenizer("anthropic", "groups_tools"))
+    (sample,) = converted.samples
+    assert (sample.reward, sample.metadata["rewards_missing"]) == (1.0, ["judge"])
+    rewards = {"right": 1.0, "format": 0.5}
+    member = MemberResult(rollout_id="r", group_id="g", samples=(sample,), reward=1.0, rewards=rewards)
+    group = GroupResult(group_id="g", mode="train", size=1, members=(member,), ready=True)
+    metrics = collect_metrics([group], collect_s=1.0)
+    assert metrics["reward/judge/missing"] == 1
+    assert {name for name in metrics if name.startswith("reward/")} == {
+        "reward/right",
+        "reward/format",
+        "reward/judge/missing",
+    }
 
 
 @pytest.mark.parametrize(

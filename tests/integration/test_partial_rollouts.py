@@ -115,6 +115,23 @@ async def test_calls_that_had_ended_are_answered_without_the_engine_and_each_onc
         assert engine.calls["/generate"] == 3
 
 
+async def test_tokens_of_a_group_whose_age_is_lost_are_sampled_again(tmp_path: Path) -> None:
+    """Such a group was dropped before the checkpoint, and is admitted anew, by newer weights."""
+    async with Counting().engine(weight_version="0") as engine, SGLangClient(base_url=engine.url) as client:
+        partial = PartialRollouts()
+        for name in ("7", "8"):
+            await partial.client(client, rollout(name, name)).generate([5, int(name)], SAMPLING)
+        await asyncio.to_thread(partial.save, tmp_path / "partial", base_url=engine.url)
+        later = PartialRollouts()
+        later.load(tmp_path / "partial", admitted={"8": 0})
+        engine.weight_version = "2"
+        versions = {}
+        for name in ("7", "8"):
+            got = await later.client(client, rollout(name, name)).generate([5, int(name)], SAMPLING)
+            versions[name] = {span.version for span in got.weight_versions}
+        assert versions == {"7": {"2"}, "8": {"0"}}
+
+
 async def test_what_has_not_begun_again_is_kept_by_the_next_checkpoint_too(tmp_path: Path) -> None:
     async with Counting().engine() as engine, SGLangClient(base_url=engine.url) as client:
         first, said = PartialRollouts(), {}

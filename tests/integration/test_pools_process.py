@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import multiprocessing
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -24,7 +25,7 @@ from agl_slime.runner.make import make_runners
 from agl_slime.runner.processes import READY, ProcessPool, process_main
 from agl_slime.runner.thread import RunnerThread
 from agl_slime.runner.worker import WorkerSpec
-from agl_slime.store.bridge import BridgeStore
+from agl_slime.store.bridge import WORKER_DIED, BridgeStore
 from agl_slime.support.agl import LLM, EnqueueRolloutRequest, LitAgent, RolloutConfig, emit_reward, find_final_reward
 
 pytestmark = pytest.mark.slow  # every process imports Agent Lightning: seconds of a core each
@@ -227,6 +228,52 @@ async def test_an_agent_that_kills_every_process_ends_the_pool_with_a_reason() -
     assert (await store.get_rollout_by_id(poison)).status == "requeuing"  # type: ignore[union-attr]  # another pool may try it
 
 
+class BacktrackingAgent(LitAgent[Any]):
+    """Scores with a regular expression that holds the interpreter lock for longer than anybody lives, once."""
+
+    def rollout(self, task: Any, resources: Any, rollout: Any) -> float:
+        if (flag := task.get("stuck_unless")) and not Path(flag).exists():
+            Path(flag).touch()
+            re.match(r"(a+)+$", "a" * 40 + "b")
+        return float(task["n"])
+
+
+class StandingAgent(EchoAgent):
+    """Blocks the event loop of its process, once, where it does not hold the lock."""
+
+    async def rollout_async(self, task: Any, resources: Any, rollout: Any) -> None:
+        if (flag := task.get("stuck_unless")) and not Path(flag).exists():
+            Path(flag).touch()
+            time.sleep(10_000)  # noqa: ASYNC251
+        await super().rollout_async(task, resources, rollout)
+
+
+@pytest.mark.parametrize(("agent", "place"), [(BacktrackingAgent(), "rollout()"), (StandingAgent(), "rollout_async()")])
+async def test_a_worker_that_is_stuck_is_replaced(
+    agent: LitAgent[Any], place: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    tasks: list[dict[str, Any]] = [{"n": n} for n in range(8)]
+    tasks[3]["stuck_unless"] = str(tmp_path / "stuck")
+    store, ids = await prepared(tasks, max_attempts=1)
+    settings = replace(SETTINGS, max_restarts=1, stuck_after_s=5.0)
+    pool = ProcessPool(plan=RunnerPlan("process", 1, settings), agent=agent, store=store)
+    await asyncio.to_thread(pool.start)
+    [first] = pool.pids()
+    try:
+        rollouts = await ends(store, ids)
+        assert first not in pool.pids()
+    finally:
+        assert await asyncio.to_thread(pool.stop)
+    assert gone([first])
+    assert [rollout.status for rollout in rollouts] == ["succeeded"] * 8
+    attempts = await store.query_attempts(ids[3])
+    assert len(attempts) == 2
+    reason = (attempts[0].metadata or {})[WORKER_DIED]
+    assert place in reason
+    assert f"of rollout {ids[3]} at {__file__}:" in reason
+    assert sum(reason in record.getMessage() for record in caplog.records) == 2  # of the pool, and of the store
+
+
 async def test_a_process_whose_pool_is_gone_ends_by_itself() -> None:
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
@@ -274,7 +321,7 @@ _SCRIPT = """
 import sys
 from agl_slime.support.agl import LitAgent
 from agl_slime.runner.make import make_runners
-from agl_slime.store.bridge import BridgeStore
+from agl_slime.store.bridge import WORKER_DIED, BridgeStore
 
 class Agent(LitAgent):
     def __reduce__(self):

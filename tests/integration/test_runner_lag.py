@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import importlib.machinery
 import itertools
 import logging
+import re
 import selectors
+import sys
 import threading
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from agl_slime.runner import lag
 from agl_slime.support.agl import LitAgent
+from agl_slime.support.watcher import Frame
 from tests.integration.test_runner_concurrent import FnAgent, finished, running
 
 
@@ -31,9 +36,8 @@ async def test_an_agent_that_blocks_the_loop_is_named_once(
         async with running(BlockingAgent(), lag_warning_s=0.1) as store:
             await finished(store, range(2))
     [record] = [record for record in caplog.records if record.name == "agl_slime.runner.lag"]
-    assert "BlockingAgent blocks the runner's event loop" in record.getMessage()
-    assert "test_runner_lag.py" in record.getMessage()
-    assert "(rollout_async)" in record.getMessage()
+    assert "BlockingAgent.rollout_async blocks the runner's event loop" in record.getMessage()
+    assert re.search(r"in rollout ro-\w+, at \S+test_runner_lag.py:\d+;", record.getMessage())
 
 
 class LateSelector(selectors.DefaultSelector):
@@ -47,7 +51,7 @@ class LateSelector(selectors.DefaultSelector):
 def test_a_loop_that_the_machine_does_not_wake_blames_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
     # fault 30
     monkeypatch.setattr(lag, "_TICK_S", 0.02)
-    monitor = lag.LagMonitor(agent_name="Agent", threshold_s=0.05)
+    monitor = lag.LagMonitor(threshold_s=0.05)
 
     async def wait() -> None:
         monitor.start()
@@ -70,14 +74,14 @@ async def test_code_that_hardly_gets_to_run_is_not_blamed(monkeypatch: pytest.Mo
     places = iter(range(10**9))
     looked = threading.Event()
 
-    def place_of(frame: Any) -> str:
+    def stack_of(frame: Any) -> list[Frame]:
         n = next(places)
         if n == 5:
             looked.set()
-        return f"agent.py:{n}"  # it gets on, a line at a time
+        return [Frame("agent.py", n, "work")]  # it gets on, a line at a time
 
-    monkeypatch.setattr(lag, "_place_of", place_of)
-    monitor = lag.LagMonitor(agent_name="Agent", threshold_s=0.05)
+    monkeypatch.setattr(lag, "stack_of", stack_of)
+    monitor = lag.LagMonitor(threshold_s=0.05)
     spent = itertools.count()
     monkeypatch.setattr(monitor, "_cpu_s", lambda: float(next(spent)) if computes else 0.0)
     monitor.start()
@@ -85,6 +89,55 @@ async def test_code_that_hardly_gets_to_run_is_not_blamed(monkeypatch: pytest.Mo
     monitor.stop()
     assert (monitor.warning is not None) == computes
     assert waited != computes
+
+
+class SlowImport:
+    """What an import is that takes long: a module's code, run by Python's own importer."""
+
+    def find_spec(self, name: str, *_: Any) -> Any:
+        return importlib.machinery.ModuleSpec(name, self) if name == "a_slow_module" else None  # type: ignore[arg-type]
+
+    def create_module(self, spec: Any) -> None: ...
+
+    def exec_module(self, module: Any) -> None:
+        time.sleep(0.4)
+
+
+def package_blocks() -> Any:
+    """An agent of which every line is the package's."""
+    source = (
+        "import time\nclass Agent(LitAgent):\n  async def rollout_async(self, *_):\n    time.sleep(0.4); return 1.0\n"
+    )
+    space: dict[str, Any] = {"LitAgent": LitAgent, "__name__": "made"}
+    exec(compile(source, str(Path(lag.__file__).parents[1] / "tokens" / "template.py"), "exec"), space)
+    return space["Agent"]()
+
+
+async def imports(task: Any) -> float:
+    import a_slow_module  # type: ignore[import-not-found]  # noqa: F401
+
+    return 1.0
+
+
+@pytest.mark.parametrize("agent", [package_blocks(), FnAgent(imports)], ids=["package", "import"])
+async def test_a_user_is_not_blamed_for_what_is_not_theirs(
+    agent: LitAgent[Any], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lag, "_TICK_S", 0.02)
+    monkeypatch.setattr(sys, "meta_path", [SlowImport(), *sys.meta_path])
+    looked = threading.Event()
+    look = lag.users_frame
+
+    def users_frame(stack: Any) -> Any:
+        looked.set()
+        return look(stack)
+
+    monkeypatch.setattr(lag, "users_frame", users_frame)
+    with caplog.at_level(logging.WARNING, "agl_slime.runner.lag"):
+        async with running(agent, lag_warning_s=0.1) as store:
+            await finished(store, range(2))
+    assert looked.is_set()
+    assert not caplog.records
 
 
 async def test_agents_that_wait_properly_raise_no_such_warning(caplog: pytest.LogCaptureFixture) -> None:

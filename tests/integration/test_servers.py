@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import gzip
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, suppress
+import logging
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager, suppress
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -175,6 +176,78 @@ async def test_a_slow_body_that_goes_on_is_waited_for() -> None:
             await asyncio.sleep(0.04)
         assert (await asyncio.wait_for(reader.read(), 10)).endswith(b"40000")
         writer.close()
+
+
+SECRET = b"a-secret-of-the-run"
+_HEAD = b"POST /k/" + SECRET + b" HTTP/1.1\r\nHost: 127.0.0.1\r\n"
+MALFORMED = {
+    "a length that is no number": _HEAD + b"Content-Length: abc\r\n\r\n{}",
+    "a negative length": _HEAD + b"Content-Length: -5\r\n\r\n{}",
+    "two lengths": _HEAD + b"Content-Length: 5\r\nContent-Length: 6\r\n\r\n{}",
+    "a length and chunks": _HEAD + b"Content-Length: 5\r\nTransfer-Encoding: chunked\r\n\r\n{}",
+    "an odd chunk size": _HEAD + b"Transfer-Encoding: chunked\r\n\r\nzz\r\nhello\r\n0\r\n\r\n",
+    "a chunk too long": _HEAD + b"Transfer-Encoding: chunked\r\n\r\n5\r\nhelloXX\r\n0\r\n\r\n",
+    "HTTP/2": b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n\x00\x00\x12\x04\x00\x00\x00\x00\x00",
+    "TLS": b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + bytes(100) + b"\r\n\r\n",
+    "a long header": _HEAD + b"X: " + b"a" * 100_000 + b"\r\n\r\n",
+    "many headers": _HEAD + b"X: 1\r\n" * 20_000 + b"\r\n",
+    "a long address": b"GET /k/" + SECRET + b"a" * 100_000 + b" HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n",
+    "an odd address": b"GET /k/" + SECRET + b"\xff\xfe%%zz HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n",
+    "an odd header": _HEAD + b"Authorization: Bearer " + SECRET + b"\x00\r\n\r\n",
+    "no whole body": _HEAD + b"Content-Length: 500\r\n\r\n{}",
+}
+
+
+@contextmanager
+def lines_of(caplog: pytest.LogCaptureFixture) -> Iterator[list[logging.LogRecord]]:
+    """What servers log within the block; uvicorn's logger hands nothing on."""
+    logging.getLogger("uvicorn").addHandler(caplog.handler)
+    caplog.clear()
+    try:
+        with caplog.at_level(logging.INFO):
+            yield caplog.records
+    finally:
+        logging.getLogger("uvicorn").removeHandler(caplog.handler)
+
+
+async def refused(url: str, path: bytes, sent: bytes) -> None:
+    place = urlsplit(url)
+    reader, writer = await asyncio.open_connection(place.hostname, place.port)
+    writer.write(sent.replace(b"POST /k/" + SECRET, b"POST " + path))
+    with suppress(ConnectionError):
+        await writer.drain()
+        writer.write_eof()
+        status = (await asyncio.wait_for(reader.read(2**16), 20)).split(b" ", 2)
+        assert status[0] == b"" or 400 <= int(status[1]) < 500, status
+    writer.close()
+    with suppress(ConnectionError):
+        await writer.wait_closed()
+
+
+@pytest.mark.parametrize("url", [name for name in SERVERS if name != "engine"], indirect=True)  # a process of its own
+@pytest.mark.parametrize("name", MALFORMED)
+async def test_malformed_http_is_a_line_of_the_log_and_no_traceback(
+    url: str, name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with lines_of(caplog) as lines:
+        await refused(url, b"/k/" + SECRET, MALFORMED[name])
+        assert await answer_to(url, b"GET /nothing HTTP/1.0") in (401, 404)
+    assert [line.getMessage() for line in lines if line.exc_info or line.levelno > logging.WARNING] == []
+    assert len(lines) <= 1
+    assert all(SECRET.decode() not in line.getMessage() for line in lines)
+    assert all(len(line.getMessage()) < 300 for line in lines)
+    if name not in ("TLS", "no whole body"):  # which a server of the internet sees all day
+        assert ["127.0.0.1 sent what is no HTTP" in line.getMessage() for line in lines] == [True]
+
+
+@pytest.mark.parametrize("path", [BATCH_PATH, FEED_PATH, "/v1/agl/queues/rollouts/enqueue"])
+async def test_malformed_http_is_a_line_of_a_served_stores_log(path: str, caplog: pytest.LogCaptureFixture) -> None:
+    with StoreService(store=BridgeStore()) as service, lines_of(caplog) as lines:
+        for sent in MALFORMED.values():
+            await refused(service.url, path.encode(), sent)
+        assert await answer_to(service.url, b"GET /v1/agl/health HTTP/1.0") == 200
+    assert [line.getMessage() for line in lines if line.exc_info or line.levelno > logging.WARNING] == []
+    assert len(lines) <= len(MALFORMED)
 
 
 def test_nothing_listens_but_by_the_function_that_guards() -> None:

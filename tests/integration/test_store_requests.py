@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
+import threading
+from collections.abc import AsyncIterator
 
 import aiohttp
 import pytest
@@ -14,7 +17,7 @@ from hypothesis import strategies as st
 from agl_slime.store.bridge import BridgeStore
 from agl_slime.store.client import RemoteStore
 from agl_slime.store.feed import CANCELLED_PATH, FEED_PATH, FeedPosition
-from agl_slime.store.server import BATCH_PATH, StoreService
+from agl_slime.store.server import BATCH_PATH, StoreService, execute_batch
 from agl_slime.support.http import listening
 from tests.examples import examples
 
@@ -120,3 +123,55 @@ async def test_a_follower_outlives_what_something_before_the_store_answers_while
             assert page["rollout_ids"] == ["r"]
             break
         await remote.close()
+
+
+@pytest.mark.parametrize("chunked", [False, True])
+@pytest.mark.parametrize("path", [BATCH_PATH, FEED_PATH, ENQUEUE])
+async def test_a_body_over_the_limit_is_a_413(path: str, chunked: bool, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("agl_slime.store.server._MOST_BODY", 100_000)
+    body = b'{"calls": [' + b" " * 200_000 + b"]}"
+
+    async def parts() -> AsyncIterator[bytes]:
+        for first in range(0, len(body), 50_000):
+            yield body[first : first + 50_000]
+
+    with StoreService(store=BridgeStore()) as service:
+        async with aiohttp.ClientSession() as session:
+            sent = {"Content-Type": "application/json"}
+            async with session.post(service.url + path, data=parts() if chunked else body, headers=sent) as answer:
+                assert (answer.status, "100000 bytes" in await answer.text()) == (413, True)
+        assert (await post(service.url, BATCH_PATH, b'{"calls": []}'))[0] == 200
+
+
+@pytest.mark.parametrize("spans_of_a_call", [1, 20_000])
+async def test_others_are_served_while_a_large_batch_is_executed(spans_of_a_call: int, monkeypatch: pytest.MonkeyPatch):
+    """Calls that name no attempt: each is refused, and costs what it costs to read its spans."""
+    span = {"rollout_id": "r", "attempt_id": "a", "sequence_id": 1, "trace_id": "t", "span_id": "s", "name": "n"}
+    span |= {"status": {"status_code": "OK"}, "resource": {"attributes": {}, "schema_url": ""}, "attributes": {}}
+    span |= dict.fromkeys(("parent_id", "context", "parent", "start_time", "end_time")) | {"events": [], "links": []}
+    calls = [{"op": "spans", "spans": [span] * spans_of_a_call}] * (20_000 // spans_of_a_call)
+    executing, ended, served = threading.Event(), asyncio.Event(), 0
+
+    async def noted(store: BridgeStore, body: object) -> bytes:
+        executing.set()
+        try:
+            return await execute_batch(store, body)
+        finally:
+            executing.clear()
+
+    monkeypatch.setattr("agl_slime.store.server.execute_batch", noted)
+    with StoreService(store=BridgeStore()) as service:
+
+        async def look() -> None:
+            nonlocal served
+            while not ended.is_set():
+                before = executing.is_set()
+                assert (await post(service.url, FEED_PATH, b"{}"))[0] == 200
+                served += before and executing.is_set()
+
+        looking = asyncio.ensure_future(look())
+        status, text = await post(service.url, BATCH_PATH, json.dumps({"calls": calls}).encode())
+        ended.set()
+        await looking
+    assert (status, len(json.loads(text)["results"])) == (200, len(calls))
+    assert served >= 3

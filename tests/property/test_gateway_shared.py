@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agl_slime.errors import GatewayRequestError
+from agl_slime.gateway import bodies as bodies_module
 from agl_slime.gateway.anthropic import AnthropicMessages
 from agl_slime.gateway.bodies import Bodies
 from agl_slime.gateway.chat import ChatCompletions
@@ -134,8 +135,10 @@ async def test_what_a_request_adds_is_all_that_is_read_of_it(monkeypatch: pytest
 
 @pytest.mark.parametrize("tools_last", [True, False])
 async def test_attempts_share_the_tools_that_they_ask_with_and_hold_no_bytes_of_their_messages(
-    tools_last: bool,
+    tools_last: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    # what other tests have asked for, of which the room for it is full, is not to decide what is shared here
+    monkeypatch.setattr(bodies_module, "_asked", {})
     path, protocol = "/chat/completions", ChatCompletions()
 
     async def held(word: str, tools: list[Any]) -> tuple[Any, Bodies]:

@@ -216,3 +216,19 @@ def test_what_was_admitted_before_a_restart_keeps_its_age() -> None:
     lower.admit(0, at=0)
     with pytest.raises(ConfigError, match="admitted under a higher limit"):
         lower.check()
+
+
+def test_a_task_that_is_drawn_again_does_not_push_an_older_group_past_the_limit() -> None:
+    """A resumed run draws tasks again that were dropped before: their numbers are lower than those in flight."""
+    admission = Admission(batch_size=1, max_staleness=2, step=6)
+    for number, at in ((34, 5), (35, 6)):
+        admission.admit(number, at=at)
+    admission.admit(30)
+    for number in (30, 34, 35):
+        admission.end(number)
+    taken = []
+    while batch := admission.take():
+        taken += batch
+        admission.advance()
+        assert not admission.late()
+    assert taken == [34, 30, 35]

@@ -59,6 +59,7 @@ def row(iteration: int, **metrics: MetricValue) -> dict[str, MetricValue]:
 
 
 def write_rows(path: Path, count: int = 40, metrics: Mapping[str, MetricValue] | None = None) -> None:
+    path.unlink(missing_ok=True)
     file = IterationFile(path)
     for iteration in range(1, count + 1):
         file.append(iteration, [row(iteration, **(metrics or {}))])

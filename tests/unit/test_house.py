@@ -52,6 +52,19 @@ def test_optional_systems_are_not_imported_at_module_top(path: Path) -> None:
             assert allowed or top not in HEAVY, f"{room} imports {top} at its top"
 
 
+@pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_clients_of_the_package_do_not_trust_the_environment(path: Path) -> None:
+    """A proxy of the environment does not stand before the servers of a run. aiohttp asks none unless it is told to."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if not isinstance(node, ast.Call):
+            continue
+        called, trust = ast.unparse(node.func), [word.value for word in node.keywords if word.arg == "trust_env"]
+        if called.startswith("httpx.") and called.endswith("Client"):
+            assert [ast.unparse(value) for value in trust] == ["False"], f"{path}:{node.lineno}"
+        assert not (called.startswith("aiohttp.") and trust), f"{path}:{node.lineno}"
+        assert not called.startswith("requests."), f"{path}:{node.lineno}"
+
+
 def test_programs_outside_the_package_import_what_is_there() -> None:
     """Benchmarks and scripts are run rarely, and pyright reads the package only."""
     root, missing = PACKAGE.parent, []

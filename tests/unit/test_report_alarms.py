@@ -26,6 +26,7 @@ def healthy() -> Run:
             "perf/collect_s": 2.0,
             "perf/train_s": 1.0,
             "perf/sync_s": 0.1,
+            "tools/errors": 0,
         }
         for n in range(1, ITERATIONS + 1)
     ]
@@ -106,6 +107,19 @@ def refused(run: Run) -> None:
     run[0][6] |= {"gateway/refused/400": 3.0, "gateway/refused/410": 9.0, "gateway/refused/429": 9.0}
 
 
+def failed_validation(run: Run) -> None:
+    run[0][5] |= {"val/reward_mean": 1.0, "val/count": 16, "val/failed": 15, "val/failed/timeout": 15}
+    run[0][2] |= {"val/reward_mean": 1.0, "val/count": 16, "val/failed": 3, "val/failed/timeout": 3}
+
+
+def broken_tool(run: Run) -> None:
+    """The rewards are all the same for it, and easier tasks would not help."""
+    for group in run[1][4 * GROUPS :]:
+        group["tools"] = {"offered": {"lookup": SIZE}, "calls": {"lookup": 6}, "malformed": 0, "failed": {"lookup": 6}}
+        group["tools"]["failures"] = {"lookup": "Error: ConnectionError: no such host"}
+        group["rewards"] = [0.0] * SIZE
+
+
 FAULTS: list[tuple[Callable[[Run], None], str, int, str]] = [
     (no_spread, "zero variance", 4, "for 9 iterations"),
     (hang, "stall", 9, "collect took 90 s where 2.0 s was usual"),
@@ -113,11 +127,13 @@ FAULTS: list[tuple[Callable[[Run], None], str, int, str]] = [
     (aborts, "storm of aborts", 5, "50% of the rollouts were cancelled or aborted (group_timeout 6, aborted 6)"),
     (cut_off, "truncation", 3, "50% of the rollouts were cut off"),
     (silence, "silent tool", 2, "'lookup' was never called in 48 rollouts; 12 calls could not be parsed"),
+    (broken_tool, "broken tool", 5, "36 of 36 calls of tool 'lookup' failed: ConnectionError: no such host"),
     (collapse, "answers alike", 6, "6 of 6 groups"),
     (far, "KL jump", 10, "0.7 where 0.002"),
     (disagree, "log-prob jump", 8, "0.3 nats"),
     (short_ones, "length bias", 7, "38% shorter"),
     (refused, "refused requests", 7, "3 requests of agents were refused"),
+    (failed_validation, "validation failures", 6, "15 of 16 validation rollouts failed (timeout 15)"),
     (broken_judge, "failures", 4, "(no_reward 6, timeout 6)"),
 ]
 
@@ -152,7 +168,7 @@ def test_each_fault_raises_its_alarm_and_no_other(
     assert text in alarm.text
     assert alarm.advice
     assert not alarm.rollout or alarm.rollout.startswith(f"{iteration}-")
-    assert not alarm.metric or alarm.metric in run[0][0] or alarm.metric.startswith("rollout/")
+    assert not alarm.metric or alarm.metric in run[0][0] or alarm.metric.startswith(("rollout/", "val/"))
 
 
 def test_every_alarm_has_its_fault() -> None:

@@ -122,6 +122,7 @@ def test_the_ledger_stands_before_the_events(tmp_path: Path) -> None:
 def test_a_resumed_run_is_summed_up_as_a_whole(tmp_path: Path) -> None:
     run(open_run_dir(tmp_path / "run", agent="a", settings={}), iterations=2, reason="interrupted")
     directory = open_run_dir(tmp_path / "run", agent="a", settings={}, resume=True)
+    directory.rewind(0)
     run(directory, iterations=4)
     summary = json.loads(directory.summary.read_text())
     assert (summary["iterations"], summary["rollouts"], summary["tokens_trained"]) == (4, 16, 400)

@@ -16,9 +16,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from agl_slime.audit.records import broken_chain
 from agl_slime.events import IterationFinished, MetricValue
 from agl_slime.metric_names import REQUIRED_KEYS
 from agl_slime.report import MetricsWriter, read_metrics
+from agl_slime.report.files import cut
 from tests.unit.report_cases import METRICS
 
 
@@ -83,8 +85,8 @@ def test_a_torn_last_line_is_read_over_at_every_cut(tmp_path: Path) -> None:
     write(path, 1, 2)
     whole = path.read_bytes()
     first = whole.index(b"\n") + 1
-    for cut in range(first, len(whole)):
-        path.write_bytes(whole[:cut])
+    for end in range(first, len(whole)):
+        path.write_bytes(whole[:end])
         assert [row["iteration"] for row in read_metrics(path)] == [1]
     path.write_bytes(whole)
     assert [row["iteration"] for row in read_metrics(path)] == [1, 2]
@@ -111,6 +113,7 @@ def test_resume_after_a_torn_line_leaves_no_duplicate_and_no_rest(tmp_path: Path
     path = tmp_path / "metrics.jsonl"
     write(path, 1, 2, 3, 4)
     path.write_bytes(path.read_bytes()[:-20])
+    cut(2, path)
     write(path, 3, 4, 5, metrics={"train/loss": 9.0})
     rows = read_metrics(path)
     assert [(row["iteration"], row["train/loss"]) for row in rows] == [
@@ -131,25 +134,27 @@ def test_opening_without_writing_changes_nothing(tmp_path: Path) -> None:
     assert path.read_bytes() == before
 
 
-@given(st.lists(st.integers(0, 8), min_size=1, max_size=12))
+@given(st.lists(st.integers(0, 8), min_size=1, max_size=12), st.booleans())
 def test_the_file_always_holds_each_iteration_once_in_order(
-    tmp_path_factory: pytest.TempPathFactory, iterations: list[int]
+    tmp_path_factory: pytest.TempPathFactory, iterations: list[int], resumed: bool
 ) -> None:
+    """An append that is not after the last one is refused, and only a resume makes room for it."""
     path = tmp_path_factory.mktemp("metrics") / "metrics.jsonl"
     expected: list[int] = []
     for iteration in iterations:
-        write(path, iteration)
-        expected = [known for known in expected if known < iteration] + [iteration]
+        if resumed:
+            cut(iteration - 1, path)
+            expected = [known for known in expected if known < iteration]
+        if expected and iteration <= expected[-1]:
+            before = path.read_bytes()
+            with pytest.raises(ValueError, match=f"has records of iteration {expected[-1]} already; iteration"):
+                write(path, iteration)
+            assert path.read_bytes() == before
+        else:
+            write(path, iteration)
+            expected.append(iteration)
     assert [row["iteration"] for row in read_metrics(path)] == expected
-    write(path, *iterations)  # and within one run
-    assert [row["iteration"] for row in read_metrics(path)] == sorted(set(read_back(iterations)))
-
-
-def read_back(iterations: list[int]) -> list[int]:
-    kept: list[int] = []
-    for iteration in iterations:
-        kept = [known for known in kept if known < iteration] + [iteration]
-    return kept
+    assert [*broken_chain(path)] == []
 
 
 def test_what_was_handled_survives_sigkill(tmp_path: Path) -> None:

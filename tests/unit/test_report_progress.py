@@ -99,6 +99,16 @@ def test_plain_output_is_one_exact_line_per_iteration() -> None:
     )
 
 
+def test_the_line_says_of_how_many_rollouts_a_validation_is() -> None:
+    lines = plain(
+        finished(1, **{"val/start_reward_mean": 1.0, "val/start_count": 16, "val/start_failed": 15}),
+        finished(2, **{"val/reward_mean": None, "val/count": 16, "val/failed": 16}),
+        finished(3, **{"val/reward_mean": 0.5, "val/count": 16, "val/failed": 0}),
+    ).splitlines()
+    for line, told in zip(lines, ("(val 1.00 of 1/16)", "(val - of 0/16)", "(val 0.50)"), strict=True):
+        assert told in line
+
+
 def test_a_long_run_says_how_much_time_is_left() -> None:
     lines = plain(
         STARTED, finished(3, **{"perf/iteration_s": 10}), finished(4, **{"perf/iteration_s": 20})

@@ -13,7 +13,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agl_slime.errors import TraceError
-from agl_slime.events import BatchTrained, GroupsCollected, GroupsRestored, IterationFinished, RunFinished
+from agl_slime.events import (
+    BatchTrained,
+    GroupsCollected,
+    GroupsRestored,
+    IterationFinished,
+    RunFinished,
+    RunStarted,
+)
 from agl_slime.groups.results import GroupResult, MemberResult, Outcome
 from agl_slime.report.files import IterationFile, RunDir, iter_jsonl
 from agl_slime.report.pieces import Pieces
@@ -170,13 +177,28 @@ def test_a_run_that_dies_between_the_two_files_has_no_group_that_keeps_what_is_n
     assert {name for group in rows(tmp_path, "groups") for name in group["kept"]} <= there
 
 
-def test_an_iteration_that_is_run_again_replaces_what_it_left(tmp_path: Path) -> None:
+def test_an_iteration_that_is_run_again_is_there_once(tmp_path: Path) -> None:
     for name in ("before", "after"):
+        RunDir(tmp_path).rewind(1)
         writer = a_writer(tmp_path)
         one = a_member(name, group_id=name)
         tell(writer, collected(2, one), batch(2, one), finished(2))
         writer.close()
     assert [row["rollout_id"] for row in rows(tmp_path)] == ["after"]
+
+
+def test_a_resumed_run_that_ends_at_once_keeps_what_was_there(tmp_path: Path) -> None:
+    before = a_writer(tmp_path)
+    for iteration in (1, 2):
+        one = a_member(f"m{iteration}", group_id=f"g{iteration}")
+        tell(before, collected(iteration, one), batch(iteration, one), finished(iteration))
+    before.close()
+    RunDir(tmp_path).rewind(2)
+    after = a_writer(tmp_path)
+    tell(after, RunStarted(iteration=2), collected(3, a_member("late", group_id="late")), RunFinished(reason="x"))
+    after.close()
+    for name in ("rollouts", "groups"):
+        assert [row["iteration"] for row in rows(tmp_path, name)] == [1, 2, 3]
 
 
 def test_a_group_that_was_ready_before_a_restart_is_there_once(tmp_path: Path) -> None:
@@ -185,6 +207,7 @@ def test_a_group_that_was_ready_before_a_restart_is_there_once(tmp_path: Path) -
     tell(before, collected(1, waits), finished(1), collected(2, a_member("late", group_id="l")), RunFinished())
     before.close()
     assert [row["rollout_id"] for row in rows(tmp_path)] == ["waits", "late"]  # it ended with iteration 1
+    RunDir(tmp_path).rewind(1)
     after = a_writer(tmp_path)
     groups = [collected(1, member).groups[0] for member in (waits, written)]
     tell(after, GroupsRestored(iteration=1, groups=groups), finished(2))
@@ -195,6 +218,7 @@ def test_a_group_that_was_ready_before_a_restart_is_there_once(tmp_path: Path) -
     assert unpacked(rows(tmp_path)[0]["samples"][0]["trainer_log_probs"])[:2] == [0.0, 1.0]
     # once more: a group that was written without its fate is not written again
     tell(after, batch(4, written), finished(4))
+    after.close()
     again = a_writer(tmp_path)
     tell(again, GroupsRestored(iteration=4, groups=groups), batch(5, waits, written), finished(5))
     assert [row["rollouts"] for row in rows(tmp_path, "groups")] == [["waits"], ["written"]]

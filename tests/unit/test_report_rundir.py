@@ -11,6 +11,7 @@ import pytest
 
 from agl_slime.errors import ConfigError
 from agl_slime.report import RunDir, open_run_dir
+from agl_slime.report.files import check_run_dir
 
 SETTINGS = {"agent": "a:A", "seed": 0, "trainer": {"lr": 5e-4, "clip": 0.2}}
 
@@ -60,13 +61,35 @@ def test_a_run_with_other_settings_is_refused_and_untouched(tmp_path: Path) -> N
     assert (tmp_path / "metrics.jsonl").exists()
 
 
-def test_overwrite_and_equal_settings_replace_the_reports_only(tmp_path: Path) -> None:
-    for settings, overwrite in ((SETTINGS, False), ({**SETTINGS, "seed": 1}, True)):
-        run = open_run_dir(tmp_path, agent="a", settings=SETTINGS, overwrite=True)
-        fill(run)
-        run = open_run_dir(tmp_path, agent="a", settings=settings, overwrite=overwrite)
+def test_overwrite_replaces_the_reports_only(tmp_path: Path) -> None:
+    fill(open_run_dir(tmp_path, agent="a", settings=SETTINGS))
+    for settings in (SETTINGS, {**SETTINGS, "seed": 1}):
+        run = open_run_dir(tmp_path, agent="a", settings=settings, overwrite=True)
         assert sorted(os.listdir(tmp_path)) == ["config.json", "notes.txt"]
         assert json.loads(run.config.read_text()) == settings
+        run.metrics.write_text("{}")
+
+
+def test_a_run_with_equal_settings_is_not_replaced_without_a_word(tmp_path: Path) -> None:
+    run = open_run_dir(tmp_path, agent="a", settings=SETTINGS)
+    open_run_dir(tmp_path, agent="a", settings=SETTINGS)  # of which nothing was written yet
+    fill(run)
+    with pytest.raises(ConfigError, match=r"holds this run already: .* --resume, .* --overwrite, .* --output-dir$"):
+        open_run_dir(tmp_path, agent="a", settings=SETTINGS)
+    assert run.metrics.read_text() == '{"iteration": 1}\n'
+    assert (run.transcripts / "00001.md").exists()
+
+
+def test_nothing_is_written_before_a_run_begins(tmp_path: Path) -> None:
+    pending = check_run_dir(tmp_path / "run", settings=SETTINGS)
+    assert os.listdir(tmp_path) == []
+    pending.begin({"model": "m"})
+    assert sorted(os.listdir(tmp_path / "run")) == ["config.json", "start.json"]
+    fill(pending.run)
+    for flags in ({"resume": True}, {"overwrite": True}):
+        again = check_run_dir(tmp_path / "run", settings={**SETTINGS, "seed": 1}, **flags)
+        assert json.loads(again.run.config.read_text()) == SETTINGS
+        assert again.run.metrics.exists()
 
 
 def test_resume_keeps_the_reports_and_names_what_changed(tmp_path: Path) -> None:

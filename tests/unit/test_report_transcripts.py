@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from agl_slime.errors import TraceError
 from agl_slime.events import GroupsCollected
 from agl_slime.groups.results import GroupResult, MemberResult
+from agl_slime.report.files import cut
 from agl_slime.report.transcripts import (
     TranscriptWriter,
     choose_rollouts,
@@ -185,6 +186,7 @@ def test_files_for_people_and_for_programs(tmp_path: Path) -> None:
     writer.handle(collected(1, first, member("ro-2", reward=None, failure="timeout")))
     writer.handle(collected(2, member()))
     writer.close()
+    cut(1, tmp_path / "t" / "transcripts.jsonl")
     resumed = a_writer(tmp_path / "t")
     resumed.handle(collected(2, member("again")))
     resumed.close()

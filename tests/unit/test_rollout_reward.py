@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from agl_slime.errors import RewardError
-from agl_slime.rollout.outcome import check_reward
+from agl_slime.rollout.outcome import check_reward, missing_rewards
 
 
 @pytest.mark.parametrize(
@@ -43,11 +43,19 @@ def test_named_rewards_keep_their_order_so_the_first_is_primary() -> None:
     ]
 
 
+def test_a_later_reward_may_be_none_and_is_left_out() -> None:
+    value = {"correct": 1.0, "judge": None, "format": 0.5}
+    assert check_reward(value, source="judge") == {"correct": 1.0, "format": 0.5}
+    assert missing_rewards(value) == ["judge"]
+    assert missing_rewards(1.0) == []
+
+
 @pytest.mark.parametrize(
     ("value", "reason", "says"),
     [
         (None, "no_reward", "None"),
         ({"correct": None}, "no_reward", "'correct'"),
+        ({"correct": None, "format": 1.0}, "no_reward", "'correct'"),
         ({}, "bad_reward", "empty"),
         ("1.0", "bad_reward", "'1.0' of type str"),
         (b"1", "bad_reward", "bytes"),

@@ -32,8 +32,10 @@ async def start(config: TrainConfig, described: EngineDescription | None = None,
     from agl_slime.run.parts import RunParts
 
     parts = RunParts(tasks=[{}], held_out=held_out)
-    with run_directory(config) as run:
-        return await find_start(config, parts, run, described, Console(file=io.StringIO()))
+    with run_directory(config) as pending:
+        begins = await find_start(config, parts, pending.run, described, Console(file=io.StringIO()))
+        pending.begin(begins.noted)
+        return begins.model
 
 
 async def test_weights_that_somebody_has_pushed_are_no_start(tmp_path: Path) -> None:
@@ -96,15 +98,15 @@ def test_a_directory_has_one_run_at_a_time(tmp_path: Path) -> None:
     finally:
         other.kill()
         other.join()
-    with run_directory(TrainConfig(output_dir=tmp_path)) as run:  # a killed one holds nothing
-        assert run.path == tmp_path
+    with run_directory(TrainConfig(output_dir=tmp_path, overwrite=True)) as pending:  # a killed one holds nothing
+        assert pending.run.path == tmp_path
 
 
 @pytest.mark.parametrize("changed", [{"seed": 2}, {"tasks": Path("b.jsonl")}, {"eval_tasks": Path("b.jsonl")}])
 def test_other_tasks_are_refused_when_a_run_is_resumed(changed: dict[str, Any], tmp_path: Path) -> None:
     before = {"output_dir": tmp_path, "tasks": Path("a.jsonl"), "eval_tasks": Path("a.jsonl"), "seed": 1}
-    with run_directory(TrainConfig(**before)):
-        pass
+    with run_directory(TrainConfig(**before)) as pending:
+        pending.begin()
     for _ in range(2):  # also the second time: nothing is noted of a refused one
         with (
             pytest.raises(ConfigError, match=f"began with {next(iter(changed))} "),

@@ -139,9 +139,12 @@ def test_progress_rises_to_the_end(policy: Path, samples: list[Sample]) -> None:
         assert shares[-1] == pytest.approx(1.0)
 
 
+HAS_BFLOAT16 = bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+of_bfloat16 = pytest.mark.skipif(not HAS_BFLOAT16, reason="this CPU has no bfloat16 instructions")
+
+
+@of_bfloat16
 def test_in_bfloat16_training_is_nearly_the_same(policy: Path, samples: list[Sample]) -> None:
-    if not torch.ops.mkldnn._is_mkldnn_bf16_supported():
-        pytest.skip("this CPU has no bfloat16 instructions")
     exact = trainer(policy).train(samples, iteration=0)
     ours = trainer(policy, compute_dtype="bfloat16")
     coarse = ours.train(samples, iteration=0)
@@ -150,9 +153,8 @@ def test_in_bfloat16_training_is_nearly_the_same(policy: Path, samples: list[Sam
     assert {parameter.dtype for parameter in ours.model.parameters()} == {torch.float32}
 
 
+@of_bfloat16
 def test_in_bfloat16_logits_are_not_rounded(policy: Path, samples: list[Sample]) -> None:
-    if not bfloat16_wanted("bfloat16", torch.device("cpu")):
-        pytest.skip("this CPU has no bfloat16 instructions")
     ours, seen = trainer(policy, compute_dtype="bfloat16", old_log_probs="recompute"), []
     ours.model.lm_head.register_forward_hook(lambda _module, _args, logits: seen.append(logits.detach()))
     ours.train(samples, iteration=0)

@@ -50,3 +50,18 @@ def test_the_summary_tells_before_and_after_with_their_intervals() -> None:
     ]
     told = dict(summary_rows(sum_up(rows)))
     assert told["validation"] == "0.100 [0.000, 0.200] -> 0.900 [0.800, 1.000]"
+
+
+def test_the_summary_says_of_how_many_rollouts_a_validation_is() -> None:
+    start = {"val/start_reward_mean": 1.0, "val/start_count": 16, "val/start_failed": 15}
+    most = {"val/reward_mean": 0.5, "val/count": 16, "val/failed": 1}
+    told = dict(summary_rows(sum_up([{"iteration": 1, **start, **most}])))
+    assert told["validation"] == "1.000 of 1/16 -> 0.500 of 15/16"
+    none = {"val/reward_mean": None, "val/count": 16, "val/failed": 16}
+    told = dict(summary_rows(sum_up([{"iteration": 1, **start}, {"iteration": 2, **most}, {"iteration": 3, **none}])))
+    assert told["validation"] == "1.000 of 1/16 -> - of 0/16"
+
+
+def test_failures_of_a_validation_are_counted_by_reason() -> None:
+    found = validation((0.5,), (None,), (None,))
+    assert (found["val/count"], found["val/failed"], found["val/failed/x"]) == (3, 2, 2)

@@ -163,8 +163,11 @@ class BaseGenerator:
     def _make_client(self, is_async: bool) -> Any:
         import openai  # comes with Agent Lightning; slow to import
 
-        kind = openai.AsyncOpenAI if is_async else openai.OpenAI
-        return kind(api_key="none", base_url=self._engine_url, max_retries=5, timeout=3600.0)
+        more: dict[str, Any] = {"api_key": "none", "base_url": self._engine_url, "max_retries": 5, "timeout": 3600.0}
+        # the engine is one of the cluster: no proxy of the environment stands before it
+        if is_async:
+            return openai.AsyncOpenAI(**more, http_client=openai.DefaultAsyncHttpxClient(trust_env=False))
+        return openai.OpenAI(**more, http_client=openai.DefaultHttpxClient(trust_env=False))
 
 
 def run_rollout(data: dict[str, Any]) -> None:

@@ -28,9 +28,10 @@ from verifiers.v1.errors import SandboxError
 from verifiers.v1.runtimes.base import ProgramResult, Runtime, RuntimeProcess, register
 
 from agl_slime.environments.runtimes.layout import HOME, PATH, BubblewrapConfig, BubblewrapInfo, layout
-from agl_slime.environments.runtimes.streams import BoxProcess, Command, bounded, pump
+from agl_slime.environments.runtimes.streams import BoxProcess, Command, Output, pump
 
 HEAD = struct.Struct("!I")
+_QUIET_S = 0.5
 
 
 class BubblewrapRuntime(Runtime):
@@ -59,6 +60,7 @@ class BubblewrapRuntime(Runtime):
         self._served: dict[int, asyncio.Server] = {}
         self._timer: asyncio.TimerHandle | None = None
         self._tasks: set[asyncio.Task[Any]] = set()
+        self._left: set[asyncio.Task[None]] = set()  # read what commands left in the background
         self._agent_phase = False
         register(self)
 
@@ -117,7 +119,7 @@ class BubblewrapRuntime(Runtime):
 
     async def teardown(self) -> None:
         self._end("it was stopped")
-        for task in self._tasks:
+        for task in [*self._tasks, *self._left]:
             task.cancel()
         if self._process is not None:
             await self._process.wait()
@@ -226,8 +228,12 @@ class BubblewrapRuntime(Runtime):
     async def _communicate(
         self, argv: list[str], env: dict[str, str], agent: bool, given: bytes | None, limit: int | None
     ) -> tuple[int, bytes, bytes]:
-        async with self._piped(argv, env, agent, given is not None) as (command, stdin, out, err):
-            reading = [asyncio.ensure_future(bounded(stream, limit)) for stream in (out, err)]
+        async with contextlib.AsyncExitStack() as stack:
+            piped = self._piped(argv, env, agent, given is not None)
+            command, stdin, *streams = await stack.enter_async_context(piped)
+            outputs = [Output(stream, limit) for stream in streams]
+            reading = [asyncio.ensure_future(output.read()) for output in outputs]
+            stack.callback(lambda: [task.cancel() for task in reading])
             try:
                 if stdin is not None:
                     with contextlib.suppress(BrokenPipeError, ConnectionResetError):
@@ -235,20 +241,34 @@ class BubblewrapRuntime(Runtime):
                         await stdin.drain()
                     stdin.close()
                 code = await asyncio.shield(command.ended)
-                # What it left in the background may hold its output open; what is in the pipe has come by then.
-                await asyncio.wait(reading, timeout=0.5)
+                await self._to_the_end(outputs, reading, patient=limit is None)
             except asyncio.CancelledError:
                 if self._over is None:
                     with contextlib.suppress(SandboxError):
                         await asyncio.shield(self._ask("signal", pid=command.pid, signal=signal.SIGKILL))
                 raise
-            finally:
-                for task in reading:
-                    task.cancel()
-            out.feed_eof()
-            err.feed_eof()
-            done = [task.result() if task.done() and not task.cancelled() else b"" for task in reading]
-            return code, done[0], done[1]
+            taken = [output.take() for output in outputs]
+            if not all(task.done() for task in reading):  # it would be killed by its next line
+                self._reading_on(reading, stack.pop_all())
+            return code, taken[0], taken[1]
+
+    async def _to_the_end(self, outputs: list[Output], reading: list[asyncio.Task[None]], *, patient: bool) -> None:
+        """Read what a command that has ended has printed. What it left in the background may hold its output open: then
+        until nothing has come for a while, unless ``patient``."""
+        while not all(task.done() for task in reading):
+            came = [output.came for output in outputs]
+            await asyncio.wait(reading, timeout=None if patient else _QUIET_S)
+            if not patient and came == [output.came for output in outputs]:
+                return
+
+    def _reading_on(self, reading: list[asyncio.Task[None]], stack: contextlib.AsyncExitStack) -> None:
+        async def read_on() -> None:
+            async with stack:
+                await asyncio.wait(reading)
+
+        task = asyncio.get_running_loop().create_task(read_on())
+        self._left.add(task)
+        task.add_done_callback(self._left.discard)
 
     @contextlib.asynccontextmanager
     async def _piped(

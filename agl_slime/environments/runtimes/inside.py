@@ -6,6 +6,7 @@ not reach its socket: that has no path, and this process cannot be traced.
 """
 
 import array
+import contextlib
 import ctypes
 import json
 import os
@@ -15,7 +16,9 @@ import signal
 import socket
 import struct
 import sys
+import time
 
+HIDDEN_LOOKS = 5
 HEAD = struct.Struct("!I")
 
 
@@ -26,6 +29,7 @@ class Box:
         self.commands = {}  # pid: (id, whether an agent's program)
         self.kept = set()  # processes of the setup, which outlive the agent's
         self.spare = os.open("/dev/null", os.O_RDWR)
+        self.next_look, self.hidden_looks = 0.0, 0
         self.data, self.fds = b"", []
 
     def tell(self, message, fds=()):
@@ -34,6 +38,9 @@ class Box:
         self.control.sendmsg([HEAD.pack(len(body)) + body], ancillary)
 
     def serve(self):
+        signal.signal(
+            signal.SIGINT, signal.SIG_DFL
+        )  # which the kernel keeps from process 1, unlike Python's own handler
         signal.signal(signal.SIGCHLD, lambda *_: None)
         wakes, wake = os.pipe()
         os.set_blocking(wake, False)
@@ -185,13 +192,69 @@ class Box:
         self.end("processes", "what the agent left behind could not be ended")
 
     def watch(self):
-        used = sum(own for _, _, own in self.processes())
-        if used > self.settings["memory"]:
-            self.end("memory", f"its processes held {used} bytes, and {self.settings['memory']} are allowed")
+        """Look at what is used; at most for a twentieth of the time."""
+        began = time.monotonic()
+        if began < self.next_look:
+            return
+        own = sum(own for _, _, own in self.processes())
+        shared = self.shared()
+        if own + shared > self.settings["memory"]:
+            allowed = self.settings["memory"]
+            self.end("memory", f"its processes held {own} bytes and shared {shared}, and {allowed} are allowed")
         for path in self.settings["writable"]:
             stat = os.statvfs(path)
             if stat.f_files - stat.f_ffree > self.settings["files"]:
                 self.end("files", f"{path} held more than {self.settings['files']} files")
+        self.next_look = time.monotonic() + 20 * (time.monotonic() - began)
+
+    def shared(self):
+        """Bytes of memory that no process has for its own: segments, memory files, and shared mappings, each by its
+        size, for pages stay that no process has in its tables any more."""
+        sizes, hidden = {}, []
+        for pid, *_ in self.processes():
+            try:
+                self.mapped(pid, sizes)
+                self.memory_files(pid, sizes)
+            except PermissionError:
+                if self.state(pid) not in "ZX":  # not one that is just ending
+                    hidden.append(pid)
+            except (FileNotFoundError, ProcessLookupError):
+                continue
+        self.hidden_looks = self.hidden_looks + 1 if hidden else 0
+        if self.hidden_looks >= HIDDEN_LOOKS:  # what it holds cannot be known
+            for pid in hidden:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+        with open("/proc/sysvipc/shm") as lines:
+            names = next(lines).split()
+            segments = sum(int(line.split()[names.index("rss")]) for line in lines)
+        return sum(sizes.values()) + segments
+
+    def mapped(self, pid, sizes):
+        with open(f"/proc/{pid}/maps") as lines:
+            for line in lines:
+                place, rights, offset, device, inode, *name = line.split(None, 5)
+                if rights[3] == "s" and name and name[0].startswith(("/dev/zero", "/memfd:")):
+                    begin, end = (int(part, 16) for part in place.split("-"))
+                    key = device, int(inode)
+                    sizes[key] = max(sizes.get(key, 0), int(offset, 16) + end - begin)
+
+    def memory_files(self, pid, sizes):
+        for name in os.listdir(f"/proc/{pid}/fd"):
+            path = f"/proc/{pid}/fd/{name}"
+            with contextlib.suppress(FileNotFoundError):
+                if os.readlink(path).startswith("/memfd:"):
+                    stat = os.stat(path)
+                    major, minor = os.major(stat.st_dev), os.minor(stat.st_dev)
+                    key = f"{major:02x}:{minor:02x}", stat.st_ino
+                    sizes[key] = max(sizes.get(key, 0), stat.st_blocks * 512)
+
+    def state(self, pid):
+        try:
+            with open(f"/proc/{pid}/stat") as stat:
+                return stat.read().rpartition(")")[2].split()[0]
+        except (FileNotFoundError, ProcessLookupError):
+            return "X"
 
     def end(self, limit, why):
         self.tell({"over": limit, "why": why})

@@ -55,20 +55,41 @@ class BoxProcess(RuntimeProcess):
             await self._ask("signal", pid=self._command.pid, signal=number)
 
 
-async def bounded(stream: asyncio.StreamReader, limit: int | None) -> bytes:
-    """All of it, or its beginning and end when it is more than `limit` bytes."""
-    if limit is None:
-        return await stream.read()
-    head, tail, left_out = bytearray(), bytearray(), 0
-    while chunk := await stream.read(2**16):
-        room = max(0, limit // 2 - len(head))
-        head += chunk[:room]
-        tail += chunk[room:]
-        over = len(tail) - (limit - limit // 2)
+class Output:
+    """What a command prints: all of it, or its beginning and end when it is more than ``limit`` bytes."""
+
+    def __init__(self, stream: asyncio.StreamReader, limit: int | None) -> None:
+        self._stream, self._limit = stream, limit
+        self._head, self._tail, self._left_out = bytearray(), bytearray(), 0
+        self.came = 0
+        """How many bytes have come."""
+        self.kept = True
+        """Whether what comes is kept."""
+
+    async def read(self) -> None:
+        """Read to the end."""
+        while chunk := await self._stream.read(2**16):
+            self.came += len(chunk)
+            if self.kept:
+                self._keep(chunk)
+
+    def _keep(self, chunk: bytes) -> None:
+        if self._limit is None:
+            self._head += chunk
+            return
+        room = max(0, self._limit // 2 - len(self._head))
+        self._head += chunk[:room]
+        self._tail += chunk[room:]
+        over = len(self._tail) - (self._limit - self._limit // 2)
         if over > 0:
-            left_out += over
-            del tail[:over]
-    return bytes(head) + (f"\n[{left_out} bytes left out]\n".encode() if left_out else b"") + bytes(tail)
+            self._left_out += over
+            del self._tail[:over]
+
+    def take(self) -> bytes:
+        """What has come. What comes later is not kept."""
+        self.kept = False
+        cut = f"\n[{self._left_out} bytes left out]\n".encode() if self._left_out else b""
+        return bytes(self._head) + cut + bytes(self._tail)
 
 
 async def pump(

@@ -5,6 +5,7 @@ const PANELS = [
   ["Reward by task source", [/^reward_of\//]],
   ["Named rewards", [/^reward\//]],
   ["Validation", ["val/reward_mean", "val/start_reward_mean"]],
+  ["Validation rollouts that failed", ["val/failed", "val/start_failed", /^val\/(start_)?failed\//]],
   ["Sampled tokens per rollout", ["rollout/response_tokens_mean", "rollout/response_tokens_mean_trained", "rollout/response_tokens_mean_dropped"]],
   ["Turns per rollout", ["rollout/turns_mean"]],
   ["Failures by reason", ["rollout/failed", /^rollout\/failed\//]],
@@ -16,13 +17,15 @@ const PANELS = [
   ["Log-prob difference of engine and trainer", ["train/logprob_diff_max", "train/logprob_diff_mean"]],
   ["Loss", ["train/loss"]],
   ["Gradient norm", [/grad_norm/]],
-  ["Staleness", [/stale|lag|age/]],
-  ["Seconds by phase", [/^perf\/.*_s$/]],
+  ["Staleness in weight versions", ["rollout/staleness_mean", "rollout/staleness_max", "val/lag"]],
+  ["Share of trained tokens by staleness", [/^train\/share\/staleness_/]],
+  ["Seconds by phase", [/^perf\/.*(?<!_per)_s$/]],
   ["Sampled tokens per second", ["perf/tokens_per_s"]],
 ];
 
 const picked = [];
 const matches = (name, rule) => (typeof rule === "string" ? name === rule : rule.test(name));
+const panels = (names) => PANELS.map(([title, rules]) => [title, [...new Set(rules.flatMap((rule) => names.filter((name) => matches(name, rule))))]]);
 const short = (name) => name.replace(/^(rollout|train|perf|val|reward|reward_of)\//, "");
 const isNumeric = (run, name) => run.columns.get(name).some((v) => typeof v === "number");
 
@@ -44,9 +47,8 @@ function trend(view) {
   if (!names.length) return view.append(h("p", {}, "No iteration has been finished yet."));
   view.append(jump(runs));
   const grid = h("div", { class: "charts" });
-  for (const [title, rules] of PANELS) {
-    const own = rules.flatMap((rule) => names.filter((name) => matches(name, rule)));
-    const lines = linesOf([...new Set(own)].slice(0, 12), runs);
+  for (const [title, own] of panels(names)) {
+    const lines = linesOf(own.slice(0, 12), runs);
     if (lines.length) grid.append(chart(title, lines));
   }
   view.append(picker(names, runs), grid);

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from agl_slime.errors import TraceError
-from agl_slime.rollout.outcome import check_reward
+from agl_slime.rollout.outcome import check_reward, missing_rewards
 from agl_slime.tokens.masks import get_loss_mask_generator
 from agl_slime.tokens.tokenizer import ChatTokenizer
 from agl_slime.trace.converter import convert_trajectory
@@ -33,7 +33,10 @@ def trajectory_to_samples(
         rewards=rewards,
         stop_reason=str(trajectory["end_reason"]),
     )
-    return convert_trajectory(finished, tokenizer, metadata={"tools": trajectory["tools_called"]}, **numbers).samples
+    metadata: dict[str, Any] = {"tools": trajectory["tools_called"]}
+    if missing := missing_rewards(reward):
+        metadata["rewards_missing"] = missing
+    return convert_trajectory(finished, tokenizer, metadata=metadata, **numbers).samples
 
 
 def messages_to_sample(

@@ -1,0 +1,53 @@
+"""Digests of a model's files that tell in moments whether they are still those of before, also of a large model."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO
+
+_WEIGHTS = ("*.safetensors", "*.bin")
+_READ_WHOLE = ("config.json", "generation_config.json", "*processor_config.json", "*.index.json")
+_READ_WHOLE += ("tokenizer*", "vocab*", "merges.txt", "added_tokens.json", "special_tokens_map.json", "chat_template*")
+_BLOCK = 4096  # bytes at each place that is read of a tensor
+_MOST_HEADER = 100_000_000  # bytes, by the format's definition
+_PLACES = 256  # of a file of weights that is not safetensors
+
+
+def model_digests(directory: Path) -> dict[str, str]:
+    """A digest of each file of the model by its name. Of weights it covers the header and blocks at the beginning, in
+    the middle and at the end of every tensor: a training step changes all tensors, and a copy none. Configuration,
+    tokenizer and chat template are read whole."""
+    found = {}
+    for pattern in (*_READ_WHOLE, *_WEIGHTS):
+        for path in directory.glob(pattern):
+            if not path.is_file():
+                continue
+            size = path.stat().st_size
+            digest = hashlib.blake2b(str(size).encode(), digest_size=16)
+            with path.open("rb") as file:
+                whole = pattern in _READ_WHOLE
+                for block in [file.read()] if whole else _sampled(file, size, header=path.suffix == ".safetensors"):
+                    digest.update(block)
+            found[path.name] = digest.hexdigest()
+    return dict(sorted(found.items()))
+
+
+def _sampled(file: IO[bytes], size: int, *, header: bool) -> Iterator[bytes]:
+    length = int.from_bytes(file.read(8), "little")
+    if header and length <= min(size, _MOST_HEADER):
+        yield (text := file.read(length))
+        try:
+            tensors = json.loads(text)
+            spans = [tensor["data_offsets"] for name, tensor in tensors.items() if name != "__metadata__"]
+            ends = [(8 + length + int(start), 8 + length + int(end)) for start, end in spans]
+        except (ValueError, TypeError, KeyError, AttributeError):  # no safetensors: whoever loads it says so
+            ends = []
+    else:
+        ends = [(size * n // _PLACES, size * (n + 1) // _PLACES) for n in range(_PLACES)]
+    for start, end in sorted(ends):
+        for place in sorted({start, (start + end) // 2, max(start, end - _BLOCK)}):
+            file.seek(place)
+            yield file.read(min(_BLOCK, end - place))

@@ -1,0 +1,142 @@
+"""A watch over this process by a child of it, which still runs when code here holds the interpreter lock.
+
+``watcher.py`` is the child's program. A thread of this process beats; nobody else has to. One child is enough for a
+process, whoever asks for it.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import logging
+import os
+import signal
+import subprocess
+import sys
+import threading
+import traceback
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType, FunctionType
+from typing import Any, TypeVar
+
+from agl_slime.support import watcher
+from agl_slime.support.watcher import ROLLOUT, Frame
+
+logger = logging.getLogger(__name__)
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+# A thread of the process writes its stack at this signal. Nobody uses a real-time signal from the end of their range.
+_STACK_SIGNAL = getattr(signal, "SIGRTMAX", 0) and signal.SIGRTMAX - 3
+
+
+def named(function: F, rollout_id: str) -> F:
+    """``function``, which shows in a stack as that of a rollout: names are all that a stack tells whoever looks at it
+    from outside."""
+    assert isinstance(function, FunctionType)
+    name = f"{ROLLOUT}{rollout_id}"
+    code = function.__code__.replace(co_name=name, co_qualname=name)
+    made: Any = FunctionType(code, function.__globals__, name, function.__defaults__, function.__closure__)
+    return made
+
+
+def stack_of(frame: FrameType) -> list[Frame]:
+    """Innermost first."""
+    entries = traceback.walk_stack(frame)
+    return [Frame(entry.f_code.co_filename, line or 0, entry.f_code.co_qualname) for entry, line in entries]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WatchSettings:
+    """``say_after_s``: seconds without a beat after which the place of what holds the lock is told. ``kill_after_s``:
+    seconds without a beat, or for which the event loop stands still, after which the process is killed; 0 is never.
+    ``verdict``: descriptor of a ``multiprocessing`` connection that gets the reason of a kill. ``signals``: end the
+    process at its second SIGINT, SIGTERM or SIGHUP that it cannot hear, also where no terminal sends them."""
+
+    say_after_s: float = 10.0
+    kill_after_s: float = 0.0
+    verdict: int = -1
+    signals: bool = False
+
+
+_lock = threading.Lock()
+_active: Watch | None = None
+
+
+class Watch:
+    """``beat`` at least once a second, ``stop`` at the end, on any one thread."""
+
+    def __init__(self, settings: WatchSettings) -> None:
+        self._settings = settings
+        self._child: subprocess.Popen[bytes] | None = None
+        self._open: list[int] = []
+        self._registered: list[int] = []
+        self._failed = False
+
+    def beat(self, *, late_s: float, loop_thread: int) -> None:
+        """Say that Python code runs here; ``late_s`` is for how long the event loop of that thread (its native id) has
+        stood still. The first beat starts the child, where the process has none."""
+        global _active
+        with _lock:
+            _active = _active or self
+            if _active is not self or self._failed:
+                return
+        if self._child is None:
+            try:
+                self._start()
+            except OSError as error:
+                self._failed = True
+                logger.warning("Code that holds the interpreter lock will not be noticed: %s", error)
+                return
+        assert self._child is not None
+        assert self._child.stdin is not None
+        with suppress(BlockingIOError, BrokenPipeError):  # it was killed, or is stopped: it has no say any more
+            os.write(self._child.stdin.fileno(), f"{late_s:.2f} {loop_thread}\n".encode())
+
+    def stop(self) -> None:
+        """End the child."""
+        global _active
+        for number in self._registered:
+            faulthandler.unregister(number)
+        if self._child is not None:
+            assert self._child.stdin is not None
+            self._child.stdin.close()
+            try:
+                self._child.wait(2.0)
+            except subprocess.TimeoutExpired:
+                self._child.kill()
+                self._child.wait()
+        for descriptor in self._open:
+            os.close(descriptor)
+        self._child, self._open, self._registered = None, [], []
+        with _lock:
+            _active = None if _active is self else _active
+
+    def _start(self) -> None:
+        settings = self._settings
+        (stacks, write_stack), (heard, write_heard) = os.pipe(), os.pipe()
+        self._open = [write_stack, write_heard]
+        number = _STACK_SIGNAL if self._register(_STACK_SIGNAL, write_stack) else 0
+        for each in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP) if settings.signals else ():
+            self._register(each, write_heard, chain=True)
+        fixed = os.getpid(), 0, stacks, heard, settings.verdict, number, settings.say_after_s, settings.kill_after_s
+        inherited = [stacks, heard, *([settings.verdict] if settings.verdict >= 0 else [])]
+        command = [sys.executable, "-I", "-S", str(Path(watcher.__file__)), *map(str, fixed)]
+        try:
+            self._child = subprocess.Popen(command, stdin=subprocess.PIPE, pass_fds=inherited)
+        finally:
+            os.close(stacks)
+            os.close(heard)
+        assert self._child.stdin is not None
+        os.set_blocking(self._child.stdin.fileno(), False)
+
+    def _register(self, number: int, descriptor: int, *, chain: bool = False) -> bool:
+        """Have the thread that a signal reaches write its stack; without ``chain`` where the signal is nobody's."""
+        if not number or (not chain and signal.getsignal(number) is not signal.SIG_DFL):
+            return False
+        os.set_blocking(descriptor, False)  # a handler that waits for a reader would be worse than no stack
+        faulthandler.register(number, file=descriptor, all_threads=False, chain=chain)
+        self._registered.append(number)
+        return True

@@ -1,0 +1,277 @@
+"""SIGTERM, SIGINT, SIGHUP and SIGKILL to a real ``train.py`` in each of its phases, in random order, resumed each time;
+after each end: do its files agree, and has groups.jsonl each group once?
+
+    python -m tests.faults.end_train [--ends 24] [--max-staleness 2] [--trainer slime] [--seed 0]
+
+Of 24 ends each is another signal or in another phase; every third one is followed by another signal within a second.
+What the processes are is said in ``kill_train``. With ``--trainer slime`` a stand-in of slime's trainer takes its
+batches as slime's manager does and keeps what it was trained on; each process has a run directory of its own then, and
+goes on with ``--load``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import random
+import select
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+from agl_slime.audit import audit as audit_files
+from agl_slime.demo import LOOKUP_POLICY
+from agl_slime.engine.process import EmbeddedEngine
+from tests.faults import kill_train
+from tests.faults.scripted_engine import ScriptedEngine, in_thread
+from tests.slime import standin_trainer
+
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGKILL)
+PHASES = ("start", "collect", "train", "sync", "validation", "end")
+ENDS_WITHIN_S = 40.0  # with a step of training, and on a machine with other work
+_FLAGS = (
+    "--agent tests.faults.flaky_lookup:FlakyLookup --rollout-batch-size 3 --n-samples-per-prompt 3 "
+    "--eval-interval 2 --eval-rollouts 3 --save-interval 3 --view lines"
+)
+_START_S = 4.0  # about what a start takes
+
+
+@dataclass
+class Result:
+    """``findings``: all that was wrong, each with the number of its end."""
+
+    ends: int = 0
+    by_phase: Counter[str] = field(default_factory=Counter)
+    """As it was when the signal came."""
+    iterations: int = 0
+    tasks: int = 0
+    slowest_s: float = 0.0
+    findings: list[str] = field(default_factory=list)
+    seconds: float = 0.0
+
+
+def tell_phases(pipe: int) -> None:
+    """In the process of a run: write the number of each phase that it enters into ``pipe``."""
+    from agl_slime.events import Event, PhaseStarted
+    from agl_slime.loop.online import OnlineRLLoop
+    from agl_slime.loop.validation import Validations
+
+    os.set_blocking(pipe, False)
+
+    def tell(phase: str) -> None:
+        with suppress(BlockingIOError, BrokenPipeError):  # nobody reads any more
+            os.write(pipe, bytes([PHASES.index(phase)]))
+
+    emit, aside, save_at_end = OnlineRLLoop._emit, Validations._aside, OnlineRLLoop._save_at_end
+
+    def told(self: OnlineRLLoop, event: Event) -> None:
+        if isinstance(event, PhaseStarted):
+            tell("validation" if event.phase == "eval" else event.phase)
+        emit(self, event)
+
+    def beside(self: Validations, iteration: int) -> Any:
+        tell("validation")
+        return aside(self, iteration)
+
+    def at_end(self: OnlineRLLoop) -> Any:
+        tell("end")
+        return save_at_end(self)
+
+    OnlineRLLoop._emit, Validations._aside, OnlineRLLoop._save_at_end = told, beside, at_end
+
+
+def _local(flags: Sequence[str], log: Path, pipe: Any) -> None:
+    tell_phases(pipe.fileno())
+    kill_train._train(flags, log)
+
+
+def _slime(flags: Sequence[str], log: Path, pipe: Any) -> None:
+    standin_trainer.take_slimes_place()
+    _local(flags, log, pipe)
+
+
+class Scene(kill_train.Run):
+    """One run, and the process that works on it."""
+
+    entry: Callable[..., None] = staticmethod(_local)
+
+    def begin(self, iterations: int, *, cold: bool) -> tuple[BaseProcess, Any]:
+        """A process, and where it tells its phases."""
+        context: Any = multiprocessing.get_context("spawn" if cold else "forkserver")
+        if not cold:
+            context.set_forkserver_preload(kill_train._IMPORTED)
+        reader, writer = context.Pipe(duplex=False)
+        process = context.Process(target=self.entry, args=(self.flags(iterations, cold=cold), self.log, writer))
+        process.start()
+        writer.close()
+        return process, reader
+
+    def wait_for_phase(self, process: BaseProcess, reader: Any, phase: str, *, times: int) -> str:
+        """Until the run has entered ``phase`` so many times, or has ended; returns the phase that it is in."""
+        now, seen = "start", Counter[str]()
+        while seen[phase] < times:
+            if select.select([reader.fileno()], [], [], 0.05)[0]:
+                if not (one := os.read(reader.fileno(), 1)):
+                    break
+                now = PHASES[one[0]]
+                seen[now] += 1
+            self.check_time()
+        return now
+
+    def done(self) -> int:
+        """Iterations that are finished."""
+        return max([0, *(row["iteration"] for row in self.rows())])
+
+    def look(self, *, finished: bool = False) -> list[str]:
+        """What is wrong with the files."""
+        found: list[str] = []
+        if (self.output / "metrics.jsonl").exists():
+            result = audit_files(self.output)
+            found += result.findings + ([] if result.finished or not finished else ["the run did not finish"])
+            behind = max((row.get("rollout/staleness_max") or 0 for row in self.rows()), default=0)
+            limit = int(self.more[self.more.index("--max-staleness") + 1])
+            found += [f"tokens are {behind} versions behind, and the limit is {limit}"] if behind > limit else []
+        groups = self.output / "groups.jsonl"
+        if groups.exists():
+            lines = [line for line in groups.read_bytes().splitlines(keepends=True) if line.endswith(b"\n")]
+            names = Counter(json.loads(line)["group_id"] for line in lines)
+            found += [f"group {name} is in groups.jsonl {count} times" for name, count in names.items() if count > 1]
+        return found
+
+
+class SlimeScene(Scene):
+    """Each process has a directory of its own, and loads what the stand-in has saved."""
+
+    entry = staticmethod(_slime)
+    lives = 0
+
+    def flags(self, iterations: int, *, cold: bool) -> list[str]:
+        self.lives += 1
+        self.output = self.directory / f"run-{self.lives}"
+        own, _, slimes = standin_trainer.flags(self.directory, self.engine_url).partition(" -- ")
+        flags = [*own.split(), *self.more, "--num-iterations", str(iterations), "--output-dir", str(self.output)]
+        loads = ["--load", str(self.directory / "saved")] if (self.directory / "saved" / "latest").exists() else []
+        return [*flags, "--", *slimes.split(), *loads]
+
+    def done(self) -> int:
+        latest = self.directory / "saved" / "latest"
+        return max(int(latest.read_text()) + 1 if latest.exists() else 0, super().done())
+
+
+def ends(n: int, rng: random.Random) -> list[tuple[str, signal.Signals]]:
+    """Each signal in each phase in random order, and again until there are ``n``."""
+    pairs, found = [(phase, number) for phase in PHASES for number in SIGNALS], []
+    while len(found) < n:
+        found += rng.sample(pairs, len(pairs))
+    return found[:n]
+
+
+def run(
+    directory: Path,
+    *,
+    planned: Sequence[tuple[str, signal.Signals]],
+    rng: random.Random,
+    max_staleness: int = 0,
+    trainer: str = "local",
+    limit_s: float = 3600.0,
+) -> Result:
+    result, began = Result(ends=len(planned)), time.monotonic()
+    slime = trainer == "slime"
+    with in_thread(ScriptedEngine()) if slime else EmbeddedEngine(LOOKUP_POLICY) as engine:
+        kind = SlimeScene if slime else Scene
+        flags = f"{'' if slime else _FLAGS} --max-staleness {max_staleness}"
+        scene = kind(directory, flags=flags, limit_s=limit_s, engine_url=engine.url)
+        for number, (phase, first) in enumerate(planned, 1):
+            where = f"end {number}, {first.name} in {phase}"
+            cold = not slime and rng.random() < 0.1
+            iterations = scene.done() + 3 if phase == "end" else 100_000
+            process, reader = scene.begin(iterations, cold=cold)
+            try:
+                now = scene.wait_for_phase(process, reader, phase, times=0 if phase == "start" else rng.choice((1, 2)))
+                time.sleep(rng.uniform(0.0, _START_S) if phase == "start" else rng.expovariate(10.0))
+                result.by_phase[now] += 1
+                code, took = _end(process, first, rng)
+                result.slowest_s = max(result.slowest_s, took)
+                # before the command line is there, Python ends with 1 for a KeyboardInterrupt
+                expected = {130, -first, -signal.SIGKILL} | {"end": {0}, "start": {1}}.get(phase, set())
+                wrong = [] if code in expected else [f"ended with {code}; {scene.last_words()}"]
+            finally:
+                process.kill()
+                process.join()
+                reader.close()
+            wrong += scene.look() + scene.leftovers()
+            result.findings += [f"{where}: {one}" for one in wrong]
+            told = f"{where} (in {now}): exit code {code} after {took:.1f} s, {len(wrong)} findings"
+            print("\n    ".join([told, *wrong]), flush=True)
+        process, reader = scene.begin(scene.done() + 3, cold=False)
+        process.join(limit_s)
+        reader.close()
+        if process.exitcode != 0:
+            raise RuntimeError(f"the last process of the run ended with {process.exitcode}; {scene.last_words()}")
+        result.findings += [f"at the end: {one}" for one in scene.look(finished=True)]
+        result.iterations = scene.done()
+        if slime:
+            wrong, result.tasks = standin_trainer.look(directory / "saved")
+            result.findings += wrong
+        else:
+            whole = kill_train.audit(scene.output)
+            result.tasks, steps = whole.tasks, whole.optimizer_steps
+            result.findings += [f"task {name} is lost" for name in whole.lost]
+            result.findings += [f"task {name} was trained on twice" for name in whole.twice]
+            result.findings += [] if steps[0] == steps[1] else [f"optimizer steps: {steps}"]
+    result.seconds = time.monotonic() - began
+    return result
+
+
+def _end(process: BaseProcess, first: signal.Signals, rng: random.Random) -> tuple[int | None, float]:
+    """Send the signal, and another one to every third process; its exit code, and the seconds until it came."""
+    assert process.pid is not None
+    began = time.monotonic()
+    with suppress(ProcessLookupError):
+        os.kill(process.pid, first)
+        if rng.random() < 1 / 3:
+            process.join(rng.uniform(0.0, 1.0))
+            if process.is_alive():
+                os.kill(process.pid, rng.choice(SIGNALS))
+    process.join(ENDS_WITHIN_S)
+    return process.exitcode, time.monotonic() - began
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for name, default in (("ends", 24), ("seed", 0), ("max-staleness", 0)):
+        parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--trainer", choices=("local", "slime"), default="local")
+    options = parser.parse_args()
+    rng = random.Random(options.seed)
+    directory = Path(tempfile.mkdtemp(prefix="end-train-"))
+    print(f"the run is in {directory}, which is kept where something is wrong", flush=True)
+    how: dict[str, Any] = {"max_staleness": options.max_staleness, "trainer": options.trainer}
+    result = run(directory, planned=ends(options.ends, rng), rng=rng, **how)
+    if not result.findings:
+        shutil.rmtree(directory)
+    print(
+        f"{result.ends} ends in {result.seconds:.0f} s, by phase {dict(result.by_phase)}; "
+        f"{result.iterations} iterations"
+    )
+    print(f"  tasks     {result.tasks}")
+    print(f"  slowest   {result.slowest_s:.1f} s from the signal to the end")
+    print(f"  findings  {len(result.findings)}")
+    for one in result.findings:
+        print(f"    {one}")
+    return 1 if result.findings else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
