@@ -67,18 +67,22 @@ class AnswerFields:
     @functools.cached_property
     def content_beside(self) -> bool:
         """Whether an answer with thinking and calls may have content as well."""
-        call = _call(_FUNCTION, "SENTcall0", {"x": 1})
-        return self.thinking is None or self._writes(_FUNCTION, {self.thinking: _PROBE, "tool_calls": [call]})
+        if self.thinking is None:
+            return True
+        fields = {self.thinking: _PROBE, "tool_calls": [_call(_FUNCTION, "SENTcall0", {"x": 1})]}
+        return any(self._writes(words, fields) for words in (_FUNCTION, "SENTcall0"))  # Kimi's writes the id alone
 
     def given(self, text: str, reader: AnswerReader, ids: Sequence[int] = ()) -> Given:
         """The message of an answer with this text; its content is the text where the template has no other fields."""
         parts = reader.read(text, ids)
-        if len(parts.calls) > self.calls:
+        if len(parts.calls) > self.calls and self.calls < 2:
             parts = replace(reader, parser=None, tokenizer=None).read(text)
         calls = [_call(call.name, call.id, call.arguments) for call in parts.calls]
         message: Message = {"role": "assistant", "content": text}
-        if parts.reasoning and self.thinking is not None:
-            message |= {"content": parts.content, self.thinking: parts.reasoning}
+        if parts.reasoning is not None and self.thinking is not None:
+            message["content"] = parts.content
+            if parts.reasoning:  # an empty block is none
+                message[self.thinking] = parts.reasoning
         elif self.thinking is None and parts.reasoning is not None and not parts.reasoning_closed and reader.opened:
             message["content"] = f"{text}\n{self.marks[1]}\n\n"  # or its words would be read as content
         elif calls:

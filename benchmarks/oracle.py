@@ -1,0 +1,579 @@
+"""Continuations in tokens beside those of `renderers` (PyPI) and beside each template's full rendering.
+
+    python -m benchmarks.oracle --templates DIR [--models qwen3 glm-4.5] [--conversations 500] [--show 2]
+
+For each model whose template is in the directory (``scripts/chat_templates.py``), seeded conversations are played
+through the gateway: text, thinking, parallel calls, results in a row, results that are errors, reminders, second
+questions, answers that are cut at the limit, in thinking or in a call, answers in other tokens than the tokenizer's
+own. Each next prompt is compared with ``bridge_to_next_turn`` of the model's renderer, where there is one, and with
+what the template writes when thinking, content and calls are in their fields: equal, equal but for sampled tokens, or
+neither. Where the prompt forks, it is compared with the template's rendering and the reason is counted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import re
+import sys
+from argparse import Namespace
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from agl_slime.errors import AglSlimeError
+from agl_slime.tokens.blanks import squash
+from agl_slime.trace.turn import Turn
+from benchmarks.agl1_server import markdown
+from benchmarks.published import MODELS, Published, renderer_of, there, tokenizer_of
+from benchmarks.scripted_gateway import Sampled, ScriptedGateway, scripted_gateway
+
+Message = dict[str, Any]
+
+_QUESTION: Message = {"role": "user", "content": "?"}
+_WORDS = [
+    "the",
+    "file",
+    "has",
+    "two",
+    "lines",
+    "and",
+    "a",
+    "test",
+    "fails",
+    "with",
+    "an",
+    "error",
+    "of",
+    "type",
+    "so",
+    "é",
+    "数字",
+    "it",
+]
+_TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": name,
+            "description": f"To {name}.",
+            "parameters": {"type": "object", "properties": properties, "required": [*properties][:1]},
+        },
+    }
+    for name, properties in {
+        "read_file": {"path": {"type": "string"}, "limit": {"type": "integer"}},
+        "run": {"command": {"type": "string"}, "env": {"type": "object"}},
+        "search": {"query": {"type": "string"}, "kinds": {"type": "array", "items": {"type": "string"}}},
+    }.items()
+]
+_VALUES: dict[str, list[Any]] = {
+    "path": ["a.py", "dir/b c.txt", "é.md"],
+    "limit": [1, 20],
+    "command": ["ls -la", "echo 'a\nb' > c && cat c"],
+    "env": [{"A": "1"}, {"B": {"c": [1, None]}}],
+    "query": ["two words", "数字"],
+    "kinds": [["a"], ["x", "y"]],
+}
+
+
+# -- conversations ----------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Said:
+    """An answer to come. ``cut`` is the part of its tokens after which the limit ends it, ``split`` where it is encoded
+    in two pieces, so that it has other tokens than the tokenizer's own."""
+
+    message: Message
+    cut: float | None = None
+    split: float | None = None
+
+
+@dataclass
+class Play:
+    """A conversation: its beginning, and for each answer what follows it. ``echo``: the client sends thinking back."""
+
+    tools: list[Message] | None
+    start: list[Message]
+    answers: list[Said]
+    after: list[list[Message]]
+    echo: bool
+    kinds: set[str] = field(default_factory=set)
+
+
+def plays(model: Published, count: int, seed: int = 0) -> Iterator[Play]:
+    for number in range(count):
+        yield _play(random.Random(f"{seed}/{number}"), model)
+
+
+def _play(rng: random.Random, model: Published) -> Play:
+    tools = _TOOLS if rng.random() < 0.75 else None
+    start: list[Message] = [{"role": "system", "content": f"You help. {_text(rng)}"}] if rng.random() < 0.7 else []
+    start.append({"role": "user", "content": _text(rng)})
+    play = Play(tools, start, [], [], rng.random() < 0.5)
+    calls_made = 0
+    for _ in range(rng.randint(2, 6)):
+        thinking = _text(rng, 3) if rng.random() < 0.7 else ""
+        n_calls = rng.choice([0, 1, 1, 2, 3]) if tools else 0
+        content = "" if n_calls and rng.random() < 0.5 else _text(rng, 2)
+        message: Message = {"role": "assistant", "content": content}
+        if thinking:
+            message["reasoning_content"] = thinking
+        if n_calls:
+            made = [_call(rng, model, calls_made + at) for at in range(n_calls)]
+            calls_made += n_calls
+            message["tool_calls"] = made
+        said = Said(message)
+        if rng.random() < 0.08:
+            said.cut = rng.random()
+        elif rng.random() < 0.15:
+            said.split = rng.random()
+        play.answers.append(said)
+        play.after.append(_after(rng, message))
+        kinds = {
+            "thinking": thinking,
+            "parallel calls": n_calls > 1,
+            "call": n_calls == 1,
+            "cut": said.cut is not None,
+            "other tokens": said.split is not None,
+        }
+        play.kinds |= {name for name, is_there in kinds.items() if is_there}
+    return play
+
+
+def _after(rng: random.Random, said: Message) -> list[Message]:
+    """What follows an answer: results of its calls, or a question; sometimes a reminder as well."""
+    new: list[Message] = []
+    for call in said.get("tool_calls", ()):
+        result = rng.choice([_text(rng, 2), "Error: no such file", '{"ok": true}', "line 1\n\n  line 2\n"])
+        new.append({"role": "tool", "tool_call_id": call["id"], "content": result})
+    if not new:
+        new.append({"role": "user", "content": _text(rng)})
+    if rng.random() < 0.1:
+        role = rng.choice(["user", "user", "system"])
+        new.append({"role": role, "content": f"<system-reminder>{_text(rng)}</system-reminder>"})
+    return new
+
+
+def _call(rng: random.Random, model: Published, number: int) -> Message:
+    function = rng.choice(_TOOLS)["function"]
+    names = [*function["parameters"]["properties"]][: rng.randint(1, 2)]
+    arguments = {name: rng.choice(_VALUES[name]) for name in names}
+    name = function["name"]
+    made = {"name": name, "arguments": arguments}
+    return {"id": model.ids.format(name=name, number=number), "type": "function", "function": made}
+
+
+def _text(rng: random.Random, lines: int = 1) -> str:
+    said = [" ".join(rng.choice(_WORDS) for _ in range(rng.randint(2, 9))) for _ in range(rng.randint(1, lines))]
+    return "\n".join(said)
+
+
+# -- what the model samples -------------------------------------------------------------------------------------------
+
+
+class Speaker:
+    """Writes answers as the model does: the part of its template's rendering after the opening of an answer."""
+
+    def __init__(self, model: Published, tokenizer: Any, renderer: Any) -> None:
+        self.model, self.tokenizer, self.renderer = model, tokenizer, renderer
+        self._stops = {token: tokenizer.convert_tokens_to_ids(token) for token in model.stops}
+        self._later_systems, self._added = True, {*tokenizer.get_added_vocab().values()}
+        call = _example(model)
+        self._as_text = self._refused([_QUESTION, call]) and not self._refused([_QUESTION, self._with_text(call)])
+        opening = self.render([_QUESTION], None, opening=True)
+        found = re.search(r"(</?think[^<]*(</think[^<]*)?|<\|channel>thought\s*<channel\|>)$", opening)
+        self.opened = found[0] if found else ""
+        """What the template writes of thinking before an answer."""
+        self.header = opening.removesuffix(self.opened).removeprefix(self.render([_QUESTION], None, opening=False))
+        self._shut = "</think" in self.opened or "<channel|>" in self.opened
+        self.thinks = not self._shut and "REASON" in self._answer(
+            {"role": "assistant", "content": "yes", "reasoning_content": "REASON"}
+        )
+        self.parallel = not self._refused([_QUESTION, self._with_text(_example(model, 2))])
+        later = [{"role": "user", "content": "FIRST"}, {"role": "system", "content": "LATER"}, _QUESTION]
+        text = "" if self._refused(later) else self.render(later, None, opening=False)
+        self._later_systems = 0 <= text.find("FIRST") < text.find("LATER")
+
+    def render(self, messages: Sequence[Message], tools: Any, *, opening: bool) -> str:
+        """The template's text; raises what the template raises."""
+        shown = self.fitted([self._with_text(message) for message in messages] if self._as_text else messages)
+        how: dict[str, Any] = {"tokenize": False, "add_generation_prompt": opening, "tools": tools, **self.model.kwargs}
+        return self.tokenizer.apply_chat_template(shown, **how)
+
+    def fitted(self, messages: Sequence[Message]) -> list[Message]:
+        """``messages`` with later system messages as the user's, where the template refuses, drops
+        or moves them."""
+        if self._later_systems:
+            return [*messages]
+        return [{**each, "role": "user"} if n and each["role"] == "system" else each for n, each in enumerate(messages)]
+
+    def moved(self, messages: Sequence[Message]) -> bool:
+        """Whether there are later system messages that the template does not write where they stand."""
+        return not self._later_systems and any(each["role"] == "system" for each in messages[1:])
+
+    def sampled(self, said: Said) -> Sampled:
+        calls = bool(said.message.get("tool_calls"))
+        text = self._answer(said.message)
+        stop = self.model.stop(calls)
+        for end in self._stops:
+            text = text.rpartition(end)[0] or text
+        for part in ("content", "reasoning_content"):  # some write no content beside calls
+            if part in said.message and said.message[part].strip() not in text:
+                said.message[part] = ""
+        ids = self.encode(text)
+        if said.split is not None and len(text) > 2:
+            at = 1 + int(said.split * (len(text) - 1))
+            pieces = [*self.encode(text[:at]), *self.encode(text[at:])]
+            if self._marks(pieces) == self._marks(ids):  # a mark that is spelt out is none
+                ids = pieces
+        if said.cut is not None:
+            return Sampled(ids[: 1 + int(said.cut * (len(ids) - 1))], "length")
+        return Sampled([*ids, self._stops[stop]])
+
+    def encode(self, text: str) -> list[int]:
+        return self.tokenizer.encode(text, add_special_tokens=False)
+
+    def _answer(self, message: Message) -> str:
+        """The same after any history; a short one is quick to render."""
+        prompt = self.render([_QUESTION], None, opening=True)
+        whole = self.render([_QUESTION, message], None, opening=False)
+        if whole.startswith(prompt):
+            return self._thought(whole[len(prompt) :].removeprefix(self.header), message)
+        # the template does not open answers that are there as it opens one to come (R1)
+        closed = self.render([_QUESTION], None, opening=False)
+        opening, rest = prompt[len(closed) :], whole[len(closed) :]
+        text = rest.removeprefix(opening.removesuffix(self.opened)).removeprefix(self.header)
+        if not self.opened or self._shut:
+            return text
+        text = text.removeprefix("<think>")
+        if (thinking := message.get("reasoning_content", "")) in text and "</think>" in text:
+            return text
+        return f"{thinking}\n</think>\n\n{text.rpartition('</think>')[2].lstrip()}"
+
+    def _thought(self, text: str, message: Message) -> str:
+        """``text`` with the thinking that the template leaves out of an answer that calls nothing (Kimi K2)."""
+        thinking = message.get("reasoning_content", "")
+        at = text.find("</think>")
+        empty = at == 0 or (at > 0 and text[:at].strip() == "<think>")
+        return text[:at] + thinking + text[at:] if empty and thinking not in text else text
+
+    def _marks(self, ids: Sequence[int]) -> int:
+        return sum(token in self._added for token in ids)
+
+    def _refused(self, messages: list[Message]) -> bool:
+        try:
+            self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=False)
+        except Exception:
+            return True
+        return False
+
+    @staticmethod
+    def _with_text(message: Message) -> Message:
+        """The arguments of calls as JSON in strings, for templates that refuse objects."""
+        if not message.get("tool_calls"):
+            return message
+        calls = [
+            {
+                **call,
+                "function": {
+                    **call["function"],
+                    "arguments": json.dumps(call["function"]["arguments"], ensure_ascii=False),
+                },
+            }
+            for call in message["tool_calls"]
+        ]
+        return {**message, "tool_calls": calls}
+
+
+def _example(model: Published, calls: int = 1) -> Message:
+    made = [_call(random.Random(0), model, number) for number in range(calls)]
+    return {"role": "assistant", "content": "", "tool_calls": made}
+
+
+# -- the comparison ---------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Found:
+    """Counts of one model; a boundary is a prompt after an answer."""
+
+    conversations: int = 0
+    boundaries: int = 0
+    beside_bridge: Counter[str] = field(default_factory=Counter)
+    beside_template: Counter[str] = field(default_factory=Counter)
+    firsts: Counter[str] = field(default_factory=Counter)
+    forks: Counter[str] = field(default_factory=Counter)
+    refused: Counter[str] = field(default_factory=Counter)
+    unplayable: Counter[str] = field(default_factory=Counter)
+    misread: Counter[str] = field(default_factory=Counter)
+    examples: dict[str, list[str]] = field(default_factory=dict)
+
+    def example(self, kind: str, text: str) -> None:
+        self.examples.setdefault(kind, []).append(text)
+
+
+def compared(model: Published, directory: Path, count: int, *, seed: int = 0) -> Found:
+    tokenizer = tokenizer_of(model, directory)
+    renderer = renderer_of(model, tokenizer)
+    speaker, found = Speaker(model, tokenizer, renderer), Found()
+    with scripted_gateway(tokenizer) as gateway:
+        for play in plays(model, count, seed):
+            _compare(model, play, speaker, gateway, found)
+            found.conversations += 1
+    return found
+
+
+def _compare(model: Published, play: Play, speaker: Speaker, gateway: ScriptedGateway, found: Found) -> None:
+    for said, after in zip(play.answers, play.after, strict=True):
+        if not speaker.thinks:
+            said.message.pop("reasoning_content", None)
+        if not speaker.parallel and (calls := said.message.get("tool_calls")):
+            del after[1 : len(calls)], calls[1:]
+    true, sent = [*play.start], [*play.start]
+    histories: list[tuple[list[Message], list[Message]]] = []
+    with gateway.rollout() as rollout:
+        for said, new in zip(play.answers, play.after, strict=True):
+            try:
+                sampled = speaker.sampled(said)
+            except Exception as error:  # the template refuses this history itself
+                found.unplayable[f"{error}"[:80]] += 1
+                break
+            rollout.engine.answers[:] = [sampled]
+            body: dict[str, Any] = {"model": "m", "messages": sent, "tools": play.tools or []}
+            if model.kwargs:
+                body["chat_template_kwargs"] = model.kwargs
+            try:
+                served = rollout.chat(body)["choices"][0]["message"]
+            except AglSlimeError as error:
+                found.refused[f"{error}"[:160]] += 1
+                break
+            histories.append(([*true], new))
+            whole = sampled.finish == "stop"
+            if whole and (wrong := _misread(served, said.message)):
+                found.misread[wrong] += 1
+                found.example(f"misread {wrong}", f"{speaker.tokenizer.decode(sampled.ids)!r} -> {served}")
+            sent.append(_echoed(served, play.echo))
+            if whole:
+                true.append(said.message)
+                ids = [call["id"] for call in served.get("tool_calls") or ()]
+                if len(ids) != len(said.message.get("tool_calls") or ()):
+                    break  # results of calls that were not read have nowhere to go
+                new_sent = _with_ids(new, ids)
+            else:  # a client asks again after an answer that was cut
+                new_sent = new = [{"role": "user", "content": "Go on."}]
+                thought = served.get("reasoning_content")
+                true.append({"role": "assistant", "content": served.get("content") or ""})
+                true[-1] |= {"reasoning_content": thought} if thought else {}
+                if calls := served.get("tool_calls"):  # those that were whole
+                    true[-1]["tool_calls"] = said.message["tool_calls"][: len(calls)]
+                histories[-1] = (histories[-1][0], new)
+            true += new
+            sent += new_sent
+        turns = rollout.turns
+    if turns:
+        _first(model, turns[0], play, speaker, found)
+    for at in range(1, len(turns)):
+        _, new = histories[at - 1]
+        _boundary(model, turns, at, histories[at][0], new, play, speaker, found)
+
+
+def _first(model: Published, turn: Turn, play: Play, speaker: Speaker, found: Found) -> None:
+    text = speaker.render(play.start, play.tools, opening=True)
+    ours = turn.prompt_ids.tolist()
+    found.firsts["template"] += ours == speaker.encode(text)
+    if speaker.renderer is not None:
+        found.firsts["renderer"] += ours == speaker.renderer.render_ids(
+            play.start, tools=_for_renderer(play.tools), add_generation_prompt=True
+        )
+
+
+def _boundary(
+    model: Published,
+    turns: list[Turn],
+    at: int,
+    history: list[Message],
+    new: list[Message],
+    play: Play,
+    speaker: Speaker,
+    found: Found,
+) -> None:
+    last, turn = turns[at - 1], turns[at]
+    ours = turn.prompt_ids.tolist()
+    found.boundaries += 1
+    if turn.fork is not None:
+        found.forks[f"{turn.fork.value}"] += 1
+    beside_template = _beside_template(turns, at, history, play, speaker)
+    way = "continues" if turn.fork is None else "forks"
+    found.beside_template[f"{way}: {beside_template}"] += 1
+    cut = last.finish_reason != "stop"
+    roles = "+".join(dict.fromkeys(message["role"] for message in new))
+    kind = f"{roles}{' after a cut' if cut else ''}"
+    if speaker.renderer is not None:
+        bridge = _bridge(speaker, last, new, play)
+        if bridge is None and turn.fork is None:
+            told = f"renders anew, ours continues ({beside_template})"
+        elif bridge is None:
+            told = f"both render anew ({beside_template})"
+        elif turn.fork is not None:
+            told = f"bridges, ours forks ({turn.fork.value}; {beside_template})"
+        elif bridge == ours:
+            told = "equal"
+        else:
+            told = f"differs ({beside_template})"
+        found.beside_bridge[told] += 1
+        if told.startswith(("bridges", "differs")):
+            n = next((n for n, (a, b) in enumerate(zip(ours, bridge or [], strict=False)) if a != b), 0)
+            parts = [speaker.tokenizer.decode(ids[max(0, n - 8) :]) for ids in (ours, bridge or [])]
+            text = f"ours {parts[0]!r:.400} | theirs {parts[1]!r:.400}"
+            found.example(f"{told} [{kind}]", text)
+    if beside_template == "other":
+        whole = speaker.render(history, play.tools, opening=True)
+        text = speaker.tokenizer.decode(ours)
+        n = next((n for n, (a, b) in enumerate(zip(text, whole, strict=False)) if a != b), min(len(text), len(whole)))
+        around = slice(max(0, n - 60), n + 160)
+        found.example(f"template {way} [{kind}]", f"ours {text[around]!r} | template {whole[around]!r}")
+
+
+def _bridge(speaker: Speaker, last: Turn, new: list[Message], play: Play) -> list[int] | None:
+    how: Any = {"tools": _for_renderer(play.tools)}
+    new = speaker.fitted([{"role": "user"}, *new])[1:]
+    made = speaker.renderer.bridge_to_next_turn(last.prompt_ids.tolist(), last.response_ids.tolist(), new, **how)
+    return None if made is None else [*getattr(made, "token_ids", made)]
+
+
+def _for_renderer(tools: Any) -> Any:
+    return tools
+
+
+_ORDER = ["same", "blanks", "opening", "cut", "thinking", "sampled", "reminder", "other", "refused"]
+"""How a prompt stands to the template's rendering of the true history, the worst of its answers counts: the same;
+white space and empty blocks within sampled answers; what opens an answer, which some templates write only before one
+that is there, or only before one to come; an answer that was cut; thinking that the template leaves out;
+something else within sampled answers; a later system message that the template would refuse, drop or move, and that
+stands elsewhere than as a user's; something else; the template refuses the history."""
+
+
+def _beside_template(turns: list[Turn], at: int, history: list[Message], play: Play, speaker: Speaker) -> str:
+    try:
+        whole = speaker.render(history, play.tools, opening=True)
+    except Exception:
+        return "refused"
+    ours = turns[at].prompt_ids.tolist()
+    if speaker.tokenizer.decode(ours) == whole:
+        return "same"
+    if squash(speaker.tokenizer.decode(ours)) == squash(whole):
+        return "blanks"
+    pattern, sampled, done = "", [], 0
+    for turn in turns[:at]:
+        start, end = turn.length - len(turn.response_ids), turn.length
+        if start >= done and ours[:end] == turn.token_ids.tolist():
+            between = speaker.tokenizer.decode(ours[done:start])
+            pattern += re.escape(between.removesuffix(speaker.opened)) + "(.*?)"
+            sampled.append(turn)
+            done = end - (turn.finish_reason == "stop")
+    fits = re.fullmatch(pattern + re.escape(speaker.tokenizer.decode(ours[done:])), whole, re.DOTALL)
+    if fits is None:
+        return "reminder" if speaker.moved(history) else "other"
+    ways = [_way(turn, written, speaker) for turn, written in zip(sampled, fits.groups(), strict=True)]
+    return max(ways, key=_ORDER.index, default="other")
+
+
+def _way(turn: Turn, written: str, speaker: Speaker) -> str:
+    stopped = turn.finish_reason == "stop"
+    said = speaker.tokenizer.decode(turn.response_ids.tolist()[: -1 if stopped else None])
+    if speaker.opened + said == written:
+        return "same"
+    if squash(speaker.opened + said) == squash(written):
+        return "blanks"
+    if squash(said) == squash(written.removeprefix(speaker.header)):
+        return "opening"
+    said = speaker.opened + said
+    if not stopped:
+        return "cut"
+    return (
+        "thinking" if squash(said.rpartition("</think>")[2]) == squash(written.rpartition("</think>")[2]) else "sampled"
+    )
+
+
+def _echoed(served: Message, echo: bool) -> Message:
+    kept = ("role", "content", "tool_calls", *(("reasoning_content",) if echo else ()))
+    return {name: served[name] for name in kept if served.get(name) is not None}
+
+
+def _with_ids(new: list[Message], ids: list[str]) -> list[Message]:
+    left = iter(ids)
+    return [{**message, "tool_call_id": next(left)} if message["role"] == "tool" else message for message in new]
+
+
+def _misread(served: Message, true: Message) -> str:
+    """Which parts of an answer were served as others than the model wrote them; white space does not count."""
+    wrong = []
+    if (served.get("reasoning_content") or "").strip() != (true.get("reasoning_content") or "").strip():
+        wrong.append("thinking")
+    if (served.get("content") or "").strip() != true["content"].strip():
+        wrong.append("content")
+    calls = [
+        (call["function"]["name"], json.loads(call["function"]["arguments"])) for call in served.get("tool_calls") or ()
+    ]
+    if calls != [(call["function"]["name"], call["function"]["arguments"]) for call in true.get("tool_calls", ())]:
+        wrong.append("calls")
+    return " and ".join(wrong)
+
+
+# -- the table --------------------------------------------------------------------------------------------------------
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--templates", type=Path, required=True, help="directory of NAME.jinja")
+    parser.add_argument("--models", nargs="*", default=[], choices=[*MODELS, []])
+    parser.add_argument("--conversations", type=int, default=500)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--show", type=int, default=0, help="examples of each difference")
+    options = parser.parse_args()
+    rows, models = [], [MODELS[name] for name in options.models] or there(options.templates)
+    for model in models:
+        found = compared(model, options.templates, options.conversations, seed=options.seed)
+        rows.append(row(model, found))
+        print("…", *rows[-1], sep=" | ", file=sys.stderr, flush=True)
+        _show(found, options)
+    print(markdown("Continuations beside renderers and the template", COLUMNS, rows))
+    return 0
+
+
+COLUMNS = ["model", "conversations", "prompts after an answer", "continued", "forks", "beside the template"]
+COLUMNS += ["beside its renderer", "parts misread", "refused"]
+
+
+def row(model: Published, found: Found) -> list[str]:
+    continued = sum(n for way, n in found.beside_template.items() if way.startswith("continues"))
+    return [
+        model.name,
+        f"{found.conversations}",
+        f"{found.boundaries}",
+        f"{continued}",
+        _counts(found.forks),
+        _counts(found.beside_template),
+        _counts(found.beside_bridge) if model.renderer else "no renderer",
+        _counts(found.misread),
+        _counts(found.refused + found.unplayable),
+    ]
+
+
+def _counts(counter: Counter[str]) -> str:
+    return ", ".join(f"{name} {n}" for name, n in counter.most_common())
+
+
+def _show(found: Found, options: Namespace) -> None:
+    for kind, texts in found.examples.items() if options.show else ():
+        print(f"  {kind}: {len(texts)}", file=sys.stderr)
+        for text in texts[: options.show]:
+            print(f"      {text}", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
