@@ -1,5 +1,5 @@
 """OpenAI's tools that are declared by type: calls of those that the client runs come back in the items that its package
-reads, a server's are left out and counted, all others refused by name; custom tools, and the only tools to be called."""
+reads, a server's are left out and counted, all others refused by name; custom tools, and the only tools to call."""
 
 from __future__ import annotations
 
