@@ -297,7 +297,11 @@ class _Run:
         self._claim(where, about, **{name: record.get(name) for name in ("rollout/reward_mean", "weights/version")})
         samples = [sample for line in self.batches[iteration] for sample in line["samples"]]
         tokens = sum(sample[2] for sample in samples)
-        found = {"train/tokens_trained": tokens, "rollout/tokens_under_mask": tokens, "train/samples": len(samples)}
+        found: dict[str, float] = {
+            "train/tokens_trained": tokens,
+            "rollout/tokens_under_mask": tokens,
+            "train/samples": len(samples),
+        }
         found["train/rollouts"] = sum(len(line["rollouts"]) for line in self.batches[iteration])
         before = self.versions.get(iteration - 1, "0")
         policy = int(before) if before.isdecimal() else 0

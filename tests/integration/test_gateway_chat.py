@@ -287,7 +287,7 @@ def test_a_template_that_drops_thinking_forks_as_that() -> None:
         message = ask(case).choices[0].message
         assert message.content == "Fine."
         ask(case, [*HELLO, {"role": "assistant", "content": "Fine."}, {"role": "user", "content": "And?"}])
-        assert case.turns[1].fork is ForkReason.TEMPLATE
+        assert case.turns[1].fork is ForkReason.DROPPED_THINKING
         trained_once(case.turns, case.segments)
 
 
