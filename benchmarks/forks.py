@@ -30,7 +30,7 @@ from typing import Any
 import httpx
 
 from benchmarks.agl1_server import markdown
-from benchmarks.oracle import Said, Speaker
+from benchmarks.answers import Said, Speaker
 from benchmarks.published import MODELS, Published, there, tokenizer_of
 from benchmarks.scripted_gateway import Rollout, ScriptedGateway, scripted_gateway
 

@@ -52,6 +52,6 @@ def test_prompts_beside_the_template_and_its_renderer(model: Published, template
     assert found.boundaries >= CONVERSATIONS
     assert not found.misread
     assert not found.refused
-    assert not {way for way in found.beside_template if way.endswith((": other", ": sampled", ": refused"))}
+    assert not {way for way in found.beside_template if way.endswith((": sampled", ": refused"))}
     apart = {way for way in found.beside_bridge if way.startswith(("bridges", "differs"))}
     assert not apart or (model.name in DIFFERS and not any(way.startswith("bridges") for way in apart)), found.examples
