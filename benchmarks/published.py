@@ -122,7 +122,9 @@ class _Asked:
         return getattr(self._tokenizer, name)
 
     def encode(self, text: str, **how: Any) -> list[int]:
-        if _MARKERS.fullmatch(text) or ("｜" in text and len(text.split()) == 1):  # DeepSeek's are looked up in this way
+        if _MARKERS.fullmatch(text) or (
+            "｜" in text and len(text.split()) == 1
+        ):  # DeepSeek's are looked up in this way
             self.convert_tokens_to_ids(text)
         return self._tokenizer.encode(text, **how)
 

@@ -42,6 +42,8 @@ def test_a_group_renders_its_prompt_once_and_its_members_go_their_own_ways(count
     plain: Any = chat_tokenizer("anthropic", "chatml")
     alone = ChatContext(template=ChatTemplate(tokenizer=plain), messages=QUESTION)
     members = [ChatContext(template=template, messages=QUESTION) for _ in range(4)]
+    assert not template.opens_thinking  # a probe, once per template
+    counting.rendered = 0
     prompts = [member.prompt_ids() for member in members]
     assert counting.rendered == 2  # with the opening of an answer and without
     assert prompts == [alone.prompt_ids()] * 4
