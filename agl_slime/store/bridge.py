@@ -25,6 +25,7 @@ from typing import Any, get_args
 
 from agl_slime.store.collections import BridgeCollections, WatchList, do_not_measure, share_field_sets
 from agl_slime.store.retention import Retention, StoreUsage, estimate_span_bytes
+from agl_slime.store.sendable import check_sendable
 from agl_slime.support.agl import (
     Attempt,
     AttemptedRollout,
@@ -94,6 +95,8 @@ class BridgeStore(InMemoryLightningStore):
         self._next_worker_check = 0.0
         self._judged_dead: dict[str, float] = {}  # worker id -> the heartbeat after which it was judged
         self._gone: set[str] = set()  # runners that will not come back
+        self.served = False
+        """Whether other processes read the store: tasks must then be JSON."""
 
     # -- ends ---------------------------------------------------------------------------------------------------------
 
@@ -126,6 +129,19 @@ class BridgeStore(InMemoryLightningStore):
         with self.collections.lock:
             self.collections.unqueue(rollout_id)
             return await self.start_attempt(rollout_id, worker_id)
+
+    async def enqueue_rollout(self, input: Any, *args: Any, **kwargs: Any) -> Rollout:
+        """As Agent Lightning's. Raises ``ConfigError`` for a task that cannot be sent to another process."""
+        if self.served:
+            check_sendable(input)
+        return await super().enqueue_rollout(input, *args, **kwargs)
+
+    async def enqueue_many_rollouts(self, rollouts: Sequence[EnqueueRolloutRequest]) -> Sequence[Rollout]:
+        """As Agent Lightning's. Raises ``ConfigError`` for a task that cannot be sent to another process."""
+        if self.served:
+            for task in {id(request.input): request.input for request in rollouts}.values():
+                check_sendable(task)
+        return await super().enqueue_many_rollouts(rollouts)
 
     async def enqueue_as(self, request: EnqueueRolloutRequest, *, rollout_id: str | None) -> Rollout:
         """Enqueue under an id of the caller's, which must be new; ``None`` takes one of Agent Lightning's."""

@@ -103,6 +103,7 @@ class StoreService:
         if self._unsubscribe is not None:
             raise ConfigError("the store service was started already")
         self._unsubscribe = self._store.subscribe_finished(self._take)
+        self._store.served = True
         launcher = self._server.server_launcher
         launcher.serve_context = _cutting_stalled(lambda: launcher._uvicorn_server, self._stalled_s)
         run_blocking(self._server.start())
@@ -113,6 +114,7 @@ class StoreService:
         if self._unsubscribe is None:
             return
         self._unsubscribe()
+        self._store.served = False
         self._unsubscribe = None
         self.feed.close()
         self.cancellations.close()

@@ -1,0 +1,69 @@
+"""Tasks that JSON cannot hold are refused by a store that other processes read, and not changed or retried for ever."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from agl_slime.errors import ConfigError
+from agl_slime.store.bridge import BridgeStore
+from agl_slime.store.client import RemoteStore
+from agl_slime.store.sendable import check_sendable
+from agl_slime.store.server import StoreService
+from agl_slime.support.agl import EnqueueRolloutRequest
+from agl_slime.support.threads import run_in_thread
+
+ODD = [
+    ({"a": [1, {"b": float("nan")}]}, r"task\['a'\]\[1\]\['b'\] is nan"),
+    ({"a": float("-inf")}, r"task\['a'\] is -inf"),
+    ({"a": "half \ud83d"}, r"task\['a'\] is 'half"),
+    ({"\ud83d": 1}, "a key of task is"),
+    ({"a": object()}, r"task\['a'\] is <object object"),
+]
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
+    lambda inside: st.lists(inside, max_size=4) | st.dictionaries(st.text(), inside, max_size=4),
+    max_leaves=12,
+)
+
+
+@pytest.mark.parametrize(("task", "message"), ODD)
+async def test_a_task_that_json_cannot_hold_is_refused_where_others_read(task: Any, message: str) -> None:
+    store = BridgeStore()
+    await store.enqueue_rollout(input=task)  # this process takes it as it is
+    service = StoreService(store=store)
+    await run_in_thread(service.start)
+    try:
+        for enqueue in (
+            store.enqueue_rollout(input=task),
+            store.enqueue_many_rollouts([EnqueueRolloutRequest(input=task)]),
+        ):
+            with pytest.raises(ConfigError, match=message):
+                await enqueue
+    finally:
+        await run_in_thread(service.stop)
+    await store.enqueue_rollout(input=task)
+
+
+async def test_large_integers_and_texts_of_nan_reach_other_processes() -> None:
+    task = {"n": 10**30, "text": "NaN, Infinity", "emoji": "😀"}
+    store = BridgeStore()
+    service = StoreService(store=store)
+    await run_in_thread(service.start)
+    remote = RemoteStore(service.url)
+    try:
+        await store.enqueue_rollout(input=task)
+        rollout = await remote.dequeue_rollout(worker_id="worker")
+        assert rollout is not None
+        assert rollout.input == task
+    finally:
+        await remote.close()
+        await run_in_thread(service.stop)
+
+
+@given(task=JSON, text=st.sampled_from(["NaN", "Infinity", "-Infinity"]))
+def test_json_is_never_refused(task: Any, text: str) -> None:
+    check_sendable({"task": task, text: [text, task]})
