@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from agl_slime.evaluation.samples import Sampling
 
 _OF_A_RUN = ("agent", "max_new_tokens", "temperature", "max_turns", "multi_turn_scheduler", "rollout_timeout", "seed")
+_OF_A_RUN += ("chat_template_kwargs", "later_systems")
 _OF_AN_ENVIRONMENT = ("env_tasks", "env_eval_split", "env_workers", "env_arguments", "env_model")
 _OF_AN_ENVIRONMENT += ("trained_models", "untrained_models")
 _FIXED = ("models", "agent", "tasks", "k", "seed", "temperature", "max_new_tokens")
@@ -68,6 +69,8 @@ class EvalConfig:
     """Sampling temperature; 0 is greedy."""
     max_new_tokens: int | None = None
     """Most tokens of one answer."""
+    chat_template_kwargs: str | None = None
+    """Arguments of the model's chat template, as a JSON object; by default the run's."""
     max_concurrent: int = 256
     """Rollouts in flight."""
     rollout_timeout: float | None = None
@@ -169,6 +172,7 @@ async def run_evaluation(config: EvalConfig, *, console: Console | None = None) 
         "tasks": hashlib.blake2b(dump(tasks), digest_size=8).hexdigest(),
         "k": config.k,
         "seed": settings.seed,
+        **settings.template,
         **ready.sampling,
         "sglang_url": config.sglang_url and shown_url(config.sglang_url),
     }

@@ -22,7 +22,7 @@ pytest.importorskip("torch", reason='the engine needs torch: pip install "agl-sl
 
 from agl_slime.errors import ConfigError
 from agl_slime.report.files import iter_jsonl
-from agl_slime.run.evaluate import EvalConfig, run_evaluation
+from agl_slime.run.evaluate import EvalConfig, prepare, run_evaluation
 
 AGENTS = '''
 from agl_slime.demo.agent import LookupAgent
@@ -146,6 +146,19 @@ def test_a_changed_reward_or_template_is_another_evaluation(
     (model / "model.safetensors").write_bytes(weights)
     os.utime(model / "model.safetensors", ns=(before.st_atime_ns, before.st_mtime_ns))
     assert again()[2] == 5
+
+
+async def test_template_arguments_of_the_run_are_those_of_its_evaluation(
+    policy_dir: Path, tmp_path: Path, picky: dict[str, Any]
+) -> None:
+    shutil.copytree(policy_dir, tmp_path / "run" / "model")
+    settings = {"chat_template_kwargs": '{"preserve_thinking": true}', "later_systems": "first"}
+    (tmp_path / "run" / "config.json").write_text(json.dumps(settings))
+    ready = await prepare(EvalConfig(models=(tmp_path / "run",), **picky))
+    expected = {"chat_template_kwargs": {"preserve_thinking": True}, "later_systems": "first"}
+    assert ready.settings.template == expected
+    ready = await prepare(EvalConfig(models=(tmp_path / "run",), chat_template_kwargs='{"a": 1}', **picky))
+    assert ready.settings.template == {**expected, "chat_template_kwargs": {"a": 1}}
 
 
 def test_a_password_in_an_address_is_used_and_not_written(
