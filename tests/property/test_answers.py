@@ -67,6 +67,7 @@ def sayable(kind: str, listed: list[tuple[str, dict[str, Any]]]) -> bool:
         isinstance(value, str) and value != value.strip() for _, each in listed for value in each.values()
     ):
         return False
+    said += said.replace('\\"', '"')  # a mark with a quote, in a value within a value
     return not any(mark in said for mark in ENDS.get(kind, ()))
 
 
