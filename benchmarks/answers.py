@@ -175,6 +175,8 @@ class Speaker:
             {"role": "assistant", "content": "yes", "reasoning_content": "REASON"}
         )
         self.parallel = not self._refused([_QUESTION, self._with_text(_example(model, 2))])
+        mixed = {**self._with_text(call), "content": "yes", "reasoning_content": "REASON"}
+        self._content_beside = not self._refused([_QUESTION, mixed])
         later = [{"role": "user", "content": "FIRST"}, {"role": "system", "content": "LATER"}, _QUESTION]
         text = "" if self._refused(later) else self.render(later, None, opening=False)
         self._later_systems = 0 <= text.find("FIRST") < text.find("LATER")
@@ -198,6 +200,8 @@ class Speaker:
 
     def sampled(self, said: Said) -> Sampled:
         calls = bool(said.message.get("tool_calls"))
+        if calls and not self._content_beside and said.message.get("reasoning_content"):
+            said.message["content"] = ""
         text = self._answer(said.message)
         stop = self.model.stop(calls)
         for end in self._stops:

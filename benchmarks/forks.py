@@ -70,7 +70,8 @@ class Line:
     tools: list[Message]
 
     def said(self, *, calls: int = 0) -> Said:
-        """The next answer; with ``calls`` calls of the first tool."""
+        """The next answer; with ``calls`` calls of the first tool, one where the template writes no more."""
+        calls = calls if self.speaker.parallel else min(calls, 1)
         message: Message = {"role": "assistant", "content": "" if calls and self.rng.random() < 0.5 else self.text()}
         message["reasoning_content"] = self.text(3)
         if calls:

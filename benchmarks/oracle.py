@@ -205,19 +205,28 @@ def _beside_template(turns: list[Turn], at: int, history: list[Message], play: P
         return "same"
     if squash(speaker.tokenizer.decode(ours)) == squash(whole):
         return "blanks"
-    pattern, sampled, done = "", [], 0
+    pieces, sampled, done = [], [], 0
     for turn in turns[:at]:
         start, end = turn.length - len(turn.response_ids), turn.length
         if start >= done and ours[:end] == turn.token_ids.tolist():
             between = speaker.tokenizer.decode(ours[done:start])
-            pattern += re.escape(between.removesuffix(speaker.opened)) + "(.*?)"
+            pieces.append(between.removesuffix(speaker.opened))
             sampled.append(turn)
             done = end - (turn.finish_reason == "stop")
-    fits = re.fullmatch(pattern + re.escape(speaker.tokenizer.decode(ours[done:])), whole, re.DOTALL)
+    pieces.append(speaker.tokenizer.decode(ours[done:]))
+    fits, ways = _between(pieces, whole), ["same"]
+    if fits is None:  # white space in answers of earlier turns, which the prompt has as the template writes them
+        fits, ways = _between([*map(squash, pieces)], squash(whole)), ["blanks"]
     if fits is None:
         return "reminder" if speaker.moved(history) else "other"
-    ways = [_way(turn, written, speaker) for turn, written in zip(sampled, fits.groups(), strict=True)]
-    return max(ways, key=_ORDER.index, default="other")
+    ways += [_way(turn, written, speaker) for turn, written in zip(sampled, fits, strict=True)]
+    return max(ways, key=_ORDER.index)
+
+
+def _between(pieces: list[str], whole: str) -> tuple[str, ...] | None:
+    """What ``whole`` has between ``pieces``; ``None`` where it is not made of them."""
+    fits = re.fullmatch("(.*?)".join(map(re.escape, pieces)), whole, re.DOTALL)
+    return fits and fits.groups()
 
 
 def _way(turn: Turn, written: str, speaker: Speaker) -> str:

@@ -76,7 +76,8 @@ _MODELS = [
     _model("deepseek-v3.2", "", *_DEEPSEEK, bos=_DEEPSEEK_BOS),
     _model("deepseek-v4", "deepseek-v4", *_DEEPSEEK, bos=_DEEPSEEK_BOS),
     _model("minimax-m2", "minimax-m2", "[e~["),
-    _model("gpt-oss", "gpt-oss", "<|return|>", "<|call|>", bos="<|startoftext|>"),
+    # its renderer fetches a vocabulary of its own and takes no other
+    _model("gpt-oss", "", "<|return|>", "<|call|>", bos="<|startoftext|>"),
     _model("nemotron-3-nano", "nemotron-3"),
     _model("nemotron-3-super", "nemotron-3"),
     _model("nemotron-3-ultra", "nemotron-3-ultra"),

@@ -235,7 +235,7 @@ class ChatTemplate:
         if places is not None and (bare == answer or self.render([*before, bare], opening=False) != alone):
             begin, end, after = places
             return Addition(after, rendered.opening or "", alone[begin:end], rendered)
-        return Rewritten(drops_thinking=self._drops_thinking(before, bare, written))
+        return Rewritten(drops_thinking=self._drops_thinking([*before, answer], new, written))
 
     def _places(self, written: str, alone: str, asked: str, said: Said) -> tuple[int, int, str] | None:
         """Where an answer begins and ends in ``alone``, the rendering that ends with it, and what ``written`` says
@@ -245,6 +245,8 @@ class ChatTemplate:
         if begin is None:
             return None
         body, mark = self._without_end(alone, said.stop_text)
+        if not mark and not said.stop_text and (mark := self._end_not_sampled(alone, said.text)):
+            body = alone.removesuffix(mark)
         if not said.closed and said.thinking and not said.stop_text and (cut := body.rfind(said.thinking, begin)) >= 0:
             body, mark = body[: cut + len(said.thinking)], ""  # the template closes the thinking
         if mark and (end := end_of_same(written, body + mark, done)) is not None:
@@ -265,14 +267,20 @@ class ChatTemplate:
                 return text.removesuffix(mark), mark
         return alone, ""
 
-    def _drops_thinking(self, before: Sequence[Message], bare: Message, written: str) -> bool:
-        """Whether ``written`` is the history without its thinking."""
-        without = [*map(self.fields.without_thinking, before), bare]
+    def _end_not_sampled(self, alone: str, text: str) -> str:
+        """The token that ends an answer with calls in a rendering, where ``text`` was cut before it."""
+        ends = (token for token in self._added_tokens if alone.endswith(token) and token not in text)
+        return max(ends, key=len, default="")
+
+    def _drops_thinking(self, history: Sequence[Message], new: Sequence[Message], written: str) -> bool:
+        """Whether ``written`` is what the template writes of a history that has no thinking."""
+        without = [*map(self.fields.without_thinking, history)]
+        if without == [*history]:
+            return False
         try:
-            text = self.render(without, opening=False)
+            return end_of_same(written, self.render([*without, *new], opening=False)) is not None
         except PromptError:
             return False
-        return end_of_same(written, self._without_end(text, "")[0]) is not None
 
 
 class NoTemplate(ChatTemplate):

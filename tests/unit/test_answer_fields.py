@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 
+from agl_slime.tokens.conversation import ChatContext
+from agl_slime.tokens.forks import ForkReason
 from agl_slime.tokens.template import ChatTemplate
-from tests.gateway_cases import WEATHER
+from tests.conversations import answer
+from tests.gateway_cases import CALL, WEATHER
 from tests.trace_tokenizers import small_tokenizer
 
 # as Kimi's: a call is written by its id, which names the function
@@ -15,6 +20,23 @@ BY_ID = (
     "{% for c in m.tool_calls or [] %}<|tool_call_begin|>{{ c.id }}<|tool_call_argument_begin|>"
     "{{ c.function.arguments | tojson }}<|tool_call_end|>{% endfor %}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n<think>{% endif %}"
+)
+
+# as Gemma's: another token ends an answer with calls, and content is written behind them
+ENDS_CALLS = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n"
+    "{% for c in m.tool_calls or [] %}<tool_call>\n{{ c.function | tojson }}\n</tool_call>{% endfor %}"
+    "{{ m.content }}{{ '<|results|>' if m.tool_calls else '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+# as DeepSeek V4's: of thinking before the last question the end alone is written
+LEAVES_THE_END = (
+    "{% set ns = namespace(last=-1) %}"
+    "{% for m in messages %}{% if m.role == 'user' %}{% set ns.last = loop.index0 %}{% endif %}{% endfor %}"
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}"
+    "{% if loop.index0 > ns.last %}<think>{{ m.reasoning_content or '' }}{% endif %}</think>{% endif %}"
+    "{{ m.content }}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n<think>{% endif %}"
 )
 
 
@@ -41,3 +63,29 @@ def test_the_end_of_empty_thinking_is_no_content(calls: int) -> None:
     assert message["content"].strip() == "Let me see."
     assert "reasoning_content" not in message
     assert len(message.get("tool_calls", ())) == calls
+
+
+@pytest.mark.parametrize("rest", ["", "Then", '<tool_call>\n{"name": "wea'])
+def test_an_answer_that_was_cut_after_a_call_ends_as_the_template_ends_calls(rest: str) -> None:
+    tokenizer = copy.deepcopy(small_tokenizer(ENDS_CALLS))
+    tokenizer.add_tokens(["<|results|>"], special_tokens=True)
+    template = ChatTemplate(tokenizer=tokenizer, tools=[WEATHER])
+    context = ChatContext(template=template, messages=[{"role": "user", "content": "?"}])
+    first, generation = answer(context, tokenizer, CALL + rest, finish="length")
+    context.add({"role": "user", "content": "Go on."})
+    held = [*first, *generation.output_ids]
+    then = context.prompt_ids()
+    assert then[: len(held)] == held
+    assert tokenizer.decode(then[len(held) :]) == (
+        "<|results|><|im_start|>user\nGo on.<|im_end|>\n<|im_start|>assistant\n"
+    )
+
+
+def test_a_template_that_leaves_the_end_of_dropped_thinking_drops_thinking() -> None:
+    tokenizer = small_tokenizer(LEAVES_THE_END)
+    context = ChatContext(template=ChatTemplate(tokenizer=tokenizer), messages=[{"role": "user", "content": "?"}])
+    answer(context, tokenizer, "So Rome.</think>It is Rome.")
+    context.add({"role": "user", "content": "And then?"})
+    prompt, _ = answer(context, tokenizer, "So Oslo.</think>Oslo.")
+    assert "<|im_start|>assistant\n</think>It is Rome." in tokenizer.decode(prompt)
+    assert context.fork is ForkReason.DROPPED_THINKING
