@@ -174,7 +174,11 @@ class Speaker:
         self.thinks = not self._shut and "REASON" in self._answer(
             {"role": "assistant", "content": "yes", "reasoning_content": "REASON"}
         )
-        self.parallel = not self._refused([_QUESTION, self._with_text(_example(model, 2))])
+        several = [_QUESTION, self._with_text(_example(model, 2))]
+        one = [_QUESTION, self._with_text(call)]
+        self.parallel = not self._refused(several) and (
+            self._refused(one) or self.render(several, None, opening=False) != self.render(one, None, opening=False)
+        )
         mixed = {**self._with_text(call), "content": "yes", "reasoning_content": "REASON"}
         self._content_beside = not self._refused([_QUESTION, mixed])
         later = [{"role": "user", "content": "FIRST"}, {"role": "system", "content": "LATER"}, _QUESTION]
@@ -200,7 +204,7 @@ class Speaker:
 
     def sampled(self, said: Said) -> Sampled:
         calls = bool(said.message.get("tool_calls"))
-        if calls and not self._content_beside and said.message.get("reasoning_content"):
+        if calls and not self._content_beside:
             said.message["content"] = ""
         text = self._answer(said.message)
         stop = self.model.stop(calls)

@@ -79,7 +79,7 @@ class AnswerFields:
             parts = replace(reader, parser=None, tokenizer=None).read(text)
         calls = [_call(call.name, call.id, call.arguments) for call in parts.calls]
         message: Message = {"role": "assistant", "content": text}
-        if parts.reasoning is not None and self.thinking is not None:
+        if self.thinking is not None and (parts.reasoning is not None or reader.channels):
             message["content"] = parts.content
             if parts.reasoning:  # an empty block is none
                 message[self.thinking] = parts.reasoning

@@ -22,9 +22,14 @@ CONVERSATIONS = 20
 DIFFERS = {
     "qwen3.8": "it closes thinking that was cut without the template's line ends",
     "deepseek-v3": "it closes results of tools before a user's message, which the template leaves open",
+    "hunyuan-3": "it leaves calls open in an answer that was cut after one",
+    "gemma-4": "it ends an answer that was cut after a call as one without calls",
     "laguna-xs.2": "it writes no line end after an answer",
     "laguna-xs-2.1": "it writes no line end after an answer",
 }
+
+# Whose history the template moves, so that this package forks where the renderer goes on.
+FORKS = {"gemma-4": "content beside calls is written behind their results"}
 
 
 @pytest.fixture(scope="module")
@@ -53,5 +58,6 @@ def test_prompts_beside_the_template_and_its_renderer(model: Published, template
     assert not found.misread
     assert not found.refused
     assert not {way for way in found.beside_template if way.endswith((": sampled", ": refused"))}
-    apart = {way for way in found.beside_bridge if way.startswith(("bridges", "differs"))}
-    assert not apart or (model.name in DIFFERS and not any(way.startswith("bridges") for way in apart)), found.examples
+    ways = {way.partition(" ")[0].rstrip(",") for way in found.beside_bridge}
+    assert "differs" not in ways or model.name in DIFFERS, found.examples
+    assert "bridges" not in ways or model.name in FORKS, found.examples

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import pytest
 
@@ -37,6 +38,17 @@ LEAVES_THE_END = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}"
     "{% if loop.index0 > ns.last %}<think>{{ m.reasoning_content or '' }}{% endif %}</think>{% endif %}"
     "{{ m.content }}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n<think>{% endif %}"
+)
+
+# as gpt-oss's: marks of channels in content are refused
+CHANNELS = (
+    "{% for m in messages %}<|start|>{{ m.role }}{% if m.role == 'assistant' %}"
+    "{% if '<|message|>' in m.content %}{{ raise_exception('channels in content') }}{% endif %}"
+    "{% if m.thinking and loop.last %}<|channel|>analysis<|message|>{{ m.thinking }}<|end|>"
+    "<|start|>assistant{% endif %}"
+    "<|channel|>final{% endif %}<|message|>{{ m.content }}"
+    "{{ '<|return|>' if m.role == 'assistant' and loop.last and not add_generation_prompt else '<|end|>' }}"
+    "{% endfor %}{% if add_generation_prompt %}<|start|>assistant{% endif %}"
 )
 
 
@@ -89,3 +101,19 @@ def test_a_template_that_leaves_the_end_of_dropped_thinking_drops_thinking() -> 
     prompt, _ = answer(context, tokenizer, "So Oslo.</think>Oslo.")
     assert "<|im_start|>assistant\n</think>It is Rome." in tokenizer.decode(prompt)
     assert context.fork is ForkReason.DROPPED_THINKING
+
+
+@pytest.mark.parametrize("how", [{"stop": "<|return|>"}, {"finish": "length"}])
+def test_an_answer_in_a_channel_is_content_without_its_marks(how: Any) -> None:
+    tokenizer = copy.deepcopy(small_tokenizer(CHANNELS))
+    tokenizer.add_tokens(["<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|return|>"], special_tokens=True)
+    context = ChatContext(template=ChatTemplate(tokenizer=tokenizer), messages=[{"role": "user", "content": "?"}])
+    answer(context, tokenizer, "<|channel|>final<|message|>Rome.", **how)
+    context.add({"role": "user", "content": "And then?"})
+    prompt, _ = answer(context, tokenizer, "<|channel|>final<|message|>Oslo.", **how)
+    assert context.fork is None
+    end = how.get("stop", "<|end|>")
+    assert tokenizer.decode(prompt) == (
+        f"<|start|>user<|message|>?<|end|><|start|>assistant<|channel|>final<|message|>Rome.{end}"
+        "<|start|>user<|message|>And then?<|end|><|start|>assistant"
+    )
