@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import functools
 import marshal
+import re
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -235,7 +236,7 @@ class ChatTemplate:
         if places is not None and (bare == answer or self.render([*before, bare], opening=False) != alone):
             begin, end, after = places
             return Addition(after, rendered.opening or "", alone[begin:end], rendered)
-        return Rewritten(drops_thinking=self._drops_thinking([*before, answer], new, written))
+        return Rewritten(drops_thinking=self._drops_thinking(before, bare, written))
 
     def _places(self, written: str, alone: str, asked: str, said: Said) -> tuple[int, int, str] | None:
         """Where an answer begins and ends in ``alone``, the rendering that ends with it, and what ``written`` says
@@ -272,15 +273,15 @@ class ChatTemplate:
         ends = (token for token in self._added_tokens if alone.endswith(token) and token not in text)
         return max(ends, key=len, default="")
 
-    def _drops_thinking(self, history: Sequence[Message], new: Sequence[Message], written: str) -> bool:
-        """Whether ``written`` is what the template writes of a history that has no thinking."""
-        without = [*map(self.fields.without_thinking, history)]
-        if without == [*history]:
-            return False
+    def _drops_thinking(self, before: Sequence[Message], bare: Message, written: str) -> bool:
+        """Whether ``written`` is the history without its thinking, of which marks may stay."""
+        without = [*map(self.fields.without_thinking, before), bare]
         try:
-            return end_of_same(written, self.render([*without, *new], opening=False)) is not None
+            text = self.render(without, opening=False)
         except PromptError:
             return False
+        marks = re.compile("|".join(map(re.escape, self.fields.marks)))
+        return end_of_same(marks.sub("", written), marks.sub("", self._without_end(text, "")[0])) is not None
 
 
 class NoTemplate(ChatTemplate):

@@ -154,7 +154,10 @@ class History:
         written = squash(template.render(messages, opening=True))
         if self.stands and written.startswith(squash(self.text)):
             return {None}
-        return {ForkReason.DROPPED_THINKING if written.startswith(squash(self.bare)) else ForkReason.TEMPLATE}
+        marks = re.compile("|".join(map(re.escape, template.fields.marks)))  # some stay where thinking is dropped
+        unmarked = squash(marks.sub("", template.render(messages, opening=True)))
+        dropped = unmarked.startswith(squash(marks.sub("", self.bare)))
+        return {ForkReason.DROPPED_THINKING if dropped else ForkReason.TEMPLATE}
 
 
 @pytest.mark.parametrize("model", MODELS)
