@@ -239,4 +239,4 @@ def test_a_reward_that_holds_the_lock_is_named_and_ends(
         code, took = run.end()
         assert code == -signal.SIGKILL
         assert took < WITHIN_S
-        assert gone([*children, *watchers], 1.0)
+        assert gone([*children, *watchers], 10.0)
