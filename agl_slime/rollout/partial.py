@@ -124,16 +124,20 @@ class PartialRollouts:
             ]
         path.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
 
-    def load(self, path: Path, *, admitted: Collection[str] | None = None) -> None:
-        """Take up what ``save`` has written; without a file there is nothing. ``admitted`` are the instances whose
-        groups keep their age over the restart (``None``: all): those of others, which had been dropped, begin anew, and
-        old tokens would be staler than their new age says. Raises ``ConfigError``."""
+    def load(self, path: Path, *, admitted: Collection[str] | None = None, version: str = "") -> None:
+        """Resume from a file of ``save``; a missing file is an empty one. Raises ``ConfigError``.
+
+        ``admitted`` are the instances whose groups keep their age over the restart (``None``: all). Groups of other
+        instances are admitted again, by the weights of ``version``: they were dropped before the checkpoint, or begun
+        while it was written. Their tokens of older weights would be staler than their new age, and are left out.
+        """
         kept: dict[str, deque[list[_Call]]] = defaultdict(deque)
         try:
             for line in path.read_text().splitlines() if path.exists() else ():
                 told = json.loads(line)
-                if admitted is None or told["instance_id"] in admitted:
-                    kept[told["instance_id"]].append([_Call(call["key"], _generation(call)) for call in told["calls"]])
+                calls = [_Call(call["key"], _generation(call)) for call in told["calls"]]
+                if admitted is None or told["instance_id"] in admitted or _sampled_by(calls) <= {version}:
+                    kept[told["instance_id"]].append(calls)
         except (OSError, ValueError, TypeError, KeyError, TraceError) as error:
             raise ConfigError(f"{path} cannot be read: {spell_exception(error)}") from error
         with self._changed:
@@ -161,6 +165,11 @@ class PartialRollouts:
             call.generation = generation or call.generation
             call.told, call.running = True, running
             self._changed.notify_all()
+
+
+def _sampled_by(calls: Sequence[_Call]) -> set[str]:
+    """The weight versions of all tokens of these calls."""
+    return {span.version for call in calls if call.generation for span in call.generation.weight_versions}
 
 
 class _KeepingClient:

@@ -168,7 +168,7 @@ async def run_training(
         source.set_version(start.version, named=True)  # it was pushed above
         partial = PartialRollouts()
         if checkpoint is not None:
-            partial.load(checkpoint.partial, admitted=start.admitted)
+            partial.load(checkpoint.partial, admitted=start.admitted, version=start.version)
         if isinstance(parts.agent, SGLangLitAgent):  # others, and those in other processes, begin again
             parts.agent.partial = partial if config.runners == "inproc" else None
 

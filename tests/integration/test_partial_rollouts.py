@@ -132,6 +132,20 @@ async def test_tokens_of_a_group_whose_age_is_lost_are_sampled_again(tmp_path: P
         assert versions == {"7": {"2"}, "8": {"0"}}
 
 
+async def test_tokens_of_a_group_begun_while_a_checkpoint_was_written_are_kept(tmp_path: Path) -> None:
+    """Its instance is not in the checkpoint; the weights that sampled it are, and admit it again."""
+    async with Counting().engine(weight_version="3") as engine, SGLangClient(base_url=engine.url) as client:
+        partial = PartialRollouts()
+        await partial.client(client, rollout("a", "9")).generate([5, 9], SAMPLING)
+        await asyncio.to_thread(partial.save, tmp_path / "partial", base_url=engine.url)
+        calls = engine.calls["/generate"]
+        for version, again in (("3", 0), ("4", 1)):
+            later = PartialRollouts()
+            later.load(tmp_path / "partial", admitted={"8": 0}, version=version)
+            await later.client(client, rollout("b", "9")).generate([5, 9], SAMPLING)
+            assert engine.calls["/generate"] == calls + again
+
+
 async def test_what_has_not_begun_again_is_kept_by_the_next_checkpoint_too(tmp_path: Path) -> None:
     async with Counting().engine() as engine, SGLangClient(base_url=engine.url) as client:
         first, said = PartialRollouts(), {}
