@@ -141,7 +141,9 @@ class Audit:
         n = rng.choice((1, 1, 1, 2))
         before = len(self.engine.asked)
         for at, message in enumerate(await self.ask(self._resent(conversation.messages), n=n)):
-            branch = Conversation([*conversation.messages, message], turn=before + at)
+            # an answer that continues a message, sent back as a message of its own, is an edit
+            whole = conversation.messages[-1]["role"] != "assistant"
+            branch = Conversation([*conversation.messages, message], turn=before + at, intact=whole)
             if conversation.turn is not None and conversation.intact:
                 self.continued[before + at] = conversation.turn
             self.conversations.append(branch)
