@@ -107,11 +107,11 @@ def _conversation(
         write("(the agent declares no tools, so that the model has none here)")
     if (first := _asked(read, "you: ")) is None:
         return None
-    told: Any = agent
-    told.scheduler, told.max_turns = _Person(read, write), None
-    told.build_prompt = lambda task: task["messages"]
-    told.run = SGLangLitAgent.run.__get__(agent)
-    told.score = _no_score
+    person_agent: Any = agent
+    person_agent.scheduler, person_agent.max_turns = _Person(read, write), None
+    person_agent.build_prompt = lambda task: task["messages"]
+    person_agent.run = SGLangLitAgent.run.__get__(agent)
+    person_agent.score = _no_score
     return {"messages": [*system, {"role": "user", "content": first}]}
 
 

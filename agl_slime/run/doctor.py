@@ -97,14 +97,14 @@ def _gpu() -> Line:
 
 def _packages() -> Iterator[Line]:
     yield Line("ok", "agl-slime", version_of("agl-slime") or "a checkout that is not installed")
-    found = version_of("agentlightning")
-    if found is None:
+    version = version_of("agentlightning")
+    if version is None:
         yield Line("FAIL", "Agent Lightning", 'not installed: pip install "agentlightning>=0.3,<1"')
-    elif int(found.partition(".")[0]) >= 1:
+    elif int(version.partition(".")[0]) >= 1:
         fix = 'here belongs 0.3: pip install "agentlightning<1"; 1.0 has its own Python (docs/agent-lightning-1.md)'
-        yield Line("FAIL", "Agent Lightning", f"{found} is another system under the same name; {fix}")
+        yield Line("FAIL", "Agent Lightning", f"{version} is another system under the same name; {fix}")
     else:
-        yield _tried("Agent Lightning", f"{found}: store, runner, tracer", _import_agent_lightning)
+        yield _tried("Agent Lightning", f"{version}: store, runner, tracer", _import_agent_lightning)
     for name in ("torch", "transformers", "safetensors"):
         text = version_of(name)
         missing = 'not installed, and the local trainer and the embedded engine need it: pip install "agl-slime[local]"'
