@@ -131,15 +131,6 @@ class CompleteGroup(MinimumViableGroup):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FailFast(MinimumViableGroup):
-    """Every member must succeed, and the first failure drops the group, so that no engine time goes into the rest."""
-
-    codes = ("member_failed", "member_failed")
-
-    min_ratio: float = 1.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class RetryGroup(MinimumViableGroup):
     """Every member must succeed; failed ones are run again, ``max_retries`` times in the whole group."""
 
