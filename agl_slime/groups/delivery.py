@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 _NUMBERS = "index", "group_index", "rollout_number"
 
 
-class Pace(Protocol):
+class DeliveryControl(Protocol):
     """Who says which of the ready groups may be delivered now."""
 
     def deliverable(self, ready: Iterable[Sequence[Sample]]) -> int:
@@ -35,7 +35,7 @@ class Delivery:
 
     def __init__(self, ledger: Ledger) -> None:
         self.ready: deque[list[Sample]] = deque()
-        self.pace: Pace | None = None
+        self.pace: DeliveryControl | None = None
         self.versions = WeightVersions()
         self.refused = ""
         """Why the last one was refused that was sampled by weights of somebody else."""

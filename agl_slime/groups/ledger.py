@@ -60,7 +60,7 @@ class LedgerCounts:
     reasons: dict[tuple[Outcome, str], int]
 
 
-def noted_checkpoints(path: Path) -> set[int]:
+def ledger_checkpoints(path: Path) -> set[int]:
     """The steps whose checkpoints the ledger in the file has noted; none where there is no such file."""
     if not path.is_file():
         return set()
@@ -177,7 +177,7 @@ class Ledger:
         query = "SELECT 1 FROM ledger_rollouts WHERE rollout_id = ? AND state > 0"
         return rollout_id not in self._open and bool(self._ask(query, rollout_id))
 
-    def known_among(self, rollout_ids: Sequence[str]) -> dict[str, str | None]:
+    def instances_of(self, rollout_ids: Sequence[str]) -> dict[str, str | None]:
         """Those that were ever opened, as far as is remembered, with their instances."""
         query = f"SELECT rollout_id, instance_id FROM ledger_rollouts WHERE {_AMONG}"
         return dict(self._ask(query, json.dumps([*rollout_ids])))
@@ -232,21 +232,21 @@ class Ledger:
                 (_KEPT_CHECKPOINTS,),
             )
 
-    def resume(self, step: int, *, kept: Collection[str], told: Collection[str] | None = None) -> int:
-        """The trainer resumed from its checkpoint of ``step`` in a new process, whose data source holds the rollouts
-        ``kept`` ready and knows no others. What was trained after the checkpoint is taken back, and so is what was
-        dropped of instances that the reports have not ``told`` of (``None``: of all); these are not finished any more.
-        With what else was in flight or ready it is cancelled as ``restarted``, to be run again. Returns how many.
-        Raises ``ConfigError`` when that checkpoint is not among the last ones."""
+    def resume(self, step: int, *, kept: Collection[str], reported: Collection[str] | None = None) -> int:
+        """Return to the trainer's checkpoint of ``step`` in a new process whose data source has only the rollouts
+        ``kept``, all ready. Rollouts that were trained after the checkpoint, dropped rollouts of instances that are not
+        among ``reported`` (``None``: all are), and all other unfinished rollouts are cancelled as ``restarted``, to be
+        run again; their instances are no longer finished. Returns the number of cancelled rollouts. Raises
+        ``ConfigError`` when the checkpoint is not among the last ones."""
         with self._database.transaction() as connection:
             row = connection.execute("SELECT closed_no FROM ledger_checkpoints WHERE step = ?", (step,)).fetchone()
             if row is None:
-                known = [str(one) for (one,) in self._ask("SELECT step FROM ledger_checkpoints ORDER BY step")]
-                raise ConfigError(f"the ledger knows no checkpoint of step {step}; it has {', '.join(known) or 'none'}")
+                steps = [str(one) for (one,) in self._ask("SELECT step FROM ledger_checkpoints ORDER BY step")]
+                raise ConfigError(f"the ledger has no checkpoint of step {step}, only {', '.join(steps) or 'none'}")
             before = "SELECT DISTINCT instance_id FROM ledger_rollouts WHERE outcome = 'trained' AND closed_no <= ?"
             trained = {instance_id for (instance_id,) in self._ask(before, *row)}
-            untold = set() if told is None else {*self.finished_instances()} - {*told} - trained
-            named = json.dumps(sorted(untold))
+            unreported = set() if reported is None else {*self.finished_instances()} - {*reported} - trained
+            named = json.dumps(sorted(unreported))
             dropped = "outcome IN ('filtered', 'failed', 'stale') AND instance_id IN (SELECT value FROM json_each(?))"
             where = f"state = 2 AND (outcome = 'trained' AND closed_no > ? OR {dropped})"
             query = f"SELECT instance_id, outcome, reason, count(*) FROM ledger_rollouts WHERE {where} GROUP BY 1, 2, 3"
@@ -258,7 +258,7 @@ class Ledger:
             self._add(("open", "", sum(n for *_, n in undone)))
             self._add(*((f"closed:{outcome}", reason, -n) for _, outcome, reason, n in undone))
             for instance_id in {instance_id for instance_id, *_ in undone if instance_id is not None}:
-                after = -1 if instance_id in untold else row[0]
+                after = -1 if instance_id in unreported else row[0]
                 connection.execute(
                     "DELETE FROM ledger_finished WHERE instance_id = ? AND closed_no > ?", (instance_id, after)
                 )
@@ -270,8 +270,8 @@ class Ledger:
             lost = [rollout_id for rollout_id in unfinished if rollout_id not in here]
             return self.close_many(lost, Outcome.CANCELLED, "restarted")
 
-    def shut(self) -> None:
-        """Close the file, if it is this ledger's own."""
+    def close(self) -> None:
+        """Close the database, unless it was passed in."""
         if self._owns_database:
             self._database.close()
 

@@ -72,7 +72,7 @@ def normalize_rewards(
     return [advantage_of[rollout] for rollout in rollouts]
 
 
-def part_of(sample: Sample, of: str | None = None) -> tuple[Hashable, Hashable]:
+def normalization_key(sample: Sample, of: str | None = None) -> tuple[Hashable, Hashable]:
     """The group and the rollout to normalise by, of what was rewarded (``TurnReward.of``), by default what the sample
     says (``metadata["reward_of"]``). Turns with a reward of their own stand for themselves, and are compared with those
     of their role in the group, or with the other single turns in it."""

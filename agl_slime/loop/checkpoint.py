@@ -44,11 +44,11 @@ class Checkpoint:
     def partial(self) -> Path:
         return self.path / _PARTIAL
 
-    def rewind(self, ledger: Ledger, *, told: Collection[str] | None = None) -> int:
-        """Take the ledger back to this checkpoint, whose reports have ``told`` of these instances; returns how many
-        rollouts were in flight."""
+    def rewind(self, ledger: Ledger, *, reported: Collection[str] | None = None) -> int:
+        """Take the ledger back to this checkpoint; the run's reports name the instances ``reported``. Returns the
+        number of rollouts that were in flight."""
         kept = [rollout_id for members in self.data_source.get("members") or [] for rollout_id in members]
-        return ledger.resume(self.loop.iteration, kept=kept, told=told)
+        return ledger.resume(self.loop.iteration, kept=kept, reported=reported)
 
 
 class CheckpointWriter:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from agl_slime.errors import LoopError
 from agl_slime.groups.results import GroupResult
-from agl_slime.loop.metrics import spell_failures
+from agl_slime.loop.metrics import format_failures
 from agl_slime.loop.settings import LoopSettings
 from agl_slime.support.backoff import Backoff
 
@@ -42,7 +42,7 @@ class Failures:
         """The seconds after which to try another batch; ``None`` when this one will do. Raises ``LoopError``."""
         members = [member for group in groups for member in group.members if not member.straggler]
         if not any(member.ok for member in members):
-            self.why = f"iteration {iteration}: all {len(members)} rollouts failed: {spell_failures(members)}"
+            self.why = f"iteration {iteration}: all {len(members)} rollouts failed: {format_failures(members)}"
             error = LoopError(self.why)
             away = self._worked or any(member.failure in _OF_THE_CONTROLLER for member in members)
             if not (away and self._settings.failure_patience_s):
@@ -59,6 +59,6 @@ class Failures:
         reasons = "; ".join(sorted({group.reason for group in groups}))
         if self._empty_in_a_row >= self._settings.max_empty_iterations:
             empty = f"no group was fit to train on in {self._empty_in_a_row} iterations in a row ({reasons})"
-            raise LoopError(f"iteration {iteration}: {empty}; failures: {spell_failures(members)}")
+            raise LoopError(f"iteration {iteration}: {empty}; failures: {format_failures(members)}")
         logger.warning("Iteration %d: no group was fit to train on (%s).", iteration, reasons)
         return None

@@ -17,7 +17,7 @@ logger = logging.getLogger(__name__)
 StepFn = Callable[..., Any]
 
 
-def taking_iteration(function: StepFn, name: str) -> Callable[[int], Awaitable[Any]]:
+def adapt_step_function(function: StepFn, name: str) -> Callable[[int], Awaitable[Any]]:
     """``function`` as one that takes the iteration, which is passed on only where it asks for it (see
     ``OnlineRLLoop``). Raises ``ConfigError`` when it cannot be called so."""
     try:
@@ -54,7 +54,7 @@ async def call_function(function: Callable[[], Any]) -> Any:
     return await result if inspect.isawaitable(result) else result
 
 
-async def to_its_end(step: asyncio.Future[Any], *, timeout_s: float) -> bool:
+async def finish_step(step: asyncio.Future[Any], *, timeout_s: float) -> bool:
     """Wait for a step of the trainer. When this is cancelled meanwhile, the step may go on for ``timeout_s``, for there
     is no checkpoint in the middle of one, and whether that was enough is returned as ``True``; else it is given up."""
     try:

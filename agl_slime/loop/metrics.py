@@ -124,7 +124,7 @@ def _trained_tokens(sample: Sample) -> int:
     return sample.response_length if sample.loss_mask is None else sum(sample.loss_mask)
 
 
-def spell_failures(members: Sequence[MemberResult]) -> str:
+def format_failures(members: Sequence[MemberResult]) -> str:
     """The reasons of failed rollouts, most frequent first, each with one example of its message."""
     counts = Counter(member.failure for member in members if not member.ok)
     examples = {member.failure: " ".join(member.failure_message.split()) for member in members if not member.ok}

@@ -22,12 +22,12 @@ from typing import Any
 import psutil
 
 from agl_slime import events
-from agl_slime.datasource.source import GroupSource, HoldsGroups
+from agl_slime.datasource.source import GroupSource
 from agl_slime.errors import AglSlimeError, ConfigError, LoopError, spell_exception
 from agl_slime.groups.results import GroupResult, MemberResult
+from agl_slime.loop.auto_concurrency import AutoConcurrency
 from agl_slime.loop.failures import Failures
-from agl_slime.loop.functions import StepFn, call_function, taking_iteration, to_its_end
-from agl_slime.loop.in_flight import InFlight
+from agl_slime.loop.functions import StepFn, adapt_step_function, call_function, finish_step
 from agl_slime.loop.metrics import collect_metrics, fork_examples, staleness_metrics
 from agl_slime.loop.schedule import Schedule
 from agl_slime.loop.settings import LoopSettings, LoopState, RunResult
@@ -69,7 +69,8 @@ class OnlineRLLoop:
         agent: Any ``LitAgent``; ``None`` when the runners live elsewhere.
         tasks: A sequence of dicts, a function ``(rng) -> dict``, or a ``TaskSource``.
         llm: The engine, model and sampling parameters that agents find as ``main_llm``.
-        data_source: Where finished groups come out; the training function takes them from there.
+        data_source: The ``GroupSource`` that the training function takes samples from, or an object with one as its
+            attribute ``groups``, such as ``AGLDataSource``.
         slime_train_fn: ``(iteration) -> metrics or None``: takes samples from the data source and trains. Sync (run in
             a thread) or async. The iteration is passed to a parameter named ``iteration`` or ``rollout_id``, else to a
             first positional parameter that has no default; a function that has neither is called without.
@@ -100,7 +101,7 @@ class OnlineRLLoop:
         agent: LitAgent[Any] | None,
         tasks: Tasks,
         llm: LLM,
-        data_source: GroupSource | HoldsGroups,
+        data_source: Any,
         slime_train_fn: StepFn,
         weight_sync_fn: StepFn | None = None,
         save_fn: Callable[[LoopState], Any] | None = None,
@@ -119,27 +120,26 @@ class OnlineRLLoop:
             fix = "use agl_slime.BridgeStore() or InMemoryLightningStore(thread_safe=True)"
             raise ConfigError(f"{type(store).__name__} is not thread-safe; {fix}: agents run in a thread of their own")
         self.store = store
-        data_source = data_source if isinstance(data_source, GroupSource) else data_source.groups
-        self.data_source = data_source
+        self.data_source: GroupSource = getattr(data_source, "groups", data_source)
         self._agent = agent
         self._state = start or LoopState()
         self._reward_means = list(self._state.reward_means)
         source = as_task_source(tasks, seed=self.settings.seed)
-        # those that are ready are dealt with, too: their groups have ended
-        ready = [group.instance_id for group in data_source.ready_groups()]
-        dealt_with = [*data_source.ledger.finished_instances(), *(name for name in ready if name is not None)]
-        self.tasks = TaskCursor(source, finished=dealt_with)
-        self._train_fn = taking_iteration(slime_train_fn, "slime_train_fn")
-        self._sync_fn = None if weight_sync_fn is None else taking_iteration(weight_sync_fn, "weight_sync_fn")
+        # ready groups count as finished: their tasks are not drawn again
+        ready = [group.instance_id for group in self.data_source.ready_groups()]
+        finished = [*self.data_source.ledger.finished_instances(), *(name for name in ready if name is not None)]
+        self.tasks = TaskCursor(source, finished=finished)
+        self._train_fn = adapt_step_function(slime_train_fn, "slime_train_fn")
+        self._sync_fn = None if weight_sync_fn is None else adapt_step_function(weight_sync_fn, "weight_sync_fn")
         self._save_fn = save_fn
         self._resources: NamedResources = {**(resources or {}), LLM_RESOURCE: llm}
         self._observer = observer
         self._plan = RunnerPlan.parse(runners) if isinstance(runners, str) else runners
         self._check_alive = check_alive
-        self._in_flight = InFlight(engine_loads)
+        self._in_flight = AutoConcurrency(engine_loads)
         self._schedule = Schedule(
             store,
-            data_source,
+            self.data_source,
             self.settings,
             start=self._state,
             raise_if_dead=self._raise_if_dead,
@@ -253,7 +253,7 @@ class OnlineRLLoop:
         synced_s = idle_in_sync_s = 0.0
         if any(group.ready for group in groups):
             learning = asyncio.ensure_future(self._learn(iteration))
-            interrupted = await to_its_end(learning, timeout_s=_STEP_TIMEOUT_S if self._save_fn is not None else 0.0)
+            interrupted = await finish_step(learning, timeout_s=_STEP_TIMEOUT_S if self._save_fn is not None else 0.0)
             metrics.update(learning.result())
             synced_s, idle_in_sync_s = metrics[SYNC_S], self._idle_in_sync_s
         self._schedule.metadata = {"iteration": iteration + 1, "weight_version": self._state.version}
@@ -292,7 +292,7 @@ class OnlineRLLoop:
                     return groups
                 text = f"{self._failures.why}; trying again in {pause_s:.0f} s"
                 self._emit(events.Warning(text=text, key=f"all_failed:{iteration}:{len(groups)}"))
-                await self._schedule.while_alive(asyncio.ensure_future(asyncio.sleep(pause_s)))
+                await self._schedule.await_with_health_check(asyncio.ensure_future(asyncio.sleep(pause_s)))
                 self._schedule.reject()
         finally:
             if groups:
@@ -344,7 +344,7 @@ class OnlineRLLoop:
     async def _step(self, name: str, work: Awaitable[Any], iteration: int) -> Any:
         """Wait for a function of the program's; an error says where it comes from."""
         try:
-            return await self._schedule.while_alive(asyncio.ensure_future(work))
+            return await self._schedule.await_with_health_check(asyncio.ensure_future(work))
         except AglSlimeError:
             raise
         except Exception as error:

@@ -127,7 +127,7 @@ class TaskCursor:
             self.under_way.update((group.group_id, group) for group in self._draw(newest + 1 - self.drawn))
         self.repeat(but=there)
 
-    def pass_over(self, numbers: Iterable[int]) -> None:
+    def skip_instances(self, numbers: Iterable[int]) -> None:
         """Before the first ``take``: these were dealt with before a restart."""
         self._finished.update(map(str, numbers))
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from agl_slime import events
 from agl_slime.groups.results import GroupResult
-from agl_slime.loop.metrics import FAILED_SHARE, eval_metrics, spell_failures
+from agl_slime.loop.metrics import FAILED_SHARE, eval_metrics, format_failures
 from agl_slime.loop.schedule import Schedule
 from agl_slime.loop.settings import LoopSettings
 from agl_slime.loop.tasks import TaskCursor
@@ -108,7 +108,7 @@ class Validations:
         """The metrics of a validation after ``done`` iterations, with a warning where many of its rollouts failed."""
         metrics = eval_metrics(groups)
         if (failed := metrics[VAL_FAILED]) > FAILED_SHARE * metrics[VAL_COUNT]:
-            why = spell_failures([member for group in groups for member in group.members])
+            why = format_failures([member for group in groups for member in group.members])
             which = f"validation after iteration {done}" if done else "validation before the first iteration"
             text = f"{which}: {failed} of {metrics[VAL_COUNT]} rollouts failed, and its mean leaves them out: {why}"
             self._emit(events.Warning(text=text, key="validation_failed"))

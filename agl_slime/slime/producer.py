@@ -13,7 +13,7 @@ from agl_slime.errors import DataSourceError
 from agl_slime.groups.results import GroupResult
 from agl_slime.loop.tasks import TaskGroup
 from agl_slime.slime.connection import Connection
-from agl_slime.slime.pacing import Pacing
+from agl_slime.slime.staleness import StalenessController
 from agl_slime.slime.states import eval_data
 from agl_slime.store.bridge import FINISHED
 from agl_slime.support.agl import Rollout
@@ -23,13 +23,13 @@ from agl_slime.support.threads import run_blocking
 _HOPELESS = 8
 
 
-class Demand(Producer):
+class TaskProducer(Producer):
     """Has as many groups ready or under way as are wanted; with ``pacing`` so far ahead of training as that allows. A
     group that is dropped is replaced."""
 
     source: GroupSource
 
-    def __init__(self, connection: Connection, pacing: Pacing | None) -> None:
+    def __init__(self, connection: Connection, pacing: StalenessController | None) -> None:
         self._connection, self._pacing = connection, pacing
         self._cursor, self._evals = connection.tasks, connection.evals
         self._wanted = 0
@@ -47,12 +47,12 @@ class Demand(Producer):
             self._wanted = max(self._wanted, groups)
             self.follow_up()
 
-    def begin_pacing(self, rollout_id: int) -> None:
+    def begin_unnumbered(self, rollout_id: int) -> None:
         """Before the first groups are taken, where nobody has said which rollout it is."""
         if self._pacing is None or self._pacing.on:
             return
         if self.source.settings.blocking:
-            self._pacing = self._pacing.of_another_function()
+            self._pacing = self._pacing.warn_unpaced()
         else:
             self.pace(rollout_id)
 

@@ -15,7 +15,7 @@ logger = logging.getLogger(__name__)
 _LOOK_S = 1.0
 
 
-class InFlight:
+class AutoConcurrency:
     """Looks at the engine and tells the runner, from ``start`` to ``cancel``; ``limit`` is what was told last. Without
     ``loads`` it does nothing."""
 
