@@ -126,7 +126,7 @@ def test_resuming_from_a_checkpoint_takes_later_steps_back(tmp_path):
     counts = ledger.counts()
     assert (counts.opened, counts.open, counts.ready) == (5, 0, 1)
     assert counts.closed == {Outcome.TRAINED: 1, Outcome.FAILED: 1, Outcome.CANCELLED: 2}
-    with pytest.raises(ConfigError, match="no checkpoint of step 2; it has 0"):
+    with pytest.raises(ConfigError, match="no checkpoint of step 2, only 0"):
         ledger.resume(2, kept=[])
 
 
