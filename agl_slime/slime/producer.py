@@ -61,7 +61,7 @@ class TaskProducer(Producer):
         if self._pacing is not None:
             with self.source.changed:
                 self._pacing.asked(rollout_id)
-                self.source.delivery.pace = self._pacing
+                self.source.delivery.control = self._pacing
             if self.source.settings.blocking:
                 run_blocking(self._ask_version(rollout_id))  # now: the weights change when slime goes on
             else:

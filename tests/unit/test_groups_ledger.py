@@ -131,7 +131,7 @@ def test_resuming_from_a_checkpoint_takes_later_steps_back(tmp_path):
 
 
 def test_old_closed_rollouts_are_forgotten_but_counted(ledger, monkeypatch):
-    monkeypatch.setattr(ledger_module, "_REMEMBERED_CLOSED", 10)
+    monkeypatch.setattr(ledger_module, "_KEPT_CLOSED", 10)
     with ledger.batch():
         for number in range(2000):
             ledger.open_many([(str(number), None)])
