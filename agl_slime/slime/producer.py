@@ -130,7 +130,7 @@ class TaskProducer(Producer):
     def store_restarted(self) -> None:
         self._connection.forget()
         for one in self._evals:
-            self.source.follower.submit(self._enqueue, list(one.cursor.under_way.values()), 1, "val", one.sampling)
+            self.source.follower.submit(self._enqueue, list(one.cursor.in_flight.values()), 1, "val", one.sampling)
         if self._cursor is not None:
             self._cursor.repeat()
         if self._pacing is not None:
@@ -165,7 +165,7 @@ class TaskProducer(Producer):
         if not feeds:
             self._cursor.repeat()  # the store was in the process that saved
         if self._pacing is not None:
-            under_way = self._cursor.under_way if feeds else ()
+            under_way = self._cursor.in_flight if feeds else ()
             self._pacing.restore(state.get("pacing") or (), ready=self.source.delivery.ready, under_way=under_way)
 
     async def before_following(self) -> None:
@@ -182,9 +182,9 @@ class TaskProducer(Producer):
             whole = {name for name, rollouts in found.items() if len(rollouts) >= source.n_samples_per_prompt}
             self._cursor.reconcile(whole)
             if self._pacing is not None:
-                self._pacing.reconciled(self._cursor.under_way)
-            ours = [rollout for name in self._cursor.under_way for rollout in found[name]]
-            for group_id in self._cursor.under_way:
+                self._pacing.reconciled(self._cursor.in_flight)
+            ours = [rollout for name in self._cursor.in_flight for rollout in found[name]]
+            for group_id in self._cursor.in_flight:
                 source.expect(group_id, size=source.n_samples_per_prompt)
             self._reconciling = False
             source.opened([rollout for rollout in ours if rollout.status not in FINISHED])
@@ -222,4 +222,4 @@ class TaskProducer(Producer):
             return 0
         if self._pacing is not None and self._pacing.on:
             return self._pacing.free
-        return self._wanted - len(self.source.delivery.ready) - len(self._cursor.under_way)
+        return self._wanted - len(self.source.delivery.ready) - len(self._cursor.in_flight)

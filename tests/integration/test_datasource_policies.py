@@ -157,7 +157,9 @@ async def test_tokens_of_weights_that_the_run_did_not_push_are_not_trained_on(ca
         assert "'evil'" in caplog.text
         assert "'1'" in caplog.text
         await sampled(source, store, "d", "evil", "evil")
-        with pytest.raises(DataSourceError, match=r"version 'evil', which this run did not push \(its current version is '1'"):
+        with pytest.raises(
+            DataSourceError, match=r"version 'evil', which this run did not push \(its current version is '1'"
+        ):
             await get(source, 1)
 
 
