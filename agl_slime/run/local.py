@@ -140,7 +140,7 @@ async def run_training(
             reports.handle(events.Warning(text=text, key=key))
         reports.use_tokenizer(tokenizer)
         ledger = Ledger(path=run.ledger)
-        stack.callback(ledger.shut)
+        stack.callback(ledger.close)
         trained = stack.enter_context(closing(IterationFile(run.trained)))
         policy = MinimumViableGroup(
             min_ratio=config.group_min_ratio, max_retries=config.group_max_retries, timeout_s=config.group_timeout
