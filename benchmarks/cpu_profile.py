@@ -102,18 +102,18 @@ def main() -> int:
 def owners(file: str, name: str, own: float, callers: dict[Any, Any]) -> list[tuple[str, float]]:
     """Which part a function's own time belongs to. A built-in's belongs to whoever calls it, in proportion."""
     if file != "~":
-        return [(part_of(file), own)]
-    known = part_of(name)
+        return [(normalization_key(file), own)]
+    known = normalization_key(name)
     if known != "other":
         return [(known, own)]
     times = {caller: values[2] for caller, values in callers.items()}
     whole = sum(times.values())
     if not whole:
         return [("other", own)]
-    return [(part_of(caller[0]), own * seconds / whole) for caller, seconds in times.items()]
+    return [(normalization_key(caller[0]), own * seconds / whole) for caller, seconds in times.items()]
 
 
-def part_of(text: str) -> str:
+def normalization_key(text: str) -> str:
     return next((part for part, words in _PARTS.items() if any(word in text for word in words)), "other")
 
 

@@ -193,19 +193,15 @@ def settings_of(args: Any, data_source: Any = None) -> AgentRolloutSettings:
     )
 
 
-_sessions: dict[tuple[str, str], AgentRolloutSession] = {}
+sessions: dict[tuple[str, str], AgentRolloutSession] = {}
+"""The sessions of this process, by buffer URL and task type."""
 
 
 def _session_of(args: Any, data_source: Any) -> AgentRolloutSession:
     settings = settings_of(args, data_source)
-    session = _sessions.setdefault((settings.buffer_url, settings.task_type), AgentRolloutSession(settings))
+    session = sessions.setdefault((settings.buffer_url, settings.task_type), AgentRolloutSession(settings))
     session.settings = settings
     return session
-
-
-def forget_sessions() -> None:
-    """Begin anew, as in a fresh process: generators are started again and fetched groups forgotten."""
-    _sessions.clear()
 
 
 async def _evaluate(args: Any, data_source: Any) -> RolloutFnEvalOutput:

@@ -106,7 +106,7 @@ class ItemStore(Records):
         with self._database.reading():
             fresh: dict[str, tuple[str, WrittenItem]] = {}
             with self._database.transaction():
-                known = self.ledger.known_among(
+                known = self.ledger.instances_of(
                     [self._rollout_id(task, item) for task, items in requests for item in items]
                 )
                 results = [self._accept(task, items, known, fresh) for task, items in requests]

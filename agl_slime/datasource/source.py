@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 from agl_slime.datasource.ingestor import Producer, RolloutIngestor
 from agl_slime.datasource.read import collect
@@ -316,12 +316,6 @@ class GroupSource:
         if self.producer.endless or not self.ingestor.announced:
             return True
         return len(self.assembler) > 0 or self.ledger.counts().open > 0
-
-
-class HoldsGroups(Protocol):
-    """An object with a ``GroupSource``, such as ``AGLDataSource``."""
-
-    groups: GroupSource
 
 
 def format_outcomes(reasons: dict[tuple[Outcome, str], int]) -> str:

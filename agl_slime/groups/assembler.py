@@ -1,9 +1,9 @@
-"""From finished rollouts to finalized groups.
+"""Assembly of finished rollouts into groups, and their finalization.
 
-Bookkeeping only: no threads, no store. A group is known from the moment it is announced, or from its first member. Its
-policy is asked whenever a member has ended, and when time has passed; the group is finalized once, with the members
-that are there. A data source calls this under its lock, and does in the store what it asks for: ``take_unwanted`` (to
-be cancelled) and ``take_retries`` (to be enqueued again).
+Bookkeeping only: no threads, no store. A group exists from its announcement, or from its first member. The policy is
+consulted whenever a member ends and when time passes; a group is finalized once, with its members of that moment. The
+data source calls this under its lock and applies ``take_unwanted`` (cancel) and ``take_retries`` (enqueue again) to the
+store.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from agl_slime.groups.policy import GroupAction, GroupFilter, GroupPolicy, Group
 from agl_slime.groups.results import STRAGGLER_REASONS, GroupResult, MemberResult, Outcome, instance_of
 from agl_slime.support.agl import Rollout
 
-# Groups that were finalized with members in flight; reports of those come within moments of their cancellation.
-_REMEMBERED_EARLY = 10_000
+# Ids of groups that were finalized with members in flight; late members end soon after their cancellation.
+_MAX_EARLY_GROUPS = 10_000
 
 
 @dataclass(slots=True)
@@ -29,18 +29,18 @@ class _OpenGroup:
     size: int
     mode: str
     members: dict[str, MemberResult] = field(default_factory=dict)
-    enlisted: dict[str, None] = field(default_factory=dict)  # a set in the order of arrival
-    repeated: list[MemberResult] = field(default_factory=list)  # failed tries that were run again
+    enlisted: dict[str, None] = field(default_factory=dict)  # an ordered set
+    retried: list[MemberResult] = field(default_factory=list)  # failed tries
     last_end: float | None = None
 
 
 class GroupAssembler:
-    """Groups from their announcement until they are ready, or dropped. Not thread-safe.
+    """Groups from their announcement until they are ready or dropped. Not thread-safe.
 
     Args:
-        policy: says when a group is fit to train on; one with ``judge`` is asked before all members have ended, too.
-        group_filter: looks at a group that the policy would train on.
-        clock: seconds that never go backwards.
+        policy: decides when a group may be trained on; a policy with ``judge`` also decides before all members ended.
+        group_filter: may drop a group that the policy accepted.
+        clock: monotonic seconds.
     """
 
     def __init__(
@@ -53,17 +53,17 @@ class GroupAssembler:
     ) -> None:
         self.ledger = ledger if ledger is not None else Ledger()
         self.delivery = Delivery(self.ledger)
-        """The groups that are fit to train on."""
+        """The groups that are ready to train on."""
         self._policy, self._filter, self._clock = policy, group_filter, clock
-        self._may_be_late = getattr(policy, "timeout_s", None) is not None
+        self._has_timeout = getattr(policy, "timeout_s", None) is not None
         self._open: dict[str, _OpenGroup] = {}
-        self._held: set[str] = set()  # rollouts that have ended and wait for their groups
+        self._waiting_ids: set[str] = set()  # finished rollouts of open groups
         self._early: OrderedDict[str, None] = OrderedDict()  # groups that were finalized with members in flight
         self._unwanted: list[str] = []
         self._retries: list[MemberResult] = []
 
     def __len__(self) -> int:
-        """Groups that are not finalized."""
+        """The number of groups that are not finalized."""
         return len(self._open)
 
     def announce(self, group_id: str, *, size: int, mode: str = "train") -> None:
@@ -71,7 +71,8 @@ class GroupAssembler:
         self._open.setdefault(group_id, _OpenGroup(size, mode))
 
     def opened(self, rollouts: Sequence[Rollout | str]) -> None:
-        """These are in flight. Pass Rollout objects for members whose group may be finalized without them."""
+        """Note that these rollouts are in flight. Pass Rollout objects for members whose group may be finalized without
+        them."""
         named = [rollout for rollout in rollouts if not isinstance(rollout, str)]
         self.ledger.open_many(
             [(rollout, None) for rollout in rollouts if isinstance(rollout, str)]
@@ -84,20 +85,19 @@ class GroupAssembler:
                 self._open[group_id].enlisted[rollout.rollout_id] = None
             elif group_id in self._early:
                 late.append(rollout.rollout_id)
-        self._let_go(late, "group_finalized")
+        self._cancel(late, "group_finalized")
 
     def has_ended(self, rollout_id: str) -> bool:
-        """Whether this rollout has been added, or is remembered as one that ended before."""
-        return rollout_id in self._held or self.ledger.has_ended(rollout_id)
+        """Whether this rollout was added, or ended earlier according to the ledger."""
+        return rollout_id in self._waiting_ids or self.ledger.has_ended(rollout_id)
 
     def add(self, member: MemberResult, *, default_size: int = 1) -> tuple[MemberResult, GroupResult | None] | None:
-        """Take a rollout that has ended in. Returns it with its group when that is finalized now; ``None`` when it has
-        ended before, or its group was finalized without it. ``default_size`` is that of a group that nobody
-        announced."""
-        if not self.ledger.is_open(member.rollout_id):  # one that nobody announced is opened by its end
+        """Add a finished rollout. Returns it, with its group if that is finalized now; ``None`` for a repeated rollout,
+        or one whose group was finalized without it. ``default_size``: the size of a group that was not announced."""
+        if not self.ledger.is_open(member.rollout_id):  # not announced: opened now
             if not self.ledger.open_many([(member.rollout_id, member.instance_id)]):
                 return None
-        elif member.rollout_id in self._held:
+        elif member.rollout_id in self._waiting_ids:
             return None
         if member.group_id in self._early:
             self.ledger.close_many([member.rollout_id], Outcome.CANCELLED, "group_finalized")
@@ -108,51 +108,50 @@ class GroupAssembler:
         elif group.mode != "train":
             self.ledger.close_many([member.rollout_id], Outcome.VALIDATED)
         group.members[member.rollout_id] = member
-        self._held.add(member.rollout_id)
+        self._waiting_ids.add(member.rollout_id)
         group.last_end = self._clock()
         return member, self._judge(member.group_id, group)
 
     def late(self) -> list[GroupResult]:
-        """The groups that are finalized because time has passed."""
-        if not self._may_be_late:
+        """Finalize the groups whose timeout has passed, and return them."""
+        if not self._has_timeout:
             return []
         waiting = [(group_id, group) for group_id, group in self._open.items() if group.last_end is not None]
         return [done for group_id, group in waiting if (done := self._judge(group_id, group)) is not None]
 
     def abandon(self, rollout_ids: Iterable[str], *, group_ids: Iterable[str] = (), reason: str) -> None:
-        """These rollouts are cancelled for ``reason``, if they are in flight, and these groups are given up."""
+        """Forget these groups, and count these rollouts as cancelled for ``reason`` if they are in flight."""
         for group_id in group_ids:
             if (group := self._open.pop(group_id, None)) is not None:
-                self._held.difference_update(group.members)
+                self._waiting_ids.difference_update(group.members)
         with self.ledger.batch():
             in_flight = [rollout_id for rollout_id in rollout_ids if self.ledger.is_open(rollout_id)]
             self.ledger.close_many(in_flight, Outcome.CANCELLED, reason)
 
     def lose(self, reason: str) -> None:
-        """All that is in flight, and all that waits for it, is lost."""
+        """Abandon all open groups and all rollouts in flight."""
         self.abandon(self.ledger.open_ids(), group_ids=list(self._open), reason=reason)
 
     def waiting(self) -> list[MemberResult]:
-        """The finished rollouts whose groups wait for others."""
+        """The finished rollouts of open groups."""
         return [member for group in self._open.values() for member in group.members.values()]
 
     def take_unwanted(self) -> list[str]:
-        """Rollouts that are cancelled in the ledger, and still to be cancelled in the store; each once."""
+        """Rollouts that the ledger counts as cancelled and the store has yet to cancel; each is returned once."""
         unwanted, self._unwanted = self._unwanted, []
         return unwanted
 
     def take_retries(self) -> list[MemberResult]:
-        """Failed members that are to be run again, once each: their ``request`` is to be enqueued."""
+        """Failed members whose ``request`` is to be enqueued again; each is returned once."""
         retries, self._retries = self._retries, []
         return retries
 
     def state(self) -> dict[str, Any]:
-        """Where the groups stand, for JSON. ``closed`` counts ends by outcome and reason, where the ledger is not on
-        disk; ``waiting`` names the finished rollouts whose groups wait, ``early`` the groups that were finalized with
-        members in flight."""
+        """The groups' state, for JSON: ``waiting``: finished rollouts of open groups; ``early``: groups that were
+        finalized with members in flight; ``closed``: rollouts by outcome and reason, unless the ledger is on disk."""
         waiting = self.waiting()
         closed = Counter(self.ledger.counts().reasons)
-        # those that wait are read, and counted, once more when the state is loaded
+        # a restore reads, and counts, the waiting rollouts again
         closed.subtract(end for member in waiting if (end := self.ledger.outcome_of(member.rollout_id)) is not None)
         ends = [[outcome.value, reason, n] for (outcome, reason), n in closed.items() if n]
         return {
@@ -163,8 +162,8 @@ class GroupAssembler:
         }
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Go on from ``state``; raises ``KeyError``, ``TypeError`` or ``ValueError`` when it is none, and then nothing
-        has changed."""
+        """Resume from ``state``. Raises ``KeyError``, ``TypeError`` or ``ValueError`` for anything else, and then
+        nothing has changed."""
         closed = [(Outcome(outcome), reason, n) for outcome, reason, n in state["closed"] or []]
         early = dict.fromkeys(state["early"])
         with self.ledger.batch():
@@ -208,21 +207,21 @@ class GroupAssembler:
                 size=group.size,
                 succeeded=succeeded,
                 failed=len(members) - succeeded,
-                retries_used=len(group.repeated),
+                retries_used=len(group.retried),
                 waited_s=0.0 if group.last_end is None else self._clock() - group.last_end,
             )
         )
 
     def _retry(self, group: _OpenGroup, n: int) -> bool:
-        """Mark ``n`` failed members as to be run again; ``False`` when there are not so many that can be."""
+        """Schedule ``n`` failed members to be run again; ``False`` when fewer than ``n`` can be."""
         again = [member for member in group.members.values() if not member.ok and member.request is not None][:n]
         if len(again) < n:
             return False
         for member in again:
             del group.members[member.rollout_id]
-            self._held.discard(member.rollout_id)
+            self._waiting_ids.discard(member.rollout_id)
             group.enlisted.pop(member.rollout_id, None)
-        group.repeated.extend(again)
+        group.retried.extend(again)
         self._retries.extend(again)
         return True
 
@@ -230,19 +229,19 @@ class GroupAssembler:
         self, group_id: str, group: _OpenGroup, *, ready: bool = False, reason: str, code: str
     ) -> GroupResult:
         del self._open[group_id]
-        self._held.difference_update(group.members)
+        self._waiting_ids.difference_update(group.members)
         if len(group.members) < group.size:
             self._early[group_id] = None
-            if len(self._early) > _REMEMBERED_EARLY:
+            if len(self._early) > _MAX_EARLY_GROUPS:
                 self._early.popitem(last=False)
-        known = next(iter(group.members.values()))
+        member = next(iter(group.members.values()))
         why = STRAGGLER_REASONS[code not in ("", "timeout")]
-        late = [_straggler(name, known, why) for name in group.enlisted if name not in group.members]
+        late = [_straggler(name, member, why) for name in group.enlisted if name not in group.members]
         result = GroupResult(
             group_id=group_id,
             mode=group.mode,
             size=group.size,
-            members=(*group.members.values(), *group.repeated, *late),
+            members=(*group.members.values(), *group.retried, *late),
             ready=ready,
             reason=reason,
             code=code,
@@ -251,7 +250,7 @@ class GroupAssembler:
             return result
         succeeded = [member.rollout_id for member in result.succeeded]
         with self.ledger.batch():
-            self._let_go([member.rollout_id for member in late], why)
+            self._cancel([member.rollout_id for member in late], why)
             if ready:
                 self.delivery.add(result)
             else:
@@ -260,15 +259,14 @@ class GroupAssembler:
                     self.ledger.finish_instance(result.instance_id)
         return result
 
-    def _let_go(self, rollout_ids: list[str], reason: str) -> None:
-        """Rollouts that nobody waits for any more."""
+    def _cancel(self, rollout_ids: list[str], reason: str) -> None:
         if rollout_ids:
             self.ledger.close_many(rollout_ids, Outcome.CANCELLED, reason)
             self._unwanted.extend(rollout_ids)
 
 
 def _straggler(rollout_id: str, member: MemberResult, reason: str) -> MemberResult:
-    """A rollout of ``member``'s group that had not ended when the group was finalized."""
+    """A rollout of ``member``'s group that was in flight when the group was finalized."""
     return MemberResult(
         rollout_id=rollout_id,
         group_id=member.group_id,

@@ -1,4 +1,4 @@
-"""The groups that wait to be trained on, and their delivery."""
+"""Ready groups and their delivery to the trainer."""
 
 from __future__ import annotations
 
@@ -18,56 +18,56 @@ logger = logging.getLogger(__name__)
 _NUMBERS = "index", "group_index", "rollout_number"
 
 
-class Pace(Protocol):
-    """Who says which of the ready groups may be delivered now."""
+class DeliveryControl(Protocol):
+    """Decides which ready groups may be delivered now, for example to bound their staleness."""
 
     def deliverable(self, ready: Iterable[Sequence[Sample]]) -> int:
-        """How many of them."""
+        """The number of ready groups that may be delivered."""
         ...
 
     def take(self, ready: deque[list[Sample]], n: int) -> int:
-        """Put up to ``n`` that may be delivered in front; returns how many."""
+        """Move up to ``n`` deliverable groups to the front; returns their number."""
         ...
 
 
 class Delivery:
-    """Ready groups, oldest first. Those that are delivered count as trained. Not thread-safe."""
+    """Ready groups, oldest first; delivered groups count as trained. Not thread-safe."""
 
     def __init__(self, ledger: Ledger) -> None:
         self.ready: deque[list[Sample]] = deque()
-        self.pace: Pace | None = None
+        self.control: DeliveryControl | None = None
         self.versions = WeightVersions()
         self.refused = ""
-        """Why the last one was refused that was sampled by weights of somebody else."""
+        """Why the last group with weights of another run was refused."""
         self._ledger = ledger
-        self._reserved: int | None = None  # of the ready groups, the first so many may be delivered
+        self._reserved: int | None = None  # number of leading groups that may be delivered; None: all
         self._next: dict[str, int] = dict.fromkeys(_NUMBERS, 0)
 
     def add(self, group: GroupResult) -> None:
-        """A group was finalized as fit to train on."""
+        """Add a ready group."""
         self._ledger.ready_many([member.rollout_id for member in group.succeeded])
         samples = self._numbered(group)
-        self.versions.saw(samples)
+        self.versions.observe(samples)
         self.ready.append(samples)
 
     @property
     def deliverable(self) -> int:
-        """Groups that may be delivered now."""
-        if self.pace is not None:
-            return self.pace.deliverable(self.ready)
+        """The number of groups that may be delivered now."""
+        if self.control is not None:
+            return self.control.deliverable(self.ready)
         return len(self.ready) if self._reserved is None else min(len(self.ready), self._reserved)
 
     @property
     def reserved(self) -> bool:
-        """Whether only certain groups are delivered."""
+        """Whether delivery is limited to reserved groups."""
         return self._reserved is not None
 
     def take(self, n: int) -> list[list[Sample]]:
-        """Up to ``n`` groups to train on; ``metadata["policy_version"]`` is the policy's, where known. Those that were
-        sampled by weights which this run did not push have failed, and are left out."""
+        """Up to ``n`` groups to train on, with the policy's version as ``metadata["policy_version"]``. Groups that were
+        sampled by weights which this run did not push are left out and count as failed."""
         n = min(n, self.deliverable)
-        if self.pace is not None:
-            n = self.pace.take(self.ready, n)
+        if self.control is not None:
+            n = self.control.take(self.ready, n)
         groups = [self.ready.popleft() for _ in range(n)]
         if self._reserved is not None:
             self._reserved -= n
@@ -75,14 +75,14 @@ class Delivery:
             return [samples for samples in groups if self._delivered(samples)]
 
     def give_back(self, groups: Sequence[list[Sample]]) -> None:
-        """These are delivered again before newer ones."""
+        """Take groups back; they are delivered again before newer ones."""
         self.ready.extendleft(reversed(groups))
         if self._reserved is not None:
             self._reserved += len(groups)
 
     def reserve(self, rollout_ids: Sequence[str] | None) -> int:
-        """Deliver the groups that these rollouts belong to, in this order, and no others; ``None``: any, oldest first.
-        Returns how many of those that were reserved before have not been delivered."""
+        """Limit delivery to the ready groups of these rollouts, in this order; ``None``: all groups, oldest first.
+        Returns how many of the previously reserved groups were not delivered."""
         left = self._reserved or 0
         order = {name: place for place, name in enumerate(rollout_ids or ())}
         places = [min(order.get(rollout_of(sample) or "", len(order)) for sample in group) for group in self.ready]
@@ -93,13 +93,13 @@ class Delivery:
         return left
 
     def reject(self, groups: Sequence[Sequence[Sample]], reason: str) -> None:
-        """These groups were delivered and are not trained on: filtered for ``reason``."""
+        """Count delivered groups as filtered for ``reason`` and not as trained."""
         with self._ledger.batch():
             for samples in groups:
                 self._ledger.filter_trained(_rollouts_of(samples), reason)
 
     def placeholders(self, n: int, size: int) -> list[list[Sample]]:
-        """Groups of unsampled (PENDING) samples: what slime's own data source gives without a data set."""
+        """Groups of unsampled (PENDING) samples, as slime's own data source returns them without a data set."""
         first = self._next["group_index"]
         self._next["group_index"] += n
         return [
@@ -132,7 +132,7 @@ class Delivery:
         for sample in samples:
             sample.metadata["policy_version"] = self.versions.newest
         end = (Outcome.TRAINED, "") if why is None else (Outcome.FAILED, "foreign_weights")
-        if self._ledger.close_many(rollout_ids, *end):  # not when it was given back
+        if self._ledger.close_many(rollout_ids, *end):  # 0 for a group that was given back
             instance_id = instance_of(samples[0].metadata) if samples else None
             if instance_id is not None:
                 self._ledger.finish_instance(instance_id)
@@ -142,7 +142,7 @@ class Delivery:
         return why is None
 
     def _numbered(self, group: GroupResult) -> list[Sample]:
-        """The group's samples with slime's numbers: one ``group_index``, a ``rollout_id`` per member, an ``index``
+        """The group's samples, numbered for slime: one ``group_index``, a ``rollout_id`` per member, an ``index``
         each."""
         numbers, samples = self._next, []
         for member in group.succeeded:
@@ -159,6 +159,6 @@ class Delivery:
 
 
 def _rollouts_of(samples: Iterable[Sample]) -> list[str]:
-    """The rollouts that a group's samples come from; samples that did not come from here name none."""
+    """The rollouts of a group's samples, without repeats; samples from elsewhere have none."""
     named = (rollout_of(sample) for sample in samples)
     return list(dict.fromkeys(rollout_id for rollout_id in named if rollout_id is not None))

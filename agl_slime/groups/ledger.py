@@ -1,11 +1,12 @@
-"""The ledger: where each rollout stands, and counts that add up at any moment, after any crash.
+"""The ledger: the state of each rollout, and counts that add up at any moment, after any crash.
 
-A rollout is *open* (in flight), *ready* (its group waits to be trained on) or *closed* with one outcome. It lives in
-SQLite, in a file or in memory; every call is one transaction and costs the same however long the run. Closed rollouts
-are counts in the end: the ids of the newest ones are remembered, to recognise late and repeated reports.
+A rollout is *open* (in flight), *ready* (its group waits to be trained on) or *closed* with one outcome. The ledger is
+an SQLite database, in a file or in memory; every call is one transaction, and its cost does not depend on the length of
+the run. Old closed rollouts are only counted; the ids of the newest ones are kept to recognise late and repeated
+reports.
 
-``checkpoint`` ties the account to a checkpoint of the trainer, and ``resume`` takes back what was trained after it: a
-resumed trainer has forgotten those steps.
+``checkpoint`` ties the ledger to a checkpoint of the trainer, and ``resume`` undoes the training after it, which a
+resumed trainer has forgotten.
 """
 
 from __future__ import annotations
@@ -22,14 +23,14 @@ from agl_slime.errors import ConfigError
 from agl_slime.groups.results import Outcome
 from agl_slime.support.database import Database
 
-# Closed rollouts that are remembered by id; those since the oldest kept checkpoint are always remembered.
-_REMEMBERED_CLOSED = 100_000
+# Closed rollouts whose ids are kept; ids since the oldest kept checkpoint are always kept.
+_KEPT_CLOSED = 100_000
 _FORGET_EVERY = 1_000
 _KEPT_CHECKPOINTS = 16
 
 _OPEN, _READY = 0, 1
 _STATES = ("open", "ready")
-# Many ids as one parameter: one step for SQLite and one release of the interpreter lock.
+# Many ids as one parameter: one SQLite step, one release of the GIL.
 _AMONG = "rollout_id IN (SELECT value FROM json_each(?))"
 
 _SCHEMA = """
@@ -50,8 +51,8 @@ CREATE TABLE IF NOT EXISTS ledger_checkpoints (step INTEGER PRIMARY KEY, closed_
 
 @dataclass(frozen=True, slots=True)
 class LedgerCounts:
-    """``opened == open + ready + sum(closed.values())`` always. ``reasons`` counts closed rollouts by (outcome,
-    reason)."""
+    """Counts of rollouts: always ``opened == open + ready + sum(closed.values())``. ``reasons`` counts closed rollouts
+    by (outcome, reason)."""
 
     opened: int
     open: int
@@ -60,8 +61,8 @@ class LedgerCounts:
     reasons: dict[tuple[Outcome, str], int]
 
 
-def noted_checkpoints(path: Path) -> set[int]:
-    """The steps whose checkpoints the ledger in the file has noted; none where there is no such file."""
+def ledger_checkpoints(path: Path) -> set[int]:
+    """The steps of the checkpoints in the ledger file; empty without a file."""
     if not path.is_file():
         return set()
     database = Database(path=path)
@@ -75,10 +76,10 @@ def noted_checkpoints(path: Path) -> set[int]:
 
 
 class Ledger:
-    """Thread-safe. In memory, in a file of its own (``path``), or in a ``Database`` whose transactions it joins.
+    """A ledger in memory, in a file (``path``), or in a ``Database`` whose transactions it joins. Thread-safe.
 
-    A rollout may name the *instance* (task) that it belongs to. An instance is finished as often as its owner says so
-    (epochs). Opening an existing file continues its account: what was open or ready when the process died still is.
+    A rollout may have an *instance* (task), which can be finished several times (epochs). An existing file is
+    continued: rollouts that were open or ready when the process died still are.
     """
 
     def __init__(self, *, path: Path | str | None = None, database: Database | None = None) -> None:
@@ -92,7 +93,7 @@ class Ledger:
 
     @contextmanager
     def batch(self) -> Iterator[None]:
-        """Calls inside share one transaction: cheaper, and kept or lost together."""
+        """One transaction for all calls inside: cheaper, and atomic."""
         try:
             with self._database.transaction():
                 yield
@@ -101,7 +102,7 @@ class Ledger:
             raise
 
     def open_many(self, rollouts: Sequence[tuple[str, str | None]]) -> int:
-        """These pairs of rollout and instance are in flight; returns how many were not known already."""
+        """Open these rollouts, given as pairs of rollout and instance; returns how many were new."""
         with self._database.transaction() as connection:
             opened = connection.execute(
                 "INSERT OR IGNORE INTO ledger_rollouts (rollout_id, instance_id, state)"
@@ -116,20 +117,20 @@ class Ledger:
         return opened
 
     def ready_many(self, rollout_ids: Sequence[str]) -> int:
-        """Open rollouts wait to be trained on; returns how many were open."""
+        """Move open rollouts to ready; returns how many were open."""
         return self._move(rollout_ids, _OPEN, _READY)
 
     def reopen_many(self, rollout_ids: Sequence[str]) -> int:
-        """Ready rollouts are in flight again (their delivery was lost); returns how many were ready."""
+        """Move ready rollouts back to open (their delivery was lost); returns how many were ready."""
         moved = self._move(rollout_ids, _READY, _OPEN)
         self._read_open()
         return moved
 
     def close_many(self, rollout_ids: Sequence[str], outcome: Outcome, reason: str = "") -> int:
-        """Open or ready rollouts have reached their one end; returns how many had not ended before."""
+        """Close open or ready rollouts with an outcome; returns how many were not closed before."""
         with self._database.transaction() as connection:
             before = self._closed_no()
-            number = before + len(rollout_ids)  # they end together: one place in the order
+            number = before + len(rollout_ids)  # rollouts that close together share one number
             change = "state = 2, outcome = ?, reason = ?, closed_no = ?"
             values = outcome.value, reason, number
             open_ids = [rollout_id for rollout_id in rollout_ids if rollout_id in self._open]
@@ -142,12 +143,13 @@ class Ledger:
             self._add((f"closed:{outcome.value}", reason, closed), ("closed_no", "", len(rollout_ids)))
             if before // _FORGET_EVERY != number // _FORGET_EVERY:
                 [(oldest,)] = self._ask("SELECT min(closed_no) FROM ledger_checkpoints")
-                limit = min(number - _REMEMBERED_CLOSED, number if oldest is None else oldest)
+                limit = min(number - _KEPT_CLOSED, number if oldest is None else oldest)
                 connection.execute("DELETE FROM ledger_rollouts WHERE state = 2 AND closed_no <= ?", (limit,))
         return closed
 
     def filter_trained(self, rollout_ids: Sequence[str], reason: str) -> int:
-        """These were delivered to be trained on and were not: filtered for ``reason``. Returns how many."""
+        """Move trained rollouts to filtered, for ``reason``: they were delivered and not trained on. Returns how
+        many."""
         with self._database.transaction():
             trained = "state = 2 AND outcome = 'trained' AND reason = ''"
             moved = self._update("outcome = 'filtered', reason = ?", (reason,), trained, rollout_ids)
@@ -155,15 +157,15 @@ class Ledger:
         return moved
 
     def remember(self, rollout_ids: Iterable[str]) -> None:
-        """These closed in another account of the run: they are not counted here, and reports of them are recognised as
-        late."""
+        """Recognise later reports of these rollouts as late, without counting them: another ledger of the run closed
+        them."""
         query = "INSERT OR IGNORE INTO ledger_rollouts (rollout_id, state, closed_no) VALUES (?, 2, ?)"
         with self._database.transaction() as connection:
             number = self._closed_no()
             connection.executemany(query, [(rollout_id, number) for rollout_id in rollout_ids])
 
     def carry_over(self, closed: Iterable[tuple[Outcome, str, int]]) -> None:
-        """So many rollouts closed with this outcome and reason before the restart."""
+        """Add counts of rollouts that closed before the restart: outcome, reason and number."""
         with self._database.transaction():
             for outcome, reason, n in closed:
                 self._add(("opened", "", n), (f"closed:{outcome.value}", reason, n))
@@ -173,12 +175,12 @@ class Ledger:
         return rollout_id in self._open
 
     def has_ended(self, rollout_id: str) -> bool:
-        """Whether the rollout is ready or closed, as far as is remembered."""
+        """Whether the rollout is ready or closed; ``False`` for an old id that is no longer kept."""
         query = "SELECT 1 FROM ledger_rollouts WHERE rollout_id = ? AND state > 0"
         return rollout_id not in self._open and bool(self._ask(query, rollout_id))
 
-    def known_among(self, rollout_ids: Sequence[str]) -> dict[str, str | None]:
-        """Those that were ever opened, as far as is remembered, with their instances."""
+    def instances_of(self, rollout_ids: Sequence[str]) -> dict[str, str | None]:
+        """The instances of the given rollouts; rollouts that are not in the ledger, or no longer kept, are missing."""
         query = f"SELECT rollout_id, instance_id FROM ledger_rollouts WHERE {_AMONG}"
         return dict(self._ask(query, json.dumps([*rollout_ids])))
 
@@ -187,12 +189,12 @@ class Ledger:
         return list(self._open)
 
     def recent_ids(self) -> list[str]:
-        """Closed rollouts that are still remembered by id, in the order in which they ended."""
+        """The kept ids of closed rollouts, in the order in which they closed."""
         query = "SELECT rollout_id FROM ledger_rollouts WHERE state = 2 ORDER BY closed_no"
         return [rollout_id for (rollout_id,) in self._ask(query)]
 
     def outcome_of(self, rollout_id: str) -> tuple[Outcome, str] | None:
-        """How the rollout ended, with its reason; ``None`` while it has not, or when it is no longer remembered."""
+        """The rollout's outcome and reason; ``None`` while it is not closed, or when it is no longer kept."""
         query = "SELECT outcome, reason FROM ledger_rollouts WHERE rollout_id = ? AND outcome IS NOT NULL"
         rows = self._ask(query, rollout_id)
         return (Outcome(rows[0][0]), rows[0][1]) if rows else None
@@ -211,19 +213,18 @@ class Ledger:
         return LedgerCounts(**plain, closed=closed, reasons=reasons)
 
     def finish_instance(self, instance_id: str) -> None:
-        """A group of this instance has been dealt with: a resumed run skips it, once per time said."""
+        """Note that a group of this instance is finished: a resumed run skips the instance once per call."""
         with self._database.transaction() as connection:
             connection.execute(
                 "INSERT INTO ledger_finished (instance_id, closed_no) VALUES (?, ?)", (instance_id, self._closed_no())
             )
 
     def finished_instances(self) -> list[str]:
-        """The finished instances, oldest first, each as often as it was finished: what slime calls
-        ``skip_instance_ids``."""
+        """The finished instances, oldest first, each as often as it was finished: slime's ``skip_instance_ids``."""
         return [row[0] for row in self._ask("SELECT instance_id FROM ledger_finished ORDER BY no")]
 
     def checkpoint(self, step: int) -> None:
-        """The trainer's checkpoint of ``step`` holds all that is closed now."""
+        """Note that the trainer's checkpoint of ``step`` contains everything closed so far."""
         with self._database.transaction() as connection:
             connection.execute("INSERT OR REPLACE INTO ledger_checkpoints VALUES (?, ?)", (step, self._closed_no()))
             connection.execute(
@@ -232,21 +233,21 @@ class Ledger:
                 (_KEPT_CHECKPOINTS,),
             )
 
-    def resume(self, step: int, *, kept: Collection[str], told: Collection[str] | None = None) -> int:
-        """The trainer resumed from its checkpoint of ``step`` in a new process, whose data source holds the rollouts
-        ``kept`` ready and knows no others. What was trained after the checkpoint is taken back, and so is what was
-        dropped of instances that the reports have not ``told`` of (``None``: of all); these are not finished any more.
-        With what else was in flight or ready it is cancelled as ``restarted``, to be run again. Returns how many.
-        Raises ``ConfigError`` when that checkpoint is not among the last ones."""
+    def resume(self, step: int, *, kept: Collection[str], reported: Collection[str] | None = None) -> int:
+        """Return to the trainer's checkpoint of ``step`` in a new process whose data source has only the rollouts
+        ``kept``, all ready. Rollouts that were trained after the checkpoint, dropped rollouts of instances that are not
+        among ``reported`` (``None``: all are), and all other unfinished rollouts are cancelled as ``restarted``, to be
+        run again; their instances are no longer finished. Returns the number of cancelled rollouts. Raises
+        ``ConfigError`` when the checkpoint is not among the last ones."""
         with self._database.transaction() as connection:
             row = connection.execute("SELECT closed_no FROM ledger_checkpoints WHERE step = ?", (step,)).fetchone()
             if row is None:
-                known = [str(one) for (one,) in self._ask("SELECT step FROM ledger_checkpoints ORDER BY step")]
-                raise ConfigError(f"the ledger knows no checkpoint of step {step}; it has {', '.join(known) or 'none'}")
+                steps = [str(one) for (one,) in self._ask("SELECT step FROM ledger_checkpoints ORDER BY step")]
+                raise ConfigError(f"the ledger has no checkpoint of step {step}, only {', '.join(steps) or 'none'}")
             before = "SELECT DISTINCT instance_id FROM ledger_rollouts WHERE outcome = 'trained' AND closed_no <= ?"
             trained = {instance_id for (instance_id,) in self._ask(before, *row)}
-            untold = set() if told is None else {*self.finished_instances()} - {*told} - trained
-            named = json.dumps(sorted(untold))
+            unreported = set() if reported is None else {*self.finished_instances()} - {*reported} - trained
+            named = json.dumps(sorted(unreported))
             dropped = "outcome IN ('filtered', 'failed', 'stale') AND instance_id IN (SELECT value FROM json_each(?))"
             where = f"state = 2 AND (outcome = 'trained' AND closed_no > ? OR {dropped})"
             query = f"SELECT instance_id, outcome, reason, count(*) FROM ledger_rollouts WHERE {where} GROUP BY 1, 2, 3"
@@ -258,20 +259,20 @@ class Ledger:
             self._add(("open", "", sum(n for *_, n in undone)))
             self._add(*((f"closed:{outcome}", reason, -n) for _, outcome, reason, n in undone))
             for instance_id in {instance_id for instance_id, *_ in undone if instance_id is not None}:
-                after = -1 if instance_id in untold else row[0]
+                after = -1 if instance_id in unreported else row[0]
                 connection.execute(
                     "DELETE FROM ledger_finished WHERE instance_id = ? AND closed_no > ?", (instance_id, after)
                 )
             connection.execute("DELETE FROM ledger_checkpoints WHERE closed_no > ? OR step > ?", (*row, step))
             self._read_open()
             unfinished = [row[0] for row in self._ask("SELECT rollout_id FROM ledger_rollouts WHERE state < 2")]
-            here = set(kept)
-            self.ready_many([rollout_id for rollout_id in unfinished if rollout_id in here])
-            lost = [rollout_id for rollout_id in unfinished if rollout_id not in here]
+            ready = set(kept)
+            self.ready_many([rollout_id for rollout_id in unfinished if rollout_id in ready])
+            lost = [rollout_id for rollout_id in unfinished if rollout_id not in ready]
             return self.close_many(lost, Outcome.CANCELLED, "restarted")
 
-    def shut(self) -> None:
-        """Close the file, if it is this ledger's own."""
+    def close(self) -> None:
+        """Close the database, unless it was passed in."""
         if self._owns_database:
             self._database.close()
 
@@ -280,16 +281,16 @@ class Ledger:
             return connection.execute(query, values).fetchall()
 
     def _read_open(self) -> None:
-        # what is in flight is known without asking SQLite, whose every statement lets go of the interpreter lock
+        # cached: each SQLite statement releases the GIL
         rows = self._ask("SELECT rollout_id FROM ledger_rollouts WHERE state = 0 AND state < 2")
         self._open = {rollout_id for (rollout_id,) in rows}
 
     def _closed_no(self) -> int:
-        """The place of the last end in the order."""
+        """The number of the last closed rollout."""
         return next((n for (n,) in self._ask("SELECT n FROM ledger_counts WHERE kind = 'closed_no'")), 0)
 
     def _update(self, change: str, values: Sequence[object], where: str, rollout_ids: Sequence[str]) -> int:
-        """Change those of ``rollout_ids`` that are as in ``where``; returns how many."""
+        """Change the rollouts among ``rollout_ids`` that match ``where``; returns how many."""
         if not rollout_ids:
             return 0
         query = f"UPDATE ledger_rollouts SET {change} WHERE {where} AND {_AMONG}"
@@ -304,7 +305,7 @@ class Ledger:
 
     def _add(self, *counts: tuple[str, str, int]) -> None:
         changed = [count for count in counts if count[2]]
-        if changed:  # one statement: each lets go of the interpreter lock
+        if changed:  # one statement: each releases the GIL
             rows = ", ".join(["(?, ?, ?)"] * len(changed))
             conflict = "ON CONFLICT (kind, reason) DO UPDATE SET n = n + excluded.n"
             self._database.connection.execute(f"INSERT INTO ledger_counts VALUES {rows} {conflict}", [*chain(*changed)])

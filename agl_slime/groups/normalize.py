@@ -1,9 +1,9 @@
 """Reward normalisation per prompt group, one reward per rollout.
 
 The group-relative baseline of GRPO (DeepSeekMath, arXiv:2402.03300, section 4.1): a rollout's advantage is its reward
-minus the mean reward of the rollouts of the same prompt, divided by their standard deviation. slime finds the groups by
-position in the batch, which goes wrong as soon as a rollout becomes several samples or a group is not full; here they
-are found by ``group_index``.
+minus the mean reward of the rollouts of the same prompt, divided by their standard deviation. slime's release groups by
+position in the batch, which is wrong as soon as a rollout becomes several samples or a group is incomplete; this module
+groups by ``group_index``.
 """
 
 from __future__ import annotations
@@ -20,13 +20,12 @@ _EQUAL_REWARDS = 1e-6  # slime's own threshold
 
 
 def all_equal(rewards: Sequence[float]) -> bool:
-    """Whether these rewards, one or more, leave nothing to compare: the same tolerance for filters, metrics and
-    advantages."""
+    """Whether all rewards are the same, within one tolerance for filters, metrics and advantages."""
     return max(rewards) - min(rewards) <= _EQUAL_REWARDS
 
 
 def is_counted(sample: Sample) -> bool:
-    """Whether a sample has a part in its group's baseline: none that failed, or that was taken out of the loss."""
+    """Whether a sample counts in its group's baseline: it did not fail and is not out of the loss."""
     return getattr(sample, "status", None) != Sample.Status.FAILED and not getattr(sample, "remove_sample", False)
 
 
@@ -40,10 +39,10 @@ def normalize_rewards(
     """The advantage of each sample: ``(r - mean) / (std + 1e-6)`` over the rollouts of its group, or ``r - mean``
     without ``std``, which is the unbiased estimate (``n - 1``) as in slime.
 
-    The three sequences run parallel, one entry per sample. Samples with the same ``rollout_id`` are siblings: they
-    count once and get the same advantage; a sample without one is a rollout of its own, and a rollout without
-    ``group_index`` a group of its own. A group of one rollout, or one whose rewards are ``all_equal``, gets exactly 0.
-    Sums are exactly rounded, so the order of the samples does not change a bit of the result.
+    The three sequences are parallel, one entry per sample. Samples with the same ``rollout_id`` are siblings: they
+    count once and get the same advantage. A sample without ``rollout_id`` is a separate rollout, a rollout without
+    ``group_index`` a separate group. A group of one rollout, or with ``all_equal`` rewards, gets exactly 0. Sums are
+    exactly rounded: the order of the samples does not change the result.
 
     Raises:
         RewardError: a reward is NaN or infinite, siblings differ in reward or group, or the lengths differ.
@@ -51,31 +50,30 @@ def normalize_rewards(
     if not len(rewards) == len(group_indices) == len(rollout_ids):
         lengths = f"{len(rewards)}, {len(group_indices)} and {len(rollout_ids)}"
         raise RewardError(f"rewards, group_indices and rollout_ids need one entry per sample, got lengths {lengths}.")
-    # a sample without an id is like no other
     rollouts: list[object] = [object() if rollout_id is None else rollout_id for rollout_id in rollout_ids]
-    found: dict[object, tuple[float, Hashable]] = {}  # reward and group of each rollout
+    by_rollout: dict[object, tuple[float, Hashable]] = {}  # reward and group
     for position, (rollout, reward, group) in enumerate(zip(rollouts, rewards, group_indices, strict=True)):
         if not math.isfinite(reward):
             raise RewardError(f"the reward of sample {position} is {reward}; rewards must be finite numbers.")
-        first_reward, first_group = found.setdefault(rollout, (float(reward), group))
+        first_reward, first_group = by_rollout.setdefault(rollout, (float(reward), group))
         if first_reward != reward:
             raise RewardError(f"siblings of rollout {rollout} have different rewards, {first_reward} and {reward}.")
         if first_group != group:
             raise RewardError(f"siblings of rollout {rollout} are in different groups, {first_group} and {group}.")
 
     members: dict[object, list[object]] = {}
-    for rollout, (_, group) in found.items():
+    for rollout, (_, group) in by_rollout.items():
         members.setdefault(object() if group is None else group, []).append(rollout)
     advantage_of: dict[object, float] = {}
     for group in members.values():
-        advantage_of.update(zip(group, _advantages([found[key][0] for key in group], std=std), strict=True))
+        advantage_of.update(zip(group, _advantages([by_rollout[key][0] for key in group], std=std), strict=True))
     return [advantage_of[rollout] for rollout in rollouts]
 
 
-def part_of(sample: Sample, of: str | None = None) -> tuple[Hashable, Hashable]:
-    """The group and the rollout to normalise by, of what was rewarded (``TurnReward.of``), by default what the sample
-    says (``metadata["reward_of"]``). Turns with a reward of their own stand for themselves, and are compared with those
-    of their role in the group, or with the other single turns in it."""
+def normalization_key(sample: Sample, of: str | None = None) -> tuple[Hashable, Hashable]:
+    """The group and the rollout by which to normalise a reward. ``of`` names the rewarded part (``TurnReward.of``); its
+    default is the sample's ``metadata["reward_of"]``. A reward of one turn is compared with the rewards of turns of the
+    same role in the group, or of the group's other single turns."""
     of = str((sample.metadata or {}).get("reward_of", "")) if of is None else of
     kind = "turn" if of.startswith("turn:") else of
     group, rollout = sample.group_index, sample.rollout_id
@@ -86,8 +84,8 @@ def part_of(sample: Sample, of: str | None = None) -> tuple[Hashable, Hashable]:
 
 
 def reward_value(sample: Sample, position: int, *, key: str | None = None) -> float:
-    """The reward of a sample as a number, by ``key`` where the agent gave several. Raises ``RewardError`` naming the
-    sample's ``position`` when there is none."""
+    """The reward of a sample as a number, the one named ``key`` of several. Raises ``RewardError`` naming the sample's
+    ``position`` when there is none."""
     reward = sample.reward.get(key) if isinstance(sample.reward, Mapping) and key else sample.reward
     if not isinstance(reward, Real) or not math.isfinite(reward):
         under = f" under reward_key {key!r}" if key else ""
@@ -98,7 +96,7 @@ def reward_value(sample: Sample, position: int, *, key: str | None = None) -> fl
 def _advantages(rewards: list[float], *, std: bool) -> list[float]:
     if all_equal(rewards):
         return [0.0] * len(rewards)
-    # Scaled by the largest magnitude, so that squares of very large or very small rewards neither overflow nor vanish.
+    # Scaling by the largest magnitude keeps squares of very large or very small rewards from overflow and underflow.
     scale = max(abs(reward) for reward in rewards)
     scaled = [reward / scale for reward in rewards]
     mean = math.fsum(scaled) / len(scaled)

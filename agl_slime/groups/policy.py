@@ -1,7 +1,7 @@
-"""What to do with a group: wait, retry, train on it, drop it; and a filter of groups that teach nothing.
+"""Group policies: wait for a group, retry members, train on it or drop it; and a filter of groups without advantage.
 
-Policies are small frozen objects without state. ``refuse`` judges a group whose members have all ended. ``judge`` may
-be asked at any time before, and says what to do about members that failed or are late. They see results, not samples.
+Policies are small frozen objects without state, and see results, not samples. ``refuse`` judges a group whose members
+have all ended; ``judge``, which may be called earlier, decides about failed and late members.
 """
 
 from __future__ import annotations
@@ -17,12 +17,13 @@ from agl_slime.groups.results import MemberResult
 from agl_slime.support.ranges import check_ranges
 
 GroupFilter = Callable[[Sequence[MemberResult]], str | None]
-"""The reason to drop a group that a policy would train on, as a word for counting; ``None`` keeps it."""
+"""A function of the successful members of a group that a policy accepted: the reason to drop it, as a metric name;
+``None`` keeps it."""
 
 
 class GroupAction(StrEnum):
-    """``WAIT`` for the members in flight; ``RETRY`` the failed ones; ``TRAIN`` on the successful members; ``DROP`` the
-    group. With the last two, members still in flight are cancelled."""
+    """``WAIT`` for members in flight; ``RETRY`` failed members; ``TRAIN`` on the successful members; ``DROP`` the
+    group. The last two cancel members in flight."""
 
     WAIT = "wait"
     RETRY = "retry"
@@ -32,9 +33,9 @@ class GroupAction(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupProgress:
-    """A group's progress. ``failed`` counts members whose last attempt failed, ``retries_used`` the retries so far;
-    ``waited_s`` is the time since its last member ended, 0 before the first one has: until then its rollouts may not
-    have begun, and each has a time limit of its own."""
+    """A group's progress. ``failed`` counts members whose last attempt failed, ``retries_used`` the retries so far.
+    ``waited_s`` is the time since the last member ended; 0 while none has, as the rollouts may not have started and
+    each has its own time limit."""
 
     size: int
     succeeded: int = 0
@@ -49,7 +50,7 @@ class GroupProgress:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupVerdict:
-    """What to do; ``reason`` is a short word for counting, ``retries`` how many failed members to run again."""
+    """A policy's decision; ``reason`` is a metric name, ``retries`` the number of failed members to run again."""
 
     action: GroupAction
     reason: str = ""
@@ -57,11 +58,11 @@ class GroupVerdict:
 
 
 class GroupPolicy(Protocol):
-    """Decides about groups. A policy may also have ``judge(progress: GroupProgress) -> GroupVerdict``, called before
-    all members have ended, and ``timeout_s``, after which its answer may change."""
+    """Decides about groups. Optional: ``judge(progress: GroupProgress) -> GroupVerdict``, called before all members
+    have ended, and ``timeout_s``, after which its verdict may change."""
 
     def refuse(self, *, size: int, members: Sequence[MemberResult]) -> str | None:
-        """Why the group of ``size`` expected members is not fit to train on; ``None`` when it is."""
+        """The reason not to train on a group of ``size`` expected members; ``None`` to train on it."""
         ...
 
 
@@ -74,16 +75,16 @@ class MinimumViableGroup:
     """
 
     codes: ClassVar[tuple[str, str]] = ("floor_out_of_reach", "group_incomplete")
-    """Why a group is dropped with members in flight, and without."""
+    """Reasons of a drop with members in flight, and without."""
 
     min_ratio: float = 0.7
     """Share of the members that must succeed."""
     min_members: int = 2
     """Fewest members that must succeed, whatever their share."""
     max_retries: int = 0
-    """Most retries of failed members in the whole group, made while the minimum is out of reach without them."""
+    """Most retries of failed members per group; made only while the minimum is out of reach without them."""
     timeout_s: float | None = None
-    """Seconds after its last ended member after which a group is used if the minimum is reached, else dropped; ``None``
+    """Seconds after the last member's end after which a group is used if the minimum is reached, else dropped; ``None``
     waits for all."""
     drop_early: bool = True
     """Drop a group that can no longer reach the minimum at once; False: when all members have ended."""
@@ -107,7 +108,7 @@ class MinimumViableGroup:
 
     def judge(self, progress: GroupProgress) -> GroupVerdict:
         needed = self.floor(progress.size)
-        short = needed - progress.succeeded - progress.outstanding  # missing even if all in flight succeed
+        short = needed - progress.succeeded - progress.outstanding  # even if all in flight succeed
         if short > 0:
             if short <= min(progress.failed, self.max_retries - progress.retries_used):
                 return GroupVerdict(action=GroupAction.RETRY, reason="member_failed", retries=short)
@@ -123,25 +124,16 @@ class MinimumViableGroup:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompleteGroup(MinimumViableGroup):
-    """Every member must have succeeded: what slime's default rollout function needs, which asserts exact group sizes.
-    It is judged when the last member has ended, or dropped when ``timeout_s`` has passed."""
+    """Every member must have succeeded, as slime's default rollout function asserts exact group sizes. Judged when the
+    last member has ended; dropped after ``timeout_s``."""
 
     min_ratio: float = 1.0
     drop_early: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FailFast(MinimumViableGroup):
-    """Every member must succeed, and the first failure drops the group, so that no engine time goes into the rest."""
-
-    codes = ("member_failed", "member_failed")
-
-    min_ratio: float = 1.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class RetryGroup(MinimumViableGroup):
-    """Every member must succeed; failed ones are run again, ``max_retries`` times in the whole group."""
+    """Every member must succeed; failed members are run again, ``max_retries`` times in the whole group."""
 
     codes = ("retries_exhausted", "retries_exhausted")
 
@@ -150,7 +142,6 @@ class RetryGroup(MinimumViableGroup):
 
 
 def zero_variance(members: Sequence[MemberResult]) -> str | None:
-    """A ``GroupFilter``: ``"zero_variance"`` for two or more members with one and the same reward: with nothing to
-    compare, every advantage is 0."""
+    """A ``GroupFilter``: ``"zero_variance"`` for two or more members with equal rewards, whose advantages are all 0."""
     rewards = [member.reward for member in members if member.reward is not None]
     return "zero_variance" if len(rewards) > 1 and all_equal(rewards) else None

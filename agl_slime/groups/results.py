@@ -1,4 +1,4 @@
-"""What became of a rollout and of its group."""
+"""Results of rollouts and groups."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ if TYPE_CHECKING:  # Agent Lightning takes seconds to import
     from agl_slime.support.agl import EnqueueRolloutRequest
 
 STRAGGLER_REASONS = ("group_timeout", "group_dropped")
-"""Why a straggler, a member still in flight when its group was finalized, was cancelled."""
+"""Why a straggler (a member in flight when its group was finalized) was cancelled."""
 
 
 def instance_of(metadata: Mapping[str, Any]) -> str | None:
-    """The task that a rollout with this metadata is one try at."""
+    """The instance (task) in a rollout's metadata."""
     instance_id = metadata.get("instance_id")
     return None if instance_id is None else str(instance_id)
 
 
 class Outcome(StrEnum):
-    """The one end of a rollout. Each has a reason beside it.
+    """The outcome of a rollout; a reason accompanies each.
 
-    ``TRAINED``: its samples were delivered to the trainer. ``FILTERED``: it worked, but its group was not trained on.
-    ``FAILED``: no reward, no trace, an exception, a time limit.
-    ``CANCELLED``: stopped on purpose. ``VALIDATED``: a validation rollout, never trained on.
+    ``TRAINED``: delivered to the trainer. ``FILTERED``: succeeded, but its group was not trained on. ``FAILED``: no
+    reward, no trace, an exception, a timeout. ``CANCELLED``: stopped on purpose. ``VALIDATED``: a validation rollout,
+    never trained on.
     """
 
     TRAINED = "trained"
@@ -40,9 +40,9 @@ class Outcome(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemberResult:
-    """One finished rollout as its group sees it: samples and a reward, or a failure with its reason. ``reward`` is the
-    primary one of ``rewards``, ``sampled_tokens`` what the engine reported, ``request`` enqueues a failed one again,
-    ``timeline`` is what ``datasource.read.timeline_of`` gives."""
+    """A finished member of a group: samples and a reward, or a failure with its reason. ``reward`` is the primary one
+    of ``rewards``, ``sampled_tokens`` the engine's count, ``request`` enqueues a failed rollout again, ``timeline``
+    comes from ``datasource.read.timeline_of``."""
 
     rollout_id: str
     group_id: str
@@ -68,14 +68,14 @@ class MemberResult:
 
     @property
     def straggler(self) -> bool:
-        """Whether it was cancelled because its group was finalized without it."""
+        """Whether the rollout was cancelled because its group was finalized without it."""
         return self.failure in STRAGGLER_REASONS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupResult:
-    """A finalized group: ``ready`` with the members to train on, or dropped for ``reason``, a sentence, and ``code``, a
-    word. ``members`` are all of its rollouts, tries that were repeated and cancelled stragglers too."""
+    """A finalized group: ``ready`` to train on, or dropped for ``reason`` (a sentence) and ``code`` (a metric name).
+    ``members`` include retried attempts and cancelled stragglers."""
 
     group_id: str
     mode: str
@@ -87,7 +87,7 @@ class GroupResult:
 
     @property
     def instance_id(self) -> str | None:
-        """The task that the group is one try at, where its rollouts name it."""
+        """The group's instance (task), if its rollouts name one."""
         return next((member.instance_id for member in self.members if member.instance_id is not None), None)
 
     @property
@@ -96,23 +96,22 @@ class GroupResult:
 
     @property
     def rewards(self) -> list[float]:
-        """The primary rewards of the members that have one."""
+        """The primary rewards of all members with a reward."""
         return [member.reward for member in self.members if member.reward is not None]
 
 
 def rollout_of(sample: Sample) -> str | None:
-    """The rollout that a sample comes from; one that did not come from a store names none."""
+    """The rollout id of a sample; ``None`` for a sample from elsewhere."""
     return sample.metadata.get("agl_rollout_id")
 
 
 def reward_of(sample: Sample) -> Any:
-    """The reward of the sample's rollout; the sample's own may be that of its turns."""
+    """The reward of the sample's rollout; ``sample.reward`` may be a reward of its turns."""
     return sample.metadata["reward"] if "reward_of" in sample.metadata else sample.reward
 
 
 def group_of(samples: Sequence[Sample]) -> GroupResult:
-    """The group of ready samples that a restart has left, as far as they tell of it: without the members that failed,
-    and without trajectories."""
+    """A ready group, rebuilt from its samples after a restart: without failed members and trajectories."""
     parts: dict[str, list[Sample]] = {}
     for sample in samples:
         parts.setdefault(rollout_of(sample) or "", []).append(sample)
@@ -123,13 +122,13 @@ def group_of(samples: Sequence[Sample]) -> GroupResult:
             rollout_id=name,
             group_id=group_id,
             group_size=len(parts),
-            samples=tuple(own),
-            reward=reward_of(own[0]),
-            rewards={"primary": reward_of(own[0])},
-            sampled_tokens=sum(sum(sample.loss_mask or ()) for sample in own),
-            turns=sum(sample.metadata.get("turns", 1) for sample in own),
+            samples=tuple(part),
+            reward=reward_of(part[0]),
+            rewards={"primary": reward_of(part[0])},
+            sampled_tokens=sum(sum(sample.loss_mask or ()) for sample in part),
+            turns=sum(sample.metadata.get("turns", 1) for sample in part),
             instance_id=instance_id,
         )
-        for name, own in parts.items()
+        for name, part in parts.items()
     )
     return GroupResult(group_id=group_id, mode="train", size=len(parts), members=members, ready=True)

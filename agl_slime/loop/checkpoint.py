@@ -1,10 +1,8 @@
-"""Checkpoints of a run: the trainer, the loop and the data source as they were at one moment, tied to the ledger's
-account of it.
+"""Checkpoints of a run: consistent states of trainer, loop and data source, tied to the ledger.
 
-``checkpoints/step_000010/`` holds ``trainer/`` (what ``Trainer.save`` writes), ``loop.json``, ``data_source.json``,
-``partial.jsonl`` (what rollouts in flight have sampled) and their checksums. It appears as a whole or not at all, after
-the ledger has noted the step. What was trained on or in flight after it is taken back when the run goes on from there,
-so no group is lost and none is trained on twice.
+``checkpoints/step_000010/`` contains ``trainer/`` (from ``Trainer.save``), ``loop.json``, ``data_source.json``,
+``partial.jsonl`` (tokens sampled by rollouts in flight) and checksums. It is written atomically, after the ledger has
+noted the step. A resume undoes later training and cancels later rollouts, so that no group is lost or trained on twice.
 """
 
 from __future__ import annotations
@@ -30,7 +28,7 @@ _LOOP, _DATA_SOURCE, _TRAINER, _PARTIAL = "loop.json", "data_source.json", "trai
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Checkpoint:
-    """A checkpoint that was read: the loop's and the data source's state, and the directory for ``Trainer.load``."""
+    """A checkpoint as read from disk: states of loop and data source, and the directory for ``Trainer.load``."""
 
     path: Path
     loop: LoopState
@@ -44,16 +42,16 @@ class Checkpoint:
     def partial(self) -> Path:
         return self.path / _PARTIAL
 
-    def rewind(self, ledger: Ledger, *, told: Collection[str] | None = None) -> int:
-        """Take the ledger back to this checkpoint, whose reports have ``told`` of these instances; returns how many
-        rollouts were in flight."""
+    def rewind(self, ledger: Ledger, *, reported: Collection[str] | None = None) -> int:
+        """Take the ledger back to this checkpoint; the run's reports name the instances ``reported``. Returns the
+        number of rollouts that were in flight."""
         kept = [rollout_id for members in self.data_source.get("members") or [] for rollout_id in members]
-        return ledger.resume(self.loop.iteration, kept=kept, told=told)
+        return ledger.resume(self.loop.iteration, kept=kept, reported=reported)
 
 
 class CheckpointWriter:
-    """Writes checkpoints of a run into ``directory`` and keeps the newest ``keep``. ``save_partial`` writes what
-    rollouts in flight have sampled into the file that it is given."""
+    """Writes checkpoints into ``directory`` and keeps the newest ``keep``. ``save_partial(path)`` writes the tokens
+    sampled by rollouts in flight."""
 
     def __init__(
         self,
@@ -68,51 +66,51 @@ class CheckpointWriter:
         self._save_partial = save_partial
 
     def save(self, state: LoopState) -> Path:
-        """Write one; returns where the trainer's part of it is. Raises ``TrainerError`` or ``OSError`` when it cannot
-        be written; the older ones are kept then."""
+        """Write a checkpoint; returns the trainer's directory in it. Raises ``TrainerError`` or ``OSError`` when it
+        cannot be written; older checkpoints are then kept."""
         target = self._directory / f"step_{state.iteration:06d}"
-        held = self._source.state(checkpoint=state.iteration)
+        data_source = self._source.state(checkpoint=state.iteration)
         with whole_directory(target) as fresh:
             self._trainer.save(fresh / _TRAINER)
             (fresh / _LOOP).write_text(json.dumps(asdict(state)))
-            (fresh / _DATA_SOURCE).write_text(json.dumps(held))
+            (fresh / _DATA_SOURCE).write_text(json.dumps(data_source))
             if self._save_partial is not None:
                 self._save_partial(fresh / _PARTIAL)
             seal(fresh)
         steps = _steps(self._directory)
         now = steps.index(target)
-        # one that is later than this was damaged, and the run went on from an older one
+        # later checkpoints are damaged ones: the run was resumed from an older one
         for old in (*steps[: max(now + 1 - self._keep, 0)], *steps[now + 1 :]):
             remove_directory(old)
         return target / _TRAINER
 
 
 def read_checkpoints(directory: Path) -> list[Checkpoint]:
-    """The checkpoints in ``directory``, newest first; one that cannot be read is passed over with a warning. Raises
-    ``ConfigError`` when none of them can."""
-    found: list[Checkpoint] = []
+    """The checkpoints in ``directory``, newest first. An unreadable one is skipped with a warning; raises
+    ``ConfigError`` when all are unreadable."""
+    checkpoints: list[Checkpoint] = []
     damaged: ConfigError | None = None
     for path in reversed(_steps(directory)):
         try:
-            found.append(_read(path))
+            checkpoints.append(_read(path))
         except ConfigError as error:
             damaged = error
-            logger.warning("%s; an older checkpoint is looked for.", error)
-    if damaged is not None and not found:
+            logger.warning("%s; trying an older checkpoint.", error)
+    if damaged is not None and not checkpoints:
         raise damaged
-    return found
+    return checkpoints
 
 
 def load_newest(checkpoints: Sequence[Checkpoint], trainer: Trainer) -> Checkpoint:
-    """Bring ``trainer`` to the newest of ``checkpoints`` (newest first, at least one) that it can load; one that it
-    cannot is passed over with a warning. Raises the newest one's ``TrainerError`` when it can load none."""
+    """Load the newest of ``checkpoints`` (newest first, at least one) that ``trainer`` can load, skipping others with a
+    warning. Raises the newest checkpoint's ``TrainerError`` when it can load none."""
     first: TrainerError | None = None
     for checkpoint in checkpoints:
         try:
             trainer.load(checkpoint.trainer)
         except TrainerError as error:
             first = first or error
-            logger.warning("%s; an older checkpoint is looked for.", error)
+            logger.warning("%s; trying an older checkpoint.", error)
         else:
             return checkpoint
     assert first is not None
@@ -133,6 +131,6 @@ def _read(path: Path) -> Checkpoint:
 
 
 def _steps(directory: Path) -> list[Path]:
-    """The checkpoints, oldest first; whatever else somebody has put there is left alone."""
-    found = [path for path in directory.glob("step_*") if path.name.removeprefix("step_").isdecimal() and path.is_dir()]
-    return sorted(found, key=lambda path: int(path.name.removeprefix("step_")))
+    """The checkpoint directories, oldest first; other files are ignored."""
+    paths = [path for path in directory.glob("step_*") if path.name.removeprefix("step_").isdecimal() and path.is_dir()]
+    return sorted(paths, key=lambda path: int(path.name.removeprefix("step_")))

@@ -1,4 +1,4 @@
-"""The functions that a program gives to the loop: what they are called with, and where they run."""
+"""Calls of the functions that a program passes to the loop."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ logger = logging.getLogger(__name__)
 StepFn = Callable[..., Any]
 
 
-def taking_iteration(function: StepFn, name: str) -> Callable[[int], Awaitable[Any]]:
-    """``function`` as one that takes the iteration, which is passed on only where it asks for it (see
+def adapt_step_function(function: StepFn, name: str) -> Callable[[int], Awaitable[Any]]:
+    """Wrap ``function`` as a coroutine function of the iteration, which is passed on only if ``function`` takes it (see
     ``OnlineRLLoop``). Raises ``ConfigError`` when it cannot be called so."""
     try:
         signature = inspect.signature(function)
-    except (TypeError, ValueError):  # something built in, which does not say what it takes
+    except (TypeError, ValueError):  # a builtin without a signature
         signature = inspect.Signature()
     parameters = list(signature.parameters.values())
     named = [p.name for p in parameters if p.name in ("iteration", "rollout_id") and p.kind != p.POSITIONAL_ONLY]
@@ -47,21 +47,21 @@ def taking_iteration(function: StepFn, name: str) -> Callable[[int], Awaitable[A
 
 
 async def call_function(function: Callable[[], Any]) -> Any:
-    """Call a function of the program's, a sync one in a thread."""
+    """Call a user's function, in a thread if it is sync."""
     if inspect.iscoroutinefunction(function):
         return await function()
     result = await run_in_thread(function)
     return await result if inspect.isawaitable(result) else result
 
 
-async def to_its_end(step: asyncio.Future[Any], *, timeout_s: float) -> bool:
-    """Wait for a step of the trainer. When this is cancelled meanwhile, the step may go on for ``timeout_s``, for there
-    is no checkpoint in the middle of one, and whether that was enough is returned as ``True``; else it is given up."""
+async def finish_step(step: asyncio.Future[Any], *, timeout_s: float) -> bool:
+    """Wait for a training step. Cancelled, wait ``timeout_s`` longer, as no checkpoint is possible during a step:
+    returns True if the step finished within it; otherwise cancels the step and re-raises."""
     try:
         await asyncio.shield(step)
     except asyncio.CancelledError:
         if not step.done() and timeout_s:
-            logger.warning("Interrupted: the training step under way is finished first; Ctrl-C again ends at once.")
+            logger.warning("Interrupted: finishing the current training step first; Ctrl-C again ends at once.")
             await asyncio.wait({step}, timeout=timeout_s)
         if not step.done():
             step.cancel()

@@ -1,5 +1,5 @@
-"""An iteration's metrics from its groups. Means are over rollouts that have a reward; a missing one is never
-counted as 0."""
+"""An iteration's metrics from its groups. Means are over rollouts with a reward; a missing reward never counts as
+0."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from agl_slime.support.intervals import estimate
 from agl_slime.support.threads import abandoned_threads
 from agl_slime.types import Sample, staleness_of
 
-# Of a batch or a validation: more failed rollouts than this are alarming.
+# A larger share of failed rollouts in a batch or a validation is an alarm.
 FAILED_SHARE = 0.2
-# Of an exception's message in the sentence that says why a run stopped; a judge may put a whole page into one.
+# Characters of a rollout's error in the message of a stopped run.
 _LONGEST_MESSAGE = 300
 
 
 def collect_metrics(groups: Sequence[GroupResult], *, collect_s: float) -> dict[str, Any]:
-    """``rollout/…``, ``trace/…`` and ``perf/tokens_per_s`` of the training rollouts of one iteration; ``collect_s`` is
-    what they took, in seconds."""
+    """``rollout/…``, ``trace/…`` and ``perf/tokens_per_s`` of the training rollouts of one iteration, which took
+    ``collect_s`` seconds."""
     members = [member for group in groups for member in group.members]
     rewards = [member.reward for member in members if member.reward is not None]
     failures = Counter(member.failure for member in members if not member.ok and not member.straggler)
@@ -53,12 +53,12 @@ def collect_metrics(groups: Sequence[GroupResult], *, collect_s: float) -> dict[
         names.RETOKENIZED: sum(sample.metadata.get("token_source") == "retokenized" for sample in samples),
         names.TOKENS_PER_S: sampled / collect_s if collect_s > 0 else None,
     }
-    if hung := abandoned_threads():  # of rewards, tools and sync agents that have outlived their rollouts
+    if hung := abandoned_threads():  # rewards, tools and sync agents that outlived their rollouts
         metrics["rollout/abandoned_threads"] = hung
     for kind, count in Counter(kind for sample in samples if (kind := sample.metadata.get("fork_reason"))).items():
         metrics[f"trace/forks/{kind}"] = count
-    for what, count in sum((_seen_by_gateway(member) for member in members), Counter()).items():
-        metrics[f"gateway/{what}"] = count
+    for name, count in sum((_gateway_counts(member) for member in members), Counter()).items():
+        metrics[f"gateway/{name}"] = count
     for code, count in Counter(group.code or "group_incomplete" for group in groups if not group.ready).items():
         metrics[f"rollout/dropped/{code}"] = count
     for reason, count in failures.items():
@@ -66,10 +66,10 @@ def collect_metrics(groups: Sequence[GroupResult], *, collect_s: float) -> dict[
     for name in sorted({name for member in members for name in member.rewards} - {"primary"}):
         values = [member.rewards[name] for member in members if name in member.rewards]
         metrics[f"reward/{name}"] = fmean(values)
-    first = [member.samples[0].metadata for member in members if member.samples]
-    for name, count in Counter(name for each in first for name in each.get("rewards_missing", ())).items():
+    metadata = [member.samples[0].metadata for member in members if member.samples]
+    for name, count in Counter(name for each in metadata for name in each.get("rewards_missing", ())).items():
         metrics[f"reward/{name}/missing"] = count
-    if tools := [each["tools"] for each in first if "tools" in each]:
+    if tools := [each["tools"] for each in metadata if "tools" in each]:
         metrics[names.TOOL_CALLS] = sum(sum(each["calls"].values()) for each in tools)
         metrics[names.TOOL_ERRORS] = sum(each.get("errors", 0) for each in tools)
     by_source: dict[str, list[float]] = {}
@@ -81,26 +81,25 @@ def collect_metrics(groups: Sequence[GroupResult], *, collect_s: float) -> dict[
 
 
 def _mean_length(members: Sequence[MemberResult]) -> float | None:
-    """Mean sampled tokens of those that ended by themselves."""
+    """Mean sampled tokens of the members, without stragglers."""
     lengths = [member.sampled_tokens for member in members if not member.straggler]
     return fmean(lengths) if lengths else None
 
 
 def staleness_metrics(groups: Sequence[GroupResult], version: str) -> dict[str, Any]:
-    """``rollout/staleness_…``: how many versions the sampled tokens of groups to train on are behind ``version``, the
-    one that trains on them; nothing where versions are no whole numbers."""
+    """``rollout/staleness_…``: by how many versions the sampled tokens of ready groups are behind ``version``, which
+    trains on them; empty when versions are not whole numbers."""
     trained = [sample for group in groups if group.ready for member in group.succeeded for sample in member.samples]
     policy = int(version) if version.isdecimal() else None
-    found = staleness_of(trained, lambda _: policy)
-    return {} if found is None else {names.STALENESS_MEAN: found[0], names.STALENESS_MAX: found[1]}
+    staleness = staleness_of(trained, lambda _: policy)
+    return {} if staleness is None else dict(zip((names.STALENESS_MEAN, names.STALENESS_MAX), staleness, strict=True))
 
 
 def eval_metrics(groups: Sequence[GroupResult]) -> dict[str, Any]:
-    """``val/…`` of a validation's rollouts; the interval is over tasks, each of which is a group."""
+    """``val/…`` of a validation's rollouts; the confidence interval is over tasks, one per group."""
     members = [member for group in groups for member in group.members]
-    of_tasks = [[member.reward for member in group.members if member.reward is not None] for group in groups]
-    rewards = [reward for own in of_tasks for reward in own]
-    interval = estimate([fmean(own) for own in of_tasks if own])
+    rewards = [reward for group in groups for reward in group.rewards]
+    interval = estimate([fmean(group.rewards) for group in groups if group.rewards])
     bounds = (None, None) if interval is None else (interval.low, interval.high)
     failures = Counter(member.failure for member in members if not member.ok)
     return {
@@ -112,11 +111,11 @@ def eval_metrics(groups: Sequence[GroupResult]) -> dict[str, Any]:
     }
 
 
-def _seen_by_gateway(member: MemberResult) -> Counter[str]:
-    """What a gateway counted of a rollout; how often which path was asked is left out."""
-    seen = member.samples[0].metadata.get("gateway") if member.samples else None
-    counts = Counter({what: int(count) for what, count in (seen or {}).items() if " " not in what})
-    counts["refused/rollouts"] = int(any(what.startswith("refused/") for what in counts))
+def _gateway_counts(member: MemberResult) -> Counter[str]:
+    """A gateway's counts of a rollout, without requests per path."""
+    recorded = member.samples[0].metadata.get("gateway") if member.samples else None
+    counts = Counter({name: int(count) for name, count in (recorded or {}).items() if " " not in name})
+    counts["refused/rollouts"] = int(any(name.startswith("refused/") for name in counts))
     return +counts
 
 
@@ -124,33 +123,33 @@ def _trained_tokens(sample: Sample) -> int:
     return sample.response_length if sample.loss_mask is None else sum(sample.loss_mask)
 
 
-def spell_failures(members: Sequence[MemberResult]) -> str:
-    """The reasons of failed rollouts, most frequent first, each with one example of its message."""
+def format_failures(members: Sequence[MemberResult]) -> str:
+    """The reasons of failed rollouts, most frequent first, each with an example of its message."""
     counts = Counter(member.failure for member in members if not member.ok)
     examples = {member.failure: " ".join(member.failure_message.split()) for member in members if not member.ok}
-    spelled = []
+    parts = []
     for reason, count in counts.most_common(5):
         example = examples[reason]
         example = example if len(example) <= _LONGEST_MESSAGE else example[:_LONGEST_MESSAGE] + "..."
-        spelled.append(f"{count} x {reason}" + (f" ({example})" if example else ""))
-    return "; ".join(spelled) + (f"; and {len(counts) - 5} other reasons" if len(counts) > 5 else "")
+        parts.append(f"{count} x {reason}" + (f" ({example})" if example else ""))
+    return "; ".join(parts) + (f"; and {len(counts) - 5} other reasons" if len(counts) > 5 else "")
 
 
 def fork_examples(members: Sequence[MemberResult]) -> dict[str, str]:
-    """Of agents behind a gateway, one rollout for each class of forks, and one that had a request refused, as a
-    sentence."""
-    found: dict[str, str] = {}
+    """For agents behind a gateway, a sentence on the first rollout with each kind of fork, and on the first with a
+    refused request."""
+    examples: dict[str, str] = {}
     for member in members:
-        if (refused := _seen_by_gateway(member)).get("refused/rollouts") and "refused" not in found:
+        if (counts := _gateway_counts(member)).get("refused/rollouts") and "refused" not in examples:
             kinds = ", ".join(
-                f"{count} x {what}"
-                for what, count in refused.items()
-                if what.startswith("refused/") and what[8:].isdecimal()
+                f"{count} x {name}"
+                for name, count in counts.items()
+                if name.startswith("refused/") and name[8:].isdecimal()
             )
-            found["refused"] = f"requests were refused ({kinds}), first seen in rollout {member.rollout_id}"
+            examples["refused"] = f"requests were refused ({kinds}), first seen in rollout {member.rollout_id}"
         for number, sample in enumerate(member.samples):
             kind = sample.metadata.get("fork_reason")
-            if kind and kind not in found and "gateway" in sample.metadata:
+            if kind and kind not in examples and "gateway" in sample.metadata:
                 text = f"conversations fork ({kind}), first seen in rollout {member.rollout_id}"
-                found[kind] = f"{text}: Sample {number + 1} of {len(member.samples)}"
-    return found
+                examples[kind] = f"{text}: Sample {number + 1} of {len(member.samples)}"
+    return examples

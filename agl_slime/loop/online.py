@@ -1,12 +1,12 @@
-"""``OnlineRLLoop``: collect, train, sync, and again.
+"""``OnlineRLLoop``: collect rollouts, train, sync weights, repeat.
 
-Each iteration enqueues ``rollout_batch_size`` tasks, ``n_samples_per_prompt`` rollouts each, waits until their groups
-are finalized, lets ``slime_train_fn`` train on the groups that are ready, lets ``weight_sync_fn`` bring the new weights
-to SGLang, and publishes the new version as a resources snapshot in the store. A group that is not fit to train on is
-replaced by one of another task.
+Each iteration enqueues ``rollout_batch_size`` tasks with ``n_samples_per_prompt`` rollouts each, waits until their
+groups are finalized, calls ``slime_train_fn`` to train on the ready groups and ``weight_sync_fn`` to update SGLang's
+weights, and publishes the new version as a resources snapshot in the store. A dropped group is replaced by one of
+another task.
 
-Three threads share the work: the agents run on the runner's event loop, conversion on the data source's, and this loop
-on the caller's, where nothing blocks.
+Agents run on the runner's event loop, conversion on the data source's, and this loop on the caller's, where nothing
+blocks: three threads.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from typing import Any
 import psutil
 
 from agl_slime import events
-from agl_slime.datasource.source import GroupSource, HoldsGroups
+from agl_slime.datasource.source import GroupSource
 from agl_slime.errors import AglSlimeError, ConfigError, LoopError, spell_exception
 from agl_slime.groups.results import GroupResult, MemberResult
+from agl_slime.loop.auto_concurrency import AutoConcurrency
 from agl_slime.loop.failures import Failures
-from agl_slime.loop.functions import StepFn, call_function, taking_iteration, to_its_end
-from agl_slime.loop.in_flight import InFlight
+from agl_slime.loop.functions import StepFn, adapt_step_function, call_function, finish_step
 from agl_slime.loop.metrics import collect_metrics, fork_examples, staleness_metrics
 from agl_slime.loop.schedule import Schedule
 from agl_slime.loop.settings import LoopSettings, LoopState, RunResult
@@ -56,41 +56,41 @@ from agl_slime.support.threads import run_in_thread
 
 logger = logging.getLogger(__name__)
 
-# A training step that is under way when a run is interrupted may take so long to end.
+# Longest wait for the current training step when a run is interrupted.
 _STEP_TIMEOUT_S = 30.0
 
 
 class OnlineRLLoop:
-    """The closed loop over a store, an agent, tasks, a training function and a weight sync.
+    """The training loop over a store, an agent, tasks, a training function and a weight sync.
 
     Args:
-        store: Where rollouts are enqueued and recorded. A ``BridgeStore`` is told of each end; any other thread-safe
+        store: The store of rollouts. A ``BridgeStore`` notifies at each completion; any other thread-safe
             ``LightningStore`` works.
-        agent: Any ``LitAgent``; ``None`` when the runners live elsewhere.
+        agent: Any ``LitAgent``; ``None`` when runners elsewhere execute the rollouts.
         tasks: A sequence of dicts, a function ``(rng) -> dict``, or a ``TaskSource``.
-        llm: The engine, model and sampling parameters that agents find as ``main_llm``.
-        data_source: Where finished groups come out; the training function takes them from there.
+        llm: Engine, model and sampling parameters; the agents' resource ``main_llm``.
+        data_source: The ``GroupSource`` that the training function takes samples from, or an object with one as its
+            attribute ``groups``, such as ``AGLDataSource``.
         slime_train_fn: ``(iteration) -> metrics or None``: takes samples from the data source and trains. Sync (run in
             a thread) or async. The iteration is passed to a parameter named ``iteration`` or ``rollout_id``, else to a
-            first positional parameter that has no default; a function that has neither is called without.
-        weight_sync_fn: ``(iteration) -> version or None``: brings the new weights to SGLang; ``None`` as a version
-            means the iteration's number. Called as ``slime_train_fn`` is.
-        val_tasks: Tasks of validation rollouts; ``None`` draws them from ``tasks`` with another seed when those are
-            generated.
-        resources: What agents find beside ``main_llm``.
+            first positional parameter without a default; a function with neither is called without arguments.
+        weight_sync_fn: ``(iteration) -> version or None``: updates SGLang's weights; ``None`` as a version means the
+            iteration's number. Called like ``slime_train_fn``.
+        val_tasks: Tasks of validation rollouts; ``None`` draws them from ``tasks`` with another seed if ``tasks`` is a
+            function.
+        resources: Further resources of the agents, beside ``main_llm``.
         save_fn: ``(state) -> None``: writes a checkpoint of the trainer, the data source and this ``LoopState``. Sync
             or async.
-        start: Where the run stood before the restart; the trainer, the data source and the engine's weights must have
-            been brought there.
-        runners: Where the agent runs, and how: a ``RunnerPlan``, or ``inproc`` (a thread of this process),
-            ``process:N`` or ``ray:N``.
-        observer: Takes the run's events (``agl_slime.events``), on the thread of the loop: it must not block.
-        check_alive: Called about once a second; raises when something that the run needs, such as the engine, has died.
-        engine_loads: Say how busy the engine is; with them the loop finds the number of rollouts in flight by itself
+        start: The state to resume from; the caller has restored the trainer, the data source and the engine's weights.
+        runners: The runners of the agent: a ``RunnerPlan``, or ``inproc`` (a thread of this process), ``process:N`` or
+            ``ray:N``.
+        observer: Receives the run's events (``agl_slime.events``) on the loop's thread; must not block.
+        check_alive: Called about once a second; raises when a dependency of the run, such as the engine, has died.
+        engine_loads: The engine's load, by which the loop adapts the number of rollouts in flight
             (``--max-concurrent auto``), up to the runners' ``max_concurrent``.
-        val_engine: An engine of its own for validations beside training (``max_staleness``): what agents find there as
-            ``main_llm``, and ``(version) -> None``, sync or async, which brings it the weights of that version, those
-            of the last sync. Without it validations are answered beside the queue.
+        val_engine: A separate engine for validations in asynchronous training (``max_staleness``): the ``main_llm`` of
+            its rollouts, and ``(version) -> None``, sync or async, which loads the last synced weights into it.
+            Without it validations share the engine with training rollouts, ahead of the queue.
     """
 
     def __init__(
@@ -100,7 +100,7 @@ class OnlineRLLoop:
         agent: LitAgent[Any] | None,
         tasks: Tasks,
         llm: LLM,
-        data_source: GroupSource | HoldsGroups,
+        data_source: Any,
         slime_train_fn: StepFn,
         weight_sync_fn: StepFn | None = None,
         save_fn: Callable[[LoopState], Any] | None = None,
@@ -119,27 +119,26 @@ class OnlineRLLoop:
             fix = "use agl_slime.BridgeStore() or InMemoryLightningStore(thread_safe=True)"
             raise ConfigError(f"{type(store).__name__} is not thread-safe; {fix}: agents run in a thread of their own")
         self.store = store
-        data_source = data_source if isinstance(data_source, GroupSource) else data_source.groups
-        self.data_source = data_source
+        self.data_source: GroupSource = getattr(data_source, "groups", data_source)
         self._agent = agent
         self._state = start or LoopState()
         self._reward_means = list(self._state.reward_means)
         source = as_task_source(tasks, seed=self.settings.seed)
-        # those that are ready are dealt with, too: their groups have ended
-        ready = [group.instance_id for group in data_source.ready_groups()]
-        dealt_with = [*data_source.ledger.finished_instances(), *(name for name in ready if name is not None)]
-        self.tasks = TaskCursor(source, finished=dealt_with)
-        self._train_fn = taking_iteration(slime_train_fn, "slime_train_fn")
-        self._sync_fn = None if weight_sync_fn is None else taking_iteration(weight_sync_fn, "weight_sync_fn")
+        # ready groups count as finished: their tasks are not drawn again
+        ready = [group.instance_id for group in self.data_source.ready_groups()]
+        finished = [*self.data_source.ledger.finished_instances(), *(name for name in ready if name is not None)]
+        self.tasks = TaskCursor(source, finished=finished)
+        self._train_fn = adapt_step_function(slime_train_fn, "slime_train_fn")
+        self._sync_fn = None if weight_sync_fn is None else adapt_step_function(weight_sync_fn, "weight_sync_fn")
         self._save_fn = save_fn
         self._resources: NamedResources = {**(resources or {}), LLM_RESOURCE: llm}
         self._observer = observer
         self._plan = RunnerPlan.parse(runners) if isinstance(runners, str) else runners
         self._check_alive = check_alive
-        self._in_flight = InFlight(engine_loads)
+        self._auto_concurrency = AutoConcurrency(engine_loads)
         self._schedule = Schedule(
             store,
-            data_source,
+            self.data_source,
             self.settings,
             start=self._state,
             raise_if_dead=self._raise_if_dead,
@@ -150,7 +149,7 @@ class OnlineRLLoop:
             val_tasks = tasks
         if val_engine is not None and not (self.settings.max_staleness and self.settings.eval_interval):
             raise ConfigError(
-                "val_engine is for asynchronous training only: set max_staleness and eval_interval, or leave it out"
+                "val_engine needs asynchronous validations: set max_staleness and eval_interval, or leave it out"
             )
         self._validations: Validations | None = None
         if self.settings.eval_interval:
@@ -169,17 +168,17 @@ class OnlineRLLoop:
         self._runner: RunnerPool | None = None
         self._last_metrics: dict[str, Any] = {}
         self._iteration = self._state.iteration
-        """The one under way; that of ``_state`` is the last that was finished."""
+        """Current iteration; ``_state.iteration`` is the last completed one."""
         self._saved = start.iteration if start is not None else None
-        self._in_step = False  # whether the trainer stands between two iterations
+        self._in_step = False  # the trainer is between two iterations
 
     def run(self) -> RunResult:
-        """``run_async`` from a program without an event loop."""
+        """``run_async`` for programs without an event loop."""
         return asyncio.run(self.run_async())
 
     async def run_async(self) -> RunResult:
-        """All iterations. Raises ``LoopError`` (or another ``AglSlimeError``) when the run cannot go on. When this
-        ends, the runner has stopped, and every rollout that was enqueued has its end in the ledger, or is ready."""
+        """Run all iterations. Raises ``LoopError`` (or another ``AglSlimeError``) when the run cannot continue. At the
+        end the runner has stopped, and every enqueued rollout is closed or ready in the ledger."""
         loop = asyncio.get_running_loop()
         settings = self.settings
         self.data_source.listen(
@@ -195,11 +194,11 @@ class OnlineRLLoop:
         try:
             await self._publish_weights(self._state.version)
             if self._agent is not None or self._plan.kind == "controller":
-                # a BridgeStore tells the data source itself
-                told = None if isinstance(self.store, BridgeStore) else self.data_source.notify
-                self._runner = make_runners(self._plan, agent=self._agent, store=self.store, on_finished=told)
+                # a BridgeStore notifies the data source itself
+                notify = None if isinstance(self.store, BridgeStore) else self.data_source.notify
+                self._runner = make_runners(self._plan, agent=self._agent, store=self.store, on_finished=notify)
                 await run_in_thread(self._runner.start)
-                self._in_flight.start(self._runner)
+                self._auto_concurrency.start(self._runner)
             if self._validations is not None:
                 self._validations.start(self._state.iteration)
             if self._state.iteration == 0:
@@ -213,17 +212,17 @@ class OnlineRLLoop:
         except AglSlimeError as error:
             reason = str(error)
             raise
-        except Exception as error:  # of a task source, an observer, the store: one sentence, and the cause is kept
+        except Exception as error:  # from a task source, an observer, the store
             where = f"iteration {self._iteration}: " if self._iteration else "the run "
             reason = f"{where}failed with {spell_exception(error)}"
             raise LoopError(reason) from error
         finally:
-            self._in_flight.cancel()
+            self._auto_concurrency.cancel()
             if self._validations is not None:
                 self._validations.cancel()
             try:
                 await self._save_at_end()
-                # before the runner stops: what that leaves unfinished is no failure of its task
+                # before the runner stops, which would fail unfinished rollouts
                 await self._schedule.cancel_outstanding()
             finally:
                 if self._runner is not None:
@@ -237,7 +236,7 @@ class OnlineRLLoop:
         metrics: dict[str, Any] = {}
         began = time.monotonic()
         idle_s = self._schedule.idle_s
-        psutil.cpu_percent()  # each call is of the time since the one before it
+        psutil.cpu_percent()  # the next call measures the time since this one
         if self._validations is not None:
             metrics.update(await self._validations.before(iteration))
         self._emit(events.PhaseStarted(iteration=iteration, phase="collect"))
@@ -253,7 +252,7 @@ class OnlineRLLoop:
         synced_s = idle_in_sync_s = 0.0
         if any(group.ready for group in groups):
             learning = asyncio.ensure_future(self._learn(iteration))
-            interrupted = await to_its_end(learning, timeout_s=_STEP_TIMEOUT_S if self._save_fn is not None else 0.0)
+            interrupted = await finish_step(learning, timeout_s=_STEP_TIMEOUT_S if self._save_fn is not None else 0.0)
             metrics.update(learning.result())
             synced_s, idle_in_sync_s = metrics[SYNC_S], self._idle_in_sync_s
         self._schedule.metadata = {"iteration": iteration + 1, "weight_version": self._state.version}
@@ -264,17 +263,17 @@ class OnlineRLLoop:
             metrics |= {TRAINER_WAITED: collect_s / iteration_s, ENGINE_WAITED: waited_s / iteration_s}
             metrics[ROLL_S] = max(0.0, iteration_s - waited_s - synced_s)
             metrics[CPU_BUSY] = psutil.cpu_percent() / 100
-            if (rate := metrics[TOKENS_PER_S]) is not None:  # sampled during the whole iteration, not while it waited
+            if (rate := metrics[TOKENS_PER_S]) is not None:  # tokens are sampled during the whole iteration
                 metrics[TOKENS_PER_S] = rate * collect_s / iteration_s
         try:
             if self._validations is not None and not interrupted:
                 metrics.update(await self._validations.after(iteration))
-        finally:  # what was trained on is told of, whatever becomes of the validation
+        finally:  # report the iteration even if validation fails
             if not self.settings.max_staleness:
                 iteration_s = time.monotonic() - began
             metrics |= {"perf/collect_s": collect_s, "iteration": iteration, ITERATION_S: iteration_s}
             metrics[WEIGHTS_VERSION] = self._state.version
-            metrics |= {} if self._in_flight.limit is None else {IN_FLIGHT_LIMIT: self._in_flight.limit}
+            metrics |= {} if self._auto_concurrency.limit is None else {IN_FLIGHT_LIMIT: self._auto_concurrency.limit}
             self._state = replace(self._state, iteration=iteration)
             self._reward_means.append(metrics[REWARD_MEAN])
             self._last_metrics = metrics
@@ -283,7 +282,7 @@ class OnlineRLLoop:
             raise asyncio.CancelledError
 
     async def _collect(self, iteration: int) -> list[GroupResult]:
-        """The next batch; while all rollouts fail that worked before, others are tried after a pause."""
+        """The next batch. If all rollouts fail where some succeeded before, another batch is tried after a pause."""
         groups: list[GroupResult] = []
         try:
             while True:
@@ -292,14 +291,14 @@ class OnlineRLLoop:
                     return groups
                 text = f"{self._failures.why}; trying again in {pause_s:.0f} s"
                 self._emit(events.Warning(text=text, key=f"all_failed:{iteration}:{len(groups)}"))
-                await self._schedule.while_alive(asyncio.ensure_future(asyncio.sleep(pause_s)))
+                await self._schedule.await_with_health_check(asyncio.ensure_future(asyncio.sleep(pause_s)))
                 self._schedule.reject()
         finally:
             if groups:
                 self._emit(events.GroupsCollected(iteration=iteration, groups=groups))
 
     async def _learn(self, iteration: int) -> dict[str, Any]:
-        """Train on what was collected, and bring the new weights to the engine."""
+        """Train on the batch, and update the engine's weights."""
         self._in_step = True
         began = time.monotonic()
         self._emit(events.PhaseStarted(iteration=iteration, phase="train"))
@@ -319,32 +318,31 @@ class OnlineRLLoop:
         await self._step(name, call_function(partial(push, version)), self._iteration)
         return (await self.store.add_resources({**self._resources, LLM_RESOURCE: llm})).resources_id
 
-    def _where(self) -> LoopState:
-        """Where the loop stands."""
-        done = self._state.validations if self._validations is None else self._validations.count
+    def _current_state(self) -> LoopState:
+        validations = self._state.validations if self._validations is None else self._validations.count
         means, admitted = tuple(self._reward_means), self._schedule.admitted()
-        return replace(self._state, validations=done, reward_means=means, admitted=admitted)
+        return replace(self._state, validations=validations, reward_means=means, admitted=admitted)
 
     async def _save(self) -> None:
         if self._save_fn is not None:
-            state = self._where()
+            state = self._current_state()
             await self._step("writing the checkpoint", call_function(partial(self._save_fn, state)), state.iteration)
             self._saved = state.iteration
 
     async def _save_at_end(self) -> None:
-        """A checkpoint of a run that ends before its time, unless its trainer is in the middle of a step."""
-        state = self._where()
+        """Write a checkpoint of a run that ends early, unless its trainer is in the middle of a step."""
+        state = self._current_state()
         if self._save_fn is None or self._in_step or state.iteration == (self._saved or 0):
             return
         try:
             await call_function(partial(self._save_fn, state))
-        except Exception as error:  # the run ends for another reason, which is told
-            logger.warning("There is no checkpoint of iteration %d: %s", state.iteration, spell_exception(error))
+        except Exception as error:  # the run ends for another reason, which is reported
+            logger.warning("No checkpoint of iteration %d was written: %s", state.iteration, spell_exception(error))
 
     async def _step(self, name: str, work: Awaitable[Any], iteration: int) -> Any:
-        """Wait for a function of the program's; an error says where it comes from."""
+        """The result of a user's function; an error names the function as ``name``."""
         try:
-            return await self._schedule.while_alive(asyncio.ensure_future(work))
+            return await self._schedule.await_with_health_check(asyncio.ensure_future(work))
         except AglSlimeError:
             raise
         except Exception as error:
@@ -357,13 +355,13 @@ class OnlineRLLoop:
     def _raise_if_dead(self) -> None:
         if self._runner is not None and self._runner.failure is not None:
             raise LoopError(f"the runner ended: {self._runner.failure}") from self._runner.failure
-        self._in_flight.raise_if_dead()
+        self._auto_concurrency.raise_if_dead()
         self.data_source.raise_if_dead()
         if self._check_alive is not None:
             self._check_alive()
 
     async def _publish_weights(self, version: str) -> None:
-        """A resources snapshot per weight version: a rollout names the one that it was enqueued under."""
+        """Add a resources snapshot for this weight version; each rollout names its snapshot."""
         self._state = replace(self._state, version=version)
         self.data_source.set_version(version)
         self._schedule.resources_id = (await self.store.add_resources(self._resources)).resources_id
@@ -390,7 +388,7 @@ class OnlineRLLoop:
 def _post(loop: asyncio.AbstractEventLoop, callback: Callable[..., Any], *args: Any) -> None:
     try:
         loop.call_soon_threadsafe(callback, *args)
-    except RuntimeError:  # the run is over and its loop closed; nobody waits for late results
+    except RuntimeError:  # the run is over and its event loop closed
         logger.debug("A result arrived after the run had ended.")
 
 

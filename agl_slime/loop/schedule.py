@@ -1,7 +1,7 @@
-"""When rollouts are admitted and which batch is trained on: as far ahead of training as the staleness limit allows.
+"""Enqueueing of rollouts as far ahead of training as the staleness limit allows, and batches for training.
 
-With a limit of 0 nothing runs ahead: an iteration's groups are enqueued together, and nothing is trained on before each
-of them has been finalized. Above 0 rollouts go on while a batch is trained on.
+With a limit of 0 training is synchronous: an iteration's groups are enqueued together, and all of them are finalized
+before training. Above 0 rollouts continue during training.
 """
 
 from __future__ import annotations
@@ -23,16 +23,15 @@ from agl_slime.support.threads import run_user_code
 
 logger = logging.getLogger(__name__)
 
-# Between looks at whether runner, data source and engine live.
-_LOOK_INTERVAL_S = 1.0
-# When a run ends, a store that does not answer is left alone after this long: Ctrl-C must not wait for it.
+_HEALTH_CHECK_INTERVAL_S = 1.0
+# At the end of a run Ctrl-C must not wait for a store that does not answer.
 _CANCEL_TIMEOUT_S = 1.0
 
 
 class Schedule:
-    """Keeps as many groups in flight as ``Admission`` lets in, and makes batches of those that have ended: ``collect``
-    waits for the next batch, ``advance`` lets more in. ``raise_if_dead`` is called about once a second while something
-    is waited for, ``wake`` after rollouts were enqueued."""
+    """Keeps as many groups in flight as ``Admission`` allows, and forms batches of finished groups: ``collect`` waits
+    for the next batch, ``advance`` admits more groups. ``raise_if_dead`` is called about once a second during waits,
+    ``wake`` after rollouts were enqueued."""
 
     def __init__(
         self,
@@ -46,9 +45,9 @@ class Schedule:
     ) -> None:
         self._store, self._data_source, self._settings = store, data_source, settings
         self._raise_if_dead, self._wake = raise_if_dead, wake
-        self._last_look = float("-inf")
-        self.resources_id: str | None = None  # that rollouts are enqueued with
-        self.metadata: dict[str, Any] = {}  # of each rollout
+        self._last_check = float("-inf")
+        self.resources_id: str | None = None  # of new rollouts
+        self.metadata: dict[str, Any] = {}  # of new rollouts
         self._ahead = settings.max_staleness > 0
         self._admission = Admission(
             batch_size=settings.rollout_batch_size,
@@ -56,38 +55,38 @@ class Schedule:
             step=start.iteration,
             last_step=settings.num_iterations,
         )
-        self._before = dict(start.admitted)
+        self._restored = dict(start.admitted)  # admission steps from before the restart
         self._waiting: dict[str, TaskCursor] = {}  # groups that have not been finalized
         self._validated: asyncio.Queue[GroupResult] = asyncio.Queue()
         self._ended: dict[int, GroupResult] = {}
         self._numbers: dict[str, int] = {}  # of groups in flight
-        self._lost: list[int] = []  # groups that came to nothing, and have not been replaced
-        self._taken: dict[str, int] = {}  # ready groups of the batch at hand, with the step at which each was admitted
-        self._dropped: list[GroupResult] = []  # those that were, since the last batch
-        self._something_works = False
+        self._dropped: list[int] = []  # dropped groups that have not been replaced
+        self._taken: dict[str, int] = {}  # ready groups of the current batch, with their admission steps
+        self._replaced: list[GroupResult] = []  # dropped groups that were replaced since the last batch
+        self._any_succeeded = False
         self._changed = asyncio.Event()
-        self._drawing = asyncio.Lock()  # the functions of one agent may make the tasks of training and of validation
+        self._drawing = asyncio.Lock()  # training and validation tasks may come from the same function of an agent
         self._tasks: TaskCursor | None = None
         self._filling: asyncio.Task[None] | None = None
         self._over = False
         self._idle_s, self._idle_since = 0.0, time.monotonic()
         for group in data_source.ready_groups():
-            # with nothing ahead others may be ready too: what a training function took no interest in
-            if self._ahead or group.instance_id in self._before:
+            # synchronous mode: skip ready groups that are not in the checkpoint
+            if self._ahead or group.instance_id in self._restored:
                 number = self._number(group.instance_id)
-                self._admission.admit(number, at=self._before.pop(str(number), None))
+                self._admission.admit(number, at=self._restored.pop(str(number), None))
                 self._admission.end(number)
                 self._ended[number] = group
-        self._admission.check(cut_off=self._before)
+        self._admission.check(interrupted=self._restored)
 
     @property
     def idle_s(self) -> float:
-        """Seconds in which no training rollout was in flight, so far."""
+        """Seconds so far without a training rollout in flight."""
         now = 0.0 if self._admission.in_flight else time.monotonic() - self._idle_since
         return self._idle_s + now
 
     def finalized(self, group: GroupResult) -> None:
-        """The data source has finalized a group."""
+        """Callback of the data source for each finalized group."""
         if (tasks := self._waiting.pop(group.group_id, None)) is None:
             return
         tasks.done(group.group_id)
@@ -97,87 +96,87 @@ class Schedule:
         number = self._numbers.pop(group.group_id)
         self._admission.end(number)
         self._ended[number] = group
-        self._something_works = self._something_works or bool(group.succeeded)
+        self._any_succeeded = self._any_succeeded or bool(group.succeeded)
         if not group.ready:
-            self._lost.append(number)
+            self._dropped.append(number)
         if not self._admission.in_flight:
             self._idle_since = time.monotonic()
         self._replace()
         self._changed.set()
 
     async def collect(self, tasks: TaskCursor) -> list[GroupResult]:
-        """The next batch, as soon as it can be made, and the groups that were dropped and replaced since the last one.
-        With a limit above 0, what is ready of it is what the data source delivers next."""
+        """Wait for the next batch; returns it with the dropped groups that were replaced since the last one. With a
+        staleness limit above 0, the data source delivers the batch's ready groups next."""
         began, self._tasks = self._tasks is not None, tasks
         self._fill()
         if not began and self._filling is not None:
-            # what a restart has cut off is older than what is ready, and has its place before it
-            await self.while_alive(self._filling)
+            # interrupted groups of a resumed run are older than its ready ones: admit them first
+            await self.await_with_health_check(self._filling)
         while (batch := self._admission.take()) is None:
             if self._filling is not None and self._filling.done():
-                self._filling.result()  # raises what the store or the tasks have raised
+                self._filling.result()  # raises an error of the store or the tasks
             self._changed.clear()
-            await self.while_alive(asyncio.ensure_future(self._changed.wait()))
+            await self.await_with_health_check(asyncio.ensure_future(self._changed.wait()))
         groups = [self._ended.pop(number) for number in batch]
         ages = zip(groups, self._admission.batch.items(), strict=True)
         self._taken = {str(number): at for group, (number, at) in ages if group.ready}
-        self._lost = [number for number in self._lost if number in self._ended]
+        self._dropped = [number for number in self._dropped if number in self._ended]
         if self._ahead:
             self._data_source.reserve([group.succeeded[0].rollout_id for group in groups if group.ready])
-        groups += self._dropped
-        self._dropped = []
-        self._something_works = any(group.succeeded for group in self._ended.values())
+        groups += self._replaced
+        self._replaced = []
+        self._any_succeeded = any(group.succeeded for group in self._ended.values())
         return groups
 
     def reject(self) -> None:
-        """Nothing of the batch that ``collect`` gave is trained on: ``collect`` again gives another for its step."""
+        """Discard the current batch without training on it; the next ``collect`` returns another for the same step."""
         self._data_source.reserve(None)
         self._taken = {}
         self._admission.reject(self._settings.rollout_batch_size)
 
     def advance(self) -> None:
-        """The weights of the batch that ``collect`` gave are in use, or it had nothing to train on."""
+        """Admit more groups after a training step: the new weights are in use, or the batch had no ready group."""
         self._admission.advance()
         self._taken = {}
         if not self._ahead:
             return
         if left := self._data_source.reserve(None):
             raise LoopError(
-                f"slime_train_fn left {left} groups of its batch; with max_staleness it has to take them all"
+                f"slime_train_fn left {left} groups of its batch; with max_staleness it must take the whole batch"
             )
         self._fill()
 
     def admitted(self) -> dict[str, int]:
-        """``LoopState.admitted`` as it is now: of a batch that was not trained on, too."""
+        """``LoopState.admitted`` for a checkpoint, including the current batch until it is trained on."""
         return {**self._admission.state(), **self._taken}
 
     async def validate(self, tasks: TaskCursor, n: int, *, resources_id: str | None = None) -> list[GroupResult]:
-        """One rollout for each of ``n`` validation tasks, scored and never trained on; with other resources than those
-        of training, where given."""
+        """Results of one rollout for each of ``n`` validation tasks, never trained on; ``resources_id`` replaces the
+        resources of training."""
         await self._enqueue(tasks, n, size=1, mode="val", resources_id=resources_id)
-        return [await self.while_alive(asyncio.ensure_future(self._validated.get())) for _ in range(n)]
+        return [await self.await_with_health_check(asyncio.ensure_future(self._validated.get())) for _ in range(n)]
 
-    async def while_alive(self, work: asyncio.Future[Any]) -> Any:
-        """The result of ``work``; it is given up when something that the run needs dies meanwhile."""
-        work.add_done_callback(lambda ended: ended.cancelled() or ended.exception())  # when it is given up, nobody asks
+    async def await_with_health_check(self, future: asyncio.Future[Any]) -> Any:
+        """The result of ``future``, which is cancelled when a dependency of the run dies meanwhile."""
+        future.add_done_callback(lambda ended: ended.cancelled() or ended.exception())  # marks errors as retrieved
         try:
             while True:
-                # by the clock and not only when nothing happens: failures of a dead engine keep coming for a while
-                if (now := time.monotonic()) - self._last_look >= _LOOK_INTERVAL_S:
-                    self._last_look = now
+                # not only in idle seconds: rollouts of a dead engine keep failing for a while
+                if (now := time.monotonic()) - self._last_check >= _HEALTH_CHECK_INTERVAL_S:
+                    self._last_check = now
                     self._raise_if_dead()
-                done, _ = await asyncio.wait({work}, timeout=_LOOK_INTERVAL_S)
+                done, _ = await asyncio.wait({future}, timeout=_HEALTH_CHECK_INTERVAL_S)
                 if done:
-                    return work.result()
+                    return future.result()
         finally:
-            work.cancel()
+            future.cancel()
 
     async def cancel_outstanding(self) -> None:
-        """What has not ended when the run does is counted as cancelled, and taken from the store's queue. Its groups
-        are given up first: one that is told of its members' cancellation would count its task as dealt with."""
+        """Cancel unfinished rollouts at the end of a run, in the ledger and in the store. Their groups are abandoned
+        first: finalized by the cancellation, a group would count its task as finished."""
         self._over = True
         if self._filling is not None:
-            # to its end: what is enqueued and not in the ledger would never end there
+            # let it finish: rollouts that are enqueued but not in the ledger would never end there
             await asyncio.wait({self._filling}, timeout=_CANCEL_TIMEOUT_S)
             self._filling.cancel()
         outstanding = self._data_source.ledger.open_ids()
@@ -193,10 +192,10 @@ class Schedule:
             logger.warning("The store did not cancel %d rollouts within %g s.", len(outstanding), _CANCEL_TIMEOUT_S)
 
     def _fill(self) -> None:
-        """Enqueue what may be admitted, without waiting for it."""
+        """Start to enqueue as many groups as may be admitted."""
         if self._over or self._admission.free <= 0:
             return
-        # one that has failed stays, for ``collect`` to tell of
+        # a failed task stays: ``collect`` raises its error
         if self._filling is None or (self._filling.done() and self._filling.exception() is None):
             self._filling = asyncio.ensure_future(self._enqueue_free())
             self._filling.add_done_callback(lambda task: self._changed.set())
@@ -209,21 +208,20 @@ class Schedule:
     async def _enqueue(
         self, tasks: TaskCursor, n: int, *, size: int, mode: Literal["train", "val"], resources_id: str | None = None
     ) -> None:
-        """Enqueue the next ``n`` groups."""
         async with self._drawing:
             groups = await run_user_code(tasks.take, n)
         if mode == "train":
             self._admit(groups)
-        for group in groups:  # before they are enqueued: a rollout may end before the call below returns
+        for group in groups:  # before enqueueing: a rollout may end before that call returns
             self._waiting[group.group_id] = tasks
             self._data_source.expect(group.group_id, size=size, mode=mode)
         limits = {"timeout_s": self._settings.rollout_timeout_s, "max_attempts": self._settings.max_attempts}
-        about: dict[str, Any] = {**limits, **self.metadata}
+        options: dict[str, Any] = {**limits, **self.metadata}
         resources_id = resources_id or self.resources_id
-        requests = enqueue_requests(groups, size=size, mode=mode, resources_id=resources_id, **about)
+        requests = enqueue_requests(groups, size=size, mode=mode, resources_id=resources_id, **options)
         rollouts = await self._store.enqueue_many_rollouts(requests)
-        # at once and not in a thread, although a ledger on disk writes (0.04 ms per rollout): what a cancellation finds
-        # enqueued, the ledger knows
+        # not in a thread, although the ledger may write to disk (0.04 ms per rollout): a cancellation must find every
+        # enqueued rollout in the ledger
         self._data_source.opened(rollouts)
         self._wake()
 
@@ -232,23 +230,23 @@ class Schedule:
             self._idle_s += time.monotonic() - self._idle_since
         for group in groups:
             number = self._numbers[group.group_id] = self._number(group.instance_id)
-            self._admission.admit(number, at=self._before.pop(str(number), None))
+            self._admission.admit(number, at=self._restored.pop(str(number), None))
 
     def _replace(self) -> None:
-        """Let others in for groups that came to nothing, as often as the settings say; the others take up their places
-        in a batch. An agent that always fails is told of at once, and not run as often again."""
+        """Replace dropped groups, as many as the settings allow; further dropped groups occupy places in a batch. While
+        every rollout fails, nothing is replaced, so that the run stops early."""
         settings = self._settings
         most = settings.rollout_batch_size if settings.max_replaced_groups is None else settings.max_replaced_groups
-        while self._something_works and self._lost and len(self._dropped) < most:
-            number = self._lost.pop(0)
+        while self._any_succeeded and self._dropped and len(self._replaced) < most:
+            number = self._dropped.pop(0)
             self._admission.replace(number)
-            self._dropped.append(self._ended.pop(number))
+            self._replaced.append(self._ended.pop(number))
         self._fill()
 
     @staticmethod
     def _number(instance_id: str | None) -> int:
         if instance_id is None or not instance_id.isdecimal():
             raise ConfigError(
-                f"a group names the instance {instance_id!r}; with max_staleness it must be its task's number"
+                f"a group has the instance {instance_id!r}; with max_staleness it must be its task's number"
             )
         return int(instance_id)

@@ -1,4 +1,4 @@
-"""A loop's settings, its state in a checkpoint, and its result."""
+"""The loop's settings, its state in a checkpoint, and its result."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from agl_slime.support.ranges import check_ranges
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoopSettings:
-    """How much a loop collects per iteration, how stale it may be, and when it validates, saves and stops."""
+    """Settings of a loop: batch sizes, staleness, and when to validate, save and stop."""
 
     num_iterations: int = 40
-    """Training iterations in all."""
+    """Total number of training iterations."""
     rollout_batch_size: int = 16
     """Prompts (groups) per iteration."""
     n_samples_per_prompt: int = 4
@@ -24,21 +24,21 @@ class LoopSettings:
     max_attempts: int = 1
     """Attempts of a rollout by the store, the first included."""
     eval_interval: int = 0
-    """Validate before the first iteration, after every so many, and at the end; 0 is never."""
+    """Validate before the first iteration, after every N iterations, and at the end; 0 is never."""
     eval_tasks: int = 32
     """Rollouts per validation."""
     max_empty_iterations: int = 3
-    """Iterations in a row without a group to train on before the run stops."""
+    """Stop after this many iterations in a row without a group to train on."""
     failure_patience_s: float = 600.0
-    """Seconds for which other tasks are tried, with pauses, while all rollouts fail after earlier ones succeeded."""
+    """Seconds for which the run tries other tasks, with pauses, when all rollouts fail after earlier successes."""
     max_replaced_groups: int | None = None
-    """Most dropped groups that are replaced per iteration; None is ``rollout_batch_size``. While every rollout fails,
-    none is replaced."""
+    """Most dropped groups replaced per iteration; None is ``rollout_batch_size``. While every rollout fails, none is
+    replaced."""
     save_interval: int = 10
-    """``save_fn`` is called after every so many iterations and when the run ends."""
+    """``save_fn`` is called after every N iterations and at the end of the run."""
     max_staleness: int = 0
-    """Most weight versions that tokens may be behind the policy that trains on them. Above 0 training is asynchronous,
-    and ``slime_train_fn`` has to take each batch whole."""
+    """Most weight versions that tokens may be behind the policy trained on them. Above 0 training is asynchronous, and
+    ``slime_train_fn`` must take each batch whole."""
     seed: int = 0
     """Seed of the order of tasks."""
 
@@ -57,10 +57,10 @@ class LoopSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoopState:
-    """A loop's state after ``iteration``, which a run resumes from beside the states of its trainer and data source.
-    ``version`` is the weight version, ``validations`` the number of validations so far, ``reward_means`` those of the
-    finished iterations. ``admitted``: instances admitted ahead and not yet trained on, each with the number of
-    iterations finished when it was admitted."""
+    """A loop's state after ``iteration``, saved beside the states of trainer and data source. ``version`` is the weight
+    version, ``validations`` the number of validations so far, ``reward_means`` has one entry per iteration.
+    ``admitted``: instances admitted and not yet trained on, each with the number of iterations finished at
+    admission."""
 
     iteration: int = 0
     version: str = "0"
@@ -71,7 +71,7 @@ class LoopState:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunResult:
-    """What a finished run returns. ``reward_means`` has one entry per iteration."""
+    """The result of a finished run. ``reward_means`` has one entry per iteration."""
 
     iterations: int
     reward_means: tuple[float, ...]

@@ -1,5 +1,5 @@
-"""Where tasks come from (a list gone through in shuffled epochs, or a generator), the cursor that draws them, and the
-requests that enqueue them."""
+"""Task sources (shuffled epochs of a list, or a generator), the cursor that draws tasks, and the requests that enqueue
+them."""
 
 from __future__ import annotations
 
@@ -29,26 +29,26 @@ Tasks = TaskSource | Iterable[Task] | Callable[[random.Random], Task]
 
 
 class ShuffledTasks:
-    """A fixed set of tasks, each used once per epoch, in an order that depends on the seed and the epoch only."""
+    """A fixed set of tasks, each used once per epoch, in an order that depends only on seed and epoch."""
 
     def __init__(self, *, tasks: Sequence[Task], seed: int = 0) -> None:
         if not tasks:
             raise ConfigError("there are no tasks; give at least one")
-        self._row = (task for epoch in count() for task in shuffled(tasks, f"{seed}:{epoch}"))
+        self._tasks = (task for epoch in count() for task in shuffled(tasks, f"{seed}:{epoch}"))
 
     def next_batch(self, n: int) -> list[Task]:
-        return list(islice(self._row, n))
+        return list(islice(self._tasks, n))
 
 
 def shuffled(tasks: Sequence[Any], seed: str) -> list[Any]:
-    """``tasks`` in an order that depends on the seed only."""
+    """``tasks`` in an order that depends only on the seed."""
     order = list(tasks)
     random.Random(seed).shuffle(order)
     return order
 
 
 class GeneratedTasks:
-    """Tasks made as they are needed by ``make_task(rng)``."""
+    """Tasks made on demand by ``make_task(rng)``."""
 
     def __init__(self, *, make_task: Callable[[random.Random], Task], seed: int = 0) -> None:
         self._make_task, self._rng = make_task, random.Random(seed)
@@ -59,8 +59,8 @@ class GeneratedTasks:
 
 @dataclass(frozen=True, slots=True)
 class TaskGroup:
-    """A task under the group that its rollouts will be, and the instance that it is: the number, from 0, at which the
-    task was drawn."""
+    """A drawn task with the id of its group of rollouts. ``instance_id`` is the task's number in drawing order, from
+    0."""
 
     group_id: str
     task: Task
@@ -68,10 +68,10 @@ class TaskGroup:
 
 
 class TaskCursor:
-    """A place in the row of tasks that ``source`` gives, which must be the same tasks in the same order in every run.
+    """A position in the tasks of ``source``, which must yield the same tasks in the same order in every run.
 
-    ``finished`` are instances that were dealt with before a restart: they are passed over, once per mention, so a
-    resumed run draws first what was in flight when the process died. Groups have instances only where ``named``.
+    ``finished`` are instances that were finished before a restart; each is skipped once per mention, so a resumed run
+    first draws the tasks that were in flight when the process died. Groups have instance ids only with ``named``.
     """
 
     def __init__(self, source: TaskSource, *, finished: Iterable[str] = (), named: bool = True) -> None:
@@ -79,17 +79,17 @@ class TaskCursor:
         self._named = named
         self._finished = Counter(finished)
         self._again: deque[TaskGroup] = deque()
-        self._name = uuid.uuid4().hex  # with a task's number it makes the id of its group
+        self._name = uuid.uuid4().hex  # prefix of group ids
         self.drawn = 0
-        self.under_way: dict[str, TaskGroup] = {}
-        """By group id, from ``take`` to ``done``."""
+        self.in_flight: dict[str, TaskGroup] = {}
+        """Groups by id, from ``take`` to ``done``."""
 
     def take(self, n: int) -> list[TaskGroup]:
-        """The next ``n`` groups: those of ``repeat`` first."""
+        """The next ``n`` groups, repeated ones first."""
         groups = [self._again.popleft() for _ in range(min(n, len(self._again)))]
         while len(groups) < n:
             groups += self._draw(n - len(groups))
-        self.under_way.update((group.group_id, group) for group in groups)
+        self.in_flight.update((group.group_id, group) for group in groups)
         return groups
 
     def _draw(self, n: int) -> list[TaskGroup]:
@@ -105,49 +105,48 @@ class TaskCursor:
     def _next(self, n: int) -> list[Task]:
         if tasks := self._source.next_batch(n):
             return tasks
-        given = f"{type(self._source).__name__}.next_batch({n}) gave none after {self.drawn}"
-        raise ConfigError(f"there are no more tasks: {given}; it must begin again, or give at least one")
+        result = f"{type(self._source).__name__}.next_batch({n}) returned none after {self.drawn}"
+        raise ConfigError(f"there are no more tasks: {result}; it must start over, or return at least one")
 
     def done(self, group_id: str) -> bool:
-        """This group is not under way any more; whether it was."""
-        return self.under_way.pop(group_id, None) is not None
+        """Remove a group from ``in_flight``; returns whether it was there."""
+        return self.in_flight.pop(group_id, None) is not None
 
-    def repeat(self, *, but: Collection[str] = ()) -> None:
-        """What is under way, ``but`` for these groups, will never end: ``take`` gives it again, as new groups."""
-        lost = [group for name, group in self.under_way.items() if name not in but]
+    def repeat(self, *, keep: Collection[str] = ()) -> None:
+        """Draw the lost groups in flight again, under new ids: all but ``keep``."""
+        lost = [group for name, group in self.in_flight.items() if name not in keep]
         self._again.extend(replace(group, group_id=uuid.uuid4().hex) for group in lost)
-        self.under_way = {name: group for name, group in self.under_way.items() if name in but}
+        self.in_flight = {name: group for name, group in self.in_flight.items() if name in keep}
 
-    def reconcile(self, there: Collection[str]) -> None:
-        """After ``restore``: ``there`` are the groups that a store has. Those that were drawn after the state was taken
-        are under way too; what is under way and not there is repeated."""
-        named = (group_id.rpartition("-") for group_id in there)
-        newest = max((int(number) for name, _, number in named if name == self._name), default=-1)
+    def reconcile(self, stored: Collection[str]) -> None:
+        """Adopt, after ``restore``, the groups that the store has: groups drawn after the state was saved are in
+        flight, too; groups in flight that are not ``stored`` are drawn again."""
+        parts = (group_id.rpartition("-") for group_id in stored)
+        newest = max((int(number) for name, _, number in parts if name == self._name), default=-1)
         if newest >= self.drawn:
-            self.under_way.update((group.group_id, group) for group in self._draw(newest + 1 - self.drawn))
-        self.repeat(but=there)
+            self.in_flight.update((group.group_id, group) for group in self._draw(newest + 1 - self.drawn))
+        self.repeat(keep=stored)
 
-    def pass_over(self, numbers: Iterable[int]) -> None:
-        """Before the first ``take``: these were dealt with before a restart."""
+    def skip_instances(self, numbers: Iterable[int]) -> None:
+        """Skip tasks that were finished before a restart; to be called before the first ``take``."""
         self._finished.update(map(str, numbers))
 
     def skip_to(self, drawn: int) -> None:
-        """Go on as if ``drawn`` tasks had been drawn; does nothing when there were more."""
+        """Skip tasks until ``drawn`` have been drawn; does nothing if that many were."""
         while drawn > self.drawn:
             self.drawn += len(self._next(drawn - self.drawn))
 
     def state(self) -> dict[str, Any]:
-        """For JSON: tasks that were drawn, those under way by group, and those to be taken again."""
-        under_way = {name: group.task for name, group in self.under_way.items()}
+        """The position, the groups in flight and the tasks to repeat, for JSON."""
+        in_flight = {name: group.task for name, group in self.in_flight.items()}
         again = [group.task for group in self._again]
-        return {"name": self._name, "drawn": self.drawn, "under_way": under_way, "again": again}
+        return {"name": self._name, "drawn": self.drawn, "under_way": in_flight, "again": again}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Go on where ``state`` was taken; its groups are under way until ``repeat`` or ``reconcile`` says that they
-        are gone."""
+        """Resume from ``state``; call ``repeat`` or ``reconcile`` next, as its groups in flight may be lost."""
         self._name = state.get("name", self._name)
-        drawn, under_way, again = state["drawn"], state["under_way"].items(), state["again"]
-        self.under_way.update((group_id, TaskGroup(group_id, task)) for group_id, task in under_way)
+        drawn, in_flight, again = state["drawn"], state["under_way"].items(), state["again"]
+        self.in_flight.update((group_id, TaskGroup(group_id, task)) for group_id, task in in_flight)
         self._again.extend(TaskGroup(uuid.uuid4().hex, task) for task in again)
         self.skip_to(drawn)
 
@@ -162,7 +161,7 @@ def enqueue_requests(
     max_attempts: int = 1,
     **metadata: Any,
 ) -> list[EnqueueRolloutRequest]:
-    """``size`` rollouts per group; ``metadata`` goes beside the group's id, size and instance."""
+    """Requests for ``size`` rollouts per group; ``metadata`` joins the group's id, size and instance."""
     from agl_slime.support.agl import EnqueueRolloutRequest, RolloutConfig  # seconds to import; --help should not
 
     config = RolloutConfig(
@@ -193,10 +192,10 @@ def as_task_source(tasks: Tasks, *, seed: int = 0) -> TaskSource:
 
 
 def read_tasks(path: str | Path, *, flag: str = "--tasks", strings: bool = True) -> list[Any]:
-    """Tasks from a JSON-lines file, an object per line or a string; ``flag`` is what an error begins with."""
+    """Tasks from a JSON-lines file, one object or string per line; errors begin with ``flag``."""
     file = Path(path)
     try:
-        # not splitlines(): a JSON string may hold U+2028 and other characters that it takes for line ends
+        # not splitlines(), which also splits at U+2028 and other characters inside of JSON strings
         lines = file.read_text(encoding="utf-8-sig").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{flag} {file}: cannot be read ({getattr(error, 'strerror', None) or error})") from error
@@ -213,5 +212,5 @@ def read_tasks(path: str | Path, *, flag: str = "--tasks", strings: bool = True)
             raise ConfigError(f"{flag} {file}, line {number}: expected {wanted}, got {type(task).__name__}")
         tasks.append(task)
     if not tasks:
-        raise ConfigError(f"{flag} {file}: holds no tasks")
+        raise ConfigError(f"{flag} {file}: contains no tasks")
     return tasks

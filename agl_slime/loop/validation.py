@@ -1,4 +1,4 @@
-"""Validations: synchronous, or beside asynchronous training."""
+"""Validations: synchronous, or concurrent with asynchronous training."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 from agl_slime import events
 from agl_slime.groups.results import GroupResult
-from agl_slime.loop.metrics import FAILED_SHARE, eval_metrics, spell_failures
+from agl_slime.loop.metrics import FAILED_SHARE, eval_metrics, format_failures
 from agl_slime.loop.schedule import Schedule
 from agl_slime.loop.settings import LoopSettings
 from agl_slime.loop.tasks import TaskCursor
@@ -17,18 +17,18 @@ from agl_slime.metric_names import VAL_COUNT, VAL_EARLIER_REWARD_MEAN, VAL_FAILE
 _START = "val/start_"
 
 
-def _of_the_start(metrics: dict[str, Any]) -> dict[str, Any]:
-    """Those of the validation before the first step, under the names that they have there."""
+def _rename_start_metrics(metrics: dict[str, Any]) -> dict[str, Any]:
+    """Metrics of the validation before the first step, under their special names."""
     return {_START + name.removeprefix("val/"): value for name, value in metrics.items()}
 
 
 class Validations:
-    """Validations of ``tasks`` before the first iteration, after every ``eval_interval`` and at the end; ``count`` is
-    how many there were.
+    """Validations of ``tasks`` before the first iteration, after every ``eval_interval`` iterations and at the end;
+    ``count`` is their number so far.
 
-    With ``max_staleness`` they run beside training, one at a time, and nothing waits for them: one that falls due while
-    another runs begins when that has ended, with the weights of then. ``version`` tells the version in use;
-    ``sync_engine`` brings it to an engine of their own and returns the resources to enqueue with.
+    With ``max_staleness`` validations run concurrently with training, one at a time: one that becomes due during
+    another starts after it, with the weights of that moment. ``version`` returns the current weight version;
+    ``sync_engine(version)`` loads it into a separate engine and returns the resources id for its rollouts.
     """
 
     def __init__(
@@ -46,27 +46,28 @@ class Validations:
         self._version, self._emit, self._sync_engine = version, emit, sync_engine
         self.count = count
         tasks.skip_to(count * settings.eval_tasks)
-        self._beside = settings.max_staleness > 0
+        self._concurrent = settings.max_staleness > 0
         self._running: asyncio.Future[dict[str, Any]] | None = None
         self._due: int | None = None
 
     def start(self, done: int) -> None:
-        """After ``done`` iterations: beside training the first one begins, or one that a restart has cut off."""
-        if self._beside and self.count < 1 + done // self._settings.eval_interval:
+        """In asynchronous training, start the first validation, or one that a restart interrupted, after ``done``
+        iterations."""
+        if self._concurrent and self.count < 1 + done // self._settings.eval_interval:
             self._begin(done)
 
     async def before(self, iteration: int) -> dict[str, Any]:
         """The metrics of the validation before the first iteration; synchronous."""
-        if self._beside or iteration > 1:
+        if self._concurrent or iteration > 1:
             return {}
-        return _of_the_start(await self._in_turn(iteration, done=0))
+        return _rename_start_metrics(await self._validate_now(iteration, done=0))
 
     async def after(self, iteration: int) -> dict[str, Any]:
-        """The metrics of a validation that belong to this iteration, if there are any."""
+        """Metrics of the validation to report with this iteration, if any."""
         last = iteration == self._settings.num_iterations
         due = last or iteration % self._settings.eval_interval == 0
-        if not self._beside:
-            return await self._in_turn(iteration, done=iteration) if due else {}
+        if not self._concurrent:
+            return await self._validate_now(iteration, done=iteration) if due else {}
         if last:
             self._due = None
             ended = await self._end()
@@ -84,31 +85,31 @@ class Validations:
         if self._running is not None:
             self._running.cancel()
 
-    async def _in_turn(self, iteration: int, *, done: int) -> dict[str, Any]:
+    async def _validate_now(self, iteration: int, *, done: int) -> dict[str, Any]:
         self._emit(events.PhaseStarted(iteration=iteration, phase="eval", rollouts=self._settings.eval_tasks))
         self.count += 1
         self._schedule.metadata = {"iteration": iteration, "weight_version": self._version()}
         return self._judged(await self._schedule.validate(self._tasks, self._settings.eval_tasks), done)
 
-    async def _aside(self, iteration: int) -> dict[str, Any]:
-        """With the weights of now, on an engine of its own if there is one, else beside the queue."""
+    async def _validate_concurrently(self, iteration: int) -> dict[str, Any]:
+        """Validate the current weights, on the separate engine if there is one, else ahead of the queue."""
         version = self._version()
         resources_id = None if self._sync_engine is None else await self._sync_engine(version)
         groups = await self._schedule.validate(self._tasks, self._settings.eval_tasks, resources_id=resources_id)
         self.count += 1
         metrics = self._judged(groups, iteration)
         if iteration == 0:
-            metrics = _of_the_start(metrics)
+            metrics = _rename_start_metrics(metrics)
         now = self._version() if self._sync_engine is None else version
         if version.isdecimal() and now.isdecimal():
             metrics[VAL_LAG] = int(now) - int(version)
         return metrics
 
     def _judged(self, groups: Sequence[GroupResult], done: int) -> dict[str, Any]:
-        """The metrics of a validation after ``done`` iterations, with a warning where many of its rollouts failed."""
+        """The metrics of a validation after ``done`` iterations; warns if many of its rollouts failed."""
         metrics = eval_metrics(groups)
         if (failed := metrics[VAL_FAILED]) > FAILED_SHARE * metrics[VAL_COUNT]:
-            why = spell_failures([member for group in groups for member in group.members])
+            why = format_failures([member for group in groups for member in group.members])
             which = f"validation after iteration {done}" if done else "validation before the first iteration"
             text = f"{which}: {failed} of {metrics[VAL_COUNT]} rollouts failed, and its mean leaves them out: {why}"
             self._emit(events.Warning(text=text, key="validation_failed"))
@@ -116,14 +117,14 @@ class Validations:
 
     def _begin(self, iteration: int) -> None:
         if self._running is None:
-            self._running = asyncio.ensure_future(self._aside(iteration))
-            # when the run ends with another error, nobody asks
+            self._running = asyncio.ensure_future(self._validate_concurrently(iteration))
+            # marks the error as retrieved, for runs that end with another error
             self._running.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
         else:
             self._due = iteration
 
     def _ended(self) -> dict[str, Any]:
-        """The metrics of the one that has ended since the last call, or none; raises what it has raised."""
+        """The metrics of a validation that ended since the last call; raises its error."""
         if self._running is None or not self._running.done():
             return {}
         metrics, self._running = self._running.result(), None

@@ -23,7 +23,7 @@ from agl_slime.engine.process import EmbeddedEngine
 from agl_slime.engine.sglang_process import SGLANG_PYTHON, SGLangProcess
 from agl_slime.errors import ConfigError, LoopError, MissingDependencyError
 from agl_slime.events import BatchTrained
-from agl_slime.groups.ledger import Ledger, noted_checkpoints
+from agl_slime.groups.ledger import Ledger, ledger_checkpoints
 from agl_slime.groups.policy import MinimumViableGroup, zero_variance
 from agl_slime.loop.checkpoint import Checkpoint, CheckpointWriter, load_newest, read_checkpoints
 from agl_slime.loop.settings import LoopState, RunResult
@@ -140,7 +140,7 @@ async def run_training(
             reports.handle(events.Warning(text=text, key=key))
         reports.use_tokenizer(tokenizer)
         ledger = Ledger(path=run.ledger)
-        stack.callback(ledger.shut)
+        stack.callback(ledger.close)
         trained = stack.enter_context(closing(IterationFile(run.trained)))
         policy = MinimumViableGroup(
             min_ratio=config.group_min_ratio, max_retries=config.group_max_retries, timeout_s=config.group_timeout
@@ -161,8 +161,8 @@ async def run_training(
         )
         source = stack.enter_context(groups)
         if checkpoint is not None:
-            told = await run_in_thread(run.rewind, start.iteration)
-            checkpoint.rewind(ledger, told=told)
+            reported = await run_in_thread(run.rewind, start.iteration)
+            checkpoint.rewind(ledger, reported=reported)
             source.restore(checkpoint.data_source)
 
         source.set_version(start.version, named=True)  # it was pushed above
@@ -303,7 +303,7 @@ def _checkpoints(config: TrainConfig, run: RunDir) -> list[Checkpoint]:
     if checkpoints and (done := checkpoints[0].loop.iteration) >= config.num_iterations:
         fix = f"give --num-iterations above {done} to go on"
         raise ConfigError(f"the run in {run.path} has finished its {done} iterations; {fix}")
-    noted = noted_checkpoints(run.ledger) if checkpoints else set()
+    noted = ledger_checkpoints(run.ledger) if checkpoints else set()
     if other := [checkpoint.loop.iteration for checkpoint in checkpoints if checkpoint.loop.iteration not in noted]:
         why = f"{run.ledger} is missing or does not know its checkpoint of iteration {other[0]}"
         raise ConfigError(f"the run in {run.path} cannot be resumed: {why}; put the ledger of this run back")

@@ -156,7 +156,7 @@ async def run_slime_training(
             start=start,
             observer=reports,
         )
-        loop.tasks.pass_over(finished)
+        loop.tasks.skip_instances(finished)
         return await loop.run_async()
 
 

@@ -15,10 +15,9 @@ from collections.abc import Callable, Iterator
 from agl_slime.errors import AglSlimeError, MissingDependencyError, UnknownVersionError
 from agl_slime.support import slime
 
-_WHO_ENDS = {
+_DRIVERS = {
     ("args", "pg"): "the driver reserves the GPUs and ends manager and placement groups",
-    ("args", "pg", "restore_plan"): "the same, with a restore plan",
-    ("args", "restore_plan"): "slime reserves the GPUs and gives a RolloutStartup; each run has a session of its own",
+    ("args", "restore_plan"): "slime reserves the GPUs and returns a RolloutStartup; each run has its own session",
 }
 
 
@@ -78,7 +77,7 @@ def _driver() -> str:
     from agl_slime.slime.versions import manager_shape
 
     shape = manager_shape()
-    return f"create_rollout_manager({', '.join(shape)}): {_WHO_ENDS[shape]}"
+    return f"create_rollout_manager({', '.join(shape)}): {_DRIVERS[shape]}"
 
 
 def _rewards() -> str:

@@ -61,7 +61,7 @@ def generate_rollout(
         resolve_name(path)(args, kept)
     if (path := getattr(args, "rollout_all_samples_process_path", None)) is not None:
         resolve_name(path)(args, everything, data_source)
-    kept = getattr(data_source, "deliver_once", lambda _, groups: groups)(rollout_id, kept)
+    kept = getattr(data_source, "keep_batch", lambda _, groups: groups)(rollout_id, kept)
     metrics = {f"rollout/dynamic_filter/drop_{reason}": count for reason, count in dropped.items()}
     metrics |= {"agl/wait_s": time.monotonic() - started, **getattr(data_source, "metrics", dict)()}
     return RolloutFnTrainOutput(samples=kept, metrics=metrics)
@@ -169,7 +169,7 @@ def normalize_rewards(args: Any, samples: Sequence[Any]) -> tuple[list[float], l
     if estimator not in _GROUP_RELATIVE or not getattr(args, "rewards_normalization", True):
         return raw, raw
     std = estimator in _STD_NORMALIZED and bool(getattr(args, "grpo_std_normalization", True))
-    parts = [normalize.part_of(flat[i]) for i in fit]
+    parts = [normalize.normalization_key(flat[i]) for i in fit]
     groups, rollouts = [group for group, _ in parts], [rollout for _, rollout in parts]
     normalized = normalize.normalize_rewards([raw[i] for i in fit], group_indices=groups, rollout_ids=rollouts, std=std)
     advantages = dict(zip(fit, normalized, strict=True))

@@ -14,9 +14,9 @@ from agl_slime.errors import ConfigError, DataSourceError, spell_exception
 from agl_slime.groups.ledger import Ledger
 from agl_slime.slime.args import PluginSettings
 from agl_slime.slime.connection import Connection
-from agl_slime.slime.demand import Demand
-from agl_slime.slime.pacing import Pacing
+from agl_slime.slime.producer import TaskProducer
 from agl_slime.slime.replay import with_tensors, with_train_inputs
+from agl_slime.slime.staleness import StalenessController
 from agl_slime.slime.states import as_json, state_path
 from agl_slime.store.client import RemoteStore
 from agl_slime.support.agl import LightningStore
@@ -56,11 +56,11 @@ class AGLDataSource(DataSource):
             logger.warning(
                 "AGLDataSource is connected to nothing and gives placeholders: set agl_store_url or agl_agent"
             )
-        self._demand: Demand | None = None
+        self._demand: TaskProducer | None = None
         if plugin is not None and connection is not None:
             store, tokenizer = connection.store, tokenizer or connection.tokenizer()
             settings = settings or connection.data_source_settings()
-            self._demand = Demand(connection, Pacing.of(plugin, args))
+            self._demand = TaskProducer(connection, StalenessController.of(plugin, args))
         self._loaded = False
         self._delivery: dict[str, Any] = {}
         durable = getattr(args, "rollout_data_transport", None) == "straw"
@@ -88,7 +88,7 @@ class AGLDataSource(DataSource):
     def get_samples(self, num_samples: int) -> list[list[Sample]]:
         """Up to ``num_samples`` groups, as ``GroupSource.get_samples``."""
         if self._demand is not None:
-            self._demand.begin_pacing(getattr(self._args, "start_rollout_id", None) or 0)
+            self._demand.begin_unnumbered(getattr(self._args, "start_rollout_id", None) or 0)
             blocking = self.groups.settings.blocking
             self._demand.want((None if blocking else getattr(self._args, "rollout_batch_size", None)) or num_samples)
         return [*with_train_inputs(with_tensors(self.groups.get_samples(num_samples)), self._tokenizer)]
@@ -191,7 +191,7 @@ class AGLDataSource(DataSource):
         self.groups.restore({**state})
 
     def delivered(self, rollout_id: int) -> list[list[Sample]] | None:
-        """The batch of this step, when a manager before this one had it kept by ``deliver_once`` and died before slime
+        """The batch of this step, when a manager before this one had it kept by ``keep_batch`` and died before slime
         knew that the queue has it. The first call goes on from what that manager kept, unless slime has called
         ``load``."""
         if (path := self._delivery_path) is None:
@@ -201,7 +201,7 @@ class AGLDataSource(DataSource):
         self._loaded = True
         return self._batch() if self._delivery.get("rollout_id") == rollout_id else None
 
-    def deliver_once(self, rollout_id: int, groups: list[list[Sample]]) -> list[list[Sample]]:
+    def keep_batch(self, rollout_id: int, groups: list[list[Sample]]) -> list[list[Sample]]:
         """Keep a batch on disk, with the state after it, before straw's durable queue is given it: under that transport
         slime restores no data source but its own. A manager that is asked for the same step again gives the same batch
         again, which the queue recognises; one that is asked for the next step knows that the queue has this one.

@@ -131,7 +131,7 @@ class SlimeTrainer:
             values = self._actor.async_train(rollout_id, data, **external)
         ray.get(values)
         total = None if tokens is None else sum(ray.get(tokens))  # before slime lets go of what straw keeps
-        side.tell("training_completed", rollout_id)
+        side.call_manager("training_completed", rollout_id)
         if self.saves(rollout_id):
             self._save(rollout_id, actor_trains)
             self.saved = rollout_id
@@ -156,15 +156,15 @@ class SlimeTrainer:
         if self.args.offload_rollout:
             ray.get(side.manager.onload_weights.remote())
         # nobody begins a rollout while engines drain; what was running goes on with the new weights
-        was_paused = None if first else side.tell("pause_rollout_admission")
+        was_paused = None if first else side.call_manager("pause_rollout_admission")
         self._actor.update_weights()
         self.updates += 1
         if first:
-            side.tell("training_ready")
+            side.call_manager("training_ready")
             if getattr(self.args, "check_weight_update_equal", False):
                 ray.get(side.manager.check_weights.remote(action="compare"))
         elif self._next != self.args.num_rollout:
-            side.tell("resume_rollout_admission", was_paused)
+            side.call_manager("resume_rollout_admission", was_paused)
         if self.args.offload_rollout:
             ray.get(side.manager.onload_kv.remote())
         return str(self.updates)

@@ -186,7 +186,7 @@ def test_tasks_without_validation_tasks_are_not_validated_on(here: Path, capsys:
     ("content", "says"),
     [
         (None, "cannot be read (No such file or directory)"),
-        ("", "holds no tasks"),
+        ("", "contains no tasks"),
         ('{"a": 1}\n{"a"\n', "line 2: not JSON"),
         ("[1]\n", "line 1: expected an object"),
         ("[" * 100_000, "line 1: not JSON"),

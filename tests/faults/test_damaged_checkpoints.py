@@ -52,7 +52,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, dict[int,
             ours.train(samples, iteration=step)
             writer.save(LoopState(iteration=step, version=str(step)))
             saved[step] = everything(ours)
-    ledger.shut()
+    ledger.close()
     return directory / "policy", directory / "checkpoints", saved
 
 

@@ -71,7 +71,7 @@ def test_of_a_checkpoint(disk: Path, tmp_path: Path) -> None:
         assert [found.loop.iteration for found in read_checkpoints(disk / "checkpoints")] == [1]
         filler.unlink()
         writer.save(LoopState(iteration=2))
-    ledger.shut()
+    ledger.close()
     assert [found.loop.iteration for found in read_checkpoints(disk / "checkpoints")] == [2, 1]
 
 

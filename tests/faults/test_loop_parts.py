@@ -26,7 +26,7 @@ from tests.loop_cases import HelloAgent, LoopCase, hello_engine, threads_of_ours
 @pytest.fixture
 def looks_often(monkeypatch: pytest.MonkeyPatch) -> None:
     """The run looks for what has died four times a second."""
-    monkeypatch.setattr(schedule, "_LOOK_INTERVAL_S", 0.25)
+    monkeypatch.setattr(schedule, "_HEALTH_CHECK_INTERVAL_S", 0.25)
 
 
 @pytest.fixture(scope="module")

@@ -54,9 +54,9 @@ def fresh_sessions() -> Iterator[None]:
     """An agent rollout that remembers nothing of other tests."""
     from agl_slime.buffer import agent_rollout
 
-    agent_rollout.forget_sessions()
+    agent_rollout.sessions.clear()
     yield
-    agent_rollout.forget_sessions()
+    agent_rollout.sessions.clear()
 
 
 class _AsyncioWithShortSleeps:

@@ -76,7 +76,7 @@ async def test_a_resumed_trainer_trains_the_rest_and_nothing_twice(tmp_path):
         first = await call(args, 0, data_buffer)
         checkpoint = json.loads(json.dumps(data_buffer.metadata))
         lost = instances(await call(args, 1, data_buffer)) + instances(await call(args, 2, data_buffer))
-        agent_rollout.forget_sessions()
+        agent_rollout.sessions.clear()
         data_buffer = DataBuffer(checkpoint)
         again = [instance for step in (1, 2, 3) for instance in instances(await call(args, step, data_buffer))]
         assert sorted(again[:4]) == sorted(lost)
@@ -92,7 +92,7 @@ async def test_steps_that_a_saved_data_buffer_knows_and_the_trainer_forgot_do_no
         lost = instances(
             await call(args, 1, data_buffer)
         )  # generated ahead of the checkpoint of step 0, as asynchronous training does
-        agent_rollout.forget_sessions()
+        agent_rollout.sessions.clear()
         assert sorted(instances(await call(args, 1, data_buffer))) == sorted(lost)
 
 
@@ -229,7 +229,7 @@ async def test_a_loss_mask_of_ones_own_is_named_by_its_path(tmp_path, monkeypatc
         output = await call(args, 0, DataBuffer())
         sample = output.samples[0][0]
         assert (sample.tokens, sample.loss_mask, sample.metadata["token_source"]) == ([7, 8, 9], [1, 1], "retokenized")
-        agent_rollout.forget_sessions()
+        agent_rollout.sessions.clear()
         args.loss_mask_type = "my_masks:Missing"
         with pytest.raises(ConfigError, match="'my_masks:Missing' cannot be loaded"):
             await call(args, 1, DataBuffer())

@@ -12,7 +12,7 @@ import pytest
 
 from agl_slime.datasource.source import DataSourceSettings, GroupSource
 from agl_slime.errors import DataSourceError
-from agl_slime.groups.policy import FailFast, GroupPolicy, MinimumViableGroup, RetryGroup, zero_variance
+from agl_slime.groups.policy import GroupPolicy, MinimumViableGroup, RetryGroup, zero_variance
 from agl_slime.groups.results import Outcome
 from agl_slime.store.bridge import BridgeStore
 from agl_slime.support.agl import Rollout
@@ -78,14 +78,14 @@ async def test_a_group_does_not_wait_for_its_last_member_for_ever() -> None:
 
 async def test_the_first_failure_ends_a_group_that_cannot_be_used_any_more() -> None:
     store = BridgeStore()
-    with source_over(store, policy=FailFast()) as source:
+    with source_over(store, policy=MinimumViableGroup(min_ratio=1.0)) as source:
         told = Told(source)
         ids = await opened(source, store, "g", size=3, instance_id="7")
         await finish(store, ids[0])
         await finish(store, ids[1], status="failed", reward=None)
         await told.until(lambda: len(told.groups) == 1)
         assert await cancelled_in(store, ids[2])
-        assert (told.groups[0].ready, told.groups[0].code) == (False, "member_failed")
+        assert (told.groups[0].ready, told.groups[0].code) == (False, "floor_out_of_reach")
         assert counts_of(source) == {Outcome.FAILED: 1, Outcome.FILTERED: 1, Outcome.CANCELLED: 1}
         assert source.ledger.finished_instances() == ["7"]
         late = await enqueue_group(store, "g", size=1)
@@ -157,7 +157,9 @@ async def test_tokens_of_weights_that_the_run_did_not_push_are_not_trained_on(ca
         assert "'evil'" in caplog.text
         assert "'1'" in caplog.text
         await sampled(source, store, "d", "evil", "evil")
-        with pytest.raises(DataSourceError, match=r"version 'evil', which this run did not push \(its last are '1'"):
+        with pytest.raises(
+            DataSourceError, match=r"version 'evil', which this run did not push \(its current version is '1'"
+        ):
             await get(source, 1)
 
 

@@ -13,7 +13,7 @@ import pytest
 from agl_slime import AGLDataSource
 from agl_slime.datasource.source import DataSourceSettings
 from agl_slime.errors import DataSourceError
-from agl_slime.groups.policy import CompleteGroup, FailFast
+from agl_slime.groups.policy import CompleteGroup, MinimumViableGroup
 from agl_slime.groups.results import Outcome
 from agl_slime.store.bridge import BridgeStore
 from agl_slime.support.agl import InMemoryLightningStore, LightningStore
@@ -129,7 +129,7 @@ async def test_counts_and_the_policy_version_go_on_and_nothing_is_counted_twice(
 
 async def test_a_late_end_is_recognised_after_a_restart_too(tmp_path: Path) -> None:
     store = BridgeStore()
-    first = source_over(store, tmp_path, policy=FailFast())
+    first = source_over(store, tmp_path, policy=MinimumViableGroup(min_ratio=1.0))
     ids = await enqueue(store, 3, group_id="g", size=3)
     await finish(store, ids[0], status="failed", reward=None)
     await settled(first, 1)

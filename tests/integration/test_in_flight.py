@@ -70,7 +70,7 @@ def test_a_run_finds_its_number_and_says_it(policy_dir: Path, tmp_path: Path, mo
     from agl_slime.run.local import run_training
 
     # the tiny policy answers an iteration in under a second: looks a second apart may all fall between two of them
-    monkeypatch.setattr("agl_slime.loop.in_flight._LOOK_S", 0.05)
+    monkeypatch.setattr("agl_slime.loop.auto_concurrency._LOOK_S", 0.05)
 
     config = TrainConfig(
         num_iterations=6,

@@ -263,5 +263,5 @@ def test_what_cannot_be_kept_is_refused() -> None:
     with hello_engine() as engine:
         with pytest.raises(ConfigError, match="max_staleness must be 0"):
             overlapped(engine, max_staleness=-1)
-        with pytest.raises(ConfigError, match="val_engine is for asynchronous training only"):
+        with pytest.raises(ConfigError, match="val_engine needs asynchronous validations"):
             overlapped(engine, val_engine=(LLM(endpoint=engine.url, model="scripted"), print))

@@ -113,7 +113,7 @@ class Life:
 
     def end(self) -> None:
         self.source.stop()
-        self.ledger.shut()
+        self.ledger.close()
 
 
 class Cut(Exception):
@@ -264,7 +264,7 @@ def test_only_the_newest_checkpoints_are_kept_and_half_a_one_is_none(tmp_path: P
         assert sorted(path.name for path in (tmp_path / "c").iterdir()) == ["step_000010", "step_000100"]
         writer.save(LoopState(iteration=11))  # the run went on from 10: what is later is of no use
         assert sorted(path.name for path in (tmp_path / "c").iterdir()) == ["step_000010", "step_000011"]
-    ledger.shut()
+    ledger.close()
 
 
 @pytest.mark.parametrize("damaged", ["loop.json", "data_source.json", "trainer/learned.json"])
@@ -318,4 +318,4 @@ def test_a_checkpoint_is_written_through_to_the_disk(tmp_path: Path, monkeypatch
         writer = CheckpointWriter(directory=tmp_path / "c", trainer=MemoryTrainer(), source=source)
         writer.save(LoopState(iteration=1))
     assert {"loop.json", "data_source.json", "learned.json", "trainer", "c"} <= flushed
-    ledger.shut()
+    ledger.close()

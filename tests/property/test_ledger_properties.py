@@ -81,11 +81,11 @@ class DiskLedgerMachine(LedgerMachine):
     @rule()
     def restart(self) -> None:
         """The process ends and another one goes on."""
-        self.ledger.shut()
+        self.ledger.close()
         self.ledger = Ledger(path=Path(self.directory.name) / "ledger.sqlite")
 
     def teardown(self) -> None:
-        self.ledger.shut()
+        self.ledger.close()
         self.directory.cleanup()
 
 

@@ -22,7 +22,7 @@ from agl_slime.support.database import Database
 def ledger(request, tmp_path: Path):
     made = Ledger(path=None if request.param == "memory" else tmp_path / "ledger.sqlite")
     yield made
-    made.shut()
+    made.close()
 
 
 def test_what_was_dropped_and_no_report_tells_of_is_run_again(ledger):
@@ -34,7 +34,7 @@ def test_what_was_dropped_and_no_report_tells_of_is_run_again(ledger):
         ledger.close_many([f"{task}2"], outcome, "zero_variance" if outcome is Outcome.FILTERED else "")
         ledger.finish_instance(task)
     ledger.close_many(["d1"], Outcome.FAILED, "no_reward")
-    assert ledger.resume(3, kept=[], told=["a"]) == 5  # both of b and c; of d, what was in flight
+    assert ledger.resume(3, kept=[], reported=["a"]) == 5  # both of b and c; of d, what was in flight
     assert ledger.finished_instances() == ["a"]
     counts = ledger.counts()
     assert counts.opened == sum(counts.closed.values()) == 8
@@ -85,7 +85,7 @@ def test_the_account_goes_on_after_the_file_is_opened_again(tmp_path):
     first.ready_many(["r1"])
     first.close_many(["r2"], Outcome.FILTERED, "zero_variance")
     before = first.counts()
-    first.shut()
+    first.close()
     again = Ledger(path=tmp_path / "ledger.sqlite")
     assert again.counts() == before
     assert again.outcome_of("r2") == (Outcome.FILTERED, "zero_variance")
@@ -126,18 +126,18 @@ def test_resuming_from_a_checkpoint_takes_later_steps_back(tmp_path):
     counts = ledger.counts()
     assert (counts.opened, counts.open, counts.ready) == (5, 0, 1)
     assert counts.closed == {Outcome.TRAINED: 1, Outcome.FAILED: 1, Outcome.CANCELLED: 2}
-    with pytest.raises(ConfigError, match="no checkpoint of step 2; it has 0"):
+    with pytest.raises(ConfigError, match="no checkpoint of step 2, only 0"):
         ledger.resume(2, kept=[])
 
 
 def test_old_closed_rollouts_are_forgotten_but_counted(ledger, monkeypatch):
-    monkeypatch.setattr(ledger_module, "_REMEMBERED_CLOSED", 10)
+    monkeypatch.setattr(ledger_module, "_KEPT_CLOSED", 10)
     with ledger.batch():
         for number in range(2000):
             ledger.open_many([(str(number), None)])
             ledger.close_many([str(number)], Outcome.TRAINED)
     assert ledger.counts().closed == {Outcome.TRAINED: 2000}
-    assert not ledger.known_among(["0"])
+    assert not ledger.instances_of(["0"])
     assert not ledger.open_many([("1995", None)])  # late reports of recent ones are recognised
     assert len(ledger.recent_ids()) <= 1010
 

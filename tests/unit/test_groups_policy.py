@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from agl_slime.errors import ConfigError
-from agl_slime.groups.policy import CompleteGroup, FailFast, GroupAction, GroupProgress, MinimumViableGroup, RetryGroup
+from agl_slime.groups.policy import CompleteGroup, GroupAction, GroupProgress, MinimumViableGroup, RetryGroup
 from agl_slime.groups.results import MemberResult
 
 
@@ -19,12 +19,13 @@ def test_a_complete_group_waits_for_the_last_member_and_then_needs_all():
     assert policy.judge(GroupProgress(size=4, succeeded=4)).action is GroupAction.TRAIN
 
 
-def test_fail_fast_drops_at_the_first_failure_with_members_still_out():
-    verdict = FailFast().judge(GroupProgress(size=8, succeeded=2, failed=1))
-    assert (verdict.action, verdict.reason) == (GroupAction.DROP, "member_failed")
-    assert FailFast().judge(GroupProgress(size=8, succeeded=2)).action is GroupAction.WAIT
-    assert FailFast().refuse(size=2, members=members(1, 1)) is not None
-    assert FailFast().refuse(size=2, members=members(2, 0)) is None
+def test_with_a_ratio_of_one_the_first_failure_drops_the_group():
+    policy = MinimumViableGroup(min_ratio=1.0)
+    verdict = policy.judge(GroupProgress(size=8, succeeded=2, failed=1))
+    assert (verdict.action, verdict.reason) == (GroupAction.DROP, "floor_out_of_reach")
+    assert policy.judge(GroupProgress(size=8, succeeded=2)).action is GroupAction.WAIT
+    assert policy.refuse(size=2, members=members(1, 1)) is not None
+    assert policy.refuse(size=2, members=members(2, 0)) is None
 
 
 def test_retry_group_repeats_failures_until_its_budget_is_used():

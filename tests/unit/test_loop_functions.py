@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from agl_slime.errors import ConfigError
-from agl_slime.loop.functions import taking_iteration
+from agl_slime.loop.functions import adapt_step_function
 from tests.loop_cases import HelloAgent, LoopCase, hello_engine
 
 
@@ -53,13 +53,13 @@ def positional_only(iteration: int = 0, /) -> Any:
     ],
 )
 async def test_the_iteration_goes_only_to_who_asks_for_it(function: Callable[..., Any], result: Any) -> None:
-    assert await taking_iteration(function, "slime_train_fn")(7) == result
+    assert await adapt_step_function(function, "slime_train_fn")(7) == result
 
 
 @pytest.mark.parametrize("function", [lambda source, batch_size: None, lambda *, batch_size: None])
 def test_a_function_that_asks_for_more_is_refused(function: Callable[..., Any]) -> None:
     with pytest.raises(ConfigError, match=r"^slime_train_fn .*batch_size"):
-        taking_iteration(function, "slime_train_fn")
+        adapt_step_function(function, "slime_train_fn")
 
 
 def test_a_training_function_keeps_its_default_batch_size() -> None:

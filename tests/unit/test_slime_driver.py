@@ -1,4 +1,4 @@
-"""``--trainer slime`` over the four shapes of slime's driver, without Ray: the calls, and their order."""
+"""``--trainer slime`` over the two shapes of slime's driver, without Ray: the calls, and their order."""
 
 from __future__ import annotations
 
@@ -14,19 +14,16 @@ from tests.slime.fake_ray import FakeRay
 from tests.slime.standins import driver
 
 # What slime's own train.py of that version calls in two steps with a checkpoint after the second: run for 624b824 (see
-# tests/slime/test_slime_order.py); of the others read, from the files that tests/slime/standins/driver.py names.
+# tests/slime/test_slime_order.py); for main read, from the files that tests/slime/standins/driver.py names.
 _BEGIN = "init_tracking manager models update_weights"
 _STEP, _SAVE = "generate train", "save_model save"
 ORDER = {
     "624b824": f"place {_BEGIN} {_STEP} clear_memory update_weights {_STEP} {_SAVE} clear_memory update_weights"
     " dispose finish_tracking",
-    "ec3003b5": f"place {_BEGIN} {_STEP} training_completed clear_memory pause update_weights resume"
-    f" {_STEP} training_completed {_SAVE} clear_memory pause update_weights dispose finish_tracking",
-    "13b347f8": "init_tracking place attach manager models update_weights training_ready"
+    "main": "init_tracking place attach manager models update_weights training_ready"
     f" {_STEP} training_completed clear_memory pause update_weights resume"
-    f" {_STEP} training_completed {_SAVE} clear_memory pause update_weights dispose finish_tracking",
+    f" {_STEP} training_completed {_SAVE} clear_memory pause update_weights close dispose finish_tracking",
 }
-ORDER["main"] = ORDER["13b347f8"].replace("dispose", "close dispose")
 
 
 @pytest.fixture
@@ -123,7 +120,7 @@ def test_the_restore_plan_of_newer_parsers_reaches_the_manager(ray: FakeRay, mon
     use("main", monkeypatch)
     args = parse_slime_args([])
     assert (args.plan, args.agl_restore_plan) == (True, "a plan")
-    use("ec3003b5", monkeypatch)
+    use("624b824", monkeypatch)
     assert parse_slime_args([]).agl_restore_plan is None
 
 

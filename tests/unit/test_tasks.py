@@ -65,8 +65,8 @@ def test_a_cursor_that_is_restored_draws_nothing_again_that_the_store_has() -> N
     second = TaskCursor(ShuffledTasks(tasks=TASKS))
     second.restore(state)
     second.reconcile([kept, later[1], later[3], "somebody-else", "x"])
-    tasks = {group_id: group.task for group_id, group in first.under_way.items()}
-    assert {name: group.task for name, group in second.under_way.items()} == {
+    tasks = {group_id: group.task for group_id, group in first.in_flight.items()}
+    assert {name: group.task for name, group in second.in_flight.items()} == {
         name: tasks[name] for name in (kept, later[1], later[3])
     }
     again = second.take(4)
@@ -85,7 +85,7 @@ def test_a_source_that_has_run_out_is_said(call: Callable[[TaskCursor], Any]) ->
             assert self.asked < 9, "it is asked again and again"
             return [{"n": self.asked}] if self.asked <= 3 else []
 
-    with pytest.raises(ConfigError, match=r"no more tasks: Three\.next_batch\(1\) gave none after 3"):
+    with pytest.raises(ConfigError, match=r"no more tasks: Three\.next_batch\(1\) returned none after 3"):
         call(TaskCursor(Three()))
 
 
@@ -112,8 +112,8 @@ def test_a_task_may_be_a_string(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "says"),
     [
-        (b"", "holds no tasks"),
-        (b"\n \n", "holds no tasks"),
+        (b"", "contains no tasks"),
+        (b"\n \n", "contains no tasks"),
         (b'{"n": 1}\n{"n": 2\n', "line 2: not JSON"),
         (b'{"n": 1}\n\n[1]\n', "line 3: expected an object or a string, got list"),
         (b"5\n", "line 1: expected an object or a string, got int"),

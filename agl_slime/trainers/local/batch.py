@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from agl_slime.errors import TrainerError
-from agl_slime.groups.normalize import is_counted, normalize_rewards, part_of, reward_value
+from agl_slime.groups.normalize import is_counted, normalization_key, normalize_rewards, reward_value
 from agl_slime.sglang.replay import Nucleus
 from agl_slime.tokens.codec import common_prefix
 from agl_slime.types import Sample, flat_samples, staleness_spans
@@ -103,7 +103,7 @@ class TrainBatch:
         parts = [part for i in fit for part in _rewarded(flat[i], i, masks[i], reward_key)]
         rewards = [part.reward for part in parts]
         if rewards_normalization and parts:
-            groups, rollouts = zip(*(part_of(flat[part.sample], part.of) for part in parts), strict=True)
+            groups, rollouts = zip(*(normalization_key(flat[part.sample], part.of) for part in parts), strict=True)
             rewards = normalize_rewards(rewards, group_indices=groups, rollout_ids=rollouts, std=std_normalization)
         token_rewards = [np.zeros(len(mask)) for mask in masks]
         for part, reward in zip(parts, rewards, strict=True):

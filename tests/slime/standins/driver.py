@@ -1,4 +1,4 @@
-"""The driver's side of slime in its four shapes, written from what is known of them: no line of slime is here. Each
+"""The driver's side of slime in its two shapes, written from what is known of them: no line of slime is here. Each
 signature names where it was read (docs/slime.md, "Versions"). Over ``ray`` as it is imported: a real one, or
 ``tests.slime.fake_ray``.
 
@@ -16,7 +16,7 @@ from importlib.machinery import ModuleSpec
 from pathlib import Path
 from typing import Any
 
-SHAPES = ("624b824", "ec3003b5", "13b347f8", "main")
+SHAPES = ("624b824", "main")
 NAMESPACE = "slime-training-recovery"  # slime/ray/training_recovery.py at 0b0c277d
 
 
@@ -77,8 +77,12 @@ class Manager:
         told(self.args, "dispose")
 
 
-class PausingManager(Manager):
-    """RolloutManager at ec3003b5: admission can be paused, and it is told when a step is done."""
+class ServedManager(Manager):
+    """RolloutManager of main (13b347f8, 5dcf67cd): its engines belong to a ServingCluster, admission can be paused, and
+    it is notified of each step."""
+
+    def training_ready(self) -> None:
+        told(self.args, "training_ready")
 
     def training_completed(self, rollout_id: int) -> None:
         told(self.args, "training_completed")
@@ -90,13 +94,6 @@ class PausingManager(Manager):
     def resume_rollout_admission(self, was_paused: bool) -> None:
         assert was_paused is False
         told(self.args, "resume")
-
-
-class ServedManager(PausingManager):
-    """RolloutManager at 13b347f8: its engines belong to a ServingCluster."""
-
-    def training_ready(self) -> None:
-        told(self.args, "training_ready")
 
 
 class Serving:
@@ -172,25 +169,12 @@ def create_of_624b824(args: Any, pg: Any) -> tuple[Any, None]:
     return ray.remote(Manager).options(num_cpus=0.1).remote(args, pg), None
 
 
-def create_of_ec3003b5(args: Any, pg: Any, *, restore_plan: Any = None) -> tuple[Any, None]:
-    """slime/ray/placement_group.py at imvladikon/slime ec3003b5."""
-    import ray
+class Startup:
+    """RolloutStartup of main, as vllm-project/vime 8c1c944b has it."""
 
-    return ray.remote(PausingManager).options(num_cpus=0.1).remote(args, pg, restore_plan=restore_plan), None
-
-
-class OpenStartup:
-    """slime/ray/placement_group.py at 13b347f8: RolloutStartup without args and close."""
-
-    def __init__(self, manager: Any, serving: Any, placements: dict[str, Any], plan: Any) -> None:
-        self.manager, self.serving, self.placements, self.restore_plan = manager, serving, placements, plan
-        self.num_rollout_per_epoch = None
-
-
-class Startup(OpenStartup):
-    """RolloutStartup of slime's main, as vllm-project/vime 8c1c944b has it."""
-
-    args: Any = None
+    def __init__(self, args: Any, manager: Any, serving: Any, placements: dict[str, Any], plan: Any) -> None:
+        self.args, self.restore_plan, self.num_rollout_per_epoch = args, plan, None
+        self.manager, self.serving, self.placements = manager, serving, placements
 
     def close(self, *, failed: bool) -> None:
         import ray
@@ -202,7 +186,7 @@ class Startup(OpenStartup):
             ray.kill(actor, no_restart=True)
 
 
-def _start(args: Any, plan: Any) -> tuple[Any, Any, dict[str, Any]]:
+def _start(args: Any) -> tuple[Any, Any, dict[str, Any]]:
     """Detached named actors, as in slime/ray/placement_group.py at 13b347f8."""
     import ray
 
@@ -219,17 +203,11 @@ def _start(args: Any, plan: Any) -> tuple[Any, Any, dict[str, Any]]:
     )
 
 
-def create_of_13b347f8(args: Any, *, restore_plan: Any = None) -> OpenStartup:
-    """slime/ray/placement_group.py at 13b347f8: args are changed in place."""
-    return OpenStartup(*_start(args, restore_plan), restore_plan)
-
-
 def create_of_main(args: Any, *, restore_plan: Any = None) -> Startup:
-    """The same at vllm-project/vime 8c1c944b: args are copied, and the weights may start at another version."""
+    """As in vllm-project/vime 8c1c944b: args are copied, and the weights may start at another version."""
     args = copy.deepcopy(args)
-    startup = Startup(*_start(args, restore_plan), restore_plan)
+    startup = Startup(args, *_start(args), restore_plan)
     args.update_weight_start_version = 7
-    startup.args = args
     return startup
 
 
@@ -270,12 +248,10 @@ def modules_of(shape: str) -> dict[str, types.ModuleType]:
     """The modules of slime in that shape, for ``sys.modules``."""
     from agl_slime import types as twins
 
-    main = shape in ("13b347f8", "main")
+    main = shape == "main"
     places: dict[str, dict[str, Any]] = {
         "slime.utils.types": {"Sample": twins.Sample},
-        "slime.rollout.data_source" if shape == "624b824" else "slime.data.data_source": {
-            "DataSource": twins.DataSource
-        },
+        "slime.data.data_source" if main else "slime.rollout.data_source": {"DataSource": twins.DataSource},
         "slime.rollout.base_types": {
             "RolloutFnTrainOutput": twins.RolloutFnTrainOutput,
             "RolloutFnEvalOutput": twins.RolloutFnEvalOutput,

@@ -13,7 +13,7 @@ from agl_slime.errors import DataSourceError
 from agl_slime.groups.results import GroupResult
 from agl_slime.loop.tasks import TaskGroup
 from agl_slime.slime.connection import Connection
-from agl_slime.slime.pacing import Pacing
+from agl_slime.slime.staleness import StalenessController
 from agl_slime.slime.states import eval_data
 from agl_slime.store.bridge import FINISHED
 from agl_slime.support.agl import Rollout
@@ -23,13 +23,13 @@ from agl_slime.support.threads import run_blocking
 _HOPELESS = 8
 
 
-class Demand(Producer):
+class TaskProducer(Producer):
     """Has as many groups ready or under way as are wanted; with ``pacing`` so far ahead of training as that allows. A
     group that is dropped is replaced."""
 
     source: GroupSource
 
-    def __init__(self, connection: Connection, pacing: Pacing | None) -> None:
+    def __init__(self, connection: Connection, pacing: StalenessController | None) -> None:
         self._connection, self._pacing = connection, pacing
         self._cursor, self._evals = connection.tasks, connection.evals
         self._wanted = 0
@@ -47,12 +47,12 @@ class Demand(Producer):
             self._wanted = max(self._wanted, groups)
             self.follow_up()
 
-    def begin_pacing(self, rollout_id: int) -> None:
+    def begin_unnumbered(self, rollout_id: int) -> None:
         """Before the first groups are taken, where nobody has said which rollout it is."""
         if self._pacing is None or self._pacing.on:
             return
         if self.source.settings.blocking:
-            self._pacing = self._pacing.of_another_function()
+            self._pacing = self._pacing.warn_unpaced()
         else:
             self.pace(rollout_id)
 
@@ -61,7 +61,7 @@ class Demand(Producer):
         if self._pacing is not None:
             with self.source.changed:
                 self._pacing.asked(rollout_id)
-                self.source.delivery.pace = self._pacing
+                self.source.delivery.control = self._pacing
             if self.source.settings.blocking:
                 run_blocking(self._ask_version(rollout_id))  # now: the weights change when slime goes on
             else:
@@ -130,7 +130,7 @@ class Demand(Producer):
     def store_restarted(self) -> None:
         self._connection.forget()
         for one in self._evals:
-            self.source.follower.submit(self._enqueue, list(one.cursor.under_way.values()), 1, "val", one.sampling)
+            self.source.follower.submit(self._enqueue, list(one.cursor.in_flight.values()), 1, "val", one.sampling)
         if self._cursor is not None:
             self._cursor.repeat()
         if self._pacing is not None:
@@ -165,7 +165,7 @@ class Demand(Producer):
         if not feeds:
             self._cursor.repeat()  # the store was in the process that saved
         if self._pacing is not None:
-            under_way = self._cursor.under_way if feeds else ()
+            under_way = self._cursor.in_flight if feeds else ()
             self._pacing.restore(state.get("pacing") or (), ready=self.source.delivery.ready, under_way=under_way)
 
     async def before_following(self) -> None:
@@ -182,9 +182,9 @@ class Demand(Producer):
             whole = {name for name, rollouts in found.items() if len(rollouts) >= source.n_samples_per_prompt}
             self._cursor.reconcile(whole)
             if self._pacing is not None:
-                self._pacing.reconciled(self._cursor.under_way)
-            ours = [rollout for name in self._cursor.under_way for rollout in found[name]]
-            for group_id in self._cursor.under_way:
+                self._pacing.reconciled(self._cursor.in_flight)
+            ours = [rollout for name in self._cursor.in_flight for rollout in found[name]]
+            for group_id in self._cursor.in_flight:
                 source.expect(group_id, size=source.n_samples_per_prompt)
             self._reconciling = False
             source.opened([rollout for rollout in ours if rollout.status not in FINISHED])
@@ -222,4 +222,4 @@ class Demand(Producer):
             return 0
         if self._pacing is not None and self._pacing.on:
             return self._pacing.free
-        return self._wanted - len(self.source.delivery.ready) - len(self._cursor.under_way)
+        return self._wanted - len(self.source.delivery.ready) - len(self._cursor.in_flight)

@@ -25,12 +25,12 @@ logger = logging.getLogger(__name__)
 _NOW = sys.maxsize
 
 
-class Pacing:
+class StalenessController:
     """Which groups a data source admits and delivers. It begins with the first rollout that is asked for; until then
     it is not ``on`` and paces nothing. Not thread-safe."""
 
     @classmethod
-    def of(cls, settings: PluginSettings, args: Any) -> Pacing | None:
+    def of(cls, settings: PluginSettings, args: Any) -> StalenessController | None:
         """What ``settings`` ask for, if they do; raises ``ConfigError`` where slime's ``args`` know no batch size."""
         limit, batch_size = settings.max_staleness, getattr(args, "rollout_batch_size", None)
         if limit is None:
@@ -49,7 +49,7 @@ class Pacing:
         self._before: list[tuple[str, int, bool]] = []  # of a loaded state: name, step, whether it is ready
         self.on = False
 
-    def of_another_function(self) -> None:
+    def warn_unpaced(self) -> None:
         """A rollout function that does not say which rollout it is at is not paced."""
         needs = "works only with --rollout-function-path agl_slime.slime_hooks.generate_rollout; ignored"
         logger.warning("agl_max_staleness %d %s", self._max_staleness, needs)

@@ -1,4 +1,4 @@
-"""``--max-concurrent auto`` while a run goes on: a look about every second, and the runner is told."""
+"""``--max-concurrent auto``: adapts the number of rollouts in flight to the engine's load, about every second."""
 
 from __future__ import annotations
 
@@ -15,28 +15,28 @@ logger = logging.getLogger(__name__)
 _LOOK_S = 1.0
 
 
-class InFlight:
-    """Looks at the engine and tells the runner, from ``start`` to ``cancel``; ``limit`` is what was told last. Without
+class AutoConcurrency:
+    """Sets the runner's ``limit`` of rollouts in flight by the engine's load, from ``start`` to ``cancel``. Without
     ``loads`` it does nothing."""
 
     limit: int | None = None
 
     def __init__(self, loads: EngineLoads | None) -> None:
         self._loads = loads
-        self._work: asyncio.Future[None] | None = None
+        self._task: asyncio.Future[None] | None = None
 
     def start(self, runner: RunnerPool) -> None:
         if self._loads is not None:
-            self._work = asyncio.ensure_future(self._keep_engine_full(runner, self._loads))
+            self._task = asyncio.ensure_future(self._keep_engine_full(runner, self._loads))
 
     def cancel(self) -> None:
-        if self._work is not None:
-            self._work.cancel()
+        if self._task is not None:
+            self._task.cancel()
 
     def raise_if_dead(self) -> None:
-        """Raises ``ConfigError`` where the engine does not say how busy it is."""
-        if self._work is not None and self._work.done():
-            self._work.result()
+        """Raise ``ConfigError`` when the engine does not report its load."""
+        if self._task is not None and self._task.done():
+            self._task.result()
 
     async def _keep_engine_full(self, runner: RunnerPool, loads: EngineLoads) -> None:
         auto = AutoLimit.start()
@@ -47,8 +47,8 @@ class InFlight:
                 await asyncio.sleep(_LOOK_S)
                 try:
                     now = await loads.look()
-                except EngineError as error:  # the limit stays as it is
-                    logger.debug("The engine did not say how busy it is: %s", error)
+                except EngineError as error:  # keep the limit
+                    logger.debug("The engine did not report its load: %s", error)
                     continue
                 look = Look(
                     in_flight=runner.in_flight,
