@@ -17,8 +17,9 @@ from typing import Any
 from agl_slime.errors import ConfigError
 from agl_slime.report.files import iter_jsonl, read_object
 from agl_slime.report.page import MOST_BYTES
-from agl_slime.report.transcripts import MOST_CHARACTERS
 from agl_slime.support.files import write_file
+
+MOST_CHARACTERS = 20_000  # of one text
 
 _PAGE = """<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">

@@ -151,9 +151,7 @@ class RunDir:
         self.changed = changed
         self.config = path / "config.json"
         self.metrics = path / "metrics.jsonl"
-        self.plot = path / "reward.png"
         self.tensorboard = path / "tensorboard"
-        self.transcripts = path / "transcripts"
         self.summary = path / "summary.json"
         self.groups = path / "groups.jsonl"
         """Every group with what became of its rollouts."""
@@ -179,8 +177,8 @@ class RunDir:
         """The newest weights as a Hugging Face directory."""
         self.best_model = path / "model-best"
         """Those of the best validation, with ``--keep-best``."""
-        reports = (self.metrics, self.plot, self.summary, self.tensorboard, self.transcripts, self.trained)
-        reports += (self.start, self.groups, self.rollouts, self.alive, self.trackers, self.controller_log)
+        reports = (self.metrics, self.summary, self.tensorboard, self.trained, self.start, self.groups)
+        reports += (self.rollouts, self.alive, self.trackers, self.controller_log)
         database = (self.ledger.with_name(self.ledger.name + suffix) for suffix in ("", "-wal", "-shm"))
         self.reports = (*reports, self.checkpoints, self.model, self.best_model, *database)
         """What a run with ``--overwrite`` replaces. The engine's log is appended to, also by a start that fails."""
@@ -194,8 +192,7 @@ class RunDir:
         """The run is resumed after ``iteration``: what its files say of later ones goes, and how it ended. Returns the
         tasks whose groups they have."""
         self.summary.unlink(missing_ok=True)
-        transcripts = self.transcripts / "transcripts.jsonl"
-        cut(iteration, self.metrics, self.trained, self.groups, self.rollouts, transcripts)
+        cut(iteration, self.metrics, self.trained, self.groups, self.rollouts)
         lines = iter_jsonl(self.groups) if self.groups.is_file() else ()
         return {str(line["instance_id"]) for line in lines}
 

@@ -19,7 +19,6 @@ from typing import Any
 from agl_slime.audit.records import parse
 from agl_slime.report.alarms import find_alarms
 from agl_slime.report.read import RunReader, columns, find_runs, group_columns, unparsed
-from agl_slime.report.transcripts import shortened
 from agl_slime.support.files import write_file
 
 SCRIPTS = ("base", "model", "charts", "trend", "step", "rollouts", "rollout", "tokens", "alarms", "main")
@@ -126,7 +125,7 @@ def _choose(reader: RunReader, room: int) -> tuple[dict[str, str], str]:
         for iteration in order[first::stride]:
             for rollout_id in by_iteration[iteration]:
                 line = reader.rollout(rollout_id)
-                text = embedded(shortened(parse(line), MOST_CHARACTERS, whole=_PACKED)) if line is not None else ""
+                text = embedded(cut_texts(parse(line))) if line is not None else ""
                 if line is None or (size := len(text.encode()) + 100) > room:
                     continue
                 room -= size
@@ -141,3 +140,15 @@ def _choose(reader: RunReader, room: int) -> tuple[dict[str, str], str]:
         f"{missing} of {len(reader.kept)} kept rollouts are left out of this file {why}; "
         "`agl-slime view` shows them all, and rollouts.jsonl has them."
     )
+
+
+def cut_texts(value: Any) -> Any:
+    """``value`` with long texts cut in their middle; packed arrays stay whole."""
+    if isinstance(value, dict):
+        return {key: cut_texts(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [cut_texts(item) for item in value]
+    if not isinstance(value, str) or len(value) <= MOST_CHARACTERS or _PACKED.fullmatch(value):
+        return value
+    half = MOST_CHARACTERS // 2
+    return f"{value[:half]}\n… {len(value) - 2 * half} characters left out …\n{value[-half:]}"

@@ -16,12 +16,10 @@ from agl_slime.events import Event, Reporter, RolloutFinished, RunFinished, RunS
 from agl_slime.report.console import ProgressReporter, View
 from agl_slime.report.files import RunDir
 from agl_slime.report.metrics import MetricsWriter, TensorBoardWriter
-from agl_slime.report.plot import RewardPlot
 from agl_slime.report.rollouts import Keep, RolloutWriter
 from agl_slime.report.state import say_alive
 from agl_slime.report.summary import ModelOfRun, Output, SummaryReporter
 from agl_slime.report.trackers import Tracker, make_trackers
-from agl_slime.report.transcripts import TranscriptWriter
 
 logger = logging.getLogger(__name__)
 
@@ -114,7 +112,7 @@ class Reporters:
 
 
 class StandardReporters(Reporters):
-    """Everything a run directory gets; transcripts and kept rollouts begin with ``use_tokenizer``. ``began`` is when
+    """Everything a run directory gets; rollouts are kept from ``use_tokenizer`` on. ``began`` is when
     the run was started (``time.monotonic()``), by default now; ``keep`` and ``keep_mb`` are for ``RolloutWriter``, and
     ``track`` names trackers."""
 
@@ -124,7 +122,6 @@ class StandardReporters(Reporters):
         *,
         console: Console | None = None,
         view: View = "auto",
-        title: str = "",
         seed: int = 0,
         began: float | None = None,
         keep: Keep = "sampled",
@@ -137,28 +134,20 @@ class StandardReporters(Reporters):
         console = console or Console()
         metrics = MetricsWriter(run.metrics, warn=self.warn)
         tensorboard = TensorBoardWriter(run.tensorboard)
-        plot = RewardPlot(metrics_path=run.metrics, image_path=run.plot, title=title)
-        self.transcripts = transcripts = TranscriptWriter(run.transcripts, seed=seed)
         self.rollouts = rollouts = RolloutWriter(run, keep=keep, most_bytes=keep_mb * 2**20, seed=seed, warn=self.warn)
         progress = ProgressReporter(console=console, view=view)
-        outputs: dict[str, Output] = {
-            "metrics": metrics,
-            "reward plot": plot,
-            "transcripts": transcripts,
-            "tensorboard": tensorboard,
-        }
-        outputs["rollouts"] = rollouts
-        outputs["model"] = ModelOfRun(run.model)
+        outputs: dict[str, Output] = {"metrics": metrics, "tensorboard": tensorboard}
+        outputs |= {"rollouts": rollouts, "model": ModelOfRun(run.model)}
         trackers = make_trackers(track, run)
         outputs |= trackers
         summary = SummaryReporter(run, outputs=outputs, console=console)
         # the groups first: a killed run has no metrics of an iteration whose groups are not there; then the metrics,
         # so that nothing is lost while others work; the summary last: every file is there
-        super().__init__((rollouts, metrics, tensorboard, transcripts, *trackers.values(), plot, progress, summary))
+        super().__init__((rollouts, metrics, tensorboard, *trackers.values(), progress, summary))
 
     def use_tokenizer(self, tokenizer: Any) -> None:
-        """What transcripts and kept rollouts are decoded with."""
-        self.transcripts.tokenizer = self.rollouts.tokenizer = tokenizer
+        """Set the tokenizer that decodes kept rollouts."""
+        self.rollouts.tokenizer = tokenizer
 
     def handle(self, event: Event) -> None:
         if isinstance(event, RunStarted):

@@ -32,7 +32,7 @@ from agl_slime.groups.results import reward_of, rollout_of
 from agl_slime.report.alarms import find_alarms_of_step
 from agl_slime.report.files import IterationFile, RunDir, iter_jsonl, jsonable, size_of
 from agl_slime.report.pieces import Pieces
-from agl_slime.report.transcripts import MOST_MESSAGES, MOST_SAMPLES, Room, choose_rollouts
+from agl_slime.report.sampling import SizeBudget, choose_rollouts
 
 if TYPE_CHECKING:
     from agl_slime.trainers.base import TokenScores
@@ -40,6 +40,7 @@ if TYPE_CHECKING:
 
 Keep = Literal["all", "sampled", "none"]
 MOST_TOKENS = 65_536  # of one Sample; of a longer one the end is left out
+MOST_MESSAGES, MOST_SAMPLES = 200, 8  # of a kept rollout
 _WAIT = 16  # iterations after which a group that was ready and that nobody told of is written as it is
 
 
@@ -55,7 +56,7 @@ class _Group:
 
 class RolloutWriter:
     """Writes both files as iterations end. ``keep``: ``all`` rollouts whole, those that are ``sampled`` for transcripts
-    (best, worst, one at random and a failed one of an iteration, at most ``most_bytes`` in all, see ``Room``), or
+    (best, worst, one at random and a failed one of an iteration, at most ``most_bytes`` in all, see ``SizeBudget``), or
     ``none``. Nothing is kept before there is a ``tokenizer``; groups are always written. ``warn(text, key)`` is told
     the alarms of each iteration.
 
@@ -80,7 +81,7 @@ class RolloutWriter:
         self._best = -math.inf
         self._pieces: Pieces | None = None
         self._groups_file, self._file = IterationFile(run.groups), IterationFile(run.rollouts)
-        self._room = Room(most_bytes - (run.rollouts.stat().st_size if run.rollouts.exists() else 0))
+        self._budget = SizeBudget(most_bytes - (run.rollouts.stat().st_size if run.rollouts.exists() else 0))
         self._records = run.environment
         self._open: dict[str, _Group] = {}
         self._of_rollout: dict[str, _Group] = {}
@@ -126,7 +127,7 @@ class RolloutWriter:
         labels: dict[str, str] = {}
         if self.tokenizer is not None and self._keep == "all":
             labels = dict.fromkeys(members, "all")
-        elif self.tokenizer is not None and self._keep == "sampled" and self._room.open(iteration):
+        elif self.tokenizer is not None and self._keep == "sampled" and self._budget.allows(iteration):
             rewards = {rollout_id: member.reward for rollout_id, member in members.items()}
             labels = choose_rollouts(rewards, iteration=iteration, seed=self._seed)
         for result, line in zip(groups, lines, strict=True):
@@ -166,7 +167,7 @@ class RolloutWriter:
                 trace = self._records / f"{rollout_id}.json"
                 known = {"trace": f"{self._records.name}/{trace.name}"} if trace.is_file() else {}
                 kept[rollout_id] = jsonable({**outcome, **known, **self._describe(member, group)})
-        if kept and self._keep == "sampled" and not self._room.take(size_of(iteration, list(kept.values()))):
+        if kept and self._keep == "sampled" and not self._budget.take(size_of(iteration, list(kept.values()))):
             kept = {}
         # rollouts first: a run that is killed between the two has no group that keeps a rollout which is not there
         if kept:

@@ -22,6 +22,7 @@ from agl_slime.report.files import IterationFile, RunDir, cut, jsonable
 from agl_slime.report.metrics import MetricsWriter
 from agl_slime.report.pieces import Pieces
 from agl_slime.report.rollouts import describe_group, describe_member, mask_of
+from agl_slime.report.sampling import SizeBudget, choose_rollouts
 from agl_slime.report.slime_files import (
     DumpedSample,
     TrainedRow,
@@ -31,7 +32,6 @@ from agl_slime.report.slime_files import (
     samples_of,
     trained_rows,
 )
-from agl_slime.report.transcripts import Room, choose_rollouts
 
 _FOLDERS = ("", "rollout_data", "train_data")
 # {rollout_id}.pt behind what the template adds; _rank was the end of train data before 624b824
@@ -72,7 +72,7 @@ class SlimeRun:
         self._trained: set[int] = set()
         self._metrics = MetricsWriter(self.run.metrics, warn=lambda text, key: None)
         self._groups, self._rollouts = IterationFile(self.run.groups), IterationFile(self.run.rollouts)
-        self._room = Room(_MOST_BYTES)
+        self._budget = SizeBudget(_MOST_BYTES)
         self._lock = threading.Lock()
         self._tokenizer = _tokenizer(path / "tokenizer" if tokenizer is None else tokenizer)
         self._pieces = Pieces(self._tokenizer or _Ids())
@@ -197,7 +197,7 @@ class SlimeRun:
         labels: dict[str, str] = {}
         if sum(size for files in self._seen.values() for _, size in files.values()) <= _ALL_BYTES:
             labels = dict.fromkeys(rewards, "all")
-        elif self._room.open(number):
+        elif self._budget.allows(number):
             labels = choose_rollouts(rewards, iteration=number)
         lines, kept = [], []
         for group in groups:
