@@ -83,7 +83,7 @@ def find_alarms(metrics: Sequence[Mapping[str, Any]], groups: Sequence[Mapping[s
     return sorted(found, key=lambda alarm: alarm.iteration)
 
 
-def find_alarms_of_step(groups: Sequence[Mapping[str, Any]], *, best: float | None) -> list[Alarm]:
+def find_step_alarms(groups: Sequence[Mapping[str, Any]], *, best: float | None) -> list[Alarm]:
     """What a run warns of while it goes on, from the groups of one iteration alone: silent tools, broken ones, and
     answers that are all alike and earn less than the ``best`` reward so far."""
     steps = _steps((), [{**group, "iteration": group["collected"]} for group in groups])

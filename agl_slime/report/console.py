@@ -59,7 +59,7 @@ class ProgressReporter:
         self._reward_sum, self._reward_count = 0.0, 0  # of the training rollouts of the iteration at hand
         self._reasons: Counter[str] = Counter()  # of the same
         self._live: Live | None = None
-        if view == "live" or (view in ("auto", "web") and wants_live(self._console)):
+        if view == "live" or (view in ("auto", "web") and supports_live_view(self._console)):
             self._live = Live(console=self._console, get_renderable=self.render, refresh_per_second=4, transient=True)
         else:
             self._errors = Console(stderr=True)
@@ -119,7 +119,7 @@ class ProgressReporter:
                 self._best = reward if self._best is None else max(self._best, reward)
             if (val := latest_validation(event.metrics)) is not None:
                 self._val = val
-            self._version = spell_version(event.metrics.get(m.WEIGHTS_VERSION)) or self._version
+            self._version = format_version(event.metrics.get(m.WEIGHTS_VERSION)) or self._version
             self._staleness = number(event.metrics, m.STALENESS_MEAN)
             self._limit = number(event.metrics, m.IN_FLIGHT_LIMIT)
             self._reward_sum, self._reward_count = 0.0, 0
@@ -145,10 +145,10 @@ class ProgressReporter:
             doing.append(f" {self._done}" + (f"/{rollouts}" if rollouts else "") + " rollouts")
         if phase and self._trained:
             left = (time.monotonic() - phase.at) * (1 - self._trained) / self._trained
-            doing.append(f" {self._trained:.0%}, {spell_seconds(max(left, 0.0))} left")
-        spent = spell_seconds(max(time.monotonic() - self._run.at, 0.0))
+            doing.append(f" {self._trained:.0%}, {format_seconds(max(left, 0.0))} left")
+        spent = format_seconds(max(time.monotonic() - self._run.at, 0.0))
         if (run_left := self._left(iteration - 1)) is not None:
-            spent += f", {spell_seconds(run_left)} left"
+            spent += f", {format_seconds(run_left)} left"
         head, wide = Table.grid(padding=(0, 2)), self._console.width >= 110
         head.add_row(
             Text.assemble(("iteration ", "dim"), (f"{iteration}" + (f"/{total}" if total else ""), "bold")),
@@ -168,7 +168,7 @@ class ProgressReporter:
             if value is not None:
                 line.append(f"{label} ", style="dim").append(f"{value:.2f}  ", style=style)
         if self._val is not None:
-            line.append("val ", style="dim").append(f"{self._val.spell(2)}  ")
+            line.append("val ", style="dim").append(f"{self._val.format(2)}  ")
         room = min(self._console.width - len(line), 40)
         return line.append(sparkline([*self._rewards], room) if room > 0 else "", style="green")
 
@@ -183,7 +183,7 @@ class ProgressReporter:
         if self._staleness is not None:
             line.append("staleness ", style="dim").append(f"{self._staleness:.1f}  ")
         if self._reasons:
-            line.append(f"{self._reasons.total()} failed ({spell_reasons(self._reasons)})", style="red")
+            line.append(f"{self._reasons.total()} failed ({format_reasons(self._reasons)})", style="red")
         return line
 
     def _foot(self) -> list[Text]:
@@ -203,7 +203,7 @@ def _print(line: str, console: Console, style: str = "") -> None:
     console.print(Text(line, style=style), soft_wrap=True)
 
 
-def wants_live(console: Console) -> bool:
+def supports_live_view(console: Console) -> bool:
     """A terminal that can move the cursor and show our characters; ``NO_COLOR`` asks for plain output."""
     plain = console.is_dumb_terminal or console.no_color
     return console.is_terminal and not plain and console.encoding.lower().startswith("utf")
@@ -216,22 +216,22 @@ def iteration_line(
     a minute or more."""
     keys = (m.REWARD_MEAN, m.COUNT, m.FAILED, m.LOSS, m.TOKENS_PER_S, m.ITERATION_S)
     reward, count, failed, loss, rate, seconds = (number(event.metrics, key) for key in keys)
-    val, why = latest_validation(event.metrics), f": {spell_reasons(reasons)}" if reasons else ""
+    val, why = latest_validation(event.metrics), f": {format_reasons(reasons)}" if reasons else ""
     keys = (m.TRAINER_WAITED, m.ENGINE_WAITED, m.CPU_BUSY)
     trainer, engine, busy = (number(event.metrics, key) for key in keys)
     # an exponent where three decimals would hide the loss
     loss_format = ".3f" if not loss or 0.001 <= abs(loss) < 1000 else ".1e"
     parts = (
         f"iter {event.iteration}" + (f"/{num_iterations}" if num_iterations else ""),
-        f"reward {'-' if reward is None else f'{reward:.2f}'}" + ("" if val is None else f" (val {val.spell(2)})"),
+        f"reward {'-' if reward is None else f'{reward:.2f}'}" + ("" if val is None else f" (val {val.format(2)})"),
         "" if count is None else f"rollouts {count:.0f} ({failed or 0:.0f} failed{why})",
         "" if loss is None else f"loss {loss:{loss_format}}",
         "" if rate is None else f"{rate:.0f} tok/s",
-        "" if seconds is None else spell_seconds(seconds),
-        "" if left_s is None or left_s < 60 else f"{spell_seconds(left_s)} left",
+        "" if seconds is None else format_seconds(seconds),
+        "" if left_s is None or left_s < 60 else f"{format_seconds(left_s)} left",
         "" if trainer is None else f"waited: training {trainer:.0%}, engine {engine or 0:.0%}",
         "" if busy is None else f"CPU {busy:.0%}",
-        spell_version(event.metrics.get(m.WEIGHTS_VERSION)),
+        format_version(event.metrics.get(m.WEIGHTS_VERSION)),
     )
     return "  ".join(part for part in parts if part)
 
@@ -241,7 +241,7 @@ def latest_validation(metrics: Mapping[str, Any]) -> Validation | None:
     return validation_of(metrics) or validation_of(metrics, start=True)
 
 
-def spell_version(version: Any) -> str:
+def format_version(version: Any) -> str:
     """``4``, ``4.0`` and ``"4"`` as ``v4``; any other name as it stands."""
     if isinstance(version, float) and version.is_integer():
         version = int(version)
@@ -249,7 +249,7 @@ def spell_version(version: Any) -> str:
     return f"v{text}" if text[:1].isdigit() else text
 
 
-def spell_seconds(seconds: float) -> str:
+def format_seconds(seconds: float) -> str:
     """``0.31 s``, ``12.4 s``, ``3m05s``, ``2h04m``."""
     if seconds < 99.95:
         return f"{seconds:.2f} s" if seconds < 9.995 else f"{seconds:.1f} s"
@@ -257,7 +257,7 @@ def spell_seconds(seconds: float) -> str:
     return f"{whole // 60}m{whole % 60:02d}s" if whole < 3600 else f"{whole // 3600}h{whole % 3600 // 60:02d}m"
 
 
-def spell_reasons(reasons: Mapping[str, int], most: int = 3) -> str:
+def format_reasons(reasons: Mapping[str, int], most: int = 3) -> str:
     """``timeout 2, bad_reward 1``: the most frequent first."""
     ordered = sorted(reasons.items(), key=lambda item: (-item[1], item[0]))
     return ", ".join(f"{reason} {count}" for reason, count in ordered[:most]) + (", ..." if len(ordered) > most else "")

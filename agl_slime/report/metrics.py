@@ -34,7 +34,7 @@ class Validation:
     rewarded: int | None
     count: int | None
 
-    def spell(self, digits: int) -> str:
+    def format(self, digits: int) -> str:
         """``0.44``, or where rollouts failed ``0.44 of 15/16``."""
         text = "-" if self.mean is None else f"{self.mean:.{digits}f}"
         return text if self.rewarded == self.count else f"{text} of {self.rewarded}/{self.count}"

@@ -18,7 +18,7 @@ from typing import Any
 
 from agl_slime.audit.records import parse
 from agl_slime.report.alarms import find_alarms
-from agl_slime.report.read import RunReader, columns, find_runs, group_columns, unparsed
+from agl_slime.report.read import RunReader, columns, dump_json, find_runs, group_columns
 from agl_slime.support.files import write_file
 
 SCRIPTS = ("base", "model", "charts", "trend", "step", "rollouts", "rollout", "tokens", "alarms", "main")
@@ -50,7 +50,7 @@ def policy(*, live: bool) -> str:
 
 def embedded(value: Any) -> str:
     """JSON that can stand in a script element."""
-    return unparsed(value).decode("utf-8").translate(_NOT_IN_HTML)
+    return dump_json(value).decode("utf-8").translate(_NOT_IN_HTML)
 
 
 def page(blocks: Iterable[tuple[str, str]] = (), *, title: str, live: bool, follow: bool = False) -> str:

@@ -15,14 +15,14 @@ from agl_slime.audit.records import Line, read_lines
 from agl_slime.errors import ConfigError
 from agl_slime.report.files import RunDir
 from agl_slime.report.slime_runs import SlimeRun, dump_files
-from agl_slime.report.state import state_of
+from agl_slime.report.state import read_state
 
 _OF_GROUP = ("iteration", "collected", "group_id", "instance_id", "source", "ready", "code", "reason")
 _OF_MEMBER = {"rollouts": "id", "rewards": "reward", "outcomes": "outcome", "reasons": "why", "tokens": "tokens"}
 _OF_MEMBER |= {"turns": "turns", "samples": "samples"}
 
 
-def unparsed(value: Any) -> bytes:
+def dump_json(value: Any) -> bytes:
     """``value`` as JSON, lone surrogates as their escapes."""
     try:
         return orjson.dumps(value)
@@ -105,7 +105,7 @@ class RunReader:
         self.metrics += metrics
         self.groups += groups
         self.kept |= kept
-        state, damage = state_of(self.run), self.damage()
+        state, damage = read_state(self.run), self.damage()
         absent = [] if self._slime is None else self._slime.absent()
         told = (state, damage, absent, self.run.summary.exists())
         if not reset and told == self._told and not (metrics or groups or kept):

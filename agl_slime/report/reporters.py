@@ -17,7 +17,7 @@ from agl_slime.report.console import ProgressReporter, View
 from agl_slime.report.files import RunDir
 from agl_slime.report.metrics import MetricsWriter, TensorBoardWriter
 from agl_slime.report.rollouts import Keep, RolloutWriter
-from agl_slime.report.state import say_alive
+from agl_slime.report.state import write_alive
 from agl_slime.report.summary import ModelOfRun, Output, SummaryReporter
 from agl_slime.report.trackers import Tracker, make_trackers
 
@@ -129,7 +129,7 @@ class StandardReporters(Reporters):
         track: Sequence[Tracker] = (),
     ) -> None:
         self._run = run
-        say_alive(run)
+        write_alive(run)
         self._began = time.monotonic() if began is None else began
         console = console or Console()
         metrics = MetricsWriter(run.metrics, warn=self.warn)

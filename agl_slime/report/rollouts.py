@@ -29,7 +29,7 @@ from agl_slime.events import (
     RunStarted,
 )
 from agl_slime.groups.results import reward_of, rollout_of
-from agl_slime.report.alarms import find_alarms_of_step
+from agl_slime.report.alarms import find_step_alarms
 from agl_slime.report.files import IterationFile, RunDir, iter_jsonl, jsonable, size_of
 from agl_slime.report.pieces import Pieces
 from agl_slime.report.sampling import SizeBudget, choose_rollouts
@@ -118,7 +118,7 @@ class RolloutWriter:
     def _sound_alarms(self, lines: Sequence[Mapping[str, Any]]) -> None:
         """Warn of a tool that never fires, and of answers that are all alike and earn less than the best so far."""
         self._best = max([self._best, *map(_best, lines)])
-        for alarm in find_alarms_of_step(lines, best=self._best):
+        for alarm in find_step_alarms(lines, best=self._best):
             self._warn(f"{alarm.text}; try {alarm.advice}", f"{alarm.kind}:{alarm.about}")
 
     def _collected(self, iteration: int, groups: Sequence[Any], **more: Any) -> list[dict[str, Any]]:
@@ -254,14 +254,14 @@ def describe_group(result: Any, *, collected: int) -> dict[str, Any]:
         "tokens": [member.sampled_tokens for member in members],
         "turns": [member.turns for member in members],
         "samples": [len(member.samples) for member in members],
-        "sealed": [[seal_of(sample) for sample in member.samples] for member in members],
+        "sealed": [[digest_sample(sample) for sample in member.samples] for member in members],
         "truncated": sum(any(s.status.value == "truncated" for s in member.samples) for member in members),
         "alike": len(answers) > 1 and len(set(answers)) == 1,
         "tools": _tools_of(members),
     }
 
 
-def seal_of(sample: Sample) -> list[Any]:
+def digest_sample(sample: Sample) -> list[Any]:
     """What a Sample has to train on, as groups.jsonl and trained.jsonl say: a digest of its ids, its loss mask and the
     engine's log-probs under it, the tokens under the mask, and how many of them each weight version has sampled."""
     mask, versions = mask_of(sample), Counter[str]()
@@ -289,7 +289,7 @@ def describe_batch(groups: Sequence[Sequence[Sample]], scores: TokenScores | Non
         line = {
             "instance_id": group[0].metadata.get("instance_id"),
             "rollouts": {str(rollout_of(sample)): reward_of(sample) for sample in group},
-            "samples": [[str(rollout_of(sample)), *seal_of(sample)] for sample in group],
+            "samples": [[str(rollout_of(sample)), *digest_sample(sample)] for sample in group],
         }
         lines.append(line if digests is None else {**line, "scores": [*islice(digests, len(group))]})
     return lines

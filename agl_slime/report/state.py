@@ -25,7 +25,7 @@ class RunState:
     text: str
 
 
-def state_of(run: RunDir) -> RunState:
+def read_state(run: RunDir) -> RunState:
     """What the files of ``run`` say of it."""
     if (writer := read_object(run.alive)) is not None:
         last = max((path.stat().st_mtime for path in (run.alive, run.metrics, run.groups) if path.exists()), default=0)
@@ -43,7 +43,7 @@ def state_of(run: RunDir) -> RunState:
     return RunState("unknown", "Neither running.json nor summary.json is there: how this run ended is not known.")
 
 
-def say_alive(run: RunDir) -> None:
+def write_alive(run: RunDir) -> None:
     """Write what tells a run that is going on from one that was killed: this process."""
     pid = os.getpid()
     writer = {"host": socket.gethostname(), "pid": pid, "began": _process_began(pid), "at": time.time()}

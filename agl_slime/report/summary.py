@@ -19,7 +19,7 @@ from rich.text import Text
 
 from agl_slime import metric_names as m
 from agl_slime.events import Event, PhaseStarted, RolloutFinished, RunFinished, RunStarted, Warning
-from agl_slime.report.console import count_reason, spell_reasons, spell_seconds
+from agl_slime.report.console import count_reason, format_reasons, format_seconds
 from agl_slime.report.files import RunDir, dump, iter_jsonl
 from agl_slime.report.metrics import Validation, number, validation_of
 from agl_slime.support.files import write_file
@@ -106,18 +106,18 @@ def summary_rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
         rows.append(("reward", f"{get('reward_first'):.3f} -> {get('reward_last'):.3f}{best}"))
     if get("val_first") is not None or get("val_first_rewarded"):
         first, last = (
-            Validation(get(name), None, *(get(f"{name}_rewarded") or (None, None))).spell(3)
+            Validation(get(name), None, *(get(f"{name}_rewarded") or (None, None))).format(3)
             + (f" [{bounds[0]:.3f}, {bounds[1]:.3f}]" if (bounds := get(f"{name}_interval")) else "")
             for name in ("val_first", "val_last")
         )
         rows.append(("validation", f"{first} -> {last}"))
     if ledger := get("ledger"):  # how each enqueued rollout ended; the outcomes of events know only how it ran
         ends = {name: count for name, count in ledger.items() if name != "opened" and count}
-        rows.append(("rollouts", f"{ledger.get('opened', 0):,} enqueued: {spell_reasons(ends, most=10)}"))
+        rows.append(("rollouts", f"{ledger.get('opened', 0):,} enqueued: {format_reasons(ends, most=10)}"))
     elif get("outcomes"):
-        rows.append(("rollouts", spell_reasons(summary["outcomes"], most=10)))
+        rows.append(("rollouts", format_reasons(summary["outcomes"], most=10)))
     if get("reasons"):
-        rows.append(("failures", spell_reasons(summary["reasons"], most=5)))
+        rows.append(("failures", format_reasons(summary["reasons"], most=5)))
     sampled, trained = get("tokens_under_mask"), get("tokens_trained")
     if sampled is not None or trained is not None:
         verdict = f"{_count(trained)} trained: {'equal' if sampled == trained else 'NOT EQUAL'}"
@@ -142,8 +142,8 @@ def summary_rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
         rows.append(("samples", f"{_count(get('forks'))} forks, {_count(get('retokenized'))} retokenized"))
     if get("wall_s") is not None:
         phases = sorted((get("phase_s") or {}).items(), key=lambda item: -item[1])
-        parts = [f"{name} {spell_seconds(seconds)}" for name, seconds in phases if seconds >= 0.005]
-        rows.append(("wall time", "  ".join([spell_seconds(summary["wall_s"]), *parts])))
+        parts = [f"{name} {format_seconds(seconds)}" for name, seconds in phases if seconds >= 0.005]
+        rows.append(("wall time", "  ".join([format_seconds(summary["wall_s"]), *parts])))
     rows += [("warning", text + (f" (x{times})" if times > 1 else "")) for text, times in get("warnings") or ()]
     rows += [(label, path) for label, path in (get("files") or {}).items()]
     if model := (get("files") or {}).get("model"):
