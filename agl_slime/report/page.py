@@ -71,7 +71,7 @@ def page(blocks: Iterable[tuple[str, str]] = (), *, title: str, live: bool, foll
 def run_data(reader: RunReader) -> dict[str, Any] | None:
     """What is new of a run, with its alarms."""
     if (told := reader.update()) is not None:
-        told["alarms"] = [alarm.told() for alarm in find_alarms(reader.metrics, reader.groups)]
+        told["alarms"] = [alarm.as_dict() for alarm in find_alarms(reader.metrics, reader.groups)]
     return told
 
 

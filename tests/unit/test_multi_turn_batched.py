@@ -353,7 +353,7 @@ def test_results_feed_a_group() -> None:
 
 
 def test_alarms_for_tools_that_never_fire_and_answers_that_are_all_alike(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(alarms, "NEVER_IN", 3)
+    monkeypatch.setattr(alarms, "UNCALLED_ROLLOUTS", 3)
 
     def told(*groups: Sequence[Sequence[str]]) -> list[str]:
         lines = []
