@@ -29,7 +29,7 @@ MIN_KL, MIN_LOGPROB_DIFF = 0.05, 1e-3  # nats; smaller jumps are ignored
 BIAS = 0.2  # of the mean length
 _SQLITE_ERRORS = frozenset(("OperationalError", "DatabaseOperationError"))  # of sqlite3, and of CrewAI
 _SQLITE_ADVICE = (
-    "a framework with one SQLite file for all of its runs, such as CrewAI, loses concurrent ones: try "
+    "a framework with one SQLite file for all of its runs, as CrewAI has, loses concurrent ones: try "
     "--max-concurrent 1 (docs/any-agent.md, How many at once)"
 )
 # Raised by the clients of OpenAI and Anthropic, LiteLLM, httpx, requests, aiohttp and urllib.
@@ -287,7 +287,7 @@ def failed_validations(steps: Sequence[_Step]) -> Iterator[Alarm]:
 
 
 def refusals(steps: Sequence[_Step]) -> Iterator[Alarm]:
-    """Requests that the gateway refused as invalid: some clients ignore that, and the reward is for a lesser attempt."""
+    """Requests that the gateway refused as invalid. Some clients ignore that, and a lesser attempt is rewarded."""
     for step in steps:
         counts = {status: number(step.metrics, f"gateway/refused/{status}") or 0 for status in (400, 413)}
         if n := sum(counts.values()):
