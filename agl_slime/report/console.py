@@ -1,4 +1,4 @@
-"""Progress of a run: one line per iteration, and on a terminal a live view of the iteration at hand below them."""
+"""Progress of a run: one line per iteration, and on a terminal a live view of the current iteration below them."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ _PHASE_WORDS = {"collect": "collecting", "train": "training", "sync": "syncing w
 
 
 class ProgressReporter:
-    """Shows the run on ``console``: ``view="auto"`` (and ``web``, whose page is beside it) is the live view where the
-    terminal can show it, else plain lines, with warnings on stderr."""
+    """Shows the run on ``console``. ``view="auto"`` and ``"web"`` give the live view on a terminal that supports it,
+    else plain lines with warnings on stderr."""
 
     def __init__(self, *, console: Console | None = None, view: View = "auto") -> None:
         self._console = self._errors = console or Console()
-        self._lock = threading.Lock()  # the live view draws from a thread of its own
+        self._lock = threading.Lock()  # the live view draws on another thread
         self._warned: set[str] = set()
         self._run = RunStarted()
         self._phase: PhaseStarted | None = None
@@ -56,8 +56,8 @@ class ProgressReporter:
         self._staleness: float | None = None
         self._limit: float | None = None
         self._latest = ""  # the last warning
-        self._reward_sum, self._reward_count = 0.0, 0  # of the training rollouts of the iteration at hand
-        self._reasons: Counter[str] = Counter()  # of the same
+        self._reward_sum, self._reward_count = 0.0, 0  # of the current iteration's training rollouts
+        self._reasons: Counter[str] = Counter()  # of their failures
         self._live: Live | None = None
         if view == "live" or (view in ("auto", "web") and supports_live_view(self._console)):
             self._live = Live(console=self._console, get_renderable=self.render, refresh_per_second=4, transient=True)
@@ -74,7 +74,8 @@ class ProgressReporter:
             return
         if isinstance(event, IterationFinished):
             with self._lock:
-                self._took(event)
+                if (seconds := number(event.metrics, m.ITERATION_S)) is not None:
+                    self._seconds.append(seconds)
             line = iteration_line(event, self._run.num_iterations, self._reasons, left_s=self._left(event.iteration))
             _print(line, self._console)
         with self._lock:
@@ -83,7 +84,7 @@ class ProgressReporter:
             if event.output_dir is not None:
                 _print(f"run {event.output_dir}", self._console)
             if self._live is not None:
-                atexit.register(self.close)  # a run that dies without closing its reporters must give the cursor back
+                atexit.register(self.close)  # restores the cursor even if the run crashes
                 self._live.start()
         elif isinstance(event, RunFinished):
             self.close()
@@ -94,7 +95,7 @@ class ProgressReporter:
             atexit.unregister(self.close)
 
     def render(self) -> RenderableType:
-        """The live view as it is now."""
+        """The live view."""
         with self._lock:
             return Group(self._head(), self._reward_line(), self._figures(), *self._foot())
 
@@ -125,12 +126,8 @@ class ProgressReporter:
             self._reward_sum, self._reward_count = 0.0, 0
             self._reasons.clear()
 
-    def _took(self, event: IterationFinished) -> None:
-        if (seconds := number(event.metrics, m.ITERATION_S)) is not None:
-            self._seconds.append(seconds)
-
     def _left(self, iteration: int) -> float | None:
-        """Seconds that the iterations after ``iteration`` take, if they take as long as the last ones."""
+        """Estimated seconds for the iterations after ``iteration``, from the last few."""
         if not self._run.num_iterations or not self._seconds:
             return None
         return (self._run.num_iterations - iteration) * sum(self._seconds) / len(self._seconds)
@@ -187,24 +184,24 @@ class ProgressReporter:
         return line
 
     def _foot(self) -> list[Text]:
-        """The last of the warnings, and what to press or open; a line each, cut at the terminal's edge."""
+        """The last warning, and the keys and commands; a line each, cut at the terminal's edge."""
         lines = []
         if self._warned:
             n = len(self._warned)
             text = f"{n} warning{'s' if n > 1 else ''}, the last: {self._latest}"
             lines.append(Text(text, style="yellow", no_wrap=True, overflow="ellipsis"))
         see = f"agl-slime view {self._run.output_dir}: rollouts and tokens" if self._run.output_dir else ""
-        foot = "   ".join(filter(None, (see, "Ctrl-C: stop; what was written is kept")))
+        foot = "   ".join(filter(None, (see, "Ctrl-C: stop; written files are kept")))
         return [*lines, Text(foot, style="dim", no_wrap=True, overflow="ellipsis")]
 
 
 def _print(line: str, console: Console, style: str = "") -> None:
-    # as Text: rich would take parts of it for markup and :names: for emoji
+    # as Text: rich would read markup and :emoji: into it
     console.print(Text(line, style=style), soft_wrap=True)
 
 
 def supports_live_view(console: Console) -> bool:
-    """A terminal that can move the cursor and show our characters; ``NO_COLOR`` asks for plain output."""
+    """Whether the terminal can move the cursor and show the bars' characters; ``NO_COLOR`` asks for plain output."""
     plain = console.is_dumb_terminal or console.no_color
     return console.is_terminal and not plain and console.encoding.lower().startswith("utf")
 
@@ -212,8 +209,7 @@ def supports_live_view(console: Console) -> bool:
 def iteration_line(
     event: IterationFinished, num_iterations: int | None, reasons: Mapping[str, int], *, left_s: float | None = None
 ) -> str:
-    """The line of one iteration; a part whose metric is absent is left out, and what is left of the run when it is
-    a minute or more."""
+    """The line of one iteration. Parts without a metric are left out; time left is shown from a minute on."""
     keys = (m.REWARD_MEAN, m.COUNT, m.FAILED, m.LOSS, m.TOKENS_PER_S, m.ITERATION_S)
     reward, count, failed, loss, rate, seconds = (number(event.metrics, key) for key in keys)
     val, why = latest_validation(event.metrics), f": {format_reasons(reasons)}" if reasons else ""
@@ -237,12 +233,12 @@ def iteration_line(
 
 
 def latest_validation(metrics: Mapping[str, Any]) -> Validation | None:
-    """The validation of the iteration: with the weights after it where there is one, else of the start."""
+    """The validation after the iteration, else the one of the start."""
     return validation_of(metrics) or validation_of(metrics, start=True)
 
 
 def format_version(version: Any) -> str:
-    """``4``, ``4.0`` and ``"4"`` as ``v4``; any other name as it stands."""
+    """``4``, ``4.0`` and ``"4"`` as ``v4``; any other name unchanged."""
     if isinstance(version, float) and version.is_integer():
         version = int(version)
     text = "" if version is None else str(version)
@@ -264,12 +260,12 @@ def format_reasons(reasons: Mapping[str, int], most: int = 3) -> str:
 
 
 def count_reason(counter: Counter[str], reason: str) -> None:
-    """Count a reason; when there are too many different ones, the rest is counted together."""
+    """Count a reason; beyond ``MOST_REASONS`` different ones, further reasons are counted together."""
     counter[reason if reason in counter or len(counter) < MOST_REASONS else OTHER] += 1
 
 
 def sparkline(values: Sequence[float], width: int = 40) -> str:
-    """At most ``width`` bars, means over neighbours, from the lowest to the highest; equal values give half height."""
+    """At most ``width`` bars, each the mean of neighbouring values, scaled from lowest to highest."""
     if len(values) > width:
         edges = [round(index * len(values) / width) for index in range(width + 1)]
         values = [sum(values[start:end]) / (end - start) for start, end in itertools.pairwise(edges)]

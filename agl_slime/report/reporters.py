@@ -1,4 +1,4 @@
-"""Brings the events of a run to its reporters, and the usual set of these for one run directory."""
+"""Passes the events of a run to its reporters, and the standard reporters of a run directory."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ logger = logging.getLogger(__name__)
 
 
 class Reporters:
-    """Hands each event to every reporter, on a thread of its own, in the order of the calls: no disk or terminal stands
-    on an event loop that serves rollouts.
+    """Passes each event to every reporter in order, on a separate thread: event loops that serve rollouts never wait
+    for a disk or a terminal.
 
-    A reporter that raises is dropped with one ``Warning``. When reporting falls more than ``backlog`` events behind,
-    rollout events are left out and counted. ``handle`` may be called from any thread and never waits.
+    A reporter that raises is dropped with one ``Warning``. With more than ``backlog`` pending events, rollout events
+    are dropped and counted. ``handle`` may be called from any thread and never waits.
     """
 
     def __init__(self, reporters: Iterable[Reporter] = (), *, backlog: int = 100_000) -> None:
@@ -54,7 +54,7 @@ class Reporters:
             self._queue.put(event)
 
     def warn(self, text: str, key: str) -> None:
-        """Report a ``Warning``; one of a reporter's is not overtaken by the end of the run."""
+        """Report a ``Warning``: at once if a reporter calls this, so that the end of the run cannot overtake it."""
         event = Warning(text=text, key=key)
         if threading.current_thread() is self._thread:
             self._dispatch(event)
@@ -62,13 +62,13 @@ class Reporters:
             self._queue.put(event)
 
     def flush(self, timeout_s: float = 30.0) -> bool:
-        """Wait until all that was passed on before is handled; False when that takes longer than ``timeout_s``."""
+        """Wait until all earlier events are handled; False if that takes longer than ``timeout_s``."""
         handled = threading.Event()
         self._queue.put(handled)
         return handled.wait(timeout_s)
 
     def close(self, timeout_s: float = 30.0) -> bool:
-        """Handle what is left, close the reporters; False when that takes longer than ``timeout_s``."""
+        """Handle pending events and close the reporters; False if that takes longer than ``timeout_s``."""
         self._queue.put(None)
         self._thread.join(timeout_s)
         return not self._thread.is_alive()
@@ -79,7 +79,7 @@ class Reporters:
                 item.set()
                 continue
             if isinstance(item, RunFinished) and self._left_out:
-                why = "because reporting fell behind; counts by outcome are too low by that many."
+                why = "because reporting fell behind; counts by outcome are too low by this number."
                 self.warn(f"{self._left_out} rollout events were left out {why}", "left_out")
             self._dispatch(item)
         for reporter in self._reporters:
@@ -90,11 +90,11 @@ class Reporters:
             try:
                 reporter.handle(event)
             except Exception as error:
-                if reporter in self._reporters:  # else it failed again on its own warning
+                if reporter in self._reporters:  # else it failed again, on its own warning
                     self._drop(reporter, error)
 
     def _drop(self, reporter: Reporter, error: Exception) -> None:
-        self._reporters = tuple(known for known in self._reporters if known is not reporter)
+        self._reporters = tuple(other for other in self._reporters if other is not reporter)
         name = type(reporter).__name__
         text = f"{name} stopped with {type(error).__name__}: {error}; the run continues without it."
         logger.debug("%s failed", name, exc_info=error)
@@ -112,9 +112,9 @@ class Reporters:
 
 
 class StandardReporters(Reporters):
-    """Everything a run directory gets; rollouts are kept from ``use_tokenizer`` on. ``began`` is when
-    the run was started (``time.monotonic()``), by default now; ``keep`` and ``keep_mb`` are for ``RolloutWriter``, and
-    ``track`` names trackers."""
+    """All reporters of a run directory. Rollouts are kept from ``use_tokenizer`` on, by ``keep`` and ``keep_mb`` (see
+    ``RolloutWriter``); ``track`` names trackers; ``began`` is the run's start (``time.monotonic()``), by default now.
+    """
 
     def __init__(
         self,
@@ -141,8 +141,7 @@ class StandardReporters(Reporters):
         trackers = make_trackers(track, run)
         outputs |= trackers
         summary = SummaryReporter(run, outputs=outputs, console=console)
-        # the groups first: a killed run has no metrics of an iteration whose groups are not there; then the metrics,
-        # so that nothing is lost while others work; the summary last: every file is there
+        # groups before metrics: after a kill no iteration has metrics without groups; the summary last: it lists files
         super().__init__((rollouts, metrics, tensorboard, *trackers.values(), progress, summary))
 
     def use_tokenizer(self, tokenizer: Any) -> None:

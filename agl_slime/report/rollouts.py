@@ -57,7 +57,7 @@ class _Group:
 class RolloutWriter:
     """Writes both files as iterations end. Groups are always written; rollouts are kept once ``tokenizer`` is set.
 
-    A line's ``iteration`` is that of the rollout's outcome, ``collected`` that of its sampling.
+    A line has the ``iteration`` of the rollout's outcome, and as ``collected`` the iteration that sampled it.
 
     Args:
         keep: ``all`` rollouts, ``none``, or ``sampled`` ones: the best, the worst, a random and a failed one of each

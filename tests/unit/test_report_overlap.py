@@ -37,7 +37,7 @@ def test_the_summary_has_speed_up_ceiling_and_staleness() -> None:
     assert rows["shared CPU"].startswith("96% busy: rollouts and training slowed each other")
     with_room = sum_up([{"iteration": 1, **row(1, **{**SIDES, "perf/cpu_busy": 0.4})}])
     assert "shared CPU" not in dict(summary_rows({"reason": "finished", **with_room}))
-    assert rows["staleness"] == "0.50 versions at mean, 2 at most"
+    assert rows["staleness"] == "0.50 versions on average, 2 at most"
     in_turn = sum_up([{"iteration": 1, **row(1)}])
     assert "speed_up" not in in_turn
     assert "overlap" not in dict(summary_rows({"reason": "finished", **in_turn}))
