@@ -191,7 +191,7 @@ class ProgressReporter:
             text = f"{n} warning{'s' if n > 1 else ''}, the last: {self._latest}"
             lines.append(Text(text, style="yellow", no_wrap=True, overflow="ellipsis"))
         see = f"agl-slime view {self._run.output_dir}: rollouts and tokens" if self._run.output_dir else ""
-        foot = "   ".join(filter(None, (see, "Ctrl-C: stop; written files are kept")))
+        foot = "   ".join(filter(None, (see, "Ctrl-C: stop; what was written is kept")))
         return [*lines, Text(foot, style="dim", no_wrap=True, overflow="ellipsis")]
 
 
