@@ -233,7 +233,7 @@ def iteration_line(
 
 
 def latest_validation(metrics: Mapping[str, Any]) -> Validation | None:
-    """The validation after the iteration, else the one of the start."""
+    """The validation after the iteration, else at the start."""
     return validation_of(metrics) or validation_of(metrics, start=True)
 
 

@@ -142,7 +142,7 @@ def _end_of(iteration: int, path: Path) -> int:
 
 
 class RunDir:
-    """The paths of a run. ``changed`` names the settings that differ from those of the run that was resumed."""
+    """The paths of a run. ``changed`` names the settings that differ from the resumed run's."""
 
     def __init__(self, path: Path, changed: tuple[str, ...] = ()) -> None:
         self.path = path

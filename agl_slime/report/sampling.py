@@ -1,4 +1,4 @@
-"""Which rollouts are kept whole: best, worst, random and failed, spread over the run within a budget of bytes."""
+"""The choice of kept rollouts: best, worst, random and failed, spread over the run within a budget of bytes."""
 
 from __future__ import annotations
 

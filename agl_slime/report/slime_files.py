@@ -166,8 +166,8 @@ def key_of(tokens: Any, length: int) -> bytes:
 
 
 def numbers(value: Any, kinds: str, *, length: int | None = None) -> np.ndarray | None:
-    """A list of numbers or a valid tensor of one dimension as an array; ``None`` for anything else. ``kinds`` are numpy's
-    letters of types; ``f`` accepts integers as well."""
+    """A list of numbers or a valid tensor of one dimension as an array; ``None`` for anything else. ``kinds``
+    are numpy's letters; ``f`` accepts integers as well."""
     if type(value) is list:
         wanted = {float, int} if kinds == "f" else {int}
         if not {*map(type, value)} <= wanted:

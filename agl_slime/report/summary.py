@@ -96,7 +96,7 @@ def _overlap(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def summary_rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Label and text of each line; figures that are None have none."""
+    """Label and text of each line. Figures that are None are left out."""
     get = summary.get
     how = "finished" if get("reason") == "finished" else f"stopped: {get('reason')}"
     rows = [("run", how), ("iterations", str(get("iterations")))]
