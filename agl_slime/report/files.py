@@ -60,7 +60,7 @@ def iter_jsonl(path: str | os.PathLike[str]) -> Iterator[dict[str, Any]]:
     damaged: list[records.Line] = []
     try:
         for line in records.read_lines(Path(path)):
-            if line.wrong:
+            if line.error:
                 damaged.append(line)
             else:
                 yield line.record
@@ -69,7 +69,7 @@ def iter_jsonl(path: str | os.PathLike[str]) -> Iterator[dict[str, Any]]:
     if damaged:
         first, n = damaged[0], len(damaged)
         logger.warning(
-            "%d damaged lines of %s are left out; line %d %s.", n, os.fspath(path), first.number, first.wrong
+            "%d damaged lines of %s are left out; line %d %s.", n, os.fspath(path), first.number, first.error
         )
 
 
@@ -110,8 +110,8 @@ class IterationFile:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self._last, self._crc, end = -math.inf, 0, 0
         for line in records.read_lines(self.path) if self.path.exists() else ():
-            end = line.at + line.size
-            if not line.wrong:
+            end = line.offset + line.size
+            if not line.error:
                 self._crc, self._last = line.crc, max(self._last, line.record["iteration"])
         file = self.path.open("ab")
         file.truncate(end)
@@ -134,10 +134,10 @@ def cut(iteration: int, *paths: Path) -> None:
 def _end_of(iteration: int, path: Path) -> int:
     end = 0
     for line in records.read_lines(path):
-        if not line.wrong:
+        if not line.error:
             if line.record["iteration"] > iteration:
                 break
-            end = line.at + line.size
+            end = line.offset + line.size
     return end
 
 

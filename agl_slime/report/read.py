@@ -50,15 +50,15 @@ class Tail:
             identity = stat.st_dev, stat.st_ino
             self._restart(bool(self._end) and (identity != self._file or stat.st_size < self._end))
             self._file = identity
-            lines = list(read_lines(self.path, at=self._end, number=self._lines))
+            lines = list(read_lines(self.path, offset=self._end, number=self._lines))
         except FileNotFoundError:
             self._restart(bool(self._end))
         except (OSError, ValueError) as error:
             self.unreadable = error.strerror or "" if isinstance(error, OSError) else str(error)
         if lines:
-            self._end, self._lines = lines[-1].at + lines[-1].size, lines[-1].number
-            self.bad += [line.number for line in lines if line.wrong]
-        return [line for line in lines if not line.wrong]
+            self._end, self._lines = lines[-1].offset + lines[-1].size, lines[-1].number
+            self.bad += [line.number for line in lines if line.error]
+        return [line for line in lines if not line.error]
 
     def _restart(self, replaced: bool) -> None:
         self.replaced = replaced
@@ -99,7 +99,10 @@ class RunReader:
             self.metrics, self.groups, self.kept = [], [], {}
             read = {name: tail.read() for name, tail in self._tails.items()}
         metrics, groups = ([line.record for line in read[name]] for name in ("metrics", "groups"))
-        kept = {str(at.record.get("rollout_id")): (at.record["iteration"], at.at, at.size) for at in read["rollouts"]}
+        kept = {
+            str(line.record.get("rollout_id")): (line.record["iteration"], line.offset, line.size)
+            for line in read["rollouts"]
+        }
         self.metrics += metrics
         self.groups += groups
         self.kept |= kept
