@@ -390,8 +390,8 @@ class _Auditor:
                 self._report(_LEDGER, f"rollout {row.rollout} is trained, and is not in trained.jsonl")
 
     def _written_until(self, groups: Iterable[Mapping[str, Any]]) -> int:
-        """The last number of the ledger whose group is in the files even after a kill: the next batch is collected during
-        training, and its dropped groups are written one iteration later."""
+        """The last number of the ledger whose group is in the files even after a kill. The next batch is collected
+        during training, and its dropped groups are written one iteration later."""
         groups = list(groups)
         newest = max((group["iteration"] for group in groups), default=0)
         earlier = {one for group in groups if group["iteration"] < newest - 1 for one in group["rollouts"]}
