@@ -49,7 +49,6 @@ COMMANDS = {
     "eval": "is it better: a model on tasks, or two on the same ones",
     "export": "the rollouts that a run has kept, as data: sft, dpo, messages, parquet, hf-dataset",
     "chat": "talk with the model of a run, or watch it do tasks",
-    "plot": "draw the reward.png of a run from its metrics",
     "view": "show a run in the browser, live while it runs",
     "report": "write a run as one HTML page: trend, steps, rollouts, tokens",
     "audit": "prove from the files of a run that they agree",

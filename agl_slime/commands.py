@@ -77,20 +77,6 @@ def export_command(arguments: list[str]) -> None:
     tyro.cli(export, prog="agl-slime export", args=arguments)
 
 
-def plot_command(arguments: list[str]) -> None:
-    def plot(run_dir: tyro.conf.Positional[Path]) -> None:
-        """Draw the reward.png of a run from its metrics.
-
-        Args:
-            run_dir: The directory of the run.
-        """
-        from agl_slime.report.plot import draw_run
-
-        print(draw_run(run_dir))
-
-    tyro.cli(plot, prog="agl-slime plot", args=arguments)
-
-
 def report_command(arguments: list[str]) -> None:
     def report(
         run_dirs: tyro.conf.Positional[tuple[Path, ...]], output: Path | None = None, tokenizer: Path | None = None
@@ -179,7 +165,6 @@ COMMANDS = {
     "model": model_command,
     "doctor": doctor_command,
     "export": export_command,
-    "plot": plot_command,
     "view": view_command,
     "report": report_command,
     "audit": audit_command,

@@ -15,7 +15,7 @@ from agl_slime.groups.results import GroupResult, MemberResult
 from agl_slime.report.files import RunDir, open_run_dir
 from agl_slime.report.metrics import MetricsWriter
 from agl_slime.report.rollouts import RolloutWriter
-from agl_slime.report.state import say_alive
+from agl_slime.report.state import write_alive
 from agl_slime.tokens.forks import ForkReason
 from agl_slime.trace.trajectory import Trajectory
 from agl_slime.trace.turn import Turn
@@ -89,7 +89,7 @@ class AWriter:
         self._rollouts = RolloutWriter(self.run, keep=keep)
         self._rollouts.tokenizer = TOKENIZER
         self._metrics = MetricsWriter(self.run.metrics, warn=lambda *_: None)
-        say_alive(self.run)
+        write_alive(self.run)
 
     def iteration(self, iteration: int, *, says: str = "42") -> None:
         rng = random.Random(iteration)

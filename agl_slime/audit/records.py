@@ -1,5 +1,5 @@
-"""The files of a run as they stand, read strictly: what is no regular file, no JSON object or of another shape than the
-package writes is a ``ValueError`` with one sentence, never another exception and never a wait."""
+"""Strict readers of a run's files. Anything but a regular file with JSON objects of the expected shape is a
+``ValueError`` with one sentence, never another exception and never a wait."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from typing import Any, NoReturn
 
 import orjson
 
-_DEEPEST = 64
+_MAX_DEPTH = 64
 _CHECKED = re.compile(rb'(.*), "crc": (\d+)\}\n?', re.DOTALL)
-SEAL = "agl_slime_checksums.json"
+CHECKSUMS = "agl_slime_checksums.json"
 _NUMBER, _TEXT = (int, float), (str, NoneType)
 _SAMPLE = {"segment": int, "prompt_length": int, "tokens": str, "pieces": [str], "left_out": int}
 _SAMPLE |= {"engine_log_probs": str, "trainer_log_probs": str, "advantages": str, "weight_versions": [[str, int, int]]}
 _SAMPLE |= {"turn_spans": [[int, int]], "trained": [[int, int]]}
 _TURN = {"prompt_tokens": int, "tokens": int, "seconds": _NUMBER, "untrained": str, "kept_tokens": int}
 _TOOLS = {"offered": {str: int}, "calls": {str: int}, "malformed": int, "failed": {str: int}, "failures": {str: str}}
-_WHERE_ANY = {"failed", "failures"}  # not in every line
+_OPTIONAL = {"failed", "failures"}
 _GROUP = {"collected": int, "group_id": str, "instance_id": _TEXT, "ready": bool, "code": str, "reason": str}
 _GROUP |= {"rollouts": [str], "rewards": [(*_NUMBER, NoneType)], "outcomes": [str], "reasons": [str], "tokens": [int]}
 _GROUP |= {"turns": [int], "samples": [int], "sealed": [[[str, int, {str: int}]]], "kept": [str], "tools": _TOOLS}
@@ -51,37 +51,35 @@ SHAPES: dict[str, dict[str, Any]] = {
     "groups.jsonl": _GROUP,
     "rollouts.jsonl": _KEPT,
 }
-"""What each line of a file holds beside ``iteration``; a list of several shapes is one of so many entries."""
+"""The fields of each file's lines, besides ``iteration``. A list of several shapes has exactly one entry of each."""
 
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """A line, ``at`` and ``size`` its bytes in the file: what it holds without its checksum, which is ``crc``; or the
-    sentence that says what is ``wrong`` with it."""
+    """A line of ``size`` bytes at ``offset``: its record and its checksum ``crc``, or an ``error`` text."""
 
     number: int
-    at: int
+    offset: int
     size: int
     record: dict[str, Any]
     crc: int = 0
-    wrong: str = ""
+    error: str = ""
 
 
 def parse(text: bytes) -> Any:
-    """The JSON value; ``ValueError`` for anything else, and for what is nested deeper than programs can follow. orjson
-    refuses lone surrogates, which Python's text may have."""
+    """The JSON value; ``ValueError`` for anything else, and for too deep nesting."""
     try:
         value = orjson.loads(text)
-    except orjson.JSONDecodeError:
+    except orjson.JSONDecodeError:  # Python's parser accepts lone surrogates
         try:
-            value = json.loads(text, parse_constant=_refuse, parse_int=_whole)
+            value = json.loads(text, parse_constant=_refuse, parse_int=_parse_int)
         except RecursionError:
             raise ValueError("is nested too deep") from None
         except ValueError:
             raise ValueError("is not JSON") from None
-    if text.count(b"[") + text.count(b"{") > _DEEPEST:
+    if text.count(b"[") + text.count(b"{") > _MAX_DEPTH:
         level = [value]
-        for _ in range(_DEEPEST):
+        for _ in range(_MAX_DEPTH):
             level = [one for each in level for one in _parts(each)]
         if level:
             raise ValueError("is nested too deep")
@@ -89,7 +87,7 @@ def parse(text: bytes) -> Any:
 
 
 def read_regular(path: Path) -> bytes:
-    """The content of a regular file: no FIFO, on which reading would hang."""
+    """The content of a regular file (reading a FIFO would hang)."""
     try:
         if not path.is_file():
             raise ValueError("is not a regular file" if path.exists() or path.is_symlink() else "is missing")
@@ -99,86 +97,87 @@ def read_regular(path: Path) -> bytes:
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """The JSON object that is the whole of a file."""
+    """The JSON object of a file."""
     value = parse(read_regular(path))
     if not isinstance(value, dict):
         raise ValueError("is not a JSON object")
     return value
 
 
-def read_lines(path: Path, *, at: int = 0, number: int = 0, whole: bool = False) -> Iterator[Line]:
-    """The lines from byte ``at`` on, which follow line ``number``; of ``whole`` ones no field is missing. What follows
-    the last line's end is left out: it is being written, or was torn by a kill."""
+def read_lines(path: Path, *, offset: int = 0, number: int = 0, strict: bool = False) -> Iterator[Line]:
+    """The lines from byte ``offset`` on, which follow line ``number``; ``strict`` refuses missing fields. A last line
+    without an end is left out: it is being written, or a kill cut it short."""
     shape = {"iteration": int, **SHAPES.get(path.name, {})}
-    if not whole:
-        shape.pop("sealed", None)  # for an audit alone
+    if not strict:
+        shape.pop("sealed", None)  # only for audits
     if not path.is_file():
         read_regular(path)
     with path.open("rb") as file:
-        file.seek(at)
+        file.seek(offset)
         for raw in file:
             if not raw.endswith(b"\n"):
                 return
             number += 1
             try:
                 record = parse(raw)
-                if wrong := misfit(record, shape, whole=whole):
-                    raise ValueError(wrong)
+                if error := misfit(record, shape, strict=strict):
+                    raise ValueError(error)
                 crc = record.pop("crc", 0)
-                yield Line(number, at, len(raw), record, crc if isinstance(crc, int) else 0)
+                yield Line(number, offset, len(raw), record, crc if isinstance(crc, int) else 0)
             except ValueError as error:
-                yield Line(number, at, len(raw), {}, wrong=str(error))
-            at += len(raw)
+                yield Line(number, offset, len(raw), {}, error=str(error))
+            offset += len(raw)
 
 
-def broken_chain(path: Path) -> Iterator[tuple[int, str]]:
-    """The lines whose checksum, over their own bytes and all lines before, is another than the one that they carry;
-    after one that is broken, the next ones go on from what they say themselves."""
+def broken_lines(path: Path) -> Iterator[tuple[int, str]]:
+    """The lines whose ``crc`` is not the checksum of all bytes up to it. Each line is checked from the ``crc`` of the
+    line before, so that one damaged line is one finding."""
     before = 0
     for number, raw in enumerate(read_regular(path).splitlines(keepends=True), 1):
-        if (found := _CHECKED.fullmatch(raw)) is None:
+        if (match := _CHECKED.fullmatch(raw)) is None:
             if raw.endswith(b"\n"):
                 yield number, "carries no checksum"
             continue
-        if zlib.crc32(found[1], before) != int(found[2]) or not raw.endswith(b"\n"):
+        if zlib.crc32(match[1], before) != int(match[2]) or not raw.endswith(b"\n"):
             yield number, "is not as it was written, or a line before it is missing"
-        before = int(found[2])
+        before = int(match[2])
 
 
-def broken_seal(directory: Path) -> Iterator[tuple[str, str]]:
-    """The files of ``directory`` that are not as they were sealed."""
+def changed_files(directory: Path) -> Iterator[tuple[str, str]]:
+    """The files of ``directory`` that differ from its checksums."""
     try:
-        sums = read_object(directory / SEAL)
+        sums = read_object(directory / CHECKSUMS)
     except ValueError as error:
-        yield SEAL, str(error)
+        yield CHECKSUMS, str(error)
         return
-    here = {path.name for path in directory.iterdir() if not path.is_dir() and path.name != SEAL}
+    here = {path.name for path in directory.iterdir() if not path.is_dir() and path.name != CHECKSUMS}
     for name in sorted(here - set(sums)):
-        yield name, "is not among the files that were sealed"
-    for name, known in sums.items():
+        yield name, "is not among the files with checksums"
+    for name, checksum in sums.items():
         try:
             content = read_regular(directory / name)
         except ValueError as error:
             yield name, str(error)
             continue
-        if known != [len(content), zlib.crc32(content)]:
+        if checksum != [len(content), zlib.crc32(content)]:
             yield name, "is not as it was written"
 
 
 def read_database(path: Path, *queries: str) -> list[list[tuple]]:
-    """The rows of each query, from a file that nothing is written to."""
+    """The rows of each query on a database, which is opened read-only."""
     read_regular(path)
     try:
         with closing(sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro", uri=True)) as connection:
             if connection.execute("PRAGMA integrity_check").fetchone() != ("ok",):
-                raise ValueError("is damaged, says SQLite")
+                raise ValueError("is damaged according to SQLite")
             return [connection.execute(query).fetchall() for query in queries]
     except sqlite3.Error as error:
         raise ValueError(f"cannot be read by SQLite: {error}") from None
 
 
-def misfit(value: Any, shape: Any, name: str = "", *, whole: bool = False) -> str:
-    """What is not as in ``shape``, empty where all is. Simple fields, the most by far, cost no call of their own."""
+def misfit(value: Any, shape: Any, name: str = "", *, strict: bool = False) -> str:
+    """The first difference of ``value`` from ``shape`` as text, empty without one. Fields of simple types, nearly all,
+    take no recursive call."""
     if isinstance(shape, type | tuple):
         return "" if type(value) in _kinds(shape) else f"has a wrong type in {name}"
     if shape is _TOOLS and value is None:
@@ -188,20 +187,20 @@ def misfit(value: Any, shape: Any, name: str = "", *, whole: bool = False) -> st
     pairs: Iterable[tuple[Any, Any, str]]
     if isinstance(shape, dict):
         fields = dict.fromkeys(value, shape[str]) if str in shape else shape
-        if whole and (missing := [key for key in fields if key not in value and key not in _WHERE_ANY]):
+        if strict and (missing := [key for key in fields if key not in value and key not in _OPTIONAL]):
             return f"lacks {', '.join(missing)}"
         pairs = ((value[key], inner, key) for key, inner in fields.items() if key in value)
     elif len(shape) > 1:
         if len(value) != len(shape):
             return f"has {len(value)} entries in {name}"
         pairs = ((one, inner, name) for one, inner in zip(value, shape, strict=True))
-    elif isinstance(shape[0], type | tuple):  # of long lists: their types at once
+    elif isinstance(shape[0], type | tuple):  # long lists: all types at once
         return "" if {*map(type, value)} <= {*_kinds(shape[0])} else f"has a wrong type in {name}"
     else:
         pairs = ((one, shape[0], name) for one in value)
     for one, inner, key in pairs:
-        if type(one) is not inner and (wrong := misfit(one, inner, key, whole=whole)):
-            return wrong
+        if type(one) is not inner and (error := misfit(one, inner, key, strict=strict)):
+            return error
     return ""
 
 
@@ -217,7 +216,7 @@ def _parts(value: Any) -> Any:
     return value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
 
 
-def _whole(text: str) -> int:
+def _parse_int(text: str) -> int:
     if len(text) > 20:
         raise ValueError("has a number of too many digits")
     return int(text)

@@ -1,4 +1,4 @@
-"""What a run has left of its weights: its checkpoints, as far as the ledger has noted them, and its models."""
+"""Checkpoints and models of a run, compared with the ledger and the metrics."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from agl_slime.audit.records import SEAL, read_object, read_regular
+from agl_slime.audit.records import CHECKSUMS, read_object, read_regular
 
-KEPT = 2  # of the checkpoints; older ones are removed when a newer one is there
+KEPT = 2  # newest checkpoints; older ones are removed
 _ABOUT = "agl_slime_model.json"
 _WEIGHTS = (".safetensors", ".bin")
 
@@ -21,8 +21,8 @@ def steps_of(checkpoints: Path) -> dict[int, Path]:
 
 
 def missing_checkpoints(here: Collection[int], noted: Collection[int], *, finished: bool, last: int) -> list[int]:
-    """The iterations whose checkpoints a run must have and has not. The ledger notes one before it is written, so that
-    the newest may be missing where the run was killed."""
+    """The iterations of missing checkpoints. The ledger notes a checkpoint before it is written: the newest may be
+    missing after a kill."""
     newest = sorted(noted, reverse=True)
     wanted = {*newest[:KEPT]} | ({last} if finished and last and newest else set())
     if not finished and newest and newest[0] not in here:
@@ -33,7 +33,7 @@ def missing_checkpoints(here: Collection[int], noted: Collection[int], *, finish
 def model_findings(
     run: Path, checkpoints: Mapping[int, Path], metrics: Mapping[int, Mapping[str, Any]], *, finished: bool, last: int
 ) -> Iterator[tuple[str, str]]:
-    """Where ``model`` and ``model-best`` are not what the checkpoints and the metrics say."""
+    """Contradictions of ``model`` and ``model-best`` to checkpoints and metrics."""
     for name in ("model", "model-best"):
         directory = run / name
         if not directory.exists():
@@ -43,12 +43,12 @@ def model_findings(
         try:
             about = read_object(directory / _ABOUT)
             iteration, validation = about["iteration"], about["validation"]
-            sums = read_object(checkpoints[iteration] / "trainer" / SEAL) if iteration in checkpoints else {}
+            sums = read_object(checkpoints[iteration] / "trainer" / CHECKSUMS) if iteration in checkpoints else {}
         except (ValueError, KeyError, TypeError) as error:
             yield f"{name}/{_ABOUT}", f"cannot be read: {error}"
             continue
         if name == "model" and finished and iteration != last:
-            yield f"{name}/{_ABOUT}", f"it is of iteration {iteration}, and the last one is {last}"
+            yield f"{name}/{_ABOUT}", f"its iteration is {iteration}, and the last one is {last}"
         if validation is not None and metrics.get(iteration, {}).get("val/reward_mean") != validation:
             yield f"{name}/{_ABOUT}", f"metrics.jsonl has no validation of {validation} in iteration {iteration}"
         for part in sorted(sums) if name == "model" else ():
@@ -59,4 +59,4 @@ def model_findings(
                     yield f"{name}/{part}", str(error)
                     continue
                 if [len(content), zlib.crc32(content)] != sums[part]:
-                    yield f"{name}/{part}", f"is not as in the checkpoint of iteration {iteration}"
+                    yield f"{name}/{part}", f"differs from the checkpoint of iteration {iteration}"

@@ -1,7 +1,7 @@
-"""The agent of the first command: call ``lookup`` with the key of the question, read what it returns, answer with it.
+"""The agent of the first command: call ``lookup`` with the key of the question, and answer with the result.
 
-The value is random, so the only way to a reward is to call the tool with the right key and to copy what it says.
-``agents/lookup.py`` is the same as a file to copy.
+The value is random: only a call with the right key, and a copy of its result, is rewarded. ``agents/lookup.py`` is the
+same agent as a file to copy.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _CALL = re.compile(
 
 
 class LookupAgent(SGLangLitAgent):
-    # the wording of the task, and the demonstrations that the tiny policy learns its format from
+    # the prompts, and the conversations that the tiny policy is warmed up on
     demonstrations = LookupDemonstrations()
 
     def make_task(self, rng: random.Random) -> dict[str, Any]:
@@ -30,7 +30,7 @@ class LookupAgent(SGLangLitAgent):
 
     async def run(self, task: dict[str, Any], session: RolloutSession) -> None:
         called = _CALL.search((await session.ask()).text)
-        if called is not None:  # else that answer is what compute_reward will see
+        if called is not None:  # else the reward is for this answer
             await session.ask({"role": "tool", "content": self.demonstrations.observation(task, called[1])})
 
     def compute_reward(self, task: dict[str, Any], response: str) -> float:

@@ -1,8 +1,8 @@
-"""What the tiny policy is warmed up on: small tasks with demonstrations of how an answer looks.
+"""Demonstrations for the tiny policy's warm-up: small tasks with conversations in the right format.
 
-The warm-up teaches the *format* of answers, as post-training does, so that reinforcement starts from a reward above
-zero. An agent brings its own demonstrations by implementing ``DemonstrationSource``; the two tasks here (a two-turn
-lookup and a one-turn reversal) are the ones that the shipped agents train on. Nothing here needs torch.
+The warm-up teaches the *format* of answers, as post-training does, so that RL starts from a reward above zero. An agent
+with its own demonstrations implements ``DemonstrationSource``; the shipped agents train on the two tasks here, a
+two-turn lookup and a one-turn reversal. Nothing here needs torch.
 """
 
 from __future__ import annotations
@@ -16,21 +16,21 @@ Message = dict[str, Any]
 """One chat message with ``role`` (system, user, assistant, tool) and ``content``."""
 
 Demonstration = list[Message]
-"""A whole conversation. Every assistant message in it is learned; everything else is context."""
+"""A whole conversation. Assistant messages are trained; all others are context."""
 
 Quality = Literal["clean", "imperfect"]
-"""``clean``: every answer is right. ``imperfect``: most answers are evasive or wrong, which sets the reward that
-training starts from."""
+"""``clean``: every answer is right. ``imperfect``: most answers are evasive or wrong, which sets the initial reward of
+training."""
 
 UNSURE = "I do not know."
 """The evasive answer of imperfect demonstrations."""
 
 _LETTERS = "bdfgkmptvz"  # no vowels: keys do not spell words
-_SYMBOLS = "123456789"  # values and keys have no symbol in common, so that there is one place only to copy each from
+_SYMBOLS = "123456789"  # disjoint from keys, so that each value can be copied from one place only
 
 
 class DemonstrationSource(Protocol):
-    """Where the warm-up's conversations come from. The same ``rng`` state must give the same conversations."""
+    """A source of warm-up conversations. The same ``rng`` state must give the same conversations."""
 
     def demonstrations(self, rng: random.Random, n: int, *, quality: Quality) -> list[Demonstration]:
         """``n`` conversations of the given quality."""
@@ -40,10 +40,10 @@ class DemonstrationSource(Protocol):
 class LookupDemonstrations:
     """A two-turn tool task: call ``lookup`` with the key of the question, read the observation, answer with it.
 
-    A task is ``{"key": "kz", "answer": "72"}``. ``blur_call`` and ``blur_answer`` are the shares of imperfect first and
-    second turns that are not right; of those, ``unsure`` evade and the others have one symbol wrong. Whole wrong words
-    would teach the policy not to copy at all (measured: the share of right calls falls from 0.3 to 0.05). With these
-    defaults training starts from a reward of 0.1 to 0.2.
+    A task is ``{"key": "kz", "answer": "72"}``. ``blur_call`` and ``blur_answer`` are the shares of wrong first and
+    second turns in imperfect conversations; the share ``unsure`` of these evades, the others have one wrong symbol.
+    Entirely wrong words would teach the policy not to copy (measured: the share of right calls falls from 0.3 to 0.05).
+    With these defaults training starts from a reward of 0.1 to 0.2.
     """
 
     blur_call, blur_answer, unsure = 0.65, 0.5, 0.85
@@ -54,7 +54,7 @@ class LookupDemonstrations:
         return {"key": _word(rng, _LETTERS, 2), "answer": _word(rng, _SYMBOLS, 2)}
 
     def prompt(self, task: Mapping[str, Any]) -> list[Message]:
-        """The conversation that a rollout of this task starts from."""
+        """The initial messages of a rollout of this task."""
         return [
             {"role": "system", "content": self.system},
             {"role": "user", "content": f'What is stored under "{task["key"]}"?'},
@@ -65,7 +65,7 @@ class LookupDemonstrations:
         return f"<tool_call>{json.dumps({'name': self.tool_name, 'arguments': {'key': key}})}</tool_call>"
 
     def observation(self, task: Mapping[str, Any], key: str) -> str:
-        """What the tool returns for ``key``."""
+        """The tool's result for ``key``."""
         return str(task["answer"]) if key == task["key"] else "not found"
 
     def is_correct(self, task: Mapping[str, Any], answer: str) -> bool:
@@ -83,7 +83,7 @@ class LookupDemonstrations:
             call = self.tool_call(_one_wrong(rng, task["key"], _LETTERS)) if wrong else UNSURE
         started = [*self.prompt(task), {"role": "assistant", "content": call}]
         if call != self.tool_call(task["key"]):
-            return started  # where the tool is not called rightly it ends, as a rollout would
+            return started  # without a right call it ends, as a rollout would
         if imperfect and rng.random() < self.blur_answer:
             answer = UNSURE if rng.random() < self.unsure else _one_wrong(rng, answer, _SYMBOLS)
         observed = {"role": "tool", "content": self.observation(task, task["key"])}
@@ -93,8 +93,8 @@ class LookupDemonstrations:
 class ReverseDemonstrations:
     """A one-turn task: write three letters backwards. A task is ``{"letters": "b k t", "answer": "t k b"}``.
 
-    ``blur`` is the share of imperfect answers that are not right; of those, ``unsure`` evade and the others have one
-    letter wrong.
+    ``blur`` is the share of wrong answers in imperfect conversations; the share ``unsure`` of these evades, the others
+    have one wrong letter.
     """
 
     blur, unsure = 0.75, 0.7
@@ -104,7 +104,7 @@ class ReverseDemonstrations:
         return {"letters": " ".join(letters), "answer": " ".join(reversed(letters))}
 
     def prompt(self, task: Mapping[str, Any]) -> list[Message]:
-        """The conversation that a rollout of this task starts from."""
+        """The initial messages of a rollout of this task."""
         return [{"role": "user", "content": f"Reverse: {task['letters']}"}]
 
     def is_correct(self, task: Mapping[str, Any], answer: str) -> bool:
@@ -123,7 +123,7 @@ class ReverseDemonstrations:
 
 
 def _word(rng: random.Random, alphabet: str, length: int) -> str:
-    # no symbol twice: what follows a repeated one is ambiguous to a model that copies
+    # no symbol twice: the next one after a repeated symbol is ambiguous to a model that copies
     return "".join(rng.sample(alphabet, length))
 
 

@@ -1,1 +1,1 @@
-"""Is a model better? Samples of the same tasks, what they add up to, and how sure that is."""
+"""Comparison of models on the same tasks: samples, mean rewards, pass@k and intervals."""

@@ -1,6 +1,6 @@
-"""Samples of tasks: run through the store and a runner as rollouts of a run are, each a line of a file once it ended.
+"""Samples of tasks: rollouts through a store and a runner, as in training, each a line of a file once it ended.
 
-A kill loses what is in flight and nothing else: the same evaluation begun again asks for what has no line yet.
+A kill loses only rollouts in flight: the same evaluation, started again, requests the samples without a line.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from agl_slime.store.bridge import BridgeStore
 from agl_slime.support.agl import LLM, LightningStore, LitAgent
 from agl_slime.support.threads import run_in_thread
 
-_LOOK_S = 1.0  # between looks at whether engine, runner and source live
+_HEALTH_CHECK_S = 1.0  # between health checks of engine, runner and source
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
-    """What samples are taken with: the agent (``None`` where others run it), where it runs, the model that it finds,
-    and the limits of a rollout. ``tokenizer`` is ``None`` for a model whose tokens nobody knows."""
+    """The agent (``None`` if other runners execute it), its runners and model, and the limits of a rollout.
+    ``tokenizer`` is ``None`` for a model whose tokens are unknown."""
 
     agent: LitAgent[Any] | None
     llm: LLM
@@ -44,7 +44,7 @@ class Sampling:
 
 
 class SampleFile:
-    """``samples.jsonl``: a line for each sample that has ended. ``task`` and ``sample`` are numbers from 0."""
+    """``samples.jsonl``: a line for each completed sample. ``task`` and ``sample`` are numbers from 0."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -59,11 +59,11 @@ class SampleFile:
 
     def missing(self, *, tasks: int, k: int) -> list[tuple[int, int]]:
         """The (task, sample) pairs without a line, the first sample of every task first."""
-        known = {(line["task"], line["sample"]) for line in self.lines}
-        return [(task, sample) for sample in range(k) for task in range(tasks) if (task, sample) not in known]
+        recorded = {(line["task"], line["sample"]) for line in self.lines}
+        return [(task, sample) for sample in range(k) for task in range(tasks) if (task, sample) not in recorded]
 
     def add(self, task: int, sample: int, member: MemberResult) -> None:
-        talk = member.trajectory
+        trajectory = member.trajectory
         line = {
             "task": task,
             "sample": sample,
@@ -72,33 +72,33 @@ class SampleFile:
             "rewards": dict(member.rewards),
             "failure": member.failure,
             "message": member.failure_message,
-            "tokens": member.sampled_tokens or None,  # None: nobody knows
+            "tokens": member.sampled_tokens or None,  # None: unknown
             "turns": member.turns,
-            "stop_reason": getattr(talk, "stop_reason", ""),
+            "stop_reason": getattr(trajectory, "stop_reason", ""),
             "input": member.task,
-            "messages": list(getattr(talk, "messages", ())),
+            "messages": list(getattr(trajectory, "messages", ())),
         }
-        # a number of its own for each line: whatever a kill has torn at the end is cut off before the next
+        # one iteration per line: IterationFile replaces an incomplete last line
         number = self.lines[-1]["iteration"] + 1 if self.lines else 1
         self._file.append(number, [line])
         self.lines.append({"iteration": number, **line})
 
 
 def rewards_of(lines: Iterable[Mapping[str, Any]]) -> dict[int, list[float]]:
-    """The rewards of each task's samples; an empty list where all have failed."""
-    found: dict[int, list[float]] = {}
+    """The rewards of each task's samples; an empty list where all failed."""
+    by_task: dict[int, list[float]] = {}
     for line in lines:
-        own = found.setdefault(line["task"], [])
+        rewards = by_task.setdefault(line["task"], [])
         if line["reward"] is not None:
-            own.append(float(line["reward"]))
-    return found
+            rewards.append(float(line["reward"]))
+    return by_task
 
 
 async def take_samples(
     tasks: Sequence[Task], *, k: int, into: SampleFile, sampling: Sampling, on_progress: Callable[[int, int], None]
 ) -> None:
-    """Sample each task ``k`` times but for what ``into`` has. ``on_progress`` is told (ended, wanted). Raises
-    ``LoopError`` when the runner or the engine dies; what has ended is kept."""
+    """Sample each task ``k`` times, without the samples in ``into``. ``on_progress`` receives completed and total
+    samples. Raises ``LoopError`` when the runner or the engine dies; completed samples are kept."""
     missing = into.missing(tasks=len(tasks), k=k)
     on_progress(k * len(tasks) - len(missing), k * len(tasks))
     if not missing:
@@ -106,15 +106,15 @@ async def take_samples(
     store, ended = BridgeStore(), asyncio.Queue[MemberResult]()
     post = asyncio.get_running_loop().call_soon_threadsafe
 
-    def tell(member: MemberResult) -> None:
-        with suppress(RuntimeError):  # the evaluation is over and its loop closed; nobody waits for late results
+    def put(member: MemberResult) -> None:
+        with suppress(RuntimeError):  # a late result: the evaluation is over and its loop closed
             post(ended.put_nowait, member)
 
-    known = sampling.tokenizer is not None
+    has_tokens = sampling.tokenizer is not None
     with GroupSource(
-        store=store, tokenizer=sampling.tokenizer, convert_validation=known, text_only=not known
+        store=store, tokenizer=sampling.tokenizer, convert_validation=has_tokens, text_only=not has_tokens
     ) as source:
-        source.listen(on_member=tell, on_group=lambda group: None)
+        source.listen(on_member=put, on_group=lambda group: None)
         resources = (await store.add_resources({LLM_RESOURCE: sampling.llm})).resources_id
         runner = make_runners(sampling.runners, agent=sampling.agent, store=store)
         await run_in_thread(runner.start)
@@ -142,7 +142,7 @@ async def take_samples(
 async def _enqueue(
     store: LightningStore, source: GroupSource, groups: Sequence[TaskGroup], *, resources: str, timeout_s: float
 ) -> None:
-    """Each sample is a group of its own: one that fails is no matter of the others."""
+    """Enqueue each sample as a group of one, so that failures are independent."""
     for group in groups:
         source.expect(group.group_id, size=1, mode="val")
     requests = enqueue_requests(groups, size=1, mode="val", resources_id=resources, timeout_s=timeout_s)
@@ -151,10 +151,10 @@ async def _enqueue(
 
 
 async def _ended(ended: asyncio.Queue[MemberResult], raise_if_dead: Callable[[], None]) -> Iterator[MemberResult]:
-    """What has ended, at least one."""
+    """Completed samples, at least one."""
     while True:
         try:
-            first = await asyncio.wait_for(ended.get(), _LOOK_S)
+            first = await asyncio.wait_for(ended.get(), _HEALTH_CHECK_S)
         except TimeoutError:
             raise_if_dead()
             continue

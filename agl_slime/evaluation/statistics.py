@@ -1,6 +1,6 @@
-"""What samples of tasks add up to: means, pass@k, and intervals by bootstrap over tasks.
+"""Statistics of sampled tasks: mean rewards, pass@k, and bootstrap intervals over tasks.
 
-A sample without a reward has failed and counts nowhere but among the failures; it is never a reward of 0.
+A sample without a reward counts as failed and enters no mean; it is never a reward of 0.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from typing import Any
 from agl_slime.support.intervals import estimate
 
 TaskRewards = Mapping[int, Sequence[float]]
-"""The rewards of each task's samples, by the task's number; empty where all have failed."""
+"""The rewards of each task's samples by task number; empty where all failed."""
 
 
 def pass_at_k(*, samples: int, passed: int, k: int) -> float:
-    """The chance that of ``k`` samples at least one passes, estimated without bias from ``passed`` of ``samples``
-    (arXiv:2107.03374): 1 - C(samples - passed, k) / C(samples, k). Raises ``ValueError`` for fewer samples than k."""
+    """Unbiased estimate of the probability that at least one of ``k`` samples passes (arXiv:2107.03374):
+    1 - C(samples - passed, k) / C(samples, k). Raises ``ValueError`` for fewer samples than k."""
     if not 1 <= k <= samples or not 0 <= passed <= samples:
         raise ValueError(f"pass@{k} of {passed} passed in {samples} samples: k must be from 1 to the samples")
     return 1.0 - math.comb(samples - passed, k) / math.comb(samples, k)
@@ -26,38 +26,38 @@ def pass_at_k(*, samples: int, passed: int, k: int) -> float:
 
 def task_means(rewards: TaskRewards) -> dict[int, float]:
     """The mean reward of each task that has one."""
-    return {task: math.fsum(own) / len(own) for task, own in rewards.items() if own}
+    return {task: math.fsum(values) / len(values) for task, values in rewards.items() if values}
 
 
 def pass_rates(rewards: TaskRewards, *, limit: float, k: int) -> dict[int, float]:
-    """pass@k of each task that has ``k`` samples with a reward; one passes from the reward ``limit`` on."""
+    """pass@k of each task with at least ``k`` rewards; a sample passes with a reward of ``limit`` or more."""
     return {
-        task: pass_at_k(samples=len(own), passed=sum(reward >= limit for reward in own), k=k)
-        for task, own in rewards.items()
-        if len(own) >= k
+        task: pass_at_k(samples=len(values), passed=sum(reward >= limit for reward in values), k=k)
+        for task, values in rewards.items()
+        if len(values) >= k
     }
 
 
 def sum_up(rewards: TaskRewards, *, limit: float, k: int, seed: int = 0) -> dict[str, Any]:
-    """Mean reward, pass@1 and pass@k, each with its interval and the number of tasks that it is over."""
-    found: dict[str, Any] = {"reward": estimate([*task_means(rewards).values()], seed=seed)}
+    """Mean reward, pass@1 and pass@k, each with its interval and number of tasks."""
+    estimates: dict[str, Any] = {"reward": estimate([*task_means(rewards).values()], seed=seed)}
     for size in sorted({1, k}):
-        found[f"pass@{size}"] = estimate([*pass_rates(rewards, limit=limit, k=size).values()], seed=seed)
-    return {name: None if one is None else asdict(one) for name, one in found.items()}
+        estimates[f"pass@{size}"] = estimate([*pass_rates(rewards, limit=limit, k=size).values()], seed=seed)
+    return {name: None if one is None else asdict(one) for name, one in estimates.items()}
 
 
 def compare(before: TaskRewards, after: TaskRewards, *, limit: float, seed: int = 0) -> dict[str, Any]:
-    """The paired differences ``after - before`` of the tasks that both have: of the mean reward and of pass@1, and the
-    tasks whose pass rate came from below a half to a half or more (``gained``), and the other way (``lost``)."""
-    found: dict[str, Any] = {}
+    """Paired differences ``after - before`` over common tasks, of mean reward and pass@1; and the tasks whose pass rate
+    rose to a half or more (``gained``) or fell below a half (``lost``)."""
+    result: dict[str, Any] = {}
     for name, one, other in (
         ("reward", task_means(before), task_means(after)),
         ("pass@1", pass_rates(before, limit=limit, k=1), pass_rates(after, limit=limit, k=1)),
     ):
         both = sorted(one.keys() & other.keys())
         difference = estimate([other[task] - one[task] for task in both], seed=seed)
-        found[name] = None if difference is None else asdict(difference)
+        result[name] = None if difference is None else asdict(difference)
         if name == "pass@1":
-            found["gained"] = [task for task in both if one[task] < 0.5 <= other[task]]
-            found["lost"] = [task for task in both if other[task] < 0.5 <= one[task]]
-    return found
+            result["gained"] = [task for task in both if one[task] < 0.5 <= other[task]]
+            result["lost"] = [task for task in both if other[task] < 0.5 <= one[task]]
+    return result

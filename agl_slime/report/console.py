@@ -1,4 +1,4 @@
-"""Progress of a run: one line per iteration, and on a terminal a live view of the iteration at hand below them."""
+"""Progress of a run: one line per iteration, and on a terminal a live view of the current iteration below them."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ _PHASE_WORDS = {"collect": "collecting", "train": "training", "sync": "syncing w
 
 
 class ProgressReporter:
-    """Shows the run on ``console``: ``view="auto"`` (and ``web``, whose page is beside it) is the live view where the
-    terminal can show it, else plain lines, with warnings on stderr."""
+    """Shows the run on ``console``. ``view="auto"`` and ``"web"`` give the live view on a terminal that supports it,
+    else plain lines with warnings on stderr."""
 
     def __init__(self, *, console: Console | None = None, view: View = "auto") -> None:
         self._console = self._errors = console or Console()
-        self._lock = threading.Lock()  # the live view draws from a thread of its own
+        self._lock = threading.Lock()  # the live view draws on another thread
         self._warned: set[str] = set()
         self._run = RunStarted()
         self._phase: PhaseStarted | None = None
@@ -56,10 +56,10 @@ class ProgressReporter:
         self._staleness: float | None = None
         self._limit: float | None = None
         self._latest = ""  # the last warning
-        self._reward_sum, self._reward_count = 0.0, 0  # of the training rollouts of the iteration at hand
-        self._reasons: Counter[str] = Counter()  # of the same
+        self._reward_sum, self._reward_count = 0.0, 0  # of the current iteration's training rollouts
+        self._reasons: Counter[str] = Counter()  # of their failures
         self._live: Live | None = None
-        if view == "live" or (view in ("auto", "web") and wants_live(self._console)):
+        if view == "live" or (view in ("auto", "web") and supports_live_view(self._console)):
             self._live = Live(console=self._console, get_renderable=self.render, refresh_per_second=4, transient=True)
         else:
             self._errors = Console(stderr=True)
@@ -74,7 +74,8 @@ class ProgressReporter:
             return
         if isinstance(event, IterationFinished):
             with self._lock:
-                self._took(event)
+                if (seconds := number(event.metrics, m.ITERATION_S)) is not None:
+                    self._seconds.append(seconds)
             line = iteration_line(event, self._run.num_iterations, self._reasons, left_s=self._left(event.iteration))
             _print(line, self._console)
         with self._lock:
@@ -83,7 +84,7 @@ class ProgressReporter:
             if event.output_dir is not None:
                 _print(f"run {event.output_dir}", self._console)
             if self._live is not None:
-                atexit.register(self.close)  # a run that dies without closing its reporters must give the cursor back
+                atexit.register(self.close)  # restores the cursor even if the run crashes
                 self._live.start()
         elif isinstance(event, RunFinished):
             self.close()
@@ -94,7 +95,7 @@ class ProgressReporter:
             atexit.unregister(self.close)
 
     def render(self) -> RenderableType:
-        """The live view as it is now."""
+        """The live view."""
         with self._lock:
             return Group(self._head(), self._reward_line(), self._figures(), *self._foot())
 
@@ -119,18 +120,14 @@ class ProgressReporter:
                 self._best = reward if self._best is None else max(self._best, reward)
             if (val := latest_validation(event.metrics)) is not None:
                 self._val = val
-            self._version = spell_version(event.metrics.get(m.WEIGHTS_VERSION)) or self._version
+            self._version = format_version(event.metrics.get(m.WEIGHTS_VERSION)) or self._version
             self._staleness = number(event.metrics, m.STALENESS_MEAN)
             self._limit = number(event.metrics, m.IN_FLIGHT_LIMIT)
             self._reward_sum, self._reward_count = 0.0, 0
             self._reasons.clear()
 
-    def _took(self, event: IterationFinished) -> None:
-        if (seconds := number(event.metrics, m.ITERATION_S)) is not None:
-            self._seconds.append(seconds)
-
     def _left(self, iteration: int) -> float | None:
-        """Seconds that the iterations after ``iteration`` take, if they take as long as the last ones."""
+        """Estimated seconds for the iterations after ``iteration``, from the last few."""
         if not self._run.num_iterations or not self._seconds:
             return None
         return (self._run.num_iterations - iteration) * sum(self._seconds) / len(self._seconds)
@@ -145,10 +142,10 @@ class ProgressReporter:
             doing.append(f" {self._done}" + (f"/{rollouts}" if rollouts else "") + " rollouts")
         if phase and self._trained:
             left = (time.monotonic() - phase.at) * (1 - self._trained) / self._trained
-            doing.append(f" {self._trained:.0%}, {spell_seconds(max(left, 0.0))} left")
-        spent = spell_seconds(max(time.monotonic() - self._run.at, 0.0))
+            doing.append(f" {self._trained:.0%}, {format_seconds(max(left, 0.0))} left")
+        spent = format_seconds(max(time.monotonic() - self._run.at, 0.0))
         if (run_left := self._left(iteration - 1)) is not None:
-            spent += f", {spell_seconds(run_left)} left"
+            spent += f", {format_seconds(run_left)} left"
         head, wide = Table.grid(padding=(0, 2)), self._console.width >= 110
         head.add_row(
             Text.assemble(("iteration ", "dim"), (f"{iteration}" + (f"/{total}" if total else ""), "bold")),
@@ -168,7 +165,7 @@ class ProgressReporter:
             if value is not None:
                 line.append(f"{label} ", style="dim").append(f"{value:.2f}  ", style=style)
         if self._val is not None:
-            line.append("val ", style="dim").append(f"{self._val.spell(2)}  ")
+            line.append("val ", style="dim").append(f"{self._val.format(2)}  ")
         room = min(self._console.width - len(line), 40)
         return line.append(sparkline([*self._rewards], room) if room > 0 else "", style="green")
 
@@ -183,11 +180,11 @@ class ProgressReporter:
         if self._staleness is not None:
             line.append("staleness ", style="dim").append(f"{self._staleness:.1f}  ")
         if self._reasons:
-            line.append(f"{self._reasons.total()} failed ({spell_reasons(self._reasons)})", style="red")
+            line.append(f"{self._reasons.total()} failed ({format_reasons(self._reasons)})", style="red")
         return line
 
     def _foot(self) -> list[Text]:
-        """The last of the warnings, and what to press or open; a line each, cut at the terminal's edge."""
+        """The last warning, and the keys and commands; a line each, cut at the terminal's edge."""
         lines = []
         if self._warned:
             n = len(self._warned)
@@ -199,12 +196,12 @@ class ProgressReporter:
 
 
 def _print(line: str, console: Console, style: str = "") -> None:
-    # as Text: rich would take parts of it for markup and :names: for emoji
+    # as Text: rich would read markup and :emoji: into it
     console.print(Text(line, style=style), soft_wrap=True)
 
 
-def wants_live(console: Console) -> bool:
-    """A terminal that can move the cursor and show our characters; ``NO_COLOR`` asks for plain output."""
+def supports_live_view(console: Console) -> bool:
+    """Whether the terminal can move the cursor and show the bars' characters; ``NO_COLOR`` asks for plain output."""
     plain = console.is_dumb_terminal or console.no_color
     return console.is_terminal and not plain and console.encoding.lower().startswith("utf")
 
@@ -212,44 +209,43 @@ def wants_live(console: Console) -> bool:
 def iteration_line(
     event: IterationFinished, num_iterations: int | None, reasons: Mapping[str, int], *, left_s: float | None = None
 ) -> str:
-    """The line of one iteration; a part whose metric is absent is left out, and what is left of the run when it is
-    a minute or more."""
+    """The line of one iteration. Parts without a metric are left out; time left is shown from a minute on."""
     keys = (m.REWARD_MEAN, m.COUNT, m.FAILED, m.LOSS, m.TOKENS_PER_S, m.ITERATION_S)
     reward, count, failed, loss, rate, seconds = (number(event.metrics, key) for key in keys)
-    val, why = latest_validation(event.metrics), f": {spell_reasons(reasons)}" if reasons else ""
+    val, why = latest_validation(event.metrics), f": {format_reasons(reasons)}" if reasons else ""
     keys = (m.TRAINER_WAITED, m.ENGINE_WAITED, m.CPU_BUSY)
     trainer, engine, busy = (number(event.metrics, key) for key in keys)
     # an exponent where three decimals would hide the loss
     loss_format = ".3f" if not loss or 0.001 <= abs(loss) < 1000 else ".1e"
     parts = (
         f"iter {event.iteration}" + (f"/{num_iterations}" if num_iterations else ""),
-        f"reward {'-' if reward is None else f'{reward:.2f}'}" + ("" if val is None else f" (val {val.spell(2)})"),
+        f"reward {'-' if reward is None else f'{reward:.2f}'}" + ("" if val is None else f" (val {val.format(2)})"),
         "" if count is None else f"rollouts {count:.0f} ({failed or 0:.0f} failed{why})",
         "" if loss is None else f"loss {loss:{loss_format}}",
         "" if rate is None else f"{rate:.0f} tok/s",
-        "" if seconds is None else spell_seconds(seconds),
-        "" if left_s is None or left_s < 60 else f"{spell_seconds(left_s)} left",
+        "" if seconds is None else format_seconds(seconds),
+        "" if left_s is None or left_s < 60 else f"{format_seconds(left_s)} left",
         "" if trainer is None else f"waited: training {trainer:.0%}, engine {engine or 0:.0%}",
         "" if busy is None else f"CPU {busy:.0%}",
-        spell_version(event.metrics.get(m.WEIGHTS_VERSION)),
+        format_version(event.metrics.get(m.WEIGHTS_VERSION)),
     )
     return "  ".join(part for part in parts if part)
 
 
 def latest_validation(metrics: Mapping[str, Any]) -> Validation | None:
-    """The validation of the iteration: with the weights after it where there is one, else of the start."""
+    """The validation after the iteration, else at the start."""
     return validation_of(metrics) or validation_of(metrics, start=True)
 
 
-def spell_version(version: Any) -> str:
-    """``4``, ``4.0`` and ``"4"`` as ``v4``; any other name as it stands."""
+def format_version(version: Any) -> str:
+    """``4``, ``4.0`` and ``"4"`` as ``v4``; any other name unchanged."""
     if isinstance(version, float) and version.is_integer():
         version = int(version)
     text = "" if version is None else str(version)
     return f"v{text}" if text[:1].isdigit() else text
 
 
-def spell_seconds(seconds: float) -> str:
+def format_seconds(seconds: float) -> str:
     """``0.31 s``, ``12.4 s``, ``3m05s``, ``2h04m``."""
     if seconds < 99.95:
         return f"{seconds:.2f} s" if seconds < 9.995 else f"{seconds:.1f} s"
@@ -257,19 +253,19 @@ def spell_seconds(seconds: float) -> str:
     return f"{whole // 60}m{whole % 60:02d}s" if whole < 3600 else f"{whole // 3600}h{whole % 3600 // 60:02d}m"
 
 
-def spell_reasons(reasons: Mapping[str, int], most: int = 3) -> str:
+def format_reasons(reasons: Mapping[str, int], most: int = 3) -> str:
     """``timeout 2, bad_reward 1``: the most frequent first."""
     ordered = sorted(reasons.items(), key=lambda item: (-item[1], item[0]))
     return ", ".join(f"{reason} {count}" for reason, count in ordered[:most]) + (", ..." if len(ordered) > most else "")
 
 
 def count_reason(counter: Counter[str], reason: str) -> None:
-    """Count a reason; when there are too many different ones, the rest is counted together."""
+    """Count a reason; beyond ``MOST_REASONS`` different ones, further reasons are counted together."""
     counter[reason if reason in counter or len(counter) < MOST_REASONS else OTHER] += 1
 
 
 def sparkline(values: Sequence[float], width: int = 40) -> str:
-    """At most ``width`` bars, means over neighbours, from the lowest to the highest; equal values give half height."""
+    """At most ``width`` bars, each the mean of neighbouring values, scaled from lowest to highest."""
     if len(values) > width:
         edges = [round(index * len(values) / width) for index in range(width + 1)]
         values = [sum(values[start:end]) / (end - start) for start, end in itertools.pairwise(edges)]

@@ -1,4 +1,4 @@
-"""The directory of a run and the JSON in it: a kill leaves it whole, and runs with different settings never mix."""
+"""The directory of a run and its JSON files: they survive a kill, and runs with different settings never mix."""
 
 from __future__ import annotations
 
@@ -24,14 +24,13 @@ from agl_slime.support.net import shown_url
 
 logger = logging.getLogger(__name__)
 
-# Settings that say where or how to start and not what is run; they may differ between a run and its continuation.
-_NOT_COMPARED = frozenset({"output_dir", "overwrite", "resume"})
+# Settings of a start, which may differ when a run is resumed.
+_START_SETTINGS = frozenset({"output_dir", "overwrite", "resume"})
 _SECRET = re.compile(r"(^|[_-])(api_?key|auth_?token|access_?token|bearer|password|secret)$|^token$", re.IGNORECASE)
 
 
 def jsonable(value: Any) -> Any:
-    """``value`` as what JSON can hold: NaN and infinity become None, scalars of numpy and torch numbers, and what is
-    not known text."""
+    """``value`` as JSON types: NaN and infinity become None, scalars of numpy and torch numbers, unknown types text."""
     return to_jsonable_python(value, inf_nan_mode="null", bytes_mode="base64", fallback=_plain)
 
 
@@ -48,7 +47,7 @@ def dump(value: Any, indent: int | None = None) -> bytes:
 
 
 def read_object(path: Path) -> dict[str, Any] | None:
-    """The JSON object in the file; ``None`` when it is not there or holds none."""
+    """The JSON object in the file; ``None`` without a file or an object."""
     try:
         return records.read_object(path)
     except ValueError:
@@ -56,12 +55,12 @@ def read_object(path: Path) -> dict[str, Any] | None:
 
 
 def iter_jsonl(path: str | os.PathLike[str]) -> Iterator[dict[str, Any]]:
-    """The records of the file in order. Damaged lines are left out with a warning, and so is what follows the last
-    line's end: a kill has torn it. Raises ``ConfigError`` where there is no such file."""
+    """The records of the file in order. Damaged lines are left out with a warning; a last line without an end, which a
+    kill cut short, is left out. Raises ``ConfigError`` for a missing file."""
     damaged: list[records.Line] = []
     try:
         for line in records.read_lines(Path(path)):
-            if line.wrong:
+            if line.error:
                 damaged.append(line)
             else:
                 yield line.record
@@ -70,22 +69,21 @@ def iter_jsonl(path: str | os.PathLike[str]) -> Iterator[dict[str, Any]]:
     if damaged:
         first, n = damaged[0], len(damaged)
         logger.warning(
-            "%d damaged lines of %s are left out; line %d %s.", n, os.fspath(path), first.number, first.wrong
+            "%d damaged lines of %s are left out; line %d %s.", n, os.fspath(path), first.number, first.error
         )
 
 
 def size_of(iteration: int, lines: Sequence[Mapping[str, Any]]) -> int:
-    """The bytes that ``IterationFile.append`` writes, at most."""
+    """Upper bound of the bytes that ``IterationFile.append`` writes."""
     return sum(len(dump({"iteration": iteration, **record})) + len(', "crc": 4294967295') for record in lines)
 
 
 class IterationFile:
-    """Appends records that belong to an iteration, as JSON lines. An append removes no record: it raises ``ValueError``
-    for an iteration that is not after the last one of the file, see ``cut``. Nothing is touched before the first
-    ``append``; that one replaces a line that a kill has torn at the end.
+    """Appends records of iterations as JSON lines. Appending never cuts: an iteration at or before the file's last one
+    raises ``ValueError`` (see ``cut``). The first ``append`` opens the file, and replaces an incomplete last line.
 
-    Each line ends with ``crc``, the CRC-32 of all before it, in the line and in the file: a line that is changed, moved
-    or missing is found (``agl-slime audit``)."""
+    Each line ends with ``crc``, the CRC-32 of all bytes before it in the file, by which ``agl-slime audit`` finds lines
+    that were changed, moved or removed."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
@@ -94,7 +92,7 @@ class IterationFile:
         self._crc = 0
 
     def append(self, iteration: int, lines: Sequence[Mapping[str, Any]]) -> None:
-        """Write the records, each with ``iteration`` first, and hand them to the operating system before returning."""
+        """Write the records, each with ``iteration`` first, and flush them to the operating system."""
         with naming_full_disk(self.path):
             if self._file is None:
                 self._file = self._open()
@@ -112,8 +110,8 @@ class IterationFile:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self._last, self._crc, end = -math.inf, 0, 0
         for line in records.read_lines(self.path) if self.path.exists() else ():
-            end = line.at + line.size
-            if not line.wrong:
+            end = line.offset + line.size
+            if not line.error:
                 self._crc, self._last = line.crc, max(self._last, line.record["iteration"])
         file = self.path.open("ab")
         file.truncate(end)
@@ -126,87 +124,84 @@ class IterationFile:
 
 
 def cut(iteration: int, *paths: Path) -> None:
-    """Remove the lines of later iterations than ``iteration`` from files that ``IterationFile`` wrote, for a run
-    that is resumed after it; earlier lines stay as they are, and so do those that are damaged among them."""
+    """Remove the lines of iterations after ``iteration`` from files of ``IterationFile``, for a run that resumes there.
+    Earlier lines stay as they are, damaged ones included."""
     ends = {path: _end_of(iteration, path) for path in paths if path.is_file()}
-    for path, end in ends.items():  # nothing slow in here: a kill between two of them leaves files that do not agree
+    for path, end in ends.items():  # nothing slow in here: a kill between two of them leaves inconsistent files
         os.truncate(path, end)
 
 
 def _end_of(iteration: int, path: Path) -> int:
     end = 0
     for line in records.read_lines(path):
-        if not line.wrong:
+        if not line.error:
             if line.record["iteration"] > iteration:
                 break
-            end = line.at + line.size
+            end = line.offset + line.size
     return end
 
 
 class RunDir:
-    """The paths of a run. ``changed`` names the settings that differ from those of the run that was resumed."""
+    """The paths of a run. ``changed`` names the settings that differ from the resumed run's."""
 
     def __init__(self, path: Path, changed: tuple[str, ...] = ()) -> None:
         self.path = path
         self.changed = changed
         self.config = path / "config.json"
         self.metrics = path / "metrics.jsonl"
-        self.plot = path / "reward.png"
         self.tensorboard = path / "tensorboard"
-        self.transcripts = path / "transcripts"
         self.summary = path / "summary.json"
         self.groups = path / "groups.jsonl"
-        """Every group with what became of its rollouts."""
+        """Every group with the outcomes of its rollouts."""
         self.rollouts = path / "rollouts.jsonl"
-        """The rollouts that are kept whole."""
+        """Kept rollouts, token by token."""
         self.environment = path / "environment"
-        """What an environment's own framework has recorded of a rollout, by its id."""
+        """Records of an environment's own framework, by rollout id."""
         self.alive = path / "running.json"
-        """Which process writes here; gone when the run has ended."""
+        """The process that writes here; removed when the run ends."""
         self.trackers = path / "trackers.json"
-        """The ids that trackers know the run by."""
+        """The run's ids in its trackers."""
         self.sglang_log = path / "sglang.log"
-        """What the SGLang wrote that the run started."""
+        """The log of the SGLang that the run started."""
         self.controller_log = path / "controller.log"
-        """What the controller of Agent Lightning 1.0 and its agents wrote."""
+        """The log of Agent Lightning 1.0's controller and its agents."""
         self.trained = path / "trained.jsonl"
-        """Which instances and rollouts each iteration trained on."""
+        """The tasks and rollouts that each iteration trained on."""
         self.start = path / "start.json"
-        """What the run began with and its settings do not say: the model, and how many tasks were held out."""
+        """The initial model and the number of held-out tasks, which the settings do not have."""
         self.ledger = path / "ledger.sqlite"
         self.checkpoints = path / "checkpoints"
         self.model = path / "model"
         """The newest weights as a Hugging Face directory."""
         self.best_model = path / "model-best"
-        """Those of the best validation, with ``--keep-best``."""
-        reports = (self.metrics, self.plot, self.summary, self.tensorboard, self.transcripts, self.trained)
-        reports += (self.start, self.groups, self.rollouts, self.alive, self.trackers, self.controller_log)
+        """The weights of the best validation, with ``--keep-best``."""
+        reports = (self.metrics, self.summary, self.tensorboard, self.trained, self.start, self.groups)
+        reports += (self.rollouts, self.alive, self.trackers, self.controller_log)
         database = (self.ledger.with_name(self.ledger.name + suffix) for suffix in ("", "-wal", "-shm"))
         self.reports = (*reports, self.checkpoints, self.model, self.best_model, *database)
-        """What a run with ``--overwrite`` replaces. The engine's log is appended to, also by a start that fails."""
+        """The files that ``--overwrite`` replaces. The engine's log is appended to, also by a failing start."""
 
     @property
     def has_begun(self) -> bool:
-        """Whether a run has left more here than its settings."""
+        """Whether the directory has more of a run than its settings."""
         return any(path.exists() for path in self.reports if path not in (self.start, self.alive))
 
     def rewind(self, iteration: int) -> set[str]:
-        """The run is resumed after ``iteration``: what its files say of later ones goes, and how it ended. Returns the
-        tasks whose groups they have."""
+        """Remove the records of iterations after ``iteration``, and the summary. Returns the tasks of the groups that
+        are left."""
         self.summary.unlink(missing_ok=True)
-        transcripts = self.transcripts / "transcripts.jsonl"
-        cut(iteration, self.metrics, self.trained, self.groups, self.rollouts, transcripts)
+        cut(iteration, self.metrics, self.trained, self.groups, self.rollouts)
         lines = iter_jsonl(self.groups) if self.groups.is_file() else ()
         return {str(line["instance_id"]) for line in lines}
 
     def settings(self) -> dict[str, Any] | None:
-        """What ``config.json`` holds; ``None`` when it is not there or no JSON object."""
+        """The content of ``config.json``; ``None`` without a file or a JSON object."""
         return read_object(self.config)
 
 
 @dataclass
 class PendingRun:
-    """A run that may begin in its directory: nothing is written there before ``begin``."""
+    """A run that may begin in its directory; ``begin`` writes its first files."""
 
     run: RunDir
     settings: dict[str, Any]
@@ -214,8 +209,8 @@ class PendingRun:
     begun: bool = False
 
     def begin(self, start: Mapping[str, Any] | None = None) -> None:
-        """Write ``config.json``, and ``start`` as ``start.json``, in the place of what an earlier run has left where
-        this one ``replaces`` it."""
+        """Remove the files of the run that this one ``replaces``; write ``config.json``, and ``start`` to
+        ``start.json``."""
         run, self.begun = self.run, True
         try:
             run.path.mkdir(parents=True, exist_ok=True)
@@ -239,31 +234,30 @@ def check_run_dir(
     overwrite: bool = False,
     fixed: Collection[str] = (),
 ) -> PendingRun:
-    """The run with these ``settings`` (a mapping or a dataclass) in the directory ``path``. Raises ``ConfigError``
-    where it may not begin.
+    """The run with these ``settings`` (a mapping or a dataclass) in the directory ``path``. Raises ``ConfigError`` if
+    it may not begin.
 
-    A directory that holds a run is refused, unless ``resume`` continues that run (its files are kept) or ``overwrite``
-    replaces it: its reports, checkpoints and ledger are removed, nothing else in the directory. A continuation with
-    other values of the ``fixed`` settings is refused. Values of settings named like a password or an API key are not
-    written, nor are passwords in addresses.
+    The directory of another run is refused, unless ``resume`` continues that run or ``overwrite`` replaces it: then its
+    reports, checkpoints and ledger are removed, and no other file. ``fixed`` settings may not change on a resume.
+    Passwords and API keys, by the setting's name or in an address, are not written.
     """
     wanted = json.loads(dump(settings), object_hook=_redact)
     run = RunDir(Path(path))
     _refuse_file(run.path)
     fix = "choose another --output-dir, or replace what is there with --overwrite"
     if run.config.exists():
-        known = run.settings()
-        if known is None and not overwrite:
+        previous = run.settings()
+        if previous is None and not overwrite:
             raise ConfigError(f"{run.config} is not a JSON object; {fix}")
-        changed = _differences(known or {}, wanted)
+        changed = _differences(previous or {}, wanted)
         if (changed or run.has_begun) and not (resume or overwrite):
             some = ", ".join(changed[:5]) + (", ..." if len(changed) > 5 else "")
             which = f"a run with other settings ({some})" if changed else "this run already"
-            fix = "go on with it with --resume, replace it with --overwrite, or choose another --output-dir"
+            fix = "continue it with --resume, replace it with --overwrite, or choose another --output-dir"
             raise ConfigError(f"output directory {run.path} holds {which}: {fix}")
         if resume and (must := next((name for name in changed if name in fixed), None)):
-            began, now = (known or {}).get(must), wanted.get(must)
-            raise ConfigError(f"the run in {run.path} began with {must} {began!r}, not {now!r}: resume it with that")
+            before, now = (previous or {}).get(must), wanted.get(must)
+            raise ConfigError(f"the run in {run.path} began with {must} {before!r}, not {now!r}: resume it with that")
         run.changed = changed if resume else ()
     elif resume:
         raise ConfigError(f"output directory {run.path} holds no run to resume ({run.config.name} is missing)")
@@ -281,7 +275,7 @@ def open_run_dir(
     root: str | os.PathLike[str] = "runs",
     **how: Any,
 ) -> RunDir:
-    """The directory of a run that begins now, with its ``config.json``: see ``check_run_dir``, which takes the rest.
+    """The directory of a run that begins now, with its ``config.json``; further arguments go to ``check_run_dir``.
     ``path=None`` makes a new ``<root>/<time>-<agent>``."""
     pending = check_run_dir(new_run_dir(agent, root) if path is None else path, settings=settings, **how)
     pending.begin()
@@ -289,30 +283,32 @@ def open_run_dir(
 
 
 def _differences(old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = "") -> tuple[str, ...]:
-    """The settings that differ, nested ones with dots, in alphabetical order."""
-    found: list[str] = []
-    for key in sorted({*old, *new} - (_NOT_COMPARED if not prefix else frozenset())):
+    """The names of settings that differ, nested ones with dots, in alphabetical order."""
+    names: list[str] = []
+    for key in sorted({*old, *new} - (_START_SETTINGS if not prefix else frozenset())):
         left, right = old.get(key), new.get(key)
         if isinstance(left, Mapping) and isinstance(right, Mapping):
-            found += _differences(left, right, f"{prefix}{key}.")
+            names += _differences(left, right, f"{prefix}{key}.")
         elif left != right:
-            found.append(f"{prefix}{key}")
-    return tuple(found)
+            names.append(f"{prefix}{key}")
+    return tuple(names)
 
 
 def _redact(settings: dict[str, Any]) -> dict[str, Any]:
-    return {key: "(not written)" if value and _SECRET.search(key) else _shown(value) for key, value in settings.items()}
+    return {
+        key: "(not written)" if value and _SECRET.search(key) else _without_passwords(value)
+        for key, value in settings.items()
+    }
 
 
-def _shown(value: Any) -> Any:
-    """Without the passwords of addresses."""
+def _without_passwords(value: Any) -> Any:
     if isinstance(value, list):
-        return [_shown(one) for one in value]
+        return [_without_passwords(one) for one in value]
     return shown_url(value) if isinstance(value, str) and "://" in value else value
 
 
 def make_directories(path: Path) -> list[Path]:
-    """Make the directory of a run where it is missing; returns what was made, the innermost first."""
+    """Make the directory of a run if it is missing; returns the directories made, innermost first."""
     _refuse_file(path)
     try:
         missing = [one for one in (path, *path.parents) if not one.exists()]
@@ -328,7 +324,7 @@ def _refuse_file(path: Path) -> None:
 
 
 def new_run_dir(agent: str, root: str | os.PathLike[str] = "runs") -> Path:
-    """Make an empty directory that is named by the time and the agent."""
+    """Make an empty directory named by the time and the agent."""
     name = re.sub(r"[^A-Za-z0-9_.-]+", "-", agent.rpartition(":")[2]).strip("-.") or "agent"
     stem = f"{time.strftime('%Y%m%d-%H%M%S')}-{name}"
     path, number = Path(root) / stem, 1

@@ -19,29 +19,28 @@ _NO_TENSORBOARD = 'TensorBoard is not installed; pip install "agl-slime[report]"
 
 
 def number(metrics: Mapping[str, Any], key: str) -> float | None:
-    """The metric as a finite number, or None when it is absent, text or not finite."""
+    """The metric as a finite number; None for other values."""
     value = jsonable(metrics.get(key))
     return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
 
 
 @dataclass(frozen=True)
 class Validation:
-    """A validation as metrics tell it: ``mean`` is over the ``rewarded`` ones of its ``count`` rollouts, of which older
-    files say nothing."""
+    """A validation: ``mean`` over the ``rewarded`` of its ``count`` rollouts; both counts are None in older files."""
 
     mean: float | None
     interval: tuple[float, float] | None
     rewarded: int | None
     count: int | None
 
-    def spell(self, digits: int) -> str:
-        """``0.44``, or where rollouts failed ``0.44 of 15/16``."""
+    def format(self, digits: int) -> str:
+        """``0.44``, or ``0.44 of 15/16`` if a rollout failed."""
         text = "-" if self.mean is None else f"{self.mean:.{digits}f}"
         return text if self.rewarded == self.count else f"{text} of {self.rewarded}/{self.count}"
 
 
 def validation_of(metrics: Mapping[str, Any], *, start: bool = False) -> Validation | None:
-    """The validation with the weights after an iteration, or before the first one; ``None`` where there was none."""
+    """The validation after the iteration, or at the start; ``None`` without one."""
     names = (m.VAL_START_REWARD_MEAN, *m.VAL_START_INTERVAL, m.VAL_START_COUNT, m.VAL_START_FAILED)
     if not start:
         names = (m.VAL_REWARD_MEAN, *m.VAL_INTERVAL, m.VAL_COUNT, m.VAL_FAILED)
@@ -59,10 +58,8 @@ def read_metrics(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
 
 
 class MetricsWriter:
-    """Writes ``metrics.jsonl``, each iteration flushed as it ends; required metrics that are missing are null.
-
-    ``warn(text, key)`` is told of values that are not finite; they are written as null.
-    """
+    """Writes ``metrics.jsonl``, flushed after each iteration. Missing required metrics and values that are not finite
+    are null; ``warn(text, key)`` is called for the latter."""
 
     note = "no iteration was finished"
 
@@ -79,8 +76,8 @@ class MetricsWriter:
         self._file.append(event.iteration, [record])
         for key, value in given.items():
             if record[key] is None and value is not None:
-                what = "NaN" if value != value else "infinite"
-                text = f"{key} is {what} in iteration {event.iteration}; metrics.jsonl has null there."
+                kind = "NaN" if value != value else "infinite"
+                text = f"{key} is {kind} in iteration {event.iteration}; metrics.jsonl has null there."
                 self._warn(text, f"not_finite:{key}")
 
     def close(self) -> None:
@@ -88,8 +85,8 @@ class MetricsWriter:
 
 
 class TensorBoardWriter:
-    """One scalar per metric and iteration, through TensorBoard's own writer, which needs neither torch nor TensorFlow.
-    It takes 0.3 s to import and is loaded at the first iteration; without it nothing is written."""
+    """One scalar per metric and iteration, through TensorBoard's own writer, which needs neither torch nor TensorFlow
+    and is imported (0.3 s) at the first iteration. Without TensorBoard nothing is written."""
 
     def __init__(self, directory: str | os.PathLike[str]) -> None:
         self.path = Path(directory)
@@ -108,7 +105,7 @@ class TensorBoardWriter:
         if self._writer is None:
             self.path.mkdir(parents=True, exist_ok=True)
             self._writer = EventFileWriter(str(self.path))
-            # a resumed run writes iterations again: from this step on, the points of the interrupted one are discarded
+            # of a resumed run: discards the points of the interrupted run from this step on
             start = proto.SessionLog(status=proto.SessionLog.START)
             self._writer.add_event(proto.Event(step=event.iteration, wall_time=time.time(), session_log=start))
         scalars = {key: number(event.metrics, key) for key in event.metrics if key != "iteration"}

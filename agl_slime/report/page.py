@@ -1,7 +1,7 @@
-"""``report.html``: the page and what it shows in one file that needs no network.
+"""``report.html``: the page and its data in one file that needs no network.
 
-What a model wrote is data and never markup: it stands in ``<script type="application/json">`` blocks, and the page's
-own code puts it into text nodes only. The content security policy lets nothing run but that code, named by its hash.
+Model output is data, never markup: it is stored in ``<script type="application/json">`` blocks, and the page's code
+puts it into text nodes only. The content security policy allows that code alone, by its hash.
 """
 
 from __future__ import annotations
@@ -18,45 +18,48 @@ from typing import Any
 
 from agl_slime.audit.records import parse
 from agl_slime.report.alarms import find_alarms
-from agl_slime.report.read import RunReader, columns, find_runs, group_columns, unparsed
-from agl_slime.report.transcripts import shortened
+from agl_slime.report.read import RunReader, columns, dump_json, find_runs, group_columns
 from agl_slime.support.files import write_file
 
 SCRIPTS = ("base", "model", "charts", "trend", "step", "rollouts", "rollout", "tokens", "alarms", "main")
 MOST_BYTES = 9_500_000  # of the file
-MOST_CHARACTERS = 50_000  # of one text in the file
+MOST_CHARACTERS = 50_000  # of a text in it
 _THINNED = f"Groups of some iterations are left out of this file to keep it under {MOST_BYTES / 1e6:g} MB."
-_PACKED = re.compile(r"[A-Za-z0-9+/]+=*")  # arrays of single tokens
+_PACKED = re.compile(r"[A-Za-z0-9+/]+=*")  # arrays, see agl_slime.report.rollouts.pack
 _NOT_IN_HTML = {ord("<"): "\\u003c", ord(">"): "\\u003e", ord("&"): "\\u0026", 0x2028: "\\u2028", 0x2029: "\\u2029"}
 
 
 @cache
 def assets() -> tuple[str, str, str]:
-    """Page, styles and code; the code is one script, so that nothing in it is global."""
+    """Page, styles and code; the code is one function, so that its names are not global."""
     folder = files("agl_slime.report") / "web"
     read = {name: (folder / name).read_text(encoding="utf-8") for name in ("page.html", "uplot.css", "page.css")}
     license_text = (folder / "uplot.LICENSE").read_text(encoding="utf-8").replace("*/", "")
     chart = f"/* uPlot\n{license_text}*/\n" + (folder / "uplot.js").read_text(encoding="utf-8")
-    own = "\n".join((folder / f"{name}.js").read_text(encoding="utf-8") for name in SCRIPTS)
-    return read["page.html"], read["uplot.css"] + read["page.css"], f'{chart}\n(() => {{\n"use strict";\n{own}\n}})();'
+    main = "\n".join((folder / f"{name}.js").read_text(encoding="utf-8") for name in SCRIPTS)
+    return (
+        read["page.html"],
+        read["uplot.css"] + read["page.css"],
+        f'{chart}\n(() => {{\n"use strict";\n{main}\n}})();',
+    )
 
 
 def policy(*, live: bool) -> str:
-    """The content security policy; a ``live`` page may ask its own server."""
+    """The content security policy; a ``live`` page may send requests to its own server."""
     _, styles, code = assets()
     hashes = [base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() for text in (code, styles)]
     rules = f"default-src 'none'; script-src 'sha256-{hashes[0]}'; style-src 'sha256-{hashes[1]}'; img-src data:; "
     return rules + ("connect-src 'self'; " if live else "") + "base-uri 'none'; form-action 'none'"
 
 
-def embedded(value: Any) -> str:
-    """JSON that can stand in a script element."""
-    return unparsed(value).decode("utf-8").translate(_NOT_IN_HTML)
+def script_json(value: Any) -> str:
+    """JSON for a script element."""
+    return dump_json(value).decode("utf-8").translate(_NOT_IN_HTML)
 
 
 def page(blocks: Iterable[tuple[str, str]] = (), *, title: str, live: bool, follow: bool = False) -> str:
-    """The page with blocks of data, each an id and JSON that ``embedded`` made; a ``live`` one asks its server for
-    them, and one that is to ``follow`` is told what is new."""
+    """The page with blocks of data: ids, and JSON by ``script_json``. A ``live`` page requests data from its server;
+    ``follow`` adds updates."""
     template, styles, code = assets()
     data = "\n".join(f'<script type="application/json" id="{name}">{text}</script>' for name, text in blocks)
     parts = {
@@ -70,68 +73,68 @@ def page(blocks: Iterable[tuple[str, str]] = (), *, title: str, live: bool, foll
 
 
 def run_data(reader: RunReader) -> dict[str, Any] | None:
-    """What is new of a run, with its alarms."""
-    if (told := reader.update()) is not None:
-        told["alarms"] = [alarm.told() for alarm in find_alarms(reader.metrics, reader.groups)]
-    return told
+    """The news of a run (``RunReader.update``) with all its alarms."""
+    if (news := reader.update()) is not None:
+        news["alarms"] = [alarm.as_dict() for alarm in find_alarms(reader.metrics, reader.groups)]
+    return news
 
 
 def write_report(paths: Sequence[Path], output: Path | None = None, *, tokenizer: Path | None = None) -> Path:
-    """Write the page of the runs at or below ``paths``; returns where it is: by default ``report.html`` in the first of
-    them. ``tokenizer`` as in ``RunReader``."""
+    """Write the page of the runs at or below ``paths`` and return its path, by default ``report.html`` in the first of
+    ``paths``. ``tokenizer`` as in ``RunReader``."""
     readers = [RunReader(path, tokenizer=tokenizer) for given in paths for path in find_runs(given)]
     target = output or paths[0] / "report.html"
     runs = [run_data(reader) or {} for reader in readers]
     most = MOST_BYTES - len(page(title="", live=False).encode())
     thinned = _thin(readers, runs, most)
-    room = most - sum(len(embedded(run).encode()) for run in runs)
+    budget = most - sum(len(script_json(run).encode()) for run in runs)
     blocks: list[tuple[str, str]] = []
     for number, (reader, run) in enumerate(zip(readers, runs, strict=True)):
-        chosen, left_out = _choose(reader, room // len(readers))
+        chosen, left_out = _choose(reader, budget // len(readers))
         blocks += [(f"r{number}-{place}", text) for place, text in enumerate(chosen.values())]
         run["blocks"] = {rollout_id: f"r{number}-{place}" for place, rollout_id in enumerate(chosen)}
         run["left_out"] = " ".join(filter(None, (thinned, left_out)))
-    blocks.insert(0, ("runs-data", embedded(runs)))
+    blocks.insert(0, ("runs-data", script_json(runs)))
     title = ", ".join(run["name"] for run in runs[:3]) + (" …" if len(runs) > 3 else "")
     write_file(target, page(blocks, title=title, live=False), durable=False)
     return target
 
 
 def _thin(readers: Sequence[RunReader], runs: list[dict[str, Any]], most: int) -> str:
-    """Leave out groups, and metrics if that is not enough, of ever more iterations until ``runs`` fit into ``most``
-    bytes, and say so."""
-    for what in ("groups", "metrics"):
+    """Drop groups, then metrics, of more and more iterations until ``runs`` fit into ``most`` bytes; returns a sentence
+    about it."""
+    for table in ("groups", "metrics"):
         for stride in (2**power for power in range(1, 31)):
-            if sum(len(embedded(run).encode()) for run in runs) <= most:
-                return "" if what == "groups" and stride == 2 else _THINNED
+            if sum(len(script_json(run).encode()) for run in runs) <= most:
+                return "" if table == "groups" and stride == 2 else _THINNED
             for reader, run in zip(readers, runs, strict=True):
-                rows = [row for row in getattr(reader, what) if row["iteration"] % stride == 0]
-                run |= group_columns(rows, reader.kept) if what == "groups" else {"metrics": columns(rows)}
-            if not any(row["iteration"] % stride == 0 for reader in readers for row in getattr(reader, what)):
+                rows = [row for row in getattr(reader, table) if row["iteration"] % stride == 0]
+                run |= group_columns(rows, reader.kept) if table == "groups" else {"metrics": columns(rows)}
+            if not any(row["iteration"] % stride == 0 for reader in readers for row in getattr(reader, table)):
                 break
     return _THINNED
 
 
-def _choose(reader: RunReader, room: int) -> tuple[dict[str, str], str]:
-    """Kept rollouts that fit into ``room`` bytes, from iterations all over the run, and a sentence about the rest."""
+def _choose(reader: RunReader, budget: int) -> tuple[dict[str, str], str]:
+    """Kept rollouts that fit into ``budget`` bytes, spread over all iterations, and a sentence about the rest."""
     by_iteration: dict[int, list[str]] = {}
     for rollout_id, (iteration, _, _) in reader.kept.items():
         by_iteration.setdefault(iteration, []).append(rollout_id)
     total = sum(size for _, _, size in reader.kept.values())
     order, stride = list(by_iteration), 1
-    while total / stride > room and stride < len(order):
+    while total / stride > budget and stride < len(order):
         stride *= 2
     chosen: dict[str, str] = {}
-    for first in range(stride):  # those that are spread widest come first
+    for first in range(stride):
         for iteration in order[first::stride]:
             for rollout_id in by_iteration[iteration]:
                 line = reader.rollout(rollout_id)
-                text = embedded(shortened(parse(line), MOST_CHARACTERS, whole=_PACKED)) if line is not None else ""
-                if line is None or (size := len(text.encode()) + 100) > room:
+                text = script_json(cut_texts(parse(line))) if line is not None else ""
+                if line is None or (size := len(text.encode()) + 100) > budget:
                     continue
-                room -= size
+                budget -= size
                 chosen[rollout_id] = text
-        if room < 20_000:
+        if budget < 20_000:
             break
     missing = len(reader.kept) - len(chosen)
     if not missing:
@@ -141,3 +144,15 @@ def _choose(reader: RunReader, room: int) -> tuple[dict[str, str], str]:
         f"{missing} of {len(reader.kept)} kept rollouts are left out of this file {why}; "
         "`agl-slime view` shows them all, and rollouts.jsonl has them."
     )
+
+
+def cut_texts(value: Any) -> Any:
+    """``value`` with long texts cut in their middle; packed arrays stay whole."""
+    if isinstance(value, dict):
+        return {key: cut_texts(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [cut_texts(item) for item in value]
+    if not isinstance(value, str) or len(value) <= MOST_CHARACTERS or _PACKED.fullmatch(value):
+        return value
+    half = MOST_CHARACTERS // 2
+    return f"{value[:half]}\n… {len(value) - 2 * half} characters left out …\n{value[-half:]}"

@@ -1,4 +1,4 @@
-"""A run directory as the page reads it, all at once or as it grows; damage is told and not raised."""
+"""A run directory as data for the page, all at once or incrementally; damage is reported, not raised."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from agl_slime.audit.records import Line, read_lines
 from agl_slime.errors import ConfigError
 from agl_slime.report.files import RunDir
 from agl_slime.report.slime_runs import SlimeRun, dump_files
-from agl_slime.report.state import state_of
+from agl_slime.report.state import read_state
 
-_OF_GROUP = ("iteration", "collected", "group_id", "instance_id", "source", "ready", "code", "reason")
-_OF_MEMBER = {"rollouts": "id", "rewards": "reward", "outcomes": "outcome", "reasons": "why", "tokens": "tokens"}
-_OF_MEMBER |= {"turns": "turns", "samples": "samples"}
+_GROUP_FIELDS = ("iteration", "collected", "group_id", "instance_id", "source", "ready", "code", "reason")
+_MEMBER_FIELDS = {"rollouts": "id", "rewards": "reward", "outcomes": "outcome", "reasons": "why", "tokens": "tokens"}
+_MEMBER_FIELDS |= {"turns": "turns", "samples": "samples"}
 
 
-def unparsed(value: Any) -> bytes:
-    """``value`` as JSON, lone surrogates as their escapes."""
+def dump_json(value: Any) -> bytes:
+    """``value`` as JSON; lone surrogates become escapes."""
     try:
         return orjson.dumps(value)
     except TypeError:
@@ -31,9 +31,8 @@ def unparsed(value: Any) -> bytes:
 
 
 class Tail:
-    """The records of a JSON-lines file, those that are new at each ``read``. ``replaced``: the file is another one than
-    at the read before, and its records were read from the start; ``bad`` are numbers of lines that are damaged,
-    ``unreadable`` says why there is nothing to read at all."""
+    """New records of a JSON-lines file at each ``read``. ``replaced``: the file is another one than at the last read,
+    and was read from its start. ``bad``: numbers of damaged lines. ``unreadable``: why nothing could be read."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -43,34 +42,33 @@ class Tail:
         self._end = self._lines = 0
 
     def read(self) -> list[Line]:
-        """New whole records. What follows the last line's end is not read: it is being written, or was torn by a
-        kill."""
+        """New complete records; a last line without an end is left for the next read."""
         lines: list[Line] = []
         self.unreadable, self.replaced = "", False
         try:
-            about = self.path.stat()
-            identity = about.st_dev, about.st_ino
-            self._start_anew(bool(self._end) and (identity != self._file or about.st_size < self._end))
+            stat = self.path.stat()
+            identity = stat.st_dev, stat.st_ino
+            self._restart(bool(self._end) and (identity != self._file or stat.st_size < self._end))
             self._file = identity
-            lines = list(read_lines(self.path, at=self._end, number=self._lines))
+            lines = list(read_lines(self.path, offset=self._end, number=self._lines))
         except FileNotFoundError:
-            self._start_anew(bool(self._end))
+            self._restart(bool(self._end))
         except (OSError, ValueError) as error:
             self.unreadable = error.strerror or "" if isinstance(error, OSError) else str(error)
         if lines:
-            self._end, self._lines = lines[-1].at + lines[-1].size, lines[-1].number
-            self.bad += [line.number for line in lines if line.wrong]
-        return [line for line in lines if not line.wrong]
+            self._end, self._lines = lines[-1].offset + lines[-1].size, lines[-1].number
+            self.bad += [line.number for line in lines if line.error]
+        return [line for line in lines if not line.error]
 
-    def _start_anew(self, replaced: bool) -> None:
+    def _restart(self, replaced: bool) -> None:
         self.replaced = replaced
         if replaced:
             self._end, self._lines, self.bad = 0, 0, []
 
 
 class RunReader:
-    """What the page shows of one run, ours or slime's own. ``update`` gives what is new since the last one.
-    ``tokenizer`` is for a run of slime's: a directory with a ``tokenizer.json``."""
+    """The data of one run, of this package or of slime's own loop, for the page. ``update`` returns the news since the
+    last call. ``tokenizer``: for slime's own runs, a directory with a ``tokenizer.json``."""
 
     def __init__(self, path: str | os.PathLike[str], *, tokenizer: Path | None = None) -> None:
         self.path = Path(path)
@@ -81,36 +79,39 @@ class RunReader:
         self.metrics: list[dict[str, Any]] = []
         self.groups: list[dict[str, Any]] = []
         self.kept: dict[str, tuple[int, int, int]] = {}
-        """Of each kept rollout its iteration, and first byte and length of its line in ``rollouts.jsonl``."""
+        """Kept rollouts by id: iteration, and offset and length of the line in ``rollouts.jsonl``."""
         self._tails = {name: Tail(getattr(self.run, name)) for name in ("metrics", "groups", "rollouts")}
-        self._told: Any = None
+        self._last_status: Any = None
         self._rewritten = 0
 
     def update(self) -> dict[str, Any] | None:
-        """What the page has to be told, ``None`` when nothing is new: see ``agl_slime/report/web/model.js``. With
-        ``reset`` it replaces all that was told before."""
+        """The news for the page (see ``agl_slime/report/web/model.js``); ``None`` without any. With ``reset`` it
+        replaces all earlier news."""
         replaced = False
         if self._slime is not None:
             self._slime.update()
             replaced, self._rewritten = self._slime.rewritten != self._rewritten, self._slime.rewritten
         read = {name: tail.read() for name, tail in self._tails.items()}
         replaced = replaced or any(tail.replaced for tail in self._tails.values())
-        reset = self._told is None or replaced
+        reset = self._last_status is None or replaced
         if replaced:  # a resumed run has replaced iterations
             self._tails = {name: Tail(tail.path) for name, tail in self._tails.items()}
             self.metrics, self.groups, self.kept = [], [], {}
             read = {name: tail.read() for name, tail in self._tails.items()}
         metrics, groups = ([line.record for line in read[name]] for name in ("metrics", "groups"))
-        kept = {str(at.record.get("rollout_id")): (at.record["iteration"], at.at, at.size) for at in read["rollouts"]}
+        kept = {
+            str(line.record.get("rollout_id")): (line.record["iteration"], line.offset, line.size)
+            for line in read["rollouts"]
+        }
         self.metrics += metrics
         self.groups += groups
         self.kept |= kept
-        state, damage = state_of(self.run), self.damage()
+        state, damage = read_state(self.run), self.damage()
         absent = [] if self._slime is None else self._slime.absent()
-        told = (state, damage, absent, self.run.summary.exists())
-        if not reset and told == self._told and not (metrics or groups or kept):
+        status = (state, damage, absent, self.run.summary.exists())
+        if not reset and status == self._last_status and not (metrics or groups or kept):
             return None
-        self._told = told
+        self._last_status = status
         return {
             "name": self.path.resolve().name,
             "reset": reset,
@@ -124,21 +125,21 @@ class RunReader:
         }
 
     def damage(self) -> list[str]:
-        """Sentences about files that are not as the package writes them."""
-        found = []
+        """Sentences about missing, unreadable and damaged files."""
+        sentences = []
         if self._slime is not None:
-            found += self._slime.damage()
+            sentences += self._slime.damage()
         elif not self.run.config.exists():
-            found.append("config.json is missing: the settings of this run are not known.")
+            sentences.append("config.json is missing: the settings of this run are unknown.")
         elif self.run.settings() is None:
-            found.append("config.json is not a JSON object: the settings of this run are not known.")
+            sentences.append("config.json is not a JSON object: the settings of this run are unknown.")
         for tail in self._tails.values():
             if tail.unreadable:
-                found.append(f"{tail.path.name}: {tail.unreadable}.")
+                sentences.append(f"{tail.path.name}: {tail.unreadable}.")
             if tail.bad:
                 lines = ", ".join(map(str, tail.bad[:5])) + (" …" if len(tail.bad) > 5 else "")
-                found.append(f"{tail.path.name}: {len(tail.bad)} lines are left out, for they are damaged ({lines}).")
-        return found
+                sentences.append(f"{tail.path.name}: {len(tail.bad)} damaged lines are left out ({lines}).")
+        return sentences
 
     def rollout(self, rollout_id: str) -> bytes | None:
         """The line of a kept rollout."""
@@ -151,12 +152,12 @@ class RunReader:
 
 @lru_cache(maxsize=64)
 def slime_run(path: Path, tokenizer: Path | None) -> SlimeRun:
-    """One for all readers of a path: its files are converted once."""
+    """One ``SlimeRun`` per path: all readers share its converted files."""
     return SlimeRun(path, tokenizer)
 
 
 def is_run(path: Path) -> bool:
-    """Whether ``path`` has the files of a run, or those that slime writes of its own."""
+    """Whether ``path`` has files of a run, or dumps of slime's own loop."""
     return _is_ours(path) or bool(dump_files(path))
 
 
@@ -166,7 +167,7 @@ def _is_ours(path: Path) -> bool:
 
 
 def find_runs(path: Path) -> list[Path]:
-    """``path`` itself when it is a run's directory, else the runs right below it, the newest last."""
+    """``path`` if it is a run's directory, else the runs directly below it by name."""
     if is_run(path):
         return [path]
     below = [each for each in sorted(path.iterdir()) if each.is_dir() and is_run(each)] if path.is_dir() else []
@@ -176,37 +177,37 @@ def find_runs(path: Path) -> list[Path]:
 
 
 def columns(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Rows of ``metrics.jsonl`` as a column per metric, with 7 digits; ``None`` where a row lacks it."""
+    """Rows of ``metrics.jsonl`` as one column per metric, to 7 digits; ``None`` where a row lacks the metric."""
     names = dict.fromkeys(name for row in rows for name in row if name != "iteration")
     values = {name: [_short(row.get(name)) for row in rows] for name in names}
     return {"iteration": [row["iteration"] for row in rows], "columns": values}
 
 
 def group_columns(groups: Sequence[Mapping[str, Any]], kept: Iterable[str]) -> dict[str, Any]:
-    """``groups`` and ``members`` as columns; texts that repeat are numbers of ``words``. A group has its members in
-    order: ``size`` of them."""
+    """``groups`` and ``members`` as columns; repeated texts are indices into ``words``. A group owns the next ``size``
+    members."""
     words: dict[Any, int] = {}
-    table: dict[str, list[Any]] = {name: [] for name in (*_OF_GROUP, "versions", "size")}
-    members: dict[str, list[Any]] = {name: [] for name in (*_OF_MEMBER.values(), "kept")}
+    table: dict[str, list[Any]] = {name: [] for name in (*_GROUP_FIELDS, "versions", "size")}
+    members: dict[str, list[Any]] = {name: [] for name in (*_MEMBER_FIELDS.values(), "kept")}
 
     def word(text: Any) -> int:
         return words.setdefault(None if text is None else str(text), len(words))
 
-    whole = set(kept)
+    kept_ids = set(kept)
     for group in groups:
         ids = group.get("rollouts")
         if not isinstance(ids, list):
             continue
-        for name in _OF_GROUP:
+        for name in _GROUP_FIELDS:
             value = group.get(name)
             table[name].append(word(value) if name in ("source", "code", "reason", "instance_id") else value)
         table["versions"].append(word(" ".join(map(str, group.get("weight_versions") or ()))))
         table["size"].append(len(ids))
-        for name, short in _OF_MEMBER.items():
+        for name, short in _MEMBER_FIELDS.items():
             values = group.get(name)
             values = values if isinstance(values, list) and len(values) == len(ids) else [None] * len(ids)
             members[short] += map(word, values) if short in ("outcome", "why") else map(_short, values)
-        members["kept"] += [int(one in whole) for one in ids]
+        members["kept"] += [int(one in kept_ids) for one in ids]
     return {"groups": table, "members": members, "words": list(words)}
 
 

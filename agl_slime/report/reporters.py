@@ -1,4 +1,4 @@
-"""Brings the events of a run to its reporters, and the usual set of these for one run directory."""
+"""Passes the events of a run to its reporters, and the standard reporters of a run directory."""
 
 from __future__ import annotations
 
@@ -16,22 +16,20 @@ from agl_slime.events import Event, Reporter, RolloutFinished, RunFinished, RunS
 from agl_slime.report.console import ProgressReporter, View
 from agl_slime.report.files import RunDir
 from agl_slime.report.metrics import MetricsWriter, TensorBoardWriter
-from agl_slime.report.plot import RewardPlot
 from agl_slime.report.rollouts import Keep, RolloutWriter
-from agl_slime.report.state import say_alive
+from agl_slime.report.state import write_alive
 from agl_slime.report.summary import ModelOfRun, Output, SummaryReporter
 from agl_slime.report.trackers import Tracker, make_trackers
-from agl_slime.report.transcripts import TranscriptWriter
 
 logger = logging.getLogger(__name__)
 
 
 class Reporters:
-    """Hands each event to every reporter, on a thread of its own, in the order of the calls: no disk or terminal stands
-    on an event loop that serves rollouts.
+    """Passes each event to every reporter in order, on a separate thread: event loops that serve rollouts never wait
+    for a disk or a terminal.
 
-    A reporter that raises is dropped with one ``Warning``. When reporting falls more than ``backlog`` events behind,
-    rollout events are left out and counted. ``handle`` may be called from any thread and never waits.
+    A reporter that raises is dropped with one ``Warning``. With more than ``backlog`` pending events, rollout events
+    are dropped and counted. ``handle`` may be called from any thread and never waits.
     """
 
     def __init__(self, reporters: Iterable[Reporter] = (), *, backlog: int = 100_000) -> None:
@@ -56,7 +54,7 @@ class Reporters:
             self._queue.put(event)
 
     def warn(self, text: str, key: str) -> None:
-        """Report a ``Warning``; one of a reporter's is not overtaken by the end of the run."""
+        """Report a ``Warning``: at once if a reporter calls this, so that the end of the run cannot overtake it."""
         event = Warning(text=text, key=key)
         if threading.current_thread() is self._thread:
             self._dispatch(event)
@@ -64,13 +62,13 @@ class Reporters:
             self._queue.put(event)
 
     def flush(self, timeout_s: float = 30.0) -> bool:
-        """Wait until all that was passed on before is handled; False when that takes longer than ``timeout_s``."""
+        """Wait until all earlier events are handled; False if that takes longer than ``timeout_s``."""
         handled = threading.Event()
         self._queue.put(handled)
         return handled.wait(timeout_s)
 
     def close(self, timeout_s: float = 30.0) -> bool:
-        """Handle what is left, close the reporters; False when that takes longer than ``timeout_s``."""
+        """Handle pending events and close the reporters; False if that takes longer than ``timeout_s``."""
         self._queue.put(None)
         self._thread.join(timeout_s)
         return not self._thread.is_alive()
@@ -81,7 +79,7 @@ class Reporters:
                 item.set()
                 continue
             if isinstance(item, RunFinished) and self._left_out:
-                why = "because reporting fell behind; counts by outcome are too low by that many."
+                why = "because reporting fell behind; counts by outcome are too low by this number."
                 self.warn(f"{self._left_out} rollout events were left out {why}", "left_out")
             self._dispatch(item)
         for reporter in self._reporters:
@@ -92,11 +90,11 @@ class Reporters:
             try:
                 reporter.handle(event)
             except Exception as error:
-                if reporter in self._reporters:  # else it failed again on its own warning
+                if reporter in self._reporters:  # else it failed again, on its own warning
                     self._drop(reporter, error)
 
     def _drop(self, reporter: Reporter, error: Exception) -> None:
-        self._reporters = tuple(known for known in self._reporters if known is not reporter)
+        self._reporters = tuple(other for other in self._reporters if other is not reporter)
         name = type(reporter).__name__
         text = f"{name} stopped with {type(error).__name__}: {error}; the run continues without it."
         logger.debug("%s failed", name, exc_info=error)
@@ -114,9 +112,9 @@ class Reporters:
 
 
 class StandardReporters(Reporters):
-    """Everything a run directory gets; transcripts and kept rollouts begin with ``use_tokenizer``. ``began`` is when
-    the run was started (``time.monotonic()``), by default now; ``keep`` and ``keep_mb`` are for ``RolloutWriter``, and
-    ``track`` names trackers."""
+    """All reporters of a run directory. Rollouts are kept from ``use_tokenizer`` on, by ``keep`` and ``keep_mb`` (see
+    ``RolloutWriter``); ``track`` names trackers; ``began`` is the run's start (``time.monotonic()``), by default now.
+    """
 
     def __init__(
         self,
@@ -124,7 +122,6 @@ class StandardReporters(Reporters):
         *,
         console: Console | None = None,
         view: View = "auto",
-        title: str = "",
         seed: int = 0,
         began: float | None = None,
         keep: Keep = "sampled",
@@ -132,33 +129,24 @@ class StandardReporters(Reporters):
         track: Sequence[Tracker] = (),
     ) -> None:
         self._run = run
-        say_alive(run)
+        write_alive(run)
         self._began = time.monotonic() if began is None else began
         console = console or Console()
         metrics = MetricsWriter(run.metrics, warn=self.warn)
         tensorboard = TensorBoardWriter(run.tensorboard)
-        plot = RewardPlot(metrics_path=run.metrics, image_path=run.plot, title=title)
-        self.transcripts = transcripts = TranscriptWriter(run.transcripts, seed=seed)
         self.rollouts = rollouts = RolloutWriter(run, keep=keep, most_bytes=keep_mb * 2**20, seed=seed, warn=self.warn)
         progress = ProgressReporter(console=console, view=view)
-        outputs: dict[str, Output] = {
-            "metrics": metrics,
-            "reward plot": plot,
-            "transcripts": transcripts,
-            "tensorboard": tensorboard,
-        }
-        outputs["rollouts"] = rollouts
-        outputs["model"] = ModelOfRun(run.model)
+        outputs: dict[str, Output] = {"metrics": metrics, "tensorboard": tensorboard}
+        outputs |= {"rollouts": rollouts, "model": ModelOfRun(run.model)}
         trackers = make_trackers(track, run)
         outputs |= trackers
         summary = SummaryReporter(run, outputs=outputs, console=console)
-        # the groups first: a killed run has no metrics of an iteration whose groups are not there; then the metrics,
-        # so that nothing is lost while others work; the summary last: every file is there
-        super().__init__((rollouts, metrics, tensorboard, transcripts, *trackers.values(), plot, progress, summary))
+        # groups before metrics: after a kill no iteration has metrics without groups; the summary last: it lists files
+        super().__init__((rollouts, metrics, tensorboard, *trackers.values(), progress, summary))
 
     def use_tokenizer(self, tokenizer: Any) -> None:
-        """What transcripts and kept rollouts are decoded with."""
-        self.transcripts.tokenizer = self.rollouts.tokenizer = tokenizer
+        """Set the tokenizer that decodes kept rollouts."""
+        self.rollouts.tokenizer = tokenizer
 
     def handle(self, event: Event) -> None:
         if isinstance(event, RunStarted):

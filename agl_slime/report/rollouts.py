@@ -1,8 +1,8 @@
-"""``groups.jsonl``, a line per group with what became of its rollouts, and ``rollouts.jsonl``, a line per rollout that
-is kept whole: conversation, timeline, forks, and of every token what the engine and the trainer made of it.
+"""``groups.jsonl``, a line per group with its rollouts' outcomes, and ``rollouts.jsonl``, a line per kept rollout:
+conversation, timeline, forks, and each token with the log-probs of engine and trainer and its advantage.
 
-JSON lines and not Parquet: each line that was written survives a kill, and pandas, polars and ``datasets`` read them
-without a further library. docs/report.md has the fields in a table.
+JSON lines, not Parquet: written lines survive a kill, and pandas, polars and ``datasets`` read them without a further
+library. docs/report.md has a table of the fields.
 """
 
 from __future__ import annotations
@@ -29,23 +29,24 @@ from agl_slime.events import (
     RunStarted,
 )
 from agl_slime.groups.results import reward_of, rollout_of
-from agl_slime.report.alarms import find_alarms_of_step
+from agl_slime.report.alarms import find_step_alarms
 from agl_slime.report.files import IterationFile, RunDir, iter_jsonl, jsonable, size_of
 from agl_slime.report.pieces import Pieces
-from agl_slime.report.transcripts import MOST_MESSAGES, MOST_SAMPLES, Room, choose_rollouts
+from agl_slime.report.sampling import SizeBudget, choose_rollouts
 
 if TYPE_CHECKING:
     from agl_slime.trainers.base import TokenScores
     from agl_slime.types import Sample
 
 Keep = Literal["all", "sampled", "none"]
-MOST_TOKENS = 65_536  # of one Sample; of a longer one the end is left out
-_WAIT = 16  # iterations after which a group that was ready and that nobody told of is written as it is
+MOST_TOKENS = 65_536  # of one Sample; the rest of a longer one is left out
+MOST_MESSAGES, MOST_SAMPLES = 200, 8  # of a kept rollout
+_MAX_PENDING = 16  # iterations after which a ready group is written although no trainer reported it
 
 
 @dataclass
 class _Group:
-    """A finalized group until its fate is known: its line, and its rollouts that are kept whole with the reason."""
+    """A finalized group until its outcome is known: its line, and its kept rollouts with their labels."""
 
     line: dict[str, Any]
     members: dict[str, tuple[Any, str]]
@@ -54,13 +55,14 @@ class _Group:
 
 
 class RolloutWriter:
-    """Writes both files as iterations end. ``keep``: ``all`` rollouts whole, those that are ``sampled`` for transcripts
-    (best, worst, one at random and a failed one of an iteration, at most ``most_bytes`` in all, see ``Room``), or
-    ``none``. Nothing is kept before there is a ``tokenizer``; groups are always written. ``warn(text, key)`` is told
-    the alarms of each iteration.
+    """Writes both files as iterations end. Groups are always written; rollouts are kept once ``tokenizer`` is set.
 
-    A line's ``iteration`` is the one in which the fate of the rollout was known, ``collected`` the one that it was
-    sampled in.
+    A line has the ``iteration`` of the rollout's outcome, and as ``collected`` the iteration that sampled it.
+
+    Args:
+        keep: ``all`` rollouts, ``none``, or ``sampled`` ones: the best, the worst, a random and a failed one of each
+            iteration (``choose_rollouts``), at most ``most_bytes`` in all (``SizeBudget``).
+        warn: receives the text and the key of each alarm of an iteration.
     """
 
     note = "no rollout was kept"
@@ -80,44 +82,43 @@ class RolloutWriter:
         self._best = -math.inf
         self._pieces: Pieces | None = None
         self._groups_file, self._file = IterationFile(run.groups), IterationFile(run.rollouts)
-        self._room = Room(most_bytes - (run.rollouts.stat().st_size if run.rollouts.exists() else 0))
-        self._records = run.environment
-        self._open: dict[str, _Group] = {}
-        self._of_rollout: dict[str, _Group] = {}
-        self._last = 0
+        self._budget = SizeBudget(most_bytes - (run.rollouts.stat().st_size if run.rollouts.exists() else 0))
+        self._environment = run.environment
+        self._pending: dict[str, _Group] = {}
+        self._group_of: dict[str, _Group] = {}
+        self._last_iteration = 0
 
     def handle(self, event: Event) -> None:
         if isinstance(event, GroupsCollected):
-            self._sound_alarms(self._collected(event.iteration, event.groups))
+            self._warn_of_alarms(self._collected(event.iteration, event.groups))
         elif isinstance(event, RunStarted):
-            self._last = event.iteration
+            self._last_iteration = event.iteration
             if self._groups_file.path.exists():  # the run is resumed
                 self._best = max(map(_best, iter_jsonl(self._groups_file.path)), default=self._best)
         elif isinstance(event, GroupsRestored):
-            known = self._written_until(event.iteration)
-            waiting = [group for group in event.groups if known.isdisjoint(_ids(group))]
-            self._collected(event.iteration, waiting, restored=True)
+            written = self._written_until(event.iteration)
+            unwritten = [group for group in event.groups if written.isdisjoint(_ids(group))]
+            self._collected(event.iteration, unwritten, restored=True)
         elif isinstance(event, BatchTrained):
             self._trained(event)
         elif isinstance(event, IterationFinished):
-            self._last = event.iteration
-            self._write(event.iteration, [group for group in self._open.values() if self._settled(group)])
-        elif isinstance(event, RunFinished) and self._open:  # of an iteration that did not come to its end
-            self._write(self._last + 1, list(self._open.values()))
+            self._last_iteration = event.iteration
+            self._write(event.iteration, [group for group in self._pending.values() if self._has_outcome(group)])
+        elif isinstance(event, RunFinished) and self._pending:  # of an unfinished iteration
+            self._write(self._last_iteration + 1, list(self._pending.values()))
 
     def close(self) -> None:
         self._groups_file.close()
         self._file.close()
 
     def _written_until(self, iteration: int) -> set[str]:
-        """The rollouts whose groups were written, without fate, before the restart."""
+        """The rollouts whose groups were written before the restart."""
         lines = iter_jsonl(self._groups_file.path) if self._groups_file.path.exists() else ()
         return {one for line in lines if line["iteration"] <= iteration for one in line.get("rollouts") or ()}
 
-    def _sound_alarms(self, lines: Sequence[Mapping[str, Any]]) -> None:
-        """Warn of a tool that never fires, and of answers that are all alike and earn less than the best so far."""
+    def _warn_of_alarms(self, lines: Sequence[Mapping[str, Any]]) -> None:
         self._best = max([self._best, *map(_best, lines)])
-        for alarm in find_alarms_of_step(lines, best=self._best):
+        for alarm in find_step_alarms(lines, best=self._best):
             self._warn(f"{alarm.text}; try {alarm.advice}", f"{alarm.kind}:{alarm.about}")
 
     def _collected(self, iteration: int, groups: Sequence[Any], **more: Any) -> list[dict[str, Any]]:
@@ -126,49 +127,48 @@ class RolloutWriter:
         labels: dict[str, str] = {}
         if self.tokenizer is not None and self._keep == "all":
             labels = dict.fromkeys(members, "all")
-        elif self.tokenizer is not None and self._keep == "sampled" and self._room.open(iteration):
+        elif self.tokenizer is not None and self._keep == "sampled" and self._budget.allows(iteration):
             rewards = {rollout_id: member.reward for rollout_id, member in members.items()}
             labels = choose_rollouts(rewards, iteration=iteration, seed=self._seed)
         for result, line in zip(groups, lines, strict=True):
             ids = _ids(result)
-            whole = {
-                rollout_id: (members[rollout_id], labels[rollout_id]) for rollout_id in ids if rollout_id in labels
-            }
-            group = _Group(dict(line), whole)  # its outcomes become what the trainer made of it
-            self._open[result.group_id] = group
-            self._of_rollout.update(dict.fromkeys(ids, group))
+            group = _Group(dict(line), {one: (members[one], labels[one]) for one in ids if one in labels})
+            self._pending[result.group_id] = group
+            self._group_of.update(dict.fromkeys(ids, group))
         return lines
 
     def _trained(self, event: BatchTrained) -> None:
         for number, sample in enumerate(event.samples):
             rollout_id = str(sample.metadata.get("agl_rollout_id"))
-            if (group := self._of_rollout.get(rollout_id)) is not None:
+            if (group := self._group_of.get(rollout_id)) is not None:
                 group.trained.add(rollout_id)
                 if rollout_id in group.members and event.log_probs:
                     scores = event.log_probs[number], event.advantages[number]
                     group.scores[rollout_id, int(sample.metadata.get("segment", 0))] = scores
 
-    def _settled(self, group: _Group) -> bool:
-        return not group.line["ready"] or bool(group.trained) or self._last - group.line["collected"] >= _WAIT
+    def _has_outcome(self, group: _Group) -> bool:
+        overdue = self._last_iteration - group.line["collected"] >= _MAX_PENDING
+        return not group.line["ready"] or bool(group.trained) or overdue
 
     def _write(self, iteration: int, groups: Sequence[_Group]) -> None:
         kept: dict[str, dict[str, Any]] = {}
         for group in groups:
             line = group.line
-            del self._open[line["group_id"]]
-            known = zip(line["rollouts"], line["outcomes"], strict=True)
-            line["outcomes"] = ["trained" if one in group.trained else outcome for one, outcome in known]
+            del self._pending[line["group_id"]]
             outcomes = dict(zip(line["rollouts"], line["outcomes"], strict=True))
+            outcomes |= {one: "trained" for one in outcomes if one in group.trained}
+            line["outcomes"] = list(outcomes.values())
             for rollout_id in outcomes:
-                self._of_rollout.pop(rollout_id, None)
+                self._group_of.pop(rollout_id, None)
             for rollout_id, (member, label) in group.members.items():
-                outcome = {"label": label, "outcome": outcomes[rollout_id]}
-                trace = self._records / f"{rollout_id}.json"
-                known = {"trace": f"{self._records.name}/{trace.name}"} if trace.is_file() else {}
-                kept[rollout_id] = jsonable({**outcome, **known, **self._describe(member, group)})
-        if kept and self._keep == "sampled" and not self._room.take(size_of(iteration, list(kept.values()))):
+                head = {"label": label, "outcome": outcomes[rollout_id]}
+                trace = self._environment / f"{rollout_id}.json"
+                if trace.is_file():
+                    head["trace"] = f"{self._environment.name}/{trace.name}"
+                kept[rollout_id] = jsonable({**head, **self._describe(member, group)})
+        if kept and self._keep == "sampled" and not self._budget.take(size_of(iteration, list(kept.values()))):
             kept = {}
-        # rollouts first: a run that is killed between the two has no group that keeps a rollout which is not there
+        # rollouts first: after a kill between the two no group refers to a missing rollout
         if kept:
             self._file.append(iteration, list(kept.values()))
         lines = [{**group.line, "kept": [one for one in group.members if one in kept]} for group in groups]
@@ -187,9 +187,9 @@ class RolloutWriter:
 def describe_member(
     member: Any, line: Mapping[str, Any], pieces: Pieces, scores: Callable[[Sample, int], tuple[Any, Any] | None]
 ) -> dict[str, Any]:
-    """A rollout as a line of ``rollouts.jsonl``, but for its label and outcome. ``line`` is its group's, ``scores``
-    what the trainer told of the member's Sample of that number (see ``describe_tokens``)."""
-    talk = member.trajectory
+    """A rollout as a line of ``rollouts.jsonl``, without label and outcome. ``line`` is its group's; ``scores(sample,
+    number)`` returns the trainer's figures of a Sample (see ``describe_tokens``)."""
+    trajectory = member.trajectory
     samples = [
         describe_tokens(sample, pieces, scores=scores(sample, number))
         for number, sample in enumerate(member.samples[:MOST_SAMPLES])
@@ -204,13 +204,13 @@ def describe_member(
         "message": member.failure_message or ("" if line["ready"] else line["reason"]),
         "reward": member.reward,
         "rewards": dict(member.rewards),
-        "stop_reason": getattr(talk, "stop_reason", ""),
+        "stop_reason": getattr(trajectory, "stop_reason", ""),
         "tokens": member.sampled_tokens,
         "task": member.task,
-        "messages": list(talk.messages[:MOST_MESSAGES]) if talk is not None else [],
+        "messages": list(trajectory.messages[:MOST_MESSAGES]) if trajectory is not None else [],
         "tools": member.samples[0].metadata.get("tools") if member.samples else None,
         "timeline": member.timeline,
-        "turns": [describe_turn(turn) for turn in getattr(talk, "turns", ())[:MOST_MESSAGES]],
+        "turns": [describe_turn(turn) for turn in getattr(trajectory, "turns", ())[:MOST_MESSAGES]],
         "samples": samples,
         "left_out": {"samples": max(len(member.samples) - MOST_SAMPLES, 0)},
     }
@@ -225,17 +225,17 @@ def _ids(group: Any) -> list[str]:
 
 
 def source_of(member: Any) -> str | None:
-    """The task source (``source_name``) that a rollout came from, where it is named."""
+    """The name of the rollout's task source, if any."""
     metadata = member.samples[0].metadata if member.samples else getattr(member.request, "metadata", None) or {}
     return metadata.get("source_name")
 
 
 def describe_group(result: Any, *, collected: int) -> dict[str, Any]:
-    """A group as a line of ``groups.jsonl`` before anything of it is trained: what is of its members are lists of one
-    length. ``outcomes`` are the ledger's words; ``ready`` where a member is fit to train on."""
+    """A group as a line of ``groups.jsonl`` before training: its members as columns of equal length. ``outcomes`` are
+    the ledger's words, and ``ready`` for a member to train on."""
     members = result.members
-    answers = [tuple(map(_sampled, member.samples)) for member in members if member.samples]
-    fit = "ready" if result.ready else "filtered"
+    answers = [tuple(map(_sampled_ids, member.samples)) for member in members if member.samples]
+    outcome_if_ok = "ready" if result.ready else "filtered"
     versions = dict.fromkeys(version for member in members for s in member.samples for version in s.weight_versions)
     return {
         "collected": collected,
@@ -248,21 +248,21 @@ def describe_group(result: Any, *, collected: int) -> dict[str, Any]:
         "weight_versions": [str(version) for version in versions],
         "rollouts": [member.rollout_id for member in members],
         "rewards": [member.reward for member in members],
-        "outcomes": [fit if member.ok else member.outcome_if_failed.value for member in members],
+        "outcomes": [outcome_if_ok if member.ok else member.outcome_if_failed.value for member in members],
         "reasons": [member.failure or "" for member in members],
         "tokens": [member.sampled_tokens for member in members],
         "turns": [member.turns for member in members],
         "samples": [len(member.samples) for member in members],
-        "sealed": [[seal_of(sample) for sample in member.samples] for member in members],
+        "sealed": [[digest_sample(sample) for sample in member.samples] for member in members],
         "truncated": sum(any(s.status.value == "truncated" for s in member.samples) for member in members),
         "alike": len(answers) > 1 and len(set(answers)) == 1,
         "tools": _tools_of(members),
     }
 
 
-def seal_of(sample: Sample) -> list[Any]:
-    """What a Sample has to train on, as groups.jsonl and trained.jsonl say: a digest of its ids, its loss mask and the
-    engine's log-probs under it, the tokens under the mask, and how many of them each weight version has sampled."""
+def digest_sample(sample: Sample) -> list[Any]:
+    """The training data of a Sample for groups.jsonl and trained.jsonl: a digest of ids, loss mask and the engine's
+    log-probs under it; the number of tokens under the mask, in all and by weight version."""
     mask, versions = mask_of(sample), Counter[str]()
     for version, start, end in (sample.metadata or {}).get("weight_spans") or ():
         versions[str(version)] += int(mask[start:end].sum())
@@ -273,22 +273,21 @@ def seal_of(sample: Sample) -> list[Any]:
 
 
 def mask_of(sample: Sample) -> np.ndarray:
-    """Which of the response's tokens are trained."""
+    """The loss mask of the response; False throughout for a removed Sample."""
     mask = sample.loss_mask if sample.loss_mask is not None else [1] * sample.response_length
     return np.asarray(mask, dtype=bool) & (not sample.remove_sample)
 
 
 def describe_batch(groups: Sequence[Sequence[Sample]], scores: TokenScores | None = None) -> list[dict[str, Any]]:
-    """The groups of a batch as lines of ``trained.jsonl``: the number of the task in the run, the rollouts with their
-    rewards, and of each Sample its rollout and what was trained of it; with ``scores``, a digest of the trainer's
-    log-probs and advantages of each Sample."""
+    """The groups of a batch as lines of ``trained.jsonl``: the task's number, the rollouts with their rewards, and each
+    Sample's rollout and digest; with ``scores`` also a digest of the trainer's log-probs and advantages."""
     digests = None if scores is None else iter(map(_digest_of_scores, scores.log_probs, scores.advantages))
     lines = []
     for group in groups:
         line = {
             "instance_id": group[0].metadata.get("instance_id"),
             "rollouts": {str(rollout_of(sample)): reward_of(sample) for sample in group},
-            "samples": [[str(rollout_of(sample)), *seal_of(sample)] for sample in group],
+            "samples": [[str(rollout_of(sample)), *digest_sample(sample)] for sample in group],
         }
         lines.append(line if digests is None else {**line, "scores": [*islice(digests, len(group))]})
     return lines
@@ -299,28 +298,27 @@ def _digest_of_scores(*figures: Any) -> str:
     return hashlib.blake2b(content, digest_size=8).hexdigest() if content else ""
 
 
-def _sampled(sample: Sample) -> bytes:
-    """What was sampled of it, to compare."""
+def _sampled_ids(sample: Sample) -> bytes:
     response = np.asarray(sample.tokens[len(sample.tokens) - sample.response_length :], dtype=np.int64)
     return (response if sample.loss_mask is None else response[np.asarray(sample.loss_mask, dtype=bool)]).tobytes()
 
 
 def _tools_of(members: Iterable[Any]) -> dict[str, Any] | None:
-    """Of a group: in how many rollouts each tool was on offer, the calls of each, calls that could not be parsed, and
-    where a tool has failed how often and with which text; ``None`` where there were no tools."""
-    told = [member.samples[0].metadata.get("tools") for member in members if member.samples]
-    told = [tools for tools in told if isinstance(tools, Mapping)]
-    offered = Counter(name for tools in told for name in tools.get("offered", ()))
-    calls = sum((Counter(tools.get("calls", {})) for tools in told), Counter())
-    malformed = sum(int(tools.get("malformed", 0)) for tools in told)
-    failed = sum((Counter(tools.get("failed", {})) for tools in told), Counter())
-    failures = {name: text for tools in reversed(told) for name, text in tools.get("failures", {}).items()}
+    """The tool counts of a group: rollouts with the tool on offer, calls, malformed calls, and failed calls with an
+    error text by tool; ``None`` without tools."""
+    records = [member.samples[0].metadata.get("tools") for member in members if member.samples]
+    records = [record for record in records if isinstance(record, Mapping)]
+    offered = Counter(name for record in records for name in record.get("offered", ()))
+    calls = sum((Counter(record.get("calls", {})) for record in records), Counter())
+    malformed = sum(int(record.get("malformed", 0)) for record in records)
+    failed = sum((Counter(record.get("failed", {})) for record in records), Counter())
+    failures = {name: text for record in reversed(records) for name, text in record.get("failures", {}).items()}
     more = {"failed": dict(failed), "failures": failures} if failed else {}
-    return {"offered": dict(offered), "calls": dict(calls), "malformed": malformed, **more} if told else None
+    return {"offered": dict(offered), "calls": dict(calls), "malformed": malformed, **more} if records else None
 
 
 def describe_turn(turn: Any) -> dict[str, Any]:
-    """A model call: which one it went on from, and why not with all of it."""
+    """A model call: the call that it continues, the tokens kept from it, and the reason of a fork."""
     return {
         "base": turn.base_turn,
         "kept_tokens": turn.kept_tokens,
@@ -336,16 +334,16 @@ def describe_turn(turn: Any) -> dict[str, Any]:
 
 
 def describe_tokens(sample: Sample, pieces: Pieces, *, scores: tuple[Any, Any] | None = None) -> dict[str, Any]:
-    """A Sample token by token. ``tokens`` (ids) and ``pieces`` (texts that join to the whole) are prompt and response;
-    the rest begins at the first response token. Raises ``TraceError`` when mask, response and ``scores`` (the trainer's
-    log-probs and advantages of the tokens under the mask) differ in length."""
+    """A Sample token by token. ``tokens`` (ids) and ``pieces`` (their texts) cover prompt and response; other arrays
+    begin at the first response token. Raises ``TraceError`` when mask, response and ``scores`` (the trainer's log-probs
+    and advantages of the tokens under the mask) differ in length."""
     tokens, length = sample.tokens[:MOST_TOKENS], sample.response_length
     mask = mask_of(sample)
     metadata, start = sample.metadata or {}, len(sample.tokens) - length
     at = np.flatnonzero(mask)
     if len(mask) != length or (scores is not None and len(scores[0]) != len(at)):
-        told = "none" if scores is None else len(scores[0])
-        raise TraceError(f"loss_mask has {len(mask)} entries, the response {length} tokens, the trainer {told}")
+        scored = "none" if scores is None else len(scores[0])
+        raise TraceError(f"loss_mask has {len(mask)} entries, the response {length} tokens, the trainer {scored}")
     shown = max(len(tokens) - start, 0)
     log_probs, advantages = np.full((2, length), np.nan, dtype=np.float32)
     if scores is not None:
@@ -371,11 +369,11 @@ def describe_tokens(sample: Sample, pieces: Pieces, *, scores: tuple[Any, Any] |
 
 
 def pack(values: Any, kind: str = "<f4") -> str:
-    """Numbers as one string: little-endian, base64; ``numpy.frombuffer(base64.b64decode(text), kind)`` reads it."""
+    """Numbers as base64 of little-endian ``kind``; ``numpy.frombuffer(base64.b64decode(text), kind)`` reads it."""
     return base64.b64encode(np.asarray(values, dtype=kind).tobytes()).decode("ascii")
 
 
 def _spans(mask: np.ndarray) -> list[list[int]]:
-    """Where the mask is 1, as ``[start, end)``."""
+    """The runs of 1 in the mask, as ``[start, end)``."""
     edges = np.flatnonzero(np.diff(mask.astype(np.int8), prepend=0, append=0))
     return edges.reshape(-1, 2).tolist()

@@ -1,6 +1,5 @@
-"""The files that slime writes for debugging, read without trusting them: ``torch.load`` with ``weights_only`` on a
-regular file, where every class it does not know becomes an inert stand-in, and fields of another type than slime's are
-not there."""
+"""slime's debug dumps, read as untrusted files: ``torch.load`` with ``weights_only`` on regular files, an inert
+stand-in for every unknown class, and no field of another type than slime's."""
 
 from __future__ import annotations
 
@@ -19,7 +18,7 @@ from agl_slime.audit.records import misfit
 from agl_slime.errors import MissingDependencyError
 from agl_slime.types import Sample, sample_from_fields
 
-MOST_SAMPLES = 1_000_000  # of a file
+MOST_SAMPLES = 1_000_000  # in a file
 _METADATA: dict[str, Any] = {
     "weight_spans": [[str, int, int]],
     "turn_spans": [[int, int]],
@@ -31,11 +30,11 @@ _METADATA |= {"instance_id": str}
 _METADATA["tools"] = {"offered": [str], "calls": {str: int}, "malformed": int, "failed": {str: int}}
 _METADATA["tools"] |= {"failures": {str: str}}
 _STATUS = {status.value: status for status in Sample.Status}
-_reading = threading.Lock()  # what torch may load is one list for the process
+_reading = threading.Lock()  # torch has one list of safe classes per process
 
 
 class _Absent:
-    """In the place of an object of a class that is not loaded: an image, a user's own."""
+    """A stand-in for an object of a class that is not loaded, such as an image or a user's class."""
 
     def __new__(cls, *_: Any, **__: Any) -> _Absent:
         return object.__new__(cls)
@@ -47,16 +46,16 @@ class _DType(_Absent):
     name: str
 
     def __new__(cls, name: Any = "", *_: Any) -> _DType:
-        made = object.__new__(cls)
-        made.name = name if name in ("f4", "f8", "i4", "i8", "b1") else ""
-        return made
+        dtype = object.__new__(cls)
+        dtype.name = name if name in ("f4", "f8", "i4", "i8", "b1") else ""
+        return dtype
 
 
 def _scalar(kind: Any = None, raw: Any = b"", *_: Any) -> Any:
-    """A number of numpy, little-endian as slime writes it."""
+    """A little-endian scalar of numpy."""
     name = getattr(kind, "name", "")
-    known = name and isinstance(raw, bytes) and len(raw) == int(name[1])
-    return np.frombuffer(raw, name if name == "b1" else f"<{name}")[0].item() if known else None
+    valid = name and isinstance(raw, bytes) and len(raw) == int(name[1])
+    return np.frombuffer(raw, name if name == "b1" else f"<{name}")[0].item() if valid else None
 
 
 _STAND_INS: dict[str, Any] = {"numpy.dtype": _DType}
@@ -64,13 +63,12 @@ _STAND_INS |= dict.fromkeys(("numpy.core.multiarray.scalar", "numpy._core.multia
 
 
 def load(path: Path) -> Mapping[str, Any]:
-    """The dictionary that ``torch.save`` wrote. ``ValueError`` with half a sentence for any other file."""
+    """The dictionary that ``torch.save`` wrote. Any other file is a ``ValueError`` about it."""
     try:
         import torch
     except ImportError:
-        why = "the files that slime writes are read with torch: pip install 'agl-slime[local]'"
-        raise MissingDependencyError(why) from None
-    if not path.is_file():  # no FIFO, on which reading would hang
+        raise MissingDependencyError("slime's files need torch: pip install 'agl-slime[local]'") from None
+    if not path.is_file():  # reading a FIFO would hang
         raise ValueError("is not a regular file")
     try:
         with zipfile.ZipFile(path) as archive:
@@ -78,17 +76,17 @@ def load(path: Path) -> Mapping[str, Any]:
                 raise ValueError("is compressed, as torch.save never does")
         with _reading:
             unknown = torch.serialization.get_unsafe_globals_in_checkpoint(path)
-            known: list[Any] = [(_STAND_INS.get(name, _Absent), name) for name in unknown]
-            with torch.serialization.safe_globals(known):
-                # not mapped into memory: a file that shrinks while it is read would end this process
+            stand_ins: list[Any] = [(_STAND_INS.get(name, _Absent), name) for name in unknown]
+            with torch.serialization.safe_globals(stand_ins):
+                # no mmap: a file that shrinks while it is read would kill this process
                 value = torch.load(path, map_location="cpu", weights_only=True)
     except zipfile.BadZipFile:
         raise ValueError("is not a whole file of torch.save") from None
     except ValueError:
         raise
-    except Exception as error:  # whatever a file can make of a loader
-        said = " ".join(str(error).split(". ")[0].split())
-        raise ValueError(f"cannot be loaded ({type(error).__name__}: {said:.160})") from None
+    except Exception as error:  # a file can make the loader raise anything
+        text = " ".join(str(error).split(". ")[0].split())
+        raise ValueError(f"cannot be loaded ({type(error).__name__}: {text:.160})") from None
     if not isinstance(value, dict):
         raise ValueError(f"holds a {type(value).__name__}, no dictionary")
     return value
@@ -96,7 +94,7 @@ def load(path: Path) -> Mapping[str, Any]:
 
 @dataclass(frozen=True, kw_only=True)
 class DumpedSample:
-    """A Sample of a dump. ``rewards`` by name where slime has several, ``messages`` its prompt."""
+    """A Sample of a dump; ``rewards`` by name where slime has several, ``messages`` of the prompt."""
 
     sample: Sample
     reward: float | None
@@ -106,8 +104,7 @@ class DumpedSample:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainedRow:
-    """What the trainer had of one Sample: of its response's tokens the mask, its own log-probs and advantages, each
-    ``None`` where the file has none."""
+    """The trainer's arrays of one Sample, per response token; ``None`` where the file has none."""
 
     mask: np.ndarray
     engine: np.ndarray | None
@@ -117,7 +114,7 @@ class TrainedRow:
 
 
 def samples_of(value: Mapping[str, Any]) -> Iterator[DumpedSample | str]:
-    """The Samples of a rollout dump; for one that does not fit, what is wrong with it."""
+    """The Samples of a rollout dump; for an invalid one, its error text."""
     rows = value.get("samples")
     if not isinstance(rows, list) or len(rows) > MOST_SAMPLES:
         raise ValueError("holds no samples of slime")
@@ -130,8 +127,8 @@ def is_train_dump(value: Mapping[str, Any]) -> bool:
 
 
 def trained_rows(value: Mapping[str, Any]) -> Iterator[tuple[bytes, TrainedRow]]:
-    """What was trained, each with the key of its Sample (``key_of``): of 624b824's files, and of those before it, which
-    have columns for each rank. Rows that do not fit are left out."""
+    """The rows of a train dump, each with the key of its Sample (``key_of``), from files of 624b824 and from older ones
+    with columns per rank. Invalid rows are left out."""
     data = value.get("rollout_data")
     rows, whole = value.get("samples"), value.get("raw_reward")
     if isinstance(data, dict):
@@ -150,8 +147,7 @@ def trained_rows(value: Mapping[str, Any]) -> Iterator[tuple[bytes, TrainedRow]]
             continue
         raw = whole[place] if isinstance(whole, list) and type(place) is int and 0 <= place < len(whole) else None
         names = ("rollout_log_probs", "log_probs", "advantages")
-        told = [numbers(row.get(name), "f", length=length) for name in names]
-        engine, log_probs, advantages = told
+        engine, log_probs, advantages = (numbers(row.get(name), "f", length=length) for name in names)
         yield (
             key_of(tokens, length),
             TrainedRow(
@@ -165,29 +161,29 @@ def trained_rows(value: Mapping[str, Any]) -> Iterator[tuple[bytes, TrainedRow]]
 
 
 def key_of(tokens: Any, length: int) -> bytes:
-    """What a Sample and its row in the train dump share: ids and response length."""
+    """The ids and response length, which a Sample and its row of the train dump share."""
     return length.to_bytes(8, "little") + np.asarray(tokens, dtype="<i8").tobytes()
 
 
 def numbers(value: Any, kinds: str, *, length: int | None = None) -> np.ndarray | None:
-    """A list of numbers or a tensor of one dimension that holds what it says, as an array; ``None`` for anything else.
-    ``kinds`` are numpy's letters, ``f`` takes whole numbers as well."""
+    """A list of numbers or a valid tensor of one dimension as an array; ``None`` for anything else. ``kinds``
+    are numpy's letters; ``f`` accepts integers as well."""
     if type(value) is list:
         wanted = {float, int} if kinds == "f" else {int}
         if not {*map(type, value)} <= wanted:
             return None
         try:
-            found = np.asarray(value, dtype="f8" if kinds == "f" else "i8")
+            array = np.asarray(value, dtype="f8" if kinds == "f" else "i8")
         except OverflowError:
             return None
     else:
-        found = _array(value)
-    if found is None or found.ndim != 1 or (len(found) and found.dtype.kind not in (kinds if kinds != "f" else "fiu")):
+        array = _array(value)
+    if array is None or array.ndim != 1 or (len(array) and array.dtype.kind not in (kinds if kinds != "f" else "fiu")):
         return None
     if kinds == "f":
         with np.errstate(over="ignore"):
-            found = found.astype("f4")
-    return found if length is None or len(found) == length else None
+            array = array.astype("f4")
+    return array if length is None or len(array) == length else None
 
 
 def _array(value: Any) -> np.ndarray | None:
@@ -196,7 +192,7 @@ def _array(value: Any) -> np.ndarray | None:
     if type(value) is not torch.Tensor or value.layout != torch.strided or value.is_quantized or value.dim() != 1:
         return None
     if not value.is_contiguous() or value.numel() * value.element_size() > value.untyped_storage().nbytes():
-        return None  # a view that claims more than the file holds
+        return None  # a view larger than its storage
     if value.dtype == torch.bfloat16 or value.is_complex():
         return value.float().numpy() if value.dtype == torch.bfloat16 else None
     return value.detach().numpy()
@@ -207,12 +203,12 @@ def _sample(row: Mapping[str, Any]) -> DumpedSample | str:
     if tokens is None:
         return "has no tokens"
     if len(tokens) and (tokens.min() < 0 or tokens.max() >= 2**31):
-        return "has tokens that are no ids"
+        return "has tokens that are not ids"
     if type(length) is not int or not 0 <= length <= len(tokens):
         return f"has response_length {_short(length)} for {len(tokens)} tokens"
     mask, scores = row.get("loss_mask"), numbers(row.get("rollout_log_probs"), "f", length=length)
     if mask is not None and (mask := numbers(mask, "iu", length=length)) is None:
-        return f"has a loss_mask that is not of its {length} tokens"
+        return f"has a loss_mask that does not fit its {length} tokens"
     given = row.get("metadata")
     given = given if isinstance(given, dict) else {}
     metadata = {name: given[name] for name, shape in _METADATA.items() if name in given and _fits(given[name], shape)}
@@ -242,13 +238,13 @@ def _sample(row: Mapping[str, Any]) -> DumpedSample | str:
 
 def _fits(value: Any, shape: Any) -> bool:
     try:
-        return not misfit(value, shape) and bool(orjson.dumps(value))  # whole numbers have 64 bits
+        return not misfit(value, shape) and bool(orjson.dumps(value))  # refuses integers above 64 bits
     except TypeError:
         return False
 
 
 def _messages(prompt: Any) -> Iterator[dict[str, str]]:
-    """A prompt is messages, or the text that a chat template made of them."""
+    """The messages of a prompt; a rendered text becomes one message."""
     if type(prompt) is str and prompt:
         yield {"role": "prompt", "content": prompt}
     for message in _list(prompt):
@@ -262,14 +258,14 @@ def _messages(prompt: Any) -> Iterator[dict[str, str]]:
 
 
 def _rewards(value: Any) -> tuple[float | None, dict[str, float]]:
-    """The reward, and by name where there are several; which of several trains is not in the file: the first."""
+    """The reward, and rewards by name. Of several, the first counts as the trained one: the file does not say."""
     if isinstance(value, dict):
         named = {
-            name: found for name, one in value.items() if type(name) is str and (found := _finite(one)) is not None
+            name: number for name, one in value.items() if type(name) is str and (number := _finite(one)) is not None
         }
         return next(iter(named.values()), None), named
-    found = _finite(value)
-    return found, {} if found is None else {"primary": found}
+    reward = _finite(value)
+    return reward, {} if reward is None else {"primary": reward}
 
 
 def _finite(value: Any) -> float | None:

@@ -1,5 +1,5 @@
-"""A run of slime's own, which wrote ``--dump-details`` or ``--save-debug-rollout-data``, as the files that the report
-reads: metrics.jsonl, groups.jsonl and rollouts.jsonl in a directory of this process's own, gone when it ends."""
+"""slime's own runs: dumps of ``--dump-details`` or ``--save-debug-rollout-data``, converted to metrics.jsonl,
+groups.jsonl and rollouts.jsonl in a temporary directory of this process."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ from agl_slime.report.files import IterationFile, RunDir, cut, jsonable
 from agl_slime.report.metrics import MetricsWriter
 from agl_slime.report.pieces import Pieces
 from agl_slime.report.rollouts import describe_group, describe_member, mask_of
+from agl_slime.report.sampling import SizeBudget, choose_rollouts
 from agl_slime.report.slime_files import (
     DumpedSample,
     TrainedRow,
@@ -31,65 +32,63 @@ from agl_slime.report.slime_files import (
     samples_of,
     trained_rows,
 )
-from agl_slime.report.transcripts import Room, choose_rollouts
 
 _FOLDERS = ("", "rollout_data", "train_data")
-# {rollout_id}.pt behind what the template adds; _rank was the end of train data before 624b824
+# {rollout_id}.pt with any prefix of the path template; before 624b824 train data ended in _rank
 _NAME = re.compile(r"(?!global_dataset_state_dict)(?:.*?\D)??(eval_)?(\d+)(?:_\d+)?\.pt")
-_ALL_BYTES, _MOST_BYTES = 64 * 2**20, 256 * 2**20  # of files whose rollouts are all kept; of those that are kept
+_ALL_BYTES, _MOST_BYTES = 64 * 2**20, 256 * 2**20  # of dumps whose rollouts are all kept; of kept rollouts
 _UNFINISHED = {"aborted": Outcome.CANCELLED, "failed": Outcome.FAILED, "pending": Outcome.FAILED}
-_NO_SETTINGS = (
-    "slime's files do not say the settings, the times and the loss of this run: what is missing is not shown."
-)
+_NO_SETTINGS = "slime's files have no settings, times or loss: these are not shown."
 _NO_TRAIN = (
-    "There is no train data (--dump-details writes it): what was trained, and the trainer's log-probs, are not known."
+    "There is no train data (--dump-details writes it): trained rollouts and the trainer's log-probs are unknown."
 )
-_NO_TOKENIZER = "There is no tokenizer.json beside the files, so tokens are shown by their ids: --tokenizer names one."
+_NO_TOKENIZER = "There is no tokenizer.json next to the files: tokens are shown as ids (--tokenizer names a directory)."
 
 
 def dump_files(path: Path) -> dict[int, dict[Path, bool]]:
-    """The files of each rollout id at ``path``, each with whether it is of an evaluation."""
-    found: dict[int, dict[Path, bool]] = defaultdict(dict)
+    """The files at ``path`` by rollout id; True for files of an evaluation."""
+    files: dict[int, dict[Path, bool]] = defaultdict(dict)
     for folder in (path / name for name in _FOLDERS):
         for file in sorted(folder.iterdir()) if folder.is_dir() else ():
             if (name := _NAME.fullmatch(file.name)) and len(name[2]) < 16:
-                found[int(name[2])][file] = name[1] is not None
-    return dict(sorted(found.items()))
+                files[int(name[2])][file] = name[1] is not None
+    return dict(sorted(files.items()))
 
 
 class SlimeRun:
-    """What slime wrote at ``path``. ``update`` brings ``run`` up to date; ``absent`` are sentences about what slime
-    does not write, ``damage`` about what cannot be read. ``tokenizer`` is a directory with a ``tokenizer.json``."""
+    """The run that slime dumped at ``path``. ``update`` converts new files into the directory ``run``. ``tokenizer`` is
+    a directory with a ``tokenizer.json``."""
 
     def __init__(self, path: Path, tokenizer: Path | None = None) -> None:
         self.path = path
-        self._own = tempfile.TemporaryDirectory(prefix="agl-slime-report-")
-        self.run = RunDir(Path(self._own.name))
+        self._directory = tempfile.TemporaryDirectory(prefix="agl-slime-report-")
+        self.run = RunDir(Path(self._directory.name))
         self.rewritten = 0
-        """How often lines that were there before were written anew."""
+        """How often earlier lines were replaced."""
         self._seen: dict[int, dict[Path, tuple[int, int]]] = {}
-        self._wrong: dict[Path, str] = {}
+        self._errors: dict[Path, str] = {}
         self._trained: set[int] = set()
         self._metrics = MetricsWriter(self.run.metrics, warn=lambda text, key: None)
         self._groups, self._rollouts = IterationFile(self.run.groups), IterationFile(self.run.rollouts)
-        self._room = Room(_MOST_BYTES)
+        self._budget = SizeBudget(_MOST_BYTES)
         self._lock = threading.Lock()
         self._tokenizer = _tokenizer(path / "tokenizer" if tokenizer is None else tokenizer)
         self._pieces = Pieces(self._tokenizer or _Ids())
 
     def absent(self) -> list[str]:
-        found = [_NO_SETTINGS]
-        found += [_NO_TRAIN] if not self._trained else []
-        return found + ([_NO_TOKENIZER] if self._tokenizer is None else [])
+        """Sentences about missing data."""
+        missing = {_NO_SETTINGS: True, _NO_TRAIN: not self._trained, _NO_TOKENIZER: self._tokenizer is None}
+        return [text for text, applies in missing.items() if applies]
 
     def damage(self) -> list[str]:
-        return [f"{path.relative_to(self.path)} {wrong}." for path, wrong in self._wrong.items()]
+        """Sentences about unreadable files and Samples."""
+        return [f"{path.relative_to(self.path)} {error}." for path, error in self._errors.items()]
 
     def update(self) -> None:
-        """Read what is new. A file that is written anew, or beside others, is read with all that come after it."""
+        """Convert new files. A changed or additional file of an earlier rollout id is converted with all later ids."""
         with self._lock:
-            found = dump_files(self.path)
-            now = {number: {file: _identity(file) for file in files} for number, files in found.items()}
+            dumps = dump_files(self.path)
+            now = {number: {file: _identity(file) for file in files} for number, files in dumps.items()}
             new = [number for number in now if now[number] != self._seen.get(number)]
             if new and any(number >= new[0] for number in self._seen):
                 self.rewritten += 1
@@ -99,14 +98,14 @@ class SlimeRun:
             for number in now if new else ():
                 if number >= new[0]:
                     self._seen[number] = now[number]
-                    self._read(number, found[number])
+                    self._read(number, dumps[number])
 
     def _read(self, number: int, files: Mapping[Path, bool]) -> None:
         dumped: dict[bool, list[DumpedSample]] = {False: [], True: []}
         rows: dict[bytes, list[TrainedRow]] = defaultdict(list)
         self._trained.discard(number)
         for path, evaluation in files.items():
-            self._wrong.pop(path, None)
+            self._errors.pop(path, None)
             try:
                 value = load(path)
                 if is_train_dump(value):
@@ -116,58 +115,59 @@ class SlimeRun:
                     continue
                 read = list(samples_of(value))
             except ValueError as error:
-                self._wrong[path] = f"is left out: it {error}"
+                self._errors[path] = f"is left out: it {error}"
                 continue
             dumped[evaluation] += [one for one in read if not isinstance(one, str)]
             if bad := [(at, one) for at, one in enumerate(read) if isinstance(one, str)]:
-                self._wrong[path] = f"has {len(bad)} Samples that are left out; number {bad[0][0]} {bad[0][1]}"
+                self._errors[path] = f"has {len(bad)} Samples that are left out; number {bad[0][0]} {bad[0][1]}"
         scores = {id(one.sample): row for one in dumped[False] if (row := _take(rows, one)) is not None}
         conversations: dict[str, list[dict[str, str]]] = {}
-        groups = [self._group(number, place, own, scores, conversations) for place, own in _groups(dumped[False])]
-        tested = [self._group(number, place, own, {}, {}) for place, own in _groups(dumped[True])]
+        groups = [self._group(number, name, own, scores, conversations) for name, own in _groups(dumped[False])]
+        evaluated = [self._group(number, name, own, {}, {}) for name, own in _groups(dumped[True])]
         metrics = collect_metrics(groups, collect_s=0) if groups else {}
-        metrics |= _train_metrics(list(scores.values())) | (eval_metrics(tested) if tested else {})
+        metrics |= _train_metrics(list(scores.values())) | (eval_metrics(evaluated) if evaluated else {})
         self._write(number, groups, scores, conversations)
         self._metrics.handle(IterationFinished(iteration=number, metrics=metrics))
 
     def _group(
         self,
         number: int,
-        place: str,
+        group: str,
         dumped: Sequence[DumpedSample],
         rows: Mapping[int, TrainedRow],
         conversations: dict[str, list[dict[str, str]]],
     ) -> GroupResult:
-        """A group with its members: the Samples of one rollout are one. ``conversations`` gets those of its members."""
+        """A group with one member per rollout; their messages are added to ``conversations``."""
         parts: dict[str, list[DumpedSample]] = defaultdict(list)
         for at, one in enumerate(dumped):
             rollout = one.sample.rollout_id
             rollout = one.sample.index if rollout is None else rollout
-            parts[f"{number}-{place}-{at}s" if rollout is None else f"{number}-{place}-{rollout}"].append(one)
+            parts[f"{number}-{group}-{at}s" if rollout is None else f"{number}-{group}-{rollout}"].append(one)
         members = []
-        for name, own in parts.items():
-            conversations[name] = [message for one in own for message in (*one.messages, *self._response(one))]
-            status, raw = own[0].sample.status.value, rows.get(id(own[0].sample))
-            reward = raw.raw_reward if raw is not None and raw.raw_reward is not None else own[0].reward
+        for name, part in parts.items():
+            conversations[name] = [message for one in part for message in (*one.messages, *self._response(one))]
+            first = part[0].sample
+            status, row = first.status.value, rows.get(id(first))
+            reward = row.raw_reward if row is not None and row.raw_reward is not None else part[0].reward
             failure = status if status in _UNFINISHED else None if reward is not None else "no_reward"
             members.append(
                 MemberResult(
                     rollout_id=name,
-                    group_id=place,
-                    samples=tuple(one.sample for one in own),
+                    group_id=group,
+                    samples=tuple(one.sample for one in part),
                     reward=reward,
-                    rewards=own[0].rewards,
-                    sampled_tokens=sum(int(mask_of(one.sample).sum()) for one in own),
-                    turns=max(own[0].sample.metadata.get("turns", 1), 0),
+                    rewards=part[0].rewards,
+                    sampled_tokens=sum(int(mask_of(one.sample).sum()) for one in part),
+                    turns=max(first.metadata.get("turns", 1), 0),
                     failure=failure,
                     outcome_if_failed=_UNFINISHED.get(status, Outcome.FAILED),
-                    instance_id=own[0].sample.metadata.get("instance_id"),
+                    instance_id=first.metadata.get("instance_id"),
                 )
             )
         ready = any(member.ok for member in members)
         code = "" if ready else members[0].failure or ""
         return GroupResult(
-            group_id=f"{number}-{place}",
+            group_id=f"{number}-{group}",
             mode="train",
             size=len(members),
             members=tuple(members),
@@ -176,15 +176,15 @@ class SlimeRun:
         )
 
     def _response(self, one: DumpedSample) -> Iterator[dict[str, str]]:
-        """What follows the prompt: what was sampled, and what the environment put between."""
+        """The messages after the prompt: sampled text, and the environment's text between."""
         sample, mask = one.sample, one.sample.loss_mask
         if self._tokenizer is None or mask is None or all(mask):
             yield {"role": "assistant", "content": sample.response}
             return
         ids = sample.tokens[len(sample.tokens) - sample.response_length :]
-        for own, part in groupby(range(sample.response_length), key=lambda at: bool(mask[at])):
+        for sampled, part in groupby(range(sample.response_length), key=lambda at: bool(mask[at])):
             text = self._tokenizer.decode([ids[at] for at in part])
-            yield {"role": "assistant" if own else "environment", "content": text}
+            yield {"role": "assistant" if sampled else "environment", "content": text}
 
     def _write(
         self,
@@ -197,7 +197,7 @@ class SlimeRun:
         labels: dict[str, str] = {}
         if sum(size for files in self._seen.values() for _, size in files.values()) <= _ALL_BYTES:
             labels = dict.fromkeys(rewards, "all")
-        elif self._room.open(number):
+        elif self._budget.allows(number):
             labels = choose_rollouts(rewards, iteration=number)
         lines, kept = [], []
         for group in groups:
@@ -205,23 +205,25 @@ class SlimeRun:
             trained = [
                 any(id(s) in rows and rows[id(s)].mask.any() for s in member.samples) for member in group.members
             ]
-            line["outcomes"] = ["trained" if one else was for one, was in zip(trained, line["outcomes"], strict=True)]
+            line["outcomes"] = [
+                "trained" if one else before for one, before in zip(trained, line["outcomes"], strict=True)
+            ]
             for member, outcome in zip(group.members, line["outcomes"], strict=True):
                 if label := labels.get(member.rollout_id):
-                    whole = describe_member(member, line, self._pieces, lambda s, _: _scores(s, rows.get(id(s))))
-                    whole |= {"label": label, "outcome": outcome, "messages": conversations[member.rollout_id]}
-                    kept.append(jsonable(whole))
+                    record = describe_member(member, line, self._pieces, lambda s, _: _scores(s, rows.get(id(s))))
+                    record |= {"label": label, "outcome": outcome, "messages": conversations[member.rollout_id]}
+                    kept.append(jsonable(record))
             lines.append({**line, "kept": [one for one in line["rollouts"] if one in labels]})
         self._rollouts.append(number, kept)
         self._groups.append(number, lines)
 
 
 def _groups(dumped: Sequence[DumpedSample]) -> Iterator[tuple[str, list[DumpedSample]]]:
-    """By the number that slime gave each group; a Sample without one is a group of its own."""
-    found: dict[str, list[DumpedSample]] = defaultdict(list)
+    """Samples by slime's group index; one without an index is a group by itself."""
+    groups: dict[str, list[DumpedSample]] = defaultdict(list)
     for at, one in enumerate(dumped):
-        found[f"s{at}" if one.sample.group_index is None else f"g{one.sample.group_index}"].append(one)
-    yield from found.items()
+        groups[f"s{at}" if one.sample.group_index is None else f"g{one.sample.group_index}"].append(one)
+    yield from groups.items()
 
 
 def _take(rows: Mapping[bytes, list[TrainedRow]], one: DumpedSample) -> TrainedRow | None:
@@ -234,12 +236,12 @@ def _scores(sample: Any, row: TrainedRow | None) -> tuple[np.ndarray, np.ndarray
     if row is None or (row.log_probs is None and row.advantages is None):
         return None
     mask, unknown = mask_of(sample), np.full(sample.response_length, np.nan)
-    log_probs, advantages = (unknown if told is None else told for told in (row.log_probs, row.advantages))
+    log_probs, advantages = (unknown if one is None else one for one in (row.log_probs, row.advantages))
     return log_probs[mask].astype("f4"), advantages[mask].astype("f4")
 
 
 def _train_metrics(rows: Sequence[TrainedRow]) -> dict[str, Any]:
-    """What the train data says of the step."""
+    """Metrics of the step, from the train data."""
     if not rows:
         return {}
     with np.errstate(invalid="ignore"):  # a file may hold infinity
@@ -249,32 +251,35 @@ def _train_metrics(rows: Sequence[TrainedRow]) -> dict[str, Any]:
             if row.log_probs is not None and row.engine is not None
         ]
     differences = np.abs(np.concatenate(both)) if both else np.zeros(0)
-    found: dict[str, Any] = {names.TOKENS_TRAINED: int(sum(row.mask.sum() for row in rows)), "train/samples": len(rows)}
+    metrics: dict[str, Any] = {
+        names.TOKENS_TRAINED: int(sum(row.mask.sum() for row in rows)),
+        "train/samples": len(rows),
+    }
     if len(differences):
-        found |= {
+        metrics |= {
             names.LOGPROB_DIFF_MAX: float(differences.max()),
             "train/logprob_diff_mean": float(differences.mean()),
         }
-    return found
+    return metrics
 
 
 def _identity(path: Path) -> tuple[int, int]:
     try:
-        about = path.stat()
+        stat = path.stat()
     except OSError:
         return 0, 0
-    return about.st_mtime_ns, about.st_size
+    return stat.st_mtime_ns, stat.st_size
 
 
 class _Ids:
-    """Tokens where there is no tokenizer."""
+    """Decodes tokens as ids, without a tokenizer."""
 
     def decode(self, ids: Sequence[int]) -> str:
         return "".join(f"‹{one}›" for one in ids)
 
 
 def _tokenizer(directory: Path) -> Any:
-    """What turns ids into text: data, without code of the directory's."""
+    """The tokenizer of ``tokenizer.json``, which is data: no code of the directory is run."""
     file = directory / "tokenizer.json"
     if not file.is_file():
         return None
@@ -282,7 +287,7 @@ def _tokenizer(directory: Path) -> Any:
         from tokenizers import Tokenizer
 
         return _Whole(Tokenizer.from_file(str(file)))
-    except Exception:  # not installed, or whatever a damaged file makes of it: shown as not there
+    except Exception:  # not installed, or a damaged file: shown as missing
         return None
 
 

@@ -1,7 +1,7 @@
 """The closing summary: on the console, and as ``summary.json``.
 
-What concerns iterations is taken from ``metrics.jsonl``, so that a resumed run is summed up as a whole; rollouts by
-outcome and the wall time by phase are those of this session. Entries of ``RunFinished.summary`` stand before these.
+Figures of iterations come from ``metrics.jsonl`` and cover a resumed run as a whole; outcomes of rollouts and seconds
+by phase cover this process only. Entries of ``RunFinished.summary`` take precedence.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from rich.text import Text
 
 from agl_slime import metric_names as m
 from agl_slime.events import Event, PhaseStarted, RolloutFinished, RunFinished, RunStarted, Warning
-from agl_slime.report.console import count_reason, spell_reasons, spell_seconds
+from agl_slime.report.console import count_reason, format_reasons, format_seconds
 from agl_slime.report.files import RunDir, dump, iter_jsonl
 from agl_slime.report.metrics import Validation, number, validation_of
 from agl_slime.support.files import write_file
 
-# Of the CPU: from here on rollouts and training have certainly waited for a core now and then.
+# CPU share above which rollouts and training compete for cores.
 _CROWDED = 0.75
 _SUMS = {
     "rollouts": m.COUNT,
@@ -37,7 +37,7 @@ _SUMS = {
 
 
 def sum_up(rows: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-    """The figures of a run from its iterations; a figure whose metric never came is None."""
+    """The figures of a run from its iterations; None where a metric never occurred."""
     rows = list(rows)
 
     def values(*keys: str) -> list[float]:
@@ -45,8 +45,8 @@ def sum_up(rows: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
 
     rewards = [(reward, row["iteration"]) for row in rows if (reward := number(row, m.REWARD_MEAN)) is not None]
     best, best_iteration = max(rewards, key=itemgetter(0), default=(None, None))
-    found = (validation_of(row, start=start) for row in rows for start in (True, False))
-    validations = [validation for validation in found if validation is not None]
+    both = (validation_of(row, start=start) for row in rows for start in (True, False))
+    validations = [validation for validation in both if validation is not None]
     versions = [row[m.WEIGHTS_VERSION] for row in rows if row.get(m.WEIGHTS_VERSION) is not None]
     return {
         "iterations": sum(row["iteration"] > 0 for row in rows),
@@ -54,8 +54,8 @@ def sum_up(rows: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
         "reward_last": rewards[-1][0] if rewards else None,
         "reward_best": best,
         "reward_best_iteration": best_iteration,
-        **_of_validation("val_first", validations[:1]),
-        **_of_validation("val_last", validations[-1:]),
+        **_validation_figures("val_first", validations[:1]),
+        **_validation_figures("val_last", validations[-1:]),
         "logprob_diff_first": next(iter(values(m.LOGPROB_DIFF_MAX)), None),
         "first_ratio_dev_max": max(values(m.FIRST_RATIO_DEV_MAX), default=None),
         "weights_version": versions[-1] if versions else None,
@@ -64,17 +64,16 @@ def sum_up(rows: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     }
 
 
-def _of_validation(name: str, found: Sequence[Validation]) -> dict[str, Any]:
-    """Mean, interval and spelling of the one validation in ``found``, if there is one."""
-    one = found[0] if found else Validation(None, None, None, None)
+def _validation_figures(name: str, validations: Sequence[Validation]) -> dict[str, Any]:
+    """Mean, interval and counts of at most one validation."""
+    one = validations[0] if validations else Validation(None, None, None, None)
     rewarded = None if one.count is None else (one.rewarded, one.count)
     return {name: one.mean, f"{name}_interval": one.interval, f"{name}_rewarded": rewarded}
 
 
 def _overlap(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Of an asynchronous run: its speed-up over the synchronous schedule and the ceiling of that,
-    (roll + train + sync) / (max(roll, train) + sync), both from its own times: where both sides want the same CPU, each
-    takes longer than it would alone, and both figures are too high."""
+    """For an asynchronous run, the speed-up over the synchronous schedule and its ceiling, (roll + train + sync) /
+    (max(roll, train) + sync). Both use this run's times and are too high if rollouts and training share a CPU."""
     rows = [row for row in rows if number(row, m.ROLL_S) is not None]
     roll, train, sync, wall, trainer, engine = (
         sum(number(row, key) or 0.0 for row in rows)
@@ -97,7 +96,7 @@ def _overlap(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def summary_rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Label and text of each line that is shown; figures that are None are left out."""
+    """Label and text of each line. Figures that are None are left out."""
     get = summary.get
     how = "finished" if get("reason") == "finished" else f"stopped: {get('reason')}"
     rows = [("run", how), ("iterations", str(get("iterations")))]
@@ -106,18 +105,18 @@ def summary_rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
         rows.append(("reward", f"{get('reward_first'):.3f} -> {get('reward_last'):.3f}{best}"))
     if get("val_first") is not None or get("val_first_rewarded"):
         first, last = (
-            Validation(get(name), None, *(get(f"{name}_rewarded") or (None, None))).spell(3)
+            Validation(get(name), None, *(get(f"{name}_rewarded") or (None, None))).format(3)
             + (f" [{bounds[0]:.3f}, {bounds[1]:.3f}]" if (bounds := get(f"{name}_interval")) else "")
             for name in ("val_first", "val_last")
         )
         rows.append(("validation", f"{first} -> {last}"))
-    if ledger := get("ledger"):  # how each enqueued rollout ended; the outcomes of events know only how it ran
+    if ledger := get("ledger"):  # counts every enqueued rollout; events count only executed ones
         ends = {name: count for name, count in ledger.items() if name != "opened" and count}
-        rows.append(("rollouts", f"{ledger.get('opened', 0):,} enqueued: {spell_reasons(ends, most=10)}"))
+        rows.append(("rollouts", f"{ledger.get('opened', 0):,} enqueued: {format_reasons(ends, most=10)}"))
     elif get("outcomes"):
-        rows.append(("rollouts", spell_reasons(summary["outcomes"], most=10)))
+        rows.append(("rollouts", format_reasons(summary["outcomes"], most=10)))
     if get("reasons"):
-        rows.append(("failures", spell_reasons(summary["reasons"], most=5)))
+        rows.append(("failures", format_reasons(summary["reasons"], most=5)))
     sampled, trained = get("tokens_under_mask"), get("tokens_trained")
     if sampled is not None or trained is not None:
         verdict = f"{_count(trained)} trained: {'equal' if sampled == trained else 'NOT EQUAL'}"
@@ -127,23 +126,23 @@ def summary_rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
     if (diff := get("logprob_diff_first")) is not None:
         rows.append(("log-prob difference", f"{diff:.1e} at most between trainer and engine, first batch"))
     if (deviation := get("first_ratio_dev_max")) is not None:
-        hollow = "; hollow for retokenized samples: the trainer computed both sides" if get("retokenized") else ""
-        rows.append(("first ratio", f"within {deviation:.1e} of 1{hollow}"))
+        caveat = "; meaningless for retokenized samples: the trainer computed both sides" if get("retokenized") else ""
+        rows.append(("first ratio", f"within {deviation:.1e} of 1{caveat}"))
     if get("speed_up") is not None:
         waited = f"training waited {get('trainer_waited'):.0%}, the engine {get('engine_waited'):.0%}"
         rows.append(("overlap", f"{get('speed_up'):.2f}x, at most {get('speed_up_ceiling'):.2f}x;  {waited}"))
     if (busy := get("cpu_busy")) is not None and busy >= _CROWDED:
-        slowed = "rollouts and training slowed each other, so that over --max-staleness 0 less than this was gained"
+        slowed = "rollouts and training slowed each other: the gain over --max-staleness 0 was smaller"
         rows.append(("shared CPU", f"{busy:.0%} busy: {slowed}"))
     if get("staleness_max") is not None:
-        behind = f"{get('staleness_mean'):.2f} versions at mean, {get('staleness_max'):.0f} at most"
+        behind = f"{get('staleness_mean'):.2f} versions on average, {get('staleness_max'):.0f} at most"
         rows.append(("staleness", behind))
     if get("forks") is not None or get("retokenized") is not None:
         rows.append(("samples", f"{_count(get('forks'))} forks, {_count(get('retokenized'))} retokenized"))
     if get("wall_s") is not None:
         phases = sorted((get("phase_s") or {}).items(), key=lambda item: -item[1])
-        parts = [f"{name} {spell_seconds(seconds)}" for name, seconds in phases if seconds >= 0.005]
-        rows.append(("wall time", "  ".join([spell_seconds(summary["wall_s"]), *parts])))
+        parts = [f"{name} {format_seconds(seconds)}" for name, seconds in phases if seconds >= 0.005]
+        rows.append(("wall time", "  ".join([format_seconds(summary["wall_s"]), *parts])))
     rows += [("warning", text + (f" (x{times})" if times > 1 else "")) for text, times in get("warnings") or ()]
     rows += [(label, path) for label, path in (get("files") or {}).items()]
     if model := (get("files") or {}).get("model"):
@@ -158,7 +157,7 @@ def _count(value: float | None) -> str:
 
 
 def show(rows: Sequence[tuple[str, str]], console: Console) -> None:
-    """Print the rows, aligned; a path is never broken."""
+    """Print the rows, aligned; paths are never wrapped."""
     width = max(len(label) for label, _ in rows)
     console.print()
     for label, text in rows:
@@ -168,7 +167,7 @@ def show(rows: Sequence[tuple[str, str]], console: Console) -> None:
 
 
 class Output(Protocol):
-    """A file or directory that a reporter leaves; ``note`` is the sentence to show when it is not there."""
+    """A file or directory that a reporter writes; ``note`` is a sentence for the case that it is missing."""
 
     path: Path
     note: str
@@ -176,15 +175,15 @@ class Output(Protocol):
 
 @dataclass
 class ModelOfRun:
-    """The weights that a run leaves, for the summary."""
+    """The weights of the run, for the summary."""
 
     path: Path
     note: str = "no model directory was written: there is no checkpoint, or it is slime's (docs/after-the-run.md)"
 
 
 class SummaryReporter:
-    """Sums the run up when it ends, and says where its files are. Comes last among the reporters, so that it finds what
-    those in ``outputs``, by label, have left."""
+    """Prints and writes the summary when the run ends, with the paths of ``outputs`` by label. The last reporter, so
+    that all other files exist."""
 
     def __init__(self, run: RunDir, *, outputs: Mapping[str, Output], console: Console) -> None:
         self._run, self._outputs, self._console = run, outputs, console

@@ -1,6 +1,6 @@
-"""Weights & Biases and MLflow, each through its own library: where a run goes is what their environment variables say
-(``WANDB_MODE``, ``WANDB_PROJECT``, ``MLFLOW_TRACKING_URI`` …). A run that is resumed goes on in the run that it had
-there: ``trackers.json`` in the run's directory names it."""
+"""Weights & Biases and MLflow, each through its own library and configured by its own environment variables
+(``WANDB_MODE``, ``WANDB_PROJECT``, ``MLFLOW_TRACKING_URI`` …). A resumed run continues its tracker run, whose id is in
+``trackers.json``."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from agl_slime.support.files import write_file
 
 Tracker = Literal["wandb", "mlflow"]
 _PROJECT = "agl-slime"
-_LONGEST_PARAM = 500  # characters that every MLflow server takes
+_MAX_PARAM = 500  # characters, accepted by every MLflow server
 
 
 def need_trackers(names: Sequence[str]) -> None:
@@ -29,7 +29,7 @@ def need_trackers(names: Sequence[str]) -> None:
 
 
 class _Ids:
-    """Under which id a tracker knows the run."""
+    """The id of the run in a tracker."""
 
     def __init__(self, run: RunDir, tracker: str) -> None:
         self._path, self._tracker = run.trackers, tracker
@@ -42,12 +42,12 @@ class _Ids:
 
 
 def _scalars(metrics: Mapping[str, Any]) -> dict[str, float]:
-    """The metrics that are numbers."""
+    """The numeric metrics."""
     return {key: value for key in metrics if key != "iteration" and (value := number(metrics, key)) is not None}
 
 
 class WandbWriter:
-    """One run of Weights & Biases; metrics are drawn over ``iteration``, so that iterations may be told again."""
+    """One run of Weights & Biases. Metrics are drawn over ``iteration``, so that iterations may be logged again."""
 
     note = "no iteration was finished"
 
@@ -112,19 +112,19 @@ class MlflowWriter:
         from mlflow.tracking import MlflowClient
 
         client = MlflowClient()
-        known = self._ids.get()
-        if known is None:
+        run_id = self._ids.get()
+        if run_id is None:
             name = os.environ.get("MLFLOW_EXPERIMENT_NAME", _PROJECT)
             experiment = client.get_experiment_by_name(name)
             experiment_id = client.create_experiment(name) if experiment is None else experiment.experiment_id
-            known = client.create_run(experiment_id, run_name=self._dir.path.resolve().name).info.run_id
-            self._ids.set(known)
-            params = [Param(name, str(value)[:_LONGEST_PARAM]) for name, value in _flat(self._dir.settings() or {})]
-            for start in range(0, len(params), 100):  # what one request may have
-                client.log_batch(known, params=params[start : start + 100])
+            run_id = client.create_run(experiment_id, run_name=self._dir.path.resolve().name).info.run_id
+            self._ids.set(run_id)
+            params = [Param(name, str(value)[:_MAX_PARAM]) for name, value in _flat(self._dir.settings() or {})]
+            for start in range(0, len(params), 100):  # the limit of a request
+                client.log_batch(run_id, params=params[start : start + 100])
         else:
-            client.update_run(known, status="RUNNING")
-        self._client, self._run_id = client, known
+            client.update_run(run_id, status="RUNNING")
+        self._client, self._run_id = client, run_id
 
     def _log(self, event: IterationFinished) -> None:
         from mlflow.entities import Metric
@@ -150,5 +150,5 @@ def _flat(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, 
 
 def make_trackers(names: Sequence[str], run: RunDir) -> dict[str, WandbWriter | MlflowWriter]:
     """The writers by name."""
-    made: dict[str, type[WandbWriter] | type[MlflowWriter]] = {"wandb": WandbWriter, "mlflow": MlflowWriter}
-    return {name: made[name](run) for name in names}
+    writers: dict[str, type[WandbWriter] | type[MlflowWriter]] = {"wandb": WandbWriter, "mlflow": MlflowWriter}
+    return {name: writers[name](run) for name in names}

@@ -1,8 +1,7 @@
-"""The page served, and told what is new while a run goes on.
+"""A server of the page, with updates while a run is in progress.
 
 Closed by default: it listens on loopback and answers only requests that name this machine, so that no other site's page
-reaches it through a browser; any other address needs a token, which the first request brings as ``?token=`` and a
-cookie keeps.
+reaches it through a browser. Any other address needs a token, sent once as ``?token=`` and then kept in a cookie.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from yarl import URL
 
 from agl_slime.errors import ConfigError
 from agl_slime.report.page import page, policy, run_data
-from agl_slime.report.read import RunReader, find_runs, is_run, unparsed
+from agl_slime.report.read import RunReader, dump_json, find_runs, is_run
 from agl_slime.support.http import json_response, listening, stop_signal
 from agl_slime.support.net import has_token, require_token
 from agl_slime.support.threads import run_in_thread
@@ -29,37 +28,37 @@ from agl_slime.support.threads import run_in_thread
 TOKEN_VARIABLE = "AGL_SLIME_VIEW_TOKEN"
 _COOKIE = "agl_slime_view"
 _NOT_STORED = {"Cache-Control": "no-store"}
-_LOOK_INTERVAL_S = 1.0  # between looks at the files of a run that is followed
-_ENDS_S = 2.0  # a browser's open connection does not hold the end up for longer
+_POLL_INTERVAL_S = 1.0  # between reads of a followed run's files
+_SHUTDOWN_S = 2.0  # longest wait for a browser's open connection
 
 
 class _Runs:
-    """The runs at the given paths, those that appear later at the end; one reader per run and follower."""
+    """The runs at the given paths; runs that appear later are appended."""
 
     def __init__(self, given: Sequence[Path], tokenizer: Path | None) -> None:
         self._given, self.tokenizer = list(given), tokenizer
         self.paths = [path for each in given for path in find_runs(each)]
 
-    def look(self) -> list[Path]:
+    def refresh(self) -> list[Path]:
         for each in self._given:
-            found = () if is_run(each) else find_runs(each)
-            self.paths += [path for path in found if path not in self.paths]
+            below = () if is_run(each) else find_runs(each)
+            self.paths += [path for path in below if path not in self.paths]
         return self.paths
 
 
 class _Follower:
-    """What one page has been told."""
+    """Readers of all runs for one page."""
 
     def __init__(self, runs: _Runs) -> None:
         self._runs = runs
         self._readers: list[RunReader] = []
 
     def news(self) -> bytes | None:
-        """What is new, run by run; ``None`` when nothing is."""
-        paths = self._runs.look()
+        """The news of each run as JSON; ``None`` without any."""
+        paths = self._runs.refresh()
         self._readers += [RunReader(path, tokenizer=self._runs.tokenizer) for path in paths[len(self._readers) :]]
-        told = [run_data(reader) for reader in self._readers]
-        return unparsed(told) if any(told) else None
+        news = [run_data(reader) for reader in self._readers]
+        return dump_json(news) if any(news) else None
 
     def rollout(self, run: int, rollout_id: str) -> bytes | None:
         self.news()
@@ -69,7 +68,7 @@ class _Follower:
 class _Viewer:
     def __init__(self, runs: _Runs, *, token: str | None, follow: bool) -> None:
         self._runs, self._token, self._follow = runs, token, follow
-        self._latest, self._asked = _Follower(self._runs), asyncio.Lock()
+        self._follower, self._lock = _Follower(self._runs), asyncio.Lock()
         self.ending = asyncio.Event()
 
     def app(self) -> web.Application:
@@ -107,9 +106,9 @@ class _Viewer:
 
     async def _rollout(self, request: web.Request) -> web.Response:
         number, rollout_id = request.query.get("run", ""), request.query.get("id", "")
-        async with self._asked:  # one reader for all pages: not in two threads at once
+        async with self._lock:  # all pages share the follower, which is not thread-safe
             run = int(number) if number.isdecimal() else -1
-            line = await run_in_thread(self._latest.rollout, run, rollout_id)
+            line = await run_in_thread(self._follower.rollout, run, rollout_id)
         if line is None:
             raise web.HTTPNotFound(text=f"rollout {rollout_id!r} is not kept in run {number!r}")
         return json_response(orjson.Fragment(line), headers=_NOT_STORED)
@@ -118,15 +117,15 @@ class _Viewer:
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream", **_NOT_STORED})
         await response.prepare(request)
         follower = _Follower(self._runs)
-        with suppress(ConnectionError):  # the browser has gone
+        with suppress(ConnectionError):  # the browser disconnected
             ended = False
             while not ended:
-                ended = self.ending.is_set()  # and then the last news: how the run has ended
+                ended = self.ending.is_set()  # the last news says how the run ended
                 news = await run_in_thread(follower.news)
-                # a comment where there is no news, so that one that has gone is noticed
+                # a comment without news, so that a disconnected browser is noticed
                 await response.write(b": nothing new\n\n" if news is None else b"data: %s\n\n" % news)
                 with suppress(asyncio.TimeoutError):
-                    await asyncio.wait_for(self.ending.wait(), _LOOK_INTERVAL_S)
+                    await asyncio.wait_for(self.ending.wait(), _POLL_INTERVAL_S)
         return response
 
 
@@ -140,14 +139,14 @@ async def serving(
     follow: bool = False,
     tokenizer: Path | None = None,
 ) -> AsyncIterator[str]:
-    """Serve the page of the runs at or below ``paths`` within the block, which gets its URL, token included.
-    ``follow``: pages are told what is new; ``tokenizer`` as in ``RunReader``. Raises ``ConfigError`` for a
-    ``host`` that other machines reach without a ``token``, or where there is no run."""
+    """Serve the page of the runs at or below ``paths`` during the block, whose value is the URL with the token.
+    ``follow`` sends updates to pages; ``tokenizer`` as in ``RunReader``. Raises ``ConfigError`` without a run, or for a
+    ``host`` that other machines reach without a ``token``."""
     require_token(host, token, setting=TOKEN_VARIABLE)
     viewer = _Viewer(_Runs(paths, tokenizer), token=token, follow=follow)
     app = viewer.app()
     try:
-        async with listening(app, host=host, port=port, backlog=64, token=token, shutdown_timeout=_ENDS_S) as url:
+        async with listening(app, host=host, port=port, backlog=64, token=token, shutdown_timeout=_SHUTDOWN_S) as url:
             try:
                 yield str(URL(url).with_query(token=token)) if token else url
             finally:
@@ -162,7 +161,7 @@ async def view(
     """Serve until SIGINT or SIGTERM."""
     ended, token = stop_signal(), os.environ.get(TOKEN_VARIABLE) or None
     async with serving(paths, host=host, port=port, token=token, follow=follow, tokenizer=tokenizer) as url:
-        print(f"the run is at {url} (Ctrl-C ends this)", flush=True)
+        print(f"the run is at {url} (Ctrl-C stops the server)", flush=True)
         if browser:
             await run_in_thread(webbrowser.open, url)
         await ended.wait()

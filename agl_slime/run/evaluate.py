@@ -15,7 +15,7 @@ from rich.console import Console
 
 from agl_slime.errors import ConfigError
 from agl_slime.loop.tasks import Task, as_task_source, read_tasks
-from agl_slime.report.console import spell_seconds
+from agl_slime.report.console import format_seconds
 from agl_slime.report.eval_page import write_eval_page
 from agl_slime.report.files import RunDir, dump, open_run_dir, read_object
 from agl_slime.rollout.chat_api import DEFAULT_KEY, ChatApi, find_chat_api
@@ -402,7 +402,7 @@ class _Progress:
             self._first = ended
         fresh = ended - self._first
         left = (time.monotonic() - self._began) / fresh * (wanted - ended) if fresh else None
-        text = f"{self._which}: {ended} of {wanted} samples" + (f", {spell_seconds(left)} left" if left else "")
+        text = f"{self._which}: {ended} of {wanted} samples" + (f", {format_seconds(left)} left" if left else "")
         if self._status is not None:
             self._status.update(text)
         elif (tenth := 10 * ended // wanted) > self._told:

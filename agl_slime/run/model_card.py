@@ -85,10 +85,10 @@ def _curve(rows: Sequence[Mapping[str, Any]]) -> str:
     chosen = {row["iteration"]: row for row in [*rows[::step], *validated[-_MOST_ROWS:], rows[-1]]}
     lines = ["| iteration | reward of training rollouts | validation |", "|-|-|-|"]
     if (start := validation_of(rows[0], start=True)) is not None:
-        lines.append(f"| 0 | | {start.spell(3)} |")
+        lines.append(f"| 0 | | {start.format(3)} |")
     for iteration in sorted(chosen):
         value = validation_of(chosen[iteration])
-        text = "" if value is None else value.spell(3)
+        text = "" if value is None else value.format(3)
         lines.append(f"| {iteration} | {number(chosen[iteration], m.REWARD_MEAN):.3f} | {text} |")
     return "\n".join(lines) + "\n"
 

@@ -50,11 +50,11 @@ class RunModels:
         share = 1 - found.rewarded / found.count if found.count and found.rewarded is not None else 0.0
         if share > FAILED_SHARE:
             text = "Iteration %d: its validation (%s) is not compared for %s: too many of its rollouts failed."
-            logger.warning(text, event.iteration, found.spell(3), self._run.best_model.name)
+            logger.warning(text, event.iteration, found.format(3), self._run.best_model.name)
         elif self._best is None or found.mean > self._best:
             if self._best is not None and share != self._share:
                 text = "Iteration %d has the best validation (%s), of another share of failed rollouts than before."
-                logger.warning(text, event.iteration, found.spell(3))
+                logger.warning(text, event.iteration, found.format(3))
             self._best, self._share, self._candidate = found.mean, share, (event.iteration, found.mean)
 
     def save_newest(self, checkpoint: Path, *, iteration: int) -> None:

@@ -188,7 +188,6 @@ def make_reports(config: TrainConfig, run: RunDir, console: Console, **more: Any
         run,
         console=console,
         view=config.view,
-        title=config.title,
         seed=config.seed,
         keep=config.keep_rollouts,
         keep_mb=config.keep_rollouts_mb,

@@ -179,7 +179,7 @@ class TrainConfig:
     --max-staleness. Without it they share the engine with training."""
 
     output_dir: Path | None = None
-    """Where metrics, plot, transcripts and weights go; a new directory under runs/ by default."""
+    """Where metrics, rollouts and weights go; a new directory under runs/ by default."""
     weights_dir: Path | None = None
     """Directory from which the engine reads new weights. By default this machine's memory for large models with an
     engine started here, else the run's directory."""

@@ -1,4 +1,4 @@
-"""A rollout for its agent, its reward function and the transcripts: the task and the turns."""
+"""A rollout for its agent, its reward function and the report: the task and the turns."""
 
 from __future__ import annotations
 

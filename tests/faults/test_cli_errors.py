@@ -370,7 +370,7 @@ def test_the_commands_are_listed_and_an_unknown_one_is_named(capsys: pytest.Capt
     assert all(command in said for command in COMMANDS)
 
 
-@pytest.mark.parametrize("arguments", [["train", "--help"], ["--help"], ["plot", "--help"]])
+@pytest.mark.parametrize("arguments", [["train", "--help"], ["--help"], ["audit", "--help"]])
 def test_output_that_nobody_reads_is_no_mistake_of_ours(arguments: list[str]) -> None:
     # fault 14
     command = [sys.executable, "-m", "agl_slime.cli", *arguments]

@@ -22,7 +22,7 @@ import pytest
 
 from agl_slime.cli import main
 from agl_slime.report.files import RunDir
-from agl_slime.report.state import state_of
+from agl_slime.report.state import read_state
 from tests.faults.train_process import train, watches
 from tests.loop_cases import threads_of_ours
 
@@ -45,7 +45,7 @@ def check_interrupted(directory: Path, text: str) -> None:
     """What the user is told, and that every rollout has had one end."""
     assert "stopped: interrupted" in text
     check_metrics(directory, at_least=2)
-    assert state_of(RunDir(directory)).word == "stopped"
+    assert read_state(RunDir(directory)).word == "stopped"
     summary = json.loads((directory / "summary.json").read_text())
     ledger = summary["ledger"]
     assert summary["reason"] == "interrupted"
@@ -175,7 +175,7 @@ def test_kill_9_leaves_no_engine(policy_dir: Path, tmp_path: Path) -> None:
         run.end()
         assert gone(children, 5.0)
     check_metrics(tmp_path / "out", at_least=1)
-    assert state_of(RunDir(tmp_path / "out")).word == "killed"
+    assert read_state(RunDir(tmp_path / "out")).word == "killed"
 
 
 @pytest.mark.slow

@@ -47,7 +47,7 @@ def test_answers_that_are_all_alike_are_told_unless_they_earn_the_best_reward(tm
     # the scripted engine says the same to everybody; only Ada's group earns the best reward there is
     only_ada = HelloAgent(judge=lambda task, response: float(task["name"] == "Ada"))
     texts = warnings_of(tmp_path / "a", only_ada, rollout_batch_size=8)
-    assert [text for text in texts if "all answers are the same to the token" in text]
+    assert [text for text in texts if "all answers are token-identical" in text]
     assert not warnings_of(tmp_path / "b", HelloAgent(), rollout_batch_size=8)
 
 
@@ -56,5 +56,5 @@ def test_a_run_that_is_gone_on_with_knows_the_best_reward_before(tmp_path: Path)
     assert not warnings_of(tmp_path, HelloAgent(), rollout_batch_size=8)
     start = LoopState(iteration=2, reward_means=(1.0, 1.0))
     texts = warnings_of(tmp_path, half, rollout_batch_size=8, num_iterations=3, start=start)
-    assert [text for text in texts if "all answers are the same to the token" in text]
+    assert [text for text in texts if "all answers are token-identical" in text]
     assert not warnings_of(tmp_path / "new", half, rollout_batch_size=8)

@@ -109,11 +109,9 @@ def test_validations_are_of_the_start_and_of_every_third_iteration(finished: tup
 
 def test_the_run_leaves_its_reports_and_says_where(finished: tuple[Path, str, dict[str, Any]]) -> None:
     directory, text, _ = finished
-    for name in ("metrics.jsonl", "reward.png", "summary.json", "config.json"):
+    for name in ("metrics.jsonl", "rollouts.jsonl", "summary.json", "config.json"):
         assert (directory / name).stat().st_size > 0
-    assert (directory / "reward.png").read_bytes().startswith(b"\x89PNG")
-    assert sorted(path.name for path in (directory / "transcripts").glob("*.md"))[0] == "00001.md"
-    for name in ("metrics.jsonl", "reward.png", "transcripts", "summary.json"):
+    for name in ("metrics.jsonl", "rollouts.jsonl", "summary.json"):
         assert str(directory / name) in text
     assert [line.split()[1] for line in text.splitlines() if line.startswith("iter ")] == [
         f"{number}/6" for number in range(1, 7)

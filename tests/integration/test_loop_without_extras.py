@@ -82,7 +82,7 @@ def test_help_needs_no_agent_lightning(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "without",
-    [("torch", "safetensors", "matplotlib", "tensorboard"), pytest.param((), marks=pytest.mark.slow)],
+    [("torch", "safetensors", "tensorboard"), pytest.param((), marks=pytest.mark.slow)],
     ids=["core install", "all extras"],
 )
 def test_the_smoke_test_passes(without: tuple[str, ...], tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ import pytest
 from agl_slime.errors import ContextOverflowError, EngineServerError
 from agl_slime.groups.results import GroupResult, MemberResult
 from agl_slime.loop.metrics import collect_metrics
-from agl_slime.report.alarms import find_alarms_of_step
+from agl_slime.report.alarms import find_step_alarms
 from agl_slime.report.rollouts import describe_group
 from agl_slime.rollout import session as session_module
 from agl_slime.support.agl import LLM, Rollout
@@ -78,11 +78,11 @@ async def test_a_tool_that_always_raises_is_counted_and_told_with_its_exception(
     assert (metrics["tools/calls"], metrics["tools/errors"]) == (18, 18)
     line = describe_group(group, collected=1)
     assert line["tools"]["failed"] == {"look": 12}
-    assert find_alarms_of_step([line], best=None) == []  # a third of its calls did not reach it
+    assert find_step_alarms([line], best=None) == []  # a third of its calls did not reach it
     good = await rollout(Agent, [CALL + CALL, "Three."], tools=[look])
     samples = good[0].convert(chat_tokenizer("anthropic", "groups_tools")).samples
     members = tuple(replace(member, samples=tuple(samples)) for member in members)
-    [alarm] = find_alarms_of_step([describe_group(replace(group, members=members), collected=1)], best=None)
+    [alarm] = find_step_alarms([describe_group(replace(group, members=members), collected=1)], best=None)
     assert alarm.text == "12 of 12 calls of tool 'look' failed: ConnectionError: no such host for kz"
 
 

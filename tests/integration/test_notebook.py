@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 pytest.importorskip("torch", reason='the notebook trains: pip install "agl-slime[local]"')
-plot = pytest.importorskip("matplotlib", reason='the notebook draws: pip install "agl-slime[local]"')
+plot = pytest.importorskip("matplotlib", reason="the notebook draws: pip install matplotlib")
 
 NOTEBOOK = Path(__file__).parents[2] / "examples" / "first_run.ipynb"
 

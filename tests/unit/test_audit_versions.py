@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from agl_slime.audit.agree import audit
-from agl_slime.audit.figures import began_with
+from agl_slime.audit.figures import start_versions
 from agl_slime.report.files import IterationFile
 
 
@@ -24,8 +24,8 @@ from agl_slime.report.files import IterationFile
 )
 def test_a_run_of_slimes_begins_with_version_1(first: dict[str, object], begun: dict[str, int]) -> None:
     later = {"iteration": 2, "weights/version": "9"}
-    assert began_with([later, {"iteration": 1, **first}]) == begun
-    assert began_with([]) == {"0": 0}
+    assert start_versions([later, {"iteration": 1, **first}]) == begun
+    assert start_versions([]) == {"0": 0}
 
 
 @pytest.mark.parametrize(("slimes", "missing"), [(True, [6]), (False, [1, 2, 3, 4, 6])])

@@ -145,5 +145,5 @@ def test_a_large_evaluation_says_what_is_left_out(tmp_path: Path, monkeypatch: p
 def test_another_file_of_that_name_is_one_sentence(tmp_path_factory: pytest.TempPathFactory, value: Any) -> None:
     directory = tmp_path_factory.mktemp("e")
     (directory / "eval.json").write_bytes(dump(value))
-    with pytest.raises(ConfigError, match=r"eval\.json is not what agl-slime eval writes|there is no|no such"):
+    with pytest.raises(ConfigError, match=r"eval\.json is not as agl-slime eval writes it|there is no|no such"):
         write_eval_page(directory)

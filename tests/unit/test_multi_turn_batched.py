@@ -353,7 +353,7 @@ def test_results_feed_a_group() -> None:
 
 
 def test_alarms_for_tools_that_never_fire_and_answers_that_are_all_alike(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(alarms, "NEVER_IN", 3)
+    monkeypatch.setattr(alarms, "UNCALLED_ROLLOUTS", 3)
 
     def told(*groups: Sequence[Sequence[str]]) -> list[str]:
         lines = []
@@ -367,7 +367,7 @@ def test_alarms_for_tools_that_never_fire_and_answers_that_are_all_alike(monkeyp
             )
             group = GroupResult(group_id="g", mode="train", size=len(members), members=members, ready=True)
             lines.append(describe_group(group, collected=1))
-        return [alarm.text for alarm in alarms.find_alarms_of_step(lines, best=1.0)]
+        return [alarm.text for alarm in alarms.find_step_alarms(lines, best=1.0)]
 
     silent, alike, calling = [["One."], [CALL.replace("}}", "}")]], [["One."], ["One."]], [["Two."], [CALL, "Three."]]
     (said,) = told(silent, silent)

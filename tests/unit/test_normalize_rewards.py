@@ -41,7 +41,7 @@ def test_advantages_metric_alarm_and_audit_have_one_tolerance(rewards: list[floa
     }
     line = {"ready": True, "rewards": rewards, "code": "", **columns}
     assert (advantages == [0.0, 0.0]) == all_equal(rewards) == same
-    assert figures.sums_of([line])["rollout/groups_zero_variance"] == same
+    assert figures.group_metrics([line])["rollout/groups_zero_variance"] == same
     lines = [{**line, "iteration": iteration, "collected": iteration} for iteration in (1, 2, 3) for _ in range(4)]
     assert ("zero variance" in {alarm.kind for alarm in find_alarms([], lines)}) == same
 

@@ -185,8 +185,8 @@ def test_every_alarm_has_its_fault() -> None:
     for fault, *_ in FAULTS:
         run = copy.deepcopy(healthy())
         fault(run)
-        raised |= {look.__name__ for look in alarms._LOOKS if list(look(alarms._steps(*run)))}
-    assert raised == {look.__name__ for look in alarms._LOOKS}
+        raised |= {check.__name__ for check in alarms._CHECKS if list(check(alarms._steps(*run)))}
+    assert raised == {check.__name__ for check in alarms._CHECKS}
 
 
 def test_records_that_lack_fields_raise_nothing() -> None:

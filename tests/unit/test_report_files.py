@@ -81,7 +81,6 @@ def run(directory: RunDir, *, iterations: int = 3, reason: str = "finished", led
 
 
 def test_the_closing_summary_says_what_happened_and_where_it_is(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
     pytest.importorskip("tensorboard")
     directory = open_run_dir(tmp_path / "run", agent="a", settings={})
     lines = run(directory).splitlines()
@@ -99,10 +98,8 @@ def test_the_closing_summary_says_what_happened_and_where_it_is(tmp_path: Path) 
         ("wall time", "40.0 s  collect 18.0 s  train 12.0 s  start-up 10.0 s"),
         ("warning", "odd (x2)"),
         ("metrics", str(directory.metrics)),
-        ("reward plot", str(directory.plot)),
         ("tensorboard", str(directory.tensorboard)),
         ("summary", str(directory.summary)),
-        ("note", "no rollout was sampled"),
         ("note", "no rollout was kept"),
         ("note", ModelOfRun(tmp_path).note),
     ]
@@ -159,13 +156,11 @@ def test_validation_first_and_last_and_nothing_invented() -> None:
 
 
 def test_what_is_not_installed_is_said_in_the_summary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    hide(monkeypatch, "matplotlib", "tensorboard")
+    hide(monkeypatch, "tensorboard")
     directory = open_run_dir(tmp_path / "run", agent="a", settings={})
     text = run(directory)
-    assert 'matplotlib is not installed; pip install "agl-slime[local]"' in text
     assert 'TensorBoard is not installed; pip install "agl-slime[report]"' in text
     assert not directory.tensorboard.exists()
-    assert not directory.plot.exists()
 
 
 def test_a_run_that_failed_at_once_still_gets_its_summary(tmp_path: Path) -> None:

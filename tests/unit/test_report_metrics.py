@@ -16,7 +16,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agl_slime.audit.records import broken_chain
+from agl_slime.audit.records import broken_lines
 from agl_slime.events import IterationFinished, MetricValue
 from agl_slime.metric_names import REQUIRED_KEYS
 from agl_slime.report import MetricsWriter, read_metrics
@@ -154,7 +154,7 @@ def test_the_file_always_holds_each_iteration_once_in_order(
             write(path, iteration)
             expected.append(iteration)
     assert [row["iteration"] for row in read_metrics(path)] == expected
-    assert [*broken_chain(path)] == []
+    assert [*broken_lines(path)] == []
 
 
 def test_what_was_handled_survives_sigkill(tmp_path: Path) -> None:

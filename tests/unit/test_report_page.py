@@ -18,9 +18,9 @@ from hypothesis import strategies as st
 from agl_slime.errors import ConfigError
 from agl_slime.report import page as page_module
 from agl_slime.report.files import RunDir
-from agl_slime.report.page import assets, embedded, write_report
+from agl_slime.report.page import assets, script_json, write_report
 from agl_slime.report.read import RunReader, Tail, columns, find_runs
-from agl_slime.report.state import state_of
+from agl_slime.report.state import read_state
 from tests.report_runs import EMOJI, HOSTILE, AWriter, write_run
 
 ROOT = Path(__file__).parents[2]
@@ -62,8 +62,8 @@ def test_nothing_that_a_model_wrote_leaves_its_block(tmp_path: Path) -> None:
     st.text(st.characters())
     | st.sampled_from(["\ud800", "</script>", "<!--<script>", "]]>", "\u2028\u2029", "{{code}}", "\\"])
 )
-def test_embedded_json_is_the_same_value_and_no_html(text: str) -> None:
-    made = embedded({"text": text})
+def test_script_json_json_is_the_same_value_and_no_html(text: str) -> None:
+    made = script_json({"text": text})
     assert json.loads(made) == {"text": text}
     assert not set("<>&\u2028\u2029") & set(made)
 
@@ -130,9 +130,9 @@ def test_a_damaged_directory_opens_and_says_what_is_damaged(tmp_path: Path) -> N
     assert told is not None
     assert told["metrics"]["iteration"] == [1, 3]
     assert told["damage"] == [
-        "config.json is not a JSON object: the settings of this run are not known.",
-        "metrics.jsonl: 1 lines are left out, for they are damaged (2).",
-        "groups.jsonl: 2 lines are left out, for they are damaged (2, 3).",
+        "config.json is not a JSON object: the settings of this run are unknown.",
+        "metrics.jsonl: 1 damaged lines are left out (2).",
+        "groups.jsonl: 2 damaged lines are left out (2, 3).",
     ]
     assert told["state"]["word"] == "unknown"
     assert "summary.json" in told["state"]["text"]
@@ -142,10 +142,10 @@ def test_a_damaged_directory_opens_and_says_what_is_damaged(tmp_path: Path) -> N
 def test_a_run_that_goes_on_says_so_and_one_that_was_stopped_says_why(tmp_path: Path) -> None:
     writer = AWriter(tmp_path)
     writer.iteration(1)
-    assert state_of(RunDir(tmp_path)).word == "running"
+    assert read_state(RunDir(tmp_path)).word == "running"
     writer.finish("interrupted")
-    assert state_of(RunDir(tmp_path)).word == "stopped"
-    assert "interrupted" in state_of(RunDir(tmp_path)).text
+    assert read_state(RunDir(tmp_path)).word == "stopped"
+    assert "interrupted" in read_state(RunDir(tmp_path)).text
 
 
 def test_a_killed_run_says_so(tmp_path: Path) -> None:
@@ -154,10 +154,10 @@ def test_a_killed_run_says_so(tmp_path: Path) -> None:
     with subprocess.Popen([sys.executable, "-c", program, str(tmp_path)], stdout=subprocess.PIPE, cwd=ROOT) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == b"ready\n"
-        assert state_of(RunDir(tmp_path)).word == "running"
+        assert read_state(RunDir(tmp_path)).word == "running"
         os.kill(process.pid, signal.SIGKILL)
         process.wait()
-    state = state_of(RunDir(tmp_path))
+    state = read_state(RunDir(tmp_path))
     assert state.word == "killed"
     assert f"process {process.pid}" in state.text
     told = RunReader(tmp_path).update()

@@ -33,10 +33,10 @@ from agl_slime.report.console import (
     MOST_REASONS,
     OTHER,
     count_reason,
+    format_seconds,
+    format_version,
     iteration_line,
     sparkline,
-    spell_seconds,
-    spell_version,
 )
 from tests.unit.report_cases import METRICS
 
@@ -169,7 +169,7 @@ def test_parts_without_a_metric_are_left_out() -> None:
     ("version", "text"), [(4, "v4"), (4.0, "v4"), ("4", "v4"), ("default", "default"), (None, ""), ("", "")]
 )
 def test_spell_version(version: object, text: str) -> None:
-    assert spell_version(version) == text
+    assert format_version(version) == text
 
 
 @pytest.mark.parametrize(
@@ -185,7 +185,7 @@ def test_spell_version(version: object, text: str) -> None:
     ],
 )
 def test_spell_seconds(seconds: float, text: str) -> None:
-    assert spell_seconds(seconds) == text
+    assert format_seconds(seconds) == text
 
 
 def test_plain_warnings_go_to_stderr_once_per_key(capsys: pytest.CaptureFixture[str]) -> None:

@@ -18,8 +18,8 @@ SETTINGS = {"agent": "a:A", "seed": 0, "trainer": {"lr": 5e-4, "clip": 0.2}}
 
 def fill(run: RunDir) -> None:
     run.metrics.write_text('{"iteration": 1}\n')
-    run.transcripts.mkdir()
-    (run.transcripts / "00001.md").write_text("x")
+    run.checkpoints.mkdir()
+    (run.checkpoints / "state.json").write_text("x")
     (run.path / "notes.txt").write_text("mine")
 
 
@@ -88,7 +88,7 @@ def test_a_run_with_equal_settings_is_not_replaced_without_a_word(tmp_path: Path
     with pytest.raises(ConfigError, match=r"holds this run already: .* --resume, .* --overwrite, .* --output-dir$"):
         open_run_dir(tmp_path, agent="a", settings=SETTINGS)
     assert run.metrics.read_text() == '{"iteration": 1}\n'
-    assert (run.transcripts / "00001.md").exists()
+    assert (run.checkpoints / "state.json").exists()
 
 
 def test_nothing_is_written_before_a_run_begins(tmp_path: Path) -> None:
@@ -119,11 +119,11 @@ def test_resume_needs_a_run(tmp_path: Path) -> None:
 
 
 def test_files_that_may_not_be_ours_are_not_replaced(tmp_path: Path) -> None:
-    (tmp_path / "transcripts").mkdir()
-    (tmp_path / "transcripts" / "interview.txt").write_text("precious")
-    with pytest.raises(ConfigError, match=r"holds transcripts but no config\.json"):
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "interview.txt").write_text("precious")
+    with pytest.raises(ConfigError, match=r"holds model but no config\.json"):
         open_run_dir(tmp_path, agent="a", settings=SETTINGS)
-    assert (tmp_path / "transcripts" / "interview.txt").exists()
+    assert (tmp_path / "model" / "interview.txt").exists()
 
 
 def test_paths_that_cannot_be_used_are_one_sentence(tmp_path: Path) -> None:

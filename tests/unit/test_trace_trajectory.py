@@ -1,4 +1,4 @@
-"""What a reward function and a transcript see of a rollout."""
+"""A rollout as its reward function and the report see it."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-// What went wrong, where it shows and what to try.
+// Alarms with evidence and advice.
 
 function alarmList(view, run) {
   view.append(h("h1", { tabindex: -1 }, "Alarms"));
-  if (!run.alarms.length) return view.append(h("p", {}, "No alarm: nothing of what is looked for was found in this run."));
+  if (!run.alarms.length) return view.append(h("p", {}, "No alarms: every check of this run passed."));
   for (const alarm of run.alarms) {
     const evidence = [link(`step/${run.number}/${alarm.iteration}`, { class: "button" }, `step ${alarm.iteration}`)];
     if (alarm.rollout) evidence.push(" ", link(placeOf(run, alarm.rollout), { class: "button" }, "a rollout"));

@@ -1,4 +1,4 @@
-// Elements, numbers and packed arrays. Text of models goes through `h` alone, which makes text nodes: never markup.
+// Elements, numbers and packed arrays. Model output passes through `h` only, which makes text nodes, never markup.
 
 const SVG = "http://www.w3.org/2000/svg";
 
@@ -20,16 +20,16 @@ const h = (tag, attributes, ...children) => fill(document.createElement(tag), at
 const s = (tag, attributes, ...children) => fill(document.createElementNS(SVG, tag), attributes, children);
 const link = (href, attributes, ...children) => h("a", { href: "#" + href, ...attributes }, ...children);
 
-const whole = new Intl.NumberFormat("en").format; // made once: it costs more than what it writes
+const whole = new Intl.NumberFormat("en").format; // made once: formatters are expensive
 const rounded = new Intl.NumberFormat("en", { maximumFractionDigits: 6 }).format;
 
-// Names with what they are.
+// Pairs of name and value as a definition list.
 const named = (pairs) => pairs.map(([name, value]) => h("div", {}, h("dt", {}, name), h("dd", {}, value)));
 
-// Where a rollout is on this page, or the tokens of one of its Samples.
+// The hash of a rollout, or of the tokens of one of its Samples.
 const placeOf = (run, id, sample) => `${sample === undefined ? "rollout" : "token"}/${run.number}/${encodeURIComponent(id)}${sample === undefined ? "" : `/${sample}`}`;
 
-// 0.1234, 12.3, 1,234,567, 1.2e-6; a dash for what is not known
+// 0.1234, 12.3, 1,234,567, 1.2e-6; a dash for unknown values
 function num(value, digits = 4) {
   if (value === null || value === undefined || Number.isNaN(value)) return "–";
   if (typeof value !== "number") return String(value);
@@ -58,7 +58,7 @@ function unpack(text, read) {
 const floats = (text) => unpack(text, "getFloat32");
 const integers = (text) => unpack(text, "getInt32");
 
-// A text that may be long: its begin, and a button for the rest. A megabyte at once would hold the page up.
+// The start of a long text, and a button for more: a megabyte at once would block the page.
 const LONGEST = 20000;
 function longText(text, attributes) {
   const shown = String(text);
@@ -77,7 +77,7 @@ function longText(text, attributes) {
   return fill(block, {}, [shown.slice(0, end), more]);
 }
 
-// Not between the two halves of a character.
+// Never between the halves of a surrogate pair.
 const cut = (text, at) => (at < text.length && /[\uDC00-\uDFFF]/.test(text[at]) ? at + 1 : Math.min(at, text.length));
 
 function table(heads, rows, attributes) {

@@ -1,13 +1,13 @@
-// Lines over iterations, drawn by uPlot. Runs differ by colour where there are several, else series do.
+// Lines over iterations, drawn by uPlot. Colours distinguish runs, or the series of a single run.
 
 const COLOURS = 8;
 const theme = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 const colour = (number) => theme(`--line${(number % COLOURS) + 1}`);
 const drawn = new Set();
-const COUNTS = /^(rollout\/(failed|dropped)|trace\/forks)\//; // by reason: what did not happen is not in the file, and is 0
+const COUNTS = /^(rollout\/(failed|dropped)|trace\/forks)\//; // counts by reason: missing means 0
 const WHOLE = [0, 1, 2, 3, 4, 5, 6].flatMap((n) => [1, 2, 5].map((step) => step * 10 ** n));
 
-// `series`: [{run, name, label}]. All share one axis of iterations.
+// `series`: [{run, name, label}] on a common axis of iterations.
 function aligned(series) {
   const steps = [...new Set(series.flatMap(({ run }) => run.iterations))].sort((a, b) => a - b);
   const place = new Map(steps.map((step, i) => [step, i]));
@@ -21,16 +21,16 @@ function aligned(series) {
   return [steps, ...values];
 }
 
-function said(series, [steps, ...lines]) {
+function description(series, [steps, ...lines]) {
   return series.map(({ label }, i) => {
-    const known = lines[i].map((v, at) => [steps[at], v]).filter(([, v]) => v !== null);
-    if (!known.length) return `${label}: no value`;
-    const [first, last] = [known[0], known[known.length - 1]];
+    const points = lines[i].map((v, at) => [steps[at], v]).filter(([, v]) => v !== null);
+    if (!points.length) return `${label}: no value`;
+    const [first, last] = [points[0], points[points.length - 1]];
     return `${label}: ${num(first[1])} in iteration ${first[0]}, ${num(last[1])} in iteration ${last[0]}`;
   }).join("; ");
 }
 
-// The range of an axis; one value stands in the middle.
+// The range of an axis, around a single value too.
 function around(_, low, high) {
   if (low === null || (low === 0 && high === 0)) return [0, 1];
   if (low === high) return [low - (Math.abs(low) * 0.1 || 0.5), high + (Math.abs(high) * 0.1 || 0.5)];
@@ -41,7 +41,7 @@ function chart(title, series, height = 180) {
   const several = new Set(series.map(({ run }) => run)).size > 1;
   const names = [...new Set(series.map(({ name }) => name))];
   const data = aligned(series);
-  const box = h("div", { class: "plot", role: "img", "aria-label": `${title}. ${said(series, data)}` });
+  const box = h("div", { class: "plot", role: "img", "aria-label": `${title}. ${description(series, data)}` });
   const legend = h("ul", { class: "legend" });
   const figure = h("figure", {}, h("figcaption", {}, title), box, legend);
   const marks = series.map(({ run, name, label }) => {
@@ -79,7 +79,7 @@ function chart(title, series, height = 180) {
   return figure;
 }
 
-// Charts that are not on the screen are not drawn yet.
+// Charts are drawn when they become visible.
 const seen = new IntersectionObserver((entries) => {
   for (const { isIntersecting, target } of entries) if (isIntersecting && !target.plot) target.draw();
 }, { rootMargin: "200px" });

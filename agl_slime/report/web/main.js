@@ -1,4 +1,4 @@
-// Routes, the header, and what is told while the run goes on.
+// Routes, the header, and updates of a run in progress.
 
 const LEVELS = [["trend", "Trend"], ["step", "Steps"], ["rollouts", "Rollouts"], ["alarms", "Alarms"]];
 
@@ -28,7 +28,7 @@ async function show({ keep = false } = {}) {
   const [kind, number, ...rest] = (location.hash.slice(1) || "trend").split("/");
   const run = App.runs[Number(number) || 0];
   const view = h("div", { class: `view of-${kind}` });
-  const old = forgetLater();
+  const release = releaseLater();
   const id = decodeURIComponent(rest[0] || "");
   if (kind === "step") step(view, run, Number(rest[0]));
   else if (kind === "rollouts") rolloutList(view, run);
@@ -36,8 +36,8 @@ async function show({ keep = false } = {}) {
   else if (kind === "token") await tokens(view, run, id, Number(rest[1]) || 0);
   else if (kind === "alarms") alarmList(view, run);
   else trend(view);
-  if (turn !== showing) return; // another page was asked for meanwhile
-  old();
+  if (turn !== showing) return; // another page was opened meanwhile
+  release();
   const main = document.getElementById("main");
   const scrolled = [scrollX, scrollY];
   main.replaceChildren(view);
@@ -49,8 +49,8 @@ async function show({ keep = false } = {}) {
   App.started = true;
 }
 
-// The charts that are drawn now, to be given up when the next page stands.
-function forgetLater() {
+// Releases the current charts once the next page is shown.
+function releaseLater() {
   const before = [...drawn];
   return () => before.forEach((figure) => {
     seen.unobserve(figure);
@@ -59,7 +59,7 @@ function forgetLater() {
   });
 }
 
-function take(parts) {
+function addNews(parts) {
   parts.forEach((part, i) => {
     if (!part) return;
     if (!App.runs[i]) {
@@ -70,20 +70,20 @@ function take(parts) {
   });
 }
 
-// Pages of single rollouts stay as they are read; the others are drawn again with what is new.
-function grow(parts) {
-  take(parts);
+// Pages of single rollouts stay unchanged; others are redrawn with the news.
+function update(parts) {
+  addNews(parts);
   const kind = (location.hash.slice(1) || "trend").split("/")[0];
   const run = App.runs[0];
   document.getElementById("live").textContent = `Live: iteration ${run.iterations[run.iterations.length - 1] ?? 0}, ${num(run.members.length)} rollouts. ${run.state.text}`;
   const busy = document.activeElement?.matches("main select, main input");
   if (!App.started || (["trend", "step", "alarms"].includes(kind) && !busy)) return show({ keep: App.started });
-  if (kind === "rollouts") App.refresh(); // where it is scrolled to, and what is looked for, stay
+  if (kind === "rollouts") App.refresh(); // keeps the scroll position and the filter
   header(kind, run.number);
 }
 
 document.querySelector(".skip").addEventListener("click", (event) => {
-  event.preventDefault(); // the address names what is shown
+  event.preventDefault(); // the hash names the page
   document.querySelector("h1")?.focus();
 });
 
@@ -92,17 +92,17 @@ async function start() {
   App.live = !given;
   addEventListener("hashchange", () => App.runs.length && show());
   if (App.live && document.querySelector("meta[name=follow]")) return follow();
-  take(given ? JSON.parse(given.textContent) : await (await fetch("data")).json());
+  addNews(given ? JSON.parse(given.textContent) : await (await fetch("data")).json());
   await show();
 }
 
-// The first message has everything, and so has the first one after a broken connection.
+// The first message is complete, also after a reconnection.
 function follow() {
   const source = new EventSource("events");
-  source.onmessage = (event) => grow(JSON.parse(event.data));
+  source.onmessage = (event) => update(JSON.parse(event.data));
   source.onerror = () => {
     const ended = App.runs.length && App.runs.every((run) => run.state.word !== "running");
-    document.getElementById("live").textContent = ended ? App.runs[0].state.text : "The server does not answer; what is shown is what was told before.";
+    document.getElementById("live").textContent = ended ? App.runs[0].state.text : "The server does not answer; the page shows the last state.";
   };
 }
 

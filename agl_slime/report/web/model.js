@@ -1,5 +1,5 @@
-// What is known of the runs. A run is told in parts (see RunReader.update): `metrics` as columns, `groups` and `members`
-// as columns in which repeated texts are numbers of `words`, and the ids of rollouts that are kept whole.
+// The data of runs, which arrives as news (see RunReader.update): `metrics` as columns, `groups` and `members` as
+// columns in which repeated texts are indices into `words`, and the ids of kept rollouts.
 
 class Run {
   constructor(number) {
@@ -56,7 +56,7 @@ class Run {
     }
   }
 
-  // Iterations that have figures or groups, in order.
+  // Iterations with metrics or groups, in order.
   get steps() {
     return [...new Set([...this.iterations, ...this.byIteration.keys()])].sort((a, b) => a - b);
   }
@@ -86,7 +86,7 @@ class Run {
   }
 }
 
-// What a member of a group adds up to, as the step shows it.
+// Mean and standard deviation of a group's rewards.
 function spread(group) {
   const rewards = group.members.map((m) => m.reward).filter((r) => typeof r === "number");
   const average = mean(rewards);
@@ -94,11 +94,11 @@ function spread(group) {
   return { rewards, average, deviation, same: rewards.length > 1 && rewards.every((r) => r === rewards[0]) };
 }
 
-// What the trainer did with a group, as one word and a sentence.
+// The outcome of a group as one word and a sentence.
 function fate(group) {
   const trained = group.members.filter((m) => m.outcome === "trained").length;
   if (trained) return ["trained", `${trained} of ${group.members.length} rollouts trained`];
-  if (group.ready) return ["ready", "fit to train on; nobody has told of it"];
+  if (group.ready) return ["ready", "ready; not reported as trained"];
   return [group.code === "stale" ? "stale" : "filtered", group.reason || group.code || "dropped"];
 }
 

@@ -1,19 +1,19 @@
-// Level 3: one rollout: its conversation, its timeline, its forks, its outcome and why.
+// Level 3: one rollout: conversation, timeline, forks, outcome and reason.
 
-// Reasons of forks that their names do not say.
+// Reasons of forks whose names are not plain.
 const FORKS = { dropped_thinking: "the template drops earlier thinking" };
 
 async function rollout(view, run, id) {
   const member = run.byId.get(id);
-  const told = await run.rollout(id);
+  const record = await run.rollout(id);
   view.append(h("h1", { tabindex: -1 }, "Rollout ", h("code", {}, id)));
-  if (!member && !told) return view.append(h("p", {}, "No such rollout was recorded."));
-  view.append(siblings(run, member), outcome(run, member, told));
-  if (!told) {
+  if (!member && !record) return view.append(h("p", {}, "No such rollout was recorded."));
+  view.append(siblings(run, member), outcome(run, member, record));
+  if (!record) {
     const why = run.kept.has(id) ? "is in rollouts.jsonl and was left out of this file to keep it small; agl-slime view shows it" : "was not kept whole (--keep-rollouts all keeps every one)";
     return view.append(h("p", {}, `This rollout ${why}.`));
   }
-  view.append(sampleLinks(run, id, told), timeline(told), forks(told), conversation(told));
+  view.append(sampleLinks(run, id, record), timeline(record), forks(record), conversation(record));
 }
 
 function siblings(run, member) {
@@ -24,26 +24,26 @@ function siblings(run, member) {
     others.map((other) => [link(placeOf(run, other.id), { class: run.isKept(other.id) ? "kept" : "" }, typeof other.reward === "number" ? num(other.reward, 3) : other.outcome), " "]));
 }
 
-function outcome(run, member, told) {
-  const word = told?.outcome || member.outcome;
+function outcome(run, member, record) {
+  const word = record?.outcome || member.outcome;
   const group = member?.group;
-  const why = [told?.reason, told?.message].filter(Boolean).join(": ") || (member && word === "filtered" ? fate(group)[1] : member?.why) || { trained: "delivered to the trainer", ready: "fit to train on; nobody told of it" }[word] || "";
-  const rewards = Object.entries(told?.rewards || {}).filter(([name]) => name !== "primary").map(([name, value]) => `${name} ${num(value)}`);
-  const facts = [["reward", num(told?.reward ?? member?.reward) + (rewards.length ? ` (${rewards.join(", ")})` : "")], ["task", told?.instance_id ?? group?.instance], ["source", told?.source ?? group?.source],
-    ["stopped by", told?.stop_reason], ["sampled tokens", num(told?.tokens ?? member?.tokens)], ["model calls", told?.turns?.length ?? member?.turns], ["kept as", told?.label], ["record of verifiers", told?.trace]];
+  const why = [record?.reason, record?.message].filter(Boolean).join(": ") || (member && word === "filtered" ? fate(group)[1] : member?.why) || { trained: "delivered to the trainer", ready: "ready; not reported as trained" }[word] || "";
+  const rewards = Object.entries(record?.rewards || {}).filter(([name]) => name !== "primary").map(([name, value]) => `${name} ${num(value)}`);
+  const facts = [["reward", num(record?.reward ?? member?.reward) + (rewards.length ? ` (${rewards.join(", ")})` : "")], ["task", record?.instance_id ?? group?.instance], ["source", record?.source ?? group?.source],
+    ["stopped by", record?.stop_reason], ["sampled tokens", num(record?.tokens ?? member?.tokens)], ["model calls", record?.turns?.length ?? member?.turns], ["kept as", record?.label], ["record of verifiers", record?.trace]];
   return h("section", { "aria-label": "Outcome" }, h("p", {}, badge(word), " ", why),
     h("dl", { class: "figures" }, named(facts.filter(([, v]) => v !== null && v !== undefined && v !== ""))));
 }
 
-function sampleLinks(run, id, told) {
-  if (!told.samples.length) return h("p", {}, "It gave no Sample: there are no tokens to show.");
-  const name = (sample, i) => (told.samples.length > 1 ? `Sample ${i + 1}${sample.fork ? ` (fork: ${sample.fork})` : ""}` : "show every token");
-  return h("p", {}, "Tokens: ", told.samples.map((sample, i) => [link(placeOf(run, id, i), { class: "button" }, name(sample, i)), " "]));
+function sampleLinks(run, id, record) {
+  if (!record.samples.length) return h("p", {}, "It has no Sample, and so no tokens to show.");
+  const name = (sample, i) => (record.samples.length > 1 ? `Sample ${i + 1}${sample.fork ? ` (fork: ${sample.fork})` : ""}` : "show every token");
+  return h("p", {}, "Tokens: ", record.samples.map((sample, i) => [link(placeOf(run, id, i), { class: "button" }, name(sample, i)), " "]));
 }
 
-// Model time, waiting for a runner, and what is between calls: the agent, its tools and its judge.
-function timeline(told) {
-  const time = told.timeline;
+// Time waiting for a runner, in model calls, and between them (agent, tools, judge).
+function timeline(record) {
+  const time = record.timeline;
   if (!time || time.ended === null || time.ended === undefined || time.started === null) return null;
   const parts = [["waiting", 0, time.started]];
   let at = time.started;
@@ -67,43 +67,43 @@ function timeline(told) {
     h("details", {}, h("summary", {}, "As a table"), table(["What", "From", "For"], rows, { label: "Timeline" })));
 }
 
-// Which call went on from which: from the last one of whose answer it kept something. A fork is a branch of its own.
-function forks(told) {
+// The tree of calls: a call continues the last one of whose answer it kept tokens. Each fork is a branch.
+function forks(record) {
   const parents = [], children = new Map();
-  told.turns.forEach((turn, i) => {
+  record.turns.forEach((turn, i) => {
     let at = turn.base !== null && turn.base < i ? turn.base : -1;
-    while (at >= 0 && turn.kept_tokens <= told.turns[at].prompt_tokens) at = parents[at];
+    while (at >= 0 && turn.kept_tokens <= record.turns[at].prompt_tokens) at = parents[at];
     parents.push(at);
     children.set(at, [...(children.get(at) || []), i]);
   });
   const node = (i) => {
-    const turn = told.turns[i];
+    const turn = record.turns[i];
     const text = [`call ${i + 1}: ${num(turn.prompt_tokens)} prompt tokens, ${num(turn.tokens)} sampled, ${seconds(turn.seconds)}, ended by ${turn.finish}`];
     if (turn.fork) text.push(" ", badge("fork", `fork: ${FORKS[turn.fork] ?? turn.fork}`), ` kept ${num(turn.kept_tokens)} tokens`);
     if (turn.untrained) text.push(" ", badge("masked", `not trained: ${turn.untrained}`));
     return [h("li", {}, text), chain(i)];
   };
-  // a straight line of calls stays flat: deep nesting would run out of the screen
+  // calls in sequence stay flat: deep nesting would not fit the screen
   const chain = (i) => {
     const next = children.get(i) || [];
-    return next.length === 1 && !told.turns[next[0]].fork ? node(next[0]) : next.length ? h("li", { class: "branch" }, h("ul", {}, next.map(node))) : null;
+    return next.length === 1 && !record.turns[next[0]].fork ? node(next[0]) : next.length ? h("li", { class: "branch" }, h("ul", {}, next.map(node))) : null;
   };
-  if (!told.turns.length) return null;
-  const forked = told.turns.some((turn) => turn.fork);
+  if (!record.turns.length) return null;
+  const forked = record.turns.some((turn) => turn.fork);
   return h("section", {}, h("h2", {}, forked ? "Forks" : "Model calls"), h("ul", { class: "tree" }, (children.get(-1) || []).map(node)));
 }
 
-function conversation(told) {
+function conversation(record) {
   const parts = [h("h2", {}, "Conversation")];
-  if (told.task !== null && told.task !== undefined) parts.push(h("details", {}, h("summary", {}, "Task"), longText(JSON.stringify(told.task, null, 2))));
-  if (told.tools) parts.push(h("details", {}, h("summary", {}, "Tools"), longText(JSON.stringify(told.tools, null, 2))));
-  if (!told.messages.length) parts.push(h("p", {}, "Its messages were not recorded."));
-  else if (told.samples.length > 1) parts.push(h("p", { class: "quiet" }, "As it was gone on with last; what was forked from is in the tokens of its Sample."));
-  for (const message of told.messages) parts.push(spoken(message));
+  if (record.task !== null && record.task !== undefined) parts.push(h("details", {}, h("summary", {}, "Task"), longText(JSON.stringify(record.task, null, 2))));
+  if (record.tools) parts.push(h("details", {}, h("summary", {}, "Tools"), longText(JSON.stringify(record.tools, null, 2))));
+  if (!record.messages.length) parts.push(h("p", {}, "Its messages were not recorded."));
+  else if (record.samples.length > 1) parts.push(h("p", { class: "quiet" }, "The last branch; earlier branches are in the tokens of their Samples."));
+  for (const message of record.messages) parts.push(messageBlock(message));
   return h("section", { "aria-label": "Conversation" }, parts);
 }
 
-function spoken(message) {
+function messageBlock(message) {
   const role = String(message.role || "?");
   const parts = [h("h3", {}, role, message.name ? ` (${message.name})` : "")];
   const content = message.content;

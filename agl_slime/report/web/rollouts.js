@@ -1,4 +1,4 @@
-// All rollouts of a run as one table. Only the rows that are in sight are elements: 64,000 would hold the page up.
+// All rollouts of a run as one table. Only visible rows are elements: 64,000 would block the page.
 
 const ROW = 30;
 const FIELDS = [["Iteration", (m) => m.group.iteration], ["Task", (m) => m.group.instance ?? ""], ["Rollout", (m) => m.id], ["Reward", (m) => m.reward],
@@ -17,9 +17,9 @@ function rolloutList(view, run) {
   const grid = virtualTable(run);
   const refresh = () => {
     Object.assign(wanted, { outcome: choose.value, text: find.value, kept: kept.checked });
-    const found = select(run);
-    count.textContent = `${num(found.length)} of ${num(run.members.length)} rollouts; ${num(run.kept.size)} are kept whole.`;
-    grid.show(found);
+    const matching = select(run);
+    count.textContent = `${num(matching.length)} of ${num(run.members.length)} rollouts; ${num(run.kept.size)} are kept whole.`;
+    grid.show(matching);
   };
   [choose, kept].forEach((field) => field.addEventListener("change", refresh));
   find.addEventListener("input", refresh);
@@ -31,7 +31,7 @@ function rolloutList(view, run) {
 function select(run) {
   const text = wanted.text.toLowerCase();
   const hit = (m) => [m.id, m.group.instance, m.group.source, m.why, m.group.code].some((part) => part && String(part).toLowerCase().includes(text));
-  const found = run.members.filter((m) => (!wanted.outcome || m.outcome === wanted.outcome) && (!wanted.kept || run.isKept(m.id)) && (!text || hit(m)));
+  const matching = run.members.filter((m) => (!wanted.outcome || m.outcome === wanted.outcome) && (!wanted.kept || run.isKept(m.id)) && (!text || hit(m)));
   const key = FIELDS[wanted.by][1];
   const order = (a, b) => {
     const [p, q] = [key(a), key(b)];
@@ -40,11 +40,11 @@ function select(run) {
     if (q === null || q === undefined) return -1;
     return (p < q ? -1 : 1) * (wanted.down ? -1 : 1);
   };
-  return wanted.by || wanted.down ? found.sort(order) : found;
+  return wanted.by || wanted.down ? matching.sort(order) : matching;
 }
 
 function virtualTable(run) {
-  const sight = h("div", { class: "sight", role: "rowgroup" });  // one layer that moves, and not one per row
+  const sight = h("div", { class: "sight", role: "rowgroup" });  // one layer that moves, not one per row
   const body = h("div", { class: "rows", role: "presentation" }, sight);
   const heads = FIELDS.map(([name], i) => h("span", { role: "columnheader" }, h("button", { type: "button", onclick: () => sort(i) }, name)));
   const head = h("div", { class: "row head", role: "row" }, heads);
@@ -57,8 +57,8 @@ function virtualTable(run) {
     Object.assign(wanted, { down: wanted.by === i ? !wanted.down : false, by: i });
     table.sorted();
   }
-  function show(found) {
-    rows = found;
+  function show(matching) {
+    rows = matching;
     chosen = Math.min(chosen, Math.max(rows.length - 1, 0));
     body.style.height = `${rows.length * ROW}px`;
     box.setAttribute("aria-rowcount", rows.length + 1);
@@ -87,7 +87,7 @@ function virtualTable(run) {
       FIELDS.forEach(([, of], k) => {
         const value = of(member);
         const text = typeof value === "number" && k ? num(value) : String(value ?? "–");
-        if (texts[k].data !== text) texts[k].data = text; // what is the same is not laid out again
+        if (texts[k].data !== text) texts[k].data = text; // avoids a layout of equal texts
       });
     });
   }

@@ -13,16 +13,16 @@ function step(view, run, iteration) {
 }
 
 function stepFigures(run, iteration, groups) {
-  const told = groups.map(fate);
+  const fates = groups.map(fate);
   const zero = groups.filter((group) => spread(group).same).length;
   const figures = [["reward mean", run.metric("rollout/reward_mean", iteration)], ["groups", groups.length],
-    ["trained", told.filter(([word]) => word === "trained").length], ["dropped", told.filter(([word]) => word !== "trained" && word !== "ready").length],
+    ["trained", fates.filter(([word]) => word === "trained").length], ["dropped", fates.filter(([word]) => word !== "trained" && word !== "ready").length],
     ["without spread", zero], ["failed rollouts", run.metric("rollout/failed", iteration)], ["loss", run.metric("train/loss", iteration)],
     ["seconds", run.metric("perf/iteration_s", iteration)]];
   return h("dl", { class: "figures" }, named(figures.map(([name, value]) => [name, num(value)])));
 }
 
-// Rewards of members, a column per group; a group without spread is a filled square, one that was dropped hollow.
+// Rewards of members, a column per group: squares for a group without spread, hollow marks for a dropped one.
 function scatter(run, groups) {
   const each = Math.min(56, Math.max(18, (innerWidth - 120) / groups.length));
   const width = Math.max(320, groups.length * each + 60), height = 190, left = 46, bottom = 24;
@@ -55,7 +55,7 @@ function scatter(run, groups) {
 }
 
 function groupTable(run, groups) {
-  const heads = ["Task", "What became of it", "Mean", "Spread", "Age", "Weights", "Rollouts (reward)"];
+  const heads = ["Task", "Outcome", "Mean", "Spread", "Age", "Weights", "Rollouts (reward)"];
   const rows = groups.map((group) => {
     const { average, deviation, same } = spread(group);
     const [word, text] = fate(group);

@@ -1,4 +1,4 @@
-// Level 4: every token of a Sample with what the engine and the trainer made of it.
+// Level 4: every token of a Sample with the log-probs of engine and trainer, advantage and weight version.
 
 const CHUNK = 3000;
 const TINTS = {
@@ -11,7 +11,7 @@ const TINTS = {
 };
 let tinted = "mask";
 
-// Sizes in steps; the sign is the side of the scale.
+// The magnitude in steps, the sign as the side of the scale.
 function scale(value, edges) {
   if (value === null) return "t-none";
   const size = edges.filter((edge) => Math.abs(value) >= edge).length;
@@ -20,13 +20,13 @@ function scale(value, edges) {
 const level = (value) => (value === null ? "t-none" : `t-l${[-0.01, -0.1, -0.7, -2, -5].filter((edge) => value <= edge).length}`);
 
 function tokensOf(sample) {
-  const ids = integers(sample.tokens), known = (v) => (v === undefined || Number.isNaN(v) ? null : v);
-  const [engine, trainer, advantage] = [sample.engine_log_probs, sample.trainer_log_probs, sample.advantages].map((text) => floats(text).map(known));
+  const ids = integers(sample.tokens), valid = (v) => (v === undefined || Number.isNaN(v) ? null : v);
+  const [engine, trainer, advantage] = [sample.engine_log_probs, sample.trainer_log_probs, sample.advantages].map((text) => floats(text).map(valid));
   const versions = new Map();
   const tokens = ids.map((id, i) => {
     const at = i - sample.prompt_length;
     const t = { id, place: i, text: sample.pieces[i] ?? "", trained: false, version: null, response: at >= 0, engine: null, trainer: null, advantage: null, difference: null };
-    if (at >= 0) Object.assign(t, { engine: known(engine[at]), trainer: known(trainer[at]), advantage: known(advantage[at]) });
+    if (at >= 0) Object.assign(t, { engine: valid(engine[at]), trainer: valid(trainer[at]), advantage: valid(advantage[at]) });
     if (t.engine !== null && t.trainer !== null) t.difference = t.trainer - t.engine;
     return t;
   });
@@ -45,11 +45,11 @@ function facts(t) {
 }
 
 async function tokens(view, run, id, number) {
-  const told = await run.rollout(id);
+  const record = await run.rollout(id);
   view.append(h("h1", { tabindex: -1 }, "Tokens of ", h("code", {}, id)));
   view.append(h("p", { class: "around" }, link(placeOf(run, id), {}, "↑ rollout"), " ",
-    (told?.samples || []).map((_, i) => [i === number ? h("strong", {}, `Sample ${i + 1}`) : link(placeOf(run, id, i), {}, `Sample ${i + 1}`), " "])));
-  const sample = told?.samples[number];
+    (record?.samples || []).map((_, i) => [i === number ? h("strong", {}, `Sample ${i + 1}`) : link(placeOf(run, id, i), {}, `Sample ${i + 1}`), " "])));
+  const sample = record?.samples[number];
   if (!sample) return view.append(h("p", {}, "The tokens of this rollout are not here: it was not kept whole, or gave no Sample."));
   const all = tokensOf(sample);
   const trained = all.filter((t) => t.trained), differences = trained.map((t) => t.difference).filter((d) => d !== null);
@@ -58,7 +58,7 @@ async function tokens(view, run, id, number) {
     ["stopped by", sample.stop_reason], ["ids from", sample.token_source], ["fork", sample.fork || "none"]].map(([k, v]) => [k, typeof v === "number" ? num(v) : v]))));
   const panel = h("dl", { class: "facts", id: "facts", "aria-live": "polite" });
   const box = h("div", { class: "tokens", role: "listbox", "aria-label": "Tokens; arrow keys move from one to the next", tabindex: 0, "aria-describedby": "facts" });
-  const tell = (i) => panel.replaceChildren(...named(facts(all[i])));
+  const showFacts = (i) => panel.replaceChildren(...named(facts(all[i])));
   const paint = () => [...box.children].forEach((node, i) => node.className !== "more" && (node.className = `token ${TINTS[tinted][1](all[i])}`));
   const choice = h("fieldset", { class: "tints" }, h("legend", {}, "Colour by"), Object.entries(TINTS).map(([name, [label]]) => {
     const field = h("input", { type: "radio", name: "tint", id: `tint-${name}`, value: name });
@@ -69,23 +69,23 @@ async function tokens(view, run, id, number) {
   const key = h("ul", { class: "legend" }, legendOf(all));
   view.append(choice, key, h("div", { class: "reading" }, box, h("aside", { "aria-label": "The token under the pointer" }, panel)));
   if (sample.left_out) view.append(h("p", {}, `${num(sample.left_out)} tokens after these are left out of the record.`));
-  chooser(box, all, tell);
-  tell(Math.min(sample.prompt_length, all.length - 1));
+  chooser(box, all, showFacts);
+  showFacts(Math.min(sample.prompt_length, all.length - 1));
 }
 
 function legendOf(all) {
-  const found = new Map();
+  const ranges = new Map();
   for (const t of all) {
     const name = TINTS[tinted][1](t);
     const value = { mask: t.trained ? "trained" : "context", version: t.version ?? "context", engine: t.engine, trainer: t.trainer, difference: t.difference, advantage: t.advantage }[tinted];
-    const held = found.get(name) || [value, value];
-    found.set(name, typeof value === "number" ? [Math.min(held[0], value), Math.max(held[1], value)] : [value, value]);
+    const range = ranges.get(name) || [value, value];
+    ranges.set(name, typeof value === "number" ? [Math.min(range[0], value), Math.max(range[1], value)] : [value, value]);
   }
-  return [...found].map(([name, [low, high]]) => h("li", {}, h("span", { class: `swatch ${name}` }), low === null ? "context" : low === high ? num(low) : `${num(low)} … ${num(high)}`));
+  return [...ranges].map(([name, [low, high]]) => h("li", {}, h("span", { class: `swatch ${name}` }), low === null ? "context" : low === high ? num(low) : `${num(low)} … ${num(high)}`));
 }
 
-// One token is chosen at a time: by hover, by click, by the arrow keys.
-function chooser(box, all, tell) {
+// Choice of one token by pointer or arrow keys.
+function chooser(box, all, showFacts) {
   let chosen = -1;
   const choose = (i) => {
     if (i < 0 || i >= all.length) return;
@@ -96,7 +96,7 @@ function chooser(box, all, tell) {
     node.setAttribute("aria-selected", "true");
     box.setAttribute("aria-activedescendant", node.id);
     node.scrollIntoView({ block: "nearest" });
-    tell(i);
+    showFacts(i);
   };
   const pointed = (event) => (event.target.classList.contains("token") ? Number(event.target.id.slice(1)) : -1);
   function more() {
@@ -104,7 +104,7 @@ function chooser(box, all, tell) {
     const start = box.children.length;
     const part = document.createDocumentFragment();
     for (const t of all.slice(start, start + CHUNK)) {
-      // what does not show by itself: line ends, and tokens that only begin a character
+      // marks for line ends, tabs, and tokens that only begin a character
       const text = t.text === "" ? "·" : t.text.replace(/\n/g, "↵\n").replace(/\t/g, "⇥\t");
       part.append(h("span", { class: `token ${TINTS[tinted][1](t)}`, id: `k${t.place}`, role: "option", "aria-selected": "false" }, text));
     }
@@ -113,7 +113,7 @@ function chooser(box, all, tell) {
     if (left > 0) box.append(h("span", { class: "more", role: "option", "aria-selected": "false" }, `… ${num(left)} more tokens: click, or press End`));
   }
   more();
-  box.addEventListener("mouseover", (event) => pointed(event) >= 0 && tell(pointed(event)));
+  box.addEventListener("mouseover", (event) => pointed(event) >= 0 && showFacts(pointed(event)));
   box.addEventListener("click", (event) => (event.target.classList.contains("more") ? more() : choose(pointed(event))));
   box.addEventListener("focus", () => chosen < 0 && choose(Math.max(all.findIndex((t) => t.trained), 0)));
   box.addEventListener("keydown", (event) => {

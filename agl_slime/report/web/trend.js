@@ -47,8 +47,8 @@ function trend(view) {
   if (!names.length) return view.append(h("p", {}, "No iteration has been finished yet."));
   view.append(jump(runs));
   const grid = h("div", { class: "charts" });
-  for (const [title, own] of panels(names)) {
-    const lines = linesOf(own.slice(0, 12), runs);
+  for (const [title, metrics] of panels(names)) {
+    const lines = linesOf(metrics.slice(0, 12), runs);
     if (lines.length) grid.append(chart(title, lines));
   }
   view.append(picker(names, runs), grid);
@@ -76,7 +76,7 @@ function picker(names, runs) {
   return h("section", { "aria-label": "Any metric" }, h("p", {}, h("label", { for: "metric" }, "Draw any metric: "), choose), charts);
 }
 
-// The way to a step that needs no chart.
+// A way to a step without a chart.
 function jump(runs) {
   return h("p", { class: "jump" }, runs.map((run) => {
     const steps = run.steps;
