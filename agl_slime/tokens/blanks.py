@@ -17,7 +17,7 @@ def squash(text: str) -> str:
     return _BLANK.sub("", text)
 
 
-def end_of_same(written: str, text: str, done: int = 0) -> int | None:
+def match_end(written: str, text: str, done: int = 0) -> int | None:
     """The place in ``written`` up to which it says what ``text`` says; the first ``done`` characters of both are the
     same. ``None`` when it says something else."""
     if written.startswith(text):

@@ -17,7 +17,7 @@ _QUESTION: Message = {"role": "user", "content": "?"}
 _OBJECTS = {"id": "call00000", "type": "function", "function": {"name": "f", "arguments": {"x": 1}}}
 
 
-class CallForms:
+class CallFormat:
     """What one template takes; ``render`` is the template's."""
 
     def __init__(self, render: Render) -> None:

@@ -27,13 +27,21 @@ from agl_slime.sglang.generation import Generation
 from agl_slime.sglang.prompt import PromptIds
 from agl_slime.support.threads import run_in_thread
 from agl_slime.tokens.codec import TokenArray, TokenBuffer, common_prefix, shared_length, token_array
-from agl_slime.tokens.fields import Forms, keeps_thinking
-from agl_slime.tokens.forks import ForkReason, explain_once, fork_of_edit
-from agl_slime.tokens.plans import HeldTurn, Plan
+from agl_slime.tokens.digest import TextDigest
+from agl_slime.tokens.fields import AnswerMessages, thinking_argument
+from agl_slime.tokens.forks import ForkReason, classify_edit, explain_once
+from agl_slime.tokens.plans import Plan, SampledTurn
 from agl_slime.tokens.reader import AnswerReader
-from agl_slime.tokens.template import Addition, ChatTemplate, Message, Rendering, Rewritten, Said, ends_of
+from agl_slime.tokens.template import (
+    Addition,
+    ChatTemplate,
+    Message,
+    Rendering,
+    RewrittenHistory,
+    SampledAnswer,
+    history_window,
+)
 from agl_slime.tokens.tokenizer import longest_prefix
-from agl_slime.tokens.written import Written
 
 # Tokenizing takes about a millisecond per this many characters; more of those are worth a thread.
 LONG_TEXT_CHARS = 8_000
@@ -70,19 +78,19 @@ class ChatContext:
         self._keep_stop_token = keep_stop_token
         self._copies = copies
         self._tokenizer = template.tokenizer
-        self._forms = Forms(template.fields, reader or template.reader, all_raw=copies)
+        self._forms = AnswerMessages(template.fields, reader or template.reader, all_raw=copies)
         self.messages: list[Message] = [dict(each) if copies else cast(Message, each) for each in messages]
         self.forks: Counter[ForkReason] = Counter()
         self.open_boundaries = 0
         self.kept_tokens = 0
         self.fork: ForkReason | None = None
         self._tokens = TokenBuffer()
-        self._turns: list[HeldTurn] = []
+        self._turns: list[SampledTurn] = []
         self._seen: list[Message] = []  # the held messages as they were, to notice edits
         self._users: list[int] = []  # places of users' messages among those
         self._asked: tuple[Plan, list[Message]] | None = None  # the last prompt and the messages that it was made of
         self._rendering: Rendering | None = None  # of the messages before the last answer
-        self._written = Written()  # the text of those messages and of the opening after them
+        self._written = TextDigest()  # the text of those messages and of the generation_prompt after them
         self._whole_at = 0  # number of messages when the whole conversation was last rendered
         self._windows = True  # the ends of the conversation show what the template adds
         self._steps: frozenset[frozenset[tuple[Any, Any]]] = frozenset()  # roles in a row for which they do
@@ -102,7 +110,7 @@ class ChatContext:
         self.messages.extend(dict(message) for message in messages)
 
     def prompt_ids(self) -> list[int]:
-        """Token ids of the whole conversation so far, with the opening of the next answer."""
+        """Token ids of the whole conversation so far, with the generation_prompt of the next answer."""
         _, same, make = self._next()
         return [*self._ask(same, make)]
 
@@ -131,7 +139,7 @@ class ChatContext:
             self._turns.pop()
         self._rendering = plan.rendering
         if plan.rendering is not None:
-            self._written = Written(plan.rendering.text)
+            self._written = TextDigest(plan.rendering.text)
         elif plan.more_text:
             self._written.add(*plan.more_text)
         self._tokens.cut(plan.kept)
@@ -149,7 +157,7 @@ class ChatContext:
         self.messages.append(message)
         seen = [*(asked[:-1] if continues else asked), message]
         self._turns.append(
-            HeldTurn(len(seen), plan.length, len(self._tokens), continued, self._stop_text(generation), plan.place)
+            SampledTurn(len(seen), plan.length, len(self._tokens), continued, self._stop_text(generation), plan.place)
         )
         at = shared_length(seen, self._seen)
         self._seen[at:] = map(_copy_of, seen[at:]) if self._copies else seen[at:]
@@ -176,7 +184,7 @@ class ChatContext:
         if not messages:
             raise ConfigError("the conversation has no messages any more; nothing can be asked")
         if not self._turns:
-            known = self._template.first_prompts
+            known = self._template.prompt_cache
             make = self._rendered if known is None else functools.partial(known.get, messages, self._rendered)
             return _chars(messages), 0, make
         last = self._turns[-1]
@@ -199,27 +207,29 @@ class ChatContext:
         """The messages without a partial answer at their end."""
         return self.messages[:-1] if _continues(self.messages) else self.messages
 
-    def _added(self, turn: HeldTurn, addition: Addition) -> Plan:
+    def _added(self, turn: SampledTurn, addition: Addition) -> Plan:
         """What is held up to the end of ``turn``, then what the template adds."""
         text = addition.text.removeprefix(turn.stop_text)
-        plan = self._joined(turn.end, text, addition.opening, addition.rendering)
+        plan = self._joined(turn.end, text, addition.generation_prompt, addition.rendering)
         if addition.rendering is not None:
             return plan
         return replace(plan, more_text=(addition.answer, addition.text))
 
-    def _whole_addition(self, messages: Sequence[Message], turn: HeldTurn, **how: Any) -> Addition | Rewritten:
+    def _whole_addition(
+        self, messages: Sequence[Message], turn: SampledTurn, **how: Any
+    ) -> Addition | RewrittenHistory:
         """What the template adds after the answer of ``turn``, of these messages."""
         given = self._forms.given(self.messages[turn.n_messages - 1])
         thinking = str(given.message.get(self._template.fields.thinking or "") or "")
-        said = Said(_content(self.messages[turn.n_messages - 1]), turn.stop_text, given.closed, thinking)
+        said = SampledAnswer(_content(self.messages[turn.n_messages - 1]), turn.stop_text, given.closed, thinking)
         return self._template.addition(self._forms.messages(messages), len(messages) - how.pop("new"), said, **how)
 
-    def _addition(self, messages: Sequence[Message], turn: HeldTurn) -> Addition | Rewritten:
+    def _addition(self, messages: Sequence[Message], turn: SampledTurn) -> Addition | RewrittenHistory:
         """What the template adds after the answer of ``turn``, from as few messages as that takes; see the module
         ``template``."""
         held = turn.n_messages
         before, new = messages[: held - 1], messages[held:]
-        window = ends_of(before, new, self._users) if self._windows else before
+        window = history_window(before, new, self._users) if self._windows else before
         if len(window) == len(before):
             return self._whole_addition(messages, turn, new=len(new), asked=self._rendering)
         shown = [*window, *messages[held - 1 :]]
@@ -234,12 +244,12 @@ class ChatContext:
         if not isinstance(whole, Addition) or whole.rendering is None:
             return whole
         # the ends agree; so must all that was written between the last time and now
-        if self._written.says(whole.rendering.text, whole.answer, whole.text):
+        if self._written.matches(whole.rendering.text, whole.answer, whole.text):
             return whole
         self._windows = False
-        return Rewritten()
+        return RewrittenHistory()
 
-    def _continued(self, last: HeldTurn) -> Plan:
+    def _continued(self, last: SampledTurn) -> Plan:
         """The last answer goes on: with its own tokens as far as its message still says what they say."""
         said = _content(self.messages[-1])[len(last.continued) :]
         ids = self.token_ids[last.start : last.end].tolist()
@@ -256,12 +266,12 @@ class ChatContext:
         renders the rest. ``same`` messages are as they were."""
         base = self._base
         given = self._forms.messages(base)
-        whole = self._template.render(given, opening=False)
+        whole = self._template.render(given, generation_prompt=False)
         standing = min(same, len(base))
         turns = [turn for turn in self._turns if turn.place and turn.n_messages - 1 <= standing]
 
-        def rewritten(turn: HeldTurn) -> bool:
-            return not whole.startswith(self._template.render(given[: turn.n_messages - 1], opening=False))
+        def rewritten(turn: SampledTurn) -> bool:
+            return not whole.startswith(self._template.render(given[: turn.n_messages - 1], generation_prompt=False))
 
         low = bisect_left(turns, True, key=rewritten)  # places that stand are followed by places that do not
         if not low:
@@ -273,24 +283,26 @@ class ChatContext:
                 return self._added(turn, addition)
         return self._rendered(turn)
 
-    def _rendered(self, turn: HeldTurn | None = None) -> Plan:
-        """The conversation as the template renders it, after what was held before the opening of ``turn``."""
+    def _rendered(self, turn: SampledTurn | None = None) -> Plan:
+        """The conversation as the template renders it, after what was held before the generation_prompt of ``turn``."""
         given = self._forms.messages(self._base)
         rendered = self._template.render_prompt(given)
         keep = skip = 0
         if turn is not None:
-            keep, skip = turn.place, len(self._template.render(given[: turn.n_messages - 1], opening=False))
-        return self._joined(keep, rendered.text[skip:], rendered.opening or "", rendered)
+            keep, skip = turn.place, len(self._template.render(given[: turn.n_messages - 1], generation_prompt=False))
+        return self._joined(keep, rendered.text[skip:], rendered.generation_prompt or "", rendered)
 
-    def _joined(self, keep: int, text: str, opening: str, rendering: Rendering | None) -> Plan:
-        """The first ``keep`` ids, then ``text``, ``opening`` and the partial answer that the conversation ends with."""
-        # the opening apart where that changes nothing: the place before it can be kept when the answer is dropped
-        apart = self._template.begins_with_added_token(opening)
+    def _joined(self, keep: int, text: str, generation_prompt: str, rendering: Rendering | None) -> Plan:
+        """The first ``keep`` ids, then ``text``, ``generation_prompt`` and the partial answer that the conversation ends with."""
+        # the generation_prompt apart where that changes nothing: the place before it can be kept when the answer is dropped
+        apart = self._template.begins_with_added_token(generation_prompt)
         partial = _content(self.messages[-1]) if _continues(self.messages) else ""
         place, gaps, added = 0, 0, []
-        for number, piece in enumerate((text, opening, partial) if apart else (text + opening, partial)):
+        for number, piece in enumerate(
+            (text, generation_prompt, partial) if apart else (text + generation_prompt, partial)
+        ):
             held = added or self.token_ids[:keep]
-            known = self._template.openings if apart and number == 1 and len(held) else {}
+            known = self._template.generation_prompt_ids if apart and number == 1 and len(held) else {}
             if (found := known.get(key := (piece, int(held[-1]) if len(held) else -1))) is None:
                 if len(known) >= _OPENINGS:
                     known.clear()
@@ -307,7 +319,7 @@ class ChatContext:
         now, lost = self.messages[same:], self._seen[same:]
         replaced = bool(now) and now[0].get("role") == lost[0].get("role") == "assistant"
         still_there = any(message.get("role") == "assistant" and message in now for message in lost)
-        return fork_of_edit(replaced=replaced, still_there=still_there)
+        return classify_edit(replaced=replaced, still_there=still_there)
 
     def _against_held(self, plan: Plan, prompt_ids: Sequence[int]) -> tuple[int, ForkReason | None]:
         """How many tokens of what is held the prompt begins with, and why those are not all."""
@@ -322,7 +334,7 @@ class ChatContext:
         return kept, ForkReason.NEW_CONTEXT if new else plan.fork
 
     def _keeps_thinking(self) -> str:
-        setting = keeps_thinking(self._template)
+        setting = thinking_argument(self._template)
         return f" The template argument {setting} keeps it." if setting else ""
 
     # -- tokens -------------------------------------------------------------------------------------------------------
@@ -356,8 +368,8 @@ class ChatContext:
         return self._tokenizer.decode([generation.output_ids[-1]], skip_special_tokens=False)
 
 
-def _words(addition: Addition | Rewritten) -> tuple[str, str] | None:
-    return (addition.text, addition.opening) if isinstance(addition, Addition) else None
+def _words(addition: Addition | RewrittenHistory) -> tuple[str, str] | None:
+    return (addition.text, addition.generation_prompt) if isinstance(addition, Addition) else None
 
 
 def _content(message: Message) -> str:

@@ -29,7 +29,7 @@ _QUESTION: Message = {"role": "user", "content": "?"}
 
 
 @dataclass(frozen=True, slots=True)
-class Given:
+class TemplateAnswer:
     """An answer as the template gets it. ``closed`` is off where it ended within the thinking."""
 
     message: Message
@@ -72,7 +72,7 @@ class AnswerFields:
         fields = {self.thinking: _PROBE, "tool_calls": [_call(_FUNCTION, "SENTcall0", {"x": 1})]}
         return any(self._writes(words, fields) for words in (_FUNCTION, "SENTcall0"))  # Kimi's writes the id alone
 
-    def given(self, text: str, reader: AnswerReader, ids: Sequence[int] = ()) -> Given:
+    def given(self, text: str, reader: AnswerReader, ids: Sequence[int] = ()) -> TemplateAnswer:
         """The message of an answer with this text; its content is the text where the template has no other fields."""
         parts = reader.read(text, ids)
         if len(parts.calls) > self.calls and self.calls < 2:
@@ -91,7 +91,7 @@ class AnswerFields:
             message["tool_calls"] = calls
             if self.thinking in message and not self.content_beside:
                 message["content"] = ""  # harmony's: the thinking stands in its place
-        return Given(message, parts.reasoning_closed)
+        return TemplateAnswer(message, parts.reasoning_closed)
 
     def without_thinking(self, message: Message) -> Message:
         """``message`` as if the model had not thought."""
@@ -137,7 +137,7 @@ class AnswerFields:
                 continue
 
 
-def keeps_thinking(template: Any) -> str:
+def thinking_argument(template: Any) -> str:
     """A template argument with which earlier thinking stays, as ``NAME=true`` or ``NAME=false``; empty where the
     template, a ``ChatTemplate``, has none."""
     fields, thought = template.fields, {template.fields.thinking or "": _PROBE}
@@ -145,7 +145,7 @@ def keeps_thinking(template: Any) -> str:
     names = dict.fromkeys(_ARGUMENTS.findall(fields.source))
     for arguments in ({}, *({name: value} for name in names for value in (True, False))):
         try:
-            kept = _PROBE in template.with_arguments(arguments).render(probe, opening=True)
+            kept = _PROBE in template.with_arguments(arguments).render(probe, generation_prompt=True)
         except PromptError:
             continue
         if kept:
@@ -153,29 +153,29 @@ def keeps_thinking(template: Any) -> str:
     return ""
 
 
-class Forms:
+class AnswerMessages:
     """The answers of one conversation as its template gets them. ``all_raw``: each answer's content is what a model
     said; else only that of answers that were sampled here is, and others came in parts from a client."""
 
     def __init__(self, fields: AnswerFields, reader: AnswerReader, *, all_raw: bool) -> None:
         self._fields, self._reader, self._all_raw = fields, reader, all_raw
-        self._read: dict[str, Given] = {}  # by text
+        self._read: dict[str, TemplateAnswer] = {}  # by text
 
     def sampled(self, text: str, ids: Sequence[int] = ()) -> None:
         """An answer was sampled; ``ids`` are those of the whole text, where they are known."""
         if text not in self._read:
             self._read[text] = self._fields.given(text, self._reader, ids)
 
-    def given(self, message: Message) -> Given:
+    def given(self, message: Message) -> TemplateAnswer:
         if message.get("role") != "assistant":
-            return Given(message)
+            return TemplateAnswer(message)
         content, in_fields = message.get("content"), message.keys() & {"tool_calls", self._fields.thinking, *REASONING}
         if not isinstance(content, str) or in_fields:
-            return Given(self._fields.named(message))
+            return TemplateAnswer(self._fields.named(message))
         if self._all_raw:
             self.sampled(content)
         if (known := self._read.get(content)) is None:
-            return Given(message)
+            return TemplateAnswer(message)
         return known if message.keys() == {"role", "content"} else replace(known, message={**message, **known.message})
 
     def messages(self, messages: Sequence[Message]) -> list[Message]:

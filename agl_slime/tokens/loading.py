@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from agl_slime.errors import ConfigError
-from agl_slime.tokens.vision import VisionTokenizer, reads_images
+from agl_slime.tokens.vision import VisionTokenizer, has_image_processor
 
 _loaded: dict[str, Any] = {}
 _lock = threading.Lock()
@@ -27,5 +27,5 @@ def load_tokenizer(path: str | Path) -> Any:
                 raise ConfigError(
                     f"no tokenizer can be loaded from {key!r}: {' '.join(str(error).split())[:300]}"
                 ) from error
-            _loaded[key] = VisionTokenizer(loaded, path=key) if reads_images(key) else loaded
+            _loaded[key] = VisionTokenizer(loaded, path=key) if has_image_processor(key) else loaded
         return _loaded[key]

@@ -9,7 +9,7 @@ from agl_slime.tokens.template import Rendering
 
 
 @dataclass(frozen=True, slots=True)
-class HeldTurn:
+class SampledTurn:
     """An answer that is held: message ``n_messages - 1``, ids ``[start:end]``. ``continued`` is the text that its
     message began with before it was sampled."""
 
@@ -27,7 +27,7 @@ class Plan:
 
     kept: int
     added: tuple[int, ...]
-    place: int  # as in ``HeldTurn``
+    place: int  # as in ``SampledTurn``
     open_boundaries: int
     rendering: Rendering | None  # of the whole conversation, less a partial answer, where it was made
     more_text: tuple[str, ...] = ()  # where no rendering was made: the last answer as the template writes it, and more

@@ -47,8 +47,8 @@ _HANDED_ON: list[dict[str, Any]] = [message for probe in _PROBES for message in 
 
 
 def renderer(tokenizer: ChatTokenizer, tools: Sequence[Any] | None, options: Mapping[str, Any]) -> _Render:
-    """What renders messages with the opening of an answer or without, as ``render_chat`` does and with its errors."""
-    made = short_way(tokenizer, tools, options)
+    """What renders messages with the generation_prompt of an answer or without, as ``render_chat`` does and with its errors."""
+    made = direct_renderer(tokenizer, tools, options)
     if isinstance(made, str):
         _explain_once(made)
         return _long_way(tokenizer, tools, options)
@@ -56,7 +56,9 @@ def renderer(tokenizer: ChatTokenizer, tools: Sequence[Any] | None, options: Map
 
 
 def _long_way(tokenizer: ChatTokenizer, tools: Sequence[Any] | None, options: Mapping[str, Any]) -> _Render:
-    return lambda messages, opening: render_chat(tokenizer, messages, tools=tools, opening=opening, **options)
+    return lambda messages, generation_prompt: render_chat(
+        tokenizer, messages, tools=tools, generation_prompt=generation_prompt, **options
+    )
 
 
 @functools.cache
@@ -64,7 +66,7 @@ def _explain_once(why: str) -> None:
     logger.info("Each call renders its prompt through apply_chat_template: %s.", why)
 
 
-def short_way(tokenizer: Any, tools: Sequence[Any] | None, options: Mapping[str, Any]) -> _Render | str:
+def direct_renderer(tokenizer: Any, tools: Sequence[Any] | None, options: Mapping[str, Any]) -> _Render | str:
     """The short way, or why there is none."""
     try:
         from transformers import PreTrainedTokenizerBase
@@ -97,28 +99,28 @@ def short_way(tokenizer: Any, tools: Sequence[Any] | None, options: Mapping[str,
     schemas = _written_once(schemas) if schemas else None
     long_way, current = _long_way(tokenizer, tools, options), tokenizer.chat_template
 
-    def direct(messages: Sequence[Message], opening: bool) -> str:
+    def direct(messages: Sequence[Message], generation_prompt: bool) -> str:
         if tokenizer.chat_template is not current or not all(map(_is_plain_message, messages)) or not messages:
-            return long_way(messages, opening)
+            return long_way(messages, generation_prompt)
         known = {**tokenizer.special_tokens_map, **more}
         given = [*map(prepare, messages)]
         try:
             return template.render(
-                messages=given, tools=schemas, documents=None, add_generation_prompt=opening, **known
+                messages=given, tools=schemas, documents=None, add_generation_prompt=generation_prompt, **known
             )
         except Exception:  # a template that refuses does so in transformers' words
-            return long_way(messages, opening)
+            return long_way(messages, generation_prompt)
 
     for probe in _PROBES:
-        for opening in (False, True):
-            if _tried(direct, probe, opening) != _tried(long_way, probe, opening):
+        for generation_prompt in (False, True):
+            if _tried(direct, probe, generation_prompt) != _tried(long_way, probe, generation_prompt):
                 return "a rendering of its own differs from apply_chat_template's"
     return direct
 
 
-def _tried(render: _Render, messages: Sequence[Message], opening: bool) -> str | None:
+def _tried(render: _Render, messages: Sequence[Message], generation_prompt: bool) -> str | None:
     try:
-        return render(messages, opening)
+        return render(messages, generation_prompt)
     except PromptError:
         return None
 

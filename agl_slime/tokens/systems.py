@@ -28,7 +28,7 @@ _STEP: list[Message] = [
 ]
 
 
-class SystemPlaces:
+class SystemMessages:
     """What one template does with system messages; ``fields`` are those that it reads."""
 
     def __init__(self, fields: AnswerFields, later: LaterSystems) -> None:

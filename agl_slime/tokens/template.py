@@ -8,7 +8,7 @@ the difference is what the template adds. Answers are given in parts, each in th
 How the template spells a sampled answer makes no difference (white space in a call's JSON, padding around thinking):
 the sampled tokens stand in its place. Compared is whether the template's own rendering of the history stays, up to
 white space and empty blocks (``<think>\\n\\n</think>``). Where it does not, the template rewrites history, and there
-is a ``Rewritten`` in place of an ``Addition``.
+is a ``RewrittenHistory`` in place of an ``Addition``.
 
 Rendering everything in each turn would make a conversation of n turns cost n² renderings of messages. From
 ``WINDOW_FROM`` messages on, only the ends are rendered: the system messages, the last user message and what follows it
@@ -29,14 +29,14 @@ from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 from agl_slime.errors import PromptError
-from agl_slime.tokens.blanks import end_of_same
-from agl_slime.tokens.calls import CallForms
+from agl_slime.tokens.blanks import match_end
+from agl_slime.tokens.calls import CallFormat
 from agl_slime.tokens.codec import shared_length
 from agl_slime.tokens.fields import AnswerFields
 from agl_slime.tokens.formats import find_format
 from agl_slime.tokens.reader import AnswerReader, opens_thinking, reader_for
 from agl_slime.tokens.rendering import renderer
-from agl_slime.tokens.systems import SYSTEM_ROLES, LaterSystems, SystemPlaces, text_of
+from agl_slime.tokens.systems import SYSTEM_ROLES, LaterSystems, SystemMessages, text_of
 from agl_slime.tokens.tokenizer import NO_TEMPLATE, ChatTokenizer, added_token_at, has_chat_template
 
 Message = dict[str, Any]
@@ -61,29 +61,29 @@ _QUESTIONS: list[Message] = [
 
 @dataclass(frozen=True, slots=True)
 class Rendering:
-    """Messages as text, and apart from it the ``opening`` of an answer to them; ``None`` when it cannot be told apart
+    """Messages as text, and apart from it the ``generation_prompt`` of an answer to them; ``None`` when it cannot be told apart
     and is in the text."""
 
     text: str
-    opening: str | None
+    generation_prompt: str | None
 
 
 @dataclass(frozen=True, slots=True)
 class Addition:
-    """``text`` is what the template writes after a sampled answer up to the end of the new messages, ``opening`` what
-    it writes before the next one; ``answer`` the answer as the template itself writes it, with its opening.
+    """``text`` is what the template writes after a sampled answer up to the end of the new messages, ``generation_prompt`` what
+    it writes before the next one; ``answer`` the answer as the template itself writes it, with its generation_prompt.
 
     ``rendering`` is of the whole conversation, where that was rendered.
     """
 
     text: str
-    opening: str
+    generation_prompt: str
     answer: str
     rendering: Rendering | None
 
 
 @dataclass(frozen=True, slots=True)
-class Rewritten:
+class RewrittenHistory:
     """The template writes the history in another way once the new messages follow. ``drops_thinking``: without earlier
     thinking, and else the same."""
 
@@ -91,7 +91,7 @@ class Rewritten:
 
 
 @dataclass(frozen=True, slots=True)
-class Said:
+class SampledAnswer:
     """A sampled answer: its ``text``, and the text of the stop token that the engine sampled at its end. ``closed`` is
     off where it ended within its ``thinking``."""
 
@@ -104,7 +104,7 @@ class Said:
 class ChatTemplate:
     """The chat template of a tokenizer with one set of tools and template arguments.
 
-    ``first_prompts`` is what conversations keep of their beginnings for others that begin in the same way; ``None``
+    ``prompt_cache`` is what conversations keep of their beginnings for others that begin in the same way; ``None``
     where the template may write something else the next time.
     """
 
@@ -123,41 +123,41 @@ class ChatTemplate:
         self._tools = [dict(tool) for tool in tools] if tools else None
         self.kwargs = dict(template_kwargs or {})
         self._has_tail = False
-        self.openings: dict[tuple[str, int], tuple[list[int], int]] = {}
+        self.generation_prompt_ids: dict[tuple[str, int], tuple[list[int], int]] = {}
         """Openings of answers as ids, by the id before them; how many merge with that."""
         source = self.kwargs.get("chat_template") or getattr(tokenizer, "chat_template", None)
         self.source = source if isinstance(source, str) else ""
-        self._calls = CallForms(lambda messages, opening: self._rendered(messages, opening))
+        self._calls = CallFormat(lambda messages, generation_prompt: self._rendered(messages, generation_prompt))
         self.fields = AnswerFields(self._in_place, self.source)
-        self._systems = SystemPlaces(self.fields, later_systems)
+        self._systems = SystemMessages(self.fields, later_systems)
         # a template that writes the time, or one that nobody can look into, may render the same messages differently
         # the next time
         repeats = isinstance(source, str) and "strftime_now" not in source
-        self.first_prompts: FirstPrompts[Any] | None = FirstPrompts() if repeats else None
+        self.prompt_cache: PromptCache[Any] | None = PromptCache() if repeats else None
 
     def with_arguments(self, more: Mapping[str, Any]) -> ChatTemplate:
         """The same template with ``more`` arguments."""
         return type(self)(tokenizer=self.tokenizer, tools=self._tools, template_kwargs={**self.kwargs, **more})
 
-    def render(self, messages: Sequence[Message], *, opening: bool) -> str:
-        """The text of ``messages``, with the opening of an answer after them or without; without what the template
+    def render(self, messages: Sequence[Message], *, generation_prompt: bool) -> str:
+        """The text of ``messages``, with the generation_prompt of an answer after them or without; without what the template
         writes at the end of a finished conversation only."""
-        text = self._apply(messages, opening=opening)
-        return text if opening or not self._has_tail else text.removesuffix(self._tail)
+        text = self._apply(messages, generation_prompt=generation_prompt)
+        return text if generation_prompt or not self._has_tail else text.removesuffix(self._tail)
 
-    def _apply(self, messages: Sequence[Message], *, opening: bool) -> str:
-        return self._in_place(self._systems.placed(messages), opening)
+    def _apply(self, messages: Sequence[Message], *, generation_prompt: bool) -> str:
+        return self._in_place(self._systems.placed(messages), generation_prompt)
 
-    def _in_place(self, messages: Sequence[Message], opening: bool) -> str:
-        return self._rendered(self._calls.fitted(messages), opening)
+    def _in_place(self, messages: Sequence[Message], generation_prompt: bool) -> str:
+        return self._rendered(self._calls.fitted(messages), generation_prompt)
 
     @functools.cached_property
     def _rendered(self) -> Callable[[Sequence[Message], bool], str]:
         return renderer(self.tokenizer, self._tools, self.kwargs)
 
     def render_prompt(self, messages: Sequence[Message]) -> Rendering:
-        """The whole conversation, and the opening of the next answer."""
-        whole, closed = self.render(messages, opening=True), self.render(messages, opening=False)
+        """The whole conversation, and the generation_prompt of the next answer."""
+        whole, closed = self.render(messages, generation_prompt=True), self.render(messages, generation_prompt=False)
         if not self._has_tail and not whole.startswith(closed):
             self._has_tail = True
             closed = closed.removesuffix(self._tail)
@@ -167,7 +167,13 @@ class ChatTemplate:
     def _tail(self) -> str:
         """What is written at the end of a conversation, and not where an answer follows: Phi-3's end of text."""
         try:
-            ends = [[self._apply(_QUESTIONS[:n], opening=opening) for opening in (False, True)] for n in (1, 3)]
+            ends = [
+                [
+                    self._apply(_QUESTIONS[:n], generation_prompt=generation_prompt)
+                    for generation_prompt in (False, True)
+                ]
+                for n in (1, 3)
+            ]
         except PromptError:  # it says so again when it is used
             return ""
         closed, whole = ends[0]
@@ -180,10 +186,10 @@ class ChatTemplate:
     def opens_thinking(self) -> bool:
         """Whether a block of thinking is opened before an answer."""
         try:
-            opening = self._apply(_QUESTIONS[:1], opening=True)
+            generation_prompt = self._apply(_QUESTIONS[:1], generation_prompt=True)
         except PromptError:
             return False
-        return opens_thinking(opening, self.fields.marks)
+        return opens_thinking(generation_prompt, self.fields.marks)
 
     @functools.cached_property
     def reader(self) -> AnswerReader:
@@ -196,7 +202,7 @@ class ChatTemplate:
     def closing(self) -> str:
         """What the template writes after an answer; ``<|im_end|>\\n`` with ChatML, nothing where the next role's marker
         ends an answer."""
-        _, found, closing = self.render(_QUESTIONS[:2], opening=False).rpartition(_SENTINEL)
+        _, found, closing = self.render(_QUESTIONS[:2], generation_prompt=False).rpartition(_SENTINEL)
         if not found:
             raise PromptError(
                 "the chat template does not write the content of answers; no conversation can be continued with it"
@@ -213,8 +219,8 @@ class ChatTemplate:
         return text.startswith(self._added_tokens)
 
     def addition(
-        self, messages: Sequence[Message], held: int, said: Said, *, asked: Rendering | None = None
-    ) -> Addition | Rewritten:
+        self, messages: Sequence[Message], held: int, said: SampledAnswer, *, asked: Rendering | None = None
+    ) -> Addition | RewrittenHistory:
         """What follows the answer ``messages[held - 1]``, whose message is that of ``said``.
 
         ``asked`` is the rendering of the messages before that answer, where it is known.
@@ -222,27 +228,29 @@ class ChatTemplate:
         before, answer, new = messages[: held - 1], messages[held - 1], messages[held:]
         if asked is None:
             asked = self.render_prompt(before)
-        if asked.opening is None:
-            return Rewritten()  # nobody can tell where an answer begins
+        if asked.generation_prompt is None:
+            return RewrittenHistory()  # nobody can tell where an answer begins
         rendered = self.render_prompt([*before, answer, *new])
-        written, sampled = rendered.text, asked.text + asked.opening + said.text
+        written, sampled = rendered.text, asked.text + asked.generation_prompt + said.text
         done = len(asked.text) if written.startswith(asked.text) else 0
         mark = self.closing.rstrip() or self.closing
         if written.startswith((sampled + mark)[done:], done):
-            return Addition(written[len(sampled) :], rendered.opening or "", asked.opening + said.text, rendered)
-        alone = self.render([*before, answer], opening=False)
+            return Addition(
+                written[len(sampled) :], rendered.generation_prompt or "", asked.generation_prompt + said.text, rendered
+            )
+        alone = self.render([*before, answer], generation_prompt=False)
         places = self._places(written, alone, asked.text, said)
         bare = self.fields.without_thinking(answer)
-        if places is not None and (bare == answer or self.render([*before, bare], opening=False) != alone):
+        if places is not None and (bare == answer or self.render([*before, bare], generation_prompt=False) != alone):
             begin, end, after = places
-            return Addition(after, rendered.opening or "", alone[begin:end], rendered)
-        return Rewritten(drops_thinking=self._drops_thinking(before, bare, written))
+            return Addition(after, rendered.generation_prompt or "", alone[begin:end], rendered)
+        return RewrittenHistory(drops_thinking=self._drops_thinking(before, bare, written))
 
-    def _places(self, written: str, alone: str, asked: str, said: Said) -> tuple[int, int, str] | None:
+    def _places(self, written: str, alone: str, asked: str, said: SampledAnswer) -> tuple[int, int, str] | None:
         """Where an answer begins and ends in ``alone``, the rendering that ends with it, and what ``written`` says
         after it. ``None`` when that begins in another way."""
         done = len(asked) if written.startswith(asked) and alone.startswith(asked) else 0
-        begin = done or end_of_same(alone, asked)
+        begin = done or match_end(alone, asked)
         if begin is None:
             return None
         body, mark = self._without_end(alone, said.stop_text)
@@ -250,9 +258,9 @@ class ChatTemplate:
             body = alone.removesuffix(mark)
         if not said.closed and said.thinking and not said.stop_text and (cut := body.rfind(said.thinking, begin)) >= 0:
             body, mark = body[: cut + len(said.thinking)], ""  # the template closes the thinking
-        if mark and (end := end_of_same(written, body + mark, done)) is not None:
+        if mark and (end := match_end(written, body + mark, done)) is not None:
             return begin, len(body), written[end - len(mark) :]
-        end = end_of_same(written, body, done)
+        end = match_end(written, body, done)
         if end is None:
             return None
         after = written[end:]
@@ -277,14 +285,14 @@ class ChatTemplate:
         """Whether ``written`` is the history without its thinking, of which marks may stay."""
         without = [*map(self.fields.without_thinking, before), bare]
         try:
-            text = self.render(without, opening=False)
+            text = self.render(without, generation_prompt=False)
         except PromptError:
             return False
         marks = re.compile("|".join(map(re.escape, self.fields.marks)))
-        return end_of_same(marks.sub("", written), marks.sub("", self._without_end(text, "")[0])) is not None
+        return match_end(marks.sub("", written), marks.sub("", self._without_end(text, "")[0])) is not None
 
 
-class NoTemplate(ChatTemplate):
+class PlainTextTemplate(ChatTemplate):
     """Of a tokenizer without one: what a text (a message of role ``text``), its answers and further texts say, as it
     is."""
 
@@ -294,7 +302,7 @@ class NoTemplate(ChatTemplate):
     def closing(self) -> str:
         return ""
 
-    def _in_place(self, messages: Sequence[Message], opening: bool) -> str:
+    def _in_place(self, messages: Sequence[Message], generation_prompt: bool) -> str:
         if {message.get("role") for message in messages} - {"text", "assistant"}:
             raise PromptError(NO_TEMPLATE)
         return "".join(map(text_of, messages))
@@ -308,11 +316,11 @@ def chat_template(
 ) -> ChatTemplate:
     """That of the tokenizer, or of the arguments."""
     there = has_chat_template(tokenizer) or (template_kwargs or {}).get("chat_template")
-    kind = ChatTemplate if there else NoTemplate
+    kind = ChatTemplate if there else PlainTextTemplate
     return kind(tokenizer=tokenizer, tools=tools, template_kwargs=template_kwargs, later_systems=later_systems)
 
 
-def ends_of(before: Sequence[Message], new: Sequence[Message], users: Sequence[int]) -> list[Message]:
+def history_window(before: Sequence[Message], new: Sequence[Message], users: Sequence[int]) -> list[Message]:
     """The part of the history that a template may look at when it writes ``new`` after an answer; ``users`` are the
     places of users' messages in it."""
     if len(before) < WINDOW_FROM or not users:
@@ -328,7 +336,7 @@ def ends_of(before: Sequence[Message], new: Sequence[Message], users: Sequence[i
     return [*before[: min(system, user)], before[user], *before[tail:]]
 
 
-class FirstPrompts(Generic[T]):
+class PromptCache(Generic[T]):
     """What was made of the first messages of recent conversations, for the other members of a group: the last 128, or
     as many as belong to 2 MB of messages (20 MB of results). Thread-safe; of two threads both may make it."""
 

@@ -51,16 +51,21 @@ def has_chat_template(tokenizer: Any) -> bool:
 
 
 def render_chat(
-    tokenizer: ChatTokenizer, messages: Iterable[Any], *, tools: Any = None, opening: bool = False, **options: Any
+    tokenizer: ChatTokenizer,
+    messages: Iterable[Any],
+    *,
+    tools: Any = None,
+    generation_prompt: bool = False,
+    **options: Any,
 ) -> str:
-    """What the chat template writes for ``messages``, with the ``opening`` of an answer after them or without.
+    """What the chat template writes for ``messages``, with the ``generation_prompt`` of an answer after them or without.
     ``PromptError`` when it refuses them, or when there is none."""
     if not (has_chat_template(tokenizer) or options.get("chat_template")):
         raise PromptError(NO_TEMPLATE)
     options = {**getattr(tokenizer, "run_template_kwargs", {}), **options}
     try:
         return tokenizer.apply_chat_template(
-            list(messages), tools=tools or None, add_generation_prompt=opening, tokenize=False, **options
+            list(messages), tools=tools or None, add_generation_prompt=generation_prompt, tokenize=False, **options
         )
     except Exception as error:  # a template is a program, and may raise anything
         said = str(error) or type(error).__name__
@@ -74,7 +79,7 @@ def added_token_at(tokenizer: Any, text: str, at: int) -> str:
     return max((token for token in added if token and text.startswith(token, at)), key=len, default="")
 
 
-def added_token_ends(tokenizer: Any, text: str) -> bool:
+def ends_with_added_token(tokenizer: Any, text: str) -> bool:
     """Whether ``text`` ends with such a token."""
     return text.endswith(tuple(filter(None, getattr(tokenizer, "get_added_vocab", dict)())))
 

@@ -189,8 +189,8 @@ def _rendering(conversation: Conversation, messages: list[dict[str, Any]]) -> st
     template: ChatTemplate = conversation.context.template
     in_fields = conversation.context._forms.messages(messages)
     if messages[-1]["role"] == "assistant":
-        return template.render(in_fields[:-1], opening=True) + messages[-1]["content"]
-    return template.render(in_fields, opening=True)
+        return template.render(in_fields[:-1], generation_prompt=True) + messages[-1]["content"]
+    return template.render(in_fields, generation_prompt=True)
 
 
 def _said(text: str, tokenizer: Any, template: str) -> str:

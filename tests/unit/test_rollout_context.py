@@ -379,4 +379,4 @@ def test_without_a_template_a_text_is_the_text_as_it_is_and_messages_are_refused
             context.prompt_ids()
     assert prompt[0] == begins.convert_tokens_to_ids("<begin>")
     own = chat_template(bare, template_kwargs={"chat_template": "{{ messages[0].content }}"})
-    assert own.render([{"role": "user", "content": "x"}], opening=False) == "x"
+    assert own.render([{"role": "user", "content": "x"}], generation_prompt=False) == "x"

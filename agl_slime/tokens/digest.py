@@ -10,7 +10,7 @@ _EMPTY_BLOCK = re.compile(r"<(\w+)></\1>")
 _BEGUN = re.compile(r"<(?:\w*|\w+>(?:<(?:/\w*)?)?)$")
 
 
-class Written:
+class TextDigest:
     """Text in pieces, of which white space and empty blocks do not count (``same_but_for_blanks``). What is there
     before the first ``add`` is taken as it is: of a conversation that is rendered whole each time nothing is hashed."""
 
@@ -30,14 +30,14 @@ class Written:
             said = _EMPTY_BLOCK.sub("", said)
         self._digest.update(said.encode("utf-8", "surrogatepass"))
 
-    def copy(self) -> Written:
-        other = Written(*self._pieces)
+    def copy(self) -> TextDigest:
+        other = TextDigest(*self._pieces)
         other._digest = self._digest.copy()
         return other
 
-    def says(self, text: str, *more: str) -> bool:
+    def matches(self, text: str, *more: str) -> bool:
         """Whether what was written, and ``more``, is ``text``."""
-        mine, others = self.copy(), Written()
+        mine, others = self.copy(), TextDigest()
         mine.add(*more)
         others.add(text)
         return mine._digest.digest() == others._digest.digest() and mine._pieces == others._pieces
