@@ -1,4 +1,4 @@
-"""What was written of a conversation, to be compared with another rendering of it later, without keeping the text."""
+"""A digest of a conversation's text, to be compared with a later rendering without keeping the text."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import hashlib
 import re
 
 _EMPTY_BLOCK = re.compile(r"<(\w+)></\1>")
-# of a text without white space, what may be the beginning of an empty block that goes on in the next piece
-_BEGUN = re.compile(r"<(?:\w*|\w+>(?:<(?:/\w*)?)?)$")
+# at the end of a text without white space: the possible beginning of an empty block that the next piece ends
+_PARTIAL_BLOCK = re.compile(r"<(?:\w*|\w+>(?:<(?:/\w*)?)?)$")
 
 
 class TextDigest:
-    """Text in pieces, of which white space and empty blocks do not count (``same_but_for_blanks``). What is there
-    before the first ``add`` is taken as it is: of a conversation that is rendered whole each time nothing is hashed."""
+    """A digest of text in pieces, without white space and empty blocks (as ``blanks.squash``). The pieces of the
+    constructor are hashed at the first ``add``: a conversation that is rendered whole each time hashes nothing."""
 
     __slots__ = ("_digest", "_pieces")
 
@@ -22,13 +22,13 @@ class TextDigest:
 
     def add(self, *pieces: str) -> None:
         text = "".join("".join((*self._pieces, *pieces)).split())
-        start = text.rfind("<", 0, max(0, text.rfind("<")))  # what is open has two "<" at most
-        begun = _BEGUN.search(text, max(0, start))
-        end = len(text) if begun is None else begun.start()
-        said, self._pieces = text[:end], (text[end:],)
-        if "></" in said:
-            said = _EMPTY_BLOCK.sub("", said)
-        self._digest.update(said.encode("utf-8", "surrogatepass"))
+        start = text.rfind("<", 0, max(0, text.rfind("<")))  # a partial block has two "<" at most
+        partial = _PARTIAL_BLOCK.search(text, max(0, start))
+        end = len(text) if partial is None else partial.start()
+        complete, self._pieces = text[:end], (text[end:],)
+        if "></" in complete:
+            complete = _EMPTY_BLOCK.sub("", complete)
+        self._digest.update(complete.encode("utf-8", "surrogatepass"))
 
     def copy(self) -> TextDigest:
         other = TextDigest(*self._pieces)
@@ -36,7 +36,7 @@ class TextDigest:
         return other
 
     def matches(self, text: str, *more: str) -> bool:
-        """Whether what was written, and ``more``, is ``text``."""
+        """Whether the digested text, followed by ``more``, is ``text``."""
         mine, others = self.copy(), TextDigest()
         mine.add(*more)
         others.add(text)

@@ -14,12 +14,11 @@ _lock = threading.Lock()
 
 
 def load_tokenizer(path: str | Path) -> Any:
-    """The tokenizer at ``path`` (a directory, or a name that transformers resolves). Raises ``ConfigError`` when there
-    is none."""
+    """The tokenizer at ``path``, a directory or a name that transformers resolves. Raises ``ConfigError``."""
     key = str(path)
     with _lock:
         if key not in _loaded:
-            from transformers import AutoTokenizer  # a second or more of imports: only when a tokenizer is needed
+            from transformers import AutoTokenizer  # a second or more of imports
 
             try:
                 loaded = AutoTokenizer.from_pretrained(key)

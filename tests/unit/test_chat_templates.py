@@ -135,7 +135,7 @@ def test_the_long_way_is_taken_where_the_short_one_may_write_something_else() ->
     same = CHATML + "{% if messages[0] is sameas messages[-1] %}same{% endif %}"
     for why, tokenizer, listed, options in (
         ("renders by itself", _Renders(CHATML), tools, {}),
-        ("compares objects", small_tokenizer(same), tools, {}),
+        ("compares object identities", small_tokenizer(same), tools, {}),
         ("documents is an option", small_tokenizer(CHATML), tools, {"documents": []}),
         ("not plain JSON", small_tokenizer(CHATML), [{1: 2}], {}),
         ("not plain JSON", small_tokenizer(CHATML), tools, {"today": object()}),

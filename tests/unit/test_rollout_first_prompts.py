@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from agl_slime.tokens.conversation import ChatContext
-from agl_slime.tokens.template import _HELD_BYTES, _PROMPTS, ChatTemplate, PromptCache
+from agl_slime.tokens.template import _MAX_KEY_BYTES, _MAX_PROMPTS, ChatTemplate, PromptCache
 from tests.chat_templates import CHATML
 from tests.conversations import answer
 from tests.vocabularies import chat_tokenizer
@@ -111,19 +111,19 @@ def test_only_so_many_are_kept_those_used_last_and_only_so_much_of_them() -> Non
     def kept(number: int) -> bool:
         return held.get([{"content": number}], lambda: -1) == number
 
-    for number in range(_PROMPTS):
+    for number in range(_MAX_PROMPTS):
         held.get([{"content": number}], lambda n=number: n)
     assert kept(0)  # used again: now the youngest
     held.get([{"content": "one more"}], lambda: 0)
     assert kept(0)
     assert not kept(1)
-    half = [[{"content": letter * (_HELD_BYTES // 2 - 30)}] for letter in "ab"]
+    half = [[{"content": letter * (_MAX_KEY_BYTES // 2 - 30)}] for letter in "ab"]
     assert [held.get(messages, lambda n=n: n) for n, messages in enumerate(half * 2)] == [0, 1, 0, 1]
     assert not kept(0)  # there was no room for the rest
-    assert 0 < sum(map(len, held._held)) <= _HELD_BYTES
-    longest = [{"content": "x" * _HELD_BYTES}]
+    assert 0 < sum(map(len, held._results)) <= _MAX_KEY_BYTES
+    longest = [{"content": "x" * _MAX_KEY_BYTES}]
     assert [held.get(longest, lambda n=n: n) for n in range(2)] == [0, 1]
-    assert not held._held
+    assert not held._results
 
 
 def test_threads_that_ask_at_once_get_what_belongs_to_their_messages() -> None:
@@ -134,7 +134,7 @@ def test_threads_that_ask_at_once_get_what_belongs_to_their_messages() -> None:
     def ask() -> None:
         together.wait(10)
         for n in range(2_000):
-            name = str(n % (2 * _PROMPTS))
+            name = str(n % (2 * _MAX_PROMPTS))
             if (got := held.get([{"content": name}], lambda name=name: name)) != name:
                 wrong.append(got)
 
