@@ -76,7 +76,7 @@ class RawContext(ChatContext):
     def _encoded(self) -> list[int]:
         tokenizer = self._tokenizer
         if self._turn is None:
-            known = self._template.first_prompts  # the other members of the group ask the same
+            known = self._template.prompt_cache  # the other members of the group ask the same
             return self._first() if known is None else list(known.get([self._text], self._first))
         rest = self._text[self._asked_before :]
         n, same = longest_prefix(tokenizer, self._turn.response_ids.tolist(), rest)

@@ -10,7 +10,7 @@ from agl_slime.gateway.calls import Call, Choice
 from agl_slime.gateway.messages import encodable
 from agl_slime.rollout.session import RolloutSession
 from agl_slime.tokens.answer import AnswerParts, ToolCall
-from agl_slime.tokens.formats import before_marks
+from agl_slime.tokens.formats import cut_at_marks
 from agl_slime.tokens.reader import AnswerReader
 from agl_slime.tokens.template import Message
 
@@ -25,8 +25,8 @@ class Reading:
     def visible(self, text: str) -> tuple[str, str]:
         """Of an answer that is still sampled, what its reasoning and its content begin with whatever follows."""
         if self.reader is None:
-            return "", before_marks(text.rstrip("\ufffd"), self.stops)
-        parts = self.reader.visible(text, self.stops)
+            return "", cut_at_marks(text.rstrip("\ufffd"), self.stops)
+        parts = self.reader.visible_parts(text, self.stops)
         return parts.reasoning or "", parts.content
 
     def _goes_on(self, parts: AnswerParts, text: str) -> bool:
@@ -51,7 +51,7 @@ class Reading:
         stats.calls["malformed"] += len(parts.malformed)
         parameters = {tool["function"]["name"]: tool["function"]["parameters"] for tool in call.offered}
         for written in parts.calls:
-            served = (self.reader or AnswerReader()).typed(written, parameters.get(written.name))
+            served = (self.reader or AnswerReader()).convert_types(written, parameters.get(written.name))
             name, arguments = encodable([served.name, dict(served.arguments)])
             ids[served_id := f"call_{secrets.token_hex(8)}"] = written.id
             calls.append(ToolCall(name=name, arguments=arguments, id=served_id))

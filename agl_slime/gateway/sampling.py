@@ -95,7 +95,7 @@ def _constraint(call: Call, parser: ToolParser | None, constraints: Constraints)
     wanted = [tool for tool in may if call.tool_choice in ("required", tool["name"])]
     if not wanted:
         raise GatewayRequestError(f"tool_choice {call.tool_choice!r} names none of the tools", param="tool_choice")
-    form = parser.forced(wanted) if parser is not None else None
+    form = parser.forced_grammar(wanted) if parser is not None else None
     if constraints == "mask" and form is None:
         raise GatewayRequestError(
             f"tool_choice cannot force calls in the format of {type(parser).__name__}; use auto, or set constraints to "

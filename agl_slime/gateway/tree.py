@@ -20,7 +20,7 @@ import numpy as np
 
 from agl_slime.gateway.messages import Message, answer_keys, message_key, same_words
 from agl_slime.rollout.session import RolloutSession
-from agl_slime.tokens.forks import ForkReason, fork_of_edit
+from agl_slime.tokens.forks import ForkReason, classify_edit
 from agl_slime.tokens.template import ChatTemplate
 
 OpenSession = Callable[[list[Message]], RolloutSession]
@@ -244,7 +244,7 @@ class Tree:
         if tip.cut and said and tip.served["content"].startswith(said):
             return ForkReason.BRANCH  # from the middle of it: some of what was delivered was not read
         later = (key for message in messages[known + 1 :] for key in _keys(message))
-        fork = fork_of_edit(
+        fork = classify_edit(
             replaced=at["role"] == "assistant",
             still_there=any(key in self._seen for key in later),
             dropped=tip.depth - known if len(messages) < tip.depth else 0,

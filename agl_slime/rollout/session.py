@@ -27,7 +27,7 @@ from agl_slime.support.threads import run_in_thread
 from agl_slime.tokens.answer import AnswerParts
 from agl_slime.tokens.codec import common_prefix, token_array
 from agl_slime.tokens.conversation import ChatContext, Message
-from agl_slime.tokens.forks import ForkReason, fork_as_told
+from agl_slime.tokens.forks import ForkReason, refine_fork
 from agl_slime.tokens.formats import ToolParser
 from agl_slime.tokens.images import Image, ImageSettings
 from agl_slime.tokens.reader import AnswerReader, reader_for
@@ -275,7 +275,7 @@ class RolloutSession(Session):
         if shown and base_turn is not None:
             stands = kept_before(kept, places, shown, self.turns[base_turn].images)
             kept, fork = stands, fork or (ForkReason.EDITED_HISTORY if stands < kept else None)
-        self.last_turn, fork = len(self.turns), fork_as_told(fork, told)
+        self.last_turn, fork = len(self.turns), refine_fork(fork, told)
         if generation.output_ids and not untrained:
             untrained = _lost(limited, generation, len(prompt_ids))
         place: Any = {"base_turn": base_turn, "kept_tokens": kept, "fork": fork, "untrained": untrained}

@@ -48,7 +48,7 @@ from agl_slime.support.files import scratch_directory
 from agl_slime.support.threads import run_in_thread
 from agl_slime.tokens.loading import load_tokenizer
 from agl_slime.tokens.tokenizer import has_chat_template, set_template_kwargs
-from agl_slime.trainers.base import TellsTokens, Trainer
+from agl_slime.trainers.base import HasTokenScores, Trainer
 from agl_slime.trainers.local.settings import WeightsDtype
 from agl_slime.types import Sample, flat_samples
 
@@ -227,7 +227,7 @@ async def run_training(
 
 
 def _batch_trained(iteration: int, groups: Sequence[Sequence[Sample]], trainer: Trainer) -> BatchTrained:
-    scores = trainer.scores if isinstance(trainer, TellsTokens) else None
+    scores = trainer.scores if isinstance(trainer, HasTokenScores) else None
     samples = list(flat_samples(groups))
     if scores is None:
         return BatchTrained(iteration=iteration, samples=samples)

@@ -10,7 +10,7 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolCall:
-    """One call as the model wrote it; formats without types give strings, which the tool's schema turns into others."""
+    """One call as the model wrote it; formats without types have strings, which ``convert_types`` converts."""
 
     name: str
     arguments: Mapping[str, Any]
@@ -24,9 +24,9 @@ class ToolCall:
 
 @dataclass(frozen=True, slots=True)
 class AnswerParts:
-    """``reasoning`` is ``None`` where the answer has none; ``reasoning_closed`` is off where the answer ended within
-    it. ``content`` is the rest without well-formed calls. ``malformed`` are the texts that begin like a call and are
-    none; they are still in the content."""
+    """``reasoning`` is ``None`` in an answer without; ``reasoning_closed`` is off if the answer ended within it.
+    ``content`` is the rest without well-formed calls. ``malformed`` are texts that begin like a call but cannot be
+    parsed; they stay in the content."""
 
     reasoning: str | None = None
     reasoning_closed: bool = True

@@ -1,4 +1,4 @@
-"""Comparison of texts up to white space and empty blocks, which templates trim, pad and leave out."""
+"""Comparison of texts without white space and empty blocks, which templates trim, pad and omit."""
 
 from __future__ import annotations
 
@@ -7,19 +7,14 @@ import re
 _BLANK = re.compile(r"\s+|<(\w+)>\s*</\1>")
 
 
-def same_but_for_blanks(a: str, b: str) -> bool:
-    """Whether two texts differ in white space and empty blocks at most."""
-    return a == b or squash(a) == squash(b)
-
-
 def squash(text: str) -> str:
     """``text`` without white space and empty blocks."""
     return _BLANK.sub("", text)
 
 
-def end_of_same(written: str, text: str, done: int = 0) -> int | None:
-    """The place in ``written`` up to which it says what ``text`` says; the first ``done`` characters of both are the
-    same. ``None`` when it says something else."""
+def match_end(written: str, text: str, done: int = 0) -> int | None:
+    """The end of the prefix of ``written`` that equals ``text`` without blanks; the first ``done`` characters of both
+    are the same. ``None`` if ``written`` does not begin with ``text``."""
     if written.startswith(text):
         return len(text)
     wanted = squash(text[done:])

@@ -1,4 +1,4 @@
-"""Calls in the form that a chat template takes: objects or JSON in strings, and ids as it wants them."""
+"""Tool calls in the form that a chat template accepts: arguments as objects or as JSON in strings, and its ids."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ _QUESTION: Message = {"role": "user", "content": "?"}
 _OBJECTS = {"id": "call00000", "type": "function", "function": {"name": "f", "arguments": {"x": 1}}}
 
 
-class CallForms:
-    """What one template takes; ``render`` is the template's."""
+class CallFormat:
+    """The form that one template accepts; ``render`` is the template's."""
 
     def __init__(self, render: Render) -> None:
         self._render = render
 
-    def fitted(self, messages: Sequence[Message]) -> Sequence[Message]:
+    def convert(self, messages: Sequence[Message]) -> Sequence[Message]:
         if not any(message.get("tool_calls") for message in messages):
             return messages
         if self._wants_text:
@@ -34,21 +34,21 @@ class CallForms:
 
     @functools.cached_property
     def _wants_text(self) -> bool:
-        """Whether arguments of calls are to be JSON in a string (DeepSeek-V3), and objects are refused."""
+        """Whether the template refuses arguments as objects and accepts JSON in a string (DeepSeek-V3)."""
         called: list[Message] = [_QUESTION, {"role": "assistant", "content": "", "tool_calls": [_OBJECTS]}]
-        return not self._takes(called) and self._takes([_with_arguments_as_text(message) for message in called])
+        return not self._accepts(called) and self._accepts([_with_arguments_as_text(message) for message in called])
 
     @functools.cached_property
     def _wants_short_ids(self) -> bool:
-        """Whether ids are to be nine letters and digits (Mistral), and others are refused."""
+        """Whether the template accepts ids of nine letters and digits only (Mistral)."""
         call = {**_OBJECTS, "id": "call_0"}
         called: list[Message] = [_QUESTION, {"role": "assistant", "content": "", "tool_calls": [call]}]
         called.append({"role": "tool", "tool_call_id": "call_0", "name": "f", "content": "r"})
         if self._wants_text:
             called = [_with_arguments_as_text(message) for message in called]
-        return not self._takes(called) and self._takes([_with_short_ids(message) for message in called])
+        return not self._accepts(called) and self._accepts([_with_short_ids(message) for message in called])
 
-    def _takes(self, messages: Sequence[Message]) -> bool:
+    def _accepts(self, messages: Sequence[Message]) -> bool:
         try:
             self._render(messages, True)
         except PromptError:
@@ -59,7 +59,7 @@ class CallForms:
 def _with_arguments_as_text(message: Message) -> Message:
     """``message`` with the arguments of its calls as JSON in strings."""
 
-    def of(call: Mapping[str, Any]) -> dict[str, Any]:
+    def convert(call: Mapping[str, Any]) -> dict[str, Any]:
         function = call.get("function", call)
         arguments = function.get("arguments")
         if isinstance(arguments, str):
@@ -68,11 +68,11 @@ def _with_arguments_as_text(message: Message) -> Message:
         return {**call, "function": function} if "function" in call else function
 
     calls = message.get("tool_calls")
-    return {**message, "tool_calls": [of(call) for call in calls]} if calls else message
+    return {**message, "tool_calls": [convert(call) for call in calls]} if calls else message
 
 
 def _with_short_ids(message: Message) -> Message:
-    """``message`` with ids of nine letters and digits, the same for the same id."""
+    """``message`` with each id as nine letters and digits, equal for equal ids."""
     if calls := message.get("tool_calls"):
         return {**message, "tool_calls": [{**call, "id": _short(str(call.get("id") or ""))} for call in calls]}
     if message.get("role") == "tool" and isinstance(message.get("tool_call_id"), str):

@@ -1,8 +1,8 @@
-"""The fields of an answer's message from which a chat template reads its parts.
+"""The fields of an assistant message from which a chat template reads the parts of an answer.
 
-A template is asked: a probe is rendered with a field and without it, and a field whose words are written is read. The
-names to ask for are those that transformers looks for, and those in the template's own source. An answer whose parts
-have no field of their own (ChatML knows neither thinking nor calls) is content as it was sampled.
+A template reads a field if its rendering of a probe has the field's text. Candidates are transformers' names and the
+names in the template's source. An answer whose parts have no field (ChatML has neither thinking nor calls) is content
+as it was sampled.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ _QUESTION: Message = {"role": "user", "content": "?"}
 
 
 @dataclass(frozen=True, slots=True)
-class Given:
-    """An answer as the template gets it. ``closed`` is off where it ended within the thinking."""
+class TemplateAnswer:
+    """The message of an answer in the template's fields. ``closed`` is off if the answer ended within its thinking."""
 
     message: Message
     closed: bool = True
@@ -38,26 +38,26 @@ class Given:
 
 @dataclass(eq=False)
 class AnswerFields:
-    """What one template reads. ``render`` is the template's, ``source`` its text where there is one."""
+    """The fields that one template reads. ``render`` is the template's, ``source`` its text or empty."""
 
     render: Render
     source: str
 
     @functools.cached_property
     def marks(self) -> tuple[str, str]:
-        """What stands around the thinking."""
+        """The marks around the thinking."""
         return thinking_marks(self.source)
 
     @functools.cached_property
     def thinking(self) -> str | None:
-        """The field of the thinking; ``None`` where the template has none, and content is where it is looked for."""
+        """The field of the thinking; ``None`` in a template that looks for it in the content."""
         names = dict.fromkeys((*REASONING, *_NAMES.findall(self.source)))
         return next((name for name in names if self._writes(_PROBE, {name: _PROBE})), None)
 
     @functools.cached_property
     def calls(self) -> int:
-        """How many calls of one answer the template writes: none, one, or 2 for any number."""
-        # Kimi's template writes the id, which names the function, and Mistral's takes ids of nine letters only
+        """How many calls of one answer the template writes: 0, 1, or 2 for any number."""
+        # Kimi's template writes the id (which names the function) and not the name; Mistral's ids have nine letters
         calls = [_call(f"{_FUNCTION}{number}", f"SENTcall{number}", {"x": 1}) for number in range(2)]
         return sum(
             any(self._writes(words, {"tool_calls": calls[: n + 1]}) for words in (f"{_FUNCTION}{n}", f"SENTcall{n}"))
@@ -66,14 +66,14 @@ class AnswerFields:
 
     @functools.cached_property
     def content_beside(self) -> bool:
-        """Whether an answer with thinking and calls may have content as well."""
+        """Whether the template writes content beside thinking and calls."""
         if self.thinking is None:
             return True
         fields = {self.thinking: _PROBE, "tool_calls": [_call(_FUNCTION, "SENTcall0", {"x": 1})]}
-        return any(self._writes(words, fields) for words in (_FUNCTION, "SENTcall0"))  # Kimi's writes the id alone
+        return any(self._writes(words, fields) for words in (_FUNCTION, "SENTcall0"))
 
-    def given(self, text: str, reader: AnswerReader, ids: Sequence[int] = ()) -> Given:
-        """The message of an answer with this text; its content is the text where the template has no other fields."""
+    def convert(self, text: str, reader: AnswerReader, ids: Sequence[int] = ()) -> TemplateAnswer:
+        """The message of an answer with this text, which is the content if the template has no other fields."""
         parts = reader.read(text, ids)
         if len(parts.calls) > self.calls and self.calls < 2:
             parts = replace(reader, parser=None, tokenizer=None).read(text)
@@ -81,20 +81,20 @@ class AnswerFields:
         message: Message = {"role": "assistant", "content": text}
         if self.thinking is not None and (parts.reasoning is not None or reader.channels):
             message["content"] = parts.content
-            if parts.reasoning:  # an empty block is none
+            if parts.reasoning:
                 message[self.thinking] = parts.reasoning
         elif self.thinking is None and parts.reasoning is not None and not parts.reasoning_closed and reader.opened:
-            message["content"] = f"{text}\n{self.marks[1]}\n\n"  # or its words would be read as content
+            message["content"] = f"{text}\n{self.marks[1]}\n\n"  # else the thinking would be read as content
         elif calls:
             message["content"] = self._with_thinking(text, parts)
         if calls:
             message["tool_calls"] = calls
             if self.thinking in message and not self.content_beside:
-                message["content"] = ""  # harmony's: the thinking stands in its place
-        return Given(message, parts.reasoning_closed)
+                message["content"] = ""  # harmony writes the thinking in its place
+        return TemplateAnswer(message, parts.reasoning_closed)
 
     def without_thinking(self, message: Message) -> Message:
-        """``message`` as if the model had not thought."""
+        """``message`` without its thinking."""
         if message.get("role") != "assistant":
             return message
         if self.thinking is not None:
@@ -104,8 +104,8 @@ class AnswerFields:
             return message
         return {**message, "content": content.rpartition(self.marks[1])[2]}
 
-    def named(self, message: Message) -> Message:
-        """A message of a client's history, with the thinking under the name that the template reads."""
+    def with_thinking_field(self, message: Message) -> Message:
+        """A message of a client's history, with the thinking in the field that the template reads."""
         name = self.thinking
         if name is None or name in message or message.get("role") != "assistant":
             return message
@@ -113,15 +113,14 @@ class AnswerFields:
         return message if thought is None else {**message, name: thought}
 
     def _with_thinking(self, text: str, parts: AnswerParts) -> str:
-        """The content of an answer whose thinking has no field: its beginning as it was sampled, then the rest without
-        calls."""
+        """The content of an answer whose thinking has no field: the sampled thinking, then the rest without calls."""
         if parts.reasoning is None:
             return parts.content
         before, mark, _ = text.partition(self.marks[1])
         return f"{before}{mark}\n\n{parts.content}" if mark else text
 
     def _writes(self, words: str, fields: Mapping[str, Any]) -> bool:
-        """Whether any probe with ``fields`` is written with ``words``."""
+        """Whether the rendering of a probe with ``fields`` has ``words``."""
         return any(words in text for text in self._rendered(fields))
 
     def _rendered(self, fields: Mapping[str, Any]) -> Iterator[str]:
@@ -137,15 +136,15 @@ class AnswerFields:
                 continue
 
 
-def keeps_thinking(template: Any) -> str:
-    """A template argument with which earlier thinking stays, as ``NAME=true`` or ``NAME=false``; empty where the
-    template, a ``ChatTemplate``, has none."""
+def thinking_argument(template: Any) -> str:
+    """The argument of a ``ChatTemplate`` that keeps earlier thinking, as ``NAME=true`` or ``NAME=false``; empty if it
+    has none."""
     fields, thought = template.fields, {template.fields.thinking or "": _PROBE}
     probe = [_QUESTION, {"role": "assistant", "content": "!", **thought}, _QUESTION]
     names = dict.fromkeys(_ARGUMENTS.findall(fields.source))
     for arguments in ({}, *({name: value} for name in names for value in (True, False))):
         try:
-            kept = _PROBE in template.with_arguments(arguments).render(probe, opening=True)
+            kept = _PROBE in template.with_arguments(arguments).render(probe, generation_prompt=True)
         except PromptError:
             continue
         if kept:
@@ -153,33 +152,35 @@ def keeps_thinking(template: Any) -> str:
     return ""
 
 
-class Forms:
-    """The answers of one conversation as its template gets them. ``all_raw``: each answer's content is what a model
-    said; else only that of answers that were sampled here is, and others came in parts from a client."""
+class AnswerMessages:
+    """The answers of one conversation in its template's fields. With ``all_raw`` every answer's content is raw sampled
+    text; without, only that of answers that were sampled here, and a client sends the others in parts."""
 
     def __init__(self, fields: AnswerFields, reader: AnswerReader, *, all_raw: bool) -> None:
         self._fields, self._reader, self._all_raw = fields, reader, all_raw
-        self._read: dict[str, Given] = {}  # by text
+        self._converted: dict[str, TemplateAnswer] = {}  # by text
 
-    def sampled(self, text: str, ids: Sequence[int] = ()) -> None:
-        """An answer was sampled; ``ids`` are those of the whole text, where they are known."""
-        if text not in self._read:
-            self._read[text] = self._fields.given(text, self._reader, ids)
+    def add_sampled(self, text: str, ids: Sequence[int] = ()) -> None:
+        """Note a sampled answer; ``ids`` are the ids of the whole text, if there are any."""
+        if text not in self._converted:
+            self._converted[text] = self._fields.convert(text, self._reader, ids)
 
-    def given(self, message: Message) -> Given:
+    def convert(self, message: Message) -> TemplateAnswer:
         if message.get("role") != "assistant":
-            return Given(message)
+            return TemplateAnswer(message)
         content, in_fields = message.get("content"), message.keys() & {"tool_calls", self._fields.thinking, *REASONING}
         if not isinstance(content, str) or in_fields:
-            return Given(self._fields.named(message))
+            return TemplateAnswer(self._fields.with_thinking_field(message))
         if self._all_raw:
-            self.sampled(content)
-        if (known := self._read.get(content)) is None:
-            return Given(message)
-        return known if message.keys() == {"role", "content"} else replace(known, message={**message, **known.message})
+            self.add_sampled(content)
+        if (answer := self._converted.get(content)) is None:
+            return TemplateAnswer(message)
+        return (
+            answer if message.keys() == {"role", "content"} else replace(answer, message={**message, **answer.message})
+        )
 
     def messages(self, messages: Sequence[Message]) -> list[Message]:
-        return [self.given(message).message for message in messages]
+        return [self.convert(message).message for message in messages]
 
 
 def _call(name: str, identity: str, arguments: Mapping[str, Any]) -> dict[str, Any]:

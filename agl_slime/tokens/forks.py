@@ -70,7 +70,7 @@ def explain_once(reason: ForkReason, fix: Callable[[], str] = str) -> None:
     logger.log(level, text, reason.value, _MEANING[reason], fix())
 
 
-def fork_of_edit(*, replaced: bool, still_there: bool, dropped: int = 0, summary: bool = False) -> ForkReason:
+def classify_edit(*, replaced: bool, still_there: bool, dropped: int = 0, summary: bool = False) -> ForkReason:
     """Why messages differ from those that are held: an answer stands at the first place that differs (``replaced``),
     later ones are ``still_there`` after it, the history is shorter by ``dropped`` messages, a ``summary`` stands for
     them."""
@@ -79,12 +79,12 @@ def fork_of_edit(*, replaced: bool, still_there: bool, dropped: int = 0, summary
     return ForkReason.EDITED_HISTORY if replaced or still_there else ForkReason.BRANCH
 
 
-def fork_as_told(fork: ForkReason | None, told: ForkReason | None) -> ForkReason | None:
+def refine_fork(fork: ForkReason | None, told: ForkReason | None) -> ForkReason | None:
     """``fork`` as tokens show it, or what the agent's messages tell better; a template's doing is that."""
     return fork if fork in (None, *_BY_TEMPLATE) else told or fork
 
 
-def fork_of_turn(turn: Any, before: Sequence[Any], tokenizer: ChatTokenizer | None) -> ForkReason:
+def classify_fork(turn: Any, before: Sequence[Any], tokenizer: ChatTokenizer | None) -> ForkReason:
     """Why a turn (``trace.turn.Turn``) goes on in no segment of the turns ``before`` it: as it says itself, else by
     tokens and text."""
     if turn.base_turn is not None:

@@ -78,7 +78,7 @@ _held: WeakValueDictionary[str, Image] = WeakValueDictionary()
 _given: WeakValueDictionary[bytes, Image] = WeakValueDictionary()  # by what they were read from
 
 
-def held_image(sha: str) -> Image | None:
+def find_image(sha: str) -> Image | None:
     return _held.get(sha)
 
 

@@ -7,19 +7,18 @@ from pathlib import Path
 from typing import Any
 
 from agl_slime.errors import ConfigError
-from agl_slime.tokens.vision import VisionTokenizer, reads_images
+from agl_slime.tokens.vision import VisionTokenizer, has_image_processor
 
 _loaded: dict[str, Any] = {}
 _lock = threading.Lock()
 
 
 def load_tokenizer(path: str | Path) -> Any:
-    """The tokenizer at ``path`` (a directory, or a name that transformers resolves). Raises ``ConfigError`` when there
-    is none."""
+    """The tokenizer at ``path``, a directory or a name that transformers resolves. Raises ``ConfigError``."""
     key = str(path)
     with _lock:
         if key not in _loaded:
-            from transformers import AutoTokenizer  # a second or more of imports: only when a tokenizer is needed
+            from transformers import AutoTokenizer  # a second or more of imports
 
             try:
                 loaded = AutoTokenizer.from_pretrained(key)
@@ -27,5 +26,5 @@ def load_tokenizer(path: str | Path) -> Any:
                 raise ConfigError(
                     f"no tokenizer can be loaded from {key!r}: {' '.join(str(error).split())[:300]}"
                 ) from error
-            _loaded[key] = VisionTokenizer(loaded, path=key) if reads_images(key) else loaded
+            _loaded[key] = VisionTokenizer(loaded, path=key) if has_image_processor(key) else loaded
         return _loaded[key]

@@ -46,10 +46,12 @@ class MaskGenerator(ABC):
 
     # -- for subclasses -----------------------------------------------------------------------------------------------
 
-    def _render(self, messages: Sequence[Message], *, tools: Tools = None, opening: bool = False) -> str:
+    def _render(self, messages: Sequence[Message], *, tools: Tools = None, generation_prompt: bool = False) -> str:
         # the mark on a message is ours and no business of the template
         shown = [{key: value for key, value in message.items() if key != "step_loss_mask"} for message in messages]
-        return render_chat(self.tokenizer, shown, tools=tools and [*map(dict, tools)], opening=opening)
+        return render_chat(
+            self.tokenizer, shown, tools=tools and [*map(dict, tools)], generation_prompt=generation_prompt
+        )
 
     def _encode(self, text: str) -> list[int]:
         return list(self.tokenizer(text, add_special_tokens=False)["input_ids"]) if text else []
@@ -173,7 +175,7 @@ class TemplateMask(MaskGenerator):
         question = {"role": "user", "content": "?"}
         asked = self._render([question])
         answered = self._render([question, {"role": "assistant", "content": _SENTINEL}])
-        prompt = self._render([question], opening=True)
+        prompt = self._render([question], generation_prompt=True)
         header, found, closing = answered.removeprefix(asked).partition(_SENTINEL)
         if not found or not answered.startswith(asked):
             raise TraceError(f"the chat template does not write answers after questions; {_REGISTER}")
@@ -191,7 +193,7 @@ class _Pieces(MaskGenerator):
     tools are written into the first piece only."""
 
     def get_loss_mask(self, messages: Sequence[Message], tools: Tools = None) -> tuple[list[int], list[int]]:
-        opening = self._render([_QUESTION], opening=True).removeprefix(self._render([_QUESTION]))
+        opening = self._render([_QUESTION], generation_prompt=True).removeprefix(self._render([_QUESTION]))
         opening_length = len(self._encode(opening))
         token_ids: list[int] = []
         loss_mask: list[int] = []
@@ -279,7 +281,7 @@ class DistillQwenMask(MaskGenerator):
     (DeepSeek-R1-Distill-Qwen)."""
 
     def get_loss_mask(self, messages: Sequence[Message], tools: Tools = None) -> tuple[list[int], list[int]]:
-        prompt = self._encode(self._render(messages[:1], tools=tools, opening=True))
+        prompt = self._encode(self._render(messages[:1], tools=tools, generation_prompt=True))
         response = self._encode(str(messages[-1].get("content") or ""))
         trained = int(messages[-1].get("step_loss_mask", 1) == 1)
         return prompt + response, [0] * len(prompt) + [trained] * len(response)

@@ -1,4 +1,4 @@
-"""The answers that a conversation holds, and the prompt that is made of them."""
+"""The sampled answers of a conversation, and its next prompt."""
 
 from __future__ import annotations
 
@@ -9,28 +9,28 @@ from agl_slime.tokens.template import Rendering
 
 
 @dataclass(frozen=True, slots=True)
-class HeldTurn:
-    """An answer that is held: message ``n_messages - 1``, ids ``[start:end]``. ``continued`` is the text that its
-    message began with before it was sampled."""
+class SampledTurn:
+    """A sampled answer: message ``n_messages - 1``, ids ``[start:end]``. ``continued`` is the text that its message
+    began with before sampling."""
 
     n_messages: int
     start: int
     end: int
     continued: str
-    stop_text: str  # of the stop token that the engine sampled at its end; empty when there is none
-    place: int  # ids ``[:place]`` are the prompt without the opening of the answer; 0 where that cannot be told apart
+    stop_text: str  # of the stop token that the engine sampled at its end; empty without one
+    history_end: int  # ids ``[:history_end]`` are the prompt without its generation prompt; 0 if not separable
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """A prompt: ids ``[:kept]`` of what is held, then ``added``."""
+    """A prompt: ids ``[:kept]`` of the last prompt and answer, then ``added``."""
 
     kept: int
     added: tuple[int, ...]
-    place: int  # as in ``HeldTurn``
+    history_end: int  # as in ``SampledTurn``
     open_boundaries: int
-    rendering: Rendering | None  # of the whole conversation, less a partial answer, where it was made
-    more_text: tuple[str, ...] = ()  # where no rendering was made: the last answer as the template writes it, and more
+    rendering: Rendering | None  # of the whole conversation without a partial answer, if it was rendered
+    more_text: tuple[str, ...] = ()  # without a rendering: the last answer as the template writes it, and the new text
     fork: ForkReason | None = None
 
     @property

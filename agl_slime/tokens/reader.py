@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from agl_slime.tokens.answer import AnswerParts, ToolCall
-from agl_slime.tokens.formats import HarmonyParser, ToolParser, before_marks, parser_for
+from agl_slime.tokens.formats import HarmonyParser, ToolParser, cut_at_marks, parser_for
 from agl_slime.tokens.tokenizer import special_tokens
 
 THINK = "<think>", "</think>"
@@ -51,9 +51,9 @@ class AnswerReader:
         parts = self._parts(hidden)
         return parts if hidden is text else _shown_parts(parts)
 
-    def visible(self, text: str, stops: tuple[str, ...] = ()) -> AnswerParts:
+    def visible_parts(self, text: str, stops: tuple[str, ...] = ()) -> AnswerParts:
         """Of an answer that is still sampled, the reasoning and the content that stand whatever follows."""
-        text, opening = before_marks(text.rstrip("\ufffd"), stops), self.thinking[0]
+        text, opening = cut_at_marks(text.rstrip("\ufffd"), stops), self.thinking[0]
         if self.channels:
             parts = HarmonyParser().parts(text, sampling=True)
             return AnswerParts(parts.reasoning, parts.reasoning_closed, parts.content.strip())
@@ -61,14 +61,14 @@ class AnswerReader:
             return AnswerParts()
         reasoning, content, closed = self._split(text)
         if reasoning is not None and not closed:
-            return AnswerParts(before_marks(reasoning, self.thinking[1:]).rstrip(), False)
+            return AnswerParts(cut_at_marks(reasoning, self.thinking[1:]).rstrip(), False)
         if self.parser is not None:
-            content = before_marks(content, self.parser.marks()).strip()
+            content = cut_at_marks(content, self.parser.marks()).strip()
         return AnswerParts(reasoning, closed, content)
 
-    def typed(self, call: ToolCall, parameters: Mapping[str, Any] | None) -> ToolCall:
+    def convert_types(self, call: ToolCall, parameters: Mapping[str, Any] | None) -> ToolCall:
         """``call`` with arguments of the types that the JSON schema ``parameters`` names."""
-        return call if self.parser is None else self.parser.typed(call, parameters)
+        return call if self.parser is None else self.parser.convert_types(call, parameters)
 
     def _marks(self) -> tuple[str, ...]:
         if self.channels:

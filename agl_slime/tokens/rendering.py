@@ -1,10 +1,9 @@
-"""Renderings without what ``apply_chat_template`` does around each: it copies every message and schema, and writes
-schemas as JSON again. Here the compiled template gets them as they are.
+"""Renderings by the compiled template, without the copies of messages and schemas that ``apply_chat_template`` makes.
 
-That is the same text by construction where the messages are plain JSON and transformers hands them on as we do, which
-versions of it do differently. So it is asked, when a template is first used: its own preparation of messages, and its
-renderings of a few conversations. Where one differs, or where transformers is not what renders at all, every rendering
-is its own, which the log says once.
+The text is the same if the messages are plain JSON and are prepared as transformers prepares them, which depends on its
+version. At the first use of a template its preparation of messages and its renderings of a few conversations are
+compared. If one differs, or transformers does not render at all, ``apply_chat_template`` renders everything, and the
+log says so once.
 """
 
 from __future__ import annotations
@@ -25,17 +24,17 @@ Message = Mapping[str, Any]
 _Render = Callable[[Sequence[Message], bool], str]
 
 _SCALARS = frozenset((str, int, float, bool, type(None)))
-REASONING = ("reasoning_content", "thinking", "reasoning")  # as transformers looks for them
+REASONING = ("reasoning_content", "thinking", "reasoning")  # in transformers' order
 _CALL = {"id": "call00000", "type": "function", "function": {"name": "f", "arguments": {"x": [1.5, None, "é"]}}}
-_SAID = {"role": "assistant", "content": "said", "reasoning_content": "thought"}
-_ASKED = {"role": "user", "content": "asked"}
+_ANSWER = {"role": "assistant", "content": "answer", "reasoning_content": "thinking"}
+_QUESTION = {"role": "user", "content": "question"}
 _PROBES: tuple[list[dict[str, Any]], ...] = (
-    [_ASKED],
-    [{"role": "system", "content": "system"}, _ASKED, _SAID, _ASKED],
-    [_ASKED, {**_SAID, "tool_calls": [_CALL]}, {"role": "tool", "tool_call_id": "call00000", "content": "result"}],
-    [_ASKED, {"role": "assistant", "content": None, "tool_calls": [{**_CALL, "none": None}]}, _ASKED],
+    [_QUESTION],
+    [{"role": "system", "content": "system"}, _QUESTION, _ANSWER, _QUESTION],
+    [_QUESTION, {**_ANSWER, "tool_calls": [_CALL]}, {"role": "tool", "tool_call_id": "call00000", "content": "result"}],
+    [_QUESTION, {"role": "assistant", "content": None, "tool_calls": [{**_CALL, "none": None}]}, _QUESTION],
 )
-_HANDED_ON: list[dict[str, Any]] = [message for probe in _PROBES for message in probe] + [
+_MESSAGES: list[dict[str, Any]] = [message for probe in _PROBES for message in probe] + [
     {"role": "assistant", "content": "", "thinking": "t", "reasoning": "r", "extra": {"none": None}},
     {
         "role": "assistant",
@@ -47,25 +46,29 @@ _HANDED_ON: list[dict[str, Any]] = [message for probe in _PROBES for message in 
 
 
 def renderer(tokenizer: ChatTokenizer, tools: Sequence[Any] | None, options: Mapping[str, Any]) -> _Render:
-    """What renders messages with the opening of an answer or without, as ``render_chat`` does and with its errors."""
-    made = short_way(tokenizer, tools, options)
-    if isinstance(made, str):
-        _explain_once(made)
-        return _long_way(tokenizer, tools, options)
-    return made
+    """A function that renders messages, with a generation prompt or without, as ``render_chat`` does."""
+    direct = direct_renderer(tokenizer, tools, options)
+    if isinstance(direct, str):
+        _explain_once(direct)
+        return _transformers_renderer(tokenizer, tools, options)
+    return direct
 
 
-def _long_way(tokenizer: ChatTokenizer, tools: Sequence[Any] | None, options: Mapping[str, Any]) -> _Render:
-    return lambda messages, opening: render_chat(tokenizer, messages, tools=tools, opening=opening, **options)
+def _transformers_renderer(
+    tokenizer: ChatTokenizer, tools: Sequence[Any] | None, options: Mapping[str, Any]
+) -> _Render:
+    return lambda messages, generation_prompt: render_chat(
+        tokenizer, messages, tools=tools, generation_prompt=generation_prompt, **options
+    )
 
 
 @functools.cache
-def _explain_once(why: str) -> None:
-    logger.info("Each call renders its prompt through apply_chat_template: %s.", why)
+def _explain_once(reason: str) -> None:
+    logger.info("Each call renders its prompt through apply_chat_template: %s.", reason)
 
 
-def short_way(tokenizer: Any, tools: Sequence[Any] | None, options: Mapping[str, Any]) -> _Render | str:
-    """The short way, or why there is none."""
+def direct_renderer(tokenizer: Any, tools: Sequence[Any] | None, options: Mapping[str, Any]) -> _Render | str:
+    """A renderer by the compiled template, or the reason why there is none."""
     try:
         from transformers import PreTrainedTokenizerBase
         from transformers.utils.chat_template_utils import _compile_jinja_template
@@ -83,47 +86,47 @@ def short_way(tokenizer: Any, tools: Sequence[Any] | None, options: Mapping[str,
         source = tokenizer.get_chat_template(options.get("chat_template"), tools)
         template = _compiled(_compile_jinja_template, source)
         show = "{{ (tools if tools else messages) | tojson }}"
-        handed = json.loads(tokenizer.apply_chat_template(_HANDED_ON, chat_template=show, tokenize=False))
+        prepared = json.loads(tokenizer.apply_chat_template(_MESSAGES, chat_template=show, tokenize=False))
         schemas = tools and json.loads(
-            tokenizer.apply_chat_template([_ASKED], tools, chat_template=show, tokenize=False)
+            tokenizer.apply_chat_template([_QUESTION], tools, chat_template=show, tokenize=False)
         )
-    except Exception as error:  # a template is a program, and may raise anything
+    except Exception as error:  # a template is a program and may raise anything
         return f"the template cannot be compiled ({str(error) or type(error).__name__:.80})"
     if "sameas" in source:
-        return "the template compares objects, which copies are not"
-    prepare = next((way for way in _WAYS if _text([*map(way, _HANDED_ON)]) == _text(handed)), None)
+        return "the template compares object identities"
+    prepare = next((each for each in _PREPARATIONS if _text([*map(each, _MESSAGES)]) == _text(prepared)), None)
     if prepare is None:
-        return "this transformers prepares messages in a way of its own"
-    schemas = _written_once(schemas) if schemas else None
-    long_way, current = _long_way(tokenizer, tools, options), tokenizer.chat_template
+        return "this transformers prepares messages in an unknown way"
+    schemas = _with_cache(schemas) if schemas else None
+    fallback, current = _transformers_renderer(tokenizer, tools, options), tokenizer.chat_template
 
-    def direct(messages: Sequence[Message], opening: bool) -> str:
+    def direct(messages: Sequence[Message], generation_prompt: bool) -> str:
         if tokenizer.chat_template is not current or not all(map(_is_plain_message, messages)) or not messages:
-            return long_way(messages, opening)
-        known = {**tokenizer.special_tokens_map, **more}
-        given = [*map(prepare, messages)]
+            return fallback(messages, generation_prompt)
+        variables = {**tokenizer.special_tokens_map, **more}
+        prepared = [*map(prepare, messages)]
         try:
             return template.render(
-                messages=given, tools=schemas, documents=None, add_generation_prompt=opening, **known
+                messages=prepared, tools=schemas, documents=None, add_generation_prompt=generation_prompt, **variables
             )
-        except Exception:  # a template that refuses does so in transformers' words
-            return long_way(messages, opening)
+        except Exception:  # a refusal in transformers' words
+            return fallback(messages, generation_prompt)
 
     for probe in _PROBES:
-        for opening in (False, True):
-            if _tried(direct, probe, opening) != _tried(long_way, probe, opening):
-                return "a rendering of its own differs from apply_chat_template's"
+        for generation_prompt in (False, True):
+            if _tried(direct, probe, generation_prompt) != _tried(fallback, probe, generation_prompt):
+                return "the compiled template's rendering differs from apply_chat_template's"
     return direct
 
 
-def _tried(render: _Render, messages: Sequence[Message], opening: bool) -> str | None:
+def _tried(render: _Render, messages: Sequence[Message], generation_prompt: bool) -> str | None:
     try:
-        return render(messages, opening)
+        return render(messages, generation_prompt)
     except PromptError:
         return None
 
 
-# -- what transformers does to messages, by its versions ---------------------------------------------------------------
+# -- preparations of messages by versions of transformers -----------------------------------------------------------
 
 
 def _as_is(message: Message) -> Message:
@@ -135,14 +138,14 @@ def _without_none(message: Message) -> Message:
 
 
 def _with_reasoning(message: Message) -> Message:
-    """Without what is None, and the reasoning under each of its names that a template may read."""
+    """Without None, and with the reasoning under each name that a template may read."""
     if None in message.values():
         message = _without_none(message)
     thought = next((message[name] for name in REASONING if name in message), None)
     return message if thought is None else {"thinking": thought, **message, "reasoning_content": thought}
 
 
-_WAYS = (_with_reasoning, _without_none, _as_is)
+_PREPARATIONS = (_with_reasoning, _without_none, _as_is)
 
 
 def _text(value: Any) -> str:
@@ -154,7 +157,7 @@ def _is_plain_message(message: Any) -> bool:
 
 
 def _plain(value: Any) -> bool:
-    """Whether ``value`` is JSON of Python's own types, which need no copy: templates cannot change what they get."""
+    """Whether ``value`` is JSON of Python's own types. These need no copy: templates cannot change them."""
     kind = type(value)
     if kind is dict:
         return all(type(name) is str for name in value) and all(map(_plain, value.values()))
@@ -165,31 +168,31 @@ def _plain(value: Any) -> bool:
 
 
 class _Schema(dict[str, Any]):
-    """A part of a tool's schema, whose JSON is written once for all prompts."""
+    """A part of a tool's schema that keeps its JSON for all prompts."""
 
     __slots__ = ("_texts",)
 
 
-def _written_once(value: Any) -> Any:
+def _with_cache(value: Any) -> Any:
     if isinstance(value, dict):
-        schema = _Schema({name: _written_once(item) for name, item in value.items()})
+        schema = _Schema({name: _with_cache(item) for name, item in value.items()})
         schema._texts = {}
         return schema
-    return [*map(_written_once, value)] if isinstance(value, list) else value
+    return [*map(_with_cache, value)] if isinstance(value, list) else value
 
 
 @functools.lru_cache(maxsize=64)
 def _compiled(compile_template: Callable[[str], Any], source: str) -> Any:
-    """transformers' own environment, in which the JSON of a schema is kept."""
+    """The template in transformers' environment, with a cache of schemas' JSON."""
     theirs = compile_template(source).environment
     environment = theirs.overlay()
-    environment.filters = {**theirs.filters, "tojson": _kept(theirs.filters["tojson"])}
+    environment.filters = {**theirs.filters, "tojson": _cached(theirs.filters["tojson"])}
     return environment.from_string(source)
 
 
-def _kept(to_json: Callable[..., str]) -> Callable[..., str]:
+def _cached(to_json: Callable[..., str]) -> Callable[..., str]:
     @functools.wraps(to_json)
-    def kept(value: Any, *args: Any, **options: Any) -> str:
+    def cached(value: Any, *args: Any, **options: Any) -> str:
         if type(value) is not _Schema:
             return to_json(value, *args, **options)
         key = repr((args, options))
@@ -198,4 +201,4 @@ def _kept(to_json: Callable[..., str]) -> Callable[..., str]:
             text = value._texts[key] = to_json(value, *args, **options)
         return text
 
-    return kept
+    return cached

@@ -1,9 +1,9 @@
-"""The places of system messages that are not the first, where a template refuses them, drops them or moves them.
+"""Later system messages for templates that refuse, drop or move them.
 
 Harnesses send reminders as system messages in the middle of a conversation. ``in_place`` keeps the history: a reminder
-becomes a user's message where it stands, or the end of the tool result that it follows, where the template refuses a
-user's message there or drops the thinking before one. ``user`` always makes it a user's message. ``first`` joins all
-system messages at the beginning, as SGLang does; each later one then changes the beginning of the prompt.
+becomes a user message at its place, or is appended to the tool result before it if the template refuses a user message
+there or drops the thinking before one. ``user`` always makes it a user message. ``first`` joins all system messages at
+the beginning, as SGLang does; each later one then changes the beginning of the prompt.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ _STEP: list[Message] = [
 ]
 
 
-class SystemPlaces:
-    """What one template does with system messages; ``fields`` are those that it reads."""
+class SystemMessages:
+    """The system messages that one template accepts; ``fields`` are the template's."""
 
     def __init__(self, fields: AnswerFields, later: LaterSystems) -> None:
         self._fields, self._render, self._later = fields, fields.render, later
 
-    def placed(self, messages: Sequence[Message]) -> Sequence[Message]:
-        """``messages`` with system messages where the template writes them; a developer's are the system's where it
-        knows only those."""
+    def arrange(self, messages: Sequence[Message]) -> Sequence[Message]:
+        """``messages`` with system messages only where the template writes them; developer messages become system
+        messages in templates without them."""
         roles = [message.get("role") for message in messages]
         if SYSTEM_ROLES.isdisjoint(roles[1:]) and roles[:1] != ["developer"]:
             return messages
@@ -51,24 +51,20 @@ class SystemPlaces:
         first = next(
             (n for n, message in enumerate(messages) if message.get("role") not in SYSTEM_ROLES), len(messages)
         )
-        beginning = [_joined(messages[:first])] if first else []
-        return [*beginning, *self._in_place(messages[first:])]
-
-    def _in_place(self, messages: Sequence[Message]) -> list[Message]:
-        placed: list[Message] = []
-        for message in messages:
-            reminder, last = message.get("role") in SYSTEM_ROLES, placed[-1].get("role") if placed else None
+        arranged = [_joined(messages[:first])] if first else []
+        for message in messages[first:]:
+            reminder, last = message.get("role") in SYSTEM_ROLES, arranged[-1].get("role") if arranged else None
             one = {"role": "user", "content": message.get("content")} if reminder else message
-            at_result = reminder and last == "tool" and self._later == "in_place" and self._questions_disturb
+            at_result = reminder and last == "tool" and self._later == "in_place" and self._users_disturb
             if at_result or (one["role"] == last == "user" and not self._writes_users_in_a_row):
-                placed[-1] = _appended(placed[-1], message)
+                arranged[-1] = _appended(arranged[-1], message)
             else:
-                placed.append(one)
-        return placed
+                arranged.append(one)
+        return arranged
 
     @functools.cached_property
     def _writes_systems(self) -> bool:
-        """Whether a system message is written where it stands, wherever that is."""
+        """Whether a later system message is written at its place."""
         return self._writes("system", "system", "user", "assistant", "system", "user")
 
     @functools.cached_property
@@ -80,9 +76,9 @@ class SystemPlaces:
         return self._writes("user", "user")
 
     @functools.cached_property
-    def _questions_disturb(self) -> bool:
-        """Whether a user's message after a tool result is refused, or the thinking before it left out."""
-        step = [*map(self._fields.named, _STEP)]
+    def _users_disturb(self) -> bool:
+        """Whether the template refuses a user message after a tool result, or drops the thinking before it."""
+        step = [*map(self._fields.with_thinking_field, _STEP)]
         try:
             before = self._render(step, True)
         except PromptError:
@@ -114,7 +110,7 @@ def _joined(systems: Sequence[Message]) -> Message:
 
 
 def _appended(message: Message, more: Message) -> Message:
-    """``message`` with the content of another one after its own."""
+    """``message`` with the content of ``more`` appended."""
     mine, other = message.get("content") or "", more.get("content") or ""
     if isinstance(mine, str) and isinstance(other, str):
         return {**message, "content": "\n\n".join(filter(None, (mine, other)))}

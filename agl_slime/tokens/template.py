@@ -1,21 +1,16 @@
-"""What a chat template adds to a conversation, told from its renderings.
+"""The text that a chat template adds to a conversation, derived from its renderings.
 
-A template is a program: what it writes for the first messages may depend on those after them. The only sound question
-to it is a rendering, so that is what is asked: with the new messages and without them. Where both agree on the history,
-the difference is what the template adds. Answers are given in parts, each in the field that the template reads
-(``fields``).
+A template is a program: what it writes for the first messages may depend on later ones. So it is rendered with the new
+messages and without them. If both renderings agree on the history, the difference is the addition. Answers are given in
+parts, each in the field that the template reads (``fields``).
 
-How the template spells a sampled answer makes no difference (white space in a call's JSON, padding around thinking):
-the sampled tokens stand in its place. Compared is whether the template's own rendering of the history stays, up to
-white space and empty blocks (``<think>\\n\\n</think>``). Where it does not, the template rewrites history, and there
-is a ``Rewritten`` in place of an ``Addition``.
+The template's own spelling of a sampled answer does not matter (white space in a call's JSON, padding around thinking):
+the sampled tokens take its place. The comparison ignores white space and empty blocks (``<think>\\n\\n</think>``). If
+the renderings of the history differ otherwise, the result is ``RewrittenHistory`` in place of an ``Addition``.
 
-Rendering everything in each turn would make a conversation of n turns cost n² renderings of messages. From
-``WINDOW_FROM`` messages on, only the ends are rendered: the system messages, the last user message and what follows it
-(at least the last ``TAIL`` messages). That is exact for templates that look no further back. Nobody can know a
-template, so the whole conversation is rendered again each time it has doubled and compared with all that was written
-before; a template that rewrote something the ends did not show is found then: the prompt forks, and this conversation
-is rendered whole from there on. The cost stays linear.
+From ``WINDOW_FROM`` messages on only a window is rendered: the system messages, the last user message and the messages
+after it (at least the last ``TAIL``). The whole conversation is rendered each time its length has doubled, to check
+(``docs/decisions/003-windows.md``).
 """
 
 from __future__ import annotations
@@ -29,28 +24,28 @@ from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 from agl_slime.errors import PromptError
-from agl_slime.tokens.blanks import end_of_same
-from agl_slime.tokens.calls import CallForms
+from agl_slime.tokens.blanks import match_end
+from agl_slime.tokens.calls import CallFormat
 from agl_slime.tokens.codec import shared_length
 from agl_slime.tokens.fields import AnswerFields
 from agl_slime.tokens.formats import find_format
 from agl_slime.tokens.reader import AnswerReader, opens_thinking, reader_for
 from agl_slime.tokens.rendering import renderer
-from agl_slime.tokens.systems import SYSTEM_ROLES, LaterSystems, SystemPlaces, text_of
+from agl_slime.tokens.systems import SYSTEM_ROLES, LaterSystems, SystemMessages, text_of
 from agl_slime.tokens.tokenizer import NO_TEMPLATE, ChatTokenizer, added_token_at, has_chat_template
 
 Message = dict[str, Any]
 T = TypeVar("T")
 
-# of first prompts: members of a group are claimed one after the other, so a few are enough
-_PROMPTS = 128
-_HELD_BYTES = 2_000_000
+# Members of a group are claimed one after the other, so a few first prompts are enough.
+_MAX_PROMPTS = 128
+_MAX_KEY_BYTES = 2_000_000
 
 WINDOW_FROM = 32
 TAIL = 8
 
-# Stands for an answer when the template is asked what it writes after one; made of letters, so that no template trims
-# or splits it.
+# An answer in renderings that show what the template writes after one; letters only, so that no template trims or
+# splits it.
 _SENTINEL = "SENTINELanswerSENTINEL"
 _QUESTIONS: list[Message] = [
     {"role": "user", "content": "?"},
@@ -61,39 +56,39 @@ _QUESTIONS: list[Message] = [
 
 @dataclass(frozen=True, slots=True)
 class Rendering:
-    """Messages as text, and apart from it the ``opening`` of an answer to them; ``None`` when it cannot be told apart
-    and is in the text."""
+    """Messages as text, and the generation prompt after them; ``None`` when that is not separable and is in the
+    text."""
 
     text: str
-    opening: str | None
+    generation_prompt: str | None
 
 
 @dataclass(frozen=True, slots=True)
 class Addition:
-    """``text`` is what the template writes after a sampled answer up to the end of the new messages, ``opening`` what
-    it writes before the next one; ``answer`` the answer as the template itself writes it, with its opening.
+    """``text`` follows a sampled answer up to the end of the new messages; then ``generation_prompt``. ``answer`` is
+    the answer as the template itself writes it, with its own generation prompt.
 
-    ``rendering`` is of the whole conversation, where that was rendered.
+    ``rendering`` is of the whole conversation, if that was rendered.
     """
 
     text: str
-    opening: str
+    generation_prompt: str
     answer: str
     rendering: Rendering | None
 
 
 @dataclass(frozen=True, slots=True)
-class Rewritten:
-    """The template writes the history in another way once the new messages follow. ``drops_thinking``: without earlier
-    thinking, and else the same."""
+class RewrittenHistory:
+    """The template renders the history differently with the new messages. ``drops_thinking``: only earlier thinking is
+    missing."""
 
     drops_thinking: bool = False
 
 
 @dataclass(frozen=True, slots=True)
-class Said:
+class SampledAnswer:
     """A sampled answer: its ``text``, and the text of the stop token that the engine sampled at its end. ``closed`` is
-    off where it ended within its ``thinking``."""
+    off for an answer that ended within its ``thinking``."""
 
     text: str
     stop_text: str = ""
@@ -104,12 +99,12 @@ class Said:
 class ChatTemplate:
     """The chat template of a tokenizer with one set of tools and template arguments.
 
-    ``first_prompts`` is what conversations keep of their beginnings for others that begin in the same way; ``None``
-    where the template may write something else the next time.
+    ``prompt_cache`` has the first prompts of recent conversations, for the other members of a group; ``None`` if the
+    template may render the same messages differently the next time.
     """
 
     begins_with_special_tokens = False
-    """Whether what the tokenizer puts before and after a text belongs to the first prompt; templates write it."""
+    """Whether the first prompt has the special tokens that the tokenizer adds to a text; templates write them."""
 
     def __init__(
         self,
@@ -123,41 +118,40 @@ class ChatTemplate:
         self._tools = [dict(tool) for tool in tools] if tools else None
         self.kwargs = dict(template_kwargs or {})
         self._has_tail = False
-        self.openings: dict[tuple[str, int], tuple[list[int], int]] = {}
-        """Openings of answers as ids, by the id before them; how many merge with that."""
+        self.generation_prompt_ids: dict[tuple[str, int], tuple[list[int], int]] = {}
+        """By generation prompt and the id before it: its ids, and the number of open token boundaries before them."""
         source = self.kwargs.get("chat_template") or getattr(tokenizer, "chat_template", None)
         self.source = source if isinstance(source, str) else ""
-        self._calls = CallForms(lambda messages, opening: self._rendered(messages, opening))
+        self._calls = CallFormat(lambda messages, prompting: self._rendered(messages, prompting))
         self.fields = AnswerFields(self._in_place, self.source)
-        self._systems = SystemPlaces(self.fields, later_systems)
-        # a template that writes the time, or one that nobody can look into, may render the same messages differently
-        # the next time
+        self._systems = SystemMessages(self.fields, later_systems)
+        # a template that writes the time, or whose source is unknown, may render the same messages differently
         repeats = isinstance(source, str) and "strftime_now" not in source
-        self.first_prompts: FirstPrompts[Any] | None = FirstPrompts() if repeats else None
+        self.prompt_cache: PromptCache[Any] | None = PromptCache() if repeats else None
 
     def with_arguments(self, more: Mapping[str, Any]) -> ChatTemplate:
         """The same template with ``more`` arguments."""
         return type(self)(tokenizer=self.tokenizer, tools=self._tools, template_kwargs={**self.kwargs, **more})
 
-    def render(self, messages: Sequence[Message], *, opening: bool) -> str:
-        """The text of ``messages``, with the opening of an answer after them or without; without what the template
-        writes at the end of a finished conversation only."""
-        text = self._apply(messages, opening=opening)
-        return text if opening or not self._has_tail else text.removesuffix(self._tail)
+    def render(self, messages: Sequence[Message], *, generation_prompt: bool) -> str:
+        """The text of ``messages``, with a generation prompt or without; without the text that the template writes only
+        at the end of a finished conversation."""
+        text = self._apply(messages, generation_prompt)
+        return text if generation_prompt or not self._has_tail else text.removesuffix(self._tail)
 
-    def _apply(self, messages: Sequence[Message], *, opening: bool) -> str:
-        return self._in_place(self._systems.placed(messages), opening)
+    def _apply(self, messages: Sequence[Message], generation_prompt: bool) -> str:
+        return self._in_place(self._systems.arrange(messages), generation_prompt)
 
-    def _in_place(self, messages: Sequence[Message], opening: bool) -> str:
-        return self._rendered(self._calls.fitted(messages), opening)
+    def _in_place(self, messages: Sequence[Message], generation_prompt: bool) -> str:
+        return self._rendered(self._calls.convert(messages), generation_prompt)
 
     @functools.cached_property
     def _rendered(self) -> Callable[[Sequence[Message], bool], str]:
         return renderer(self.tokenizer, self._tools, self.kwargs)
 
     def render_prompt(self, messages: Sequence[Message]) -> Rendering:
-        """The whole conversation, and the opening of the next answer."""
-        whole, closed = self.render(messages, opening=True), self.render(messages, opening=False)
+        """The whole conversation, and the generation prompt of the next answer."""
+        whole, closed = self.render(messages, generation_prompt=True), self.render(messages, generation_prompt=False)
         if not self._has_tail and not whole.startswith(closed):
             self._has_tail = True
             closed = closed.removesuffix(self._tail)
@@ -165,10 +159,10 @@ class ChatTemplate:
 
     @functools.cached_property
     def _tail(self) -> str:
-        """What is written at the end of a conversation, and not where an answer follows: Phi-3's end of text."""
+        """The text at the end of a conversation without a generation prompt: Phi-3's end of text."""
         try:
-            ends = [[self._apply(_QUESTIONS[:n], opening=opening) for opening in (False, True)] for n in (1, 3)]
-        except PromptError:  # it says so again when it is used
+            ends = [[self._apply(_QUESTIONS[:n], prompting) for prompting in (False, True)] for n in (1, 3)]
+        except PromptError:  # the rendering itself raises it again
             return ""
         closed, whole = ends[0]
         shared = shared_length(closed, whole)
@@ -178,26 +172,25 @@ class ChatTemplate:
 
     @functools.cached_property
     def opens_thinking(self) -> bool:
-        """Whether a block of thinking is opened before an answer."""
+        """Whether the generation prompt opens a block of thinking."""
         try:
-            opening = self._apply(_QUESTIONS[:1], opening=True)
+            prompt = self._apply(_QUESTIONS[:1], True)
         except PromptError:
             return False
-        return opens_thinking(opening, self.fields.marks)
+        return opens_thinking(prompt, self.fields.marks)
 
     @functools.cached_property
     def reader(self) -> AnswerReader:
-        """How answers to prompts of this template are read: calls where it offers tools, and somebody reads them."""
+        """The reader of answers to prompts of this template; it reads calls if there are tools and a parser."""
         parser = find_format(self.tokenizer, self.kwargs) if self._tools else None
         how: Any = {"opened": self.opens_thinking, "template_kwargs": self.kwargs}
         return reader_for(self.tokenizer, offered=parser is not None, parser=parser, **how)
 
     @functools.cached_property
     def closing(self) -> str:
-        """What the template writes after an answer; ``<|im_end|>\\n`` with ChatML, nothing where the next role's marker
-        ends an answer."""
-        _, found, closing = self.render(_QUESTIONS[:2], opening=False).rpartition(_SENTINEL)
-        if not found:
+        """The text after an answer: ``<|im_end|>\\n`` with ChatML, empty if the next role's marker ends an answer."""
+        _, sentinel, closing = self.render(_QUESTIONS[:2], generation_prompt=False).rpartition(_SENTINEL)
+        if not sentinel:
             raise PromptError(
                 "the chat template does not write the content of answers; no conversation can be continued with it"
             )
@@ -208,60 +201,64 @@ class ChatTemplate:
         return tuple(filter(None, getattr(self.tokenizer, "get_added_vocab", dict)()))
 
     def begins_with_added_token(self, text: str) -> bool:
-        """Whether ``text`` begins with a token that the tokenizer cuts out before it merges anything, so that nothing
-        merges across its left edge."""
+        """Whether ``text`` begins with an added token. Tokenizers split there before BPE: no merge crosses its left
+        edge."""
         return text.startswith(self._added_tokens)
 
     def addition(
-        self, messages: Sequence[Message], held: int, said: Said, *, asked: Rendering | None = None
-    ) -> Addition | Rewritten:
-        """What follows the answer ``messages[held - 1]``, whose message is that of ``said``.
+        self, messages: Sequence[Message], answered: int, sampled: SampledAnswer, *, asked: Rendering | None = None
+    ) -> Addition | RewrittenHistory:
+        """The text after the answer ``messages[answered - 1]``, which is ``sampled``.
 
-        ``asked`` is the rendering of the messages before that answer, where it is known.
+        ``asked`` is the rendering of the messages before that answer, if it is there.
         """
-        before, answer, new = messages[: held - 1], messages[held - 1], messages[held:]
+        before, answer, new = messages[: answered - 1], messages[answered - 1], messages[answered:]
         if asked is None:
             asked = self.render_prompt(before)
-        if asked.opening is None:
-            return Rewritten()  # nobody can tell where an answer begins
+        if asked.generation_prompt is None:
+            return RewrittenHistory()  # the beginning of the answer cannot be located
         rendered = self.render_prompt([*before, answer, *new])
-        written, sampled = rendered.text, asked.text + asked.opening + said.text
+        written, prompt = rendered.text, rendered.generation_prompt or ""
+        begun = asked.generation_prompt + sampled.text
+        expected = asked.text + begun
         done = len(asked.text) if written.startswith(asked.text) else 0
         mark = self.closing.rstrip() or self.closing
-        if written.startswith((sampled + mark)[done:], done):
-            return Addition(written[len(sampled) :], rendered.opening or "", asked.opening + said.text, rendered)
-        alone = self.render([*before, answer], opening=False)
-        places = self._places(written, alone, asked.text, said)
+        if written.startswith((expected + mark)[done:], done):
+            return Addition(written[len(expected) :], prompt, begun, rendered)
+        alone = self.render([*before, answer], generation_prompt=False)
+        places = self._locate(written, alone, asked.text, sampled)
         bare = self.fields.without_thinking(answer)
-        if places is not None and (bare == answer or self.render([*before, bare], opening=False) != alone):
+        if places is not None and (bare == answer or self.render([*before, bare], generation_prompt=False) != alone):
             begin, end, after = places
-            return Addition(after, rendered.opening or "", alone[begin:end], rendered)
-        return Rewritten(drops_thinking=self._drops_thinking(before, bare, written))
+            return Addition(after, prompt, alone[begin:end], rendered)
+        return RewrittenHistory(drops_thinking=self._drops_thinking(before, bare, written))
 
-    def _places(self, written: str, alone: str, asked: str, said: Said) -> tuple[int, int, str] | None:
-        """Where an answer begins and ends in ``alone``, the rendering that ends with it, and what ``written`` says
-        after it. ``None`` when that begins in another way."""
+    def _locate(self, written: str, alone: str, asked: str, sampled: SampledAnswer) -> tuple[int, int, str] | None:
+        """Begin and end of an answer in ``alone``, the rendering that ends with it, and the text of ``written`` after
+        it. ``None`` if ``written`` has another history."""
         done = len(asked) if written.startswith(asked) and alone.startswith(asked) else 0
-        begin = done or end_of_same(alone, asked)
+        begin = done or match_end(alone, asked)
         if begin is None:
             return None
-        body, mark = self._without_end(alone, said.stop_text)
-        if not mark and not said.stop_text and (mark := self._end_not_sampled(alone, said.text)):
+        stop = sampled.stop_text
+        body, mark = self._without_end(alone, stop)
+        if not mark and not stop and (mark := self._end_not_sampled(alone, sampled.text)):
             body = alone.removesuffix(mark)
-        if not said.closed and said.thinking and not said.stop_text and (cut := body.rfind(said.thinking, begin)) >= 0:
-            body, mark = body[: cut + len(said.thinking)], ""  # the template closes the thinking
-        if mark and (end := end_of_same(written, body + mark, done)) is not None:
+        thinking = sampled.thinking
+        if not sampled.closed and thinking and not stop and (cut := body.rfind(thinking, begin)) >= 0:
+            body, mark = body[: cut + len(thinking)], ""  # the template closes the thinking
+        if mark and (end := match_end(written, body + mark, done)) is not None:
             return begin, len(body), written[end - len(mark) :]
-        end = end_of_same(written, body, done)
+        end = match_end(written, body, done)
         if end is None:
             return None
         after = written[end:]
-        if mark and mark == said.stop_text:  # what ends an earlier answer stands for what ended the last one
+        if mark and mark == stop:  # the end mark of an earlier answer replaces the sampled end mark
             after = mark + after[len(added_token_at(self.tokenizer, after, 0)) :]
         return begin, len(body), after
 
     def _without_end(self, alone: str, stop_text: str) -> tuple[str, str]:
-        """A rendering without the mark that ends its last answer, and the mark."""
+        """A rendering without the end mark of its last answer, and the mark."""
         text = alone.rstrip()
         for mark in (stop_text, self.closing.rstrip()):
             if mark and text.endswith(mark):
@@ -269,24 +266,24 @@ class ChatTemplate:
         return alone, ""
 
     def _end_not_sampled(self, alone: str, text: str) -> str:
-        """The token that ends an answer with calls in a rendering, where ``text`` was cut before it."""
+        """The token that ends an answer with calls in a rendering, if ``text`` was cut before it."""
         ends = (token for token in self._added_tokens if alone.endswith(token) and token not in text)
         return max(ends, key=len, default="")
 
     def _drops_thinking(self, before: Sequence[Message], bare: Message, written: str) -> bool:
-        """Whether ``written`` is the history without its thinking, of which marks may stay."""
+        """Whether ``written`` is the history without its thinking; marks of it may stay."""
         without = [*map(self.fields.without_thinking, before), bare]
         try:
-            text = self.render(without, opening=False)
+            text = self.render(without, generation_prompt=False)
         except PromptError:
             return False
         marks = re.compile("|".join(map(re.escape, self.fields.marks)))
-        return end_of_same(marks.sub("", written), marks.sub("", self._without_end(text, "")[0])) is not None
+        return match_end(marks.sub("", written), marks.sub("", self._without_end(text, "")[0])) is not None
 
 
-class NoTemplate(ChatTemplate):
-    """Of a tokenizer without one: what a text (a message of role ``text``), its answers and further texts say, as it
-    is."""
+class PlainTextTemplate(ChatTemplate):
+    """The template of a tokenizer without one: the contents of a text (a message of role ``text``), of answers and of
+    further texts, concatenated."""
 
     begins_with_special_tokens = True
 
@@ -294,7 +291,7 @@ class NoTemplate(ChatTemplate):
     def closing(self) -> str:
         return ""
 
-    def _in_place(self, messages: Sequence[Message], opening: bool) -> str:
+    def _in_place(self, messages: Sequence[Message], generation_prompt: bool) -> str:
         if {message.get("role") for message in messages} - {"text", "assistant"}:
             raise PromptError(NO_TEMPLATE)
         return "".join(map(text_of, messages))
@@ -306,56 +303,56 @@ def chat_template(
     template_kwargs: Mapping[str, Any] | None = None,
     later_systems: LaterSystems = "in_place",
 ) -> ChatTemplate:
-    """That of the tokenizer, or of the arguments."""
-    there = has_chat_template(tokenizer) or (template_kwargs or {}).get("chat_template")
-    kind = ChatTemplate if there else NoTemplate
+    """The template of the tokenizer, or the one in ``template_kwargs``."""
+    exists = has_chat_template(tokenizer) or (template_kwargs or {}).get("chat_template")
+    kind = ChatTemplate if exists else PlainTextTemplate
     return kind(tokenizer=tokenizer, tools=tools, template_kwargs=template_kwargs, later_systems=later_systems)
 
 
-def ends_of(before: Sequence[Message], new: Sequence[Message], users: Sequence[int]) -> list[Message]:
-    """The part of the history that a template may look at when it writes ``new`` after an answer; ``users`` are the
-    places of users' messages in it."""
+def history_window(before: Sequence[Message], new: Sequence[Message], users: Sequence[int]) -> list[Message]:
+    """The messages that a template may look at when it writes ``new`` after an answer; ``users`` are the indices of
+    users' messages in ``before``."""
     if len(before) < WINDOW_FROM or not users:
         return list(before)
     user = users[-1]
     system = next(i for i, message in enumerate(before) if message.get("role") not in SYSTEM_ROLES)
     tail = user + 1
     if all(message.get("role") == "tool" for message in new):
-        # templates group tool results and tell the steps after the last user message apart: begin at an answer, and
-        # keep that user message
+        # templates group tool results and treat the steps after the last user message apart: keep that message, and
+        # begin at an answer
         latest = min(len(before) - 1, max(user + 1, len(before) - TAIL))
         tail = next((i for i in range(latest, user, -1) if before[i].get("role") == "assistant"), user + 1)
     return [*before[: min(system, user)], before[user], *before[tail:]]
 
 
-class FirstPrompts(Generic[T]):
-    """What was made of the first messages of recent conversations, for the other members of a group: the last 128, or
-    as many as belong to 2 MB of messages (20 MB of results). Thread-safe; of two threads both may make it."""
+class PromptCache(Generic[T]):
+    """Results by the first messages of recent conversations, for the other members of a group: the last 128, or fewer
+    with more than 2 MB of messages (20 MB of results). Thread-safe; two threads may both compute a result."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._held: dict[bytes, T] = {}  # those used last at the end
+        self._results: dict[bytes, T] = {}  # the most recently used last
 
     def get(self, messages: Sequence[Any], make: Callable[[], T]) -> T:
-        """What ``make()`` gave for these messages before, or gives now."""
+        """The cached result for these messages, or ``make()``."""
         key = _key(messages)
         if key is None:
             return make()
         with self._lock:
-            held = self._held.pop(key, None)
-        made = make() if held is None else held
+            cached = self._results.pop(key, None)
+        result = make() if cached is None else cached
         with self._lock:
-            self._held[key] = made
-            while len(self._held) > _PROMPTS or sum(map(len, self._held)) > _HELD_BYTES:
-                del self._held[next(iter(self._held))]
-        return made
+            self._results[key] = result
+            while len(self._results) > _MAX_PROMPTS or sum(map(len, self._results)) > _MAX_KEY_BYTES:
+                del self._results[next(iter(self._results))]
+        return result
 
 
 def _key(messages: Sequence[Any]) -> bytes | None:
-    """Messages are equal when their types, their order and their values are: a template may tell ``1`` from ``True``, a
-    list from a tuple. ``None`` when there is a value that is not Python's own, whose text nobody can know."""
+    """A key that is equal for equal types, order and values: a template may distinguish ``1`` from ``True``, a list
+    from a tuple. ``None`` for values of other types than Python's own, whose text is unpredictable."""
     try:
-        # format 2 writes equal values as equal bytes; later ones note which objects are the same object
+        # format 2 writes equal values as equal bytes; later formats mark identical objects
         return marshal.dumps(list(messages), 2)
     except ValueError:
         return None

@@ -1,4 +1,4 @@
-"""What is asked of a tokenizer and its chat template."""
+"""Functions of a tokenizer and its chat template."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ NO_TEMPLATE = (
 
 
 class ChatTokenizer(Protocol):
-    """What this package asks of a tokenizer; every ``transformers`` tokenizer with a chat template has it."""
+    """The interface that this package needs; every ``transformers`` tokenizer with a chat template has it."""
 
     eos_token_id: int | None
 
@@ -30,7 +30,7 @@ class ChatTokenizer(Protocol):
 
 
 def read_template_kwargs(text: str, flag: str) -> dict[str, Any]:
-    """The arguments of a chat template that a setting gives as JSON. Raises ``ConfigError``."""
+    """Chat template arguments from a setting in JSON. Raises ``ConfigError``."""
     try:
         value = json.loads(text or "{}")
     except ValueError:
@@ -41,53 +41,56 @@ def read_template_kwargs(text: str, flag: str) -> dict[str, Any]:
 
 
 def set_template_kwargs(tokenizer: Any, kwargs: Mapping[str, Any]) -> None:
-    """Have ``render_chat`` give a tokenizer's template these arguments, for conversations of which only the text is
-    there; who knows more gives arguments of its own over them."""
+    """Set the template arguments of ``render_chat`` with this tokenizer; arguments of a call take precedence."""
     tokenizer.run_template_kwargs = dict(kwargs)
 
 
 def has_chat_template(tokenizer: Any) -> bool:
-    return bool(getattr(tokenizer, "chat_template", True))  # one that is not of transformers is taken at its word
+    return bool(getattr(tokenizer, "chat_template", True))  # a tokenizer without the attribute renders by itself
 
 
 def render_chat(
-    tokenizer: ChatTokenizer, messages: Iterable[Any], *, tools: Any = None, opening: bool = False, **options: Any
+    tokenizer: ChatTokenizer,
+    messages: Iterable[Any],
+    *,
+    tools: Any = None,
+    generation_prompt: bool = False,
+    **options: Any,
 ) -> str:
-    """What the chat template writes for ``messages``, with the ``opening`` of an answer after them or without.
-    ``PromptError`` when it refuses them, or when there is none."""
+    """The chat template's rendering of ``messages``, with a ``generation_prompt`` or without. ``PromptError`` when the
+    template refuses them or is missing."""
     if not (has_chat_template(tokenizer) or options.get("chat_template")):
         raise PromptError(NO_TEMPLATE)
     options = {**getattr(tokenizer, "run_template_kwargs", {}), **options}
     try:
         return tokenizer.apply_chat_template(
-            list(messages), tools=tools or None, add_generation_prompt=opening, tokenize=False, **options
+            list(messages), tools=tools or None, add_generation_prompt=generation_prompt, tokenize=False, **options
         )
     except Exception as error:  # a template is a program, and may raise anything
-        said = str(error) or type(error).__name__
-        raise PromptError(f"the chat template cannot render these messages: {said:.500}") from error
+        reason = str(error) or type(error).__name__
+        raise PromptError(f"the chat template cannot render these messages: {reason:.500}") from error
 
 
 def added_token_at(tokenizer: Any, text: str, at: int) -> str:
-    """The longest of the tokens that are cut out before anything is merged with which ``text`` goes on at ``at``;
-    empty where there is none."""
+    """The longest added token of ``text`` at ``at``, empty without one; tokenizers split at these before BPE."""
     added = getattr(tokenizer, "get_added_vocab", dict)()
     return max((token for token in added if token and text.startswith(token, at)), key=len, default="")
 
 
-def added_token_ends(tokenizer: Any, text: str) -> bool:
-    """Whether ``text`` ends with such a token."""
+def ends_with_added_token(tokenizer: Any, text: str) -> bool:
+    """Whether ``text`` ends with an added token."""
     return text.endswith(tuple(filter(None, getattr(tokenizer, "get_added_vocab", dict)())))
 
 
 def longest_prefix(tokenizer: ChatTokenizer, ids: list[int], text: str) -> tuple[int, str]:
-    """The most leading ``ids`` whose text ``text`` begins with, and that text."""
+    """The number of leading ``ids`` that decode to a prefix of ``text``, at most, and that prefix."""
 
     def decoded(length: int) -> str:
         return tokenizer.decode(ids[:length], skip_special_tokens=False)
 
     if text.startswith(whole := decoded(len(ids))):
         return len(ids), whole
-    # a prefix of a prefix is one too, but for characters that are cut in two: those are stepped back over below
+    # bisection ignores characters cut in two; the loop steps back over them
     length = bisect_left(range(1, len(ids) + 1), True, key=lambda n: not text.startswith(decoded(n).rstrip("\ufffd")))
     while length and not text.startswith(decoded(length)):
         length -= 1
@@ -96,7 +99,7 @@ def longest_prefix(tokenizer: ChatTokenizer, ids: list[int], text: str) -> tuple
 
 @functools.lru_cache(maxsize=8)
 def special_tokens(tokenizer: Any) -> re.Pattern[str] | None:
-    """What is skipped when text is shown to people, but for the marks of thinking."""
+    """The special tokens that text for people omits: all but the marks of thinking."""
     added = getattr(tokenizer, "added_tokens_decoder", {}).values()
     special = {token.content for token in added if token.special} - {"<think>", "</think>"}
     return re.compile("|".join(map(re.escape, sorted(special, key=len, reverse=True)))) if special else None

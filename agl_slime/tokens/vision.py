@@ -18,7 +18,7 @@ from typing import Any
 from agl_slime.errors import ConfigError, PromptError
 from agl_slime.sglang.generation import ImageInput
 from agl_slime.tokens.codec import token_array
-from agl_slime.tokens.images import MARK, Image, held_image
+from agl_slime.tokens.images import MARK, Image, find_image
 from agl_slime.tokens.tokenizer import render_chat
 
 logger = logging.getLogger(__name__)
@@ -36,7 +36,7 @@ _MOST_EXPANSIONS = 4096  # a few hundred bytes to some kB each
 _MOST_TRAIN_INPUTS = 4  # tens of MB each: the Samples of one group, which show the same images
 
 
-def reads_images(path: str | Path) -> bool:
+def has_image_processor(path: str | Path) -> bool:
     """Whether the model at ``path`` has a processor of images."""
     return any((Path(path) / name).is_file() for name in _CONFIGS)
 
@@ -132,7 +132,7 @@ class VisionTokenizer:
         return written
 
     def _text(self, sha: str) -> str | None:
-        if (text := self._texts.get(sha)) is None and (image := held_image(sha)) is not None:
+        if (text := self._texts.get(sha)) is None and (image := find_image(sha)) is not None:
             text = self._text_of(image)
         return text
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from agl_slime.errors import PromptError, TraceError
-from agl_slime.tokens.tokenizer import ChatTokenizer, added_token_at, added_token_ends, render_chat
+from agl_slime.tokens.tokenizer import ChatTokenizer, added_token_at, ends_with_added_token, render_chat
 
 Message = Mapping[str, Any]
 
@@ -52,7 +52,7 @@ class Retokenizer:
             if len(messages) != 1:
                 raise TraceError(f"the tokenizer has no chat template, the text trace has {len(messages)} messages")
             return str(messages[0].get("content") or ""), content  # the completions API: one text in, one text out
-        prompt = render_chat(self.tokenizer, messages, tools=tools, opening=True)
+        prompt = render_chat(self.tokenizer, messages, tools=tools, generation_prompt=True)
         whole = render_chat(self.tokenizer, [*messages, answer], tools=tools)
         if not whole.startswith(prompt):  # the template renders a finished answer in another way than an open one
             return prompt, content
@@ -72,7 +72,7 @@ class Retokenizer:
         self, messages: Sequence[Message], whole: str, told: str, finish_reason: str, tools: Sequence[Any] | None
     ) -> str:
         """The mark of the role that follows an answer, where nothing else ends it (GLM) and the model samples that."""
-        if finish_reason == "length" or told != whole.rstrip() or added_token_ends(self.tokenizer, told):
+        if finish_reason == "length" or told != whole.rstrip() or ends_with_added_token(self.tokenizer, told):
             return ""
         role = "tool" if messages[-1].get("tool_calls") else "user"
         try:

@@ -21,7 +21,7 @@ import numpy.typing as npt
 from agl_slime.errors import TraceError
 from agl_slime.sglang.replay import Nucleus
 from agl_slime.tokens.codec import LogProbArray, TokenArray
-from agl_slime.tokens.forks import ForkReason, fork_of_turn
+from agl_slime.tokens.forks import ForkReason, classify_fork
 from agl_slime.tokens.images import Image
 from agl_slime.trace.replay import experts_of, nucleus_of
 from agl_slime.trace.turn import Turn
@@ -129,7 +129,7 @@ def merge_turns(
         extended = [segment for segment in reversed(segments) if segment.is_extended_by(prompt, turn.images)]
         segment = max(extended, key=lambda segment: len(segment.token_bytes), default=None)
         if segment is None:
-            segment = _Open(fork_of_turn(turn, turns[:index], tokenizer) if segments else None)
+            segment = _Open(classify_fork(turn, turns[:index], tokenizer) if segments else None)
             segments.append(segment)
         segment.token_bytes, segment.images = prompt + turn.response_ids.tobytes(), turn.images
         segment.placements.append(Placement(index, len(turn.prompt_ids), turn.length))

@@ -25,7 +25,7 @@ class TokenScores:
 
 
 @runtime_checkable
-class TellsTokens(Protocol):
+class HasTokenScores(Protocol):
     """A trainer that tells what it made of single tokens, for those who look at a run."""
 
     scores: TokenScores | None

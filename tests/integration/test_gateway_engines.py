@@ -126,7 +126,7 @@ def test_the_likeliest_tokens_are_told_where_they_are_asked_for(server: Server) 
 
 
 @pytest.mark.parametrize("server", [pytest.param("sglang", marks=pytest.mark.sglang)], indirect=True)
-@pytest.mark.parametrize("kind", [kind for kind in FORMATS if get_tool_parser(kind).written is not None])
+@pytest.mark.parametrize("kind", [kind for kind in FORMATS if get_tool_parser(kind).call_grammar is not None])
 def test_calls_are_forced_in_the_format_of_the_template(server: Server, kind: str) -> None:
     tokenizer = load_tokenizer(str(server.policy))
     tokenizer.chat_template = template_of(kind)  # type: ignore[attr-defined]
@@ -138,7 +138,7 @@ def test_calls_are_forced_in_the_format_of_the_template(server: Server, kind: st
         said = ask(model="m", messages=HELLO, tools=[tool], tool_choice="required").choices[0]
         calls = said.message.tool_calls or []
         [turn] = decode_turns(spans)
-        written = get_tool_parser(kind).written
+        written = get_tool_parser(kind).call_grammar
         assert written is not None
         assert written[0].replace("NAME", "weather") in turn.text
         # a tiny policy may fill up the blanks that formats in XML allow

@@ -102,7 +102,7 @@ def test_what_is_visible_while_sampled_is_what_the_whole_begins_with(
     reader = AnswerReader(get_tool_parser(kind), False, FORMATS[kind].thinking, channels=kind == "harmony")
     whole, last = reader.read(text), AnswerParts()
     for end in range(len(text) + 1):
-        seen = reader.visible(text[:end])
+        seen = reader.visible_parts(text[:end])
         assert (seen.reasoning or "").startswith(last.reasoning or "")
         assert seen.content.startswith(last.content)
         last = seen

@@ -161,7 +161,7 @@ def test_rendering_the_ends_gives_the_prompts_that_rendering_all_gives(template:
         )
         for _ in range(2)
     )
-    whole._windows = False
+    whole._windows_exact = False
     stop = int(tokenizer.convert_tokens_to_ids(TEMPLATES[template].end))
     for n, role in enumerate(roles):
         text = f"{texts[n % len(texts)]}{n}"
@@ -182,15 +182,15 @@ def test_rendering_the_ends_gives_the_prompts_that_rendering_all_gives(template:
             )
         assert ends.token_ids.tobytes() == whole.token_ids.tobytes()
     assert ends.forks == whole.forks
-    assert ends._windows
+    assert ends._windows_exact
 
 
 def _rendering(conversation: Conversation, messages: list[dict[str, Any]]) -> str:
     template: ChatTemplate = conversation.context.template
-    in_fields = conversation.context._forms.messages(messages)
+    in_fields = conversation.context._answers.messages(messages)
     if messages[-1]["role"] == "assistant":
-        return template.render(in_fields[:-1], opening=True) + messages[-1]["content"]
-    return template.render(in_fields, opening=True)
+        return template.render(in_fields[:-1], generation_prompt=True) + messages[-1]["content"]
+    return template.render(in_fields, generation_prompt=True)
 
 
 def _said(text: str, tokenizer: Any, template: str) -> str:

@@ -17,9 +17,9 @@ from hypothesis import strategies as st
 from agl_slime.errors import PromptError
 from agl_slime.tokens.blanks import squash
 from agl_slime.tokens.conversation import ChatContext
-from agl_slime.tokens.fields import Forms
+from agl_slime.tokens.fields import AnswerMessages
 from agl_slime.tokens.forks import ForkReason
-from agl_slime.tokens.rendering import short_way
+from agl_slime.tokens.rendering import direct_renderer
 from agl_slime.tokens.template import ChatTemplate
 from tests.conversations import answer
 from tests.examples import examples
@@ -126,7 +126,7 @@ def drive(data: st.DataObject, tokenizer: Any) -> list[ForkReason | None] | None
 
 def in_fields(template: ChatTemplate, messages: Messages) -> Messages:
     """The messages with the parts of answers in the fields that the template reads."""
-    return Forms(template.fields, template.reader, all_raw=True).messages(messages)
+    return AnswerMessages(template.fields, template.reader, all_raw=True).messages(messages)
 
 
 @dataclass(frozen=True)
@@ -142,20 +142,20 @@ class History:
     @classmethod
     def of(cls, template: ChatTemplate, before: Messages, messages: Messages) -> History:
         bare = [*map(template.fields.without_thinking, messages)]
-        text, without = (template.render(each, opening=False) for each in (messages, bare))
+        text, without = (template.render(each, generation_prompt=False) for each in (messages, bare))
         asked = template.render_prompt(before).text
-        last = template.render([*messages[:-1], bare[-1]], opening=False)
+        last = template.render([*messages[:-1], bare[-1]], generation_prompt=False)
         stands = squash(text).startswith(squash(asked)) and (bare[-1] == messages[-1] or last != text)
         end = template.closing.strip()
         return cls(text.strip().removesuffix(end), without.strip().removesuffix(end), stands)
 
     def forks(self, template: ChatTemplate, messages: Messages) -> set[ForkReason | None]:
         """What may come of a prompt with these messages."""
-        written = squash(template.render(messages, opening=True))
+        written = squash(template.render(messages, generation_prompt=True))
         if self.stands and written.startswith(squash(self.text)):
             return {None}
         marks = re.compile("|".join(map(re.escape, template.fields.marks)))  # some stay where thinking is dropped
-        unmarked = squash(marks.sub("", template.render(messages, opening=True)))
+        unmarked = squash(marks.sub("", template.render(messages, generation_prompt=True)))
         dropped = unmarked.startswith(squash(marks.sub("", self.bare)))
         return {ForkReason.DROPPED_THINKING if dropped else ForkReason.TEMPLATE}
 
@@ -238,7 +238,7 @@ def same_ids(data: st.DataObject, tokenizer: Any) -> None:
 @given(data=st.data())
 def test_ids_are_the_same_by_the_short_way_and_by_the_long_one(model: str, data: st.DataObject) -> None:
     tokenizer = tokenizer_with(template_of(MODELS[model]))
-    assert callable(short_way(tokenizer, TOOLS, {}))
+    assert callable(direct_renderer(tokenizer, TOOLS, {}))
     same_ids(data, tokenizer)
 
 

@@ -62,7 +62,7 @@ def written(number: int) -> str:
 def test_content_stands_beside_thinking_and_any_number_of_calls(calls: int) -> None:
     template = ChatTemplate(tokenizer=small_tokenizer(BY_ID), tools=[WEATHER])
     text = f"So Rome.</think>Let me see.{''.join(map(written, range(calls)))}"
-    message = template.fields.given(text, template.reader).message
+    message = template.fields.convert(text, template.reader).message
     assert (message["content"], message["reasoning_content"]) == ("Let me see.", "So Rome.")
     assert [call["id"] for call in message["tool_calls"]] == [f"functions.weather:{n}" for n in range(calls)]
 
@@ -71,7 +71,7 @@ def test_content_stands_beside_thinking_and_any_number_of_calls(calls: int) -> N
 def test_the_end_of_empty_thinking_is_no_content(calls: int) -> None:
     template = ChatTemplate(tokenizer=small_tokenizer(BY_ID), tools=[WEATHER])
     text = f"\n</think>\n\nLet me see.{''.join(map(written, range(calls)))}"
-    message = template.fields.given(text, template.reader).message
+    message = template.fields.convert(text, template.reader).message
     assert message["content"].strip() == "Let me see."
     assert "reasoning_content" not in message
     assert len(message.get("tool_calls", ())) == calls

@@ -10,7 +10,7 @@ import pytest
 from agl_slime.errors import PromptError
 from agl_slime.tokens.conversation import ChatContext
 from agl_slime.tokens.forks import ForkReason
-from agl_slime.tokens.rendering import short_way
+from agl_slime.tokens.rendering import direct_renderer
 from agl_slime.tokens.template import ChatTemplate
 from tests.chat_templates import CHATML, SYSTEM_FIRST, TAKES_TURNS
 from tests.conversations import answer
@@ -24,7 +24,7 @@ ANSWER = {"role": "assistant", "content": "Three."}
 
 
 def rendered(template: str, *messages: dict[str, Any], opening: bool = True, **how: Any) -> str:
-    return ChatTemplate(tokenizer=small_tokenizer(template), **how).render(messages, opening=opening)
+    return ChatTemplate(tokenizer=small_tokenizer(template), **how).render(messages, generation_prompt=opening)
 
 
 @pytest.mark.parametrize("template", [SYSTEM_FIRST, TAKES_TURNS])
@@ -131,19 +131,19 @@ class _Renders:
 
 def test_the_long_way_is_taken_where_the_short_one_may_write_something_else() -> None:
     tools = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
-    assert callable(short_way(small_tokenizer(CHATML), tools, {"enable_thinking": False}))
+    assert callable(direct_renderer(small_tokenizer(CHATML), tools, {"enable_thinking": False}))
     same = CHATML + "{% if messages[0] is sameas messages[-1] %}same{% endif %}"
     for why, tokenizer, listed, options in (
         ("renders by itself", _Renders(CHATML), tools, {}),
-        ("compares objects", small_tokenizer(same), tools, {}),
+        ("compares object identities", small_tokenizer(same), tools, {}),
         ("documents is an option", small_tokenizer(CHATML), tools, {"documents": []}),
         ("not plain JSON", small_tokenizer(CHATML), [{1: 2}], {}),
         ("not plain JSON", small_tokenizer(CHATML), tools, {"today": object()}),
         ("cannot be compiled", small_tokenizer("{% if %}"), tools, {}),
     ):
-        assert why in str(short_way(tokenizer, listed, options))
+        assert why in str(direct_renderer(tokenizer, listed, options))
     template = ChatTemplate(tokenizer=cast("Any", _Renders(CHATML)))
-    assert template.render([QUESTION], opening=True).startswith("mine: ")
+    assert template.render([QUESTION], generation_prompt=True).startswith("mine: ")
     tuples: Any = {"role": "user", "content": "a", "extra": ("b",)}  # a list as JSON, and written with brackets
     shows = "{% for m in messages %}{{ m.extra }}{% endfor %}"
     assert rendered(shows, tuples) == "('b',)"
@@ -154,9 +154,9 @@ def test_a_schema_is_written_as_json_once_for_each_way_of_writing(monkeypatch: p
     source = "{% for t in tools %}{{ t | tojson }}{{ t.function | tojson(indent=1) }}{{ t }}{% endfor %}"
     source += "{{ messages | length }}"
     template = ChatTemplate(tokenizer=small_tokenizer(source), tools=tools)
-    first = template.render([QUESTION], opening=True)
+    first = template.render([QUESTION], generation_prompt=True)
     function = tools[0]["function"]
     indented = json.dumps(function, ensure_ascii=False, indent=1)
     assert first == f"{json.dumps(tools[0], ensure_ascii=False)}{indented}{tools[0]}1"
     monkeypatch.setattr(json, "dumps", lambda *_, **__: pytest.fail("written again"))
-    assert template.render([QUESTION, ANSWER], opening=True) == first[:-1] + "2"
+    assert template.render([QUESTION, ANSWER], generation_prompt=True) == first[:-1] + "2"

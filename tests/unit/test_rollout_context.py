@@ -210,7 +210,7 @@ def test_a_template_that_forgets_old_results_forks_in_long_conversations_too() -
     """Of which only the ends are rendered: they reach as far back as this template looks."""
     ends, tokenizer = conversation("forgets_results")
     whole, _ = conversation("forgets_results")
-    whole._windows = False
+    whole._windows_exact = False
     long_rollout(ends, tokenizer, 40)
     long_rollout(whole, tokenizer, 40)
     assert ends.forks == whole.forks == {ForkReason.TEMPLATE: 36}
@@ -230,7 +230,7 @@ def test_a_template_that_looks_further_back_than_the_ends_is_rendered_whole_from
     context = ChatContext(template=ChatTemplate(tokenizer=tokenizer), messages=QUESTION)
     long_rollout(context, tokenizer, 45)
     assert context.forks == {ForkReason.TEMPLATE: 1}
-    assert not context._windows
+    assert not context._windows_exact
     assert "result 0" not in text_of(tokenizer, context.token_ids)
 
 
@@ -379,4 +379,4 @@ def test_without_a_template_a_text_is_the_text_as_it_is_and_messages_are_refused
             context.prompt_ids()
     assert prompt[0] == begins.convert_tokens_to_ids("<begin>")
     own = chat_template(bare, template_kwargs={"chat_template": "{{ messages[0].content }}"})
-    assert own.render([{"role": "user", "content": "x"}], opening=False) == "x"
+    assert own.render([{"role": "user", "content": "x"}], generation_prompt=False) == "x"

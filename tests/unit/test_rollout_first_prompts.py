@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from agl_slime.tokens.conversation import ChatContext
-from agl_slime.tokens.template import _HELD_BYTES, _PROMPTS, ChatTemplate, FirstPrompts
+from agl_slime.tokens.template import _MAX_KEY_BYTES, _MAX_PROMPTS, ChatTemplate, PromptCache
 from tests.chat_templates import CHATML
 from tests.conversations import answer
 from tests.vocabularies import chat_tokenizer
@@ -78,12 +78,12 @@ def test_a_message_edited_after_the_prompt_does_not_change_what_others_get(count
 def test_a_template_that_may_write_something_else_is_asked_each_time(source: Any) -> None:
     tokenizer: Any = Counting(chat_tokenizer("anthropic", "chatml"), source)
     template = ChatTemplate(tokenizer=tokenizer)
-    assert template.first_prompts is None
+    assert template.prompt_cache is None
 
 
 def test_the_template_that_the_arguments_name_decides(counting: Any) -> None:
     dated = ChatTemplate(tokenizer=counting, template_kwargs={"chat_template": CHATML + "{{ strftime_now('%d') }}"})
-    assert dated.first_prompts is None
+    assert dated.prompt_cache is None
 
 
 def test_messages_that_are_equal_in_python_but_not_to_a_template_are_told_apart() -> None:
@@ -91,7 +91,7 @@ def test_messages_that_are_equal_in_python_but_not_to_a_template_are_told_apart(
         def __str__(self) -> str:
             return self.upper()
 
-    held: FirstPrompts[int] = FirstPrompts()
+    held: PromptCache[int] = PromptCache()
     variants: list[Any] = [1, True, 1.0, "1", [1], (1,), {"a": 1, "b": 2}, {"b": 2, "a": 1}]
     given = [held.get([{"content": variant}], lambda n=n: n) for n, variant in enumerate(variants)]
     assert given == list(range(len(variants)))
@@ -101,40 +101,40 @@ def test_messages_that_are_equal_in_python_but_not_to_a_template_are_told_apart(
 
 
 def test_a_text_cut_within_a_character_is_a_key_like_any_other() -> None:
-    held: FirstPrompts[int] = FirstPrompts()
+    held: PromptCache[int] = PromptCache()
     assert [held.get([{"content": "half \ud83d"}], lambda n=n: n) for n in range(2)] == [0, 0]
 
 
 def test_only_so_many_are_kept_those_used_last_and_only_so_much_of_them() -> None:
-    held: FirstPrompts[int] = FirstPrompts()
+    held: PromptCache[int] = PromptCache()
 
     def kept(number: int) -> bool:
         return held.get([{"content": number}], lambda: -1) == number
 
-    for number in range(_PROMPTS):
+    for number in range(_MAX_PROMPTS):
         held.get([{"content": number}], lambda n=number: n)
     assert kept(0)  # used again: now the youngest
     held.get([{"content": "one more"}], lambda: 0)
     assert kept(0)
     assert not kept(1)
-    half = [[{"content": letter * (_HELD_BYTES // 2 - 30)}] for letter in "ab"]
+    half = [[{"content": letter * (_MAX_KEY_BYTES // 2 - 30)}] for letter in "ab"]
     assert [held.get(messages, lambda n=n: n) for n, messages in enumerate(half * 2)] == [0, 1, 0, 1]
     assert not kept(0)  # there was no room for the rest
-    assert 0 < sum(map(len, held._held)) <= _HELD_BYTES
-    longest = [{"content": "x" * _HELD_BYTES}]
+    assert 0 < sum(map(len, held._results)) <= _MAX_KEY_BYTES
+    longest = [{"content": "x" * _MAX_KEY_BYTES}]
     assert [held.get(longest, lambda n=n: n) for n in range(2)] == [0, 1]
-    assert not held._held
+    assert not held._results
 
 
 def test_threads_that_ask_at_once_get_what_belongs_to_their_messages() -> None:
-    held: FirstPrompts[str] = FirstPrompts()
+    held: PromptCache[str] = PromptCache()
     wrong: list[str] = []
     together = threading.Barrier(4)
 
     def ask() -> None:
         together.wait(10)
         for n in range(2_000):
-            name = str(n % (2 * _PROMPTS))
+            name = str(n % (2 * _MAX_PROMPTS))
             if (got := held.get([{"content": name}], lambda name=name: name)) != name:
                 wrong.append(got)
 

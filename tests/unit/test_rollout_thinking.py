@@ -29,7 +29,7 @@ def text_of(tokenizer: Any, ids: Any) -> str:
 
 def in_fields(source: str, text: str) -> dict[str, Any]:
     template = ChatTemplate(tokenizer=small_tokenizer(source), tools=TOOLS)
-    return template.fields.given(text, template.reader).message
+    return template.fields.convert(text, template.reader).message
 
 
 def test_an_answers_parts_stand_in_the_fields_that_the_template_reads() -> None:

@@ -73,8 +73,8 @@ def test_an_answer_without_calls_is_text(kind: str) -> None:
 def test_the_grammar_of_a_forced_call_has_what_is_read_as_one(kind: str) -> None:
     function = {"name": "look", "parameters": {"type": "object"}}
     parser = get_tool_parser(kind)
-    form = parser.forced([function, {**function, "name": "other"}])
-    if parser.written is None:
+    form = parser.forced_grammar([function, {**function, "name": "other"}])
+    if parser.call_grammar is None:
         assert form is None
         return
     assert form is not None
@@ -113,7 +113,7 @@ def test_a_parser_that_says_nothing_of_it_forces_no_call() -> None:
         def parse(self, text: str) -> AnswerParts:
             return AnswerParts(content=text)
 
-    assert Own().forced([{"name": "look", "parameters": {}}]) is None
+    assert Own().forced_grammar([{"name": "look", "parameters": {}}]) is None
 
 
 @pytest.mark.parametrize("kind", CLOSED)

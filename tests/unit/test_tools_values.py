@@ -67,7 +67,7 @@ def test_values_are_of_the_types_that_the_schema_names_in_whatever_words(
         "glm": f"<tool_call>f<arg_key>{name}</arg_key><arg_value>{written}</arg_value></tool_call>",
     }[kind]
     (call,) = parser.parse(text).calls
-    assert parser.typed(call, SCHEMA).arguments == {name: read}
+    assert parser.convert_types(call, SCHEMA).arguments == {name: read}
 
 
 @pytest.mark.parametrize(

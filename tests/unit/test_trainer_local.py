@@ -13,7 +13,7 @@ torch = pytest.importorskip("torch")
 
 from agl_slime.errors import ConfigError, TrainerError  # noqa: E402
 from agl_slime.trainers import LocalTrainerSettings, TrainBatch, Trainer  # noqa: E402
-from agl_slime.trainers.base import TellsTokens  # noqa: E402
+from agl_slime.trainers.base import HasTokenScores  # noqa: E402
 from agl_slime.types import Sample  # noqa: E402
 from tests.trainer_cases import ONE_STEP, flat, gradient, trainer, weights  # noqa: E402
 from tests.trainer_policy import VOCABULARY, make_model, make_samples, response_log_probs  # noqa: E402
@@ -56,7 +56,7 @@ def test_the_first_batch_agrees_with_the_engine_and_is_counted(policy: Path, sam
 
 def test_it_tells_the_log_prob_and_the_advantage_of_each_trained_token(policy: Path, samples: list[Sample]):
     local = trainer(policy, n_minibatches=1)
-    assert isinstance(local, TellsTokens)
+    assert isinstance(local, HasTokenScores)
     assert local.scores is None
     metrics = local.train(samples, iteration=0)
     scores = local.scores

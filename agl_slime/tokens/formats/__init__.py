@@ -11,7 +11,7 @@ from agl_slime.errors import PromptError
 from agl_slime.tokens.codec import shared_length
 from agl_slime.tokens.formats.base import (
     ToolParser,
-    before_marks,
+    cut_at_marks,
     get_tool_parser,
     read_object,
     register_tool_parser,
@@ -47,7 +47,7 @@ __all__ = [
     "UNREAD_FORMAT",
     "HarmonyParser",
     "ToolParser",
-    "before_marks",
+    "cut_at_marks",
     "find_format",
     "get_tool_parser",
     "parser_for",
@@ -98,15 +98,15 @@ class _Arguments(dict[str, Any]):
 
 @functools.lru_cache(maxsize=64)
 def _find(tokenizer: Any, source: str, kwargs: _Arguments) -> ToolParser | None:
-    shown = [form() for form in _FORMATS if any(mark in source for mark in form.shown)]
+    asked_for = [form() for form in _FORMATS if any(mark in source for mark in form.template_marks)]
     for written in _probes(tokenizer, kwargs):
-        for form in [*shown, *(form() for form in _FORMATS)]:
+        for form in [*asked_for, *(form() for form in _FORMATS)]:
             if _reads(form, written):
                 return form
         return None  # it writes a call that nobody reads
     vocabulary = getattr(tokenizer, "get_added_vocab", dict)()
-    inherited = (form() for form in _FORMATS if _is_own(form) and not vocabulary.keys().isdisjoint(form.shown))
-    return next(iter(shown), None) or next(inherited, None)
+    inherited = (form() for form in _FORMATS if _is_own(form) and not vocabulary.keys().isdisjoint(form.template_marks))
+    return next(iter(asked_for), None) or next(inherited, None)
 
 
 def _is_own(form: type[ToolParser]) -> bool:
@@ -127,7 +127,7 @@ def _probes(tokenizer: Any, kwargs: dict[str, Any]) -> Iterator[tuple[str, ...]]
     for arguments in (_ARGUMENTS, json.dumps(_ARGUMENTS)):
         call = {"id": "call00042", "type": "function", "function": {"name": _NAME, "arguments": arguments}}
         try:
-            asked = render_chat(tokenizer, [question], opening=True, **kwargs)
+            asked = render_chat(tokenizer, [question], generation_prompt=True, **kwargs)
             answer = {"role": "assistant", "content": "", "tool_calls": [call]}
             whole = render_chat(tokenizer, [question, answer], **kwargs)
         except PromptError:

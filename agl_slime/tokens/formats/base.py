@@ -22,12 +22,12 @@ _MOST_UNREAD = 256  # marks without a call behind them, as an answer that repeat
 class ToolParser(ABC):
     """Finds the calls in the content of an answer, which begins after its reasoning."""
 
-    shown: tuple[str, ...] = ()
+    template_marks: tuple[str, ...] = ()
     """Texts in a chat template that ask for this format; one of them is enough."""
     tokens: tuple[str, ...] = ()
     """Marks that are tokens of their own in the vocabularies of models with this format: what has their text and is
     sampled as other tokens is a mention."""
-    written: tuple[str, str, str] | None = None
+    call_grammar: tuple[str, str, str] | None = None
     """The texts before and after a call's arguments, with ``NAME`` for the function's, and xgrammar's word for how
     those are written; ``None`` where a grammar cannot say it."""
     between = "\n"  # two calls
@@ -40,12 +40,12 @@ class ToolParser(ABC):
         """What calls may begin with: of an answer that is still sampled, what follows one is not known to be text."""
         return "{", "<|"
 
-    def forced(self, functions: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
+    def forced_grammar(self, functions: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
         """The grammar of an answer that is one or several calls of ``functions`` and nothing else, as a format of
         xgrammar's structural tags, which SGLang takes. ``None`` where there is none for this format."""
-        if self.written is None:
+        if self.call_grammar is None:
             return None
-        begin, end, style = self.written
+        begin, end, style = self.call_grammar
         tags = [
             {"type": "tag", "begin": begin.replace("NAME", function["name"]), "end": end}
             | {"content": self.arguments(function["parameters"], style)}
@@ -61,7 +61,7 @@ class ToolParser(ABC):
         """The grammar of a call's arguments, and of what stands between the name and them."""
         return {"type": "json_schema", "json_schema": schema} | ({} if style == "json" else {"style": style})
 
-    def typed(self, call: ToolCall, parameters: Mapping[str, Any] | None) -> ToolCall:
+    def convert_types(self, call: ToolCall, parameters: Mapping[str, Any] | None) -> ToolCall:
         """``call`` with arguments of the types that the JSON schema ``parameters`` names, where the format writes
         everything as text."""
         return call
@@ -112,7 +112,7 @@ class BlockParser(ToolParser):
             calls += read
             content += _without(text[done:start], self.opening)
             done = at = _after(text, end, self.closing)
-        return AnswerParts(content=content + text[done:], calls=numbered(calls), malformed=tuple(malformed))
+        return AnswerParts(content=content + text[done:], calls=number_calls(calls), malformed=tuple(malformed))
 
     def _unread(self, text: str, start: int, at: int) -> str:
         """What looks like a call at ``start``; empty where the mark is only mentioned."""
@@ -137,7 +137,7 @@ def _after(text: str, end: int, closing: tuple[str, ...]) -> int:
     return next((at + len(mark) for mark in closing if text.startswith(mark, at)), end)
 
 
-def before_marks(text: str, marks: Sequence[str]) -> str:
+def cut_at_marks(text: str, marks: Sequence[str]) -> str:
     """``text`` up to the first of ``marks``, or to where one may begin at its end."""
     first = min((at for mark in marks if (at := text.find(mark)) >= 0), default=None)
     if first is not None:
@@ -146,7 +146,7 @@ def before_marks(text: str, marks: Sequence[str]) -> str:
     return text[: len(text) - max(begun, default=0)]
 
 
-def numbered(calls: list[ToolCall]) -> tuple[ToolCall, ...]:
+def number_calls(calls: list[ToolCall]) -> tuple[ToolCall, ...]:
     return tuple(call if call.id else replace(call, id=f"call_{number}") for number, call in enumerate(calls))
 
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from agl_slime.tokens.answer import AnswerParts, ToolCall
-from agl_slime.tokens.formats.base import ToolParser, numbered, read_object, register_tool_parser
+from agl_slime.tokens.formats.base import ToolParser, number_calls, read_object, register_tool_parser
 
 _ENDS = re.compile(r"<\|(?:end|call|return|start)\|>")
 _MESSAGE = "<|message|>"
@@ -21,16 +21,16 @@ class HarmonyParser(ToolParser):
     """``<|channel|>commentary to=functions.f <|constrain|>json<|message|>{"x": 1}<|call|>``: gpt-oss. The channel
     ``analysis`` is reasoning; ``commentary`` without a recipient and ``final`` are content."""
 
-    shown = ("<|channel|>",)
+    template_marks = ("<|channel|>",)
     tokens = "<|channel|>", "<|message|>", "<|start|>", "<|end|>", "<|call|>", "<|return|>", "<|constrain|>"
-    written = "<|channel|>commentary to=functions.NAME <|constrain|>json<|message|>", "<|call|>", "json"
+    call_grammar = "<|channel|>commentary to=functions.NAME <|constrain|>json<|message|>", "<|call|>", "json"
     between = "<|start|>assistant"
 
     def marks(self) -> tuple[str, ...]:
         return ("<|",)
 
-    def forced(self, functions: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
-        form = super().forced(functions)
+    def forced_grammar(self, functions: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
+        form = super().forced_grammar(functions)
         assert form is not None
         # the engine stops at the first call's end
         return {"type": "or", "elements": form["tags"]} if len(functions) > 1 else form["tags"][0]
@@ -66,7 +66,7 @@ class HarmonyParser(ToolParser):
                 content.append(body)
         thought = "\n".join(reasoning) if reasoning else None
         return AnswerParts(
-            thought, closed or bool(content or calls), "".join(content), numbered(calls), tuple(malformed)
+            thought, closed or bool(content or calls), "".join(content), number_calls(calls), tuple(malformed)
         )
 
 

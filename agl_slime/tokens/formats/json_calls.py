@@ -11,7 +11,7 @@ from agl_slime.tokens.formats.base import (
     ToolParser,
     const,
     json_at,
-    numbered,
+    number_calls,
     read_object,
     register_tool_parser,
     skip_blanks,
@@ -54,8 +54,8 @@ class HermesParser(JsonBlockParser):
     """``<tool_call>{"name": "f", "arguments": {"x": 1}}</tool_call>``: Hermes, Qwen2.5, Qwen3, Granite 4."""
 
     begin, end = "<tool_call>", "</tool_call>"
-    shown = ("<tool_call>",)
-    written = '<tool_call>\n{"name": "NAME", "arguments": ', "}\n</tool_call>", "json"
+    template_marks = ("<tool_call>",)
+    call_grammar = '<tool_call>\n{"name": "NAME", "arguments": ', "}\n</tool_call>", "json"
 
 
 @register_tool_parser("nemotron_v2")
@@ -63,8 +63,8 @@ class NemotronV2Parser(JsonBlockParser):
     """``<TOOLCALL>[{"name": "f", "arguments": {"x": 1}}]</TOOLCALL>``: Nemotron Nano 2."""
 
     begin, end = "<TOOLCALL>", "</TOOLCALL>"
-    shown = ("<TOOLCALL>",)
-    written, between = ('{"name": "NAME", "arguments": ', "}", "json"), ", "
+    template_marks = ("<TOOLCALL>",)
+    call_grammar, between = ('{"name": "NAME", "arguments": ', "}", "json"), ", "
     section = "<TOOLCALL>[", "]</TOOLCALL>"
 
 
@@ -73,8 +73,8 @@ class MiniMaxM1Parser(JsonBlockParser):
     """``<tool_calls>`` around JSON objects in lines, or a list of them: MiniMax M1, Apriel."""
 
     begin, end = "<tool_calls>", "</tool_calls>"
-    shown = ("<tool_calls>",)
-    written = '{"name": "NAME", "arguments": ', "}", "json"
+    template_marks = ("<tool_calls>",)
+    call_grammar = '{"name": "NAME", "arguments": ', "}", "json"
     section = "<tool_calls>\n", "\n</tool_calls>"
 
 
@@ -83,7 +83,7 @@ class CohereParser(JsonBlockParser):
     """``<|START_ACTION|>[{"tool_name": "f", "parameters": {"x": 1}}]<|END_ACTION|>``: Command R7B, A."""
 
     begin, end = "<|START_ACTION|>", "<|END_ACTION|>"
-    shown = ("<|START_ACTION|>",)
+    template_marks = ("<|START_ACTION|>",)
 
 
 @register_tool_parser("mistral")
@@ -91,9 +91,9 @@ class MistralParser(BlockParser):
     """``[TOOL_CALLS][{"name": "f", "arguments": {"x": 1}}]``, and ``[TOOL_CALLS]f[ARGS]{"x": 1}`` of newer ones."""
 
     begin = "[TOOL_CALLS]"
-    shown = ("[TOOL_CALLS]",)
+    template_marks = ("[TOOL_CALLS]",)
     inner = "[ARGS]", "[CALL_ID]"
-    written, between = ('{"name": "NAME", "arguments": ', "}", "json"), ", "
+    call_grammar, between = ('{"name": "NAME", "arguments": ', "}", "json"), ", "
     section = "[TOOL_CALLS][", "]"
     starts = re.compile(r"\s*(?:[\[{]|[\w./-]+\s*(?:\[CALL_ID\]|\[ARGS\]|\{))")
     _head = re.compile(r"\s*([\w./-]+)\s*(?:\[CALL_ID\]\s*(\w+)\s*)?(?:\[ARGS\])?\s*(?=\{)")
@@ -110,8 +110,8 @@ class MistralParser(BlockParser):
 class MistralArgsParser(MistralParser):
     """``[TOOL_CALLS]f[ARGS]{"x": 1}``: Mistral Small 3.2, Ministral 3, Devstral."""
 
-    shown = ("[ARGS]",)
-    written, between, section = ("[TOOL_CALLS]NAME[ARGS]", "", "json"), "", ("", "")
+    template_marks = ("[ARGS]",)
+    call_grammar, between, section = ("[TOOL_CALLS]NAME[ARGS]", "", "json"), "", ("", "")
 
 
 class NamedJsonParser(BlockParser):
@@ -140,13 +140,13 @@ class KimiParser(NamedJsonParser):
     begin, end = "<|tool_call_begin|>", "<|tool_call_end|>"
     opening = "<|tool_calls_section_begin|>", "<|tool_call_section_begin|>"
     closing = "<|tool_calls_section_end|>", "<|tool_call_section_end|>"
-    shown = inner = ("<|tool_call_argument_begin|>",)
+    template_marks = inner = ("<|tool_call_argument_begin|>",)
     head = re.compile(
         r"\s*(?P<id>(?:functions\.)?(?P<name>[^\s<:]*[\w-])(?::\d+)?)\s*<\|tool_call_argument_begin\|>",
     )
     starts = head
     tail = re.compile(r"\s*<\|tool_call_end\|>")
-    written = "<|tool_call_begin|>functions.NAME:", "<|tool_call_end|>", "json"
+    call_grammar = "<|tool_call_begin|>functions.NAME:", "<|tool_call_end|>", "json"
     section, between = ("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"), ""
 
     def arguments(self, schema: Any, style: str) -> dict[str, Any]:
@@ -166,11 +166,11 @@ class _DeepSeekParser(NamedJsonParser):
 class DeepSeekV3Parser(_DeepSeekParser):
     """The type ``function``, a separator, the name in a line and arguments in a fence of JSON: DeepSeek V3, R1."""
 
-    shown = ("<｜tool▁sep｜>",)
+    template_marks = ("<｜tool▁sep｜>",)
     head = re.compile(r"\s*function<｜tool▁sep｜>(?P<name>[^\n<`]+)\n```json\s*")
     starts = head
     tail = re.compile(r"\s*```\s*<｜tool▁call▁end｜>")
-    written = (
+    call_grammar = (
         "<｜tool▁call▁begin｜>function<｜tool▁sep｜>NAME\n```json\n",
         "\n```<｜tool▁call▁end｜>",
         "json",
@@ -181,11 +181,11 @@ class DeepSeekV3Parser(_DeepSeekParser):
 class DeepSeekV31Parser(_DeepSeekParser):
     """The name, a separator and the arguments: DeepSeek V3.1."""
 
-    shown = ("<｜tool▁sep｜>",)
+    template_marks = ("<｜tool▁sep｜>",)
     head = re.compile(r"\s*(?P<name>[^\s<]+)\s*<｜tool▁sep｜>")
     starts = head
     tail = re.compile(r"\s*<｜tool▁call▁end｜>")
-    written, between = ("<｜tool▁call▁begin｜>NAME<｜tool▁sep｜>", "<｜tool▁call▁end｜>", "json"), ""
+    call_grammar, between = ("<｜tool▁call▁begin｜>NAME<｜tool▁sep｜>", "<｜tool▁call▁end｜>", "json"), ""
 
 
 @register_tool_parser("solar")
@@ -194,7 +194,7 @@ class SolarParser(NamedJsonParser):
 
     begin, end = "<|tool_call:begin|>", "<|tool_call:end|>"
     opening, closing = ("<|tool_calls|>",), ()
-    shown = ("<|tool_call:begin|>",)
+    template_marks = ("<|tool_call:begin|>",)
     head = re.compile(r"\s*(?P<id>\w*)\s*<\|tool_call:name\|>(?P<name>[^\s<]+)<\|tool_call:args\|>")
     starts = head
     tail = re.compile(r"\s*<\|tool_call:end\|>")
@@ -205,11 +205,11 @@ class FunctionaryParser(NamedJsonParser):
     """``<function=f>{"x": 1}</function>``: Functionary 3.1, and Llama 3.1 with custom tools."""
 
     begin, end = "<function=", "</function>"
-    shown = ("<function=",)
+    template_marks = ("<function=",)
     head = re.compile(r"(?P<name>[^>\s<]+)>\s*(?=\{)")
     starts = head
     tail = re.compile(r"\s*</function>")
-    written, between = ("<function=NAME>", "</function>", "json"), ""
+    call_grammar, between = ("<function=NAME>", "</function>", "json"), ""
 
 
 @register_tool_parser("llama_json", "llama3")
@@ -217,8 +217,8 @@ class LlamaJsonParser(ToolParser):
     """The whole answer is ``{"name": "f", "parameters": {"x": 1}}``, several with ``;`` between them, perhaps after
     text and ``<|python_tag|>``: Llama 3.1 and later."""
 
-    shown = "<|python_tag|>", "Environment: ipython"
-    written, between = ('{"name": "NAME", "parameters": ', "}", "json"), "; "
+    template_marks = "<|python_tag|>", "Environment: ipython"
+    call_grammar, between = ('{"name": "NAME", "parameters": ', "}", "json"), "; "
     _tag = "<|python_tag|>"
 
     def parse(self, text: str) -> AnswerParts:
@@ -227,7 +227,7 @@ class LlamaJsonParser(ToolParser):
         for start in [0] * bare + starts:
             try:
                 content = text[:start].removesuffix(self._tag)
-                return AnswerParts(content=content, calls=numbered(self._read(text, start)))
+                return AnswerParts(content=content, calls=number_calls(self._read(text, start)))
             except (ValueError, RecursionError):
                 continue
         begun = [start for start in starts if text.startswith("{", skip_blanks(text, start))]

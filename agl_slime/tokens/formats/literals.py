@@ -19,7 +19,7 @@ class Lfm2Parser(BlockParser):
     """``<|tool_call_start|>[f(x=1), g()]<|tool_call_end|>``: LFM2, whose newer ones may write JSON in the marks."""
 
     begin, end = "<|tool_call_start|>", "<|tool_call_end|>"
-    shown = "<|tool_call_start|>", "<|tool_list_start|>"
+    template_marks = "<|tool_call_start|>", "<|tool_list_start|>"
 
     def read(self, text: str, at: int) -> tuple[list[ToolCall], int]:
         if re.compile(r"\s*\[?\s*\{").match(text, at):
@@ -76,7 +76,7 @@ class Gemma4Parser(BlockParser):
     """``<|tool_call>call:f{x:1,y:<|"|>text<|"|>}<tool_call|>``: Gemma 4."""
 
     begin, end = "<|tool_call>", "<tool_call|>"
-    shown = ("<|tool_call>",)
+    template_marks = ("<|tool_call>",)
     inner = ('<|"|>',)
     starts = re.compile(r"\s*call:")
     _head = re.compile(r"\s*call:([^\s{<]+)\s*(?=\{)")

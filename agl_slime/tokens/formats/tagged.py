@@ -69,12 +69,12 @@ class QwenXmlParser(TaggedParser):
     Nemotron 3, Step 3.5."""
 
     begin, end = "<tool_call>", "</tool_call>"
-    shown = ("<function=",)
+    template_marks = ("<function=",)
     head = re.compile(r"\s*<function=([^>\s]+)\s*>")
     starts = re.compile(r"\s*<function=")
     key = re.compile(r"\s*<parameter=([^>\s]+)\s*>")
     value_end, tail = "</parameter>", "</function>"
-    written = "<tool_call>\n<function=NAME>\n", "\n</function>\n</tool_call>", "qwen_xml"
+    call_grammar = "<tool_call>\n<function=NAME>\n", "\n</function>\n</tool_call>", "qwen_xml"
 
     def value(self, key: re.Match[str], text: str) -> object:
         return text.removeprefix("\n").removesuffix("\n")  # values stand on lines of their own
@@ -85,8 +85,8 @@ class SeedParser(QwenXmlParser):
     """Qwen's in marks of its own, values without lines: Seed-OSS."""
 
     begin, end = "<seed:tool_call>", "</seed:tool_call>"
-    shown = ("<seed:tool_call>",)
-    written = "<seed:tool_call>\n<function=NAME>\n", "\n</function>\n</seed:tool_call>", "qwen_xml"
+    template_marks = ("<seed:tool_call>",)
+    call_grammar = "<seed:tool_call>\n<function=NAME>\n", "\n</function>\n</seed:tool_call>", "qwen_xml"
 
 
 @register_tool_parser("glm", "glm45")
@@ -94,12 +94,12 @@ class GlmParser(TaggedParser):
     """``<tool_call>f<arg_key>x</arg_key><arg_value>1</arg_value></tool_call>``: GLM since 4.5, Ling 3, Laguna."""
 
     begin, end = "<tool_call>", "</tool_call>"
-    shown = ("<arg_key>",)
+    template_marks = ("<arg_key>",)
     head = re.compile(r"\s*([\w./:-]+)\s*(?=<arg_key>|</tool_call>)")
     starts = re.compile(r"\s*([\w./:-]+)\s*(?=<arg_key>)")
     key = re.compile(r"\s*<arg_key>(.*?)</arg_key>\s*<arg_value>", re.DOTALL)
     value_end = "</arg_value>"
-    written = "<tool_call>NAME", "</tool_call>", "glm_xml"
+    call_grammar = "<tool_call>NAME", "</tool_call>", "glm_xml"
 
 
 @register_tool_parser("hunyuan")
@@ -108,7 +108,7 @@ class HunyuanParser(TaggedParser):
 
     begin, end = "<tool_call:opensource>", "</tool_call:opensource>"
     opening, closing = ("<tool_calls:opensource>",), ("</tool_calls:opensource>",)
-    shown = ("<arg_key:opensource>", "<tool_call:opensource>")
+    template_marks = ("<arg_key:opensource>", "<tool_call:opensource>")
     head = re.compile(r"\s*([^\s<]+)\s*<tool_sep:opensource>")
     starts = head
     key = re.compile(r"\s*<arg_key:opensource>(.*?)</arg_key:opensource>\s*<arg_value:opensource>", re.DOTALL)
@@ -121,12 +121,12 @@ class MiniMaxParser(TaggedParser):
 
     begin, end = '<invoke name="', "</invoke>"
     opening, closing, sectioned = ("<minimax:tool_call>",), ("</minimax:tool_call>",), True
-    shown = ("<minimax:tool_call>",)
+    template_marks = ("<minimax:tool_call>",)
     head = re.compile(r'([^">]+)">')
     starts = head
     key = re.compile(r'\s*<parameter name="([^"]+)">')
     value_end = "</parameter>"
-    written = '<invoke name="NAME">\n', "\n</invoke>", "minimax_xml"
+    call_grammar = '<invoke name="NAME">\n', "\n</invoke>", "minimax_xml"
     section = "<minimax:tool_call>\n", "\n</minimax:tool_call>"
 
     def marks(self) -> tuple[str, ...]:
@@ -140,12 +140,12 @@ class DsmlParser(TaggedParser):
     begin, end = '<｜DSML｜invoke name="', "</｜DSML｜invoke>"
     opening = "<｜DSML｜function_calls>", "<｜DSML｜tool_calls>"
     closing = "</｜DSML｜function_calls>", "</｜DSML｜tool_calls>"
-    shown = inner = ("｜DSML｜",)
+    template_marks = inner = ("｜DSML｜",)
     head = re.compile(r'([^">]+)">')
     starts = head
     key = re.compile(r'\s*<｜DSML｜parameter name="([^"]+)"(?: string="(true|false)")?>')
     value_end = "</｜DSML｜parameter>"
-    written = '<｜DSML｜invoke name="NAME">\n', "</｜DSML｜invoke>", "deepseek_xml"
+    call_grammar = '<｜DSML｜invoke name="NAME">\n', "</｜DSML｜invoke>", "deepseek_xml"
     section = "<｜DSML｜tool_calls>\n", "\n</｜DSML｜tool_calls>"
 
     def value(self, key: re.Match[str], text: str) -> object:

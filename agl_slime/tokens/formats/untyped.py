@@ -15,7 +15,7 @@ from agl_slime.tokens.formats.base import BlockParser
 class UntypedParser(BlockParser):
     """A format that writes all values as text."""
 
-    def typed(self, call: ToolCall, parameters: Mapping[str, Any] | None) -> ToolCall:
+    def convert_types(self, call: ToolCall, parameters: Mapping[str, Any] | None) -> ToolCall:
         root = parameters or {}
         schemas = root.get("properties")
         schemas = schemas if isinstance(schemas, Mapping) else {}

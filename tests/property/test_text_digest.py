@@ -7,7 +7,7 @@ import re
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agl_slime.tokens.written import Written
+from agl_slime.tokens.digest import TextDigest
 
 _PIECES = [
     "<",
@@ -33,19 +33,19 @@ def once(text: str) -> str:
 
 @given(_TEXTS, _TEXTS, st.integers(1, 9))
 def test_a_digest_of_pieces_is_that_of_the_whole_wherever_it_is_cut(text: str, other: str, size: int) -> None:
-    written = Written(text[:size])
+    written = TextDigest(text[:size])
     for at in range(size, len(text), size):
         written.add(text[at : at + size])
-    assert written.says(text)
-    assert written.copy().says(text + "<a", "<a")
-    assert written.says(other) == (once(other) == once(text))
+    assert written.matches(text)
+    assert written.copy().matches(text + "<a", "<a")
+    assert written.matches(other) == (once(other) == once(text))
 
 
 def test_white_space_and_empty_blocks_do_not_count_and_a_changed_letter_does() -> None:
-    written = Written("<|user|>\nhi <|assistant|>\n")
+    written = TextDigest("<|user|>\nhi <|assistant|>\n")
     written.add("<thi")
     written.add("nk>\n", "\n")
     written.add("</think>", "four\n")
-    assert written.says("<|user|>hi<|assistant|>four five", " five")
-    assert not written.says("<|user|>hi<|assistant|>Four five", " five")
-    assert not written.says("<|user|>hi<|assistant|><think>x</think>four five", " five")
+    assert written.matches("<|user|>hi<|assistant|>four five", " five")
+    assert not written.matches("<|user|>hi<|assistant|>Four five", " five")
+    assert not written.matches("<|user|>hi<|assistant|><think>x</think>four five", " five")
