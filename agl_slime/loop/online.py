@@ -292,7 +292,7 @@ class OnlineRLLoop:
                     return groups
                 text = f"{self._failures.why}; trying again in {pause_s:.0f} s"
                 self._emit(events.Warning(text=text, key=f"all_failed:{iteration}:{len(groups)}"))
-                await self._schedule.while_alive(asyncio.ensure_future(asyncio.sleep(pause_s)))
+                await self._schedule.await_with_health_check(asyncio.ensure_future(asyncio.sleep(pause_s)))
                 self._schedule.reject()
         finally:
             if groups:
@@ -344,7 +344,7 @@ class OnlineRLLoop:
     async def _step(self, name: str, work: Awaitable[Any], iteration: int) -> Any:
         """Wait for a function of the program's; an error says where it comes from."""
         try:
-            return await self._schedule.while_alive(asyncio.ensure_future(work))
+            return await self._schedule.await_with_health_check(asyncio.ensure_future(work))
         except AglSlimeError:
             raise
         except Exception as error:

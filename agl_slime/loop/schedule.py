@@ -112,12 +112,12 @@ class Schedule:
         self._fill()
         if not began and self._filling is not None:
             # what a restart has cut off is older than what is ready, and has its place before it
-            await self.while_alive(self._filling)
+            await self.await_with_health_check(self._filling)
         while (batch := self._admission.take()) is None:
             if self._filling is not None and self._filling.done():
                 self._filling.result()  # raises what the store or the tasks have raised
             self._changed.clear()
-            await self.while_alive(asyncio.ensure_future(self._changed.wait()))
+            await self.await_with_health_check(asyncio.ensure_future(self._changed.wait()))
         groups = [self._ended.pop(number) for number in batch]
         ages = zip(groups, self._admission.batch.items(), strict=True)
         self._taken = {str(number): at for group, (number, at) in ages if group.ready}
@@ -155,9 +155,9 @@ class Schedule:
         """One rollout for each of ``n`` validation tasks, scored and never trained on; with other resources than those
         of training, where given."""
         await self._enqueue(tasks, n, size=1, mode="val", resources_id=resources_id)
-        return [await self.while_alive(asyncio.ensure_future(self._validated.get())) for _ in range(n)]
+        return [await self.await_with_health_check(asyncio.ensure_future(self._validated.get())) for _ in range(n)]
 
-    async def while_alive(self, work: asyncio.Future[Any]) -> Any:
+    async def await_with_health_check(self, work: asyncio.Future[Any]) -> Any:
         """The result of ``work``; it is given up when something that the run needs dies meanwhile."""
         work.add_done_callback(lambda ended: ended.cancelled() or ended.exception())  # when it is given up, nobody asks
         try:

@@ -137,7 +137,7 @@ def template_settings(sampling: Mapping[str, Any]) -> dict[str, Any]:
     return {name: sampling[name] for name in ("chat_template_kwargs", "later_systems") if sampling.get(name)}
 
 
-def of_run(sampling: Mapping[str, Any]) -> dict[str, Any]:
+def run_parameters(sampling: Mapping[str, Any]) -> dict[str, Any]:
     """Of a run's sampling parameters, those that agents do not hand on: a gateway adds them to what they ask."""
     return {**replay_of(sampling), **template_settings(sampling)}
 

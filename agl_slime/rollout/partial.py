@@ -70,7 +70,7 @@ class PartialRollouts:
         self._changed = threading.Condition()
         self._rollouts: dict[str, _Rollout] = {}
         self._kept: dict[str, deque[list[_Call]]] = {}  # of a checkpoint, by instance
-        self.taken_up = 0
+        self.reused_tokens = 0
         """Tokens of before a restart that were not sampled again."""
 
     def client(self, client: Any, rollout: Rollout) -> Any:
@@ -154,7 +154,7 @@ class PartialRollouts:
                 call = _Call(key)
             else:
                 rollout.kept.remove(call)
-                self.taken_up += len(call.generation.output_ids) if call.generation is not None else 0
+                self.reused_tokens += len(call.generation.output_ids) if call.generation is not None else 0
             call.running = True
             rollout.calls.append(call)
             return call

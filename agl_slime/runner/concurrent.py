@@ -16,7 +16,7 @@ from agl_slime.rollout.agent import SGLangLitAgent
 from agl_slime.runner.base import FinishedListener, RunnerSettings
 from agl_slime.runner.guard import GuardedAgent, contain_tasks
 from agl_slime.runner.lag import LagMonitor
-from agl_slime.runner.process import forget_what_exists, is_ours
+from agl_slime.runner.process import freeze_gc, is_ours
 from agl_slime.runner.tracer import ContextTracer
 from agl_slime.store.follow import listen_for_ends
 from agl_slime.store.recording import current_recording
@@ -161,7 +161,7 @@ class ConcurrentRunner(LitAgentRunner[Any]):
         self._loop = asyncio.get_running_loop()
         stop_heartbeat = self._start_heartbeat_loop(store)
         unsubscribe = listen_for_ends(store, self.cancel, mine=self._claimed, only_cancelled=True)
-        forget_what_exists()
+        freeze_gc()
         stop_containing = contain_tasks(self._loop)
         if self.lag is not None:
             self.lag.start()

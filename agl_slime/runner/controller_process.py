@@ -21,7 +21,7 @@ from pathlib import Path
 import psutil
 
 from agl_slime.agl1.settings import PYTHON_VARIABLE, ControllerSettings
-from agl_slime.engine.process import EngineProcess
+from agl_slime.engine.process import ChildProcess
 from agl_slime.errors import ConfigError
 
 _POLL_S = 0.25
@@ -33,7 +33,7 @@ KEY_REFERENCE = "${oc.env:AGL_KEY}"
 _PR_SET_PDEATHSIG = 1  # of linux/prctl.h
 
 
-class ControllerProcess(EngineProcess):
+class ControllerProcess(ChildProcess):
     """``agl-controller`` with its local runner, or what takes its place, for the server at ``url``."""
 
     def __init__(self, settings: ControllerSettings, *, url: str) -> None:

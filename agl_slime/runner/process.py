@@ -1,7 +1,7 @@
 """What is done in a process that is this package's own, a worker's or the command line's, and in no other.
 
 All of it changes the whole process, so a library that is imported into somebody else's does none of it by itself; who
-wants it there calls ``own_this_process``.
+wants it there calls ``configure_worker_process``.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _DEFAULTS = {(700, 10, 10), (2_000, 10, 0), (2_000, 10, 10)}
 _owned = False
 
 
-def own_this_process() -> None:
+def configure_worker_process() -> None:
     """From now on runners of this process carry recordings into threads, and the garbage collector looks more rarely,
     unless the program has set limits of its own, and never at what has been imported. Before other imports this saves a
     second of them; with 4,096 rollouts in flight full collections took 40 % of the CPU time and stopped the event loop
@@ -43,7 +43,7 @@ def is_ours() -> bool:
     return _owned
 
 
-def forget_what_exists() -> None:
+def freeze_gc() -> None:
     """The garbage collector never looks again at what exists now (it is freed by its reference counts as before); does
     nothing in a process that is somebody else's."""
     if _owned:

@@ -19,7 +19,7 @@ from typing import Any, Literal, Self
 from agl_slime.errors import LoopError
 from agl_slime.runner.base import RunnerPlan, RunnerPool, RunnerSettings
 from agl_slime.runner.concurrent import ConcurrentRunner
-from agl_slime.runner.process import own_this_process
+from agl_slime.runner.process import configure_worker_process
 from agl_slime.store.bridge import BridgeStore
 from agl_slime.store.client import WorkerStore
 from agl_slime.store.server import served
@@ -56,7 +56,7 @@ class Worker:
     a connection that gets the reason when the watch over the process kills it."""
 
     def __init__(self, spec: WorkerSpec, verdict: int = -1) -> None:
-        own_this_process()
+        configure_worker_process()
         self._spec = spec
         self.runner = ConcurrentRunner(settings=spec.settings, name=spec.name, verdict=verdict)
 
