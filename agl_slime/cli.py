@@ -28,7 +28,7 @@ from rich.console import Console
 from rich.logging import RichHandler
 from rich.text import Text
 
-from agl_slime.commands import COMMANDS as COMMANDS_THAT_LOOK
+from agl_slime.commands import COMMANDS as READONLY_COMMANDS
 from agl_slime.errors import (
     AglSlimeError,
     ConfigError,
@@ -76,7 +76,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         except MissingDependencyError as error:
             return _told(Console(stderr=True), error, bool(os.environ.get(DEBUG_VARIABLE)))
     if command in COMMANDS:
-        functions: dict[str, Callable[[list[str]], object]] = {"train": _train, "eval": _eval, **COMMANDS_THAT_LOOK}
+        functions: dict[str, Callable[[list[str]], object]] = {"train": _train, "eval": _eval, **READONLY_COMMANDS}
         functions["chat"] = lambda flags: import_module("agl_slime.run.chat").main(flags)
         return _reported(partial(functions[command], rest))
     print(f"agl-slime: there is no command {command!r}; the commands are {', '.join(COMMANDS)}", file=sys.stderr)
@@ -132,9 +132,9 @@ def _train(arguments: list[str]) -> None:
     with _engine_ahead() if embedded else nullcontext():
         with console.status("loading ...") if console.is_terminal else nullcontext():
             # Agent Lightning, which this imports, takes seconds; --help should not
-            from agl_slime.runner.process import own_this_process
+            from agl_slime.runner.process import configure_worker_process
 
-            own_this_process()  # before the other imports, which it makes faster
+            configure_worker_process()  # before the other imports, which it makes faster
             from agl_slime.run.local import run_training
         _run_until_signal(run_training(config, slime_flags=slime_flags, console=console))
 

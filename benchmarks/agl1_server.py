@@ -369,13 +369,13 @@ def serve(engine: str, model: str, *, plain: bool, workers: int) -> int:
     """The API over a store that nobody reads, as a run has it."""
     from agl_slime.agl1.server import ControllerGateway
     from agl_slime.gateway.settings import GatewaySettings
-    from agl_slime.runner.process import own_this_process
+    from agl_slime.runner.process import configure_worker_process
     from agl_slime.store.bridge import BridgeStore
     from agl_slime.support.agl import LLM
     from agl_slime.support.threads import run_blocking
     from benchmarks.common import quiet
 
-    own_this_process()
+    configure_worker_process()
     quiet()
     store = BridgeStore()
     sampling = {"temperature": 1.0, "max_new_tokens": 256}

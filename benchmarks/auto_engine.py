@@ -27,7 +27,7 @@ from agl_slime.metric_names import IN_FLIGHT_LIMIT
 from agl_slime.rollout.session import RolloutSession
 from agl_slime.runner.auto_limit import AutoLimitSettings
 from agl_slime.runner.base import RunnerPlan, RunnerSettings
-from agl_slime.runner.process import own_this_process
+from agl_slime.runner.process import configure_worker_process
 from agl_slime.sglang.load import EngineLoads
 from agl_slime.store.bridge import BridgeStore
 from agl_slime.support.agl import LLM
@@ -80,7 +80,7 @@ def main() -> int:
     parser.add_argument("--tokens", type=int, default=16)
     parser.add_argument("--rounds", type=int, default=1)
     options = parser.parse_args()
-    own_this_process()
+    configure_worker_process()
     quiet()
     rates: dict[str, list[float]] = {str(limit): [] for limit in (*options.fixed, "auto")}
     limits: list[Any] = []

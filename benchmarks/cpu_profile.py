@@ -128,11 +128,11 @@ async def measure(engine: str, count: int) -> tuple[float, pstats.Stats]:
     from agl_slime import AGLDataSource
     from agl_slime.datasource.source import DataSourceSettings
     from agl_slime.runner.concurrent import RunnerSettings
-    from agl_slime.runner.process import own_this_process
+    from agl_slime.runner.process import configure_worker_process
     from agl_slime.runner.thread import RunnerThread
     from agl_slime.store.bridge import BridgeStore
 
-    own_this_process()  # as the command line does
+    configure_worker_process()  # as the command line does
     store = BridgeStore()
     await store.add_resources(llm_resources(engine))
     profiles: list[cProfile.Profile] = []

@@ -146,7 +146,7 @@ async def in_flight(name: str, engine: str, count: int, rounds: int) -> dict[str
     from agl_slime.gateway.server import Gateway
     from agl_slime.rollout.access import EngineAccess
     from agl_slime.runner.concurrent import RunnerSettings
-    from agl_slime.runner.process import own_this_process
+    from agl_slime.runner.process import configure_worker_process
     from agl_slime.runner.thread import RunnerThread
     from agl_slime.store.bridge import BridgeStore
     from agl_slime.store.retention import Retention
@@ -154,7 +154,7 @@ async def in_flight(name: str, engine: str, count: int, rounds: int) -> dict[str
     from benchmarks.common import Stopwatch, llm_resources, tokenizer
     from benchmarks.in_flight import consume, execute, steady_rate
 
-    own_this_process()
+    configure_worker_process()
     made = Gateway.__init__
 
     def with_tokenizer(self: Gateway, settings: Any = None, **more: Any) -> None:  # the scripted model has no directory

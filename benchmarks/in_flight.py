@@ -30,7 +30,7 @@ import time
 from dataclasses import replace
 from typing import Any
 
-from agl_slime.runner.process import forget_what_exists, own_this_process
+from agl_slime.runner.process import configure_worker_process, freeze_gc
 from benchmarks.common import (
     PATIENCE_S,
     REPO,
@@ -160,7 +160,7 @@ async def bridge(plan: str, engine: str, count: int, rounds: int) -> dict[str, A
     from agl_slime.store.bridge import BridgeStore
     from agl_slime.store.retention import Retention
 
-    own_this_process()
+    configure_worker_process()
     store = BridgeStore(retention=Retention(released_rollouts=0))
     await store.add_resources(llm_resources(engine))
     settings = RunnerSettings(max_concurrent=count // (RunnerPlan.parse(plan).count or 1))
@@ -253,8 +253,8 @@ async def bare(engine: str, count: int, rounds: int) -> dict[str, Any]:
     }
     ends: list[float] = []
     left = iter(range(count * rounds))
-    own_this_process()
-    forget_what_exists()
+    configure_worker_process()
+    freeze_gc()
 
     async def place(session: aiohttp.ClientSession) -> None:
         for _ in left:

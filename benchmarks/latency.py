@@ -69,14 +69,14 @@ async def measure(sizes: tuple[int, ...], groups: int) -> list[tuple[int, bool, 
     from agl_slime import AGLDataSource
     from agl_slime.datasource.source import DataSourceSettings
     from agl_slime.runner.concurrent import RunnerSettings
-    from agl_slime.runner.process import own_this_process
+    from agl_slime.runner.process import configure_worker_process
     from agl_slime.runner.thread import RunnerThread
     from agl_slime.store.bridge import BridgeStore
     from agl_slime.store.retention import Retention
     from agl_slime.support.agl import LLM
     from benchmarks.work import TurnAgent
 
-    own_this_process()  # as the command line does
+    configure_worker_process()  # as the command line does
     store = BridgeStore(retention=Retention(released_rollouts=10**9, released_bytes=2**50))  # keeps everything
     await store.add_resources({"main_llm": LLM(endpoint="http://127.0.0.1:1", model="none")})
     results = []

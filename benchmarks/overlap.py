@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from rich.table import Table
 
-from agl_slime.runner.process import own_this_process
+from agl_slime.runner.process import configure_worker_process
 from benchmarks.common import console, question, question_agent, scripted_engine, tokenizer
 
 GROUPS, SIZE = 8, 4
@@ -107,7 +107,7 @@ def main() -> int:
     parser.add_argument("--spread", type=float, default=0.0, help="of the latencies, as a share of their mean")
     parser.add_argument("--iterations", type=int, default=9)
     options = parser.parse_args()
-    own_this_process()  # as train.py does: a full garbage collection takes half a second
+    configure_worker_process()  # as train.py does: a full garbage collection takes half a second
     table = Table("engine : training", "t_roll", "t_train", "t_sync", "staleness", "s per iteration", "speed-up",
                   "ceiling", "of it", "training waited", "engine waited", "behind, mean / most")  # fmt: skip
     short = 0

@@ -22,14 +22,14 @@ from agl_slime.report.files import iter_jsonl
 from agl_slime.report.rollouts import RolloutWriter
 from agl_slime.run.local import run_training
 from agl_slime.run.settings import TrainConfig
-from agl_slime.runner.process import own_this_process
+from agl_slime.runner.process import configure_worker_process
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--iterations", type=int, default=40)
     arguments = parser.parse_args()
-    own_this_process()
+    configure_worker_process()
     spent = 0.0
     handle = RolloutWriter.handle
 

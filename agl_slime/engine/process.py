@@ -22,7 +22,7 @@ _STDERR_TAIL = 2000
 _STOP_TIMEOUT_S = 3.0
 
 
-class EngineProcess:
+class ChildProcess:
     """An engine on 127.0.0.1 in a process of its own, from ``start`` (or the ``with`` block) to ``stop``, which
     also ends that process's children.
 
@@ -200,7 +200,7 @@ _ENGINE = [sys.executable, "-m", "agl_slime.engine"]
 _VARIABLES = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
 
 
-class EmbeddedEngine(EngineProcess):
+class EmbeddedEngine(ChildProcess):
     """Serves ``model_path`` with the embedded engine. ``options`` are the flags of ``python -m agl_slime.engine``:
     ``random_seed``, ``context_length``, …; the port is a free one unless it is given."""
 

@@ -20,7 +20,7 @@ from contextlib import closing, suppress
 from http.client import HTTPConnection, HTTPException
 from pathlib import Path
 
-from agl_slime.engine.process import EngineProcess
+from agl_slime.engine.process import ChildProcess
 from agl_slime.errors import ConfigError
 from agl_slime.support.threads import usable_cores
 
@@ -32,7 +32,7 @@ _VERSION = "from importlib.metadata import version; print(version('sglang'))"
 _HAS_GPU = "import torch; print(torch.cuda.is_available())"
 
 
-class SGLangProcess(EngineProcess):
+class SGLangProcess(ChildProcess):
     """Serves ``model_path`` with the SGLang of ``python`` (see ``find_sglang``): in float32 with the flags that a CPU
     needs where its torch finds no GPU, else as SGLang does by itself. ``flags`` are further flags of SGLang. Its output
     is appended to ``log``, if given."""

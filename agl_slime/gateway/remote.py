@@ -20,7 +20,7 @@ from agl_slime.errors import GatewayRequestError
 from agl_slime.gateway.attempt import Attempt
 from agl_slime.gateway.server import Gateway
 from agl_slime.gateway.settings import GatewaySettings, endpoint_of
-from agl_slime.rollout.access import LLM_RESOURCE, EngineAccess, of_run
+from agl_slime.rollout.access import LLM_RESOURCE, EngineAccess, run_parameters
 from agl_slime.store.bridge import FINISHED
 from agl_slime.store.follow import listen_for_ends
 from agl_slime.store.recording import Recording, SpanBuilder
@@ -147,7 +147,7 @@ class StoreGateway(Gateway):
             said = f"the rollout's resources name no engine as {LLM_RESOURCE}"
             raise GatewayRequestError(said, status=503, code="no_engine")
         sampling = (told.sampling_parameters if told is not None else None) or self._llm.sampling_parameters
-        sampling = {**of_run(self._llm.sampling_parameters), **sampling}
+        sampling = {**run_parameters(self._llm.sampling_parameters), **sampling}
         return self._llm.model_copy(update={"sampling_parameters": sampling})
 
     async def _unnamed(self, request: web.Request, path: str, named: dict[str, str | None]) -> web.Response | None:
@@ -159,7 +159,7 @@ class StoreGateway(Gateway):
         if self._llm is None:
             return None
         told: dict[str, Any] = {"endpoint": self._llm.endpoint}
-        if replay := of_run(self._llm.sampling_parameters):
+        if replay := run_parameters(self._llm.sampling_parameters):
             told["replay"] = replay
         return json_response(told)
 

@@ -33,7 +33,7 @@ from agl_slime.gateway.protocol import Protocol, list_of_models
 from agl_slime.gateway.responses import Compact, InputTokens, Responses, new_conversation
 from agl_slime.gateway.settings import GatewaySettings
 from agl_slime.gateway.work import Work
-from agl_slime.rollout.access import LLM_RESOURCE, EngineAccess, ServedResources, of_run
+from agl_slime.rollout.access import LLM_RESOURCE, EngineAccess, ServedResources, run_parameters
 from agl_slime.support.agl import LLM, NamedResources, ProxyLLM
 from agl_slime.support.handover import Taker
 from agl_slime.support.http import json_response, listening, read_body
@@ -381,7 +381,7 @@ class Gateway:
 
 def for_clients(sampling: Mapping[str, Any]) -> dict[str, Any]:
     """Sampling parameters by the names that an OpenAI client takes: agents hand them on as they are."""
-    known = {name: value for name, value in sampling.items() if name not in of_run(sampling)}
+    known = {name: value for name, value in sampling.items() if name not in run_parameters(sampling)}
     return {"max_tokens" if name == "max_new_tokens" else name: value for name, value in known.items()}
 
 

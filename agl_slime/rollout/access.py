@@ -1,6 +1,6 @@
-"""How a resource that names a model becomes what a conversation needs: tokenizer, client of the engine, templates.
+"""``EngineAccess``: tokenizer, engine client and chat templates for the model that an ``LLM`` resource names.
 
-One of these serves all rollouts of an agent, or of a gateway.
+One instance serves all rollouts of an agent, or of a gateway.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from agl_slime.tokens.loading import load_tokenizer
 from agl_slime.tokens.template import ChatTemplate, chat_template
 from agl_slime.tokens.tokenizer import ChatTokenizer
 
-# Agent Lightning's convention for the name of the model under training.
+# Agent Lightning's name for the model under training.
 LLM_RESOURCE = "main_llm"
 
-# Rollouts of one agent have the same tools, mostly; where each task has its own, those not used for long are let go.
+# The least recently used templates are dropped: an agent may have other tools for each task.
 _MAX_TEMPLATES = 64
 
 _SAMPLING_FIELDS = frozenset(SamplingParams.__dataclass_fields__) - {"extra"}
 
 
 class EngineAccess:
-    """Clients by endpoint and templates by tools, made when they are first asked for. A copy in another process opens
-    its own connections."""
+    """Clients by endpoint and templates by tools, made at their first use. A copy in another process opens its own
+    connections."""
 
     def __init__(self, *, tokenizer: ChatTokenizer | None = None, settings: ClientSettings | None = None) -> None:
         self._tokenizer = tokenizer
@@ -42,23 +42,23 @@ class EngineAccess:
         self._clients: dict[str, SGLangClient] = {}
         self._templates: dict[Any, ChatTemplate] = {}
         self._tokenizers: dict[str, ChatTokenizer] = {}
-        self._engines: dict[str, dict[str, Any]] = {}  # behind gateways: address, what is asked for to be replayed
+        self._engines: dict[str, dict[str, Any]] = {}  # by gateway: the engine's address and replay parameters
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_clients": {}, "_templates": {}, "_tokenizers": {}}
 
     async def tokenizer(self, llm: LLM) -> ChatTokenizer:
-        """The one that was given, else that of ``LLM.model``."""
+        """The constructor's tokenizer, else the one of ``LLM.model``."""
         if self._tokenizer is None and not llm.model:
             raise ConfigError(f"LLM.model of {LLM_RESOURCE!r} is empty; name a checkpoint, or give a tokenizer")
-        known = self._tokenizer or self._tokenizers.get(llm.model)
-        if known is None:
-            known = self._tokenizers[llm.model] = await run_in_thread(load_tokenizer, llm.model)
-        return known
+        tokenizer = self._tokenizer or self._tokenizers.get(llm.model)
+        if tokenizer is None:
+            tokenizer = self._tokenizers[llm.model] = await run_in_thread(load_tokenizer, llm.model)
+        return tokenizer
 
     async def engine(self, llm: LLM) -> LLM:
-        """``llm`` with the engine's own address, where it names a gateway of ours: an agent that knows tokens needs
-        nobody to translate."""
+        """``llm`` with the engine's address in place of the gateway's: an agent that works on tokens needs no protocol
+        translation. Raises ``ConfigError`` when the address is no gateway of this package."""
         if not isinstance(llm, ProxyLLM):
             return llm
         gateway = llm.get_base_url(None, None).removesuffix("/v1")
@@ -68,9 +68,9 @@ class EngineAccess:
                     where = str(URL(gateway).origin())  # its path may hold the token
                     raise ConfigError(f"{LLM_RESOURCE} names {where}, which is no gateway of agl-slime's")
                 self._engines[gateway] = await answer.json()
-        told = self._engines[gateway]
-        sampling = {**told.get("replay", {}), **llm.sampling_parameters}
-        return LLM(endpoint=told["endpoint"], model=llm.model, sampling_parameters=sampling)
+        engine = self._engines[gateway]
+        sampling = {**engine.get("replay", {}), **llm.sampling_parameters}
+        return LLM(endpoint=engine["endpoint"], model=llm.model, sampling_parameters=sampling)
 
     def client(self, llm: LLM, tokenizer: ChatTokenizer) -> SGLangClient:
         client = self._clients.get(llm.endpoint)
@@ -92,59 +92,59 @@ class EngineAccess:
         *,
         llm: LLM | None = None,
     ) -> ChatTemplate:
-        """One template for all rollouts with these tools: what it has found out about itself is known to all. The
-        run's template settings are those of ``llm``; ``template_kwargs`` are given over its arguments."""
-        given = template_settings(llm.sampling_parameters if llm is not None else {})
-        kwargs = {**given.pop("chat_template_kwargs", {}), **(template_kwargs or {})}
-        key = template_key(tools, kwargs), id(tokenizer), *given.values()
-        made = self._templates.pop(key, None)
-        if made is None:
-            made = chat_template(tokenizer, tools, kwargs, **given)
-        self._templates[key] = made  # those used last at the end
+        """The template that all rollouts with these tools share, and with it the results of its probes. The run's
+        template settings are in ``llm``; ``template_kwargs`` override its template arguments."""
+        settings = template_settings(llm.sampling_parameters if llm is not None else {})
+        kwargs = {**settings.pop("chat_template_kwargs", {}), **(template_kwargs or {})}
+        key = template_key(tools, kwargs), id(tokenizer), *settings.values()
+        template = self._templates.pop(key, None)
+        if template is None:
+            template = chat_template(tokenizer, tools, kwargs, **settings)
+        self._templates[key] = template  # last: most recently used
         if len(self._templates) > _MAX_TEMPLATES:
             del self._templates[next(iter(self._templates))]
-        return made
+        return template
 
     async def aclose(self) -> None:
-        """Close the connections; to be called on the event loop that they were used on."""
+        """Close the connections. Must run on the event loop that used them."""
         clients, self._clients = self._clients, {}
         for client in clients.values():
             await client.aclose()
 
 
 def template_key(tools: Sequence[Mapping[str, Any]] | None, template_kwargs: Mapping[str, Any] | None = None) -> str:
-    """Equal for what makes the same template of one tokenizer."""
+    """A cache key for the templates of one tokenizer."""
     return json.dumps([tools, dict(template_kwargs or {})], sort_keys=True, default=repr)
 
 
 class ServedResources(dict[str, Any]):
-    """Agents that were written for other runs find the model as ``llm``. It is not listed twice, for
-    ``@agl.rollout`` takes the first model that is listed and warns of others."""
+    """Resources that also answer to ``llm``, the model's name in agents written for other runs. Iteration lists the
+    model once: ``@agl.rollout`` takes the first model and warns about others."""
 
     def __missing__(self, name: str) -> Any:
         if name != "llm":
             raise KeyError(name)
-        return self.get(LLM_RESOURCE) or next(found for found in self.values() if isinstance(found, LLM))
+        return self.get(LLM_RESOURCE) or next(value for value in self.values() if isinstance(value, LLM))
 
 
 def replay_of(sampling: Mapping[str, Any]) -> dict[str, Any]:
-    """What of a run's sampling parameters is between gateway and engine, and no client's to hand on."""
+    """The replay parameters among a run's sampling parameters: internal, stripped before clients see them."""
     return {name: sampling[name] for name in ("routed_experts", "nucleus", "replay_files") if sampling.get(name)}
 
 
 def template_settings(sampling: Mapping[str, Any]) -> dict[str, Any]:
-    """The template settings of a run, which travel with its sampling parameters to wherever a prompt is made."""
+    """The template settings of a run, which travel among its sampling parameters to every place that builds prompts."""
     return {name: sampling[name] for name in ("chat_template_kwargs", "later_systems") if sampling.get(name)}
 
 
-def of_run(sampling: Mapping[str, Any]) -> dict[str, Any]:
-    """Of a run's sampling parameters, those that agents do not hand on: a gateway adds them to what they ask."""
+def run_parameters(sampling: Mapping[str, Any]) -> dict[str, Any]:
+    """The sampling parameters of a run that agents do not send: a gateway adds them to each request."""
     return {**replay_of(sampling), **template_settings(sampling)}
 
 
 def sampling_of(llm: LLM) -> SamplingParams:
-    """``LLM.sampling_parameters`` as ``SamplingParams``; OpenAI's ``max_tokens`` is taken for ``max_new_tokens``, names
-    that are not ours are passed to SGLang as they are."""
+    """``LLM.sampling_parameters`` as ``SamplingParams``: OpenAI's ``max_tokens`` means ``max_new_tokens``, unknown
+    names are passed to SGLang unchanged."""
     settings = template_settings(llm.sampling_parameters)
     extra = {name: value for name, value in llm.sampling_parameters.items() if name not in settings}
     values = {name: extra.pop(name) for name in [*extra] if name in _SAMPLING_FIELDS}

@@ -1,7 +1,8 @@
 """``SGLangLitAgent``: the base class of agents that talk to SGLang.
 
-A user writes ``compute_reward``, perhaps ``build_prompt``, and for more than one turn declares ``tools`` or a
-``scheduler``, or writes ``run``. Users' sync code runs in threads; an async method runs on the loop of all rollouts.
+A subclass implements ``compute_reward``, perhaps ``build_prompt``, and for several turns declares ``tools`` or a
+``scheduler``, or overrides ``run``. Sync user code runs in threads; async methods run on the event loop that all
+rollouts share.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import Any
 from agl_slime.errors import ConfigError
 from agl_slime.rollout.access import LLM_RESOURCE, EngineAccess, sampling_of
 from agl_slime.rollout.chat_api import ChatApi
-from agl_slime.rollout.chat_session import session_with
+from agl_slime.rollout.chat_session import open_chat_session
 from agl_slime.rollout.orm import make_functions, reward_of
 from agl_slime.rollout.outcome import LossScale, check_reward, missing_rewards, untrained_turns
 from agl_slime.rollout.partial import PartialRollouts
@@ -41,7 +42,7 @@ logger = logging.getLogger(__name__)
 class SGLangLitAgent(LitAgent[dict[str, Any]]):
     """Runs one task as a conversation with SGLang and scores it.
 
-    Subclass and implement ``compute_reward``; more than one turn by declaration::
+    Subclass it and implement ``compute_reward``. Several turns by declaration::
 
         class Searcher(SGLangLitAgent):
             tools = [search, OpenPage]      # functions, objects with a schema, or classes made for each rollout
@@ -51,27 +52,27 @@ class SGLangLitAgent(LitAgent[dict[str, Any]]):
                 return 1.0 if response.strip() == task["label"] else 0.0
 
     The engine, the model (whose tokenizer is loaded from ``LLM.model``) and the sampling parameters come from the
-    resource ``main_llm``; ``tokenizer``, ``sampling``, ``client`` and ``client_settings`` override what it says.
+    resource ``main_llm``; ``tokenizer``, ``sampling``, ``client`` and ``client_settings`` override it.
     """
 
-    tools: Sequence[Any] = ()  # what the model may call; see agl_slime.rollout.tools
-    tools_in_prompt: bool = True  # False where the prompt itself, and not the chat template, says what tools there are
-    tool_parser: str | ToolParser | None = None  # how the model writes calls; None: as its chat template shows
-    tool_timeout_s: float = 60.0  # that a call may take
+    tools: Sequence[Any] = ()  # the model's tools; see agl_slime.rollout.tools
+    tools_in_prompt: bool = True  # False: the prompt itself, not the chat template, declares the tools
+    tool_parser: str | ToolParser | None = None  # format of tool calls; None: as the chat template writes them
+    tool_timeout_s: float = 60.0  # time limit of one tool call
     max_tool_result_chars: int | None = None  # longer results are cut
-    stop_on_tool_error: bool = False  # end the rollout when a tool fails; else the model sees the error and goes on
+    stop_on_tool_error: bool = False  # end the rollout when a tool fails; False: the model sees the error
     scheduler: MultiTurnScheduler | type[MultiTurnScheduler] | str | None = None
     """Decides what follows an answer without calls: one object for all rollouts, its class, or its registered name."""
-    keep_stop_token: bool = False  # where an answer that ended is continued: after its stop token, in one Sample
+    keep_stop_token: bool = False  # continue a finished answer after its stop token, in one Sample
     max_turns: int | None = None  # most answers of a rollout
-    max_trajectory_tokens: int | None = None  # prompt and answers; None: what the model's context holds
+    max_trajectory_tokens: int | None = None  # prompt and answers; None: the model's context length
     reward_functions: Sequence[Any] = ()  # in the form of ms-swift's ORMs, instead of compute_reward: see rollout.orm
-    loss_scale: LossScale = "default"  # which answers are trained: all, "last_round", or as a function says
-    template_kwargs: Mapping[str, Any] = {}  # of the chat template, over the run's: {"enable_thinking": False}
-    image_settings: ImageSettings = ImageSettings()  # what images may be that messages and tools show
-    partial: PartialRollouts | None = None  # keeps what rollouts have sampled, for a run that is cut and goes on
-    _functions: Mapping[str, Any] | None = None  # of reward_functions, made with the first reward
-    chat_api: ChatApi | None = None  # answers in the engine's place, in rollouts that are scored and never trained on
+    loss_scale: LossScale = "default"  # answers to train: all, "last_round", or chosen by a function
+    template_kwargs: Mapping[str, Any] = {}  # chat template arguments, over the run's: {"enable_thinking": False}
+    image_settings: ImageSettings = ImageSettings()  # limits of images in messages and tool results
+    partial: PartialRollouts | None = None  # keeps sampled tokens of unfinished rollouts for a resumed run
+    _functions: Mapping[str, Any] | None = None  # reward_functions by name, made at the first reward
+    chat_api: ChatApi | None = None  # replaces the engine in rollouts that are scored and never trained on
 
     def __init__(
         self,
@@ -92,11 +93,12 @@ class SGLangLitAgent(LitAgent[dict[str, Any]]):
         raise NotImplementedError(f"{type(self).__name__} must implement compute_reward(task, response)")
 
     def build_prompt(self, task: dict[str, Any]) -> list[dict[str, Any]] | str:
-        """Chat messages for a task, or a string: a question, or the text as it is for a model without chat template. By
-        default ``task["messages"]`` or ``task["prompt"]``, without the answer of the dataset that they may end with."""
+        """Chat messages for a task, or a string: a user message, or the raw prompt of a model without chat template.
+        The default takes ``task["messages"]`` or ``task["prompt"]``, without a final assistant message (the dataset's
+        answer)."""
         prompt = task.get("messages", task.get("prompt"))
         if isinstance(prompt, list) and len(prompt) > 1 and _is_answer(prompt[-1]):
-            _explain_answer()
+            _log_dropped_answer()
             return prompt[:-1]
         if prompt and isinstance(prompt, (str, list)):
             return prompt
@@ -104,17 +106,17 @@ class SGLangLitAgent(LitAgent[dict[str, Any]]):
         raise ConfigError(f"the task has neither `prompt` nor `messages` (it has {keys}); or override build_prompt")
 
     def build_tools(self, task: dict[str, Any]) -> Sequence[Any]:
-        """The tools of one rollout. The default gives ``tools``."""
+        """The tools of one rollout; by default ``tools``."""
         return self.tools
 
     async def run(self, task: dict[str, Any], session: RolloutSession) -> None:
-        """The conversation. The default asks until neither the tools that are called nor the scheduler want more."""
+        """The conversation. The default asks until an answer calls no tool and the scheduler ends the rollout."""
         scheduler = self._scheduler(session)
         await run_turns(session, task=task, scheduler=scheduler, stop_on_tool_error=self.stop_on_tool_error)
 
     async def score(self, task: dict[str, Any], trajectory: Trajectory) -> Any:
-        """The reward of the whole rollout. The default calls ``compute_reward`` on the last answer, or
-        ``reward_functions`` where there are any."""
+        """The reward of the whole rollout. The default calls ``reward_functions``, or without any ``compute_reward`` on
+        the last answer."""
         if self.reward_functions:
             if self._functions is None:
                 self._functions = await run_user_code(make_functions, self.reward_functions)
@@ -122,13 +124,14 @@ class SGLangLitAgent(LitAgent[dict[str, Any]]):
         return await call_user_code(self.compute_reward, task, trajectory.response)
 
     async def rollout_async(self, task: dict[str, Any], resources: NamedResources, rollout: Rollout) -> None:
-        """One rollout: the conversation, then the reward, each as spans. Raises what went wrong."""
+        """One rollout: the conversation, then the reward, each written as spans. Raises every error but
+        ``RolloutStopped``."""
         tools = ToolManager(timeout_s=self.tool_timeout_s, max_result_chars=self.max_tool_result_chars, task=task)
         try:
             session = await self._open_session(task, resources, rollout, tools)
             try:
                 await self.run(task, session)
-            except RolloutStopped as stopped:  # a limit, not a failure: what was sampled is scored
+            except RolloutStopped as stopped:  # a limit, not a failure: score the answers so far
                 logger.debug("rollout %s stopped: %s", rollout.rollout_id, stopped)
             await self._emit_reward(task, rollout, session)
         except Exception:
@@ -142,7 +145,7 @@ class SGLangLitAgent(LitAgent[dict[str, Any]]):
         stats, scale = session.stats, self.loss_scale
         if callable(scale):
             if inspect.ismethod(scale) and len(inspect.signature(scale).parameters) == 2:
-                scale = scale.__func__  # a plain function that was declared on the class
+                scale = scale.__func__  # a plain function declared on the class, bound by attribute access
             stats.untrained_turns = await run_user_code(untrained_turns, scale, session.turns)
         else:
             stats.untrained_turns = untrained_turns(scale, session.turns)
@@ -155,16 +158,16 @@ class SGLangLitAgent(LitAgent[dict[str, Any]]):
             stop_reason=stats.stop_reason.value if stats.stop_reason is not None else "",
             metadata={"rollout_infos": stats.infos} if stats.infos else {},
         )
-        said = await self.score(task, trajectory)
+        reward = await self.score(task, trajectory)
         attributes = stats.attributes()
-        if missing := missing_rewards(said):
+        if missing := missing_rewards(reward):
             attributes[names.REWARDS_MISSING] = json.dumps(missing)
-        _emit(said, source=f"{type(self).__name__}.compute_reward", attributes=attributes)
+        _emit(reward, source=f"{type(self).__name__}.compute_reward", attributes=attributes)
         for role, reward in stats.rewards.items():
             _emit(reward, source=f"the reward of role {role!r}", attributes=make_link_attributes({names.ROLE: role}))
 
     async def aclose(self) -> None:
-        """Close the connections; the runner calls it on its own event loop when it ends."""
+        """Close the connections. The runner calls it on its event loop when it ends."""
         await self._access.aclose()
         if self.chat_api is not None:
             await self.chat_api.aclose()
@@ -172,7 +175,7 @@ class SGLangLitAgent(LitAgent[dict[str, Any]]):
     async def _open_session(
         self, task: dict[str, Any], resources: NamedResources, rollout: Rollout, tools: ToolManager
     ) -> Any:
-        """A ``RolloutSession``, or a ``ChatSession`` where ``chat_api`` answers."""
+        """A ``RolloutSession``, or with ``chat_api`` a ``ChatSession``."""
         llm = resources.get(LLM_RESOURCE)
         if not isinstance(llm, LLM):
             raise ConfigError(f"the resources must hold an LLM named {LLM_RESOURCE!r}, they hold {sorted(resources)}")
@@ -186,9 +189,9 @@ class SGLangLitAgent(LitAgent[dict[str, Any]]):
             role = "user" if chat else "text"
             return _messages(self.build_prompt(task), f"{type(self).__name__}.build_prompt", role)
 
-        own, base = type(self), SGLangLitAgent
-        ours = (own.build_prompt, own.build_tools) == (base.build_prompt, base.build_tools) and not self.tools
-        messages = prepare() if ours else await call_user_code(prepare)
+        cls, base = type(self), SGLangLitAgent
+        no_user_code = (cls.build_prompt, cls.build_tools) == (base.build_prompt, base.build_tools) and not self.tools
+        messages = prepare() if no_user_code else await call_user_code(prepare)
         offered = bool(tools.names)
         common: dict[str, Any] = {
             "sampling": self._sampling or sampling_of(llm),
@@ -200,8 +203,8 @@ class SGLangLitAgent(LitAgent[dict[str, Any]]):
         schemas = tools.schemas if offered and self.tools_in_prompt else None
         if tokenizer is None:
             assert api is not None
-            own_parser = get_tool_parser(self.tool_parser) if offered and self.tool_parser else None
-            return session_with(api, shown=schemas, parser=own_parser, **common)
+            parser = get_tool_parser(self.tool_parser) if offered and self.tool_parser else None
+            return open_chat_session(api, schemas=schemas, parser=parser, **common)
         client = self._client or self._client_for(llm, tokenizer)
         parser = None
         if offered:
@@ -236,11 +239,11 @@ def _is_answer(message: Any) -> bool:
 
 
 @functools.cache
-def _explain_answer() -> None:
-    text = (
-        "A task ends with an assistant's message: the dataset's answer, which the model is not shown. To have it go on "
+def _log_dropped_answer() -> None:
+    logger.info(
+        "A task ends with an assistant message, taken for the dataset's answer and not shown to the model. To have the "
+        "model continue that message, return it from build_prompt."
     )
-    logger.info(text + "with that message, return it from build_prompt.")
 
 
 def _emit(reward: Any, *, source: str, attributes: dict[str, Any]) -> None:

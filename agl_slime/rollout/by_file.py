@@ -1,7 +1,7 @@
-"""Modules that are named by their file: ``import_file(path)``.
+"""``import_file(path)``: Python files as importable modules.
 
-Each is a submodule of this one whose name spells the path, so that another process (a worker, a Ray actor) which
-unpickles one of its classes imports the same file. Only what somebody has named is imported.
+Each file is a submodule of this one whose name encodes the path, so a worker or a Ray actor that unpickles one of its
+classes imports the same file. Only files that a user named are imported.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from typing import Any
 
 from agl_slime.errors import ConfigError
 
-__path__: list[str] = []  # a package without a directory: its modules are found below
+__path__: list[str] = []  # a package without a directory: _Finder locates its modules
 
 
 def import_file(path: str | Path, *, again: bool = False) -> ModuleType:
-    """The module in the file, run when it is imported first, or ``again``. What stands beside the file can be imported
-    by it, unless something of that name is installed. Raises what the file raises, and ``ConfigError``."""
+    """The file as a module, executed at its first import, or ``again``. It can import modules from its own directory,
+    after installed ones of the same name. Raises ``ConfigError`` for a missing file, and any error of the file."""
     file = Path(path).expanduser().resolve()
     if not file.is_file():
         raise ConfigError(f"there is no file {path}")
@@ -41,7 +41,7 @@ class _Finder(MetaPathFinder):
             return None
         try:
             file = Path(bytes.fromhex(name.rpartition("_")[2]).decode())
-        except ValueError:  # a relative import of the file's, say
+        except ValueError:  # such as a relative import in the file
             return None
         if str(file.parent) not in sys.path:
             sys.path.append(str(file.parent))

@@ -1,5 +1,5 @@
-"""A model behind an OpenAI-compatible address: chat messages in, text out. Nobody knows its tokens, so that its answers
-can be scored and compared, and never trained on."""
+"""A model behind an OpenAI-compatible API: chat messages in, text out. Its token ids are unknown, so its answers are
+scored and compared but never trained on."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ DEFAULT_KEY = "OPENAI_API_KEY"
 
 @dataclass(frozen=True, kw_only=True)
 class ChatApi:
-    """An OpenAI-compatible address: ``url`` as ``OPENAI_BASE_URL`` has it, ending in ``/v1`` for most servers (added
-    where it names no path), and the name of the ``model`` there."""
+    """``model`` at an OpenAI-compatible ``url``, written as in ``OPENAI_BASE_URL``; ``/v1`` is added to a URL without
+    path."""
 
     url: str
     model: str
@@ -41,8 +41,8 @@ class ChatApi:
         sampling: SamplingParams,
         tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> Mapping[str, Any]:
-        """The chat completion, asked for again as SGLang would be; raises the client's typed errors. Of ``sampling``
-        temperature, top_p, stop and max_new_tokens are sent."""
+        """The chat completion, with the retries and typed errors of the SGLang client. Sends temperature, top_p, stop
+        and max_new_tokens of ``sampling``."""
         body: dict[str, Any] = {"model": self.model, "messages": list(messages)}
         body |= {"temperature": sampling.temperature, "max_tokens": sampling.max_new_tokens}
         body |= {"top_p": sampling.top_p} if sampling.top_p < 1 else {}
@@ -52,7 +52,7 @@ class ChatApi:
         return await self._http.call("POST", self._path("chat/completions"), body, timeout_s=timeout_s)
 
     async def models(self) -> list[str]:
-        """The names of the models there."""
+        """The names of the server's models."""
         listed = (await self._http.call("GET", self._path("models"), max_attempts=2)).get("data")
         return [str(one["id"]) for one in listed or () if isinstance(one, Mapping) and one.get("id")]
 
@@ -73,21 +73,21 @@ class ChatApi:
 
 
 async def find_chat_api(url: str, *, model: str | None, key_env: str) -> ChatApi:
-    """The model at ``url``, which is the only one there where none is named. Raises ``ConfigError``."""
+    """``model`` at ``url``; without a name the server's only model. Raises ``ConfigError``."""
     key = os.environ.get(key_env)
     if key is None and key_env != DEFAULT_KEY:
         raise ConfigError(f"--openai-key-env {key_env}: this environment variable is not set")
-    found = ChatApi(url=url, model=model or "", api_key=key)
+    api = ChatApi(url=url, model=model or "", api_key=key)
     if model is not None:
-        return found
+        return api
     where = f"--openai-url {shown_url(url)}"
     try:
-        names = await found.models()
+        names = await api.models()
     except EngineError as error:
-        raise ConfigError(f"{where} does not say which models it has ({error}); give --openai-model") from error
+        raise ConfigError(f"{where} does not list its models ({error}); give --openai-model") from error
     finally:
-        await found.aclose()
+        await api.aclose()
     if len(names) != 1:
         listed = ", ".join(names[:5]) or "none"
         raise ConfigError(f"{where} has {len(names)} models ({listed}); name one with --openai-model")
-    return replace(found, model=names[0])
+    return replace(api, model=names[0])

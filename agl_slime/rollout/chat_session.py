@@ -1,4 +1,4 @@
-"""Conversations with a model that takes chat messages and gives text, in the loop of turns that all agents run in."""
+"""``ChatSession``: a conversation with a model that takes chat messages and returns text."""
 
 from __future__ import annotations
 
@@ -21,45 +21,45 @@ from agl_slime.trace.span_codec import TurnEncoder
 from agl_slime.trace.turn import Turn
 
 Complete = Callable[..., Awaitable[Mapping[str, Any]]]
-"""Called with messages, and ``sampling`` by name; gives OpenAI's chat completion as JSON."""
+"""``complete(messages, sampling=...)``: OpenAI's chat completion as JSON."""
 
 _NO_IDS = token_array((), name="ids")
 
 
 @dataclass(kw_only=True, eq=False)
 class ChatSession(Session):
-    """A conversation as messages alone, each answer from ``complete``. With ``write`` each turn is a span without token
-    ids."""
+    """A conversation as messages alone; ``complete`` gives the answers. With ``write`` each turn is written as a span
+    without token ids."""
 
     complete: Complete
     sampling: SamplingParams = field(default_factory=SamplingParams)
     write: SpanWriter | None = None
-    tokenizer: Any = None  # there is none; what a scheduler finds
+    tokenizer: Any = None  # schedulers read it
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self._encoder = TurnEncoder()
 
     async def ask(self, *messages: Mapping[str, Any], sampling: SamplingParams | None = None, **_: Any) -> Answer:
-        """Append ``messages``, let the model answer, append the answer. What else ``RolloutSession.ask`` takes is about
-        tokens, and no matter here."""
+        """Append ``messages``, let the model answer, append the answer. Other arguments of ``RolloutSession.ask``
+        concern tokens and are ignored."""
         self.add(*messages)
         if self.max_turns is not None and len(self.turns) + self.stats.asking >= self.max_turns:
             raise self._stopped(StopReason.MAX_TURNS, f"the rollout has had its {self.max_turns} turns")
         asked, started = copy.deepcopy(self.messages), time.time()
         self.stats.asking += 1
         try:
-            told = await self.complete(asked, sampling=sampling or self.sampling)
+            completion = await self.complete(asked, sampling=sampling or self.sampling)
         except ContextOverflowError as error:
             if not self.turns:
                 raise
             raise self._stopped(StopReason.CONTEXT_OVERFLOW, str(error)) from error
         finally:
             self.stats.asking -= 1
-        content, listed, finish = _choice(told)
-        for number, call in enumerate(listed):  # some servers leave it out, and a result names its call by it
+        content, calls, finish = _choice(completion)
+        for number, call in enumerate(calls):  # some servers leave the id out, and a tool result refers to it
             call |= {"id": call.get("id") or f"call_{len(self.turns) + 1}_{number}", "type": "function"}
-        self.add({"role": "assistant", "content": content, **({"tool_calls": listed} if listed else {})})
+        self.add({"role": "assistant", "content": content, **({"tool_calls": calls} if calls else {})})
         self.stats.stop_reason = StopReason(finish)
         latency_s = time.time() - started
         turn = Turn(
@@ -74,7 +74,7 @@ class ChatSession(Session):
         if self.write is not None:
             self.write(self._encoder.encode(turn), started)
         generation = Generation(output_ids=(), log_probs=(), text=content, finish_reason=finish)
-        return Answer(content, finish, generation, _parsed(content, listed) if listed or self.parser is None else None)
+        return Answer(content, finish, generation, _parsed(content, calls) if calls or self.parser is None else None)
 
     def branch(self, messages: Sequence[Mapping[str, Any]], *, template: Any = None, role: str = "") -> ChatSession:
         """Another conversation of the same rollout; its turns count."""
@@ -83,33 +83,35 @@ class ChatSession(Session):
         return branch
 
     def set_reward(self, reward: Any) -> None:
-        """Rewards of roles say what is trained; nothing is, here."""
+        """Does nothing: rewards of roles are for training, and these turns are never trained on."""
 
 
-def session_with(api: ChatApi, *, shown: Sequence[Mapping[str, Any]] | None = None, **options: Any) -> ChatSession:
-    """The conversation of a rollout with ``api``, to which tools are ``shown``."""
-    return ChatSession(complete=partial(api.complete, tools=shown), write=write_span, **options)
+def open_chat_session(
+    api: ChatApi, *, schemas: Sequence[Mapping[str, Any]] | None = None, **options: Any
+) -> ChatSession:
+    """The conversation of a rollout with ``api``, whose requests declare tools by ``schemas``."""
+    return ChatSession(complete=partial(api.complete, tools=schemas), write=write_span, **options)
 
 
-def _choice(told: Mapping[str, Any]) -> tuple[str, list[dict[str, Any]], FinishReason]:
+def _choice(completion: Mapping[str, Any]) -> tuple[str, list[dict[str, Any]], FinishReason]:
     try:
-        choice = told["choices"][0]
+        choice = completion["choices"][0]
         message = choice["message"]
-        listed = [{**call, "function": dict(call["function"])} for call in message.get("tool_calls") or ()]
+        calls = [{**call, "function": dict(call["function"])} for call in message.get("tool_calls") or ()]
         content = message.get("content") or ""
     except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
-        raise EngineProtocolError(f"no chat completion of OpenAI's form was answered: {str(told)[:200]}") from error
-    return str(content), listed, "length" if choice.get("finish_reason") == "length" else "stop"
+        raise EngineProtocolError(f"the API returned no OpenAI chat completion: {str(completion)[:200]}") from error
+    return str(content), calls, "length" if choice.get("finish_reason") == "length" else "stop"
 
 
-def _parsed(content: str, listed: Sequence[Mapping[str, Any]]) -> AnswerParts:
+def _parsed(content: str, tool_calls: Sequence[Mapping[str, Any]]) -> AnswerParts:
     calls, malformed = [], []
-    for call in listed:
-        name, written = str(call["function"].get("name")), call["function"].get("arguments")
+    for call in tool_calls:
+        name, text = str(call["function"].get("name")), call["function"].get("arguments")
         try:
-            arguments = read_object(written or "{}")
+            arguments = read_object(text or "{}")
         except ValueError:
-            malformed.append(written)
-            arguments = {"arguments": written}  # no such argument: the tool's error tells the model
+            malformed.append(text)
+            arguments = {"arguments": text}  # no tool has this parameter, so the model sees an error
         calls.append(ToolCall(name=name, arguments=arguments, id=call.get("id") or ""))
     return AnswerParts(content=content, calls=tuple(calls), malformed=tuple(malformed))

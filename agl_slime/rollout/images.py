@@ -1,4 +1,4 @@
-"""Images that agents and their clients show: read from the parts of messages, which get their marks."""
+"""Images in messages: read from content parts, which are replaced by image marks in the text."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ Images = MutableMapping[str, Image]
 
 
 def is_image(part: Any) -> bool:
-    """Whether a part of a content is an image, in OpenAI's forms, Anthropic's or that of Hugging Face's templates."""
+    """Whether a content part is an image, in a form of OpenAI, Anthropic or Hugging Face chat templates."""
     return isinstance(part, Mapping) and part.get("type") in _KINDS
 
 
 def parts_with_images(value: Any) -> list[Any] | None:
-    """What a tool returned as the parts of a message, where it shows pictures (PIL's, or parts); else ``None``."""
+    """A tool's return value as content parts, if it has PIL images or image parts; else ``None``."""
     listed = value if isinstance(value, list) else [value]
     if not any(is_image(item) or _is_picture(item) for item in listed):
         return None
@@ -44,9 +44,9 @@ def _as_part(item: Any) -> Any:
     return {"type": "text", "text": item} if isinstance(item, str) else item
 
 
-async def marked(message: Mapping[str, Any], images: Images, settings: ImageSettings) -> dict[str, Any]:
-    """``message`` with marks in the place of the images in its content, which is one text then, as its parts follow one
-    another; they go into ``images``. Raises ``PromptError`` for one that is not allowed."""
+async def mark_images(message: Mapping[str, Any], images: Images, settings: ImageSettings) -> dict[str, Any]:
+    """``message`` with its content parts joined to one text, in which marks stand for the images; the images are added
+    to ``images``. Raises ``PromptError`` for an image that is not allowed."""
     if message.get("role") not in _SHOWS:
         raise PromptError(
             f"a message of role {message.get('role')!r:.40} shows an image: users' and tools' messages may"
@@ -66,24 +66,24 @@ async def marked(message: Mapping[str, Any], images: Images, settings: ImageSett
 
 
 async def read_part(part: Mapping[str, Any], settings: ImageSettings) -> Image:
-    """The image of a part."""
-    given: Any = part.get("image_url", part.get("image", part.get("source")))
-    if isinstance(given, Mapping):
-        anthropics = f"data:{given.get('media_type')};base64,{given.get('data')}"
-        given = anthropics if given.get("type") == "base64" else given.get("url")
-    if isinstance(given, str) and given.startswith(("http://", "https://")):
-        return await run_in_thread(read_image, await _fetched(given, settings), settings)
-    if isinstance(given, str):
-        return await run_in_thread(read_uri, given, settings)
-    if isinstance(given, bytes):
-        return await run_in_thread(read_image, given, settings)
-    if _is_picture(given):
-        return await run_in_thread(from_pil, given)
-    raise PromptError(f"an image must be a URI data:image/…;base64,…, got {type(given).__name__}")
+    """The image of a content part. Raises ``PromptError``."""
+    source: Any = part.get("image_url", part.get("image", part.get("source")))
+    if isinstance(source, Mapping):
+        anthropic_uri = f"data:{source.get('media_type')};base64,{source.get('data')}"
+        source = anthropic_uri if source.get("type") == "base64" else source.get("url")
+    if isinstance(source, str) and source.startswith(("http://", "https://")):
+        return await run_in_thread(read_image, await _fetched(source, settings), settings)
+    if isinstance(source, str):
+        return await run_in_thread(read_uri, source, settings)
+    if isinstance(source, bytes):
+        return await run_in_thread(read_image, source, settings)
+    if _is_picture(source):
+        return await run_in_thread(from_pil, source)
+    raise PromptError(f"an image must be a URI data:image/…;base64,…, got {type(source).__name__}")
 
 
 async def _fetched(address: str, settings: ImageSettings) -> bytes:
-    """What is at an address of a host that is allowed; other hosts are not asked, nor where it redirects to."""
+    """Download an image from an allowed host. Redirects are not followed: they could lead to another host."""
     try:
         host = URL(address).host or ""
     except ValueError:
@@ -105,19 +105,19 @@ async def _fetched(address: str, settings: ImageSettings) -> bytes:
             async for piece in answer.content.iter_chunked(2**16):
                 data += piece
                 if len(data) > most:
-                    told = f"an image at {host:.80} has more than max_image_mb, {settings.max_image_mb:g} MB"
-                    raise PromptError(f"{told}: name a smaller one")
+                    limit = f"max_image_mb, {settings.max_image_mb:g} MB"
+                    raise PromptError(f"an image at {host:.80} has more than {limit}: name a smaller one")
     except (aiohttp.ClientError, TimeoutError, OSError) as error:
         raise PromptError(f"an image at {host:.80} cannot be fetched: {error or type(error).__name__}") from error
     return data
 
 
 async def take_images(messages: list[dict[str, Any]], images: Images, settings: ImageSettings) -> tuple[Image, ...]:
-    """The images that ``messages`` show, in their order; those in parts get their marks."""
+    """The images of ``messages``, in order. Messages with content parts are replaced by ``mark_images``."""
     contents = [*map(_CONTENT, messages)]
     for at, content in enumerate(contents) if {*map(type, contents)} != {str} else ():
         if isinstance(content, list) and any(map(is_image, content)):
-            messages[at] = await marked(messages[at], images, settings)
+            messages[at] = await mark_images(messages[at], images, settings)
     shown = images_in(messages, images) if images else ()
     if len(shown) > settings.max_images:
         raise PromptError(f"the conversation shows {len(shown)} images, max_images is {settings.max_images}")
@@ -125,22 +125,23 @@ async def take_images(messages: list[dict[str, Any]], images: Images, settings: 
 
 
 async def prepare(tokenizer: Any, images: Sequence[Image]) -> None:
-    """Have the tokens of these images ready. Raises ``PromptError`` where the model reads none."""
+    """Prepare the tokens of these images. Raises ``PromptError`` for a model without image input."""
     if not images:
         return
     if not hasattr(tokenizer, "engine_input"):
-        raise PromptError("the model's directory has no processor (preprocessor_config.json): it reads no images")
+        raise PromptError("the model takes no images: its directory has no processor (preprocessor_config.json)")
     await run_in_thread(tokenizer.prepare, images)
 
 
 async def engine_input(
     tokenizer: Any, prompt_ids: Sequence[int], images: Sequence[Image]
 ) -> tuple[ImageInput, list[int]]:
-    """What the engine gets for a prompt that shows ``images``, and where each begins."""
+    """The engine's image input for a prompt with ``images``, and the token position at which each begins."""
     return await run_in_thread(tokenizer.engine_input, prompt_ids, images)
 
 
 def kept_before(kept: int, places: Sequence[int], now: Sequence[Image], before: Sequence[Image]) -> int:
-    """How many of ``kept`` tokens of an earlier turn stand: two images of one size have the same tokens, so those from
-    the first image on that differs do not. ``before`` are that turn's images, ``now`` begin at ``places``."""
+    """How many of the first ``kept`` tokens an earlier turn really shares: images of one size have equal tokens, so the
+    shared prefix ends at the first image that differs. ``before`` are that turn's images, ``now`` begin at
+    ``places``."""
     return min((at for at, new, old in zip(places, now, before) if new != old), default=kept)  # noqa: B905

@@ -1,4 +1,4 @@
-"""Loading what a person named on the command line."""
+"""Load agents and plug-in files that are named on the command line."""
 
 from __future__ import annotations
 
@@ -34,11 +34,10 @@ def split_agent(path: str) -> tuple[str, str]:
 
 
 def load_agent(path: str) -> Any:
-    """The agent named ``module:Name`` or ``path/to/file.py:Name``: an instance of the class of that name, or what it
-    names, an agent that was made there or by ``@agl.rollout``. Modules are looked for in the working directory too, as
-    with ``python -m``.
+    """The agent named ``module:Name`` or ``path/to/file.py:Name``: a new instance of that class, or the agent object of
+    that name (as ``@agl.rollout`` makes). Modules are searched in the working directory too, as with ``python -m``.
 
-    Raises ``ConfigError`` with one sentence, whatever the person's module or class does.
+    Raises ``ConfigError`` with one sentence, whatever error the module or class raises.
     """
     source, name = split_agent(path)
 
@@ -55,17 +54,17 @@ def load_agent(path: str) -> Any:
 
     agent_class = getattr(module, name, None)
     if agent_class is None:
-        own = [value for value in vars(module).values() if isinstance(value, type)]
-        classes = {value.__name__ for value in own if value.__module__ == module.__name__}
+        types = [value for value in vars(module).values() if isinstance(value, type)]
+        classes = {value.__name__ for value in types if value.__module__ == module.__name__}
         agents = {key for key, value in vars(module).items() if isinstance(value, LitAgent)}
         raise unusable(
             f"{source} has no class or agent {name!r}; it has {', '.join(sorted(classes | agents)) or 'none'}"
         )
     if isinstance(agent_class, LitAgent):
-        found: Any = agent_class
-        _known[id(found)] = found, str(Path(source).resolve()) if source.endswith(".py") else source, name
-        copyreg.pickle(type(found), _reduced)
-        return found
+        agent: Any = agent_class
+        _loaded[id(agent)] = agent, str(Path(source).resolve()) if source.endswith(".py") else source, name
+        copyreg.pickle(type(agent), _reduce)
+        return agent
     if not (isinstance(agent_class, type) and issubclass(agent_class, LitAgent)):
         raise unusable(f"{name} is not an Agent Lightning LitAgent; derive it from agl_slime.SGLangLitAgent")
     try:
@@ -79,14 +78,15 @@ def load_agent(path: str) -> Any:
         raise unusable(f"{name}() failed with {spell_exception(error)}") from error
 
 
-# Agents that modules hold: what @agl.rollout makes cannot be pickled, for its function is not found under its name.
-_known: dict[int, tuple[Any, str, str]] = {}
+# Agent objects by id, with source and name, by which they are pickled: an agent of @agl.rollout cannot be pickled
+# itself, because its function's name refers to the agent.
+_loaded: dict[int, tuple[Any, str, str]] = {}
 
 
-def _reduced(agent: Any) -> Any:
-    if id(agent) not in _known:
+def _reduce(agent: Any) -> Any:
+    if id(agent) not in _loaded:
         return agent.__reduce_ex__(4)
-    _, source, name = _known[id(agent)]
+    _, source, name = _loaded[id(agent)]
     return load_agent, (f"{source}:{name}",)
 
 
@@ -98,29 +98,29 @@ def _imported(source: str) -> ModuleType:
     except ModuleNotFoundError as error:
         missing = error.name or ""
         if f"{source}.".startswith(f"{missing}."):
-            why = f"there is no module {missing!r} here; run from the directory that holds it, or give its file"
+            why = f"there is no module {missing!r} here; run from the directory that contains it, or give its file"
         elif missing.partition(".")[0] == source.partition(".")[0]:
-            why = f"{source} imports {missing!r}, which is not there"
+            why = f"{source} imports {missing!r}, which does not exist"
         else:
             why = f"{source} needs the module {missing!r}, which is not installed"
         raise ConfigError(why) from error
 
 
 def agent_module(path: str) -> ModuleType:
-    """The module that ``load_agent`` finds the agent in."""
+    """The module from which ``load_agent`` takes the agent."""
     return _imported(split_agent(path)[0])
 
 
 def load_plugins(paths: Sequence[str | Path]) -> list[ModuleType]:
-    """Run the named files, once each; what they register (schedulers, tool parsers, loss masks) is known afterwards.
-    Raises ``ConfigError`` when one is not there or fails."""
+    """Execute the named files, once each; they register schedulers, tool parsers and loss masks. Raises ``ConfigError``
+    when a file is missing or fails."""
     modules = []
     for path in paths:
         if Path(path).suffix != ".py" or not Path(path).expanduser().is_file():
             raise ConfigError(f"--external-plugins {path}: there is no such Python file")
         try:
             modules.append(import_file(path))
-        except (Exception, SystemExit) as error:  # anything may go wrong in a file of somebody else's
+        except (Exception, SystemExit) as error:  # user code may raise anything
             raise ConfigError(f"--external-plugins {path} failed with {spell_exception(error)}") from error
     return modules
 
@@ -133,7 +133,7 @@ def configure_agent(
     images: ImageSettings | None = None,
     plugins: Sequence[str | Path] = (),
 ) -> None:
-    """Load ``plugins``, then give ``agent`` the scheduler of that name and the limits."""
+    """Load ``plugins``, then set the named scheduler and the limits on ``agent``."""
     load_plugins(plugins)
     if max_turns is not None and max_turns < 1:
         raise ConfigError(f"--max-turns must be at least 1, got {max_turns}")
@@ -145,13 +145,15 @@ def configure_agent(
     if not isinstance(agent, SGLangLitAgent):
         if scheduler is not None:
             raise ConfigError(f"--multi-turn-scheduler needs an SGLangLitAgent, not a {name}")
-        return  # the gateway counts its turns
+        return  # the gateway limits its turns
     if scheduler is not None:
         if type(agent).run is not SGLangLitAgent.run:
-            raise ConfigError(f"--multi-turn-scheduler {scheduler}: {name} has a run of its own, without a scheduler")
+            raise ConfigError(f"--multi-turn-scheduler {scheduler}: {name} overrides run, which calls the scheduler")
         if scheduler not in schedulers:
-            known = ", ".join(sorted(schedulers)) or "none"
-            raise ConfigError(f"--multi-turn-scheduler {scheduler}: there are {known}; name its --external-plugins")
+            registered = ", ".join(sorted(schedulers)) or "none"
+            raise ConfigError(
+                f"--multi-turn-scheduler {scheduler}: there are {registered}; name its --external-plugins"
+            )
         agent.scheduler = schedulers[scheduler](max_turns=max_turns)
     if max_turns is not None:
         agent.max_turns = max_turns

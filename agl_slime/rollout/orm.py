@@ -1,4 +1,4 @@
-"""Reward functions in the form of ms-swift's outcome reward models (ORMs): called with lists, of one rollout here.
+"""Reward functions in the form of ms-swift's outcome reward models (ORMs): called with lists, here of one rollout.
 
     class Accuracy(ORM):
         def __call__(self, completions, solution, **kwargs):
@@ -7,8 +7,9 @@
     class MathAgent(SGLangLitAgent):
         reward_functions = [Accuracy]  # classes, functions, or registered names: orms["accuracy"] = Accuracy
 
-``completions`` are last answers. Every column of the task comes as a list, and so do ``messages`` (the conversation),
-``is_truncated`` and ``rollout_infos`` (what a scheduler noted). A function that does not apply returns ``[None]``.
+``completions`` are last answers. Every column of the task is passed as a list, and so are ``messages`` (the
+conversation), ``is_truncated`` and ``rollout_infos`` (a scheduler's notes). A function that does not apply returns
+``[None]``.
 """
 
 from __future__ import annotations
@@ -41,31 +42,31 @@ class AsyncORM(ORM):
 orms: Registry[Any] = Registry("reward function")
 
 
-def make_functions(given: Sequence[Any]) -> dict[str, Any]:
-    """The functions of an agent's ``reward_functions`` by name. Raises ``ConfigError`` for a name that is not known."""
-    made: dict[str, Any] = {}
-    for one in given:
-        function = orms[one] if isinstance(one, str) else one
-        name = one if isinstance(one, str) else getattr(one, "__name__", type(one).__name__)
-        name = name if name not in made else f"{name}_{len(made)}"
-        made[name] = function() if isinstance(function, type) else function
-    return made
+def make_functions(reward_functions: Sequence[Any]) -> dict[str, Any]:
+    """The functions of an agent's ``reward_functions`` by name. Raises ``ConfigError`` for an unregistered name."""
+    functions: dict[str, Any] = {}
+    for entry in reward_functions:
+        function = orms[entry] if isinstance(entry, str) else entry
+        name = entry if isinstance(entry, str) else getattr(entry, "__name__", type(entry).__name__)
+        name = name if name not in functions else f"{name}_{len(functions)}"
+        functions[name] = function() if isinstance(function, type) else function
+    return functions
 
 
 async def reward_of(functions: Mapping[str, Any], task: Mapping[str, Any], trajectory: Trajectory) -> Any:
-    """The number of a single function; of several their sum, ``reward``, and each by its name.
+    """The value of a single function; with several their sum as ``reward``, and each under its name.
 
-    Raises ``RewardError`` naming a function that returned no list of one entry, and what the functions raise."""
+    Raises ``RewardError`` for a function that returned no list of one entry, and any error of the functions."""
     columns = {name: [value] for name, value in task.items() if name not in _PROMPT_COLUMNS}
     columns |= {"messages": [[*map(dict, trajectory.messages)]], "is_truncated": [trajectory.truncated]}
     columns["rollout_infos"] = [dict(trajectory.metadata.get("rollout_infos") or {})]
-    found: dict[str, Any] = {}
+    rewards: dict[str, Any] = {}
     for name, function in functions.items():
         values = await call_user_code(function, [trajectory.response], **columns)
         if not isinstance(values, (list, tuple)) or len(values) != 1:
             raise RewardError(f"reward function {name} returned {values!r:.80}; expected a list with one number")
-        found[name] = values[0]
-    if len(found) == 1:
-        return next(iter(found.values()))
-    applied = {name: value for name, value in found.items() if value is not None}
+        rewards[name] = values[0]
+    if len(rewards) == 1:
+        return next(iter(rewards.values()))
+    applied = {name: value for name, value in rewards.items() if value is not None}
     return {"reward": sum(applied.values()) if applied else None, **applied}

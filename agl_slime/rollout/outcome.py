@@ -1,8 +1,8 @@
-"""What a rollout is trained on: its reward, decided where it enters, and which of its answers.
+"""Checks of a rollout's reward, and the choice of its answers that are trained.
 
 ``loss_scale`` "default" trains every sampled answer, "last_round" the last one. A function ``scale(messages, turn,
-turns)`` gets the conversation up to and including an answer, its number from 1 and how many there are, and returns 1 to
-train it or 0 to keep it as context. Other weights are refused: slime's loss masks are 0 or 1.
+turns)`` gets the conversation up to and including an answer, the answer's number from 1 and the number of turns, and
+returns 1 to train it or 0 to keep it as context. Other weights are refused: slime's loss masks are 0 or 1.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ LossScale: TypeAlias = Literal["default", "last_round"] | Callable[[list[dict[st
 
 
 def check_reward(value: Any, *, source: str) -> dict[str, float]:
-    """The named rewards of ``value``, the primary first; a plain number (numpy's and torch's too) is named
-    ``primary``. ``None``, strings, NaN and infinities raise ``RewardError``: a reward is never invented. A ``None``
-    behind the first is one that this rollout does not have, and is left out (``missing_rewards``)."""
+    """The named rewards of ``value``, the primary first; a plain number (also of numpy or torch) is named ``primary``.
+    ``None``, strings, NaN and infinities raise ``RewardError``: a reward is never invented. Only the primary reward is
+    required: other rewards may be ``None`` and are left out (``missing_rewards``)."""
     if isinstance(value, Mapping):
         if not value:
             raise RewardError(f"{source} returned an empty dict; name at least one reward.")
-        given = [(name, item) for at, (name, item) in enumerate(value.items()) if item is not None or not at]
-        return {str(name): _number(item, f"{source}[{name!r}]") for name, item in given}
+        present = [(name, item) for at, (name, item) in enumerate(value.items()) if item is not None or not at]
+        return {str(name): _number(item, f"{source}[{name!r}]") for name, item in present}
     return {"primary": _number(value, source)}
 
 
@@ -48,7 +48,7 @@ def _number(value: Any, source: str) -> float:
         raise RewardError(f"{source} returned {value!r} of type {type(value).__name__}; expected a number.")
     try:
         number = float(value)
-    except OverflowError:  # an integer beyond what a float holds
+    except OverflowError:  # an integer above the largest float
         number = math.inf
     if not math.isfinite(number):
         raise RewardError(f"{source} returned {number!r}; a reward must be a finite number.")
@@ -56,9 +56,9 @@ def _number(value: Any, source: str) -> float:
 
 
 def untrained_turns(scale: LossScale, turns: Sequence[Turn]) -> tuple[int, ...]:
-    """Indices of the turns that are context only. ``ConfigError`` when that would be all of them, a function returns
-    another weight than 0 or 1, or ``scale`` is none."""
-    sampled = [index for index, turn in enumerate(turns) if len(turn.response_ids)]  # others have nothing to train
+    """Indices of the turns that are context only. Raises ``ConfigError`` when ``scale`` leaves no turn to train,
+    returns another weight than 0 or 1, or is no loss scale."""
+    sampled = [index for index, turn in enumerate(turns) if len(turn.response_ids)]
     if scale == "default":
         return ()
     if scale == "last_round":

@@ -1,11 +1,11 @@
-"""What happens after each answer: whether the rollout goes on, and with which messages.
+"""Multi-turn schedulers decide after each answer whether the rollout continues, and with which messages.
 
-A scheduler is written as for ms-swift: ``check_finished`` decides whether the rollout ends, ``step`` builds the next
-request from the last, by a new message (``infer_request.messages.append({"role": "user", …})``) or in the answer, which
-the model then goes on with (``infer_request.messages[-1]["content"] += " But wait,"``).
+A scheduler has ms-swift's interface: ``check_finished`` decides whether the rollout ends, ``step`` builds the next
+request from the last one: by a new message (``infer_request.messages.append({"role": "user", …})``), or by text added
+to the answer, which the model then continues (``infer_request.messages[-1]["content"] += " But wait,"``).
 
-One scheduler object serves all rollouts of an agent, in flight at the same time: keep the state of a rollout in
-``infer_request.data_dict``, or under its ``uuid``. Every method may be async; others run in threads, as rewards do.
+One scheduler object serves all concurrent rollouts of an agent: keep the state of a rollout in
+``infer_request.data_dict``, or under its ``uuid``. Every method may be async; sync methods run in threads.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ S = TypeVar("S", bound=Callable[..., Any])
 
 
 class StopReason(StrEnum):
-    """The value is what stands in ``Sample.metadata["stop_reason"]``."""
+    """Why a rollout ended; the value appears as ``Sample.metadata["stop_reason"]``."""
 
-    STOP = "stop"  # the model ended its answer and nothing asked for more
-    LENGTH = "length"  # the last answer, or the whole trajectory, reached its limit of tokens
-    MAX_TURNS = "max_turns"  # more turns were wanted than are allowed
+    STOP = "stop"  # the model ended its answer, and nothing continued the rollout
+    LENGTH = "length"  # the last answer, or the whole trajectory, reached its token limit
+    MAX_TURNS = "max_turns"  # the rollout would have continued past its limit of turns
     CONTEXT_OVERFLOW = "context_overflow"  # the conversation did not fit into the model's context; never retried
-    TOOL_ERROR = "tool_error"  # a tool failed, and the agent is set to stop then
-    ABORTED = "aborted"  # the engine broke the last answer off, and taking it up again did not help
+    TOOL_ERROR = "tool_error"  # a tool failed, and the agent has stop_on_tool_error
+    ABORTED = "aborted"  # the engine aborted the last answer, and resuming it failed
 
 
 @dataclass
 class ChatMessage:
-    """One answer. ``content`` is the text as the model wrote it, calls included; ``tool_calls`` are those that a parser
-    found in it, in OpenAI's form."""
+    """One answer. ``content`` is the model's text, calls included; ``tool_calls`` are the calls parsed from it, in
+    OpenAI's form."""
 
     role: str
     content: str
@@ -45,10 +45,10 @@ class ChatMessage:
 
 @dataclass
 class RolloutInferRequest:
-    """The conversation that the next answer is asked for: ``messages``, the last answer included; ``images``,
-    ``audios``, ``videos`` and ``objects`` of the task, for the scheduler (the model gets text); ``data_dict``, its
-    other columns, in which a scheduler may keep things; ``uuid``, the rollout's id. ``check_finished`` sets
-    ``stop_reason`` when something else than the model ended the rollout."""
+    """The request for the next answer: ``messages``, the last answer included; ``images``, ``audios``, ``videos`` and
+    ``objects`` of the task, for the scheduler only; ``data_dict``, the task's other columns, in which a scheduler may
+    keep state; ``uuid``, the rollout's id. ``check_finished`` sets ``stop_reason`` when something other than the model
+    ended the rollout."""
 
     messages: Messages
     images: list[Any] = field(default_factory=list)
@@ -63,9 +63,9 @@ class RolloutInferRequest:
 
 @dataclass
 class RolloutResponseChoice:
-    """The last answer. ``message`` has the text of this turn, of an answer that was continued what was added.
-    ``token_ids`` were sampled; ``logprobs["content"]`` has one entry per token, whose ``"logprob"`` is a natural log.
-    ``messages`` is set when the rollout ends: all of the conversation."""
+    """The last answer. ``message`` has the text of this turn; of a continued answer only the new text. ``token_ids``
+    are the sampled ids; ``logprobs["content"]`` has one entry per token, whose ``"logprob"`` is a natural logarithm.
+    ``messages``, the whole conversation, is set when the rollout ends."""
 
     index: int
     message: ChatMessage
@@ -77,8 +77,8 @@ class RolloutResponseChoice:
 
 @dataclass
 class RequestConfig:
-    """What an answer is sampled with, where ``run`` wants it otherwise than the agent; ``None``: as the agent says.
-    ``n`` answers are sampled; log-probs are always there."""
+    """Sampling parameters with which ``run`` overrides the agent's; ``None`` keeps the agent's value. ``n`` answers are
+    sampled; log-probs are always returned."""
 
     max_tokens: int | None = None
     temperature: float | None = None
@@ -98,8 +98,7 @@ class ChatCompletionResponse:
 
 @dataclass
 class RolloutOutput:
-    """What ``run`` returns. Of its token ids, masks and log-probs nothing is needed: what was sampled is trained as it
-    was sampled."""
+    """The return value of ``run``. Its token ids, masks and log-probs are ignored: training uses the engine's."""
 
     response: ChatCompletionResponse
     messages: Messages | None = None
@@ -110,13 +109,13 @@ class RolloutOutput:
 
 
 class MultiTurnScheduler:
-    """Derive from it and implement ``step``, or ``run``. ``max_turns`` ends a rollout whatever ``check_finished``
-    says."""
+    """Base class of schedulers: implement ``step``, or ``run``. ``max_turns`` ends a rollout whatever
+    ``check_finished`` returns."""
 
-    tokenizer: Any = None  # the model's, once the first rollout has begun
+    tokenizer: Any = None  # the model's; set when the first rollout begins
     infer_engine: Any = None
-    """Asks the model, for a ``run`` of one's own: ``response = await self.infer_engine.infer_async(infer_request,
-    request_config)``. It serves the rollout that ``run`` was called for."""
+    """Samples answers for an overridden ``run``: ``response = await self.infer_engine.infer_async(infer_request,
+    request_config)``. It acts on the rollout for which ``run`` was called."""
 
     def __init__(self, max_turns: int | None = None, *args: Any, **kwargs: Any) -> None:
         if max_turns is None and args:  # ms-swift's order: infer_engine, max_turns
@@ -130,13 +129,14 @@ class MultiTurnScheduler:
         return await self.infer_engine.run_turns(infer_request)
 
     def step(self, infer_request: RolloutInferRequest, result: RolloutResponseChoice, current_turn: int) -> Any:
-        """The request for the next answer, the given one, changed, or a new one; or a dict with it as
-        ``infer_request`` and perhaps ``rollout_infos``. ``current_turn`` counts from 1. ms-swift's token ids, masks and
-        log-probs are not needed in it: what was sampled is trained as it was sampled, what was added is not."""
+        """The request for the next answer (``infer_request`` changed, or a new one), or a dict with ``infer_request``
+        and perhaps ``rollout_infos``. ``current_turn`` counts from 1. ms-swift's token ids, masks and log-probs may be
+        left out: sampled tokens are trained as the engine sampled them, added text is not trained."""
         raise NotImplementedError(f"{type(self).__name__} must implement step or run, or end rollouts in on_turn_end")
 
     def check_finished(self, infer_request: Any, result: RolloutResponseChoice, current_turn: int) -> Any:
-        """Whether the rollout is over (a bool): by default when an answer was cut off or the turns are used up."""
+        """Whether the rollout is over (a bool): by default when an answer reached its token limit, or at
+        ``max_turns``."""
         if result.finish_reason == "length":
             infer_request.stop_reason = StopReason.LENGTH
             return True
@@ -150,15 +150,15 @@ class MultiTurnScheduler:
         return [entry["logprob"] for entry in (result.logprobs or {}).get("content", ())]
 
     async def on_trajectory_start(self, requests: list[RolloutInferRequest]) -> Any:
-        """Called before the first answer, with a list of the one request: open what the rollout needs. (One whose
-        parameter is named ``infer_request`` gets the request itself.)"""
+        """Called before the first answer, with a list of the one request: open the rollout's resources here. (An
+        override whose parameter is named ``infer_request`` gets the request itself.)"""
 
     async def on_turn_end(self, infer_request: Any, result: RolloutResponseChoice, current_turn: int) -> Any:
-        """Called after each answer. May return a dict: ``done`` (a bool) decides in the place of ``check_finished``,
-        ``rollout_infos`` are what ``score`` finds in ``trajectory.metadata["rollout_infos"]``."""
+        """Called after each answer. May return a dict: ``done`` (a bool) replaces ``check_finished``'s decision,
+        ``rollout_infos`` reach ``score`` as ``trajectory.metadata["rollout_infos"]``."""
 
     async def on_trajectory_end(self, requests: list[Any], error: BaseException | None = None) -> Any:
-        """Called when the rollout has ended, whatever ended it (``error``, where it failed): close what was opened."""
+        """Called when the rollout has ended, with the ``error`` of a failed one: close the rollout's resources here."""
 
 
 schedulers: Registry[MultiTurnScheduler] = Registry("scheduler")
@@ -166,5 +166,5 @@ multi_turns = schedulers  # ms-swift's name: multi_turns["name"] = MyScheduler
 
 
 def register_scheduler(name: str) -> Callable[[S], S]:
-    """A decorator that makes a scheduler known as ``--multi-turn-scheduler name``."""
+    """A decorator that registers a scheduler for ``--multi-turn-scheduler name``."""
     return schedulers.register(name)

@@ -1,7 +1,7 @@
-"""One rollout's line to the engine: a conversation, its turns, and a span for each.
+"""``RolloutSession``: the conversation of one rollout with the engine, its turns, and a span for each turn.
 
-An agent asks (``ask``), shows what the world answered (``add``) and asks again; prompt ids, sampled ids and log-probs
-are recorded as the engine gave them.
+An agent samples an answer (``ask``), appends tool results or user messages (``add``) and asks again. Prompt ids,
+sampled ids and log-probs are recorded as the engine returned them.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ from agl_slime.trace.turn import Turn
 
 SpanWriter = Callable[[dict[str, Any], float], None]
 
-_LONGEST_FAILURE = 300  # characters of what a tool raised
+_LONGEST_FAILURE = 300  # characters of a tool's error text
 _ENDS = {"length": StopReason.LENGTH, "abort": StopReason.ABORTED}
 
 
 class RolloutStopped(Exception):
     """Raised by ``RolloutSession.ask`` when a limit was reached before the model could answer. Not an error:
-    ``SGLangLitAgent`` catches it and scores what there is, unless the agent catches it in ``run``."""
+    ``SGLangLitAgent`` scores the answers so far, unless the agent catches this exception in ``run``."""
 
     def __init__(self, reason: StopReason, message: str) -> None:
         super().__init__(message)
@@ -54,41 +54,37 @@ class RolloutStopped(Exception):
 
 @dataclass
 class RolloutStats:
-    """Counts of one rollout, all its branches together. ``tool_calls`` counts executed calls by tool, ``calls`` those
-    that were ``malformed``, of ``unknown`` tools, ``errors`` and among them ``timeouts``; ``failed`` those by tool that
-    raised or took too long, ``failures`` the text of the first of each; ``untrained_turns`` are the
-    turns that the loss scale leaves out, ``infos`` what the scheduler wants to be known, ``rewards`` those of roles,
-    ``asking`` the answers that are under way."""
+    """Counts of one rollout over all its branches."""
 
     stop_reason: StopReason | None = None
     tools: tuple[str, ...] = ()
-    tool_calls: Counter[str] = field(default_factory=Counter)
-    calls: Counter[str] = field(default_factory=Counter)
-    failed: Counter[str] = field(default_factory=Counter)
-    failures: dict[str, str] = field(default_factory=dict)
+    tool_calls: Counter[str] = field(default_factory=Counter)  # executed calls by tool
+    calls: Counter[str] = field(default_factory=Counter)  # "malformed", "unknown", "errors", and of these "timeouts"
+    failed: Counter[str] = field(default_factory=Counter)  # calls by tool that raised or timed out
+    failures: dict[str, str] = field(default_factory=dict)  # the first error text of each tool
     open_boundaries: int = 0
-    untrained_turns: tuple[int, ...] = ()
-    infos: dict[str, Any] = field(default_factory=dict)
-    rewards: dict[str, Any] = field(default_factory=dict)
-    asking: int = 0
+    untrained_turns: tuple[int, ...] = ()  # turns that the loss scale leaves out
+    infos: dict[str, Any] = field(default_factory=dict)  # the scheduler's rollout_infos
+    rewards: dict[str, Any] = field(default_factory=dict)  # by role
+    asking: int = 0  # answers in flight
 
     def count(self, results: Iterable[ToolResult]) -> None:
         for result in results:
             unknown = result.error == "unknown_tool"
             self.tool_calls[result.call.name] += not unknown
             self.calls.update(unknown=unknown, errors=bool(result.error) - unknown, timeouts=result.error == "timeout")
-            if result.error in ("exception", "timeout"):  # the tool's, where bad arguments are the model's
+            if result.error in ("exception", "timeout"):  # the tool's fault; bad arguments are the model's
                 self.failed[result.call.name] += 1
                 self.failures.setdefault(result.call.name, str(result.content)[:_LONGEST_FAILURE])
 
     def tool_counts(self) -> dict[str, Any]:
-        """As ``Sample.metadata["tools"]`` has them."""
+        """The counts in the form of ``Sample.metadata["tools"]``."""
         counts = {name: self.calls[name] for name in ("malformed", "unknown", "errors", "timeouts")}
         failed = {"failed": dict(self.failed), "failures": self.failures} if self.failed else {}
         return {"offered": list(self.tools), "calls": dict(+self.tool_calls), **counts, **failed}
 
     def attributes(self) -> dict[str, Any]:
-        """As span attributes: none for what did not happen."""
+        """Span attributes; empty ones are left out."""
         attributes = {
             names.STOP_REASON: self.stop_reason.value if self.stop_reason is not None else None,
             names.TOOLS: json.dumps(self.tool_counts()) if self.tools else None,
@@ -100,8 +96,8 @@ class RolloutStats:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What the model said in one turn. ``text`` has no stop token. ``parsed`` is set where the server itself told the
-    calls of tools from the text; ``cut``: asking was cancelled, and this is what had been read of it."""
+    """The model's answer in one turn. ``text`` has no stop token. ``parsed`` is set when the server parsed the tool
+    calls; ``cut``: ``ask`` was cancelled, and this is the part that its reader had received."""
 
     text: str
     finish_reason: FinishReason
@@ -116,7 +112,7 @@ class Answer:
 
 @dataclass(kw_only=True, eq=False)
 class Session(ABC):
-    """What the loop of turns asks of a conversation; ``RolloutSession`` is the one that knows tokens."""
+    """A conversation as the loop of turns needs it. ``RolloutSession`` works on tokens, ``ChatSession`` on messages."""
 
     messages: Any  # a list of chat messages
     tools: ToolManager | None = None
@@ -129,17 +125,17 @@ class Session(ABC):
         self.stats = RolloutStats(tools=tuple(getattr(self.tools, "names", ())))
 
     def add(self, *messages: Mapping[str, Any]) -> None:
-        """Append what the user, a tool or the environment said."""
+        """Append messages of the user, a tool or the environment."""
         self.messages.extend(map(dict, messages))
 
     @property
     def reader(self) -> AnswerReader:
-        """How answers are read."""
+        """The reader that splits answers into thinking, content and calls."""
         return AnswerReader(self.parser)
 
     @abstractmethod
     async def ask(self) -> Answer:
-        """Let the model answer, append the answer, set ``stats.stop_reason`` by how it ended."""
+        """Let the model answer, append the answer, and set ``stats.stop_reason`` from its finish reason."""
 
     def _stopped(self, reason: StopReason, message: str) -> RolloutStopped:
         self.stats.stop_reason = reason
@@ -147,17 +143,17 @@ class Session(ABC):
 
 
 class RolloutSession(Session):
-    """The conversation of one rollout with one engine. Not for concurrent ``ask`` calls: a rollout that branches opens
-    one session per branch with ``branch``.
+    """The conversation of one rollout with one engine. Not for concurrent ``ask`` calls: ``branch`` opens a session for
+    each concurrent branch.
 
-    ``tools`` are shown to the model; ``SGLangLitAgent.run`` runs what ``parser`` finds in its answers. ``max_turns``
-    limits the answers of the rollout, all branches together; ``max_trajectory_tokens`` the tokens of one conversation,
-    prompt and answers: an answer gets no more tokens than are left. Each turn is written as a span, unless ``traced``
-    is off: by ``write(attributes, started)``, or by Agent Lightning's active tracer. With ``keep_all`` off turns have
-    their messages and log-probs in their spans only, and nobody edits a message.
+    ``tools`` are declared to the model; ``SGLangLitAgent.run`` executes the calls that ``parser`` reads from answers.
+    ``max_turns`` limits the answers of the rollout over all branches; ``max_trajectory_tokens`` the tokens of one
+    conversation, prompt and answers: each answer may use the rest. Unless ``traced`` is off each turn is written as a
+    span, by ``write(attributes, started)`` or by Agent Lightning's active tracer. With ``keep_all`` off, turns have
+    their messages and log-probs in their spans only, and the caller must not edit a message.
     """
 
-    role = ""  # of a branch: its turns are trained with the reward that ``set_reward`` gives the role
+    role = ""  # of a branch, whose turns are trained with the role's reward (``set_reward``)
 
     def __init__(
         self,
@@ -190,17 +186,16 @@ class RolloutSession(Session):
         self._encoder = TurnEncoder(model=model or None, copies=keep_all) if traced else None
         self._write = write or write_span
         self._keep_all = keep_all
-        self.last_turn: int | None = None  # number of the turn that the conversation's held tokens end with
+        self.last_turn: int | None = None  # index of the turn with which the conversation's tokens end
 
     @property
     def stream(self) -> str:
-        """What the spans of this rollout's turns are told apart by from those of other encoders; empty without any."""
+        """The encoder's id, which distinguishes this session's spans from other encoders'; empty without spans."""
         return self._encoder.stream if self._encoder is not None else ""
 
     @property
     def messages(self) -> list[Message]:
-        """The conversation so far. It may be edited; what was sampled before is still trained as it was sampled, and
-        the next prompt forks."""
+        """The conversation so far. After an edit the next prompt forks; earlier turns are still trained as sampled."""
         return self.context.messages
 
     @messages.setter
@@ -220,13 +215,13 @@ class RolloutSession(Session):
         delivered: Callable[[], Progress | None] = lambda: None,
         **how: Any,
     ) -> Answer:
-        """Append ``messages``, let the model answer, append the answer; a conversation that ends with an assistant
-        message goes on with that. Raises ``RolloutStopped`` when a limit leaves no room for an answer, and the client's
-        typed errors.
+        """Append ``messages``, let the model answer, append the answer. A final assistant message is continued. Raises
+        ``RolloutStopped`` when a limit leaves no room for an answer, and the client's typed errors.
 
-        ``fork`` says why the agent did not go on from what is held, where that is known better than tokens tell;
-        ``untrained`` why the answer is context only; ``how`` goes to the client's ``generate``. When this is cancelled
-        and somebody has read of the answer already, which ``delivered`` tells, that part is the answer, an aborted one.
+        ``fork`` is the reason for leaving the previous conversation, where the caller knows more than a comparison of
+        tokens; ``untrained`` the reason why the answer is context only; ``how`` goes to the client's ``generate``. If
+        ``ask`` is cancelled after a part of the answer was ``delivered`` to a reader, that part becomes the answer,
+        with the finish reason "abort".
         """
         self.add(*messages)
         if self.max_turns is not None and len(self.turns) + self.stats.asking >= self.max_turns:
@@ -246,11 +241,11 @@ class RolloutSession(Session):
             if shown:
                 how["images"], places = await engine_input(self.tokenizer, prompt_ids, shown)
             if limited.routed_experts is not None:
-                how["experts_start"] = self._experts_held(prompt_ids, shown, places)
-            # one key per rollout: behind a router its turns stay on the worker that has their prefix cached
+                how["experts_start"] = self._experts_start(prompt_ids, shown, places)
+            # one key per rollout: a router keeps its turns on the worker that has their prefix in its KV cache
             generation = await self._client.generate(prompt_ids, limited, routing_key=self.rollout_id or None, **how)
             if self._encoder is not None and limited.replay_files is not None:
-                filed = await self._filed(limited.replay_files, generation)
+                filed = await self._file_replay(limited.replay_files, generation)
         except asyncio.CancelledError:
             if (progress := delivered()) is None:
                 raise
@@ -258,26 +253,26 @@ class RolloutSession(Session):
             cut = True
         except ContextOverflowError as error:
             if not self.turns:
-                raise  # nothing was sampled: the task itself does not fit
+                raise  # the task itself does not fit
             raise self._stopped(StopReason.CONTEXT_OVERFLOW, str(error)) from error
         finally:
             self.stats.asking -= 1
         boundaries = context.open_boundaries
         context.add_answer(prompt_ids, generation)
         self.stats.open_boundaries += context.open_boundaries - boundaries
-        base_turn, kept, told, fork = self.last_turn, context.kept_tokens, fork, context.fork
+        base_turn, kept, requested, fork = self.last_turn, context.kept_tokens, fork, context.fork
         prompt = context.token_ids[: len(prompt_ids)]
-        if base_turn is None and self.turns:  # another conversation of the rollout, which may begin as the first did
+        if base_turn is None and self.turns:  # another conversation of the rollout, perhaps with the first one's prefix
             base_turn, first = 0, self.turns[0].token_ids
             kept = common_prefix(first, prompt)
             if kept < len(first):
                 fork = ForkReason.BRANCH if kept == len(prompt) else ForkReason.NEW_CONTEXT
         if shown and base_turn is not None:
-            stands = kept_before(kept, places, shown, self.turns[base_turn].images)
-            kept, fork = stands, fork or (ForkReason.EDITED_HISTORY if stands < kept else None)
-        self.last_turn, fork = len(self.turns), refine_fork(fork, told)
+            shared = kept_before(kept, places, shown, self.turns[base_turn].images)
+            kept, fork = shared, fork or (ForkReason.EDITED_HISTORY if shared < kept else None)
+        self.last_turn, fork = len(self.turns), refine_fork(fork, requested)
         if generation.output_ids and not untrained:
-            untrained = _lost(limited, generation, len(prompt_ids))
+            untrained = _lost_replay(limited, generation, len(prompt_ids))
         place: Any = {"base_turn": base_turn, "kept_tokens": kept, "fork": fork, "untrained": untrained}
         place["images"], place["filed"] = shown, filed
         self.turns.append(Turn.from_generation(prompt, generation, messages=asked, **place))
@@ -292,8 +287,8 @@ class RolloutSession(Session):
     def branch(
         self, messages: Sequence[Mapping[str, Any]], *, template: ChatTemplate | None = None, role: str = ""
     ) -> RolloutSession:
-        """Another conversation of the same rollout: its turns count and are trained as well. It keeps the tokens of
-        this one as far as ``messages`` are the same; with another ``template`` it begins anew."""
+        """Another conversation of the same rollout, whose turns count and are trained as well. It shares this one's
+        tokens as far as the messages are equal; with another ``template`` none."""
         branch = copy.copy(self)
         branch.role = role or self.role
         if template is None:
@@ -304,13 +299,14 @@ class RolloutSession(Session):
         return branch
 
     def set_reward(self, reward: Any) -> None:
-        """The reward of this branch's role, a number or named numbers, in the place of the rollout's."""
+        """Set the reward of this branch's role, a number or named numbers, which replaces the rollout's reward."""
         if not self.role:
-            raise ConfigError("a branch needs a role for a reward of its own: session.branch(messages, role=...)")
+            raise ConfigError("only a branch with a role has its own reward: session.branch(messages, role=...)")
         self.stats.rewards[self.role] = reward
 
-    def _experts_held(self, prompt_ids: Sequence[int], shown: Sequence[Image], places: Sequence[int]) -> int:
-        """The tokens of a prompt whose routed experts the turn that it goes on from has; the others are asked for."""
+    def _experts_start(self, prompt_ids: Sequence[int], shown: Sequence[Image], places: Sequence[int]) -> int:
+        """The first position of a prompt whose routed experts the engine has to return: the continued turn has the
+        earlier ones."""
         base = self.turns[self.last_turn or 0] if self.turns else None
         if base is None:
             return 0
@@ -318,11 +314,11 @@ class RolloutSession(Session):
         same = kept_before(same, places, shown, base.images)
         return min(same, base.experts_end, len(prompt_ids) - 1)  # an answer of no rows at all is an error to slime
 
-    async def _filed(self, directory: str, got: Generation) -> FiledReplay | None:
-        """Where what is replayed of an answer stands in the run's directory; ``None`` where its span is to have it."""
-        if got.experts is None and got.nucleus is None:
+    async def _file_replay(self, directory: str, answer: Generation) -> FiledReplay | None:
+        """Write an answer's replay data to the run's directory, if it has any."""
+        if answer.experts is None and answer.nucleus is None:
             return None
-        return await run_in_thread(file_replay, directory, self.rollout_id, self.stream, got.experts, got.nucleus)
+        return await run_in_thread(file_replay, directory, self.rollout_id, self.stream, answer.experts, answer.nucleus)
 
     def _within_limits(self, sampling: SamplingParams, prompt_tokens: int) -> SamplingParams:
         limit = self.max_trajectory_tokens
@@ -330,14 +326,14 @@ class RolloutSession(Session):
             return sampling
         if prompt_tokens < limit:
             return replace(sampling, max_new_tokens=min(sampling.max_new_tokens, limit - prompt_tokens))
-        stopped = self._stopped(StopReason.LENGTH, f"the trajectory has its {limit} tokens")
+        stopped = self._stopped(StopReason.LENGTH, f"the trajectory has reached its {limit} tokens")
         if self.turns:
             raise stopped
         raise ContextOverflowError(f"the prompt has {prompt_tokens} tokens, max_trajectory_tokens is {limit}")
 
 
-def _lost(asked: SamplingParams, generation: Generation, prompt_tokens: int) -> str:
-    """Why a cut answer cannot be trained: what is to be replayed was lost with its stream. Empty for one that can."""
+def _lost_replay(asked: SamplingParams, generation: Generation, prompt_tokens: int) -> str:
+    """The reason why a cut answer cannot be trained, if its replay data was lost with the stream; else empty."""
     end = prompt_tokens + len(generation.output_ids) - 1
     if asked.routed_experts is not None and (generation.experts is None or generation.experts.end < end):
         return "no_routed_experts"
@@ -350,7 +346,7 @@ def _reader_of(template: ChatTemplate, parser: ToolParser | None) -> AnswerReade
 
 
 def write_span(attributes: dict[str, Any], started: float) -> None:
-    """A span of one model call, by Agent Lightning's active tracer. Raises ``RolloutError`` where there is none."""
+    """Write the span of one model call by Agent Lightning's active tracer. Raises ``RolloutError`` without a tracer."""
     tracer = get_active_tracer()
     if tracer is None:
         raise RolloutError("no tracer is active: run the agent in an Agent Lightning runner", reason="no_tracer")

@@ -1,4 +1,4 @@
-"""A digest of an agent's source, that tells whether rollouts of before are still those of this agent."""
+"""A digest of an agent's source code: rollouts of an agent with the same digest can be reused."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ _INSTALLED = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib"
 
 
 def source_digest(agent: Any, modules: Sequence[ModuleType]) -> str:
-    """Of the files of ``modules``, of the modules of the agent's classes and of all that these have imported and keep a
-    name of, but for installed packages. What is imported within a function, and data, is not seen."""
+    """The digest of the files of ``modules``, of the agent's classes and of all modules they import by name, without
+    installed packages. Imports within functions, and data files, are not seen."""
     digest = hashlib.blake2b(digest_size=16)
-    found = {file: name for name, file in _files(agent, modules)}
-    for file in sorted(found, key=lambda file: (found[file], file)):
+    names = {file: name for name, file in _files(agent, modules)}
+    for file in sorted(names, key=lambda file: (names[file], file)):
         digest.update(hashlib.blake2b(Path(file).read_bytes()).digest())
     return digest.hexdigest()
 
 
 def _files(agent: Any, modules: Sequence[ModuleType]) -> Iterator[tuple[str, str]]:
     """Name and file of each module."""
-    classes = (sys.modules.get(one.__module__) for one in type(agent).__mro__)
-    left = [*modules, *(module for module in classes if module is not None and not _is_installed(module))]
+    classes = (sys.modules.get(base.__module__) for base in type(agent).__mro__)
+    pending = [*modules, *(module for module in classes if module is not None and not _is_installed(module))]
     seen = set[int]()
-    while left:
-        module = left.pop()
+    while pending:
+        module = pending.pop()
         file = getattr(module, "__file__", None)
         if id(module) in seen or not isinstance(file, str):
             continue
@@ -38,9 +38,10 @@ def _files(agent: Any, modules: Sequence[ModuleType]) -> Iterator[tuple[str, str
             yield module.__name__.rpartition(".")[2], file
         for value in list(vars(module).values()):
             name = getattr(value, "__module__", None)
-            of = value if isinstance(value, ModuleType) else sys.modules.get(name) if isinstance(name, str) else None
-            if of is not None and not _is_installed(of):
-                left.append(of)
+            origin = sys.modules.get(name) if isinstance(name, str) else None
+            imported = value if isinstance(value, ModuleType) else origin
+            if imported is not None and not _is_installed(imported):
+                pending.append(imported)
 
 
 def _is_installed(module: ModuleType) -> bool:

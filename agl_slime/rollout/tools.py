@@ -1,12 +1,12 @@
-"""Tools that a model may call: Python functions, and objects that bring a JSON schema.
+"""Tools that a model may call: Python functions, and objects with a JSON schema.
 
-A function's schema is told from its signature and docstring (``Args:``) by pydantic, which also checks what the model
-gives: numbers, strings, lists, ``Literal``, ``Optional``, enums, dataclasses, pydantic models. An object has ``schema``
-(``{"name", "description", "parameters"}``, or OpenAI's form around it) and is called with the arguments; one that has
-``tool_info()`` in its place is called with its name and a dict of them. A class is instantiated for each rollout, with
-the task when its constructor takes one parameter: that is how a tool has a state, and a sandbox that its ``aclose``
-closes. Functions and methods may be async; others run in threads. A tool that shows a picture returns it (PIL's), or a
-list of texts and pictures.
+A function's schema comes from its signature and docstring (``Args:``) by pydantic, which also validates the model's
+arguments: numbers, strings, lists, ``Literal``, ``Optional``, enums, dataclasses, pydantic models. An object has
+``schema`` (``{"name", "description", "parameters"}``, or OpenAI's form around it) and is called with the arguments; an
+object with ``tool_info()`` instead is called with its name and a dict of them. A class is instantiated for each
+rollout, with the task when its constructor takes one parameter: such a tool can have state, and resources that its
+``aclose`` frees. Functions and methods may be async; sync ones run in threads. To show an image a tool returns it
+(PIL's), or a list of texts and images.
 """
 
 from __future__ import annotations
@@ -43,15 +43,15 @@ _PYTHON_TYPES |= {"number": Union[int, float], "array": list[Any], "object": dic
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolResult:
-    """What a call came to. ``content`` is what the model sees, a text or parts with images; ``error`` says that it
-    failed, and how."""
+    """The result of a call. ``content`` is for the model, a text or parts with images; ``error`` is the kind of
+    failure."""
 
     call: ToolCall
     content: str | list[Any]
     error: ToolError | None = None
 
     def to_message(self) -> dict[str, Any]:
-        """As a chat message of the role ``tool``."""
+        """The result as a chat message of the role ``tool``."""
         return {"role": "tool", "name": self.call.name, "tool_call_id": self.call.id, "content": self.content}
 
 
@@ -63,14 +63,14 @@ class _Tool:
 
 
 class ToolManager:
-    """The tools of one rollout. Calls of one answer run at the same time; a call that fails is an observation for the
-    model, never an exception.
+    """The tools of one rollout. Calls of one answer run concurrently; a failed call is an observation for the model,
+    never an exception.
 
     Args:
-        tools: Functions, objects with a ``schema``, or classes; see the module's text.
-        timeout_s: Seconds that a call may take; a thread that takes longer is abandoned.
-        max_result_chars: Longer results are cut, with a note that they were.
-        task: Given to classes that want it.
+        tools: Functions, objects with a ``schema``, or classes; see the module's docstring.
+        timeout_s: Time limit of a call; a thread that takes longer is abandoned.
+        max_result_chars: Longer results are cut, with a note.
+        task: Passed to tool classes whose constructor takes a parameter.
     """
 
     def __init__(
@@ -93,20 +93,20 @@ class ToolManager:
             self.register(tool)
 
     def register(self, tool: Any) -> None:
-        """Add a tool. ``ConfigError`` when it has no usable schema or the name is taken."""
+        """Add a tool. Raises ``ConfigError`` when it has no usable schema or its name is taken."""
         if isinstance(tool, type):
             parameters = inspect.signature(tool).parameters.values()
             wants_task = any(each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD) for each in parameters)
             tool = tool(self._task) if wants_task else tool()
         if hasattr(tool, "aclose"):
             self._open.append(tool)
-        if self._closed:  # its rollout ended while it was being made
+        if self._closed:  # the rollout ended while the tool's constructor ran
             run_blocking(self.aclose())
-            raise RolloutError(f"tool {tool!r:.100} came after its rollout had ended")
-        made = _tool_of(tool)
-        if made.schema["name"] in self._tools:
-            raise ConfigError(f"there are two tools named {made.schema['name']!r}; names must differ")
-        self._tools[made.schema["name"]] = made
+            raise RolloutError(f"tool {tool!r:.100} was made after its rollout had ended")
+        entry = _tool_of(tool)
+        if entry.schema["name"] in self._tools:
+            raise ConfigError(f"there are two tools named {entry.schema['name']!r}; names must differ")
+        self._tools[entry.schema["name"]] = entry
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -114,25 +114,25 @@ class ToolManager:
 
     @property
     def schemas(self) -> list[dict[str, Any]]:
-        """The tools as chat templates and OpenAI's API take them."""
+        """The schemas in the form of chat templates and OpenAI's API."""
         return [{"type": "function", "function": tool.schema} for tool in self._tools.values()]
 
     async def run(self, calls: Sequence[ToolCall]) -> list[ToolResult]:
-        """Run the calls of one answer at the same time; results in the order of the calls."""
+        """Run the calls of one answer concurrently; results in the order of the calls."""
         return list(await asyncio.gather(*map(self.call, calls)))
 
     async def call(self, call: ToolCall) -> ToolResult:
-        """Run one call. Raises ``RolloutError`` only when so many calls hang that none is made any more."""
+        """Run one call. Raises ``RolloutError`` only when too many threads hang to start another call."""
         content, error = await self._call(call)
         return ToolResult(call=call, content=content, error=error)
 
     async def _call(self, call: ToolCall) -> tuple[str | list[Any], ToolError | None]:
         tool = self._tools.get(call.name)
         if tool is None:
-            there = ", ".join(self._tools) or "none"
-            return f"Error: there is no tool named {call.name!r}; there are {there}.", "unknown_tool"
+            names = ", ".join(self._tools) or "none"
+            return f"Error: there is no tool named {call.name!r}; there are {names}.", "unknown_tool"
         try:
-            arguments = _fit(call.arguments, tool)
+            arguments = _validated(call.arguments, tool)
         except ValueError as error:
             return f"Error: {error}.", "bad_arguments"
         try:
@@ -142,7 +142,7 @@ class ToolManager:
             content = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
         except TimeoutError:
             return f"Error: {call.name} did not answer within {self._timeout_s:g} seconds.", "timeout"
-        except Exception as error:  # whatever a tool raises is something the model can react to
+        except Exception as error:  # the model can react to any error of a tool
             if isinstance(error, RolloutError) and error.reason == "threads_hung":
                 raise
             return f"Error: {type(error).__name__}: {error}", "exception"
@@ -152,8 +152,8 @@ class ToolManager:
         return content, None
 
     async def aclose(self, *, keep: Iterable[Any] = ()) -> None:
-        """Call ``aclose`` of each tool that has one, but of those to ``keep``; a failure is logged. A tool that a
-        hanging constructor makes later is closed at once."""
+        """Call ``aclose`` of each tool that has one, except tools to ``keep``; a failure is logged. A tool whose
+        constructor returns only later is closed at once."""
         self._closed = True
         kept = {id(tool) for tool in keep}
         tools, self._open = [tool for tool in self._open if id(tool) not in kept], []
@@ -167,19 +167,19 @@ class ToolManager:
 
 
 def _tool_of(tool: Any) -> _Tool:
-    given, function = getattr(tool, "schema", None), tool
-    if by_name := given is None and hasattr(tool, "tool_info"):  # as twinkle has them
-        given = tool.tool_info
-    if given is not None:
-        given = given() if callable(given) else given
-        schema = given.get("function", given) if isinstance(given, Mapping) else {}
+    declared, function = getattr(tool, "schema", None), tool
+    if by_name := declared is None and hasattr(tool, "tool_info"):  # twinkle's interface
+        declared = tool.tool_info
+    if declared is not None:
+        declared = declared() if callable(declared) else declared
+        schema = declared.get("function", declared) if isinstance(declared, Mapping) else {}
         if not isinstance(schema.get("name"), str) or not isinstance(schema.get("parameters", {}), Mapping):
-            raise ConfigError(f"the schema of a tool must have name, description and parameters, got {given!r:.200}")
+            raise ConfigError(f"the schema of a tool must have name, description and parameters, got {declared!r:.200}")
         if not callable(tool):
             raise ConfigError(f"tool {schema['name']!r} cannot be called; give its class a __call__")
         parameters = schema.get("parameters") or {"type": "object", "properties": {}}
         schema = {**schema, "parameters": parameters}
-        if by_name:  # one that names no properties takes any arguments, as an environment's action
+        if by_name:  # a schema without properties takes any arguments, such as an environment's action
             function = lambda **arguments: tool(schema["name"], arguments)  # noqa: E731
             parameters = {"additionalProperties": not parameters.get("properties"), **parameters}
         arguments = _arguments_of_schema(parameters)
@@ -194,8 +194,8 @@ _inspections: WeakKeyDictionary[Any, tuple[dict[str, Any], _Arguments]] = WeakKe
 
 
 def _inspected(function: Callable[..., Any]) -> tuple[dict[str, Any], _Arguments]:
-    if (known := _inspections.get(function)) is not None:
-        return known
+    if (cached := _inspections.get(function)) is not None:
+        return cached
     name = function.__name__
     description, described = _read_docstring(inspect.getdoc(function) or "")
     fields: dict[str, Any] = {}
@@ -206,28 +206,28 @@ def _inspected(function: Callable[..., Any]) -> tuple[dict[str, Any], _Arguments
             if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD, parameter.POSITIONAL_ONLY):
                 raise ConfigError(f"{where} cannot be given by name; a model calls tools with named arguments")
             if parameter.name not in hints:
-                raise ConfigError(f"{where} has no type; annotate it, so that the model is told what to give")
+                raise ConfigError(f"{where} has no type; annotate it: the model's schema needs it")
             hint = Annotated[hints[parameter.name], Field(description=described.get(parameter.name))]
             fields[parameter.name] = hint if parameter.default is parameter.empty else NotRequired[hint]
         arguments = _adapter(fields)
         parameters = arguments.json_schema()
-    except (PydanticUserError, NameError) as error:  # a type without JSON form, or one that cannot be looked up
+    except (PydanticUserError, NameError) as error:  # a type without JSON form, or an unresolved name
         raise ConfigError(f"tool {name!r} has a parameter whose type cannot be used: {error}") from error
     for titled in (parameters, *parameters["properties"].values()):
-        titled.pop("title", None)  # the name once more
+        titled.pop("title", None)  # repeats the name
     parameters.pop("additionalProperties", None)
     _inspections[function] = {"name": name, "description": description, "parameters": parameters}, arguments
     return _inspections[function]
 
 
 def _adapter(fields: dict[str, Any], *, extra: Literal["allow", "forbid"] = "forbid") -> _Arguments:
-    made: Any = TypedDict("Arguments", fields)  # type: ignore[operator]  # not a model: a parameter may have any name
-    made.__pydantic_config__ = ConfigDict(extra=extra)
-    return TypeAdapter(made)
+    arguments: Any = TypedDict("Arguments", fields)  # type: ignore[operator]  # unlike a model it allows any field name
+    arguments.__pydantic_config__ = ConfigDict(extra=extra)
+    return TypeAdapter(arguments)
 
 
 def _arguments_of_schema(parameters: Mapping[str, Any]) -> _Arguments:
-    """Checks which arguments there are, and the types of the outermost level; the tool itself checks the rest."""
+    """Checks the names of arguments and the types of the outermost level; deeper levels are the tool's business."""
 
     def type_of(schema: Mapping[str, Any]) -> Any:
         values = schema.get("enum") or ()
@@ -243,30 +243,32 @@ def _arguments_of_schema(parameters: Mapping[str, Any]) -> _Arguments:
 
 
 def _read_docstring(text: str) -> tuple[str, dict[str, str]]:
-    """The text before the first section, and what the section ``Args`` says of each parameter."""
+    """The text before the first section, and the description of each parameter in the section ``Args``."""
     titles = r"^(Args|Arguments|Parameters|Returns?|Raises|Yields|Examples?|Notes?):[ \t]*$\n?"
     head, *sections = re.split(titles, text, flags=re.MULTILINE)
-    said = "".join(body for title, body in zip(sections[::2], sections[1::2], strict=True) if title[0] in "AP")
-    indent = said[: len(said) - len(said.lstrip(" \t"))]
+    args = "".join(body for title, body in zip(sections[::2], sections[1::2], strict=True) if title[0] in "AP")
+    indent = args[: len(args) - len(args.lstrip(" \t"))]
     entry = rf"^{indent}(\w+)[ \t]*(?:\([^)\n]*\))?:(.*(?:\n{indent}[ \t]+.*)*)"
-    return head.strip(), {name: " ".join(body.split()) for name, body in re.findall(entry, said, re.MULTILINE)}
+    return head.strip(), {name: " ".join(body.split()) for name, body in re.findall(entry, args, re.MULTILINE)}
 
 
-def _fit(given: Mapping[str, Any], tool: _Tool) -> dict[str, Any]:
-    """The arguments as the tool wants them: strings become lists, objects and null where they read as such, for formats
-    without types write them so. ``ValueError`` says what does not fit."""
+def _validated(arguments: Mapping[str, Any], tool: _Tool) -> dict[str, Any]:
+    """The arguments in the tool's types. Formats without types write lists, objects and null as strings; these are
+    parsed. Raises ``ValueError`` naming each argument that does not fit."""
     try:
-        return tool.arguments.validate_python(dict(given))
+        return tool.arguments.validate_python(dict(arguments))
     except ValidationError as error:
         problems = error.errors(include_url=False)
-    read = dict(given)
+    parsed = dict(arguments)
     for key in {str(problem["loc"][0]) for problem in problems}:
         with contextlib.suppress(ValueError, TypeError, KeyError, RecursionError):
-            read[key] = json.loads(read[key])
+            parsed[key] = json.loads(parsed[key])
     try:
-        return tool.arguments.validate_python(read)
+        return tool.arguments.validate_python(parsed)
     except ValidationError:
-        told = [(".".join(map(str, each["loc"])), each["msg"], each["input"]) for each in problems]
         name = tool.schema["name"]
-        text = "; ".join(f"argument {at!r} of {name}: {msg}, got {it!r:.80}" for at, msg, it in told)
+        text = "; ".join(
+            f"argument {'.'.join(map(str, each['loc']))!r} of {name}: {each['msg']}, got {each['input']!r:.80}"
+            for each in problems
+        )
         raise ValueError(text) from None

@@ -1,7 +1,7 @@
-"""The one loop of turns: of agents by declaration, of schedulers, and of batched rollouts.
+"""The loop of turns of declared agents, schedulers and batched rollouts.
 
-After each answer the scheduler hears of it; calls of tools in it are run, and the rollout goes on with their results;
-else the scheduler decides. Without a scheduler an answer without calls is the last.
+After each answer the scheduler's ``on_turn_end`` is called. Tool calls in the answer are executed, and the rollout
+continues with their results; otherwise the scheduler decides. Without a scheduler an answer without calls is the last.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from agl_slime.tokens.codec import shared_length
 logger = logging.getLogger(__name__)
 
 _PROMPT_COLUMNS = frozenset({"messages", "prompt"})
-_END_HOOK_S = 60.0  # that long a scheduler may take to close what it opened
+_END_HOOK_S = 60.0  # time limit of a scheduler's on_trajectory_end
 _SAMPLING = {"max_new_tokens": "max_tokens", "temperature": "temperature", "top_p": "top_p", "top_k": "top_k"}
 _SAMPLING |= {name: name for name in ("stop", "repetition_penalty", "seed")}
 _current: ContextVar[_Turns] = ContextVar("the turns of this rollout")
@@ -47,10 +47,11 @@ async def run_turns(
     scheduler: MultiTurnScheduler | None = None,
     stop_on_tool_error: bool = False,
 ) -> RolloutResponseChoice:
-    """Ask until the rollout is over; ``session.stats`` then says why. Returns the last answer, with all messages.
+    """Ask until the rollout is over and return the last answer, with all messages; ``session.stats`` has the stop
+    reason.
 
-    Raises ``RolloutStopped`` when a limit of the session leaves no room for an answer that was wanted, and the client's
-    typed errors.
+    Raises ``RolloutStopped`` when a limit of the session leaves no room for another answer, and the client's typed
+    errors.
     """
     tools = session.tools.schemas if session.tools is not None else None
     request = RolloutInferRequest(messages=session.messages, tools=tools, uuid=session.rollout_id)
@@ -59,19 +60,19 @@ async def run_turns(
         return await turns.run(request)
     columns = {key: copy.deepcopy(value) for key, value in task.items() if key not in _PROMPT_COLUMNS}
     for name in ("images", "audios", "videos"):
-        given = columns.pop(name, None)
-        setattr(request, name, given if isinstance(given, list) else [] if given is None else [given])
+        value = columns.pop(name, None)
+        setattr(request, name, value if isinstance(value, list) else [] if value is None else [value])
     request.objects, request.data_dict = columns.pop("objects", None) or {}, columns
     if getattr(scheduler, "infer_engine", None) is None:
         scheduler.infer_engine = _Engine()
     error: BaseException | None = None
     current = _current.set(turns)
     try:
-        said = await call_user_code(scheduler.run, request, RequestConfig())
-        outputs = said if isinstance(said, list) else [said]
+        returned = await call_user_code(scheduler.run, request, RequestConfig())
+        outputs = returned if isinstance(returned, list) else [returned]
         if not outputs or not all(hasattr(output, "response") for output in outputs):
             name = f"{type(scheduler).__name__}.run"
-            raise TypeError(f"{name} must return a RolloutOutput or a list of them, got {said!r:.99}")
+            raise TypeError(f"{name} must return a RolloutOutput or a list of them, got {returned!r:.99}")
         for output in outputs:
             session.stats.infos.update(output.rollout_infos or {})
         last = outputs[-1].response.choices[0]
@@ -82,29 +83,29 @@ async def run_turns(
         raise
     finally:
         _current.reset(current)
-        if not turns.leaves:  # a run that asks by itself keeps its own messages
+        if not turns.leaves:  # otherwise an overridden run keeps the messages itself
             request.messages = session.messages
         try:
             await asyncio.wait_for(call_user_code(scheduler.on_trajectory_end, [request], error), _END_HOOK_S)
         except Exception:
             if error is None:
                 raise
-            logger.exception("on_trajectory_end of %s failed, after its rollout.", type(scheduler).__name__)
+            logger.exception("on_trajectory_end of %s failed, after the rollout itself.", type(scheduler).__name__)
 
 
 class _Engine:
-    """What a scheduler's ``run`` asks; one for all rollouts."""
+    """The ``infer_engine`` of schedulers; one for all rollouts, with the current one in a context variable."""
 
     async def infer_async(
         self, infer_request: RolloutInferRequest, request_config: Any = None, **_: Any
     ) -> ChatCompletionResponse:
-        """``request_config.n`` answers to ``infer_request.messages``, which stay as they are: the caller appends the
-        answer that it goes on from. Each answer is a branch of the rollout, so calls may run at the same time."""
+        """``request_config.n`` answers to ``infer_request.messages``, which are not changed: the caller appends the
+        answer that it continues. Each answer is a branch of the rollout, so calls may run concurrently."""
         turns = _current.get()
         session: Any = turns.session
-        given: dict[str, Any] = {ours: getattr(request_config, name, None) for ours, name in _SAMPLING.items()}
-        given["stop"] = tuple(given["stop"] or ()) or None
-        sampling = replace(session.sampling, **{name: value for name, value in given.items() if value is not None})
+        config: dict[str, Any] = {ours: getattr(request_config, name, None) for ours, name in _SAMPLING.items()}
+        config["stop"] = tuple(config["stop"] or ()) or None
+        sampling = replace(session.sampling, **{name: value for name, value in config.items() if value is not None})
         asked = [dict(message) for message in infer_request.messages]
         indices = range(getattr(request_config, "n", 1) or 1)
         answers = [turns.answer_to(asked, index=index, sampling=sampling) for index in indices]
@@ -118,7 +119,7 @@ class _Engine:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Leaf:
-    """A conversation of a rollout up to its last answer; ``messages`` as the scheduler has them (images unmarked)."""
+    """A conversation of a rollout up to its last answer; ``messages`` in the scheduler's form (images unmarked)."""
 
     session: Any
     messages: Messages
@@ -134,9 +135,9 @@ class _Turns:
 
     async def run(self, request: RolloutInferRequest) -> RolloutResponseChoice:
         if self.scheduler is not None:
-            started = self.scheduler.on_trajectory_start
-            alone = next(iter(inspect.signature(started).parameters), "") == "infer_request"
-            await call_user_code(started, request if alone else [request])
+            hook = self.scheduler.on_trajectory_start
+            takes_one = next(iter(inspect.signature(hook).parameters), "") == "infer_request"
+            await call_user_code(hook, request if takes_one else [request])
         session, following = self.session, request
         while True:
             request = following
@@ -150,7 +151,8 @@ class _Turns:
                 return result
 
     async def answer_to(self, messages: Messages, **how: Any) -> RolloutResponseChoice:
-        """The answer to ``messages`` in a branch of the conversation that shares most of them, with its tokens."""
+        """The answer to ``messages``, in a branch of the conversation with the longest shared prefix, whose tokens it
+        reuses."""
         leaves = [*self.leaves, _Leaf(self.session, self.session.messages)]
         near = max(leaves, key=lambda leaf: shared_length(leaf.messages, messages))
         shared = shared_length(near.messages, messages)
@@ -158,7 +160,7 @@ class _Turns:
         result, _parsed = await self.ask(branch, **how)
         answer, continued = dict(branch.messages[-1]), len(branch.messages) == len(messages)
         self.leaves.append(_Leaf(branch, [*(messages[:-1] if continued else messages), answer]))
-        if shared == len(near.messages) and near in self.leaves:  # the new leaf holds all of it
+        if shared == len(near.messages) and near in self.leaves:  # the new leaf contains it
             self.leaves.remove(near)
         return result
 
@@ -185,22 +187,22 @@ class _Turns:
     async def _after(
         self, request: RolloutInferRequest, result: RolloutResponseChoice, parsed: AnswerParts
     ) -> RolloutInferRequest | None:
-        """The request for the next answer, or ``None`` when there is none; the stats have the stop reason then."""
+        """The request for the next answer; ``None`` at the end of the rollout, with the stop reason in the stats."""
         session, scheduler, stats = self.session, self.scheduler, self.session.stats
-        told, done = (request, result, self.number), None
+        args, done = (request, result, self.number), None
         if scheduler is not None:
-            done = self._noted(await call_user_code(scheduler.on_turn_end, *told), "done")
+            done = self._take_infos(await call_user_code(scheduler.on_turn_end, *args), "done")
         if result.finish_reason == "abort":
             stats.stop_reason = StopReason.ABORTED
             return None
         calls = parsed.calls if session.tools is not None and result.finish_reason != "length" else ()
         if done or (scheduler is None and not calls):
-            return None  # the session has set the stop reason by how the answer ended
+            return None  # the session has set the stop reason from the answer's finish reason
         if scheduler is not None and done is None and not calls:
             request.stop_reason = None
             check: Any = scheduler.check_finished
-            ours = getattr(check, "__func__", None) is MultiTurnScheduler.check_finished  # which needs no thread
-            if check(*told) if ours else await call_user_code(check, *told):
+            is_default = getattr(check, "__func__", None) is MultiTurnScheduler.check_finished  # needs no thread
+            if check(*args) if is_default else await call_user_code(check, *args):
                 stats.stop_reason = request.stop_reason or stats.stop_reason
                 return None
         limits = (session.max_turns, len(session.turns)), (scheduler and scheduler.max_turns, self.number)
@@ -216,17 +218,20 @@ class _Turns:
                 return None
             return request
         assert scheduler is not None
-        said = await call_user_code(scheduler.step, *told)
-        following = self._noted(said, "infer_request")
+        returned = await call_user_code(scheduler.step, *args)
+        following = self._take_infos(returned, "infer_request")
         if not isinstance(following, RolloutInferRequest):
             name = f"{type(scheduler).__name__}.step"
-            raise TypeError(f"{name} must return a RolloutInferRequest or a dict with infer_request, got {said!r:.99}")
+            raise TypeError(
+                f"{name} must return a RolloutInferRequest or a dict with infer_request, got {returned!r:.99}"
+            )
         following.uuid = following.uuid or request.uuid
         return following
 
-    def _noted(self, said: Any, key: str) -> Any:
-        """What a scheduler's method returned, alone or in a dict as ``key``; notes the other things in the dict."""
-        if not isinstance(said, Mapping):
-            return said
-        self.session.stats.infos.update(said.get("rollout_infos") or {})
-        return said.get(key)
+    def _take_infos(self, returned: Any, key: str) -> Any:
+        """The value that a scheduler's method returned, alone or in a dict as ``key``; stores the dict's
+        ``rollout_infos``."""
+        if not isinstance(returned, Mapping):
+            return returned
+        self.session.stats.infos.update(returned.get("rollout_infos") or {})
+        return returned.get(key)

@@ -37,7 +37,7 @@ from agl_slime.run.model_dir import RunModels
 from agl_slime.run.models import check_tokenizer
 from agl_slime.run.parts import RunParts, make_loop, make_reports, model_for_agents, page_of, sampling_parameters, step
 from agl_slime.run.settings import TrainConfig
-from agl_slime.run.start import WEIGHTS, check_tools, find_start, gives_texts, load_parts, run_directory, set_aside
+from agl_slime.run.start import WEIGHTS, check_tools, find_start, load_parts, run_directory, set_aside, uses_raw_prompts
 from agl_slime.sglang.check import check_replay
 from agl_slime.sglang.client import PauseMode, SGLangClient
 from agl_slime.sglang.transport import checked_url
@@ -106,7 +106,7 @@ async def run_training(
         tokenizer = await run_in_thread(load_tokenizer, model_path)
         check_tokenizer(model_path, tokenizer)
         set_template_kwargs(tokenizer, config.template.get("chat_template_kwargs", {}))
-        if not has_chat_template(tokenizer) and not await gives_texts(parts, model_path, seed=config.seed):
+        if not has_chat_template(tokenizer) and not await uses_raw_prompts(parts, model_path, seed=config.seed):
             text = f"--model-path {model_path}: without a chat template only prompts that are texts can be asked"
             warnings["chat_template"] = text
         if unread := await check_tools(parts, model_path, tokenizer, seed=config.seed):

@@ -1,5 +1,5 @@
-"""Runners execute the rollouts of a store: where, as one word on the command line (``inproc``, ``process:4``,
-``ray:16``), and what each kind can do."""
+"""Plans, settings and the interface of runners, which execute the rollouts of a store. A plan is one word on the
+command line: ``inproc``, ``process:4``, ``ray:16``, ``controller``."""
 
 from __future__ import annotations
 
@@ -19,34 +19,33 @@ FinishedListener = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunnerSettings:
-    """How one process executes rollouts.
-
-    ``max_concurrent``: rollouts in flight; a rollout that waits for the engine costs tens of kilobytes.
-    ``max_sync_threads``: rollouts in flight of an agent that is not async, each in a thread. ``claim_batch``: most
-    rollouts claimed in one store call; a runner begins with few and doubles as long as it gets all it asks for, so that
-    several runners share a short queue. ``poll_interval_s``: pause between looks at an empty queue, cut short by
-    ``wake``. ``timeout_s``: time limit of rollouts whose own configuration has none. ``heartbeat_interval_s``: as Agent
-    Lightning's; 0 is off. ``flush_interval_s``: spans of an attempt that still runs wait at most so long to be written,
-    and at most a third of the rollout's ``unresponsive_seconds``. ``lag_warning_s``: a warning names the agent that
-    blocks the event loop for so long; 0 is off. ``stuck_after_s``: a worker process is killed and replaced when for so
-    long no Python code has run in it, because some holds the interpreter lock, or its event loop has stood still; a
-    process that is more than a worker says where it is stuck; 0 is off. ``max_restarts``: dead workers that a pool of
-    processes or Ray actors replaces in all; ``None`` is three per worker, enough for accidents, not for an agent that
-    kills every process it runs in. ``gateway``: what agents that are no ``SGLangLitAgent`` find in the place of the
-    engine; ``None`` shows them the engine itself.
-    """
+    """Settings of the runner of one process."""
 
     max_concurrent: int = 1024
+    """Rollouts in flight; a rollout that waits for the engine costs tens of kilobytes."""
     max_sync_threads: int = 256
+    """Rollouts in flight of an agent that is not async; each has a thread."""
     claim_batch: int = 128
+    """Most rollouts claimed in one store call. A runner begins with fewer and doubles while it gets all it asks for, so
+    that several runners share a short queue."""
     poll_interval_s: float = 0.05
+    """Pause between polls of an empty queue; ``wake`` ends it."""
     timeout_s: float | None = None
+    """Time limit of rollouts whose configuration has none."""
     heartbeat_interval_s: float = 10.0
+    """Interval of Agent Lightning's heartbeats; 0 = off."""
     flush_interval_s: float = 30.0
+    """Longest time before spans of a running attempt are written; at most a third of ``unresponsive_seconds``."""
     lag_warning_s: float = 1.0
+    """Block of the event loop after which a warning names the agent; 0 = off."""
     stuck_after_s: float = 60.0
+    """Time without progress (interpreter lock held, or event loop blocked) after which a worker process is killed and
+    replaced. Other processes only log where they are stuck. 0 = off."""
     max_restarts: int | None = None
+    """Dead workers that a pool replaces in total; ``None`` = three per worker: enough for accidents, not for an agent
+    that kills every process."""
     gateway: GatewaySettings | None = field(default_factory=GatewaySettings)
+    """The gateway that replaces the engine for agents other than ``SGLangLitAgent``; ``None`` = the engine itself."""
 
     def __post_init__(self) -> None:
         check_ranges(
@@ -60,9 +59,9 @@ class RunnerSettings:
 
 @dataclass(frozen=True, slots=True)
 class RunnerPlan:
-    """``count`` runners, each with its own event loop: one thread of this process, processes of this machine, or Ray
-    actors. ``settings`` are those of each; ``store_host`` is the address on which the store is served to those that are
-    outside of this process. ``controller`` runners are those of Agent Lightning 1.0, as its settings say."""
+    """``count`` runners with the same ``settings``, each with its own event loop: a thread of this process, processes
+    of this machine, or Ray actors; the store is served to other processes on ``store_host``. Kind ``controller``: Agent
+    Lightning 1.0's controller executes the rollouts."""
 
     kind: RunnerKind = "inproc"
     count: int = 1
@@ -72,7 +71,7 @@ class RunnerPlan:
 
     @classmethod
     def parse(cls, text: str, *, named: str = "--runners") -> RunnerPlan:
-        """Read ``inproc``, ``controller``, ``process:N`` or ``ray:N`` of the setting ``named``. Raises
+        """Parse ``inproc``, ``controller``, ``process:N`` or ``ray:N``; ``named`` is the setting in errors. Raises
         ``ConfigError``."""
         kind, colon, count = text.partition(":")
         number = int(count) if count.isascii() and count.isdigit() else 0
@@ -86,33 +85,33 @@ class RunnerPlan:
 
 
 class RunnerPool(ABC):
-    """Runners that execute the rollouts of one store; a context manager that leaves nothing running."""
+    """The runners of one store; a context manager that ends them all."""
 
     failure: BaseException | None = None
-    """Why no rollouts are executed any more, when ``stop`` is not the reason."""
+    """The error that ended the runners."""
 
     @abstractmethod
     def start(self) -> Self:
-        """Returns when rollouts can be executed, after seconds where processes start. Raises ``LoopError`` or
+        """Start the runners and wait until one can execute rollouts; processes take seconds. Raises ``LoopError`` or
         ``ConfigError``."""
 
     @abstractmethod
     def wake(self) -> None:
-        """Look at the queue now."""
+        """Poll the queue now."""
 
     @property
     def in_flight(self) -> int:
-        """Rollouts that are being executed, where that can be told here."""
-        raise ConfigError(f"{type(self).__name__} cannot tell how many rollouts are in flight: use --runners inproc")
+        """Number of rollouts that are being executed. Raises ``ConfigError`` if this pool does not know it."""
+        raise ConfigError(f"{type(self).__name__} does not know how many rollouts are in flight: use --runners inproc")
 
     def set_limit(self, limit: int) -> None:
-        """From now on as many rollouts in flight, where that can be changed from here."""
+        """Set the limit of rollouts in flight. Raises ``ConfigError`` if this pool has none."""
         raise ConfigError(f"{type(self).__name__} cannot change how many rollouts are in flight: use --runners inproc")
 
     @abstractmethod
     def stop(self, *, cancel: bool = True, timeout_s: float = 10.0) -> bool:
-        """End all runners, with what is in flight cancelled or finished; nothing is left running. ``False`` when it was
-        not enough to ask: workers are ended by force, a thread stays whose agent blocks its event loop."""
+        """End all runners after their rollouts were cancelled, or have finished. Returns ``False`` when some did not
+        end within ``timeout_s``: workers are killed then, a thread whose agent blocks its event loop is left behind."""
 
     def __enter__(self) -> Self:
         return self.start()

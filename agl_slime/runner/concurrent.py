@@ -1,7 +1,7 @@
-"""Many rollouts at once in one process.
+"""``ConcurrentRunner``: many concurrent rollouts in one process.
 
-``ConcurrentRunner`` reuses Agent Lightning's own step (resources, hooks, tracing, result handling) and changes only
-what surrounds it: it claims as many rollouts as it has room for and runs each as an asyncio task. Agents need not know.
+It reuses Agent Lightning's step (resources, hooks, tracing, result handling) and replaces the loop around it: it claims
+rollouts up to its limit and runs each as an asyncio task. Agents need no change.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from agl_slime.rollout.agent import SGLangLitAgent
 from agl_slime.runner.base import FinishedListener, RunnerSettings
 from agl_slime.runner.guard import GuardedAgent, contain_tasks
 from agl_slime.runner.lag import LagMonitor
-from agl_slime.runner.process import forget_what_exists, is_ours
+from agl_slime.runner.process import freeze_gc, is_configured
 from agl_slime.runner.tracer import ContextTracer
 from agl_slime.store.follow import listen_for_ends
 from agl_slime.store.recording import current_recording
@@ -30,24 +30,22 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-# A runner whose queue was empty asks for this many rollouts at first, and gives others a moment before it asks for
-# twice as many.
+# The first claim after an empty queue. Before it claims twice as many, a runner gives others a moment.
 _FIRST_CLAIM = 8
 _CLAIM_PAUSE_S = 0.002
-# With a full house the places that become free are filled together: a 64th of all, or what is free after this long.
-_ROOM_SHARE = 64
-_ROOM_PAUSE_S = 0.01
-# The interpreter lock is held for less, but by code that does not come back.
-_SAY_AFTER_S = 10.0
+# At the limit free slots are filled in batches: a 64th of the limit, or the slots that are free after this pause.
+_FREE_SHARE = 64
+_FREE_PAUSE_S = 0.01
+# Healthy code never holds the interpreter lock for this long.
+_REPORT_AFTER_S = 10.0
 
 
 class ConcurrentRunner(LitAgentRunner[Any]):
     """A ``LitAgentRunner`` that keeps up to ``max_concurrent`` rollouts in flight on one event loop.
 
-    ``on_finished`` is called on the runner's loop with the rollout's id after each attempt has reached its end in the
-    store; it must not block. ``name`` is how the store knows this runner; runners of one store need different ones.
-    ``verdict``: this process is a worker, which is killed when it is stuck; descriptor of a connection that gets the
-    reason, or -1.
+    ``on_finished`` is called on the runner's loop with the rollout's id once an attempt has ended in the store; it must
+    not block. ``name`` identifies this runner in the store and must be unique there. ``verdict`` marks a worker
+    process, which is killed when it is stuck: the file descriptor that gets the reason, or -1.
     """
 
     def __init__(
@@ -98,10 +96,10 @@ class ConcurrentRunner(LitAgentRunner[Any]):
         if not stuck_s:
             return None
         return WatchSettings(
-            say_after_s=min(_SAY_AFTER_S, stuck_s / 2),
+            say_after_s=min(_REPORT_AFTER_S, stuck_s / 2),
             kill_after_s=stuck_s if worker else 0.0,
             verdict=-1 if self._verdict is None else self._verdict,
-            signals=is_ours() and not worker,
+            signals=is_configured() and not worker,
         )
 
     def teardown(self, *args: Any, **kwargs: Any) -> None:
@@ -110,7 +108,7 @@ class ConcurrentRunner(LitAgentRunner[Any]):
         super().teardown(*args, **kwargs)
 
     def get_agent(self) -> Any:
-        """The agent under guard: what Agent Lightning's step calls."""
+        """The guarded agent, which Agent Lightning's step calls."""
         if self._guard is None:
             raise ValueError("The runner has no agent yet: call init() first.")
         return self._guard
@@ -120,27 +118,27 @@ class ConcurrentRunner(LitAgentRunner[Any]):
 
     @property
     def in_flight(self) -> int:
-        """Rollouts that are being executed."""
+        """Number of rollouts that are being executed."""
         return len(self._in_flight)
 
     # -- from any thread ----------------------------------------------------------------------------------------------
 
     def wake(self) -> None:
-        """Look at the queue now rather than at the next poll."""
+        """Poll the queue now."""
         self._on_loop(self._wake.set)
 
     def set_limit(self, limit: int) -> None:
-        """From now on as many rollouts in flight, and never more than the settings allow; those that run go on."""
+        """Set the limit of rollouts in flight, at most ``max_concurrent``. Running rollouts continue."""
         self._limit = max(1, min(limit, self._most))
         self.wake()
 
     def cancel(self, rollout_id: str) -> None:
-        """Cancel the agent that runs this rollout, or is about to, if one does; its attempt then fails with the reason
+        """Cancel the rollout's agent, if it runs here or is about to; the attempt fails with the reason
         ``cancelled``."""
         self._on_loop(lambda: self.get_agent().cancel(rollout_id))
 
     def stop(self, *, cancel: bool = True) -> None:
-        """End ``iter``: claim nothing more, and either cancel what is in flight or let it finish."""
+        """End ``iter``: stop claiming, and cancel the rollouts in flight or let them finish."""
         self.stopping = True
         self._cancelling = self._cancelling or cancel
         if cancel:
@@ -149,19 +147,19 @@ class ConcurrentRunner(LitAgentRunner[Any]):
 
     def _on_loop(self, callback: Callable[[], Any]) -> None:
         if self._loop is not None:
-            with suppress(RuntimeError):  # the loop is closed: nothing is left to wake or stop
+            with suppress(RuntimeError):  # the loop is closed
                 self._loop.call_soon_threadsafe(callback)
 
     # -- the loop -----------------------------------------------------------------------------------------------------
 
     async def iter(self, *, event: ExecutionEvent | None = None) -> None:
-        """Execute rollouts from the store until ``stop`` is called or ``event`` is set; then wait for those in flight.
-        When this is cancelled, so are they."""
+        """Execute rollouts until ``stop`` is called or ``event`` is set, then wait for the rollouts in flight. Its
+        cancellation cancels them."""
         store = self.get_store()
         self._loop = asyncio.get_running_loop()
         stop_heartbeat = self._start_heartbeat_loop(store)
         unsubscribe = listen_for_ends(store, self.cancel, mine=self._claimed, only_cancelled=True)
-        forget_what_exists()
+        freeze_gc()
         stop_containing = contain_tasks(self._loop)
         if self.lag is not None:
             self.lag.start()
@@ -183,14 +181,14 @@ class ConcurrentRunner(LitAgentRunner[Any]):
                 self.lag.stop()
             if stop_heartbeat is not None:
                 await stop_heartbeat()
-            # connections belong to this loop, and Agent Lightning's own Trainer has no place for an agent to close them
+            # connections belong to this loop, and Agent Lightning's Trainer has no hook in which an agent closes them
             close = getattr(self._agent, "aclose", None)
             if close is not None:
                 await close()
 
     async def _drain(self) -> None:
         while self._in_flight:
-            # again and again: what was claimed just before the end may not have reached its agent yet
+            # repeatedly: a rollout that was claimed just before may not have started its agent yet
             if self._cancelling:
                 self.get_agent().cancel_all()
             await asyncio.wait(self._in_flight, timeout=0.2)
@@ -199,10 +197,10 @@ class ConcurrentRunner(LitAgentRunner[Any]):
         return {task.get_name() for task in self._in_flight}
 
     async def _claim(self) -> bool:
-        """Claim and start what there is room for; whether anything was claimed."""
-        # a rollout that was cancelled before it is asked for will not be delivered
-        self.get_agent().forget_refusals(claimed=self._claimed)
-        limit = min(self._room(), self._next_claim)
+        """Claim and start rollouts up to the limit; returns whether there were any."""
+        # the store no longer delivers rollouts that were cancelled before this point
+        self.get_agent().drop_cancellations(claimed=self._claimed)
+        limit = min(self._free_slots(), self._next_claim)
         if limit <= 0:
             return False
         claimed = await self.get_store().dequeue_many_rollouts(limit=limit, worker_id=self.get_worker_id())
@@ -217,8 +215,8 @@ class ConcurrentRunner(LitAgentRunner[Any]):
             await asyncio.sleep(_CLAIM_PAUSE_S)
         return bool(claimed)
 
-    def _room(self) -> int:
-        # threads of a sync agent that hang, abandoned: with those that run, twice as many as may run, and not one more
+    def _free_slots(self) -> int:
+        # abandoned threads of a sync agent count, too: running and abandoned together are at most twice the limit
         hung = self.get_agent().threads.abandoned
         return min(self._limit, 2 * self._limit - hung) - len(self._in_flight)
 
@@ -226,19 +224,18 @@ class ConcurrentRunner(LitAgentRunner[Any]):
         self._in_flight.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
             logger.error("Rollout %s broke outside of its agent: %s", task.get_name(), error, exc_info=error)
-        # With a full house the loop waits for room, and a call of the store for each free place would cost more than
-        # the place is worth.
+        # a store call for each free slot would cost more than an idle slot
         free = self._limit - len(self._in_flight)
-        if free == max(1, self._limit // _ROOM_SHARE):
+        if free == max(1, self._limit // _FREE_SHARE):
             self._wake.set()
         elif free == 1:
-            asyncio.get_running_loop().call_later(_ROOM_PAUSE_S, self._wake.set)
+            asyncio.get_running_loop().call_later(_FREE_PAUSE_S, self._wake.set)
 
     async def _execute(self, rollout: AttemptedRollout) -> None:
         try:
             await self._step_impl(rollout)
             if current_recording.get() is None:
-                # The step returned without running the agent: the attempt would stay "preparing" for ever.
+                # the step returned without running the agent: the attempt would stay "preparing" for ever
                 logger.error("Rollout %s: the store has no resources; add `main_llm` first.", rollout.rollout_id)
                 await self.get_store().update_attempt(rollout.rollout_id, rollout.attempt.attempt_id, status="failed")
         finally:

@@ -1,4 +1,4 @@
-"""Rollouts that a controller of Agent Lightning 1.0 runs: as processes of a machine, or as Kubernetes Jobs."""
+"""``ControllerPool``: rollouts executed by Agent Lightning 1.0's controller, as processes or Kubernetes Jobs."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ from agl_slime.support.threads import run_blocking
 
 logger = logging.getLogger(__name__)
 
-# Nobody has asked for rollouts that wait: said after so long.
-_LONELY_S = 30.0
-_LOOK_S = 0.2
+# Rollouts wait this long without any controller before a warning.
+_NO_CONTROLLER_S = 30.0
+_POLL_S = 0.2
 
 
 class ControllerPool(RunnerPool):
-    """Serves Agent Lightning 1.0's API for the rollouts of ``store``; its controller is started here where the plan
-    names a Python that has one, and is otherwise waited for. What the plan names in its place is started as it is."""
+    """Serves Agent Lightning 1.0's API for the rollouts of ``store``. Starts a controller if the plan names a Python
+    that has one, or the plan's worker commands; otherwise waits for a controller started elsewhere."""
 
     def __init__(self, *, plan: RunnerPlan, store: LightningStore) -> None:
         if plan.controller is None:
-            raise ConfigError("runners controller: the plan needs ControllerSettings, which say what it is to run")
+            raise ConfigError("runners controller: the plan needs ControllerSettings, which name the agent")
         if not isinstance(store, BridgeStore):
             raise ConfigError(f"runners controller need a BridgeStore, got a {type(store).__name__}")
         self._store = store
@@ -65,12 +65,12 @@ class ControllerPool(RunnerPool):
 
     @property
     def url(self) -> str:
-        """Where controllers and agents ask."""
+        """The API's address for controllers and agents."""
         return self.gateway.front.url if self.gateway.front is not None else self.gateway.url
 
     @property
     def command(self) -> str:
-        """How somebody starts the controller that is waited for."""
+        """The command line that starts a controller for this pool."""
         kind = "local" if self._settings.agent is not None else "k8s"
         key = f" 'agl_server.key={KEY_REFERENCE}'" if self._settings.key else ""
         return f"agl-controller runner_type={kind} agl_server.url={self.url}{key}"
@@ -102,12 +102,12 @@ class ControllerPool(RunnerPool):
             self._serving.enter_context(self.gateway.workers(n, settings=self._public))
 
     def wake(self) -> None:
-        """A controller looks by itself."""
+        """Does nothing: controllers poll."""
 
     def stop(self, *, cancel: bool = True, timeout_s: float = 10.0) -> bool:
         deadline = time.monotonic() + timeout_s
         while not cancel and self._store.running() and time.monotonic() < deadline:
-            self._stopping.wait(_LOOK_S)
+            self._stopping.wait(_POLL_S)
         self._stopping.set()
         if self._watcher is not None:
             self._watcher.join()
@@ -126,7 +126,8 @@ class ControllerPool(RunnerPool):
             end_agents(self.url)
 
     def _new_child(self) -> None:
-        """Under a name that no other has: what agents of an earlier one still ask belongs to nobody."""
+        """Start a child under a new name, so that late requests of an earlier child's agents are not taken for its
+        own."""
         self._started += 1
         name = f"child-{self._started}"
         child = self._children[name] = ControllerProcess(self._settings, url=f"{self.url}/controller/{name}")
@@ -137,8 +138,8 @@ class ControllerPool(RunnerPool):
             self._restarts = self._settings.max_restarts
 
     def _watch(self) -> None:
-        waiting_since, told = time.monotonic(), False
-        while not self._stopping.wait(_LOOK_S):
+        waiting_since, warned = time.monotonic(), False
+        while not self._stopping.wait(_POLL_S):
             for name in [name for name, child in self._children.items() if not child.alive]:
                 child = self._children.pop(name)
                 words = child.last_words()
@@ -157,6 +158,8 @@ class ControllerPool(RunnerPool):
                     return
             if self.gateway.asked or not self._store.waiting(1):
                 waiting_since = time.monotonic()
-            elif not told and time.monotonic() - waiting_since > _LONELY_S:
-                told = True
-                logger.warning("No controller has asked for a rollout in %g s; start one: %s", _LONELY_S, self.command)
+            elif not warned and time.monotonic() - waiting_since > _NO_CONTROLLER_S:
+                warned = True
+                logger.warning(
+                    "No controller has asked for a rollout in %g s; start one: %s", _NO_CONTROLLER_S, self.command
+                )

@@ -1,8 +1,8 @@
-"""A controller of Agent Lightning 1.0 as a child process, in a Python of its own.
+"""Agent Lightning 1.0's controller as a child process, in a Python of its own.
 
-``python -m agl_slime.runner.controller_process`` is what stands between: it ends the controller, and the agents that
-this has started, with whoever started it; the controller itself would go on. Whoever kills that process as well, as Ray
-does with the children of an actor, ends the controller too (on Linux), and its agents at their next call.
+``python -m agl_slime.runner.controller_process`` supervises it: when the parent ends, it ends the controller and the
+agents that this has started, which would otherwise continue. If the supervisor is killed as well (Ray kills the
+children of an actor), the controller ends with it on Linux, and the agents end at their next call.
 """
 
 from __future__ import annotations
@@ -21,25 +21,24 @@ from pathlib import Path
 import psutil
 
 from agl_slime.agl1.settings import PYTHON_VARIABLE, ControllerSettings
-from agl_slime.engine.process import EngineProcess
+from agl_slime.engine.process import ChildProcess
 from agl_slime.errors import ConfigError
 
 _POLL_S = 0.25
-_TO_END_S = 2.0
+_END_TIMEOUT_S = 2.0
 _VERSION = "from importlib.metadata import version; print(version('agentlightning'))"
 _EVENT_URL = "AGL_EVENT_URL"  # in the environment of each agent
 KEY_REFERENCE = "${oc.env:AGL_KEY}"
-"""What a command line says of the key: Hydra reads it from the environment, which no other user of the machine sees."""
-_PR_SET_PDEATHSIG = 1  # of linux/prctl.h
+"""The key on a command line: Hydra reads it from the environment, which other users of the machine cannot see."""
+_PR_SET_PDEATHSIG = 1  # from linux/prctl.h
 
 
-class ControllerProcess(EngineProcess):
-    """``agl-controller`` with its local runner, or what takes its place, for the server at ``url``."""
+class ControllerProcess(ChildProcess):
+    """``agl-controller`` with its local runner, or the settings' worker command, for the server at ``url``."""
 
     def __init__(self, settings: ControllerSettings, *, url: str) -> None:
-        own = {"url": url, "parent-pid": os.getpid()}
         command = [sys.executable, "-m", "agl_slime.runner.controller_process"]
-        command += [str(part) for name, value in own.items() for part in (f"--{name}", value)]
+        command += ["--url", url, "--parent-pid", str(os.getpid())]
         worker = settings.worker
         argv = _agl_controller(settings, url=url) if worker is None else [*worker.argv, "--url", url]
         command += ["--", *argv]
@@ -57,7 +56,7 @@ def _agl_controller(settings: ControllerSettings, *, url: str) -> list[str]:
     command = [str(settings.python), "-m", "agentlightning.controller", "runner_type=local", f"agl_server.url={url}"]
     command += [f"agl_server.key={KEY_REFERENCE}", f"local_runner.maximum_size={settings.max_processes}"]
     command += [f"local_runner.poll_interval={settings.poll_interval_s}"]
-    # Hydra makes a directory of outputs for every start otherwise
+    # otherwise Hydra makes an output directory at every start
     return [
         *command,
         "hydra.run.dir=.",
@@ -68,7 +67,7 @@ def _agl_controller(settings: ControllerSettings, *, url: str) -> list[str]:
 
 
 def check_python(python: Path) -> str:
-    """The version of its agentlightning. Raises ``ConfigError`` when it has none, or one without a controller."""
+    """The version of agentlightning in ``python``. Raises ``ConfigError`` without one that has a controller."""
     fix = "make one with `python3.12 -m venv DIR && DIR/bin/pip install 'agentlightning>=1.0'`: DIR/bin/python"
     named = f"--controller-python ({PYTHON_VARIABLE}) {python}"
     try:
@@ -77,14 +76,14 @@ def check_python(python: Path) -> str:
     except subprocess.CalledProcessError:
         raise ConfigError(f"{named}: this Python has no agentlightning; {fix}") from None
     except (OSError, subprocess.TimeoutExpired) as error:
-        raise ConfigError(f"{named}: it cannot be run as a Python ({error}); {fix}") from None
+        raise ConfigError(f"{named}: it does not run as a Python ({error}); {fix}") from None
     if int(version.partition(".")[0]) < 1:
         raise ConfigError(f"{named}: its agentlightning is {version}, which has no controller; {fix}")
     return version
 
 
 def agents_of(url: str) -> Iterator[psutil.Process]:
-    """The processes that a controller of the server at ``url`` has started, as their environment says."""
+    """The processes that a controller of the server at ``url`` has started, recognized by their environment."""
     for process in psutil.process_iter():
         with suppress(psutil.Error, OSError):
             if process.environ().get(_EVENT_URL, "").startswith(f"{url}/"):
@@ -92,13 +91,13 @@ def agents_of(url: str) -> Iterator[psutil.Process]:
 
 
 def end_agents(url: str) -> int:
-    """Kill what runs for the server at ``url``; returns how many."""
-    found = [process for process in agents_of(url) if process.pid != os.getpid()]
-    for process in found:
+    """Kill the agents of the server at ``url``; returns their number."""
+    agents = [process for process in agents_of(url) if process.pid != os.getpid()]
+    for process in agents:
         with suppress(psutil.Error):
             process.kill()
-    psutil.wait_procs(found, timeout=_TO_END_S)
-    return len(found)
+    psutil.wait_procs(agents, timeout=_END_TIMEOUT_S)
+    return len(agents)
 
 
 def _end_with_its_parent() -> None:

@@ -1,10 +1,8 @@
-"""What stands between the runner's step and the user's agent: time limits, threads for sync agents, and a recorded
-reason for every failure.
+"""``GuardedAgent``: time limits, threads for sync agents, and a recorded reason for every failure.
 
-Agent Lightning's step marks an attempt as succeeded when the agent was cancelled, cannot stop an agent that hangs, and
-runs sync agents on the event loop. The guard is the ``agent`` that the step sees: it turns each of those into an
-ordinary exception with a reason, written as an ``agentlightning.exception`` span, so that whoever reads the attempt
-knows why.
+Agent Lightning's step marks an attempt as succeeded when its agent was cancelled, cannot stop an agent that hangs, and
+runs sync agents on the event loop. The guard takes the agent's place in the step: it turns each of these cases into an
+exception with a reason, written as an ``agentlightning.exception`` span.
 """
 
 from __future__ import annotations
@@ -38,18 +36,18 @@ from agl_slime.trace.attributes import FAILURE_REASON
 if TYPE_CHECKING:
     from agl_slime.gateway.server import Gateway
 
-# How long a cancelled agent may take to clean up before it is abandoned.
+# Time of a cancelled agent to clean up before it is abandoned.
 _CANCEL_GRACE_S = 2.0
-# An agent that blocks the loop for longer when it begins is not begun with others at once.
+# Agents whose first step blocks the loop for longer are started one at a time.
 _LONG_STEP_S = 0.005
 
 
 class GuardedAgent:
-    """Runs one agent's rollouts under guard; everything else is the agent's own (hooks see it as the agent).
+    """Runs one agent's rollouts with time limits and error reporting; other attributes are the agent's (for hooks).
 
-    Of a sync agent's threads twice as many as may run at once may hang, abandoned at their rollouts' time limits,
-    before further calls are refused. ``gateway`` is what agents find in the place of the engine; ``alone``: no two
-    rollouts run at once, so the environment may name the gateway as well.
+    A sync agent's calls are refused once twice ``max_sync_threads`` threads hang, abandoned at their time limits.
+    ``gateway`` replaces the engine in the resources; ``alone``: rollouts run one at a time, so environment variables
+    can name the gateway as well.
     """
 
     def __init__(
@@ -61,9 +59,9 @@ class GuardedAgent:
         self._alone = alone
         max_threads = settings.max_sync_threads
         self._running: dict[str, asyncio.Future[None]] = {}  # resolved to cancel the agent
-        self._refused: set[str] = set()
-        self._beginning = asyncio.Lock()
-        self._first_step_s = math.inf  # of the last agent that was measured
+        self._cancelled_early: set[str] = set()  # cancelled before their agents have started
+        self._start_lock = asyncio.Lock()
+        self._first_step_s = math.inf  # duration in the last start that was measured
         self.threads = ThreadPool(name="agl-slime-agent", max_running=max_threads, max_abandoned=2 * max_threads)
 
     def __getattr__(self, name: str) -> Any:
@@ -79,35 +77,33 @@ class GuardedAgent:
         return await self._run("validation_rollout", task, resources, rollout)
 
     def cancel_all(self) -> None:
-        """Cancel every agent that is running; each attempt then fails with the reason ``cancelled``."""
+        """Cancel every running agent; the attempts fail with the reason ``cancelled``."""
         for rollout_id in self._running:
             self.cancel(rollout_id)
 
     def cancel(self, rollout_id: str) -> None:
-        """Cancel the agent that runs this rollout. One that is about to begin with it will not, until
-        ``forget_refusals`` says that nobody is."""
-        told = self._running.get(rollout_id)
-        if told is None:
-            self._refused.add(rollout_id)
-        elif not told.done():
-            told.set_result(None)
+        """Cancel the rollout's agent. If its agent has not started, it is prevented from starting."""
+        cancel = self._running.get(rollout_id)
+        if cancel is None:
+            self._cancelled_early.add(rollout_id)
+        elif not cancel.done():
+            cancel.set_result(None)
 
-    def forget_refusals(self, *, claimed: Callable[[], set[str]]) -> None:
-        """Drop cancellations of rollouts that this runner no longer holds (``claimed``). Costs nothing when there are
-        none."""
-        if self._refused:
-            self._refused &= claimed()
+    def drop_cancellations(self, *, claimed: Callable[[], set[str]]) -> None:
+        """Forget cancelled rollouts that this runner has no longer claimed. Free of cost when there are none."""
+        if self._cancelled_early:
+            self._cancelled_early &= claimed()
 
     async def _run(self, method: str, task: Any, resources: NamedResources, rollout: Rollout) -> Any:
         try:
-            if rollout.rollout_id in self._refused:
+            if rollout.rollout_id in self._cancelled_early:
                 raise RolloutError("The rollout was cancelled before its agent had begun.", reason="cancelled")
-            async with self._served(resources) as resources:
-                agent, told = self._agent, (task, resources, rollout)
+            async with self._with_gateway(resources) as resources:
+                agent, args = self._agent, (task, resources, rollout)
                 if agent.is_async():
-                    work = getattr(agent, f"{method}_async")(*told)
+                    work = getattr(agent, f"{method}_async")(*args)
                 else:
-                    work = self.threads.run(getattr(agent, method), *told)
+                    work = self.threads.run(getattr(agent, method), *args)
                 result = await self._with_time_limit(work, rollout)
             check_result(result)
         except Exception as error:
@@ -117,8 +113,8 @@ class GuardedAgent:
         return result
 
     @asynccontextmanager
-    async def _served(self, resources: NamedResources) -> AsyncIterator[NamedResources]:
-        """The resources with the gateway's address in them, which is good as long as this lasts."""
+    async def _with_gateway(self, resources: NamedResources) -> AsyncIterator[NamedResources]:
+        """The resources with an address of the gateway for this attempt, which is closed on exit."""
         recording, tracer, context = current_recording.get(), get_active_tracer(), contextvars.copy_context()
         if self._gateway is None or recording is None or tracer is None:
             yield resources
@@ -137,13 +133,13 @@ class GuardedAgent:
 
     async def _with_time_limit(self, work: Coroutine[Any, Any, Any], rollout: Rollout) -> Any:
         limit = rollout.config.timeout_seconds or self._settings.timeout_s or math.inf
-        told = asyncio.get_running_loop().create_future()
-        self._running[rollout.rollout_id] = told
-        inner = await self._begun(work)
+        cancel = asyncio.get_running_loop().create_future()
+        self._running[rollout.rollout_id] = cancel
+        inner = await self._start(work)
         try:
-            await self._first_of(inner, told, limit, rollout)
+            await self._wait(inner, cancel, limit, rollout)
             if not inner.done():
-                late = not told.done()
+                late = not cancel.done()
                 inner.cancel()
                 await asyncio.wait({inner}, timeout=_CANCEL_GRACE_S)
                 if late:
@@ -157,16 +153,16 @@ class GuardedAgent:
             inner.cancel()
             raise
         finally:
-            if self._running.get(rollout.rollout_id) is told:
+            if self._running.get(rollout.rollout_id) is cancel:
                 del self._running[rollout.rollout_id]
 
-    async def _begun(self, work: Coroutine[Any, Any, Any]) -> asyncio.Future[Any]:
-        """The agent's task. Where the first step of such an agent takes long, as making a client does, they begin one
-        after the other: those that have begun could not connect in time while many block the loop together."""
+    async def _start(self, work: Coroutine[Any, Any, Any]) -> asyncio.Future[Any]:
+        """Start the agent's task. Agents behind the gateway whose first step is long (they make a client) start one
+        after the other: many such steps in a row would block the loop for longer than connections may take."""
         if self._gateway is None or self._first_step_s < _LONG_STEP_S:
             return asyncio.ensure_future(work)
         try:
-            await self._beginning.acquire()
+            await self._start_lock.acquire()
         except asyncio.CancelledError:
             work.close()
             raise
@@ -179,34 +175,35 @@ class GuardedAgent:
             self._first_step_s = await after - before.result()
             return inner
         finally:
-            self._beginning.release()
+            self._start_lock.release()
 
-    async def _first_of(
-        self, inner: asyncio.Future[Any], told: asyncio.Future[None], limit_s: float, rollout: Rollout
+    async def _wait(
+        self, inner: asyncio.Future[Any], cancel: asyncio.Future[None], limit_s: float, rollout: Rollout
     ) -> None:
         """Wait for the agent's end, its cancellation or the time limit, and write its spans meanwhile."""
-        # an attempt without new spans is dead to the store after unresponsive_seconds: show life well within them
+        # the store ends an attempt without new spans after unresponsive_seconds
         flush_s = min(self._settings.flush_interval_s, (rollout.config.unresponsive_seconds or math.inf) / 3)
         recording, writing = current_recording.get(), None
         ends = time.monotonic() + limit_s
         while (left_s := ends - time.monotonic()) > 0:
             pause_s = min(left_s, flush_s)
-            done, _ = await asyncio.wait({inner, told}, timeout=pause_s, return_when=asyncio.FIRST_COMPLETED)
+            done, _ = await asyncio.wait({inner, cancel}, timeout=pause_s, return_when=asyncio.FIRST_COMPLETED)
             if done:
                 return
             if recording is not None and (writing is None or writing.done()):
-                writing = asyncio.ensure_future(recording.write_early())  # not awaited: the store may be away
+                writing = asyncio.ensure_future(recording.write_early())  # not awaited: the store may be unreachable
 
 
 @contextmanager
 def environment(resources: NamedResources) -> Iterator[None]:
-    """The model's address and key in the variables that clients read which are given neither; as it was afterwards."""
+    """The model's address and key in the environment variables that OpenAI's and Anthropic's clients read by default;
+    restored on exit."""
     llm = next(llm for llm in resources.values() if isinstance(llm, LLM))
     root = llm.endpoint.removesuffix("/v1")
-    told = dict.fromkeys(("OPENAI_BASE_URL", "OPENAI_API_BASE"), llm.endpoint) | {"ANTHROPIC_BASE_URL": root}
-    told |= dict.fromkeys(("OPENAI_API_KEY", "ANTHROPIC_API_KEY"), llm.api_key or "")
-    before = {name: os.environ.get(name) for name in told}
-    os.environ.update(told)
+    variables = dict.fromkeys(("OPENAI_BASE_URL", "OPENAI_API_BASE"), llm.endpoint) | {"ANTHROPIC_BASE_URL": root}
+    variables |= dict.fromkeys(("OPENAI_API_KEY", "ANTHROPIC_API_KEY"), llm.api_key or "")
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
     try:
         yield
     finally:
@@ -218,8 +215,7 @@ def environment(resources: NamedResources) -> Iterator[None]:
 
 
 def check_result(result: Any) -> None:
-    """What an agent may return: ``None``, a finite number (the reward) or a list of spans. Anything else is not a
-    reward and is not made into one."""
+    """Raise ``RewardError`` unless ``result`` is ``None``, a finite number (the reward) or a list of spans."""
     if result is None or isinstance(result, list):
         return
     if not isinstance(result, (int, float)):
@@ -231,8 +227,8 @@ def check_result(result: Any) -> None:
 
 
 async def _contained(work: Coroutine[Any, Any, Any]) -> Any:
-    """``work``, whose ``SystemExit`` and ``KeyboardInterrupt`` are its own end: asyncio lets those two through to
-    whoever runs the loop, which would be the end of all rollouts."""
+    """Run ``work`` with its ``SystemExit`` and ``KeyboardInterrupt`` as ``RolloutError``: asyncio passes those two to
+    the caller of the loop, which would end all rollouts."""
     try:
         return await work
     except (SystemExit, KeyboardInterrupt) as error:
@@ -240,16 +236,16 @@ async def _contained(work: Coroutine[Any, Any, Any]) -> Any:
 
 
 def contain_tasks(loop: asyncio.AbstractEventLoop) -> Callable[[], None]:
-    """From now on tasks of this loop that belong to a rollout cannot end the loop; the returned function ends that."""
+    """Keep tasks that belong to a rollout from ending this loop; the returned function undoes it."""
     before = loop.get_task_factory()
 
     def make_task(loop: asyncio.AbstractEventLoop, work: Any, **kwargs: Any) -> Any:
         recording = current_recording.get()
-        inside = recording is not None and isinstance(work, Coroutine)
-        begun = named(_contained, recording.rollout_id)(work) if recording is not None and inside else work
-        task = asyncio.Task(begun, loop=loop, **kwargs) if before is None else before(loop, begun, **kwargs)
-        if inside:
-            task.add_done_callback(lambda _: work.close())  # else one that is cancelled before it begins warns
+        contain = recording is not None and isinstance(work, Coroutine)
+        wrapped = named(_contained, recording.rollout_id)(work) if recording is not None and contain else work
+        task = asyncio.Task(wrapped, loop=loop, **kwargs) if before is None else before(loop, wrapped, **kwargs)
+        if contain:
+            task.add_done_callback(lambda _: work.close())  # no "never awaited" warning if cancelled before its start
         return task
 
     loop.set_task_factory(make_task)

@@ -1,9 +1,9 @@
-"""Notices code that blocks an event loop, or the whole process, and names it.
+"""``LagMonitor``: finds and names code that blocks an event loop, or the whole process.
 
-A timer on the loop notes the time every quarter of a second; a thread looks at the note, and when it is old, at what
-the loop's thread is doing. A busy machine makes the note old as well: the loop's thread is accused only when it runs a
-user's code, and has spent its CPU time there or stands still in it. The same thread is the heart that the watch over
-the process listens to (``agl_slime.support.watch``): it stops where code holds the interpreter lock.
+A timer on the loop stores the time every quarter of a second. A thread reads it, and when it is old, the stack of the
+loop's thread. A busy machine delays the timer as well: a warning is written only if the loop's thread runs user code
+and has spent its CPU time there, or stays at one place in it. The same thread sends the heartbeats of the process watch
+(``agl_slime.support.watch``), which stop while code holds the interpreter lock.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ _BEAT_S = 1.0
 
 
 class LagMonitor:
-    """Warns once per loop when nothing else ran on it for ``threshold_s`` (0: never) because of a user's code, and has
-    the process watched as ``watch`` says; ``start`` and ``stop`` on the loop."""
+    """Warns once per loop when user code blocks it for ``threshold_s`` (0: never), and starts the process watch with
+    the settings ``watch``. Call ``start`` and ``stop`` on the loop."""
 
     def __init__(self, *, threshold_s: float = 1.0, watch: WatchSettings | None = None) -> None:
         self._threshold_s = threshold_s
@@ -41,15 +41,15 @@ class LagMonitor:
         self._clock: int | None = None
         self._before: tuple[float, str] | None = None
         self.warning: str | None = None
-        """What was warned about."""
+        """The text of the warning."""
 
     def start(self) -> None:
         self._loop = asyncio.get_running_loop()
         self._loop_thread, self._native_thread = threading.get_ident(), threading.get_native_id()
-        clock_of: Any = getattr(time, "pthread_getcpuclockid", None)  # of a thread, to be read from others
+        clock_of: Any = getattr(time, "pthread_getcpuclockid", None)  # a CPU clock that other threads can read
         self._clock = clock_of(self._loop_thread) if clock_of is not None else None
         self._tick()
-        threading.Thread(target=self._look_again, name="agl-slime-lag-monitor", daemon=True).start()
+        threading.Thread(target=self._monitor, name="agl-slime-lag-monitor", daemon=True).start()
 
     def stop(self) -> None:
         self._stopped.set()
@@ -61,29 +61,30 @@ class LagMonitor:
         self._ticked, self._ticked_cpu = time.monotonic(), self._cpu_s()
         self._ticker = self._loop.call_later(_TICK_S, self._tick)
 
-    def _look_again(self) -> None:
-        beaten = -_BEAT_S
+    def _monitor(self) -> None:
+        last_beat = -_BEAT_S
         try:
             while not self._stopped.is_set():
-                if self._watch is not None and time.monotonic() - beaten >= _BEAT_S:
-                    beaten = time.monotonic()
-                    self._watch.beat(late_s=max(0.0, beaten - self._ticked - _TICK_S), loop_thread=self._native_thread)
+                if self._watch is not None and time.monotonic() - last_beat >= _BEAT_S:
+                    last_beat = time.monotonic()
+                    late_s = max(0.0, last_beat - self._ticked - _TICK_S)
+                    self._watch.beat(late_s=late_s, loop_thread=self._native_thread)
                 self._stopped.wait(_TICK_S)
                 if self._threshold_s and self.warning is None:
-                    self._look()
+                    self._check()
         finally:
             if self._watch is not None:
                 self._watch.stop()
 
-    def _look(self) -> None:
+    def _check(self) -> None:
         before, self._before = self._before, None
         ticked, late_s = self._ticked, time.monotonic() - self._ticked - _TICK_S
         frame = sys._current_frames().get(self._loop_thread)
         if late_s <= self._threshold_s or frame is None or not _runs_a_callback(frame):
-            return  # in time, or waiting in its selector for the machine
+            return  # on time, or waiting in its selector for a busy machine
         stack = stack_of(frame)
         if (culprit := users_frame(stack)) is None:
-            return  # this package's code, a library's of its own accord, or an import, which does not come again
+            return  # code of this package or of a library's callback, or an import, which happens once
         place = f"{culprit.path}:{culprit.line} ({culprit.function})"
         if self._cpu_s() - self._ticked_cpu < late_s / 2 and before != (ticked, place):
             self._before = ticked, place
@@ -97,7 +98,7 @@ class LagMonitor:
         logger.warning(self.warning)
 
     def _cpu_s(self) -> float:
-        """CPU time of the loop's thread; where the system does not tell, the time of day, as if it never waited."""
+        """CPU time of the loop's thread; without such a clock wall time, as if the thread never waited."""
         return time.monotonic() if self._clock is None else time.clock_gettime(self._clock)
 
 

@@ -1,4 +1,4 @@
-"""The runners of a plan."""
+"""``make_runners``: the runner pool of a plan."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ def make_runners(
     store: LightningStore,
     on_finished: FinishedListener | None = None,
 ) -> RunnerPool:
-    """The runners of a plan, not started yet; those of a controller find their agent themselves.
+    """The runners of a plan, not started yet. A controller's runners load their agent themselves.
 
-    ``on_finished`` is told about each rollout that a thread of this process has executed; workers elsewhere tell the
-    ``store``, a ``BridgeStore`` (then served over HTTP) or a client of one.
+    ``on_finished`` is called for each rollout that a thread of this process has executed. Workers in other processes
+    report to the ``store``: a ``BridgeStore``, which is then served over HTTP, or a client of one.
     """
     plan = RunnerPlan.parse(plan) if isinstance(plan, str) else plan
     if plan.kind == "controller":

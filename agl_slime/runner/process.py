@@ -1,7 +1,6 @@
-"""What is done in a process that is this package's own, a worker's or the command line's, and in no other.
+"""Process-wide changes that only a worker or the command line makes by itself.
 
-All of it changes the whole process, so a library that is imported into somebody else's does none of it by itself; who
-wants it there calls ``own_this_process``.
+A program that imports this package as a library can ask for them with ``configure_worker_process``.
 """
 
 from __future__ import annotations
@@ -16,21 +15,20 @@ from agl_slime.store.recording import Recording, current_recording
 from agl_slime.support.net import bypass_proxies
 from agl_slime.support.watch import named
 
-# Allocations until the young are looked at; such looks until the next older are; and those until all are.
+# Of the garbage collector's three generations.
 _THRESHOLDS = (100_000, 5, 50)
 _DEFAULTS = {(700, 10, 10), (2_000, 10, 0), (2_000, 10, 10)}
 
-_owned = False
+_configured = False
 
 
-def own_this_process() -> None:
-    """From now on runners of this process carry recordings into threads, and the garbage collector looks more rarely,
-    unless the program has set limits of its own, and never at what has been imported. Before other imports this saves a
-    second of them; with 4,096 rollouts in flight full collections took 40 % of the CPU time and stopped the event loop
-    for up to half a second, and found nothing."""
-    global _owned
-    if not _owned:
-        _owned = True
+def configure_worker_process() -> None:
+    """Carry recordings into threads; collect garbage less often, unless the program has set thresholds, and never scan
+    imported modules. Called before other imports it saves a second of them. Without it, with 4,096 rollouts in flight,
+    full collections took 40 % of the CPU time and stopped the event loop for up to half a second, and freed nothing."""
+    global _configured
+    if not _configured:
+        _configured = True
         bypass_proxies()
         carry_recordings()
         gc.freeze()
@@ -38,25 +36,25 @@ def own_this_process() -> None:
             gc.set_threshold(*_THRESHOLDS)
 
 
-def is_ours() -> bool:
-    """Whether this process is this package's own."""
-    return _owned
+def is_configured() -> bool:
+    """Whether ``configure_worker_process`` was called here."""
+    return _configured
 
 
-def forget_what_exists() -> None:
-    """The garbage collector never looks again at what exists now (it is freed by its reference counts as before); does
-    nothing in a process that is somebody else's."""
-    if _owned:
+def freeze_gc() -> None:
+    """Exclude the existing objects from garbage collection (reference counts still free them), if the process is
+    configured."""
+    if _configured:
         gc.collect()
         gc.freeze()
 
 
 def carry_recordings() -> None:
-    """``threading.Thread.start`` and ``ThreadPoolExecutor.submit`` hand the recording of whoever calls them on, and
-    nothing else of the context.
+    """Make ``threading.Thread.start`` and ``ThreadPoolExecutor.submit`` pass on the caller's recording, and nothing
+    else of its context.
 
-    Python gives both an empty context (until 3.14, and there only by a switch), so that a span of such a thread would
-    belong to no rollout. ``asyncio.to_thread`` carries the whole context; ``run_in_executor`` goes through ``submit``.
+    Python runs both in an empty context (before 3.14, and there by default), in which a span would belong to no
+    rollout. ``asyncio.to_thread`` carries the whole context; ``run_in_executor`` calls ``submit``.
     """
     start: Callable[..., None] = threading.Thread.start
     submit: Callable[..., Future[Any]] = ThreadPoolExecutor.submit
@@ -67,7 +65,7 @@ def carry_recordings() -> None:
             run = self.run
 
             def run_with_recording() -> None:
-                vars(self).pop("run", None)  # the thread no longer refers to itself
+                vars(self).pop("run", None)  # break the thread's reference cycle
                 current_recording.set(recording)
                 named(_called, recording.rollout_id)(run)
 
@@ -77,7 +75,7 @@ def carry_recordings() -> None:
     def submit_with_recording(
         executor: ThreadPoolExecutor, fn: Callable[..., Any], /, *args: Any, **kwargs: Any
     ) -> Future[Any]:
-        # also outside of any rollout: the worker thread may have been started by one
+        # also without a recording: the worker thread may have been started inside a rollout
         return submit(executor, _with_recording, current_recording.get(), fn, *args, **kwargs)
 
     threading.Thread.start = start_with_recording

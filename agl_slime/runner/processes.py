@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 
 READY = "ready"
 
-# A worker whose pool is gone gives its agents this long to be cancelled, and then ends whatever they do.
+# A worker without a pool cancels its agents and exits after this time in any case.
 _ORPHAN_GRACE_S = 10.0
 
 
@@ -29,13 +29,13 @@ _ORPHAN_GRACE_S = 10.0
 
 def process_main(spec: WorkerSpec, control: Connection) -> None:
     """The main function of a worker process."""
-    # Ctrl-C reaches every process of the terminal; the pool decides what it means.
+    # the pool handles Ctrl-C, which reaches every process of the terminal
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     logging.basicConfig(level=logging.WARNING, format=f"%(levelname)s {spec.name}: %(message)s")
     logging.getLogger("agentlightning").setLevel(logging.CRITICAL)  # failures are in the store, with their reasons
     worker = Worker(spec, verdict=control.fileno())
     signal.signal(signal.SIGTERM, lambda *_: worker.runner.stop())
-    threading.Thread(target=_obey, args=(worker, control), name="agl-slime-control", daemon=True).start()
+    threading.Thread(target=_receive_commands, args=(worker, control), name="agl-slime-control", daemon=True).start()
     try:
         control.send(READY)
         asyncio.run(worker.run())
@@ -43,12 +43,12 @@ def process_main(spec: WorkerSpec, control: Connection) -> None:
         control.close()
 
 
-def _obey(worker: Worker, control: Connection) -> None:
+def _receive_commands(worker: Worker, control: Connection) -> None:
     with suppress(EOFError, OSError):
         while True:
-            worker.obey(control.recv())
+            worker.execute(control.recv())
     if not worker.runner.stopping:
-        logger.warning("The process that started this runner is gone; the runner ends.")
+        logger.warning("The process that started this runner has ended; the runner ends.")
         worker.runner.stop()
         faulthandler.dump_traceback_later(_ORPHAN_GRACE_S, exit=True)
 
@@ -64,12 +64,12 @@ class _Process:
 
 
 class ProcessPool(WorkerPool):
-    """Worker processes, started fresh (``spawn``): each imports Agent Lightning, 5 s and about 320 MB."""
+    """Worker processes, started by ``spawn``: each imports Agent Lightning in 5 s and takes about 320 MB."""
 
     def pids(self, *, ready: bool = False) -> list[int]:
-        """Process ids of the workers that live; ``ready``: only those that execute rollouts."""
-        wanted = [worker.process for worker in self._left_after(0.0) if worker.ready or not ready]
-        return [process.pid for process in wanted if not wait([process.sentinel], timeout=0.0)]
+        """Process ids of the live workers; ``ready``: only workers that execute rollouts."""
+        processes = [worker.process for worker in self._left_after(0.0) if worker.ready or not ready]
+        return [process.pid for process in processes if not wait([process.sentinel], timeout=0.0)]
 
     def _launch(self, spec: WorkerSpec) -> _Process:
         context = multiprocessing.get_context("spawn")
@@ -80,9 +80,9 @@ class ProcessPool(WorkerPool):
         except Exception as error:
             ours.close()
             if getattr(multiprocessing.current_process(), "_inheriting", False):
-                fix = "put what it does under `if __name__ == '__main__':`"
+                fix = "put its code under `if __name__ == '__main__':`"
                 raise ConfigError(
-                    f"a worker imports the script that started it, and it starts workers: {fix}"
+                    f"the script that starts workers is imported by each of them and starts workers again: {fix}"
                 ) from None
             agent, fix = type(self._agent).__name__, "make it picklable, in a module, or use --runners inproc"
             why = f"{type(error).__name__}: {error}"
@@ -91,28 +91,28 @@ class ProcessPool(WorkerPool):
             theirs.close()
         return _Process(process, ours)
 
-    def _outlive(self, worker: _Process) -> str:
+    def _wait_for_end(self, worker: _Process) -> str:
         with suppress(EOFError, OSError):  # it ended before it was ready
             worker.ready = worker.control.recv() == READY
-            self._note_up()
+            self._note_ready()
         wait([worker.process.sentinel])
         verdict = ""
-        with suppress(EOFError, OSError):  # the watch over it may have killed it, and has sent the reason
+        with suppress(EOFError, OSError):  # the process watch sends a reason when it kills the worker
             while worker.control.poll():
                 verdict = str(worker.control.recv())
-        with self._launching:  # where multiprocessing asks for the exit codes of all, and only one who asks gets it
+        with self._launching:  # starting a process also reaps ended ones, and an exit code can be read only once
             worker.process.join()
         code = worker.process.exitcode or 0
         reason = verdict or (f"killed by signal {-code}" if code < 0 else f"exit code {code}")
-        if code > 0 and not self._came_up:
-            # not killed: the next one would end in the same way (a module that cannot be imported, a script without a
-            # main guard)
-            self._fail(LoopError(f"a runner process ended before it was ready ({reason}); what it printed says why"))
+        if code > 0 and not self._any_ready:
+            # it was not killed, so its replacement would fail alike (a module that cannot be imported, a script without
+            # a main guard)
+            self._fail(LoopError(f"a runner process ended before it was ready ({reason}); see its output"))
         return reason
 
-    def _tell(self, worker: _Process, command: Command) -> None:
+    def _send(self, worker: _Process, command: Command) -> None:
         if command != "wake" and not worker.ready:
-            worker.process.terminate()  # it is importing, hears nothing yet, and has nothing in flight
+            worker.process.terminate()  # still importing: it reads no commands and has nothing in flight
         with suppress(OSError):
             worker.control.send(command)
 

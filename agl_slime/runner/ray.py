@@ -1,7 +1,7 @@
-"""Runners as Ray actors: the same runner, on as many hosts as Ray has.
+"""``RayPool``: runners as Ray actors, on all hosts of a Ray cluster.
 
-Ray is imported when a pool is made. A Ray that runs already is used (``RAY_ADDRESS``, or the one that this process is
-connected to); otherwise a local one is started, and ended with the pool.
+Ray is imported when a pool is made. The pool uses a running Ray (``RAY_ADDRESS``, or this process's connection);
+otherwise it starts a local one and ends it.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from agl_slime.support.net import is_loopback
 
 
 class RayPool(WorkerPool):
-    """``count`` actors, each with one CPU reserved. Workers on other hosts must reach the store's address, so a Ray of
-    several nodes needs another host than the loopback."""
+    """``count`` actors, each with one CPU reserved. With several nodes the store needs an address other than the
+    loopback, which all workers can reach."""
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
@@ -27,12 +27,12 @@ class RayPool(WorkerPool):
             raise MissingDependencyError(
                 'runners on Ray need Ray: pip install "ray>=2.40", or use --runners process:N'
             ) from error
-        self._own_ray = False
+        self._started_ray = False
 
     def _open(self) -> None:
         if not self._ray.is_initialized():
             self._ray.init(include_dashboard=False, log_to_driver=False, logging_level=logging.WARNING)
-            self._own_ray = True
+            self._started_ray = True
         nodes = sum(bool(node.get("Alive")) for node in self._ray.nodes())
         if nodes > 1 and is_loopback(self._plan.store_host):
             raise ConfigError(
@@ -43,8 +43,8 @@ class RayPool(WorkerPool):
 
     def _close(self) -> None:
         super()._close()
-        if self._own_ray:
-            self._own_ray = False
+        if self._started_ray:
+            self._started_ray = False
             self._ray.shutdown()
 
     def _shortage(self) -> str:
@@ -53,21 +53,21 @@ class RayPool(WorkerPool):
     def _launch(self, spec: WorkerSpec) -> Any:
         return self._ray.remote(num_cpus=1, max_restarts=0)(Worker).remote(spec)
 
-    def _outlive(self, worker: Any) -> str:
+    def _wait_for_end(self, worker: Any) -> str:
         try:
             self._ray.get(worker.__ray_ready__.remote())
-            self._note_up()
+            self._note_ready()
             self._ray.get(worker.run.remote())
             reason = "it returned"
         except self._ray.exceptions.RayError as error:
             reason = f"{type(error).__name__}: {str(error).strip().splitlines()[0]}"
-            if not self._came_up:
+            if not self._any_ready:
                 self._fail(LoopError(f"an actor ended before it was ready: {error}"))
-        self._kill(worker)  # an actor outlives what it runs
+        self._kill(worker)  # an actor stays alive after its method returns
         return reason
 
-    def _tell(self, worker: Any, command: Command) -> None:
-        worker.obey.remote(command)
+    def _send(self, worker: Any, command: Command) -> None:
+        worker.execute.remote(command)
 
     def _kill(self, worker: Any) -> None:
         self._ray.kill(worker)

@@ -1,4 +1,4 @@
-"""A runner in a background thread of this process, with an event loop of its own."""
+"""``RunnerThread``: a runner in a background thread of this process, with its own event loop."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ logger = logging.getLogger(__name__)
 class RunnerThread(RunnerPool):
     """Runs a ``ConcurrentRunner`` on a thread.
 
-    The store must be thread-safe when other threads write to it too (``InMemoryLightningStore(thread_safe=True)``, or
-    any HTTP client store).
+    The store must be thread-safe if other threads write to it too (``InMemoryLightningStore(thread_safe=True)``, or any
+    HTTP client store).
     """
 
     def __init__(
@@ -74,6 +74,6 @@ class RunnerThread(RunnerPool):
             with self.runner.run_context(agent=self._agent, store=self._store, hooks=self._hooks):
                 asyncio.get_running_loop().call_soon(ready)
                 await self.runner.iter()
-        except BaseException as error:  # for start() and the loop
+        except BaseException as error:  # start() and the training loop read it
             self.failure = error
             logger.error("The runner ended: %s", error, exc_info=error)

@@ -1,13 +1,12 @@
-"""A tracer for many rollouts at once.
+"""``ContextTracer``: a tracer for many concurrent rollouts.
 
-Agent Lightning's own tracer keeps one rollout per process and submits each span on its own, waiting for the store. This
-one keeps the rollout in a context variable, gathers the spans of an attempt in memory and writes them in one call when
-the attempt ends, so an agent never waits for the store in the middle of its work.
+Agent Lightning's tracer has one rollout per process and submits each span separately, waiting for the store. This one
+has the rollout in a context variable, collects the spans of an attempt in memory and writes them in one call when the
+attempt ends, so an agent never waits for the store. Spans of a long attempt are also written earlier, for the store's
+watchdog (``runner.guard``).
 
-A long attempt's spans are written before that as well, so that the store's watchdog sees life (``runner.guard``).
-
-Spans come from two sides: Agent Lightning's emitters (``emit_reward`` and the rest, through ``create_span``), and any
-OpenTelemetry instrumentation inside the agent, through a span processor on the global tracer provider.
+Spans come from Agent Lightning's emitters (``emit_reward`` and others, through ``create_span``), and from OpenTelemetry
+instrumentation inside the agent, through a span processor on the global tracer provider.
 """
 
 from __future__ import annotations
@@ -65,8 +64,8 @@ class ContextTracer(Tracer):
         rollout_id: str | None = None,
         attempt_id: str | None = None,
     ) -> AsyncIterator[Recording]:
-        """The scope of one attempt; on leaving it, also by an exception, its spans are written to the store in one
-        call. The context variable keeps the finished recording, so that ``get_last_trace`` works after the scope."""
+        """The scope of one attempt. Its exit, also by an exception, writes the spans to the store in one call. The
+        context variable keeps the finished recording for ``get_last_trace``."""
         if (rollout_id is None) != (attempt_id is None):
             raise ValueError("trace_context needs rollout_id and attempt_id together, or neither")
         if rollout_id is None or attempt_id is None:
@@ -110,7 +109,7 @@ class ContextTracer(Tracer):
     ) -> Iterator[OtelSpanRecordingContext]:
         tracer = trace_api.get_tracer_provider().get_tracer(__name__)
         start_ns = int(start_time * 1e9) if start_time is not None else None
-        # The exception is recorded below, once, in Agent Lightning's form.
+        # the exception is recorded below, in Agent Lightning's form
         with tracer.start_as_current_span(
             name, attributes=attributes, start_time=start_ns, record_exception=False, set_status_on_exception=False
         ) as span:
@@ -122,19 +121,18 @@ class ContextTracer(Tracer):
                 raise
 
     def get_last_trace(self) -> list[Span]:
-        """The spans of the attempt that this context runs, or ran last."""
+        """The spans of this context's current or last attempt."""
         recording = current_recording.get()
         return list(recording.written) if recording is not None else []
 
 
 class _RecordingSpanProcessor(SpanProcessor):
-    """Hands finished OpenTelemetry spans to the recording of the code that *started* them: they may end in a callback
+    """Adds finished OpenTelemetry spans to the recording of the code that *started* them: they may end in a callback
     thread without context.
 
-    A span whose parent is under way in some recording belongs there, wherever it starts: code that hands a parent on
-    explicitly knows better than the thread it runs in. Any other belongs to the current recording. What ends is a copy
-    of what started, so the two are matched by trace and span id; a span that never ends is forgotten with its
-    recording.
+    A span belongs to the recording of its unfinished parent, since code that passes a parent explicitly knows more than
+    the thread's context; otherwise to the current recording. The span at its end is a copy of the started one, so the
+    two are matched by trace and span id. A span that never ends is forgotten with its recording.
     """
 
     def __init__(self) -> None:
@@ -159,7 +157,7 @@ def _key_of(span: ReadableSpan) -> tuple[int, int]:
 
 
 def _writable(value: Any) -> Any:
-    """``value`` with lone surrogates spelled out as backslash and number: no JSON and no database takes them."""
+    """``value`` with lone surrogates as backslash escapes: JSON and databases refuse them."""
     if isinstance(value, str):
         return value if value.isascii() else value.encode("utf-8", "backslashreplace").decode()
     texts = isinstance(value, (list, tuple)) and value and isinstance(value[0], str)
@@ -174,8 +172,8 @@ _users = 0
 
 
 def _activate(tracer: ContextTracer) -> None:
-    # Agent Lightning's emitters look the tracer up in a process global. All ContextTracers share the context variable,
-    # so any one of them serves them all.
+    # Agent Lightning's emitters use a process-global tracer. All ContextTracers share the context variable, so any of
+    # them will do.
     global _processor, _users
     with _state_lock:
         if _processor is None:

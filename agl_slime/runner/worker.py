@@ -1,7 +1,7 @@
-"""Runners outside of this process: what such a worker runs, and what pools of processes and of Ray actors share.
+"""``Worker``, a runner in another process, and ``WorkerPool``, the base of the pools of processes and of Ray actors.
 
-Workers claim their work from the store over HTTP; nothing is scheduled here. The rollouts of a worker that dies are
-tried again by others at once, and it is replaced while there are replacements left.
+Workers claim rollouts from the store over HTTP; the pool schedules nothing. When a worker dies, other workers retry its
+rollouts at once, and it is replaced within the restart budget.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any, Literal, Self
 from agl_slime.errors import LoopError
 from agl_slime.runner.base import RunnerPlan, RunnerPool, RunnerSettings
 from agl_slime.runner.concurrent import ConcurrentRunner
-from agl_slime.runner.process import own_this_process
+from agl_slime.runner.process import configure_worker_process
 from agl_slime.store.bridge import BridgeStore
 from agl_slime.store.client import WorkerStore
 from agl_slime.store.server import served
@@ -29,20 +29,18 @@ from agl_slime.support.threads import run_blocking
 
 logger = logging.getLogger(__name__)
 
-# What a pool says to a worker.
 Command = Literal["wake", "stop", "drain"]
 
-# Each import of Agent Lightning takes five seconds of a core, and they start together.
+# All workers import Agent Lightning at the same time, each for five seconds of a core.
 _START_TIMEOUT_S = 180.0
-# After the time to stop, a worker has this long to cancel what it should have finished, before it is killed.
-_TO_CANCEL_S = 2.0
-# A killed worker is gone within moments, unless the system holds it.
-_TO_DIE_S = 10.0
+# After the stop timeout: time to cancel the remaining rollouts before the worker is killed.
+_CANCEL_TIMEOUT_S = 2.0
+_KILL_TIMEOUT_S = 10.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerSpec:
-    """What a worker needs to know; travels to it by pickle. ``name`` is how the store knows it."""
+    """The arguments of a worker, pickled. ``name`` identifies it in the store."""
 
     agent: LitAgent[Any]
     store_url: str
@@ -52,16 +50,16 @@ class WorkerSpec:
 
 
 class Worker:
-    """One ``ConcurrentRunner`` against a store over HTTP, in a process that is all its own. ``verdict``: descriptor of
-    a connection that gets the reason when the watch over the process kills it."""
+    """One ``ConcurrentRunner`` with a store over HTTP, in a dedicated process. ``verdict``: the file descriptor that
+    gets the reason if the process watch kills it, or -1."""
 
     def __init__(self, spec: WorkerSpec, verdict: int = -1) -> None:
-        own_this_process()
+        configure_worker_process()
         self._spec = spec
         self.runner = ConcurrentRunner(settings=spec.settings, name=spec.name, verdict=verdict)
 
-    def obey(self, command: Command) -> None:
-        """On any thread."""
+    def execute(self, command: Command) -> None:
+        """Execute a command of the pool. Thread-safe."""
         if command == "wake":
             self.runner.wake()
         else:
@@ -78,13 +76,13 @@ class Worker:
 
 
 class WorkerPool(RunnerPool):
-    """The workers of a plan, replaced when they die; base of the pools. Each has a thread here that waits for its end
-    and starts the next one.
+    """Base of the pools: the workers of a plan, replaced when they die. A thread per worker waits for its end and
+    starts the next one.
 
     Args:
-        agent: travels to the workers by pickle; its class must be importable there.
-        store: a ``BridgeStore``, then served on the plan's ``store_host`` with a random token, or a client of one that
-            is served already.
+        agent: pickled for the workers; they must be able to import its class.
+        store: a ``BridgeStore``, which is served on the plan's ``store_host`` with a random token, or a client of a
+            served one.
     """
 
     def __init__(self, *, plan: RunnerPlan, agent: LitAgent[Any], store: LightningStore) -> None:
@@ -97,33 +95,33 @@ class WorkerPool(RunnerPool):
         restarts = self._settings.max_restarts
         self._replacements = 3 * plan.count if restarts is None else restarts
         self._started = False
-        self._came_up = False  # whether a worker ever has
+        self._any_ready = False  # whether a worker was ever ready
         self._stopping = False
-        self._workers: dict[str, Any] = {}  # by name; those whose end is not dealt with yet
+        self._workers: dict[str, Any] = {}  # by name, until their end was processed
         self._changed = threading.Condition()  # guards the above
         self._launching = threading.Lock()
 
-    # -- what a kind of worker is -------------------------------------------------------------------------------------
+    # -- for the kinds of pools ---------------------------------------------------------------------------------------
 
     @abstractmethod
     def _launch(self, spec: WorkerSpec) -> Any:
-        """Start a worker, one at a time."""
+        """Start a worker. Called for one worker at a time."""
 
     @abstractmethod
-    def _outlive(self, worker: Any) -> str:
-        """Call ``_note_up`` when the worker executes rollouts, wait for its end and return its reason; call ``_fail``
-        when another one would end in the same way."""
+    def _wait_for_end(self, worker: Any) -> str:
+        """Call ``_note_ready`` when the worker executes rollouts, wait for its end and return the reason; call
+        ``_fail`` if a replacement would end in the same way."""
 
     @abstractmethod
-    def _tell(self, worker: Any, command: Command) -> None:
-        """Without waiting; a worker that has ended hears nothing."""
+    def _send(self, worker: Any, command: Command) -> None:
+        """Send a command without waiting. Does nothing if the worker has ended."""
 
     @abstractmethod
     def _kill(self, worker: Any) -> None:
-        """End a worker that did not end when it was told to."""
+        """End a worker that did not end by a command."""
 
     def _shortage(self) -> str:
-        """What may keep workers from coming up, for the end of a sentence."""
+        """A possible reason why no worker starts, to end a sentence with."""
         return ""
 
     # -- the pool -----------------------------------------------------------------------------------------------------
@@ -136,36 +134,36 @@ class WorkerPool(RunnerPool):
             self._open()
             for _ in range(self._plan.count):
                 worker = self._new_worker()
-                threading.Thread(target=self._attend, args=worker, name="agl-slime-pool", daemon=True).start()
-            self._wait_for_the_first()
+                threading.Thread(target=self._supervise, args=worker, name="agl-slime-pool", daemon=True).start()
+            self._wait_for_first()
         except BaseException:
             self.stop(timeout_s=0.0)
             raise
         return self
 
     def wake(self) -> None:
-        self._say("wake")
+        self._send_all("wake")
 
     def stop(self, *, cancel: bool = True, timeout_s: float = 10.0) -> bool:
         with self._changed:
             self._stopping = True
             self._changed.notify_all()
-        self._say("stop" if cancel else "drain")
-        if forced := self._left_after(timeout_s):
-            logger.warning("%d of %d runners (%s) have to be ended.", len(forced), self._plan.count, self._plan.kind)
-            self._say("stop")
-            for worker in self._left_after(_TO_CANCEL_S):
+        self._send_all("stop" if cancel else "drain")
+        if late := self._left_after(timeout_s):
+            logger.warning("%d of %d runners (%s) did not end in time.", len(late), self._plan.count, self._plan.kind)
+            self._send_all("stop")
+            for worker in self._left_after(_CANCEL_TIMEOUT_S):
                 self._kill(worker)
-            self._left_after(_TO_DIE_S)
+            self._left_after(_KILL_TIMEOUT_S)
         self._close()
-        return not forced
+        return not late
 
-    def _say(self, command: Command) -> None:
+    def _send_all(self, command: Command) -> None:
         for worker in self._left_after(0.0):
-            self._tell(worker, command)
+            self._send(worker, command)
 
     def _left_after(self, timeout_s: float) -> list[Any]:
-        """The workers that have not ended within that time."""
+        """The workers that have not ended within ``timeout_s``."""
         with self._changed:
             self._changed.wait_for(lambda: not self._workers, timeout_s)
             return list(self._workers.values())
@@ -177,9 +175,9 @@ class WorkerPool(RunnerPool):
     def _close(self) -> None:
         self._serving.close()
 
-    def _wait_for_the_first(self) -> None:
+    def _wait_for_first(self) -> None:
         def decided() -> bool:
-            return self._came_up or self._stopping or self.failure is not None
+            return self._any_ready or self._stopping or self.failure is not None
 
         with self._changed:
             if not self._changed.wait_for(decided, _START_TIMEOUT_S):
@@ -192,7 +190,7 @@ class WorkerPool(RunnerPool):
             raise LoopError(f"The runners could not start: {self.failure}") from self.failure
 
     def _new_worker(self) -> tuple[str, Any]:
-        # a name that no other runner of the store has, nor had: what the dead one has sent may still be under way
+        # never used before in this store: requests of a dead worker may still be in flight
         name = f"{self._plan.kind}-{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}"
         spec = WorkerSpec(
             agent=self._agent,
@@ -205,18 +203,18 @@ class WorkerPool(RunnerPool):
             worker = self._launch(spec)
         with self._changed:
             self._workers[name] = worker
-            late = self._stopping
-        if late:  # stopped meanwhile, by another thread, which did not know of this one
+            stopped = self._stopping
+        if stopped:  # by another thread, which did not see this worker
             self._kill(worker)
         return name, worker
 
-    def _attend(self, name: str, worker: Any) -> None:
-        """A worker and those that replace it, one after the other."""
+    def _supervise(self, name: str, worker: Any) -> None:
+        """Wait for the end of a worker and replace it, until no replacement is left."""
         try:
             while True:
-                reason = self._outlive(worker)
+                reason = self._wait_for_end(worker)
                 try:
-                    self._bury(name, "the pool was stopped" if self._stopping else reason)
+                    self._fail_rollouts(name, "the pool was stopped" if self._stopping else reason)
                 finally:
                     with self._changed:
                         del self._workers[name]
@@ -224,8 +222,8 @@ class WorkerPool(RunnerPool):
                 if self._stopping or not self._may_replace(reason):
                     return
                 name, worker = self._new_worker()
-        except Exception as error:  # a replacement that could not be started: who waits for rollouts must hear of it
-            logger.error("The runners are not watched any more: %s", error, exc_info=error)
+        except Exception as error:  # callers that wait for rollouts check ``failure``
+            logger.error("The runners are no longer supervised: %s", error, exc_info=error)
             self._fail(error)
 
     def _may_replace(self, reason: str) -> bool:
@@ -239,9 +237,9 @@ class WorkerPool(RunnerPool):
                 self._fail(LoopError(f"all runners ({self._plan.kind}) have ended, the last one with {reason}"))
         return False
 
-    def _note_up(self) -> None:
+    def _note_ready(self) -> None:
         with self._changed:
-            self._came_up = True
+            self._any_ready = True
             self._changed.notify_all()
 
     def _fail(self, error: BaseException) -> None:
@@ -249,8 +247,8 @@ class WorkerPool(RunnerPool):
             self.failure = self.failure or error
             self._changed.notify_all()
 
-    def _bury(self, name: str, reason: str) -> None:
-        """Have others try the rollouts of a dead worker. A store elsewhere notices by itself, when its heartbeats
-        stop."""
+    def _fail_rollouts(self, name: str, reason: str) -> None:
+        """Fail a dead worker's rollouts, so that others retry them. A store in another process notices the missing
+        heartbeats instead."""
         if isinstance(self._store, BridgeStore):
             run_blocking(self._store.fail_worker(name, reason=reason, gone=True))

@@ -30,12 +30,12 @@ def serve(*, agent: str, host: str = "127.0.0.1", port: int = 4748, max_concurre
     """
     from agl_slime.rollout.loading import load_agent
     from agl_slime.runner.concurrent import RunnerSettings
-    from agl_slime.runner.process import own_this_process
+    from agl_slime.runner.process import configure_worker_process
     from agl_slime.runner.thread import RunnerThread
     from agl_slime.store.bridge import BridgeStore
     from agl_slime.store.server import StoreService
 
-    own_this_process()
+    configure_worker_process()
     ended = threading.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: ended.set())

@@ -132,7 +132,7 @@ def test_a_flag_out_of_range_is_named_with_its_value(
 @pytest.mark.parametrize(
     ("path", "says"),
     [
-        ("cli_nowhere:Agent", "there is no module 'cli_nowhere' here; run from the directory that holds it"),
+        ("cli_nowhere:Agent", "there is no module 'cli_nowhere' here; run from the directory that contains it"),
         ("cli_agents:Agent", "cli_agents has no class or agent 'Agent'; it has Exits, NeedsArguments, Plain, Silent"),
         ("cli_agents:Plain", "Plain is not an Agent Lightning LitAgent; derive it from agl_slime.SGLangLitAgent"),
         (

@@ -223,8 +223,8 @@ def test_the_time_limit_of_a_rollout_is_what_its_controller_is_told(tmp_path: Pa
 def test_that_nobody_takes_rollouts_is_said_once_with_the_command(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(controllers, "_LONELY_S", 0.05)
-    monkeypatch.setattr(controllers, "_LOOK_S", 0.005)
+    monkeypatch.setattr(controllers, "_NO_CONTROLLER_S", 0.05)
+    monkeypatch.setattr(controllers, "_POLL_S", 0.005)
     looks = Countdown(100)
 
     class Watched(BridgeStore):

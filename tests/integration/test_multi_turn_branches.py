@@ -140,7 +140,7 @@ async def test_branches_have_rewards_of_their_own_by_role() -> None:
                 await solver.ask({"role": "user", "content": "Sure?"})
                 solver.set_reward(reward)
             await session.ask({"role": "user", "content": "Who is right?"})
-            with pytest.raises(ConfigError, match="needs a role"):
+            with pytest.raises(ConfigError, match="only a branch with a role"):
                 session.set_reward(1.0)
 
     samples, _ = await run(Several, ["Two.", "Yes.", "Three.", "Yes.", "The second."])

@@ -79,7 +79,7 @@ async def test_a_call_that_a_checkpoint_cut_goes_on_and_a_later_run_goes_on_behi
         engine.weight_version, counting.sampled = "4", 0
         again = later.client(client, rollout("another"))
         got = await again.generate([5, 6], SAMPLING)
-        kept = later.taken_up
+        kept = later.reused_tokens
         assert 10 <= kept < 40
         assert counting.sampled == 40 - kept  # what had been sampled was not paid for twice
         assert engine.received[-1].payload["input_ids"] == [5, 6, *whole[:kept]]
@@ -181,7 +181,7 @@ async def test_other_sampling_parameters_are_another_call(tmp_path: Path) -> Non
         later.load(tmp_path / "partial")
         got = await later.client(client, rollout()).generate([5, 6], SamplingParams(max_new_tokens=8))
         assert len(got.output_ids) == 8
-        assert later.taken_up == 0
+        assert later.reused_tokens == 0
 
 
 async def test_what_is_dealt_with_or_failed_or_has_no_instance_is_not_kept(tmp_path: Path) -> None:
@@ -277,8 +277,8 @@ async def test_rollouts_that_the_end_of_a_run_cut_go_on_in_the_next(tmp_path: Pa
         later, engine.weight_version, counting.sampled = PartialRollouts(), "2", 0
         later.load(tmp_path / "partial")
         resumed = await run(engine.url, later, until=None)
-    assert later.taken_up >= total * 3 // 4
-    assert counting.sampled == total - later.taken_up
+    assert later.reused_tokens >= total * 3 // 4
+    assert counting.sampled == total - later.reused_tokens
     for before, after in zip(plain, resumed, strict=True):
         for name in ("tokens", "loss_mask", "rollout_log_probs", "response_length", "reward"):
             assert getattr(before, name) == getattr(after, name)

@@ -163,7 +163,7 @@ async def test_one_that_was_claimed_and_has_not_begun_does_not_begin():
         [other] = await enqueue(store, 2)
         await agent.says("begins 2")
         assert runner._guard is not None
-        assert not runner._guard._refused  # nothing of it is kept
+        assert not runner._guard._cancelled_early
         agent.let_go.set()
         assert (await end_of(store, other)).status == "succeeded"
 

@@ -251,8 +251,8 @@ async def test_no_more_rollouts_are_in_flight_than_allowed() -> None:
 async def test_places_that_become_free_in_a_full_house_are_filled_together(
     monkeypatch: pytest.MonkeyPatch, pause_s: float, freed: int, claims: list[int]
 ) -> None:
-    monkeypatch.setattr(concurrent, "_ROOM_PAUSE_S", pause_s)
-    places = 2 * concurrent._ROOM_SHARE
+    monkeypatch.setattr(concurrent, "_FREE_PAUSE_S", pause_s)
+    places = 2 * concurrent._FREE_SHARE
     asked: list[int] = []
     running_now: dict[int, asyncio.Event] = {}
     loops: list[asyncio.AbstractEventLoop] = []

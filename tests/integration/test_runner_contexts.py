@@ -127,7 +127,7 @@ def test_threads_of_somebody_else_s_process_are_left_alone() -> None:
 import gc, threading
 from concurrent.futures import ThreadPoolExecutor
 before = threading.Thread.start, ThreadPoolExecutor.submit, gc.get_threshold()
-from agl_slime.runner.process import own_this_process
+from agl_slime.runner.process import configure_worker_process
 from agl_slime.runner.thread import RunnerThread
 from agl_slime.store.bridge import BridgeStore
 from agl_slime.support.agl import LitAgent
@@ -135,9 +135,9 @@ class Agent(LitAgent):
     async def rollout_async(self, task, resources, rollout): return 1.0
 with RunnerThread(agent=Agent(), store=BridgeStore()):
     print((threading.Thread.start, ThreadPoolExecutor.submit, gc.get_threshold()) == before, gc.get_freeze_count())
-own_this_process()
+configure_worker_process()
 with RunnerThread(agent=Agent(), store=BridgeStore()):
-    own_this_process()
+    configure_worker_process()
     print(threading.Thread.start is before[0], ThreadPoolExecutor.submit is before[1], gc.get_freeze_count() > 0)
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=100, check=True)

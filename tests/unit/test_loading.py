@@ -142,7 +142,7 @@ def test_an_agent_in_the_working_directory_is_found(here: Path) -> None:
         ("no_such_module:Agent", "there is no module 'no_such_module' here"),
         ("agent_under_test.inner:Agent", "there is no module 'agent_under_test.inner'"),
         ("agent_needs:Agent", "module 'a_package_that_nobody_has', which is not installed"),
-        ("agent_package.inner:Agent", "imports 'agent_package.missing', which is not there"),
+        ("agent_package.inner:Agent", "imports 'agent_package.missing', which does not exist"),
         ("agent_broken:Agent", "line 1"),
         ("agent_raises:Agent", "RuntimeError: set MY_KEY first (agent_raises.py, line 1)"),
         ("agent_under_test:Goood", "it has Good, NeedsArguments, Plain, Raises, TypeErrorInside, instance"),

@@ -87,7 +87,7 @@ def test_the_directory_of_traces_is_there_before_anything_runs(tmp_path: Path) -
 
 def test_unknown_keywords_and_a_single_trajectory_are_refused() -> None:
     rollout = MultiTurnRollout(sampler=None, template=SimpleNamespace())  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match="sampling_parms: not known"):
+    with pytest.raises(ConfigError, match="sampling_parms: unknown;"):
         rollout([], sampling_parms=SamplingParams())
     with pytest.raises(ConfigError, match="must be a list"):
         rollout({"messages": [USER]})  # type: ignore[arg-type]

@@ -13,7 +13,7 @@ import pytest
 
 from agl_slime.errors import ConfigError, DataSourceError, EngineProtocolError, TraceError
 from agl_slime.rollout.access import replay_of, sampling_of
-from agl_slime.rollout.partial import _generation, _told
+from agl_slime.rollout.partial import _generation_from_json, _generation_to_json
 from agl_slime.sglang.generation import Generation, PartRequest, SamplingParams, parse_generation
 from agl_slime.sglang.replay import Nucleus, RoutedExperts
 from agl_slime.sglang.resumable import ResumableGeneration
@@ -192,7 +192,7 @@ def test_a_kept_call_of_a_checkpoint_has_its_experts() -> None:
         experts=chain()[0].experts,
         nucleus=chain()[0].nucleus,
     )
-    assert _generation(json.loads(json.dumps(_told(kept)))) == kept
+    assert _generation_from_json(json.loads(json.dumps(_generation_to_json(kept)))) == kept
 
 
 def test_slimes_flags_are_what_engines_are_asked_for() -> None:

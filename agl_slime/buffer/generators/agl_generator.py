@@ -31,9 +31,9 @@ def run_rollout(data: dict[str, Any]) -> None:
             f"the generator {TASK_TYPE!r} needs an agent: set {AGENT_VARIABLE}=module:Class where the buffer is started"
         )
     from agl_slime.rollout.loading import load_agent
-    from agl_slime.runner.process import own_this_process
+    from agl_slime.runner.process import configure_worker_process
 
-    own_this_process()
+    configure_worker_process()
     asyncio.run(run_agent(load_agent(path), data))
 
 

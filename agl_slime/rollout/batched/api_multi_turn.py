@@ -1,5 +1,5 @@
-"""Rollouts of many turns over an OpenAI-compatible chat API: text in, text out, for collecting data and for evaluation.
-There are no token ids; ``messages_to_sample`` makes Samples of what comes back, tokenized again and marked as such."""
+"""Multi-turn rollouts over an OpenAI-compatible chat API, for collecting data and for evaluation. There are no token
+ids; ``messages_to_sample`` makes Samples of the returned text, marked as re-tokenized."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class OpenAI:
-    """An OpenAI-compatible endpoint. ``timeout_s`` is for one call; failed calls are tried again ``max_retries`` times
-    by the ``openai`` client."""
+    """An OpenAI-compatible endpoint. ``timeout_s`` limits one call; the ``openai`` client retries failed calls up to
+    ``max_retries`` times."""
 
     model: str
     base_url: str
@@ -48,19 +48,18 @@ class OpenAI:
         )
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in self.__dict__.items() if name != "_client"}  # belongs to a process
+        return {name: value for name, value in self.__dict__.items() if name != "_client"}  # cannot be pickled
 
 
 class APIMultiTurnRollout(TurnsRollout):
-    """Rollouts over an API, each trajectory in a thread of its own, at most ``concurrency`` at the same time; other
-    ``options`` are those of ``TurnsRollout``. All of ``sampling_params`` that was set is sent, and ``extra_body``: what
-    OpenAI's API does not have (``top_k``, ``stop_token_ids``, ``extra``) by the names that SGLang and vLLM take.
-    Without ``max_new_tokens`` the server's own limit holds. Without ``tool_parser`` only the server's own
-    ``tool_calls`` count.
+    """Rollouts over an API, each trajectory in its own thread, at most ``concurrency`` at a time; other ``options`` as
+    for ``TurnsRollout``. Requests carry every parameter set in ``sampling_params``, and ``extra_body``; parameters that
+    OpenAI's API lacks (``top_k``, ``stop_token_ids``, ``extra``) go by SGLang's and vLLM's names. Without
+    ``max_new_tokens`` the server's limit applies, without ``tool_parser`` only ``tool_calls`` of the server count.
 
-    A trajectory comes back with its own keys and ``messages``, ``turns``, ``truncated``, ``tools_called`` and
+    A trajectory is returned with its input keys and ``messages``, ``turns``, ``truncated``, ``tools_called`` and
     ``stop_reason``: ``stop`` (an answer without calls), ``length``, ``max_turns``, or ``api_error`` (the API or a tool
-    manager raised; ``error`` says what). A failing trajectory never raises out of the batch.
+    manager raised ``error``). A failing trajectory never raises out of the batch.
     """
 
     def __init__(
@@ -75,25 +74,25 @@ class APIMultiTurnRollout(TurnsRollout):
         self._parser = get_tool_parser(self._tool_parser) if self._tool_parser is not None else None
 
     def _run(
-        self, trajectories: list[Trajectory], tools: Sequence[Any], made: bool, sampling: SamplingParams | None
+        self, trajectories: list[Trajectory], tools: Sequence[Any], close: bool, sampling: SamplingParams | None
     ) -> list[Trajectory]:
         options = _options(sampling, self._extra_body)
 
         def run(trajectory: Trajectory, manager: Any) -> Trajectory:
-            return run_blocking(self._run_one(trajectory, manager, made, options))
+            return run_blocking(self._run_one(trajectory, manager, close, options))
 
         workers = min(self._concurrency, len(trajectories))
         with ThreadPoolExecutor(max_workers=workers, thread_name_prefix="agl-slime-api") as pool:
             return list(pool.map(run, trajectories, tools))
 
-    async def _run_one(self, trajectory: Trajectory, tools: Any, made: bool, options: Mapping[str, Any]) -> Trajectory:
+    async def _run_one(self, trajectory: Trajectory, tools: Any, close: bool, options: Mapping[str, Any]) -> Trajectory:
         messages = [*map(dict, trajectory.get("messages") or [])]
-        shown: dict[str, Any] = {}
+        tool_options: dict[str, Any] = {}
 
         async def complete(messages: Sequence[Mapping[str, Any]], **_: Any) -> Mapping[str, Any]:
-            choice = self._api.chat(messages, **options, **shown).choices[0]  # blocks its own thread and loop
-            listed = [call.model_dump(exclude_none=True) for call in choice.message.tool_calls or ()]
-            message = {"content": choice.message.content, "tool_calls": listed}
+            choice = self._api.chat(messages, **options, **tool_options).choices[0]  # blocks this thread's loop only
+            calls = [call.model_dump(exclude_none=True) for call in choice.message.tool_calls or ()]
+            message = {"content": choice.message.content, "tool_calls": calls}
             return {"choices": [{"message": message, "finish_reason": choice.finish_reason}]}
 
         limits = {"parser": self._parser, "max_turns": self._max_turns}
@@ -101,13 +100,13 @@ class APIMultiTurnRollout(TurnsRollout):
         failure: dict[str, str] = {}
         try:
             schemas = trajectory.get("tools") or (tools.schemas if tools is not None else None)
-            shown |= {"tools": schemas} if schemas else {}
+            tool_options |= {"tools": schemas} if schemas else {}
             await run_turns(session, task={})
-        except Exception as error:  # whatever goes wrong with one trajectory is its own end and no other's
+        except Exception as error:  # must not end the other trajectories
             logger.warning("A trajectory ended with an error of the API or a tool: %s: %s", type(error).__name__, error)
             failure = {"stop_reason": "api_error", "error": f"{type(error).__name__}: {error}"}
         finally:
-            if made and tools is not None:
+            if close and tools is not None:
                 await tools.aclose()
         end = session.stats.stop_reason or StopReason.STOP
         truncated = not failure and end in (StopReason.LENGTH, StopReason.MAX_TURNS)
@@ -115,17 +114,17 @@ class APIMultiTurnRollout(TurnsRollout):
 
 
 def _options(sampling: SamplingParams | None, extra_body: Mapping[str, Any]) -> dict[str, Any]:
-    """``sampling`` as ``chat.completions.create`` takes it."""
+    """``sampling`` as arguments of ``chat.completions.create``."""
     options: dict[str, Any] = {}
-    more: dict[str, Any] = {}
+    body: dict[str, Any] = {}
     if sampling is not None:
         options |= {"temperature": sampling.temperature, "top_p": sampling.top_p}
         options |= {"stop": list(sampling.stop)} if sampling.stop else {}
         if not isinstance(sampling.max_new_tokens, DefaultLimit):
             options["max_tokens"] = sampling.max_new_tokens
-        more |= {"top_k": sampling.top_k} if sampling.top_k != -1 else {}
-        more |= {"stop_token_ids": list(sampling.stop_token_ids)} if sampling.stop_token_ids else {}
-        more |= sampling.extra
-        options |= {"seed": more.pop("sampling_seed")} if "sampling_seed" in more else {}
-    more |= extra_body
-    return options | ({"extra_body": more} if more else {})
+        body |= {"top_k": sampling.top_k} if sampling.top_k != -1 else {}
+        body |= {"stop_token_ids": list(sampling.stop_token_ids)} if sampling.stop_token_ids else {}
+        body |= sampling.extra
+        options |= {"seed": body.pop("sampling_seed")} if "sampling_seed" in body else {}
+    body |= extra_body
+    return options | ({"extra_body": body} if body else {})

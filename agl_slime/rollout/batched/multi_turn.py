@@ -1,5 +1,5 @@
-"""Batched rollouts of many turns: all live trajectories are sampled in one call per turn. Each is a session of its own
-in the loop of turns that agents run in; their calls of the engine wait for each other."""
+"""Batched multi-turn rollouts: one sampling call per turn for all live trajectories. Each trajectory is a session in
+the agents' loop of turns; the sessions' engine calls wait for each other."""
 
 from __future__ import annotations
 
@@ -32,16 +32,16 @@ logger = logging.getLogger(__name__)
 IGNORED_LABEL = -100
 
 Trajectory = dict[str, Any]
-"""``messages`` and any other columns in; the same with what the rollout adds out."""
+"""``messages`` and any other columns; a rollout returns it with more keys."""
 Predicate = Callable[[Mapping[str, Any]], bool]
 
-# Ids are for training, not for reading, and a file of them is many times as large.
+# Left out of trace files, which are for reading: token ids would make them many times as large.
 _NOT_IN_TRACES = frozenset({"input_ids", "labels", "logprobs", "turn_records", "segments"})
 
 
 class Rollout(ABC):
-    """Trajectories in, the same number of trajectories out, in their order, with ``messages``, ``turns``,
-    ``stop_reason`` and ``truncated``."""
+    """Runs a list of trajectories; returns as many, in the same order, with ``messages``, ``turns``, ``stop_reason``
+    and ``truncated``."""
 
     @abstractmethod
     def __call__(self, trajectories: list[Trajectory], **kwargs: Any) -> list[Trajectory]:
@@ -59,17 +59,17 @@ class Rollout(ABC):
 
 
 class TurnsRollout(Rollout):
-    """A rollout in the loop of turns that agents run in.
+    """A rollout in the agents' loop of turns.
 
     Args:
-        tool_manager: A ``ToolManager`` (twinkle's, too) for all trajectories, a list with one for each, or a function
-            that makes one for a trajectory, which is closed when that has ended. May be given per call, as
+        tool_manager: A ``ToolManager`` (or twinkle's) for all trajectories, a list with one for each, or a function
+            that makes one for a trajectory; it is closed with the trajectory. Each call may override it, and
             ``sampling_params``.
         max_turns: Most answers of a trajectory.
-        tool_parser: How the model writes calls; by default as its chat template shows.
-        trace_dir: Gets a JSON file per trajectory, ``{step}-{ok|fail}-{id}.json``, numbered where there is one of the
-            name; ``trace_callback`` decides which, ``success_callback`` what ``ok`` is (by default: it ended by
-            itself).
+        tool_parser: Format of tool calls; by default the one of the chat template.
+        trace_dir: Directory for a JSON file per trajectory, ``{step}-{ok|fail}-{id}.json``, numbered if the name is
+            taken; ``trace_callback`` selects trajectories, ``success_callback`` decides ``ok`` (by default: the model
+            ended the trajectory).
     """
 
     def __init__(
@@ -104,38 +104,38 @@ class TurnsRollout(Rollout):
         global_step: int | None = None,
         **kwargs: Any,
     ) -> list[Trajectory]:
-        """Run ``trajectories`` to their ends. ``step`` (in trace files' names; ``global_step`` is another name for it)
-        is by default the call's number."""
+        """Run ``trajectories`` to their ends. ``step``, or ``global_step``, is for the names of trace files; by default
+        the number of the call."""
         if kwargs:
-            raise ConfigError(f"{', '.join(kwargs)}: not known; a call takes tool_manager, sampling_params and step")
+            raise ConfigError(f"{', '.join(kwargs)}: unknown; a call takes tool_manager, sampling_params and step")
         if not isinstance(trajectories, (list, tuple)):
-            raise ConfigError(f"trajectories must be a list of them, got {type(trajectories).__name__}")
+            raise ConfigError(f"trajectories must be a list, got {type(trajectories).__name__}")
         step = global_step if step is None else step
         step = self._calls if step is None else step
         self._calls += 1
         tools: Any = tool_manager if tool_manager is not None else self._tools
-        made = callable(tools) and not hasattr(tools, "run") and not hasattr(tools, "tool_infos")
-        if made:
+        is_factory = callable(tools) and not hasattr(tools, "run") and not hasattr(tools, "tool_infos")
+        if is_factory:
             tools = [tools(trajectory) for trajectory in trajectories]
         elif not isinstance(tools, (list, tuple)):
             tools = [tools] * len(trajectories)
         if len(tools) != len(trajectories):
             raise ConfigError(f"tool_manager needs one for each trajectory, got {len(tools)} for {len(trajectories)}")
         tools, sampling = list(map(_as_manager, tools)), as_sampling(sampling_params) or self._sampling
-        finished = self._run(trajectories, tools, made, sampling) if trajectories else []
+        finished = self._run(trajectories, tools, is_factory, sampling) if trajectories else []
         for number, trajectory in enumerate(finished):
             self._write_trace(trajectory, step, str(trajectory.get("id", number)))
         return finished
 
     @abstractmethod
     def _run(
-        self, trajectories: list[Trajectory], tools: Sequence[Any], made: bool, sampling: SamplingParams | None
+        self, trajectories: list[Trajectory], tools: Sequence[Any], close: bool, sampling: SamplingParams | None
     ) -> list[Trajectory]:
-        """Run ``trajectories``, each with its ``tools``; those that were ``made`` for it are closed at its end."""
+        """Run ``trajectories``, each with its ``tools``, which ``close`` closes at its end."""
 
     def _output(self, trajectory: Trajectory, session: Session, **fields: Any) -> Trajectory:
-        played = {"messages": session.messages, "turns": len(session.turns)}
-        return {**trajectory, **played, "tools_called": session.stats.tool_counts(), **fields}
+        conversation = {"messages": session.messages, "turns": len(session.turns)}
+        return {**trajectory, **conversation, "tools_called": session.stats.tool_counts(), **fields}
 
     def _write_trace(self, trajectory: Trajectory, step: int, name: str) -> None:
         directory, is_traced, is_success = self._traces
@@ -148,18 +148,18 @@ class TurnsRollout(Rollout):
             name = re.sub(r"[^\w.-]", "_", name)[:100]
             stem = f"{step}-{outcome}-{name}"
             text = json.dumps(readable, ensure_ascii=False, indent=1, default=str) + "\n"
-            for number in itertools.count(1):  # another rollout may write here, too
+            for number in itertools.count(1):  # other rollouts may write here, too
                 with contextlib.suppress(FileExistsError):
                     file = Path(directory) / (f"{stem}.json" if number == 1 else f"{stem}-{number}.json")
                     with file.open("x", encoding="utf-8") as opened:
                         opened.write(text)
                     return
-        except Exception:  # a callback of somebody else's, a full disk: neither is worth a rollout
+        except Exception:  # an error of a callback or of the disk must not cost the rollout
             logger.exception("The trace of a trajectory could not be written to %s.", directory)
 
 
 class _ToolOf:
-    """A tool of twinkle's ``ToolManager``, which is called with OpenAI's form of a call."""
+    """A tool of twinkle's ``ToolManager``, which takes calls in OpenAI's form."""
 
     def __init__(self, manager: Any, info: Mapping[str, Any]) -> None:
         self._manager, self._info = manager, info
@@ -178,19 +178,19 @@ def _as_manager(tools: Any) -> Any:
 
 
 class MultiTurnRollout(TurnsRollout):
-    """Batched multi-turn rollouts over a ``Sampler``; ``options`` are those of ``TurnsRollout``. ``template`` is the
-    tokenizer, with its chat template. A trajectory of ``max_trajectory_tokens`` is truncated.
+    """Batched multi-turn rollouts over a ``Sampler``; other ``options`` as for ``TurnsRollout``. ``template`` is the
+    tokenizer, with its chat template. Trajectories are truncated at ``max_trajectory_tokens``.
 
-    A trajectory has ``messages``, and perhaps ``tools``: schemas to show in place of the manager's (an empty list:
-    none), and ``id``. It comes back with its own keys and:
+    A trajectory has ``messages``, and perhaps ``id`` and ``tools``: schemas to declare in place of the manager's (an
+    empty list: none). It is returned with its input keys and:
 
     - ``messages``: the conversation, tool results included. ``turns``: the number of answers.
-    - ``input_ids``, ``labels``, ``logprobs``: one entry per token of the whole sequence. ``labels`` are -100 where a
-      token is not trained, ``logprobs`` 0.0 there.
-    - ``stop_reason``: ``"stop"`` or ``"length"``. ``truncated``: whether more would have come. ``end_reason``: why it
-      ended, as ``StopReason`` has it. ``tools_called``: counts of calls.
-    - ``segments``: all sequences, when the chat template rewrites history and the trajectory became several;
-      ``input_ids`` is the last of them then. ``turn_records``: the turns, for ``trajectory_to_samples``.
+    - ``input_ids``, ``labels``, ``logprobs``: one entry per token of the whole sequence. For untrained tokens
+    ``labels`` has -100, ``logprobs`` 0.0.
+    - ``stop_reason``: ``"stop"`` or ``"length"``. ``truncated``: whether a limit ended it. ``end_reason``: its
+      ``StopReason``. ``tools_called``: counts of calls.
+    - ``segments``: all sequences; several if the chat template rewrites history, and ``input_ids`` is the last.
+      ``turn_records``: the turns, for ``trajectory_to_samples``.
     """
 
     def __init__(
@@ -203,7 +203,7 @@ class MultiTurnRollout(TurnsRollout):
         self._parser = get_tool_parser(self._tool_parser) if self._tool_parser else None
 
     def _run(
-        self, trajectories: list[Trajectory], tools: Sequence[Any], made: bool, sampling: SamplingParams | None
+        self, trajectories: list[Trajectory], tools: Sequence[Any], close: bool, sampling: SamplingParams | None
     ) -> list[Trajectory]:
         batch = _Batch(self._sampler, live=len(trajectories))
         templates: dict[str, ChatTemplate] = {}
@@ -227,11 +227,11 @@ class MultiTurnRollout(TurnsRollout):
                 await run_turns(session, task={})
             except RolloutStopped:
                 pass
-            except ContextOverflowError:  # of the first prompt: it ends this trajectory and no other
+            except ContextOverflowError:  # in the first prompt; it ends only this trajectory
                 session.stats.stop_reason = session.stats.stop_reason or StopReason.CONTEXT_OVERFLOW
             finally:
                 batch.leave()
-                if made and session.tools is not None:
+                if close and session.tools is not None:
                     await session.tools.aclose()
 
         async def run_all() -> None:
@@ -259,7 +259,7 @@ class MultiTurnRollout(TurnsRollout):
 
 
 class _Batch:
-    """The engine of sessions that are sampled together: a call waits until every live session asks."""
+    """The engine client of sessions that are sampled together: a call waits until every live session asks."""
 
     def __init__(self, sampler: Sampler, *, live: int) -> None:
         self._sampler = sampler
@@ -275,7 +275,7 @@ class _Batch:
         return await answer
 
     def leave(self) -> None:
-        """One session has ended."""
+        """Remove a session that has ended."""
         self._live -= 1
         self._sample_when_all_ask()
 
@@ -285,9 +285,9 @@ class _Batch:
             return
         futures, prompts, params = zip(*self._waiting, strict=True)
         self._waiting = []
-        try:  # on the loop of these sessions, which all wait, and in the caller's thread
+        try:  # blocks only the loop of these sessions, which all wait
             answers = self._ask([{"input_ids": prompt} for prompt in prompts], list(params))
-        except Exception as error:  # of the engine: every session raises it
+        except Exception as error:  # every session raises the engine's error
             answers = [error] * len(futures)
         for future, answer in zip(futures, answers, strict=True):
             if isinstance(answer, Exception):
@@ -301,10 +301,10 @@ class _Batch:
         except ContextOverflowError as error:
             if len(inputs) == 1:
                 return [error]
-            half = len(inputs) // 2  # a sampler that does not say which prompt it was
+            half = len(inputs) // 2  # this sampler does not name the prompt: bisect
             return [*self._ask(inputs[:half], params[:half]), *self._ask(inputs[half:], params[half:])]
         if len(answers) != len(inputs):
-            raise EngineProtocolError(f"the sampler gave {len(answers)} answers to {len(inputs)} prompts")
+            raise EngineProtocolError(f"the sampler returned {len(answers)} answers to {len(inputs)} prompts")
         return answers
 
 

@@ -1,4 +1,4 @@
-"""Finished trajectories of batched rollouts as slime Samples, for the group pipeline or a data source."""
+"""slime Samples from finished trajectories of batched rollouts."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from agl_slime.types import Sample, sample_from_fields
 def trajectory_to_samples(
     trajectory: Mapping[str, Any], *, reward: float, tokenizer: ChatTokenizer | None = None, **numbers: Any
 ) -> list[Sample]:
-    """The Samples of a trajectory that ``MultiTurnRollout`` finished: one, or several when it forked. Exact to the
-    token. ``numbers``: ``index``, ``group_index``, ``rollout_id``.
+    """The token-exact Samples of a trajectory that ``MultiTurnRollout`` finished: one, or several when it forked.
+    ``numbers``: ``index``, ``group_index``, ``rollout_id``.
 
     Raises ``TraceError`` when nothing was sampled, ``RewardError`` when ``reward`` is not finite.
     """
@@ -50,8 +50,8 @@ def messages_to_sample(
     label: str | None = None,
     **numbers: Any,
 ) -> Sample:
-    """A Sample from text alone, as ``APIMultiTurnRollout`` and others that know no ids give it: tokenized again,
-    without log-probs, ``metadata["token_source"]`` says so. ``numbers``: ``index``, ``group_index``, ``rollout_id``.
+    """A Sample from text alone, such as a trajectory of ``APIMultiTurnRollout``: re-tokenized, without log-probs, and
+    marked in ``metadata["token_source"]``. ``numbers``: ``index``, ``group_index``, ``rollout_id``.
 
     Raises ``TraceError`` when no message is to be trained, ``RewardError`` when ``reward`` is not finite.
     """
