@@ -28,13 +28,13 @@ from rich.console import Console
 from rich.logging import RichHandler
 from rich.text import Text
 
-from agl_slime.commands import COMMANDS as COMMANDS_THAT_LOOK
+from agl_slime.commands import COMMANDS as READONLY_COMMANDS
 from agl_slime.errors import (
     AglSlimeError,
     ConfigError,
     MissingDependencyError,
     UnknownVersionError,
-    spell_exception,
+    format_exception,
 )
 from agl_slime.support.net import bypass_proxies
 
@@ -77,7 +77,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         except MissingDependencyError as error:
             return _told(Console(stderr=True), error, bool(os.environ.get(DEBUG_VARIABLE)))
     if command in COMMANDS:
-        functions: dict[str, Callable[[list[str]], object]] = {"train": _train, "eval": _eval, **COMMANDS_THAT_LOOK}
+        functions: dict[str, Callable[[list[str]], object]] = {"train": _train, "eval": _eval, **READONLY_COMMANDS}
         functions["chat"] = lambda flags: import_module("agl_slime.run.chat").main(flags)
         return _reported(partial(functions[command], rest))
     print(f"agl-slime: there is no command {command!r}; the commands are {', '.join(COMMANDS)}", file=sys.stderr)
@@ -119,10 +119,10 @@ def run(argv: Sequence[str] | None = None) -> NoReturn:
 def _train(arguments: list[str]) -> None:
     at = arguments.index("--") if "--" in arguments else len(arguments)  # what follows is slime's
 
-    from agl_slime.run.flags import without_environment
+    from agl_slime.run.flags import split_env_flags
     from agl_slime.run.settings import TrainConfig  # a slime that is not known is told there
 
-    own, of_env = without_environment(arguments[:at])
+    own, of_env = split_env_flags(arguments[:at])
     config, slime_flags = tyro.cli(TrainConfig, prog="train.py", args=own), arguments[at + 1 :]
     config = replace(config, env_arguments=of_env) if of_env else config
     if config.trainer == "local" and config.local.torch_threads is None:  # this process is ours
@@ -148,9 +148,9 @@ def _engine_ahead() -> AbstractContextManager[None]:
 
 def _eval(arguments: list[str]) -> None:
     from agl_slime.run.evaluate import EvalConfig, run_evaluation
-    from agl_slime.run.flags import without_environment
+    from agl_slime.run.flags import split_env_flags
 
-    own, of_env = without_environment(arguments)
+    own, of_env = split_env_flags(arguments)
     config = tyro.cli(EvalConfig, prog="agl-slime eval", args=own)
     config = replace(config, env_arguments=of_env) if of_env else config
     _run_until_signal(run_evaluation(config))
@@ -201,11 +201,11 @@ def _told(errors: Console, error: Exception, debug: bool) -> int:
         return 2 if isinstance(error, (ConfigError, MissingDependencyError)) else 1
     if isinstance(error, OSError):  # a full disk, a path that is too long or may not be read
         where = f"{os.fsdecode(error.filename)}: " if isinstance(error.filename, str | bytes) else ""
-        _tell(errors, f"{where}{error.strerror or spell_exception(error)}", error, debug)
+        _tell(errors, f"{where}{error.strerror or format_exception(error)}", error, debug)
         return 1
     # a mistake of ours; the person who runs this is not the one who can use a traceback
     text = f"this should not happen: please report it with what {DEBUG_VARIABLE}=1 shows"
-    _tell(errors, f"{spell_exception(error)}; {text}", error, debug)
+    _tell(errors, f"{format_exception(error)}; {text}", error, debug)
     return 1
 
 

@@ -38,35 +38,35 @@ class DiskFullError(AglSlimeError, OSError):
 
 class EngineError(AglSlimeError):
     """SGLang (or the embedded engine) did not do what was asked. ``status`` is its answer's, where there was one; what
-    ``may_pass`` is sent again, not before ``after_s``."""
+    ``transient`` is sent again, not before ``retry_after_s``."""
 
     status: int | None = None
-    may_pass = False
-    after_s = 0.0
+    transient = False
+    retry_after_s = 0.0
 
 
 class EngineUnreachableError(EngineError, ConnectionError):
     """No connection, or the connection broke, and retries did not help."""
 
-    may_pass = True
+    transient = True
 
 
 class EngineTimeoutError(EngineError, TimeoutError):
     """The engine did not answer within the total or the idle timeout."""
 
-    may_pass = True
+    transient = True
 
 
 class EngineServerError(EngineError):
     """The engine kept answering 429 or 5xx until the retries were used up."""
 
-    may_pass = True
+    transient = True
 
 
 class EngineProtocolError(EngineError):
     """The answer is not SGLang's: not JSON, not the documented shape, or a page of some other server."""
 
-    may_pass = True
+    transient = True
 
 
 class EngineRequestError(EngineError, ValueError):
@@ -150,16 +150,16 @@ class TrainerError(AglSlimeError, RuntimeError):
     """A training step failed or was given a batch it cannot train on."""
 
 
-def spell_exception(error: BaseException) -> str:
+def format_exception(error: BaseException) -> str:
     """Any exception in one line, with the place it comes from: ``KeyError: 'label' (my_agent.py, line 12)``."""
     message = " ".join(str(error).split())
     frames = [(frame.filename, frame.lineno or 0) for frame in traceback.extract_tb(error.__traceback__)]
     # a SyntaxError names its file and line itself
-    place = "" if isinstance(error, SyntaxError) else spell_place(frames)
+    place = "" if isinstance(error, SyntaxError) else format_place(frames)
     return type(error).__name__ + (f": {message}" if message else "") + (f" ({place})" if place else "")
 
 
-def spell_place(frames: Sequence[tuple[str, int]]) -> str:
+def format_place(frames: Sequence[tuple[str, int]]) -> str:
     """File and line of the innermost frame that is neither a library's nor this package's, else of the innermost one;
     empty without frames."""
     own = [frame for frame in frames if not frame[0].startswith(_NOT_THE_USERS) and "site-packages" not in frame[0]]

@@ -23,7 +23,7 @@ import psutil
 
 from agl_slime import events
 from agl_slime.datasource.source import GroupSource, HoldsGroups
-from agl_slime.errors import AglSlimeError, ConfigError, LoopError, spell_exception
+from agl_slime.errors import AglSlimeError, ConfigError, LoopError, format_exception
 from agl_slime.groups.results import GroupResult, MemberResult
 from agl_slime.loop.failures import Failures
 from agl_slime.loop.functions import StepFn, call_function, taking_iteration, to_its_end
@@ -215,7 +215,7 @@ class OnlineRLLoop:
             raise
         except Exception as error:  # of a task source, an observer, the store: one sentence, and the cause is kept
             where = f"iteration {self._iteration}: " if self._iteration else "the run "
-            reason = f"{where}failed with {spell_exception(error)}"
+            reason = f"{where}failed with {format_exception(error)}"
             raise LoopError(reason) from error
         finally:
             self._in_flight.cancel()
@@ -339,7 +339,7 @@ class OnlineRLLoop:
         try:
             await call_function(partial(self._save_fn, state))
         except Exception as error:  # the run ends for another reason, which is told
-            logger.warning("There is no checkpoint of iteration %d: %s", state.iteration, spell_exception(error))
+            logger.warning("There is no checkpoint of iteration %d: %s", state.iteration, format_exception(error))
 
     async def _step(self, name: str, work: Awaitable[Any], iteration: int) -> Any:
         """Wait for a function of the program's; an error says where it comes from."""
@@ -348,7 +348,7 @@ class OnlineRLLoop:
         except AglSlimeError:
             raise
         except Exception as error:
-            raise LoopError(f"iteration {iteration}: {name} failed with {spell_exception(error)}") from error
+            raise LoopError(f"iteration {iteration}: {name} failed with {format_exception(error)}") from error
 
     def _wake(self) -> None:
         if self._runner is not None:

@@ -12,7 +12,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from agl_slime.errors import ConfigError, spell_exception
+from agl_slime.errors import ConfigError, format_exception
 from agl_slime.rollout.by_file import import_file
 from agl_slime.rollout.scheduler import schedulers
 from agl_slime.tokens.images import ImageSettings
@@ -50,7 +50,7 @@ def load_agent(path: str) -> Any:
     except ConfigError as error:
         raise unusable(str(error)) from error
     except (Exception, SystemExit) as error:
-        raise unusable(f"importing {source} failed with {spell_exception(error)}") from error
+        raise unusable(f"importing {source} failed with {format_exception(error)}") from error
     from agl_slime.support.agl import LitAgent
 
     agent_class = getattr(module, name, None)
@@ -76,7 +76,7 @@ def load_agent(path: str) -> Any:
     try:
         return agent_class()
     except (Exception, SystemExit) as error:
-        raise unusable(f"{name}() failed with {spell_exception(error)}") from error
+        raise unusable(f"{name}() failed with {format_exception(error)}") from error
 
 
 # Agents that modules hold: what @agl.rollout makes cannot be pickled, for its function is not found under its name.
@@ -121,7 +121,7 @@ def load_plugins(paths: Sequence[str | Path]) -> list[ModuleType]:
         try:
             modules.append(import_file(path))
         except (Exception, SystemExit) as error:  # anything may go wrong in a file of somebody else's
-            raise ConfigError(f"--external-plugins {path} failed with {spell_exception(error)}") from error
+            raise ConfigError(f"--external-plugins {path} failed with {format_exception(error)}") from error
     return modules
 
 

@@ -23,7 +23,7 @@ from agl_slime.run.parts import RunParts
 from agl_slime.run.settings import TrainConfig
 from agl_slime.runner.concurrent import ConcurrentRunner
 from agl_slime.store.bridge import BridgeStore
-from agl_slime.support.agl import Algorithm, LightningStore, otlp_goes_astray
+from agl_slime.support.agl import Algorithm, LightningStore, otlp_export_misses_store
 
 # The settings of a run that are somebody else's here, and whose.
 _OTHERS = {
@@ -101,7 +101,7 @@ class SlimeAlgorithm(Algorithm):
                 "Trainer(llm_proxy=…) with SlimeAlgorithm: agents find a gateway of its own, which keeps what was "
                 "sampled; leave llm_proxy out"
             )
-        if behind and self.get_store().capabilities.get("otlp_traces") and otlp_goes_astray():
+        if behind and self.get_store().capabilities.get("otlp_traces") and otlp_export_misses_store():
             raise ConfigError(
                 "Agent Lightning's runners in processes of their own send spans, emitted rewards among them, by "
                 "OpenTelemetry's OTLP exporter, which from 1.45 on does not find its store: install "

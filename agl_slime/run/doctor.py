@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Literal
 from urllib.parse import urlsplit
 
-from agl_slime.errors import AglSlimeError, spell_exception
+from agl_slime.errors import AglSlimeError, format_exception
 
 Verdict = Literal["ok", "--", "FAIL"]
 """``ok``: works. ``--``: not there, and needed only for what the line says. ``FAIL``: ``train.py`` needs it."""
@@ -74,10 +74,10 @@ def _machine() -> Iterator[Line]:
 
 def _proxies() -> Iterator[Line]:
     """Nothing where there are none."""
-    from agl_slime.support.net import past_proxies, proxies
+    from agl_slime.support.net import hosts_behind_proxy, proxies
 
     named = ", ".join(proxies())
-    if missing := ",".join(past_proxies()):
+    if missing := ",".join(hosts_behind_proxy()):
         fix = f"agents in processes that you start need it (export NO_PROXY={missing})"
         yield Line("--", "proxy", f"{named} is set and NO_PROXY lacks {missing}: added where agl-slime runs; {fix}")
     elif named:
@@ -91,7 +91,7 @@ def _gpu() -> Line:
     except FileNotFoundError:
         return Line("--", "GPU", "none (no nvidia-smi); nothing here needs one, slime does")
     except (OSError, subprocess.SubprocessError) as error:
-        return Line("--", "GPU", f"nvidia-smi failed ({spell_exception(error)}): look at the driver")
+        return Line("--", "GPU", f"nvidia-smi failed ({format_exception(error)}): look at the driver")
     return Line("ok", "GPU", "; ".join(asked.stdout.strip().splitlines()) + " (--local.device cuda)")
 
 

@@ -205,14 +205,14 @@ async def run_evaluation(config: EvalConfig, *, console: Console | None = None) 
     if not new:
         told_before = f"0 new samples: the figures are of {sum(map(len, parts))} samples that were taken before"
         console.print(f"{told_before}; a new --output-dir takes new ones", soft_wrap=True)
-    for line in spell_result(result):
+    for line in format_result(result):
         console.print(line, highlight=False, soft_wrap=True, markup=False)
     for name, path in (("written to", directory / "eval.json"), ("page", page)):
         console.print(f"{name:<14}{path}", highlight=False, soft_wrap=True, markup=False)
     return result
 
 
-def spell_result(result: dict[str, Any]) -> list[str]:
+def format_result(result: dict[str, Any]) -> list[str]:
     """The result as lines for a person."""
     lines = []
     for model in result["models"]:
@@ -358,14 +358,14 @@ async def sampling_with(
             agent.chat_api = None
         return
     from agl_slime.environments.environment import Environment
-    from agl_slime.run.local import engine_of
+    from agl_slime.run.local import running_engine
     from agl_slime.run.parts import RunParts, model_for_agents
     from agl_slime.tokens.loading import load_tokenizer
 
     environment = agent if isinstance(agent, Environment) else None
     agent = None if environment is not None else agent
     async with AsyncExitStack() as stack:
-        url, alive = await stack.enter_async_context(engine_of(settings, model, directory, console))
+        url, alive = await stack.enter_async_context(running_engine(settings, model, directory, console))
         parts = RunParts(agent=agent, tasks=[{}])
         llm = stack.enter_context(model_for_agents(settings, parts, url=url, model_path=model, sampling=sampling))
         runners = RunnerSettings(max_concurrent=max_concurrent, gateway=settings.gateway)

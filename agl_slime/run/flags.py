@@ -9,7 +9,7 @@ def flag(name: str) -> str:
     return f"--{name.replace('_', '-')}"
 
 
-def without_environment(arguments: Sequence[str]) -> tuple[list[str], tuple[str, ...]]:
+def split_env_flags(arguments: Sequence[str]) -> tuple[list[str], tuple[str, ...]]:
     """A command line without the settings of an environment, and those: ``--env.KEY value``, ``--env.KEY=value``, and
     ``--env.KEY`` alone, which is a switch."""
     own, of_env, follows = [], [], False

@@ -35,9 +35,17 @@ from agl_slime.rollout.agent import SGLangLitAgent
 from agl_slime.rollout.partial import PartialRollouts
 from agl_slime.run.model_dir import RunModels
 from agl_slime.run.models import check_tokenizer
-from agl_slime.run.parts import RunParts, make_loop, make_reports, model_for_agents, page_of, sampling_parameters, step
+from agl_slime.run.parts import (
+    RunParts,
+    make_loop,
+    make_reports,
+    model_for_agents,
+    sampling_parameters,
+    served_page,
+    step,
+)
 from agl_slime.run.settings import TrainConfig
-from agl_slime.run.start import WEIGHTS, check_tools, find_start, gives_texts, load_parts, run_directory, set_aside
+from agl_slime.run.start import WEIGHTS, check_tools, find_start, load_parts, run_directory, set_aside, uses_raw_prompts
 from agl_slime.sglang.check import check_replay
 from agl_slime.sglang.client import PauseMode, SGLangClient
 from agl_slime.sglang.transport import checked_url
@@ -106,7 +114,7 @@ async def run_training(
         tokenizer = await run_in_thread(load_tokenizer, model_path)
         check_tokenizer(model_path, tokenizer)
         set_template_kwargs(tokenizer, config.template.get("chat_template_kwargs", {}))
-        if not has_chat_template(tokenizer) and not await gives_texts(parts, model_path, seed=config.seed):
+        if not has_chat_template(tokenizer) and not await uses_raw_prompts(parts, model_path, seed=config.seed):
             text = f"--model-path {model_path}: without a chat template only prompts that are texts can be asked"
             warnings["chat_template"] = text
         if unread := await check_tools(parts, model_path, tokenizer, seed=config.seed):
@@ -115,7 +123,7 @@ async def run_training(
         _need_torch()
         loading = asyncio.ensure_future(run_in_thread(_make_trainer, config, model_path))
         loading.add_done_callback(lambda task: task.cancelled() or task.exception())
-        url, check_engine = await stack.enter_async_context(engine_of(config, model_path, run, console))
+        url, check_engine = await stack.enter_async_context(running_engine(config, model_path, run, console))
         trainer = await loading
         checkpoint = await run_in_thread(load_newest, checkpoints, trainer) if checkpoints else None
         start = checkpoint.loop if checkpoint is not None else LoopState()
@@ -133,7 +141,7 @@ async def run_training(
         if config.resume and checkpoint is None:
             set_aside(run)
         pending.begin(began_with.noted)  # nothing that a start needs is missing: from here on files are written
-        await shown.enter_async_context(page_of(run, config.view, console))
+        await shown.enter_async_context(served_page(run, config.view, console))
         reports = make_reports(config, run, console, began=began)
         shown.callback(reports.close)
         for key, text in warnings.items():
@@ -313,7 +321,7 @@ def _checkpoints(config: TrainConfig, run: RunDir) -> list[Checkpoint]:
 
 
 @asynccontextmanager
-async def engine_of(
+async def running_engine(
     config: TrainConfig, model_path: Path, run: RunDir, console: Console
 ) -> AsyncIterator[tuple[str, Callable[[], None] | None]]:
     """The URL of the engine, and a function that raises when the one that was started here has died."""

@@ -12,7 +12,7 @@ import os
 import shutil
 from pathlib import Path
 
-from agl_slime.errors import ConfigError, spell_exception
+from agl_slime.errors import ConfigError, format_exception
 from agl_slime.events import Event, IterationFinished
 from agl_slime.loop.checkpoint import read_checkpoints
 from agl_slime.loop.metrics import FAILED_SHARE
@@ -74,7 +74,7 @@ class RunModels:
         try:
             write_model(self._run, target, weights, base=self._base, iteration=iteration, **about)
         except OSError as error:  # a checkpoint has the weights; the run can do without
-            logger.warning("%s was not written: %s", target, spell_exception(error))
+            logger.warning("%s was not written: %s", target, format_exception(error))
 
 
 def write_model(

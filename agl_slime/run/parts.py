@@ -168,7 +168,7 @@ def make_loop(
 
 
 @asynccontextmanager
-async def page_of(run: RunDir, view: View, console: Console) -> AsyncIterator[None]:
+async def served_page(run: RunDir, view: View, console: Console) -> AsyncIterator[None]:
     """With ``--view web`` the run's page is served, and opened where there is a terminal."""
     if view != "web":
         yield

@@ -28,7 +28,7 @@ from agl_slime.loop.settings import LoopState, RunResult
 from agl_slime.metric_names import TOKENS_TRAINED
 from agl_slime.rollout.access import replay_of, sampling_of
 from agl_slime.run.models import find_model
-from agl_slime.run.parts import RunParts, make_loop, make_reports, model_for_agents, page_of, say
+from agl_slime.run.parts import RunParts, make_loop, make_reports, model_for_agents, say, served_page
 from agl_slime.run.settings import TrainConfig, flag
 from agl_slime.run.start import check_tools, load_parts, run_directory
 from agl_slime.sglang.check import check_replay
@@ -134,7 +134,7 @@ async def run_slime_training(
         steps = SlimeSteps(trainer=trainer, source=source, batch_size=config.rollout_batch_size, plan=plan)
         start, finished = steps.start(config.num_iterations)
         pending.begin()  # nothing that a start needs is missing: from here on files are written
-        await shown.enter_async_context(page_of(run, config.view, console))
+        await shown.enter_async_context(served_page(run, config.view, console))
         steps.observer = reports = make_reports(config, run, console)
         shown.callback(reports.close)
         reports.use_tokenizer(tokenizer)

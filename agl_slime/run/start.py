@@ -183,7 +183,7 @@ def _unnamed_model(config: TrainConfig, agent: Any, described: EngineDescription
     raise ConfigError(f"--model-path is needed for {config.title}: {why}; {fix}")
 
 
-async def gives_texts(parts: RunParts, model: Path, *, seed: int) -> bool:
+async def uses_raw_prompts(parts: RunParts, model: Path, *, seed: int) -> bool:
     """Whether the agent's prompts are texts, which a model without chat template needs, as far as the first task tells.
     Raises ``ConfigError`` where they are chat messages."""
     agent = parts.agent

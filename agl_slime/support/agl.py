@@ -83,7 +83,7 @@ _reward_module = sys.modules["agentlightning.emitter.reward"]
 _reward_module.TypeAdapter = functools.lru_cache(maxsize=8)(_reward_module.TypeAdapter)  # type: ignore[attr-defined]
 
 
-def otlp_goes_astray() -> bool:
+def otlp_export_misses_store() -> bool:
     """Whether spans that Agent Lightning exports over OTLP miss its store and wait 10 s each: it changes where
     OpenTelemetry's exporter sends to by an attribute that is not read any more from 1.45 on."""
     from agentlightning.utils.otlp import LightningStoreOTLPExporter

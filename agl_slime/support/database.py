@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from agl_slime.errors import ConfigError
-from agl_slime.support.files import naming_full_disk
+from agl_slime.support.files import disk_full_as_error
 
 
 class Database:
@@ -43,7 +43,7 @@ class Database:
     @contextmanager
     def transaction(self) -> Iterator[sqlite3.Connection]:
         """All that happens inside is kept, or none of it when an exception leaves the outermost block."""
-        with self._lock, naming_full_disk(self.path or Path()):
+        with self._lock, disk_full_as_error(self.path or Path()):
             outermost = not self.connection.in_transaction
             if outermost:
                 self.connection.execute("BEGIN IMMEDIATE")

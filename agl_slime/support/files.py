@@ -32,14 +32,14 @@ _PROCESS = uuid.uuid4().hex[:8]  # a container that starts again has the host na
 _COUNT = itertools.count()
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _FULL_TEXTS = ("No space left", "disk is full")  # of safetensors, of SQLite
-_SEAL = "agl_slime_checksums.json"
+_CHECKSUMS = "agl_slime_checksums.json"
 LOCK = ".lock"
 # After this nobody writes to it any more, whether its writer can be asked (another host cannot) or not.
 _MAX_AGE_S = 24 * 3600.0
 
 
 @contextmanager
-def naming_full_disk(path: Path) -> Iterator[None]:
+def disk_full_as_error(path: Path) -> Iterator[None]:
     """Around whatever writes to ``path``: however a library says that there is no space left, it is a
     ``DiskFullError``."""
     try:
@@ -111,21 +111,21 @@ def write_file(target: str | os.PathLike[str], content: bytes | str, *, durable:
         file.write(content.encode() if isinstance(content, str) else content)
 
 
-def seal(directory: Path) -> None:
+def write_checksums(directory: Path) -> None:
     """Write the checksums of the files of ``directory`` beside them; those of its subdirectories are not among them."""
-    sums = {path.name: _checksum(path) for path in directory.iterdir() if path.is_file() and path.name != _SEAL}
-    (directory / _SEAL).write_text(json.dumps(sums))
+    sums = {path.name: _checksum(path) for path in directory.iterdir() if path.is_file() and path.name != _CHECKSUMS}
+    (directory / _CHECKSUMS).write_text(json.dumps(sums))
 
 
-def check_seal(directory: Path) -> None:
-    """Raise ``ValueError`` or ``OSError`` unless each file that ``seal`` found is there as it was."""
+def verify_checksums(directory: Path) -> None:
+    """Raise ``ValueError`` or ``OSError`` unless each file that ``write_checksums`` recorded is there as it was."""
     try:
-        sums = json.loads(_regular(directory / _SEAL).read_bytes())
+        sums = json.loads(_regular(directory / _CHECKSUMS).read_bytes())
         for name, checksum in sums.items():
             if _checksum(_regular(directory / name)) != checksum:
                 raise ValueError(f"{name} is not as it was written")
     except (AttributeError, RecursionError):
-        raise ValueError(f"{_SEAL} is not as it was written") from None
+        raise ValueError(f"{_CHECKSUMS} is not as it was written") from None
 
 
 def remove_leftovers(directory: Path) -> None:
@@ -154,7 +154,7 @@ def _replacing(target: str | os.PathLike[str], *, durable: bool) -> Iterator[Pat
     target = Path(target).absolute()
     fresh = _temporary(target, "new")
     try:
-        with naming_full_disk(target.parent):
+        with disk_full_as_error(target.parent):
             target.parent.mkdir(parents=True, exist_ok=True)
             remove_leftovers(target.parent)
             yield fresh

@@ -26,7 +26,7 @@ from agl_slime.support.threads import run_in_thread
 
 T = TypeVar("T")
 
-PARSED_AT_ONCE = 256 * 1024  # bytes; JSON of 1 MB takes about 5 ms
+INLINE_PARSE_BYTES = 256 * 1024  # bytes; JSON of 1 MB takes about 5 ms
 _SENT = re.compile(r":\s*(?:b['\"]|bytearray)")  # begins what aiohttp quotes
 _DEEPEST = 250
 _NEVER_DEEP = 200  # brackets in all; orjson reads 1,024 levels and writes 254
@@ -86,7 +86,7 @@ async def listening(
         await web.TCPSite(runner, host, port, backlog=backlog).start()
         if taker is not None and runner.server is not None:
             taker.start(runner.server)
-        yield own_url(host, runner.addresses[0][1])
+        yield local_url(host, runner.addresses[0][1])
     finally:
         cutting.cancel()
         await runner.cleanup()
@@ -94,7 +94,7 @@ async def listening(
             taker.stop()
 
 
-def own_url(host: str, port: int) -> str:
+def local_url(host: str, port: int) -> str:
     """Where this machine reaches what listens on ``host``."""
     reached = {"": "127.0.0.1", "0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
     return str(URL.build(scheme="http", host=reached, port=port))
@@ -165,7 +165,7 @@ def stop_signal() -> asyncio.Event:
 async def read_body(request: web.Request, parse: Callable[[bytes], T]) -> T:
     """What ``parse`` makes of the body; of a large one in a thread."""
     raw = await request.read()
-    return parse(raw) if len(raw) <= PARSED_AT_ONCE else await run_in_thread(parse, raw)
+    return parse(raw) if len(raw) <= INLINE_PARSE_BYTES else await run_in_thread(parse, raw)
 
 
 def parse_json(raw: bytes, *, exact: bool = False) -> Any:
@@ -258,7 +258,7 @@ async def ask(session: aiohttp.ClientSession, url: str, body: bytes | None = Non
         raise ValueError(f"{url} did not answer with JSON: {error}") from error
 
 
-def may_pass(error: Exception) -> bool:
+def is_transient(error: Exception) -> bool:
     """Whether the same request may succeed later: broken connections, time-outs, 408, 425, 429 and 5xx."""
     if isinstance(error, aiohttp.ClientResponseError):
         return error.status >= 500 or error.status in RETRIED_4XX

@@ -31,7 +31,7 @@ def proxies() -> dict[str, str]:
     return {name: value for name, value in sorted(os.environ.items()) if name.lower() in _PROXIES and value}
 
 
-def past_proxies(*hosts: str) -> list[str]:
+def hosts_behind_proxy(*hosts: str) -> list[str]:
     """Which of this machine's loopback names and of ``hosts`` clients would ask a proxy for."""
     if not proxies():
         return []
@@ -42,7 +42,7 @@ def past_proxies(*hosts: str) -> list[str]:
 def bypass_proxies(*hosts: str) -> None:
     """Have clients in this process and in those that it starts ask this machine and ``hosts`` directly: the names are
     added to ``NO_PROXY``, in both spellings, where the environment names a proxy."""
-    if missing := past_proxies(*hosts):
+    if missing := hosts_behind_proxy(*hosts):
         given = [os.environ.get(variable, "") for variable in _NO_PROXY]
         before = [name.strip() for text in given for name in text.split(",") if name.strip()]
         os.environ.update(dict.fromkeys(_NO_PROXY, ",".join(dict.fromkeys([*before, *missing]))))
@@ -53,7 +53,7 @@ def shown_url(url: str) -> str:
     return re.sub(r"//[^/?#]*@", "//***@", url)
 
 
-def require_own_address(host: str) -> None:
+def require_local_address(host: str) -> None:
     """Raises ``ConfigError`` when this machine cannot listen on ``host``."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]

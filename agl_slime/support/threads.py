@@ -184,7 +184,7 @@ class ThreadPool:
 
 
 def _contained(name: str, call: Callable[[], T]) -> T:
-    rollout_id = rollout_of_context.get()
+    rollout_id = current_rollout.get()
     try:
         return named(_called, rollout_id)(call) if rollout_id else call()
     except BaseException as error:
@@ -197,7 +197,7 @@ def _called(call: Callable[[], T]) -> T:
     return call()
 
 
-rollout_of_context: contextvars.ContextVar[str] = contextvars.ContextVar("agl_slime_rollout", default="")
+current_rollout: contextvars.ContextVar[str] = contextvars.ContextVar("agl_slime_rollout", default="")
 """The id of the rollout that this context runs, for whoever looks at its stack."""
 
 _user_pools: WeakSet[ThreadPool] = WeakSet()

@@ -11,7 +11,7 @@ torch = pytest.importorskip("torch")
 from transformers import AutoModelForCausalLM  # noqa: E402
 
 from agl_slime.errors import ConfigError, TrainerError  # noqa: E402
-from agl_slime.support.files import seal  # noqa: E402
+from agl_slime.support.files import write_checksums  # noqa: E402
 from agl_slime.trainers import LocalTrainer, LocalTrainerSettings  # noqa: E402
 from agl_slime.types import Sample  # noqa: E402
 from tests.trainer_cases import flat, trainer, weights  # noqa: E402
@@ -137,7 +137,7 @@ def test_loading_what_is_not_there_or_broken_changes_nothing(policy: Path, sampl
     with pytest.raises(TrainerError, match="cannot be read"):
         ours.load(tmp_path / "state")
     torch.save({"format": 0}, tmp_path / "state" / "trainer_state.pt")
-    seal(tmp_path / "state")
+    write_checksums(tmp_path / "state")
     with pytest.raises(TrainerError, match="format"):
         ours.load(tmp_path / "state")
     assert all(torch.equal(tensor, before[name]) for name, tensor in weights(ours.model).items())

@@ -23,7 +23,7 @@ try:
 except ImportError as error:
     raise MissingDependencyError('the local trainer needs torch: pip install "agl-slime[local]"') from error
 
-from agl_slime.support.files import check_seal, seal, whole_directory
+from agl_slime.support.files import verify_checksums, whole_directory, write_checksums
 from agl_slime.support.memory import return_freed_memory
 from agl_slime.support.threads import ThreadPool
 from agl_slime.trainers.base import TokenScores
@@ -344,7 +344,7 @@ class LocalTrainer:
                         lora.save_adapter(self.model, fresh / "adapter", base=self._source)
                     with (fresh / _STATE_FILE).open("wb") as file:  # of a path it would not say why it failed
                         torch.save(state, file)
-                    seal(fresh)
+                    write_checksums(fresh)
         except OSError as error:
             raise TrainerError(f"{directory} cannot be written: {error}") from error
 
@@ -360,7 +360,7 @@ class LocalTrainer:
         """
         path = Path(directory) / _STATE_FILE
         try:
-            check_seal(Path(directory))
+            verify_checksums(Path(directory))
             state = torch.load(path, map_location=self._device, weights_only=True)
             saved: dict[str, Tensor] = {}
             if not (with_adapters := self.settings.lora_rank > 0):
