@@ -1,4 +1,4 @@
-"""Wires a ``TrainConfig`` into a running loop: engine, policy, store, data source, trainer, reports."""
+"""Training with the local trainer: engine, policy, store, data source, trainer and reports of a ``TrainConfig``."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# Settings that a run is expected to go on with other values of.
+# Settings that may differ when a run is resumed.
 _MAY_CHANGE = frozenset(
     {"num_iterations", "save_interval", "view", "sglang_url", "keep_rollouts", "keep_rollouts_mb", "track"}
 )
@@ -73,8 +73,10 @@ _MAY_CHANGE |= {"eval_sglang_url", "engine", "sglang_python"}
 
 
 _MEMORY = Path("/dev/shm")
-_LARGE = 64 << 20  # bytes of a checkpoint from which on a disk is slower than memory
-_ROOM = 8  # times the checkpoint, perhaps in half the precision: two versions, and one that is written; and the engine
+_LARGE = 64 << 20  # bytes; below, memory is no faster than a disk
+# Free memory needed, in sizes of the checkpoint (which may have half the precision): two versions kept, one being
+# written, and the engine.
+_FREE_FACTOR = 8
 
 
 async def run_training(
@@ -84,8 +86,8 @@ async def run_training(
     given: RunParts | None = None,
     console: Console | None = None,
 ) -> RunResult:
-    """A whole run; leaves no process and no thread behind. ``slime_flags`` are slime's own, for ``--trainer slime``;
-    ``given`` is a program's own store and tasks, in place of what the settings name."""
+    """Run a whole training; leaves no process and no thread behind. ``slime_flags`` are slime's own, for
+    ``--trainer slime``; ``given`` has a program's store and tasks, which replace the ones of the settings."""
     console = console or Console()
     began = time.monotonic()
     await run_in_thread(config.check_files)
@@ -108,19 +110,19 @@ async def run_training(
         pending = stack.enter_context(run_directory(config))
         run = pending.run
         checkpoints = _checkpoints(config, run) if config.resume else []
-        shown = await stack.enter_async_context(AsyncExitStack())  # what ends after all that is entered below
-        began_with = await find_start(config, parts, run, described, console)
-        model_path, warnings = began_with.model, {}
+        shown = await stack.enter_async_context(AsyncExitStack())  # closed after everything that is entered below
+        origin = await find_start(config, parts, run, described, console)
+        model_path, warnings = origin.model, {}
         tokenizer = await run_in_thread(load_tokenizer, model_path)
         check_tokenizer(model_path, tokenizer)
         set_template_kwargs(tokenizer, config.template.get("chat_template_kwargs", {}))
         if not has_chat_template(tokenizer) and not await uses_raw_prompts(parts, model_path, seed=config.seed):
-            text = f"--model-path {model_path}: without a chat template only prompts that are texts can be asked"
+            text = f"--model-path {model_path}: without a chat template only text prompts can be sampled"
             warnings["chat_template"] = text
         if unread := await check_tools(parts, model_path, tokenizer, seed=config.seed):
             warnings["tool_format"] = unread
-        # while the engine starts, in a process of its own; if the engine fails first, nobody asks
-        _need_torch()
+        # the trainer loads while the engine starts; if the engine fails first, the trainer's error is dropped
+        _require_torch()
         loading = asyncio.ensure_future(run_in_thread(_make_trainer, config, model_path))
         loading.add_done_callback(lambda task: task.cancelled() or task.exception())
         url, check_engine = await stack.enter_async_context(running_engine(config, model_path, run, console))
@@ -134,13 +136,13 @@ async def run_training(
         others = [DiskWeightSync(base_url=config.eval_sglang_url)] if config.eval_sglang_url else []
         computes = [await sync.computes_in() for sync in (weights.sync, *others)]
         weights.dtype = "bfloat16" if set(computes) == {"bfloat16"} else "float32"
-        # engine and trainer start from the same weights, whatever the server had loaded
+        # the server may have loaded other weights than the trainer
         await weights.push(int(start.version))
         sampling = sampling_parameters(config, model_path)
         await check_replay(url, sampling_of(LLM(endpoint=url, model="", sampling_parameters=sampling)))
         if config.resume and checkpoint is None:
             set_aside(run)
-        pending.begin(began_with.noted)  # nothing that a start needs is missing: from here on files are written
+        pending.begin(origin.record)  # no check is left that could fail: from here on files are written
         await shown.enter_async_context(served_page(run, config.view, console))
         reports = make_reports(config, run, console, began=began)
         shown.callback(reports.close)
@@ -169,15 +171,15 @@ async def run_training(
         )
         source = stack.enter_context(groups)
         if checkpoint is not None:
-            told = await run_in_thread(run.rewind, start.iteration)
-            checkpoint.rewind(ledger, told=told)
+            reported = await run_in_thread(run.rewind, start.iteration)
+            checkpoint.rewind(ledger, told=reported)
             source.restore(checkpoint.data_source)
 
-        source.set_version(start.version, named=True)  # it was pushed above
+        source.set_version(start.version, named=True)
         partial = PartialRollouts()
         if checkpoint is not None:
             partial.load(checkpoint.partial, admitted=start.admitted, version=start.version)
-        if isinstance(parts.agent, SGLangLitAgent):  # others, and those in other processes, begin again
+        if isinstance(parts.agent, SGLangLitAgent):  # other agents, and agents in other processes, start over
             parts.agent.partial = partial if config.runners == "inproc" else None
 
         models = RunModels(run, base=model_path, weights=directory.resolve() if config.keep_best else None)
@@ -202,7 +204,7 @@ async def run_training(
         )
 
         def save(state: LoopState) -> None:
-            reports.flush()  # no iteration that a checkpoint has is missing in the reports after a kill
+            reports.flush()  # after a kill the reports have every iteration of the checkpoint
             models.save_newest(checkpoints_of_run.save(state), iteration=state.iteration)
             models.save_best()
 
@@ -243,7 +245,7 @@ def _batch_trained(iteration: int, groups: Sequence[Sequence[Sample]], trainer: 
 
 
 class _Observers:
-    """Each event to all of them."""
+    """Forwards each event to several observers."""
 
     def __init__(self, *observers: events.Observer) -> None:
         self._observers = observers
@@ -254,22 +256,22 @@ class _Observers:
 
 
 class WeightPublisher:
-    """Writes the trainer's weights as a checkpoint and has every worker load it; the last two checkpoints are kept."""
+    """Writes the trainer's weights as a checkpoint that every worker loads; keeps the last two checkpoints."""
 
     def __init__(self, *, trainer: LocalTrainer, base_url: str, directory: Path, pause: PauseMode = "abort") -> None:
         self._trainer = trainer
         self.sync = DiskWeightSync(base_url=base_url, pause=pause)
-        self._directory = directory.resolve()  # the engine has a working directory of its own
+        self._directory = directory.resolve()  # the engine has another working directory
         self._in_use: Path | None = None
         self.dtype: WeightsDtype = "float32"
 
     async def push(self, iteration: int) -> str:
-        """Bring the weights to the engine under the iteration's number; returns that version."""
+        """Push the weights to the engine under the iteration's number; returns that version."""
         version = str(iteration)
         target = self._directory / _name(version)
         await run_in_thread(partial(self._trainer.save_weights, target, dtype=self.dtype))
         await self.sync.push(str(target), version)
-        # also those of before a restart
+        # includes checkpoints from before a restart
         others = sorted(path for path in self._directory.glob("v*") if path.is_dir() and path != target)
         for path in others[:-1]:
             if path != self._in_use:
@@ -277,7 +279,7 @@ class WeightPublisher:
         return version
 
     async def push_again(self, version: str, *, base_url: str) -> None:
-        """Bring the weights of ``version``, which are kept until then, to another engine, too."""
+        """Push the weights of ``version`` to another engine, too; they are kept until then."""
         self._in_use = self._directory / _name(version)
         try:
             await DiskWeightSync(base_url=base_url).push(str(self._in_use), version)
@@ -291,13 +293,14 @@ def _name(version: str) -> str:
 
 @contextmanager
 def _weights_directory(config: TrainConfig, model_path: Path, run_dir: Path) -> Iterator[Path]:
-    """Where weights go on their way to the engine. The engine of a URL may have another /dev/shm, in a container."""
+    """The directory from which the engine loads weights: memory for a large model and an engine started here (an engine
+    at a URL may have another /dev/shm, in a container), else the run's directory."""
     if config.weights_dir is not None:
         with scratch_directory(config.weights_dir, "weights") as directory:
             yield directory
         return
     size = sum(file.stat().st_size for file in model_path.glob("*.safetensors"))
-    fits = size >= _LARGE and os.access(_MEMORY, os.W_OK) and shutil.disk_usage(_MEMORY).free >= _ROOM * size
+    fits = size >= _LARGE and os.access(_MEMORY, os.W_OK) and shutil.disk_usage(_MEMORY).free >= _FREE_FACTOR * size
     if config.sglang_url is None and config.eval_sglang_url is None and fits:
         with scratch_directory(_MEMORY, "agl-slime-weights") as directory:
             yield directory
@@ -306,17 +309,17 @@ def _weights_directory(config: TrainConfig, model_path: Path, run_dir: Path) -> 
 
 
 def _checkpoints(config: TrainConfig, run: RunDir) -> list[Checkpoint]:
-    """Where the run in ``run`` was saved, newest first; none when it ended before it had begun to collect."""
+    """The checkpoints of ``run``, newest first. Raises ``ConfigError`` when it is finished or cannot be resumed."""
     checkpoints = read_checkpoints(run.checkpoints)
     if checkpoints and (done := checkpoints[0].loop.iteration) >= config.num_iterations:
-        fix = f"give --num-iterations above {done} to go on"
+        fix = f"give --num-iterations above {done} to continue"
         raise ConfigError(f"the run in {run.path} has finished its {done} iterations; {fix}")
     noted = noted_checkpoints(run.ledger) if checkpoints else set()
     if other := [checkpoint.loop.iteration for checkpoint in checkpoints if checkpoint.loop.iteration not in noted]:
-        why = f"{run.ledger} is missing or does not know its checkpoint of iteration {other[0]}"
+        why = f"{run.ledger} is missing or has no record of the checkpoint of iteration {other[0]}"
         raise ConfigError(f"the run in {run.path} cannot be resumed: {why}; put the ledger of this run back")
     if changed := [name for name in run.changed if name not in _MAY_CHANGE]:
-        logger.warning("These settings differ from those that the run began with: %s.", ", ".join(changed))
+        logger.warning("These settings have changed since the run began: %s.", ", ".join(changed))
     return checkpoints
 
 
@@ -324,12 +327,12 @@ def _checkpoints(config: TrainConfig, run: RunDir) -> list[Checkpoint]:
 async def running_engine(
     config: TrainConfig, model_path: Path, run: RunDir, console: Console
 ) -> AsyncIterator[tuple[str, Callable[[], None] | None]]:
-    """The URL of the engine, and a function that raises when the one that was started here has died."""
+    """The URL of the engine, and a function that raises when an engine that was started here has died."""
     if config.sglang_url is not None:
         yield checked_url(config.sglang_url), None
         return
     if config.engine == "sglang":
-        python = config.sglang_python or os.environ[SGLANG_PYTHON]  # which check_files has tried
+        python = config.sglang_python or os.environ[SGLANG_PYTHON]  # checked by check_files
         engine = SGLangProcess(model_path, python=str(python), log=run.sglang_log, random_seed=config.seed)
     else:
         options: dict[str, Any] = {"enable_return_routed_experts": 1} if config.routed_experts else {}
@@ -345,17 +348,17 @@ async def running_engine(
 
         yield engine.url, check
     finally:
-        # also when start was cut short: the process may be there already
+        # also after an interrupted start, which may have left a process
         await asyncio.shield(run_in_thread(engine.stop))
 
 
-def _need_torch() -> None:
-    """Said before anything is started: the trainer needs it here, an embedded engine in a process of its own."""
+def _require_torch() -> None:
+    """Raise ``MissingDependencyError`` before an engine is started that the trainer could not use."""
     try:
-        found = all(find_spec(name) for name in ("torch", "safetensors"))
+        installed = all(find_spec(name) for name in ("torch", "safetensors"))
     except ImportError:
-        found = False
-    if not found:
+        installed = False
+    if not installed:
         raise MissingDependencyError('--trainer local needs torch and safetensors: pip install "agl-slime[local]"')
 
 

@@ -65,7 +65,7 @@ def test_ctrl_c_in_the_middle_of_an_iteration(policy_dir: Path, tmp_path: Path) 
         assert (code, "Traceback" in run.text) == (130, False), run.text
         assert took < WITHIN_S, run.text
         assert gone([engine], 1.0)
-    assert run.lines[-1] == "Interrupted; what was written is kept."
+    assert run.lines[-1] == "Interrupted; written files are kept."
     check_interrupted(tmp_path / "out", run.text)
 
 
@@ -117,7 +117,7 @@ def test_ctrl_c_in_this_process(
     assert ended - interrupted[0] < WITHIN_S, said
     [engine] = engines
     assert gone([engine], 1.0)
-    assert said.err == "Interrupted; what was written is kept.\n"
+    assert said.err == "Interrupted; written files are kept.\n"
     assert threads_of_ours() == []
     check_interrupted(tmp_path / "out", said.out)
 
@@ -149,7 +149,7 @@ def test_a_signal_while_it_starts(number: signal.Signals, tmp_path: Path) -> Non
         assert (code, "Traceback" in run.text) == (130, False), run.text
         assert took < WITHIN_S, run.text
         assert gone(children, 1.0)
-    assert run.lines[-1] == "Interrupted; what was written is kept."
+    assert run.lines[-1] == "Interrupted; written files are kept."
 
 
 @pytest.mark.slow
