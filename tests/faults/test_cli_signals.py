@@ -228,13 +228,13 @@ def test_a_reward_that_holds_the_lock_is_named_and_ends(
     (tmp_path / "agent.py").write_text(BACKTRACKING)
     flags = ("--agent", f"{tmp_path / 'agent.py'}:Agent", "--eval-interval", "0")
     with train("--model-path", policy_dir, "--output-dir", tmp_path / "out", *flags) as run:
-        run.until("No Python code runs in this process any more: compute_reward() of rollout ro-")
+        run.until("This process no longer runs Python code: compute_reward() of rollout ro-")
         assert f" at {tmp_path / 'agent.py'}:7 holds the interpreter lock; " in run.text
         assert run.text.count("holds the interpreter lock") == 1
         children, watchers = run.children(), run.watchers()
         assert len(children) == len(watchers) == 1
         run.process.send_signal(number)
-        run.until("Ctrl-C cannot be heard here")
+        run.until("The process cannot handle Ctrl-C now")
         run.process.send_signal(number)
         code, took = run.end()
         assert code == -signal.SIGKILL

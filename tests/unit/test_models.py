@@ -55,7 +55,7 @@ def test_another_file_than_the_known_one_is_refused_and_nothing_is_left(
 ) -> None:
     (tmp_path / "other.gguf").write_bytes(b"GGUF")
     monkeypatch.setattr(smollm2, "_installed", lambda: tmp_path / "other.gguf")
-    with pytest.raises(ConfigError, match=r"other\.gguf is not the file that is known, by its SHA-256"):
+    with pytest.raises(ConfigError, match=r"other\.gguf has an unexpected SHA-256"):
         find_model(Path("smollm2"), print)
     assert [path.name for path in cache.iterdir()] == [".lock"]
 
