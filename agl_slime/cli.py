@@ -122,8 +122,7 @@ def _train(arguments: list[str]) -> None:
     ours, env_flags = split_env_flags(arguments[:at])
     config, slime_flags = tyro.cli(TrainConfig, prog="train.py", args=ours), arguments[at + 1 :]
     config = replace(config, env_arguments=env_flags) if env_flags else config
-    if config.trainer == "local" and config.local.torch_threads is None:  # no other code shares this process
-        config = replace(config, local=replace(config.local, torch_threads="auto"))
+
     console = Console()
     config.check_files()
     embedded = config.trainer == "local" and config.sglang_url is None and config.engine == "embedded"
@@ -134,7 +133,8 @@ def _train(arguments: list[str]) -> None:
 
             own_this_process()  # first: it makes the other imports faster
             from agl_slime.run.local import run_training
-        _run_until_signal(run_training(config, slime_flags=slime_flags, console=console))
+        # auto: no other code shares this process
+        _run_until_signal(run_training(config, slime_flags=slime_flags, console=console, torch_threads="auto"))
 
 
 def _engine_ahead() -> AbstractContextManager[None]:

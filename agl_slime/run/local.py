@@ -9,11 +9,10 @@ import shutil
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, closing, contextmanager
-from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from rich.console import Console
 
@@ -85,9 +84,11 @@ async def run_training(
     slime_flags: Sequence[str] = (),
     given: RunParts | None = None,
     console: Console | None = None,
+    torch_threads: int | Literal["auto"] | None = None,
 ) -> RunResult:
     """Run a whole training; leaves no process and no thread behind. ``slime_flags`` are slime's own, for
-    ``--trainer slime``; ``given`` has a program's store and tasks, which replace the ones of the settings."""
+    ``--trainer slime``; ``given`` has a program's store and tasks, which replace the ones of the settings;
+    ``torch_threads`` is for the local trainer, which by default leaves the program's setting alone."""
     console = console or Console()
     began = time.monotonic()
     await run_in_thread(config.check_files)
@@ -123,7 +124,7 @@ async def run_training(
             warnings["tool_format"] = unread
         # the trainer loads while the engine starts; if the engine fails first, the trainer's error is dropped
         _require_torch()
-        loading = asyncio.ensure_future(run_in_thread(_make_trainer, config, model_path))
+        loading = asyncio.ensure_future(run_in_thread(_make_trainer, config, model_path, torch_threads))
         loading.add_done_callback(lambda task: task.cancelled() or task.exception())
         url, check_engine = await stack.enter_async_context(running_engine(config, model_path, run, console))
         trainer = await loading
@@ -362,9 +363,15 @@ def _require_torch() -> None:
         raise MissingDependencyError('--trainer local needs torch and safetensors: pip install "agl-slime[local]"')
 
 
-def _make_trainer(config: TrainConfig, model_path: Path) -> LocalTrainer:
+def _make_trainer(
+    config: TrainConfig, model_path: Path, torch_threads: int | Literal["auto"] | None = None
+) -> LocalTrainer:
     from agl_slime.trainers.local.trainer import LocalTrainer
 
-    seed = config.seed if config.local.seed is None else config.local.seed
-    settings = replace(config.local, temperature=config.temperature, seed=seed)
-    return LocalTrainer(model_path=model_path, settings=settings)
+    return LocalTrainer(
+        model_path=model_path,
+        settings=config.local,
+        temperature=config.temperature,
+        seed=config.seed,
+        torch_threads=torch_threads,
+    )

@@ -94,10 +94,6 @@ def test_settings_of_the_trainer_or_the_agent_are_refused(settings: dict[str, An
         SlimeAlgorithm(model_path="/model", trainer=trainer, **settings)
 
 
-def test_torchs_threads_stay_those_of_the_program():
-    assert SlimeAlgorithm(model_path="/model", trainer="local").config.local.torch_threads is None
-
-
 async def test_an_empty_data_set_is_refused(policy_dir: Path):
     algorithm = SlimeAlgorithm(model_path=policy_dir, trainer="local")
     algorithm.set_store(BridgeStore())

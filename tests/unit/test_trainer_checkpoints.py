@@ -94,14 +94,14 @@ def untimed(metrics: dict[str, float]) -> dict[str, float]:
 
 
 def test_training_goes_on_after_load_bit_for_bit(policy: Path, samples: list[Sample], tmp_path: Path):
-    settings = LocalTrainerSettings(warmup_steps=10, kl_coef=0.1, weight_decay=0.01, seed=3)
-    straight = trainer(policy, settings)
+    settings = LocalTrainerSettings(warmup_steps=10, kl_coef=0.1, weight_decay=0.01)
+    straight = trainer(policy, settings, seed=3)
     for iteration in range(2):
         straight.train(samples, iteration=iteration)
     straight.save(tmp_path / "state")
     expected = [untimed(straight.train(samples, iteration=iteration)) for iteration in (2, 3)]
 
-    resumed = trainer(policy, settings)
+    resumed = trainer(policy, settings, seed=3)
     resumed.load(tmp_path / "state")
     assert (resumed.iteration, resumed.steps) == (1, 8)
     assert [untimed(resumed.train(samples, iteration=iteration)) for iteration in (2, 3)] == expected
