@@ -6,6 +6,6 @@ import sys
 if __name__ == "__main__":
     try:
         from agl_slime.cli import run
-    except KeyboardInterrupt:  # before there is anybody who takes it
+    except KeyboardInterrupt:  # during the import, before the CLI handles it
         sys.exit(130)
     run(["train", *sys.argv[1:]])

@@ -1,6 +1,7 @@
-"""agl-slime: any Agent Lightning agent, trained online: token-exact slime Samples out, new weights back into SGLang.
+"""agl-slime trains Agent Lightning agents with slime: rollouts become Samples with the ids and log-probs that SGLang
+sampled; updated weights go back to SGLang.
 
-The names here are loaded when they are first used, so that ``import agl_slime`` is instant.
+Names are imported at their first use, so ``import agl_slime`` is instant.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """The command line. Errors are one sentence on stderr, never a traceback; Ctrl-C keeps what was written.
 
-Exit codes: 0 finished, 1 the run could not go on, 2 a flag or file cannot be used, 130 interrupted, 141 nobody reads
-the output any more.
-``AGL_SLIME_DEBUG=1`` shows tracebacks.
+Exit codes: 0 finished, 1 the run failed, 2 a flag or file cannot be used, 130 interrupted, 141 output closed (a broken
+pipe). ``AGL_SLIME_DEBUG=1`` shows tracebacks.
 """
 
 from __future__ import annotations
@@ -34,26 +33,25 @@ from agl_slime.errors import (
     ConfigError,
     MissingDependencyError,
     UnknownVersionError,
-    spell_exception,
+    format_exception,
 )
 from agl_slime.support.net import bypass_proxies
 
-# With this variable set, tracebacks and the package's debug messages are shown.
-DEBUG_VARIABLE = "AGL_SLIME_DEBUG"
-_PIPE_CLOSED = 141  # what a shell reports of a program that SIGPIPE has ended
+DEBUG_VARIABLE = "AGL_SLIME_DEBUG"  # shows tracebacks and the package's debug messages
+_PIPE_CLOSED = 141  # a shell's exit code of a program that SIGPIPE has ended
 
 COMMANDS = {
     "train": "train an agent online",
-    "doctor": "what is installed, what will be used, and what to do about what will not work",
+    "doctor": "check the installation and say how to fix it",
     "model": "fetch a model and print its directory",
-    "eval": "is it better: a model on tasks, or two on the same ones",
-    "export": "the rollouts that a run has kept, as data: sft, dpo, messages, parquet, hf-dataset",
-    "chat": "talk with the model of a run, or watch it do tasks",
-    "view": "show a run in the browser, live while it runs",
-    "report": "write a run as one HTML page: trend, steps, rollouts, tokens",
-    "audit": "prove from the files of a run that they agree",
+    "eval": "evaluate one model, or compare two, on held-out tasks",
+    "export": "export kept rollouts as sft, dpo, messages, parquet or hf-dataset",
+    "chat": "converse with the model of a run, or watch it do tasks",
+    "view": "show runs in the browser, live with --follow",
+    "report": "write runs as one HTML page: trend, steps, rollouts, tokens",
+    "audit": "check that the files of a run agree",
     "buffer": "serve a rollout buffer",
-    "gateway": "serve the model to agents that other runners execute",
+    "gateway": "serve the model to agents of other runners",
     "assign-instance-id": "give each line of a JSON-lines file an instance_id",
 }
 
@@ -66,37 +64,36 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"usage: agl-slime COMMAND [flags]\n\n{commands}")
         return 0
     command, *rest = arguments
-    if command != "doctor":  # which tells of the environment as it is
-        bypass_proxies()  # before anything that makes a client, such as an agent's module
+    if command != "doctor":  # which reports the environment unchanged
+        bypass_proxies()  # before an agent's module, say, makes an HTTP client
     if command in ("buffer", "gateway"):
+        module = import_module("agl_slime.buffer.server" if command == "buffer" else "agl_slime.gateway.command")
         try:
-            return import_module(f"agl_slime.{'buffer.server' if command == 'buffer' else 'gateway.command'}").main(
-                rest
-            )
+            return module.main(rest)
         except MissingDependencyError as error:
-            return _told(Console(stderr=True), error, bool(os.environ.get(DEBUG_VARIABLE)))
+            return exit_code_for(error, Console(stderr=True), debug=bool(os.environ.get(DEBUG_VARIABLE)))
     if command in COMMANDS:
         functions: dict[str, Callable[[list[str]], object]] = {"train": _train, "eval": _eval, **READONLY_COMMANDS}
         functions["chat"] = lambda flags: import_module("agl_slime.run.chat").main(flags)
-        return _reported(partial(functions[command], rest))
+        return _run_command(partial(functions[command], rest))
     print(f"agl-slime: there is no command {command!r}; the commands are {', '.join(COMMANDS)}", file=sys.stderr)
     return 2
 
 
 def run(argv: Sequence[str] | None = None) -> NoReturn:
-    """``main`` as the whole of a process."""
+    """Run a command and exit the process with its code."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     training = arguments[:1] == ["train"]
-    for stream in (sys.stdout, sys.stderr):  # a path may hold bytes that are no text
+    for stream in (sys.stdout, sys.stderr):  # a path may contain bytes that are not UTF-8
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
-    if training:  # until the event loop has handlers of its own, these are what Ctrl-C is
+    if training:  # until the event loop has its signal handlers
         for number in _stop_signals():
             signal.signal(number, _stop)
-        threading.excepthook = _of_a_thread
+        threading.excepthook = _log_thread_error
     try:
         code = main(arguments)
-    except SystemExit as end:  # of --help, or of flags that cannot be parsed
+    except SystemExit as end:  # from --help, or flags that cannot be parsed
         code = end.code if isinstance(end.code, int) else 2
     except BrokenPipeError:
         code = _PIPE_CLOSED
@@ -105,38 +102,38 @@ def run(argv: Sequence[str] | None = None) -> NoReturn:
     try:
         sys.stdout.flush()
         sys.stderr.flush()
-    except OSError:  # whoever read the output is gone; the interpreter's end would complain when it flushes again
+    except OSError:  # broken pipe: the interpreter would report it again when it flushes at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = code or _PIPE_CLOSED
     if training:
-        # Reports, engine and store are closed by now; the interpreter's ordinary end would wait for seconds, or abort,
-        # for a thread that is still in native code.
+        # Reports, engine and store are closed; a normal exit would wait for seconds for a thread in native code, or
+        # abort.
         os._exit(code)
     sys.exit(code)
 
 
 def _train(arguments: list[str]) -> None:
-    at = arguments.index("--") if "--" in arguments else len(arguments)  # what follows is slime's
+    at = arguments.index("--") if "--" in arguments else len(arguments)  # slime's flags follow
 
-    from agl_slime.run.flags import without_environment
-    from agl_slime.run.settings import TrainConfig  # a slime that is not known is told there
+    from agl_slime.run.flags import split_env_flags
+    from agl_slime.run.settings import TrainConfig  # refuses an unknown version of slime
 
-    own, of_env = without_environment(arguments[:at])
-    config, slime_flags = tyro.cli(TrainConfig, prog="train.py", args=own), arguments[at + 1 :]
-    config = replace(config, env_arguments=of_env) if of_env else config
-    if config.trainer == "local" and config.local.torch_threads is None:  # this process is ours
-        config = replace(config, local=replace(config.local, torch_threads="auto"))
+    ours, env_flags = split_env_flags(arguments[:at])
+    config, slime_flags = tyro.cli(TrainConfig, prog="train.py", args=ours), arguments[at + 1 :]
+    config = replace(config, env_arguments=env_flags) if env_flags else config
+
     console = Console()
     config.check_files()
     embedded = config.trainer == "local" and config.sglang_url is None and config.engine == "embedded"
     with _engine_ahead() if embedded else nullcontext():
         with console.status("loading ...") if console.is_terminal else nullcontext():
-            # Agent Lightning, which this imports, takes seconds; --help should not
+            # importing Agent Lightning takes seconds, which --help does not need
             from agl_slime.runner.process import configure_worker_process
 
-            configure_worker_process()  # before the other imports, which it makes faster
+            configure_worker_process()  # first: it makes the other imports faster
             from agl_slime.run.local import run_training
-        _run_until_signal(run_training(config, slime_flags=slime_flags, console=console))
+        # auto: no other code shares this process
+        _run_until_signal(run_training(config, slime_flags=slime_flags, console=console, torch_threads="auto"))
 
 
 def _engine_ahead() -> AbstractContextManager[None]:
@@ -147,18 +144,18 @@ def _engine_ahead() -> AbstractContextManager[None]:
 
 def _eval(arguments: list[str]) -> None:
     from agl_slime.run.evaluate import EvalConfig, run_evaluation
-    from agl_slime.run.flags import without_environment
+    from agl_slime.run.flags import split_env_flags
 
-    own, of_env = without_environment(arguments)
-    config = tyro.cli(EvalConfig, prog="agl-slime eval", args=own)
-    config = replace(config, env_arguments=of_env) if of_env else config
+    ours, env_flags = split_env_flags(arguments)
+    config = tyro.cli(EvalConfig, prog="agl-slime eval", args=ours)
+    config = replace(config, env_arguments=env_flags) if env_flags else config
     _run_until_signal(run_evaluation(config))
 
 
 logger = logging.getLogger(__name__)
 
 _stopped: list[int] = []
-"""The signals that came before the event loop had handlers of its own."""
+"""Signals received before the event loop had its handlers."""
 
 
 def _stop(number: int, _: Any) -> NoReturn:
@@ -166,59 +163,59 @@ def _stop(number: int, _: Any) -> NoReturn:
     raise KeyboardInterrupt
 
 
-def _of_a_thread(failed: threading.ExceptHookArgs) -> None:
-    """A library's thread on a full disk, such as TensorBoard's, says so in a sentence as everything else does."""
+def _log_thread_error(failed: threading.ExceptHookArgs) -> None:
+    """Log a full disk in a library's thread, such as TensorBoard's, without a traceback."""
     if isinstance(failed.exc_value, OSError) and failed.exc_value.errno == errno.ENOSPC:
         logger.warning("A thread has ended: %s", failed.exc_value)
     else:
         threading.__excepthook__(failed)
 
 
-def _reported(command: Callable[[], object]) -> int:
-    """Run a command; what goes wrong is told in one sentence. Returns the exit code."""
+def _run_command(command: Callable[[], object]) -> int:
+    """Run a command, with errors printed as one sentence; returns the exit code."""
     errors, debug = Console(stderr=True), bool(os.environ.get(DEBUG_VARIABLE))
     _configure_logging(errors, debug=debug)
     try:
         command()
     except (KeyboardInterrupt, asyncio.CancelledError):
-        errors.print("Interrupted; what was written is kept.", highlight=False)
+        errors.print("Interrupted; written files are kept.", highlight=False)
         return 130
-    except BrokenPipeError:  # nobody reads the output any more
+    except BrokenPipeError:
         raise
     except Exception as error:
-        # a library that was being imported may have made an error of its own of the signal
-        return 130 if _stopped else _told(errors, error, debug)
+        # an import that the signal interrupted may have raised another error
+        return 130 if _stopped else exit_code_for(error, errors, debug=debug)
     return 0
 
 
-def _told(errors: Console, error: Exception, debug: bool) -> int:
-    """Says what went wrong; returns the exit code."""
+def exit_code_for(error: Exception, console: Console, *, debug: bool) -> int:
+    """Print the error; returns the exit code."""
     if isinstance(error, AglSlimeError):
-        _tell(errors, str(error), error, debug)
+        print_error(console, str(error), error, debug=debug)
         if isinstance(error, (MissingDependencyError, UnknownVersionError)):
-            errors.print("`agl-slime doctor` says what is installed and what to do.", style="dim", highlight=False)
+            console.print("`agl-slime doctor` checks the installation.", style="dim", highlight=False)
         return 2 if isinstance(error, (ConfigError, MissingDependencyError)) else 1
     if isinstance(error, OSError):  # a full disk, a path that is too long or may not be read
         where = f"{os.fsdecode(error.filename)}: " if isinstance(error.filename, str | bytes) else ""
-        _tell(errors, f"{where}{error.strerror or spell_exception(error)}", error, debug)
+        print_error(console, f"{where}{error.strerror or format_exception(error)}", error, debug=debug)
         return 1
-    # a mistake of ours; the person who runs this is not the one who can use a traceback
-    text = f"this should not happen: please report it with what {DEBUG_VARIABLE}=1 shows"
-    _tell(errors, f"{spell_exception(error)}; {text}", error, debug)
+    # a bug of this package: a user cannot use a traceback, but can report it
+    text = f"this is a bug: please report it with the traceback that {DEBUG_VARIABLE}=1 shows"
+    print_error(console, f"{format_exception(error)}; {text}", error, debug=debug)
     return 1
 
 
-def _tell(console: Console, text: str, error: BaseException, debug: bool) -> None:
-    # as Text: rich would take parts of paths for markup and :names: for emoji
+def print_error(console: Console, text: str, error: BaseException, *, debug: bool) -> None:
+    # as Text: Rich would read parts of paths as markup and :names: as emoji
     console.print(Text(f"error: {' '.join(text.split())}", style="red"), soft_wrap=True)
     if debug:
         traceback.print_exception(error)
 
 
 def _stop_signals() -> list[signal.Signals]:
-    """What ends a run; a hang-up that nohup has the process ignore does not."""
-    hung_up = signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN
-    return [signal.SIGINT, signal.SIGTERM, *([signal.SIGHUP] if hung_up else [])]
+    """The signals that end a run; SIGHUP only when it is not ignored, as under nohup."""
+    hangup = signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN
+    return [signal.SIGINT, signal.SIGTERM, *([signal.SIGHUP] if hangup else [])]
 
 
 def _run_until_signal(work: Coroutine[Any, Any, Any]) -> None:
@@ -228,7 +225,7 @@ def _run_until_signal(work: Coroutine[Any, Any, Any]) -> None:
         loop, task = asyncio.get_running_loop(), asyncio.ensure_future(work)
         interrupted = threading.Event()
 
-        # never replaced: the watch over the process, which hears what it cannot, stands before these handlers
+        # never replaced: the handlers of support.watch, which also see signals that Python cannot handle, call these
         def interrupt() -> None:
             if interrupted.is_set():
                 os._exit(130)
@@ -239,7 +236,7 @@ def _run_until_signal(work: Coroutine[Any, Any, Any]) -> None:
             loop.add_signal_handler(number, interrupt)
         await task
 
-    asyncio.run(run())  # takes the handlers away with its loop
+    asyncio.run(run())
 
 
 def _configure_logging(console: Console, *, debug: bool) -> None:
@@ -255,7 +252,7 @@ def _configure_logging(console: Console, *, debug: bool) -> None:
 
 
 def _without_tracebacks(record: logging.LogRecord) -> bool:
-    """What happened, in one line; a failed rollout is counted and explained in the reports, and told nowhere else."""
+    """Drop tracebacks, and Agent Lightning's messages on failed rollouts, which the reports count and explain."""
     record.exc_info = record.exc_text = record.stack_info = None
     return not (record.name.startswith("agentlightning.runner") and "Exception during rollout" in record.getMessage())
 

@@ -1,5 +1,5 @@
-"""The commands that look at what is there: models, a run's files, the machine. Each parses its words and raises what
-``agl_slime.cli`` says in a sentence."""
+"""Commands on models, files of runs, and the machine. Each parses its arguments; ``agl_slime.cli`` prints its
+errors."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from agl_slime.errors import AglSlimeError, ConfigError
 
 def doctor_command(arguments: list[str]) -> None:
     def doctor(sglang_url: str | None = None) -> None:
-        """Say what is installed here, what will be used for what, and what to do about what will not work. Exit code 1
-        where `python train.py` will not run.
+        """Check machine, packages and servers, and say how to fix each. Exit code 1 when `python train.py` will not
+        run.
 
         Args:
-            sglang_url: An SGLang server to look for as well.
+            sglang_url: An SGLang server to check, too.
         """
         from agl_slime.run.doctor import examine, used
 
@@ -30,7 +30,7 @@ def doctor_command(arguments: list[str]) -> None:
             print(f"{line.verdict:<5}{line.name:<20} {line.text}", flush=True)
         print(f"\n{used(lines)}")
         if any(line.verdict == "FAIL" for line in lines):
-            raise AglSlimeError("something that the first command needs is not there")
+            raise AglSlimeError("a requirement of the first command is missing")
 
     tyro.cli(doctor, prog="agl-slime doctor", args=arguments)
 
@@ -40,7 +40,7 @@ def model_command(arguments: list[str]) -> None:
         """Fetch a model and print the directory it is in, for --model-path or an SGLang server.
 
         Args:
-            name: smollm2, a name on the Hugging Face hub, or a directory: of a model, or of a run.
+            name: smollm2, a name on the Hugging Face hub, or the directory of a model or a run.
         """
         from agl_slime.run.models import find_model
 
@@ -60,15 +60,15 @@ def export_command(arguments: list[str]) -> None:
         min_reward: float | None = None,
         min_gap: float = 0.0,
     ) -> None:
-        """Write the rollouts that a run has kept (train with --keep-rollouts all) as data for other trainers.
+        """Write a run's kept rollouts (train with --keep-rollouts all) as data for other trainers.
 
         Args:
             run_dir: The directory of a run.
             to: sft (conversations of the best), dpo (pairs of the best and the worst), messages (all), parquet or
                 hf-dataset (all, with tokens, loss mask and log-probs).
-            output: Where it goes; export-FORMAT in the directory of the run by default.
-            best: For sft, of each group so many.
-            min_reward: Least reward of sft, and of what dpo prefers.
+            output: The file or directory to write; export-FORMAT in the directory of the run by default.
+            best: For sft, the number of rollouts of each group.
+            min_reward: Least reward for sft, and of the chosen side of a dpo pair.
             min_gap: For dpo, the rewards of a pair differ by more than this.
         """
         path, n = export_run(run_dir, to=to, output=output, best=best, min_reward=min_reward, min_gap=min_gap)
@@ -84,9 +84,8 @@ def report_command(arguments: list[str]) -> None:
         """Write runs as one HTML page that needs no network: trend, steps, rollouts, tokens.
 
         Args:
-            run_dirs: Directories of runs, or one that has runs in it; also what slime wrote with --dump-details, or the
-                directory of an evaluation.
-            output: Where the page goes; report.html in the first directory by default.
+            run_dirs: Directories of runs, or one with runs in it; also of slime's --dump-details, or of an evaluation.
+            output: The page's file; report.html in the first directory by default.
             tokenizer: For slime's own runs, a directory with the model's tokenizer.json.
         """
         from agl_slime.report.eval_page import is_evaluation, write_eval_page
@@ -114,10 +113,9 @@ def view_command(arguments: list[str]) -> None:
         """Show runs in the browser, one or several side by side.
 
         Args:
-            run_dirs: Directories of runs, or one that has runs in it; also what slime wrote with --dump-details, or the
-                directory of an evaluation.
-            follow: Show what is new while a run goes on.
-            host: Address to listen on; one that other machines reach needs AGL_SLIME_VIEW_TOKEN.
+            run_dirs: Directories of runs, or one with runs in it; also of slime's --dump-details, or of an evaluation.
+            follow: Update the page while a run continues.
+            host: Address to listen on; other addresses than loopback need AGL_SLIME_VIEW_TOKEN.
             port: Port to listen on; 0 takes a free one.
             browser: Open the page.
             tokenizer: For slime's own runs, a directory with the model's tokenizer.json.
@@ -126,29 +124,28 @@ def view_command(arguments: list[str]) -> None:
 
         if not run_dirs:
             raise ConfigError("name the directory of a run: agl-slime view RUN_DIR")
-        shown = view(run_dirs, host=host, port=port, follow=follow, browser=browser, tokenizer=tokenizer)
-        asyncio.run(shown)
+        asyncio.run(view(run_dirs, host=host, port=port, follow=follow, browser=browser, tokenizer=tokenizer))
 
     tyro.cli(show, prog="agl-slime view", args=arguments)
 
 
 def audit_command(arguments: list[str]) -> None:
     def check(run_dir: tyro.conf.Positional[Path]) -> None:
-        """Prove from the files of a run that they agree: each task has one end, each sampled token was trained at most
-        once, by weights that were pushed. Exit code 1 where they do not.
+        """Check that the files of a run agree: each rollout has one outcome, each sampled token was trained at most
+        once, and sampled by weights that the run pushed. Exit code 1 for findings.
 
         Args:
-            run_dir: The directory of a run that nobody writes to.
+            run_dir: The directory of a run that is not running.
         """
         from agl_slime.audit import audit
 
-        found = audit(run_dir)
-        for sentence in found.findings:
+        result = audit(run_dir)
+        for sentence in result.findings:
             print(sentence)
-        counts = ", ".join(f"{n:,} {name}" for name, n in found.counts.items())
-        if found.findings:
-            raise AglSlimeError(f"{len(found.findings)} findings in {run_dir} ({counts})")
-        state = "" if found.finished else "; the run did not come to its end, so its last iteration may be incomplete"
+        counts = ", ".join(f"{n:,} {name}" for name, n in result.counts.items())
+        if result.findings:
+            raise AglSlimeError(f"{len(result.findings)} findings in {run_dir} ({counts})")
+        state = "" if result.finished else "; the run did not finish, so its last iteration may be incomplete"
         print(f"The files of {run_dir} agree: {counts}{state}.")
 
     tyro.cli(check, prog="agl-slime audit", args=arguments)

@@ -1,8 +1,7 @@
 """One exception tree.
 
-Every error that this package raises on purpose is an ``AglSlimeError`` whose text is one sentence: what was wrong, the
-value, and what to do. Each class also derives from the standard type that fits, so ``except ValueError`` and the like
-work as people expect.
+Every error that this package raises on purpose is an ``AglSlimeError`` whose text is one sentence: the field, the value
+and the fix. Each class also derives from the standard exception that fits, so ``except ValueError`` works.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ import traceback
 from collections.abc import Sequence
 from pathlib import Path
 
-_NOT_THE_USERS = (sysconfig.get_paths()["stdlib"], str(Path(__file__).parent), "<")
+LIBRARY_PATHS = (sysconfig.get_paths()["stdlib"], str(Path(__file__).parent), "<")
 
 
 class AglSlimeError(Exception):
@@ -24,57 +23,56 @@ class ConfigError(AglSlimeError, ValueError):
 
 
 class MissingDependencyError(AglSlimeError, ImportError):
-    """An optional system was asked for and is not installed; the text says what to install."""
+    """An optional package is needed and not installed; the text names the package."""
 
 
 class UnknownVersionError(MissingDependencyError):
-    """An optional system is installed in a version that this package does not know; the text names the version and
-    what is missing from it."""
+    """An optional package is installed in an unknown version; the text names the version and the missing name."""
 
 
 class DiskFullError(AglSlimeError, OSError):
-    """What had to be written found no space; the text names the directory."""
+    """A file could not be written because the disk is full; the text names the directory."""
 
 
 class EngineError(AglSlimeError):
-    """SGLang (or the embedded engine) did not do what was asked. ``status`` is its answer's, where there was one; what
-    ``may_pass`` is sent again, not before ``after_s``."""
+    """A request to SGLang (or the embedded engine) failed. ``status`` is the HTTP status, if there was an answer;
+    ``transient`` errors are retried, not before ``retry_after_s``."""
 
     status: int | None = None
-    may_pass = False
-    after_s = 0.0
+    transient = False
+    retry_after_s = 0.0
 
 
 class EngineUnreachableError(EngineError, ConnectionError):
-    """No connection, or the connection broke, and retries did not help."""
+    """No connection, or the connection broke, and the retries failed."""
 
-    may_pass = True
+    transient = True
 
 
 class EngineTimeoutError(EngineError, TimeoutError):
     """The engine did not answer within the total or the idle timeout."""
 
-    may_pass = True
+    transient = True
 
 
 class EngineServerError(EngineError):
     """The engine kept answering 429 or 5xx until the retries were used up."""
 
-    may_pass = True
+    transient = True
 
 
 class EngineProtocolError(EngineError):
-    """The answer is not SGLang's: not JSON, not the documented shape, or a page of some other server."""
+    """The answer is not SGLang's: not JSON, not the documented shape, or another server's page."""
 
-    may_pass = True
+    transient = True
 
 
 class EngineRequestError(EngineError, ValueError):
-    """The engine refused the request (4xx). Asking again with the same request gives the same answer."""
+    """The engine refused the request (4xx); a retry would be refused, too."""
 
 
 class BufferRequestError(AglSlimeError, ValueError):
-    """A request that the rollout buffer refuses, with the HTTP status that says so (503: later)."""
+    """The rollout buffer refuses a request with this HTTP status (503: retry later)."""
 
     def __init__(self, message: str, *, status: int = 400) -> None:
         super().__init__(message)
@@ -82,8 +80,8 @@ class BufferRequestError(AglSlimeError, ValueError):
 
 
 class GatewayRequestError(AglSlimeError, ValueError):
-    """A request that the gateway refuses, with the HTTP status that makes its client do the right thing, a word for
-    programs, and the field that is wrong."""
+    """The gateway refuses a request with this HTTP status, which decides whether its client retries, an error code, and
+    the name of the wrong field."""
 
     def __init__(
         self, message: str, *, status: int = 400, code: str = "invalid_value", param: str | None = None
@@ -97,7 +95,7 @@ class ContextOverflowError(EngineRequestError):
 
 
 class OutOfVocabularyError(EngineRequestError):
-    """The prompt holds a token id that the model does not have; sent on, it would kill some servers."""
+    """The prompt has a token id outside of the model's vocabulary, which would kill some servers."""
 
 
 class WeightSyncError(EngineError):
@@ -105,7 +103,7 @@ class WeightSyncError(EngineError):
 
 
 class RolloutError(AglSlimeError):
-    """A rollout cannot be used; ``reason`` is a short stable word for counting."""
+    """A rollout failed; ``reason`` is a short stable word for counting."""
 
     reason: str = "error"
 
@@ -115,7 +113,7 @@ class RolloutError(AglSlimeError):
 
 
 class RewardError(RolloutError, ValueError):
-    """The reward is missing, not a number, NaN or infinite. It is never replaced by an invented one."""
+    """The reward is missing, not a number, NaN or infinite; no default replaces it."""
 
     reason = "bad_reward"
 
@@ -127,7 +125,7 @@ class TraceError(RolloutError, ValueError):
 
 
 class PromptError(TraceError):
-    """The chat template refuses the messages; the text is what the template says."""
+    """The chat template refuses the messages; the text is the template's error."""
 
     reason = "bad_prompt"
 
@@ -139,28 +137,27 @@ class RolloutTimeoutError(RolloutError, TimeoutError):
 
 
 class LoopError(AglSlimeError, RuntimeError):
-    """The run cannot go on; the text says why."""
+    """The run cannot continue; the text says why."""
 
 
 class DataSourceError(AglSlimeError, RuntimeError):
-    """The data source stopped, timed out, or was asked for something it does not hold."""
+    """The data source stopped, timed out, or does not have the requested groups."""
 
 
 class TrainerError(AglSlimeError, RuntimeError):
-    """A training step failed or was given a batch it cannot train on."""
+    """A training step failed, or its batch cannot be trained on."""
 
 
-def spell_exception(error: BaseException) -> str:
-    """Any exception in one line, with the place it comes from: ``KeyError: 'label' (my_agent.py, line 12)``."""
+def format_exception(error: BaseException) -> str:
+    """An exception as one line, with its place in the user's code: ``KeyError: 'label' (my_agent.py, line 12)``."""
     message = " ".join(str(error).split())
     frames = [(frame.filename, frame.lineno or 0) for frame in traceback.extract_tb(error.__traceback__)]
-    # a SyntaxError names its file and line itself
-    place = "" if isinstance(error, SyntaxError) else spell_place(frames)
+    # a SyntaxError's text names file and line
+    place = "" if isinstance(error, SyntaxError) else format_place(frames)
     return type(error).__name__ + (f": {message}" if message else "") + (f" ({place})" if place else "")
 
 
-def spell_place(frames: Sequence[tuple[str, int]]) -> str:
-    """File and line of the innermost frame that is neither a library's nor this package's, else of the innermost one;
-    empty without frames."""
-    own = [frame for frame in frames if not frame[0].startswith(_NOT_THE_USERS) and "site-packages" not in frame[0]]
-    return "".join(f"{Path(file).name}, line {line}" for file, line in (own or frames)[-1:])
+def format_place(frames: Sequence[tuple[str, int]]) -> str:
+    """File and line of the innermost frame of a user's code, else of the innermost frame; empty without frames."""
+    users = [frame for frame in frames if not frame[0].startswith(LIBRARY_PATHS) and "site-packages" not in frame[0]]
+    return "".join(f"{Path(file).name}, line {line}" for file, line in (users or frames)[-1:])

@@ -1,7 +1,6 @@
-"""What a run reports, as small frozen events, and the protocols of those that take them.
+"""The events of a run, and the protocols of their observers.
 
-Iterations count from 1; iteration 0 is what happens before the first step (the start validation). ``at`` is
-``time.monotonic()``.
+Iterations count from 1; iteration 0 is the start validation, before the first step. ``at`` is ``time.monotonic()``.
 """
 
 from __future__ import annotations
@@ -24,8 +23,8 @@ class _Timed:
 
 @dataclass(frozen=True, kw_only=True)
 class RunStarted(_Timed):
-    """The run begins, after ``iteration`` where it is resumed. ``num_iterations`` and ``rollouts_per_iteration`` are
-    what progress counts up to."""
+    """The run begins, after ``iteration`` when it is resumed. ``num_iterations`` and ``rollouts_per_iteration`` are the
+    totals of progress displays."""
 
     settings: Mapping[str, Any] = field(default_factory=dict)
     output_dir: Path | None = None
@@ -36,7 +35,7 @@ class RunStarted(_Timed):
 
 @dataclass(frozen=True, kw_only=True)
 class PhaseStarted(_Timed):
-    """The iteration enters a phase; ``rollouts`` is how many this phase runs, where that is not the usual number."""
+    """The iteration enters a phase; ``rollouts`` is the number of rollouts in it, if not the usual one."""
 
     iteration: int
     phase: Phase
@@ -45,8 +44,8 @@ class PhaseStarted(_Timed):
 
 @dataclass(frozen=True, kw_only=True)
 class RolloutFinished(_Timed):
-    """One rollout ended. ``outcome`` is the ledger's word and ``"failed"`` counts as a failure, with ``reason``;
-    ``tokens`` are sampled tokens, ``turns`` model calls."""
+    """One rollout ended. ``outcome`` is the ledger's outcome; ``"failed"`` has a ``reason``. ``tokens`` counts sampled
+    tokens, ``turns`` model calls."""
 
     iteration: int
     rollout_id: str
@@ -60,7 +59,7 @@ class RolloutFinished(_Timed):
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingProgressed(_Timed):
-    """So much of the iteration's training is done, ``share`` of it, from 0 to 1."""
+    """``share`` (0 to 1) of the iteration's training is done."""
 
     iteration: int
     share: float
@@ -76,7 +75,7 @@ class GroupsCollected:
 
 @dataclass(frozen=True, kw_only=True)
 class GroupsRestored:
-    """Groups that were ready before a restart, after ``iteration``, and wait to be trained on."""
+    """Groups that were ready before a restart, after ``iteration``, and are not trained yet."""
 
     iteration: int
     groups: Sequence[Any]
@@ -84,8 +83,9 @@ class GroupsRestored:
 
 @dataclass(frozen=True, kw_only=True)
 class BatchTrained:
-    """What an iteration was trained on: Samples, and for each of them the trainer's log-prob and the advantage of its
-    tokens under the loss mask before the first step, ``[n_tokens]`` each; empty where the trainer does not tell."""
+    """An iteration's batch was trained on: its Samples, and for each the trainer's log-probs (before the first step)
+    and advantages of the tokens under the loss mask, ``[n_tokens]`` each; empty when the trainer does not report
+    them."""
 
     iteration: int
     samples: Sequence[Any]
@@ -95,7 +95,7 @@ class BatchTrained:
 
 @dataclass(frozen=True, kw_only=True)
 class IterationFinished(_Timed):
-    """An iteration is complete; the names of the metrics are those of ``agl_slime.metric_names``."""
+    """An iteration is complete; ``agl_slime.metric_names`` has the names of its metrics."""
 
     iteration: int
     metrics: Mapping[str, MetricValue]
@@ -103,7 +103,7 @@ class IterationFinished(_Timed):
 
 @dataclass(frozen=True, kw_only=True)
 class Warning:
-    """Something the reader should know; a ``key`` is shown once, later ones are counted."""
+    """A warning for the user; the first with a ``key`` is shown, later ones are counted."""
 
     text: str
     key: str
@@ -111,8 +111,8 @@ class Warning:
 
 @dataclass(frozen=True, kw_only=True)
 class RunFinished(_Timed):
-    """The run ended. ``reason`` is ``"finished"``, ``"interrupted"`` or the sentence that says why it stopped;
-    ``summary`` goes into ``summary.json``, before what the reporters counted themselves."""
+    """The run ended. ``reason`` is ``"finished"``, ``"interrupted"`` or a sentence on why it stopped; ``summary`` goes
+    into ``summary.json``, before the reporters' counts."""
 
     summary: Mapping[str, Any] = field(default_factory=dict)
     reason: str = "finished"
@@ -133,13 +133,13 @@ Event = (
 
 
 class Observer(Protocol):
-    """Takes the events of a run, one at a time, always from the same thread."""
+    """Handles the events of a run, one at a time, always on the same thread."""
 
     def handle(self, event: Event, /) -> None: ...
 
 
 class Reporter(Observer, Protocol):
-    """An observer behind ``Reporters``: an exception of ``handle`` drops it from the run, and nothing else."""
+    """An observer behind ``Reporters``: an exception in ``handle`` removes it, and the run continues."""
 
     def close(self) -> object:
-        """Called once, also without a ``RunFinished`` before it."""
+        """Called once, even when there was no ``RunFinished``."""

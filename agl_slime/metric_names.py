@@ -1,4 +1,4 @@
-"""The names of metrics that rooms and reporters share; a run may add others. docs/report.md says what each means."""
+"""Names of the metrics that modules and reporters share; a run may add others. docs/report.md explains each."""
 
 REWARD_MEAN = "rollout/reward_mean"  # mean over the rollouts of the iteration, one reward per rollout
 REWARD_STD = "rollout/reward_std"
@@ -7,8 +7,8 @@ REWARD_MAX = "rollout/reward_max"
 COUNT = "rollout/count"  # rollouts that ended in this iteration, failed ones included
 FAILED = "rollout/failed"
 RESPONSE_TOKENS = "rollout/response_tokens_mean"  # sampled tokens per rollout
-TRAINED_TOKENS_MEAN = "rollout/response_tokens_mean_trained"  # the same of rollouts that go to the trainer
-DROPPED_TOKENS_MEAN = "rollout/response_tokens_mean_dropped"  # and of all others: failed, or of a dropped group
+TRAINED_TOKENS_MEAN = "rollout/response_tokens_mean_trained"  # the same over rollouts that go to the trainer
+DROPPED_TOKENS_MEAN = "rollout/response_tokens_mean_dropped"  # the same over failed rollouts and dropped groups
 TOKENS_UNDER_MASK = "rollout/tokens_under_mask"  # tokens with loss mask 1 in the samples that leave the data source
 FORKS = "trace/forks"  # samples beyond the first of their rollout
 RETOKENIZED = "trace/retokenized"  # samples whose text was re-tokenized: their ids are not the engine's

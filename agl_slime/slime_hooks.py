@@ -1,4 +1,4 @@
-"""The functions that slime is pointed at by path, such as ``--rollout-function-path
+"""Functions for slime's flags that take a path, such as ``--rollout-function-path
 agl_slime.slime_hooks.generate_rollout``; docs/slime.md has the flag of each.
 
 The module imports neither ray nor transformers nor slime's rollout code at its top, so slime may load it anywhere.

@@ -1,9 +1,8 @@
-"""slime's types: its own classes where slime is installed, structural twins where it is not.
+"""slime's classes where slime is installed, else structural twins of them.
 
-The twins have the fields, defaults and status values of slime at v0.3.1; ``sample_from_fields`` is the one place that
-drops fields which the installed slime does not have, so the rest of the package names every field it knows.
-Importing this raises ``UnknownVersionError`` under a slime that has one of these classes elsewhere, or whose Samples
-have no ``rollout_id``.
+The twins have the fields, defaults and status values of slime v0.3.1; ``sample_from_fields`` drops fields that the
+installed slime does not have. Importing this module raises ``UnknownVersionError`` with a slime that has one of these
+classes elsewhere, or whose Samples have no ``rollout_id``.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ else:
 
     @dataclass
     class Sample:
-        """One training sample: prompt tokens followed by response tokens, with what training needs about the response.
+        """One training sample: prompt tokens followed by response tokens, with loss mask, log-probs and reward.
 
         ``tokens`` has ``len(prompt) + response_length`` ids; ``loss_mask`` and ``rollout_log_probs`` (natural log, at
         the sampling temperature) have ``response_length`` entries. ``rollout_id`` is shared by the samples that one
@@ -92,14 +91,14 @@ else:
         def from_dict(data: dict[str, Any]) -> Sample:
             values = {**data, "status": Sample.Status(data["status"])}
             for name, kind in (("spec_info", Sample.SpecInfo), ("prefix_cache_info", Sample.PrefixCacheInfo)):
-                given = data.get(name, {})  # another version's may lack or add some
+                given = data.get(name, {})  # other versions may lack or add fields
                 values[name] = kind(**{count: given[count] for count in kind.__dataclass_fields__ if count in given})
             sample = Sample()
-            sample.__dict__.update(values)  # fields of another version are carried along, as slime does
+            sample.__dict__.update(values)  # keeps fields of another version, as slime does
             return sample
 
     class DataSource(abc.ABC):
-        """What slime's RolloutManager takes samples from."""
+        """The source of samples of slime's RolloutManager."""
 
         @abc.abstractmethod
         def get_samples(self, num_samples: int) -> list[list[Sample]]: ...
@@ -132,20 +131,20 @@ ARRAY_FIELDS = ("rollout_routed_experts", "rollout_top_p_token_ids", "rollout_to
 
 
 def sample_to_json(sample: Sample) -> dict[str, Any]:
-    """As JSON values, for files."""
+    """A ``Sample`` as JSON values."""
     values = sample.to_dict()
     for name in ARRAY_FIELDS:
         if values.get(name) is not None:
             values[name] = array_to_json(values[name])
-    if values.get("multimodal_inputs"):  # what trains is made of them anew
+    if values.get("multimodal_inputs"):  # the trainer's inputs are recomputed from them
         values |= {"multimodal_inputs": images_to_json(values["multimodal_inputs"]), "multimodal_train_inputs": None}
     return values
 
 
 def sample_from_json(values: dict[str, Any]) -> Sample:
-    """What ``sample_to_json`` gave."""
-    told = {name: values[name] for name in ARRAY_FIELDS if isinstance(values.get(name), dict)}
-    arrays: dict[str, Any] = {name: array_from_json(array) for name, array in told.items()}
+    """A ``Sample`` from the values of ``sample_to_json``."""
+    packed = {name: values[name] for name in ARRAY_FIELDS if isinstance(values.get(name), dict)}
+    arrays: dict[str, Any] = {name: array_from_json(array) for name, array in packed.items()}
     if values.get("multimodal_inputs"):
         arrays["multimodal_inputs"] = images_from_json(values["multimodal_inputs"])
     return Sample.from_dict({**values, **arrays})
@@ -153,11 +152,11 @@ def sample_from_json(values: dict[str, Any]) -> Sample:
 
 _SAMPLE_FIELDS = frozenset(Sample.__dataclass_fields__)
 if "rollout_id" not in _SAMPLE_FIELDS:  # up to v0.3.0
-    raise UnknownVersionError(f"Sample of {slime_version()} has no rollout_id: it came with v0.3.1; known are {KNOWN}")
+    raise UnknownVersionError(f"Sample of {slime_version()} has no rollout_id, new in v0.3.1; supported are {KNOWN}")
 
 
 def sample_from_fields(**fields: Any) -> Sample:
-    """A ``Sample`` from the named fields, without those that the installed slime does not have."""
+    """A ``Sample`` with these fields, except ones that the installed slime does not have."""
     return Sample(**{name: value for name, value in fields.items() if name in _SAMPLE_FIELDS})
 
 
@@ -171,16 +170,16 @@ def flat_samples(samples: Iterable[Any]) -> Iterator[Sample]:
 
 
 def staleness_spans(sample: Any, policy: int | None) -> Iterator[tuple[int, int, int]]:
-    """How many weight versions the sampled tokens of a response are behind ``policy``, as (staleness, start, end).
-    Versions that are no whole numbers cannot be compared."""
+    """Spans (staleness, start, end) of a response: the number of weight versions that sampled tokens are behind
+    ``policy``. Spans whose version is not a whole number are left out."""
     for version, start, end in (sample.metadata or {}).get("weight_spans") or ():
         if policy is not None and str(version).isdecimal() and end > start:
             yield max(0, policy - int(version)), start, end
 
 
 def staleness_of(samples: Iterable[Any], policy_of: Callable[[Any], int | None]) -> tuple[float, int] | None:
-    """``staleness_spans`` behind the policy that ``policy_of`` names for each sample: mean over tokens, and most.
-    ``None`` where none is known."""
+    """Mean over tokens and maximum of the staleness behind the policy that ``policy_of`` returns for each sample;
+    ``None`` when it is unknown for all."""
     behind = [
         (age, end - start) for sample in samples for age, start, end in staleness_spans(sample, policy_of(sample))
     ]

@@ -93,8 +93,9 @@ def run(
     policy: Path, variant: str, staleness: int, seed: int, options: argparse.Namespace
 ) -> tuple[list[float], dict[str, float]]:
     """The mean reward of each batch when it was sampled, and the means of the metrics."""
-    settings = LocalTrainerSettings(lr=options.lr, torch_threads=1, seed=seed, **VARIANTS[variant])
-    trainer, drawn = LocalTrainer(model_path=policy, settings=settings), torch.Generator().manual_seed(seed)
+    settings = LocalTrainerSettings(lr=options.lr, **VARIANTS[variant])
+    trainer = LocalTrainer(model_path=policy, settings=settings, torch_threads=1, seed=seed)
+    drawn = torch.Generator().manual_seed(seed)
     waiting: deque[list[Sample]] = deque()
     rewards, told = [], []
     for version in range(options.iterations):

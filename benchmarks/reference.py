@@ -90,7 +90,6 @@ def run_ours(options: argparse.Namespace, seed: int) -> list[tuple[float, float]
             "local.lr": options.lr,
             "local.n-minibatches": 1,
             "local.grad-clip": options.grad_clip,
-            "local.torch-threads": options.threads,
         }
         _run(["train.py", *(part for name, value in flags.items() for part in (f"--{name}", str(value)))], options)
         lines = read_metrics(run_dir / "metrics.jsonl")

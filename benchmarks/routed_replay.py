@@ -85,11 +85,10 @@ async def run(
         lr=options.lr,
         grad_clip=1.0,
         n_minibatches=1,
-        torch_threads=1,
-        seed=seed,
         compute_dtype="bfloat16" if case == "bfloat16" else "float32",
     )
-    trainer, rng = LocalTrainer(model_path=policy, settings=settings), random.Random(seed)
+    trainer = LocalTrainer(model_path=policy, settings=settings, torch_threads=1, seed=seed)
+    rng = random.Random(seed)
     drawn = torch.Generator().manual_seed(seed)
     told, rewards = [], []
     with tempfile.TemporaryDirectory() as weights:

@@ -55,12 +55,11 @@ def trainer_step(options: argparse.Namespace, samples: list[Any]) -> Any:
     from agl_slime.trainers import LocalTrainer, LocalTrainerSettings
 
     wanted = {"max_tokens_per_microbatch": options.microbatch, "device": options.device, "n_minibatches": 1, "lr": 1e-6}
-    wanted |= {"torch_threads": options.threads, "max_tokens_per_logits_chunk": options.chunk}
     wanted |= {"lora_rank": options.lora_rank, "gradient_checkpointing": options.checkpointing}
     wanted |= {"compute_dtype": options.dtype}
     known = {field.name for field in fields(LocalTrainerSettings)}  # of an older version there are fewer
     settings = LocalTrainerSettings(**{name: value for name, value in wanted.items() if name in known})
-    trainer = LocalTrainer(model_path=options.model_path, settings=settings)
+    trainer = LocalTrainer(model_path=options.model_path, settings=settings, torch_threads=options.threads)
     return lambda: trainer.train(samples, iteration=0)
 
 
@@ -131,7 +130,7 @@ def main() -> int:
     parser.add_argument("--case", choices=CASES, default="uneven")
     parser.add_argument("--rollouts", type=int, default=32)
     parser.add_argument("--microbatch", type=int, default=4096)
-    parser.add_argument("--chunk", type=int, default=512)
+
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=1, help="measured, after one that is not; 0 takes that one")
     parser.add_argument("--variant", action="append", default=[], help="flags of a further row, as --checkpointing")

@@ -15,8 +15,16 @@ from agl_slime.trainers import LocalTrainer, LocalTrainerSettings
 ONE_STEP = LocalTrainerSettings(n_minibatches=1, grad_clip=math.inf)
 
 
-def trainer(policy: Path, settings: LocalTrainerSettings | None = None, **changes: Any) -> LocalTrainer:
-    return LocalTrainer(model_path=policy, settings=replace(settings or LocalTrainerSettings(), **changes))
+def trainer(
+    policy: Path,
+    settings: LocalTrainerSettings | None = None,
+    *,
+    temperature: float = 1.0,
+    seed: int = 0,
+    **changes: Any,
+) -> LocalTrainer:
+    settings = replace(settings or LocalTrainerSettings(), **changes)
+    return LocalTrainer(model_path=policy, settings=settings, temperature=temperature, seed=seed)
 
 
 def weights(model: Any) -> dict[str, torch.Tensor]:

@@ -23,7 +23,7 @@ from agl_slime.errors import AglSlimeError, BufferRequestError, ConfigError
 from agl_slime.loop.tasks import read_tasks, shuffled
 from agl_slime.support.backoff import Backoff
 from agl_slime.support.batching import Batcher
-from agl_slime.support.http import ask, json_bytes, may_pass
+from agl_slime.support.http import ask, is_transient, json_bytes
 
 logger = logging.getLogger(__name__)
 
@@ -54,7 +54,7 @@ async def ask_buffer(
 class BufferWriter:
     """``await write(item)`` returns when the buffer has stored the item.
 
-    Items that are written at the same time go in one request. What ``may_pass`` is tried again until ``give_up_s``
+    Items that are written at the same time go in one request. What ``is_transient`` is tried again until ``give_up_s``
     have passed; an item's ``uid`` makes sure that a repeated request is stored once. An item that is refused (4xx) or
     has no form in JSON raises ``BufferRequestError``, and costs no other item.
     """
@@ -94,7 +94,7 @@ class BufferWriter:
         what = f"the buffer at {self._url} took nothing"
         backoff = Backoff(what, BufferUnreachableError, cap_s=_LONGEST_PAUSE_S, patience_s=self._give_up_s)
         try:
-            await backoff.run(lambda: ask(self._session, self._url, b"[" + b",".join(bodies) + b"]"), may_pass)
+            await backoff.run(lambda: ask(self._session, self._url, b"[" + b",".join(bodies) + b"]"), is_transient)
         except aiohttp.ClientResponseError as error:
             if len(bodies) == 1:
                 return [BufferRequestError(f"the buffer refused an item: {error.message}", status=error.status)]

@@ -22,7 +22,7 @@ from agl_slime.buffer.samples import SampleMaker, agree
 from agl_slime.buffer.stages import Item
 from agl_slime.errors import ConfigError, DataSourceError
 from agl_slime.support.backoff import Backoff
-from agl_slime.support.http import may_pass
+from agl_slime.support.http import is_transient
 from agl_slime.support.threads import run_in_thread
 from agl_slime.tokens.loading import load_tokenizer
 from agl_slime.tokens.masks import MaskGenerator, get_loss_mask_generator
@@ -138,7 +138,7 @@ class AgentRolloutSession:
             try:
                 items, meta_info = await get_rollout_data(url, wanted, **asked)
             except (TimeoutError, aiohttp.ClientError, ValueError) as error:
-                if not may_pass(error):  # the same request would be answered in the same way for ever
+                if not is_transient(error):  # the same request would be answered in the same way for ever
                     raise DataSourceError(f"the rollout buffer at {url} cannot be read: {error}") from error
                 logger.warning("The rollout buffer could not be read (%r); trying again.", error)
                 await failures.pause(error)
@@ -200,7 +200,7 @@ async def start_generator(url: str, payload: Mapping[str, Any], *, token: str | 
     what = f"the rollout buffer at {url} could not be started"
     backoff = Backoff(what, DataSourceError, cap_s=10.0, patience_s=START_PATIENCE_S)
     try:
-        return await backoff.run(lambda: ask_buffer(url, "/start_rollout", payload, token=token), may_pass)
+        return await backoff.run(lambda: ask_buffer(url, "/start_rollout", payload, token=token), is_transient)
     except aiohttp.ClientResponseError as error:
         raise ConfigError(f"{what}: {error.message}") from error
 

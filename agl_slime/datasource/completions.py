@@ -17,12 +17,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
-from agl_slime.errors import DataSourceError, spell_exception
+from agl_slime.errors import DataSourceError, format_exception
 from agl_slime.store.bridge import FINISHED, BridgeStore
 from agl_slime.store.feed import FeedPage, FeedPosition
 from agl_slime.store.follow import follow_feed
 from agl_slime.support.backoff import Backoff
-from agl_slime.support.http import may_pass
+from agl_slime.support.http import is_transient
 from agl_slime.support.threads import LoopThread, run_in_thread
 from agl_slime.trace.replay_files import remove_replay
 
@@ -218,11 +218,11 @@ class CompletionFollower:
             try:
                 result = await call()
             except Exception as error:
-                if not may_pass(error):
+                if not is_transient(error):
                     raise
                 self._away = self._away or error
                 if (pause_s := backoff.failed(error)) is None:
-                    cause = spell_exception(self._away)
+                    cause = format_exception(self._away)
                     raise DataSourceError(f"the store has not answered for {_PATIENCE_S:g} s: {cause}") from self._away
                 await asyncio.sleep(pause_s)
             else:

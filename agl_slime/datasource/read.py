@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from agl_slime import errors
-from agl_slime.errors import RolloutError, spell_exception, spell_place
+from agl_slime.errors import RolloutError, format_exception, format_place
 from agl_slime.groups.results import MemberResult, Outcome, instance_of
 from agl_slime.store.bridge import FINISHED
 from agl_slime.support.agl import Attempt, EnqueueRolloutRequest, LightningStore, Rollout, Span
@@ -99,7 +99,7 @@ async def collect(
     except Exception as error:
         # One rollout that breaks the conversion must not end the run; it is counted, and says where it broke.
         logger.debug("Rollout %s could not be converted.", rollout_id, exc_info=error)
-        return await failed("conversion_error", spell_exception(error))
+        return await failed("conversion_error", format_exception(error))
     return _result(
         rollout,
         samples=tuple(conversion.samples) if conversion is not None else (),
@@ -154,7 +154,7 @@ def failure_of(spans: Sequence[Span], *, attempt_status: str) -> tuple[str, str]
             if reason == span.attributes.get(_EXCEPTION_TYPE) and not hasattr(errors, str(reason)):
                 # an exception of the agent's code: its author needs the place; errors of this package say enough
                 frames = _FRAME.findall(str(span.attributes.get(_EXCEPTION_STACKTRACE, "")))
-                place = spell_place([(file, int(line)) for file, line in frames])
+                place = format_place([(file, int(line)) for file, line in frames])
             return str(reason), message + (f" ({place})" if place else "")
     return attempt_status, f"the store marked the attempt as {attempt_status}"
 

@@ -28,7 +28,7 @@ from agl_slime.gateway.images import marked_body
 from agl_slime.gateway.messages import check_results
 from agl_slime.gateway.protocol import Kept, Protocol, parsed_body
 from agl_slime.gateway.settings import GatewaySettings
-from agl_slime.support.http import PARSED_AT_ONCE
+from agl_slime.support.http import INLINE_PARSE_BYTES
 from agl_slime.support.threads import run_in_thread
 from agl_slime.tokens.images import ImageSettings
 
@@ -158,7 +158,7 @@ class Bodies:
 
 async def _off_loop(raw: bytes, work: Callable[[], T]) -> T:
     """What ``work`` makes of ``raw``; of a large one in a thread."""
-    return work() if len(raw) <= PARSED_AT_ONCE else await run_in_thread(work)
+    return work() if len(raw) <= INLINE_PARSE_BYTES else await run_in_thread(work)
 
 
 def _read(protocol: Protocol, body: Mapping[str, Any], kept: Kept, most: int) -> Call:

@@ -22,7 +22,7 @@ from agl_slime.gateway.chat import ChatCompletions
 from agl_slime.gateway.errors import RETRY_AFTER_S
 from agl_slime.gateway.settings import endpoint_of
 from agl_slime.support.handover import Given
-from agl_slime.support.http import json_bytes, own_url
+from agl_slime.support.http import json_bytes, local_url
 from agl_slime.support.net import is_loopback
 
 logger = logging.getLogger(__name__)
@@ -87,7 +87,7 @@ class Front:
     ) -> None:
         self._workers, self._listens, self._token, self._elsewhere = workers, listens, token, elsewhere
         self._local = is_loopback(host)
-        self.url, self.under_way = own_url(host, listens.getsockname()[1]), 0
+        self.url, self.under_way = local_url(host, listens.getsockname()[1]), 0
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def __aenter__(self) -> Self:

@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from agl_slime.datasource.source import GroupSource
-from agl_slime.errors import ConfigError, TrainerError, spell_exception
+from agl_slime.errors import ConfigError, TrainerError, format_exception
 from agl_slime.groups.ledger import Ledger
 from agl_slime.loop.settings import LoopState
-from agl_slime.support.files import check_seal, remove_directory, seal, whole_directory
+from agl_slime.support.files import remove_directory, verify_checksums, whole_directory, write_checksums
 from agl_slime.trainers.base import Trainer
 
 logger = logging.getLogger(__name__)
@@ -76,7 +76,7 @@ class CheckpointWriter:
             (fresh / _DATA_SOURCE).write_text(json.dumps(data_source))
             if self._save_partial is not None:
                 self._save_partial(fresh / _PARTIAL)
-            seal(fresh)
+            write_checksums(fresh)
         steps = _steps(self._directory)
         now = steps.index(target)
         # later checkpoints are damaged ones: the run was resumed from an older one
@@ -119,7 +119,7 @@ def load_newest(checkpoints: Sequence[Checkpoint], trainer: Trainer) -> Checkpoi
 
 def _read(path: Path) -> Checkpoint:
     try:
-        check_seal(path)
+        verify_checksums(path)
     except (OSError, ValueError) as error:
         raise ConfigError(f"{path} is damaged: {error}") from error
     try:
@@ -127,7 +127,7 @@ def _read(path: Path) -> Checkpoint:
         loop = LoopState(**{**loop, "reward_means": tuple(loop["reward_means"])})
         return Checkpoint(path=path, loop=loop, data_source={**json.loads((path / _DATA_SOURCE).read_text())})
     except (OSError, ValueError, TypeError, KeyError) as error:
-        raise ConfigError(f"{path} is not a checkpoint of this version: {spell_exception(error)}") from error
+        raise ConfigError(f"{path} is not a checkpoint of this version: {format_exception(error)}") from error
 
 
 def _steps(directory: Path) -> list[Path]:

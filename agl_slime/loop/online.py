@@ -23,7 +23,7 @@ import psutil
 
 from agl_slime import events
 from agl_slime.datasource.source import GroupSource
-from agl_slime.errors import AglSlimeError, ConfigError, LoopError, spell_exception
+from agl_slime.errors import AglSlimeError, ConfigError, LoopError, format_exception
 from agl_slime.groups.results import GroupResult, MemberResult
 from agl_slime.loop.auto_concurrency import AutoConcurrency
 from agl_slime.loop.failures import Failures
@@ -214,7 +214,7 @@ class OnlineRLLoop:
             raise
         except Exception as error:  # from a task source, an observer, the store
             where = f"iteration {self._iteration}: " if self._iteration else "the run "
-            reason = f"{where}failed with {spell_exception(error)}"
+            reason = f"{where}failed with {format_exception(error)}"
             raise LoopError(reason) from error
         finally:
             self._auto_concurrency.cancel()
@@ -337,7 +337,7 @@ class OnlineRLLoop:
         try:
             await call_function(partial(self._save_fn, state))
         except Exception as error:  # the run ends for another reason, which is reported
-            logger.warning("No checkpoint of iteration %d was written: %s", state.iteration, spell_exception(error))
+            logger.warning("No checkpoint of iteration %d was written: %s", state.iteration, format_exception(error))
 
     async def _step(self, name: str, work: Awaitable[Any], iteration: int) -> Any:
         """The result of a user's function; an error names the function as ``name``."""
@@ -346,7 +346,7 @@ class OnlineRLLoop:
         except AglSlimeError:
             raise
         except Exception as error:
-            raise LoopError(f"iteration {iteration}: {name} failed with {spell_exception(error)}") from error
+            raise LoopError(f"iteration {iteration}: {name} failed with {format_exception(error)}") from error
 
     def _wake(self) -> None:
         if self._runner is not None:

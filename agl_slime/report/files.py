@@ -19,7 +19,7 @@ from pydantic_core import to_jsonable_python
 
 from agl_slime.audit import records
 from agl_slime.errors import ConfigError
-from agl_slime.support.files import naming_full_disk, write_file
+from agl_slime.support.files import disk_full_as_error, write_file
 from agl_slime.support.net import shown_url
 
 logger = logging.getLogger(__name__)
@@ -93,7 +93,7 @@ class IterationFile:
 
     def append(self, iteration: int, lines: Sequence[Mapping[str, Any]]) -> None:
         """Write the records, each with ``iteration`` first, and flush them to the operating system."""
-        with naming_full_disk(self.path):
+        with disk_full_as_error(self.path):
             if self._file is None:
                 self._file = self._open()
             if iteration <= self._last:
@@ -119,7 +119,7 @@ class IterationFile:
 
     def close(self) -> None:
         if self._file is not None:
-            with naming_full_disk(self.path), self._file:
+            with disk_full_as_error(self.path), self._file:
                 self._file = None
 
 

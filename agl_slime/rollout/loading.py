@@ -12,7 +12,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from agl_slime.errors import ConfigError, spell_exception
+from agl_slime.errors import ConfigError, format_exception
 from agl_slime.rollout.by_file import import_file
 from agl_slime.rollout.scheduler import schedulers
 from agl_slime.tokens.images import ImageSettings
@@ -49,7 +49,7 @@ def load_agent(path: str) -> Any:
     except ConfigError as error:
         raise unusable(str(error)) from error
     except (Exception, SystemExit) as error:
-        raise unusable(f"importing {source} failed with {spell_exception(error)}") from error
+        raise unusable(f"importing {source} failed with {format_exception(error)}") from error
     from agl_slime.support.agl import LitAgent
 
     agent_class = getattr(module, name, None)
@@ -75,7 +75,7 @@ def load_agent(path: str) -> Any:
     try:
         return agent_class()
     except (Exception, SystemExit) as error:
-        raise unusable(f"{name}() failed with {spell_exception(error)}") from error
+        raise unusable(f"{name}() failed with {format_exception(error)}") from error
 
 
 # Agent objects by id, with source and name, by which they are pickled: an agent of @agl.rollout cannot be pickled
@@ -121,7 +121,7 @@ def load_plugins(paths: Sequence[str | Path]) -> list[ModuleType]:
         try:
             modules.append(import_file(path))
         except (Exception, SystemExit) as error:  # user code may raise anything
-            raise ConfigError(f"--external-plugins {path} failed with {spell_exception(error)}") from error
+            raise ConfigError(f"--external-plugins {path} failed with {format_exception(error)}") from error
     return modules
 
 

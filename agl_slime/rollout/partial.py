@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from agl_slime import events
-from agl_slime.errors import ConfigError, EngineError, TraceError, spell_exception
+from agl_slime.errors import ConfigError, EngineError, TraceError, format_exception
 from agl_slime.sglang.client import SGLangClient
 from agl_slime.sglang.generation import Generation, SamplingParams, WeightSpan
 from agl_slime.sglang.replay import Nucleus, RoutedExperts
@@ -142,7 +142,7 @@ class PartialRollouts:
                 if admitted is None or row["instance_id"] in admitted or _weight_versions(calls) <= {version}:
                     kept[row["instance_id"]].append(calls)
         except (OSError, ValueError, TypeError, KeyError, TraceError) as error:
-            raise ConfigError(f"{path} cannot be read: {spell_exception(error)}") from error
+            raise ConfigError(f"{path} cannot be read: {format_exception(error)}") from error
         with self._changed:
             self._kept = dict(kept)
         sampled = [len(c.generation.output_ids) for rows in kept.values() for row in rows for c in row if c.generation]

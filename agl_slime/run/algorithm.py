@@ -23,10 +23,10 @@ from agl_slime.run.parts import RunParts
 from agl_slime.run.settings import TrainConfig
 from agl_slime.runner.concurrent import ConcurrentRunner
 from agl_slime.store.bridge import BridgeStore
-from agl_slime.support.agl import Algorithm, LightningStore, otlp_goes_astray
+from agl_slime.support.agl import Algorithm, LightningStore, otlp_export_misses_store
 
-# The settings of a run that are somebody else's here, and whose.
-_OTHERS = {
+# Settings of a run that the Trainer or the agent has, and how to give them there.
+_SET_ELSEWHERE = {
     "agent": "give it to Trainer.fit",
     "tasks": "give Trainer.fit a train_dataset",
     "eval_tasks": "give Trainer.fit a val_dataset",
@@ -44,14 +44,13 @@ class SlimeAlgorithm(Algorithm):
 
     Args:
         model_path: Hugging Face checkpoint that the policy starts from.
-        sglang_url: SGLang server or router; without it the local trainer starts an ``engine``, and slime launches its
-            own ones.
+        sglang_url: SGLang server or router; by default the local trainer starts an ``engine`` and slime its own.
         slime_flags: slime's own command-line flags, for ``trainer="slime"``.
-        settings: the other fields of ``agl_slime.run.settings.TrainConfig`` that are not the Trainer's or the agent's;
-            ``store_host`` is where slime's manager reaches the store.
+        settings: further fields of ``agl_slime.run.settings.TrainConfig``; ``store_host`` is the address at which
+            slime's manager reaches the store.
 
-    The Trainer's store should be ``agl_slime.BridgeStore()``: slime's manager reaches it over HTTP, and it tells of
-    finished rollouts at once. Raises ``ConfigError`` for a setting that is the Trainer's or the agent's, or nobody's.
+    The Trainer's store should be ``agl_slime.BridgeStore()``: slime's manager reaches it over HTTP, and it notifies of
+    finished rollouts. Raises ``ConfigError`` for an unknown setting, and for one that the Trainer or the agent has.
     """
 
     def __init__(
@@ -65,20 +64,21 @@ class SlimeAlgorithm(Algorithm):
         **settings: Any,
     ) -> None:
         super().__init__()
-        known = [field.name for field in fields(TrainConfig) if field.name not in _OTHERS]
-        for name in settings.keys() - set(known):
-            hint = _OTHERS.get(name, f"the settings are {', '.join(known)}")
+        names = [field.name for field in fields(TrainConfig) if field.name not in _SET_ELSEWHERE]
+        for name in settings.keys() - set(names):
+            hint = _SET_ELSEWHERE.get(name, f"the settings are {', '.join(names)}")
             raise ConfigError(f"SlimeAlgorithm has no setting {name!r}: {hint}")
         if trainer not in ("slime", "local"):
             raise ConfigError(f"trainer must be 'slime' or 'local', got {trainer!r}")
         self.config = TrainConfig(model_path=Path(model_path), sglang_url=sglang_url, trainer=trainer, **settings)
         self.slime_flags = tuple(slime_flags)
         self.result: RunResult | None = None
-        """What the run came to, once it has ended."""
+        """The result of the run once it has ended."""
         self._console = console
 
     async def run(self, train_dataset: Any = None, val_dataset: Any = None) -> None:
-        """Called by ``Trainer.fit``. Raises ``AglSlimeError`` with one sentence when the run cannot start or go on."""
+        """Called by ``Trainer.fit``. Raises ``AglSlimeError`` with one sentence when the run cannot start or
+        continue."""
         tasks = _tasks(train_dataset, name="train_dataset")
         val_tasks = _tasks(val_dataset, name="val_dataset") if val_dataset is not None else None
         config = (
@@ -88,22 +88,22 @@ class SlimeAlgorithm(Algorithm):
         )
         resources = dict(self.get_initial_resources() or {})
         store = _unwrapped(self.get_store())
-        # runners of Agent Lightning's own know of no gateway: theirs stands beside the loop
+        # Agent Lightning's runners start no gateway, so the loop's process has one for them
         behind = not isinstance(getattr(self.get_trainer(), "runner", None), ConcurrentRunner)
         self._check_trainer(behind)
         given = RunParts(store=store, tasks=tasks, val_tasks=val_tasks, resources=resources, behind_gateway=behind)
         self.result = await run_training(config, slime_flags=self.slime_flags, given=given, console=self._console)
 
     def _check_trainer(self, behind: bool) -> None:
-        """What of Agent Lightning's own would lose rollouts, said before the first."""
+        """Raise ``ConfigError`` for parts of the Trainer that would lose rollouts."""
         if self.get_llm_proxy() is not None:
             raise ConfigError(
-                "Trainer(llm_proxy=…) with SlimeAlgorithm: agents find a gateway of its own, which keeps what was "
-                "sampled; leave llm_proxy out"
+                "Trainer(llm_proxy=…) with SlimeAlgorithm: agents use our gateway, which keeps sampled tokens; leave "
+                "llm_proxy out"
             )
-        if behind and self.get_store().capabilities.get("otlp_traces") and otlp_goes_astray():
+        if behind and self.get_store().capabilities.get("otlp_traces") and otlp_export_misses_store():
             raise ConfigError(
-                "Agent Lightning's runners in processes of their own send spans, emitted rewards among them, by "
+                "Agent Lightning's runners in separate processes send spans, emitted rewards among them, by "
                 "OpenTelemetry's OTLP exporter, which from 1.45 on does not find its store: install "
                 "opentelemetry-exporter-otlp-proto-http<1.45, or give the Trainer runner=ConcurrentRunner() or a "
                 "SharedMemoryExecutionStrategy"
@@ -111,7 +111,7 @@ class SlimeAlgorithm(Algorithm):
 
 
 def _unwrapped(store: LightningStore) -> LightningStore:
-    """The ``BridgeStore`` in the wrappers that an execution strategy put around it; else ``store``."""
+    """The ``BridgeStore`` inside the wrappers of an execution strategy; else ``store``."""
     inner: Any = store
     for _ in range(4):
         if isinstance(inner, BridgeStore):
@@ -121,7 +121,7 @@ def _unwrapped(store: LightningStore) -> LightningStore:
 
 
 def _tasks(dataset: Any, *, name: str) -> list[Any]:
-    """Agent Lightning's data sets have a length and are indexed; nothing else is asked of them."""
+    """The tasks of an Agent Lightning data set, which has a length and an index."""
     if dataset is None or len(dataset) == 0:
         raise ConfigError(f"{name} is empty; fit() needs at least one task")
     return [dataset[i] for i in range(len(dataset))]

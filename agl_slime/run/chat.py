@@ -1,4 +1,4 @@
-"""``agl-slime chat``: talk with a model in a terminal with its agent's tools, or watch it do one task at a time."""
+"""``agl-slime chat``: converse with a model in a terminal with its agent's tools, or watch it do tasks one by one."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ _A_DAY_S = 86400.0
 
 @dataclass(frozen=True, kw_only=True)
 class ChatConfig:
-    """Talk with the newest model of a run, its agent's tools at hand, or with --tasks watch it do one task at a time.
+    """Converse with the newest model of a run, with its agent's tools, or with --tasks watch it do tasks one by one.
     /bye or Ctrl-D ends."""
 
     model: tyro.conf.Positional[Path]
-    """A run's directory, or whatever else names a model."""
+    """A run's directory, a model's directory, smollm2, or a name on the hub."""
     tasks: bool = False
-    """Show one task after the other, with its conversation and reward, instead of a conversation of your own."""
+    """Show tasks one by one, each with its conversation and reward, instead of asking for your messages."""
     agent: str | None = None
     """The agent, as module:Class or path/to/file.py:Class; by default the run's."""
     temperature: float = 0.0
@@ -47,8 +47,8 @@ def main(arguments: Sequence[str]) -> None:
 
 
 async def chat(config: ChatConfig, *, read: Callable[[str], str] = input, write: Callable[[str], None] = print) -> None:
-    """Until whoever is asked by ``read`` has nothing more to say (``EOFError``, or /bye)."""
-    given = EvalConfig(
+    """Converse until ``read`` raises ``EOFError`` or returns /bye."""
+    settings = EvalConfig(
         models=(config.model,),
         agent=config.agent,
         temperature=config.temperature,
@@ -57,14 +57,14 @@ async def chat(config: ChatConfig, *, read: Callable[[str], str] = input, write:
         engine=config.engine,
         rollout_timeout=_A_DAY_S,
     )
-    ready = await prepare(given)
+    ready = await prepare(settings)
     console = Console(stderr=True)
     with tempfile.TemporaryDirectory() as scratch:
         more = {"max_concurrent": 1, "directory": RunDir(Path(scratch)), "console": console}
         async with sampling_with(ready.settings, ready.models[0], ready.agent, ready.sampling, **more) as sampling:
             from agl_slime.evaluation.samples import SampleFile, take_samples
 
-            async def one(task: Any, name: str) -> Mapping[str, Any]:
+            async def roll_out(task: Any, name: str) -> Mapping[str, Any]:
                 with SampleFile(Path(scratch) / f"{name}.jsonl") as file:
                     await take_samples([task], k=1, into=file, sampling=sampling, on_progress=lambda *_: None)
                     return file.lines[-1]
@@ -72,40 +72,38 @@ async def chat(config: ChatConfig, *, read: Callable[[str], str] = input, write:
             if not config.tasks:
                 write("Say something; /bye ends.")
                 task = _conversation(ready.agent, ready.tasks[0], read, write)
-                line = await one(task, "talk") if task is not None else {}
+                line = await roll_out(task, "talk") if task is not None else {}
                 if line.get("failure"):
                     write(f"the conversation failed: {line['failure']} {line['message']}")
                 return
             for number, task in enumerate(ready.tasks):
-                line = await one(task, f"task-{number}")
+                line = await roll_out(task, f"task-{number}")
                 for message in line["messages"]:
                     write(f"{message['role']}: {message['content']}")
                 reward = line["reward"]
                 write(f"reward: {reward}" if reward is not None else f"failed: {line['failure']} {line['message']}")
-                if (
-                    number + 1 < len(ready.tasks)
-                    and await asyncio.to_thread(_asked, read, "next task (Enter) ") is None
-                ):
+                last = number + 1 == len(ready.tasks)
+                if not last and await asyncio.to_thread(_read_line, read, "next task (Enter) ") is None:
                     return
 
 
 def _conversation(
     agent: Any, task: Any, read: Callable[[str], str], write: Callable[[str], None]
 ) -> dict[str, Any] | None:
-    """The task of a conversation, for which ``agent`` is changed: it says what its prompt's system message says, and
-    what follows an answer is asked from a person. ``None`` when that one has nothing to say."""
+    """Read the first message and change ``agent`` for a conversation: it keeps its system message, and a person writes
+    the message after each answer. ``None`` when the person has no message."""
     from agl_slime.environments.environment import Environment
     from agl_slime.rollout.agent import SGLangLitAgent
 
     if isinstance(agent, Environment):
         raise ConfigError(f"--env {agent.settings.name} plays its own episodes; give --tasks to see them")
     if not isinstance(agent, SGLangLitAgent):
-        raise ConfigError("this agent makes its own calls, and none can be put in between; give --tasks")
+        raise ConfigError("this agent makes its own model calls, so messages cannot be added; give --tasks")
     prompt = agent.build_prompt(task)
     system = [message for message in prompt if message.get("role") == "system"] if isinstance(prompt, list) else []
     if not agent.build_tools(task):
-        write("(the agent declares no tools, so that the model has none here)")
-    if (first := _asked(read, "you: ")) is None:
+        write("(the agent declares no tools, so the model has none here)")
+    if (first := _read_line(read, "you: ")) is None:
         return None
     person_agent: Any = agent
     person_agent.scheduler, person_agent.max_turns = _Person(read, write), None
@@ -116,20 +114,20 @@ def _conversation(
 
 
 async def _no_score(*_: Any) -> float:
-    """Nothing is scored in a conversation; what a rollout has to say at its end is thrown away with it."""
+    """A reward, which a rollout needs; a conversation is not scored."""
     return 0.0
 
 
-def _asked(read: Callable[[str], str], prompt: str) -> str | None:
+def _read_line(read: Callable[[str], str], prompt: str) -> str | None:
     try:
-        said = read(prompt)
+        line = read(prompt)
     except EOFError:
         return None
-    return None if said.strip() in _BYE else said
+    return None if line.strip() in _BYE else line
 
 
 class _Person(MultiTurnScheduler):
-    """Shows each answer, and what tools have said before it, and asks a person what comes next."""
+    """Shows each answer, and the tool results before it, and asks a person for the next message."""
 
     def __init__(self, read: Callable[[str], str], write: Callable[[str], None]) -> None:
         super().__init__()
@@ -143,9 +141,9 @@ class _Person(MultiTurnScheduler):
         self._shown = len(infer_request.messages)
 
     def check_finished(self, infer_request: Any, result: Any, current_turn: int) -> bool:
-        said = _asked(self._read, "you: ")
-        self._next = said or ""
-        return said is None
+        line = _read_line(self._read, "you: ")
+        self._next = line or ""
+        return line is None
 
     def step(self, infer_request: Any, result: Any, current_turn: int) -> Any:
         infer_request.messages.append({"role": "user", "content": self._next})

@@ -1,6 +1,6 @@
-"""``agl-slime doctor``: what is installed here, what will be used for what, and what to do about what will not work.
+"""``agl-slime doctor``: check the machine, the installed packages and the reachable servers, and say how to fix each.
 
-It starts nothing and writes nothing. What ``python train.py`` needs is marked ``FAIL`` where it is missing.
+It starts nothing and writes nothing. A missing requirement of ``python train.py`` is marked ``FAIL``.
 """
 
 from __future__ import annotations
@@ -19,10 +19,11 @@ from pathlib import Path
 from typing import Literal
 from urllib.parse import urlsplit
 
-from agl_slime.errors import AglSlimeError, spell_exception
+from agl_slime.errors import AglSlimeError, format_exception
 
 Verdict = Literal["ok", "--", "FAIL"]
-"""``ok``: works. ``--``: not there, and needed only for what the line says. ``FAIL``: ``train.py`` needs it."""
+"""``ok``: works. ``--``: missing, and needed only for the feature that the line names. ``FAIL``: ``train.py`` needs
+it."""
 
 _OPTIONAL = {
     "peft": 'LoRA (--local.lora-rank): pip install "agl-slime[lora]"',
@@ -42,7 +43,7 @@ class Line:
 
 
 def examine(*, sglang_url: str | None = None, timeout_s: float = 3.0) -> Iterator[Line]:
-    """One line for each thing, most general first. ``sglang_url`` is asked too; ``timeout_s`` is for each address."""
+    """One line per check, most general first. ``sglang_url`` is checked too; ``timeout_s`` is for each address."""
     yield Line("ok", "Python", f"{platform.python_version()} ({sys.executable}), {platform.system()}")
     yield from _machine()
     yield from _packages()
@@ -65,18 +66,18 @@ def _machine() -> Iterator[Line]:
     yield Line("--" if fix else "ok", "disk", f"{free:.1f} GB free in {Path.cwd()}{fix}")
     if Path("/dev/shm").is_dir():
         free = shutil.disk_usage("/dev/shm").free / _GB
-        fix = "; large models' weights go by the disk then (in a container: --shm-size)" if free < _LITTLE_SHM else ""
-        yield Line("--" if fix else "ok", "/dev/shm", f"{free:.1f} GB free, for weights on their way{fix}")
+        fix = "; large models' weights use the disk then (in a container: --shm-size)" if free < _LITTLE_SHM else ""
+        yield Line("--" if fix else "ok", "/dev/shm", f"{free:.1f} GB free, for weight updates{fix}")
     yield _gpu()
     yield from _proxies()
 
 
 def _proxies() -> Iterator[Line]:
-    """Nothing where there are none."""
-    from agl_slime.support.net import past_proxies, proxies
+    """A line on the proxies that the environment names, if any."""
+    from agl_slime.support.net import hosts_behind_proxy, proxies
 
     named = ", ".join(proxies())
-    if missing := ",".join(past_proxies()):
+    if missing := ",".join(hosts_behind_proxy()):
         fix = f"agents in processes that you start need it (export NO_PROXY={missing})"
         yield Line("--", "proxy", f"{named} is set and NO_PROXY lacks {missing}: added where agl-slime runs; {fix}")
     elif named:
@@ -86,12 +87,12 @@ def _proxies() -> Iterator[Line]:
 def _gpu() -> Line:
     query = ["nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader"]
     try:
-        asked = subprocess.run(query, capture_output=True, text=True, timeout=10, check=True)
+        result = subprocess.run(query, capture_output=True, text=True, timeout=10, check=True)
     except FileNotFoundError:
         return Line("--", "GPU", "none (no nvidia-smi); nothing here needs one, slime does")
     except (OSError, subprocess.SubprocessError) as error:
-        return Line("--", "GPU", f"nvidia-smi failed ({spell_exception(error)}): look at the driver")
-    return Line("ok", "GPU", "; ".join(asked.stdout.strip().splitlines()) + " (--local.device cuda)")
+        return Line("--", "GPU", f"nvidia-smi failed ({format_exception(error)}): check the driver")
+    return Line("ok", "GPU", "; ".join(result.stdout.strip().splitlines()) + " (--local.device cuda)")
 
 
 def _packages() -> Iterator[Line]:
@@ -100,7 +101,7 @@ def _packages() -> Iterator[Line]:
     if version is None:
         yield Line("FAIL", "Agent Lightning", 'not installed: pip install "agentlightning>=0.3,<1"')
     elif int(version.partition(".")[0]) >= 1:
-        fix = 'here belongs 0.3: pip install "agentlightning<1"; 1.0 has its own Python (docs/agent-lightning-1.md)'
+        fix = 'install 0.3: pip install "agentlightning<1"; 1.0 has its own Python (docs/agent-lightning-1.md)'
         yield Line("FAIL", "Agent Lightning", f"{version} is another system under the same name; {fix}")
     else:
         yield _tried("Agent Lightning", f"{version}: store, runner, tracer", _import_agent_lightning)
@@ -127,13 +128,13 @@ def _engines(url: str | None, timeout_s: float) -> Iterator[Line]:
         yield Line("--", "SGLang", f"{SGLANG_PYTHON} is not set; the embedded engine serves, or --sglang-url")
     if url is not None:
         yield _reached("--sglang-url", url, timeout_s)
-    named = os.environ.get(PYTHON_VARIABLE)
-    if named:
-        yield _tried("Agent Lightning 1.0", f"--runners controller starts {named}", lambda: check_python(Path(named)))
+    if python := os.environ.get(PYTHON_VARIABLE):
+        yield _tried("Agent Lightning 1.0", f"--runners controller starts {python}", lambda: check_python(Path(python)))
     else:
         yield Line("--", "Agent Lightning 1.0", f"{PYTHON_VARIABLE} is not set; for --runners controller")
-    if of_env := os.environ.get(ENV_PYTHON):
-        yield _tried("verifiers", f"--env plays its environments with {of_env}", lambda: check_env_python(Path(of_env)))
+    if env_python := os.environ.get(ENV_PYTHON):
+        text = f"--env plays its environments with {env_python}"
+        yield _tried("verifiers", text, lambda: check_env_python(Path(env_python)))
     else:
         yield Line("--", "verifiers", f"{ENV_PYTHON} is not set; for --env")
 
@@ -146,12 +147,11 @@ def _trainers() -> Iterator[Line]:
         return
     from agl_slime.slime.doctor import look
 
-    findings = list(look())
-    wrong = [(name, said) for needed, name, said in findings if needed and said.startswith(("UNKNOWN", "MISSING"))]
+    wrong = [(name, text) for needed, name, text in look() if needed and text.startswith(("UNKNOWN", "MISSING"))]
     works = "--trainer slime will not work" if wrong else "--trainer slime"
     yield Line("--" if wrong else "ok", "slime", f"{slime.version()}: {works}")
-    for name, said in wrong:
-        yield Line("--", f"slime: {name}", said)
+    for name, text in wrong:
+        yield Line("--", f"slime: {name}", text)
 
 
 def _hub(timeout_s: float) -> Line:
@@ -161,7 +161,7 @@ def _hub(timeout_s: float) -> Line:
 
 
 def _reached(name: str, url: str, timeout_s: float) -> Line:
-    """Whether something listens there; nothing is asked of it."""
+    """Whether a server listens at ``url``; it gets no request."""
     parts = urlsplit(url if "://" in url else f"http://{url}")
     where = f"{parts.hostname}:{parts.port or (443 if parts.scheme == 'https' else 80)}"
     try:
@@ -173,8 +173,7 @@ def _reached(name: str, url: str, timeout_s: float) -> Line:
 
 
 def _tried(name: str, text: str, work: Callable[[], object]) -> Line:
-    """``text`` where ``work`` goes well; what it needs is asked for by a setting and not by the first command, but for
-    Agent Lightning."""
+    """``text`` when ``work`` succeeds, else its error, which only of Agent Lightning is a ``FAIL``."""
     try:
         work()
     except (AglSlimeError, ImportError) as error:
@@ -193,7 +192,7 @@ def version_of(package: str) -> str | None:
 
 
 def used(lines: list[Line]) -> str:
-    """What the first command will use, or that it will not run."""
+    """A sentence: engine, trainer and device of the first command, or that it will not run."""
     if failed := [line.name for line in lines if line.verdict == "FAIL"]:
         return f"python train.py will not run: see {', '.join(failed)} above."
     works = {line.name for line in lines if line.verdict == "ok"}

@@ -1,4 +1,4 @@
-"""``agl-slime eval``: one model or two on the same tasks, wired from the settings of a run and the flags."""
+"""``agl-slime eval``: evaluate one model, or compare two on the same tasks, with a run's settings and the flags."""
 
 from __future__ import annotations
 
@@ -30,19 +30,18 @@ from agl_slime.support.threads import run_in_thread
 if TYPE_CHECKING:
     from agl_slime.evaluation.samples import Sampling
 
-_OF_A_RUN = ("agent", "max_new_tokens", "temperature", "max_turns", "multi_turn_scheduler", "rollout_timeout", "seed")
-_OF_A_RUN += ("chat_template_kwargs", "later_systems")
-_OF_AN_ENVIRONMENT = ("env_tasks", "env_eval_split", "env_workers", "env_arguments", "env_model")
-_OF_AN_ENVIRONMENT += ("trained_models", "untrained_models")
+RUN_FIELDS = ("agent", "max_new_tokens", "temperature", "max_turns", "multi_turn_scheduler", "rollout_timeout", "seed")
+RUN_FIELDS += ("chat_template_kwargs", "later_systems")
+ENV_FIELDS = ("env_tasks", "env_eval_split", "env_workers", "env_arguments", "env_model")
+ENV_FIELDS += ("trained_models", "untrained_models")
 _FIXED = ("models", "agent", "tasks", "k", "seed", "temperature", "max_new_tokens")
 _FIXED += ("files", "agent_source", "environment", "max_turns", "multi_turn_scheduler")
 
 
 @dataclass(frozen=True, kw_only=True)
 class EvalConfig:
-    """Sample tasks with a model, or with two to compare: mean reward, pass@1, pass@k, 95 % intervals, failures apart.
-    Given again, the same command goes on where a kill has ended it. Without flags the agent, its held-out tasks and
-    the limits of rollouts are those of the run."""
+    """Evaluate one model, or compare two, on held-out tasks: mean reward, pass@1, pass@k, 95 % intervals, failures. The
+    same command resumes an interrupted evaluation. Agent, tasks and limits of rollouts default to the run's."""
 
     models: tyro.conf.Positional[tuple[Path, ...]]
     """One model, or two: before and after. A run's directory (its newest weights), a checkpoint of one, a Hugging Face
@@ -52,19 +51,19 @@ class EvalConfig:
     agent: str | None = None
     """The agent, as module:Class or path/to/file.py:Class."""
     env: str | None = None
-    """An environment of verifiers in the place of --agent and --tasks; its own settings as --env.KEY value."""
+    """An environment of verifiers instead of --agent and --tasks; its settings are --env.KEY value."""
     env_python: Path | None = None
     """A Python that has verifiers, by default what AGL_ENV_PYTHON names."""
     env_arguments: Annotated[tuple[str, ...], tyro.conf.Suppress] = ()
     tasks: Path | None = None
-    """Tasks as JSON lines. Without it those that the run held out, or the agent's make_task(rng) with the seed of its
+    """Tasks as JSON lines; by default the run's held-out tasks, or the agent's make_task(rng) with the seed of its
     validations."""
     n_tasks: int | None = None
     """Most tasks; all of a file by default, and 32 of make_task."""
     k: int = 1
     """Samples per task."""
     passes: float = 1.0
-    """Reward from which on a sample passes."""
+    """Least reward of a sample that passes."""
     temperature: float | None = None
     """Sampling temperature; 0 is greedy."""
     max_new_tokens: int | None = None
@@ -78,20 +77,20 @@ class EvalConfig:
     sglang_url: str | None = None
     """A running SGLang server that serves the (one) model. Without it an engine is started on this machine."""
     openai_url: str | None = None
-    """An OpenAI-compatible address, such as https://host/v1: what answers there is sampled as well, before the models,
-    or alone. It is asked with chat messages."""
+    """An OpenAI-compatible URL, such as https://host/v1, whose model is evaluated, too, before the named one, or alone.
+    It gets chat messages."""
     openai_model: str | None = None
     """The name of the model at --openai-url; not needed where there is only one."""
     openai_key_env: str = DEFAULT_KEY
-    """The environment variable that holds the key of --openai-url; where it is not set, none is sent."""
+    """The environment variable with the key of --openai-url; without it no key is sent."""
     engine: Literal["embedded", "sglang"] = "embedded"
     """The engine that is started: the package's own, or a real SGLang."""
     sglang_python: Path | None = None
     """A Python that has SGLang, for --engine sglang."""
     seed: int | None = None
-    """Seed of the engine, of tasks that are made, and of the bootstrap."""
+    """Seed of the engine, of make_task, and of the bootstrap."""
     output_dir: Path | None = None
-    """Where samples and eval.json go; by default a directory under evals/ whose name follows from the settings."""
+    """Directory of samples and eval.json; by default one under evals/, named after a hash of the settings."""
 
     def __post_init__(self) -> None:
         check_ranges(
@@ -112,7 +111,7 @@ class EvalConfig:
                 raise ConfigError("--openai-url: an environment's agents need an engine; use --agent and --tasks")
             return
         if self.openai_model is not None:
-            raise ConfigError(f"--openai-model {self.openai_model} needs the address where it is: give --openai-url")
+            raise ConfigError(f"--openai-model {self.openai_model} needs its address: give --openai-url")
         wanted = 1 if self.with_start or self.sglang_url else 2
         if not 1 <= len(self.models) <= wanted:
             which = "one model" if wanted == 1 else "one model, or two to compare"
@@ -121,8 +120,8 @@ class EvalConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class Prepared:
-    """What an evaluation or a conversation is wired from: models to load, or addresses where they are, agent, tasks,
-    and sampling parameters."""
+    """The parts of an evaluation or a conversation: models (to load, or at an address), agent, tasks, sampling
+    parameters."""
 
     models: list[Path | ChatApi]
     settings: TrainConfig
@@ -132,7 +131,7 @@ class Prepared:
 
 
 async def prepare(config: EvalConfig) -> Prepared:
-    """Find the models and, from the flags and the run, everything else."""
+    """Find the models, then agent, tasks and settings from the flags and the run."""
     run = RunDir(config.models[-1] if config.models else Path("no run"))
     began = run.settings() or {} if (run.checkpoints.is_dir() or run.model.is_dir()) else {}
     models: list[Path | ChatApi] = []
@@ -141,7 +140,7 @@ async def prepare(config: EvalConfig) -> Prepared:
     if config.with_start:
         start = (read_object(run.start) or {}).get("model")
         if start is None:
-            raise ConfigError(f"--with-start: {run.path} is no run that says what it began with; name two models")
+            raise ConfigError(f"--with-start: {run.path} is not a run with a start.json; name two models")
         models.insert(0, Path(str(start)))
     settings = _settings(config, began)
     if config.openai_url is not None:
@@ -157,16 +156,16 @@ async def prepare(config: EvalConfig) -> Prepared:
 
 
 async def run_evaluation(config: EvalConfig, *, console: Console | None = None) -> dict[str, Any]:
-    """Take the samples that are missing, write ``eval.json`` and return what it holds."""
+    """Take the missing samples, write ``eval.json`` and return its content."""
     console = console or Console()
     ready = await prepare(config)
     models, settings, agent, tasks = ready.models, ready.settings, ready.agent, ready.tasks
-    told: dict[str, Any] = {
+    identity: dict[str, Any] = {
         "models": [str(model) for model in models],
         "files": await run_in_thread(lambda: [_digests(model) for model in models]),
         "agent": settings.title,
         "agent_source": await run_in_thread(_agent_source, settings, agent),
-        "environment": await run_in_thread(_of_environment, settings),
+        "environment": await run_in_thread(_environment_identity, settings),
         "max_turns": settings.max_turns,
         "multi_turn_scheduler": settings.multi_turn_scheduler,
         "tasks": hashlib.blake2b(dump(tasks), digest_size=8).hexdigest(),
@@ -176,15 +175,14 @@ async def run_evaluation(config: EvalConfig, *, console: Console | None = None) 
         **ready.sampling,
         "sglang_url": config.sglang_url and shown_url(config.sglang_url),
     }
-    name = hashlib.blake2b(dump(told), digest_size=5).hexdigest()
+    name = hashlib.blake2b(dump(identity), digest_size=5).hexdigest()
     directory = config.output_dir or Path("evals") / f"{settings.title.rpartition(':')[2]}-{name}"
     directory.mkdir(parents=True, exist_ok=True)
     from agl_slime.evaluation.samples import SampleFile, take_samples
 
     with sole_owner(directory):
-        kept = (directory / "config.json").exists()
-        settled: dict[str, Any] = {"agent": settings.title, "settings": told}
-        open_run_dir(directory, **settled, resume=kept, fixed=_FIXED)
+        resume = (directory / "config.json").exists()
+        open_run_dir(directory, agent=settings.title, settings=identity, resume=resume, fixed=_FIXED)
         write_file(directory / "tasks.jsonl", b"".join(map(dump, tasks)))
         parts, new = [], 0
         for number, model in enumerate(models):
@@ -195,62 +193,63 @@ async def run_evaluation(config: EvalConfig, *, console: Console | None = None) 
                 if file.missing(tasks=len(tasks), k=config.k):
                     more = {"directory": RunDir(directory), "max_concurrent": config.max_concurrent, "console": console}
                     async with sampling_with(settings, model, agent, ready.sampling, **more) as sampling:
-                        with _Progress(console, which) as tell:
-                            await take_samples(tasks, k=config.k, into=file, sampling=sampling, on_progress=tell)
+                        with _Progress(console, which) as report:
+                            await take_samples(tasks, k=config.k, into=file, sampling=sampling, on_progress=report)
                 parts.append(file.lines)
                 new += len(file.lines) - before
-        result = _result(config, told, parts, n_tasks=len(tasks), seed=settings.seed)
+        result = _result(config, identity, parts, n_tasks=len(tasks), seed=settings.seed)
         write_file(directory / "eval.json", dump(result, indent=2))
         page = await run_in_thread(write_eval_page, directory)
     if not new:
-        told_before = f"0 new samples: the figures are of {sum(map(len, parts))} samples that were taken before"
-        console.print(f"{told_before}; a new --output-dir takes new ones", soft_wrap=True)
-    for line in spell_result(result):
+        text = f"0 new samples: the figures are of {sum(map(len, parts))} earlier samples"
+        console.print(f"{text}; a new --output-dir takes new ones", soft_wrap=True)
+    for line in format_result(result):
         console.print(line, highlight=False, soft_wrap=True, markup=False)
     for name, path in (("written to", directory / "eval.json"), ("page", page)):
         console.print(f"{name:<14}{path}", highlight=False, soft_wrap=True, markup=False)
     return result
 
 
-def spell_result(result: dict[str, Any]) -> list[str]:
-    """The result as lines for a person."""
+def format_result(result: dict[str, Any]) -> list[str]:
+    """The result as lines of text."""
     lines = []
     for model in result["models"]:
         figures = {name: value for name, value in model.items() if name == "reward" or name.startswith("pass@")}
-        found = [f"{name} {_spell(value)}" for name, value in figures.items() if value]
+        estimates = [f"{name} {_format_estimate(value)}" for name, value in figures.items() if value]
         failed = f"; {model['failed']} of {model['samples']} samples failed" if model["failed"] else ""
-        lines.append(f"{model['model']}: {', '.join(found) or 'no sample has a reward'}{failed}")
+        lines.append(f"{model['model']}: {', '.join(estimates) or 'no sample has a reward'}{failed}")
         lines += [f"  failed: {count} x {reason}" for reason, count in model["failures"].items()]
     if (difference := result.get("difference")) is not None:
-        found = [f"{name} {_spell(difference[name], sign=True)}" for name in ("reward", "pass@1") if difference[name]]
-        lines.append(f"difference on the same tasks: {', '.join(found) or 'no task has rewards of both'}")
+        names = [name for name in ("reward", "pass@1") if difference[name]]
+        estimates = [f"{name} {_format_estimate(difference[name], sign=True)}" for name in names]
+        lines.append(f"difference on the same tasks: {', '.join(estimates) or 'no task has rewards of both'}")
         lines.append(
             f"{len(difference['gained'])} tasks from wrong to right, {len(difference['lost'])} from right to wrong"
         )
     return [*lines, f"{result['tasks']} tasks, {result['k']} samples of each; [95 % interval, bootstrap over tasks]"]
 
 
-def _spell(value: dict[str, Any], *, sign: bool = False) -> str:
+def _format_estimate(value: dict[str, Any], *, sign: bool = False) -> str:
     kind = "+.3f" if sign else ".3f"
     between = "" if value["low"] is None else f" [{value['low']:{kind}}, {value['high']:{kind}}]"
     return f"{value['mean']:{kind}}{between}"
 
 
 def _weights(path: Path) -> Path:
-    """The directory of the weights where ``path`` is a checkpoint of a run."""
+    """``path``, or the directory of the weights in a run's checkpoint."""
     path = path / "trainer" if (path / "trainer" / "config.json").is_file() else path
     check_model(path)
     return path
 
 
 def _digests(model: Path | ChatApi) -> dict[str, str]:
-    """Tells whether the model that samples were taken with is still the same: weights, configuration, tokenizer, chat
-    template; what is behind an address is not known."""
+    """Digests of weights, configuration, tokenizer and chat template, by which changed models are recognized; empty for
+    a model behind an address."""
     return {} if isinstance(model, ChatApi) else model_digests(model)
 
 
 def _agent_source(settings: TrainConfig, agent: Any) -> str | None:
-    """``None`` of an environment, whose agents are in a Python of their own."""
+    """A digest of the agent's code; ``None`` for an environment, whose agents run in another Python."""
     from agl_slime.rollout.loading import agent_module, load_plugins
     from agl_slime.rollout.source import source_digest
 
@@ -259,7 +258,7 @@ def _agent_source(settings: TrainConfig, agent: Any) -> str | None:
     return source_digest(agent, [agent_module(settings.agent), *load_plugins(settings.external_plugins)])
 
 
-def _of_environment(settings: TrainConfig) -> dict[str, Any] | None:
+def _environment_identity(settings: TrainConfig) -> dict[str, Any] | None:
     if settings.env is None:
         return None
     text = settings.env_config.read_text() if settings.env_config is not None else None
@@ -267,22 +266,22 @@ def _of_environment(settings: TrainConfig) -> dict[str, Any] | None:
 
 
 def _settings(config: EvalConfig, began: dict[str, Any]) -> TrainConfig:
-    """What the wiring of a run takes, from the flags, then from the run that the model is of."""
-    of_run = {name: began[name] for name in _OF_A_RUN if began.get(name) is not None}
-    of_run["external_plugins"] = tuple(map(Path, began.get("external_plugins") or ()))
-    flags = {name: value for name in _OF_A_RUN if (value := getattr(config, name, None)) is not None}
+    """The settings of a run: from the flags, else from the model's run."""
+    inherited = {name: began[name] for name in RUN_FIELDS if began.get(name) is not None}
+    inherited["external_plugins"] = tuple(map(Path, began.get("external_plugins") or ()))
+    flags = {name: value for name in RUN_FIELDS if (value := getattr(config, name, None)) is not None}
     if flags.get("temperature") == 0:
-        del flags["temperature"]  # nothing is trained, but the class is that of trainings
+        del flags["temperature"]  # TrainConfig refuses 0, which training cannot use; Prepared.sampling has it
     names = ("sglang_url", "engine", "max_concurrent", "sglang_python")
-    own: dict[str, Any] = {name: getattr(config, name) for name in names}
+    flags |= {name: getattr(config, name) for name in names}
     if (env := config.env or (None if config.agent else began.get("env"))) is not None:
-        of_run.pop("agent", None)
+        inherited.pop("agent", None)
         if config.env is None:
-            of_run |= {name: _tuple(began[name]) for name in _OF_AN_ENVIRONMENT if began.get(name) is not None}
-            of_run |= {name: Path(began[name]) for name in ("env_python", "env_config") if began.get(name)}
-        own |= {"env": env, **({"env_python": config.env_python} if config.env_python else {})}
-        own |= {"env_arguments": config.env_arguments} if config.env_arguments else {}
-    return TrainConfig(**{**of_run, **flags, **own})
+            inherited |= {name: _tuple(began[name]) for name in ENV_FIELDS if began.get(name) is not None}
+            inherited |= {name: Path(began[name]) for name in ("env_python", "env_config") if began.get(name)}
+        flags |= {"env": env, **({"env_python": config.env_python} if config.env_python else {})}
+        flags |= {"env_arguments": config.env_arguments} if config.env_arguments else {}
+    return TrainConfig(**{**inherited, **flags})
 
 
 def _tuple(value: Any) -> Any:
@@ -296,14 +295,14 @@ def _agent_and_tasks(config: EvalConfig, settings: TrainConfig, run: RunDir | No
     if settings.env is not None:
         from agl_slime.run.parts import environment_of
 
-        of_run = run if config.env is None else None
-        start = (read_object(of_run.start) or {}) if of_run is not None else {}
-        seed = (of_run.settings() or {}).get("seed", settings.seed) if of_run is not None else settings.seed
+        env_run = run if config.env is None else None
+        start = (read_object(env_run.start) or {}) if env_run is not None else {}
+        seed = (env_run.settings() or {}).get("seed", settings.seed) if env_run is not None else settings.seed
         environment = environment_of(replace(settings, seed=seed), held_out=start.get("held_out") or None)
-        if of_run is not None and environment.held_out and not start.get("held_out"):
-            raise ConfigError(f"the run in {of_run.path} held out no tasks; --env {settings.env} asks any")
-        found: list[Any] = environment.val_tasks or environment.tasks
-        return environment, found[: config.n_tasks]
+        if env_run is not None and environment.held_out and not start.get("held_out"):
+            raise ConfigError(f"the run in {env_run.path} held out no tasks; --env {settings.env} evaluates all tasks")
+        tasks: list[Any] = environment.val_tasks or environment.tasks
+        return environment, tasks[: config.n_tasks]
     agent = load_agent(settings.agent)
     configure_agent(
         agent,
@@ -317,8 +316,7 @@ def _agent_and_tasks(config: EvalConfig, settings: TrainConfig, run: RunDir | No
     if run is not None and began.get("tasks"):
         named: dict[str, Any] = {name: Path(began[name]) for name in ("tasks", "eval_tasks") if began.get(name)}
         named |= {"seed": began["seed"], "eval_interval": began["eval_interval"]}
-        told = TrainConfig(**named, output_dir=run.path, resume=True)
-        held_out = split_tasks(told)[1]
+        held_out = split_tasks(TrainConfig(**named, output_dir=run.path, resume=True))[1]
         if not held_out:
             raise ConfigError(f"the run in {run.path} held out no tasks; give --tasks FILE.jsonl")
         return agent, held_out[: config.n_tasks]
@@ -338,7 +336,7 @@ async def sampling_with(
     max_concurrent: int,
     console: Console,
 ) -> AsyncIterator[Sampling]:
-    """An engine that serves ``model``, or the address where it is, and what samples are taken with from it."""
+    """Start an engine that serves ``model``, or use its address; yields the parts with which samples are taken."""
     from agl_slime.evaluation.samples import Sampling
     from agl_slime.runner.base import RunnerPlan
     from agl_slime.runner.concurrent import RunnerSettings
@@ -346,26 +344,26 @@ async def sampling_with(
 
     if isinstance(model, ChatApi):
         limits: dict[str, Any] = {"timeout_s": settings.rollout_timeout, "max_in_flight": max_concurrent}
-        # without a gateway: it would ask for tokens
+        # no gateway, which would request token ids
         runners = RunnerSettings(max_concurrent=max_concurrent, gateway=None)
-        known = {"max_tokens" if name == "max_new_tokens" else name: value for name, value in sampling.items()}
-        key = model.api_key or "none"  # OpenAI's client refuses to begin without one
-        llm = LLM(endpoint=model.base_url, model=model.model, api_key=key, sampling_parameters=known)
-        agent.chat_api = model  # agents of other kinds make their calls themselves, of what ``llm`` says
+        parameters = {"max_tokens" if name == "max_new_tokens" else name: value for name, value in sampling.items()}
+        key = model.api_key or "none"  # OpenAI's client requires a key
+        llm = LLM(endpoint=model.base_url, model=model.model, api_key=key, sampling_parameters=parameters)
+        agent.chat_api = model  # other agents than SGLangLitAgent call ``llm`` themselves
         try:
             yield Sampling(agent=agent, llm=llm, tokenizer=None, runners=RunnerPlan(settings=runners), **limits)
         finally:
             agent.chat_api = None
         return
     from agl_slime.environments.environment import Environment
-    from agl_slime.run.local import engine_of
+    from agl_slime.run.local import running_engine
     from agl_slime.run.parts import RunParts, model_for_agents
     from agl_slime.tokens.loading import load_tokenizer
 
     environment = agent if isinstance(agent, Environment) else None
     agent = None if environment is not None else agent
     async with AsyncExitStack() as stack:
-        url, alive = await stack.enter_async_context(engine_of(settings, model, directory, console))
+        url, alive = await stack.enter_async_context(running_engine(settings, model, directory, console))
         parts = RunParts(agent=agent, tasks=[{}])
         llm = stack.enter_context(model_for_agents(settings, parts, url=url, model_path=model, sampling=sampling))
         runners = RunnerSettings(max_concurrent=max_concurrent, gateway=settings.gateway)
@@ -381,23 +379,23 @@ async def sampling_with(
 
 
 class _Progress:
-    """Tells how far it is and how long it still takes: on a terminal all the time, elsewhere in ten lines."""
+    """Shows progress and remaining time: continuously on a terminal, elsewhere as ten lines."""
 
     def __init__(self, console: Console, which: str) -> None:
         self._console, self._which = console, which
         self._status = console.status(which) if console.is_terminal else None
-        self._began, self._first, self._told = time.monotonic(), -1, -1
+        self._began, self._first, self._printed = time.monotonic(), -1, -1
 
     def __enter__(self) -> Callable[[int, int], None]:
         if self._status is not None:
             self._status.start()
-        return self._tell
+        return self._report
 
     def __exit__(self, *_: object) -> None:
         if self._status is not None:
             self._status.stop()
 
-    def _tell(self, ended: int, wanted: int) -> None:
+    def _report(self, ended: int, wanted: int) -> None:
         if self._first < 0:
             self._first = ended
         fresh = ended - self._first
@@ -405,13 +403,13 @@ class _Progress:
         text = f"{self._which}: {ended} of {wanted} samples" + (f", {format_seconds(left)} left" if left else "")
         if self._status is not None:
             self._status.update(text)
-        elif (tenth := 10 * ended // wanted) > self._told:
-            self._told = tenth
+        elif (tenth := 10 * ended // wanted) > self._printed:
+            self._printed = tenth
             print(text, file=self._console.file, flush=True)
 
 
 def _result(
-    config: EvalConfig, told: dict[str, Any], parts: Sequence[Sequence[dict[str, Any]]], *, n_tasks: int, seed: int
+    config: EvalConfig, identity: dict[str, Any], parts: Sequence[Sequence[dict[str, Any]]], *, n_tasks: int, seed: int
 ) -> dict[str, Any]:
     from collections import Counter
 
@@ -420,11 +418,11 @@ def _result(
 
     rewards = [rewards_of(lines) for lines in parts]
     models = []
-    for model, lines, own in zip(told["models"], parts, rewards, strict=True):
+    for model, lines, by_task in zip(identity["models"], parts, rewards, strict=True):
         failures = Counter(line["failure"] for line in lines if line["reward"] is None)
         about = {"model": model, "samples": len(lines), "failed": failures.total(), "failures": dict(failures)}
-        models.append({**about, **sum_up(own, limit=config.passes, k=config.k, seed=seed)})
-    result = {"tasks": n_tasks, "k": config.k, "passes": config.passes, "settings": told, "models": models}
+        models.append({**about, **sum_up(by_task, limit=config.passes, k=config.k, seed=seed)})
+    result = {"tasks": n_tasks, "k": config.k, "passes": config.passes, "settings": identity, "models": models}
     if len(models) == 2:
         result["difference"] = compare(*rewards, limit=config.passes, seed=seed)
     return result

@@ -1,4 +1,4 @@
-"""``agl-slime export``: the rollouts that a run has kept as data for others: conversations, pairs, tokens."""
+"""``agl-slime export``: kept rollouts of a run as training data: conversations, preference pairs, tokens."""
 
 from __future__ import annotations
 
@@ -28,9 +28,15 @@ def export_run(
     min_reward: float | None = None,
     min_gap: float = 0.0,
 ) -> tuple[Path, int]:
-    """Write the kept rollouts of the run as ``to``; returns where, and how many rows. ``best``: of each group, for
-    ``sft``. ``min_reward``: of ``sft``, and of what ``dpo`` prefers. ``min_gap``: the reward of what ``dpo`` prefers is
-    above the other's by more than this. Raises ``ConfigError`` where there is nothing to write."""
+    """Write the kept rollouts of the run in the format ``to``; returns the path and the number of rows.
+
+    Args:
+        best: rollouts of each group, for ``sft``.
+        min_reward: least reward for ``sft``, and of the chosen side of a ``dpo`` pair.
+        min_gap: the two rewards of a ``dpo`` pair differ by more than this.
+
+    Raises ``ConfigError`` when there is no row to write.
+    """
     if best < 1:
         raise ConfigError(f"--best {best}: must be at least 1")
     rollouts = list(_kept(run_dir))
@@ -40,9 +46,9 @@ def export_run(
     elif to == "dpo":
         rows = list(dpo_rows(rollouts, min_reward=min_reward, min_gap=min_gap))
     elif to == "messages":
-        rows = [{"messages": list(one["messages"]), **_about(one)} for one in rollouts if one["messages"]]
+        rows = [{"messages": list(each["messages"]), **_about(each)} for each in rollouts if each["messages"]]
     else:
-        rows = [row for one in rollouts for row in token_rows(one)]
+        rows = [row for rollout in rollouts for row in token_rows(rollout)]
     if not rows:
         fix = "train with --keep-rollouts all to keep whole groups" if to in ("sft", "dpo") else "it kept none"
         raise ConfigError(f"{run_dir}: of {len(rollouts)} kept rollouts none makes a row of {to}; {fix}")
@@ -59,26 +65,25 @@ def export_run(
 def sft_rows(rollouts: Sequence[Mapping[str, Any]], *, best: int, min_reward: float | None) -> Iterator[dict[str, Any]]:
     """The ``best`` of each group by reward, from ``min_reward`` on, as TRL's SFTTrainer reads conversations."""
     for group in _groups(rollouts):
-        chosen = sorted(group, key=lambda one: -one["reward"])[:best]
-        for one in chosen:
-            if min_reward is None or one["reward"] >= min_reward:
-                yield {"messages": list(one["messages"])}
+        for rollout in sorted(group, key=lambda each: -each["reward"])[:best]:
+            if min_reward is None or rollout["reward"] >= min_reward:
+                yield {"messages": list(rollout["messages"])}
 
 
 def dpo_rows(
     rollouts: Sequence[Mapping[str, Any]], *, min_reward: float | None, min_gap: float
 ) -> Iterator[dict[str, Any]]:
-    """The best and the worst of each group with other rewards, as TRL's DPOTrainer reads pairs: ``prompt`` is what
-    both have in common up to the first answer that differs."""
+    """The best and the worst of each group with different rewards, as TRL's DPOTrainer reads pairs: ``prompt`` is their
+    common prefix up to the first answer that differs."""
     for group in _groups(rollouts):
-        better, worse = max(group, key=lambda one: one["reward"]), min(group, key=lambda one: one["reward"])
+        better, worse = max(group, key=lambda each: each["reward"]), min(group, key=lambda each: each["reward"])
         gap = better["reward"] - worse["reward"]
         if gap <= max(0.0, min_gap) or (min_reward is not None and better["reward"] < min_reward):
             continue
         chosen, rejected = list(better["messages"]), list(worse["messages"])
         same = len(list(takewhile(lambda two: two[0] == two[1], zip(chosen, rejected, strict=False))))
         answers = [at for at in range(same + 1) if _answers(chosen, at) and _answers(rejected, at)]
-        if answers:  # else one goes on where the other ended, and there is nothing to choose between
+        if answers:  # else one conversation is a prefix of the other: there is no choice
             at = answers[-1]
             yield {"prompt": chosen[:at], "chosen": chosen[at:], "rejected": rejected[at:]}
 
@@ -120,11 +125,11 @@ def _about(rollout: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _groups(rollouts: Sequence[Mapping[str, Any]]) -> list[list[Mapping[str, Any]]]:
-    """Those that have a conversation and a reward; a missing reward is none of 0."""
+    """Rollouts with a conversation and a reward, by group."""
     groups: dict[str, list[Mapping[str, Any]]] = {}
-    for one in rollouts:
-        if one["messages"] and isinstance(one.get("reward"), (int, float)):
-            groups.setdefault(str(one.get("group_id")), []).append(one)
+    for rollout in rollouts:
+        if rollout["messages"] and isinstance(rollout.get("reward"), (int, float)):
+            groups.setdefault(str(rollout.get("group_id")), []).append(rollout)
     return list(groups.values())
 
 

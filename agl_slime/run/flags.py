@@ -1,4 +1,4 @@
-"""The names of settings on a command line, and those of an environment among them."""
+"""Names of settings on a command line, and the ``--env.KEY`` flags of an environment."""
 
 from __future__ import annotations
 
@@ -9,18 +9,13 @@ def flag(name: str) -> str:
     return f"--{name.replace('_', '-')}"
 
 
-def without_environment(arguments: Sequence[str]) -> tuple[list[str], tuple[str, ...]]:
-    """A command line without the settings of an environment, and those: ``--env.KEY value``, ``--env.KEY=value``, and
-    ``--env.KEY`` alone, which is a switch."""
-    own, of_env, follows = [], [], False
-    for one in arguments:
-        if one.startswith("--env."):
-            of_env.append(one)
-            follows = "=" not in one
-        elif follows and not one.startswith("--"):
-            of_env.append(one)
-            follows = False
-        else:
-            own.append(one)
-            follows = False
-    return own, tuple(of_env)
+def split_env_flags(arguments: Sequence[str]) -> tuple[list[str], tuple[str, ...]]:
+    """Split a command line into our flags and the environment's: ``--env.KEY value``, ``--env.KEY=value``, or
+    ``--env.KEY`` alone, a switch."""
+    ours, env_flags, value_expected = [], [], False
+    for argument in arguments:
+        is_env_flag = argument.startswith("--env.")
+        is_env_value = value_expected and not argument.startswith("--")
+        (env_flags if is_env_flag or is_env_value else ours).append(argument)
+        value_expected = is_env_flag and "=" not in argument
+    return ours, tuple(env_flags)

@@ -1,4 +1,4 @@
-"""Wires a ``TrainConfig`` into a running loop: engine, policy, store, data source, trainer, reports."""
+"""Training with the local trainer: engine, policy, store, data source, trainer and reports of a ``TrainConfig``."""
 
 from __future__ import annotations
 
@@ -9,11 +9,10 @@ import shutil
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, closing, contextmanager
-from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from rich.console import Console
 
@@ -35,7 +34,15 @@ from agl_slime.rollout.agent import SGLangLitAgent
 from agl_slime.rollout.partial import PartialRollouts
 from agl_slime.run.model_dir import RunModels
 from agl_slime.run.models import check_tokenizer
-from agl_slime.run.parts import RunParts, make_loop, make_reports, model_for_agents, page_of, sampling_parameters, step
+from agl_slime.run.parts import (
+    RunParts,
+    make_loop,
+    make_reports,
+    model_for_agents,
+    sampling_parameters,
+    served_page,
+    step,
+)
 from agl_slime.run.settings import TrainConfig
 from agl_slime.run.start import WEIGHTS, check_tools, find_start, load_parts, run_directory, set_aside, uses_raw_prompts
 from agl_slime.sglang.check import check_replay
@@ -57,7 +64,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# Settings that a run is expected to go on with other values of.
+# Settings that may differ when a run is resumed.
 _MAY_CHANGE = frozenset(
     {"num_iterations", "save_interval", "view", "sglang_url", "keep_rollouts", "keep_rollouts_mb", "track"}
 )
@@ -65,8 +72,10 @@ _MAY_CHANGE |= {"eval_sglang_url", "engine", "sglang_python"}
 
 
 _MEMORY = Path("/dev/shm")
-_LARGE = 64 << 20  # bytes of a checkpoint from which on a disk is slower than memory
-_ROOM = 8  # times the checkpoint, perhaps in half the precision: two versions, and one that is written; and the engine
+_LARGE = 64 << 20  # bytes; below, memory is no faster than a disk
+# Free memory needed, in sizes of the checkpoint (which may have half the precision): two versions kept, one being
+# written, and the engine.
+_FREE_FACTOR = 8
 
 
 async def run_training(
@@ -75,9 +84,11 @@ async def run_training(
     slime_flags: Sequence[str] = (),
     given: RunParts | None = None,
     console: Console | None = None,
+    torch_threads: int | Literal["auto"] | None = None,
 ) -> RunResult:
-    """A whole run; leaves no process and no thread behind. ``slime_flags`` are slime's own, for ``--trainer slime``;
-    ``given`` is a program's own store and tasks, in place of what the settings name."""
+    """Run a whole training; leaves no process and no thread behind. ``slime_flags`` are slime's own, for
+    ``--trainer slime``; ``given`` has a program's store and tasks, which replace the ones of the settings;
+    ``torch_threads`` is for the local trainer, which by default leaves the program's setting alone."""
     console = console or Console()
     began = time.monotonic()
     await run_in_thread(config.check_files)
@@ -100,9 +111,9 @@ async def run_training(
         pending = stack.enter_context(run_directory(config))
         run = pending.run
         checkpoints = _checkpoints(config, run) if config.resume else []
-        shown = await stack.enter_async_context(AsyncExitStack())  # what ends after all that is entered below
-        began_with = await find_start(config, parts, run, described, console)
-        model_path, warnings = began_with.model, {}
+        shown = await stack.enter_async_context(AsyncExitStack())  # closed after everything that is entered below
+        origin = await find_start(config, parts, run, described, console)
+        model_path, warnings = origin.model, {}
         tokenizer = await run_in_thread(load_tokenizer, model_path)
         check_tokenizer(model_path, tokenizer)
         set_template_kwargs(tokenizer, config.template.get("chat_template_kwargs", {}))
@@ -111,11 +122,11 @@ async def run_training(
             warnings["chat_template"] = text
         if unread := await check_tools(parts, model_path, tokenizer, seed=config.seed):
             warnings["tool_format"] = unread
-        # while the engine starts, in a process of its own; if the engine fails first, nobody asks
-        _need_torch()
-        loading = asyncio.ensure_future(run_in_thread(_make_trainer, config, model_path))
+        # the trainer loads while the engine starts; if the engine fails first, the trainer's error is dropped
+        _require_torch()
+        loading = asyncio.ensure_future(run_in_thread(_make_trainer, config, model_path, torch_threads))
         loading.add_done_callback(lambda task: task.cancelled() or task.exception())
-        url, check_engine = await stack.enter_async_context(engine_of(config, model_path, run, console))
+        url, check_engine = await stack.enter_async_context(running_engine(config, model_path, run, console))
         trainer = await loading
         checkpoint = await run_in_thread(load_newest, checkpoints, trainer) if checkpoints else None
         start = checkpoint.loop if checkpoint is not None else LoopState()
@@ -126,14 +137,14 @@ async def run_training(
         others = [DiskWeightSync(base_url=config.eval_sglang_url)] if config.eval_sglang_url else []
         computes = [await sync.computes_in() for sync in (weights.sync, *others)]
         weights.dtype = "bfloat16" if set(computes) == {"bfloat16"} else "float32"
-        # engine and trainer start from the same weights, whatever the server had loaded
+        # the server may have loaded other weights than the trainer
         await weights.push(int(start.version))
         sampling = sampling_parameters(config, model_path)
         await check_replay(url, sampling_of(LLM(endpoint=url, model="", sampling_parameters=sampling)))
         if config.resume and checkpoint is None:
             set_aside(run)
-        pending.begin(began_with.noted)  # nothing that a start needs is missing: from here on files are written
-        await shown.enter_async_context(page_of(run, config.view, console))
+        pending.begin(origin.record)  # no check is left that could fail: from here on files are written
+        await shown.enter_async_context(served_page(run, config.view, console))
         reports = make_reports(config, run, console, began=began)
         shown.callback(reports.close)
         for key, text in warnings.items():
@@ -165,11 +176,11 @@ async def run_training(
             checkpoint.rewind(ledger, reported=reported)
             source.restore(checkpoint.data_source)
 
-        source.set_version(start.version, named=True)  # it was pushed above
+        source.set_version(start.version, named=True)
         partial = PartialRollouts()
         if checkpoint is not None:
             partial.load(checkpoint.partial, admitted=start.admitted, version=start.version)
-        if isinstance(parts.agent, SGLangLitAgent):  # others, and those in other processes, begin again
+        if isinstance(parts.agent, SGLangLitAgent):  # other agents, and agents in other processes, start over
             parts.agent.partial = partial if config.runners == "inproc" else None
 
         models = RunModels(run, base=model_path, weights=directory.resolve() if config.keep_best else None)
@@ -194,7 +205,7 @@ async def run_training(
         )
 
         def save(state: LoopState) -> None:
-            reports.flush()  # no iteration that a checkpoint has is missing in the reports after a kill
+            reports.flush()  # after a kill the reports have every iteration of the checkpoint
             models.save_newest(checkpoints_of_run.save(state), iteration=state.iteration)
             models.save_best()
 
@@ -235,7 +246,7 @@ def _batch_trained(iteration: int, groups: Sequence[Sequence[Sample]], trainer: 
 
 
 class _Observers:
-    """Each event to all of them."""
+    """Forwards each event to several observers."""
 
     def __init__(self, *observers: events.Observer) -> None:
         self._observers = observers
@@ -246,22 +257,22 @@ class _Observers:
 
 
 class WeightPublisher:
-    """Writes the trainer's weights as a checkpoint and has every worker load it; the last two checkpoints are kept."""
+    """Writes the trainer's weights as a checkpoint that every worker loads; keeps the last two checkpoints."""
 
     def __init__(self, *, trainer: LocalTrainer, base_url: str, directory: Path, pause: PauseMode = "abort") -> None:
         self._trainer = trainer
         self.sync = DiskWeightSync(base_url=base_url, pause=pause)
-        self._directory = directory.resolve()  # the engine has a working directory of its own
+        self._directory = directory.resolve()  # the engine has another working directory
         self._in_use: Path | None = None
         self.dtype: WeightsDtype = "float32"
 
     async def push(self, iteration: int) -> str:
-        """Bring the weights to the engine under the iteration's number; returns that version."""
+        """Push the weights to the engine under the iteration's number; returns that version."""
         version = str(iteration)
         target = self._directory / _name(version)
         await run_in_thread(partial(self._trainer.save_weights, target, dtype=self.dtype))
         await self.sync.push(str(target), version)
-        # also those of before a restart
+        # includes checkpoints from before a restart
         others = sorted(path for path in self._directory.glob("v*") if path.is_dir() and path != target)
         for path in others[:-1]:
             if path != self._in_use:
@@ -269,7 +280,7 @@ class WeightPublisher:
         return version
 
     async def push_again(self, version: str, *, base_url: str) -> None:
-        """Bring the weights of ``version``, which are kept until then, to another engine, too."""
+        """Push the weights of ``version`` to another engine, too; they are kept until then."""
         self._in_use = self._directory / _name(version)
         try:
             await DiskWeightSync(base_url=base_url).push(str(self._in_use), version)
@@ -283,13 +294,14 @@ def _name(version: str) -> str:
 
 @contextmanager
 def _weights_directory(config: TrainConfig, model_path: Path, run_dir: Path) -> Iterator[Path]:
-    """Where weights go on their way to the engine. The engine of a URL may have another /dev/shm, in a container."""
+    """The directory from which the engine loads weights: memory for a large model and an engine started here (an engine
+    at a URL may have another /dev/shm, in a container), else the run's directory."""
     if config.weights_dir is not None:
         with scratch_directory(config.weights_dir, "weights") as directory:
             yield directory
         return
     size = sum(file.stat().st_size for file in model_path.glob("*.safetensors"))
-    fits = size >= _LARGE and os.access(_MEMORY, os.W_OK) and shutil.disk_usage(_MEMORY).free >= _ROOM * size
+    fits = size >= _LARGE and os.access(_MEMORY, os.W_OK) and shutil.disk_usage(_MEMORY).free >= _FREE_FACTOR * size
     if config.sglang_url is None and config.eval_sglang_url is None and fits:
         with scratch_directory(_MEMORY, "agl-slime-weights") as directory:
             yield directory
@@ -298,30 +310,30 @@ def _weights_directory(config: TrainConfig, model_path: Path, run_dir: Path) -> 
 
 
 def _checkpoints(config: TrainConfig, run: RunDir) -> list[Checkpoint]:
-    """Where the run in ``run`` was saved, newest first; none when it ended before it had begun to collect."""
+    """The checkpoints of ``run``, newest first. Raises ``ConfigError`` when it is finished or cannot be resumed."""
     checkpoints = read_checkpoints(run.checkpoints)
     if checkpoints and (done := checkpoints[0].loop.iteration) >= config.num_iterations:
-        fix = f"give --num-iterations above {done} to go on"
+        fix = f"give --num-iterations above {done} to continue"
         raise ConfigError(f"the run in {run.path} has finished its {done} iterations; {fix}")
     noted = ledger_checkpoints(run.ledger) if checkpoints else set()
     if other := [checkpoint.loop.iteration for checkpoint in checkpoints if checkpoint.loop.iteration not in noted]:
-        why = f"{run.ledger} is missing or does not know its checkpoint of iteration {other[0]}"
+        why = f"{run.ledger} is missing or has no record of the checkpoint of iteration {other[0]}"
         raise ConfigError(f"the run in {run.path} cannot be resumed: {why}; put the ledger of this run back")
     if changed := [name for name in run.changed if name not in _MAY_CHANGE]:
-        logger.warning("These settings differ from those that the run began with: %s.", ", ".join(changed))
+        logger.warning("These settings have changed since the run began: %s.", ", ".join(changed))
     return checkpoints
 
 
 @asynccontextmanager
-async def engine_of(
+async def running_engine(
     config: TrainConfig, model_path: Path, run: RunDir, console: Console
 ) -> AsyncIterator[tuple[str, Callable[[], None] | None]]:
-    """The URL of the engine, and a function that raises when the one that was started here has died."""
+    """The URL of the engine, and a function that raises when an engine that was started here has died."""
     if config.sglang_url is not None:
         yield checked_url(config.sglang_url), None
         return
     if config.engine == "sglang":
-        python = config.sglang_python or os.environ[SGLANG_PYTHON]  # which check_files has tried
+        python = config.sglang_python or os.environ[SGLANG_PYTHON]  # checked by check_files
         engine = SGLangProcess(model_path, python=str(python), log=run.sglang_log, random_seed=config.seed)
     else:
         options: dict[str, Any] = {"enable_return_routed_experts": 1} if config.routed_experts else {}
@@ -337,23 +349,29 @@ async def engine_of(
 
         yield engine.url, check
     finally:
-        # also when start was cut short: the process may be there already
+        # also after an interrupted start, which may have left a process
         await asyncio.shield(run_in_thread(engine.stop))
 
 
-def _need_torch() -> None:
-    """Said before anything is started: the trainer needs it here, an embedded engine in a process of its own."""
+def _require_torch() -> None:
+    """Raise ``MissingDependencyError`` before an engine is started that the trainer could not use."""
     try:
-        found = all(find_spec(name) for name in ("torch", "safetensors"))
+        installed = all(find_spec(name) for name in ("torch", "safetensors"))
     except ImportError:
-        found = False
-    if not found:
+        installed = False
+    if not installed:
         raise MissingDependencyError('--trainer local needs torch and safetensors: pip install "agl-slime[local]"')
 
 
-def _make_trainer(config: TrainConfig, model_path: Path) -> LocalTrainer:
+def _make_trainer(
+    config: TrainConfig, model_path: Path, torch_threads: int | Literal["auto"] | None = None
+) -> LocalTrainer:
     from agl_slime.trainers.local.trainer import LocalTrainer
 
-    seed = config.seed if config.local.seed is None else config.local.seed
-    settings = replace(config.local, temperature=config.temperature, seed=seed)
-    return LocalTrainer(model_path=model_path, settings=settings)
+    return LocalTrainer(
+        model_path=model_path,
+        settings=config.local,
+        temperature=config.temperature,
+        seed=config.seed,
+        torch_threads=torch_threads,
+    )

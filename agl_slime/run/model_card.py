@@ -1,4 +1,4 @@
-"""The model card of a run's weights: what they learned, from what, by which versions, and under which licence."""
+"""The model card of a run's weights: base model, task, reward curve, settings, versions and licence."""
 
 from __future__ import annotations
 
@@ -19,18 +19,19 @@ _PACKAGES = ("agl-slime", "agentlightning", "torch", "transformers", "peft")
 _MOST_ROWS = 12
 _SNAPSHOT = re.compile(r"models--([\w.-]+?)--([\w.-]+)/snapshots/[0-9a-f]+$")
 _LICENSE = re.compile(r"\A---\n(?:.*\n)*?license:[ \t]*([\w.-]+)[ \t]*\n", re.ASCII)
-# What says where something was on one machine, and not what was trained.
-_OF_THE_MACHINE = ("output_dir", "weights_dir", "sglang_url", "eval_sglang_url", "sglang_python", "controller_python")
-_OF_THE_MACHINE += ("controller_host", "controller_port", "store_host", "view", "track", "overwrite", "resume")
-_OF_THE_MACHINE += ("env_python", "env_workers", "env_traces")
+# Settings of one machine, which do not describe the training.
+_MACHINE_SETTINGS = ("output_dir", "weights_dir", "sglang_url", "eval_sglang_url", "sglang_python", "controller_python")
+_MACHINE_SETTINGS += ("controller_host", "controller_port", "store_host", "view", "track", "overwrite", "resume")
+_MACHINE_SETTINGS += ("env_python", "env_workers", "env_traces")
 
 
 def model_card(run: RunDir, *, base: Path, iteration: int, lora: bool = False) -> str:
     """The README.md of the weights after ``iteration``, which began as the model in ``base``."""
     settings = run.settings() or {}
     rows = [row for row in (iter_jsonl(run.metrics) if run.metrics.exists() else ()) if row["iteration"] <= iteration]
-    known, license = hub_name(base), license_of(base)
-    head = {"library_name": "transformers", "base_model": known, "license": license, "pipeline_tag": "text-generation"}
+    license = license_of(base)
+    head = {"library_name": "transformers", "base_model": hub_name(base), "license": license}
+    head["pipeline_tag"] = "text-generation"
     front = "".join(f"{key}: {value}\n" for key, value in head.items() if value)
     front += "tags: [reinforcement-learning, agl-slime]\n"
     parts = [
@@ -45,28 +46,28 @@ def model_card(run: RunDir, *, base: Path, iteration: int, lora: bool = False) -
     ]
     if lora:
         parts.append("## Adapter\n\nThese are the merged weights; `adapter/` has the LoRA adapter alone, for PEFT.\n")
-    said = f"The base model's licence is `{license}`, and these weights are under its terms."
-    unknown = "The base model's directory names no licence: look it up before you pass these weights on."
-    parts.append("## Licence\n\n" + (said if license else unknown) + "\n")
+    terms = f"The base model's licence is `{license}`, and these weights are under its terms."
+    unknown = "The base model's directory names no licence: look it up before you share these weights."
+    parts.append("## Licence\n\n" + (terms if license else unknown) + "\n")
     return "\n".join(parts)
 
 
 def base_name(base: Path) -> str:
-    """What people call the model in ``base``."""
+    """A short name of the model in ``base``."""
     return hub_name(base) or ("agl-slime's lookup policy" if base == LOOKUP_POLICY.resolve() else base.name)
 
 
 def hub_name(base: Path) -> str | None:
     """The name on the Hugging Face hub of a model in the hub's own cache."""
-    found = _SNAPSHOT.search(base.as_posix())
-    return f"{found[1]}/{found[2]}" if found else None
+    match = _SNAPSHOT.search(base.as_posix())
+    return f"{match[1]}/{match[2]}" if match else None
 
 
 def license_of(base: Path) -> str | None:
-    """What the model's own card says; the shipped policy has the package's licence, SmolLM2 its publisher's."""
+    """The licence in the model's card; the shipped policy has the package's licence, SmolLM2 its publisher's."""
     card = base / "README.md"
-    if card.is_file() and (found := _LICENSE.match(card.read_text(encoding="utf-8", errors="replace"))):
-        return found[1]
+    if card.is_file() and (match := _LICENSE.match(card.read_text(encoding="utf-8", errors="replace"))):
+        return match[1]
     return "apache-2.0" if base == LOOKUP_POLICY.resolve() or "smollm2" in base.name.lower() else None
 
 
@@ -94,16 +95,16 @@ def _curve(rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _shown(settings: Mapping[str, Any]) -> dict[str, Any]:
-    shown = json.loads(dump({key: value for key, value in settings.items() if key not in _OF_THE_MACHINE}))
+    shown = json.loads(dump({key: value for key, value in settings.items() if key not in _MACHINE_SETTINGS}))
     files = ("model_path", "tasks", "eval_tasks", "job_template")
     return {key: Path(value).name if key in files and value else value for key, value in shown.items()}
 
 
 def _versions() -> list[str]:
-    found = []
+    versions = []
     for package in _PACKAGES:
         try:
-            found.append(f"{package} {version(package)}")
+            versions.append(f"{package} {version(package)}")
         except PackageNotFoundError:
             continue
-    return found
+    return versions

@@ -1,4 +1,4 @@
-"""Where the model of a run is: a directory, ``smollm2``, or a name on the Hugging Face hub."""
+"""Resolve ``--model-path``: a directory, ``smollm2``, or a name on the Hugging Face hub."""
 
 from __future__ import annotations
 
@@ -13,14 +13,13 @@ from agl_slime.run.smollm2 import make_smollm2, require_gguf, smollm2_directory
 from agl_slime.sglang.describe import vocab_size_of
 
 _SMOLLM2 = "smollm2"
-_HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")  # who published it, and its name
-# What engine and trainer read; the same weights in other forms are left there.
+_HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")  # publisher/model
+# The files that engine and trainer read; the same weights in other formats are not fetched.
 _HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt", "README.md"]
 
 
 def check_model(model: Path) -> None:
-    """Raise ``ConfigError`` or ``MissingDependencyError`` when ``find_model`` could not find ``model``, as far as that
-    can be told at once."""
+    """Raise ``ConfigError`` or ``MissingDependencyError`` when ``model`` can be refused without a download."""
     if (model / "config.json").is_file() or _is_trained(model):
         return
     if str(model) == _SMOLLM2 and not model.exists():
@@ -32,10 +31,10 @@ def check_model(model: Path) -> None:
 
 
 def check_tokenizer(model: Path, tokenizer: Any) -> None:
-    """Raise ``ConfigError`` when no rollout could be sampled with the ``tokenizer`` that ``model`` came with."""
+    """Raise ``ConfigError`` when ``tokenizer`` is empty or has ids outside of the model's vocabulary."""
     special = set(tokenizer.all_special_ids)
     if len(tokenizer) <= len(special):
-        raise ConfigError(f"--model-path {model}: holds no tokenizer; put the files of the model's beside its weights")
+        raise ConfigError(f"--model-path {model}: has no tokenizer; put the model's tokenizer files beside its weights")
     size = vocab_size_of(str(model))
     if size is not None and special and max(special) >= size:
         why = f"its tokenizer has special tokens up to id {max(special)}, and its config.json a vocabulary of {size}"
@@ -43,9 +42,9 @@ def check_tokenizer(model: Path, tokenizer: Any) -> None:
 
 
 def find_model(model: Path, say: Callable[[str], None]) -> Path:
-    """The directory of ``model``, with what is not on this machine fetched first; of a run its newest weights. A
-    directory of that name comes before the other meanings. ``say`` is told what takes a while. Raises as
-    ``check_model`` does, and ``ConfigError`` when it cannot be fetched."""
+    """The directory of ``model``, downloaded or converted where necessary; of a run its newest weights. An existing
+    directory takes precedence over the other meanings. ``say`` gets progress lines. Raises as ``check_model`` does, and
+    ``ConfigError`` when the download fails."""
     check_model(model)
     if _is_trained(model):
         from agl_slime.run.model_dir import model_of_run  # takes a second to import; --help should not
@@ -57,7 +56,7 @@ def find_model(model: Path, say: Callable[[str], None]) -> Path:
 
 
 def _is_trained(path: Path) -> bool:
-    """Whether it is the directory of a run that has weights; its config.json are settings, and no model's."""
+    """Whether ``path`` is the directory of a run with weights; its config.json holds settings, not a model's."""
     run = RunDir(path)
     return (run.model / "config.json").is_file() or run.checkpoints.is_dir()
 
@@ -67,12 +66,12 @@ def _from_hub(name: str, say: Callable[[str], None]) -> Path:
 
     say(f"looking for {name} on the Hugging Face hub")
     try:
-        found = Path(snapshot_download(name, allow_patterns=_HUB_FILES))
-    except Exception as error:  # of requests, httpx or the hub's own, by its version; there is nothing else in here
+        directory = Path(snapshot_download(name, allow_patterns=_HUB_FILES))
+    except Exception as error:  # of requests, httpx or the hub itself, depending on its version
         fix = "give a directory, or smollm2, which comes from the package registry"
         raise ConfigError(
-            f"--model {name}: the hub did not give it ({' '.join(str(error).split())[:200]}); {fix}"
+            f"--model {name}: the download failed ({' '.join(str(error).split())[:200]}); {fix}"
         ) from error
-    if not (found / "config.json").is_file() or not any(found.glob("*.safetensors")):
+    if not (directory / "config.json").is_file() or not any(directory.glob("*.safetensors")):
         raise ConfigError(f"--model {name}: it has no config.json and *.safetensors to train from; give another model")
-    return found
+    return directory

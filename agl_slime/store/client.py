@@ -22,7 +22,7 @@ from agl_slime.store.server import BATCH_PATH, PLAN_PATH, TOKEN_VARIABLE, UNNUMB
 from agl_slime.support.agl import Attempt, LightningStoreClient, ResourcesUpdate, Rollout, Span
 from agl_slime.support.backoff import Backoff
 from agl_slime.support.batching import Batcher
-from agl_slime.support.http import ask, may_pass
+from agl_slime.support.http import ask, is_transient
 
 # A server that restarts is back within moments; one that is gone for this long will not come back.
 _UNREACHABLE_S = 120.0
@@ -88,7 +88,7 @@ class RemoteStore(LightningStoreClient):
             post = partial(self._page, path, body, timeout_s=wait_s + 10.0)
             try:
                 # what is no page is the word of something before the store, a proxy say, while that is away
-                page = await backoff.run(post, lambda error: may_pass(error) or isinstance(error, ValueError))
+                page = await backoff.run(post, lambda error: is_transient(error) or isinstance(error, ValueError))
             except aiohttp.ClientResponseError as error:
                 fix = f"set {TOKEN_VARIABLE}" if error.status == 401 else "serve it with agl_slime's StoreService"
                 url = self.server_address_root
@@ -104,14 +104,16 @@ class RemoteStore(LightningStoreClient):
 
     async def statuses(self, rollout_ids: Collection[str]) -> dict[str, str]:
         """The status of those of ``rollout_ids`` that the store knows; waits for a store that is away."""
-        found = await self._backoff(None).run(lambda: self.query_rollouts(rollout_id_in=sorted(rollout_ids)), may_pass)
+        found = await self._backoff(None).run(
+            lambda: self.query_rollouts(rollout_id_in=sorted(rollout_ids)), is_transient
+        )
         return {rollout.rollout_id: rollout.status for rollout in found}
 
     async def planned(self, step: int) -> list[str]:
         """The rollouts, one of each group, that training step ``step`` is planned with (``StoreService.plan``)."""
         body = orjson.dumps({"step": step})
         try:
-            return await self._backoff(_UNREACHABLE_S).run(lambda: self._post(PLAN_PATH, body), may_pass)
+            return await self._backoff(_UNREACHABLE_S).run(lambda: self._post(PLAN_PATH, body), is_transient)
         except aiohttp.ClientResponseError as error:
             raise DataSourceError(
                 f"the store has no plan for step {step} ({error.status}): ask for steps in order"
@@ -120,7 +122,7 @@ class RemoteStore(LightningStoreClient):
     async def _post_calls(self, calls: list[bytes]) -> list[dict[str, Any]]:
         # Sent twice is as good as once: a span that is there already is not added again, an end that is there stays.
         body = _body_of(calls)
-        answer = await self._backoff(_UNREACHABLE_S).run(lambda: self._post(BATCH_PATH, body), may_pass)
+        answer = await self._backoff(_UNREACHABLE_S).run(lambda: self._post(BATCH_PATH, body), is_transient)
         return answer["results"]
 
     async def _post(self, path: str, body: bytes, *, timeout_s: float = 300.0) -> Any:

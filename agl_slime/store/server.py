@@ -32,8 +32,8 @@ from agl_slime.errors import ConfigError
 from agl_slime.store.bridge import BridgeStore
 from agl_slime.store.feed import CANCELLED_PATH, FEED_PATH, FeedPage, FeedPosition, FinishedFeed
 from agl_slime.support.agl import LightningStore, LightningStoreClient, LightningStoreServer, Rollout, Span
-from agl_slime.support.http import PARSED_AT_ONCE
-from agl_slime.support.net import has_token, is_loopback, page_refusal, require_own_address, require_token
+from agl_slime.support.http import INLINE_PARSE_BYTES
+from agl_slime.support.net import has_token, is_loopback, page_refusal, require_local_address, require_token
 from agl_slime.support.threads import run_blocking, run_in_thread
 
 T = TypeVar("T")
@@ -72,7 +72,7 @@ class StoreService:
         stalled_s: float = 30.0,
     ) -> None:
         require_token(host, token, setting=TOKEN_VARIABLE)
-        require_own_address(host)
+        require_local_address(host)
         from agentlightning.utils.server_launcher import PythonServerLauncherArgs
 
         self.feed = FinishedFeed()
@@ -262,7 +262,7 @@ async def _json(request: Request) -> Any:
     """The body of a request; of a large one in a thread. Raises ``HTTPException`` 400 where it is not JSON."""
     try:
         raw = await request.body()
-        return orjson.loads(raw) if len(raw) <= PARSED_AT_ONCE else await run_in_thread(orjson.loads, raw)
+        return orjson.loads(raw) if len(raw) <= INLINE_PARSE_BYTES else await run_in_thread(orjson.loads, raw)
     except ClientDisconnect as error:
         raise HTTPException(400, "the connection ended before the whole body had come") from error
     except orjson.JSONDecodeError as error:

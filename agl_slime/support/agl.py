@@ -1,11 +1,11 @@
-"""The one place that imports Agent Lightning.
+"""The one module that imports Agent Lightning.
 
-``agentlightning/__init__`` imports every part of it, whichever submodule is asked for (0.7 s and 82 MB), so modules
-that can do without import this one inside the function that needs it. LiteLLM tries three times to download a price
-list unless told to use its own copy (7 s without network), so that is set before the first import.
+``agentlightning/__init__`` imports all of it for any submodule (0.7 s and 82 MB), so modules that rarely need it import
+this one inside functions. LiteLLM tries three times to download a price list unless a variable selects its own copy
+(7 s without network); the variable is set before the first import.
 """
 
-# ruff: noqa: F401  (what the others import from here)
+# ruff: noqa: F401  (other modules import these names from here)
 from __future__ import annotations
 
 import functools
@@ -21,10 +21,10 @@ from agl_slime.support.litellm_later import litellm_later
 os.environ.setdefault("LITELLM_LOCAL_MODEL_COST_MAP", "True")
 
 _showwarning = warnings.showwarning
-# its own __init__ imports what it says not to import
+# its own __init__ imports the module that it deprecates
 warnings.filterwarnings("ignore", "agentlightning.reward is deprecated", module="agentlightning")
 _collects = gc.isenabled()
-gc.disable()  # thousands of modules leave no garbage, and looking for it takes a second more
+gc.disable()  # collections during the import of thousands of modules take a second and find no garbage
 try:
     with litellm_later():
         from agentlightning.adapter.messages import group_genai_dict
@@ -60,32 +60,31 @@ try:
         from agentlightning.utils.otel import extract_links_from_attributes, make_link_attributes, query_linked_spans
 except ImportError as error:
     if (error.name or "").partition(".")[0] != "agentlightning":
-        raise  # a library that it needs, and that is not there
+        raise  # one of its dependencies is missing
     try:
-        _found = importlib.metadata.version("agentlightning")
+        _version = importlib.metadata.version("agentlightning")
     except importlib.metadata.PackageNotFoundError:
-        told = "agentlightning is not installed: pip install 'agentlightning>=0.3,<0.4'"
-        raise MissingDependencyError(told) from error
+        message = "agentlightning is not installed: pip install 'agentlightning>=0.3,<0.4'"
+        raise MissingDependencyError(message) from error
     _missing = error.name if isinstance(error, ModuleNotFoundError) else str(error)
     raise UnknownVersionError(
-        f"agentlightning {_found} is installed here, without {_missing}; agl-slime needs 0.3 in its own environment: "
+        f"agentlightning {_version} is installed here, without {_missing}; agl-slime needs 0.3 in its own environment: "
         "pip install 'agentlightning>=0.3,<0.4' (agents of 1.0 run in another one, named by --controller-python)"
     ) from error
 finally:
     if _collects:
         gc.enable()
-    warnings.showwarning = _showwarning  # something that it imports swallows the warnings of the whole process
+    warnings.showwarning = _showwarning  # one of its imports suppresses the warnings of the whole process
 
-# Agent Lightning builds a pydantic TypeAdapter anew for every reward that it reads: 0.13 ms each, twice per rollout and
-# more than the rest of reading it. Taken from sys.modules, for the package has functions of the same name as some of
-# its modules.
+# Agent Lightning builds a new pydantic TypeAdapter for every reward that it reads: 0.13 ms, twice per rollout, more
+# than the rest of the read. From sys.modules, because the package has functions with the names of its modules.
 _reward_module = sys.modules["agentlightning.emitter.reward"]
 _reward_module.TypeAdapter = functools.lru_cache(maxsize=8)(_reward_module.TypeAdapter)  # type: ignore[attr-defined]
 
 
-def otlp_goes_astray() -> bool:
-    """Whether spans that Agent Lightning exports over OTLP miss its store and wait 10 s each: it changes where
-    OpenTelemetry's exporter sends to by an attribute that is not read any more from 1.45 on."""
+def otlp_export_misses_store() -> bool:
+    """Whether spans that Agent Lightning exports over OTLP miss its store, after 10 s each: it redirects
+    OpenTelemetry's exporter by an attribute that the exporter ignores from 1.45 on."""
     from agentlightning.utils.otlp import LightningStoreOTLPExporter
 
-    return hasattr(LightningStoreOTLPExporter(), "_client")  # which has an address of its own
+    return hasattr(LightningStoreOTLPExporter(), "_client")  # the client that 1.45 uses instead

@@ -1,4 +1,4 @@
-"""Arrays and images in JSON: what is too long for lists of numbers."""
+"""Arrays and images in JSON, as base64."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ def array_to_json(values: Any) -> dict[str, Any]:
     array = np.ascontiguousarray(values)
     array = array.astype(array.dtype.newbyteorder("<"), copy=False)
     if array.dtype.str not in _KINDS:
-        raise ValueError(f"arrays of {array.dtype} are not written, only uint8, uint16 and int32")
+        raise ValueError(f"arrays of {array.dtype} cannot be written, only uint8, uint16 and int32")
     data = base64.b64encode(array.data).decode("ascii")
     return {"dtype": array.dtype.str, "shape": list(array.shape), "base64": data}
 
 
-def array_from_json(told: Mapping[str, Any]) -> NDArray[Any]:
-    """Raises ``ValueError`` or ``KeyError`` when it is none."""
-    if told["dtype"] not in _KINDS:
-        raise ValueError(f"an array of {told['dtype']!r} is not known")
-    raw = base64.b64decode(told["base64"], validate=True)
-    return np.frombuffer(raw, dtype=np.dtype(told["dtype"])).reshape(told["shape"])
+def array_from_json(packed: Mapping[str, Any]) -> NDArray[Any]:
+    """The array that ``array_to_json`` wrote. Raises ``ValueError`` or ``KeyError`` for other values."""
+    if packed["dtype"] not in _KINDS:
+        raise ValueError(f"arrays of {packed['dtype']!r} cannot be read")
+    raw = base64.b64decode(packed["base64"], validate=True)
+    return np.frombuffer(raw, dtype=np.dtype(packed["dtype"])).reshape(packed["shape"])
 
 
 def images_to_json(inputs: Mapping[str, Any]) -> dict[str, list[str] | None]:
-    """A dict of lists of PIL images as one of lists of PNG files, which ``images_from_json`` reads."""
+    """Replace PIL images in a dict of lists by PNG files in base64, which ``images_from_json`` reads."""
 
     def png(picture: Any) -> str:
         file = io.BytesIO()
@@ -42,10 +42,10 @@ def images_to_json(inputs: Mapping[str, Any]) -> dict[str, list[str] | None]:
     return {name: pictures and [*map(png, pictures)] for name, pictures in inputs.items()}
 
 
-def images_from_json(told: Mapping[str, Any]) -> dict[str, Any]:
-    from PIL import Image  # whoever wrote them has it
+def images_from_json(packed: Mapping[str, Any]) -> dict[str, Any]:
+    from PIL import Image
 
     def picture(text: str) -> Any:
         return Image.open(io.BytesIO(base64.b64decode(text, validate=True)), formats=("PNG",))
 
-    return {name: files and [*map(picture, files)] for name, files in told.items()}
+    return {name: files and [*map(picture, files)] for name, files in packed.items()}

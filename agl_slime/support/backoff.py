@@ -1,4 +1,4 @@
-"""The one way to try again: exponential pauses with jitter, a limit of tries or time, and the first cause told."""
+"""Retries with exponential backoff and jitter, limited by tries or time; the final error names the first cause."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ T = TypeVar("T")
 
 
 class Backoff:
-    """One row of failures: how long to pause after each, and when to give up. ``run`` is the loop for one call; who
-    follows something for ever calls ``pause`` and ``reset``. The pause after the n-th failure (from 0) is uniform in
-    [0, min(cap_s, base_s · 2ⁿ)], "full jitter": of the jitters that M. Brooker, "Exponential Backoff and Jitter", AWS
-    Architecture Blog, 2015, compares it needs the fewest calls when many clients retry at once.
+    """A series of failures: the pause after each, and when to give up. ``run`` retries one call; an endless follower
+    calls ``pause`` and ``reset``. The pause after the n-th failure (from 0) is uniform in [0, min(cap_s, base_s · 2ⁿ)],
+    "full jitter", which needs the fewest calls when many clients retry at once (M. Brooker, "Exponential Backoff and
+    Jitter", AWS Architecture Blog, 2015).
 
     Args:
-        what: begins the sentence of giving up: "the store at … did not answer".
-        error: makes the exception of giving up from that sentence; its ``__cause__`` is the first failure.
+        what: begins the final error's sentence: "the store at … did not answer".
+        error: makes the final error from that sentence; its ``__cause__`` is the first failure.
         tries: give up at this failure; None for no limit.
         patience_s: give up when the next try would come later than this after the first failure; None for no limit.
-        deadline: the same as a moment of ``time.monotonic``.
+        deadline: the same limit as a ``time.monotonic`` time.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class Backoff:
         self._began = 0.0
 
     def reset(self) -> None:
-        """It worked: the next failure is a first one."""
+        """Note a success: the next failure is a first one."""
         self.failures, self.first = 0, None
 
     def failed(self, error: BaseException, *, at_least_s: float = 0.0) -> float | None:
@@ -52,7 +52,7 @@ class Backoff:
         now = time.monotonic()
         if self.first is None:
             self.first, self._began = error, now
-        # a wait that the other side asked for is spread as well, or everyone comes back in the same instant
+        # the server's Retry-After gets jitter, too: its clients would all return at the same time
         pause = at_least_s + random.uniform(0.0, min(self._cap_s, self._base_s * 2.0 ** min(self.failures, 60)))
         self.failures += 1
         late = (self._patience_s is not None and now + pause - self._began > self._patience_s) or (
@@ -61,23 +61,23 @@ class Backoff:
         return None if late or (self._tries is not None and self.failures >= self._tries) else pause
 
     def given_up(self, last: BaseException) -> Exception:
-        """What to raise then: how often, how long, the first failure, and the last where it reads otherwise."""
+        """The final error: number of tries, seconds, the first failure, and the last if it differs."""
         assert self.first is not None
-        seconds, first, latest = time.monotonic() - self._began, _spelled(self.first), _spelled(last)
-        told = first if first == latest else f"{first}; last: {latest}"
-        made = self._error(f"{self._what} ({self.failures} tries in {seconds:.1f} s): {told}")
-        made.__cause__ = self.first
-        return made
+        seconds, first, latest = time.monotonic() - self._began, _format(self.first), _format(last)
+        causes = first if first == latest else f"{first}; last: {latest}"
+        final = self._error(f"{self._what} ({self.failures} tries in {seconds:.1f} s): {causes}")
+        final.__cause__ = self.first
+        return final
 
     async def pause(self, error: BaseException) -> None:
-        """Sleep after a failure, or raise that it is given up."""
+        """Sleep after a failure, or raise the final error."""
         seconds = self.failed(error)
         if seconds is None:
             raise self.given_up(error)
         await asyncio.sleep(seconds)
 
     async def run(self, call: Callable[[], Awaitable[T]], retried: Callable[[Exception], bool]) -> T:
-        """``call()`` until it returns, raises what is not ``retried``, or is given up."""
+        """Call ``call`` until it returns; raises errors that are not ``retried``, or the final error."""
         while True:
             try:
                 answer = await call()
@@ -90,5 +90,5 @@ class Backoff:
                 return answer
 
 
-def _spelled(error: BaseException) -> str:
+def _format(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__

@@ -1,4 +1,4 @@
-"""What comes in one by one is handed on together."""
+"""Batch concurrent calls into one."""
 
 from __future__ import annotations
 
@@ -12,12 +12,13 @@ Result = TypeVar("Result")
 
 
 class Batcher(Generic[Entry, Result]):
-    """``await add(entry)`` gives the entry's result of ``handle(entries)``, called with all that waits when a call
-    before it has ended, ``parallel`` calls at a time, their starts ``between_s`` apart. For one event loop.
+    """``await add(entry)`` returns the entry's result of ``handle(entries)``, which is called with all waiting entries
+    as soon as an earlier call has ended: at most ``parallel`` calls at a time, started ``between_s`` apart. For one
+    event loop.
 
-    ``handle`` returns a result or an exception for each entry; what it raises is raised for all of them. ``most`` and
-    ``most_size`` (of ``size(entry)``) bound a call. After ``close()`` what was added is still handled; callers whose
-    call is cancelled get a ``ConnectionError``.
+    ``handle`` returns a result or an exception for each entry; an exception that it raises is raised for all of them.
+    ``most`` and ``most_size`` (of ``size(entry)``) bound a call. ``close()`` waits for the waiting entries, or cancels
+    their calls: their callers then get a ``ConnectionError``.
     """
 
     def __init__(
@@ -38,7 +39,7 @@ class Batcher(Generic[Entry, Result]):
     async def add(self, entry: Entry) -> Result:
         future: asyncio.Future[Result] = asyncio.get_running_loop().create_future()
         self._waiting.append((entry, future))
-        # one that has just ended does not see this entry any more
+        # a task that has just ended no longer takes this entry
         self._running = {task for task in self._running if not task.done()}
         if len(self._running) < self._parallel:
             self._running.add(asyncio.create_task(self._run()))
@@ -69,7 +70,7 @@ class Batcher(Generic[Entry, Result]):
             finally:
                 for (_, future), result in zip(batch, results, strict=True):
                     if future.done():
-                        continue  # its caller was cancelled meanwhile
+                        continue  # its caller was cancelled
                     if isinstance(result, Exception):
                         future.set_exception(result)
                     else:

@@ -1,4 +1,4 @@
-"""SQLite as this package uses it: one connection, explicit transactions, safe against ``kill -9``."""
+"""An SQLite database with one connection and explicit transactions, safe against ``kill -9``."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from agl_slime.errors import ConfigError
-from agl_slime.support.files import naming_full_disk
+from agl_slime.support.files import disk_full_as_error
 
 
 class Database:
     """A connection that threads share under one lock; ``transaction`` may be nested and commits when the outermost one
     ends.
 
-    ``path=None`` keeps everything in memory. On disk the journal is a write-ahead log with ``synchronous=NORMAL``: what
-    was committed survives the death of the process at any moment, and a power cut costs at most the last commits, never
-    the file (sqlite.org/wal.html, "Performance Considerations"). ``exclusive`` holds the file's lock as long as the
-    connection lives, so that two processes cannot serve one file.
+    ``path=None`` keeps everything in memory. On disk the journal is a write-ahead log with ``synchronous=NORMAL``:
+    commits survive a kill of the process; a power failure loses at most the last commits, never the file
+    (sqlite.org/wal.html, "Performance Considerations"). ``exclusive`` locks the file while the connection lives, so
+    that two processes cannot serve one file.
     """
 
     def __init__(self, *, path: Path | str | None = None, exclusive: bool = False) -> None:
@@ -32,7 +32,7 @@ class Database:
             self.connection = sqlite3.connect(
                 self.path or ":memory:", isolation_level=None, check_same_thread=False, timeout=timeout_s
             )
-            # 64 MB of log before it is copied into the file: what is written and soon deleted again is never copied
+            # a checkpoint per 64 MB of log: rows that are soon deleted are never copied into the file
             pragmas = ["journal_mode=WAL", "synchronous=NORMAL", "cache_size=-65536", "wal_autocheckpoint=16384"]
             for pragma in ["locking_mode=EXCLUSIVE", *pragmas] if exclusive else pragmas:
                 self.connection.execute(f"PRAGMA {pragma}")
@@ -42,8 +42,8 @@ class Database:
 
     @contextmanager
     def transaction(self) -> Iterator[sqlite3.Connection]:
-        """All that happens inside is kept, or none of it when an exception leaves the outermost block."""
-        with self._lock, naming_full_disk(self.path or Path()):
+        """Commit at the end of the outermost block; an exception that leaves it rolls back."""
+        with self._lock, disk_full_as_error(self.path or Path()):
             outermost = not self.connection.in_transaction
             if outermost:
                 self.connection.execute("BEGIN IMMEDIATE")
@@ -58,7 +58,7 @@ class Database:
 
     @contextmanager
     def reading(self) -> Iterator[sqlite3.Connection]:
-        """The connection, for queries that no writer of this process may come between."""
+        """The connection, for queries between which no thread writes."""
         with self._lock:
             yield self.connection
 

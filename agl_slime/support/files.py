@@ -1,7 +1,7 @@
-"""Files and directories that are there as a whole or not at all, also after a kill or a power failure.
+"""Atomic writes of files and directories, safe against kills and power failures.
 
-Whatever is written goes to a temporary name beside the target first. The temporaries carry host and process of their
-writer; those that a killed writer left are removed by the next one that writes into the same directory.
+Content is written under a temporary name beside the target and renamed. The temporary name has the writer's host and
+process; the next writer into the same directory removes the temporaries of killed ones.
 """
 
 from __future__ import annotations
@@ -28,20 +28,18 @@ _TEMPORARY = re.compile(
     r"\.(?P<target>.+)\.(?P<kind>new|old)-(?P<host>[^-]+)-(?P<pid>\d+)-(?P<process>[0-9a-f]{8})-\d+"
 )
 _HOST = re.sub(r"[^\w.]", "_", socket.gethostname()) or "localhost"
-_PROCESS = uuid.uuid4().hex[:8]  # a container that starts again has the host name and the pids of before
+_PROCESS = uuid.uuid4().hex[:8]  # a restarted container has the same host name and pids
 _COUNT = itertools.count()
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _FULL_TEXTS = ("No space left", "disk is full")  # of safetensors, of SQLite
-_SEAL = "agl_slime_checksums.json"
+_CHECKSUMS = "agl_slime_checksums.json"
 LOCK = ".lock"
-# After this nobody writes to it any more, whether its writer can be asked (another host cannot) or not.
-_MAX_AGE_S = 24 * 3600.0
+_MAX_AGE_S = 24 * 3600.0  # older temporaries are removed even if their writer may live, on another host for example
 
 
 @contextmanager
-def naming_full_disk(path: Path) -> Iterator[None]:
-    """Around whatever writes to ``path``: however a library says that there is no space left, it is a
-    ``DiskFullError``."""
+def disk_full_as_error(path: Path) -> Iterator[None]:
+    """Turn any library's error of a full disk while ``path`` is written into a ``DiskFullError``."""
     try:
         yield
     except Exception as error:
@@ -50,16 +48,16 @@ def naming_full_disk(path: Path) -> Iterator[None]:
             named = getattr(cause, "errno", None) in _FULL or any(text in str(cause) for text in _FULL_TEXTS)
             if named or isinstance(cause, DiskFullError):
                 where = path if path.is_dir() else path.parent
-                raise DiskFullError(f"no space left in {where}; make room there, and go on or try again") from error
+                raise DiskFullError(f"no space left in {where}; free some and retry or resume") from error
             cause = cause.__cause__ or cause.__context__
         raise
 
 
 @contextmanager
 def whole_directory(target: str | os.PathLike[str], *, durable: bool = True) -> Iterator[Path]:
-    """A fresh directory to write into; it takes the place of ``target`` when the block ends well, and is removed when
-    it does not. A reader sees the old content, or the new, or (between two renames) neither; never a part. ``durable``
-    writes it through to the disk first."""
+    """A fresh directory that replaces ``target`` when the block succeeds, and is removed when it fails. A reader sees
+    the old content, the new, or (between two renames) neither; never a part. ``durable`` flushes it to the disk
+    first."""
     with _replacing(target, durable=durable) as fresh:
         fresh.mkdir()
         yield fresh
@@ -67,19 +65,18 @@ def whole_directory(target: str | os.PathLike[str], *, durable: bool = True) -> 
 
 @contextmanager
 def whole_file(target: str | os.PathLike[str], *, durable: bool = True) -> Iterator[IO[bytes]]:
-    """As ``whole_directory``, a file to write into, whose readers always see the old content or the new."""
+    """As ``whole_directory``, for a file; readers always see the old content or the new."""
     with _replacing(target, durable=durable) as fresh, fresh.open("wb") as file:
         yield file
 
 
 @contextmanager
 def sole_owner(directory: Path) -> Iterator[None]:
-    """This process and no other writes into ``directory``, as far as they ask here, while the block runs. Raises
-    ``ConfigError`` with the other's pid."""
-    with open(directory / LOCK, "a+") as lock:  # it is let go when the file is closed, or its process killed
+    """Lock ``directory`` for this process while the block runs. Raises ``ConfigError`` with the other process's pid."""
+    with open(directory / LOCK, "a+") as lock:  # released when the file is closed or its process killed
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            # a start that failed removes the file that it made: a lock on that one keeps nobody out
+            # a failed start removes its lock file: a lock on a removed file excludes no process
             if not os.path.samestat(os.fstat(lock.fileno()), os.stat(lock.name)):
                 raise FileNotFoundError
         except (BlockingIOError, FileNotFoundError):
@@ -93,8 +90,8 @@ def sole_owner(directory: Path) -> Iterator[None]:
 
 @contextmanager
 def scratch_directory(parent: Path, name: str) -> Iterator[Path]:
-    """A directory in ``parent`` for as long as the block lasts. One whose process was killed is removed by the next
-    that is made there."""
+    """A temporary directory in ``parent`` while the block runs. The next one made there removes directories of killed
+    processes."""
     parent.mkdir(parents=True, exist_ok=True)
     remove_leftovers(parent)
     path = _temporary(parent / name, "new")
@@ -106,44 +103,44 @@ def scratch_directory(parent: Path, name: str) -> Iterator[Path]:
 
 
 def write_file(target: str | os.PathLike[str], content: bytes | str, *, durable: bool = True) -> None:
-    """Write ``content`` (text as UTF-8) in place of ``target``, see ``whole_file``."""
+    """Replace ``target`` by ``content`` (text as UTF-8), see ``whole_file``."""
     with whole_file(target, durable=durable) as file:
         file.write(content.encode() if isinstance(content, str) else content)
 
 
-def seal(directory: Path) -> None:
-    """Write the checksums of the files of ``directory`` beside them; those of its subdirectories are not among them."""
-    sums = {path.name: _checksum(path) for path in directory.iterdir() if path.is_file() and path.name != _SEAL}
-    (directory / _SEAL).write_text(json.dumps(sums))
+def write_checksums(directory: Path) -> None:
+    """Write the checksums of the files of ``directory``, without subdirectories, beside them."""
+    sums = {path.name: _checksum(path) for path in directory.iterdir() if path.is_file() and path.name != _CHECKSUMS}
+    (directory / _CHECKSUMS).write_text(json.dumps(sums))
 
 
-def check_seal(directory: Path) -> None:
-    """Raise ``ValueError`` or ``OSError`` unless each file that ``seal`` found is there as it was."""
+def verify_checksums(directory: Path) -> None:
+    """Raise ``ValueError`` or ``OSError`` when a file that ``write_checksums`` recorded is missing or has changed."""
     try:
-        sums = json.loads(_regular(directory / _SEAL).read_bytes())
+        sums = json.loads(_regular(directory / _CHECKSUMS).read_bytes())
         for name, checksum in sums.items():
             if _checksum(_regular(directory / name)) != checksum:
                 raise ValueError(f"{name} is not as it was written")
     except (AttributeError, RecursionError):
-        raise ValueError(f"{_SEAL} is not as it was written") from None
+        raise ValueError(f"{_CHECKSUMS} is not as it was written") from None
 
 
 def remove_leftovers(directory: Path) -> None:
-    """Remove what killed writers left in ``directory``. A target that was moved aside and not replaced is put back."""
+    """Remove temporaries of killed writers in ``directory``; restore a target that was moved away and not replaced."""
     for path in list(directory.iterdir()):
-        found = _TEMPORARY.fullmatch(path.name)
-        if found is None or _may_live(path, found):
+        match = _TEMPORARY.fullmatch(path.name)
+        if match is None or _may_be_in_use(path, match):
             continue
-        with suppress(OSError):  # another process clears up as well
-            if found["kind"] == "old" and not (target := path.with_name(found["target"])).exists():
+        with suppress(OSError):  # another process may do the same
+            if match["kind"] == "old" and not (target := path.with_name(match["target"])).exists():
                 path.rename(target)
             else:
                 remove(path)
 
 
 def remove_directory(path: Path) -> None:
-    """Remove a directory so that a kill in between leaves all of it or nothing under its name."""
-    aside = _temporary(path, "new")  # what is left of it is removed like other leftovers
+    """Remove a directory; after a kill in between, its name has all of it or nothing."""
+    aside = _temporary(path, "new")
     with suppress(OSError):
         path.rename(aside)
         remove(aside)
@@ -154,7 +151,7 @@ def _replacing(target: str | os.PathLike[str], *, durable: bool) -> Iterator[Pat
     target = Path(target).absolute()
     fresh = _temporary(target, "new")
     try:
-        with naming_full_disk(target.parent):
+        with disk_full_as_error(target.parent):
             target.parent.mkdir(parents=True, exist_ok=True)
             remove_leftovers(target.parent)
             yield fresh
@@ -171,11 +168,11 @@ def _replacing(target: str | os.PathLike[str], *, durable: bool) -> Iterator[Pat
             if durable:
                 _flush(target.parent)
     finally:
-        remove(fresh)  # only there when something went wrong
+        remove(fresh)  # exists only after a failure
 
 
 def _checksum(path: Path) -> list[int]:
-    """Size and CRC-32, which is four times as fast as SHA-256: against damage, not against forgery."""
+    """Size and CRC-32 (four times as fast as SHA-256), against damage, not forgery."""
     value = 0
     with path.open("rb") as file:
         while block := file.read(1 << 20):
@@ -184,13 +181,13 @@ def _checksum(path: Path) -> list[int]:
 
 
 def _regular(path: Path) -> Path:
-    if not path.is_file():  # also a FIFO, on which reading would hang
+    if not path.is_file():  # reading a FIFO would hang
         raise FileNotFoundError(f"{path.name} is missing")
     return path
 
 
 def remove(path: Path) -> None:
-    """Remove a file, or a directory with all in it, where there is one."""
+    """Remove a file or a directory tree, if it exists."""
     if path.is_dir():
         shutil.rmtree(path, ignore_errors=True)
     else:
@@ -201,7 +198,7 @@ def _temporary(target: Path, kind: str) -> Path:
     return target.with_name(f".{target.name}.{kind}-{_HOST}-{os.getpid()}-{_PROCESS}-{next(_COUNT)}")
 
 
-def _may_live(path: Path, writer: re.Match[str]) -> bool:
+def _may_be_in_use(path: Path, writer: re.Match[str]) -> bool:
     try:
         if time.time() - path.lstat().st_mtime > _MAX_AGE_S:
             return False
@@ -212,7 +209,7 @@ def _may_live(path: Path, writer: re.Match[str]) -> bool:
         os.kill(int(writer["pid"]), 0)
     except (ProcessLookupError, FileNotFoundError):
         return False
-    except PermissionError:  # the process is somebody else's
+    except PermissionError:  # another user's process
         pass
     return True
 

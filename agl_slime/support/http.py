@@ -1,4 +1,4 @@
-"""HTTP as the servers and clients of this package speak it; who may reach a server is in ``support.net``."""
+"""HTTP servers and clients of this package; access rules are in ``support.net``."""
 
 from __future__ import annotations
 
@@ -26,32 +26,32 @@ from agl_slime.support.threads import run_in_thread
 
 T = TypeVar("T")
 
-PARSED_AT_ONCE = 256 * 1024  # bytes; JSON of 1 MB takes about 5 ms
-_SENT = re.compile(r":\s*(?:b['\"]|bytearray)")  # begins what aiohttp quotes
+INLINE_PARSE_BYTES = 256 * 1024  # bytes; JSON of 1 MB takes about 5 ms
+_QUOTE = re.compile(r":\s*(?:b['\"]|bytearray)")  # aiohttp quotes the request's bytes after it
 _DEEPEST = 250
-_NEVER_DEEP = 200  # brackets in all; orjson reads 1,024 levels and writes 254
+_NEVER_DEEP = 200  # JSON with fewer brackets is not checked; orjson reads 1,024 levels and writes 254
 
 RETRIED_4XX = frozenset({408, 425, 429})
-"""The statuses that blame the request and yet may pass: a time-out, too early, too many."""
+"""Client-error statuses that are transient: timeout, too early, too many requests."""
 
 
 def _brief(record: logging.LogRecord) -> bool:
-    """A request that is no HTTP, or a connection that broke, is one line of the log, without a traceback, and without
-    what was sent, which may hold a secret."""
+    """Log malformed requests and broken connections in one line, without traceback, and without the request's bytes,
+    which may contain a secret."""
     error = record.exc_info[1] if record.exc_info else None
     if isinstance(error, (HttpProcessingError, ConnectionError)):
         why = getattr(error, "message", "") or str(error) or type(error).__name__
         client = record.args[0] if isinstance(record.args, tuple) and record.args else None
-        ended = "ended early" if isinstance(error, ConnectionError) else "sent what is no HTTP"
-        words = " ".join(_SENT.split(str(why), maxsplit=1)[0].split())
-        record.msg = f"A connection from {client or 'an unknown address'} {ended}: {words:.200}"
+        event = "ended early" if isinstance(error, ConnectionError) else "sent malformed HTTP"
+        text = " ".join(_QUOTE.split(str(why), maxsplit=1)[0].split())
+        record.msg = f"A connection from {client or 'an unknown address'} {event}: {text:.200}"
         record.args, record.exc_info, record.exc_text = None, None, None
         record.levelno, record.levelname = logging.WARNING, logging.getLevelName(logging.WARNING)
     return True
 
 
-_of_connections = logging.getLogger(f"{__name__}.connections")
-_of_connections.addFilter(_brief)
+_connection_logger = logging.getLogger(f"{__name__}.connections")
+_connection_logger.addFilter(_brief)
 
 
 @asynccontextmanager
@@ -66,19 +66,19 @@ async def listening(
     taker: Taker | None = None,
     **options: Any,
 ) -> AsyncIterator[str]:
-    """Serve ``app`` within the block, which gets the URL that this machine reaches it at. ``port`` 0 takes a free one;
-    ``options`` are those of ``web.AppRunner``.
+    """Serve ``app`` while the block runs; yields the URL at which this machine reaches it. ``port`` 0 takes a free one;
+    ``options`` go to ``web.AppRunner``.
 
-    What web pages make a browser send is refused (``net.page_refusal``); with a ``token``, which ``app`` asks for,
-    whatever its Host. So is a compressed body, a small one of which may hold gigabytes. A connection is cut that sends
-    no request within ``stalled_s``, or less than 1 kB/s of a body. Connections of a ``taker`` are served too, each for
-    one request: the next one might be another process's.
+    Requests that web pages make a browser send are refused (``net.page_refusal``); the Host is checked on loopback
+    without a ``token``, which ``app`` itself requires. Compressed bodies are refused, because a small one may expand to
+    gigabytes. A connection is closed when it sends no request within ``stalled_s``, or less than 1 kB/s of a body.
+    Connections of a ``taker`` are served too, each for one request: the next one might be another process's.
     """
     guard = _Guard(check_host=is_loopback(host) and not token, stalled_s=stalled_s, taker=taker)
     app.middlewares.insert(0, guard.middleware)
     if taker is not None:
         app.on_response_prepare.append(guard.ends_with)
-    options = {"access_log": None, "logger": _of_connections, "auto_decompress": False, **options}
+    options = {"access_log": None, "logger": _connection_logger, "auto_decompress": False, **options}
     runner = web.AppRunner(app, keepalive_timeout=stalled_s, **options)
     await runner.setup()
     cutting = asyncio.ensure_future(guard.cut_silent(runner))
@@ -86,7 +86,7 @@ async def listening(
         await web.TCPSite(runner, host, port, backlog=backlog).start()
         if taker is not None and runner.server is not None:
             taker.start(runner.server)
-        yield own_url(host, runner.addresses[0][1])
+        yield local_url(host, runner.addresses[0][1])
     finally:
         cutting.cancel()
         await runner.cleanup()
@@ -94,14 +94,14 @@ async def listening(
             taker.stop()
 
 
-def own_url(host: str, port: int) -> str:
-    """Where this machine reaches what listens on ``host``."""
-    reached = {"": "127.0.0.1", "0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
-    return str(URL.build(scheme="http", host=reached, port=port))
+def local_url(host: str, port: int) -> str:
+    """The URL at which this machine reaches a server that listens on ``host``."""
+    host = {"": "127.0.0.1", "0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+    return str(URL.build(scheme="http", host=host, port=port))
 
 
 class _Guard:
-    """What every server does before its handlers: see ``listening``."""
+    """Checks of every request before its handler: see ``listening``."""
 
     def __init__(self, *, check_host: bool, stalled_s: float, taker: Taker | None = None) -> None:
         self._check_host, self._stalled_s, self._taker = check_host, stalled_s, taker
@@ -116,7 +116,7 @@ class _Guard:
         refusal, status = page_refusal(request.headers, check_host=check_host), 403
         if refusal is None and request.headers.get("Content-Encoding", "identity") != "identity":
             refusal, status = "the body is compressed: send it as it is", 415
-        if refusal is not None:  # in the form of each server
+        if refusal is not None:  # with the fields of every server's errors
             return json_response({"success": False, "message": refusal, "error": {"message": refusal}}, status=status)
         if not request.content.is_eof():
             self._watch(request, 0)
@@ -129,13 +129,13 @@ class _Guard:
             response.headers["Connection"] = "close"
             response.force_close()
 
-    def _watch(self, request: web.Request, came: int) -> None:
-        """Look again later, how much of the body has come."""
+    def _watch(self, request: web.Request, received: int) -> None:
+        """Close the connection if its body progresses too slowly after ``received`` bytes."""
 
         def look() -> None:
             if request.content.is_eof() or request.transport is None:
                 return
-            if request.content.total_bytes - came < 1000 * self._stalled_s:
+            if request.content.total_bytes - received < 1000 * self._stalled_s:
                 request.transport.abort()
             else:
                 self._watch(request, request.content.total_bytes)
@@ -143,8 +143,8 @@ class _Guard:
         asyncio.get_running_loop().call_later(self._stalled_s, look)
 
     async def cut_silent(self, runner: web.AppRunner) -> None:
-        """Cut connections that have sent nothing, or part of a request's head; aiohttp counts from the second request
-        on only, before 3.14.4."""
+        """Close connections that have not sent a whole request head; aiohttp before 3.14.4 times only later
+        requests."""
         seen: set[Any] = set()
         while runner.server is not None:
             await asyncio.sleep(self._stalled_s / 2)
@@ -155,7 +155,7 @@ class _Guard:
 
 
 def stop_signal() -> asyncio.Event:
-    """Set when the process gets SIGINT or SIGTERM, instead of what these do otherwise. On the main thread's loop."""
+    """An event that SIGINT and SIGTERM set, instead of their default actions. Call it on the main thread's loop."""
     stop = asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
@@ -163,14 +163,14 @@ def stop_signal() -> asyncio.Event:
 
 
 async def read_body(request: web.Request, parse: Callable[[bytes], T]) -> T:
-    """What ``parse`` makes of the body; of a large one in a thread."""
+    """Parse the body; a large one in a thread."""
     raw = await request.read()
-    return parse(raw) if len(raw) <= PARSED_AT_ONCE else await run_in_thread(parse, raw)
+    return parse(raw) if len(raw) <= INLINE_PARSE_BYTES else await run_in_thread(parse, raw)
 
 
 def parse_json(raw: bytes, *, exact: bool = False) -> Any:
-    """Strict JSON (no NaN, no infinities) that can be written again, also some levels deeper; ``exact`` integers above
-    64 bit stay what they are. Raises ``ValueError`` with one sentence."""
+    """Parse strict JSON (no NaN, no infinities) that can be written again, even some levels deeper. ``exact`` keeps
+    integers above 64 bit. Raises ``ValueError`` with one sentence."""
     try:
         value = json_value(raw) if exact else orjson.loads(raw)
     except ValueError as error:
@@ -182,26 +182,26 @@ def parse_json(raw: bytes, *, exact: bool = False) -> Any:
 
 def _is_too_deep(value: Any) -> bool:
     try:
-        orjson.dumps([[[[value]]]])  # within what it comes to stand in
-    except orjson.JSONEncodeError:  # or an integer above 64 bit
+        orjson.dumps([[[[value]]]])  # it will be nested in other values
+    except orjson.JSONEncodeError:  # too deep, or an integer above 64 bit
         level = [value]
         for _ in range(_DEEPEST):
-            level = [one for each in level for one in _parts(each)]
+            level = [child for parent in level for child in _children(parent)]
         return bool(level)
     return False
 
 
-def _parts(value: Any) -> Iterable[Any]:
+def _children(value: Any) -> Iterable[Any]:
     return value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
 
 
 def json_response(value: Any, *, status: int = 200, headers: Mapping[str, str] | None = None) -> web.Response:
-    """An answer of strict JSON."""
+    """A response with strict JSON."""
     return web.Response(body=json_bytes(value), status=status, headers=headers, content_type="application/json")
 
 
 def json_bytes(value: Any) -> bytes:
-    """Strict JSON, of integers above 64 bit too, which orjson does not write."""
+    """Strict JSON; unlike orjson's, with integers above 64 bit."""
     try:
         return orjson.dumps(value)
     except orjson.JSONEncodeError:
@@ -213,13 +213,13 @@ _LONG = b"0" * 19  # the digits of 2**63
 
 
 def _has_long_number(raw: bytes) -> bool:
-    """Whether there may be an integer above 63 bits; digits after a point are none."""
+    """Whether there may be an integer above 63 bits (decimals do not count)."""
     zeros = raw.translate(_DIGITS)
     return zeros.count(_LONG) > zeros.count(b"." + _LONG)
 
 
 def _no_number(text: str) -> float:
-    raise ValueError(f"{text} is no number of JSON")
+    raise ValueError(f"{text} is not a JSON number")
 
 
 def _finite(text: str) -> float:
@@ -227,8 +227,7 @@ def _finite(text: str) -> float:
 
 
 def json_value(raw: bytes) -> Any:
-    """The value of strict JSON, with integers above 64 bit as they are, of which orjson makes floats. Raises
-    ``ValueError``."""
+    """Parse strict JSON; integers above 64 bit stay exact, while orjson makes them floats. Raises ``ValueError``."""
     if not _has_long_number(raw):
         return orjson.loads(raw)
     try:
@@ -238,7 +237,7 @@ def json_value(raw: bytes) -> Any:
 
 
 async def ask(session: aiohttp.ClientSession, url: str, body: bytes | None = None, **options: Any) -> Any:
-    """What a POST of ``body`` (JSON), or a GET without one, is answered with.
+    """The JSON answer to a POST of ``body`` (JSON), or to a GET without one.
 
     Raises:
         aiohttp.ClientError: the server cannot be reached; ``ClientResponseError`` with its text when it answers with an
@@ -258,8 +257,8 @@ async def ask(session: aiohttp.ClientSession, url: str, body: bytes | None = Non
         raise ValueError(f"{url} did not answer with JSON: {error}") from error
 
 
-def may_pass(error: Exception) -> bool:
-    """Whether the same request may succeed later: broken connections, time-outs, 408, 425, 429 and 5xx."""
+def is_transient(error: Exception) -> bool:
+    """Whether a retry may succeed: after broken connections, timeouts, 408, 425, 429 and 5xx."""
     if isinstance(error, aiohttp.ClientResponseError):
         return error.status >= 500 or error.status in RETRIED_4XX
     return isinstance(error, (aiohttp.ClientError, asyncio.TimeoutError, ConnectionError))

@@ -1,4 +1,4 @@
-"""A mean and how sure it is."""
+"""A mean with its confidence interval."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _AT_ONCE = 4_000_000  # indices drawn at a time: 32 MB
 
 @dataclass(frozen=True, kw_only=True)
 class Estimate:
-    """A mean over ``tasks`` with its 95 % interval; no interval where fewer than two tasks say anything."""
+    """A mean over ``tasks`` with its 95 % interval; no interval for fewer than two tasks."""
 
     mean: float
     low: float | None
@@ -26,7 +26,7 @@ class Estimate:
 
 def estimate(values: Sequence[float], *, seed: int = 0, level: float = 0.95) -> Estimate | None:
     """The mean of one value per task, with the percentile bootstrap's interval over tasks (Efron 1979); ``None`` for no
-    values. Where all values are equal the interval has no width, which says little about tasks that were not drawn."""
+    values. When all values are equal the interval has width 0, which says little about other tasks."""
     if not len(values):
         return None
     data = np.asarray(values, dtype=np.float64)

@@ -1,8 +1,8 @@
-"""LiteLLM, imported by who uses it.
+"""Import LiteLLM at its first use.
 
-Agent Lightning imports it at its top for two things that nothing here uses: its ``LLMProxy``, and what its tracers add
-to LiteLLM's own spans. With the OpenAI client, which LiteLLM imports, it is 1.9 of the 2.6 s of CPU and 120 of the 203
-MB that importing Agent Lightning takes otherwise.
+Agent Lightning imports it at module top for ``LLMProxy`` and for attributes of LiteLLM's spans, neither of which this
+package uses. With the OpenAI client, which LiteLLM imports, it takes 1.9 of the 2.6 s of CPU and 120 of the 203 MB of
+Agent Lightning's import.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _PROXY, _SPANS = "agentlightning.llm_proxy", "agentlightning.instrumentation.lit
 
 
 class _Loads(type):
-    """Of a class that stands for ``LLMProxy``: called, or subclassed, it is the real one."""
+    """Metaclass of a placeholder for ``LLMProxy``: calling or subclassing it imports the real class."""
 
     def __call__(cls, *args: Any, **settings: Any) -> Any:
         return importlib.import_module(_PROXY).LLMProxy(*args, **settings)
@@ -40,21 +40,21 @@ class _Loads(type):
 
 @contextmanager
 def litellm_later() -> Iterator[None]:
-    """While Agent Lightning is imported: what of it imports LiteLLM is imported when it is first used. Where Agent
-    Lightning is there already, nothing changes."""
+    """While Agent Lightning is imported in the block: defer its modules that import LiteLLM to their first use. No
+    effect when Agent Lightning was imported before."""
     if "agentlightning" in sys.modules:
         yield
         return
     stand_in = ModuleType(_PROXY)
     vars(stand_in).update(__all__=["LLMProxy"], LLMProxy=_Loads("LLMProxy", (), {"__module__": _PROXY}))
     modules: dict[str, Any] = sys.modules
-    modules.update({_PROXY: stand_in, _SPANS: None})  # None: importing it is an ImportError, which is expected there
+    modules.update({_PROXY: stand_in, _SPANS: None})  # None makes its import an ImportError, which is caught there
     try:
         yield
     finally:
         for name in (_PROXY, _SPANS):
             modules.pop(name, None)
     if (log := logging.getLogger("httpx")).level == logging.NOTSET:
-        log.setLevel(logging.WARNING)  # as LiteLLM does; it logs URLs, and those of attempts hold their secrets
-    found = find_spec("litellm") is not None
-    vars(importlib.import_module("agentlightning.instrumentation"))["LITELLM_INSTALLED"] = found
+        log.setLevel(logging.WARNING)  # as LiteLLM does: httpx logs URLs, and an attempt's URL has its secret
+    installed = find_spec("litellm") is not None
+    vars(importlib.import_module("agentlightning.instrumentation"))["LITELLM_INSTALLED"] = installed

@@ -1,4 +1,4 @@
-"""What a process holds of the machine's memory."""
+"""Return freed memory to the system."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 @cache
 def _malloc_trim() -> Any:
-    """glibc's; ``None`` where the C library is another."""
+    """glibc's ``malloc_trim``; ``None`` with another C library."""
     try:
         return ctypes.CDLL(None).malloc_trim
     except (OSError, AttributeError):
@@ -17,7 +17,7 @@ def _malloc_trim() -> Any:
 
 
 def return_freed_memory() -> None:
-    """Give back to the system what was freed and the C library keeps for later: of a step on long prompts gigabytes,
-    for as long as the process lives."""
+    """Return freed memory that the C library caches: gigabytes after a training step on long prompts, which it would
+    keep as long as the process lives."""
     if (trim := _malloc_trim()) is not None:
         trim(0)

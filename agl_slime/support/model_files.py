@@ -1,4 +1,4 @@
-"""Digests of a model's files that tell in moments whether they are still those of before, also of a large model."""
+"""Fast digests of a model's files, by which a changed model is recognized."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from typing import IO
 _WEIGHTS = ("*.safetensors", "*.bin")
 _READ_WHOLE = ("config.json", "generation_config.json", "*processor_config.json", "*.index.json")
 _READ_WHOLE += ("tokenizer*", "vocab*", "merges.txt", "added_tokens.json", "special_tokens_map.json", "chat_template*")
-_BLOCK = 4096  # bytes at each place that is read of a tensor
+_BLOCK = 4096  # bytes of each sample of a tensor
 _MOST_HEADER = 100_000_000  # bytes, by the format's definition
-_PLACES = 256  # of a file of weights that is not safetensors
+_PLACES = 256  # samples of a file of weights that is not safetensors
 
 
 def model_digests(directory: Path) -> dict[str, str]:
-    """A digest of each file of the model by its name. Of weights it covers the header and blocks at the beginning, in
-    the middle and at the end of every tensor: a training step changes all tensors, and a copy none. Configuration,
-    tokenizer and chat template are read whole."""
-    found = {}
+    """A digest of each file of the model by its name. Weights are sampled: the header, and the beginning, middle and
+    end of every tensor, because a training step changes all tensors. Configuration, tokenizer and chat template are
+    read whole."""
+    digests = {}
     for pattern in (*_READ_WHOLE, *_WEIGHTS):
         for path in directory.glob(pattern):
             if not path.is_file():
@@ -31,8 +31,8 @@ def model_digests(directory: Path) -> dict[str, str]:
                 whole = pattern in _READ_WHOLE
                 for block in [file.read()] if whole else _sampled(file, size, header=path.suffix == ".safetensors"):
                     digest.update(block)
-            found[path.name] = digest.hexdigest()
-    return dict(sorted(found.items()))
+            digests[path.name] = digest.hexdigest()
+    return dict(sorted(digests.items()))
 
 
 def _sampled(file: IO[bytes], size: int, *, header: bool) -> Iterator[bytes]:
@@ -43,7 +43,7 @@ def _sampled(file: IO[bytes], size: int, *, header: bool) -> Iterator[bytes]:
             tensors = json.loads(text)
             spans = [tensor["data_offsets"] for name, tensor in tensors.items() if name != "__metadata__"]
             ends = [(8 + length + int(start), 8 + length + int(end)) for start, end in spans]
-        except (ValueError, TypeError, KeyError, AttributeError):  # no safetensors: whoever loads it says so
+        except (ValueError, TypeError, KeyError, AttributeError):  # not safetensors: loading it will fail
             ends = []
     else:
         ends = [(size * n // _PLACES, size * (n + 1) // _PLACES) for n in range(_PLACES)]

@@ -1,4 +1,4 @@
-"""Ranges of settings: one sentence for a value that lies outside."""
+"""Ranges of settings: one sentence for a value out of range."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from agl_slime.errors import ConfigError
 def check_ranges(
     settings: Any, *ranges: tuple[str, Callable[[Any], bool], str], named: Callable[[str], str] = str
 ) -> None:
-    """Raise ``ConfigError`` for the first field of ``settings`` that does not fit.
+    """Raise ``ConfigError`` for the first field of ``settings`` out of its range.
 
-    Of each range: its fields (with spaces between), what fits, and that in words. Write what fits so that NaN does not.
-    ``None`` is "not set" and fits everywhere. ``named`` makes a field's name what a user knows it by, such as a flag.
+    A range is (field names separated by spaces, predicate, the range in words). A predicate must be false for NaN.
+    ``None``, "not set", is always allowed. ``named`` turns a field's name into the user's name for it, such as a flag.
     """
-    for names, fits, words in ranges:
+    for names, is_valid, words in ranges:
         for name in names.split():
-            if (value := getattr(settings, name)) is not None and not fits(value):
+            if (value := getattr(settings, name)) is not None and not is_valid(value):
                 raise ConfigError(f"{named(name)} must be {words}, got {value!r}")

@@ -1,4 +1,4 @@
-"""Things that users make known under a name: schedulers, tool parsers, loss masks."""
+"""Registries of users' plug-ins by name: schedulers, tool parsers, loss masks."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 class Registry(dict[str, Callable[..., T]], Generic[T]):
-    """Makers of one ``kind`` of thing by name. ``ConfigError`` for a name that is not there, or is there already."""
+    """Factories of one ``kind`` of plug-in by name. Raises ``ConfigError`` for an unknown or duplicate name."""
 
     def __init__(self, kind: str) -> None:
         super().__init__()
         self._kind = kind
 
     def register(self, *names: str) -> Callable[[F], F]:
-        """A decorator that makes a class or a function known under ``names``."""
+        """A decorator that registers a class or a function under ``names``."""
 
         def add(maker: F) -> F:
             for name in names:

@@ -1,9 +1,9 @@
-"""Threads for code that blocks, in two pools: this package's own work, and the code of users.
+"""Threads for blocking calls, in two pools: this package's work, and users' code.
 
 A user's reward or tool that hangs can then never take a thread from the train step, a checkpoint or ``stop``. All
-threads are daemons: the standard library joins its executors' threads when the interpreter exits, so one call that
-hangs would keep the process alive for ever. The caller's context variables are visible in the thread, so spans find
-their rollout. ``LoopThread`` is the one way to have an event loop on a thread of its own.
+threads are daemons: the standard library joins its executors' threads when the interpreter exits, so one hanging call
+would keep the process alive for ever. Threads see the caller's context variables, so spans find their rollout.
+``LoopThread`` runs an event loop on a thread.
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
-_IDLE_S = 30.0  # a thread without work ends after this long
-_CANCEL_S = 1.0  # that the tasks which a loop leaves behind may take to end
-_SLOW_S = 1.0  # a call that was cut off sooner, by Ctrl-C say, is no sign of one that hangs
+_IDLE_S = 30.0  # an idle thread ends after this
+_CANCEL_S = 1.0  # limit for cancelled tasks to end when their loop ends
+_SLOW_S = 1.0  # a call that was abandoned sooner, by Ctrl-C for example, may not hang
 
 
 def usable_cores() -> int:
-    """The cores that this process may use, and no more than ``OMP_NUM_THREADS`` where that is set."""
+    """Number of cores that this process may use, at most ``OMP_NUM_THREADS`` if that is set."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    given = os.environ.get("OMP_NUM_THREADS", "")
-    return min(cores, int(given)) if given.isdigit() and int(given) else cores
+    limit = os.environ.get("OMP_NUM_THREADS", "")
+    return min(cores, int(limit)) if limit.isdigit() and int(limit) else cores
 
 
 class _Job(Future[Any]):
@@ -57,17 +57,17 @@ class _Job(Future[Any]):
 
 
 class ThreadPool:
-    """Runs calls in at most ``max_running`` daemon threads, started as they are needed.
+    """Runs calls in at most ``max_running`` daemon threads, started on demand.
 
-    A call whose caller was cancelled goes on until it returns: its thread is *abandoned*, no longer counts as one of
-    ``max_running``, and another takes its place.
+    A call whose caller was cancelled continues until it returns: its thread is *abandoned*, no longer counts towards
+    ``max_running``, and is replaced.
 
     Args:
-        max_abandoned: makes this a pool for users' code. With so many abandoned threads further calls are refused with
-            a ``RolloutError`` (reason ``threads_hung``) until one returns; the first slow one is warned about. What
-            would end more than its own rollout (``SystemExit``, ``KeyboardInterrupt``, ``StopIteration``) becomes a
-            ``RolloutError`` whose reason is the name of its class.
-        lasting: a thread without work does not end before ``close``.
+        max_abandoned: makes this a pool for users' code. While that many threads are abandoned, further calls are
+            refused with a ``RolloutError`` (reason ``threads_hung``); the first slow one logs a warning. Exceptions
+            that would end more than a rollout (``SystemExit``, ``KeyboardInterrupt``, ``StopIteration``) become a
+            ``RolloutError`` whose reason is the name of their class.
+        lasting: an idle thread does not end before ``close``.
     """
 
     def __init__(self, *, name: str, max_running: int, max_abandoned: int | None = None, lasting: bool = False) -> None:
@@ -77,8 +77,8 @@ class ThreadPool:
         self._lasting = lasting
         self._work: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
-        self._threads = 0  # those that are not abandoned
-        self._outstanding = 0  # jobs that wait or run, and were not abandoned
+        self._threads = 0  # without abandoned ones
+        self._outstanding = 0  # waiting and running jobs, without abandoned ones
         self._abandoned: set[_Job] = set()
         self._warned = False
         if max_abandoned is not None:
@@ -86,7 +86,7 @@ class ThreadPool:
 
     @property
     def abandoned(self) -> int:
-        """Threads whose call has outlived its caller and has not returned yet."""
+        """Number of threads whose call has outlived its caller and not returned."""
         return len(self._abandoned)
 
     async def run(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
@@ -99,7 +99,7 @@ class ThreadPool:
             raise
 
     def submit(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> _Job:
-        """As ``run``, for code that is not async."""
+        """As ``run``, for synchronous code."""
         name = getattr(fn, "__qualname__", type(fn).__name__)
         call: Callable[[], Any] = partial(fn, *args, **kwargs)
         call = call if self._max_abandoned is None else partial(_contained, name, call)
@@ -108,7 +108,7 @@ class ThreadPool:
             if self._max_abandoned is not None and len(self._abandoned) >= self._max_abandoned:
                 raise RolloutError(
                     f"{name} was not called: {len(self._abandoned)} earlier calls hang in their threads, among them "
-                    f"{next(iter(self._abandoned)).name}; give what they wait for a time limit.",
+                    f"{next(iter(self._abandoned)).name}; add time limits to their waits.",
                     reason="threads_hung",
                 )
             self._outstanding += 1
@@ -117,7 +117,7 @@ class ThreadPool:
         return job
 
     def close(self) -> None:
-        """End a thread that would wait for work, once what was submitted is done."""
+        """End an idle thread after the submitted jobs."""
         self._work.put(None)
 
     def _start_thread_if_needed(self) -> None:
@@ -127,7 +127,7 @@ class ThreadPool:
 
     def _abandon(self, job: _Job) -> None:
         with self._lock:
-            if job.done() or job.started is None:  # one that still waits for a thread is passed over there
+            if job.done() or job.started is None:  # _next skips a cancelled job that has not started
                 return
             self._abandoned.add(job)
             self._outstanding -= 1
@@ -150,7 +150,7 @@ class ThreadPool:
             if job.started is not None:
                 try:
                     result = job.call()
-                except BaseException as raised:  # belongs to whoever waits
+                except BaseException as raised:  # re-raised in the caller
                     error = raised
             with self._lock:
                 replaced = job in self._abandoned
@@ -165,7 +165,7 @@ class ThreadPool:
             del job, result, error
 
     def _next(self) -> _Job | None:
-        """The next job, started unless its caller is gone already; ``None`` when this thread is not needed any more."""
+        """The next job, started unless its caller was cancelled; ``None`` when this thread should end."""
         while True:
             try:
                 job = self._work.get(timeout=None if self._lasting else _IDLE_S)
@@ -184,11 +184,11 @@ class ThreadPool:
 
 
 def _contained(name: str, call: Callable[[], T]) -> T:
-    rollout_id = rollout_of_context.get()
+    rollout_id = current_rollout.get()
     try:
         return named(_called, rollout_id)(call) if rollout_id else call()
     except BaseException as error:
-        if isinstance(error, Exception) and not isinstance(error, StopIteration):  # which no future can hold
+        if isinstance(error, Exception) and not isinstance(error, StopIteration):  # a future cannot raise it
             raise
         raise RolloutError(f"{name} raised {error!r}.", reason=type(error).__name__) from error
 
@@ -197,24 +197,24 @@ def _called(call: Callable[[], T]) -> T:
     return call()
 
 
-rollout_of_context: contextvars.ContextVar[str] = contextvars.ContextVar("agl_slime_rollout", default="")
-"""The id of the rollout that this context runs, for whoever looks at its stack."""
+current_rollout: contextvars.ContextVar[str] = contextvars.ContextVar("agl_slime_rollout", default="")
+"""The id of the rollout that this context runs, shown in its stack."""
 
 _user_pools: WeakSet[ThreadPool] = WeakSet()
 _ours = ThreadPool(name="agl-slime-worker", max_running=64)
-# Enough for judges that wait on a network; more wait their turn.
+# 64: enough for judges that wait on a network; further calls queue.
 _users = ThreadPool(name="agl-slime-user-code", max_running=64, max_abandoned=256)
 
 
 run_in_thread = _ours.run
-"""This package's own blocking work: train steps, saving, starting and stopping, tokenizing. Never users' code."""
+"""Runs this package's blocking work: train steps, saving, starting and stopping, tokenizing. Never users' code."""
 
 run_user_code = _users.run
-"""Users' sync code: rewards, tools, schedulers, prompts. See ``ThreadPool`` for what it may raise."""
+"""Runs users' synchronous code: rewards, tools, schedulers, prompts. See ``ThreadPool`` for its exceptions."""
 
 
 async def call_user_code(fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-    """The result of a user's function or callable object: awaited here when it is async, else by ``run_user_code``."""
+    """The result of a user's function or callable object: awaited if it is async, else by ``run_user_code``."""
     if inspect.iscoroutinefunction(fn) or inspect.iscoroutinefunction(getattr(fn, "__call__", None)):  # noqa: B004
         return await fn(*args, **kwargs)
     result = await run_user_code(fn, *args, **kwargs)
@@ -222,13 +222,13 @@ async def call_user_code(fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -
 
 
 def abandoned_threads() -> int:
-    """Threads of users' code, in this process, that have outlived their rollouts; for metrics."""
+    """Number of threads of users' code in this process that have outlived their rollouts, for metrics."""
     return sum(pool.abandoned for pool in list(_user_pools))
 
 
 class LoopThread:
     """A daemon thread with an event loop that runs ``main`` to its end; ``main`` calls its argument once it is ready.
-    What it raises is kept in ``failure``: a thread's exception reaches nobody else."""
+    Its exception is kept in ``failure``."""
 
     def __init__(self, main: Callable[[Callable[[], None]], Coroutine[Any, Any, None]], *, name: str) -> None:
         self.loop: asyncio.AbstractEventLoop | None = None
@@ -238,7 +238,7 @@ class LoopThread:
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
     def start(self) -> None:
-        """Returns when ``main`` is ready, or has ended."""
+        """Start the thread; returns when ``main`` is ready or has ended."""
         self._thread.start()
         self._ready.wait()
 
@@ -247,19 +247,19 @@ class LoopThread:
         return self._thread.is_alive()
 
     def call(self, callback: Callable[..., Any], *args: Any) -> None:
-        """Call it on the loop, from any thread; not where the loop has not begun, or has ended."""
+        """Call ``callback`` on the loop, from any thread; no effect before the loop runs or after it has ended."""
         with suppress(RuntimeError):
             if self.loop is not None:
                 self.loop.call_soon_threadsafe(callback, *args)
 
     def blocked_at(self) -> str | None:
-        """Where a user's code runs on the loop now, if it does."""
+        """The place of users' code that runs on the loop now, or ``None``."""
         frame = sys._current_frames().get(self._thread.ident or 0)
         culprit = users_frame(stack_of(frame)) if frame is not None else None
         return f"{culprit.function} at {culprit.path}:{culprit.line}" if culprit is not None else None
 
     def join(self, timeout_s: float) -> bool:
-        """Wait for the end; ``False`` when it has not come, as always on the thread itself."""
+        """Wait for the thread's end; ``False`` after a timeout, and on the thread itself."""
         if self.alive and threading.current_thread() is not self._thread:
             self._thread.join(timeout_s)
         return not self.alive
@@ -279,11 +279,12 @@ class LoopThread:
         try:
             await self._main(self._ready.set)
         finally:
-            await _leave_behind()
+            await _cancel_other_tasks()
 
 
-async def _leave_behind() -> None:
-    """Cancel what else runs on this loop, and forget the tasks that ignore it: asyncio would wait for them for ever."""
+async def _cancel_other_tasks() -> None:
+    """Cancel the other tasks of this loop, and unregister tasks that ignore it: asyncio would wait for them for
+    ever."""
     others = asyncio.all_tasks() - {asyncio.current_task()}
     for task in others:
         task.cancel()
@@ -299,18 +300,18 @@ async def _leave_behind() -> None:
 
 
 def _place_of(task: asyncio.Task[Any]) -> str:
-    """Where a task waits: in a user's code, or else its innermost coroutine."""
+    """The place at which a task waits: in users' code, else in its innermost coroutine."""
     stack: list[Frame] = []
     waits: Any = task.get_coro()
-    while (frame := getattr(waits, "cr_frame", None)) is not None:
-        stack.insert(0, Frame(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_qualname))
+    while (inner := getattr(waits, "cr_frame", None)) is not None:
+        stack.insert(0, Frame(inner.f_code.co_filename, inner.f_lineno, inner.f_code.co_qualname))
         waits = waits.cr_await
-    found = users_frame(stack) or next(iter(stack), None)
-    return f"{found.function} at {found.path}:{found.line}" if found is not None else task.get_name()
+    frame = users_frame(stack) or next(iter(stack), None)
+    return f"{frame.function} at {frame.path}:{frame.line}" if frame is not None else task.get_name()
 
 
 def run_blocking(work: Coroutine[Any, Any, T]) -> T:
-    """The result of a coroutine, for code that is not async; also where the calling thread has a running loop."""
+    """The result of a coroutine, for synchronous code; also on a thread with a running loop."""
     try:
         asyncio.get_running_loop()
     except RuntimeError:

@@ -1,7 +1,6 @@
-"""A watch over this process by a child of it, which still runs when code here holds the interpreter lock.
+"""A watchdog: a child process that still runs when code in this process holds the interpreter lock (GIL).
 
-``watcher.py`` is the child's program. A thread of this process beats; nobody else has to. One child is enough for a
-process, whoever asks for it.
+``watcher.py`` is the child's program. One thread of this process sends heartbeats. A process has at most one child.
 """
 
 from __future__ import annotations
@@ -28,32 +27,34 @@ logger = logging.getLogger(__name__)
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-# A thread of the process writes its stack at this signal. Nobody uses a real-time signal from the end of their range.
+# A thread that gets this signal writes its stack. Real-time signals from the end of their range are rarely used.
 _STACK_SIGNAL = getattr(signal, "SIGRTMAX", 0) and signal.SIGRTMAX - 3
 
 
 def named(function: F, rollout_id: str) -> F:
-    """``function``, which shows in a stack as that of a rollout: names are all that a stack tells whoever looks at it
-    from outside."""
+    """A copy of ``function`` whose name has the rollout's id: names are all that another process sees of a stack."""
     assert isinstance(function, FunctionType)
     name = f"{ROLLOUT}{rollout_id}"
     code = function.__code__.replace(co_name=name, co_qualname=name)
-    made: Any = FunctionType(code, function.__globals__, name, function.__defaults__, function.__closure__)
-    return made
+    copy: Any = FunctionType(code, function.__globals__, name, function.__defaults__, function.__closure__)
+    return copy
 
 
 def stack_of(frame: FrameType) -> list[Frame]:
-    """Innermost first."""
+    """The frames of a stack, innermost first."""
     entries = traceback.walk_stack(frame)
     return [Frame(entry.f_code.co_filename, line or 0, entry.f_code.co_qualname) for entry, line in entries]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WatchSettings:
-    """``say_after_s``: seconds without a beat after which the place of what holds the lock is told. ``kill_after_s``:
-    seconds without a beat, or for which the event loop stands still, after which the process is killed; 0 is never.
-    ``verdict``: descriptor of a ``multiprocessing`` connection that gets the reason of a kill. ``signals``: end the
-    process at its second SIGINT, SIGTERM or SIGHUP that it cannot hear, also where no terminal sends them."""
+    """Limits of a watchdog.
+
+    ``say_after_s``: seconds without a heartbeat after which it prints the code that holds the lock. ``kill_after_s``:
+    seconds without a heartbeat, or of a blocked event loop, after which it kills the process; 0 is never. ``verdict``:
+    descriptor of a ``multiprocessing`` connection that gets the reason of a kill. ``signals``: kill the process at the
+    second SIGINT, SIGTERM or SIGHUP that it cannot handle, also without a terminal.
+    """
 
     say_after_s: float = 10.0
     kill_after_s: float = 0.0
@@ -76,8 +77,8 @@ class Watch:
         self._failed = False
 
     def beat(self, *, late_s: float, loop_thread: int) -> None:
-        """Say that Python code runs here; ``late_s`` is for how long the event loop of that thread (its native id) has
-        stood still. The first beat starts the child, where the process has none."""
+        """Send a heartbeat; ``late_s`` is the time for which the event loop of that thread (its native id) has been
+        blocked. The first one starts the child if the process has none."""
         global _active
         with _lock:
             _active = _active or self
@@ -88,11 +89,11 @@ class Watch:
                 self._start()
             except OSError as error:
                 self._failed = True
-                logger.warning("Code that holds the interpreter lock will not be noticed: %s", error)
+                logger.warning("Code that holds the interpreter lock will not be detected: %s", error)
                 return
         assert self._child is not None
         assert self._child.stdin is not None
-        with suppress(BlockingIOError, BrokenPipeError):  # it was killed, or is stopped: it has no say any more
+        with suppress(BlockingIOError, BrokenPipeError):  # the child was killed or is stopped
             os.write(self._child.stdin.fileno(), f"{late_s:.2f} {loop_thread}\n".encode())
 
     def stop(self) -> None:
@@ -133,10 +134,10 @@ class Watch:
         os.set_blocking(self._child.stdin.fileno(), False)
 
     def _register(self, number: int, descriptor: int, *, chain: bool = False) -> bool:
-        """Have the thread that a signal reaches write its stack; without ``chain`` where the signal is nobody's."""
+        """Have the thread that gets the signal write its stack; without ``chain`` only if the signal has no handler."""
         if not number or (not chain and signal.getsignal(number) is not signal.SIG_DFL):
             return False
-        os.set_blocking(descriptor, False)  # a handler that waits for a reader would be worse than no stack
+        os.set_blocking(descriptor, False)  # the handler must never block
         faulthandler.register(number, file=descriptor, all_threads=False, chain=chain)
         self._registered.append(number)
         return True

@@ -1,10 +1,10 @@
-"""The program of a watching child process, and how a stack is read.
+"""The program of the watchdog process, and functions on stacks.
 
 Code that holds Python's interpreter lock (GIL), such as a regular expression that backtracks, stops every thread and
-every signal handler of its process. Only another process still runs then: this one counts the seconds since the last
-beat, has the stuck thread write its stack (``faulthandler``, which needs no lock), and says in one sentence where it
-is. It kills a worker process after ``kill_after_s``, and any other after its second Ctrl-C. ``agl_slime.support.watch``
-starts it, by path and without ``site``: it imports the standard library alone.
+every signal handler of its process. This process counts the seconds since the last heartbeat, has the stuck thread
+write its stack (``faulthandler``, which needs no lock), and prints its place. It kills a worker process after
+``kill_after_s``, and any other after its second Ctrl-C. ``agl_slime.support.watch`` starts it by path and without
+``site``: it imports only the standard library.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ ROLLOUT = "rollout "
 _PACKAGE = str(Path(__file__).resolve().parents[1])
 _LIBRARY = str(Path(os.__file__).parent)
 _LOOK_S = 0.5
-_DEAF_AFTER_S = 2.0  # a process without a beat for so long cannot hear a signal
-_DUMP_S = 1.0  # a stack is written within milliseconds
+_DEAF_AFTER_S = 2.0  # a process without a heartbeat for this long cannot handle a signal
+_DUMP_S = 1.0  # limit for writing a stack, which takes milliseconds
 _MOST_THREADS = 64
-_SAMPLE_S = 0.2  # in which the thread that computes shows
-_STUCK = "No Python code runs in this process any more"
-_KILLED = "it is killed after %g s, and others try its rollouts again."
+_SAMPLE_S = 0.2  # for measuring the CPU time of threads
+_STUCK = "This process no longer runs Python code"
+_KILLED = "it is killed after %g s, and other workers retry its rollouts."
 _NOT_KILLED = (
     "no time limit reaches that: Ctrl-C twice ends the process, and --runners process:N replaces such workers "
     "(docs/scale.md)."
@@ -46,8 +46,8 @@ class Frame(NamedTuple):
 
 
 def users_frame(stack: Sequence[Frame]) -> Frame | None:
-    """The innermost frame (the stack begins with it) of code that is a user's: neither this package's, nor the standard
-    library's or an installed package's. ``None`` where there is none, or while a module is imported."""
+    """The innermost frame of users' code, which is neither this package's, the standard library's nor an installed
+    package's. ``stack`` is innermost first. ``None`` if there is none, or while a module is imported."""
     if any(frame.path.startswith("<frozen importlib") for frame in stack):
         return None
     return next((frame for frame in stack if _is_users(frame)), None)
@@ -67,8 +67,8 @@ def _is_users(frame: Frame) -> bool:
 
 
 class Watcher:
-    """See the module. ``pid`` is the process that is watched, ``signal_number`` makes a thread of it write its stack to
-    ``stacks``; ``heard`` gets something for each of its signals. ``verdict`` is where the reason of a kill goes."""
+    """Watches the process ``pid``. At ``signal_number`` a thread of it writes its stack to ``stacks``; it writes to
+    ``heard`` at each of its signals. ``verdict`` gets the reason of a kill."""
 
     def __init__(
         self,
@@ -88,19 +88,19 @@ class Watcher:
         self._silent_s = self._late_s = 0.0
         self._loop_thread = 0
         self._own_signals = self._its_signals = 0
-        self._described = self._answered = False  # in this silence
+        self._described = self._answered = False  # since the last heartbeat
 
     def note_signal(self) -> None:
-        """This process got the signal as well: a terminal sends it to both."""
+        """Count a signal to this process: a terminal sends it to both."""
         self._own_signals += 1
 
     def run(self) -> None:
-        """Watch until the process ends, or does not want to be watched any more."""
+        """Watch until the process ends or closes its end of the pipe."""
         before = time.monotonic()
         while os.getppid() == self._pid:
             ready, _, _ = select.select([self._beats, self._heard], [], [], _LOOK_S)
             now = time.monotonic()
-            # never more than a look's time: this process may have been stopped together with the other
+            # limited: this process may have been stopped together with the other
             self._silent_s += min(now - before, 2 * _LOOK_S)
             before = now
             if self._heard in ready:
@@ -118,16 +118,16 @@ class Watcher:
                 return
 
     def _judge(self) -> bool:
-        """Say and do what the silence calls for; whether the process was killed."""
+        """Print a warning, or kill the process, after the time without a heartbeat; returns whether it was killed."""
         signals = max(self._own_signals, self._its_signals)
         deaf = self._silent_s >= _DEAF_AFTER_S
         limit_s = self._kill_after_s
         if limit_s and self._silent_s >= limit_s:
             self._end(f"killed after {limit_s:g} s: {self._describe()}")
         elif limit_s and self._late_s >= limit_s:
-            self._end(f"killed: its event loop stood still for {self._late_s:.0f} s{self._place_of_loop()}")
+            self._end(f"killed: its event loop was blocked for {self._late_s:.0f} s{self._place_of_loop()}")
         elif not limit_s and deaf and signals >= 2:
-            _say(f"{self._describe()}: killed, as the second Ctrl-C could not be heard either.")
+            _say(f"{self._describe()}: killed, because it could not handle the second Ctrl-C either.")
             self._end()
         else:
             unheard = deaf and signals > 0 and not limit_s
@@ -136,12 +136,12 @@ class Watcher:
                 _say(f"{self._describe()}; {_KILLED % limit_s if limit_s else _NOT_KILLED}")
             if unheard and not self._answered:
                 self._answered = True
-                _say("Ctrl-C cannot be heard here: press it once more to kill the process and what it has started.")
+                _say("The process cannot handle Ctrl-C now: press it once more to kill the process and its children.")
             return False
         return True
 
     def _end(self, reason: str = "") -> None:
-        """Kill the process and all that it has started."""
+        """Kill the process and its descendants."""
         if self._verdict >= 0:
             from multiprocessing.connection import Connection
 
@@ -160,7 +160,7 @@ class Watcher:
             stack = self._stack_of(thread)
             place = _place(stack) or "native code without a Python frame"
             return f"{_STUCK}: {place} holds the interpreter lock"
-        # a call that waits while it holds the lock shows in no counter
+        # a call that waits while it holds the lock uses no CPU time
         stacks = (self._stack_of(thread) for thread in others[:_MOST_THREADS])
         places = [_place(stack) for stack in stacks if users_frame(stack)]
         among = f" ({', '.join(places[:3])}{' …' if len(places) > 3 else ''})" if places else ""
@@ -171,7 +171,7 @@ class Watcher:
         return f" in {place}" if place else ""
 
     def _threads(self) -> tuple[list[int], list[int]]:
-        """The ids of the threads that compute now, the busiest first, and of the others."""
+        """The ids of the threads that use the CPU now, busiest first, and of the others."""
         before = _running_s(self._pid)
         time.sleep(_SAMPLE_S)
         spent = {thread: now - before.get(thread, now) for thread, now in _running_s(self._pid).items()}
@@ -180,11 +180,11 @@ class Watcher:
         return busy, ranked[len(busy) :]
 
     def _stack_of(self, thread: int) -> list[Frame]:
-        """The stack that a thread writes of itself, innermost frame first; empty where it has none."""
+        """The stack that a thread writes at a signal, innermost frame first; empty if it has none."""
         if not self._signal_number:
             return []
         if select.select([self._stacks], [], [], 0.0)[0]:
-            _read(self._stacks)  # of one that came too late
+            _read(self._stacks)  # an earlier stack that came too late
         if not _send(self._pid, thread, self._signal_number):
             return []
         text, wait_s = b"", _DUMP_S
@@ -199,7 +199,7 @@ class Watcher:
 
 
 def _place(stack: Sequence[Frame]) -> str:
-    """The innermost of a user's frames, or else the innermost one, and the rollout that it belongs to."""
+    """The innermost frame of users' code, else the innermost frame, and its rollout."""
     frame, rollout = users_frame(stack) or next(iter(stack), None), rollout_in(stack)
     if frame is None:
         return ""
@@ -216,7 +216,7 @@ def _read(descriptor: int) -> bytes:
 
 
 def _stat(path: str) -> list[str]:
-    """The fields of a ``stat`` file behind the name; none where there is no such file, as on macOS."""
+    """The fields of a ``stat`` file after the process name; none without such a file, as on macOS."""
     try:
         return Path(path).read_text().rpartition(")")[2].split()
     except OSError:
@@ -224,7 +224,7 @@ def _stat(path: str) -> list[str]:
 
 
 def _running_s(pid: int) -> dict[int, float]:
-    """For how long each thread has run, or has waited for a core, in seconds."""
+    """Seconds that each thread has run or waited for a core."""
     try:
         threads = os.listdir(f"/proc/{pid}/task")
     except OSError:
@@ -242,14 +242,14 @@ def _descendants(pid: int) -> list[int]:
         parents = {int(name): _stat(f"/proc/{name}/stat") for name in os.listdir("/proc") if name.isdigit()}
     except OSError:
         return []
-    found = [pid]
-    for one in found:
-        found += [child for child, fields in parents.items() if fields and int(fields[1]) == one]
-    return found[1:]
+    family = [pid]
+    for parent in family:
+        family += [child for child, fields in parents.items() if fields and int(fields[1]) == parent]
+    return family[1:]
 
 
 def _send(pid: int, thread: int, number: int) -> bool:
-    """A signal to one thread."""
+    """Send a signal to one thread."""
     import ctypes
 
     send: Callable[..., int] | None = getattr(ctypes.CDLL(None), "tgkill", None)
@@ -257,7 +257,7 @@ def _send(pid: int, thread: int, number: int) -> bool:
 
 
 def main(arguments: Sequence[str]) -> None:
-    """``PID BEATS STACKS HEARD VERDICT SIGNAL SAY_AFTER_S KILL_AFTER_S``: descriptors, and -1 for no verdict."""
+    """Arguments: PID BEATS STACKS HEARD VERDICT SIGNAL SAY_AFTER_S KILL_AFTER_S; descriptors, -1 for no verdict."""
     pid, beats, stacks, heard, verdict, number = map(int, arguments[:6])
     watcher = Watcher(
         pid=pid,

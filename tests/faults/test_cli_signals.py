@@ -65,7 +65,7 @@ def test_ctrl_c_in_the_middle_of_an_iteration(policy_dir: Path, tmp_path: Path) 
         assert (code, "Traceback" in run.text) == (130, False), run.text
         assert took < WITHIN_S, run.text
         assert gone([engine], 1.0)
-    assert run.lines[-1] == "Interrupted; what was written is kept."
+    assert run.lines[-1] == "Interrupted; written files are kept."
     check_interrupted(tmp_path / "out", run.text)
 
 
@@ -117,7 +117,7 @@ def test_ctrl_c_in_this_process(
     assert ended - interrupted[0] < WITHIN_S, said
     [engine] = engines
     assert gone([engine], 1.0)
-    assert said.err == "Interrupted; what was written is kept.\n"
+    assert said.err == "Interrupted; written files are kept.\n"
     assert threads_of_ours() == []
     check_interrupted(tmp_path / "out", said.out)
 
@@ -149,7 +149,7 @@ def test_a_signal_while_it_starts(number: signal.Signals, tmp_path: Path) -> Non
         assert (code, "Traceback" in run.text) == (130, False), run.text
         assert took < WITHIN_S, run.text
         assert gone(children, 1.0)
-    assert run.lines[-1] == "Interrupted; what was written is kept."
+    assert run.lines[-1] == "Interrupted; written files are kept."
 
 
 @pytest.mark.slow
@@ -228,13 +228,13 @@ def test_a_reward_that_holds_the_lock_is_named_and_ends(
     (tmp_path / "agent.py").write_text(BACKTRACKING)
     flags = ("--agent", f"{tmp_path / 'agent.py'}:Agent", "--eval-interval", "0")
     with train("--model-path", policy_dir, "--output-dir", tmp_path / "out", *flags) as run:
-        run.until("No Python code runs in this process any more: compute_reward() of rollout ro-")
+        run.until("This process no longer runs Python code: compute_reward() of rollout ro-")
         assert f" at {tmp_path / 'agent.py'}:7 holds the interpreter lock; " in run.text
         assert run.text.count("holds the interpreter lock") == 1
         children, watchers = run.children(), run.watchers()
         assert len(children) == len(watchers) == 1
         run.process.send_signal(number)
-        run.until("Ctrl-C cannot be heard here")
+        run.until("The process cannot handle Ctrl-C now")
         run.process.send_signal(number)
         code, took = run.end()
         assert code == -signal.SIGKILL

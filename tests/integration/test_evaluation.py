@@ -126,7 +126,7 @@ def test_a_changed_reward_or_template_is_another_evaluation(
     assert (reward, "0 new samples" in text, directories) == (0.25, False, 1)
     reward, text, directories = again()
     assert (reward, directories) == (0.25, 1)
-    assert "0 new samples: the figures are of 2 samples that were taken before" in text
+    assert "0 new samples: the figures are of 2 earlier samples" in text
     os.utime(model / "model.safetensors", (1, 1))  # as a copy of the model has
     assert again()[1:] == (text, 1)
 

@@ -24,7 +24,7 @@ from agl_slime.runner.base import RunnerSettings
 from agl_slime.runner.thread import RunnerThread
 from agl_slime.store.bridge import BridgeStore
 from agl_slime.support.agl import LLM, EnqueueRolloutRequest, LitAgent
-from agl_slime.support.net import bypass_proxies, past_proxies
+from agl_slime.support.net import bypass_proxies, hosts_behind_proxy
 from tests.gateway_cases import engine_saying, in_thread
 from tests.trace_tokenizers import small_tokenizer
 from tests.unit.test_report_alarms import healthy
@@ -128,7 +128,7 @@ def test_clients_of_this_package_do_not_ask_the_proxy(server: str) -> None:
             assert (await client.models.list()).data == []
 
     asyncio.run(ask())
-    assert past_proxies() == ["127.0.0.1", "localhost"]  # none of them has needed it
+    assert hosts_behind_proxy() == ["127.0.0.1", "localhost"]  # none of them has needed it
 
 
 def test_what_no_proxy_lists_already_stays(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -97,7 +97,7 @@ async def test_a_finished_run_is_replaced_by_name_only(
     caplog.clear()
     with caplog.at_level(logging.WARNING):
         await train(run, engine, num_iterations=2, resume=True, **slower)
-    assert "These settings differ from those that the run began with: local.lr." in caplog.text
+    assert "These settings have changed since the run began: local.lr." in caplog.text
     await train(run, engine, num_iterations=1, overwrite=True)
     assert len((run / "metrics.jsonl").read_text().splitlines()) == 1
 
@@ -108,7 +108,9 @@ async def test_a_ledger_that_is_gone_is_said_before_anything_is_cut(tmp_path: Pa
     for path in run.glob("ledger.sqlite*"):
         path.unlink()
     before = content(run)
-    with pytest.raises(ConfigError, match=r"ledger\.sqlite is missing or does not know its checkpoint of iteration 1"):
+    with pytest.raises(
+        ConfigError, match=r"ledger\.sqlite is missing or has no record of the checkpoint of iteration 1"
+    ):
         await train(run, engine, num_iterations=2, resume=True)
     assert content(run) == before
 

@@ -237,7 +237,7 @@ async def test_malformed_http_is_a_line_of_the_log_and_no_traceback(
     assert all(SECRET.decode() not in line.getMessage() for line in lines)
     assert all(len(line.getMessage()) < 300 for line in lines)
     if name not in ("TLS", "no whole body"):  # which a server of the internet sees all day
-        assert ["127.0.0.1 sent what is no HTTP" in line.getMessage() for line in lines] == [True]
+        assert ["127.0.0.1 sent malformed HTTP" in line.getMessage() for line in lines] == [True]
 
 
 @pytest.mark.parametrize("path", [BATCH_PATH, FEED_PATH, "/v1/agl/queues/rollouts/enqueue"])

@@ -21,7 +21,7 @@ import agl_slime.run.algorithm
 from agl_slime import BridgeStore, ConcurrentRunner, SlimeAlgorithm
 from agl_slime.demo.agent import LookupAgent
 from agl_slime.errors import ConfigError
-from agl_slime.support.agl import LLM, LightningStoreServer, NamedResources, Rollout, otlp_goes_astray
+from agl_slime.support.agl import LLM, LightningStoreServer, NamedResources, Rollout, otlp_export_misses_store
 
 agl_trainer = pytest.importorskip("agentlightning.trainer")
 execution = pytest.importorskip("agentlightning.execution.shared_memory")
@@ -94,10 +94,6 @@ def test_settings_of_the_trainer_or_the_agent_are_refused(settings: dict[str, An
         SlimeAlgorithm(model_path="/model", trainer=trainer, **settings)
 
 
-def test_torchs_threads_stay_those_of_the_program():
-    assert SlimeAlgorithm(model_path="/model", trainer="local").config.local.torch_threads is None
-
-
 async def test_an_empty_data_set_is_refused(policy_dir: Path):
     algorithm = SlimeAlgorithm(model_path=policy_dir, trainer="local")
     algorithm.set_store(BridgeStore())
@@ -117,7 +113,7 @@ async def test_what_of_agent_lightnings_own_would_lose_rollouts_is_said_before_t
     algorithm, trainer, proxy = SlimeAlgorithm(model_path=policy_dir, trainer="local"), Other(), Other()
     algorithm.set_trainer(trainer)  # type: ignore[arg-type]
     algorithm.set_store(LightningStoreServer(BridgeStore(), host="127.0.0.1", port=9))
-    monkeypatch.setattr(agl_slime.run.algorithm, "otlp_goes_astray", lambda: True)
+    monkeypatch.setattr(agl_slime.run.algorithm, "otlp_export_misses_store", lambda: True)
     with pytest.raises(ConfigError, match=r"opentelemetry-exporter-otlp-proto-http<1\.45"):
         await algorithm.run(make_tasks(1, 1))
     algorithm.set_llm_proxy(proxy)  # type: ignore[arg-type]
@@ -126,7 +122,7 @@ async def test_what_of_agent_lightnings_own_would_lose_rollouts_is_said_before_t
 
 
 def test_where_spans_go_that_agent_lightning_exports(monkeypatch: pytest.MonkeyPatch):
-    """To the address that it names, or as ``otlp_goes_astray`` says."""
+    """To the address that it names, or as ``otlp_export_misses_store`` says."""
     asked: list[str] = []
 
     class Collector(http.server.BaseHTTPRequestHandler):
@@ -147,7 +143,7 @@ def test_where_spans_go_that_agent_lightning_exports(monkeypatch: pytest.MonkeyP
         span.end()
         exporter.export([span])  # type: ignore[list-item]
         collector.shutdown()
-    assert asked == ["/default" if otlp_goes_astray() else "/store"]
+    assert asked == ["/default" if otlp_export_misses_store() else "/store"]
 
 
 @pytest.mark.slow

@@ -7,6 +7,7 @@ import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -123,8 +124,8 @@ def test_loss_gradient_and_metrics_are_those_of_one_sample_at_a_time(
     aggregation: str,
 ):
     ours = trainers[checkpointing]
-    sizes: dict[str, Any] = {"max_tokens_per_microbatch": microbatch, "max_tokens_per_logits_chunk": chunk}
-    ours.settings = replace(ours.settings, aggregation=aggregation, **sizes)  # type: ignore[arg-type]
+    changes: dict[str, Any] = {"max_tokens_per_microbatch": microbatch, "aggregation": aggregation}
+    ours.settings = replace(ours.settings, **changes)
     seen: list[torch.Tensor] = []
 
     def record(*_: Any) -> None:
@@ -136,7 +137,8 @@ def test_loss_gradient_and_metrics_are_those_of_one_sample_at_a_time(
     theirs = torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
     hook = ours._optimizer.register_step_pre_hook(record)
     try:
-        metrics = ours.train(samples, iteration=0)
+        with mock.patch("agl_slime.trainers.local.trainer.LOGITS_CHUNK", chunk):
+            metrics = ours.train(samples, iteration=0)
         if recompute:  # the pass before the steps finds the same
             ours.settings = replace(ours.settings, old_log_probs="recompute")
             before = ours.train(samples, iteration=0)

@@ -82,9 +82,8 @@ class CpuTrainActor(TrainRayActor):
             model_path=args.hf_checkpoint,
             # the rewards in slime's batch are advantages already; log-probs are of the whole batch before any step, as
             # Megatron's are
-            settings=LocalTrainerSettings(
-                temperature=args.rollout_temperature, rewards_normalization=False, old_log_probs="recompute"
-            ),
+            settings=LocalTrainerSettings(rewards_normalization=False, old_log_probs="recompute"),
+            temperature=args.rollout_temperature,
         )
         self.version = 0
         latest = Path(args.load or "") / "latest_checkpointed_iteration.txt"  # Megatron's name

@@ -53,7 +53,7 @@ def entered(root: Path, *path: Path) -> dict[str, tuple[int, str]]:
 
 def judge(found: dict[str, tuple[int, str]], version: str, name: str, places: str) -> None:
     code, output = found["hooks"]
-    sentence = f"{version} has no {name}: looked for it in {places}; known are"
+    sentence = f"{version} has no {name}: looked for it in {places}; supported are"
     assert code == 1
     assert f"UnknownVersionError: {sentence}" in output
     code, output = found["train.py"]
@@ -83,7 +83,7 @@ def test_a_slime_whose_samples_have_no_id_for_siblings_is_refused(tmp_path: Path
         (tmp_path / "slime" / f"{place}.py").write_text(source.replace("rollout_id", "group_id"))
     code, output = entered(tmp_path)["hooks"]
     assert code == 1
-    assert "has no rollout_id: it came with v0.3.1; known are v0.3.1," in output
+    assert "has no rollout_id, new in v0.3.1; supported are v0.3.1," in output
 
 
 def test_the_other_package_of_that_name_counts_as_no_slime(tmp_path: Path):

@@ -75,7 +75,7 @@ DUPLICATE = '{"error": {"message": "Duplicate request ID detected: 12ab"}}'
 def test_each_status_has_its_verdict(status: int, body: str, error: type[EngineError], retry: bool) -> None:
     refused = refusal(status, body, where="http://h:1/generate")
     assert type(refused) is error
-    assert refused.may_pass is retry
+    assert refused.transient is retry
     assert refused.status == status
     assert f"HTTP {status}" in str(refused)
     assert "http://h:1/generate" in str(refused)
@@ -124,7 +124,7 @@ def test_context_limit_only_from_the_total_refusal() -> None:
 def test_each_exception_has_its_verdict(exc: Exception, error: type[EngineError], retry: bool) -> None:
     found = engine_error(exc)
     assert type(found) is error
-    assert found.may_pass is retry
+    assert found.transient is retry
 
 
 def test_a_programming_error_is_not_the_engines() -> None:

@@ -15,7 +15,7 @@ import tyro
 
 import agl_slime
 from agl_slime.cli import COMMANDS
-from agl_slime.run.flags import without_environment
+from agl_slime.run.flags import split_env_flags
 from agl_slime.run.settings import TrainConfig
 
 ROOT = Path(__file__).parents[2]
@@ -62,7 +62,7 @@ def test_every_command_has_flags_that_exist(page: Path, monkeypatch: pytest.Monk
             continue
         at = words.index("--") if "--" in words else len(words)
         try:
-            config = tyro.cli(TrainConfig, args=without_environment(words[2:at])[0])
+            config = tyro.cli(TrainConfig, args=split_env_flags(words[2:at])[0])
         except SystemExit:
             pytest.fail(f"{page.name}: {command}")
         assert is_dataclass(config)

@@ -35,7 +35,7 @@ def test_a_machine_that_can_train_has_nothing_that_fails() -> None:
     ("package", "version", "name", "says"),
     [
         ("torch", None, "torch", 'pip install "agl-slime[local]"'),
-        ("agentlightning", "1.0.2", "Agent Lightning", 'here belongs 0.3: pip install "agentlightning<1"'),
+        ("agentlightning", "1.0.2", "Agent Lightning", 'install 0.3: pip install "agentlightning<1"'),
         ("agentlightning", None, "Agent Lightning", 'pip install "agentlightning>=0.3,<1"'),
     ],
 )  # fmt: skip
@@ -76,4 +76,4 @@ def test_an_error_at_the_start_points_to_it(
     monkeypatch.setattr("agl_slime.run.models.smollm2_directory", lambda: None)
     monkeypatch.setattr("agl_slime.run.models.require_gguf", missing)
     assert main(["train", "--model", "smollm2"]) == 2
-    assert "`agl-slime doctor` says" in capsys.readouterr().err
+    assert "`agl-slime doctor` checks" in capsys.readouterr().err

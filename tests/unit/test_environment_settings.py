@@ -14,7 +14,7 @@ from agl_slime.errors import ConfigError
 from agl_slime.report.files import RunDir, dump
 from agl_slime.run import evaluate, parts
 from agl_slime.run.evaluate import EvalConfig
-from agl_slime.run.flags import without_environment
+from agl_slime.run.flags import split_env_flags
 from agl_slime.run.settings import TrainConfig
 from agl_slime.support.files import write_file
 
@@ -26,7 +26,7 @@ def no_python(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_settings_of_the_environment_are_taken_out_of_the_command_line_in_every_form() -> None:
     line = ["--env", "a", "--env.x.y", "1", "--env.z=2", "--seed", "3", "--env.switch", "--env-tasks", "4"]
-    own, of_env = without_environment(line)
+    own, of_env = split_env_flags(line)
     assert own == ["--env", "a", "--seed", "3", "--env-tasks", "4"]
     assert of_env == ("--env.x.y", "1", "--env.z=2", "--env.switch")
 

@@ -38,7 +38,7 @@ def test_a_validation_whose_rollouts_failed_is_not_the_best(tmp_path: Path, capl
         (validated(2, 0.5, failed=0), 2, ""),
         (validated(3, None, failed=16), 2, ""),
         (validated(4, 1.0, failed=15), 2, "is not compared"),
-        (validated(5, 0.6, failed=1), 5, "(0.600 of 15/16), of another share of failed rollouts than before"),
+        (validated(5, 0.6, failed=1), 5, "(0.600 of 15/16), with another share of failed rollouts than before"),
         (validated(6, 0.7, failed=1), 6, ""),
     ):
         caplog.clear()

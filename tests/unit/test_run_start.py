@@ -34,13 +34,13 @@ async def start(config: TrainConfig, described: EngineDescription | None = None,
     parts = RunParts(tasks=[{}], held_out=held_out)
     with run_directory(config) as pending:
         begins = await find_start(config, parts, pending.run, described, Console(file=io.StringIO()))
-        pending.begin(begins.noted)
+        pending.begin(begins.record)
         return begins.model
 
 
 async def test_weights_that_somebody_has_pushed_are_no_start(tmp_path: Path) -> None:
     config = TrainConfig(output_dir=tmp_path / "run", sglang_url="http://x:1")
-    with pytest.raises(ConfigError, match=r"version '7', which somebody has pushed; name the model to start from"):
+    with pytest.raises(ConfigError, match=r"version '7', which were pushed to it; name the model to start from"):
         await start(config, served(LOOKUP_POLICY, "7"))
     assert await start(config, served(LOOKUP_POLICY, "default")) == LOOKUP_POLICY.resolve()
 
@@ -54,7 +54,7 @@ async def test_a_resumed_run_goes_on_with_its_own_model(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=f"began with the model at {model}: leave --model-path out"):
         await start(TrainConfig(**first, resume=True, model_path=LOOKUP_POLICY))
     shutil.rmtree(model)
-    with pytest.raises(ConfigError, match="which is there no more"):
+    with pytest.raises(ConfigError, match="which no longer exists"):
         await start(again, served(LOOKUP_POLICY, "12"))
 
 
@@ -140,7 +140,7 @@ def test_what_a_run_without_a_checkpoint_has_written_is_kept(tmp_path: Path, cap
         run.checkpoints.mkdir()
         with caplog.at_level(logging.WARNING):
             set_aside(run)
-        assert f"begins again; what it has written is in {tmp_path}/before-{n}" in caplog.text
+        assert f"begins again; its earlier files are in {tmp_path}/before-{n}" in caplog.text
         assert not run.metrics.exists()
         assert (tmp_path / f"before-{n}" / "metrics.jsonl").read_text() == f"metrics {n}"
     caplog.clear()
@@ -154,7 +154,7 @@ def test_a_model_without_a_usable_tokenizer_is_refused(tmp_path: Path) -> None:
         (bare / name).unlink()
     config = json.loads((small / "config.json").read_text())
     (small / "config.json").write_text(json.dumps({**config, "vocab_size": 200}))
-    for model, says in ((bare, "holds no tokenizer"), (small, "up to id 453, and its config.json a vocabulary of 200")):
+    for model, says in ((bare, "has no tokenizer"), (small, "up to id 453, and its config.json a vocabulary of 200")):
         with pytest.raises(ConfigError, match=f"^--model-path {model}: .*{says}"):
             check_tokenizer(model, load_tokenizer(model))
     check_tokenizer(LOOKUP_POLICY, load_tokenizer(LOOKUP_POLICY))

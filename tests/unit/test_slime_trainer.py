@@ -98,7 +98,6 @@ def test_what_the_loop_would_not_follow_is_refused_after_the_dashes(given: dict[
         ({"save_interval": 5}, "--save-interval"),
         ({"drop_zero_variance": True}, "--drop-zero-variance"),
         ({"local": LocalTrainerSettings(lr=1e-3)}, "--local.lr 0.001"),
-        ({"local": LocalTrainerSettings(torch_threads=2)}, "--local.torch-threads 2"),
     ],
 )
 def test_settings_that_slime_would_not_follow_are_refused(given: dict[str, Any], named: str):  # fault 6

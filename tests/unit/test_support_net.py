@@ -36,7 +36,7 @@ def test_only_the_token_opens(header):
 
 @pytest.mark.parametrize("host", ["203.0.113.7", "no-such-host.invalid", "x" * 70])
 def test_an_address_of_another_machine_is_named_before_anything_listens(host: str) -> None:
-    with pytest.raises(ConfigError, match=f"host '{host}' is no address of this machine"):
+    with pytest.raises(ConfigError, match=f"host '{host}' is not an address of this machine"):
         StoreService(store=BridgeStore(), host=host, token="t" * 20)
     for own in ("127.0.0.1", "0.0.0.0", "localhost"):
         StoreService(store=BridgeStore(), host=own, token="t" * 20)

@@ -11,7 +11,7 @@ torch = pytest.importorskip("torch")
 from transformers import AutoModelForCausalLM  # noqa: E402
 
 from agl_slime.errors import ConfigError, TrainerError  # noqa: E402
-from agl_slime.support.files import seal  # noqa: E402
+from agl_slime.support.files import write_checksums  # noqa: E402
 from agl_slime.trainers import LocalTrainer, LocalTrainerSettings  # noqa: E402
 from agl_slime.types import Sample  # noqa: E402
 from tests.trainer_cases import flat, trainer, weights  # noqa: E402
@@ -94,14 +94,14 @@ def untimed(metrics: dict[str, float]) -> dict[str, float]:
 
 
 def test_training_goes_on_after_load_bit_for_bit(policy: Path, samples: list[Sample], tmp_path: Path):
-    settings = LocalTrainerSettings(warmup_steps=10, kl_coef=0.1, weight_decay=0.01, seed=3)
-    straight = trainer(policy, settings)
+    settings = LocalTrainerSettings(warmup_steps=10, kl_coef=0.1, weight_decay=0.01)
+    straight = trainer(policy, settings, seed=3)
     for iteration in range(2):
         straight.train(samples, iteration=iteration)
     straight.save(tmp_path / "state")
     expected = [untimed(straight.train(samples, iteration=iteration)) for iteration in (2, 3)]
 
-    resumed = trainer(policy, settings)
+    resumed = trainer(policy, settings, seed=3)
     resumed.load(tmp_path / "state")
     assert (resumed.iteration, resumed.steps) == (1, 8)
     assert [untimed(resumed.train(samples, iteration=iteration)) for iteration in (2, 3)] == expected
@@ -137,7 +137,7 @@ def test_loading_what_is_not_there_or_broken_changes_nothing(policy: Path, sampl
     with pytest.raises(TrainerError, match="cannot be read"):
         ours.load(tmp_path / "state")
     torch.save({"format": 0}, tmp_path / "state" / "trainer_state.pt")
-    seal(tmp_path / "state")
+    write_checksums(tmp_path / "state")
     with pytest.raises(TrainerError, match="format"):
         ours.load(tmp_path / "state")
     assert all(torch.equal(tensor, before[name]) for name, tensor in weights(ours.model).items())

@@ -18,10 +18,9 @@ from agl_slime.types import Sample  # noqa: E402
 from tests.trainer_policy import VOCABULARY, make_model, response_log_probs, save_policy  # noqa: E402
 
 
-def trainer(policy: Path, **settings: Any) -> LocalTrainer:
-    return LocalTrainer(
-        model_path=policy, settings=LocalTrainerSettings(**{"lora_rank": 4, "lr": 1e-2, "n_minibatches": 2, **settings})
-    )
+def trainer(policy: Path, *, seed: int = 0, **settings: Any) -> LocalTrainer:
+    all_settings = LocalTrainerSettings(**{"lora_rank": 4, "lr": 1e-2, "n_minibatches": 2, **settings})
+    return LocalTrainer(model_path=policy, settings=all_settings, seed=seed)
 
 
 def adapters(ours: LocalTrainer) -> torch.Tensor:

@@ -66,12 +66,15 @@ def body_calls(ours: LocalTrainer) -> list[tuple[int, bool]]:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_uneven_samples_have_the_log_probs_of_the_whole_model(name: str, tmp_path: Path) -> None:
+def test_uneven_samples_have_the_log_probs_of_the_whole_model(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     config, packed = MODELS[name]
     torch.manual_seed(0)
     model: PreTrainedModel = Auto.from_config(config).eval()
     model.save_pretrained(tmp_path)
-    ours = trainer(tmp_path, max_tokens_per_logits_chunk=7)
+    monkeypatch.setattr("agl_slime.trainers.local.trainer.LOGITS_CHUNK", 7)
+    ours = trainer(tmp_path)
     seen = body_calls(ours)
     found = ours.train(make_samples(model, prompt_lengths=(1, 60)), iteration=0)
     assert found["train/logprob_diff_max"] < 1e-4
@@ -192,19 +195,11 @@ def test_threads_by_the_size_of_the_model(monkeypatch: pytest.MonkeyPatch) -> No
     assert chosen == [1, 6, 4, 3]
 
 
-def test_the_runs_temperature_and_seed_are_the_trainers() -> None:
-    with pytest.raises(ConfigError, match=r"--local\.temperature 0\.7: .*--temperature 1\.0"):
-        TrainConfig(local=LocalTrainerSettings(temperature=0.7))
-    assert TrainConfig(temperature=0.7, local=LocalTrainerSettings(temperature=0.7)).temperature == 0.7
-
-
-def test_the_trainers_own_seed_is_kept(policy: Path) -> None:
+def test_the_runs_temperature_and_seed_are_the_trainers(policy: Path) -> None:
     from agl_slime.run.local import _make_trainer
 
-    for given, kept in ((None, 5), (0, 0), (3, 3)):
-        config = TrainConfig(seed=5, temperature=0.5, local=LocalTrainerSettings(seed=given))
-        settings = _make_trainer(config, policy).settings
-        assert (settings.seed, settings.temperature) == (kept, 0.5)
+    made = _make_trainer(TrainConfig(seed=5, temperature=0.5), policy)
+    assert (made._seed, made._temperature) == (5, 0.5)
 
 
 def test_lora_without_peft_says_what_to_install(policy: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -109,11 +109,11 @@ def test_loss_and_gradient_equal_trls(tmp_path: Path, loss_type: str, aggregatio
         grad_clip=math.inf,
         clip=CLIP,
         clip_high=CLIP_HIGH,
-        temperature=TEMPERATURE,
         kl_coef=beta,
         aggregation=aggregation,
     )
-    ours = LocalTrainer(model_path=save_policy(tmp_path / "start", seed=0), settings=settings)
+    start = save_policy(tmp_path / "start", seed=0)
+    ours = LocalTrainer(model_path=start, settings=settings, temperature=TEMPERATURE)
     ours.model.load_state_dict(moved.state_dict())
     seen: list[dict[str, torch.Tensor]] = []
     ours._optimizer.register_step_pre_hook(

@@ -19,7 +19,7 @@ from agl_slime.trainers.local.settings import LocalTrainerSettings
 _ADAPTER = "default"
 
 
-def add_adapters(model: PreTrainedModel, settings: LocalTrainerSettings) -> None:
+def add_adapters(model: PreTrainedModel, settings: LocalTrainerSettings, *, seed: int = 0) -> None:
     """Put LoRA adapters (arXiv:2106.09685) into ``model`` and freeze everything else. They begin as no change at all.
 
     Raises:
@@ -40,7 +40,7 @@ def add_adapters(model: PreTrainedModel, settings: LocalTrainerSettings) -> None
         target_modules=list(settings.lora_targets) or "all-linear",
     )
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(settings.seed or 0)
+        torch.manual_seed(seed)
         try:
             inject_adapter_in_model(config, model, _ADAPTER)
         except ValueError as error:

@@ -40,9 +40,6 @@ class LocalTrainerSettings:
     """Coefficient of the KL divergence to the start policy; above 0 a frozen copy of it is kept in memory."""
     aggregation: Literal["token", "rollout"] = "token"
     """Loss aggregation: every token weighs the same, or every rollout (slime's default)."""
-    temperature: float | None = None
-    """The sampling temperature of the rollouts: log-probs are those of ``softmax(logits / temperature)``. Unset it is
-    the run's, or 1."""
     old_log_probs: Literal["engine", "recompute"] = "engine"
     """Old log-probs of the PPO ratio: the engine's, or the trainer's own before the first step."""
     off_policy: Literal["none", "tis", "icepop"] = "none"
@@ -67,31 +64,24 @@ class LocalTrainerSettings:
     """Names of the layers that get adapters, as ``q_proj``; by default all linear layers but the output layer."""
     max_tokens_per_microbatch: int = 4096
     """Tokens per forward pass, a shared prompt counted once; bounds memory, does not change the result."""
-    max_tokens_per_logits_chunk: int = 512
-    """Sampled tokens whose logits, over the whole vocabulary, are in memory at once; does not change the result."""
+
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, a third more time, same result."""
     compute_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Dtype of the layers' computation; weights, log-probs and the optimizer stay float32. auto is bfloat16 on a CUDA
     device that has it, else float32, the embedded engine's dtype."""
-    torch_threads: int | Literal["auto"] | None = None
-    """torch's CPU threads, set for the whole process; unset leaves them alone. auto, the command line's default, is 1
-    for small models, which are slower with more, and the cores of this machine for others."""
+
     device: str = "cpu"
     """A torch device, such as ``cpu`` or ``cuda:0``; ``auto`` is ``cuda`` where there is one."""
-    seed: int | None = None
-    """Seed of the order in which rollouts are divided among minibatches, and of new adapters. Unset it is the run's, or
-    0."""
 
     def __post_init__(self) -> None:
         check_ranges(
             self,
-            ("lr lora_alpha temperature", lambda value: 0 < value < math.inf, "above 0"),
+            ("lr lora_alpha", lambda value: 0 < value < math.inf, "above 0"),
             ("weight_decay kl_coef", lambda value: 0 <= value < math.inf, "at least 0"),
-            ("warmup_steps seed lora_rank", lambda value: value >= 0, "at least 0"),
+            ("warmup_steps lora_rank", lambda value: value >= 0, "at least 0"),
             ("n_minibatches epochs", lambda value: value >= 1, "at least 1"),
-            ("max_tokens_per_microbatch max_tokens_per_logits_chunk", lambda value: value >= 1, "at least 1"),
-            ("torch_threads", lambda value: value == "auto" or value >= 1, "at least 1, or 'auto'"),
+            ("max_tokens_per_microbatch", lambda value: value >= 1, "at least 1"),
             ("compute_dtype", ("auto", "float32", "bfloat16").__contains__, "'auto', 'float32' or 'bfloat16'"),
             ("betas", lambda value: len(value) == 2 and all(0 <= beta < 1 for beta in value), "two numbers in [0, 1)"),
             ("grad_clip", lambda value: value > 0, "above 0 (inf for no clipping)"),

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 from weakref import finalize
 
 import numpy as np
@@ -23,7 +23,7 @@ try:
 except ImportError as error:
     raise MissingDependencyError('the local trainer needs torch: pip install "agl-slime[local]"') from error
 
-from agl_slime.support.files import check_seal, seal, whole_directory
+from agl_slime.support.files import verify_checksums, whole_directory, write_checksums
 from agl_slime.support.memory import return_freed_memory
 from agl_slime.support.threads import ThreadPool
 from agl_slime.trainers.base import TokenScores
@@ -43,6 +43,7 @@ from agl_slime.trainers.local.model import (
 from agl_slime.trainers.local.settings import LocalTrainerSettings, WeightsDtype
 from agl_slime.types import Sample, flat_samples
 
+LOGITS_CHUNK = 512  # sampled tokens whose logits, over the whole vocabulary, are in memory at once
 _STATE_FILE = "trainer_state.pt"
 _STATE_FORMAT = 1
 
@@ -59,11 +60,28 @@ class LocalTrainer:
     call the methods; they run in one of the trainer's own, one after another: the C library keeps the freed memory of
     each thread for that thread, so that steps in ever other threads would need it several times."""
 
-    def __init__(self, *, model_path: str | os.PathLike[str], settings: LocalTrainerSettings | None = None) -> None:
-        """Load the start policy from the Hugging Face checkpoint in the directory ``model_path``; raises
-        ``ConfigError`` when there is no usable one, or no such device, ``MissingDependencyError`` without peft for
-        LoRA."""
+    def __init__(
+        self,
+        *,
+        model_path: str | os.PathLike[str],
+        settings: LocalTrainerSettings | None = None,
+        temperature: float = 1.0,
+        seed: int = 0,
+        torch_threads: int | Literal["auto"] | None = None,
+    ) -> None:
+        """Load the start policy from the Hugging Face checkpoint in the directory ``model_path``.
+
+        Args:
+            temperature: the rollouts' sampling temperature: log-probs are of ``softmax(logits / temperature)``.
+            seed: seed of the order in which rollouts are divided among minibatches, and of new adapters.
+            torch_threads: torch's CPU threads, for the whole process; ``None`` leaves them alone. ``"auto"`` is 1 for
+                small models, which are slower with more, else the number of cores.
+
+        Raises ``ConfigError`` when there is no usable checkpoint or no such device, ``MissingDependencyError`` without
+        peft for LoRA.
+        """
         self.settings = settings or LocalTrainerSettings()
+        self._temperature, self._seed, self._torch_threads = temperature, seed, torch_threads
         self.thread = ThreadPool(name="agl-slime-trainer", max_running=1, lasting=True)
         finalize(self, self.thread.close)
         self._device = torch_device(self.settings.device)
@@ -79,7 +97,7 @@ class LocalTrainer:
             full = not self.settings.lora_rank
             self._start_model = copy.deepcopy(self.model).requires_grad_(False) if full else self.model
         if self.settings.lora_rank:
-            lora.add_adapters(self.model, self.settings)
+            lora.add_adapters(self.model, self.settings, seed=seed)
         if self.settings.gradient_checkpointing:
             checkpoint_layers(self.model)
         self._trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
@@ -91,8 +109,7 @@ class LocalTrainer:
             betas=self.settings.betas,
             fused=self._device.type in ("cpu", "cuda"),  # one pass over weights and moments
         )
-        self._seed = self.settings.seed or 0
-        self._temperature = self.settings.temperature or 1.0
+
         self.iteration = -1
         """The iteration trained last."""
         self.steps = 0
@@ -259,7 +276,7 @@ class LocalTrainer:
     def _pieces(self, model: Any, micro: MicroBatch, hidden: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
         """Of the tokens under the mask, some at a time: their places in the batch, log-probs, and entropies (without
         gradient), given what the model knows before them, ``hidden`` ``[N, hidden]``."""
-        size = self.settings.max_tokens_per_logits_chunk
+        size = LOGITS_CHUNK
         parts = (
             hidden.split(size),
             self._tensor(micro.targets).split(size),
@@ -344,7 +361,7 @@ class LocalTrainer:
                         lora.save_adapter(self.model, fresh / "adapter", base=self._source)
                     with (fresh / _STATE_FILE).open("wb") as file:  # of a path it would not say why it failed
                         torch.save(state, file)
-                    seal(fresh)
+                    write_checksums(fresh)
         except OSError as error:
             raise TrainerError(f"{directory} cannot be written: {error}") from error
 
@@ -360,7 +377,7 @@ class LocalTrainer:
         """
         path = Path(directory) / _STATE_FILE
         try:
-            check_seal(Path(directory))
+            verify_checksums(Path(directory))
             state = torch.load(path, map_location=self._device, weights_only=True)
             saved: dict[str, Tensor] = {}
             if not (with_adapters := self.settings.lora_rank > 0):
@@ -394,4 +411,4 @@ class LocalTrainer:
         return torch.from_numpy(array).to(self._device)
 
     def _set_threads(self) -> None:
-        set_threads(self.settings.torch_threads, self.model)
+        set_threads(self._torch_threads, self.model)

@@ -13,7 +13,7 @@ from slime.utils.arguments import parse_args
 from agl_slime.buffer.client import ask_buffer
 from agl_slime.errors import DataSourceError
 from agl_slime.support.backoff import Backoff
-from agl_slime.support.http import may_pass
+from agl_slime.support.http import is_transient
 from agl_slime.support.threads import run_blocking
 from tests.slime.support import report
 
@@ -46,5 +46,5 @@ if __name__ == "__main__":
     found = {name: getattr(args, name, None) for name in _NAMES} | {"ignored": ignored, "evals": evals}
     if url := found["agent_rollout_buffer_url"]:
         waited = Backoff("the buffer does not start", DataSourceError, cap_s=1.0, patience_s=60.0)
-        found["generators"] = run_blocking(waited.run(lambda: ask_buffer(url, "/stats"), may_pass))["generators"]
+        found["generators"] = run_blocking(waited.run(lambda: ask_buffer(url, "/stats"), is_transient))["generators"]
     report(found)
