@@ -63,7 +63,7 @@ def test_without_a_reward_nothing_is_drawn(tmp_path: Path) -> None:
     assert not (tmp_path / "reward.png").exists()
 
 
-def test_the_run_draws_at_most_every_few_iterations_and_for_a_small_share_of_its_time(
+def test_plot_is_redrawn_rarely_and_for_a_small_share_of_the_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("matplotlib")
