@@ -61,7 +61,7 @@ def test_an_old_request_asked_again_after_a_burst_harms_nobody() -> None:
         trained_once(case.turns, case.segments)
 
 
-def test_a_request_that_was_refused_is_not_answered_with_an_equal_ones_answer() -> None:
+def test_refused_request_is_not_answered_from_an_equal_request() -> None:
     settings = GatewaySettings(max_in_flight=3)
     says = ("one", "two", "three", "four")
     with (
@@ -139,7 +139,7 @@ async def test_what_was_read_of_a_stream_that_is_closed_early_is_a_turn(trim: in
         assert names.UNTRAINED_TURNS not in case.said
 
 
-async def test_a_client_that_hangs_up_while_its_answer_is_written_to_a_store_costs_nothing() -> None:
+async def test_client_disconnect_during_span_write_loses_no_turn() -> None:
     store = BridgeStore()
     with StoreService(store=store) as service, beside(RemoteStore(service.url), "one", "two") as (gateway, _):
         rollout_id, attempt_id = await begun(store)
@@ -166,7 +166,7 @@ async def test_a_client_that_hangs_up_while_its_answer_is_written_to_a_store_cos
         assert len(decode_turns(await store.query_spans(rollout_id, attempt_id))) == 2
 
 
-async def test_a_rollout_that_nobody_knows_is_404_at_once_and_one_that_has_ended_is_not_opened() -> None:
+async def test_unknown_rollout_is_404_and_ended_attempt_is_410() -> None:
     store = BridgeStore()
     with StoreService(store=store) as service, beside(RemoteStore(service.url), "one") as (gateway, _):
         proxy = ProxyLLM(endpoint=gateway.endpoint, model="m")
@@ -187,7 +187,7 @@ async def test_a_rollout_that_nobody_knows_is_404_at_once_and_one_that_has_ended
             assert not gateway._attempts
 
 
-async def test_the_end_does_not_wait_for_an_upload_that_stalls_nor_for_one_who_is_cancelled() -> None:
+async def test_close_waits_neither_for_stalled_upload_nor_for_cancelled_request() -> None:
     with serving("hello", token_s=0.2) as case:
         parts = urlsplit(case.llm.endpoint)
         stalled = socket.create_connection((parts.hostname, parts.port))
@@ -221,7 +221,7 @@ def test_turns_under_way_count_against_the_limit() -> None:
         assert len(case.turns) == 2
 
 
-def test_a_reward_of_an_empty_answer_is_passed_over_and_an_answer_that_was_gone_on_from_after_all_is_trained() -> None:
+def test_empty_answers_reward_is_skipped_and_continued_answer_is_trained() -> None:
     with serving("one", "two", settings=GatewaySettings(max_turns=3)) as case:
         post(case)
         assert (text(post(case)), json.loads(case.said[names.UNTRAINED_TURNS])) == ("two", [0])
@@ -235,7 +235,7 @@ def test_a_reward_of_an_empty_answer_is_passed_over_and_an_answer_that_was_gone_
         assert read_turn_rewards([*map(as_span, case.spans), *reward]) == {}
 
 
-def test_many_log_probs_are_written_off_the_event_loop_and_each_token_is_read_once(
+def test_many_log_probs_are_serialized_off_the_event_loop_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     threads: list[str] = []

@@ -63,7 +63,7 @@ def test_garbage_is_refused_with_a_sentence(content: bytes, says: str) -> None:
         assert json.loads(case.said[names.GATEWAY])["refused/400"] == 1
 
 
-def test_text_that_is_cut_within_a_character_is_read_with_a_mark_in_its_place() -> None:
+def test_lone_surrogate_in_request_is_read_as_replacement_character() -> None:
     with serving("hello") as case:
         body = b'{"messages": [{"role": "user", "content": "a\\ud83d"}]}'
         assert httpx.post(f"{case.llm.endpoint}/chat/completions", content=body).status_code == 200
@@ -183,7 +183,7 @@ def test_a_prompt_that_is_too_long_is_said_in_the_clients_words() -> None:
         assert told(answer).startswith("prompt is too long")
 
 
-def test_a_conversation_that_has_grown_too_long_is_said_so_too_and_keeps_what_it_had() -> None:
+def test_context_overflow_is_a_400_and_keeps_earlier_turns() -> None:
     with serving("hello", context_length=60) as case:
         assert post(case).status_code == 200
         grown = [*HELLO, {"role": "assistant", "content": "hello"}, {"role": "user", "content": "x " * 100}]
@@ -226,7 +226,7 @@ def test_beyond_its_turns_a_rollout_gets_empty_answers_and_then_none() -> None:
         assert case.said[names.STOP_REASON] == "max_turns"
 
 
-def test_what_an_attempt_held_is_free_at_its_end_without_a_look_of_the_garbage_collector() -> None:
+def test_closed_attempt_is_freed_without_garbage_collection() -> None:
     with serving(CALL, "Sunny.") as case:
         attempt, served, _ = case.open("ro-2")
         asked = [{"role": "user", "content": "The weather?"}]
@@ -286,7 +286,7 @@ async def test_a_thousand_rollouts_at_once_keep_their_spans_apart() -> None:
             assert all(attempt.rollout_id in str(turn.messages) for turn in turns)
 
 
-def test_an_address_that_cannot_be_listened_on_is_said_each_time_it_is_tried() -> None:
+def test_unusable_listen_address_is_a_config_error_at_each_start() -> None:
     with pytest.raises(ConfigError, match="port must be from 0"):
         GatewaySettings(port=70_000)
     gateway = Gateway(GatewaySettings(host="x" * 70))  # no name has so long a part, which is no error of the system's

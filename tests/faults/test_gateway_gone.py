@@ -91,7 +91,7 @@ async def test_of_a_client_that_goes_before_its_answer_nothing_is_left(path: str
 
 
 @every_protocol
-async def test_what_was_delivered_to_a_client_that_goes_in_the_middle_of_its_stream_is_a_turn(path: str) -> None:
+async def test_tokens_streamed_before_client_disconnect_are_recorded_as_a_turn(path: str) -> None:
     with serving(SAYS, SAYS, token_s=0.1) as case:
         before, came = tasks(case), b""
         async with client(case, path, stream=True) as reader:

@@ -63,7 +63,7 @@ def home(attempt: tuple[str, str]) -> int:
 
 
 @pytest.mark.slow
-async def test_a_killed_worker_s_attempts_are_lost_and_told_so_and_the_others_go_on(tmp_path: Path) -> None:
+async def test_killed_gateway_worker_fails_its_attempts_only(tmp_path: Path) -> None:
     async with two_workers(tmp_path) as (front, store, _, attempts), httpx.AsyncClient(timeout=60) as http:
         answers = [await http.post(address(front, attempt), json=BODY) for attempt in attempts]
         assert [answer.status_code for answer in answers] == [200] * 8, answers[0].text
@@ -102,16 +102,14 @@ async def test_a_call_that_is_under_way_gets_one_typed_answer(tmp_path: Path) ->
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("host", "status"), [("0.0.0.0", 200), ("127.0.0.1", 403)])
-async def test_a_front_for_other_hosts_is_asked_by_the_name_that_they_have_for_it(
-    tmp_path: Path, host: str, status: int
-) -> None:
+async def test_front_for_other_hosts_accepts_their_host_header(tmp_path: Path, host: str, status: int) -> None:
     async with two_workers(tmp_path, host) as (front, _, _, attempts), httpx.AsyncClient(timeout=60) as http:
         answer = await http.post(address(front, attempts[0]), json=BODY, headers={"Host": "trainer:8080"})
         assert answer.status_code == status, answer.text
 
 
 @pytest.mark.slow
-def test_a_run_whose_gateway_workers_are_killed_loses_nothing_and_trains_nothing_twice(tmp_path: Path) -> None:
+def test_killed_gateway_workers_lose_no_group_and_none_is_trained_twice(tmp_path: Path) -> None:
     result = kill_gateway.run(tmp_path, kills=3, seed=0, limit_s=300)
     assert result.good, result
     assert result.trained == result.tasks > 0  # groups whose members were lost have begun them again

@@ -15,7 +15,7 @@ pytest.importorskip("torch", reason="needs agl-slime[local]")
 
 @pytest.mark.controller
 @pytest.mark.skipif(not os.environ.get(PYTHON_VARIABLE), reason=f"{PYTHON_VARIABLE} names no Python of 1.x")
-def test_no_rollout_is_lost_or_trained_on_twice_when_controllers_and_agents_are_killed(tmp_path: Path) -> None:
+def test_killed_controllers_and_agents_lose_and_repeat_no_rollout(tmp_path: Path) -> None:
     result = run(tmp_path, rollouts=40, kills=4, seed=2, limit_s=300, batch=2)
     assert result.wrong == []
     assert sum(result.kills.values()) == 4

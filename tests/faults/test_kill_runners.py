@@ -10,7 +10,7 @@ from tests.faults.kill_runners import run
 
 
 @pytest.mark.slow
-def test_no_group_is_lost_or_trained_twice_when_runner_processes_are_killed():
+def test_killed_runner_processes_lose_no_group_and_train_none_twice():
     result = run(kills=3, seed=1)
     assert result.faults == []
     assert result.kills == 3

@@ -35,7 +35,7 @@ IMPATIENT = replace(QUICK_CLIENT, idle_timeout_s=0.2, total_timeout_s=2.0)
     ],
     ids=repr,
 )
-def test_an_engine_that_recovers_costs_nothing_and_the_samples_are_the_undisturbed_ones(
+def test_recovered_engine_faults_leave_samples_unchanged(
     faults: Sequence[Fault],
 ) -> None:
     with hello_engine() as engine:
@@ -97,7 +97,7 @@ def test_an_engine_that_stays_broken_stops_the_run_and_says_why(fault: Fault, re
     assert threads_of_ours() == []
 
 
-def test_an_engine_that_dies_in_the_second_iteration_leaves_the_first_one_counted() -> None:
+def test_engine_death_in_second_iteration_keeps_metrics_of_the_first() -> None:
     with hello_engine() as engine:
 
         def sync(iteration: int) -> str:
@@ -126,7 +126,7 @@ def test_one_request_that_fails_costs_its_group_and_no_other() -> None:
     assert metrics["rollout/tokens_sampled"] == metrics["rollout/tokens_under_mask"]
 
 
-def test_weights_that_change_in_the_middle_of_an_answer_are_recorded_token_by_token() -> None:
+def test_weight_update_within_an_answer_is_recorded_per_token() -> None:
     with hello_engine(weight_version="1") as engine:
         engine.script("/generate", NewVersion(after=1, version="2"))
         with LoopCase(agent=HelloAgent(), url=engine.url, n_samples_per_prompt=1, rollout_batch_size=1) as case:

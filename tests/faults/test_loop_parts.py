@@ -85,7 +85,7 @@ def test_tasks_that_cannot_be_made_are_named(engine: ScriptedEngine) -> None:
         case.loop.run()
 
 
-def test_sync_and_async_functions_with_and_without_the_iteration_are_all_called(engine: ScriptedEngine) -> None:
+def test_loop_calls_sync_and_async_functions_with_or_without_iteration(engine: ScriptedEngine) -> None:
     called: list[Any] = []
 
     class Callable:

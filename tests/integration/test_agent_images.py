@@ -57,7 +57,7 @@ async def looked(
     return finished, [one.payload for one in engine.received if one.path == "/generate"]
 
 
-async def test_pictures_of_the_prompt_and_of_tools_are_in_one_sample_in_their_order() -> None:
+async def test_images_of_prompt_and_tools_are_in_one_sample_in_order() -> None:
     finished, asked = await looked(Looker, f"Let me see. {CALL}", "Red.")
     assert finished.failure is None
     (sample,) = finished.convert(vision_tokenizer()).samples
@@ -87,7 +87,7 @@ async def test_an_answer_that_a_weight_update_cut_goes_on_with_the_same_images()
     assert one.rollout_log_probs == two.rollout_log_probs
 
 
-async def test_members_of_a_group_share_one_image_in_memory_and_two_samples_one_tensor() -> None:
+async def test_group_members_share_one_image_and_one_pixel_tensor() -> None:
     first, second = [(await looked(Looker, "Red."))[0] for _ in range(2)]
     (one,), (two,) = (each.convert(None).trajectory.turns for each in (first, second))
     assert one.images[0] is two.images[0]

@@ -83,7 +83,7 @@ async def test_a_resumed_trainer_trains_the_rest_and_nothing_twice(tmp_path):
         assert sorted(instances(first) + again) == [f"id{n}" for n in range(8)]
 
 
-async def test_steps_that_a_saved_data_buffer_knows_and_the_trainer_forgot_do_not_count(tmp_path):
+async def test_buffer_steps_ahead_of_the_trainers_checkpoint_are_repeated(tmp_path):
     add_generator(tmp_path, "sums", GENERATOR)
     async with BufferServer(settings=settings_for(tmp_path)) as server:
         args = args_for(server.url, tmp_path)
@@ -170,7 +170,7 @@ async def test_each_evaluation_gets_rollouts_of_its_own(tmp_path, monkeypatch, n
     assert counts["opened"] == counts["open"] + counts["ready"] + sum(counts["closed"].values()) == 24
 
 
-async def test_training_goes_on_when_a_buffer_that_kept_all_in_memory_starts_again(tmp_path, monkeypatch):
+async def test_training_continues_after_an_in_memory_buffer_restarts(tmp_path, monkeypatch):
     """fault 21: nothing of the run is known any more, so nothing would ever come without a new start."""
     monkeypatch.setattr(session, "ASK_ABOUT_RUN_S", 0.1)
     add_generator(tmp_path, "sums", GENERATOR)

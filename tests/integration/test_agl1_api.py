@@ -71,9 +71,7 @@ def test_the_first_call_may_come_before_the_controller_says_running(api: Api) ->
         (["running", "succeeded"], "succeeded"),
     ],
 )
-def test_a_transition_that_does_not_exist_is_a_conflict_and_changes_nothing(
-    api: Api, before: list[str], then: str
-) -> None:
+def test_invalid_state_transition_is_a_conflict_and_changes_nothing(api: Api, before: list[str], then: str) -> None:
     rollout = api.create()
     for state in before:
         assert api.patch(rollout, state=state).status_code == 200
@@ -218,7 +216,7 @@ def test_triplets_hold_what_the_engine_sampled(api: Api) -> None:
     assert reward["data"] == {"value": 0.5, "reason": "close"}
 
 
-def test_a_refused_call_is_an_event_that_is_no_turn_and_only_so_many_are_kept(api: Api) -> None:
+def test_refused_model_call_is_an_event_without_a_turn_and_32_are_kept(api: Api) -> None:
     rollout = api.create()
     assert api.ask(rollout, max_tokens="many").status_code == 400
     (event,) = api.events(rollout, event_type="model_request")
@@ -330,7 +328,7 @@ def test_junk_is_refused_in_a_typed_way(api: Api, method: str, path: str, body: 
     assert answer.json()
 
 
-def test_a_rollout_runs_under_one_of_two_controllers_and_the_other_changes_nothing(api: Api) -> None:
+def test_second_controller_cannot_change_a_rollout_of_the_first(api: Api) -> None:
     rollout = api.create()
     first, second = (f"/controller/{name}" for name in ("a", "b"))
     for address in (first, second):  # both have seen it in the queue
@@ -357,7 +355,7 @@ def test_a_rollout_runs_under_one_of_two_controllers_and_the_other_changes_nothi
     assert (member.reward, member.turns) == (1.0, 1)
 
 
-def test_what_a_dead_controller_ran_fails_and_its_agents_begin_nothing_more(api: Api) -> None:
+def test_lost_controller_fails_its_running_rollouts_and_refuses_new_calls(api: Api) -> None:
     runs, waits = api.create(), api.create()
     ended = Countdown(1)
     api.store.subscribe_finished(ended.down)

@@ -148,9 +148,7 @@ def test_controllers_that_die_are_started_again_while_rollouts_succeed(engine: t
     assert all(rollout.status in FINISHED for rollout in ended)
 
 
-def test_a_controller_that_dies_without_a_rollout_that_succeeds_ends_the_run(
-    engine: tuple[str, str], tmp_path: Path
-) -> None:
+def test_controller_that_dies_without_any_success_ends_the_run(engine: tuple[str, str], tmp_path: Path) -> None:
     store = BridgeStore()
     with pool_of("TwoTurns", store, tmp_path / "controller.log", max_restarts=1) as pool:
         deadline = time.monotonic() + 60

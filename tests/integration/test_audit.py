@@ -118,7 +118,7 @@ def test_the_two_newest_checkpoints_are_there(here: set[int], finished: bool, mi
 
 
 @pytest.mark.parametrize(("ahead", "findings"), [(True, 0), (False, 1)])
-def test_a_task_that_a_restart_cut_off_is_run_again_unless_the_run_ended_before_it(
+def test_task_cut_off_by_a_restart_must_be_run_again_before_the_run_ends(
     runs: dict[str, Path], tmp_path: Path, ahead: bool, findings: int
 ) -> None:
     run = shutil.copytree(runs["serial"], tmp_path / "run")
@@ -136,7 +136,7 @@ def test_a_task_that_a_restart_cut_off_is_run_again_unless_the_run_ended_before_
 
 
 @pytest.mark.parametrize(("reason", "findings"), [("group_finalized", 0), ("group_dropped", 1)])
-def test_only_a_rollout_begun_again_as_its_group_ended_may_be_in_the_ledger_alone(
+def test_ledger_only_rollout_is_accepted_only_if_restarted_at_group_end(
     runs: dict[str, Path], tmp_path: Path, reason: str, findings: int
 ) -> None:
     run = shutil.copytree(runs["serial"], tmp_path / "run")

@@ -138,7 +138,7 @@ async def test_a_full_buffer_asks_writers_to_come_back(tmp_path):
         assert (await client.post("/buffer/write", make_item("3")))[0] == 200
 
 
-async def test_a_reward_of_minus_one_marks_a_failed_item_unless_it_is_in_the_range(tmp_path):
+async def test_reward_minus_one_marks_failure_unless_the_range_includes_it(tmp_path):
     items = [make_item("1", reward=-1), make_item("2", reward=1)]
     for reward_range, came in ((None, []), ((-1.0, 1.0), [-1, 1])):
         settings = settings_for(tmp_path, reward_range=reward_range)

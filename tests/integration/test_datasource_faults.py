@@ -124,7 +124,7 @@ def test_groups_that_slimes_dynamic_filter_drops_are_counted_as_filtered() -> No
 # -- a feed that names a rollout twice ---------------------------------------------------------------------------------
 
 
-def test_an_end_that_is_reported_twice_is_told_once_and_does_not_freeze_the_saved_position(tmp_path: Path) -> None:
+def test_completion_reported_twice_is_delivered_once_and_position_advances(tmp_path: Path) -> None:
     with service_with_runner() as (_, service):
         service.feed.append, append = lambda rollout: (append(rollout), append(rollout)), service.feed.append
         source = AGLDataSource(args_for(agl_store_url=service.url, save=str(tmp_path)))

@@ -158,7 +158,7 @@ async def test_groups_given_back_come_first_and_in_order() -> None:
         assert counts_of(source) == {Outcome.TRAINED: 4}  # however often it was handed out
 
 
-async def test_nothing_at_the_deadline_is_an_error_that_says_where_rollouts_stand() -> None:
+async def test_get_timeout_error_counts_rollouts_in_flight() -> None:
     store = BridgeStore()
     with GroupSource(store=store, settings=DataSourceSettings(get_timeout_s=0.2)) as source:
         source.expect("g", size=1)
@@ -311,7 +311,7 @@ async def test_cancelled_rollouts_are_counted_as_such() -> None:
         assert counts_of(source) == {Outcome.CANCELLED: 1}
 
 
-async def test_a_rollout_that_waits_for_its_group_is_told_of_once_however_often_it_is_looked_at() -> None:
+async def test_member_of_an_open_group_is_announced_once() -> None:
     store = BridgeStore()
     with GroupSource(store=store, settings=QUICK) as source:
         told = Told(source)

@@ -179,7 +179,7 @@ async def test_what_was_pushed_before_a_restart_is_the_run_s_own_after_it() -> N
             await get(source, 1)
 
 
-async def test_where_the_first_weights_were_pushed_too_others_are_refused_from_the_start() -> None:
+async def test_after_named_initial_version_unknown_versions_are_refused_at_once() -> None:
     store = BridgeStore()
     with source_over(store) as source:
         source.set_version("0", named=True)
@@ -202,7 +202,7 @@ async def test_an_engine_names_the_weights_that_it_begins_with_as_it_likes() -> 
         assert len(await get(source, 1)) == 1
 
 
-async def test_the_policy_s_version_is_learned_from_what_was_sampled_where_nobody_says_it() -> None:
+async def test_policy_version_is_taken_from_samples_when_not_set() -> None:
     store = BridgeStore()
     with source_over(store) as source:
         told = Told(source)

@@ -147,7 +147,7 @@ async def test_a_late_end_is_recognised_after_a_restart_too(tmp_path: Path) -> N
         assert len(second.groups.assembler) == 0
 
 
-async def test_a_plain_store_does_not_give_again_what_was_trained_before_the_checkpoint(tmp_path: Path) -> None:
+async def test_plain_store_does_not_repeat_rollouts_trained_before_checkpoint(tmp_path: Path) -> None:
     store = InMemoryLightningStore(thread_safe=True)
     ids = await enqueue(store, 6)
     with source_over(store, tmp_path) as first:
@@ -167,7 +167,7 @@ async def test_a_plain_store_does_not_give_again_what_was_trained_before_the_che
 
 
 @pytest.mark.parametrize("seed", range(4))
-async def test_whatever_happens_between_checkpoints_each_rollout_is_handed_out_once(seed: int, tmp_path: Path) -> None:
+async def test_random_restarts_hand_out_each_rollout_once(seed: int, tmp_path: Path) -> None:
     rng = random.Random(seed)
     store = BridgeStore()
     ids = [rollout_id for group in range(12) for rollout_id in await enqueue(store, 3, group_id=f"g{group}", size=3)]

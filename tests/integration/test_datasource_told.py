@@ -29,7 +29,7 @@ async def test_a_failed_rollout_tells_the_turns_that_it_had() -> None:
         assert (member.turns, member.sampled_tokens) == (1, len(member.trajectory.turns[0].response_ids))
 
 
-async def test_a_failed_rollout_without_turns_or_with_damaged_ones_fails_as_before(
+async def test_failed_rollout_without_turns_or_with_damaged_turns_stays_failed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     assert (await read(status="failed", turns=[])).trajectory is None

@@ -44,7 +44,7 @@ def until(condition: Callable[[], bool], limit_s: float) -> bool:
     return condition()
 
 
-def test_it_starts_on_a_free_port_asks_every_request_for_its_token_and_stops_quickly_with_one_open(
+def test_engine_uses_a_free_port_checks_its_token_and_stops_mid_request(
     policy_dir: Path,
 ) -> None:
     engine = EmbeddedEngine(policy_dir, context_length=512, env={"AGL_SLIME_ENGINE_TOKEN": "s3cret"})
@@ -94,7 +94,7 @@ def children() -> set[int]:
     return {int(pid) for path in Path("/proc/self/task").glob("*/children") for pid in path.read_text().split()}
 
 
-def test_an_engine_that_imports_ahead_is_the_one_that_serves_and_an_unused_one_ends(policy_dir: Path) -> None:
+def test_preloaded_engine_process_serves_first_and_unused_one_exits(policy_dir: Path) -> None:
     before = children()
     with embedded_engine_ahead():
         (ahead,) = children() - before

@@ -65,7 +65,7 @@ async def test_log_probs_are_those_of_the_scaled_distribution(client: Client, mo
         assert_close(log_probs, expected_log_probs(model, prompt, ids, temperature))
 
 
-async def test_temperature_zero_is_greedy_and_reports_log_probs_at_temperature_one(client: Client, model: Any) -> None:
+async def test_temperature_zero_is_greedy_with_log_probs_at_temperature_one(client: Client, model: Any) -> None:
     for prompt in PROMPTS:
         ids, log_probs = sampled(await client.generate(prompt, temperature=0, max_new_tokens=24, ignore_eos=True))
         assert ids == greedy(model, prompt, 24)

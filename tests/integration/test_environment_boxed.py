@@ -39,7 +39,7 @@ def name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
         yield boxed.write(tmp_path, port=listening.getsockname()[1], private=private)
 
 
-def test_programs_of_a_run_are_in_boxes_without_a_network_and_its_files_agree(
+def test_boxed_programs_have_no_network_and_run_files_agree(
     name: str, policy_dir: Path, embedded_engine: str, tmp_path: Path
 ) -> None:
     run = tmp_path / "run"

@@ -65,7 +65,7 @@ def test_a_program_without_a_network_ends_is_scored_and_is_trained_exactly(harne
         trained_once(case.turns, case.segments)
 
 
-def test_codex_on_a_template_that_wants_its_system_message_first_is_one_sample() -> None:
+def test_codex_on_a_system_first_template_is_one_sample() -> None:
     with serving(xml_call("exec_command", cmd=WRITE), DONE, template=SYSTEM_FIRST, context_length=10**6) as case:
         request = {"harness": "codex", "installs": os.environ["AGL_ENV_INSTALLS"], "address": case.llm.endpoint}
         found = ask("programs", stdin=request)
@@ -76,7 +76,7 @@ def test_codex_on_a_template_that_wants_its_system_message_first_is_one_sample()
         trained_once(case.turns, case.segments)
 
 
-def test_a_program_that_cannot_reach_its_model_has_failed_and_has_no_reward() -> None:
+def test_program_without_a_reachable_model_fails_without_reward() -> None:
     request = {
         "harness": "bash",
         "installs": os.environ["AGL_ENV_INSTALLS"],

@@ -37,7 +37,7 @@ def name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     return quirks.write(tmp_path)
 
 
-def test_a_program_finds_no_key_of_the_run_and_a_metric_stands_beside_the_reward_of_its_name(
+def test_program_sees_no_run_key_and_metric_keeps_its_rewards_name(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With the key a program could post rewards, and those of single turns are trained."""
@@ -60,7 +60,7 @@ def test_a_program_finds_no_key_of_the_run_and_a_metric_stands_beside_the_reward
     assert (member.reward, member.rewards["right"], member.rewards["metric/right"]) == (1.0, 1.0, 3.0)
 
 
-def test_a_taskset_that_tests_by_default_is_trained_on_its_split_for_training(name: str) -> None:
+def test_taskset_that_defaults_to_test_trains_on_its_train_split(name: str) -> None:
     env = load_environment(name, python=env_python())
     assert {task["split"]: task["data_id"][:4] for task in env.tasks} == {"train": "trai"}
     assert {task["split"]: task["data_id"][:4] for task in env.val_tasks or ()} == {"eval": "test"}

@@ -11,7 +11,7 @@ from tests.environment_cases import ask
 pytestmark = pytest.mark.environments
 
 
-def test_scores_of_whole_episodes_are_the_librarys_own_for_right_wrong_malformed_and_missing_answers() -> None:
+def test_episode_scores_equal_the_librarys_for_all_kinds_of_answers() -> None:
     found = ask("tasksets", "scores")
 
     assert len(found) == 32 * 7
@@ -68,7 +68,7 @@ def test_what_does_not_exist_is_one_sentence() -> None:
     assert "taken" not in players
 
 
-def test_games_at_once_share_no_random_numbers_and_touch_none_of_the_processs() -> None:
+def test_concurrent_games_share_no_random_state() -> None:
     found = ask("tasksets", "games")
 
     first, other, again = found["together"]
@@ -104,7 +104,7 @@ def test_the_policy_untrained_has_the_other_seat() -> None:
     assert {trace["agent"]: trace["trainable"] for trace in game["traces"]} == {"player": True, "opponent": False}
 
 
-def test_a_fixed_opponent_is_no_model_and_the_player_has_both_seats_in_turn() -> None:
+def test_fixed_opponent_is_not_trained_and_player_alternates_seats() -> None:
     first, second = played("textarena:TicTacToe-v0", ["[9]"], tasks=2)
 
     for game, seat in ((first, 0.0), (second, 1.0)):
@@ -137,7 +137,7 @@ def test_a_game_that_ends_before_the_trained_seat_has_moved_is_dealt_again() -> 
     assert dealt_again == [1.0, 0.0]
 
 
-def test_a_seat_that_never_moved_has_nothing_to_train_and_costs_the_other_nothing() -> None:
+def test_seat_without_moves_trains_nothing_and_leaves_the_other_intact() -> None:
     (game,) = played("textarena:KuhnPoker-v0", ["rubbish"], play="self")
 
     assert game["ok"], game["errors"]

@@ -89,7 +89,7 @@ def in_order(env: Environment) -> list[dict[str, Any]]:
     return sorted([*env.tasks, *(env.val_tasks or ())], key=lambda task: task["idx"])
 
 
-def test_scores_and_failures_are_verifiers_own_and_every_sampled_token_is_trained_once(
+def test_scores_equal_verifiers_and_each_sampled_token_is_trained_once(
     packages: Path, engine: tuple[dict[str, list[int]], LLM], tmp_path: Path
 ) -> None:
     wanted = ask("tiny", str(packages), "tiny_sums", "10")
@@ -183,7 +183,7 @@ def test_agents_that_are_both_trained_have_rewards_of_their_own(
     assert rewards == {2.5, 0.25}
 
 
-def test_no_task_is_held_out_and_trained_and_the_same_seed_holds_out_the_same(packages: Path) -> None:
+def test_held_out_tasks_are_disjoint_and_depend_on_the_seed_only(packages: Path) -> None:
     first, again, other = (load("tiny_sums", seed=seed) for seed in (0, 0, 1))
     assert (first.tasks, first.val_tasks) == (again.tasks, again.val_tasks)
     assert first.val_tasks != other.val_tasks

@@ -128,7 +128,7 @@ def test_several_choices_are_branches_of_one_prompt() -> None:
         trained_once(case.turns, case.segments)
 
 
-def test_what_is_to_be_answered_is_asked_as_it_is_and_white_space_in_the_history_is_no_fork() -> None:
+def test_final_message_is_verbatim_and_history_whitespace_does_not_fork() -> None:
     def to(text: str, *then: str) -> list[Any]:
         roles = ("user", "assistant", "user")
         return [{"role": role, "content": said} for role, said in zip(roles, (text, *then), strict=False)]
@@ -267,7 +267,7 @@ def test_a_judge_is_answered_and_not_trained() -> None:
         trained_once(case.turns, case.segments)
 
 
-def test_a_role_of_its_own_is_trained_and_answers_are_named_as_their_clients_know_them() -> None:
+def test_named_model_role_is_trained_and_response_ids_match_their_protocol() -> None:
     settings = GatewaySettings(trained_models=("planner",))
     with serving("plan", "code", "more", settings=settings, judge=True) as case:
         create = client_of(case).chat.completions.create

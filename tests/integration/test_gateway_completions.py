@@ -64,7 +64,7 @@ def test_the_members_of_a_group_share_the_ids_of_their_first_prompt(monkeypatch:
     assert encoded == ["Count: one two", "Count: two"]
 
 
-def test_an_end_mark_that_the_client_does_not_send_is_not_sent_to_the_engine() -> None:
+def test_stop_token_omitted_by_the_client_is_not_sent_to_the_engine() -> None:
     with serving("one two", "three") as case:
         complete(case, "Count: ")
         complete(case, "Count: one two and ")
@@ -76,7 +76,7 @@ def test_an_end_mark_that_the_client_does_not_send_is_not_sent_to_the_engine() -
         trained_once(turns, case.segments)
 
 
-def test_texts_that_begin_with_each_other_are_not_held_and_written_again_and_again() -> None:
+def test_growing_prompts_share_one_buffer_and_spans_hold_only_new_text() -> None:
     count, prompts = 40, ["Count: "]
     with serving("one two") as case:
         for _ in range(count):
@@ -102,7 +102,7 @@ def test_an_answer_that_a_limit_cut_is_gone_on_with_in_one_sample() -> None:
         trained_once(case.turns, case.segments)
 
 
-def test_what_comes_after_a_stop_is_gone_on_with_whether_or_not_the_client_repeats_it() -> None:
+def test_text_after_a_stop_sequence_continues_the_conversation() -> None:
     for between in ("\nObservation: 4\n", " = 4\n"):
         with serving("Action: 2 + 2\nObservation: made up", "Done.") as case:
             first = complete(case, "Q\n", stop=["\nObs"])
@@ -113,7 +113,7 @@ def test_what_comes_after_a_stop_is_gone_on_with_whether_or_not_the_client_repea
             trained_once(case.turns, case.segments)
 
 
-def test_the_second_of_two_answers_to_one_prompt_is_gone_on_with_in_its_own_tokens() -> None:
+def test_second_answer_to_one_prompt_is_continued_with_its_tokens() -> None:
     with serving("one", "two", "three") as case:
         complete(case, "Say: ")
         complete(case, "Say: ")

@@ -68,7 +68,7 @@ def test_an_end_mark_that_is_sampled_at_the_limit_is_no_text(stream: bool) -> No
         assert len(case.segments) == 1
 
 
-def test_a_special_token_in_an_answer_is_no_text_and_is_kept_in_the_next_prompt() -> None:
+def test_special_token_in_an_answer_is_hidden_and_kept_in_next_prompt() -> None:
     with serving("Forty<|im_start|> two", "Yes.") as case:
         said, pieces = streamed(case)
         assert said.message.content == "".join(pieces) == "Forty two"

@@ -91,7 +91,7 @@ async def test_log_probs_are_those_of_the_prompt_that_was_sent(server: Server) -
         assert np.allclose(again, turn.log_probs, atol=1e-4)
 
 
-def test_constraints_are_obeyed_by_a_real_engine_and_refused_in_words_by_the_embedded_one(server: Server) -> None:
+def test_constraints_work_on_real_engine_and_are_refused_by_embedded_one(server: Server) -> None:
     schema = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}
     wanted: Any = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
     forced: Any = {"type": "function", "function": {"name": "weather"}}

@@ -33,7 +33,7 @@ def user(text: str) -> dict[str, str]:
 # -- responses that go on by an id ------------------------------------------------------------------------------------
 
 
-def test_a_previous_response_brings_all_its_inputs_but_for_its_instructions() -> None:
+def test_previous_response_carries_inputs_but_not_instructions() -> None:
     with serving("One.", "Two.", "Three.") as case:
         rules = [{"role": "system", "content": "Rule."}, {"role": "developer", "content": "Order."}]
         first = respond(case, [*rules, user("A?")], instructions="Brief.")
@@ -124,7 +124,7 @@ def test_an_answer_that_comes_back_in_parts_is_the_one_that_was_sampled() -> Non
         assert [turn.fork for turn in case.turns] == [None, None]
 
 
-def test_threads_of_anthropics_tool_runners_are_refused_in_the_words_on_which_they_do_without() -> None:
+def test_anthropic_thread_field_is_refused_with_its_error_code() -> None:
     with serving("ok") as case:
         body = {"model": "m", "max_tokens": 9, "messages": [user("x")], "thread": {"type": "new"}}
         answer = httpx.post(f"{case.llm.endpoint}/messages", json=body)

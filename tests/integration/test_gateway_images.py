@@ -60,7 +60,7 @@ def pixels(given: list[Any]) -> list[bytes]:
     return [one.convert("RGB").tobytes() for one in given]
 
 
-def test_a_conversation_with_images_is_one_sample_with_the_tokens_that_the_engine_counted() -> None:
+def test_image_conversation_is_one_sample_with_the_engines_token_count() -> None:
     with serve("A red one.", "And a tall one.", "Bye.") as case:
         first = user(text("What is "), shown(RED), text("?"))
         one = chat(case, first).json()
@@ -170,7 +170,7 @@ def test_results_of_tools_show_images_in_all_three_protocols() -> None:
         assert others == [first, first]
 
 
-def test_another_image_of_the_same_size_is_a_fork_although_its_tokens_are_the_same() -> None:
+def test_other_image_of_equal_size_is_a_fork_despite_equal_tokens() -> None:
     with serve("It is red.", "It is blue.", "Still blue.") as case:
         red, blue = user(shown(RED), text("Colour?")), user(shown(BLUE), text("Colour?"))
         said = chat(case, red).json()["choices"][0]["message"]["content"]
@@ -225,7 +225,7 @@ def test_images_of_the_system_and_the_model_are_refused() -> None:
         assert "'assistant' shows an image" in refused(chat(case, user(text("?")), said, user(text("?"))))
 
 
-def test_text_that_reads_as_an_image_to_the_engine_is_refused_beside_images() -> None:
+def test_text_that_equals_the_image_token_is_refused_beside_images() -> None:
     with serve("Red.") as case:
         said = refused(chat(case, user(text("<image>"), shown(RED))))
         assert said.startswith("the conversation holds <image>")
@@ -237,7 +237,7 @@ def test_a_model_without_processor_refuses_images_in_a_sentence() -> None:
         assert "has no processor" in refused(chat(case, user(shown(RED))))
 
 
-def test_an_engine_that_counts_other_tokens_for_an_image_is_an_error_and_nothing_is_trained() -> None:
+def test_image_token_count_mismatch_is_an_error_and_trains_nothing() -> None:
     with serve("Red.", expand=lambda ids, images: [*expand(ids, images), 7]) as case:
         answer = chat(case, user(shown(RED)))
         assert answer.status_code == 500
@@ -245,7 +245,7 @@ def test_an_engine_that_counts_other_tokens_for_an_image_is_an_error_and_nothing
         assert not case.turns
 
 
-def test_a_picture_that_is_not_plain_rgb_is_sent_and_trained_as_the_same_rgb() -> None:
+def test_non_rgb_image_is_sent_and_trained_as_the_same_rgb() -> None:
     with serve("Red.") as case:
         given = picture(4, mode="RGBA")
         assert chat(case, user(shown(uri(given)))).status_code == 200

@@ -102,7 +102,7 @@ def test_a_large_body_is_read_beside_the_event_loop(path: str, monkeypatch: pyte
 
 
 @pytest.mark.parametrize("path", ["chat/completions", "messages", "responses"])
-def test_more_messages_than_the_limit_are_refused_also_where_a_request_grows(path: str) -> None:
+def test_requests_above_max_messages_are_refused_as_a_conversation_grows(path: str) -> None:
     name, said = ("input" if path == "responses" else "messages"), [{"role": "user", "content": "x"}]
     with serving("ok", settings=GatewaySettings(max_messages=8)) as case:
         for n in range(5):

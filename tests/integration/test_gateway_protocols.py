@@ -83,7 +83,7 @@ def test_a_streamed_response_that_a_limit_cuts_is_an_answer_and_no_error() -> No
     assert final.output_text
 
 
-def test_tools_of_namespaces_and_custom_tools_are_called_by_their_own_names() -> None:
+def test_namespace_and_custom_tools_are_called_by_their_original_names() -> None:
     call = '<tool_call>\n{"name": "files__read", "arguments": {"path": "a"}}\n</tool_call>'
     patch = '<tool_call>\n{"name": "patch", "arguments": {"input": "*** Begin"}}\n</tool_call>'
     tools: Any = [

@@ -49,7 +49,7 @@ async def begun(store: Any) -> tuple[str, str]:
 
 
 @pytest.mark.parametrize("remote", [False, True], ids=["in_process", "over_http"])
-async def test_spans_are_in_the_store_before_the_answer_and_nothing_is_answered_after_the_end(remote: bool) -> None:
+async def test_spans_are_stored_before_the_answer_and_ended_attempts_get_410(remote: bool) -> None:
     store = BridgeStore()
     with contextlib.ExitStack() as stack:
         seen: Any = store
@@ -74,7 +74,7 @@ async def test_spans_are_in_the_store_before_the_answer_and_nothing_is_answered_
             assert await eventually_answers(http, f"{url}/chat/completions", 410)
 
 
-async def test_what_ended_while_the_store_was_away_has_ended_and_what_runs_goes_on() -> None:
+async def test_attempt_ended_while_the_store_was_down_is_410_and_others_continue() -> None:
     store = BridgeStore()
     with contextlib.ExitStack() as stack:
         service = StoreService(store=store).start()

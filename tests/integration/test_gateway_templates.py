@@ -63,9 +63,7 @@ def test_later_system_messages_stay_where_they_stand_as_a_users() -> None:
         ("/messages", {"messages": [USER, USER]}),
     ],
 )
-def test_what_a_template_refuses_is_the_requests_fault_and_said_in_its_words(
-    path: str, body: dict[str, Any], stream: bool
-) -> None:
+def test_template_error_is_a_400_with_the_templates_message(path: str, body: dict[str, Any], stream: bool) -> None:
     with serving("Hello.", template=TAKES_TURNS) as case:
         refused = post(case, path, **body, stream=stream)
         assert refused.status_code == 400
@@ -77,7 +75,7 @@ def test_what_a_template_refuses_is_the_requests_fault_and_said_in_its_words(
         assert len(case.turns) == 1
 
 
-def test_a_given_call_whose_arguments_are_no_object_is_refused_by_a_template_that_wants_one() -> None:
+def test_non_object_arguments_are_a_400_when_the_template_needs_a_mapping() -> None:
     with serving("Hello.", template=SYSTEM_FIRST) as case:
         call = {"id": "call_1", "type": "function", "function": {"name": "weather", "arguments": '{"city": '}}
         history = [USER, {"role": "assistant", "content": None, "tool_calls": [call]}, USER]
@@ -86,7 +84,7 @@ def test_a_given_call_whose_arguments_are_no_object_is_refused_by_a_template_tha
         assert "Can only get item pairs from a mapping" in refused.json()["error"]["message"]
 
 
-def test_tools_in_a_format_that_is_not_parsed_are_refused_and_a_question_is_answered() -> None:
+def test_tools_with_an_unknown_call_format_are_a_400_and_plain_chat_works() -> None:
     with serving("Hello.", template=TAKES_TURNS) as case:
         refused = post(case, "/chat/completions", messages=[USER], tools=[WEATHER])
         assert refused.status_code == 400

@@ -121,7 +121,7 @@ def test_a_second_question_forks_where_the_template_drops_thinking(model: str, s
         assert [turn.fork for turn in case.turns] == [None, fork]
 
 
-def test_a_runs_template_arguments_reach_prompts_and_a_clients_stand_over_them() -> None:
+def test_run_template_arguments_reach_prompts_and_clients_override_them() -> None:
     source = "{{- 'A=' ~ a ~ ' B=' ~ b ~ ' ' }}" + template_of(MODELS["Qwen2.5"])
     run: Any = {"chat_template_kwargs": {"a": 1, "b": 1}}
     with serving("One.", "Two.", template=source, sampling=run) as case:

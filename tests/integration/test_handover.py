@@ -191,7 +191,7 @@ async def test_a_front_hands_over_what_it_has_not_read() -> None:
             assert (await held).endswith(b"answered")
 
 
-async def test_a_front_answers_for_a_worker_that_died_before_it_had_read_the_request() -> None:
+async def test_front_answers_503_when_a_worker_dies_before_reading_the_request() -> None:
     async with fronted() as (_, front, home):
         given, taken = channel()
         giver = Giver(given)
@@ -238,7 +238,7 @@ async def test_a_line_in_two_packets_and_a_worker_that_is_behind_pass_through(mo
 # -- the store --------------------------------------------------------------------------------------------------------
 
 
-async def test_a_store_is_asked_over_a_pipe_as_over_http_and_its_end_is_one_sentence() -> None:
+async def test_store_over_a_pipe_equals_http_and_reports_a_closed_peer() -> None:
     store, (ours, theirs) = BridgeStore(), channel()
     answering = asyncio.create_task(answer_calls(store, ours))
     [rollout] = await store.enqueue_many_rollouts([EnqueueRolloutRequest(input={}, mode="train")])

@@ -43,7 +43,7 @@ def test_a_tool_that_nobody_calls_is_named(tmp_path: Path) -> None:
     assert [text for text in texts if text.startswith("tool 'lookup' was never called in 32 rollouts")]
 
 
-def test_answers_that_are_all_alike_are_told_unless_they_earn_the_best_reward(tmp_path: Path) -> None:
+def test_identical_answers_raise_an_alarm_unless_all_earn_the_best_reward(tmp_path: Path) -> None:
     # the scripted engine says the same to everybody; only Ada's group earns the best reward there is
     only_ada = HelloAgent(judge=lambda task, response: float(task["name"] == "Ada"))
     texts = warnings_of(tmp_path / "a", only_ada, rollout_batch_size=8)

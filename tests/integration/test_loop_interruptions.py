@@ -182,7 +182,7 @@ def test_a_lower_limit_is_refused_while_older_groups_were_in_flight(limit: int) 
         LoopCase(agent=HelloAgent(), url="http://127.0.0.1:9", num_iterations=9, max_staleness=limit, start=start)
 
 
-def test_training_tasks_go_on_where_they_were_when_validations_are_turned_off() -> None:
+def test_training_tasks_resume_in_place_when_validation_is_turned_off() -> None:
     seen: list[list[str]] = []
     for start in (None, LoopState(iteration=0, version="0", validations=3)):
         asked: list[str] = []

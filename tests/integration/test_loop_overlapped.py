@@ -147,7 +147,7 @@ async def test_in_turn_nothing_is_enqueued_while_a_batch_is_trained_on() -> None
         assert not any("perf/roll_s" in row or "waited" in str(row.keys()) for row in case.recorder.metrics)
 
 
-async def test_a_dropped_group_is_replaced_and_one_that_may_not_be_takes_up_its_place() -> None:
+async def test_dropped_group_is_replaced_or_counts_when_replacement_is_off() -> None:
     def judge(task: dict[str, Any], response: str) -> float:
         if task["prompt"].endswith("3"):
             raise ValueError("no reward")
@@ -237,7 +237,7 @@ async def test_validations_run_beside_training_and_say_how_far_it_went_meanwhile
         assert case.recorder.metrics[-1]["val/lag"] == 0
 
 
-async def test_validations_on_an_engine_of_their_own_have_the_weights_they_began_with() -> None:
+async def test_validation_engine_keeps_the_weights_that_validation_started_with() -> None:
     pushed: list[str] = []
     with hello_engine() as engine, hello_engine() as second:
         llm = LLM(endpoint=second.url, model="scripted", sampling_parameters={"max_new_tokens": 8})

@@ -16,7 +16,7 @@ from tests.loop_cases import hello_engine
 
 
 @pytest.mark.parametrize(("max_staleness", "save_interval", "cut_at"), [(1, 1, 1), (1, 2, 4), (2, 3, 5), (4, 1, 5)])
-async def test_every_instance_is_trained_on_once_when_an_overlapped_life_is_cut_off(
+async def test_interrupted_overlapped_run_trains_each_instance_once(
     tmp_path: Path, max_staleness: int, save_interval: int, cut_at: int
 ) -> None:
     settings = {"num_iterations": 6, "save_interval": save_interval, "max_staleness": max_staleness}

@@ -129,7 +129,7 @@ def cut_after(iteration: int) -> Callable[[int], None]:
 
 
 @pytest.mark.parametrize(("save_interval", "cut_at"), [(1, 1), (1, 3), (2, 4), (3, 5)])
-async def test_every_instance_is_trained_on_once_when_a_life_ends_between_training_and_checkpoint(
+async def test_run_cut_between_training_and_checkpoint_trains_each_instance_once(
     tmp_path: Path, save_interval: int, cut_at: int
 ) -> None:
     with hello_engine() as engine:
@@ -181,7 +181,7 @@ async def test_groups_that_are_dropped_are_not_drawn_again_by_a_later_life(tmp_p
             second.end()
 
 
-async def test_groups_that_wait_are_in_the_checkpoint_and_are_handed_out_by_the_next_life(tmp_path: Path) -> None:
+async def test_pending_groups_are_checkpointed_and_handed_out_after_resume(tmp_path: Path) -> None:
     with hello_engine() as engine:
         first = Life(tmp_path, engine.url, num_iterations=1, n_groups=3)
         first.n_trained = 1  # two of three stay

@@ -212,7 +212,7 @@ def _boxes(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(Box, name, value)
 
 
-async def test_prompts_tools_and_their_constructors_run_off_the_loop_of_all_rollouts() -> None:
+async def test_prompts_tools_and_tool_constructors_run_off_the_event_loop() -> None:
     """For fault 27."""
     tokenizer = chat_tokenizer("anthropic", "groups_tools")
     agent = SlowAgent(tokenizer=tokenizer, client=ScriptedClient(tokenizer, ["Three.", "Three."]))

@@ -149,7 +149,7 @@ async def test_branches_have_rewards_of_their_own_by_role() -> None:
 
 
 @pytest.mark.parametrize("kept", [True, False])
-async def test_a_tool_that_writes_into_the_answer_makes_one_sample_where_the_stop_token_is_kept(kept: bool) -> None:
+async def test_tool_output_inside_the_answer_is_one_sample_if_stop_token_is_kept(kept: bool) -> None:
     """As in slime's example of a code interpreter."""
 
     class Interprets(Agent):

@@ -89,7 +89,7 @@ async def test_the_reward_of_a_continued_answer_sees_all_of_it() -> None:
     assert seen == [("Two. But wait, three.", ["How many?", "Two. But wait, three."])]
 
 
-async def test_turns_that_are_used_up_and_answers_that_are_cut_off_end_a_scheduled_rollout() -> None:
+async def test_turn_limit_and_truncated_answer_end_a_scheduled_rollout() -> None:
     finished, _ = await rollout(Agent, ["Two.", "Four."], scheduler=Retry, max_turns=2)
     (sample,) = finished.convert(chat_tokenizer("anthropic", "groups_tools")).samples
     assert (sample.metadata["stop_reason"], sample.status) == ("max_turns", Sample.Status.TRUNCATED)

@@ -63,7 +63,7 @@ def rollout(name: str = "r", instance_id: str | None = "7") -> Any:
     return SimpleNamespace(rollout_id=name, metadata={} if instance_id is None else {"instance_id": instance_id})
 
 
-async def test_a_call_that_a_checkpoint_cut_goes_on_and_a_later_run_goes_on_behind_it(tmp_path: Path) -> None:
+async def test_call_cut_by_a_checkpoint_resumes_from_its_kept_tokens(tmp_path: Path) -> None:
     counting = Counting()
     async with counting.engine(weight_version="3") as engine, SGLangClient(base_url=engine.url) as client:
         partial = PartialRollouts()
@@ -88,7 +88,7 @@ async def test_a_call_that_a_checkpoint_cut_goes_on_and_a_later_run_goes_on_behi
         assert got.weight_versions == (WeightSpan("3", 0, kept), WeightSpan("4", kept, 40))
 
 
-async def test_calls_that_had_ended_are_answered_without_the_engine_and_each_once(tmp_path: Path) -> None:
+async def test_finished_calls_are_replayed_once_without_the_engine(tmp_path: Path) -> None:
     async with Counting().engine() as engine, SGLangClient(base_url=engine.url) as client:
         partial = PartialRollouts()
         recorded = partial.client(client, rollout())

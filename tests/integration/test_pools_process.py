@@ -185,7 +185,7 @@ async def test_rollouts_of_a_process_that_dies_are_executed_by_another(tmp_path:
     assert len(await store.query_attempts(ids[7])) == 2
 
 
-async def test_a_rollout_that_is_cancelled_in_the_store_is_cancelled_in_the_process_that_runs_it(
+async def test_rollout_cancelled_in_the_store_is_cancelled_in_its_process(
     tmp_path: Path,
 ) -> None:
     begun, cancelled = tmp_path / "begun", tmp_path / "cancelled"
@@ -348,7 +348,7 @@ def main():
         (True, "if __name__ == '__main__': ", "RuntimeError: this agent needs a file that is not here"),
     ],
 )
-def test_workers_that_cannot_come_up_end_the_start_at_once_with_their_reason(
+def test_workers_that_cannot_start_fail_the_start_at_once_with_the_reason(
     tmp_path: Path, broken: bool, guard: str, in_worker: str
 ) -> None:
     script = tmp_path / "script.py"

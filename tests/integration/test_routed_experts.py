@@ -120,7 +120,7 @@ async def test_new_weights_of_a_mixture_of_experts_are_loaded(served: tuple[str,
     assert not np.array_equal(np.sort(answer.experts.rows), np.sort(expected(directory, ids)))
 
 
-async def test_with_the_engines_experts_the_trainer_agrees_with_an_engine_whose_router_is_off(
+async def test_replayed_experts_reduce_the_log_prob_gap_of_a_noisy_router(
     served: tuple[str, Path], tmp_path: Path
 ) -> None:
     url, directory = served
@@ -183,7 +183,7 @@ def test_experts_of_another_model_are_refused(policy_dir: Path) -> None:
         )
 
 
-def test_agents_behind_the_gateway_are_trained_with_the_experts_of_all_their_turns(served: tuple[str, Path]) -> None:
+def test_gateway_agents_are_trained_with_the_experts_of_all_turns(served: tuple[str, Path]) -> None:
     url, directory = served
     sampling = {"max_new_tokens": 8, "temperature": 1.0, "routed_experts": [LAYERS, TOP_K]}
     llm = LLM(endpoint=url, model=str(directory), sampling_parameters=sampling)

@@ -119,7 +119,7 @@ def test_the_best_model_is_the_one_of_the_best_validation(finished: tuple[Path, 
     assert (directory / "model-best" / "model.safetensors").read_bytes() == of_best.read_bytes()
 
 
-def test_the_card_says_task_curve_versions_and_licence_and_no_path_of_this_machine(finished: tuple[Path, str]) -> None:
+def test_model_card_has_task_curve_versions_licence_and_no_local_path(finished: tuple[Path, str]) -> None:
     directory, _ = finished
     card = (directory / "model" / "README.md").read_text()
     reward = read_metrics(directory / "metrics.jsonl")[-1]["rollout/reward_mean"]

@@ -91,7 +91,7 @@ async def attempt_ends(store: BridgeStore, rollout_id: str) -> str:
     raise AssertionError("the attempt does not end")
 
 
-async def test_a_rollout_that_is_cancelled_in_a_store_elsewhere_stops_and_the_others_go_on():
+async def test_rollout_cancelled_in_a_remote_store_stops_and_others_continue():
     agent, store = WaitingAgent(), BridgeStore()
     with StoreService(store=store) as service:
         async with running(agent, WorkerStore(service.url)):
@@ -120,7 +120,7 @@ async def test_only_cancellations_travel():
         assert service.cancellations.read(FeedPosition())["last"] == 0
 
 
-async def test_what_is_cancelled_while_the_store_cannot_be_heard_is_learned_afterwards():
+async def test_cancellations_during_a_store_outage_are_applied_afterwards():
     agent, store = WaitingAgent(), BridgeStore()
     with StoreService(store=store) as service:
         port = int(service.url.rpartition(":")[2])

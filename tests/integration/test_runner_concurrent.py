@@ -81,7 +81,7 @@ async def reason_of(store: LightningStore, rollout: Any) -> tuple[str, str]:
     return failure_of(spans, attempt_status=attempt.status)
 
 
-async def test_agents_that_take_long_to_begin_do_not_keep_each_other_from_connecting() -> None:
+async def test_slow_starting_agents_do_not_delay_each_others_connections() -> None:
     server = await asyncio.start_server(lambda _, writer: writer.close(), "127.0.0.1", 0)
     host, port = server.sockets[0].getsockname()
 
@@ -157,7 +157,7 @@ async def test_what_an_agent_gets_wrong_fails_its_rollout_with_the_reason(fn: An
         assert message in got_message
 
 
-async def test_an_agent_that_hangs_is_cancelled_at_its_time_limit_and_the_others_go_on() -> None:
+async def test_hanging_agent_is_cancelled_at_its_time_limit_and_others_continue() -> None:
     cancelled = threading.Event()
 
     async def work(task: int) -> float:

@@ -129,7 +129,7 @@ async def test_a_lone_surrogate_is_told_by_its_own_reason() -> None:
         assert (await reason_of(store, rollout))[0] == "ValueError"
 
 
-async def test_a_rollout_that_is_cancelled_in_the_store_stops_and_stays_cancelled() -> None:
+async def test_rollout_cancelled_in_the_store_stops_and_stays_cancelled() -> None:
     started, stopped = threading.Event(), threading.Event()
 
     async def work(task: Any) -> float:

@@ -71,7 +71,7 @@ def test_it_has_no_step_of_its_own_and_takes_max_turns_first() -> None:
     assert Twice().max_turns is None
 
 
-def test_check_finished_stops_for_truncated_answers_and_for_the_number_of_rounds() -> None:
+def test_check_finished_stops_on_truncation_and_at_max_turns() -> None:
     request = RolloutInferRequest(messages=[{"role": "user", "content": "?"}])
     assert Twice(3).check_finished(request, choice("x", "length"), 1) is True
     assert request.stop_reason is StopReason.LENGTH

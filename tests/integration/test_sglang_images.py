@@ -49,7 +49,7 @@ def trainers_log_probs(path: Path, sample: Any) -> list[float]:
 
 
 @pytest.mark.sglang
-async def test_a_real_engine_counts_our_tokens_of_images_and_agrees_with_the_trainer_on_log_probs(
+async def test_sglang_counts_image_tokens_alike_and_agrees_on_log_probs(
     tmp_path: Path,
 ) -> None:
     model = tmp_path / "model"

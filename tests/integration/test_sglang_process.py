@@ -107,7 +107,7 @@ def test_it_is_served_until_it_is_stopped_and_its_workers_end_with_it(
     assert command[-2:] == [*flags]  # the last word is theirs
 
 
-def test_one_that_dies_has_its_last_words_in_the_error_and_all_of_them_in_the_log(tmp_path: Path) -> None:
+def test_dead_sglang_process_has_its_last_line_in_the_error_and_all_in_log(tmp_path: Path) -> None:
     log = tmp_path / "sglang.log"
     log.write_text("words of the run before\n")
     engine = SGLangProcess(tmp_path, python=a_python(tmp_path, "echo no room for keys; exit 3"), log=log)

@@ -107,7 +107,7 @@ class Other:
     runner = None
 
 
-async def test_what_of_agent_lightnings_own_would_lose_rollouts_is_said_before_the_first(
+async def test_agent_lightning_settings_that_lose_rollouts_are_refused_at_start(
     policy_dir: Path, monkeypatch: pytest.MonkeyPatch
 ):
     algorithm, trainer, proxy = SlimeAlgorithm(model_path=policy_dir, trainer="local"), Other(), Other()
@@ -147,7 +147,7 @@ def test_where_spans_go_that_agent_lightning_exports(monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.slow
-def test_an_agent_that_nobody_rewrote_trains_under_agent_lightnings_own_runner(policy_dir: Path, tmp_path: Path):
+def test_unmodified_agent_trains_under_agent_lightnings_runner(policy_dir: Path, tmp_path: Path):
     """The runner knows of no gateway: one stands beside the loop, and ``main_llm`` is a ``ProxyLLM``."""
     from openai import AsyncOpenAI
 

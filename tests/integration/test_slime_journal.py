@@ -210,7 +210,7 @@ async def test_a_generate_call_that_is_cancelled_has_its_rollout_cancelled():
         stop_rollouts()
 
 
-async def test_one_that_is_cancelled_before_the_store_has_it_is_cancelled_when_it_has():
+async def test_rollout_cancelled_before_it_is_enqueued_ends_cancelled():
     HeldAgent.release.clear()
     try:
         args = args_for(agl_agent=f"{HERE}:HeldAgent")

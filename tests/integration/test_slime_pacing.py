@@ -67,7 +67,7 @@ def test_groups_are_enqueued_so_far_ahead_of_training_and_none_is_dropped(
         assert len(set(trained)) == 16
 
 
-def test_a_limit_that_slime_s_driver_cannot_keep_is_an_error_that_says_which_could(engine: ScriptedEngine) -> None:
+def test_staleness_limit_below_the_drivers_is_an_error_with_the_minimum(engine: ScriptedEngine) -> None:
     args = paced(engine, 0)
     with AGLDataSource(args) as source:
         slime_hooks.generate_rollout(args, 0, source)

@@ -35,7 +35,7 @@ async def sampled_with(connection: Connection, rollouts: list[Any]) -> list[tupl
     return found
 
 
-async def test_under_deterministic_inference_each_member_of_a_group_has_slimes_seed_of_its_place() -> None:
+async def test_deterministic_inference_gives_each_group_member_slimes_seed() -> None:
     async with connected(sglang_enable_deterministic_inference=True, rollout_seed=40) as connection:
         found = await sampled_with(connection, await connection.enqueue(GROUPS, size=3, mode="train"))
         assert [(group, sampling["sampling_seed"]) for group, sampling in found] == [
@@ -48,14 +48,14 @@ async def test_under_deterministic_inference_each_member_of_a_group_has_slimes_s
         assert [sampling for _, sampling in found] == [told] * 6
 
 
-async def test_without_it_members_have_no_seed_and_share_one_snapshot_of_resources() -> None:
+async def test_nondeterministic_members_have_no_seed_and_share_one_resources_id() -> None:
     async with connected(rollout_seed=40) as connection:
         rollouts = await connection.enqueue(GROUPS, size=3, mode="train")
         assert len({rollout.resources_id for rollout in rollouts}) == 1
         assert all("sampling_seed" not in sampling for _, sampling in await sampled_with(connection, rollouts))
 
 
-async def test_what_no_address_was_named_for_is_not_asked_whether_it_sends_experts() -> None:
+async def test_routed_experts_are_requested_without_a_probe_if_no_url_is_set() -> None:
     replayed = {"use_rollout_routing_replay": True, "num_layers": 2, "moe_router_topk": 2}
     async with connected(**replayed) as connection:
         assert connection.settings.llm_url is None

@@ -28,7 +28,7 @@ def serve(*flags: str) -> subprocess.Popen[str]:
     )
 
 
-def test_slimes_manager_takes_rollouts_from_another_process_and_that_ends_on_a_signal(tmp_path: Path):
+def test_slime_data_source_reads_from_another_process_that_ends_on_sigterm(tmp_path: Path):
     process = serve("--agent", AGENT, "--port", "0")
     try:
         assert process.stdout is not None

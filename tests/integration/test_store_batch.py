@@ -38,7 +38,7 @@ def counted_batches(remote: WorkerStore) -> list[int]:
     return batches
 
 
-async def test_ends_of_many_rollouts_travel_together_and_each_gets_its_own_result(
+async def test_many_completions_share_one_request_and_each_gets_its_result(
     served: tuple[BridgeStore, str],
 ) -> None:
     store, url = served

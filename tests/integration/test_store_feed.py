@@ -66,7 +66,7 @@ async def test_another_server_instance_is_told_by_its_id():
         await remote.close()
 
 
-async def test_a_follower_too_far_behind_is_told_what_is_kept_and_that_it_missed_some():
+async def test_follower_behind_the_window_gets_kept_ids_and_a_missed_flag():
     store = BridgeStore()
     feed = FinishedFeed(window=4)
     store.subscribe_finished(feed.append)

@@ -106,7 +106,7 @@ async def test_whatever_is_sent_the_answer_is_typed():
                 assert status in (200, 400), (path, body, text)
 
 
-async def test_a_follower_outlives_what_something_before_the_store_answers_while_that_is_away():
+async def test_follower_survives_a_proxys_answers_while_the_store_is_down():
     """A proxy's page, with status 200, and JSON that is no page of a feed."""
 
     feed = {"server_instance_id": "one", "last": 1, "rollout_ids": ["r"], "missed": False}

@@ -95,7 +95,7 @@ def mention(kind: str) -> str:
 
 
 @pytest.mark.parametrize("kind", list(FORMATS))
-def test_clients_get_calls_in_parallel_and_none_that_are_mentioned_or_broken(kind: str) -> None:
+def test_parallel_calls_are_returned_and_mentioned_or_broken_ones_are_not(kind: str) -> None:
     before = "" if kind == "llama_json" else "Let me see."
     none = written(kind, [], "It is 20 degrees.")
     one = written(kind, [("weather", {"city": "Rome"})]).lstrip()

@@ -223,7 +223,7 @@ async def test_one_worker_that_fails_is_named_and_all_are_continued(
         assert (good.weight_version, bad.weight_version) == ("2", "2")
 
 
-async def test_a_server_that_loads_and_then_complains_has_the_weights_all_the_same() -> None:
+async def test_server_that_loads_weights_but_answers_an_error_has_the_weights() -> None:
     async with ScriptedEngine() as engine:
 
         class LoadAndComplain(Fault):

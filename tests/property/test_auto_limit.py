@@ -112,7 +112,7 @@ def test_it_is_not_raised_into_a_full_cache() -> None:
         max_size=60,
     )
 )
-def test_whatever_is_seen_it_stays_in_its_bounds_and_no_raise_is_more_than_double(looks: list[Look]) -> None:
+def test_auto_limit_stays_in_its_bounds_and_at_most_doubles(looks: list[Look]) -> None:
     auto = AutoLimit.start(AutoLimitSettings(most=2_000))
     for one in looks:
         after = auto.step(one)

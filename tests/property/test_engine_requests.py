@@ -173,7 +173,7 @@ def test_a_path_that_is_none_is_refused(url: str, path: str) -> None:
         check(url, *ask(url, path, {}, method=method))
 
 
-def test_a_checkpoint_of_pipes_devices_and_other_peoples_weights_is_refused(url: str, tmp_path: Path) -> None:
+def test_checkpoint_of_pipes_devices_or_other_tensors_is_refused(url: str, tmp_path: Path) -> None:
     torch, safetensors = pytest.importorskip("torch"), pytest.importorskip("safetensors.torch")
     kinds = ("pipe", "device", "directory", "loop", "large", "junk")
     for kind in kinds:

@@ -46,7 +46,7 @@ def searched(answers: list[AnswerInTime], branches: str) -> list[int]:
 
 @pytest.mark.parametrize("branches", ["used", "last", "all"])
 @given(st.data())
-def test_what_is_left_out_is_the_same_told_answer_by_answer_as_found_in_all(branches: Any, data: st.DataObject) -> None:
+def test_left_out_answers_are_the_same_incrementally_and_by_full_search(branches: Any, data: st.DataObject) -> None:
     """Requests begin and are answered in any order; each goes on from an answer that was there when it began, or
     asks for that one again."""
     left_out, answers, clock = LeftOut(branches), [], 0

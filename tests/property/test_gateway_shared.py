@@ -134,7 +134,7 @@ async def test_what_a_request_adds_is_all_that_is_read_of_it(monkeypatch: pytest
 
 
 @pytest.mark.parametrize("tools_last", [True, False])
-async def test_attempts_share_the_tools_that_they_ask_with_and_hold_no_bytes_of_their_messages(
+async def test_attempts_share_their_tools_and_keep_no_message_bytes(
     tools_last: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # what other tests have asked for, of which the room for it is full, is not to decide what is shared here

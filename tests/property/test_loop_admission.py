@@ -111,7 +111,7 @@ def test_no_group_is_ever_too_old_and_none_is_thrown_away(
 
 
 @pytest.mark.parametrize("max_staleness", [1, 2, 4])
-def test_one_task_in_twenty_takes_twenty_times_as_long_in_ten_thousand_groups(max_staleness: int) -> None:
+def test_stragglers_of_20x_duration_stay_within_staleness_in_10k_groups(max_staleness: int) -> None:
     rng = random.Random(max_staleness)
     simulation = Simulation(
         admission=Admission(batch_size=16, max_staleness=max_staleness, last_step=625),
@@ -218,7 +218,7 @@ def test_what_was_admitted_before_a_restart_keeps_its_age() -> None:
         lower.check()
 
 
-def test_a_task_that_is_drawn_again_does_not_push_an_older_group_past_the_limit() -> None:
+def test_redrawn_task_does_not_push_an_older_group_past_staleness() -> None:
     """A resumed run draws tasks again that were dropped before: their numbers are lower than those in flight."""
     admission = Admission(batch_size=1, max_staleness=2, step=6)
     for number, at in ((34, 5), (35, 6)):

@@ -75,9 +75,7 @@ def _advantages(rollouts: list[tuple[dict[str, Any], dict[str, Any]]], *, reward
 
 
 @given(_rollouts(), st.booleans(), st.booleans())
-def test_tokens_have_the_same_advantages_in_one_sample_as_in_one_per_reward(
-    rollouts: Any, normalized: bool, std: bool
-) -> None:
+def test_token_advantages_equal_those_of_one_sample_per_reward(rollouts: Any, normalized: bool, std: bool) -> None:
     how = {"rewards_normalization": normalized, "std_normalization": std}
     many, n_many, ids_many = _advantages(rollouts, reward_spans=False, **how)
     one, n_one, ids_one = _advantages(rollouts, reward_spans=True, **how)

@@ -25,7 +25,7 @@ def page(after: int, ids: list[str]) -> FeedPage:
     feed=st.lists(st.integers(0, 12).map(str), min_size=1, max_size=40),
     hold=st.booleans(),
 )
-def test_after_a_crash_exactly_what_the_saved_state_had_not_read_comes_again(
+def test_after_a_crash_exactly_the_unread_completions_come_again(
     data: st.DataObject, feed: list[str], hold: bool
 ) -> None:
     """``feed`` names rollouts again, as a store does when an end is reported twice."""

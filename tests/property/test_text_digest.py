@@ -41,7 +41,7 @@ def test_a_digest_of_pieces_is_that_of_the_whole_wherever_it_is_cut(text: str, o
     assert written.matches(other) == (once(other) == once(text))
 
 
-def test_white_space_and_empty_blocks_do_not_count_and_a_changed_letter_does() -> None:
+def test_whitespace_and_empty_blocks_compare_equal_and_letters_do_not() -> None:
     written = TextDigest("<|user|>\nhi <|assistant|>\n")
     written.add("<thi")
     written.add("nk>\n", "\n")

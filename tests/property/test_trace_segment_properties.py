@@ -27,7 +27,7 @@ def test_every_sampled_token_is_trained_exactly_once(turns: list[Turn]):
 
 
 @given(conversations())
-def test_what_is_under_the_mask_is_the_engines_record_at_the_place_where_it_was_sampled(turns: list[Turn]):
+def test_loss_mask_covers_exactly_the_engines_tokens_and_log_probs(turns: list[Turn]):
     for segment in merge_turns(turns):
         assert len(segment.token_ids) == len(segment.loss_mask) == len(segment.log_probs)  # type: ignore[arg-type]
         for at in segment.placements:
@@ -80,7 +80,7 @@ def test_without_log_probs_there_are_none(turns: list[Turn]):
         st.tuples(st.text(max_size=10), st.lists(st.integers(0, 399), min_size=1, max_size=12)), min_size=2, max_size=4
     )
 )
-def test_text_that_is_tokenised_again_forks_as_retokenization_and_nothing_else(exchanges: list[tuple[str, list[int]]]):
+def test_retokenized_text_forks_with_that_reason_and_no_other(exchanges: list[tuple[str, list[int]]]):
     """Any tokens are sampled, half characters too; each next prompt is rendered from the text, as a chat API does."""
     tokenizer = small_tokenizer()
     history: list[dict[str, str]] = []

@@ -9,7 +9,7 @@ from tests.slime.support import require_slime, run_program
 
 @pytest.mark.slime
 @pytest.mark.slow
-def test_samples_with_images_are_what_slimes_example_makes_of_the_same_answers():
+def test_samples_with_images_equal_those_of_slimes_example():
     root = require_slime("ray", "torch", "PIL", "pybase64", "pylatexenc", "wandb")
     result = run_program(root, "images", "300", "11", timeout_s=300)
     assert result["different"] == []

@@ -9,7 +9,7 @@ from tests.slime.support import require_slime, run_program
 
 @pytest.mark.slime
 @pytest.mark.slow
-def test_samples_with_experts_and_nuclei_are_what_slime_makes_of_the_same_answers():
+def test_samples_with_experts_and_nuclei_equal_slimes():
     root = require_slime("ray", "torch", "pybase64", "pylatexenc", "wandb")
     result = run_program(root, "replay", "2000", "7", timeout_s=600)
     assert result["different"] == []

@@ -71,7 +71,7 @@ async def hit_rate(url: str, *, keyed: bool, rollouts: int = 24, turns: int = 5)
     return had / prompts, could / prompts
 
 
-async def test_turns_of_a_rollout_find_their_prefix_by_the_routing_key_and_by_chance_without_it():
+async def test_routing_key_raises_the_prefix_cache_hit_rate():
     """Two engines that say how much of a prompt they had, behind the router."""
     engines = [ScriptedEngine(vocab_size=402, cached_answers=10_000, decode=lambda ids: "so") for _ in range(4)]
     shown = {}

@@ -64,7 +64,7 @@ def padded(rewards: list[float], size: int) -> list[dict[str, Any]]:
     return stages.pad_group_data(stages.normalize_group_data(group), size)[1]
 
 
-def test_copies_are_masked_out_and_their_originals_keep_the_whole_advantage():
+def test_padded_copies_are_masked_and_originals_keep_the_full_advantage():
     samples = maker().group(padded([1.0, 0.0, 0.0], 4))
     advantages = [
         item["reward"] for item in stages.normalize_group_data(("i", [{"reward": r} for r in (1.0, 0.0, 0.0)]))[1]

@@ -78,7 +78,7 @@ def test_the_end_of_empty_thinking_is_no_content(calls: int) -> None:
 
 
 @pytest.mark.parametrize("rest", ["", "Then", '<tool_call>\n{"name": "wea'])
-def test_an_answer_that_was_cut_after_a_call_ends_as_the_template_ends_calls(rest: str) -> None:
+def test_answer_truncated_after_a_call_is_closed_as_the_template_does(rest: str) -> None:
     tokenizer = copy.deepcopy(small_tokenizer(ENDS_CALLS))
     tokenizer.add_tokens(["<|results|>"], special_tokens=True)
     template = ChatTemplate(tokenizer=tokenizer, tools=[WEATHER])

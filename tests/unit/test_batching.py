@@ -48,7 +48,7 @@ async def test_a_call_that_is_cancelled_tells_whoever_waits() -> None:
         await asyncio.wait_for(caller, 10)
 
 
-async def test_calls_keep_their_distance_and_the_first_after_a_pause_goes_at_once() -> None:
+async def test_calls_keep_their_interval_and_the_first_after_a_pause_has_none() -> None:
     loop, calls = asyncio.get_running_loop(), []
 
     async def handle(entries: list[int]) -> list[int]:

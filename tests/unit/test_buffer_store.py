@@ -102,7 +102,7 @@ def test_a_late_repetition_of_an_item_that_is_gone_is_a_duplicate_still():
     assert write(store, item("1")) == 0
 
 
-def test_a_uid_with_other_content_is_refused_and_nothing_of_the_request_is_stored():
+def test_uid_with_other_content_is_refused_with_its_whole_request():
     store = open_store()
     write(store, item("1"))
     with pytest.raises(BufferRequestError, match="uid '1' is taken") as caught:
@@ -111,7 +111,7 @@ def test_a_uid_with_other_content_is_refused_and_nothing_of_the_request_is_store
     assert store.held_items == 1
 
 
-def test_items_beyond_the_group_size_begin_the_next_group_of_their_instance():
+def test_items_beyond_the_group_size_start_the_instances_next_group():
     store = open_store()
     write(store, *(item(str(n)) for n in range(5)))
     assert uids(store.read("math")) == ["0", "1", "2", "3"]
@@ -264,7 +264,7 @@ def test_custom_meta_information_sees_the_items_since_the_last_batch():
     assert seen == [{"a": ["1", "2"], "b": ["3"]}, {"b": ["4"]}]
 
 
-def test_custom_meta_information_comes_before_every_decision_and_sees_what_is_refused():
+def test_custom_meta_info_runs_first_and_sees_filtered_items():
     order: list[Any] = []
 
     def get_group_data_meta_info(temp_data):
@@ -286,7 +286,7 @@ def test_custom_meta_information_comes_before_every_decision_and_sees_what_is_re
     assert order == [["1", "2", "3", "4"], "3", "4"]
 
 
-def test_a_validity_of_somebody_elses_may_wait_for_more_than_the_group_size():
+def test_custom_is_valid_group_may_wait_for_more_than_the_group_size():
     functions = {"is_valid_group": lambda group, size: (len(group[1]) >= 3, len(group[1]) >= 3)}
     store = open_store(functions=functions)
     write(store, item("1"), item("2"))

@@ -48,7 +48,7 @@ def test_a_later_system_message_is_a_users_where_it_stands(template: str) -> Non
     assert f"<|im_start|>user\nBe long.{apart}How many?<|im_end|>" in text
 
 
-def test_a_reminder_is_the_end_of_a_result_where_a_question_there_is_refused() -> None:
+def test_reminder_is_appended_to_a_tool_result_if_a_user_turn_is_refused() -> None:
     call = {"id": "call_0", "type": "function", "function": {"name": "f", "arguments": {}}}
     called = {"role": "assistant", "content": "", "tool_calls": [call]}
     result = {"role": "tool", "tool_call_id": "call_0", "content": "one"}
@@ -57,12 +57,12 @@ def test_a_reminder_is_the_end_of_a_result_where_a_question_there_is_refused() -
     assert "one\n\nBe long.<|im_end|>" in text
 
 
-def test_a_template_that_writes_system_messages_anywhere_gets_them_as_they_are() -> None:
+def test_later_system_messages_are_unchanged_if_the_template_accepts_them() -> None:
     text = rendered(CHATML, SYSTEM, QUESTION, ANSWER, DEVELOPER, QUESTION)
     assert text.index("Three.") < text.index("<|im_start|>developer\nUse tools.")
 
 
-def test_a_developers_message_is_the_systems_where_a_template_knows_only_that() -> None:
+def test_developer_message_becomes_system_where_the_template_needs_it() -> None:
     assert rendered(SYSTEM_FIRST, DEVELOPER, QUESTION).startswith("<|im_start|>system\nUse tools.")
 
 
@@ -129,7 +129,7 @@ class _Renders:
         return "mine: " + self._tokenizer.apply_chat_template(conversation, **kwargs)
 
 
-def test_the_long_way_is_taken_where_the_short_one_may_write_something_else() -> None:
+def test_full_render_is_used_where_the_incremental_one_may_differ() -> None:
     tools = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
     assert callable(direct_renderer(small_tokenizer(CHATML), tools, {"enable_thinking": False}))
     same = CHATML + "{% if messages[0] is sameas messages[-1] %}same{% endif %}"

@@ -87,7 +87,7 @@ def test_the_limits_of_images_are_flags_and_reach_gateway_and_agent(tmp_path: Pa
     assert other.agent.image_settings is SGLangLitAgent.image_settings  # an agent's own stay
 
 
-def test_template_settings_travel_with_the_sampling_parameters_and_not_to_the_engine() -> None:
+def test_template_settings_are_sampling_parameters_hidden_from_the_engine() -> None:
     assert TrainConfig().template == {}
     config = TrainConfig(chat_template_kwargs='{"preserve_thinking": true}', later_systems="first")
     assert config.template == {"chat_template_kwargs": {"preserve_thinking": True}, "later_systems": "first"}

@@ -24,7 +24,7 @@ def no_python(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(PYTHON_VARIABLE, raising=False)
 
 
-def test_settings_of_the_environment_are_taken_out_of_the_command_line_in_every_form() -> None:
+def test_environment_flags_are_split_from_the_command_line_in_every_form() -> None:
     line = ["--env", "a", "--env.x.y", "1", "--env.z=2", "--seed", "3", "--env.switch", "--env-tasks", "4"]
     own, of_env = split_env_flags(line)
     assert own == ["--env", "a", "--seed", "3", "--env-tasks", "4"]
@@ -48,7 +48,7 @@ def test_what_does_not_fit_an_environment_is_refused_by_name(given: dict[str, An
         TrainConfig(**given)
 
 
-def test_without_a_python_for_it_an_environment_is_one_sentence_with_the_fix() -> None:
+def test_environment_without_a_python_is_a_config_error_with_the_fix() -> None:
     with pytest.raises(ConfigError, match=r"--env-python \(AGL_ENV_PYTHON\).*verifiers_env\.sh"):
         load_environment("anything")
     with pytest.raises(ConfigError, match="cannot be run as a Python"):
@@ -116,7 +116,7 @@ def _run_of(directory: Path, *, held_out: int) -> RunDir:
     return run
 
 
-def test_an_evaluation_of_a_run_asks_what_the_run_held_out_whatever_its_own_seed(
+def test_evaluation_of_a_run_uses_its_held_out_tasks_for_any_seed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tasks = [_task(f"d{number}", number) for number in range(50)]

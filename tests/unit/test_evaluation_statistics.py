@@ -46,7 +46,7 @@ def test_the_interval_is_scipys() -> None:
     assert found.high == pytest.approx(wanted.confidence_interval.high, abs=0.005)
 
 
-def test_the_paired_interval_is_that_of_all_resampled_tasks_and_narrower_than_unpaired() -> None:
+def test_paired_interval_equals_full_resampling_and_beats_unpaired() -> None:
     before = {task: [value] for task, value in enumerate([0.0, 0.2, 0.4, 0.6, 0.8])}
     after = {task: [value + 0.1 + 0.02 * task] for task, (value,) in before.items()}
     differences = [after[task][0] - before[task][0] for task in before]

@@ -159,7 +159,7 @@ def test_a_target_that_a_killed_writer_moved_aside_is_put_back(tmp_path: Path, m
     assert list(tmp_path.iterdir()) == [target]
 
 
-def test_a_scratch_directory_lasts_as_long_as_its_block_and_a_killed_ones_until_the_next(tmp_path: Path):
+def test_scratch_directory_is_removed_at_exit_or_by_the_next_after_a_kill(tmp_path: Path):
     program = """
 import os, pathlib, sys
 from agl_slime.support.files import scratch_directory

@@ -89,7 +89,7 @@ def read_or_refused(protocol: Protocol, body: dict[str, Any], kind: str) -> Call
     return None
 
 
-def test_each_type_of_openais_tools_is_offered_or_left_out_or_refused_by_name() -> None:
+def test_each_openai_tool_type_is_offered_left_out_or_refused() -> None:
     kinds = {*types_of(ToolParam)}
     assert len(kinds) > 15
     for kind in sorted(kinds):
@@ -98,7 +98,7 @@ def test_each_type_of_openais_tools_is_offered_or_left_out_or_refused_by_name() 
         assert call is None or len(call.tools) + len(call.left_out) == 1, kind
 
 
-def test_each_type_of_anthropics_tools_is_offered_or_left_out_or_refused_by_name() -> None:
+def test_each_anthropic_tool_type_is_offered_left_out_or_refused() -> None:
     beta = pytest.importorskip("anthropic.types.beta", reason="the client of Anthropic: pip install anthropic")
     kinds = {*types_of(beta.BetaToolUnionParam)} - {"custom"}
     assert len(kinds) > 20
@@ -134,7 +134,7 @@ def test_each_type_of_anthropics_blocks_is_read_or_refused_by_name() -> None:
         assert call is None or any(message["content"] or message.get("tool_calls") for message in call.messages), kind
 
 
-def test_an_answer_in_the_old_form_of_calls_is_refused_and_not_read_as_an_empty_one() -> None:
+def test_deprecated_function_call_message_is_refused() -> None:
     old = {"role": "assistant", "content": None, "function_call": {"name": "f", "arguments": "{}"}}
     with pytest.raises(GatewayRequestError, match=r"messages\[1\]\.function_call is OpenAI's old form"):
         ChatCompletions().read({"messages": [*HELLO, old]})
@@ -146,7 +146,7 @@ SHAPES += [[{"type": "reasoning", "content": 5}], [{"role": "assistant", "tool_c
 
 
 @pytest.mark.parametrize("name", list(BODIES))
-def test_a_field_of_another_shape_is_refused_in_a_sentence_and_never_breaks_an_answer(name: str) -> None:
+def test_malformed_field_is_refused_in_a_sentence_and_never_breaks_answers(name: str) -> None:
     protocol, body = BODIES[name]
     head = Answered(id="1", created=1, model="m", choices=(Choice(),))
     refused = 0

@@ -44,7 +44,7 @@ def test_what_a_long_conversation_holds() -> None:
         assert all(turn.messages for turn in case.turns), "spans have them"
 
 
-def test_an_answer_that_its_client_goes_on_from_is_not_kept_to_be_told_again() -> None:
+def test_continued_answer_is_not_kept_for_retries() -> None:
     with serving("It is behind the house.", context_length=100_000) as case:
         talk(case)
         assert len(case.attempt.works.kept) == 1

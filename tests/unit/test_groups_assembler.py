@@ -100,7 +100,7 @@ def test_a_group_is_dropped_as_soon_as_it_cannot_be_saved() -> None:
 
 
 @pytest.mark.parametrize("policy", [CompleteGroup(), MinimumViableGroup(min_ratio=1.0, drop_early=False)])
-def test_failed_members_settle_a_patient_group_that_is_then_dropped_with_the_reason(policy: GroupPolicy) -> None:
+def test_patient_group_with_failed_members_is_dropped_with_the_reason(policy: GroupPolicy) -> None:
     groups = assembler(policy)
     groups.announce("g", size=3)
     add(groups, member("a"))

@@ -76,7 +76,7 @@ class Good(SGLangLitAgent):
 _UNPICKLE = "import pickle, sys; print(pickle.loads(bytes.fromhex(sys.argv[1])).compute_reward({}, ''))"
 
 
-def test_an_agent_is_found_by_its_file_from_any_directory_and_in_any_process(
+def test_agent_file_is_loaded_from_any_directory_and_unpickled_anywhere(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # fault 28
@@ -172,7 +172,7 @@ def test_what_cannot_be_loaded_is_one_sentence_that_names_it(path: str, says: st
     assert "\n" not in str(caught.value)
 
 
-def test_an_agent_that_a_module_holds_is_taken_as_it_is_and_travels_by_its_name(here: Path) -> None:
+def test_agent_instance_of_a_module_is_reused_and_pickled_by_name(here: Path) -> None:
     made = "import agentlightning as agl\n@agl.rollout\ndef answer(task, llm):\n    return 1.0\n"
     (here / "agent_decorated.py").write_text(made)
     for path in ("agent_under_test:instance", "agent_decorated:answer", "agent_decorated.py:answer"):

@@ -268,7 +268,7 @@ def test_a_context_overflow_ends_one_trajectory_and_no_other() -> None:
     assert len(trajectory_to_samples(results[0], reward=1.0)) == 1
 
 
-def test_a_sampler_that_raises_a_context_overflow_loses_no_other_trajectory() -> None:
+def test_sampler_context_overflow_loses_no_other_trajectory() -> None:
     """For fault 19."""
     tokenizer = chat_tokenizer("anthropic", "groups_tools")
 

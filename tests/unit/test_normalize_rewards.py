@@ -10,7 +10,7 @@ from agl_slime.groups.normalize import all_equal, normalize_rewards
 from agl_slime.report.alarms import find_alarms
 
 
-def test_one_group_is_centred_and_divided_by_the_unbiased_standard_deviation():
+def test_one_group_is_centred_and_divided_by_unbiased_std():
     # mean 0.5, unbiased std sqrt(4 * 0.25 / 3)
     std = math.sqrt(1 / 3)
     result = normalize_rewards([1.0, 0.0, 1.0, 0.0], group_indices=[7] * 4, rollout_ids=[0, 1, 2, 3])

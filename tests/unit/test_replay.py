@@ -54,7 +54,7 @@ def test_an_engine_that_was_not_started_for_experts_is_told_by_its_flag() -> Non
         parse_generation(answer([5]), request=request((1, 2)))
 
 
-def test_experts_of_another_shape_are_refused_with_the_shape_that_was_wanted() -> None:
+def test_experts_of_another_shape_are_refused_with_the_expected_shape() -> None:
     with pytest.raises(EngineProtocolError, match=r"answered 18 routed_experts.*\[2, 2, 3\].*--moe-router-topk"):
         parse_generation(answer([5], routed_experts=packed(np.zeros(18))), request=request((1, 2)))
 
@@ -69,7 +69,7 @@ def test_an_engine_that_sends_no_nucleus_is_told_what_it_needs() -> None:
         parse_generation(answer([5], **ragged), request=request((1,), asked))
 
 
-def test_an_engine_that_knows_no_start_sends_all_and_the_rest_is_dropped_at_once() -> None:
+def test_rows_before_the_requested_experts_start_are_dropped() -> None:
     found = parse_generation(answer([5], routed_experts=packed(rows(3))), request=request((1, 2, 3), start=2))
     assert found.experts == RoutedExperts(2, rows(1, 2))
 
@@ -83,7 +83,7 @@ def test_experts_are_as_small_as_they_can_be() -> None:
     assert many.rows.dtype == np.uint16
 
 
-def test_a_resumed_answer_asks_for_the_rows_that_it_lacks_and_has_each_once() -> None:
+def test_resumed_answer_requests_only_missing_expert_rows() -> None:
     wanted = ResumableGeneration(prompt_ids=(1, 2, 3), sampling=WANTED, experts_start=1)
     first = wanted.next_request()
     assert first.experts_start == 1
@@ -144,7 +144,7 @@ def test_damaged_experts_are_an_error_and_not_other_experts() -> None:
         decode_turns(spans)
 
 
-def test_a_segment_has_a_row_for_each_token_but_the_last_and_a_nucleus_for_each_response_token() -> None:
+def test_segment_has_expert_rows_but_for_the_last_token_and_all_nuclei() -> None:
     (segment,) = merge_turns(chain())
     assert segment.experts is not None
     assert segment.nucleus is not None

@@ -164,7 +164,7 @@ def test_a_damaged_file_is_one_sentence(tmp_path: Path, damage: Any) -> None:
     assert "\n" not in str(raised.value)
 
 
-def test_a_reader_without_the_directory_says_so_and_makes_no_sample_without_experts(tmp_path: Path) -> None:
+def test_missing_replay_directory_is_an_error_not_a_sample_without_experts(tmp_path: Path) -> None:
     with pytest.raises(TraceError, match="give replay_files"):
         samples_of([one_filed(tmp_path)])
 

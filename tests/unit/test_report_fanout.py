@@ -62,7 +62,7 @@ def test_events_arrive_in_order_from_one_thread() -> None:
     assert recorder.closed == 1
 
 
-def test_a_failing_reporter_is_dropped_with_one_warning_and_the_others_go_on() -> None:
+def test_failing_reporter_is_dropped_with_one_warning_and_others_continue() -> None:
     before, failing, after = Recorder(), Failing(), Recorder()
     with Reporters([before, failing, after]) as reporters:
         for number in range(3):
@@ -138,7 +138,7 @@ def test_falling_behind_leaves_out_rollouts_only_and_says_how_many() -> None:
     ]
 
 
-def test_close_gives_up_on_a_reporter_that_hangs_and_later_events_are_ignored() -> None:
+def test_close_times_out_on_a_hanging_reporter_and_ignores_later_events() -> None:
     gated = Gated()
     reporters = Reporters([gated])
     reporters.handle(iteration(1))

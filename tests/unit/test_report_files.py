@@ -27,7 +27,7 @@ from tests.unit.report_cases import hide, row
 # -- TensorBoard ------------------------------------------------------------------------------------------------------
 
 
-def test_tensorboard_reads_what_was_written_and_a_resumed_run_replaces_points(tmp_path: Path) -> None:
+def test_tensorboard_reads_the_log_and_a_resumed_run_replaces_points(tmp_path: Path) -> None:
     accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     for iterations, loss in (((1, 2, 3), 1.0), ((2, 3, 4), 2.0)):
         writer = TensorBoardWriter(tmp_path / "tb")

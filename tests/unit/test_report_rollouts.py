@@ -138,7 +138,7 @@ def test_what_is_trained_later_is_written_then(tmp_path: Path) -> None:
     assert [(r["iteration"], r["outcome"]) for r in rows(tmp_path)] == [(3, "trained"), (4, "ready")]
 
 
-def test_sampled_keeps_four_of_an_iteration_within_the_bound_and_groups_are_whole(tmp_path: Path) -> None:
+def test_sampled_keeps_four_per_iteration_within_the_byte_bound(tmp_path: Path) -> None:
     writer = a_writer(tmp_path, keep="sampled", most_bytes=200_000)
     for iteration in range(1, 101):
         members = [a_member(f"{iteration}-{n}", n / 8, group_id=f"g{iteration}") for n in range(8)]
@@ -161,7 +161,7 @@ def test_none_keeps_the_groups_alone(tmp_path: Path) -> None:
     assert rows(tmp_path, "groups")[0]["outcomes"] == ["trained"]
 
 
-def test_a_run_that_dies_between_the_two_files_has_no_group_that_keeps_what_is_not_there(
+def test_crash_between_the_two_files_leaves_no_dangling_kept_rollout(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     writer, one, append = a_writer(tmp_path), a_member("one"), IterationFile.append

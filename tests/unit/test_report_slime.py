@@ -132,7 +132,7 @@ def test_what_slime_does_not_write_is_absent_and_not_damaged(tmp_path: Path, tra
     assert len(found["absent"]) == sum(on for _, on in about)
 
 
-def test_a_tokenizer_beside_the_files_gives_texts_and_the_turns_of_the_environment(tmp_path: Path) -> None:
+def test_tokenizer_beside_the_dumps_gives_texts_and_environment_turns(tmp_path: Path) -> None:
     write_dumps(tmp_path)
     assert "‹5›" in whole(told(tmp_path)[0], "0-g0-0")["samples"][0]["pieces"]
     reader = RunReader(tmp_path, tokenizer=LOOKUP_POLICY)
@@ -142,7 +142,7 @@ def test_a_tokenizer_beside_the_files_gives_texts_and_the_turns_of_the_environme
     assert [message["role"] for message in one["messages"]] == ["user", "assistant", "environment", "assistant"]
 
 
-def test_samples_of_one_rollout_are_one_member_and_rewards_by_name_keep_their_names(tmp_path: Path) -> None:
+def test_samples_of_one_rollout_are_one_member_with_named_rewards(tmp_path: Path) -> None:
     samples = [a_sample(0, group=0, reward={"exact": 0.5, "style": 1.0}), a_sample(1, group=0, rollout_id=0)]
     save(tmp_path / "data_7.pt", {"rollout_id": 7, "samples": samples})
     reader, found = told(tmp_path)
@@ -152,7 +152,7 @@ def test_samples_of_one_rollout_are_one_member_and_rewards_by_name_keep_their_na
     assert (one["reward"], one["rewards"]) == (0.5, {"exact": 0.5, "style": 1.0})
 
 
-def test_files_that_come_later_are_read_and_a_file_written_anew_replaces_its_step(tmp_path: Path) -> None:
+def test_later_files_are_read_and_a_rewritten_file_replaces_its_step(tmp_path: Path) -> None:
     every = write_dumps(tmp_path, steps=3, train=False)
     reader, _ = told(tmp_path)
     assert reader.update() is None

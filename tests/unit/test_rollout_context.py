@@ -70,7 +70,7 @@ def test_a_truncated_answer_is_closed_by_the_template(template: str) -> None:
     assert context.open_boundaries == 0
 
 
-def test_a_stop_token_that_the_template_does_not_write_stays_and_the_closing_follows() -> None:
+def test_stop_token_unknown_to_the_template_is_kept_before_its_closing() -> None:
     context, tokenizer = conversation("groups_tools")
     prompt, _ = answer(context, tokenizer, "Three.", stop="<|endoftext|>")
     context.add({"role": "user", "content": "Sure?"})
@@ -124,7 +124,7 @@ def test_an_observation_added_late_regroups_history_and_forks() -> None:
 # -- templates that rewrite ------------------------------------------------------------------------------------------
 
 
-def test_thinking_is_kept_while_tools_are_called_and_dropped_with_the_next_question() -> None:
+def test_thinking_is_kept_during_tool_calls_and_dropped_at_next_question() -> None:
     context, tokenizer = conversation("drops_thinking")
     answer(context, tokenizer, "<think>\nI will look.\n</think>\n\n<tool_call>a</tool_call>")
     context.add({"role": "tool", "content": "1"})
@@ -184,7 +184,7 @@ def test_each_class_of_forks_is_logged_once(caplog: pytest.LogCaptureFixture, mo
     assert "template" in caplog.text
 
 
-def test_a_template_that_rewrites_the_beginning_forks_although_the_end_is_the_same() -> None:
+def test_template_that_rewrites_the_beginning_forks_despite_equal_end() -> None:
     """The beginning changes with the number of messages, in a text of the same length."""
     source = (
         "{{- '<|im_start|>system\\n' + ('short' if messages | length < 4 else 'long.') + '<|im_end|>\\n' }}" + CHATML
@@ -206,7 +206,7 @@ def long_rollout(context: ChatContext, tokenizer: Any, turns: int) -> None:
         context.add({"role": "tool", "content": f"result {n}"})
 
 
-def test_a_template_that_forgets_old_results_forks_in_long_conversations_too() -> None:
+def test_template_that_drops_old_results_forks_in_long_conversations_too() -> None:
     """Of which only the ends are rendered: they reach as far back as this template looks."""
     ends, tokenizer = conversation("forgets_results")
     whole, _ = conversation("forgets_results")
@@ -217,7 +217,7 @@ def test_a_template_that_forgets_old_results_forks_in_long_conversations_too() -
     assert ends.token_ids.tolist() == whole.token_ids.tolist()
 
 
-def test_a_template_that_looks_further_back_than_the_ends_is_rendered_whole_from_then_on() -> None:
+def test_template_beyond_the_window_is_rendered_whole_once_noticed() -> None:
     """The fourth message disappears once there are more than 50: found when the conversation has doubled, not before
     and not never."""
     start, end = "{{- '<|im_start|>' + message.role", "'<|im_end|>\\n' }}"
@@ -297,7 +297,7 @@ def test_an_answer_aborted_before_its_first_token_is_asked_for_again() -> None:
     assert [message["role"] for message in context.messages] == ["system", "user", "assistant"]
 
 
-def test_continuing_a_finished_answer_leaves_its_stop_token_and_is_a_branch() -> None:
+def test_continuing_a_finished_answer_drops_its_stop_token_and_branches() -> None:
     context, tokenizer = conversation("chatml")
     prompt, generation = answer(context, tokenizer, "Three.")
     context.messages[-1]["content"] += " But wait,"
@@ -359,7 +359,7 @@ def test_views_of_a_token_buffer_do_not_change() -> None:
         views[0][0] = 5
 
 
-def test_without_a_template_a_text_is_the_text_as_it_is_and_messages_are_refused() -> None:
+def test_without_a_template_text_is_verbatim_and_messages_are_refused() -> None:
     made = (PreTrainedTokenizerFast(tokenizer_object=copy.deepcopy(base_tokenizer("anthropic"))) for _ in range(2))
     bare, begins = made
     begins.add_special_tokens({"bos_token": "<begin>"})

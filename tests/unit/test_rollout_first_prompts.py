@@ -86,7 +86,7 @@ def test_the_template_that_the_arguments_name_decides(counting: Any) -> None:
     assert dated.prompt_cache is None
 
 
-def test_messages_that_are_equal_in_python_but_not_to_a_template_are_told_apart() -> None:
+def test_messages_equal_in_python_but_not_to_a_template_are_distinct() -> None:
     class Shouting(str):
         def __str__(self) -> str:
             return self.upper()

@@ -86,7 +86,7 @@ def test_an_answer_cut_within_its_thinking_is_closed_as_the_template_does() -> N
     assert text_of(tokenizer, second) == whole
 
 
-def test_a_reminder_after_a_tool_result_keeps_thinking_where_a_question_drops_it() -> None:
+def test_reminder_after_a_tool_result_keeps_thinking_unlike_a_question() -> None:
     """As on Qwen3.5, which takes a user's message for a new question."""
     call = "<tool_call>\n<function=f>\n<parameter=x>\n1\n</parameter>\n</function>\n</tool_call>"
     reminder = {"role": "system", "content": "Keep going."}

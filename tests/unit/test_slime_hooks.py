@@ -50,7 +50,7 @@ def groups(n: int, *, size: int = 2, reward: Any = None) -> list[list[list[Sampl
 # -- generate_rollout ------------------------------------------------------------------------------------------------
 
 
-def test_a_batch_is_exactly_as_many_groups_as_slime_wants_and_the_rest_stays():
+def test_batch_has_exactly_slimes_group_count_and_the_rest_waits():
     source = ListedSource(*groups(5))
     output = slime_hooks.generate_rollout(Namespace(rollout_batch_size=3), 0, source)
     assert isinstance(output, RolloutFnTrainOutput)
@@ -120,7 +120,7 @@ def test_a_rollout_of_three_samples_counts_once():
     assert slime_hooks.normalize_rewards(MEAN_ONLY, batch)[1] == [0.5, 0.5, 0.5, -0.5]
 
 
-def test_a_rollout_alone_in_its_group_gets_zero_and_siblings_that_differ_are_refused():
+def test_lone_rollout_gets_zero_and_siblings_must_have_equal_rewards():
     assert slime_hooks.normalize_rewards(ARGS, [sample(3.0, group=0), sample(9.0, group=1)])[1] == [0.0, 0.0]
     with pytest.raises(RewardError, match=r"rollout 1 .* 1\.0 and 0\.0"):
         slime_hooks.normalize_rewards(ARGS, [sample(1.0, rollout=1), sample(0.0, rollout=1)])

@@ -111,7 +111,7 @@ async def test_what_could_not_be_released_is_released_later() -> None:
         await until(lambda: store.released == [rollout_id])
 
 
-async def test_a_second_reader_releases_nothing_and_neither_does_a_store_that_cannot() -> None:
+async def test_second_reader_and_plain_store_release_nothing() -> None:
     table = CompletionTable(hold=False)
     table.read("a")
     assert table.due == ["a"]

@@ -108,7 +108,7 @@ async def test_running_unknown_and_released_rollouts_are_not_released() -> None:
     assert await store.release(ids) == 0
 
 
-async def test_a_store_that_fills_warns_once_then_hands_nothing_out_until_something_is_released(
+async def test_full_store_warns_once_and_dequeues_nothing_until_a_release(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     store = BridgeStore(retention=Retention(unreleased_bytes=100_000, released_rollouts=0))
@@ -260,7 +260,7 @@ async def test_a_rollout_that_kills_its_runners_is_given_up() -> None:
     assert await store.dequeue_rollout() is None
 
 
-async def test_a_runner_whose_heartbeats_stop_is_dead_and_one_that_never_sent_any_is_not(
+async def test_worker_is_dead_after_its_heartbeats_stop_but_not_without_any(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     store = BridgeStore(scan_debounce_seconds=0, dead_worker_seconds=60)

@@ -33,7 +33,7 @@ def test_a_batch_larger_than_the_set_goes_round() -> None:
     assert Counter(drawn(ShuffledTasks(tasks=TASKS), 21)) == dict.fromkeys(range(7), 3)
 
 
-def test_the_order_depends_on_the_seed_and_the_epoch_and_not_on_the_batches() -> None:
+def test_task_order_depends_on_seed_and_epoch_but_not_on_batches() -> None:
     one = drawn(ShuffledTasks(tasks=TASKS, seed=3), *[1] * 20)
     assert drawn(ShuffledTasks(tasks=TASKS, seed=3), 20) == one
     assert drawn(ShuffledTasks(tasks=TASKS, seed=4), 20) != one

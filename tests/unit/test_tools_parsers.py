@@ -284,7 +284,7 @@ def test_the_format_is_told_by_the_call_that_the_template_writes(kind: str) -> N
     assert type(find_format(tokenizer_of(kind))) is type(get_tool_parser(kind))
 
 
-def test_a_template_that_writes_no_call_asks_for_the_format_whose_marks_it_has() -> None:
+def test_template_without_calls_selects_the_format_of_its_markers() -> None:
     tokenizer = small_tokenizer("{# <|tool_list_start|> #}{% for m in messages %}{{ m.content }}{% endfor %}")
     assert type(find_format(tokenizer)) is type(get_tool_parser("lfm2"))
 

@@ -83,7 +83,7 @@ def test_what_is_not_a_list_of_integers_is_refused(bad: object):
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf"), 1e39, None])
-def test_log_probs_that_are_not_finite_float32_are_refused_with_their_place(bad: float):
+def test_non_finite_log_probs_are_refused_with_their_position(bad: float):
     with pytest.raises(TraceError, match="position 1"):
         pack_log_probs([-0.1, bad])
 
@@ -113,7 +113,7 @@ def test_arrays_are_read_only_and_not_the_callers():
 @given(
     st.lists(st.tuples(st.sampled_from(["on", "on", "back", "ask"]), st.lists(st.integers(0, 2**31 - 1), max_size=5)))
 )
-def test_a_prompt_is_written_as_the_json_of_its_ids_however_the_conversation_went(steps: list[Any]) -> None:
+def test_prompt_is_encoded_as_the_json_of_its_ids_after_any_history(steps: list[Any]) -> None:
     buffer, held = TokenBuffer(), []
     for kind, added in steps:
         kept = len(held) // 2 if kind == "back" else len(held)

@@ -124,7 +124,7 @@ def test_the_rollouts_stop_reason_is_that_of_the_sample_with_its_last_turn():
     assert [sample.status.value for sample in samples] == ["completed", "truncated"]
 
 
-def test_a_branching_rollout_gives_siblings_under_one_rollout_id_and_one_reward():
+def test_branching_rollout_gives_siblings_with_one_rollout_id_and_reward():
     other = Turn(prompt_ids=[1, 2, 3, 4, 5, 70], response_ids=[9], log_probs=[-0.1])
     conversion = convert_rollout(rollout(), spans_of([FIRST, SECOND, other], 0.25), rollout_id=5)
     first, second = conversion.samples

@@ -67,7 +67,7 @@ def test_thinking_dropped_before_a_tool_call_is_the_templates_doing(vocabulary: 
     assert reasons(two_turns(tokenizer, sampled), tokenizer) == [None, ForkReason.DROPPED_THINKING]
 
 
-def test_an_answer_of_thinking_alone_that_is_dropped_is_the_templates_doing(vocabulary: str):
+def test_dropped_thinking_only_answer_is_a_dropped_thinking_fork(vocabulary: str):
     tokenizer = chat_tokenizer(vocabulary, DROPS_THINKING)
     assert reasons(two_turns(tokenizer, "<think>\nFrance, so Paris.\n</think>"), tokenizer) == [
         None,
@@ -75,7 +75,7 @@ def test_an_answer_of_thinking_alone_that_is_dropped_is_the_templates_doing(voca
     ]
 
 
-def test_an_empty_thinking_block_of_the_generation_prompt_is_the_templates_doing(vocabulary: str):
+def test_empty_thinking_block_in_the_generation_prompt_is_a_template_fork(vocabulary: str):
     tokenizer = chat_tokenizer(vocabulary, DROPS_THINKING)
     assert reasons(two_turns(tokenizer, "It is Paris.", enable_thinking=False), tokenizer) == [
         None,
@@ -83,7 +83,7 @@ def test_an_empty_thinking_block_of_the_generation_prompt_is_the_templates_doing
     ]
 
 
-def test_an_empty_thinking_block_that_is_written_into_the_history_is_the_templates_doing(vocabulary: str):
+def test_empty_thinking_block_written_into_history_is_a_template_fork(vocabulary: str):
     opening = "{% if m.role == 'assistant' %}<think>\n\n</think>\n\n{% endif %}{{ m.content }}"
     tokenizer = chat_tokenizer(vocabulary, PLAIN.replace("{{ m.content }}", opening))
     assert reasons(two_turns(tokenizer, "It is Paris."), tokenizer) == [None, ForkReason.TEMPLATE]

@@ -54,7 +54,7 @@ def test_a_conversation_that_only_grows_is_one_sequence(vocabulary: str, templat
     ]
 
 
-def test_what_the_template_writes_after_the_end_of_an_answer_was_not_sampled():
+def test_text_that_the_template_adds_after_an_answer_is_not_sampled():
     tokenizer = chat_tokenizer("anthropic", PLAIN.replace("<|im_end|>\n", "<|im_end|>\n---\n"))
     _, response = Retokenizer(tokenizer).turn(
         [{"role": "user", "content": "Hi"}], {"role": "assistant", "content": "Hello"}
@@ -62,7 +62,7 @@ def test_what_the_template_writes_after_the_end_of_an_answer_was_not_sampled():
     assert tokenizer.decode(response) == "Hello<|im_end|>"
 
 
-def test_a_template_that_opens_the_answer_itself_leaves_the_answers_own_text():
+def test_template_that_opens_the_answer_leaves_the_answers_text():
     """The prompt ends with an empty thinking block that the finished answer does not have."""
 
     class NoThinking:

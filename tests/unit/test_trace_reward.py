@@ -120,6 +120,6 @@ def test_what_is_not_a_finite_number_is_an_error(bad: Any):
     assert error.value.reason == "bad_reward"
 
 
-def test_a_dimension_that_is_not_finite_spoils_the_reward_even_if_it_is_not_the_primary_one():
+def test_non_finite_secondary_reward_dimension_is_refused():
     with pytest.raises(RewardError, match="reward 'format' must be finite, got nan"):
         read_reward([reward_span({"correct": 1.0, "format": math.nan}, primary_key="correct")])

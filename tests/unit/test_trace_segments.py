@@ -31,7 +31,7 @@ def test_an_answer_that_is_continued_at_once_stays_one_segment():
     assert [(at.start, at.end) for at in segment.placements] == [(1, 3), (3, 4)]
 
 
-def test_a_fork_holds_the_shared_history_as_context_and_trains_only_its_own_turn():
+def test_fork_has_shared_history_as_context_and_trains_its_turn_only():
     root, left, right = turn([1], [2]), turn([1, 2, 9], [3]), turn([1, 2, 8], [4])
     first, second = merge_turns([root, left, right])
     assert (first.token_ids.tolist(), first.loss_mask.tolist()) == ([1, 2, 9, 3], [0, 1, 0, 1])
@@ -64,7 +64,7 @@ def test_a_prompt_that_is_part_of_an_earlier_prompt_is_a_branch():
     assert merge_turns([turn([1, 2, 3], [4]), turn([1, 2], [5])])[1].fork_reason == ForkReason.BRANCH
 
 
-def test_going_on_from_a_short_answer_that_a_longer_one_begins_with_is_a_branch():
+def test_continuing_an_answer_that_prefixes_another_is_a_branch():
     """The last prompt goes on from the first answer; that the third answer has the same first token is chance, not an
     edit."""
     turns = [turn([1, 2], [3]), turn([1, 2, 3, 9], [8]), turn([1, 2], [3, 4]), turn([1, 2, 3, 5], [6])]
@@ -122,7 +122,7 @@ def test_the_second_turn_that_extends_another_is_a_branch():
     assert (turns_in(segments), segments[1].fork_reason) == ([[0, 1], [2]], ForkReason.BRANCH)
 
 
-def test_a_turn_that_goes_on_from_one_that_sampled_nothing_goes_on_from_what_that_extends():
+def test_turn_after_one_without_samples_continues_that_ones_base():
     turns = [
         turn([1], [2]),
         turn([1, 2, 9, 9], [], base_turn=0, kept_tokens=2),

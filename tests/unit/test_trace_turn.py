@@ -115,7 +115,7 @@ def test_opentelemetry_accepts_every_attribute(caplog: pytest.LogCaptureFixture)
 # -- size ------------------------------------------------------------------------------------------------------------
 
 
-def test_a_rollout_costs_what_its_new_tokens_cost_however_many_turns_it_has():
+def test_span_size_depends_on_new_tokens_not_on_the_number_of_turns():
     twenty = [size(span.attributes) for span in spans(linked(conversation(20, new_tokens=1_400, sampled=200)))]
     assert max(twenty[1:]) < 1.05 * min(twenty[1:])  # no turn costs more for coming later
     numbers = 20 * (1_400 + 2 * 200)
@@ -136,7 +136,7 @@ def test_messages_are_stored_once_too():
     assert sum(size(span.attributes) for span in written) < 20 * 1_000 * 2.2  # quadratic would be ten times that
 
 
-def test_a_message_that_is_changed_after_it_was_sent_does_not_change_what_was_recorded():
+def test_message_mutated_after_sending_does_not_change_the_record():
     message = {"role": "user", "content": "first"}
     encoder = TurnEncoder()
     first = encoder.encode(turn([1, 2], messages=[message]))

@@ -33,7 +33,7 @@ def test_the_weights_are_a_checkpoint_with_the_files_of_its_source(policy: Path,
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_rounded_weights_are_half_as_large_and_what_the_engine_would_round_to(tied: bool, tmp_path: Path):
+def test_bfloat16_weights_are_half_as_large_and_rounded_like_the_engines(tied: bool, tmp_path: Path):
     from safetensors.torch import load_file
 
     source = save_policy(tmp_path / "source", tied=tied)

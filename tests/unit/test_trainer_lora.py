@@ -33,7 +33,7 @@ def test_a_rank_above_the_models_hidden_size_is_refused(policy: Path) -> None:
     assert adapters(trainer(policy, lora_rank=64)).numel()
 
 
-def test_only_adapters_are_trained_and_the_merged_weights_are_the_model_with_them(
+def test_lora_trains_adapters_only_and_merged_weights_equal_the_model(
     policy: Path, samples: list[Sample], tmp_path: Path
 ) -> None:
     ours = trainer(policy)
@@ -129,7 +129,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("tied", "settings"), CASES, ids=str)
-def test_what_the_engine_loads_is_what_was_trained_or_it_is_refused_at_the_start(
+def test_lora_targets_load_as_trained_or_are_refused_at_the_start(
     tied: bool, settings: dict[str, Any], samples: list[Sample], tmp_path: Path
 ) -> None:
     source, targets = save_policy(tmp_path / "source", tied=tied), settings.get("lora_targets", ())

@@ -57,7 +57,7 @@ def objective(off_policy: Any, given: dict[str, Any], **more: Any) -> Objective:
 
 
 @pytest.mark.parametrize("off_policy", ["none", "tis", "icepop"])
-def test_the_loss_and_its_slope_are_those_of_the_formula_written_down_plainly(off_policy: str):
+def test_off_policy_loss_and_gradient_equal_the_plain_formula(off_policy: str):
     given = tokens()
     now = given["now"].clone().requires_grad_()
     loss = objective(off_policy, given).loss(torch.arange(N), now)
@@ -72,7 +72,7 @@ def test_the_loss_and_its_slope_are_those_of_the_formula_written_down_plainly(of
 
 
 @pytest.mark.parametrize(("off_policy", "cut"), [("tis", lambda k: k > 2), ("icepop", lambda k: not 0.5 <= k <= 5)])
-def test_what_is_cut_and_how_far_the_trainer_is_from_the_engine_is_told_by_age(off_policy: str, cut: Any):
+def test_clipped_share_and_engine_kl_are_reported_per_staleness(off_policy: str, cut: Any):
     given = tokens()
     lags = torch.arange(N) % 7 - 1  # -1 is not known; 4 and 5 are both "4 or more"
     told = objective(off_policy, given, staleness=lags)

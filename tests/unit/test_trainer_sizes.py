@@ -81,9 +81,7 @@ def test_uneven_samples_have_the_log_probs_of_the_whole_model(
     assert any(in_one_row for _, in_one_row in seen) == packed
 
 
-def test_each_token_goes_forward_once_where_the_engines_log_probs_are_the_old_ones(
-    policy: Path, samples: list[Sample]
-) -> None:
+def test_each_token_is_computed_once_if_old_log_probs_are_the_engines(policy: Path, samples: list[Sample]) -> None:
     for settings, passes in (({}, 1), ({"epochs": 2}, 2), ({"old_log_probs": "recompute"}, 2), ({"kl_coef": 0.1}, 1)):
         ours = trainer(policy, n_minibatches=1, **settings)
         seen = body_calls(ours)

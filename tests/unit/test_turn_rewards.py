@@ -53,7 +53,7 @@ def test_without_links_nothing_changes() -> None:
 
 
 @pytest.mark.parametrize("key", [names.RESPONSE_ID, "span_id"])
-def test_a_reward_of_a_turn_goes_to_its_own_sample_and_each_token_is_trained_once(key: str) -> None:
+def test_turn_reward_gets_its_own_sample_and_each_token_trains_once(key: str) -> None:
     spans = three()
     value = "chatcmpl-1" if key == names.RESPONSE_ID else spans[1].span_id
     reward = linked(-0.5, {key: value})
@@ -92,7 +92,7 @@ def test_a_fork_that_is_split_by_rewards_counts_once() -> None:
 
 
 @pytest.mark.parametrize("key", [names.RESPONSE_ID, "span_id"])
-def test_a_reward_goes_to_the_turn_that_it_names_in_whatever_order_spans_were_written(key: str) -> None:
+def test_reward_reaches_its_turn_whatever_the_order_of_spans(key: str) -> None:
     spans = three()
     value = "chatcmpl-1" if key == names.RESPONSE_ID else spans[1].span_id
     spans[1].sequence_id, spans[2].sequence_id = spans[2].sequence_id, spans[1].sequence_id
@@ -144,7 +144,7 @@ def test_reward_key_picks_from_a_turns_reward_what_has_that_name() -> None:
     assert got[1][0] == {"primary": 0.4, "exact": 0.4}
 
 
-def test_of_a_reward_for_several_turns_a_later_one_for_the_first_of_them_takes_that_turn_alone() -> None:
+def test_later_reward_overrides_the_first_turn_of_an_earlier_group_reward() -> None:
     spans = three()
     spans[1].attributes[names.RESPONSE_ID] = "chatcmpl-0"  # two choices of one request
     both, first = linked(0.5, {names.RESPONSE_ID: "chatcmpl-0"}), linked(0.7, {"span_id": spans[0].span_id})
@@ -162,7 +162,7 @@ def group(**options: Any) -> list[Sample]:
     return samples
 
 
-def test_a_trainer_that_takes_spans_gets_one_sample_with_the_rewards_of_its_turns() -> None:
+def test_reward_spans_give_one_sample_with_its_turns_rewards() -> None:
     whole, other = group(reward_spans=True)
     assert whole.tokens == THIRD.token_ids.tolist()
     assert whole.loss_mask == [1, 1, 0, 0, 1, 1, 1, 0, 1]
@@ -172,7 +172,7 @@ def test_a_trainer_that_takes_spans_gets_one_sample_with_the_rewards_of_its_turn
     assert batch.token_rewards.tolist() == [-2.0] * 2 + [0.5] * 3 + [-2.0] + [2.0] * 2 + [-0.5] * 3 + [2.0]
 
 
-def test_a_reward_for_each_of_200_turns_leaves_one_sample_as_long_as_the_conversation() -> None:
+def test_rewards_of_200_turns_leave_one_sample_of_conversation_length() -> None:
     held, turns = [1], []
     for number in range(200):
         turns.append(Turn(prompt_ids=held, response_ids=[2 + number], log_probs=[-1.0]))
@@ -213,7 +213,7 @@ def test_the_gradient_is_the_same_in_one_sample_as_in_many(tmp_path: Path) -> No
         assert_close(one, many)
 
 
-def test_a_step_moves_the_rewarded_turns_tokens_by_that_turns_reward_and_no_others(tmp_path: Path) -> None:
+def test_step_moves_only_the_tokens_of_rewarded_turns(tmp_path: Path) -> None:
     pytest.importorskip("torch", reason='training needs torch: pip install "agl-slime[local]"')
     from agl_slime.trainers import LocalTrainer, LocalTrainerSettings
     from tests.trainer_policy import make_model, response_log_probs, save_policy

@@ -27,7 +27,7 @@ def validation(*tasks: tuple[float | None, ...]) -> dict[str, object]:
     return eval_metrics(groups)
 
 
-def test_a_validation_has_the_interval_of_its_rewards_and_failures_are_none_of_them() -> None:
+def test_validation_has_an_interval_of_its_rewards_without_failures() -> None:
     found, wanted = validation((0.0,), (1.0,), (1.0,), (None,)), estimate([0.0, 1.0, 1.0])
     assert wanted is not None
     assert (found["val/reward_low"], found["val/reward_high"]) == (wanted.low, wanted.high)
