@@ -81,7 +81,8 @@ class LocalTrainer:
         peft for LoRA.
         """
         self.settings = settings or LocalTrainerSettings()
-        self._temperature, self._seed, self._torch_threads = temperature, seed, torch_threads
+        self._temperature, self._seed = temperature, seed
+        self._torch_threads: int | Literal["auto"] | None = torch_threads
         self.thread = ThreadPool(name="agl-slime-trainer", max_running=1, lasting=True)
         finalize(self, self.thread.close)
         self._device = torch_device(self.settings.device)
