@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import queue
+import re
 import signal
 import time
 from collections.abc import Iterator
@@ -158,7 +159,8 @@ def test_controller_that_dies_without_any_success_ends_the_run(engine: tuple[str
                 with suppress(psutil.Error):
                     for child in psutil.Process(controller.pid).children():
                         child.send_signal(signal.SIGKILL)
-        assert "has ended" in str(pool.failure)
+        # its last life ends after it was ready, or while it starts
+        assert re.match(r"the controller for \S+ (has ended|ended with exit code -9)", str(pool.failure)), pool.failure
 
 
 def test_a_controller_is_not_left_when_what_stands_over_it_is_killed(tmp_path: Path) -> None:
