@@ -73,7 +73,7 @@ class SlimeRun:
         self._budget = SizeBudget(_MOST_BYTES)
         self._lock = threading.Lock()
         self._tokenizer = _tokenizer(path / "tokenizer" if tokenizer is None else tokenizer)
-        self._pieces = Pieces(self._tokenizer or _Ids())
+        self._pieces = Pieces(self._tokenizer or _IdDecoder())
 
     def absent(self) -> list[str]:
         """Sentences about missing data."""
@@ -122,8 +122,8 @@ class SlimeRun:
                 self._errors[path] = f"has {len(bad)} Samples that are left out; number {bad[0][0]} {bad[0][1]}"
         scores = {id(one.sample): row for one in dumped[False] if (row := _take(rows, one)) is not None}
         conversations: dict[str, list[dict[str, str]]] = {}
-        groups = [self._group(number, name, own, scores, conversations) for name, own in _groups(dumped[False])]
-        evaluated = [self._group(number, name, own, {}, {}) for name, own in _groups(dumped[True])]
+        groups = [self._group(number, name, part, scores, conversations) for name, part in _groups(dumped[False])]
+        evaluated = [self._group(number, name, part, {}, {}) for name, part in _groups(dumped[True])]
         metrics = collect_metrics(groups, collect_s=0) if groups else {}
         metrics |= _train_metrics(list(scores.values())) | (eval_metrics(evaluated) if evaluated else {})
         self._write(number, groups, scores, conversations)
@@ -271,7 +271,7 @@ def _identity(path: Path) -> tuple[int, int]:
     return stat.st_mtime_ns, stat.st_size
 
 
-class _Ids:
+class _IdDecoder:
     """Decodes tokens as ids, without a tokenizer."""
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -286,12 +286,12 @@ def _tokenizer(directory: Path) -> Any:
     try:
         from tokenizers import Tokenizer
 
-        return _Whole(Tokenizer.from_file(str(file)))
+        return _KeepSpecialTokens(Tokenizer.from_file(str(file)))
     except Exception:  # not installed, or a damaged file: shown as missing
         return None
 
 
-class _Whole:
+class _KeepSpecialTokens:
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
 

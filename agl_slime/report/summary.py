@@ -119,10 +119,7 @@ def summary_rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
         rows.append(("failures", format_reasons(summary["reasons"], most=5)))
     sampled, trained = get("tokens_under_mask"), get("tokens_trained")
     if sampled is not None or trained is not None:
-        verdict = f"{_count(trained)} trained: {'equal' if sampled == trained else 'NOT EQUAL'}"
-        if trained is None:
-            verdict = "none reported as trained" if sampled else "nothing was trained"
-        rows.append(("tokens", f"{_count(sampled)} sampled under mask, {verdict}"))
+        rows.append(("tokens", f"{_count(sampled)} sampled under mask, {_verdict(sampled, trained)}"))
     if (diff := get("logprob_diff_first")) is not None:
         rows.append(("log-prob difference", f"{diff:.1e} at most between trainer and engine, first batch"))
     if (deviation := get("first_ratio_dev_max")) is not None:
@@ -150,6 +147,12 @@ def summary_rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
         rows.append(("serve it", shlex.join(["python", "-m", "sglang.launch_server", "--model-path", model])))
     rows += [("note", note) for note in get("notes") or ()]
     return rows
+
+
+def _verdict(sampled: float | None, trained: float | None) -> str:
+    if trained is None:
+        return "none reported as trained" if sampled else "nothing was trained"
+    return f"{_count(trained)} trained: {'equal' if sampled == trained else 'NOT EQUAL'}"
 
 
 def _count(value: float | None) -> str:

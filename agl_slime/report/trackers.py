@@ -28,7 +28,7 @@ def need_trackers(names: Sequence[str]) -> None:
             raise MissingDependencyError(f'--track {name} needs its library: pip install "agl-slime[{name}]"')
 
 
-class _Ids:
+class _TrackerIds:
     """The id of the run in a tracker."""
 
     def __init__(self, run: RunDir, tracker: str) -> None:
@@ -53,7 +53,7 @@ class WandbWriter:
 
     def __init__(self, run: RunDir) -> None:
         self.path = run.path / "wandb"
-        self._dir, self._ids = run, _Ids(run, "wandb")
+        self._dir, self._ids = run, _TrackerIds(run, "wandb")
         self._run: Any = None
 
     def handle(self, event: Event) -> None:
@@ -92,7 +92,7 @@ class MlflowWriter:
 
     def __init__(self, run: RunDir) -> None:
         self.path = run.trackers
-        self._dir, self._ids = run, _Ids(run, "mlflow")
+        self._dir, self._ids = run, _TrackerIds(run, "mlflow")
         self._client: Any = None
         self._run_id = ""
 
