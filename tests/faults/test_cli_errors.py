@@ -334,7 +334,7 @@ def test_the_documented_flags_are_all_taken(here: Path, capsys: pytest.CaptureFi
     assert text.startswith("error: --model-path nowhere")  # all were parsed
     code, text = said(capsys, *flags)
     assert code == 2
-    assert "--actor-num-gpus-per-node with --trainer local: only slime uses it" in text  # fault 6
+    assert "--actor-num-gpus-per-node with --trainer local: only slime uses it" in text
 
 
 def test_help_names_every_documented_flag(capsys: pytest.CaptureFixture[str]) -> None:
@@ -372,7 +372,6 @@ def test_the_commands_are_listed_and_an_unknown_one_is_named(capsys: pytest.Capt
 
 @pytest.mark.parametrize("arguments", [["train", "--help"], ["--help"], ["audit", "--help"]])
 def test_output_that_nobody_reads_is_no_mistake_of_ours(arguments: list[str]) -> None:
-    # fault 14
     command = [sys.executable, "-m", "agl_slime.cli", *arguments]
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
     with subprocess.Popen(

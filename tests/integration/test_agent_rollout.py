@@ -145,7 +145,7 @@ async def test_evaluations_have_a_generator_of_their_own(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("names", ["the same uids in every run", "fresh uids"])
 async def test_each_evaluation_gets_rollouts_of_its_own(tmp_path, monkeypatch, names):
-    """fault 15: the second evaluation must not be answered with the items of the first."""
+    """The items of the first evaluation must not answer the second."""
     monkeypatch.setattr(session, "ASK_ABOUT_RUN_S", 0.1)
     runs = tmp_path / "runs"
     runs.write_text("")
@@ -171,7 +171,7 @@ async def test_each_evaluation_gets_rollouts_of_its_own(tmp_path, monkeypatch, n
 
 
 async def test_training_continues_after_an_in_memory_buffer_restarts(tmp_path, monkeypatch):
-    """fault 21: nothing of the run is known any more, so nothing would ever come without a new start."""
+    """The buffer has forgotten the run, so the client has to start it again."""
     monkeypatch.setattr(session, "ASK_ABOUT_RUN_S", 0.1)
     add_generator(tmp_path, "sums", GENERATOR)
     data_buffer = DataBuffer()

@@ -27,7 +27,7 @@ async def test_a_generator_that_ends_too_early_ends_the_wait_with_its_reason(tmp
 
 
 async def test_items_that_no_request_can_make_good_end_the_wait(tmp_path):
-    """fault 16: a server that gives items without messages gives them again to the same request, for ever."""
+    """A buffer that returns items without messages would return them to each retry, forever."""
     item = make_item("1", tokens=[1, 2], response_length=1)
     del item["messages"]
 

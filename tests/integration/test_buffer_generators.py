@@ -169,7 +169,7 @@ async def test_a_failed_rollout_is_written_with_its_mark(tmp_path):
 
 @pytest.mark.parametrize("bad", [object(), {"a set"}])
 async def test_an_item_that_is_no_json_costs_its_own_rollout(tmp_path, bad):
-    """fault 25: what a rollout function returned for one instance cannot be sent; the others are."""
+    """Results of the other instances are still sent."""
 
     async def rollout(client: Any, messages: Any, sampling_params: Any) -> Any:
         content = bad if messages[0]["content"].startswith("1") else "4"

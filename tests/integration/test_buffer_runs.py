@@ -229,7 +229,7 @@ async def test_input_files_outside_of_the_allowed_directories_are_refused(tmp_pa
 
 
 async def test_a_generator_is_started_beside_the_event_loop(tmp_path, monkeypatch):
-    """fault 25: starting a process, and giving it a payload that no pipe holds at once, takes as long as it takes."""
+    """A process start, and a payload larger than a pipe, would block the loop."""
     starters: list[int] = []
     popen = subprocess.Popen
 

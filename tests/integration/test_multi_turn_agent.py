@@ -159,7 +159,7 @@ async def test_a_task_that_does_not_fit_fails_and_is_not_trained() -> None:
     assert "max_trajectory_tokens is 3" in finished.failure[1]
 
 
-# -- users' code off the loop (fault 27) -----------------------------------------------------------------------------
+# -- users' code off the loop ----------------------------------------------------------------------------------------
 
 
 class Box:
@@ -213,7 +213,6 @@ def _boxes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 async def test_prompts_tools_and_tool_constructors_run_off_the_event_loop() -> None:
-    """For fault 27."""
     tokenizer = chat_tokenizer("anthropic", "groups_tools")
     agent = SlowAgent(tokenizer=tokenizer, client=ScriptedClient(tokenizer, ["Three.", "Three."]))
     agent.together = threading.Barrier(2)
@@ -235,7 +234,7 @@ async def test_prompts_tools_and_tool_constructors_run_off_the_event_loop() -> N
     ids=["fine", "engine", "reward", "prompt", "limit", "names"],
 )
 async def test_tools_are_closed_at_the_end_of_a_rollout(answers: list[Any], declared: dict[str, Any]) -> None:
-    """For fault 27: whatever happens."""
+    """Whether the rollout succeeds or fails in any of these places."""
 
     class Declared(SlowAgent):
         pass
@@ -249,7 +248,6 @@ async def test_tools_are_closed_at_the_end_of_a_rollout(answers: list[Any], decl
 
 
 async def test_tools_are_closed_when_a_rollout_is_cancelled(monkeypatch: pytest.MonkeyPatch) -> None:
-    """For fault 27."""
     tokenizer = chat_tokenizer("anthropic", "groups_tools")
     monkeypatch.setattr(Box, "hangs", True)
     monkeypatch.setattr(session_module, "get_active_tracer", lambda: Mock())
@@ -267,8 +265,6 @@ async def test_tools_are_closed_when_a_rollout_is_cancelled(monkeypatch: pytest.
 
 
 async def test_a_tool_that_all_rollouts_share_stays_open() -> None:
-    """For fault 27."""
-
     class Shared(Box):
         def __init__(self) -> None:
             self.closed = 0

@@ -107,7 +107,7 @@ class Watched:
 
 @pytest.mark.parametrize("edited", [True, False], ids=["edited", "by the template"])
 async def test_a_fork_of_a_long_conversation_is_tokenized_off_the_loop(edited: bool) -> None:
-    """fault 20: what was added is short, but the fork renders and tokenizes everything that came before."""
+    """The new message is short, but a fork renders and tokenizes the whole conversation."""
     loops: list[threading.Thread] = []
     watched = Watched(chat_tokenizer("anthropic", "drops_thinking"))
 

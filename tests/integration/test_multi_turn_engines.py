@@ -113,7 +113,7 @@ async def test_no_id_differs_between_the_engines_record_and_the_samples(server: 
 
 
 def test_one_prompt_beyond_the_models_context_ends_its_trajectory_only(server: Server) -> None:
-    """For fault 19, against an engine."""
+    """The error comes from the engine itself."""
     tokenizer = load_tokenizer(server.policy)
     rollout = MultiTurnRollout(sampler=SGLangSampler(base_url=server.url), template=tokenizer)
     params = SamplingParams(max_new_tokens=4)

@@ -62,7 +62,6 @@ class Echo(LitAgent):
 async def test_workers_find_an_agent_that_was_loaded_by_its_file(
     plan: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # fault 28
     (tmp_path / "echo agent.py").write_text(BY_FILE)
     monkeypatch.setattr(sys, "path", list(sys.path))
     agent = load_agent(f"{tmp_path}/echo agent.py:Echo")

@@ -49,7 +49,6 @@ class LateSelector(selectors.DefaultSelector):
 
 
 def test_a_loop_that_the_machine_does_not_wake_blames_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
-    # fault 30
     monkeypatch.setattr(lag, "_TICK_S", 0.02)
     monitor = lag.LagMonitor(threshold_s=0.05)
 
@@ -69,7 +68,7 @@ def test_a_loop_that_the_machine_does_not_wake_blames_nobody(monkeypatch: pytest
 
 @pytest.mark.parametrize("computes", [False, True])
 async def test_code_that_hardly_gets_to_run_is_not_blamed(monkeypatch: pytest.MonkeyPatch, computes: bool) -> None:
-    """fault 30: on a busy machine a callback takes its time without having used any."""
+    """On a busy machine a callback takes wall-clock time without CPU time."""
     monkeypatch.setattr(lag, "_TICK_S", 0.02)
     places = iter(range(10**9))
     looked = threading.Event()

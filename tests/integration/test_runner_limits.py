@@ -65,7 +65,6 @@ async def test_sync_agents_that_hang_are_abandoned_and_the_others_go_on() -> Non
 
 @pytest.mark.parametrize("error", [SystemExit(3), KeyboardInterrupt(), StopIteration(1)])
 async def test_whatever_a_sync_agent_raises_ends_its_own_rollout(error: BaseException) -> None:
-    # fault 32
     def work(task: int) -> float:
         if task == 0:
             raise error
@@ -80,7 +79,7 @@ async def test_whatever_a_sync_agent_raises_ends_its_own_rollout(error: BaseExce
 @pytest.mark.parametrize("error", [SystemExit, KeyboardInterrupt])
 @pytest.mark.parametrize("where", ["agent", "awaited", "left"])
 async def test_what_a_task_of_an_agent_raises_ends_its_own_rollout(error: Any, where: str) -> None:
-    """fault 32: asyncio lets both through to whoever runs the loop, which ended the runner and the run."""
+    """asyncio raises both out of ``run_forever``, which would end the runner and the run."""
     ended = threading.Event()
 
     async def nested() -> None:
@@ -109,7 +108,6 @@ async def test_what_a_task_of_an_agent_raises_ends_its_own_rollout(error: Any, w
 
 
 async def test_a_returned_integer_that_no_float_holds_is_a_bad_reward() -> None:
-    # fault 32
     async def work(task: int) -> Any:
         return 10**400
 
@@ -119,7 +117,7 @@ async def test_a_returned_integer_that_no_float_holds_is_a_bad_reward() -> None:
 
 
 async def test_a_lone_surrogate_is_told_by_its_own_reason() -> None:
-    """fault 32: the exception with the text in it could not be written, and the rollout counted as `no_reward`."""
+    """A message that JSON cannot encode must not turn the failure into `no_reward`."""
 
     async def work(task: int) -> Any:
         raise ValueError("the message is caf\ud800")

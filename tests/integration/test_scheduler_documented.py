@@ -178,7 +178,7 @@ def test_external_plugins_register_local_schedulers() -> None:
     assert agent.scheduler.max_turns == 4
 
 
-# -- as ms-swift's users write schedulers today (fault 26) -----------------------------------------------------------
+# -- as ms-swift's users write schedulers today ----------------------------------------------------------------------
 
 
 class Environment(MultiTurnScheduler):
@@ -244,7 +244,7 @@ class Infos(MathAgent):
 
 
 async def test_an_environment_as_in_ms_swift() -> None:
-    """For fault 26: lists, dicts, done, infos, the hook at the end."""
+    """Its fields are lists and dicts; ``done`` and ``infos`` come from the step, and the end hook runs."""
     scheduler = Environment(max_turns=5)
     conversion, client, tokenizer = await played(scheduler, [WRONG, WRONG, RIGHT, "never asked"], Infos)
     assert scheduler.max_turns == 5
@@ -260,7 +260,6 @@ async def test_an_environment_as_in_ms_swift() -> None:
 
 
 async def test_max_turns_ends_a_rollout_whatever_the_scheduler_says() -> None:
-    """For fault 26."""
     scheduler = Environment(max_turns=2)
     conversion, _, _ = await played(scheduler, [WRONG, WRONG, "never asked"], Infos)
     assert (len(conversion.trajectory.turns), conversion.samples[0].metadata["stop_reason"]) == (2, "max_turns")
@@ -269,7 +268,6 @@ async def test_max_turns_ends_a_rollout_whatever_the_scheduler_says() -> None:
 
 @pytest.mark.parametrize("place", ["start", "turn", "step", "end", "engine"])
 async def test_what_was_opened_is_closed_whatever_goes_wrong(place: str) -> None:
-    """For fault 26."""
     scheduler = Environment(max_turns=5)
     scheduler.fails_at = place
     tokenizer = chat_tokenizer("anthropic", "chatml")
@@ -309,7 +307,7 @@ async def test_a_limit_is_no_error_at_the_end() -> None:
 
 
 async def test_a_sync_scheduler_runs_off_the_loop_of_all_rollouts() -> None:
-    """For fault 26: the slow ones of two rollouts run at the same time, and on no event loop."""
+    """Slow hooks of two rollouts run at the same time, and on no event loop."""
     together = threading.Barrier(2)
     hooks: set[str] = set()
 

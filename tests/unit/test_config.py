@@ -39,9 +39,9 @@ from agl_slime.trainers.local.settings import LocalTrainerSettings
             {"resume": True, "trainer": "slime", "output_dir": Path("x")},
             "^--resume with --trainer slime: slime keeps its own checkpoints",
         ),
-        ({"actor_num_nodes": 2}, "^--actor-num-nodes with --trainer local"),  # fault 6
-        ({"actor_num_gpus_per_node": 4}, "^--actor-num-gpus-per-node with --trainer local"),  # fault 6
-        ({"rollout_num_gpus": 2}, "^--rollout-num-gpus with --trainer local"),  # fault 6
+        ({"actor_num_nodes": 2}, "^--actor-num-nodes with --trainer local"),
+        ({"actor_num_gpus_per_node": 4}, "^--actor-num-gpus-per-node with --trainer local"),
+        ({"rollout_num_gpus": 2}, "^--rollout-num-gpus with --trainer local"),
         ({"env": "x", "trainer": "slime"}, "^--env x with --trainer slime: .* take --trainer local"),
         ({"weight_pause": "in_place", "trainer": "slime"}, "^--weight-pause with --trainer slime"),
         ({"eval_sglang_url": "http://x:1"}, "^--eval-sglang-url http://x:1: only asynchronous training uses it"),

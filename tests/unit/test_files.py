@@ -124,7 +124,6 @@ with whole_directory(sys.argv[1] + "/step_1") as fresh, whole_file(sys.argv[1] +
 
 
 def test_what_a_killed_writer_left_is_removed_by_the_next_one(tmp_path: Path):
-    # fault 10
     subprocess.run([sys.executable, "-c", _KILLED, str(tmp_path)], check=False)
     assert len(list(tmp_path.iterdir())) == 2
     with whole_directory(tmp_path / "step_2"):

@@ -260,7 +260,7 @@ def test_a_group_that_claims_to_be_valid_is_finished():
             {"normalize_group_data": lambda g: (g[0], [{**i, "reward": math.nan} for i in g[1]])},
             "ValueError: the stages returned reward nan",
         ),
-        (  # fault 16: a reader could make nothing of it and would ask again and again
+        (  # no reader can use it: it would request the same group forever
             {"normalize_group_data": lambda g: (g[0], [{**i, "messages": None} for i in g[1]])},
             "ValueError: the stages returned messages None",
         ),

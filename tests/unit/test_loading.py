@@ -79,7 +79,6 @@ _UNPICKLE = "import pickle, sys; print(pickle.loads(bytes.fromhex(sys.argv[1])).
 def test_agent_file_is_loaded_from_any_directory_and_unpickled_anywhere(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # fault 28
     home = tmp_path / "my agents"
     home.mkdir()
     (home / "math-agent.py").write_text(BY_FILE)
@@ -110,7 +109,6 @@ def test_every_agent_of_the_repository_is_loaded_by_its_file(tmp_path: Path, mon
 
 @pytest.mark.parametrize("directory", [REPOSITORY, Path("/")])
 def test_agents_is_the_import_name_of_somebody_else(directory: Path, tmp_path: Path) -> None:
-    # fault 28
     (tmp_path / "agents").mkdir()
     (tmp_path / "agents" / "__init__.py").write_text("OWNER = 'OpenAI'")
     # where site-packages are: after the working directory and PYTHONPATH
@@ -124,7 +122,6 @@ def test_agents_is_the_import_name_of_somebody_else(directory: Path, tmp_path: P
 
 @pytest.mark.slow
 def test_the_wheel_holds_this_package_and_nothing_else(tmp_path: Path) -> None:
-    # fault 28
     build = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--wheel-dir", str(tmp_path), str(REPOSITORY)]
     subprocess.run(build, check=True)
     [wheel] = tmp_path.glob("*.whl")

@@ -29,7 +29,6 @@ def positional_only(iteration: int = 0, /) -> Any:
     return iteration
 
 
-# fault 13
 @pytest.mark.parametrize(
     ("function", "result"),
     [
@@ -63,7 +62,6 @@ def test_a_function_that_asks_for_more_is_refused(function: Callable[..., Any]) 
 
 
 def test_a_training_function_keeps_its_default_batch_size() -> None:
-    # fault 13
     sizes: list[int] = []
 
     def train(batch_size: int = 16) -> None:

@@ -256,7 +256,6 @@ def test_errors_of_the_engine_are_the_callers() -> None:
 
 
 def test_a_context_overflow_ends_one_trajectory_and_no_other() -> None:
-    """For fault 19: the whole batch was lost."""
     full = ContextOverflowError("the prompt has 9 tokens")
     results, sampler = run({"a": [CALL, full], "b": [CALL, "Two."], "c": [full], "d": [CALL, CALL, "Three."]})
     ends = [(trajectory["end_reason"], trajectory["turns"], trajectory["truncated"]) for trajectory in results]
@@ -269,7 +268,6 @@ def test_a_context_overflow_ends_one_trajectory_and_no_other() -> None:
 
 
 def test_sampler_context_overflow_loses_no_other_trajectory() -> None:
-    """For fault 19."""
     tokenizer = chat_tokenizer("anthropic", "groups_tools")
 
     class Raises:
@@ -295,7 +293,7 @@ def test_a_prompt_beyond_the_trajectorys_tokens_ends_its_trajectory() -> None:
 
 
 def test_managers_that_were_made_for_a_trajectory_are_closed_at_its_end() -> None:
-    """For fault 27: tools that hold a sandbox."""
+    """As for tools that have a sandbox open."""
     closed: list[str] = []
 
     class Box:

@@ -64,7 +64,7 @@ async def test_no_two_spans_share_what_may_change() -> None:
 
 
 async def test_lone_surrogates_are_spelled_out() -> None:
-    """fault 32: no JSON takes them, so a span with one of them was lost, and the reason or the reward in it."""
+    """JSON cannot encode them: the span, with its failure reason or reward, would be lost."""
     attributes = {"text": "caf\ud800 é", "texts": ["\udfff", "b"], "plain": "é"}
     [span] = await spans_of({"name": "x", "attributes": attributes, "start_time": 1.0, "end_time": 2.0})
     assert span.attributes == {"text": "caf\\ud800 é", "texts": ["\\udfff", "b"], "plain": "é"}

@@ -40,7 +40,6 @@ def test_the_last_reward_counts():
 @pytest.mark.parametrize("bad", [math.nan, math.inf, 10**400])
 @pytest.mark.parametrize("after", [raw("primary", 1.0), raw("other", 1.0), reward_span(0.5)])
 def test_a_bad_reward_that_a_later_one_replaces_is_not_passed_over(bad: Any, after: Span):
-    # fault 32
     for spans in ([raw("primary", bad), after], [after, raw("primary", bad)]):
         with pytest.raises(RewardError) as refused:
             read_reward(spans)
