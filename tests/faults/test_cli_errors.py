@@ -3,7 +3,6 @@ traceback."""
 
 from __future__ import annotations
 
-import http.server
 import json
 import logging
 import os
@@ -11,9 +10,7 @@ import re
 import shutil
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -21,6 +18,7 @@ import pytest
 from agl_slime.cli import COMMANDS, main
 from tests.faults.engine_faults import Status
 from tests.faults.scripted_engine import ScriptedEngine, in_thread
+from tests.harness.servers import server_that_answers
 
 AGENTS = """
 from agl_slime import SGLangLitAgent
@@ -65,32 +63,6 @@ def said(capsys: pytest.CaptureFixture[str], *flags: str) -> tuple[int, str]:
     assert "Traceback" not in captured.err + captured.out
     assert captured.out == ""
     return code, " ".join(re.sub(r"[╭╮╰╯│─]", " ", captured.err).split())
-
-
-@contextmanager
-def server_that_answers(status: int, body: bytes, content_type: str) -> Iterator[str]:
-    class Handler(http.server.BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            self.send_response(status)
-            self.send_header("Content-Type", content_type)
-            self.send_header("Content-Length", str(len(body)))
-            self.end_headers()
-            self.wfile.write(body)
-
-        def log_message(self, format: str, *args: object) -> None:
-            return
-
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(
-        target=server.serve_forever, args=(0.01,), daemon=True
-    )  # looks that often whether it is to end
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{server.server_address[1]}"
-    finally:
-        server.shutdown()
-        server.server_close()
-        thread.join(5)
 
 
 @pytest.mark.parametrize(

@@ -32,6 +32,7 @@ from agl_slime.trace import attributes as names
 from agl_slime.trace.reward import read_turn_rewards
 from agl_slime.trace.span_codec import decode_turns
 from tests.gateway_cases import QUICK, WEATHER, Case, serving, trained_once
+from tests.harness.waiting import until
 from tests.integration.test_gateway_store import BODY as STORE_BODY
 from tests.integration.test_gateway_store import begun, beside
 from tests.unit.test_turn_rewards import linked
@@ -107,21 +108,13 @@ async def read_some(case: Case, session: aiohttp.ClientSession, messages: list[A
     return said
 
 
-async def eventually(case: Case, turns: int) -> None:
-    for _ in range(500):
-        if len(case.turns) >= turns:
-            return
-        await asyncio.sleep(0.01)
-    raise AssertionError(f"{len(case.turns)} turns, wanted {turns}")
-
-
 @pytest.mark.parametrize("trim", [0, 2])
 async def test_what_was_read_of_a_stream_that_is_closed_early_is_a_turn(trim: int) -> None:
     says = "one two three four five six seven eight nine ten eleven twelve", "fine"
     with serving(*says, token_s=0.05) as case:
         async with aiohttp.ClientSession() as session:
             said = await read_some(case, session, HELLO, 5)
-            await eventually(case, 1)
+            await until(lambda: len(case.turns) >= 1)
             turn = case.turns[0]
             assert (turn.finish_reason, turn.untrained) == ("abort", "")
             assert case.tokenizer.decode(turn.response_ids) == turn.text
@@ -132,7 +125,7 @@ async def test_what_was_read_of_a_stream_that_is_closed_early_is_a_turn(trim: in
             went_on = (turn.text if not trim else said[:-trim]).strip()
             history = [*HELLO, {"role": "assistant", "content": went_on}, {"role": "user", "content": "And?"}]
             await read_some(case, session, history, 2)
-            await eventually(case, 2)
+            await until(lambda: len(case.turns) >= 2)
         assert case.turns[1].fork is (None if not trim else ForkReason.BRANCH)
         trained_once(case.turns, case.segments)
         case.close()
@@ -193,16 +186,14 @@ async def test_close_waits_neither_for_stalled_upload_nor_for_cancelled_request(
         stalled = socket.create_connection((parts.hostname, parts.port))
         head = f"POST {parts.path}/chat/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: 100\r\n\r\n{{"
         stalled.sendall(head.encode())
-        while not case.attempt.seen:  # noqa: ASYNC110 - the gateway is on a loop of its own
-            await asyncio.sleep(0.01)
+        await until(lambda: case.attempt.seen)
         await asyncio.wait_for(case.gateway.close(case.attempt), 2)
         stalled.close()
         attempt, served, _ = case.open("ro-2")
         async with aiohttp.ClientSession() as session:
             url = f"{served['main_llm'].endpoint}/chat/completions"
             asked = asyncio.ensure_future(session.post(url, json=BODY))
-            while not attempt._under_way:  # noqa: ASYNC110 - as above
-                await asyncio.sleep(0.01)
+            await until(lambda: attempt._under_way)
             attempt.cut = lambda: None  # type: ignore[method-assign]  # what is under way takes its time
             closing = asyncio.ensure_future(case.gateway.close(attempt))
             await asyncio.sleep(0.1)

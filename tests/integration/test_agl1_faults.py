@@ -7,7 +7,6 @@ import http.client
 import json
 import logging
 import os
-import socket
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -29,6 +28,7 @@ from benchmarks.common import Countdown
 from tests.agl1_cases import local_controller
 from tests.faults.scripted_engine import in_thread
 from tests.gateway_cases import TEMPLATE, engine_saying
+from tests.harness.servers import free_port
 from tests.loop_cases import LoopCase, hello_engine
 from tests.trace_tokenizers import small_tokenizer
 
@@ -151,12 +151,6 @@ def playing(url: str, fault: str) -> Iterator[list[Played]]:
     finally:
         stop.set()
         thread.join()
-
-
-def free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return free.getsockname()[1]
 
 
 @pytest.mark.parametrize(

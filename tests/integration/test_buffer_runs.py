@@ -17,6 +17,8 @@ import pytest
 
 from agl_slime.buffer.server import BufferServer
 from tests.buffer_cases import WRITES_TWO_PER_INSTANCE, Client, add_generator, eventually, make_item, settings_for
+from tests.harness.processes import is_running
+from tests.harness.waiting import until
 
 
 def start_payload(tmp_path: Path, **changes: Any) -> dict[str, Any]:
@@ -327,15 +329,4 @@ async def test_a_generator_and_its_workers_end_with_a_killed_buffer(tmp_path):
     server.send_signal(signal.SIGKILL)
     await server.wait()
 
-    async def gone() -> bool:
-        return not any(_alive(pid) for pid in found)
-
-    assert await eventually(gone)
-
-
-def _alive(pid: int) -> bool:
-    """Whether the process runs; one that waits for its parent to notice its end does not."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in ("Z", "X")
-    except FileNotFoundError:
-        return False
+    await until(lambda: not any(map(is_running, found)))

@@ -7,7 +7,7 @@ import asyncio
 import pickle
 import random
 from argparse import Namespace
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from agl_slime.store.bridge import BridgeStore
 from agl_slime.store.feed import FeedPage
 from agl_slime.store.server import StoreService
 from agl_slime.types import Sample
+from tests.harness.waiting import until
 from tests.integration.test_slime_datasource import (
     HERE,
     HeldAgent,
@@ -47,14 +48,6 @@ async def roll_out(store: BridgeStore, n: int, *, first: int = 0) -> None:
     for number in range(first, first + n):
         for rollout in await enqueue_group(store, f"g{number}", size=SIZE):
             await finish(store, rollout.rollout_id)
-
-
-async def soon(true: Callable[[], bool]) -> None:
-    for _ in range(2_000):
-        if true():
-            return
-        await asyncio.sleep(0.01)
-    pytest.fail("it has not come to that")
 
 
 def straw(directory: Path, url: str, **settings: Any) -> Namespace:
@@ -198,11 +191,11 @@ async def test_a_generate_call_that_is_cancelled_has_its_rollout_cancelled():
                 asyncio.ensure_future(slime_hooks.generate(args, Sample(index=0, prompt=prompt), {}))
                 for prompt in ("aborted", "kept")
             )
-            await soon(lambda: store.usage().running == 2)
+            await until(lambda: store.usage().running == 2)
             aborted.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await aborted
-            await soon(lambda: len(cancelled) > 0)
+            await until(lambda: len(cancelled) > 0)
             HeldAgent.release.set()
             assert isinstance(await asyncio.wait_for(kept, 20), Sample)
             assert [rollout.input["prompt"] for rollout in cancelled] == ["aborted"]
@@ -242,17 +235,17 @@ async def test_tasks_that_were_drawn_after_the_last_state_are_found_in_the_store
     for step in range(3):
         source.demand(3)
         enqueued = 3 * SIZE * (step + 1)
-        await soon(lambda enqueued=enqueued: store.usage().stored == enqueued)
+        await until(lambda enqueued=enqueued: store.usage().stored == enqueued)
         queued = [rollout for rollout in await in_store(store) if rollout.status == "queuing"]
         for rollout in queued[: SIZE + step]:
             await finish(store, rollout.rollout_id)
         if step < 2:
-            await soon(lambda source=source: len(source) > 0)
+            await until(lambda source=source: len(source) > 0)
         source.stop()
         source = AGLDataSource(args)
         source.load_state_dict(state)
         source.demand(3)
-        await soon(lambda source=source: source.groups.ledger.counts().open > 0)
+        await until(lambda source=source: source.groups.ledger.counts().open > 0)
         for rollout in queued[SIZE + step :]:
             await finish(store, rollout.rollout_id)
         batch = await asyncio.to_thread(slime_hooks.generate_rollout, args, step, source)
@@ -279,5 +272,5 @@ async def test_tasks_of_a_state_that_never_got_to_the_store_are_enqueued(
     with AGLDataSource(args) as source:
         source.load_state_dict(state)
         source.demand(2)
-        await soon(lambda: store.usage().stored == 2 * SIZE)
+        await until(lambda: store.usage().stored == 2 * SIZE)
         assert {rollout.input["prompt"] for rollout in await in_store(store)} == {one.task["prompt"] for one in taken}

@@ -7,7 +7,6 @@ import json
 from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from agl_slime import AGLDataSource
 from agl_slime.datasource.completions import CompletionTable
@@ -15,6 +14,7 @@ from agl_slime.datasource.source import DataSourceSettings
 from agl_slime.store.bridge import BridgeStore
 from agl_slime.store.retention import Retention
 from agl_slime.support.agl import InMemoryLightningStore
+from tests.harness.waiting import until
 from tests.store_cases import enqueue, finish
 
 QUICK = DataSourceSettings(get_timeout_s=20.0, poll_interval_s=0.01)
@@ -34,14 +34,6 @@ class Elsewhere(InMemoryLightningStore):
             raise ConnectionError("away")
         self.released.extend(rollout_ids)
         return len(rollout_ids)
-
-
-async def until(true: Any) -> None:
-    for _ in range(2_000):
-        if true():
-            return
-        await asyncio.sleep(0.01)
-    raise AssertionError("it did not happen")
 
 
 async def test_a_store_of_this_process_forgets_at_once(tmp_path: Path) -> None:
