@@ -23,7 +23,7 @@ from agl_slime.runner.thread import RunnerThread
 from agl_slime.store.bridge import BridgeStore
 from agl_slime.store.recording import Recording, current_recording
 from agl_slime.support.agl import LitAgent, emit_reward, find_final_reward
-from tests.integration.test_runner_concurrent import RESOURCES, FnAgent, finished, running
+from tests.harness.runners import RESOURCES, FnAgent, finished, running
 
 ROLLOUTS = 60
 

@@ -13,7 +13,7 @@ from agl_slime.runner.base import RunnerSettings
 from agl_slime.runner.thread import RunnerThread
 from agl_slime.store.bridge import BridgeStore
 from agl_slime.support.agl import EnqueueRolloutRequest, LitAgent
-from tests.integration.test_runner_concurrent import RESOURCES
+from tests.harness.runners import RESOURCES
 
 
 class StubbornAgent(LitAgent[Any]):

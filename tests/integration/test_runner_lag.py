@@ -19,7 +19,7 @@ import pytest
 from agl_slime.runner import lag
 from agl_slime.support.agl import LitAgent
 from agl_slime.support.watcher import Frame
-from tests.integration.test_runner_concurrent import FnAgent, finished, running
+from tests.harness.runners import FnAgent, finished, running
 
 
 class BlockingAgent(LitAgent[Any]):

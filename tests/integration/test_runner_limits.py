@@ -14,17 +14,8 @@ from agl_slime.runner import guard
 from agl_slime.runner.concurrent import ConcurrentRunner, RunnerSettings
 from agl_slime.runner.thread import RunnerThread
 from agl_slime.store.bridge import BridgeStore
-from agl_slime.support.agl import EnqueueRolloutRequest, LitAgent
-from tests.integration.test_runner_concurrent import RESOURCES, FnAgent, finished, reason_of, running
-
-
-class SyncFnAgent(LitAgent[Any]):
-    def __init__(self, fn: Any) -> None:
-        super().__init__()
-        self._fn = fn
-
-    def rollout(self, task: Any, resources: Any, rollout: Any) -> Any:
-        return self._fn(task)
+from agl_slime.support.agl import EnqueueRolloutRequest
+from tests.harness.runners import RESOURCES, ClaimCounter, FnAgent, SyncFnAgent, finished, reason_of, running
 
 
 async def test_sync_agents_are_bounded_by_their_threads() -> None:
@@ -270,19 +261,14 @@ async def test_runners_share_a_short_queue() -> None:
 
 
 async def test_a_long_queue_is_claimed_in_large_batches() -> None:
-    claims: list[int] = []
-
-    class Store(BridgeStore):
-        async def dequeue_many_rollouts(self, *, limit: int = 1, worker_id: str | None = None) -> Any:
-            claims.append(limit)
-            return await super().dequeue_many_rollouts(limit=limit, worker_id=worker_id)
+    claims = ClaimCounter()
 
     async def work(task: Any) -> float:
         return 1.0
 
-    async with running(FnAgent(work), Store(), claim_batch=100) as store:
+    async with running(FnAgent(work), claims, claim_batch=100) as store:
         await finished(store, range(500))
-    assert [limit for limit in claims if limit > 8][:5] == [16, 32, 64, 100, 100]
+    assert [limit for limit in claims.limits if limit > 8][:5] == [16, 32, 64, 100, 100]
 
 
 @pytest.mark.parametrize(

@@ -22,16 +22,16 @@ from agl_slime.store.bridge import BridgeStore
 from agl_slime.store.feed import FeedPage
 from agl_slime.store.server import StoreService
 from agl_slime.types import Sample
-from tests.harness.waiting import until
-from tests.integration.test_slime_datasource import (
-    HERE,
+from tests.harness.slime_source import (
+    HELD_AGENT,
     HeldAgent,
-    _sampling_by_mode,
     args_for,
     names,
+    sampling_by_mode,
     service_with_runner,
     write_tasks,
 )
+from tests.harness.waiting import until
 from tests.store_cases import enqueue_group, finish
 
 SIZE = 2
@@ -161,7 +161,7 @@ def test_evaluations_go_by_the_names_of_slimes_data_sets(tmp_path: Path):
                 assert {name: len(one["rewards"]) for name, one in output.data.items()} == {"easy": 6, "hard": 2}
                 prompts = [one.prompt[-1]["content"] for one in output.data["easy"]["samples"]]
                 assert sorted(prompts) == [f"task {i}" for i in range(3) for _ in range(2)]
-        sampled = asyncio.run(_sampling_by_mode(store))
+        sampled = asyncio.run(sampling_by_mode(store))
         assert sorted(sampled["val"], key=len) == [{"temperature": 0.0}, {"temperature": 1.0, "max_new_tokens": 9}]
 
 
@@ -206,7 +206,7 @@ async def test_a_generate_call_that_is_cancelled_has_its_rollout_cancelled():
 async def test_rollout_cancelled_before_it_is_enqueued_ends_cancelled():
     HeldAgent.release.clear()
     try:
-        args = args_for(agl_agent=f"{HERE}:HeldAgent")
+        args = args_for(agl_agent=HELD_AGENT)
         first = asyncio.ensure_future(slime_hooks.generate(args, Sample(index=0, prompt="x"), {}))
         await asyncio.sleep(0)  # asked for, and not enqueued yet
         first.cancel()
