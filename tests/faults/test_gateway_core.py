@@ -31,19 +31,13 @@ from agl_slime.tokens.forks import ForkReason
 from agl_slime.trace import attributes as names
 from agl_slime.trace.reward import read_turn_rewards
 from agl_slime.trace.span_codec import decode_turns
-from tests.gateway_cases import QUICK, WEATHER, Case, serving, trained_once
+from tests.gateway_cases import BODY, HELLO, QUICK, WEATHER, Case, chat, serving, trained_once
 from tests.harness.waiting import until
 from tests.integration.test_gateway_store import BODY as STORE_BODY
 from tests.integration.test_gateway_store import begun, beside
 from tests.unit.test_turn_rewards import linked
 
-HELLO: list[Any] = [{"role": "user", "content": "Hello?"}]
-BODY = {"model": "m", "messages": HELLO}
 AGAIN = {"x-stainless-retry-count": "1"}
-
-
-def post(case: Case, body: Any = BODY, **how: Any) -> httpx.Response:
-    return httpx.post(f"{case.llm.endpoint}/chat/completions", json=body, **how)
 
 
 def text(answer: httpx.Response) -> str:
@@ -214,12 +208,12 @@ def test_turns_under_way_count_against_the_limit() -> None:
 
 def test_empty_answers_reward_is_skipped_and_continued_answer_is_trained() -> None:
     with serving("one", "two", settings=GatewaySettings(max_turns=3)) as case:
-        post(case)
-        assert (text(post(case)), json.loads(case.said[names.UNTRAINED_TURNS])) == ("two", [0])
+        chat(case)
+        assert (text(chat(case)), json.loads(case.said[names.UNTRAINED_TURNS])) == ("two", [0])
         then = [{"role": "assistant", "content": "one"}, {"role": "user", "content": "And?"}]
-        text(post(case, {**BODY, "messages": [*HELLO, *then]}))
+        text(chat(case, {**BODY, "messages": [*HELLO, *then]}))
         assert json.loads(case.said[names.UNTRAINED_TURNS]) == []
-        empty = post(case)
+        empty = chat(case)
         assert text(empty) == ""
         case.close()
         reward = [linked(0.5, {names.RESPONSE_ID: empty.json()["id"]})]
@@ -239,8 +233,8 @@ def test_many_log_probs_are_serialized_off_the_event_loop_once(
     monkeypatch.setattr(ChatCompletions, "answer", answer)
     with serving("x y " * 200, sampling={"max_new_tokens": 3000}) as case:
         body = {**BODY, "logprobs": True, "top_logprobs": 20}
-        content = post(case, body, timeout=30).json()["choices"][0]["logprobs"]["content"]
-        assert text(post(case))
+        content = chat(case, body, timeout=30).json()["choices"][0]["logprobs"]["content"]
+        assert text(chat(case))
         assert (len(content[0]["top_logprobs"]), len(content) * 20 > 2_000) == (20, True)
     assert [name == "agl-slime-gateway" for name in threads] == [False, True]
 
@@ -286,7 +280,7 @@ def test_what_is_wrong_with_a_request_is_400_and_not_500(how: dict[str, Any], st
         answer = httpx.post(f"{case.llm.endpoint}/chat/completions", **how)
         assert answer.status_code == status, answer.text
         assert answer.json()["error"]["message"]
-        assert text(post(case)) == "hello"
+        assert text(chat(case)) == "hello"
 
 
 def test_a_key_that_is_no_text_is_401() -> None:
@@ -304,7 +298,7 @@ def test_paths_that_nobody_serves_are_not_remembered_without_end() -> None:
     with serving("hello") as case, httpx.Client() as client:
         for n in range(60):
             assert client.get(f"{case.llm.endpoint}/nothing/{n}{'x' * 200}").status_code == 404
-        assert text(post(case)) == "hello"
+        assert text(chat(case)) == "hello"
         seen = json.loads(case.said[names.GATEWAY])
         assert len(seen) < 30
         assert (seen["POST /chat/completions"], seen["refused/404"]) == (1, 60)
@@ -313,7 +307,7 @@ def test_paths_that_nobody_serves_are_not_remembered_without_end() -> None:
 def test_an_unexpected_failure_is_logged_without_the_key(caplog: pytest.LogCaptureFixture) -> None:
     with serving("hello") as case, caplog.at_level(logging.DEBUG):
         case.gateway.access.tokenizer = None  # type: ignore[assignment]  # anything that breaks
-        answer = post(case)
+        answer = chat(case)
         assert answer.status_code == 500
         assert "chat/completions failed" in caplog.text
         assert case.attempt.secret not in caplog.text + answer.text
@@ -341,7 +335,7 @@ def test_a_failure_in_the_middle_of_a_stream_is_an_event() -> None:
             raise TypeError("cannot be written")
 
         case.attempt._note = breaks  # type: ignore[method-assign]
-        answer = post(case, body)
+        answer = chat(case, body)
         events = [line for line in answer.text.split("\n\n") if line]
         assert answer.status_code == 200
         assert events[-1] == "data: [DONE]"

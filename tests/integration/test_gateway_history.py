@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.gateway_cases import CALL, CALL_TWO, WEATHER, Case, calling, one_sample, serving, trained_once
+from tests.gateway_cases import CALL, CALL_TWO, WEATHER, Case, calling, one_sample, prompts, serving, trained_once
 from tests.model_templates import MODELS, template_of
 
 FUNCTION = {"type": "function", **WEATHER["function"]}
@@ -20,10 +20,6 @@ def respond(case: Case, given: Any, *, status: int = 200, **more: Any) -> dict[s
     answer = httpx.post(f"{case.llm.endpoint}/responses", json={"model": "m", "input": given, **more})
     assert answer.status_code == status, answer.text
     return answer.json()
-
-
-def prompts(case: Case) -> list[str]:
-    return [case.tokenizer.decode(payload["input_ids"]) for payload in case.payloads]
 
 
 def user(text: str) -> dict[str, str]:

@@ -20,7 +20,8 @@ from agl_slime.rollout import session as session_module
 from agl_slime.support.agl import LLM, Rollout
 from agl_slime.types import Sample
 from tests.conversations import ScriptedClient, generation_of
-from tests.integration.multi_turn_agents import CALL, TASK, Agent, ToolAgent, rollout, sampled, trained
+from tests.harness.samples import trained_ids
+from tests.integration.multi_turn_agents import CALL, TASK, Agent, ToolAgent, rollout, sampled
 from tests.integration.rollouts import run_rollouts
 from tests.vocabularies import chat_tokenizer
 
@@ -30,7 +31,7 @@ async def test_tools_are_called_until_an_answer_calls_none() -> None:
     assert finished.failure is None
     tokenizer = chat_tokenizer("anthropic", "groups_tools")
     (sample,) = finished.convert(tokenizer).samples
-    assert trained([sample]) == sampled(client)
+    assert trained_ids(sample) == sampled(client)
     assert '"name": "look"' in tokenizer.decode(client.prompts[0])
     assert tokenizer.decode(client.prompts[1]).count("<tool_response>\nthree\n</tool_response>") == 2
     assert sample.status == Sample.Status.COMPLETED
@@ -57,7 +58,7 @@ async def test_malformed_unknown_and_failing_calls_are_counted_and_seen() -> Non
     last = tokenizer.decode(client.prompts[-1])
     assert "there is no tool named 'seek'" in last
     assert "Error: KeyError: 'xx'" in last
-    assert trained([sample]) == sampled(client)
+    assert trained_ids(sample) == sampled(client)
 
 
 async def test_a_tool_that_always_raises_is_counted_and_told_with_its_exception() -> None:
@@ -130,7 +131,7 @@ async def test_why_a_rollout_stopped_is_typed(
     assert sample.metadata["stop_reason"] == stop_reason
     assert sample.status == status
     assert turns is None or len(conversion.trajectory.turns) == turns
-    assert trained([sample]) == sampled(client)
+    assert trained_ids(sample) == sampled(client)
     limit = declared.get("max_trajectory_tokens")
     assert limit is None or len(sample.tokens) <= limit
 
@@ -284,7 +285,7 @@ async def test_a_tool_that_all_rollouts_share_stays_open() -> None:
 async def test_last_round_trains_the_last_answer_only() -> None:
     finished, client = await rollout(ToolAgent, [CALL, CALL, "Three."], loss_scale="last_round")
     (sample,) = finished.convert(chat_tokenizer("anthropic", "groups_tools")).samples
-    assert trained([sample]) == list(client.generations[-1].output_ids)
+    assert trained_ids(sample) == list(client.generations[-1].output_ids)
     assert sample.response_length == len(client.generations[-1].output_ids)
     assert sample.metadata["untrained_turns"] == [0, 1]
 
@@ -295,7 +296,7 @@ async def test_a_custom_loss_scale_sees_the_messages() -> None:
 
     finished, client = await rollout(ToolAgent, ["Let me see." + CALL, "Three."], loss_scale=without_calls)
     (sample,) = finished.convert(chat_tokenizer("anthropic", "groups_tools")).samples
-    assert trained([sample]) == list(client.generations[1].output_ids)
+    assert trained_ids(sample) == list(client.generations[1].output_ids)
 
 
 async def test_a_loss_scale_that_is_a_weight_fails_the_rollout() -> None:

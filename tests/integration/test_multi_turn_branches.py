@@ -15,6 +15,7 @@ from agl_slime.sglang.generation import Generation
 from agl_slime.tokens import forks
 from agl_slime.types import Sample
 from tests.conversations import ScriptedClient
+from tests.harness.samples import trained_ids
 from tests.integration.rollouts import run_rollout
 from tests.vocabularies import chat_tokenizer
 
@@ -163,7 +164,7 @@ async def test_tool_output_inside_the_answer_is_one_sample_if_stop_token_is_kept
     samples, client = await run(Interprets, ["<code>1 + 2</code>", "<code>2 * 2</code>", "Three."])
     assert len(samples) == (1 if kept else 3)
     sampled = [token for generation in client.generations for token in generation.output_ids]
-    trained = [t for s in samples for t, m in zip(s.tokens[-s.response_length :], s.loss_mask or [], strict=True) if m]
+    trained = trained_ids(*samples)
     assert trained == sampled
     if kept:
         text = chat_tokenizer("anthropic", "groups_tools").decode(samples[0].tokens)

@@ -24,6 +24,7 @@ from agl_slime.rollout.scheduler import (
 from agl_slime.trace.trajectory import Trajectory
 from examples.math_retry import CONTINUATION_TIP, TIP, MathAgent, MathContinuation, MathNewRound, boxed, is_right
 from tests.conversations import ScriptedClient
+from tests.harness.samples import trained_ids
 from tests.integration.rollouts import run_rollout, run_rollouts
 from tests.vocabularies import chat_tokenizer
 
@@ -125,12 +126,7 @@ async def test_continuation() -> None:
     assert sum(conversion.forks.values()) == 1
     assert conversion.samples[-1].reward == 1.0
     sampled = sorted(token for generation in client.generations for token in generation.output_ids)
-    trained = sorted(
-        t
-        for s in conversion.samples
-        for t, m in zip(s.tokens[-s.response_length :], s.loss_mask or [], strict=True)
-        if m
-    )
+    trained = sorted(trained_ids(*conversion.samples))
     assert trained == sampled
     doubt = tokenizer.encode(CONTINUATION_TIP, add_special_tokens=False)
     assert not any(trained_run(s) & set(zip(*[doubt[i:] for i in range(4)], strict=False)) for s in conversion.samples)
@@ -160,7 +156,7 @@ async def test_the_reward_may_look_at_all_messages() -> None:
 async def test_inserted_text_is_masked_and_every_round_is_trained_by_default() -> None:
     conversion, _, tokenizer = await played(MathNewRound(max_turns=3), [WRONG, RIGHT])
     (sample,) = conversion.samples
-    trained = [t for t, m in zip(sample.tokens[-sample.response_length :], sample.loss_mask, strict=True) if m]
+    trained = trained_ids(sample)
     assert tokenizer.decode(trained) == f"{WRONG}<|im_end|>{RIGHT}<|im_end|>"
 
 
@@ -255,7 +251,7 @@ async def test_an_environment_as_in_ms_swift() -> None:
     assert "Observation 2." in tokenizer.decode(client.prompts[2])
     (sample,) = conversion.samples
     assert sample.metadata["stop_reason"] == "stop"
-    trained = [t for t, m in zip(sample.tokens[-sample.response_length :], sample.loss_mask, strict=True) if m]
+    trained = trained_ids(sample)
     assert trained == [token for generation in client.generations for token in generation.output_ids]
 
 

@@ -30,7 +30,8 @@ from agl_slime.rollout.scheduler import (
     RolloutResponseChoice,
 )
 from tests.conversations import ScriptedClient
-from tests.integration.multi_turn_agents import sampled, trained
+from tests.harness.samples import trained_ids
+from tests.integration.multi_turn_agents import sampled
 from tests.integration.rollouts import run_rollout
 from tests.vocabularies import chat_tokenizer
 
@@ -54,7 +55,7 @@ async def played(scheduler: Any, answers: list[str], template: str = "chatml") -
     assert finished.failure is None, finished.failure
     assert not client._answers  # each was asked for
     conversion = finished.convert(tokenizer)
-    assert sorted(trained(conversion.samples)) == sorted(sampled(client))
+    assert sorted(trained_ids(*conversion.samples)) == sorted(sampled(client))
     return conversion, agent, client
 
 

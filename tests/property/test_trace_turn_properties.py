@@ -12,14 +12,10 @@ from hypothesis import strategies as st
 
 from agl_slime.errors import TraceError
 from agl_slime.trace import attributes as names
-from agl_slime.trace.span_codec import TurnEncoder, decode_turns
+from agl_slime.trace.span_codec import decode_turns
 from agl_slime.trace.turn import Turn
+from tests.harness.samples import encode
 from tests.property.trace_strategies import conversations
-
-
-def encode(turns: list[Turn], **options: object) -> list[SimpleNamespace]:
-    encoder = TurnEncoder(**options)  # type: ignore[arg-type]
-    return [SimpleNamespace(attributes=encoder.encode(turn)) for turn in turns]
 
 
 @given(conversations())

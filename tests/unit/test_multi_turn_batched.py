@@ -30,6 +30,7 @@ from agl_slime.rollout.tools import ToolManager
 from agl_slime.sglang.generation import Generation, SamplingParams
 from agl_slime.types import Sample
 from tests.conversations import generation_of
+from tests.harness.samples import trained_ids
 from tests.vocabularies import chat_tokenizer
 
 CALL = '<tool_call>\n{"name": "look", "arguments": {"key": "kz"}}\n</tool_call>'
@@ -344,9 +345,7 @@ def test_results_feed_a_group() -> None:
     assert group.ready
     first = group.members[0].samples[0]
     assert first.status == Sample.Status.COMPLETED
-    assert [
-        t for t, m in zip(first.tokens[-first.response_length :], first.loss_mask or [], strict=True) if m
-    ] == sampler.sampled["a"]
+    assert trained_ids(first) == sampler.sampled["a"]
     assert first.metadata["tools"]["calls"] == {"look": 1}
 
 

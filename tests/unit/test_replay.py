@@ -23,10 +23,11 @@ from agl_slime.support.agl import LLM
 from agl_slime.trace import attributes as names
 from agl_slime.trace.converter import _outside_of_calls, convert_trajectory
 from agl_slime.trace.segments import merge_turns
-from agl_slime.trace.span_codec import TurnEncoder, decode_turns
+from agl_slime.trace.span_codec import decode_turns
 from agl_slime.trace.trajectory import Trajectory
 from agl_slime.trace.turn import Turn
 from agl_slime.types import sample_from_json, sample_to_json
+from tests.harness.samples import encode
 
 SHAPE = (2, 3)
 WANTED = SamplingParams(max_new_tokens=4, routed_experts=SHAPE)
@@ -126,19 +127,14 @@ def chain() -> list[Turn]:
     return [first, second]
 
 
-def spans_of(turns: list[Turn]) -> list[Any]:
-    encoder = TurnEncoder()
-    return [SimpleNamespace(attributes=encoder.encode(turn)) for turn in turns]
-
-
 def test_turns_come_back_from_their_spans_with_experts_and_nuclei() -> None:
-    spans = spans_of(chain())
+    spans = encode(chain())
     json.dumps([span.attributes for span in spans])
     assert decode_turns(spans) == chain()
 
 
 def test_damaged_experts_are_an_error_and_not_other_experts() -> None:
-    spans = spans_of(chain())
+    spans = encode(chain())
     spans[0].attributes[names.EXPERTS] = packed(rows(3) + 1)[: len(spans[0].attributes[names.EXPERTS])]
     with pytest.raises(TraceError, match="routed_experts"):
         decode_turns(spans)
@@ -222,7 +218,7 @@ def test_speculative_decoding_is_counted_over_parts_and_turns() -> None:
     wanted.add(parse_generation(answer([9], "stop", **spec)))
     first = Turn.from_generation([1, 2], wanted.result(latency_s=0.0))
     second = Turn.from_generation([1, 2, 7, 8, 9, 4], parse_generation(answer([3], "stop", **spec)))
-    turns = tuple(decode_turns(spans_of([first, second])))
+    turns = tuple(decode_turns(encode([first, second])))
     (sample,) = convert_trajectory(Trajectory(rollout_id="a", attempt_id="1", task={}, turns=turns, reward=1.0)).samples
     assert vars(sample.spec_info) == {
         "spec_accept_token_num": 6,

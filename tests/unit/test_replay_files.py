@@ -36,6 +36,7 @@ from agl_slime.trace.turn import Turn, with_replay
 from agl_slime.types import sample_to_json
 from tests.datasource_cases import QUICK, Told
 from tests.examples import examples
+from tests.harness.samples import encode
 from tests.harness.waiting import until
 from tests.store_cases import enqueue, finish
 
@@ -82,8 +83,7 @@ def filed(turn: Turn, directory: Path, rollout_id: str, stream: str = "00000001"
 
 
 def samples_of(turns: list[Turn], directory: Path | None = None) -> list[Any]:
-    encoder = TurnEncoder()
-    read = decode_turns([SimpleNamespace(attributes=encoder.encode(turn)) for turn in turns])
+    read = decode_turns(encode(turns))
     made = Trajectory(rollout_id="a", attempt_id="1", task={}, turns=tuple(read), reward=1.0)
     return [sample_to_json(sample) for sample in convert_trajectory(made, replay_files=directory).samples]
 

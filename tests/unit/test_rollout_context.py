@@ -19,6 +19,7 @@ from agl_slime.tokens.forks import ForkReason
 from agl_slime.tokens.template import ChatTemplate, chat_template
 from tests.chat_templates import CHATML
 from tests.conversations import answer, generation_of
+from tests.trace_tokenizers import text_of
 from tests.vocabularies import base_tokenizer, chat_tokenizer
 
 QUESTION = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "How many?"}]
@@ -28,10 +29,6 @@ THINKING = "<think>\nLet me count.\n</think>\n\nThree."
 def conversation(template: str, vocabulary: str = "anthropic", **options: Any) -> tuple[ChatContext, Any]:
     tokenizer = chat_tokenizer(vocabulary, template)
     return ChatContext(template=ChatTemplate(tokenizer=tokenizer, **options), messages=QUESTION), tokenizer
-
-
-def text_of(tokenizer: Any, ids: Any) -> str:
-    return tokenizer.decode(list(ids), skip_special_tokens=False)
 
 
 def test_the_next_prompt_is_what_is_held_and_what_the_template_adds() -> None:

@@ -14,17 +14,13 @@ from agl_slime.tokens.template import ChatTemplate
 from tests.chat_templates import CHATML
 from tests.conversations import answer
 from tests.model_templates import MODELS, Ways, template_of
-from tests.trace_tokenizers import small_tokenizer
+from tests.trace_tokenizers import small_tokenizer, text_of
 from tests.vocabularies import base_tokenizer
 
 QUESTION = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "How many?"}]
 THINKING = "<think>\nLet me count.\n</think>\n\nThree."
 TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
 CALL = '<tool_call>\n{"name": "f", "arguments": {"x": 1}}\n</tool_call>'
-
-
-def text_of(tokenizer: Any, ids: Any) -> str:
-    return tokenizer.decode(list(ids), skip_special_tokens=False)
 
 
 def in_fields(source: str, text: str) -> dict[str, Any]:

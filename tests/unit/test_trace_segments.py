@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 
 from agl_slime.errors import TraceError
 from agl_slime.tokens.forks import ForkReason
 from agl_slime.trace.segments import Segment, merge_turns
-from agl_slime.trace.turn import Turn
-
-
-def turn(prompt_ids: list[int], response_ids: list[int], **fields: Any) -> Turn:
-    return Turn(prompt_ids=prompt_ids, response_ids=response_ids, log_probs=[-0.5] * len(response_ids), **fields)
+from tests.harness.samples import turn
 
 
 def turns_in(segments: list[Segment]) -> list[list[int]]:

@@ -18,6 +18,7 @@ from agl_slime.trace.reward import read_reward
 from agl_slime.trace.turn import Turn
 from agl_slime.trainers.local.batch import TrainBatch
 from agl_slime.types import Sample
+from tests.harness.samples import trained_ids
 from tests.unit.test_trace_converter import FIRST, SECOND, rollout, spans_of
 
 THIRD = Turn(prompt_ids=[1, 2, 3, 4, 5, 90, 91, 6, 7, 8, 92], response_ids=[9], log_probs=[-4.0])
@@ -44,8 +45,7 @@ def three(*rewards: Span, whole: Any = 1.0) -> list[Span]:
 def trained(spans: list[Span], **options: Any) -> list[tuple[Any, list[int], Any]]:
     """Of each Sample the reward, the ids under its mask, and what was rewarded."""
     samples = convert_rollout(rollout(), spans, rollout_id=3, **options).samples
-    under = [[t for t, m in zip(s.tokens[-s.response_length :], s.loss_mask, strict=True) if m] for s in samples]
-    return [(s.reward, ids, s.metadata.get("reward_of")) for s, ids in zip(samples, under, strict=True)]
+    return [(s.reward, trained_ids(s), s.metadata.get("reward_of")) for s in samples]
 
 
 def test_without_links_nothing_changes() -> None:
