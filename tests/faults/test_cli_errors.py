@@ -121,7 +121,7 @@ def test_an_agent_that_cannot_be_used_is_named(path: str, says: str, capsys: pyt
     assert says in text
 
 
-def test_an_agent_without_tasks_or_demonstrations_says_what_is_missing(
+def test_agent_without_tasks_or_demonstrations_is_an_error_with_the_fix(
     here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert said(capsys, "--agent", "cli_agents:Silent") == (
@@ -225,7 +225,7 @@ def test_an_output_directory_of_another_run_is_refused(here: Path, capsys: pytes
     assert (code, "output directory file is a file" in text) == (2, True)
 
 
-def test_nobody_listens_at_the_url(capsys: pytest.CaptureFixture[str]) -> None:
+def test_unreachable_sglang_url_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
     import socket
 
     with socket.socket() as taken:
@@ -237,7 +237,7 @@ def test_nobody_listens_at_the_url(capsys: pytest.CaptureFixture[str]) -> None:
     assert "check the URL" in text
 
 
-def test_what_is_no_url_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+def test_malformed_sglang_url_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
     code, text = said(capsys, "--sglang-url", "localhost")
     assert (code, text) == (2, "error: the SGLang URL must look like http://127.0.0.1:30000, got 'localhost'")
 
@@ -269,7 +269,7 @@ def test_another_server_at_the_url_is_not_taken_for_sglang(
     assert len(text) < 500
 
 
-def test_an_sglang_that_does_not_serve_yet_is_said_so(capsys: pytest.CaptureFixture[str]) -> None:
+def test_sglang_that_is_still_loading_is_an_error_with_its_answer(capsys: pytest.CaptureFixture[str]) -> None:
     with in_thread(ScriptedEngine()) as engine:
         engine.always("/model_info", Status(503, "loading the model"))
         code, text = said(capsys, "--sglang-url", engine.url)
@@ -343,7 +343,7 @@ def test_the_commands_are_listed_and_an_unknown_one_is_named(capsys: pytest.Capt
 
 
 @pytest.mark.parametrize("arguments", [["train", "--help"], ["--help"], ["audit", "--help"]])
-def test_output_that_nobody_reads_is_no_mistake_of_ours(arguments: list[str]) -> None:
+def test_closed_stdout_ends_the_command_without_a_traceback(arguments: list[str]) -> None:
     command = [sys.executable, "-m", "agl_slime.cli", *arguments]
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
     with subprocess.Popen(

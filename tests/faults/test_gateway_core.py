@@ -45,7 +45,7 @@ def text(answer: httpx.Response) -> str:
     return answer.json()["choices"][0]["message"]["content"]
 
 
-def test_an_old_request_asked_again_after_a_burst_harms_nobody() -> None:
+def test_old_requests_repeated_after_a_burst_are_answered() -> None:
     with serving("hello", latency_s=0.5) as case, ThreadPoolExecutor(40) as pool, httpx.Client() as client:
         url = f"{case.llm.endpoint}/chat/completions"
         bodies = [{"messages": [{"role": "user", "content": str(n)}]} for n in range(40)]
@@ -103,7 +103,7 @@ async def read_some(case: Case, session: aiohttp.ClientSession, messages: list[A
 
 
 @pytest.mark.parametrize("trim", [0, 2])
-async def test_what_was_read_of_a_stream_that_is_closed_early_is_a_turn(trim: int) -> None:
+async def test_partly_read_stream_is_a_turn(trim: int) -> None:
     says = "one two three four five six seven eight nine ten eleven twelve", "fine"
     with serving(*says, token_s=0.05) as case:
         async with aiohttp.ClientSession() as session:
@@ -197,7 +197,7 @@ async def test_close_waits_neither_for_stalled_upload_nor_for_cancelled_request(
         assert ("ro-2", "at-1") not in case.gateway._attempts
 
 
-def test_turns_under_way_count_against_the_limit() -> None:
+def test_requests_in_flight_count_against_max_turns() -> None:
     settings = GatewaySettings(max_turns=2)
     with serving("hello", settings=settings, latency_s=0.3) as case, ThreadPoolExecutor(5) as pool, httpx.Client() as c:
         url = f"{case.llm.endpoint}/chat/completions"
@@ -275,7 +275,7 @@ DEEP = "[" * 600 + "]" * 600
         ({"json": {**BODY, "top_logprobs": 10**9}}, 400),
     ],
 )
-def test_what_is_wrong_with_a_request_is_400_and_not_500(how: dict[str, Any], status: int) -> None:
+def test_malformed_request_is_400_not_500(how: dict[str, Any], status: int) -> None:
     with serving("hello", settings=GatewaySettings(untrained_models=("judge",))) as case:
         answer = httpx.post(f"{case.llm.endpoint}/chat/completions", **how)
         assert answer.status_code == status, answer.text
@@ -294,7 +294,7 @@ def test_a_key_that_is_no_text_is_401() -> None:
                 assert plain.recv(100).startswith(b"HTTP/1.1 401")
 
 
-def test_paths_that_nobody_serves_are_not_remembered_without_end() -> None:
+def test_unknown_paths_are_counted_in_bounded_memory() -> None:
     with serving("hello") as case, httpx.Client() as client:
         for n in range(60):
             assert client.get(f"{case.llm.endpoint}/nothing/{n}{'x' * 200}").status_code == 404

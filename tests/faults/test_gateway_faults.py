@@ -63,7 +63,7 @@ def test_lone_surrogate_in_request_is_read_as_replacement_character() -> None:
         assert [*case.turns[0].messages] == [{"role": "user", "content": "a\ufffd"}]
 
 
-def test_a_body_that_is_too_large_is_refused_and_one_that_is_not_is_read() -> None:
+def test_body_above_the_limit_is_413_and_one_below_is_read() -> None:
     with serving("hello", context_length=10**7) as case:
         assert chat(case, {**BODY, "user": "x" * 10_000_000}).status_code == 413
         assert chat(case, {**BODY, "user": "x" * 7_000_000}).status_code == 200
@@ -106,7 +106,7 @@ def test_the_engines_own_routes_are_not_to_be_had(path: str) -> None:
         assert not case.engine.received
 
 
-async def test_the_end_of_a_rollout_cuts_off_what_is_sampled() -> None:
+async def test_end_of_a_rollout_aborts_its_requests() -> None:
     with serving("one two three four five six seven", token_s=0.05) as case:
         url = f"{case.llm.endpoint}/chat/completions"
         async with aiohttp.ClientSession() as session:
@@ -124,7 +124,7 @@ async def test_the_end_of_a_rollout_cuts_off_what_is_sampled() -> None:
         assert case.turns[0].text.startswith("one")
 
 
-def test_a_flood_is_answered_with_429_and_harms_nobody_else() -> None:
+def test_requests_above_max_in_flight_get_429_and_other_attempts_200() -> None:
     settings = GatewaySettings(max_in_flight=4)
     client = httpx.Client()  # one that is made for each request takes longer than the engine's answer
     with serving("hello", settings=settings, latency_s=0.3) as case, ThreadPoolExecutor(16) as pool, client:
@@ -152,7 +152,7 @@ def test_a_flood_is_answered_with_429_and_harms_nobody_else() -> None:
         (Reset(), 503, "could not"),
     ],
 )
-def test_what_the_engine_does_wrong_has_the_status_that_clients_know(fault: Any, status: int, kind: str) -> None:
+def test_engine_errors_have_the_status_codes_that_clients_expect(fault: Any, status: int, kind: str) -> None:
     with serving("hello") as case:
         case.engine.script("/generate", fault, fault, fault)
         answer = chat(case)
@@ -165,7 +165,7 @@ def test_what_the_engine_does_wrong_has_the_status_that_clients_know(fault: Any,
         trained_once(case.turns, case.segments)
 
 
-def test_a_prompt_that_is_too_long_is_said_in_the_clients_words() -> None:
+def test_too_long_prompt_is_an_error_in_each_protocols_words() -> None:
     with serving("hello", context_length=40) as case:
         long = {**BODY, "messages": [{"role": "user", "content": "x " * 100}]}
         with pytest.raises(openai.BadRequestError, match="maximum context length") as raised:
@@ -187,7 +187,7 @@ def test_context_overflow_is_a_400_and_keeps_earlier_turns() -> None:
         assert len(case.turns) == 1
 
 
-def test_a_stream_of_the_engines_that_breaks_goes_on_where_it_was() -> None:
+def test_broken_engine_stream_is_resumed_in_place() -> None:
     with serving("one two three four five six") as case:
         case.engine.script("/generate", BreakOff(5), BreakOff(3))
         client = OpenAI(base_url=case.llm.endpoint, api_key="x", max_retries=0)

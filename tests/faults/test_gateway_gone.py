@@ -112,7 +112,7 @@ async def test_each_of_several_answers_is_aborted() -> None:
 
 
 @pytest.mark.parametrize("stays", [True, False])
-async def test_an_answer_is_made_as_long_as_somebody_waits_for_it(stays: bool) -> None:
+async def test_answer_is_sampled_only_as_long_as_a_client_waits_for_it(stays: bool) -> None:
     """A client that gave up waiting asks for the same again, and its first connection is closed."""
     path = "chat/completions"
     with serving(SAYS, latency_s=1.0 if stays else 60.0) as case:

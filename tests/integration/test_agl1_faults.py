@@ -167,7 +167,7 @@ def playing(url: str, fault: str) -> Iterator[list[Played]]:
         ("never_ends", [410, 409], "timeout"),
     ],
 )
-def test_what_goes_wrong_costs_its_rollout_only_and_has_one_outcome(
+def test_agent_fault_fails_its_rollout_only_with_one_outcome(
     fault: str, refused: list[int], failure: str | None, tmp_path: Path
 ) -> None:
     small_tokenizer().save_pretrained(tmp_path)
@@ -191,7 +191,7 @@ def test_what_goes_wrong_costs_its_rollout_only_and_has_one_outcome(
         assert [sample.reward for sample in group] == [1.0] * (4 if failure is None else 3)
 
 
-def test_the_time_limit_of_a_rollout_is_what_its_controller_is_told(tmp_path: Path) -> None:
+def test_controller_gets_the_rollouts_time_limit_in_whole_seconds(tmp_path: Path) -> None:
     small_tokenizer().save_pretrained(tmp_path)
     plan = RunnerPlan(kind="controller", controller=ControllerSettings(agent="an:Agent", port=(port := free_port())))
     told: list[int] = []
@@ -214,7 +214,7 @@ def test_the_time_limit_of_a_rollout_is_what_its_controller_is_told(tmp_path: Pa
     assert told == [42]  # whole seconds, and not before our own limit
 
 
-def test_that_nobody_takes_rollouts_is_said_once_with_the_command(
+def test_missing_controller_is_warned_about_once_with_the_command(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(controllers, "_NO_CONTROLLER_S", 0.05)

@@ -106,7 +106,7 @@ async def test_the_tasks_of_an_agent_need_no_prompt(tmp_path):
     assert {task.get("prompt") for task in seen} == {None, "plain text"}
 
 
-def test_the_agent_is_named_by_whoever_starts_the_buffer(monkeypatch):
+def test_agent_is_taken_from_the_buffers_environment_not_the_request(monkeypatch):
     monkeypatch.delenv("AGL_SLIME_AGENT", raising=False)
     with pytest.raises(ConfigError, match="set AGL_SLIME_AGENT=module:Class"):
         agl_generator.run_rollout({"agent": "os:system"})

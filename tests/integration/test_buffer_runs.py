@@ -260,7 +260,7 @@ async def test_generators_need_no_token(tmp_path):
         assert len(await client.read()) == 2
 
 
-async def test_a_restarted_buffer_goes_on_with_its_generator_and_its_items(tmp_path):
+async def test_restarted_buffer_resumes_its_generator_and_items(tmp_path):
     """The first life ends in the middle of a run: the second makes what is missing, and nothing twice."""
     hold = tmp_path / "hold"
     hold.touch()

@@ -110,7 +110,7 @@ async def test_batch_size_counts_items_in_whole_groups(tmp_path):
         ("/stats", b"{}", 405, "POST /stats: Method Not Allowed"),
     ],
 )
-async def test_what_cannot_be_served_is_told_in_one_sentence(tmp_path, path, body, status, message):
+async def test_invalid_buffer_request_is_an_error_in_one_sentence(tmp_path, path, body, status, message):
     add_generator(tmp_path, "sums", WRITES_TWO_PER_INSTANCE)
     async with BufferServer(settings=settings_for(tmp_path)) as server, Client(server.url) as client:
         got, answer = await client.post(path, data=body)
@@ -147,7 +147,7 @@ async def test_reward_minus_one_marks_failure_unless_the_range_includes_it(tmp_p
             assert [entry["raw_reward"] for entry in await client.read()] == came
 
 
-async def test_what_is_nested_too_deep_to_be_written_again_is_refused(tmp_path):
+async def test_too_deeply_nested_items_are_refused(tmp_path):
     async with BufferServer(settings=settings_for(tmp_path)) as server, Client(server.url) as client:
         for depth in (240, 260, 800, 1020, 5000):
             deep = b"[" * depth + b"]" * depth

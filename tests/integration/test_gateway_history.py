@@ -84,7 +84,7 @@ def test_a_reference_to_no_item_is_refused_in_a_sentence(made: Any) -> None:
         assert "which is no item of this rollout" in told["error"]["message"]
 
 
-def test_what_was_not_to_be_stored_cannot_be_gone_on_from() -> None:
+def test_unstored_response_cannot_be_continued() -> None:
     with serving("One.") as case:
         made = respond(case, "A?", store=False)["id"]
         assert (
@@ -110,7 +110,7 @@ def test_parts_of_a_content_are_joined_as_sglang_joins_them(path: str, between: 
         assert f"user\none{between}two<|im_end|>" in prompts(case)[0]
 
 
-def test_an_answer_that_comes_back_in_parts_is_the_one_that_was_sampled() -> None:
+def test_answer_sent_back_in_parts_is_no_fork() -> None:
     with serving("one two", "three") as case:
         url = f"{case.llm.endpoint}/chat/completions"
         httpx.post(url, json={"messages": [user("Count.")]}).raise_for_status()

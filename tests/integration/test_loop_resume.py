@@ -214,7 +214,7 @@ class RecordedLife(Life):
         return self.trainer.train(batch, iteration=iteration)
 
 
-async def test_what_waited_over_a_restart_is_in_the_record_of_rollouts_once(tmp_path: Path) -> None:
+async def test_groups_pending_over_a_restart_are_recorded_once(tmp_path: Path) -> None:
     with hello_engine() as engine:
         for iterations, n_trained in ((1, 1), (3, 4)):  # of three groups an iteration
             life = RecordedLife(tmp_path, engine.url, num_iterations=iterations, n_groups=3)

@@ -61,7 +61,7 @@ async def test_malformed_unknown_and_failing_calls_are_counted_and_seen() -> Non
     assert trained_ids(sample) == sampled(client)
 
 
-async def test_a_tool_that_always_raises_is_counted_and_told_with_its_exception() -> None:
+async def test_always_failing_tool_raises_an_alarm_with_its_exception() -> None:
     def look(key: str) -> str:
         """Look a key up."""
         raise ConnectionError(f"no such host for {key}")
@@ -305,7 +305,7 @@ async def test_a_loss_scale_that_is_a_weight_fails_the_rollout() -> None:
     assert "must return 0 or 1" in finished.failure[1]
 
 
-async def test_a_prompt_may_be_a_string_and_anything_else_is_told_by_name() -> None:
+async def test_prompt_may_be_a_string_and_other_types_are_refused() -> None:
     class Asking(Agent):
         asked: Any = "How many?"
 

@@ -166,7 +166,7 @@ def test_a_failing_row_never_raises_out_of_the_batch() -> None:
     assert "the sandbox is gone" in done[2]["error"]
 
 
-def test_an_exception_of_a_tool_is_what_the_model_sees() -> None:
+def test_tool_exception_is_shown_to_the_model() -> None:
     def reply(body: dict[str, Any]) -> Any:
         return {"content": "Sorry."} if body["messages"][-1]["role"] == "tool" else calling(key="xx")
 

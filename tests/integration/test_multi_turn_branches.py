@@ -56,7 +56,7 @@ async def test_a_conversation_is_one_sample_without_a_search() -> None:
     assert sample.tokens == client.prompts[1] + list(client.generations[1].output_ids)
 
 
-async def test_a_branch_keeps_the_ids_that_were_sampled_and_is_told_apart() -> None:
+async def test_branch_keeps_the_sampled_ids_and_is_marked() -> None:
     class Branches(Agent):
         async def run(self, task: dict[str, Any], session: RolloutSession) -> None:
             await session.ask()

@@ -166,7 +166,7 @@ async def test_a_scheduler_from_a_file_that_was_named(tmp_path: Path, monkeypatc
     assert "Again." in tokenizer.decode(client.prompts[1])
 
 
-def test_what_cannot_be_configured_is_one_sentence(tmp_path: Path) -> None:
+def test_invalid_agent_configuration_is_an_error_in_one_sentence(tmp_path: Path) -> None:
     class OwnRun(Agent):
         async def run(self, task: Any, session: Any) -> None:
             await session.ask()

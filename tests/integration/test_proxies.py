@@ -107,7 +107,7 @@ def test_clients_of_this_package_do_not_ask_the_proxy() -> None:
     assert hosts_behind_proxy() == ["127.0.0.1", "localhost"]  # none of them has needed it
 
 
-def test_what_no_proxy_lists_already_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_proxy_entries_are_kept_and_extended(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NO_PROXY", ".cluster, 10.0.0.1")
     monkeypatch.setenv("no_proxy", "localhost")
     bypass_proxies("10.0.0.7", "10.0.0.1")

@@ -138,7 +138,7 @@ async def test_cancellations_during_a_store_outage_are_applied_afterwards():
                     assert await attempt_ends(store, rollout_id) == "failed"
 
 
-async def test_one_that_was_claimed_and_has_not_begun_does_not_begin():
+async def test_rollout_cancelled_between_claim_and_start_does_not_start():
     class SlowResources(BridgeStore):
         asked, go_on = asyncio.Event(), asyncio.Event()
 

@@ -104,7 +104,7 @@ async def test_sync_agents_of_stock_agent_lightning_run_unchanged_and_at_once() 
         (lambda: {"reward": 1.0}, "bad_reward", "reward"),
     ],
 )
-async def test_what_an_agent_gets_wrong_fails_its_rollout_with_the_reason(fn: Any, reason: str, message: str) -> None:
+async def test_agent_errors_fail_the_rollout_with_their_reason(fn: Any, reason: str, message: str) -> None:
     async def work(task: Any) -> Any:
         return fn()
 
@@ -158,7 +158,7 @@ async def test_an_agent_that_ignores_its_cancellation_is_abandoned(monkeypatch: 
         assert "ignored its cancellation" in message
 
 
-async def test_stopping_cancels_what_is_in_flight_and_says_so() -> None:
+async def test_stop_cancels_rollouts_in_flight_with_that_reason() -> None:
     started = threading.Event()
 
     async def work(task: Any) -> float:

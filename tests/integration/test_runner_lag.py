@@ -48,7 +48,7 @@ class LateSelector(selectors.DefaultSelector):
         return super().select(0)
 
 
-def test_a_loop_that_the_machine_does_not_wake_blames_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_late_wakeup_of_the_event_loop_is_not_blamed_on_an_agent(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lag, "_TICK_S", 0.02)
     monitor = lag.LagMonitor(threshold_s=0.05)
 
@@ -119,7 +119,7 @@ async def imports(task: Any) -> float:
 
 
 @pytest.mark.parametrize("agent", [package_blocks(), FnAgent(imports)], ids=["package", "import"])
-async def test_a_user_is_not_blamed_for_what_is_not_theirs(
+async def test_imports_and_other_threads_are_not_blamed_on_the_agent(
     agent: LitAgent[Any], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(lag, "_TICK_S", 0.02)

@@ -39,7 +39,7 @@ async def test_sync_agents_are_bounded_by_their_threads() -> None:
     assert most == 5
 
 
-async def test_sync_agents_that_hang_are_abandoned_and_the_others_go_on() -> None:
+async def test_hanging_sync_agents_are_abandoned_and_others_continue() -> None:
     release = threading.Event()
 
     def work(task: int) -> float:
@@ -69,7 +69,7 @@ async def test_whatever_a_sync_agent_raises_ends_its_own_rollout(error: BaseExce
 
 @pytest.mark.parametrize("error", [SystemExit, KeyboardInterrupt])
 @pytest.mark.parametrize("where", ["agent", "awaited", "left"])
-async def test_what_a_task_of_an_agent_raises_ends_its_own_rollout(error: Any, where: str) -> None:
+async def test_exceptions_of_an_agents_tasks_end_its_rollout_only(error: Any, where: str) -> None:
     """asyncio raises both out of ``run_forever``, which would end the runner and the run."""
     ended = threading.Event()
 
@@ -107,7 +107,7 @@ async def test_a_returned_integer_that_no_float_holds_is_a_bad_reward() -> None:
         assert (await reason_of(store, rollout))[0] == "bad_reward"
 
 
-async def test_a_lone_surrogate_is_told_by_its_own_reason() -> None:
+async def test_failure_message_with_a_lone_surrogate_keeps_its_reason() -> None:
     """A message that JSON cannot encode must not turn the failure into `no_reward`."""
 
     async def work(task: int) -> Any:
@@ -139,7 +139,7 @@ async def test_rollout_cancelled_in_the_store_stops_and_stays_cancelled() -> Non
     assert ended.status == "cancelled"  # the attempt that fails afterwards does not change what was decided
 
 
-async def test_stopping_without_cancelling_lets_what_is_in_flight_finish() -> None:
+async def test_stop_without_cancel_finishes_rollouts_in_flight() -> None:
     started = threading.Event()
     release = threading.Event()
 
@@ -207,7 +207,7 @@ async def test_an_agent_that_ignores_the_end_of_the_runner_does_not_hold_it(monk
     assert (await reason_of(store, rollout))[0] == "cancelled"
 
 
-async def test_cancelling_iter_cancels_what_is_in_flight() -> None:
+async def test_cancelled_iter_cancels_rollouts_in_flight() -> None:
     started = asyncio.Event()
 
     async def work(task: Any) -> float:

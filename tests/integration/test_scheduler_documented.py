@@ -65,7 +65,7 @@ def choice(text: str, finish_reason: str = "stop") -> RolloutResponseChoice:
     )
 
 
-def test_it_has_no_step_of_its_own_and_takes_max_turns_first() -> None:
+def test_base_scheduler_has_no_step_and_takes_max_turns_first() -> None:
     with pytest.raises(NotImplementedError, match="MultiTurnScheduler must implement step"):
         MultiTurnScheduler().step(RolloutInferRequest(messages=[]), choice("x"), 1)
     assert Twice(3, "more", other=1).max_turns == 3
@@ -82,7 +82,7 @@ def test_check_finished_stops_on_truncation_and_at_max_turns() -> None:
     assert Twice().check_finished(request, choice("x"), 1000) is False
 
 
-async def test_what_step_and_check_finished_are_given() -> None:
+async def test_step_and_check_finished_get_their_documented_arguments() -> None:
     seen: list[Any] = []
 
     class Looking(Twice):
@@ -263,7 +263,7 @@ async def test_max_turns_ends_a_rollout_whatever_the_scheduler_says() -> None:
 
 
 @pytest.mark.parametrize("place", ["start", "turn", "step", "end", "engine"])
-async def test_what_was_opened_is_closed_whatever_goes_wrong(place: str) -> None:
+async def test_environment_is_closed_when_any_hook_fails(place: str) -> None:
     scheduler = Environment(max_turns=5)
     scheduler.fails_at = place
     tokenizer = chat_tokenizer("anthropic", "chatml")
@@ -278,7 +278,7 @@ async def test_what_was_opened_is_closed_whatever_goes_wrong(place: str) -> None
     assert scheduler.seen[-1][2] == error
 
 
-async def test_the_error_of_a_rollout_is_told_although_its_end_fails_too() -> None:
+async def test_rollout_error_is_kept_when_its_end_hook_fails_too() -> None:
     class Both(Environment):
         def _at(self, place: str) -> None:
             if place in ("step", "end"):

@@ -102,7 +102,7 @@ def test_a_run_in_which_nothing_succeeds_says_so():
         source.get_samples(1)
 
 
-def test_under_fully_async_it_answers_at_once_and_keeps_a_batch_under_way():
+def test_fully_async_source_returns_at_once_and_keeps_a_batch_in_flight():
     HeldAgent.release.clear()
     args = args_for(agl_agent=HELD_AGENT, rollout_function_path="x.fully_async_rollout.generate", rollout_batch_size=3)
     with AGLDataSource(args) as source:
@@ -153,7 +153,7 @@ def test_evaluations_are_sampled_as_slimes_eval_flags_say(tmp_path: Path):
 # --------------------------------------------------------------------------------------------------------
 
 
-def test_a_checkpoint_says_exactly_what_was_handed_out(tmp_path: Path):
+def test_checkpoint_records_exactly_the_groups_handed_out(tmp_path: Path):
     """Groups handed out, ready, half finished and not begun at the checkpoint; the manager dies and another one
     loads."""
     with service_with_runner() as (_, service):
@@ -258,7 +258,7 @@ async def test_a_failed_rollout_of_generate_is_a_failed_sample_with_its_reason()
 
 
 @pytest.mark.usefixtures("stopped_afterwards")
-async def test_stopping_tells_those_who_wait_and_the_next_prompt_starts_anew():
+async def test_stopping_fails_pending_calls_and_the_next_prompt_restarts():
     HeldAgent.release.clear()
     with service_with_runner(HeldAgent()) as (store, service):
         args = args_for(agl_store_url=service.url)

@@ -88,7 +88,7 @@ async def test_a_manager_that_takes_the_journal_over_loses_and_doubles_nothing(
         source.get_samples(1)
 
 
-def test_what_was_being_read_at_a_save_is_known_as_read_at_the_next_one():
+def test_rollout_read_during_a_save_counts_as_read_at_the_next_save():
     """It is read again after the load, which may be before the feed names it; with unread ends before it, the third
     manager was told of it as new."""
     table = CompletionTable(hold=True)
@@ -165,7 +165,7 @@ def test_evaluations_go_by_the_names_of_slimes_data_sets(tmp_path: Path):
         assert sorted(sampled["val"], key=len) == [{"temperature": 0.0}, {"temperature": 1.0, "max_new_tokens": 9}]
 
 
-async def test_groups_that_come_for_nobody_are_given_back(served: tuple[BridgeStore, str]):
+async def test_groups_of_a_cancelled_call_are_returned_to_the_source(served: tuple[BridgeStore, str]):
     store, url = served
     with AGLDataSource(args_for(agl_store_url=url)) as source:
         waiting = asyncio.ensure_future(source.get_samples_async(1))
@@ -178,7 +178,7 @@ async def test_groups_that_come_for_nobody_are_given_back(served: tuple[BridgeSt
         assert len({*names(taken)}) == 2 * SIZE
 
 
-async def test_a_generate_call_that_is_cancelled_has_its_rollout_cancelled():
+async def test_cancelled_generate_call_cancels_its_rollout():
     """Newer slimes cancel the task of a function that says so; they aborted every request on every engine before."""
     assert slime_hooks.generate.abort_mode == "request"  # type: ignore[attr-defined]
     HeldAgent.release.clear()

@@ -137,7 +137,7 @@ def test_no_merge_can_reach_across_a_boundary_where_markers_end_answers(template
 @pytest.mark.parametrize("template", [name for name in TEMPLATES if name != "forgets_results"])
 @settings(max_examples=examples(2), deadline=None)
 @given(data=st.data())
-def test_a_long_conversation_of_any_steps_says_what_the_template_says(template: str, data: st.DataObject) -> None:
+def test_any_long_conversation_renders_as_the_template_does(template: str, data: st.DataObject) -> None:
     """A step that renders differently in the window and in the whole (a question among tools) is noticed at once."""
     tokenizer = chat_tokenizer("qwen", template)
     conversation = data.draw(

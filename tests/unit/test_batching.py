@@ -32,7 +32,7 @@ async def test_an_entry_that_comes_as_all_calls_end_is_handled(parallel: int) ->
     assert await asyncio.wait_for(asyncio.gather(*callers), 10) == [[n, n + 10] for n in range(parallel)]
 
 
-async def test_a_call_that_is_cancelled_tells_whoever_waits() -> None:
+async def test_cancelled_call_fails_its_waiting_callers() -> None:
     under_way = asyncio.Event()
 
     async def handle(entries: list[int]) -> list[int]:

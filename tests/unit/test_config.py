@@ -65,7 +65,7 @@ from agl_slime.trainers.local.settings import LocalTrainerSettings
         ({"rollout_batch_size": 10**23}, "^--rollout-batch-size must be at most 100000"),
     ],
 )
-def test_what_cannot_be_used_names_the_flag(settings: dict[str, Any], sentence: str) -> None:
+def test_invalid_settings_name_the_flag(settings: dict[str, Any], sentence: str) -> None:
     with pytest.raises(ConfigError, match=sentence):
         TrainConfig(**settings)
 

@@ -108,7 +108,7 @@ def test_every_agent_of_the_repository_is_loaded_by_its_file(tmp_path: Path, mon
 
 
 @pytest.mark.parametrize("directory", [REPOSITORY, Path("/")])
-def test_agents_is_the_import_name_of_somebody_else(directory: Path, tmp_path: Path) -> None:
+def test_package_does_not_claim_the_import_name_agents(directory: Path, tmp_path: Path) -> None:
     (tmp_path / "agents").mkdir()
     (tmp_path / "agents" / "__init__.py").write_text("OWNER = 'OpenAI'")
     # where site-packages are: after the working directory and PYTHONPATH
@@ -161,7 +161,7 @@ def test_an_agent_in_the_working_directory_is_found(here: Path) -> None:
         ("agent_package/inner:Agent", "path/to/file.py:Class"),
     ],
 )
-def test_what_cannot_be_loaded_is_one_sentence_that_names_it(path: str, says: str, here: Path) -> None:
+def test_unloadable_agent_is_an_error_in_one_sentence(path: str, says: str, here: Path) -> None:
     with pytest.raises(ConfigError) as caught:
         load_agent(path)
     assert says in str(caught.value)

@@ -51,7 +51,7 @@ def positional_only(iteration: int = 0, /) -> Any:
         (dict, {}),
     ],
 )
-async def test_the_iteration_goes_only_to_who_asks_for_it(function: Callable[..., Any], result: Any) -> None:
+async def test_iteration_is_passed_only_to_functions_that_take_it(function: Callable[..., Any], result: Any) -> None:
     assert await adapt_step_function(function, "slime_train_fn")(7) == result
 
 

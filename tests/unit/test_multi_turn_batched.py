@@ -198,7 +198,7 @@ def test_traces_are_named_by_step_outcome_and_id(tmp_path: Path) -> None:
     assert "input_ids" not in written
 
 
-def test_callbacks_decide_what_is_stored_and_what_is_a_success(tmp_path: Path) -> None:
+def test_callbacks_choose_stored_trajectories_and_success(tmp_path: Path) -> None:
     script = {"a": ["One."], "b": ["Two."], "c": ["Three."]}
     options: dict[str, Any] = {
         "trace_dir": tmp_path,
@@ -215,7 +215,7 @@ def test_callbacks_decide_what_is_stored_and_what_is_a_success(tmp_path: Path) -
     assert trajectory["stop_reason"] == "stop"
 
 
-def test_what_a_template_rewrites_is_in_the_segments() -> None:
+def test_rewritten_turns_are_in_the_segments() -> None:
     """A template that leaves thinking out of each answer makes several sequences of one trajectory; each sampled token
     has its label in one of them."""
     tokenizer = chat_tokenizer("anthropic", "reasoner")

@@ -232,7 +232,7 @@ async def test_a_missing_file_fails_its_rollout_and_all_go_with_their_release(tm
     assert store.usage().released == 3
 
 
-async def test_of_two_readers_the_one_that_does_not_release_waits_for_the_other(tmp_path: Path) -> None:
+async def test_non_releasing_reader_waits_for_the_releasing_one(tmp_path: Path) -> None:
     store = BridgeStore()
     beside = replace(QUICK, release=False)
     with GroupSource(store=store, settings=beside, replay_files=tmp_path) as source:
@@ -246,7 +246,7 @@ async def test_of_two_readers_the_one_that_does_not_release_waits_for_the_other(
         await until(lambda: not (tmp_path / played[1]).exists())
 
 
-def test_a_killed_run_leaves_nothing_to_the_one_that_goes_on(tmp_path: Path) -> None:
+def test_killed_runs_replay_directory_is_removed_by_the_next(tmp_path: Path) -> None:
     program = f"""
         import os, signal
         from pathlib import Path

@@ -31,7 +31,7 @@ def conversation(template: str, vocabulary: str = "anthropic", **options: Any) -
     return ChatContext(template=ChatTemplate(tokenizer=tokenizer, **options), messages=QUESTION), tokenizer
 
 
-def test_the_next_prompt_is_what_is_held_and_what_the_template_adds() -> None:
+def test_next_prompt_extends_the_context_by_the_templates_text() -> None:
     context, tokenizer = conversation("chatml")
     prompt, generation = answer(context, tokenizer, "Three.")
     context.add({"role": "user", "content": "Sure?"})
@@ -157,7 +157,7 @@ def test_a_template_opened_with_an_empty_block_continues() -> None:
     assert not context.forks
 
 
-def test_a_fork_keeps_what_still_stands() -> None:
+def test_fork_keeps_the_common_prefix() -> None:
     """A template that drops thinking from each answer forks in each turn; the prompt before the dropped answer stays as
     it was."""
     context, tokenizer = conversation("reasoner")
@@ -275,7 +275,7 @@ def test_edits_inside_a_message_are_noticed() -> None:
 
 
 @pytest.mark.parametrize("finish", ["length", "abort"])
-def test_a_cut_off_answer_goes_on_with_its_own_tokens(finish: Any) -> None:
+def test_truncated_answer_continues_with_its_tokens(finish: Any) -> None:
     context, tokenizer = conversation("chatml")
     prompt, generation = answer(context, tokenizer, "Three or", finish=finish)
     assert context.prompt_ids() == prompt + list(generation.output_ids)

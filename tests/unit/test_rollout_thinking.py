@@ -28,7 +28,7 @@ def in_fields(source: str, text: str) -> dict[str, Any]:
     return template.fields.convert(text, template.reader).message
 
 
-def test_an_answers_parts_stand_in_the_fields_that_the_template_reads() -> None:
+def test_answer_parts_are_in_the_fields_that_the_template_reads() -> None:
     call = {"id": "call_0", "type": "function", "function": {"name": "f", "arguments": {"x": 1}}}
     said = f"<think>\nLet me see.\n</think>\n\nI look.\n{CALL}"
     renamed = template_of(Ways()).replace("reasoning_content", "deep_thoughts")

@@ -30,7 +30,7 @@ SERVER = """
 """
 
 
-def test_a_server_whose_address_nobody_reads_is_ended(tmp_path: Path) -> None:
+def test_server_whose_starter_died_is_killed(tmp_path: Path) -> None:
     fake, pid = tmp_path / "python", tmp_path / "pid"
     fake.write_text(textwrap.dedent(SERVER).strip().format(python=sys.executable, pid=str(pid)))
     fake.chmod(0o755)

@@ -67,7 +67,7 @@ async def test_the_window_is_bounded_by_bytes_too() -> None:
     assert 190_000 < usage.span_bytes <= 250_000
 
 
-async def test_what_is_not_released_is_never_dropped() -> None:
+async def test_unreleased_rollouts_are_never_dropped() -> None:
     store = BridgeStore(retention=Retention(released_rollouts=0, unreleased_bytes=50_000))
     ids = await execute(store, 4, span_chars=9_000)
     await store.release(ids[:1])
@@ -143,7 +143,7 @@ async def test_old_resources_go_and_the_latest_stay() -> None:
 # -- the watchdog ----------------------------------------------------------------------------------------------------
 
 
-async def test_the_watchdog_finds_rollouts_past_their_limits_and_only_those(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_watchdog_finds_exactly_the_rollouts_past_their_limits(monkeypatch: pytest.MonkeyPatch) -> None:
     store = BridgeStore(scan_debounce_seconds=0)
     now = [1_000_000.0]
     monkeypatch.setattr(time, "time", lambda: now[0])

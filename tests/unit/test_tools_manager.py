@@ -37,7 +37,7 @@ def call(name: str, **arguments: Any) -> ToolCall:
     return ToolCall(name=name, arguments=arguments, id="call_0")
 
 
-def test_a_schema_is_told_from_signature_and_docstring() -> None:
+def test_schema_is_built_from_signature_and_docstring() -> None:
     assert ToolManager([look]).schemas[0]["function"] == {
         "name": "look",
         "description": "Look a key up.\n\nLonger text.",
@@ -148,7 +148,7 @@ async def test_null_enums_dataclasses_and_models_are_arguments(arguments: dict[s
     assert (result.content, result.error) == (repr(expected), None)
 
 
-def test_the_schema_of_enums_dataclasses_and_models_says_what_they_hold() -> None:
+def test_schema_of_enums_dataclasses_and_models_is_complete() -> None:
     parameters = ToolManager([search]).schemas[0]["function"]["parameters"]
     properties, definitions = parameters["properties"], parameters["$defs"]
     assert parameters["required"] == ["query"]
@@ -222,7 +222,7 @@ class Sandbox:
             await self.closes()
 
 
-async def test_tools_are_closed_but_for_those_to_keep(caplog: pytest.LogCaptureFixture) -> None:
+async def test_tools_are_closed_except_the_kept_ones(caplog: pytest.LogCaptureFixture) -> None:
     async def fails() -> None:
         raise RuntimeError("still busy")
 

@@ -113,7 +113,7 @@ def test_a_name_that_is_not_there_is_an_error():
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf, "high"])
-def test_what_is_not_a_finite_number_is_an_error(bad: Any):
+def test_non_finite_reward_is_an_error(bad: Any):
     with pytest.raises(RewardError) as error:
         read_reward([raw("primary", bad)])
     assert error.value.reason == "bad_reward"

@@ -42,7 +42,7 @@ def test_a_sample_survives_its_dict_form_and_json() -> None:
     assert again.status is Sample.Status.TRUNCATED
 
 
-def test_the_dict_form_does_not_change_what_it_was_made_from() -> None:
+def test_dict_form_does_not_change_its_source() -> None:
     sample = a_full_sample()
     form = sample.to_dict()
     Sample.from_dict(form)
