@@ -6,7 +6,6 @@ from __future__ import annotations
 import importlib.util
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
 
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -70,8 +69,3 @@ def _with_chatml(tokenizer: PreTrainedTokenizerFast, template: str | None) -> Pr
     tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>"]})
     tokenizer.chat_template = template
     return tokenizer
-
-
-def text_of(tokenizer: Any, ids: Any) -> str:
-    """With special tokens."""
-    return tokenizer.decode(list(ids), skip_special_tokens=False)

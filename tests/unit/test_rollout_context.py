@@ -18,8 +18,7 @@ from agl_slime.tokens.conversation import ChatContext
 from agl_slime.tokens.forks import ForkReason
 from agl_slime.tokens.template import ChatTemplate, chat_template
 from tests.chat_templates import CHATML
-from tests.conversations import answer, generation_of
-from tests.trace_tokenizers import text_of
+from tests.conversations import answer, generation_of, text_of
 from tests.vocabularies import base_tokenizer, chat_tokenizer
 
 QUESTION = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "How many?"}]
