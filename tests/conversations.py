@@ -89,3 +89,8 @@ class ScriptedClient:
             )
         self.generations.append(generation)
         return generation
+
+
+def text_of(tokenizer: Any, ids: Any) -> str:
+    """With special tokens."""
+    return tokenizer.decode(list(ids), skip_special_tokens=False)

@@ -45,6 +45,8 @@ WEATHER = {
         "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
     },
 }
+HELLO: list[Any] = [{"role": "user", "content": "Hello?"}]
+BODY = {"model": "m", "messages": HELLO}
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome"}}\n</tool_call>'
 CALL_TWO = '<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo"}}\n</tool_call>'
 
@@ -172,6 +174,11 @@ def trained_once(turns: Sequence[Turn], segments: Sequence[Segment]) -> None:
 def calling(name: str, **arguments: Any) -> str:
     """A call as the model writes it."""
     return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
+
+
+def chat(case: Case, body: Any = BODY, **options: Any) -> httpx.Response:
+    """The response to a chat completion."""
+    return httpx.post(f"{case.llm.endpoint}/chat/completions", json=body, **options)
 
 
 def post(case: Case, path: str, *, status: int = 200, **body: Any) -> dict[str, Any]:

@@ -6,7 +6,15 @@ from collections.abc import Sequence
 from typing import Any
 
 from agl_slime.sglang.generation import WeightSpan
-from agl_slime.support.agl import EnqueueRolloutRequest, LightningStore, Rollout, RolloutConfig, Span, emit_reward
+from agl_slime.support.agl import (
+    AttemptedRollout,
+    EnqueueRolloutRequest,
+    LightningStore,
+    Rollout,
+    RolloutConfig,
+    Span,
+    emit_reward,
+)
 from agl_slime.trace import attributes as names
 from agl_slime.trace.span_codec import TurnEncoder
 from agl_slime.trace.turn import Turn
@@ -58,6 +66,34 @@ async def enqueue(
     config = RolloutConfig(max_attempts=max_attempts, retry_condition=["failed"] if max_attempts > 1 else [])
     requests = [EnqueueRolloutRequest(input={"n": i}, mode=mode, metadata=metadata, config=config) for i in range(n)]
     return [rollout.rollout_id for rollout in await store.enqueue_many_rollouts(requests)]
+
+
+async def enqueue_inputs(store: LightningStore, inputs: Sequence[Any], **config: Any) -> list[str]:
+    """Ids of rollouts without a group, one per input."""
+    requests = [EnqueueRolloutRequest(input=item, mode="train", config=RolloutConfig(**config)) for item in inputs]
+    return [rollout.rollout_id for rollout in await store.enqueue_many_rollouts(requests)]
+
+
+async def claim(store: LightningStore, worker_id: str = "w") -> AttemptedRollout:
+    [claimed] = await store.dequeue_many_rollouts(limit=1, worker_id=worker_id)
+    return claimed
+
+
+def make_span(rollout_id: str, attempt_id: str, sequence_id: int, **attributes: Any) -> Span:
+    return Span.from_attributes(
+        rollout_id=rollout_id, attempt_id=attempt_id, sequence_id=sequence_id, attributes=attributes
+    )
+
+
+async def execute(store: LightningStore, count: int, *, span_chars: int = 100) -> list[str]:
+    """Enqueue and finish rollouts with one span each; their ids."""
+    ids = await enqueue(store, count)
+    for _ in ids:
+        claimed = await claim(store)
+        attempt_id = claimed.attempt.attempt_id
+        await store.add_many_spans([make_span(claimed.rollout_id, attempt_id, 1, text="x" * span_chars)])
+        await store.update_attempt(claimed.rollout_id, attempt_id, status="succeeded")
+    return ids
 
 
 async def finish(

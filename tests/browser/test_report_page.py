@@ -89,7 +89,7 @@ def test_the_four_levels_by_keys(page: Any, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("live", [False, True], ids=["file", "served"])
-def test_what_a_model_wrote_is_text(page: Any, tmp_path: Path, live: bool) -> None:
+def test_model_output_is_shown_as_text(page: Any, tmp_path: Path, live: bool) -> None:
     write_run(tmp_path, iterations=1, says=HOSTILE + EMOJI)
     asked: list[str] = []
     page.on("request", lambda request: asked.append(request.url))
@@ -136,7 +136,7 @@ def test_a_run_that_is_followed_grows(page: Any, tmp_path: Path) -> None:
         page.wait_for_function("() => !document.querySelector('figure').textContent.includes('one')")
 
 
-def test_who_has_no_token_sees_nothing(page: Any, tmp_path: Path) -> None:
+def test_view_without_the_token_is_403(page: Any, tmp_path: Path) -> None:
     with served(write_run(tmp_path, iterations=1), token="secret") as url:
         page.goto(url)
         heading(page, "Trend")
@@ -153,7 +153,7 @@ def test_a_request_for_another_name_is_refused(page: Any, tmp_path: Path) -> Non
         assert answer.status == 403
 
 
-def test_a_damaged_run_says_what_it_is(page: Any, tmp_path: Path) -> None:
+def test_damaged_run_is_described_on_the_page(page: Any, tmp_path: Path) -> None:
     write_run(tmp_path)
     (tmp_path / "config.json").write_text("{")
     (tmp_path / "summary.json").unlink()
@@ -162,7 +162,7 @@ def test_a_damaged_run_says_what_it_is(page: Any, tmp_path: Path) -> None:
     assert "unknown" in page.inner_text("#runs")
 
 
-def test_what_slime_does_not_write_is_not_called_damaged(page: Any, tmp_path: Path) -> None:
+def test_files_that_slime_does_not_write_are_not_called_damaged(page: Any, tmp_path: Path) -> None:
     write_dumps(tmp_path, train=False)
     opened(page, write_report([tmp_path]))
     assert page.locator(".about .badge", has_text="not written").count() == 3

@@ -124,7 +124,7 @@ def test_forks_are_shown_as_a_tree(page: Any, forking_run: Path) -> None:
     assert page.locator("a.button:has-text('Sample')").count() == len(forked[0]["samples"]) == 3
 
 
-def test_a_failure_says_what_it_was(page: Any, forking_run: Path) -> None:
+def test_failed_rollout_shows_its_reason_and_turns(page: Any, forking_run: Path) -> None:
     failed = [one for one in kept_of(forking_run).values() if one["outcome"] == "failed"]
     opened(page, write_report([forking_run]))
     page.select_option("#jump0", str(failed[0]["iteration"]))
@@ -140,7 +140,7 @@ def test_a_failure_says_what_it_was(page: Any, forking_run: Path) -> None:
     assert page.locator(".message").count() == len(failed[0]["messages"])
 
 
-def test_tokens_of_two_versions_stand_in_one_answer(page: Any, forking_run: Path) -> None:
+def test_answer_of_two_weight_versions_shows_both(page: Any, forking_run: Path) -> None:
     def changes(sample: dict[str, Any]) -> list[int]:
         """Where another version goes on in the middle of an answer."""
         begins = [start for _, start, _ in sample["weight_versions"]]

@@ -16,17 +16,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from agl_slime.buffer.agent_rollout import generate_rollout
-
-
-class DataBuffer:
-    def __init__(self, metadata: dict[str, Any]) -> None:
-        self.metadata = metadata
-
-    def get_metadata(self) -> dict[str, Any]:
-        return self.metadata
-
-    def update_metadata(self, metadata: dict[str, Any]) -> None:
-        self.metadata.update(metadata)
+from tests.agent_rollout_cases import DataBuffer
 
 
 def main() -> None:

@@ -3,7 +3,6 @@ traceback."""
 
 from __future__ import annotations
 
-import http.server
 import json
 import logging
 import os
@@ -11,9 +10,7 @@ import re
 import shutil
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -21,6 +18,7 @@ import pytest
 from agl_slime.cli import COMMANDS, main
 from tests.faults.engine_faults import Status
 from tests.faults.scripted_engine import ScriptedEngine, in_thread
+from tests.harness.servers import server_that_answers
 
 AGENTS = """
 from agl_slime import SGLangLitAgent
@@ -65,32 +63,6 @@ def said(capsys: pytest.CaptureFixture[str], *flags: str) -> tuple[int, str]:
     assert "Traceback" not in captured.err + captured.out
     assert captured.out == ""
     return code, " ".join(re.sub(r"[╭╮╰╯│─]", " ", captured.err).split())
-
-
-@contextmanager
-def server_that_answers(status: int, body: bytes, content_type: str) -> Iterator[str]:
-    class Handler(http.server.BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            self.send_response(status)
-            self.send_header("Content-Type", content_type)
-            self.send_header("Content-Length", str(len(body)))
-            self.end_headers()
-            self.wfile.write(body)
-
-        def log_message(self, format: str, *args: object) -> None:
-            return
-
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(
-        target=server.serve_forever, args=(0.01,), daemon=True
-    )  # looks that often whether it is to end
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{server.server_address[1]}"
-    finally:
-        server.shutdown()
-        server.server_close()
-        thread.join(5)
 
 
 @pytest.mark.parametrize(
@@ -149,7 +121,7 @@ def test_an_agent_that_cannot_be_used_is_named(path: str, says: str, capsys: pyt
     assert says in text
 
 
-def test_an_agent_without_tasks_or_demonstrations_says_what_is_missing(
+def test_agent_without_tasks_or_demonstrations_is_an_error_with_the_fix(
     here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert said(capsys, "--agent", "cli_agents:Silent") == (
@@ -253,7 +225,7 @@ def test_an_output_directory_of_another_run_is_refused(here: Path, capsys: pytes
     assert (code, "output directory file is a file" in text) == (2, True)
 
 
-def test_nobody_listens_at_the_url(capsys: pytest.CaptureFixture[str]) -> None:
+def test_unreachable_sglang_url_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
     import socket
 
     with socket.socket() as taken:
@@ -265,7 +237,7 @@ def test_nobody_listens_at_the_url(capsys: pytest.CaptureFixture[str]) -> None:
     assert "check the URL" in text
 
 
-def test_what_is_no_url_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+def test_malformed_sglang_url_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
     code, text = said(capsys, "--sglang-url", "localhost")
     assert (code, text) == (2, "error: the SGLang URL must look like http://127.0.0.1:30000, got 'localhost'")
 
@@ -297,7 +269,7 @@ def test_another_server_at_the_url_is_not_taken_for_sglang(
     assert len(text) < 500
 
 
-def test_an_sglang_that_does_not_serve_yet_is_said_so(capsys: pytest.CaptureFixture[str]) -> None:
+def test_sglang_that_is_still_loading_is_an_error_with_its_answer(capsys: pytest.CaptureFixture[str]) -> None:
     with in_thread(ScriptedEngine()) as engine:
         engine.always("/model_info", Status(503, "loading the model"))
         code, text = said(capsys, "--sglang-url", engine.url)
@@ -334,7 +306,7 @@ def test_the_documented_flags_are_all_taken(here: Path, capsys: pytest.CaptureFi
     assert text.startswith("error: --model-path nowhere")  # all were parsed
     code, text = said(capsys, *flags)
     assert code == 2
-    assert "--actor-num-gpus-per-node with --trainer local: only slime uses it" in text  # fault 6
+    assert "--actor-num-gpus-per-node with --trainer local: only slime uses it" in text
 
 
 def test_help_names_every_documented_flag(capsys: pytest.CaptureFixture[str]) -> None:
@@ -371,8 +343,7 @@ def test_the_commands_are_listed_and_an_unknown_one_is_named(capsys: pytest.Capt
 
 
 @pytest.mark.parametrize("arguments", [["train", "--help"], ["--help"], ["audit", "--help"]])
-def test_output_that_nobody_reads_is_no_mistake_of_ours(arguments: list[str]) -> None:
-    # fault 14
+def test_closed_stdout_ends_the_command_without_a_traceback(arguments: list[str]) -> None:
     command = [sys.executable, "-m", "agl_slime.cli", *arguments]
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
     with subprocess.Popen(

@@ -89,7 +89,7 @@ async def test_it_recovers_and_the_answer_is_the_undisturbed_one(faults: list[Fa
     ],
     ids=repr,
 )
-async def test_what_does_not_pass_ends_in_one_typed_error(
+async def test_persistent_fault_ends_in_one_typed_error(
     fault: Fault, error: type[EngineError], calls: int, says: str
 ) -> None:
     async with ScriptedEngine() as engine, SGLangClient(base_url=engine.url, settings=QUICK) as client:
@@ -103,7 +103,7 @@ async def test_what_does_not_pass_ends_in_one_typed_error(
         expect_undisturbed(engine, await client.generate(PROMPT, SAMPLING))  # the client is as good as before
 
 
-async def test_nobody_listens() -> None:
+async def test_connection_refused_is_an_unreachable_error_after_all_attempts() -> None:
     async with ScriptedEngine() as engine:
         url = engine.url
     async with SGLangClient(base_url=url, settings=QUICK) as client:
@@ -119,7 +119,7 @@ async def test_a_stall_ends_with_the_idle_timeout_and_is_tried_again() -> None:
         assert engine.calls["/generate"] == 2
 
 
-async def test_a_stall_without_end_is_a_timeout() -> None:
+async def test_endless_stall_is_a_timeout() -> None:
     settings = replace(QUICK, idle_timeout_s=0.05, max_attempts=2)
     async with ScriptedEngine() as engine, SGLangClient(base_url=engine.url, settings=settings) as client:
         engine.always("/generate", Stall())
@@ -188,7 +188,7 @@ async def test_an_engine_that_is_restarted_in_the_middle_is_found_again() -> Non
         await engine.stop()
 
 
-async def test_weights_that_change_in_the_middle_are_told_apart() -> None:
+async def test_weight_update_within_an_answer_gives_version_spans() -> None:
     async with (
         ScriptedEngine(weight_version="1") as engine,
         SGLangClient(base_url=engine.url, settings=QUICK) as client,

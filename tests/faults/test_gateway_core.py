@@ -31,18 +31,13 @@ from agl_slime.tokens.forks import ForkReason
 from agl_slime.trace import attributes as names
 from agl_slime.trace.reward import read_turn_rewards
 from agl_slime.trace.span_codec import decode_turns
-from tests.gateway_cases import QUICK, WEATHER, Case, serving, trained_once
+from tests.gateway_cases import BODY, HELLO, QUICK, WEATHER, Case, chat, serving, trained_once
+from tests.harness.waiting import until
 from tests.integration.test_gateway_store import BODY as STORE_BODY
 from tests.integration.test_gateway_store import begun, beside
 from tests.unit.test_turn_rewards import linked
 
-HELLO: list[Any] = [{"role": "user", "content": "Hello?"}]
-BODY = {"model": "m", "messages": HELLO}
 AGAIN = {"x-stainless-retry-count": "1"}
-
-
-def post(case: Case, body: Any = BODY, **how: Any) -> httpx.Response:
-    return httpx.post(f"{case.llm.endpoint}/chat/completions", json=body, **how)
 
 
 def text(answer: httpx.Response) -> str:
@@ -50,7 +45,7 @@ def text(answer: httpx.Response) -> str:
     return answer.json()["choices"][0]["message"]["content"]
 
 
-def test_an_old_request_asked_again_after_a_burst_harms_nobody() -> None:
+def test_old_requests_repeated_after_a_burst_are_answered() -> None:
     with serving("hello", latency_s=0.5) as case, ThreadPoolExecutor(40) as pool, httpx.Client() as client:
         url = f"{case.llm.endpoint}/chat/completions"
         bodies = [{"messages": [{"role": "user", "content": str(n)}]} for n in range(40)]
@@ -107,21 +102,13 @@ async def read_some(case: Case, session: aiohttp.ClientSession, messages: list[A
     return said
 
 
-async def eventually(case: Case, turns: int) -> None:
-    for _ in range(500):
-        if len(case.turns) >= turns:
-            return
-        await asyncio.sleep(0.01)
-    raise AssertionError(f"{len(case.turns)} turns, wanted {turns}")
-
-
 @pytest.mark.parametrize("trim", [0, 2])
-async def test_what_was_read_of_a_stream_that_is_closed_early_is_a_turn(trim: int) -> None:
+async def test_partly_read_stream_is_a_turn(trim: int) -> None:
     says = "one two three four five six seven eight nine ten eleven twelve", "fine"
     with serving(*says, token_s=0.05) as case:
         async with aiohttp.ClientSession() as session:
             said = await read_some(case, session, HELLO, 5)
-            await eventually(case, 1)
+            await until(lambda: len(case.turns) >= 1)
             turn = case.turns[0]
             assert (turn.finish_reason, turn.untrained) == ("abort", "")
             assert case.tokenizer.decode(turn.response_ids) == turn.text
@@ -132,7 +119,7 @@ async def test_what_was_read_of_a_stream_that_is_closed_early_is_a_turn(trim: in
             went_on = (turn.text if not trim else said[:-trim]).strip()
             history = [*HELLO, {"role": "assistant", "content": went_on}, {"role": "user", "content": "And?"}]
             await read_some(case, session, history, 2)
-            await eventually(case, 2)
+            await until(lambda: len(case.turns) >= 2)
         assert case.turns[1].fork is (None if not trim else ForkReason.BRANCH)
         trained_once(case.turns, case.segments)
         case.close()
@@ -193,16 +180,14 @@ async def test_close_waits_neither_for_stalled_upload_nor_for_cancelled_request(
         stalled = socket.create_connection((parts.hostname, parts.port))
         head = f"POST {parts.path}/chat/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: 100\r\n\r\n{{"
         stalled.sendall(head.encode())
-        while not case.attempt.seen:  # noqa: ASYNC110 - the gateway is on a loop of its own
-            await asyncio.sleep(0.01)
+        await until(lambda: case.attempt.seen)
         await asyncio.wait_for(case.gateway.close(case.attempt), 2)
         stalled.close()
         attempt, served, _ = case.open("ro-2")
         async with aiohttp.ClientSession() as session:
             url = f"{served['main_llm'].endpoint}/chat/completions"
             asked = asyncio.ensure_future(session.post(url, json=BODY))
-            while not attempt._under_way:  # noqa: ASYNC110 - as above
-                await asyncio.sleep(0.01)
+            await until(lambda: attempt._under_way)
             attempt.cut = lambda: None  # type: ignore[method-assign]  # what is under way takes its time
             closing = asyncio.ensure_future(case.gateway.close(attempt))
             await asyncio.sleep(0.1)
@@ -212,7 +197,7 @@ async def test_close_waits_neither_for_stalled_upload_nor_for_cancelled_request(
         assert ("ro-2", "at-1") not in case.gateway._attempts
 
 
-def test_turns_under_way_count_against_the_limit() -> None:
+def test_requests_in_flight_count_against_max_turns() -> None:
     settings = GatewaySettings(max_turns=2)
     with serving("hello", settings=settings, latency_s=0.3) as case, ThreadPoolExecutor(5) as pool, httpx.Client() as c:
         url = f"{case.llm.endpoint}/chat/completions"
@@ -223,12 +208,12 @@ def test_turns_under_way_count_against_the_limit() -> None:
 
 def test_empty_answers_reward_is_skipped_and_continued_answer_is_trained() -> None:
     with serving("one", "two", settings=GatewaySettings(max_turns=3)) as case:
-        post(case)
-        assert (text(post(case)), json.loads(case.said[names.UNTRAINED_TURNS])) == ("two", [0])
+        chat(case)
+        assert (text(chat(case)), json.loads(case.said[names.UNTRAINED_TURNS])) == ("two", [0])
         then = [{"role": "assistant", "content": "one"}, {"role": "user", "content": "And?"}]
-        text(post(case, {**BODY, "messages": [*HELLO, *then]}))
+        text(chat(case, {**BODY, "messages": [*HELLO, *then]}))
         assert json.loads(case.said[names.UNTRAINED_TURNS]) == []
-        empty = post(case)
+        empty = chat(case)
         assert text(empty) == ""
         case.close()
         reward = [linked(0.5, {names.RESPONSE_ID: empty.json()["id"]})]
@@ -248,8 +233,8 @@ def test_many_log_probs_are_serialized_off_the_event_loop_once(
     monkeypatch.setattr(ChatCompletions, "answer", answer)
     with serving("x y " * 200, sampling={"max_new_tokens": 3000}) as case:
         body = {**BODY, "logprobs": True, "top_logprobs": 20}
-        content = post(case, body, timeout=30).json()["choices"][0]["logprobs"]["content"]
-        assert text(post(case))
+        content = chat(case, body, timeout=30).json()["choices"][0]["logprobs"]["content"]
+        assert text(chat(case))
         assert (len(content[0]["top_logprobs"]), len(content) * 20 > 2_000) == (20, True)
     assert [name == "agl-slime-gateway" for name in threads] == [False, True]
 
@@ -290,12 +275,12 @@ DEEP = "[" * 600 + "]" * 600
         ({"json": {**BODY, "top_logprobs": 10**9}}, 400),
     ],
 )
-def test_what_is_wrong_with_a_request_is_400_and_not_500(how: dict[str, Any], status: int) -> None:
+def test_malformed_request_is_400_not_500(how: dict[str, Any], status: int) -> None:
     with serving("hello", settings=GatewaySettings(untrained_models=("judge",))) as case:
         answer = httpx.post(f"{case.llm.endpoint}/chat/completions", **how)
         assert answer.status_code == status, answer.text
         assert answer.json()["error"]["message"]
-        assert text(post(case)) == "hello"
+        assert text(chat(case)) == "hello"
 
 
 def test_a_key_that_is_no_text_is_401() -> None:
@@ -309,11 +294,11 @@ def test_a_key_that_is_no_text_is_401() -> None:
                 assert plain.recv(100).startswith(b"HTTP/1.1 401")
 
 
-def test_paths_that_nobody_serves_are_not_remembered_without_end() -> None:
+def test_unknown_paths_are_counted_in_bounded_memory() -> None:
     with serving("hello") as case, httpx.Client() as client:
         for n in range(60):
             assert client.get(f"{case.llm.endpoint}/nothing/{n}{'x' * 200}").status_code == 404
-        assert text(post(case)) == "hello"
+        assert text(chat(case)) == "hello"
         seen = json.loads(case.said[names.GATEWAY])
         assert len(seen) < 30
         assert (seen["POST /chat/completions"], seen["refused/404"]) == (1, 60)
@@ -322,7 +307,7 @@ def test_paths_that_nobody_serves_are_not_remembered_without_end() -> None:
 def test_an_unexpected_failure_is_logged_without_the_key(caplog: pytest.LogCaptureFixture) -> None:
     with serving("hello") as case, caplog.at_level(logging.DEBUG):
         case.gateway.access.tokenizer = None  # type: ignore[assignment]  # anything that breaks
-        answer = post(case)
+        answer = chat(case)
         assert answer.status_code == 500
         assert "chat/completions failed" in caplog.text
         assert case.attempt.secret not in caplog.text + answer.text
@@ -350,7 +335,7 @@ def test_a_failure_in_the_middle_of_a_stream_is_an_event() -> None:
             raise TypeError("cannot be written")
 
         case.attempt._note = breaks  # type: ignore[method-assign]
-        answer = post(case, body)
+        answer = chat(case, body)
         events = [line for line in answer.text.split("\n\n") if line]
         assert answer.status_code == 200
         assert events[-1] == "data: [DONE]"

@@ -23,14 +23,7 @@ from agl_slime.support.threads import run_blocking
 from agl_slime.trace import attributes as names
 from agl_slime.trace.span_codec import decode_turns
 from tests.faults.engine_faults import BreakOff, Reset, Status
-from tests.gateway_cases import CALL, WEATHER, Case, serving, trained_once
-
-HELLO: list[Any] = [{"role": "user", "content": "Hello?"}]
-BODY = {"model": "m", "messages": HELLO}
-
-
-def post(case: Case, body: Any = BODY, **how: Any) -> httpx.Response:
-    return httpx.post(f"{case.llm.endpoint}/chat/completions", json=body, **how)
+from tests.gateway_cases import BODY, CALL, HELLO, WEATHER, chat, serving, trained_once
 
 
 def told(answer: httpx.Response) -> str:
@@ -59,7 +52,7 @@ def test_garbage_is_refused_with_a_sentence(content: bytes, says: str) -> None:
         answer = httpx.post(f"{case.llm.endpoint}/chat/completions", content=content)
         assert answer.status_code == 400
         assert says in told(answer)
-        assert post(case).status_code == 200
+        assert chat(case).status_code == 200
         assert json.loads(case.said[names.GATEWAY])["refused/400"] == 1
 
 
@@ -70,10 +63,10 @@ def test_lone_surrogate_in_request_is_read_as_replacement_character() -> None:
         assert [*case.turns[0].messages] == [{"role": "user", "content": "a\ufffd"}]
 
 
-def test_a_body_that_is_too_large_is_refused_and_one_that_is_not_is_read() -> None:
+def test_body_above_the_limit_is_413_and_one_below_is_read() -> None:
     with serving("hello", context_length=10**7) as case:
-        assert post(case, {**BODY, "user": "x" * 10_000_000}).status_code == 413
-        assert post(case, {**BODY, "user": "x" * 7_000_000}).status_code == 200
+        assert chat(case, {**BODY, "user": "x" * 10_000_000}).status_code == 413
+        assert chat(case, {**BODY, "user": "x" * 7_000_000}).status_code == 200
 
 
 def test_nothing_is_answered_after_the_end_nor_at_anothers_address() -> None:
@@ -81,7 +74,7 @@ def test_nothing_is_answered_after_the_end_nor_at_anothers_address() -> None:
         attempt, served, spans = case.open("ro-2")
         other: Any = served["main_llm"]
         mine = case.llm.endpoint
-        assert post(case).status_code == 200
+        assert chat(case).status_code == 200
         stolen = other.endpoint.replace(other.api_key, case.llm.api_key)
         answer = httpx.post(f"{stolen}/chat/completions", json=BODY)
         assert (answer.status_code, "ro-2" in told(answer)) == (401, True)
@@ -94,7 +87,7 @@ def test_nothing_is_answered_after_the_end_nor_at_anothers_address() -> None:
         assert httpx.post(f"{root}/v1/chat/completions", json=BODY).status_code == 401
         assert httpx.post(f"{mine.replace('ro-1', 'ro-9')}/chat/completions", json=BODY).status_code == 404
         case.close()
-        assert post(case).status_code == 410
+        assert chat(case).status_code == 410
         with pytest.raises(openai.APIStatusError, match="has ended"):
             OpenAI(base_url=mine, api_key="x").chat.completions.create(model="m", messages=HELLO)
         assert httpx.post(f"{plain}/chat/completions", json=BODY, headers=with_key).status_code == 200
@@ -113,7 +106,7 @@ def test_the_engines_own_routes_are_not_to_be_had(path: str) -> None:
         assert not case.engine.received
 
 
-async def test_the_end_of_a_rollout_cuts_off_what_is_sampled() -> None:
+async def test_end_of_a_rollout_aborts_its_requests() -> None:
     with serving("one two three four five six seven", token_s=0.05) as case:
         url = f"{case.llm.endpoint}/chat/completions"
         async with aiohttp.ClientSession() as session:
@@ -131,7 +124,7 @@ async def test_the_end_of_a_rollout_cuts_off_what_is_sampled() -> None:
         assert case.turns[0].text.startswith("one")
 
 
-def test_a_flood_is_answered_with_429_and_harms_nobody_else() -> None:
+def test_requests_above_max_in_flight_get_429_and_other_attempts_200() -> None:
     settings = GatewaySettings(max_in_flight=4)
     client = httpx.Client()  # one that is made for each request takes longer than the engine's answer
     with serving("hello", settings=settings, latency_s=0.3) as case, ThreadPoolExecutor(16) as pool, client:
@@ -159,20 +152,20 @@ def test_a_flood_is_answered_with_429_and_harms_nobody_else() -> None:
         (Reset(), 503, "could not"),
     ],
 )
-def test_what_the_engine_does_wrong_has_the_status_that_clients_know(fault: Any, status: int, kind: str) -> None:
+def test_engine_errors_have_the_status_codes_that_clients_expect(fault: Any, status: int, kind: str) -> None:
     with serving("hello") as case:
         case.engine.script("/generate", fault, fault, fault)
-        answer = post(case)
+        answer = chat(case)
         assert answer.status_code == status, answer.text
         assert kind in answer.text or status == 503
         case.engine.script("/generate")
         assert (answer.json()["error"]["code"] == "context_length_exceeded") == (kind == "context")
         case.engine._scripts.clear()
-        assert post(case).status_code == 200
+        assert chat(case).status_code == 200
         trained_once(case.turns, case.segments)
 
 
-def test_a_prompt_that_is_too_long_is_said_in_the_clients_words() -> None:
+def test_too_long_prompt_is_an_error_in_each_protocols_words() -> None:
     with serving("hello", context_length=40) as case:
         long = {**BODY, "messages": [{"role": "user", "content": "x " * 100}]}
         with pytest.raises(openai.BadRequestError, match="maximum context length") as raised:
@@ -185,16 +178,16 @@ def test_a_prompt_that_is_too_long_is_said_in_the_clients_words() -> None:
 
 def test_context_overflow_is_a_400_and_keeps_earlier_turns() -> None:
     with serving("hello", context_length=60) as case:
-        assert post(case).status_code == 200
+        assert chat(case).status_code == 200
         grown = [*HELLO, {"role": "assistant", "content": "hello"}, {"role": "user", "content": "x " * 100}]
-        answer = post(case, {**BODY, "messages": grown})
+        answer = chat(case, {**BODY, "messages": grown})
         assert (answer.status_code, answer.json()["error"]["code"]) == (400, "context_length_exceeded")
         case.close()
         assert case.said[names.STOP_REASON] == "context_overflow"
         assert len(case.turns) == 1
 
 
-def test_a_stream_of_the_engines_that_breaks_goes_on_where_it_was() -> None:
+def test_broken_engine_stream_is_resumed_in_place() -> None:
     with serving("one two three four five six") as case:
         case.engine.script("/generate", BreakOff(5), BreakOff(3))
         client = OpenAI(base_url=case.llm.endpoint, api_key="x", max_retries=0)
@@ -209,16 +202,16 @@ def test_a_silent_stream_is_kept_alive() -> None:
     settings = GatewaySettings(keep_alive_s=0.05)
     with serving("hello", settings=settings, latency_s=0.3) as case:
         streamed = {**BODY, "stream": True}
-        assert post(case, streamed).text.count(": keep-alive") >= 3
+        assert chat(case, streamed).text.count(": keep-alive") >= 3
         message = httpx.post(f"{case.llm.endpoint}/messages", json={**streamed, "max_tokens": 9})
         assert message.text.count("event: ping") >= 3
 
 
 def test_beyond_its_turns_a_rollout_gets_empty_answers_and_then_none() -> None:
     with serving("hello", settings=GatewaySettings(max_turns=2)) as case:
-        texts = [post(case).json()["choices"][0]["message"]["content"] for _ in range(4)]
+        texts = [chat(case).json()["choices"][0]["message"]["content"] for _ in range(4)]
         assert texts == ["hello", "hello", "", ""]
-        statuses = {post(case).status_code for _ in range(12)}
+        statuses = {chat(case).status_code for _ in range(12)}
         assert statuses == {200, 429}
         assert len(case.turns) == 2
         case.close()

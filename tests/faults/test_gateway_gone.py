@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 from urllib.parse import urlsplit
@@ -15,6 +15,7 @@ import httpx
 import pytest
 
 from tests.gateway_cases import Case, serving, trained_once
+from tests.harness.waiting import until
 
 HELLO: list[Any] = [{"role": "user", "content": "Hello?"}]
 BODIES: dict[str, dict[str, Any]] = {
@@ -26,15 +27,6 @@ BODIES: dict[str, dict[str, Any]] = {
 SAYS = "one two three four five six seven eight nine ten eleven twelve"
 _SAID = re.compile(r'"(?:content|text|delta)": ?"([^"]*)"')  # of an event, in all of them
 every_protocol = pytest.mark.parametrize("path", BODIES)
-
-
-async def until(true: Callable[[], Any]) -> None:
-    """The gateway and the engine are on event loops of their own, which tell nobody."""
-    for _ in range(1_000):
-        if true():
-            return
-        await asyncio.sleep(0.01)
-    raise AssertionError("it has not come to that")
 
 
 @asynccontextmanager
@@ -120,7 +112,7 @@ async def test_each_of_several_answers_is_aborted() -> None:
 
 
 @pytest.mark.parametrize("stays", [True, False])
-async def test_an_answer_is_made_as_long_as_somebody_waits_for_it(stays: bool) -> None:
+async def test_answer_is_sampled_only_as_long_as_a_client_waits_for_it(stays: bool) -> None:
     """A client that gave up waiting asks for the same again, and its first connection is closed."""
     path = "chat/completions"
     with serving(SAYS, latency_s=1.0 if stays else 60.0) as case:

@@ -25,7 +25,7 @@ def test_killed_controllers_and_agents_lose_and_repeat_no_rollout(tmp_path: Path
 @pytest.mark.controller
 @pytest.mark.skipif(not os.environ.get(PYTHON_VARIABLE), reason=f"{PYTHON_VARIABLE} names no Python of 1.x")
 @pytest.mark.parametrize("outside", [False, True])
-def test_a_run_that_is_killed_goes_on_with_its_controller_or_a_new_one(tmp_path: Path, outside: bool) -> None:
+def test_killed_run_resumes_with_the_same_or_another_controller(tmp_path: Path, outside: bool) -> None:
     """``outside``: a controller that somebody else has started is alive all the time, and what it still runs then
     belongs to nobody."""
     result = run(tmp_path, rollouts=64, kills=0, seed=2, limit_s=600, train_kills=2, outside=outside)

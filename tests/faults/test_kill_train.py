@@ -52,7 +52,7 @@ def test_files_agree_after_every_signal_in_every_phase(tmp_path: Path, trainer: 
 
 
 @pytest.mark.slow
-async def test_what_was_sampled_before_a_kill_is_not_sampled_again(tmp_path: Path) -> None:
+async def test_tokens_sampled_before_a_kill_are_not_sampled_again(tmp_path: Path) -> None:
     """Every token that the second life trains on was in the checkpoint or was sampled by the engine since, once."""
     counter = TokenCounter()
     flags = "--rollout-batch-size 4 --n-samples-per-prompt 4 --max-staleness 2 --weight-pause retract --save-interval 1"

@@ -53,7 +53,7 @@ def test_a_trainer_that_raises_stops_the_run_with_its_place_and_its_cause(engine
     assert threads_of_ours() == []
 
 
-def test_an_error_of_ours_keeps_its_type_and_words(engine: ScriptedEngine) -> None:
+def test_package_errors_keep_their_type_and_message(engine: ScriptedEngine) -> None:
     async def train(iteration: int) -> dict[str, float]:
         raise TrainerError("the loss is NaN")
 
@@ -254,7 +254,7 @@ async def test_a_cancelled_run_leaves_nothing_queued_for_the_next_one() -> None:
             assert case.source.ledger.counts().closed == {Outcome.TRAINED: 4}
 
 
-def test_validation_needs_tasks_of_its_own(engine: ScriptedEngine) -> None:
+def test_validation_without_val_tasks_is_refused(engine: ScriptedEngine) -> None:
     with pytest.raises(ConfigError, match=r"^val_tasks is None"):
         LoopCase(agent=HelloAgent(), url=engine.url, eval_interval=2)
 

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from typing import Any
 
 from agl_slime import SGLangLitAgent
-from agl_slime.types import Sample
 from tests.conversations import ScriptedClient
 from tests.integration.rollouts import Finished, run_rollout
 from tests.vocabularies import chat_tokenizer
@@ -42,7 +41,3 @@ async def rollout(
 
 def sampled(client: ScriptedClient) -> list[int]:
     return [token for generation in client.generations for token in generation.output_ids]
-
-
-def trained(samples: list[Sample]) -> list[int]:
-    return [t for s in samples for t, m in zip(s.tokens[-s.response_length :], s.loss_mask or [], strict=True) if m]

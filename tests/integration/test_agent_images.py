@@ -75,7 +75,7 @@ async def test_images_of_prompt_and_tools_are_in_one_sample_in_order() -> None:
     assert len(sample.multimodal_train_inputs["pixel_values"]) == 2
 
 
-async def test_an_answer_that_a_weight_update_cut_goes_on_with_the_same_images() -> None:
+async def test_answer_cut_by_a_weight_update_resumes_with_the_same_images() -> None:
     whole, _ = await looked(Looker, "It is a very red one.")
     cut, asked = await looked(Looker, "It is a very red one.", faults=[Abort(2)])
     first, second = asked
@@ -109,7 +109,7 @@ async def test_a_sample_with_images_comes_back_from_a_checkpoint() -> None:
     assert picture_then.tobytes() == picture_now.tobytes()
 
 
-async def test_what_an_agent_may_not_show_fails_its_rollout_with_the_reason() -> None:
+async def test_invalid_image_fails_the_rollout_with_the_reason() -> None:
     class Small(Looker):
         image_settings = ImageSettings(max_megapixels=0.001)
 

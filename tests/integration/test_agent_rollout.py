@@ -96,7 +96,7 @@ async def test_buffer_steps_ahead_of_the_trainers_checkpoint_are_repeated(tmp_pa
         assert sorted(instances(await call(args, 1, data_buffer))) == sorted(lost)
 
 
-async def test_what_was_fetched_beyond_a_batch_waits_for_the_next_call(tmp_path):
+async def test_groups_beyond_a_batch_wait_for_the_next_call(tmp_path):
     """A server that gives all it has, whatever is asked, as slime's does."""
     answers = [
         {
@@ -144,8 +144,8 @@ async def test_evaluations_have_a_generator_of_their_own(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("names", ["the same uids in every run", "fresh uids"])
-async def test_each_evaluation_gets_rollouts_of_its_own(tmp_path, monkeypatch, names):
-    """fault 15: the second evaluation must not be answered with the items of the first."""
+async def test_each_evaluation_gets_new_rollouts(tmp_path, monkeypatch, names):
+    """The items of the first evaluation must not answer the second."""
     monkeypatch.setattr(session, "ASK_ABOUT_RUN_S", 0.1)
     runs = tmp_path / "runs"
     runs.write_text("")
@@ -171,7 +171,7 @@ async def test_each_evaluation_gets_rollouts_of_its_own(tmp_path, monkeypatch, n
 
 
 async def test_training_continues_after_an_in_memory_buffer_restarts(tmp_path, monkeypatch):
-    """fault 21: nothing of the run is known any more, so nothing would ever come without a new start."""
+    """The buffer has forgotten the run, so the client has to start it again."""
     monkeypatch.setattr(session, "ASK_ABOUT_RUN_S", 0.1)
     add_generator(tmp_path, "sums", GENERATOR)
     data_buffer = DataBuffer()
@@ -185,7 +185,7 @@ async def test_training_continues_after_an_in_memory_buffer_restarts(tmp_path, m
     assert sorted(trained) == ["id0", "id1", "id2", "id3"]
 
 
-async def test_without_args_the_environment_says_what_is_needed(tmp_path, monkeypatch):
+async def test_environment_variables_replace_missing_args(tmp_path, monkeypatch):
     """slime's contract tests call with ``args=None``."""
     code = GENERATOR.replace('open(data["input_file"])', "['{\"instance_id\": 1}']")
     add_generator(tmp_path, "sums", code)
@@ -196,7 +196,7 @@ async def test_without_args_the_environment_says_what_is_needed(tmp_path, monkey
         assert [[sample.metadata["uid"] for sample in group] for group in output.samples] == [["0.1.0", "0.1.1"]]
 
 
-def test_what_slimes_parser_fills_in_counts_as_nothing_said(monkeypatch):
+def test_defaults_of_slimes_parser_do_not_override_the_environment(monkeypatch):
     args = SimpleNamespace(rollout_task_type="math", loss_mask_type="qwen", rollout_buffer_url=None)
     settings = agent_rollout.settings_of(args)
     assert (settings.task_type, settings.loss_mask_type) == ("math", "auto")

@@ -30,7 +30,7 @@ async def test_it_can_be_awaited_as_documented(tmp_path):
         assert [len(group) for group in groups] == [2, 2]
 
 
-async def test_the_documented_payload_is_what_is_sent(tmp_path):
+async def test_documented_start_payload_is_sent(tmp_path):
     """The payload format of the documentation, key by key."""
     seen: list[Any] = []
 

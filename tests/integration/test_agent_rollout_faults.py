@@ -27,7 +27,7 @@ async def test_a_generator_that_ends_too_early_ends_the_wait_with_its_reason(tmp
 
 
 async def test_items_that_no_request_can_make_good_end_the_wait(tmp_path):
-    """fault 16: a server that gives items without messages gives them again to the same request, for ever."""
+    """A buffer that returns items without messages would return them to each retry, forever."""
     item = make_item("1", tokens=[1, 2], response_length=1)
     del item["messages"]
 
@@ -40,7 +40,7 @@ async def test_items_that_no_request_can_make_good_end_the_wait(tmp_path):
             await asyncio.wait_for(call(args, 0, DataBuffer()), 30)
 
 
-async def test_groups_of_another_size_are_told(tmp_path):
+async def test_groups_of_another_size_are_an_error(tmp_path):
     items = [
         make_item("1", "a", tokens=[1, 2], response_length=1),
         make_item("2", "b", tokens=[1, 2], response_length=1),
@@ -54,7 +54,7 @@ async def test_groups_of_another_size_are_told(tmp_path):
             await call(args_for(url, tmp_path), 0, DataBuffer())
 
 
-async def test_failed_requests_are_counted_and_then_told(tmp_path):
+async def test_failed_requests_are_retried_then_raised(tmp_path):
     requests = 0
 
     async def get(request: web.Request) -> web.Response:
@@ -68,7 +68,7 @@ async def test_failed_requests_are_counted_and_then_told(tmp_path):
     assert requests == 4
 
 
-async def test_a_refused_start_is_told_at_once(tmp_path):
+async def test_refused_start_is_raised_at_once(tmp_path):
     async with BufferServer(settings=settings_for(tmp_path)) as server:
         with pytest.raises(ConfigError, match="task_type 'sums'"):
             await call(args_for(server.url, tmp_path), 0, DataBuffer())

@@ -162,7 +162,7 @@ def test_after_its_end_a_rollout_is_asked_and_rewarded_no_more(api: Api) -> None
         ("something of a controller to come", "controller"),
     ],
 )
-def test_what_a_controller_says_of_a_failure_is_its_reason(api: Api, message: str, reason: str) -> None:
+def test_controllers_error_message_is_the_failure_reason(api: Api, message: str, reason: str) -> None:
     rollout = api.create()
     api.ask(rollout)
     api.patch(rollout, state="running")
@@ -205,7 +205,7 @@ def test_the_other_protocols_are_served_beside(api: Api, path: str, body: dict[s
     assert [event["event_type"] for event in api.events(rollout)] == ["model_request"]
 
 
-def test_triplets_hold_what_the_engine_sampled(api: Api) -> None:
+def test_triplets_contain_the_sampled_ids_and_log_probs(api: Api) -> None:
     rollout = api.create()
     said = api.ask(rollout).json()
     api.reward(rollout, 0.5, reason="close")

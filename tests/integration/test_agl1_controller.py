@@ -91,7 +91,7 @@ def test_rollouts_of_a_child_controller_become_samples(engine: tuple[str, str], 
 @pytest.mark.parametrize(
     ("agent", "reason"), [("WithoutReward", "no_reward"), ("Raises", "agent_failed"), ("Killed", "agent_failed")]
 )
-def test_what_an_agent_does_wrong_is_the_reason_of_its_rollout(
+def test_agent_error_is_its_rollouts_failure_reason(
     engine: tuple[str, str], tmp_path: Path, agent: str, reason: str
 ) -> None:
     (member,) = run_rollouts(agent, engine, tmp_path, count=1)
@@ -163,7 +163,7 @@ def test_controller_that_dies_without_any_success_ends_the_run(engine: tuple[str
         assert re.match(r"the controller for \S+ (has ended|ended with exit code -9)", str(pool.failure)), pool.failure
 
 
-def test_a_controller_is_not_left_when_what_stands_over_it_is_killed(tmp_path: Path) -> None:
+def test_controller_ends_when_its_parent_is_killed(tmp_path: Path) -> None:
     """As Ray kills the children of an actor, and no more, together with the actor."""
     settings = ControllerSettings(agent="an:Agent", python=Path(os.environ[PYTHON_VARIABLE]), key="k")
     child = ControllerProcess(settings, url="http://127.0.0.1:9")

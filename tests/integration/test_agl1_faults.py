@@ -7,7 +7,6 @@ import http.client
 import json
 import logging
 import os
-import socket
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -29,6 +28,7 @@ from benchmarks.common import Countdown
 from tests.agl1_cases import local_controller
 from tests.faults.scripted_engine import in_thread
 from tests.gateway_cases import TEMPLATE, engine_saying
+from tests.harness.servers import free_port
 from tests.loop_cases import LoopCase, hello_engine
 from tests.trace_tokenizers import small_tokenizer
 
@@ -153,12 +153,6 @@ def playing(url: str, fault: str) -> Iterator[list[Played]]:
         thread.join()
 
 
-def free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return free.getsockname()[1]
-
-
 @pytest.mark.parametrize(
     ("fault", "refused", "failure"),
     [
@@ -173,7 +167,7 @@ def free_port() -> int:
         ("never_ends", [410, 409], "timeout"),
     ],
 )
-def test_what_goes_wrong_costs_its_rollout_only_and_has_one_outcome(
+def test_agent_fault_fails_its_rollout_only_with_one_outcome(
     fault: str, refused: list[int], failure: str | None, tmp_path: Path
 ) -> None:
     small_tokenizer().save_pretrained(tmp_path)
@@ -197,7 +191,7 @@ def test_what_goes_wrong_costs_its_rollout_only_and_has_one_outcome(
         assert [sample.reward for sample in group] == [1.0] * (4 if failure is None else 3)
 
 
-def test_the_time_limit_of_a_rollout_is_what_its_controller_is_told(tmp_path: Path) -> None:
+def test_controller_gets_the_rollouts_time_limit_in_whole_seconds(tmp_path: Path) -> None:
     small_tokenizer().save_pretrained(tmp_path)
     plan = RunnerPlan(kind="controller", controller=ControllerSettings(agent="an:Agent", port=(port := free_port())))
     told: list[int] = []
@@ -220,7 +214,7 @@ def test_the_time_limit_of_a_rollout_is_what_its_controller_is_told(tmp_path: Pa
     assert told == [42]  # whole seconds, and not before our own limit
 
 
-def test_that_nobody_takes_rollouts_is_said_once_with_the_command(
+def test_missing_controller_is_warned_about_once_with_the_command(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(controllers, "_NO_CONTROLLER_S", 0.05)

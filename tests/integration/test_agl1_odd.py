@@ -166,7 +166,7 @@ def test_posted_calls_without_token_ids_stay_beside_each_other(api: Api) -> None
 
 
 @pytest.mark.parametrize("odd", [{"batch_idx": "x"}, {"agl1.config": 7}, {"mine": {1, 2}}])
-def test_a_listing_leaves_out_what_it_cannot_show(api: Api, odd: Any, caplog: pytest.LogCaptureFixture) -> None:
+def test_listing_skips_rollouts_that_it_cannot_serialize(api: Api, odd: Any, caplog: pytest.LogCaptureFixture) -> None:
     """Such a rollout comes into the store past the API; it fails, and its group is not waited for."""
     llm = LLM(endpoint=api.engine.url, model="scripted")
     run_blocking(api.store.add_resources({"main_llm": llm}))
@@ -219,7 +219,7 @@ def test_others_are_served_while_thousands_of_rollouts_are_created(api: Api) -> 
     assert served[0] >= 10, "one in 800 rollouts"
 
 
-def test_the_key_stands_in_no_command_line(tmp_path: Path) -> None:
+def test_key_is_in_no_command_line(tmp_path: Path) -> None:
     """Of the process that stands over the controller, and of the controller, here a program that takes its place."""
     python = tmp_path / "python"
     python.write_text("#!/bin/sh\nread never < $0.pipe\n")

@@ -80,7 +80,7 @@ def test_a_dead_worker_costs_its_rollouts_and_no_others(api: Api) -> None:
             assert member_of(api, rollout).failure == "agent_failed"
 
 
-def test_what_is_asked_when_the_rollout_ends_is_cut_off_before_it_is_over(api: Api) -> None:
+def test_request_in_flight_at_the_rollouts_end_is_cut_off_with_410(api: Api) -> None:
     api.engine.latency_s = 30.0  # longer than this test
     rollout, answers = api.create(), []
     asking = threading.Thread(target=lambda: answers.append(api.ask(rollout)))

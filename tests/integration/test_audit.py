@@ -94,7 +94,7 @@ def test_every_loss_is_found(runs: dict[str, Path], tmp_path: Path, what: str) -
     assert audit(run).findings != []
 
 
-def test_a_torn_end_is_what_a_kill_leaves(runs: dict[str, Path], tmp_path: Path) -> None:
+def test_torn_last_lines_after_a_kill_are_no_finding(runs: dict[str, Path], tmp_path: Path) -> None:
     run = shutil.copytree(runs["serial"], tmp_path / "run")
     lose(run, "garbage after rollouts.jsonl")
     (run / "summary.json").unlink()
@@ -158,6 +158,6 @@ def test_a_finding_names_file_and_line(
     assert "groups.jsonl line 3: is not as it was written" in capsys.readouterr().out
 
 
-def test_what_holds_no_run_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_directory_without_a_run_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["audit", str(tmp_path)]) == 2
     assert "holds no run" in capsys.readouterr().err

@@ -64,7 +64,7 @@ async def test_an_agent_lightning_agent_fills_the_buffer_with_the_engines_tokens
 
 
 async def test_the_tasks_of_an_agent_need_no_prompt(tmp_path):
-    """fault 25: a task is whatever the agent takes; its text is passed as it is in the file."""
+    """A task is any JSON that the agent accepts; the buffer passes it unchanged."""
     tokenizer = chat_tokenizer("anthropic", "chatml")
     answer = (*tokenizer.encode("4", add_special_tokens=False), tokenizer.eos_token_id)
     seen: list[dict[str, Any]] = []
@@ -106,7 +106,7 @@ async def test_the_tasks_of_an_agent_need_no_prompt(tmp_path):
     assert {task.get("prompt") for task in seen} == {None, "plain text"}
 
 
-def test_the_agent_is_named_by_whoever_starts_the_buffer(monkeypatch):
+def test_agent_is_taken_from_the_buffers_environment_not_the_request(monkeypatch):
     monkeypatch.delenv("AGL_SLIME_AGENT", raising=False)
     with pytest.raises(ConfigError, match="set AGL_SLIME_AGENT=module:Class"):
         agl_generator.run_rollout({"agent": "os:system"})

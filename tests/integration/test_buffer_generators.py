@@ -113,7 +113,7 @@ async def test_the_math_generator_goes_from_payload_to_groups(tmp_path):
         }
 
 
-async def test_an_aborted_answer_is_continued_with_what_is_left(monkeypatch):
+async def test_aborted_answer_is_continued_with_the_remaining_tokens(monkeypatch):
     monkeypatch.setattr(base_generator, "_PAUSE_S", 0.001)
     script = iter([("The answer", "abort", 3), (" is", "abort", 2), (r" \boxed{4}", "stop", 5)])
     async with (
@@ -169,7 +169,7 @@ async def test_a_failed_rollout_is_written_with_its_mark(tmp_path):
 
 @pytest.mark.parametrize("bad", [object(), {"a set"}])
 async def test_an_item_that_is_no_json_costs_its_own_rollout(tmp_path, bad):
-    """fault 25: what a rollout function returned for one instance cannot be sent; the others are."""
+    """Results of the other instances are still sent."""
 
     async def rollout(client: Any, messages: Any, sampling_params: Any) -> Any:
         content = bad if messages[0]["content"].startswith("1") else "4"
@@ -242,7 +242,7 @@ def test_an_instance_id_that_names_nothing_is_refused_by_its_row(tmp_path, insta
         read_rows(path)
 
 
-async def test_only_what_the_buffer_lacks_is_made(tmp_path):
+async def test_only_missing_items_are_generated(tmp_path):
     async with (
         ChatEngine(adds) as engine,
         BufferServer(settings=settings_for(tmp_path, group_size=4)) as server,
@@ -268,7 +268,7 @@ async def test_only_what_the_buffer_lacks_is_made(tmp_path):
         assert stats["items"]["opened"] == 13
 
 
-async def test_the_documented_generator_runs_as_a_file_of_its_own(tmp_path):
+async def test_documented_generator_runs_as_a_file(tmp_path):
     """The template of the documentation: its own task type, sync functions, an OpenAI client, run_rollout as printed
     (less its sleep)."""
     add_generator(
@@ -367,7 +367,7 @@ async def test_one_refused_item_does_not_cost_the_others(tmp_path):
         assert server.buffer.store.held_items == 3
 
 
-async def test_a_buffer_that_stays_away_is_told(tmp_path):
+async def test_unreachable_buffer_is_an_error_after_give_up_s(tmp_path):
     async with BufferServer(settings=settings_for(tmp_path)) as server:
         url = server.url
     async with BufferWriter(url=url, give_up_s=0.2) as writer:

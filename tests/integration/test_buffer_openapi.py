@@ -46,5 +46,5 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 @schema.parametrize()
 @settings(max_examples=examples(60), deadline=None, suppress_health_check=list(HealthCheck))
-def test_every_answer_is_one_that_is_described(case: Any, url: str) -> None:
+def test_every_answer_matches_the_openapi_document(case: Any, url: str) -> None:
     case.call_and_validate(base_url=url, timeout=20)

@@ -75,7 +75,7 @@ async def test_batch_size_counts_items_in_whole_groups(tmp_path):
         ("/buffer/write", b"[]", 400, "the list of items is empty"),
         ("/buffer/write", b"[3]", 400, "item 0 is of type int"),
         ("/buffer/write", b'{"uid": "1", "messages": []}', 400, "instance_id"),
-        # fault 16: nothing could ever be made of it, and a reader would ask for it again and again
+        # no reader can use an item without messages: it would request the same item forever
         ("/buffer/write", b'{"instance_id": "a", "reward": 1, "extra_info": {}}', 400, "messages"),
         ("/buffer/write", b'{"instance_id": "a", "messages": "hello"}', 400, "messages"),
         (
@@ -110,7 +110,7 @@ async def test_batch_size_counts_items_in_whole_groups(tmp_path):
         ("/stats", b"{}", 405, "POST /stats: Method Not Allowed"),
     ],
 )
-async def test_what_cannot_be_served_is_told_in_one_sentence(tmp_path, path, body, status, message):
+async def test_invalid_buffer_request_is_an_error_in_one_sentence(tmp_path, path, body, status, message):
     add_generator(tmp_path, "sums", WRITES_TWO_PER_INSTANCE)
     async with BufferServer(settings=settings_for(tmp_path)) as server, Client(server.url) as client:
         got, answer = await client.post(path, data=body)
@@ -147,7 +147,7 @@ async def test_reward_minus_one_marks_failure_unless_the_range_includes_it(tmp_p
             assert [entry["raw_reward"] for entry in await client.read()] == came
 
 
-async def test_what_is_nested_too_deep_to_be_written_again_is_refused(tmp_path):
+async def test_too_deeply_nested_items_are_refused(tmp_path):
     async with BufferServer(settings=settings_for(tmp_path)) as server, Client(server.url) as client:
         for depth in (240, 260, 800, 1020, 5000):
             deep = b"[" * depth + b"]" * depth
@@ -178,7 +178,7 @@ async def test_any_other_finite_reward_is_trained_on_unless_a_range_is_set(tmp_p
 
 
 async def test_a_large_body_is_parsed_beside_the_event_loop(tmp_path):
-    """fault 25: counted in processor time of the loop's own thread, which other work on the machine does not change."""
+    """Measured in CPU time of the loop's thread, which other processes do not change."""
     tokens = list(range(100_000, 200_000))
     body = json.dumps([make_item(str(n), tokens=tokens) for n in range(40)]).encode()
     began = time.thread_time()

@@ -64,7 +64,7 @@ def agent(tmp_path: Path) -> str:
     return f"{tmp_path / 'asker.py'}:Asker"
 
 
-def test_each_line_that_is_said_is_answered(policy_dir: Path, embedded_engine: str, agent: str) -> None:
+def test_each_input_line_is_answered(policy_dir: Path, embedded_engine: str, agent: str) -> None:
     config = ChatConfig(model=policy_dir, agent=agent, sglang_url=embedded_engine)
     shown = talk(config, "I do not know.", "I do not know.", "/bye").splitlines()
     assert shown[0] == "Say something; /bye ends."

@@ -93,7 +93,7 @@ async def test_many_at_once(served: Served) -> None:
         assert all(log_prob <= 0 for log_prob in got.log_probs)
 
 
-async def test_aborted_at_any_place_it_goes_on_as_if_nothing_had_been(served: Served) -> None:
+async def test_generation_aborted_anywhere_resumes_with_equal_tokens(served: Served) -> None:
     async with SGLangClient(
         base_url=served.url, settings=ClientSettings(resume_limit=10_000, backoff_base_s=0.01)
     ) as client:

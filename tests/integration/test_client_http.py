@@ -56,7 +56,7 @@ async def test_the_routing_key_and_the_api_key_travel_as_headers() -> None:
         assert engine.received[0].headers["Authorization"] == "Bearer secret"
 
 
-async def test_what_cannot_work_is_not_sent() -> None:
+async def test_invalid_generation_is_refused_before_it_is_sent() -> None:
     async with ScriptedEngine() as engine, SGLangClient(base_url=engine.url, vocab_size=16, context_length=8) as client:
         with pytest.raises(OutOfVocabularyError, match="token id 16, outside the model's vocabulary of 16"):
             await client.generate([1, 16], SamplingParams())
@@ -69,7 +69,7 @@ async def test_what_cannot_work_is_not_sent() -> None:
         assert engine.calls["/generate"] == 0
 
 
-async def test_the_server_refuses_what_an_unknowing_client_sends() -> None:
+async def test_engine_refuses_invalid_requests_and_they_are_not_retried() -> None:
     async with ScriptedEngine(context_length=8) as engine, SGLangClient(base_url=engine.url, settings=QUICK) as client:
         with pytest.raises(OutOfVocabularyError, match="vocab size"):
             await client.generate([99], SamplingParams(max_new_tokens=1))
@@ -78,7 +78,7 @@ async def test_the_server_refuses_what_an_unknowing_client_sends() -> None:
         assert engine.calls["/generate"] == 2  # neither was sent again
 
 
-async def test_calls_under_way_learn_the_context_length_together() -> None:
+async def test_calls_in_flight_share_the_learned_context_length() -> None:
     async with ScriptedEngine(context_length=8, latency_s=0.01) as engine, SGLangClient(base_url=engine.url) as client:
         results = await asyncio.gather(*(client.generate([1, 2], SamplingParams(max_new_tokens=100)) for _ in range(5)))
         assert [len(got.output_ids) for got in results] == [6] * 5
@@ -96,7 +96,7 @@ async def test_the_answer_is_shortened_to_the_room_that_is_left(known: bool) -> 
         assert engine.calls["/generate"] == (2 if known else 3)  # told once, remembered
 
 
-async def test_an_aborted_generation_goes_on_under_new_ids() -> None:
+async def test_aborted_generation_is_resumed_under_new_request_ids() -> None:
     async with ScriptedEngine() as engine, SGLangClient(base_url=engine.url, settings=QUICK) as client:
         engine.script("/generate", Abort(after=3), Abort(after=0), Abort(after=2))
         got = await client.generate([1, 2], SamplingParams(max_new_tokens=9), rid="abc", routing_key="k")
@@ -334,7 +334,7 @@ async def test_workers_of_a_plain_server_and_of_a_router() -> None:
 @pytest.mark.parametrize(
     "url", ["", "127.0.0.1:30000", "ftp://h:1", "http://", "http://h:99999", "http://h:1 2", "localhost"]
 )
-def test_a_url_that_is_none_is_told_at_once(url: str) -> None:
+def test_malformed_url_is_refused_at_once(url: str) -> None:
     with pytest.raises(ConfigError, match="must look like http://"):
         SGLangClient(base_url=url)
 

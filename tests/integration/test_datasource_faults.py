@@ -19,7 +19,7 @@ from agl_slime.errors import DataSourceError
 from agl_slime.groups.results import Outcome
 from agl_slime.store.bridge import BridgeStore
 from agl_slime.types import Sample
-from tests.integration.test_slime_datasource import (
+from tests.harness.slime_source import (
     AGENT,
     HeldAgent,
     args_for,
@@ -27,7 +27,7 @@ from tests.integration.test_slime_datasource import (
     wait_until,
     write_tasks,
 )
-from tests.integration.test_slime_datasource import enqueue as enqueue_over_http
+from tests.harness.slime_source import enqueue as enqueue_over_http
 from tests.store_cases import enqueue, finish
 
 QUICK = DataSourceSettings(get_timeout_s=20.0, poll_interval_s=0.01)

@@ -92,7 +92,7 @@ async def test_with_complete_groups_one_failure_drops_the_group() -> None:
             await get(source, 1)
 
 
-async def test_rollouts_that_nobody_announced_are_grouped_by_their_metadata() -> None:
+async def test_unannounced_rollouts_are_grouped_by_their_metadata() -> None:
     store = BridgeStore()
     with GroupSource(store=store, n_samples_per_prompt=2, settings=QUICK) as source:
         by_size = await enqueue(store, 3, group_id="says-three", size=3)
@@ -102,7 +102,7 @@ async def test_rollouts_that_nobody_announced_are_grouped_by_their_metadata() ->
         assert [len(group) for group in await get(source, 2)] == [2, 3]
 
 
-async def test_without_group_ids_each_rollout_is_a_group_of_its_own() -> None:
+async def test_rollout_without_group_id_is_its_own_group() -> None:
     store = BridgeStore()
     with GroupSource(store=store, settings=QUICK) as source:
         for rollout_id in await enqueue(store, 3):
@@ -110,7 +110,7 @@ async def test_without_group_ids_each_rollout_is_a_group_of_its_own() -> None:
         assert [len(group) for group in await get(source, 3)] == [1, 1, 1]
 
 
-async def test_it_waits_for_what_is_in_flight_and_no_longer() -> None:
+async def test_get_waits_for_rollouts_in_flight_only() -> None:
     store = BridgeStore()
     with GroupSource(store=store, settings=QUICK) as source:
         ids = []

@@ -163,7 +163,7 @@ async def test_tokens_of_weights_that_the_run_did_not_push_are_not_trained_on(ca
             await get(source, 1)
 
 
-async def test_what_was_pushed_before_a_restart_is_the_run_s_own_after_it() -> None:
+async def test_versions_pushed_before_a_restart_stay_known() -> None:
     store = BridgeStore()
     with source_over(store) as first:
         for version in ("0", "1", "2"):

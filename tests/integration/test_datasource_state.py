@@ -60,7 +60,7 @@ def rollouts_of(groups: list[list[Sample]]) -> list[str]:
     return [sample.metadata["agl_rollout_id"] for group in groups for sample in group]
 
 
-async def test_ready_groups_half_groups_and_numbers_go_on_where_they_were(tmp_path: Path) -> None:
+async def test_ready_and_partial_groups_and_indices_resume_from_the_checkpoint(tmp_path: Path) -> None:
     store = BridgeStore()
     first = source_over(store, tmp_path)
     groups = {name: await enqueue(store, 2, group_id=name, size=2) for name in ("taken", "ready", "half", "open")}
@@ -100,7 +100,7 @@ async def test_ready_groups_half_groups_and_numbers_go_on_where_they_were(tmp_pa
         assert (counts.opened, counts.open, counts.ready, counts.closed) == (8, 0, 0, {Outcome.TRAINED: 8})
 
 
-async def test_counts_and_the_policy_version_go_on_and_nothing_is_counted_twice(tmp_path: Path) -> None:
+async def test_counts_and_policy_version_resume_without_double_counting(tmp_path: Path) -> None:
     store = BridgeStore()
     first = source_over(store, tmp_path, policy=CompleteGroup())
     half = await enqueue(store, 2, group_id="half", size=2)
@@ -232,7 +232,7 @@ def test_a_file_that_is_no_saved_state_is_one_sentence(content: str, tmp_path: P
         source.load(5)
 
 
-async def test_what_json_cannot_hold_is_said_and_the_old_file_stays(tmp_path: Path) -> None:
+async def test_unserializable_state_is_an_error_and_keeps_the_old_file(tmp_path: Path) -> None:
     store = BridgeStore()
     with source_over(store, tmp_path) as source:
         for rollout_id in await enqueue(store, 1):

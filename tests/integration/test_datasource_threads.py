@@ -20,7 +20,7 @@ from tests.datasource_cases import QUICK, counts_of, get
 from tests.store_cases import enqueue, finish
 
 
-async def test_stop_wakes_whoever_waits() -> None:
+async def test_stop_wakes_waiting_callers() -> None:
     store = BridgeStore()
     source = GroupSource(store=store, settings=DataSourceSettings(get_timeout_s=600))
     source.opened(await enqueue(store, 1))

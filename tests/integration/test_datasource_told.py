@@ -20,7 +20,7 @@ async def read(**end: Any) -> Any:
     return await collect(store, rollout_id)
 
 
-async def test_a_failed_rollout_tells_the_turns_that_it_had() -> None:
+async def test_failed_rollout_keeps_its_turns() -> None:
     for end, reason in (({"status": "failed"}, "failed"), ({"reward": None}, "no_reward")):
         member = await read(**end)
         assert (member.ok, member.failure) == (False, reason)
@@ -40,7 +40,7 @@ async def test_failed_rollout_without_turns_or_with_damaged_turns_stays_failed(
     assert member.trajectory is None
 
 
-async def test_the_timeline_begins_with_the_enqueueing() -> None:
+async def test_timeline_starts_at_enqueueing() -> None:
     member = await read()
     assert member.ok
     told = member.timeline
@@ -51,9 +51,7 @@ async def test_the_timeline_begins_with_the_enqueueing() -> None:
 
 
 @pytest.mark.parametrize(("count", "sampled"), [(float("nan"), 0), (float("inf"), 0), ("12", 0), (True, 0), (12.0, 12)])
-async def test_a_token_count_that_is_no_number_is_not_counted(
-    monkeypatch: pytest.MonkeyPatch, count: Any, sampled: int
-) -> None:
+async def test_invalid_token_count_is_not_counted(monkeypatch: pytest.MonkeyPatch, count: Any, sampled: int) -> None:
     encode = TurnEncoder.encode
     monkeypatch.setattr(TurnEncoder, "encode", lambda *given: {**encode(*given), names.USAGE_OUTPUT_TOKENS: count})
     member = await read()

@@ -70,7 +70,7 @@ def test_a_request_paused_in_place_names_the_version_of_each_part(engine: Engine
     assert len(ended.output_ids) == len(ended.log_probs) == 600
 
 
-def test_an_update_without_pause_waits_for_what_runs_and_holds_what_waits(engine: Engine, policy_dir: Path) -> None:
+def test_update_without_pause_waits_for_running_and_holds_new_requests(engine: Engine, policy_dir: Path) -> None:
     answers = Answers()
     engine.submit(answers.request("old", sampling=Sampling(max_new_tokens=300, ignore_eos=True)))
     until_sampled(engine, 1)

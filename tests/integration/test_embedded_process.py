@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import http.client
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -12,7 +11,6 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 
@@ -23,25 +21,8 @@ pytest.importorskip("torch", reason='the embedded engine needs torch: pip instal
 from agl_slime.engine import EmbeddedEngine
 from agl_slime.engine.process import embedded_engine_ahead
 from agl_slime.errors import EngineError, EngineTimeoutError
-
-
-def gone(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return True
-    # a zombie whose parent has not looked yet is gone as well
-    status = Path(f"/proc/{pid}/stat")
-    return status.exists() and status.read_text().rsplit(")", 1)[1].split()[0] == "Z"
-
-
-def until(condition: Callable[[], bool], limit_s: float) -> bool:
-    deadline = time.monotonic() + limit_s
-    while time.monotonic() < deadline:
-        if condition():
-            return True
-        time.sleep(0.02)
-    return condition()
+from tests.harness.processes import is_running
+from tests.harness.waiting import becomes_true
 
 
 def test_engine_uses_a_free_port_checks_its_token_and_stops_mid_request(
@@ -70,7 +51,7 @@ def test_engine_uses_a_free_port_checks_its_token_and_stops_mid_request(
             connection.request("POST", "/generate", json.dumps(body), {**token, "Content-Type": "application/json"})
             engine.stop()
         assert time.monotonic() - started < 8  # less than a client or the start of a process waits
-    assert gone(pid)
+    assert not is_running(pid)
     with pytest.raises(urllib.error.URLError):
         urllib.request.urlopen(f"{url}/health", timeout=2)
 
@@ -107,7 +88,7 @@ def test_preloaded_engine_process_serves_first_and_unused_one_exits(policy_dir: 
                 urllib.request.urlopen(f"{engine.url}/generate", data=json.dumps(log_probs).encode(), timeout=10)
     with embedded_engine_ahead():
         (unused,) = children() - before
-    assert gone(unused)
+    assert not is_running(unused)
     with embedded_engine_ahead(), pytest.raises(EngineError, match=r"no Hugging Face checkpoint"):
         EmbeddedEngine("/nowhere").start()
     assert children() == before
@@ -143,10 +124,10 @@ def test_it_ends_when_its_parent_is_killed(policy_dir: Path) -> None:
         try:
             assert parent.stdout is not None
             child = int(parent.stdout.readline())
-            assert not gone(child)
+            assert is_running(child)
         finally:
             parent.send_signal(signal.SIGKILL)
-    assert until(lambda: gone(child), 5)
+    assert becomes_true(lambda: not is_running(child), 5)
 
 
 @pytest.mark.parametrize("delay_s", [0.0, 0.002, 0.02])

@@ -72,7 +72,7 @@ def test_a_group_s_prompt_may_fill_its_rows(policy_dir: Path) -> None:
     assert torch.equal(filled.logits[0], filled.logits[2])
 
 
-def test_a_conversation_goes_on_from_what_its_last_turn_left(ask: Ask) -> None:
+def test_conversation_reuses_the_cache_of_its_last_turn(ask: Ask) -> None:
     first = ask(PROMPT)[0]
     told = PROMPT + first.output_ids
     second = ask([*told, 7, 8, 9])[0]
@@ -80,7 +80,7 @@ def test_a_conversation_goes_on_from_what_its_last_turn_left(ask: Ask) -> None:
     assert ask([99, *PROMPT])[0].cached_tokens == 0
 
 
-def test_new_weights_and_a_flush_forget_what_was_computed(ask: Ask, engine: Engine, policy_dir: Path) -> None:
+def test_weight_update_and_flush_clear_the_cache(ask: Ask, engine: Engine, policy_dir: Path) -> None:
     ask(PROMPT)
     assert ask(PROMPT)[0].cached_tokens == len(PROMPT) - 1
     engine.update_weights(read_weights(policy_dir), version="2").result(10)
@@ -89,7 +89,7 @@ def test_new_weights_and_a_flush_forget_what_was_computed(ask: Ask, engine: Engi
     assert ask(PROMPT)[0].cached_tokens == 0
 
 
-def test_log_probs_of_the_prompt_are_computed_although_it_is_held(ask: Ask) -> None:
+def test_prompt_log_probs_are_computed_despite_the_cache(ask: Ask) -> None:
     fresh = ask(PROMPT, logprob_start_len=20)[0]
     again = ask(PROMPT, logprob_start_len=20)[0]
     assert (fresh.cached_tokens, again.cached_tokens) == (0, 20)
@@ -139,7 +139,7 @@ def test_a_model_that_would_be_served_wrongly_is_refused() -> None:
         SlotModel(model, slots=2, context=64)
 
 
-def test_the_sentence_at_the_start_says_what_it_takes(engine: Engine) -> None:
+def test_engine_summary_states_capacity_and_bytes_per_token(engine: Engine) -> None:
     said = engine.summary
     slots = engine._slots
     assert f"{slots.capacity:,} together" in said

@@ -39,7 +39,7 @@ def task_prompt(tokenizer: Any) -> list[int]:
 # -- what is sampled, and its log-probs ------------------------------------------------------------------------------
 
 
-async def test_the_likeliest_tokens_are_told_with_their_log_probs(client: Client, model: Any) -> None:
+async def test_top_log_probs_are_the_models_most_likely_tokens(client: Client, model: Any) -> None:
     answers = await asyncio.gather(
         client.generate(PROMPTS[0], temperature=0.7, max_new_tokens=5, ignore_eos=True, top_logprobs_num=3),
         client.generate(PROMPTS[0], temperature=0.7, max_new_tokens=5, ignore_eos=True),
@@ -56,7 +56,9 @@ async def test_the_likeliest_tokens_are_told_with_their_log_probs(client: Client
 
 
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 1.7])
-async def test_log_probs_are_those_of_the_scaled_distribution(client: Client, model: Any, temperature: float) -> None:
+async def test_log_probs_are_of_the_temperature_scaled_distribution(
+    client: Client, model: Any, temperature: float
+) -> None:
     for prompt in PROMPTS:
         ids, log_probs = sampled(
             await client.generate(prompt, temperature=temperature, max_new_tokens=24, ignore_eos=True)

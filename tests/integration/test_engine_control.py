@@ -23,7 +23,7 @@ from tests.integration.engine_client import (  # noqa: E402
 from tests.integration.engine_servers import MAX_RUNNING  # noqa: E402
 
 
-async def test_an_aborted_running_request_keeps_what_it_has(client: Client, model: Any) -> None:
+async def test_aborted_request_returns_its_tokens(client: Client, model: Any) -> None:
     task = asyncio.create_task(
         client.generate(PROMPTS[0], rid="run-1", temperature=1, max_new_tokens=4000, ignore_eos=True)
     )
@@ -79,7 +79,7 @@ async def test_pause_returns_partial_answers_and_holds_new_requests(client: Clie
 
 
 @pytest.mark.parametrize("mode", ["in_place", "retract"])
-async def test_a_paused_request_goes_on_where_it_stopped(client: Client, model: Any, mode: str) -> None:
+async def test_paused_request_resumes_in_place(client: Client, model: Any, mode: str) -> None:
     running = asyncio.create_task(client.generate(PROMPTS[0], temperature=1, max_new_tokens=1500, ignore_eos=True))
     await client.running(1)
     await client.post("/pause_generation", {"mode": mode})

@@ -75,9 +75,7 @@ async def test_text_is_encoded_by_the_tokenizer(client: Client, model: Any, toke
         ({"input_ids": [7], "sampling_params": {"max_new_tokens": -1}}, "max_new_tokens must be at least 0"),
     ],
 )
-async def test_what_cannot_be_served_is_refused_with_a_message(
-    client: Client, body: dict[str, Any], message: str
-) -> None:
+async def test_invalid_request_is_a_400_with_a_message(client: Client, body: dict[str, Any], message: str) -> None:
     answer = await client.post("/generate", body, status=400)
     assert message in answer["error"]["message"]
 

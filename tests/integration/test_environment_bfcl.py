@@ -32,7 +32,7 @@ def test_the_calls_that_the_package_has_as_right_are_right(found: Any) -> None:
             assert (episode["errors"], episode["rewards"]) == ([], {"valid": 1.0}), (category, episode["name"])
 
 
-def test_a_function_that_is_held_back_is_told_in_its_turn(found: Any) -> None:
+def test_withheld_function_is_announced_in_its_turn(found: Any) -> None:
     episode = found["right"]["multi_turn_miss_func"][0]
     said = [message["content"] for message in episode["asked"]]
     assert "'name': 'sort'" not in said[0]
@@ -51,7 +51,7 @@ def test_a_function_that_is_held_back_is_told_in_its_turn(found: Any) -> None:
         ("for ever", "force_terminated"),
     ],
 )
-def test_what_is_wrong_is_0_with_the_packages_reason_and_no_failure(found: Any, what: str, why: str) -> None:
+def test_wrong_calls_score_0_with_the_packages_reason_and_no_failure(found: Any, what: str, why: str) -> None:
     (episode,) = found["wrong"][what]
     assert (episode["errors"], episode["rewards"], episode["why"]) == ([], {"valid": 0.0}, why)
 

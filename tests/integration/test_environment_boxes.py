@@ -24,7 +24,7 @@ def test_as_many_episodes_run_at_once_as_memory_and_processes_hold_boxes() -> No
     assert in_a_container == 4
 
 
-def test_a_box_does_what_verifiers_asks_of_a_runtime() -> None:
+def test_box_passes_verifiers_runtime_checks() -> None:
     found = ask("boxes", "basics")
 
     assert found["shown"] == [0, "hello\n/workspace\n/home/agent\nagent\n", ""]
@@ -78,7 +78,7 @@ def test_memory_that_no_process_has_for_its_own_counts() -> None:
         assert "has ended: over its limit of memory: its processes held" in end, name
 
 
-def test_what_a_command_prints_is_kept_when_it_leaves_a_process() -> None:
+def test_output_of_background_processes_is_kept_and_bounded() -> None:
     found = ask("boxes", "background")
 
     assert found["quiet"] == [0, "hello\n", ""]

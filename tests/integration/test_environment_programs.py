@@ -8,7 +8,6 @@ Programs are installed into AGL_ENV_INSTALLS when it does not have them yet; wit
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 
@@ -16,6 +15,7 @@ import pytest
 
 from tests.chat_templates import SYSTEM_FIRST
 from tests.environment_cases import ask
+from tests.gateway_cases import calling as call
 from tests.gateway_cases import serving, trained_once
 from tests.integration.test_gateway_programs import xml_call
 
@@ -27,10 +27,6 @@ pytestmark = [
 
 WRITE = "echo Rome > capital"
 DONE = "It is done."
-
-
-def call(name: str, **arguments: object) -> str:
-    return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
 
 
 # by harness: what the model says, and how many Samples the rollout becomes

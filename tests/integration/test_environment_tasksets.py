@@ -56,7 +56,7 @@ def test_a_dataset_with_few_questions_ends() -> None:
     assert 0 < ask("tasksets", "few") < 500
 
 
-def test_what_does_not_exist_is_one_sentence() -> None:
+def test_unknown_dataset_game_or_level_is_an_error_in_one_sentence() -> None:
     dataset, instructions, level, nothing, weight, game, players = ask("tasksets", "refused")
 
     assert dataset.startswith("reasoning-gym has no dataset 'chain_summ'; it has ab, acre")
@@ -116,7 +116,7 @@ def test_fixed_opponent_is_not_trained_and_player_alternates_seats() -> None:
         assert trace["turns"] == 2
 
 
-def test_a_fixed_opponent_makes_no_move_of_who_told_it_the_moves() -> None:
+def test_fixed_opponent_ignores_moves_suggested_by_the_player() -> None:
     assert ask("tasksets", "opponents") == [True] * 20
 
 

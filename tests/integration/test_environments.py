@@ -193,7 +193,7 @@ def test_held_out_tasks_are_disjoint_and_depend_on_the_seed_only(packages: Path)
     assert "2 held out" in first.summary
 
 
-def test_a_taskset_with_splits_of_its_own_is_validated_on_them() -> None:
+def test_taskset_with_an_eval_split_is_validated_on_it() -> None:
     env = load("reasoning-gym:chain_sum", arguments=("--env.taskset.size", "30"))
     assert {task["split"] for task in env.tasks} == {"train"}
     assert {task["split"] for task in env.val_tasks or ()} == {"eval"}
@@ -212,7 +212,9 @@ def test_a_taskset_with_splits_of_its_own_is_validated_on_them() -> None:
         ("tiny_sums", {"models": ("agent=nowhere",)}, "ROLE=URL"),
     ],
 )
-def test_what_cannot_be_is_one_sentence(packages: Path, name: str, settings: dict[str, Any], said: str) -> None:
+def test_invalid_environment_settings_are_an_error_in_one_sentence(
+    packages: Path, name: str, settings: dict[str, Any], said: str
+) -> None:
     with pytest.raises(ConfigError, match=said) as refused:
         load(name, **settings)
     assert "Traceback" not in str(refused.value)

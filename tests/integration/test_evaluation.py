@@ -53,7 +53,7 @@ def picky(tmp_path: Path) -> dict[str, Any]:
     return {"agent": f"{tmp_path / 'agents.py'}:Picky", "tasks": tmp_path / "tasks.jsonl"}
 
 
-def test_what_is_told_follows_from_the_samples_and_failures_are_apart(
+def test_evaluation_report_follows_from_samples_and_separates_failures(
     picky: dict[str, Any], policy_dir: Path, embedded_engine: str, tmp_path: Path
 ) -> None:
     found, text = evaluate(policy_dir, sglang_url=embedded_engine, k=2, output_dir=tmp_path / "out", **picky)
@@ -148,7 +148,7 @@ def test_a_changed_reward_or_template_is_another_evaluation(
     assert again()[2] == 5
 
 
-async def test_template_arguments_of_the_run_are_those_of_its_evaluation(
+async def test_evaluation_uses_the_runs_template_arguments(
     policy_dir: Path, tmp_path: Path, picky: dict[str, Any]
 ) -> None:
     shutil.copytree(policy_dir, tmp_path / "run" / "model")
@@ -186,7 +186,7 @@ def test_samples_of_an_agent_that_has_changed_are_not_mixed_in(
         evaluate(policy_dir, **told)
 
 
-def test_a_model_against_itself_gains_and_loses_what_its_samples_say(policy_dir: Path, tmp_path: Path) -> None:
+def test_model_against_itself_gains_and_loses_as_its_samples_do(policy_dir: Path, tmp_path: Path) -> None:
     found, _ = evaluate(policy_dir, policy_dir, n_tasks=12, k=1, output_dir=tmp_path / "out")
     rewards = [
         {line["task"]: line["reward"] for line in iter_jsonl(tmp_path / "out" / f"samples-{number}.jsonl")}
@@ -199,7 +199,7 @@ def test_a_model_against_itself_gains_and_loses_what_its_samples_say(policy_dir:
 
 
 @pytest.mark.slow
-def test_a_killed_evaluation_goes_on_where_it_was(policy_dir: Path, tmp_path: Path) -> None:
+def test_killed_evaluation_resumes(policy_dir: Path, tmp_path: Path) -> None:
     flags = ["--n-tasks", "64", "--k", "4", "--max-concurrent", "4", "--output-dir", str(tmp_path / "out")]
     command = [sys.executable, "-m", "agl_slime.cli", "eval", str(policy_dir), *flags]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True) as process:

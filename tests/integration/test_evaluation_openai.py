@@ -129,7 +129,7 @@ def test_an_agent_that_makes_its_own_calls_finds_the_address(counting: dict[str,
     assert (found["models"][0]["reward"]["mean"], found["models"][0]["failed"]) == (0.5, 0)
 
 
-def test_what_the_address_refuses_is_a_failure_apart(counting: dict[str, Any], tmp_path: Path) -> None:
+def test_refused_request_is_a_failure_not_a_reward(counting: dict[str, Any], tmp_path: Path) -> None:
     with serving(lambda body: 400 if body["messages"][0]["content"] == "4" else reply(body)) as server:
         found, _ = evaluate(openai_url=server.url, output_dir=tmp_path / "out", **counting)
     (model,) = found["models"]
@@ -150,6 +150,6 @@ def test_flags_that_contradict_each_other_are_refused(flags: dict[str, Any], wor
         EvalConfig(**flags)
 
 
-def test_a_named_key_that_is_not_there_is_said(counting: dict[str, Any]) -> None:
+def test_missing_key_variable_is_an_error(counting: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match="NO_SUCH_KEY: this environment variable is not set"):
         evaluate(openai_url="http://127.0.0.1:1/v1", openai_key_env="NO_SUCH_KEY", **counting)

@@ -61,7 +61,7 @@ def test_no_pair_where_neither_is_better(rollouts: list[dict[str, Any]]) -> None
     assert list(dpo_rows(rollouts, min_reward=None, min_gap=0.1)) == []
 
 
-def test_a_run_that_kept_nothing_says_what_to_do(tmp_path: Path) -> None:
+def test_export_of_a_run_without_rollouts_names_the_flag(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="--keep-rollouts all"):
         export_run(tmp_path, to="sft")
 
@@ -89,7 +89,7 @@ def run_dir(policy_dir: Path, embedded_engine: str, tmp_path_factory: pytest.Tem
     return directory
 
 
-def test_tokens_of_all_rollouts_are_those_that_were_trained(run_dir: Path) -> None:
+def test_exported_token_counts_equal_the_trained_ones(run_dir: Path) -> None:
     parquet = pytest.importorskip("pyarrow.parquet", reason="reads the table: pip install pyarrow")
     assert main(["export", str(run_dir), "--to", "parquet"]) == 0
     rows = parquet.read_table(run_dir / "export-parquet.parquet").to_pylist()
@@ -111,7 +111,7 @@ def test_each_rollout_is_a_line_of_messages(run_dir: Path) -> None:
 
 
 @pytest.mark.slow
-def test_trl_trains_on_what_is_exported(run_dir: Path, policy_dir: Path, tmp_path: Path) -> None:
+def test_trl_trains_on_the_export(run_dir: Path, policy_dir: Path, tmp_path: Path) -> None:
     trl = pytest.importorskip("trl", reason="TRL's trainers: pip install agl-slime[peers]")
     import datasets
     from transformers import AutoModelForCausalLM, AutoTokenizer

@@ -34,7 +34,7 @@ def spaced(function: dict[str, Any]) -> None:
     function["arguments"] = json.dumps(json.loads(function["arguments"]), indent=2)
 
 
-def test_two_turns_with_tools_are_one_sample_of_what_was_sampled() -> None:
+def test_two_turns_with_tool_calls_are_one_sample() -> None:
     with serving(f"Let me see. {CALL}\n{CALL_TWO}", "Sunny and snow.") as case:
         said = ask(case, tools=[WEATHER]).choices[0]
         assert said.finish_reason == "tool_calls"
@@ -63,7 +63,7 @@ def test_two_turns_with_tools_are_one_sample_of_what_was_sampled() -> None:
     ],
     ids=["dropped", "parts", "serialized", "reasoning"],
 )
-def test_what_clients_change_in_an_answer_makes_no_fork(change: Any) -> None:
+def test_client_edits_of_an_answers_form_make_no_fork(change: Any) -> None:
     with serving(f"<think>\nhm\n</think>\n\nSee. {CALL}", "Sunny.") as case:
         message = ask(case, tools=[WEATHER]).choices[0].message.model_dump(exclude_none=True)
         assert message["reasoning_content"] == "hm"
@@ -168,7 +168,7 @@ def test_constrained_tokens_are_never_trained(constraints: Any, obeyed: bool, tr
         trained_once(case.turns, case.segments)
 
 
-def test_what_becomes_of_a_constraint_is_said_with_the_first_of_them(caplog: pytest.LogCaptureFixture) -> None:
+def test_constraint_handling_is_explained_once_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
     for constraints, said in (("drop", "sampled freely and trained"), ("mask", "NOT trained")):
         sampling._explain_once.cache_clear()
         caplog.clear()
@@ -219,7 +219,7 @@ def test_a_constraint_can_be_refused() -> None:
         assert not case.payloads
 
 
-def test_a_forced_call_is_held_to_the_formats_own_grammar() -> None:
+def test_forced_call_uses_the_grammar_of_the_models_format() -> None:
     with serving(CALL, settings=GatewaySettings(constraints="mask")) as case:
         choice: Any = {"type": "function", "function": {"name": "weather"}}
         assert ask(case, tools=[WEATHER], tool_choice=choice).choices[0].message.tool_calls
@@ -230,7 +230,7 @@ def test_a_forced_call_is_held_to_the_formats_own_grammar() -> None:
             ask(case, tools=[WEATHER], tool_choice={"type": "function", "function": {"name": "other"}})
 
 
-def test_a_retry_of_the_client_is_answered_from_what_was_sampled() -> None:
+def test_client_retry_gets_the_answer_that_was_sampled() -> None:
     with serving("first", "second") as case:
         body = {"model": "m", "messages": HELLO}
         url = f"{case.llm.endpoint}/chat/completions"

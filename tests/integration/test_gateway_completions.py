@@ -28,7 +28,7 @@ def asked(case: Case) -> list[list[int]]:
     return [payload["input_ids"] for payload in case.payloads]
 
 
-def test_a_text_that_goes_on_with_all_that_was_sampled_is_one_sample() -> None:
+def test_prompt_that_extends_the_whole_answer_is_one_sample() -> None:
     with serving("one two", "three") as case:
         first = complete(case, "Count: ", logprobs=1)
         assert first["text"] == "one two"
@@ -92,7 +92,7 @@ def test_growing_prompts_share_one_buffer_and_spans_hold_only_new_text() -> None
         trained_once(case.turns, case.segments)
 
 
-def test_an_answer_that_a_limit_cut_is_gone_on_with_in_one_sample() -> None:
+def test_answer_cut_by_max_tokens_is_continued_in_one_sample() -> None:
     with serving("one two three four") as case:
         text, turns = "Count: ", 3
         for _ in range(turns):
@@ -154,7 +154,7 @@ def test_prompt_ids_are_sent_as_they_are() -> None:
 
 
 @pytest.mark.parametrize("prompt", [[-1], [2**31], [2**70], [True], [[]], [[1], [2]], ["a", "b"], "", [], {}, 1])
-def test_what_is_no_prompt_is_refused(prompt: Any) -> None:
+def test_malformed_prompt_is_refused(prompt: Any) -> None:
     with serving("one") as case:
         answer = httpx.post(f"{case.llm.endpoint}/completions", json={"prompt": prompt}, timeout=5)
         assert answer.status_code == 400, answer.text

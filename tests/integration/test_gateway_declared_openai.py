@@ -92,7 +92,7 @@ def test_openais_tools_by_type_are_called_in_items_of_their_own(kind: str, strea
 
 @pytest.mark.parametrize("output", ["call_id", "id"])
 @pytest.mark.parametrize("by_id", ["previous_response_id", "item_reference", "item"])
-def test_calls_of_typed_tools_are_gone_on_from_by_id(by_id: str, output: str) -> None:
+def test_typed_tool_calls_continue_by_id(by_id: str, output: str) -> None:
     """An output names the id of its call, or that of the item, as OpenAI's local shell has it."""
     with serving(calling("local_shell", **LOCAL, env={}), "Done.") as case:
         asked: list[Any] = [{"role": "user", "content": "Go."}]
@@ -181,7 +181,7 @@ def test_tools_that_a_search_of_the_clients_found_keep_the_prefix(streamed: bool
         one_sample(case, 3)
 
 
-def test_additional_tools_stand_where_they_were_added() -> None:
+def test_additional_tools_apply_from_their_place_in_the_history() -> None:
     added = {"type": "additional_tools", "role": "developer", "tools": [{"type": "shell"}]}
     with serving("ok", calling("shell", commands=["ls"])) as case:
         items: list[Any] = [{"role": "user", "content": "x"}]
@@ -257,7 +257,7 @@ def two_tools(path: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("path", ["responses", "chat/completions"])
-def test_allowed_tools_keep_the_prompt_and_are_counted_when_not_held_to(path: str) -> None:
+def test_allowed_tools_keep_the_prompt_and_are_counted_if_not_enforced(path: str) -> None:
     with serving("ok", "ok") as case:
         post(case, path, **two_tools(path))
         post(case, path, **two_tools(path), tool_choice=allowed(path, "auto", "weather"))

@@ -31,7 +31,7 @@ ROOT = __file__.rpartition("/tests/")[0]
 HELLO: list[Any] = [{"role": "user", "content": "Hello?"}]
 
 
-async def test_an_openai_agent_gives_what_the_engine_sampled(server: Server) -> None:
+async def test_openai_agent_is_trained_on_the_sampled_tokens(server: Server) -> None:
     module = import_file(f"{ROOT}/agents/lookup_openai.py")
     module.client = AsyncOpenAI(base_url="http://127.0.0.1:9", api_key="none")  # of this event loop
     rng = random.Random(0)
@@ -57,7 +57,7 @@ def opened(server: Server, gateway: Gateway, **sampling: Any) -> tuple[LLM, list
     return served["main_llm"], spans  # type: ignore[return-value]
 
 
-def test_a_stream_says_what_was_sampled(server: Server) -> None:
+def test_stream_equals_the_sampled_text(server: Server) -> None:
     with Gateway() as gateway:
         llm, spans = opened(server, gateway)
         client = OpenAI(base_url=llm.endpoint, api_key="any", max_retries=0)
@@ -68,7 +68,7 @@ def test_a_stream_says_what_was_sampled(server: Server) -> None:
         assert len(chunks) > 4
 
 
-async def test_log_probs_are_those_of_the_prompt_that_was_sent(server: Server) -> None:
+async def test_recorded_log_probs_are_of_the_prompt_that_was_sent(server: Server) -> None:
     """The engine asked again for the same tokens, greedily by what it said: the same log-probs."""
     with Gateway() as gateway:
         llm, spans = opened(server, gateway)
@@ -113,7 +113,7 @@ def test_constraints_work_on_real_engine_and_are_refused_by_embedded_one(server:
         assert [turn.untrained for turn in decode_turns(spans)] == ["constrained"] * 2
 
 
-def test_the_likeliest_tokens_are_told_where_they_are_asked_for(server: Server) -> None:
+def test_top_log_probs_are_returned_on_request(server: Server) -> None:
     with Gateway() as gateway:
         llm, _ = opened(server, gateway, max_new_tokens=5)
         ask = OpenAI(base_url=llm.endpoint, api_key="any", max_retries=0).chat.completions.create

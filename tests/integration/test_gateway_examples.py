@@ -265,7 +265,7 @@ async def collected(
 
 @pytest.mark.clients
 @pytest.mark.parametrize("example", NAMES, indirect=True)
-async def test_an_example_collects_what_was_sampled(example: Example, tmp_path: Path) -> None:
+async def test_examples_turns_are_recorded_as_sampled(example: Example, tmp_path: Path) -> None:
     task, says = example.tasks[0]
     turns = await collected(example, task, says, tmp_path / "model", reward=example.reward)
     assert [turn.text for turn in turns] == list(says)

@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.gateway_cases import CALL, CALL_TWO, WEATHER, Case, calling, one_sample, serving, trained_once
+from tests.gateway_cases import CALL, CALL_TWO, WEATHER, Case, calling, one_sample, prompts, serving, trained_once
 from tests.model_templates import MODELS, template_of
 
 FUNCTION = {"type": "function", **WEATHER["function"]}
@@ -20,10 +20,6 @@ def respond(case: Case, given: Any, *, status: int = 200, **more: Any) -> dict[s
     answer = httpx.post(f"{case.llm.endpoint}/responses", json={"model": "m", "input": given, **more})
     assert answer.status_code == status, answer.text
     return answer.json()
-
-
-def prompts(case: Case) -> list[str]:
-    return [case.tokenizer.decode(payload["input_ids"]) for payload in case.payloads]
 
 
 def user(text: str) -> dict[str, str]:
@@ -88,7 +84,7 @@ def test_a_reference_to_no_item_is_refused_in_a_sentence(made: Any) -> None:
         assert "which is no item of this rollout" in told["error"]["message"]
 
 
-def test_what_was_not_to_be_stored_cannot_be_gone_on_from() -> None:
+def test_unstored_response_cannot_be_continued() -> None:
     with serving("One.") as case:
         made = respond(case, "A?", store=False)["id"]
         assert (
@@ -114,7 +110,7 @@ def test_parts_of_a_content_are_joined_as_sglang_joins_them(path: str, between: 
         assert f"user\none{between}two<|im_end|>" in prompts(case)[0]
 
 
-def test_an_answer_that_comes_back_in_parts_is_the_one_that_was_sampled() -> None:
+def test_answer_sent_back_in_parts_is_no_fork() -> None:
     with serving("one two", "three") as case:
         url = f"{case.llm.endpoint}/chat/completions"
         httpx.post(url, json={"messages": [user("Count.")]}).raise_for_status()

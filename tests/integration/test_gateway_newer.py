@@ -78,7 +78,7 @@ def test_blocks_of_other_kinds_are_refused_by_name(block: dict[str, Any], names:
         assert not case.payloads
 
 
-def test_what_a_server_ran_stands_in_the_history() -> None:
+def test_anthropic_server_tool_results_are_in_the_prompt() -> None:
     search = {"type": "server_tool_use", "id": "s", "name": "web_search", "input": {"query": "Rome"}}
     page = {
         "type": "web_search_result",
@@ -117,7 +117,7 @@ SERVERS_CALLS: list[tuple[dict[str, Any], list[str]]] = [
 
 
 @pytest.mark.parametrize(("item", "texts"), SERVERS_CALLS)
-def test_calls_that_openais_servers_ran_stand_in_the_history(item: dict[str, Any], texts: list[str]) -> None:
+def test_openai_server_tool_calls_are_in_the_prompt(item: dict[str, Any], texts: list[str]) -> None:
     with serving("ok") as case:
         answer = {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "So."}]}
         post(case, "responses", input=[user("x"), {"id": "ws_1", **item}, answer, user("y")])
@@ -133,7 +133,7 @@ def test_items_of_other_kinds_are_refused_by_name(kind: str) -> None:
         assert kind in post(case, "responses", status=400, input=[user("x"), {"type": kind}])["error"]["message"]
 
 
-def test_input_tokens_are_those_of_the_prompt() -> None:
+def test_input_tokens_endpoint_counts_the_prompts_tokens() -> None:
     with serving("ok") as case:
         body: dict[str, Any] = {"input": [user("How many?")], "instructions": "Brief.", "tools": [FUNCTION]}
         count = client_of(case).responses.input_tokens.count(model="m", **body)
@@ -147,7 +147,7 @@ def test_input_tokens_are_those_of_the_prompt() -> None:
 
 
 @STREAMED
-def test_a_conversation_has_all_that_was_said_in_it(streamed: bool) -> None:
+def test_conversation_collects_its_inputs_and_outputs(streamed: bool) -> None:
     with serving(CALL, "Sunny.", "Bye.") as case:
         client = client_of(case)
         made = client.conversations.create(items=[{"type": "message", "role": "developer", "content": "Rule."}])
@@ -169,7 +169,7 @@ def test_a_conversation_has_all_that_was_said_in_it(streamed: bool) -> None:
         one_sample(case, 3)
 
 
-def test_a_conversation_of_nobody_is_not_found_in_openais_words() -> None:
+def test_unknown_conversation_is_not_found_in_openais_words() -> None:
     with serving("ok") as case:
         with pytest.raises(openai.NotFoundError, match="Conversation with id 'conv_x' not found"):
             client_of(case).responses.create(model="m", input="x", conversation="conv_x")
@@ -205,7 +205,7 @@ def goes_on_compacted(case: Case, compacted: list[Any]) -> None:
 
 
 @pytest.mark.parametrize("by_id", [False, True])
-def test_a_compaction_is_sampled_on_the_prefix_and_gone_on_from(by_id: bool) -> None:
+def test_compaction_is_sampled_on_the_prefix_and_can_be_continued(by_id: bool) -> None:
     """Without its tools, which the request has no field for."""
     with serving(CALL, "Sunny.", "<think>\nSo.\n</think>\n\nIt was sunny.", "Still.", "Yes.") as case:
         items = worked(case)
@@ -293,7 +293,7 @@ def test_arguments_of_the_template_are_a_clients_in_each_protocol(path: str) -> 
 
 
 @pytest.mark.parametrize("path", [*PATHS, "completions"])
-def test_what_the_docs_list_as_ignored_is_so_in_each_protocol(path: str) -> None:
+def test_documented_ignored_fields_are_ignored_in_each_protocol(path: str) -> None:
     with serving("ok") as case:
         body = {"prompt": "x"} if path == "completions" else asking(path, user("x"))
         post(case, path, **body, **{name: {"type": "enabled"} for name in IGNORED})
@@ -336,7 +336,7 @@ def test_a_result_whose_call_is_not_in_the_history_is_refused(path: str, known: 
         assert case.attempt.seen["refused/400"] == 1
 
 
-def test_a_result_without_a_call_is_refused_where_only_what_is_new_is_read() -> None:
+def test_tool_result_without_a_call_is_a_400_on_incremental_requests() -> None:
     with serving("a", "b", "c") as case:
         messages = [user("x")]
         for _ in range(3):
@@ -359,7 +359,7 @@ def test_results_of_calls_that_an_agent_reads_from_the_text_are_taken() -> None:
         post(case, "chat/completions", status=400, messages=[user("y"), said, *results])
 
 
-def test_a_client_that_asks_with_an_unknown_tool_goes_on_after_the_refusal() -> None:
+def test_client_continues_after_an_unknown_tool_was_refused() -> None:
     with serving(calling("weather", city="Rome"), "Sunny.") as case:
         with pytest.raises(openai.BadRequestError, match="telepathy"):
             client_of(case).responses.create(model="m", input="x", tools=[{"type": "telepathy"}])  # type: ignore[list-item]

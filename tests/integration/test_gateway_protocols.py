@@ -28,7 +28,7 @@ def client_of(case: Case) -> OpenAI:
 # -- responses --------------------------------------------------------------------------------------------------------
 
 
-def test_responses_go_on_by_their_items_and_by_their_id() -> None:
+def test_responses_continue_by_items_and_by_previous_id() -> None:
     with serving(THINKS, "Sunny.", "Bye.") as case:
         create = client_of(case).responses.create
         first = create(model="m", instructions="Be brief.", input="Weather?", tools=[FUNCTION])
@@ -223,7 +223,7 @@ IMAGE = [{"role": "user", "content": [{"type": "image_url"}]}]
         ("completions", {"prompt": "a", "echo": True}, "echo"),
     ],
 )
-def test_what_cannot_be_honoured_is_refused_by_name(path: str, body: dict[str, Any], field: str) -> None:
+def test_unsupported_fields_are_refused_by_name(path: str, body: dict[str, Any], field: str) -> None:
     with serving("hello") as case:
         answer = httpx.post(f"{case.llm.endpoint}/{path}", json=body)
         assert answer.status_code == 400
@@ -233,7 +233,7 @@ def test_what_cannot_be_honoured_is_refused_by_name(path: str, body: dict[str, A
         assert not case.payloads
 
 
-def test_models_are_listed_and_a_wrong_path_says_what_there_is() -> None:
+def test_models_are_listed_and_a_wrong_path_names_the_known_ones() -> None:
     with serving("hello") as case:
         [model] = client_of(case).models.list()
         assert model.id == "scripted"

@@ -104,7 +104,7 @@ async def eventually_answers(http: httpx.AsyncClient, url: str, wanted: int) -> 
     return False
 
 
-async def test_an_agent_that_knows_tokens_is_told_where_the_engine_is() -> None:
+async def test_token_level_agent_gets_the_engines_address() -> None:
     with beside(BridgeStore(), "one") as (gateway, engine):
         access = EngineAccess()
         llm = await access.engine(ProxyLLM(endpoint=gateway.endpoint, model="m", sampling_parameters={"max_tokens": 5}))

@@ -37,7 +37,7 @@ def test_instructions_beside_a_developers_message_are_one_system_message() -> No
         assert len(case.segments) == 1
 
 
-def test_later_system_messages_stay_where_they_stand_as_a_users() -> None:
+def test_later_system_messages_become_user_messages_in_place() -> None:
     """As Claude Code sends them."""
     with serving(XML_CALL, "Sunny.", template=SYSTEM_FIRST) as case:
         asked: list[Any] = [USER, {"role": "system", "content": "It is Monday."}]

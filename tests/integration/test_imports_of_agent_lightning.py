@@ -55,7 +55,7 @@ print(OpenTelemetry.set_attributes is patched_set_attributes)
 
 
 @pytest.mark.slow
-def test_who_imported_agent_lightning_before_keeps_it() -> None:
+def test_earlier_import_of_agent_lightning_is_kept() -> None:
     program = """
 import agentlightning
 from agentlightning import llm_proxy

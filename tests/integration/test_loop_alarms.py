@@ -38,7 +38,7 @@ def warnings_of(path: Path, agent: Any, **settings: Any) -> list[str]:
     return texts
 
 
-def test_a_tool_that_nobody_calls_is_named(tmp_path: Path) -> None:
+def test_uncalled_tool_raises_an_alarm(tmp_path: Path) -> None:
     texts = warnings_of(tmp_path, NeverCalls(), rollout_batch_size=8, n_samples_per_prompt=4)
     assert [text for text in texts if text.startswith("tool 'lookup' was never called in 32 rollouts")]
 
@@ -51,7 +51,7 @@ def test_identical_answers_raise_an_alarm_unless_all_earn_the_best_reward(tmp_pa
     assert not warnings_of(tmp_path / "b", HelloAgent(), rollout_batch_size=8)
 
 
-def test_a_run_that_is_gone_on_with_knows_the_best_reward_before(tmp_path: Path) -> None:
+def test_resumed_run_knows_the_earlier_best_reward(tmp_path: Path) -> None:
     half = HelloAgent(judge=lambda task, response: 0.5)
     assert not warnings_of(tmp_path, HelloAgent(), rollout_batch_size=8)
     start = LoopState(iteration=2, reward_means=(1.0, 1.0))

@@ -69,7 +69,7 @@ def test_a_judge_that_stays_away_ends_the_run_when_patience_is_used_up(quick_pau
         assert len(case.trainer.batches) == 1
 
 
-def test_an_agent_that_never_worked_is_told_of_at_once() -> None:
+def test_agent_that_always_fails_ends_the_run_in_iteration_1() -> None:
     judge = Judge(first=0, away=10_000)
     with (
         hello_engine() as engine,
@@ -214,7 +214,7 @@ def test_tasks_are_made_off_the_loop() -> None:
     assert threading.get_ident() not in threads
 
 
-def test_a_validation_under_way_when_the_last_one_begins_is_told_of() -> None:
+def test_validation_in_flight_at_the_last_one_is_reported() -> None:
     """The one after iteration 3 is held until the last one is due."""
     held, release = threading.Event(), threading.Event()
     validated = 0

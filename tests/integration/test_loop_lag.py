@@ -103,7 +103,7 @@ def check(found: dict[str, float]) -> None:
     assert {name: late for name, late in found.items() if late > LATE_S} == {}
 
 
-async def test_a_slow_judge_holds_up_nobody(engine: ScriptedEngine) -> None:
+async def test_slow_judge_does_not_block_the_event_loops(engine: ScriptedEngine) -> None:
     def judge(task: dict[str, Any], response: str) -> float:
         time.sleep(SLOW_S)
         return 1.0
@@ -116,7 +116,7 @@ async def test_a_slow_judge_holds_up_nobody(engine: ScriptedEngine) -> None:
     assert took < 2 * 16 * SLOW_S / 2  # judged at once, not one after the other
 
 
-async def test_tokenizing_long_prompts_holds_up_nobody(engine: ScriptedEngine) -> None:
+async def test_tokenizing_long_prompts_does_not_block_the_event_loops(engine: ScriptedEngine) -> None:
     tokenizer = SlowTokenizer()
     tasks = [{"prompt": LONG_PROMPT, "name": "long"}, {"prompt": "short", "name": "short"}]
     measured = threading.Event()
@@ -133,7 +133,7 @@ async def test_tokenizing_long_prompts_holds_up_nobody(engine: ScriptedEngine) -
     check(found)
 
 
-async def test_a_slow_trainer_and_a_slow_sync_hold_up_nobody(engine: ScriptedEngine) -> None:
+async def test_slow_trainer_and_weight_sync_do_not_block_the_event_loops(engine: ScriptedEngine) -> None:
     measured = threading.Event()
 
     def slow(iteration: int) -> None:

@@ -85,7 +85,7 @@ async def test_every_group_is_trained_on_once_and_none_is_too_old(max_staleness:
             assert max(row["rollout/staleness_max"] for row in case.recorder.metrics) == max(played.behind)
 
 
-async def test_rollouts_go_on_while_a_batch_is_trained_on() -> None:
+async def test_rollouts_continue_during_training() -> None:
     """Training waits for a rollout that was enqueued after the batch: without an overlap this would never end."""
     began = threading.Event()
 
@@ -186,7 +186,7 @@ async def test_a_training_function_has_to_take_its_batch() -> None:
             await case.loop.run_async()
 
 
-async def test_a_task_source_that_fails_ahead_of_training_is_told_of() -> None:
+async def test_task_source_that_fails_ahead_of_training_ends_the_run() -> None:
     drawn = 0
 
     def make_task(rng: Any) -> dict[str, Any]:
@@ -259,7 +259,7 @@ async def test_validation_engine_keeps_the_weights_that_validation_started_with(
         assert {row["val/lag"] for row in case.recorder.metrics if "val/lag" in row} == {0}
 
 
-def test_what_cannot_be_kept_is_refused() -> None:
+def test_invalid_overlap_settings_are_refused() -> None:
     with hello_engine() as engine:
         with pytest.raises(ConfigError, match="max_staleness must be 0"):
             overlapped(engine, max_staleness=-1)

@@ -214,7 +214,7 @@ class RecordedLife(Life):
         return self.trainer.train(batch, iteration=iteration)
 
 
-async def test_what_waited_over_a_restart_is_in_the_record_of_rollouts_once(tmp_path: Path) -> None:
+async def test_groups_pending_over_a_restart_are_recorded_once(tmp_path: Path) -> None:
     with hello_engine() as engine:
         for iterations, n_trained in ((1, 1), (3, 4)):  # of three groups an iteration
             life = RecordedLife(tmp_path, engine.url, num_iterations=iterations, n_groups=3)
@@ -271,7 +271,6 @@ def test_only_the_newest_checkpoints_are_kept_and_half_a_one_is_none(tmp_path: P
 async def test_a_damaged_checkpoint_is_passed_over_for_the_older_one(
     tmp_path: Path, damaged: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    # fault 10
     with hello_engine() as engine:
         first = Life(tmp_path, engine.url, num_iterations=4, save_interval=1)
         await first.loop.run_async()
@@ -308,7 +307,6 @@ async def test_when_every_checkpoint_is_damaged_the_newest_is_named(tmp_path: Pa
 
 
 def test_a_checkpoint_is_written_through_to_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    # fault 10
     flushed: set[str] = set()
     monkeypatch.setattr(
         os, "fsync", lambda descriptor: flushed.add(Path(f"/proc/self/fd/{descriptor}").readlink().name)

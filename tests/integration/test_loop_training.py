@@ -64,7 +64,7 @@ def finished(
         asyncio.run(DiskWeightSync(base_url=embedded_engine).push(str(policy_dir), before))
 
 
-def test_every_line_of_metrics_has_what_reports_need(finished: tuple[Path, str, dict[str, Any]]) -> None:
+def test_every_metrics_line_has_the_required_keys(finished: tuple[Path, str, dict[str, Any]]) -> None:
     rows = read_metrics(finished[0] / "metrics.jsonl")
     assert [row["iteration"] for row in rows] == [1, 2, 3, 4, 5, 6]
     for row in rows:
@@ -74,7 +74,7 @@ def test_every_line_of_metrics_has_what_reports_need(finished: tuple[Path, str, 
         assert row["perf/tokens_per_s"] > 0
 
 
-def test_the_trainer_sees_what_the_engine_sampled(finished: tuple[Path, str, dict[str, Any]]) -> None:
+def test_trainer_engine_and_masks_agree_on_tokens_and_log_probs(finished: tuple[Path, str, dict[str, Any]]) -> None:
     for row in read_metrics(finished[0] / "metrics.jsonl"):
         assert row["train/logprob_diff_max"] <= 1e-4
         assert row["train/first_ratio_dev_max"] <= 1e-3
@@ -164,7 +164,7 @@ class Caller(Sorter):
         return [look]
 
 
-async def test_tools_in_a_format_that_nobody_reads_are_refused_at_the_start(policy_dir: Path, tmp_path: Path) -> None:
+async def test_unknown_tool_call_format_is_refused_at_the_start(policy_dir: Path, tmp_path: Path) -> None:
     model = Path(shutil.copytree(policy_dir, tmp_path / "model"))
     template = model / "chat_template.jinja"
     plain = "{% for m in messages %}<|im_start|>{{ m.content }}<|im_end|>{% endfor %}"
@@ -181,7 +181,7 @@ async def test_tools_in_a_format_that_nobody_reads_are_refused_at_the_start(poli
     assert "a request with tools will be refused" in await check_tools(in_environment, model, tokenizer, seed=0)
 
 
-async def test_somebody_elses_weights_are_refused_in_the_first_iteration_too(
+async def test_foreign_weights_are_refused_in_the_first_iteration(
     policy_dir: Path, embedded_engine: str, tmp_path: Path
 ) -> None:
     class Intruder(Sorter):

@@ -98,7 +98,7 @@ def test_the_smoke_test_passes(without: tuple[str, ...], tmp_path: Path) -> None
 
 
 @pytest.mark.slow
-def test_training_without_torch_says_what_to_install(tmp_path: Path) -> None:
+def test_training_without_torch_names_the_extra_to_install(tmp_path: Path) -> None:
     done = python(
         "train.py", "--output-dir", str(tmp_path / "out"), without=("torch", "safetensors"), directory=tmp_path
     )

@@ -20,7 +20,8 @@ from agl_slime.rollout import session as session_module
 from agl_slime.support.agl import LLM, Rollout
 from agl_slime.types import Sample
 from tests.conversations import ScriptedClient, generation_of
-from tests.integration.multi_turn_agents import CALL, TASK, Agent, ToolAgent, rollout, sampled, trained
+from tests.harness.samples import trained_ids
+from tests.integration.multi_turn_agents import CALL, TASK, Agent, ToolAgent, rollout, sampled
 from tests.integration.rollouts import run_rollouts
 from tests.vocabularies import chat_tokenizer
 
@@ -30,7 +31,7 @@ async def test_tools_are_called_until_an_answer_calls_none() -> None:
     assert finished.failure is None
     tokenizer = chat_tokenizer("anthropic", "groups_tools")
     (sample,) = finished.convert(tokenizer).samples
-    assert trained([sample]) == sampled(client)
+    assert trained_ids(sample) == sampled(client)
     assert '"name": "look"' in tokenizer.decode(client.prompts[0])
     assert tokenizer.decode(client.prompts[1]).count("<tool_response>\nthree\n</tool_response>") == 2
     assert sample.status == Sample.Status.COMPLETED
@@ -57,10 +58,10 @@ async def test_malformed_unknown_and_failing_calls_are_counted_and_seen() -> Non
     last = tokenizer.decode(client.prompts[-1])
     assert "there is no tool named 'seek'" in last
     assert "Error: KeyError: 'xx'" in last
-    assert trained([sample]) == sampled(client)
+    assert trained_ids(sample) == sampled(client)
 
 
-async def test_a_tool_that_always_raises_is_counted_and_told_with_its_exception() -> None:
+async def test_always_failing_tool_raises_an_alarm_with_its_exception() -> None:
     def look(key: str) -> str:
         """Look a key up."""
         raise ConnectionError(f"no such host for {key}")
@@ -130,7 +131,7 @@ async def test_why_a_rollout_stopped_is_typed(
     assert sample.metadata["stop_reason"] == stop_reason
     assert sample.status == status
     assert turns is None or len(conversion.trajectory.turns) == turns
-    assert trained([sample]) == sampled(client)
+    assert trained_ids(sample) == sampled(client)
     limit = declared.get("max_trajectory_tokens")
     assert limit is None or len(sample.tokens) <= limit
 
@@ -159,7 +160,7 @@ async def test_a_task_that_does_not_fit_fails_and_is_not_trained() -> None:
     assert "max_trajectory_tokens is 3" in finished.failure[1]
 
 
-# -- users' code off the loop (fault 27) -----------------------------------------------------------------------------
+# -- users' code off the loop ----------------------------------------------------------------------------------------
 
 
 class Box:
@@ -213,7 +214,6 @@ def _boxes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 async def test_prompts_tools_and_tool_constructors_run_off_the_event_loop() -> None:
-    """For fault 27."""
     tokenizer = chat_tokenizer("anthropic", "groups_tools")
     agent = SlowAgent(tokenizer=tokenizer, client=ScriptedClient(tokenizer, ["Three.", "Three."]))
     agent.together = threading.Barrier(2)
@@ -235,7 +235,7 @@ async def test_prompts_tools_and_tool_constructors_run_off_the_event_loop() -> N
     ids=["fine", "engine", "reward", "prompt", "limit", "names"],
 )
 async def test_tools_are_closed_at_the_end_of_a_rollout(answers: list[Any], declared: dict[str, Any]) -> None:
-    """For fault 27: whatever happens."""
+    """Whether the rollout succeeds or fails in any of these places."""
 
     class Declared(SlowAgent):
         pass
@@ -249,7 +249,6 @@ async def test_tools_are_closed_at_the_end_of_a_rollout(answers: list[Any], decl
 
 
 async def test_tools_are_closed_when_a_rollout_is_cancelled(monkeypatch: pytest.MonkeyPatch) -> None:
-    """For fault 27."""
     tokenizer = chat_tokenizer("anthropic", "groups_tools")
     monkeypatch.setattr(Box, "hangs", True)
     monkeypatch.setattr(session_module, "get_active_tracer", lambda: Mock())
@@ -267,8 +266,6 @@ async def test_tools_are_closed_when_a_rollout_is_cancelled(monkeypatch: pytest.
 
 
 async def test_a_tool_that_all_rollouts_share_stays_open() -> None:
-    """For fault 27."""
-
     class Shared(Box):
         def __init__(self) -> None:
             self.closed = 0
@@ -288,7 +285,7 @@ async def test_a_tool_that_all_rollouts_share_stays_open() -> None:
 async def test_last_round_trains_the_last_answer_only() -> None:
     finished, client = await rollout(ToolAgent, [CALL, CALL, "Three."], loss_scale="last_round")
     (sample,) = finished.convert(chat_tokenizer("anthropic", "groups_tools")).samples
-    assert trained([sample]) == list(client.generations[-1].output_ids)
+    assert trained_ids(sample) == list(client.generations[-1].output_ids)
     assert sample.response_length == len(client.generations[-1].output_ids)
     assert sample.metadata["untrained_turns"] == [0, 1]
 
@@ -299,7 +296,7 @@ async def test_a_custom_loss_scale_sees_the_messages() -> None:
 
     finished, client = await rollout(ToolAgent, ["Let me see." + CALL, "Three."], loss_scale=without_calls)
     (sample,) = finished.convert(chat_tokenizer("anthropic", "groups_tools")).samples
-    assert trained([sample]) == list(client.generations[1].output_ids)
+    assert trained_ids(sample) == list(client.generations[1].output_ids)
 
 
 async def test_a_loss_scale_that_is_a_weight_fails_the_rollout() -> None:
@@ -308,7 +305,7 @@ async def test_a_loss_scale_that_is_a_weight_fails_the_rollout() -> None:
     assert "must return 0 or 1" in finished.failure[1]
 
 
-async def test_a_prompt_may_be_a_string_and_anything_else_is_told_by_name() -> None:
+async def test_prompt_may_be_a_string_and_other_types_are_refused() -> None:
     class Asking(Agent):
         asked: Any = "How many?"
 

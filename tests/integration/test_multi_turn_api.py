@@ -20,6 +20,7 @@ from agl_slime.rollout.batched.api_multi_turn import APIMultiTurnRollout, OpenAI
 from agl_slime.rollout.batched.samples import messages_to_sample
 from agl_slime.rollout.tools import ToolManager
 from agl_slime.sglang.generation import SamplingParams
+from tests.harness.samples import trained_ids
 from tests.vocabularies import chat_tokenizer
 
 pytest.importorskip("openai")
@@ -165,7 +166,7 @@ def test_a_failing_row_never_raises_out_of_the_batch() -> None:
     assert "the sandbox is gone" in done[2]["error"]
 
 
-def test_an_exception_of_a_tool_is_what_the_model_sees() -> None:
+def test_tool_exception_is_shown_to_the_model() -> None:
     def reply(body: dict[str, Any]) -> Any:
         return {"content": "Sorry."} if body["messages"][-1]["role"] == "tool" else calling(key="xx")
 
@@ -228,7 +229,7 @@ def test_text_can_be_trained_and_says_that_it_was_tokenized_again() -> None:
     sample = messages_to_sample(messages, reward=1.0, tokenizer=tokenizer, stop_reason=done["stop_reason"], index=3)
     assert sample.metadata["token_source"] == "retokenized"
     assert sample.rollout_log_probs is None
-    trained = [t for t, m in zip(sample.tokens[-sample.response_length :], sample.loss_mask or [], strict=True) if m]
+    trained = trained_ids(sample)
     assert tokenizer.decode(trained) == "calling<|im_end|>Three.<|im_end|>"
     assert (sample.loss_mask or [0])[0] == 1
 

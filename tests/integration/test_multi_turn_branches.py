@@ -15,6 +15,7 @@ from agl_slime.sglang.generation import Generation
 from agl_slime.tokens import forks
 from agl_slime.types import Sample
 from tests.conversations import ScriptedClient
+from tests.harness.samples import trained_ids
 from tests.integration.rollouts import run_rollout
 from tests.vocabularies import chat_tokenizer
 
@@ -55,7 +56,7 @@ async def test_a_conversation_is_one_sample_without_a_search() -> None:
     assert sample.tokens == client.prompts[1] + list(client.generations[1].output_ids)
 
 
-async def test_a_branch_keeps_the_ids_that_were_sampled_and_is_told_apart() -> None:
+async def test_branch_keeps_the_sampled_ids_and_is_marked() -> None:
     class Branches(Agent):
         async def run(self, task: dict[str, Any], session: RolloutSession) -> None:
             await session.ask()
@@ -107,7 +108,7 @@ class Watched:
 
 @pytest.mark.parametrize("edited", [True, False], ids=["edited", "by the template"])
 async def test_a_fork_of_a_long_conversation_is_tokenized_off_the_loop(edited: bool) -> None:
-    """fault 20: what was added is short, but the fork renders and tokenizes everything that came before."""
+    """The new message is short, but a fork renders and tokenizes the whole conversation."""
     loops: list[threading.Thread] = []
     watched = Watched(chat_tokenizer("anthropic", "drops_thinking"))
 
@@ -163,7 +164,7 @@ async def test_tool_output_inside_the_answer_is_one_sample_if_stop_token_is_kept
     samples, client = await run(Interprets, ["<code>1 + 2</code>", "<code>2 * 2</code>", "Three."])
     assert len(samples) == (1 if kept else 3)
     sampled = [token for generation in client.generations for token in generation.output_ids]
-    trained = [t for s in samples for t, m in zip(s.tokens[-s.response_length :], s.loss_mask or [], strict=True) if m]
+    trained = trained_ids(*samples)
     assert trained == sampled
     if kept:
         text = chat_tokenizer("anthropic", "groups_tools").decode(samples[0].tokens)

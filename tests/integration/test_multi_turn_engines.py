@@ -21,6 +21,7 @@ from agl_slime.rollout.scheduler import MultiTurnScheduler, RolloutInferRequest,
 from agl_slime.sglang.client import SGLangClient
 from agl_slime.sglang.generation import Generation, SamplingParams
 from agl_slime.tokens.loading import load_tokenizer
+from tests.harness.samples import trained_ids
 from tests.integration.engine_servers import Server
 from tests.integration.rollouts import run_rollouts
 
@@ -88,12 +89,7 @@ async def test_no_id_differs_between_the_engines_record_and_the_samples(server: 
         conversion = rollout.convert(tokenizer)
         read_back = [(turn.prompt_ids.tolist(), turn.response_ids.tolist()) for turn in conversion.trajectory.turns]
         mismatched += read_back != [(prompt, list(generation.output_ids)) for prompt, generation in record]
-        trained = [
-            t
-            for s in conversion.samples
-            for t, m in zip(s.tokens[-s.response_length :], s.loss_mask or [], strict=True)
-            if m
-        ]
+        trained = trained_ids(*conversion.samples)
         assert sorted(trained) == sorted(token for _, generation in record for token in generation.output_ids)
         (sample,) = conversion.samples
         mismatched += trained != [token for _, generation in record for token in generation.output_ids]
@@ -113,7 +109,7 @@ async def test_no_id_differs_between_the_engines_record_and_the_samples(server: 
 
 
 def test_one_prompt_beyond_the_models_context_ends_its_trajectory_only(server: Server) -> None:
-    """For fault 19, against an engine."""
+    """The error comes from the engine itself."""
     tokenizer = load_tokenizer(server.policy)
     rollout = MultiTurnRollout(sampler=SGLangSampler(base_url=server.url), template=tokenizer)
     params = SamplingParams(max_new_tokens=4)

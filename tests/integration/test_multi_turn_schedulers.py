@@ -18,7 +18,8 @@ from agl_slime.rollout.scheduler import (
 )
 from agl_slime.types import Sample
 from tests.conversations import ScriptedClient
-from tests.integration.multi_turn_agents import CALL, TASK, Agent, ToolAgent, rollout, sampled, trained
+from tests.harness.samples import trained_ids
+from tests.integration.multi_turn_agents import CALL, TASK, Agent, ToolAgent, rollout, sampled
 from tests.integration.rollouts import run_rollout
 from tests.vocabularies import chat_tokenizer
 
@@ -51,7 +52,7 @@ async def test_a_new_round_is_one_sample() -> None:
     conversion = finished.convert(chat_tokenizer("anthropic", "groups_tools"))
     (sample,) = conversion.samples
     assert len(conversion.trajectory.turns) == 3
-    assert trained([sample]) == sampled(client)
+    assert trained_ids(sample) == sampled(client)
     assert sample.metadata["stop_reason"] == "stop"
 
 
@@ -73,7 +74,7 @@ async def test_a_continuation_is_one_message_and_trains_each_token_once() -> Non
     tokenizer = chat_tokenizer("anthropic", "groups_tools")
     samples = finished.convert(tokenizer).samples
     assert tokenizer.decode(client.prompts[1]).endswith("<|im_start|>assistant\nTwo. But wait,")
-    assert sorted(trained(samples)) == sorted(sampled(client))
+    assert sorted(trained_ids(*samples)) == sorted(sampled(client))
     assert len(samples) == 2  # the first answer ended with a stop token, which the continued one does not have
 
 
@@ -132,7 +133,7 @@ async def test_hooks_are_awaited_and_a_request_may_be_a_new_one() -> None:
 async def test_tools_and_a_scheduler_work_together() -> None:
     finished, client = await rollout(ToolAgent, [CALL, "Two.", CALL, "Three."], scheduler=Retry(max_turns=6))
     (sample,) = finished.convert(chat_tokenizer("anthropic", "groups_tools")).samples
-    assert trained([sample]) == sampled(client)
+    assert trained_ids(sample) == sampled(client)
     assert sample.metadata["tools"]["calls"] == {"look": 2}
 
 
@@ -165,7 +166,7 @@ async def test_a_scheduler_from_a_file_that_was_named(tmp_path: Path, monkeypatc
     assert "Again." in tokenizer.decode(client.prompts[1])
 
 
-def test_what_cannot_be_configured_is_one_sentence(tmp_path: Path) -> None:
+def test_invalid_agent_configuration_is_an_error_in_one_sentence(tmp_path: Path) -> None:
     class OwnRun(Agent):
         async def run(self, task: Any, session: Any) -> None:
             await session.ask()

@@ -146,7 +146,7 @@ async def test_tokens_of_a_group_begun_while_a_checkpoint_was_written_are_kept(t
             assert engine.calls["/generate"] == calls + again
 
 
-async def test_what_has_not_begun_again_is_kept_by_the_next_checkpoint_too(tmp_path: Path) -> None:
+async def test_unresumed_rollouts_are_kept_by_the_next_checkpoint_too(tmp_path: Path) -> None:
     async with Counting().engine() as engine, SGLangClient(base_url=engine.url) as client:
         first, said = PartialRollouts(), {}
         for name, instance in (("a", "1"), ("b", "2"), ("c", "3")):
@@ -184,7 +184,7 @@ async def test_other_sampling_parameters_are_another_call(tmp_path: Path) -> Non
         assert later.reused_tokens == 0
 
 
-async def test_what_is_dealt_with_or_failed_or_has_no_instance_is_not_kept(tmp_path: Path) -> None:
+async def test_finished_failed_or_anonymous_rollouts_are_not_kept(tmp_path: Path) -> None:
     async with Counting().engine() as engine, SGLangClient(base_url=engine.url) as client:
         partial = PartialRollouts()
         for name, instance in (("trained", "1"), ("failed", "2"), ("open", "3")):
@@ -231,7 +231,7 @@ class Twice(SGLangLitAgent):
         return float(len(response))
 
 
-async def test_rollouts_that_the_end_of_a_run_cut_go_on_in_the_next(tmp_path: Path) -> None:
+async def test_rollouts_cut_by_the_end_of_a_run_resume_in_the_next(tmp_path: Path) -> None:
     counting, tokenizer = Counting(), small_tokenizer()
     tasks = [{"prompt": f"say hello to {name}", "name": name} for name in ("Ada", "Alan", "Grace")]
 

@@ -27,6 +27,8 @@ from agl_slime.runner.thread import RunnerThread
 from agl_slime.runner.worker import WorkerSpec
 from agl_slime.store.bridge import WORKER_DIED, BridgeStore
 from agl_slime.support.agl import LLM, EnqueueRolloutRequest, LitAgent, RolloutConfig, emit_reward, find_final_reward
+from tests.harness.processes import is_running
+from tests.harness.waiting import becomes_true, until
 
 pytestmark = pytest.mark.slow  # every process imports Agent Lightning: seconds of a core each
 
@@ -62,7 +64,6 @@ class Echo(LitAgent):
 async def test_workers_find_an_agent_that_was_loaded_by_its_file(
     plan: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # fault 28
     (tmp_path / "echo agent.py").write_text(BY_FILE)
     monkeypatch.setattr(sys, "path", list(sys.path))
     agent = load_agent(f"{tmp_path}/echo agent.py:Echo")
@@ -114,23 +115,6 @@ async def ends(store: BridgeStore, ids: Sequence[str]) -> list[Any]:
     return [await asyncio.wait_for(store.wait_for_rollout(rollout_id, timeout=60), 65) for rollout_id in ids]
 
 
-async def appears(file: Path) -> None:
-    for _ in range(3_000):
-        if file.exists():
-            return
-        await asyncio.sleep(0.02)
-    raise AssertionError(f"{file.name} does not appear")
-
-
-def gone(pids: Sequence[int]) -> bool:
-    deadline = time.monotonic() + 5
-    while time.monotonic() < deadline:
-        if not any(Path(f"/proc/{pid}").exists() for pid in pids):
-            return True
-        time.sleep(0.02)
-    return False
-
-
 async def test_two_processes_share_the_work_and_nothing_is_left_running(tmp_path: Path) -> None:
     go = tmp_path / "go"
     tasks = [{"n": n, "spans": n % 3, **({"wait_for": str(go)} if n < 40 else {})} for n in range(120)]
@@ -164,7 +148,7 @@ async def test_two_processes_share_the_work_and_nothing_is_left_running(tmp_path
         assert len(spans) == (n % 3 if n < 120 else 0) + 1
     # called on an event loop, as the training loop does
     assert pool.stop()
-    assert gone(pids)
+    assert becomes_true(lambda: not any(map(is_running, pids)), 5)
     assert pool.failure is None
 
 
@@ -197,10 +181,10 @@ async def test_rollout_cancelled_in_the_store_is_cancelled_in_its_process(
     )
     await asyncio.to_thread(pool.start)
     try:
-        await appears(begun)
+        await until(begun.exists, 60)
         [waiting] = await store.enqueue_many_rollouts([EnqueueRolloutRequest(input={}, mode="train")])
         await store.update_rollout(hanging, status="cancelled")
-        await appears(cancelled)
+        await until(cancelled.exists, 60)
         [done] = await ends(
             store, [waiting.rollout_id]
         )  # there is room for one: the agent that was cancelled has made it
@@ -264,7 +248,7 @@ async def test_a_worker_that_is_stuck_is_replaced(
         assert first not in pool.pids()
     finally:
         assert await asyncio.to_thread(pool.stop)
-    assert gone([first])
+    assert becomes_true(lambda: not is_running(first), 5)
     assert [rollout.status for rollout in rollouts] == ["succeeded"] * 8
     attempts = await store.query_attempts(ids[3])
     assert len(attempts) == 2

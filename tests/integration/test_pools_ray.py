@@ -14,7 +14,9 @@ import pytest
 from agl_slime.runner.base import RunnerPlan
 from agl_slime.runner.make import make_runners
 from agl_slime.support.agl import find_final_reward
-from tests.integration.test_pools_process import SETTINGS, EchoAgent, ends, gone, prepared
+from tests.harness.processes import is_running
+from tests.harness.waiting import becomes_true
+from tests.integration.test_pools_process import SETTINGS, EchoAgent, ends, prepared
 
 
 @pytest.mark.ray
@@ -37,7 +39,7 @@ async def test_ray_actors_execute_rollouts_and_a_dead_one_is_replaced(tmp_path: 
     for n, rollout in enumerate(rollouts):
         assert rollout.status == "succeeded"
         assert find_final_reward([*await store.query_spans(rollout.rollout_id, "latest")]) == n
-    assert gone([int(pid_file.read_text())])
+    assert becomes_true(lambda: not is_running(int(pid_file.read_text())), 5)
 
 
 class PidAgent(EchoAgent):

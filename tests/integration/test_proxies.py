@@ -8,9 +8,6 @@ import os
 import socket
 import subprocess
 import sys
-import threading
-from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, HTTPServer
 from typing import Any
 
 import httpx
@@ -26,6 +23,7 @@ from agl_slime.store.bridge import BridgeStore
 from agl_slime.support.agl import LLM, EnqueueRolloutRequest, LitAgent
 from agl_slime.support.net import bypass_proxies, hosts_behind_proxy
 from tests.gateway_cases import engine_saying, in_thread
+from tests.harness.servers import server_that_answers
 from tests.trace_tokenizers import small_tokenizer
 from tests.unit.test_report_alarms import healthy
 
@@ -43,29 +41,6 @@ def proxy(monkeypatch: pytest.MonkeyPatch) -> str:
     monkeypatch.setenv("HTTP_PROXY", address)
     monkeypatch.setenv("http_proxy", address)
     return address
-
-
-@pytest.fixture
-def server() -> Iterator[str]:
-    """Answers everything with an empty list."""
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            body = b'{"object": "list", "data": []}'
-            self.send_response(200)
-            self.send_header("Content-Type", "application/json")
-            self.send_header("Content-Length", str(len(body)))
-            self.end_headers()
-            self.wfile.write(body)
-
-        def log_message(self, *_: Any) -> None: ...
-
-    with HTTPServer(("127.0.0.1", 0), Handler) as listening:
-        thread = threading.Thread(target=listening.serve_forever, daemon=True)
-        thread.start()
-        yield f"http://127.0.0.1:{listening.server_port}"
-        listening.shutdown()
-        thread.join()
 
 
 ASK = """
@@ -118,20 +93,21 @@ def gateway_access(runner: RunnerThread, tokenizer: Any) -> None:
     runner.runner.init = with_tokenizer  # type: ignore[method-assign]
 
 
-def test_clients_of_this_package_do_not_ask_the_proxy(server: str) -> None:
-    generator = BaseGenerator(server, "http://127.0.0.1:1", task_type="math")
-    with generator._make_client(False) as client:
-        assert client.models.list().data == []
+def test_clients_of_this_package_do_not_ask_the_proxy() -> None:
+    with server_that_answers(200, b'{"object": "list", "data": []}') as url:
+        generator = BaseGenerator(url, "http://127.0.0.1:1", task_type="math")
+        with generator._make_client(False) as client:
+            assert client.models.list().data == []
 
-    async def ask() -> None:
-        async with generator._make_client(True) as client:
-            assert (await client.models.list()).data == []
+        async def ask() -> None:
+            async with generator._make_client(True) as client:
+                assert (await client.models.list()).data == []
 
-    asyncio.run(ask())
+        asyncio.run(ask())
     assert hosts_behind_proxy() == ["127.0.0.1", "localhost"]  # none of them has needed it
 
 
-def test_what_no_proxy_lists_already_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_proxy_entries_are_kept_and_extended(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NO_PROXY", ".cluster, 10.0.0.1")
     monkeypatch.setenv("no_proxy", "localhost")
     bypass_proxies("10.0.0.7", "10.0.0.1")

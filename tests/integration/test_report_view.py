@@ -21,7 +21,7 @@ async def told(stream: aiohttp.StreamReader) -> Any:
     return json.loads(line[6:])
 
 
-async def test_a_follower_is_told_what_is_new_and_nothing_twice(tmp_path: Path) -> None:
+async def test_follower_gets_each_update_once(tmp_path: Path) -> None:
     writer = AWriter(tmp_path / "one")
     writer.iteration(1)
     async with serving([tmp_path], follow=True) as url, aiohttp.ClientSession() as session:

@@ -164,7 +164,9 @@ async def test_recomputed_layers_are_given_the_same_experts_again(served: tuple[
     assert norms[0]["train/grad_norm"] == pytest.approx(norms[1]["train/grad_norm"], rel=1e-4)
 
 
-async def test_a_run_is_told_before_its_first_batch(served: tuple[str, Path], embedded_engine: str) -> None:
+async def test_replay_settings_are_checked_before_the_first_batch(
+    served: tuple[str, Path], embedded_engine: str
+) -> None:
     url, _ = served
     assert await check_replay(url, SAMPLING)
     with pytest.raises(ConfigError, match="--enable-return-routed-experts"):

@@ -102,7 +102,7 @@ async def test_a_finished_run_is_replaced_by_name_only(
     assert len((run / "metrics.jsonl").read_text().splitlines()) == 1
 
 
-async def test_a_ledger_that_is_gone_is_said_before_anything_is_cut(tmp_path: Path, engine: str) -> None:
+async def test_missing_ledger_is_refused_before_any_file_is_cut(tmp_path: Path, engine: str) -> None:
     run = tmp_path / "run"
     await train(run, engine, num_iterations=1)
     for path in run.glob("ledger.sqlite*"):

@@ -98,7 +98,7 @@ def test_transformers_answers_as_the_engine_does(
     assert any(not before[name].equal(tensor) for name, tensor in loaded.state_dict().items())  # it was trained
 
 
-def test_the_weights_are_those_of_the_newest_checkpoint_and_no_second_copy(finished: tuple[Path, str]) -> None:
+def test_exported_weights_are_the_newest_checkpoints_files(finished: tuple[Path, str]) -> None:
     directory, _ = finished
     newest = directory / "checkpoints" / "step_000002" / "trainer"
     assert (directory / "model" / "model.safetensors").samefile(newest / "model.safetensors")

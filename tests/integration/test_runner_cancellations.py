@@ -15,13 +15,13 @@ from agl_slime.store.client import RemoteStore, WorkerStore
 from agl_slime.store.feed import FeedPosition
 from agl_slime.store.server import StoreService
 from agl_slime.support.agl import (
-    EnqueueRolloutRequest,
     LightningStore,
     LightningStoreClient,
     LightningStoreServer,
     LitAgent,
 )
-from tests.integration.test_runner_concurrent import RESOURCES, reason_of
+from tests.harness.runners import RESOURCES, reason_of
+from tests.store_cases import enqueue_inputs
 
 
 class WaitingAgent(LitAgent[Any]):
@@ -69,12 +69,7 @@ async def running(agent: LitAgent[Any], store: LightningStore) -> AsyncIterator[
 
 async def enqueue(store: BridgeStore, *tasks: Any) -> list[str]:
     await store.add_resources({**RESOURCES})
-    return [
-        rollout.rollout_id
-        for rollout in await store.enqueue_many_rollouts(
-            [EnqueueRolloutRequest(input=task, mode="train") for task in tasks]
-        )
-    ]
+    return await enqueue_inputs(store, tasks)
 
 
 async def end_of(store: BridgeStore, rollout_id: str) -> Any:
@@ -143,7 +138,7 @@ async def test_cancellations_during_a_store_outage_are_applied_afterwards():
                     assert await attempt_ends(store, rollout_id) == "failed"
 
 
-async def test_one_that_was_claimed_and_has_not_begun_does_not_begin():
+async def test_rollout_cancelled_between_claim_and_start_does_not_start():
     class SlowResources(BridgeStore):
         asked, go_on = asyncio.Event(), asyncio.Event()
 

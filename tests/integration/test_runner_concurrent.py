@@ -7,40 +7,24 @@ import asyncio
 import random
 import threading
 import time
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
 from opentelemetry import trace as otel
 
-from agl_slime.datasource.read import failure_of
 from agl_slime.gateway.settings import GatewaySettings
 from agl_slime.runner import concurrent, guard
 from agl_slime.runner.concurrent import RunnerSettings
 from agl_slime.runner.thread import RunnerThread
 from agl_slime.store.bridge import BridgeStore
 from agl_slime.support.agl import (
-    LLM,
     EnqueueRolloutRequest,
-    LightningStore,
     LitAgent,
-    RolloutConfig,
     emit_reward,
     find_final_reward,
 )
 from agl_slime.support.threads import run_in_thread
-
-RESOURCES = {"main_llm": LLM(endpoint="http://127.0.0.1:1", model="none")}
-
-
-class FnAgent(LitAgent[Any]):
-    def __init__(self, fn: Any) -> None:
-        super().__init__()
-        self._fn = fn
-
-    async def rollout_async(self, task: Any, resources: Any, rollout: Any) -> Any:
-        return await self._fn(task)
+from tests.harness.runners import RESOURCES, ClaimCounter, FnAgent, finished, reason_of, running
 
 
 class SyncAgent(LitAgent[Any]):
@@ -54,31 +38,6 @@ class SyncAgent(LitAgent[Any]):
         self._together.wait(20)  # the agent's own work, which must not hold up the others
         emit_reward(float(task))
         return float(task)
-
-
-@asynccontextmanager
-async def running(
-    agent: LitAgent[Any], store: LightningStore | None = None, **settings: Any
-) -> AsyncIterator[BridgeStore]:
-    store = store or BridgeStore()
-    await store.add_resources(RESOURCES)
-    with RunnerThread(
-        agent=agent, store=store, settings=RunnerSettings(poll_interval_s=0.01, heartbeat_interval_s=0, **settings)
-    ):
-        yield store  # type: ignore[misc]
-
-
-async def finished(store: LightningStore, inputs: Sequence[Any], **config: Any) -> list[Any]:
-    requests = [EnqueueRolloutRequest(input=item, mode="train", config=RolloutConfig(**config)) for item in inputs]
-    ids = [rollout.rollout_id for rollout in await store.enqueue_many_rollouts(requests)]
-    return [await asyncio.wait_for(store.wait_for_rollout(rollout_id, timeout=20), 25) for rollout_id in ids]  # type: ignore[attr-defined]
-
-
-async def reason_of(store: LightningStore, rollout: Any) -> tuple[str, str]:
-    attempt = await store.get_latest_attempt(rollout.rollout_id)
-    assert attempt is not None
-    spans = [*await store.query_spans(rollout.rollout_id, attempt.attempt_id)]
-    return failure_of(spans, attempt_status=attempt.status)
 
 
 async def test_slow_starting_agents_do_not_delay_each_others_connections() -> None:
@@ -145,7 +104,7 @@ async def test_sync_agents_of_stock_agent_lightning_run_unchanged_and_at_once() 
         (lambda: {"reward": 1.0}, "bad_reward", "reward"),
     ],
 )
-async def test_what_an_agent_gets_wrong_fails_its_rollout_with_the_reason(fn: Any, reason: str, message: str) -> None:
+async def test_agent_errors_fail_the_rollout_with_their_reason(fn: Any, reason: str, message: str) -> None:
     async def work(task: Any) -> Any:
         return fn()
 
@@ -199,7 +158,7 @@ async def test_an_agent_that_ignores_its_cancellation_is_abandoned(monkeypatch: 
         assert "ignored its cancellation" in message
 
 
-async def test_stopping_cancels_what_is_in_flight_and_says_so() -> None:
+async def test_stop_cancels_rollouts_in_flight_with_that_reason() -> None:
     started = threading.Event()
 
     async def work(task: Any) -> float:
@@ -253,15 +212,9 @@ async def test_places_that_become_free_in_a_full_house_are_filled_together(
 ) -> None:
     monkeypatch.setattr(concurrent, "_FREE_PAUSE_S", pause_s)
     places = 2 * concurrent._FREE_SHARE
-    asked: list[int] = []
     running_now: dict[int, asyncio.Event] = {}
     loops: list[asyncio.AbstractEventLoop] = []
     started = threading.Semaphore(0)
-
-    class CountingStore(BridgeStore):
-        async def dequeue_many_rollouts(self, *, limit: int = 1, worker_id: str | None = None) -> Any:
-            asked.append(limit)
-            return await super().dequeue_many_rollouts(limit=limit, worker_id=worker_id)
 
     async def work(task: int) -> float:
         loops[:] = [asyncio.get_running_loop()]
@@ -274,20 +227,20 @@ async def test_places_that_become_free_in_a_full_house_are_filled_together(
         for _ in range(count):
             assert await asyncio.to_thread(started.acquire, timeout=20)
 
-    store = CountingStore()
+    store = ClaimCounter()
     await store.add_resources({**RESOURCES})
     requests = [EnqueueRolloutRequest(input=n, mode="train") for n in range(places + freed)]
     await store.enqueue_many_rollouts(requests)
     settings = RunnerSettings(poll_interval_s=60.0, heartbeat_interval_s=0, max_concurrent=places)
     with RunnerThread(agent=FnAgent(work), store=store, settings=settings):
         await have_started(places)
-        asked.clear()
+        store.limits.clear()
         for first in range(0, freed, 2):
             loops[0].call_soon_threadsafe(
                 lambda first=first: [running_now[n].set() for n in range(first, min(first + 2, freed))]
             )
             await have_started(min(2, freed - first))
-    assert asked == claims
+    assert store.limits == claims
 
 
 async def test_a_failed_attempt_is_tried_again_and_only_the_last_one_counts() -> None:

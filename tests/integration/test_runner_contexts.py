@@ -23,7 +23,7 @@ from agl_slime.runner.thread import RunnerThread
 from agl_slime.store.bridge import BridgeStore
 from agl_slime.store.recording import Recording, current_recording
 from agl_slime.support.agl import LitAgent, emit_reward, find_final_reward
-from tests.integration.test_runner_concurrent import RESOURCES, FnAgent, finished, running
+from tests.harness.runners import RESOURCES, FnAgent, finished, running
 
 ROLLOUTS = 60
 
@@ -121,7 +121,7 @@ async def test_a_parent_that_is_handed_on_explicitly_decides() -> None:
             }
 
 
-def test_threads_of_somebody_else_s_process_are_left_alone() -> None:
+def test_runner_in_a_users_process_does_not_patch_its_threads() -> None:
     """What imports, makes and runs a runner does not replace anything; only the command line and workers do."""
     program = """
 import gc, threading
@@ -245,7 +245,7 @@ async def test_an_instrumented_openai_client_inside_the_agent(kind: str, instrum
                 assert f"question-{task}" in json.dumps(dict(call.attributes))
 
 
-async def test_a_span_that_ends_after_its_rollout_is_dropped_and_said(caplog: pytest.LogCaptureFixture) -> None:
+async def test_late_span_is_dropped_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
     left_open: list[Any] = []
 
     async def work(task: int) -> None:

@@ -13,7 +13,7 @@ from agl_slime.runner.base import RunnerSettings
 from agl_slime.runner.thread import RunnerThread
 from agl_slime.store.bridge import BridgeStore
 from agl_slime.support.agl import EnqueueRolloutRequest, LitAgent
-from tests.integration.test_runner_concurrent import RESOURCES
+from tests.harness.runners import RESOURCES
 
 
 class StubbornAgent(LitAgent[Any]):
@@ -62,7 +62,7 @@ async def test_an_agent_that_ignores_its_cancellation_is_left_behind(caplog: pyt
     assert "blocks" not in caplog.text
 
 
-async def test_a_thread_that_waits_for_its_rollouts_accuses_nobody(caplog: pytest.LogCaptureFixture) -> None:
+async def test_thread_that_waits_for_its_rollouts_names_no_blocking_agent(caplog: pytest.LogCaptureFixture) -> None:
     runner = await started(StubbornAgent())
     with caplog.at_level(logging.WARNING, "agl_slime"):
         assert not await asyncio.to_thread(runner.stop, cancel=False, timeout_s=0.2)

@@ -19,7 +19,7 @@ import pytest
 from agl_slime.runner import lag
 from agl_slime.support.agl import LitAgent
 from agl_slime.support.watcher import Frame
-from tests.integration.test_runner_concurrent import FnAgent, finished, running
+from tests.harness.runners import FnAgent, finished, running
 
 
 class BlockingAgent(LitAgent[Any]):
@@ -48,8 +48,7 @@ class LateSelector(selectors.DefaultSelector):
         return super().select(0)
 
 
-def test_a_loop_that_the_machine_does_not_wake_blames_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
-    # fault 30
+def test_late_wakeup_of_the_event_loop_is_not_blamed_on_an_agent(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lag, "_TICK_S", 0.02)
     monitor = lag.LagMonitor(threshold_s=0.05)
 
@@ -69,7 +68,7 @@ def test_a_loop_that_the_machine_does_not_wake_blames_nobody(monkeypatch: pytest
 
 @pytest.mark.parametrize("computes", [False, True])
 async def test_code_that_hardly_gets_to_run_is_not_blamed(monkeypatch: pytest.MonkeyPatch, computes: bool) -> None:
-    """fault 30: on a busy machine a callback takes its time without having used any."""
+    """On a busy machine a callback takes wall-clock time without CPU time."""
     monkeypatch.setattr(lag, "_TICK_S", 0.02)
     places = iter(range(10**9))
     looked = threading.Event()
@@ -120,7 +119,7 @@ async def imports(task: Any) -> float:
 
 
 @pytest.mark.parametrize("agent", [package_blocks(), FnAgent(imports)], ids=["package", "import"])
-async def test_a_user_is_not_blamed_for_what_is_not_theirs(
+async def test_imports_and_other_threads_are_not_blamed_on_the_agent(
     agent: LitAgent[Any], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(lag, "_TICK_S", 0.02)

@@ -14,17 +14,8 @@ from agl_slime.runner import guard
 from agl_slime.runner.concurrent import ConcurrentRunner, RunnerSettings
 from agl_slime.runner.thread import RunnerThread
 from agl_slime.store.bridge import BridgeStore
-from agl_slime.support.agl import EnqueueRolloutRequest, LitAgent
-from tests.integration.test_runner_concurrent import RESOURCES, FnAgent, finished, reason_of, running
-
-
-class SyncFnAgent(LitAgent[Any]):
-    def __init__(self, fn: Any) -> None:
-        super().__init__()
-        self._fn = fn
-
-    def rollout(self, task: Any, resources: Any, rollout: Any) -> Any:
-        return self._fn(task)
+from agl_slime.support.agl import EnqueueRolloutRequest
+from tests.harness.runners import RESOURCES, ClaimCounter, FnAgent, SyncFnAgent, finished, reason_of, running
 
 
 async def test_sync_agents_are_bounded_by_their_threads() -> None:
@@ -48,7 +39,7 @@ async def test_sync_agents_are_bounded_by_their_threads() -> None:
     assert most == 5
 
 
-async def test_sync_agents_that_hang_are_abandoned_and_the_others_go_on() -> None:
+async def test_hanging_sync_agents_are_abandoned_and_others_continue() -> None:
     release = threading.Event()
 
     def work(task: int) -> float:
@@ -65,7 +56,6 @@ async def test_sync_agents_that_hang_are_abandoned_and_the_others_go_on() -> Non
 
 @pytest.mark.parametrize("error", [SystemExit(3), KeyboardInterrupt(), StopIteration(1)])
 async def test_whatever_a_sync_agent_raises_ends_its_own_rollout(error: BaseException) -> None:
-    # fault 32
     def work(task: int) -> float:
         if task == 0:
             raise error
@@ -79,8 +69,8 @@ async def test_whatever_a_sync_agent_raises_ends_its_own_rollout(error: BaseExce
 
 @pytest.mark.parametrize("error", [SystemExit, KeyboardInterrupt])
 @pytest.mark.parametrize("where", ["agent", "awaited", "left"])
-async def test_what_a_task_of_an_agent_raises_ends_its_own_rollout(error: Any, where: str) -> None:
-    """fault 32: asyncio lets both through to whoever runs the loop, which ended the runner and the run."""
+async def test_exceptions_of_an_agents_tasks_end_its_rollout_only(error: Any, where: str) -> None:
+    """asyncio raises both out of ``run_forever``, which would end the runner and the run."""
     ended = threading.Event()
 
     async def nested() -> None:
@@ -109,7 +99,6 @@ async def test_what_a_task_of_an_agent_raises_ends_its_own_rollout(error: Any, w
 
 
 async def test_a_returned_integer_that_no_float_holds_is_a_bad_reward() -> None:
-    # fault 32
     async def work(task: int) -> Any:
         return 10**400
 
@@ -118,8 +107,8 @@ async def test_a_returned_integer_that_no_float_holds_is_a_bad_reward() -> None:
         assert (await reason_of(store, rollout))[0] == "bad_reward"
 
 
-async def test_a_lone_surrogate_is_told_by_its_own_reason() -> None:
-    """fault 32: the exception with the text in it could not be written, and the rollout counted as `no_reward`."""
+async def test_failure_message_with_a_lone_surrogate_keeps_its_reason() -> None:
+    """A message that JSON cannot encode must not turn the failure into `no_reward`."""
 
     async def work(task: int) -> Any:
         raise ValueError("the message is caf\ud800")
@@ -150,7 +139,7 @@ async def test_rollout_cancelled_in_the_store_stops_and_stays_cancelled() -> Non
     assert ended.status == "cancelled"  # the attempt that fails afterwards does not change what was decided
 
 
-async def test_stopping_without_cancelling_lets_what_is_in_flight_finish() -> None:
+async def test_stop_without_cancel_finishes_rollouts_in_flight() -> None:
     started = threading.Event()
     release = threading.Event()
 
@@ -218,7 +207,7 @@ async def test_an_agent_that_ignores_the_end_of_the_runner_does_not_hold_it(monk
     assert (await reason_of(store, rollout))[0] == "cancelled"
 
 
-async def test_cancelling_iter_cancels_what_is_in_flight() -> None:
+async def test_cancelled_iter_cancels_rollouts_in_flight() -> None:
     started = asyncio.Event()
 
     async def work(task: Any) -> float:
@@ -272,19 +261,14 @@ async def test_runners_share_a_short_queue() -> None:
 
 
 async def test_a_long_queue_is_claimed_in_large_batches() -> None:
-    claims: list[int] = []
-
-    class Store(BridgeStore):
-        async def dequeue_many_rollouts(self, *, limit: int = 1, worker_id: str | None = None) -> Any:
-            claims.append(limit)
-            return await super().dequeue_many_rollouts(limit=limit, worker_id=worker_id)
+    claims = ClaimCounter()
 
     async def work(task: Any) -> float:
         return 1.0
 
-    async with running(FnAgent(work), Store(), claim_batch=100) as store:
+    async with running(FnAgent(work), claims, claim_batch=100) as store:
         await finished(store, range(500))
-    assert [limit for limit in claims if limit > 8][:5] == [16, 32, 64, 100, 100]
+    assert [limit for limit in claims.limits if limit > 8][:5] == [16, 32, 64, 100, 100]
 
 
 @pytest.mark.parametrize(

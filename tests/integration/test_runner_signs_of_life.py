@@ -8,7 +8,7 @@ from typing import Any
 
 from agl_slime.store.bridge import BridgeStore
 from agl_slime.support.agl import emit_reward, find_final_reward
-from tests.integration.test_runner_concurrent import FnAgent, finished, running
+from tests.harness.runners import FnAgent, finished, running
 
 
 class CountingStore(BridgeStore):

@@ -24,6 +24,7 @@ from agl_slime.rollout.scheduler import (
 from agl_slime.trace.trajectory import Trajectory
 from examples.math_retry import CONTINUATION_TIP, TIP, MathAgent, MathContinuation, MathNewRound, boxed, is_right
 from tests.conversations import ScriptedClient
+from tests.harness.samples import trained_ids
 from tests.integration.rollouts import run_rollout, run_rollouts
 from tests.vocabularies import chat_tokenizer
 
@@ -64,7 +65,7 @@ def choice(text: str, finish_reason: str = "stop") -> RolloutResponseChoice:
     )
 
 
-def test_it_has_no_step_of_its_own_and_takes_max_turns_first() -> None:
+def test_base_scheduler_has_no_step_and_takes_max_turns_first() -> None:
     with pytest.raises(NotImplementedError, match="MultiTurnScheduler must implement step"):
         MultiTurnScheduler().step(RolloutInferRequest(messages=[]), choice("x"), 1)
     assert Twice(3, "more", other=1).max_turns == 3
@@ -81,7 +82,7 @@ def test_check_finished_stops_on_truncation_and_at_max_turns() -> None:
     assert Twice().check_finished(request, choice("x"), 1000) is False
 
 
-async def test_what_step_and_check_finished_are_given() -> None:
+async def test_step_and_check_finished_get_their_documented_arguments() -> None:
     seen: list[Any] = []
 
     class Looking(Twice):
@@ -125,12 +126,7 @@ async def test_continuation() -> None:
     assert sum(conversion.forks.values()) == 1
     assert conversion.samples[-1].reward == 1.0
     sampled = sorted(token for generation in client.generations for token in generation.output_ids)
-    trained = sorted(
-        t
-        for s in conversion.samples
-        for t, m in zip(s.tokens[-s.response_length :], s.loss_mask or [], strict=True)
-        if m
-    )
+    trained = sorted(trained_ids(*conversion.samples))
     assert trained == sampled
     doubt = tokenizer.encode(CONTINUATION_TIP, add_special_tokens=False)
     assert not any(trained_run(s) & set(zip(*[doubt[i:] for i in range(4)], strict=False)) for s in conversion.samples)
@@ -160,7 +156,7 @@ async def test_the_reward_may_look_at_all_messages() -> None:
 async def test_inserted_text_is_masked_and_every_round_is_trained_by_default() -> None:
     conversion, _, tokenizer = await played(MathNewRound(max_turns=3), [WRONG, RIGHT])
     (sample,) = conversion.samples
-    trained = [t for t, m in zip(sample.tokens[-sample.response_length :], sample.loss_mask, strict=True) if m]
+    trained = trained_ids(sample)
     assert tokenizer.decode(trained) == f"{WRONG}<|im_end|>{RIGHT}<|im_end|>"
 
 
@@ -178,7 +174,7 @@ def test_external_plugins_register_local_schedulers() -> None:
     assert agent.scheduler.max_turns == 4
 
 
-# -- as ms-swift's users write schedulers today (fault 26) -----------------------------------------------------------
+# -- as ms-swift's users write schedulers today ----------------------------------------------------------------------
 
 
 class Environment(MultiTurnScheduler):
@@ -244,7 +240,7 @@ class Infos(MathAgent):
 
 
 async def test_an_environment_as_in_ms_swift() -> None:
-    """For fault 26: lists, dicts, done, infos, the hook at the end."""
+    """Its fields are lists and dicts; ``done`` and ``infos`` come from the step, and the end hook runs."""
     scheduler = Environment(max_turns=5)
     conversion, client, tokenizer = await played(scheduler, [WRONG, WRONG, RIGHT, "never asked"], Infos)
     assert scheduler.max_turns == 5
@@ -255,12 +251,11 @@ async def test_an_environment_as_in_ms_swift() -> None:
     assert "Observation 2." in tokenizer.decode(client.prompts[2])
     (sample,) = conversion.samples
     assert sample.metadata["stop_reason"] == "stop"
-    trained = [t for t, m in zip(sample.tokens[-sample.response_length :], sample.loss_mask, strict=True) if m]
+    trained = trained_ids(sample)
     assert trained == [token for generation in client.generations for token in generation.output_ids]
 
 
 async def test_max_turns_ends_a_rollout_whatever_the_scheduler_says() -> None:
-    """For fault 26."""
     scheduler = Environment(max_turns=2)
     conversion, _, _ = await played(scheduler, [WRONG, WRONG, "never asked"], Infos)
     assert (len(conversion.trajectory.turns), conversion.samples[0].metadata["stop_reason"]) == (2, "max_turns")
@@ -268,8 +263,7 @@ async def test_max_turns_ends_a_rollout_whatever_the_scheduler_says() -> None:
 
 
 @pytest.mark.parametrize("place", ["start", "turn", "step", "end", "engine"])
-async def test_what_was_opened_is_closed_whatever_goes_wrong(place: str) -> None:
-    """For fault 26."""
+async def test_environment_is_closed_when_any_hook_fails(place: str) -> None:
     scheduler = Environment(max_turns=5)
     scheduler.fails_at = place
     tokenizer = chat_tokenizer("anthropic", "chatml")
@@ -284,7 +278,7 @@ async def test_what_was_opened_is_closed_whatever_goes_wrong(place: str) -> None
     assert scheduler.seen[-1][2] == error
 
 
-async def test_the_error_of_a_rollout_is_told_although_its_end_fails_too() -> None:
+async def test_rollout_error_is_kept_when_its_end_hook_fails_too() -> None:
     class Both(Environment):
         def _at(self, place: str) -> None:
             if place in ("step", "end"):
@@ -309,7 +303,7 @@ async def test_a_limit_is_no_error_at_the_end() -> None:
 
 
 async def test_a_sync_scheduler_runs_off_the_loop_of_all_rollouts() -> None:
-    """For fault 26: the slow ones of two rollouts run at the same time, and on no event loop."""
+    """Slow hooks of two rollouts run at the same time, and on no event loop."""
     together = threading.Barrier(2)
     hooks: set[str] = set()
 

@@ -30,7 +30,8 @@ from agl_slime.rollout.scheduler import (
     RolloutResponseChoice,
 )
 from tests.conversations import ScriptedClient
-from tests.integration.multi_turn_agents import sampled, trained
+from tests.harness.samples import trained_ids
+from tests.integration.multi_turn_agents import sampled
 from tests.integration.rollouts import run_rollout
 from tests.vocabularies import chat_tokenizer
 
@@ -54,7 +55,7 @@ async def played(scheduler: Any, answers: list[str], template: str = "chatml") -
     assert finished.failure is None, finished.failure
     assert not client._answers  # each was asked for
     conversion = finished.convert(tokenizer)
-    assert sorted(trained(conversion.samples)) == sorted(sampled(client))
+    assert sorted(trained_ids(*conversion.samples)) == sorted(sampled(client))
     return conversion, agent, client
 
 
@@ -82,14 +83,14 @@ class OwnRun(MultiTurnScheduler):
         return outputs
 
 
-async def test_a_run_of_its_own_is_what_runs() -> None:
+async def test_schedulers_own_run_method_is_called() -> None:
     conversion, agent, client = await played(OwnRun(), ["Two.", "24."])
     assert len(conversion.samples) == 1  # the second prompt goes on from the first answer
     assert agent.trajectory.metadata["rollout_infos"] == {"turn": 2}
     assert {(s.temperature, s.max_new_tokens) for s in client.sampling} == {(0.5, 40)}
 
 
-async def test_a_run_of_its_own_has_each_answer_once_in_later_prompts() -> None:
+async def test_schedulers_own_run_has_each_answer_once_in_later_prompts() -> None:
     _, _, client = await played(OwnRun(), ["Two.", "24."])
     assert prompts_of(client) == [prompt("6 times 4?"), prompt("6 times 4?", "Two.", "Sure?")]
 
@@ -279,7 +280,7 @@ BOXED = ["Hm.", "Perhaps \\boxed{1}.", "No.", "Well, \\boxed{2}."] * 12
         ("TreeRollout", BOXED),
     ],
 )
-async def test_prompts_are_those_of_ms_swifts_own_base_class(name: str, answers: list[str], stubs: None) -> None:
+async def test_prompts_equal_those_of_ms_swifts_base_class(name: str, answers: list[str], stubs: None) -> None:
     theirs = examples_over("Rollout", "MultiTurn")[f"{name}Scheduler"]
     assert not issubclass(theirs, MultiTurnScheduler)
     engine = Engine(answers)

@@ -59,7 +59,7 @@ async def test_a_function_gets_the_last_answer_the_columns_and_the_conversation(
     assert [message["content"] for message in columns["messages"][0]] == ["6 times 4?", "12.", "Sure?", "24."]
 
 
-async def test_several_functions_are_summed_and_each_has_its_name() -> None:
+async def test_several_reward_functions_are_summed_and_named() -> None:
     orms["by name"] = Accuracy
     try:
         finished = await rewarded("by name", Short, rounds)
@@ -86,5 +86,5 @@ async def test_a_function_that_does_not_apply_has_no_part_in_the_sum() -> None:
         ("unheard", "there is no reward function 'unheard'"),
     ],
 )
-async def test_what_gives_no_reward_fails_the_rollout_by_name(function: Any, sentence: str) -> None:
+async def test_reward_function_without_a_reward_fails_the_rollout_by_name(function: Any, sentence: str) -> None:
     assert re.search(sentence, str((await rewarded(function)).failure))

@@ -57,7 +57,7 @@ async def answer_to(url: str, *head: bytes, body: bytes = b"") -> int | None:
 
 
 @pytest.mark.parametrize("path", [b"/health", b"/start_rollout", b"/v1/chat/completions", b"/generate", b"/data"])
-async def test_what_a_page_makes_a_browser_send_is_refused(url: str, path: bytes) -> None:
+async def test_requests_with_a_foreign_host_or_origin_are_403(url: str, path: bytes) -> None:
     own = urlsplit(url).netloc.encode()
     for method in (b"GET", b"POST", b"OPTIONS"):
         head = method + b" " + path + b" HTTP/1.1"
@@ -166,7 +166,7 @@ async def test_a_request_that_stays_half_open_is_cut_off(sent: bytes) -> None:
             writer.close()
 
 
-async def test_a_slow_body_that_goes_on_is_waited_for() -> None:
+async def test_slow_body_that_keeps_arriving_is_read() -> None:
     async with impatient() as (host, port):
         reader, writer = await asyncio.open_connection(host, port)
         writer.write(b"POST / HTTP/1.1\r\nHost: 127.0.0.1\r\nConnection: close\r\nContent-Length: 40000\r\n\r\n")

@@ -69,7 +69,7 @@ def nothing_outlives_a_test_that_fails(tmp_path: Path) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("variable", [None, "", "/nowhere/bin/python", sys.executable])
-def test_a_python_without_sglang_is_said_before_anything_is_started(
+def test_python_without_sglang_is_refused_before_any_start(
     variable: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv(SGLANG_PYTHON, raising=False)
@@ -117,7 +117,7 @@ def test_dead_sglang_process_has_its_last_line_in_the_error_and_all_in_log(tmp_p
     assert left(tmp_path, 1.0) == []
 
 
-def test_one_that_is_never_ready_is_ended(tmp_path: Path) -> None:
+def test_sglang_that_is_never_ready_is_killed(tmp_path: Path) -> None:
     python = a_python(tmp_path, "trap '' TERM; while true; do sleep 1; done")
     engine = SGLangProcess(tmp_path, python=python, log=tmp_path / "sglang.log", start_timeout_s=0.7)
     with pytest.raises(EngineTimeoutError, match=r"^SGLang for .* was not ready within 0\.7 s"):

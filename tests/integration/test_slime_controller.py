@@ -17,8 +17,9 @@ from agl_slime.groups.results import Outcome
 from agl_slime.runner.controller_process import agents_of
 from tests.faults.scripted_engine import in_thread
 from tests.gateway_cases import TEMPLATE, engine_saying
-from tests.integration.test_agl1_faults import free_port, playing
-from tests.integration.test_slime_datasource import AGENT, args_for, check, write_tasks
+from tests.harness.servers import free_port
+from tests.harness.slime_source import AGENT, args_for, check, write_tasks
+from tests.integration.test_agl1_faults import playing
 from tests.trace_tokenizers import small_tokenizer
 
 

@@ -4,29 +4,36 @@ elsewhere."""
 from __future__ import annotations
 
 import asyncio
-import json
 import random
 import threading
 from argparse import Namespace
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from agl_slime import AGLDataSource, RunnerThread, slime_hooks
+from agl_slime import AGLDataSource, slime_hooks
 from agl_slime.errors import DataSourceError
 from agl_slime.groups.results import Outcome
 from agl_slime.slime.generate import stop_rollouts
 from agl_slime.store.bridge import BridgeStore
-from agl_slime.store.client import RemoteStore
-from agl_slime.store.server import StoreService
-from agl_slime.support.agl import LLM, EnqueueRolloutRequest
 from agl_slime.types import RolloutFnEvalOutput, Sample
+from tests.harness.slime_source import (
+    AGENT,
+    HELD_AGENT,
+    HeldAgent,
+    args_for,
+    check,
+    enqueue,
+    names,
+    sampling_by_mode,
+    service_with_runner,
+    wait_until,
+    write_tasks,
+)
 from tests.slime.contract_agent import ContractAgent
 
-AGENT = "tests.slime.contract_agent:ContractAgent"
 HERE = "tests.integration.test_slime_datasource"
 
 
@@ -45,61 +52,6 @@ class FlakyAgent(ContractAgent):
 class HopelessAgent(FlakyAgent):
     def make_task(self, rng: random.Random) -> dict[str, Any]:
         return {**super().make_task(rng), "fail": True}
-
-
-class HeldAgent(ContractAgent):
-    """Ends no rollout before ``release`` is set."""
-
-    release = threading.Event()
-
-    def compute_reward(self, task: dict[str, Any], response: str) -> float:
-        assert self.release.wait(30)
-        return super().compute_reward(task, response)
-
-
-def args_for(**settings: Any) -> Namespace:
-    """slime's minimal args, as its contract tests have them, and ours."""
-    minimal = {
-        "rollout_global_dataset": False,
-        "buffer_filter_path": None,
-        "n_samples_per_prompt": 2,
-        "custom_rm_path": None,
-        "group_rm": False,
-        "rm_type": None,
-        "reward_key": None,
-        "agl_get_timeout_s": 30,
-        "agl_max_attempts": 1,
-    }
-    return Namespace(**{**minimal, **settings})
-
-
-def write_tasks(path: Path, n: int) -> str:
-    path.write_text("".join(json.dumps({"prompt": f"task {i}", "label": str(i)}) + "\n" for i in range(n)))
-    return str(path)
-
-
-@contextmanager
-def service_with_runner(agent: Any = None, *, port: int = 0) -> Iterator[tuple[BridgeStore, StoreService]]:
-    store = BridgeStore()
-    # the service ends first: what is in flight then is lost, not failed
-    with RunnerThread(agent=agent or ContractAgent(), store=store), StoreService(store=store, port=port) as service:
-        yield store, service
-
-
-def names(groups: list[list[Sample]]) -> list[str]:
-    return [sample.metadata["agl_rollout_id"] for group in groups for sample in group]
-
-
-def check(groups: list[list[Sample]], *, size: int = 2) -> None:
-    for group in groups:
-        assert len(group) == size
-        assert len({sample.group_index for sample in group}) == 1
-        for sample in group:
-            assert sample.status == Sample.Status.COMPLETED
-            assert sample.reward == 0.25
-            assert sample.index is not None
-            assert sample.loss_mask is not None
-            assert sample.response_length == len(sample.loss_mask) < len(sample.tokens)
 
 
 def test_connected_to_nothing_it_gives_placeholders_like_slimes_own_source(caplog: pytest.LogCaptureFixture):
@@ -150,11 +102,9 @@ def test_a_run_in_which_nothing_succeeds_says_so():
         source.get_samples(1)
 
 
-def test_under_fully_async_it_answers_at_once_and_keeps_a_batch_under_way():
+def test_fully_async_source_returns_at_once_and_keeps_a_batch_in_flight():
     HeldAgent.release.clear()
-    args = args_for(
-        agl_agent=f"{HERE}:HeldAgent", rollout_function_path="x.fully_async_rollout.generate", rollout_batch_size=3
-    )
+    args = args_for(agl_agent=HELD_AGENT, rollout_function_path="x.fully_async_rollout.generate", rollout_batch_size=3)
     with AGLDataSource(args) as source:
         assert source.get_samples(1) == []
         HeldAgent.release.set()
@@ -182,18 +132,6 @@ def test_evaluation_runs_validation_rollouts_through_the_same_hook(tmp_path: Pat
         assert len(source) == 0
 
 
-async def _sampling_by_mode(store: BridgeStore) -> dict[str, list[dict[str, Any]]]:
-    """The sampling parameters of the store's rollouts, each once."""
-    found: dict[str, list[dict[str, Any]]] = {}
-    for rollout in await store.query_rollouts():
-        resources = await store.get_resources_by_id(rollout.resources_id or "")
-        assert resources is not None
-        sampling = resources.resources["main_llm"].sampling_parameters  # type: ignore[union-attr]
-        if sampling not in found.setdefault(str(rollout.mode), []):
-            found[str(rollout.mode)].append(sampling)
-    return found
-
-
 def test_evaluations_are_sampled_as_slimes_eval_flags_say(tmp_path: Path):
     tasks = write_tasks(tmp_path / "t.jsonl", 4)
     args = args_for(agl_tasks=tasks, agl_eval_tasks=tasks, agl_eval_rollouts=2)
@@ -205,7 +143,7 @@ def test_evaluations_are_sampled_as_slimes_eval_flags_say(tmp_path: Path):
             for _ in range(2):
                 source.get_samples(1)
                 source.evaluate(0)
-        assert asyncio.run(_sampling_by_mode(store)) == {
+        assert asyncio.run(sampling_by_mode(store)) == {
             "train": [{"temperature": 0.9, "top_p": 1.0, "max_new_tokens": 64}],
             "val": [{"temperature": 0.0, "top_p": 1.0, "max_new_tokens": 512}],
         }
@@ -215,33 +153,7 @@ def test_evaluations_are_sampled_as_slimes_eval_flags_say(tmp_path: Path):
 # --------------------------------------------------------------------------------------------------------
 
 
-async def _enqueue(url: str, group_id: str, n: int, *, size: int) -> list[str]:
-    store = RemoteStore(url)
-    await store.add_resources({"main_llm": LLM(endpoint="http://127.0.0.1:1", model="")})
-    metadata = {"group_id": group_id, "group_size": size}
-    requests = [
-        EnqueueRolloutRequest(input={"prompt": f"{group_id} {i}"}, mode="train", metadata=metadata) for i in range(n)
-    ]
-    rollouts = await store.enqueue_many_rollouts(requests)
-    await store.close()
-    return [rollout.rollout_id for rollout in rollouts]
-
-
-def enqueue(url: str, group_id: str, n: int, *, size: int = 2) -> list[str]:
-    return asyncio.run(_enqueue(url, group_id, n, size=size))
-
-
-def wait_until(source: AGLDataSource, settled: int) -> None:
-    """Until the source knows of so many rollouts."""
-    with source.groups.changed:
-        for _ in range(400):
-            if source.groups.ledger.counts().opened >= settled:
-                return
-            source.groups.changed.wait(0.05)
-    pytest.fail(f"only {source.groups.ledger.counts().opened} of {settled} rollouts became known")
-
-
-def test_a_checkpoint_says_exactly_what_was_handed_out(tmp_path: Path):
+def test_checkpoint_records_exactly_the_groups_handed_out(tmp_path: Path):
     """Groups handed out, ready, half finished and not begun at the checkpoint; the manager dies and another one
     loads."""
     with service_with_runner() as (_, service):
@@ -346,7 +258,7 @@ async def test_a_failed_rollout_of_generate_is_a_failed_sample_with_its_reason()
 
 
 @pytest.mark.usefixtures("stopped_afterwards")
-async def test_stopping_tells_those_who_wait_and_the_next_prompt_starts_anew():
+async def test_stopping_fails_pending_calls_and_the_next_prompt_restarts():
     HeldAgent.release.clear()
     with service_with_runner(HeldAgent()) as (store, service):
         args = args_for(agl_store_url=service.url)

@@ -7,7 +7,7 @@ import asyncio
 import pickle
 import random
 from argparse import Namespace
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,15 +22,16 @@ from agl_slime.store.bridge import BridgeStore
 from agl_slime.store.feed import FeedPage
 from agl_slime.store.server import StoreService
 from agl_slime.types import Sample
-from tests.integration.test_slime_datasource import (
-    HERE,
+from tests.harness.slime_source import (
+    HELD_AGENT,
     HeldAgent,
-    _sampling_by_mode,
     args_for,
     names,
+    sampling_by_mode,
     service_with_runner,
     write_tasks,
 )
+from tests.harness.waiting import until
 from tests.store_cases import enqueue_group, finish
 
 SIZE = 2
@@ -47,14 +48,6 @@ async def roll_out(store: BridgeStore, n: int, *, first: int = 0) -> None:
     for number in range(first, first + n):
         for rollout in await enqueue_group(store, f"g{number}", size=SIZE):
             await finish(store, rollout.rollout_id)
-
-
-async def soon(true: Callable[[], bool]) -> None:
-    for _ in range(2_000):
-        if true():
-            return
-        await asyncio.sleep(0.01)
-    pytest.fail("it has not come to that")
 
 
 def straw(directory: Path, url: str, **settings: Any) -> Namespace:
@@ -95,7 +88,7 @@ async def test_a_manager_that_takes_the_journal_over_loses_and_doubles_nothing(
         source.get_samples(1)
 
 
-def test_what_was_being_read_at_a_save_is_known_as_read_at_the_next_one():
+def test_rollout_read_during_a_save_counts_as_read_at_the_next_save():
     """It is read again after the load, which may be before the feed names it; with unread ends before it, the third
     manager was told of it as new."""
     table = CompletionTable(hold=True)
@@ -168,11 +161,11 @@ def test_evaluations_go_by_the_names_of_slimes_data_sets(tmp_path: Path):
                 assert {name: len(one["rewards"]) for name, one in output.data.items()} == {"easy": 6, "hard": 2}
                 prompts = [one.prompt[-1]["content"] for one in output.data["easy"]["samples"]]
                 assert sorted(prompts) == [f"task {i}" for i in range(3) for _ in range(2)]
-        sampled = asyncio.run(_sampling_by_mode(store))
+        sampled = asyncio.run(sampling_by_mode(store))
         assert sorted(sampled["val"], key=len) == [{"temperature": 0.0}, {"temperature": 1.0, "max_new_tokens": 9}]
 
 
-async def test_groups_that_come_for_nobody_are_given_back(served: tuple[BridgeStore, str]):
+async def test_groups_of_a_cancelled_call_are_returned_to_the_source(served: tuple[BridgeStore, str]):
     store, url = served
     with AGLDataSource(args_for(agl_store_url=url)) as source:
         waiting = asyncio.ensure_future(source.get_samples_async(1))
@@ -185,7 +178,7 @@ async def test_groups_that_come_for_nobody_are_given_back(served: tuple[BridgeSt
         assert len({*names(taken)}) == 2 * SIZE
 
 
-async def test_a_generate_call_that_is_cancelled_has_its_rollout_cancelled():
+async def test_cancelled_generate_call_cancels_its_rollout():
     """Newer slimes cancel the task of a function that says so; they aborted every request on every engine before."""
     assert slime_hooks.generate.abort_mode == "request"  # type: ignore[attr-defined]
     HeldAgent.release.clear()
@@ -198,11 +191,11 @@ async def test_a_generate_call_that_is_cancelled_has_its_rollout_cancelled():
                 asyncio.ensure_future(slime_hooks.generate(args, Sample(index=0, prompt=prompt), {}))
                 for prompt in ("aborted", "kept")
             )
-            await soon(lambda: store.usage().running == 2)
+            await until(lambda: store.usage().running == 2)
             aborted.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await aborted
-            await soon(lambda: len(cancelled) > 0)
+            await until(lambda: len(cancelled) > 0)
             HeldAgent.release.set()
             assert isinstance(await asyncio.wait_for(kept, 20), Sample)
             assert [rollout.input["prompt"] for rollout in cancelled] == ["aborted"]
@@ -213,7 +206,7 @@ async def test_a_generate_call_that_is_cancelled_has_its_rollout_cancelled():
 async def test_rollout_cancelled_before_it_is_enqueued_ends_cancelled():
     HeldAgent.release.clear()
     try:
-        args = args_for(agl_agent=f"{HERE}:HeldAgent")
+        args = args_for(agl_agent=HELD_AGENT)
         first = asyncio.ensure_future(slime_hooks.generate(args, Sample(index=0, prompt="x"), {}))
         await asyncio.sleep(0)  # asked for, and not enqueued yet
         first.cancel()
@@ -242,17 +235,17 @@ async def test_tasks_that_were_drawn_after_the_last_state_are_found_in_the_store
     for step in range(3):
         source.demand(3)
         enqueued = 3 * SIZE * (step + 1)
-        await soon(lambda enqueued=enqueued: store.usage().stored == enqueued)
+        await until(lambda enqueued=enqueued: store.usage().stored == enqueued)
         queued = [rollout for rollout in await in_store(store) if rollout.status == "queuing"]
         for rollout in queued[: SIZE + step]:
             await finish(store, rollout.rollout_id)
         if step < 2:
-            await soon(lambda source=source: len(source) > 0)
+            await until(lambda source=source: len(source) > 0)
         source.stop()
         source = AGLDataSource(args)
         source.load_state_dict(state)
         source.demand(3)
-        await soon(lambda source=source: source.groups.ledger.counts().open > 0)
+        await until(lambda source=source: source.groups.ledger.counts().open > 0)
         for rollout in queued[SIZE + step :]:
             await finish(store, rollout.rollout_id)
         batch = await asyncio.to_thread(slime_hooks.generate_rollout, args, step, source)
@@ -279,5 +272,5 @@ async def test_tasks_of_a_state_that_never_got_to_the_store_are_enqueued(
     with AGLDataSource(args) as source:
         source.load_state_dict(state)
         source.demand(2)
-        await soon(lambda: store.usage().stored == 2 * SIZE)
+        await until(lambda: store.usage().stored == 2 * SIZE)
         assert {rollout.input["prompt"] for rollout in await in_store(store)} == {one.task["prompt"] for one in taken}

@@ -164,7 +164,7 @@ async def test_gpus_that_engines_and_actors_share_are_refused(engine: str, tmp_p
         await run(config_for(engine, tmp_path, 1, numbered(3), max_staleness=1), "--colocate")
 
 
-async def test_a_step_that_nobody_has_planned_is_one_sentence(engine: str) -> None:
+async def test_unplanned_step_is_an_error_in_one_sentence(engine: str) -> None:
     with StoreService(store=BridgeStore()) as service:
         service.plan(3, ["ro-1"])
         store = RemoteStore(service.url)

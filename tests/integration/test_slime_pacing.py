@@ -15,7 +15,7 @@ from agl_slime import AGLDataSource, slime_hooks
 from agl_slime.errors import ConfigError, DataSourceError
 from agl_slime.groups.results import Outcome
 from tests.faults.scripted_engine import ScriptedEngine, in_thread
-from tests.integration.test_slime_datasource import AGENT, args_for, check, names
+from tests.harness.slime_source import AGENT, args_for, check, names
 
 
 @pytest.fixture

@@ -150,7 +150,7 @@ def iterations() -> list[set[str]]:
 
 
 @pytest.mark.parametrize("own_checkpoint", [True, False], ids=["ours", "of slime's own loop"])
-async def test_a_loaded_run_goes_on_with_the_next_task_and_ends_in_time(
+async def test_loaded_slime_run_continues_with_the_next_task_and_ends_in_time(
     engine: str, tmp_path: Path, own_checkpoint: bool
 ):
     """Tasks began again at the first one, and slime ran past --num-rollout."""
@@ -174,7 +174,7 @@ async def test_a_loaded_run_that_is_done_says_so(engine: str, tmp_path: Path):
         await run(config_for(engine, tmp_path, 1, numbered(3)), "--load", str(tmp_path / "checkpoint"))
 
 
-async def test_the_record_of_a_slime_run_is_what_the_page_shows(engine: str, tmp_path: Path):
+async def test_page_shows_the_rollouts_of_a_slime_run(engine: str, tmp_path: Path):
     config = config_for(engine, tmp_path, 2, numbered(4 * BATCH), keep_rollouts="all")
     await run(config)
     reader = RunReader(tmp_path / "run-2")

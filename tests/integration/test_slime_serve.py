@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from agl_slime import AGLDataSource
-from tests.integration.test_slime_datasource import AGENT, args_for, check, write_tasks
+from tests.harness.slime_source import AGENT, args_for, check, write_tasks
 
 pytestmark = pytest.mark.slow  # each process imports Agent Lightning
 

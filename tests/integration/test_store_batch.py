@@ -13,8 +13,7 @@ from agl_slime.store.bridge import BridgeStore
 from agl_slime.store.client import RemoteStore, WorkerStore
 from agl_slime.store.server import StoreService
 from agl_slime.support.agl import LLM
-from tests.unit.test_store_hooks import make_span
-from tests.unit.test_store_retention import claim, enqueue, execute
+from tests.store_cases import claim, enqueue, execute, make_span
 
 
 @pytest.fixture
@@ -86,7 +85,7 @@ async def test_a_call_that_fails_does_not_stop_the_others(served: tuple[BridgeSt
     await remote.close()
 
 
-async def test_a_call_that_cannot_be_encoded_is_an_error_of_its_own_caller(served: tuple[BridgeStore, str]) -> None:
+async def test_unencodable_call_fails_its_caller_only(served: tuple[BridgeStore, str]) -> None:
     store, url = served
     await enqueue(store, 1)
     claimed = await claim(store)

@@ -36,7 +36,7 @@ async def _take(store: RemoteStore, position: FeedPosition, n: int) -> list[str]
     return taken
 
 
-async def test_a_follower_is_told_of_each_end_once_in_order():
+async def test_follower_gets_each_completion_once_in_order():
     with StoreService(store=(store := BridgeStore())) as service:
         remote, position = RemoteStore(service.url), FeedPosition()
         before = await _finish(store, 3)
@@ -47,7 +47,7 @@ async def test_a_follower_is_told_of_each_end_once_in_order():
         await remote.close()
 
 
-async def test_a_follower_that_comes_with_a_saved_position_goes_on_from_there():
+async def test_follower_resumes_from_a_saved_position():
     with StoreService(store=(store := BridgeStore())) as service:
         ended = await _finish(store, 5)
         remote = RemoteStore(service.url)
@@ -55,7 +55,7 @@ async def test_a_follower_that_comes_with_a_saved_position_goes_on_from_there():
         await remote.close()
 
 
-async def test_another_server_instance_is_told_by_its_id():
+async def test_new_server_instance_is_recognized_by_its_id():
     with StoreService(store=(store := BridgeStore())) as service:
         await _finish(store, 1)
         remote = RemoteStore(service.url)
@@ -108,7 +108,7 @@ def test_an_address_that_others_reach_needs_a_token():
         StoreService(store=BridgeStore(), host="0.0.0.0")
 
 
-async def test_stock_agent_lightning_without_the_feed_is_said_so():
+async def test_stock_store_without_the_feed_is_an_error():
     from agentlightning.utils.server_launcher import PythonServerLauncherArgs
 
     from agl_slime.support.agl import LightningStoreServer

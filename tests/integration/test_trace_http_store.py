@@ -3,7 +3,6 @@ reads."""
 
 from __future__ import annotations
 
-import socket
 import time
 
 from agl_slime.support.agl import (
@@ -18,12 +17,7 @@ from agl_slime.trace import attributes as names
 from agl_slime.trace.converter import convert_rollout
 from agl_slime.trace.span_codec import TurnEncoder
 from agl_slime.trace.turn import Turn
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+from tests.harness.servers import free_port
 
 
 async def test_a_rollout_comes_back_exactly_over_http():

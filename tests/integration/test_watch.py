@@ -167,12 +167,12 @@ def test_a_worker_that_is_stuck_is_killed(tmp_path: Path) -> None:
         assert case.process.wait(WITHIN_S) == -signal.SIGKILL
 
 
-def test_a_worker_whose_loop_stands_still_is_killed(tmp_path: Path) -> None:
+def test_worker_with_a_stalled_loop_is_killed(tmp_path: Path) -> None:
     with watched(tmp_path, "None", "say_after_s=1e9, kill_after_s=2.0", late=3.0) as case:
         assert case.process.wait(WITHIN_S) == -signal.SIGKILL
 
 
-def test_the_readers_of_stacks_agree_on_what_is_a_users() -> None:
+def test_stack_readers_agree_on_frames_of_user_code() -> None:
     from agl_slime.support.watcher import Frame, users_frame
 
     ours, library = Frame(re.__file__, 1, "match"), Frame(pytest.__file__, 1, "main")

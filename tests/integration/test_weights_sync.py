@@ -72,7 +72,7 @@ async def test_all_workers_of_a_router_at_the_same_time() -> None:
         assert steps(router) == []  # a router takes none of these
 
 
-async def test_generations_in_flight_go_on_under_the_new_weights() -> None:
+async def test_generations_in_flight_resume_under_the_new_weights() -> None:
     async with ScriptedEngine(token_s=0.002, weight_version="0") as engine, SGLangClient(base_url=engine.url) as client:
         tasks = [asyncio.create_task(client.generate([n], SamplingParams(max_new_tokens=40))) for n in range(10)]
         await engine.arrived("/generate", 10)
@@ -145,7 +145,7 @@ async def test_an_engine_that_does_not_list_its_versions_is_paused_as_ever() -> 
         ([None], {"dtype": "bfloat16"}, ""),  # a server without this route
     ],
 )
-async def test_what_the_workers_compute_in(
+async def test_workers_compute_dtype_is_found(
     served: list[str | None], config: dict[str, str] | None, expected: str, tmp_path: Path
 ) -> None:
     if config is not None:
@@ -238,7 +238,7 @@ async def test_server_that_loads_weights_but_answers_an_error_has_the_weights() 
         assert engine.weight_version == "1"
 
 
-async def test_continue_is_tried_again_and_its_failure_told() -> None:
+async def test_continue_is_retried_and_its_failure_raised() -> None:
     async with ScriptedEngine() as engine:
         engine.script("/continue_generation", Status(500), Reset())
         await make_sync(engine).push("/models/step-1", "1")
@@ -262,7 +262,7 @@ async def test_a_cancelled_push_continues_the_worker() -> None:
         assert not engine.paused
 
 
-async def test_nobody_there() -> None:
+async def test_weight_sync_to_an_unreachable_engine_is_an_error() -> None:
     async with ScriptedEngine() as gone:
         url = gone.url
     with pytest.raises(EngineUnreachableError):

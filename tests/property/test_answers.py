@@ -74,7 +74,7 @@ def sayable(kind: str, listed: list[tuple[str, dict[str, Any]]]) -> bool:
 @pytest.mark.parametrize("kind", KINDS)
 @given(listed=calls, content=plain, reasoning=st.none() | texts)
 @settings(max_examples=examples(60), deadline=None, suppress_health_check=list(HealthCheck))
-def test_what_a_template_writes_is_read_back(
+def test_rendered_answer_is_parsed_back(
     kind: str, listed: list[tuple[str, dict[str, Any]]], content: str, reasoning: str | None
 ) -> None:
     assume(sayable(kind, listed))
@@ -94,7 +94,7 @@ def test_what_a_template_writes_is_read_back(
 @pytest.mark.parametrize("kind", KINDS)
 @given(listed=calls, content=texts, thought=texts)
 @settings(max_examples=examples(20), deadline=None, suppress_health_check=list(HealthCheck))
-def test_what_is_visible_while_sampled_is_what_the_whole_begins_with(
+def test_visible_text_is_a_prefix_of_the_whole(
     kind: str, listed: list[tuple[str, dict[str, Any]]], content: str, thought: str
 ) -> None:
     assume(sayable(kind, listed))
@@ -130,7 +130,7 @@ def test_a_mark_that_was_sampled_as_its_text_is_a_mention(kind: str) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_streams_parts_go_on_from_what_was_shown(stream: bool) -> None:
+def test_stream_parts_extend_the_shown_text(stream: bool) -> None:
     tokenizer = tokenizer_of("hermes", opens=True)
     reading = Reading(reader_for(tokenizer, opened=True, offered=True), ())
     spelled = [t for letter in "I write </think> then." for t in tokenizer.encode(letter, add_special_tokens=False)]

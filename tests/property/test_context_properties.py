@@ -63,7 +63,7 @@ def each_sampled_token_is_trained_once_where_it_was_sampled(conversation: Conver
 
 
 def a_prompt_extends_what_is_held_or_a_fork_is_counted(conversation: Conversation) -> None:
-    """fault 29: and none is counted where a prompt does extend what is held; what a turn says of it is so."""
+    """No fork is counted where the prompt extends the context; the turn records its base correctly."""
     first, *others = conversation.turns
     assert (first.base_turn, first.kept_tokens, first.fork) == (None, 0, None)
     for before, turn, continued in zip(conversation.turns, others, conversation.continued[1:], strict=False):
@@ -119,7 +119,7 @@ _UNEDITED: tuple[Move, ...] = ("tool", "tool", "tools", "user")
 @quick
 @given(data=st.data())
 def test_templates_that_only_append_never_fork(template: str, data: st.DataObject) -> None:
-    """fault 29: nor where only the end of the text, empty blocks or numbers that count on are written otherwise."""
+    """Nor where only the end of a text, empty blocks or running numbers are rendered differently."""
     tokenizer = chat_tokenizer("qwen", template)
     conversation = data.draw(conversations(tokenizer, template, allowed=_UNEDITED))
     assert not conversation.context.forks
@@ -137,8 +137,8 @@ def test_no_merge_can_reach_across_a_boundary_where_markers_end_answers(template
 @pytest.mark.parametrize("template", [name for name in TEMPLATES if name != "forgets_results"])
 @settings(max_examples=examples(2), deadline=None)
 @given(data=st.data())
-def test_a_long_conversation_of_any_steps_says_what_the_template_says(template: str, data: st.DataObject) -> None:
-    """fault 29: a step that the ends do not show as the whole does (a question among tools) is noticed at that step."""
+def test_any_long_conversation_renders_as_the_template_does(template: str, data: st.DataObject) -> None:
+    """A step that renders differently in the window and in the whole (a question among tools) is noticed at once."""
     tokenizer = chat_tokenizer("qwen", template)
     conversation = data.draw(
         conversations(tokenizer, template, allowed=("tool", "user", "tip"), min_turns=30, max_turns=40)

@@ -84,7 +84,7 @@ def ending_soon() -> Iterator[None]:
     value=st.sampled_from(VALUES),
 )
 @settings(max_examples=examples(60), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_no_damage_is_a_mistake_of_ours(
+def test_no_damage_causes_an_internal_error(
     whole: Path, tmp_path_factory: pytest.TempPathFactory, name: str, what: Any, value: Any
 ) -> None:
     run = shutil.copytree(whole, tmp_path_factory.mktemp("damaged") / "run")
@@ -122,7 +122,7 @@ def change_a_field(path: Path, rng: random.Random, value: Any) -> None:
 
 @pytest.mark.parametrize("place", [a_directory, a_loop, a_pipe])
 @pytest.mark.parametrize("command", ["report", "audit"])
-def test_what_stands_in_the_place_of_the_metrics_is_named(
+def test_wrong_file_in_place_of_the_metrics_is_named(
     whole: Path, tmp_path: Path, command: str, place: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = shutil.copytree(whole, tmp_path / "run")

@@ -116,7 +116,7 @@ def test_a_body_is_read_as_if_it_were_the_first(sent: list[tuple[str, bytes]]) -
     asyncio.run(go())
 
 
-async def test_what_a_request_adds_is_all_that_is_read_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_only_the_added_part_of_a_request_is_parsed(monkeypatch: pytest.MonkeyPatch) -> None:
     protocol, read = ChatCompletions(), []
     monkeypatch.setattr(
         protocol, "read", lambda body, kept: read.append("whole") or ChatCompletions.read(protocol, body)
@@ -177,7 +177,7 @@ class Resending(Audit):
 
 @pytest.mark.parametrize(("vocabulary", "template"), CASES)
 @pytest.mark.parametrize("seed", range(3))
-async def test_a_walk_goes_on_where_a_whole_one_would(
+async def test_resumed_walk_finds_what_a_full_walk_does(
     vocabulary: str, template: str, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     find, walked = Tree.find, []

@@ -32,7 +32,7 @@ def snapshots(draw: st.DrawFn) -> list[Snapshot]:
 
 
 @given(groups=snapshots(), group_size=st.integers(1, 5), group_ratio=ratios, item_ratio=ratios, timeout_ratio=ratios)
-def test_what_comes_out_is_whole_trainable_and_accounted_for(
+def test_delivered_groups_are_whole_trainable_and_accounted_for(
     groups, group_size, group_ratio, item_ratio, timeout_ratio
 ):
     settings = PipelineSettings(

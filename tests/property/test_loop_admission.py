@@ -132,7 +132,7 @@ def test_stragglers_of_20x_duration_stay_within_staleness_in_10k_groups(max_stal
 
 @settings(max_examples=examples(60), deadline=None)
 @given(batch_size=st.integers(1, 5), max_staleness=st.integers(0, 4), cut=st.integers(0, 9), seed=st.integers(0, 2**32))
-def test_a_run_that_goes_on_makes_the_batches_of_the_uninterrupted_one(
+def test_resumed_run_makes_the_batches_of_the_uninterrupted_one(
     batch_size: int, max_staleness: int, cut: int, seed: int
 ) -> None:
     """The same groups end between the same steps; the cut lies between two steps."""
@@ -165,7 +165,7 @@ def test_a_run_that_goes_on_makes_the_batches_of_the_uninterrupted_one(
     assert batches(cut) == batches(None)
 
 
-def test_without_staleness_a_batch_is_what_was_admitted_together() -> None:
+def test_without_staleness_a_batch_is_the_groups_admitted_together() -> None:
     admission = Admission(batch_size=2, max_staleness=0)
     for step in range(3):
         assert admission.free == 2
@@ -198,7 +198,7 @@ def test_a_batch_waits_for_a_group_that_has_to_be_in_it() -> None:
     assert admission.take() == [0, 3]
 
 
-def test_what_was_admitted_before_a_restart_keeps_its_age() -> None:
+def test_groups_admitted_before_a_restart_keep_their_age() -> None:
     admission = Admission(batch_size=1, max_staleness=1)
     for number in range(2):
         admission.admit(number)

@@ -183,7 +183,7 @@ def test_any_history_under_the_templates_of_current_models(model: str, data: st.
         needs_question=st.booleans(),
     ),
 )
-def test_any_history_under_a_template_that_nobody_has_written_yet(data: st.DataObject, ways: Ways) -> None:
+def test_any_history_under_any_generated_template(data: st.DataObject, ways: Ways) -> None:
     drive(data, tokenizer_with(template_of(ways)))
 
 

@@ -260,7 +260,7 @@ Restarts.TestCase.settings = settings(max_examples=examples(100), stateful_step_
 TestRestarts = Restarts.TestCase
 
 
-def test_what_is_trained_before_the_feed_names_it_is_not_read_again() -> None:
+def test_rollouts_trained_before_the_feed_lists_them_are_not_read_again() -> None:
     """Two thousand rollouts that wait for a manager that is killed as soon as it starts come to this: their group is
     whole before the first page, and released by the second save."""
     store = Store()

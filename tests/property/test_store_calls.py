@@ -219,7 +219,7 @@ async def test_an_agent_that_changes_its_task_does_not_change_the_stored_one() -
     assert stored.input == {"messages": [{"content": "hi"}]}
 
 
-async def test_a_scan_before_spans_are_read_finds_what_is_past_its_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_scan_before_reading_spans_finds_expired_rollouts(monkeypatch: pytest.MonkeyPatch) -> None:
     store = BridgeStore(scan_debounce_seconds=0)
     await store.enqueue_rollout(input={}, config=RolloutConfig(timeout_seconds=5))
     claimed = await store.dequeue_rollout()

@@ -16,7 +16,7 @@ steps = st.one_of(
 
 
 @given(st.lists(steps, max_size=200))
-def test_exactly_what_is_due_is_taken_once(sequence: list[tuple[str, str, int]]) -> None:
+def test_due_entries_are_taken_exactly_once(sequence: list[tuple[str, str, int]]) -> None:
     watch = WatchList()
     model: dict[str, int] = {}
     for action, name, when in sequence:

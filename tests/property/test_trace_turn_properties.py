@@ -12,14 +12,10 @@ from hypothesis import strategies as st
 
 from agl_slime.errors import TraceError
 from agl_slime.trace import attributes as names
-from agl_slime.trace.span_codec import TurnEncoder, decode_turns
+from agl_slime.trace.span_codec import decode_turns
 from agl_slime.trace.turn import Turn
+from tests.harness.samples import encode
 from tests.property.trace_strategies import conversations
-
-
-def encode(turns: list[Turn], **options: object) -> list[SimpleNamespace]:
-    encoder = TurnEncoder(**options)  # type: ignore[arg-type]
-    return [SimpleNamespace(attributes=encoder.encode(turn)) for turn in turns]
 
 
 @given(conversations())
@@ -37,7 +33,7 @@ SAID = st.sampled_from([{"content": "a"}, {"content": "b"}, {"content": 1}, {"co
 
 
 @given(st.lists(st.tuples(st.integers(0, 6), st.lists(SAID, max_size=4)), max_size=8))
-def test_turns_that_go_on_from_any_other_have_their_own_messages(asked: list[tuple[int, list[dict[str, object]]]]):
+def test_turns_with_any_base_keep_their_messages(asked: list[tuple[int, list[dict[str, object]]]]):
     turns = [
         Turn(prompt_ids=[1], response_ids=[2], messages=tuple(messages), base_turn=base % number if number else None)
         for number, (base, messages) in enumerate(asked)

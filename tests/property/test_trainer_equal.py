@@ -114,7 +114,7 @@ def trainers(tmp_path_factory: pytest.TempPathFactory) -> dict[bool, LocalTraine
     recompute=st.booleans(),
     aggregation=st.sampled_from(["token", "rollout"]),
 )
-def test_loss_gradient_and_metrics_are_those_of_one_sample_at_a_time(
+def test_loss_gradient_and_metrics_equal_one_sample_at_a_time(
     trainers: dict[bool, LocalTrainer],
     samples: list[Sample],
     microbatch: int,

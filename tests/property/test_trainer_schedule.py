@@ -77,7 +77,7 @@ def sequences_of(micro: MicroBatch) -> list[np.ndarray]:
 
 
 @given(st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=6), min_size=1, max_size=12))
-def test_what_sequences_in_order_begin_with_alike_is_there_once(sequences: list[list[int]]):
+def test_common_prefixes_of_ordered_sequences_are_stored_once(sequences: list[list[int]]):
     ordered = [np.array(ids) for ids in sorted(sequences)]
     n_ids = sum(map(len, ordered))
     micro = MicroBatch.of(ordered, sources=np.arange(n_ids), targets=np.zeros(n_ids), token_index=np.arange(n_ids))

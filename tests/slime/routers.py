@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import socket
 import subprocess
 import sys
 import time
@@ -12,11 +11,13 @@ import urllib.request
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
+from tests.harness.servers import free_port
+
 
 @contextmanager
 def sglang_router(workers: Sequence[str] = (), *, policy: str = "manual", flags: Sequence[str] = ()) -> Iterator[str]:
     """Routes to ``workers``, and to those that are registered later; yields its URL once all workers are healthy."""
-    port, metrics_port = _free_port(), _free_port()
+    port, metrics_port = free_port(), free_port()
     url = f"http://127.0.0.1:{port}"
     command = [
         sys.executable,
@@ -57,8 +58,3 @@ def _workers(url: str) -> list[dict[str, object]] | None:
             return json.load(answer)["workers"]
     except (OSError, ValueError):
         return None
-
-
-def _free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return listener.getsockname()[1]

@@ -35,6 +35,16 @@ def slime_dir() -> Path | None:
     return root if root is not None and (root / "slime" / "ray").is_dir() else None
 
 
+def slime_package() -> Path:
+    """The ``slime`` package directory, from SLIME_DIR or the installed one; importing it would need Ray and SGLang."""
+    if root := os.environ.get("SLIME_DIR"):
+        return Path(root) / "slime"
+    spec = importlib.util.find_spec("slime")
+    if spec is None or not spec.submodule_search_locations:
+        pytest.skip("set SLIME_DIR to a checkout of slime")
+    return Path(next(iter(spec.submodule_search_locations)))
+
+
 def require_slime(*modules: str) -> Path:
     """The slime checkout; skips the test with one sentence when it, or one of ``modules``, is missing."""
     root = slime_dir()

@@ -5,14 +5,15 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from agl_slime.slime.trainer import SlimeTrainer
+from tests.harness.processes import is_running
+from tests.harness.waiting import becomes_true
 from tests.slime.standins import driver
 from tests.slime.support import REPOSITORY
 from tests.unit.test_slime_driver import ORDER, calls, use
@@ -40,14 +41,6 @@ def ray() -> Iterator[Any]:
     ray.shutdown()
 
 
-def soon(true: Callable[[], bool], what: Callable[[], Any]) -> None:
-    """Ray ends actors in its own time."""
-    deadline = time.monotonic() + 20
-    while not true():
-        assert time.monotonic() < deadline, what()
-        time.sleep(0.05)
-
-
 def run(trainer: SlimeTrainer) -> None:
     trainer.start()
     for step in range(2):
@@ -72,10 +65,10 @@ def test_a_crash_in_each_phase_leaves_no_actor_process_or_placement_group(
 
 
 def nothing_is_left(args: Any) -> None:
-    soon(lambda: not alive(), alive)
-    soon(lambda: not placed(), placed)
+    assert becomes_true(lambda: not alive(), 20), alive()  # Ray kills actors asynchronously
+    assert becomes_true(lambda: not placed(), 20), placed()
     pids = [int(line) for line in Path(f"{args.calls}.pids").read_text().split()] if "manager" in calls(args) else []
-    soon(lambda: not any(map(running, pids)), lambda: f"{pids} live on")
+    assert becomes_true(lambda: not any(map(is_running, pids)), 20), pids
 
 
 def alive() -> list[str]:
@@ -102,22 +95,11 @@ def test_a_driver_that_is_killed_leaves_nothing_or_the_next_one_ends_it(
         assert process.stdout.readline() == "started\n"
         process.kill()
     if "attach" in ORDER[shape].split():  # detached, with the only GPU
-        soon(lambda: sorted(alive()) == ["ServedManager", "Serving"], alive)
+        assert becomes_true(lambda: sorted(alive()) == ["ServedManager", "Serving"], 20), alive()
         use(shape, monkeypatch)
         trainer = SlimeTrainer(args=driver.driver_args(tmp_path / "next"))
         trainer.start()
-        soon(lambda: sorted(alive()) == ["LivingSession", "ServedManager", "Serving", "Worker"], alive)
+        actors = ["LivingSession", "ServedManager", "Serving", "Worker"]
+        assert becomes_true(lambda: sorted(alive()) == actors, 20), alive()
         trainer.stop()
     nothing_is_left(args)
-
-
-def running(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    return (
-        "Z" not in Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[-1].split()[0]
-        if sys.platform == "linux"
-        else True
-    )

@@ -67,7 +67,7 @@ def judge(found: dict[str, tuple[int, str]], version: str, name: str, places: st
     assert "Traceback" not in output
 
 
-def test_a_name_that_was_moved_again_is_told_by_its_version_and_places(tmp_path: Path):
+def test_name_moved_again_is_reported_with_version_and_places(tmp_path: Path):
     for place, source in _LEAST.items():
         moved = place if place != "data/data_source" else "elsewhere/new_home"
         (tmp_path / "slime" / moved).parent.mkdir(parents=True, exist_ok=True)

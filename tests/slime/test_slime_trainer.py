@@ -31,7 +31,7 @@ def test_the_loop_trains_through_slime(engines: str, tmp_path: Path):
     assert {"metrics.jsonl", "summary.json", "groups.jsonl", "rollouts.jsonl", "report.html"} <= set(result["files"])
     assert result["page"] == ["finished", []]
     assert result["kept"].count("trained") >= 2 * STEPS  # of each iteration the best and the worst
-    if engines == "embedded":  # fault 11
+    if engines == "embedded":
         loaded = run_program(
             root, "driver", tmp_path, str(STEPS + 2), engines, str(tmp_path / "checkpoint"), timeout_s=420
         )

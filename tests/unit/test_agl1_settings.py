@@ -19,7 +19,7 @@ def no_variables(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("AGL_CONTROLLER_PYTHON", raising=False)
 
 
-def test_flags_become_what_the_controller_runs() -> None:
+def test_flags_become_controller_settings() -> None:
     settings = TrainConfig(**_FITS, env_map=("QUESTION=input.question", "ALL=input")).controller(log=None)
     assert settings is not None
     assert (settings.agent, settings.python) == ("sums:Sums", None)
@@ -50,12 +50,12 @@ def test_the_environment_names_key_and_python(monkeypatch: pytest.MonkeyPatch) -
         ({"runners": "controller:2"}, "controller"),
     ],
 )
-def test_what_does_not_fit_is_refused_by_name(more: dict[str, Any], named: str) -> None:
+def test_unfitting_settings_are_refused_by_name(more: dict[str, Any], named: str) -> None:
     with pytest.raises(ConfigError, match=named):
         TrainConfig(**{**_FITS, **more})
 
 
-def test_a_job_template_that_is_not_there_is_said_before_anything_starts(tmp_path: Path) -> None:
+def test_missing_job_template_is_refused_before_any_start(tmp_path: Path) -> None:
     tasks = tmp_path / "tasks.jsonl"
     tasks.write_text('{"question": "2+2?"}\n' * 4)
     config = TrainConfig(runners="controller", tasks=tasks, job_template=tmp_path / "job.yaml")

@@ -59,7 +59,7 @@ def written(number: int) -> str:
 
 
 @pytest.mark.parametrize("calls", [1, 2, 3, 5])
-def test_content_stands_beside_thinking_and_any_number_of_calls(calls: int) -> None:
+def test_answer_has_content_thinking_and_any_number_of_calls(calls: int) -> None:
     template = ChatTemplate(tokenizer=small_tokenizer(BY_ID), tools=[WEATHER])
     text = f"So Rome.</think>Let me see.{''.join(map(written, range(calls)))}"
     message = template.fields.convert(text, template.reader).message

@@ -29,7 +29,7 @@ def test_a_run_of_slimes_begins_with_version_1(first: dict[str, object], begun: 
 
 
 @pytest.mark.parametrize(("slimes", "missing"), [(True, [6]), (False, [1, 2, 3, 4, 6])])
-def test_only_a_run_of_slimes_goes_on_from_another_directory(tmp_path: Path, slimes: bool, missing: list[int]) -> None:
+def test_only_slime_runs_may_continue_from_another_directory(tmp_path: Path, slimes: bool, missing: list[int]) -> None:
     file = IterationFile(tmp_path / "metrics.jsonl")
     for iteration in (5, 7):
         more = {"train/slime_rollout_id": iteration - 1.0} if slimes else {}

@@ -25,7 +25,7 @@ def test_the_bound_stays_finite_however_often_it_failed():
         assert backoff.failed(OSError()) <= 4.0  # type: ignore[operator]
 
 
-def test_what_the_other_side_asks_to_wait_is_waited_and_spread():
+def test_requested_wait_is_kept_and_spread():
     random.seed(1)
     backoff = Backoff(base_s=1.0, cap_s=1.0)
     pause = backoff.failed(OSError(), at_least_s=7.0)
@@ -33,7 +33,7 @@ def test_what_the_other_side_asks_to_wait_is_waited_and_spread():
     assert 7.0 < pause <= 8.0
 
 
-def test_tries_count_the_first_one_and_the_first_cause_is_told():
+def test_tries_include_the_first_and_the_first_cause_is_raised():
     backoff = Backoff("the store did not answer", DataSourceError, base_s=0.0, tries=3)
     first, last = ConnectionResetError("peer"), TimeoutError("late")
     assert backoff.failed(first) is not None
@@ -46,14 +46,14 @@ def test_tries_count_the_first_one_and_the_first_cause_is_told():
         assert part in str(told)
 
 
-def test_one_kind_of_failure_is_told_once():
+def test_one_kind_of_failure_is_named_once():
     backoff = Backoff(tries=2)
     backoff.failed(OSError("gone"))
     backoff.failed(OSError("gone"))
     assert str(backoff.given_up(OSError("gone"))).count("gone") == 1
 
 
-def test_patience_counts_from_the_first_failure_and_reset_begins_anew(monkeypatch):
+def test_patience_counts_from_the_first_failure_and_reset_restarts_it(monkeypatch):
     now = 100.0
     monkeypatch.setattr(time, "monotonic", lambda: now)
     backoff = Backoff(base_s=0.0, patience_s=10.0)
@@ -73,7 +73,7 @@ def test_no_pause_goes_past_the_deadline(monkeypatch):
     assert Backoff(base_s=0.0, deadline=105.0).failed(OSError(), at_least_s=5.0) is None
 
 
-async def test_run_tries_again_what_is_retried_and_nothing_else():
+async def test_run_retries_matching_errors_only():
     outcomes: list[Exception | str] = [ConnectionError("one"), ConnectionError("two"), "answer", ValueError("other")]
 
     async def call() -> str:

@@ -9,8 +9,8 @@ from agl_slime.support.batching import Batcher
 
 @pytest.mark.parametrize("parallel", [1, 2])
 async def test_an_entry_that_comes_as_all_calls_end_is_handled(parallel: int) -> None:
-    """fault 3: all calls were answered in one turn of the loop; whoever added an entry next found senders that had
-    ended, started none, and waited for some other entry to come."""
+    """All calls are answered in one iteration of the loop: the next entry must start a sender, although those of the
+    answered calls have not been removed yet."""
     answered, sent = asyncio.Event(), []
 
     async def handle(entries: list[int]) -> list[int]:
@@ -32,7 +32,7 @@ async def test_an_entry_that_comes_as_all_calls_end_is_handled(parallel: int) ->
     assert await asyncio.wait_for(asyncio.gather(*callers), 10) == [[n, n + 10] for n in range(parallel)]
 
 
-async def test_a_call_that_is_cancelled_tells_whoever_waits() -> None:
+async def test_cancelled_call_fails_its_waiting_callers() -> None:
     under_way = asyncio.Event()
 
     async def handle(entries: list[int]) -> list[int]:

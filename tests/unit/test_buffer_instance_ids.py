@@ -17,7 +17,7 @@ def write(path: Path, *rows: object) -> Path:
     return path
 
 
-def test_lines_without_an_id_get_one_that_nobody_has(tmp_path):
+def test_lines_without_an_id_get_a_unique_one(tmp_path):
     file = write(
         tmp_path / "data.jsonl",
         {"prompt": "1+1"},
@@ -39,7 +39,7 @@ def test_a_second_run_changes_nothing(tmp_path):
     assert second.read_bytes() == first.read_bytes()
 
 
-def test_odd_values_stay_what_they_are(tmp_path):
+def test_odd_json_values_are_unchanged(tmp_path):
     file = tmp_path / "data.jsonl"
     lines = [r'{"big":123456789012345678901234567890,"half":"x\ud83d"}', '{"n":NaN,"high":1e999,"é":"ü"}']
     file.write_text("\n".join(lines), encoding="utf-8")
@@ -67,7 +67,7 @@ def test_a_file_that_cannot_be_used_leaves_nothing_behind(tmp_path, text, messag
     assert [path.name for path in tmp_path.iterdir()] == ["data.jsonl"]
 
 
-def test_the_command_says_what_it_did(tmp_path, capsys):
+def test_command_reports_its_counts(tmp_path, capsys):
     file = write(tmp_path / "data.jsonl", {"a": 1})
     assert main(["assign-instance-id", "--input", str(file)]) == 0
     assert "1 lines, 1 got an instance_id" in capsys.readouterr().out

@@ -40,7 +40,7 @@ def test_the_last_complete_box_counts(text, boxed):
         (r"\boxed{43}", "42", 0.0),
         (r"\boxed{}", "42", 0.0),
         (r"\boxed{1/0}", "42", 0.0),
-        (r"\boxed{1,2}", "12", 0.0),  # fault 17: a comma separates thousands, or two numbers
+        (r"\boxed{1,2}", "12", 0.0),  # a comma separates thousands or two numbers
         (r"\boxed{1,2}", "1, 2", 1.0),
         (r"\boxed{12,34}", "1234", 0.0),
         (r"\boxed{-1,234,567.5}", "-1234567.5", 1.0),
@@ -64,7 +64,7 @@ def test_numbers_are_compared_as_numbers_and_the_rest_as_text(response, label, r
     ],
 )
 def test_no_answer_holds_the_process(answer):
-    """fault 17: an exponent of seven digits was written out in full."""
+    """An exponent of seven digits must not be expanded."""
     began = time.process_time()
     assert boxed_reward(answer, "42") == 0.0
     assert time.process_time() - began < 1

@@ -141,7 +141,7 @@ def test_max_groups_takes_the_oldest_and_leaves_the_rest():
     assert len(uids(store.read("math"))) == 6
 
 
-def test_a_group_that_times_out_is_dropped_and_told_with_the_next_batch():
+def test_timed_out_group_is_dropped_and_reported_with_the_next_batch():
     clock = Clock()
     store = open_store(clock=clock, group_size=4)
     write(store, item("1"))
@@ -220,7 +220,7 @@ def test_everything_is_there_after_a_restart(tmp_path):
 
 
 @pytest.mark.parametrize("by_name", [True, False])
-def test_a_resumed_trainer_gets_what_it_lost_and_nothing_else(tmp_path, by_name):
+def test_resumed_trainer_gets_exactly_its_lost_groups(tmp_path, by_name):
     path = tmp_path / "buffer.sqlite"
     store = open_store(path)
     store.start_run("math", {"skip_instance_ids": ["a"]})  # "a" was trained before the restart
@@ -311,7 +311,7 @@ def test_items_that_arrive_while_a_group_is_decided_begin_another():
     assert counts_add_up(store)
 
 
-def test_what_json_cannot_say_is_a_recorded_failure_not_a_lost_hand_out():
+def test_unserializable_group_is_a_recorded_failure():
     functions = {"normalize_group_data": lambda group: (group[0], [{**entry, "note": object()} for entry in group[1]])}
     store = open_store(functions=functions)
     write(store, item("1"), item("2"))
@@ -352,7 +352,7 @@ def test_a_write_that_cannot_be_stored_leaves_no_trace(tmp_path, monkeypatch):
     assert uids(store.read("math")) == ["1", "2"]
 
 
-def test_a_changed_group_size_applies_to_what_waits():
+def test_changed_group_size_applies_to_pending_items():
     store = open_store(group_size=4)
     write(store, item("1"), item("2"))
     assert store.read("math") is None
@@ -387,7 +387,7 @@ def test_names_of_groups_are_never_given_twice(tmp_path):
     assert len(set(names)) == 6
 
 
-def test_a_discarded_task_begins_anew_and_the_account_adds_up():
+def test_discarded_task_restarts_and_counts_add_up():
     store = open_store()
     write(store, item("1"), item("2"), item("3", "b"))
     store.read("math")

@@ -103,7 +103,7 @@ def test_a_system_message_in_the_middle_forks_only_where_it_is_to_be_first() -> 
         ("{{ messages | nothing }}", [QUESTION], "nothing"),
     ],
 )
-def test_what_a_template_refuses_is_a_typed_error_with_its_words(template: str, messages: Any, said: str) -> None:
+def test_template_error_is_a_prompt_error_with_its_message(template: str, messages: Any, said: str) -> None:
     context = ChatContext(template=ChatTemplate(tokenizer=small_tokenizer(template)), messages=messages)
     with pytest.raises(PromptError, match=said):
         context.prompt_ids()

@@ -26,11 +26,11 @@ from agl_slime.sglang.transport import _decoded, _encoded
         [],
     ],
 )
-def test_a_payload_arrives_as_it_is(payload: Any):
+def test_payload_survives_encoding(payload: Any):
     assert json.loads(_encoded(payload)) == json.loads(json.dumps(payload))
 
 
-def test_what_is_no_json_is_refused():
+def test_invalid_json_is_refused():
     with pytest.raises(TypeError):
         _encoded({"x": object()})
     for body in (b"", b"<html>", b'{"a": 1', b"\xff"):
@@ -39,7 +39,7 @@ def test_what_is_no_json_is_refused():
 
 
 @pytest.mark.parametrize("body", [b'[NaN, Infinity, "\\ud83d"]', b'{"a": [1e400]}'])
-def test_what_servers_write_beyond_the_standard_is_read(body: bytes):
+def test_nonstandard_json_of_servers_is_read(body: bytes):
     assert repr(_decoded(body)) == repr(json.loads(body))
 
 

@@ -77,7 +77,7 @@ def test_any_other_form_is_refused(body: Any) -> None:
         parse_generation(body)
 
 
-def test_nan_logits_are_told_and_not_taken_for_a_stop() -> None:
+def test_nan_logits_are_an_error_not_a_stop() -> None:
     with pytest.raises(EngineError, match="NaN logits") as caught:
         parse_generation(answer(finish_reason={"type": "stop", "matched": "NaN happened"}))
     assert type(caught.value) is EngineError  # a protocol error would be sent again

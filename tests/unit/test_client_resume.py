@@ -43,7 +43,7 @@ def test_the_next_part_gets_prompt_plus_ids_and_the_rest_of_the_budget() -> None
     assert request.sampling.max_new_tokens == 7
 
 
-def test_counts_are_those_of_the_first_part_that_has_any() -> None:
+def test_token_counts_are_those_of_the_first_part_that_has_any() -> None:
     wanted = start(max_new_tokens=10)
     wanted.next_request()
     wanted.add(part([], ""))
@@ -78,7 +78,7 @@ def test_a_stop_string_across_the_boundary_is_followed_token_by_token() -> None:
     assert (result.text, result.finish_reason, result.matched_stop, result.resumed) == ("hello ", "stop", "</end>", 1)
 
 
-def test_a_beginning_that_comes_to_nothing_goes_on_at_full_speed() -> None:
+def test_false_start_of_a_stop_string_resumes_at_full_length() -> None:
     wanted = start(max_new_tokens=10, stop=("</end>",))
     wanted.next_request()
     wanted.add(part([1, 2], "hello </"))
@@ -137,7 +137,7 @@ def test_the_context_length_is_part_of_the_budget() -> None:
     assert wanted.result(latency_s=0).finish_reason == "length"
 
 
-def test_given_up_as_it_is() -> None:
+def test_given_up_generation_returns_its_tokens() -> None:
     wanted = start(max_new_tokens=10)
     wanted.next_request()
     wanted.add(part([1, 2], "ab"))

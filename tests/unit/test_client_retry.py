@@ -72,7 +72,9 @@ DUPLICATE = '{"error": {"message": "Duplicate request ID detected: 12ab"}}'
         (504, "", EngineServerError, True),
     ],
 )
-def test_each_status_has_its_verdict(status: int, body: str, error: type[EngineError], retry: bool) -> None:
+def test_each_status_maps_to_an_error_and_a_retry_flag(
+    status: int, body: str, error: type[EngineError], retry: bool
+) -> None:
     refused = refusal(status, body, where="http://h:1/generate")
     assert type(refused) is error
     assert refused.transient is retry
@@ -121,7 +123,9 @@ def test_context_limit_only_from_the_total_refusal() -> None:
         (refusal(400, BAD_ID), OutOfVocabularyError, False),
     ],
 )
-def test_each_exception_has_its_verdict(exc: Exception, error: type[EngineError], retry: bool) -> None:
+def test_each_exception_maps_to_an_error_and_a_retry_flag(
+    exc: Exception, error: type[EngineError], retry: bool
+) -> None:
     found = engine_error(exc)
     assert type(found) is error
     assert found.transient is retry
@@ -176,7 +180,7 @@ async def test_it_tries_again_and_answers() -> None:
     assert attempt.calls == 3
 
 
-async def test_attempts_are_bounded_and_told() -> None:
+async def test_attempts_are_bounded_and_named_in_the_error() -> None:
     attempt = Failing(*[refusal(500, "boom") for _ in range(20)])
     with pytest.raises(EngineServerError, match=r"boom \(gave up after 5 attempts in"):
         await run(attempt, max_attempts=5)

@@ -39,9 +39,9 @@ from agl_slime.trainers.local.settings import LocalTrainerSettings
             {"resume": True, "trainer": "slime", "output_dir": Path("x")},
             "^--resume with --trainer slime: slime keeps its own checkpoints",
         ),
-        ({"actor_num_nodes": 2}, "^--actor-num-nodes with --trainer local"),  # fault 6
-        ({"actor_num_gpus_per_node": 4}, "^--actor-num-gpus-per-node with --trainer local"),  # fault 6
-        ({"rollout_num_gpus": 2}, "^--rollout-num-gpus with --trainer local"),  # fault 6
+        ({"actor_num_nodes": 2}, "^--actor-num-nodes with --trainer local"),
+        ({"actor_num_gpus_per_node": 4}, "^--actor-num-gpus-per-node with --trainer local"),
+        ({"rollout_num_gpus": 2}, "^--rollout-num-gpus with --trainer local"),
         ({"env": "x", "trainer": "slime"}, "^--env x with --trainer slime: .* take --trainer local"),
         ({"weight_pause": "in_place", "trainer": "slime"}, "^--weight-pause with --trainer slime"),
         ({"eval_sglang_url": "http://x:1"}, "^--eval-sglang-url http://x:1: only asynchronous training uses it"),
@@ -65,7 +65,7 @@ from agl_slime.trainers.local.settings import LocalTrainerSettings
         ({"rollout_batch_size": 10**23}, "^--rollout-batch-size must be at most 100000"),
     ],
 )
-def test_what_cannot_be_used_names_the_flag(settings: dict[str, Any], sentence: str) -> None:
+def test_invalid_settings_name_the_flag(settings: dict[str, Any], sentence: str) -> None:
     with pytest.raises(ConfigError, match=sentence):
         TrainConfig(**settings)
 

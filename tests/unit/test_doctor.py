@@ -39,7 +39,7 @@ def test_a_machine_that_can_train_has_nothing_that_fails() -> None:
         ("agentlightning", None, "Agent Lightning", 'pip install "agentlightning>=0.3,<1"'),
     ],
 )  # fmt: skip
-def test_what_the_first_command_needs_fails_with_what_to_do(
+def test_missing_prerequisite_fails_with_the_fix(
     package: str, version: str | None, name: str, says: str, monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
@@ -53,7 +53,7 @@ def test_what_the_first_command_needs_fails_with_what_to_do(
     assert f"will not run: see {name} above" in said
 
 
-def test_a_server_is_looked_for_where_it_is_said_to_be() -> None:
+def test_server_is_probed_at_the_given_url() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         url = f"http://127.0.0.1:{server.getsockname()[1]}"
         assert lines(url)["--sglang-url"].verdict == "ok"
@@ -61,7 +61,7 @@ def test_a_server_is_looked_for_where_it_is_said_to_be() -> None:
     assert "cannot be reached" in line.text
 
 
-def test_a_python_without_sglang_is_said_with_the_way_to_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_python_without_sglang_is_reported_with_the_fix(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(SGLANG_PYTHON, str(tmp_path / "none"))
     assert (line := lines()["SGLang"]).verdict == "--"
     assert "scripts/sglang_cpu.sh" in line.text

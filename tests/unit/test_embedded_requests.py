@@ -21,7 +21,7 @@ def parse(body: Any) -> Any:
     return parse_generate(body, encode=lambda text: [ord(letter) for letter in text])
 
 
-def test_defaults_are_those_of_sglang() -> None:
+def test_defaults_equal_sglangs() -> None:
     assert sampling_of(None) == sampling_of({"temperature": None, "stop": None})
     sampling = sampling_of(None)
     assert (sampling.temperature, sampling.top_p, sampling.top_k, sampling.max_new_tokens) == (
@@ -57,7 +57,7 @@ def test_a_null_length_means_up_to_the_context() -> None:
         ({"ignore_eos": "yes"}, "ignore_eos.*yes"),
     ],
 )
-def test_what_it_cannot_do_is_refused(params: dict[str, Any], message: str) -> None:
+def test_unsupported_parameters_are_refused(params: dict[str, Any], message: str) -> None:
     with pytest.raises(BadRequest, match=message):
         sampling_of(params)
 
@@ -145,5 +145,5 @@ def test_tool_calls_are_split_from_the_text() -> None:
         '<tool_call>{"x": 1}</tool_call>',
     ],
 )
-def test_what_is_no_tool_call_stays_text(text: str) -> None:
+def test_text_that_is_no_tool_call_is_content(text: str) -> None:
     assert split_tool_calls(text) == (text, None)

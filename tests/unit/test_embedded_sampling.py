@@ -83,7 +83,7 @@ def test_a_large_vocabulary_is_drawn_from_as_a_small_one_is() -> None:
 
 
 @pytest.mark.parametrize("spread", [8.0, 0.01])
-def test_cuts_of_a_large_vocabulary_are_those_of_a_full_sort(spread: float) -> None:
+def test_filtered_sampling_of_a_large_vocabulary_equals_a_full_sort(spread: float) -> None:
     """Also where the likely ones do not hold what top_p leaves, and beside rows that cut nothing or take the first."""
     logits = torch.randn(6000, generator=torch.Generator().manual_seed(6)) * spread
     settings = [(1.0, 0.7, ALL_TOKENS), (1.0, 1.0, 5), (0.8, 0.4, 3000), (1.0, 1.0, ALL_TOKENS), (1.0, 1.0, 1)]

@@ -43,7 +43,7 @@ def test_environment_flags_are_split_from_the_command_line_in_every_form() -> No
         ({"env_arguments": ("--env.x", "1")}, "--env-arguments"),
     ],
 )
-def test_what_does_not_fit_an_environment_is_refused_by_name(given: dict[str, Any], named: str) -> None:
+def test_unfitting_environment_settings_are_refused_by_name(given: dict[str, Any], named: str) -> None:
     with pytest.raises(ConfigError, match=named):
         TrainConfig(**given)
 
@@ -65,7 +65,7 @@ def _task(digest: str, idx: int) -> dict[str, Any]:
     return {"digest": digest, "idx": idx}
 
 
-def test_a_task_that_is_there_twice_is_held_out_twice() -> None:
+def test_duplicate_tasks_are_held_out_together() -> None:
     tasks = [_task(f"d{number % 10}", number) for number in range(20)]
     for seed in range(20):
         kept, out, count, _ = _split({"train": tasks}, seed=seed, held_out=None, validate=True, name="a")
@@ -73,7 +73,7 @@ def test_a_task_that_is_there_twice_is_held_out_twice() -> None:
         assert (len(kept), len(out or ()), count) == (18, 2, 2)
 
 
-def test_what_is_in_both_of_a_tasksets_splits_is_not_trained() -> None:
+def test_task_in_both_splits_is_not_trained() -> None:
     found = {"train": [_task("a", 0), _task("b", 1)], "eval": [_task("b", 0)]}
     kept, out, count, told = _split(found, seed=0, held_out=None, validate=True, name="a")
     assert ([one["digest"] for one in kept], [one["digest"] for one in out or ()], count) == (["a"], ["b"], 0)
@@ -133,9 +133,7 @@ def test_evaluation_of_a_run_uses_its_held_out_tasks_for_any_seed(
     assert asked == _split({"train": tasks}, seed=3, held_out=4, validate=True, name="a")[1]
 
 
-def test_an_evaluation_of_a_run_that_held_nothing_out_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_evaluation_of_a_run_without_held_out_tasks_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found = SimpleNamespace(tasks=[_task("a", 0)], val_tasks=[_task("b", 1)], held_out=1)
     monkeypatch.setattr(parts, "environment_of", lambda config, held_out=None: found)
     config = EvalConfig(models=(tmp_path,))

@@ -104,12 +104,12 @@ def test_a_difference_has_a_sign_and_a_model_at_an_address_its_name(tmp_path: Pa
     assert "2 tasks, 1 sample of each." in text
 
 
-def test_one_model_has_its_tasks_alone(tmp_path: Path) -> None:
+def test_one_models_page_lists_its_tasks(tmp_path: Path) -> None:
     evaluation(tmp_path / "e", [0.0, 1.0])
     assert Outline(write_eval_page(tmp_path / "e").read_text()).sections == {"Tasks: 2": ["task-0", "task-1"]}
 
 
-def test_what_a_model_wrote_is_never_markup(tmp_path: Path) -> None:
+def test_model_output_is_never_markup(tmp_path: Path) -> None:
     evaluation(tmp_path / "e", [0.0, None], [1.0, None], said=HOSTILE)
     text = write_eval_page(tmp_path / "e").read_text()
     page = Outline(text)
@@ -119,7 +119,7 @@ def test_what_a_model_wrote_is_never_markup(tmp_path: Path) -> None:
     assert "default-src 'none'" in text
 
 
-def test_a_large_evaluation_says_what_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_evaluation_names_the_number_of_tasks_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("agl_slime.report.eval_page.MOST_BYTES", 40_000)
     evaluation(tmp_path / "e", [0.0] * 60, [1.0] * 60, said="x" * 300)
     page = write_eval_page(tmp_path / "e")

@@ -123,8 +123,7 @@ with whole_directory(sys.argv[1] + "/step_1") as fresh, whole_file(sys.argv[1] +
 """
 
 
-def test_what_a_killed_writer_left_is_removed_by_the_next_one(tmp_path: Path):
-    # fault 10
+def test_killed_writers_leftovers_are_removed_by_the_next(tmp_path: Path):
     subprocess.run([sys.executable, "-c", _KILLED, str(tmp_path)], check=False)
     assert len(list(tmp_path.iterdir())) == 2
     with whole_directory(tmp_path / "step_2"):
@@ -132,7 +131,7 @@ def test_what_a_killed_writer_left_is_removed_by_the_next_one(tmp_path: Path):
     assert [path.name for path in tmp_path.iterdir()] == ["step_2"]
 
 
-def test_what_a_living_writer_holds_stays(tmp_path: Path):
+def test_directory_of_a_running_writer_stays(tmp_path: Path):
     with whole_directory(tmp_path / "step_1") as fresh:
         remove_leftovers(tmp_path)
         assert fresh.exists()

@@ -60,7 +60,7 @@ def test_each_field_is_honoured_or_listed_as_ignored_or_refused_by_name(name: st
 
 
 @pytest.mark.parametrize("name", list(BODIES))
-def test_a_field_that_nobody_knows_is_refused_by_name_unless_it_is_empty(name: str) -> None:
+def test_unknown_field_is_refused_by_name_unless_it_is_empty(name: str) -> None:
     protocol, body = BODIES[name]
     protocol.read({**body, "telepathy": None})
     with pytest.raises(GatewayRequestError, match="telepathy"):

@@ -29,7 +29,7 @@ def talk(case: Case) -> Any:
     return case.attempt._root
 
 
-def test_what_a_long_conversation_holds() -> None:
+def test_long_conversation_keeps_one_copy_of_its_tokens() -> None:
     with serving("It is behind the house.", context_length=100_000) as case:
         session = talk(case)
         turns = session.turns

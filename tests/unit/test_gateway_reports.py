@@ -25,7 +25,7 @@ def test_each_class_of_forks_has_one_example() -> None:
     }
 
 
-def test_what_the_gateway_counted_is_in_the_metrics() -> None:
+def test_gateway_counts_are_in_the_metrics() -> None:
     members = (member(1, None, **{"overridden/temperature": 2}), member(2, None, **{"overridden/temperature": 1}))
     group = GroupResult(group_id="g", mode="train", size=2, members=members, ready=True)
     metrics = collect_metrics([group], collect_s=1.0)

@@ -71,7 +71,7 @@ def test_a_second_announcement_changes_nothing() -> None:
     assert add(groups, member("a")) is not None
 
 
-def test_a_group_that_nobody_announced_has_the_default_size() -> None:
+def test_unannounced_group_has_the_default_size() -> None:
     groups = assembler()
     assert add(groups, member("a"), default_size=2) is None
     settled = add(groups, member("b"), default_size=7)
@@ -115,7 +115,7 @@ def test_patient_group_with_failed_members_is_dropped_with_the_reason(policy: Gr
     assert groups.state()["early"] == []
 
 
-def test_a_late_group_settles_with_what_is_there_when_its_time_has_passed() -> None:
+def test_late_group_settles_with_its_members_at_the_timeout() -> None:
     now = [0.0]
     groups = GroupAssembler(policy=MinimumViableGroup(min_ratio=0.5, timeout_s=10), clock=lambda: now[0])
     groups.announce("used", size=4)
@@ -156,7 +156,7 @@ def test_failed_members_are_run_again_under_the_same_group() -> None:
     assert [one.rollout_id for one in settled.succeeded] == ["b", "a2"]
 
 
-def test_what_cannot_be_run_again_drops_the_group() -> None:
+def test_member_that_cannot_be_repeated_drops_the_group() -> None:
     groups = assembler(RetryGroup(max_retries=2))
     groups.announce("g", size=2)
     settled = add(groups, member("a", failure="cancelled"))
@@ -165,7 +165,7 @@ def test_what_cannot_be_run_again_drops_the_group() -> None:
     assert groups.take_retries() == []
 
 
-def test_a_filter_drops_what_a_policy_would_train_on() -> None:
+def test_filter_drops_groups_that_the_policy_would_train_on() -> None:
     groups = GroupAssembler(policy=MinimumViableGroup(min_ratio=0.5), group_filter=zero_variance)
     groups.announce("same", size=2)
     add(groups, member("a", "same"))
@@ -195,7 +195,7 @@ def test_validation_groups_are_never_ready() -> None:
     assert (settled.ready, settled.mode, settled.reason) == (False, "val", "validation")
 
 
-def test_what_was_announced_counts_and_not_what_a_member_says() -> None:
+def test_announcement_overrides_what_a_member_claims() -> None:
     groups = assembler()
     groups.announce("v", size=1, mode="val")
     settled = add(groups, member("a", "v", mode="train"))
@@ -203,7 +203,7 @@ def test_what_was_announced_counts_and_not_what_a_member_says() -> None:
     assert not settled.ready
 
 
-def test_a_loss_forgets_what_has_not_settled() -> None:
+def test_loss_forgets_unsettled_groups() -> None:
     groups = assembler()
     groups.announce("g", size=2)
     add(groups, member("a"))

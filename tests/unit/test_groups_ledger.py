@@ -25,7 +25,7 @@ def ledger(request, tmp_path: Path):
     made.close()
 
 
-def test_what_was_dropped_and_no_report_tells_of_is_run_again(ledger):
+def test_dropped_groups_without_a_report_are_run_again(ledger):
     ledger.open_many([(f"{task}{n}", task) for task in "abcd" for n in (1, 2)])
     for task, outcome in (("a", Outcome.FILTERED), ("b", Outcome.FILTERED), ("c", Outcome.TRAINED)):
         if task == "c":
@@ -57,7 +57,7 @@ def test_a_rollout_goes_from_open_over_ready_to_one_end(ledger):
     assert counts.reasons == {(Outcome.TRAINED, ""): 1}
 
 
-def test_instances_are_finished_as_often_as_they_are_said_to_be(ledger):
+def test_instances_count_as_finished_once_per_call(ledger):
     for rollout_id, instance_id in (("r1", "a"), ("r2", "a"), ("r3", "b"), ("r4", None)):
         ledger.open_many([(rollout_id, instance_id)])
     ledger.ready_many(["r3"])
@@ -79,7 +79,7 @@ def test_rollouts_of_another_account_are_recognised_and_not_counted(ledger):
     assert ledger.counts().closed == {Outcome.TRAINED: 1}
 
 
-def test_the_account_goes_on_after_the_file_is_opened_again(tmp_path):
+def test_counts_persist_when_the_file_is_reopened(tmp_path):
     first = Ledger(path=tmp_path / "ledger.sqlite")
     first.open_many([("r1", "a"), ("r2", "a"), ("r3", "b")])
     first.ready_many(["r1"])
@@ -142,7 +142,7 @@ def test_old_closed_rollouts_are_forgotten_but_counted(ledger, monkeypatch):
     assert len(ledger.recent_ids()) <= 1010
 
 
-def test_what_was_delivered_and_not_trained_on_is_filtered(ledger):
+def test_delivered_but_untrained_rollouts_are_filtered(ledger):
     ledger.open_many([("r1", None), ("r2", None), ("r3", None)])
     ledger.close_many(["r1", "r2"], Outcome.TRAINED)
     assert ledger.filter_trained(["r1", "r3", "unknown"], "zero_std") == 1

@@ -102,13 +102,13 @@ def test_a_group_with_too_few_usable_items_is_refused():
     "bad",
     [{"reward": None}, {"reward": "1"}, {"reward": math.nan}, {"messages": "hello"}, {"extra_info": {"error": "x"}}],
 )
-def test_the_default_filter_refuses_what_cannot_be_trained_on(bad):
+def test_default_filter_refuses_untrainable_items(bad):
     assert not stages.filter_item({**item(0), **bad})
     assert stages.filter_item(item(0))
     assert not stages.filter_item(item(0, 1.5), reward_range=(0.0, 1.0))
 
 
-def test_token_ids_stand_in_for_messages():
+def test_token_ids_may_replace_messages():
     assert stages.filter_item({"uid": "u", "instance_id": "i", "reward": 0.0, "tokens": [1, 2]})
 
 
@@ -203,7 +203,7 @@ def test_stages_can_be_replaced_one_by_one_in_the_documented_forms():
     assert calls[0] == "meta"
 
 
-def test_transform_group_decides_alone_what_is_delivered():
+def test_transform_group_alone_decides_what_is_delivered():
     calls: list[Any] = []
 
     def transform_group(group, task_type):
@@ -223,13 +223,13 @@ def test_transform_group_decides_alone_what_is_delivered():
     assert process(whole, [snapshot([7])], now=NOW).finished == []  # waits as any other
 
 
-def test_items_that_a_transformation_names_anew_stand_for_all():
+def test_items_with_new_uids_from_a_transform_stand_for_all():
     functions = {"transform_group": lambda group: (group[0], [{**entry, "uid": None} for entry in group[1]])}
     (group,) = process(pipeline(2, functions=functions), [snapshot([1, 0])], now=NOW).ends
     assert (group.valid, group.item_reasons) == (True, ["", ""])
 
 
-def test_a_transformation_beside_what_it_takes_the_place_of_is_refused():
+def test_transform_beside_a_stage_that_it_replaces_is_refused():
     functions = {"transform_group": lambda group: group, "filter_item": lambda item: True}
     with pytest.raises(ConfigError, match="transform_group takes the place of filter_item; leave one out"):
         pipeline(2, functions=functions)
@@ -260,13 +260,13 @@ def test_a_group_that_claims_to_be_valid_is_finished():
             {"normalize_group_data": lambda g: (g[0], [{**i, "reward": math.nan} for i in g[1]])},
             "ValueError: the stages returned reward nan",
         ),
-        (  # fault 16: a reader could make nothing of it and would ask again and again
+        (  # no reader can use it: it would request the same group forever
             {"normalize_group_data": lambda g: (g[0], [{**i, "messages": None} for i in g[1]])},
             "ValueError: the stages returned messages None",
         ),
     ],
 )
-def test_a_broken_stage_costs_its_group_and_is_told(functions, detail):
+def test_broken_stage_drops_its_group_with_the_error(functions, detail):
     groups = [snapshot([1, 0], instance_id="a"), snapshot([1, 0], instance_id="b")]
     result = process(pipeline(2, functions=functions), groups, now=NOW)
     assert [(group.valid, group.reason) for group in result.ends] == [(False, "stage_error")] * 2

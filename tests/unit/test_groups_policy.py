@@ -50,7 +50,7 @@ def test_a_minimum_viable_group_trains_on_its_survivors():
     assert policy.refuse(size=8, members=members(5, 3)) is not None
 
 
-def test_a_minimum_viable_group_retries_only_what_the_floor_needs():
+def test_minimum_viable_group_retries_only_as_needed():
     policy = MinimumViableGroup(min_ratio=0.5, max_retries=2)
     verdict = policy.judge(GroupProgress(size=8, succeeded=3, failed=5))
     assert (verdict.action, verdict.retries) == (GroupAction.RETRY, 1)

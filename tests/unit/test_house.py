@@ -18,6 +18,7 @@ AT_THE_ROOT = {"__init__.py", "types.py", "events.py", "metric_names.py", "error
 AT_THE_ROOT |= {"cli.py", "commands.py"}
 WITH_PYTHON = ("agl_slime", "tests", "benchmarks", "agents", "examples", "scripts")
 OURS = {"agl_slime", "tests", "benchmarks"}  # slime has examples, OpenAI has agents
+LONGEST_TEST_NAME = 70
 LONGEST_FILE = 600  # a file ends where its duty ends; one above this has several
 HEAVY = ("slime", "ray", "torch", "transformers", "sglang", "megatron", "safetensors", "matplotlib", "tensorboard")
 HEAVY += ("wandb", "mlflow")
@@ -26,7 +27,7 @@ RUN_A_MODEL = ("engine/", "demo/", "trainers/local/")
 OF_A_MODEL = {"torch", "transformers", "safetensors"}
 
 
-def test_few_modules_stand_at_the_root() -> None:
+def test_root_has_the_listed_modules_only() -> None:
     assert {path.name for path in PACKAGE.glob("*.py")} == AT_THE_ROOT
 
 
@@ -36,6 +37,17 @@ def test_no_file_is_longer_than_a_reader_holds() -> None:
     assert len(files) > len(MODULES)
     long = {str(path.relative_to(root)): len(path.read_text().splitlines()) for path in files}
     assert not {name: lines for name, lines in long.items() if lines > LONGEST_FILE}
+
+
+def test_names_of_tests_are_short() -> None:
+    names = [
+        node.name
+        for path in (PACKAGE.parent / "tests").rglob("test_*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name.startswith("test_")
+    ]
+    assert len(names) > 1_000
+    assert not [name for name in names if len(name) > LONGEST_TEST_NAME]
 
 
 @pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(PACKAGE)))
@@ -65,7 +77,7 @@ def test_clients_of_the_package_do_not_trust_the_environment(path: Path) -> None
         assert not called.startswith("requests."), f"{path}:{node.lineno}"
 
 
-def test_programs_outside_the_package_import_what_is_there() -> None:
+def test_programs_outside_the_package_import_existing_names() -> None:
     """Benchmarks and scripts are run rarely, and pyright reads the package only."""
     root, missing = PACKAGE.parent, []
     for path in (path for room in WITH_PYTHON for path in (root / room).rglob("*.py")):
@@ -88,7 +100,7 @@ def test_importing_the_package_loads_nothing_heavy() -> None:
     assert not {"agentlightning", "aiohttp", "numpy", *HEAVY} & set(loaded)
 
 
-def test_what_the_architecture_page_names_is_there() -> None:
+def test_names_on_the_architecture_page_exist() -> None:
     """Each `room/file.py:name` of docs/architecture.md, with methods that a class inherits."""
     page = (PACKAGE.parent / "docs" / "architecture.md").read_text()
     named = re.findall(r"`([a-z_/]+\.py)(?::([A-Za-z_.]+))?`", page)
@@ -110,7 +122,7 @@ def test_each_command_of_the_readme_is_one_line_that_ci_runs() -> None:
         assert f"readme_command {number}" in ci
 
 
-def test_every_python_that_is_claimed_is_one_that_ci_trains_on() -> None:
+def test_every_classified_python_is_trained_on_in_ci() -> None:
     root = PACKAGE.parent
     claimed = re.findall(r"Python :: (3\.\d+)", (root / "pyproject.toml").read_text())
     said = re.search(r"Python (3\.\d+) to (3\.\d+)", (root / "README.md").read_text())

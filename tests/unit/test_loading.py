@@ -79,7 +79,6 @@ _UNPICKLE = "import pickle, sys; print(pickle.loads(bytes.fromhex(sys.argv[1])).
 def test_agent_file_is_loaded_from_any_directory_and_unpickled_anywhere(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # fault 28
     home = tmp_path / "my agents"
     home.mkdir()
     (home / "math-agent.py").write_text(BY_FILE)
@@ -109,8 +108,7 @@ def test_every_agent_of_the_repository_is_loaded_by_its_file(tmp_path: Path, mon
 
 
 @pytest.mark.parametrize("directory", [REPOSITORY, Path("/")])
-def test_agents_is_the_import_name_of_somebody_else(directory: Path, tmp_path: Path) -> None:
-    # fault 28
+def test_package_does_not_claim_the_import_name_agents(directory: Path, tmp_path: Path) -> None:
     (tmp_path / "agents").mkdir()
     (tmp_path / "agents" / "__init__.py").write_text("OWNER = 'OpenAI'")
     # where site-packages are: after the working directory and PYTHONPATH
@@ -124,7 +122,6 @@ def test_agents_is_the_import_name_of_somebody_else(directory: Path, tmp_path: P
 
 @pytest.mark.slow
 def test_the_wheel_holds_this_package_and_nothing_else(tmp_path: Path) -> None:
-    # fault 28
     build = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--wheel-dir", str(tmp_path), str(REPOSITORY)]
     subprocess.run(build, check=True)
     [wheel] = tmp_path.glob("*.whl")
@@ -164,7 +161,7 @@ def test_an_agent_in_the_working_directory_is_found(here: Path) -> None:
         ("agent_package/inner:Agent", "path/to/file.py:Class"),
     ],
 )
-def test_what_cannot_be_loaded_is_one_sentence_that_names_it(path: str, says: str, here: Path) -> None:
+def test_unloadable_agent_is_an_error_in_one_sentence(path: str, says: str, here: Path) -> None:
     with pytest.raises(ConfigError) as caught:
         load_agent(path)
     assert says in str(caught.value)

@@ -29,7 +29,6 @@ def positional_only(iteration: int = 0, /) -> Any:
     return iteration
 
 
-# fault 13
 @pytest.mark.parametrize(
     ("function", "result"),
     [
@@ -52,7 +51,7 @@ def positional_only(iteration: int = 0, /) -> Any:
         (dict, {}),
     ],
 )
-async def test_the_iteration_goes_only_to_who_asks_for_it(function: Callable[..., Any], result: Any) -> None:
+async def test_iteration_is_passed_only_to_functions_that_take_it(function: Callable[..., Any], result: Any) -> None:
     assert await adapt_step_function(function, "slime_train_fn")(7) == result
 
 
@@ -63,7 +62,6 @@ def test_a_function_that_asks_for_more_is_refused(function: Callable[..., Any]) 
 
 
 def test_a_training_function_keeps_its_default_batch_size() -> None:
-    # fault 13
     sizes: list[int] = []
 
     def train(batch_size: int = 16) -> None:

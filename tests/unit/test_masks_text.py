@@ -66,7 +66,7 @@ def test_a_template_that_drops_thinking_is_masked_as_it_renders() -> None:
     assert trained(chat_tokenizer("qwen", "drops_thinking"), CONVERSATION) == answers
 
 
-def test_a_template_that_drops_all_thinking_and_one_without_end_marks() -> None:
+def test_template_that_drops_all_thinking_trains_the_text_only() -> None:
     answers = ["I look.<tool_call>a</tool_call>", "Three.", "Yes."]
     said = trained(chat_tokenizer("anthropic", "reasoner"), CONVERSATION)
     assert [text.strip() for text in said] == [text + "<｜end▁of▁sentence｜>" for text in answers]
@@ -93,7 +93,7 @@ def test_tool_results_in_a_row_are_one_turn_where_the_template_says_so(
 # templates that end a conversation or an opening otherwise than an answer are refused: they need a generator of their
 # own
 @pytest.mark.parametrize("template", sorted({*TEMPLATES} - {"ends_with_token", "drops_empty_blocks"}))
-def test_ids_are_those_of_the_rendering(vocabulary: str, template: str) -> None:
+def test_ids_equal_the_templates_rendering(vocabulary: str, template: str) -> None:
     tokenizer = chat_tokenizer(vocabulary, template)
     rendered = tokenizer.apply_chat_template(CONVERSATION, tokenize=True, return_dict=False)
     assert get_loss_mask_generator(tokenizer).get_loss_mask(CONVERSATION)[0] == rendered
@@ -160,7 +160,7 @@ def test_a_custom_generator_is_found_by_its_name(monkeypatch: pytest.MonkeyPatch
         register_loss_mask_generator("last_only")(LastOnly)
 
 
-def test_an_unknown_name_is_refused_with_those_that_exist() -> None:
+def test_unknown_name_is_refused_with_the_known_ones() -> None:
     with pytest.raises(ConfigError, match=r"'llama'.*auto, distill_qwen, qwen, qwen3, qwen3_5"):
         get_loss_mask_generator(chat_tokenizer("anthropic", "chatml"), "llama")
 

@@ -17,7 +17,7 @@ def resident() -> int:
 
 
 @pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "malloc_trim"), reason="the C library is not glibc")
-def test_pieces_that_were_freed_below_one_that_is_held_go_back() -> None:
+def test_freed_pieces_below_one_in_use_are_returned_to_the_system() -> None:
     libc = ctypes.CDLL(None)
     libc.malloc.restype, libc.malloc.argtypes, libc.free.argtypes = (
         ctypes.c_void_p,

@@ -34,14 +34,14 @@ def test_a_directory_comes_before_a_name(cache: Path) -> None:
     assert find_model(Path("someone/something"), print) == theirs
 
 
-def test_what_was_converted_is_found_without_what_converts(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_converted_model_is_found_without_the_converter(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made = a_checkpoint(cache / "smollm2-135m-instruct-1")
     monkeypatch.setattr(smollm2, "find_spec", lambda name: None)
     check_model(Path("smollm2"))
     assert find_model(Path("smollm2"), print) == made
 
 
-def test_what_is_missing_is_said_before_anything_is_fetched(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_converter_is_refused_before_any_download(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(smollm2, "find_spec", lambda name: None)
     with pytest.raises(
         MissingDependencyError, match=r"--model smollm2 needs gguf .*pip install \"agl-slime\[smollm2\]"

@@ -30,6 +30,7 @@ from agl_slime.rollout.tools import ToolManager
 from agl_slime.sglang.generation import Generation, SamplingParams
 from agl_slime.types import Sample
 from tests.conversations import generation_of
+from tests.harness.samples import trained_ids
 from tests.vocabularies import chat_tokenizer
 
 CALL = '<tool_call>\n{"name": "look", "arguments": {"key": "kz"}}\n</tool_call>'
@@ -197,7 +198,7 @@ def test_traces_are_named_by_step_outcome_and_id(tmp_path: Path) -> None:
     assert "input_ids" not in written
 
 
-def test_callbacks_decide_what_is_stored_and_what_is_a_success(tmp_path: Path) -> None:
+def test_callbacks_choose_stored_trajectories_and_success(tmp_path: Path) -> None:
     script = {"a": ["One."], "b": ["Two."], "c": ["Three."]}
     options: dict[str, Any] = {
         "trace_dir": tmp_path,
@@ -214,7 +215,7 @@ def test_callbacks_decide_what_is_stored_and_what_is_a_success(tmp_path: Path) -
     assert trajectory["stop_reason"] == "stop"
 
 
-def test_what_a_template_rewrites_is_in_the_segments() -> None:
+def test_rewritten_turns_are_in_the_segments() -> None:
     """A template that leaves thinking out of each answer makes several sequences of one trajectory; each sampled token
     has its label in one of them."""
     tokenizer = chat_tokenizer("anthropic", "reasoner")
@@ -256,7 +257,6 @@ def test_errors_of_the_engine_are_the_callers() -> None:
 
 
 def test_a_context_overflow_ends_one_trajectory_and_no_other() -> None:
-    """For fault 19: the whole batch was lost."""
     full = ContextOverflowError("the prompt has 9 tokens")
     results, sampler = run({"a": [CALL, full], "b": [CALL, "Two."], "c": [full], "d": [CALL, CALL, "Three."]})
     ends = [(trajectory["end_reason"], trajectory["turns"], trajectory["truncated"]) for trajectory in results]
@@ -269,7 +269,6 @@ def test_a_context_overflow_ends_one_trajectory_and_no_other() -> None:
 
 
 def test_sampler_context_overflow_loses_no_other_trajectory() -> None:
-    """For fault 19."""
     tokenizer = chat_tokenizer("anthropic", "groups_tools")
 
     class Raises:
@@ -295,7 +294,7 @@ def test_a_prompt_beyond_the_trajectorys_tokens_ends_its_trajectory() -> None:
 
 
 def test_managers_that_were_made_for_a_trajectory_are_closed_at_its_end() -> None:
-    """For fault 27: tools that hold a sandbox."""
+    """As for tools that have a sandbox open."""
     closed: list[str] = []
 
     class Box:
@@ -346,9 +345,7 @@ def test_results_feed_a_group() -> None:
     assert group.ready
     first = group.members[0].samples[0]
     assert first.status == Sample.Status.COMPLETED
-    assert [
-        t for t, m in zip(first.tokens[-first.response_length :], first.loss_mask or [], strict=True) if m
-    ] == sampler.sampled["a"]
+    assert trained_ids(first) == sampler.sampled["a"]
     assert first.metadata["tools"]["calls"] == {"look": 1}
 
 

@@ -72,7 +72,7 @@ def test_a_manager_takes_tools_by_name_or_none() -> None:
     assert ToolManager({}).names == ToolManager(None).names == ()
 
 
-def test_a_rollout_of_ones_own_has_its_own_call() -> None:
+def test_custom_rollout_class_has_its_own_call() -> None:
     class Twice(Rollout):
         def __call__(self, trajectories: list[Trajectory], **kwargs: Any) -> list[Trajectory]:
             return [{**trajectory, "turns": 2, **kwargs} for trajectory in trajectories]
@@ -136,7 +136,7 @@ NEUTRAL = {"temperature": 1.0, "top_p": 1.0}
         ({"extra": {"regex": "a+"}}, {"extra_body": {"regex": "a+"}}),
     ],
 )
-def test_an_api_is_sent_what_was_set_and_no_more(params: dict[str, Any], sent: dict[str, Any]) -> None:
+def test_api_gets_only_the_set_parameters(params: dict[str, Any], sent: dict[str, Any]) -> None:
     api = Api()
     run_api(api, sampling_params=SamplingParams(**params))
     assert api.options() == NEUTRAL | sent
@@ -223,7 +223,7 @@ def test_a_tool_that_names_no_properties_gets_all_arguments(parameters: dict[str
     assert trajectory["messages"][2]["content"] == "echo[look]:{'key': 'kz'}"
 
 
-def test_calls_without_an_id_get_one_that_their_results_name() -> None:
+def test_calls_without_an_id_get_one_shared_with_their_results() -> None:
     call = {"function": {"name": "look", "arguments": "{}"}}
     api = Api({"tool_calls": [call, call]}, {"tool_calls": [{**call, "id": "mine"}]}, {"content": "One."})
     messages = run_api(api, tool_manager=ToolManager([EchoTool()]))["messages"]

@@ -66,13 +66,13 @@ def test_a_lone_rollout_gets_zero():
     assert normalize_rewards([3.0, 3.0], group_indices=[0, 0], rollout_ids=[8, 8]) == [0.0, 0.0]
 
 
-def test_a_sample_without_rollout_id_is_a_rollout_of_its_own():
+def test_sample_without_rollout_id_is_its_own_rollout():
     assert normalize_rewards(
         [1.0, 0.0, 0.0], group_indices=[0] * 3, rollout_ids=[None, None, 1], std=False
     ) == pytest.approx([2 / 3, -1 / 3, -1 / 3])
 
 
-def test_a_rollout_without_group_is_a_group_of_its_own():
+def test_rollout_without_group_is_its_own_group():
     # Rollout 0 (two siblings) and rollout 1 have no group; rollouts 2 and 3 share one.
     result = normalize_rewards(
         [9.0, 9.0, 4.0, 1.0, 0.0], group_indices=[None, None, None, 5, 5], rollout_ids=[0, 0, 1, 2, 3], std=False

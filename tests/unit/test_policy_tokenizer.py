@@ -102,7 +102,7 @@ def test_tools_and_observations(tokenizer: Any) -> None:
     assert text.count("Be brief.") == 1
 
 
-def test_a_conversation_is_encoded_as_it_is_rendered_with_each_turn_marked(tokenizer: Any) -> None:
+def test_conversation_is_encoded_as_rendered_with_each_turn_marked(tokenizer: Any) -> None:
     for source, turns_of_it in ((LookupDemonstrations(), 2), (ReverseDemonstrations(), 1)):
         for conversation in source.demonstrations(random.Random(2), 10, quality="clean"):
             ids, turns = encode(tokenizer, conversation)
@@ -114,6 +114,6 @@ def test_a_conversation_is_encoded_as_it_is_rendered_with_each_turn_marked(token
                 assert tokenizer.decode(own) == content + "<|im_end|>"
 
 
-def test_too_few_words_for_the_vocabulary_is_said() -> None:
+def test_too_few_words_for_the_vocabulary_is_an_error() -> None:
     with pytest.raises(ConfigError, match="vocab_size is 460"):
         train_tokenizer(["one", "two"], vocab_size=460)

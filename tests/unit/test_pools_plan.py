@@ -35,6 +35,6 @@ def test_a_plan_is_read_and_written(text: str, kind: str, count: int) -> None:
         "process:²",
     ],
 )
-def test_what_is_no_plan_is_refused_by_name(text: str) -> None:
+def test_invalid_plan_is_refused_by_name(text: str) -> None:
     with pytest.raises(ConfigError, match="expected inproc, controller, process:N or ray:N"):
         RunnerPlan.parse(text)

@@ -23,10 +23,11 @@ from agl_slime.support.agl import LLM
 from agl_slime.trace import attributes as names
 from agl_slime.trace.converter import _outside_of_calls, convert_trajectory
 from agl_slime.trace.segments import merge_turns
-from agl_slime.trace.span_codec import TurnEncoder, decode_turns
+from agl_slime.trace.span_codec import decode_turns
 from agl_slime.trace.trajectory import Trajectory
 from agl_slime.trace.turn import Turn
 from agl_slime.types import sample_from_json, sample_to_json
+from tests.harness.samples import encode
 
 SHAPE = (2, 3)
 WANTED = SamplingParams(max_new_tokens=4, routed_experts=SHAPE)
@@ -49,7 +50,7 @@ def request(prompt: tuple[int, ...], sampling: SamplingParams = WANTED, start: i
     return PartRequest(prompt, sampling, start)
 
 
-def test_an_engine_that_was_not_started_for_experts_is_told_by_its_flag() -> None:
+def test_engine_started_without_experts_is_an_error_naming_the_flag() -> None:
     with pytest.raises(EngineProtocolError, match="--enable-return-routed-experts"):
         parse_generation(answer([5]), request=request((1, 2)))
 
@@ -59,7 +60,7 @@ def test_experts_of_another_shape_are_refused_with_the_expected_shape() -> None:
         parse_generation(answer([5], routed_experts=packed(np.zeros(18))), request=request((1, 2)))
 
 
-def test_an_engine_that_sends_no_nucleus_is_told_what_it_needs() -> None:
+def test_engine_without_nuclei_is_an_error_naming_the_patch() -> None:
     asked = SamplingParams(max_new_tokens=4, top_p=0.9, nucleus=True)
     assert asked.to_payload()["custom_params"] == {"return_top_p_token_ids": True}
     with pytest.raises(EngineProtocolError, match=r"sglang-top_p\.patch"):
@@ -96,7 +97,7 @@ def test_resumed_answer_requests_only_missing_expert_rows() -> None:
     assert wanted.result(latency_s=0.0).experts == RoutedExperts(1, rows(5, 1))
 
 
-def test_what_a_broken_stream_lost_is_asked_for_with_the_next_part() -> None:
+def test_rows_lost_by_a_broken_stream_are_requested_with_the_next_part() -> None:
     wanted = ResumableGeneration(prompt_ids=(1, 2), sampling=WANTED)
     wanted.add(parse_generation(answer([7, 8], "abort"), request=wanted.next_request()))  # events have no experts
     request = wanted.next_request()
@@ -126,19 +127,14 @@ def chain() -> list[Turn]:
     return [first, second]
 
 
-def spans_of(turns: list[Turn]) -> list[Any]:
-    encoder = TurnEncoder()
-    return [SimpleNamespace(attributes=encoder.encode(turn)) for turn in turns]
-
-
 def test_turns_come_back_from_their_spans_with_experts_and_nuclei() -> None:
-    spans = spans_of(chain())
+    spans = encode(chain())
     json.dumps([span.attributes for span in spans])
     assert decode_turns(spans) == chain()
 
 
 def test_damaged_experts_are_an_error_and_not_other_experts() -> None:
-    spans = spans_of(chain())
+    spans = encode(chain())
     spans[0].attributes[names.EXPERTS] = packed(rows(3) + 1)[: len(spans[0].attributes[names.EXPERTS])]
     with pytest.raises(TraceError, match="routed_experts"):
         decode_turns(spans)
@@ -164,7 +160,7 @@ def converted() -> Any:
     return convert_trajectory(made)
 
 
-def test_only_the_sample_keeps_what_is_replayed() -> None:
+def test_replay_data_is_kept_in_the_sample_only() -> None:
     conversion = converted()
     assert all(turn.experts is None and turn.nucleus is None for turn in conversion.trajectory.turns)
     assert conversion.samples[0].rollout_routed_experts.shape == (5, 2, 3)
@@ -183,7 +179,7 @@ def test_slime_is_given_int32_tensors_which_it_indexes_with() -> None:
     assert sample.rollout_routed_experts.dtype == sample.rollout_top_p_token_ids.dtype == torch.int32
 
 
-def test_a_kept_call_of_a_checkpoint_has_its_experts() -> None:
+def test_checkpointed_call_keeps_its_experts() -> None:
     kept = Generation(
         output_ids=(3, 4),
         log_probs=(-1.0, -1.0),
@@ -195,7 +191,7 @@ def test_a_kept_call_of_a_checkpoint_has_its_experts() -> None:
     assert _generation_from_json(json.loads(json.dumps(_generation_to_json(kept)))) == kept
 
 
-def test_slimes_flags_are_what_engines_are_asked_for() -> None:
+def test_slimes_flags_become_engine_parameters() -> None:
     args = Namespace(use_rollout_routing_replay=True, num_layers=2, moe_router_topk=3, rollout_top_p=0.9)
     settings = PluginSettings.from_args(args, {})
     sampling = sampling_of(LLM(endpoint="", model="", sampling_parameters=dict(settings.sampling or {})))
@@ -222,7 +218,7 @@ def test_speculative_decoding_is_counted_over_parts_and_turns() -> None:
     wanted.add(parse_generation(answer([9], "stop", **spec)))
     first = Turn.from_generation([1, 2], wanted.result(latency_s=0.0))
     second = Turn.from_generation([1, 2, 7, 8, 9, 4], parse_generation(answer([3], "stop", **spec)))
-    turns = tuple(decode_turns(spans_of([first, second])))
+    turns = tuple(decode_turns(encode([first, second])))
     (sample,) = convert_trajectory(Trajectory(rollout_id="a", attempt_id="1", task={}, turns=turns, reward=1.0)).samples
     assert vars(sample.spec_info) == {
         "spec_accept_token_num": 6,
@@ -233,7 +229,7 @@ def test_speculative_decoding_is_counted_over_parts_and_turns() -> None:
     assert sample.session_id == "a"
 
 
-def test_time_outside_of_calls_is_what_no_call_covers() -> None:
+def test_time_outside_calls_excludes_overlapping_calls() -> None:
     calls = [(10.0, 2.0), (11.0, 3.0), (16.0, 1.0)]  # two at once until 14, then a tool for two seconds
     spans = [SimpleNamespace(start_time=at, attributes={names.LATENCY_S: took}) for at, took in calls]
     assert _outside_of_calls(spans) == 2.0  # type: ignore[arg-type]

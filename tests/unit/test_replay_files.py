@@ -3,7 +3,6 @@ left behind."""
 
 from __future__ import annotations
 
-import asyncio
 import os
 import random
 import signal
@@ -37,6 +36,8 @@ from agl_slime.trace.turn import Turn, with_replay
 from agl_slime.types import sample_to_json
 from tests.datasource_cases import QUICK, Told
 from tests.examples import examples
+from tests.harness.samples import encode
+from tests.harness.waiting import until
 from tests.store_cases import enqueue, finish
 
 FROM = "agl_slime.trace.replay_files.FILED_FROM_BYTES"
@@ -82,8 +83,7 @@ def filed(turn: Turn, directory: Path, rollout_id: str, stream: str = "00000001"
 
 
 def samples_of(turns: list[Turn], directory: Path | None = None) -> list[Any]:
-    encoder = TurnEncoder()
-    read = decode_turns([SimpleNamespace(attributes=encoder.encode(turn)) for turn in turns])
+    read = decode_turns(encode(turns))
     made = Trajectory(rollout_id="a", attempt_id="1", task={}, turns=tuple(read), reward=1.0)
     return [sample_to_json(sample) for sample in convert_trajectory(made, replay_files=directory).samples]
 
@@ -213,15 +213,6 @@ async def _play(store: BridgeStore, directory: Path, *, lost: bool = False) -> s
     return rollout_id
 
 
-async def until_gone(*paths: Path) -> None:
-    """A removed directory notifies nobody."""
-    for _ in range(1000):
-        if not any(path.exists() for path in paths):
-            return
-        await asyncio.sleep(0.02)
-    raise AssertionError(f"still there: {paths}")
-
-
 async def test_a_missing_file_fails_its_rollout_and_all_go_with_their_release(tmp_path: Path) -> None:
     store = BridgeStore()
     with GroupSource(store=store, settings=QUICK, replay_files=tmp_path) as source:
@@ -236,12 +227,12 @@ async def test_a_missing_file_fails_its_rollout_and_all_go_with_their_release(tm
                 assert np.array_equal(member.samples[0].rollout_routed_experts, experts(0, 3).rows)
         assert found[played[1]].failure == "bad_trace"
         assert found[played[1]].trajectory is not None  # its turns are shown nevertheless
-        await until_gone(*(tmp_path / one for one in played))
+        await until(lambda: not any((tmp_path / one).exists() for one in played))
     assert [*tmp_path.iterdir()] == []
     assert store.usage().released == 3
 
 
-async def test_of_two_readers_the_one_that_does_not_release_waits_for_the_other(tmp_path: Path) -> None:
+async def test_non_releasing_reader_waits_for_the_releasing_one(tmp_path: Path) -> None:
     store = BridgeStore()
     beside = replace(QUICK, release=False)
     with GroupSource(store=store, settings=beside, replay_files=tmp_path) as source:
@@ -249,13 +240,13 @@ async def test_of_two_readers_the_one_that_does_not_release_waits_for_the_other(
         played = [await _play(store, tmp_path) for _ in range(2)]
         await told.until(lambda: len(told.members) == 2)
         await store.release(played[:1])
-        await until_gone(tmp_path / played[0])
+        await until(lambda: not (tmp_path / played[0]).exists())
         assert (tmp_path / played[1] / "00000001").exists()
         await store.release(played[1:])
-        await until_gone(tmp_path / played[1])
+        await until(lambda: not (tmp_path / played[1]).exists())
 
 
-def test_a_killed_run_leaves_nothing_to_the_one_that_goes_on(tmp_path: Path) -> None:
+def test_killed_runs_replay_directory_is_removed_by_the_next(tmp_path: Path) -> None:
     program = f"""
         import os, signal
         from pathlib import Path

@@ -149,7 +149,7 @@ def test_a_run_that_learns_raises_no_alarm() -> None:
     assert find_alarms(*healthy()) == []
 
 
-def test_failures_of_a_frameworks_own_sqlite_file_name_it_and_what_helps() -> None:
+def test_framework_sqlite_failures_advise_fewer_concurrent_rollouts() -> None:
     def advice(reason: str) -> str:
         run = healthy()
         for group in run[1]:
@@ -178,7 +178,7 @@ def test_each_fault_raises_its_alarm_and_no_other(
     assert not alarm.metric or alarm.metric in run[0][0] or alarm.metric.startswith(("rollout/", "val/"))
 
 
-def test_every_alarm_has_its_fault() -> None:
+def test_every_alarm_check_has_a_fault_that_raises_it() -> None:
     from agl_slime.report import alarms
 
     raised = set()

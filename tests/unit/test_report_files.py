@@ -80,7 +80,7 @@ def run(directory: RunDir, *, iterations: int = 3, reason: str = "finished", led
     return out.getvalue()
 
 
-def test_the_closing_summary_says_what_happened_and_where_it_is(tmp_path: Path) -> None:
+def test_closing_summary_has_outcomes_counts_and_paths(tmp_path: Path) -> None:
     pytest.importorskip("tensorboard")
     directory = open_run_dir(tmp_path / "run", agent="a", settings={})
     lines = run(directory).splitlines()
@@ -110,7 +110,7 @@ def test_the_closing_summary_says_what_happened_and_where_it_is(tmp_path: Path) 
     assert len(read_metrics(directory.metrics)) == 3
 
 
-def test_the_ledger_stands_before_the_events(tmp_path: Path) -> None:
+def test_ledger_counts_replace_those_of_events(tmp_path: Path) -> None:
     text = run(open_run_dir(tmp_path / "run", agent="a", settings={}), ledger=True)
     assert "12 enqueued: trained 9, failed 3" in text
     assert "succeeded" not in text
@@ -155,7 +155,7 @@ def test_validation_first_and_last_and_nothing_invented() -> None:
     )
 
 
-def test_what_is_not_installed_is_said_in_the_summary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_tensorboard_is_named_in_the_summary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     hide(monkeypatch, "tensorboard")
     directory = open_run_dir(tmp_path / "run", agent="a", settings={})
     text = run(directory)
@@ -170,7 +170,7 @@ def test_a_run_that_failed_at_once_still_gets_its_summary(tmp_path: Path) -> Non
     assert json.loads(directory.summary.read_text())["iterations"] == 0
 
 
-def test_when_metrics_cannot_be_written_the_run_goes_on_and_says_so(tmp_path: Path) -> None:
+def test_unwritable_metrics_are_reported_and_the_run_continues(tmp_path: Path) -> None:
     directory = open_run_dir(tmp_path / "run", agent="a", settings={})
     directory.metrics.symlink_to(tmp_path / "gone" / "metrics.jsonl")  # so that the file cannot be opened
     text = run(directory)

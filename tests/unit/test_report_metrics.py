@@ -99,7 +99,7 @@ def test_a_broken_line_is_left_out_and_named(tmp_path: Path, caplog: pytest.LogC
     assert "line 2 is not JSON" in caplog.text
 
 
-def test_a_broken_line_does_not_stop_a_run_that_goes_on(tmp_path: Path) -> None:
+def test_broken_line_does_not_stop_a_resumed_run(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     write(path, 1, 2, 3)
     lines = path.read_bytes().splitlines(keepends=True)
@@ -157,7 +157,7 @@ def test_the_file_always_holds_each_iteration_once_in_order(
     assert [*broken_lines(path)] == []
 
 
-def test_what_was_handled_survives_sigkill(tmp_path: Path) -> None:
+def test_handled_events_survive_sigkill(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     program = (
         "import sys, time\n"

@@ -117,7 +117,7 @@ def test_a_megabyte_of_emoji_is_cut_in_the_file_and_whole_in_the_record(tmp_path
 # -- directories that are not whole ----------------------------------------------------------------------------------
 
 
-def test_a_damaged_directory_opens_and_says_what_is_damaged(tmp_path: Path) -> None:
+def test_damaged_directory_opens_and_names_the_damage(tmp_path: Path) -> None:
     write_run(tmp_path)
     run = RunDir(tmp_path)
     run.config.write_text("{")
@@ -139,7 +139,7 @@ def test_a_damaged_directory_opens_and_says_what_is_damaged(tmp_path: Path) -> N
     assert write_report([tmp_path]).stat().st_size > 50_000
 
 
-def test_a_run_that_goes_on_says_so_and_one_that_was_stopped_says_why(tmp_path: Path) -> None:
+def test_running_and_stopped_runs_state_their_condition(tmp_path: Path) -> None:
     writer = AWriter(tmp_path)
     writer.iteration(1)
     assert read_state(RunDir(tmp_path)).word == "running"
@@ -181,7 +181,7 @@ def test_runs_below_a_directory_are_found(tmp_path: Path) -> None:
 # -- following --------------------------------------------------------------------------------------------------------
 
 
-def test_an_update_tells_what_is_new_and_a_resumed_run_begins_anew(tmp_path: Path) -> None:
+def test_update_contains_new_rows_only_and_a_resume_resets(tmp_path: Path) -> None:
     writer = AWriter(tmp_path)
     writer.iteration(1)
     reader = RunReader(tmp_path)

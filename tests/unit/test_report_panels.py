@@ -16,7 +16,7 @@ NAMES += ["val/reward_mean", "val/count", "val/failed", "val/failed/timeout", "v
 
 
 @pytest.mark.skipif(NODE is None, reason="no node, which runs the page's code")
-def test_each_panel_draws_what_has_its_unit() -> None:
+def test_each_panel_draws_metrics_of_its_unit() -> None:
     assert NODE is not None
     code = (files("agl_slime.report") / "web" / "trend.js").read_text(encoding="utf-8")
     program = f"{code}\nconsole.log(JSON.stringify(panels({json.dumps(NAMES)})))"

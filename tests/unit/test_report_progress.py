@@ -138,7 +138,7 @@ def test_the_live_view_shows_how_far_training_is(monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize(("width", "height"), [(80, 24), (200, 60)])
-def test_the_live_view_shows_staleness_warnings_and_what_to_open_and_fits(width: int, height: int) -> None:
+def test_live_view_shows_staleness_and_warnings_and_fits_the_terminal(width: int, height: int) -> None:
     reporter = ProgressReporter(console=Console(file=io.StringIO(), width=width), view="lines")
     view = Console(width=width, height=height, color_system=None, file=io.StringIO(), stderr=False)
     started = RunStarted(settings={}, num_iterations=40, output_dir="runs/" + "x" * 60)

@@ -89,7 +89,7 @@ def unpacked(text: str, kind: str = "<f4") -> list[float]:
     return np.frombuffer(base64.b64decode(text), kind).tolist()
 
 
-def test_each_figure_stands_at_its_token() -> None:
+def test_each_value_is_at_its_token() -> None:
     told = describe_tokens(
         a_sample(), Pieces(TOKENIZER), scores=(np.array([-1, -2, -3], "f4"), np.array([5, 6, 7], "f4"))
     )
@@ -108,7 +108,7 @@ def test_scores_of_another_sample_are_refused() -> None:
         describe_tokens(a_sample(), Pieces(TOKENIZER), scores=(np.zeros(2), np.zeros(2)))
 
 
-def test_each_rollout_says_what_became_of_it(tmp_path: Path) -> None:
+def test_each_rollout_has_its_outcome(tmp_path: Path) -> None:
     good, bad = a_member("good"), a_member("bad", None, failure="timeout", failure_message="600 s")
     late = a_member("late", None, failure="group_timeout", outcome_if_failed=Outcome.CANCELLED)
     same = a_member("same", group_id="h")
@@ -129,7 +129,7 @@ def test_each_rollout_says_what_became_of_it(tmp_path: Path) -> None:
     assert (second["ready"], second["code"]) == (False, "zero_variance")
 
 
-def test_what_is_trained_later_is_written_then(tmp_path: Path) -> None:
+def test_rollout_trained_later_is_written_then(tmp_path: Path) -> None:
     early, never = a_member("early", group_id="e"), a_member("never", group_id="n")
     writer = a_writer(tmp_path)
     tell(writer, collected(1, early), collected(1, never), finished(1), batch(3, early), finished(3))
@@ -187,7 +187,7 @@ def test_an_iteration_that_is_run_again_is_there_once(tmp_path: Path) -> None:
     assert [row["rollout_id"] for row in rows(tmp_path)] == ["after"]
 
 
-def test_a_resumed_run_that_ends_at_once_keeps_what_was_there(tmp_path: Path) -> None:
+def test_resumed_run_that_ends_at_once_keeps_earlier_rows(tmp_path: Path) -> None:
     before = a_writer(tmp_path)
     for iteration in (1, 2):
         one = a_member(f"m{iteration}", group_id=f"g{iteration}")

@@ -103,7 +103,7 @@ def test_nothing_is_written_before_a_run_begins(tmp_path: Path) -> None:
         assert again.run.metrics.exists()
 
 
-def test_resume_keeps_the_reports_and_names_what_changed(tmp_path: Path) -> None:
+def test_resume_keeps_the_reports_and_lists_changed_settings(tmp_path: Path) -> None:
     fill(open_run_dir(tmp_path, agent="a", settings=SETTINGS))
     longer = {**SETTINGS, "num_iterations": 80, "resume": True}
     run = open_run_dir(tmp_path, agent="a", settings=longer, resume=True)

@@ -87,7 +87,7 @@ def told(path: Path) -> tuple[RunReader, dict[str, Any]]:
     return reader, found
 
 
-def test_steps_groups_evaluation_and_both_log_probs_are_those_of_the_files(tmp_path: Path) -> None:
+def test_steps_groups_and_log_probs_equal_the_files(tmp_path: Path) -> None:
     write_dumps(tmp_path)
     reader, found = told(tmp_path)
     assert found["name"] == tmp_path.name
@@ -113,7 +113,7 @@ def test_steps_groups_evaluation_and_both_log_probs_are_those_of_the_files(tmp_p
     assert write_report([tmp_path]).stat().st_size > 50_000
 
 
-def test_without_train_data_nothing_is_said_to_be_trained(tmp_path: Path) -> None:
+def test_without_train_data_no_rollout_counts_as_trained(tmp_path: Path) -> None:
     write_dumps(tmp_path, train=False)
     reader, found = told(tmp_path)
     assert {found["words"][at] for at in found["members"]["outcome"]} == {"ready"}
@@ -123,7 +123,7 @@ def test_without_train_data_nothing_is_said_to_be_trained(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("train", [True, False])
-def test_what_slime_does_not_write_is_absent_and_not_damaged(tmp_path: Path, train: bool) -> None:
+def test_files_that_slime_does_not_write_are_absent_not_damaged(tmp_path: Path, train: bool) -> None:
     write_dumps(tmp_path, train=train)
     _, found = told(tmp_path)
     assert found["damage"] == []

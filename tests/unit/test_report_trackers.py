@@ -29,14 +29,14 @@ def tell(writer: Any, *iterations: int, reason: str = "finished") -> None:
     writer.close()
 
 
-def test_a_library_that_is_missing_is_said_before_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_tracker_library_is_refused_before_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("agl_slime.report.trackers.find_spec", lambda name: None)
     need_trackers(())
     with pytest.raises(MissingDependencyError, match=r"--track mlflow .*agl-slime\[mlflow\]"):
         need_trackers(["mlflow"])
 
 
-def test_mlflow_has_the_metrics_by_iteration_and_a_resumed_run_goes_on(
+def test_mlflow_has_metrics_by_iteration_and_a_resumed_run_continues(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tracking = pytest.importorskip("mlflow.tracking", reason='no MLflow: pip install "agl-slime[mlflow]"')

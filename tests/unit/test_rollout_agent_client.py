@@ -67,7 +67,6 @@ def saying(text: str, *, end: int | None = None) -> ScriptedEngine:
 
 @pytest.mark.parametrize("text", ["caf\u00e9 cr\u00e8me", "\U0001f600!", "\u6c34\u706b"])
 async def test_a_character_that_an_abort_splits_is_whole_in_the_text(text: str, tmp_path: Path) -> None:
-    """fault 18"""
     n = len(TOKENIZER.encode(text, add_special_tokens=False))
     for after in range(1, n + 2):
         async with saying(text) as engine:
@@ -79,7 +78,6 @@ async def test_a_character_that_an_abort_splits_is_whole_in_the_text(text: str, 
 
 
 def test_nor_do_batched_rollouts_see_half_a_character() -> None:
-    """fault 18, fault 24"""
     with in_thread(saying("caf\u00e9")) as engine:
         sampler = SGLangSampler(base_url=engine.url, tokenizer=TOKENIZER)
         n = len(TOKENIZER.encode("caf\u00e9", add_special_tokens=False))
@@ -90,7 +88,6 @@ def test_nor_do_batched_rollouts_see_half_a_character() -> None:
 
 
 async def test_a_stop_string_that_begins_in_a_split_character_is_found(tmp_path: Path) -> None:
-    """fault 18"""
     sampling = SamplingParams(max_new_tokens=50, stop=("\u00e9 s",))
     n = len(TOKENIZER.encode("caf\u00e9 sol", add_special_tokens=False))
     for after in range(1, n):
@@ -113,7 +110,6 @@ async def test_a_stop_string_that_begins_in_a_split_character_is_found(tmp_path:
 async def test_an_answer_aborted_at_any_of_the_models_end_tokens_has_ended(
     name: str, content: Any, tmp_path: Path
 ) -> None:
-    """fault 24"""
     (tmp_path / name).write_text(json.dumps(content))
     async with saying("hello", end=9) as engine:
         n = len(TOKENIZER.encode("hello", add_special_tokens=False)) + 1
@@ -124,7 +120,7 @@ async def test_an_answer_aborted_at_any_of_the_models_end_tokens_has_ended(
 
 
 async def test_an_end_token_that_the_server_stopped_at_is_known_from_then_on(tmp_path: Path) -> None:
-    """fault 24, where the checkpoint is not on this machine"""
+    """The checkpoint is not on this machine, so its generation config cannot be read."""
     llm = LLM(endpoint="", model="org/model")
     async with saying("hello", end=9) as engine:
         llm.endpoint = engine.url
@@ -149,7 +145,6 @@ async def test_a_requests_own_stop_token_is_not_taken_for_the_models(tmp_path: P
 
 @pytest.mark.parametrize("suffix", ["", "/", "/v1", "/v1/"])
 async def test_an_address_with_v1_or_a_slash_is_understood(suffix: str, tmp_path: Path) -> None:
-    """fault 31"""
     async with saying("hello") as engine:
         llm = LLM(endpoint=engine.url + suffix, model=str(tmp_path))
         async with SGLangLitAgent()._client_for(llm, TOKENIZER) as client:

@@ -18,7 +18,7 @@ from agl_slime.tokens.conversation import ChatContext
 from agl_slime.tokens.forks import ForkReason
 from agl_slime.tokens.template import ChatTemplate, chat_template
 from tests.chat_templates import CHATML
-from tests.conversations import answer, generation_of
+from tests.conversations import answer, generation_of, text_of
 from tests.vocabularies import base_tokenizer, chat_tokenizer
 
 QUESTION = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "How many?"}]
@@ -30,11 +30,7 @@ def conversation(template: str, vocabulary: str = "anthropic", **options: Any) -
     return ChatContext(template=ChatTemplate(tokenizer=tokenizer, **options), messages=QUESTION), tokenizer
 
 
-def text_of(tokenizer: Any, ids: Any) -> str:
-    return tokenizer.decode(list(ids), skip_special_tokens=False)
-
-
-def test_the_next_prompt_is_what_is_held_and_what_the_template_adds() -> None:
+def test_next_prompt_extends_the_context_by_the_templates_text() -> None:
     context, tokenizer = conversation("chatml")
     prompt, generation = answer(context, tokenizer, "Three.")
     context.add({"role": "user", "content": "Sure?"})
@@ -160,7 +156,7 @@ def test_a_template_opened_with_an_empty_block_continues() -> None:
     assert not context.forks
 
 
-def test_a_fork_keeps_what_still_stands() -> None:
+def test_fork_keeps_the_common_prefix() -> None:
     """A template that drops thinking from each answer forks in each turn; the prompt before the dropped answer stays as
     it was."""
     context, tokenizer = conversation("reasoner")
@@ -278,7 +274,7 @@ def test_edits_inside_a_message_are_noticed() -> None:
 
 
 @pytest.mark.parametrize("finish", ["length", "abort"])
-def test_a_cut_off_answer_goes_on_with_its_own_tokens(finish: Any) -> None:
+def test_truncated_answer_continues_with_its_tokens(finish: Any) -> None:
     context, tokenizer = conversation("chatml")
     prompt, generation = answer(context, tokenizer, "Three or", finish=finish)
     assert context.prompt_ids() == prompt + list(generation.output_ids)

@@ -65,7 +65,7 @@ def test_an_answer_begun_in_the_prompt_is_a_part_of_it(counting: Any) -> None:
     assert first == second == [*plain, *counting.encode("About", add_special_tokens=False)]
 
 
-def test_a_message_edited_after_the_prompt_does_not_change_what_others_get(counting: Any) -> None:
+def test_message_edited_after_the_prompt_does_not_change_others(counting: Any) -> None:
     template = ChatTemplate(tokenizer=counting)
     first = ChatContext(template=template, messages=QUESTION)
     expected = first.prompt_ids()
@@ -105,7 +105,7 @@ def test_a_text_cut_within_a_character_is_a_key_like_any_other() -> None:
     assert [held.get([{"content": "half \ud83d"}], lambda n=n: n) for n in range(2)] == [0, 0]
 
 
-def test_only_so_many_are_kept_those_used_last_and_only_so_much_of_them() -> None:
+def test_cache_is_bounded_and_evicts_the_least_recently_used() -> None:
     held: PromptCache[int] = PromptCache()
 
     def kept(number: int) -> bool:
@@ -126,7 +126,7 @@ def test_only_so_many_are_kept_those_used_last_and_only_so_much_of_them() -> Non
     assert not held._results
 
 
-def test_threads_that_ask_at_once_get_what_belongs_to_their_messages() -> None:
+def test_threads_get_the_prompts_of_their_messages() -> None:
     held: PromptCache[str] = PromptCache()
     wrong: list[str] = []
     together = threading.Barrier(4)

@@ -18,7 +18,7 @@ def turns(*responses: list[int]) -> list[Turn]:
     ]
 
 
-def test_all_the_last_or_those_that_a_function_says() -> None:
+def test_loss_scale_trains_all_last_or_selected_turns() -> None:
     three = turns([1], [2], [3])
     assert untrained_turns("default", three) == ()
     assert untrained_turns("last_round", three) == (0, 1)

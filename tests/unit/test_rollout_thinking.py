@@ -12,7 +12,7 @@ from agl_slime.tokens.conversation import ChatContext
 from agl_slime.tokens.forks import ForkReason
 from agl_slime.tokens.template import ChatTemplate
 from tests.chat_templates import CHATML
-from tests.conversations import answer
+from tests.conversations import answer, text_of
 from tests.model_templates import MODELS, Ways, template_of
 from tests.trace_tokenizers import small_tokenizer
 from tests.vocabularies import base_tokenizer
@@ -23,16 +23,12 @@ TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {"type": "
 CALL = '<tool_call>\n{"name": "f", "arguments": {"x": 1}}\n</tool_call>'
 
 
-def text_of(tokenizer: Any, ids: Any) -> str:
-    return tokenizer.decode(list(ids), skip_special_tokens=False)
-
-
 def in_fields(source: str, text: str) -> dict[str, Any]:
     template = ChatTemplate(tokenizer=small_tokenizer(source), tools=TOOLS)
     return template.fields.convert(text, template.reader).message
 
 
-def test_an_answers_parts_stand_in_the_fields_that_the_template_reads() -> None:
+def test_answer_parts_are_in_the_fields_that_the_template_reads() -> None:
     call = {"id": "call_0", "type": "function", "function": {"name": "f", "arguments": {"x": 1}}}
     said = f"<think>\nLet me see.\n</think>\n\nI look.\n{CALL}"
     renamed = template_of(Ways()).replace("reasoning_content", "deep_thoughts")

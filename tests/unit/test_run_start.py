@@ -38,14 +38,14 @@ async def start(config: TrainConfig, described: EngineDescription | None = None,
         return begins.model
 
 
-async def test_weights_that_somebody_has_pushed_are_no_start(tmp_path: Path) -> None:
+async def test_pushed_weights_are_no_start_model(tmp_path: Path) -> None:
     config = TrainConfig(output_dir=tmp_path / "run", sglang_url="http://x:1")
     with pytest.raises(ConfigError, match=r"version '7', which were pushed to it; name the model to start from"):
         await start(config, served(LOOKUP_POLICY, "7"))
     assert await start(config, served(LOOKUP_POLICY, "default")) == LOOKUP_POLICY.resolve()
 
 
-async def test_a_resumed_run_goes_on_with_its_own_model(tmp_path: Path) -> None:
+async def test_resumed_run_uses_its_first_model(tmp_path: Path) -> None:
     model = Path(shutil.copytree(LOOKUP_POLICY, tmp_path / "model"))
     first: dict[str, Any] = {"output_dir": tmp_path / "run", "sglang_url": "http://x:1"}
     again = TrainConfig(**first, resume=True)
@@ -133,7 +133,7 @@ async def test_validation_never_draws_training_tasks(tmp_path: Path) -> None:
     assert split_tasks(TrainConfig(**first, resume=True))[:2] == (tasks, val_tasks)
 
 
-def test_what_a_run_without_a_checkpoint_has_written_is_kept(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_files_of_a_run_without_a_checkpoint_are_set_aside(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     run = RunDir(tmp_path)
     for n in (1, 2):
         run.metrics.write_text(f"metrics {n}")

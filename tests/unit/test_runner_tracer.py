@@ -37,7 +37,7 @@ async def spans_of(*cores: dict[str, Any]) -> list[Span]:
 
 
 @pytest.mark.parametrize("fields", CORES)
-async def test_a_span_is_the_one_that_agent_lightning_makes(fields: dict[str, Any]) -> None:
+async def test_span_equals_agent_lightnings(fields: dict[str, Any]) -> None:
     [ours] = await spans_of(fields)
     core = SpanCoreFields(**fields, status=TraceStatus(status_code="ERROR", description="d"))
     stock = Span.from_core_fields(core, rollout_id="ro", attempt_id="at", sequence_id=1)
@@ -52,7 +52,7 @@ async def test_a_span_is_the_one_that_agent_lightning_makes(fields: dict[str, An
     assert Span.model_validate_json(ours.model_dump_json()) == ours
 
 
-async def test_no_two_spans_share_what_may_change() -> None:
+async def test_spans_share_no_mutable_state() -> None:
     first, second = await spans_of(CORES[0], CORES[0])
     assert (first.span_id, first.trace_id) != (second.span_id, second.trace_id)
     for name in ("attributes", "events", "links", "status", "context", "resource"):
@@ -64,7 +64,7 @@ async def test_no_two_spans_share_what_may_change() -> None:
 
 
 async def test_lone_surrogates_are_spelled_out() -> None:
-    """fault 32: no JSON takes them, so a span with one of them was lost, and the reason or the reward in it."""
+    """JSON cannot encode them: the span, with its failure reason or reward, would be lost."""
     attributes = {"text": "caf\ud800 é", "texts": ["\udfff", "b"], "plain": "é"}
     [span] = await spans_of({"name": "x", "attributes": attributes, "start_time": 1.0, "end_time": 2.0})
     assert span.attributes == {"text": "caf\\ud800 é", "texts": ["\\udfff", "b"], "plain": "é"}

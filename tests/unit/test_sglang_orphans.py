@@ -6,8 +6,10 @@ import os
 import subprocess
 import sys
 import textwrap
-import time
 from pathlib import Path
+
+from tests.harness.processes import is_running
+from tests.harness.waiting import becomes_true
 
 SERVER = """
     #!{python}
@@ -28,14 +30,7 @@ SERVER = """
 """
 
 
-def _lives(pid: int) -> bool:
-    try:
-        return "Z" not in Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[:1]
-    except OSError:
-        return False
-
-
-def test_a_server_whose_address_nobody_reads_is_ended(tmp_path: Path) -> None:
+def test_server_whose_starter_died_is_killed(tmp_path: Path) -> None:
     fake, pid = tmp_path / "python", tmp_path / "pid"
     fake.write_text(textwrap.dedent(SERVER).strip().format(python=sys.executable, pid=str(pid)))
     fake.chmod(0o755)
@@ -48,13 +43,10 @@ def test_a_server_whose_address_nobody_reads_is_ended(tmp_path: Path) -> None:
     try:
         process.wait(120)
         server = int(pid.read_text())
-        end = time.monotonic() + 20
-        while _lives(server) and time.monotonic() < end:
-            time.sleep(0.02)
-        assert not _lives(server)
+        assert becomes_true(lambda: not is_running(server), 20)
         assert "BrokenPipeError" in (tmp_path / "log").read_text()
     finally:
         if process.poll() is None:
             process.kill()
-        if pid.exists() and _lives(int(pid.read_text())):
+        if pid.exists() and is_running(int(pid.read_text())):
             os.kill(int(pid.read_text()), 9)

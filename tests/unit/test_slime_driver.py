@@ -100,9 +100,7 @@ def test_a_batch_that_is_a_reference_is_loaded_to_be_counted(
         trainer.stop()
 
 
-def test_each_run_has_a_session_of_its_own_unless_one_is_named(
-    ray: FakeRay, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-):
+def test_each_run_has_a_new_session_unless_one_is_given(ray: FakeRay, monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     use("main", monkeypatch)
     names = []
     for given in (None, None, "mine"):

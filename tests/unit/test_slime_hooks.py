@@ -75,7 +75,7 @@ def test_a_data_source_that_does_not_wait_is_refused():
         slime_hooks.generate_rollout(Namespace(rollout_batch_size=1), 0, ListedSource([]))
 
 
-def test_what_had_come_is_given_back_when_the_rest_does_not():
+def test_groups_are_given_back_when_the_rest_fails():
     source = ListedSource(*groups(2), DataSourceError("nothing came"))
     with pytest.raises(DataSourceError, match="nothing came"):
         slime_hooks.generate_rollout(Namespace(rollout_batch_size=3), 0, source)
@@ -92,7 +92,7 @@ def test_a_group_without_log_probs_is_refused_where_slime_corrects_by_them(flag:
     assert slime_hooks.generate_rollout(Namespace(rollout_batch_size=1), 0, ListedSource([plain])).samples == [plain]
 
 
-def test_samples_that_nobody_sampled_are_not_trained_on():
+def test_placeholder_samples_are_not_trained_on():
     placeholder = [[sample(None, status=Sample.Status.PENDING)]]
     with pytest.raises(DataSourceError, match="agl_store_url"):
         slime_hooks.generate_rollout(Namespace(rollout_batch_size=1), 0, ListedSource(placeholder))
@@ -167,7 +167,7 @@ def test_unfinished_samples_are_taken_out_of_the_loss():
     assert [entry.remove_sample for entry in batch[0]] == [False, True, True]
 
 
-def test_what_is_taken_out_of_the_loss_is_no_part_of_a_baseline():
+def test_masked_samples_are_left_out_of_the_baseline():
     batch = [[sample(1.0), sample(0.0), sample(None), sample(-9.0, status=Sample.Status.ABORTED)]]
     slime_hooks.mask_unfit(None, batch)
     assert slime_hooks.normalize_rewards(MEAN_ONLY, batch) == ([1.0, 0.0, 0.0, -9.0], [0.5, -0.5, 0.0, 0.0])
@@ -193,7 +193,7 @@ def test_a_group_that_the_filter_drops_has_no_advantage(rewards: list[float]):
     assert _keeps(apart) == any(slime_hooks.normalize_rewards(MEAN_ONLY, apart)[1])
 
 
-def test_the_log_hook_adds_to_slimes_metrics_and_lets_slime_go_on():
+def test_log_hook_adds_to_slimes_metrics_without_replacing_its_log():
     siblings = [
         sample(metadata={"agl_rollout_id": "a", "turns": 2}),
         sample(metadata={"agl_rollout_id": "a", "turns": 1}),
@@ -241,7 +241,7 @@ def test_args_come_before_the_environment_and_slimes_flags_fill_the_rest():
     assert settings.blocking
 
 
-def test_a_slime_without_the_switch_has_its_prompt_data_too():
+def test_older_slime_without_the_switch_uses_its_prompt_data():
     assert PluginSettings.from_args(Namespace(prompt_data="a.jsonl"), {}).tasks == Path("a.jsonl")
     off = Namespace(prompt_data="a.jsonl", rollout_global_dataset=False)
     assert PluginSettings.from_args(off, {}).tasks is None

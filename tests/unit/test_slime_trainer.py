@@ -28,7 +28,7 @@ def without_slime(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("without_slime")
-def test_without_slime_one_sentence_says_what_to_install(capsys: pytest.CaptureFixture[str]):
+def test_missing_slime_is_an_error_with_the_fix(capsys: pytest.CaptureFixture[str]):
     assert main(["train", "--trainer", "slime", "--sglang-url", "http://127.0.0.1:1", "--", "--lr", "1e-6"]) == 2
     error = capsys.readouterr().err
     assert "slime is not installed" in error
@@ -85,7 +85,7 @@ def test_engines_that_slime_launches_get_a_router_at_a_known_port():
         ({"rollout_batch_size": 9}, "--rollout-batch-size 9 .*--rollout-batch-size 16"),
     ],
 )
-def test_what_the_loop_would_not_follow_is_refused_after_the_dashes(given: dict[str, Any], named: str):  # fault 6
+def test_slime_flags_that_contradict_the_loop_are_refused(given: dict[str, Any], named: str):
     args = Namespace(num_rollout=40, rollout_batch_size=16, n_samples_per_prompt=4, eval_temperature=None)
     check_slime_args(args, _config())
     with pytest.raises(ConfigError, match=named):
@@ -100,7 +100,7 @@ def test_what_the_loop_would_not_follow_is_refused_after_the_dashes(given: dict[
         ({"local": LocalTrainerSettings(lr=1e-3)}, "--local.lr 0.001"),
     ],
 )
-def test_settings_that_slime_would_not_follow_are_refused(given: dict[str, Any], named: str):  # fault 6
+def test_settings_that_slime_would_not_follow_are_refused(given: dict[str, Any], named: str):
     _config(local=LocalTrainerSettings())
     with pytest.raises(ConfigError, match=named):
         _config(**given)

@@ -27,7 +27,7 @@ def tasks(agent: Any, seed: int, n: int = 50) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("agent", [AlphabetSort(), ReverseText(), ReverseCharacters(), Shop()])
-def test_tasks_are_made_by_a_seed_and_ask_what_they_are_about(agent: Any) -> None:
+def test_tasks_depend_on_the_seed_and_prompts_contain_them(agent: Any) -> None:
     assert tasks(agent, 1) == tasks(agent, 1) != tasks(agent, 2)
     for task in tasks(agent, 1):
         assert json.loads(json.dumps(task)) == task

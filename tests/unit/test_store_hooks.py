@@ -27,6 +27,7 @@ from agl_slime.support.agl import (
     RolloutConfig,
     Span,
 )
+from tests.store_cases import make_span
 
 
 @pytest.mark.parametrize(
@@ -147,12 +148,6 @@ def test_no_store_call_suspends() -> None:
     assert len(run(store.query_workers())) == 2
     assert run(store.release([rollout_id])) == 1
     assert run(store.statistics())["total_rollouts"] == 1
-
-
-def make_span(rollout_id: str, attempt_id: str, sequence_id: int, **attributes: Any) -> Span:
-    return Span.from_attributes(
-        rollout_id=rollout_id, attempt_id=attempt_id, sequence_id=sequence_id, attributes=attributes
-    )
 
 
 def test_spans_share_the_names_of_their_fields_and_say_the_same_as_before(monkeypatch: pytest.MonkeyPatch) -> None:

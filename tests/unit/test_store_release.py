@@ -7,7 +7,6 @@ import json
 from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from agl_slime import AGLDataSource
 from agl_slime.datasource.completions import CompletionTable
@@ -15,6 +14,7 @@ from agl_slime.datasource.source import DataSourceSettings
 from agl_slime.store.bridge import BridgeStore
 from agl_slime.store.retention import Retention
 from agl_slime.support.agl import InMemoryLightningStore
+from tests.harness.waiting import until
 from tests.store_cases import enqueue, finish
 
 QUICK = DataSourceSettings(get_timeout_s=20.0, poll_interval_s=0.01)
@@ -34,14 +34,6 @@ class Elsewhere(InMemoryLightningStore):
             raise ConnectionError("away")
         self.released.extend(rollout_ids)
         return len(rollout_ids)
-
-
-async def until(true: Any) -> None:
-    for _ in range(2_000):
-        if true():
-            return
-        await asyncio.sleep(0.01)
-    raise AssertionError("it did not happen")
 
 
 async def test_a_store_of_this_process_forgets_at_once(tmp_path: Path) -> None:
@@ -76,7 +68,7 @@ def test_with_saves_a_rollout_is_kept_until_two_saved_states_have_it() -> None:
     assert sorted(after_a_restart.due) == ["a", "b", "c", "d"]
 
 
-async def test_slime_that_never_saves_releases_what_was_read(tmp_path: Path) -> None:
+async def test_slime_without_save_interval_releases_read_rollouts(tmp_path: Path) -> None:
     """slime's ``--save-interval`` is None by default, and then nothing is ever saved."""
     store = Elsewhere()
     with AGLDataSource(Namespace(save=str(tmp_path), save_interval=None), store=store, settings=QUICK) as source:
@@ -87,7 +79,7 @@ async def test_slime_that_never_saves_releases_what_was_read(tmp_path: Path) -> 
         await until(lambda: sorted(store.released) == sorted(ids))
 
 
-async def test_slime_that_saves_holds_what_was_read(tmp_path: Path) -> None:
+async def test_slime_with_save_interval_holds_rollouts_until_the_save(tmp_path: Path) -> None:
     store = Elsewhere()
     with AGLDataSource(Namespace(save=str(tmp_path), save_interval=5), store=store, settings=QUICK) as source:
         ids = await enqueue(store, 3)
@@ -101,7 +93,7 @@ async def test_slime_that_saves_holds_what_was_read(tmp_path: Path) -> None:
         await until(lambda: sorted(store.released) == sorted(ids))
 
 
-async def test_what_could_not_be_released_is_released_later() -> None:
+async def test_failed_release_is_retried() -> None:
     store = Elsewhere()
     store.away = 1
     with AGLDataSource(store=store, settings=QUICK) as source:

@@ -11,31 +11,8 @@ import pytest
 from agl_slime.errors import ConfigError
 from agl_slime.store.bridge import WORKER_DIED, BridgeStore
 from agl_slime.store.retention import Retention
-from agl_slime.support.agl import AttemptedRollout, EnqueueRolloutRequest, RolloutConfig
-from tests.unit.test_store_hooks import make_span
-
-
-async def enqueue(store: BridgeStore, count: int = 1, **config: Any) -> list[str]:
-    requests = [
-        EnqueueRolloutRequest(input={"n": n}, mode="train", config=RolloutConfig(**config)) for n in range(count)
-    ]
-    return [rollout.rollout_id for rollout in await store.enqueue_many_rollouts(requests)]
-
-
-async def claim(store: BridgeStore, worker_id: str = "w") -> AttemptedRollout:
-    [claimed] = await store.dequeue_many_rollouts(limit=1, worker_id=worker_id)
-    return claimed
-
-
-async def execute(store: BridgeStore, count: int, *, span_chars: int = 100) -> list[str]:
-    """Enqueue and finish rollouts with one span each; their ids."""
-    ids = await enqueue(store, count)
-    for _ in ids:
-        claimed = await claim(store)
-        attempt_id = claimed.attempt.attempt_id
-        await store.add_many_spans([make_span(claimed.rollout_id, attempt_id, 1, text="x" * span_chars)])
-        await store.update_attempt(claimed.rollout_id, attempt_id, status="succeeded")
-    return ids
+from agl_slime.support.agl import RolloutConfig
+from tests.store_cases import claim, enqueue, enqueue_inputs, execute, make_span
 
 
 def everything_by_rollout(store: BridgeStore) -> dict[str, int]:
@@ -90,7 +67,7 @@ async def test_the_window_is_bounded_by_bytes_too() -> None:
     assert 190_000 < usage.span_bytes <= 250_000
 
 
-async def test_what_is_not_released_is_never_dropped() -> None:
+async def test_unreleased_rollouts_are_never_dropped() -> None:
     store = BridgeStore(retention=Retention(released_rollouts=0, unreleased_bytes=50_000))
     ids = await execute(store, 4, span_chars=9_000)
     await store.release(ids[:1])
@@ -166,12 +143,12 @@ async def test_old_resources_go_and_the_latest_stay() -> None:
 # -- the watchdog ----------------------------------------------------------------------------------------------------
 
 
-async def test_the_watchdog_finds_rollouts_past_their_limits_and_only_those(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_watchdog_finds_exactly_the_rollouts_past_their_limits(monkeypatch: pytest.MonkeyPatch) -> None:
     store = BridgeStore(scan_debounce_seconds=0)
     now = [1_000_000.0]
     monkeypatch.setattr(time, "time", lambda: now[0])
-    await enqueue(store, timeout_seconds=10)
-    await enqueue(store, unresponsive_seconds=20)
+    await enqueue_inputs(store, range(1), timeout_seconds=10)
+    await enqueue_inputs(store, range(1), unresponsive_seconds=20)
     await enqueue(store)
     timed, silent, free = [await claim(store) for _ in range(3)]
 
@@ -195,7 +172,7 @@ async def test_a_limit_that_changes_while_the_rollout_runs_counts(monkeypatch: p
     store = BridgeStore(scan_debounce_seconds=0)
     now = [1_000_000.0]
     monkeypatch.setattr(time, "time", lambda: now[0])
-    await enqueue(store, timeout_seconds=1_000)
+    await enqueue_inputs(store, range(1), timeout_seconds=1_000)
     claimed = await claim(store)
     now[0] += 5
     await store.update_rollout(claimed.rollout_id, config=RolloutConfig(timeout_seconds=10))
@@ -207,7 +184,7 @@ async def test_a_limit_that_changes_while_the_rollout_runs_counts(monkeypatch: p
 
 async def test_a_scan_looks_at_nothing_when_nothing_is_due(monkeypatch: pytest.MonkeyPatch) -> None:
     store = BridgeStore(scan_debounce_seconds=0)
-    await enqueue(store, 50, timeout_seconds=600)
+    await enqueue_inputs(store, range(50), timeout_seconds=600)
     await store.dequeue_many_rollouts(limit=50)
     looked = []
     monkeypatch.setattr(store.collections, "rollout", lambda rollout_id: looked.append(rollout_id))
@@ -223,7 +200,7 @@ async def test_rollouts_of_a_dead_runner_go_to_others_even_without_attempts_left
     store = BridgeStore()
     ended: list[str] = []
     store.subscribe_finished(lambda rollout: ended.append(rollout.rollout_id))
-    first, second = await enqueue(store, 2, max_attempts=1)
+    first, second = await enqueue_inputs(store, range(2), max_attempts=1)
     assert (await claim(store, "dead")).rollout_id == first
     alive = await claim(store, "alive")
     assert await store.fail_worker("dead", reason="killed by signal 9") == [first]
@@ -250,7 +227,7 @@ async def test_a_runner_that_is_gone_gets_nothing_that_it_asked_for_before() -> 
 
 async def test_a_rollout_that_kills_its_runners_is_given_up() -> None:
     store = BridgeStore()
-    [poison] = await enqueue(store, max_attempts=1)
+    [poison] = await enqueue_inputs(store, range(1), max_attempts=1)
     for worker in ("a", "b", "c"):
         assert (await claim(store, worker)).rollout_id == poison
         await store.fail_worker(worker)

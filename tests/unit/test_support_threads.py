@@ -1,4 +1,4 @@
-"""Two pools of threads: hung code of users takes no thread from this package's own work. fault 1."""
+"""Two pools of threads: hung code of users takes no thread from this package's own work."""
 
 import asyncio
 import logging
@@ -53,7 +53,7 @@ async def returned(gate: threading.Event) -> None:
 
 
 async def test_hung_rewards_do_not_stop_the_control_plane(gate):
-    """fault 1: 64 hung calls of users' code held every thread, those of `runner.stop` and the train step as well."""
+    """64 hung calls of users' code leave threads for `runner.stop` and the train step."""
     rewards = [await hang(run_user_code, gate) for _ in range(64)]
     assert await asyncio.wait_for(run_in_thread(lambda: "stopped"), 10) == "stopped"
     gate.set()
@@ -114,7 +114,7 @@ async def test_a_call_cancelled_before_its_turn_is_never_made(gate):
 
 @pytest.mark.parametrize("error", [SystemExit(3), KeyboardInterrupt(), StopIteration(1), asyncio.CancelledError()])
 async def test_users_exceptions_end_their_own_call_only(error):
-    """fault 32: no future holds a StopIteration, and SystemExit ends whoever runs the loop."""
+    """A future cannot carry StopIteration, and SystemExit would end the event loop."""
 
     def reward() -> float:
         raise error

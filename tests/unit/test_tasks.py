@@ -75,7 +75,7 @@ def test_a_cursor_that_is_restored_draws_nothing_again_that_the_store_has() -> N
 
 
 @pytest.mark.parametrize("call", [lambda cursor: cursor.take(4), lambda cursor: cursor.skip_to(4)])
-def test_a_source_that_has_run_out_is_said(call: Callable[[TaskCursor], Any]) -> None:
+def test_exhausted_task_source_is_an_error(call: Callable[[TaskCursor], Any]) -> None:
     class Three:
         def __init__(self) -> None:
             self.asked = 0
@@ -89,7 +89,7 @@ def test_a_source_that_has_run_out_is_said(call: Callable[[TaskCursor], Any]) ->
         call(TaskCursor(Three()))
 
 
-def test_no_tasks_is_said_at_once() -> None:
+def test_empty_task_list_is_an_error() -> None:
     with pytest.raises(ConfigError, match="no tasks"):
         as_task_source([])
 

@@ -37,7 +37,7 @@ def call(name: str, **arguments: Any) -> ToolCall:
     return ToolCall(name=name, arguments=arguments, id="call_0")
 
 
-def test_a_schema_is_told_from_signature_and_docstring() -> None:
+def test_schema_is_built_from_signature_and_docstring() -> None:
     assert ToolManager([look]).schemas[0]["function"] == {
         "name": "look",
         "description": "Look a key up.\n\nLonger text.",
@@ -129,7 +129,7 @@ def search(
 
 
 FITTING: list[tuple[dict[str, Any], Any]] = [
-    ({"limit": None}, ("q", None, Mode.FAST, None, None, 1, False)),  # fault 23: null was refused
+    ({"limit": None}, ("q", None, Mode.FAST, None, None, 1, False)),
     ({"limit": "null"}, ("q", None, Mode.FAST, None, None, 1, False)),
     ({"limit": "7", "mode": "slow"}, ("q", 7, Mode.SLOW, None, None, 1, False)),
     ({"span": {"start": 1}}, ("q", 3, Mode.FAST, Span(1), None, 1, False)),
@@ -144,13 +144,11 @@ FITTING: list[tuple[dict[str, Any], Any]] = [
 
 @pytest.mark.parametrize(("arguments", "expected"), FITTING)
 async def test_null_enums_dataclasses_and_models_are_arguments(arguments: dict[str, Any], expected: Any) -> None:
-    """For fault 23."""
     result = await ToolManager([search]).call(call("search", query="q", **arguments))
     assert (result.content, result.error) == (repr(expected), None)
 
 
-def test_the_schema_of_enums_dataclasses_and_models_says_what_they_hold() -> None:
-    """For fault 23."""
+def test_schema_of_enums_dataclasses_and_models_is_complete() -> None:
     parameters = ToolManager([search]).schemas[0]["function"]["parameters"]
     properties, definitions = parameters["properties"], parameters["$defs"]
     assert parameters["required"] == ["query"]
@@ -224,9 +222,7 @@ class Sandbox:
             await self.closes()
 
 
-async def test_tools_are_closed_but_for_those_to_keep(caplog: pytest.LogCaptureFixture) -> None:
-    """For fault 27."""
-
+async def test_tools_are_closed_except_the_kept_ones(caplog: pytest.LogCaptureFixture) -> None:
     async def fails() -> None:
         raise RuntimeError("still busy")
 
@@ -245,7 +241,6 @@ async def test_tools_are_closed_but_for_those_to_keep(caplog: pytest.LogCaptureF
 
 
 async def test_a_tool_whose_constructor_outlives_its_rollout_is_closed() -> None:
-    """For fault 27."""
     release, made = threading.Event(), []
 
     class Slow(Sandbox):

@@ -70,7 +70,7 @@ def test_an_answer_without_calls_is_text(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", list(ONE))
-def test_the_grammar_of_a_forced_call_has_what_is_read_as_one(kind: str) -> None:
+def test_grammar_of_a_forced_call_is_parsed_as_that_call(kind: str) -> None:
     function = {"name": "look", "parameters": {"type": "object"}}
     parser = get_tool_parser(kind)
     form = parser.forced_grammar([function, {**function, "name": "other"}])
@@ -280,7 +280,7 @@ def test_no_text_breaks_a_parser_or_is_lost(text: str) -> None:
 
 
 @pytest.mark.parametrize("kind", list(FORMATS))
-def test_the_format_is_told_by_the_call_that_the_template_writes(kind: str) -> None:
+def test_format_is_found_from_the_templates_calls(kind: str) -> None:
     assert type(find_format(tokenizer_of(kind))) is type(get_tool_parser(kind))
 
 
@@ -297,7 +297,7 @@ UNREAD = [
 
 
 @pytest.mark.parametrize("writes", UNREAD)
-def test_a_format_that_nobody_reads_is_refused_in_a_sentence(writes: str) -> None:
+def test_unknown_format_is_refused_in_a_sentence(writes: str) -> None:
     source = "{% for m in messages %}<|im_start|>" + writes + "<|im_end|>{% endfor %}"
     with pytest.raises(PromptError, match="asks for tool calls in a format that is not read here: give tool_parser"):
         parser_for(small_tokenizer(source))

@@ -77,7 +77,7 @@ def test_an_array_that_is_too_wide_is_refused_by_value():
 
 
 @pytest.mark.parametrize("bad", [[1.5], ["7"], [None], [[1], [2]], 7, "17", b"1234", np.array([1.5]), np.array([[1]])])
-def test_what_is_not_a_list_of_integers_is_refused(bad: object):
+def test_non_integer_ids_are_refused(bad: object):
     with pytest.raises(TraceError):
         pack_token_ids(bad)
 
@@ -128,7 +128,7 @@ def test_prompt_is_encoded_as_the_json_of_its_ids_after_any_history(steps: list[
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
-def test_what_a_forked_process_adds_to_a_token_buffer_is_its_own() -> None:
+def test_forked_process_does_not_share_its_token_buffer() -> None:
     buffer = TokenBuffer(range(3_000))
     buffer.extend([1])  # into pages of its own
     if (child := os.fork()) == 0:
@@ -141,7 +141,7 @@ def test_what_a_forked_process_adds_to_a_token_buffer_is_its_own() -> None:
     assert buffer.ids[-1] == 1
 
 
-def test_a_token_buffer_goes_on_where_there_are_no_more_mappings(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_token_buffer_works_without_memory_mappings(monkeypatch: pytest.MonkeyPatch) -> None:
     def none_left(*args: Any, **options: Any) -> Any:
         raise OSError("Cannot allocate memory")
 

@@ -217,7 +217,7 @@ def test_the_label_is_the_tasks(task: Any, label: str | None):
     assert rollout_to_sample(rollout(input=task), spans_of([FIRST])).label == label
 
 
-def test_what_a_gateway_refused_is_told_to_who_looks_at_the_trajectory() -> None:
+def test_gateway_refusals_are_in_the_trajectorys_metadata() -> None:
     spans = spans_of([FIRST, SECOND])
     spans[1].attributes[names.GATEWAY] = json.dumps({"answers": 2, "refused/400": 1})
     conversion = convert_rollout(rollout(metadata={"group_id": "g"}), spans)

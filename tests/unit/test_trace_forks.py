@@ -163,7 +163,7 @@ def test_several_samples_of_one_prompt_are_branches(vocabulary: str):
     assert reasons(turns, tokenizer) == [None, ForkReason.BRANCH, ForkReason.BRANCH]
 
 
-def test_going_on_from_an_earlier_turn_is_a_branch(vocabulary: str):
+def test_continuing_an_earlier_turn_is_a_branch(vocabulary: str):
     tokenizer = chat_tokenizer(vocabulary, PLAIN)
     answer = {"role": "assistant", "content": "look up"}
     turns = [call(tokenizer, prompt(tokenizer, [USER]), "look up")]

@@ -83,7 +83,7 @@ def test_template_that_opens_the_answer_leaves_the_answers_text():
     assert tokenizer.decode(response) == "Hello"
 
 
-def test_without_a_template_one_text_is_taken_as_it_is():
+def test_without_a_template_text_is_unchanged():
     tokenizer = chat_tokenizer("anthropic", None)
     prompt, response = Retokenizer(tokenizer).turn(
         [{"role": "user", "content": "Once upon"}], {"role": "assistant", "content": " a time"}

@@ -40,7 +40,6 @@ def test_the_last_reward_counts():
 @pytest.mark.parametrize("bad", [math.nan, math.inf, 10**400])
 @pytest.mark.parametrize("after", [raw("primary", 1.0), raw("other", 1.0), reward_span(0.5)])
 def test_a_bad_reward_that_a_later_one_replaces_is_not_passed_over(bad: Any, after: Span):
-    # fault 32
     for spans in ([raw("primary", bad), after], [after, raw("primary", bad)]):
         with pytest.raises(RewardError) as refused:
             read_reward(spans)
@@ -114,7 +113,7 @@ def test_a_name_that_is_not_there_is_an_error():
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf, "high"])
-def test_what_is_not_a_finite_number_is_an_error(bad: Any):
+def test_non_finite_reward_is_an_error(bad: Any):
     with pytest.raises(RewardError) as error:
         read_reward([raw("primary", bad)])
     assert error.value.reason == "bad_reward"

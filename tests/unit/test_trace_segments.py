@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 
 from agl_slime.errors import TraceError
 from agl_slime.tokens.forks import ForkReason
 from agl_slime.trace.segments import Segment, merge_turns
-from agl_slime.trace.turn import Turn
-
-
-def turn(prompt_ids: list[int], response_ids: list[int], **fields: Any) -> Turn:
-    return Turn(prompt_ids=prompt_ids, response_ids=response_ids, log_probs=[-0.5] * len(response_ids), **fields)
+from tests.harness.samples import turn
 
 
 def turns_in(segments: list[Segment]) -> list[list[int]]:
@@ -40,7 +34,7 @@ def test_fork_has_shared_history_as_context_and_trains_its_turn_only():
     assert second.log_probs.tolist() == [0.0, 0.0, 0.0, -0.5]
 
 
-def test_concurrent_branches_each_go_on_in_their_own_segment():
+def test_concurrent_branches_continue_in_their_segments():
     """Turns of two branches alternate, as those of a parallel agent do."""
     turns = [
         turn([1], [2]),
@@ -82,7 +76,7 @@ def test_one_later_answer_that_is_kept_after_a_change_shows_an_edit():
     assert [segment.fork_reason for segment in merge_turns(turns)] == [None, ForkReason.EDITED_HISTORY]
 
 
-def test_the_most_recent_conversation_tells_what_was_edited():
+def test_edited_history_is_found_by_the_most_recent_conversation():
     """Two conversations share the system prompt; the second one's history is changed."""
     turns = [turn([1, 2, 70], [10]), turn([1, 2, 80], [20, 21]), turn([1, 2, 81, 20, 21, 90], [30])]
     assert [segment.fork_reason for segment in merge_turns(turns)] == [
@@ -104,7 +98,7 @@ def test_turns_that_sampled_nothing_contribute_nothing():
 # -- turns that say what they go on from -----------------------------------------------------------------------------
 
 
-def test_a_turn_is_placed_by_what_it_says_of_itself():
+def test_turn_is_placed_by_its_base_turn():
     """By its tokens the third turn would be an edit; the conversation knew that its template did it."""
     turns = [
         turn([1], [10, 11]),
@@ -131,7 +125,7 @@ def test_turn_after_one_without_samples_continues_that_ones_base():
     assert turns_in(merge_turns(turns)) == [[0, 2]]
 
 
-def test_what_a_turn_says_wrongly_is_found_by_its_tokens():
+def test_wrong_base_turn_is_corrected_by_the_tokens():
     """A trajectory of which the first turns were taken out: the numbers mean other turns now."""
     turns = [
         turn([1], [2]),

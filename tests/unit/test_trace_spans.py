@@ -342,7 +342,7 @@ IMAGE = {
         IMAGE,
     ],
 )
-def test_what_is_not_text_is_refused_rather_than_left_out(attributes: dict[str, Any]):
+def test_non_text_part_is_refused(attributes: dict[str, Any]):
     with pytest.raises(TraceError, match="part of type"):
         read_turns([span(1, attributes)], chat_tokenizer("anthropic", PLAIN))
 

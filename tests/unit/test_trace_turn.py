@@ -18,10 +18,7 @@ from agl_slime.trace.segments import merge_turns
 from agl_slime.trace.span_codec import TurnEncoder, decode_turns
 from agl_slime.trace.turn import Turn
 from tests.conversations import linked
-
-
-def turn(prompt_ids: Any, response_ids: Any = (7,), **fields: Any) -> Turn:
-    return Turn(prompt_ids=prompt_ids, response_ids=response_ids, log_probs=[-0.5] * len(response_ids), **fields)
+from tests.harness.samples import encode, turn
 
 
 def conversation(n_turns: int, new_tokens: int, sampled: int) -> list[Turn]:
@@ -33,11 +30,6 @@ def conversation(n_turns: int, new_tokens: int, sampled: int) -> list[Turn]:
         turns.append(turn(prompt, [(index * 104_729 + i) % 150_000 for i in range(sampled)]))
         held = turns[-1].token_ids.tolist()
     return turns
-
-
-def spans(turns: list[Turn], **options: Any) -> list[SimpleNamespace]:
-    encoder = TurnEncoder(**options)
-    return [SimpleNamespace(attributes=encoder.encode(each)) for each in turns]
 
 
 def size(attributes: dict[str, Any]) -> int:
@@ -116,7 +108,7 @@ def test_opentelemetry_accepts_every_attribute(caplog: pytest.LogCaptureFixture)
 
 
 def test_span_size_depends_on_new_tokens_not_on_the_number_of_turns():
-    twenty = [size(span.attributes) for span in spans(linked(conversation(20, new_tokens=1_400, sampled=200)))]
+    twenty = [size(span.attributes) for span in encode(linked(conversation(20, new_tokens=1_400, sampled=200)))]
     assert max(twenty[1:]) < 1.05 * min(twenty[1:])  # no turn costs more for coming later
     numbers = 20 * (1_400 + 2 * 200)
     assert (
@@ -131,7 +123,7 @@ def test_messages_are_stored_once_too():
         turns.append(turn(list(range(10 * (index + 1))), messages=list(history)))
         history.append({"role": "tool", "content": chr(97 + index) * 1_000})
     turns = linked(turns)
-    written = spans(turns)
+    written = encode(turns)
     assert decode_turns(written) == turns
     assert sum(size(span.attributes) for span in written) < 20 * 1_000 * 2.2  # quadratic would be ten times that
 
@@ -180,13 +172,13 @@ def test_branches_may_share_an_encoder_from_several_threads():
 
 
 def test_a_turn_that_is_there_twice_is_noticed():
-    written = spans([turn([1]), turn([1, 7, 2])])
+    written = encode([turn([1]), turn([1, 7, 2])])
     with pytest.raises(TraceError, match=r"turn 1 .*twice"):
         decode_turns([*written, written[1]])
 
 
 def test_an_unknown_format_is_refused():
-    [span] = spans([turn([1])])
+    [span] = encode([turn([1])])
     span.attributes[names.FORMAT] = 2
     with pytest.raises(TraceError, match="format 2"):
         decode_turns([span])
@@ -210,7 +202,7 @@ def test_an_unknown_format_is_refused():
 )
 def test_damage_is_named(name: str, value: Any, sentence: str):
     message = {"role": "user", "content": "x"}
-    written = spans(linked([turn([1], messages=[message]), turn([1, 7, 2], messages=[message, message])]))
+    written = encode(linked([turn([1], messages=[message]), turn([1, 7, 2], messages=[message, message])]))
     written[1].attributes[name] = value
     with pytest.raises(TraceError, match=f"turn 1 .*{sentence}"):
         decode_turns(written)
@@ -219,7 +211,7 @@ def test_damage_is_named(name: str, value: Any, sentence: str):
 def test_spans_that_do_not_say_why_they_fork_are_still_read():
     """What version 1 wrote: the turn whose beginning was longest held, and nothing about forks."""
     turns = linked([turn([1, 2], [3]), turn([1, 2, 3, 4, 4], [5]), turn([1, 2, 3, 4, 6], [7])])
-    written = spans(turns)
+    written = encode(turns)
     assert written[2].attributes.pop(names.PROMPT_FORK) == "branch"
     read = decode_turns(written)
     assert [each.token_ids.tolist() for each in read] == [each.token_ids.tolist() for each in turns]

@@ -146,7 +146,7 @@ def test_the_reward_key_picks_from_a_dict():
         ({"multimodal_train_inputs": {"pixels": 1}}, "shows images; use slime"),
     ],
 )
-def test_what_cannot_be_trained_on_is_refused(fields: dict[str, Any], message: str):
+def test_untrainable_batch_is_refused(fields: dict[str, Any], message: str):
     with pytest.raises((TrainerError, RewardError), match=message):
         TrainBatch.from_samples([sample(), sample(rollout_id=1, **fields)])
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import ast
 import copy
-import importlib.util
-import os
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,18 +13,9 @@ import pytest
 
 from agl_slime.trainers import TrainBatch
 from agl_slime.types import Sample, sample_from_fields
+from tests.slime.support import slime_package
 
 pytestmark = pytest.mark.slime
-
-
-def slime_package() -> Path:
-    """The ``slime`` package directory, from SLIME_DIR or the installed one; importing it would need Ray and SGLang."""
-    if root := os.environ.get("SLIME_DIR"):
-        return Path(root) / "slime"
-    spec = importlib.util.find_spec("slime")
-    if spec is None or not spec.submodule_search_locations:
-        pytest.skip("set SLIME_DIR to a checkout of slime")
-    return Path(next(iter(spec.submodule_search_locations)))
 
 
 def functions(path: Path, *names: str, **scope: Any) -> dict[str, Any]:

@@ -50,7 +50,7 @@ def test_bfloat16_weights_are_half_as_large_and_rounded_like_the_engines(tied: b
     assert (tmp_path / "bfloat16" / "config.json").read_bytes() == (source / "config.json").read_bytes()
 
 
-def test_what_tells_how_the_source_was_made_stays_behind(tmp_path: Path):
+def test_source_files_about_its_making_are_not_copied(tmp_path: Path):
     source = save_policy(tmp_path / "source")
     (source / "agl_slime_policy.json").write_text("{}")
     (source / "model.safetensors.index.json").write_text("{}")
@@ -93,7 +93,7 @@ def untimed(metrics: dict[str, float]) -> dict[str, float]:
     return {name: value for name, value in metrics.items() if name != "train/seconds"}
 
 
-def test_training_goes_on_after_load_bit_for_bit(policy: Path, samples: list[Sample], tmp_path: Path):
+def test_training_after_load_is_bitwise_equal(policy: Path, samples: list[Sample], tmp_path: Path):
     settings = LocalTrainerSettings(warmup_steps=10, kl_coef=0.1, weight_decay=0.01)
     straight = trainer(policy, settings, seed=3)
     for iteration in range(2):
@@ -123,7 +123,7 @@ def test_a_saved_state_is_a_checkpoint_as_well(policy: Path, tmp_path: Path):
     assert trainer(tmp_path / "state").iteration == -1
 
 
-def test_loading_what_is_not_there_or_broken_changes_nothing(policy: Path, samples: list[Sample], tmp_path: Path):
+def test_loading_a_missing_or_broken_checkpoint_changes_nothing(policy: Path, samples: list[Sample], tmp_path: Path):
     ours = trainer(policy)
     before = weights(ours.model)
     with pytest.raises(TrainerError, match=r"cannot be read: .* is missing"):

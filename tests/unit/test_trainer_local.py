@@ -152,7 +152,7 @@ def test_a_negative_iteration_is_refused(policy: Path, samples: list[Sample]):
 # -- steps -----------------------------------------------------------------------------------------------------------
 
 
-def test_the_steps_are_those_of_adamw(policy: Path, samples: list[Sample]):
+def test_steps_equal_adamws(policy: Path, samples: list[Sample]):
     settings = LocalTrainerSettings(lr=1e-2, warmup_steps=3, betas=(0.5, 0.8), weight_decay=0.1, grad_clip=0.2)
     ours = trainer(policy, settings)
     seen: list[list[torch.Tensor]] = []
@@ -177,7 +177,7 @@ def test_the_steps_are_those_of_adamw(policy: Path, samples: list[Sample]):
     assert (moved - flat(expected)).abs().max() < 1e-5
 
 
-def test_every_iteration_and_epoch_divides_the_rollouts_anew(policy: Path, samples: list[Sample]):
+def test_rollouts_are_divided_again_in_every_iteration_and_epoch(policy: Path, samples: list[Sample]):
     def first_minibatch(iteration: int) -> list[torch.Tensor]:
         ours = trainer(policy, epochs=2, n_minibatches=2, lr=1e-30)
         seen: list[torch.Tensor] = []

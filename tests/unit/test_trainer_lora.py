@@ -63,7 +63,7 @@ def test_new_adapters_change_nothing_and_come_from_the_seed(policy: Path, sample
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
-def test_training_goes_on_exactly_where_it_was_saved(
+def test_lora_training_resumes_exactly(
     policy: Path, samples: list[Sample], tmp_path: Path, checkpointing: bool
 ) -> None:
     straight = trainer(policy, gradient_checkpointing=checkpointing)
@@ -84,7 +84,9 @@ def test_the_start_policy_is_the_model_without_its_adapters(policy: Path, sample
     assert adapters(ours).numel() > 0
 
 
-def test_what_does_not_fit_is_refused_and_changes_nothing(policy: Path, samples: list[Sample], tmp_path: Path) -> None:
+def test_unfitting_lora_checkpoint_is_refused_and_changes_nothing(
+    policy: Path, samples: list[Sample], tmp_path: Path
+) -> None:
     ours = trainer(policy)
     ours.train(samples, iteration=0)
     ours.save(tmp_path / "with")

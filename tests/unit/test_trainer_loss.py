@@ -15,7 +15,7 @@ def doubles(*values: float) -> torch.Tensor:
     return torch.tensor(values, dtype=torch.float64)
 
 
-def test_log_probs_are_those_of_the_tempered_softmax():
+def test_log_probs_are_of_the_tempered_softmax():
     logits = torch.tensor([[math.log(1.0), math.log(2.0), math.log(5.0)]] * 2, dtype=torch.float64)
     assert token_log_probs(logits, torch.tensor([0, 2])).tolist() == pytest.approx([math.log(1 / 8), math.log(5 / 8)])
     # At temperature 0.5 the probabilities are proportional to 1, 4, 25.

@@ -64,7 +64,7 @@ def test_batches_and_settings_need_no_torch():
     assert (result.returncode, result.stdout.strip()) == (0, "0.0005"), result.stderr
 
 
-def test_the_trainer_without_torch_says_what_to_install():
+def test_trainer_without_torch_names_the_extra_to_install():
     code = (
         "from agl_slime.errors import MissingDependencyError\n"
         "try:\n    from agl_slime.trainers import LocalTrainer\n"

@@ -200,7 +200,7 @@ def test_the_runs_temperature_and_seed_are_the_trainers(policy: Path) -> None:
     assert (made._seed, made._temperature) == (5, 0.5)
 
 
-def test_lora_without_peft_says_what_to_install(policy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lora_without_peft_names_the_extra_to_install(policy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "peft", None)
     with pytest.raises(MissingDependencyError, match=r"agl-slime\[lora\]"):
         trainer(policy, lora_rank=4)

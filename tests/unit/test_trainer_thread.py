@@ -18,7 +18,7 @@ from tests.trainer_cases import trainer
 NAME = "agl-slime-trainer"
 
 
-def test_steps_and_checkpoints_take_one_thread_whoever_calls(
+def test_steps_and_checkpoints_share_one_thread_for_all_callers(
     policy: Path, samples: list[Sample], tmp_path: Path
 ) -> None:
     ours, seen = trainer(policy), set()

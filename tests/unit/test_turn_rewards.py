@@ -18,6 +18,7 @@ from agl_slime.trace.reward import read_reward
 from agl_slime.trace.turn import Turn
 from agl_slime.trainers.local.batch import TrainBatch
 from agl_slime.types import Sample
+from tests.harness.samples import trained_ids
 from tests.unit.test_trace_converter import FIRST, SECOND, rollout, spans_of
 
 THIRD = Turn(prompt_ids=[1, 2, 3, 4, 5, 90, 91, 6, 7, 8, 92], response_ids=[9], log_probs=[-4.0])
@@ -44,8 +45,7 @@ def three(*rewards: Span, whole: Any = 1.0) -> list[Span]:
 def trained(spans: list[Span], **options: Any) -> list[tuple[Any, list[int], Any]]:
     """Of each Sample the reward, the ids under its mask, and what was rewarded."""
     samples = convert_rollout(rollout(), spans, rollout_id=3, **options).samples
-    under = [[t for t, m in zip(s.tokens[-s.response_length :], s.loss_mask, strict=True) if m] for s in samples]
-    return [(s.reward, ids, s.metadata.get("reward_of")) for s, ids in zip(samples, under, strict=True)]
+    return [(s.reward, trained_ids(s), s.metadata.get("reward_of")) for s in samples]
 
 
 def test_without_links_nothing_changes() -> None:
@@ -67,12 +67,12 @@ def test_a_reward_of_a_role_goes_to_its_turns_and_the_last_one_counts() -> None:
     assert trained(spans) == [(0.2, [4, 5, 9], "role:planner"), (1.0, [6, 7, 8], None)]
 
 
-def test_a_role_that_nobody_has_is_an_error_and_not_passed_over() -> None:
+def test_unknown_role_is_an_error() -> None:
     with pytest.raises(RewardError, match=r"role 'planer', and this rollout has coder, planner"):
         trained(three(linked(0.5, {names.ROLE: "planer"})))
 
 
-def test_samples_of_turns_hold_what_was_sampled_where_it_was() -> None:
+def test_samples_of_turns_keep_their_tokens_and_log_probs() -> None:
     samples = convert_rollout(rollout(), three(linked(0.5, {names.RESPONSE_ID: "chatcmpl-1"}))).samples
     assert samples[0].tokens == THIRD.token_ids.tolist()
     assert samples[0].loss_mask == [1, 1, 0, 0, 0, 0, 0, 0, 1]
@@ -99,7 +99,7 @@ def test_reward_reaches_its_turn_whatever_the_order_of_spans(key: str) -> None:
     assert trained([*spans, linked(-0.5, {key: value})]) == [(1.0, [4, 5, 9], None), (-0.5, [6, 7, 8], "turn:1")]
 
 
-def test_what_is_not_trained_is_said_by_each_encoder_of_its_own_turns() -> None:
+def test_each_encoder_marks_untrained_turns_of_its_stream_only() -> None:
     """A gateway that is started again in the middle of a rollout counts its turns anew."""
     first, second = three(), three(whole=None)[:3]
     for number, span in enumerate(second):
@@ -112,7 +112,7 @@ def test_what_is_not_trained_is_said_by_each_encoder_of_its_own_turns() -> None:
     assert untrained == [0]  # of the second nothing is left out any more
 
 
-def test_the_rollouts_reward_is_one_of_its_own_where_there_is_one() -> None:
+def test_rollout_reward_is_not_replaced_by_turn_rewards() -> None:
     spans = three(linked(0.25, {names.RESPONSE_ID: "chatcmpl-0"}))
     assert read_reward(spans) == read_reward(three())
     assert read_reward(spans_of([], None) + spans[-1:]).primary == 0.25
@@ -133,7 +133,7 @@ def test_a_reward_that_is_linked_to_nothing_or_is_no_number_is_an_error() -> Non
         trained(three(bad))
 
 
-def test_reward_key_picks_from_a_turns_reward_what_has_that_name() -> None:
+def test_reward_key_picks_from_a_turns_named_rewards() -> None:
 
     named = linked({"style": 0.7, "exact": 0.3}, {names.ROLE: "planner"}, primary_key="style")
     bare = linked(0.4, {names.ROLE: "coder"})

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import ast
 import dataclasses
-import importlib.util
 import json
-import os
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +12,7 @@ import pytest
 
 from agl_slime import types
 from agl_slime.types import DataSource, Sample, sample_from_fields
+from tests.slime.support import slime_package
 
 
 def a_full_sample() -> Sample:
@@ -43,7 +42,7 @@ def test_a_sample_survives_its_dict_form_and_json() -> None:
     assert again.status is Sample.Status.TRUNCATED
 
 
-def test_the_dict_form_does_not_change_what_it_was_made_from() -> None:
+def test_dict_form_does_not_change_its_source() -> None:
     sample = a_full_sample()
     form = sample.to_dict()
     Sample.from_dict(form)
@@ -85,16 +84,6 @@ def test_a_data_source_must_have_all_five_methods() -> None:
 
 
 # -- against slime's own source --------------------------------------------------------------------------------------
-
-
-def slime_package() -> Path:
-    """The ``slime`` package directory, from SLIME_DIR or the installed one; importing it would need Ray and SGLang."""
-    if root := os.environ.get("SLIME_DIR"):
-        return Path(root) / "slime"
-    spec = importlib.util.find_spec("slime")
-    if spec is None or not spec.submodule_search_locations:
-        pytest.skip("set SLIME_DIR to a checkout of slime")
-    return Path(next(iter(spec.submodule_search_locations)))
 
 
 def class_of(file: Path, name: str) -> Any:

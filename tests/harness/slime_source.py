@@ -1,0 +1,118 @@
+"""``AGLDataSource`` over the contract agent, as slime's manager builds it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+from argparse import Namespace
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from agl_slime import AGLDataSource, RunnerThread
+from agl_slime.store.bridge import BridgeStore
+from agl_slime.store.client import RemoteStore
+from agl_slime.store.server import StoreService
+from agl_slime.support.agl import LLM, EnqueueRolloutRequest
+from agl_slime.types import Sample
+from tests.slime.contract_agent import ContractAgent
+
+AGENT = "tests.slime.contract_agent:ContractAgent"
+HELD_AGENT = f"{__name__}:HeldAgent"
+
+
+class HeldAgent(ContractAgent):
+    """Ends no rollout before ``release`` is set."""
+
+    release = threading.Event()
+
+    def compute_reward(self, task: dict[str, Any], response: str) -> float:
+        assert self.release.wait(30)
+        return super().compute_reward(task, response)
+
+
+def args_for(**settings: Any) -> Namespace:
+    """slime's minimal args, as its contract tests have them, and ours."""
+    minimal = {
+        "rollout_global_dataset": False,
+        "buffer_filter_path": None,
+        "n_samples_per_prompt": 2,
+        "custom_rm_path": None,
+        "group_rm": False,
+        "rm_type": None,
+        "reward_key": None,
+        "agl_get_timeout_s": 30,
+        "agl_max_attempts": 1,
+    }
+    return Namespace(**{**minimal, **settings})
+
+
+def write_tasks(path: Path, n: int) -> str:
+    path.write_text("".join(json.dumps({"prompt": f"task {i}", "label": str(i)}) + "\n" for i in range(n)))
+    return str(path)
+
+
+@contextmanager
+def service_with_runner(agent: Any = None, *, port: int = 0) -> Iterator[tuple[BridgeStore, StoreService]]:
+    store = BridgeStore()
+    # the service ends first: what is in flight then is lost, not failed
+    with RunnerThread(agent=agent or ContractAgent(), store=store), StoreService(store=store, port=port) as service:
+        yield store, service
+
+
+def names(groups: list[list[Sample]]) -> list[str]:
+    return [sample.metadata["agl_rollout_id"] for group in groups for sample in group]
+
+
+def check(groups: list[list[Sample]], *, size: int = 2) -> None:
+    for group in groups:
+        assert len(group) == size
+        assert len({sample.group_index for sample in group}) == 1
+        for sample in group:
+            assert sample.status == Sample.Status.COMPLETED
+            assert sample.reward == 0.25
+            assert sample.index is not None
+            assert sample.loss_mask is not None
+            assert sample.response_length == len(sample.loss_mask) < len(sample.tokens)
+
+
+async def _enqueue(url: str, group_id: str, n: int, *, size: int) -> list[str]:
+    store = RemoteStore(url)
+    await store.add_resources({"main_llm": LLM(endpoint="http://127.0.0.1:1", model="")})
+    metadata = {"group_id": group_id, "group_size": size}
+    requests = [
+        EnqueueRolloutRequest(input={"prompt": f"{group_id} {i}"}, mode="train", metadata=metadata) for i in range(n)
+    ]
+    rollouts = await store.enqueue_many_rollouts(requests)
+    await store.close()
+    return [rollout.rollout_id for rollout in rollouts]
+
+
+def enqueue(url: str, group_id: str, n: int, *, size: int = 2) -> list[str]:
+    return asyncio.run(_enqueue(url, group_id, n, size=size))
+
+
+def wait_until(source: AGLDataSource, settled: int) -> None:
+    """Until the source knows of so many rollouts."""
+    with source.groups.changed:
+        for _ in range(400):
+            if source.groups.ledger.counts().opened >= settled:
+                return
+            source.groups.changed.wait(0.05)
+    pytest.fail(f"only {source.groups.ledger.counts().opened} of {settled} rollouts became known")
+
+
+async def sampling_by_mode(store: BridgeStore) -> dict[str, list[dict[str, Any]]]:
+    """The sampling parameters of the store's rollouts, each once."""
+    found: dict[str, list[dict[str, Any]]] = {}
+    for rollout in await store.query_rollouts():
+        resources = await store.get_resources_by_id(rollout.resources_id or "")
+        assert resources is not None
+        sampling = resources.resources["main_llm"].sampling_parameters  # type: ignore[union-attr]
+        if sampling not in found.setdefault(str(rollout.mode), []):
+            found[str(rollout.mode)].append(sampling)
+    return found

@@ -1,0 +1,22 @@
+"""Waiting for conditions that no event announces: those of other processes and of threads with their own event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+
+
+async def until(condition: Callable[[], object], within_s: float = 20.0) -> None:
+    deadline = time.monotonic() + within_s
+    while not condition():
+        assert time.monotonic() < deadline, f"the condition did not become true within {within_s} s"
+        await asyncio.sleep(0.01)
+
+
+def becomes_true(condition: Callable[[], object], within_s: float) -> bool:
+    """Blocks until ``condition`` holds; False after ``within_s`` seconds."""
+    deadline = time.monotonic() + within_s
+    while not (done := condition()) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return bool(done)
