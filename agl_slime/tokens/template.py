@@ -10,7 +10,7 @@ the renderings of the history differ otherwise, the result is ``RewrittenHistory
 
 From ``WINDOW_FROM`` messages on only a window is rendered: the system messages, the last user message and the messages
 after it (at least the last ``TAIL``). The whole conversation is rendered each time its length has doubled, to check
-(``docs/decisions/003-windows.md``).
+(``docs/decisions/003-history-windows.md``).
 """
 
 from __future__ import annotations
