@@ -1,6 +1,6 @@
 """The text that a chat template adds to a conversation, derived from its renderings.
 
-A template is a program: what it writes for the first messages may depend on later ones. So it is rendered with the new
+A template is a program: its text for the first messages may depend on later ones. So it is rendered with the new
 messages and without them. If both renderings agree on the history, the difference is the addition. Answers are given in
 parts, each in the field that the template reads (``fields``).
 
@@ -44,8 +44,7 @@ _MAX_KEY_BYTES = 2_000_000
 WINDOW_FROM = 32
 TAIL = 8
 
-# An answer in renderings that show what the template writes after one; letters only, so that no template trims or
-# splits it.
+# An answer in renderings that show the text after it; letters only, so that no template trims or splits it.
 _SENTINEL = "SENTINELanswerSENTINEL"
 _QUESTIONS: list[Message] = [
     {"role": "user", "content": "?"},
