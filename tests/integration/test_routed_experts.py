@@ -177,7 +177,7 @@ def test_experts_of_another_model_are_refused(policy_dir: Path) -> None:
     answer = Generation(output_ids=(5, 6), log_probs=(-1.0, -1.0), text="", finish_reason="stop")
     (sample,) = samples_of([[1, 2]], [answer])
     sample.rollout_routed_experts = np.zeros((3, LAYERS, TOP_K), dtype=np.uint8)
-    with pytest.raises(TrainerError, match="has none that are known here"):
+    with pytest.raises(TrainerError, match="has no known routers"):
         trainer(policy_dir, ONE_STEP, rewards_normalization=False, std_normalization=False).train(
             [[sample]], iteration=0
         )

@@ -146,7 +146,7 @@ def test_loading_what_is_not_there_or_broken_changes_nothing(policy: Path, sampl
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (None, "holds no config.json"),
+        (None, "has no config.json"),
         ("{", "cannot be loaded"),
         ('{"model_type": "no_such_model"}', "cannot be loaded"),
     ],
