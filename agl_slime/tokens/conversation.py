@@ -91,7 +91,7 @@ class ChatContext:
         self._rendering: Rendering | None = None  # of the messages before the last answer
         self._digest = TextDigest()  # of those messages and the generation prompt after them
         self._rendered_at = 0  # number of messages when the whole conversation was last rendered
-        self._windows_exact = True  # a window of the conversation shows what the template adds
+        self._windows_exact = True  # a window of the conversation shows the addition
         self._checked_steps: frozenset[frozenset[tuple[Any, Any]]] = frozenset()  # pairs of roles of such windows
 
     @property
@@ -178,7 +178,7 @@ class ChatContext:
         other._tokens = TokenBuffer(self.token_ids)
         return other
 
-    # -- what the next prompt keeps and adds --------------------------------------------------------------------------
+    # -- the next prompt -----------------------------------------------------------------------------------------------
 
     def _next(self) -> tuple[int, int, Callable[[], Plan]]:
         """About how many characters the next prompt has to tokenize, the number of unchanged messages, and a function

@@ -1,8 +1,7 @@
 """Images in conversations.
 
-In the content of a message an image is a mark with its hash, a few characters of text: messages stay small, compare as
-text does, and their images are held once, whatever number of turns shows them. ``tokens.vision`` knows which tokens a
-mark comes to.
+In the content of a message an image is a mark with its hash, a few characters of text: messages stay small and compare
+like text, and each image is stored once for all turns. ``tokens.vision`` expands a mark to its tokens.
 """
 
 from __future__ import annotations
@@ -21,14 +20,14 @@ from agl_slime.support.ranges import check_ranges
 
 FORMATS = ("PNG", "JPEG", "WEBP")
 _MIME = {"PNG": "image/png", "JPEG": "image/jpeg", "WEBP": "image/webp"}
-# no text has these: they are no characters of Unicode's
+# noncharacters of Unicode, which no text has
 MARK = re.compile("\ufdd0image ([0-9a-f]{64})\ufdd1")
-_ORIENTATION = 0x0112  # of Exif: how the picture is to be turned
+_ORIENTATION = 0x0112  # Exif tag of a picture's rotation
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ImageSettings:
-    """What images may be: PNG, JPEG or WEBP within these limits."""
+    """Limits of images, which are PNG, JPEG or WEBP."""
 
     max_image_mb: float = 5.0
     """Largest file, in MB."""
@@ -37,7 +36,7 @@ class ImageSettings:
     max_images: int = 32
     """Most images that a conversation may show."""
     image_hosts: tuple[str, ...] = ()
-    """The only hosts that images are fetched from, by http or https; without any they come as data."""
+    """The only hosts that images are fetched from, by http or https; without any, images must be ``data:`` URIs."""
 
     def __post_init__(self) -> None:
         check_ranges(self, ("max_image_mb max_megapixels max_images", lambda value: value > 0, "above 0"))
@@ -45,8 +44,8 @@ class ImageSettings:
 
 @dataclass(frozen=True, eq=False)
 class Image:
-    """``data`` is a file in one of ``FORMATS`` that engines and trainers read the same RGB pixels from; ``sha`` is its
-    SHA-256 and ``size`` the width and height in pixels."""
+    """An image file ``data`` in one of ``FORMATS``, in which engines and trainers read the same RGB pixels. ``sha`` is
+    its SHA-256, ``size`` its width and height in pixels."""
 
     sha: str
     data: bytes
@@ -59,11 +58,11 @@ class Image:
 
     @property
     def uri(self) -> str:
-        """As engines take it."""
+        """The image as a ``data:`` URI, for engines."""
         return f"data:{_MIME[self.format]};base64,{base64.b64encode(self.data).decode('ascii')}"
 
     def open(self) -> Any:
-        """As a PIL image, which reads its pixels when they are asked for."""
+        """The image as a PIL image, which reads its pixels lazily."""
         return _pil().open(io.BytesIO(self.data))
 
     def __eq__(self, other: object) -> bool:
@@ -73,43 +72,37 @@ class Image:
         return hash(self.sha)
 
 
-# Images that somebody holds: those of a prompt that a group's rollouts share are there once.
-_held: WeakValueDictionary[str, Image] = WeakValueDictionary()
-_given: WeakValueDictionary[bytes, Image] = WeakValueDictionary()  # by what they were read from
+# Images in use, each once however many rollouts of a group share it.
+_images: WeakValueDictionary[str, Image] = WeakValueDictionary()
+_images_by_source: WeakValueDictionary[bytes, Image] = WeakValueDictionary()  # by the hash of the original file
 
 
 def find_image(sha: str) -> Image | None:
-    return _held.get(sha)
+    return _images.get(sha)
 
 
-def images_in(messages: Iterable[Mapping[str, Any]], known: Mapping[str, Image]) -> tuple[Image, ...]:
-    """The images that ``messages`` show, in their order."""
+def images_in(messages: Iterable[Mapping[str, Any]], images: Mapping[str, Image]) -> tuple[Image, ...]:
+    """The images of ``messages``, in their order."""
     texts = (content for message in messages if isinstance(content := message.get("content"), str))
     shas = (sha for text in texts if "\ufdd0" in text for sha in MARK.findall(text))
-    return tuple(known[sha] for sha in shas if sha in known)
-
-
-def readable(text: str) -> str:
-    """``text`` for people: marks as the beginnings of hashes."""
-    return MARK.sub(lambda mark: f"[image {mark[1][:12]}]", text) if "\ufdd0" in text else text
+    return tuple(images[sha] for sha in shas if sha in images)
 
 
 def read_image(data: bytes, settings: ImageSettings = ImageSettings()) -> Image:
-    """An image from the bytes of a file. One that is not plain RGB is written anew as PNG: turned as its camera says,
-    without transparency, its first frame. Raises ``PromptError`` for one beyond the limits."""
+    """An image from the bytes of a file. An image that is not plain RGB is rewritten as PNG: rotated as its Exif data
+    says, without transparency, its first frame. Raises ``PromptError`` for an image beyond the limits."""
     key = hashlib.sha256(data).digest()
-    if (known := _given.get(key)) is not None and _fits(known, settings):
-        return known
+    if (image := _images_by_source.get(key)) is not None and _fits(image, settings):
+        return image
     if len(data) > settings.max_image_mb * 1e6:
-        told = f"an image has {len(data) / 1e6:.1f} MB, max_image_mb is {settings.max_image_mb:g}"
-        raise PromptError(f"{told}: send a smaller one")
+        raise _too_large(len(data), settings)
     pil = _pil()
     try:
         picture = pil.open(io.BytesIO(data), formats=FORMATS)
         size, kind = picture.size, str(picture.format)
         if not _is_within(size, settings):
-            told = f"{size[0]} x {size[1]} pixels, max_megapixels is {settings.max_megapixels:g}"
-            raise PromptError(f"an image has {told}: send a smaller one")
+            pixels = f"{size[0]} x {size[1]} pixels, max_megapixels is {settings.max_megapixels:g}"
+            raise PromptError(f"an image has {pixels}: send a smaller one")
         picture.load()
         plain = picture.mode == "RGB" and getattr(picture, "n_frames", 1) == 1
         if not plain or picture.getexif().get(_ORIENTATION, 1) != 1:
@@ -123,14 +116,14 @@ def read_image(data: bytes, settings: ImageSettings = ImageSettings()) -> Image:
         raise
     except (OSError, SyntaxError, ValueError, pil.DecompressionBombError) as error:
         raise PromptError(f"an image cannot be read as {', '.join(FORMATS)}: {str(error)[:200]}") from error
-    image = _given[key] = held(data, kind, size)
+    image = _images_by_source[key] = intern_image(data, kind, size)
     return image
 
 
-def held(data: bytes, kind: str, size: tuple[int, int]) -> Image:
-    """The image of a file that ``read_image`` gave."""
+def intern_image(data: bytes, kind: str, size: tuple[int, int]) -> Image:
+    """The one ``Image`` of a file in the format of ``read_image``."""
     sha = hashlib.sha256(data).hexdigest()
-    return _held.setdefault(sha, Image(sha, data, kind, size))
+    return _images.setdefault(sha, Image(sha, data, kind, size))
 
 
 def read_uri(uri: str, settings: ImageSettings = ImageSettings()) -> Image:
@@ -139,8 +132,7 @@ def read_uri(uri: str, settings: ImageSettings = ImageSettings()) -> Image:
     if not head.startswith("data:image/") or not head.endswith(";base64"):
         raise PromptError(f"an image must be a URI data:image/…;base64,…, got {uri:.60}")
     if len(text) > settings.max_image_mb * 1.4e6:
-        told = f"an image has {len(text) * 0.75e-6:.1f} MB, max_image_mb is {settings.max_image_mb:g}"
-        raise PromptError(f"{told}: send a smaller one")
+        raise _too_large(len(text) * 0.75, settings)
     try:
         data = base64.b64decode(text, validate=True)
     except ValueError as error:
@@ -152,7 +144,12 @@ def from_pil(picture: Any) -> Image:
     """An image from pixels."""
     file = io.BytesIO()
     picture.convert("RGB").save(file, "PNG", compress_level=1)
-    return held(file.getvalue(), "PNG", picture.size)
+    return intern_image(file.getvalue(), "PNG", picture.size)
+
+
+def _too_large(size: float, settings: ImageSettings) -> PromptError:
+    limit = f"max_image_mb is {settings.max_image_mb:g}"
+    return PromptError(f"an image has {size / 1e6:.1f} MB, {limit}: send a smaller one")
 
 
 def _is_within(size: tuple[int, int], settings: ImageSettings) -> bool:

@@ -1,17 +1,16 @@
-"""Loss masks for text-only traces: chat messages to token ids and a mask of what the model said.
+"""Loss masks for text-only traces: chat messages to token ids and a mask of the model's tokens.
 
-Where an engine's ids are known they are used and nothing here is. This is for traces that hold text alone: their ids
-are the template's rendering, tokenized again, which is an approximation of what was sampled and is to be marked as one.
+Traces with an engine's ids do not need them. The ids of a text-only trace are the template's rendering, tokenized
+again: an approximation of the sampled ids, to be marked as one.
 
     generator = get_loss_mask_generator(tokenizer)  # or a name: "qwen3", or one that was registered
     token_ids, loss_mask = generator.get_loss_mask(messages, tools=tools)
     (response_length,) = generator.get_response_lengths([loss_mask])
 
-``auto`` asks the template: its own ``{% generation %}`` marks where it has them, else renderings of growing prefixes of
-the conversation. The named ones give the ids and masks of slime's ``MultiTurnLossMaskGenerator``
-(``slime/utils/mask_utils.py``) of the same name, on the templates that the name is meant for; the line end after an
-answer's end token is trained along in them, ``auto`` leaves it out. In all of them a message with ``step_loss_mask``
-other than 1 is context.
+``auto`` takes the template's ``{% generation %}`` marks, or compares renderings of growing prefixes of the
+conversation. The other generators give the ids and masks of slime's ``MultiTurnLossMaskGenerator``
+(``slime/utils/mask_utils.py``) of the same name, for the templates of that name; they train the line end after an
+answer's end token, ``auto`` does not. In all of them a message with ``step_loss_mask`` other than 1 is context.
 """
 
 from __future__ import annotations
@@ -34,20 +33,19 @@ class MaskGenerator(ABC):
     """A loss mask generator; a subclass implements ``get_loss_mask``."""
 
     def __init__(self, tokenizer: Any) -> None:
-        self.tokenizer: Any = tokenizer  # a fast one of transformers, with a chat template
+        self.tokenizer: Any = tokenizer  # a fast tokenizer of transformers with a chat template
 
     @abstractmethod
     def get_loss_mask(self, messages: Sequence[Message], tools: Tools = None) -> tuple[list[int], list[int]]:
-        """Token ids of the conversation and, for each, 1 where the model said it and is to be trained on it, else 0."""
+        """Token ids of the conversation, and for each 1 if it is trained (a token of the model), else 0."""
 
     def get_response_lengths(self, loss_masks: Sequence[Sequence[int]]) -> list[int]:
-        """Of each mask, how many tokens there are from the first trained one on; 0 when none is trained."""
+        """Per mask, the number of tokens from the first trained one on; 0 without any."""
         return [next((len(mask) - at for at, trained in enumerate(mask) if trained), 0) for mask in loss_masks]
 
     # -- for subclasses -----------------------------------------------------------------------------------------------
 
     def _render(self, messages: Sequence[Message], *, tools: Tools = None, generation_prompt: bool = False) -> str:
-        # the mark on a message is ours and no business of the template
         shown = [{key: value for key, value in message.items() if key != "step_loss_mask"} for message in messages]
         return render_chat(
             self.tokenizer, shown, tools=tools and [*map(dict, tools)], generation_prompt=generation_prompt
@@ -57,8 +55,8 @@ class MaskGenerator(ABC):
         return list(self.tokenizer(text, add_special_tokens=False)["input_ids"]) if text else []
 
     def _encode_spans(self, text: str, spans: Sequence[tuple[int, int]]) -> tuple[list[int], list[int]]:
-        """Ids of ``text``, with mask 1 on those that hold a character of one of ``spans`` (start inclusive, end
-        exclusive; in order, apart)."""
+        """Ids of ``text``, with mask 1 on tokens that overlap one of ``spans`` (start inclusive, end exclusive; in
+        order, disjoint)."""
         encoded = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
         offsets = encoded.get("offset_mapping")
         if offsets is None:
@@ -72,7 +70,7 @@ class MaskGenerator(ABC):
 
 
 def is_trained(message: Message) -> bool:
-    """Whether a message is what the model said and is not marked as context."""
+    """Whether a message is an answer of the model and not marked as context."""
     return message.get("role") == "assistant" and message.get("step_loss_mask", 1) == 1
 
 
@@ -80,7 +78,7 @@ def is_trained(message: Message) -> bool:
 
 _generators: Registry[MaskGenerator] = Registry("loss mask type")
 register_loss_mask_generator = _generators.register
-"""A decorator that makes a class (or a function of the tokenizer) known as ``--loss-mask-type name``."""
+"""A decorator that registers a class (or a function of the tokenizer) as ``--loss-mask-type name``."""
 
 
 def get_loss_mask_generator(tokenizer: Any, tokenizer_type: str = "auto") -> MaskGenerator:
@@ -97,11 +95,11 @@ _SENTINEL = "SENTINELanswerSENTINEL"
 
 @register_loss_mask_generator("auto")
 class TemplateMask(MaskGenerator):
-    """The rendering of the whole conversation; trained is what stands in the template's ``{% generation %}`` marks, or
-    between the opening of an answer and its end.
+    """The rendering of the whole conversation. Trained text is in the template's ``{% generation %}`` marks, or between
+    an answer's header and its end.
 
-    An answer ends with the token that ends a turn (it is sampled); what the template writes after it, a line end
-    mostly, is not trained. Where nothing but the mark of the next role ends a turn (GLM), that mark is the token.
+    An answer ends with the token that ends a turn, which is sampled; text of the template after it, usually a line end,
+    is not trained. If only the next role's marker ends a turn (GLM), that marker is the token.
     """
 
     def get_loss_mask(self, messages: Sequence[Message], tools: Tools = None) -> tuple[list[int], list[int]]:
@@ -112,7 +110,7 @@ class TemplateMask(MaskGenerator):
     def _marked(
         self, messages: Sequence[Message], tools: Tools, text: str
     ) -> list[tuple[tuple[int, int], Message]] | None:
-        """What the template itself marks as generated; ``None`` when it marks nothing or not one span per answer."""
+        """The spans that the template marks as generated; ``None`` unless it marks one span per answer."""
         source = getattr(self.tokenizer, "chat_template", None)
         if not isinstance(source, str) or not _GENERATION_MARK.search(source):
             return None
@@ -133,27 +131,26 @@ class TemplateMask(MaskGenerator):
     def _by_prefixes(
         self, messages: Sequence[Message], tools: Tools, text: str
     ) -> list[tuple[tuple[int, int], Message]]:
-        opening, end_mark, closing = self._answer_marks()
+        header, end_mark, closing = self._answer_marks()
         spans, done = [], 0
         for at, message in enumerate(messages):
             if message.get("role") != "assistant":
                 continue
             before = self._prefix(messages[:at], tools)
-            # the history up to here, rendered as it was when the answer was asked for; else, in a template that
-            # rewrites it, the next opening
+            # after the history's rendering; a template that rewrites it: at the next header
             start = (
                 len(before)
                 if before is not None and text.startswith(before) and len(before) >= done
-                else text.find(opening, done)
+                else text.find(header, done)
             )
-            if not opening or start < 0 or not text.startswith(opening, start):
-                raise TraceError(f"message {at}, an answer, is not in what the chat template renders; {_REGISTER}")
-            start += len(opening)
+            if not header or start < 0 or not text.startswith(header, start):
+                raise TraceError(f"message {at}, an answer, is not in the chat template's rendering; {_REGISTER}")
+            start += len(header)
             after = self._prefix(messages[: at + 1], tools)
             if after is not None and text.startswith(after) and len(after) > start:
                 end = len(after) - len(closing) + len(end_mark) if after.endswith(closing) else len(after)
-            elif end_mark and (found := text.find(end_mark, start)) >= 0:
-                end = found + len(end_mark)
+            elif end_mark and (mark_at := text.find(end_mark, start)) >= 0:
+                end = mark_at + len(end_mark)
             else:
                 raise TraceError(f"message {at}, an answer, does not end in the rendered text; {_REGISTER}")
             if not end_mark:
@@ -163,54 +160,53 @@ class TemplateMask(MaskGenerator):
         return spans
 
     def _prefix(self, messages: Sequence[Message], tools: Tools) -> str | None:
-        """The rendering of the first messages; ``None`` when the template refuses them alone (a system message without
-        a question, say)."""
+        """The rendering of the first messages; ``None`` if the template refuses them alone (a system message without a
+        question)."""
         try:
             return self._render(messages, tools=tools) if messages else ""
         except TraceError:
             return None
 
     def _answer_marks(self) -> tuple[str, str, str]:
-        """What stands before each answer, the mark that ends it (sampled), and all that is written after it."""
+        """The header before each answer, the mark that ends it (sampled), and all the text after it."""
         question = {"role": "user", "content": "?"}
         asked = self._render([question])
         answered = self._render([question, {"role": "assistant", "content": _SENTINEL}])
         prompt = self._render([question], generation_prompt=True)
-        header, found, closing = answered.removeprefix(asked).partition(_SENTINEL)
-        if not found or not answered.startswith(asked):
+        header, sentinel, closing = answered.removeprefix(asked).partition(_SENTINEL)
+        if not sentinel or not answered.startswith(asked):
             raise TraceError(f"the chat template does not write answers after questions; {_REGISTER}")
-        opening = header[: shared_length(header, prompt.removeprefix(asked))]
-        return opening, closing.rstrip(), closing
+        return header[: shared_length(header, prompt.removeprefix(asked))], closing.rstrip(), closing
 
 
-# -- as slime names them ---------------------------------------------------------------------------------------------
+# -- slime's ---------------------------------------------------------------------------------------------------------
 
 _QUESTION: Message = {"role": "user", "content": "FOR CALCULATING LOSS MASK ONLY"}
 
 
 class _Pieces(MaskGenerator):
-    """Messages rendered piece by piece, which keeps the thinking that the template drops from a whole conversation;
-    tools are written into the first piece only."""
+    """Messages rendered piece by piece, which keeps the thinking that the template drops from a whole conversation; the
+    first piece has the tools."""
 
     def get_loss_mask(self, messages: Sequence[Message], tools: Tools = None) -> tuple[list[int], list[int]]:
-        opening = self._render([_QUESTION], generation_prompt=True).removeprefix(self._render([_QUESTION]))
-        opening_length = len(self._encode(opening))
+        prompt = self._render([_QUESTION], generation_prompt=True).removeprefix(self._render([_QUESTION]))
+        prompt_length = len(self._encode(prompt))
         token_ids: list[int] = []
         loss_mask: list[int] = []
         for text, message in self._pieces(messages, tools):
             ids = self._encode(text)
-            context = min(opening_length, len(ids)) if is_trained(message) else len(ids)
+            context = min(prompt_length, len(ids)) if is_trained(message) else len(ids)
             token_ids += ids
             loss_mask += [0] * context + [1] * (len(ids) - context)
         return token_ids, loss_mask
 
     @abstractmethod
     def _pieces(self, messages: Sequence[Message], tools: Tools) -> Iterator[tuple[str, Message]]:
-        """Each text, and a message that is in it."""
+        """The text of each group of messages, and the group's first message."""
 
 
 def _grouped(messages: Sequence[Message]) -> list[list[Message]]:
-    """Each message by itself, and tool results in a row together, which templates may write as one turn."""
+    """Single messages, and groups of consecutive tool results, which templates may write as one turn."""
     groups: list[list[Message]] = []
     for message in messages:
         if groups and message.get("role") == groups[-1][0].get("role") == "tool":
@@ -221,10 +217,10 @@ def _grouped(messages: Sequence[Message]) -> list[list[Message]]:
 
 
 class QwenMask(_Pieces):
-    """Each message, or run of tool results, by itself (Qwen2.5). slime's makes a turn of each result."""
+    """Each group of messages alone (Qwen2.5). slime's generator makes each tool result a turn."""
 
     def _pieces(self, messages: Sequence[Message], tools: Tools) -> Iterator[tuple[str, Message]]:
-        # what the template writes before a conversation that has no system message
+        # the template's default system message
         one, two = self._render([_QUESTION]), self._render([_QUESTION, _QUESTION])
         block = two[len(one) :]
         default_system = one.removesuffix(block) if two.startswith(one) and one.endswith(block) else ""
@@ -235,12 +231,12 @@ class QwenMask(_Pieces):
 
 @register_loss_mask_generator("qwen3")
 class Qwen3Mask(_Pieces):
-    """Each message, or run of tool results, after a question (Qwen3: its template wants one)."""
+    """Each group of messages after a question, which the template requires (Qwen3)."""
 
     def _pieces(self, messages: Sequence[Message], tools: Tools) -> Iterator[tuple[str, Message]]:
         question = self._render([_QUESTION])
         groups = _grouped(messages)
-        # the first one before the question, since a system message has to come first
+        # the first group before the question: a system message must be first
         block = self._render([_QUESTION, _QUESTION]).removeprefix(question)
         for group in groups[:1]:
             yield self._render([*group, _QUESTION], tools=tools).removesuffix(block), group[0]
@@ -250,8 +246,8 @@ class Qwen3Mask(_Pieces):
 
 @register_loss_mask_generator("qwen3_5")
 class Qwen35Mask(MaskGenerator):
-    """The conversation as a whole (Qwen3.5); an answer is what stands between its header, less an opened thinking
-    block, and its end mark."""
+    """The conversation as a whole (Qwen3.5); an answer is the text between its header, with an opened thinking block,
+    and its end mark."""
 
     header = "<|im_start|>assistant\n"
     thinking = "<think>\n"
@@ -289,6 +285,6 @@ class DistillQwenMask(MaskGenerator):
 
 @register_loss_mask_generator("qwen")
 def _qwen(tokenizer: Any) -> MaskGenerator:
-    """A tokenizer with DeepSeek's markers is taken for a distilled model's, as slime does."""
+    """As in slime, a tokenizer with DeepSeek's markers is a distilled model's."""
     distilled = "<｜Assistant｜>" in getattr(tokenizer, "get_added_vocab", dict)()
     return DistillQwenMask(tokenizer) if distilled else QwenMask(tokenizer)

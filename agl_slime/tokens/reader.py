@@ -1,4 +1,4 @@
-"""How the text of an answer becomes its parts, whole and while it is sampled: one reader for agents and the gateway."""
+"""The reader that splits an answer into its parts, whole or streamed, for agents and the gateway."""
 
 from __future__ import annotations
 
@@ -13,29 +13,28 @@ from agl_slime.tokens.formats import HarmonyParser, ToolParser, cut_at_marks, pa
 from agl_slime.tokens.tokenizer import special_tokens
 
 THINK = "<think>", "</think>"
-# of templates whose reasoning stands between other marks
+# other marks of reasoning
 _MARKS = (("<think:opensource>", "</think:opensource>"), ("<seed:think>", "</seed:think>"), ("[THINK]", "[/THINK]"))
 _MARKS += (("<|channel>thought", "<channel|>"), ("<|START_THINKING|>", "<|END_THINKING|>"))
 _MARKS += (("<mm:think>", "</mm:think>"),)
-_PRIVATE = 0xF0000  # and the code of a mark's first character: a character of nobody's that hides the mark
+_PRIVATE = 0xF0000  # plus the code of a mark's first character: a private-use character that hides the mark
 
 
 def thinking_marks(source: Any) -> tuple[str, str]:
-    """The marks that a chat template, given as its text, has around reasoning."""
+    """The marks around reasoning in a chat template, from its source."""
     return next((marks for marks in _MARKS if isinstance(source, str) and marks[0] in source), THINK)
 
 
-def opens_thinking(opening: str, marks: tuple[str, str]) -> bool:
-    """Whether the opening of an answer ends within a block of thinking."""
-    return opening.rfind(marks[0]) > opening.rfind(marks[1])
+def opens_thinking(prompt: str, marks: tuple[str, str]) -> bool:
+    """Whether a prompt ends within a block of thinking."""
+    return prompt.rfind(marks[0]) > prompt.rfind(marks[1])
 
 
 @dataclass(frozen=True, slots=True)
 class AnswerReader:
-    """``parser`` is ``None`` where no tools are offered. ``opened``: the prompt ends within an open block of thinking;
-    ``None`` where nobody knows the prompt. ``tokenizer`` tells a sampled mark from its text, and what is no text:
-    special tokens are left out of answers in which no call may be written with them. ``channels``: the model writes
-    in harmony's."""
+    """``parser`` is ``None`` without tools. ``opened``: the prompt ends within a block of thinking; ``None`` if the
+    prompt is unknown. ``tokenizer`` distinguishes sampled marks from their text, and special tokens from text: answers
+    without calls omit them. ``channels``: the model writes harmony's channels."""
 
     parser: ToolParser | None = None
     opened: bool | None = None
@@ -44,15 +43,15 @@ class AnswerReader:
     channels: bool = False
 
     def read(self, text: str, ids: Sequence[int] = ()) -> AnswerParts:
-        """The parts of a whole answer; ``ids`` are the sampled tokens, where they are known."""
+        """The parts of a whole answer; ``ids`` are its sampled tokens, if there are any."""
         hidden = text
         if self.tokenizer is not None and len(ids):
-            hidden = _hidden(self.tokenizer, self._marks(), text, ids)
+            hidden = _hide_mentions(self.tokenizer, self._marks(), text, ids)
         parts = self._parts(hidden)
-        return parts if hidden is text else _shown_parts(parts)
+        return parts if hidden is text else _unhide_parts(parts)
 
     def visible_parts(self, text: str, stops: tuple[str, ...] = ()) -> AnswerParts:
-        """Of an answer that is still sampled, the reasoning and the content that stand whatever follows."""
+        """The reasoning and content of a partial answer that no further text can change."""
         text, opening = cut_at_marks(text.rstrip("\ufffd"), stops), self.thinking[0]
         if self.channels:
             parts = HarmonyParser().parts(text, sampling=True)
@@ -67,7 +66,7 @@ class AnswerReader:
         return AnswerParts(reasoning, closed, content)
 
     def convert_types(self, call: ToolCall, parameters: Mapping[str, Any] | None) -> ToolCall:
-        """``call`` with arguments of the types that the JSON schema ``parameters`` names."""
+        """``call`` with its arguments in the types of the JSON schema ``parameters``."""
         return call if self.parser is None else self.parser.convert_types(call, parameters)
 
     def _marks(self) -> tuple[str, ...]:
@@ -87,7 +86,7 @@ class AnswerReader:
         return replace(parsed, reasoning=reasoning, reasoning_closed=closed, content=parsed.content.strip())
 
     def _split(self, text: str) -> tuple[str | None, str, bool]:
-        """The reasoning, what follows it, and whether the reasoning is closed."""
+        """The reasoning, the text after it, and whether the reasoning is closed."""
         special = special_tokens(self.tokenizer) if self.tokenizer is not None and self.parser is None else None
         text = text if special is None else special.sub("", text)
         opening, closing = self.thinking
@@ -113,8 +112,8 @@ def reader_for(
     parser: ToolParser | None = None,
     template_kwargs: Mapping[str, Any] | None = None,
 ) -> AnswerReader:
-    """The reader of answers to prompts of a tokenizer's chat template. ``parser`` is by default that of the template;
-    ``PromptError`` where tools are ``offered`` and nobody reads its calls."""
+    """The reader of answers to prompts of a tokenizer's chat template. The default ``parser`` is the template's;
+    ``PromptError`` if tools are ``offered`` and the template's calls have no parser."""
     source = (template_kwargs or {}).get("chat_template") or getattr(tokenizer, "chat_template", None)
     channels = isinstance(source, str) and "<|channel|>" in source and "<|message|>" in source
     if parser is not None:
@@ -124,9 +123,9 @@ def reader_for(
     return AnswerReader(parser if offered else None, opened, thinking_marks(source), tokenizer, channels)
 
 
-def _hidden(tokenizer: Any, marks: Sequence[str], text: str, ids: Sequence[int]) -> str:
-    """``text`` in which marks that were sampled as other tokens are hidden from parsers: a mark that is a token of its
-    own has one id, and what has its text and other ids is a mention."""
+def _hide_mentions(tokenizer: Any, marks: Sequence[str], text: str, ids: Sequence[int]) -> str:
+    """``text`` with mentions of marks hidden from parsers: a mark that is a special token has one id, and the same text
+    sampled as other ids is a mention."""
     vocabulary = _added_vocabulary(tokenizer)
     sampled = {vocabulary[mark]: mark for mark in marks if mark in vocabulary and mark in text}
     counts = Counter(token for token in ids if token in sampled)
@@ -143,30 +142,30 @@ def _hidden(tokenizer: Any, marks: Sequence[str], text: str, ids: Sequence[int])
             piece = piece.replace(mark, chr(_PRIVATE + ord(mark[0])) + mark[1:])
         pieces += [piece, "" if token is None else sampled[token]]
         between = []
-    hidden = "".join(pieces)[: len(text)]  # a stop token stands in the ids alone
-    return hidden if _shown(hidden) == text else text
+    hidden = "".join(pieces)[: len(text)]  # a stop token is in the ids only
+    return hidden if _unhide(hidden) == text else text
 
 
-def _shown(text: str) -> str:
+def _unhide(text: str) -> str:
     return "".join(chr(ord(each) - _PRIVATE) if _PRIVATE <= ord(each) < _PRIVATE + 0x10000 else each for each in text)
 
 
-def _shown_value(value: Any) -> Any:
+def _unhide_value(value: Any) -> Any:
     if isinstance(value, str):
-        return _shown(value)
+        return _unhide(value)
     if isinstance(value, Mapping):
-        return {_shown(key): _shown_value(each) for key, each in value.items()}
-    return [_shown_value(each) for each in value] if isinstance(value, (list, tuple)) else value
+        return {_unhide(key): _unhide_value(each) for key, each in value.items()}
+    return [_unhide_value(each) for each in value] if isinstance(value, (list, tuple)) else value
 
 
-def _shown_parts(parts: AnswerParts) -> AnswerParts:
+def _unhide_parts(parts: AnswerParts) -> AnswerParts:
     calls = (
-        ToolCall(name=_shown(call.name), arguments=_shown_value(call.arguments), id=_shown(call.id))
+        ToolCall(name=_unhide(call.name), arguments=_unhide_value(call.arguments), id=_unhide(call.id))
         for call in parts.calls
     )
-    reasoning = None if parts.reasoning is None else _shown(parts.reasoning)
-    malformed = tuple(map(_shown, parts.malformed))
-    return AnswerParts(reasoning, parts.reasoning_closed, _shown(parts.content), tuple(calls), malformed)
+    reasoning = None if parts.reasoning is None else _unhide(parts.reasoning)
+    malformed = tuple(map(_unhide, parts.malformed))
+    return AnswerParts(reasoning, parts.reasoning_closed, _unhide(parts.content), tuple(calls), malformed)
 
 
 @functools.lru_cache(maxsize=8)

@@ -1,6 +1,6 @@
 """The text that a chat template adds to a conversation, derived from its renderings.
 
-A template is a program: what it writes for the first messages may depend on later ones. So it is rendered with the new
+A template is a program: its text for the first messages may depend on later ones. So it is rendered with the new
 messages and without them. If both renderings agree on the history, the difference is the addition. Answers are given in
 parts, each in the field that the template reads (``fields``).
 
@@ -10,7 +10,7 @@ the renderings of the history differ otherwise, the result is ``RewrittenHistory
 
 From ``WINDOW_FROM`` messages on only a window is rendered: the system messages, the last user message and the messages
 after it (at least the last ``TAIL``). The whole conversation is rendered each time its length has doubled, to check
-(``docs/decisions/003-windows.md``).
+(``docs/decisions/003-history-windows.md``).
 """
 
 from __future__ import annotations
@@ -44,8 +44,7 @@ _MAX_KEY_BYTES = 2_000_000
 WINDOW_FROM = 32
 TAIL = 8
 
-# An answer in renderings that show what the template writes after one; letters only, so that no template trims or
-# splits it.
+# An answer in renderings that show the text after it; letters only, so that no template trims or splits it.
 _SENTINEL = "SENTINELanswerSENTINEL"
 _QUESTIONS: list[Message] = [
     {"role": "user", "content": "?"},

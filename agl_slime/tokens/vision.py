@@ -1,8 +1,8 @@
-"""The tokens of images: a tokenizer that reads the marks of ``tokens.images``, with the model's own processor.
+"""A tokenizer that expands the marks of ``tokens.images`` to the tokens of images, with the model's own processor.
 
-A processor writes more for an image than the chat template does: a token for each patch, as many as the picture's size
-comes to. What is held and trained are those tokens. The engine is sent the template's few, and writes the same ones
-itself; that its count is ours is checked with each answer.
+The chat template writes a few tokens for an image, the processor one for each patch. Prompts and Samples have the
+processor's tokens. The engine gets the template's few and expands them itself; each answer is checked for the same
+count.
 """
 
 from __future__ import annotations
@@ -25,28 +25,28 @@ logger = logging.getLogger(__name__)
 
 _CONFIGS = ("preprocessor_config.json", "processor_config.json")
 _BEFORE, _AFTER = "SENTINELbefore", "SENTINELafter"
-# as slime calls processors: lists of ids, tensors of all else
-_AS_SLIME: dict[str, Any] = {
+# slime's arguments of processors: ids as lists, the rest as tensors
+_PROCESSOR_OPTIONS: dict[str, Any] = {
     "text_kwargs": {"return_tensors": None, "add_special_tokens": False},
     "images_kwargs": {"return_tensors": "pt"},
     "return_mm_token_type_ids": False,
 }
 _NOT_FOR_TRAINING = frozenset(("input_ids", "attention_mask"))
-_MOST_EXPANSIONS = 4096  # a few hundred bytes to some kB each
-_MOST_TRAIN_INPUTS = 4  # tens of MB each: the Samples of one group, which show the same images
+_MAX_EXPANSIONS = 4096  # a few hundred bytes to some kB each
+_MAX_TRAIN_INPUTS = 4  # tens of MB each; the Samples of a group have the same images
 
 
 def has_image_processor(path: str | Path) -> bool:
-    """Whether the model at ``path`` has a processor of images."""
+    """Whether the model at ``path`` has an image processor."""
     return any((Path(path) / name).is_file() for name in _CONFIGS)
 
 
 class VisionTokenizer:
-    """``tokenizer``, and in ``encode`` what ``processor`` writes for the images whose marks a text has. Thread-safe."""
+    """``tokenizer``, whose ``encode`` replaces image marks by the text of ``processor``. Thread-safe."""
 
     def __init__(self, tokenizer: Any, processor: Any = None, *, path: str | Path = "") -> None:
-        self._tokenizer, self._given, self._path = tokenizer, processor, str(path)
-        self._texts: dict[str, str] = {}  # by the image's hash, those used last at the end
+        self._tokenizer, self._given_processor, self._path = tokenizer, processor, str(path)
+        self._texts: dict[str, str] = {}  # by the image's hash, the latest last
         self._train_inputs: dict[tuple[str, ...], dict[str, Any] | None] = {}
         self._lock = threading.RLock()
 
@@ -59,7 +59,7 @@ class VisionTokenizer:
         return len(self._tokenizer)
 
     def __reduce__(self) -> Any:
-        return _again, (self._tokenizer, self._given, self._path)
+        return _restore, (self._tokenizer, self._given_processor, self._path)
 
     def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
         if "\ufdd0" in text:
@@ -73,24 +73,24 @@ class VisionTokenizer:
         return self._tokenizer.apply_chat_template(conversation, **options)
 
     def prepare(self, images: Iterable[Image]) -> None:
-        """Have the tokens of these images ready; it takes about as long as a look at each picture. Raises
-        ``PromptError`` where the model's template or processor takes no images."""
+        """Compute the tokens of these images, as slow as decoding each picture. Raises ``PromptError`` if the model's
+        template or processor accepts no images."""
         for image in images:
             self._text_of(image)
 
     def engine_input(self, prompt_ids: Sequence[int], images: Sequence[Image]) -> tuple[ImageInput, list[int]]:
-        """What the engine gets for a prompt that shows ``images``, and where each begins in ``prompt_ids``. Raises
-        ``PromptError`` where the prompt shows others, as where a template leaves out or moves what it shows."""
-        held = token_array(prompt_ids, name="prompt_ids").tobytes()
+        """The engine's input for a prompt with ``images``, and the place of each in ``prompt_ids``. Raises
+        ``PromptError`` if the prompt has other images, as when a template omits or moves one."""
+        prompt = token_array(prompt_ids, name="prompt_ids").tobytes()
         written = self.encode(self._written)
         sent: list[int] = []
         places: list[int] = []
         end, outside = 0, []
         for image in images:
             ids = token_array(self.encode(self._text_of(image)), name="an image's ids")
-            at = _find(held, ids.tobytes(), end)
+            at = _find(prompt, ids.tobytes(), end)
             if at < 0:
-                raise PromptError("the chat template leaves out an image, or moves it: it cannot be trained on")
+                raise PromptError("the chat template omits an image, or moves it: it cannot be trained on")
             sent += [*prompt_ids[end:at], *written]
             outside += prompt_ids[end:at]
             places.append(at)
@@ -98,18 +98,18 @@ class VisionTokenizer:
         outside += prompt_ids[end:]
         if (mark := getattr(self._processor, "image_token_id", None)) is not None and mark in outside:
             token = self._tokenizer.convert_ids_to_tokens(mark)
-            raise PromptError(f"the conversation holds {token}, which stands for an image, as text: take it out")
+            raise PromptError(f"the conversation has the image token {token} as text: remove it")
         return ImageInput(tuple(image.uri for image in images), (*sent, *prompt_ids[end:])), places
 
     def train_inputs(self, pictures: Sequence[Any], key: tuple[str, ...]) -> dict[str, Any] | None:
-        """``multimodal_train_inputs`` of a Sample that shows these (PIL's images): what the processor gives beside ids,
-        tensors of all in their order; shared by the Samples of the same ``key``, their hashes."""
+        """``multimodal_train_inputs`` of a Sample with these PIL images: the processor's tensors, in their order,
+        shared by the Samples of the same ``key``, the images' hashes."""
         with self._lock:
             if key not in self._train_inputs:
-                told = self._process(self._written * len(pictures), pictures)
-                self._train_inputs[key] = {k: v for k, v in told.items() if k not in _NOT_FOR_TRAINING} or None
+                inputs = self._process(self._written * len(pictures), pictures)
+                self._train_inputs[key] = {k: v for k, v in inputs.items() if k not in _NOT_FOR_TRAINING} or None
             self._train_inputs[key] = self._train_inputs.pop(key)
-            while len(self._train_inputs) > _MOST_TRAIN_INPUTS:
+            while len(self._train_inputs) > _MAX_TRAIN_INPUTS:
                 del self._train_inputs[next(iter(self._train_inputs))]
             return self._train_inputs[key]
 
@@ -117,18 +117,18 @@ class VisionTokenizer:
 
     @functools.cached_property
     def _processor(self) -> Any:
-        return self._given if self._given is not None else _load_processor(self._path)
+        return self._given_processor if self._given_processor is not None else _load_processor(self._path)
 
     @functools.cached_property
     def _written(self) -> str:
-        """What the chat template writes for an image."""
+        """The chat template's text for an image."""
         parts = [{"type": "text", "text": _BEFORE}, {"type": "image"}, {"type": "text", "text": _AFTER}]
         both = ({"role": "user", "content": content} for content in (parts, _BEFORE + _AFTER))
         shown, plain = (render_chat(self._tokenizer, [message]) for message in both)
         written = shown.partition(_BEFORE)[2].rpartition(_AFTER)[0]
         if not written or shown.replace(written, "", 1) != plain:
-            told = "writes nothing for an image" if not written else "writes messages with images differently"
-            raise PromptError(f"the model's chat template {told}: images cannot be sent to it")
+            reason = "writes nothing for an image" if not written else "writes messages with images differently"
+            raise PromptError(f"the model's chat template {reason}: images cannot be sent to it")
         return written
 
     def _text(self, sha: str) -> str | None:
@@ -137,35 +137,35 @@ class VisionTokenizer:
         return text
 
     def _text_of(self, image: Image) -> str:
-        """What the processor makes of what the template writes for ``image``."""
+        """The processor's text for ``image``."""
         if (text := self._texts.get(image.sha)) is not None:
             return text
         with self._lock:
             ids = list(self._process(self._written, [image.open()])["input_ids"][0])
             text = self._tokenizer.decode(ids, skip_special_tokens=False)
             if self.encode(text) != ids:
-                raise PromptError("the processor's tokens of an image are not those of a text: it cannot be sent")
+                raise PromptError("the processor's tokens of an image do not survive decoding: it cannot be sent")
             self._texts[image.sha] = text
-            while len(self._texts) > _MOST_EXPANSIONS:
+            while len(self._texts) > _MAX_EXPANSIONS:
                 del self._texts[next(iter(self._texts))]
         return text
 
     def _process(self, text: str, pictures: Sequence[Any]) -> Any:
         try:
-            return self._processor(text=[text], images=list(pictures), **_AS_SLIME)
+            return self._processor(text=[text], images=list(pictures), **_PROCESSOR_OPTIONS)
         except (ImportError, TypeError, ValueError, OSError) as error:
             raise PromptError(f"the model's processor cannot read an image: {str(error)[:300]}") from error
 
 
-def _find(held: bytes, wanted: bytes, start: int) -> int:
-    """Where ids begin among others, from place ``start`` on; -1 where they do not. All are int32."""
-    at = held.find(wanted, 4 * start)
+def _find(prompt: bytes, wanted: bytes, start: int) -> int:
+    """The index of int32 ids in a prompt, from index ``start`` on; -1 if they are missing."""
+    at = prompt.find(wanted, 4 * start)
     while at >= 0 and at % 4:
-        at = held.find(wanted, at + 1)
+        at = prompt.find(wanted, at + 1)
     return at // 4 if at >= 0 else -1
 
 
-def _again(tokenizer: Any, processor: Any, path: str) -> VisionTokenizer:
+def _restore(tokenizer: Any, processor: Any, path: str) -> VisionTokenizer:
     return VisionTokenizer(tokenizer, processor, path=path)
 
 
@@ -175,28 +175,28 @@ def _load_processor(path: str) -> Any:
     try:
         try:
             processor = AutoProcessor.from_pretrained(path)
-        except ImportError:  # that of videos, which are not served, wants torchvision
+        except ImportError:  # the video processor, which is not used, needs torchvision
             processor = _without_videos(path)
     except (OSError, ValueError, ImportError, AttributeError) as error:
-        told = " ".join(str(error).split())[:300]
-        raise ConfigError(f"no processor of images can be loaded from {path!r}: {told}") from error
+        reason = " ".join(str(error).split())[:300]
+        raise ConfigError(f"no image processor can be loaded from {path!r}: {reason}") from error
     if not hasattr(processor, "image_processor"):
         raise ConfigError(f"the processor of {path!r} is a {type(processor).__name__}, which reads no images")
     return processor
 
 
 def _without_videos(path: str) -> Any:
-    """The processor of a model that reads videos, too, where what that needs is not installed."""
+    """The processor of a model without its video processor, whose dependencies are not installed."""
     import transformers
 
     pictures = transformers.AutoImageProcessor.from_pretrained(path)
     files = (Path(path) / name for name in _CONFIGS)
-    told = [json.loads(file.read_text(encoding="utf-8")) for file in files if file.is_file()]
-    name = next((each["processor_class"] for each in told if "processor_class" in each), "")
-    known: Any = getattr(transformers, name)
+    configs = [json.loads(file.read_text(encoding="utf-8")) for file in files if file.is_file()]
+    name = next((each["processor_class"] for each in configs if "processor_class" in each), "")
+    base: Any = getattr(transformers, name)
 
-    class OfImages(known):
+    class ImagesOnly(base):
         def check_argument_for_proper_class(self, argument_name: str, argument: Any) -> Any:
             return None if argument is None else super().check_argument_for_proper_class(argument_name, argument)
 
-    return OfImages(image_processor=pictures, tokenizer=transformers.AutoTokenizer.from_pretrained(path))
+    return ImagesOnly(image_processor=pictures, tokenizer=transformers.AutoTokenizer.from_pretrained(path))

@@ -35,8 +35,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Conversion:
-    """The Samples of one rollout, the trajectory they were made from, and how many of them began with a fork, by
-    reason."""
+    """The Samples of one rollout, its trajectory, and the number of Samples that began with a fork, by reason."""
 
     samples: list[Sample]
     trajectory: Trajectory
@@ -47,24 +46,23 @@ class ConversionOptions(TypedDict, total=False):
     """The keyword arguments of the conversion, all optional."""
 
     reward_key: str | None
-    """Which dimension of the reward to train on; the Samples then carry all dimensions as a dict, as slime's
-    ``--reward-key`` reads them."""
+    """The dimension of the reward to train on; the Samples then have all dimensions as a dict, for slime's
+    ``--reward-key``."""
     index: int | None
-    """slime's number of the Sample; as the next two, the same for all Samples of a rollout."""
+    """slime's number of the Sample; like the next two the same for all Samples of a rollout."""
     group_index: int | None
     rollout_id: int | None
     attempt_id: str | None
-    """Which attempt to read; by default the rollout's own (an ``AttemptedRollout`` has one), else the one that began
-    last."""
+    """The attempt to read; by default the rollout's (an ``AttemptedRollout`` has one), else the latest."""
     is_policy_call: Callable[[Span], bool] | None
-    """Which model calls are the policy's, where spans do not tell: see ``read_turns``."""
+    """A filter of the policy's model calls for spans that do not name the policy: see ``read_turns``."""
     reward: Reward
-    """What ``read_reward`` has found in the spans, where it was asked before."""
+    """The result of ``read_reward`` for these spans, to avoid a second reading."""
     replay_files: Path | None
-    """Where the run has routed experts and nuclei of large turns, see ``agl_slime.trace.replay_files``."""
+    """The run's directory of routed experts and nuclei of large turns, see ``agl_slime.trace.replay_files``."""
     reward_spans: bool
-    """Rewards of single turns are told as spans (``metadata["reward_spans"]``) of the Samples that the rollout has
-    anyway, for a trainer that takes them; by default their turns become Samples of their own."""
+    """Whether rewards of single turns are spans of the rollout's Samples (``metadata["reward_spans"]``), for a trainer
+    that reads them; by default their turns become separate Samples."""
 
 
 def convert_rollout(
@@ -75,49 +73,46 @@ def convert_rollout(
 ) -> Conversion:
     """The Samples of one finished rollout, with its trajectory and counts.
 
-    Spans may come in any order; those of other attempts are passed over. ``tokenizer`` decodes prompt and response for
-    reading and tokenizes text-only traces; spans with token ids do not need it. Raises ``TraceError`` (``no_turns``
-    when no token was sampled, ``bad_trace`` when spans are damaged) and ``RewardError`` (``no_reward``,
-    ``bad_reward``).
+    Spans may come in any order; spans of other attempts are skipped. ``tokenizer`` decodes prompt and response for
+    people and tokenizes text-only traces; spans with token ids do not need it. Raises ``TraceError`` (``no_turns`` when
+    no token was sampled, ``bad_trace`` when spans are damaged) and ``RewardError`` (``no_reward``, ``bad_reward``).
     """
-    attempt = getattr(rollout, "attempt", None)  # an AttemptedRollout knows the attempt it was read with: the latest
+    attempt = getattr(rollout, "attempt", None)  # of an AttemptedRollout: its latest attempt
     attempt_id = options.get("attempt_id") or (None if attempt is None else attempt.attempt_id)
     reward_key = options.get("reward_key")
-    own = spans_of_attempt(spans, attempt_id)
-    turns = read_turns(own, tokenizer, is_policy_call=options.get("is_policy_call"))
-    said = _last_said(own)
+    spans = spans_of_attempt(spans, attempt_id)
+    turns = read_turns(spans, tokenizer, is_policy_call=options.get("is_policy_call"))
+    attributes = _rollout_attributes(spans)
     if not any(len(turn.response_ids) for turn in turns):
-        saw = f"; the gateway saw {said.get(names.GATEWAY, 'nothing of it')}"
-        told = f"rollout {rollout.rollout_id} has no sampled token in {len(own)} spans{saw}"
-        raise TraceError(told, reason="no_turns")
-    reward = options.get("reward") or read_reward(own, reward_key=reward_key)
-    seen = {"gateway": parse_json(str(said[names.GATEWAY]), names.GATEWAY)} if names.GATEWAY in said else {}
+        message = f"rollout {rollout.rollout_id} has no sampled token in {len(spans)} spans"
+        counts = attributes.get(names.GATEWAY, "nothing of it")
+        raise TraceError(f"{message}; the gateway saw {counts}", reason="no_turns")
+    reward = options.get("reward") or read_reward(spans, reward_key=reward_key)
+    metadata = {
+        key: parse_json(str(attributes[name]), name) for key, name in _JSON_ATTRIBUTES.items() if name in attributes
+    }
+    gateway = {key: metadata[key] for key in ("gateway",) if key in metadata}
     trajectory = Trajectory(
         rollout_id=rollout.rollout_id,
-        attempt_id=own[0].attempt_id,
+        attempt_id=spans[0].attempt_id,
         task=rollout.input,
         mode=rollout.mode,
         turns=turns,
         reward=reward.primary,
         rewards=reward.named,
-        stop_reason=str(said.get(names.STOP_REASON) or turns[-1].finish_reason),
-        metadata={**(rollout.metadata or {}), **seen},
+        stop_reason=str(attributes.get(names.STOP_REASON) or turns[-1].finish_reason),
+        metadata={**(rollout.metadata or {}), **gateway},
     )
-    metadata: dict[str, Any] = {**seen}
-    if names.TOOLS in said:
-        metadata["tools"] = parse_json(str(said[names.TOOLS]), names.TOOLS)
-    if names.REWARDS_MISSING in said:
-        metadata["rewards_missing"] = parse_json(str(said[names.REWARDS_MISSING]), names.REWARDS_MISSING)
-    if names.OPEN_BOUNDARIES in said:
-        metadata["open_boundaries"] = said[names.OPEN_BOUNDARIES]
-    untrained = sorted({*_left_out(own), *(number for number, turn in enumerate(turns) if turn.untrained)})
+    if names.OPEN_BOUNDARIES in attributes:
+        metadata["open_boundaries"] = attributes[names.OPEN_BOUNDARIES]
+    untrained = sorted({*_untrained_turns(spans), *(number for number, turn in enumerate(turns) if turn.untrained)})
     if untrained:
         metadata["untrained_turns"] = untrained
     conversion = convert_trajectory(
         trajectory,
         tokenizer,
         untrained_turns=frozenset(untrained),
-        turn_rewards=read_turn_rewards(own, reward_key=reward_key),
+        turn_rewards=read_turn_rewards(spans, reward_key=reward_key),
         metadata=metadata,
         reward_key=reward_key,
         reward_spans=options.get("reward_spans", False),
@@ -126,9 +121,9 @@ def convert_rollout(
         group_index=options.get("group_index"),
         rollout_id=options.get("rollout_id"),
     )
-    outside_s = _outside_of_calls(own)
+    idle_s = _time_between_calls(spans)
     for sample in conversion.samples:
-        sample.non_generation_time = outside_s
+        sample.non_generation_time = idle_s
     return conversion
 
 
@@ -144,29 +139,29 @@ def convert_trajectory(
     replay_files: Path | None = None,
     **numbers: int | None,
 ) -> Conversion:
-    """The Samples of a trajectory that has its turns and its reward; see ``convert_rollout``.
+    """The Samples of a trajectory with its turns and its reward; see ``convert_rollout``.
 
-    ``untrained_turns`` are context only. Turns with ``turn_rewards`` of their own are trained in Samples of their own,
-    which say in ``metadata["reward_of"]`` what was rewarded; ``metadata["reward"]`` is the rollout's. With
-    ``reward_spans`` the Samples stay whole, and ``metadata["reward_spans"]`` says ``[what, reward, start, end]`` of
-    tokens of the response. ``metadata`` is added to that of the Samples; ``numbers`` are ``index``, ``group_index`` and
-    ``rollout_id``. Raises ``TraceError`` when no token is to be trained, ``RewardError`` when there is no reward.
+    ``untrained_turns`` are context only. Turns with ``turn_rewards`` are trained in separate Samples, which name the
+    rewarded object in ``metadata["reward_of"]``; ``metadata["reward"]`` is the rollout's. With ``reward_spans`` the
+    Samples stay whole, and ``metadata["reward_spans"]`` lists ``[object, reward, start, end]`` over response tokens.
+    ``metadata`` is added to the Samples'; ``numbers`` are ``index``, ``group_index`` and ``rollout_id``. Raises
+    ``TraceError`` without a token to train, ``RewardError`` without a reward.
     """
     if trajectory.reward is None:
         raise RewardError(f"trajectory {trajectory.rollout_id} has no reward", reason="no_reward")
     trajectory = replace(trajectory, turns=tuple(with_replay(turn, replay_files) for turn in trajectory.turns))
     segments = merge_turns(trajectory.turns, tokenizer, untrained=untrained_turns)
     if not segments:
-        told = f"rollout {trajectory.rollout_id} has no sampled token to train"
-        if why := sorted({turn.untrained for turn in trajectory.turns if turn.untrained}):
-            told += f": its answers are left out ({', '.join(why)})"
-        if "constrained" in why:
-            told += "; --constraints drop samples them freely and trains them, refuse answers 400 in place of mask"
-        raise TraceError(told, reason="no_turns")
+        message = f"rollout {trajectory.rollout_id} has no sampled token to train"
+        if reasons := sorted({turn.untrained for turn in trajectory.turns if turn.untrained}):
+            message += f": its answers are not trained ({', '.join(reasons)})"
+        if "constrained" in reasons:
+            message += "; --constraints drop samples them freely and trains them, refuse answers 400 in place of mask"
+        raise TraceError(message, reason="no_turns")
     forks = dict(Counter(segment.fork_reason.value for segment in segments if segment.fork_reason is not None))
-    apart = turn_rewards if not reward_spans else None
-    if apart:
-        segments = _by_reward(segments, trajectory, tokenizer, untrained_turns, apart)
+    split_by = turn_rewards if not reward_spans else None
+    if split_by:
+        segments = _split_by_reward(segments, trajectory, tokenizer, untrained_turns, split_by)
     common = {
         **(metadata or {}),
         **{key: trajectory.metadata[key] for key in ("group_id", "source_name") if key in trajectory.metadata},
@@ -182,18 +177,18 @@ def convert_trajectory(
     label = trajectory.task.get("label") if isinstance(trajectory.task, Mapping) else None
     samples = []
     for number, segment in enumerate(segments):
-        own = {"segment": number, "forks": dict(forks), "rewards": dict(trajectory.rewards)}
+        details = {"segment": number, "forks": dict(forks), "rewards": dict(trajectory.rewards)}
         reward, rewards = trajectory.reward, dict(trajectory.rewards)
-        if apart and (rewarded := apart.get(segment.placements[0].turn)) is not None:
-            reward, own["reward_of"] = rewarded.primary, rewarded.of
+        if split_by and (rewarded := split_by.get(segment.placements[0].turn)) is not None:
+            reward, details["reward_of"] = rewarded.primary, rewarded.of
             rewards = {**rewarded.named, **({reward_key: reward} if reward_key else {})}
         elif turn_rewards and reward_spans:
-            own["reward_spans"] = [
+            details["reward_spans"] = [
                 [one.of, one.primary, at.start - segment.prompt_length, at.end - segment.prompt_length]
                 for at in segment.placements
                 if (one := turn_rewards.get(at.turn)) is not None
             ]
-        fields = _fields(segment, trajectory, tokenizer, {**common, **own}, with_log_probs=with_log_probs)
+        fields = _fields(segment, trajectory, tokenizer, {**common, **details}, with_log_probs=with_log_probs)
         sample = sample_from_fields(
             **numbers,
             **fields,
@@ -207,29 +202,29 @@ def convert_trajectory(
 
 
 def _without_replay(trajectory: Trajectory) -> Trajectory:
-    """The Samples hold experts and nuclei; nobody reads those of turns any more."""
+    """The trajectory without experts and nuclei, which the Samples have."""
     if not any(turn.experts is not None or turn.nucleus is not None for turn in trajectory.turns):
         return trajectory
     return replace(trajectory, turns=tuple(replace(turn, experts=None, nucleus=None) for turn in trajectory.turns))
 
 
-def _by_reward(
+def _split_by_reward(
     whole: Sequence[Segment],
     trajectory: Trajectory,
     tokenizer: ChatTokenizer | None,
     untrained: Collection[int],
     rewards: Mapping[int, TurnReward],
 ) -> list[Segment]:
-    """The segments of turns that share a reward; to each all other turns are context. Of those that ``whole`` has as
-    one the first says why it forked."""
+    """The segments of turns that share a reward, with all other turns as context. The first part of each segment in
+    ``whole`` keeps its fork reason."""
     of = [rewards[turn].of if turn in rewards else None for turn in range(len(trajectory.turns))]
-    found: list[Segment] = []
+    segments: list[Segment] = []
     for one in dict.fromkeys(of):
         others = {turn for turn, other in enumerate(of) if other != one}
-        found += merge_turns(trajectory.turns, tokenizer, untrained=others.union(untrained))
-    found.sort(key=lambda segment: segment.placements[0].turn)
+        segments += merge_turns(trajectory.turns, tokenizer, untrained=others.union(untrained))
+    segments.sort(key=lambda segment: segment.placements[0].turn)
     first = {segment.placements[0].turn for segment in whole}
-    return [one if one.placements[0].turn in first else replace(one, fork_reason=None) for one in found]
+    return [one if one.placements[0].turn in first else replace(one, fork_reason=None) for one in segments]
 
 
 def rollout_to_samples(
@@ -238,8 +233,7 @@ def rollout_to_samples(
     tokenizer: ChatTokenizer | None = None,
     **options: Unpack[ConversionOptions],
 ) -> list[Sample]:
-    """The Samples of one finished rollout: one, or several when it forks. Options and errors as for
-    ``convert_rollout``."""
+    """The Samples of one finished rollout: several if it forks. Options and errors as for ``convert_rollout``."""
     return convert_rollout(rollout, spans, tokenizer, **options).samples
 
 
@@ -249,8 +243,8 @@ def rollout_to_sample(
     tokenizer: ChatTokenizer | None = None,
     **options: Unpack[ConversionOptions],
 ) -> Sample:
-    """The one Sample of a finished rollout that does not fork; ``TraceError`` with reason ``forked`` when it does.
-    Options as for ``convert_rollout``."""
+    """The Sample of a finished rollout without forks; ``TraceError`` with reason ``forked`` for several. Options as for
+    ``convert_rollout``."""
     conversion = convert_rollout(rollout, spans, tokenizer, **options)
     if len(conversion.samples) > 1:
         reasons = ", ".join(f"{reason} {count}" for reason, count in conversion.forks.items())
@@ -259,21 +253,21 @@ def rollout_to_sample(
     return conversion.samples[0]
 
 
-def _left_out(spans: Sequence[Span]) -> Iterator[int]:
-    """The turns that are context only: what was said last, by each encoder of its own turns where it names itself. A
-    gateway that is started again in the middle of a rollout is another one."""
-    numbers, said = turn_numbers(spans), {}
+def _untrained_turns(spans: Sequence[Span]) -> Iterator[int]:
+    """The turns that are context only, from the last list of each encoder; a gateway that restarts in the middle of a
+    rollout is a new encoder."""
+    numbers, lists = turn_numbers(spans), {}
     for span in spans:
         if text := span.attributes.get(names.UNTRAINED_TURNS):
-            said[span.attributes.get(names.STREAM)] = parse_json(str(text), names.UNTRAINED_TURNS)
-    for stream, turns in said.items():
+            lists[span.attributes.get(names.STREAM)] = parse_json(str(text), names.UNTRAINED_TURNS)
+    for stream, turns in lists.items():
         if not isinstance(turns, list) or not all(isinstance(turn, int) for turn in turns):
             raise TraceError(f"{names.UNTRAINED_TURNS} must be a JSON list of turn numbers, got {turns!r:.80}")
         yield from turns if stream is None else (numbers[key] for turn in turns if (key := (stream, turn)) in numbers)
 
 
-def _outside_of_calls(spans: Sequence[Span]) -> float:
-    """Seconds from the first call to the end of the last in which none was under way: tools, the agent."""
+def _time_between_calls(spans: Sequence[Span]) -> float:
+    """Seconds without a call in flight, from the first call to the end of the last: tools, the agent."""
     calls = sorted(
         (span.start_time, span.start_time + latency)
         for span in spans
@@ -281,22 +275,23 @@ def _outside_of_calls(spans: Sequence[Span]) -> float:
         and isinstance(latency := span.attributes.get(names.LATENCY_S), float)
         and math.isfinite(latency)
     )
-    outside, end = 0.0, calls[0][1] if calls else 0.0
+    idle, end = 0.0, calls[0][1] if calls else 0.0
     for start, ended in calls:
-        outside, end = outside + max(0.0, start - end), max(end, ended)
-    return outside
+        idle, end = idle + max(0.0, start - end), max(end, ended)
+    return idle
 
 
-_SAID = (names.TOOLS, names.OPEN_BOUNDARIES, names.STOP_REASON, names.GATEWAY, names.REWARDS_MISSING)
+_JSON_ATTRIBUTES = {"gateway": names.GATEWAY, "tools": names.TOOLS, "rewards_missing": names.REWARDS_MISSING}
+_ROLLOUT_ATTRIBUTES = (*_JSON_ATTRIBUTES.values(), names.OPEN_BOUNDARIES, names.STOP_REASON)
 
 
-def _last_said(spans: Sequence[Span]) -> dict[str, Any]:
-    """What the agent said about the rollout as a whole; the last span that says something counts."""
-    said: dict[str, Any] = {}
+def _rollout_attributes(spans: Sequence[Span]) -> dict[str, Any]:
+    """The attributes about the rollout as a whole, each from the last span that has it."""
+    last: dict[str, Any] = {}
     for span in spans:
         attributes = span.attributes
-        said.update({name: value for name in _SAID if (value := attributes.get(name))})
-    return said
+        last.update({name: value for name in _ROLLOUT_ATTRIBUTES if (value := attributes.get(name))})
+    return last
 
 
 def _fields(
@@ -307,13 +302,13 @@ def _fields(
     *,
     with_log_probs: bool,
 ) -> dict[str, Any]:
-    """What is the segment's own in its Sample. ``metadata`` has JSON values only: slime logs and saves it; its spans
+    """The fields of a segment's Sample. ``metadata`` has JSON values only, because slime logs and saves it; its spans
     are over the response's tokens, end exclusive."""
     turns = [trajectory.turns[at.turn] for at in segment.placements]
     start, tokens = segment.prompt_length, segment.token_ids.tolist()
     mask = segment.loss_mask[start:]
     log_probs = segment.log_probs[start:] if with_log_probs and segment.log_probs is not None else None
-    # the rollout's own stop reason is that of the segment with its last turn
+    # the rollout's stop reason belongs to the segment with its last turn
     last = turns[-1]
     stop_reason = trajectory.stop_reason if last is trajectory.turns[-1] else last.finish_reason
     truncated = is_truncated(stop_reason) or is_truncated(last.finish_reason)
@@ -335,7 +330,7 @@ def _fields(
         prompt: str | list[Any] = [dict(message) for message in turns[0].messages]
     else:
         prompt = "" if tokenizer is None else tokenizer.decode(tokens[:start], skip_special_tokens=False)
-    said = None if tokenizer is None else tokenizer.decode(tokens[start:], skip_special_tokens=False)
+    response = None if tokenizer is None else tokenizer.decode(tokens[start:], skip_special_tokens=False)
     nucleus = segment.nucleus
     if segment.images:
         metadata["images"] = [image.sha for image in segment.images]
@@ -350,14 +345,14 @@ def _fields(
         replayed["spec_info"] = Sample.SpecInfo(*counts, completion_token_num=completed)
     return {
         **replayed,
-        "session_id": trajectory.rollout_id,  # what a router knows all its calls by
+        "session_id": trajectory.rollout_id,  # the router's key of all its calls
         "multimodal_inputs": multimodal_inputs(segment.images),
         "tokens": tokens,
         "response_length": len(tokens) - start,
         "loss_mask": mask.tolist(),
         "rollout_log_probs": None if log_probs is None else log_probs.tolist(),
         "prompt": prompt,
-        "response": "".join(turn.text for turn in turns) if said is None else said,
+        "response": "".join(turn.text for turn in turns) if response is None else response,
         "status": Sample.Status.TRUNCATED if truncated else Sample.Status.COMPLETED,
         "weight_versions": list(dict.fromkeys(span.version for turn in turns for span in turn.weight_versions)),
         "prefix_cache_info": None if info is None else info(cached_tokens=cached, total_prompt_tokens=asked),

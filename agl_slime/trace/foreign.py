@@ -32,7 +32,7 @@ _MODEL_OPERATIONS = frozenset({None, "chat", "text_completion", "generate_conten
 
 @dataclass(frozen=True)
 class ModelCall:
-    """A span that may be a model call, with the token ids that it carries (empty when it has none)."""
+    """A span that may be a model call, with its token ids or empty lists."""
 
     span: Span
     prompt_ids: list[int]
@@ -40,7 +40,7 @@ class ModelCall:
     request_id: str
 
     @classmethod
-    def of(cls, span: Span) -> ModelCall:
+    def from_span(cls, span: Span) -> ModelCall:
         attributes = span.attributes
         prompt = (attributes.get(name) for name in (names.LIST_PROMPT_IDS, f"{_LITELLM}.prompt_token_ids"))
         response = (attributes.get(name) for name in (names.LIST_RESPONSE_IDS, f"{_LITELLM}.response_token_ids"))
@@ -58,22 +58,22 @@ class ModelCall:
 
     @property
     def has_text(self) -> bool:
-        """Whether there are messages and an answer to them, readable or not."""
+        """Whether there are messages and an answer, readable or not."""
         attributes = self.span.attributes
         asked = names.INPUT_MESSAGES in attributes or any(map(_ASKED.match, attributes))
         return asked and (names.OUTPUT_MESSAGES in attributes or any(map(_ANSWERED.match, attributes)))
 
     def turn(self) -> Turn:
-        """The turn with the ids that the span carries. ``TraceError`` when its log-probs do not fit them."""
+        """The turn with the span's ids. ``TraceError`` when its log-probs do not fit them."""
         log_probs = self._log_probs()
         if log_probs is not None and len(log_probs) != len(self.response_ids):
             n = len(self.response_ids)
             raise TraceError(f"span {self.span.span_id} carries {len(log_probs)} log-probs for {n} response ids")
         try:
             messages, answers = self._messages()
-        except TraceError:  # images and the like; messages are for reading only, the ids are trained
+        except TraceError:  # images, for example; only the ids are trained, messages are for people
             messages, answers = [], []
-        return self._made(self.prompt_ids, self.response_ids, messages, answers, log_probs=log_probs)
+        return self._build_turn(self.prompt_ids, self.response_ids, messages, answers, log_probs=log_probs)
 
     def retokenized_turn(self, retokenizer: Retokenizer) -> Turn | None:
         """The turn with the ids of its text; ``None`` when there is no message or no answer. ``TraceError`` when the
@@ -87,11 +87,11 @@ class ModelCall:
             finish_reason=self._finish_reason(answers),
             tools=_tool_definitions(self.span.attributes),
         )
-        return self._made(*ids, messages, answers, token_source="retokenized")
+        return self._build_turn(*ids, messages, answers, token_source="retokenized")
 
     def _messages(self) -> tuple[list[ChatMessage], list[ChatMessage]]:
-        """The messages sent to the model, and its answers, one per choice. ``TraceError`` when a message is damaged or
-        has more than text and tool calls."""
+        """The messages sent to the model, and its answers, one per choice. ``TraceError`` for a damaged message or one
+        with more than text and tool calls."""
         attributes = self.span.attributes
         if names.INPUT_MESSAGES in attributes:
             asked = [*_in_json(attributes, names.SYSTEM_INSTRUCTIONS), *_in_json(attributes, names.INPUT_MESSAGES)]
@@ -101,7 +101,7 @@ class ModelCall:
             return asked, _in_json(attributes, names.OUTPUT_MESSAGES)
         return asked, _unflatten(attributes, names.LEGACY_COMPLETION)
 
-    def _made(
+    def _build_turn(
         self,
         prompt_ids: Any,
         response_ids: Any,
@@ -151,11 +151,13 @@ def model_calls(spans: Sequence[Span], is_policy_call: Callable[[Span], bool] | 
     """
     by_id = {span.span_id: span for span in spans}
     candidates = [
-        ModelCall.of(span) for span in spans if _may_be_call(span) and (is_policy_call is None or is_policy_call(span))
+        ModelCall.from_span(span)
+        for span in spans
+        if _may_be_call(span) and (is_policy_call is None or is_policy_call(span))
     ]
     taken: list[ModelCall] = []
     request_ids: set[str] = set()
-    near: dict[str, list[ModelCall]] = {}  # by their spans and by each span above them
+    near: dict[str, list[ModelCall]] = {}  # by the call's span and by each of its ancestors
     for call in sorted(
         (call for call in candidates if call.has_ids or call.has_text), key=lambda call: not call.has_ids
     ):
@@ -193,8 +195,8 @@ def _ancestors(span: Span, by_id: Mapping[str, Span]) -> Iterator[Span]:
 
 
 def _is_reward(span: Span) -> bool:
-    named = span.attributes.get("agentlightning.operation.name") == REWARD_PREFIX
-    return named or any(key.startswith(REWARD_PREFIX) for key in span.attributes)
+    annotated = span.attributes.get("agentlightning.operation.name") == REWARD_PREFIX
+    return annotated or any(key.startswith(REWARD_PREFIX) for key in span.attributes)
 
 
 # -- values ----------------------------------------------------------------------------------------------------------
@@ -216,8 +218,7 @@ def _first_integers(places: Iterable[Any]) -> list[int]:
 
 
 def _integers(value: Any) -> list[int]:
-    """``value`` as a list of ids; vLLM lists the ids of each choice, of which the first counts. Empty when it is
-    something else."""
+    """``value`` as a list of ids; vLLM has a list per choice, of which the first counts. Empty for other values."""
     if isinstance(value, (list, tuple)) and value:
         if isinstance(value[0], (list, tuple)):
             return _integers(value[0])
@@ -296,7 +297,7 @@ def _text(content: Any) -> str:
 
 def _unflatten(attributes: Attributes, prefix: str) -> list[ChatMessage]:
     """``prefix.0.a.b: v`` … as a list of messages, by number."""
-    from agl_slime.support.agl import group_genai_dict  # seconds of import, which spans with packed turns do without
+    from agl_slime.support.agl import group_genai_dict  # imports for seconds
 
     grouped = group_genai_dict(dict(attributes), prefix)
     return [_plain(message) for message in grouped if isinstance(message, dict)]

@@ -11,7 +11,7 @@ from typing import Any
 
 from agl_slime.errors import TraceError
 from agl_slime.tokens.codec import shared_length
-from agl_slime.tokens.images import Image, held
+from agl_slime.tokens.images import Image, intern_image
 from agl_slime.trace import attributes as names
 
 Images = tuple[Image, ...]
@@ -40,7 +40,7 @@ def decode_images(attributes: Mapping[str, Any], base: Images, earlier: dict[str
     try:
         for kind, width, height, data in json.loads(attributes.get(names.IMAGE_DATA, "[]")):
             raw = base64.b64decode(data, validate=True)
-            earlier[hashlib.sha256(raw).hexdigest()] = held(raw, str(kind), (int(width), int(height)))
+            earlier[hashlib.sha256(raw).hexdigest()] = intern_image(raw, str(kind), (int(width), int(height)))
         kept, *new = json.loads(attributes[names.IMAGES])
         if not 0 <= kept <= len(base):
             raise ValueError(f"{kept} images are kept of a turn with {len(base)}")

@@ -56,7 +56,7 @@ def decode_replay(attributes: Mapping[str, Any]) -> dict[str, Any]:
         except (KeyError, TypeError, ValueError) as error:
             raise TraceError(f"{names.EXPERTS} cannot be read: {error}") from error
         if not whole:
-            raise TraceError(f"{names.EXPERTS} does not have the checksum that was written with it")
+            raise TraceError(f"{names.EXPERTS} does not match its checksum")
         replay["experts"] = RoutedExperts(start, rows)
     if names.NUCLEUS_IDS in attributes:
         ids, offsets = (
@@ -70,8 +70,8 @@ def decode_replay(attributes: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def experts_of(turns: Sequence[Turn], index: int) -> NDArray[Any] | None:
-    """``[tokens - 1, layers, experts per token]`` of all tokens of turn number ``index`` but the last; ``None`` where
-    some have none. Rows that a turn lacks are in its base turn."""
+    """``[tokens - 1, layers, experts per token]`` of all tokens of turn number ``index`` but the last; ``None`` if
+    some tokens have none. Rows that a turn lacks are in its base turn."""
     end, at, pieces = turns[index].length - 1, index, []
     while end > 0:
         turn = turns[at]

@@ -50,7 +50,7 @@ class FiledReplay:
         numbers = [self.offset, self.length, self.checksum, *(self.experts or ()), *(self.nucleus or ())]
         whole = all(type(number) is int and number >= 0 for number in numbers)
         if not whole or (self.experts and self.experts[4] not in KINDS) or self._bytes() != self.length:
-            raise TraceError(f"the place of routed experts in a file does not fit itself: {self!r:.200}")
+            raise TraceError(f"the place of routed experts in a file is inconsistent: {self!r:.200}")
         if type(self.file) is not str or len(parts := self.file.split("/")) != 2 or {"", ".", ".."} & {*parts}:
             raise TraceError(f"routed experts are in ROLLOUT/FILE of the run's directory, not in {self.file!r:.80}")
 

@@ -1,5 +1,5 @@
-"""Text-only traces as tokens: the chat template's rendering, tokenised again. What comes out is an approximation of
-what the engine saw and is marked as such."""
+"""Token ids of text-only traces: the chat template's rendering, tokenized again. They approximate the engine's ids and
+are marked so."""
 
 from __future__ import annotations
 
@@ -15,15 +15,14 @@ Message = Mapping[str, Any]
 
 @dataclass
 class Retokenizer:
-    """Turns of one text-only rollout to token ids.
+    """An encoder of the turns of one text-only rollout.
 
-    A prompt that begins with the text of an earlier turn (prompt and answer) begins with its ids too, so a conversation
-    that only grows stays one sequence: tokenised as a whole, pieces at token boundaries could merge anew
-    and every turn would fork.
+    A prompt that begins with the text of an earlier turn (prompt and answer) begins with its ids, too: if the whole
+    text were tokenized, BPE could merge across the turns' boundaries, and every turn would fork.
     """
 
     tokenizer: ChatTokenizer
-    _held: list[tuple[str, list[int]]] = field(default_factory=list)
+    _earlier: list[tuple[str, list[int]]] = field(default_factory=list)
 
     def turn(
         self,
@@ -33,15 +32,14 @@ class Retokenizer:
         finish_reason: str = "stop",
         tools: Sequence[Any] | None = None,
     ) -> tuple[list[int], list[int]]:
-        """Prompt ids and response ids of one call. The end-of-sequence token is the response's where the template
-        writes it and the call was not cut off. ``TraceError`` when the template refuses the messages."""
+        """Prompt ids and response ids of one call. The response has the end-of-sequence token if the template writes it
+        and the call was not truncated. ``TraceError`` when the template refuses the messages."""
         prompt, response = self._render(messages, answer, finish_reason, tools)
-        held_text, held_ids = max(
-            (held for held in self._held if prompt.startswith(held[0])), key=lambda held: len(held[0]), default=("", [])
-        )
-        prompt_ids = held_ids + self._encode(prompt[len(held_text) :])
+        prefixes = (turn for turn in self._earlier if prompt.startswith(turn[0]))
+        text, ids = max(prefixes, key=lambda turn: len(turn[0]), default=("", []))
+        prompt_ids = ids + self._encode(prompt[len(text) :])
         response_ids = self._encode(response)
-        self._held.append((prompt + response, prompt_ids + response_ids))
+        self._earlier.append((prompt + response, prompt_ids + response_ids))
         return prompt_ids, response_ids
 
     def _render(
@@ -51,16 +49,16 @@ class Retokenizer:
         if not getattr(self.tokenizer, "chat_template", None):
             if len(messages) != 1:
                 raise TraceError(f"the tokenizer has no chat template, the text trace has {len(messages)} messages")
-            return str(messages[0].get("content") or ""), content  # the completions API: one text in, one text out
+            return str(messages[0].get("content") or ""), content  # the completions API
         prompt = render_chat(self.tokenizer, messages, tools=tools, generation_prompt=True)
         whole = render_chat(self.tokenizer, [*messages, answer], tools=tools)
-        if not whole.startswith(prompt):  # the template renders a finished answer in another way than an open one
+        if not whole.startswith(prompt):  # a finished answer has another beginning than the generation prompt
             return prompt, content
         sampled = self._sampled_part(whole[len(prompt) :], content, finish_reason)
         return prompt, sampled + self._next_role([*messages, answer], whole, prompt + sampled, finish_reason, tools)
 
     def _sampled_part(self, rendered: str, content: str, finish_reason: str) -> str:
-        """``rendered`` without what only the template writes after an answer."""
+        """``rendered`` without the template's text after an answer."""
         if finish_reason == "length" and content and content in rendered:
             return rendered[: rendered.index(content) + len(content)]
         end = getattr(self.tokenizer, "eos_token", None)
@@ -69,17 +67,17 @@ class Retokenizer:
         return rendered.rstrip()
 
     def _next_role(
-        self, messages: Sequence[Message], whole: str, told: str, finish_reason: str, tools: Sequence[Any] | None
+        self, messages: Sequence[Message], whole: str, sampled: str, finish_reason: str, tools: Sequence[Any] | None
     ) -> str:
-        """The mark of the role that follows an answer, where nothing else ends it (GLM) and the model samples that."""
-        if finish_reason == "length" or told != whole.rstrip() or ends_with_added_token(self.tokenizer, told):
+        """The marker of the role after an answer if nothing else ends the answer: the model samples it (GLM)."""
+        if finish_reason == "length" or sampled != whole.rstrip() or ends_with_added_token(self.tokenizer, sampled):
             return ""
         role = "tool" if messages[-1].get("tool_calls") else "user"
         try:
             more = render_chat(self.tokenizer, [*messages, {"role": role, "content": "?"}], tools=tools)
         except PromptError:
             return ""
-        return added_token_at(self.tokenizer, more, len(told)) if more.startswith(told) else ""
+        return added_token_at(self.tokenizer, more, len(sampled)) if more.startswith(sampled) else ""
 
     def _encode(self, text: str) -> list[int]:
         return self.tokenizer.encode(text, add_special_tokens=False) if text else []

@@ -103,8 +103,8 @@ class _Open:
         return Segment(tokens, mask, log_probs, tuple(placements), self.fork_reason, experts, nucleus, images)
 
     def is_extended_by(self, prompt: bytes, images: tuple[Image, ...]) -> bool:
-        """Whether a prompt begins with this segment. Images are compared too: those of one size have the same
-        tokens."""
+        """Whether a prompt begins with this segment. Images are compared, too: all images of one size
+        have the same tokens."""
         return prompt.startswith(self.token_bytes) and images[: len(self.images)] == self.images
 
 

@@ -37,7 +37,7 @@ from agl_slime.trace.turn import Messages, Turn
 
 T = TypeVar("T")
 
-# Numbers of encoders: those of one attempt live in one process. The random start keeps the attempts of a rollout apart.
+# Numbers of encoders. An attempt has one process; the random start keeps the attempts of a rollout apart.
 _streams = itertools.count(secrets.randbits(32))
 _to_json = json.JSONEncoder(ensure_ascii=False, default=str).encode  # json.dumps would make an encoder per call
 
@@ -70,7 +70,7 @@ class TurnEncoder:
             new = [*map(_json, messages[kept:])]
             if kept < len(line):
                 line = line[:kept]
-            line += map(_written, messages[kept:], new) if self._copies else messages[kept:]
+            line += map(_copy_message, messages[kept:], new) if self._copies else messages[kept:]
             self._messages.append((line, len(messages)))
             shown = image_attributes(turn.images, () if base is None else self._images[base], self._written)
             self._images.append(turn.images)
@@ -128,11 +128,8 @@ class _Json(str):
         return str.__eq__(self, _json(other) if isinstance(other, Mapping) else other)
 
 
-_Written = dict[str, Any] | _Json  # for a message of texts alone; for any other
-
-
-def _written(message: Mapping[str, Any], text: str) -> _Written:
-    """A copy, since the agent may change its dicts later; of a message with more than texts its JSON."""
+def _copy_message(message: Mapping[str, Any], text: str) -> dict[str, Any] | _Json:
+    """A copy that later edits do not reach: a dict for a message of strings, else its JSON."""
     return dict(message) if all(type(value) is str for value in message.values()) else _Json(text)
 
 
@@ -163,15 +160,15 @@ def _checksum(prompt: TokenArray, response: TokenArray, log_probs: LogProbArray 
 
 
 def is_packed(attributes: Mapping[str, Any]) -> bool:
-    """Whether a ``TurnEncoder`` made these attributes."""
+    """Whether these attributes are a ``TurnEncoder``'s."""
     return names.FORMAT in attributes
 
 
 def decode_turns(spans: Iterable[Any]) -> list[Turn]:
-    """The turns of spans whose attributes a ``TurnEncoder`` made, in their order; other spans are skipped.
+    """The turns of a ``TurnEncoder``'s spans, in order; other spans are skipped.
 
     Turns of one encoder come in the order of encoding, whatever the order of the spans; turns of several encoders keep
-    the places of their spans. Raises ``TraceError`` when a turn is missing, doubled, damaged or not in a known
+    the places of their spans. Raises ``TraceError`` when a turn is missing, doubled, damaged or in an unknown
     format.
     """
     packed = [span.attributes for span in spans if is_packed(span.attributes)]
@@ -182,14 +179,14 @@ def decode_turns(spans: Iterable[Any]) -> list[Turn]:
     streams = _places(packed)
     decoded: dict[int, Turn] = {}
     for stream, places in streams.items():
-        written = sorted((_get(packed[place], names.TURN_INDEX, int), place) for place in places)
+        ordered = sorted((_get(packed[place], names.TURN_INDEX, int), place) for place in places)
         turns: list[Turn] = []
         images: dict[str, Image] = {}
-        for number, (index, place) in enumerate(written):
+        for number, (index, place) in enumerate(ordered):
             if index < number:
-                raise TraceError(f"turn {index} of encoder {stream} is there twice")
+                raise TraceError(f"turn {index} of encoder {stream} occurs twice")
             if index > number:
-                raise TraceError(f"turn {number} of encoder {stream} is missing, although turn {index} is there")
+                raise TraceError(f"turn {number} of encoder {stream} is missing, although turn {index} exists")
             try:
                 turns.append(_decode_turn(packed[place], turns, places, images))
             except TraceError as error:
@@ -220,7 +217,7 @@ def _decode_turn(
     if names.PROMPT_BASE in attributes:
         at, kept = _get(attributes, names.PROMPT_BASE, int), _get(attributes, names.PROMPT_KEPT, int)
         if not 0 <= at < len(earlier):
-            raise TraceError(f"{names.PROMPT_BASE} is turn {at}, which does not come before it")
+            raise TraceError(f"{names.PROMPT_BASE} is turn {at}, which is not an earlier turn")
         base, base_turn = earlier[at], places[at]
         if not 0 <= kept <= base.length:
             raise TraceError(f"{names.PROMPT_KEPT} is {kept}, turn {at} has {base.length} tokens")
@@ -232,7 +229,7 @@ def _decode_turn(
         if len(ids) != _get(attributes, name, int):
             raise TraceError(f"there are {len(ids)} ids where {name} says {attributes[name]}")
     if _checksum(prompt, response, log_probs) != _get(attributes, names.CHECKSUM, int):
-        raise TraceError("its tokens or log-probs do not have the checksum that was written with them")
+        raise TraceError("its tokens or log-probs do not match their checksum")
     fork = attributes.get(names.PROMPT_FORK)
     if fork is not None and fork not in {reason.value for reason in ForkReason}:
         raise TraceError(f"{names.PROMPT_FORK} must be a fork reason, got {fork!r:.80}")
@@ -308,7 +305,7 @@ def finish_reason(attributes: Mapping[str, Any]) -> str:
 
 
 def parse_json(text: str, name: str) -> Any:
-    """``text`` as JSON; ``TraceError`` naming the attribute when it is none."""
+    """``text`` as JSON; ``TraceError`` with the attribute's ``name`` for anything else."""
     try:
         return json.loads(text)
     except ValueError as error:

@@ -1,5 +1,4 @@
-"""Trainers: what turns a batch of samples into new weights. ``LocalTrainer`` needs torch and is imported only when it
-is asked for."""
+"""Trainers turn a batch of samples into new weights. ``LocalTrainer`` needs torch and is imported lazily."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the loop asks of a trainer."""
+"""The trainer interface of the training loop."""
 
 from __future__ import annotations
 
@@ -15,39 +15,39 @@ from agl_slime.types import Sample
 
 @dataclass(frozen=True, kw_only=True)
 class TokenScores:
-    """What a trainer made of a batch, each token as it first saw it (before any step on the token itself; the local
-    trainer has taken those of earlier minibatches, but for ``old_log_probs`` of ``"recompute"``); one array per Sample,
-    in the order of the batch, with an entry per token under the loss mask."""
+    """A trainer's scores of the tokens of a batch, before any optimizer step on the token itself (the local trainer may
+    have taken steps on earlier minibatches, unless ``old_log_probs`` is ``"recompute"``); one array per Sample, in the
+    order of the batch, with an entry per token under the loss mask."""
 
     log_probs: list[NDArray[np.float32]]
-    """Natural log, at the sampling temperature: what is compared with the engine's."""
+    """Natural log, at the sampling temperature, for comparison with the engine's."""
     advantages: list[NDArray[np.float32]]
 
 
 @runtime_checkable
 class HasTokenScores(Protocol):
-    """A trainer that tells what it made of single tokens, for those who look at a run."""
+    """A trainer that publishes its scores of single tokens, for reports."""
 
     scores: TokenScores | None
-    """Of the batch that ``train`` was given last."""
+    """Of the last batch of ``train``."""
 
 
 @runtime_checkable
 class Trainer(Protocol):
-    """Takes batches, gives weights, and can be stopped and resumed. The methods block: call them from a thread."""
+    """A trainer that can be stopped and resumed. The methods block: call them from a thread."""
 
     def train(self, batch: Sequence[Sample] | Sequence[Sequence[Sample]], *, iteration: int) -> dict[str, float]:
         """Train on one batch and return finite metrics named ``train/...``."""
         ...
 
     def save_weights(self, directory: str | PathLike[str]) -> None:
-        """Write the current weights as a Hugging Face checkpoint that SGLang's ``/update_weights_from_disk`` takes."""
+        """Write the current weights as a Hugging Face checkpoint for SGLang's ``/update_weights_from_disk``."""
         ...
 
     def save(self, directory: str | PathLike[str]) -> None:
-        """Write everything that training needs to go on from here."""
+        """Write the complete training state."""
         ...
 
     def load(self, directory: str | PathLike[str]) -> None:
-        """Go on from what :meth:`save` wrote."""
+        """Resume from a directory of :meth:`save`."""
         ...

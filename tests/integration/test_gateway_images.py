@@ -228,7 +228,7 @@ def test_images_of_the_system_and_the_model_are_refused() -> None:
 def test_text_that_equals_the_image_token_is_refused_beside_images() -> None:
     with serve("Red.") as case:
         said = refused(chat(case, user(text("<image>"), shown(RED))))
-        assert said.startswith("the conversation holds <image>")
+        assert said.startswith("the conversation has the image token <image>")
         assert not case.payloads
 
 

@@ -145,10 +145,11 @@ async def test_the_trainers_log_probs_are_of_the_nucleus_that_was_sampled_from(s
         asked = replace(SAMPLING, nucleus=True, temperature=0.7, **cut)
         answers = await ask(url, prompts, asked)
         assert all(answer.nucleus is not None and len(answer.nucleus) == 12 for answer in answers)
-        settings = replace(ONE_STEP, temperature=0.7)
-        found = trainer(directory, settings).train([samples_of(prompts, answers)], iteration=0)
+        found = trainer(directory, ONE_STEP, temperature=0.7).train([samples_of(prompts, answers)], iteration=0)
         assert found["train/logprob_diff_max"] < 1e-3
-        whole = trainer(directory, settings).train([samples_of(prompts, answers, replay=False)], iteration=0)
+        whole = trainer(directory, ONE_STEP, temperature=0.7).train(
+            [samples_of(prompts, answers, replay=False)], iteration=0
+        )
         assert whole["train/logprob_diff_mean"] > 0.1
         assert found["train/entropy"] < whole["train/entropy"]
 
@@ -179,7 +180,7 @@ def test_experts_of_another_model_are_refused(policy_dir: Path) -> None:
     answer = Generation(output_ids=(5, 6), log_probs=(-1.0, -1.0), text="", finish_reason="stop")
     (sample,) = samples_of([[1, 2]], [answer])
     sample.rollout_routed_experts = np.zeros((3, LAYERS, TOP_K), dtype=np.uint8)
-    with pytest.raises(TrainerError, match="has none that are known here"):
+    with pytest.raises(TrainerError, match="has no known routers"):
         trainer(policy_dir, ONE_STEP, rewards_normalization=False, std_normalization=False).train(
             [[sample]], iteration=0
         )

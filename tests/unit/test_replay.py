@@ -21,7 +21,7 @@ from agl_slime.slime.args import PluginSettings
 from agl_slime.slime.replay import check_replayed, with_tensors
 from agl_slime.support.agl import LLM
 from agl_slime.trace import attributes as names
-from agl_slime.trace.converter import _outside_of_calls, convert_trajectory
+from agl_slime.trace.converter import _time_between_calls, convert_trajectory
 from agl_slime.trace.segments import merge_turns
 from agl_slime.trace.span_codec import decode_turns
 from agl_slime.trace.trajectory import Trajectory
@@ -232,5 +232,5 @@ def test_speculative_decoding_is_counted_over_parts_and_turns() -> None:
 def test_time_outside_calls_excludes_overlapping_calls() -> None:
     calls = [(10.0, 2.0), (11.0, 3.0), (16.0, 1.0)]  # two at once until 14, then a tool for two seconds
     spans = [SimpleNamespace(start_time=at, attributes={names.LATENCY_S: took}) for at, took in calls]
-    assert _outside_of_calls(spans) == 2.0  # type: ignore[arg-type]
-    assert _outside_of_calls([]) == 0.0
+    assert _time_between_calls(spans) == 2.0  # type: ignore[arg-type]
+    assert _time_between_calls([]) == 0.0

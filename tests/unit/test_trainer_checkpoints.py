@@ -146,7 +146,7 @@ def test_loading_a_missing_or_broken_checkpoint_changes_nothing(policy: Path, sa
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (None, "holds no config.json"),
+        (None, "has no config.json"),
         ("{", "cannot be loaded"),
         ('{"model_type": "no_such_model"}', "cannot be loaded"),
     ],

@@ -140,7 +140,7 @@ def test_ids_outside_the_vocabulary_are_refused(policy: Path, samples: list[Samp
 def test_images_are_refused(policy: Path, samples: list[Sample]):
     with_image = copy.deepcopy(samples)
     with_image[3].multimodal_train_inputs = {"pixels": 1}
-    with pytest.raises(TrainerError, match="sample 3 shows images; use slime"):
+    with pytest.raises(TrainerError, match="sample 3 has images; use slime"):
         trainer(policy).train(with_image, iteration=0)
 
 

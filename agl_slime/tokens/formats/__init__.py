@@ -1,4 +1,4 @@
-"""Formats in which models write calls of tools, and which of them a chat template asks for."""
+"""Formats of tool calls, and the format that a chat template uses."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ __all__ = [
     "types_of",
 ]
 
-# a format with fewer marks of its own stands after those whose templates have its marks as well
+# a format comes after the formats whose templates have its marks, too
 _FORMATS: tuple[type[ToolParser], ...] = (
     *(HarmonyParser, KimiParser, SolarParser, DsmlParser, DeepSeekV3Parser, DeepSeekV31Parser, MiniMaxParser),
     *(HunyuanParser, SeedParser, GlmParser, QwenXmlParser, FunctionaryParser, Gemma4Parser, Lfm2Parser),
@@ -72,17 +72,16 @@ _QUESTION = "A question 42"
 
 
 def parser_for(tokenizer: ChatTokenizer, template_kwargs: Mapping[str, Any] | None = None) -> ToolParser:
-    """The parser of the format that a tokenizer's chat template asks for. ``PromptError`` where nobody reads it."""
-    found = find_format(tokenizer, template_kwargs)
-    if found is None:
+    """The parser of the tool calls of a tokenizer's chat template. ``PromptError`` if there is none."""
+    parser = find_format(tokenizer, template_kwargs)
+    if parser is None:
         raise PromptError(UNREAD_FORMAT)
-    return found
+    return parser
 
 
 def find_format(tokenizer: Any, template_kwargs: Mapping[str, Any] | None = None) -> ToolParser | None:
-    """The format whose parser reads the call that the template writes. A template that writes none, or refuses, asks
-    for the format whose marks its text has, or else, but for Hermes', the
-    vocabulary; ``None`` where there are no marks either."""
+    """The parser that reads the call that the template writes. If the template writes none, or refuses it: the parser
+    whose marks are in the template's source, or else in the vocabulary (but for Hermes'); ``None`` without marks."""
     kwargs = dict(template_kwargs or {})
     source = kwargs.get("chat_template") or getattr(tokenizer, "chat_template", None)
     source = source if isinstance(source, str) else ""
@@ -90,7 +89,7 @@ def find_format(tokenizer: Any, template_kwargs: Mapping[str, Any] | None = None
 
 
 class _Arguments(dict[str, Any]):
-    """Arguments of a template, as a key."""
+    """Template arguments as a cache key."""
 
     def __hash__(self) -> int:  # type: ignore[override]
         return hash(repr(self))
@@ -103,26 +102,26 @@ def _find(tokenizer: Any, source: str, kwargs: _Arguments) -> ToolParser | None:
         for form in [*asked_for, *(form() for form in _FORMATS)]:
             if _reads(form, written):
                 return form
-        return None  # it writes a call that nobody reads
+        return None  # a call that no parser reads
     vocabulary = getattr(tokenizer, "get_added_vocab", dict)()
-    inherited = (form() for form in _FORMATS if _is_own(form) and not vocabulary.keys().isdisjoint(form.template_marks))
+    # Hermes' token is in the vocabularies of many models that write other formats
+    inherited = (
+        form()
+        for form in _FORMATS
+        if form is not HermesParser and not vocabulary.keys().isdisjoint(form.template_marks)
+    )
     return next(iter(asked_for), None) or next(inherited, None)
 
 
-def _is_own(form: type[ToolParser]) -> bool:
-    """Whether a token in the vocabulary says enough; Hermes' is in those of many models that write otherwise."""
-    return form is not HermesParser
-
-
 def _reads(form: ToolParser, written: tuple[str, ...]) -> bool:
-    """Whether a parser finds the probe's call, perhaps with the end of a turn after it."""
+    """Whether a parser reads the probe's call, with or without the end of a turn after it."""
     tries = (form.parse(text).calls for each in written for text in (each, each[: each.rfind("}") + 1]))
     return any([(call.name, {**call.arguments}) for call in calls] == [(_NAME, _ARGUMENTS)] for calls in tries)
 
 
 def _probes(tokenizer: Any, kwargs: dict[str, Any]) -> Iterator[tuple[str, ...]]:
-    """An answer with one call as the template writes it, where it does: after the opening of an answer as far as that
-    is there, and after the question."""
+    """The rendered text of an answer with one call: after the generation prompt as far as that is shared, and after the
+    question. Nothing if the template writes no call."""
     question = {"role": "user", "content": _QUESTION}
     for arguments in (_ARGUMENTS, json.dumps(_ARGUMENTS)):
         call = {"id": "call00042", "type": "function", "function": {"name": _NAME, "arguments": arguments}}

@@ -1,7 +1,7 @@
-"""What a format of tool calls is, and the formats whose calls begin with a mark.
+"""Base classes of tool call formats, and the registry of their parsers.
 
-A parser never raises and never mends: what looks like a call and cannot be read is ``malformed``, stays in the text as
-the model wrote it, and is counted. A mark that is only mentioned is text.
+A parser never raises and never repairs: text that looks like a call but cannot be parsed is ``malformed``, stays in the
+content, and is counted. A mark that is only mentioned is text.
 """
 
 from __future__ import annotations
@@ -16,33 +16,32 @@ from typing import Any
 from agl_slime.support.registry import Registry
 from agl_slime.tokens.answer import AnswerParts, ToolCall
 
-_MOST_UNREAD = 256  # marks without a call behind them, as an answer that repeats itself has; what follows is text
+_MAX_UNREAD = 256  # marks without a call, as in an answer that repeats itself; the rest is text
 
 
 class ToolParser(ABC):
-    """Finds the calls in the content of an answer, which begins after its reasoning."""
+    """A parser of the calls in the content of an answer, which begins after its reasoning."""
 
     template_marks: tuple[str, ...] = ()
-    """Texts in a chat template that ask for this format; one of them is enough."""
+    """Texts in the source of chat templates with this format; one of them is enough."""
     tokens: tuple[str, ...] = ()
-    """Marks that are tokens of their own in the vocabularies of models with this format: what has their text and is
-    sampled as other tokens is a mention."""
+    """Marks that are special tokens in models with this format: the same text sampled as other tokens is a mention."""
     call_grammar: tuple[str, str, str] | None = None
-    """The texts before and after a call's arguments, with ``NAME`` for the function's, and xgrammar's word for how
-    those are written; ``None`` where a grammar cannot say it."""
-    between = "\n"  # two calls
-    section = ("", "")  # around all calls
+    """The texts before and after a call's arguments, with ``NAME`` for the function, and xgrammar's style of the
+    arguments; ``None`` for a format that no grammar describes."""
+    between = "\n"  # separates two calls
+    section = ("", "")  # surrounds all calls
 
     @abstractmethod
     def parse(self, text: str) -> AnswerParts: ...
 
     def marks(self) -> tuple[str, ...]:
-        """What calls may begin with: of an answer that is still sampled, what follows one is not known to be text."""
+        """The possible beginnings of calls: in a partial answer, text from one on may become a call."""
         return "{", "<|"
 
     def forced_grammar(self, functions: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
-        """The grammar of an answer that is one or several calls of ``functions`` and nothing else, as a format of
-        xgrammar's structural tags, which SGLang takes. ``None`` where there is none for this format."""
+        """The grammar of one or several calls of ``functions`` and nothing else, as an xgrammar structural tag, which
+        SGLang accepts. ``None`` if this format has none."""
         if self.call_grammar is None:
             return None
         begin, end, style = self.call_grammar
@@ -58,19 +57,17 @@ class ToolParser(ABC):
         return {"type": "sequence", "elements": [opening, calls, closing]}
 
     def arguments(self, schema: Any, style: str) -> dict[str, Any]:
-        """The grammar of a call's arguments, and of what stands between the name and them."""
+        """The grammar of a call's arguments and of the text between them and the name."""
         return {"type": "json_schema", "json_schema": schema} | ({} if style == "json" else {"style": style})
 
     def convert_types(self, call: ToolCall, parameters: Mapping[str, Any] | None) -> ToolCall:
-        """``call`` with arguments of the types that the JSON schema ``parameters`` names, where the format writes
-        everything as text."""
+        """``call`` with its arguments in the types of the JSON schema ``parameters``, for formats that write text."""
         return call
 
 
 class BlockParser(ToolParser):
-    """A format whose calls begin with the mark ``begin``. ``end`` closes a call, where there is such a mark; ``inner``
-    are marks within one. ``opening`` and ``closing`` stand around several calls, and with ``sectioned`` there is no
-    call outside of them."""
+    """A format whose calls begin with the mark ``begin`` and end with ``end`` if that is not empty; ``inner`` are marks
+    within a call. ``opening`` and ``closing`` surround several calls; with ``sectioned`` no call is outside of them."""
 
     begin: str
     end: str = ""
@@ -79,7 +76,7 @@ class BlockParser(ToolParser):
     inner: tuple[str, ...] = ()
     sectioned = False
     starts = re.compile(r"\s*[\[{]")
-    """What a call goes on with after ``begin``, where it is not closed."""
+    """The beginning of a call after ``begin``, to recognize one that is not closed."""
 
     @property
     def tokens(self) -> tuple[str, ...]:  # type: ignore[override]
@@ -87,7 +84,7 @@ class BlockParser(ToolParser):
 
     @abstractmethod
     def read(self, text: str, at: int) -> tuple[list[ToolCall], int]:
-        """The calls behind the mark that ends at ``at``, and where they end; ``ValueError`` when there are none."""
+        """The calls after the mark that ends at ``at``, and their end; ``ValueError`` without any."""
 
     def marks(self) -> tuple[str, ...]:
         return *self.opening, self.begin
@@ -97,7 +94,7 @@ class BlockParser(ToolParser):
         calls: list[ToolCall] = []
         malformed: list[str] = []
         unread = 0
-        while unread < _MOST_UNREAD and (start := text.find(self.begin, at)) >= 0:
+        while unread < _MAX_UNREAD and (start := text.find(self.begin, at)) >= 0:
             at = start + len(self.begin)
             unread += 1
             if self.sectioned and _last(text, self.opening, start) <= _last(text, self.closing, start):
@@ -105,8 +102,8 @@ class BlockParser(ToolParser):
             try:
                 read, end = self.read(text, at)
             except (ValueError, RecursionError):
-                if looks := self._unread(text, start, at):
-                    malformed.append(looks)
+                if looks_like_call := self._unread(text, start, at):
+                    malformed.append(looks_like_call)
                 continue
             unread -= 1
             calls += read
@@ -115,7 +112,7 @@ class BlockParser(ToolParser):
         return AnswerParts(content=content + text[done:], calls=number_calls(calls), malformed=tuple(malformed))
 
     def _unread(self, text: str, start: int, at: int) -> str:
-        """What looks like a call at ``start``; empty where the mark is only mentioned."""
+        """The text that looks like a call at ``start``; empty if the mark is only mentioned."""
         following = text.find(self.begin, at)
         end = text.find(self.end, at) if self.end else -1
         if end >= 0 and not 0 <= following < end:
@@ -128,8 +125,8 @@ def _last(text: str, marks: tuple[str, ...], before: int) -> int:
 
 
 def _without(text: str, opening: tuple[str, ...]) -> str:
-    found = next((mark for mark in opening if text.rstrip().endswith(mark)), None)
-    return text if found is None else text.rstrip().removesuffix(found)
+    mark = next((mark for mark in opening if text.rstrip().endswith(mark)), None)
+    return text if mark is None else text.rstrip().removesuffix(mark)
 
 
 def _after(text: str, end: int, closing: tuple[str, ...]) -> int:
@@ -138,12 +135,12 @@ def _after(text: str, end: int, closing: tuple[str, ...]) -> int:
 
 
 def cut_at_marks(text: str, marks: Sequence[str]) -> str:
-    """``text`` up to the first of ``marks``, or to where one may begin at its end."""
+    """``text`` up to the first of ``marks``, or up to a possible beginning of one at its end."""
     first = min((at for mark in marks if (at := text.find(mark)) >= 0), default=None)
     if first is not None:
         return text[:first]
-    begun = (n for mark in marks for n in range(1, len(mark)) if text.endswith(mark[:n]))
-    return text[: len(text) - max(begun, default=0)]
+    partial = (n for mark in marks for n in range(1, len(mark)) if text.endswith(mark[:n]))
+    return text[: len(text) - max(partial, default=0)]
 
 
 def number_calls(calls: list[ToolCall]) -> tuple[ToolCall, ...]:
@@ -166,12 +163,12 @@ _DECODER = json.JSONDecoder()
 
 
 def json_at(text: str, at: int) -> tuple[Any, int]:
-    """The JSON value at a place, and where it ends."""
+    """The JSON value at ``at``, and its end."""
     return _DECODER.raw_decode(text, skip_blanks(text, at))
 
 
 def read_object(written: Any) -> dict[str, Any]:
-    """An object, or JSON in a string that is one. ``ValueError`` when it is neither."""
+    """An object, or the object that a string has as JSON. ``ValueError`` for anything else."""
     try:
         value = _DECODER.decode(written) if isinstance(written, str) else written
     except (ValueError, RecursionError) as error:
@@ -186,5 +183,5 @@ register_tool_parser = _parsers.register
 
 
 def get_tool_parser(name: str | ToolParser) -> ToolParser:
-    """The parser of that name; a parser is given back as it is."""
+    """The parser registered as ``name``; a parser is returned unchanged."""
     return name if isinstance(name, ToolParser) else _parsers[name]()

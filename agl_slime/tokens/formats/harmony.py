@@ -1,4 +1,4 @@
-"""Harmony, gpt-oss's way to write an answer: messages in channels, of which some are calls."""
+"""Harmony, the format of gpt-oss: an answer is messages in channels, some of which are calls."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from agl_slime.tokens.formats.base import ToolParser, number_calls, read_object,
 
 _ENDS = re.compile(r"<\|(?:end|call|return|start)\|>")
 _MESSAGE = "<|message|>"
-_BEGUN = re.compile(r"<(?:\|\w*\|?)?\Z")  # a mark that is still sampled
+_PARTIAL_MARK = re.compile(r"<(?:\|\w*\|?)?\Z")
 _CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
 _RECIPIENT = re.compile(r"\bto=(?:functions\.)?([^\s<]+)")
 
@@ -36,17 +36,17 @@ class HarmonyParser(ToolParser):
         return {"type": "or", "elements": form["tags"]} if len(functions) > 1 else form["tags"][0]
 
     def parse(self, text: str) -> AnswerParts:
-        """All parts, the reasoning too."""
+        """All parts, with the reasoning."""
         return self.parts(text)
 
     def parts(self, text: str, *, sampling: bool = False) -> AnswerParts:
-        """The parts of an answer. Of one that is still ``sampling`` what stands whatever follows."""
+        """The parts of an answer; while ``sampling``, only the parts that no further text can change."""
         reasoning: list[str] = []
         content: list[str] = []
         calls: list[ToolCall] = []
         malformed: list[str] = []
         closed = True
-        for part, ended in _messages(_BEGUN.sub("", text) if sampling else text):
+        for part, ended in _messages(_PARTIAL_MARK.sub("", text) if sampling else text):
             header, mark, body = part.partition(_MESSAGE)
             channel, recipient = _CHANNEL.search(header), _RECIPIENT.search(header)
             if not mark:  # the beginning of a message, or an answer without messages

@@ -30,8 +30,7 @@ def call_of_json(value: Any) -> ToolCall:
 
 
 def calls_of_json(text: str, at: int, end: str) -> tuple[list[ToolCall], int]:
-    """The calls in one or several JSON values, objects or lists of them, up to the mark ``end``; only the first value
-    without one."""
+    """The calls in JSON values, objects or lists of them, up to the mark ``end``; in the first value without a mark."""
     calls: list[ToolCall] = []
     while not calls or (end and not text.startswith(end, at)):
         value, at = json_at(text, at)
@@ -43,7 +42,7 @@ def calls_of_json(text: str, at: int, end: str) -> tuple[list[ToolCall], int]:
 
 
 class JsonBlockParser(BlockParser):
-    """A format whose names and arguments stand in JSON between two marks."""
+    """A format with names and arguments in JSON between two marks."""
 
     def read(self, text: str, at: int) -> tuple[list[ToolCall], int]:
         return calls_of_json(text, at, self.end)
@@ -70,7 +69,7 @@ class NemotronV2Parser(JsonBlockParser):
 
 @register_tool_parser("minimax_m1")
 class MiniMaxM1Parser(JsonBlockParser):
-    """``<tool_calls>`` around JSON objects in lines, or a list of them: MiniMax M1, Apriel."""
+    """``<tool_calls>`` around lines of JSON objects, or around a list of them: MiniMax M1, Apriel."""
 
     begin, end = "<tool_calls>", "</tool_calls>"
     template_marks = ("<tool_calls>",)
@@ -88,7 +87,7 @@ class CohereParser(JsonBlockParser):
 
 @register_tool_parser("mistral")
 class MistralParser(BlockParser):
-    """``[TOOL_CALLS][{"name": "f", "arguments": {"x": 1}}]``, and ``[TOOL_CALLS]f[ARGS]{"x": 1}`` of newer ones."""
+    """``[TOOL_CALLS][{"name": "f", "arguments": {"x": 1}}]``, and ``[TOOL_CALLS]f[ARGS]{"x": 1}`` of newer models."""
 
     begin = "[TOOL_CALLS]"
     template_marks = ("[TOOL_CALLS]",)
@@ -115,8 +114,8 @@ class MistralArgsParser(MistralParser):
 
 
 class NamedJsonParser(BlockParser):
-    """A format whose names stand before the JSON of the arguments: ``head`` matches what follows ``begin``, ``tail``
-    what follows the arguments."""
+    """A format with names before the JSON of the arguments: ``head`` matches after ``begin``, ``tail`` after the
+    arguments."""
 
     head: re.Pattern[str]
     tail: re.Pattern[str]
@@ -190,7 +189,7 @@ class DeepSeekV31Parser(_DeepSeekParser):
 
 @register_tool_parser("solar")
 class SolarParser(NamedJsonParser):
-    """An id, the name and the arguments, each behind a mark: Solar Open."""
+    """An id, the name and the arguments, each after a mark: Solar Open."""
 
     begin, end = "<|tool_call:begin|>", "<|tool_call:end|>"
     opening, closing = ("<|tool_calls|>",), ()
@@ -214,8 +213,8 @@ class FunctionaryParser(NamedJsonParser):
 
 @register_tool_parser("llama_json", "llama3")
 class LlamaJsonParser(ToolParser):
-    """The whole answer is ``{"name": "f", "parameters": {"x": 1}}``, several with ``;`` between them, perhaps after
-    text and ``<|python_tag|>``: Llama 3.1 and later."""
+    """A whole answer ``{"name": "f", "parameters": {"x": 1}}``, several separated by ``;``, possibly after text and
+    ``<|python_tag|>``: Llama 3.1 and later."""
 
     template_marks = "<|python_tag|>", "Environment: ipython"
     call_grammar, between = ('{"name": "NAME", "parameters": ', "}", "json"), "; "
@@ -230,8 +229,8 @@ class LlamaJsonParser(ToolParser):
                 return AnswerParts(content=content, calls=number_calls(self._read(text, start)))
             except (ValueError, RecursionError):
                 continue
-        begun = [start for start in starts if text.startswith("{", skip_blanks(text, start))]
-        return AnswerParts(content=text, malformed=(text[0 if bare else begun[0] :],) if bare or begun else ())
+        unread = [0] * bare + [start for start in starts if text.startswith("{", skip_blanks(text, start))]
+        return AnswerParts(content=text, malformed=(text[unread[0] :],) if unread else ())
 
     def _read(self, text: str, at: int) -> list[ToolCall]:
         calls: list[ToolCall] = []

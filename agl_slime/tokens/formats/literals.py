@@ -1,4 +1,4 @@
-"""Formats that write a call as a programming language does."""
+"""Formats that write a call in the syntax of a programming language."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from agl_slime.tokens.answer import ToolCall
 from agl_slime.tokens.formats.base import BlockParser, read_object, register_tool_parser, skip_blanks
 from agl_slime.tokens.formats.json_calls import calls_of_json
 
-_MOST_ENDS = 16
+_MAX_ENDS = 16
 _CONSTANTS = {"true": True, "false": False, "null": None, "None": None}
 
 
 @register_tool_parser("lfm2", "pythonic")
 class Lfm2Parser(BlockParser):
-    """``<|tool_call_start|>[f(x=1), g()]<|tool_call_end|>``: LFM2, whose newer ones may write JSON in the marks."""
+    """``<|tool_call_start|>[f(x=1), g()]<|tool_call_end|>``: LFM2; newer models may write JSON between the marks."""
 
     begin, end = "<|tool_call_start|>", "<|tool_call_end|>"
     template_marks = "<|tool_call_start|>", "<|tool_list_start|>"
@@ -25,13 +25,13 @@ class Lfm2Parser(BlockParser):
         if re.compile(r"\s*\[?\s*\{").match(text, at):
             return calls_of_json(text, at, self.end)
         end = text.find(self.end, at)
-        for _ in range(_MOST_ENDS):
+        for _ in range(_MAX_ENDS):
             if end < 0:
                 break
             try:
                 return _calls_of_python(text[at:end].strip()), end + len(self.end)
             except (ValueError, SyntaxError, MemoryError):
-                end = text.find(self.end, end + len(self.end))  # that one stood in a string, perhaps
+                end = text.find(self.end, end + len(self.end))  # the end mark may be in a string
         raise ValueError("no calls")
 
 
@@ -56,7 +56,7 @@ def _calls_of_python(written: str) -> list[ToolCall]:
 
 
 def _value(node: ast.expr) -> Any:
-    """What a literal is, with the words of JSON for constants."""
+    """The value of a literal; constants may be spelled as in JSON."""
     match node:
         case ast.Name(id=name) if name in _CONSTANTS:
             return _CONSTANTS[name]

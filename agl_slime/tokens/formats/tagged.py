@@ -1,4 +1,4 @@
-"""Formats that write each argument between marks of its own, as text."""
+"""Formats that write each argument as text between its own marks."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from agl_slime.tokens.answer import ToolCall
 from agl_slime.tokens.formats.base import register_tool_parser
 from agl_slime.tokens.formats.untyped import UntypedParser
 
-_MOST_ENDS = 16  # that are tried for one call, the others stood in arguments
+_MAX_ENDS = 16  # end marks that are tried for one call
 
 
 class TaggedParser(UntypedParser):
-    """``head`` matches a call's name behind ``begin``, ``key`` an argument's with the mark after it, ``value_end`` ends
-    its value, ``tail`` stands before ``end``. A value may hold marks that end something, if its own end follows in its
-    place. The next key ends a value that is not closed, as in SGLang and vLLM."""
+    """``head`` matches a call's name after ``begin``, ``key`` an argument's name with the mark after it; ``value_end``
+    ends its value, ``tail`` precedes ``end``. A value may contain end marks if its own end follows in its place. The
+    next key ends a value that is not closed, as in SGLang and vLLM."""
 
     head: re.Pattern[str]
     key: re.Pattern[str]
@@ -27,15 +27,15 @@ class TaggedParser(UntypedParser):
         if head is None:
             raise ValueError("no name")
         first = end = text.find(self.end, head.end())
-        for _ in range(_MOST_ENDS):
-            if end < 0 or self.begin in text[first:end]:  # which may be the next call's
+        for _ in range(_MAX_ENDS):
+            if end < 0 or self.begin in text[first:end]:  # the end may be the next call's
                 break
             body = text[head.end() : end].rstrip()
             if body.endswith(self.tail):
                 try:
                     arguments = self._arguments(body.removesuffix(self.tail))
                 except ValueError:
-                    pass  # that end stood in an argument, perhaps
+                    pass  # the end mark may be in an argument
                 else:
                     return [ToolCall(name=head[1], arguments=arguments)], end + len(self.end)
             end = text.find(self.end, end + len(self.end))
@@ -77,12 +77,12 @@ class QwenXmlParser(TaggedParser):
     call_grammar = "<tool_call>\n<function=NAME>\n", "\n</function>\n</tool_call>", "qwen_xml"
 
     def value(self, key: re.Match[str], text: str) -> object:
-        return text.removeprefix("\n").removesuffix("\n")  # values stand on lines of their own
+        return text.removeprefix("\n").removesuffix("\n")  # values are on separate lines
 
 
 @register_tool_parser("seed")
 class SeedParser(QwenXmlParser):
-    """Qwen's in marks of its own, values without lines: Seed-OSS."""
+    """``qwen_xml`` with other marks, and values without line breaks around them: Seed-OSS."""
 
     begin, end = "<seed:tool_call>", "</seed:tool_call>"
     template_marks = ("<seed:tool_call>",)
@@ -104,7 +104,7 @@ class GlmParser(TaggedParser):
 
 @register_tool_parser("hunyuan")
 class HunyuanParser(TaggedParser):
-    """GLM's marks with the name of a release in them: Hunyuan 3."""
+    """GLM's marks with a release name in them: Hunyuan 3."""
 
     begin, end = "<tool_call:opensource>", "</tool_call:opensource>"
     opening, closing = ("<tool_calls:opensource>",), ("</tool_calls:opensource>",)
@@ -135,7 +135,7 @@ class MiniMaxParser(TaggedParser):
 
 @register_tool_parser("deepseek_v32", "deepseek_v4")
 class DsmlParser(TaggedParser):
-    """MiniMax's marks in DSML, which say of each value whether it is a string or JSON: DeepSeek V3.2, V4."""
+    """MiniMax's marks in DSML, with a flag of each value, string or JSON: DeepSeek V3.2, V4."""
 
     begin, end = '<｜DSML｜invoke name="', "</｜DSML｜invoke>"
     opening = "<｜DSML｜function_calls>", "<｜DSML｜tool_calls>"

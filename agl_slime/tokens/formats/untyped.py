@@ -1,4 +1,4 @@
-"""Arguments that a format writes as text, in the types that the tool's JSON schema names."""
+"""Conversion of arguments from text to the types of the tool's JSON schema."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ _JSON_TYPES |= {list: "array", dict: "object"}
 
 
 def types_of(schema: Any, root: Mapping[str, Any], _seen: set[int] | None = None) -> tuple[str, ...]:
-    """The JSON types that a schema allows, by ``type``, ``anyOf`` and its kin, ``$ref`` (within ``root``), ``enum`` and
-    ``const``; none where it does not say."""
+    """The JSON types that a schema allows, by ``type``, ``anyOf``, ``oneOf``, ``allOf``, ``$ref`` (within ``root``),
+    ``enum`` and ``const``; empty without any of them."""
     seen = set() if _seen is None else _seen
     if not isinstance(schema, Mapping) or id(schema) in seen:
         return ()
@@ -55,7 +55,7 @@ def _listed(value: Any) -> list[Any]:
 
 
 def _typed(value: Any, types: tuple[str, ...]) -> Any:
-    """``value``, a text, as one of ``types``, where it reads as that and not as a string."""
+    """A text as one of ``types`` if it parses as one and is no string."""
     if not isinstance(value, str) or not types:
         return value
     text = value.strip()
@@ -76,7 +76,7 @@ def _typed(value: Any, types: tuple[str, ...]) -> Any:
 
 
 def _literal(text: str) -> Any:
-    """JSON, or what Python writes, for templates that have no JSON for a list."""
+    """A value in JSON, or in Python's syntax, which templates without ``tojson`` write."""
     try:
         return json.loads(text)
     except ValueError:

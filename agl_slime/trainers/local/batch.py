@@ -1,7 +1,7 @@
-"""What the local trainer makes of a batch of samples: checked, flat over the tokens under the loss mask, and divided.
+"""The local trainer's batch: checked samples, flat over the tokens under the loss mask, and their division.
 
-A *minibatch* is what one optimizer step sees: whole rollouts, evenly divided. A *microbatch* is what one forward pass
-sees: samples that begin alike, or of similar length; how they are cut changes speed and memory only.
+A *minibatch* is the input of one optimizer step: whole rollouts, evenly divided. A *microbatch* is the input of one
+forward pass: samples with common prefixes, or of similar length; the division changes speed and memory only.
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ class TrainBatch:
     tokens: list[NDArray[np.int64]]
     """Prompt and response ids of each sample, ``[length]``."""
     target_positions: list[NDArray[np.int64]]
-    """Where in ``tokens`` of each sample the tokens under the mask are; at least 1, as a prompt comes before."""
+    """Indices into ``tokens`` of each sample, of the tokens under the mask; at least 1, because a prompt precedes."""
     rollout_ids: NDArray[np.int64]
-    """``[n_samples]``: the same for the samples that one rollout became."""
+    """``[n_samples]``: equal for the samples of one rollout."""
     counted: NDArray[np.bool_]
-    """``[n_samples]``: whether a sample may be trained on; others are of no rollout of a minibatch."""
+    """``[n_samples]``: whether a sample is trained; minibatches skip the others."""
     token_rewards: NDArray[np.float64]
-    """The advantage of the token's sample, or of the turn it is in where that has a reward of its own."""
+    """The advantage of the token's sample, or of its turn if that has a reward."""
     token_rollout_mask_sums: NDArray[np.int64]
     """Tokens under the mask in all samples of the token's rollout; slime's ``rollout_mask_sums``."""
     token_log_probs: NDArray[np.float32] | None
     """The engine's log-probs, or ``None`` when the samples have none."""
     experts: list[NDArray[Any]] | None = None
-    """Which experts the engine routed each token but the last to, ``[length - 1, layers, experts per token]``."""
+    """The engine's experts of each token but the last, ``[length - 1, layers, experts per token]``."""
     token_nucleus: Nucleus | None = None
     """The ids that each token was sampled from."""
 
@@ -55,15 +55,15 @@ class TrainBatch:
         rewards_normalization: bool = True,
         std_normalization: bool = True,
     ) -> TrainBatch:
-        """The batch of ``samples``, flat or nested in groups. A sample without a mask is trained as a whole; one that
-        failed, or with ``remove_sample``, not at all, nor is it part of a baseline or counted in ``n_rollouts``;
-        advantages are normalised per ``group_index`` with one reward per rollout, as
-        the settings of the same names in ``LocalTrainerSettings`` say. ``metadata["reward_spans"]`` (see
-        ``convert_trajectory``) are rewarded as if each reward's tokens were a sample of their own.
+        """The batch of ``samples``, flat or nested in groups. A sample without a mask is trained as a whole. A failed
+        sample, or one with ``remove_sample``, is not trained, and has no part in baselines and ``n_rollouts``.
+        Advantages are normalised per ``group_index`` with one reward per rollout, by the settings of the same names in
+        ``LocalTrainerSettings``. Each reward of ``metadata["reward_spans"]`` (see ``convert_trajectory``) counts as if
+        its tokens were a separate sample.
 
         Raises:
             TrainerError: no samples, or one that cannot be trained on; the text names the sample and the field.
-            RewardError: a reward that is missing or not finite, or siblings that differ in reward or group.
+            RewardError: a missing or non-finite reward, or siblings that differ in reward or group.
         """
         flat = list(flat_samples(samples))
         _require(flat, "there are no samples to make a batch of; collect at least one finished rollout.")
@@ -71,8 +71,8 @@ class TrainBatch:
         grouped = len(flat) == 1 or any(sample.group_index is not None for sample in flat)
         if rewards_normalization:
             _require(grouped, "no sample has a group_index to take a baseline from; set it, or rewards_normalization.")
-        taken = set(given_ids)
-        unused = (number for number in count() if number not in taken)
+        used = set(given_ids)
+        unused = (number for number in count() if number not in used)
         rollout_ids = [next(unused) if given is None else given for given in given_ids]
         counted = [is_counted(sample) for sample in flat]
         fit = [i for i, counts in enumerate(counted) if counts]
@@ -82,25 +82,25 @@ class TrainBatch:
                 f"sample {without[0]} has no rollout_log_probs while others do; give them to all or to none."
             )
 
-        replayed = _replayed(flat)
+        with_experts = _has_experts(flat)
         tokens, masks, log_probs = [], [], []
         for i, sample in enumerate(flat):
             ids, length = _array(sample.tokens, f"tokens of sample {i}", np.int64), sample.response_length
-            found = f"response_length of sample {i} is {length} with {len(ids)} tokens"
-            _require(0 <= length < len(ids), f"{found}; leave one to the prompt.")
-            _require(ids.min() >= 0, f"tokens of sample {i} hold the id {ids.min()}; token ids cannot be negative.")
+            lengths = f"response_length of sample {i} is {length} with {len(ids)} tokens"
+            _require(0 <= length < len(ids), f"{lengths}; the prompt needs at least one.")
+            _require(ids.min() >= 0, f"tokens of sample {i} contain {ids.min()}; token ids cannot be negative.")
             images = getattr(sample, "multimodal_inputs", None) or getattr(sample, "multimodal_train_inputs", None)
-            _require(images is None, f"sample {i} shows images; use slime: this trains on text only.")
+            _require(images is None, f"sample {i} has images; use slime: this trainer supports text only.")
             given = [int(counted[i])] * length if not counted[i] or sample.loss_mask is None else sample.loss_mask
             mask = _array(given, f"loss_mask of sample {i}", np.int64, length)
-            _require(np.isin(mask, (0, 1)).all(), f"loss_mask of sample {i} must hold only 0 and 1.")
+            _require(np.isin(mask, (0, 1)).all(), f"loss_mask of sample {i} must contain only 0 and 1.")
             tokens.append(ids)
             masks.append(mask.astype(np.bool_))
             if sample.rollout_log_probs is not None:
-                own = _array(sample.rollout_log_probs, f"rollout_log_probs of sample {i}", np.float32, length)
-                log_probs.append(own[masks[i]])
+                values = _array(sample.rollout_log_probs, f"rollout_log_probs of sample {i}", np.float32, length)
+                log_probs.append(values[masks[i]])
 
-        parts = [part for i in fit for part in _rewarded(flat[i], i, masks[i], reward_key)]
+        parts = [part for i in fit for part in _rewarded_parts(flat[i], i, masks[i], reward_key)]
         rewards = [part.reward for part in parts]
         if rewards_normalization and parts:
             groups, rollouts = zip(*(normalization_key(flat[part.sample], part.of) for part in parts), strict=True)
@@ -120,10 +120,10 @@ class TrainBatch:
             target_positions=targets,
             rollout_ids=numbers,
             counted=np.array(counted),
-            token_rewards=np.concatenate([own[mask] for own, mask in zip(token_rewards, masks, strict=True)]),
+            token_rewards=np.concatenate([values[mask] for values, mask in zip(token_rewards, masks, strict=True)]),
             token_rollout_mask_sums=np.repeat(sums, counts),
             token_log_probs=np.concatenate(log_probs) if log_probs else None,
-            experts=[np.asarray(sample.rollout_routed_experts) for sample in flat] if replayed else None,
+            experts=[np.asarray(sample.rollout_routed_experts) for sample in flat] if with_experts else None,
             token_nucleus=_nucleus(flat, masks),
         )
 
@@ -152,8 +152,8 @@ class TrainBatch:
 
 
 @dataclass(frozen=True)
-class _Rewarded:
-    """Tokens of the response of one sample that share a reward; ``of`` is empty for the rollout's own."""
+class _RewardedPart:
+    """Response tokens of one sample that share a reward; ``of`` is empty for the rollout's reward."""
 
     sample: int
     reward: float
@@ -161,64 +161,64 @@ class _Rewarded:
     spans: Sequence[tuple[int, int]]
 
 
-def _rewarded(sample: Sample, i: int, mask: NDArray[np.bool_], key: str | None) -> Iterator[_Rewarded]:
-    """What sample ``i`` was rewarded for, the rollout first: not where single turns have taken all of its tokens."""
+def _rewarded_parts(sample: Sample, i: int, mask: NDArray[np.bool_], key: str | None) -> Iterator[_RewardedPart]:
+    """The rewarded parts of sample ``i``: the rollout first, unless all its tokens belong to turns with rewards."""
     metadata, name, length = sample.metadata or {}, f"metadata['reward_spans'] of sample {i}", len(mask)
     of_turns: dict[str, tuple[float, list[tuple[int, int]]]] = {}
     left = mask.copy() if sample.loss_mask is None else np.asarray(sample.loss_mask, dtype=np.bool_)
     for of, reward, start, end in metadata.get("reward_spans") or ():
         fits = math.isfinite(reward) and 0 <= start < end <= length
-        _require(fits, f"{name} holds [{of!r}, {reward}, {start}, {end}] with a response of {length} tokens.")
+        _require(fits, f"{name} has [{of!r}, {reward}, {start}, {end}] with a response of {length} tokens.")
         of_turns.setdefault(of, (float(reward), []))[1].append((start, end))
         left[start:end] = False
     if not of_turns or left.any():
-        yield _Rewarded(i, reward_value(sample, i, key=key), str(metadata.get("reward_of", "")), [(0, length)])
+        yield _RewardedPart(i, reward_value(sample, i, key=key), str(metadata.get("reward_of", "")), [(0, length)])
     for of, (reward, spans) in of_turns.items():
-        yield _Rewarded(i, reward, of, spans)
+        yield _RewardedPart(i, reward, of, spans)
 
 
 def token_staleness(samples: Sequence[Sample], batch: TrainBatch) -> NDArray[np.int64]:
-    """``[n_tokens]``: versions between the weights that sampled a token under the mask and those that train on it, -1
-    where that is not known. ``batch`` was made of ``samples``, flat; their ``metadata`` says the versions:
-    ``weight_spans`` of the tokens, ``policy_version`` of the policy that they were delivered to."""
-    found = []
+    """``[n_tokens]``: weight versions between sampling and training of each token under the mask, -1 if unknown.
+    ``batch`` is of the flat ``samples``; their ``metadata`` has ``weight_spans`` of the tokens and ``policy_version``
+    of the policy at delivery."""
+    by_sample = []
     for sample, tokens, positions in zip(samples, batch.tokens, batch.target_positions, strict=True):
-        own = np.full(len(tokens), -1, dtype=np.int64)
+        values = np.full(len(tokens), -1, dtype=np.int64)
         prompt_length = len(tokens) - sample.response_length
         for staleness, start, end in staleness_spans(sample, (sample.metadata or {}).get("policy_version")):
-            own[prompt_length + start : prompt_length + end] = staleness
-        found.append(own[positions])
-    return np.concatenate(found)
+            values[prompt_length + start : prompt_length + end] = staleness
+        by_sample.append(values[positions])
+    return np.concatenate(by_sample)
 
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """``B`` sequences of at most ``T`` ids, and the ``N`` tokens under the loss mask in them. What sequences have in
-    common from their first id on, as the prompt of a group, is there once: ``L`` ids in all."""
+    """``B`` sequences of at most ``T`` ids with ``N`` tokens under the loss mask. A common prefix of sequences, such as
+    the prompt of a group, is stored once: ``L`` ids in all."""
 
     ids: NDArray[np.int64]
     """``[L]``, without padding."""
     positions: NDArray[np.int64]
-    """``[L]``: where each id is in its sequences, counted from 0."""
+    """``[L]``: the position of each id in its sequences, from 0."""
     cells: NDArray[np.int64]
-    """``[B, T]``: which of ``ids`` each sequence has there; behind its end it is any."""
+    """``[B, T]``: indices into ``ids`` of each sequence; arbitrary after its end."""
     homes: NDArray[np.int64]
-    """``[L]``: one of the places in ``cells``, flattened, that have this id."""
+    """``[L]``: for each id, a flat index into ``cells`` where it occurs."""
     sources: NDArray[np.int64]
-    """``[N]``: where in ``ids`` the position is whose logits predict the token, one before the token itself."""
+    """``[N]``: indices into ``ids`` of the positions whose logits predict the tokens, one before each token."""
     targets: NDArray[np.int64]
     """``[N]``: the token ids."""
     token_index: NDArray[np.int64]
-    """``[N]``: where the tokens are in the batch's ``token_...`` arrays."""
+    """``[N]``: indices of the tokens in the batch's ``token_...`` arrays."""
     experts: NDArray[Any] | None = None
-    """``[L, layers, experts per token]``: those of the engine."""
+    """``[L, layers, experts per token]``, the engine's."""
     nucleus: Nucleus | None = None
-    """Of the ``N`` tokens: the ids that the engine sampled from."""
+    """The ids that the engine sampled each of the ``N`` tokens from."""
     has_advantage: bool = True
-    """Whether any of the tokens has an advantage other than 0; without one they have no part in the gradient."""
+    """Whether any of the tokens has an advantage other than 0; without, the policy gradient is 0."""
 
     @classmethod
-    def of(
+    def from_sequences(
         cls,
         sequences: Sequence[NDArray[np.int64]],
         *,
@@ -226,30 +226,30 @@ class MicroBatch:
         experts: Sequence[NDArray[Any]] | None = None,
         **fields: Any,
     ) -> MicroBatch:
-        """``sequences`` laid out; each shares with the one before it what they have in common, so their order counts;
-        with ``experts`` of each they share nothing, for the engine may have routed equal tokens differently.
-        ``sources`` are counted in ``sequences`` laid end to end; ``fields`` are the other fields."""
+        """The microbatch of ``sequences``. Each shares its common prefix with the sequence before it, so their order
+        matters; with ``experts`` they share nothing, because the engine may have routed equal tokens differently.
+        ``sources`` are indices into the concatenated ``sequences``; ``fields`` are the other fields."""
         lengths = np.array([len(ids) for ids in sequences])
         cells = np.zeros((len(sequences), int(lengths.max())), dtype=np.int64)
         width, n_ids, rows, homes = cells.shape[1], 0, [], []
         for row, ids in enumerate(sequences):
-            known = common_prefix(sequences[row - 1], ids) if row and experts is None else 0
-            new = len(ids) - known
-            cells[row, :known] = cells[row - 1, :known]
-            cells[row, known : len(ids)] = np.arange(n_ids, n_ids + new)
-            homes.append(row * width + np.arange(known, len(ids)))
-            rows.append(ids[known:])
+            shared = common_prefix(sequences[row - 1], ids) if row and experts is None else 0
+            new = len(ids) - shared
+            cells[row, :shared] = cells[row - 1, :shared]
+            cells[row, shared : len(ids)] = np.arange(n_ids, n_ids + new)
+            homes.append(row * width + np.arange(shared, len(ids)))
+            rows.append(ids[shared:])
             n_ids += new
         homes = np.concatenate(homes)
-        end_to_end = np.concatenate([cells[row, :length] for row, length in enumerate(lengths)])
-        laid_out: Any = {"ids": np.concatenate(rows), "positions": homes % width, "cells": cells, "homes": homes}
+        concatenated = np.concatenate([cells[row, :length] for row, length in enumerate(lengths)])
+        layout: Any = {"ids": np.concatenate(rows), "positions": homes % width, "cells": cells, "homes": homes}
         if experts is not None:
-            laid_out["experts"] = np.concatenate(experts)
-        return cls(**laid_out, sources=end_to_end[sources], **fields)
+            layout["experts"] = np.concatenate(experts)
+        return cls(**layout, sources=concatenated[sources], **fields)
 
 
 def split_minibatches(batch: TrainBatch, *, n_minibatches: int, rng: np.random.Generator) -> list[NDArray[np.int64]]:
-    """Sample positions per minibatch: rollouts in random order, divided so that sizes differ by one at most; siblings
+    """Sample indices per minibatch: rollouts in random order, divided so that sizes differ by at most one; siblings
     stay together.
 
     With fewer rollouts than ``n_minibatches`` there is one minibatch per rollout.
@@ -262,22 +262,20 @@ def split_minibatches(batch: TrainBatch, *, n_minibatches: int, rng: np.random.G
 def make_microbatches(
     batch: TrainBatch, samples: Sequence[int] | NDArray[np.int64], *, max_tokens: int, sharing: bool
 ) -> Iterator[MicroBatch]:
-    """Cut ``samples`` into microbatches of at most ``max_tokens`` ids; a longer sample goes alone. Samples without an
-    advantage (of a group with equal rewards) have microbatches of their own.
+    """Divide ``samples`` into microbatches of at most ``max_tokens`` ids; a longer sample is alone. Samples without an
+    advantage (of a group with equal rewards) have separate microbatches.
 
-    With ``sharing`` those that begin alike are together, and what they share counts once; laid in rows with padding,
-    as the attention wants them, they are at most twice as many. Without, they are sorted by length, and padding
-    counts.
+    With ``sharing``, samples with a common prefix are together and the prefix counts once; in padded rows, as the
+    attention needs them, the ids are at most twice as many. Without, samples are sorted by length, and padding counts.
 
-    Sequences end where nothing after is needed: at the last position that predicts a token under the mask. Samples
-    without such a token are left out.
+    Sequences end at the last position that predicts a token under the mask. Samples without such a token are skipped.
     """
     sequences = {int(i): batch.tokens[i][: batch.target_positions[i][-1]] for i in samples if batch.token_counts[i]}
     sharing = sharing and batch.experts is None
     advantage = {i: bool(batch.token_rewards[slice(*batch.token_offsets[i : i + 2])].any()) for i in sequences}
 
     def place(i: int) -> tuple[Any, ...]:
-        # big-endian bytes are in the order of the ids
+        # big-endian bytes sort like the ids
         like = sequences[i].astype(">i8").tobytes() if sharing else len(sequences[i])
         return advantage[i], like, i
 
@@ -300,11 +298,10 @@ def make_microbatches(
 
 
 def _pack(batch: TrainBatch, samples: list[int], sequences: dict[int, NDArray[np.int64]]) -> MicroBatch:
-    """One microbatch of ``samples``."""
     lengths = np.array([len(sequences[i]) for i in samples])
     starts = np.cumsum(lengths) - lengths
     index = np.concatenate([np.arange(*batch.token_offsets[i : i + 2]) for i in samples])
-    return MicroBatch.of(
+    return MicroBatch.from_sequences(
         [sequences[i] for i in samples],
         nucleus=None if batch.token_nucleus is None else batch.token_nucleus.of(index),
         experts=None if batch.experts is None else [batch.experts[i][: len(sequences[i])] for i in samples],
@@ -317,7 +314,7 @@ def _pack(batch: TrainBatch, samples: list[int], sequences: dict[int, NDArray[np
     )
 
 
-def _replayed(samples: Sequence[Sample]) -> bool:
+def _has_experts(samples: Sequence[Sample]) -> bool:
     """Whether the samples have routed experts: all, or none."""
     having = [getattr(sample, "rollout_routed_experts", None) is not None for sample in samples]
     if any(having) and not all(having):
@@ -333,7 +330,7 @@ def _replayed(samples: Sequence[Sample]) -> bool:
 
 
 def _nucleus(samples: Sequence[Sample], masks: Sequence[NDArray[np.bool_]]) -> Nucleus | None:
-    """Of the tokens under the mask; a token that nothing is known of keeps all ids, which an empty row says."""
+    """The nucleus of the tokens under the mask; an empty row of a token without one keeps all ids."""
     if all(getattr(sample, "rollout_top_p_token_offsets", None) is None for sample in samples):
         return None
     ids, counts = [], []
@@ -341,13 +338,14 @@ def _nucleus(samples: Sequence[Sample], masks: Sequence[NDArray[np.bool_]]) -> N
         if sample.rollout_top_p_token_offsets is None:
             counts.append(np.zeros(int(mask.sum()), dtype=np.int64))
             continue
-        own, offsets = (np.asarray(v) for v in (sample.rollout_top_p_token_ids, sample.rollout_top_p_token_offsets))
+        sampled_from = np.asarray(sample.rollout_top_p_token_ids)
+        offsets = np.asarray(sample.rollout_top_p_token_offsets)
         _require(
-            len(offsets) == len(mask) + 1 and offsets[-1] == len(own),
+            len(offsets) == len(mask) + 1 and offsets[-1] == len(sampled_from),
             f"rollout_top_p_token_offsets of sample {i} has {len(offsets)} entries for {len(mask)} response tokens.",
         )
         lengths = np.diff(offsets)
-        ids.append(own[np.repeat(mask, lengths)])
+        ids.append(sampled_from[np.repeat(mask, lengths)])
         counts.append(lengths[mask])
     flat = np.concatenate(ids) if ids else np.zeros(0)
     offsets = np.concatenate(([0], np.cumsum(np.concatenate(counts))))
@@ -360,7 +358,7 @@ def _require(fits: Any, text: str) -> None:
 
 
 def _array(values: Any, name: str, dtype: type[np.number], length: int | None = None) -> NDArray[Any]:
-    """A flat array of finite numbers; integers are not made of anything else."""
+    """A flat array of finite numbers; only integers become integers."""
     integers = issubclass(dtype, np.integer)
     try:
         array = np.asarray(values, dtype=None if integers else dtype)
@@ -372,5 +370,5 @@ def _array(values: Any, name: str, dtype: type[np.number], length: int | None = 
     if length is not None:
         _require(len(array) == length, f"{name} has {len(array)} entries, response_length is {length}.")
     for i in np.flatnonzero(~np.isfinite(array)):
-        raise TrainerError(f"{name} holds {array[i]} at position {i}; only finite numbers can be trained on.")
+        raise TrainerError(f"{name} has {array[i]} at position {i}; only finite numbers can be trained on.")
     return array.astype(dtype)

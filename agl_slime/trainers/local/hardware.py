@@ -1,4 +1,4 @@
-"""What the trainer uses of this machine: device, number format, threads."""
+"""The trainer's use of this machine: device, number format, threads."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from agl_slime.support.threads import usable_cores
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-_SMALL_MODEL = 5_000_000  # parameters, below which more than one thread costs more than it brings
+_SMALL_MODEL = 5_000_000  # parameters; below, a second thread costs more than it gains
 
 
 def torch_device(name: str) -> torch.device:
-    """The device of that name, ``auto`` being CUDA where there is one. Raises ``ConfigError`` for one that torch cannot
+    """The device of that name; ``auto`` is CUDA if available. Raises ``ConfigError`` for a device that torch cannot
     use."""
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
@@ -31,7 +31,7 @@ def torch_device(name: str) -> torch.device:
 
 
 def bfloat16_wanted(setting: Literal["auto", "float32", "bfloat16"], device: torch.device) -> bool:
-    """Whether to compute in bfloat16. Raises ``ConfigError`` when it is asked for and the hardware would emulate it."""
+    """Whether to compute in bfloat16. Raises ``ConfigError`` if requested on hardware that would emulate it."""
     if device.type == "cuda":
         has = torch.cuda.is_bf16_supported(including_emulation=False)
     else:
@@ -55,7 +55,7 @@ def set_threads(setting: int | Literal["auto"] | None, model: torch.nn.Module) -
 
 
 def in_own_thread(method: F) -> F:
-    """``method`` as one that runs in the ``thread`` of its object, whichever thread calls it."""
+    """``method``, run in the ``thread`` of its object for callers of any thread."""
 
     @wraps(method)
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:

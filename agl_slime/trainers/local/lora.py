@@ -1,4 +1,4 @@
-"""Low-rank adapters through ``peft``: the layers' own weights stay as they are, what is trained is a few per cent."""
+"""Low-rank adapters with ``peft``: the layers' weights stay frozen, the trained parameters are a few per cent."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ _ADAPTER = "default"
 
 
 def add_adapters(model: PreTrainedModel, settings: LocalTrainerSettings, *, seed: int = 0) -> None:
-    """Put LoRA adapters (arXiv:2106.09685) into ``model`` and freeze everything else. They begin as no change at all.
+    """Add LoRA adapters (arXiv:2106.09685) to ``model`` and freeze everything else. They start as the identity.
 
     Raises:
         MissingDependencyError: peft is not installed.
         ConfigError: ``lora_rank`` is above the model's hidden size, or ``lora_targets`` names no layer of the model,
-            one whose weights another layer has as well, or the output layer alone.
+            a layer with tied weights, or the output layer alone.
     """
     try:
         from peft import LoraConfig, inject_adapter_in_model
     except ImportError as error:
         raise MissingDependencyError('lora_rank needs peft: pip install "agl-slime[lora]"') from error
     if settings.lora_rank > (hidden := model.config.get_text_config().hidden_size):
-        why = f"the model's hidden size is {hidden}, and no update of its weights has a rank above it"
-        raise ConfigError(f"lora_rank is {settings.lora_rank}: {why}; set at most {hidden}, usual are 8 to 64.")
+        reason = f"the model's hidden size is {hidden}, and no update of its weights has a rank above it"
+        raise ConfigError(f"lora_rank is {settings.lora_rank}: {reason}; set at most {hidden}, usual are 8 to 64.")
     config = LoraConfig(
         r=settings.lora_rank,
         lora_alpha=settings.lora_alpha,  # pyright: ignore[reportArgumentType]
@@ -52,24 +52,24 @@ def add_adapters(model: PreTrainedModel, settings: LocalTrainerSettings, *, seed
         names.setdefault(id(parameter), []).append(name.replace(".base_layer.", "."))
     for layer in layers:
         if len(same := names[id(layer.weight)]) > 1:
-            why = f"{' and '.join(same)} are the same weights, and adapters would change one of them only"
-            raise ConfigError(f"lora_targets is {settings.lora_targets!r}: {why}; leave that layer out.")
+            reason = f"{' and '.join(same)} are the same weights, and adapters would change one of them only"
+            raise ConfigError(f"lora_targets is {settings.lora_targets!r}: {reason}; leave that layer out.")
     if layers == [output := model.get_output_embeddings()] or layers == [getattr(output, "base_layer", None)]:
         raise ConfigError(f"lora_targets is {settings.lora_targets!r}, the output layer alone; name others as well.")
 
 
 def adapter_weights(model: PreTrainedModel) -> dict[str, Tensor]:
-    """The weights of the adapters by name; they are all that is trained."""
+    """The weights of the adapters by name: the trained parameters."""
     return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
 
 
 def merged_weights(model: PreTrainedModel) -> dict[str, Tensor]:
-    """The weights as a model without adapters has them; those of the layers are not touched."""
+    """The weights of a model without adapters, with the adapters merged; the layers' weights stay unchanged."""
     changes = {name: layer.get_delta_weight(_ADAPTER) for name, layer in _adapted(model)}
     weights = {}
     for name, tensor in model.state_dict().items():
-        layer, own, part = name.partition(".base_layer.")
-        if own:
+        layer, adapted, part = name.partition(".base_layer.")
+        if adapted:
             name = f"{layer}.{part}"
             tensor = tensor + changes[layer] if part == "weight" else tensor
         if ".lora_" not in name:
@@ -78,7 +78,7 @@ def merged_weights(model: PreTrainedModel) -> dict[str, Tensor]:
 
 
 def save_adapter(model: PreTrainedModel, directory: Path, *, base: Path) -> None:
-    """Write the adapters alone, as ``peft`` reads them on top of the model in ``base``."""
+    """Write the adapters alone in ``peft``'s format, for the model in ``base``."""
     from peft import get_peft_model_state_dict
     from safetensors.torch import save_file
 
@@ -93,7 +93,7 @@ def save_adapter(model: PreTrainedModel, directory: Path, *, base: Path) -> None
 
 @contextmanager
 def without_adapters(model: PreTrainedModel) -> Iterator[None]:
-    """The model as it was before anything was trained."""
+    """The model before training, while the context is open."""
     layers = [layer for _, layer in _adapted(model)]
     for layer in layers:
         layer.enable_adapters(False)
@@ -105,7 +105,7 @@ def without_adapters(model: PreTrainedModel) -> Iterator[None]:
 
 
 def checksum(model: PreTrainedModel) -> int:
-    """Of every weight that adapters leave alone: adapters fit the weights only that they were trained on."""
+    """Checksum of all frozen weights: adapters are valid only with the weights they were trained on."""
     value = 0
     for tensor in (parameter.detach() for parameter in model.parameters() if not parameter.requires_grad):
         value = zlib.crc32(tensor.cpu().contiguous().numpy().data, value)

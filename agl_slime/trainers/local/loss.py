@@ -1,7 +1,7 @@
 """The policy loss, on flat tensors with one entry per token under the loss mask.
 
-The loss of a minibatch is the weighted sum ``sum_t w_t (policy_t + kl_coef * kl_t)``; the weights hold the whole
-aggregation, so the sum may be taken in any number of parts.
+The loss of a minibatch is the weighted sum ``sum_t w_t (policy_t + kl_coef * kl_t)``; the weights contain the whole
+aggregation, so the sum may be split in any way.
 """
 
 from __future__ import annotations
@@ -15,21 +15,21 @@ from torch import Tensor
 from agl_slime.trainers.local.settings import LocalTrainerSettings
 
 MAX_STALENESS = 4
-"""Ages of weights are told apart up to here: metrics have so many series and one more, however stale tokens are."""
+"""Largest staleness with a metrics series of its own; larger values count as this one."""
 MAX_LOG_RATIO = 20.0
-"""Ratios of probabilities are clamped to ``exp`` of this, beyond which float32 soon has only infinity."""
+"""Ratios of probabilities are clamped to ``exp`` of this; float32 overflows soon after."""
 
 
-_NEVER = -1e30  # as a logit: no probability at any temperature, and 0 times it is 0
+_NEVER = -1e30  # a logit without probability at any temperature; unlike -inf, 0 times it is 0
 
 
 class PolicyTerms(NamedTuple):
-    """All ``[N]``, one entry per token."""
+    """Terms of the loss, ``[N]`` each, one entry per token."""
 
     loss: Tensor
     ratio: Tensor
     clipped: Tensor
-    """1.0 where the clipped branch was taken, so that the token gives no gradient."""
+    """1.0 for tokens on the clipped branch, which have no gradient."""
 
 
 def token_log_probs(logits: Tensor, targets: Tensor, *, temperature: float = 1.0) -> Tensor:
@@ -40,8 +40,8 @@ def token_log_probs(logits: Tensor, targets: Tensor, *, temperature: float = 1.0
 
 
 def keep_nucleus(logits: Tensor, targets: Tensor, ids: Tensor, counts: Tensor) -> Tensor:
-    """``logits`` ``[N, vocabulary]`` of only what each token was sampled from: ``counts`` ``[N]`` of ``ids`` each, laid
-    end to end, and the target itself, which the engine's rounding may have left out. Rows of no ids keep all."""
+    """``logits`` ``[N, vocabulary]`` restricted to the candidates of each token: ``counts`` ``[N]`` of the concatenated
+    ``ids``, and the target, which the engine's rounding may have excluded. Rows without ids keep all."""
     keep = (counts == 0).unsqueeze(1).expand_as(logits).clone()
     rows = torch.repeat_interleave(torch.arange(len(counts), device=logits.device), counts)
     keep[rows, ids] = True
@@ -73,19 +73,19 @@ def policy_terms(
 def off_policy_weights(
     old_log_probs: Tensor, engine_log_probs: Tensor, settings: LocalTrainerSettings
 ) -> tuple[Tensor, Tensor]:
-    """What the policy loss of each token is multiplied by when it was sampled by other weights (or by an engine that
-    computes otherwise), and 1.0 where that is not the plain ratio ``k = exp(old - engine)``; ``[N]`` each, constants.
+    """The importance weight of each token in the policy loss, and 1.0 for tokens whose weight is not the plain ratio
+    ``k = exp(old - engine)``; ``[N]`` each, constants.
 
-    The objective is decoupled PPO's (Hilton, Cobbe and Schulman 2022, arXiv:2110.00641): the engine's policy, which
-    sampled, is the *behaviour* policy of ``k``; the trainer's before the first step is the *proximal* policy, from
-    which ``policy_terms`` keeps its distance: ``-k min(r A, clip(r) A)``. As ``k`` it takes
+    The objective is decoupled PPO's (Hilton, Cobbe and Schulman 2022, arXiv:2110.00641): the engine's policy is the
+    *behaviour* policy of ``k``, the trainer's before the first step is the *proximal* policy of ``policy_terms``:
+    ``-k min(r A, clip(r) A)``. The weight is
 
     - ``tis``: ``min(k, tis_clip)``, truncated importance sampling (Yao et al. 2025, "Your Efficient RL Framework
       Secretly Brings You Off-Policy RL Training"); slime's ``--use-tis`` with its ``--tis-clip-low`` of 0.
     - ``icepop``: ``k`` within ``icepop_range``, else 0 (Ring-1T, arXiv:2510.18855); slime's ``icepop_function``, which
       takes the bounds from ``--tis-clip-low`` and ``--tis-clip``.
 
-    All of ``k``, as decoupled PPO has it, is ``tis`` with a ``tis_clip`` that nothing reaches.
+    Decoupled PPO's plain ``k`` is ``tis`` with a very large ``tis_clip``.
     """
     ratio = _ratio(old_log_probs, engine_log_probs)
     if settings.off_policy == "tis":
@@ -118,11 +118,11 @@ def token_weights(
     """The weight of each token of a batch in the loss of its minibatch, ``[N]``; ``rollout_mask_sums`` ``[N]`` are the
     tokens under the mask in all samples of the token's rollout.
 
-    ``"token"``: ``n_minibatches / n_tokens``, every token alike, as in DAPO (arXiv:2503.14476, section 3.3).
-    ``"rollout"``: ``n_minibatches / (n_rollouts * max(rollout_mask_sum, 1))``, every rollout alike whatever its length
-    and the number of samples it became; slime's default reducer.
+    ``"token"``: ``n_minibatches / n_tokens``, equal for all tokens, as in DAPO (arXiv:2503.14476, section 3.3).
+    ``"rollout"``: ``n_minibatches / (n_rollouts * max(rollout_mask_sum, 1))``, equal for all rollouts of any length and
+    number of samples; slime's default reducer.
 
-    The denominators are those of an average minibatch, so the losses of the minibatches average to that of the batch.
+    The denominators are an average minibatch's, so the losses of the minibatches average to the batch's loss.
     """
     if aggregation == "token":
         return torch.full_like(rollout_mask_sums, n_minibatches / n_tokens, dtype=torch.float32)
@@ -131,22 +131,22 @@ def token_weights(
 
 @dataclass
 class Objective:
-    """The loss of a batch, one microbatch at a time, and what is measured on the way. Tensors are ``[n_tokens]``: one
-    entry per token under the loss mask, in the order of the batch, without gradient."""
+    """The loss of a batch, one microbatch at a time, and its metrics. Tensors are ``[n_tokens]``: one entry per token
+    under the loss mask, in the order of the batch, without gradient."""
 
     settings: LocalTrainerSettings
     old_log_probs: Tensor
     advantages: Tensor
     weights: Tensor
     start_log_probs: Tensor | None = None
-    """Log-probs under the start policy; needed when ``kl_coef`` is above 0."""
+    """Log-probs under the start policy, for ``kl_coef`` above 0."""
     engine_log_probs: Tensor | None = None
-    """Those of the engine that sampled; needed unless ``off_policy`` is "none"."""
+    """The engine's log-probs at sampling; needed unless ``off_policy`` is "none"."""
     staleness: Tensor | None = None
-    """int64: versions between the weights that sampled the token and those that train on it; below 0 if not known."""
+    """int64: weight versions between sampling and training of each token; below 0 if unknown."""
 
     tokens: int = 0
-    """Tokens that have gone through the loss so far, each pass counted."""
+    """Tokens of all calls of ``loss`` so far."""
     ratio_dev_max: float = 0.0
     """Largest ``|ratio - 1|`` so far."""
     _sums: dict[str, float] = field(default_factory=dict)
@@ -159,8 +159,8 @@ class Objective:
             self._off_policy = off_policy_weights(self.old_log_probs, self.engine_log_probs, self.settings)
 
     def loss(self, index: Tensor, log_probs: Tensor) -> Tensor:
-        """The share of the tokens at ``index`` ``[N]`` in the loss, given their current ``log_probs`` ``[N]``; a scalar
-        with gradient."""
+        """The loss of the tokens at ``index`` ``[N]`` with their current ``log_probs`` ``[N]``; a scalar with
+        gradient."""
         old = self.old_log_probs[index]
         clip_high = self.settings.clip if self.settings.clip_high is None else self.settings.clip_high
         terms = policy_terms(log_probs, old, self.advantages[index], clip_low=self.settings.clip, clip_high=clip_high)
@@ -181,8 +181,8 @@ class Objective:
         return (self.weights[index] * per_token).sum()
 
     def metrics(self) -> dict[str, float]:
-        """Means over the tokens that have gone through the loss; with ``/staleness_k`` over those that weights of ``k``
-        versions back have sampled (``MAX_STALENESS`` stands for all above); ``train/share`` is how many those are."""
+        """Means over the tokens of all calls of ``loss``; with ``/staleness_k`` over tokens of staleness ``k``
+        (``MAX_STALENESS`` includes all above); ``train/share`` is their share."""
         means = {name: total / self.tokens for name, total in self._sums.items()}
         counts = self._by_staleness.get("train/share")
         if counts is not None:
@@ -192,21 +192,21 @@ class Objective:
         return means
 
     def _compare(self, index: Tensor, log_probs: Tensor) -> None:
-        """Count how far the trainer is from the engine, by the age of the weights that sampled."""
+        """Add the divergence of the trainer from the engine, by staleness."""
         if self.engine_log_probs is None:
             return
-        found = {"train/engine_kl": kl_k3(self.engine_log_probs[index], log_probs)}
+        terms = {"train/engine_kl": kl_k3(self.engine_log_probs[index], log_probs)}
         if self._off_policy is not None:
-            found["train/off_policy_weight"], found["train/off_policy_clipped"] = (
+            terms["train/off_policy_weight"], terms["train/off_policy_clipped"] = (
                 each[index] for each in self._off_policy
             )
-        for name, values in found.items():
+        for name, values in terms.items():
             self._add(name, values)
         if self.staleness is not None:
-            known = self.staleness[index] >= 0
-            ages = self.staleness[index][known].clamp(max=MAX_STALENESS)
-            for name, values in {**found, "train/share": torch.ones_like(log_probs)}.items():
-                sums = torch.bincount(ages, weights=values[known].double(), minlength=MAX_STALENESS + 1)
+            has_staleness = self.staleness[index] >= 0
+            ages = self.staleness[index][has_staleness].clamp(max=MAX_STALENESS)
+            for name, values in {**terms, "train/share": torch.ones_like(log_probs)}.items():
+                sums = torch.bincount(ages, weights=values[has_staleness].double(), minlength=MAX_STALENESS + 1)
                 self._by_staleness[name] = self._by_staleness.get(name, 0) + sums
 
     def _add(self, name: str, values: Tensor) -> None:

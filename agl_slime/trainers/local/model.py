@@ -1,5 +1,4 @@
-"""The policy as a Hugging Face causal LM: loading it, its logits where they are needed, and checkpoints that SGLang
-reads."""
+"""The policy as a Hugging Face causal LM: loading, logits at given positions, and checkpoints for SGLang."""
 
 from __future__ import annotations
 
@@ -27,17 +26,17 @@ from agl_slime.errors import ConfigError
 from agl_slime.trainers.local.batch import MicroBatch
 from agl_slime.trainers.local.experts import force_experts
 
-_PACKED = "agl_slime_packed"  # the name of our attention among transformers'
-_WORTH_PACKING = 0.9
+_PACKED = "agl_slime_packed"  # name of the packed attention in transformers
+_MAX_PACKED_SHARE = 0.9  # of the padded size
 
 _WEIGHTS = re.compile(r".*\.(safetensors|bin|pt|pth|gguf|h5|msgpack)(\.index\.json)?")
 
 
 def load_model(directory: Path, *, device: torch.device) -> PreTrainedModel:
     """The checkpoint's causal LM in float32 and evaluation mode (dropout would make the trainer's log-probs differ from
-    the engine's). Raises ``ConfigError`` when ``directory`` holds no readable and complete one."""
+    the engine's). Raises ``ConfigError`` for an unreadable or incomplete checkpoint."""
     if not (directory / "config.json").is_file():
-        raise ConfigError(f"model_path {directory} holds no config.json; give the directory of a checkpoint.")
+        raise ConfigError(f"model_path {directory} has no config.json; give the directory of a checkpoint.")
     try:
         with _no_progress_bars():
             loaded: Any = AutoModelForCausalLM.from_pretrained(
@@ -53,12 +52,11 @@ def load_model(directory: Path, *, device: torch.device) -> PreTrainedModel:
 
 
 def hidden_at(model: PreTrainedModel, micro: MicroBatch) -> Tensor:
-    """What the model knows at the ``N`` positions that predict a token under the loss mask, right before its output
-    layer: ``[N, hidden]``.
+    """The hidden states before the output layer, at the ``N`` positions that predict a token under the loss mask:
+    ``[N, hidden]``.
 
-    The sequences go through as one packed row where the model allows it (:func:`packs`) and padding, or what they
-    have in common, would cost more than a tenth; else in rows padded on the right, to which nothing attends with causal
-    attention.
+    The sequences are one packed row if the model allows it (:func:`packs`) and padding or repeated prefixes would cost
+    more than a tenth; else rows padded on the right, where causal attention ignores the padding.
     """
     ids, positions, cells, homes, sources = (
         torch.from_numpy(array).to(model.device)
@@ -66,7 +64,7 @@ def hidden_at(model: PreTrainedModel, micro: MicroBatch) -> Tensor:
     )
     body: Any = model.base_model
     experts = None if micro.experts is None else torch.from_numpy(micro.experts.astype(np.int64)).to(model.device)
-    if len(ids) < _WORTH_PACKING * cells.numel() and packs(model):
+    if len(ids) < _MAX_PACKED_SHARE * cells.numel() and packs(model):
         packed = _Packed(cells, homes)
         force_experts(model, experts)
         output = body(input_ids=ids[None], position_ids=positions[None], use_cache=False, packed=packed)
@@ -76,13 +74,13 @@ def hidden_at(model: PreTrainedModel, micro: MicroBatch) -> Tensor:
 
 
 def logits_of(model: PreTrainedModel, hidden: Tensor) -> Tensor:
-    """The logits ``[N, vocabulary]`` of ``hidden`` ``[N, hidden]``: the model with its body left out, so that what it
-    does to its logits (scaling, soft-capping) still happens."""
+    """The logits ``[N, vocabulary]`` of ``hidden`` ``[N, hidden]``, from the model without its body: its scaling and
+    soft-capping of logits apply."""
     body: Any = model.base_model
-    experts = getattr(model.config, "num_experts_per_tok", None) is not None  # whose models look for router logits
+    experts = getattr(model.config, "num_experts_per_tok", None) is not None  # these models read router logits
     kind: Any = MoeModelOutputWithPast if experts else BaseModelOutputWithPastAndCrossAttentions
-    known = kind(last_hidden_state=hidden.unsqueeze(0))
-    body.forward = lambda *_, **__: known
+    output = kind(last_hidden_state=hidden.unsqueeze(0))
+    body.forward = lambda *_, **__: output
     try:
         return model(input_ids=torch.zeros(1, 1, dtype=torch.long, device=hidden.device)).logits.squeeze(0)
     finally:
@@ -90,33 +88,32 @@ def logits_of(model: PreTrainedModel, hidden: Tensor) -> Tensor:
 
 
 class _Packed(NamedTuple):
-    """How the ids of a packed row lie in rows, one for each sequence; as in :class:`MicroBatch`."""
+    """The layout of a packed row's ids in rows, one per sequence, as in :class:`MicroBatch`."""
 
     cells: Tensor
     homes: Tensor
 
 
 def packs(model: PreTrainedModel) -> bool:
-    """Whether :func:`allow_packing` found that several sequences may go through ``model`` as one row."""
+    """Whether :func:`allow_packing` allowed several sequences in one row of ``model``."""
     return model.config._attn_implementation == _PACKED
 
 
 def allow_packing(model: PreTrainedModel) -> None:
-    """Let several sequences go through the model as one row without padding, in which what they have in common from
-    their first id on is there once. They are apart only in the attention itself, a small share of the work, where they
-    are laid in rows.
+    """Allow several sequences in one row without padding, with common prefixes once. Only the attention, a small share
+    of the work, separates them into rows.
 
-    Found out by trying, on a few random ids: a model whose attention is not transformers' (or does not see every
-    token before) gives other results that way, and is left as it is.
+    A trial on a few random ids decides: a model with other attention than transformers' (or with a limited window)
+    gives different results and stays unchanged.
     """
     kinds = set(getattr(model.config, "layer_types", None) or ["full_attention"])
-    given = model.config._attn_implementation
-    if given != "sdpa" or kinds != {"full_attention"} or getattr(model.config, "sliding_window", None):
+    attention = model.config._attn_implementation
+    if attention != "sdpa" or kinds != {"full_attention"} or getattr(model.config, "sliding_window", None):
         return
     vocabulary = model.get_input_embeddings().weight.shape[0]  # type: ignore[union-attr]
     ids = np.random.default_rng(0).integers(0, int(vocabulary), 12)  # type: ignore[arg-type]
     sequences = [ids[:2], ids[:7], np.concatenate([ids[:3], ids[7:]])]
-    probe = MicroBatch.of(sequences, sources=np.arange(17), targets=ids, token_index=ids)
+    probe = MicroBatch.from_sequences(sequences, sources=np.arange(17), targets=ids, token_index=ids)
     ALL_ATTENTION_FUNCTIONS.register(_PACKED, _packed_attention)
     with torch.no_grad():
         padded = hidden_at(model, probe)
@@ -126,7 +123,7 @@ def allow_packing(model: PreTrainedModel) -> None:
         except (TypeError, ValueError, RuntimeError):
             same = False
     if not same:
-        model.set_attn_implementation(given)
+        model.set_attn_implementation(attention)
 
 
 def _packed_attention(
@@ -143,21 +140,19 @@ def _packed_attention(
     if packed is None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
 
-    def laid_out(packed_row: Tensor) -> Tensor:
+    def unpack(packed_row: Tensor) -> Tensor:
         return packed_row.squeeze(0).transpose(0, 1)[packed.cells].transpose(1, 2)
 
-    attended, _ = sdpa_attention_forward(module, laid_out(query), laid_out(key), laid_out(value), None, **kwargs)
+    attended, _ = sdpa_attention_forward(module, unpack(query), unpack(key), unpack(value), None, **kwargs)
     return attended.flatten(0, 1)[packed.homes].unsqueeze(0), None
 
 
 def checkpoint_layers(model: PreTrainedModel) -> None:
-    """Keep only what enters each layer for the backward pass, which computes the rest again: a third more time for a
-    fraction of the memory. transformers' own switch does it in training mode only, which has dropout as well."""
+    """Keep only each layer's input for the backward pass, which recomputes the rest: a third more time for a fraction
+    of the memory. transformers' switch works only in training mode, which has dropout."""
     layers: list[Any] = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
     if not layers:
-        raise ConfigError(
-            f"gradient_checkpointing: {type(model).__name__} does not say what its layers are; leave it out."
-        )
+        raise ConfigError(f"gradient_checkpointing: the layers of {type(model).__name__} are unknown; turn it off.")
     for layer in layers:
         layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)
 
@@ -170,11 +165,11 @@ def save_model(
     weights: dict[str, Tensor] | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> None:
-    """Write the weights, or ``weights`` in their place, as safetensors of ``dtype``, and every other file of the
-    checkpoint in ``source`` (config, tokenizer, chat template) as it is there, but for ``agl_slime_...``, which say how
-    the weights in ``source`` were made."""
+    """Write the weights, or ``weights`` in their place, as safetensors of ``dtype``, with copies of the other files of
+    the checkpoint in ``source`` (config, tokenizer, chat template) except ``agl_slime_...``, which describe the origin
+    of its weights."""
     if dtype != torch.float32:
-        rounded: dict[int, Tensor] = {}  # what the model has under two names stays one tensor
+        rounded: dict[int, Tensor] = {}  # tied weights stay one tensor
         whole = model.state_dict() if weights is None else weights
         for tensor in whole.values():
             rounded[tensor.data_ptr()] = tensor.to(dtype) if tensor.is_floating_point() else tensor

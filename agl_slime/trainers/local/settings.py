@@ -10,7 +10,7 @@ from agl_slime.errors import ConfigError
 from agl_slime.support.ranges import check_ranges
 
 WeightsDtype = Literal["float32", "bfloat16"]
-"""What weights are rounded to on their way to the engine."""
+"""The dtype of weights that are pushed to the engine."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,7 +27,7 @@ class LocalTrainerSettings:
     weight_decay: float = 0.0
     """AdamW's decoupled weight decay, on matrices only (not on norms and biases)."""
     grad_clip: float = 0.3
-    """Largest 2-norm of the gradient of a step; longer ones are scaled down."""
+    """Largest 2-norm of the gradient of a step; larger gradients are scaled down."""
     clip: float = 0.2
     """PPO's clip range: the ratio is clipped to ``[1 - clip, 1 + clip_high]``."""
     clip_high: float | None = None
@@ -55,13 +55,13 @@ class LocalTrainerSettings:
     std_normalization: bool = True
     """Advantages: also divide by the standard deviation of the prompt group."""
     reward_key: str | None = None
-    """Which reward to train on, of samples with a dict of rewards."""
+    """The reward to train on, in samples with a dict of rewards."""
     lora_rank: int = 0
     """Rank of LoRA adapters (with peft), which are trained instead of the weights; 0 trains all weights."""
     lora_alpha: float = 32.0
     """LoRA's alpha: the adapters' output is scaled by ``lora_alpha / lora_rank``."""
     lora_targets: tuple[str, ...] = ()
-    """Names of the layers that get adapters, as ``q_proj``; by default all linear layers but the output layer."""
+    """Names of the layers with adapters, such as ``q_proj``; by default all linear layers but the output layer."""
     max_tokens_per_microbatch: int = 4096
     """Tokens per forward pass, a shared prompt counted once; bounds memory, does not change the result."""
 

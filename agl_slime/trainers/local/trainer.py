@@ -1,4 +1,4 @@
-"""GRPO/PPO-clip on torch, for models that fit one device; what a laptop trains with where slime is not installed."""
+"""GRPO/PPO-clip in torch, for models that fit one device: the trainer of a laptop without slime."""
 
 from __future__ import annotations
 
@@ -43,13 +43,13 @@ from agl_slime.trainers.local.model import (
 from agl_slime.trainers.local.settings import LocalTrainerSettings, WeightsDtype
 from agl_slime.types import Sample, flat_samples
 
-LOGITS_CHUNK = 512  # sampled tokens whose logits, over the whole vocabulary, are in memory at once
+LOGITS_CHUNK = 512  # sampled tokens per computation of logits over the whole vocabulary: bounds memory
 _STATE_FILE = "trainer_state.pt"
 _STATE_FORMAT = 1
 
 
-class _Seen(NamedTuple):
-    """The tokens of a batch as the policy saw them first, ``[n_tokens]`` each; NaN where it has not yet."""
+class _FirstScores(NamedTuple):
+    """The policy's first scores of the tokens of a batch, ``[n_tokens]`` each; NaN for tokens without one yet."""
 
     log_probs: Tensor
     entropy: Tensor
@@ -57,8 +57,8 @@ class _Seen(NamedTuple):
 
 class LocalTrainer:
     """Clipped policy-gradient steps on slime's samples. Weights, optimizer and log-probs are float32. Any thread may
-    call the methods; they run in one of the trainer's own, one after another: the C library keeps the freed memory of
-    each thread for that thread, so that steps in ever other threads would need it several times."""
+    call the methods; they run one after another in the trainer's thread: the C library keeps freed memory per thread,
+    so steps in changing threads would need it several times."""
 
     def __init__(
         self,
@@ -74,11 +74,11 @@ class LocalTrainer:
         Args:
             temperature: the rollouts' sampling temperature: log-probs are of ``softmax(logits / temperature)``.
             seed: seed of the order in which rollouts are divided among minibatches, and of new adapters.
-            torch_threads: torch's CPU threads, for the whole process; ``None`` leaves them alone. ``"auto"`` is 1 for
-                small models, which are slower with more, else the number of cores.
+            torch_threads: torch's CPU threads, for the whole process; ``None`` leaves them unchanged. ``"auto"`` is 1
+                for small models, which are slower with more, else the number of cores.
 
-        Raises ``ConfigError`` when there is no usable checkpoint or no such device, ``MissingDependencyError`` without
-        peft for LoRA.
+        Raises ``ConfigError`` for an unusable checkpoint or device, ``MissingDependencyError`` without peft for
+        LoRA.
         """
         self.settings = settings or LocalTrainerSettings()
         self._temperature, self._seed = temperature, seed
@@ -93,7 +93,7 @@ class LocalTrainer:
         self._set_threads()
         self._vocab_size = int(self.model.get_input_embeddings().weight.shape[0])  # type: ignore[arg-type, union-attr]
         allow_packing(self.model)
-        self._start_model = None  # with LoRA it is the model without its adapters
+        self._start_model = None  # with LoRA: the model without its adapters
         if self.settings.kl_coef > 0:
             full = not self.settings.lora_rank
             self._start_model = copy.deepcopy(self.model).requires_grad_(False) if full else self.model
@@ -112,14 +112,14 @@ class LocalTrainer:
         )
 
         self.iteration = -1
-        """The iteration trained last."""
+        """The last trained iteration."""
         self.steps = 0
         """Optimizer steps taken so far."""
         self.scores: TokenScores | None = None
-        """What the policy made of the tokens of the last batch, each as it first saw it."""
+        """The policy's first scores of the tokens of the last batch."""
         self.on_progress: Callable[[float], None] | None = None
-        """Told, in the thread that trains, which share of a ``train`` is done, after each microbatch."""
-        # ids, each counted once for a forward pass and three times with a backward one
+        """Called in the trainer's thread after each microbatch with the completed share of ``train``."""
+        # in ids: a forward pass counts 1 per id, with a backward pass 3
         self._done, self._planned = 0, 1
 
     # -- training -----------------------------------------------------------------------------------------------------
@@ -128,18 +128,18 @@ class LocalTrainer:
     def train(self, batch: Sequence[Sample] | Sequence[Sequence[Sample]], *, iteration: int) -> dict[str, float]:
         """Take ``epochs * n_minibatches`` optimizer steps on ``batch``, samples that may be nested in groups.
 
-        The order of the rollouts is drawn from ``(seed, iteration, epoch)``, so an iteration that is run again divides
-        them alike.
+        The order of the rollouts is drawn from ``(seed, iteration, epoch)``, so a repeated iteration divides them
+        equally.
 
         Returns:
-            Metrics named ``train/...`` (docs/report.md, docs/off-policy.md). ``tokens`` are those of one epoch, and
-            ``grad_norm`` is before clipping; ``entropy`` is of the policy that first sees the token: there is no pass
-            over the batch before the steps but for ``old_log_probs`` of ``"recompute"``. ``logprob_diff_...`` are of
-            the first minibatch, with ``"recompute"`` of the whole batch.
+            Metrics named ``train/...`` (docs/report.md, docs/off-policy.md). ``tokens`` counts one epoch, ``grad_norm``
+            is before clipping. ``entropy`` is of the policy at the first pass over the token: only ``old_log_probs`` of
+            ``"recompute"`` has a pass over the batch before the steps. ``logprob_diff_...`` are of the first minibatch,
+            with ``"recompute"`` of the whole batch.
 
         Raises:
-            TrainerError: the batch cannot be trained on (nothing has changed then), or the loss or the gradient of a
-                minibatch is not finite (its step is not taken; the steps of earlier minibatches stay).
+            TrainerError: the batch cannot be trained on (nothing is changed), or the loss or the gradient of a
+                minibatch is not finite (its step is skipped; the steps of earlier minibatches stay).
         """
         started = time.perf_counter()
         self._set_threads()
@@ -154,9 +154,12 @@ class LocalTrainer:
         passes = recompute + (self._start_model is not None)
         work = (len(micro.ids) * (passes + self.settings.epochs * self._cost(micro)) for micro in everything)
         self._done, self._planned = 0, sum(work)
-        unseen = torch.full((checked.n_tokens,), math.nan, device=self._device)
-        seen = self._score(self.model, everything, checked.n_tokens) if recompute else _Seen(unseen, unseen.clone())
-        old = seen.log_probs if recompute or engine is None else engine
+        unscored = torch.full((checked.n_tokens,), math.nan, device=self._device)
+        if recompute:
+            first = self._score(self.model, everything, checked.n_tokens)
+        else:
+            first = _FirstScores(unscored, unscored.clone())
+        old = first.log_probs if recompute or engine is None else engine
         objective = self._objective(checked, old, engine, everything, n_minibatches=n_minibatches)
         objective.staleness = self._tensor(token_staleness(list(flat_samples(batch)), checked))
         steps: list[tuple[float, float]] = []
@@ -164,14 +167,14 @@ class LocalTrainer:
             rng = np.random.default_rng((self._seed, iteration, epoch))
             for samples in split_minibatches(checked, n_minibatches=n_minibatches, rng=rng):
                 microbatches = self._microbatches(checked, samples)
-                if not microbatches:  # all its tokens are masked out
+                if not microbatches:  # all tokens are masked
                     continue
                 place = f"minibatch {len(steps) + 1} of iteration {iteration}"
-                steps.append(self._step(microbatches, objective, seen if not (recompute or epoch) else None, place))
+                steps.append(self._step(microbatches, objective, first if not (recompute or epoch) else None, place))
                 if len(steps) == 1:
                     metrics["train/first_ratio_dev_max"] = objective.ratio_dev_max
                     if engine is not None:
-                        difference = (seen.log_probs - engine).abs()
+                        difference = (first.log_probs - engine).abs()
                         difference = difference[~difference.isnan()]
                         metrics["train/logprob_diff_max"] = float(difference.max())
                         metrics["train/logprob_diff_mean"] = float(difference.mean())
@@ -180,12 +183,12 @@ class LocalTrainer:
         self.iteration = iteration
         ends = checked.token_offsets[1:-1]
         self.scores = TokenScores(
-            log_probs=np.split(seen.log_probs.cpu().numpy(), ends),
+            log_probs=np.split(first.log_probs.cpu().numpy(), ends),
             advantages=np.split(checked.token_rewards.astype(np.float32), ends),
         )
         loss, norm = (math.fsum(values) / len(steps) for values in zip(*steps, strict=True))
         metrics |= objective.metrics() | {"train/loss": loss, "train/grad_norm": norm, "train/steps": float(len(steps))}
-        metrics |= {"train/entropy": float(seen.entropy.mean()), "train/lr": self._optimizer.param_groups[0]["lr"]}
+        metrics |= {"train/entropy": float(first.entropy.mean()), "train/lr": self._optimizer.param_groups[0]["lr"]}
         return_freed_memory()
         return metrics | {"train/seconds": time.perf_counter() - started}
 
@@ -212,17 +215,17 @@ class LocalTrainer:
         return objective
 
     def _step(
-        self, microbatches: list[MicroBatch], objective: Objective, seen: _Seen | None, place: str
+        self, microbatches: list[MicroBatch], objective: Objective, first: _FirstScores | None, place: str
     ) -> tuple[float, float]:
-        """One optimizer step; returns the loss and the norm of the gradient. What it finds of the tokens goes into
-        ``seen``."""
+        """One optimizer step; returns the loss and the norm of the gradient, and writes the tokens' scores to
+        ``first``."""
         total = 0.0
         try:
             for micro in microbatches:
-                total += self._loss(micro, objective, seen, place)
+                total += self._loss(micro, objective, first, place)
                 self._progressed(len(micro.ids) * self._cost(micro))
             if not any(self._cost(micro) > 1 for micro in microbatches):
-                for parameter in self._trained:  # AdamW's momentum moves on, which it does not without a gradient
+                for parameter in self._trained:  # AdamW skips its momentum without a gradient
                     parameter.grad = torch.zeros_like(parameter)
             norm = float(torch.nn.utils.clip_grad_norm_(self._trained, self.settings.grad_clip))
             if not math.isfinite(norm):
@@ -236,11 +239,11 @@ class LocalTrainer:
             self._optimizer.zero_grad(set_to_none=True)
         return total, norm
 
-    def _loss(self, micro: MicroBatch, objective: Objective, seen: _Seen | None, place: str) -> float:
-        """The share of ``micro`` in the loss; its gradient is added to that of the weights.
+    def _loss(self, micro: MicroBatch, objective: Objective, first: _FirstScores | None, place: str) -> float:
+        """The loss of ``micro``; its gradient is added to the weights' gradients.
 
-        The loss is a sum over tokens: some at a time go through output layer and loss and back at once, so that their
-        logits are computed once and forgotten, and then all together back through the layers.
+        The loss is a sum over tokens. Chunks of tokens go through output layer and loss and back immediately, so their
+        logits are computed once and freed; then all go back through the layers together.
         """
         total, trained = 0.0, self._cost(micro) > 1
         with torch.set_grad_enabled(trained):
@@ -254,29 +257,29 @@ class LocalTrainer:
                 total += value
                 if trained:
                     loss.backward()
-                if seen is not None:
-                    seen.log_probs[index] = log_probs.detach().to(seen.log_probs.dtype)
-                    seen.entropy[index] = entropy.to(seen.entropy.dtype)
+                if first is not None:
+                    first.log_probs[index] = log_probs.detach().to(first.log_probs.dtype)
+                    first.entropy[index] = entropy.to(first.entropy.dtype)
             if trained:
                 hidden.backward(cut.grad)
         return total
 
     @torch.no_grad()
-    def _score(self, model: Any, microbatches: list[MicroBatch], n_tokens: int) -> _Seen:
+    def _score(self, model: Any, microbatches: list[MicroBatch], n_tokens: int) -> _FirstScores:
         """Log-prob and entropy of every token under the mask, in the order of the batch."""
-        seen = _Seen(*(torch.empty(n_tokens, device=self._device) for _ in range(2)))
+        scores = _FirstScores(*(torch.empty(n_tokens, device=self._device) for _ in range(2)))
         for micro in microbatches:
             with self._computing:
                 hidden = hidden_at(model, micro)
             for index, log_probs, entropy in self._pieces(model, micro, hidden):
-                seen.log_probs[index] = log_probs.to(seen.log_probs.dtype)
-                seen.entropy[index] = entropy.to(seen.entropy.dtype)
+                scores.log_probs[index] = log_probs.to(scores.log_probs.dtype)
+                scores.entropy[index] = entropy.to(scores.entropy.dtype)
             self._progressed(len(micro.ids))
-        return seen
+        return scores
 
     def _pieces(self, model: Any, micro: MicroBatch, hidden: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        """Of the tokens under the mask, some at a time: their places in the batch, log-probs, and entropies (without
-        gradient), given what the model knows before them, ``hidden`` ``[N, hidden]``."""
+        """Chunks of the tokens under the mask: their indices in the batch, log-probs, and entropies (without gradient),
+        from the hidden states ``hidden`` ``[N, hidden]``."""
         size = LOGITS_CHUNK
         parts = (
             hidden.split(size),
@@ -284,20 +287,20 @@ class LocalTrainer:
             self._tensor(micro.token_index).split(size),
         )
         for number, (part, targets, index) in enumerate(zip(*parts, strict=True)):
-            logits = logits_of(model, part.to(model.dtype))  # in bfloat16 they would be rounded by hundredths of a nat
+            logits = logits_of(model, part.to(model.dtype))  # bfloat16 would round by hundredths of a nat
             if micro.nucleus is not None:
-                own = micro.nucleus.of(np.arange(number * size, number * size + len(targets)))
-                kept = (self._tensor(values.astype(np.int64)) for values in (own.ids, np.diff(own.offsets)))
+                nucleus = micro.nucleus.of(np.arange(number * size, number * size + len(targets)))
+                kept = (self._tensor(values.astype(np.int64)) for values in (nucleus.ids, np.diff(nucleus.offsets)))
                 logits = keep_nucleus(logits, targets, *kept)
             log_probs = token_log_probs(logits, targets, temperature=self._temperature)
             with torch.no_grad():
                 entropy = token_entropy(logits, temperature=self._temperature)
-            del logits  # else they outlive their gradient until the next ones are there
+            del logits  # else they stay in memory until the next chunk's exist
             yield index, log_probs, entropy
 
     def _cost(self, micro: MicroBatch) -> int:
-        """In forward passes; one with a backward pass counts as three. The loss of tokens without an advantage is 0
-        whatever the weights, but for a penalty."""
+        """Cost in forward passes; a backward pass adds two. Without an advantage and a KL term the gradient is 0, and
+        there is none."""
         return 3 if micro.has_advantage or self.settings.kl_coef else 1
 
     def _progressed(self, ids: int) -> None:
@@ -320,13 +323,13 @@ class LocalTrainer:
             raise TrainerError(f"none of the {checked.n_samples} samples has a token under its loss mask to train on.")
         for i, ids in enumerate(checked.tokens):
             if ids.max() >= self._vocab_size:
-                found = f"{ids.max()}, but the model has {self._vocab_size}"
-                raise TrainerError(f"tokens of sample {i} hold the id {found}; was it sampled from this model?")
+                sizes = f"{ids.max()}, but the model has {self._vocab_size}"
+                raise TrainerError(f"tokens of sample {i} contain the id {sizes}; was it sampled from this model?")
         if checked.token_log_probs is None and self.settings.old_log_probs == "engine":
-            raise TrainerError("the batch has no rollout_log_probs; set old_log_probs='recompute' to do without.")
+            raise TrainerError("the batch has no rollout_log_probs; set old_log_probs='recompute' to train without.")
         if checked.token_log_probs is None and self.settings.off_policy != "none":
-            found = f"the batch has no rollout_log_probs, which off_policy {self.settings.off_policy!r} compares with"
-            raise TrainerError(f"{found}; set it to 'none' to do without.")
+            need = f"the batch has no rollout_log_probs, which off_policy {self.settings.off_policy!r} needs"
+            raise TrainerError(f"{need}; set it to 'none' to train without.")
         return checked
 
     # -- checkpoints --------------------------------------------------------------------------------------------------
@@ -334,15 +337,15 @@ class LocalTrainer:
     @in_own_thread
     def save_weights(self, directory: str | os.PathLike[str], *, dtype: WeightsDtype = "float32") -> None:
         """Write the weights (adapters merged into them) as a Hugging Face checkpoint, with the config and tokenizer
-        files of ``model_path``. ``dtype`` is what they are rounded to: an engine that computes in bfloat16 would round
-        them itself. The directory appears, or is replaced, as a whole or not at all; raises ``TrainerError`` when it
-        cannot be written."""
+        files of ``model_path``. They are rounded to ``dtype``; an engine in bfloat16 would round them itself. The
+        directory appears, or is replaced, as a whole or not at all. Raises ``TrainerError`` when it cannot be
+        written."""
         self._write(directory, state=None, dtype=dtype)
 
     @in_own_thread
     def save(self, directory: str | os.PathLike[str]) -> None:
-        """Write the weights as :meth:`save_weights` does, and the state of the optimizer and the counters with them,
-        with the checksums of all, through to the disk."""
+        """Write and sync the weights (as :meth:`save_weights`), the state of the optimizer, the counters, and checksums
+        of all."""
         state = {"format": _STATE_FORMAT, "optimizer": self._optimizer.state_dict()["state"]}
         if self.settings.lora_rank:
             adapters = {name: tensor.detach() for name, tensor in lora.adapter_weights(self.model).items()}
@@ -360,7 +363,7 @@ class LocalTrainer:
                 if state is not None:
                     if merged is not None:
                         lora.save_adapter(self.model, fresh / "adapter", base=self._source)
-                    with (fresh / _STATE_FILE).open("wb") as file:  # of a path it would not say why it failed
+                    with (fresh / _STATE_FILE).open("wb") as file:  # given a path, torch hides the cause of an error
                         torch.save(state, file)
                     write_checksums(fresh)
         except OSError as error:
@@ -368,13 +371,11 @@ class LocalTrainer:
 
     @in_own_thread
     def load(self, directory: str | os.PathLike[str]) -> None:
-        """Go on exactly where :meth:`save` was called: weights (or adapters, on the same weights), optimizer, counters
-        and seed. The settings, learning rate included, stay those of this trainer, and so does the start policy of the
-        KL term.
+        """Resume exactly from :meth:`save`: weights (or adapters, on the same weights), optimizer, counters and seed.
+        This trainer keeps its settings, learning rate included, and its start policy of the KL term.
 
         Raises:
-            TrainerError: ``directory`` does not hold what ``save`` writes, or it is of another model. Nothing has
-                changed then.
+            TrainerError: ``directory`` is not from ``save``, or is of another model. Nothing is changed then.
         """
         path = Path(directory) / _STATE_FILE
         try:
@@ -386,14 +387,14 @@ class LocalTrainer:
         except (OSError, RuntimeError, ValueError, pickle.UnpicklingError) as error:
             raise TrainerError(f"the trainer state in {directory} cannot be read: {error}") from error
         if not isinstance(state, dict) or state.get("format") != _STATE_FORMAT:
-            raise TrainerError(f"{path} is not a state of format {_STATE_FORMAT}; another version has written it.")
+            raise TrainerError(f"{path} is not a state of format {_STATE_FORMAT}; another version wrote it.")
         if with_adapters != ("adapters" in state):
             how, fix = ("with", "set the same") if not with_adapters else ("without", "leave it out")
-            raise TrainerError(f"what is in {directory} was trained {how} lora_rank; {fix}.")
+            raise TrainerError(f"the state in {directory} was trained {how} lora_rank; {fix}.")
         if with_adapters:
             current, saved = lora.adapter_weights(self.model), state["adapters"]
             if state["base"] != lora.checksum(self.model):
-                raise TrainerError(f"the adapters in {directory} belong to other weights than those in {self._source}.")
+                raise TrainerError(f"the adapters in {directory} belong to other weights than {self._source} has.")
         else:
             current = self.model.state_dict()
         shapes = {name: tuple(tensor.shape) for name, tensor in current.items()}
