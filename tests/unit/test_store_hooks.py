@@ -156,7 +156,7 @@ def make_span(rollout_id: str, attempt_id: str, sequence_id: int, **attributes: 
 
 
 def test_spans_share_the_names_of_their_fields_and_say_the_same_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(collections, "_set_fields", {})  # which has what the first span of this process was given
+    monkeypatch.setattr(collections, "_field_sets", {})  # which has what the first span of this process was given
     spans = [span_of(n) for n in range(3)]
     odd = span_of(3)
     odd.more = "a field of its own"  # type: ignore[attr-defined]
