@@ -2,10 +2,10 @@
 
 python train.py --model smollm2 --agent agents/alphabet_sort.py:AlphabetSort
 
-Made after the task of the same name among the public environments of prime-rl. There the reward is how alike the answer
-and the sorted list are, to the power of 4; with three words a policy of this size then learns to leave one out (0.41)
-or to copy the question (0.2 at mean) and stays there. Here nothing is paid for other words than those that were asked,
-and else the share of places that hold the right one, squared: copying earns 0.07 at mean, any order at random 0.2.
+After the task of the same name in prime-rl's public environments. Its reward is the similarity of the answer and the
+sorted list, to the power of 4; with three words a policy of this size then learns to leave one out (0.41) or to copy
+the question (mean 0.2), and stops there. Here an answer with other words earns nothing, and any other the squared share
+of positions with the right word: copying earns 0.07 on average, a random order 0.2.
 
 How its reward rose: docs/trainer.md.
 """
@@ -28,7 +28,7 @@ class AlphabetSort(SGLangLitAgent):
 
     def make_task(self, rng: random.Random) -> dict[str, Any]:
         words = rng.sample(WORDS, self.n_words)
-        while words == sorted(words):  # or the question would be the answer
+        while words == sorted(words):  # otherwise the question is the answer
             rng.shuffle(words)
         return {"words": words, "label": " ".join(sorted(words))}
 

@@ -1,6 +1,6 @@
 """A two-turn agent with a tool: call ``lookup`` with the key of the question, read what it returns, answer with it.
 
-The value is random, so the only way to a reward is to call the tool with the right key and to copy what it says.
+The value is random, so the only way to a reward is to call the tool with the right key and to copy its result.
 ``python train.py`` runs the same agent from inside the package; a copy of this file runs as
 
     python train.py --agent path/to/lookup.py:LookupAgent
@@ -20,7 +20,7 @@ _TOOL_CALL = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
 
 
 class LookupAgent(SGLangLitAgent):
-    # the wording of the task, and the demonstrations that the tiny policy learns its format from
+    # the task's texts, and the demonstrations from which the tiny policy learns its format
     demonstrations = LookupDemonstrations()
 
     def make_task(self, rng: random.Random) -> dict[str, Any]:
@@ -33,7 +33,7 @@ class LookupAgent(SGLangLitAgent):
         answer = await session.ask()
         key = called_key(answer.text)
         if key is None:
-            return  # no tool call: this answer is what compute_reward will see
+            return  # no tool call: compute_reward gets this answer
         await session.ask({"role": "tool", "content": self.demonstrations.observation(task, key)})
 
     def compute_reward(self, task: dict[str, Any], response: str) -> float:
@@ -42,11 +42,11 @@ class LookupAgent(SGLangLitAgent):
 
 def called_key(text: str) -> str | None:
     """The key of a well-formed call of ``lookup`` in the text; ``None`` when there is none."""
-    found = _TOOL_CALL.search(text)
-    if found is None:
+    match = _TOOL_CALL.search(text)
+    if match is None:
         return None
     try:
-        call = json.loads(found.group(1))
+        call = json.loads(match.group(1))
         key = call["arguments"]["key"] if call["name"] == "lookup" else None
     except (ValueError, KeyError, TypeError):
         return None

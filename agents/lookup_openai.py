@@ -1,4 +1,4 @@
-"""The lookup agent with the ``openai`` client: nothing of it knows that it is trained.
+"""The lookup agent with the ``openai`` client, without any code for training.
 
 python train.py --agent agents/lookup_openai.py:lookup
 """
@@ -16,7 +16,7 @@ from openai import AsyncOpenAI
 from agl_slime.demo.formats import LookupDemonstrations
 
 TABLE = LookupDemonstrations()
-# one client for all rollouts: each that is made costs 65 ms
+# one client for all rollouts: making one takes 65 ms
 client = AsyncOpenAI(base_url="http://127.0.0.1:9", api_key="none")
 
 
@@ -24,17 +24,17 @@ client = AsyncOpenAI(base_url="http://127.0.0.1:9", api_key="none")
 async def lookup(task: dict[str, Any], llm: agl.LLM) -> float:
     ask = client.with_options(base_url=llm.endpoint, api_key=llm.api_key).chat.completions.create
     messages: list[Any] = TABLE.prompt(task)
-    said = (await ask(model=llm.model, messages=messages)).choices[0].message
-    if call := re.search(r"<tool_call>(.*?)</tool_call>", said.content or "", re.DOTALL):
+    answer = (await ask(model=llm.model, messages=messages)).choices[0].message
+    if call := re.search(r"<tool_call>(.*?)</tool_call>", answer.content or "", re.DOTALL):
         messages += [
-            said.model_dump(exclude_none=True),
-            {"role": "tool", "tool_call_id": "1", "content": look(task, call[1])},
+            answer.model_dump(exclude_none=True),
+            {"role": "tool", "tool_call_id": "1", "content": look_up(task, call[1])},
         ]
-        said = (await ask(model=llm.model, messages=messages)).choices[0].message
-    return 1.0 if TABLE.is_correct(task, said.content or "") else 0.0
+        answer = (await ask(model=llm.model, messages=messages)).choices[0].message
+    return 1.0 if TABLE.is_correct(task, answer.content or "") else 0.0
 
 
-def look(task: dict[str, Any], call: str) -> str:
+def look_up(task: dict[str, Any], call: str) -> str:
     try:
         return TABLE.observation(task, json.loads(call)["arguments"]["key"])
     except (ValueError, KeyError, TypeError):
@@ -45,5 +45,5 @@ def make_task(rng: random.Random) -> dict[str, Any]:
     return TABLE.make_task(rng)
 
 
-# where the tasks come from, and what the tiny policy learns its format from; or pass --tasks and --model-path
+# the tasks, and the demonstrations from which the tiny policy learns its format; or pass --tasks and --model-path
 vars(lookup).update(make_task=make_task, demonstrations=TABLE)

@@ -1,4 +1,4 @@
-"""The lookup agent by declaration: a tool, a scheduler and a limit of turns in place of a ``run`` of its own.
+"""The lookup agent by declaration: a tool, a scheduler and a limit of turns in place of ``run``.
 
 python train.py --agent agents/lookup_tools.py:LookupToolsAgent
 """
@@ -38,7 +38,7 @@ class FirstAnswer(MultiTurnScheduler):
     def check_finished(
         self, infer_request: RolloutInferRequest, result: RolloutResponseChoice, current_turn: int
     ) -> bool:
-        super().check_finished(infer_request, result, current_turn)  # notes why, when it was cut off or out of turns
+        super().check_finished(infer_request, result, current_turn)  # sets the stop reason
         return True
 
     def step(
@@ -48,7 +48,7 @@ class FirstAnswer(MultiTurnScheduler):
 
 
 class LookupToolsAgent(SGLangLitAgent):
-    demonstrations = DEMONSTRATIONS  # the wording of the task, and what the tiny policy learns its format from
+    demonstrations = DEMONSTRATIONS  # the task's texts, and the tiny policy's demonstrations
     tools = [LookupTable]
     tools_in_prompt = False  # the system message says how to call
     scheduler = FirstAnswer

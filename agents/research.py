@@ -1,7 +1,7 @@
-"""A three-turn agent with two tools: ``find`` says on which page a key is, ``read`` says what the page holds, and the
-answer is that.
+"""A three-turn agent with two tools: ``find`` returns the page of a key, ``read`` the word on the page, and the answer
+is this word.
 
-Both names are random, so the only way to a reward is to call both tools, the second with what the first returned.
+Page and word are random, so the only way to a reward is to call both tools, the second with the first one's result.
 
     python scripts/make_demo_policy.py tiny agents/research.py:ResearchAgent
     python train.py --agent agents/research.py:ResearchAgent --model-path tiny
@@ -24,10 +24,9 @@ _DIGITS = "23456789"
 
 @dataclass(frozen=True, kw_only=True)
 class ResearchDemonstrations:
-    """``{"key": "kz", "page": "47", "answer": "mt"}``: a key of letters is on a page of digits, which holds a word of
-    letters.
+    """Tasks such as ``{"key": "kz", "page": "47", "answer": "mt"}``, and demonstrations of them.
 
-    ``blur`` is the share of imperfect turns that evade; a conversation ends where one does.
+    ``blur`` is the share of turns in imperfect demonstrations that evade; a conversation ends at such a turn.
     """
 
     blur: float = 0.35
@@ -57,9 +56,9 @@ class ResearchDemonstrations:
             (call("read", task["page"]), task["answer"]),
             (task["answer"], None),
         )
-        for said, observed in steps:
+        for answer, observed in steps:
             evades = rng.random() < blur
-            conversation.append({"role": "assistant", "content": UNSURE if evades else said})
+            conversation.append({"role": "assistant", "content": UNSURE if evades else answer})
             if evades or observed is None:
                 break
             conversation.append({"role": "tool", "content": observed})
@@ -67,7 +66,7 @@ class ResearchDemonstrations:
 
 
 def call(tool: str, argument: str) -> str:
-    """How the model calls a tool."""
+    """A tool call in the model's text."""
     return f"<tool_call>{json.dumps({'name': tool, 'arguments': {'key': argument}})}</tool_call>"
 
 

@@ -2,11 +2,11 @@
 
 python train.py --model smollm2 --agent agents/reverse_text.py:ReverseText
 
-The public run that it comes from (prime-rl's reverse-text) reverses character by character, ``unit = "character"``
-here: Qwen3-0.6B after supervised fine-tuning, 8 prompts x 16 samples, up to 128 new tokens, learning rate 3e-6, 15 to
-20 steps, to a reward of about 0.8; its gates are a reward of at least 0.6 and a mismatch KL below 0.01, each over the
-last three steps. As there, the reward is how much of the answer and the reversed text is in common, in order (twice the
-matching length over both lengths).
+The original (prime-rl's reverse-text) reverses character by character, here ``unit = "character"``: Qwen3-0.6B after
+supervised fine-tuning, 8 prompts x 16 samples, up to 128 new tokens, learning rate 3e-6, 15 to 20 steps, to a reward of
+about 0.8; it passes with a reward of at least 0.6 and a mismatch KL below 0.01, each over the last three steps. The
+reward is the original's: the similarity of the answer and the reversed text (twice the matching length over both
+lengths).
 
 How its reward rose: docs/trainer.md.
 """
@@ -43,7 +43,7 @@ class ReverseText(SGLangLitAgent):
         ]
 
     def compute_reward(self, task: dict[str, Any], response: str) -> float:
-        said, label = response.strip(), task["label"]
+        answer, label = response.strip(), task["label"]
         if self.unit == "word":
-            said, label = said.split(), label.split()
-        return SequenceMatcher(None, said, label, autojunk=False).ratio()
+            answer, label = answer.split(), label.split()
+        return SequenceMatcher(None, answer, label, autojunk=False).ratio()

@@ -1,10 +1,10 @@
-"""A two-turn tool task at the size of SmolLM2-135M: ask a tool for the price of an item, then say it.
+"""A two-turn tool task at the size of SmolLM2-135M: ask a tool for the price of an item, then answer with it.
 
 python train.py --model smollm2 --agent agents/shop.py:Shop
 
-The chat template of this model knows no tools, so the conversation begins with two sales as examples. With two, 16 of
-32 first answers were the right call; with one, none of 16; with a call in the system message instead, none of 128. A
-fifth of the reward is for a call with the right item, the rest for the right number.
+The model's chat template has no tools, so the conversation begins with two sales as examples. With two, 16 of 32 first
+answers were the right call; with one, none of 16; with a call in the system message instead, none of 128. A call with
+the right item earns a fifth of the reward, the right number the rest.
 
 How its reward rose: docs/trainer.md.
 """
@@ -36,8 +36,8 @@ class Price:
         self._task = task
 
     def __call__(self, item: str) -> str:
-        known = item.strip().lower() == self._task["item"]
-        return f"{self._task['label']} coins" if known else "There is no such item."
+        exists = item.strip().lower() == self._task["item"]
+        return f"{self._task['label']} coins" if exists else "There is no such item."
 
 
 class Shop(SGLangLitAgent):

@@ -1,13 +1,13 @@
-"""Two ways to make a model think again about a wrong answer to a mathematical problem, as multi-turn schedulers.
+"""Two multi-turn schedulers that make a model think again about a wrong answer to a mathematical problem.
 
-``math_tip_trick_multi_turn`` opens a new round: a message says that the answer is wrong. ``math_tip_trick`` goes back
-into the answer's thinking and goes on from there.
+``math_tip_trick_multi_turn`` adds a message that the answer is wrong. ``math_tip_trick`` cuts the answer back to its
+thinking and has the model continue from there.
 
     python train.py --agent examples/math_retry.py:MathAgent --external-plugins examples/math_retry.py \\
         --multi-turn-scheduler math_tip_trick_multi_turn --max-turns 3 --tasks problems.jsonl --model-path DIR
 
-A task has ``problem`` and ``solution``; an answer is what stands in the last ``\\boxed{}``. Started as a program, this
-file plays both with answers that are written below.
+A task has ``problem`` and ``solution``; an answer is the content of the last ``\\boxed{}``. Run as a program, this file
+demonstrates both schedulers with a scripted answer.
 """
 
 from __future__ import annotations
@@ -31,8 +31,7 @@ CONTINUATION_TIP = " But wait... it seems that I made a mistake somewhere."
 
 
 def boxed(text: str) -> str | None:
-    """What stands in the last ``\\boxed{}`` of a text, braces within it kept; ``None`` when there is none or it is not
-    closed."""
+    """The content of the last ``\\boxed{}`` of a text, which may contain braces; ``None`` without a closed one."""
     start = text.rfind("\\boxed{")
     if start < 0:
         return None
@@ -46,13 +45,13 @@ def boxed(text: str) -> str | None:
 
 def is_right(answer: str, task: Mapping[str, Any]) -> bool:
     """Whether an answer has the solution of ``task`` in its box; numbers are compared as numbers."""
-    said, wanted = boxed(answer), boxed(str(task["solution"])) or str(task["solution"]).strip()
-    if said is None:
+    value, solution = boxed(answer), boxed(str(task["solution"])) or str(task["solution"]).strip()
+    if value is None:
         return False
     try:
-        return float(said.replace(",", "")) == float(wanted.replace(",", ""))
+        return float(value.replace(",", "")) == float(solution.replace(",", ""))
     except ValueError:
-        return re.sub(r"\s", "", said) == re.sub(r"\s", "", wanted)
+        return re.sub(r"\s", "", value) == re.sub(r"\s", "", solution)
 
 
 class _UntilRight(MultiTurnScheduler):
@@ -65,7 +64,7 @@ class _UntilRight(MultiTurnScheduler):
 
 
 class MathNewRound(_UntilRight):
-    """New round: the model is told that it is wrong, and answers once more."""
+    """New round: a message says that the answer is wrong, and the model answers again."""
 
     def step(
         self, infer_request: RolloutInferRequest, result: RolloutResponseChoice, current_turn: int
@@ -75,7 +74,7 @@ class MathNewRound(_UntilRight):
 
 
 class MathContinuation(_UntilRight):
-    """Continuation: back to the thinking, or to before the answer where there is none, and on from a doubt."""
+    """Continuation: cut the answer at the end of its thinking, or before the answer's tag, and append a doubt."""
 
     def step(
         self, infer_request: RolloutInferRequest, result: RolloutResponseChoice, current_turn: int
@@ -89,7 +88,7 @@ class MathContinuation(_UntilRight):
         return infer_request
 
 
-# the file is loaded once as a plug-in and perhaps once more as the agent's module
+# this file may be loaded twice, as a plug-in and as the agent's module
 if "math_tip_trick" not in schedulers:
     register_scheduler("math_tip_trick_multi_turn")(MathNewRound)
     register_scheduler("math_tip_trick")(MathContinuation)

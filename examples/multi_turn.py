@@ -1,9 +1,9 @@
-"""Batched rollouts with tools against an engine: 16 trajectories, all live ones sampled in one call per turn.
+"""Batched rollouts with tools: 16 trajectories, one sampling call per turn for all live ones.
 
     python examples/multi_turn.py                                           # a tiny policy on an embedded engine
     python examples/multi_turn.py --url http://127.0.0.1:30000 --model DIR  # a running SGLang and its checkpoint
 
-Prints one trajectory with its trained part marked, and what all of them came to.
+Prints one trajectory with its trained tokens marked, and a summary of all.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class LookupTable:
 
 @contextmanager
 def an_engine(url: str | None, model: Path | None) -> Iterator[tuple[str, Path]]:
-    """The engine's URL and its checkpoint: those that were given, or a tiny policy on an embedded engine."""
+    """``url`` and ``model``, or a tiny policy on an embedded engine."""
     if url is not None and model is not None:
         yield url, model
         return
@@ -59,7 +59,7 @@ def an_engine(url: str | None, model: Path | None) -> Iterator[tuple[str, Path]]
 
 
 def marked(trajectory: dict[str, Any], tokenizer: Any) -> str:
-    """The text of a trajectory with what is trained in green."""
+    """The text of a trajectory with its trained tokens in green."""
     pieces: list[tuple[bool, list[int]]] = []
     for token, label in zip(trajectory["input_ids"], trajectory["labels"], strict=True):
         trained = label != IGNORED_LABEL
@@ -89,7 +89,7 @@ def main() -> None:
             sampling_params=SamplingParams(temperature=1.0, max_new_tokens=48),
             max_turns=3,
         )
-        # the policy is told in its system message how to call, so the schemas are left out of the prompt
+        # the system message explains calls to the policy, so the schemas are left out of the prompt
         results = rollout([{"messages": DEMONSTRATIONS.prompt(task), "task": task, "tools": []} for task in tasks])
     for trajectory in results:
         trajectory["reward"] = float(

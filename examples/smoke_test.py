@@ -1,8 +1,7 @@
 """One rollout through the whole bridge, in seconds: no GPU, no server, no torch.
 
-A real Agent Lightning store, a real runner and tracer, a real tokenizer (trained here, in memory); only the model is
-played by two lines of Python. What comes out is the Sample that slime would train on. Run it with ``python
-examples/smoke_test.py``.
+Agent Lightning's store, the runner, the tracer and a tokenizer (trained here, in memory) are real; a script plays the
+model. The result is the Sample that slime would train on. Run it with ``python examples/smoke_test.py``.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ def make_tokenizer() -> Any:
 
 
 class ScriptedEngine:
-    """Stands where SGLang would: always answers "Hello again", as token ids with log-probs."""
+    """Replaces SGLang: always answers "Hello again", as token ids with log-probs."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._ids = (*tokenizer.encode("Hello again"), tokenizer.eos_token_id)
@@ -63,7 +62,7 @@ async def main() -> None:
     tokenizer = make_tokenizer()
     agent = GreetingAgent(tokenizer=tokenizer, client=ScriptedEngine(tokenizer))
 
-    # What every rollout needs first: a model resource. The runner skips rollouts of a store that has none.
+    # Rollouts need a model resource: the runner fails them in a store that has none.
     await store.add_resources({"main_llm": LLM(endpoint="http://127.0.0.1:0", model="scripted")})
     [rollout] = await store.enqueue_many_rollouts(
         [EnqueueRolloutRequest(input={"prompt": "Hello world", "label": "test"})]
@@ -73,7 +72,7 @@ async def main() -> None:
         store=store, tokenizer=tokenizer, args=Namespace(reward_key=None), n_samples_per_prompt=1
     )
     with RunnerThread(agent=agent, store=store):
-        # get_samples blocks until a group is ready, so it does not belong on an event loop
+        # get_samples blocks until a group is ready, so it must not run on an event loop
         [[sample]] = await asyncio.to_thread(data_source.get_samples, 1)
     data_source.stop()
 

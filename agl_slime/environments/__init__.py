@@ -1,1 +1,1 @@
-"""Environments of verifiers, trained through the gateway: tasksets that it lacks, and a sandbox without containers."""
+"""Training in verifiers' environments through the gateway; more tasksets, and a sandbox without containers."""

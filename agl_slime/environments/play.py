@@ -1,5 +1,5 @@
-"""Episodes of verifiers, each for one rollout: its model calls go to the rollout's address. Runs in the Python that has
-verifiers."""
+"""``Player``: plays verifiers' episodes, each for one rollout, whose address gets the model calls. Runs in the Python
+that has verifiers."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from verifiers.v1.clients import EvalClientConfig, ModelContext
 from verifiers.v1.clients.eval import EvalClient
 from verifiers.v1.configs.agent import agent_config_fields
 
-from agl_slime.environments.runtimes.lending import boxes_of, install, lend_boxes, room_for
-from agl_slime.environments.taskset import Finder, loaded, tasks_of
+from agl_slime.environments.runtimes.lending import install, lend_boxes, max_episodes, parse_boxes
+from agl_slime.environments.taskset import Finder, build_environment, load_splits
 
-# Where verifiers reads the keys here: it keeps what is called API_KEY from the programs that episodes start. With the
-# run's key one could post rewards.
+# Variables from which verifiers reads keys here. It hides names with API_KEY from the programs that episodes start,
+# which could post rewards with the run's key.
 KEY_VARIABLE, OTHERS_KEY_VARIABLE = "AGL_RUN_API_KEY", "AGL_ENV_MODEL_API_KEY"
-_GIVEN = {"AGL_KEY": KEY_VARIABLE, "AGL_ENV_MODEL_KEY": OTHERS_KEY_VARIABLE}
+_RENAMED = {"AGL_KEY": KEY_VARIABLE, "AGL_ENV_MODEL_KEY": OTHERS_KEY_VARIABLE}
 _address: ContextVar[str] = ContextVar("address")
 
 
 class EpisodeFailedError(Exception):
-    """``kind`` is the type of the error, by which failures are counted."""
+    """The failure of an episode. ``kind`` is the type of its error, by which failures are counted."""
 
     def __init__(self, kind: str, message: str) -> None:
         super().__init__(f"environment: {kind}: {message}")
@@ -37,18 +37,18 @@ class EpisodeFailedError(Exception):
 
 
 class AttemptClient(EvalClient):
-    """verifiers' relay to the address of one rollout; the connections are those of all of them."""
+    """verifiers' model client for the address of one rollout; all rollouts share the connections."""
 
     def __init__(self, base_url: str, key: str, http: httpx.AsyncClient) -> None:
         self.base_url, self.api_key, self.headers, self.client = base_url, key, {}, http
 
     async def close(self) -> None:
-        """The connections stay."""
+        """Does nothing: the connections are shared."""
 
 
 class _Relays:
-    """An interception whose sessions ask the address of the rollout that they are of. A configuration per rollout would
-    have its servers make, and keep, a pool of connections for each."""
+    """A wrapper of verifiers' interception whose sessions send model calls to their rollout's address. With a client
+    configuration per rollout, verifiers would keep a connection pool for each."""
 
     def __init__(self, inner: Any, *, shared: EvalClientConfig, key: str, http: httpx.AsyncClient) -> None:
         self._inner, self._shared, self._key, self._http = inner, shared, key, http
@@ -70,14 +70,14 @@ class Player:
     def __init__(self, spec: Mapping[str, Any], *, url: str, key: str) -> None:
         self.url, self.key = url, key
         self._spec = spec
-        self._boxes = boxes_of(spec["arguments"])[1]
-        room = room_for(self._boxes)
-        self.room = None if room is None else max(1, room // spec.get("workers", 1))
-        """Most episodes at once, where their programs have boxes; this machine is shared with ``workers``."""
+        self._boxes = parse_boxes(spec["arguments"])[1]
+        room = max_episodes(self._boxes)
+        self.max_episodes = None if room is None else max(1, room // spec.get("workers", 1))
+        """Most concurrent episodes whose programs have boxes; ``workers`` processes share this machine."""
         self.trained: list[str] = spec["trained"]
-        for given, here in _GIVEN.items():
-            if (found := os.environ.pop(given, None)) is not None:
-                os.environ[here] = found
+        for name, here in _RENAMED.items():
+            if (key_here := os.environ.pop(name, None)) is not None:
+                os.environ[here] = key_here
         os.environ[KEY_VARIABLE] = key
         client = EvalClientConfig(base_url=url, api_key_var=KEY_VARIABLE)
         self._ctx = ModelContext(client=client, model="auto")
@@ -89,11 +89,10 @@ class Player:
         self.http = await self._stack.enter_async_context(
             httpx.AsyncClient(timeout=None, limits=limits, trust_env=False)
         )
-        # the run is asked for moments at a time; among the connections of hundreds of episodes httpx would look through
-        # all of them for each request
+        # short requests to the run have their own pool: httpx scans all connections of a pool for each request
         few = httpx.Limits(max_connections=16)
         self.api = await self._stack.enter_async_context(httpx.AsyncClient(limits=few, trust_env=False))
-        self._env = await asyncio.to_thread(loaded, self._spec)
+        self._env = await asyncio.to_thread(build_environment, self._spec)
         for role, (model, address) in self._spec["others"].items():
             agent = agent_config_fields(self._env.config).get(role)
             if agent is None:
@@ -107,7 +106,7 @@ class Player:
                 why = f"the program of the agent {role!r} could not be installed into {config.installs}"
                 raise SystemExit(f"{why}: {type(error).__name__}: {error}") from error
         lend_boxes(self._env, self._boxes)
-        self._finder = Finder((await asyncio.to_thread(tasks_of, self._spec, self._env))[0])
+        self._finder = Finder((await asyncio.to_thread(load_splits, self._spec, self._env))[0])
         await self._stack.enter_async_context(self._env.serving())
         assert isinstance(self._ctx.client, EvalClientConfig)
         self._env._interception = _Relays(
@@ -119,8 +118,8 @@ class Player:
         await self._stack.aclose()
 
     async def play(self, wanted: Mapping[str, Any], *, address: str, name: str) -> list[dict[str, Any]]:
-        """The rewards of an episode, as the data of reward events; its trace is kept as ``name`` where the spec says in
-        which directory. Raises ``EpisodeFailedError``."""
+        """The rewards of an episode, as data of reward events. If the spec has a directory for traces, the episode's is
+        written there as ``name``. Raises ``EpisodeFailedError``."""
         async with self._reading:
             try:
                 task = await asyncio.to_thread(self._finder.find, wanted)
@@ -129,7 +128,7 @@ class Player:
         _address.set(address)
         episode = await self._env.run_episode(task, self._ctx)
         if (directory := self._spec.get("traces")) is not None:
-            await asyncio.to_thread(_keep, episode, Path(directory) / f"{name}.json")
+            await asyncio.to_thread(_write_trace, episode, Path(directory) / f"{name}.json")
         if not self._env.complete(episode):
             errors = [*(error for trace in episode.traces for error in trace.errors), *episode.errors]
             kind, message = (errors[-1].type, errors[-1].message) if errors else ("NotOk", "no error was recorded")
@@ -137,15 +136,15 @@ class Player:
         return rewards_of(episode, self.trained)
 
 
-def _keep(episode: Any, path: Path) -> None:
+def _write_trace(episode: Any, path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(episode.to_record()))
 
 
 def rewards_of(episode: Any, trained: list[str]) -> list[dict[str, Any]]:
-    """The mean over what trained agents got, first; with it each reward by its name, as it was before its weight, and
-    each metric. Where several agents are trained, the reward of each is an event of its own. An agent that ran several
-    times has the mean of its runs. Nothing where nobody scored."""
+    """Reward events of an episode. The first has the mean reward of the trained agents as primary, and beside it each
+    reward by its name, before weighting, and each metric. With several trained agents an event per agent follows. An
+    agent that ran several times counts with the mean of its runs. Empty when no trained agent was scored."""
     several = len(episode.by_agent) > 1
     totals: dict[str, float] = {}
     named: dict[str, list[float]] = {}
@@ -161,12 +160,12 @@ def rewards_of(episode: Any, trained: list[str]) -> list[dict[str, Any]]:
                     named.setdefault(prefix + name, []).append(reward.score)
             for name, value in trace.metrics.items():
                 if value is not None and math.isfinite(value):
-                    taken = "metric/" if name in rewards else ""
-                    named.setdefault(f"{taken}{prefix}{name}", []).append(float(value))
+                    kind = "metric/" if name in rewards else ""  # a reward has this name
+                    named.setdefault(f"{kind}{prefix}{name}", []).append(float(value))
     if not totals:
         return []
     if not all(map(math.isfinite, totals.values())):
-        raise EpisodeFailedError("BadReward", f"a reward is no finite number: {totals}")
+        raise EpisodeFailedError("BadReward", f"a reward is not a finite number: {totals}")
     means = {name: sum(values) / len(values) for name, values in named.items() if name != "reward"}
     beside = {name: value for name, value in means.items() if math.isfinite(value)}
     events: list[dict[str, Any]] = [{"value": {"reward": sum(totals.values()) / len(totals), **beside}}]

@@ -1,4 +1,4 @@
-"""Plug-ins of this package, entered where verifiers finds them: by the name of a top-level module."""
+"""Registers this package's plug-ins for verifiers, which looks them up as top-level modules."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import sys
 
 
 def register(room: str, kind: str) -> str:
-    """The id of ``agl_slime.environments.ROOM.KIND`` for verifiers from now on, as ``agl_reasoning_gym``."""
+    """Register ``agl_slime.environments.ROOM.KIND`` and return its id, such as ``agl_reasoning_gym``."""
     module = kind.replace("-", "_")
     sys.modules.setdefault(f"agl_{module}", importlib.import_module(f"agl_slime.environments.{room}.{module}"))
     return f"agl_{module}"

@@ -1,4 +1,5 @@
-"""Takes the rollouts of a run and ends them, over Agent Lightning 1.0's API. Runs in the Python that has verifiers."""
+"""``Queue``: claims rollouts of a run over Agent Lightning 1.0's API, plays them and reports their ends. Runs in the
+Python that has verifiers."""
 
 from __future__ import annotations
 
@@ -13,16 +14,16 @@ import httpx
 from agl_slime.environments.play import EpisodeFailedError, Player
 from agl_slime.support.backoff import Backoff
 
-_CLAIMED_AT_ONCE = 32  # several workers share a queue
-_RUNNING_LOOK_S = 2.0
+_MAX_CLAIM = 32  # several workers share a queue
+_CANCEL_POLL_S = 2.0
 _PATIENCE_S = 60.0
-_CALL_S = 60.0
-_MOST_WORDS = 2000
-_MOST_SHOWN = 1000
+_CALL_TIMEOUT_S = 60.0
+_MAX_ERROR_CHARS = 2000
+_MAX_LISTED = 1000
 
 
 class Queue:
-    """At most ``limit`` episodes at once; looks for new rollouts every ``poll_s`` seconds and whenever one ends."""
+    """Plays at most ``limit`` concurrent episodes; polls for rollouts every ``poll_s`` seconds and when one ends."""
 
     def __init__(self, player: Player, *, limit: int, poll_s: float) -> None:
         self._player, self._limit, self._poll_s = player, limit, poll_s
@@ -40,26 +41,25 @@ class Queue:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     async def follow(self) -> None:
-        """For ever; raises when the run cannot be reached for a minute."""
-        looked = time.monotonic()
+        """Run without end; raises when the run cannot be reached for a minute."""
+        last_check = time.monotonic()
         while True:
-            room = min(self._limit - len(self._tasks), _CLAIMED_AT_ONCE)
-            taken = 0
-            if room:
-                waiting = await self._call("GET", f"{self._api}?state_in=queuing&limit={room}")
-                begun = await asyncio.gather(*(self._begin(rollout) for rollout in waiting))
-                taken = sum(begun)
-            if time.monotonic() - looked > _RUNNING_LOOK_S:
-                looked = time.monotonic()
+            free = min(self._limit - len(self._tasks), _MAX_CLAIM)
+            claimed = 0
+            if free:
+                waiting = await self._call("GET", f"{self._api}?state_in=queuing&limit={free}")
+                claimed = sum(await asyncio.gather(*(self._claim(rollout) for rollout in waiting)))
+            if time.monotonic() - last_check > _CANCEL_POLL_S:
+                last_check = time.monotonic()
                 await self._end_cancelled()
-            if not taken:
+            if not claimed:
                 self._freed.clear()
                 try:
-                    await asyncio.wait_for(self._freed.wait(), self._poll_s if room else _RUNNING_LOOK_S)
+                    await asyncio.wait_for(self._freed.wait(), self._poll_s if free else _CANCEL_POLL_S)
                 except TimeoutError:
                     pass
 
-    async def _begin(self, rollout: dict[str, Any]) -> bool:
+    async def _claim(self, rollout: dict[str, Any]) -> bool:
         rollout_id = rollout["rollout_id"]
         if rollout_id in self._tasks or not await self._patch(rollout_id, state="running", last_attempt_id="0"):
             return False
@@ -68,17 +68,17 @@ class Queue:
         return True
 
     async def _end_cancelled(self) -> None:
-        """Ends episodes whose rollouts have ended without this worker, and rollouts without an episode."""
-        mine = dict(self._tasks)
-        shown = await self._call("GET", f"{self._api}?state_in=running&limit={_MOST_SHOWN}")
-        running = {rollout["rollout_id"] for rollout in shown}
-        if len(running) == _MOST_SHOWN:
+        """Cancel episodes whose rollouts were ended elsewhere, and fail running rollouts without an episode."""
+        episodes = dict(self._tasks)
+        listed = await self._call("GET", f"{self._api}?state_in=running&limit={_MAX_LISTED}")
+        running = {rollout["rollout_id"] for rollout in listed}
+        if len(running) == _MAX_LISTED:
             return
-        for rollout_id, task in mine.items():
+        for rollout_id, task in episodes.items():
             if rollout_id not in running:
                 task.cancel()
-        # begun by a call whose answer was lost
-        for rollout_id in running - mine.keys() - self._tasks.keys():
+        # claimed by a call whose response was lost
+        for rollout_id in running - episodes.keys() - self._tasks.keys():
             await self._fail(rollout_id, "the episode is not running")
 
     async def _run(self, rollout: dict[str, Any]) -> None:
@@ -97,17 +97,17 @@ class Queue:
             await self._fail(rollout_id, str(error))
         except httpx.HTTPStatusError as error:
             await self._fail(rollout_id, f"environment: RewardRefused: {error.response.text}")
-        except Exception as error:  # a fault of the environment costs its own rollout
+        except Exception as error:  # an error of the environment must only cost its rollout
             traceback.print_exc(file=sys.stderr)
             await self._fail(rollout_id, f"environment: {type(error).__name__}: {error}")
         else:
             await self._patch(rollout_id, state="succeeded")
 
     async def _fail(self, rollout_id: str, why: str) -> None:
-        await self._patch(rollout_id, state="failed", error_message=why[:_MOST_WORDS])
+        await self._patch(rollout_id, state="failed", error_message=why[:_MAX_ERROR_CHARS])
 
     async def _patch(self, rollout_id: str, **status: Any) -> bool:
-        """False where the rollout is another's, has ended or is gone."""
+        """Update a rollout's status. False if another worker has it, or if it has ended or was deleted."""
         try:
             await self._call("PATCH", f"{self._api}/{rollout_id}", {"status": status})
         except httpx.HTTPStatusError as error:
@@ -119,7 +119,7 @@ class Queue:
     async def _call(self, method: str, url: str, body: Any = None) -> Any:
         async def once() -> Any:
             answer = await self._player.api.request(
-                method, url, json=body, headers={"Authorization": f"Bearer {self._player.key}"}, timeout=_CALL_S
+                method, url, json=body, headers={"Authorization": f"Bearer {self._player.key}"}, timeout=_CALL_TIMEOUT_S
             )
             answer.raise_for_status()
             return answer.json()

@@ -1,17 +1,18 @@
-"""Agent Lightning's in-memory store, as the bridge needs it: told when a rollout ends, safe across threads, and of the
-same cost and size however many rollouts have gone through it.
+"""``BridgeStore``: Agent Lightning's in-memory store with notifications, thread safety, and a cost that does not grow
+with the number of past rollouts.
 
-Stock behaviour that this replaces:
+Changes to the stock behaviour:
 
-- Completion must be polled for. Here listeners are told (``subscribe_finished``).
-- Finished rollouts stay, and when memory is short the oldest spans are dropped, read or not. Here whoever has read a
-  rollout *releases* it, and only what is released is forgotten; too much that is not stops deliveries.
-- A watchdog scan looks at every running rollout, and at every span to know its size. Here neither depends on what is
-  stored.
-- The rollouts of a runner that dies wait for their own limits. Here they fail when its heartbeats stop, or when whoever
-  started it says so (``fail_worker``), and other runners try again.
-- The end of an attempt changes a rollout that has ended. Here one that was cancelled, or failed by the watchdog, stays
-  so, though the agent comes to an end later.
+- Completion: listeners are notified (``subscribe_finished``); the stock store must be polled.
+- Retention: a reader *releases* the rollouts it has read, and only released ones are forgotten; too many unreleased
+  bytes stop deliveries (backpressure). The stock store keeps finished rollouts, and drops the oldest spans, read or
+  not, when memory is short.
+- Watchdog: a scan visits only rollouts whose limits may have passed. The stock scan visits every running rollout, and
+  every span for its size.
+- Dead runners: their rollouts fail when the heartbeats stop, or by ``fail_worker``, and others retry them. In the stock
+  store they wait for their limits.
+- Final states: a rollout that was cancelled, or failed by the watchdog, stays so. In the stock store a later end of its
+  attempt changes it.
 """
 
 from __future__ import annotations
@@ -50,25 +51,24 @@ FINISHED = frozenset({"succeeded", "failed", "cancelled"})
 RUNNING = frozenset({"preparing", "running"})
 _ATTEMPT_STATUSES = frozenset(get_args(Attempt.model_fields["status"].annotation))
 
-# A rollout is tried again this often when the processes that ran it died, whatever its own number of attempts; then it
-# counts as what kills them.
+# Extra attempts of a rollout whose runners died, beyond its own number; after that the rollout may be the cause.
 _DEATHS_FORGIVEN = 2
-# Marks attempts whose runner died, in their metadata.
+# Metadata key of attempts whose runner died.
 WORKER_DIED = "agl_slime.worker_died"
 _WARN_AT = 0.8  # of the unreleased bytes
-# Resources snapshots that are kept, one per weight version: rollouts that are this far behind do not exist.
+# Resources snapshots to keep, one per weight version; no rollout is as far behind.
 _RESOURCES_KEPT = 1_000
 
 
 class BridgeStore(InMemoryLightningStore):
-    """See the module. Listeners are called on the event loop that wrote the end, whoever did; they must be quick and
-    thread-safe.
+    """See the module's docstring. Listeners are called on the event loop of the call that ended the rollout; they must
+    be quick and thread-safe.
 
     Args:
-        scan_debounce_seconds: shortest time between two looks for rollouts past their limits; stock is 10.
-        retention: what is kept, and for how long.
-        dead_worker_seconds: a runner whose heartbeats stopped this long ago is dead, and its attempts fail; 0 is never.
-            Runners that never sent one are not judged.
+        scan_debounce_seconds: shortest time between two watchdog scans; the stock default is 10.
+        retention: limits of retained rollouts.
+        dead_worker_seconds: a runner without heartbeat for this long is dead, and its attempts fail; 0 = never. A
+            runner that never sent a heartbeat is never considered dead.
     """
 
     def __init__(
@@ -93,16 +93,15 @@ class BridgeStore(InMemoryLightningStore):
         self._watch = WatchList()
         self._dead_worker_seconds = dead_worker_seconds
         self._next_worker_check = 0.0
-        self._judged_dead: dict[str, float] = {}  # worker id -> the heartbeat after which it was judged
-        self._gone: set[str] = set()  # runners that will not come back
+        self._failed_at: dict[str, float] = {}  # worker id -> its last heartbeat before it was failed
+        self._gone: set[str] = set()  # runners that have ended for good
         self.served = False
         """Whether other processes read the store: tasks must then be JSON."""
 
     # -- ends ---------------------------------------------------------------------------------------------------------
 
     def subscribe_finished(self, listener: RolloutListener) -> Callable[[], None]:
-        """Call ``listener(rollout)`` for each rollout that ends from now on; the returned function ends the
-        subscription."""
+        """Call ``listener(rollout)`` for each rollout that ends from now on; the returned function unsubscribes."""
         self._finished_listeners.append(listener)
 
         def unsubscribe() -> None:
@@ -111,40 +110,40 @@ class BridgeStore(InMemoryLightningStore):
 
         return unsubscribe
 
-    # -- for a controller, which says itself when a rollout begins ----------------------------------------------------
+    # -- for a controller, which starts attempts itself ---------------------------------------------------------------
 
     def waiting(self, limit: int) -> list[Rollout]:
-        """Up to ``limit`` rollouts that nobody has begun, in the order of the queue."""
+        """Up to ``limit`` unclaimed rollouts, in the order of the queue."""
         with self.collections.lock:
             return list(islice(self.collections.waiting(), max(0, limit)))
 
     def running(self) -> list[Rollout]:
-        """The rollouts that run; costs as much as there are in flight."""
+        """The running rollouts. The cost is proportional to their number."""
         with self.collections.lock:
-            known = map(self.collections.rollout, self._running_rollout_ids)
-            return [rollout for rollout in known if rollout is not None and rollout.status in RUNNING]
+            rollouts = map(self.collections.rollout, self._running_rollout_ids)
+            return [rollout for rollout in rollouts if rollout is not None and rollout.status in RUNNING]
 
     async def begin(self, rollout_id: str, *, worker_id: str) -> AttemptedRollout:
-        """Start an attempt at a rollout that waits, wherever it stands in the queue."""
+        """Start an attempt at a queued rollout, whatever its position in the queue."""
         with self.collections.lock:
             self.collections.unqueue(rollout_id)
             return await self.start_attempt(rollout_id, worker_id)
 
     async def enqueue_rollout(self, input: Any, *args: Any, **kwargs: Any) -> Rollout:
-        """As Agent Lightning's. Raises ``ConfigError`` for a task that cannot be sent to another process."""
+        """Like Agent Lightning's. Raises ``ConfigError`` for a task that cannot be sent to another process."""
         if self.served:
             check_sendable(input)
         return await super().enqueue_rollout(input, *args, **kwargs)
 
     async def enqueue_many_rollouts(self, rollouts: Sequence[EnqueueRolloutRequest]) -> Sequence[Rollout]:
-        """As Agent Lightning's. Raises ``ConfigError`` for a task that cannot be sent to another process."""
+        """Like Agent Lightning's. Raises ``ConfigError`` for a task that cannot be sent to another process."""
         if self.served:
             for task in {id(request.input): request.input for request in rollouts}.values():
                 check_sendable(task)
         return await super().enqueue_many_rollouts(rollouts)
 
     async def enqueue_as(self, request: EnqueueRolloutRequest, *, rollout_id: str | None) -> Rollout:
-        """Enqueue under an id of the caller's, which must be new; ``None`` takes one of Agent Lightning's."""
+        """Enqueue under ``rollout_id``, which must be new; ``None`` generates one."""
         fields = {name: getattr(request, name) for name in ("input", "mode", "resources_id", "config", "metadata")}
         if rollout_id is None:
             return await self.enqueue_rollout(**fields)
@@ -158,8 +157,8 @@ class BridgeStore(InMemoryLightningStore):
     # -- retention ----------------------------------------------------------------------------------------------------
 
     async def release(self, rollout_ids: Iterable[str]) -> int:
-        """These rollouts were read and are not needed any more: keep them only as long as there is room in the window.
-        Returns how many were newly released; those that have not ended, or are unknown, stay as they are."""
+        """Mark rollouts as read: they are kept only within the retention window. Returns the number of newly released
+        ones; unfinished and unknown rollouts are ignored."""
         count = 0
         with self.collections.lock:
             for rollout_id in rollout_ids:
@@ -173,13 +172,12 @@ class BridgeStore(InMemoryLightningStore):
         return count
 
     def released(self, rollout_ids: Iterable[str]) -> set[str]:
-        """Those of these that were released, or are not known any more."""
+        """The subset of ``rollout_ids`` that is released or already forgotten."""
         with self.collections.lock:
-            gone = (one for one in rollout_ids if one in self._released or self.collections.rollout(one) is None)
-            return {*gone}
+            return {name for name in rollout_ids if name in self._released or self.collections.rollout(name) is None}
 
     def usage(self) -> StoreUsage:
-        """Where the store stands; for metrics."""
+        """Counts and sizes for metrics."""
         with self.collections.lock:
             return StoreUsage(
                 queued=self.collections.queued,
@@ -192,8 +190,7 @@ class BridgeStore(InMemoryLightningStore):
             )
 
     def _trim(self) -> None:
-        """Forget what is beyond the window, oldest release first, and judge again whether there is backpressure. Under
-        the lock."""
+        """Forget released rollouts beyond the window, oldest first, and update the backpressure. Needs the lock."""
         keep = self.retention
         while self._released and (
             len(self._released) > keep.released_rollouts or self._released_bytes > keep.released_bytes
@@ -206,7 +203,7 @@ class BridgeStore(InMemoryLightningStore):
         if not self._warned:
             self._warned = True
             logger.warning(
-                "%.0f MB of spans are not released, of the %.0f MB after which no more rollouts are delivered: call "
+                "%.0f MB of spans are unreleased; above %.0f MB no more rollouts are delivered: call "
                 "`await store.release(ids)`, as a data source does.",
                 waiting / 1e6,
                 limit / 1e6,
@@ -228,11 +225,11 @@ class BridgeStore(InMemoryLightningStore):
     # -- workers ------------------------------------------------------------------------------------------------------
 
     async def fail_worker(self, worker_id: str, *, reason: str = "the process ended", gone: bool = False) -> list[str]:
-        """A runner is dead: its attempts end as ``unresponsive`` and their rollouts are queued again, also those that
-        have no attempt left, up to two times per rollout: it is not their fault. Returns the ids of those rollouts.
+        """Fail a dead runner: its attempts end as ``unresponsive`` and their rollouts are queued again, up to two times
+        per rollout even if it has no attempt left. Returns the ids of these rollouts.
 
-        ``gone``: it will not come back, and gets no more rollouts: a request for some that it sent before its end may
-        still be under way. Costs as much as there are rollouts in flight; runners do not die often.
+        ``gone``: the runner has ended for good and gets no more rollouts, since an earlier request of it may still be
+        in flight. The cost is proportional to the rollouts in flight.
         """
         with self.collections.lock:
             if gone:
@@ -247,11 +244,11 @@ class BridgeStore(InMemoryLightningStore):
             died = {**(attempt.metadata or {}), WORKER_DIED: reason}
             await self.update_attempt(attempt.rollout_id, attempt.attempt_id, status="unresponsive", metadata=died)
         if lost:
-            logger.warning("Runner %s is dead (%s); others try its %d rollouts again.", worker_id, reason, len(lost))
+            logger.warning("Runner %s is dead (%s); others retry its %d rollouts.", worker_id, reason, len(lost))
         return [attempt.rollout_id for attempt in lost]
 
     async def _forgive(self, attempt: Attempt) -> None:
-        """Give the rollout one attempt more if few of its runners have died."""
+        """Allow the rollout one more attempt if few of its runners have died."""
         with self.collections.lock:
             rollout = self.collections.rollout(attempt.rollout_id)
             attempts = self.collections.attempts_of(attempt.rollout_id).values()
@@ -274,16 +271,16 @@ class BridgeStore(InMemoryLightningStore):
                 for worker in list(self.collections._workers._items.values())
                 if worker.last_heartbeat_time is not None
                 and now - worker.last_heartbeat_time > self._dead_worker_seconds
-                and self._judged_dead.get(worker.worker_id) != worker.last_heartbeat_time
+                and self._failed_at.get(worker.worker_id) != worker.last_heartbeat_time
             ]
         for worker_id, heartbeat in silent:
-            self._judged_dead[worker_id] = heartbeat
+            self._failed_at[worker_id] = heartbeat
             await self.fail_worker(worker_id, reason=f"no heartbeat for {now - heartbeat:.0f} s")
 
     # -- Agent Lightning's hooks --------------------------------------------------------------------------------------
 
     async def dequeue_rollout(self, worker_id: str | None = None) -> AttemptedRollout | None:
-        with self.collections.lock:  # judged and delivered in one step
+        with self.collections.lock:  # checked and delivered atomically
             return await super().dequeue_rollout(worker_id) if self._delivers_to(worker_id) else None
 
     async def dequeue_many_rollouts(
@@ -324,14 +321,15 @@ class BridgeStore(InMemoryLightningStore):
     async def _unlocked_update_attempt_and_rollout(  # type: ignore[override]  # all fields come by name
         self, collections: Any, rollout_id: str, attempt_id: str, **fields: Any
     ) -> tuple[Attempt, RolloutUpdate | None, bool]:
-        """What Agent Lightning does, in a third of its time; but an ended rollout stays ended, and what is not valid is
-        refused before anything is changed."""
+        """Like Agent Lightning's, in a third of its time. Unlike it, an ended rollout stays ended, and invalid fields
+        are refused before any change."""
         rollout, latest = self.collections.rollout(rollout_id), self.collections.latest_attempt(rollout_id)
         attempt = latest if attempt_id == "latest" else self.collections.attempts_of(rollout_id).get(attempt_id)
         if rollout is None or attempt is None:
-            raise ValueError(f"Rollout {rollout_id} has no attempt {attempt_id}, or is not known")
+            raise ValueError(f"Rollout {rollout_id} has no attempt {attempt_id}, or is unknown")
         changes = {name: value for name, value in fields.items() if not isinstance(value, Unset)}
-        if changes.keys() != {"status"} or changes["status"] not in _ATTEMPT_STATUSES:  # the usual, of nearly all cost
+        # the check costs more than all else: the usual change goes without it
+        if changes.keys() != {"status"} or changes["status"] not in _ATTEMPT_STATUSES:
             Attempt.model_validate({**attempt.model_dump(), **changes})
         if changes.get("status") in ("failed", "succeeded"):
             changes["end_time"] = time.time()
@@ -349,7 +347,7 @@ class BridgeStore(InMemoryLightningStore):
 
     async def _post_add_spans(self, spans: Sequence[Span], rollout_id: str, attempt_id: str) -> None:
         with self.collections.lock:
-            update = self._show_life(rollout_id, attempt_id)
+            update = self._mark_alive(rollout_id, attempt_id)
             if update is not None:
                 await self._post_update_rollout([update])
             for span in spans:
@@ -357,13 +355,14 @@ class BridgeStore(InMemoryLightningStore):
             size = sum(map(estimate_span_bytes, spans))
             self._span_bytes_by_rollout[rollout_id] += size
             self._total_span_bytes += size
-            if rollout_id in self._released:  # a late span of an attempt that was given up
+            if rollout_id in self._released:  # a late span of an abandoned attempt
                 self._released_bytes += size
             self._trim()
 
-    def _show_life(self, rollout_id: str, attempt_id: str) -> RolloutUpdate | None:
-        """Spans arrived: the attempt lives, and so does its rollout if it is the latest. Returns the rollout if that
-        had been queued again. Does what Agent Lightning's ``_on_attempt_heartbeat`` does, in a tenth of its time."""
+    def _mark_alive(self, rollout_id: str, attempt_id: str) -> RolloutUpdate | None:
+        """Record new spans as a sign of life of the attempt, and of its rollout if it is the latest. Returns the
+        rollout if it had been queued again. Equals Agent Lightning's ``_on_attempt_heartbeat``, in a tenth of its
+        time."""
         rollout = self.collections.rollout(rollout_id)
         attempt = self.collections.attempts_of(rollout_id).get(attempt_id)
         if rollout is None or attempt is None:
@@ -378,7 +377,7 @@ class BridgeStore(InMemoryLightningStore):
         return (rollout, ["status"]) if before == "requeuing" else None
 
     async def _maybe_evict_spans(self, collections: Any) -> None:
-        """Stock eviction drops what nobody has read. ``_trim`` does what is to be done."""
+        """Does nothing: stock eviction drops unread spans. See ``_trim``."""
 
     async def _scan_for_unhealthy_rollouts(self) -> None:
         now = time.time()
@@ -389,7 +388,7 @@ class BridgeStore(InMemoryLightningStore):
             await self._fail_silent_workers(now)
 
     async def _unlocked_get_running_rollouts(self, collections: Any) -> list[AttemptedRollout]:
-        """What the watchdog looks at: only the running rollouts one of whose limits may have passed."""
+        """The running rollouts for the watchdog: only ones with a limit that may have passed."""
         now = time.time()
         due = []
         for rollout_id in self._watch.take_due(now):
@@ -398,14 +397,15 @@ class BridgeStore(InMemoryLightningStore):
                 continue
             next_check = _next_check(rollout.config, attempt)
             if next_check is not None:
-                # once past its limit it is marked now; the second look is for what happens between the two clocks
+                # checked again soon: the watchdog's clock is read after this one
                 self._watch.set(rollout_id, max(next_check, now + 0.05))
             due.append(AttemptedRollout(**rollout.model_dump(), attempt=attempt))
         return due
 
 
 def _next_check(config: RolloutConfig, attempt: Attempt) -> float | None:
-    """When the first of an attempt's limits passes, in seconds since the epoch; ``None`` when it has none."""
+    """The time at which the first of an attempt's limits passes, in seconds since the epoch; ``None`` without
+    limits."""
     times = []
     if config.timeout_seconds is not None:
         times.append(attempt.start_time + config.timeout_seconds)

@@ -1,8 +1,8 @@
-"""Clients of a store that a ``StoreService`` serves: one for whoever follows it, one for runners in other processes.
+"""Clients of a store that a ``StoreService`` serves: ``RemoteStore`` for readers, ``WorkerStore`` for runners.
 
-Agent Lightning's client needs a request, a millisecond of the server's time, per span, its number, and each change of
-an attempt. Of a runner the calls that end rollouts travel together: what comes while a request is under way, or within
-ten milliseconds of the last one's start, makes up the next one. A caller waits for its own result as before.
+Agent Lightning's client sends a request (a millisecond of the server's time) for each span, for its number, and for
+each change of an attempt. A runner's calls that end rollouts are batched: calls made while a request is in flight, or
+within ten milliseconds of the last request's start, form the next one. Each caller still waits for its result.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from agl_slime.support.backoff import Backoff
 from agl_slime.support.batching import Batcher
 from agl_slime.support.http import ask, is_transient
 
-# A server that restarts is back within moments; one that is gone for this long will not come back.
+# A restarting server answers again within moments; one that does not answer for this long has failed.
 _UNREACHABLE_S = 120.0
 _LARGEST_BATCH = 256
-_LARGEST_BODY = 32 * 2**20  # bytes, and one call more
+_LARGEST_BODY = 32 * 2**20  # bytes; one more call may exceed it
 _REQUESTS_AT_ONCE = 2
-# A request costs the server several times what a call in it costs. The first one after a pause goes at once.
+# A request costs the server several times as much as a call in it. The first one after a pause is sent at once.
 _BETWEEN_REQUESTS_S = 0.01
 _RESOURCES_TTL_S = 1.0
 
@@ -55,7 +55,8 @@ class RemoteStore(LightningStoreClient):
         return session
 
     async def get_rollout_by_id(self, rollout_id: str) -> Rollout | None:
-        """``None`` when there is none; Agent Lightning's returns it for a store that is away, too."""
+        """The rollout, or ``None`` if it does not exist; Agent Lightning's client returns ``None`` for an unreachable
+        store, too."""
         data = await self._request_json("get", f"/rollouts/{rollout_id}")
         return Rollout.model_validate(data) if data is not None else None
 
@@ -64,7 +65,7 @@ class RemoteStore(LightningStoreClient):
         return Attempt.model_validate(data) if data else None
 
     async def release(self, rollout_ids: Sequence[str]) -> int:
-        """As ``BridgeStore.release``, over HTTP."""
+        """``BridgeStore.release`` over HTTP."""
         call = {"op": "release", "rollout_ids": list(rollout_ids)}
         [result] = await self._post_calls([_encoded(call)])
         return _result_of(result)
@@ -77,9 +78,9 @@ class RemoteStore(LightningStoreClient):
         wait_s: float = 20.0,
         patience_s: float | None = _UNREACHABLE_S,
     ) -> AsyncIterator[FeedPage]:
-        """Pages of ended rollouts from ``position`` on, for ever, across interruptions; the caller moves the position.
-        Raises ``DataSourceError`` when the store has been unreachable for ``patience_s`` (two minutes; ``None``: it
-        may be away for ever), or serves no feed."""
+        """Endless pages of ended rollouts after ``position``, which the caller moves; retries across interruptions.
+        Raises ``DataSourceError`` when the store is unreachable for ``patience_s`` (``None``: no limit), or serves no
+        feed."""
         path, backoff = CANCELLED_PATH if only_cancelled else FEED_PATH, self._backoff(patience_s)
         while True:
             body = orjson.dumps(
@@ -87,7 +88,7 @@ class RemoteStore(LightningStoreClient):
             )
             post = partial(self._page, path, body, timeout_s=wait_s + 10.0)
             try:
-                # what is no page is the word of something before the store, a proxy say, while that is away
+                # an answer that is not a page comes from something in front of the store, such as a proxy: retry
                 page = await backoff.run(post, lambda error: is_transient(error) or isinstance(error, ValueError))
             except aiohttp.ClientResponseError as error:
                 fix = f"set {TOKEN_VARIABLE}" if error.status == 401 else "serve it with agl_slime's StoreService"
@@ -103,14 +104,14 @@ class RemoteStore(LightningStoreClient):
         return FeedPage(**answer)
 
     async def statuses(self, rollout_ids: Collection[str]) -> dict[str, str]:
-        """The status of those of ``rollout_ids`` that the store knows; waits for a store that is away."""
-        found = await self._backoff(None).run(
+        """The status by id of ``rollout_ids``, without unknown ones; retries while the store is unreachable."""
+        rollouts = await self._backoff(None).run(
             lambda: self.query_rollouts(rollout_id_in=sorted(rollout_ids)), is_transient
         )
-        return {rollout.rollout_id: rollout.status for rollout in found}
+        return {rollout.rollout_id: rollout.status for rollout in rollouts}
 
     async def planned(self, step: int) -> list[str]:
-        """The rollouts, one of each group, that training step ``step`` is planned with (``StoreService.plan``)."""
+        """The plan of training step ``step``: one rollout of each of its groups (``StoreService.plan``)."""
         body = orjson.dumps({"step": step})
         try:
             return await self._backoff(_UNREACHABLE_S).run(lambda: self._post(PLAN_PATH, body), is_transient)
@@ -120,7 +121,7 @@ class RemoteStore(LightningStoreClient):
             ) from error
 
     async def _post_calls(self, calls: list[bytes]) -> list[dict[str, Any]]:
-        # Sent twice is as good as once: a span that is there already is not added again, an end that is there stays.
+        # safe to retry: the store adds no span twice, and an end is final
         body = _body_of(calls)
         answer = await self._backoff(_UNREACHABLE_S).run(lambda: self._post(BATCH_PATH, body), is_transient)
         return answer["results"]
@@ -173,7 +174,7 @@ class WorkerStore(RemoteStore):
         return (await self._pipe.ask(_body_of(calls)))["results"]
 
     async def _call(self, call: dict[str, Any]) -> Any:
-        # encoded here, so that one that cannot be is an error of its own caller only
+        # encoded here, so that a call that cannot be encoded fails alone
         return _result_of(await self._calls.add(_encoded(call)))
 
     async def get_next_span_sequence_id(self, rollout_id: str, attempt_id: str) -> int:
@@ -195,7 +196,7 @@ class WorkerStore(RemoteStore):
         return Attempt.model_validate(await self._call(call))
 
     async def get_resources_by_id(self, resources_id: str) -> ResourcesUpdate | None:
-        # hundreds of rollouts that begin together ask together: one request for all
+        # one request for the hundreds of rollouts that begin together
         fetch = self._resources.get(resources_id)
         if fetch is None:
             fetch = self._resources[resources_id] = asyncio.ensure_future(super().get_resources_by_id(resources_id))

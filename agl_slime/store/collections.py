@@ -1,9 +1,9 @@
-"""Agent Lightning's in-memory collections under one lock, with look-ups by key.
+"""``BridgeCollections``: Agent Lightning's in-memory collections under one lock, with look-ups by key.
 
-Stock code takes up to three asynchronous locks per store call through an exit stack, a fifth of the CPU time of a whole
-rollout (docs/scale.md). Nothing between taking and giving them back ever suspends (the collections are plain dicts), so
-one re-entrant thread lock that is held for microseconds does the same. Reads take it as well, so that a scan in one
-thread does not break on a write in another.
+Stock code takes up to three asynchronous locks per store call through an exit stack, a fifth of a rollout's CPU time
+(docs/scale.md). The code under them never suspends (the collections are plain dicts), so one re-entrant thread lock,
+taken for microseconds, does the same. Reads take it as well, so that a scan in one thread does not break on a write in
+another.
 
 These are semi-private parts of Agent Lightning 0.3; ``tests/unit/test_store_hooks.py`` pins them.
 """
@@ -29,33 +29,32 @@ from agl_slime.support.agl import (
 
 V = TypeVar("V")
 
-
 _MEASURING = {InMemoryLightningStore.query_spans.__code__, ListBasedCollection.get.__code__}
 
 
 def do_not_measure(part: Any) -> None:
-    """Calls of a store or collection go past the decorator that measures each, for metrics that nobody collects."""
+    """Bypass the decorator that measures each call of a store or collection, for metrics that are never collected."""
     methods: list[tuple[str, Any]] = inspect.getmembers(type(part), inspect.isfunction)
     for name, method in methods:
         if method.__code__ in _MEASURING:
             setattr(part, name, MethodType(method.__wrapped__, part))
 
 
-_set_fields: dict[type[Any], set[str]] = {}
+_field_sets: dict[type[Any], set[str]] = {}
 
 
 def share_field_sets(span: Span) -> None:
-    """Pydantic keeps of each model the names of the fields that were given, the same of nearly all spans and a third of
-    a span beside its attributes: all share one set of each kind."""
+    """Share one ``model_fields_set`` among spans: pydantic's sets are equal for nearly all spans, and a third of a
+    span's memory without attributes."""
     for part in (span, span.context, span.status, span.resource):
         if part is not None:
-            known = _set_fields.setdefault(type(part), part.model_fields_set)
-            if known == part.model_fields_set:
-                object.__setattr__(part, "__pydantic_fields_set__", known)  # where ``model_construct`` puts it
+            shared = _field_sets.setdefault(type(part), part.model_fields_set)
+            if shared == part.model_fields_set:
+                object.__setattr__(part, "__pydantic_fields_set__", shared)  # as ``model_construct`` does
 
 
 class _Section:
-    """Holds the lock for one store operation."""
+    """The asynchronous context manager that takes the lock for one store operation."""
 
     __slots__ = ("_collections",)
 
@@ -71,7 +70,7 @@ class _Section:
 
 
 class BridgeCollections(InMemoryLightningCollections):
-    """See the module. ``lock`` guards everything; hold it for moments only, and never across a suspension."""
+    """See the module's docstring. ``lock`` guards everything; take it briefly, and never across an ``await``."""
 
     def __init__(self) -> None:
         super().__init__(lock_type="thread")
@@ -88,16 +87,16 @@ class BridgeCollections(InMemoryLightningCollections):
         with self.lock:
             return await callback(self)
 
-    # -- records, each under the lock ---------------------------------------------------------------------------------
+    # -- records; callers take the lock -------------------------------------------------------------------------------
 
     @property
     def queued(self) -> int:
-        """Rollouts that wait to be claimed."""
+        """Number of unclaimed rollouts."""
         return len(self._rollout_queue._items)
 
     @property
     def stored(self) -> int:
-        """Rollouts that are there at all."""
+        """Number of rollouts."""
         return self._rollouts._size
 
     def rollout(self, rollout_id: str) -> Rollout | None:
@@ -108,7 +107,7 @@ class BridgeCollections(InMemoryLightningCollections):
         self._rollouts._items[rollout.rollout_id] = rollout
 
     def waiting(self) -> Iterator[Rollout]:
-        """The rollouts of the queue, in its order; those at its front that do not wait any more are taken out."""
+        """The unclaimed rollouts, in the order of the queue; stale entries at its front are removed."""
         queue, front = self._rollout_queue._items, True
         for rollout_id in queue.copy():
             rollout = self.rollout(rollout_id)
@@ -119,7 +118,7 @@ class BridgeCollections(InMemoryLightningCollections):
                 queue.popleft()
 
     def unqueue(self, rollout_id: str) -> None:
-        """Take a rollout out of the queue, if it is there; one near the front is found at once."""
+        """Remove a rollout from the queue, if present; fast near the front."""
         with suppress(ValueError):
             self._rollout_queue._items.remove(rollout_id)
 
@@ -131,29 +130,28 @@ class BridgeCollections(InMemoryLightningCollections):
         self._span_sequence_ids._values.pop(rollout_id, None)
 
     def attempts_of(self, rollout_id: str) -> dict[str, Attempt]:
-        """The attempts of a rollout by id, in the order in which they began."""
+        """The attempts of a rollout by id, oldest first."""
         return self._attempts._items.get(rollout_id, {})
 
     def latest_attempt(self, rollout_id: str) -> Attempt | None:
-        """The attempt that began last."""
+        """The newest attempt."""
         return next(reversed(self.attempts_of(rollout_id).values()), None)
 
     def trim_resources(self, keep: int) -> None:
-        """Forget the oldest resources snapshots but ``keep``."""
+        """Forget all but the newest ``keep`` resources snapshots."""
         items = self._resources._items
         while len(items) > keep:
             del items[next(iter(items))]
             self._resources._size -= 1
 
 
-# Entries of rollouts that have ended stay in the heap until their time comes or the heap is rebuilt, which is when this
-# many may be stale.
+# Stale entries that the heap may have, beyond its live ones, before it is rebuilt.
 _STALE = 1_024
 
 
 class WatchList:
-    """Running rollouts by the time of their next check, in seconds since the epoch, so that the store's watchdog looks
-    only at those whose limits may have passed: stock code looks at all, 0.2 s for 4,096. Not thread-safe."""
+    """Running rollouts by the time of their next check, in seconds since the epoch, so that the store's watchdog visits
+    only due ones (the stock scan of all 4,096 takes 0.2 s). Not thread-safe."""
 
     def __init__(self) -> None:
         self._next: dict[str, float] = {}
@@ -163,7 +161,7 @@ class WatchList:
         return len(self._next)
 
     def set(self, rollout_id: str, when: float) -> None:
-        """Check this rollout at ``when``, and not at the time that was set before."""
+        """Set the time of a rollout's check, in place of an earlier one."""
         self._next[rollout_id] = when
         heapq.heappush(self._heap, (when, rollout_id))
         if len(self._heap) > 2 * len(self._next) + _STALE:
@@ -171,11 +169,11 @@ class WatchList:
             heapq.heapify(self._heap)
 
     def discard(self, rollout_id: str) -> None:
-        """This rollout does not run any more."""
+        """Remove a rollout that no longer runs."""
         self._next.pop(rollout_id, None)
 
     def take_due(self, now: float) -> list[str]:
-        """The rollouts whose check is due; they are no longer on the list."""
+        """Remove and return the rollouts whose check is due."""
         due = []
         while self._heap and self._heap[0][0] <= now:
             when, rollout_id = heapq.heappop(self._heap)

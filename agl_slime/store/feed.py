@@ -1,8 +1,8 @@
-"""Which rollouts have ended, as a list that others follow from a position on.
+"""``FinishedFeed``: the numbered list of ended rollouts, which readers follow from a position.
 
-Delivery is at least once. A position is a number within one run of the server, which its *server instance id* names;
-the last 100,000 ends are kept. A follower that comes from another instance, or from too far behind, is told so and
-looks through the store once.
+Delivery is at least once. A position is a number within one run of the server, identified by the *server instance id*.
+The feed keeps the last 100,000 ends. The page for a reader from another instance, or from too far behind, says so, and
+the reader then scans the store once.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ _LONGEST_WAIT_S = 60.0
 
 
 class FeedPage(TypedDict):
-    """``rollout_ids`` ended at positions ``last - len + 1`` to ``last``. ``missed``: ends before the first of them are
-    no longer known."""
+    """``rollout_ids`` ended at positions ``last - len + 1`` to ``last``. ``missed``: earlier ends after the reader's
+    position are no longer in the feed."""
 
     server_instance_id: str
     last: int
@@ -39,28 +39,28 @@ class FeedPage(TypedDict):
 
 @dataclass(slots=True)
 class FeedPosition:
-    """Where a follower stands: the number of ends it has taken in, of a server instance."""
+    """A reader's position: the number of ends of a server instance that it has processed."""
 
     server_instance_id: str = ""
     after: int = 0
 
     def restarted(self, page: FeedPage) -> bool:
-        """Whether ``page`` comes from another server instance: what happened between the two is in neither's feed."""
+        """Whether ``page`` comes from another server instance; ends between the two are in neither feed."""
         return self.server_instance_id not in ("", page["server_instance_id"])
 
     def move(self, page: FeedPage) -> None:
-        """``page`` has been taken in."""
+        """Move behind ``page``."""
         self.server_instance_id, self.after = page["server_instance_id"], page["last"]
 
 
 class FinishedFeed:
-    """The ends of a store's rollouts, or those of one kind, numbered from 1 in the order in which they happened; one
-    that is reported again keeps its number. Thread-safe."""
+    """The ends of a store's rollouts, or of one kind, numbered from 1 in order; a repeated end keeps its number.
+    Thread-safe."""
 
     def __init__(self, *, window: int = _WINDOW) -> None:
         self.server_instance_id = uuid.uuid4().hex
         self._ids: deque[str] = deque()
-        self._among: set[str] = set()
+        self._id_set: set[str] = set()
         self._window = window
         self._last = 0
         self._lock = threading.Lock()
@@ -68,32 +68,32 @@ class FinishedFeed:
         self._closed = False
 
     def append(self, rollout: Rollout) -> None:
-        """A rollout has ended."""
+        """Add a rollout that has ended."""
         with self._lock:
-            if rollout.rollout_id in self._among:
+            if rollout.rollout_id in self._id_set:
                 return
             if len(self._ids) == self._window:
-                self._among.discard(self._ids.popleft())
+                self._id_set.discard(self._ids.popleft())
             self._ids.append(rollout.rollout_id)
-            self._among.add(rollout.rollout_id)
+            self._id_set.add(rollout.rollout_id)
             self._last += 1
         self._notify()
 
     @property
     def last(self) -> int:
-        """How many have ended since this feed began."""
+        """The number of ends so far."""
         return self._last
 
     def position(self, after: int = 0) -> FeedPosition:
-        """Where a follower of this feed stands that has taken in the first ``after`` ends."""
+        """The position behind the first ``after`` ends."""
         return FeedPosition(self.server_instance_id, after)
 
     def read(self, position: FeedPosition) -> FeedPage:
-        """What ended after ``position``, up to a page."""
+        """The page after ``position``."""
         with self._lock:
             first = self._last - len(self._ids) + 1
-            known = position.server_instance_id == self.server_instance_id and position.after <= self._last
-            after = position.after if known else 0
+            valid = position.server_instance_id == self.server_instance_id and position.after <= self._last
+            after = position.after if valid else 0
             begin = max(after + 1, first)
             end = min(self._last, begin + _PAGE - 1)
             ids = [self._ids[i - first] for i in range(begin, end + 1)]
@@ -102,12 +102,12 @@ class FinishedFeed:
             )
 
     async def wait(self, position: FeedPosition, timeout_s: float) -> FeedPage:
-        """``read``, as soon as there is something to read; an empty page after ``timeout_s``."""
+        """``read`` as soon as the page is not empty; an empty page after ``timeout_s``."""
         loop = asyncio.get_running_loop()
         ended = asyncio.Event()
 
         def notify() -> None:
-            with suppress(RuntimeError):  # the follower's loop is gone, and the follower with it
+            with suppress(RuntimeError):  # the reader's loop is closed
                 loop.call_soon_threadsafe(ended.set)
 
         with self._lock:
@@ -124,7 +124,7 @@ class FinishedFeed:
                 self._waiters.discard(notify)
 
     def close(self) -> None:
-        """Let everyone who waits go."""
+        """Release all waiting readers."""
         self._closed = True
         self._notify()
 

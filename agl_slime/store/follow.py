@@ -1,4 +1,4 @@
-"""Following the ends of a store's rollouts: the one way for data sources, gateways and runners."""
+"""Follow the ends of a store's rollouts, for data sources, gateways and runners."""
 
 from __future__ import annotations
 
@@ -26,53 +26,53 @@ async def follow_feed(
     only_cancelled: bool = False,
     patience_s: float | None = None,
 ) -> None:
-    """Have each page of a store's feed taken in, for ever; the position moves after that. ``catch_up`` finds what has
-    ended unseen, where a page begins beyond the position or comes from another server instance."""
+    """Call ``take`` with each page of a store's feed, without end, and move the position behind it. ``catch_up``
+    returns the rollouts that may have ended unseen, if a page has missed ends or comes from another server instance."""
     async for page in store.follow_finished(position, only_cancelled=only_cancelled, patience_s=patience_s):
-        found = await catch_up(page) if page["missed"] or position.restarted(page) else ()
-        take(page, found)
+        missed = await catch_up(page) if page["missed"] or position.restarted(page) else ()
+        take(page, missed)
         position.move(page)
 
 
 def listen_for_ends(
     store: LightningStore,
-    tell: Callable[[str], None],
+    notify: Callable[[str], None],
     *,
     mine: Callable[[], Collection[str]],
     only_cancelled: bool = False,
 ) -> Callable[[], object]:
-    """Call ``tell(rollout_id)`` for each rollout that ends in the store from now on, or is cancelled there; perhaps
-    twice, on any thread, and for rollouts of others too. The returned function ends that.
+    """Call ``notify(rollout_id)`` for each rollout that ends in the store from now on, or is cancelled there. Calls may
+    repeat, come on any thread, and concern other listeners' rollouts. The returned function unsubscribes.
 
-    ``mine`` are the rollouts of this listener, which are looked at after a time in which a store elsewhere could not be
-    heard. Stores that tell of nothing are not asked.
+    ``mine`` returns this listener's rollouts, whose status is looked up after an interruption of a remote store's feed.
+    Does nothing for stores without notifications.
     """
     if isinstance(store, BridgeStore):
 
         def ended(rollout: Rollout) -> None:
             if rollout.status == "cancelled" or not only_cancelled:
-                tell(rollout.rollout_id)
+                notify(rollout.rollout_id)
 
         return store.subscribe_finished(ended)
     if not isinstance(store, RemoteStore):
         return lambda: None
 
-    def take(page: FeedPage, found: Collection[str]) -> None:
-        for rollout_id in {*page["rollout_ids"], *found}:
-            tell(rollout_id)
+    def take(page: FeedPage, missed: Collection[str]) -> None:
+        for rollout_id in {*page["rollout_ids"], *missed}:
+            notify(rollout_id)
 
     async def catch_up(page: FeedPage) -> Collection[str]:
-        known = {*mine()}
-        statuses = await store.statuses(known) if known else {}
+        ids = {*mine()}
+        statuses = await store.statuses(ids) if ids else {}
         if only_cancelled:
             return {name for name, status in statuses.items() if status == "cancelled"}
-        return known - {name for name, status in statuses.items() if status not in FINISHED}
+        return ids - {name for name, status in statuses.items() if status not in FINISHED}
 
     async def follow() -> None:
         try:
             await follow_feed(store, FeedPosition(), take, catch_up, only_cancelled=only_cancelled)
         except (AglSlimeError, aiohttp.ClientError) as error:
-            what = "cancellations" if only_cancelled else "ends of rollouts"
-            logger.warning("%s in the store are not heard of any more: %s", what.capitalize(), error)
+            kind = "cancellations" if only_cancelled else "ends of rollouts"
+            logger.warning("The store's %s are no longer followed: %s", kind, error)
 
     return asyncio.ensure_future(follow()).cancel

@@ -1,8 +1,8 @@
-"""Which rollout the running code belongs to, and the spans it has produced so far.
+"""``Recording``: the spans of one attempt, and the context variable that assigns running code to it.
 
-The current recording lives in a ``contextvars.ContextVar``: asyncio tasks and ``asyncio.to_thread`` inherit it, so
-spans of nested tasks and of threads land on the rollout that started them, however many rollouts share the process.
-``agl_slime.runner.process`` carries it into threads and executors that Python starts without a context.
+asyncio tasks and ``asyncio.to_thread`` inherit the variable, so spans of nested tasks and threads are added to the
+rollout that started them. ``agl_slime.runner.process`` carries it into threads and executors that Python starts without
+a context.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from agl_slime.support.agl import LightningStore, Span
 
 logger = logging.getLogger(__name__)
 
-# Called with rollout_id, attempt_id and sequence_id, once the store has numbered the spans of an attempt.
 SpanBuilder = Callable[..., Span]
+"""Called with rollout_id, attempt_id and sequence_id, once the store has numbered the span."""
 
 
 @dataclass(eq=False)
 class Recording:
-    """The spans of one attempt that are not written yet, in the order in which they ended. Any thread may add. Those
-    that are written stay in ``written``, unless it ``forgets`` what a store has."""
+    """The unwritten spans of one attempt, in the order of their ends. ``add`` is thread-safe. Written spans are kept in
+    ``written``, unless the recording ``forgets`` them."""
 
     rollout_id: str
     attempt_id: str
@@ -34,12 +34,12 @@ class Recording:
     forgets: bool = False
     written: list[Span] = field(default_factory=list)
     _pending: list[SpanBuilder] = field(default_factory=list)
-    _built: list[Span] = field(default_factory=list)  # numbered; whether the store has them is not known
+    _built: list[Span] = field(default_factory=list)  # numbered; a failed write may have stored them
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _writing: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     def add(self, builder: SpanBuilder) -> bool:
-        """Keep a span for the next write; ``False`` when the attempt is over and the span came too late."""
+        """Keep a span for the next write; ``False`` when the attempt has ended."""
         with self._lock:
             if self.closed:
                 return False
@@ -47,8 +47,8 @@ class Recording:
         return True
 
     async def write(self, *, close: bool = False) -> None:
-        """Write what is there to the store, in one call each for the numbers and the spans; with ``close`` nothing is
-        taken in after this. What could not be written stays for the next time, and the error is raised."""
+        """Write the pending spans to the store, by one call for their numbers and one for the spans; ``close`` refuses
+        later ones. After an error, which is raised, the next call writes them."""
         async with self._writing:
             with self._lock:
                 pending, self._pending = self._pending, []
@@ -57,15 +57,15 @@ class Recording:
                 await self._write(pending)
 
     async def write_early(self) -> None:
-        """``write`` while the attempt goes on; what fails is tried again at its end."""
+        """``write`` while the attempt runs; a failed write is retried at its end."""
         try:
             await self.write()
         except Exception as error:
             logger.warning("Spans of rollout %s could not be written yet: %s", self.rollout_id, error)
 
     async def _write(self, pending: list[SpanBuilder]) -> None:
-        """What was built once stays as it is: a store that has a span already, of a write whose answer was lost, does
-        not take it for another."""
+        """Build and write spans. A span is built once: if the response to a write was lost, the retry must not look
+        like another span."""
         key, ids = (self.rollout_id, self.attempt_id), {"rollout_id": self.rollout_id, "attempt_id": self.attempt_id}
         store, first = self.store, len(self.written) + len(self._built) + 1
         try:
@@ -77,7 +77,7 @@ class Recording:
                 self._pending[:0] = pending
             raise
         self._built += [build(**ids, sequence_id=number) for build, number in zip(pending, numbers, strict=True)]
-        # a store returns those that it had not yet
+        # a store returns the spans that are new to it
         new = {s.span_id: s for s in await store.add_many_spans(self._built)} if store is not None else {}
         if store is None or not self.forgets:
             self.written += [new.get(span.span_id, span) for span in self._built]

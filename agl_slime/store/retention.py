@@ -1,4 +1,4 @@
-"""What a store keeps, and how much it holds."""
+"""Retention limits and usage of a store."""
 
 from __future__ import annotations
 
@@ -7,21 +7,21 @@ from dataclasses import dataclass
 from agl_slime.support.agl import Span
 from agl_slime.support.ranges import check_ranges
 
-# A span's fields besides its attributes: ids, names, contexts, pydantic's own overhead. Measured once; exactness does
-# not matter for a threshold.
+# Measured size of a span without attributes: ids, names, contexts, pydantic's overhead. A threshold needs no exact one.
 _SPAN_OVERHEAD_BYTES = 2_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Retention:
-    """What a store keeps. ``released_rollouts`` and ``released_bytes``: how much of what was released stays to be
-    looked at, newest last. ``unreleased_bytes``: estimated span bytes that may wait to be released before no more
-    rollouts are delivered; ``None`` is half of the machine's memory. A warning comes at 80 % of it.
-    """
+    """Limits of a store's memory. Sizes are estimates of span bytes."""
 
     released_rollouts: int = 2_000
+    """Released rollouts that are kept for inspection."""
     released_bytes: int = 256 * 2**20
+    """Their size."""
     unreleased_bytes: int | None = None
+    """Size of unreleased rollouts above which no more rollouts are delivered; ``None`` = half of the machine's memory.
+    A warning is logged at 80 %."""
 
     def __post_init__(self) -> None:
         check_ranges(
@@ -33,27 +33,28 @@ class Retention:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoreUsage:
-    """``queued`` and ``running`` rollouts, ``stored`` ones in all, ``released`` ones that are still kept; span bytes
-    are estimates. ``backpressure``: whether no rollouts are delivered because too much waits to be released."""
+    """Numbers of rollouts, estimated span bytes, and whether deliveries are stopped (``backpressure``)."""
 
     queued: int
     running: int
     stored: int
+    """All rollouts in the store."""
     released: int
+    """Released ones that are still kept."""
     span_bytes: int
     unreleased_bytes: int
     backpressure: bool
 
 
 def estimate_span_bytes(span: Span) -> int:
-    """Size of a span from its attributes' lengths alone, without walking them."""
+    """Estimate the size of a span from the lengths of its attributes, without walking lists."""
     size = _SPAN_OVERHEAD_BYTES
     for key, value in span.attributes.items():
         size += len(key)
         if isinstance(value, str):
             size += len(value)
         elif isinstance(value, (list, tuple)):
-            size += 32 * len(value)  # a boxed number and its place in the list
+            size += 32 * len(value)  # a boxed number and its slot in the list
         else:
             size += 32
     return size

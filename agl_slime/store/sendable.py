@@ -1,4 +1,5 @@
-"""A check that a task reaches runners in other processes unchanged: HTTP's JSON has no NaN and no lone surrogates."""
+"""``check_sendable``: whether a task reaches runners in other processes unchanged. JSON has no NaN, no lone
+surrogates."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ from agl_slime.errors import ConfigError
 
 
 def check_sendable(task: Any) -> None:
-    """Raise ``ConfigError``, naming place and value, for a task that JSON cannot hold."""
+    """Raise ``ConfigError`` with place and value for a task that JSON cannot hold."""
     try:
         written = to_json(task, inf_nan_mode="constants")
         if b"NaN" not in written and b"Infinity" not in written:

@@ -1,12 +1,12 @@
-"""A ``BridgeStore`` served over HTTP: Agent Lightning's own server, and four routes more.
+"""``StoreService``: a ``BridgeStore`` served over HTTP by Agent Lightning's server, with four more routes:
 
-``POST /agl_slime/v1/finished`` with ``{"server_instance_id", "after", "wait_s"}`` answers with the ids of the rollouts
-that ended after position ``after``, as soon as there are any, so following a store costs the same however long it has
-lived. ``POST /agl_slime/v1/cancelled`` is the same for those that ended as cancelled: what runners elsewhere follow.
-``POST /agl_slime/v1/batch`` takes many calls at once. ``POST /agl_slime/v1/plan`` with ``{"step"}`` answers with the
-rollouts, one of each group, that a training step is planned with.
+- ``POST /agl_slime/v1/finished`` with ``{"server_instance_id", "after", "wait_s"}``: the rollouts that ended after
+  position ``after``, as soon as there are any. The cost does not grow with the age of the store.
+- ``POST /agl_slime/v1/cancelled``: the same for cancelled rollouts; runners in other processes follow it.
+- ``POST /agl_slime/v1/batch``: many calls in one request.
+- ``POST /agl_slime/v1/plan`` with ``{"step"}``: the plan of a training step, one rollout of each of its groups.
 
-A body of more than 512 MB gets 413, whatever the route. Other requests are served while a large one is executed.
+A body of more than 512 MB gets 413 on any route. Other requests are served while a large one is executed.
 """
 
 from __future__ import annotations
@@ -43,23 +43,23 @@ PLAN_PATH = "/agl_slime/v1/plan"
 TOKEN_VARIABLE = "AGL_SLIME_STORE_TOKEN"
 
 UNNUMBERED = 0
-"""Sequence id of a span that gets the next one of its rollout when it is written."""
+"""Sequence id of a span that the store numbers when it is written."""
 
 _CANCELLED_WINDOW = 10_000
-_PLANS = 16  # training steps whose plans are kept, the last ones
-_AT_ONCE = 100  # calls, or spans of one; some milliseconds, between which the loop serves others
-_MOST_BODY = 512 * 2**20  # bytes; clients of ours send at most 32 MB and one call more
+_PLANS = 16  # newest training steps whose plans are kept
+_SLICE = 100  # calls or spans that are executed (in milliseconds) before the loop serves other requests
+_MAX_BODY = 512 * 2**20  # bytes; this package's clients send at most 32 MB and one more call
 
 
 class StoreService:
     """Serves a ``BridgeStore`` and its feed over HTTP, from ``start`` (or the ``with`` block) to ``stop``.
 
     Args:
-        store: the store of this process; its other users go on using it directly.
-        host: the address to bind. Anything but a loopback address needs ``token``, which every request must then carry
-            as a bearer token.
+        store: the store of this process; others in the process may use it directly.
+        host: the address to bind. Any address but a loopback address needs ``token``, which every request must then
+            carry as a bearer token.
         port: 0 takes a free one.
-        stalled_s: a connection is cut on which no request, or less than 1 kB/s of one, has come for so long.
+        stalled_s: a connection is cut after this time without a request, or with less than 1 kB/s of one.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class StoreService:
         self.cancellations = FinishedFeed(window=_CANCELLED_WINDOW)
         self._plans: dict[int, list[str]] = {}
         self._store = store
-        # Agent Lightning finds the address that others see when none is given
+        # without an access host Agent Lightning detects the machine's address
         access_host = None if host == "0.0.0.0" else "127.0.0.1" if is_loopback(host) else host
         arguments = PythonServerLauncherArgs(
             host=host,
@@ -96,13 +96,13 @@ class StoreService:
 
     @property
     def url(self) -> str:
-        """What a ``RemoteStore`` (or Agent Lightning's client) connects to."""
+        """The address for a ``RemoteStore``, or Agent Lightning's client."""
         return self._server.endpoint
 
     def start(self) -> StoreService:
         if self._unsubscribe is not None:
             raise ConfigError("the store service was started already")
-        self._unsubscribe = self._store.subscribe_finished(self._take)
+        self._unsubscribe = self._store.subscribe_finished(self._add_end)
         self._store.served = True
         launcher = self._server.server_launcher
         launcher.serve_context = _cutting_stalled(lambda: launcher._uvicorn_server, self._stalled_s)
@@ -110,7 +110,7 @@ class StoreService:
         return self
 
     def stop(self) -> None:
-        """End the server; followers get what there is and are let go. Safe to call twice."""
+        """End the server; waiting readers get a last page. Safe to call twice."""
         if self._unsubscribe is None:
             return
         self._unsubscribe()
@@ -121,7 +121,7 @@ class StoreService:
         run_blocking(self._server.stop())
 
     def plan(self, step: int, rollout_ids: Sequence[str]) -> None:
-        """Training step ``step`` is on the groups of these rollouts, for whoever asks (``RemoteStore.planned``)."""
+        """Publish the plan of training step ``step``, one rollout of each group, for ``RemoteStore.planned``."""
         self._plans = {**dict(list(self._plans.items())[1 - _PLANS :]), step: list(rollout_ids)}
 
     def __enter__(self) -> StoreService:
@@ -130,7 +130,7 @@ class StoreService:
     def __exit__(self, *exc_info: object) -> None:
         self.stop()
 
-    def _take(self, rollout: Rollout) -> None:
+    def _add_end(self, rollout: Rollout) -> None:
         self.feed.append(rollout)
         if rollout.status == "cancelled":
             self.cancellations.append(rollout)
@@ -142,7 +142,7 @@ class StoreService:
         async def batch(request: Request) -> Response:
             return Response(await execute_batch(self._store, await _json(request)), media_type="application/json")
 
-        # POST: the dashboard of Agent Lightning's server answers every GET
+        # POST: the dashboard of Agent Lightning's server handles every GET
         app.post(FEED_PATH)(_pages_of(self.feed))
         app.post(CANCELLED_PATH)(_pages_of(self.cancellations))
         app.post(BATCH_PATH)(batch)
@@ -150,9 +150,9 @@ class StoreService:
         async def plan(request: Request) -> list[str]:
             asked = await _json(request)
             step = asked.get("step") if isinstance(asked, dict) else None
-            if not isinstance(step, int) or (found := self._plans.get(step)) is None:
-                raise HTTPException(404, f"no plan is known for step {step!r:.40}")
-            return found
+            if not isinstance(step, int) or (rollout_ids := self._plans.get(step)) is None:
+                raise HTTPException(404, f"there is no plan for step {step!r:.40}")
+            return rollout_ids
 
         app.post(PLAN_PATH)(plan)
 
@@ -165,48 +165,48 @@ class StoreService:
             return await call_next(request)
 
         app.middleware("http")(admit)
-        app.add_middleware(_BoundedBodies, most=_MOST_BODY)
+        app.add_middleware(_BoundedBodies, limit=_MAX_BODY)
 
 
 class _BoundedBodies:
-    """Answers 413 to a body of more than ``most`` bytes: Agent Lightning's routes read any. To the route the client has
-    hung up."""
+    """Answers 413 to a body of more than ``limit`` bytes: Agent Lightning's routes read any size. The route sees a
+    disconnected client."""
 
-    def __init__(self, app: ASGIApp, *, most: int) -> None:
-        self._app, self._most = app, most
+    def __init__(self, app: ASGIApp, *, limit: int) -> None:
+        self._app, self._limit = app, limit
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        came, began = 0, False
+        received, responded = 0, False
 
-        async def counted() -> Message:
-            nonlocal came
+        async def counted_receive() -> Message:
+            nonlocal received
             message = await receive()
-            came += len(message.get("body", b""))
-            return message if came <= self._most else {"type": "http.disconnect"}
+            received += len(message.get("body", b""))
+            return message if received <= self._limit else {"type": "http.disconnect"}
 
-        async def passed_on(message: Message) -> None:
-            nonlocal began
-            if came <= self._most or began:
-                began = True
+        async def guarded_send(message: Message) -> None:
+            nonlocal responded
+            if received <= self._limit or responded:
+                responded = True
                 await send(message)
 
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
         try:
-            await self._app(scope, counted, passed_on)
+            await self._app(scope, counted_receive, guarded_send)
         except Exception:
-            if came <= self._most:
+            if received <= self._limit:
                 raise
-        if came > self._most and not began:
-            detail = f"the body is larger than {self._most} bytes; send less in one request"
+        if received > self._limit and not responded:
+            detail = f"the body is larger than {self._limit} bytes; send less in one request"
             await JSONResponse({"detail": detail}, status_code=413)(scope, receive, send)
 
 
 @contextmanager
 def served(store: LightningStore, host: str = "127.0.0.1") -> Iterator[tuple[str, str | None]]:
-    """Address and token of ``store`` for other processes: a ``BridgeStore`` is served on ``host`` within the block, the
-    client of a store says where that is. Raises ``ConfigError`` for any other."""
+    """Address and token of ``store`` for other processes: a ``BridgeStore`` is served on ``host`` within the block; a
+    client has them already. Raises ``ConfigError`` for any other store."""
     if isinstance(store, LightningStoreClient):
         yield store.server_address_root, getattr(store, "_token", None)
     elif isinstance(store, BridgeStore):
@@ -220,57 +220,57 @@ def served(store: LightningStore, host: str = "127.0.0.1") -> Iterator[tuple[str
 
 @asynccontextmanager
 async def _cutting_stalled(server: Callable[[], Any], stalled_s: float) -> AsyncIterator[None]:
-    """Cut connections of a uvicorn server that stall: it has no limit for the first request, nor for any body."""
-    since: WeakKeyDictionary[Any, float] = WeakKeyDictionary()  # when a connection was seen to wait for more
-    came: WeakKeyDictionary[Any, int] = WeakKeyDictionary()  # and how many bytes of it since then
+    """Cut stalled connections of a uvicorn server, which has no time limit for the first request, nor for bodies."""
+    since: WeakKeyDictionary[Any, float] = WeakKeyDictionary()  # start of the current wait for data
+    received: WeakKeyDictionary[Any, int] = WeakKeyDictionary()  # bytes since then
 
     def count(connection: Any) -> None:
-        take = connection.data_received
+        data_received = connection.data_received
 
         def counted(data: bytes) -> None:
-            came[connection] += len(data)
-            take(data)
+            received[connection] += len(data)
+            data_received(data)
 
         connection.data_received = counted
 
-    def look(connection: Any, now: float) -> None:
+    def check(connection: Any, now: float) -> None:
         cycle = connection.cycle
-        if cycle is not None and not (cycle.response_complete or cycle.more_body):  # it is we who are asked
+        if cycle is not None and not (cycle.response_complete or cycle.more_body):  # the server is working
             since.pop(connection, None)
-        elif connection not in since or came[connection] >= 1000 * stalled_s:
+        elif connection not in since or received[connection] >= 1000 * stalled_s:
             since[connection] = now
-            if connection not in came:
+            if connection not in received:
                 count(connection)
-            came[connection] = 0
+            received[connection] = 0
         elif now - since[connection] >= stalled_s:
             connection.transport.abort()
 
-    async def look_on() -> None:
+    async def check_all() -> None:
         while True:
             await asyncio.sleep(stalled_s / 4)
             for connection in list(server().server_state.connections):
-                look(connection, time.monotonic())
+                check(connection, time.monotonic())
 
-    looking = asyncio.ensure_future(look_on())
+    checking = asyncio.ensure_future(check_all())
     try:
         yield
     finally:
-        looking.cancel()
+        checking.cancel()
 
 
 async def _json(request: Request) -> Any:
-    """The body of a request; of a large one in a thread. Raises ``HTTPException`` 400 where it is not JSON."""
+    """The body of a request, parsed in a thread if it is large. Raises ``HTTPException`` 400 if it is not JSON."""
     try:
         raw = await request.body()
         return orjson.loads(raw) if len(raw) <= INLINE_PARSE_BYTES else await run_in_thread(orjson.loads, raw)
     except ClientDisconnect as error:
-        raise HTTPException(400, "the connection ended before the whole body had come") from error
+        raise HTTPException(400, "the connection ended before the end of the body") from error
     except orjson.JSONDecodeError as error:
         raise HTTPException(400, f"the body is not JSON: {error}") from error
 
 
 class _Follower(BaseModel):
-    """What a follower of a feed sends: its position, and how long it waits for more."""
+    """A request for a page of a feed: the reader's position, and how long to wait for a page."""
 
     server_instance_id: str = ""
     after: Annotated[int, Field(ge=0)] = 0
@@ -291,17 +291,17 @@ def _pages_of(feed: FinishedFeed) -> Callable[[Request], Awaitable[FeedPage]]:
 
 
 async def execute_batch(store: BridgeStore, body: Any) -> bytes:
-    """Execute the calls of one request, in order; a call that fails says so and does not stop the others. Raises
-    ``HTTPException`` 400 where there are no calls."""
+    """Execute the calls of one request, in order; each result is a value or an error, which does not stop the others.
+    Raises ``HTTPException`` 400 if the body has no list of calls."""
     if not isinstance(body, dict) or not isinstance(body.get("calls"), list):
         raise HTTPException(400, 'the body is not {"calls": [...]}')
     results: list[orjson.Fragment] = []
     for number, call in enumerate(body["calls"]):
-        if number % _AT_ONCE == _AT_ONCE - 1:
+        if number % _SLICE == _SLICE - 1:
             await asyncio.sleep(0)
         try:
             results.append(_encoded({"result": await _execute(store, call)}))
-        except Exception as error:  # told to the one who called
+        except Exception as error:  # returned to its caller
             refused = isinstance(error, (ValueError, TypeError, KeyError))
             results.append(_encoded({"error": f"{type(error).__name__}: {error}", "refused": refused}))
     return orjson.dumps({"results": results})
@@ -328,10 +328,10 @@ async def _execute(store: BridgeStore, call: dict[str, Any]) -> Any:
 
 
 async def _parts(items: Sequence[T]) -> AsyncIterator[Sequence[T]]:
-    for first in range(0, len(items), _AT_ONCE):
+    for first in range(0, len(items), _SLICE):
         if first:
             await asyncio.sleep(0)
-        yield items[first : first + _AT_ONCE]
+        yield items[first : first + _SLICE]
 
 
 async def _write(store: BridgeStore, spans: Sequence[Span]) -> None:

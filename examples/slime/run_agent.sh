@@ -3,9 +3,9 @@
 #
 #   SLIME_DIR=~/slime MODEL=~/Qwen3-0.6B MODEL_TORCH_DIST=~/Qwen3-0.6B_torch_dist examples/slime/run_agent.sh
 #
-# MODEL_ARGS_FILE is the file of slime's scripts/models that fits the model. EVAL_DATA is a file of evaluation tasks (JSON lines), EVAL_NAME what slime
-# calls it. GPU_ARGS says who has which GPUs, SCRIPT which of slime's loops runs. Everything after the script's name is passed on to slime and wins. With
-# BUFFER_URL rollouts come from a Rollout Buffer; run_agent_buffer.sh starts one.
+# MODEL_ARGS_FILE: the file in slime's scripts/models for the model. EVAL_DATA: a file of evaluation tasks (JSON lines); EVAL_NAME: its name in slime.
+# GPU_ARGS: the assignment of GPUs. SCRIPT: slime's training script. Further arguments are passed to slime and override these. With BUFFER_URL rollouts come
+# from a Rollout Buffer; run_agent_buffer.sh starts one.
 set -euo pipefail
 here="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
 repository="$(cd "$here/../.." && pwd)"
@@ -18,7 +18,7 @@ source "${MODEL_ARGS_FILE:-$SLIME_DIR/scripts/models/qwen3-0.6B.sh}"
 
 CKPT_ARGS=(--hf-checkpoint "$MODEL" --ref-load "$MODEL_TORCH_DIST" --load "$save" --save "$save" --save-interval 20)
 
-# The hooks. Prompts come from the agent's make_task(rng); with --prompt-data FILE.jsonl every line is a task.
+# slime's hooks. Tasks come from the agent's make_task(rng); with --prompt-data FILE.jsonl every line is a task.
 AGL_ARGS=(
   --data-source-path agl_slime.AGLDataSource
   --rollout-function-path agl_slime.slime_hooks.generate_rollout
@@ -31,7 +31,7 @@ AGL_ARGS=(
 )
 launcher=()
 if [ -n "${BUFFER_URL:-}" ]; then
-  launcher=(-m agl_slime.slime.launch) # whose parser knows --agent-rollout-buffer-url and loss masks of one's own
+  launcher=(-m agl_slime.slime.launch) # its parser has --agent-rollout-buffer-url and custom loss masks
   AGL_ARGS=(
     --rollout-function-path agl_slime.buffer.agent_rollout.generate_rollout
     --agent-rollout-buffer-url "$BUFFER_URL"

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# As run_agent.sh, on one node of eight GPUs of which four train and four sample at the same time: slime's train_async.py, where this slime has it, trains
-# on what was sampled one update before, and truncated importance sampling (TIS) corrects for the difference. Newer slimes have train.py alone.
+# run_agent.sh on one node of eight GPUs, four for training and four for sampling, asynchronously: slime's train_async.py (if this version has it; newer ones
+# have train.py only) trains on samples of the previous update, and truncated importance sampling (TIS) corrects for the difference.
 set -euo pipefail
 here="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
 : "${SLIME_DIR:?set SLIME_DIR to the checkout of slime}"

@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
-# As run_agent.sh, with rollouts from a Rollout Buffer that this script starts and ends:
+# run_agent.sh with rollouts from a Rollout Buffer, which this script starts and ends:
 #
 #   DATA=~/dapo-math-17k.jsonl SLIME_DIR=… MODEL=… MODEL_TORCH_DIST=… examples/slime/run_agent_buffer.sh
 #
-# DATA are the tasks (JSON lines with prompt and label; lines without instance_id get one, in a file beside it). TASK_TYPE names the generator (math, or agl
-# with AGL_SLIME_AGENT=module:Class), GENERATORS a directory of your own ones. LOSS_MASK_TYPE is a registered name or module:Class, for items without token ids.
+# DATA: the tasks (JSON lines with prompt and label; missing instance_ids are added in a file beside it). TASK_TYPE: the generator (math, or agl with
+# AGL_SLIME_AGENT=module:Class). GENERATORS: a directory of your own generators. LOSS_MASK_TYPE: a registered name or module:Class, for items without token ids.
 set -euo pipefail
 here="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
 export PYTHONPATH="$here/../..${PYTHONPATH:+:$PYTHONPATH}"
@@ -15,4 +15,4 @@ export DATA="${tasks%.jsonl}_instance_id.jsonl" BUFFER_URL="http://127.0.0.1:$po
 python -m agl_slime.cli buffer --port "$port" --run-dir "${SAVE:-$PWD/runs/slime}/buffer" --input-dir "$(dirname "$DATA")" ${GENERATORS:+--generators "$GENERATORS"} &
 buffer=$!
 trap 'kill "$buffer" 2>/dev/null || true; wait "$buffer" || true' EXIT
-"$here/run_agent.sh" "$@" # it waits for the buffer, and names to it what a resumed run has trained on
+"$here/run_agent.sh" "$@" # waits for the buffer, and sends it the instances that a resumed run has trained on

@@ -1,15 +1,14 @@
-"""Online RL under ``agentlightning.Trainer``, as its users write it for other algorithms: on this machine, with the
-local trainer, in about a minute.
+"""Online RL with ``agentlightning.Trainer``, here with the local trainer, in about a minute.
 
-On a machine with slime and GPUs: ``SlimeAlgorithm(model_path=…, slime_flags=[…], rollout_num_gpus=…)`` and nothing else
-changes. Run it with ``python examples/slime/trainer_fit.py``.
+On a machine with slime and GPUs only ``SlimeAlgorithm(model_path=…, slime_flags=[…], rollout_num_gpus=…)`` changes. Run
+it with ``python examples/slime/trainer_fit.py``.
 """
 
 from __future__ import annotations
 
 import os
 
-os.environ.setdefault("LITELLM_LOCAL_MODEL_COST_MAP", "True")  # else Agent Lightning waits for a price list
+os.environ.setdefault("LITELLM_LOCAL_MODEL_COST_MAP", "True")  # otherwise Agent Lightning downloads a price list
 
 import random
 import sys

@@ -18,7 +18,7 @@ from verifiers.v1.runtimes import ProgramResult
 
 from agl_slime.environments.runtimes.bubblewrap import BubblewrapRuntime
 from agl_slime.environments.runtimes.layout import BubblewrapConfig
-from agl_slime.environments.runtimes.lending import box, room_for
+from agl_slime.environments.runtimes.lending import box, max_episodes
 from tests.environments.model import serving
 
 SMALL = {"memory": 0.25, "disk": 0.02, "files": 2000, "processes": 40, "seconds": 120, "output": 10_000}
@@ -336,7 +336,7 @@ async def exposed() -> dict[str, Any]:
 
 async def rooms() -> list[int | None]:
     """How many episodes have room, where 10 GiB and 1,000 processes are left, and of them 4 GiB to a container."""
-    found: list[int | None] = [room_for({})]
+    found: list[int | None] = [max_episodes({})]
     with tempfile.TemporaryDirectory() as name:
         root = Path(name)
         for path, text in (
@@ -346,13 +346,13 @@ async def rooms() -> list[int | None]:
             (root / path).parent.mkdir(parents=True, exist_ok=True)
             (root / path).write_text(text)
         two = {"agent": BubblewrapConfig(memory=1), "judge": BubblewrapConfig(memory=1, processes=44)}
-        found += [room_for(two, root=root), room_for({"agent": BubblewrapConfig(memory=99)}, root=root)]
-        found.append(room_for({"agent": BubblewrapConfig(memory=1, processes=10)}, root=root))
+        found += [max_episodes(two, root=root), max_episodes({"agent": BubblewrapConfig(memory=99)}, root=root)]
+        found.append(max_episodes({"agent": BubblewrapConfig(memory=1, processes=10)}, root=root))
         group = root / "sys/fs/cgroup"
         group.mkdir(parents=True)
         for file, text in (("memory.max", 6 * 2**30), ("memory.current", 2 * 2**30), ("pids.max", "max")):
             (group / file).write_text(f"{text}\n")
-        found.append(room_for({"agent": BubblewrapConfig(memory=1, processes=10)}, root=root))
+        found.append(max_episodes({"agent": BubblewrapConfig(memory=1, processes=10)}, root=root))
     return found
 
 

@@ -63,8 +63,8 @@ def test_nothing_of_a_box_outlives_it() -> None:
 def test_a_box_over_a_limit_ends_with_the_limits_name() -> None:
     found = ask("boxes", "limits")
 
-    assert "has ended: over its limit of memory: its processes held" in found["memory"]
-    assert found["files"].endswith("over its limit of files: /workspace held more than 2000 files")
+    assert "has ended: over its limit of memory: its processes had" in found["memory"]
+    assert found["files"].endswith("over its limit of files: /workspace had more than 2000 files")
     assert found["seconds"].endswith("has ended: it lived 1 s")
 
 
@@ -75,7 +75,7 @@ def test_memory_that_no_process_has_for_its_own_counts() -> None:
     assert found.pop("hidden") == -9, "a process that cannot be looked into"
     assert len(found) == 4
     for name, end in found.items():
-        assert "has ended: over its limit of memory: its processes held" in end, name
+        assert "has ended: over its limit of memory: its processes had" in end, name
 
 
 def test_output_of_background_processes_is_kept_and_bounded() -> None:

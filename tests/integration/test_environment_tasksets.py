@@ -62,8 +62,8 @@ def test_unknown_dataset_game_or_level_is_an_error_in_one_sentence() -> None:
     assert dataset.startswith("reasoning-gym has no dataset 'chain_summ'; it has ab, acre")
     assert instructions.startswith("instructions 'loud': one of")
     assert level.startswith("reasoning-gym's chain_sum has no level 99")
-    assert "name what to play after a colon" in nothing
-    assert "the weight of chain_sum is a number" in weight
+    assert "give the datasets after a colon, as reasoning-gym:NAME" in nothing
+    assert "the weight of chain_sum must be a number" in weight
     assert game.startswith("TextArena has no game 'NoSuchGame-v0'; it has")
     assert "taken" not in players
 

@@ -128,7 +128,7 @@ async def test_follower_survives_a_proxys_answers_while_the_store_is_down():
 @pytest.mark.parametrize("chunked", [False, True])
 @pytest.mark.parametrize("path", [BATCH_PATH, FEED_PATH, ENQUEUE])
 async def test_a_body_over_the_limit_is_a_413(path: str, chunked: bool, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("agl_slime.store.server._MOST_BODY", 100_000)
+    monkeypatch.setattr("agl_slime.store.server._MAX_BODY", 100_000)
     body = b'{"calls": [' + b" " * 200_000 + b"]}"
 
     async def parts() -> AsyncIterator[bytes]:

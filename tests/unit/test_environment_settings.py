@@ -51,7 +51,7 @@ def test_unfitting_environment_settings_are_refused_by_name(given: dict[str, Any
 def test_environment_without_a_python_is_a_config_error_with_the_fix() -> None:
     with pytest.raises(ConfigError, match=r"--env-python \(AGL_ENV_PYTHON\).*verifiers_env\.sh"):
         load_environment("anything")
-    with pytest.raises(ConfigError, match="cannot be run as a Python"):
+    with pytest.raises(ConfigError, match="does not run as a Python"):
         load_environment("anything", python="/nowhere/python")
 
 

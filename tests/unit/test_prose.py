@@ -22,6 +22,7 @@ PLAIN_ROOMS = (
     "datasource",
     "demo",
     "engine",
+    "environments",
     "evaluation",
     "report",
     "rollout",

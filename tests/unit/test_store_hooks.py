@@ -151,7 +151,7 @@ def test_no_store_call_suspends() -> None:
 
 
 def test_spans_share_the_names_of_their_fields_and_say_the_same_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(collections, "_set_fields", {})  # which has what the first span of this process was given
+    monkeypatch.setattr(collections, "_field_sets", {})  # which has what the first span of this process was given
     spans = [span_of(n) for n in range(3)]
     odd = span_of(3)
     odd.more = "a field of its own"  # type: ignore[attr-defined]

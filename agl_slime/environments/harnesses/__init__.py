@@ -1,1 +1,1 @@
-"""Command-line agents that verifiers has no harness for, as harnesses of its kind."""
+"""Harnesses for command-line agents that verifiers has none for."""

@@ -1,4 +1,4 @@
-"""What programs from npm share: Node, an install of one pinned version, and a run to the end."""
+"""``NpmHarness``: base of harnesses for programs from npm; installs Node and one pinned version of the program."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ BASE_PATH = "/usr/local/bin:/usr/bin:/bin"
 
 
 class NpmHarness(vf.Harness[vf.HarnessConfig]):
-    """`PACKAGE` at the version of its config, in a directory of its own below `/var/tmp`."""
+    """`PACKAGE` at the version of the config, in a separate directory below `/var/tmp`."""
 
     PACKAGE: ClassVar[str]
     BINARY: ClassVar[str]

@@ -1,4 +1,4 @@
-"""OpenCode, run once to the end of its task."""
+"""``OpenCodeHarness``: one run of OpenCode per task."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["OpenCodeHarness"]
 class OpenCodeConfig(vf.HarnessConfig):
     version: PinnedVersion = "1.18.33"
     context: int = 131_072
-    """Tokens of context that it is told the model has: it summarizes the conversation before they are used up."""
+    """The model's context length for OpenCode, which summarizes longer conversations."""
     output: int = 16_384
 
 
@@ -49,5 +49,5 @@ class OpenCodeHarness(NpmHarness, vf.Harness[OpenCodeConfig]):
             **{f"OPENCODE_DISABLE_{name}": "true" for name in switched_off},
             "OPENCODE_CONFIG_CONTENT": json.dumps(settings),
         }
-        # A title of its own spares the call that makes one.
+        # a title saves the model call that makes one
         return await runtime.run_program([self.program, "run", "--pure", "--title", "task", "--", prompt or ""], env)

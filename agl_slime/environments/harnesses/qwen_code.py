@@ -1,4 +1,4 @@
-"""Qwen Code, run once to the end of its task."""
+"""``QwenCodeHarness``: one run of Qwen Code per task."""
 
 from __future__ import annotations
 
@@ -41,5 +41,5 @@ class QwenCodeHarness(NpmHarness, vf.Harness[QwenCodeConfig]):
             "OPENAI_BASE_URL": endpoint,
             "OPENAI_MODEL": ctx.model,
         }
-        told = ["--append-system-prompt", system] if system else []
-        return await runtime.run_program([self.program, "--yolo", *told, "--prompt", prompt or ""], env)
+        system_flags = ["--append-system-prompt", system] if system else []
+        return await runtime.run_program([self.program, "--yolo", *system_flags, "--prompt", prompt or ""], env)

@@ -1,12 +1,12 @@
-"""A sandbox without containers: bubblewrap as a runtime for verifiers' agents.
+"""``BubblewrapRuntime``: a sandbox without containers for verifiers' agents.
 
-Each box has a fresh home, ``/tmp`` and workspace in memory of bounded size, the system read-only, no process, file or
-socket of the host, and a network of its own in which nothing listens but what verifiers' rollout serves. The host
-speaks to the box's first process over a socket without a path; network routes are listening sockets that this process
-makes inside and hands out, so that their connections are served from the host's event loop.
+Each box has a fresh home, ``/tmp`` and workspace in size-limited memory, a read-only system, no process, file or socket
+of the host, and a private network in which only verifiers' rollout listens. The host talks to the box's first process
+over an unnamed socket. That process opens listening sockets inside and passes them out, so the host's event loop serves
+the connections.
 
-``RuntimeConfig`` of verifiers is a closed union: a box is lent to an agent, ``agent.run(task, runtime=box)``, or to all
-agents of an environment with ``lend_boxes(env, {"agent": config})``.
+verifiers' ``RuntimeConfig`` is a closed union, so boxes are passed at run time: ``agent.run(task, runtime=box)``, or
+``lend_boxes(env, {"agent": config})`` for the agents of an environment.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _QUIET_S = 0.5
 
 
 class BubblewrapRuntime(Runtime):
-    """One box. Its methods raise SandboxError once it has ended, with the reason."""
+    """One box. After its end its methods raise ``SandboxError`` with the reason."""
 
     _prepared: ClassVar[dict[Path | None, tuple[dict[str, str], dict[str, asyncio.Lock]]]] = {}
     scripts_dir: ClassVar[str] = "/var/tmp/vf-scripts"
@@ -45,35 +45,35 @@ class BubblewrapRuntime(Runtime):
         self.config = config
         self.info = BubblewrapInfo(**config.model_dump())
         self._installing = installing
-        if config.installs is not None:  # prepared once for all boxes that see the same installs
+        if config.installs is not None:  # shared by all boxes with these installs
             self._uv_interpreters, self._uv_script_locks = self._prepared.setdefault(config.installs, ({}, {}))
         self._process: asyncio.subprocess.Process | None = None
         self._control: socket.socket | None = None
-        self._over: str | None = None
-        self._reason: str | None = None
+        self._ended: str | None = None  # why the box has ended
+        self._reason: str | None = None  # reported by the first process before it ends
         self._data, self._fds = b"", []
-        self._asked: dict[int, asyncio.Future[dict[str, Any]]] = {}
-        self._ends: dict[int, asyncio.Future[int]] = {}
+        self._requests: dict[int, asyncio.Future[dict[str, Any]]] = {}
+        self._exits: dict[int, asyncio.Future[int]] = {}
         self._number = 0
         self._sending = asyncio.Lock()
         self._hosts: set[int] = set()
         self._served: dict[int, asyncio.Server] = {}
         self._timer: asyncio.TimerHandle | None = None
         self._tasks: set[asyncio.Task[Any]] = set()
-        self._left: set[asyncio.Task[None]] = set()  # read what commands left in the background
+        self._background: set[asyncio.Task[None]] = set()  # readers of output from background processes
         self._agent_phase = False
         register(self)
 
-    # --- its life ----------------------------------------------------------------------------------------------
+    # --- start and end -----------------------------------------------------------------------------------------
 
     async def start(self) -> None:
-        found = shutil.which("bwrap")
-        if found is None:
+        bwrap = shutil.which("bwrap")
+        if bwrap is None:
             raise RuntimeError("the bubblewrap runtime needs bwrap: install the package bubblewrap")
         self._control, inner = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         files: list[int] = []
         try:
-            command = [found, *layout(self.config, self._installing, inner.fileno(), files)]
+            command = [bwrap, *layout(self.config, self._installing, inner.fileno(), files)]
             self._process = await asyncio.create_subprocess_exec(
                 *command,
                 stdin=asyncio.subprocess.DEVNULL,
@@ -88,38 +88,38 @@ class BubblewrapRuntime(Runtime):
                 os.close(fd)
         loop = asyncio.get_running_loop()
         self._control.setblocking(False)
-        ready = self._asked[0] = loop.create_future()
+        ready = self._requests[0] = loop.create_future()
         loop.add_reader(self._control, self._receive)
         try:
             await asyncio.wait_for(ready, 30)
         except (SandboxError, TimeoutError) as error:
             self.cleanup()
             assert self._process.stderr is not None
-            said = (await self._process.stderr.read(2000)).decode(errors="replace").strip()
-            raise SandboxError(f"bubblewrap did not start: {said or error}") from error
+            error_text = (await self._process.stderr.read(2000)).decode(errors="replace").strip()
+            raise SandboxError(f"bubblewrap did not start: {error_text or error}") from error
         self._timer = loop.call_later(self.config.seconds, self._end, f"it lived {self.config.seconds:g} s")
         self.info.id = self.name
 
     def _end(self, why: str) -> None:
-        """The box is over: whoever waits is told why, and nothing of it is left."""
-        if self._over is not None:
+        """End the box and fail all pending calls with the reason."""
+        if self._ended is not None:
             return
-        self._over = why
+        self._ended = why
         error = SandboxError(f"the sandbox {self.name} has ended: {why}")
-        for waiting in [*self._asked.values(), *self._ends.values()]:
-            if not waiting.done():
-                waiting.set_exception(error)
-                waiting.exception()
-        self._asked.clear()
-        self._ends.clear()
-        with contextlib.suppress(RuntimeError):  # the loop may be gone
+        for pending in [*self._requests.values(), *self._exits.values()]:
+            if not pending.done():
+                pending.set_exception(error)
+                pending.exception()
+        self._requests.clear()
+        self._exits.clear()
+        with contextlib.suppress(RuntimeError):  # the loop may be closed
             if self._control is not None and self._control.fileno() >= 0:
                 asyncio.get_running_loop().remove_reader(self._control)
         self.cleanup()
 
     async def teardown(self) -> None:
         self._end("it was stopped")
-        for task in [*self._tasks, *self._left]:
+        for task in [*self._tasks, *self._background]:
             task.cancel()
         if self._process is not None:
             await self._process.wait()
@@ -136,7 +136,7 @@ class BubblewrapRuntime(Runtime):
             with contextlib.suppress(ProcessLookupError):
                 self._process.kill()
 
-    # --- what is said to its first process ---------------------------------------------------------------------
+    # --- messages to and from its first process ----------------------------------------------------------------
 
     def _receive(self) -> None:
         assert self._control is not None
@@ -154,38 +154,38 @@ class BubblewrapRuntime(Runtime):
                 break
             message = json.loads(self._data[HEAD.size : HEAD.size + size])
             self._data = self._data[HEAD.size + size :]
-            self._take(message)
+            self._handle(message)
         if not data:
             self._end(self._reason or "its first process ended")
 
-    def _take(self, message: dict[str, Any]) -> None:
+    def _handle(self, message: dict[str, Any]) -> None:
         if "over" in message:
             self._reason = f"over its limit of {message['over']}: {message['why']}"
         elif "exit" in message:
-            ended = self._ends.pop(message["id"], None)
-            if ended is not None and not ended.done():
-                ended.set_result(message["exit"])
+            exited = self._exits.pop(message["id"], None)
+            if exited is not None and not exited.done():
+                exited.set_result(message["exit"])
         else:
             fd = self._fds.pop(0) if message.get("fd") else None
-            asked = self._asked.pop(message.get("id", 0), None)
-            if asked is not None and not asked.done():
-                asked.set_result({**message, "fd": fd})
+            request = self._requests.pop(message.get("id", 0), None)
+            if request is not None and not request.done():
+                request.set_result({**message, "fd": fd})
             elif fd is not None:
                 os.close(fd)
 
     async def _ask(self, op: str, fds: tuple[int, ...] = (), number: int | None = None, **more: Any) -> dict[str, Any]:
-        if self._over is not None or self._control is None:
-            raise SandboxError(f"the sandbox {self.name} has ended: {self._over or 'it was not started'}")
+        if self._ended is not None or self._control is None:
+            raise SandboxError(f"the sandbox {self.name} has ended: {self._ended or 'it was not started'}")
         loop = asyncio.get_running_loop()
         if number is None:
             self._number += 1
             number = self._number
-        asked = self._asked[number] = loop.create_future()
+        request = self._requests[number] = loop.create_future()
         body = json.dumps({"id": number, "op": op, **more}).encode()
         async with self._sending:
             socket.send_fds(self._control, [HEAD.pack(len(body))], fds)
             await loop.sock_sendall(self._control, body)
-        answer = await asyncio.wait_for(asked, 60)
+        answer = await asyncio.wait_for(request, 60)
         if "error" in answer:
             raise SandboxError(f"{op} in the sandbox {self.name}: {answer['error']}")
         return answer
@@ -195,16 +195,16 @@ class BubblewrapRuntime(Runtime):
     ) -> Command:
         self._number += 1
         number = self._number
-        ended = self._ends[number] = asyncio.get_running_loop().create_future()
-        own = {"PATH": PATH, "HOME": HOME, "USER": "agent", "LANG": "C.UTF-8", "TERM": "dumb"}
+        exited = self._exits[number] = asyncio.get_running_loop().create_future()
+        base = {"PATH": PATH, "HOME": HOME, "USER": "agent", "LANG": "C.UTF-8", "TERM": "dumb"}
         installs = {"UV_CACHE_DIR": "/var/tmp/uv/cache", "UV_PYTHON_INSTALL_DIR": "/var/tmp/uv/python"}
-        own |= {"PATH": f"/var/tmp/bin:{PATH}", **installs} if self.config.installs else {}
-        if not agent:  # what the agent left in its home is not imported by what judges it
-            own["PYTHONNOUSERSITE"] = "1"
-        told = await self._ask(
-            "spawn", fds, number, argv=argv, env={**own, **self.process_env(env)}, cwd=self.config.workdir, agent=agent
+        base |= {"PATH": f"/var/tmp/bin:{PATH}", **installs} if self.config.installs else {}
+        if not agent:  # a judge must not import modules from the agent's home
+            base["PYTHONNOUSERSITE"] = "1"
+        answer = await self._ask(
+            "spawn", fds, number, argv=argv, env={**base, **self.process_env(env)}, cwd=self.config.workdir, agent=agent
         )
-        return Command(told["pid"], ended)
+        return Command(answer["pid"], exited)
 
     # --- verifiers' contract -----------------------------------------------------------------------------------
 
@@ -219,17 +219,17 @@ class BubblewrapRuntime(Runtime):
         argv: list[str],
         env: dict[str, str],
         agent: bool = False,
-        given: bytes | None = None,
+        stdin_data: bytes | None = None,
         limit: int | None = None,
     ) -> ProgramResult:
-        code, out, err = await self._communicate(argv, env, agent, given, limit or self.config.output)
+        code, out, err = await self._communicate(argv, env, agent, stdin_data, limit or self.config.output)
         return ProgramResult(code, out.decode(errors="replace"), err.decode(errors="replace"))
 
     async def _communicate(
-        self, argv: list[str], env: dict[str, str], agent: bool, given: bytes | None, limit: int | None
+        self, argv: list[str], env: dict[str, str], agent: bool, stdin_data: bytes | None, limit: int | None
     ) -> tuple[int, bytes, bytes]:
         async with contextlib.AsyncExitStack() as stack:
-            piped = self._piped(argv, env, agent, given is not None)
+            piped = self._piped(argv, env, agent, stdin_data is not None)
             command, stdin, *streams = await stack.enter_async_context(piped)
             outputs = [Output(stream, limit) for stream in streams]
             reading = [asyncio.ensure_future(output.read()) for output in outputs]
@@ -237,38 +237,38 @@ class BubblewrapRuntime(Runtime):
             try:
                 if stdin is not None:
                     with contextlib.suppress(BrokenPipeError, ConnectionResetError):
-                        stdin.write(given or b"")
+                        stdin.write(stdin_data or b"")
                         await stdin.drain()
                     stdin.close()
                 code = await asyncio.shield(command.ended)
-                await self._to_the_end(outputs, reading, patient=limit is None)
+                await self._read_rest(outputs, reading, patient=limit is None)
             except asyncio.CancelledError:
-                if self._over is None:
+                if self._ended is None:
                     with contextlib.suppress(SandboxError):
                         await asyncio.shield(self._ask("signal", pid=command.pid, signal=signal.SIGKILL))
                 raise
-            taken = [output.take() for output in outputs]
-            if not all(task.done() for task in reading):  # it would be killed by its next line
-                self._reading_on(reading, stack.pop_all())
-            return code, taken[0], taken[1]
+            texts = [output.take() for output in outputs]
+            if not all(task.done() for task in reading):  # a closed pipe would kill the background process
+                self._keep_reading(reading, stack.pop_all())
+            return code, texts[0], texts[1]
 
-    async def _to_the_end(self, outputs: list[Output], reading: list[asyncio.Task[None]], *, patient: bool) -> None:
-        """Read what a command that has ended has printed. What it left in the background may hold its output open: then
-        until nothing has come for a while, unless ``patient``."""
+    async def _read_rest(self, outputs: list[Output], reading: list[asyncio.Task[None]], *, patient: bool) -> None:
+        """Read the rest of an ended command's output. A background process may keep it open: unless ``patient``,
+        reading then ends after a pause without output."""
         while not all(task.done() for task in reading):
-            came = [output.came for output in outputs]
+            before = [output.received for output in outputs]
             await asyncio.wait(reading, timeout=None if patient else _QUIET_S)
-            if not patient and came == [output.came for output in outputs]:
+            if not patient and before == [output.received for output in outputs]:
                 return
 
-    def _reading_on(self, reading: list[asyncio.Task[None]], stack: contextlib.AsyncExitStack) -> None:
-        async def read_on() -> None:
+    def _keep_reading(self, reading: list[asyncio.Task[None]], stack: contextlib.AsyncExitStack) -> None:
+        async def read() -> None:
             async with stack:
                 await asyncio.wait(reading)
 
-        task = asyncio.get_running_loop().create_task(read_on())
-        self._left.add(task)
-        task.add_done_callback(self._left.discard)
+        task = asyncio.get_running_loop().create_task(read())
+        self._background.add(task)
+        task.add_done_callback(self._background.discard)
 
     @contextlib.asynccontextmanager
     async def _piped(
@@ -277,7 +277,7 @@ class BubblewrapRuntime(Runtime):
         loop = asyncio.get_running_loop()
         pipes = [os.pipe(), os.pipe()]
         stdin_pipe = os.pipe() if with_stdin else None
-        given = stdin_pipe[0] if stdin_pipe else os.open(os.devnull, os.O_RDONLY)
+        child_stdin = stdin_pipe[0] if stdin_pipe else os.open(os.devnull, os.O_RDONLY)
         transports: list[Any] = []
         try:
             readers = []
@@ -296,9 +296,9 @@ class BubblewrapRuntime(Runtime):
                 transports.append(transport)
                 writer = asyncio.StreamWriter(transport, protocol, None, loop)
             try:
-                command = await self._spawn(argv, env, (given, pipes[0][1], pipes[1][1]), agent)
+                command = await self._spawn(argv, env, (child_stdin, pipes[0][1], pipes[1][1]), agent)
             finally:
-                for fd in (given, pipes[0][1], pipes[1][1]):
+                for fd in (child_stdin, pipes[0][1], pipes[1][1]):
                     os.close(fd)
             yield command, writer, readers[0], readers[1]
         finally:
@@ -322,31 +322,28 @@ class BubblewrapRuntime(Runtime):
 
     async def _read(self, path: str, max_bytes: int | None = None) -> bytes:
         argv = ["cat"] if max_bytes is None else ["head", "-c", str(max_bytes)]
-        code, data, said = await self._communicate([*argv, "--", path], {}, False, None, None)
+        code, data, error = await self._communicate([*argv, "--", path], {}, False, None, None)
         if code:
-            raise SandboxError(f"read {path!r}: {said.decode(errors='replace').strip()}")
+            raise SandboxError(f"read {path!r}: {error.decode(errors='replace').strip()}")
         return data
 
     async def write(self, path: str, data: bytes) -> None:
         script = 'mkdir -p -- "$(dirname -- "$1")" && cat > "$1"'
-        result = await self._run(["sh", "-c", script, "write", path], {}, given=data)
+        result = await self._run(["sh", "-c", script, "write", path], {}, stdin_data=data)
         if result.exit_code:
             raise SandboxError(f"write {path!r}: {result.stderr.strip()}")
 
-    # --- its network -------------------------------------------------------------------------------------------
+    # --- network -----------------------------------------------------------------------------------------------
 
     def host_url(self, url: str) -> str:
-        """The same address inside: what it reaches is served by this process from now on."""
+        """The same address inside, where connections to it are forwarded to the host from now on."""
         port = urlsplit(url).port
         if port is not None and not self._installing and self.config.network_restricted and port not in self._hosts:
             self._hosts.add(port)
-            self._later(self._forward(port))
+            task = asyncio.get_running_loop().create_task(self._forward(port))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
         return url
-
-    def _later(self, work: Any) -> None:
-        task = asyncio.get_running_loop().create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
 
     async def _forward(self, port: int) -> None:
         listening = socket.socket(fileno=(await self._ask("listen", port=port))["fd"])
@@ -376,7 +373,7 @@ class BubblewrapRuntime(Runtime):
         return f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
 
     async def prepare_execution(self, routes: list[str] | None) -> None:
-        """The setup is over: routes are open, and what runs now is not the agent's."""
+        """End the setup: wait for the routes, and exempt running processes from the clean-up after an agent."""
         if self._tasks:
             await asyncio.gather(*self._tasks)
         await self._ask("keep")

@@ -1,8 +1,8 @@
-"""The first process of a sandbox: starts what it is asked to, hands over sockets, and ends the sandbox with itself.
+"""The first process of a sandbox: starts commands, passes sockets to the host, and enforces the sandbox's limits.
 
-It is given to bubblewrap as source and imports the standard library alone. As process 1 of its own namespace it can be
-neither killed nor stopped from within; when it ends, the kernel kills everything else in there. What runs inside can
-not reach its socket: that has no path, and this process cannot be traced.
+bubblewrap gets it as source, so it imports the standard library alone. As process 1 of its namespace it cannot be
+killed or stopped from inside; when it ends, the kernel kills all other processes of the sandbox. They cannot reach its
+control socket, which has no path, and cannot trace this process.
 """
 
 import array
@@ -26,21 +26,19 @@ class Box:
     def __init__(self, settings):
         self.settings = settings
         self.control = socket.socket(fileno=settings["control"])
-        self.commands = {}  # pid: (id, whether an agent's program)
-        self.kept = set()  # processes of the setup, which outlive the agent's
+        self.commands = {}  # pid: (id, whether it is an agent's program)
+        self.kept = set()  # processes of the setup, which survive the agent's programs
         self.spare = os.open("/dev/null", os.O_RDWR)
         self.next_look, self.hidden_looks = 0.0, 0
         self.data, self.fds = b"", []
 
-    def tell(self, message, fds=()):
+    def send(self, message, fds=()):
         body = json.dumps(message).encode()
         ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
         self.control.sendmsg([HEAD.pack(len(body)) + body], ancillary)
 
     def serve(self):
-        signal.signal(
-            signal.SIGINT, signal.SIG_DFL
-        )  # which the kernel keeps from process 1, unlike Python's own handler
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # the kernel never delivers it to process 1 without a handler
         signal.signal(signal.SIGCHLD, lambda *_: None)
         wakes, wake = os.pipe()
         os.set_blocking(wake, False)
@@ -49,7 +47,7 @@ class Box:
         poll = select.poll()
         poll.register(self.control, select.POLLIN)
         poll.register(wakes, select.POLLIN)
-        self.tell({"ready": os.getpid()})
+        self.send({"ready": os.getpid()})
         while True:
             ready = dict(poll.poll(self.settings["watch"] * 1000))
             if wakes in ready:
@@ -74,28 +72,28 @@ class Box:
             try:
                 getattr(self, "do_" + message["op"])(message)
             except OSError as error:
-                self.tell({"id": message["id"], "error": str(error)})
+                self.send({"id": message["id"], "error": str(error)})
         return True
 
     def do_spawn(self, message):
-        given, self.fds = self.fds[:3], self.fds[3:]
+        stdio, self.fds = self.fds[:3], self.fds[3:]
         try:
             pid = os.fork()
             if pid == 0:
-                self.become(message, given)
+                self.exec(message, stdio)
         finally:
-            for fd in given:
+            for fd in stdio:
                 os.close(fd)
         self.commands[pid] = (message["id"], message["agent"])
-        self.tell({"id": message["id"], "pid": pid})
+        self.send({"id": message["id"], "pid": pid})
 
-    def become(self, message, given):
+    def exec(self, message, stdio):
         try:
             signal.set_wakeup_fd(-1)
             for number in (signal.SIGCHLD, signal.SIGPIPE):
                 signal.signal(number, signal.SIG_DFL)
             os.setsid()
-            for target, fd in enumerate(given):
+            for target, fd in enumerate(stdio):
                 os.dup2(fd, target)
             os.closerange(3, 1 << 16)
             for name, value in self.settings["limits"].items():
@@ -104,7 +102,7 @@ class Box:
             os.chdir(message["cwd"])
             name, env = message["argv"][0], message["env"]
             places = [""] if "/" in name else [f"{place}/" for place in env.get("PATH", "").split(":")]
-            for place in places:  # not execvpe, which imports, and this user may not read where from
+            for place in places:  # not execvpe: it imports, and this user may not read the standard library
                 if os.access(place + name, os.X_OK):
                     os.execve(place + name, message["argv"], env)
             os.write(2, f"{name}: not found\n".encode())
@@ -118,25 +116,25 @@ class Box:
             os.killpg(message["pid"], message["signal"])
         except ProcessLookupError:
             pass
-        self.tell({"id": message["id"]})
+        self.send({"id": message["id"]})
 
     def do_listen(self, message):
         with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as listening:
             listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             listening.bind(("127.0.0.1", message["port"]))
             listening.listen(128)
-            self.tell({"id": message["id"], "fd": True}, [listening.fileno()])
+            self.send({"id": message["id"], "fd": True}, [listening.fileno()])
 
     def do_connect(self, message):
         with socket.create_connection(("127.0.0.1", message["port"]), 5) as connection:
-            self.tell({"id": message["id"], "fd": True}, [connection.fileno()])
+            self.send({"id": message["id"], "fd": True}, [connection.fileno()])
 
     def do_keep(self, message):
         self.kept = {pid for pid, *_ in self.processes()}
-        self.tell({"id": message["id"]})
+        self.send({"id": message["id"]})
 
     def processes(self):
-        """(pid, parent, bytes of its own) of all but this process."""
+        """(pid, parent, private bytes) of all other processes."""
         for name in os.listdir("/proc"):
             if not name.isdigit() or name == "1":
                 continue
@@ -157,14 +155,14 @@ class Box:
             if not pid:
                 return
             self.kept.discard(pid)
-            told, agent = self.commands.pop(pid, (None, False))
+            command_id, agent = self.commands.pop(pid, (None, False))
             if agent:
                 self.clear()
-            if told is not None:
-                self.tell({"id": told, "exit": os.waitstatus_to_exitcode(status)})
+            if command_id is not None:
+                self.send({"id": command_id, "exit": os.waitstatus_to_exitcode(status)})
 
     def clear(self):
-        """Kill what an agent's program left behind, before anybody judges what it did."""
+        """Kill the processes that an agent's program left behind, before its result is judged."""
         for _ in range(200):
             parents = {pid: parent for pid, parent, _ in self.processes()}
             stays = set(self.commands) | self.kept
@@ -177,7 +175,7 @@ class Box:
                     left.append(pid)
             if not left:
                 return
-            for number in (signal.SIGSTOP, signal.SIGKILL):  # stopped first: a chain of forks stands still
+            for number in (signal.SIGSTOP, signal.SIGKILL):  # stopped first, so that they cannot fork further
                 for pid in left:
                     try:
                         os.kill(pid, number)
@@ -189,39 +187,39 @@ class Box:
                         break
                 except ChildProcessError:
                     break
-        self.end("processes", "what the agent left behind could not be ended")
+        self.end("processes", "processes that the agent left behind could not be ended")
 
     def watch(self):
-        """Look at what is used; at most for a twentieth of the time."""
+        """Check the limits, in at most a twentieth of the time."""
         began = time.monotonic()
         if began < self.next_look:
             return
-        own = sum(own for _, _, own in self.processes())
+        private = sum(size for _, _, size in self.processes())
         shared = self.shared()
-        if own + shared > self.settings["memory"]:
-            allowed = self.settings["memory"]
-            self.end("memory", f"its processes held {own} bytes and shared {shared}, and {allowed} are allowed")
+        if private + shared > self.settings["memory"]:
+            limit = self.settings["memory"]
+            self.end("memory", f"its processes had {private} private and {shared} shared bytes of memory, of {limit}")
         for path in self.settings["writable"]:
             stat = os.statvfs(path)
             if stat.f_files - stat.f_ffree > self.settings["files"]:
-                self.end("files", f"{path} held more than {self.settings['files']} files")
+                self.end("files", f"{path} had more than {self.settings['files']} files")
         self.next_look = time.monotonic() + 20 * (time.monotonic() - began)
 
     def shared(self):
-        """Bytes of memory that no process has for its own: segments, memory files, and shared mappings, each by its
-        size, for pages stay that no process has in its tables any more."""
+        """Bytes of shared memory: segments, memory files and shared mappings. Each counts with its full size, since
+        pages stay allocated after processes have unmapped them."""
         sizes, hidden = {}, []
         for pid, *_ in self.processes():
             try:
                 self.mapped(pid, sizes)
                 self.memory_files(pid, sizes)
             except PermissionError:
-                if self.state(pid) not in "ZX":  # not one that is just ending
+                if self.state(pid) not in "ZX":  # zombie or dead: just ending
                     hidden.append(pid)
             except (FileNotFoundError, ProcessLookupError):
                 continue
         self.hidden_looks = self.hidden_looks + 1 if hidden else 0
-        if self.hidden_looks >= HIDDEN_LOOKS:  # what it holds cannot be known
+        if self.hidden_looks >= HIDDEN_LOOKS:  # its memory cannot be counted
             for pid in hidden:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
@@ -257,7 +255,7 @@ class Box:
             return "X"
 
     def end(self, limit, why):
-        self.tell({"over": limit, "why": why})
+        self.send({"over": limit, "why": why})
         os._exit(1)
 
 
@@ -268,7 +266,7 @@ def main():
         os.setgroups([])
         os.setresgid(*[settings["user"]] * 3)
         os.setresuid(*[settings["user"]] * 3)
-    ctypes.CDLL(None).prctl(4, 0, 0, 0, 0)  # PR_SET_DUMPABLE: nobody traces this process
+    ctypes.CDLL(None).prctl(4, 0, 0, 0, 0)  # PR_SET_DUMPABLE: this process cannot be traced
     Box(settings).serve()
 
 

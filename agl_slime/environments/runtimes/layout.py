@@ -1,4 +1,4 @@
-"""What a sandbox may use, and bubblewrap's arguments for it."""
+"""The limits of a sandbox, and bubblewrap's arguments for it."""
 
 from __future__ import annotations
 
@@ -25,33 +25,33 @@ ETC = (
 class BubblewrapConfig(NetworkPolicyConfig):
     type: Literal["bubblewrap"] = "bubblewrap"
     allow: list[str] = Field(default_factory=list)
-    """`[]`: the rollout's own endpoints and nothing else. `["*"]`: the host's network."""
+    """`[]`: the rollout's endpoints only. `["*"]`: the host's network."""
     workdir: str = "/workspace"
     installs: Path | None = None
-    """Where programs are installed on the host, seen as `/var/tmp`: read-only, but for `install`."""
+    """The host's directory of installed programs, mounted at `/var/tmp`; only `install` can write to it."""
     read_only: list[Path] = Field(default_factory=list)
-    """More of the host's paths, seen in the same place."""
+    """More paths of the host, mounted read-only at the same place."""
     memory: float = Field(2.0, gt=0)
-    """GiB for all of its processes, and for each."""
+    """GiB for all processes together."""
     disk: float = Field(1.0, gt=0)
     """GiB for each of workspace, home and `/tmp`, which are in memory."""
     files: int = Field(100_000, gt=0)
-    """In each of these three."""
+    """Files in each of these three."""
     processes: int = Field(256, gt=0)
     seconds: float = Field(3600, gt=0)
-    """How long the box lives."""
+    """Lifetime of the box."""
     output: int = Field(2**20, gt=0)
-    """Bytes kept of what a command prints; the middle of more is left out."""
+    """Bytes kept of a command's output; the middle of longer output is left out."""
     keep_processes: bool = False
-    """Let what an agent's program started live on when it ends, for tasks whose result is a running service. Otherwise
-    it is killed, so that it cannot change what is judged."""
+    """Let processes that an agent's program started survive it, for tasks whose result is a running service. By default
+    they are killed, so that they cannot change the result before it is judged."""
 
     @model_validator(mode="after")
-    def _only_all_or_nothing(self) -> BubblewrapConfig:
+    def _check_network(self) -> BubblewrapConfig:
         if self.allow not in ([], ["*"]) or (self.block and self.block != ["*"]):
             raise ValueError(
-                f"bubblewrap: allow={self.allow}, block={self.block}: it can cut the network off (allow=[]) or leave "
-                'it as it is (allow=["*"]); for lists of hosts take a container runtime'
+                f"bubblewrap: allow={self.allow}, block={self.block}: it offers no network (allow=[]) or the host's "
+                '(allow=["*"]); for lists of hosts take a container runtime'
             )
         return self
 
@@ -61,11 +61,11 @@ class BubblewrapInfo(BubblewrapConfig, BaseRuntimeInfo):
 
 
 def layout(config: BubblewrapConfig, installing: bool, control: int, files: list[int]) -> list[str]:
-    """bwrap's arguments, up to and with the first process. `control` is the socket that it inherits; the descriptors
-    of files that bwrap reads are added to `files`."""
+    """bwrap's arguments with the command of the first process. `control` is the socket that it inherits; file
+    descriptors for bwrap are added to `files`."""
     root = os.geteuid() == 0
-    # A host's root keeps no power inside: the first process becomes a user that nobody else is, which is also
-    # what the kernel counts processes by.
+    # Under root the first process becomes an unused user id: it has no privileges, and the kernel's limit of processes
+    # counts per user.
     user = 600_000 + int.from_bytes(os.urandom(3), "big") if root else None
     disk = str(int(config.disk * GIB))
     words = ["--unshare-ipc", "--unshare-pid", "--unshare-uts", "--unshare-cgroup-try", "--die-with-parent"]
@@ -85,7 +85,7 @@ def layout(config: BubblewrapConfig, installing: bool, control: int, files: list
     more = [path for path in [*config.read_only, Path(sys.base_prefix)] if not path.is_relative_to("/usr")]
     above = [str(parent) for path in more for parent in reversed(path.parents) if parent != Path("/")]
     for path in dict.fromkeys(["/etc", "/home", "/var", *above]):
-        words += ["--perms", "0755", "--dir", path]  # bubblewrap's own would be its user's alone
+        words += ["--perms", "0755", "--dir", path]  # bubblewrap's default mode is 0700
     for name in [*ETC.split(), *(["resolv.conf", "hosts"] if "--unshare-net" not in words else [])]:
         words += ["--ro-bind-try", f"/etc/{name}", f"/etc/{name}"]
     number = user if root else USER
@@ -111,7 +111,7 @@ def layout(config: BubblewrapConfig, installing: bool, control: int, files: list
     memory = int(config.memory * GIB)
     settings = {
         "control": control,
-        "user": None if installing else user,  # who installs owns what it installs
+        "user": None if installing else user,  # installed files belong to the host's user
         "memory": memory,
         "files": config.files,
         "writable": writable,

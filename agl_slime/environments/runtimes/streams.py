@@ -1,4 +1,4 @@
-"""A command inside, its output up to a limit, and connections that are passed on."""
+"""Commands in a sandbox, their output up to a limit, and forwarded connections."""
 
 from __future__ import annotations
 
@@ -56,38 +56,37 @@ class BoxProcess(RuntimeProcess):
 
 
 class Output:
-    """What a command prints: all of it, or its beginning and end when it is more than ``limit`` bytes."""
+    """A command's output: all of it, or beginning and end if it is longer than ``limit`` bytes."""
 
     def __init__(self, stream: asyncio.StreamReader, limit: int | None) -> None:
         self._stream, self._limit = stream, limit
         self._head, self._tail, self._left_out = bytearray(), bytearray(), 0
-        self.came = 0
-        """How many bytes have come."""
-        self.kept = True
-        """Whether what comes is kept."""
+        self.received = 0
+        """Bytes received."""
+        self._keeping = True
 
     async def read(self) -> None:
         """Read to the end."""
         while chunk := await self._stream.read(2**16):
-            self.came += len(chunk)
-            if self.kept:
+            self.received += len(chunk)
+            if self._keeping:
                 self._keep(chunk)
 
     def _keep(self, chunk: bytes) -> None:
         if self._limit is None:
             self._head += chunk
             return
-        room = max(0, self._limit // 2 - len(self._head))
-        self._head += chunk[:room]
-        self._tail += chunk[room:]
-        over = len(self._tail) - (self._limit - self._limit // 2)
-        if over > 0:
-            self._left_out += over
-            del self._tail[:over]
+        free = max(0, self._limit // 2 - len(self._head))
+        self._head += chunk[:free]
+        self._tail += chunk[free:]
+        excess = len(self._tail) - (self._limit - self._limit // 2)
+        if excess > 0:
+            self._left_out += excess
+            del self._tail[:excess]
 
     def take(self) -> bytes:
-        """What has come. What comes later is not kept."""
-        self.kept = False
+        """The output so far. Later output is read and dropped."""
+        self._keeping = False
         cut = f"\n[{self._left_out} bytes left out]\n".encode() if self._left_out else b""
         return bytes(self._head) + cut + bytes(self._tail)
 

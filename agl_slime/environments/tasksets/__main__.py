@@ -1,4 +1,4 @@
-"""verifiers' own evaluation, with this package's tasksets to be had."""
+"""verifiers' evaluation program, with this package's tasksets registered."""
 
 import sys
 

@@ -1,6 +1,6 @@
-"""The multi-turn tasks of the Berkeley Function Calling Leaderboard, from its wheel: users ask for several things in
-turn, and the model calls functions of systems that live in this process. Prompts, decoding, execution and the verdict
-are the package's own, in its prompting mode (calls are text, `[cd(folder='a'), ls()]`); no network is needed.
+"""The multi-turn tasks of the Berkeley Function Calling Leaderboard, from its wheel: a user makes several requests, and
+the model calls functions of simulated systems in this process. Prompts, decoding, execution and the verdict come from
+the package, in its prompting mode (calls are text, `[cd(folder='a'), ls()]`); no network is needed.
 
     pip install --no-deps bfcl-eval
     pip install filelock mpmath tenacity tree_sitter==0.21.3 tree-sitter-java==0.21.0 tree-sitter-javascript==0.21.4
@@ -23,7 +23,7 @@ import verifiers.v1 as vf
 
 from agl_slime.environments.tasksets.chat import ChatHarness
 
-# the package makes directories where this says, and beside itself otherwise
+# where the package makes directories; by default inside its installation
 os.environ.setdefault("BFCL_PROJECT_ROOT", os.path.join(tempfile.gettempdir(), f"bfcl-{os.getuid()}"))
 try:
     from bfcl_eval.constants.category_mapping import MULTI_TURN_CATEGORY
@@ -42,13 +42,13 @@ __all__ = ["BfclEnv", "BfclTaskset", "ChatHarness"]
 
 Step = list[str]
 _PLAIN = (ast.Expression, ast.List, ast.Tuple, ast.Dict, ast.Set, ast.Constant, ast.Call, ast.keyword, ast.Name)
-_PLAIN_TOO = (ast.expr_context, ast.UnaryOp, ast.unaryop, ast.BinOp, ast.Add, ast.Sub, ast.Div)  # powers have no end
-_TAKEN = {*vars(builtins), *vars(backend), *vars(handler)}
+_ARITHMETIC = (ast.expr_context, ast.UnaryOp, ast.unaryop, ast.BinOp, ast.Add, ast.Sub, ast.Div)  # no endless powers
+_RESERVED = {*vars(builtins), *vars(backend), *vars(handler)}
 
 
 class BfclConfig(vf.TasksetConfig):
     category: str = ""
-    """One or more of the multi-turn categories, with commas."""
+    """One or more multi-turn categories, separated by commas."""
 
 
 class BfclData(vf.TaskData):
@@ -61,17 +61,17 @@ class BfclTask(vf.Task[BfclData, vf.State, vf.TaskConfig]):
 
 @functools.cache
 def entries(category: str) -> dict[str, tuple[dict[str, Any], list[list[str]]]]:
-    """Each task with the calls that are right, by its name."""
-    right = {entry["id"]: entry["ground_truth"] for entry in load_ground_truth_entry(category)}
-    return {entry["id"]: (entry, right[entry["id"]]) for entry in load_dataset_entry(category)}
+    """Each task's entry and its ground truth, by name."""
+    truth = {entry["id"]: entry["ground_truth"] for entry in load_ground_truth_entry(category)}
+    return {entry["id"]: (entry, truth[entry["id"]]) for entry in load_dataset_entry(category)}
 
 
 class BfclTaskset(vf.Taskset[BfclTask, BfclConfig]):
     def load(self) -> Iterator[BfclTask]:
         for category in self.config.category.split(","):
             if category.strip() not in MULTI_TURN_CATEGORY:
-                known = ", ".join(MULTI_TURN_CATEGORY)
-                raise ValueError(f"bfcl has no multi-turn category {category!r}; it has {known}")
+                listed = ", ".join(MULTI_TURN_CATEGORY)
+                raise ValueError(f"bfcl has no multi-turn category {category!r}; it has {listed}")
             for name, (entry, _) in entries(category.strip()).items():
                 first = copy.deepcopy(entry["question"][0])
                 system, *_ = handler.system_prompt_pre_processing_chat_model(first, entry["function"], name)
@@ -79,30 +79,31 @@ class BfclTaskset(vf.Taskset[BfclTask, BfclConfig]):
                 yield BfclTask(data, self.config.task)
 
 
-def calls_in(said: str, known: set[str]) -> Step:
-    """The package's reading of a reply. Both it and what executes calls use `eval`, on what a model wrote: what is
-    more than calls of the task's functions with plain values is no call here. Raises what `ast` and the package do."""
-    text = said.strip("`\n ")
+def parse_calls(reply: str, functions: set[str]) -> Step:
+    """The calls in a reply, decoded by the package. It decodes and executes a model's text with `eval`, so anything but
+    calls of the task's `functions` with plain values is refused first. Raises `ValueError`, and errors of `ast` and the
+    package."""
+    text = reply.strip("`\n ")
     text = ("" if text.startswith("[") else "[") + text + ("" if text.endswith("]") else "]")
     for node in ast.walk(ast.parse(text.strip().strip("'"), mode="eval")):
         name = node.func.id if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) else None
-        if not isinstance(node, (*_PLAIN, *_PLAIN_TOO)) or (isinstance(node, ast.Call) and name is None):
+        if not isinstance(node, (*_PLAIN, *_ARITHMETIC)) or (isinstance(node, ast.Call) and name is None):
             raise ValueError(f"{type(node).__name__} is more than a call of a function with values")
-        if name in _TAKEN and name not in known:
+        if name in _RESERVED and name not in functions:
             raise ValueError(f"{name} is not a function of the task")
-    return handler.default_decode_execute_prompting(said)
+    return handler.default_decode_execute_prompting(reply)
 
 
 class Systems:
-    """What the functions of one episode's task act on. The package keeps these in its module, by name."""
+    """The simulated systems of one episode. The package keeps them as globals of a module, here under a unique name."""
 
     def __init__(self, name: str, category: str) -> None:
-        self.entry, self.right = entries(category)[name]
-        self.known = {doc["name"] for doc in self.entry["function"]}
+        self.entry, self.ground_truth = entries(category)[name]
+        self.functions = {doc["name"] for doc in self.entry["function"]}
         self._key, self._category = f"agl_{uuid.uuid4().hex}", category
 
     def add(self, functions: list[dict[str, Any]]) -> None:
-        self.known |= {doc["name"] for doc in functions}
+        self.functions |= {doc["name"] for doc in functions}
 
     def execute(self, step: Step) -> list[str]:
         entry = self.entry
@@ -112,7 +113,7 @@ class Systems:
         )[0]
 
     def verdict(self, turns: list[list[Step]]) -> dict[str, Any]:
-        return multi_turn_checker(turns, self.right, self.entry, self._category, self._key)
+        return multi_turn_checker(turns, self.ground_truth, self.entry, self._category, self._key)
 
     def forget(self) -> None:
         for name in [name for name in list(vars(backend)) if name.startswith(self._key)]:
@@ -129,17 +130,17 @@ class BfclEnv(vf.Env[BfclEnvConfig]):
         try:
             async with agents.agent.interaction(task) as talk:
                 turns = await self._converse(systems, talk)
-                found = {"valid": False, "error_type": "force_terminated"}
-                if len(turns) == len(systems.right):
-                    found = await asyncio.to_thread(systems.verdict, turns)
-                talk.trace.record_reward("valid", float(found["valid"]), 1.0)
+                verdict = {"valid": False, "error_type": "force_terminated"}
+                if len(turns) == len(systems.ground_truth):
+                    verdict = await asyncio.to_thread(systems.verdict, turns)
+                talk.trace.record_reward("valid", float(verdict["valid"]), 1.0)
                 talk.trace.record_metric("calls", float(sum(len(step) for turn in turns for step in turn)))
-                talk.trace.info["error_type"] = found.get("error_type")
+                talk.trace.info["error_type"] = verdict.get("error_type")
         finally:
             systems.forget()
 
     async def _converse(self, systems: Systems, talk: Any) -> list[list[Step]]:
-        """The calls of each turn; of fewer turns where one did not end within the package's limit of steps."""
+        """The calls of each turn, without the last turn if it exceeded the package's limit of steps."""
         missed = systems.entry.get("missed_function", {})
         turns: list[list[Step]] = []
         for number, messages in enumerate(systems.entry["question"]):
@@ -150,19 +151,23 @@ class BfclEnv(vf.Env[BfclEnvConfig]):
             turn: list[Step] = []
             turns.append(turn)
             while True:
-                said = await talk.turn(news)
-                if said.terminated:
+                answer = await talk.turn(news)
+                if answer.terminated:
                     raise RuntimeError(f"the agent was stopped in turn {number}")
                 try:
-                    step = calls_in(said.last_reply, systems.known)
-                except Exception:  # as the package has it: whatever cannot be read ends the turn
+                    step = parse_calls(answer.last_reply, systems.functions)
+                except Exception:  # as in the package, an unreadable reply ends the turn
                     break
                 if not step:
                     break
                 turn.append(step)
                 results = await asyncio.to_thread(systems.execute, step)
-                told = [{"role": "tool", "name": call, "content": one} for call, one in zip(step, results, strict=True)]
-                news = repr(told)
+                news = repr(
+                    [
+                        {"role": "tool", "name": call, "content": result}
+                        for call, result in zip(step, results, strict=True)
+                    ]
+                )
                 if len(turn) > MAXIMUM_STEP_LIMIT:
                     return turns[:-1]
         return turns

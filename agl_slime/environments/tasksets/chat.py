@@ -1,7 +1,7 @@
-"""What tasksets of pure conversation share: a harness without a process, and an environment that runs on this machine.
+"""A chat harness without processes, and a local environment, for tasksets of pure conversation.
 
-verifiers' own chat harness starts a Python process for each turn; this one asks the model from the event loop, and so
-holds hundreds of conversations in one process.
+verifiers' chat harness starts a Python process for each turn; this one calls the model from the event loop, so one
+process can run hundreds of conversations.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class LocalEnvConfig(vf.EnvConfig):
 
 
 class LocalEnv(vf.Env[LocalEnvConfig]):
-    """One agent for one task, on this machine: verifiers' own default is a hosted sandbox."""
+    """One agent per task, on this machine: verifiers' default is a hosted sandbox."""
 
     async def run(self, task, agents) -> None:
         await agents.agent.run(task)

@@ -1,8 +1,8 @@
-"""reasoning-gym's generated tasks: any of its datasets, several with weights, at a difficulty or a rising one.
+"""reasoning-gym's generated tasks: one or several weighted datasets, at a fixed or rising level of difficulty.
 
-A task names its dataset and position and nothing else: the entry is generated again where it is scored, so that the
-library's own ``score_answer`` sees what it made, and not what JSON left of it. Training and evaluation are disjoint by
-question, whatever the seeds: a question belongs to evaluation when its digest says so.
+A task stores its dataset and position only. The entry is generated again for scoring, since JSON would not preserve
+every value that the library's ``score_answer`` compares. Training and evaluation are disjoint for all seeds: a
+question's digest decides its split.
 """
 
 from __future__ import annotations
@@ -29,37 +29,38 @@ except ImportError as e:
 __all__ = ["ChatHarness", "LocalEnv", "ReasoningGymTaskset"]
 
 CHUNK = 500
-"""Entries of one dataset before the next seed: some datasets make all of theirs at once."""
+"""Entries per seed of a dataset: some datasets generate all entries at once."""
 CHUNKS = 100_003
-"""Between the chunks of one seed and the next's: most datasets make entry i of seed s from s + i alone."""
+"""Chunks per seed of the configuration, so that their seeds do not overlap: most datasets generate entry i from seed +
+i."""
 UNSTEADY = {"list_functions"}
-"""Datasets that draw from the process-wide generator as well."""
+"""Datasets whose entries cannot be repeated: they also draw from the process-wide generator."""
 
 
 class ReasoningGymTaskConfig(vf.TaskConfig):
     unreadable: float | None = Field(None, ge=0, le=1)
-    """The score of an answer on which the dataset's own scorer raises (`prime_factorization` does on any text that is
-    not numbers). Unset: such a rollout fails, with the scorer's error."""
+    """The score of an answer on which the dataset's scorer raises (`prime_factorization` does on any text that is not
+    numbers). Unset: such a rollout fails with the scorer's error."""
 
 
 class ReasoningGymConfig(vf.TasksetConfig):
     datasets: dict[str, float] = Field(default_factory=dict)
     """Weights by the name of a dataset: `{"chain_sum": 2, "leg_counting": 1}`."""
     split: Literal["train", "eval"] = "train"
-    """Which questions: no question is in both."""
+    """The split; no question is in both."""
     eval_share: float = Field(0.1, gt=0, lt=1)
-    """The share of questions that belongs to `eval`."""
+    """The share of questions in `eval`."""
     size: int = Field(1000, gt=0)
-    """How many tasks; fewer where the datasets have fewer questions."""
+    """Number of tasks; fewer if the datasets have fewer questions."""
     seed: int = 0
     level: int | None = Field(None, ge=0)
-    """The level of each dataset's curriculum; unset: the dataset's own defaults."""
+    """The level of each dataset's curriculum; unset: the dataset's defaults."""
     to_level: int | None = Field(None, ge=0)
-    """With `level`: the stream rises from `level` to this one, in equal parts."""
+    """With `level`: tasks rise from `level` to this one, in equal parts."""
     options: dict[str, dict[str, Any]] = Field(default_factory=dict)
-    """More options by the name of a dataset, as its configuration takes them."""
+    """Options of each dataset's configuration, by dataset."""
     instructions: str = "default"
-    """One of reasoning-gym's system prompts, by its name."""
+    """The name of one of reasoning-gym's system prompts."""
     task: ReasoningGymTaskConfig = ReasoningGymTaskConfig()
 
 
@@ -70,21 +71,21 @@ class ReasoningGymData(vf.TaskData):
     position: int
     level: int | None = None
     entry: dict[str, Any] | None = None
-    """The entry itself, of datasets that do not make the same one twice."""
+    """The entry itself, for datasets that cannot generate it again."""
 
 
 @functools.lru_cache(maxsize=256)
 def dataset_of(name: str, options: str, level: int | None) -> Any:
-    """A dataset, made once for all of its tasks."""
-    chosen = json.loads(options)
+    """A dataset, shared by all of its tasks."""
+    settings = json.loads(options)
     if level is None:
-        return create_dataset(name, **chosen)
+        return create_dataset(name, **settings)
     curriculum = create_curriculum(name)
     last = max((len(attribute.levels) for attribute in curriculum.attributes.values()), default=1) - 1
     if level > last:
         raise ValueError(f"reasoning-gym's {name} has no level {level}; its last is {last}")
     curriculum.set_global_level(level)
-    return DATASETS[name][0](config=curriculum.generate_configuration(chosen))
+    return DATASETS[name][0](config=curriculum.generate_configuration(settings))
 
 
 def entry_of(data: ReasoningGymData) -> tuple[Any, dict[str, Any]]:
@@ -113,7 +114,7 @@ class ReasoningGymTask(vf.Task[ReasoningGymData, vf.State, ReasoningGymTaskConfi
 class ReasoningGymTaskset(vf.Taskset[ReasoningGymTask, ReasoningGymConfig]):
     def load(self) -> Iterator[ReasoningGymTask]:
         config = self.config
-        if not config.datasets:  # verifiers' command line makes a configuration of the id alone
+        if not config.datasets:  # verifiers' command line first builds a configuration from the id alone
             raise ValueError("reasoning-gym: name its datasets, such as --env reasoning-gym:chain_sum")
         for name in config.datasets:
             if name not in DATASETS:
@@ -129,13 +130,13 @@ class ReasoningGymTaskset(vf.Taskset[ReasoningGymTask, ReasoningGymConfig]):
         made = 0
         while made < config.size and names:
             name = draw.choices(names, weights)[0]
-            found = self._next(name, self._level(made), positions, seen)
-            if found is None:  # this dataset has no more questions
+            task = self._next(name, self._level(made), positions, seen)
+            if task is None:  # this dataset has no more questions
                 weights.pop(names.index(name))
                 names.remove(name)
                 continue
             made += 1
-            yield found
+            yield task
 
     def _level(self, made: int) -> int | None:
         config = self.config

@@ -1,8 +1,8 @@
-"""TextArena's games for two: against a fixed opponent, the policy untrained, or itself with both seats trained.
+"""TextArena's games for two: against a fixed opponent, an untrained model, or the policy itself, trained on both seats.
 
-The game runs in this process, its observations are the players' user turns, and each seat's reward is the library's
-own. TextArena draws from the process-wide ``random``; here each game has a generator of its own, so that games played
-at once neither share nor disturb one.
+The game runs in this process; its observations are the players' user messages, and the library gives each seat's
+reward. TextArena draws from the process-wide ``random``; here each game has its own generator, so that concurrent games
+do not affect each other.
 """
 
 from __future__ import annotations
@@ -36,14 +36,13 @@ SYSTEM_PROMPT = (
 )
 
 DEALS = 8
-"""Games of one task at most, where no trained seat has had a move. Each has the seats the other way round: in most
-games the same seat begins."""
+"""Most games of a task, which is repeated with swapped seats while no trained seat has had a move."""
 BETWEEN_DEALS = 1_000_000
-"""Between their seeds: even, as a seed's parity is its split."""
+"""Distance of their seeds; even, because the parity of a seed is its split."""
 
 
 class _PerGame:
-    """Stands where TextArena's modules have ``random``: the generator of the game that is being stepped."""
+    """Replaces ``random`` in TextArena's modules: delegates to the current game's generator."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(_generator.get(), name)
@@ -54,7 +53,7 @@ _PER_GAME = _PerGame()
 
 
 class Game:
-    """One game of TextArena, with its own random numbers."""
+    """One game of TextArena, with its own random generator."""
 
     def __init__(self, name: str, seed: int, options: dict[str, Any]) -> None:
         raw = name if name.endswith("-raw") else f"{name.removesuffix('-train')}-raw"
@@ -70,7 +69,7 @@ class Game:
             self._game.reset(num_players=2, seed=seed)
         players = self._game.state.num_players
         if players != 2:
-            raise ValueError(f"TextArena's {name} is a game for {players}, and this taskset's are for two")
+            raise ValueError(f"TextArena's {name} is a game for {players}; this taskset needs a game for two")
 
     @contextlib.contextmanager
     def _playing(self) -> Iterator[None]:
@@ -81,12 +80,12 @@ class Game:
             _generator.reset(token)
 
     def observe(self) -> tuple[int, str]:
-        """Whose turn it is, and what this player has not been told yet."""
+        """The seat whose turn it is, and its new observations."""
         with self._playing():
             seat, news = self._game.get_observation()
         names = self._game.state.role_mapping
-        told = [f"[{'GAME' if who == GAME_ID else names.get(who, f'Player {who}')}] {text}" for who, text, _ in news]
-        return seat, "\n".join(told)
+        lines = [f"[{'GAME' if who == GAME_ID else names.get(who, f'Player {who}')}] {text}" for who, text, _ in news]
+        return seat, "\n".join(lines)
 
     def step(self, action: str) -> bool:
         with self._playing():
@@ -102,10 +101,10 @@ def _GAMES() -> list[str]:
 
 
 def random_move(observation: str, draw: random.Random, moves: list[str] | None = None) -> str:
-    """One of `moves`, or of those that the observation lists last as available."""
+    """One of `moves`; by default of the moves that the observation lists last."""
     if not moves:
         listed = re.findall(r"(?im)^.*(?:available|valid|legal|possible|options|choice)\b.*\[.*$", observation)
-        last = re.sub(r"^\[(?:GAME|Player \d+)\] ", "", listed[-1]) if listed else ""  # who says it is no move
+        last = re.sub(r"^\[(?:GAME|Player \d+)\] ", "", listed[-1]) if listed else ""  # the speaker is not a move
         moves = [m for m in re.findall(r"\[[^\[\]]+\]", last) if not re.search(r"\b[A-Z]\b", m)]
     if not moves:
         raise ValueError(
@@ -117,20 +116,20 @@ def random_move(observation: str, draw: random.Random, moves: list[str] | None =
 
 class TwoPlayerConfig(vf.TasksetConfig):
     game: str = ""
-    """TextArena's name of the game, as `TicTacToe-v0`."""
+    """TextArena's name of the game, such as `TicTacToe-v0`."""
     split: Literal["train", "eval"] = "train"
-    """Evaluation's seeds are never training's."""
+    """The splits have different seeds."""
     size: int = Field(1000, gt=0)
     seed: int = 0
     options: dict[str, Any] = Field(default_factory=dict)
-    """More options of the game, as its class takes them."""
+    """Options of the game's class."""
 
 
 class TwoPlayerData(vf.TaskData):
     game: str
     seed: int
     first_seat: int
-    """The seat of `player`: it plays both in turn, so that moving first is no advantage."""
+    """The seat of `player`, which alternates, so that the first move is no advantage."""
     options: dict[str, Any] = Field(default_factory=dict)
 
 
@@ -157,14 +156,13 @@ class TwoPlayerTaskset(vf.Taskset[TwoPlayerTask, TwoPlayerConfig]):
 class TwoPlayerEnvConfig(vf.EnvConfig):
     player: vf.AgentConfig = vf.AgentConfig(runtime=vf.SubprocessConfig())
     opponent: vf.AgentConfig = vf.AgentConfig(runtime=vf.SubprocessConfig())
-    """The other seat, where a model plays it; its `model` and `client` may be others than the policy's."""
+    """The model in the other seat; by default the policy."""
     play: Literal["fixed", "untrained", "self"] = "fixed"
-    """Who has the other seat: a program, the model of `opponent` (the policy, unless it names one) untrained, or the
-    policy trained on both sides."""
+    """The other seat's player: a program, the model of `opponent` untrained, or the policy, trained on both sides."""
     moves: list[str] = Field(default_factory=list)
-    """For `fixed`: what it draws from, in games that do not list their moves."""
+    """For `fixed`: the moves to draw from, in games that do not list them."""
     opponent_fn: str | None = None
-    """For `fixed`: `MODULE:FUNCTION` of (observation, random.Random), which returns the move."""
+    """For `fixed`: `MODULE:FUNCTION`, called with (observation, random.Random), which returns the move."""
 
 
 class TwoPlayerEnv(vf.Env[TwoPlayerEnvConfig]):
@@ -172,34 +170,36 @@ class TwoPlayerEnv(vf.Env[TwoPlayerEnvConfig]):
         agents.opponent.trainable = self.config.play == "self"
 
     async def run(self, task, agents) -> None:
-        mine = task.data.first_seat
+        player_seat = task.data.first_seat
         for deal in range(DEALS):
-            if await self._play(task, agents, mine, deal):
+            if await self._play(task, agents, player_seat, deal):
                 return
-            mine = 1 - mine
+            player_seat = 1 - player_seat
         raise RuntimeError(f"no trained seat had a move in {DEALS} games of {task.data.game}")
 
-    async def _play(self, task, agents, mine: int, deal: int) -> bool:
-        """One game. False where it ended before a trained seat had moved, by invalid moves of the other one or by luck:
-        there is nothing to train in it, whatever it came to."""
+    async def _play(self, task, agents, player_seat: int, deal: int) -> bool:
+        """Play one game. False if it ended before a trained seat had a move (by the other seat's invalid moves, or by
+        chance): there is nothing to train then."""
         seed = task.data.seed + deal * BETWEEN_DEALS
         game = Game(task.data.game, seed, task.data.options)
-        seats = {mine: agents.player, **({1 - mine: agents.opponent} if self.config.play != "fixed" else {})}
+        seats = {player_seat: agents.player}
+        if self.config.play != "fixed":
+            seats[1 - player_seat] = agents.opponent
         async with contextlib.AsyncExitStack() as stack:
-            talks: dict[int, Any] = {}  # of seats that have moved
-            fixed = self._fixed(seed)
+            talks: dict[int, Any] = {}  # by seats that have moved
+            fixed_move = self._fixed_opponent(seed)
             done = False
             while not done:
                 seat, news = game.observe()
                 if seat not in seats:
-                    done = game.step(fixed(news))
+                    done = game.step(fixed_move(news))
                     continue
                 if seat not in talks:
                     talks[seat] = await stack.enter_async_context(seats[seat].interaction(task))
-                said = await talks[seat].turn(news)
-                if said.terminated:
+                answer = await talks[seat].turn(news)
+                if answer.terminated:
                     raise RuntimeError(f"player {seat} was stopped before the game had ended")
-                done = game.step(said.last_reply)
+                done = game.step(answer.last_reply)
             if not any(seats[seat].trainable for seat in talks):
                 return False
             rewards, info = game.outcome()
@@ -211,7 +211,7 @@ class TwoPlayerEnv(vf.Env[TwoPlayerEnvConfig]):
                 talk.trace.info["outcome"] = str(info[seat].get("reason"))
             return True
 
-    def _fixed(self, seed: int) -> Callable[[str], str]:
+    def _fixed_opponent(self, seed: int) -> Callable[[str], str]:
         draw = random.Random(f"opponent {seed}")
         if self.config.opponent_fn:
             play = plugged_fn(self.config.opponent_fn)
