@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from agl_slime.errors import AglSlimeError, MissingDependencyError, UnknownVersionError
 from agl_slime.support import slime
 
-_DRIVERS = {
+_DRIVERS: dict[tuple[str, ...], str] = {
     ("args", "pg"): "the driver reserves the GPUs and ends manager and placement groups",
     ("args", "restore_plan"): "slime reserves the GPUs and returns a RolloutStartup; each run has its own session",
 }
