@@ -231,7 +231,7 @@ def test_items_that_a_transformation_names_anew_stand_for_all():
 
 def test_a_transformation_beside_what_it_takes_the_place_of_is_refused():
     functions = {"transform_group": lambda group: group, "filter_item": lambda item: True}
-    with pytest.raises(ConfigError, match="transform_group takes the place of filter_item; leave one out"):
+    with pytest.raises(ConfigError, match="transform_group replaces filter_item; leave one out"):
         pipeline(2, functions=functions)
 
 

@@ -286,7 +286,10 @@ def test_under_slimes_fully_async_rollout_function_nothing_blocks():
         ({"AGL_SLIME_STORE_URL": "x:1"}, "agl_store_url is 'x:1'"),
         ({"AGL_SLIME_AGENT": "a:B", "AGL_SLIME_RUNNERS": "threads"}, "agl_runners 'threads': expected inproc"),
         ({"AGL_SLIME_STORE_URL": "http://x:1", "AGL_SLIME_RUNNERS": "ray:2"}, "agl_runners ray:2: .* leave one out"),
-        ({"AGL_SLIME_AGENT": "a:B", "AGL_SLIME_ENV_MAP": "A=input.a"}, "agl_env_map is for a controller only; set agl_runners: controller"),
+        (
+            {"AGL_SLIME_AGENT": "a:B", "AGL_SLIME_ENV_MAP": "A=input.a"},
+            "agl_env_map is for a controller only; set agl_runners: controller",
+        ),
         ({"AGL_SLIME_RUNNERS": "controller"}, "an agent .* or Jobs"),
         (
             {"AGL_SLIME_RUNNERS": "controller", "AGL_SLIME_AGENT": "a:B", "AGL_SLIME_CONTROLLER_HOST": "0.0.0.0"},
