@@ -2,25 +2,24 @@
 
     --rollout-function-path agl_slime.buffer.agent_rollout.generate_rollout
 
-What slime's parser does not know goes into the YAML file of ``--custom-config-path``. Where ``args`` has none, or the
-default of slime's parser (``math``, ``qwen``), the environment variable counts:
+Settings that slime's parser does not have go into the YAML file of ``--custom-config-path``. The environment variable
+applies when ``args`` has no value, or the default of slime's parser (``math``, ``qwen``):
 
 - ``agent_rollout_buffer_url`` or slime's ``rollout_buffer_url``, ``AGL_SLIME_BUFFER_URL``: the buffer
   (``http://127.0.0.1:8889``)
 - ``agent_rollout_buffer_token``, ``AGL_SLIME_BUFFER_TOKEN``: its token, where it has one
-- ``rollout_task_type``, ``AGL_SLIME_BUFFER_TASK_TYPE``: which generator (``math``)
-- ``agent_rollout_eval_task_type``, ``AGL_SLIME_BUFFER_EVAL_TASK_TYPE``: that of evaluations; without it there are none
+- ``rollout_task_type``, ``AGL_SLIME_BUFFER_TASK_TYPE``: the generator (``math``)
+- ``agent_rollout_eval_task_type``, ``AGL_SLIME_BUFFER_EVAL_TASK_TYPE``: the generator of evaluations; none by default
 - ``fetch_trajectory_retry_times``: failed requests before giving up (-1: never)
 - ``loss_mask_type``, ``AGL_SLIME_LOSS_MASK_TYPE``: loss mask of items without token ids (``auto``), or ``module:Class``
 - ``num_epoch``, ``rollout_num_process``: passed to the generator (3, 100)
 
-Rewards: with ``--disable-rewards-normalization`` samples carry what the buffer made of their rewards, else the raw
-ones, which slime then normalises.
+With ``--disable-rewards-normalization`` samples have the rewards that the buffer normalised, else the raw rewards,
+which slime then normalises.
 
-What was fetched beyond a batch waits for the next call. Which groups were trained on is kept in the data buffer's
-metadata, which slime saves with its checkpoints: a resumed run names them to the buffer, and groups that were delivered
-and not trained on come again.
-"""
+Groups fetched beyond a batch wait for the next call. The names of trained groups are kept in the data buffer's
+metadata, which slime saves with its checkpoints. A resumed run sends them to the buffer, which delivers again the
+groups that were delivered but not trained on."""
 
 from __future__ import annotations
 
@@ -39,19 +38,18 @@ from agl_slime.types import RolloutFnEvalOutput, RolloutFnTrainOutput, Sample
 
 logger = logging.getLogger(__name__)
 
-# Keys of the data buffer's metadata that are ours: the names of the groups that a step was made of. The others hold
-# instance ids, as slime's do.
+# Prefix of our keys in the data buffer's metadata: the group names of a step. Other keys have instance ids, as slime's.
 _GROUPS_PREFIX = "buffer_groups:"
-# What slime's parser sets where nobody said anything, which nobody can tell from having said it.
-_OF_THE_PARSER = {"rollout_task_type": "math", "loss_mask_type": "qwen"}
-# Older names are of groups that the buffer has long forgotten.
+# Defaults of slime's parser: such a value may not be the user's.
+_PARSER_DEFAULTS = {"rollout_task_type": "math", "loss_mask_type": "qwen"}
+# The buffer has long forgotten older groups.
 _MOST_GROUP_NAMES = 20_000
 
 
 def generate_rollout(
     args: Any, rollout_id: int, data_source: Any, evaluation: bool = False
 ) -> RolloutFnTrainOutput | RolloutFnEvalOutput:
-    """What slime calls, from a plain thread: ``rollout_batch_size`` groups, or the results of an evaluation."""
+    """slime's rollout function, called from a plain thread: ``rollout_batch_size`` groups, or evaluation results."""
     if evaluation:
         return run_blocking(_evaluate(args, data_source))
     return run_blocking(_train(args, rollout_id, data_source))
@@ -60,12 +58,12 @@ def generate_rollout(
 async def generate_agent_rollout(
     args: Any, rollout_id: int, data_buffer: Any, evaluation: bool = False
 ) -> list[list[Sample]]:
-    """Start the generator if this process has not, and wait for ``rollout_batch_size`` groups of
-    ``n_samples_per_prompt`` samples.
+    """Start the generator on the first call, and wait for ``rollout_batch_size`` groups of ``n_samples_per_prompt``
+    samples.
 
     Raises:
         DataSourceError: the buffer failed more often than ``fetch_trajectory_retry_times`` allows, or its generator
-            ended and nothing more comes.
+            ended and no group is left.
         ConfigError: the buffer refused to start the generator.
     """
     if evaluation:
@@ -87,12 +85,12 @@ async def _train(args: Any, rollout_id: int, data_buffer: Any) -> RolloutFnTrain
         await session.start(payload)
     step = await session.take_step(payload)
     _remember(data_buffer, rollout_id, step, session)
-    log_raw_info(args, step.told, rollout_id)
+    log_raw_info(args, step.meta_infos, rollout_id)
     groups = _through_data_buffer(args, data_buffer, step.groups, settings.batch_size)
     samples = [sample for group in groups for sample in group]
     retokenized = sum(sample.metadata.get("token_source") == "retokenized" for sample in samples)
     metrics = {
-        **raw_metrics(step.told),
+        **raw_metrics(step.meta_infos),
         "rollout/buffer/wait_s": step.waited_s,
         "rollout/buffer/unusable_groups": len(step.unusable),
         "rollout/buffer/surplus_groups": len(session.fetched),
@@ -103,14 +101,14 @@ async def _train(args: Any, rollout_id: int, data_buffer: Any) -> RolloutFnTrain
 
 
 def start_rollout(api_base_url: str, args: Any, metadata: Mapping[str, Any] | None) -> dict[str, Any]:
-    """``start_generator`` for slime's ``args``; ``metadata`` holds what was trained on before, for a resumed run."""
+    """``start_generator`` for slime's ``args``; ``metadata`` of a resumed run names the groups trained so far."""
     settings = settings_of(args)
     payload = start_payload(args, metadata, settings)
     return run_blocking(start_generator(api_base_url, payload, token=settings.token))
 
 
 def log_raw_info(args: Any, all_meta_info: Sequence[Mapping[str, Any]], rollout_id: int) -> None:
-    """Log ``raw_metrics``; also to WandB and TensorBoard when ``use_wandb`` and ``use_tensorboard`` say so."""
+    """Log ``raw_metrics``, also to WandB and TensorBoard with ``use_wandb`` and ``use_tensorboard``."""
     figures = raw_metrics(all_meta_info)
     if not figures:
         return
@@ -131,13 +129,15 @@ def log_raw_info(args: Any, all_meta_info: Sequence[Mapping[str, Any]], rollout_
 
 
 def raw_metrics(all_meta_info: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-    """What came in before anything was filtered; the mean reward is weighted by the number of samples."""
-    told = [meta for meta in all_meta_info if isinstance(meta.get("total_samples"), (int, float))]
-    total = sum(meta["total_samples"] for meta in told)
+    """Count and mean reward of all samples before filtering; the mean is weighted by the number of samples."""
+    counted = [meta for meta in all_meta_info if isinstance(meta.get("total_samples"), (int, float))]
+    total = sum(meta["total_samples"] for meta in counted)
     if not total:
         return {}
     rewards = sum(
-        meta["avg_reward"] * meta["total_samples"] for meta in told if isinstance(meta.get("avg_reward"), (int, float))
+        meta["avg_reward"] * meta["total_samples"]
+        for meta in counted
+        if isinstance(meta.get("avg_reward"), (int, float))
     )
     return {"rollout/no_filter/total_samples": total, "rollout/no_filter/avg_reward": rewards / total}
 
@@ -163,30 +163,30 @@ def start_payload(args: Any, metadata: Mapping[str, Any] | None, settings: Agent
         "sampling_params": {k: v for k, v in {"max_tokens": limit, **sampling}.items() if v is not None},
         "tokenizer_path": settings.hf_checkpoint,
         "skip_instance_ids": skip,
-        # no names were kept when the buffer is not ours
+        # no names are kept with slime's own buffer
         **({"trained_groups": groups[-_MOST_GROUP_NAMES:]} if groups or not skip else {}),
     }
 
 
 def settings_of(args: Any, data_source: Any = None) -> AgentRolloutSettings:
-    """What ``args`` and the environment say; see the module's docstring."""
+    """The settings in ``args`` and the environment; see the module's docstring."""
 
-    def said(name: str, variable: str) -> str | None:
-        given = getattr(args, name, None)
-        return (None if given == _OF_THE_PARSER.get(name) else given) or os.environ.get(variable) or None
+    def setting(name: str, variable: str) -> str | None:
+        value = getattr(args, name, None)
+        return (None if value == _PARSER_DEFAULTS.get(name) else value) or os.environ.get(variable) or None
 
     group_size = getattr(args, "n_samples_per_prompt", None) or getattr(data_source, "n_samples_per_prompt", None) or 1
     disabled = getattr(args, "disable_rewards_normalization", None)
-    url = said("agent_rollout_buffer_url", "") or said("rollout_buffer_url", "AGL_SLIME_BUFFER_URL")
+    url = setting("agent_rollout_buffer_url", "") or setting("rollout_buffer_url", "AGL_SLIME_BUFFER_URL")
     return AgentRolloutSettings(
         buffer_url=(url or "http://127.0.0.1:8889").rstrip("/"),
-        token=said("agent_rollout_buffer_token", "AGL_SLIME_BUFFER_TOKEN"),
-        task_type=said("rollout_task_type", "AGL_SLIME_BUFFER_TASK_TYPE") or "math",
-        eval_task_type=said("agent_rollout_eval_task_type", "AGL_SLIME_BUFFER_EVAL_TASK_TYPE"),
+        token=setting("agent_rollout_buffer_token", "AGL_SLIME_BUFFER_TOKEN"),
+        task_type=setting("rollout_task_type", "AGL_SLIME_BUFFER_TASK_TYPE") or "math",
+        eval_task_type=setting("agent_rollout_eval_task_type", "AGL_SLIME_BUFFER_EVAL_TASK_TYPE"),
         retry_times=int(getattr(args, "fetch_trajectory_retry_times", -1)),
-        loss_mask_type=said("loss_mask_type", "AGL_SLIME_LOSS_MASK_TYPE") or "auto",
+        loss_mask_type=setting("loss_mask_type", "AGL_SLIME_LOSS_MASK_TYPE") or "auto",
         hf_checkpoint=getattr(args, "hf_checkpoint", None),
-        # slime stores its flag the other way round
+        # slime stores --disable-rewards-normalization as rewards_normalization=False
         normalized=bool(disabled) if disabled is not None else not getattr(args, "rewards_normalization", True),
         batch_size=getattr(args, "rollout_batch_size", None) or 1,
         group_size=int(group_size),
@@ -205,7 +205,7 @@ def _session_of(args: Any, data_source: Any) -> AgentRolloutSession:
 
 
 async def _evaluate(args: Any, data_source: Any) -> RolloutFnEvalOutput:
-    """Run the evaluation generator to its end. Raises ``ConfigError`` when none was named."""
+    """Run the evaluation generator to its end. Raises ``ConfigError`` without one."""
     settings = settings_of(args, data_source)
     task_type = settings.eval_task_type
     if task_type is None or task_type == settings.task_type:
@@ -215,11 +215,11 @@ async def _evaluate(args: Any, data_source: Any) -> RolloutFnEvalOutput:
 
     def payload() -> dict[str, Any]:
         session.fetched.clear()
-        # what an evaluation before this one left is nobody's any more
+        # fresh: drops items that an earlier evaluation left
         return {**start_payload(args, None, settings), "num_epoch": 1, "fresh": True}
 
     await session.start(payload)
-    groups = await session.everything(payload)
+    groups = await session.fetch_all(payload)
     samples = [
         sample for group in groups for sample in group if not sample.remove_sample or any(sample.loss_mask or ())
     ]
@@ -231,15 +231,14 @@ async def _evaluate(args: Any, data_source: Any) -> RolloutFnEvalOutput:
 
 
 def _remember(data_buffer: Any, rollout_id: int, step: Step, session: AgentRolloutSession) -> None:
-    """Note in the data buffer's metadata, which slime saves, what this step is made of, and which instances gave
-    nothing to train on."""
+    """Note the step's groups, and instances without usable groups, in the data buffer's metadata, which slime saves."""
     update = getattr(data_buffer, "update_metadata", None)
     if update is None:
         return
     used = [*step.used, *step.unusable]
     fetched = [group[0]["instance_id"] for group in (*used, *session.fetched)]
     refused: list[Any] = []
-    for instance_id in (entry for meta_info in step.told for entry in meta_info.get("finished_groups") or ()):
+    for instance_id in (entry for meta_info in step.meta_infos for entry in meta_info.get("finished_groups") or ()):
         if instance_id in fetched:
             fetched.remove(instance_id)
         else:
@@ -253,7 +252,7 @@ def _remember(data_buffer: Any, rollout_id: int, step: Step, session: AgentRollo
 def _through_data_buffer(
     args: Any, data_buffer: Any, groups: list[list[Sample]], batch_size: int
 ) -> list[list[Sample]]:
-    """Let ``--buffer-filter-path`` choose, where slime's data buffer applies it."""
+    """Let ``--buffer-filter-path`` choose groups, if slime's data buffer applies it."""
     if getattr(args, "buffer_filter_path", None) is None or not hasattr(data_buffer, "get_buffer_length"):
         return groups
     data_buffer.add_samples(groups)
@@ -261,8 +260,8 @@ def _through_data_buffer(
 
 
 def _metadata_before(data_buffer: Any, rollout_id: int) -> dict[str, Any]:
-    """What was trained on before this step. Steps that a saved data buffer knows and the resumed trainer has forgotten
-    do not count."""
+    """The metadata of steps before this one: a saved data buffer may have later ones, which a resumed trainer
+    forgot."""
     get = getattr(data_buffer, "get_metadata", None)
     metadata: Mapping[str, Any] = get() if get is not None else {}
     steps = {key: str(key).removeprefix(_GROUPS_PREFIX) for key in metadata}

@@ -1,5 +1,5 @@
-"""The client's side of a Rollout Buffer: one request; for generators what there is to make (the instances of an input
-file, less what was made before) and a writer that shares requests and outlasts a buffer that is away for a while."""
+"""Client of the Rollout Buffer: single requests, and for generators the plan of missing items and a writer that batches
+requests and retries while the buffer is unavailable."""
 
 from __future__ import annotations
 
@@ -36,15 +36,14 @@ _ID: TypeAdapter[Any] = TypeAdapter(Id)
 
 
 class BufferUnreachableError(AglSlimeError, ConnectionError):
-    """The buffer did not take an item within the time that was given to it."""
+    """The buffer did not store an item in time."""
 
 
 async def ask_buffer(
     url: str, path: str, body: Any = None, *, token: str | None = None, timeout_s: float = 90.0
 ) -> Any:
-    """One request to the buffer at ``url``, a GET without ``body``; returns the answer's JSON.
-
-    Raises what ``agl_slime.support.http.ask`` does."""
+    """The JSON answer to one request to the buffer at ``url``: a POST, or a GET without ``body``. Raises as
+    ``agl_slime.support.http.ask`` does."""
     headers = {"Authorization": f"Bearer {token}"} if token else None
     sent = None if body is None else json.dumps(body).encode()
     async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=timeout_s), headers=headers) as session:
@@ -52,11 +51,10 @@ async def ask_buffer(
 
 
 class BufferWriter:
-    """``await write(item)`` returns when the buffer has stored the item.
+    """Writes items to a buffer: ``await write(item)`` returns when the item is stored.
 
-    Items that are written at the same time go in one request. What ``is_transient`` is tried again until ``give_up_s``
-    have passed; an item's ``uid`` makes sure that a repeated request is stored once. An item that is refused (4xx) or
-    has no form in JSON raises ``BufferRequestError``, and costs no other item.
+    Concurrent writes share a request. Transient errors are retried for ``give_up_s``; by its ``uid`` a repeated item is
+    stored once. An item that is refused (4xx) or not JSON raises ``BufferRequestError`` without effect on other items.
     """
 
     def __init__(
@@ -68,7 +66,7 @@ class BufferWriter:
             self._headers["Authorization"] = f"Bearer {token}"
         self._give_up_s = give_up_s
         self._timeout = aiohttp.ClientTimeout(total=request_timeout_s)
-        # one request is made while the other is answered
+        # one request is built while the other is answered
         self._batches = Batcher(self._send, most=_MOST_ITEMS, parallel=2, size=len, most_size=_MOST_BYTES)
 
     async def __aenter__(self) -> BufferWriter:
@@ -80,36 +78,36 @@ class BufferWriter:
         await self._session.close()
 
     async def write(self, item: Item) -> None:
-        """Store one item. An item without ``uid`` gets one, so that it can be sent again."""
+        """Store one item. An item without ``uid`` gets one, for retries."""
         item = item if item.get("uid") is not None else {**item, "uid": uuid.uuid4().hex}
         try:
             body = json_bytes(item)
-        except (TypeError, ValueError) as error:  # numpy's numbers, objects, NaN beside an integer above 64 bit
-            raise BufferRequestError(f"item {item['uid']!r} is no JSON: {error}") from error
-        if b"null" in body and (place := next(_not_finite(item), None)):  # which orjson writes so
-            raise BufferRequestError(f"item {item['uid']!r} is no JSON: {place}; only finite numbers can be written")
+        except (TypeError, ValueError) as error:  # numpy numbers, objects, NaN beside an integer above 64 bit
+            raise BufferRequestError(f"item {item['uid']!r} is not JSON: {error}") from error
+        if b"null" in body and (place := next(_not_finite(item), None)):  # orjson writes NaN as null
+            raise BufferRequestError(f"item {item['uid']!r} is not JSON: {place}; only finite numbers can be written")
         await self._batches.add(body)
 
     async def _send(self, bodies: list[bytes]) -> list[BufferRequestError | None]:
-        what = f"the buffer at {self._url} took nothing"
+        what = f"the buffer at {self._url} stored no item"
         backoff = Backoff(what, BufferUnreachableError, cap_s=_LONGEST_PAUSE_S, patience_s=self._give_up_s)
         try:
             await backoff.run(lambda: ask(self._session, self._url, b"[" + b",".join(bodies) + b"]"), is_transient)
         except aiohttp.ClientResponseError as error:
             if len(bodies) == 1:
                 return [BufferRequestError(f"the buffer refused an item: {error.message}", status=error.status)]
-            # a request is refused as a whole; one bad item must not cost the others
+            # the whole request was refused: send the items one by one
             return [result for body in bodies for result in await self._send([body])]
         return [None] * len(bodies)
 
 
 def plan(rows: Sequence[Row], payload: Mapping[str, Any]) -> Iterator[tuple[Row, int]]:
-    """``(row, epoch)`` for each item that a generator's ``payload`` asks for: each instance ``num_repeat_per_sample``
-    times in each of ``num_epoch`` epochs, in an order that depends on the epoch only.
+    """``(row, epoch)`` for each item that a generator's ``payload`` requests: each instance ``num_repeat_per_sample``
+    times in each of ``num_epoch`` epochs, in an order that depends only on the epoch.
 
-    An id in ``skip_instance_ids`` skips its instance once (one that is there twice skips two epochs).
-    ``partial_groups`` are groups that the buffer holds in part, as ``{"instance_id", "group_id", "items"}`` with the
-    epoch as group id: only what they miss is made.
+    An id in ``skip_instance_ids`` skips its instance once (given twice, it skips two epochs). ``partial_groups`` are
+    incomplete groups in the buffer, as ``{"instance_id", "group_id", "items"}`` with the epoch as group id: only their
+    missing items are planned.
     """
     repeat = int(payload["num_repeat_per_sample"])
     skip = Counter(orjson.dumps(instance_id) for instance_id in payload.get("skip_instance_ids") or ())
@@ -126,21 +124,21 @@ def plan(rows: Sequence[Row], payload: Mapping[str, Any]) -> Iterator[tuple[Row,
 
 
 async def write_items(
-    work: Iterable[tuple[Row, int]],
+    planned: Iterable[tuple[Row, int]],
     make_item: Callable[[Row, int], Awaitable[Item]],
     *,
     url: str,
     token: str | None = None,
     limit: int,
 ) -> None:
-    """Make an item for each ``(row, epoch)`` and write it to the buffer, ``limit`` at a time; the first exception ends
-    the rest and is raised.
+    """Make an item for each ``(row, epoch)`` and write it to the buffer, ``limit`` at a time; the first exception
+    cancels the rest and is raised.
 
-    A rollout counts as running until its item is stored, so that a full buffer holds the generator back. An item that
-    the buffer refuses is written as a failed one: its group does not wait for it.
+    A rollout occupies its place until its item is stored: backpressure from a full buffer. An item that the buffer
+    refuses is written as a failed one, so that its group need not wait for it.
     """
 
-    async def one(row: Row, epoch: int) -> None:
+    async def make_and_write(row: Row, epoch: int) -> None:
         item = await make_item(row, epoch)
         try:
             await writer.write(item)
@@ -149,13 +147,13 @@ async def write_items(
             try:
                 await writer.write(failed_item(row, epoch, f"its item was refused: {error}"))
             except BufferRequestError:
-                logger.exception("Nor can it be written that the item failed.")
+                logger.exception("The failed item was refused, too.")
 
     running: set[asyncio.Task[None]] = set()
     async with BufferWriter(url=url, token=token) as writer:
         try:
-            for row, epoch in work:
-                running.add(asyncio.create_task(one(row, epoch)))
+            for row, epoch in planned:
+                running.add(asyncio.create_task(make_and_write(row, epoch)))
                 if len(running) >= limit:
                     done, running = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
                     await asyncio.gather(*done)
@@ -166,26 +164,25 @@ async def write_items(
 
 
 def item_of(row: Row, epoch: int, uid: str, messages: Any, reward: float, extra_info: Item, **fields: Any) -> Item:
-    """An item with the fields that every reader expects; ``fields`` stand beside them, the row's in ``extra_info``.
-    What of a row or a message has no form in JSON is spelled out: NaN and infinities as text, half a character as
-    backslash and number."""
-    kept = {key: value for key, value in row.items() if key not in ("instance_id", "prompt", "messages")}
-    named = {"uid": uid, "instance_id": row["instance_id"], "group_id": epoch, "messages": _spelled(messages)}
-    return {**named, "reward": reward, "extra_info": {**_spelled(kept), **extra_info}, **fields}
+    """An item with the fields that every reader expects, and ``fields``; further fields of the row are in
+    ``extra_info``. Values of rows and messages that JSON lacks become text: NaN, infinities, lone surrogates."""
+    extra = {key: value for key, value in row.items() if key not in ("instance_id", "prompt", "messages")}
+    required = {"uid": uid, "instance_id": row["instance_id"], "group_id": epoch, "messages": _json_safe(messages)}
+    return {**required, "reward": reward, "extra_info": {**_json_safe(extra), **extra_info}, **fields}
 
 
-def _spelled(value: Any) -> Any:
+def _json_safe(value: Any) -> Any:
     if isinstance(value, str):
         return value if value.isascii() else value.encode("utf-8", "backslashreplace").decode()
     if isinstance(value, float) and not math.isfinite(value):
         return {"nan": "NaN", "inf": "Infinity", "-inf": "-Infinity"}[str(value)]
     if isinstance(value, dict):
-        return {_spelled(key): _spelled(one) for key, one in value.items()}
-    return [*map(_spelled, value)] if isinstance(value, list) else value
+        return {_json_safe(key): _json_safe(one) for key, one in value.items()}
+    return [*map(_json_safe, value)] if isinstance(value, list) else value
 
 
 def _not_finite(value: Any, place: str = "") -> Iterator[str]:
-    """Where NaN or an infinity stands in an item."""
+    """The places of NaN and infinities in an item, as text."""
     if isinstance(value, float) and not math.isfinite(value):
         yield f"{place} is {value}"
     entries = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, (list, tuple)) else ()
@@ -195,38 +192,38 @@ def _not_finite(value: Any, place: str = "") -> Iterator[str]:
 
 
 def failed_item(row: Row, epoch: int, error: str, *, uid: str | None = None) -> Item:
-    """What is written for a rollout that gave nothing: it says why, and is not trained on."""
-    messages, told = _messages(row.get("prompt")) or [], error.encode(errors="replace").decode()
-    return item_of(row, epoch, uid or uuid.uuid4().hex, messages, FAILED_REWARD, {"error": told})
+    """The item of a failed rollout, with its error; it is not trained on."""
+    messages, text = _messages(row.get("prompt")) or [], error.encode(errors="replace").decode()
+    return item_of(row, epoch, uid or uuid.uuid4().hex, messages, FAILED_REWARD, {"error": text})
 
 
 def read_rows(path: Path, *, prompts: bool = True) -> list[dict[str, Any]]:
-    """The instances of a JSON-lines file, each with an ``instance_id``, a text or an integer of 64 bit (the number of
-    the row when missing).
+    """The instances of a JSON-lines file, each with an ``instance_id``: text or a 64-bit integer, by default the number
+    of the row.
 
-    With ``prompts`` each needs a ``prompt``, chat messages or text, which is made chat messages. Raises ``ConfigError``
-    naming a line that cannot be used.
+    With ``prompts`` each row needs a ``prompt``, chat messages or text, which becomes a chat message. Raises
+    ``ConfigError`` naming an invalid line.
     """
-    read = read_tasks(path, flag="input_file", strings=False)
-    rows = [{**row, "instance_id": _instance_of(row, number, path)} for number, row in enumerate(read)]
+    tasks = read_tasks(path, flag="input_file", strings=False)
+    rows = [{**row, "instance_id": _instance_of(row, number, path)} for number, row in enumerate(tasks)]
     for row in rows if prompts else ():
         messages = _messages(row.get("prompt"))
         if messages is None:
-            given = repr(row.get("prompt"))[:80]
-            raise ConfigError(f"{path}: prompt of {row['instance_id']!r} is {given}; expected chat messages or text")
+            value = repr(row.get("prompt"))[:80]
+            raise ConfigError(f"{path}: prompt of {row['instance_id']!r} is {value}; expected chat messages or text")
         row["prompt"] = messages
     return rows
 
 
 def _instance_of(row: Row, number: int, path: Path) -> Any:
-    given = row.get("instance_id")
-    if given is None:
+    value = row.get("instance_id")
+    if value is None:
         return number
     try:
-        return _ID.validate_python(given if _spelled(given) == given else None)
+        return _ID.validate_python(value if _json_safe(value) == value else None)
     except ValidationError:
-        fix = "give a text or an integer of 64 bit"
-        raise ConfigError(f"{path}: the instance_id of row {number} is {given!r:.80}; {fix}") from None
+        fix = "give a text or a 64-bit integer"
+        raise ConfigError(f"{path}: the instance_id of row {number} is {value!r:.80}; {fix}") from None
 
 
 def _messages(prompt: Any) -> list[dict[str, Any]] | None:

@@ -1,5 +1,5 @@
-"""``agl-slime assign-instance-id``: every line of a JSON-lines file gets an ``instance_id``, by which its rollouts are
-grouped and skipped on resume."""
+"""``agl-slime assign-instance-id``: gives every line of a JSON-lines file an ``instance_id``, by which its rollouts are
+grouped, and skipped on resume."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ def assign_instance_ids(*, input: Path, output: Path | None = None, prefix: str 
 
     Args:
         input: The file to read.
-        output: Where to write; <input>_instance_id.jsonl beside the input by default.
+        output: The file to write; by default <input>_instance_id.jsonl beside the input.
         prefix: Ids are <prefix>_<number of the line>.
 
     Returns:
-        The path of what was written (whole or not at all), its number of lines and how many of them got an id.
+        The path of the output (written atomically), its number of lines, and how many of them got an id.
 
     Raises:
-        ConfigError: names a line that cannot be used.
+        ConfigError: names an invalid line.
     """
     output = output or input.with_name(f"{input.stem}_instance_id.jsonl")
     rows = read_tasks(input, flag="--input", strings=False)
-    given = [str(row["instance_id"]) for row in rows if row.get("instance_id") is not None]
-    taken = set(given)
-    if len(taken) < len(given):
-        twice = next(instance_id for at, instance_id in enumerate(given) if instance_id in given[:at])
-        raise ConfigError(f"--input {input}: the instance_id {twice!r} is there twice; ids must be unique")
+    existing = [str(row["instance_id"]) for row in rows if row.get("instance_id") is not None]
+    taken = set(existing)
+    if len(taken) < len(existing):
+        repeated = next(instance_id for at, instance_id in enumerate(existing) if instance_id in existing[:at])
+        raise ConfigError(f"--input {input}: the instance_id {repeated!r} occurs twice; ids must be unique")
     try:
         with whole_file(output) as file:
             for number, row in enumerate(rows):
@@ -42,7 +42,7 @@ def assign_instance_ids(*, input: Path, output: Path | None = None, prefix: str 
                         instance_id += "_"
                     taken.add(instance_id)
                 text = json.dumps({"instance_id": instance_id, **row}, ensure_ascii=False, separators=(",", ":"))
-                file.write(text.encode("utf-8", "backslashreplace") + b"\n")  # half a character as JSON's escape
+                file.write(text.encode("utf-8", "backslashreplace") + b"\n")  # a lone surrogate as JSON's escape
     except OSError as error:
         raise ConfigError(f"{output} cannot be written: {error}") from error
-    return output, len(rows), len(rows) - len(given)
+    return output, len(rows), len(rows) - len(existing)

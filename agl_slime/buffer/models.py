@@ -1,4 +1,4 @@
-"""What comes in over HTTP: pydantic models, their errors as one sentence, and the OpenAPI description made of them."""
+"""Pydantic models of HTTP requests, their errors as one sentence, and the OpenAPI description."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Model = TypeVar("Model", bound=BaseModel)
 
 
 def _whole(value: Any) -> Any:
-    """3.0 is an integer in JSON Schema; beyond 2**53 it may have been another one."""
+    """A whole float as an integer, as in JSON Schema, up to 2**53, beyond which floats are inexact."""
     return int(value) if isinstance(value, float) and value.is_integer() and abs(value) <= 2**53 else value
 
 
@@ -30,34 +30,30 @@ Digits = Annotated[str, StringConstraints(pattern="^[1-9][0-9]{0,5}$")]
 
 
 class ItemFields(BaseModel):
-    """What a rollout ended with. More fields may be there and come out again."""
+    """The item of a finished rollout. Further fields are allowed, and delivered unchanged."""
 
-    uid: Id | None = Field(
-        None, description="Names the item; a repeated write of it is stored once. Made up if missing."
-    )
-    instance_id: Id = Field(description="Names the prompt: items of one instance form groups.")
-    group_id: Id | None = Field(None, description="Keeps groups of one instance apart, as those of several epochs.")
+    uid: Id | None = Field(None, description="Id of the item; a repeated write is stored once. Generated if missing.")
+    instance_id: Id = Field(description="Id of the prompt: items of one instance form groups.")
+    group_id: Id | None = Field(None, description="Separates groups of one instance, such as several epochs.")
     messages: list[dict[str, Any]] = Field(description="The conversation in OpenAI's format.")
     reward: Any = Field(None, description="A number; an item without one is never trained on.")
-    extra_info: dict[str, Any] | None = Field(
-        None, description="Whatever is to be known later; `error` marks failures."
-    )
-    task_type: SkipJsonSchema[str | None] = None  # one for all items of a request, which no schema can say
+    extra_info: dict[str, Any] | None = Field(None, description="Data to keep with the item; `error` marks failures.")
+    task_type: SkipJsonSchema[str | None] = None  # the same for all items of a request: not expressible in a schema
 
 
 class ReadRequest(BaseModel):
-    """What a reader asks for."""
+    """A reader's request."""
 
     batch_size: Annotated[StrictInt, Field(ge=1, le=2**53), Whole] | None = Field(
         None, description="Most items to return, in whole groups, at least one group."
     )
     task_type: str | None = Field(None, description="Needed only when several task types are in use.")
-    request_id: Name | None = Field(None, description="Asked again, it gets the same answer again.")
-    ack: list[str] | None = Field(None, description="Earlier request_ids whose items are held for good.")
+    request_id: Name | None = Field(None, description="A repeated request_id gets the same answer again.")
+    ack: list[str] | None = Field(None, description="Earlier request_ids whose items the reader has saved.")
 
 
 class StartRequest(BaseModel):
-    """The fields of ``/start_rollout`` that the buffer looks at; all of them go to the generator."""
+    """The fields of ``/start_rollout`` that the buffer reads; the generator gets the whole payload."""
 
     task_type: str
     num_repeat_per_sample: Annotated[StrictInt, Field(ge=1, le=1_000_000), Whole] | Digits = Field(
@@ -65,9 +61,9 @@ class StartRequest(BaseModel):
     )
     input_file: str | None = None
     sampling_params: dict[str, Any] | None = None
-    skip_instance_ids: list[Id] | None = Field(None, description="What was trained before.")
+    skip_instance_ids: list[Id] | None = Field(None, description="Instances that were trained before.")
     trained_groups: list[str] | None = Field(None, description="`buffer_group` of the items that were trained on.")
-    fresh: StrictBool = Field(False, description="Drop what is left of earlier runs, as each evaluation does.")
+    fresh: StrictBool = Field(False, description="Drop the items of earlier runs, as each evaluation does.")
 
     @property
     def group_size(self) -> int:
@@ -76,7 +72,7 @@ class StartRequest(BaseModel):
 
 @dataclass(frozen=True, slots=True)
 class WrittenItem:
-    """An item that may be stored. ``key`` names its group within the task type, ``body`` is its JSON."""
+    """A checked item. ``key`` identifies its group within the task type, ``body`` is its JSON."""
 
     uid: str
     instance_id: Any
@@ -86,7 +82,7 @@ class WrittenItem:
 
 
 def check(model: type[Model], value: Any, what: str = "the body") -> Model:
-    """``value`` as the model, or ``BufferRequestError`` naming the field, the value and what is expected."""
+    """``value`` as the model; raises ``BufferRequestError`` naming the field, its value and the expected type."""
     try:
         return model.model_validate(value)
     except ValidationError as error:
@@ -110,7 +106,7 @@ def parse_body(raw: bytes) -> Any:
 
 
 def parse_items(raw: bytes) -> tuple[str | None, list[WrittenItem]]:
-    """The task type that the item or items of a body name, and the items, ready to store."""
+    """The task type in a body of one or several items, and the items, ready to store."""
     value = parse_body(raw)
     if isinstance(value, list):
         if not value:
@@ -148,27 +144,27 @@ def _operation(summary: str, answer: Any, body: Any = None, *, body_required: bo
     refusal = content(_object({"success": {"const": False}, "message": {"type": "string"}}))
     refused = {"description": "Refused, with 400, 401, 403, 404, 405, 409 or 413; 503 says try again later", **refusal}
     responses = {"200": {"description": "Done", **content(answer)}, "4XX": refused, "503": refused}
-    asked = {} if body is None else {"requestBody": {"required": body_required, **content(body)}}
-    return {"summary": summary, "responses": responses, **asked}
+    request = {} if body is None else {"requestBody": {"required": body_required, **content(body)}}
+    return {"summary": summary, "responses": responses, **request}
 
 
 def openapi_description() -> dict[str, Any]:
-    """The description as served at ``/openapi.json``."""
+    """The OpenAPI description, served at ``/openapi.json``."""
     item = ItemFields.model_json_schema()
     items = {"anyOf": [item, {"type": "array", "items": item, "minItems": 1}]}
     data = _object({"data": {"type": "array", "items": {"type": "object"}}, "meta_info": {}})
     answer = _object({"success": {"type": "boolean"}, "message": {"type": "string"}, "data": data})
     read, start = ReadRequest.model_json_schema(), StartRequest.model_json_schema()
     started = _object({"message": {"type": "string"}})
-    give = _operation("Take groups that are ready to train on", answer, read, body_required=False)
+    take = _operation("Take groups that are ready to train on", answer, read, body_required=False)
     return {
         "openapi": "3.1.0",
         "info": {"title": "agl-slime rollout buffer", "version": __version__},
         "paths": {
             "/start_rollout": {"post": _operation("Start the generator of a task type", started, start)},
             "/buffer/write": {"post": _operation("Write an item or a list of items", answer, items)},
-            "/get_rollout_data": {"post": give},
-            "/stats": {"get": _operation("Everything that is counted", {"type": "object"})},
+            "/get_rollout_data": {"post": take},
+            "/stats": {"get": _operation("All counts", {"type": "object"})},
             "/health": {"get": _operation("Whether the server runs", {"type": "object"})},
         },
         "components": {"securitySchemes": {"token": {"type": "http", "scheme": "bearer"}}},

@@ -1,8 +1,8 @@
-"""The group pipeline: from the items of a group to data that is fit to train on.
+"""The group pipeline: from the items of a group to training data.
 
-Meta information over everything, then per group: is it complete and valid, which items are usable, normalise, pad.
-Valid groups are among the finished ones and finished ones among all; a finished group leaves the buffer, with its items
-or with the reason why not. Nothing here waits, stores or locks; the clock is the caller's.
+Stages: meta information over all items, then per group validity, filter of items, normalisation, padding. A finished
+group leaves the buffer, either valid, with its items, or refused for a reason. Nothing here waits, stores or locks; the
+caller passes the time.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from agl_slime.groups.normalize import all_equal
 
 Stage = Callable[..., Any]
 
-# The names under which a generator may bring its own stages, as slime documents them.
+# Documented names of a generator's custom stages.
 STAGE_NAMES = ("get_group_data_meta_info", "is_valid_group", "filter_item", "normalize_group_data", "pad_group_data")
-# The one function that slime's own buffer calls in the place of the last three.
+# A function that slime's own buffer calls instead of the last three.
 TRANSFORM_NAME = "transform_group"
 
-# Reasons why a finished group, or an item of a used one, is not trained on.
+# Reasons not to train on a finished group, or on an item of a valid one.
 REASON_TIMEOUT = "timeout"
 REASON_INVALID = "invalid_group"
 REASON_FILTERED = "too_few_valid_items"
@@ -35,14 +35,14 @@ REASON_STAGE_ERROR = "stage_error"
 REASON_ITEM_FILTERED = "filtered_item"
 REASON_SURPLUS = "surplus_item"
 
-# What a stage may take after the data.
+# Parameters of a stage beside the data.
 _PASSED = frozenset({"group_size", "min_valid_group_size", "task_type"})
 
 
 @dataclass(frozen=True, slots=True)
 class FinishedGroup:
-    """A group that leaves the buffer: with ``data`` to train on, or refused for ``reason`` (a short word; ``detail`` is
-    the sentence). ``item_reasons`` has one entry per item: ``""`` for the ones that are used, else why not."""
+    """A group that leaves the buffer with ``data`` to train on, or refused for ``reason`` (a metric name) and
+    ``detail`` (a sentence). ``item_reasons``: per item ``""``, or the reason not to use it."""
 
     data: Sequence[Item]
     item_reasons: Sequence[str]
@@ -59,17 +59,17 @@ class FinishedGroup:
 
 
 class _RefusedError(Exception):
-    """The group is not used: reason and detail."""
+    """A group is refused; the arguments are reason and detail."""
 
 
 class GroupPipeline:
-    """The five stages under one set of settings. A stage that ``functions``, such as the names of a module, does not
-    have under its documented name has its default.
+    """The five stages with their settings. ``functions``, such as the names of a module, may replace stages by their
+    documented names.
 
     A stage takes its documented arguments, or only the first ones: ``filter_item(item)`` and ``filter_item(item,
-    task_type)`` both do. ``is_valid_group`` may answer with one bool for both questions, as the generators in slime's
-    repository do. ``transform_group((instance_id, items), task_type)`` takes the place of the last three stages, as in
-    slime's own buffer: what it returns is delivered. Raises ``ConfigError`` where one of those is there, too.
+    task_type)`` both work. ``is_valid_group`` may return one bool for valid and finished, as the generators in slime's
+    repository do. ``transform_group((instance_id, items), task_type)`` replaces the last three stages, as in slime's
+    own buffer: its result is delivered. Raises ``ConfigError`` when it comes together with one of these.
     """
 
     def __init__(
@@ -77,35 +77,36 @@ class GroupPipeline:
     ) -> None:
         self.settings = settings
         self._task_type = task_type
-        given = functions or {}
-        own: dict[str, Stage] = {name: stage for name in STAGE_NAMES if callable(stage := given.get(name))}
-        if callable(transform := given.get(TRANSFORM_NAME)) and (beside := own.keys() & set(STAGE_NAMES[2:])):
-            raise ConfigError(f"{TRANSFORM_NAME} takes the place of {', '.join(sorted(beside))}; leave one out")
+        functions = functions or {}
+        custom: dict[str, Stage] = {name: stage for name in STAGE_NAMES if callable(stage := functions.get(name))}
+        if callable(transform := functions.get(TRANSFORM_NAME)) and (beside := custom.keys() & set(STAGE_NAMES[2:])):
+            raise ConfigError(f"{TRANSFORM_NAME} replaces {', '.join(sorted(beside))}; leave one out")
         self._transform = _trimmed(transform) if callable(transform) else None
-        marks = {"reward_range": settings.reward_range}
+        reward_range = {"reward_range": settings.reward_range}
         defaults: dict[str, Stage] = {
             **vars(stages),
-            "filter_item": partial(stages.filter_item, **marks),
-            "normalize_group_data": partial(stages.normalize_group_data, **marks),
+            "filter_item": partial(stages.filter_item, **reward_range),
+            "normalize_group_data": partial(stages.normalize_group_data, **reward_range),
         }
-        chosen = [_trimmed(own.get(name, defaults[name])) for name in STAGE_NAMES]
+        chosen = [_trimmed(custom.get(name, defaults[name])) for name in STAGE_NAMES]
         self._meta_info, self._is_valid, self._filter, self._normalize, self._pad = chosen
-        self.custom_meta_info = "get_group_data_meta_info" in own
-        self.custom_validity = "is_valid_group" in own
+        self.custom_meta_info = "get_group_data_meta_info" in custom
+        self.custom_validity = "is_valid_group" in custom
 
     def meta_info(self, items: Iterable[Item]) -> dict[str, Any]:
-        """Stage 1 over these items; a custom stage that raises is reported under ``error``, beside the default's."""
+        """The result of stage 1 for these items. When a custom stage raises: the default's, with the error under
+        ``error``."""
         data: dict[Any, list[Item]] = {}
         for item in items:
             data.setdefault(item["instance_id"], []).append(dict(item))
         try:
             return dict(self._meta_info(data))
-        except Exception as error:  # a stage of somebody else's must not stop the batch
-            told = f"get_group_data_meta_info raised {type(error).__name__}: {error}"
-            return {**stages.get_group_data_meta_info(data), "error": told}
+        except Exception as error:  # a custom stage must not stop the batch
+            message = f"get_group_data_meta_info raised {type(error).__name__}: {error}"
+            return {**stages.get_group_data_meta_info(data), "error": message}
 
     def finish(self, instance_id: Any, items: Iterable[Item], *, idle_s: float) -> FinishedGroup | None:
-        """Stages 2 to 5 for a group, ``idle_s`` seconds after its last item; ``None`` while it is to wait for more."""
+        """Stages 2 to 5 for a group, ``idle_s`` seconds after its last item; ``None`` while it waits for more items."""
         settings = self.settings
         items = [dict(item) for item in items]
         try:
@@ -117,20 +118,20 @@ class GroupPipeline:
                 needed = settings.items_for(settings.min_timeout_group_size_ratio)
                 valid, _ = self._judge(instance_id, items, needed)
             if not valid:
-                told = f"{len(items)} of {settings.group_size} items, at least {needed} valid ones are needed"
-                raise _RefusedError(REASON_INVALID if done else REASON_TIMEOUT, told)
+                detail = f"{len(items)} of {settings.group_size} items, at least {needed} valid ones are needed"
+                raise _RefusedError(REASON_INVALID if done else REASON_TIMEOUT, detail)
             if self._transform is not None:
                 return self._transformed(self._transform, instance_id, items)
             return self._use(instance_id, items, late=not done)
         except _RefusedError as refusal:
             return FinishedGroup.refused(len(items), *refusal.args)
-        except Exception as error:  # one group that breaks a stage is recorded; the others go on
+        except Exception as error:  # a group that breaks a stage does not stop the others
             return FinishedGroup.refused(len(items), REASON_STAGE_ERROR, f"{type(error).__name__}: {error}")
 
     def _judge(self, instance_id: Any, items: list[Item], needed: int) -> tuple[bool, bool]:
         answer = self._is_valid((instance_id, items), needed, self._task_type)
         valid, done = answer if isinstance(answer, tuple) else (answer, answer)
-        return bool(valid), bool(done) or bool(valid)  # valid groups are among the finished ones
+        return bool(valid), bool(done) or bool(valid)  # a valid group is finished
 
     def _use(self, instance_id: Any, items: list[Item], *, late: bool) -> FinishedGroup:
         settings = self.settings
@@ -141,8 +142,8 @@ class GroupPipeline:
         if late:
             needed = max(needed, settings.items_for(settings.min_timeout_group_size_ratio))
         if len(kept) < needed:
-            told = f"{len(kept)} of {size} items are valid, {needed} are needed"
-            raise _RefusedError(REASON_TIMEOUT if late else REASON_FILTERED, told)
+            detail = f"{len(kept)} of {size} items are valid, {needed} are needed"
+            raise _RefusedError(REASON_TIMEOUT if late else REASON_FILTERED, detail)
         rewards = [reward for at in kept if (reward := stages.numeric_reward(items[at])) is not None]
         if settings.drop_zero_variance and len(rewards) == len(kept) > 1 and all_equal(rewards):
             raise _RefusedError(REASON_ZERO_VARIANCE, f"all {len(kept)} rewards are {rewards[0]}")
@@ -156,13 +157,13 @@ class GroupPipeline:
         _, made = transform((instance_id, [dict(item) for item in items]), self._task_type)
         made = self._checked(list(made), TRANSFORM_NAME)
         used = {item.get("uid") for item in made}
-        known = used.intersection(item.get("uid") for item in items)  # none: it names them anew
+        same = used.intersection(item.get("uid") for item in items)  # empty when the transform assigns new uids
         return FinishedGroup(
-            made, ["" if not known or item.get("uid") in known else REASON_ITEM_FILTERED for item in items]
+            made, ["" if not same or item.get("uid") in same else REASON_ITEM_FILTERED for item in items]
         )
 
     def _checked(self, items: list[Item], source: str) -> list[Item]:
-        """What is delivered must be trainable, whoever wrote the stages."""
+        """``items`` if they are trainable; custom stages may return anything."""
         size = self.settings.group_size
         if not items or len(items) % size:
             raise ValueError(f"{source} returned {len(items)} items; expected a multiple of the group size {size}")
@@ -175,17 +176,17 @@ class GroupPipeline:
 
 
 def _trimmed(function: Stage) -> Stage:
-    """``function``, called with as many positional arguments as it takes."""
+    """``function``, wrapped to receive only as many positional arguments as it takes."""
     try:
         parameters = inspect.signature(function).parameters.values()
-    except (TypeError, ValueError):  # a builtin without a signature takes what it is given
+    except (TypeError, ValueError):  # a builtin without a signature
         return function
     count = 0
     for parameter in parameters:
         if parameter.kind is parameter.VAR_POSITIONAL:
             return function
-        own = parameter.default is not parameter.empty and parameter.name not in _PASSED
-        if own or parameter.kind not in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD):
-            break  # a setting of the stage's own, such as `epsilon`, keeps its default
+        is_setting = parameter.default is not parameter.empty and parameter.name not in _PASSED
+        if is_setting or parameter.kind not in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD):
+            break  # a setting of the stage, such as `epsilon`, keeps its default
         count += 1
     return lambda *args: function(*args[:count])

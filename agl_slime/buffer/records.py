@@ -1,4 +1,4 @@
-"""The tables of the buffer's database, and what is done with whole groups and with runs of generators."""
+"""The tables of the buffer's database, with operations on whole groups and on runs of generators."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from agl_slime.groups.results import Outcome
 from agl_slime.support.database import Database
 from agl_slime.support.http import json_bytes, json_value
 
-# ``accepting``: takes more items. ``due``: has enough items to be decided, and was not looked at since the last one.
+# ``accepting``: takes more items. ``due``: has enough items to be decided, and a new one since the last decision.
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS items (
     no INTEGER PRIMARY KEY, group_no INTEGER NOT NULL, rollout_id TEXT NOT NULL, time REAL NOT NULL, body BLOB NOT NULL
@@ -59,7 +59,7 @@ def _make_tables(connection: sqlite3.Connection) -> None:
 
 
 def insert_many(connection: sqlite3.Connection, into: str, rows: Sequence[Sequence[Any]], tail: str = "") -> None:
-    """Few statements for many rows: each statement lets go of the interpreter lock and has to wait to get it back."""
+    """Insert many rows by few statements: each statement releases the GIL and has to wait for it again."""
     for start in range(0, len(rows), 100):  # 100 rows stay below every limit on variables
         chunk = rows[start : start + 100]
         marks = ", ".join([f"({', '.join('?' * len(chunk[0]))})"] * len(chunk))
@@ -85,14 +85,14 @@ class StoredGroup:
 
     @property
     def place(self) -> dict[str, Any]:
-        """What a generator is told of a part of a group; ``group_id`` is ``None`` when its items say none."""
+        """The group as an entry of a generator's ``partial_groups``; ``group_id`` may be ``None``."""
         key = orjson.loads(self.key)
         group_id = key[1] if isinstance(key, list) else None
         return {"instance_id": self.instance_id, "group_id": group_id, "items": self.count}
 
 
 class Records:
-    """The database of a buffer. Thread-safe; ``clock`` gives seconds since the epoch."""
+    """The database of a buffer. Thread-safe; ``clock`` returns seconds since the epoch."""
 
     def __init__(self, *, database: Database | None = None, clock: Callable[[], float] = time.time) -> None:
         self._database = database or Database()
@@ -100,15 +100,15 @@ class Records:
         self.ledger = Ledger(database=self._database)
         with self._database.transaction() as connection:
             _make_tables(connection)
-            # the wait for missing items starts anew: nobody could write while the buffer was down
+            # restart the wait for missing items: no one could write while the buffer was down
             connection.execute("UPDATE groups SET last_time = ? WHERE delivery_no IS NULL", (clock(),))
-            # numbers of groups are names that trainers keep: none is given twice
+            # trainers keep numbers of groups as names: never reuse one
             used = "(SELECT max(no) AS no FROM groups UNION SELECT max(group_no) FROM finished)"
             self._next_group: int = 1 + self._one(f"SELECT coalesce(max(no), 0) FROM {used}")
             self._next_item: int = 1 + self._one("SELECT coalesce(max(no), 0) FROM items")
             connection.execute("INSERT OR IGNORE INTO identity VALUES (1, ?)", (uuid.uuid4().hex[:12],))
             self._database_id: str = self._one("SELECT name FROM identity")
-        self._count_held()
+        self._recount_items()
 
     def close(self) -> None:
         self._database.close()
@@ -116,8 +116,8 @@ class Records:
     def _one(self, query: str) -> Any:
         return self._database.connection.execute(query).fetchone()[0]
 
-    def _count_held(self) -> None:
-        """Items that were written and not delivered or refused; from here on they are counted as they come and go."""
+    def _recount_items(self) -> None:
+        """Count the items that are neither delivered nor refused; other methods keep the count current."""
         with self._database.reading():
             self.held_items: int = self._one("SELECT coalesce(sum(count), 0) FROM groups WHERE delivery_no IS NULL")
 
@@ -129,7 +129,7 @@ class Records:
             return [StoredGroup(*row) for row in rows]
 
     def undecided(self, task: str) -> list[StoredGroup]:
-        """Groups that wait for items or for a reader."""
+        """The groups that wait for items or for a reader."""
         return self._where("task = ? AND delivery_no IS NULL ORDER BY last_time, no", task)
 
     def _new_group(self, task: str, key: str, instance_json: str) -> StoredGroup:
@@ -151,11 +151,11 @@ class Records:
         self._database.connection.execute("DELETE FROM groups WHERE no = ?", (group.no,))
 
     def _name(self, group: StoredGroup) -> str:
-        """What trainers call the group: no other has this name, in this database or another."""
+        """The group's name for trainers, unique across databases."""
         return f"{self._database_id}:{group.no}"
 
     def _end(self, groups: Sequence[StoredGroup], outcome: Outcome = Outcome.TRAINED, reason: str = "") -> int:
-        """The end of these groups: their items have the outcome, but for those that had one before."""
+        """Close the items of these groups with an outcome, unless they have one, and drop the groups."""
         for group in groups:
             self.ledger.close_many(self._rollouts_of(group), outcome, reason)
             self._drop(group)
@@ -164,52 +164,51 @@ class Records:
     # -- deliveries ---------------------------------------------------------------------------------------------------
 
     def acknowledge(self, task: str, request_ids: Iterable[str]) -> int:
-        """The reader holds the answers to these requests for good: their items count as trained. Returns the number of
+        """Count the items delivered to these requests as trained: the reader has saved them. Returns the number of
         groups."""
-        named = "task = ? AND request_id IN (SELECT value FROM json_each(?))"
+        delivered = "task = ? AND request_id IN (SELECT value FROM json_each(?))"
         with self._database.transaction():
-            asked = orjson.dumps([*request_ids]).decode()
-            return self._end(self._where(f"delivery_no IN (SELECT no FROM deliveries WHERE {named})", task, asked))
+            ids = orjson.dumps([*request_ids]).decode()
+            return self._end(self._where(f"delivery_no IN (SELECT no FROM deliveries WHERE {delivered})", task, ids))
 
     def _trim(self, keep: int) -> None:
-        """Deliveries beyond the window can no longer be asked for again."""
+        """Count deliveries beyond the newest ``keep`` groups as trained; they can no longer be requested again."""
         newest = "delivery_no IS NOT NULL ORDER BY delivery_no DESC, no DESC LIMIT -1 OFFSET ?"
         if self._end(self._where(newest, keep)):
             oldest = "SELECT min(delivery_no) FROM groups WHERE delivery_no IS NOT NULL"
             self._database.connection.execute(f"DELETE FROM deliveries WHERE no < coalesce(({oldest}), no + 1)")
 
     def discard(self, task: str) -> None:
-        """Forget all groups of a task type: what was delivered counts as trained, what was not is cancelled."""
+        """Forget all groups of a task type: delivered ones count as trained, others as cancelled."""
         with self._database.transaction() as connection:
             self._end(self._where("task = ? AND delivery_no IS NOT NULL", task))
             self._end(self._where("task = ?", task), Outcome.CANCELLED, "replaced")
             for table in ("deliveries", "finished"):
                 connection.execute(f"DELETE FROM {table} WHERE task = ?", (task,))
-        self._count_held()
+        self._recount_items()
 
     def resume(self, task: str, trained_instances: Iterable[Any], trained_groups: Iterable[str] | None = None) -> int:
-        """A trainer starts and says what it has trained; what was delivered and it does not name is due again. Returns
-        the number of these groups.
+        """Resume a trainer: delivered groups that it has not trained become due again. Returns their number.
 
-        ``trained_groups`` are ``buffer_group`` names. A trainer that does not keep those is understood by
-        ``trained_instances``, each named as often as it was finished, less what it named at its last start and what was
-        acknowledged or refused since."""
+        ``trained_groups`` are ``buffer_group`` names. For a trainer that does not keep these, ``trained_instances``
+        count: each as often as it was finished, minus the ones given at its last start, and acknowledged or refused
+        since."""
         trained: list[StoredGroup] = []
         lost: list[StoredGroup] = []
         with self._database.transaction() as connection:
             names = None if trained_groups is None else set(trained_groups)
             left = self._trained_since_start(task, trained_instances) if names is None else Counter[str]()
             for group in self._where("delivery_no IS NOT NULL AND task = ? ORDER BY delivery_no, no", task):
-                known = left[group.instance_json] > 0 if names is None else self._name(group) in names
-                left[group.instance_json] -= known
-                (trained if known else lost).append(group)
+                is_trained = left[group.instance_json] > 0 if names is None else self._name(group) in names
+                left[group.instance_json] -= is_trained
+                (trained if is_trained else lost).append(group)
             self._end(trained)
             for group in lost:
                 self.ledger.reopen_many(self._rollouts_of(group))
                 connection.execute("UPDATE groups SET delivery_no = NULL, due = 1 WHERE no = ?", (group.no,))
                 connection.execute("DELETE FROM finished WHERE group_no = ?", (group.no,))
             connection.execute("DELETE FROM deliveries WHERE task = ?", (task,))
-        self._count_held()
+        self._recount_items()
         return len(lost)
 
     def _trained_since_start(self, task: str, trained_instances: Iterable[Any]) -> Counter[str]:
@@ -217,8 +216,8 @@ class Records:
         trained = Counter(orjson.dumps(instance).decode() for instance in trained_instances)
         query = "SELECT payload, finished_before FROM runs WHERE task = ? ORDER BY no DESC LIMIT 1"
         payload, before = connection.execute(query, (task,)).fetchone() or ("{}", 0)
-        named = orjson.loads(payload).get("skip_instance_ids") or ()
-        trained.subtract(orjson.dumps(instance).decode() for instance in named)
+        earlier = orjson.loads(payload).get("skip_instance_ids") or ()
+        trained.subtract(orjson.dumps(instance).decode() for instance in earlier)
         query = "SELECT instance_id FROM finished WHERE task = ? AND no > ? AND group_no NOT IN (SELECT no FROM groups)"
         trained.subtract(row[0] for row in connection.execute(query, (task, before)))
         return trained
@@ -226,7 +225,7 @@ class Records:
     # -- runs of generators -------------------------------------------------------------------------------------------
 
     def start_run(self, task: str, payload: Mapping[str, Any]) -> int:
-        """Record that a generator runs; earlier ones of the task type have been replaced. Returns the run's number."""
+        """Record the start of a generator, which replaces a running one of the task type. Returns the run's number."""
         with self._database.transaction() as connection:
             connection.execute(
                 "UPDATE runs SET state = 'replaced', ended = ? WHERE task = ? AND state = 'running'",
@@ -247,7 +246,7 @@ class Records:
             )
 
     def latest_runs(self) -> dict[str, dict[str, Any]]:
-        """The latest run of each task type, as its row with ``payload`` decoded."""
+        """The latest run of each task type: its row, with ``payload`` decoded."""
         names = ("no", "payload", "state", "error", "started", "ended")
         latest = "SELECT max(no) FROM runs GROUP BY task"
         query = f"SELECT task, {', '.join(names)} FROM runs WHERE no IN ({latest})"
@@ -256,7 +255,7 @@ class Records:
         return {task: {**row, "payload": json_value(row["payload"].encode())} for task, row in rows.items()}
 
     def finished_since(self, run_no: int) -> list[Any]:
-        """Instances that were finished since this run was started, each as often as it was."""
+        """The instances that were finished since this run started, each as often as it was."""
         query = (
             "SELECT instance_id FROM finished JOIN runs USING (task) "
             "WHERE runs.no = ? AND finished.no > finished_before ORDER BY finished.no"

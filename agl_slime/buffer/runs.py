@@ -1,9 +1,8 @@
-"""Generators: finding their files, and their processes.
+"""Discovery of generators, and their processes.
 
-A file named ``*_generator.py`` in a directory that a person named has ``TASK_TYPE`` and ``run_rollout``.
-
-A generator runs in a process of its own, which leads a process group. When its standard input ends, the buffer is gone,
-and the group ends with it, so that no generator is left behind.
+A generator is a file ``*_generator.py`` with ``TASK_TYPE`` and ``run_rollout``, in a directory that the user chose. It
+runs in a separate process, the leader of a process group. The end of its standard input means that the buffer is gone;
+the whole group then ends, so that no generator is left behind.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from agl_slime.support.http import json_bytes, json_value
 
 logger = logging.getLogger(__name__)
 
-# What of a generator's output is shown when it fails; all of it is in its log file.
+# Shown of a failed generator's output; its log file has all of it.
 _TAIL_BYTES = 4000
 _GRACE_S = 3.0
 _LONGEST_PAUSE_S = 60.0
@@ -42,7 +41,7 @@ SHIPPED_GENERATORS = Path(__file__).parent / "generators"
 
 @dataclass(frozen=True, slots=True)
 class Discovery:
-    """What a directory holds: generators by task type, and by file name what is wrong with the others."""
+    """A directory's generators by task type, and the problems of other files by file name."""
 
     generators: dict[str, ModuleType] = field(default_factory=dict)
     problems: dict[str, str] = field(default_factory=dict)
@@ -53,9 +52,9 @@ def file_of(generator: ModuleType) -> Path:
 
 
 def discover_generators(directory: Path) -> Discovery:
-    """Load every ``*_generator.py`` of the directory. Broken files and second files for a task type are reported and
+    """Load every ``*_generator.py`` of the directory; broken files, and further files for a task type, are reported and
     left out."""
-    found = Discovery()
+    discovery = Discovery()
     for path in sorted(directory.glob("*_generator.py")):
         try:
             module = import_file(path, again=True)
@@ -64,26 +63,27 @@ def discover_generators(directory: Path) -> Discovery:
                 raise TypeError(f"TASK_TYPE is {task_type!r}; expected a name")
             if not callable(getattr(module, "run_rollout", None)):
                 raise TypeError("run_rollout(data) is missing")
-            GroupPipeline(vars(module), settings=PipelineSettings())  # its stages fit together
-        except (Exception, SystemExit) as error:  # a file of somebody else's may do anything while it is loaded
+            GroupPipeline(vars(module), settings=PipelineSettings())  # checks its stages
+        except (Exception, SystemExit) as error:  # loading a user's file may do anything
             problem = f"cannot be used: {type(error).__name__}: {error}"
         else:
-            if task_type not in found.generators:
-                found.generators[task_type] = module
+            if task_type not in discovery.generators:
+                discovery.generators[task_type] = module
                 continue
-            problem = f"has the task type {task_type!r} of {file_of(found.generators[task_type]).name} and is left out"
-        found.problems[path.name] = problem
+            first = file_of(discovery.generators[task_type]).name
+            problem = f"has the task type {task_type!r} of {first} and is left out"
+        discovery.problems[path.name] = problem
         logger.warning("The generator %s %s", path, problem)
-    return found
+    return discovery
 
 
 class GeneratorRun:
-    """A generator that is started, followed on a thread, and started again up to ``restarts`` times when it failed.
+    """A generator's process, watched by a thread, and restarted after failures up to ``restarts`` times.
 
-    ``payload(key)`` gives the generator's argument anew for each start; ``key`` stands for this run in addresses.
-    ``on_end(state, error)`` is called once, from a thread: ``finished``, ``failed``, ``stalled``, or what ``stop`` was
-    told. A process that was not heard of for ``stall_s`` seconds is ended; 0 is never. Output goes to ``log_path``.
-    Raises ``OSError`` when the process cannot be started.
+    ``payload(key)`` returns the generator's argument for each start; ``key`` identifies this run in URLs.
+    ``on_end(state, error)`` is called once, from a thread, with ``finished``, ``failed``, ``stalled``, or the state
+    passed to ``stop``. A process without a request for ``stall_s`` seconds is killed; 0 is never. Output goes to
+    ``log_path``. Raises ``OSError`` when the process cannot be started.
     """
 
     def __init__(
@@ -115,19 +115,19 @@ class GeneratorRun:
 
     @property
     def silent_s(self) -> float:
-        return time.monotonic() - self._last_heard
+        return time.monotonic() - self._last_request
 
-    def heard(self) -> None:
-        """The generator has asked something of the buffer."""
-        self._last_heard = time.monotonic()
+    def note_request(self) -> None:
+        """Reset the stall timer: the generator has sent a request."""
+        self._last_request = time.monotonic()
 
-    def told(self, error: str) -> dict[str, Any]:
-        """What is known of it beside its record, which has ``error``."""
+    def status(self, error: str) -> dict[str, Any]:
+        """The run's part of ``/stats`` that its database record lacks; ``error`` is the record's."""
         silent = {"silent_s": round(self.silent_s, 3)} if self.running else {}
         return {"restarts": self.restarts, "error": error or self.last_error, **silent}
 
     def stop(self, state: str) -> None:
-        """End the process group, forcibly after a grace period. Returns when it is gone."""
+        """End the process group, by SIGKILL after a grace period; returns when it is gone."""
         with self._lock:
             self._ended_as = self._ended_as or state
             self._stopping.set()
@@ -138,9 +138,9 @@ class GeneratorRun:
 
     def _start(self) -> None:
         with tempfile.TemporaryFile() as payload, self._log_path.open("ab") as log:
-            payload.write(json_bytes(self._payload(self.key)))  # a file: no pipe holds it at once
+            payload.write(json_bytes(self._payload(self.key)))  # a file, as it may exceed a pipe's capacity
             payload.seek(0)
-            self._last_heard = time.monotonic()
+            self._last_request = time.monotonic()
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "agl_slime.buffer.runs", str(self._path.resolve()), str(payload.fileno())],
                 stdin=subprocess.PIPE,
@@ -171,13 +171,13 @@ class GeneratorRun:
                 return False
             try:
                 self._start()
-            except Exception:  # the disk, the memory, the database: the run ends with what ended it before
-                logger.exception("The generator %s could not be started again.", self._path.name)
+            except Exception:  # the run ends with its earlier error
+                logger.exception("The generator %s could not be restarted.", self._path.name)
                 return False
         return True
 
     def _outcome(self) -> tuple[str, str]:
-        """Wait for the end of the process; how it ended, and the error."""
+        """Wait for the process to end; returns the state and the error."""
         while True:
             try:
                 code = self._process.wait(max(0.05, self._stall_s - self.silent_s) if self._stall_s else None)
@@ -186,8 +186,8 @@ class GeneratorRun:
                 if self.silent_s >= self._stall_s:
                     self._signal(signal.SIGKILL)
                     self._process.wait()
-                    return "stalled", f"nothing was heard of it for {self._stall_s:g} s"
-        self._signal(signal.SIGKILL)  # workers that the generator started and left behind
+                    return "stalled", f"no request for {self._stall_s:g} s"
+        self._signal(signal.SIGKILL)  # remaining child processes of the generator
         if self._process.stdin is not None:
             self._process.stdin.close()
         if self._ended_as or code == 0:
@@ -201,22 +201,22 @@ class GeneratorRun:
         try:
             os.killpg(self._process.pid, number)
         except (ProcessLookupError, PermissionError):
-            return  # gone already
+            return  # already gone
 
 
 def _main() -> None:
-    """The generator's process: the file and the descriptor of its payload are the arguments."""
+    """The generator's process; its arguments are the file and the descriptor of its payload."""
     buffer = os.fdopen(os.dup(0), "rb")
     with os.fdopen(int(sys.argv[2]), "rb") as file:
         payload = json_value(file.read())
     threading.Thread(target=_end_with, args=(buffer,), daemon=True).start()
     null = os.open(os.devnull, os.O_RDONLY)
-    os.dup2(null, 0)  # a generator that reads its input must not take the watch away
+    os.dup2(null, 0)  # a generator that reads its standard input must not consume the pipe
     import_file(sys.argv[1]).run_rollout(payload)
 
 
 def _end_with(buffer: Any) -> None:
-    buffer.read()  # nothing is ever written: this returns when the other end is closed
+    buffer.read()  # returns when the buffer's process closes the pipe: nothing is ever written
     os.killpg(os.getpgrp(), signal.SIGKILL)
 
 

@@ -1,7 +1,7 @@
-"""From the buffer's items to slime's Samples.
+"""Conversion of the buffer's items to slime's Samples.
 
-Token ids and log-probs that a generator sent are used as they are. Where there is only text, the loss mask generator
-renders and tokenizes it: such samples say ``metadata["token_source"] == "retokenized"`` and have no log-probs.
+Token ids and log-probs from a generator are used unchanged. Items with only text are rendered and tokenized by the loss
+mask generator: their samples have ``metadata["token_source"] == "retokenized"`` and no log-probs.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class _Rewarded(ItemFields):
 
 
 class _SentTokens(BaseModel):
-    """What a generator sent: slime would not notice that it is misaligned."""
+    """Checked tokens of a generator; slime would not notice misaligned ones."""
 
     tokens: list[Annotated[StrictInt, Field(ge=0)]]
     response_length: Annotated[StrictInt, Field(gt=0)]
@@ -46,10 +46,10 @@ class _SentTokens(BaseModel):
 class SampleMaker:
     """Makes Samples of groups of items.
 
-    ``normalized``: the buffer's rewards are advantages already and slime leaves them alone
-    (``--disable-rewards-normalization``); else each sample gets its raw reward, so that slime does not normalise twice.
+    ``normalized``: the buffer's rewards are advantages, which slime keeps (``--disable-rewards-normalization``);
+    otherwise each sample gets its raw reward, so that rewards are not normalised twice.
 
-    slime sorts by ``index`` and counts rollouts by ``rollout_id``: the numbers are integers and never repeat.
+    slime sorts by ``index`` and counts rollouts by ``rollout_id``; these numbers never repeat.
     """
 
     masks: MaskGenerator | None
@@ -59,11 +59,10 @@ class SampleMaker:
     next_rollout: int = 0
 
     def group(self, items: Sequence[Item]) -> list[Sample]:
-        """The samples of one group. Raises ``ValueError`` naming the item that cannot be used.
+        """The samples of one group. Raises ``ValueError`` naming an invalid item.
 
-        A copy that padding made is masked out and its original gets its whole reward back: the tokens of a rollout
-        train once. For slime's own normalisation, which would count it, a copy has the mean of the group's raw rewards
-        and so leaves the baseline where it is.
+        Padding copies are masked out, and their originals get their whole reward back: the tokens of a rollout train
+        once. For slime's own normalisation a copy has the mean of the group's raw rewards, which keeps the baseline.
         """
         group_index, self.next_group = self.next_group, self.next_group + 1
         checked = [(item, check(_Rewarded, item, f"item {item.get('uid')!r}")) for item in items]
@@ -76,7 +75,7 @@ class SampleMaker:
                 reward = 0.0 if is_copy else fields.reward * fields.padding_shares
             else:
                 reward = mean if is_copy else fields.raw
-            # a rollout that forked comes as several parts, siblings under one rollout_id
+            # a rollout that forked has several parts: siblings under one rollout_id
             for part in fields.samples or [{}]:
                 sample = self._sample({**item, **part}, fields, reward)
                 if is_copy:
@@ -118,12 +117,12 @@ class SampleMaker:
         if self.masks is None:
             name = f"item {item.get('uid')!r}"
             raise ValueError(f"{name} has no token ids and there is no tokenizer; set --hf-checkpoint")
-        tools = (item["tools"],) if item.get("tools") else ()  # one of slime's form takes messages alone
+        tools = (item["tools"],) if item.get("tools") else ()  # slime's mask generators take messages only
         tokens, mask = self.masks.get_loss_mask(item["messages"], *tools)
         (length,) = self.masks.get_response_lengths([mask])
         if len(tokens) < 2:
             raise ValueError(f"item {item.get('uid')!r} has {len(tokens)} tokens; expected a prompt and a response")
-        # training predicts the response from at least one token before it
+        # at least one token before the response
         length = min(max(length, 1), len(tokens) - 1)
         return list(tokens), length, list(mask[-length:])
 
@@ -148,9 +147,9 @@ def _response(item: Item, messages: Sequence[Mapping[str, Any]]) -> str:
     return answers[-1] if answers and isinstance(answers[-1], str) else ""
 
 
-def agree(groups: Sequence[Sequence[Sample]]) -> int:
-    """Make a batch uniform, as slime needs it: log-probs and ``round_number`` on all samples or on none. Returns how
-    many lost their log-probs."""
+def make_uniform(groups: Sequence[Sequence[Sample]]) -> int:
+    """Make a batch uniform, as slime needs it: log-probs and ``round_number`` on all samples or on none. Returns the
+    number of samples that lost their log-probs."""
     samples = [sample for group in groups for sample in group]
     lost = 0
     if any(sample.rollout_log_probs is None for sample in samples):

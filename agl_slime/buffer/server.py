@@ -1,4 +1,4 @@
-"""The Rollout Buffer over HTTP, in the shapes of slime's own server."""
+"""The Rollout Buffer over HTTP, with the requests and answers of slime's own server."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ T = TypeVar("T")
 _BUFFER = web.AppKey("buffer", RolloutBuffer)
 _OPEN_PATHS = frozenset({"/health", "/openapi.json"})
 _RETRY_AFTER_S = "5"
-# Threads that return from SQLite wait this long for the interpreter lock while the event loop is busy; the default of 5
-# ms adds up to half a second for a batch of 256 items.
+# Threads that return from SQLite wait this long for the GIL while the event loop is busy; the default of 5 ms adds up
+# to half a second for a batch of 256 items.
 _SWITCH_INTERVAL_S = 0.0005
 
 
@@ -47,7 +47,7 @@ def _make_app(buffer: RolloutBuffer) -> web.Application:
             web.post("/runs/{key}/buffer/write", _write),
             web.post("/get_rollout_data", _get_rollout_data),
             web.post("/start_rollout", _start_rollout),
-            *(web.get(path, _look) for path in ("/stats", *_OPEN_PATHS)),
+            *(web.get(path, _get) for path in ("/stats", *_OPEN_PATHS)),
         ]
     )
     return app
@@ -63,7 +63,7 @@ class BufferServer:
     async def __aenter__(self) -> BufferServer:
         settings = self._settings
         async with AsyncExitStack() as ends:
-            # it loads the files of generators, which are somebody else's
+            # loads generator files, which are users' code
             self.buffer = await run_user_code(partial(RolloutBuffer, settings=settings))
             ends.push_async_callback(self.buffer.close)
             app, host, port = _make_app(self.buffer), settings.host, settings.port
@@ -83,11 +83,11 @@ async def _write(request: web.Request) -> web.Response:
     task = None if key is None else buffer.task_of_key(key)
     if key is not None and task is None:
         raise BufferRequestError("this path belongs to no run of a generator", status=404)
-    named, written = await _parsed(parse_items, request)
+    task_type, written = await _parsed(parse_items, request)
     if task is None:
-        task = await buffer.task_for(named)
+        task = await buffer.task_for(task_type)
     new = await buffer.write(task, written)
-    # An answer repeats the items, as slime's server does; a client that does not want them says so (RFC 7240).
+    # The answer repeats the items, as slime's server does, unless the client prefers a minimal one (RFC 7240).
     minimal = "return=minimal" in request.headers.get("Prefer", "")
     echo = [] if minimal else [orjson.Fragment(item.body) for item in written]
     data = {"data": echo, "meta_info": "write to buffer", "written": new, "duplicates": len(written) - new}
@@ -96,12 +96,12 @@ async def _write(request: web.Request) -> web.Response:
 
 async def _get_rollout_data(request: web.Request) -> web.Response:
     buffer = request.app[_BUFFER]
-    asked = check(ReadRequest, await _parsed(lambda raw: parse_body(raw or b"{}"), request))
+    read = check(ReadRequest, await _parsed(lambda raw: parse_body(raw or b"{}"), request))
     batch = await buffer.read(
-        await buffer.task_for(asked.task_type),
-        batch_size=asked.batch_size,
-        request_id=asked.request_id,
-        ack=asked.ack or (),
+        await buffer.task_for(read.task_type),
+        batch_size=read.batch_size,
+        request_id=read.request_id,
+        ack=read.ack or (),
     )
     if batch is None or not batch.items_json:
         return _json({"success": False, "message": "No data available to read", "data": {"data": [], "meta_info": {}}})
@@ -116,11 +116,11 @@ async def _start_rollout(request: web.Request) -> web.Response:
 async def _parsed(parse: Callable[[bytes], T], request: web.Request) -> T:
     try:
         return await read_body(request, parse)
-    except web.RequestPayloadError as error:  # a broken encoding, or the other side went away
+    except web.RequestPayloadError as error:  # a broken encoding, or the client disconnected
         raise BufferRequestError(f"the body could not be read: {error}") from error
 
 
-async def _look(request: web.Request) -> web.Response:
+async def _get(request: web.Request) -> web.Response:
     """``/stats``, ``/health`` and ``/openapi.json``."""
     if request.path == "/stats":
         return _json(await run_in_thread(request.app[_BUFFER].stats))
@@ -128,7 +128,7 @@ async def _look(request: web.Request) -> web.Response:
 
 
 def _gate(settings: BufferSettings) -> Middleware:
-    """One middleware before every handler: who may ask, and every refusal as JSON with one sentence."""
+    """The middleware of every handler: checks the token, and answers every refusal as JSON with one sentence."""
 
     def refuse(status: int, message: str, **headers: str) -> web.Response:
         body = orjson.dumps({"success": False, "message": message})
@@ -164,12 +164,12 @@ def _json(value: Any) -> web.Response:
 
 def main(arguments: Sequence[str]) -> int:
     """``agl-slime buffer``: serve until SIGINT or SIGTERM; returns the exit code."""
-    given = list(arguments)
+    args = list(arguments)
     token = os.environ.get("AGL_SLIME_BUFFER_TOKEN")
-    if token and not any(argument.split("=")[0] == "--token" for argument in given):
-        given += ["--token", token]
+    if token and not any(argument.split("=")[0] == "--token" for argument in args):
+        args += ["--token", token]
     try:
-        settings = tyro.cli(BufferSettings, prog="agl-slime buffer", args=given)
+        settings = tyro.cli(BufferSettings, prog="agl-slime buffer", args=args)
         logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
         asyncio.run(_serve(settings))
     except (ConfigError, OSError) as error:

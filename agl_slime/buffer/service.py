@@ -1,7 +1,7 @@
 """The Rollout Buffer without HTTP: task types, a writer that commits many requests at once, readers, generators.
 
-Everything that may block (the database, the stages, parsing of large bodies, loading generator files, starting and
-ending processes) runs in threads; the event loop only passes things on.
+Everything that may block (database, stages, parsing of large bodies, loading of generator files, processes) runs in
+threads, and nothing blocks the event loop.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-# Requests that one transaction may hold: a commit costs about as much as ten items.
+# Requests per transaction: a commit costs about as much as ten items.
 _MOST_REQUESTS_PER_COMMIT = 512
 
 
 @dataclass(slots=True)
 class _Task:
-    """A task type in use. ``lock``: one reader at a time, and none while a run is started."""
+    """A task type in use. ``lock``: one reader at a time, and none during the start of a run."""
 
     name: str
     group_size: int
@@ -48,16 +48,16 @@ class _Task:
 
 
 class RolloutBuffer:
-    """Takes items, gives out groups, runs generators. To be made in a thread: looks for generators and takes up what is
-    on disk from before the restart. ``start`` and ``close`` belong to one event loop."""
+    """Stores items, delivers groups, runs generators. Create it in a thread: it loads generators, and the database of
+    an earlier process. ``start`` and ``close`` belong to one event loop."""
 
     def __init__(self, *, settings: BufferSettings, clock: Callable[[], float] = time.time) -> None:
         self.settings = settings
         self._tasks: dict[str, _Task] = {}
         self._discovery = Discovery()
         self._started_at = time.monotonic()
-        self._own_logs = tempfile.TemporaryDirectory(prefix="agl-slime-buffer-") if settings.run_dir is None else None
-        self._logs = Path(self._own_logs.name) if self._own_logs else Path(settings.run_dir or ".", "generators")
+        self._temporary = tempfile.TemporaryDirectory(prefix="agl-slime-buffer-") if settings.run_dir is None else None
+        self._logs = Path(self._temporary.name) if self._temporary else Path(settings.run_dir or ".", "generators")
         path = settings.run_dir / "buffer.sqlite" if settings.run_dir is not None else None
         self.store = ItemStore(
             database=Database(path=path, exclusive=path is not None),
@@ -75,7 +75,7 @@ class RolloutBuffer:
             self._use_task(name, StartRequest.model_validate(run["payload"]), run["no"])
 
     async def start(self, url: str) -> None:
-        """Start the generators again that ran before the restart. ``url`` is where generators reach this buffer."""
+        """Restart the generators that ran before a restart. Generators reach this buffer at ``url``."""
         self._url = url.rstrip("/")
         for name, run in (await run_in_thread(self.store.latest_runs)).items():
             if run["state"] != "running":
@@ -83,58 +83,58 @@ class RolloutBuffer:
             if self.settings.resume and name in self._discovery.generators:
                 await run_in_thread(self._launch, self._tasks[name], run["no"], run["payload"])
             else:
-                why = "--no-resume" if not self.settings.resume else f"no generator has the task type {name!r} any more"
+                why = "--no-resume" if not self.settings.resume else f"the generator of task type {name!r} is gone"
                 await run_in_thread(self.store.end_run, run["no"], INTERRUPTED, why)
 
     async def close(self) -> None:
-        """End the generators and the writer; what was written is kept when there is a run directory."""
+        """End the generators and the writer; a run directory keeps all items."""
         runs = [task.run for task in self._tasks.values() if task.run is not None]
         await asyncio.gather(*(run_in_thread(run.stop, INTERRUPTED) for run in runs))
         await self._writes.close()
         await run_in_thread(self.store.close)
-        if self._own_logs is not None:
-            self._own_logs.cleanup()
+        if self._temporary is not None:
+            self._temporary.cleanup()
 
     async def task_for(self, name: str | None) -> str:
-        """The task type that a request without a path of its own means. Raises ``BufferRequestError`` when that cannot
-        be said."""
+        """The task type of a request: ``name``, or the only one in use. Raises ``BufferRequestError`` if it is unknown
+        or ambiguous."""
         if name is None:
             in_use = [task.name for task in self._tasks.values() if task.started] or list(self._tasks)
             if len(in_use) > 1:
-                known = ", ".join(sorted(in_use))
-                raise BufferRequestError(f"several task types are in use ({known}); name one as task_type")
+                choices = ", ".join(sorted(in_use))
+                raise BufferRequestError(f"several task types are in use ({choices}); name one as task_type")
             name = in_use[0] if in_use else self.settings.default_task_type
         if name not in self._tasks:
-            known = {*self._tasks, *self._discovery.generators, self.settings.default_task_type}
-            if name not in known:
-                raise _unknown(name, known)
+            names = {*self._tasks, *self._discovery.generators, self.settings.default_task_type}
+            if name not in names:
+                raise _unknown_task_type(name, names)
             await run_in_thread(self._use_task, name)
         return name
 
     def task_of_key(self, key: str) -> str | None:
-        """The task type of the generator that was given this secret; it counts as heard of."""
+        """The task type of the generator with this secret key, whose stall timer is reset."""
         for task in self._tasks.values():
             if task.run is not None and task.run.key == key:
-                task.run.heard()
+                task.run.note_request()
                 return task.name
         return None
 
     async def write(self, task: str, items: Sequence[WrittenItem]) -> int:
-        """Store items; returns when they are on disk, and how many of them were new."""
+        """Store items; returns the number of new ones when all are on disk."""
         return await self._writes.add((task, items))
 
     async def _store(self, requests: list[tuple[str, Sequence[WrittenItem]]]) -> Sequence[int | Exception]:
         try:
             return await run_in_thread(self.store.write, requests)
-        except (sqlite3.Error, DiskFullError) as error:  # answered to every writer; none of their items was stored
+        except (sqlite3.Error, DiskFullError) as error:  # answers every writer: no item was stored
             logger.exception("A write could not be stored.")
             raise BufferRequestError(f"the items could not be stored: {error}", status=503) from error
 
     async def read(
         self, task: str, *, batch_size: int | None = None, request_id: str | None = None, ack: Sequence[str] = ()
     ) -> Batch | None:
-        """Whole groups of at most ``batch_size`` items together, but at least one group; all that are ready when it is
-        ``None``."""
+        """Whole groups with at most ``batch_size`` items in total, but at least one group; ``None``: all ready
+        groups."""
         entry = self._tasks[task]
         most = None if batch_size is None else max(1, batch_size // entry.group_size)
         claim = threading.Lock()
@@ -142,19 +142,19 @@ class RolloutBuffer:
         return await self._in_time(entry, read, f"the groups of {task!r} could not be decided", claim)
 
     async def start_rollout(self, payload: Mapping[str, Any]) -> dict[str, Any]:
-        """Start the generator of ``payload["task_type"]``; a run of the same task type is ended first."""
+        """Start the generator of ``payload["task_type"]``, ending a running one of that task type first."""
         request = check(StartRequest, payload)
         name = request.task_type
         if name not in self._discovery.generators:
             await run_user_code(self._discover)
         if name not in self._discovery.generators:
-            raise _unknown(name, self._discovery.generators)
-        given = dict(payload)
+            raise _unknown_task_type(name, self._discovery.generators)
+        payload = dict(payload)
         if request.input_file is not None:
-            given["input_file"] = str(await run_in_thread(self._input_file, request.input_file))
+            payload["input_file"] = str(await run_in_thread(self._input_file, request.input_file))
         if name not in self._tasks:
             await run_in_thread(self._use_task, name, request)
-        start = partial(self._start_run, self._tasks[name], request, given)
+        start = partial(self._start_run, self._tasks[name], request, payload)
         run_no, again = await self._in_time(self._tasks[name], start, f"the run of {name!r} could not be started")
         return {"message": "Rollout started", "task_type": name, "run": run_no, "groups_handed_out_again": again}
 
@@ -175,7 +175,7 @@ class RolloutBuffer:
 
     def _launch(self, task: _Task, run_no: int, payload: Mapping[str, Any]) -> None:
         def finished(state: str, error: str) -> None:
-            # an end of the buffer is none of the run, which is taken up when the buffer starts again
+            # when the buffer stops, the run stays open in the database, to be resumed at the next start
             if state != INTERRUPTED or self.settings.run_dir is None or not self.settings.resume:
                 self.store.end_run(run_no, state, error)
 
@@ -194,13 +194,13 @@ class RolloutBuffer:
             raise BufferRequestError(message, status=503) from error
 
     def _payload_now(self, task: _Task, run_no: int, payload: Mapping[str, Any], key: str) -> dict[str, Any]:
-        """What is held already is not to be made again: whole groups are skipped, parts of groups are named."""
+        """The payload for a start at this moment, which skips whole groups in the buffer and names incomplete ones."""
         groups = self.store.undecided(task.name)
         whole = [group.instance_id for group in groups if group.count >= task.group_size]
         parts = [group.place for group in groups if group.count < task.group_size]
         return {
             **payload,
-            "remote_buffer_url": f"{self._url}/runs/{key}",  # names the task type, and stands for the token
+            "remote_buffer_url": f"{self._url}/runs/{key}",  # implies the task type, and replaces the token
             "skip_instance_ids": [
                 *(payload.get("skip_instance_ids") or ()),
                 *self.store.finished_since(run_no),
@@ -209,22 +209,22 @@ class RolloutBuffer:
             "partial_groups": parts,
         }
 
-    def _input_file(self, given: str) -> Path:
+    def _input_file(self, name: str) -> Path:
         directories = [directory.resolve() for directory in self.settings.input_dir or (Path.cwd(),)]
         try:
-            path = (directories[0] / given).resolve()
+            path = (directories[0] / name).resolve()
             allowed = any(path.is_relative_to(directory) for directory in directories)
             if allowed and path.is_file():
                 return path
         except (OSError, RuntimeError, ValueError) as error:
-            raise BufferRequestError(f"input_file {given!r} cannot be used: {error}") from error
+            raise BufferRequestError(f"input_file {name!r} cannot be used: {error}") from error
         if allowed:
-            raise BufferRequestError(f"input_file {given!r}: there is no such file")
-        message = f"input_file {given!r} lies outside of the allowed directories; start the buffer with --input-dir"
+            raise BufferRequestError(f"input_file {name!r}: there is no such file")
+        message = f"input_file {name!r} lies outside of the allowed directories; start the buffer with --input-dir"
         raise BufferRequestError(message, status=403)
 
     def stats(self) -> dict[str, Any]:
-        """Everything that is counted, for ``/stats``; waits for the database."""
+        """All counts, for ``/stats``; blocks on the database."""
         counts = self.store.ledger.counts()
         runs = self.store.latest_runs()
         tasks: dict[str, Any] = {}
@@ -232,7 +232,7 @@ class RolloutBuffer:
             run = runs.get(name)
             if run is not None:
                 del run["payload"]
-                run |= {"restarts": 0} if task.run is None else task.run.told(run["error"])
+                run |= {"restarts": 0} if task.run is None else task.run.status(run["error"])
             tasks[name] = {**self.store.describe(name), "run": run}
         return {
             "uptime_s": round(time.monotonic() - self._started_at, 3),
@@ -254,7 +254,7 @@ class RolloutBuffer:
         self._discovery = discover_generators(self.settings.generators or SHIPPED_GENERATORS)
 
     def _use_task(self, name: str, request: StartRequest | None = None, run_no: int | None = None) -> None:
-        """Decide the groups of a task type by its generator's stages. The uids of a fresh run are its own."""
+        """Decide the groups of a task type by its generator's stages. A fresh run has a separate namespace of uids."""
         group_size = self.settings.group_size if request is None else request.group_size
         generator = self._discovery.generators.get(name)
         settings = replace(self.settings, group_size=group_size)
@@ -269,31 +269,31 @@ class RolloutBuffer:
     async def _in_time(
         self, task: _Task, function: Callable[[], T], failure: str, claim: threading.Lock | None = None
     ) -> T:
-        """The result, or a 503 when it takes too long: a stage or a file of somebody else's that hangs must not hang
-        its callers."""
+        """The result of ``function``, or a 503 after the timeout: a user's stage or file that hangs must not block its
+        callers."""
 
-        async def alone() -> T:
+        async def call_exclusively() -> T:
             async with task.lock:
-                return await run_user_code(function)  # the stages are a generator's
+                return await run_user_code(function)  # may call custom stages
 
-        work = asyncio.ensure_future(alone())
-        done, _ = await asyncio.wait({work}, timeout=self.settings.request_timeout_s)
+        call = asyncio.ensure_future(call_exclusively())
+        done, _ = await asyncio.wait({call}, timeout=self.settings.request_timeout_s)
         if not done:
             if claim is None or claim.acquire(blocking=False):
-                work.add_done_callback(_look_at)
+                call.add_done_callback(_log_error)
                 raise BufferRequestError(f"{failure} within {self.settings.request_timeout_s:g} s", status=503)
-            await asyncio.wait({work})  # the stages are done and the delivery is being stored: it must reach its reader
+            await asyncio.wait({call})  # the delivery is being stored: it must reach its reader
         try:
-            return work.result()
+            return call.result()
         except (sqlite3.Error, DiskFullError) as error:
             raise BufferRequestError(f"{failure}: {error}", status=503) from error
 
 
-def _look_at(work: asyncio.Future[Any]) -> None:
-    if not work.cancelled() and (error := work.exception()) is not None:
-        logger.warning("Work that nobody waited for any more ended with: %s", error)
+def _log_error(call: asyncio.Future[Any]) -> None:
+    if not call.cancelled() and (error := call.exception()) is not None:
+        logger.warning("A call that had timed out failed: %s", error)
 
 
-def _unknown(name: str, known: Iterable[str]) -> BufferRequestError:
-    listed = ", ".join(sorted(known)) or "none"
-    return BufferRequestError(f"no generator has the task_type {name!r}; known are {listed}", status=404)
+def _unknown_task_type(name: str, names: Iterable[str]) -> BufferRequestError:
+    choices = ", ".join(sorted(names)) or "none"
+    return BufferRequestError(f"no generator has the task_type {name!r}; known are {choices}", status=404)

@@ -1,5 +1,5 @@
-"""What a trainer's process keeps between two steps of an agent rollout: the buffer it asks, groups fetched ahead, and
-the numbers given to samples."""
+"""The agent rollout's state between steps in the trainer's process: the buffer, groups fetched ahead, and the numbering
+of samples."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from typing import Any
 import aiohttp
 
 from agl_slime.buffer.client import ask_buffer
-from agl_slime.buffer.samples import SampleMaker, agree
+from agl_slime.buffer.samples import SampleMaker, make_uniform
 from agl_slime.buffer.stages import Item
 from agl_slime.errors import ConfigError, DataSourceError
 from agl_slime.support.backoff import Backoff
@@ -32,13 +32,13 @@ logger = logging.getLogger(__name__)
 
 _REQUIRED_KEYS = frozenset({"uid", "instance_id", "messages", "reward", "extra_info"})
 
-# Between two questions to a buffer that has nothing: short at first, so that a fast generator is not waited for.
+# Between polls of an empty buffer, growing: a fast generator is polled often.
 _SHORTEST_PAUSE_S = 0.05
 _LONGEST_PAUSE_S = 2.0
-# How long nothing may come before the buffer is asked whether its generator still runs.
-ASK_ABOUT_RUN_S = 5.0
+# Seconds without items after which to check whether the generator still runs.
+CHECK_RUN_S = 5.0
 START_PATIENCE_S = 600.0
-# A generator that writes nothing but what cannot be trained on is not waited for.
+# Unusable groups in one step that end the run.
 _MOST_UNUSABLE = 32
 
 Payload = Callable[[], Mapping[str, Any]]
@@ -47,7 +47,7 @@ Group = list[Item]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AgentRolloutSettings:
-    """What slime's ``args`` and the environment say; see ``agl_slime.buffer.agent_rollout``."""
+    """The agent rollout's settings; see ``agl_slime.buffer.agent_rollout``."""
 
     buffer_url: str
     token: str | None
@@ -62,24 +62,25 @@ class AgentRolloutSettings:
 
 
 class NothingMoreError(DataSourceError):
-    """The generator has ended and everything it made has been fetched."""
+    """The generator has ended, and all its groups were fetched."""
 
 
 @dataclass(slots=True)
 class Step:
-    """One step: its groups of samples, the fetched groups behind them, unusable ones, and what the buffer told."""
+    """The result of one step: groups of samples, the fetched groups ``used`` for them, unusable groups, and the meta
+    information of each fetch."""
 
     groups: list[list[Sample]] = field(default_factory=list)
     used: list[Group] = field(default_factory=list)
     unusable: list[Group] = field(default_factory=list)
-    told: list[Mapping[str, Any]] = field(default_factory=list)
+    meta_infos: list[Mapping[str, Any]] = field(default_factory=list)
     waited_s: float = 0.0
 
 
 @dataclass(slots=True)
 class AgentRolloutSession:
-    """A trainer's end of one buffer and task type. ``fetched`` are groups that no step is made of yet. ``payload()`` is
-    what a start of the generator sends."""
+    """A trainer's session with one buffer and task type. ``fetched`` are groups that no step has used. ``payload()``
+    returns the payload for a start of the generator."""
 
     settings: AgentRolloutSettings
     started: bool = False
@@ -92,17 +93,17 @@ class AgentRolloutSession:
         self.started = True
 
     async def take_step(self, payload: Payload) -> Step:
-        """The groups of one step; what was fetched stays here when something fails on the way."""
+        """The groups of one step; after an error the fetched groups stay for the next call."""
         step, settings = Step(), self.settings
         maker = await self._get_maker()
         while (done := len(step.groups)) < settings.batch_size:
-            looked_at = done + len(step.unusable)
-            if looked_at == len(self.fetched):
+            checked = done + len(step.unusable)
+            if checked == len(self.fetched):
                 began = time.monotonic()
-                step.told.append(await self._fetch((settings.batch_size - done) * settings.group_size, payload))
+                step.meta_infos.append(await self._fetch((settings.batch_size - done) * settings.group_size, payload))
                 step.waited_s += time.monotonic() - began
                 continue
-            group = self.fetched[looked_at]
+            group = self.fetched[checked]
             try:
                 step.groups.append(await run_in_thread(maker.group, group))
                 step.used.append(group)
@@ -110,17 +111,17 @@ class AgentRolloutSession:
                 step.unusable.append(group)
                 logger.warning("A group of %s cannot be used: %s", group[0]["instance_id"], error)
                 if len(step.unusable) >= _MOST_UNUSABLE:
-                    self.fetched = [*step.used, *self.fetched[looked_at + 1 :]]
+                    self.fetched = [*step.used, *self.fetched[checked + 1 :]]
                     message = f"{len(step.unusable)} groups in one step cannot be used; the last: {error}"
                     raise DataSourceError(message) from error
         del self.fetched[: done + len(step.unusable)]
-        lost = agree(step.groups)
+        lost = make_uniform(step.groups)
         if lost:
-            logger.warning("%d samples of this batch have log-probs and others none; all go without.", lost)
+            logger.warning("%d samples of this batch have log-probs and others none; dropping all log-probs.", lost)
         return step
 
-    async def everything(self, payload: Payload) -> list[list[Sample]]:
-        """The samples of all that the generator makes until it ends: for evaluations."""
+    async def fetch_all(self, payload: Payload) -> list[list[Sample]]:
+        """The samples of all groups until the generator ends, for evaluations."""
         maker = await self._get_maker()
         with suppress(NothingMoreError):
             while True:
@@ -128,47 +129,46 @@ class AgentRolloutSession:
         return await run_in_thread(lambda: [maker.group(group) for group in self.fetched])
 
     async def _fetch(self, wanted: int | None, payload: Payload) -> dict[str, Any]:
-        """Wait until the buffer gives something; it goes to ``fetched``. Returns what was told about it."""
+        """Wait until the buffer delivers items, and add them to ``fetched``. Returns their meta information."""
         settings, url = self.settings, self.settings.buffer_url
-        asked = {"task_type": settings.task_type, "token": settings.token, "request_id": uuid.uuid4().hex}
+        options = {"task_type": settings.task_type, "token": settings.token, "request_id": uuid.uuid4().hex}
         tries = None if settings.retry_times < 0 else settings.retry_times + 1
         failures = Backoff(f"the rollout buffer at {url} failed", DataSourceError, cap_s=_LONGEST_PAUSE_S, tries=tries)
-        pause, looked = _SHORTEST_PAUSE_S, time.monotonic()
+        pause, checked = _SHORTEST_PAUSE_S, time.monotonic()
         while True:
             try:
-                items, meta_info = await get_rollout_data(url, wanted, **asked)
+                items, meta_info = await get_rollout_data(url, wanted, **options)
             except (TimeoutError, aiohttp.ClientError, ValueError) as error:
-                if not is_transient(error):  # the same request would be answered in the same way for ever
+                if not is_transient(error):
                     raise DataSourceError(f"the rollout buffer at {url} cannot be read: {error}") from error
                 logger.warning("The rollout buffer could not be read (%r); trying again.", error)
                 await failures.pause(error)
                 continue
-            self._sort_in(items)
+            self._add_items(items)
             if items:
                 return meta_info
-            if time.monotonic() - looked > ASK_ABOUT_RUN_S:
-                await self._look_at_run(payload)
-                looked = time.monotonic()
+            if time.monotonic() - checked > CHECK_RUN_S:
+                await self._check_run(payload)
+                checked = time.monotonic()
             await asyncio.sleep(pause * random.uniform(0.8, 1.0))
             pause = min(_LONGEST_PAUSE_S, 1.5 * pause)
 
-    def _sort_in(self, items: Sequence[Item]) -> None:
-        """Cut what came into groups. Items of one group come one after the other; a rest that is no whole group waits
-        for more."""
+    def _add_items(self, items: Sequence[Item]) -> None:
+        """Split items into groups, whose items are consecutive; an incomplete rest waits for more items."""
         size = self.settings.group_size
         self._loose.extend(items)
         while len(self._loose) >= size:
             group, self._loose = self._loose[:size], self._loose[size:]
             instances = {json.dumps(item["instance_id"]) for item in group}
             if len(instances) > 1:
-                came = ", ".join(sorted(instances))
-                message = f"n_samples_per_prompt is {size}, not what the generator was started with: a group has {came}"
+                names = ", ".join(sorted(instances))
+                message = f"n_samples_per_prompt {size} is not the generator's group size: a group has {names}"
                 raise DataSourceError(message)
             self.fetched.append(group)
 
-    async def _look_at_run(self, payload: Payload) -> None:
-        """Raise when the generator has ended and nothing that it wrote can become a group any more; start it again when
-        the buffer has forgotten it. Other servers than ours do not tell."""
+    async def _check_run(self, payload: Payload) -> None:
+        """Raise ``NothingMoreError`` when the generator has ended and no group is left; restart it when the buffer has
+        forgotten the run. Does nothing with other servers than ours, which have no such ``/stats``."""
         settings = self.settings
         try:
             stats = await ask_buffer(settings.buffer_url, "/stats", token=settings.token)
@@ -179,7 +179,7 @@ class AgentRolloutSession:
         task = stats["task_types"].get(settings.task_type) or {}
         run = task.get("run")
         if run is None:
-            forgotten = "The buffer at %s was restarted without --run-dir and forgot its run of %r; starting it again."
+            forgotten = "The buffer at %s was restarted without --run-dir and forgot its run of %r; restarting the run."
             logger.warning(forgotten, settings.buffer_url, settings.task_type)
             await self.start(payload)
         elif run.get("state") != "running" and not task.get("groups_undecided"):
@@ -195,8 +195,8 @@ class AgentRolloutSession:
 
 
 async def start_generator(url: str, payload: Mapping[str, Any], *, token: str | None) -> dict[str, Any]:
-    """``POST /start_rollout``. A buffer that cannot be reached yet is waited for, up to ten minutes
-    (``DataSourceError``); one that refuses raises ``ConfigError``."""
+    """The answer to ``POST /start_rollout``. Retries an unreachable buffer for ten minutes, then raises
+    ``DataSourceError``; a refusal raises ``ConfigError``."""
     what = f"the rollout buffer at {url} could not be started"
     backoff = Backoff(what, DataSourceError, cap_s=10.0, patience_s=START_PATIENCE_S)
     try:
@@ -214,12 +214,12 @@ async def get_rollout_data(
     token: str | None = None,
     request_id: str | None = None,
 ) -> tuple[list[Item], dict[str, Any]]:
-    """Ask the buffer once for at most ``num`` items (``None``: all that are ready); returns the items and what is told
-    about them, both empty when nothing is ready. A ``request_id`` that is repeated gets the same answer again.
+    """At most ``num`` items (``None``: all that are ready) by one request, with their meta information; both empty when
+    nothing is ready. A repeated ``request_id`` gets the same answer.
 
-    Raises what ``ask_buffer`` does, and ``ValueError`` when the answer does not have the documented form."""
-    url, asked = api_base_url, {"batch_size": num, "task_type": task_type, "request_id": request_id}
-    body = {name: value for name, value in asked.items() if value is not None}
+    Raises as ``ask_buffer`` does, and ``ValueError`` when the answer does not have the documented form."""
+    url, options = api_base_url, {"batch_size": num, "task_type": task_type, "request_id": request_id}
+    body = {name: value for name, value in options.items() if value is not None}
     answer = await ask_buffer(url, "/get_rollout_data", body, token=token, timeout_s=timeout)
     if not isinstance(answer, dict) or "success" not in answer:
         raise ValueError(f"{url} answered {str(answer)[:200]!r}; expected an object with success and data")
@@ -230,7 +230,9 @@ async def get_rollout_data(
         content, meta_info = content.get("data"), content.get("meta_info") or {}
     if not isinstance(content, list) or not isinstance(meta_info, dict):
         raise ValueError(f"{url} answered without a list of items")
-    items = [item.get("data", item) if isinstance(item, dict) else item for item in content]  # slime's wraps them
+    items = [
+        item.get("data", item) if isinstance(item, dict) else item for item in content
+    ]  # slime's buffer wraps items
     for item in items:
         missing = _REQUIRED_KEYS - item.keys() if isinstance(item, dict) else _REQUIRED_KEYS
         if missing:

@@ -1,5 +1,4 @@
-"""Settings of the Rollout Buffer. The command line is derived from these classes: a field is a flag, its docstring the
-help text."""
+"""Settings of the Rollout Buffer, and its command line: each field is a flag, each docstring its help text."""
 
 from __future__ import annotations
 
@@ -14,24 +13,23 @@ from agl_slime.support.ranges import check_ranges
 
 @dataclass(frozen=True, kw_only=True)
 class PipelineSettings:
-    """What decides over a group. Names and defaults are those of slime's Rollout Buffer documentation; ours are
-    ``reward_range`` and ``drop_zero_variance``."""
+    """Rules for groups, with the names and defaults of slime's Rollout Buffer documentation, plus ``reward_range`` and
+    ``drop_zero_variance``."""
 
     group_size: int = 16
-    """Items per group until /start_rollout says num_repeat_per_sample."""
+    """Items per group until /start_rollout sets num_repeat_per_sample."""
     min_valid_group_size_ratio: float = 1.0
-    """Share of the group size that must be there for a group to be valid."""
+    """Share of the group size that makes a group valid."""
     min_valid_item_size_ratio: float = 0.7
-    """Share of the group size that must be left after filtering."""
+    """Share of the group size that must remain after filtering."""
     group_timeout_seconds: float = 300.0
     """Seconds since its last item after which an incomplete group is used or dropped."""
     min_timeout_group_size_ratio: float = 0.7
-    """Share of the group size that a group must have to be used after the timeout."""
+    """Share of the group size needed to use a group after the timeout."""
     reward_range: tuple[float, float] | None = None
-    """Rewards outside of it mark failed items for the default stages; without it -1 does, and any other finite reward
-    is trained on."""
+    """Range of valid rewards for the default stages; other rewards mark failed items. By default only -1 does."""
     drop_zero_variance: bool = False
-    """Drop groups whose rewards are all equal: they teach a group-relative method nothing."""
+    """Drop groups whose rewards are all equal: their advantages are 0."""
 
     def __post_init__(self) -> None:
         check_ranges(
@@ -53,41 +51,38 @@ class PipelineSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class BufferSettings(PipelineSettings):
-    """Serve a Rollout Buffer: generators write rollouts to it, the trainer takes groups from it."""
+    """Serve a Rollout Buffer: generators write rollouts to it, the trainer reads groups from it."""
 
     host: str = "127.0.0.1"
-    """Address to listen on. Other machines reach it only with another address, which needs --token."""
+    """Address to listen on; one that other machines can reach needs --token."""
     port: int = 8889
     """Port to listen on; 0 takes a free one."""
     token: str | None = None
-    """Secret that clients send as `Authorization: Bearer TOKEN`; AGL_SLIME_BUFFER_TOKEN is read when the flag is not
-    given."""
+    """Secret that clients send as `Authorization: Bearer TOKEN`; default: AGL_SLIME_BUFFER_TOKEN."""
     generators: Path | None = None
-    """Directory with *_generator.py files. Their code is run: name only what you trust. Without it the generators
-    shipped with agl-slime are used."""
+    """Directory with *_generator.py files, whose code is run: use only files that you trust. Default: the generators
+    shipped with agl-slime."""
     input_dir: tuple[Path, ...] = ()
-    """Directories that input files may lie in; the working directory when none is given."""
+    """Allowed directories of input files; default: the working directory."""
     run_dir: Path | None = None
-    """Directory for the buffer's database and the generators' logs. With it, nothing written is lost when the buffer
-    dies; without it, all is in memory."""
+    """Directory for the buffer's database and the generators' logs, which survive a crash; default: in memory."""
     resume: bool = True
-    """Start generators again that were running when the buffer died (needs --run-dir)."""
+    """Restart the generators that were running when the buffer died (needs --run-dir)."""
 
     default_task_type: str = "math"
-    """Task type of items that come before any /start_rollout."""
+    """Task type of items before any /start_rollout."""
     max_buffer_size: int = 1_000_000_000
-    """Items that the buffer holds at most; writers are told to come back later."""
+    """Most items in the buffer; when it is full, writers get 503."""
     max_body_mb: float = 64.0
     """Largest request body in megabytes."""
     request_timeout_s: float = 60.0
-    """Seconds within which a batch must have been made; a request that stops arriving for so long is cut off."""
+    """Longest time for a batch, and longest stall of an incoming request, in seconds."""
     generator_stall_s: float = 3600.0
-    """End a generator that has not asked anything of the buffer for so many seconds; 0 is never."""
+    """Seconds without a request after which a generator is killed; 0 is never."""
     generator_restarts: int = 3
-    """How often a run whose generator failed or stalled is taken up again, where its items end."""
+    """Restarts of a run whose generator failed or stalled; each continues after the items written so far."""
     keep_delivered_groups: int | None = None
-    """Groups that were delivered and are kept for a trainer that lost them; 4096 with --run-dir and 256 without when
-    not given."""
+    """Delivered groups kept for a trainer that lost them; default: 4096 with --run-dir, 256 without."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

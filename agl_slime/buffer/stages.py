@@ -1,9 +1,8 @@
-"""The five stages through which items of a rollout buffer pass on their way to training, in their default form.
+"""The default stages of the Rollout Buffer, from items to training data.
 
 An *item* is a dict with ``uid``, ``instance_id``, ``messages``, ``reward`` and ``extra_info``; a *group* is
-``(instance_id, items)``, the items being answers to the same prompt. Names, order and parameters are those that slime
-documents for its Rollout Buffer. Each stage is a plain function of its arguments, and a generator may bring its own
-under the same name.
+``(instance_id, items)``, with answers to the same prompt. Names, order and parameters follow slime's documentation of
+its Rollout Buffer. Each stage is a plain function, which a generator may replace under the same name.
 """
 
 from __future__ import annotations
@@ -17,22 +16,20 @@ from agl_slime.groups.normalize import all_equal
 Item = dict[str, Any]
 Group = tuple[Any, list[Item]]
 
-# Names the group that an item was delivered with; a trainer gives these names back when it resumes.
+# Name of an item's delivered group; a resumed trainer sends these names back.
 BUFFER_GROUP = "buffer_group"
-# Written by ``pad_group_data``: which item a copy repeats, and among how many equal items the reward of one rollout is
-# shared.
+# Set by ``pad_group_data``: the uid that a copy repeats, and the number of items that share a rollout's reward.
 PADDING_OF = "padding_of"
 PADDING_SHARES = "padding_shares"
 
-# The reward of a rollout that failed, by slime's custom.
+# slime's convention for failed rollouts.
 FAILED_REWARD = -1.0
 
 _EPSILON = 1e-8
 
 
 def get_group_data_meta_info(temp_data: Mapping[Any, Iterable[Item]]) -> dict[str, Any]:
-    """Counts and the mean reward of all items, fit for training or not, by group. Rewards that are no finite numbers
-    count as items but not in the mean."""
+    """Counts and mean reward of all items, valid or not. Items without a finite reward count, but not in the mean."""
     items = [item for group in temp_data.values() for item in group]
     rewards = [reward for item in items if (reward := numeric_reward(item)) is not None]
     return {
@@ -51,11 +48,11 @@ def is_valid_group(group: Group, min_valid_group_size: int, task_type: str = "")
 
 
 def filter_item(item: Item, task_type: str = "", *, reward_range: tuple[float, float] | None = None) -> bool:
-    """Keep items that have an instance id, a finite reward within ``reward_range`` (``None``: any but -1), and messages
-    or token ids.
+    """Keep items with an instance id, a finite reward within ``reward_range`` (``None``: any but -1), and messages or
+    token ids.
 
-    Failed rollouts end here: they are written with a reward outside of the range, -1 by custom, or with an ``error`` in
-    their ``extra_info``.
+    This drops failed rollouts, which have a reward outside of the range (by convention -1), or an ``error`` in
+    ``extra_info``.
     """
     if item.get("instance_id") is None:
         return False
@@ -71,11 +68,11 @@ def filter_item(item: Item, task_type: str = "", *, reward_range: tuple[float, f
 def normalize_group_data(
     group: Group, epsilon: float = _EPSILON, *, reward_range: tuple[float, float] | None = None
 ) -> Group:
-    """``(r - mean) / (std + epsilon)`` over the rewards within ``reward_range``; others stay as they are.
-    ``raw_reward`` keeps what was there.
+    """``(r - mean) / (std + epsilon)`` over the rewards within ``reward_range``; other rewards are unchanged.
+    ``raw_reward`` is the reward before.
 
-    ``std`` is the population's. A group whose rewards are all equal becomes exactly 0. slime must then not normalise
-    again: ``--disable-rewards-normalization``.
+    ``std`` is the population's. Equal rewards become exactly 0. slime must not normalise again:
+    ``--disable-rewards-normalization``.
     """
     instance_id, items = group
     rewards = [float(item["reward"]) for item in items]
@@ -98,13 +95,13 @@ def normalize_group_data(
 
 
 def pad_group_data(group: Group, group_size: int) -> Group:
-    """The group with exactly ``group_size`` items: surplus ones are dropped from the end, missing ones filled up with
-    copies of the first.
+    """The group with exactly ``group_size`` items: surplus items are cut at the end, missing ones are copies of the
+    first.
 
-    An item and its copies share its reward in equal parts: normalised it is the advantage, the factor of the gradient,
-    so a rollout counts once in full, whether the trainer knows about copies or not. Copies are marked: ``padding_of``
-    names the ``uid`` of the original, ``padding_shares`` on both says into how many parts the reward was divided. By
-    these ``agl_slime.buffer.agent_rollout`` masks copies out and gives originals their whole reward back.
+    An item and its copies share its reward equally: a normalised reward is the advantage, a factor of the gradient, so
+    a rollout counts once in total, even for trainers unaware of copies. ``padding_of`` of a copy is the original's
+    ``uid``; ``padding_shares`` of both is the number of shares. By these ``agl_slime.buffer.agent_rollout`` masks out
+    copies and restores the originals' rewards.
     """
     instance_id, items = group
     if not items:
@@ -126,6 +123,6 @@ def _within(reward: float, reward_range: tuple[float, float] | None) -> bool:
 
 
 def numeric_reward(item: Mapping[str, Any]) -> float | None:
-    """The item's reward when it is a finite number, else ``None``."""
+    """The item's reward if it is a finite number, else ``None``."""
     reward = item.get("reward")
     return float(reward) if isinstance(reward, (int, float)) and math.isfinite(reward) else None

@@ -1,11 +1,11 @@
-"""Where the buffer keeps what was written: one SQLite database, on disk or in memory.
+"""The buffer's store of items: one SQLite database, on disk or in memory.
 
-An item is in flight until its group is decided. The items of a group that is delivered are kept, out of reach of other
-readers, until the trainer acknowledges them (``ack``, or by naming them at its next start) or ``keep_delivered`` newer
-groups have been delivered; then they count as trained. Every step is one transaction, so whatever moment the process
-dies at, the account adds up and no item comes out of two deliveries.
+An item is in flight until its group is decided. Items of a delivered group are kept, invisible to other readers, until
+the trainer acknowledges them (``ack``, or by name at its next start) or ``keep_delivered`` newer groups have been
+delivered; then they count as trained. Every step is one transaction: after a crash at any moment the counts add up, and
+no item is in two deliveries.
 
-Indices over the groups that are due or idle make the cost of a write or a read independent of how much is waiting.
+Indices over due and idle groups make the cost of a write or a read independent of the number of waiting groups.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ _PAGE = 100
 
 @dataclass(slots=True)
 class _Task:
-    """What is known in memory about one task type. ``scope`` stands before the uids of its items in the ledger."""
+    """In-memory state of a task type. ``scope`` is the prefix of its items' uids in the ledger."""
 
     pipeline: GroupPipeline
     scope: str
     arrived: list[tuple[int, str, float | None]] = field(default_factory=list)
-    """Of what came since the last batch, for stage 1: number of the item, key of its group, reward."""
+    """Item number, group key and reward of each item since the last batch, for stage 1."""
     refused_bodies: dict[int, bytes] = field(default_factory=dict)
-    """Of items among them that are gone with their group, for a stage 1 of somebody else's."""
+    """Bodies of items since the last batch whose groups were refused, for a custom stage 1."""
     finished_since: list[Any] = field(default_factory=list)
     refused: Counter[str] = field(default_factory=Counter)
     last_refusal: str = ""
@@ -48,7 +48,7 @@ class _Task:
 
 
 class _Decision(NamedTuple):
-    """A group that is done, and the JSON of each of its items."""
+    """A finished group, and the JSON of each of its items."""
 
     group: StoredGroup
     finished: FinishedGroup
@@ -57,15 +57,14 @@ class _Decision(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """What a reader gets: the JSON of each processed item, and what is told about them."""
+    """An answer to a reader: the JSON of each processed item, and meta information."""
 
     items_json: list[bytes]
     meta_info: dict[str, Any]
 
 
 class ItemStore(Records):
-    """Items, groups and deliveries. ``read`` must not run twice at the same time for one task type; the caller sees to
-    that."""
+    """Items, groups and deliveries. The caller must not run ``read`` twice at the same time for one task type."""
 
     def __init__(
         self,
@@ -81,10 +80,10 @@ class ItemStore(Records):
         self._tasks: dict[str, _Task] = {}
 
     def set_task(self, task: str, pipeline: GroupPipeline, *, scope: str | None = None) -> None:
-        """Decide the groups of a task type with this pipeline from now on; those that wait are looked at again."""
+        """Decide the groups of a task type with this pipeline from now on, including groups that wait."""
         with self._database.transaction() as connection:
-            known = self._tasks.setdefault(task, _Task(pipeline, task))
-            known.pipeline, known.scope = pipeline, scope or known.scope
+            state = self._tasks.setdefault(task, _Task(pipeline, task))
+            state.pipeline, state.scope = pipeline, scope or state.scope
             connection.execute(
                 "UPDATE groups SET due = count >= ?, accepting = accepting AND count < ? "
                 "WHERE task = ? AND delivery_no IS NULL",
@@ -92,24 +91,24 @@ class ItemStore(Records):
             )
 
     def stored_tasks(self) -> set[str]:
-        """Task types that have items on disk."""
+        """The task types with stored items."""
         with self._database.reading() as connection:
             return {row[0] for row in connection.execute("SELECT DISTINCT task FROM groups")}
 
     def write(self, requests: Sequence[tuple[str, Sequence[WrittenItem]]]) -> list[int | BufferRequestError]:
-        """Store the items of several requests, each of one task type, in one transaction: a request as a whole, or not
-        at all and answered with an error. Returns how many items of each were new.
+        """Store the items of several requests, each of one task type, in one transaction; a request is stored whole or
+        refused. Returns the number of new items, or the error, of each request.
 
-        An item with a known ``uid`` is a duplicate when its content is the same (a repeated request) and a conflict
-        when not.
+        An item with an existing ``uid`` is a duplicate if its content is the same (a repeated request), else a
+        conflict.
         """
         with self._database.reading():
             fresh: dict[str, tuple[str, WrittenItem]] = {}
             with self._database.transaction():
-                known = self.ledger.instances_of(
+                stored = self.ledger.instances_of(
                     [self._rollout_id(task, item) for task, items in requests for item in items]
                 )
-                results = [self._accept(task, items, known, fresh) for task, items in requests]
+                results = [self._accept(task, items, stored, fresh) for task, items in requests]
                 self._insert(fresh)
             for number, (task, item) in enumerate(fresh.values(), self._next_item):
                 self._tasks[task].arrived.append((number, item.key, item.reward))
@@ -121,25 +120,25 @@ class ItemStore(Records):
         self,
         task: str,
         items: Sequence[WrittenItem],
-        known: Mapping[str, str | None],
+        stored: Mapping[str, str | None],
         fresh: dict[str, tuple[str, WrittenItem]],
     ) -> int | BufferRequestError:
-        """Tell a request's items from those that are known; new ones go to ``fresh``."""
+        """Add a request's new items to ``fresh``, and check the others against the ``stored`` ones."""
         new: dict[str, tuple[str, WrittenItem]] = {}
         for item in items:
             rollout_id = self._rollout_id(task, item)
             twin = new.get(rollout_id) or fresh.get(rollout_id)
-            if twin is None and rollout_id not in known:
+            if twin is None and rollout_id not in stored:
                 new[rollout_id] = task, item
                 continue
             body = twin[1].body if twin is not None else self._stored_body(task, item, rollout_id)
-            # of an item that is gone nothing but its group is held against another: its uid is used up
-            if (twin is None and known[rollout_id] != item.key) or (body is not None and not _same(body, item.body)):
-                message = f"uid {item.uid!r} is taken by an item with other content; a uid names one item"
+            # of an item that was dropped only the group can be compared
+            if (twin is None and stored[rollout_id] != item.key) or (body is not None and not _same(body, item.body)):
+                message = f"uid {item.uid!r} belongs to an item with other content; uids must be unique"
                 return BufferRequestError(message, status=409)
-        held = self.held_items + len(fresh)
-        if held + len(new) > self._max_items:
-            message = f"the buffer holds {held} of at most {self._max_items} items; write again later"
+        count = self.held_items + len(fresh)
+        if count + len(new) > self._max_items:
+            message = f"the buffer has {count} of at most {self._max_items} items; write again later"
             return BufferRequestError(message, status=503)
         fresh.update(new)
         return len(new)
@@ -178,47 +177,47 @@ class ItemStore(Records):
         ack: Sequence[str] = (),
         claim: Lock | None = None,
     ) -> Batch | None:
-        """Decide the groups that are due or timed out and deliver up to ``max_groups`` valid ones, oldest first;
-        ``None`` when there is none.
+        """Decide due and timed-out groups, and deliver up to ``max_groups`` valid ones, oldest first; ``None`` when
+        there is none.
 
-        The delivery is on disk before this returns: its items are never delivered again, except to the same
-        ``request_id``, which gets the same answer again. ``ack`` names earlier requests whose items the reader holds
-        for good. Whoever gives up waiting takes ``claim``; then nothing is delivered.
+        The delivery is on disk before this returns: its items are delivered again only for the same ``request_id``,
+        which gets the same answer. ``ack``: earlier requests whose items the reader has saved. A caller that stops
+        waiting takes ``claim``, and nothing is delivered.
         """
-        known = self._tasks[task]
+        state = self._tasks[task]
         if ack:
             self.acknowledge(task, ack)
         if request_id is not None and (again := self._repeat(task, request_id)) is not None:
             return again
-        arrived = len(known.arrived)
-        told = self._meta_info(known, arrived) if arrived and known.pipeline.custom_meta_info else None
+        arrived = len(state.arrived)
+        meta_info = self._meta_info(state, arrived) if arrived and state.pipeline.custom_meta_info else None
         decided: dict[int, _Decision] = {}
         waiting: list[StoredGroup] = []
         valid = 0
-        for group in self._candidates(task, known.pipeline):
+        for group in self._candidates(task, state.pipeline):
             if max_groups is not None and valid >= max_groups:
                 break
             if group.no not in decided:
-                decision = self._decide(known.pipeline, group)
+                decision = self._decide(state.pipeline, group)
                 if decision is None:
                     waiting.append(group)
                 else:
                     decided[group.no] = decision
                     valid += decision.finished.valid
         if claim is not None and not claim.acquire(blocking=False):
-            return None  # nobody waits for this batch any more; its groups stay where they are
+            return None  # the caller has stopped waiting; the groups stay
         if waiting:
             with self._database.transaction() as connection:
-                for group in waiting:  # until its next item, which may have come already
+                for group in waiting:  # not due until the next item, unless that has arrived already
                     connection.execute("UPDATE groups SET due = 0 WHERE no = ? AND count = ?", (group.no, group.count))
         if not decided:
             return None
-        if told is None:
-            told = self._meta_info(known, arrived) if valid else {}
-        batch = self._deliver(task, known, list(decided.values()), request_id, told)
+        if meta_info is None:
+            meta_info = self._meta_info(state, arrived) if valid else {}
+        batch = self._deliver(task, state, list(decided.values()), request_id, meta_info)
         if batch is not None:
-            del known.arrived[:arrived]
-            known.refused_bodies.clear()
+            del state.arrived[:arrived]
+            state.refused_bodies.clear()
         return batch
 
     def _repeat(self, task: str, request_id: str) -> Batch | None:
@@ -228,12 +227,12 @@ class ItemStore(Records):
             if row is None:
                 return None
             groups = self._where("delivery_no = ? ORDER BY no", row[0])
-        # the stages are pure: what they said then they say again
+        # the stages are pure: they return the same again
         decided = filter(None, (self._decide(self._tasks[task].pipeline, group) for group in groups))
         return Batch([item for decision in decided for item in decision.items_json], orjson.loads(row[1]))
 
     def _candidates(self, task: str, pipeline: GroupPipeline) -> Iterator[StoredGroup]:
-        """Groups that may be finished, longest without an item first, a page at a time: others write meanwhile."""
+        """Groups that may be finished, the longest idle first, read page by page so that writers are not blocked."""
         late = self._clock() - pipeline.settings.group_timeout_seconds
         for which in ("delivery_no IS NULL AND last_time < ?", "due AND last_time >= ?"):
             last = (0.0, 0)
@@ -249,25 +248,25 @@ class ItemStore(Records):
         finished = pipeline.finish(group.instance_id, items, idle_s=self._clock() - group.last_time)
         if finished is None:
             return None
-        told = {BUFFER_GROUP: self._name(group)}
+        name = {BUFFER_GROUP: self._name(group)}
         try:
-            done = [_written({"extra_info": {}, **item, **told}) for item in finished.data]
-        except (TypeError, ValueError) as error:  # a stage put something into an item that JSON has no form for
+            items_json = [_dump_item({"extra_info": {}, **item, **name}) for item in finished.data]
+        except (TypeError, ValueError) as error:  # a stage put a value into an item that is not JSON
             return _Decision(group, FinishedGroup.refused(len(items), REASON_STAGE_ERROR, str(error)), [])
-        return _Decision(group, finished, done)
+        return _Decision(group, finished, items_json)
 
     def _deliver(
         self,
         task: str,
-        known: _Task,
+        state: _Task,
         decided: Sequence[_Decision],
         request_id: str | None,
-        told: Mapping[str, Any],
+        meta_info: Mapping[str, Any],
     ) -> Batch | None:
         items_json = [item for decision in decided for item in decision.items_json]
         with self._database.reading():
-            finished_ids = known.finished_since + [decision.group.instance_id for decision in decided]
-            meta_info = {**told, "finished_groups": finished_ids}
+            finished_ids = state.finished_since + [decision.group.instance_id for decision in decided]
+            meta_info = {**meta_info, "finished_groups": finished_ids}
             with self.ledger.batch():
                 delivery_no = None
                 if items_json:
@@ -281,18 +280,18 @@ class ItemStore(Records):
             for _, finished, _ in decided:
                 self.held_items -= len(finished.item_reasons)
                 if finished.valid:
-                    known.groups_delivered += 1
+                    state.groups_delivered += 1
                 else:
-                    known.refused[finished.reason] += 1
-                    known.last_refusal = f"{finished.reason}: {finished.detail}"
-            known.finished_since = [] if items_json else finished_ids  # told with the next batch that has data
+                    state.refused[finished.reason] += 1
+                    state.last_refusal = f"{finished.reason}: {finished.detail}"
+            state.finished_since = [] if items_json else finished_ids  # sent with the next batch that has data
         return Batch(items_json, meta_info) if items_json else None
 
     def _finalize(self, group: StoredGroup, finished: FinishedGroup, delivery_no: int | None) -> None:
         connection = self._database.connection
         rows = self._rollouts_of(group)
         late = len(rows) - len(finished.item_reasons)
-        if late:  # items that came while the group was decided begin another one
+        if late:  # items that arrived during the decision start another group
             rest = replace(self._new_group(group.task, group.key, group.instance_json), count=late)
             self._touch(rest, self._clock())
             self._save([rest])
@@ -311,44 +310,44 @@ class ItemStore(Records):
             else:
                 outcome = Outcome.FAILED if reason == REASON_STAGE_ERROR else Outcome.FILTERED
                 self.ledger.close_many(rollout_ids, outcome, reason)
-        if not finished.valid and (known := self._tasks[group.task]).pipeline.custom_meta_info:
+        if not finished.valid and (state := self._tasks[group.task]).pipeline.custom_meta_info:
             query = "SELECT no, body FROM items WHERE group_no = ?"
-            known.refused_bodies.update(connection.execute(query, (group.no,)).fetchall())
+            state.refused_bodies.update(connection.execute(query, (group.no,)).fetchall())
         if finished.valid:
             query = "UPDATE groups SET delivery_no = ?, count = ?, accepting = 0, due = 0 WHERE no = ?"
             connection.execute(query, (delivery_no, len(finished.item_reasons), group.no))
         else:
             self._drop(group)
 
-    def _meta_info(self, known: _Task, arrived: int) -> dict[str, Any]:
-        """Stage 1 over what came since the last batch, the first ``arrived`` items. The default needs no more than keys
-        and rewards; a function of somebody else's sees the items, those of refused groups too."""
-        came = known.arrived[:arrived]
-        if not known.pipeline.custom_meta_info:
-            return known.pipeline.meta_info({"instance_id": key, "reward": reward} for _, key, reward in came)
+    def _meta_info(self, state: _Task, arrived: int) -> dict[str, Any]:
+        """The result of stage 1 for the first ``arrived`` items since the last batch. The default needs only keys and
+        rewards; a custom stage gets the items, also of refused groups."""
+        items = state.arrived[:arrived]
+        if not state.pipeline.custom_meta_info:
+            return state.pipeline.meta_info({"instance_id": key, "reward": reward} for _, key, reward in items)
         with self._database.reading() as connection:
             query = "SELECT body FROM items WHERE no = ?"
             bodies = [
-                known.refused_bodies.get(number) or next(connection.execute(query, (number,)), (None,))[0]
-                for number, _, _ in came
+                state.refused_bodies.get(number) or next(connection.execute(query, (number,)), (None,))[0]
+                for number, _, _ in items
             ]
-        return known.pipeline.meta_info([json_value(body) for body in bodies if body is not None])
+        return state.pipeline.meta_info([json_value(body) for body in bodies if body is not None])
 
     def describe(self, task: str) -> dict[str, Any]:
         """The task type's figures for ``/stats``."""
         with self._database.reading() as connection:
-            known = self._tasks[task]
+            state = self._tasks[task]
             figures = "count(*), coalesce(sum(count), 0), min(last_time)"
             query = f"SELECT {figures} FROM groups WHERE task = ? AND delivery_no IS NULL"
             groups, items, oldest = connection.execute(query, (task,)).fetchone()
             return {
-                "group_size": known.pipeline.settings.group_size,
+                "group_size": state.pipeline.settings.group_size,
                 "groups_undecided": groups,
                 "items_undecided": items,
                 "longest_idle_s": 0.0 if oldest is None else round(self._clock() - oldest, 3),
-                "groups_delivered": known.groups_delivered,
-                "groups_refused": dict(known.refused),
-                "last_refusal": known.last_refusal,
+                "groups_delivered": state.groups_delivered,
+                "groups_refused": dict(state.refused),
+                "last_refusal": state.last_refusal,
             }
 
     def _touch(self, group: StoredGroup, now: float) -> None:
@@ -360,13 +359,14 @@ class ItemStore(Records):
 
 
 def _thresholds(pipeline: GroupPipeline) -> tuple[int, int]:
-    """From how many items on a group is due, and full. With a validity of somebody else's only that function knows."""
+    """The numbers of items at which a group is due, and full; with a custom ``is_valid_group`` every group is due and
+    none is full."""
     if pipeline.custom_validity:
         return 1, 2**31
     return pipeline.settings.min_valid_group_size, pipeline.settings.group_size
 
 
-def _written(item: Item) -> bytes:
+def _dump_item(item: Item) -> bytes:
     try:
         return orjson.dumps(item, option=orjson.OPT_SERIALIZE_NUMPY)
     except TypeError:

@@ -145,9 +145,11 @@ def _trainers() -> Iterator[Line]:
     if not slime.installed():
         yield Line("--", "slime", slime.INSTALL_SLIME)
         return
-    from agl_slime.slime.doctor import look
+    from agl_slime.slime.doctor import inspect_slime
 
-    wrong = [(name, text) for needed, name, text in look() if needed and text.startswith(("UNKNOWN", "MISSING"))]
+    wrong = [
+        (name, text) for needed, name, text in inspect_slime() if needed and text.startswith(("UNKNOWN", "MISSING"))
+    ]
     works = "--trainer slime will not work" if wrong else "--trainer slime"
     yield Line("--" if wrong else "ok", "slime", f"{slime.version()}: {works}")
     for name, text in wrong:

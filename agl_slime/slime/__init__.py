@@ -1,2 +1,2 @@
-"""What this package needs inside slime: settings from slime's ``args``, the connection to a store, tasks on demand, and
-the version differences."""
+"""The code that runs inside slime: settings from ``args``, the connection to a store, hooks, the data source, and
+version differences."""

@@ -1,7 +1,7 @@
-"""What slime's ``args`` and the environment say about the store, the agent and its tasks.
+"""Settings of the store, the agent and its tasks, from slime's ``args`` and the environment.
 
-slime has no flags for these: a setting ``x`` is the attribute ``agl_x`` of ``args``, which ``--custom-config-path
-FILE.yaml`` sets, or the environment variable ``AGL_SLIME_X``, which counts where ``args`` says nothing.
+slime has no flags for these: a setting ``x`` is the attribute ``agl_x`` of ``args`` (``--custom-config-path FILE.yaml``
+sets it), else the environment variable ``AGL_SLIME_X``.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from agl_slime.errors import ConfigError
 from agl_slime.runner.base import RunnerPlan
 from agl_slime.slime.replay import replay_sampling
 
-# slime's sampling flags, without rollout_ or eval_ before them, by SGLang's names.
+# slime's sampling flags, without the prefix rollout_ or eval_, by SGLang's names.
 _SAMPLING = {
     "temperature": "temperature",
     "top_p": "top_p",
@@ -33,7 +33,7 @@ _SAMPLING = {
 
 _Seconds = Annotated[FiniteFloat, Field(gt=0)]
 _Count = Annotated[int, Field(ge=0)]
-_OF_A_CONTROLLER = (
+_CONTROLLER_FIELDS = (
     "env_map",
     "job_template",
     "controller_python",
@@ -44,15 +44,15 @@ _OF_A_CONTROLLER = (
 )
 
 
-def _words(given: Any) -> Any:
-    """NAME=input.path as an environment variable has them, or a mapping of a YAML file."""
-    if isinstance(given, Mapping):
-        return tuple(f"{name}={path}" for name, path in given.items())
-    return tuple(given.split()) if isinstance(given, str) else given
+def _split_words(value: Any) -> Any:
+    """``NAME=input.path`` words from an environment variable, or from a mapping in a YAML file."""
+    if isinstance(value, Mapping):
+        return tuple(f"{name}={path}" for name, path in value.items())
+    return tuple(value.split()) if isinstance(value, str) else value
 
 
 class EvalSet(BaseModel):
-    """One of slime's evaluation data sets: ``samples`` rollouts of each line of the file at ``path``."""
+    """An evaluation data set of slime: ``samples`` rollouts for each line of the file ``path``."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -63,20 +63,20 @@ class EvalSet(BaseModel):
 
 
 class PluginSettings(BaseModel):
-    """Where rollouts come from when slime builds the data source."""
+    """The source of rollouts when slime builds the data source."""
 
     model_config = ConfigDict(frozen=True)
 
     store_url: Annotated[str, StringConstraints(pattern="^https?://")] | None = None
-    """Store that runners elsewhere write to, served by ``StoreService``; instead of ``agent``."""
+    """A store served by ``StoreService``, whose rollouts run elsewhere; instead of ``agent``."""
     store_token: str | None = None
     agent: str | None = None
     """``module:Class`` of the agent to run."""
     runners: str | None = None
-    """Where ``agent`` runs, as for ``RunnerPlan``: ``inproc`` (a thread of the manager's process), ``process:N``,
+    """The runners of ``agent``, as for ``RunnerPlan``: ``inproc`` (a thread of the manager's process), ``process:N``,
     ``ray:N`` or ``controller``."""
-    env_map: Annotated[tuple[str, ...], BeforeValidator(_words)] = ()
-    """This and what follows: of ``controller``, as ``ControllerSettings``."""
+    env_map: Annotated[tuple[str, ...], BeforeValidator(_split_words)] = ()
+    """This and the next six: settings of ``controller``; see ``ControllerSettings``."""
     job_template: Path | None = None
     controller_python: Path | None = None
     controller_host: str = "127.0.0.1"
@@ -89,46 +89,46 @@ class PluginSettings(BaseModel):
     """Tasks of evaluations as JSON lines; else slime's ``--eval-prompt-data`` or ``--eval-config``, else the agent's
     ``make_task`` with another seed."""
     eval_rollouts: Annotated[int, Field(ge=1)] = 32
-    """Rollouts of an evaluation, where slime's data sets do not say how many."""
+    """Rollouts of an evaluation without slime's data sets."""
     replay_files: Path | None = None
-    """Directory for routed experts and nuclei of large turns, where runners and manager have one in common; without
-    it they are in spans (with ``agent``: in a temporary directory)."""
+    """Directory for routed experts and nuclei of large turns, shared by runners and manager; by default they are in
+    spans (with ``agent``: in a temporary directory)."""
     llm_url: str | None = None
-    """Where agents find the model; else slime's router."""
+    """The model's URL for agents; else slime's router."""
     get_timeout_s: _Seconds = 1800.0
     """Longest wait for a group, or for an evaluation."""
     max_attempts: Annotated[int, Field(ge=1)] = 2
-    """How often a rollout is tried, the first time included."""
+    """Attempts of a rollout, the first included."""
     rollout_timeout_s: _Seconds = 1800.0
     """Time limit of a rollout."""
     group_max_retries: _Count = 0
-    """Failed rollouts of a group that are run again, beside the attempts of each."""
+    """Failed rollouts per group that are run again, beside the attempts of each."""
     group_timeout_s: _Seconds | None = None
-    """A group is replaced when so long after its last rollout ended others are still out."""
+    """Seconds since the last end of a rollout after which an incomplete group is replaced."""
     max_staleness: _Count | None = None
-    """Most weight versions that tokens may be behind those that train on them: groups are enqueued so far ahead of
-    training and no further; without it, only those that are asked for."""
+    """Most weight versions that tokens may be behind the policy trained on them; groups are enqueued that far ahead of
+    training. By default only groups that slime requests are enqueued."""
     drop_zero_variance: bool = False
-    """Groups whose rewards are all the same are replaced."""
+    """Replace groups whose rewards are all equal."""
     model: str | None = None
     """slime's ``--hf-checkpoint``."""
     sampling: Mapping[str, Any] | None = None
     """SGLang's sampling parameters, by slime's ``--rollout-…``."""
     eval_sampling: Mapping[str, Any] | None = None
-    """Those of evaluations: the same but for slime's ``--eval-…``."""
+    """The same of evaluations, with slime's ``--eval-…``."""
     eval_sets: tuple[EvalSet, ...] = ()
-    """slime's evaluation data sets, where ``eval_tasks`` is not given."""
+    """slime's evaluation data sets, unless ``eval_tasks`` is given."""
     seed: int = 0
     """slime's ``--rollout-seed``: the order of the tasks."""
     sampling_seeds: bool = False
     """slime's ``--sglang-enable-deterministic-inference``: members of a group sample with seeds from ``seed`` on."""
     blocking: bool = True
-    """Whether ``get_samples`` waits for groups. It must not under slime's fully-async rollout function, which calls it
-    on its event loop and takes an empty list for "ask again in a second"; it must everywhere else."""
+    """Whether ``get_samples`` waits for groups; False under slime's fully-async rollout function, which calls it on its
+    event loop and polls again after an empty list."""
 
     @property
     def connected(self) -> bool:
-        """Whether there is a store or an agent at all."""
+        """Whether a store or an agent is configured."""
         return not (self.store_url is None and self.agent is None and self.job_template is None)
 
     def plan(self) -> RunnerPlan:
@@ -150,22 +150,20 @@ class PluginSettings(BaseModel):
 
     def _check_runners(self) -> None:
         if self.runners is not None and self.store_url is not None:
-            why = f"of the store at agl_store_url {self.store_url} somebody else has the runners"
+            why = f"the runners of the store at agl_store_url {self.store_url} are elsewhere"
             raise ConfigError(f"agl_runners {self.runners}: {why}; leave one out")
         if self.plan().kind == "controller":
             if self.max_attempts != 1:
                 fix = "agl_group_max_retries runs failed members of a group again"
-                raise ConfigError(f"agl_max_attempts {self.max_attempts}: a controller knows one attempt; {fix}")
+                raise ConfigError(f"agl_max_attempts {self.max_attempts}: a controller runs one attempt; {fix}")
             return
-        for name in _OF_A_CONTROLLER:
+        for name in _CONTROLLER_FIELDS:
             if getattr(self, name) != type(self).model_fields[name].default:
-                raise ConfigError(
-                    f"agl_{name}: only a controller uses it; set agl_runners: controller, or leave it out"
-                )
+                raise ConfigError(f"agl_{name} is for a controller only; set agl_runners: controller, or leave it out")
 
     @classmethod
     def from_args(cls, args: Any, environ: Mapping[str, str] = os.environ) -> PluginSettings:
-        """Read the settings. Raises ``ConfigError`` naming a setting that cannot be used."""
+        """Read the settings. Raises ``ConfigError`` naming an invalid one."""
         values: dict[str, Any] = {}
         for name in cls.model_fields:
             value = getattr(args, f"agl_{name}", None)
@@ -174,7 +172,7 @@ class PluginSettings(BaseModel):
         if values.get("store_url") is not None and values.get("agent") is not None:
             both = f"agl_store_url {values['store_url']!r} and agl_agent {values['agent']!r}"
             raise ConfigError(f"{both} are both set: the agent runs here, or elsewhere on a store; leave one out")
-        # the switch is gone from newer versions, which always have a data set
+        # main has no such switch, and always a data set
         if getattr(args, "rollout_global_dataset", True) and getattr(args, "prompt_data", None) is not None:
             values.setdefault("tasks", Path(args.prompt_data))
         host, port = getattr(args, "sglang_router_ip", None), getattr(args, "sglang_router_port", None)
@@ -217,5 +215,5 @@ def _eval_sets(args: Any) -> list[dict[str, Any]]:
 
 
 def _sampling(args: Any, prefix: str) -> dict[str, Any]:
-    given = {name: getattr(args, f"{prefix}_{flag}".strip("_"), None) for name, flag in _SAMPLING.items()}
-    return {name: value for name, value in given.items() if value is not None}
+    values = {name: getattr(args, f"{prefix}_{flag}".strip("_"), None) for name, flag in _SAMPLING.items()}
+    return {name: value for name, value in values.items() if value is not None}

@@ -1,5 +1,4 @@
-"""What a data source that slime builds from ``args`` is connected to: a store, a tokenizer, and the tasks and the agent
-where it has them."""
+"""The connection of slime's data source to a store: tokenizer, and tasks and runners if configured."""
 
 from __future__ import annotations
 
@@ -32,15 +31,15 @@ from agl_slime.tokens.tokenizer import set_template_kwargs
 
 logger = logging.getLogger(__name__)
 
-# An engine that does not say its weight version within this is asked again with the next rollout.
+# For the engine's weight version, which the next rollout queries again.
 _QUICK = ClientSettings(control_timeout_s=5.0, max_attempts=1)
-# Resources snapshots that are used again; a store keeps some more.
+# Cached resources snapshots; a store keeps some more.
 _MOST_SNAPSHOTS = 256
 
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
-    """``rollouts`` of the tasks of ``cursor``, reported under ``name``; ``sampling`` is slime's own where it is
+    """An evaluation of ``rollouts`` tasks of ``cursor``, reported under ``name``; ``sampling`` is slime's own if
     ``None``."""
 
     name: str
@@ -50,10 +49,8 @@ class Evaluation:
 
 
 class Connection:
-    """A store over HTTP whose runners are elsewhere, or a store in this process and the runners that it starts.
-
-    ``tasks`` is ``None`` when someone else enqueues rollouts. ``start`` and ``stop`` concern these runners only.
-    """
+    """A remote store, whose runners are elsewhere, or a store in this process with its runners, which ``start`` and
+    ``stop``. ``tasks`` is ``None`` when another process enqueues rollouts."""
 
     def __init__(self, settings: PluginSettings) -> None:
         self.settings = settings
@@ -64,7 +61,7 @@ class Connection:
             self.store = RemoteStore(settings.store_url, token=settings.store_token)
         else:
             plan, agent = settings.plan(), None
-            if plan.kind != "controller":  # whose agent another Python imports
+            if plan.kind != "controller":  # a controller's agent is imported by another Python
                 assert settings.agent is not None
                 agent = load_agent(settings.agent)
                 make_task = getattr(agent, "make_task", None)
@@ -83,12 +80,12 @@ class Connection:
             cursor = self._cursor(read_tasks(path, flag="agl_eval_tasks") if path is not None else make_task, offset=1)
             self.evals += [Evaluation("agl", cursor, settings.eval_rollouts)] if cursor is not None else []
         if self._runner is not None and self.tasks is None:
-            own = "" if settings.runners == "controller" else ", or give it make_task(rng)"
+            fix = "" if settings.runners == "controller" else ", or give it make_task(rng)"
             raise ConfigError(
-                f"{settings.agent or settings.job_template} has no tasks: set agl_tasks or --prompt-data{own}"
+                f"{settings.agent or settings.job_template} has no tasks: set agl_tasks or --prompt-data{fix}"
             )
         if settings.max_staleness is not None and self.tasks is None:
-            why = "is kept by how many groups are enqueued, and here others enqueue them"
+            why = "limits how many groups are enqueued, and here another process enqueues them"
             raise ConfigError(f"agl_max_staleness {settings.max_staleness} {why}: set agl_tasks, or leave it out")
         self._scratch = ExitStack()
         self.replay_files = settings.replay_files
@@ -96,15 +93,15 @@ class Connection:
             scratch = scratch_directory(Path(tempfile.gettempdir()).resolve(), "agl-slime-replay")
             self.replay_files = self._scratch.enter_context(scratch)
         self._resources: dict[str, str] = {}
-        self._checked = False  # the engine sends what is to be replayed
+        self._checked = False  # whether the engine was checked to send replay data
 
-    def _cursor(self, given: Any, *, offset: int = 0) -> Any:
+    def _cursor(self, tasks: Any, *, offset: int = 0) -> Any:
         seed = self.settings.seed + offset
-        return TaskCursor(as_task_source(given, seed=seed), named=False) if given is not None else None
+        return TaskCursor(as_task_source(tasks, seed=seed), named=False) if tasks is not None else None
 
     def data_source_settings(self) -> DataSourceSettings:
-        """slime wants exactly ``n_samples_per_prompt`` rollouts per group: failed ones are run again, an incomplete
-        group is replaced."""
+        """Settings for groups of exactly ``n_samples_per_prompt`` rollouts, as slime needs them: failed rollouts are
+        run again, incomplete groups replaced."""
         settings = self.settings
         retries, timeout_s = settings.group_max_retries, settings.group_timeout_s
         complete = CompleteGroup(timeout_s=timeout_s)
@@ -116,8 +113,8 @@ class Connection:
         )
 
     def tokenizer(self) -> Any:
-        """The tokenizer of slime's ``--hf-checkpoint``; ``None`` when there is no such directory (samples are then
-        decoded as the engine did)."""
+        """The tokenizer of slime's ``--hf-checkpoint``; ``None`` without such a directory (samples then keep the
+        engine's text)."""
         model = self.settings.model
         if not model or not Path(model).is_dir():
             return None
@@ -135,7 +132,7 @@ class Connection:
         self._scratch.close()
 
     def forget(self) -> None:
-        """The store was restarted: publish the resources again before the next rollout."""
+        """Publish the resources again before the next rollout, as the store was restarted."""
         self._resources.clear()
 
     async def enqueue(
@@ -146,22 +143,22 @@ class Connection:
         mode: Literal["train", "val"],
         sampling: Mapping[str, Any] | None = None,
     ) -> list[Rollout]:
-        """Enqueue ``size`` rollouts per group, under these sampling parameters or slime's own."""
-        own = self.settings.sampling if mode == "train" else self.settings.eval_sampling
-        sampling = dict(sampling if sampling is not None else own or {})
+        """Enqueue ``size`` rollouts per group, with ``sampling`` or slime's sampling parameters."""
+        default = self.settings.sampling if mode == "train" else self.settings.eval_sampling
+        sampling = dict(sampling if sampling is not None else default or {})
         if self.replay_files is not None and replay_of(sampling):
             sampling["replay_files"] = str(self.replay_files)
         members = [
             enqueue_requests(
                 groups,
-                size=alike,
+                size=count,
                 group_size=size,
                 mode=mode,
-                resources_id=await self._published(own),
+                resources_id=await self._publish(parameters),
                 timeout_s=self.settings.rollout_timeout_s,
                 max_attempts=self.settings.max_attempts,
             )
-            for own, alike in self._samplings(sampling, size)
+            for parameters, count in self._samplings(sampling, size)
         ]
         requests = [request for group in zip(*members, strict=True) for request in group]
         rollouts = [*await self.store.enqueue_many_rollouts(requests)]
@@ -170,17 +167,17 @@ class Connection:
         return rollouts
 
     def _samplings(self, sampling: dict[str, Any], size: int) -> list[tuple[dict[str, Any], int]]:
-        """How the members of a group sample, and how many of them in each way: under deterministic inference each with
-        a seed of its own, as slime's."""
+        """The sampling parameters of a group's members, with the number of members for each: under deterministic
+        inference each member has its own seed, as in slime."""
         if not self.settings.sampling_seeds or "sampling_seed" in sampling:
             return [(sampling, size)]
         return [({**sampling, "sampling_seed": self.settings.seed + member}, 1) for member in range(size)]
 
-    async def _published(self, sampling: dict[str, Any]) -> str:
-        """The resources snapshot with the engine and these sampling parameters."""
+    async def _publish(self, sampling: dict[str, Any]) -> str:
+        """The id of a resources snapshot with the engine and these sampling parameters, added on first use."""
         if not self._checked and self.settings.llm_url and replay_of(sampling):
-            named = LLM(endpoint=self.settings.llm_url or "", model="", sampling_parameters=sampling)
-            self._checked = await check_replay(named.endpoint, sampling_of(named))
+            llm = LLM(endpoint=self.settings.llm_url, model="", sampling_parameters=sampling)
+            self._checked = await check_replay(llm.endpoint, sampling_of(llm))
         key = json.dumps(sampling, sort_keys=True, default=str)
         if key not in self._resources:
             if len(self._resources) >= _MOST_SNAPSHOTS:
@@ -191,17 +188,17 @@ class Connection:
         return self._resources[key]
 
     async def weight_version(self) -> str | None:
-        """The weight version of the engine that agents talk to; ``None`` where it does not say."""
+        """The weight version of the agents' engine; ``None`` when the engine does not report it."""
         try:
             async with SGLangClient(base_url=self.settings.llm_url or "", settings=_QUICK) as client:
                 urls = await client.workers()
             async with SGLangClient(base_url=urls[0], settings=_QUICK) as worker:
                 return await worker.weight_version()
         except (EngineError, ConfigError) as error:
-            logger.debug("The engine's weight version is not known: %s", error)
+            logger.debug("The engine did not report its weight version: %s", error)
             return None
 
     def raise_if_dead(self) -> None:
-        """Raise ``DataSourceError`` when the runner of this process has ended."""
+        """Raise ``DataSourceError`` when this process's runner has ended."""
         if self._runner is not None and self._runner.failure is not None:
             raise DataSourceError(f"the runner ended: {self._runner.failure}") from self._runner.failure

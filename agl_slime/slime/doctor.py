@@ -1,8 +1,8 @@
-"""What this package finds in the slime that is installed, and which way it will take.
+"""A report on the installed slime: its version, the names that this package needs, and the features that it uses.
 
     python -m agl_slime.slime.doctor
 
-It starts nothing. Exit code 1 when something that is needed is not found, or is of a form that is not known.
+Starts nothing. Exit code 1 when a needed name is missing or has an unsupported form.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from agl_slime.errors import AglSlimeError, MissingDependencyError, UnknownVersionError
 from agl_slime.support import slime
 
-_DRIVERS = {
+_DRIVERS: dict[tuple[str, ...], str] = {
     ("args", "pg"): "the driver reserves the GPUs and ends manager and placement groups",
     ("args", "restore_plan"): "slime reserves the GPUs and returns a RolloutStartup; each run has its own session",
 }
@@ -28,25 +28,21 @@ def main() -> int:
         return 1
     print(slime.version())
     faults = 0
-    for needed, name, said in look():
-        faults += needed and said.startswith(("UNKNOWN", "MISSING"))
-        print(f"  {name:<26} {said}")
-    print(
-        f"{faults} things that are needed are not there: known are {slime.KNOWN}"
-        if faults
-        else "all that is needed is there"
-    )
+    for needed, name, text in inspect_slime():
+        faults += needed and text.startswith(("UNKNOWN", "MISSING"))
+        print(f"  {name:<26} {text}")
+    print(f"{faults} needed parts are missing; supported are {slime.KNOWN}" if faults else "all needed parts are there")
     return int(faults > 0)
 
 
-def look() -> Iterator[tuple[bool, str, str]]:
-    """Of each thing: whether it is needed, its name, and what was found, which begins with UNKNOWN or MISSING where
-    that will not do."""
+def inspect_slime() -> Iterator[tuple[bool, str, str]]:
+    """The parts of slime: whether this package needs it, its name, and a text, which begins with UNKNOWN or MISSING if
+    the part is unusable."""
     for names, needed in ((slime.HOOK_NAMES, True), (slime.TRAINER_NAMES, True), (slime.OPTIONAL_NAMES, False)):
         for name, places in names.items():
             missing = f"UNKNOWN: in none of {', '.join(places)}" if needed else "not in this version"
-            yield needed, name, _said(lambda name=name, missing=missing: slime.place_of(name) or missing)
-    for name, look in (
+            yield needed, name, _text_of(lambda name=name, missing=missing: slime.place_of(name) or missing)
+    for name, describe in (
         ("--trainer slime", _driver),
         ("rewards", _rewards),
         ("data source", _data_source),
@@ -55,12 +51,12 @@ def look() -> Iterator[tuple[bool, str, str]]:
         ("straw", lambda: _transport("straw", "straw-queue")),
         ("nixl", lambda: _transport("nixl", "nixl")),
     ):
-        yield True, name, _said(look)
+        yield True, name, _text_of(describe)
 
 
-def _said(look: Callable[[], str]) -> str:
+def _text_of(describe: Callable[[], str]) -> str:
     try:
-        return look()
+        return describe()
     except UnknownVersionError as error:
         return f"UNKNOWN: {error}"
     except MissingDependencyError as error:
@@ -94,7 +90,7 @@ def _data_source() -> str:
     from agl_slime.types import DataSource  # and not AGLDataSource, which takes seconds to import
 
     missing = sorted(DataSource.__abstractmethods__ - {"get_samples", "add_samples", "save", "load", "__len__"})
-    return f"UNKNOWN: slime wants {', '.join(missing)} of it" if missing else "slime asks for nothing that it lacks"
+    return f"UNKNOWN: slime calls {', '.join(missing)}" if missing else "has every method that slime calls"
 
 
 def _samples() -> str:

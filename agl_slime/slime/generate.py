@@ -1,8 +1,8 @@
-"""One Agent Lightning rollout for one slime prompt: what ``agl_slime.slime_hooks.generate`` does.
+"""One Agent Lightning rollout for one slime prompt, for ``agl_slime.slime_hooks.generate``.
 
-A data source of this process, made with the first rollout, learns of the ends; slime's event loop only waits. slime
-does not say when it has no more prompts, so its thread, and the runner where the agent is in this process, live as long
-as the process, or until ``stop_rollouts``.
+The first rollout creates a data source in this process, which follows completions; slime's event loop only waits. slime
+does not announce its last prompt, so the data source's thread, and the runner of an agent in this process, live until
+``stop_rollouts`` or the end of the process.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from agl_slime.types import ARRAY_FIELDS, Sample
 
 logger = logging.getLogger(__name__)
 
-# What a finished rollout says about a sample; the rest (index, group_index, prompt, label, session …) stays slime's.
+# Fields of a sample that come from the rollout; the others (index, group_index, prompt, label, session …) stay slime's.
 _FROM_ROLLOUT = (
     *("tokens", "response", "response_length", "loss_mask", "rollout_log_probs"),
     *("reward", "status", "weight_versions", "prefix_cache_info"),
@@ -50,7 +50,7 @@ async def run_rollout(
     if not member.ok:
         return _failed(sample, member)
     samples = await run_in_thread(with_train_inputs, with_tensors(member.samples), rollouts.tokenizer)
-    completed = [_completed(sample, own) for own in samples]
+    completed = [_completed(sample, from_rollout) for from_rollout in samples]
     if len(completed) == 1:
         return completed[0]
     for sibling in completed:
@@ -58,18 +58,18 @@ async def run_rollout(
     return completed
 
 
-def _completed(sample: Sample, own: Sample) -> Sample:
+def _completed(sample: Sample, from_rollout: Sample) -> Sample:
     result = Sample.from_dict(sample.to_dict())
     for name in _FROM_ROLLOUT:
-        if hasattr(own, name):
-            setattr(result, name, getattr(own, name))
-    result.metadata = {**(sample.metadata or {}), **own.metadata}
+        if hasattr(from_rollout, name):
+            setattr(result, name, getattr(from_rollout, name))
+    result.metadata = {**(sample.metadata or {}), **from_rollout.metadata}
     return result
 
 
 def _failed(sample: Sample, member: MemberResult) -> Sample:
     """The sample as FAILED, out of the loss. slime's batches need a reward and a response token of each sample: both
-    are 0 here, and ``metadata["agl_failure"]`` says why."""
+    are 0; ``metadata["agl_failure"]`` has the reason."""
     failure = f"{member.failure}: {member.failure_message}"
     logger.warning("Rollout %s failed: %s", member.rollout_id, failure)
     result = Sample.from_dict(sample.to_dict())
@@ -90,7 +90,7 @@ class _Run:
 
 
 class SingleRollouts(Producer):
-    """Runs rollouts and gives each result to whoever asked for it, from any thread, until ``stop``."""
+    """Runs single rollouts, each with a future for its result, for any thread, until ``stop``."""
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
@@ -104,8 +104,8 @@ class SingleRollouts(Producer):
     def run(
         self, task: dict[str, Any], sampling_params: Mapping[str, Any], *, mode: Literal["train", "val"]
     ) -> Future[MemberResult]:
-        """Enqueue one rollout; the future has its result, succeeded or failed. Cancelled, it has the rollout cancelled
-        in the store."""
+        """Enqueue one rollout; returns a future of its result. Cancelling the future cancels the rollout in the
+        store."""
         run = _Run(TaskGroup(uuid.uuid4().hex, task), dict(sampling_params), mode)
         run.result.add_done_callback(lambda result: self._give_up(run) if result.cancelled() else None)
         with self.source.changed:
@@ -115,14 +115,13 @@ class SingleRollouts(Producer):
         return run.result
 
     def stop(self, timeout_s: float = 5.0) -> None:
-        """End the runner of this process and the thread; whoever still waits for a rollout gets ``DataSourceError``.
-        Safe to call twice."""
+        """End this process's runner and the thread; pending futures raise ``DataSourceError``. Safe to call twice."""
         self._connection.stop()
         self.source.stop(timeout_s)
-        self._refuse("the rollouts of this process were stopped")
+        self._fail_pending("the rollouts of this process were stopped")
 
     async def _enqueue(self, run: _Run) -> None:
-        self.source.expect(run.group.group_id, size=1, mode="single")  # never in a group to be trained on
+        self.source.expect(run.group.group_id, size=1, mode="single")  # a mode that is never delivered for training
         enqueue = self._connection.enqueue
         rollouts = await self.source.follower.with_retries(
             lambda: enqueue([run.group], size=1, mode=run.mode, sampling=run.sampling)
@@ -133,7 +132,7 @@ class SingleRollouts(Producer):
             self._give_up(run)
 
     def _give_up(self, run: _Run) -> None:
-        """Nobody waits for this rollout any more; one that is not in the store yet is given up when it is."""
+        """Cancel a rollout whose future was cancelled; if it is not in the store yet, ``_enqueue`` calls this again."""
         if run.enqueued and self._runs.pop(run.group.group_id, None) is not None:
             self.source.abandon(run.enqueued, group_ids=[run.group.group_id], reason="aborted")
             self.source.follower.submit(self.source.ingestor.cancel, run.enqueued)
@@ -149,9 +148,9 @@ class SingleRollouts(Producer):
             self.source.follower.submit(self._enqueue, run)
 
     def failed(self, error: BaseException) -> None:
-        self._refuse(f"the rollout's end cannot be learned: {error}")
+        self._fail_pending(f"the rollout's result cannot be read: {error}")
 
-    def _refuse(self, reason: str) -> None:
+    def _fail_pending(self, reason: str) -> None:
         with self.source.changed:
             runs, self._runs = self._runs, {}
         for run in runs.values():
@@ -159,7 +158,7 @@ class SingleRollouts(Producer):
                 run.result.set_exception(DataSourceError(reason))
 
 
-_rollouts: dict[str, SingleRollouts] = {}  # by their settings
+_rollouts: dict[str, SingleRollouts] = {}  # by settings
 _lock = threading.Lock()
 
 
@@ -174,7 +173,7 @@ def _rollouts_for(args: Any) -> SingleRollouts:
 
 
 def stop_rollouts() -> None:
-    """End the runners and threads that rollouts of this process have started; the next rollout starts anew."""
+    """End the runners and threads of this process's rollouts; the next rollout starts new ones."""
     with _lock:
         stopped = list(_rollouts.values())
         _rollouts.clear()

@@ -1,5 +1,5 @@
-"""The bodies of ``agl_slime.slime_hooks``: rollouts, rewards, filters and logs as slime calls for them. slime hands
-samples over flat, in groups, or in groups of siblings; all of these take each."""
+"""Implementation of ``agl_slime.slime_hooks``: slime's hooks for rollouts, rewards, filters and logs. slime passes
+samples flat, in groups, or in groups of siblings; every hook accepts each form."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from agl_slime.types import (
 
 logger = logging.getLogger(__name__)
 
-# Estimators for which slime normalises rewards per group, and those of them that also divide by the standard deviation.
+# Advantage estimators for which slime normalises rewards per group, and, below, also by the standard deviation.
 _GROUP_RELATIVE = frozenset({"grpo", "gspo", "cispo", "reinforce_plus_plus_baseline"})
 _STD_NORMALIZED = frozenset({"grpo", "gspo", "cispo"})
 
@@ -37,24 +37,24 @@ def generate_rollout(
     args: Any, rollout_id: int, data_source: Any, evaluation: bool = False
 ) -> RolloutFnTrainOutput | RolloutFnEvalOutput:
     """Exactly ``args.rollout_batch_size`` groups of finished rollouts (one with ``args=None``); with ``evaluation`` the
-    validation rollouts of the data source.
+    data source's evaluation rollouts.
 
-    Nothing is generated here and no request is aborted: agents run elsewhere and go on running, and what the data
-    source holds beyond this batch stays in it. The dynamic sampling filter, the sample filter and the all-samples
-    function of ``args`` are applied as slime's default rollout function does.
+    Nothing is generated here and no request is aborted: agents run elsewhere and continue, and further groups stay in
+    the data source. The dynamic sampling filter, the sample filter and the all-samples function of ``args`` apply as in
+    slime's default rollout function.
 
     Raises:
-        DataSourceError: the groups did not come in time, or one has no log-probs and slime's ``--use-tis`` or
-            ``--use-rollout-logprobs`` needs them; what had come is given back to the data source first.
+        DataSourceError: the groups did not arrive in time, or one has no log-probs and slime's ``--use-tis`` or
+            ``--use-rollout-logprobs`` needs them. Groups taken so far are given back to the data source.
     """
     if evaluation:
         evaluate = getattr(data_source, "evaluate", None)
         data = evaluate(rollout_id) if evaluate else {"agl": eval_entry([*flat_samples(data_source.get_samples(1))])}
         return RolloutFnEvalOutput(data=data)
     started = time.monotonic()
-    if (again := getattr(data_source, "delivered", lambda _: None)(rollout_id)) is not None:
+    if (again := getattr(data_source, "kept_batch", lambda _: None)(rollout_id)) is not None:
         return RolloutFnTrainOutput(samples=again)
-    getattr(data_source, "pace", lambda _: None)(rollout_id)
+    getattr(data_source, "begin_rollout", lambda _: None)(rollout_id)
     kept, everything, dropped = _collect_groups(args, rollout_id, data_source)
     kept.sort(key=lambda group: _first(group).group_index or 0)
     if (path := getattr(args, "rollout_sample_filter_path", None)) is not None:
@@ -70,30 +70,29 @@ def generate_rollout(
 async def generate(
     args: Any, sample: Sample, sampling_params: dict[str, Any], evaluation: bool = False
 ) -> Sample | list[Sample]:
-    """One Agent Lightning rollout for one slime prompt, for those who keep slime's default rollout function.
+    """One Agent Lightning rollout for one slime prompt, for use with slime's default rollout function.
 
-    The task is ``{"prompt": sample.prompt, "label": sample.label, **sample.metadata}``, the engine slime's router, the
-    sampling parameters slime's. Returns the sample, completed; a rollout that forks becomes a list, siblings under one
-    rollout id; one that failed after its attempts is a FAILED sample out of the loss, with ``metadata["agl_failure"]``
-    (``generate_rollout`` replaces such). Cancelled, it has the rollout cancelled in the store. Which store and agent:
-    see ``agl_slime.slime.args``.
-    """
+    The task is ``{"prompt": sample.prompt, "label": sample.label, **sample.metadata}``; engine and sampling parameters
+    are slime's; ``agl_slime.slime.args`` configures store and agent. Returns the completed sample, or for a rollout
+    that forks a list of siblings under one rollout id. A rollout that failed all attempts is a FAILED sample out of the
+    loss, with ``metadata["agl_failure"]`` (``generate_rollout`` replaces such groups). A cancellation cancels the
+    rollout in the store."""
     from agl_slime.slime.generate import run_rollout  # needs Agent Lightning, seconds of import
 
     return await run_rollout(args, sample, sampling_params, evaluation=evaluation)
 
 
-# newer slimes cancel such a function's task instead of aborting every request on every engine
+# main then cancels this function's task instead of aborting every request on every engine
 generate.abort_mode = "request"  # type: ignore[attr-defined]
 
 
 def _collect_groups(
     args: Any, rollout_id: int, data_source: Any
 ) -> tuple[list[list[Sample]], list[list[Sample]], Counter[str]]:
-    """A batch of groups that the dynamic filter keeps, all that were looked at, and the reasons of the dropped ones."""
+    """A batch of groups that the dynamic filter keeps, all groups taken for it, and counts of the filter's reasons."""
     from tqdm import tqdm
 
-    wanted = getattr(args, "rollout_batch_size", None) or 1
+    batch_size = getattr(args, "rollout_batch_size", None) or 1
     path = getattr(args, "dynamic_sampling_filter_path", None)
     keep = resolve_name(path) if path is not None else lambda args, group: True
     kept: list[list[Sample]] = []
@@ -101,15 +100,15 @@ def _collect_groups(
     dropped: Counter[str] = Counter()
     demand, reject = (getattr(data_source, name, lambda *_: None) for name in ("demand", "reject"))
     try:
-        with tqdm(total=wanted, desc=f"rollout {rollout_id}", unit="group") as bar:
-            while len(kept) < wanted:
-                demand(wanted - len(kept))  # all that is missing may be under way while one group is waited for
+        with tqdm(total=batch_size, desc=f"rollout {rollout_id}", unit="group") as bar:
+            while len(kept) < batch_size:
+                demand(batch_size - len(kept))  # all missing groups run while the next one is awaited
                 group = next(iter(data_source.get_samples(1)), None)
                 if group is None:
-                    raise DataSourceError("the data source gave no group; generate_rollout needs one that waits")
+                    raise DataSourceError("the data source returned no group; generate_rollout needs one that waits")
                 if _first(group).status == Sample.Status.PENDING:
-                    what = "set agl_store_url or agl_agent, or use slime's default rollout function"
-                    raise DataSourceError(f"nobody has sampled these samples: {what}")
+                    fix = "set agl_store_url or agl_agent, or use slime's default rollout function"
+                    raise DataSourceError(f"the data source returned unsampled placeholders: {fix}")
                 _check_log_probs(args, group)
                 check_replayed(args, group)
                 everything.append(group)
@@ -130,19 +129,20 @@ def _collect_groups(
 
 
 def _check_log_probs(args: Any, group: Sequence[Any]) -> None:
-    """slime takes them from all samples or from none, by whether the first one has them."""
+    """Raise ``DataSourceError`` for a sample without log-probs that slime's flags need: slime decides by the first
+    sample of a batch."""
     flag = next((name for name in ("use_tis", "use_rollout_logprobs") if getattr(args, name, False)), None)
     without = [sample for sample in flat_samples(group) if sample.rollout_log_probs is None]
     if flag is not None and without:
-        named = (without[0].metadata or {}).get("agl_rollout_id")
-        fix = "have the agent talk to the engine through agl-slime, or leave the flag out"
+        rollout_id = (without[0].metadata or {}).get("agl_rollout_id")
+        fix = "have the agent call the engine through agl-slime, or leave the flag out"
         raise DataSourceError(
-            f"rollout {named} has no log-probs of the engine, which --{flag.replace('_', '-')} needs: {fix}"
+            f"rollout {rollout_id} has no log-probs of the engine, which --{flag.replace('_', '-')} needs: {fix}"
         )
 
 
 def eval_entry(samples: Sequence[Sample]) -> dict[str, Any]:
-    """One data set of slime's evaluation output: parallel lists, one entry per sample."""
+    """A data set of slime's evaluation output: parallel lists, one entry per sample."""
     return {
         "rewards": [sample.reward for sample in samples],
         "truncated": [sample.status == Sample.Status.TRUNCATED for sample in samples],
@@ -154,10 +154,10 @@ def eval_entry(samples: Sequence[Sample]) -> dict[str, Any]:
 
 
 def normalize_rewards(args: Any, samples: Sequence[Any]) -> tuple[list[float], list[float]]:
-    """Raw rewards and advantages, one of each per sample; groups by ``group_index``, one reward per rollout (see
-    ``agl_slime.groups.normalize``), as ``advantage_estimator``, ``rewards_normalization`` and
-    ``grpo_std_normalization`` say. Samples that failed or were removed (``mask_unfit``) have no part in it: their
-    advantage is 0, and so is a raw reward that they lack.
+    """Raw rewards and advantages, one of each per sample, by ``group_index`` with one reward per rollout (see
+    ``agl_slime.groups.normalize``). ``advantage_estimator``, ``rewards_normalization`` and ``grpo_std_normalization``
+    apply. Failed and removed samples (``mask_unfit``) do not count: their advantage is 0, and so is a missing raw
+    reward.
 
     Raises:
         RewardError: a missing or non-finite reward, or siblings whose rewards differ.
@@ -177,20 +177,20 @@ def normalize_rewards(args: Any, samples: Sequence[Any]) -> tuple[list[float], l
 
 
 async def reward_of_agent(args: Any, sample: Sample, **_: Any) -> float:
-    """The reward that the agent gave; raises ``RewardError`` when there is none."""
+    """The agent's reward; raises ``RewardError`` when there is none."""
     return _rewards(args, [sample])[0]
 
 
 async def rewards_of_agents(args: Any, samples: Sequence[Sample], **_: Any) -> list[float]:
-    """The rewards that the agents gave, for ``--group-rm``, which would overwrite them."""
+    """The agents' rewards, for ``--group-rm``, which would overwrite them."""
     return _rewards(args, samples)
 
 
 def _rewards(args: Any, samples: Sequence[Sample], *, out_of_the_loss: Container[int] = ()) -> list[float]:
     key, rewards = getattr(args, "reward_key", None), []
     for position, sample in enumerate(samples):
-        lacking = position in out_of_the_loss and sample.reward is None
-        rewards.append(0.0 if lacking else normalize.reward_value(sample, position, key=key))
+        missing = position in out_of_the_loss and sample.reward is None
+        rewards.append(0.0 if missing else normalize.reward_value(sample, position, key=key))
     return rewards
 
 
@@ -198,7 +198,7 @@ def _rewards(args: Any, samples: Sequence[Sample], *, out_of_the_loss: Container
 
 
 def keep_nonzero_variance(args: Any, samples: Sequence[Any], **_: Any) -> Any:
-    """Keep a group whose rollouts differ in reward: without a difference there is no advantage."""
+    """Keep a group whose rewards differ; equal rewards give no advantage."""
     rewards = _rewards(args, [*filter(normalize.is_counted, flat_samples(samples))])
     keep = bool(rewards) and not normalize.all_equal(rewards)
     reason = None if keep else f"zero_std_{round(rewards[0], 1)}" if rewards else "empty"
@@ -206,8 +206,7 @@ def keep_nonzero_variance(args: Any, samples: Sequence[Any], **_: Any) -> Any:
 
 
 def take_oldest(args: Any, rollout_id: int | None, buffer: list[list[Sample]], num_samples: int) -> list[list[Sample]]:
-    """Take ``num_samples`` groups out of the buffer, those with the smallest ``group_index`` first (then those that
-    were put in first)."""
+    """Take ``num_samples`` groups out of the buffer, by ``group_index``, then by order of arrival."""
     order = sorted(range(len(buffer)), key=lambda i: _first(buffer[i]).group_index or 0)[:num_samples]
     taken = [buffer[i] for i in order]
     for i in sorted(order, reverse=True):
@@ -216,14 +215,14 @@ def take_oldest(args: Any, rollout_id: int | None, buffer: list[list[Sample]], n
 
 
 def mask_unfit(args: Any, groups: Sequence[Any]) -> None:
-    """Take samples out of the loss that no agent finished: neither completed nor truncated, or without a reward."""
+    """Take samples out of the loss that are neither completed nor truncated, or have no reward."""
     for sample in flat_samples(groups):
         if sample.status not in (Sample.Status.COMPLETED, Sample.Status.TRUNCATED) or sample.reward is None:
             sample.remove_sample = True
 
 
 def count_groups(args: Any, all_groups: Sequence[Any], data_source: Any) -> None:
-    """Leave the number of groups that were looked at, dropped ones included, in ``args.processed_group_count``."""
+    """Store the number of groups, including dropped ones, in ``args.processed_group_count``."""
     args.processed_group_count = len(all_groups)
 
 
@@ -237,8 +236,8 @@ def log_rollout(
     rollout_extra_metrics: dict[str, Any] | None,
     rollout_time: float,
 ) -> bool:
-    """Add what slime does not know to its metrics: forks, re-tokenised samples, turns, weight versions. slime goes on
-    logging (returns ``False``)."""
+    """Add forks, re-tokenized samples, turns and weight versions to slime's metrics. Returns ``False``: slime logs,
+    too."""
     args.logged_rollout_id = rollout_id
     metrics = trace_metrics(list(flat_samples(samples)))
     if rollout_extra_metrics is not None:
@@ -250,7 +249,7 @@ def log_rollout(
 def log_eval_rollout(
     rollout_id: int, args: Any, data: Mapping[str, Mapping[str, Any]], extra_metrics: dict[str, Any] | None
 ) -> bool:
-    """The means of an evaluation in the log; slime goes on logging (returns ``False``)."""
+    """Log the mean rewards of an evaluation. Returns ``False``: slime logs, too."""
     args.logged_eval_rollout_id = rollout_id
     means = {name: fmean(entry["rewards"]) for name, entry in data.items() if entry["rewards"]}
     logger.info("evaluation %s: %s", rollout_id, means)
@@ -258,13 +257,12 @@ def log_eval_rollout(
 
 
 def trace_metrics(samples: Sequence[Sample]) -> dict[str, float]:
-    """``agl/…`` of a batch. ``weight_versions`` counts the versions that the batch was sampled with, ``staleness_mean``
-    and ``_max`` how many versions its sampled tokens are behind the newest that the data source knew, where versions
-    are numbers; tokens are response tokens."""
+    """``agl/…`` of a batch. ``weight_versions`` counts the versions that sampled it; ``staleness_mean`` and ``_max``
+    are the versions by which its sampled tokens are behind the data source's newest, if versions are numbers."""
     if not samples:
         return {}
     metadata = [sample.metadata or {} for sample in samples]
-    # a rollout is named by the store's id; a sample that names none stands for itself
+    # a sample without a rollout id counts as a rollout
     rollouts = {entry.get("agl_rollout_id", position) for position, entry in enumerate(metadata)}
     versions = {version for sample in samples for version in getattr(sample, "weight_versions", None) or ()}
     behind = staleness_of(samples, lambda sample: (sample.metadata or {}).get("policy_version"))

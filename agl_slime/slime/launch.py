@@ -1,9 +1,9 @@
-"""slime's own script, with a parser that knows the flags of the agent rollout.
+"""A launcher of slime's scripts that adds the flags of the agent rollout to slime's parser.
 
     python -m agl_slime.slime.launch $SLIME_DIR/train_async.py --agent-rollout-buffer-url http://127.0.0.1:8889 …
 
-slime's parser ignores a flag that it does not know, and takes no ``--loss-mask-type`` but its own four. A script that
-calls ``parse_args`` itself may pass ``add_arguments`` to it, for all flags but ``--loss-mask-type``.
+slime's parser ignores unknown flags and accepts only its own four values of ``--loss-mask-type``. A script that calls
+``parse_args`` itself can pass ``add_arguments`` to it, which adds all flags but ``--loss-mask-type``.
 """
 
 from __future__ import annotations
@@ -28,23 +28,23 @@ _PROVIDER = "get_slime_extra_args_provider"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """``parser`` with ``FLAGS`` where it lacks them; a ``--loss-mask-type`` in it takes every name and
+    """Add missing ``FLAGS`` to ``parser``, and let its ``--loss-mask-type``, if any, accept every name and
     ``module:Class``."""
-    known = {option: action for action in parser._actions for option in action.option_strings}
+    actions = {option: action for action in parser._actions for option in action.option_strings}
     for flag, text in FLAGS.items():
-        if flag not in known:
+        if flag not in actions:
             parser.add_argument(flag, type=int if flag.endswith("num-process") else str, default=None, help=text)
-    if (masks := known.get("--loss-mask-type")) is not None:
+    if (masks := actions.get("--loss-mask-type")) is not None:
         masks.choices = None
     return parser
 
 
 def launch(script: str, flags: Sequence[str]) -> None:
-    """Run ``script`` as a program with ``flags``, under a parser with ``FLAGS``.
+    """Run ``script`` as a program with ``flags``, with a parser that has ``FLAGS``.
 
     Raises:
         ConfigError: there is no such script.
-        UnknownVersionError, MissingDependencyError: slime's parser is not where it was, or slime is not installed.
+        UnknownVersionError, MissingDependencyError: slime's parser is not found, or slime is not installed.
     """
     if Path(script).suffix != ".py" or not Path(script).is_file():
         raise ConfigError(f"{script}: there is no such Python file; give slime's train.py or train_async.py")

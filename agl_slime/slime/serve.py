@@ -1,9 +1,9 @@
-"""A store and a runner in a process of their own, for slime's manager to take rollouts from.
+"""A store and a runner in a separate process, from which slime's manager takes rollouts.
 
     python -m agl_slime.slime.serve --agent module:Class [--host 127.0.0.1] [--port 4748] [--max-concurrent 1024]
 
-It prints the URL to give slime as ``agl_store_url`` (or ``AGL_SLIME_STORE_URL``), and runs until it is interrupted. On
-another address than a loopback one it needs ``AGL_SLIME_STORE_TOKEN``, here and in slime's environment.
+Prints the URL for slime's ``agl_store_url`` (or ``AGL_SLIME_STORE_URL``), and runs until interrupted. An address other
+than loopback needs ``AGL_SLIME_STORE_TOKEN``, here and in slime's environment.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from agl_slime.errors import AglSlimeError
 
 
 def serve(*, agent: str, host: str = "127.0.0.1", port: int = 4748, max_concurrent: int = 1024) -> int:
-    """Serve a store and run an agent on the rollouts that slime's manager puts into it, until SIGINT or SIGTERM.
+    """Serve a store and run an agent on the rollouts that slime's manager enqueues, until SIGINT or SIGTERM.
 
     Args:
         agent: The agent to run, as module:Class.

@@ -1,5 +1,5 @@
-"""``AGLDataSource`` as slime's RolloutManager builds it: connected by ``args``, enqueueing tasks as they are asked for,
-with evaluations, saved and loaded beside slime's checkpoints."""
+"""``AGLDataSource``, the data source that slime's RolloutManager builds from ``args``: it enqueues tasks on request,
+runs evaluations, and is saved and loaded with slime's checkpoints."""
 
 from __future__ import annotations
 
@@ -30,12 +30,10 @@ logger = logging.getLogger(__name__)
 class AGLDataSource(DataSource):
     """Groups of Samples from Agent Lightning rollouts, for slime's RolloutManager or any trainer.
 
-    slime builds it as ``AGLDataSource(args)``: it connects to what ``agl_slime.slime.args`` describes, and where that
-    gives it tasks, enqueues as many groups as are asked for, and with ``agl_max_staleness`` so far ahead of training as
-    that allows: more would only make samples older. A group that is dropped is replaced. A program builds it as
-    ``AGLDataSource(store=…, tokenizer=…, args=…, n_samples_per_prompt=…)``; who enqueues rollouts himself announces
-    them to ``groups``, the ``GroupSource`` that it holds. ``stop`` ends its thread.
-    """
+    slime builds it as ``AGLDataSource(args)``, with the settings of ``agl_slime.slime.args``. If these name tasks, it
+    enqueues as many groups as slime requests, or as ``agl_max_staleness`` admits, and replaces dropped groups. A
+    program builds it as ``AGLDataSource(store=…, tokenizer=…, args=…, n_samples_per_prompt=…)``; a program that
+    enqueues rollouts itself announces them to ``groups``, a ``GroupSource``. ``stop`` ends its thread."""
 
     def __init__(
         self,
@@ -53,14 +51,12 @@ class AGLDataSource(DataSource):
         plugin = PluginSettings.from_args(args) if store is None else None
         self._connection = connection = Connection(plugin) if plugin is not None and plugin.connected else None
         if store is None and connection is None:
-            logger.warning(
-                "AGLDataSource is connected to nothing and gives placeholders: set agl_store_url or agl_agent"
-            )
-        self._demand: TaskProducer | None = None
+            logger.warning("AGLDataSource has no store and returns placeholders: set agl_store_url or agl_agent")
+        self._producer: TaskProducer | None = None
         if plugin is not None and connection is not None:
             store, tokenizer = connection.store, tokenizer or connection.tokenizer()
             settings = settings or connection.data_source_settings()
-            self._demand = TaskProducer(connection, StalenessController.of(plugin, args))
+            self._producer = TaskProducer(connection, StalenessController.from_settings(plugin, args))
         self._loaded = False
         self._delivery: dict[str, Any] = {}
         durable = getattr(args, "rollout_data_transport", None) == "straw"
@@ -76,25 +72,27 @@ class AGLDataSource(DataSource):
             convert_validation=connection is not None,
             # slime with --save and without --save-interval never saves
             hold=None not in (getattr(args, "save", None), getattr(args, "save_interval", None)),
-            producer=self._demand,
+            producer=self._producer,
             replay_files=connection.replay_files if connection is not None else None,
             removes_replay=not getattr(args, "agl_replay_kept", False),
         )
         if connection is not None:
             connection.start()
 
-    # -- what slime calls ---------------------------------------------------------------------------------------------
+    # -- calls by slime -----------------------------------------------------------------------------------------------
 
     def get_samples(self, num_samples: int) -> list[list[Sample]]:
-        """Up to ``num_samples`` groups, as ``GroupSource.get_samples``."""
-        if self._demand is not None:
-            self._demand.begin_unnumbered(getattr(self._args, "start_rollout_id", None) or 0)
+        """Up to ``num_samples`` groups; see ``GroupSource.get_samples``."""
+        if self._producer is not None:
+            self._producer.begin_unnumbered(getattr(self._args, "start_rollout_id", None) or 0)
             blocking = self.groups.settings.blocking
-            self._demand.want((None if blocking else getattr(self._args, "rollout_batch_size", None)) or num_samples)
+            self._producer.request(
+                (None if blocking else getattr(self._args, "rollout_batch_size", None)) or num_samples
+            )
         return [*with_train_inputs(with_tensors(self.groups.get_samples(num_samples)), self._tokenizer)]
 
     async def get_samples_async(self, num_samples: int) -> list[list[Sample]]:
-        """``get_samples``, for slime's event loop. Groups that come after the caller was cancelled are given back."""
+        """``get_samples`` for slime's event loop. Groups that arrive after the caller's cancellation are given back."""
         taken: list[list[Sample]] = []
         cancelled = False
 
@@ -121,58 +119,54 @@ class AGLDataSource(DataSource):
         self.groups.add_samples(samples)
 
     def reject(self, samples: Sequence[Sequence[Sample]], reason: str) -> None:
-        """These groups were delivered and are not trained on, for ``reason``."""
+        """Count delivered groups as filtered for ``reason`` and not as trained."""
         self.groups.reject(samples, reason)
-        if self._demand is not None:
-            self._demand.rejected(len(samples))
+        if self._producer is not None:
+            self._producer.reject(len(samples))
 
     def demand(self, groups: int) -> None:
-        """Have ``groups`` groups ready or under way, where this data source enqueues tasks itself; returns at once.
-        Also begins to follow a remote store, or to look through one that tells of nothing: until then a saved state may
-        be loaded."""
-        if self._demand is not None:
-            self._demand.want(groups)
+        """Request that this number of groups be ready or in flight, if this data source enqueues tasks; returns at
+        once. Also starts to follow or scan the store; a saved state can be loaded before this call only."""
+        if self._producer is not None:
+            self._producer.request(groups)
         else:
             self.groups.follower.begin()
 
-    def pace(self, rollout_id: int) -> None:
-        """slime asks for the groups of this rollout; with ``agl_max_staleness`` that is what training is paced by.
-        Where another process plans the steps (``agl_planned``), its groups are those that are delivered next."""
+    def begin_rollout(self, rollout_id: int) -> None:
+        """Note that slime requests the groups of this rollout, by which ``agl_max_staleness`` counts steps. With
+        ``agl_planned``, deliver next the groups that another process has planned for it."""
         store = self._connection.store if self._connection is not None else None
         if getattr(self._args, "agl_planned", False) and isinstance(store, RemoteStore):
             self.groups.reserve_whole(run_blocking(store.planned(rollout_id)))
-        if self._demand is not None:
-            self._demand.pace(rollout_id)
+        if self._producer is not None:
+            self._producer.begin_rollout(rollout_id)
 
     def evaluate(self, rollout_id: int) -> dict[str, dict[str, Any]]:
-        """Run validation rollouts and wait for them: slime's evaluation data, an entry per rollout that succeeded in
-        each data set.
-
-        Raises ``DataSourceError`` when there are no evaluation tasks, when all rollouts failed, or at the deadline.
-        """
-        if self._demand is None:
+        """Run the evaluation rollouts; returns slime's evaluation data, with an entry per successful rollout of each
+        data set. Raises ``DataSourceError`` without evaluation tasks, when all rollouts failed, or at the deadline."""
+        if self._producer is None:
             raise DataSourceError("there are no evaluation tasks: set agl_store_url or agl_agent")
-        return self._demand.evaluate(rollout_id)
+        return self._producer.evaluate(rollout_id)
 
     def metrics(self) -> dict[str, float]:
-        """``agl/…``: where rollouts stand, and how many ended how since the start."""
+        """``agl/…``: rollouts in flight, ready groups, and outcomes since the start."""
         return self.groups.metrics()
 
     def __len__(self) -> int:
-        """Number of tasks in an epoch where this data source has a file of them, from which slime computes
-        ``--num-epoch``; else the groups that are ready."""
+        """The tasks per epoch, if tasks come from a file (slime computes ``--num-epoch`` from it); else the number of
+        ready groups."""
         epoch = self._connection.epoch_size if self._connection is not None else None
         return len(self.groups) if epoch is None else epoch
 
     # -- saved states -------------------------------------------------------------------------------------------------
 
     def save(self, rollout_id: Any) -> None:
-        """Write the state beside the checkpoint (``args.save``), under the id of the step."""
+        """Write the state of this step beside slime's checkpoint (``args.save``)."""
         if (directory := getattr(self._args, "save", None)) is not None:
             self._write(state_path(directory, rollout_id), self.groups.state())
 
     def load(self, rollout_id: Any = None) -> None:
-        """Read what ``save`` wrote for that step (``args.load``); nothing where there is none, as on a fresh start."""
+        """Restore the state of this step (``args.load``), if there is one."""
         self._loaded = True
         if self._delivery_path is not None:
             self._delivery_path.unlink(missing_ok=True)
@@ -181,19 +175,18 @@ class AGLDataSource(DataSource):
             self._read(path)
 
     def state_dict(self) -> dict[str, Any]:
-        """The state, for the journal that newer managers keep of their batches; JSON values only."""
+        """The state, as JSON values, for the journal of main's RolloutManager."""
         state = self.groups.state()
         self.groups.saved(state)
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from what ``state_dict`` gave: a manager has died, and another one takes its journal over."""
+        """Resume from ``state_dict``, in a manager that takes over the journal of a dead one."""
         self.groups.restore({**state})
 
-    def delivered(self, rollout_id: int) -> list[list[Sample]] | None:
-        """The batch of this step, when a manager before this one had it kept by ``keep_batch`` and died before slime
-        knew that the queue has it. The first call goes on from what that manager kept, unless slime has called
-        ``load``."""
+    def kept_batch(self, rollout_id: int) -> list[list[Sample]] | None:
+        """The batch of this step, if an earlier manager saved it by ``keep_batch`` and died before slime knew that the
+        queue has it. The first call restores the earlier manager's state, unless slime has called ``load``."""
         if (path := self._delivery_path) is None:
             return None
         if not self._loaded and path.exists():
@@ -202,10 +195,10 @@ class AGLDataSource(DataSource):
         return self._batch() if self._delivery.get("rollout_id") == rollout_id else None
 
     def keep_batch(self, rollout_id: int, groups: list[list[Sample]]) -> list[list[Sample]]:
-        """Keep a batch on disk, with the state after it, before straw's durable queue is given it: under that transport
-        slime restores no data source but its own. A manager that is asked for the same step again gives the same batch
-        again, which the queue recognises; one that is asked for the next step knows that the queue has this one.
-        Returns the groups as they will be read back."""
+        """Save a batch and the state after it before straw's durable queue receives it: under that transport slime
+        restores only its own data source. A restarted manager returns the same batch for the same step, which the queue
+        recognises; a request for the next step means that the queue has this one. Returns the groups as they will be
+        read back."""
         if self._delivery_path is None:
             return groups
         delivery = {
@@ -232,10 +225,10 @@ class AGLDataSource(DataSource):
             raise DataSourceError(f"{path} is not a saved state: {format_exception(error)}") from error
         return state
 
-    # -- its end ------------------------------------------------------------------------------------------------------
+    # -- stop ---------------------------------------------------------------------------------------------------------
 
     def stop(self, timeout_s: float = 5.0) -> None:
-        """End the thread, and the runner of this process; waiting calls raise. Safe to call twice."""
+        """End the thread and this process's runner; waiting calls raise. Safe to call twice."""
         if self._connection is not None:
             self._connection.stop()
         self.groups.stop(timeout_s)

@@ -1,4 +1,4 @@
-"""What a data source hands to slime beside groups: its saved state, and the data of an evaluation."""
+"""Saved states of the data source, and evaluation data in slime's form."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from agl_slime.slime.hooks import eval_entry
 
 
 def state_path(directory: str | Path, rollout_id: Any) -> Path:
-    """slime keeps a data source's state under ``rollout/`` of the checkpoint directory."""
+    """The file of a data source's state, under ``rollout/`` of the checkpoint directory, as slime's own."""
     return Path(directory) / "rollout" / f"agl_datasource_{rollout_id}.json"
 
 
@@ -25,6 +25,6 @@ def as_json(state: dict[str, Any]) -> str:
 
 
 def eval_data(members: Sequence[MemberResult]) -> dict[str, Any]:
-    """slime's evaluation data of rollouts that succeeded, an entry for each."""
+    """slime's evaluation data, with an entry per successful rollout."""
     entry = eval_entry([member.samples[-1] for member in members])
     return {**entry, "rewards": [member.reward for member in members]}

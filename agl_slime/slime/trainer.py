@@ -1,9 +1,8 @@
-"""slime as the trainer of an ``OnlineRLLoop``: its placement groups, RolloutManager and actors, made by its own
-functions.
+"""slime as the trainer of an ``OnlineRLLoop``, with placement groups, RolloutManager and actors from slime's functions.
 
-slime's own loop is not used here (``examples/slime`` shows that way round): the loop collects, then asks the manager
-for the batch, the actors for a step, and the actors for a weight update, in the order of slime's own ``train.py``. The
-manager's process takes the rollouts from the loop's store over HTTP.
+The loop collects rollouts and then calls the manager for the batch, and the actors for a step and a weight update, in
+the order of slime's ``train.py``. The manager's process reads the rollouts from the loop's store over HTTP.
+(``examples/slime`` uses slime's own training loop instead.)
 """
 
 from __future__ import annotations
@@ -21,44 +20,43 @@ from agl_slime.support.slime import HOOK_NAMES, INSTALL_SLIME, TRAINER_NAMES, fi
 
 
 def require_slime() -> None:
-    """Raise ``MissingDependencyError`` with one sentence when slime or what it runs on is not installed, or when one of
-    the names that the trainer needs is at none of its places."""
+    """Raise ``MissingDependencyError`` when slime, ray or torch is not installed, and ``UnknownVersionError`` when
+    slime lacks a name that the trainer needs."""
     if not installed():
         raise MissingDependencyError(INSTALL_SLIME)
     for module in ("ray", "torch"):
         if importlib.util.find_spec(module) is None:
-            raise MissingDependencyError(
-                f"--trainer slime needs {module}: install what slime's installation guide says"
-            )
+            raise MissingDependencyError(f"--trainer slime needs {module}: follow slime's installation guide")
     for name in {**HOOK_NAMES, **TRAINER_NAMES}:
         find(name)
     manager_shape()
 
 
 def parse_slime_args(flags: Sequence[str]) -> Any:
-    """slime's own ``parse_args`` on ``flags``, its restore plan as the attribute ``agl_restore_plan``. Raises
-    ``ConfigError`` when it refuses them."""
+    """The result of slime's ``parse_args`` for ``flags``, with its restore plan as the attribute ``agl_restore_plan``.
+    Raises ``ConfigError`` for invalid flags."""
     require_slime()
     before, sys.argv = sys.argv, ["train.py", *flags]  # slime and Megatron parse sys.argv and nothing else
     try:
         args, args.agl_restore_plan = parse_args()
         return args
     except ImportError as error:
-        raise MissingDependencyError(f"slime needs what is not installed ({error}): follow its guide") from error
+        raise MissingDependencyError(
+            f"slime needs a missing package ({error}): follow its installation guide"
+        ) from error
     except SystemExit as error:
-        raise ConfigError("slime does not take its flags (after --); its own message is above") from error
+        raise ConfigError("slime rejects its flags (after --); its own message is above") from error
     except (AssertionError, ValueError) as error:
-        raise ConfigError(f"slime does not take its flags (after --): {error}") from error
+        raise ConfigError(f"slime rejects its flags (after --): {error}") from error
     finally:
         sys.argv = before
 
 
 class SlimeTrainer:
-    """Drives slime's manager and actors. The methods block and belong in a thread; they must not run at the same time
-    as one another.
+    """Drives slime's manager and actors. The methods block and belong in a thread, one call at a time.
 
-    ``args`` is what ``parse_slime_args`` returned, with ``agl_store_url`` (and ``agl_store_token``) set, and
-    ``agl_actor_cls`` where an actor takes the place of slime's Megatron one, named by its path.
+    ``args`` comes from ``parse_slime_args``, with ``agl_store_url`` (and ``agl_store_token``) set; ``agl_actor_cls`` is
+    the path of a class that replaces slime's Megatron actor.
     """
 
     def __init__(self, *, args: Any) -> None:
@@ -68,9 +66,9 @@ class SlimeTrainer:
         self._cleanup = ExitStack()
         self._next: int | None = None
         self.saved: int | None = None
-        """The last rollout id of which a checkpoint was written."""
+        """The rollout id of the last checkpoint."""
         self.updates = 0
-        """Weight updates so far, which is the version that slime gives the weights."""
+        """Weight updates so far: slime's weight version."""
 
     @property
     def args(self) -> Any:
@@ -78,17 +76,17 @@ class SlimeTrainer:
 
     @property
     def first_rollout_id(self) -> int:
-        """Where training goes on, above 0 after a checkpoint was loaded; known after ``start``."""
+        """The first rollout id, above 0 after a checkpoint was loaded; valid after ``start``."""
         return int(self.args.start_rollout_id or 0)
 
     @property
     def router_url(self) -> str | None:
-        """The router that slime launched or was given, where its driver is told; known after ``start``."""
+        """The router that slime launched or was given, if its args have it; valid after ``start``."""
         host, port = getattr(self.args, "sglang_router_ip", None), getattr(self.args, "sglang_router_port", None)
         return f"http://{host}:{port}" if host and port else None
 
     def start(self) -> None:
-        """Start Ray where it does not run, slime's manager and its actors, and bring the weights to the engines."""
+        """Start Ray if necessary, slime's manager and its actors, and update the engines' weights."""
         import ray
 
         side = self._side
@@ -98,7 +96,7 @@ class SlimeTrainer:
             ray.init()
             self._cleanup.callback(ray.shutdown)
         find("configure_logger")()
-        self._cleanup.callback(side.close)  # also when it came only half-way
+        self._cleanup.callback(side.close)  # also after a partial start
         side.place()
         find("init_tracking")(self.args)
         self._cleanup.callback(find("finish_tracking"), self.args)
@@ -106,19 +104,19 @@ class SlimeTrainer:
         side.start()
         create = find("create_training_models")
         self._actor, self._critic = create(self.args, side.placements, side.manager, **options)
-        self._cleanup.callback(self._let_go)
+        self._cleanup.callback(self._release_actors)
         self.updates = int(getattr(self.args, "update_weight_start_version", 0) or 0)
         self.update_weights()
 
     def train(self, rollout_id: int) -> int | None:
-        """Take the next batch of groups in the manager's process and train on it; save when slime's ``--save-interval``
-        says so. Returns the tokens under the loss mask in what reached the actors; ``None`` under nixl, whose tensors
-        are for the actors alone."""
+        """Take the next batch in the manager's process, train on it, and save if due by slime's ``--save-interval``.
+        Returns the tokens under the loss mask that reached the actors; ``None`` under nixl, whose tensors only the
+        actors can read."""
         import ray
 
         args, side = self.args, self._side
         data = ray.get(side.manager.generate.remote(rollout_id))
-        # counted where the data lies: bringing a batch to the driver for a number would be dear
+        # counted next to the data: the driver need not fetch the batch
         count = ray.remote(num_cpus=0)(tokens_under_mask)
         counted = getattr(args, "rollout_data_transport", None) != "nixl"
         tokens = [count.remote(box.inner) for box in data] if counted else None
@@ -130,7 +128,7 @@ class SlimeTrainer:
             external = {"external_data": values} if args.use_critic else {}
             values = self._actor.async_train(rollout_id, data, **external)
         ray.get(values)
-        total = None if tokens is None else sum(ray.get(tokens))  # before slime lets go of what straw keeps
+        total = None if tokens is None else sum(ray.get(tokens))  # before slime lets straw delete the batch
         side.call_manager("training_completed", rollout_id)
         if self.saves(rollout_id):
             self._save(rollout_id, actor_trains)
@@ -146,8 +144,7 @@ class SlimeTrainer:
         return bool(due(rollout_id, args.save_interval, self._side.per_epoch, args.num_rollout))
 
     def update_weights(self) -> str:
-        """Bring the weights to every engine, the way ``--update-weight-mode`` and ``-transport`` say; returns their
-        version."""
+        """Update the weights of every engine by ``--update-weight-mode`` and ``-transport``; returns their version."""
         import ray
 
         if self._actor is None:
@@ -155,7 +152,7 @@ class SlimeTrainer:
         side, first = self._side, self._next is None
         if self.args.offload_rollout:
             ray.get(side.manager.onload_weights.remote())
-        # nobody begins a rollout while engines drain; what was running goes on with the new weights
+        # no rollout starts while engines drain; running rollouts continue with the new weights
         was_paused = None if first else side.call_manager("pause_rollout_admission")
         self._actor.update_weights()
         self.updates += 1
@@ -170,7 +167,7 @@ class SlimeTrainer:
         return str(self.updates)
 
     def stop(self) -> None:
-        """End all that ``start`` began, and Ray if ``start`` started it. Safe to call in any state."""
+        """End everything that ``start`` started, including Ray. Safe to call in any state."""
         self._cleanup.close()
 
     def _save(self, rollout_id: int, actor_trains: bool) -> None:
@@ -186,12 +183,12 @@ class SlimeTrainer:
         if getattr(args, "rollout_global_dataset", True):  # the data source's state, beside the checkpoint
             ray.get(side.manager.save.remote(rollout_id))
 
-    def _let_go(self) -> None:
-        self._actor = self._critic = None  # Ray ends an actor that nobody holds
+    def _release_actors(self) -> None:
+        self._actor = self._critic = None  # Ray ends actors without references
 
 
 def tokens_under_mask(rank_data: Any) -> int:
-    """Tokens under the loss mask in what a training rank is sent: a batch, or a reference to one on disk."""
+    """Tokens under the loss mask in a training rank's data: a batch, or a reference to one on disk."""
     data = rank_data.load() if hasattr(rank_data, "load") else rank_data
     masks = (mask.load() if hasattr(mask, "load") else mask for mask in data["loss_masks"])
     return sum(int(sum(mask)) for mask in masks)

@@ -34,7 +34,7 @@ _DISPOSE_TIMEOUT_S = 10.0
 _NAMESPACE = "agl-slime"  # Ray namespace of the actors that mark sessions whose driver is alive
 _SESSION = re.compile(r"agl-[0-9a-f]{32}")
 # Parameters of create_rollout_manager: whether the driver reserves the GPUs first.
-_SHAPES = {("args", "pg"): True, ("args", "restore_plan"): False}
+_SHAPES: dict[tuple[str, ...], bool] = {("args", "pg"): True, ("args", "restore_plan"): False}
 
 filter_output: Callable[..., Any] = find("DynamicFilterOutput") if HAS_SLIME else lambda *, keep, reason: keep
 """slime's ``DynamicFilterOutput``; without slime a plain bool, which slime accepts too."""

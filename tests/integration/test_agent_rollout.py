@@ -129,7 +129,7 @@ async def test_groups_that_cannot_be_used_are_left_out(tmp_path):
 
 
 async def test_evaluations_have_a_generator_of_their_own(tmp_path, monkeypatch):
-    monkeypatch.setattr(session, "ASK_ABOUT_RUN_S", 0.1)
+    monkeypatch.setattr(session, "CHECK_RUN_S", 0.1)
     add_generator(tmp_path, "sums", GENERATOR.replace('"sums"', '"sums_eval"'))
     async with BufferServer(settings=settings_for(tmp_path)) as server:
         args = args_for(server.url, tmp_path)
@@ -146,7 +146,7 @@ async def test_evaluations_have_a_generator_of_their_own(tmp_path, monkeypatch):
 @pytest.mark.parametrize("names", ["the same uids in every run", "fresh uids"])
 async def test_each_evaluation_gets_new_rollouts(tmp_path, monkeypatch, names):
     """The items of the first evaluation must not answer the second."""
-    monkeypatch.setattr(session, "ASK_ABOUT_RUN_S", 0.1)
+    monkeypatch.setattr(session, "CHECK_RUN_S", 0.1)
     runs = tmp_path / "runs"
     runs.write_text("")
     code = GENERATOR.replace('"sums"', '"sums_eval"').replace('"tokens": [1, 2, 3]', '"tokens": [1, 2, run]')
@@ -172,7 +172,7 @@ async def test_each_evaluation_gets_new_rollouts(tmp_path, monkeypatch, names):
 
 async def test_training_continues_after_an_in_memory_buffer_restarts(tmp_path, monkeypatch):
     """The buffer has forgotten the run, so the client has to start it again."""
-    monkeypatch.setattr(session, "ASK_ABOUT_RUN_S", 0.1)
+    monkeypatch.setattr(session, "CHECK_RUN_S", 0.1)
     add_generator(tmp_path, "sums", GENERATOR)
     data_buffer = DataBuffer()
     async with BufferServer(settings=settings_for(tmp_path)) as server:

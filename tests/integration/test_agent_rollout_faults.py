@@ -17,7 +17,7 @@ pytestmark = pytest.mark.usefixtures("fresh_sessions")
 
 
 async def test_a_generator_that_ends_too_early_ends_the_wait_with_its_reason(tmp_path, monkeypatch):
-    monkeypatch.setattr(session, "ASK_ABOUT_RUN_S", 0.1)
+    monkeypatch.setattr(session, "CHECK_RUN_S", 0.1)
     add_generator(
         tmp_path, "sums", GENERATOR.replace("skip = list", "raise RuntimeError('no engine')\n        skip = list")
     )
@@ -50,7 +50,7 @@ async def test_groups_of_another_size_are_an_error(tmp_path):
         return web.json_response({"success": True, "message": "", "data": {"data": items, "meta_info": {}}})
 
     async with buffer_that(get) as url:
-        with pytest.raises(DataSourceError, match="n_samples_per_prompt is 2"):
+        with pytest.raises(DataSourceError, match="n_samples_per_prompt 2 is not the generator's group size"):
             await call(args_for(url, tmp_path), 0, DataBuffer())
 
 

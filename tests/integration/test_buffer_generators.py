@@ -222,11 +222,11 @@ async def test_odd_rows_lose_none_of_their_rollouts(tmp_path):
 
 async def test_a_number_that_json_does_not_have_is_refused_by_its_place(tmp_path):
     async with BufferServer(settings=settings_for(tmp_path)) as server, BufferWriter(url=server.url) as writer:
-        with pytest.raises(BufferRequestError, match=r"item '1' is no JSON: reward is nan; only finite"):
+        with pytest.raises(BufferRequestError, match=r"item '1' is not JSON: reward is nan; only finite"):
             await writer.write(make_item("1", reward=math.nan))
         with pytest.raises(BufferRequestError, match=r"rollout_log_probs\.1 is -inf"):
             await writer.write(make_item("2", rollout_log_probs=[-0.5, -math.inf], group_id=None))
-        with pytest.raises(BufferRequestError, match="item '3' is no JSON"):
+        with pytest.raises(BufferRequestError, match="item '3' is not JSON"):
             await writer.write(make_item("3", reward=math.nan, seed=2**70))
         await writer.write(make_item("4", group_id=None))
         assert server.buffer.store.held_items == 1
@@ -238,7 +238,7 @@ def test_an_instance_id_that_names_nothing_is_refused_by_its_row(tmp_path, insta
     path.write_text('{"prompt": "0"}\n{"instance_id": null, "prompt": "1"}\n{"instance_id": 7.0, "prompt": "2"}\n')
     assert [row["instance_id"] for row in read_rows(path)] == [0, 1, 7]
     path.write_text(path.read_text() + f'{{"instance_id": {instance_id}, "prompt": "2"}}\n')
-    with pytest.raises(ConfigError, match=r"the instance_id of row 3 is .*give a text or an integer of 64 bit"):
+    with pytest.raises(ConfigError, match=r"the instance_id of row 3 is .*give a text or a 64-bit integer"):
         read_rows(path)
 
 
@@ -371,5 +371,5 @@ async def test_unreachable_buffer_is_an_error_after_give_up_s(tmp_path):
     async with BufferServer(settings=settings_for(tmp_path)) as server:
         url = server.url
     async with BufferWriter(url=url, give_up_s=0.2) as writer:
-        with pytest.raises(BufferUnreachableError, match="took nothing"):
+        with pytest.raises(BufferUnreachableError, match="stored no item"):
             await writer.write(make_item("1"))

@@ -145,7 +145,7 @@ async def test_a_checkpoint_that_is_loaded_counts_and_not_the_last_batch(
         source.load(0)
         repeated = slime_hooks.generate_rollout(args, 1, source).samples  # type: ignore[union-attr]
         assert sorted(names(repeated)) == sorted(names(lost))
-        assert source.delivered(0) is None
+        assert source.kept_batch(0) is None
 
 
 def test_evaluations_go_by_the_names_of_slimes_data_sets(tmp_path: Path):
@@ -266,7 +266,7 @@ async def test_tasks_of_a_state_that_never_got_to_the_store_are_enqueued(
     store, url = served
     args = args_for(agl_store_url=url, agl_tasks=write_tasks(tmp_path / "t.jsonl", 9))
     source = AGLDataSource(args)
-    taken = source._demand._cursor.take(2)  # and it is killed before the store has them
+    taken = source._producer._cursor.take(2)  # and it is killed before the store has them
     state = source.state_dict()
     source.stop()
     with AGLDataSource(args) as source:

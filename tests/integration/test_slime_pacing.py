@@ -72,7 +72,7 @@ def test_staleness_limit_below_the_drivers_is_an_error_with_the_minimum(engine: 
     with AGLDataSource(args) as source:
         slime_hooks.generate_rollout(args, 0, source)
         # as train_async does: the next rollout is asked for before the weights of this one are there
-        with pytest.raises(DataSourceError, match="rollout 1 while weights of 0 steps are in use; set 1 or more"):
+        with pytest.raises(DataSourceError, match="rollout 1 while weights after 0 steps are in use; set 1 or more"):
             slime_hooks.generate_rollout(args, 1, source)
 
 
@@ -120,7 +120,7 @@ def test_ages_outlive_a_restart(engine: ScriptedEngine, tmp_path: Path) -> None:
         first = slime_hooks.generate_rollout(args, 1, again)
         assert set(names(first.samples)) < kept
         until(lambda: opened(again) == 2 + 4 + 2, again)  # trained, kept, new
-        assert [at for _, at in again._demand._pacing.state()] == [0, 0, 1, 1]  # type: ignore[union-attr]
+        assert [at for _, at in again._producer._staleness.state()] == [0, 0, 1, 1]  # type: ignore[union-attr]
 
 
 def test_a_lower_limit_is_refused_while_groups_of_a_higher_one_wait(engine: ScriptedEngine, tmp_path: Path) -> None:

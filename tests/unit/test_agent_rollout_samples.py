@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from agl_slime.buffer import stages
-from agl_slime.buffer.samples import SampleMaker, agree
+from agl_slime.buffer.samples import SampleMaker, make_uniform
 from agl_slime.tokens.masks import get_loss_mask_generator
 from agl_slime.types import Sample
 from tests.buffer_cases import make_item
@@ -152,6 +152,6 @@ def test_a_batch_has_log_probs_and_round_numbers_on_all_samples_or_on_none():
     masks = get_loss_mask_generator(chat_tokenizer("anthropic", "chatml"))
     shared = maker(masks=masks)
     groups = [shared.group([sent("1", extra_info={"round_number": 2})]), shared.group([make_item("2")])]
-    assert agree(groups) == 1
+    assert make_uniform(groups) == 1
     assert [sample.rollout_log_probs for group in groups for sample in group] == [None, None]
     assert all("round_number" not in sample.metadata for group in groups for sample in group)

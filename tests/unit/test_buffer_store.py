@@ -105,7 +105,7 @@ def test_a_late_repetition_of_an_item_that_is_gone_is_a_duplicate_still():
 def test_uid_with_other_content_is_refused_with_its_whole_request():
     store = open_store()
     write(store, item("1"))
-    with pytest.raises(BufferRequestError, match="uid '1' is taken") as caught:
+    with pytest.raises(BufferRequestError, match="uid '1' belongs to an item with other content") as caught:
         write(store, item("2"), item("1", reward=0.0))
     assert caught.value.status == 409
     assert store.held_items == 1

@@ -231,7 +231,7 @@ def test_items_with_new_uids_from_a_transform_stand_for_all():
 
 def test_transform_beside_a_stage_that_it_replaces_is_refused():
     functions = {"transform_group": lambda group: group, "filter_item": lambda item: True}
-    with pytest.raises(ConfigError, match="transform_group takes the place of filter_item; leave one out"):
+    with pytest.raises(ConfigError, match="transform_group replaces filter_item; leave one out"):
         pipeline(2, functions=functions)
 
 

@@ -286,7 +286,10 @@ def test_under_slimes_fully_async_rollout_function_nothing_blocks():
         ({"AGL_SLIME_STORE_URL": "x:1"}, "agl_store_url is 'x:1'"),
         ({"AGL_SLIME_AGENT": "a:B", "AGL_SLIME_RUNNERS": "threads"}, "agl_runners 'threads': expected inproc"),
         ({"AGL_SLIME_STORE_URL": "http://x:1", "AGL_SLIME_RUNNERS": "ray:2"}, "agl_runners ray:2: .* leave one out"),
-        ({"AGL_SLIME_AGENT": "a:B", "AGL_SLIME_ENV_MAP": "A=input.a"}, "agl_env_map: .* agl_runners: controller"),
+        (
+            {"AGL_SLIME_AGENT": "a:B", "AGL_SLIME_ENV_MAP": "A=input.a"},
+            "agl_env_map is for a controller only; set agl_runners: controller",
+        ),
         ({"AGL_SLIME_RUNNERS": "controller"}, "an agent .* or Jobs"),
         (
             {"AGL_SLIME_RUNNERS": "controller", "AGL_SLIME_AGENT": "a:B", "AGL_SLIME_CONTROLLER_HOST": "0.0.0.0"},
@@ -294,7 +297,7 @@ def test_under_slimes_fully_async_rollout_function_nothing_blocks():
         ),
         (
             {"AGL_SLIME_RUNNERS": "controller", "AGL_SLIME_AGENT": "a:B", "AGL_SLIME_MAX_ATTEMPTS": "2"},
-            "agl_max_attempts 2: a controller knows one attempt",
+            "agl_max_attempts 2: a controller runs one attempt",
         ),
         ({"AGL_SLIME_GET_TIMEOUT_S": "soon"}, "agl_get_timeout_s is 'soon'"),
         ({"AGL_SLIME_GROUP_TIMEOUT_S": "0"}, "agl_group_timeout_s is '0'"),

@@ -1,9 +1,8 @@
-"""Any Agent Lightning agent as a generator: rollouts through a store, items with the engine's token ids and log-probs.
+"""A generator that runs an Agent Lightning agent; its items have the engine's token ids and log-probs.
 
-Which agent runs is said by whoever starts the buffer, not by a request: ``AGL_SLIME_AGENT=module:Class agl-slime
-buffer``. The lines of the input file are its tasks, whatever their fields. An item has the tokens of its rollout's one
-Sample, or ``samples`` when the rollout forked into several.
-"""
+The buffer's environment, not a request, names the agent: ``AGL_SLIME_AGENT=module:Class agl-slime buffer``. Each line
+of the input file is a task, with any fields. An item has the tokens of its rollout's Sample, or ``samples`` if the
+rollout forked."""
 
 from __future__ import annotations
 
@@ -24,11 +23,11 @@ AGENT_VARIABLE = "AGL_SLIME_AGENT"
 
 
 def run_rollout(data: dict[str, Any]) -> None:
-    """What the buffer calls with the payload of ``/start_rollout``."""
+    """Entry point: the buffer passes the payload of ``/start_rollout``."""
     path = os.environ.get(AGENT_VARIABLE)
     if not path:
         raise ConfigError(
-            f"the generator {TASK_TYPE!r} needs an agent: set {AGENT_VARIABLE}=module:Class where the buffer is started"
+            f"the generator {TASK_TYPE!r} needs an agent: set {AGENT_VARIABLE}=module:Class in the buffer's environment"
         )
     from agl_slime.rollout.loading import load_agent
     from agl_slime.runner.process import configure_worker_process
@@ -38,7 +37,8 @@ def run_rollout(data: dict[str, Any]) -> None:
 
 
 async def run_agent(agent: Any, data: Mapping[str, Any], *, buffer_token: str | None = None) -> None:
-    """Run every task of the input file as often as the payload says, and write each end, good or bad, to the buffer."""
+    """Run the planned rollouts of the input file's tasks, and write each result, successful or failed, to the
+    buffer."""
     from agl_slime.datasource.read import collect
     from agl_slime.runner.concurrent import RunnerSettings
     from agl_slime.runner.thread import RunnerThread
@@ -56,10 +56,10 @@ async def run_agent(agent: Any, data: Mapping[str, Any], *, buffer_token: str | 
     ended: defaultdict[str, asyncio.Event] = defaultdict(asyncio.Event)
     loop = asyncio.get_running_loop()
 
-    def tell(rollout: Rollout) -> None:
+    def notify(rollout: Rollout) -> None:
         loop.call_soon_threadsafe(lambda: ended[rollout.rollout_id].set())
 
-    store.subscribe_finished(tell)
+    store.subscribe_finished(notify)
     config = RolloutConfig(timeout_seconds=float(data.get("rollout_timeout", 1800.0)))
 
     async def make_item(row: Row, epoch: int) -> Item:
@@ -67,7 +67,7 @@ async def run_agent(agent: Any, data: Mapping[str, Any], *, buffer_token: str | 
         (rollout,) = await store.enqueue_many_rollouts([request])
         runner.wake()
         member: MemberResult | None = None
-        while member is None:  # the end of an attempt that is tried again is not the rollout's
+        while member is None:  # a failed attempt may be retried
             await ended[rollout.rollout_id].wait()
             del ended[rollout.rollout_id]
             member = await collect(store, rollout.rollout_id)
@@ -80,7 +80,7 @@ async def run_agent(agent: Any, data: Mapping[str, Any], *, buffer_token: str | 
 
 
 def item_of_member(member: MemberResult, row: Row, epoch: int) -> Item:
-    """The item of a finished rollout; one that failed says why."""
+    """The item of a finished rollout; for a failed one, with the error."""
     if not member.ok or member.reward is None or not member.samples:
         error = "the rollout has no sample to train on" if member.ok else f"{member.failure}: {member.failure_message}"
         return failed_item(row, epoch, error, uid=member.rollout_id)
@@ -98,7 +98,7 @@ def item_of_member(member: MemberResult, row: Row, epoch: int) -> Item:
     ]
     last = member.samples[-1]
     prompt = last.prompt if isinstance(last.prompt, list) else [{"role": "user", "content": last.prompt}]
-    told = {"rewards": member.rewards, "round_number": member.turns, "finish_reason": parts[-1]["finish_reason"]}
+    extra = {"rewards": member.rewards, "round_number": member.turns, "finish_reason": parts[-1]["finish_reason"]}
     messages = [*prompt, {"role": "assistant", "content": last.response}]
     fields = parts[0] if len(parts) == 1 else {"samples": parts}
-    return item_of(row, epoch, member.rollout_id, messages, member.reward, told, **fields)
+    return item_of(row, epoch, member.rollout_id, messages, member.reward, extra, **fields)

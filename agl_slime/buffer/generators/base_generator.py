@@ -1,8 +1,8 @@
-r"""Mathematics with rule-based rewards, and the template for generators of other tasks.
+r"""A generator for mathematics with rule-based rewards, and a template for others.
 
-Copy this file to ``<name>_generator.py`` in a directory of your own, change ``TASK_TYPE``, and give
-``BaseGenerator.entry`` a rollout function and a reward function. Both may be sync (they run in threads, with an
-``openai.OpenAI`` client) or async (with an ``openai.AsyncOpenAI`` client).
+Copy this file to ``<name>_generator.py`` in another directory, change ``TASK_TYPE``, and pass a rollout function and a
+reward function to ``BaseGenerator.entry``. Both may be sync (run in threads, with an ``openai.OpenAI`` client) or async
+(with an ``openai.AsyncOpenAI`` client).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 
 TASK_TYPE = "math"
 
-# Sent with every request; generators in the style of slime's documentation fill it before they start.
+# Sent with every request; generators like those in slime's documentation fill it before they start.
 SAMPLING_PARAMS: dict[str, Any] = {}
 
 _ATTEMPTS = 6
@@ -40,10 +40,10 @@ Message = dict[str, Any]
 async def query_single_turn(
     client: Any, messages: Sequence[Message], sampling_params: Mapping[str, Any], tools: Any = None
 ) -> tuple[list[Message], str]:
-    """Ask once; returns the conversation with the answer, and why the answer ended.
+    """One turn: returns the conversation with the answer, and the finish reason.
 
-    The engine aborts what it generates when its weights are updated (``finish_reason == "abort"``): the text so far is
-    kept and continued, with what is left of ``max_tokens``.
+    A weight update aborts the engine's requests (``finish_reason == "abort"``); the text so far is then continued, with
+    the rest of ``max_tokens``.
     """
     conversation = [dict(message) for message in messages]
     history = conversation[:-1] if conversation and conversation[-1]["role"] == "assistant" else conversation
@@ -84,13 +84,11 @@ def get_rule_based_math_reward(item: Mapping[str, Any]) -> float:
 
 
 class BaseGenerator:
-    """Goes through an input file ``num_epoch`` times and writes ``num_repeat_per_sample`` items for each of its
-    instances.
+    """Writes ``num_repeat_per_sample`` items for each instance of an input file, in each of ``num_epoch`` epochs.
 
-    ``num_process`` rollouts run at a time. Each id in ``skip_instance_ids`` skips its instance once (an id that is
-    there twice skips two epochs). ``partial_groups``: groups that the buffer holds in part, as ``{"instance_id",
-    "group_id", "items"}``; only what they miss is made. ``queue_size`` and ``max_tokens`` are taken for compatibility:
-    nothing is queued here, and ``sampling_params`` says how many tokens.
+    ``num_process`` rollouts run at a time. See ``agl_slime.buffer.client.plan`` for ``skip_instance_ids`` and
+    ``partial_groups``. ``queue_size`` and ``max_tokens`` exist for compatibility: there is no queue, and
+    ``sampling_params`` limits the tokens.
     """
 
     def __init__(
@@ -138,7 +136,6 @@ class BaseGenerator:
             return await (function(*args) if inspect.iscoroutinefunction(function) else pool.run(function, *args))
 
         async def make_item(row: Row, epoch: int) -> Item:
-            """The item of one rollout, whether it worked or not."""
             uid = uuid.uuid4().hex
             try:
                 result = await call(rollout_func, client, copy.deepcopy(row["prompt"]), dict(self._sampling))
@@ -147,7 +144,7 @@ class BaseGenerator:
                 if not math.isfinite(reward):
                     raise RewardError(f"the reward is {reward}; expected a finite number")
                 turns = sum(message["role"] == "assistant" for message in messages)
-            except Exception as error:  # a rollout may fail in any way; the item says how
+            except Exception as error:  # a rollout may fail in any way; its item has the error
                 logger.warning("A rollout of %s failed: %s: %s", row["instance_id"], type(error).__name__, error)
                 return failed_item(row, epoch, f"{type(error).__name__}: {error}", uid=uid)
             return item_of(row, epoch, uid, messages, reward, {"finish_reason": finish_reason, "round_number": turns})
@@ -164,14 +161,14 @@ class BaseGenerator:
         import openai  # comes with Agent Lightning; slow to import
 
         more: dict[str, Any] = {"api_key": "none", "base_url": self._engine_url, "max_retries": 5, "timeout": 3600.0}
-        # the engine is one of the cluster: no proxy of the environment stands before it
+        # the engine is in the cluster: ignore proxies of the environment
         if is_async:
             return openai.AsyncOpenAI(**more, http_client=openai.DefaultAsyncHttpxClient(trust_env=False))
         return openai.OpenAI(**more, http_client=openai.DefaultHttpxClient(trust_env=False))
 
 
 def run_rollout(data: dict[str, Any]) -> None:
-    """What the buffer calls with the payload of ``/start_rollout``."""
+    """Entry point: the buffer passes the payload of ``/start_rollout``."""
     generator = BaseGenerator(
         data["remote_engine_url"],
         data["remote_buffer_url"],

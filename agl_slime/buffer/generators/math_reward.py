@@ -1,4 +1,4 @@
-r"""Rule-based rewards for mathematics: is the last ``\boxed{…}`` of an answer what the label says?"""
+r"""Rule-based rewards for mathematics: whether the last ``\boxed{…}`` of an answer equals the label."""
 
 from __future__ import annotations
 
@@ -8,27 +8,27 @@ from fractions import Fraction
 _BRACES = re.compile(r"\\boxed\{|[{}]")
 _FRACTION = re.compile(r"^(-?)\\[dt]?frac\{(-?[\d.]+)\}\{(-?[\d.]+)\}$")
 _NOISE = re.compile(r"\\(?:left|right|,|;|!|:| )|\$|\\text\{([^{}]*)\}|\\(?:mathrm|mathbf)\{([^{}]*)\}|\s+")
-# A number that costs nothing to write out: commas between thousands only, and no exponent of a million digits.
+# A number of limited size: commas between thousands only, and no huge exponent.
 _NUMBER = re.compile(r"[+-]?(\d{1,3}(,\d{3})+|\d{1,400})?(\.\d{0,400})?(e[+-]?\d{1,3})?", re.IGNORECASE)
 
 
 def last_boxed(text: str) -> str | None:
-    r"""What stands in the last complete ``\boxed{…}``, braces within braces included; ``None`` when there is none."""
+    r"""The content of the last complete ``\boxed{…}``, with nested braces; ``None`` when there is none."""
     opened: list[tuple[int, bool]] = []
     last: tuple[int, int] | None = None
-    for found in _BRACES.finditer(text):
-        if found.group() != "}":
-            opened.append((found.end(), found.group() != "{"))
+    for match in _BRACES.finditer(text):
+        if match.group() != "}":
+            opened.append((match.end(), match.group() != "{"))
         elif opened:
             start, is_box = opened.pop()
             if is_box and (last is None or start > last[0]):
-                last = start, found.start()
+                last = start, match.start()
     return None if last is None else text[slice(*last)]
 
 
 def same_answer(answer: str, label: str) -> bool:
-    """Equal as numbers when both are numbers (integers, decimals, fractions, percentages), else equal as text without
-    spacing and markup."""
+    """Whether two answers are equal: as numbers if both are (integers, decimals, fractions, percentages), else as text
+    without spacing and markup."""
     left, right = _number(answer), _number(label)
     if left is not None and right is not None:
         return left == right
