@@ -66,10 +66,9 @@ logger = logging.getLogger(__name__)
 
 # Settings that may differ when a run is resumed.
 _MAY_CHANGE = frozenset(
-    {"num_iterations", "save_interval", "view", "sglang_url", "keep_rollouts", "keep_rollouts_mb", "track"}
+    {"num_iterations", "save_interval", "view", "sglang_url", "eval_sglang_url", "engine", "sglang_python"}
 )
-_MAY_CHANGE |= {"eval_sglang_url", "engine", "sglang_python"}
-
+_MAY_CHANGE |= {"keep_rollouts", "track"}
 
 _MEMORY = Path("/dev/shm")
 _LARGE = 64 << 20  # bytes; below, memory is no faster than a disk
@@ -296,10 +295,7 @@ def _name(version: str) -> str:
 def _weights_directory(config: TrainConfig, model_path: Path, run_dir: Path) -> Iterator[Path]:
     """The directory from which the engine loads weights: memory for a large model and an engine started here (an engine
     at a URL may have another /dev/shm, in a container), else the run's directory."""
-    if config.weights_dir is not None:
-        with scratch_directory(config.weights_dir, "weights") as directory:
-            yield directory
-        return
+
     size = sum(file.stat().st_size for file in model_path.glob("*.safetensors"))
     fits = size >= _LARGE and os.access(_MEMORY, os.W_OK) and shutil.disk_usage(_MEMORY).free >= _FREE_FACTOR * size
     if config.sglang_url is None and config.eval_sglang_url is None and fits:

@@ -115,6 +115,3 @@ def test_large_weights_go_through_memory_to_an_embedded_engine(
         assert (directory.parent == memory) is in_memory
         assert in_memory or directory == tmp_path / "run" / "weights"
     assert not list(memory.iterdir())
-    named = TrainConfig(model_path=model, sglang_url=url, weights_dir=tmp_path / "shared")
-    with local._weights_directory(named, model, tmp_path / "run") as directory:
-        assert directory.parent == tmp_path / "shared"
