@@ -5,12 +5,11 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import shutil
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, AsyncExitStack, asynccontextmanager, closing, contextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import AbstractContextManager, AsyncExitStack, asynccontextmanager, closing
 from dataclasses import dataclass
-from functools import partial as partial_call
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -46,9 +45,10 @@ from agl_slime.run.parts import (
     step,
 )
 from agl_slime.run.settings import TrainConfig
-from agl_slime.run.start import WEIGHTS, check_tools, find_start, load_parts, run_directory, set_aside, uses_raw_prompts
+from agl_slime.run.start import check_tools, find_start, load_parts, run_directory, set_aside, uses_raw_prompts
+from agl_slime.run.weights import WeightPublisher, weights_directory
 from agl_slime.sglang.check import check_replay
-from agl_slime.sglang.client import PauseMode, SGLangClient
+from agl_slime.sglang.client import SGLangClient
 from agl_slime.sglang.describe import EngineDescription
 from agl_slime.sglang.transport import checked_url
 from agl_slime.sglang.weights import DiskWeightSync
@@ -59,7 +59,6 @@ from agl_slime.support.threads import run_in_thread
 from agl_slime.tokens.loading import load_tokenizer
 from agl_slime.tokens.tokenizer import has_chat_template, set_template_kwargs
 from agl_slime.trainers.base import HasTokenScores, Trainer
-from agl_slime.trainers.local.settings import WeightsDtype
 from agl_slime.types import Sample, flat_samples
 
 if TYPE_CHECKING:
@@ -74,12 +73,6 @@ _MAY_CHANGE = frozenset(
     {"num_iterations", "save_interval", "view", "sglang_url", "eval_sglang_url", "engine", "sglang_python"}
 )
 _MAY_CHANGE |= {"keep_rollouts", "track"}
-
-_MEMORY = Path("/dev/shm")
-_LARGE = 64 << 20  # bytes; below, memory is no faster than a disk
-# Free memory needed, in sizes of the checkpoint (which may have half the precision): two versions kept, one being
-# written, and the engine.
-_FREE_FACTOR = 8
 
 
 async def run_training(
@@ -115,7 +108,7 @@ async def run_training(
         url, check_engine, trainer = await _start_engine(stack, config, origin.model, run, console, torch_threads)
         checkpoint = await run_in_thread(load_newest, checkpoints, trainer) if checkpoints else None
         start = checkpoint.loop if checkpoint is not None else LoopState()
-        directory = stack.enter_context(_weights_directory(config, origin.model, run.path))
+        directory = stack.enter_context(weights_directory(config, origin.model, run.path))
         weights = WeightPublisher(trainer=trainer, base_url=url, directory=directory, pause=config.weight_pause)
         await _push_start(config, weights, start, warnings)
         sampling = sampling_parameters(config, origin.model)
@@ -130,7 +123,7 @@ async def run_training(
             reports.handle(events.Warning(text=text, key=key))
         reports.use_tokenizer(tokenizer)
         source = _open_source(stack, config, parts, run, tokenizer, sampling)
-        partial = await _resume(config, parts, run, source, checkpoint, start)
+        kept = await _resume(config, parts, run, source, checkpoint, start)
         models = RunModels(run, base=origin.model, weights=directory.resolve() if config.keep_best else None)
         steps = LocalSteps(
             trainer=trainer,
@@ -141,12 +134,12 @@ async def run_training(
                 directory=run.checkpoints,
                 trainer=trainer,
                 source=source,
-                save_partial=lambda path: partial.save(path, base_url=url),
+                save_partial=lambda path: kept.save(path, base_url=url),
             ),
             models=models,
             reports=reports,
         )
-        enter_llm = partial_call(model_for_agents, config, parts, model_path=origin.model)
+        enter_llm = partial(model_for_agents, config, parts, model_path=origin.model)
         loop = make_loop(
             config,
             parts,
@@ -159,7 +152,7 @@ async def run_training(
             weight_sync_fn=weights.push,
             save_fn=steps.save,
             start=start,
-            observer=_Observers(reports, partial, models),
+            observer=_Observers(reports, kept, models),
             check_alive=check_engine,
         )
         return await loop.run_async()
@@ -258,16 +251,16 @@ async def _resume(
     start: LoopState,
 ) -> PartialRollouts:
     """Restore files, data source and partial rollouts from ``checkpoint``, if there is one."""
-    partial = PartialRollouts()
+    kept = PartialRollouts()
     if checkpoint is not None:
         reported = await run_in_thread(run.rewind, start.iteration)
         checkpoint.rewind(source.ledger, reported=reported)
         source.restore(checkpoint.data_source)
-        partial.load(checkpoint.partial, admitted=start.admitted, version=start.version)
+        kept.load(checkpoint.partial, admitted=start.admitted, version=start.version)
     source.set_version(start.version, named=True)
     if isinstance(parts.agent, SGLangLitAgent):  # other agents, and agents in other processes, start over
-        parts.agent.partial = partial if config.runners == "inproc" else None
-    return partial
+        parts.agent.partial = kept if config.runners == "inproc" else None
+    return kept
 
 
 def _validation_engine(
@@ -280,7 +273,7 @@ def _validation_engine(
     if config.eval_sglang_url is None:
         return None
     url = checked_url(config.eval_sglang_url)
-    return stack.enter_context(enter_llm(url=url)), partial_call(weights.push_again, base_url=url)
+    return stack.enter_context(enter_llm(url=url)), partial(weights.push_again, base_url=url)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -330,56 +323,6 @@ class _Observers:
     def handle(self, event: events.Event) -> None:
         for observer in self._observers:
             observer.handle(event)
-
-
-class WeightPublisher:
-    """Writes the trainer's weights as a checkpoint that every worker loads; keeps the last two checkpoints."""
-
-    def __init__(self, *, trainer: LocalTrainer, base_url: str, directory: Path, pause: PauseMode = "abort") -> None:
-        self._trainer = trainer
-        self.sync = DiskWeightSync(base_url=base_url, pause=pause)
-        self._directory = directory.resolve()  # the engine has another working directory
-        self._in_use: Path | None = None
-        self.dtype: WeightsDtype = "float32"
-
-    async def push(self, iteration: int) -> str:
-        """Push the weights to the engine under the iteration's number; returns that version."""
-        version = str(iteration)
-        target = self._directory / _name(version)
-        await run_in_thread(partial_call(self._trainer.save_weights, target, dtype=self.dtype))
-        await self.sync.push(str(target), version)
-        # includes checkpoints from before a restart
-        others = sorted(path for path in self._directory.glob("v*") if path.is_dir() and path != target)
-        for path in others[:-1]:
-            if path != self._in_use:
-                await run_in_thread(shutil.rmtree, path, ignore_errors=True)
-        return version
-
-    async def push_again(self, version: str, *, base_url: str) -> None:
-        """Push the weights of ``version`` to another engine, too; they are kept until then."""
-        self._in_use = self._directory / _name(version)
-        try:
-            await DiskWeightSync(base_url=base_url).push(str(self._in_use), version)
-        finally:
-            self._in_use = None
-
-
-def _name(version: str) -> str:
-    return f"v{int(version):06d}"
-
-
-@contextmanager
-def _weights_directory(config: TrainConfig, model_path: Path, run_dir: Path) -> Iterator[Path]:
-    """The directory from which the engine loads weights: memory for a large model and an engine started here (an engine
-    at a URL may have another /dev/shm, in a container), else the run's directory."""
-
-    size = sum(file.stat().st_size for file in model_path.glob("*.safetensors"))
-    fits = size >= _LARGE and os.access(_MEMORY, os.W_OK) and shutil.disk_usage(_MEMORY).free >= _FREE_FACTOR * size
-    if config.sglang_url is None and config.eval_sglang_url is None and fits:
-        with scratch_directory(_MEMORY, "agl-slime-weights") as directory:
-            yield directory
-    else:
-        yield run_dir / WEIGHTS
 
 
 def _checkpoints(config: TrainConfig, run: RunDir) -> list[Checkpoint]:
