@@ -63,11 +63,13 @@ def read_config(path: Path, *, overridden: set[str]) -> dict[str, Any]:
         values = json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
     except OSError as error:
         raise ConfigError(f"--config {path}: {error.strerror}") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"--config {path}: not {'JSON' if path.suffix == '.json' else 'TOML'}: {error}") from error
     if not isinstance(values, dict):
         raise ConfigError(f"--config {path}: must be a JSON object of settings")
     values = {name.replace("-", "_"): value for name, value in values.items()}
+    if "model" in values:  # as the flag
+        values["model_path"] = values.pop("model")
     _refuse_unknown(path, values, TrainConfig)
     if isinstance(local := values.get("local"), dict):
         values["local"] = {name.replace("-", "_"): value for name, value in local.items()}
@@ -82,6 +84,10 @@ def read_config(path: Path, *, overridden: set[str]) -> dict[str, Any]:
             if flag(name) not in overridden:
                 raise ConfigError(f"--config {path}: {name} was written without its password; give {flag(name)}")
             del values[name]
+    if not isinstance(arguments := values.get("env_arguments", []), list) or not all(
+        isinstance(argument, str) for argument in arguments
+    ):
+        raise ConfigError(f"--config {path}: env_arguments must be a list of texts, got {arguments!r:.80}")
     if isinstance(kwargs := values.get("chat_template_kwargs"), dict):
         values["chat_template_kwargs"] = json.dumps(kwargs)
     return values

@@ -75,27 +75,31 @@ def written(config: TrainConfig, directory: Path) -> Path:
 
 
 @settings(max_examples=examples(50))
-@given(config=configs)
-def test_the_next_run_has_the_settings_that_a_run_writes(config: TrainConfig, tmp_path_factory: Any) -> None:
-    directory = tmp_path_factory.mktemp("run")
-    path = written(config, directory)
+@given(config=configs, as_toml=st.booleans())
+def test_the_next_run_has_the_settings_that_a_run_writes(
+    config: TrainConfig, as_toml: bool, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    path = written(config, tmp_path_factory.mktemp("run"))
+    if as_toml:
+        values = json.loads(path.read_text())
+        for name in ("output_dir", "resume", "overwrite"):
+            del values[name]
+        path = path.with_suffix(".toml")
+        path.write_text(toml(values))
     assert parse_train_config(["--config", str(path)]) == config
-    values = json.loads(path.read_text())
-    for name in ("output_dir", "resume", "overwrite"):
-        del values[name]
-    (directory / "settings.toml").write_text(toml(values))
-    assert parse_train_config([f"--config={directory / 'settings.toml'}"]) == config
 
 
 def test_the_command_line_takes_precedence(tmp_path: Path) -> None:
     path = tmp_path / "settings.toml"
     path.write_text(
-        'num-iterations = 7\ntrack = ["wandb"]\nkeep_best = true\nenv = "x"\nenv_arguments = ["--env.a", "1"]\n'
+        'num-iterations = 7\nmodel = "smollm2"\ntrack = ["wandb"]\nkeep_best = true\n'
+        'env = "x"\nenv_arguments = ["--env.a", "1"]\n'
         "[local]\nlr = 1\nn-minibatches = 2\n[chat_template_kwargs]\npreserve_thinking = true\n"
     )
     flags = ["--local.lr", "0.5", "--track", "mlflow", "--no-keep-best", "--env.b", "--top-k", "-1"]
     config = parse_train_config([*flags, "--config", str(path)])
     assert (config.num_iterations, config.local.n_minibatches, config.local.lr) == (7, 2, 0.5)
+    assert config.model_path == Path("smollm2")
     assert (config.track, config.keep_best) == (("mlflow",), False)
     assert config.env_arguments == ("--env.a", "1", "--env.b")
     assert config.template == {"chat_template_kwargs": {"preserve_thinking": True}}
@@ -123,6 +127,8 @@ def test_an_address_without_its_password_has_to_be_given_again(tmp_path: Path) -
         ("x.json", '{"local": {"rl": 3}}', "there is no setting local.rl; the nearest is local.lr$"),
         ("x.toml", "resume = true", "resume is not a setting for files; give --resume$"),
         ("x.toml", "resume", "not TOML: "),
+        ("x.json", "[" * 100_000, "not JSON: "),
+        ("x.toml", 'env_arguments = "--env.x"', "env_arguments must be a list of texts, got '--env.x'$"),
         ("x.json", "{", "not JSON: "),
         ("x.json", "[]", "must be a JSON object of settings$"),
         ("y.toml", None, "No such file or directory$"),
