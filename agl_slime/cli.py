@@ -115,13 +115,9 @@ def run(argv: Sequence[str] | None = None) -> NoReturn:
 def _train(arguments: list[str]) -> None:
     at = arguments.index("--") if "--" in arguments else len(arguments)  # slime's flags follow
 
-    from agl_slime.run.flags import split_env_flags
-    from agl_slime.run.settings import TrainConfig  # refuses an unknown version of slime
+    from agl_slime.run.config_file import parse_train_config  # refuses an unknown version of slime
 
-    ours, env_flags = split_env_flags(arguments[:at])
-    config, slime_flags = tyro.cli(TrainConfig, prog="train.py", args=ours), arguments[at + 1 :]
-    config = replace(config, env_arguments=env_flags) if env_flags else config
-
+    config, slime_flags = parse_train_config(arguments[:at]), arguments[at + 1 :]
     console = Console()
     config.check_files()
     embedded = config.trainer == "local" and config.sglang_url is None and config.engine == "embedded"

@@ -51,7 +51,7 @@ class Example:
     environment: dict[str, str] = field(default_factory=dict)
     searches: bool = False
     shown: bool = False
-    """The tiny policy is made for it, see ``Sums``; else it is that of the first command, or what FLAGS say."""
+    """Whether the tiny policy is made for it, see ``Sums``; else the policy of the first command, or of FLAGS."""
 
 
 _SUMS = [{"question": f"What is {a} + {b}?", "answer": str(a + b)} for a in (1, 2) for b in (1, 2, 3)]

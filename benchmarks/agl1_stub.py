@@ -1,8 +1,8 @@
 """A model server that answers at once: ``/generate`` as SGLang does, chat completions as vLLM does with
-``return_token_ids`` and ``logprobs``. What it sends is made when a conversation of that length is first seen.
+``return_token_ids`` and ``logprobs``. Answers are cached by the length of the conversation.
 
 python -m benchmarks.agl1_stub DIR WORDS [--calls]: the tokenizer's directory, the words of each answer, and whether it
-ends with a call of a tool. Ids of prompts are sent to those who ask for them.
+ends with a tool call. Prompt ids are sent on request.
 """
 
 from __future__ import annotations

@@ -186,7 +186,7 @@ class Speaker:
         self._later_systems = 0 <= text.find("FIRST") < text.find("LATER")
 
     def render(self, messages: Sequence[Message], tools: Any, *, opening: bool) -> str:
-        """The template's text; raises what the template raises."""
+        """The template's text; raises the template's error."""
         shown = self.fitted([self._with_text(message) for message in messages] if self._as_text else messages)
         how: dict[str, Any] = {"tokenize": False, "add_generation_prompt": opening, "tools": tools, **self.model.kwargs}
         return self.tokenizer.apply_chat_template(shown, **how)

@@ -2,8 +2,8 @@
 
     python -m benchmarks.auto_concurrency [--tools-s 2.0] [--slots 128]
 
-Each of three minutes has another speed; the rate is that of its second half, beside the best fixed number's of that
-minute. Times are the simulation's own: the load of the machine changes nothing.
+Each of three minutes has another speed; the rate is measured in its second half, beside the best fixed number of that
+minute. Times are simulated: the load of the machine changes nothing.
 """
 
 from __future__ import annotations

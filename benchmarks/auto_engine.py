@@ -2,9 +2,8 @@
 
     python -m benchmarks.auto_engine MODEL [--fixed 64 128 256] [--rollouts 2048] [--tokens 16]
 
-Agents ask once, the engine samples so many tokens on average; nothing is trained. One iteration each; the rate is that
-from half a minute on, when ``auto`` is to have found its number, until so many rollouts are left that the engine begins
-to empty.
+Agents make one call, which samples ``--tokens`` tokens on average; nothing is trained. One iteration each; the rate is
+measured from half a minute on, when ``auto`` should have converged, until too few rollouts are left to fill the engine.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ _FOUND_S = 30.0
 
 
 class Asks(SGLangLitAgent):
-    """Answers differ in length, or those of a fixed number would begin and end together."""
+    """Answers of random length, so that they do not start and end together."""
 
     async def run(self, task: dict[str, Any], session: RolloutSession) -> None:
         most = random.randint(1, 2 * session.sampling.max_new_tokens - 1)

@@ -138,7 +138,7 @@ def resident_bytes(pid: int | str = "self") -> int:
 
 
 def cpu_seconds(pid: int) -> float:
-    """CPU time of another process, with what it has waited for; 0 when it is gone."""
+    """User and system CPU time of another process; 0 when it is gone."""
     try:
         with open(f"/proc/{pid}/stat") as stat:
             fields = stat.read().rsplit(")", 1)[1].split()
@@ -226,7 +226,7 @@ def print_table(
 
 
 def quiet() -> None:
-    """Nothing but errors from the libraries: a line per rollout would be what is measured."""
+    """Log only errors of libraries: a line per rollout would dominate the measurement."""
     import logging
 
     logging.basicConfig(level=logging.ERROR, force=True)
@@ -235,7 +235,7 @@ def quiet() -> None:
 
 
 def settle_memory() -> None:
-    """Collect garbage and give free heap pages back, so that resident memory means what is used."""
+    """Collect garbage and return free heap pages, so that resident memory equals used memory."""
     import ctypes
     import gc
 

@@ -7,13 +7,13 @@ temperature 1 with its log-probs. Each case is a process of its own with all cor
 things, ``--threads 1 --cpu-time`` counts CPU time instead.
 
 - ``embedded``: the embedded engine, over HTTP, and ``embedded-one``: the same without shared prefixes.
-- ``bare``: a loop over transformers' forward with its dynamic cache and sampling, all rows at once: what plain torch
-  can do at this batch, and the measure of the others. ``bare-static`` has its static cache.
+- ``bare``: a loop over transformers' forward with its dynamic cache and sampling, all rows at once: plain torch, the
+  limit for the others. ``bare-static`` has its static cache.
 - ``generate``: transformers' own ``generate``; it reports no log-probs.
 - ``sglang``: a real SGLang with the Python that ``--sglang-python`` names (scripts/sglang_cpu.sh), over HTTP.
 
-Besides, for the engines: how many of 8 greedy answers equal those of ``generate``, and the largest difference between
-their log-probs and those of a full forward pass.
+For the engines also: the number of 8 greedy answers that equal ``generate``'s, and the largest difference between their
+log-probs and a full forward pass's.
 """
 
 from __future__ import annotations
@@ -221,7 +221,7 @@ def questions(model: str) -> list[list[int]]:
 
 
 def compared(greedy: list[list[tuple[float, int]]], options: argparse.Namespace) -> Result:
-    """Greedy answers beside those of ``generate``, and their log-probs beside a full forward pass's."""
+    """Greedy answers beside ``generate``'s, and their log-probs beside a full forward pass's."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -263,7 +263,7 @@ def serving(case: str, options: argparse.Namespace) -> Iterator[tuple[str, int]]
 
 
 def family(pid: int) -> list[int]:
-    """A process and what it started."""
+    """A process and its descendants."""
     children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
     return [pid, *(one for child in children for one in family(int(child)))]
 

@@ -33,7 +33,8 @@ COLUMNS = "environment, seed, first reward, last, held out before, after, sample
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """``taskset``: its settings. ``others``: those beside it, and ``measured`` those of a second evaluation."""
+    """``taskset``: the taskset's settings; ``others``: further settings; ``measured``: settings of a second
+    evaluation."""
 
     env: str
     taskset: Mapping[str, Any]

@@ -9,8 +9,8 @@ where each rollout has an address; the worker keeps one set of connections for a
 `own, no second hop`: with a client that answers in its process, for nothing: no client of ours could be quicker.
 `programs`: as many episodes at once, each a program in a sandbox of its own that asks the model once; `own` with the
 same sandboxes lent to verifiers' agents.
-Start-up (imports, tasks) is apart. Memory and CPU are of the process of episodes, the most that it had and what it and
-programs that ended took; in `own` the scripted model is in that process, with the worker it is with the gateway.
+Start-up (imports, tasks) is not included. Memory and CPU are of the process of episodes: its peak, and its CPU time
+with ended programs; in `own` the scripted model is in that process, with the worker it is with the gateway.
 """
 
 from __future__ import annotations
@@ -84,8 +84,7 @@ asyncio.run(main(int(sys.argv[1])))
 
 
 class Most:
-    """The most memory of processes whose command has a word, in MB, and the CPU seconds that they and those of their
-    children that ended have taken."""
+    """Peak memory in MB of processes whose command has a word, and their CPU seconds, including ended children."""
 
     def __init__(self, word: str) -> None:
         self._word, self.memory, self.cpu = word, 0.0, 0.0

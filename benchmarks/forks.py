@@ -2,13 +2,12 @@
 
     python -m benchmarks.forks --templates DIR [--models qwen3 qwen3.8] [--agents "Claude Code" Codex] [--programs DIR]
 
-Each agent is a pattern of messages, as its program sends them: what it keeps of an answer (thinking, ids of calls,
-parts), reminders, second questions. The engine is scripted: each answer thinks, calls a tool or several, and the last
+Each agent is a pattern of messages, as its program sends them: kept parts of an answer (thinking, ids of calls, parts),
+reminders, second questions. The engine is scripted: each answer thinks, calls a tool or several, and the last
 one is text, in the format of the model's template. With ``--programs``, a directory where tests/clients/package.json is
 installed, Claude Code and Codex themselves are run as well.
 
-Printed per model and agent: turns, Samples, the tokens of all Samples over those of the conversation, and why prompts
-forked.
+Printed per model and agent: turns, Samples, tokens of all Samples per token of the conversation, and reasons of forks.
 """
 
 from __future__ import annotations
@@ -96,7 +95,7 @@ class Line:
     def chat(
         self, messages: Sequence[Message], said: Said, *, tools: bool = True, keeps: Sequence[str] = ()
     ) -> Message:
-        """Ask in chat completions; of the answer, what a client keeps: content, calls, and ``keeps``."""
+        """Request a chat completion; returns the parts that a client keeps: content, calls, and ``keeps``."""
         body = {"messages": messages, **({"tools": self.tools} if tools else {})}
         served = self.post("chat/completions", body, said)
         message = served["choices"][0]["message"]
@@ -201,7 +200,7 @@ def _with_title(play: Callable[[Line], None]) -> Callable[[Line], None]:
 
 
 def mini_swe_agent(line: Line, turns: int = 20) -> None:
-    """No tools: commands are blocks of code in the text, what they print is the user's next message."""
+    """No tools: commands are blocks of code in the text, their output is the user's next message."""
     messages: list[Message] = [
         {"role": "system", "content": f"You are an agent. {line.text(2)}"},
         {"role": "user", "content": line.text(3)},

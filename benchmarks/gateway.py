@@ -1,4 +1,4 @@
-"""The gateway beside ``SGLangLitAgent``: rollouts per second with many in flight, and what a call through it costs.
+"""The gateway beside ``SGLangLitAgent``: rollouts per second with many in flight, and the cost of a call.
 
     python -m benchmarks.gateway [--in-flight 1024] [--rounds 4] [--quick] [--sglang-url URL --model-path DIR]
 

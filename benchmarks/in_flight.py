@@ -173,7 +173,7 @@ async def bridge(plan: str, engine: str, count: int, rounds: int) -> dict[str, A
         await execute(store, runner, 64)  # imports, code paths and pools that are made once
         await store.release(ended)
         ended.clear()
-        # one round for the memory: what is there beside the waiting rollouts must not grow meanwhile
+        # one round for the memory: all but the waiting rollouts must stay constant
         settle_memory()
         before = resident_bytes()
         with Peak() as peak:
@@ -211,7 +211,7 @@ def steady_rate(ends: list[float], count: int) -> float:
 
 
 async def execute(store: Any, runner: Any, count: int) -> list[float]:
-    """Enqueue so many rollouts and wait for their ends; when those were."""
+    """Enqueue ``count`` rollouts and wait for them; returns their end times."""
     left = Countdown(count)
     failed: list[str] = []
     ends: list[float] = []
@@ -233,7 +233,7 @@ async def execute(store: Any, runner: Any, count: int) -> list[float]:
 
 
 async def consume(store: Any, ended: list[str], done: asyncio.Event) -> None:
-    """Release what has ended, as a data source does."""
+    """Release ended rollouts, as a data source does."""
     while not done.is_set():
         batch, ended[:] = list(ended), []
         await store.release(batch)

@@ -103,7 +103,7 @@ async def measure(sizes: tuple[int, ...], groups: int) -> list[tuple[int, bool, 
 
 
 async def fill(store: Any, source: Any, stored: int) -> None:
-    """Execute rollouts, and take their groups, until so many are in the store."""
+    """Execute rollouts, and take their groups, until ``stored`` are in the store."""
     while (missing := stored - store.usage().stored) > 0:
         batch = min(missing, 5_000)
         await store.enqueue_many_rollouts(work(batch))

@@ -1,5 +1,4 @@
-"""A tool conversation of 20 turns and 32,000 tokens: what making its prompts costs, what it takes in the store, and
-what its conversion takes.
+"""A tool conversation of 20 turns and 32,000 tokens: CPU of its prompts, its size in the store, CPU of its conversion.
 
     python benchmarks/multi_turn.py [--turns 20] [--tokens 32000]
 
@@ -59,11 +58,11 @@ WORDS = (
 
 @dataclass
 class Made:
-    """The turns of one rollout, and the seconds that prompts took: ours, and made anew each time."""
+    """The turns of one rollout, and the seconds of its prompts: ours, and rendered again each time."""
 
     turns: list[Turn]
     ours_s: float
-    anew_s: float
+    rendered_s: float
     forks: int
 
 
@@ -88,7 +87,7 @@ def make_conversation(tokenizer: Any, *, turns: int, tokens: int, seed: int = 0)
         messages=[{"role": "system", "content": text(200)}, {"role": "user", "content": text(100)}],
     )
     made: list[Turn] = []
-    ours = anew = 0.0
+    ours = rendered = 0.0
     for _ in range(turns):
         started = time.perf_counter()
         prompt = context.prompt_ids()
@@ -96,7 +95,7 @@ def make_conversation(tokenizer: Any, *, turns: int, tokens: int, seed: int = 0)
         started = time.perf_counter()
         whole = tokenizer.apply_chat_template(context.messages, tokenize=False, add_generation_prompt=True)
         tokenizer.encode(whole, add_special_tokens=False)
-        anew += time.perf_counter() - started
+        rendered += time.perf_counter() - started
         said = text(per_turn // 4)
         ids = (*tokenizer.encode(said, add_special_tokens=False), tokenizer.eos_token_id)
         log_probs = tuple(-rng.random() * 3 for _ in ids)
@@ -118,7 +117,7 @@ def make_conversation(tokenizer: Any, *, turns: int, tokens: int, seed: int = 0)
             )
         )
         context.add({"role": "tool", "content": text(per_turn - per_turn // 4 - 20)})
-    return Made(made, ours, anew, context.forks.total())
+    return Made(made, ours, rendered, context.forks.total())
 
 
 def spans_of(turns: list[Turn], *, list_form: bool) -> list[Span]:
@@ -190,8 +189,8 @@ def main() -> None:
     console.print(f"{len(made.turns)} turns, {total:,} tokens, {sampled:,} of them sampled, {made.forks} forks")
 
     prompts = Table("prompts of all turns", "ms", title="Making prompts")
-    prompts.add_row("agl-slime: held ids and what the template adds", f"{made.ours_s * 1e3:.1f}")
-    prompts.add_row("rendered and tokenized anew in each turn", f"{made.anew_s * 1e3:.1f}")
+    prompts.add_row("agl-slime: earlier ids and the template's additions", f"{made.ours_s * 1e3:.1f}")
+    prompts.add_row("rendered and tokenized again in each turn", f"{made.rendered_s * 1e3:.1f}")
     console.print(prompts)
 
     packed, listed = spans_of(made.turns, list_form=False), spans_of(made.turns, list_form=True)

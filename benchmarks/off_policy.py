@@ -1,13 +1,12 @@
-"""What a correction is worth when tokens are old: a policy that changes fast, trained on batches of 4 versions back.
+"""Off-policy corrections compared: a fast-changing policy, trained on batches that are 4 versions old.
 
     python -m benchmarks.off_policy
 
 A tiny transformer answers with 8 tokens and is rewarded for the share of them that are of its prompt's kind. Batches
-wait in a queue, so that each is trained on ``--staleness`` steps after it was sampled; everything but the corrections
-is the local trainer as it is. *engine* divides by the log-probs of the policy that sampled (PPO's ratio as ever),
-*recompute* by those of the policy before the step and does nothing about the difference, *tis* and *icepop* weigh
-tokens by it, *decoupled* (decoupled PPO) by all of it. Rewards are means of the last 10 iterations: the mean of the
-seeds, and the lowest and highest of them.
+wait in a queue, so that each is trained on ``--staleness`` steps after it was sampled; the rest is the local trainer.
+*engine* divides by the log-probs of the policy that sampled (PPO's ratio), *recompute* by the log-probs of the policy
+before the step, without correcting the difference; *tis* and *icepop* weigh tokens by it, *decoupled* (decoupled PPO)
+by all of it. Rewards are means of the last 10 iterations: mean, minimum and maximum over seeds.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
-"""Continuations in tokens beside those of `renderers` (PyPI) and beside each template's full rendering.
+"""Continuations in tokens beside `renderers`' (PyPI) and beside each template's full rendering.
 
     python -m benchmarks.oracle --templates DIR [--models qwen3 glm-4.5] [--conversations 500] [--show 2]
 
 For each model whose template is in the directory (``scripts/chat_templates.py``), seeded conversations are played
 through the gateway: text, thinking, parallel calls, results in a row, results that are errors, reminders, second
 questions, answers that are cut at the limit, in thinking or in a call, answers in other tokens than the tokenizer's
-own. Each next prompt is compared with ``bridge_to_next_turn`` of the model's renderer, where there is one, and with
-what the template writes when thinking, content and calls are in their fields: equal, equal but for sampled tokens, or
-neither. Where the prompt forks, it is compared with the template's rendering and the reason is counted.
+own. Each next prompt is compared with ``bridge_to_next_turn`` of the model's renderer, if there is one, and with the
+template's rendering of thinking, content and calls in their fields: equal, equal but for sampled tokens, or different.
+A prompt that forks is compared with the template's rendering, and its reason is counted.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ def _compare(model: Published, play: Play, speaker: Speaker, gateway: ScriptedGa
                 thought = served.get("reasoning_content")
                 true.append({"role": "assistant", "content": served.get("content") or ""})
                 true[-1] |= {"reasoning_content": thought} if thought else {}
-                if calls := served.get("tool_calls"):  # those that were whole
+                if calls := served.get("tool_calls"):  # complete calls
                     true[-1]["tool_calls"] = said.message["tool_calls"][: len(calls)]
                 histories[-1] = (histories[-1][0], new)
             true += new
@@ -153,9 +153,9 @@ def _boundary(
     if speaker.renderer is not None:
         bridge = _bridge(speaker, last, new, play)
         if bridge is None and turn.fork is None:
-            told = f"renders anew, ours continues ({beside_template})"
+            told = f"renders again, ours continues ({beside_template})"
         elif bridge is None:
-            told = f"both render anew ({beside_template})"
+            told = f"both render again ({beside_template})"
         elif turn.fork is not None:
             told = f"bridges, ours forks ({turn.fork.value}; {beside_template})"
         elif bridge == ours:

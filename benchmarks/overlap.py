@@ -1,9 +1,9 @@
-"""What is gained by running rollouts and training side by side, beside the most that there is to gain.
+"""Speed-up of asynchronous over synchronous training, beside the theoretical ceiling.
 
     python benchmarks/overlap.py [--ratios 4:1,2:1,1:1,1:2,1:4] [--staleness 1,2,4]
 
 The loop, store, runner, agents, conversion and HTTP are real; the engine and the trainer sleep, so that they take no
-CPU from what is measured. The engine answers a batch of rollouts in two waves, as one that is full. The times of
+CPU. The engine answers a batch of rollouts in two waves, as a full one does. The times of
 rollouts, training and sync are measured in the serial run of the same ratio; ceiling = (t_roll + t_train + t_sync) /
 (max(t_roll, t_train) + t_sync). Times are per iteration, without the first, which fills the pipeline.
 """

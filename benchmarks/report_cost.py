@@ -1,9 +1,9 @@
-"""What keeping rollouts costs a run: the time that the reporters' thread works for it, against the run's.
+"""Cost of kept rollouts: CPU time of the reporters' thread, against the run's time.
 
     python -m benchmarks.report_cost [--iterations 40]
 
 Trains the agent of the first command with each --keep-rollouts, and measures the processor time of the calls of
-RolloutWriter (its thread's own clock), the run's seconds of iterations, and the size of what was written.
+RolloutWriter (its thread's clock), the run's seconds of iterations, and the size of the files.
 """
 
 from __future__ import annotations

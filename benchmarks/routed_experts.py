@@ -1,9 +1,9 @@
-"""What routed experts cost beside the same rollout without: bytes and CPU, from the engine's answers to slime's Sample.
+"""Bytes and CPU of routed experts, from the engine's answers to slime's Sample, beside the same rollout without.
 
 python -m benchmarks.routed_experts [--layers 48] [--top-k 8] [--turns 8] [--directory DIR]
 
-"all rows" is what an engine would send if every call asked for the rows of its whole prompt, as slime's own generate
-does; "int32" what a rollout would hold if each turn kept that.
+"all rows": bytes if every call asked for the rows of its whole prompt, as slime's own generate does; "int32": memory of
+a rollout if each turn kept them.
 """
 
 from __future__ import annotations

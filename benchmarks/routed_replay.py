@@ -1,11 +1,11 @@
-"""What the replay of routed experts is worth in training: the same runs with and without it, on five seeds.
+"""Training with and without replay of routed experts, on five seeds.
 
     python -m benchmarks.routed_replay [--seeds 5] [--families qwen3_moe,olmoe] [--cases bfloat16,noise]
 
 A tiny mixture of experts of random weights answers with 8 tokens and is rewarded for the share of them whose id is a
 multiple of 4. The embedded engine samples, the local trainer takes one step per iteration, the new weights go to the
-engine. The engine's router is not the trainer's: *bfloat16* has the trainer compute in it, *noise* adds that of
-``--router-noise``, drawn anew for each version, to the router weights that the engine is sent; *exact* does neither.
+engine. The engine's router differs from the trainer's: with *bfloat16* the trainer computes in it, *noise* adds
+``--router-noise``, drawn again for each version, to the engine's router weights; *exact* does neither.
 Mean difference of log-probs (nats) and KL to the engine are over all iterations; rewards are means of the first five,
 the last five and all iterations. Each figure is the mean of the seeds and their standard deviation.
 """

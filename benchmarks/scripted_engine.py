@@ -2,9 +2,9 @@
 Python server can. Chat completions are answered in OpenAI's form, whatever their address begins with.
 
 Prints its URL and serves until it is terminated. Connections are kept alive; a client sends its next request on one
-when it has the answer. With ``--slots`` it answers so many requests at a time and the others wait their turn, as an
-engine does that is full. A pause stops the clock of all requests, an update takes ``--update`` seconds and is what
-later answers give as their weight version.
+when it has the answer. With ``--slots N`` it answers N requests at a time and queues the others, as a full engine does.
+A pause stops the clock of all requests; an update takes ``--update`` seconds, and later answers have its weight
+version.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def http_answer(body: bytes) -> bytes:
 
 
 class Desk:
-    """The requests of all connections: those that are worked on, and those that wait for a slot."""
+    """The requests of all connections, running and queued."""
 
     def __init__(self, *, latency_s: float, spread_s: float, tokens: int, slots: int | None, update_s: float) -> None:
         self._latency_s, self._spread_s, self._tokens = latency_s, spread_s, tokens

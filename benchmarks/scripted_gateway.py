@@ -1,5 +1,5 @@
-"""A gateway whose engine says exactly the tokens that it is given, within the process: what is asked of it and what it
-wrote of a rollout as turns and segments."""
+"""A gateway in this process whose engine answers with given tokens: its prompts, and a rollout's spans as turns and
+segments."""
 
 from __future__ import annotations
 

@@ -2,8 +2,7 @@
 
     python -m benchmarks.store_calls [--quick]
 
-A turn of 64 tokens and a reward per rollout; what is claimed in batches of 100 is divided. Medians, one thread. Takes
-about 10 s.
+A turn of 64 tokens and a reward per rollout; claims in batches of 100 are divided. Medians, one thread. Takes 10 s.
 """
 
 from __future__ import annotations

@@ -3,12 +3,11 @@
     python benchmarks/trainer.py --model-path MODEL --variant=--checkpointing --variant="--lora-rank 16"
     python benchmarks/trainer.py --model-path MODEL --before CHECKOUT      # beside another version of the package
 
-The *bare loop* is the limit: the same model and number of ids in rows of the mean length (so nothing is padded, and
-nothing is kept apart), hidden states picked at as many positions as are trained, plain cross-entropy on them,
-backward, clipping, AdamW. Each takes one optimizer step on the batch, in as many microbatches. Every row of the table
-is a process of its own; they take turns, step by step, and the median is printed: on a CPU of the CPU's seconds, which
-other programs on the machine change little. *peak* is the largest resident memory of the process (on CUDA what torch
-allocated), *loaded* what it was before the first step.
+The *bare loop* is the limit: the same model and number of ids in rows of the mean length (no padding, no separation),
+hidden states picked at as many positions as are trained, plain cross-entropy on them, backward, clipping, AdamW. Each
+takes one optimizer step on the batch, in as many microbatches. Every row of the table is a separate process; they take
+turns, step by step, and the median is printed, on a CPU in CPU seconds, which other programs change little. *peak* is
+the largest resident memory of the process (on CUDA torch's allocations), *loaded* the memory before the first step.
 """
 
 from __future__ import annotations

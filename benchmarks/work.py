@@ -23,7 +23,7 @@ class QuestionAgent(SGLangLitAgent):
 
 
 class EmptyAgent(LitAgent[Any]):
-    """Does nothing and is rewarded for it: what is left is the cost of the bridge."""
+    """Does nothing and has a reward: only the bridge costs time."""
 
     async def rollout_async(self, task: Any, resources: Any, rollout: Any) -> None:
         emit_reward(1.0)

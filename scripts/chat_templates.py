@@ -4,7 +4,7 @@ source (100 MB), trl and axolotl.
     python scripts/chat_templates.py DIR
 
 For ``benchmarks/oracle.py``, ``benchmarks/forks.py`` and the tests that AGL_SLIME_CHAT_TEMPLATES turns on. The names
-are those of ``benchmarks/published.py``.
+are ``benchmarks/published.py``'s.
 """
 
 from __future__ import annotations
@@ -128,7 +128,7 @@ def _with_given_ids(source: str) -> str:
 
 
 def _opening_thinking(source: str) -> str:
-    """Kimi K2.5's template, which no package ships: that of K2 Thinking, with thinking opened before an answer and
+    """Kimi K2.5's template, which no package ships: K2 Thinking's, with thinking opened before an answer and
     without a system message of its own."""
     before, opening, after = source.rpartition("<|im_assistant|>assistant<|im_middle|>")
     closed = "{%- if thinking is defined and thinking is false -%}<think></think>{%- else -%}<think>{%- endif -%}"

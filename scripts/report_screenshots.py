@@ -3,7 +3,7 @@
     python scripts/report_screenshots.py RUN_DIR docs/images
     python scripts/report_screenshots.py RUN_DIR docs/images --front    # of the README
 
-Needs `pip install "agl-slime[browser,local]"` and a Chromium. Rollout and tokens are those of the rollout with the most
+Needs `pip install "agl-slime[browser,local]"` and a Chromium. Rollout and tokens are of the rollout with the most
 Samples and weight versions; the pictures have 128 colours, which makes them small.
 """
 

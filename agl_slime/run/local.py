@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import shutil
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager, closing, contextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import AbstractContextManager, AsyncExitStack, asynccontextmanager, closing
+from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -27,6 +27,7 @@ from agl_slime.groups.policy import MinimumViableGroup, zero_variance
 from agl_slime.loop.checkpoint import Checkpoint, CheckpointWriter, load_newest, read_checkpoints
 from agl_slime.loop.settings import LoopState, RunResult
 from agl_slime.metric_names import TOKENS_TRAINED
+from agl_slime.report import StandardReporters
 from agl_slime.report.files import IterationFile, RunDir
 from agl_slime.report.rollouts import describe_batch
 from agl_slime.rollout.access import replay_of, sampling_of
@@ -44,9 +45,11 @@ from agl_slime.run.parts import (
     step,
 )
 from agl_slime.run.settings import TrainConfig
-from agl_slime.run.start import WEIGHTS, check_tools, find_start, load_parts, run_directory, set_aside, uses_raw_prompts
+from agl_slime.run.start import check_tools, find_start, load_parts, run_directory, set_aside, uses_raw_prompts
+from agl_slime.run.weights import WeightPublisher, weights_directory
 from agl_slime.sglang.check import check_replay
-from agl_slime.sglang.client import PauseMode, SGLangClient
+from agl_slime.sglang.client import SGLangClient
+from agl_slime.sglang.describe import EngineDescription
 from agl_slime.sglang.transport import checked_url
 from agl_slime.sglang.weights import DiskWeightSync
 from agl_slime.store.bridge import BridgeStore
@@ -56,7 +59,6 @@ from agl_slime.support.threads import run_in_thread
 from agl_slime.tokens.loading import load_tokenizer
 from agl_slime.tokens.tokenizer import has_chat_template, set_template_kwargs
 from agl_slime.trainers.base import HasTokenScores, Trainer
-from agl_slime.trainers.local.settings import WeightsDtype
 from agl_slime.types import Sample, flat_samples
 
 if TYPE_CHECKING:
@@ -64,18 +66,13 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+TorchThreads = int | Literal["auto"] | None
+
 # Settings that may differ when a run is resumed.
 _MAY_CHANGE = frozenset(
-    {"num_iterations", "save_interval", "view", "sglang_url", "keep_rollouts", "keep_rollouts_mb", "track"}
+    {"num_iterations", "save_interval", "view", "sglang_url", "eval_sglang_url", "engine", "sglang_python"}
 )
-_MAY_CHANGE |= {"eval_sglang_url", "engine", "sglang_python"}
-
-
-_MEMORY = Path("/dev/shm")
-_LARGE = 64 << 20  # bytes; below, memory is no faster than a disk
-# Free memory needed, in sizes of the checkpoint (which may have half the precision): two versions kept, one being
-# written, and the engine.
-_FREE_FACTOR = 8
+_MAY_CHANGE |= {"keep_rollouts", "track"}
 
 
 async def run_training(
@@ -84,7 +81,7 @@ async def run_training(
     slime_flags: Sequence[str] = (),
     given: RunParts | None = None,
     console: Console | None = None,
-    torch_threads: int | Literal["auto"] | None = None,
+    torch_threads: TorchThreads = None,
 ) -> RunResult:
     """Run a whole training; leaves no process and no thread behind. ``slime_flags`` are slime's own, for
     ``--trainer slime``; ``given`` has a program's store and tasks, which replace the ones of the settings;
@@ -100,46 +97,21 @@ async def run_training(
         why = f"flags after -- are slime's, and the trainer is {config.trainer}; add --trainer slime"
         raise ConfigError(f"{slime_flags[0]!r}: {why}")
     parts = given or await load_parts(config)
-    described = None
-    if config.sglang_url is not None:
-        async with SGLangClient(base_url=config.sglang_url) as client:
-            described = await client.probe()
-    if config.eval_sglang_url is not None:
-        async with SGLangClient(base_url=config.eval_sglang_url) as client:
-            await client.probe()
+    described = await _probe_servers(config)
     async with AsyncExitStack() as stack:
         pending = stack.enter_context(run_directory(config))
         run = pending.run
         checkpoints = _checkpoints(config, run) if config.resume else []
         shown = await stack.enter_async_context(AsyncExitStack())  # closed after everything that is entered below
         origin = await find_start(config, parts, run, described, console)
-        model_path, warnings = origin.model, {}
-        tokenizer = await run_in_thread(load_tokenizer, model_path)
-        check_tokenizer(model_path, tokenizer)
-        set_template_kwargs(tokenizer, config.template.get("chat_template_kwargs", {}))
-        if not has_chat_template(tokenizer) and not await uses_raw_prompts(parts, model_path, seed=config.seed):
-            text = f"--model-path {model_path}: without a chat template only prompts that are texts can be asked"
-            warnings["chat_template"] = text
-        if unread := await check_tools(parts, model_path, tokenizer, seed=config.seed):
-            warnings["tool_format"] = unread
-        # the trainer loads while the engine starts; if the engine fails first, the trainer's error is dropped
-        _require_torch()
-        loading = asyncio.ensure_future(run_in_thread(_make_trainer, config, model_path, torch_threads))
-        loading.add_done_callback(lambda task: task.cancelled() or task.exception())
-        url, check_engine = await stack.enter_async_context(running_engine(config, model_path, run, console))
-        trainer = await loading
+        tokenizer, warnings = await _load_tokenizer(config, parts, origin.model)
+        url, check_engine, trainer = await _start_engine(stack, config, origin.model, run, console, torch_threads)
         checkpoint = await run_in_thread(load_newest, checkpoints, trainer) if checkpoints else None
         start = checkpoint.loop if checkpoint is not None else LoopState()
-        directory = stack.enter_context(_weights_directory(config, model_path, run.path))
+        directory = stack.enter_context(weights_directory(config, origin.model, run.path))
         weights = WeightPublisher(trainer=trainer, base_url=url, directory=directory, pause=config.weight_pause)
-        if refused := await weights.sync.settle_pause():
-            warnings["weight_pause"] = refused
-        others = [DiskWeightSync(base_url=config.eval_sglang_url)] if config.eval_sglang_url else []
-        computes = [await sync.computes_in() for sync in (weights.sync, *others)]
-        weights.dtype = "bfloat16" if set(computes) == {"bfloat16"} else "float32"
-        # the server may have loaded other weights than the trainer
-        await weights.push(int(start.version))
-        sampling = sampling_parameters(config, model_path)
+        await _push_start(config, weights, start, warnings)
+        sampling = sampling_parameters(config, origin.model)
         await check_replay(url, sampling_of(LLM(endpoint=url, model="", sampling_parameters=sampling)))
         if config.resume and checkpoint is None:
             set_aside(run)
@@ -150,91 +122,188 @@ async def run_training(
         for key, text in warnings.items():
             reports.handle(events.Warning(text=text, key=key))
         reports.use_tokenizer(tokenizer)
-        ledger = Ledger(path=run.ledger)
-        stack.callback(ledger.close)
-        trained = stack.enter_context(closing(IterationFile(run.trained)))
-        policy = MinimumViableGroup(
-            min_ratio=config.group_min_ratio, max_retries=config.group_max_retries, timeout_s=config.group_timeout
-        )
-        group_filter = zero_variance if config.drop_zero_variance else None
-        settings = DataSourceSettings(policy=policy, group_filter=group_filter)
-        replay_files = None
-        if replay_of(sampling) and isinstance(parts.store, BridgeStore):
-            replay_files = stack.enter_context(scratch_directory(run.path.resolve(), "replay"))
-            sampling["replay_files"] = str(replay_files)
-        groups = GroupSource(
-            store=parts.store,
-            tokenizer=tokenizer,
-            settings=settings,
-            ledger=ledger,
-            reward_spans=True,
-            replay_files=replay_files,
-        )
-        source = stack.enter_context(groups)
-        if checkpoint is not None:
-            reported = await run_in_thread(run.rewind, start.iteration)
-            checkpoint.rewind(ledger, reported=reported)
-            source.restore(checkpoint.data_source)
-
-        source.set_version(start.version, named=True)
-        partial = PartialRollouts()
-        if checkpoint is not None:
-            partial.load(checkpoint.partial, admitted=start.admitted, version=start.version)
-        if isinstance(parts.agent, SGLangLitAgent):  # other agents, and agents in other processes, start over
-            parts.agent.partial = partial if config.runners == "inproc" else None
-
-        models = RunModels(run, base=model_path, weights=directory.resolve() if config.keep_best else None)
-
-        def train(iteration: int) -> dict[str, float]:
-            models.save_best()
-            groups = source.get_samples(config.rollout_batch_size)
-            trainer.on_progress = lambda share: reports.handle(
-                events.TrainingProgressed(iteration=iteration, share=share)
-            )
-            metrics = trainer.train(groups, iteration=iteration)
-            trained.append(iteration, describe_batch(groups, trainer.scores))
-            reports.handle(_batch_trained(iteration, groups, trainer))
-            metrics[TOKENS_TRAINED] = metrics.pop("train/tokens")
-            return metrics
-
-        checkpoints_of_run = CheckpointWriter(
-            directory=run.checkpoints,
+        source = _open_source(stack, config, parts, run, tokenizer, sampling)
+        kept = await _resume(config, parts, run, source, checkpoint, start)
+        models = RunModels(run, base=origin.model, weights=directory.resolve() if config.keep_best else None)
+        steps = LocalSteps(
             trainer=trainer,
             source=source,
-            save_partial=lambda path: partial.save(path, base_url=url),
+            batch_size=config.rollout_batch_size,
+            trained=stack.enter_context(closing(IterationFile(run.trained))),
+            checkpoints=CheckpointWriter(
+                directory=run.checkpoints,
+                trainer=trainer,
+                source=source,
+                save_partial=lambda path: kept.save(path, base_url=url),
+            ),
+            models=models,
+            reports=reports,
         )
-
-        def save(state: LoopState) -> None:
-            reports.flush()  # after a kill the reports have every iteration of the checkpoint
-            models.save_newest(checkpoints_of_run.save(state), iteration=state.iteration)
-            models.save_best()
-
-        val_engine = None
-        if config.eval_sglang_url is not None:
-            beside = checked_url(config.eval_sglang_url)
-            val_llm = stack.enter_context(model_for_agents(config, parts, url=beside, model_path=model_path))
-
-            async def push_beside(version: str) -> None:
-                await weights.push_again(version, base_url=beside)
-
-            val_engine = val_llm, push_beside
-
+        enter_llm = partial(model_for_agents, config, parts, model_path=origin.model)
         loop = make_loop(
             config,
             parts,
-            llm=stack.enter_context(model_for_agents(config, parts, url=url, model_path=model_path, sampling=sampling)),
+            val_engine=_validation_engine(stack, config, weights, enter_llm),
+            llm=stack.enter_context(enter_llm(url=url, sampling=sampling)),
             engine_url=url,
             data_source=source,
             controller_log=run.controller_log,
-            slime_train_fn=train,
+            slime_train_fn=steps.train,
             weight_sync_fn=weights.push,
-            save_fn=save,
+            save_fn=steps.save,
             start=start,
-            observer=_Observers(reports, partial, models),
+            observer=_Observers(reports, kept, models),
             check_alive=check_engine,
-            val_engine=val_engine,
         )
         return await loop.run_async()
+
+
+async def _probe_servers(config: TrainConfig) -> EngineDescription | None:
+    """Check that the servers of the settings answer; describes the one at ``--sglang-url``."""
+    described = None
+    if config.sglang_url is not None:
+        async with SGLangClient(base_url=config.sglang_url) as client:
+            described = await client.probe()
+    if config.eval_sglang_url is not None:
+        async with SGLangClient(base_url=config.eval_sglang_url) as client:
+            await client.probe()
+    return described
+
+
+async def _load_tokenizer(config: TrainConfig, parts: RunParts, model_path: Path) -> tuple[Any, dict[str, str]]:
+    """The model's tokenizer, and warnings by their keys. Raises ``ConfigError`` when the agent cannot use it."""
+    warnings = {}
+    tokenizer = await run_in_thread(load_tokenizer, model_path)
+    check_tokenizer(model_path, tokenizer)
+    set_template_kwargs(tokenizer, config.template.get("chat_template_kwargs", {}))
+    if not has_chat_template(tokenizer) and not await uses_raw_prompts(parts, model_path, seed=config.seed):
+        text = f"--model-path {model_path}: without a chat template only text prompts can be sampled"
+        warnings["chat_template"] = text
+    if unread := await check_tools(parts, model_path, tokenizer, seed=config.seed):
+        warnings["tool_format"] = unread
+    return tokenizer, warnings
+
+
+async def _start_engine(
+    stack: AsyncExitStack,
+    config: TrainConfig,
+    model_path: Path,
+    run: RunDir,
+    console: Console,
+    torch_threads: TorchThreads,
+) -> tuple[str, Callable[[], None] | None, LocalTrainer]:
+    """Start the engine while the trainer loads; returns the engine's URL, its health check, and the trainer."""
+    _require_torch()
+    loading = asyncio.ensure_future(run_in_thread(_make_trainer, config, model_path, torch_threads))
+    loading.add_done_callback(lambda task: task.cancelled() or task.exception())  # dropped when the engine fails first
+    url, check_engine = await stack.enter_async_context(running_engine(config, model_path, run, console))
+    return url, check_engine, await loading
+
+
+async def _push_start(
+    config: TrainConfig, weights: WeightPublisher, start: LoopState, warnings: dict[str, str]
+) -> None:
+    """Push the weights of ``start`` in the dtype of all engines, which may have loaded others."""
+    if refused := await weights.sync.settle_pause():
+        warnings["weight_pause"] = refused
+    others = [DiskWeightSync(base_url=config.eval_sglang_url)] if config.eval_sglang_url else []
+    computes = [await sync.computes_in() for sync in (weights.sync, *others)]
+    weights.dtype = "bfloat16" if set(computes) == {"bfloat16"} else "float32"
+    await weights.push(int(start.version))
+
+
+def _open_source(
+    stack: AsyncExitStack,
+    config: TrainConfig,
+    parts: RunParts,
+    run: RunDir,
+    tokenizer: Any,
+    sampling: dict[str, Any],
+) -> GroupSource:
+    """The data source with the run's ledger. Adds the directory of replay files to ``sampling``."""
+    ledger = Ledger(path=run.ledger)
+    stack.callback(ledger.close)
+    policy = MinimumViableGroup(
+        min_ratio=config.group_min_ratio, max_retries=config.group_max_retries, timeout_s=config.group_timeout
+    )
+    group_filter = zero_variance if config.drop_zero_variance else None
+    replay_files = None
+    if replay_of(sampling) and isinstance(parts.store, BridgeStore):
+        replay_files = stack.enter_context(scratch_directory(run.path.resolve(), "replay"))
+        sampling["replay_files"] = str(replay_files)
+    source = GroupSource(
+        store=parts.store,
+        tokenizer=tokenizer,
+        settings=DataSourceSettings(policy=policy, group_filter=group_filter),
+        ledger=ledger,
+        reward_spans=True,
+        replay_files=replay_files,
+    )
+    return stack.enter_context(source)
+
+
+async def _resume(
+    config: TrainConfig,
+    parts: RunParts,
+    run: RunDir,
+    source: GroupSource,
+    checkpoint: Checkpoint | None,
+    start: LoopState,
+) -> PartialRollouts:
+    """Restore files, data source and partial rollouts from ``checkpoint``, if there is one."""
+    kept = PartialRollouts()
+    if checkpoint is not None:
+        reported = await run_in_thread(run.rewind, start.iteration)
+        checkpoint.rewind(source.ledger, reported=reported)
+        source.restore(checkpoint.data_source)
+        kept.load(checkpoint.partial, admitted=start.admitted, version=start.version)
+    source.set_version(start.version, named=True)
+    if isinstance(parts.agent, SGLangLitAgent):  # other agents, and agents in other processes, start over
+        parts.agent.partial = kept if config.runners == "inproc" else None
+    return kept
+
+
+def _validation_engine(
+    stack: AsyncExitStack,
+    config: TrainConfig,
+    weights: WeightPublisher,
+    enter_llm: Callable[..., AbstractContextManager[LLM]],
+) -> tuple[LLM, Callable[[str], Awaitable[None]]] | None:
+    """The resource of validations at ``--eval-sglang-url``, and the push of a version to that server."""
+    if config.eval_sglang_url is None:
+        return None
+    url = checked_url(config.eval_sglang_url)
+    return stack.enter_context(enter_llm(url=url)), partial(weights.push_again, base_url=url)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LocalSteps:
+    """The train and save functions of the loop over a ``LocalTrainer``."""
+
+    trainer: LocalTrainer
+    source: GroupSource
+    batch_size: int
+    trained: IterationFile
+    checkpoints: CheckpointWriter
+    models: RunModels
+    reports: StandardReporters
+
+    def train(self, iteration: int) -> dict[str, float]:
+        self.models.save_best()
+        groups = self.source.get_samples(self.batch_size)
+        self.trainer.on_progress = lambda share: self.reports.handle(
+            events.TrainingProgressed(iteration=iteration, share=share)
+        )
+        metrics = self.trainer.train(groups, iteration=iteration)
+        self.trained.append(iteration, describe_batch(groups, self.trainer.scores))
+        self.reports.handle(_batch_trained(iteration, groups, self.trainer))
+        metrics[TOKENS_TRAINED] = metrics.pop("train/tokens")
+        return metrics
+
+    def save(self, state: LoopState) -> None:
+        self.reports.flush()  # after a kill the reports have every iteration of the checkpoint
+        self.models.save_newest(self.checkpoints.save(state), iteration=state.iteration)
+        self.models.save_best()
 
 
 def _batch_trained(iteration: int, groups: Sequence[Sequence[Sample]], trainer: Trainer) -> BatchTrained:
@@ -254,59 +323,6 @@ class _Observers:
     def handle(self, event: events.Event) -> None:
         for observer in self._observers:
             observer.handle(event)
-
-
-class WeightPublisher:
-    """Writes the trainer's weights as a checkpoint that every worker loads; keeps the last two checkpoints."""
-
-    def __init__(self, *, trainer: LocalTrainer, base_url: str, directory: Path, pause: PauseMode = "abort") -> None:
-        self._trainer = trainer
-        self.sync = DiskWeightSync(base_url=base_url, pause=pause)
-        self._directory = directory.resolve()  # the engine has another working directory
-        self._in_use: Path | None = None
-        self.dtype: WeightsDtype = "float32"
-
-    async def push(self, iteration: int) -> str:
-        """Push the weights to the engine under the iteration's number; returns that version."""
-        version = str(iteration)
-        target = self._directory / _name(version)
-        await run_in_thread(partial(self._trainer.save_weights, target, dtype=self.dtype))
-        await self.sync.push(str(target), version)
-        # includes checkpoints from before a restart
-        others = sorted(path for path in self._directory.glob("v*") if path.is_dir() and path != target)
-        for path in others[:-1]:
-            if path != self._in_use:
-                await run_in_thread(shutil.rmtree, path, ignore_errors=True)
-        return version
-
-    async def push_again(self, version: str, *, base_url: str) -> None:
-        """Push the weights of ``version`` to another engine, too; they are kept until then."""
-        self._in_use = self._directory / _name(version)
-        try:
-            await DiskWeightSync(base_url=base_url).push(str(self._in_use), version)
-        finally:
-            self._in_use = None
-
-
-def _name(version: str) -> str:
-    return f"v{int(version):06d}"
-
-
-@contextmanager
-def _weights_directory(config: TrainConfig, model_path: Path, run_dir: Path) -> Iterator[Path]:
-    """The directory from which the engine loads weights: memory for a large model and an engine started here (an engine
-    at a URL may have another /dev/shm, in a container), else the run's directory."""
-    if config.weights_dir is not None:
-        with scratch_directory(config.weights_dir, "weights") as directory:
-            yield directory
-        return
-    size = sum(file.stat().st_size for file in model_path.glob("*.safetensors"))
-    fits = size >= _LARGE and os.access(_MEMORY, os.W_OK) and shutil.disk_usage(_MEMORY).free >= _FREE_FACTOR * size
-    if config.sglang_url is None and config.eval_sglang_url is None and fits:
-        with scratch_directory(_MEMORY, "agl-slime-weights") as directory:
-            yield directory
-    else:
-        yield run_dir / WEIGHTS
 
 
 def _checkpoints(config: TrainConfig, run: RunDir) -> list[Checkpoint]:
@@ -363,9 +379,7 @@ def _require_torch() -> None:
         raise MissingDependencyError('--trainer local needs torch and safetensors: pip install "agl-slime[local]"')
 
 
-def _make_trainer(
-    config: TrainConfig, model_path: Path, torch_threads: int | Literal["auto"] | None = None
-) -> LocalTrainer:
+def _make_trainer(config: TrainConfig, model_path: Path, torch_threads: TorchThreads = None) -> LocalTrainer:
     from agl_slime.trainers.local.trainer import LocalTrainer
 
     return LocalTrainer(

@@ -69,7 +69,7 @@ def environment_of(config: TrainConfig, *, held_out: int | None = None) -> Envir
         untrained=config.untrained_models,
         workers=config.env_workers,
         max_concurrent=config.max_concurrent,
-        keep_traces=config.env_traces,
+        keep_traces=config.keep_rollouts == "all",
     )
 
 
@@ -159,10 +159,8 @@ def make_loop(
             max_attempts=config.max_attempts,
             eval_interval=config.eval_interval,
             eval_tasks=config.eval_rollouts,
-            max_replaced_groups=config.max_replaced_groups,
             save_interval=save_interval or config.save_interval,
             max_staleness=config.max_staleness,
-            failure_patience_s=config.failure_patience,
             seed=config.seed,
         ),
         runners=replace(plan, store_host=config.store_host),
@@ -193,7 +191,6 @@ def make_reports(config: TrainConfig, run: RunDir, console: Console, **more: Any
         view=config.view,
         seed=config.seed,
         keep=config.keep_rollouts,
-        keep_mb=config.keep_rollouts_mb,
         track=config.track,
         **more,
     )

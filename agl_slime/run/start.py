@@ -7,7 +7,7 @@ import logging
 import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from itertools import count
 from pathlib import Path
@@ -21,6 +21,7 @@ from agl_slime.loop.tasks import Task, read_tasks, shuffled
 from agl_slime.report.files import PendingRun, RunDir, check_run_dir, make_directories, new_run_dir, read_object
 from agl_slime.rollout.agent import SGLangLitAgent
 from agl_slime.rollout.loading import configure_agent, load_agent
+from agl_slime.run.config_file import config_values
 from agl_slime.run.models import find_model
 from agl_slime.run.parts import RunParts, environment_of, say
 from agl_slime.run.settings import TrainConfig
@@ -55,7 +56,7 @@ def run_directory(config: TrainConfig) -> Iterator[PendingRun]:
     with sole_owner(path):
         try:
             mode: dict[str, Any] = {"resume": config.resume, "overwrite": config.overwrite, "fixed": _FIXED}
-            pending = check_run_dir(path, settings=asdict(config), **mode)
+            pending = check_run_dir(path, settings=config_values(config), **mode)
             yield pending
         finally:
             if pending is None or not pending.begun:

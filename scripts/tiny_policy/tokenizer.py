@@ -1,6 +1,6 @@
 """A small byte-level BPE tokenizer, trained locally, with a ChatML-style template that renders tool calls.
 
-The template is append-only: what it renders for a conversation is a prefix of what it renders for any continuation, so
+The template is append-only: the rendering of a conversation is a prefix of the rendering of any continuation, so
 a rollout can be continued in token space.
 """
 
@@ -74,7 +74,7 @@ def train_tokenizer(texts: Sequence[str], *, vocab_size: int = 460, max_length: 
     # A marker is one token of its own, so no merge may be spent on its letters.
     split = re.compile("|".join(re.escape(token) for token in added))
     tokenizer.train_from_iterator([piece for text in texts for piece in split.split(text)], trainer)
-    # Only the ChatML markers are special: the tool markers are part of what a turn says and stay in the decoded text.
+    # Only the ChatML markers are special: the tool markers belong to a turn's text and stay in the decoded text.
     tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in (PAD, START, END)])
     tokenizer.add_tokens([AddedToken(token, special=False, normalized=False) for token in _TOOL_MARKERS])
     size = tokenizer.get_vocab_size()

@@ -29,9 +29,9 @@ from agl_slime.support.files import whole_directory
 from scripts.tiny_policy.tokenizer import DEFAULT_SOURCES, make_tokenizer
 
 SPEC_FILE = "agl_slime_policy.json"
-"""Beside the checkpoint: the hash of what it was made from, where, and what the warm-up reported."""
+"""A file beside the checkpoint: the hash of its inputs, the machine, and the warm-up's report."""
 
-_FORMAT = 2  # raise when the code changes what the same spec gives
+_FORMAT = 2  # raise when the code changes the result of a spec
 
 # Two layers and hidden 64 are the smallest shape that learned to copy (one layer, or hidden 48, did not).
 # initializer_range is four times the usual one: at 0.02 the copying had not formed after 400 steps. A low rope_theta
@@ -134,7 +134,7 @@ def encode(tokenizer: PreTrainedTokenizerBase, demonstration: Demonstration) -> 
     """Token ids of a conversation and, for each token, the number (from 0) of the assistant turn that it belongs to, or
     -1 for context.
 
-    An assistant turn is its content and the end token after it: what a model has to sample.
+    An assistant turn is its content and the end token, which a model has to sample.
     """
     ids: list[int] = []
     turns: list[int] = []

@@ -141,11 +141,6 @@ def test_an_agent_that_ends_the_process_is_one_sentence(here: Path, capsys: pyte
         assert (code, says in text, "SystemExit" in text) == (2, True, True)
 
 
-def test_a_weights_dir_that_is_no_directory_is_named(capsys: pytest.CaptureFixture[str]) -> None:
-    code, text = said(capsys, "--weights-dir", "/dev/null")
-    assert (code, text) == (2, "error: --weights-dir /dev/null: is not a directory; name another")
-
-
 def test_tasks_without_validation_tasks_are_not_validated_on(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (here / "tasks.jsonl").write_text('{"prompt": "hi"}\n')
     code, text = said(capsys, "--agent", "cli_agents:Silent", "--tasks", "tasks.jsonl")

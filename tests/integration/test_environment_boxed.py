@@ -54,7 +54,7 @@ def test_boxed_programs_have_no_network_and_run_files_agree(
         n_samples_per_prompt=2,
         max_new_tokens=8,
         eval_interval=0,
-        env_traces=True,
+        keep_rollouts="all",
         output_dir=run,
     )
     out = io.StringIO()

@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import tyro
 
 from agl_slime.errors import ConfigError
 from agl_slime.gateway.server import for_clients
 from agl_slime.rollout.access import sampling_of
 from agl_slime.rollout.agent import SGLangLitAgent
+from agl_slime.run.config_file import parse_train_config
 from agl_slime.run.settings import TrainConfig
 from agl_slime.run.start import load_parts
 from agl_slime.sglang.generation import SamplingParams
@@ -29,7 +29,7 @@ from agl_slime.trainers.local.settings import LocalTrainerSettings
         ({"group_timeout": 0.0}, "^--group-timeout must be above 0 seconds"),
         ({"group_max_retries": -1}, "^--group-max-retries must be 0 or more, got -1"),
         ({"max_staleness": -1}, "^--max-staleness must be 0 or more"),
-        ({"max_replaced_groups": -1}, "^--max-replaced-groups must be 0 or more"),
+        ({"max_images": 0}, "^--max-images must be at least 1"),
         ({"save_interval": 0}, "^--save-interval must be at least 1, got 0"),
         ({"resume": True}, "^--resume needs --output-dir"),
         ({"chat_template_kwargs": "[1]"}, r"^--chat-template-kwargs must be a JSON object .*got '\[1\]'"),
@@ -48,7 +48,7 @@ from agl_slime.trainers.local.settings import LocalTrainerSettings
         ({"eval_sglang_url": "http://x:1", "trainer": "slime"}, "^--eval-sglang-url with --trainer slime"),
         (
             {"engine": "sglang", "sglang_url": "http://x:1"},
-            "^--engine sglang: the server at --sglang-url http://x:1 runs already; give one of them$",
+            "^--engine sglang: the server at --sglang-url http://x:1 already runs; give one of them$",
         ),
         ({"engine": "sglang", "trainer": "slime"}, "^--engine with --trainer slime: slime starts its own engines"),
         ({"sglang_python": Path("p"), "trainer": "slime"}, "^--sglang-python with --trainer slime"),
@@ -75,9 +75,9 @@ def test_a_staleness_of_0_is_a_limit_and_not_none() -> None:
 
 
 def test_the_limits_of_images_are_flags_and_reach_gateway_and_agent(tmp_path: Path) -> None:
-    flags = ["--images.max-image-mb", "1", "--images.max-images", "3", "--images.image-hosts", "pictures.example"]
-    config = tyro.cli(TrainConfig, args=flags)
-    limits = ImageSettings(max_image_mb=1, max_images=3, image_hosts=("pictures.example",))
+    flags = ["--images.max-images", "3", "--images.image-hosts", "pictures.example"]
+    config = parse_train_config(flags)
+    limits = ImageSettings(max_images=3, image_hosts=("pictures.example",))
     assert config.images == config.gateway.images == limits
     parts = asyncio.run(load_parts(config))
     assert isinstance(parts.agent, SGLangLitAgent)

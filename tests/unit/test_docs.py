@@ -11,12 +11,10 @@ from dataclasses import is_dataclass
 from pathlib import Path
 
 import pytest
-import tyro
 
 import agl_slime
 from agl_slime.cli import COMMANDS
-from agl_slime.run.flags import split_env_flags
-from agl_slime.run.settings import TrainConfig
+from agl_slime.run.config_file import parse_train_config
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -62,7 +60,7 @@ def test_every_command_has_flags_that_exist(page: Path, monkeypatch: pytest.Monk
             continue
         at = words.index("--") if "--" in words else len(words)
         try:
-            config = tyro.cli(TrainConfig, args=split_env_flags(words[2:at])[0])
+            config = parse_train_config(words[2:at])
         except SystemExit:
             pytest.fail(f"{page.name}: {command}")
         assert is_dataclass(config)

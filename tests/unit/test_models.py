@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from agl_slime.errors import ConfigError, MissingDependencyError
-from agl_slime.run import local, smollm2
+from agl_slime.run import smollm2, weights
 from agl_slime.run.models import check_model, find_model
 from agl_slime.run.settings import TrainConfig
 
@@ -107,14 +107,11 @@ def test_large_weights_go_through_memory_to_an_embedded_engine(
     memory, model = tmp_path / "memory", a_checkpoint(tmp_path / "model")
     memory.mkdir()
     (model / "model.safetensors").write_bytes(bytes(size))
-    monkeypatch.setattr(local, "_MEMORY", memory)
-    monkeypatch.setattr(local, "_LARGE", 100)
-    monkeypatch.setattr(local.shutil, "disk_usage", lambda path: SimpleNamespace(free=free))
+    monkeypatch.setattr(weights, "_MEMORY", memory)
+    monkeypatch.setattr(weights, "_LARGE", 100)
+    monkeypatch.setattr(weights.shutil, "disk_usage", lambda path: SimpleNamespace(free=free))
     config = TrainConfig(model_path=model, sglang_url=url)
-    with local._weights_directory(config, model, tmp_path / "run") as directory:
+    with weights.weights_directory(config, model, tmp_path / "run") as directory:
         assert (directory.parent == memory) is in_memory
         assert in_memory or directory == tmp_path / "run" / "weights"
     assert not list(memory.iterdir())
-    named = TrainConfig(model_path=model, sglang_url=url, weights_dir=tmp_path / "shared")
-    with local._weights_directory(named, model, tmp_path / "run") as directory:
-        assert directory.parent == tmp_path / "shared"

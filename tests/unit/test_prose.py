@@ -29,6 +29,7 @@ PLAIN_ROOMS = (
     "loop",
     "report",
     "rollout",
+    "run",
     "runner",
     "sglang",
     "slime",

@@ -1,0 +1,164 @@
+"""``--config FILE``: settings of a TOML file or a run's config.json, with the command line over them."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from agl_slime.errors import ConfigError
+from agl_slime.report.files import check_run_dir
+from agl_slime.run.config_file import config_values, parse_train_config
+from agl_slime.run.options import GROUPS, FirstSettings
+from agl_slime.run.settings import TrainConfig
+from agl_slime.trainers.local.settings import LocalTrainerSettings
+from tests.examples import examples
+
+texts = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), min_size=1)
+words = texts.filter(lambda text: not text.startswith("-"))
+paths = words.map(Path)
+counts = st.integers(1, 1000)
+positive = st.floats(1e-6, 1e6)
+local_settings = st.builds(
+    LocalTrainerSettings,
+    lr=positive,
+    betas=st.tuples(st.floats(0, 0.99), st.floats(0, 0.99)),
+    grad_clip=positive | st.just(math.inf),
+    clip_high=st.none() | positive,
+    aggregation=st.sampled_from(["token", "rollout"]),
+    gradient_checkpointing=st.booleans(),
+    reward_key=st.none() | texts,
+)
+configs = st.builds(
+    TrainConfig,
+    tasks=st.none() | paths,
+    model_path=st.none() | paths,
+    num_iterations=counts,
+    temperature=positive,
+    top_k=st.just(-1) | counts,
+    max_concurrent=st.just("auto") | counts,
+    max_turns=st.none() | counts,
+    group_timeout=st.none() | positive,
+    drop_zero_variance=st.booleans(),
+    chat_template_kwargs=st.dictionaries(texts, st.booleans()).map(json.dumps),
+    track=st.lists(st.sampled_from(["wandb", "mlflow"]), unique=True).map(tuple),
+    trained_models=st.lists(words).map(tuple),
+    external_plugins=st.lists(paths).map(tuple),
+    multi_turn_scheduler=st.none() | texts,
+    local=local_settings,
+)
+
+
+def toml(values: dict[str, Any]) -> str:
+    """Values as TOML; None, which TOML has not, is left out."""
+    lines, tables = [], []
+    for name, value in values.items():
+        if isinstance(value, dict):
+            tables.append(f"[{name}]\n{toml(value)}")
+        elif value is not None:
+            text = json.dumps(value, ensure_ascii=False)
+            lines.append(f"{name} = {text.replace(chr(127), chr(92) + 'u007f')}")
+    return "\n".join([*lines, *tables])
+
+
+def written(config: TrainConfig, directory: Path) -> Path:
+    """The config.json of a run with these settings."""
+    check_run_dir(directory, settings=config_values(config), overwrite=True).begin()
+    return directory / "config.json"
+
+
+@settings(max_examples=examples(50))
+@given(config=configs, as_toml=st.booleans())
+def test_the_next_run_has_the_settings_that_a_run_writes(
+    config: TrainConfig, as_toml: bool, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    path = written(config, tmp_path_factory.mktemp("run"))
+    if as_toml:
+        values = json.loads(path.read_text())
+        for name in ("output_dir", "resume", "overwrite"):
+            del values[name]
+        path = path.with_suffix(".toml")
+        path.write_text(toml(values))
+    assert parse_train_config(["--config", str(path)]) == config
+
+
+def test_the_command_line_takes_precedence(tmp_path: Path) -> None:
+    path = tmp_path / "settings.toml"
+    path.write_text(
+        'num-iterations = 7\nmodel = "smollm2"\ntrack = ["wandb"]\nkeep_best = true\n'
+        'env = "x"\nenv_arguments = ["--env.a", "1"]\n'
+        "[local]\nlr = 1\nn-minibatches = 2\n[chat_template_kwargs]\npreserve_thinking = true\n"
+    )
+    flags = ["--local.lr", "0.5", "--track", "mlflow", "--no-keep-best", "--env.b", "--top-k", "-1"]
+    config = parse_train_config([*flags, "--config", str(path)])
+    assert (config.num_iterations, config.local.n_minibatches, config.local.lr) == (7, 2, 0.5)
+    assert config.model_path == Path("smollm2")
+    assert (config.track, config.keep_best) == (("mlflow",), False)
+    assert config.env_arguments == ("--env.a", "1", "--env.b")
+    assert config.template == {"chat_template_kwargs": {"preserve_thinking": True}}
+
+
+def test_a_written_run_is_neither_resumed_nor_replaced_by_its_file(tmp_path: Path) -> None:
+    config = TrainConfig(output_dir=tmp_path / "run", overwrite=True, seed=3)
+    path = written(config, tmp_path / "run")
+    assert parse_train_config(["--config", str(path)]) == replace(config, output_dir=None, overwrite=False)
+    resumed = parse_train_config(["--config", str(path), "--resume", "--output-dir", str(tmp_path / "run")])
+    assert (resumed.resume, resumed.output_dir) == (True, tmp_path / "run")
+
+
+def test_an_address_without_its_password_has_to_be_given_again(tmp_path: Path) -> None:
+    path = written(TrainConfig(sglang_url="http://me:secret@host:1"), tmp_path / "run")
+    with pytest.raises(ConfigError, match="sglang_url was written without its password; give --sglang-url"):
+        parse_train_config(["--config", str(path)])
+    assert parse_train_config(["--config", str(path), "--sglang-url=http://x:1"]).sglang_url == "http://x:1"
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "sentence"),
+    [
+        ("x.toml", "num_iteration = 3", "there is no setting num_iteration; the nearest is num_iterations$"),
+        ("x.json", '{"local": {"rl": 3}}', "there is no setting local.rl; the nearest is local.lr$"),
+        ("x.toml", "resume = true", "resume is not a setting for files; give --resume$"),
+        ("x.toml", "resume", "not TOML: "),
+        ("x.json", "[" * 100_000, "not JSON: "),
+        ("x.toml", 'env_arguments = "--env.x"', "env_arguments must be a list of texts, got '--env.x'$"),
+        ("x.json", "{", "not JSON: "),
+        ("x.json", "[]", "must be a JSON object of settings$"),
+        ("y.toml", None, "No such file or directory$"),
+    ],
+)
+def test_a_file_that_cannot_be_used_is_one_sentence(
+    name: str, content: str | None, sentence: str, tmp_path: Path
+) -> None:
+    if content is not None:
+        (tmp_path / name).write_text(content)
+    with pytest.raises(ConfigError, match=rf"^--config .*{name}: {sentence}"):
+        parse_train_config(["--config", str(tmp_path / name)])
+
+
+def test_a_value_of_another_type_names_file_and_flag(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "x.toml"
+    path.write_text('num_iterations = "many"')
+    with pytest.raises(SystemExit):
+        parse_train_config(["--config", str(path)])
+    text = "".join(capsys.readouterr().err.split())
+    assert "--num-iterations" in text
+    assert "x.toml" in text
+
+
+def test_help_begins_with_the_flags_of_a_first_run(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parse_train_config(["--help"])
+    text = capsys.readouterr().out
+    _, *parts = re.split(r"\W ([a-z ]+) options \W", text)
+    assert parts[::2] == [*GROUPS, "local"]
+    first = [setting.name.replace("_", "-") for setting in fields(FirstSettings)]
+    assert re.findall(r"--([\w-]+) \S*[A-Z{]", parts[1].replace("--model {None}|PATH, ", "")) == first
+    assert len(first) == 10
