@@ -17,17 +17,15 @@ from __future__ import annotations
 import asyncio
 import re
 import time
-from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager, suppress
-from functools import partial
+from collections.abc import Awaitable, Callable, Mapping
+from contextlib import suppress
 from typing import Any, TypeVar, get_args
 
 import orjson
 from aiohttp import web
 from pydantic import TypeAdapter, ValidationError
 
-from agl_slime.agl1.calls import CallsWorker, ModelCalls, controller_of, end_elsewhere
-from agl_slime.agl1.events import events_of, span_of
+from agl_slime.agl1.events import events_of, refused_call, span_of
 from agl_slime.agl1.rollouts import NOT_SHOWABLE, Rollouts, reason_of
 from agl_slime.agl1.schemas import (
     MOST_CREATED,
@@ -42,10 +40,9 @@ from agl_slime.agl1.schemas import (
     StatusPatch,
 )
 from agl_slime.errors import GatewayRequestError
-from agl_slime.gateway.front import Front, names_attempt
-from agl_slime.gateway.remote import span_builder
+from agl_slime.gateway.attempt import Attempt
+from agl_slime.gateway.remote import StoreGateway, span_builder
 from agl_slime.gateway.settings import GatewaySettings
-from agl_slime.gateway.workers import workers_beside
 from agl_slime.rollout.access import LLM_RESOURCE, EngineAccess
 from agl_slime.store.bridge import BridgeStore
 from agl_slime.store.recording import Recording
@@ -60,16 +57,24 @@ _MOST_LISTED = 1_000
 _CREATES = TypeAdapter(list[Create])
 _MODELS = TypeAdapter(list[Model])
 _EXCEPTION_SPAN = "agentlightning.exception"
+_CONTROLLER = re.compile(r"(?:/k/[^/]+)?/controller/([^/]+)/")
+_MOST_REFUSALS_KEPT = 32  # of one rollout: an agent may ask for ever
 
 T = TypeVar("T")
 Handler = Callable[..., Awaitable[web.Response]]
 
 
-class ControllerGateway(ModelCalls):
+class ControllerGateway(StoreGateway):
     """Serves the rollouts of ``store`` to a controller of Agent Lightning 1.0 and the agents that it runs. ``config``
     is what the controller starts for rollouts that say nothing themselves, ``key`` what clients show; the engine is
-    what each rollout's resources name as ``main_llm``. Behind a ``front`` with workers
-    the model calls are theirs (``CallsWorker``)."""
+    what each rollout's resources name as ``main_llm``. A rollout is named by its id alone; 1.0 calls its one attempt 0,
+    whatever the store does."""
+
+    # as 1.0's proxy asks for
+    defaults: Mapping[str, Mapping[str, Any]] = {
+        "chatcmpl-": {"return_token_ids": True, "logprobs": True},
+        "cmpl-": {"return_token_ids": True, "logprobs": 0},
+    }
 
     def __init__(
         self,
@@ -81,7 +86,6 @@ class ControllerGateway(ModelCalls):
         access: EngineAccess | None = None,
     ) -> None:
         super().__init__(store=store, llm=None, token=key, settings=settings, access=access)
-        self.front: Front | None = None
         self.rollouts = Rollouts(store, config=config or Config())
         self.asked = 0
         """How often somebody has asked for rollouts to run."""
@@ -97,7 +101,6 @@ class ControllerGateway(ModelCalls):
                 ("PATCH", r"/api/rollouts/(?P<rollout_id>[^/]+)", self._patch),
                 ("DELETE", r"/api/rollouts/(?P<rollout_id>[^/]+)", self._delete),
                 ("POST", r"/api/rollouts/(?P<rollout_id>[^/]+)/attempt/[^/]+/events", self._post_event),
-                ("POST", r"/api/rollouts/(?P<rollout_id>[^/]+)/attempt/[^/]+/begin", self._begin_attempt),
                 ("GET", r"/api/rollouts/(?P<rollout_id>[^/]+)/events", self._events),
                 ("GET", r"/api/models", self._models_of_run),
                 ("POST", r"/api/models", self._register),
@@ -126,20 +129,6 @@ class ControllerGateway(ModelCalls):
             lost = StatusPatch(state="failed", error_message="the controller has died: its agent is not running")
             with suppress(GatewayRequestError):  # it has ended meanwhile
                 await self._change(rollout.rollout_id, lost, by=by)
-
-    @contextmanager
-    def workers(self, n: int, *, settings: GatewaySettings) -> Iterator[Front]:
-        """Within the block ``n`` processes answer the model calls; the address of ``settings`` is then the public one,
-        and this gateway's own is for what stands behind that."""
-        make = partial(CallsWorker, home=self.url, defaults=self.defaults)
-        more: dict[str, Any] = {"token": self._token, "settings": settings, "n": n, "make": make}
-        with workers_beside(self._store, llm=None, elsewhere=self._elsewhere, **more) as self.front:
-            yield self.front
-
-    def _elsewhere(self, line: bytes) -> int | None:
-        """All but model calls is answered here, and while they are paused these too."""
-        paused = self._paused is not None and not line.startswith(b"DELETE ")
-        return int(self.url.rpartition(":")[2]) if paused or not names_attempt(line) else None
 
     # -- the API ------------------------------------------------------------------------------------------------------
 
@@ -214,9 +203,10 @@ class ControllerGateway(ModelCalls):
         if error is not None:
             told = {FAILURE_REASON: reason_of(error), "exception.type": "Controller", "exception.message": error}
             await self._written(rollout_id, attempt_id, _EXCEPTION_SPAN, told)
-        await self.wind_up(rollout_id, attempt_id)
-        if self.front is not None:
-            await end_elsewhere(self.front.url, rollout_id, attempt_id, key=self._token)
+        self._has_ended(rollout_id, f"{rollout_id}/{attempt_id}")
+        if (attempt := self._attempts.get((rollout_id, attempt_id))) is not None:
+            await self.close(attempt)
+            await flush(attempt)
 
     async def _written(self, rollout_id: str, attempt_id: str, name: str, attributes: dict[str, Any]) -> float:
         """The time of the span that was written."""
@@ -235,14 +225,6 @@ class ControllerGateway(ModelCalls):
         attempt_id = await self._begun(rollout_id, mode=None, by=controller_of(request))
         at = await self._written(rollout_id, attempt_id, name, attributes)
         return json_response({"rollout_id": rollout_id, "attempt_id": "0", "timestamp": at, **event.model_dump()})
-
-    async def _begin_attempt(self, request: web.Request, rollout_id: str) -> web.Response:
-        """What a worker asks at a rollout's first call."""
-        mode, by = request.query.get("mode") or None, controller_of(request)
-        try:
-            return json_response({"attempt_id": await self._begun(rollout_id, mode=mode, by=by)})
-        except GatewayRequestError as error:
-            return json_response({"detail": str(error), "code": error.code}, status=error.status)
 
     async def _events(self, request: web.Request, rollout_id: str) -> web.Response:
         await self.rollouts.get(rollout_id)
@@ -292,7 +274,6 @@ class ControllerGateway(ModelCalls):
     async def _pause_state(self, request: web.Request) -> web.Response:
         told = self._paused or Pause()
         running = sum(attempt.running for attempt in self._attempts.values())
-        running += self.front.under_way if self.front is not None else 0
         return json_response({"paused": self._paused is not None, **told.model_dump(), "inflight": running})
 
     def _held_back(self) -> web.Response | None:
@@ -304,12 +285,39 @@ class ControllerGateway(ModelCalls):
 
     # -- model calls --------------------------------------------------------------------------------------------------
 
+    async def _attempt(self, request: web.Request, named: dict[str, str | None]) -> Attempt:
+        rollout_id = named.get("rollout")
+        if rollout_id is None or not self._opens(self._shown(request, named)):
+            return await super()._attempt(request, named)
+        begun = await self._begun(rollout_id, mode=named.get("mode"), by=controller_of(request))
+        return await self._opened(rollout_id, begun)
+
+    async def _was_refused(self, attempt: Attempt, path: str, refusal: GatewayRequestError) -> None:
+        refused = sum(count for what, count in attempt.seen.items() if what.startswith("refused/"))
+        if attempt.closed or refused > _MOST_REFUSALS_KEPT:
+            return
+        attempt.write(*refused_call(path, refusal, model=attempt.roles[LLM_RESOURCE].model), time.time())
+        await flush(attempt)
+
     async def _begun(self, rollout_id: str, *, mode: str | None, by: str) -> str:
+        """The attempt of a rollout that its controller ``by`` runs, which begins where it has not. ``mode`` is what the
+        address says. Raises ``GatewayRequestError``."""
         rollout = await self.rollouts.get(rollout_id)
         if mode is not None and mode != ("val" if rollout.mode == "val" else "train"):
             told = f"rollout {rollout_id} is not of mode {mode}: use AGL_OPENAI_BASE_URL as it is"
             raise GatewayRequestError(told, status=404, code="unknown_rollout")
         return (await self.rollouts.begin(rollout, by=by)).attempt_id
+
+
+async def flush(attempt: Attempt) -> None:
+    assert attempt.flush is not None  # of a gateway over a store
+    await attempt.flush()
+
+
+def controller_of(request: web.Request) -> str:
+    """The controller that the address names."""
+    found = _CONTROLLER.match(request.path)
+    return found[1] if found is not None else ""
 
 
 def _refused(status: int, told: str) -> web.Response:

@@ -42,8 +42,7 @@ class ControllerSettings:
     one only the last lines are kept.
 
     ``host``, ``port`` (0 takes a free one) and ``key`` are those of the API. Without a key a child gets a random one
-    (some clients refuse an empty one), and everybody on this machine may ask; another address needs a key. With
-    ``gateway_workers`` above 1 so many processes answer the model calls, behind that address.
+    (some clients refuse an empty one), and everybody on this machine may ask; another address needs a key.
     """
 
     agent: str | None = None
@@ -57,7 +56,6 @@ class ControllerSettings:
     max_processes: int = 50
     poll_interval_s: float = 0.5
     max_restarts: int = 3
-    gateway_workers: int = 1
     log: Path | None = None
 
     @classmethod
@@ -97,7 +95,7 @@ class ControllerSettings:
         check_ranges(
             self,
             ("port", lambda value: 0 <= value <= 65_535, "from 0, which takes a free one, to 65535"),
-            ("max_processes gateway_workers", lambda value: value >= 1, "at least 1"),
+            ("max_processes", lambda value: value >= 1, "at least 1"),
             ("poll_interval_s", lambda value: value > 0, "above 0 seconds"),
             ("max_restarts", lambda value: value >= 0, "0 or more"),
         )

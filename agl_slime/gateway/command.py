@@ -1,4 +1,4 @@
-"""``agl-slime gateway``: a gateway by itself, in one process or several, for agents that other runners execute.
+"""``agl-slime gateway``: a gateway by itself, for agents that other runners execute.
 
 agl-slime gateway --store-url http://HOST:4747 --sglang-url http://HOST:30000 --model-path DIR
 """
@@ -18,12 +18,10 @@ import tyro
 from agl_slime.errors import AglSlimeError, ConfigError
 from agl_slime.gateway.remote import TOKEN_VARIABLE, StoreGateway
 from agl_slime.gateway.settings import GatewaySettings
-from agl_slime.gateway.workers import WorkerSpec, serving_workers
 from agl_slime.store.client import RemoteStore
 from agl_slime.store.server import TOKEN_VARIABLE as STORE_TOKEN_VARIABLE
 from agl_slime.support.agl import LLM
 from agl_slime.support.http import stop_signal
-from agl_slime.support.ranges import check_ranges
 from agl_slime.tokens.systems import LaterSystems
 from agl_slime.tokens.tokenizer import read_template_kwargs
 
@@ -49,13 +47,8 @@ class GatewayCommand:
     the tool result before it), user (a user's message), or first (at the beginning, which forks)."""
     token: str | None = None
     """What clients show; anything but a loopback address needs one. AGL_SLIME_GATEWAY_TOKEN is the same."""
-    workers: int = 1
-    """Processes that the conversations live in, each attempt in one of them, behind the one address."""
     gateway: GatewaySettings = field(default_factory=GatewaySettings)
     """How clients are treated, and the address to listen on."""
-
-    def __post_init__(self) -> None:
-        check_ranges(self, ("workers", lambda value: value >= 1, "at least 1"), named=lambda name: f"--{name}")
 
 
 async def _serve(command: GatewayCommand) -> None:
@@ -67,14 +60,6 @@ async def _serve(command: GatewayCommand) -> None:
     llm = LLM(endpoint=command.sglang_url, model=str(command.model_path), sampling_parameters=sampling)
     store_token, token = os.environ.get(STORE_TOKEN_VARIABLE), command.token or os.environ.get(TOKEN_VARIABLE)
     ended = stop_signal()
-    if command.workers > 1:
-        shared: dict[str, Any] = {"store_url": command.store_url, "store_token": store_token, "llm": llm}
-        async with serving_workers(
-            WorkerSpec(**shared, token=token, settings=command.gateway), command.workers
-        ) as front:
-            print(f"gateway at {front.url}/v1", flush=True)
-            await ended.wait()
-        return
     store = RemoteStore(command.store_url, token=store_token)
     gateway = StoreGateway(store=store, llm=llm, token=token, settings=command.gateway)
     with gateway:

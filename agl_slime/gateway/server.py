@@ -35,7 +35,6 @@ from agl_slime.gateway.settings import GatewaySettings
 from agl_slime.gateway.work import Work
 from agl_slime.rollout.access import LLM_RESOURCE, EngineAccess, ServedResources, run_parameters
 from agl_slime.support.agl import LLM, NamedResources, ProxyLLM
-from agl_slime.support.handover import Taker
 from agl_slime.support.http import json_response, listening, read_body
 from agl_slime.support.memory import return_freed_memory
 from agl_slime.support.net import same_secret
@@ -77,8 +76,6 @@ class Gateway:
 
     defaults: Mapping[str, Mapping[str, Any]] = {}
     """Fields of requests that say nothing of them, by what the protocol's ids begin with."""
-    taker: Taker | None = None
-    """Brings connections that another process has accepted; to be set before ``start``."""
 
     def __init__(self, settings: GatewaySettings | None = None, *, access: EngineAccess | None = None) -> None:
         self.settings = settings or GatewaySettings()
@@ -202,7 +199,7 @@ class Gateway:
         app = web.Application(client_max_size=int(self.settings.max_body_mb * 1024**2))
         app.router.add_route("*", "/{path:.*}", self._handle)
         # a client that hangs up cancels the work on its request, and that the engine's
-        options: Any = {"handler_cancellation": True, "shutdown_timeout": 0.1, "taker": self.taker}
+        options: Any = {"handler_cancellation": True, "shutdown_timeout": 0.1}
         where = self.settings
         try:
             async with listening(app, host=where.host, port=where.port, backlog=4096, **options) as self.url:

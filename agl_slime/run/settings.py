@@ -31,7 +31,7 @@ from agl_slime.tokens.tokenizer import read_template_kwargs
 from agl_slime.trainers.local.settings import LocalTrainerSettings
 
 _COUNTS = """num_iterations rollout_batch_size n_samples_per_prompt max_new_tokens max_attempts save_interval
-    eval_rollouts keep_rollouts_mb actor_num_nodes actor_num_gpus_per_node env_workers gateway_workers"""
+    eval_rollouts keep_rollouts_mb actor_num_nodes actor_num_gpus_per_node env_workers"""
 _MOST = 100_000  # prompts of an iteration, rollouts of a prompt: above, only enqueueing them takes hours
 
 
@@ -107,8 +107,6 @@ class TrainConfig:
     runners: str = "inproc"
     """Where the agent runs: inproc (a thread of this process), process:N (N processes), ray:N (N Ray actors), or
     controller (Agent Lightning 1.0's, which runs --agent module:Class as processes or --job-template as Jobs)."""
-    gateway_workers: int = 1
-    """Processes that hold the conversations at the gateway, behind one address."""
     store_host: str = "127.0.0.1"
     """Address of the store for runners outside of this process; Ray on several hosts needs one that they reach."""
 
@@ -244,9 +242,6 @@ class TrainConfig:
             for name in (one for one in vars(self) if one.startswith("env_") and one != "env_map"):
                 if getattr(self, name) != getattr(TrainConfig, name):
                     raise ConfigError(f"{flag(name)}: there is no environment; add --env NAME, or leave it out")
-        if self.gateway_workers > 1 and self.store_host == "0.0.0.0":
-            fix = "agents ask the gateway at that address: give the one that they reach"
-            raise ConfigError(f"--gateway-workers {self.gateway_workers} with --store-host 0.0.0.0: {fix}")
         if self.runners == "controller":
             self._check_controller()
         else:
