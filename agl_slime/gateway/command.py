@@ -1,4 +1,4 @@
-"""``agl-slime gateway``: a gateway by itself, for agents that other runners execute.
+"""``agl-slime gateway``: a standalone gateway for agents that other runners execute.
 
 agl-slime gateway --store-url http://HOST:4747 --sglang-url http://HOST:30000 --model-path DIR
 """
@@ -28,27 +28,27 @@ from agl_slime.tokens.tokenizer import read_template_kwargs
 
 @dataclass(frozen=True, kw_only=True)
 class GatewayCommand:
-    """Serve the model under training to agents that other runners execute, and write what is sampled to a store."""
+    """Serve the model under training to agents that other runners execute, and write sampled answers to a store."""
 
     store_url: str
     """The store that the runners use (agl_slime's StoreService)."""
     sglang_url: str
     """SGLang server or router."""
     model_path: Path
-    """The checkpoint whose tokenizer and chat template the policy has."""
+    """A checkpoint with the policy's tokenizer and chat template."""
     max_new_tokens: int = 256
-    """Most tokens of an answer, where the rollout's resources say nothing."""
+    """Most tokens of an answer, unless the rollout's resources set it."""
     temperature: float = 1.0
-    """Sampling temperature, where the rollout's resources say nothing."""
+    """Sampling temperature, unless the rollout's resources set it."""
     chat_template_kwargs: str = ""
     """Arguments of the model's chat template, as a JSON object: {"preserve_thinking": true}."""
     later_systems: LaterSystems = "in_place"
-    """System messages after the first, where the chat template takes none: in_place (a user's message, or the end of
+    """System messages after the first, if the chat template takes only one: in_place (a user's message, or the end of
     the tool result before it), user (a user's message), or first (at the beginning, which forks)."""
     token: str | None = None
-    """What clients show; anything but a loopback address needs one. AGL_SLIME_GATEWAY_TOKEN is the same."""
+    """Token of clients; needed unless the address is loopback. AGL_SLIME_GATEWAY_TOKEN is the same."""
     gateway: GatewaySettings = field(default_factory=GatewaySettings)
-    """How clients are treated, and the address to listen on."""
+    """Address, limits, and which answers are trained."""
 
 
 async def _serve(command: GatewayCommand) -> None:

@@ -100,13 +100,13 @@ def model_for_agents(
         yield llm
         return
     from agl_slime.gateway.remote import StoreGateway
-    from agl_slime.gateway.server import for_clients
+    from agl_slime.gateway.server import client_sampling
 
     token, settings = secrets.token_urlsafe(18), config.gateway
     if config.runners.startswith(("process", "ray")):
         settings = replace(settings, host=config.store_host)
     with StoreGateway(store=parts.store, llm=llm, token=token, settings=settings) as gateway:
-        sampling = for_clients(sampling)
+        sampling = client_sampling(sampling)
         yield ProxyLLM(endpoint=gateway.endpoint, model=llm.model, api_key=token, sampling_parameters=sampling)
 
 

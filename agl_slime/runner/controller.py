@@ -137,7 +137,7 @@ class ControllerPool(RunnerPool):
                 words = child.last_words()
                 child.stop()
                 end_agents(f"{self.url}/controller/{name}")
-                self.gateway.lose(name)
+                self.gateway.fail_rollouts_of(name)
                 if not self._restarts:
                     self.failure = LoopError(f"{child.name} has ended; its last words: {words}")
                     return
@@ -148,7 +148,7 @@ class ControllerPool(RunnerPool):
                 except EngineError as error:
                     self.failure = error
                     return
-            if self.gateway.asked or not self._store.waiting(1):
+            if self.gateway.polls or not self._store.waiting(1):
                 waiting_since = time.monotonic()
             elif not warned and time.monotonic() - waiting_since > _NO_CONTROLLER_S:
                 warned = True

@@ -178,7 +178,7 @@ async def test_unknown_rollout_is_404_and_ended_attempt_is_410() -> None:
 
             async def ends_meanwhile(rollout_id: str) -> Any:
                 found = await resources(rollout_id)
-                gateway._ended_rollout(rollout_id)
+                gateway._end_rollout(rollout_id)
                 return found
 
             gateway._store.get_latest_attempt = ends_meanwhile  # type: ignore[method-assign]
@@ -201,9 +201,9 @@ async def test_close_waits_neither_for_stalled_upload_nor_for_cancelled_request(
         async with aiohttp.ClientSession() as session:
             url = f"{served['main_llm'].endpoint}/chat/completions"
             asked = asyncio.ensure_future(session.post(url, json=BODY))
-            while not attempt._under_way:  # noqa: ASYNC110 - as above
+            while not attempt._pending:  # noqa: ASYNC110 - as above
                 await asyncio.sleep(0.01)
-            attempt.cut = lambda: None  # type: ignore[method-assign]  # what is under way takes its time
+            attempt.cancel_pending = lambda: None  # type: ignore[method-assign]  # what is under way takes its time
             closing = asyncio.ensure_future(case.gateway.close(attempt))
             await asyncio.sleep(0.1)
             closing.cancel()
@@ -212,7 +212,7 @@ async def test_close_waits_neither_for_stalled_upload_nor_for_cancelled_request(
         assert ("ro-2", "at-1") not in case.gateway._attempts
 
 
-def test_turns_under_way_count_against_the_limit() -> None:
+def test_turns_pending_count_against_the_limit() -> None:
     settings = GatewaySettings(max_turns=2)
     with serving("hello", settings=settings, latency_s=0.3) as case, ThreadPoolExecutor(5) as pool, httpx.Client() as c:
         url = f"{case.llm.endpoint}/chat/completions"
@@ -349,7 +349,7 @@ def test_a_failure_in_the_middle_of_a_stream_is_an_event() -> None:
         def breaks(*_: Any, **__: Any) -> Any:
             raise TypeError("cannot be written")
 
-        case.attempt._note = breaks  # type: ignore[method-assign]
+        case.attempt._note_answer = breaks  # type: ignore[method-assign]
         answer = post(case, body)
         events = [line for line in answer.text.split("\n\n") if line]
         assert answer.status_code == 200

@@ -16,8 +16,20 @@ OPENINGS = re.compile(r"\bwhat (?:is|was|has|it|they|a|the|an|this|of|one|comes?
 WITHOUT_A_NOUN = re.compile(r"\bthose (?:that|of|who)\b")
 VAGUE_NAMES = ("told", "said", "held", "found", "known", "own")
 # The goal is 3 per 10,000 words, 0, and 15. Rooms in which the goal is reached may not leave it.
-MOST_OPENINGS_PER_10K, MOST_WITHOUT_A_NOUN, MOST_VAGUE_NAMES = 72, 151, 1147
-PLAIN_ROOMS = ("audit", "datasource", "demo", "engine", "evaluation", "report", "rollout", "runner", "sglang")
+MOST_OPENINGS_PER_10K, MOST_WITHOUT_A_NOUN, MOST_VAGUE_NAMES = 29, 59, 416
+PLAIN_ROOMS = (
+    "agl1",
+    "audit",
+    "datasource",
+    "demo",
+    "engine",
+    "evaluation",
+    "gateway",
+    "report",
+    "rollout",
+    "runner",
+    "sglang",
+)
 MOST_OPENINGS_IN_A_PLAIN_ROOM, MOST_VAGUE_NAMES_IN_A_PLAIN_ROOM = 2, 9
 
 
