@@ -27,7 +27,7 @@ import time
 import urllib.request
 from collections import defaultdict
 from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
-from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, contextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
@@ -64,13 +64,12 @@ def main() -> int:
     parser.add_argument("--python", default=os.environ.get("AGL_CONTROLLER_PYTHON"), help="has agentlightning 1.x")
     parser.add_argument("--only", choices=(OURS, THEIRS))
     parser.add_argument("--tables", nargs="*", default=["calls", "memory", "prefixes"])
-    parser.add_argument("--workers", type=int, default=1, help="processes of ours that answer model calls")
     parser.add_argument("--plain", action="store_true", help="answers without what 1.0's proxy adds: ids, log-probs")
     parser.add_argument("--serve", help=argparse.SUPPRESS)
     parser.add_argument("--model", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.serve:
-        return serve(options.serve, options.model, plain=options.plain, workers=options.workers)
+        return serve(options.serve, options.model, plain=options.plain)
     if options.quick:
         options.tokens, options.at_once, options.repeats = options.tokens[1:2], options.at_once[:2], 1
     if not options.python and options.only != OURS:
@@ -217,12 +216,12 @@ class Server:
         self._url, self._http = url, http
 
     def cpu(self) -> float:
-        """CPU seconds of it and its workers."""
+        """CPU seconds of the server and its children."""
         return sum(cpu_seconds(process.pid) for process in self._processes)
 
     def resident(self) -> int:
-        """Bytes that its workers hold, or it where it has none."""
-        return sum(resident_bytes(process.pid) for process in self._processes[1:] or self._processes)
+        """Resident bytes of the server and its children."""
+        return sum(resident_bytes(process.pid) for process in self._processes)
 
     async def send(self, method: str, path: str, body: bytes) -> bytes:
         headers = {"Content-Type": "application/json", "Authorization": "Bearer the-key"}
@@ -307,7 +306,6 @@ def scripted(model: str, options: argparse.Namespace) -> Iterator[Engine]:
 @asynccontextmanager
 async def serving(kind: str, engine: Engine, options: argparse.Namespace) -> AsyncIterator[Server]:
     ours = [*_ME, "--serve", engine.url, "--model", engine.model, *(["--plain"] if options.plain else [])]
-    ours += ["--workers", str(options.workers)]
     with started(ours) if kind == OURS else theirs(engine, options) as (url, pid):
         timeout = aiohttp.ClientTimeout(total=600)
         async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), timeout=timeout) as http:
@@ -365,10 +363,9 @@ def wait_for(url: str, process: subprocess.Popen[bytes]) -> None:
 # -- our server ----------------------------------------------------------------------------------------------------
 
 
-def serve(engine: str, model: str, *, plain: bool, workers: int) -> int:
+def serve(engine: str, model: str, *, plain: bool) -> int:
     """The API over a store that nobody reads, as a run has it."""
     from agl_slime.agl1.server import ControllerGateway
-    from agl_slime.gateway.settings import GatewaySettings
     from agl_slime.runner.process import configure_worker_process
     from agl_slime.store.bridge import BridgeStore
     from agl_slime.support.agl import LLM
@@ -383,10 +380,8 @@ def serve(engine: str, model: str, *, plain: bool, workers: int) -> int:
     gateway = ControllerGateway(store=store, key="the-key")
     if plain:
         gateway.defaults = {}
-    with ExitStack() as stack:
-        stack.enter_context(gateway)
-        front = stack.enter_context(gateway.workers(workers, settings=GatewaySettings())) if workers > 1 else None
-        print(front.url if front is not None else gateway.url, flush=True)
+    with gateway:
+        print(gateway.url, flush=True)
         threading.Event().wait()
     return 0
 

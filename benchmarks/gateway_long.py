@@ -1,6 +1,6 @@
 """What a call through the gateway costs when its prompt is long: calls per second, CPU, p50 and p99.
 
-    python -m benchmarks.gateway_long [--tokens 1000 22000] [--at-once 16] [--protocols chat messages] [--workers 2]
+    python -m benchmarks.gateway_long [--tokens 1000 22000] [--at-once 16] [--protocols chat messages]
 
 Agents with tool schemas (30, fewer for the shortest prompts) whose each answer calls a tool and gets 400 words of
 observation; the engine is a stub that answers at once. Server, stub and clients are three processes. Beside the gateway
@@ -51,7 +51,6 @@ def main() -> int:
     parser.add_argument("--whole", action="store_true", help="answers that are not streamed only")
     parser.add_argument("--turns", type=int, default=8)
     parser.add_argument("--calls", type=int, default=640, help="at least so many per measurement")
-    parser.add_argument("--workers", type=int, default=1, help="processes of the gateway that answer")
     parser.add_argument("--quick", action="store_true", help="two sizes of chat, 16 at once, not streamed")
     parser.add_argument("--without", nargs="*", default=[], choices=[BARE, THEIRS, OURS])
     parser.add_argument("--python", default=os.environ.get("AGL_CONTROLLER_PYTHON"), help="has agentlightning 1.x")
@@ -84,7 +83,7 @@ async def measured(model: str, options: Namespace) -> str:
     columns = ["protocol", "tokens of prompts", "at once", "", "calls/s", "of bare", "CPU ms a call", "its client's"]
     columns += ["p50 ms", "p99 ms"]
     rows = []
-    how = Namespace(answer_words=_ANSWER, calls_tools=True, plain=True, python=options.python, workers=options.workers)
+    how = Namespace(answer_words=_ANSWER, calls_tools=True, plain=True, python=options.python)
     streams = [False] if options.whole else [False, True]
     async with AsyncExitStack() as stack:
         engine = stack.enter_context(scripted(model, how))
@@ -109,8 +108,7 @@ async def measured(model: str, options: Namespace) -> str:
                 cells += [f"{rate / base:.2f}" if base else "", f"{per * found.cpu:.2f}", f"{per * found.own:.2f}"]
                 rows.append([title, *cells, *(f"{1e3 * percentile(found.taken, p):.0f}" for p in (50, 99))])
                 print("…", *rows[-1], file=sys.stderr, flush=True)
-    title = f"Calls with long prompts, {options.turns} turns a rollout, {options.workers} processes of the gateway"
-    return markdown(title, columns, rows)
+    return markdown(f"Calls with long prompts, {options.turns} turns a rollout", columns, rows)
 
 
 @asynccontextmanager

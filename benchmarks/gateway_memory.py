@@ -4,8 +4,7 @@
 
 Each attempt is one conversation with tool calls, by chat completions, to ``--tokens`` tokens in ``--turns`` turns;
 then nothing is asked for ``--seconds``, and all end. The process measured has the gateway, the store with the spans and
-Agent Lightning 1.0's routes; with ``--workers`` it is those that hold conversations, without the store. ``--waiting``
-attempts of a single short turn follow. The engine is a stub.
+Agent Lightning 1.0's routes. ``--waiting`` attempts of a single short turn follow. The engine is a stub.
 """
 
 from __future__ import annotations
@@ -49,7 +48,6 @@ def main() -> int:
     parser.add_argument("--turns", type=int, default=100)
     parser.add_argument("--waiting", type=int, default=2000)
     parser.add_argument("--seconds", type=float, default=60.0, help="without a request")
-    parser.add_argument("--workers", type=int, default=1, help="several: their memory, without the store's process")
     parser.add_argument("--quick", action="store_true", help="a twentieth of both, for 10 s")
     options = parser.parse_args()
     if options.quick:
@@ -64,7 +62,7 @@ def main() -> int:
 async def measured(model: str, options: Namespace) -> str:
     first = options.tokens // 10
     grown = Observed(first, (options.tokens - first) // options.turns - _CALL)
-    how = Namespace(answer_words=16, calls_tools=True, plain=True, python=None, workers=options.workers)
+    how = Namespace(answer_words=16, calls_tools=True, plain=True, python=None)
     columns = ["attempts", "turns", "tokens each", "MB held", "kB an attempt", "bytes a token", "CPU s a minute idle"]
     columns += ["MB after the end"]
     rows = []

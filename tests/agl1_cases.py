@@ -15,7 +15,6 @@ import httpx
 from agl_slime.agl1.schemas import Config, LocalConfig
 from agl_slime.agl1.server import ControllerGateway
 from agl_slime.agl1.settings import PYTHON_VARIABLE
-from agl_slime.gateway.settings import GatewaySettings
 from agl_slime.rollout.access import EngineAccess
 from agl_slime.runner.controller_process import end_agents
 from agl_slime.store.bridge import BridgeStore
@@ -63,8 +62,7 @@ class Api:
 
 
 @contextmanager
-def serving_api(*says: str, key: str | None = KEY, workers_of: Path | None = None) -> Iterator[Api]:
-    """``workers_of``: a directory for the tokenizer of two workers that answer the model calls."""
+def serving_api(*says: str, key: str | None = KEY) -> Iterator[Api]:
     tokenizer = small_tokenizer(TEMPLATE)
     engine, store = engine_saying(tokenizer, says or ("four",)), BridgeStore()
     access = EngineAccess(tokenizer=tokenizer, settings=QUICK)
@@ -73,16 +71,11 @@ def serving_api(*says: str, key: str | None = KEY, workers_of: Path | None = Non
     with ExitStack() as stack:
         stack.enter_context(in_thread(engine))
         stack.enter_context(gateway)
-        model, url = "scripted", gateway.url
-        if workers_of is not None:
-            tokenizer.save_pretrained(workers_of)
-            model = str(workers_of)
-            url = stack.enter_context(gateway.workers(2, settings=GatewaySettings())).url
         sampling = {"temperature": 1.0, "max_new_tokens": 64}
-        llm = LLM(endpoint=engine.url, model=model, sampling_parameters=sampling)
+        llm = LLM(endpoint=engine.url, model="scripted", sampling_parameters=sampling)
         run_blocking(store.add_resources({"main_llm": llm}))
         headers = {"Authorization": f"Bearer {key}"} if key else {}
-        client = stack.enter_context(httpx.Client(base_url=url, headers=headers, timeout=20))
+        client = stack.enter_context(httpx.Client(base_url=gateway.url, headers=headers, timeout=20))
         yield Api(store, gateway, engine, tokenizer, client)
 
 

@@ -1,5 +1,5 @@
-"""Events of Agent Lightning 1.0 and spans of the store: a reward event is a reward span, a model call's span is a
-``model_request`` event, and any other event is a span that keeps it whole."""
+"""Events of Agent Lightning 1.0 as spans of the store and back: a reward event is a reward span, a model call's span is
+a ``model_request`` event, any other event is stored whole in a span."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ _REWARD_SPAN = "agentlightning.annotation"
 
 
 def span_of(event: EventCreate) -> tuple[str, dict[str, Any]]:
-    """Name and attributes of the span that an event becomes. Raises ``pydantic.ValidationError`` for a reward that is
-    no finite number."""
+    """Name and attributes of an event's span. Raises ``pydantic.ValidationError`` for a reward that is no finite
+    number."""
     if event.event_type != "reward":
         return EVENT_SPAN, {_TYPE: event.event_type, _DATA: orjson.dumps(event.data).decode()}
     reward = RewardData.model_validate(event.data)
-    named = reward.value if isinstance(reward.value, dict) else {"primary": reward.value}
+    values = reward.value if isinstance(reward.value, dict) else {"primary": reward.value}
     attributes: dict[str, Any] = {_TYPE: "reward", _DATA: orjson.dumps(event.data).decode()}
-    for index, (name, value) in enumerate(named.items()):
+    for index, (name, value) in enumerate(values.items()):
         attributes |= {f"{REWARD_PREFIX}.{index}.name": name, f"{REWARD_PREFIX}.{index}.value": float(value)}
     if reward.response_id is not None:
         attributes |= make_link_attributes({names.RESPONSE_ID: reward.response_id})
@@ -41,29 +41,29 @@ def span_of(event: EventCreate) -> tuple[str, dict[str, Any]]:
 def events_of(
     rollout_id: str, spans: Sequence[Span], *, event_type: str | None = None, triplet: bool = False
 ) -> list[dict[str, Any]]:
-    """The events that the ``spans`` of an attempt are, in their order; with ``triplet`` trimmed to what a trainer
-    reads: ids, log-probs, rewards, and of calls with the same prompt the last one."""
+    """The events of an attempt's ``spans``, in order. ``triplet`` trims them for a trainer: ids, log-probs, rewards,
+    and the last of several calls with the same prompt."""
     turns = iter(decode_turns(spans))
     events = []
     for span in spans:
         if is_packed(span.attributes):
             kind, data = "model_request", _model_request(next(turns), span.attributes, triplet=triplet)
-        elif (told := _told(span)) is not None:
-            kind, data = told
-            data = _trimmed(kind, data) if triplet else data
+        elif (event := _posted_event(span)) is not None:
+            kind, data = event
+            data = _trim(kind, data) if triplet else data
         else:
             continue
         if event_type in (None, kind):
             at = span.end_time or span.start_time or 0.0
-            event = {"event_type": kind, "rollout_id": rollout_id, "attempt_id": ATTEMPT, "timestamp": at, "data": data}
-            events.append(event)
+            ids = {"rollout_id": rollout_id, "attempt_id": ATTEMPT}
+            events.append({"event_type": kind, **ids, "timestamp": at, "data": data})
     return _last_of_each_prompt(events) if triplet else events
 
 
 def refused_call(path: str, refusal: GatewayRequestError, *, model: str) -> tuple[str, dict[str, Any]]:
-    """Name and attributes of the span of a model call that was refused, as 1.0's proxy records one that has failed;
-    without the request, which may be anything."""
-    told = {
+    """Name and attributes of the span of a refused model call, in the form of 1.0's failed calls, without the request,
+    which is arbitrary."""
+    data = {
         "model": model,
         "path": path,
         "request": {},
@@ -73,17 +73,19 @@ def refused_call(path: str, refusal: GatewayRequestError, *, model: str) -> tupl
         "status": "error",
         "retry_count": 0,
     }
-    return span_of(EventCreate(event_type="model_request", data=told))
+    return span_of(EventCreate(event_type="model_request", data=data))
 
 
-def _told(span: Span) -> tuple[str, dict[str, Any]] | None:
-    """Type and data of an event that was posted, or of a reward that was emitted otherwise."""
+def _posted_event(span: Span) -> tuple[str, dict[str, Any]] | None:
+    """Type and data of a posted event, or of a reward from another emitter."""
     if _TYPE in span.attributes:
         return str(span.attributes[_TYPE]), parse_json(str(span.attributes[_DATA]), _DATA)
     rewards = get_rewards_from_span(span) if any(name.startswith(REWARD_PREFIX) for name in span.attributes) else []
     if not rewards:
         return None
-    return "reward", {"value": rewards[0].value if len(rewards) == 1 else {one.name: one.value for one in rewards}}
+    return "reward", {
+        "value": rewards[0].value if len(rewards) == 1 else {reward.name: reward.value for reward in rewards}
+    }
 
 
 def _model_request(turn: Turn, attributes: Mapping[str, Any], *, triplet: bool) -> dict[str, Any]:
@@ -93,10 +95,10 @@ def _model_request(turn: Turn, attributes: Mapping[str, Any], *, triplet: bool) 
         "version": int(version) if version is not None and version.isdecimal() else version,
     }
     log_probs = turn.log_probs.tolist() if turn.log_probs is not None else None
-    told: dict[str, Any] = {"server": server, "http_status": 200, "status": "ok"}
+    status: dict[str, Any] = {"server": server, "http_status": 200, "status": "ok"}
     if triplet:
         ids = {"prompt_token_ids": turn.prompt_ids.tolist(), "response_token_ids": turn.response_ids.tolist()}
-        return {**ids, "response_log_probs": log_probs, **told}
+        return {**ids, "response_log_probs": log_probs, **status}
     choice = {
         "index": 0,
         "message": {"role": "assistant", "content": turn.text},
@@ -115,12 +117,12 @@ def _model_request(turn: Turn, attributes: Mapping[str, Any], *, triplet: bool) 
         "retry_count": 0,
         "usage": usage,
         "finish_reason": turn.finish_reason,
-        **told,
+        **status,
     }
 
 
-def _trimmed(kind: str, data: dict[str, Any]) -> dict[str, Any]:
-    """Of an event that was posted, what ``format=triplet`` leaves."""
+def _trim(kind: str, data: dict[str, Any]) -> dict[str, Any]:
+    """The fields of a posted event in ``format=triplet``."""
     if kind == "reward":
         return {"value": data.get("value"), **{name: data[name] for name in ("source", "reason") if name in data}}
     if kind != "model_request":
@@ -141,19 +143,19 @@ def _trimmed(kind: str, data: dict[str, Any]) -> dict[str, Any]:
 
 
 def _token_ids(value: Any) -> list[int]:
-    """Empty where an event that was posted has something else in their place."""
-    return value if isinstance(value, list) and all(type(one) is int for one in value) else []
+    """The token ids; empty if a posted event has something else."""
+    return value if isinstance(value, list) and all(type(token) is int for token in value) else []
 
 
 def _last_of_each_prompt(events: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """1.0's way with a call that its client sent again; calls without a prompt stay."""
+    """The events without retried calls, as in 1.0; calls without a prompt stay."""
     last: dict[tuple[int, ...], int] = {}
     for place, event in enumerate(events):
         if event["event_type"] == "model_request" and (ids := event["data"]["prompt_token_ids"]):
             last[tuple(ids)] = place
 
-    def stays(place: int, event: dict[str, Any]) -> bool:
+    def is_last(place: int, event: dict[str, Any]) -> bool:
         ids = event["data"]["prompt_token_ids"] if event["event_type"] == "model_request" else []
         return not ids or last[tuple(ids)] == place
 
-    return [event for place, event in enumerate(events) if stays(place, event)]
+    return [event for place, event in enumerate(events) if is_last(place, event)]

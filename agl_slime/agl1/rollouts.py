@@ -1,7 +1,7 @@
-"""The rollouts of a store as Agent Lightning 1.0 knows them: its states, its one attempt, its order of ends.
+"""``Rollouts``: a store's rollouts in Agent Lightning 1.0's terms: states, one attempt, a list of finished rollouts.
 
-Nothing is kept twice: a rollout is the store's, what a controller says of it beside its state stands in the metadata of
-the attempt, and the order of ends is the store's feed.
+Rollouts live in the store only; the controller's status fields are metadata of the attempt, and the order of finished
+rollouts is the store's feed.
 """
 
 from __future__ import annotations
@@ -42,16 +42,16 @@ T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 CONTROLLER = "agl-controller"
-"""What the store calls whoever runs these rollouts, followed by the controller's name if it has one."""
+"""Worker id in the store, followed by the controller's name if it has one."""
 
-_TOLD = "agl1"  # in an attempt's metadata: what its controller said of it
-_DELETED_KEPT = 10_000
-_CREATED_AT_ONCE = 100  # some milliseconds, between which the loop serves others
-_WRITTEN_AT_ONCE = 20  # rollouts of a page; more are written in a thread
-_MOST_LISTED_BYTES = 64 * 2**20
-NOT_SHOWABLE = "it cannot be shown to a controller"
+_STATUS_KEY = "agl1"  # in an attempt's metadata: the controller's status fields
+_MAX_DELETED = 10_000
+_CREATE_CHUNK = 100  # some milliseconds, between which the loop serves others
+_INLINE_ROLLOUTS = 20  # a larger page is written in a thread
+_MAX_PAGE_BYTES = 64 * 2**20
+UNREADABLE = "it cannot be shown to a controller"
 
-# How a controller words an end, and the reason that is counted.
+# Parts of a controller's error messages, and failure reasons.
 _REASONS = (
     ("timed out", "timeout"),
     ("DeadlineExceeded", "timeout"),
@@ -62,25 +62,25 @@ _REASONS = (
     ("spawn failed", "agent_not_started"),
     ("Invalid Job spec", "agent_not_started"),
     ("Job failed", "agent_failed"),
-    (NOT_SHOWABLE, "not_showable"),
+    (UNREADABLE, "not_showable"),
 )
 
-# How an environment's worker does, with the type of the error.
-_TYPED = re.compile(r"environment: ([A-Za-z_][A-Za-z0-9_]{0,63}):")
+# Error messages of an environment's worker begin with the type of the error.
+_ENVIRONMENT_ERROR = re.compile(r"environment: ([A-Za-z_][A-Za-z0-9_]{0,63}):")
 
 
 class Rollouts:
-    """The rollouts of ``store``. ``config`` is what its controller runs, for those that were created without one."""
+    """The rollouts of ``store``. ``config`` is the configuration of rollouts that were created without one."""
 
     def __init__(self, store: BridgeStore, *, config: Config) -> None:
         self._store = store
         self._config = config
         self._feed = FinishedFeed()
         self._deleted: OrderedDict[str, None] = OrderedDict()
-        self._gone: set[str] = set()
+        self._dead_controllers: set[str] = set()
         self._unsubscribe: Callable[[], None] = lambda: None
-        self.not_shown = 0
-        """How many rollouts a listing has left out, for they cannot be shown."""
+        self.unreadable = 0
+        """Number of rollouts that listings left out because 1.0 has no form for them."""
 
     def start(self) -> None:
         self._unsubscribe = self._store.subscribe_finished(self._feed.append)
@@ -88,68 +88,69 @@ class Rollouts:
     def stop(self) -> None:
         self._unsubscribe()
 
-    async def create(self, wanted: Sequence[Create]) -> orjson.Fragment:
-        """The JSON of the new rollouts. One that names an id which is known gives back the rollout that is there."""
-        made: list[Rollout] = []
-        for first in range(0, len(wanted), _CREATED_AT_ONCE):
-            made += [await self._created(one) for one in wanted[first : first + _CREATED_AT_ONCE]]
+    async def create(self, creates: Sequence[Create]) -> orjson.Fragment:
+        """Create rollouts; returns their JSON. An id that exists returns the existing rollout."""
+        rollouts: list[Rollout] = []
+        for first in range(0, len(creates), _CREATE_CHUNK):
+            rollouts += [await self._create(create) for create in creates[first : first + _CREATE_CHUNK]]
             await asyncio.sleep(0)
-        views = await _off_loop(lambda: [orjson.Fragment(self._json_of(rollout)) for rollout in made], len(made))
+        views = await _off_loop(lambda: [orjson.Fragment(self._json_of(each)) for each in rollouts], len(rollouts))
         return orjson.Fragment(orjson.dumps(views))
 
-    async def _created(self, wanted: Create) -> Rollout:
-        if wanted.rollout_id is not None and (known := await self._store.get_rollout_by_id(wanted.rollout_id)):
-            return known
-        config = wanted.config or self._config
-        metadata = wanted.metadata.model_dump(exclude_unset=True) if wanted.metadata is not None else {}
-        metadata |= {CONFIG_KEY: config.model_dump()} if wanted.config else {}
+    async def _create(self, create: Create) -> Rollout:
+        if create.rollout_id is not None and (existing := await self._store.get_rollout_by_id(create.rollout_id)):
+            return existing
+        config = create.config or self._config
+        metadata = create.metadata.model_dump(exclude_unset=True) if create.metadata is not None else {}
+        metadata |= {CONFIG_KEY: config.model_dump()} if create.config else {}
         request = EnqueueRolloutRequest(
-            input=wanted.input,
-            mode="train" if wanted.is_train else "val",
+            input=create.input,
+            mode="train" if create.is_train else "val",
             config=RolloutConfig(timeout_seconds=config.timeout_seconds or None),
             metadata=metadata,
         )
-        return await self._store.enqueue_as(request, rollout_id=wanted.rollout_id)
+        return await self._store.enqueue_as(request, rollout_id=create.rollout_id)
 
     async def list(
-        self, states: frozenset[State], limit: int, *, by: str = ""
+        self, states: frozenset[State], limit: int, *, controller: str = ""
     ) -> tuple[orjson.Fragment, Sequence[str]]:
-        """The JSON of the rollouts that are queuing, or running under the controller ``by``, oldest first, up to 64 MB;
-        of ended ones ``terminal`` tells. A controller fails what it is shown as running and does not run. Beside it the
-        ids of queuing rollouts that cannot be shown: nobody would ever run them."""
-        found: list[Rollout] = []
+        """The JSON of rollouts in ``states``, oldest first, up to 64 MB, and the ids of queuing rollouts without a form
+        in 1.0, which no controller could run. Running rollouts are of ``controller``, which fails any that it
+        does not run; for finished rollouts see ``terminal``."""
+        rollouts: list[Rollout] = []
         if "running" in states:
-            found += sorted(self._running(by), key=lambda rollout: rollout.start_time)[:limit]
+            rollouts += sorted(self._running(controller), key=lambda rollout: rollout.start_time)[:limit]
         if "queuing" in states:
-            found += self._store.waiting(limit - len(found))
+            rollouts += self._store.waiting(limit - len(rollouts))
         ended = states & TERMINAL
-        if ended and len(found) < limit:
-            ids = self._feed.read(self._feed.position())["rollout_ids"]
-            known = [rollout for one in ids if (rollout := await self._store.get_rollout_by_id(one)) is not None]
-            found += [rollout for rollout in known if _state_of(rollout) in ended]
-        listed = [rollout for rollout in found[:limit] if rollout.rollout_id not in self._deleted]
+        if ended and len(rollouts) < limit:
+            for rollout_id in self._feed.read(self._feed.position())["rollout_ids"]:
+                rollout = await self._store.get_rollout_by_id(rollout_id)
+                if rollout is not None and _state_of(rollout) in ended:
+                    rollouts.append(rollout)
+        listed = [rollout for rollout in rollouts[:limit] if rollout.rollout_id not in self._deleted]
         return await _off_loop(lambda: self._page(listed), len(listed))
 
     def _page(self, rollouts: Sequence[Rollout]) -> tuple[orjson.Fragment, list[str]]:
-        views, size, left_out = list[orjson.Fragment](), 0, list[str]()
+        views, size, unreadable = list[orjson.Fragment](), 0, list[str]()
         for rollout in rollouts:
             try:
                 view = self._json_of(rollout)
             except GatewayRequestError as error:
-                if not self.not_shown:
+                if not self.unreadable:
                     logger.warning("%s; it fails. Others like it are counted.", error)
-                self.not_shown += 1
+                self.unreadable += 1
                 if _state_of(rollout) == "queuing":
-                    left_out.append(rollout.rollout_id)
+                    unreadable.append(rollout.rollout_id)
                 continue
             size += len(view)
-            if views and size > _MOST_LISTED_BYTES:
+            if views and size > _MAX_PAGE_BYTES:
                 break
             views.append(orjson.Fragment(view))
-        return orjson.Fragment(orjson.dumps(views)), left_out
+        return orjson.Fragment(orjson.dumps(views)), unreadable
 
     async def terminal(self, after: int, limit: int) -> dict[str, Any]:
-        """The ends after position ``after``, in their order."""
+        """The rollouts that finished after position ``after``, in order."""
         after, limit = max(0, after), max(1, limit)
         page = self._feed.read(self._feed.position(after))
         ids, first = page["rollout_ids"][:limit], page["last"] - len(page["rollout_ids"]) + 1
@@ -158,8 +159,9 @@ class Rollouts:
             rollout = await self._store.get_rollout_by_id(rollout_id)
             if rollout is not None and rollout_id not in self._deleted:
                 task = rollout.input if isinstance(rollout.input, dict) else {}
-                told = {"rollout_id": rollout_id, "state": _state_of(rollout), "is_train": rollout.mode != "val"}
-                items.append({**told, "data_id": str(task.get("data_id") or task.get("instance_id") or "")})
+                data_id = str(task.get("data_id") or task.get("instance_id") or "")
+                item = {"rollout_id": rollout_id, "state": _state_of(rollout), "is_train": rollout.mode != "val"}
+                items.append({**item, "data_id": data_id})
         return {
             "items": items,
             "next_after": first + len(ids) - 1 if ids else after,
@@ -177,97 +179,91 @@ class Rollouts:
         """The JSON of a rollout. Raises ``GatewayRequestError``."""
         return orjson.Fragment(self._json_of(await self.get(rollout_id)))
 
-    def _running(self, by: str) -> Sequence[Rollout]:
-        worker, latest = _worker(by), self._store.collections.latest_attempt
-        running = self._store.running()
-        return [one for one in running if (own := latest(one.rollout_id)) is not None and own.worker_id == worker]
+    def _running(self, controller: str) -> Sequence[Rollout]:
+        worker, latest_attempt = _worker(controller), self._store.collections.latest_attempt
+        attempts = ((rollout, latest_attempt(rollout.rollout_id)) for rollout in self._store.running())
+        return [rollout for rollout, attempt in attempts if attempt is not None and attempt.worker_id == worker]
 
-    def lose(self, by: str) -> Sequence[Rollout]:
-        """The controller ``by`` is dead and will not come back: it begins nothing any more. Returns what it ran."""
-        self._gone.add(by)
-        return self._running(by)
+    def remove_controller(self, controller: str) -> Sequence[Rollout]:
+        """Refuse new attempts of a dead controller; returns its running rollouts."""
+        self._dead_controllers.add(controller)
+        return self._running(controller)
 
-    async def begin(self, rollout: Rollout, *, by: str = "") -> Attempt:
-        """The attempt of a rollout that ``get`` gave just now, which begins where it has not: a controller starts the
-        agent's process before it says so, and the first call may come before. Raises ``GatewayRequestError`` when it
-        has ended, or runs under another controller than ``by``."""
+    async def begin(self, rollout: Rollout, *, controller: str = "") -> Attempt:
+        """The attempt of a rollout that ``get`` returned; begins it if it has not begun: a controller starts the agent
+        before it reports "running", and the first model call may come before. Raises ``GatewayRequestError`` if the
+        rollout has ended or runs under another controller."""
         rollout_id = rollout.rollout_id
         if rollout.status in FINISHED:
             raise GatewayRequestError(f"rollout {rollout_id} has ended", status=410, code="rollout_ended")
         latest = await self._store.get_latest_attempt(rollout_id)
         if latest is not None and rollout.status in RUNNING:
-            if latest.worker_id != _worker(by):
-                told = f"rollout {rollout_id} runs under another controller"
-                raise GatewayRequestError(told, status=409, code="other_controller")
+            if latest.worker_id != _worker(controller):
+                message = f"rollout {rollout_id} runs under another controller"
+                raise GatewayRequestError(message, status=409, code="other_controller")
             return latest
-        if by in self._gone:
-            raise GatewayRequestError(f"the controller {by} is over", status=410, code="controller_gone")
-        return (await self._store.begin(rollout_id, worker_id=_worker(by))).attempt
+        if controller in self._dead_controllers:
+            raise GatewayRequestError(f"the controller {controller} is over", status=410, code="controller_gone")
+        return (await self._store.begin(rollout_id, worker_id=_worker(controller))).attempt
 
-    async def check(self, rollout_id: str, wanted: StatusPatch, *, by: str = "") -> State | None:
-        """The state that ``wanted`` brings, when it may follow. Raises ``GatewayRequestError`` (409)."""
+    async def check(self, rollout_id: str, patch: StatusPatch, *, controller: str = "") -> State | None:
+        """The new state, if it may follow the current state. Raises ``GatewayRequestError`` (409)."""
         rollout = await self.get(rollout_id)
-        now, new = _state_of(rollout), wanted.state
+        now, new = _state_of(rollout), patch.state
         latest = await self._store.get_latest_attempt(rollout_id)
-        known = _told(latest)
-        if now == "running" and latest is not None and latest.worker_id != _worker(by):
-            told = f"Rollout {rollout_id} runs under another controller"
-            raise GatewayRequestError(told, status=409, code="other_controller")
-        # begun by its first call, and said to run only now
-        catches_up = now == new == "running" and "last_attempt_id" not in known
-        if new is not None and new not in NEXT[now] and not catches_up:
-            told = f"Rollout {rollout_id}: cannot transition {now} -> {new}"
-            raise GatewayRequestError(told, status=409, code="invalid_transition")
+        if now == "running" and latest is not None and latest.worker_id != _worker(controller):
+            message = f"Rollout {rollout_id} runs under another controller"
+            raise GatewayRequestError(message, status=409, code="other_controller")
+        # the first model call may have begun the attempt before the controller reports "running"
+        first_report = now == new == "running" and "last_attempt_id" not in _status_of(latest)
+        if new is not None and new not in NEXT[now] and not first_report:
+            message = f"Rollout {rollout_id}: cannot transition {now} -> {new}"
+            raise GatewayRequestError(message, status=409, code="invalid_transition")
         return new
 
-    async def patch(self, rollout_id: str, wanted: StatusPatch, *, by: str = "") -> orjson.Fragment:
-        """Note what a controller says, and begin or end the attempt by it; ``check`` it before."""
-        changes = wanted.model_dump(exclude_unset=True)
+    async def patch(self, rollout_id: str, patch: StatusPatch, *, controller: str = "") -> orjson.Fragment:
+        """Store a controller's status fields, and begin or end the attempt; call ``check`` before."""
+        changes = patch.model_dump(exclude_unset=True)
         rollout = await self.get(rollout_id)
         if not changes or rollout.status in FINISHED:
             return orjson.Fragment(self._json_of(rollout))
-        attempt = await self.begin(rollout, by=by)
-        known = _told(await self._store.get_latest_attempt(rollout_id))
-        told = {**known, **changes, "version": known.get("version", 1) + 1, "updated_at": time.time()}
-        told.setdefault("last_attempt_id", None)
-        metadata: dict[str, Any] = {**(attempt.metadata or {}), _TOLD: told}
-        if wanted.state in TERMINAL:
-            ended: Any = wanted.state
-            await self._store.update_attempt(rollout_id, attempt.attempt_id, status=ended, metadata=metadata)
-        else:
-            await self._store.update_attempt(rollout_id, attempt.attempt_id, status="running", metadata=metadata)
+        attempt = await self.begin(rollout, controller=controller)
+        before = _status_of(await self._store.get_latest_attempt(rollout_id))
+        fields = {**before, **changes, "version": before.get("version", 1) + 1, "updated_at": time.time()}
+        fields.setdefault("last_attempt_id", None)
+        metadata: dict[str, Any] = {**(attempt.metadata or {}), _STATUS_KEY: fields}
+        status: Any = patch.state if patch.state in TERMINAL else "running"
+        await self._store.update_attempt(rollout_id, attempt.attempt_id, status=status, metadata=metadata)
         return await self.view(rollout_id)
 
     async def delete(self, rollout_id: str) -> None:
-        """What runs is cancelled; nobody finds it any more."""
+        """Cancel the rollout if it has not ended, and hide it."""
         rollout = await self._store.get_rollout_by_id(rollout_id)
         if rollout is None:
             return
         if rollout.status not in FINISHED:
             await self._store.update_rollout(rollout_id, status="cancelled")
         self._deleted[rollout_id] = None
-        while len(self._deleted) > _DELETED_KEPT:
+        while len(self._deleted) > _MAX_DELETED:
             self._deleted.popitem(last=False)
 
     async def attempts(self, rollout_id: str) -> list[str]:
         return [] if await self._store.get_latest_attempt(rollout_id) is None else ["0"]
 
     def _json_of(self, rollout: Rollout) -> bytes:
-        """Raises ``GatewayRequestError`` where the store holds what 1.0 has no form for."""
+        """Raises ``GatewayRequestError`` if 1.0 has no form for the rollout."""
         try:
             return json_bytes(self._view(rollout).model_dump())
         except (ValueError, TypeError, RecursionError) as error:  # pydantic's are ValueErrors
             first = error.errors()[0] if isinstance(error, ValidationError) else None
             why = f"{'.'.join(map(str, first['loc']))}: {first['msg']}" if first else f"{type(error).__name__}: {error}"
-            told = f"rollout {rollout.rollout_id}: {NOT_SHOWABLE} ({' '.join(why.split()):.200})"
-            raise GatewayRequestError(told, status=409, code="not_showable") from error
+            message = f"rollout {rollout.rollout_id}: {UNREADABLE} ({' '.join(why.split()):.200})"
+            raise GatewayRequestError(message, status=409, code="not_showable") from error
 
     def _view(self, rollout: Rollout) -> RolloutView:
         latest = self._store.collections.latest_attempt(rollout.rollout_id)
-        told = _told(latest)
-        state = _state_of(rollout)
-        status = {**told, "state": state}
-        if state == "failed" and rollout.status == "cancelled":
+        status: dict[str, Any] = {**_status_of(latest), "state": _state_of(rollout)}
+        if rollout.status == "cancelled":
             status.setdefault("error_message", "cancelled")
         config = self._config
         metadata = dict(rollout.metadata or {})
@@ -275,33 +271,33 @@ class Rollouts:
             config = Config.model_validate(given)
         elif rollout.config.timeout_seconds is not None:
             config = config.model_copy(update={"timeout_seconds": math.ceil(rollout.config.timeout_seconds)})
-        begun = rollout.start_time
-        updated = rollout.end_time or (latest.start_time if latest is not None else begun)
+        created = rollout.start_time
+        updated = rollout.end_time or (latest.start_time if latest is not None else created)
         return RolloutView(
             rollout_id=rollout.rollout_id,
             input=rollout.input,
             is_train=rollout.mode != "val",
             config=config,
             metadata=Metadata.model_validate(metadata),
-            status=Status(**{"updated_at": updated, **status, "created_at": begun}),
+            status=Status(**{"updated_at": updated, **status, "created_at": created}),
         )
 
 
 async def _off_loop(write: Callable[[], T], count: int) -> T:
-    """What ``write`` returns; in a thread where it writes many rollouts."""
-    return write() if count <= _WRITTEN_AT_ONCE else await run_in_thread(write)
+    """Call ``write``, in a thread if it writes many rollouts."""
+    return write() if count <= _INLINE_ROLLOUTS else await run_in_thread(write)
 
 
 def reason_of(error_message: str) -> str:
-    """The reason by which a failure is counted, from a controller's words for it."""
-    if (typed := _TYPED.match(error_message)) is not None:
-        return f"environment_{typed[1]}"
-    return next((reason for words, reason in _REASONS if words in error_message), "controller")
+    """The failure reason for a controller's error message."""
+    if (match := _ENVIRONMENT_ERROR.match(error_message)) is not None:
+        return f"environment_{match[1]}"
+    return next((reason for part, reason in _REASONS if part in error_message), "controller")
 
 
-def _told(attempt: Attempt | None) -> Mapping[str, Any]:
-    """What the controller has said of an attempt."""
-    return ((attempt.metadata or {}) if attempt is not None else {}).get(_TOLD, {})
+def _status_of(attempt: Attempt | None) -> Mapping[str, Any]:
+    """The controller's status fields of an attempt."""
+    return ((attempt.metadata or {}) if attempt is not None else {}).get(_STATUS_KEY, {})
 
 
 def _worker(controller: str) -> str:

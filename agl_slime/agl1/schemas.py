@@ -1,4 +1,4 @@
-"""The JSON of Agent Lightning 1.0's API, as its server and clients of version 1.0.2 write and read it."""
+"""The JSON of Agent Lightning 1.0's API, as of version 1.0.2."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ NEXT: dict[State, frozenset[State]] = {
     "succeeded": frozenset(),
     "failed": frozenset(),
 }
-"""The states that may follow each; ends are final."""
+"""The states that may follow each state."""
 CONFIG_KEY = "agl1.config"
-"""Of a rollout's metadata in the store: the configuration that it was created with."""
+"""Metadata key in the store of the configuration that a rollout was created with."""
 MOST_CREATED = 10_000
-"""Rollouts that one request creates."""
+"""Most rollouts that one request creates."""
 ATTEMPT = "0"
-"""1.0 knows one attempt at a rollout, under this id; in the store it is the latest."""
+"""Id of the one attempt of a rollout that 1.0 knows; in the store it is the latest."""
 
 
 class LocalConfig(BaseModel):
-    """What the local controller starts: a class with ``run()``, and where in the input its environment comes from."""
+    """The agent of the local controller: a class with ``run()``, and its environment variables by path in the input."""
 
     agent_class: str | None = None
     env_map: dict[str, str] = Field(default_factory=dict)
@@ -87,7 +87,7 @@ class Status(BaseModel):
 
 
 class RolloutView(BaseModel):
-    """A rollout of the store, as 1.0 shows it."""
+    """A rollout in 1.0's form."""
 
     rollout_id: str
     input: Any
@@ -103,9 +103,8 @@ class EventCreate(BaseModel):
 
 
 class RewardData(BaseModel):
-    """``value`` is the reward, or several by name, of which the first is trained on. ``response_id`` makes it the
-    reward of one answer, ``role`` that of all answers under a model name that is trained as a role. 1.0 takes any JSON
-    for a value and counts what it cannot read as 0.0."""
+    """``value`` is the reward, or several by name, the first of which is trained on; it belongs to the rollout, to the
+    answer ``response_id``, or to the answers of ``role``. Unlike here, 1.0 counts a value that is no number as 0.0."""
 
     model_config = ConfigDict(extra="allow")
 

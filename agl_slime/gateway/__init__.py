@@ -1,2 +1,2 @@
-"""The model endpoint for agents that nobody rewrote: an address per attempt, spoken to in the protocols of OpenAI and
-Anthropic, with the tokens of each answer kept as the engine sampled them."""
+"""The model endpoint for unmodified agents: an address per attempt, the protocols of OpenAI and Anthropic, and a record
+of the tokens of each answer as the engine sampled them."""

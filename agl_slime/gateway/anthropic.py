@@ -1,4 +1,4 @@
-"""Anthropic's messages: the protocol as a translation, no state."""
+"""Anthropic's messages."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from agl_slime.errors import GatewayRequestError
-from agl_slime.gateway.calls import Answered, Call, Choice, json_constraint, number, strings
-from agl_slime.gateway.declared import Tools, anthropics_tool, definitions, kind_of
+from agl_slime.gateway.calls import Call, CallResult, Choice, json_constraint, number, strings
+from agl_slime.gateway.declared import Tools, anthropic_tool, definitions, kind_of
 from agl_slime.gateway.errors import THREADS_UNSUPPORTED, anthropic_error
 from agl_slime.gateway.messages import Message, read_messages, text_of
 from agl_slime.gateway.protocol import NOTHING_KEPT, Decode, Kept, Protocol, Stream, sse
@@ -22,18 +22,18 @@ _STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool
 class AnthropicMessages(Protocol):
     honoured = frozenset((*_HONOURED.split(), *_IMPOSED))
     prefix = "msg_"
-    grows = "messages"
-    orphan = (
+    list_field = "messages"
+    orphan_error = (
         "unexpected `tool_use_id` found in `tool_result` blocks: {}. Each `tool_result` block must have a "
         "corresponding `tool_use` block before it"
     )
 
     def read(self, body: Mapping[str, Any], kept: Kept = NOTHING_KEPT) -> Call:
-        if body.get("thread"):  # tool runners send the whole conversation from now on when they are told so
-            told = "threads are not kept here: send the whole conversation without thread"
-            raise GatewayRequestError(told, code=THREADS_UNSUPPORTED, param="thread")
+        if body.get("thread"):  # on this error tool runners send whole conversations
+            message = "threads are not kept here: send the whole conversation without thread"
+            raise GatewayRequestError(message, code=THREADS_UNSUPPORTED, param="thread")
         self.check_fields(body)
-        if body.get("max_tokens") is None and not self.counts:
+        if body.get("max_tokens") is None and not self.counts_only:
             raise GatewayRequestError("max_tokens: Field required", param="max_tokens")
         system = body.get("system")
         first = [{"role": "system", "content": text_of(system, "system", join="\n")}] if system else []
@@ -46,25 +46,25 @@ class AnthropicMessages(Protocol):
             model=str(body.get("model") or ""),
             tools=tools.shown,
             loaded=tools.loaded,
-            left_out=tools.left_out,
+            server_tools=tools.server_tools,
             tool_choice=_tool_choice(body.get("tool_choice"), bool(tools.shown or tools.loaded)),
             template_kwargs=body.get("chat_template_kwargs") or {},
             max_tokens=number(body, "max_tokens", least=1),
             stop=strings(body, "stop_sequences"),
-            asked=self.asked(body),
+            requested=self.requested_sampling(body),
             constraint=_constraint(body),
             stream=bool(body.get("stream")),
         )
 
-    def more(self, items: list[Any], kept: Kept) -> list[Message]:
+    def read_more(self, items: list[Any], kept: Kept) -> list[Message]:
         return _messages(items, None)
 
-    def answer(self, body: Mapping[str, Any], answered: Answered, decode: Decode) -> dict[str, Any]:
-        choice = answered.choices[0]
-        message = {**_head(answered), "content": [block for block in _blocks(choice) if not _is_empty(block)]}
-        return {**message, **_stop(choice), "usage": _usage(answered)}
+    def answer(self, body: Mapping[str, Any], result: CallResult, decode: Decode) -> dict[str, Any]:
+        choice = result.choices[0]
+        message = {**_head(result), "content": [block for block in _blocks(choice) if not _is_empty(block)]}
+        return {**message, **_stop(choice), "usage": _usage(result)}
 
-    def stream(self, body: Mapping[str, Any], head: Answered, decode: Decode) -> Stream:
+    def stream(self, body: Mapping[str, Any], head: CallResult, decode: Decode) -> Stream:
         return _MessageStream(body, head, decode)
 
     def error(self, refusal: GatewayRequestError) -> dict[str, Any]:
@@ -72,9 +72,9 @@ class AnthropicMessages(Protocol):
 
 
 class CountTokens(AnthropicMessages):
-    """How long the prompt of a request would be."""
+    """The number of tokens of a request's prompt."""
 
-    counts = True
+    counts_only = True
 
 
 class _MessageStream(Stream):
@@ -85,7 +85,7 @@ class _MessageStream(Stream):
         head = {**_head(self.head), "content": [], "stop_reason": None, "stop_sequence": None}
         yield _event("message_start", message={**head, "usage": _usage(self.head)})
 
-    def more(self, index: int, reasoning: str, content: str) -> Iterator[bytes]:
+    def delta(self, index: int, reasoning: str, content: str) -> Iterator[bytes]:
         if reasoning:
             yield from self._in("thinking", {"thinking": "", "signature": ""})
             yield self._delta("thinking_delta", thinking=reasoning)
@@ -93,15 +93,15 @@ class _MessageStream(Stream):
             yield from self._in("text", {"text": ""})
             yield self._delta("text_delta", text=content)
 
-    def end(self, answered: Answered) -> Iterator[bytes]:
-        choice = answered.choices[0]
+    def end(self, result: CallResult) -> Iterator[bytes]:
+        choice = result.choices[0]
         for call in choice.calls:
             yield from self._shut()
             yield from self._in("tool_use", {"id": call.id, "name": call.name, "input": {}})
             text = json.dumps(dict(call.arguments), ensure_ascii=False)
             yield self._delta("input_json_delta", partial_json=text)
         yield from self._shut()
-        yield _event("message_delta", delta=_stop(choice), usage=_usage(answered))
+        yield _event("message_delta", delta=_stop(choice), usage=_usage(result))
         yield _event("message_stop")
 
     def keep_alive(self) -> bytes:
@@ -129,8 +129,8 @@ def _event(kind: str, **fields: Any) -> bytes:
     return sse({"type": kind, **fields}, kind)
 
 
-def _head(answered: Answered) -> dict[str, Any]:
-    return {"id": answered.id, "type": "message", "role": "assistant", "model": answered.model}
+def _head(result: CallResult) -> dict[str, Any]:
+    return {"id": result.id, "type": "message", "role": "assistant", "model": result.model}
 
 
 def _blocks(choice: Choice) -> Iterator[dict[str, Any]]:
@@ -151,17 +151,17 @@ def _stop(choice: Choice) -> dict[str, Any]:
     return {"stop_reason": _STOP_REASONS[choice.finish], "stop_sequence": None}
 
 
-def _usage(answered: Answered) -> dict[str, Any]:
-    fresh = answered.prompt_tokens - answered.cached_tokens
-    cached = {"cache_read_input_tokens": answered.cached_tokens, "cache_creation_input_tokens": 0}
-    return {"input_tokens": fresh, "output_tokens": answered.output_tokens, **cached}
+def _usage(result: CallResult) -> dict[str, Any]:
+    fresh = result.prompt_tokens - result.cached_tokens
+    cached = {"cache_read_input_tokens": result.cached_tokens, "cache_creation_input_tokens": 0}
+    return {"input_tokens": fresh, "output_tokens": result.output_tokens, **cached}
 
 
 # -- reading ----------------------------------------------------------------------------------------------------------
 
 
 Loaded = tuple[dict[str, Any], ...] | None
-"""The tools that a reference may name; ``None`` where they are not known, and a reference is an error."""
+"""Tools that a reference may name; with ``None`` a reference is an error."""
 
 
 def _messages(items: list[Any], loaded: Loaded) -> list[Message]:
@@ -170,8 +170,8 @@ def _messages(items: list[Any], loaded: Loaded) -> list[Message]:
 
 
 def _read(message: Any, where: str, loaded: Loaded) -> list[Message]:
-    """One of Anthropic's messages as OpenAI's: results of tools are messages of their own there, before what else the
-    user says; those of tools that a server ran stand between the parts of the answer."""
+    """An Anthropic message as OpenAI messages: tool results are separate messages before the user's text; results of
+    server tools stand between the parts of the answer."""
     role = message.get("role") if isinstance(message, Mapping) else None
     if role not in ("user", "assistant", "system"):
         raise GatewayRequestError(f"{where}.role: must be user or assistant, got {role!r}", param=where)
@@ -201,7 +201,7 @@ def _read(message: Any, where: str, loaded: Loaded) -> list[Message]:
             if read["content"] or len(read) > 2:
                 end()
                 read = {"role": role, "content": []}
-            messages.append(_result(block, _plain(block.get("content"))))
+            messages.append(_result(block, _server_result(block.get("content"))))
         elif kind == "thinking":
             read["reasoning_content"] = read.get("reasoning_content", "") + str(block.get("thinking") or "")
         elif kind != "redacted_thinking":
@@ -215,7 +215,7 @@ def _result(block: Mapping[str, Any], text: str) -> Message:
 
 
 def _text(block: Any, where: str, loaded: Loaded) -> Any:
-    """A block as one of text, where it is another that has only text."""
+    """A search result, document or tool reference as a text block; other blocks unchanged."""
     kind = block.get("type") if isinstance(block, Mapping) else None
     if kind == "search_result":
         head = (block.get("title"), block.get("source"))
@@ -224,17 +224,17 @@ def _text(block: Any, where: str, loaded: Loaded) -> Any:
         source = block.get("source")
         form = source.get("type") if isinstance(source, Mapping) else None
         if not isinstance(source, Mapping) or form not in ("text", "content"):
-            told = f"{where}.source: a document of type {form!r:.40} is not read; those of type text and content are"
-            raise GatewayRequestError(told, param=where)
+            message = f"{where}.source: a document of type {form!r:.40} is not read; types text and content are"
+            raise GatewayRequestError(message, param=where)
         text = text_of(source.get("data" if form == "text" else "content"), f"{where}.source", join="\n")
         return _as_text(block.get("title"), block.get("context"), text)
     if kind == "tool_reference":
         name = block.get("tool_name")
-        found = [tool for tool in loaded or () if tool["function"]["name"] == name]
-        if not found:
-            told = f"{where}: Tool reference {name!r:.80} not found in available tools"
-            raise GatewayRequestError(told, code="tool_reference_unresolved", param=where)
-        return _as_text(definitions(found))
+        tools = [tool for tool in loaded or () if tool["function"]["name"] == name]
+        if not tools:
+            message = f"{where}: Tool reference {name!r:.80} not found in available tools"
+            raise GatewayRequestError(message, code="tool_reference_unresolved", param=where)
+        return _as_text(definitions(tools))
     return block
 
 
@@ -242,8 +242,8 @@ def _as_text(*lines: Any) -> dict[str, Any]:
     return {"type": "text", "text": "\n".join(line for line in lines if isinstance(line, str) and line)}
 
 
-def _plain(value: Any) -> str:
-    """What a server's tool gave, as JSON without what is for that server alone."""
+def _server_result(value: Any) -> str:
+    """The result of a server tool as JSON, without fields that only the server can read."""
 
     def readable(item: Any) -> Any:
         if isinstance(item, Mapping):
@@ -255,22 +255,22 @@ def _plain(value: Any) -> str:
 
 
 def _tools(tools: Any) -> Tools:
-    """Those that are deferred are shown where a search of the client's finds them; where a server would search, at the
-    beginning."""
+    """The tools of a request. Deferred tools are shown when the client's search finds them, or at the beginning if a
+    server tool would search."""
     shown: list[dict[str, Any]] = []
     deferred: list[dict[str, Any]] = []
-    left_out: list[str] = []
+    server_tools: list[str] = []
     for at, tool in enumerate(tools or []):
         if not isinstance(tool, Mapping):
             raise GatewayRequestError(f"tools.{at}: must be an object with a name", param="tools")
-        read = anthropics_tool(tool, f"tools.{at}")
+        read = anthropic_tool(tool, f"tools.{at}")
         if read is None:
-            left_out.append(kind_of(tool))
+            server_tools.append(kind_of(tool))
         else:
             (deferred if tool.get("defer_loading") else shown).append(read)
-    if any(kind.startswith("tool_search") for kind in left_out):
+    if any(kind.startswith("tool_search") for kind in server_tools):
         shown, deferred = [*shown, *deferred], []
-    return Tools(shown=tuple(shown), loaded=tuple(deferred), left_out=tuple(left_out))
+    return Tools(shown=tuple(shown), loaded=tuple(deferred), server_tools=tuple(server_tools))
 
 
 def _tool_choice(value: Any, tools: bool) -> str:

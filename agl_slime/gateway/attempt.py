@@ -1,4 +1,4 @@
-"""One attempt at one rollout, as the gateway sees it: its conversations, what was asked, and what is written of it."""
+"""``Attempt``: one attempt at a rollout at the gateway: its conversations, pending responses and spans."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from typing import Any
 
 from agl_slime.errors import ContextOverflowError, GatewayRequestError
 from agl_slime.gateway.bodies import Bodies
-from agl_slime.gateway.branches import AnswerInTime, LeftOut
-from agl_slime.gateway.calls import Answered, Call, Choice
+from agl_slime.gateway.branches import TimedAnswer, UntrainedTurns
+from agl_slime.gateway.calls import Call, CallResult, Choice
 from agl_slime.gateway.declared import explain_once
+from agl_slime.gateway.pending import PendingResponse, RecentResponses
 from agl_slime.gateway.raw import RawTree
 from agl_slime.gateway.reading import Reading, served_message
 from agl_slime.gateway.sampling import sampling_for
 from agl_slime.gateway.settings import GatewaySettings
 from agl_slime.gateway.tree import Match, Node, Tree
-from agl_slime.gateway.work import Work, Works
 from agl_slime.rollout.access import LLM_RESOURCE, EngineAccess, sampling_of, template_key
 from agl_slime.rollout.images import prepare
 from agl_slime.rollout.session import RolloutSession, RolloutStopped
@@ -40,24 +40,27 @@ from agl_slime.tokens.tokenizer import ChatTokenizer
 from agl_slime.trace import attributes as names
 
 SpanSink = Callable[[str, dict[str, Any], float], None]
-"""Takes a span's name, attributes and time of start; from the gateway's thread."""
+"""Takes a span's name, attributes and start time; called on the gateway's thread."""
 
-# After a limit is reached, so many answers are empty before requests are refused: an agent that does not look at
-# answers would ask for ever.
-_EMPTY_ANSWERS = 8
-# Arguments of apply_chat_template: a template of a client's own is a program, the others change what comes back.
-_NOT_FOR_TEMPLATES = frozenset(("chat_template", "conversation", "messages", "tools", "tokenize", "tokenizer_kwargs"))
-_NOT_FOR_TEMPLATES |= {"add_generation_prompt", "continue_final_message", "padding", "truncation", "max_length"}
-_NOT_FOR_TEMPLATES |= {"return_tensors", "return_dict", "return_assistant_tokens_mask"}
-# So many paths that nobody serves are counted by name.
-_STRAY_PATHS = 16
+# Empty answers after a limit before requests are refused: an agent that ignores answers would ask for ever.
+_MAX_EMPTY_ANSWERS = 8
+# Arguments of apply_chat_template that clients may not set: a template is a program, others change the result's type.
+_RESERVED_KWARGS = frozenset(("chat_template", "conversation", "messages", "tools", "tokenize", "tokenizer_kwargs"))
+_RESERVED_KWARGS |= {"add_generation_prompt", "continue_final_message", "padding", "truncation", "max_length"}
+_RESERVED_KWARGS |= {"return_tensors", "return_dict", "return_assistant_tokens_mask"}
+_MAX_STRAY_PATHS = 16  # unserved paths that are counted by name
 
 
 @dataclass(eq=False, kw_only=True)
 class Attempt:
-    """``roles`` are the models that this rollout may ask, by the name of their resource; what ``main_llm`` says is
-    trained. ``secret`` is what its clients show. Lives on the gateway's loop; ``begin`` and ``end`` are safe in any
-    thread."""
+    """One attempt. It lives on the gateway's loop; ``admit`` and ``end`` are safe in any thread.
+
+    Args:
+        roles: the models that the rollout may ask, by resource name; ``main_llm`` is trained.
+        secret: the key that clients show.
+        kept: conversations that responses may continue, by id.
+        seen: counts of requests by path, answers, retries, overridden parameters, refusals by status.
+    """
 
     rollout_id: str
     attempt_id: str
@@ -70,104 +73,101 @@ class Attempt:
     closed: bool = False
     bodies: Bodies = field(default_factory=Bodies)
     kept: dict[str, list[Message]] = field(default_factory=dict)
-    """What responses may go on from, by their ids."""
     seen: Counter[str] = field(default_factory=Counter)
-    """What came: requests by path, answers, retries, overridden settings, refusals by status."""
-    _told: Counter[str] = field(default_factory=Counter)
+    recent: RecentResponses = field(default_factory=RecentResponses)
+    idle: threading.Event = field(default_factory=threading.Event)  # set when the attempt has ended and nothing is left
+    _written_counts: Counter[str] = field(default_factory=Counter)  # ``seen`` on the last span
     _running: int = 0
-    works: Works = field(default_factory=Works)
-    _under_way: set[Work] = field(default_factory=set)
+    _pending: set[PendingResponse] = field(default_factory=set)
     _strays: int = 0
-    _tools: tuple[Any, Any, str] = (None, None, "")  # and the arguments of the template, and their key
+    _tools: tuple[Any, Any, str] = (None, None, "")  # of the last request, with template arguments and key of its tree
     _trees: dict[tuple[str, str], Tree] = field(default_factory=dict)
     _root: RolloutSession | None = None
     _clock: int = 0
     _empty: int = 0
-    _says_left_out: bool = False  # it was said that turns are not trained
+    _reports_untrained: bool = False  # a span listed untrained turns
     _lock: threading.Lock = field(default_factory=threading.Lock)
-    quiet: threading.Event = field(default_factory=threading.Event)
     _spans: list[tuple[dict[str, Any], float]] = field(default_factory=list)
     _images: dict[str, Image] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self._left_out = LeftOut(self.settings.branches)
+        self._untrained = UntrainedTurns(self.settings.branches)
 
     # -- beginning and end --------------------------------------------------------------------------------------------
 
-    def begin(self, key: bytes) -> None:
-        """A request has come, ``key`` is what it asks. Raises ``GatewayRequestError`` when it is one too many, or too
-        late."""
+    def admit(self, key: bytes) -> None:
+        """Begin a request, whose digest is ``key``; ``release`` ends it. Raises ``GatewayRequestError`` at the limit of
+        concurrent requests and after the end."""
         self._check_open()
         if self._running >= self.settings.max_in_flight:
-            self.works.unanswered(key)
+            self.recent.note_unanswered(key)
             raise GatewayRequestError(
-                f"rollout {self.rollout_id} has {self._running} requests under way, the most it may have",
+                f"rollout {self.rollout_id} has {self._running} requests in flight, the most it may have",
                 status=429,
                 code="rate_limit_exceeded",
             )
         self._running += 1
 
-    def done(self) -> None:
-        """A request has been answered, or its client has hung up."""
+    def release(self) -> None:
         self._running -= 1
 
-    def came(self, what: str, *, served: bool) -> None:
-        """Count a request by its method and path; paths that nobody serves by name only as long as they are few."""
-        if not served and what not in self.seen:
+    def count_request(self, name: str, *, served: bool) -> None:
+        """Count a request by its method and path; unserved paths by name only while there are few."""
+        if not served and name not in self.seen:
             self._strays += 1
-            what = what[:80] if self._strays <= _STRAY_PATHS else "other paths"
-        self.seen[what] += 1
+            name = name[:80] if self._strays <= _MAX_STRAY_PATHS else "other paths"
+        self.seen[name] += 1
 
     def _check_open(self) -> None:
         if self.closed:
-            told = f"rollout {self.rollout_id} has ended; nothing is answered any more"
-            raise GatewayRequestError(told, status=410, code="rollout_ended")
+            message = f"rollout {self.rollout_id} has ended; requests are no longer answered"
+            raise GatewayRequestError(message, status=410, code="rollout_ended")
 
     @property
     def running(self) -> int:
-        """Requests under way."""
+        """Requests in flight."""
         return self._running
 
     def end(self) -> bool:
-        """Nothing further is begun. Whether nothing is under way; else ``cut`` ends that."""
+        """Refuse further requests. Returns whether nothing is pending; else call ``cancel_pending``."""
         with self._lock:
             self.closed = True
-            return not self._under_way
+            return not self._pending
 
-    def cut(self) -> None:
-        """Cancel what is under way; on the gateway's loop."""
-        for work in self._under_way:
-            work.task.cancel()
+    def cancel_pending(self) -> None:
+        """Cancel pending responses. On the gateway's loop."""
+        for response in self._pending:
+            response.task.cancel()
 
-    def _ended(self, work: Work) -> None:
+    def _on_done(self, response: PendingResponse) -> None:
         with self._lock:
-            self._under_way.discard(work)
-            if not work.stands:
-                self.works.unanswered(work.key)
-            if self.closed and not self._under_way:
-                self.quiet.set()
+            self._pending.discard(response)
+            if not response.usable:
+                self.recent.note_unanswered(response.key)
+            if self.closed and not self._pending:
+                self.idle.set()
 
     def write_summary(self) -> None:
-        """The last span: what came in all, where the last answer's does not say it already."""
-        if self.seen != self._told:
-            self.write(names.GATEWAY_SPAN, self._known(), time.time())
+        """Write a last span with the counts of requests, if they have changed since the last answer's span."""
+        if self.seen != self._written_counts:
+            self.write(names.GATEWAY_SPAN, self._rollout_attributes(), time.time())
 
     def forget(self) -> None:
-        """Let go of the conversations, which refer to this attempt and to each other: they are freed with it, and not
-        when the garbage collector finds them, which took a seventh of the time with 1,024 in flight."""
+        """Drop the conversations. Their reference cycles are broken, so that they are freed at once: the garbage
+        collector took a seventh of the time with 1,024 rollouts in flight."""
         for tree in self._trees.values():
             tree.forget()
         self._trees.clear()
-        self.works = Works()
+        self.recent = RecentResponses()
         self.bodies = Bodies()
 
     # -- requests -----------------------------------------------------------------------------------------------------
 
-    def work(self, call: Call, *, role: str, key: bytes, retry: bool, prefix: str = "") -> Work:
-        """The work on a request; of one that its client sends again, what was begun the first time."""
-        if retry and (begun := self.works.begun(key)) is not None:
+    def respond(self, call: Call, *, role: str, key: bytes, retry: bool, prefix: str = "") -> PendingResponse:
+        """The response to a request; for a retry the response to the original request, if there is one."""
+        if retry and (response := self.recent.find(key)) is not None:
             self.seen["retries_answered"] += 1
-            return begun
+            return response
         if self.seen["requests"] >= self.settings.max_requests:
             raise GatewayRequestError(
                 f"rollout {self.rollout_id} has made {self.settings.max_requests} requests, the most it may make",
@@ -176,17 +176,17 @@ class Attempt:
             )
         with self._lock:
             self._check_open()
-            work = Work(key=key, n=call.n, prefix=prefix, answer=partial(self._answer, call, role))
-            self._under_way.add(work)
+            response = PendingResponse(key=key, n=call.n, prefix=prefix, answer=partial(self._answer, call, role))
+            self._pending.add(response)
         self.seen["requests"] += 1
-        work.task.add_done_callback(lambda _: self._ended(work))
-        self.works.add(work, len(self._under_way))
-        return work
+        response.task.add_done_callback(lambda _: self._on_done(response))
+        self.recent.add(response, len(self._pending))
+        return response
 
     async def decoder(self) -> Callable[[list[int]], str]:
-        """How token ids are read, for log-probs."""
+        """A function from token ids to text, for log-probs."""
         tokenizer = await self.access.tokenizer(self.roles[LLM_RESOURCE])
-        texts: dict[tuple[int, ...], str] = {}  # among the likeliest tokens of each place are the same ones
+        texts: dict[tuple[int, ...], str] = {}  # the top tokens of positions repeat
 
         def decode(ids: list[int]) -> str:
             if (key := tuple(ids)) not in texts:
@@ -195,17 +195,17 @@ class Attempt:
 
         return decode
 
-    async def _answer(self, call: Call, role: str, work: Work) -> Answered:
+    async def _answer(self, call: Call, role: str, response: PendingResponse) -> CallResult:
         llm = self.roles.get(role) or self.roles[LLM_RESOURCE]
         tokenizer = await self.access.tokenizer(llm)
-        for kind in call.left_out:
+        for kind in call.server_tools:
             self.seen[f"left_out/{kind}"] += 1
             explain_once(kind)
         if call.compacts and not call.tools:
-            call = replace(call, tools=self._tools_shown(role, call.messages))
+            call = replace(call, tools=self._tools_of(role, call.messages))
         tree = self._tree(role, call, tokenizer, llm)
         reader = tree.template.reader
-        if call.offered and reader.parser is None:  # or it says that nobody reads its calls
+        if call.offered and reader.parser is None:  # parser_for warns if no parser fits
             reader = replace(reader, parser=parser_for(tokenizer, tree.template.kwargs))
         trained = role in (LLM_RESOURCE, *self.settings.trained_models)
         sampling, untrained = sampling_for(
@@ -220,81 +220,81 @@ class Attempt:
             untrained = f"role:{role}"
         if call.tool_choice == "none":
             reader = replace(reader, parser=None)
-        reads = Reading(None if call.raw else reader, sampling.stop)
+        reading = Reading(None if call.raw else reader, sampling.stop)
         self._images.update(call.images)
         match = tree.find(call.messages)
-        self.works.read(match.node)
-        begun = self._clock = self._clock + 1
-        fork = match.fork or (self._changed_tools(role, tree, call.messages) if match.known == 0 else None)
-        if call.compacted is not None and match.known <= call.compacted:
+        self.recent.forget(match.node)
+        requested_at = self._clock = self._clock + 1
+        fork = match.fork or (self._tools_changed(role, tree, call.messages) if match.length == 0 else None)
+        if call.summary_index is not None and match.length <= call.summary_index:
             fork = ForkReason.COMPACTION
 
-        async def one(index: int) -> tuple[Choice, TokenArray, int]:
-            line = tree.take(match)
-            session = line.session
+        async def sample(index: int) -> tuple[Choice, TokenArray, int]:
+            conversation = tree.acquire(match)
+            session = conversation.session
             offered = (*session.stats.tools, *(tool["function"]["name"] for tool in call.offered))
             session.stats.tools = tuple(dict.fromkeys(offered))
 
             def on_progress(progress: Progress) -> None:
-                work.update(index, reads.visible(progress.text), progress)
+                response.update(index, reading.visible(progress.text), progress)
 
-            how: dict[str, Any] = {"on_progress": on_progress} if call.stream else {}
+            options: dict[str, Any] = {"on_progress": on_progress} if call.stream else {}
             if call.top_log_probs:
-                how["top_log_probs"] = call.top_log_probs
-            how |= {"fork": fork, "untrained": untrained}
+                options["top_log_probs"] = call.top_log_probs
+            options |= {"fork": fork, "untrained": untrained}
             try:
-                answer = await session.ask(sampling=sampling, delivered=lambda: work.delivered[index], **how)
+                answer = await session.ask(sampling=sampling, delivered=lambda: response.delivered[index], **options)
             except BaseException:
-                tree.failed(line)
+                tree.release(conversation)
                 raise
             generation = answer.generation
-            choice, ids = reads.choice(generation, call, session)
-            served = served_message(call.as_sent_back(choice), call.messages[-1])
-            node = tree.answered(match, line, held=session.messages[-1], served=served, ids=ids, cut=answer.cut)
-            work.nodes.append(node)
-            if call.kept is not None and index == 0:
-                self.kept[work.id] = [*call.messages[call.kept :], served]
+            choice, ids = reading.choice(generation, call, session)
+            served, sampled = served_message(call.as_returned(choice), call.messages[-1]), session.messages[-1]
+            node = tree.add_answer(match, conversation, sampled=sampled, served=served, ids=ids, cut=answer.cut)
+            response.nodes.append(node)
+            if call.store_from is not None and index == 0:
+                self.kept[response.id] = [*call.messages[call.store_from :], served]
                 if call.conversation:
-                    self.kept[call.conversation] = self.kept[work.id]
-            self._note(node, match, (id(tree), node.before), begun)
+                    self.kept[call.conversation] = self.kept[response.id]
+            self._note_answer(node, match, (id(tree), node.parent_state), requested_at)
             self.seen["answers"] += 1
-            self._emit({names.RESPONSE_ID: work.id, names.ROLE: role})
-            if answer.cut:  # its reader is gone; what it got is written
+            self._write_spans({names.RESPONSE_ID: response.id, names.ROLE: role})
+            if answer.cut:  # the client has left; the part that it got is written
                 raise asyncio.CancelledError
             return choice, session.turns[-1].prompt_ids, generation.cached_tokens
 
         try:
-            done = await _all([one(index) for index in range(call.n)])
+            samples = await _gather([sample(index) for index in range(call.n)])
         except RolloutStopped as stopped:
-            if isinstance(stopped.__cause__, ContextOverflowError):  # clients know this one, and may shorten
+            if isinstance(stopped.__cause__, ContextOverflowError):  # on this error clients may shorten the prompt
                 raise stopped.__cause__ from stopped
-            return self._stopped(call, work, stopped)
+            return self._stopped(call, response, stopped)
         finally:
             if self.flush is not None:
                 await self.flush()
-        return Answered(
-            id=work.id,
-            created=work.created,
+        return CallResult(
+            id=response.id,
+            created=response.created,
             model=call.model or llm.model,
-            choices=tuple(choice for choice, _, _ in done),
-            prompt_ids=done[0][1],
-            cached_tokens=done[0][2],
-            asked=call.messages if call.compacts else (),
+            choices=tuple(choice for choice, _, _ in samples),
+            prompt_ids=samples[0][1],
+            cached_tokens=samples[0][2],
+            compacted=call.messages if call.compacts else (),
         )
 
-    def _stopped(self, call: Call, work: Work, stopped: RolloutStopped) -> Answered:
-        """A limit leaves no room: what a model says that stops at once."""
+    def _stopped(self, call: Call, response: PendingResponse, stopped: RolloutStopped) -> CallResult:
+        """The empty answer after a limit, as of a model that stops at once."""
         self._empty += 1
-        self.write(names.GATEWAY_SPAN, {names.RESPONSE_ID: work.id, **self._known()}, time.time())
+        self.write(names.GATEWAY_SPAN, {names.RESPONSE_ID: response.id, **self._rollout_attributes()}, time.time())
         self.seen[f"stopped/{stopped.reason.value}"] += 1
-        if self._empty > _EMPTY_ANSWERS:
+        if self._empty > _MAX_EMPTY_ANSWERS:
             raise GatewayRequestError(f"{stopped}, and asks on", status=429, code="rate_limit_exceeded")
         finish = "stop" if stopped.reason.value == "max_turns" else "length"
         choices = (Choice(finish=finish),) * call.n
-        return Answered(id=work.id, created=work.created, model=call.model, choices=choices)
+        return CallResult(id=response.id, created=response.created, model=call.model, choices=choices)
 
     async def count(self, call: Call) -> int:
-        """How many tokens the prompt of a request would have."""
+        """The number of tokens of a request's prompt."""
         llm = self.roles[LLM_RESOURCE]
         tokenizer = await self.access.tokenizer(llm)
         template = self._tree(LLM_RESOURCE, call, tokenizer, llm).template
@@ -306,13 +306,13 @@ class Attempt:
 
     def _tree(self, role: str, call: Call, tokenizer: ChatTokenizer, llm: LLM) -> Tree:
         tools, kwargs = list(call.tools) or None, call.template_kwargs
-        if call.tools is not self._tools[0] or kwargs is not self._tools[1]:  # as those of the request before
+        if call.tools is not self._tools[0] or kwargs is not self._tools[1]:
             self._tools = call.tools, kwargs, template_key(tools, kwargs)
         key = role, "" if call.raw else self._tools[2]
-        if (known := self._trees.get(key)) is not None:
-            return known
-        if refused := sorted(_NOT_FOR_TEMPLATES & kwargs.keys()):
-            where = f"chat_template_kwargs.{refused[0]}"
+        if (tree := self._trees.get(key)) is not None:
+            return tree
+        if reserved := sorted(_RESERVED_KWARGS & kwargs.keys()):
+            where = f"chat_template_kwargs.{reserved[0]}"
             raise GatewayRequestError(f"{where} is not a client's to set; the run decides on it", param=where)
         template, spans = self.access.template(tokenizer, tools, kwargs, llm=llm), self._spans
 
@@ -339,49 +339,49 @@ class Attempt:
         tree.tools = call.tools
         return tree
 
-    def _changed_tools(self, role: str, own: Tree, messages: list[Message]) -> ForkReason | None:
-        """A conversation that goes on with other tools begins anew in tokens: its prompt lists them."""
-        others = (tree for (other, _), tree in self._trees.items() if other == role and tree is not own)
-        return ForkReason.EDITED_HISTORY if any(tree.find([*messages]).node for tree in others) else None
+    def _tools_changed(self, role: str, tree: Tree, messages: list[Message]) -> ForkReason | None:
+        """The reason for a fork when a conversation continues with other tools, which its prompt lists."""
+        others = (other for (name, _), other in self._trees.items() if name == role and other is not tree)
+        return ForkReason.EDITED_HISTORY if any(other.find([*messages]).node for other in others) else None
 
-    def _tools_shown(self, role: str, messages: list[Message]) -> tuple[dict[str, Any], ...]:
-        """The tools of the conversation that ``messages`` go on with."""
-        trees = (tree for (other, _), tree in self._trees.items() if other == role)
-        known = ((tree.find([*messages]).known, tree.tools) for tree in trees)
-        return max(known, default=(0, ()), key=itemgetter(0))[1]
+    def _tools_of(self, role: str, messages: list[Message]) -> tuple[dict[str, Any], ...]:
+        """The tools of the conversation that ``messages`` continue."""
+        trees = (tree for (name, _), tree in self._trees.items() if name == role)
+        matches = ((tree.find([*messages]).length, tree.tools) for tree in trees)
+        return max(matches, default=(0, ()), key=itemgetter(0))[1]
 
-    def _note(self, node: Node, match: Match, place: tuple[int, int], begun: int) -> None:
+    def _note_answer(self, node: Node, match: Match, place: tuple[int, int], requested_at: int) -> None:
         self._clock += 1
-        self._left_out.add(AnswerInTime(node, match.node, place, begun, self._clock))
+        self._untrained.add(TimedAnswer(node, match.node, place, requested_at, self._clock))
         assert self._root is not None
-        self._root.stats.untrained_turns = self._left_out.turns
+        self._root.stats.untrained_turns = self._untrained.turns
 
     # -- spans --------------------------------------------------------------------------------------------------------
 
-    def _emit(self, more: Mapping[str, str]) -> None:
+    def _write_spans(self, attributes: Mapping[str, str]) -> None:
         spans = [*self._spans]
         self._spans.clear()
-        for attributes, started in spans:
-            self.write(names.GENERATE_SPAN, {**attributes, **more, **self._known()}, started)
+        for turn, started in spans:
+            self.write(names.GENERATE_SPAN, {**turn, **attributes, **self._rollout_attributes()}, started)
 
-    def _known(self) -> dict[str, Any]:
-        """What is known of the rollout as a whole; on each span, for the last one counts."""
-        self._told = +self.seen
-        known = {names.GATEWAY: json.dumps(self._told)}
+    def _rollout_attributes(self) -> dict[str, Any]:
+        """Attributes of the whole rollout; every span has them, and the last span's count."""
+        self._written_counts = +self.seen
+        attributes = {names.GATEWAY: json.dumps(self._written_counts)}
         roles = dict.fromkeys((*self.roles, *self.settings.trained_models, *self.settings.untrained_models))
         if len(roles) > 1:
-            known[names.ROLES] = json.dumps([*roles])
+            attributes[names.ROLES] = json.dumps([*roles])
         if self._root is None:
-            return known
-        left_out = self._root.stats.untrained_turns
-        self._says_left_out = self._says_left_out or bool(left_out)
-        if self._says_left_out:  # also that there is none any more; of the turns of this gateway's encoder
-            known |= {names.STREAM: self._root.stream, names.UNTRAINED_TURNS: json.dumps(left_out)}
-        return self._root.stats.attributes() | known
+            return attributes
+        untrained = self._root.stats.untrained_turns
+        self._reports_untrained = self._reports_untrained or bool(untrained)
+        if self._reports_untrained:  # also when none is left
+            attributes |= {names.STREAM: self._root.stream, names.UNTRAINED_TURNS: json.dumps(untrained)}
+        return self._root.stats.attributes() | attributes
 
 
-async def _all(coroutines: list[Coroutine[Any, Any, Any]]) -> list[Any]:
-    """Their results; when one fails, the others are cancelled."""
+async def _gather(coroutines: list[Coroutine[Any, Any, Any]]) -> list[Any]:
+    """The results; when one coroutine fails, the others are cancelled."""
     if len(coroutines) == 1:
         return [await coroutines[0]]
     tasks = [asyncio.ensure_future(coroutine) for coroutine in coroutines]

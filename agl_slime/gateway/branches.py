@@ -1,4 +1,4 @@
-"""Which answers of a rollout are trained, where its agent has thrown some away."""
+"""``UntrainedTurns``: the answers that are not trained because the agent discarded them."""
 
 from __future__ import annotations
 
@@ -9,58 +9,58 @@ from agl_slime.gateway.tree import Node
 
 
 @dataclass(frozen=True, slots=True)
-class AnswerInTime:
-    """An answer in time: the one that its request went on from, its ``place`` in a tree, and the ticks of the
-    attempt's clock at which it was asked for and given."""
+class TimedAnswer:
+    """An answer, the answer that its request continued, its ``place`` in a tree, and the ticks of the attempt's clock
+    at its request and at its end."""
 
     node: Node
     parent: Node | None
     place: tuple[int, int]
-    asked: int
-    given: int
+    requested_at: int
+    answered_at: int
 
 
 @dataclass
-class LeftOut:
-    """The turns that the setting does not train, as far as can be told after each answer. An answer costs what it
-    changes, however many came before it."""
+class UntrainedTurns:
+    """The ``turns`` that the setting ``branches`` excludes from training, after each answer. The cost of an answer does
+    not grow with the number of earlier answers."""
 
     branches: Branches
     turns: tuple[int, ...] = ()
-    _left: set[int] = field(default_factory=set)
-    _places: dict[tuple[int, int], list[AnswerInTime]] = field(default_factory=dict)  # what was not asked for again
+    _untrained: set[int] = field(default_factory=set)
+    _latest: dict[tuple[int, int], list[TimedAnswer]] = field(default_factory=dict)  # not requested again, by place
     _parents: dict[Node, Node | None] = field(default_factory=dict)
-    _line: dict[Node, None] = field(default_factory=dict)  # to the last answer, from the first one on
+    _branch: dict[Node, None] = field(default_factory=dict)  # from the first answer to the last
 
-    def add(self, answer: AnswerInTime) -> None:
-        """The next answer, in the order in which they were given."""
+    def add(self, answer: TimedAnswer) -> None:
+        """Add the next answer, in order of ``answered_at``."""
         if self.branches == "all":
             return
-        gone, back = self._asked_again(answer) if self.branches == "used" else self._moved(answer)
-        if gone or back:
-            self._left.difference_update(node.turn for node in back)
-            self._left.update(node.turn for node in gone)
-            self.turns = tuple(sorted(self._left))
+        dropped, restored = self._drop_retried(answer) if self.branches == "used" else self._move_branch(answer)
+        if dropped or restored:
+            self._untrained.difference_update(node.turn for node in restored)
+            self._untrained.update(node.turn for node in dropped)
+            self.turns = tuple(sorted(self._untrained))
 
-    def _asked_again(self, answer: AnswerInTime) -> tuple[list[Node], list[Node]]:
-        """Left out are answers that were asked for again after they were given, and that nothing went on from."""
-        gone, parent = [], answer.parent
-        same = self._places.setdefault(answer.place, [])
-        while same and same[0].given < answer.asked:
+    def _drop_retried(self, answer: TimedAnswer) -> tuple[list[Node], list[Node]]:
+        """Drop answers that were requested again after they ended and were never continued."""
+        dropped, parent = [], answer.parent
+        same = self._latest.setdefault(answer.place, [])
+        while same and same[0].answered_at < answer.requested_at:
             node = same.pop(0).node
-            gone += [] if node.continued else [node]
+            dropped += [] if node.continued else [node]
         same.append(answer)
-        back = [parent] if parent is not None and parent.continued and parent.turn in self._left else []
-        return gone, back
+        restored = [parent] if parent is not None and parent.continued and parent.turn in self._untrained else []
+        return dropped, restored
 
-    def _moved(self, answer: AnswerInTime) -> tuple[list[Node], list[Node]]:
-        """Left out is what the last answer does not go on from."""
-        gone, back, at = [], [], answer.node
-        self._parents[at] = answer.parent
-        while at is not None and at not in self._line:
-            back.append(at)
-            at = self._parents[at]
-        while self._line and next(reversed(self._line)) is not at:
-            gone.append(self._line.popitem()[0])
-        self._line.update(dict.fromkeys(reversed(back)))
-        return gone, [node for node in back if node.turn in self._left]
+    def _move_branch(self, answer: TimedAnswer) -> tuple[list[Node], list[Node]]:
+        """Drop answers that are not on the branch of the last answer."""
+        dropped, added, node = [], [], answer.node
+        self._parents[node] = answer.parent
+        while node is not None and node not in self._branch:
+            added.append(node)
+            node = self._parents[node]
+        while self._branch and next(reversed(self._branch)) is not node:
+            dropped.append(self._branch.popitem()[0])
+        self._branch.update(dict.fromkeys(reversed(added)))
+        return dropped, [node for node in added if node.turn in self._untrained]

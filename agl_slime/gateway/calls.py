@@ -1,4 +1,4 @@
-"""What a model call asks for and what it gets, whatever the protocol: each protocol translates into these and back."""
+"""``Call`` and ``CallResult``: a model call and its answers in one form, which each protocol translates from and to."""
 
 from __future__ import annotations
 
@@ -17,25 +17,30 @@ from agl_slime.tokens.images import Image
 
 _NO_IDS = token_array([], name="prompt_ids")
 
-# What changes the distribution that tokens are sampled from; the run decides on these.
+# Parameters of the distribution that tokens are sampled from: set by the run, not by clients.
 IMPOSED = ("temperature", "top_p", "top_k", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty")
 IMPOSED += ("logit_bias", "seed")
-MOST_LOG_PROBS = 100  # of the likeliest tokens at each place
+MOST_LOG_PROBS = 100  # top log-probs of a position
 
 
 @dataclass(frozen=True, kw_only=True)
 class Call:
-    """One request. ``asked`` are the sampling settings that its client wants and the run may decide otherwise;
-    ``constraint`` what the answer is held to, as SGLang's sampling parameters; ``tool_choice`` is ``auto``, ``none``,
-    ``required`` or the name of a function. ``raw``: the only message's content is a text, or a tuple of token ids,
-    and no template is applied to it. ``kept``: of a conversation that may be gone on from by
-    the answer's id, how many messages at its beginning are of this request alone; ``conversation`` is another id that
-    it may be gone on from by. ``images``: those whose marks the messages have, by their hashes.
+    """One request.
 
-    ``tools`` are those that the prompt begins with, ``loaded`` those that its messages add, and ``left_out`` the types
-    of those that a server would run. ``allowed`` are the names of the only tools that may be called. ``sent_back`` is
-    what a tool's arguments are when its call comes back, where calls have a form of their own. ``compacts``: the answer
-    is a summary of the conversation; ``compacted`` is the place of such a summary among the messages."""
+    Args:
+        tools: the tools at the beginning of the prompt; ``loaded`` are added by later messages, and ``server_tools``
+            are the types of tools that the provider's server would run.
+        tool_choice: ``auto``, ``none``, ``required`` or the name of a function; ``allowed`` names the only tools that
+            may be called.
+        requested: sampling parameters that the client wants and the run may override.
+        constraint: a grammar for the answer, as SGLang's sampling parameters.
+        raw: no chat template: the only message is a text or a tuple of token ids.
+        images: the images whose marks the messages have, by hash.
+        store_from: index of the first message that is stored under the answer's id, and under ``conversation``;
+            ``None`` stores nothing.
+        returned_arguments: by tool, the form in which a call's arguments come back, if it is not the model's.
+        compacts: the answer is to be a summary of the conversation; ``summary_index`` is the message with the last one.
+    """
 
     messages: list[Message]
     model: str = ""
@@ -44,33 +49,33 @@ class Call:
     max_tokens: int | None = None
     stop: tuple[str, ...] = ()
     n: int = 1
-    asked: Mapping[str, Any] = field(default_factory=dict)
+    requested: Mapping[str, Any] = field(default_factory=dict)
     constraint: Mapping[str, Any] = field(default_factory=dict)
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     top_log_probs: int = 0
     stream: bool = False
     raw: bool = False
-    kept: int | None = None
+    store_from: int | None = None
     images: Mapping[str, Image] = field(default_factory=dict)
     conversation: str = ""
     loaded: tuple[dict[str, Any], ...] = ()
-    left_out: tuple[str, ...] = ()
+    server_tools: tuple[str, ...] = ()
     allowed: frozenset[str] | None = None
-    sent_back: Mapping[str, Callable[[Mapping[str, Any]], Any]] = field(default_factory=dict)
+    returned_arguments: Mapping[str, Callable[[Mapping[str, Any]], Any]] = field(default_factory=dict)
     compacts: bool = False
-    compacted: int | None = None
+    summary_index: int | None = None
 
     @property
     def offered(self) -> tuple[dict[str, Any], ...]:
-        """All tools that the model has seen."""
+        """All tools that the prompt has."""
         return (*self.tools, *self.loaded) if self.loaded else self.tools
 
-    def as_sent_back(self, choice: Choice) -> Choice:
-        """An answer as its client will send it back."""
-        if not any(call.name in self.sent_back for call in choice.calls):
+    def as_returned(self, choice: Choice) -> Choice:
+        """``choice`` as its client will send it back in the next request."""
+        if not any(call.name in self.returned_arguments for call in choice.calls):
             return choice
         calls = (
-            replace(call, arguments=form(call.arguments)) if (form := self.sent_back.get(call.name)) else call
+            replace(call, arguments=form(call.arguments)) if (form := self.returned_arguments.get(call.name)) else call
             for call in choice.calls
         )
         return replace(choice, calls=tuple(calls))
@@ -79,7 +84,7 @@ class Call:
 @dataclass(frozen=True, kw_only=True)
 class Choice:
     """One answer. ``finish`` is ``stop``, ``length`` or ``tool_calls``; ``generation`` is ``None`` for the empty answer
-    of a rollout that has reached a limit."""
+    after a rollout's limit."""
 
     reasoning: str = ""
     content: str = ""
@@ -89,7 +94,7 @@ class Choice:
 
     @property
     def token_ids(self) -> list[int]:
-        """The sampled ids, with the stop token."""
+        """The sampled ids, including the stop token."""
         return list(self.generation.output_ids) if self.generation is not None else []
 
     @property
@@ -98,9 +103,8 @@ class Choice:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Answered:
-    """All answers to one request. ``id`` is the same however often it is told; ``asked`` is the conversation where a
-    summary of it was asked for."""
+class CallResult:
+    """All answers to one request. A retry gets the same ``id``. ``compacted``: the messages that the answer sums up."""
 
     id: str
     created: int
@@ -108,7 +112,7 @@ class Answered:
     choices: tuple[Choice, ...]
     prompt_ids: TokenArray = field(default_factory=lambda: _NO_IDS)
     cached_tokens: int = 0
-    asked: Sequence[Message] = ()
+    compacted: Sequence[Message] = ()
 
     @property
     def prompt_tokens(self) -> int:
@@ -119,25 +123,24 @@ class Answered:
         return sum(choice.output_tokens for choice in self.choices)
 
 
-# -- reading settings -------------------------------------------------------------------------------------------------
+# -- reading fields ---------------------------------------------------------------------------------------------------
 
 
 def number(body: Mapping[str, Any], name: str, *, least: float = 0, most: float = math.inf, whole: bool = True) -> Any:
-    """A number of a request, or ``None`` when it has none."""
+    """A number field of a request; ``None`` if absent."""
     value = body.get(name)
     if value is None:
         return None
     kind = isinstance(value, int if whole else (int, float)) and not isinstance(value, bool)
     if not kind or not least <= value <= most:
-        what = f"a {'whole ' * whole}number of at least {least:g}" + (
-            f" and at most {most:g}" if most < math.inf else ""
-        )
-        raise GatewayRequestError(f"{name} must be {what}, got {value!r:.80}", param=name)
+        expected = f"a {'whole ' * whole}number of at least {least:g}"
+        expected += f" and at most {most:g}" if most < math.inf else ""
+        raise GatewayRequestError(f"{name} must be {expected}, got {value!r:.80}", param=name)
     return value
 
 
 def strings(body: Mapping[str, Any], name: str) -> tuple[str, ...]:
-    """A string or a list of strings of a request; those that are empty would stop before the first token."""
+    """A field with a string or a list of strings; an empty stop string would stop before the first token."""
     value = body.get(name)
     listed = [value] if isinstance(value, str) else value or []
     if not isinstance(listed, list) or not all(isinstance(item, str) and item for item in listed):
@@ -148,7 +151,7 @@ def strings(body: Mapping[str, Any], name: str) -> tuple[str, ...]:
 
 
 def function_tool(name: str, description: Any, parameters: Any) -> dict[str, Any]:
-    """The one form that tools have in prompts, whatever protocol they came by."""
+    """A tool in the form of prompts, from any protocol."""
     schema = parameters if isinstance(parameters, Mapping) else {"type": "object", "properties": {}}
     function = {"name": name, "description": str(description or ""), "parameters": dict(schema)}
     return {"type": "function", "function": function}

@@ -1,4 +1,4 @@
-"""OpenAI's chat completions: the protocol as a translation, no state."""
+"""OpenAI's chat completions."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from agl_slime.errors import GatewayRequestError
 from agl_slime.gateway.calls import (
     IMPOSED,
     MOST_LOG_PROBS,
-    Answered,
     Call,
+    CallResult,
     Choice,
     function_tool,
     json_constraint,
@@ -33,9 +33,11 @@ _MOST_CHOICES = 128
 class ChatCompletions(Protocol):
     honoured = frozenset((*_HONOURED.split(), *IMPOSED))
     prefix = "chatcmpl-"
-    grows = "messages"
+    list_field = "messages"
     calls_in_text = True
-    orphan = "messages with role 'tool' must be a response to a preceding message with 'tool_calls'; no call is '{}'"
+    orphan_error = (
+        "messages with role 'tool' must be a response to a preceding message with 'tool_calls'; no call is '{}'"
+    )
 
     def read(self, body: Mapping[str, Any], kept: Kept = NOTHING_KEPT) -> Call:
         if body.get("functions") or body.get("function_call"):
@@ -53,21 +55,21 @@ class ChatCompletions(Protocol):
             tools=tools,
             tool_choice=choice,
             allowed=allowed,
-            sent_back=dict.fromkeys(_custom(body), lambda given: custom_arguments(custom_input(given))),
+            returned_arguments=dict.fromkeys(_custom(body), lambda given: custom_arguments(custom_input(given))),
             max_tokens=self.max_tokens(body),
             stop=strings(body, "stop"),
             n=number(body, "n", least=1, most=_MOST_CHOICES) or 1,
-            asked=self.asked(body),
+            requested=self.requested_sampling(body),
             constraint=_constraint(body),
             template_kwargs=body.get("chat_template_kwargs") or {},
             top_log_probs=number(body, "top_logprobs", most=MOST_LOG_PROBS) or 0,
             stream=bool(body.get("stream")),
         )
 
-    def more(self, items: list[Any], kept: Kept) -> list[Message]:
+    def read_more(self, items: list[Any], kept: Kept) -> list[Message]:
         return _messages(items)
 
-    def answer(self, body: Mapping[str, Any], answered: Answered, decode: Decode) -> dict[str, Any]:
+    def answer(self, body: Mapping[str, Any], result: CallResult, decode: Decode) -> dict[str, Any]:
         choices = [
             {
                 "index": index,
@@ -76,14 +78,14 @@ class ChatCompletions(Protocol):
                 "finish_reason": choice.finish,
                 **({"token_ids": choice.token_ids} if body.get("return_token_ids") else {}),
             }
-            for index, choice in enumerate(answered.choices)
+            for index, choice in enumerate(result.choices)
         ]
-        head = _head(answered, "chat.completion")
+        head = _head(result, "chat.completion")
         if body.get("return_token_ids"):
-            head["prompt_token_ids"] = answered.prompt_ids.tolist()
-        return {**head, "choices": choices, "usage": usage(answered)}
+            head["prompt_token_ids"] = result.prompt_ids.tolist()
+        return {**head, "choices": choices, "usage": usage(result)}
 
-    def stream(self, body: Mapping[str, Any], head: Answered, decode: Decode) -> Stream:
+    def stream(self, body: Mapping[str, Any], head: CallResult, decode: Decode) -> Stream:
         return _ChatStream(body, head, decode)
 
 
@@ -92,23 +94,23 @@ class _ChatStream(Stream):
         for index in range(len(self.texts)):
             yield self._chunk(index, {"role": "assistant", "content": ""})
 
-    def more(self, index: int, reasoning: str, content: str) -> Iterator[bytes]:
+    def delta(self, index: int, reasoning: str, content: str) -> Iterator[bytes]:
         if reasoning:
             yield self._chunk(index, {"reasoning_content": reasoning})
         if content:
             yield self._chunk(index, {"content": content})
 
-    def end(self, answered: Answered) -> Iterator[bytes]:
-        for index, choice in enumerate(answered.choices):
+    def end(self, result: CallResult) -> Iterator[bytes]:
+        for index, choice in enumerate(result.choices):
             for at, call in enumerate(_tool_calls(choice, _custom(self.body))):
                 yield self._chunk(index, {"tool_calls": [{"index": at, **call}]})
-            told = logprobs(choice, self.decode) if self.body.get("logprobs") else None
-            more: dict[str, Any] = {"finish": choice.finish, "logprobs": told}
+            log_probs = logprobs(choice, self.decode) if self.body.get("logprobs") else None
+            last: dict[str, Any] = {"finish": choice.finish, "logprobs": log_probs}
             if self.body.get("return_token_ids"):
-                more |= {"ids": choice.token_ids, "prompt_ids": answered.prompt_ids.tolist()}
-            yield self._chunk(index, {}, **more)
+                last |= {"ids": choice.token_ids, "prompt_ids": result.prompt_ids.tolist()}
+            yield self._chunk(index, {}, **last)
         if (self.body.get("stream_options") or {}).get("include_usage"):
-            yield sse({**_head(self.head, "chat.completion.chunk"), "choices": [], "usage": usage(answered)})
+            yield sse({**_head(self.head, "chat.completion.chunk"), "choices": [], "usage": usage(result)})
         yield b"data: [DONE]\n\n"
 
     def _chunk(
@@ -128,8 +130,8 @@ class _ChatStream(Stream):
         return sse({**head, "choices": [choice]})
 
 
-def _head(answered: Answered, kind: str) -> dict[str, Any]:
-    return {"id": answered.id, "object": kind, "created": answered.created, "model": answered.model}
+def _head(result: CallResult, kind: str) -> dict[str, Any]:
+    return {"id": result.id, "object": kind, "created": result.created, "model": result.model}
 
 
 def _message(choice: Choice, custom: frozenset[str]) -> dict[str, Any]:
@@ -150,14 +152,14 @@ def _tool_calls(choice: Choice, custom: frozenset[str]) -> list[dict[str, Any]]:
     ]
 
 
-def usage(answered: Answered) -> dict[str, Any]:
-    total = answered.prompt_tokens + answered.output_tokens
-    counts = {"prompt_tokens": answered.prompt_tokens, "completion_tokens": answered.output_tokens}
-    return {**counts, "total_tokens": total, "prompt_tokens_details": {"cached_tokens": answered.cached_tokens}}
+def usage(result: CallResult) -> dict[str, Any]:
+    total = result.prompt_tokens + result.output_tokens
+    counts = {"prompt_tokens": result.prompt_tokens, "completion_tokens": result.output_tokens}
+    return {**counts, "total_tokens": total, "prompt_tokens_details": {"cached_tokens": result.cached_tokens}}
 
 
 def logprobs(choice: Choice, decode: Decode) -> dict[str, Any]:
-    """All sampled tokens with the engine's log-probs, those of calls and of the stop token too."""
+    """All sampled tokens with the engine's log-probs, including tool calls and the stop token."""
     generation = choice.generation
     if generation is None:
         return {"content": [], "refusal": None}
@@ -190,7 +192,7 @@ def _read_tool(tool: Any, where: str) -> dict[str, Any]:
 
 
 def _custom(body: Mapping[str, Any]) -> frozenset[str]:
-    """The names of custom tools, whose calls have one text."""
+    """The names of custom tools, whose calls have a text instead of arguments."""
     tools = body.get("tools") or ()
     return frozenset(tool["custom"]["name"] for tool in tools if tool.get("type") == "custom")
 
@@ -200,23 +202,23 @@ def _messages(items: Any) -> list[Message]:
 
 
 def _with_functions(message: Any) -> Any:
-    """A message whose calls of custom tools are functions'."""
+    """The message with calls of custom tools as function calls."""
     calls = message.get("tool_calls") if isinstance(message, Mapping) else None
     if not isinstance(calls, list) or not any(isinstance(call, Mapping) and call.get("custom") for call in calls):
         return message
 
-    def of(call: Any) -> Any:
+    def as_function(call: Any) -> Any:
         custom = call.get("custom") if isinstance(call, Mapping) else None
         if not isinstance(custom, Mapping):
             return call
         arguments = custom_arguments(custom.get("input"))
         return {"id": call.get("id"), "function": {"name": custom.get("name"), "arguments": arguments}}
 
-    return {**message, "tool_calls": [*map(of, calls)]}
+    return {**message, "tool_calls": [*map(as_function, calls)]}
 
 
 def _tool_choice(value: Any, tools: tuple[dict[str, Any], ...]) -> tuple[str, frozenset[str] | None]:
-    """The choice, and the names of the only tools that may be called, where not all may."""
+    """The choice, and the names of the only tools that may be called (``None``: all)."""
     if value in (None, "auto", "none", "required"):
         return (value or "auto") if tools or value is None else "none", None
     inner = value.get("allowed_tools") if isinstance(value, Mapping) else None
@@ -224,18 +226,18 @@ def _tool_choice(value: Any, tools: tuple[dict[str, Any], ...]) -> tuple[str, fr
         return read_allowed(inner, Tools(shown=tools), _name_of)
     if name := _name_of(value):
         return name, None
-    told = "auto, none, required, allowed_tools, or a function or custom tool with its name"
-    raise GatewayRequestError(f"tool_choice must be {told}, got {value!r:.80}", param="tool_choice")
+    choices = "auto, none, required, allowed_tools, or a function or custom tool with its name"
+    raise GatewayRequestError(f"tool_choice must be {choices}, got {value!r:.80}", param="tool_choice")
 
 
 def _name_of(tool: Any) -> str:
-    """The name that a choice of a tool has."""
+    """The name in a choice of one tool."""
     inner = (tool.get("function") or tool.get("custom")) if isinstance(tool, Mapping) else None
     return inner["name"] if isinstance(inner, Mapping) and isinstance(inner.get("name"), str) else ""
 
 
 def _constraint(body: Mapping[str, Any]) -> dict[str, Any]:
-    for name in ("regex", "ebnf", "json_schema"):  # SGLang's own
+    for name in ("regex", "ebnf", "json_schema"):  # of SGLang
         if body.get(name):
             return {name: body[name]}
     wanted = body.get("response_format") or {}
@@ -246,8 +248,8 @@ def _constraint(body: Mapping[str, Any]) -> dict[str, Any]:
         return json_constraint({"type": "object"})
     schema = wanted.get("json_schema") if kind == "json_schema" else None
     if not isinstance(schema, Mapping) or not isinstance(schema.get("schema"), Mapping):
-        told = "text, json_object, or json_schema with its schema"
+        formats = "text, json_object, or json_schema with its schema"
         raise GatewayRequestError(
-            f"response_format must be {told}, got {json.dumps(wanted)[:80]}", param="response_format"
+            f"response_format must be {formats}, got {json.dumps(wanted)[:80]}", param="response_format"
         )
     return json_constraint(schema["schema"])

@@ -1,4 +1,4 @@
-"""``agl-slime gateway``: a gateway by itself, in one process or several, for agents that other runners execute.
+"""``agl-slime gateway``: a standalone gateway for agents that other runners execute.
 
 agl-slime gateway --store-url http://HOST:4747 --sglang-url http://HOST:30000 --model-path DIR
 """
@@ -18,44 +18,37 @@ import tyro
 from agl_slime.errors import AglSlimeError, ConfigError
 from agl_slime.gateway.remote import TOKEN_VARIABLE, StoreGateway
 from agl_slime.gateway.settings import GatewaySettings
-from agl_slime.gateway.workers import WorkerSpec, serving_workers
 from agl_slime.store.client import RemoteStore
 from agl_slime.store.server import TOKEN_VARIABLE as STORE_TOKEN_VARIABLE
 from agl_slime.support.agl import LLM
 from agl_slime.support.http import stop_signal
-from agl_slime.support.ranges import check_ranges
 from agl_slime.tokens.systems import LaterSystems
 from agl_slime.tokens.tokenizer import read_template_kwargs
 
 
 @dataclass(frozen=True, kw_only=True)
 class GatewayCommand:
-    """Serve the model under training to agents that other runners execute, and write what is sampled to a store."""
+    """Serve the model under training to agents that other runners execute, and write sampled answers to a store."""
 
     store_url: str
     """The store that the runners use (agl_slime's StoreService)."""
     sglang_url: str
     """SGLang server or router."""
     model_path: Path
-    """The checkpoint whose tokenizer and chat template the policy has."""
+    """A checkpoint with the policy's tokenizer and chat template."""
     max_new_tokens: int = 256
-    """Most tokens of an answer, where the rollout's resources say nothing."""
+    """Most tokens of an answer, unless the rollout's resources set it."""
     temperature: float = 1.0
-    """Sampling temperature, where the rollout's resources say nothing."""
+    """Sampling temperature, unless the rollout's resources set it."""
     chat_template_kwargs: str = ""
     """Arguments of the model's chat template, as a JSON object: {"preserve_thinking": true}."""
     later_systems: LaterSystems = "in_place"
-    """System messages after the first, where the chat template takes none: in_place (a user's message, or the end of
+    """System messages after the first, if the chat template takes only one: in_place (a user's message, or the end of
     the tool result before it), user (a user's message), or first (at the beginning, which forks)."""
     token: str | None = None
-    """What clients show; anything but a loopback address needs one. AGL_SLIME_GATEWAY_TOKEN is the same."""
-    workers: int = 1
-    """Processes that the conversations live in, each attempt in one of them, behind the one address."""
+    """Token of clients; needed unless the address is loopback. AGL_SLIME_GATEWAY_TOKEN is the same."""
     gateway: GatewaySettings = field(default_factory=GatewaySettings)
-    """How clients are treated, and the address to listen on."""
-
-    def __post_init__(self) -> None:
-        check_ranges(self, ("workers", lambda value: value >= 1, "at least 1"), named=lambda name: f"--{name}")
+    """Address, limits, and which answers are trained."""
 
 
 async def _serve(command: GatewayCommand) -> None:
@@ -67,14 +60,6 @@ async def _serve(command: GatewayCommand) -> None:
     llm = LLM(endpoint=command.sglang_url, model=str(command.model_path), sampling_parameters=sampling)
     store_token, token = os.environ.get(STORE_TOKEN_VARIABLE), command.token or os.environ.get(TOKEN_VARIABLE)
     ended = stop_signal()
-    if command.workers > 1:
-        shared: dict[str, Any] = {"store_url": command.store_url, "store_token": store_token, "llm": llm}
-        async with serving_workers(
-            WorkerSpec(**shared, token=token, settings=command.gateway), command.workers
-        ) as front:
-            print(f"gateway at {front.url}/v1", flush=True)
-            await ended.wait()
-        return
     store = RemoteStore(command.store_url, token=store_token)
     gateway = StoreGateway(store=store, llm=llm, token=token, settings=command.gateway)
     with gateway:

@@ -1,4 +1,4 @@
-"""OpenAI's completions: text in, text out, no template. A prompt that begins with what was held goes on from it."""
+"""OpenAI's completions: text without a chat template. A prompt that begins with an earlier one continues it."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from itertools import accumulate
 from typing import Any
 
 from agl_slime.errors import GatewayRequestError
-from agl_slime.gateway.calls import IMPOSED, MOST_LOG_PROBS, Answered, Call, Choice, number, strings
+from agl_slime.gateway.calls import IMPOSED, MOST_LOG_PROBS, Call, CallResult, Choice, number, strings
 from agl_slime.gateway.chat import usage
 from agl_slime.gateway.protocol import NOTHING_KEPT, Decode, Kept, Protocol, Stream, sse
 
 _HONOURED = "prompt model max_tokens max_completion_tokens max_new_tokens max_output_tokens stop n logprobs stream"
 _HONOURED += " return_token_ids stream_options regex ebnf json_schema"
 _DEFAULT_TOKENS = 16
-_MOST_IDS = 2**31  # what int32 holds; the engine knows its vocabulary
+_MOST_IDS = 2**31  # of int32; the engine checks its vocabulary
 
 
 class Completions(Protocol):
@@ -40,23 +40,23 @@ class Completions(Protocol):
             max_tokens=self.max_tokens(body) or _DEFAULT_TOKENS,
             stop=strings(body, "stop"),
             n=number(body, "n", least=1, most=128) or 1,
-            asked=self.asked(body),
+            requested=self.requested_sampling(body),
             constraint=constraint,
             top_log_probs=number(body, "logprobs", most=MOST_LOG_PROBS) or 0,
             stream=bool(body.get("stream")),
         )
 
-    def answer(self, body: Mapping[str, Any], answered: Answered, decode: Decode) -> dict[str, Any]:
+    def answer(self, body: Mapping[str, Any], result: CallResult, decode: Decode) -> dict[str, Any]:
         choices = [
             {
-                **_choice(index, choice.content, choice.finish, _logprobs(choice, decode) if wants(body) else None),
-                **_ids(body, choice, answered),
+                **_choice(index, choice.content, choice.finish, _logprobs(body, choice, decode)),
+                **_ids(body, choice, result),
             }
-            for index, choice in enumerate(answered.choices)
+            for index, choice in enumerate(result.choices)
         ]
-        return {**_head(answered), "choices": choices, "usage": usage(answered)}
+        return {**_head(result), "choices": choices, "usage": usage(result)}
 
-    def stream(self, body: Mapping[str, Any], head: Answered, decode: Decode) -> Stream:
+    def stream(self, body: Mapping[str, Any], head: CallResult, decode: Decode) -> Stream:
         return _CompletionStream(body, head, decode)
 
 
@@ -64,41 +64,38 @@ class _CompletionStream(Stream):
     def begin(self) -> Iterator[bytes]:
         return iter(())
 
-    def more(self, index: int, reasoning: str, content: str) -> Iterator[bytes]:
+    def delta(self, index: int, reasoning: str, content: str) -> Iterator[bytes]:
         yield sse({**_head(self.head), "choices": [_choice(index, content, None, None)]})
 
-    def end(self, answered: Answered) -> Iterator[bytes]:
-        for index, choice in enumerate(answered.choices):
-            told = _logprobs(choice, self.decode) if wants(self.body) else None
-            last = {**_choice(index, "", choice.finish, told), **_ids(self.body, choice, answered)}
+    def end(self, result: CallResult) -> Iterator[bytes]:
+        for index, choice in enumerate(result.choices):
+            log_probs = _logprobs(self.body, choice, self.decode)
+            last = {**_choice(index, "", choice.finish, log_probs), **_ids(self.body, choice, result)}
             yield sse({**_head(self.head), "choices": [last]})
         if (self.body.get("stream_options") or {}).get("include_usage"):
-            yield sse({**_head(self.head), "choices": [], "usage": usage(answered)})
+            yield sse({**_head(self.head), "choices": [], "usage": usage(result)})
         yield b"data: [DONE]\n\n"
 
 
-def wants(body: Mapping[str, Any]) -> bool:
-    """Log-probs; 0 of the likeliest tokens is those of the sampled ones alone."""
-    return body.get("logprobs") is not None
-
-
-def _head(answered: Answered) -> dict[str, Any]:
-    head = {"id": answered.id, "object": "text_completion", "created": answered.created}
-    return {**head, "model": answered.model}
+def _head(result: CallResult) -> dict[str, Any]:
+    head = {"id": result.id, "object": "text_completion", "created": result.created}
+    return {**head, "model": result.model}
 
 
 def _choice(index: int, text: str, finish: str | None, logprobs: Any) -> dict[str, Any]:
     return {"index": index, "text": text, "finish_reason": finish, "logprobs": logprobs}
 
 
-def _ids(body: Mapping[str, Any], choice: Choice, answered: Answered) -> dict[str, Any]:
-    """What vLLM adds for ``return_token_ids``."""
+def _ids(body: Mapping[str, Any], choice: Choice, result: CallResult) -> dict[str, Any]:
+    """The fields that vLLM adds for ``return_token_ids``."""
     if not body.get("return_token_ids"):
         return {}
-    return {"prompt_token_ids": answered.prompt_ids.tolist(), "token_ids": choice.token_ids}
+    return {"prompt_token_ids": result.prompt_ids.tolist(), "token_ids": choice.token_ids}
 
 
-def _logprobs(choice: Choice, decode: Decode) -> dict[str, Any]:
+def _logprobs(body: Mapping[str, Any], choice: Choice, decode: Decode) -> dict[str, Any] | None:
+    if body.get("logprobs") is None:  # 0 asks for the log-probs of sampled tokens alone
+        return None
     generation = choice.generation
     if generation is None:
         return {"tokens": [], "token_logprobs": [], "top_logprobs": None, "text_offset": []}

@@ -1,8 +1,8 @@
-"""Tools as clients declare them, whatever the protocol: functions, and tools whose type alone says what they take.
+"""Tools that clients declare, in any protocol: functions, and tools with a type instead of parameters.
 
-A tool that the client runs is a function to the model, with the parameters that the type's maker publishes, and its
-calls go back in the form that the client expects. Tools that a server runs are left out, for nobody here can run them;
-those are named in ``left_out``. A tool of any other type is refused by name.
+A tool that the client runs becomes a function with the parameters that the type's publisher documents; its calls go
+back in the client's form. Tools of the provider's servers are left out of the prompt and listed in ``server_tools``.
+Any other type is refused by name.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import json
 import logging
 import re
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from agl_slime.errors import GatewayRequestError
@@ -30,14 +30,12 @@ _PLACE: dict[str, Any] = {"type": "array", "items": _WHOLE, "minItems": 2, "maxI
 
 @dataclass(frozen=True, kw_only=True)
 class Tools:
-    """The tools of a request: ``shown`` are those that the prompt begins with, ``loaded`` those that it has from a
-    search for tools on, and ``left_out`` the types of those that a server would run. ``custom`` are the names of tools
-    whose calls have one text."""
+    """The tools of a request: ``shown`` at the beginning of the prompt, ``loaded`` by a search for tools;
+    ``server_tools`` are the types of tools that the provider's server would run."""
 
     shown: tuple[dict[str, Any], ...] = ()
     loaded: tuple[dict[str, Any], ...] = ()
-    left_out: tuple[str, ...] = ()
-    custom: frozenset[str] = field(default_factory=frozenset)
+    server_tools: tuple[str, ...] = ()
 
 
 def kind_of(tool: Mapping[str, Any]) -> str:
@@ -46,13 +44,13 @@ def kind_of(tool: Mapping[str, Any]) -> str:
 
 
 def unknown_tool(where: str, kind: Any, *, schema: str) -> GatewayRequestError:
-    told = f"{where} is a tool of type {kind!r:.80}, which is not served here: declare a function with its {schema}"
-    return GatewayRequestError(told, code="unsupported_tool", param="tools")
+    message = f"{where} is a tool of type {kind!r:.80}, which is not served here: declare a function with its {schema}"
+    return GatewayRequestError(message, code="unsupported_tool", param="tools")
 
 
 @functools.cache
 def explain_once(kind: str) -> None:
-    """What becomes of a tool that a server would run, for the first of its type in this process."""
+    """Warn about the first server tool of a type in this process."""
     text = "Agents declare tools of type %s, which a server would run: no prompt has them, and the answers are trained."
     logger.warning(f"{text} Further requests are counted as gateway/left_out/%s.", kind, kind)
 
@@ -60,11 +58,11 @@ def explain_once(kind: str) -> None:
 def read_allowed(
     value: Mapping[str, Any], tools: Tools, name_of: Callable[[Any], str]
 ) -> tuple[str, frozenset[str] | None]:
-    """The mode of ``allowed_tools`` and the names of the tools. A server's tools are none of them."""
+    """The mode of ``allowed_tools`` and the names of the tools, without server tools."""
     mode, listed = value.get("mode"), value.get("tools")
     if mode not in ("auto", "required") or not isinstance(listed, list):
-        told = f"tool_choice.mode must be auto or required, and tools a list of tools, got {value!r:.80}"
-        raise GatewayRequestError(told, param="tool_choice")
+        message = f"tool_choice.mode must be auto or required, and tools a list of tools, got {value!r:.80}"
+        raise GatewayRequestError(message, param="tool_choice")
     offered = {tool["function"]["name"] for tool in (*tools.shown, *tools.loaded)}
     allowed = frozenset(filter(None, map(name_of, listed)))
     if unknown := sorted(allowed - offered):
@@ -73,7 +71,7 @@ def read_allowed(
 
 
 def definitions(tools: Iterable[Mapping[str, Any]]) -> str:
-    """What the model reads of tools that a search has found, one a line."""
+    """Tools as text for the model, one on each line."""
     return "\n".join(json.dumps(tool["function"], ensure_ascii=False) for tool in tools)
 
 
@@ -81,30 +79,30 @@ def _object(required: str, **properties: Any) -> dict[str, Any]:
     return {"type": "object", "properties": properties, "required": required.split()}
 
 
-# -- Anthropic's ------------------------------------------------------------------------------------------------------
+# -- Anthropic --------------------------------------------------------------------------------------------------------
 
-_ANTHROPICS_SERVERS = ("web_search", "web_fetch", "code_execution", "advisor", "mcp_toolset")
-_ANTHROPICS_SERVERS += ("tool_search_tool_bm25", "tool_search_tool_regex")
+_ANTHROPIC_SERVER_TOOLS = ("web_search", "web_fetch", "code_execution", "advisor", "mcp_toolset")
+_ANTHROPIC_SERVER_TOOLS += ("tool_search_tool_bm25", "tool_search_tool_regex")
 _EDITS = "view create str_replace insert"
 _FIRST_ACTIONS = "key type mouse_move left_click left_click_drag right_click middle_click double_click screenshot"
 _FIRST_ACTIONS += " cursor_position"
 _ACTIONS = f"{_FIRST_ACTIONS} triple_click left_mouse_down left_mouse_up scroll hold_key wait"
 
 
-def anthropics_tool(tool: Mapping[str, Any], where: str) -> dict[str, Any] | None:
-    """A tool of Anthropic's messages as the model sees it; ``None`` for one that a server runs."""
+def anthropic_tool(tool: Mapping[str, Any], where: str) -> dict[str, Any] | None:
+    """A tool of Anthropic's messages as a function; ``None`` for a server tool."""
     kind, name = kind_of(tool), tool.get("name")
     if tool.get("input_schema") is not None and isinstance(name, str):
         return function_tool(name, tool.get("description"), tool["input_schema"])
-    if kind in _ANTHROPICS_SERVERS:
+    if kind in _ANTHROPIC_SERVER_TOOLS:
         return None
     if kind in ("", "custom"):
         missing = "input_schema" if isinstance(name, str) else "name"
         raise GatewayRequestError(f"{where}.{missing}: Field required", param="tools")
-    made = _ANTHROPICS.get(kind)
-    if made is None:
+    describe = _ANTHROPIC_TOOLS.get(kind)
+    if describe is None:
         raise unknown_tool(where, tool["type"], schema="input_schema")
-    description, parameters = made(tool)
+    description, parameters = describe(tool)
     return function_tool(str(name or kind), tool.get("description") or description, parameters)
 
 
@@ -152,7 +150,7 @@ def _computer(tool: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
     return described, _object("action", action={"type": "string", "enum": actions}, **fields)
 
 
-_ANTHROPICS: dict[str, Callable[[Mapping[str, Any]], tuple[str, dict[str, Any]]]] = {
+_ANTHROPIC_TOOLS: dict[str, Callable[[Mapping[str, Any]], tuple[str, dict[str, Any]]]] = {
     "bash": _bash,
     "text_editor": _text_editor,
     "memory": _memory,
@@ -160,16 +158,24 @@ _ANTHROPICS: dict[str, Callable[[Mapping[str, Any]], tuple[str, dict[str, Any]]]
 }
 
 
-# -- OpenAI's ---------------------------------------------------------------------------------------------------------
+# -- OpenAI -----------------------------------------------------------------------------------------------------------
 
-_OPENAIS_SERVERS = ("web_search", "web_search_preview", "file_search", "code_interpreter", "image_generation", "mcp")
-_OPENAIS_SERVERS += ("programmatic_tool_calling",)
+_OPENAI_SERVER_TOOLS = (
+    "web_search",
+    "web_search_preview",
+    "file_search",
+    "code_interpreter",
+    "image_generation",
+    "mcp",
+)
+_OPENAI_SERVER_TOOLS += ("programmatic_tool_calling",)
 
 
 @dataclass(frozen=True)
-class Kind:
-    """A type of tool of OpenAI's responses that the client runs. ``fields`` are what an item of type ``item`` says of a
-    call, ``None`` where its arguments do not fit; ``arguments`` what such an item says, as arguments."""
+class ToolKind:
+    """A type of tool of OpenAI's responses that the client runs: its calls are items of type ``item``, its results of
+    type ``output``. ``fields`` writes a call's arguments as fields of the item (``None`` if they do not fit),
+    ``arguments`` reads them back."""
 
     item: str
     output: str
@@ -179,8 +185,7 @@ class Kind:
     arguments: Callable[[Mapping[str, Any]], Any]
 
 
-def _given(value: Any) -> Any:
-    """An object without what it does not say."""
+def _without_nulls(value: Any) -> Any:
     return {key: item for key, item in value.items() if item is not None} if isinstance(value, Mapping) else value
 
 
@@ -193,9 +198,9 @@ def _are_wholes(arguments: Arguments, *names: str) -> bool:
 
 
 def _local_shell(arguments: Arguments) -> dict[str, Any] | None:
-    known = {"command", "env", "timeout_ms", "working_directory"}
+    names = {"command", "env", "timeout_ms", "working_directory"}
     env, directory = arguments.get("env") or {}, arguments.get("working_directory")
-    fits = _are_texts(arguments.get("command")) and _are_wholes(arguments, "timeout_ms") and arguments.keys() <= known
+    fits = _are_texts(arguments.get("command")) and _are_wholes(arguments, "timeout_ms") and arguments.keys() <= names
     if not (fits and isinstance(env, Mapping) and isinstance(directory, str | None)):
         return None
     action = {"type": "exec", "timeout_ms": None, "user": None, "working_directory": None, **arguments}
@@ -203,7 +208,7 @@ def _local_shell(arguments: Arguments) -> dict[str, Any] | None:
 
 
 def _local_shell_arguments(item: Mapping[str, Any]) -> Any:
-    action = _given(item.get("action"))
+    action = _without_nulls(item.get("action"))
     if not isinstance(action, dict):
         return {}
     return {key: value for key, value in action.items() if key != "type" and (key != "env" or value)}
@@ -230,8 +235,8 @@ _ENV = {"type": "object", "additionalProperties": _TEXT}
 _LOCAL_SHELL = _object("command", command=_TEXTS, working_directory=_TEXT, timeout_ms=_WHOLE, env=_ENV)
 _SEARCH = _object("query", query=_TEXT)
 
-OPENAIS: dict[str, Kind] = {
-    "local_shell": Kind(
+OPENAI_TOOLS: dict[str, ToolKind] = {
+    "local_shell": ToolKind(
         "local_shell_call",
         "local_shell_call_output",
         "Run a command, given as a list of its words, on the user's machine.",
@@ -239,23 +244,23 @@ OPENAIS: dict[str, Kind] = {
         _local_shell,
         _local_shell_arguments,
     ),
-    "shell": Kind(
+    "shell": ToolKind(
         "shell_call",
         "shell_call_output",
         "Run shell commands, one after the other, on the user's machine.",
         _SHELL,
         _shell,
-        lambda item: _given(item.get("action")),
+        lambda item: _without_nulls(item.get("action")),
     ),
-    "apply_patch": Kind(
+    "apply_patch": ToolKind(
         "apply_patch_call",
         "apply_patch_call_output",
         "Create, update or delete a file; diff is a V4A diff of the file, and is needed unless it is deleted.",
         _PATCH,
         _apply_patch,
-        lambda item: _given(item.get("operation")),
+        lambda item: _without_nulls(item.get("operation")),
     ),
-    "tool_search": Kind(
+    "tool_search": ToolKind(
         "tool_search_call",
         "tool_search_output",
         "Find further tools by what they do.",
@@ -264,35 +269,35 @@ OPENAIS: dict[str, Kind] = {
         lambda item: item.get("arguments"),
     ),
 }
-KIND_OF_ITEM = {kind.item: name for name, kind in OPENAIS.items()}
-KIND_OF_OUTPUT = {kind.output: name for name, kind in OPENAIS.items()}
+KIND_OF_ITEM = {kind.item: name for name, kind in OPENAI_TOOLS.items()}
+KIND_OF_OUTPUT = {kind.output: name for name, kind in OPENAI_TOOLS.items()}
 
 
-def openais_tool(tool: Mapping[str, Any], where: str) -> dict[str, Any] | None:
-    """A tool of a kind in ``OPENAIS`` as the model sees it; ``None`` for one that a server runs."""
+def openai_tool(tool: Mapping[str, Any], where: str) -> dict[str, Any] | None:
+    """A tool of a kind in ``OPENAI_TOOLS`` as a function; ``None`` for a server tool."""
     kind = kind_of(tool)
     environment = tool.get("environment")
     place = environment.get("type") if isinstance(environment, Mapping) else None
-    served = tool.get("execution") != "client" if kind == "tool_search" else place not in (None, "local")
-    if kind in _OPENAIS_SERVERS or (kind in OPENAIS and served):
+    on_server = tool.get("execution") != "client" if kind == "tool_search" else place not in (None, "local")
+    if kind in _OPENAI_SERVER_TOOLS or (kind in OPENAI_TOOLS and on_server):
         return None
-    if (known := OPENAIS.get(kind)) is None:
+    if (local := OPENAI_TOOLS.get(kind)) is None:
         raise unknown_tool(where, tool.get("type"), schema="parameters")
-    described = str(tool.get("description") or known.description)
+    described = str(tool.get("description") or local.description)
     skills = environment.get("skills") if isinstance(environment, Mapping) else None
     for skill in skills if isinstance(skills, list) else ():
         if isinstance(skill, Mapping):
             described += f"\nSkill {skill.get('name')} in {skill.get('path')}: {skill.get('description')}"
-    return function_tool(kind, described, tool.get("parameters") or known.parameters)
+    return function_tool(kind, described, tool.get("parameters") or local.parameters)
 
 
-# -- tools whose calls have one text ----------------------------------------------------------------------------------
+# -- custom tools -----------------------------------------------------------------------------------------------------
 
 _INPUT = _object("input", input=_TEXT)
 
 
 def custom_tool(name: str, tool: Mapping[str, Any]) -> dict[str, Any]:
-    """OpenAI's custom tool as the model sees it, with the grammar of its text, if it has one."""
+    """OpenAI's custom tool as a function; the description has the grammar of its text, if any."""
     described, form = str(tool.get("description") or ""), tool.get("format")
     if isinstance(form, Mapping) and form.get("type") == "grammar":
         inner = form.get("grammar")
@@ -303,7 +308,7 @@ def custom_tool(name: str, tool: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def custom_input(arguments: Arguments) -> str:
-    """The text of a call of a custom tool, or the arguments as they are where the model wrote others."""
+    """The text of a custom tool's call; all arguments as JSON if the model wrote others."""
     text = arguments.get("input")
     fits = isinstance(text, str) and len(arguments) == 1
     return str(text) if fits else json.dumps(dict(arguments), ensure_ascii=False)

@@ -1,4 +1,4 @@
-"""Errors in the words and with the status that make each client do the right thing."""
+"""Errors with the status and text on which clients retry, shorten the prompt or give up."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from agl_slime.errors import (
 logger = logging.getLogger(__name__)
 
 RETRY_AFTER_S = 1
-THREADS_UNSUPPORTED = "thread_unsupported_request"  # Anthropic's word, on which its tool runners do without
-_ANTHROPICS_CODES = (THREADS_UNSUPPORTED, "tool_reference_unresolved")
+THREADS_UNSUPPORTED = "thread_unsupported_request"  # Anthropic's tool runners then send whole conversations
+_ANTHROPIC_CODES = (THREADS_UNSUPPORTED, "tool_reference_unresolved")
 
 _MOST_EXPLAINED = 64
 _OPENAI_TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
@@ -33,7 +33,7 @@ _ANTHROPIC_TYPES |= {413: "request_too_large", 429: "rate_limit_error", 529: "ov
 
 
 def refusal_of(error: BaseException, *, most_mb: float = 0) -> GatewayRequestError:
-    """What to answer when something went wrong, whatever it is. ``most_mb``: of a body."""
+    """The answer to a request that failed with ``error``; ``most_mb`` is the limit of a body."""
     if isinstance(error, GatewayRequestError):
         return error
     if isinstance(error, web.HTTPRequestEntityTooLarge):
@@ -50,31 +50,31 @@ def refusal_of(error: BaseException, *, most_mb: float = 0) -> GatewayRequestErr
         )
     if isinstance(error, (EngineRequestError, PromptError)):
         return GatewayRequestError(str(error), code="invalid_request")
-    if isinstance(error, EngineServerError):  # the engine has too much to do; its client has tried for long
+    if isinstance(error, EngineServerError):  # overloaded, after retries
         return GatewayRequestError(str(error), status=429, code="engine_overloaded")
     if isinstance(error, EngineTimeoutError):
         return GatewayRequestError(str(error), status=504, code="engine_timeout")
     if isinstance(error, EngineUnreachableError):
         return GatewayRequestError(str(error), status=503, code="engine_unreachable")
     if isinstance(error, asyncio.CancelledError):
-        return GatewayRequestError("the rollout has ended while this was answered", status=410, code="rollout_ended")
-    told = str(error) if isinstance(error, AglSlimeError) else f"{type(error).__name__}: {error}"
-    return GatewayRequestError(f"the gateway failed: {told}", status=500, code="gateway_error")
+        return GatewayRequestError("the rollout ended during the request", status=410, code="rollout_ended")
+    message = str(error) if isinstance(error, AglSlimeError) else f"{type(error).__name__}: {error}"
+    return GatewayRequestError(f"the gateway failed: {message}", status=500, code="gateway_error")
 
 
 def is_gone(error: BaseException, *, unless: asyncio.Task[Any] | None = None) -> bool:
-    """Whether an error says that the client has hung up; not where ``unless`` was cancelled, by which others end it."""
+    """Whether ``error`` means that the client has disconnected, unless the task ``unless`` was cancelled."""
     if isinstance(error, asyncio.CancelledError):
         return unless is None or not unless.cancelled()
-    return isinstance(error, ConnectionError) and not isinstance(error, AglSlimeError)  # the engine's are both
+    return isinstance(error, ConnectionError) and not isinstance(error, AglSlimeError)  # engine errors are both
 
 
-def explain_once(refusal: GatewayRequestError, rollout_id: str, *, _told: set[str] = set()) -> None:  # noqa: B006
-    """Log a request that is wrong, the first of each kind in this process: some clients swallow what they are told."""
+def explain_once(refusal: GatewayRequestError, rollout_id: str, *, _logged: set[str] = set()) -> None:  # noqa: B006
+    """Log the first bad request of each kind in this process: some clients swallow error messages."""
     kind = f"{refusal.status} {refusal.code} {(refusal.param or '').partition('[')[0]}"
-    if refusal.status in (400, 413) and kind not in _told and len(_told) < _MOST_EXPLAINED:
-        _told.add(kind)
-        text = "Rollout %s: a request was refused with %d: %s. Further ones like it are counted, not logged."
+    if refusal.status in (400, 413) and kind not in _logged and len(_logged) < _MOST_EXPLAINED:
+        _logged.add(kind)
+        text = "Rollout %s: a request was refused with %d: %s. Further requests like it are counted, not logged."
         logger.warning(text, rollout_id, refusal.status, str(refusal)[:500])
 
 
@@ -87,7 +87,7 @@ def anthropic_error(refusal: GatewayRequestError) -> dict[str, Any]:
     kind = _ANTHROPIC_TYPES.get(refusal.status, "invalid_request_error" if refusal.status < 500 else "api_error")
     message = f"prompt is too long: {refusal}" if refusal.code == "context_length_exceeded" else str(refusal)
     error: dict[str, Any] = {"type": kind, "message": message}
-    if refusal.code in _ANTHROPICS_CODES:
+    if refusal.code in _ANTHROPIC_CODES:
         unsupported = {"unsupported": [refusal.param]} if refusal.code == THREADS_UNSUPPORTED else {}
         error["details"] = {"error_code": refusal.code, **unsupported}
     return {"type": "error", "error": error}

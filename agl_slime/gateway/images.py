@@ -1,4 +1,4 @@
-"""Images in requests, whatever the protocol: parts of contents become texts with marks before anything else is read."""
+"""Images in requests of any protocol: image parts become text parts with marks before a body is read."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from agl_slime.rollout.images import is_image, read_part
 from agl_slime.tokens.images import MARK, Image, ImageSettings
 
 _LISTS = ("messages", "input")
-# where the parts of a message are, or those of a tool's result
 _PARTS = ("content", "output")
 _SHOWS = frozenset((None, "user", "tool"))
 
@@ -18,8 +17,8 @@ _SHOWS = frozenset((None, "user", "tool"))
 async def marked_body(
     raw: bytes, body: dict[str, Any], settings: ImageSettings
 ) -> tuple[dict[str, Any], dict[str, Image]]:
-    """``body`` with marks in the place of its images, and those by their hashes. Raises ``GatewayRequestError`` for an
-    image that is not allowed, by the name of its limit."""
+    """``body`` with marks for images, and the images by hash. Raises ``GatewayRequestError`` for an image beyond a
+    limit, naming the limit."""
     images: dict[str, Image] = {}
     if b"image" not in raw:
         return body, images
@@ -33,7 +32,7 @@ async def marked_body(
 
 
 async def _marked(item: Any, where: str, images: dict[str, Image], settings: ImageSettings) -> Any:
-    """A message, a part of one or a tool's result, with marks."""
+    """A message, a part or a tool's result, with marks for images."""
     if not isinstance(item, Mapping):
         return item
     for name in _PARTS:
@@ -41,8 +40,8 @@ async def _marked(item: Any, where: str, images: dict[str, Image], settings: Ima
         if not isinstance(parts, list):
             continue
         if any(map(is_image, parts)) and item.get("role") not in _SHOWS:
-            told = f"{where}.{name}: a message of role {item.get('role')!r:.40} shows an image"
-            raise GatewayRequestError(f"{told}; users' and tools' messages may", code="invalid_image", param=where)
+            message = f"{where}.{name}: a message of role {item.get('role')!r:.40} shows an image"
+            raise GatewayRequestError(f"{message}; users' and tools' messages may", code="invalid_image", param=where)
         item = {
             **item,
             name: [await _part(part, f"{where}.{name}[{n}]", images, settings) for n, part in enumerate(parts)],
@@ -52,18 +51,18 @@ async def _marked(item: Any, where: str, images: dict[str, Image], settings: Ima
 
 async def _part(part: Any, where: str, images: dict[str, Image], settings: ImageSettings) -> Any:
     if not is_image(part):
-        return await _marked(part, where, images, settings)  # Anthropic's results of tools are parts with parts
+        return await _marked(part, where, images, settings)  # Anthropic's tool results have parts
     try:
         image = await read_part(part, settings)
     except PromptError as error:
         raise GatewayRequestError(f"{where}: {error}", code="invalid_image", param=where) from error
     images[image.sha] = image
     if len(images) > settings.max_images:
-        told = f"{where}: the request shows more than max_images, {settings.max_images}"
-        raise GatewayRequestError(f"{told}: leave out some", code="invalid_image", param=where)
+        message = f"{where}: the request shows more than max_images, {settings.max_images}"
+        raise GatewayRequestError(f"{message}: leave out some", code="invalid_image", param=where)
     return {"type": "text", "text": image.mark}
 
 
 def joined(texts: list[str], join: str) -> str:
-    """The text parts of a content as one; those around an image follow one another, as templates write them."""
+    """The text parts of a content as one; parts around an image follow without a separator, as in templates."""
     return ("" if any(MARK.fullmatch(text) for text in texts) else join).join(texts)

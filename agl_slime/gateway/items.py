@@ -1,4 +1,4 @@
-"""Items of OpenAI's responses as chat messages, and the tools that a request declares."""
+"""Items of OpenAI's responses as chat messages, and the tools that they declare."""
 
 from __future__ import annotations
 
@@ -13,29 +13,29 @@ from agl_slime.gateway.calls import function_tool
 from agl_slime.gateway.declared import (
     KIND_OF_ITEM,
     KIND_OF_OUTPUT,
-    OPENAIS,
+    OPENAI_TOOLS,
     Tools,
     custom_arguments,
     custom_input,
     custom_tool,
     definitions,
     kind_of,
-    openais_tool,
+    openai_tool,
 )
 from agl_slime.gateway.messages import Message, text_of
 from agl_slime.gateway.protocol import Kept
 
-JOIN = "__"  # between a namespace and the name of its tool, where the model sees one name
+JOIN = "__"  # between a namespace and a tool's name, in the function's name
 DECLARING = frozenset(("additional_tools", "tool_search_output", "compaction_trigger"))
-"""Items that say more than messages do."""
+"""Items that are more than messages."""
 COMPACTION = (
     "Summarize this conversation, so that it can be continued from the summary alone: what was asked, what was done "
     "and found, what was decided, and what is left to do. Answer with the summary only."
 )
 _SUMMARY = "A summary of the conversation up to here:\n\n"
 _SUMMARY_MARK = "agl-slime:"
-# calls of tools that a server ran, by the fields that say what it was asked for and what it gave
-_SERVERS_CALLS = {
+# calls of server tools: the fields of arguments and of results
+_SERVER_CALLS = {
     "web_search_call": (("action",), ("results",)),
     "file_search_call": (("queries",), ("results",)),
     "code_interpreter_call": (("code",), ("outputs",)),
@@ -45,92 +45,93 @@ _SERVERS_CALLS = {
 
 @dataclass
 class Items:
-    """What a list of items comes to. ``tools`` are those that it declares, as the model sees them; ``compacted`` is the
-    place of the last summary among ``messages``; ``compacts``: another one is asked for."""
+    """The messages of a list of items, and the ``tools`` that it declares, as functions. ``summary_index`` is the last
+    summary among ``messages``; ``compacts``: the request asks for a summary."""
 
     messages: list[Message] = field(default_factory=list)
     tools: list[dict[str, Any]] = field(default_factory=list)
-    compacted: int | None = None
+    summary_index: int | None = None
     compacts: bool = False
     _answer: Message | None = None
-    _ids: dict[str, Any] = field(default_factory=dict)  # of calls, by those of their items
+    _call_ids: dict[str, Any] = field(default_factory=dict)  # by id of the item
 
     def add(self, item: Any, kept: Kept, where: str) -> None:
-        """The next item. What the model gave in one answer (reasoning, a text, calls) is one message."""
+        """Add the next item. The parts of one answer (reasoning, text, calls) become one message."""
         kind = item.get("type", "message") if isinstance(item, Mapping) else None
         if not isinstance(item, Mapping) or not isinstance(kind, str):
             raise GatewayRequestError(f"{where} is of type {kind!r:.80}, which is not served here", param=where)
         if self.compacts:
             raise GatewayRequestError(f"{where} follows a compaction_trigger, which must be the last item", param=where)
         if kind == "item_reference":
-            item = referred(item.get("id"), kept, where)
+            item = _referenced_item(item.get("id"), kept, where)
             kind = item["type"]
         if kind == "message" and item.get("role") == "assistant":
-            self._of_answer(new=True)["content"] += text_of(item.get("content"), f"{where}.content")
+            self._answer_message(new=True)["content"] += text_of(item.get("content"), f"{where}.content")
         elif kind == "reasoning":
-            answer = self._of_answer(new=True)
+            answer = self._answer_message(new=True)
             answer["reasoning_content"] = answer.get("reasoning_content", "") + _reasoning(item, where)
         elif kind in ("function_call", "custom_tool_call") or kind in KIND_OF_ITEM:
             call = _call(item, kind)
-            self._ids[str(item.get("id"))] = call["id"]
-            self._of_answer().setdefault("tool_calls", []).append(call)
-        elif kind in _SERVERS_CALLS:
-            call, result = _servers_call(item, kind)
-            self._of_answer().setdefault("tool_calls", []).append(call)
-            self._tool(call["id"], result)
+            self._call_ids[str(item.get("id"))] = call["id"]
+            self._answer_message().setdefault("tool_calls", []).append(call)
+        elif kind in _SERVER_CALLS:
+            call, result = _server_call(item, kind)
+            self._answer_message().setdefault("tool_calls", []).append(call)
+            self._add_result(call["id"], result)
         else:
-            self._other(item, kind, kept, where)
+            self._add_other(item, kind, kept, where)
 
-    def _other(self, item: Mapping[str, Any], kind: str, kept: Kept, where: str) -> None:
+    def _add_other(self, item: Mapping[str, Any], kind: str, kept: Kept, where: str) -> None:
         if kind == "message":
-            self._say(item.get("role"), item.get("content"))
+            self._add(item.get("role"), item.get("content"))
         elif kind in ("function_call_output", "custom_tool_call_output"):
-            self._tool(item.get("call_id"), text_of(item.get("output"), f"{where}.output"))
+            self._add_result(item.get("call_id"), text_of(item.get("output"), f"{where}.output"))
         elif kind in KIND_OF_OUTPUT:
-            made = item.get("call_id") or self._ids.get(str(item.get("id")))
-            self._tool(made or _call_of(item.get("id"), kept), self._output(item, kind, where))
+            call_id = item.get("call_id") or self._call_ids.get(str(item.get("id")))
+            self._add_result(call_id or _call_of(item.get("id"), kept), self._output(item, kind, where))
         elif kind == "additional_tools":
-            self._say("developer", definitions(self._declared(item, where)))
+            self._add("developer", definitions(self._declare(item, where)))
         elif kind in ("compaction", "compaction_summary"):
-            self.compacted = len(self.messages)
-            self._say("user", _SUMMARY + summary_of(item, where))
+            self.summary_index = len(self.messages)
+            self._add("user", _SUMMARY + summary_of(item, where))
         elif kind == "compaction_trigger":
             self.compacts = True
-            self._say("user", COMPACTION)
+            self._add("user", COMPACTION)
         else:
             raise GatewayRequestError(f"{where} is of type {kind!r:.80}, which is not served here", param=where)
 
-    def _of_answer(self, *, new: bool = False) -> Message:
-        """The answer that an item is part of; a text or reasoning (``new``) after calls begins another one."""
+    def _answer_message(self, *, new: bool = False) -> Message:
+        """The answer that an item belongs to; text or reasoning (``new``) after calls begins another answer."""
         if self._answer is None or (new and self._answer.get("tool_calls")):
             self._answer = {"role": "assistant", "content": ""}
             self.messages.append(self._answer)
         return self._answer
 
-    def _say(self, role: Any, content: Any) -> None:
+    def _add(self, role: Any, content: Any) -> None:
         self._answer = None
         self.messages.append({"role": role, "content": content})
 
-    def _tool(self, call_id: Any, text: str) -> None:
+    def _add_result(self, call_id: Any, text: str) -> None:
         self._answer = None
         self.messages.append({"role": "tool", "tool_call_id": str(call_id or ""), "content": text})
 
     def _output(self, item: Mapping[str, Any], kind: str, where: str) -> str:
         output = item.get("output")
         if kind == "tool_search_output":
-            return definitions(self._declared(item, where)) or "no tools found"
+            return definitions(self._declare(item, where)) or "no tools found"
         if kind == "apply_patch_call_output":
             return "\n".join(str(part) for part in (item.get("status"), output) if part)
         return output if isinstance(output, str) else json.dumps(output, ensure_ascii=False)
 
-    def _declared(self, item: Mapping[str, Any], where: str) -> list[dict[str, Any]]:
-        tools = [form for _, _, _, form in declared(item.get("tools"), f"{where}.tools") if form is not None]
+    def _declare(self, item: Mapping[str, Any], where: str) -> list[dict[str, Any]]:
+        declared = declared_tools(item.get("tools"), f"{where}.tools")
+        tools = [function for _, _, _, function in declared if function is not None]
         self.tools += tools
         return tools
 
 
 def read_items(items: list[Any], kept: Kept) -> Items:
-    """Raises ``GatewayRequestError``, which names the item."""
+    """Read a list of items. Raises ``GatewayRequestError`` naming the item."""
     read = Items()
     for at, item in enumerate(items):
         read.add(item, kept, f"input[{at}]")
@@ -145,8 +146,8 @@ def _reasoning(item: Mapping[str, Any], where: str) -> str:
 
 
 def _call(item: Mapping[str, Any], kind: str) -> dict[str, Any]:
-    if (known := KIND_OF_ITEM.get(kind)) is not None:
-        name, arguments = known, OPENAIS[known].arguments(item)
+    if (tool := KIND_OF_ITEM.get(kind)) is not None:
+        name, arguments = tool, OPENAI_TOOLS[tool].arguments(item)
     else:
         namespace = item.get("namespace")
         name = f"{namespace}{JOIN}{item.get('name')}" if namespace else item.get("name")
@@ -154,28 +155,28 @@ def _call(item: Mapping[str, Any], kind: str) -> dict[str, Any]:
     return {"id": item.get("call_id") or item.get("id"), "function": {"name": name, "arguments": arguments}}
 
 
-def _servers_call(item: Mapping[str, Any], kind: str) -> tuple[dict[str, Any], str]:
-    """A call that a server made, and what it gave; of a search that is often not said."""
-    asks, gives = _SERVERS_CALLS[kind]
-    asked = {name: item[name] for name in asks if item.get(name) is not None}
-    arguments = item.get("arguments") if kind == "mcp_call" else asked.get("action", asked)
-    given = [item[name] for name in gives if item.get(name)] or [item.get("status") or "completed"]
-    texts = (part if isinstance(part, str) else json.dumps(part, ensure_ascii=False) for part in given)
+def _server_call(item: Mapping[str, Any], kind: str) -> tuple[dict[str, Any], str]:
+    """A call of a server tool, and its result; searches often have none."""
+    argument_fields, result_fields = _SERVER_CALLS[kind]
+    given = {name: item[name] for name in argument_fields if item.get(name) is not None}
+    arguments = item.get("arguments") if kind == "mcp_call" else given.get("action", given)
+    results = [item[name] for name in result_fields if item.get(name)] or [item.get("status") or "completed"]
+    texts = (part if isinstance(part, str) else json.dumps(part, ensure_ascii=False) for part in results)
     name = str(item.get("name") or kind.removesuffix("_call"))
     return {"id": str(item.get("id") or ""), "function": {"name": name, "arguments": arguments}}, "\n".join(texts)
 
 
-def _call_of(made: Any, kept: Kept) -> Any:
-    """The id of the call in an earlier answer's item, by the item's id."""
+def _call_of(item_id: Any, kept: Kept) -> Any:
+    """The id of the call in an item of an earlier answer."""
     try:
-        return referred(made, kept, "")["call_id"]
+        return _referenced_item(item_id, kept, "")["call_id"]
     except (GatewayRequestError, KeyError):
-        return made
+        return item_id
 
 
-def referred(made: Any, kept: Kept, where: str) -> Mapping[str, Any]:
-    """The item of an earlier answer that has this id."""
-    kind, _, rest = made.partition("_") if isinstance(made, str) else ("", "", "")
+def _referenced_item(item_id: Any, kept: Kept, where: str) -> Mapping[str, Any]:
+    """The item of an earlier answer with this id."""
+    kind, _, rest = item_id.partition("_") if isinstance(item_id, str) else ("", "", "")
     answer, _, number = rest.rpartition("_") if kind == "fc" else (rest, "", "")
     if answer in kept:
         served = kept[answer][-1]
@@ -185,7 +186,7 @@ def referred(made: Any, kept: Kept, where: str) -> Mapping[str, Any]:
             return {"type": "reasoning", "content": [{"text": served.get("reasoning_content", "")}]}
         if number.isdecimal() and int(number) < len(calls := served.get("tool_calls", ())):
             return {"type": "function_call", "call_id": calls[int(number)]["id"], **calls[int(number)]["function"]}
-    raise GatewayRequestError(f"{where} refers to {made!r:.80}, which is no item of this rollout", param=where)
+    raise GatewayRequestError(f"{where} refers to {item_id!r:.80}, which is no item of this rollout", param=where)
 
 
 # -- summaries --------------------------------------------------------------------------------------------------------
@@ -202,29 +203,30 @@ def is_summary(message: Message) -> bool:
     return message["content"].startswith(_SUMMARY)
 
 
-def compaction_item(made: str, summary: str) -> dict[str, Any]:
+def compaction_item(answer_id: str, summary: str) -> dict[str, Any]:
     content = _SUMMARY_MARK + base64.urlsafe_b64encode(summary.encode("utf-8", "replace")).decode()
-    return {"id": f"cmp_{made}", "type": "compaction", "encrypted_content": content}
+    return {"id": f"cmp_{answer_id}", "type": "compaction", "encrypted_content": content}
 
 
 def summary_of(item: Mapping[str, Any], where: str) -> str:
     """The summary in an item that ``compaction_item`` made."""
-    mark, found, content = str(item.get("encrypted_content") or "").partition(_SUMMARY_MARK)
+    before, mark, content = str(item.get("encrypted_content") or "").partition(_SUMMARY_MARK)
     try:
-        if not found or mark:
+        if before or not mark:
             raise ValueError(content)
         return base64.b64decode(content, altchars=b"-_", validate=True).decode()
     except ValueError:
-        told = f"{where}: the encrypted content of a compaction item could not be verified; another server made it"
-        raise GatewayRequestError(told, code="invalid_encrypted_content", param=where) from None
+        message = f"{where}: the encrypted content of a compaction item could not be verified; another server made it"
+        raise GatewayRequestError(message, code="invalid_encrypted_content", param=where) from None
 
 
 # -- tools ------------------------------------------------------------------------------------------------------------
 
 
-def declared(tools: Any, where: str = "tools") -> Iterator[tuple[str, Mapping[str, Any], str, dict[str, Any] | None]]:
-    """Of each tool its name to the model, what was declared, its namespace, and what the model sees of it: ``None``
-    where a server runs it."""
+def declared_tools(
+    tools: Any, where: str = "tools"
+) -> Iterator[tuple[str, Mapping[str, Any], str, dict[str, Any] | None]]:
+    """For each tool its name in prompts, the declaration, its namespace, and the function (``None``: a server tool)."""
     if not isinstance(tools or [], list):
         raise GatewayRequestError(f"{where} must be a list of tools, got {tools!r:.80}", param=where)
     for at, tool in enumerate(tools or ()):
@@ -236,54 +238,54 @@ def declared(tools: Any, where: str = "tools") -> Iterator[tuple[str, Mapping[st
             raise GatewayRequestError(f"{where}[{at}].tools must be a list of objects", param="tools")
         namespace = str(tool.get("name") or "") if kind == "namespace" else ""
         for one in inner:
-            if (of := one.get("type")) not in ("function", "custom"):
-                yield kind_of(one), one, "", openais_tool(one, f"{where}[{at}]")
+            if (inner_kind := one.get("type")) not in ("function", "custom"):
+                yield kind_of(one), one, "", openai_tool(one, f"{where}[{at}]")
                 continue
             if not isinstance(one.get("name"), str):
                 raise GatewayRequestError(f"{where}[{at}] must have a name", param="tools")
             name = f"{namespace}{JOIN}{one['name']}" if namespace else one["name"]
-            form = function_tool(name, one.get("description"), one.get("parameters"))
-            yield name, one, namespace, custom_tool(name, one) if of == "custom" else form
+            function = function_tool(name, one.get("description"), one.get("parameters"))
+            yield name, one, namespace, custom_tool(name, one) if inner_kind == "custom" else function
 
 
-def read_tools(tools: Any, found: list[dict[str, Any]]) -> Tools:
-    """The tools of a request and those that its items declare. Deferred ones are shown at the beginning unless the
-    client searches for tools."""
-    shown, deferred, left_out = [], [], []
-    known = [*declared(tools)]
-    searches = any(name == "tool_search" and form is not None for name, _, _, form in known)
-    for name, tool, _, form in known:
-        if form is None:
-            left_out.append(name)
+def read_tools(tools: Any, item_tools: list[dict[str, Any]]) -> Tools:
+    """The tools of a request and of its items. Deferred tools are shown at the beginning unless the client searches for
+    tools."""
+    shown, deferred, server_tools = [], [], []
+    declared = [*declared_tools(tools)]
+    searches = any(name == "tool_search" and function is not None for name, _, _, function in declared)
+    for name, tool, _, function in declared:
+        if function is None:
+            server_tools.append(name)
         else:
-            (deferred if searches and tool.get("defer_loading") else shown).append(form)
+            (deferred if searches and tool.get("defer_loading") else shown).append(function)
     names = {tool["function"]["name"] for tool in shown}
-    loaded = {tool["function"]["name"]: tool for tool in (*deferred, *found)}
+    loaded = {tool["function"]["name"]: tool for tool in (*deferred, *item_tools)}
     more = tuple(tool for name, tool in loaded.items() if name not in names)
-    return Tools(shown=tuple(shown), loaded=more, left_out=tuple(left_out))
+    return Tools(shown=tuple(shown), loaded=more, server_tools=tuple(server_tools))
 
 
 def all_declared(body: Mapping[str, Any]) -> dict[str, tuple[str, str]]:
-    """Type and namespace of all tools of a request, by their names to the model."""
+    """Type and namespace of all tools of a request, by name in prompts."""
     items = body.get("input")
     declaring = (body, *items) if isinstance(items, list) else (body,)
     lists = (item.get("tools") for item in declaring if isinstance(item, Mapping))
-    found = (one for tools in lists for one in declared(tools))
-    return {name: (str(tool["type"]), namespace) for name, tool, namespace, _ in found}
+    tools = (tool for listed in lists for tool in declared_tools(listed))
+    return {name: (str(tool["type"]), namespace) for name, tool, namespace, _ in tools}
 
 
-def sent_back(kinds: Mapping[str, tuple[str, str]]) -> dict[str, Any]:
-    """The arguments of calls as they come back in items, by the names of tools whose items have a form of their own."""
+def returned_arguments(kinds: Mapping[str, tuple[str, str]]) -> dict[str, Any]:
+    """For tools with items of a special form, by name: the arguments of a call after a client's round trip."""
 
-    def of(kind: str) -> Any:
+    def of_kind(kind: str) -> Any:
         if kind == "custom":
             return lambda arguments: custom_arguments(custom_input(arguments))
-        known = OPENAIS[kind]
+        tool = OPENAI_TOOLS[kind]
 
-        def form(arguments: Mapping[str, Any]) -> Any:
-            fields = known.fields(arguments)
-            return arguments if fields is None else known.arguments(fields)
+        def round_trip(arguments: Mapping[str, Any]) -> Any:
+            fields = tool.fields(arguments)
+            return arguments if fields is None else tool.arguments(fields)
 
-        return form
+        return round_trip
 
-    return {name: of(kind) for name, (kind, _) in kinds.items() if kind == "custom" or kind in OPENAIS}
+    return {name: of_kind(kind) for name, (kind, _) in kinds.items() if kind == "custom" or kind in OPENAI_TOOLS}

@@ -1,8 +1,8 @@
-"""Chat messages as clients send them, in the one form that templates get, and what makes two of them the same.
+"""Chat messages of clients in the form that templates get, and keys by which equal messages are recognized.
 
-Clients change a history in small ways: contents as a string or as parts, white space at the end, arguments of calls
-serialized anew, reasoning left out. What they mean is the same, so messages are compared by keys that leave these out.
-An answer is known by the ids of its tool calls first, which are ours and survive nearly everything; then by its words.
+Clients change a history in small ways: contents as a string or as parts, white space at the end, re-serialized
+arguments of calls, reasoning left out. The keys ignore these. An answer is recognized by the ids of its tool calls
+first, which the gateway made and clients keep; then by its text.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from agl_slime.gateway.images import joined
 Message = dict[str, Any]
 
 _ROLES = {"developer": "system", "function": "tool"}
-_KNOWN_ROLES = frozenset({"system", "user", "assistant", "tool"})
+_TEMPLATE_ROLES = frozenset({"system", "user", "assistant", "tool"})
 _TEXT_PARTS = frozenset({"text", "input_text", "output_text", "refusal"})
 _END_OF_THINKING = "</think>"
 HALF_A_CHARACTER = re.compile("[\ud800-\udfff]")
@@ -26,8 +26,8 @@ _UNREADABLE = re.compile(f"{HALF_A_CHARACTER.pattern}|NaN|Infinity")
 
 
 def read_messages(messages: Any) -> list[Message]:
-    """OpenAI's chat messages as templates get them: contents are strings, arguments of calls are objects. Raises
-    ``GatewayRequestError`` for what is no such list, or holds more than text."""
+    """OpenAI's chat messages in the form of templates: contents are strings, arguments of calls are objects. Raises
+    ``GatewayRequestError`` for anything else."""
     if not isinstance(messages, list) or not messages:
         raise GatewayRequestError(
             "messages must be a list of at least one object with a role and a content", param="messages"
@@ -38,12 +38,12 @@ def read_messages(messages: Any) -> list[Message]:
 def _read(message: Any, where: str) -> Message:
     if not isinstance(message, Mapping):
         raise GatewayRequestError(f"{where} must be an object, got {type(message).__name__}", param=where)
-    said = message.get("role")
-    role = _ROLES.get(said, said) if isinstance(said, str) else None
-    if role not in _KNOWN_ROLES:
-        known = "system, developer, user, assistant or tool"
-        raise GatewayRequestError(f"{where}.role must be {known}, got {said!r}", param=f"{where}.role")
-    join = "" if role == "assistant" else " "  # an answer in parts is one answer
+    given = message.get("role")
+    role = _ROLES.get(given, given) if isinstance(given, str) else None
+    if role not in _TEMPLATE_ROLES:
+        roles = "system, developer, user, assistant or tool"
+        raise GatewayRequestError(f"{where}.role must be {roles}, got {given!r}", param=f"{where}.role")
+    join = "" if role == "assistant" else " "
     read: Message = {"role": role, "content": text_of(message.get("content"), f"{where}.content", join=join)}
     if message.get("function_call"):
         raise GatewayRequestError(f"{where}.function_call is OpenAI's old form: send tool_calls", param=where)
@@ -51,9 +51,9 @@ def _read(message: Any, where: str) -> Message:
         if not isinstance(calls, list):
             raise GatewayRequestError(f"{where}.tool_calls must be a list", param=f"{where}.tool_calls")
         read["tool_calls"] = [_read_call(call, f"{where}.tool_calls[{n}]") for n, call in enumerate(calls)]
-    thought = message.get("reasoning_content") or message.get("reasoning")
-    if role == "assistant" and isinstance(thought, str) and thought:
-        read["reasoning_content"] = thought
+    reasoning = message.get("reasoning_content") or message.get("reasoning")
+    if role == "assistant" and isinstance(reasoning, str) and reasoning:
+        read["reasoning_content"] = reasoning
     for name in ("tool_call_id", "name"):
         if isinstance(message.get(name), str):
             read[name] = message[name]
@@ -66,10 +66,10 @@ def _read_call(call: Any, where: str) -> dict[str, Any]:
         raise GatewayRequestError(f"{where} must be a function call with a name", param=where)
     arguments = function.get("arguments")
     try:
-        if isinstance(arguments, str):  # of a call without arguments some clients send an empty one
+        if isinstance(arguments, str):  # some clients send an empty string for no arguments
             arguments = encodable(json.loads(arguments)) if arguments.strip() else None
     except ValueError:
-        pass  # as the model wrote it
+        pass  # malformed arguments stay the model's text
     return {
         "id": str(call.get("id") or ""),
         "type": "function",
@@ -77,20 +77,20 @@ def _read_call(call: Any, where: str) -> dict[str, Any]:
     }
 
 
-def check_results(messages: Sequence[Message], words: str, *, in_text: bool, known: int = 0) -> None:
-    """Refuse a tool's result that names a call which does not stand before it, in the protocol's ``words``; the first
-    ``known`` messages were checked before. A result without an id names none, and a call without one may be any.
-    ``in_text``: calls may be texts of the agent's own, after which a result has an id that nobody gave."""
-    for at in range(known, len(messages)):
-        made = messages[at].get("tool_call_id")
-        if made and messages[at]["role"] == "tool" and not _is_called(messages, at, made, in_text=in_text):
-            raise GatewayRequestError(words.format(made), code="invalid_value", param="tool_call_id")
+def check_results(messages: Sequence[Message], message: str, *, in_text: bool, start: int = 0) -> None:
+    """Refuse a tool's result, from index ``start`` on, whose call is not before it, with the protocol's ``message``. A
+    result without an id may belong to any call, and a call without an id may have any result. ``in_text``: agents may
+    write calls as text and make up the ids of results."""
+    for at in range(start, len(messages)):
+        call_id = messages[at].get("tool_call_id")
+        if call_id and messages[at]["role"] == "tool" and not _is_called(messages, at, call_id, in_text=in_text):
+            raise GatewayRequestError(message.format(call_id), code="invalid_value", param="tool_call_id")
 
 
-def _is_called(messages: Sequence[Message], at: int, made: str, *, in_text: bool) -> bool:
+def _is_called(messages: Sequence[Message], at: int, call_id: str, *, in_text: bool) -> bool:
     for before in reversed(range(at)):
         calls = messages[before].get("tool_calls") or ()
-        if any(call["id"] in ("", made) for call in calls):
+        if any(call["id"] in ("", call_id) for call in calls):
             return True
         if in_text and messages[before]["role"] != "tool":
             return not calls
@@ -98,7 +98,7 @@ def _is_called(messages: Sequence[Message], at: int, made: str, *, in_text: bool
 
 
 def encodable(value: Any) -> Any:
-    """JSON as tokenizers and clients can read it: an escaped half of a character becomes U+FFFD, NaN null."""
+    """JSON that tokenizers and clients can read: an escaped lone surrogate becomes U+FFFD, NaN null."""
     text = json.dumps(value, ensure_ascii=False)
     if not _UNREADABLE.search(text):
         return value
@@ -106,7 +106,7 @@ def encodable(value: Any) -> Any:
 
 
 def text_of(content: Any, where: str, *, join: str = " ") -> str:
-    """A content, a string or a list of text parts, as one string; parts are joined as SGLang does."""
+    """A content, a string or a list of text parts, as one string; parts are joined as in SGLang."""
     if content is None or isinstance(content, str):
         return content or ""
     parts = content if isinstance(content, list) else [content]
@@ -118,9 +118,9 @@ def text_of(content: Any, where: str, *, join: str = " ") -> str:
         elif isinstance(part, Mapping) and str(kind) in _TEXT_PARTS and isinstance(part.get(key := _key_of(kind)), str):
             texts.append(part[key])
         else:
-            told = f"a part of type {kind!r}" if kind else type(part).__name__
+            unread = f"a part of type {kind!r}" if kind else type(part).__name__
             raise GatewayRequestError(
-                f"{where} holds {told}; texts are read, and images of users and tools", param=where
+                f"{where} has {unread}; texts are read, and images of users and tools", param=where
             )
     return joined(texts, join)
 
@@ -129,44 +129,44 @@ def _key_of(kind: str | None) -> str:
     return "refusal" if kind == "refusal" else "text"
 
 
-# -- when two messages are the same -----------------------------------------------------------------------------------
+# -- keys -------------------------------------------------------------------------------------------------------------
 
 
 def message_key(message: Mapping[str, Any]) -> Hashable:
-    """Equal for messages that mean the same at the same place of a conversation."""
-    if message["role"] == "text":  # no message: what a completion goes on from is exact
+    """A key that is equal for equivalent messages at the same place of a conversation."""
+    if message["role"] == "text":  # prompts of completions are compared exactly
         return "text", message["content"]
     role, content = message["role"], message["content"].rstrip()
     if role == "assistant":
-        return role, _said(content), _calls_key(message.get("tool_calls") or ())
+        return role, _text(content), _calls_key(message.get("tool_calls") or ())
     return role, content, message.get("tool_call_id")
 
 
 def answer_keys(message: Mapping[str, Any]) -> list[Hashable]:
-    """What an answer may be known by, the surest first: the ids of its calls, its words and reasoning, its words."""
+    """Keys of an answer, the most specific first: ids of its calls, text with reasoning, text."""
     calls = message.get("tool_calls") or ()
     keys: list[Hashable] = []
-    words = (_said(message["content"]), _calls_key(calls))
+    text = (_text(message["content"]), _calls_key(calls))
     if calls and all(call["id"] for call in calls):
-        keys.append(("ids", tuple(call["id"] for call in calls), words[1]))
-    thought = message.get("reasoning_content") or _thought(message["content"])
-    if thought:
-        keys.append(("thought", thought.strip(), *words))
-    keys.append(("said", *words))
+        keys.append(("ids", tuple(call["id"] for call in calls), text[1]))
+    reasoning = message.get("reasoning_content") or _reasoning(message["content"])
+    if reasoning:
+        keys.append(("reasoning", reasoning.strip(), *text))
+    keys.append(("text", *text))
     return keys
 
 
 def same_words(sent: Mapping[str, Any], served: Mapping[str, Any]) -> bool:
-    """Whether the content of an answer that is known by its calls was dropped or left as it was."""
-    said = _said(sent["content"])
-    return not said or said == _said(served["content"])
+    """Whether the text of an answer, recognized by its calls, came back unchanged or was left out."""
+    text = _text(sent["content"])
+    return not text or text == _text(served["content"])
 
 
-def _said(content: str) -> str:
+def _text(content: str) -> str:
     return content.rpartition(_END_OF_THINKING)[2].strip()
 
 
-def _thought(content: str) -> str:
+def _reasoning(content: str) -> str:
     return content.rpartition(_END_OF_THINKING)[0].strip().removeprefix("<think>").strip()
 
 
@@ -175,7 +175,7 @@ def _calls_key(calls: Sequence[Mapping[str, Any]]) -> Hashable:
 
 
 def canonical(value: Any) -> str:
-    """JSON in which the order of keys and the spelling of the serializer make no difference; ``1.0`` is ``1``."""
+    """JSON in one form for any order of keys and any serializer; ``1.0`` is ``1``."""
     if isinstance(value, str):
         try:
             value = json.loads(value)

@@ -1,5 +1,5 @@
-"""Completions of a text or of token ids: no template, no roles. What the engine is asked is what the client sent, in
-tokens; where that begins with what was asked and sampled before, in those tokens."""
+"""Completions of a text or of token ids, without template and roles. A prompt that begins with an earlier prompt and
+answer reuses their tokens."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from agl_slime.gateway.messages import Message
-from agl_slime.gateway.tree import Line, Match, Node, OpenSession, Tree
+from agl_slime.gateway.tree import Conversation, Match, Node, OpenSession, Tree
 from agl_slime.sglang.generation import Generation
 from agl_slime.sglang.prompt import PromptIds
 from agl_slime.support.threads import run_in_thread
@@ -23,41 +23,40 @@ from agl_slime.trace.turn import Turn
 
 @dataclass(frozen=True, slots=True)
 class RawMatch(Match):
-    """``ids``: the prompt, where it came as those. Of the answer that it goes on from ``asked`` is the length of its
-    prompt in characters, and ``whole`` that of prompt and answer, where its words stand here as well; else 0."""
+    """``ids``: prompt token ids, if the client sent ids. ``prompt_chars``, ``total_chars``: characters of the previous
+    prompt, and of prompt plus answer if the text begins with both; else 0."""
 
     ids: tuple[int, ...] | None = None
-    asked: int = 0
-    whole: int = 0
+    prompt_chars: int = 0
+    total_chars: int = 0
 
 
 @dataclass(slots=True)
-class _Said:
-    """Of a node, the length of its prompt and of prompt and answer in characters, and their digests: texts that begin
-    with each other are not held again and again."""
+class _TextDigest:
+    """Lengths in characters and digests of a node's prompt, and of prompt plus answer. Texts that extend each other
+    would take quadratic memory."""
 
-    asked: int
-    asked_digest: bytes
-    whole: int
-    whole_digest: bytes
+    prompt_chars: int
+    prompt_digest: bytes
+    total_chars: int
+    total_digest: bytes
 
 
 class RawContext(ChatContext):
-    """One prompt and its answer. ``messages``, which are for reading, have it in pieces: what was asked and answered
-    before, and what came then."""
+    """One prompt and its answer. ``messages`` shows it in pieces: earlier prompts and answers, and the added text."""
 
     def __init__(self, template: ChatTemplate, match: RawMatch, turns: Sequence[Turn]) -> None:
-        before = match.node.line.session.context if match.node is not None else None
+        before = match.node.conversation.session.context if match.node is not None else None
         self._before = before if isinstance(before, RawContext) else None
         text = match.messages[0]["content"]
         pieces: list[Message] = []
-        if self._before is not None and match.whole:
+        if self._before is not None and match.total_chars:
             pieces = [*self._before.messages]
-        if not pieces or len(text) > match.whole:
-            pieces.append({"role": "text", "content": text[match.whole :]})
+        if not pieces or len(text) > match.total_chars:
+            pieces.append({"role": "text", "content": text[match.total_chars :]})
         super().__init__(template=template, messages=pieces, copies=False)
-        self._text, self._ids, self._asked_before = text, match.ids, match.asked
-        self._answered = bool(match.whole)
+        self._text, self._ids, self._prompt_chars = text, match.ids, match.prompt_chars
+        self._extends_answer = bool(match.total_chars)
         self._turn = turns[match.node.turn] if match.node is not None else None
 
     async def prompt(self) -> PromptIds:
@@ -69,27 +68,27 @@ class RawContext(ChatContext):
         if self._turn is not None:
             self.kept_tokens = common_prefix(self._turn.token_ids, token_array(ids))
             whole = self.kept_tokens == len(self._turn.token_ids)
-            # its words, and not the end mark
-            self.fork = None if whole else ForkReason.TEMPLATE if self._answered else ForkReason.BRANCH
+            # the client sent the answer's text back without the end token
+            self.fork = None if whole else ForkReason.TEMPLATE if self._extends_answer else ForkReason.BRANCH
         return ids
 
     def _encoded(self) -> list[int]:
         tokenizer = self._tokenizer
         if self._turn is None:
-            known = self._template.prompt_cache  # the other members of the group ask the same
-            return self._first() if known is None else list(known.get([self._text], self._first))
-        rest = self._text[self._asked_before :]
+            prompts = self._template.prompt_cache  # shared by the members of a group
+            return self._first() if prompts is None else list(prompts.get([self._text], self._first))
+        rest = self._text[self._prompt_chars :]
         n, same = longest_prefix(tokenizer, self._turn.response_ids.tolist(), rest)
         more = tokenizer.encode(rest[len(same) :], add_special_tokens=False)
         return [*self._turn.prompt_ids.tolist(), *self._turn.response_ids[:n].tolist(), *more]
 
     def _first(self) -> list[int]:
-        begins = getattr(self._tokenizer, "bos_token", None) or ""
-        return self._tokenizer.encode(self._text, add_special_tokens=not (begins and self._text.startswith(begins)))
+        bos = getattr(self._tokenizer, "bos_token", None) or ""
+        return self._tokenizer.encode(self._text, add_special_tokens=not (bos and self._text.startswith(bos)))
 
     def add_answer(self, prompt_ids: Sequence[int], generation: Generation) -> Message:
         kept, before = self.kept_tokens, self._before
-        if before is not None and kept == len(before._tokens):  # nothing else went on from there
+        if before is not None and kept == len(before._tokens):  # no other turn extended that buffer
             self._tokens, prompt_ids = before._tokens, prompt_ids[kept:]
         self._tokens.extend(prompt_ids)
         self._tokens.extend(generation.output_ids)
@@ -99,65 +98,73 @@ class RawContext(ChatContext):
 
 
 class RawTree(Tree):
-    """The texts of one attempt. ``served`` of a node is its answer."""
+    """The texts of one attempt; each node is an answer."""
 
     def __init__(self, template: ChatTemplate, open_session: OpenSession) -> None:
         super().__init__(template, open_session)
-        self._said: dict[Node, _Said] = {}
+        self._digests: dict[Node, _TextDigest] = {}
         self._places: dict[bytes, int] = {}
 
     def find(self, messages: Sequence[Message]) -> RawMatch:
-        """The answer whose prompt and words the text begins with, or the longest such prompt."""
-        asked = messages[0]
-        if asked["role"] != "text":
+        """The answer with the longest prompt, or prompt plus answer, that the text begins with."""
+        prompt = messages[0]
+        if prompt["role"] != "text":
             return RawMatch([], 0, [], 0, None, None, None)
-        ids = None if isinstance(asked["content"], str) else asked["content"]
-        text = asked["content"] if ids is None else self.template.tokenizer.decode(ids, skip_special_tokens=False)
+        ids = None if isinstance(prompt["content"], str) else prompt["content"]
+        text = prompt["content"] if ids is None else self.template.tokenizer.decode(ids, skip_special_tokens=False)
+        prefixes = self._prefix_digests(text)
 
-        begins = self._begins(text)
+        def shared_chars(node: Node) -> int:
+            digest = self._digests[node]
+            return digest.total_chars if digest.total_digest in prefixes else digest.prompt_chars
 
-        def known(node: Node) -> int:
-            return self._said[node].whole if self._said[node].whole_digest in begins else self._said[node].asked
-
-        nodes = (node for node in reversed(self._said) if self._said[node].asked_digest in begins)
-        node = max(nodes, key=known, default=None)
+        nodes = (node for node in reversed(self._digests) if self._digests[node].prompt_digest in prefixes)
+        node = max(nodes, key=shared_chars, default=None)
         match = RawMatch([{"role": "text", "content": text}], int(node is not None), [], 0, node, None, None, ids)
         if node is None:
             return match
-        said = self._said[node]
-        return replace(match, asked=said.asked, whole=said.whole if said.whole_digest in begins else 0)
+        digest = self._digests[node]
+        total = digest.total_chars if digest.total_digest in prefixes else 0
+        return replace(match, prompt_chars=digest.prompt_chars, total_chars=total)
 
-    def _begins(self, text: str) -> set[bytes]:
-        """The digests of what is held that are those of a beginning of ``text``; in one pass over it."""
-        lengths = {length for said in self._said.values() for length in (said.asked, said.whole)}
-        digest, at, found = _digest(), 0, set[bytes]()
+    def _prefix_digests(self, text: str) -> set[bytes]:
+        """The digests of prefixes of ``text`` that are as long as an earlier text, in one pass."""
+        lengths = {length for each in self._digests.values() for length in (each.prompt_chars, each.total_chars)}
+        digest, at, prefixes = _digest(), 0, set[bytes]()
         for length in sorted(length for length in lengths if length <= len(text)):
             digest.update(_bytes(text[at:length]))
             at = length
-            found.add(_marked(digest, length))
-        return found
+            prefixes.add(_with_length(digest, length))
+        return prefixes
 
-    def take(self, match: Match) -> Line:
+    def acquire(self, match: Match) -> Conversation:
         assert isinstance(match, RawMatch)
         session = self.open_session(match.messages)
         session.context = RawContext(self.template, match, session.turns)
         session.last_turn = match.node.turn if match.node is not None else None
-        return Line(session)
+        return Conversation(session)
 
-    def answered(
-        self, match: Match, line: Line, *, held: Message, served: Message, ids: Mapping[str, str], cut: bool = False
+    def add_answer(
+        self,
+        match: Match,
+        conversation: Conversation,
+        *,
+        sampled: Message,
+        served: Message,
+        ids: Mapping[str, str],
+        cut: bool = False,
     ) -> Node:
         assert isinstance(match, RawMatch)
-        text, words = match.messages[0]["content"], served["content"]
-        digest = _digest(text)
-        asked = _marked(digest, len(text))
-        digest.update(_bytes(words))
-        whole = len(text) + len(words)
-        place = self._places.setdefault(asked, len(self._places))
-        node = Node({}, served, place, place, line, len(line.session.turns) - 1, 1, cut)
-        if match.node is not None and self._said[match.node].asked_digest != asked:
+        prompt, answer = match.messages[0]["content"], served["content"]
+        digest = _digest(prompt)
+        prompt_digest = _with_length(digest, len(prompt))
+        digest.update(_bytes(answer))
+        total = len(prompt) + len(answer)
+        place = self._places.setdefault(prompt_digest, len(self._places))
+        node = Node({}, served, place, place, conversation, len(conversation.session.turns) - 1, 1, cut)
+        if match.node is not None and self._digests[match.node].prompt_digest != prompt_digest:
             match.node.continued = True
-        self._said[node] = _Said(len(text), asked, whole, _marked(digest, whole))
+        self._digests[node] = _TextDigest(len(prompt), prompt_digest, total, _with_length(digest, total))
         return node
 
 
@@ -169,6 +176,5 @@ def _digest(text: str = "") -> Any:
     return hashlib.blake2b(_bytes(text), digest_size=16)
 
 
-def _marked(digest: Any, length: int) -> bytes:
-    """The digest of the text so far, with its length."""
+def _with_length(digest: Any, length: int) -> bytes:
     return digest.digest() + length.to_bytes(8, "big")

@@ -1,4 +1,4 @@
-"""How an answer becomes what its client gets, whole and while it is sampled."""
+"""``Reading``: turns sampled text into the answer that a client gets, whole or as a stream."""
 
 from __future__ import annotations
 
@@ -17,33 +17,33 @@ from agl_slime.tokens.template import Message
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """``reader`` is ``None`` where a text stays as it is; ``stops`` are what ends it, and is not part of it."""
+    """``reader`` splits an answer into parts (``None``: plain text); ``stops`` end it and are not part of it."""
 
     reader: AnswerReader | None
     stops: tuple[str, ...]
 
     def visible(self, text: str) -> tuple[str, str]:
-        """Of an answer that is still sampled, what its reasoning and its content begin with whatever follows."""
+        """The reasoning and content of an unfinished answer, without text that later tokens could change."""
         if self.reader is None:
             return "", cut_at_marks(text.rstrip("\ufffd"), self.stops)
         parts = self.reader.visible_parts(text, self.stops)
         return parts.reasoning or "", parts.content
 
-    def _goes_on(self, parts: AnswerParts, text: str) -> bool:
-        """Whether ``parts``, told by tokens, begin with what a stream showed of their text."""
+    def _extends_stream(self, parts: AnswerParts, text: str) -> bool:
+        """Whether ``parts``, which were split by tokens, extend the text that was streamed."""
         reasoning, content = self.visible(text)
         return (parts.reasoning or "").startswith(reasoning) and parts.content.startswith(content)
 
     def choice(self, generation: Any, call: Call, session: RolloutSession) -> tuple[Choice, dict[str, str]]:
-        """The parts, and the ids of calls, as served and as written."""
-        if generation.finish_reason == "abort":  # what its reader saw
+        """The answer, and the ids of its calls as the model wrote them, by served id."""
+        if generation.finish_reason == "abort":  # the part that the client saw
             reasoning, content = self.visible(generation.text)
             parts = AnswerParts(reasoning, content=content)
         elif self.reader is None:
             parts = AnswerParts(content=generation.text)
         else:
             parts = self.reader.read(generation.text, generation.output_ids)
-            if call.stream and not self._goes_on(parts, generation.text):
+            if call.stream and not self._extends_stream(parts, generation.text):
                 parts = self.reader.read(generation.text)
         calls: list[ToolCall] = []
         ids: dict[str, str] = {}
@@ -55,9 +55,9 @@ class Reading:
             name, arguments = encodable([served.name, dict(served.arguments)])
             ids[served_id := f"call_{secrets.token_hex(8)}"] = written.id
             calls.append(ToolCall(name=name, arguments=arguments, id=served_id))
-            known = written.name in parameters
-            stats.tool_calls[written.name] += known
-            stats.calls["unknown"] += not known
+            offered = written.name in parameters
+            stats.tool_calls[written.name] += offered
+            stats.calls["unknown"] += not offered
         finish = "length" if generation.finish_reason != "stop" else "tool_calls" if calls else "stop"
         reasoning, content = parts.reasoning or "", parts.content
         choice = Choice(reasoning=reasoning, content=content, calls=tuple(calls), finish=finish, generation=generation)
@@ -65,9 +65,9 @@ class Reading:
 
 
 def served_message(choice: Choice, last: Message) -> Message:
-    """The answer as its client will send it back; with the beginning that the client gave it."""
-    begun = last["content"] if last["role"] == "assistant" else ""
-    served: Message = {"role": "assistant", "content": begun + choice.content}
+    """The answer as its client will send it back, after a prefix that the client gave as the ``last`` message."""
+    prefix = last["content"] if last["role"] == "assistant" else ""
+    served: Message = {"role": "assistant", "content": prefix + choice.content}
     if choice.reasoning:
         served["reasoning_content"] = choice.reasoning
     if choice.calls:

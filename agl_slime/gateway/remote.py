@@ -1,10 +1,11 @@
-"""A gateway for agents that other runners execute, on other hosts or in sandboxes: it learns of attempts from the store
-when they first ask, and writes their spans there before each answer goes out.
+"""``StoreGateway``: a gateway for agents that other runners execute, on other hosts or in sandboxes.
+
+It reads an attempt from the store at its first call, and writes its spans to the store before each answer is sent.
 
     agl-slime gateway --store-url http://HOST:4747 --sglang-url http://HOST:30000 --model-path DIR
 
-Agents find it as ``ProxyLLM(endpoint="http://HOST:PORT/k/TOKEN/v1", …)``, whose ``get_base_url(rollout_id,
-attempt_id)`` Agent Lightning's decorators call by themselves.
+Agents get ``ProxyLLM(endpoint="http://HOST:PORT/k/TOKEN/v1", …)``; Agent Lightning's decorators call its
+``get_base_url(rollout_id, attempt_id)``.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ from aiohttp import web
 
 from agl_slime.errors import GatewayRequestError
 from agl_slime.gateway.attempt import Attempt
-from agl_slime.gateway.server import Gateway
-from agl_slime.gateway.settings import GatewaySettings, endpoint_of
+from agl_slime.gateway.server import Address, Gateway
+from agl_slime.gateway.settings import GatewaySettings
 from agl_slime.rollout.access import LLM_RESOURCE, EngineAccess, run_parameters
 from agl_slime.store.bridge import FINISHED
 from agl_slime.store.follow import listen_for_ends
@@ -35,9 +36,12 @@ TOKEN_VARIABLE = "AGL_SLIME_GATEWAY_TOKEN"
 
 
 class StoreGateway(Gateway):
-    """Serves every attempt that runs in ``store``. ``llm`` is the engine, the model, and the sampling of rollouts whose
-    resources name none. ``token`` opens all addresses: in ``/k/TOKEN`` or as the API key; without one, which only a
-    loopback address may do, there is nothing to show."""
+    """Serves every running attempt of ``store``.
+
+    Args:
+        llm: engine, model and sampling parameters of rollouts whose resources have none.
+        token: opens all addresses, in ``/k/TOKEN`` or as API key; optional on a loopback address.
+    """
 
     def __init__(
         self,
@@ -53,75 +57,74 @@ class StoreGateway(Gateway):
         self._store, self._llm, self._token = store, llm, token
         self._opening: dict[tuple[str, str], asyncio.Future[Attempt]] = {}
         self._unsubscribe: Callable[[], object] | None = None
-        self._returning: asyncio.Future[None] | None = None  # a task that nobody holds may be collected
+        self._returning: asyncio.Future[None] | None = None  # a reference keeps the task alive
 
     @property
     def endpoint(self) -> str:
-        """What a ``ProxyLLM`` is to name."""
-        return endpoint_of(self.url, self._token)
+        """The endpoint for a ``ProxyLLM``."""
+        return f"{self.url}/k/{self._token}/v1" if self._token else f"{self.url}/v1"
 
-    async def _begin(self) -> None:
+    def _start_services(self) -> None:
         self._unsubscribe = listen_for_ends(
             self._store,
-            lambda rollout_id: self._on_loop(lambda: self._ended_rollout(rollout_id)),
+            lambda rollout_id: self._call_soon(lambda: self._end_rollout(rollout_id)),
             mine=lambda: {rollout_id for rollout_id, _ in self._attempts},
         )
 
-    async def _finish(self) -> None:
+    def _stop_services(self) -> None:
         if self._unsubscribe is not None:
             self._unsubscribe()
 
-    def _ended_rollout(self, rollout_id: str) -> None:
-        self._has_ended(rollout_id)
-        for attempt in [attempt for (own, _), attempt in self._attempts.items() if own == rollout_id]:
+    def _end_rollout(self, rollout_id: str) -> None:
+        self._note_ended(rollout_id)
+        for attempt in [attempt for attempt in self._attempts.values() if attempt.rollout_id == rollout_id]:
             attempt.end()
-            attempt.cut()
+            attempt.cancel_pending()
             self._forget(attempt)
         if self._may_return_memory():
             self._returning = asyncio.ensure_future(run_in_thread(return_freed_memory))
 
-    def _opens(self, shown: list[str]) -> bool:
-        return not self._token or any(same_secret(key, self._token) for key in shown)
+    def _is_authorized(self, request: web.Request, address: Address) -> bool:
+        return not self._token or any(same_secret(key, self._token) for key in self._keys(request, address))
 
-    async def _attempt(self, request: web.Request, named: dict[str, str | None]) -> Attempt:
-        rollout, attempt_id = named.get("rollout"), named.get("attempt")
-        shown = self._shown(request, named)
-        if not self._opens(shown):
-            told = f"the key is missing or wrong: send the gateway's token ({TOKEN_VARIABLE})"
-            raise GatewayRequestError(told, status=401, code="invalid_api_key")
+    async def _find_attempt(self, request: web.Request, address: Address) -> Attempt:
+        rollout, attempt_id = address.get("rollout"), address.get("attempt")
+        if not self._is_authorized(request, address):
+            message = f"the key is missing or wrong: send the gateway's token ({TOKEN_VARIABLE})"
+            raise GatewayRequestError(message, status=401, code="invalid_api_key")
         if rollout is None or attempt_id is None:
-            told = "the address names no rollout: use ProxyLLM.get_base_url(rollout_id, attempt_id)"
-            raise GatewayRequestError(told, status=404, code="unknown_rollout")
-        return await self._opened(rollout, attempt_id)
+            message = "the address names no rollout: use ProxyLLM.get_base_url(rollout_id, attempt_id)"
+            raise GatewayRequestError(message, status=404, code="unknown_rollout")
+        return await self._get_attempt(rollout, attempt_id)
 
-    async def _opened(self, rollout: str, attempt_id: str) -> Attempt:
-        """An attempt of the store that runs; it is served from its first call on."""
+    async def _get_attempt(self, rollout: str, attempt_id: str) -> Attempt:
+        """A running attempt, read from the store at its first call. Raises ``GatewayRequestError``."""
         key = rollout, attempt_id
-        if (known := self._attempts.get(key)) is not None:
-            return known
+        if (attempt := self._attempts.get(key)) is not None:
+            return attempt
         if f"{rollout}/{attempt_id}" in self._ended:
             raise GatewayRequestError(f"rollout {rollout} has ended", status=410, code="rollout_ended")
         opening = self._opening.get(key)
-        if opening is None:  # requests that come together wait for one look at the store
-            opening = self._opening[key] = asyncio.ensure_future(self._found(rollout, attempt_id))
+        if opening is None:  # concurrent requests share one read of the store
+            opening = self._opening[key] = asyncio.ensure_future(self._read_attempt(rollout, attempt_id))
             opening.add_done_callback(lambda _: self._opening.pop(key, None))
         return await asyncio.shield(opening)
 
-    async def _found(self, rollout_id: str, attempt_id: str) -> Attempt:
+    async def _read_attempt(self, rollout_id: str, attempt_id: str) -> Attempt:
         [rollout] = [*await self._store.query_rollouts(rollout_id_in=[rollout_id], limit=1)] or [None]
         latest = await self._store.get_latest_attempt(rollout_id) if rollout is not None else None
         if rollout is None or latest is None or latest.attempt_id != attempt_id:
-            told = f"the store has no attempt {attempt_id} of a rollout {rollout_id} that runs"
-            raise GatewayRequestError(told, status=404, code="unknown_rollout")
+            message = f"the store has no attempt {attempt_id} of a rollout {rollout_id} that runs"
+            raise GatewayRequestError(message, status=404, code="unknown_rollout")
         update = await self._store.get_resources_by_id(rollout.resources_id) if rollout.resources_id else None
-        told = update.resources.get(LLM_RESOURCE) if update is not None else None
-        llm = self._engine_of(told if isinstance(told, LLM) else None)
-        if rollout.status in FINISHED or rollout_id in self._ended:  # the store may have told of its end meanwhile
+        resource = update.resources.get(LLM_RESOURCE) if update is not None else None
+        llm = self._engine_of(resource if isinstance(resource, LLM) else None)
+        if rollout.status in FINISHED or rollout_id in self._ended:  # it may have ended during these reads
             raise GatewayRequestError(f"rollout {rollout_id} has ended", status=410, code="rollout_ended")
         if [*await self._store.query_spans(rollout_id, attempt_id, name=GENERATE_SPAN, limit=1)]:
-            # by a gateway that has ended: what it held of the conversation is gone, and must not be trained twice
-            told = f"attempt {attempt_id} was begun at a gateway that has ended: begin the rollout again"
-            raise GatewayRequestError(told, status=410, code="attempt_lost")
+            # another gateway answered it; without its conversations tokens would be trained twice
+            message = f"attempt {attempt_id} was begun at a gateway that has ended: begin the rollout again"
+            raise GatewayRequestError(message, status=410, code="attempt_lost")
         recording = Recording(rollout_id, attempt_id, store=self._store, forgets=True)
 
         def write(name: str, attributes: dict[str, Any], started: float) -> None:
@@ -139,33 +142,31 @@ class StoreGateway(Gateway):
         self._attempts[rollout_id, attempt_id] = attempt
         return attempt
 
-    def _engine_of(self, told: LLM | None) -> LLM:
-        """The model that a rollout is answered by, whose resources say ``told``."""
-        if told is not None and not isinstance(told, ProxyLLM):
-            return told  # the engine itself
+    def _engine_of(self, resource: LLM | None) -> LLM:
+        """The engine for a rollout with this resource."""
+        if resource is not None and not isinstance(resource, ProxyLLM):
+            return resource
         if self._llm is None:
-            said = f"the rollout's resources name no engine as {LLM_RESOURCE}"
-            raise GatewayRequestError(said, status=503, code="no_engine")
-        sampling = (told.sampling_parameters if told is not None else None) or self._llm.sampling_parameters
+            message = f"the rollout's resources name no engine as {LLM_RESOURCE}"
+            raise GatewayRequestError(message, status=503, code="no_engine")
+        sampling = (resource.sampling_parameters if resource is not None else None) or self._llm.sampling_parameters
         sampling = {**run_parameters(self._llm.sampling_parameters), **sampling}
         return self._llm.model_copy(update={"sampling_parameters": sampling})
 
-    async def _unnamed(self, request: web.Request, path: str, named: dict[str, str | None]) -> web.Response | None:
-        """Where an agent of ours finds the engine itself; it needs nobody to translate."""
-        if path != "/engine" or named.get("rollout") is not None or request.method != "GET":
+    async def _service_response(self, request: web.Request, path: str, address: Address) -> web.Response | None:
+        """``/engine``: the address of the engine, for agents of this package, which ask it directly."""
+        if path != "/engine" or address.get("rollout") is not None or request.method != "GET" or self._llm is None:
             return None
-        if not self._opens(self._shown(request, named)):
+        if not self._is_authorized(request, address):
             return None
-        if self._llm is None:
-            return None
-        told: dict[str, Any] = {"endpoint": self._llm.endpoint}
+        engine: dict[str, Any] = {"endpoint": self._llm.endpoint}
         if replay := run_parameters(self._llm.sampling_parameters):
-            told["replay"] = replay
-        return json_response(told)
+            engine["replay"] = replay
+        return json_response(engine)
 
 
 def span_builder(name: str, attributes: dict[str, Any], at: float) -> SpanBuilder:
-    """A span of a moment, for a ``Recording``."""
+    """A zero-duration span for a ``Recording``."""
     status = TraceStatus(status_code="OK")
     core = SpanCoreFields(name=name, attributes=attributes, status=status, start_time=at, end_time=at)
     return partial(Span.from_core_fields, core)

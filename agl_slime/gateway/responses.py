@@ -1,4 +1,4 @@
-"""OpenAI's responses: the protocol as a translation. ``previous_response_id`` is good within an attempt."""
+"""OpenAI's responses. ``previous_response_id`` names a response of the same attempt."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from agl_slime.errors import GatewayRequestError
-from agl_slime.gateway.calls import MOST_LOG_PROBS, Answered, Call, Choice, json_constraint, number
+from agl_slime.gateway.calls import MOST_LOG_PROBS, Call, CallResult, Choice, json_constraint, number
 from agl_slime.gateway.chat import logprobs
-from agl_slime.gateway.declared import OPENAIS, Tools, custom_input, read_allowed
+from agl_slime.gateway.declared import OPENAI_TOOLS, Tools, custom_input, read_allowed
 from agl_slime.gateway.items import (
     DECLARING,
     JOIN,
@@ -21,7 +21,7 @@ from agl_slime.gateway.items import (
     is_summary,
     read_items,
     read_tools,
-    sent_back,
+    returned_arguments,
 )
 from agl_slime.gateway.messages import Message, read_messages, text_of
 from agl_slime.gateway.protocol import IGNORED, NOTHING_KEPT, Decode, Kept, Protocol, Stream, parsed_body, sse
@@ -35,20 +35,20 @@ _HONOURED += " include conversation chat_template_kwargs"
 class Responses(Protocol):
     honoured, ignored = frozenset((*_HONOURED.split(), *_IMPOSED)), IGNORED | {"stream_options"}
     prefix = "resp_"
-    grows = "input"
-    orphan = "No tool call found for function call output with call_id {}."
+    list_field = "input"
+    orphan_error = "No tool call found for function call output with call_id {}."
 
     def read(self, body: Mapping[str, Any], kept: Kept = NOTHING_KEPT) -> Call:
         self.check_fields(body)
         messages: list[Message] = []
         if instructions := body.get("instructions"):
             messages.append({"role": "system", "content": text_of(instructions, "instructions")})
-        own = len(messages)
+        store_from = len(messages)
         conversation = _conversation(body, kept)
         if previous := body.get("previous_response_id") or conversation:
             if not isinstance(previous, str) or previous not in kept:
-                told = f"previous_response_id {previous!r:.80} is no answer of this rollout"
-                raise GatewayRequestError(told, param="previous_response_id")
+                message = f"previous_response_id {previous!r:.80} is no answer of this rollout"
+                raise GatewayRequestError(message, param="previous_response_id")
             messages += kept[previous]
         given = body.get("input") or []
         if isinstance(given, str):
@@ -58,66 +58,67 @@ class Responses(Protocol):
         items = read_items(given, kept)
         tools = read_tools(body.get("tools"), items.tools)
         choice, allowed = _tool_choice(body.get("tool_choice"), tools)
+        stored = conversation or body.get("store") is not False
         return Call(
             messages=[*messages, *read_messages(items.messages)] if items.messages else messages,
-            kept=own if (conversation or body.get("store") is not False) and not items.compacts else None,
+            store_from=store_from if stored and not items.compacts else None,
             conversation=conversation,
             model=str(body.get("model") or ""),
             tools=tools.shown,
             loaded=tools.loaded,
-            left_out=tools.left_out,
+            server_tools=tools.server_tools,
             allowed=allowed,
-            sent_back=sent_back(all_declared(body)),
+            returned_arguments=returned_arguments(all_declared(body)),
             tool_choice="none" if items.compacts else choice,
             max_tokens=number(body, "max_output_tokens", least=1),
-            asked=self.asked(body),
+            requested=self.requested_sampling(body),
             constraint={} if items.compacts else _constraint(body),
             template_kwargs=body.get("chat_template_kwargs") or {},
             top_log_probs=number(body, "top_logprobs", most=MOST_LOG_PROBS) or 0,
             stream=bool(body.get("stream")),
             compacts=items.compacts,
-            compacted=None if items.compacted is None else len(messages) + items.compacted,
+            summary_index=None if items.summary_index is None else len(messages) + items.summary_index,
         )
 
-    def more(self, items: list[Any], kept: Kept) -> list[Message]:
+    def read_more(self, items: list[Any], kept: Kept) -> list[Message]:
         read = read_items(items, kept)
-        if read.tools or read.compacts or read.compacted is not None:
+        if read.tools or read.compacts or read.summary_index is not None:
             raise GatewayRequestError("these items change more than the messages", param="input")
         return read_messages(read.messages)
 
     def kept_items(self, items: list[Any]) -> list[Any]:
         return [item for item in items if isinstance(item, Mapping) and item.get("type") in DECLARING]
 
-    def answer(self, body: Mapping[str, Any], answered: Answered, decode: Decode) -> dict[str, Any]:
-        choice = answered.choices[0]
-        items = [compaction_item(answered.id, choice.content)] if compacts(body) else []
-        items = items or list(_items(answered.id, choice, body, decode))
+    def answer(self, body: Mapping[str, Any], result: CallResult, decode: Decode) -> dict[str, Any]:
+        choice = result.choices[0]
+        items = [compaction_item(result.id, choice.content)] if compacts(body) else []
+        items = items or list(_items(result.id, choice, body, decode))
         length = choice.finish == "length"
         return {
-            **_head(answered, body, "incomplete" if length else "completed"),
+            **_head(result, body, "incomplete" if length else "completed"),
             "incomplete_details": {"reason": "max_output_tokens"} if length else None,
             "output": items,
-            "usage": _usage(answered),
+            "usage": _usage(result),
         }
 
-    def stream(self, body: Mapping[str, Any], head: Answered, decode: Decode) -> Stream:
+    def stream(self, body: Mapping[str, Any], head: CallResult, decode: Decode) -> Stream:
         return _ResponseStream(body, head, decode)
 
 
 class InputTokens(Responses):
-    """How long the prompt of a request would be."""
+    """The number of tokens of a request's prompt."""
 
     honoured = Responses.honoured | {"personality"}
-    counts = True
+    counts_only = True
 
-    def counted(self, tokens: int) -> dict[str, Any]:
+    def count_answer(self, tokens: int) -> dict[str, Any]:
         return {"object": "response.input_tokens", "input_tokens": tokens}
 
 
 class Compact(Responses):
-    """A conversation is asked for its summary, with which it goes on: the users' messages and an item that has it."""
+    """Compaction of a conversation: returns the user's messages and an item with a summary, to continue from."""
 
-    grows = ""  # a request of its own, which no other begins with
+    list_field = ""  # no later request extends this one
 
     def read(self, body: Mapping[str, Any], kept: Kept = NOTHING_KEPT) -> Call:
         given = body.get("input") or []
@@ -128,20 +129,21 @@ class Compact(Responses):
             raise GatewayRequestError("stream is not supported for a compaction", param="stream")
         return super().read({**body, "input": [*given, {"type": "compaction_trigger"}], "store": False}, kept)
 
-    def answer(self, body: Mapping[str, Any], answered: Answered, decode: Decode) -> dict[str, Any]:
-        said = [message for message in answered.asked[:-1] if message["role"] == "user" and not is_summary(message)]
+    def answer(self, body: Mapping[str, Any], result: CallResult, decode: Decode) -> dict[str, Any]:
+        messages = result.compacted[:-1]
+        asked = [message for message in messages if message["role"] == "user" and not is_summary(message)]
         users = [
-            {"id": f"msg_{answered.id}_{at}", "type": "message", "role": "user", "status": "completed", "content": text}
-            for at, message in enumerate(said)
+            {"id": f"msg_{result.id}_{at}", "type": "message", "role": "user", "status": "completed", "content": text}
+            for at, message in enumerate(asked)
             if (text := [{"type": "input_text", "text": message["content"]}])
         ]
-        summary = compaction_item(answered.id, answered.choices[0].content)
-        head = {"id": answered.id, "object": "response.compaction", "created_at": answered.created}
-        return {**head, "output": [*users, summary], "usage": _usage(answered)}
+        summary = compaction_item(result.id, result.choices[0].content)
+        head = {"id": result.id, "object": "response.compaction", "created_at": result.created}
+        return {**head, "output": [*users, summary], "usage": _usage(result)}
 
 
 def new_conversation(raw: bytes, kept: Kept) -> tuple[dict[str, Any], list[Message]]:
-    """A conversation that responses may be part of, and the messages that it begins with."""
+    """A new conversation for responses, and its first messages."""
     body = parsed_body(raw or b"{}")
     items = body.get("items") or []
     if not isinstance(items, list):
@@ -156,19 +158,21 @@ def _id_of(conversation: Any) -> Any:
 
 
 def _conversation(body: Mapping[str, Any], kept: Kept) -> str:
-    made = _id_of(body.get("conversation"))
-    if not made:
+    conversation_id = _id_of(body.get("conversation"))
+    if not conversation_id:
         return ""
     if body.get("previous_response_id"):
-        told = "previous_response_id cannot be used in conjunction with conversation"
-        raise GatewayRequestError(told, code="mutually_exclusive_parameters", param="previous_response_id")
-    if not isinstance(made, str) or made not in kept:
-        told = f"Conversation with id {made!r:.80} not found in this rollout: POST /v1/conversations makes one"
-        raise GatewayRequestError(told, status=404, param="conversation")
-    return made
+        message = "previous_response_id cannot be used in conjunction with conversation"
+        raise GatewayRequestError(message, code="mutually_exclusive_parameters", param="previous_response_id")
+    if not isinstance(conversation_id, str) or conversation_id not in kept:
+        message = (
+            f"Conversation with id {conversation_id!r:.80} not found in this rollout: POST /v1/conversations makes one"
+        )
+        raise GatewayRequestError(message, status=404, param="conversation")
+    return conversation_id
 
 
-# the events and the field of a call that comes in pieces
+# event names and field of calls that are streamed in pieces
 _PIECES = {
     "function_call": ("function_call_arguments", "arguments"),
     "custom_tool_call": ("custom_tool_call_input", "input"),
@@ -179,29 +183,28 @@ class _ResponseStream(Stream):
     _number = -1
     _item: dict[str, Any] | None = None
     _place = -1
-    _told = ""
+    _sent = ""
 
     def begin(self) -> Iterator[bytes]:
         response = {**_head(self.head, self.body, "in_progress"), "output": [], "usage": None}
         yield self._event("response.created", response=response)
         yield self._event("response.in_progress", response=response)
 
-    def more(self, index: int, reasoning: str, content: str) -> Iterator[bytes]:
+    def delta(self, index: int, reasoning: str, content: str) -> Iterator[bytes]:
         for kind, text in (("reasoning", reasoning), ("message", content)):
             if not text or compacts(self.body):
                 continue
             if self._item is None or self._item["type"] != kind:
                 yield from self._shut()
                 yield from self._begin(kind)
-            self._told += text
+            self._sent += text
             name = "reasoning_text" if kind == "reasoning" else "output_text"
             more = {} if kind == "reasoning" else {"logprobs": []}
             yield self._event(f"response.{name}.delta", **self._at(), content_index=0, delta=text, **more)
 
-    def end(self, answered: Answered) -> Iterator[bytes]:
-        final = Responses().answer(self.body, answered, self.decode)
-        told = {item["id"]: item for item in final["output"]}
-        yield from self._shut(told)
+    def end(self, result: CallResult) -> Iterator[bytes]:
+        final = Responses().answer(self.body, result, self.decode)
+        yield from self._shut({item["id"]: item for item in final["output"]})
         for item in final["output"]:
             if item["type"] in ("message", "reasoning"):
                 continue
@@ -215,27 +218,27 @@ class _ResponseStream(Stream):
                 done = {key: item[key], **({"name": item["name"]} if key == "arguments" else {})}
                 yield self._event(f"response.{name}.done", **self._at(), **done)
             yield self._event("response.output_item.done", output_index=self._place, item=item)
-        # also of an answer that a limit has cut, whose status says so: SGLang's event, and SDKs raise on OpenAI's
+        # also for an answer cut by a limit, as SGLang does: SDKs raise on OpenAI's response.incomplete
         yield self._event("response.completed", response=final)
 
     def error(self, refusal: GatewayRequestError) -> bytes:
         return self._event("error", code=refusal.code, message=str(refusal), param=refusal.param)
 
     def _begin(self, kind: str) -> Iterator[bytes]:
-        self._place, self._told = self._place + 1, ""
+        self._place, self._sent = self._place + 1, ""
         self._item = _reasoning(self.head.id, "") if kind == "reasoning" else _message(self.head.id, "", "in_progress")
         self._item["content"] = []
         yield self._event("response.output_item.added", output_index=self._place, item=self._item)
         part = _text("") if kind == "message" else {"type": "reasoning_text", "text": ""}
         yield self._event("response.content_part.added", **self._at(), content_index=0, part=part)
 
-    def _shut(self, told: Mapping[str, Any] | None = None) -> Iterator[bytes]:
+    def _shut(self, final_items: Mapping[str, Any] | None = None) -> Iterator[bytes]:
         if self._item is None:
             return
-        kind, made = self._item["type"], self._item["id"]
-        item = (told or {}).get(made)
+        kind = self._item["type"]
+        item = (final_items or {}).get(self._item["id"])
         if item is None:
-            item = _reasoning(self.head.id, self._told) if kind == "reasoning" else _message(self.head.id, self._told)
+            item = _reasoning(self.head.id, self._sent) if kind == "reasoning" else _message(self.head.id, self._sent)
         part = item["content"][0]
         if kind == "reasoning":
             yield self._event("response.reasoning_text.done", **self._at(), content_index=0, text=part["text"])
@@ -255,17 +258,17 @@ class _ResponseStream(Stream):
         return sse({"type": kind, "sequence_number": self._number, **fields}, kind)
 
 
-def _head(answered: Answered, body: Mapping[str, Any], status: str) -> dict[str, Any]:
+def _head(result: CallResult, body: Mapping[str, Any], status: str) -> dict[str, Any]:
     return {
-        "id": answered.id,
+        "id": result.id,
         "object": "response",
-        "created_at": answered.created,
+        "created_at": result.created,
         "status": status,
         "error": None,
         "incomplete_details": None,
         "instructions": body.get("instructions"),
         "max_output_tokens": body.get("max_output_tokens"),
-        "model": answered.model,
+        "model": result.model,
         "parallel_tool_calls": True,
         "previous_response_id": body.get("previous_response_id"),
         **({"conversation": {"id": _id_of(body["conversation"])}} if body.get("conversation") else {}),
@@ -277,22 +280,23 @@ def _head(answered: Answered, body: Mapping[str, Any], status: str) -> dict[str,
     }
 
 
-def _items(made: str, choice: Choice, body: Mapping[str, Any], decode: Decode) -> Iterator[dict[str, Any]]:
+def _items(answer_id: str, choice: Choice, body: Mapping[str, Any], decode: Decode) -> Iterator[dict[str, Any]]:
     if choice.reasoning:
-        yield _reasoning(made, choice.reasoning)
+        yield _reasoning(answer_id, choice.reasoning)
     if choice.content or not (choice.calls or choice.reasoning):
         wanted = "message.output_text.logprobs" in (body.get("include") or ())
-        told = logprobs(choice, decode)["content"] if wanted else []
-        yield _message(made, choice.content, "incomplete" if choice.finish == "length" else "completed", told)
+        log_probs = logprobs(choice, decode)["content"] if wanted else []
+        status = "incomplete" if choice.finish == "length" else "completed"
+        yield _message(answer_id, choice.content, status, log_probs)
     kinds = all_declared(body)
     for at, call in enumerate(choice.calls):
-        yield _call(f"fc_{made}_{at}", call, *kinds.get(call.name, ("function", "")))
+        yield _call(f"fc_{answer_id}_{at}", call, *kinds.get(call.name, ("function", "")))
 
 
-def _call(made: str, call: ToolCall, kind: str, namespace: str) -> dict[str, Any]:
-    head: dict[str, Any] = {"id": made, "call_id": call.id}
-    if kind in OPENAIS and (fields := OPENAIS[kind].fields(call.arguments)) is not None:
-        return {**head, "type": OPENAIS[kind].item, "status": "completed", **fields}
+def _call(item_id: str, call: ToolCall, kind: str, namespace: str) -> dict[str, Any]:
+    head: dict[str, Any] = {"id": item_id, "call_id": call.id}
+    if kind in OPENAI_TOOLS and (fields := OPENAI_TOOLS[kind].fields(call.arguments)) is not None:
+        return {**head, "type": OPENAI_TOOLS[kind].item, "status": "completed", **fields}
     name = call.name.removeprefix(namespace + JOIN) if namespace else call.name
     head |= {"name": name, **({"namespace": namespace} if namespace else {})}
     if kind == "custom":
@@ -301,27 +305,27 @@ def _call(made: str, call: ToolCall, kind: str, namespace: str) -> dict[str, Any
     return {**head, "type": "function_call", "status": "completed", "arguments": arguments}
 
 
-def _reasoning(made: str, text: str) -> dict[str, Any]:
+def _reasoning(answer_id: str, text: str) -> dict[str, Any]:
     content = [{"type": "reasoning_text", "text": text}]
-    return {"id": f"rs_{made}", "type": "reasoning", "summary": [], "content": content}
+    return {"id": f"rs_{answer_id}", "type": "reasoning", "summary": [], "content": content}
 
 
-def _message(made: str, text: str, status: str = "completed", logprobs: Any = ()) -> dict[str, Any]:
+def _message(answer_id: str, text: str, status: str = "completed", logprobs: Any = ()) -> dict[str, Any]:
     content = [{**_text(text), "logprobs": list(logprobs)}]
-    return {"id": f"msg_{made}", "type": "message", "role": "assistant", "status": status, "content": content}
+    return {"id": f"msg_{answer_id}", "type": "message", "role": "assistant", "status": status, "content": content}
 
 
 def _text(text: str) -> dict[str, Any]:
     return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
 
 
-def _usage(answered: Answered) -> dict[str, Any]:
+def _usage(result: CallResult) -> dict[str, Any]:
     return {
-        "input_tokens": answered.prompt_tokens,
-        "input_tokens_details": {"cached_tokens": answered.cached_tokens, "cache_write_tokens": 0},
-        "output_tokens": answered.output_tokens,
+        "input_tokens": result.prompt_tokens,
+        "input_tokens_details": {"cached_tokens": result.cached_tokens, "cache_write_tokens": 0},
+        "output_tokens": result.output_tokens,
         "output_tokens_details": {"reasoning_tokens": 0},
-        "total_tokens": answered.prompt_tokens + answered.output_tokens,
+        "total_tokens": result.prompt_tokens + result.output_tokens,
     }
 
 
@@ -329,24 +333,23 @@ def _usage(answered: Answered) -> dict[str, Any]:
 
 
 def _tool_choice(value: Any, tools: Tools) -> tuple[str, frozenset[str] | None]:
-    """The choice, and the names of the only tools that may be called, where not all may."""
-    some = bool(tools.shown or tools.loaded)
+    """The choice, and the names of the only tools that may be called (``None``: all)."""
     if value in (None, "auto", "none", "required"):
-        return ((value or "auto") if some else "none"), None
+        return ((value or "auto") if tools.shown or tools.loaded else "none"), None
     if isinstance(value, Mapping) and value.get("type") == "allowed_tools":
         return read_allowed(value, tools, _name_of)
     if isinstance(value, Mapping) and (name := _name_of(value)):
         return name, None
-    told = "auto, none, required, allowed_tools, or a tool that is declared"
-    raise GatewayRequestError(f"tool_choice must be {told}, got {value!r:.80}", param="tool_choice")
+    choices = "auto, none, required, allowed_tools, or a tool that is declared"
+    raise GatewayRequestError(f"tool_choice must be {choices}, got {value!r:.80}", param="tool_choice")
 
 
 def _name_of(tool: Any) -> str:
-    """The name to the model of the tool that a choice names."""
+    """The name in prompts of the tool in a choice."""
     kind = tool.get("type") if isinstance(tool, Mapping) else None
     if kind in ("function", "custom") and isinstance(tool.get("name"), str):
         return f"{tool['namespace']}{JOIN}{tool['name']}" if tool.get("namespace") else tool["name"]
-    return kind if isinstance(kind, str) and kind in OPENAIS else ""
+    return kind if isinstance(kind, str) and kind in OPENAI_TOOLS else ""
 
 
 def _constraint(body: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,7 +1,7 @@
-"""What a call is sampled with: the run's settings where tokens are trained, the client's limits within them.
+"""Sampling parameters of a call: the run's for trained tokens, with the client's limits.
 
-A temperature of the client's own, a penalty or a grammar changes what the engine's log-probs mean, so the run decides
-on those; that a client wanted something else is counted.
+A client's temperature, penalties or grammar would change the meaning of the engine's log-probs, so the run sets them;
+overridden parameters are counted.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from agl_slime.tokens.formats import ToolParser
 logger = logging.getLogger(__name__)
 
 _FIELDS = frozenset({"temperature", "top_p", "top_k"})
-_NOT_SGLANGS = {"seed": "sampling_seed"}
+_SGLANG_NAMES = {"seed": "sampling_seed"}
 _NEUTRAL = {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "repetition_penalty": 1.0}
 
 
@@ -36,19 +36,19 @@ def sampling_for(
     parser: ToolParser | None,
     overridden: Counter[str],
 ) -> tuple[SamplingParams, str]:
-    """The sampling of a call, and why its answer is not to be trained (empty when it is). ``overridden`` counts what
-    the client wanted and does not get."""
+    """The sampling parameters of a call, and the reason not to train its answer (empty to train it). ``overridden``
+    counts the client's parameters that are not used."""
     limit = run.max_new_tokens if call.max_tokens is None else min(run.max_new_tokens, call.max_tokens)
     sampling = replace(run, max_new_tokens=max(1, limit), stop=tuple(dict.fromkeys((*run.stop, *call.stop))))
     constraint = _constraint(call, parser, constraints)
     if not trained:
-        own = {name: value for name, value in call.asked.items() if name in _FIELDS}
-        extra = {_NOT_SGLANGS.get(name, name): value for name, value in call.asked.items() if name not in _FIELDS}
+        fields = {name: value for name, value in call.requested.items() if name in _FIELDS}
+        extra = {_SGLANG_NAMES.get(name, name): value for name, value in call.requested.items() if name not in _FIELDS}
         try:
-            return replace(sampling, **own, extra={**run.extra, **extra, **constraint}), ""
-        except ConfigError as error:  # which names the field
+            return replace(sampling, **fields, extra={**run.extra, **extra, **constraint}), ""
+        except ConfigError as error:  # begins with the field
             raise GatewayRequestError(str(error), param=str(error).partition(" ")[0]) from None
-    for name, value in call.asked.items():
+    for name, value in call.requested.items():
         decided = getattr(run, name) if name in _FIELDS else run.extra.get(name, _NEUTRAL.get(name, 0))
         overridden[f"overridden/{name}"] += value != decided and bool(value or name in _FIELDS)
     if call.max_tokens is not None:
@@ -71,12 +71,12 @@ def sampling_for(
 
 @functools.cache
 def _explain_once(name: str, constraints: Constraints) -> None:
-    """What becomes of constraints, for the first one of the process that sets ``name``."""
-    now = "its answers are sampled freely and trained" if constraints == "drop" else "its answers are NOT trained"
+    """Warn about the first constraint in ``name`` in this process."""
+    effect = "its answers are sampled freely and trained" if constraints == "drop" else "its answers are NOT trained"
     logger.warning(
         "An agent asks for answers under a constraint (%s), which changes what log-probs mean: %s. --constraints drop "
         "samples freely and trains, mask obeys and leaves those answers out of training, refuse answers 400; it is %s.",
-        *(name, now, constraints),
+        *(name, effect, constraints),
     )
 
 
@@ -86,13 +86,15 @@ def _name(call: Call) -> str:
 
 def _constraint(call: Call, parser: ToolParser | None, constraints: Constraints) -> Mapping[str, Any]:
     offered = [tool["function"] for tool in call.offered]
-    may = offered if call.allowed is None else [tool for tool in offered if tool["name"] in call.allowed]
-    if call.tool_choice == "auto" and len(may) < len(offered) and constraints != "drop":
-        told = "tool_choice allowed_tools with mode auto cannot be held to; use required, or set constraints to drop"
-        raise GatewayRequestError(told, param="tool_choice")
+    allowed = offered if call.allowed is None else [tool for tool in offered if tool["name"] in call.allowed]
+    if call.tool_choice == "auto" and len(allowed) < len(offered) and constraints != "drop":
+        message = (
+            "tool_choice allowed_tools with mode auto cannot be enforced; use required, or set constraints to drop"
+        )
+        raise GatewayRequestError(message, param="tool_choice")
     if call.constraint or call.tool_choice in ("auto", "none"):
         return call.constraint
-    wanted = [tool for tool in may if call.tool_choice in ("required", tool["name"])]
+    wanted = [tool for tool in allowed if call.tool_choice in ("required", tool["name"])]
     if not wanted:
         raise GatewayRequestError(f"tool_choice {call.tool_choice!r} names none of the tools", param="tool_choice")
     form = parser.forced_grammar(wanted) if parser is not None else None

@@ -1,4 +1,4 @@
-"""How a gateway treats its clients."""
+"""``GatewaySettings``: the address of a gateway, which answers are trained, and limits of a rollout."""
 
 from __future__ import annotations
 
@@ -56,8 +56,3 @@ class GatewaySettings:
             ("port", lambda value: 0 <= value <= 65_535, "from 0, which takes a free one, to 65535"),
             ("max_body_mb max_messages keep_alive_s", lambda value: value > 0, "above 0"),
         )
-
-
-def endpoint_of(url: str, token: str | None) -> str:
-    """What a ``ProxyLLM`` names of the gateway at ``url``."""
-    return f"{url}/k/{token}/v1" if token else f"{url}/v1"

@@ -1,13 +1,12 @@
-"""The conversations of one attempt as a tree: which of them a request goes on with.
+"""``Tree``: the conversations of one attempt, and the conversation that a request continues.
 
-Clients send the whole history with each request. It is walked through what was held before, message by message, and
-what is found is taken from there: of an answer the text and the tokens that were sampled, whatever its client made of
-it. The walk ends at the first message that is not known; what follows is the request's own. An answer that could be
-one of several siblings with different tokens is not known: nothing is guessed.
+Clients send the whole history with each request. It is matched message by message with the tree, and matched messages
+are taken from there: an answer has the text and tokens that were sampled, whatever its client made of them. The match
+ends at the first unknown message. An answer that could be one of several siblings with different tokens counts as
+unknown: nothing is guessed.
 
-A *line* is one ``RolloutSession``: a conversation that is asked again and again. A request that goes on from the end of
-a line takes it further; one that goes on from anywhere else, or while the line is being asked, gets a branch of it,
-which keeps the tokens that still stand.
+A ``Conversation`` has one ``RolloutSession``. A request that continues its last answer extends it; a request that
+continues from elsewhere, or while the conversation is busy, gets a branch, which keeps the tokens of the shared prefix.
 """
 
 from __future__ import annotations
@@ -28,25 +27,25 @@ _MESSAGE = operator.attrgetter("message")
 
 
 @dataclass(eq=False, slots=True)
-class Line:
-    """A conversation in tokens; ``tip`` is its last answer. ``asking``: a request is under way."""
+class Conversation:
+    """A conversation in tokens; ``tip`` is its last answer. ``busy``: a request is pending."""
 
     session: RolloutSession
     tip: Node | None = None
-    asking: bool = False
+    busy: bool = False
 
 
 @dataclass(eq=False, slots=True)
 class Node:
-    """An answer: ``held`` with the words that were sampled, ``served`` as the client got it. ``state`` is the place in
-    the tree after it and ``before`` that before it, ``turn`` its number in the rollout, ``depth`` the number of
-    messages up to it; ``cut``: its reader left before its end."""
+    """An answer: ``sampled`` has the text as sampled, ``served`` as the client got it. ``parent_state`` and ``state``
+    are the states of the tree before and after it, ``turn`` its number in the rollout, ``depth`` the number of messages
+    up to it. ``cut``: its client left before the end."""
 
-    held: Message
+    sampled: Message
     served: Message
-    before: int
+    parent_state: int
     state: int
-    line: Line
+    conversation: Conversation
     turn: int
     depth: int
     cut: bool = False
@@ -55,164 +54,172 @@ class Node:
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """A request's ``messages``, the first ``known`` of them as they are held, and the ``keys`` of the others. ``node``
-    is the last answer among those; ``line`` the conversation that shares most with the request."""
+    """A request's ``messages``, of which the first ``length`` are the tree's, and the ``keys`` of the others. ``node``
+    is the last answer in the matched part; ``conversation`` shares the longest prefix with the request."""
 
     messages: list[Message]
-    known: int
+    length: int
     keys: list[list[Hashable]]
     state: int
     node: Node | None
-    line: Line | None
+    conversation: Conversation | None
     fork: ForkReason | None
 
 
 @dataclass(frozen=True, slots=True)
-class Walk:
-    """A way through what is held: where it is, the last answer on it, the number of its messages, the last of them, and
-    the walk up to there."""
+class Path:
+    """A path in the tree: its state, its last answer, its number of messages, the last message, and the rest."""
 
     state: int
     node: Node | None
     length: int = 0
     message: Message | None = None
-    before: Walk | None = None
+    parent: Path | None = None
 
 
 @dataclass(eq=False)
 class Tree:
-    """The conversations that share one chat template and one set of ``tools``; ``open_session`` makes the first."""
+    """The conversations with one chat template and one set of ``tools``; ``open_session`` makes the first session."""
 
     template: ChatTemplate
     open_session: OpenSession
     tools: tuple[Message, ...] = ()
-    ambiguous: int = 0  # answers that could have been several
+    ambiguous: int = 0  # answers that could be several
     _states: int = 0
-    # messages that nobody sampled here; with one key are those that differ in white space at their ends
-    _plain: dict[tuple[int, Hashable], tuple[tuple[int, Message], ...]] = field(default_factory=dict)
+    # messages that are not answers, with the state after each; messages under one key differ in trailing white space
+    _messages: dict[tuple[int, Hashable], tuple[tuple[int, Message], ...]] = field(default_factory=dict)
     _answers: dict[tuple[int, Hashable], tuple[Node, ...]] = field(default_factory=dict)
-    _lines: dict[int, Line] = field(default_factory=dict)  # the last line through each state
-    _seen: set[Hashable] = field(default_factory=set)  # answers, and results of tools
-    _after: dict[int, int] = field(default_factory=dict)  # the first state after each
-    _branched: int = 0  # how often a state got another way on
-    # of the last request, all messages that were known but its last one, and the walks up to each; and ``_branched``
-    _walked: list[Message] = field(default_factory=list)
-    _walks: list[tuple[Walk, ...]] = field(default_factory=list)
-    _walked_at: int = 0
-    _way: list[Walk] = field(default_factory=list)  # that of the last request, step by step
-    _ids: dict[str, str] = field(default_factory=dict)  # of a call as it was served: its id as the model wrote it
+    _conversations: dict[int, Conversation] = field(default_factory=dict)  # the last through each state
+    _seen_keys: set[Hashable] = field(default_factory=set)  # of answers and tool results
+    _first_child: dict[int, int] = field(default_factory=dict)  # by state
+    _forks: int = 0  # how often a state got one more child
+    # of the last request: the matched messages but its last, the paths up to each, and ``_forks`` at that time
+    _last_messages: list[Message] = field(default_factory=list)
+    _last_paths: list[tuple[Path, ...]] = field(default_factory=list)
+    _last_forks: int = 0
+    _last_steps: list[Path] = field(default_factory=list)  # the path of the last request, step by step
+    _written_ids: dict[str, str] = field(default_factory=dict)  # ids of calls as the model wrote them, by served id
 
     def find(self, messages: list[Message]) -> Match:
-        """What of a request is known. In ``messages`` an answer's form as its client sent it gives way to the one that
-        is held anyway."""
-        if self._walked_at != self._branched:
-            self._walked, self._walks, self._walked_at = [], [], self._branched
-        same = [*map(operator.is_, messages[:-1], self._walked)]
-        known = same.index(False) if False in same else len(same)
-        del self._walked[known:], self._walks[known:]
-        walks, several = self._walks[-1] if self._walks else (Walk(0, None),), False
-        for at in range(len(self._walked), len(messages)):
+        """The longest match of a request. Replaces answers in ``messages`` by the equal ones in the tree."""
+        if self._last_forks != self._forks:
+            self._last_messages, self._last_paths, self._last_forks = [], [], self._forks
+        same = [*map(operator.is_, messages[:-1], self._last_messages)]
+        shared = same.index(False) if False in same else len(same)
+        del self._last_messages[shared:], self._last_paths[shared:]
+        paths, ambiguous = self._last_paths[-1] if self._last_paths else (Path(0, None),), False
+        for at in range(len(self._last_messages), len(messages)):
             message, last, before = messages[at], at == len(messages) - 1, self.ambiguous
-            further = tuple(step for walk in walks for step in self._further(walk, message, last=last))
-            if not further:
-                several = self.ambiguous > before
+            extended = tuple(step for path in paths for step in self._extend(path, message, last=last))
+            if not extended:
+                ambiguous = self.ambiguous > before
                 break
-            walks, self.ambiguous = further, before
+            paths, self.ambiguous = extended, before
             if not last:
-                if len(walks) == 1 and walks[0].node is not None and walks[0].message is walks[0].node.held:
-                    messages[at] = message = walks[0].node.served
-                self._walked.append(message)
-                self._walks.append(walks)
-        state, node, line, held = walks[0].state, walks[0].node, self._lines.get(walks[0].state), self._held(walks[0])
-        rest = list(messages[len(held) :])
-        if several:  # or the line that it branches from would take it for its own
+                if len(paths) == 1 and paths[0].node is not None and paths[0].message is paths[0].node.sampled:
+                    messages[at] = message = paths[0].node.served
+                self._last_messages.append(message)
+                self._last_paths.append(paths)
+        path, matched = paths[0], self._messages_of(paths[0])
+        conversation = self._conversations.get(path.state)
+        rest = list(messages[len(matched) :])
+        if ambiguous:  # keeps a branch of the conversation from reusing the sibling's tokens
             rest[0] = {**rest[0], "sampled": "by one of several"}
-        fork = self._kind(messages, len(held), node, line)
+        fork = self._fork_reason(messages, len(matched), path.node, conversation)
         keys = [_keys(message) for message in rest]
-        return Match([*held, *map(self._as_written, rest)], len(held), keys, state, node, line, fork)
+        whole = [*matched, *map(self._with_written_ids, rest)]
+        return Match(whole, len(matched), keys, path.state, path.node, conversation, fork)
 
-    def take(self, match: Match) -> Line:
-        """The line to ask for this request; give it back with ``answered`` or ``failed``."""
-        line = match.line
-        if line is None:
-            line = Line(self.open_session(match.messages))
-        elif line.asking or match.node is None or line.tip is not match.node:
-            line = Line(line.session.branch(match.messages))
-        line.session.context.messages = [*match.messages]  # nobody edits these, so all turns share them
-        line.asking = True
-        self._lines.setdefault(0, line)
-        return line
+    def acquire(self, match: Match) -> Conversation:
+        """The conversation to ask for this request; it is busy until ``add_answer`` or ``release``."""
+        conversation = match.conversation
+        if conversation is None:
+            conversation = Conversation(self.open_session(match.messages))
+        elif conversation.busy or match.node is None or conversation.tip is not match.node:
+            conversation = Conversation(conversation.session.branch(match.messages))
+        conversation.session.context.messages = [*match.messages]  # messages are immutable: turns share them
+        conversation.busy = True
+        self._conversations.setdefault(0, conversation)
+        return conversation
 
-    def failed(self, line: Line) -> None:
-        """Nothing was sampled."""
-        line.asking = False
+    def release(self, conversation: Conversation) -> None:
+        """End a request without an answer."""
+        conversation.busy = False
 
-    def answered(
-        self, match: Match, line: Line, *, held: Message, served: Message, ids: Mapping[str, str], cut: bool = False
+    def add_answer(
+        self,
+        match: Match,
+        conversation: Conversation,
+        *,
+        sampled: Message,
+        served: Message,
+        ids: Mapping[str, str],
+        cut: bool = False,
     ) -> Node:
-        """Keep an answer that was sampled on ``line``. ``ids`` are those of its calls, as served and as written."""
-        state, rest = match.state, list(zip(match.messages[match.known :], match.keys, strict=True))
-        if match.messages[-1]["role"] == "assistant":  # which the answer goes on with, and is a message with
+        """Add an answer of ``conversation``. ``ids`` are the ids of its calls as the model wrote them, by served id."""
+        state, rest = match.state, list(zip(match.messages[match.length :], match.keys, strict=True))
+        if match.messages[-1]["role"] == "assistant":  # the answer continues this message and includes it
             rest = rest[:-1]
             if not match.keys and match.node is not None:
-                state = match.node.before
+                state = match.node.parent_state
         for message, keys in rest:
-            known = self._plain.get((state, keys[0]), ())
-            at = next((one for one in known if one[1]["content"] == message["content"]), None)
-            at = at or (self._new_state(), message)
+            children = self._messages.get((state, keys[0]), ())
+            child = next((each for each in children if each[1]["content"] == message["content"]), None)
+            child = child or (self._new_state(), message)
             for key in keys:
-                same = self._plain.get((state, key), ())
-                if at not in same:
-                    self._plain[state, key] = (*same, at)
-                    self._grows(state, at[0])
-            state = at[0]
-            self._lines[state] = line
+                children = self._messages.get((state, key), ())
+                if child not in children:
+                    self._messages[state, key] = (*children, child)
+                    self._note_child(state, child[0])
+            state = child[0]
+            self._conversations[state] = conversation
             if message["role"] == "tool":
-                self._seen.update(keys)
-        self._ids.update(ids)
-        turns, depth = line.session.turns, len(line.session.messages)
-        node = Node(held, served, state, self._new_state(), line, len(turns) - 1, depth, cut)
-        self._grows(state, node.state)
+                self._seen_keys.update(keys)
+        self._written_ids.update(ids)
+        turns, depth = conversation.session.turns, len(conversation.session.messages)
+        node = Node(sampled, served, state, self._new_state(), conversation, len(turns) - 1, depth, cut)
+        self._note_child(state, node.state)
         alone = (node,)
         for key in answer_keys(served):
             self._answers[state, key] = (*before, node) if (before := self._answers.get((state, key))) else alone
-            self._seen.add(key)
+            self._seen_keys.add(key)
         if match.node is not None:
             match.node.continued = True
-        line.tip, line.asking = node, False
-        self._lines[node.state] = line
+        conversation.tip, conversation.busy = node, False
+        self._conversations[node.state] = conversation
         return node
 
     def forget(self) -> None:
-        """Nothing more is asked: answers refer to their lines, and from now on not the other way round."""
-        for line in self._lines.values():
-            line.tip = None
+        """Break the reference cycles between answers and conversations; no request follows."""
+        for conversation in self._conversations.values():
+            conversation.tip = None
 
-    def _grows(self, state: int, to: int) -> None:
-        """There is a way from ``state`` to another; with a second one, walks through it may go elsewhere."""
-        self._branched += self._after.setdefault(state, to) != to
+    def _note_child(self, state: int, child: int) -> None:
+        """Note a transition; a second one from ``state`` invalidates the paths of the last request."""
+        self._forks += self._first_child.setdefault(state, child) != child
 
     def _new_state(self) -> int:
         self._states += 1
         return self._states
 
-    def _further(self, walk: Walk, message: Message, *, last: bool) -> list[Walk]:
-        """The walks after one message more, the likeliest first: several where it was held in several forms."""
-        if message["role"] == "assistant" and (node := self._answer(walk.state, message)) is not None:
-            return [Walk(node.state, node, walk.length + 1, node.held, walk)]
-        others = self._other(walk.state, message, exact=last)
-        return [Walk(state, walk.node, walk.length + 1, held, walk) for state, held in others]
+    def _extend(self, path: Path, message: Message, *, last: bool) -> list[Path]:
+        """The paths with one message more, the likeliest first; several if the tree has it in several forms."""
+        if message["role"] == "assistant" and (node := self._find_answer(path.state, message)) is not None:
+            return [Path(node.state, node, path.length + 1, node.sampled, path)]
+        children = self._find_messages(path.state, message, exact=last)
+        return [Path(state, path.node, path.length + 1, child, path) for state, child in children]
 
-    def _held(self, walk: Walk) -> list[Message]:
-        """The messages of a way, as they are held; what it shares with the last one is there already."""
-        new: list[Walk] = []
-        while walk.before is not None and not (walk.length <= len(self._way) and self._way[walk.length - 1] is walk):
-            new.append(walk)
-            walk = walk.before
-        self._way[walk.length :] = reversed(new)
-        return [*map(_MESSAGE, self._way)]
+    def _messages_of(self, path: Path) -> list[Message]:
+        """The messages of a path; steps shared with the last request's path are reused."""
+        new: list[Path] = []
+        steps = self._last_steps
+        while path.parent is not None and not (path.length <= len(steps) and steps[path.length - 1] is path):
+            new.append(path)
+            path = path.parent
+        steps[path.length :] = reversed(new)
+        return [*map(_MESSAGE, steps)]
 
-    def _answer(self, state: int, message: Message) -> Node | None:
+    def _find_answer(self, state: int, message: Message) -> Node | None:
         for key in answer_keys(message):
             nodes = self._answers.get((state, key), ())
             if not nodes or not same_words(message, nodes[-1].served):
@@ -223,41 +230,43 @@ class Tree:
             return None
         return None
 
-    def _other(self, state: int, message: Message, *, exact: bool) -> list[tuple[int, Message]]:
-        """The states after a message that nobody sampled here, and the message as it came there. White space at its end
-        may differ, but for one that is to be answered (``exact``): the answer would be to another prompt."""
-        found: list[tuple[int, Message]] = []
+    def _find_messages(self, state: int, message: Message, *, exact: bool) -> list[tuple[int, Message]]:
+        """Equal messages that are not answers, with the states after them. Trailing white space may differ, except in
+        the last message of a request (``exact``): its answer would be to another prompt."""
+        children: list[tuple[int, Message]] = []
         for key in _keys(message):
-            found += [at for at in self._plain.get((state, key), ()) if at not in found]
-        same = [at for at in found if at[1]["content"] == message["content"]]
-        found = same if exact else [*same, *(at for at in found if at not in same)]
+            children += [child for child in self._messages.get((state, key), ()) if child not in children]
+        same = [child for child in children if child[1]["content"] == message["content"]]
+        children = same if exact else [*same, *(child for child in children if child not in same)]
         if message["role"] != "assistant":
-            return found
-        return [at for at in found if same_words(message, at[1]) or same_words(at[1], message)]
+            return children
+        return [child for child in children if same_words(message, child[1]) or same_words(child[1], message)]
 
-    def _kind(self, messages: Sequence[Message], known: int, node: Node | None, line: Line | None) -> ForkReason | None:
-        """Why a request does not go on from the end of a line, as far as messages tell more than tokens do."""
-        if line is None or line.tip is None or line.tip is node or known == len(messages):
+    def _fork_reason(
+        self, messages: Sequence[Message], length: int, node: Node | None, conversation: Conversation | None
+    ) -> ForkReason | None:
+        """Why a request does not continue the last answer of a conversation, if messages tell more than tokens."""
+        if conversation is None or conversation.tip is None or conversation.tip is node or length == len(messages):
             return None
-        tip, at = line.tip, messages[known]
-        said = at["content"].strip() if at["role"] == "assistant" and tip.depth == known + 1 else ""
-        if tip.cut and said and tip.served["content"].startswith(said):
-            return ForkReason.BRANCH  # from the middle of it: some of what was delivered was not read
-        later = (key for message in messages[known + 1 :] for key in _keys(message))
+        tip, first = conversation.tip, messages[length]
+        text = first["content"].strip() if first["role"] == "assistant" and tip.depth == length + 1 else ""
+        if tip.cut and text and tip.served["content"].startswith(text):
+            return ForkReason.BRANCH  # the client read only part of the cut answer
+        later = (key for message in messages[length + 1 :] for key in _keys(message))
         fork = classify_edit(
-            replaced=at["role"] == "assistant",
-            still_there=any(key in self._seen for key in later),
-            dropped=tip.depth - known if len(messages) < tip.depth else 0,
-            summary=at["role"] == "user" and known > 0 and messages[known - 1]["role"] == "user",
+            replaced=first["role"] == "assistant",
+            still_there=any(key in self._seen_keys for key in later),
+            dropped=tip.depth - length if len(messages) < tip.depth else 0,
+            summary=first["role"] == "user" and length > 0 and messages[length - 1]["role"] == "user",
         )
         return None if fork is ForkReason.BRANCH else fork  # tokens tell branches apart
 
-    def _as_written(self, message: Message) -> Message:
-        """With the ids of calls as the model wrote them, which is what templates expect."""
-        if message.get("tool_call_id") in self._ids:
-            message = {**message, "tool_call_id": self._ids[message["tool_call_id"]]}
+    def _with_written_ids(self, message: Message) -> Message:
+        """``message`` with the ids of calls as the model wrote them, which templates expect."""
+        if message.get("tool_call_id") in self._written_ids:
+            message = {**message, "tool_call_id": self._written_ids[message["tool_call_id"]]}
         if message.get("tool_calls"):
-            calls = [{**call, "id": self._ids.get(call["id"], call["id"])} for call in message["tool_calls"]]
+            calls = [{**call, "id": self._written_ids.get(call["id"], call["id"])} for call in message["tool_calls"]]
             message = {**message, "tool_calls": calls}
         return message
 
@@ -267,5 +276,5 @@ def _keys(message: Message) -> list[Hashable]:
 
 
 def _same_tokens(nodes: Sequence[Node]) -> bool:
-    first, *others = (node.line.session.turns[node.turn] for node in nodes)
+    first, *others = (node.conversation.session.turns[node.turn] for node in nodes)
     return all(np.array_equal(first.response_ids, other.response_ids) for other in others)

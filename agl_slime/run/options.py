@@ -174,8 +174,6 @@ class EngineSettings:
 class GatewayFlags:
     """The gateway, which serves the model to agents with their own client."""
 
-    gateway_workers: int = 1
-    """Processes that hold the conversations at the gateway, behind one address."""
     branches: Branches = "used"
     """Which answers of gateway agents are trained: used (skip answers that were requested again and never continued),
     all, or last (the conversation with the last answer)."""

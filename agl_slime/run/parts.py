@@ -20,7 +20,6 @@ from agl_slime.loop.tasks import Tasks
 from agl_slime.report import StandardReporters
 from agl_slime.report.console import View
 from agl_slime.report.files import RunDir
-from agl_slime.rollout.agent import SGLangLitAgent
 from agl_slime.run.settings import TrainConfig
 from agl_slime.runner.auto_limit import AutoLimitSettings
 from agl_slime.runner.base import RunnerPlan
@@ -96,27 +95,18 @@ def model_for_agents(
     sampling parameters of ``config``."""
     sampling = {**config.template, **(sampling or sampling_parameters(config, model_path))}
     llm = LLM(endpoint=url, model=str(model_path), sampling_parameters=sampling)
-    workers = config.gateway_workers
-    if workers > 1 and isinstance(parts.agent, SGLangLitAgent):
-        name = type(parts.agent).__name__
-        raise ConfigError(f"--gateway-workers {workers}: {name} asks the engine and needs no gateway; leave it out")
     pool_has_gateway = config.env is not None or config.runners == "controller"
-    if pool_has_gateway or (workers == 1 and not parts.behind_gateway):
+    if pool_has_gateway or not parts.behind_gateway:
         yield llm
         return
     from agl_slime.gateway.remote import StoreGateway
-    from agl_slime.gateway.server import for_clients
-    from agl_slime.gateway.workers import workers_beside
+    from agl_slime.gateway.server import client_sampling
 
     token, settings = secrets.token_urlsafe(18), config.gateway
     if config.runners.startswith(("process", "ray")):
         settings = replace(settings, host=config.store_host)
-    with (
-        StoreGateway(store=parts.store, llm=llm, token=token, settings=settings)
-        if workers == 1
-        else workers_beside(parts.store, llm=llm, token=token, settings=settings, n=workers)
-    ) as gateway:
-        sampling = for_clients(sampling)
+    with StoreGateway(store=parts.store, llm=llm, token=token, settings=settings) as gateway:
+        sampling = client_sampling(sampling)
         yield ProxyLLM(endpoint=gateway.endpoint, model=llm.model, api_key=token, sampling_parameters=sampling)
 
 
@@ -141,8 +131,6 @@ def make_loop(
     else:
         plan = RunnerPlan.parse(config.runners)
         plan = replace(plan, controller=config.controller(log=controller_log), settings=settings)
-    if plan.controller is not None:
-        plan = replace(plan, controller=replace(plan.controller, gateway_workers=config.gateway_workers))
     return OnlineRLLoop(
         store=parts.store,
         agent=parts.agent,

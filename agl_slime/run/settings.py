@@ -39,7 +39,7 @@ from agl_slime.tokens.tokenizer import read_template_kwargs
 from agl_slime.trainers.local.settings import LocalTrainerSettings
 
 _COUNTS = """num_iterations rollout_batch_size n_samples_per_prompt max_new_tokens max_attempts save_interval
-    eval_rollouts actor_num_nodes actor_num_gpus_per_node env_workers gateway_workers max_images"""
+    eval_rollouts actor_num_nodes actor_num_gpus_per_node env_workers max_images"""
 _MOST = 100_000  # more prompts or rollouts would take hours to enqueue
 
 
@@ -92,9 +92,6 @@ class TrainConfig(
             for name in (name for name in vars(self) if name.startswith("env_") and name != "env_map"):
                 if getattr(self, name) != getattr(TrainConfig, name):
                     raise ConfigError(f"{flag(name)}: there is no environment; add --env NAME, or leave it out")
-        if self.gateway_workers > 1 and self.store_host == "0.0.0.0":
-            fix = "agents connect to the gateway at that address: give one that they can reach"
-            raise ConfigError(f"--gateway-workers {self.gateway_workers} with --store-host 0.0.0.0: {fix}")
         if self.runners == "controller":
             self._check_controller()
         else:

@@ -7,7 +7,6 @@ import secrets
 import threading
 import time
 from collections.abc import Callable
-from contextlib import ExitStack
 from dataclasses import replace
 from typing import Self
 
@@ -43,7 +42,6 @@ class ControllerPool(RunnerPool):
             settings = replace(settings, key=secrets.token_urlsafe(18))
         self._settings = settings
         self._limits = plan.settings or RunnerSettings()
-        self._public = replace(self._limits.gateway or GatewaySettings(), host=settings.host, port=settings.port)
         template = settings.job_template.read_text() if settings.job_template is not None else None
         self.gateway = ControllerGateway(
             store=store,
@@ -54,9 +52,8 @@ class ControllerPool(RunnerPool):
                 else None,
                 k8s=K8sConfig(job_template=template) if template is not None else None,
             ),
-            settings=self._public if settings.gateway_workers == 1 else replace(self._public, host="127.0.0.1", port=0),
+            settings=replace(self._limits.gateway or GatewaySettings(), host=settings.host, port=settings.port),
         )
-        self._serving = ExitStack()
         self._children: dict[str, ControllerProcess] = {}
         self._stopping = threading.Event()
         self._watcher: threading.Thread | None = None
@@ -66,7 +63,7 @@ class ControllerPool(RunnerPool):
     @property
     def url(self) -> str:
         """The API's address for controllers and agents."""
-        return self.gateway.front.url if self.gateway.front is not None else self.gateway.url
+        return self.gateway.url
 
     @property
     def command(self) -> str:
@@ -82,12 +79,12 @@ class ControllerPool(RunnerPool):
         if python is not None and worker is None:
             check_python(python)
         try:
-            self._serve()
+            self.gateway.start()
             for _ in range(worker.count if worker is not None else int(python is not None)):
                 self._new_child()
         except BaseException:
             self._end_children()
-            self._serving.close()
+            self.gateway.stop()
             raise
         self._unsubscribe = self._store.subscribe_finished(self._has_ended)
         self._watcher = threading.Thread(target=self._watch, name="agl-slime-controller", daemon=True)
@@ -95,11 +92,6 @@ class ControllerPool(RunnerPool):
         if not self._children:
             logger.warning("Rollouts wait for a controller of Agent Lightning 1.0: %s", self.command)
         return self
-
-    def _serve(self) -> None:
-        self._serving.enter_context(self.gateway)
-        if (n := self._settings.gateway_workers) > 1:
-            self._serving.enter_context(self.gateway.workers(n, settings=self._public))
 
     def wake(self) -> None:
         """Does nothing: controllers poll."""
@@ -116,7 +108,7 @@ class ControllerPool(RunnerPool):
         for rollout in left:
             run_blocking(self._store.update_rollout(rollout.rollout_id, status="cancelled"))
         self._unsubscribe()
-        self._serving.close()
+        self.gateway.stop()
         return not left or cancel
 
     def _end_children(self) -> None:
@@ -145,7 +137,7 @@ class ControllerPool(RunnerPool):
                 words = child.last_words()
                 child.stop()
                 end_agents(f"{self.url}/controller/{name}")
-                self.gateway.lose(name)
+                self.gateway.fail_rollouts_of(name)
                 if not self._restarts:
                     self.failure = LoopError(f"{child.name} has ended; its last words: {words}")
                     return
@@ -156,7 +148,7 @@ class ControllerPool(RunnerPool):
                 except EngineError as error:
                     self.failure = error
                     return
-            if self.gateway.asked or not self._store.waiting(1):
+            if self.gateway.polls or not self._store.waiting(1):
                 waiting_since = time.monotonic()
             elif not warned and time.monotonic() - waiting_since > _NO_CONTROLLER_S:
                 warned = True

@@ -40,7 +40,6 @@ _CONTROLLER_FIELDS = (
     "controller_host",
     "controller_port",
     "controller_log",
-    "gateway_workers",
 )
 
 
@@ -82,7 +81,6 @@ class PluginSettings(BaseModel):
     controller_host: str = "127.0.0.1"
     controller_port: Annotated[int, Field(ge=0, le=65_535)] = 0
     controller_log: Path | None = None
-    gateway_workers: Annotated[int, Field(ge=1)] = 1
     tasks: Path | None = None
     """Tasks as JSON lines; else slime's ``--prompt-data``, else the agent's ``make_task``."""
     eval_tasks: Path | None = None
@@ -144,7 +142,6 @@ class PluginSettings(BaseModel):
             host=self.controller_host,
             port=self.controller_port,
             log=self.controller_log,
-            gateway_workers=self.gateway_workers,
         )
         return replace(plan, controller=controller)
 

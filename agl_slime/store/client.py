@@ -17,7 +17,6 @@ import orjson
 
 from agl_slime.errors import DataSourceError
 from agl_slime.store.feed import CANCELLED_PATH, FEED_PATH, FeedPage, FeedPosition
-from agl_slime.store.pipe import StorePipe
 from agl_slime.store.server import BATCH_PATH, PLAN_PATH, TOKEN_VARIABLE, UNNUMBERED
 from agl_slime.support.agl import Attempt, LightningStoreClient, ResourcesUpdate, Rollout, Span
 from agl_slime.support.backoff import Backoff
@@ -150,28 +149,15 @@ def _result_of(answer: dict[str, Any]) -> Any:
 
 
 class WorkerStore(RemoteStore):
-    """The store of a runner in another process, used on one event loop: ends of rollouts travel in batches, which begin
-    ``between_s`` after each other, over ``pipe`` where there is one; resources are fetched once a second at most."""
+    """The store of a runner in another process, used on one event loop: ends of rollouts travel in batches, resources
+    are fetched once a second at most."""
 
-    def __init__(
-        self,
-        url: str,
-        *,
-        token: str | None = None,
-        between_s: float = _BETWEEN_REQUESTS_S,
-        pipe: StorePipe | None = None,
-    ) -> None:
+    def __init__(self, url: str, *, token: str | None = None) -> None:
         super().__init__(url, token=token)
-        parallel = _REQUESTS_AT_ONCE if pipe is None else 1
         limits: dict[str, Any] = {"most": _LARGEST_BATCH, "size": len, "most_size": _LARGEST_BODY}
-        self._calls = Batcher(self._post_calls, parallel=parallel, between_s=between_s, **limits)
-        self._pipe = pipe
+        limits |= {"parallel": _REQUESTS_AT_ONCE, "between_s": _BETWEEN_REQUESTS_S}
+        self._calls = Batcher(self._post_calls, **limits)
         self._resources: dict[str, asyncio.Future[ResourcesUpdate | None]] = {}
-
-    async def _post_calls(self, calls: list[bytes]) -> list[dict[str, Any]]:
-        if self._pipe is None:
-            return await super()._post_calls(calls)
-        return (await self._pipe.ask(_body_of(calls)))["results"]
 
     async def _call(self, call: dict[str, Any]) -> Any:
         # encoded here, so that a call that cannot be encoded fails alone

@@ -20,7 +20,6 @@ from aiohttp.http_exceptions import HttpProcessingError
 from aiohttp.typedefs import Handler
 from yarl import URL
 
-from agl_slime.support.handover import Taker
 from agl_slime.support.net import is_loopback, page_refusal
 from agl_slime.support.threads import run_in_thread
 
@@ -63,7 +62,6 @@ async def listening(
     backlog: int,
     token: str | None = None,
     stalled_s: float = 30.0,
-    taker: Taker | None = None,
     **options: Any,
 ) -> AsyncIterator[str]:
     """Serve ``app`` while the block runs; yields the URL at which this machine reaches it. ``port`` 0 takes a free one;
@@ -72,26 +70,19 @@ async def listening(
     Requests that web pages make a browser send are refused (``net.page_refusal``); the Host is checked on loopback
     without a ``token``, which ``app`` itself requires. Compressed bodies are refused, because a small one may expand to
     gigabytes. A connection is closed when it sends no request within ``stalled_s``, or less than 1 kB/s of a body.
-    Connections of a ``taker`` are served too, each for one request: the next one might be another process's.
     """
-    guard = _Guard(check_host=is_loopback(host) and not token, stalled_s=stalled_s, taker=taker)
+    guard = _Guard(check_host=is_loopback(host) and not token, stalled_s=stalled_s)
     app.middlewares.insert(0, guard.middleware)
-    if taker is not None:
-        app.on_response_prepare.append(guard.ends_with)
     options = {"access_log": None, "logger": _connection_logger, "auto_decompress": False, **options}
     runner = web.AppRunner(app, keepalive_timeout=stalled_s, **options)
     await runner.setup()
     cutting = asyncio.ensure_future(guard.cut_silent(runner))
     try:
         await web.TCPSite(runner, host, port, backlog=backlog).start()
-        if taker is not None and runner.server is not None:
-            taker.start(runner.server)
         yield local_url(host, runner.addresses[0][1])
     finally:
         cutting.cancel()
         await runner.cleanup()
-        if taker is not None:
-            taker.stop()
 
 
 def local_url(host: str, port: int) -> str:
@@ -103,17 +94,15 @@ def local_url(host: str, port: int) -> str:
 class _Guard:
     """Checks of every request before its handler: see ``listening``."""
 
-    def __init__(self, *, check_host: bool, stalled_s: float, taker: Taker | None = None) -> None:
-        self._check_host, self._stalled_s, self._taker = check_host, stalled_s, taker
+    def __init__(self, *, check_host: bool, stalled_s: float) -> None:
+        self._check_host, self._stalled_s = check_host, stalled_s
         self._spoke: WeakSet[asyncio.BaseTransport] = WeakSet()
 
     @web.middleware
     async def middleware(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         if request.transport is not None:
             self._spoke.add(request.transport)
-        taker = self._taker if self._taker is not None and request.transport in self._taker else None
-        check_host = self._check_host if taker is None else taker.check_host
-        refusal, status = page_refusal(request.headers, check_host=check_host), 403
+        refusal, status = page_refusal(request.headers, check_host=self._check_host), 403
         if refusal is None and request.headers.get("Content-Encoding", "identity") != "identity":
             refusal, status = "the body is compressed: send it as it is", 415
         if refusal is not None:  # with the fields of every server's errors
@@ -121,13 +110,6 @@ class _Guard:
         if not request.content.is_eof():
             self._watch(request, 0)
         return await handler(request)
-
-    async def ends_with(self, request: web.Request, response: web.StreamResponse) -> None:
-        """A connection that was handed over ends with its answer."""
-        if self._taker is not None and request.transport in self._taker:
-            self._taker.begins(request.transport)
-            response.headers["Connection"] = "close"
-            response.force_close()
 
     def _watch(self, request: web.Request, received: int) -> None:
         """Close the connection if its body progresses too slowly after ``received`` bytes."""

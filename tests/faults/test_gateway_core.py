@@ -165,7 +165,7 @@ async def test_unknown_rollout_is_404_and_ended_attempt_is_410() -> None:
 
             async def ends_meanwhile(rollout_id: str) -> Any:
                 found = await resources(rollout_id)
-                gateway._ended_rollout(rollout_id)
+                gateway._end_rollout(rollout_id)
                 return found
 
             gateway._store.get_latest_attempt = ends_meanwhile  # type: ignore[method-assign]
@@ -187,8 +187,8 @@ async def test_close_waits_neither_for_stalled_upload_nor_for_cancelled_request(
         async with aiohttp.ClientSession() as session:
             url = f"{served['main_llm'].endpoint}/chat/completions"
             asked = asyncio.ensure_future(session.post(url, json=BODY))
-            await until(lambda: attempt._under_way)
-            attempt.cut = lambda: None  # type: ignore[method-assign]  # what is under way takes its time
+            await until(lambda: attempt._pending)
+            attempt.cancel_pending = lambda: None  # type: ignore[method-assign]  # pending responses take their time
             closing = asyncio.ensure_future(case.gateway.close(attempt))
             await asyncio.sleep(0.1)
             closing.cancel()
@@ -334,7 +334,7 @@ def test_a_failure_in_the_middle_of_a_stream_is_an_event() -> None:
         def breaks(*_: Any, **__: Any) -> Any:
             raise TypeError("cannot be written")
 
-        case.attempt._note = breaks  # type: ignore[method-assign]
+        case.attempt._note_answer = breaks  # type: ignore[method-assign]
         answer = chat(case, body)
         events = [line for line in answer.text.split("\n\n") if line]
         assert answer.status_code == 200

@@ -56,7 +56,7 @@ async def ended(case: Case, before: set[asyncio.Task[Any]], aborts: int = 1) -> 
     await asyncio.wait_for(until(lambda: case.engine.calls["/abort_request"] >= aborts and not case.engine.running), 3)
     await asyncio.wait_for(until(lambda: not tasks(case) - before), 3)
     assert case.engine.calls["/abort_request"] == aborts
-    assert not case.attempt._under_way
+    assert not case.attempt._pending
     assert not case.attempt.running
 
 
@@ -121,9 +121,9 @@ async def test_answer_is_sampled_only_as_long_as_a_client_waits_for_it(stays: bo
         await first.__aenter__()
         await until(lambda: case.engine.running)
         reader = await second.__aenter__()
-        await until(lambda: case.attempt.works.kept[0].waiting == 2)
+        await until(lambda: case.attempt.recent.responses[0].clients == 2)
         await first.__aexit__(None, None, None)
-        await until(lambda: case.attempt.works.kept[0].waiting == 1)
+        await until(lambda: case.attempt.recent.responses[0].clients == 1)
         if stays:
             assert b"200 OK" in await asyncio.wait_for(reader.readline(), 10)
         await second.__aexit__(None, None, None)

@@ -364,7 +364,7 @@ def test_lost_controller_fails_its_running_rollouts_and_refuses_new_calls(api: A
         f"/controller/a/proxy/rollout/{one}/attempt/0/mode/train/openai/v1/chat/completions" for one in (runs, waits)
     ]
     assert api.http.post(calls[0], json=body).status_code == 200
-    api.gateway.lose("a")
+    api.gateway.fail_rollouts_of("a")
     assert ended.zero.wait(10)
     assert member_of(api, runs).failure == "agent_lost"
     assert [api.http.post(call, json=body).status_code for call in calls] == [410, 410]

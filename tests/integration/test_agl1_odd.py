@@ -175,7 +175,7 @@ def test_listing_skips_rollouts_that_it_cannot_serialize(api: Api, odd: Any, cap
     with caplog.at_level(logging.WARNING):
         assert queued(api) == [good]
         assert queued(api) == [good]
-    assert api.gateway.rollouts.not_shown == 2
+    assert api.gateway.rollouts.unreadable == 2
     [said] = [record.getMessage() for record in caplog.records if "cannot be shown" in record.getMessage()]
     assert lost[0] in said
     ends = [run_blocking(collect(api.store, one)) for one in lost]

@@ -196,8 +196,8 @@ def test_a_refusal_that_a_client_may_swallow_is_logged_once(caplog: pytest.LogCa
                 ask(case, extra_body={"telekinesis": 1})
         said = [record.getMessage() for record in caplog.records if "telekinesis" in record.getMessage()]
         assert said == [
-            "Rollout ro-1: a request was refused with 400: telekinesis is not supported here. Further ones like it are "
-            "counted, not logged."
+            "Rollout ro-1: a request was refused with 400: telekinesis is not supported here. Further requests like it "
+            "are counted, not logged."
         ]
 
 

@@ -277,7 +277,7 @@ def test_required_allowed_tools_force_one_of_them(path: str) -> None:
         assert "weather" in held
         assert "other" not in held
         told = post(case, path, status=400, **two_tools(path), tool_choice=allowed(path, "auto", "weather"))
-        assert "cannot be held to" in told["error"]["message"]
+        assert "cannot be enforced" in told["error"]["message"]
 
 
 def test_a_choice_of_a_typed_tool_is_one_of_its_name() -> None:

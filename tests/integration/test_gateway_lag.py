@@ -79,7 +79,7 @@ def test_the_event_loop_answers_while_such_a_prompt_is_read() -> None:
 
 @pytest.mark.parametrize("path", ["chat/completions", "messages", "responses"])
 def test_a_large_body_is_read_beside_the_event_loop(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    threads: dict[str, set[str]] = {"read": set(), "more": set()}
+    threads: dict[str, set[str]] = {"read": set(), "read_more": set()}
 
     def noted(inner: Callable[..., Any], seen: set[str]) -> Callable[..., Any]:
         def noting(*given: Any) -> Any:
@@ -98,7 +98,7 @@ def test_a_large_body_is_read_beside_the_event_loop(path: str, monkeypatch: pyte
             body = {"model": "m", name: said, **({"max_tokens": 9} if path == "messages" else {})}
             http.post(f"{case.llm.endpoint}/{path}", json=body).raise_for_status()
             said.append({"role": "assistant", "content": "ok"})
-    assert threads == {"read": {"agl-slime-worker"}, "more": {"agl-slime-worker"}}
+    assert threads == {"read": {"agl-slime-worker"}, "read_more": {"agl-slime-worker"}}
 
 
 @pytest.mark.parametrize("path", ["chat/completions", "messages", "responses"])

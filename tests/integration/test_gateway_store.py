@@ -95,6 +95,20 @@ async def test_attempt_ended_while_the_store_was_down_is_410_and_others_continue
     await seen.close()
 
 
+async def test_an_attempt_that_another_gateway_answered_is_refused_by_the_next() -> None:
+    store = BridgeStore()
+    rollout_id, attempt_id = await begun(store)
+    answers = []
+    for _ in range(2):  # a gateway, and its successor, which has none of the conversation
+        with beside(store, "one") as (gateway, _):
+            url = ProxyLLM(endpoint=gateway.endpoint, model="m").get_base_url(rollout_id, attempt_id)
+            async with httpx.AsyncClient() as http:
+                answers.append(await http.post(f"{url}/chat/completions", json=BODY))
+    assert answers[0].status_code == 200
+    assert (answers[1].status_code, answers[1].json()["error"]["code"]) == (410, "attempt_lost")
+    assert len(decode_turns(await store.query_spans(rollout_id, attempt_id))) == 1
+
+
 async def eventually_answers(http: httpx.AsyncClient, url: str, wanted: int) -> bool:
     for _ in range(200):
         if (status := (await http.post(url, json=BODY)).status_code) == wanted:

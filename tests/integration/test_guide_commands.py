@@ -25,7 +25,7 @@ ELSEWHERE = {
     r"--runners ray": "needs Ray and its hosts: tests marked ray",
     r"--env ": "needs a Python with verifiers: tests marked environments",
     r"--local\.device cuda": "needs a GPU; never run",
-    r"\[--token|gateway --workers 2 …": "needs the address of a store; test_gateway_workers starts it",
+    r"\[--token": "needs the address of a store; test_gateway_store starts it",
     r"my\.agents:": "a module of the reader's; test_multi_turn_schedulers has such a scheduler",
     r"lookup_openai|my_agent.py:answer": "needs OpenAI's client: tests marked clients",
     r"lora-rank": "needs peft: test_trainer_lora",

@@ -258,8 +258,5 @@ def test_nothing_listens_but_by_the_function_that_guards() -> None:
         for path in package.rglob("*.py")
         if any(name in path.read_text() for name in names)
     }
-    passes_on = {
-        "gateway/front.py",  # whole connections, and Host and Origin with them, to a gateway that guards
-        "environments/runtimes/bubblewrap.py",  # bytes, to what runs in a sandbox
-    }
+    passes_on = {"environments/runtimes/bubblewrap.py"}  # bytes, to what runs in a sandbox
     assert found == {"support/http.py"} | passes_on

@@ -151,7 +151,7 @@ class Audit:
     async def ask(self, messages: list[dict[str, Any]], *, n: int = 1) -> list[dict[str, Any]]:
         """The messages that a client gets for these."""
         call = _PROTOCOL.read({"messages": messages, "tools": [WEATHER], "n": n})
-        work = self.attempt.work(call, role="main_llm", key=secrets.token_bytes(8), retry=False)
+        work = self.attempt.respond(call, role="main_llm", key=secrets.token_bytes(8), retry=False)
         answered = await work.result()
         return [choice["message"] for choice in _PROTOCOL.answer({}, answered, str)["choices"]]
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agl_slime.gateway.branches import AnswerInTime, LeftOut
+from agl_slime.gateway.branches import TimedAnswer, UntrainedTurns
 
 
 class Answer:
@@ -30,7 +30,7 @@ class Answer:
         return self.went_on
 
 
-def searched(answers: list[AnswerInTime], branches: str) -> list[int]:
+def searched(answers: list[TimedAnswer], branches: str) -> list[int]:
     if branches == "all":
         return []
     if branches == "last":
@@ -40,8 +40,8 @@ def searched(answers: list[AnswerInTime], branches: str) -> list[int]:
             kept.append(at)
             at = parents[at]
         return sorted(answer.node.turn for answer in answers if answer.node not in kept)
-    again = {one.place: max(other.asked for other in answers if other.place == one.place) for one in answers}
-    return sorted(one.node.turn for one in answers if not one.node.went_on and again[one.place] > one.given)
+    again = {one.place: max(other.requested_at for other in answers if other.place == one.place) for one in answers}
+    return sorted(one.node.turn for one in answers if not one.node.went_on and again[one.place] > one.answered_at)
 
 
 @pytest.mark.parametrize("branches", ["used", "last", "all"])
@@ -49,7 +49,7 @@ def searched(answers: list[AnswerInTime], branches: str) -> list[int]:
 def test_left_out_answers_are_the_same_incrementally_and_by_full_search(branches: Any, data: st.DataObject) -> None:
     """Requests begin and are answered in any order; each goes on from an answer that was there when it began, or
     asks for that one again."""
-    left_out, answers, clock = LeftOut(branches), [], 0
+    left_out, answers, clock = UntrainedTurns(branches), [], 0
     asked: list[tuple[int, Any, bool]] = []
     for turn in range(data.draw(st.integers(1, 12))):
         for _ in range(data.draw(st.integers(0 if asked else 1, 2))):
@@ -62,17 +62,17 @@ def test_left_out_answers_are_the_same_incrementally_and_by_full_search(branches
             parent.went_on = True
         place: Any = (0, None if parent is None else parent.turn)
         node: Any = Answer(turn)
-        answers.append(AnswerInTime(node, parent, place, begun, clock))
+        answers.append(TimedAnswer(node, parent, place, begun, clock))
         left_out.add(answers[-1])
         assert list(left_out.turns) == searched(answers, branches)
 
 
 @pytest.mark.parametrize("branches", ["used", "last"])
 def test_an_answer_costs_the_same_however_many_came_before_it(branches: Any) -> None:
-    left_out, last, Answer.looks = LeftOut(branches), None, 0
+    left_out, last, Answer.looks = UntrainedTurns(branches), None, 0
     for turn in range(2_000):
         node: Any = Answer(turn)
-        left_out.add(AnswerInTime(node, last, (0, turn), 2 * turn, 2 * turn + 1))
+        left_out.add(TimedAnswer(node, last, (0, turn), 2 * turn, 2 * turn + 1))
         if last is not None:
             last.went_on = True
         last = node

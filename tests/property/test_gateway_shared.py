@@ -70,7 +70,7 @@ styles: st.SearchStrategy[dict[str, Any]] = st.sampled_from(
 def requests(draw: st.DrawFn) -> list[tuple[str, bytes]]:
     """Of a few conversations, each in the bytes of its client: grown, gone back, edited, with other fields."""
     path = draw(st.sampled_from([*PROTOCOLS]))
-    name, items = PROTOCOLS[path].grows, plain | st.sampled_from(ITEMS[path])
+    name, items = PROTOCOLS[path].list_field, plain | st.sampled_from(ITEMS[path])
     style, first = draw(styles), draw(st.booleans())
     said: list[list[Any]] = [[{"role": "user", "content": "q"}]]
     sent = []
@@ -122,7 +122,7 @@ async def test_only_the_added_part_of_a_request_is_parsed(monkeypatch: pytest.Mo
         protocol, "read", lambda body, kept: read.append("whole") or ChatCompletions.read(protocol, body)
     )
     monkeypatch.setattr(
-        protocol, "more", lambda items, kept: read.append(len(items)) or ChatCompletions().more(items, kept)
+        protocol, "read_more", lambda items, kept: read.append(len(items)) or ChatCompletions().read_more(items, kept)
     )
     bodies, said = Bodies(), [{"role": "user", "content": "a"}]
     for _ in range(5):
@@ -138,7 +138,7 @@ async def test_attempts_share_their_tools_and_keep_no_message_bytes(
     tools_last: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # what other tests have asked for, of which the room for it is full, is not to decide what is shared here
-    monkeypatch.setattr(bodies_module, "_asked", {})
+    monkeypatch.setattr(bodies_module, "_shared", {})
     path, protocol = "/chat/completions", ChatCompletions()
 
     async def held(word: str, tools: list[Any]) -> tuple[Any, Bodies]:
@@ -156,7 +156,7 @@ async def test_attempts_share_their_tools_and_keep_no_message_bytes(
     ]
     assert first is second
     assert [tool["function"]["name"] for tool in third] == ["other"]
-    [one] = bodies._held
+    [one] = bodies._requests
     assert len(one.raw) + len(one.tail) < 1_000
 
 
@@ -170,7 +170,7 @@ class Resending(Audit):
         raw = json.dumps({"messages": messages, "tools": [WEATHER], "n": n}).encode()
         request = self.attempt.bodies.look("/chat/completions", raw)
         _, call = await self.attempt.bodies.read(request, PROTOCOLS["/chat/completions"], NOTHING_KEPT)
-        work = self.attempt.work(call, role="main_llm", key=secrets.token_bytes(8), retry=False)
+        work = self.attempt.respond(call, role="main_llm", key=secrets.token_bytes(8), retry=False)
         answered = await work.result()
         return [choice["message"] for choice in PROTOCOLS["/chat/completions"].answer({}, answered, str)["choices"]]
 
@@ -183,15 +183,15 @@ async def test_resumed_walk_finds_what_a_full_walk_does(
     find, walked = Tree.find, []
 
     def checked(tree: Tree, messages: Any) -> Match:
-        known = len(tree._walked) if tree._walked_at == tree._branched else 0
+        known = len(tree._last_messages) if tree._last_forks == tree._forks else 0
         ambiguous, match = tree.ambiguous, find(tree, messages)
         told, tree.ambiguous = tree.ambiguous, ambiguous
-        tree._walked = []
+        tree._last_messages = []
         again = find(tree, messages)
         assert told == tree.ambiguous
         for each in dataclasses.fields(Match):
             one, other = getattr(match, each.name), getattr(again, each.name)
-            assert one == other if each.name in ("messages", "keys", "known", "state", "fork") else one is other
+            assert one == other if each.name in ("messages", "keys", "length", "state", "fork") else one is other
         walked.append(known)
         return again
 

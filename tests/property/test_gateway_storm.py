@@ -187,7 +187,7 @@ async def storm(seed: int, *, rollouts: int, clients: int, steps: int) -> int:
                 assert attempt is not None
                 await asyncio.wait_for(gateway.close(attempt), 4)
                 assert attempt.closed
-                assert not attempt._under_way
+                assert not attempt._pending
             for task in last:
                 task.cancel()
             await asyncio.gather(*last, return_exceptions=True)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from agl_slime.errors import ConfigError
-from agl_slime.gateway.server import for_clients
+from agl_slime.gateway.server import client_sampling
 from agl_slime.rollout.access import sampling_of
 from agl_slime.rollout.agent import SGLangLitAgent
 from agl_slime.run.config_file import parse_train_config
@@ -93,4 +93,4 @@ def test_template_settings_are_sampling_parameters_hidden_from_the_engine() -> N
     assert config.template == {"chat_template_kwargs": {"preserve_thinking": True}, "later_systems": "first"}
     llm = LLM(endpoint="http://x", model="m", sampling_parameters={"temperature": 0.5, **config.template})
     assert sampling_of(llm) == SamplingParams(temperature=0.5)
-    assert for_clients(llm.sampling_parameters) == {"temperature": 0.5}
+    assert client_sampling(llm.sampling_parameters) == {"temperature": 0.5}

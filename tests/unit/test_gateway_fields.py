@@ -17,7 +17,7 @@ from openai.types.responses import ResponseInputItemParam, ToolParam, response_c
 
 from agl_slime.errors import GatewayRequestError
 from agl_slime.gateway.anthropic import AnthropicMessages
-from agl_slime.gateway.calls import Answered, Call, Choice
+from agl_slime.gateway.calls import Call, CallResult, Choice
 from agl_slime.gateway.chat import ChatCompletions
 from agl_slime.gateway.completions import Completions
 from agl_slime.gateway.protocol import Protocol
@@ -95,7 +95,7 @@ def test_each_openai_tool_type_is_offered_left_out_or_refused() -> None:
     for kind in sorted(kinds):
         tool = {"type": kind, "name": "f", "tools": [{"type": "function", "name": "g"}]}
         call = read_or_refused(Responses(), {"input": "x", "tools": [tool]}, kind)
-        assert call is None or len(call.tools) + len(call.left_out) == 1, kind
+        assert call is None or len(call.tools) + len(call.server_tools) == 1, kind
 
 
 def test_each_anthropic_tool_type_is_offered_left_out_or_refused() -> None:
@@ -105,7 +105,7 @@ def test_each_anthropic_tool_type_is_offered_left_out_or_refused() -> None:
     for kind in sorted(kinds):
         body = {"messages": HELLO, "max_tokens": 5, "tools": [{"type": kind, "name": "f"}]}
         call = read_or_refused(AnthropicMessages(), body, kind)
-        assert call is None or len(call.tools) + len(call.left_out) == 1, kind
+        assert call is None or len(call.tools) + len(call.server_tools) == 1, kind
 
 
 def test_each_type_of_openais_items_is_read_or_refused_by_name() -> None:
@@ -148,7 +148,7 @@ SHAPES += [[{"type": "reasoning", "content": 5}], [{"role": "assistant", "tool_c
 @pytest.mark.parametrize("name", list(BODIES))
 def test_malformed_field_is_refused_in_a_sentence_and_never_breaks_answers(name: str) -> None:
     protocol, body = BODIES[name]
-    head = Answered(id="1", created=1, model="m", choices=(Choice(),))
+    head = CallResult(id="1", created=1, model="m", choices=(Choice(),))
     refused = 0
     for field, value, stream in itertools.product(sorted(protocol.honoured), SHAPES, (False, True)):
         asked = {**body, "stream": stream, field: value}

@@ -47,4 +47,4 @@ def test_long_conversation_keeps_one_copy_of_its_tokens() -> None:
 def test_continued_answer_is_not_kept_for_retries() -> None:
     with serving("It is behind the house.", context_length=100_000) as case:
         talk(case)
-        assert len(case.attempt.works.kept) == 1
+        assert len(case.attempt.recent.responses) == 1

@@ -18,6 +18,7 @@ VAGUE_NAMES = ("told", "said", "held", "found", "known", "own")
 # The goal is 3 per 10,000 words, 0, and 15. Rooms in which the goal is reached may not leave it.
 MOST_OPENINGS_PER_10K, MOST_WITHOUT_A_NOUN, MOST_VAGUE_NAMES = 33, 59, 615
 PLAIN_ROOMS = (
+    "agl1",
     "audit",
     "buffer",
     "datasource",
@@ -25,6 +26,7 @@ PLAIN_ROOMS = (
     "engine",
     "environments",
     "evaluation",
+    "gateway",
     "groups",
     "loop",
     "report",
