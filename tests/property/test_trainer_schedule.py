@@ -80,6 +80,8 @@ def sequences_of(micro: MicroBatch) -> list[np.ndarray]:
 def test_common_prefixes_of_ordered_sequences_are_stored_once(sequences: list[list[int]]):
     ordered = [np.array(ids) for ids in sorted(sequences)]
     n_ids = sum(map(len, ordered))
-    micro = MicroBatch.from_sequences(ordered, sources=np.arange(n_ids), targets=np.zeros(n_ids), token_index=np.arange(n_ids))
+    micro = MicroBatch.from_sequences(
+        ordered, sources=np.arange(n_ids), targets=np.zeros(n_ids), token_index=np.arange(n_ids)
+    )
     prefixes = {tuple(ids[: end + 1]) for ids in sequences for end in range(len(ids))}
     assert len(micro.ids) == len(prefixes)
