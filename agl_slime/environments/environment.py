@@ -251,9 +251,9 @@ def _split(
     return kept, val_tasks, len(val_tasks), f", and {len(val_tasks)} held out for validations by the seed"
 
 
-def _command(settings: EnvironmentSettings, what: str, spec: Mapping[str, Any]) -> Iterable[str]:
+def _command(settings: EnvironmentSettings, command: str, spec: Mapping[str, Any]) -> Iterable[str]:
     home = str(Path(agl_slime.__file__).parent)
-    return str(settings.python), "-P", "-c", _BOOT, home, what, "--spec", json.dumps(spec)
+    return str(settings.python), "-P", "-c", _BOOT, home, command, "--spec", json.dumps(spec)
 
 
 def _describe(settings: EnvironmentSettings, spec: Mapping[str, Any]) -> Any:

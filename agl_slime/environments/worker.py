@@ -15,7 +15,7 @@ from typing import Any
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="agl_slime.environments.worker")
-    parser.add_argument("what", choices=("describe", "work"))
+    parser.add_argument("command", choices=("describe", "work"))
     parser.add_argument("--spec", required=True, help="the environment's settings, as JSON, or @FILE")
     parser.add_argument("--url", help="the run's address, with /controller/NAME for one of several workers")
     args = parser.parse_args(argv)
@@ -30,7 +30,7 @@ def main(argv: list[str] | None = None) -> int:
     from agl_slime.environments.play import Player
     from agl_slime.environments.taskset import build_environment, describe
 
-    if args.what == "describe":
+    if args.command == "describe":
         description = asyncio.run(describe(build_environment(spec), spec))
         print(json.dumps(description), file=out)
         return 0

@@ -1,4 +1,4 @@
-"""Agent Lightning 1.0's controller as a child process, in a Python of its own.
+"""Agent Lightning 1.0's controller as a child process, in a separate Python.
 
 ``python -m agl_slime.runner.controller_process`` supervises it: when the parent ends, it ends the controller and the
 agents that this has started, which would otherwise continue. If the supervisor is killed as well (Ray kills the

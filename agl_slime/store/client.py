@@ -130,8 +130,8 @@ class RemoteStore(LightningStoreClient):
         return await ask(session, self.server_address_root + path, body, timeout=timeout)
 
     def _backoff(self, patience_s: float | None) -> Backoff:
-        what = f"the store at {self.server_address_root} does not answer"
-        return Backoff(what, DataSourceError, base_s=0.1, patience_s=patience_s)
+        message = f"the store at {self.server_address_root} does not answer"
+        return Backoff(message, DataSourceError, base_s=0.1, patience_s=patience_s)
 
 
 def _encoded(call: dict[str, Any]) -> bytes:
