@@ -112,7 +112,7 @@ class Reporters:
 
 
 class StandardReporters(Reporters):
-    """All reporters of a run directory. Rollouts are kept from ``use_tokenizer`` on, by ``keep`` and ``keep_mb`` (see
+    """All reporters of a run directory. Rollouts are kept from ``use_tokenizer`` on, by ``keep`` (see
     ``RolloutWriter``); ``track`` names trackers; ``began`` is the run's start (``time.monotonic()``), by default now.
     """
 
@@ -125,7 +125,6 @@ class StandardReporters(Reporters):
         seed: int = 0,
         began: float | None = None,
         keep: Keep = "sampled",
-        keep_mb: int = 256,
         track: Sequence[Tracker] = (),
     ) -> None:
         self._run = run
@@ -134,7 +133,7 @@ class StandardReporters(Reporters):
         console = console or Console()
         metrics = MetricsWriter(run.metrics, warn=self.warn)
         tensorboard = TensorBoardWriter(run.tensorboard)
-        self.rollouts = rollouts = RolloutWriter(run, keep=keep, most_bytes=keep_mb * 2**20, seed=seed, warn=self.warn)
+        self.rollouts = rollouts = RolloutWriter(run, keep=keep, seed=seed, warn=self.warn)
         progress = ProgressReporter(console=console, view=view)
         outputs: dict[str, Output] = {"metrics": metrics, "tensorboard": tensorboard}
         outputs |= {"rollouts": rollouts, "model": ModelOfRun(run.model)}

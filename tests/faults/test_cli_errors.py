@@ -91,6 +91,7 @@ def said(capsys: pytest.CaptureFixture[str], *flags: str) -> tuple[int, str]:
         ("--agent", "lookup", "expected module:Class"),
         ("--agent", "lookup:X:", "path/to/file.py:Class"),
         ("--unknown-flag", "1", "--unknown-flag"),
+        ("--config", "missing.toml", "error: --config missing.toml: No such file or directory"),
     ],
 )
 def test_a_flag_out_of_range_is_named_with_its_value(
