@@ -37,7 +37,7 @@ def replay_attributes(turn: Turn) -> dict[str, Any]:
 
 
 def decode_replay(attributes: Mapping[str, Any]) -> dict[str, Any]:
-    """``experts`` and ``nucleus`` of a turn, or ``filed``, where it has them. Raises ``TraceError`` when they are
+    """``experts`` and ``nucleus`` of a turn, or ``filed``, if it has them. Raises ``TraceError`` when they are
     damaged."""
     replay: dict[str, Any] = {}
     if names.REPLAY_FILE in attributes:

@@ -63,7 +63,7 @@ def read_reward(spans: Sequence[Span], *, reward_key: str | None = None) -> Rewa
     except RewardError:
         raise
     except ValueError as error:  # pydantic's: a value that is no number
-        raise RewardError(f"a reward span does not hold named numbers: {error}") from error
+        raise RewardError(f"a reward span has no named numbers: {error}") from error
     if primary is None:
         raise RewardError("the rollout has no reward: emit one, or return a number", reason="no_reward")
     if not named:  # Agent Lightning before 0.3 has no names

@@ -125,7 +125,7 @@ class Turn:
 
     @property
     def experts_end(self) -> int:
-        """The first token without routed experts here; 0 where there are none."""
+        """The first token without routed experts here; 0 without any."""
         if self.filed is not None:
             return self.filed.experts_end
         return 0 if self.experts is None else self.experts.end

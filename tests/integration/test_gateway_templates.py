@@ -88,5 +88,5 @@ def test_tools_with_an_unknown_call_format_are_a_400_and_plain_chat_works() -> N
     with serving("Hello.", template=TAKES_TURNS) as case:
         refused = post(case, "/chat/completions", messages=[USER], tools=[WEATHER])
         assert refused.status_code == 400
-        assert "asks for tool calls in a format that is not read here" in refused.json()["error"]["message"]
+        assert "asks for tool calls in a format without a parser" in refused.json()["error"]["message"]
         assert post(case, "/chat/completions", messages=[USER]).status_code == 200

@@ -299,7 +299,7 @@ UNREAD = [
 @pytest.mark.parametrize("writes", UNREAD)
 def test_unknown_format_is_refused_in_a_sentence(writes: str) -> None:
     source = "{% for m in messages %}<|im_start|>" + writes + "<|im_end|>{% endfor %}"
-    with pytest.raises(PromptError, match="asks for tool calls in a format that is not read here: give tool_parser"):
+    with pytest.raises(PromptError, match="asks for tool calls in a format without a parser: set tool_parser"):
         parser_for(small_tokenizer(source))
 
 

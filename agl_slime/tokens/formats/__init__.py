@@ -64,7 +64,7 @@ _FORMATS: tuple[type[ToolParser], ...] = (
     *(HermesParser, LlamaJsonParser),
 )
 UNREAD_FORMAT = (
-    "the chat template asks for tool calls in a format that is not read here: give tool_parser the name of one that "
+    "the chat template asks for tool calls in a format without a parser: set tool_parser to a format that "
     "the prompt asks for, register a parser (agl_slime.rollout.tool_parsers), or offer no tools"
 )
 _NAME, _ARGUMENTS = "look_up_42", {"key": "kz 42", "n": "3"}

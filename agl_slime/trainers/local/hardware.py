@@ -45,7 +45,7 @@ def bfloat16_wanted(setting: Literal["auto", "float32", "bfloat16"], device: tor
 
 def set_threads(setting: int | Literal["auto"] | None, model: torch.nn.Module) -> None:
     """Set torch's CPU threads for the whole process; ``None`` leaves them alone. ``auto`` stays within
-    ``OMP_NUM_THREADS`` where that is set."""
+    ``OMP_NUM_THREADS``, if set."""
     if setting is None:
         return
     if setting == "auto":

@@ -72,7 +72,7 @@ class LocalTrainerSettings:
     device that has it, else float32, the embedded engine's dtype."""
 
     device: str = "cpu"
-    """A torch device, such as ``cpu`` or ``cuda:0``; ``auto`` is ``cuda`` where there is one."""
+    """A torch device, such as ``cpu`` or ``cuda:0``; ``auto`` is ``cuda`` if available."""
 
     def __post_init__(self) -> None:
         check_ranges(
