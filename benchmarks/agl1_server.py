@@ -38,7 +38,7 @@ import psutil
 
 from benchmarks.common import REPO, cpu_seconds, load, resident_bytes
 from benchmarks.multi_turn import WORDS
-from tests.trace_tokenizers import DROPS_THINKING, PLAIN
+from tests.harness.tokenizers import DROPS_THINKING, PLAIN
 
 OURS, THEIRS = "agl-slime", "agl-server"
 TEMPLATES = {

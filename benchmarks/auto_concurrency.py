@@ -12,7 +12,7 @@ import argparse
 from dataclasses import replace
 
 from agl_slime.runner.auto_limit import AutoLimit
-from tests.engine_model import EngineModel
+from tests.harness.engine_model import EngineModel
 from tests.property.test_auto_limit import rates
 
 FIXED = (8, 16, 32, 64, 128, 256, 512, 1024, 2048)

@@ -34,8 +34,8 @@ from agl_slime.support.agl import LLM
 from agl_slime.support.threads import run_blocking
 from tests.environments import boxed, tiny
 from tests.faults.scripted_engine import ScriptedEngine, in_thread
-from tests.gateway_cases import TEMPLATE
-from tests.trace_tokenizers import small_tokenizer
+from tests.harness.gateway import TEMPLATE
+from tests.harness.tokenizers import small_tokenizer
 
 _OWN = """
 import asyncio, json, os, resource, sys, time

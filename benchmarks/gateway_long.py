@@ -34,7 +34,7 @@ import orjson
 from benchmarks.agl1_server import OURS, THEIRS, Engine, Server, markdown, saved, scripted, serving, wait_for
 from benchmarks.common import percentile
 from benchmarks.multi_turn import WORDS
-from tests.chat_templates import GROUPS_TOOLS
+from tests.harness.chat_templates import GROUPS_TOOLS
 
 BARE, LITELLM = "bare", "litellm"
 _OBSERVATION, _ANSWER = 400, 16

@@ -22,7 +22,7 @@ import orjson
 
 from benchmarks.agl1_server import OURS, Server, markdown, saved, scripted, serving
 from benchmarks.gateway_long import Protocol, Said, tools_of, words
-from tests.chat_templates import GROUPS_TOOLS
+from tests.harness.chat_templates import GROUPS_TOOLS
 
 _AT_ONCE = 16
 _CALL = 108  # tokens of a turn beside its observation: call, answer and marks

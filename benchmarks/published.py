@@ -16,8 +16,8 @@ from typing import Any
 from tokenizers import AddedToken
 from transformers import PreTrainedTokenizerFast
 
-from tests.trace_tokenizers import small_tokenizer
-from tests.vocabularies import base_tokenizer
+from tests.harness.tokenizers import small_tokenizer
+from tests.harness.vocabularies import base_tokenizer
 
 _CHATML = ("<|im_end|>",)
 _GLM = ("<|user|>", "<|observation|>")

@@ -33,7 +33,7 @@ from agl_slime.sglang.generation import SamplingParams
 from agl_slime.trainers import LocalTrainer, LocalTrainerSettings
 from agl_slime.types import Sample
 from benchmarks.common import console
-from tests.moe_policy import LAYERS, TOP_K, save_moe
+from tests.harness.moe_policy import LAYERS, TOP_K, save_moe
 
 KINDS, ANSWER, PROMPT = 4, 8, 3
 SAMPLING = SamplingParams(max_new_tokens=ANSWER, routed_experts=(LAYERS, TOP_K), extra={"ignore_eos": True})

@@ -20,7 +20,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 try:
-    from tests.examples import quick
+    from tests.harness.examples import quick
 
     quick()  # before --hypothesis-profile, which pytest loads after this file
 except ImportError:  # the environments of clients and of verifiers have no hypothesis

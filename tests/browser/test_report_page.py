@@ -9,7 +9,7 @@ import pytest
 
 from agl_slime.report.page import write_report
 from tests.browser.conftest import facts, heading, opened, served
-from tests.report_runs import EMOJI, HOSTILE, AWriter, write_run
+from tests.harness.report_runs import EMOJI, HOSTILE, AWriter, write_run
 from tests.unit.test_report_slime import write_dumps
 
 pytestmark = pytest.mark.browser

@@ -16,7 +16,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from agl_slime.buffer.agent_rollout import generate_rollout
-from tests.agent_rollout_cases import DataBuffer
+from tests.harness.agent_rollout import DataBuffer
 
 
 def main() -> None:

@@ -34,8 +34,8 @@ from agl_slime.agl1.settings import PYTHON_VARIABLE
 from agl_slime.audit import audit
 from agl_slime.demo import LOOKUP_POLICY
 from agl_slime.runner.controller_process import agents_of
-from tests.agl1_cases import local_controller
 from tests.faults.train_process import Run, train
+from tests.harness.agl1 import local_controller
 
 KEY = "the-key"
 _GROUP = 4

@@ -40,8 +40,8 @@ from agl_slime.store.bridge import BridgeStore
 from agl_slime.support.agl import LLM, EnqueueRolloutRequest, Rollout
 from agl_slime.types import Sample
 from tests.faults.scripted_engine import ScriptedEngine, in_thread
-from tests.loop_cases import Recorder, Trainer
-from tests.trace_tokenizers import small_tokenizer
+from tests.harness.loop import Recorder, Trainer
+from tests.harness.tokenizers import small_tokenizer
 
 TURNS = 3
 PROCESSES = 2

@@ -24,7 +24,7 @@ from agl_slime.cli import main
 from agl_slime.report.files import RunDir
 from agl_slime.report.state import read_state
 from tests.faults.train_process import train, watches
-from tests.loop_cases import threads_of_ours
+from tests.harness.loop import threads_of_ours
 
 # what the user is promised after Ctrl-C
 WITHIN_S = 5.0

@@ -21,8 +21,8 @@ from agl_slime.rollout.partial import PartialRollouts  # noqa: E402
 from agl_slime.store.bridge import BridgeStore  # noqa: E402
 from agl_slime.trainers import LocalTrainer  # noqa: E402
 from tests.faults.damage import damage_checkpoint, stray  # noqa: E402
-from tests.trainer_cases import trainer, weights  # noqa: E402
-from tests.trainer_policy import make_model, make_samples, save_policy  # noqa: E402
+from tests.harness.trainer_policy import make_model, make_samples, save_policy  # noqa: E402
+from tests.harness.trainers import trainer, weights  # noqa: E402
 
 STEPS = (3, 6)
 ROW = '{"instance_id": "7", "calls": []}\n'

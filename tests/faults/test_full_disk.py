@@ -22,8 +22,8 @@ from agl_slime.loop.settings import LoopState  # noqa: E402
 from agl_slime.report.files import IterationFile, iter_jsonl  # noqa: E402
 from agl_slime.store.bridge import BridgeStore  # noqa: E402
 from agl_slime.support.database import Database  # noqa: E402
-from tests.trainer_cases import trainer  # noqa: E402
-from tests.trainer_policy import make_model, make_samples, save_policy  # noqa: E402
+from tests.harness.trainer_policy import make_model, make_samples, save_policy  # noqa: E402
+from tests.harness.trainers import trainer  # noqa: E402
 
 
 @pytest.fixture

@@ -31,7 +31,7 @@ from agl_slime.tokens.forks import ForkReason
 from agl_slime.trace import attributes as names
 from agl_slime.trace.reward import read_turn_rewards
 from agl_slime.trace.span_codec import decode_turns
-from tests.gateway_cases import BODY, HELLO, QUICK, WEATHER, Case, chat, serving, trained_once
+from tests.harness.gateway import BODY, HELLO, QUICK, WEATHER, Case, chat, serving, trained_once
 from tests.harness.waiting import until
 from tests.integration.test_gateway_store import BODY as STORE_BODY
 from tests.integration.test_gateway_store import begun, beside

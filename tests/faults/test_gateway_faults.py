@@ -23,7 +23,7 @@ from agl_slime.support.threads import run_blocking
 from agl_slime.trace import attributes as names
 from agl_slime.trace.span_codec import decode_turns
 from tests.faults.engine_faults import BreakOff, Reset, Status
-from tests.gateway_cases import BODY, CALL, HELLO, WEATHER, chat, serving, trained_once
+from tests.harness.gateway import BODY, CALL, HELLO, WEATHER, chat, serving, trained_once
 
 
 def told(answer: httpx.Response) -> str:

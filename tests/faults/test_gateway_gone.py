@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 import httpx
 import pytest
 
-from tests.gateway_cases import Case, serving, trained_once
+from tests.harness.gateway import Case, serving, trained_once
 from tests.harness.waiting import until
 
 HELLO: list[Any] = [{"role": "user", "content": "Hello?"}]

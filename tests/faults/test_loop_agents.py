@@ -17,7 +17,7 @@ from agl_slime.events import Warning
 from agl_slime.groups.results import Outcome
 from agl_slime.support.agl import LitAgent, emit_reward
 from tests.faults.scripted_engine import ScriptedEngine
-from tests.loop_cases import TASKS, HelloAgent, LoopCase, hello_engine, threads_of_ours
+from tests.harness.loop import TASKS, HelloAgent, LoopCase, hello_engine, threads_of_ours
 
 
 @pytest.fixture(scope="module")

@@ -14,8 +14,8 @@ from agl_slime.errors import LoopError, WeightSyncError
 from agl_slime.groups.results import Outcome
 from agl_slime.sglang.weights import DiskWeightSync
 from tests.faults.engine_faults import GARBAGE_JSON, HTML_PAGE, Abort, Fault, NewVersion, Reset, Stall, Status
-from tests.loop_cases import QUICK_CLIENT, HelloAgent, LoopCase, hello_engine, threads_of_ours
-from tests.trace_tokenizers import small_tokenizer
+from tests.harness.loop import QUICK_CLIENT, HelloAgent, LoopCase, hello_engine, threads_of_ours
+from tests.harness.tokenizers import small_tokenizer
 
 IMPATIENT = replace(QUICK_CLIENT, idle_timeout_s=0.2, total_timeout_s=2.0)
 

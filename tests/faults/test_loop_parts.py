@@ -20,7 +20,7 @@ from agl_slime.store.bridge import BridgeStore
 from agl_slime.support.agl import InMemoryLightningStore
 from tests.faults.engine_faults import Stall
 from tests.faults.scripted_engine import ScriptedEngine
-from tests.loop_cases import HelloAgent, LoopCase, hello_engine, threads_of_ours
+from tests.harness.loop import HelloAgent, LoopCase, hello_engine, threads_of_ours
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ from agl_slime.runner.concurrent import RunnerSettings
 from agl_slime.runner.thread import RunnerThread
 from agl_slime.store.bridge import BridgeStore
 from agl_slime.support.agl import LLM, LightningStore, LitAgent
-from tests.store_cases import enqueue_inputs
+from tests.harness.stores import enqueue_inputs
 
 RESOURCES = {"main_llm": LLM(endpoint="http://127.0.0.1:1", model="none")}
 

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from agl_slime import SGLangLitAgent
-from tests.conversations import ScriptedClient
+from tests.harness.conversations import ScriptedClient
+from tests.harness.vocabularies import chat_tokenizer
 from tests.integration.rollouts import Finished, run_rollout
-from tests.vocabularies import chat_tokenizer
 
 TASK = {"prompt": "How many?", "label": "3", "table": {"kz": "three"}}
 CALL = '<tool_call>\n{"name": "look", "arguments": {"key": "kz"}}\n</tool_call>'

@@ -13,10 +13,10 @@ from agl_slime.tokens.images import MARK, ImageSettings
 from agl_slime.types import sample_from_json, sample_to_json
 from tests.faults.engine_faults import Abort
 from tests.faults.scripted_engine import in_thread
-from tests.gateway_cases import QUICK, engine_saying
+from tests.harness.gateway import QUICK, engine_saying
+from tests.harness.tokenizers import small_tokenizer
+from tests.harness.vision import expand, picture, uri, vision_tokenizer
 from tests.integration.rollouts import Finished, run_rollouts
-from tests.trace_tokenizers import small_tokenizer
-from tests.vision_cases import expand, picture, uri, vision_tokenizer
 
 CALL = '<tool_call>\n{"name": "zoom", "arguments": {"at": "top"}}\n</tool_call>'
 SEEN = picture(1)

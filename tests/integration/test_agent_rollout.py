@@ -17,9 +17,9 @@ from agl_slime.buffer.agent_rollout import (
 from agl_slime.buffer.server import BufferServer
 from agl_slime.errors import ConfigError
 from agl_slime.types import RolloutFnEvalOutput
-from tests.agent_rollout_cases import GENERATOR, DataBuffer, args_for, buffer_that, call, instances
-from tests.buffer_cases import Client, add_generator, make_item, settings_for
-from tests.trace_tokenizers import small_tokenizer
+from tests.harness.agent_rollout import GENERATOR, DataBuffer, args_for, buffer_that, call, instances
+from tests.harness.buffer import Client, add_generator, make_item, settings_for
+from tests.harness.tokenizers import small_tokenizer
 
 pytestmark = pytest.mark.usefixtures("fresh_sessions")
 

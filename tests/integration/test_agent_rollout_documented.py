@@ -17,8 +17,8 @@ from agl_slime.buffer.agent_rollout import (
     start_rollout,
 )
 from agl_slime.buffer.server import BufferServer
-from tests.agent_rollout_cases import GENERATOR, DataBuffer, args_for, serve
-from tests.buffer_cases import Client, add_generator, make_item, settings_for
+from tests.harness.agent_rollout import GENERATOR, DataBuffer, args_for, serve
+from tests.harness.buffer import Client, add_generator, make_item, settings_for
 
 pytestmark = pytest.mark.usefixtures("fresh_sessions")
 

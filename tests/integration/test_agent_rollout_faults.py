@@ -10,8 +10,8 @@ from aiohttp import web
 from agl_slime.buffer import session
 from agl_slime.buffer.server import BufferServer
 from agl_slime.errors import ConfigError, DataSourceError
-from tests.agent_rollout_cases import GENERATOR, DataBuffer, args_for, buffer_that, call
-from tests.buffer_cases import add_generator, make_item, settings_for
+from tests.harness.agent_rollout import GENERATOR, DataBuffer, args_for, buffer_that, call
+from tests.harness.buffer import add_generator, make_item, settings_for
 
 pytestmark = pytest.mark.usefixtures("fresh_sessions")
 

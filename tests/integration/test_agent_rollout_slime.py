@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from agl_slime.buffer.server import BufferServer
-from tests.buffer_cases import add_generator, settings_for
+from tests.harness.buffer import add_generator, settings_for
 from tests.slime.support import REPOSITORY, STANDINS, require_slime
 
 _GENERATOR = """

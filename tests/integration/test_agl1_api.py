@@ -14,7 +14,7 @@ from agl_slime.datasource.read import collect
 from agl_slime.support.agl import LLM
 from agl_slime.support.threads import run_blocking
 from benchmarks.common import Countdown
-from tests.agl1_cases import Api, serving_api
+from tests.harness.agl1 import Api, serving_api
 
 
 @pytest.fixture

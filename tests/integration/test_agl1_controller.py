@@ -27,11 +27,11 @@ from agl_slime.runner.controller_process import ControllerProcess, agents_of, ch
 from agl_slime.store.bridge import FINISHED, BridgeStore
 from agl_slime.support.agl import LLM
 from agl_slime.support.threads import run_blocking
-from tests.agl1_cases import serving_api
 from tests.faults.scripted_engine import in_thread
 from tests.faults.train_process import train
-from tests.gateway_cases import TEMPLATE, engine_saying
-from tests.trace_tokenizers import small_tokenizer
+from tests.harness.agl1 import serving_api
+from tests.harness.gateway import TEMPLATE, engine_saying
+from tests.harness.tokenizers import small_tokenizer
 
 pytestmark = [
     pytest.mark.controller,

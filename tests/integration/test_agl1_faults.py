@@ -25,12 +25,12 @@ from agl_slime.store.bridge import BridgeStore
 from agl_slime.support.agl import LLM
 from agl_slime.support.threads import run_blocking
 from benchmarks.common import Countdown
-from tests.agl1_cases import local_controller
 from tests.faults.scripted_engine import in_thread
-from tests.gateway_cases import TEMPLATE, engine_saying
+from tests.harness.agl1 import local_controller
+from tests.harness.gateway import TEMPLATE, engine_saying
+from tests.harness.loop import LoopCase, hello_engine
 from tests.harness.servers import free_port
-from tests.loop_cases import LoopCase, hello_engine
-from tests.trace_tokenizers import small_tokenizer
+from tests.harness.tokenizers import small_tokenizer
 
 AGENT = ControllerSettings(agent="agl1_agents:TwoTurns", env_map={"QUESTION": "input.question"})
 

@@ -23,8 +23,8 @@ from agl_slime.support.agl import LLM, RolloutConfig
 from agl_slime.support.threads import run_blocking
 from tests.faults.kubernetes_stub import KubernetesStub
 from tests.faults.scripted_engine import in_thread
-from tests.gateway_cases import TEMPLATE, engine_saying
-from tests.trace_tokenizers import small_tokenizer
+from tests.harness.gateway import TEMPLATE, engine_saying
+from tests.harness.tokenizers import small_tokenizer
 
 pytestmark = [
     pytest.mark.controller,

@@ -24,8 +24,8 @@ from agl_slime.runner.controller_process import ControllerProcess
 from agl_slime.support.agl import LLM
 from agl_slime.support.threads import run_blocking
 from benchmarks.common import Countdown
-from tests.agl1_cases import Api, serving_api
-from tests.examples import examples
+from tests.harness.agl1 import Api, serving_api
+from tests.harness.examples import examples
 
 
 @pytest.fixture

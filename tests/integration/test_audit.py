@@ -23,7 +23,7 @@ from agl_slime.demo import LOOKUP_POLICY
 from agl_slime.engine import EmbeddedEngine
 from agl_slime.run.local import run_training
 from agl_slime.run.settings import TrainConfig
-from tests.audit_mutations import LOSSES, damage, lie, lose
+from tests.harness.audit_mutations import LOSSES, damage, lie, lose
 
 _FLAKY = "tests.faults.flaky_lookup:FlakyLookup"
 _KINDS: dict[str, dict[str, Any]] = {

@@ -13,8 +13,8 @@ from agl_slime.buffer.generators import agl_generator
 from agl_slime.buffer.samples import SampleMaker
 from agl_slime.buffer.server import BufferServer
 from agl_slime.errors import ConfigError
-from tests.buffer_cases import Client, settings_for, write_problems
-from tests.vocabularies import chat_tokenizer
+from tests.harness.buffer import Client, settings_for, write_problems
+from tests.harness.vocabularies import chat_tokenizer
 
 
 async def test_an_agent_lightning_agent_fills_the_buffer_with_the_engines_tokens(tmp_path):

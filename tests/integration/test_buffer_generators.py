@@ -18,7 +18,7 @@ from agl_slime.buffer.generators import base_generator
 from agl_slime.buffer.runs import SHIPPED_GENERATORS, discover_generators
 from agl_slime.buffer.server import BufferServer
 from agl_slime.errors import BufferRequestError, ConfigError
-from tests.buffer_cases import Client, add_generator, eventually, make_item, settings_for, write_problems
+from tests.harness.buffer import Client, add_generator, eventually, make_item, settings_for, write_problems
 
 
 class ChatEngine:

@@ -11,8 +11,8 @@ import pytest
 
 from agl_slime.buffer.models import openapi_description
 from agl_slime.buffer.server import BufferServer
-from tests.buffer_cases import add_generator, settings_for
-from tests.examples import examples
+from tests.harness.buffer import add_generator, settings_for
+from tests.harness.examples import examples
 
 schemathesis = pytest.importorskip("schemathesis", reason="needs the extra [peers]: schemathesis")
 from hypothesis import HealthCheck, settings  # noqa: E402

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from agl_slime.buffer.server import BufferServer
-from tests.buffer_cases import WRITES_TWO_PER_INSTANCE, Client, add_generator, eventually, make_item, settings_for
+from tests.harness.buffer import WRITES_TWO_PER_INSTANCE, Client, add_generator, eventually, make_item, settings_for
 from tests.harness.processes import is_running
 from tests.harness.waiting import until
 

@@ -13,7 +13,7 @@ import pytest
 from agl_slime.buffer.server import BufferServer
 from agl_slime.buffer.settings import BufferSettings
 from agl_slime.errors import ConfigError
-from tests.buffer_cases import WRITES_TWO_PER_INSTANCE, Client, add_generator, make_item, settings_for
+from tests.harness.buffer import WRITES_TWO_PER_INSTANCE, Client, add_generator, make_item, settings_for
 
 
 async def test_a_written_item_is_answered_as_slimes_server_does(tmp_path):

@@ -28,7 +28,7 @@ from tests.harness.slime_source import (
     write_tasks,
 )
 from tests.harness.slime_source import enqueue as enqueue_over_http
-from tests.store_cases import enqueue, finish
+from tests.harness.stores import enqueue, finish
 
 QUICK = DataSourceSettings(get_timeout_s=20.0, poll_interval_s=0.01)
 

@@ -18,8 +18,8 @@ from agl_slime.groups.results import Outcome
 from agl_slime.store.bridge import BridgeStore
 from agl_slime.support.agl import InMemoryLightningStore, Span, emit_reward
 from agl_slime.types import Sample
-from tests.datasource_cases import QUICK, Told, counts_of, get
-from tests.store_cases import RESPONSE, a_turn, enqueue, finish
+from tests.harness.datasource import QUICK, Told, counts_of, get
+from tests.harness.stores import RESPONSE, a_turn, enqueue, finish
 
 
 async def test_groups_complete_in_any_order_and_each_member_counts_once() -> None:

@@ -9,8 +9,8 @@ from itertools import pairwise
 from agl_slime.datasource.source import DataSourceSettings, GroupSource
 from agl_slime.store.bridge import BridgeStore
 from agl_slime.support.agl import InMemoryLightningStore, Rollout
-from tests.datasource_cases import QUICK, get
-from tests.store_cases import enqueue, finish
+from tests.harness.datasource import QUICK, get
+from tests.harness.stores import enqueue, finish
 
 
 async def test_an_end_that_comes_during_a_look_is_not_lost() -> None:

@@ -16,8 +16,8 @@ from agl_slime.groups.policy import GroupPolicy, MinimumViableGroup, RetryGroup,
 from agl_slime.groups.results import Outcome
 from agl_slime.store.bridge import BridgeStore
 from agl_slime.support.agl import Rollout
-from tests.datasource_cases import Told, counts_of, get
-from tests.store_cases import a_turn, enqueue, enqueue_group, finish
+from tests.harness.datasource import Told, counts_of, get
+from tests.harness.stores import a_turn, enqueue, enqueue_group, finish
 
 SETTINGS = DataSourceSettings(get_timeout_s=20.0, poll_interval_s=0.01)
 

@@ -18,7 +18,7 @@ from agl_slime.groups.results import Outcome
 from agl_slime.store.bridge import BridgeStore
 from agl_slime.support.agl import InMemoryLightningStore, LightningStore
 from agl_slime.types import Sample
-from tests.store_cases import enqueue, finish
+from tests.harness.stores import enqueue, finish
 
 QUICK = DataSourceSettings(get_timeout_s=20.0, poll_interval_s=0.01)
 

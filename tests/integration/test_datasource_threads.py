@@ -16,8 +16,8 @@ from agl_slime.errors import ConfigError, DataSourceError
 from agl_slime.groups.results import Outcome
 from agl_slime.store.bridge import BridgeStore
 from agl_slime.support.agl import InMemoryLightningStore
-from tests.datasource_cases import QUICK, counts_of, get
-from tests.store_cases import enqueue, finish
+from tests.harness.datasource import QUICK, counts_of, get
+from tests.harness.stores import enqueue, finish
 
 
 async def test_stop_wakes_waiting_callers() -> None:

@@ -10,7 +10,7 @@ from agl_slime.datasource.read import collect
 from agl_slime.store.bridge import BridgeStore
 from agl_slime.trace import attributes as names
 from agl_slime.trace.span_codec import TurnEncoder
-from tests.store_cases import a_turn, enqueue, finish
+from tests.harness.stores import a_turn, enqueue, finish
 
 
 async def read(**end: Any) -> Any:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.environment_cases import ask, env_python
+from tests.harness.environments import ask, env_python
 
 pytestmark = pytest.mark.environments
 

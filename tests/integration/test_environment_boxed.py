@@ -19,8 +19,8 @@ from agl_slime.environments.environment import load_environment
 from agl_slime.errors import ConfigError
 from agl_slime.run.local import run_training
 from agl_slime.run.settings import TrainConfig
-from tests.environment_cases import env_python
 from tests.environments import boxed
+from tests.harness.environments import env_python
 
 pytestmark = [
     pytest.mark.environments,

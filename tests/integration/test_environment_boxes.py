@@ -6,7 +6,7 @@ import shutil
 
 import pytest
 
-from tests.environment_cases import ask
+from tests.harness.environments import ask
 
 pytestmark = [
     pytest.mark.environments,

@@ -12,13 +12,13 @@ import pytest
 
 from agl_slime.environments.environment import load_environment
 from agl_slime.support.agl import LLM
-from tests.environment_cases import ask, env_python
 from tests.environments import tiny
 from tests.environments.evals import said
 from tests.faults.scripted_engine import ScriptedEngine, in_thread
-from tests.gateway_cases import TEMPLATE
+from tests.harness.environments import ask, env_python
+from tests.harness.gateway import TEMPLATE
+from tests.harness.tokenizers import small_tokenizer
 from tests.integration.test_environments import in_order, play
-from tests.trace_tokenizers import small_tokenizer
 
 pytestmark = pytest.mark.environments
 

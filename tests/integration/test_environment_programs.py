@@ -13,10 +13,10 @@ import shutil
 
 import pytest
 
-from tests.chat_templates import SYSTEM_FIRST
-from tests.environment_cases import ask
-from tests.gateway_cases import calling as call
-from tests.gateway_cases import serving, trained_once
+from tests.harness.chat_templates import SYSTEM_FIRST
+from tests.harness.environments import ask
+from tests.harness.gateway import calling as call
+from tests.harness.gateway import serving, trained_once
 from tests.integration.test_gateway_programs import xml_call
 
 pytestmark = [

@@ -35,8 +35,8 @@ from agl_slime.support.agl import LLM
 from agl_slime.support.threads import run_blocking
 from agl_slime.trace.segments import merge_turns
 from agl_slime.trace.span_codec import decode_turns
-from tests.environment_cases import ROOT, ask, env_python
-from tests.gateway_cases import trained_once, writer
+from tests.harness.environments import ROOT, ask, env_python
+from tests.harness.gateway import trained_once, writer
 from tests.integration.engine_servers import real_sglang
 from tests.integration.test_environment_programs import PROGRAMS, call
 
@@ -50,7 +50,7 @@ RUNTIME = ("--env.agent.runtime.type", "bubblewrap", "--env.agent.runtime.memory
 
 @cache
 def tokenizer() -> Any:
-    from tests.acting_policy import make_tokenizer
+    from tests.harness.acting_policy import make_tokenizer
 
     return make_tokenizer([text for says, _ in PROGRAMS.values() for text in says])
 
@@ -58,7 +58,7 @@ def tokenizer() -> Any:
 @pytest.fixture(scope="module")
 def policies(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """By harness; all have one tokenizer and one shape, so that an engine takes each as new weights."""
-    from tests.acting_policy import make_acting_policy
+    from tests.harness.acting_policy import make_acting_policy
 
     made = {}
     for harness, ((first, then), _) in PROGRAMS.items():
@@ -99,7 +99,7 @@ async def _update(url: str, policy: Path) -> None:
 def test_a_program_on_an_engine_ends_is_scored_and_is_trained_exactly(
     harness: str, engine: str, policies: dict[str, Path]
 ) -> None:
-    from tests.acting_policy import log_probs
+    from tests.harness.acting_policy import log_probs
 
     began, policy, spans = time.monotonic(), policies[harness], []
     asyncio.run(_update(engine, policy))
@@ -148,7 +148,7 @@ def test_a_program_on_an_engine_ends_is_scored_and_is_trained_exactly(
 def test_a_program_is_trained_for_ten_iterations_without_a_failed_rollout(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from tests.acting_policy import make_acting_policy
+    from tests.harness.acting_policy import make_acting_policy
 
     shutil.copy(ROOT / "tests" / "environments" / "filed.py", tmp_path / "tiny_filed.py")
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join((str(tmp_path), os.environ.get("PYTHONPATH", ""))))

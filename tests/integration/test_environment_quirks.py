@@ -21,12 +21,12 @@ from agl_slime.runner.controller import ControllerPool
 from agl_slime.store.bridge import BridgeStore
 from agl_slime.support.agl import LLM
 from agl_slime.support.threads import run_blocking
-from tests.environment_cases import env_python
 from tests.environments import quirks
 from tests.faults.scripted_engine import in_thread
-from tests.gateway_cases import TEMPLATE, engine_saying
+from tests.harness.environments import env_python
+from tests.harness.gateway import TEMPLATE, engine_saying
+from tests.harness.tokenizers import small_tokenizer
 from tests.integration.test_chat import talk
-from tests.trace_tokenizers import small_tokenizer
 
 pytestmark = pytest.mark.environments
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.environment_cases import ask
+from tests.harness.environments import ask
 
 pytestmark = pytest.mark.environments
 

@@ -20,11 +20,11 @@ from agl_slime.runner.controller import ControllerPool
 from agl_slime.store.bridge import BridgeStore
 from agl_slime.support.agl import LLM
 from agl_slime.support.threads import run_blocking
-from tests.environment_cases import ROOT, ask, env_python
 from tests.environments import tiny
 from tests.faults.scripted_engine import ScriptedEngine, in_thread
-from tests.gateway_cases import TEMPLATE
-from tests.trace_tokenizers import small_tokenizer
+from tests.harness.environments import ROOT, ask, env_python
+from tests.harness.gateway import TEMPLATE
+from tests.harness.tokenizers import small_tokenizer
 
 pytestmark = pytest.mark.environments
 

@@ -17,7 +17,7 @@ from agl_slime.tokens.forks import ForkReason
 from agl_slime.trace import attributes as names
 from agl_slime.trace.converter import convert_trajectory
 from agl_slime.trace.trajectory import Trajectory
-from tests.gateway_cases import CALL, CALL_TWO, TEMPLATE, WEATHER, Case, serving, trained_once
+from tests.harness.gateway import CALL, CALL_TWO, TEMPLATE, WEATHER, Case, serving, trained_once
 
 HELLO: list[Any] = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hello?"}]
 

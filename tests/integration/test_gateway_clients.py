@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.gateway_cases import CALL, Case, serving, trained_once
+from tests.harness.gateway import CALL, Case, serving, trained_once
 
 pytestmark = pytest.mark.clients
 
@@ -131,7 +131,7 @@ def test_smolagents(streamed: bool) -> None:
 @STREAMED
 def test_litellm(streamed: bool) -> None:
     litellm = pytest.importorskip("litellm", reason="pip install litellm")
-    from tests.gateway_cases import WEATHER
+    from tests.harness.gateway import WEATHER
 
     with serving(THINKING, DONE) as case:
         how = {"model": "openai/m", "api_base": case.llm.endpoint, "api_key": "any", "tools": [WEATHER]}

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from agl_slime.tokens.forks import ForkReason
-from tests.gateway_cases import CALL, Case, calling, one_sample, prompts, serving, trained_once
+from tests.harness.gateway import CALL, Case, calling, one_sample, prompts, serving, trained_once
 
 pytestmark = pytest.mark.clients
 STREAMED = pytest.mark.parametrize("streamed", [False, True], ids=["whole", "streamed"])

@@ -11,8 +11,8 @@ from agl_slime.gateway.raw import RawContext, RawMatch
 from agl_slime.tokens.forks import ForkReason
 from agl_slime.tokens.template import chat_template
 from agl_slime.trace.attributes import MESSAGES_NEW
-from tests.gateway_cases import TEMPLATE, Case, serving, trained_once
-from tests.trace_tokenizers import small_tokenizer
+from tests.harness.gateway import TEMPLATE, Case, serving, trained_once
+from tests.harness.tokenizers import small_tokenizer
 
 END = "<|im_end|>"
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.gateway_cases import CALL, WEATHER, calling, left_out, one_sample, post, prompts, serving, shown
+from tests.harness.gateway import CALL, WEATHER, calling, left_out, one_sample, post, prompts, serving, shown
 
 STREAMED = pytest.mark.parametrize("streamed", [False, True], ids=["whole", "streamed"])
 

@@ -15,7 +15,7 @@ from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 
 from agl_slime.gateway.settings import GatewaySettings
-from tests.gateway_cases import CALL, WEATHER, Case, calling, left_out, one_sample, post, prompts, serving, shown
+from tests.harness.gateway import CALL, WEATHER, Case, calling, left_out, one_sample, post, prompts, serving, shown
 
 STREAMED = pytest.mark.parametrize("streamed", [False, True], ids=["whole", "streamed"])
 

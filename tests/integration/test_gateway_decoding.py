@@ -8,8 +8,8 @@ import pytest
 from openai import OpenAI
 
 from tests.faults.engine_faults import Abort
-from tests.gateway_cases import WEATHER, Case, serving, trained_once
-from tests.tool_formats import template_of
+from tests.harness.gateway import WEATHER, Case, serving, trained_once
+from tests.harness.tool_formats import template_of
 
 KIMI = template_of("kimi")
 KIMI_CALL = (

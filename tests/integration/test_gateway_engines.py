@@ -22,10 +22,10 @@ from agl_slime.tokens.formats import get_tool_parser
 from agl_slime.tokens.loading import load_tokenizer
 from agl_slime.trace.segments import merge_turns
 from agl_slime.trace.span_codec import decode_turns
-from tests.gateway_cases import WEATHER, trained_once, writer
+from tests.harness.gateway import WEATHER, trained_once, writer
+from tests.harness.tool_formats import FORMATS, template_of
 from tests.integration.engine_servers import Server
 from tests.integration.rollouts import run_rollouts
-from tests.tool_formats import FORMATS, template_of
 
 ROOT = __file__.rpartition("/tests/")[0]
 HELLO: list[Any] = [{"role": "user", "content": "Hello?"}]

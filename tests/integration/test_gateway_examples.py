@@ -41,10 +41,10 @@ from agl_slime.trace.segments import merge_turns
 from agl_slime.trace.span_codec import decode_turns
 from agl_slime.trace.turn import Turn
 from tests.faults.scripted_engine import in_thread
-from tests.gateway_cases import engine_saying, trained_once
+from tests.harness.gateway import engine_saying, trained_once
+from tests.harness.tokenizers import small_tokenizer
 from tests.integration.engine_servers import real_sglang
 from tests.integration.rollouts import run_rollouts
-from tests.trace_tokenizers import small_tokenizer
 
 EXAMPLES = Path(os.environ.get("AGL_EXAMPLES", "/nonexistent"))
 pytestmark = [

@@ -9,8 +9,8 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.gateway_cases import CALL, CALL_TWO, WEATHER, Case, calling, one_sample, prompts, serving, trained_once
-from tests.model_templates import MODELS, template_of
+from tests.harness.gateway import CALL, CALL_TWO, WEATHER, Case, calling, one_sample, prompts, serving, trained_once
+from tests.harness.model_templates import MODELS, template_of
 
 FUNCTION = {"type": "function", **WEATHER["function"]}
 THINKS = f"<think>\na b\n</think>\n\nSee. {CALL}\n{CALL_TWO}"

@@ -19,8 +19,8 @@ from agl_slime.tokens.images import ImageSettings
 from agl_slime.trace import attributes as names
 from agl_slime.trace.converter import convert_trajectory
 from agl_slime.trace.trajectory import Trajectory
-from tests.gateway_cases import Case, serving, trained_once
-from tests.vision_cases import expand, picture, processor, uri, vision_tokenizer
+from tests.harness.gateway import Case, serving, trained_once
+from tests.harness.vision import expand, picture, processor, uri, vision_tokenizer
 
 RED, BLUE = uri(picture(1)), uri(picture(2))
 TALL = uri(picture(3, (28, 56)))

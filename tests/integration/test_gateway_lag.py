@@ -15,7 +15,7 @@ from agl_slime.gateway.anthropic import AnthropicMessages
 from agl_slime.gateway.chat import ChatCompletions
 from agl_slime.gateway.responses import Responses
 from agl_slime.gateway.settings import GatewaySettings
-from tests.gateway_cases import serving
+from tests.harness.gateway import serving
 from tests.integration.test_loop_lag import LONG_PROMPT, SlowTokenizer
 
 TOKENS = 32_000

@@ -16,7 +16,7 @@ from pydantic import TypeAdapter
 from agl_slime.gateway.items import COMPACTION
 from agl_slime.gateway.protocol import IGNORED
 from agl_slime.tokens.forks import ForkReason
-from tests.gateway_cases import CALL, WEATHER, Case, calling, one_sample, post, prompts, seen, serving, trained_once
+from tests.harness.gateway import CALL, WEATHER, Case, calling, one_sample, post, prompts, seen, serving, trained_once
 
 STREAMED = pytest.mark.parametrize("streamed", [False, True], ids=["whole", "streamed"])
 FUNCTION = {"type": "function", **WEATHER["function"]}

@@ -18,8 +18,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.chat_templates import SYSTEM_FIRST
-from tests.gateway_cases import CALL, Case, serving, trained_once
+from tests.harness.chat_templates import SYSTEM_FIRST
+from tests.harness.gateway import CALL, Case, serving, trained_once
 
 pytestmark = pytest.mark.clients
 

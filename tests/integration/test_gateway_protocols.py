@@ -15,7 +15,7 @@ from openai import OpenAI
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 
-from tests.gateway_cases import CALL, CALL_TWO, WEATHER, Case, serving, trained_once
+from tests.harness.gateway import CALL, CALL_TWO, WEATHER, Case, serving, trained_once
 
 FUNCTION = {"type": "function", **WEATHER["function"]}
 THINKS = f"<think>\na b\n</think>\n\nSee. {CALL}\n{CALL_TWO}"

@@ -25,8 +25,8 @@ from agl_slime.store.server import StoreService
 from agl_slime.support.agl import LLM, EnqueueRolloutRequest, ProxyLLM
 from agl_slime.trace.span_codec import decode_turns
 from tests.faults.scripted_engine import ScriptedEngine, in_thread
-from tests.gateway_cases import QUICK, TEMPLATE, engine_saying
-from tests.trace_tokenizers import small_tokenizer
+from tests.harness.gateway import QUICK, TEMPLATE, engine_saying
+from tests.harness.tokenizers import small_tokenizer
 
 BODY = {"model": "m", "messages": [{"role": "user", "content": "Hello?"}]}
 

@@ -7,8 +7,8 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.chat_templates import SYSTEM_FIRST, TAKES_TURNS
-from tests.gateway_cases import WEATHER, Case, serving, trained_once
+from tests.harness.chat_templates import SYSTEM_FIRST, TAKES_TURNS
+from tests.harness.gateway import WEATHER, Case, serving, trained_once
 
 XML_CALL = "<tool_call>\n<function=weather>\n<parameter=city>\nRome\n</parameter>\n</function>\n</tool_call>"
 USER = {"role": "user", "content": "Weather?"}

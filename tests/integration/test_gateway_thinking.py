@@ -10,8 +10,8 @@ import pytest
 
 from agl_slime.gateway.calls import function_tool
 from agl_slime.tokens.forks import ForkReason
-from tests.gateway_cases import WEATHER, Case, serving, trained_once
-from tests.model_templates import MODELS, template_of
+from tests.harness.gateway import WEATHER, Case, serving, trained_once
+from tests.harness.model_templates import MODELS, template_of
 
 PARAMETERS = WEATHER["function"]["parameters"]
 TOOL = function_tool("weather", "", PARAMETERS)

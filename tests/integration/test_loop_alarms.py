@@ -8,7 +8,7 @@ from typing import Any
 from agl_slime.loop.settings import LoopState
 from agl_slime.report.files import RunDir
 from agl_slime.report.rollouts import RolloutWriter
-from tests.loop_cases import HelloAgent, LoopCase, hello_engine
+from tests.harness.loop import HelloAgent, LoopCase, hello_engine
 
 
 def lookup(key: str) -> str:

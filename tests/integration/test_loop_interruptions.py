@@ -13,7 +13,7 @@ from agl_slime.errors import ConfigError, LoopError
 from agl_slime.events import GroupsCollected, Warning
 from agl_slime.loop import failures
 from agl_slime.loop.settings import LoopState
-from tests.loop_cases import TASKS, HelloAgent, LoopCase, hello_engine
+from tests.harness.loop import TASKS, HelloAgent, LoopCase, hello_engine
 
 
 @pytest.fixture

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from tests.faults.scripted_engine import ScriptedEngine
-from tests.loop_cases import HelloAgent, LoopCase, hello_engine
-from tests.trace_tokenizers import small_tokenizer
+from tests.harness.loop import HelloAgent, LoopCase, hello_engine
+from tests.harness.tokenizers import small_tokenizer
 
 # What the slow parts take. A loop that one of them stands on is late by at least this; a busy machine alone makes it
 # late by less.

@@ -15,7 +15,7 @@ from agl_slime.events import IterationFinished
 from agl_slime.groups.results import Outcome
 from agl_slime.support.agl import LLM
 from agl_slime.types import Sample
-from tests.loop_cases import HelloAgent, LoopCase, hello_engine
+from tests.harness.loop import HelloAgent, LoopCase, hello_engine
 
 TASKS = [{"prompt": f"say hello to {n}", "n": n} for n in range(200)]
 

@@ -11,8 +11,8 @@ from agl_slime.errors import ConfigError, LoopError
 from agl_slime.events import Event, GroupsCollected
 from agl_slime.groups.results import Outcome
 from agl_slime.loop.checkpoint import read_checkpoints
+from tests.harness.loop import hello_engine
 from tests.integration.test_loop_resume import Cut, Life, cut_after
-from tests.loop_cases import hello_engine
 
 
 @pytest.mark.parametrize(("max_staleness", "save_interval", "cut_at"), [(1, 1, 1), (1, 2, 4), (2, 3, 5), (4, 1, 5)])

@@ -28,8 +28,8 @@ from agl_slime.runner.concurrent import RunnerSettings
 from agl_slime.store.bridge import BridgeStore
 from agl_slime.support.agl import LLM
 from agl_slime.types import flat_samples
-from tests.loop_cases import HelloAgent, Recorder, hello_engine
-from tests.trace_tokenizers import small_tokenizer
+from tests.harness.loop import HelloAgent, Recorder, hello_engine
+from tests.harness.tokenizers import small_tokenizer
 
 TASKS = [
     {"prompt": f"say hello to {name}", "name": name}

@@ -19,11 +19,11 @@ from agl_slime.report.rollouts import describe_group
 from agl_slime.rollout import session as session_module
 from agl_slime.support.agl import LLM, Rollout
 from agl_slime.types import Sample
-from tests.conversations import ScriptedClient, generation_of
+from tests.harness.conversations import ScriptedClient, generation_of
 from tests.harness.samples import trained_ids
+from tests.harness.vocabularies import chat_tokenizer
 from tests.integration.multi_turn_agents import CALL, TASK, Agent, ToolAgent, rollout, sampled
 from tests.integration.rollouts import run_rollouts
-from tests.vocabularies import chat_tokenizer
 
 
 async def test_tools_are_called_until_an_answer_calls_none() -> None:

@@ -21,7 +21,7 @@ from agl_slime.rollout.batched.samples import messages_to_sample
 from agl_slime.rollout.tools import ToolManager
 from agl_slime.sglang.generation import SamplingParams
 from tests.harness.samples import trained_ids
-from tests.vocabularies import chat_tokenizer
+from tests.harness.vocabularies import chat_tokenizer
 
 pytest.importorskip("openai")
 

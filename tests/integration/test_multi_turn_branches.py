@@ -14,10 +14,10 @@ from agl_slime.rollout.session import RolloutSession
 from agl_slime.sglang.generation import Generation
 from agl_slime.tokens import forks
 from agl_slime.types import Sample
-from tests.conversations import ScriptedClient
+from tests.harness.conversations import ScriptedClient
 from tests.harness.samples import trained_ids
+from tests.harness.vocabularies import chat_tokenizer
 from tests.integration.rollouts import run_rollout
-from tests.vocabularies import chat_tokenizer
 
 TASK = {"prompt": "How many?", "label": "3"}
 

@@ -8,8 +8,8 @@ import pytest
 
 from agl_slime.rollout.batched.multi_turn import MultiTurnRollout
 from agl_slime.rollout.tools import ToolManager
+from tests.harness.vocabularies import chat_tokenizer
 from tests.unit.test_multi_turn_batched import CALL, ScriptedSampler, look, trained
-from tests.vocabularies import chat_tokenizer
 
 pytestmark = pytest.mark.ray
 

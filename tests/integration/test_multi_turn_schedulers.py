@@ -17,11 +17,11 @@ from agl_slime.rollout.scheduler import (
     register_scheduler,
 )
 from agl_slime.types import Sample
-from tests.conversations import ScriptedClient
+from tests.harness.conversations import ScriptedClient
 from tests.harness.samples import trained_ids
+from tests.harness.vocabularies import chat_tokenizer
 from tests.integration.multi_turn_agents import CALL, TASK, Agent, ToolAgent, rollout, sampled
 from tests.integration.rollouts import run_rollout
-from tests.vocabularies import chat_tokenizer
 
 
 class Retry(MultiTurnScheduler):

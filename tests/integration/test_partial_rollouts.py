@@ -26,7 +26,7 @@ from agl_slime.support.agl import LLM, EnqueueRolloutRequest
 from agl_slime.trace.converter import convert_rollout
 from tests.faults.engine_faults import digest
 from tests.faults.scripted_engine import ScriptedEngine
-from tests.trace_tokenizers import small_tokenizer
+from tests.harness.tokenizers import small_tokenizer
 
 SAMPLING = SamplingParams(max_new_tokens=40)
 

@@ -11,7 +11,7 @@ import pytest
 
 from agl_slime.errors import ConfigError
 from agl_slime.report.view import serving
-from tests.report_runs import AWriter, write_run
+from tests.harness.report_runs import AWriter, write_run
 
 
 async def told(stream: aiohttp.StreamReader) -> Any:

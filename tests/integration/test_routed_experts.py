@@ -35,9 +35,9 @@ from agl_slime.trace.segments import merge_turns
 from agl_slime.trace.span_codec import decode_turns
 from agl_slime.trainers.local.experts import force_experts
 from agl_slime.types import Sample, sample_from_fields
-from tests.gateway_cases import QUICK, writer
-from tests.moe_policy import FAMILIES, LAYERS, TOP_K, save_moe
-from tests.trainer_cases import ONE_STEP, trainer
+from tests.harness.gateway import QUICK, writer
+from tests.harness.moe_policy import FAMILIES, LAYERS, TOP_K, save_moe
+from tests.harness.trainers import ONE_STEP, trainer
 
 SAMPLING = SamplingParams(max_new_tokens=12, routed_experts=(LAYERS, TOP_K), extra={"ignore_eos": True})
 

@@ -21,7 +21,7 @@ from agl_slime.support.agl import (
     LitAgent,
 )
 from tests.harness.runners import RESOURCES, reason_of
-from tests.store_cases import enqueue_inputs
+from tests.harness.stores import enqueue_inputs
 
 
 class WaitingAgent(LitAgent[Any]):

@@ -23,10 +23,10 @@ from agl_slime.rollout.scheduler import (
 )
 from agl_slime.trace.trajectory import Trajectory
 from examples.math_retry import CONTINUATION_TIP, TIP, MathAgent, MathContinuation, MathNewRound, boxed, is_right
-from tests.conversations import ScriptedClient
+from tests.harness.conversations import ScriptedClient
 from tests.harness.samples import trained_ids
+from tests.harness.vocabularies import chat_tokenizer
 from tests.integration.rollouts import run_rollout, run_rollouts
-from tests.vocabularies import chat_tokenizer
 
 TASK = {"problem": "6 times 4?", "solution": "\\boxed{24}", "images_path": "none"}
 WRONG, RIGHT = "<think>\nHm, 12.\n</think>\n\nIt is \\boxed{12}.", "<think>\n6 * 4.\n</think>\n\nIt is \\boxed{24}."

@@ -29,11 +29,11 @@ from agl_slime.rollout.scheduler import (
     RolloutOutput,
     RolloutResponseChoice,
 )
-from tests.conversations import ScriptedClient
+from tests.harness.conversations import ScriptedClient
 from tests.harness.samples import trained_ids
+from tests.harness.vocabularies import chat_tokenizer
 from tests.integration.multi_turn_agents import sampled
 from tests.integration.rollouts import run_rollout
-from tests.vocabularies import chat_tokenizer
 
 SWIFT = os.environ.get("AGL_SLIME_MS_SWIFT", "")
 TASK = {"prompt": "6 times 4?", "solution": "24", "images": ["a.png"], "objects": {"box": [1]}}

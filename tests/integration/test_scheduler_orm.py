@@ -10,9 +10,9 @@ import pytest
 from agl_slime import SGLangLitAgent
 from agl_slime.rollout.orm import ORM, AsyncORM, orms
 from agl_slime.rollout.scheduler import MultiTurnScheduler
-from tests.conversations import ScriptedClient
+from tests.harness.conversations import ScriptedClient
+from tests.harness.vocabularies import chat_tokenizer
 from tests.integration.rollouts import Finished, run_rollout
-from tests.vocabularies import chat_tokenizer
 
 TASK = {"prompt": "6 times 4?", "problem": "6 * 4", "solution": "24"}
 seen: list[tuple[list[str], dict[str, Any]]] = []

@@ -22,7 +22,7 @@ from agl_slime.store.bridge import BridgeStore
 from agl_slime.store.feed import FEED_PATH
 from agl_slime.store.server import BATCH_PATH, StoreService
 from agl_slime.support.http import listening
-from tests.report_runs import write_run
+from tests.harness.report_runs import write_run
 
 SERVERS = ("engine", "buffer", "gateway", "view")
 

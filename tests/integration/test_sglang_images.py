@@ -10,9 +10,9 @@ import pytest
 from agl_slime.rollout.agent import SGLangLitAgent
 from agl_slime.slime.replay import with_train_inputs
 from agl_slime.tokens.loading import load_tokenizer
+from tests.harness.vision import picture, save_qwen2_vl, uri
 from tests.integration.engine_servers import real_sglang
 from tests.integration.rollouts import run_rollouts
-from tests.vision_cases import picture, save_qwen2_vl, uri
 
 TURNS = ([picture(1, (112, 84))], [], [picture(2, (56, 140)), picture(3, (84, 28))])
 

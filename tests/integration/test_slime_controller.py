@@ -16,11 +16,11 @@ from agl_slime.errors import ConfigError
 from agl_slime.groups.results import Outcome
 from agl_slime.runner.controller_process import agents_of
 from tests.faults.scripted_engine import in_thread
-from tests.gateway_cases import TEMPLATE, engine_saying
+from tests.harness.gateway import TEMPLATE, engine_saying
 from tests.harness.servers import free_port
 from tests.harness.slime_source import AGENT, args_for, check, write_tasks
+from tests.harness.tokenizers import small_tokenizer
 from tests.integration.test_agl1_faults import playing
-from tests.trace_tokenizers import small_tokenizer
 
 
 @pytest.fixture

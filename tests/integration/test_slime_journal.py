@@ -31,8 +31,8 @@ from tests.harness.slime_source import (
     service_with_runner,
     write_tasks,
 )
+from tests.harness.stores import enqueue_group, finish
 from tests.harness.waiting import until
-from tests.store_cases import enqueue_group, finish
 
 SIZE = 2
 

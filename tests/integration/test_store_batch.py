@@ -13,7 +13,7 @@ from agl_slime.store.bridge import BridgeStore
 from agl_slime.store.client import RemoteStore, WorkerStore
 from agl_slime.store.server import StoreService
 from agl_slime.support.agl import LLM
-from tests.store_cases import claim, enqueue, execute, make_span
+from tests.harness.stores import claim, enqueue, execute, make_span
 
 
 @pytest.fixture

@@ -19,7 +19,7 @@ from agl_slime.store.client import RemoteStore
 from agl_slime.store.feed import CANCELLED_PATH, FEED_PATH, FeedPosition
 from agl_slime.store.server import BATCH_PATH, StoreService, execute_batch
 from agl_slime.support.http import listening
-from tests.examples import examples
+from tests.harness.examples import examples
 
 ENQUEUE = "/v1/agl/queues/rollouts/enqueue"
 JUNK = [b"", b"{", b"[]", b"7", b'"x"', b"null", b"\xff\xfe", b"[" * 100_000, b'{"after": ' + b"[" * 2_000]

@@ -11,10 +11,10 @@ import pytest
 
 from agl_slime import SGLangLitAgent
 from agl_slime.tokens.formats import get_tool_parser
-from tests.conversations import ScriptedClient
-from tests.gateway_cases import WEATHER, Case, serving, trained_once
+from tests.harness.conversations import ScriptedClient
+from tests.harness.gateway import WEATHER, Case, serving, trained_once
+from tests.harness.tool_formats import FORMATS, tokenizer_of, written
 from tests.integration.rollouts import run_rollouts
-from tests.tool_formats import FORMATS, tokenizer_of, written
 
 FUNCTION = WEATHER["function"]
 TOOLS = {

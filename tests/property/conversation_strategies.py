@@ -12,7 +12,7 @@ from agl_slime.sglang.generation import FinishReason, Generation
 from agl_slime.tokens.conversation import ChatContext
 from agl_slime.tokens.template import ChatTemplate
 from agl_slime.trace.turn import Turn
-from tests.chat_templates import TEMPLATES
+from tests.harness.chat_templates import TEMPLATES
 
 _PLAIN = (
     "the",

@@ -20,7 +20,7 @@ from agl_slime.support.agl import LLM
 from agl_slime.trace.segments import merge_turns
 from agl_slime.trace.span_codec import decode_turns
 from agl_slime.trace.turn import Turn
-from tests.gateway_cases import WEATHER, trained_once, writer
+from tests.harness.gateway import WEATHER, trained_once, writer
 
 _WORDS = (
     "the",

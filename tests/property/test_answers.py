@@ -17,8 +17,8 @@ from agl_slime.sglang.generation import Generation
 from agl_slime.tokens.answer import AnswerParts
 from agl_slime.tokens.formats import get_tool_parser
 from agl_slime.tokens.reader import AnswerReader, reader_for
-from tests.examples import examples
-from tests.tool_formats import FORMATS, tokenizer_of, written
+from tests.harness.examples import examples
+from tests.harness.tool_formats import FORMATS, tokenizer_of, written
 
 KINDS = list(FORMATS)
 # formats whose values end at marks have no way to write those in a value

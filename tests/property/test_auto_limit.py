@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agl_slime.runner.auto_limit import AutoLimit, AutoLimitSettings, Look
-from tests.engine_model import EngineModel
-from tests.examples import examples
+from tests.harness.engine_model import EngineModel
+from tests.harness.examples import examples
 
 FACTORS = (1.0, 5.0, 1.0)  # of the engine's speed, a minute each
 FIXED = (32, 96, 192, 384, 1024)  # benchmarks/auto_concurrency.py has more

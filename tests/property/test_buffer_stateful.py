@@ -20,7 +20,7 @@ from agl_slime.buffer.store import Batch, ItemStore
 from agl_slime.errors import BufferRequestError
 from agl_slime.groups.results import Outcome
 from agl_slime.support.database import Database
-from tests.examples import examples
+from tests.harness.examples import examples
 
 TASK = "sums"
 TIMEOUT_S = 300.0

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from agl_slime.sglang.generation import Generation, SamplingParams, WeightSpan, parse_generation
 from agl_slime.sglang.resumable import ResumableGeneration
-from tests.examples import examples
 from tests.faults.engine_faults import PIECES, Abort, NewVersion
 from tests.faults.scripted_engine import ScriptedEngine
+from tests.harness.examples import examples
 
 # what each id says, in bytes: with halves of characters among them, as byte-level vocabularies have
 BYTES = [piece.encode() for piece in PIECES] + [b"\xc3", b"\xa9", b"\xf0\x9f", b"\x98", b"\x80", b"a\xe6\xb0", b"\xb4b"]

@@ -17,10 +17,10 @@ from agl_slime.sglang.generation import Generation
 from agl_slime.tokens.conversation import ChatContext
 from agl_slime.tokens.template import ChatTemplate
 from agl_slime.trace.segments import merge_turns
-from tests.chat_templates import TEMPLATES
-from tests.examples import examples
+from tests.harness.chat_templates import TEMPLATES
+from tests.harness.examples import examples
+from tests.harness.vocabularies import VOCABULARIES, chat_tokenizer
 from tests.property.conversation_strategies import Conversation, Move, conversations, phrase
-from tests.vocabularies import VOCABULARIES, chat_tokenizer
 
 CASES = [(vocabulary, template) for vocabulary in VOCABULARIES for template in TEMPLATES]
 quick = settings(

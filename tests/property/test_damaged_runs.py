@@ -23,8 +23,8 @@ from agl_slime.cli import main
 from agl_slime.errors import ConfigError
 from agl_slime.report import page
 from agl_slime.report.page import write_report
-from tests.examples import examples
-from tests.report_runs import write_run
+from tests.harness.examples import examples
+from tests.harness.report_runs import write_run
 
 FILES = ("metrics.jsonl", "groups.jsonl", "rollouts.jsonl", "config.json", "summary.json", "running.json")
 VALUES: list[Any] = [None, True, -1, 1e308, 10**30, "", "\ud800", "</script>", [], [None], [[1]], {}, {"a": []}]

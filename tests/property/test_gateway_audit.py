@@ -12,9 +12,9 @@ import pytest
 from agl_slime.sglang.generation import Generation, SamplingParams
 from agl_slime.tokens.forks import ForkReason
 from agl_slime.trace.span_codec import decode_turns
-from tests.chat_templates import TEMPLATES
+from tests.harness.chat_templates import TEMPLATES
+from tests.harness.vocabularies import chat_tokenizer
 from tests.property.gateway_agents import Audit
-from tests.vocabularies import chat_tokenizer
 
 # templates that write history as it was, and those that leave out or move parts of it
 PLAIN = ("chatml", "groups_tools", "role_markers", "default_system", "ends_with_token")

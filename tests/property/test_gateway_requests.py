@@ -18,8 +18,8 @@ from agl_slime.gateway.chat import ChatCompletions
 from agl_slime.gateway.completions import Completions
 from agl_slime.gateway.responses import Responses
 from agl_slime.gateway.settings import GatewaySettings
-from tests.examples import examples
-from tests.gateway_cases import CALL, WEATHER, Case, serving
+from tests.harness.examples import examples
+from tests.harness.gateway import CALL, WEATHER, Case, serving
 
 USER = {"role": "user", "content": "Weather?"}
 FUNCTION = WEATHER["function"]

@@ -22,11 +22,11 @@ from agl_slime.gateway.chat import ChatCompletions
 from agl_slime.gateway.protocol import NOTHING_KEPT, Protocol
 from agl_slime.gateway.responses import Responses
 from agl_slime.gateway.tree import Match, Tree
-from tests.examples import examples
-from tests.gateway_cases import CALL, WEATHER
+from tests.harness.examples import examples
+from tests.harness.gateway import CALL, WEATHER
+from tests.harness.vocabularies import chat_tokenizer
 from tests.property.gateway_agents import Audit
 from tests.property.test_gateway_audit import CASES
-from tests.vocabularies import chat_tokenizer
 
 PROTOCOLS: dict[str, Protocol] = {
     "/chat/completions": ChatCompletions(),

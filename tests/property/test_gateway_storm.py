@@ -22,9 +22,9 @@ from agl_slime.support.agl import LLM
 from agl_slime.trace.segments import merge_turns
 from agl_slime.trace.span_codec import decode_turns
 from agl_slime.trace.turn import Turn
-from tests.gateway_cases import trained_once, writer
+from tests.harness.gateway import trained_once, writer
+from tests.harness.vocabularies import chat_tokenizer
 from tests.property.gateway_agents import RandomEngine, _Access
-from tests.vocabularies import chat_tokenizer
 
 AGAIN = {"x-stainless-retry-count": "1"}
 PATHS = ("chat/completions", "completions", "responses", "messages")

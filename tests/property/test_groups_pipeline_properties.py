@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from agl_slime.buffer import stages
 from agl_slime.buffer.pipeline import GroupPipeline
 from agl_slime.buffer.settings import PipelineSettings
-from tests.buffer_cases import Snapshot, process
+from tests.harness.buffer import Snapshot, process
 
 rewards = st.one_of(st.floats(0, 1), st.just(-1.0), st.just(math.nan), st.none(), st.just("broken"))
 ratios = st.floats(0.01, 1.0)

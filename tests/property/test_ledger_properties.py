@@ -13,7 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from agl_slime.groups.ledger import Ledger
 from agl_slime.groups.results import Outcome
-from tests.examples import examples
+from tests.harness.examples import examples
 
 ROLLOUTS = st.sampled_from([f"r{number}" for number in range(6)])
 OUTCOMES = st.sampled_from(list(Outcome))

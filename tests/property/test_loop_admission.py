@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from agl_slime.errors import ConfigError
 from agl_slime.loop.admission import Admission
-from tests.examples import examples
+from tests.harness.examples import examples
 
 
 @dataclass

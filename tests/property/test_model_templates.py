@@ -21,10 +21,10 @@ from agl_slime.tokens.fields import AnswerMessages
 from agl_slime.tokens.forks import ForkReason
 from agl_slime.tokens.rendering import direct_renderer
 from agl_slime.tokens.template import ChatTemplate
-from tests.conversations import answer
-from tests.examples import examples
-from tests.model_templates import MODELS, Ways, template_of
-from tests.trace_tokenizers import small_tokenizer
+from tests.harness.conversations import answer
+from tests.harness.examples import examples
+from tests.harness.model_templates import MODELS, Ways, template_of
+from tests.harness.tokenizers import small_tokenizer
 
 REAL = os.environ.get("AGL_SLIME_CHAT_TEMPLATES", "")
 TOOLS = [{"type": "function", "function": {"name": "f", "description": "d", "parameters": {"type": "object"}}}]

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from agl_slime.datasource.completions import CompletionTable
 from agl_slime.store.feed import FeedPage
-from tests.examples import examples
+from tests.harness.examples import examples
 
 SERVER = "server"
 

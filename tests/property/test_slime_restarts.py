@@ -19,7 +19,7 @@ from agl_slime.groups.policy import CompleteGroup
 from agl_slime.groups.results import MemberResult, Outcome
 from agl_slime.store.feed import FinishedFeed
 from agl_slime.types import Sample
-from tests.examples import examples
+from tests.harness.examples import examples
 
 SIZE = 2
 SETTINGS = DataSourceSettings(blocking=False, policy=CompleteGroup())

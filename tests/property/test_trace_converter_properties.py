@@ -14,7 +14,7 @@ from agl_slime.trace import attributes as names
 from agl_slime.trace.converter import Conversion, convert_rollout
 from agl_slime.trace.span_codec import TurnEncoder
 from agl_slime.trace.turn import Turn
-from tests.examples import examples
+from tests.harness.examples import examples
 from tests.property.trace_strategies import conversations
 
 REWARD = emit_reward(0.5, propagate=False)

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from agl_slime.tokens.forks import ForkReason
 from agl_slime.trace.segments import merge_turns
 from agl_slime.trace.turn import Turn
-from tests.conversations import linked
+from tests.harness.conversations import linked
+from tests.harness.tokenizers import small_tokenizer
 from tests.property.trace_strategies import conversations
-from tests.trace_tokenizers import small_tokenizer
 
 
 @given(conversations())

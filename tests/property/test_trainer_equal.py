@@ -19,8 +19,8 @@ from hypothesis import strategies as st  # noqa: E402
 from agl_slime.groups.normalize import normalize_rewards  # noqa: E402
 from agl_slime.trainers import LocalTrainer, LocalTrainerSettings  # noqa: E402
 from agl_slime.types import Sample, sample_from_fields  # noqa: E402
-from tests.examples import examples  # noqa: E402
-from tests.trainer_policy import VOCABULARY, make_model, save_policy  # noqa: E402
+from tests.harness.examples import examples  # noqa: E402
+from tests.harness.trainer_policy import VOCABULARY, make_model, save_policy  # noqa: E402
 
 CLIP = 0.2
 

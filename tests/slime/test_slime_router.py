@@ -24,8 +24,8 @@ from agl_slime.support.agl import LLM, EnqueueRolloutRequest, RolloutConfig
 from agl_slime.tokens.loading import load_tokenizer
 from agl_slime.tokens.template import ChatTemplate
 from tests.faults.scripted_engine import ScriptedEngine, in_thread
+from tests.harness.tokenizers import small_tokenizer
 from tests.slime.routers import sglang_router
-from tests.trace_tokenizers import small_tokenizer
 
 pytestmark = [
     pytest.mark.slime,

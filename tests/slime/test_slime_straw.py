@@ -11,8 +11,8 @@ import pytest
 
 from agl_slime.store.bridge import BridgeStore
 from agl_slime.store.server import StoreService
+from tests.harness.stores import enqueue_group, finish
 from tests.slime.support import REPOSITORY, run_program
-from tests.store_cases import enqueue_group, finish
 
 GROUPS, KILLS, SIZE, AHEAD = 1_000, 20, 2, 60
 

@@ -11,13 +11,13 @@ from agl_slime.types import Sample
 
 @pytest.fixture(scope="module")
 def policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from tests.trainer_policy import save_policy  # imports torch
+    from tests.harness.trainer_policy import save_policy  # imports torch
 
     return save_policy(tmp_path_factory.mktemp("policy"))
 
 
 @pytest.fixture(scope="module")
 def samples() -> list[Sample]:
-    from tests.trainer_policy import make_model, make_samples
+    from tests.harness.trainer_policy import make_model, make_samples
 
     return make_samples(make_model())

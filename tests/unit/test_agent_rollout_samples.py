@@ -9,8 +9,8 @@ from agl_slime.buffer import stages
 from agl_slime.buffer.samples import SampleMaker, make_uniform
 from agl_slime.tokens.masks import get_loss_mask_generator
 from agl_slime.types import Sample
-from tests.buffer_cases import make_item
-from tests.vocabularies import chat_tokenizer
+from tests.harness.buffer import make_item
+from tests.harness.vocabularies import chat_tokenizer
 
 
 def sent(uid: str, reward: float = 1.0, **fields: Any) -> dict[str, Any]:

@@ -10,9 +10,9 @@ import pytest
 from agl_slime.tokens.conversation import ChatContext
 from agl_slime.tokens.forks import ForkReason
 from agl_slime.tokens.template import ChatTemplate
-from tests.conversations import answer
-from tests.gateway_cases import CALL, WEATHER
-from tests.trace_tokenizers import small_tokenizer
+from tests.harness.conversations import answer
+from tests.harness.gateway import CALL, WEATHER
+from tests.harness.tokenizers import small_tokenizer
 
 # as Kimi's: a call is written by its id, which names the function
 BY_ID = (

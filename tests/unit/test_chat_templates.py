@@ -12,10 +12,10 @@ from agl_slime.tokens.conversation import ChatContext
 from agl_slime.tokens.forks import ForkReason
 from agl_slime.tokens.rendering import direct_renderer
 from agl_slime.tokens.template import ChatTemplate
-from tests.chat_templates import CHATML, SYSTEM_FIRST, TAKES_TURNS
-from tests.conversations import answer
-from tests.model_templates import Ways, template_of
-from tests.trace_tokenizers import small_tokenizer
+from tests.harness.chat_templates import CHATML, SYSTEM_FIRST, TAKES_TURNS
+from tests.harness.conversations import answer
+from tests.harness.model_templates import Ways, template_of
+from tests.harness.tokenizers import small_tokenizer
 
 SYSTEM = {"role": "system", "content": "Be brief."}
 DEVELOPER = {"role": "developer", "content": "Use tools."}

@@ -19,7 +19,7 @@ from agl_slime.run.config_file import config_values, parse_train_config
 from agl_slime.run.options import GROUPS, FirstSettings
 from agl_slime.run.settings import TrainConfig
 from agl_slime.trainers.local.settings import LocalTrainerSettings
-from tests.examples import examples
+from tests.harness.examples import examples
 
 texts = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), min_size=1)
 words = texts.filter(lambda text: not text.startswith("-"))

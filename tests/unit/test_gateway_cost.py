@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.gateway_cases import Case, serving
+from tests.harness.gateway import Case, serving
 
 EARLY, LATE, CALLS = 60, 200, 6
 # for each message of the history none; the search for where two histories part takes a few more steps

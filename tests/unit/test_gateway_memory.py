@@ -6,7 +6,7 @@ import json
 import urllib.request
 from typing import Any
 
-from tests.gateway_cases import Case, serving
+from tests.harness.gateway import Case, serving
 
 TURNS = 60
 OBSERVATION = "the garden is green and the door of the house is open " * 8

@@ -12,7 +12,7 @@ from agl_slime.buffer import stages
 from agl_slime.buffer.pipeline import GroupPipeline
 from agl_slime.buffer.settings import PipelineSettings
 from agl_slime.errors import ConfigError
-from tests.buffer_cases import Snapshot, process
+from tests.harness.buffer import Snapshot, process
 
 NOW = 1000.0
 

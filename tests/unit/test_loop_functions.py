@@ -10,7 +10,7 @@ import pytest
 
 from agl_slime.errors import ConfigError
 from agl_slime.loop.functions import adapt_step_function
-from tests.loop_cases import HelloAgent, LoopCase, hello_engine
+from tests.harness.loop import HelloAgent, LoopCase, hello_engine
 
 
 class Steps:

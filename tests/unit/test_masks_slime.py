@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 
 from agl_slime.tokens.masks import get_loss_mask_generator
+from tests.harness.vocabularies import VOCABULARIES, chat_tokenizer
 from tests.unit.test_masks_text import CONVERSATION
-from tests.vocabularies import VOCABULARIES, chat_tokenizer
 
 pytestmark = pytest.mark.slime
 

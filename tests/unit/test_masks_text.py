@@ -11,8 +11,8 @@ from transformers import PreTrainedTokenizerFast
 from agl_slime.errors import ConfigError, TraceError
 from agl_slime.tokens import masks
 from agl_slime.tokens.masks import MaskGenerator, get_loss_mask_generator, register_loss_mask_generator
-from tests.chat_templates import TEMPLATES
-from tests.vocabularies import VOCABULARIES, base_tokenizer, chat_tokenizer
+from tests.harness.chat_templates import TEMPLATES
+from tests.harness.vocabularies import VOCABULARIES, base_tokenizer, chat_tokenizer
 
 CONVERSATION = [
     {"role": "system", "content": "Be brief."},

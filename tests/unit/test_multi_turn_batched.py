@@ -29,9 +29,9 @@ from agl_slime.rollout.batched.samples import trajectory_to_samples
 from agl_slime.rollout.tools import ToolManager
 from agl_slime.sglang.generation import Generation, SamplingParams
 from agl_slime.types import Sample
-from tests.conversations import generation_of
+from tests.harness.conversations import generation_of
 from tests.harness.samples import trained_ids
-from tests.vocabularies import chat_tokenizer
+from tests.harness.vocabularies import chat_tokenizer
 
 CALL = '<tool_call>\n{"name": "look", "arguments": {"key": "kz"}}\n</tool_call>'
 

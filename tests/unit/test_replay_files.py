@@ -34,11 +34,11 @@ from agl_slime.trace.span_codec import TurnEncoder, decode_turns
 from agl_slime.trace.trajectory import Trajectory
 from agl_slime.trace.turn import Turn, with_replay
 from agl_slime.types import sample_to_json
-from tests.datasource_cases import QUICK, Told
-from tests.examples import examples
+from tests.harness.datasource import QUICK, Told
+from tests.harness.examples import examples
 from tests.harness.samples import encode
+from tests.harness.stores import enqueue, finish
 from tests.harness.waiting import until
-from tests.store_cases import enqueue, finish
 
 FROM = "agl_slime.trace.replay_files.FILED_FROM_BYTES"
 

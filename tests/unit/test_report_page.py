@@ -21,7 +21,7 @@ from agl_slime.report.files import RunDir
 from agl_slime.report.page import assets, script_json, write_report
 from agl_slime.report.read import RunReader, Tail, columns, find_runs
 from agl_slime.report.state import read_state
-from tests.report_runs import EMOJI, HOSTILE, AWriter, write_run
+from tests.harness.report_runs import EMOJI, HOSTILE, AWriter, write_run
 
 ROOT = Path(__file__).parents[2]
 WEB = Path(page_module.__file__).parent / "web"
@@ -149,7 +149,7 @@ def test_running_and_stopped_runs_state_their_condition(tmp_path: Path) -> None:
 
 
 def test_a_killed_run_says_so(tmp_path: Path) -> None:
-    program = "import sys, time; from pathlib import Path; from tests.report_runs import AWriter\n"
+    program = "import sys, time; from pathlib import Path; from tests.harness.report_runs import AWriter\n"
     program += "AWriter(Path(sys.argv[1])).iteration(1); print('ready', flush=True); time.sleep(60)"
     with subprocess.Popen([sys.executable, "-c", program, str(tmp_path)], stdout=subprocess.PIPE, cwd=ROOT) as process:
         assert process.stdout is not None

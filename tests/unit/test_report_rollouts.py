@@ -26,8 +26,8 @@ from agl_slime.report.files import IterationFile, RunDir, iter_jsonl
 from agl_slime.report.pieces import Pieces
 from agl_slime.report.rollouts import RolloutWriter, describe_tokens
 from agl_slime.types import Sample
-from tests.examples import examples
-from tests.trace_tokenizers import chat_tokenizer
+from tests.harness.examples import examples
+from tests.harness.tokenizers import chat_tokenizer
 
 TOKENIZER = SimpleNamespace(decode=lambda ids: bytes(ids).decode("latin-1"))
 NONE = np.float32("nan")

@@ -21,7 +21,7 @@ from agl_slime.report.page import write_report
 from agl_slime.report.read import RunReader
 from agl_slime.report.slime_runs import SlimeRun, dump_files
 from agl_slime.types import Sample
-from tests.examples import examples
+from tests.harness.examples import examples
 
 torch = pytest.importorskip("torch")
 

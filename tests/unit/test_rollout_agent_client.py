@@ -15,7 +15,7 @@ from agl_slime.sglang.generation import Generation, SamplingParams
 from agl_slime.support.agl import LLM
 from tests.faults.engine_faults import Abort, answering
 from tests.faults.scripted_engine import ScriptedEngine, in_thread
-from tests.trace_tokenizers import small_tokenizer
+from tests.harness.tokenizers import small_tokenizer
 
 TOKENIZER: Any = small_tokenizer()
 

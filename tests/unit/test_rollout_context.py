@@ -17,9 +17,9 @@ from agl_slime.tokens.codec import TokenBuffer
 from agl_slime.tokens.conversation import ChatContext
 from agl_slime.tokens.forks import ForkReason
 from agl_slime.tokens.template import ChatTemplate, chat_template
-from tests.chat_templates import CHATML
-from tests.conversations import answer, generation_of, text_of
-from tests.vocabularies import base_tokenizer, chat_tokenizer
+from tests.harness.chat_templates import CHATML
+from tests.harness.conversations import answer, generation_of, text_of
+from tests.harness.vocabularies import base_tokenizer, chat_tokenizer
 
 QUESTION = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "How many?"}]
 THINKING = "<think>\nLet me count.\n</think>\n\nThree."

@@ -9,9 +9,9 @@ import pytest
 
 from agl_slime.tokens.conversation import ChatContext
 from agl_slime.tokens.template import _MAX_KEY_BYTES, _MAX_PROMPTS, ChatTemplate, PromptCache
-from tests.chat_templates import CHATML
-from tests.conversations import answer
-from tests.vocabularies import chat_tokenizer
+from tests.harness.chat_templates import CHATML
+from tests.harness.conversations import answer
+from tests.harness.vocabularies import chat_tokenizer
 
 QUESTION = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "How many?"}]
 

@@ -11,11 +11,11 @@ from agl_slime.tokens import forks
 from agl_slime.tokens.conversation import ChatContext
 from agl_slime.tokens.forks import ForkReason
 from agl_slime.tokens.template import ChatTemplate
-from tests.chat_templates import CHATML
-from tests.conversations import answer, text_of
-from tests.model_templates import MODELS, Ways, template_of
-from tests.trace_tokenizers import small_tokenizer
-from tests.vocabularies import base_tokenizer
+from tests.harness.chat_templates import CHATML
+from tests.harness.conversations import answer, text_of
+from tests.harness.model_templates import MODELS, Ways, template_of
+from tests.harness.tokenizers import small_tokenizer
+from tests.harness.vocabularies import base_tokenizer
 
 QUESTION = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "How many?"}]
 THINKING = "<think>\nLet me count.\n</think>\n\nThree."

@@ -27,7 +27,7 @@ from agl_slime.support.agl import (
     RolloutConfig,
     Span,
 )
-from tests.store_cases import make_span
+from tests.harness.stores import make_span
 
 
 @pytest.mark.parametrize(

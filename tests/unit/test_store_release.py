@@ -14,8 +14,8 @@ from agl_slime.datasource.source import DataSourceSettings
 from agl_slime.store.bridge import BridgeStore
 from agl_slime.store.retention import Retention
 from agl_slime.support.agl import InMemoryLightningStore
+from tests.harness.stores import enqueue, finish
 from tests.harness.waiting import until
-from tests.store_cases import enqueue, finish
 
 QUICK = DataSourceSettings(get_timeout_s=20.0, poll_interval_s=0.01)
 

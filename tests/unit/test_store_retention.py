@@ -12,7 +12,7 @@ from agl_slime.errors import ConfigError
 from agl_slime.store.bridge import WORKER_DIED, BridgeStore
 from agl_slime.store.retention import Retention
 from agl_slime.support.agl import RolloutConfig
-from tests.store_cases import claim, enqueue, enqueue_inputs, execute, make_span
+from tests.harness.stores import claim, enqueue, enqueue_inputs, execute, make_span
 
 
 def everything_by_rollout(store: BridgeStore) -> dict[str, int]:

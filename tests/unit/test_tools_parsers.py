@@ -21,9 +21,9 @@ from agl_slime.tokens.formats import (
 )
 from agl_slime.tokens.formats.base import BlockParser
 from agl_slime.tokens.reader import AnswerReader
-from tests.examples import examples
-from tests.tool_formats import FORMATS, tokenizer_of, written
-from tests.trace_tokenizers import small_tokenizer
+from tests.harness.examples import examples
+from tests.harness.tokenizers import small_tokenizer
+from tests.harness.tool_formats import FORMATS, tokenizer_of, written
 
 ONE = {kind: written(kind, [("look", {"key": "kz", "n": 2})]).strip() for kind in FORMATS}
 BLOCKS = [kind for kind in ONE if isinstance(get_tool_parser(kind), BlockParser)]

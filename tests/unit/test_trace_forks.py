@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerFast
 from agl_slime.tokens.forks import ForkReason, contains
 from agl_slime.trace.segments import merge_turns
 from agl_slime.trace.turn import Turn
-from tests.trace_tokenizers import DROPS_THINKING, PLAIN, chat_tokenizer
+from tests.harness.tokenizers import DROPS_THINKING, PLAIN, chat_tokenizer
 
 USER = {"role": "user", "content": "What is the capital of France?"}
 AGAIN = {"role": "user", "content": "And of Spain?"}

@@ -12,8 +12,8 @@ from agl_slime.tokens.tokenizer import set_template_kwargs
 from agl_slime.trace.retokenize import Retokenizer
 from agl_slime.trace.segments import merge_turns
 from agl_slime.trace.turn import Turn
-from tests import vocabularies
-from tests.trace_tokenizers import DROPS_THINKING, PLAIN, chat_tokenizer
+from tests.harness import vocabularies
+from tests.harness.tokenizers import DROPS_THINKING, PLAIN, chat_tokenizer
 
 
 def conversation(n_turns: int) -> list[tuple[list[dict[str, Any]], dict[str, Any]]]:

@@ -13,7 +13,7 @@ from agl_slime.trace import attributes as names
 from agl_slime.trace.span_codec import TurnEncoder
 from agl_slime.trace.spans import read_turns, spans_of_attempt
 from agl_slime.trace.turn import Turn
-from tests.trace_tokenizers import PLAIN, chat_tokenizer
+from tests.harness.tokenizers import PLAIN, chat_tokenizer
 
 
 def span(

@@ -17,7 +17,7 @@ from agl_slime.trace import attributes as names
 from agl_slime.trace.segments import merge_turns
 from agl_slime.trace.span_codec import TurnEncoder, decode_turns
 from agl_slime.trace.turn import Turn
-from tests.conversations import linked
+from tests.harness.conversations import linked
 from tests.harness.samples import encode, turn
 
 

@@ -14,8 +14,8 @@ from agl_slime.errors import ConfigError, TrainerError  # noqa: E402
 from agl_slime.support.files import write_checksums  # noqa: E402
 from agl_slime.trainers import LocalTrainer, LocalTrainerSettings  # noqa: E402
 from agl_slime.types import Sample  # noqa: E402
-from tests.trainer_cases import flat, trainer, weights  # noqa: E402
-from tests.trainer_policy import make_model, save_policy  # noqa: E402
+from tests.harness.trainer_policy import make_model, save_policy  # noqa: E402
+from tests.harness.trainers import flat, trainer, weights  # noqa: E402
 
 
 def test_the_weights_are_a_checkpoint_with_the_files_of_its_source(policy: Path, samples: list[Sample], tmp_path: Path):

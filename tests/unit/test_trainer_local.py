@@ -15,8 +15,8 @@ from agl_slime.errors import ConfigError, TrainerError  # noqa: E402
 from agl_slime.trainers import LocalTrainerSettings, TrainBatch, Trainer  # noqa: E402
 from agl_slime.trainers.base import HasTokenScores  # noqa: E402
 from agl_slime.types import Sample  # noqa: E402
-from tests.trainer_cases import ONE_STEP, flat, gradient, trainer, weights  # noqa: E402
-from tests.trainer_policy import VOCABULARY, make_model, make_samples, response_log_probs  # noqa: E402
+from tests.harness.trainer_policy import VOCABULARY, make_model, make_samples, response_log_probs  # noqa: E402
+from tests.harness.trainers import ONE_STEP, flat, gradient, trainer, weights  # noqa: E402
 
 # -- metrics and the checks on a batch -------------------------------------------------------------------------------
 

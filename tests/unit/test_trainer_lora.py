@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, GPT2Config  # noqa: E402
 from agl_slime.errors import ConfigError, TrainerError  # noqa: E402
 from agl_slime.trainers import LocalTrainer, LocalTrainerSettings  # noqa: E402
 from agl_slime.types import Sample  # noqa: E402
-from tests.trainer_policy import VOCABULARY, make_model, response_log_probs, save_policy  # noqa: E402
+from tests.harness.trainer_policy import VOCABULARY, make_model, response_log_probs, save_policy  # noqa: E402
 
 
 def trainer(policy: Path, *, seed: int = 0, **settings: Any) -> LocalTrainer:

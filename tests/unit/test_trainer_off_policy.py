@@ -16,7 +16,7 @@ from agl_slime.trainers.local.loss import MAX_STALENESS, Objective  # noqa: E402
 from agl_slime.trainers.local.settings import LocalTrainerSettings  # noqa: E402
 from agl_slime.trainers.local.trainer import LocalTrainer  # noqa: E402
 from agl_slime.types import Sample  # noqa: E402
-from tests.trainer_policy import make_model, make_samples, response_log_probs  # noqa: E402
+from tests.harness.trainer_policy import make_model, make_samples, response_log_probs  # noqa: E402
 
 N = 64
 CLIP = 0.2

@@ -81,7 +81,7 @@ def test_torchs_threads_are_left_alone_unless_asked_for(tmp_path: Path):
     """A trainer in somebody else's program changes nothing there; the command line asks for one thread."""
     torch = pytest.importorskip("torch")
     from agl_slime.trainers import LocalTrainer
-    from tests.trainer_policy import save_policy
+    from tests.harness.trainer_policy import save_policy
 
     policy = save_policy(tmp_path)
     before = torch.get_num_threads()

@@ -29,7 +29,7 @@ from agl_slime.run.settings import TrainConfig  # noqa: E402
 from agl_slime.trainers import LocalTrainer, LocalTrainerSettings  # noqa: E402
 from agl_slime.trainers.local.hardware import bfloat16_wanted, set_threads, torch_device  # noqa: E402
 from agl_slime.types import Sample  # noqa: E402
-from tests.trainer_policy import VOCABULARY, make_model, make_samples  # noqa: E402
+from tests.harness.trainer_policy import VOCABULARY, make_model, make_samples  # noqa: E402
 
 SMALL = {"vocab_size": VOCABULARY, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
 SMALL |= {"num_key_value_heads": 2, "head_dim": 8, "intermediate_size": 64, "initializer_range": 0.2}

@@ -13,7 +13,7 @@ import pytest
 pytest.importorskip("torch")
 
 from agl_slime.types import Sample
-from tests.trainer_cases import trainer
+from tests.harness.trainers import trainer
 
 NAME = "agl-slime-trainer"
 

@@ -15,7 +15,7 @@ pytest.importorskip("trl", reason="compares with TRL, which is not installed")
 from agl_slime.groups.normalize import normalize_rewards  # noqa: E402
 from agl_slime.trainers import LocalTrainer, LocalTrainerSettings  # noqa: E402
 from agl_slime.types import Sample  # noqa: E402
-from tests.trainer_policy import make_model, make_samples, response_log_probs, save_policy  # noqa: E402
+from tests.harness.trainer_policy import make_model, make_samples, response_log_probs, save_policy  # noqa: E402
 
 CLIP, CLIP_HIGH, TEMPERATURE = 0.1, 0.25, 0.8
 

@@ -204,8 +204,8 @@ def test_roles_are_compared_with_their_own_kind_by_both_trainers() -> None:
 
 def test_the_gradient_is_the_same_in_one_sample_as_in_many(tmp_path: Path) -> None:
     pytest.importorskip("torch", reason='training needs torch: pip install "agl-slime[local]"')
-    from tests.trainer_cases import assert_close, gradient
-    from tests.trainer_policy import save_policy
+    from tests.harness.trainer_policy import save_policy
+    from tests.harness.trainers import assert_close, gradient
 
     policy = save_policy(tmp_path)
     for aggregation in ("token", "rollout"):
@@ -216,7 +216,7 @@ def test_the_gradient_is_the_same_in_one_sample_as_in_many(tmp_path: Path) -> No
 def test_step_moves_only_the_tokens_of_rewarded_turns(tmp_path: Path) -> None:
     pytest.importorskip("torch", reason='training needs torch: pip install "agl-slime[local]"')
     from agl_slime.trainers import LocalTrainer, LocalTrainerSettings
-    from tests.trainer_policy import make_model, response_log_probs, save_policy
+    from tests.harness.trainer_policy import make_model, response_log_probs, save_policy
 
     def log_probs(model: Any) -> list[float]:
         """Of each token under a mask, Sample by Sample."""

@@ -47,8 +47,8 @@ from agl_slime.tokens.template import ChatTemplate  # noqa: E402
 from agl_slime.trace.converter import convert_trajectory  # noqa: E402
 from agl_slime.trace.span_codec import decode_turns  # noqa: E402
 from agl_slime.trace.trajectory import Trajectory  # noqa: E402
+from tests.harness.vision import picture, save_qwen2_vl  # noqa: E402
 from tests.slime.support import report  # noqa: E402
-from tests.vision_cases import picture, save_qwen2_vl  # noqa: E402
 
 SIZES = ((28, 28), (56, 28), (28, 84), (56, 56))
 FIELDS = ("tokens", "response_length", "loss_mask", "rollout_log_probs", "response")

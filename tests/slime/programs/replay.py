@@ -31,8 +31,8 @@ from agl_slime.trace import replay_files
 from agl_slime.trace.converter import convert_trajectory
 from agl_slime.trace.span_codec import decode_turns
 from agl_slime.trace.trajectory import Trajectory
+from tests.harness.tokenizers import small_tokenizer
 from tests.slime.support import report
-from tests.trace_tokenizers import small_tokenizer
 
 LAYERS, TOP_K = 3, 2
 ARGS = Namespace(num_layers=LAYERS, moe_router_topk=TOP_K, moe_layer_freq=[1] * LAYERS, rollout_top_p=0.9)

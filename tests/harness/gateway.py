@@ -23,7 +23,7 @@ from agl_slime.trace.segments import Segment, merge_turns
 from agl_slime.trace.span_codec import decode_turns
 from agl_slime.trace.turn import Turn
 from tests.faults.scripted_engine import ScriptedEngine, in_thread
-from tests.trace_tokenizers import small_tokenizer
+from tests.harness.tokenizers import small_tokenizer
 
 # Tools in the system message, answers as they are: what most templates come to.
 TEMPLATE = (

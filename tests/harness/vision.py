@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from agl_slime.tokens.vision import VisionTokenizer
-from tests.trace_tokenizers import small_tokenizer
+from tests.harness.tokenizers import small_tokenizer
 
 TEMPLATE = (
     "{% if tools %}<|im_start|>system\n{% for t in tools %}{{ t | tojson }}\n{% endfor %}<tool_call><|im_end|>\n"

@@ -19,7 +19,7 @@ from scripts.tiny_policy.tokenizer import train_tokenizer
 from scripts.tiny_policy.warmup import PolicySettings, edit_json, warm_up
 
 CONTEXT = 262_144
-_ROOT = Path(__file__).parents[1]
+_ROOT = Path(__file__).parents[2]
 _PIECE = 16  # letters; longer than the marks of calls, so that no two pieces of an answer are the same token
 
 

@@ -118,7 +118,7 @@ def base_tokenizer(vocabulary: str) -> Tokenizer:
 def chat_tokenizer(vocabulary: str, template: str) -> PreTrainedTokenizerFast:
     """The vocabulary with the chat template of that name (``chat_templates.TEMPLATES``). All of one vocabulary share
     its merges and added tokens."""
-    from tests.chat_templates import TEMPLATES
+    from tests.harness.chat_templates import TEMPLATES
 
     shape, plain = TEMPLATES[template], _plain_tokenizer(vocabulary)
     tokenizer = copy.deepcopy(

@@ -21,8 +21,8 @@ from agl_slime.store.bridge import BridgeStore
 from agl_slime.support.agl import LLM
 from agl_slime.support.threads import run_blocking
 from tests.faults.scripted_engine import ScriptedEngine, in_thread
-from tests.gateway_cases import QUICK, TEMPLATE, engine_saying
-from tests.trace_tokenizers import small_tokenizer
+from tests.harness.gateway import QUICK, TEMPLATE, engine_saying
+from tests.harness.tokenizers import small_tokenizer
 
 KEY = "the-key"
 

@@ -22,7 +22,7 @@ from agl_slime.support.agl import LLM, LightningStore
 from agl_slime.types import Sample
 from tests.faults.engine_faults import answering
 from tests.faults.scripted_engine import ScriptedEngine, in_thread
-from tests.trace_tokenizers import small_tokenizer
+from tests.harness.tokenizers import small_tokenizer
 
 # retries within milliseconds: what is tested is what becomes of an error, not how long a person would wait for it; the
 # limits are for an engine that hangs, and a machine with ten other jobs is none

@@ -11,7 +11,7 @@ from typing import Any
 
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from tests.trace_tokenizers import small_tokenizer
+from tests.harness.tokenizers import small_tokenizer
 
 _JSON = "{{ f.arguments | tojson }}"
 _TEXT = "{{ v if v is string else v | tojson }}"
