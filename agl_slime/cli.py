@@ -67,9 +67,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     if command != "doctor":  # which reports the environment unchanged
         bypass_proxies()  # before an agent's module, say, makes an HTTP client
     if command in ("buffer", "gateway"):
-        module = import_module("agl_slime.buffer.server" if command == "buffer" else "agl_slime.gateway.command")
+        module = "agl_slime.buffer.server" if command == "buffer" else "agl_slime.gateway.command"
         try:
-            return module.main(rest)
+            return import_module(module).main(rest)
         except MissingDependencyError as error:
             return exit_code_for(error, Console(stderr=True), debug=bool(os.environ.get(DEBUG_VARIABLE)))
     if command in COMMANDS:

@@ -203,7 +203,7 @@ class Rollouts:
                 raise GatewayRequestError(message, status=409, code="other_controller")
             return latest
         if controller in self._dead_controllers:
-            raise GatewayRequestError(f"the controller {controller} is over", status=410, code="controller_gone")
+            raise GatewayRequestError(f"the controller {controller} has ended", status=410, code="controller_gone")
         return (await self._store.begin(rollout_id, worker_id=_worker(controller))).attempt
 
     async def check(self, rollout_id: str, patch: StatusPatch, *, controller: str = "") -> State | None:

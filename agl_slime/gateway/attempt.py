@@ -288,7 +288,8 @@ class Attempt:
         self.write(names.GATEWAY_SPAN, {names.RESPONSE_ID: response.id, **self._rollout_attributes()}, time.time())
         self.seen[f"stopped/{stopped.reason.value}"] += 1
         if self._empty > _MAX_EMPTY_ANSWERS:
-            raise GatewayRequestError(f"{stopped}, and asks on", status=429, code="rate_limit_exceeded")
+            message = f"{stopped}, and the agent continues to ask"
+            raise GatewayRequestError(message, status=429, code="rate_limit_exceeded")
         finish = "stop" if stopped.reason.value == "max_turns" else "length"
         choices = (Choice(finish=finish),) * call.n
         return CallResult(id=response.id, created=response.created, model=call.model, choices=choices)

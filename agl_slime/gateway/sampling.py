@@ -74,8 +74,8 @@ def _explain_once(name: str, constraints: Constraints) -> None:
     """Warn about the first constraint in ``name`` in this process."""
     effect = "its answers are sampled freely and trained" if constraints == "drop" else "its answers are NOT trained"
     logger.warning(
-        "An agent asks for answers under a constraint (%s), which changes what log-probs mean: %s. --constraints drop "
-        "samples freely and trains, mask obeys and leaves those answers out of training, refuse answers 400; it is %s.",
+        "An agent asks for answers under a constraint (%s), which changes the meaning of log-probs: %s. --constraints "
+        "drop samples freely and trains, mask obeys and does not train those answers, refuse answers 400; it is %s.",
         *(name, effect, constraints),
     )
 

@@ -45,7 +45,7 @@ def test_a_rollout_with_refused_requests_is_counted_and_named() -> None:
     assert fork_examples(members) == {"refused": "requests were refused (2 x refused/400), first seen in rollout ro-2"}
 
 
-def test_a_ratio_that_both_sides_computed_is_called_hollow() -> None:
+def test_a_ratio_that_both_sides_computed_is_called_meaningless() -> None:
     figures = {"reason": "finished", "first_ratio_dev_max": 1e-6, "forks": 0}
     assert dict(summary_rows({**figures, "retokenized": 0}))["first ratio"] == "within 1.0e-06 of 1"
-    assert "hollow" in dict(summary_rows({**figures, "retokenized": 3}))["first ratio"]
+    assert "; meaningless for retokenized samples" in dict(summary_rows({**figures, "retokenized": 3}))["first ratio"]
