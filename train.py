@@ -5,7 +5,7 @@ import sys
 
 if __name__ == "__main__":
     try:
-        from agl_slime.cli import run
+        from agl_slime.cli.main import run
     except KeyboardInterrupt:  # during the import, before the CLI handles it
         sys.exit(130)
     run(["train", *sys.argv[1:]])

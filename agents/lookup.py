@@ -14,7 +14,7 @@ import re
 from typing import Any
 
 from agl_slime import RolloutSession, SGLangLitAgent
-from agl_slime.demo.formats import LookupDemonstrations
+from agl_slime.cli.demo.formats import LookupDemonstrations
 
 _TOOL_CALL = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
 

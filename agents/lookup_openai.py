@@ -13,7 +13,7 @@ from typing import Any
 import agentlightning as agl
 from openai import AsyncOpenAI
 
-from agl_slime.demo.formats import LookupDemonstrations
+from agl_slime.cli.demo.formats import LookupDemonstrations
 
 TABLE = LookupDemonstrations()
 # one client for all rollouts: making one takes 65 ms

@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from agl_slime import SGLangLitAgent
-from agl_slime.demo.formats import LookupDemonstrations
-from agl_slime.rollout.scheduler import MultiTurnScheduler, RolloutInferRequest, RolloutResponseChoice
+from agl_slime.agent.scheduler import MultiTurnScheduler, RolloutInferRequest, RolloutResponseChoice
+from agl_slime.cli.demo.formats import LookupDemonstrations
 
 DEMONSTRATIONS = LookupDemonstrations()
 

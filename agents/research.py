@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from agl_slime import SGLangLitAgent
-from agl_slime.demo.formats import UNSURE, Demonstration, Message, Quality
+from agl_slime.cli.demo.formats import UNSURE, Demonstration, Message, Quality
 
 _LETTERS = "bcdfghjkmnpqrstvwxz"
 _DIGITS = "23456789"

@@ -7,7 +7,7 @@ import random
 from typing import Any
 
 from agl_slime import SGLangLitAgent
-from agl_slime.demo.formats import ReverseDemonstrations
+from agl_slime.cli.demo.formats import ReverseDemonstrations
 
 
 class ReverseAgent(SGLangLitAgent):

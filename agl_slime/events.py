@@ -67,7 +67,7 @@ class TrainingProgressed(_Timed):
 
 @dataclass(frozen=True, kw_only=True)
 class GroupsCollected:
-    """The groups of an iteration (``agl_slime.groups.results.GroupResult``) before they are trained on."""
+    """The groups of an iteration (``agl_slime.data.results.GroupResult``) before they are trained on."""
 
     iteration: int
     groups: Sequence[Any]

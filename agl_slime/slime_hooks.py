@@ -4,7 +4,7 @@ agl_slime.slime_hooks.generate_rollout``; docs/slime.md has the flag of each.
 The module imports neither ray nor transformers nor slime's rollout code at its top, so slime may load it anywhere.
 """
 
-from agl_slime.slime.hooks import (  # noqa: F401
+from agl_slime.train.slime.hooks import (  # noqa: F401
     count_groups,
     eval_entry,
     generate,

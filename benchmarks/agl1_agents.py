@@ -32,9 +32,9 @@ from typing import Any
 
 import orjson
 
-from agl_slime.agl1.settings import PYTHON_VARIABLE
-from agl_slime.demo import LOOKUP_POLICY, Demonstration
-from agl_slime.demo.formats import Quality
+from agl_slime.cli.demo import LOOKUP_POLICY, Demonstration
+from agl_slime.cli.demo.formats import Quality
+from agl_slime.gateway.agl1.settings import PYTHON_VARIABLE
 from agl_slime.report import read_metrics
 from benchmarks.common import load
 from tests.faults.train_process import train

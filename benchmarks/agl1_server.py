@@ -365,7 +365,7 @@ def wait_for(url: str, process: subprocess.Popen[bytes]) -> None:
 
 def serve(engine: str, model: str, *, plain: bool) -> int:
     """The API over a store that nobody reads, as a run has it."""
-    from agl_slime.agl1.server import ControllerGateway
+    from agl_slime.gateway.agl1.server import ControllerGateway
     from agl_slime.runner.process import configure_worker_process
     from agl_slime.store.bridge import BridgeStore
     from agl_slime.support.agl import LLM

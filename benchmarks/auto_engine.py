@@ -17,17 +17,17 @@ from statistics import median
 from typing import Any
 
 from agl_slime import SGLangLitAgent
-from agl_slime.datasource.source import GroupSource
+from agl_slime.agent.session import RolloutSession
+from agl_slime.data.source import GroupSource
+from agl_slime.engine.client.load import EngineLoads
 from agl_slime.engine.process import EmbeddedEngine
 from agl_slime.events import IterationFinished, RolloutFinished
 from agl_slime.loop.online import OnlineRLLoop
 from agl_slime.loop.settings import LoopSettings
 from agl_slime.metric_names import IN_FLIGHT_LIMIT
-from agl_slime.rollout.session import RolloutSession
 from agl_slime.runner.auto_limit import AutoLimitSettings
 from agl_slime.runner.base import RunnerPlan, RunnerSettings
 from agl_slime.runner.process import configure_worker_process
-from agl_slime.sglang.load import EngineLoads
 from agl_slime.store.bridge import BridgeStore
 from agl_slime.support.agl import LLM
 from agl_slime.tokens.loading import load_tokenizer

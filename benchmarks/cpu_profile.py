@@ -34,9 +34,9 @@ _GROUP = 8
 # The first part whose words are in a function's file name owns it.
 _PARTS = {
     "HTTP client (aiohttp, yarl, multidict)": ("/aiohttp/", "/yarl/", "/multidict/", "/propcache/", "/aiosignal/"),
-    "agl-slime: talking to SGLang": ("/agl_slime/sglang/",),
-    "agl-slime: spans and conversion": ("/agl_slime/trace/",),
-    "agl-slime: agent, prompts": ("/agl_slime/rollout/", "/agl_slime/tokenizer"),
+    "agl-slime: talking to SGLang": ("/agl_slime/engine/client/",),
+    "agl-slime: spans and conversion": ("/agl_slime/tokens/",),
+    "agl-slime: agent, prompts": ("/agl_slime/agent/", "/agl_slime/tokenizer"),
     "agl-slime: runner": ("/agl_slime/runner/",),
     "agl-slime: store": ("/agl_slime/store",),
     "agl-slime: data source, groups": ("/agl_slime/",),
@@ -126,7 +126,7 @@ def short(file: str) -> str:
 
 async def measure(engine: str, count: int) -> tuple[float, pstats.Stats]:
     from agl_slime import AGLDataSource
-    from agl_slime.datasource.source import DataSourceSettings
+    from agl_slime.data.source import DataSourceSettings
     from agl_slime.runner.concurrent import RunnerSettings
     from agl_slime.runner.process import configure_worker_process
     from agl_slime.runner.thread import RunnerThread

@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from agl_slime.demo.formats import UNSURE, Demonstration, Quality
+from agl_slime.cli.demo.formats import UNSURE, Demonstration, Quality
 from agl_slime.report import read_metrics
 from scripts.tiny_policy.warmup import PolicySettings, make_policy
 
@@ -117,7 +117,7 @@ def command(*words: str | Path, log: Path) -> None:
 def evaluated(case: Case, out: Path, words: list[str | Path]) -> list[dict[str, Any]]:
     """The two models of an evaluation on the same tasks."""
     how = ("--k", str(K), "--n-tasks", str(case.tasks), "--output-dir", out)
-    command("-m", "agl_slime.cli", "eval", *words, *how, log=out.with_suffix(".log"))
+    command("-m", "agl_slime.cli.main", "eval", *words, *how, log=out.with_suffix(".log"))
     found = json.loads((out / "eval.json").read_text())
     return [{"model": one["model"], **one["reward"], "failed": one.get("failed")} for one in found["models"]]
 

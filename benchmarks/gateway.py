@@ -143,8 +143,8 @@ def agent_of(name: str) -> Any:
 async def in_flight(name: str, engine: str, count: int, rounds: int) -> dict[str, Any]:
     import os
 
+    from agl_slime.agent.access import EngineAccess
     from agl_slime.gateway.server import Gateway
-    from agl_slime.rollout.access import EngineAccess
     from agl_slime.runner.concurrent import RunnerSettings
     from agl_slime.runner.process import configure_worker_process
     from agl_slime.runner.thread import RunnerThread
@@ -190,7 +190,7 @@ def calls(count: int, url: str | None, model: str | None) -> dict[str, Any]:
     from contextlib import nullcontext
     from types import SimpleNamespace
 
-    from agl_slime.demo import LOOKUP_POLICY
+    from agl_slime.cli.demo import LOOKUP_POLICY
     from agl_slime.engine import EmbeddedEngine
     from agl_slime.gateway.server import Gateway
     from agl_slime.support.agl import LLM

@@ -30,7 +30,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seeds", type=int, default=10, help="how many seeds, from --first-seed on")
     parser.add_argument("--first-seed", type=int, default=0)
-    parser.add_argument("--agent", default="agl_slime.demo.agent:LookupAgent")
+    parser.add_argument("--agent", default="agl_slime.cli.demo.agent:LookupAgent")
     parser.add_argument("rest", nargs="*", help="further flags for train.py, after --")
     options = parser.parse_args()
     table = Table(title=f"{options.agent}, load average {os.getloadavg()[0]:.1f} at the start, {os.cpu_count()} cores")

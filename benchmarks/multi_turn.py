@@ -23,15 +23,15 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from agl_slime.demo.formats import LookupDemonstrations
-from agl_slime.sglang.generation import Generation
+from agl_slime.cli.demo.formats import LookupDemonstrations
+from agl_slime.engine.client.generation import Generation
 from agl_slime.support.agl import Rollout, Span
+from agl_slime.tokens.attributes import GENERATE_SPAN
 from agl_slime.tokens.conversation import ChatContext
+from agl_slime.tokens.converter import convert_rollout
+from agl_slime.tokens.span_codec import TurnEncoder
 from agl_slime.tokens.template import ChatTemplate
-from agl_slime.trace.attributes import GENERATE_SPAN
-from agl_slime.trace.converter import convert_rollout
-from agl_slime.trace.span_codec import TurnEncoder
-from agl_slime.trace.turn import Turn
+from agl_slime.tokens.turn import Turn
 from scripts.tiny_policy.tokenizer import train_tokenizer
 
 WORDS = (

@@ -26,8 +26,8 @@ import torch
 from rich.table import Table
 from transformers import AutoModelForCausalLM, Qwen3Config
 
-from agl_slime.trainers.local.settings import LocalTrainerSettings
-from agl_slime.trainers.local.trainer import LocalTrainer
+from agl_slime.train.local.settings import LocalTrainerSettings
+from agl_slime.train.local.trainer import LocalTrainer
 from agl_slime.types import Sample
 from benchmarks.common import console
 

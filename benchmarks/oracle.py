@@ -24,7 +24,7 @@ from typing import Any
 
 from agl_slime.errors import AglSlimeError
 from agl_slime.tokens.blanks import squash
-from agl_slime.trace.turn import Turn
+from agl_slime.tokens.turn import Turn
 from benchmarks.agl1_server import markdown
 from benchmarks.answers import Play, Speaker, plays
 from benchmarks.published import MODELS, Published, renderer_of, there, tokenizer_of

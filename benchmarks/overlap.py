@@ -52,10 +52,10 @@ class Times:
 
 def measure(*, roll_s: float, train_s: float, sync_s: float, staleness: int, iterations: int, spread: float) -> Times:
     """A whole run of ``iterations``; an iteration's rollouts take the engine ``roll_s``."""
-    from agl_slime.datasource.source import GroupSource
+    from agl_slime.data.source import GroupSource
+    from agl_slime.engine.client.weights import DiskWeightSync
     from agl_slime.loop.online import OnlineRLLoop
     from agl_slime.loop.settings import LoopSettings
-    from agl_slime.sglang.weights import DiskWeightSync
     from agl_slime.store.bridge import BridgeStore
     from agl_slime.support.agl import LLM
 

@@ -25,10 +25,10 @@ import yaml
 from rich.console import Console
 from rich.table import Table
 
-from agl_slime.demo import LOOKUP_POLICY
-from agl_slime.run.local import run_training
-from agl_slime.run.parts import RunParts
-from agl_slime.run.settings import TrainConfig
+from agl_slime.cli.demo import LOOKUP_POLICY
+from agl_slime.cli.local import run_training
+from agl_slime.cli.parts import RunParts
+from agl_slime.cli.settings import TrainConfig
 from benchmarks.common import console, question, question_agent, scripted_engine
 from tests.slime.cpu import register_cpu
 from tests.slime.programs.common import start_ray

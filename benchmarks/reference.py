@@ -118,8 +118,8 @@ def train_with_trl(options: argparse.Namespace, seed: int) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from trl import GRPOConfig, GRPOTrainer
 
-    from agl_slime.rollout.loading import load_agent
-    from agl_slime.run.models import find_model
+    from agl_slime.agent.loading import load_agent
+    from agl_slime.cli.models import find_model
 
     torch.set_num_threads(options.threads)
     directory = find_model(Path(options.model), lambda text: None)

@@ -18,10 +18,10 @@ from typing import Any
 
 from rich.console import Console
 
+from agl_slime.cli.local import run_training
+from agl_slime.cli.settings import TrainConfig
 from agl_slime.report.files import iter_jsonl
 from agl_slime.report.rollouts import RolloutWriter
-from agl_slime.run.local import run_training
-from agl_slime.run.settings import TrainConfig
 from agl_slime.runner.process import configure_worker_process
 
 

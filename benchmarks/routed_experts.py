@@ -18,13 +18,13 @@ from typing import Any
 
 import numpy as np
 
-from agl_slime.sglang.generation import PartRequest, SamplingParams, parse_generation
-from agl_slime.slime.replay import with_tensors
-from agl_slime.trace.converter import convert_trajectory
-from agl_slime.trace.replay_files import file_replay, remove_replay
-from agl_slime.trace.span_codec import TurnEncoder, decode_turns
-from agl_slime.trace.trajectory import Trajectory
-from agl_slime.trace.turn import Turn
+from agl_slime.engine.client.generation import PartRequest, SamplingParams, parse_generation
+from agl_slime.tokens.converter import convert_trajectory
+from agl_slime.tokens.replay_files import file_replay, remove_replay
+from agl_slime.tokens.span_codec import TurnEncoder, decode_turns
+from agl_slime.tokens.trajectory import Trajectory
+from agl_slime.tokens.turn import Turn
+from agl_slime.train.slime.replay import with_tensors
 
 
 def rollout(tokens: int, turns: int, shape: tuple[int, int] | None, directory: Path | None = None) -> dict[str, float]:

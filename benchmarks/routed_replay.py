@@ -28,9 +28,9 @@ from rich.table import Table
 from safetensors.torch import load_file, save_file
 
 from agl_slime.engine import EmbeddedEngine
-from agl_slime.sglang.client import SGLangClient
-from agl_slime.sglang.generation import SamplingParams
-from agl_slime.trainers import LocalTrainer, LocalTrainerSettings
+from agl_slime.engine.client.client import SGLangClient
+from agl_slime.engine.client.generation import SamplingParams
+from agl_slime.train.local import LocalTrainer, LocalTrainerSettings
 from agl_slime.types import Sample
 from benchmarks.common import console
 from tests.harness.moe_policy import LAYERS, TOP_K, save_moe

@@ -11,15 +11,15 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
+from agl_slime.agent.access import LLM_RESOURCE, EngineAccess
+from agl_slime.engine.client.generation import FinishReason, Generation, SamplingParams
 from agl_slime.gateway.chat import ChatCompletions
 from agl_slime.gateway.server import Gateway
-from agl_slime.rollout.access import LLM_RESOURCE, EngineAccess
-from agl_slime.sglang.generation import FinishReason, Generation, SamplingParams
 from agl_slime.support.agl import LLM
 from agl_slime.support.threads import run_blocking
-from agl_slime.trace.segments import Segment, merge_turns
-from agl_slime.trace.span_codec import decode_turns
-from agl_slime.trace.turn import Turn
+from agl_slime.tokens.segments import Segment, merge_turns
+from agl_slime.tokens.span_codec import decode_turns
+from agl_slime.tokens.turn import Turn
 
 
 @dataclass(frozen=True)

@@ -58,7 +58,7 @@ def main() -> int:
 
 async def measure(count: int) -> list[tuple[int, float, float, int, int, str]]:
     from agl_slime import AGLDataSource
-    from agl_slime.datasource.source import DataSourceSettings
+    from agl_slime.data.source import DataSourceSettings
     from agl_slime.runner.concurrent import RunnerSettings
     from agl_slime.runner.process import configure_worker_process
     from agl_slime.runner.thread import RunnerThread

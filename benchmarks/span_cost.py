@@ -47,9 +47,9 @@ async def measure(tokens: int, repeats: int) -> dict[str, tuple[float, float, fl
 
     from agl_slime.store.bridge import BridgeStore
     from agl_slime.support.agl import InMemoryLightningStore, Span
-    from agl_slime.trace.attributes import GENERATE_SPAN
-    from agl_slime.trace.converter import convert_rollout
-    from agl_slime.trace.span_codec import TurnEncoder
+    from agl_slime.tokens.attributes import GENERATE_SPAN
+    from agl_slime.tokens.converter import convert_rollout
+    from agl_slime.tokens.span_codec import TurnEncoder
 
     turn = make_turn(tokens // 2, tokens - tokens // 2)
     prompt, response = turn.prompt_ids.tolist(), turn.response_ids.tolist()

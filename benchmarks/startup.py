@@ -21,7 +21,7 @@ from statistics import mean, median
 REPO = Path(__file__).resolve().parent.parent
 AGENT = """
 import os, time
-from agl_slime.demo.agent import LookupAgent
+from agl_slime.cli.demo.agent import LookupAgent
 
 class FirstRollout(LookupAgent):
     async def run(self, task, session):
@@ -63,7 +63,7 @@ def seconds_to_first_rollout(tree: Path) -> float:
 
 def seconds_of_help(tree: Path) -> float:
     began = time.monotonic()
-    command = [sys.executable, "-m", "agl_slime.cli", "--help"]
+    command = [sys.executable, "-m", "agl_slime.cli.main", "--help"]
     subprocess.run(command, cwd=tree, env={**os.environ, "PYTHONPATH": str(tree)}, check=True, capture_output=True)
     return time.monotonic() - began
 

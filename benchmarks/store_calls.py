@@ -38,7 +38,7 @@ async def measure(own: bool, rollouts: int) -> dict[str, float]:
     from agl_slime.store.bridge import BridgeStore
     from agl_slime.store.retention import Retention
     from agl_slime.support.agl import InMemoryLightningStore, Span
-    from agl_slime.trace.span_codec import TurnEncoder
+    from agl_slime.tokens.span_codec import TurnEncoder
 
     store: Any = (
         BridgeStore(retention=Retention(released_rollouts=0)) if own else InMemoryLightningStore(thread_safe=True)

@@ -51,7 +51,7 @@ def make_batch(options: argparse.Namespace, vocabulary: int) -> list[Any]:
 
 
 def trainer_step(options: argparse.Namespace, samples: list[Any]) -> Any:
-    from agl_slime.trainers import LocalTrainer, LocalTrainerSettings
+    from agl_slime.train.local import LocalTrainer, LocalTrainerSettings
 
     wanted = {"max_tokens_per_microbatch": options.microbatch, "device": options.device, "n_minibatches": 1, "lr": 1e-6}
     wanted |= {"lora_rank": options.lora_rank, "gradient_checkpointing": options.checkpointing}

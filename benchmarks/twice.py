@@ -13,7 +13,7 @@ from typing import Any
 import agentlightning as agl
 from openai import AsyncOpenAI
 
-from agl_slime.demo.formats import LookupDemonstrations
+from agl_slime.cli.demo.formats import LookupDemonstrations
 
 TABLE = LookupDemonstrations()
 client = AsyncOpenAI(base_url="http://127.0.0.1:9", api_key="none")

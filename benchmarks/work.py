@@ -10,9 +10,9 @@ from typing import Any
 
 from agl_slime import SGLangLitAgent
 from agl_slime.support.agl import LitAgent, TraceStatus, emit_reward, get_active_tracer
-from agl_slime.trace.attributes import GENERATE_SPAN
-from agl_slime.trace.span_codec import TurnEncoder
-from agl_slime.trace.turn import Turn
+from agl_slime.tokens.attributes import GENERATE_SPAN
+from agl_slime.tokens.span_codec import TurnEncoder
+from agl_slime.tokens.turn import Turn
 
 
 class QuestionAgent(SGLangLitAgent):

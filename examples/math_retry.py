@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from agl_slime import SGLangLitAgent
-from agl_slime.rollout.scheduler import (
+from agl_slime.agent.scheduler import (
     ChatMessage,
     MultiTurnScheduler,
     RolloutInferRequest,

@@ -18,12 +18,12 @@ from typing import Any
 
 from rich.console import Console
 
-from agl_slime.demo.formats import LookupDemonstrations
-from agl_slime.rollout.batched.multi_turn import IGNORED_LABEL, MultiTurnRollout
-from agl_slime.rollout.batched.sampler import SGLangSampler
-from agl_slime.rollout.batched.samples import trajectory_to_samples
-from agl_slime.rollout.tools import ToolManager
-from agl_slime.sglang.generation import SamplingParams
+from agl_slime.agent.batched.multi_turn import IGNORED_LABEL, MultiTurnRollout
+from agl_slime.agent.batched.sampler import SGLangSampler
+from agl_slime.agent.batched.samples import trajectory_to_samples
+from agl_slime.agent.tools import ToolManager
+from agl_slime.cli.demo.formats import LookupDemonstrations
+from agl_slime.engine.client.generation import SamplingParams
 from agl_slime.tokens.loading import load_tokenizer
 
 DEMONSTRATIONS = LookupDemonstrations()
@@ -51,7 +51,7 @@ def an_engine(url: str | None, model: Path | None) -> Iterator[tuple[str, Path]]
     if url is not None and model is not None:
         yield url, model
         return
-    from agl_slime.demo import LOOKUP_POLICY
+    from agl_slime.cli.demo import LOOKUP_POLICY
     from agl_slime.engine import EmbeddedEngine
 
     with EmbeddedEngine(LOOKUP_POLICY) as engine:

@@ -3,9 +3,9 @@
     python scripts/make_demo_policy.py DIRECTORY [AGENT] [SEED]
 
 AGENT (module:Class or path/to/file.py:Class) has ``demonstrations``; by default it is the lookup agent of the first
-command, whose policy agl_slime/demo/lookup_policy ships. The same machine and library versions give the same files to
-the last bit (tests/integration/test_policy_checkpoint.py). One of the shipped ones, chat_template.jinja, is where every
-tiny policy has its chat template from: edit it there.
+command, whose policy agl_slime/cli/demo/lookup_policy ships. The same machine and library versions give the same files
+to the last bit (tests/integration/test_policy_checkpoint.py). Every tiny policy has its chat template from the shipped
+chat_template.jinja: edit it there.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from agl_slime.agent.loading import DEFAULT_AGENT, load_agent
 from agl_slime.errors import AglSlimeError
-from agl_slime.rollout.loading import DEFAULT_AGENT, load_agent
 from scripts.tiny_policy.warmup import make_policy
 
 

@@ -67,7 +67,7 @@ def _as_utf8(value: Any) -> Any:
 def policy_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The tiny policy for the lookup task as a checkpoint directory, a copy of its own."""
     pytest.importorskip("torch", reason='serving the tiny policy needs torch: pip install "agl-slime[local]"')
-    from agl_slime.demo import LOOKUP_POLICY
+    from agl_slime.cli.demo import LOOKUP_POLICY
 
     return Path(shutil.copytree(LOOKUP_POLICY, tmp_path_factory.mktemp("policy") / "seed-0"))
 

@@ -16,8 +16,8 @@ from typing import Any
 from agl_slime.buffer import stages
 from agl_slime.buffer.settings import PipelineSettings
 from agl_slime.buffer.stages import Item
+from agl_slime.data.normalize import all_equal
 from agl_slime.errors import ConfigError
-from agl_slime.groups.normalize import all_equal
 
 Stage = Callable[..., Any]
 

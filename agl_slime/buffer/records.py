@@ -13,8 +13,8 @@ from typing import Any
 
 import orjson
 
-from agl_slime.groups.ledger import Ledger
-from agl_slime.groups.results import Outcome
+from agl_slime.data.ledger import Ledger
+from agl_slime.data.results import Outcome
 from agl_slime.support.database import Database
 from agl_slime.support.http import json_bytes, json_value
 

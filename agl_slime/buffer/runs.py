@@ -22,9 +22,9 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from agl_slime.agent.by_file import import_file
 from agl_slime.buffer.pipeline import GroupPipeline
 from agl_slime.buffer.settings import PipelineSettings
-from agl_slime.rollout.by_file import import_file
 from agl_slime.support.http import json_bytes, json_value
 
 logger = logging.getLogger(__name__)

@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from agl_slime.groups.normalize import all_equal
+from agl_slime.data.normalize import all_equal
 
 Item = dict[str, Any]
 Group = tuple[Any, list[Item]]

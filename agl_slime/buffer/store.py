@@ -23,8 +23,8 @@ from agl_slime.buffer.models import WrittenItem
 from agl_slime.buffer.pipeline import REASON_STAGE_ERROR, FinishedGroup, GroupPipeline
 from agl_slime.buffer.records import Records, StoredGroup, insert_many
 from agl_slime.buffer.stages import BUFFER_GROUP, Item
+from agl_slime.data.results import Outcome
 from agl_slime.errors import BufferRequestError
-from agl_slime.groups.results import Outcome
 from agl_slime.support.database import Database
 from agl_slime.support.http import json_bytes, json_value
 

@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 import agl_slime
-from agl_slime.agl1.settings import KEY_VARIABLE, ControllerSettings, WorkerCommand
 from agl_slime.errors import ConfigError
+from agl_slime.gateway.agl1.settings import KEY_VARIABLE, ControllerSettings, WorkerCommand
 from agl_slime.gateway.settings import GatewaySettings
 from agl_slime.runner.base import RunnerPlan, RunnerSettings
 from agl_slime.support.files import write_file

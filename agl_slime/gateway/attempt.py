@@ -14,6 +14,10 @@ from functools import partial
 from operator import itemgetter
 from typing import Any
 
+from agl_slime.agent.access import LLM_RESOURCE, EngineAccess, sampling_of, template_key
+from agl_slime.agent.images import prepare
+from agl_slime.agent.session import RolloutSession, RolloutStopped
+from agl_slime.engine.client.resumable import Progress
 from agl_slime.errors import ContextOverflowError, GatewayRequestError
 from agl_slime.gateway.bodies import Bodies
 from agl_slime.gateway.branches import TimedAnswer, UntrainedTurns
@@ -25,11 +29,8 @@ from agl_slime.gateway.reading import Reading, served_message
 from agl_slime.gateway.sampling import sampling_for
 from agl_slime.gateway.settings import GatewaySettings
 from agl_slime.gateway.tree import Match, Node, Tree
-from agl_slime.rollout.access import LLM_RESOURCE, EngineAccess, sampling_of, template_key
-from agl_slime.rollout.images import prepare
-from agl_slime.rollout.session import RolloutSession, RolloutStopped
-from agl_slime.sglang.resumable import Progress
 from agl_slime.support.agl import LLM
+from agl_slime.tokens import attributes as names
 from agl_slime.tokens.codec import TokenArray
 from agl_slime.tokens.conversation import ChatContext
 from agl_slime.tokens.forks import ForkReason
@@ -37,7 +38,6 @@ from agl_slime.tokens.formats import parser_for
 from agl_slime.tokens.images import Image
 from agl_slime.tokens.template import Message
 from agl_slime.tokens.tokenizer import ChatTokenizer
-from agl_slime.trace import attributes as names
 
 SpanSink = Callable[[str, dict[str, Any], float], None]
 """Takes a span's name, attributes and start time; called on the gateway's thread."""

@@ -8,9 +8,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from agl_slime.engine.client.generation import Generation
 from agl_slime.errors import GatewayRequestError
 from agl_slime.gateway.messages import Message
-from agl_slime.sglang.generation import Generation
 from agl_slime.tokens.answer import ToolCall
 from agl_slime.tokens.codec import TokenArray, token_array
 from agl_slime.tokens.images import Image

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from agl_slime.agent.images import is_image, read_part
 from agl_slime.errors import GatewayRequestError, PromptError
-from agl_slime.rollout.images import is_image, read_part
 from agl_slime.tokens.images import MARK, Image, ImageSettings
 
 _LISTS = ("messages", "input")

@@ -9,8 +9,8 @@ from collections import Counter, deque
 from collections.abc import Callable, Coroutine
 from typing import Any
 
+from agl_slime.engine.client.resumable import Progress
 from agl_slime.gateway.calls import CallResult
-from agl_slime.sglang.resumable import Progress
 
 _MAX_RESPONSES, _MAX_UNANSWERED = 32, 256  # of an attempt, remembered for retries
 

@@ -8,17 +8,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from agl_slime.engine.client.generation import Generation
+from agl_slime.engine.client.prompt import PromptIds
 from agl_slime.gateway.messages import Message
 from agl_slime.gateway.tree import Conversation, Match, Node, OpenSession, Tree
-from agl_slime.sglang.generation import Generation
-from agl_slime.sglang.prompt import PromptIds
 from agl_slime.support.threads import run_in_thread
 from agl_slime.tokens.codec import common_prefix, token_array
 from agl_slime.tokens.conversation import LONG_TEXT_CHARS, ChatContext
 from agl_slime.tokens.forks import ForkReason
 from agl_slime.tokens.template import ChatTemplate
 from agl_slime.tokens.tokenizer import longest_prefix
-from agl_slime.trace.turn import Turn
+from agl_slime.tokens.turn import Turn
 
 
 @dataclass(frozen=True, slots=True)

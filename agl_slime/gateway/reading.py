@@ -6,9 +6,9 @@ import secrets
 from dataclasses import dataclass
 from typing import Any
 
+from agl_slime.agent.session import RolloutSession
 from agl_slime.gateway.calls import Call, Choice
 from agl_slime.gateway.messages import encodable
-from agl_slime.rollout.session import RolloutSession
 from agl_slime.tokens.answer import AnswerParts, ToolCall
 from agl_slime.tokens.formats import cut_at_marks
 from agl_slime.tokens.reader import AnswerReader

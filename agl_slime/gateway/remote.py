@@ -17,11 +17,11 @@ from typing import Any
 
 from aiohttp import web
 
+from agl_slime.agent.access import LLM_RESOURCE, EngineAccess, run_parameters
 from agl_slime.errors import GatewayRequestError
 from agl_slime.gateway.attempt import Attempt
 from agl_slime.gateway.server import Address, Gateway
 from agl_slime.gateway.settings import GatewaySettings
-from agl_slime.rollout.access import LLM_RESOURCE, EngineAccess, run_parameters
 from agl_slime.store.bridge import FINISHED
 from agl_slime.store.follow import listen_for_ends
 from agl_slime.store.recording import Recording, SpanBuilder
@@ -30,7 +30,7 @@ from agl_slime.support.http import json_response
 from agl_slime.support.memory import return_freed_memory
 from agl_slime.support.net import require_token, same_secret
 from agl_slime.support.threads import run_in_thread
-from agl_slime.trace.attributes import GENERATE_SPAN
+from agl_slime.tokens.attributes import GENERATE_SPAN
 
 TOKEN_VARIABLE = "AGL_SLIME_GATEWAY_TOKEN"
 

@@ -14,10 +14,10 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from agl_slime.engine.client.generation import SamplingParams
 from agl_slime.errors import ConfigError, GatewayRequestError
 from agl_slime.gateway.calls import Call
 from agl_slime.gateway.settings import Constraints
-from agl_slime.sglang.generation import SamplingParams
 from agl_slime.tokens.formats import ToolParser
 
 logger = logging.getLogger(__name__)

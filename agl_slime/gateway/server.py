@@ -21,6 +21,7 @@ from typing import Any, Self, TypeVar
 
 from aiohttp import web
 
+from agl_slime.agent.access import LLM_RESOURCE, EngineAccess, ServedResources, run_parameters
 from agl_slime.errors import AglSlimeError, ConfigError, GatewayRequestError
 from agl_slime.gateway.anthropic import AnthropicMessages, CountTokens
 from agl_slime.gateway.attempt import Attempt
@@ -33,7 +34,6 @@ from agl_slime.gateway.pending import PendingResponse
 from agl_slime.gateway.protocol import Protocol, list_of_models
 from agl_slime.gateway.responses import Compact, InputTokens, Responses, new_conversation
 from agl_slime.gateway.settings import GatewaySettings
-from agl_slime.rollout.access import LLM_RESOURCE, EngineAccess, ServedResources, run_parameters
 from agl_slime.support.agl import LLM, NamedResources, ProxyLLM
 from agl_slime.support.http import json_response, listening, read_body
 from agl_slime.support.memory import return_freed_memory

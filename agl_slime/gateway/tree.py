@@ -17,8 +17,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from agl_slime.agent.session import RolloutSession
 from agl_slime.gateway.messages import Message, answer_keys, message_key, same_words
-from agl_slime.rollout.session import RolloutSession
 from agl_slime.tokens.forks import ForkReason, classify_edit
 from agl_slime.tokens.template import ChatTemplate
 

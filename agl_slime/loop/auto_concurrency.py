@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 import logging
 
+from agl_slime.engine.client.load import EngineLoads
 from agl_slime.errors import EngineError
 from agl_slime.runner.auto_limit import AutoLimit, Look
 from agl_slime.runner.base import RunnerPool
-from agl_slime.sglang.load import EngineLoads
 
 logger = logging.getLogger(__name__)
 

@@ -14,12 +14,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from agl_slime.datasource.source import GroupSource
+from agl_slime.data.ledger import Ledger
+from agl_slime.data.source import GroupSource
 from agl_slime.errors import ConfigError, TrainerError, format_exception
-from agl_slime.groups.ledger import Ledger
 from agl_slime.loop.settings import LoopState
+from agl_slime.loop.trainer import Trainer
 from agl_slime.support.files import remove_directory, verify_checksums, whole_directory, write_checksums
-from agl_slime.trainers.base import Trainer
 
 logger = logging.getLogger(__name__)
 

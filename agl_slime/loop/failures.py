@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 
+from agl_slime.data.results import GroupResult
 from agl_slime.errors import LoopError
-from agl_slime.groups.results import GroupResult
 from agl_slime.loop.metrics import format_failures
 from agl_slime.loop.settings import LoopSettings
 from agl_slime.support.backoff import Backoff

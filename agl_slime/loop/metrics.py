@@ -9,8 +9,8 @@ from statistics import fmean, pstdev
 from typing import Any
 
 from agl_slime import metric_names as names
-from agl_slime.groups.normalize import all_equal
-from agl_slime.groups.results import GroupResult, MemberResult
+from agl_slime.data.normalize import all_equal
+from agl_slime.data.results import GroupResult, MemberResult
 from agl_slime.support.intervals import estimate
 from agl_slime.support.threads import abandoned_threads
 from agl_slime.types import Sample, staleness_of

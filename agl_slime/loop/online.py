@@ -22,9 +22,11 @@ from typing import Any
 import psutil
 
 from agl_slime import events
-from agl_slime.datasource.source import GroupSource
+from agl_slime.agent.access import LLM_RESOURCE
+from agl_slime.data.results import GroupResult, MemberResult
+from agl_slime.data.source import GroupSource
+from agl_slime.engine.client.load import EngineLoads
 from agl_slime.errors import AglSlimeError, ConfigError, LoopError, format_exception
-from agl_slime.groups.results import GroupResult, MemberResult
 from agl_slime.loop.auto_concurrency import AutoConcurrency
 from agl_slime.loop.failures import Failures
 from agl_slime.loop.functions import StepFn, adapt_step_function, call_function, finish_step
@@ -46,10 +48,8 @@ from agl_slime.metric_names import (
     TRAINER_WAITED,
     WEIGHTS_VERSION,
 )
-from agl_slime.rollout.access import LLM_RESOURCE
 from agl_slime.runner.base import RunnerPlan, RunnerPool
 from agl_slime.runner.make import make_runners
-from agl_slime.sglang.load import EngineLoads
 from agl_slime.store.bridge import BridgeStore
 from agl_slime.support.agl import LLM, LightningStore, LitAgent, NamedResources
 from agl_slime.support.threads import run_in_thread

@@ -12,9 +12,9 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
-from agl_slime.datasource.source import GroupSource
+from agl_slime.data.results import GroupResult
+from agl_slime.data.source import GroupSource
 from agl_slime.errors import ConfigError, LoopError
-from agl_slime.groups.results import GroupResult
 from agl_slime.loop.admission import Admission
 from agl_slime.loop.settings import LoopSettings, LoopState
 from agl_slime.loop.tasks import TaskCursor, TaskGroup, enqueue_requests

@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 from agl_slime import events
-from agl_slime.groups.results import GroupResult
+from agl_slime.data.results import GroupResult
 from agl_slime.loop.metrics import FAILED_SHARE, eval_metrics, format_failures
 from agl_slime.loop.schedule import Schedule
 from agl_slime.loop.settings import LoopSettings

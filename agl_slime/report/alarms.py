@@ -13,7 +13,7 @@ from statistics import median
 from typing import Any
 
 from agl_slime import metric_names as m
-from agl_slime.groups.normalize import all_equal
+from agl_slime.data.normalize import all_equal
 from agl_slime.loop.metrics import FAILED_SHARE
 from agl_slime.report.metrics import number
 

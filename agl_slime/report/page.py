@@ -16,8 +16,8 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from agl_slime.audit.records import parse
 from agl_slime.report.alarms import find_alarms
+from agl_slime.report.audit.records import parse
 from agl_slime.report.read import RunReader, columns, dump_json, find_runs, group_columns
 from agl_slime.support.files import write_file
 

@@ -11,8 +11,8 @@ from typing import Any
 
 import orjson
 
-from agl_slime.audit.records import Line, read_lines
 from agl_slime.errors import ConfigError
+from agl_slime.report.audit.records import Line, read_lines
 from agl_slime.report.files import RunDir
 from agl_slime.report.slime_runs import SlimeRun, dump_files
 from agl_slime.report.state import read_state

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
+from agl_slime.data.results import reward_of, rollout_of
 from agl_slime.errors import TraceError
 from agl_slime.events import (
     BatchTrained,
@@ -28,14 +29,13 @@ from agl_slime.events import (
     RunFinished,
     RunStarted,
 )
-from agl_slime.groups.results import reward_of, rollout_of
 from agl_slime.report.alarms import find_step_alarms
 from agl_slime.report.files import IterationFile, RunDir, iter_jsonl, jsonable, size_of
 from agl_slime.report.pieces import Pieces
 from agl_slime.report.sampling import SizeBudget, choose_rollouts
 
 if TYPE_CHECKING:
-    from agl_slime.trainers.base import TokenScores
+    from agl_slime.loop.trainer import TokenScores
     from agl_slime.types import Sample
 
 Keep = Literal["all", "sampled", "none"]

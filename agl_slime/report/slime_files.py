@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 import orjson
 
-from agl_slime.audit.records import misfit
 from agl_slime.errors import MissingDependencyError
+from agl_slime.report.audit.records import misfit
 from agl_slime.types import Sample, sample_from_fields
 
 MOST_SAMPLES = 1_000_000  # in a file

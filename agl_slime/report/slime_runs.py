@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 
 from agl_slime import metric_names as names
+from agl_slime.data.results import GroupResult, MemberResult, Outcome
 from agl_slime.events import IterationFinished
-from agl_slime.groups.results import GroupResult, MemberResult, Outcome
 from agl_slime.loop.metrics import collect_metrics, eval_metrics
 from agl_slime.report.files import IterationFile, RunDir, cut, jsonable
 from agl_slime.report.metrics import MetricsWriter

@@ -8,8 +8,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal, Self, get_args
 
-from agl_slime.agl1.settings import ControllerSettings
 from agl_slime.errors import ConfigError
+from agl_slime.gateway.agl1.settings import ControllerSettings
 from agl_slime.gateway.settings import GatewaySettings
 from agl_slime.support.ranges import check_ranges
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
-from agl_slime.rollout.agent import SGLangLitAgent
+from agl_slime.agent.agent import SGLangLitAgent
 from agl_slime.runner.base import FinishedListener, RunnerSettings
 from agl_slime.runner.guard import GuardedAgent, contain_tasks
 from agl_slime.runner.lag import LagMonitor

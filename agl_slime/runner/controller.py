@@ -10,9 +10,9 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Self
 
-from agl_slime.agl1.schemas import Config, K8sConfig, LocalConfig
-from agl_slime.agl1.server import ControllerGateway
 from agl_slime.errors import ConfigError, EngineError, LoopError
+from agl_slime.gateway.agl1.schemas import Config, K8sConfig, LocalConfig
+from agl_slime.gateway.agl1.server import ControllerGateway
 from agl_slime.gateway.settings import GatewaySettings
 from agl_slime.runner.base import RunnerPlan, RunnerPool, RunnerSettings
 from agl_slime.runner.controller_process import KEY_REFERENCE, ControllerProcess, check_python, end_agents

@@ -20,9 +20,9 @@ from pathlib import Path
 
 import psutil
 
-from agl_slime.agl1.settings import PYTHON_VARIABLE, ControllerSettings
 from agl_slime.engine.process import ChildProcess
 from agl_slime.errors import ConfigError
+from agl_slime.gateway.agl1.settings import PYTHON_VARIABLE, ControllerSettings
 
 _POLL_S = 0.25
 _END_TIMEOUT_S = 2.0

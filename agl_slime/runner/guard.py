@@ -16,8 +16,8 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from contextlib import asynccontextmanager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
+from agl_slime.agent.outcome import check_reward
 from agl_slime.errors import RewardError, RolloutError, RolloutTimeoutError
-from agl_slime.rollout.outcome import check_reward
 from agl_slime.runner.base import RunnerSettings
 from agl_slime.store.recording import current_recording
 from agl_slime.support.agl import (
@@ -31,7 +31,7 @@ from agl_slime.support.agl import (
 )
 from agl_slime.support.threads import ThreadPool
 from agl_slime.support.watch import named
-from agl_slime.trace.attributes import FAILURE_REASON
+from agl_slime.tokens.attributes import FAILURE_REASON
 
 if TYPE_CHECKING:
     from agl_slime.gateway.server import Gateway

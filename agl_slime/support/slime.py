@@ -1,7 +1,7 @@
 """Import slime's names, each from the modules in which the supported versions have it.
 
 slime is usually a checkout of an arbitrary commit. A name that is in none of its modules is an error; no stand-in of
-this package replaces it. Other differences between versions are in ``agl_slime.slime.versions``.
+this package replaces it. Other differences between versions are in ``agl_slime.train.slime.versions``.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ OPTIONAL_NAMES = {
     "RECOVERY_NAMESPACE": ("slime.ray.training_recovery",),
     "training_session_name": ("slime.ray.training_recovery",),
 }
-# Names for agl_slime.slime.launch.
+# Names for agl_slime.train.slime.launch.
 _LAUNCH_NAMES = {"get_slime_extra_args_provider": ("slime.utils.arguments",)}
 _PLACES = {**HOOK_NAMES, **TRAINER_NAMES, **OPTIONAL_NAMES, **_LAUNCH_NAMES}
 
@@ -81,7 +81,7 @@ def find(name: str) -> Any:
     if (place := place_of(name)) is None:
         raise UnknownVersionError(
             f"{version()} has no {name}: looked for it in {' and '.join(_PLACES[name])}; supported are "
-            f"{KNOWN}, and python -m agl_slime.slime.doctor lists other differences"
+            f"{KNOWN}, and python -m agl_slime.train.slime.doctor lists other differences"
         )
     return getattr(_module(place), name)
 

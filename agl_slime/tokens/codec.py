@@ -17,8 +17,8 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from agl_slime.engine.client.prompt import PromptIds
 from agl_slime.errors import TraceError
-from agl_slime.sglang.prompt import PromptIds
 
 TokenArray: TypeAlias = npt.NDArray[np.int32]
 LogProbArray: TypeAlias = npt.NDArray[np.float32]

@@ -21,9 +21,9 @@ from dataclasses import replace
 from itertools import pairwise
 from typing import Any, cast
 
+from agl_slime.engine.client.generation import Generation
+from agl_slime.engine.client.prompt import PromptIds
 from agl_slime.errors import ConfigError
-from agl_slime.sglang.generation import Generation
-from agl_slime.sglang.prompt import PromptIds
 from agl_slime.support.threads import run_in_thread
 from agl_slime.tokens.codec import TokenArray, TokenBuffer, common_prefix, shared_length, token_array
 from agl_slime.tokens.digest import TextDigest

@@ -15,8 +15,8 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from agl_slime.engine.client.generation import ImageInput
 from agl_slime.errors import ConfigError, PromptError
-from agl_slime.sglang.generation import ImageInput
 from agl_slime.tokens.codec import token_array
 from agl_slime.tokens.images import MARK, Image, find_image
 from agl_slime.tokens.tokenizer import render_chat

@@ -31,7 +31,7 @@ AGL_ARGS=(
 )
 launcher=()
 if [ -n "${BUFFER_URL:-}" ]; then
-  launcher=(-m agl_slime.slime.launch) # its parser has --agent-rollout-buffer-url and custom loss masks
+  launcher=(-m agl_slime.train.slime.launch) # its parser has --agent-rollout-buffer-url and custom loss masks
   AGL_ARGS=(
     --rollout-function-path agl_slime.buffer.agent_rollout.generate_rollout
     --agent-rollout-buffer-url "$BUFFER_URL"

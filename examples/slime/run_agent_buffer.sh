@@ -11,8 +11,8 @@ export PYTHONPATH="$here/../..${PYTHONPATH:+:$PYTHONPATH}"
 port="${BUFFER_PORT:-8889}"
 tasks="$(realpath "${DATA:?set DATA to the tasks}")"
 export DATA="${tasks%.jsonl}_instance_id.jsonl" BUFFER_URL="http://127.0.0.1:$port"
-[ "$DATA" -nt "$tasks" ] || python -m agl_slime.cli assign-instance-id --input "$tasks" --output "$DATA"
-python -m agl_slime.cli buffer --port "$port" --run-dir "${SAVE:-$PWD/runs/slime}/buffer" --input-dir "$(dirname "$DATA")" ${GENERATORS:+--generators "$GENERATORS"} &
+[ "$DATA" -nt "$tasks" ] || python -m agl_slime.cli.main assign-instance-id --input "$tasks" --output "$DATA"
+python -m agl_slime.cli.main buffer --port "$port" --run-dir "${SAVE:-$PWD/runs/slime}/buffer" --input-dir "$(dirname "$DATA")" ${GENERATORS:+--generators "$GENERATORS"} &
 buffer=$!
 trap 'kill "$buffer" 2>/dev/null || true; wait "$buffer" || true' EXIT
 "$here/run_agent.sh" "$@" # waits for the buffer, and sends it the instances that a resumed run has trained on

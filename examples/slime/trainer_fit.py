@@ -21,8 +21,8 @@ import agentlightning as agl
 from agentlightning.execution.shared_memory import SharedMemoryExecutionStrategy
 
 from agl_slime import BridgeStore, ConcurrentRunner, SlimeAlgorithm
-from agl_slime.demo import LOOKUP_POLICY
-from agl_slime.demo.agent import LookupAgent
+from agl_slime.cli.demo import LOOKUP_POLICY
+from agl_slime.cli.demo.agent import LookupAgent
 
 
 def main() -> None:

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from agl_slime.demo import LOOKUP_POLICY, DemonstrationSource, LookupDemonstrations, ReverseDemonstrations
+from agl_slime.cli.demo import LOOKUP_POLICY, DemonstrationSource, LookupDemonstrations, ReverseDemonstrations
 from agl_slime.errors import ConfigError
 
 DEFAULT_SOURCES: tuple[DemonstrationSource, ...] = (LookupDemonstrations(), ReverseDemonstrations())

@@ -23,7 +23,7 @@ import transformers
 from torch.nn import functional
 from transformers import GenerationConfig, PreTrainedTokenizerBase, Qwen3Config, Qwen3ForCausalLM
 
-from agl_slime.demo import Demonstration, DemonstrationSource
+from agl_slime.cli.demo import Demonstration, DemonstrationSource
 from agl_slime.errors import ConfigError, TrainerError
 from agl_slime.support.files import whole_directory
 from scripts.tiny_policy.tokenizer import DEFAULT_SOURCES, make_tokenizer

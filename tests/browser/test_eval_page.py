@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from agl_slime.report.eval_page import write_eval_page
+from agl_slime.report.evaluation.page import write_eval_page
 from tests.browser.conftest import opened
 from tests.unit.test_eval_page import evaluation
 

@@ -30,9 +30,9 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-from agl_slime.audit import audit as audit_files
-from agl_slime.demo import LOOKUP_POLICY
+from agl_slime.cli.demo import LOOKUP_POLICY
 from agl_slime.engine.process import EmbeddedEngine
+from agl_slime.report.audit import audit as audit_files
 from tests.faults import kill_train
 from tests.faults.scripted_engine import ScriptedEngine, in_thread
 from tests.slime import standin_trainer

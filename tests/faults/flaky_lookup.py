@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from typing import Any
 
-from agl_slime.demo.agent import LookupAgent
+from agl_slime.cli.demo.agent import LookupAgent
 from agl_slime.errors import RewardError
 
 _FAILS = 0.15

@@ -30,9 +30,9 @@ from pathlib import Path
 import httpx
 import psutil
 
-from agl_slime.agl1.settings import PYTHON_VARIABLE
-from agl_slime.audit import audit
-from agl_slime.demo import LOOKUP_POLICY
+from agl_slime.cli.demo import LOOKUP_POLICY
+from agl_slime.gateway.agl1.settings import PYTHON_VARIABLE
+from agl_slime.report.audit import audit
 from agl_slime.runner.controller_process import agents_of
 from tests.faults.train_process import Run, train
 from tests.harness.agl1 import local_controller

@@ -26,16 +26,16 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from agl_slime import SGLangLitAgent
-from agl_slime.datasource.source import DataSourceSettings, GroupSource
+from agl_slime.agent.scheduler import MultiTurnScheduler
+from agl_slime.data.results import Outcome
+from agl_slime.data.source import DataSourceSettings, GroupSource
+from agl_slime.engine.client.transport import ClientSettings
 from agl_slime.events import GroupsCollected, RolloutFinished
-from agl_slime.groups.results import Outcome
 from agl_slime.loop.online import OnlineRLLoop
 from agl_slime.loop.settings import LoopSettings
-from agl_slime.rollout.scheduler import MultiTurnScheduler
 from agl_slime.runner.base import RunnerPlan
 from agl_slime.runner.concurrent import RunnerSettings
 from agl_slime.runner.processes import ProcessPool
-from agl_slime.sglang.transport import ClientSettings
 from agl_slime.store.bridge import BridgeStore
 from agl_slime.support.agl import LLM, EnqueueRolloutRequest, Rollout
 from agl_slime.types import Sample

@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from agl_slime.audit import audit
+from agl_slime.report.audit import audit
 from benchmarks.common import question, scripted_engine, tokenizer
 from tests.slime.support import environment, slime_dir
 
@@ -40,10 +40,10 @@ def live(directory: Path, url: str, number: int, iterations: int, staleness: int
     import yaml
     from rich.console import Console
 
-    from agl_slime.demo import LOOKUP_POLICY
-    from agl_slime.run.local import run_training
-    from agl_slime.run.parts import RunParts
-    from agl_slime.run.settings import TrainConfig
+    from agl_slime.cli.demo import LOOKUP_POLICY
+    from agl_slime.cli.local import run_training
+    from agl_slime.cli.parts import RunParts
+    from agl_slime.cli.settings import TrainConfig
     from benchmarks.common import question_agent
     from tests.slime.cpu import register_cpu
     from tests.slime.programs.common import start_ray

@@ -31,9 +31,9 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-from agl_slime.audit import audit as audit_files
-from agl_slime.demo import LOOKUP_POLICY
+from agl_slime.cli.demo import LOOKUP_POLICY
 from agl_slime.engine.process import EmbeddedEngine
+from agl_slime.report.audit import audit as audit_files
 
 _ROOT = Path(__file__).parents[2]
 _FLAGS = (
@@ -45,11 +45,11 @@ _FLAGS = (
 _EARLY = 0.25
 _COLD = 0.1
 _START_S = {True: 8.0, False: 3.0}  # about what a cold start takes, and another
-_IMPORTED = ["agl_slime.run.local", "agl_slime.trainers.local.trainer", "transformers.models.qwen3.modeling_qwen3"]
+_IMPORTED = ["agl_slime.cli.local", "agl_slime.train.local.trainer", "transformers.models.qwen3.modeling_qwen3"]
 
 
 def _train(flags: Sequence[str], log: Path) -> None:
-    from agl_slime.cli import run
+    from agl_slime.cli.main import run
 
     os.chdir(_ROOT)
     with log.open("ab") as out:

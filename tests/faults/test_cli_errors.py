@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from agl_slime.cli import COMMANDS, main
+from agl_slime.cli.main import COMMANDS, main
 from tests.faults.engine_faults import Status
 from tests.faults.scripted_engine import ScriptedEngine, in_thread
 from tests.harness.servers import server_that_answers
@@ -340,7 +340,7 @@ def test_the_commands_are_listed_and_an_unknown_one_is_named(capsys: pytest.Capt
 
 @pytest.mark.parametrize("arguments", [["train", "--help"], ["--help"], ["audit", "--help"]])
 def test_closed_stdout_ends_the_command_without_a_traceback(arguments: list[str]) -> None:
-    command = [sys.executable, "-m", "agl_slime.cli", *arguments]
+    command = [sys.executable, "-m", "agl_slime.cli.main", *arguments]
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment

@@ -20,7 +20,7 @@ from typing import Any
 import psutil
 import pytest
 
-from agl_slime.cli import main
+from agl_slime.cli.main import main
 from agl_slime.report.files import RunDir
 from agl_slime.report.state import read_state
 from tests.faults.train_process import train, watches
@@ -86,7 +86,7 @@ def test_ctrl_c_in_this_process(
 ) -> None:
     """Between two rewards of the third iteration, with the engine in a process of its own as ever."""
     pytest.importorskip("torch", reason='training needs torch: pip install "agl-slime[local]"')
-    from agl_slime.demo.agent import LookupAgent
+    from agl_slime.cli.demo.agent import LookupAgent
 
     rewards = itertools.count()
     interrupted: list[float] = []
@@ -211,7 +211,7 @@ def test_a_second_ctrl_c_ends_it_at_once(policy_dir: Path, tmp_path: Path) -> No
 
 BACKTRACKING = """
 import re
-from agl_slime.demo.agent import LookupAgent
+from agl_slime.cli.demo.agent import LookupAgent
 
 class Agent(LookupAgent):
     def compute_reward(self, task, response):

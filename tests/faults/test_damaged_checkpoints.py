@@ -12,14 +12,14 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from agl_slime.datasource.source import GroupSource  # noqa: E402
+from agl_slime.agent.partial import PartialRollouts  # noqa: E402
+from agl_slime.data.ledger import Ledger  # noqa: E402
+from agl_slime.data.source import GroupSource  # noqa: E402
 from agl_slime.errors import AglSlimeError  # noqa: E402
-from agl_slime.groups.ledger import Ledger  # noqa: E402
 from agl_slime.loop.checkpoint import Checkpoint, CheckpointWriter, load_newest, read_checkpoints  # noqa: E402
 from agl_slime.loop.settings import LoopState  # noqa: E402
-from agl_slime.rollout.partial import PartialRollouts  # noqa: E402
 from agl_slime.store.bridge import BridgeStore  # noqa: E402
-from agl_slime.trainers import LocalTrainer  # noqa: E402
+from agl_slime.train.local import LocalTrainer  # noqa: E402
 from tests.faults.damage import damage_checkpoint, stray  # noqa: E402
 from tests.harness.trainer_policy import make_model, make_samples, save_policy  # noqa: E402
 from tests.harness.trainers import trainer, weights  # noqa: E402

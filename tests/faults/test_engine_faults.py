@@ -10,6 +10,8 @@ from dataclasses import replace
 import pytest
 from aiohttp import web
 
+from agl_slime.engine.client.client import ClientSettings, SGLangClient
+from agl_slime.engine.client.generation import Generation, SamplingParams
 from agl_slime.errors import (
     EngineError,
     EngineProtocolError,
@@ -18,8 +20,6 @@ from agl_slime.errors import (
     EngineTimeoutError,
     EngineUnreachableError,
 )
-from agl_slime.sglang.client import ClientSettings, SGLangClient
-from agl_slime.sglang.generation import Generation, SamplingParams
 from tests.faults.engine_faults import (
     GARBAGE_JSON,
     HTML_PAGE,

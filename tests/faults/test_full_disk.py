@@ -14,9 +14,9 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from agl_slime.datasource.source import GroupSource  # noqa: E402
+from agl_slime.data.ledger import Ledger  # noqa: E402
+from agl_slime.data.source import GroupSource  # noqa: E402
 from agl_slime.errors import DiskFullError, TrainerError  # noqa: E402
-from agl_slime.groups.ledger import Ledger  # noqa: E402
 from agl_slime.loop.checkpoint import CheckpointWriter, read_checkpoints  # noqa: E402
 from agl_slime.loop.settings import LoopState  # noqa: E402
 from agl_slime.report.files import IterationFile, iter_jsonl  # noqa: E402

@@ -16,21 +16,21 @@ import aiohttp
 import httpx
 import pytest
 
+from agl_slime.agent.access import EngineAccess
+from agl_slime.engine.client.client import SGLangClient
+from agl_slime.engine.client.generation import SamplingParams
 from agl_slime.errors import EngineUnreachableError
 from agl_slime.gateway.chat import ChatCompletions
 from agl_slime.gateway.settings import GatewaySettings
-from agl_slime.rollout.access import EngineAccess
-from agl_slime.sglang.client import SGLangClient
-from agl_slime.sglang.generation import SamplingParams
 from agl_slime.store.bridge import BridgeStore
 from agl_slime.store.client import RemoteStore
 from agl_slime.store.server import StoreService
 from agl_slime.support.agl import ProxyLLM, Span
 from agl_slime.support.threads import run_blocking
+from agl_slime.tokens import attributes as names
 from agl_slime.tokens.forks import ForkReason
-from agl_slime.trace import attributes as names
-from agl_slime.trace.reward import read_turn_rewards
-from agl_slime.trace.span_codec import decode_turns
+from agl_slime.tokens.reward import read_turn_rewards
+from agl_slime.tokens.span_codec import decode_turns
 from tests.harness.gateway import BODY, HELLO, QUICK, WEATHER, Case, chat, serving, trained_once
 from tests.harness.waiting import until
 from tests.integration.test_gateway_store import BODY as STORE_BODY

@@ -20,8 +20,8 @@ from agl_slime.errors import ConfigError
 from agl_slime.gateway.server import Gateway
 from agl_slime.gateway.settings import GatewaySettings
 from agl_slime.support.threads import run_blocking
-from agl_slime.trace import attributes as names
-from agl_slime.trace.span_codec import decode_turns
+from agl_slime.tokens import attributes as names
+from agl_slime.tokens.span_codec import decode_turns
 from tests.faults.engine_faults import BreakOff, Reset, Status
 from tests.harness.gateway import BODY, CALL, HELLO, WEATHER, chat, serving, trained_once
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from agl_slime.agl1.settings import PYTHON_VARIABLE
+from agl_slime.gateway.agl1.settings import PYTHON_VARIABLE
 from tests.faults.kill_controller import run
 
 pytest.importorskip("torch", reason="needs agl-slime[local]")

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from agl_slime.demo import LOOKUP_POLICY
+from agl_slime.cli.demo import LOOKUP_POLICY
 from agl_slime.engine.process import EmbeddedEngine
 from agl_slime.loop.checkpoint import read_checkpoints
 from agl_slime.tokens.codec import unpack_token_ids

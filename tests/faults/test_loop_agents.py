@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
+from agl_slime.data.results import Outcome
 from agl_slime.errors import LoopError
 from agl_slime.events import Warning
-from agl_slime.groups.results import Outcome
 from agl_slime.support.agl import LitAgent, emit_reward
 from tests.faults.scripted_engine import ScriptedEngine
 from tests.harness.loop import TASKS, HelloAgent, LoopCase, hello_engine, threads_of_ours

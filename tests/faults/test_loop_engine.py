@@ -10,9 +10,9 @@ from dataclasses import replace
 
 import pytest
 
+from agl_slime.data.results import Outcome
+from agl_slime.engine.client.weights import DiskWeightSync
 from agl_slime.errors import LoopError, WeightSyncError
-from agl_slime.groups.results import Outcome
-from agl_slime.sglang.weights import DiskWeightSync
 from tests.faults.engine_faults import GARBAGE_JSON, HTML_PAGE, Abort, Fault, NewVersion, Reset, Stall, Status
 from tests.harness.loop import QUICK_CLIENT, HelloAgent, LoopCase, hello_engine, threads_of_ours
 from tests.harness.tokenizers import small_tokenizer

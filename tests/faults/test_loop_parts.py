@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from agl_slime.datasource.source import DataSourceSettings
+from agl_slime.data.results import Outcome
+from agl_slime.data.source import DataSourceSettings
 from agl_slime.errors import ConfigError, DataSourceError, LoopError, TrainerError
 from agl_slime.events import PhaseStarted
-from agl_slime.groups.results import Outcome
 from agl_slime.loop import schedule
 from agl_slime.store.bridge import BridgeStore
 from agl_slime.support.agl import InMemoryLightningStore

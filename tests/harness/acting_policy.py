@@ -14,7 +14,7 @@ import torch
 from tokenizers import AddedToken
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
-from agl_slime.demo.formats import Demonstration, Quality
+from agl_slime.cli.demo.formats import Demonstration, Quality
 from scripts.tiny_policy.tokenizer import train_tokenizer
 from scripts.tiny_policy.warmup import PolicySettings, edit_json, warm_up
 

@@ -12,10 +12,10 @@ from typing import Any
 
 import httpx
 
-from agl_slime.agl1.schemas import Config, LocalConfig
-from agl_slime.agl1.server import ControllerGateway
-from agl_slime.agl1.settings import PYTHON_VARIABLE
-from agl_slime.rollout.access import EngineAccess
+from agl_slime.agent.access import EngineAccess
+from agl_slime.gateway.agl1.schemas import Config, LocalConfig
+from agl_slime.gateway.agl1.server import ControllerGateway
+from agl_slime.gateway.agl1.settings import PYTHON_VARIABLE
 from agl_slime.runner.controller_process import end_agents
 from agl_slime.store.bridge import BridgeStore
 from agl_slime.support.agl import LLM

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from agl_slime.sglang.generation import FinishReason, Generation, SamplingParams
+from agl_slime.engine.client.generation import FinishReason, Generation, SamplingParams
 from agl_slime.tokens.codec import common_prefix
 from agl_slime.tokens.conversation import ChatContext
 from agl_slime.tokens.forks import ForkReason
-from agl_slime.trace.turn import Turn
+from agl_slime.tokens.turn import Turn
 
 
 def generation_of(

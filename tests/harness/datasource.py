@@ -6,8 +6,8 @@ import asyncio
 import threading
 from collections.abc import Callable
 
-from agl_slime.datasource.source import DataSourceSettings, GroupSource
-from agl_slime.groups.results import GroupResult, MemberResult, Outcome
+from agl_slime.data.results import GroupResult, MemberResult, Outcome
+from agl_slime.data.source import DataSourceSettings, GroupSource
 from agl_slime.types import Sample
 
 QUICK = DataSourceSettings(get_timeout_s=20.0, poll_interval_s=0.01)

@@ -11,17 +11,17 @@ from typing import Any
 
 import httpx
 
+from agl_slime.agent.access import EngineAccess
+from agl_slime.engine.client.transport import ClientSettings
 from agl_slime.gateway.attempt import Attempt
 from agl_slime.gateway.server import Gateway
 from agl_slime.gateway.settings import GatewaySettings
-from agl_slime.rollout.access import EngineAccess
-from agl_slime.sglang.transport import ClientSettings
 from agl_slime.support.agl import LLM
 from agl_slime.support.threads import run_blocking
 from agl_slime.tokens.codec import token_array
-from agl_slime.trace.segments import Segment, merge_turns
-from agl_slime.trace.span_codec import decode_turns
-from agl_slime.trace.turn import Turn
+from agl_slime.tokens.segments import Segment, merge_turns
+from agl_slime.tokens.span_codec import decode_turns
+from agl_slime.tokens.turn import Turn
 from tests.faults.scripted_engine import ScriptedEngine, in_thread
 from tests.harness.tokenizers import small_tokenizer
 

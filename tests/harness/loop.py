@@ -9,14 +9,14 @@ from contextlib import contextmanager
 from typing import Any
 
 from agl_slime import SGLangLitAgent
-from agl_slime.datasource.source import DataSourceSettings, GroupSource
+from agl_slime.data.policy import MinimumViableGroup
+from agl_slime.data.source import DataSourceSettings, GroupSource
+from agl_slime.engine.client.transport import ClientSettings
 from agl_slime.events import Event, IterationFinished, RolloutFinished, RunFinished
-from agl_slime.groups.policy import MinimumViableGroup
 from agl_slime.loop.online import OnlineRLLoop
 from agl_slime.loop.settings import LoopSettings, LoopState
 from agl_slime.runner.base import RunnerPlan
 from agl_slime.runner.concurrent import RunnerSettings
-from agl_slime.sglang.transport import ClientSettings
 from agl_slime.store.bridge import BridgeStore
 from agl_slime.support.agl import LLM, LightningStore
 from agl_slime.types import Sample

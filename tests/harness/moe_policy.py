@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from transformers import AutoTokenizer, OlmoeConfig, OlmoeForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from agl_slime.demo import LOOKUP_POLICY
+from agl_slime.cli.demo import LOOKUP_POLICY
 
 LAYERS, TOP_K, EXPERTS = 3, 2, 8
 FAMILIES: dict[str, tuple[Any, Any]] = {

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
-from agl_slime.trace.span_codec import TurnEncoder
-from agl_slime.trace.turn import Turn
+from agl_slime.tokens.span_codec import TurnEncoder
+from agl_slime.tokens.turn import Turn
 from agl_slime.types import Sample
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from agl_slime.sglang.generation import WeightSpan
+from agl_slime.engine.client.generation import WeightSpan
 from agl_slime.support.agl import (
     AttemptedRollout,
     EnqueueRolloutRequest,
@@ -15,9 +15,9 @@ from agl_slime.support.agl import (
     Span,
     emit_reward,
 )
-from agl_slime.trace import attributes as names
-from agl_slime.trace.span_codec import TurnEncoder
-from agl_slime.trace.turn import Turn
+from agl_slime.tokens import attributes as names
+from agl_slime.tokens.span_codec import TurnEncoder
+from agl_slime.tokens.turn import Turn
 
 RESPONSE = (4, 5)
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from agl_slime.trainers import LocalTrainer, LocalTrainerSettings
+from agl_slime.train.local import LocalTrainer, LocalTrainerSettings
 
 # One step on the whole batch and no clipping of the gradient: what the formulas say, without the rest.
 ONE_STEP = LocalTrainerSettings(n_minibatches=1, grad_clip=math.inf)

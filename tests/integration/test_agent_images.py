@@ -5,11 +5,11 @@ from __future__ import annotations
 import io
 from typing import Any
 
-from agl_slime.rollout.agent import SGLangLitAgent
-from agl_slime.rollout.session import RolloutSession
-from agl_slime.sglang.generation import SamplingParams
-from agl_slime.slime.replay import with_train_inputs
+from agl_slime.agent.agent import SGLangLitAgent
+from agl_slime.agent.session import RolloutSession
+from agl_slime.engine.client.generation import SamplingParams
 from agl_slime.tokens.images import MARK, ImageSettings
+from agl_slime.train.slime.replay import with_train_inputs
 from agl_slime.types import sample_from_json, sample_to_json
 from tests.faults.engine_faults import Abort
 from tests.faults.scripted_engine import in_thread

@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
-from agl_slime.datasource.read import collect
+from agl_slime.data.read import collect
 from agl_slime.support.agl import LLM
 from agl_slime.support.threads import run_blocking
 from benchmarks.common import Countdown

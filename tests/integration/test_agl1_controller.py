@@ -15,11 +15,11 @@ from typing import Any
 import psutil
 import pytest
 
-from agl_slime.agl1.settings import PYTHON_VARIABLE, ControllerSettings
-from agl_slime.datasource.read import collect
-from agl_slime.demo import LOOKUP_POLICY
+from agl_slime.cli.demo import LOOKUP_POLICY
+from agl_slime.data.read import collect
 from agl_slime.engine.sglang_process import SGLANG_PYTHON
 from agl_slime.errors import ConfigError
+from agl_slime.gateway.agl1.settings import PYTHON_VARIABLE, ControllerSettings
 from agl_slime.report import read_metrics
 from agl_slime.runner.base import RunnerPlan
 from agl_slime.runner.controller import ControllerPool

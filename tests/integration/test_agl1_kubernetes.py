@@ -14,8 +14,8 @@ from typing import Any
 import httpx
 import pytest
 
-from agl_slime.agl1.settings import PYTHON_VARIABLE, ControllerSettings
-from agl_slime.datasource.read import collect
+from agl_slime.data.read import collect
+from agl_slime.gateway.agl1.settings import PYTHON_VARIABLE, ControllerSettings
 from agl_slime.runner.base import RunnerPlan
 from agl_slime.runner.controller import ControllerPool
 from agl_slime.store.bridge import BridgeStore

@@ -18,8 +18,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from agl_slime.agl1.settings import ControllerSettings
-from agl_slime.datasource.read import collect
+from agl_slime.data.read import collect
+from agl_slime.gateway.agl1.settings import ControllerSettings
 from agl_slime.runner.controller_process import ControllerProcess
 from agl_slime.support.agl import LLM
 from agl_slime.support.threads import run_blocking

@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[2]
 @pytest.mark.parametrize(
     "command",
     [
-        ["-c", "from agl_slime.cli import run; run()", "gateway", "--store-url", "http://127.0.0.1:1"],
+        ["-c", "from agl_slime.cli.main import run; run()", "gateway", "--store-url", "http://127.0.0.1:1"],
         ["train.py", "--num-iterations", "1"],
     ],
 )
@@ -28,7 +28,7 @@ def test_where_1_x_is_installed_every_command_says_so_in_one_sentence(tmp_path: 
     )
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join((str(tmp_path), str(ROOT)))}
     known = subprocess.run(
-        [sys.executable, "-c", "import agl_slime; from agl_slime.cli import main; main(['--help'])"],
+        [sys.executable, "-c", "import agl_slime; from agl_slime.cli.main import main; main(['--help'])"],
         env=environment,
         timeout=60,
     )

@@ -16,13 +16,13 @@ from rich.console import Console
 
 pytest.importorskip("torch", reason='training needs torch: pip install "agl-slime[local]"')
 
-from agl_slime.audit import audit
-from agl_slime.audit.weights import missing_checkpoints
-from agl_slime.cli import main
-from agl_slime.demo import LOOKUP_POLICY
+from agl_slime.cli.demo import LOOKUP_POLICY
+from agl_slime.cli.local import run_training
+from agl_slime.cli.main import main
+from agl_slime.cli.settings import TrainConfig
 from agl_slime.engine import EmbeddedEngine
-from agl_slime.run.local import run_training
-from agl_slime.run.settings import TrainConfig
+from agl_slime.report.audit import audit
+from agl_slime.report.audit.weights import missing_checkpoints
 from tests.harness.audit_mutations import LOSSES, damage, lie, lose
 
 _FLAKY = "tests.faults.flaky_lookup:FlakyLookup"

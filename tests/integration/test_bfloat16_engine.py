@@ -9,10 +9,10 @@ import pytest
 
 torch = pytest.importorskip("torch", reason='the weights are written with torch: pip install "agl-slime[local]"')
 
-from agl_slime.sglang.client import SGLangClient  # noqa: E402
-from agl_slime.sglang.generation import SamplingParams  # noqa: E402
-from agl_slime.sglang.weights import DiskWeightSync  # noqa: E402
-from agl_slime.trainers import LocalTrainer, LocalTrainerSettings  # noqa: E402
+from agl_slime.engine.client.client import SGLangClient  # noqa: E402
+from agl_slime.engine.client.generation import SamplingParams  # noqa: E402
+from agl_slime.engine.client.weights import DiskWeightSync  # noqa: E402
+from agl_slime.train.local import LocalTrainer, LocalTrainerSettings  # noqa: E402
 from tests.integration.engine_servers import real_sglang  # noqa: E402
 
 GREEDY = SamplingParams(max_new_tokens=16, temperature=0.0)

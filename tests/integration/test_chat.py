@@ -10,13 +10,13 @@ import pytest
 
 pytest.importorskip("torch", reason='the engine needs torch: pip install "agl-slime[local]"')
 
+from agl_slime.cli.chat import ChatConfig, chat
 from agl_slime.errors import ConfigError
-from agl_slime.run.chat import ChatConfig, chat
 
 AGENT = '''
 import random
 from agl_slime import SGLangLitAgent
-from agl_slime.demo import LookupDemonstrations
+from agl_slime.cli.demo import LookupDemonstrations
 
 
 def lookup(key: str) -> str:

@@ -16,10 +16,10 @@ from pathlib import Path
 import aiohttp
 import pytest
 
+from agl_slime.engine.client.client import ClientSettings, SGLangClient
+from agl_slime.engine.client.generation import Generation, SamplingParams
+from agl_slime.engine.client.weights import DiskWeightSync
 from agl_slime.errors import ContextOverflowError, EngineRequestError, WeightSyncError
-from agl_slime.sglang.client import ClientSettings, SGLangClient
-from agl_slime.sglang.generation import Generation, SamplingParams
-from agl_slime.sglang.weights import DiskWeightSync
 from tests.integration.engine_servers import Server
 
 # a cache that is filled in another order gives other roundings, in float32 some 1e-6

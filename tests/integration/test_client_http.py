@@ -12,6 +12,8 @@ import warnings
 
 import pytest
 
+from agl_slime.engine.client.client import ClientSettings, SGLangClient
+from agl_slime.engine.client.generation import SamplingParams, WeightSpan
 from agl_slime.errors import (
     ConfigError,
     ContextOverflowError,
@@ -19,8 +21,6 @@ from agl_slime.errors import (
     EngineServerError,
     OutOfVocabularyError,
 )
-from agl_slime.sglang.client import ClientSettings, SGLangClient
-from agl_slime.sglang.generation import SamplingParams, WeightSpan
 from tests.faults.engine_faults import Abort
 from tests.faults.scripted_engine import ScriptedEngine, in_thread
 
@@ -199,8 +199,8 @@ def test_a_low_limit_of_open_files_is_no_failure(hard: int, warns: bool) -> None
     pytest.importorskip("resource", reason="this system has no such limit")
     program = f"""
 import asyncio, logging, resource
-from agl_slime.sglang.client import ClientSettings, SGLangClient
-from agl_slime.sglang.generation import SamplingParams
+from agl_slime.engine.client.client import ClientSettings, SGLangClient
+from agl_slime.engine.client.generation import SamplingParams
 
 logging.basicConfig()
 resource.setrlimit(resource.RLIMIT_NOFILE, (60, {hard}))

@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 
 from agl_slime import AGLDataSource, slime_hooks
-from agl_slime.datasource import completions
-from agl_slime.datasource.source import DataSourceSettings
+from agl_slime.data import completions
+from agl_slime.data.results import Outcome
+from agl_slime.data.source import DataSourceSettings
 from agl_slime.errors import DataSourceError
-from agl_slime.groups.results import Outcome
 from agl_slime.store.bridge import BridgeStore
 from agl_slime.types import Sample
 from tests.harness.slime_source import (

@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from agl_slime.datasource.source import DataSourceSettings, GroupSource
+from agl_slime.data.policy import CompleteGroup, MinimumViableGroup
+from agl_slime.data.results import Outcome
+from agl_slime.data.source import DataSourceSettings, GroupSource
 from agl_slime.errors import DataSourceError
-from agl_slime.groups.policy import CompleteGroup, MinimumViableGroup
-from agl_slime.groups.results import Outcome
 from agl_slime.store.bridge import BridgeStore
 from agl_slime.support.agl import InMemoryLightningStore, Span, emit_reward
 from agl_slime.types import Sample

@@ -6,7 +6,7 @@ import asyncio
 import time
 from itertools import pairwise
 
-from agl_slime.datasource.source import DataSourceSettings, GroupSource
+from agl_slime.data.source import DataSourceSettings, GroupSource
 from agl_slime.store.bridge import BridgeStore
 from agl_slime.support.agl import InMemoryLightningStore, Rollout
 from tests.harness.datasource import QUICK, get

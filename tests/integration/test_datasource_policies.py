@@ -10,10 +10,10 @@ from dataclasses import replace
 
 import pytest
 
-from agl_slime.datasource.source import DataSourceSettings, GroupSource
+from agl_slime.data.policy import GroupPolicy, MinimumViableGroup, RetryGroup, zero_variance
+from agl_slime.data.results import Outcome
+from agl_slime.data.source import DataSourceSettings, GroupSource
 from agl_slime.errors import DataSourceError
-from agl_slime.groups.policy import GroupPolicy, MinimumViableGroup, RetryGroup, zero_variance
-from agl_slime.groups.results import Outcome
 from agl_slime.store.bridge import BridgeStore
 from agl_slime.support.agl import Rollout
 from tests.harness.datasource import Told, counts_of, get

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from agl_slime import AGLDataSource
-from agl_slime.datasource.source import DataSourceSettings, GroupSource
+from agl_slime.data.results import Outcome
+from agl_slime.data.source import DataSourceSettings, GroupSource
 from agl_slime.errors import ConfigError, DataSourceError
-from agl_slime.groups.results import Outcome
 from agl_slime.store.bridge import BridgeStore
 from agl_slime.support.agl import InMemoryLightningStore
 from tests.harness.datasource import QUICK, counts_of, get

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from agl_slime.datasource.read import collect
+from agl_slime.data.read import collect
 from agl_slime.store.bridge import BridgeStore
-from agl_slime.trace import attributes as names
-from agl_slime.trace.span_codec import TurnEncoder
+from agl_slime.tokens import attributes as names
+from agl_slime.tokens.span_codec import TurnEncoder
 from tests.harness.stores import a_turn, enqueue, finish
 
 

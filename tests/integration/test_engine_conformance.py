@@ -15,7 +15,7 @@ import pytest
 torch = pytest.importorskip("torch", reason='the embedded engine needs torch: pip install "agl-slime[local]"')
 pytest.importorskip("transformers")
 
-from agl_slime.demo import LookupDemonstrations  # noqa: E402
+from agl_slime.cli.demo import LookupDemonstrations  # noqa: E402
 from tests.integration.engine_client import (  # noqa: E402
     PROMPTS,
     TOLERANCE,

@@ -12,7 +12,7 @@ import pytest
 pytest.importorskip("torch", reason='the embedded engine needs torch: pip install "agl-slime[local]"')
 pytest.importorskip("transformers")
 
-from agl_slime.demo import LookupDemonstrations
+from agl_slime.cli.demo import LookupDemonstrations
 from tests.integration.engine_client import (
     PROMPTS,
     Client,

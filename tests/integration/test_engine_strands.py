@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from agl_slime.demo import LookupDemonstrations
-from agl_slime.sglang.client import SGLangClient
-from agl_slime.sglang.generation import SamplingParams
+from agl_slime.cli.demo import LookupDemonstrations
+from agl_slime.engine.client.client import SGLangClient
+from agl_slime.engine.client.generation import SamplingParams
 from agl_slime.tokens.loading import load_tokenizer
 
 pytestmark = pytest.mark.clients

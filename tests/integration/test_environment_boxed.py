@@ -14,11 +14,11 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from agl_slime.cli import main
+from agl_slime.cli.local import run_training
+from agl_slime.cli.main import main
+from agl_slime.cli.settings import TrainConfig
 from agl_slime.environments.environment import load_environment
 from agl_slime.errors import ConfigError
-from agl_slime.run.local import run_training
-from agl_slime.run.settings import TrainConfig
 from tests.environments import boxed
 from tests.harness.environments import env_python
 

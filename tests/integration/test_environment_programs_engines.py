@@ -24,17 +24,17 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from agl_slime.cli import main
+from agl_slime.agent.access import EngineAccess
+from agl_slime.cli.local import run_training
+from agl_slime.cli.main import main
+from agl_slime.cli.settings import TrainConfig
+from agl_slime.engine.client.client import SGLangClient
 from agl_slime.gateway.server import Gateway
 from agl_slime.report import read_metrics
-from agl_slime.rollout.access import EngineAccess
-from agl_slime.run.local import run_training
-from agl_slime.run.settings import TrainConfig
-from agl_slime.sglang.client import SGLangClient
 from agl_slime.support.agl import LLM
 from agl_slime.support.threads import run_blocking
-from agl_slime.trace.segments import merge_turns
-from agl_slime.trace.span_codec import decode_turns
+from agl_slime.tokens.segments import merge_turns
+from agl_slime.tokens.span_codec import decode_turns
 from tests.harness.environments import ROOT, ask, env_python
 from tests.harness.gateway import trained_once, writer
 from tests.integration.engine_servers import real_sglang

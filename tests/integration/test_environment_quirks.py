@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from agl_slime.cli import main
-from agl_slime.datasource.read import collect
+from agl_slime.cli.chat import ChatConfig
+from agl_slime.cli.local import run_training
+from agl_slime.cli.main import main
+from agl_slime.cli.settings import TrainConfig
+from agl_slime.data.read import collect
 from agl_slime.environments.environment import load_environment
 from agl_slime.errors import ConfigError
-from agl_slime.run.chat import ChatConfig
-from agl_slime.run.local import run_training
-from agl_slime.run.settings import TrainConfig
 from agl_slime.runner.controller import ControllerPool
 from agl_slime.store.bridge import BridgeStore
 from agl_slime.support.agl import LLM

@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
-from agl_slime.datasource.read import collect
+from agl_slime.data.read import collect
+from agl_slime.data.results import MemberResult
 from agl_slime.environments.environment import Environment, load_environment
 from agl_slime.errors import ConfigError
-from agl_slime.groups.results import MemberResult
 from agl_slime.runner.controller import ControllerPool
 from agl_slime.store.bridge import BridgeStore
 from agl_slime.support.agl import LLM

@@ -20,12 +20,12 @@ from rich.console import Console
 
 pytest.importorskip("torch", reason='the engine needs torch: pip install "agl-slime[local]"')
 
+from agl_slime.cli.evaluate import EvalConfig, prepare, run_evaluation
 from agl_slime.errors import ConfigError
 from agl_slime.report.files import iter_jsonl
-from agl_slime.run.evaluate import EvalConfig, prepare, run_evaluation
 
 AGENTS = '''
-from agl_slime.demo.agent import LookupAgent
+from agl_slime.cli.demo.agent import LookupAgent
 
 
 class Picky(LookupAgent):
@@ -94,7 +94,7 @@ def test_samples_of_another_evaluation_are_never_mixed_in(
 
 
 JUDGED = """
-from agl_slime.demo.agent import LookupAgent
+from agl_slime.cli.demo.agent import LookupAgent
 from judging import judge
 
 
@@ -201,7 +201,7 @@ def test_model_against_itself_gains_and_loses_as_its_samples_do(policy_dir: Path
 @pytest.mark.slow
 def test_killed_evaluation_resumes(policy_dir: Path, tmp_path: Path) -> None:
     flags = ["--n-tasks", "64", "--k", "4", "--max-concurrent", "4", "--output-dir", str(tmp_path / "out")]
-    command = [sys.executable, "-m", "agl_slime.cli", "eval", str(policy_dir), *flags]
+    command = [sys.executable, "-m", "agl_slime.cli.main", "eval", str(policy_dir), *flags]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True) as process:
         assert process.stdout is not None
         for line in process.stdout:

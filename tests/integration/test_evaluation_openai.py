@@ -12,9 +12,9 @@ import pytest
 pytest.importorskip("torch", reason='the engine needs torch: pip install "agl-slime[local]"')
 pytest.importorskip("openai", reason="the stub is that of the tests of OpenAI's client")
 
+from agl_slime.cli.evaluate import EvalConfig
 from agl_slime.errors import ConfigError
 from agl_slime.report.files import iter_jsonl
-from agl_slime.run.evaluate import EvalConfig
 from tests.integration.test_evaluation import evaluate
 from tests.integration.test_multi_turn_api import serving
 

@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from agl_slime.cli import main
+from agl_slime.cli.export import dpo_rows, export_run, sft_rows
+from agl_slime.cli.main import main
 from agl_slime.errors import ConfigError
 from agl_slime.report.files import iter_jsonl
-from agl_slime.run.export import dpo_rows, export_run, sft_rows
 
 
 def rollout(group: str, reward: float | None, *answers: str, name: str = "") -> dict[str, Any]:
@@ -69,9 +69,9 @@ def test_export_of_a_run_without_rollouts_names_the_flag(tmp_path: Path) -> None
 @pytest.fixture(scope="module")
 def run_dir(policy_dir: Path, embedded_engine: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """One iteration that keeps all rollouts; the shared engine is left with its weights."""
-    from agl_slime.run.local import run_training
-    from agl_slime.run.settings import TrainConfig
-    from agl_slime.sglang.weights import DiskWeightSync
+    from agl_slime.cli.local import run_training
+    from agl_slime.cli.settings import TrainConfig
+    from agl_slime.engine.client.weights import DiskWeightSync
 
     directory = tmp_path_factory.mktemp("export") / "run"
     config = TrainConfig(

@@ -13,10 +13,10 @@ from openai import OpenAI
 from agl_slime.errors import TraceError
 from agl_slime.gateway import sampling
 from agl_slime.gateway.settings import GatewaySettings
+from agl_slime.tokens import attributes as names
+from agl_slime.tokens.converter import convert_trajectory
 from agl_slime.tokens.forks import ForkReason
-from agl_slime.trace import attributes as names
-from agl_slime.trace.converter import convert_trajectory
-from agl_slime.trace.trajectory import Trajectory
+from agl_slime.tokens.trajectory import Trajectory
 from tests.harness.gateway import CALL, CALL_TWO, TEMPLATE, WEATHER, Case, serving, trained_once
 
 HELLO: list[Any] = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hello?"}]
@@ -185,7 +185,9 @@ def test_a_rollout_of_which_nothing_may_be_trained_says_why() -> None:
     with serving("{}", settings=GatewaySettings(constraints="mask")) as case:
         ask(case, response_format={"type": "json_object"})
         trajectory = Trajectory(rollout_id="ro-1", attempt_id="at-1", task={}, turns=tuple(case.turns), reward=1.0)
-        with pytest.raises(TraceError, match=r"answers are not trained \(constrained\); --constraints drop samples them freely"):
+        with pytest.raises(
+            TraceError, match=r"answers are not trained \(constrained\); --constraints drop samples them freely"
+        ):
             convert_trajectory(trajectory, untrained_turns=[0])
 
 

@@ -8,9 +8,9 @@ import httpx
 import pytest
 
 from agl_slime.gateway.raw import RawContext, RawMatch
+from agl_slime.tokens.attributes import MESSAGES_NEW
 from agl_slime.tokens.forks import ForkReason
 from agl_slime.tokens.template import chat_template
-from agl_slime.trace.attributes import MESSAGES_NEW
 from tests.harness.gateway import TEMPLATE, Case, serving, trained_once
 from tests.harness.tokenizers import small_tokenizer
 

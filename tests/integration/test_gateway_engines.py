@@ -11,17 +11,17 @@ import openai
 import pytest
 from openai import AsyncOpenAI, OpenAI
 
+from agl_slime.agent.access import EngineAccess
+from agl_slime.agent.by_file import import_file
+from agl_slime.engine.client.client import SGLangClient
+from agl_slime.engine.client.generation import SamplingParams
 from agl_slime.gateway.server import Gateway
 from agl_slime.gateway.settings import GatewaySettings
-from agl_slime.rollout.access import EngineAccess
-from agl_slime.rollout.by_file import import_file
-from agl_slime.sglang.client import SGLangClient
-from agl_slime.sglang.generation import SamplingParams
 from agl_slime.support.agl import LLM
 from agl_slime.tokens.formats import get_tool_parser
 from agl_slime.tokens.loading import load_tokenizer
-from agl_slime.trace.segments import merge_turns
-from agl_slime.trace.span_codec import decode_turns
+from agl_slime.tokens.segments import merge_turns
+from agl_slime.tokens.span_codec import decode_turns
 from tests.harness.gateway import WEATHER, trained_once, writer
 from tests.harness.tool_formats import FORMATS, template_of
 from tests.integration.engine_servers import Server

@@ -37,9 +37,9 @@ import pytest
 from rich.console import Console
 
 from agl_slime.gateway.settings import GatewaySettings
-from agl_slime.trace.segments import merge_turns
-from agl_slime.trace.span_codec import decode_turns
-from agl_slime.trace.turn import Turn
+from agl_slime.tokens.segments import merge_turns
+from agl_slime.tokens.span_codec import decode_turns
+from agl_slime.tokens.turn import Turn
 from tests.faults.scripted_engine import in_thread
 from tests.harness.gateway import engine_saying, trained_once
 from tests.harness.tokenizers import small_tokenizer
@@ -309,10 +309,10 @@ TRAINED = [pytest.param(name, marks=SGLANG if name == "room" else pytest.mark.cl
 @pytest.mark.parametrize("example", TRAINED, indirect=True)
 async def test_an_example_trains(example: Example, tmp_path: Path, request: Any) -> None:
     pytest.importorskip("torch", reason='training needs torch: pip install "agl-slime[local]"')
+    from agl_slime.cli.local import run_training
+    from agl_slime.cli.parts import RunParts
+    from agl_slime.cli.settings import TrainConfig
     from agl_slime.report import read_metrics
-    from agl_slime.run.local import run_training
-    from agl_slime.run.parts import RunParts
-    from agl_slime.run.settings import TrainConfig
     from scripts.tiny_policy.warmup import PolicySettings, make_policy
 
     name = request.node.callspec.params["example"]

@@ -13,12 +13,12 @@ import httpx
 import pytest
 
 from agl_slime.gateway.settings import GatewaySettings
-from agl_slime.slime.replay import with_train_inputs
+from agl_slime.tokens import attributes as names
+from agl_slime.tokens.converter import convert_trajectory
 from agl_slime.tokens.forks import ForkReason
 from agl_slime.tokens.images import ImageSettings
-from agl_slime.trace import attributes as names
-from agl_slime.trace.converter import convert_trajectory
-from agl_slime.trace.trajectory import Trajectory
+from agl_slime.tokens.trajectory import Trajectory
+from agl_slime.train.slime.replay import with_train_inputs
 from tests.harness.gateway import Case, serving, trained_once
 from tests.harness.vision import expand, picture, processor, uri, vision_tokenizer
 

@@ -14,16 +14,16 @@ from typing import Any
 import httpx
 import pytest
 
-from agl_slime.cli import main
+from agl_slime.agent.access import EngineAccess
+from agl_slime.cli.main import main
 from agl_slime.errors import ConfigError
 from agl_slime.gateway.remote import StoreGateway
 from agl_slime.gateway.settings import GatewaySettings
-from agl_slime.rollout.access import EngineAccess
 from agl_slime.store.bridge import BridgeStore
 from agl_slime.store.client import RemoteStore
 from agl_slime.store.server import StoreService
 from agl_slime.support.agl import LLM, EnqueueRolloutRequest, ProxyLLM
-from agl_slime.trace.span_codec import decode_turns
+from agl_slime.tokens.span_codec import decode_turns
 from tests.faults.scripted_engine import ScriptedEngine, in_thread
 from tests.harness.gateway import QUICK, TEMPLATE, engine_saying
 from tests.harness.tokenizers import small_tokenizer
@@ -139,7 +139,7 @@ async def test_the_command_serves_until_it_is_interrupted(tmp_path: Path) -> Non
         rollout_id, attempt_id = await begun(store)
         flags = ["--store-url", service.url, "--sglang-url", engine.url, "--model-path", str(tmp_path)]
         run = await asyncio.create_subprocess_exec(
-            *[sys.executable, "-m", "agl_slime.cli", "gateway", *flags],
+            *[sys.executable, "-m", "agl_slime.cli.main", "gateway", *flags],
             env={**os.environ, "AGL_SLIME_GATEWAY_TOKEN": "secret"},
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.PIPE,

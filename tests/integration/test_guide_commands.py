@@ -80,7 +80,7 @@ def clone(tmp_path_factory: pytest.TempPathFactory, policy_dir: Path) -> Path:
 
 def run(command: str, place: Path) -> subprocess.CompletedProcess[str]:
     words = shlex.split(command)
-    here = {"python": [sys.executable], "agl-slime": [sys.executable, "-m", "agl_slime.cli"]}
+    here = {"python": [sys.executable], "agl-slime": [sys.executable, "-m", "agl_slime.cli.main"]}
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", "TERM": "dumb"}
     with subprocess.Popen(
         [*here[words[0]], *words[1:]],

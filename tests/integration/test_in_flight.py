@@ -11,9 +11,9 @@ import pytest
 from aiohttp import web
 from rich.console import Console
 
+from agl_slime.cli.settings import TrainConfig
+from agl_slime.engine.client.load import EngineLoads
 from agl_slime.errors import ConfigError
-from agl_slime.run.settings import TrainConfig
-from agl_slime.sglang.load import EngineLoads
 from agl_slime.support.http import listening
 
 
@@ -46,7 +46,7 @@ async def test_the_ranks_of_a_server_are_one_load() -> None:
 
 async def test_refusals_count_from_the_look_before_and_not_from_before_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     so_far = [7]
-    monkeypatch.setattr("agl_slime.sglang.load.refused_calls", lambda url: so_far[0])
+    monkeypatch.setattr("agl_slime.engine.client.load.refused_calls", lambda url: so_far[0])
     async with listening(serving(*(ranks({}) for _ in range(3))), host="127.0.0.1", port=0, backlog=8) as url:
         loads = EngineLoads(url)
         found = [(await loads.look()).refused]
@@ -67,7 +67,7 @@ async def test_a_server_that_does_not_say_it_is_one_sentence() -> None:
 @pytest.mark.slow
 def test_a_run_finds_its_number_and_says_it(policy_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("torch", reason='training needs torch: pip install "agl-slime[local]"')
-    from agl_slime.run.local import run_training
+    from agl_slime.cli.local import run_training
 
     # the tiny policy answers an iteration in under a second: looks a second apart may all fall between two of them
     monkeypatch.setattr("agl_slime.loop.auto_concurrency._LOOK_S", 0.05)

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
+from agl_slime.data.results import Outcome
 from agl_slime.errors import ConfigError, LoopError
 from agl_slime.events import IterationFinished
-from agl_slime.groups.results import Outcome
 from agl_slime.support.agl import LLM
 from agl_slime.types import Sample
 from tests.harness.loop import HelloAgent, LoopCase, hello_engine

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from agl_slime.data.results import Outcome
 from agl_slime.errors import ConfigError, LoopError
 from agl_slime.events import Event, GroupsCollected
-from agl_slime.groups.results import Outcome
 from agl_slime.loop.checkpoint import read_checkpoints
 from tests.harness.loop import hello_engine
 from tests.integration.test_loop_resume import Cut, Life, cut_after

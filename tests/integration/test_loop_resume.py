@@ -13,11 +13,11 @@ from typing import Any
 
 import pytest
 
-from agl_slime.datasource.source import DataSourceSettings, GroupSource
+from agl_slime.data.ledger import Ledger
+from agl_slime.data.results import Outcome
+from agl_slime.data.source import DataSourceSettings, GroupSource
 from agl_slime.errors import ConfigError, LoopError, TrainerError
 from agl_slime.events import BatchTrained
-from agl_slime.groups.ledger import Ledger
-from agl_slime.groups.results import Outcome
 from agl_slime.loop.checkpoint import Checkpoint, CheckpointWriter, load_newest, read_checkpoints
 from agl_slime.loop.online import OnlineRLLoop
 from agl_slime.loop.settings import LoopSettings, LoopState

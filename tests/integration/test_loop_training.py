@@ -16,16 +16,16 @@ from rich.console import Console
 
 pytest.importorskip("torch", reason='training needs torch: pip install "agl-slime[local]"')
 
+from agl_slime.agent.agent import SGLangLitAgent
+from agl_slime.cli.local import run_training
+from agl_slime.cli.parts import RunParts
+from agl_slime.cli.settings import TrainConfig
+from agl_slime.cli.start import check_tools
 from agl_slime.engine import EmbeddedEngine
+from agl_slime.engine.client.weights import DiskWeightSync
 from agl_slime.errors import AglSlimeError, ConfigError
 from agl_slime.metric_names import REQUIRED_KEYS
 from agl_slime.report import read_metrics
-from agl_slime.rollout.agent import SGLangLitAgent
-from agl_slime.run.local import run_training
-from agl_slime.run.parts import RunParts
-from agl_slime.run.settings import TrainConfig
-from agl_slime.run.start import check_tools
-from agl_slime.sglang.weights import DiskWeightSync
 from agl_slime.tokens.loading import load_tokenizer
 from tests.faults.token_counter import TokenCounter
 

@@ -11,12 +11,12 @@ from unittest.mock import Mock
 
 import pytest
 
+from agl_slime.agent import session as session_module
+from agl_slime.data.results import GroupResult, MemberResult
 from agl_slime.errors import ContextOverflowError, EngineServerError
-from agl_slime.groups.results import GroupResult, MemberResult
 from agl_slime.loop.metrics import collect_metrics
 from agl_slime.report.alarms import find_step_alarms
 from agl_slime.report.rollouts import describe_group
-from agl_slime.rollout import session as session_module
 from agl_slime.support.agl import LLM, Rollout
 from agl_slime.types import Sample
 from tests.harness.conversations import ScriptedClient, generation_of

@@ -15,11 +15,11 @@ from typing import Any
 import pytest
 from aiohttp import web
 
+from agl_slime.agent.batched.api_multi_turn import APIMultiTurnRollout, OpenAI
+from agl_slime.agent.batched.samples import messages_to_sample
+from agl_slime.agent.tools import ToolManager
+from agl_slime.engine.client.generation import SamplingParams
 from agl_slime.errors import ConfigError
-from agl_slime.rollout.batched.api_multi_turn import APIMultiTurnRollout, OpenAI
-from agl_slime.rollout.batched.samples import messages_to_sample
-from agl_slime.rollout.tools import ToolManager
-from agl_slime.sglang.generation import SamplingParams
 from tests.harness.samples import trained_ids
 from tests.harness.vocabularies import chat_tokenizer
 

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from agl_slime import SGLangLitAgent
+from agl_slime.agent.session import RolloutSession
+from agl_slime.engine.client.generation import Generation
 from agl_slime.errors import ConfigError
-from agl_slime.rollout.session import RolloutSession
-from agl_slime.sglang.generation import Generation
 from agl_slime.tokens import forks
 from agl_slime.types import Sample
 from tests.harness.conversations import ScriptedClient

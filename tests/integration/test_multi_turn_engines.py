@@ -13,13 +13,13 @@ from pathlib import Path
 from typing import Any
 
 from agl_slime import SGLangLitAgent
-from agl_slime.demo.formats import LookupDemonstrations
-from agl_slime.rollout.batched.multi_turn import MultiTurnRollout
-from agl_slime.rollout.batched.sampler import SGLangSampler
-from agl_slime.rollout.by_file import import_file
-from agl_slime.rollout.scheduler import MultiTurnScheduler, RolloutInferRequest, RolloutResponseChoice
-from agl_slime.sglang.client import SGLangClient
-from agl_slime.sglang.generation import Generation, SamplingParams
+from agl_slime.agent.batched.multi_turn import MultiTurnRollout
+from agl_slime.agent.batched.sampler import SGLangSampler
+from agl_slime.agent.by_file import import_file
+from agl_slime.agent.scheduler import MultiTurnScheduler, RolloutInferRequest, RolloutResponseChoice
+from agl_slime.cli.demo.formats import LookupDemonstrations
+from agl_slime.engine.client.client import SGLangClient
+from agl_slime.engine.client.generation import Generation, SamplingParams
 from agl_slime.tokens.loading import load_tokenizer
 from tests.harness.samples import trained_ids
 from tests.integration.engine_servers import Server

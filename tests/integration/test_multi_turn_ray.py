@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from agl_slime.rollout.batched.multi_turn import MultiTurnRollout
-from agl_slime.rollout.tools import ToolManager
+from agl_slime.agent.batched.multi_turn import MultiTurnRollout
+from agl_slime.agent.tools import ToolManager
 from tests.harness.vocabularies import chat_tokenizer
 from tests.unit.test_multi_turn_batched import CALL, ScriptedSampler, look, trained
 

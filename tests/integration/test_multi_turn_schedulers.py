@@ -7,15 +7,15 @@ from typing import Any
 
 import pytest
 
-from agl_slime.errors import ConfigError
-from agl_slime.rollout import scheduler as scheduler_module
-from agl_slime.rollout.loading import configure_agent, load_plugins
-from agl_slime.rollout.scheduler import (
+from agl_slime.agent import scheduler as scheduler_module
+from agl_slime.agent.loading import configure_agent, load_plugins
+from agl_slime.agent.scheduler import (
     MultiTurnScheduler,
     RolloutInferRequest,
     RolloutResponseChoice,
     register_scheduler,
 )
+from agl_slime.errors import ConfigError
 from agl_slime.types import Sample
 from tests.harness.conversations import ScriptedClient
 from tests.harness.samples import trained_ids
@@ -141,7 +141,7 @@ async def test_tools_and_a_scheduler_work_together() -> None:
 # ---------------------------------------------------------------------------------------------------------------------
 
 PLUGIN = """
-from agl_slime.rollout.scheduler import MultiTurnScheduler, register_scheduler
+from agl_slime.agent.scheduler import MultiTurnScheduler, register_scheduler
 
 @register_scheduler("plugged_in")
 class PluggedIn(MultiTurnScheduler):

@@ -12,18 +12,18 @@ from typing import Any
 import pytest
 
 from agl_slime import SGLangLitAgent
+from agl_slime.agent.partial import PartialRollouts
+from agl_slime.agent.session import RolloutSession
+from agl_slime.engine.client.client import SGLangClient
+from agl_slime.engine.client.generation import SamplingParams, WeightSpan
+from agl_slime.engine.client.resumable import Progress
 from agl_slime.errors import ConfigError
 from agl_slime.events import GroupsCollected
-from agl_slime.rollout.partial import PartialRollouts
-from agl_slime.rollout.session import RolloutSession
 from agl_slime.runner.concurrent import RunnerSettings
 from agl_slime.runner.thread import RunnerThread
-from agl_slime.sglang.client import SGLangClient
-from agl_slime.sglang.generation import SamplingParams, WeightSpan
-from agl_slime.sglang.resumable import Progress
 from agl_slime.store.bridge import BridgeStore
 from agl_slime.support.agl import LLM, EnqueueRolloutRequest
-from agl_slime.trace.converter import convert_rollout
+from agl_slime.tokens.converter import convert_rollout
 from tests.faults.engine_faults import digest
 from tests.faults.scripted_engine import ScriptedEngine
 from tests.harness.tokenizers import small_tokenizer
@@ -200,7 +200,7 @@ async def test_finished_failed_or_anonymous_rollouts_are_not_kept(tmp_path: Path
 async def test_without_the_engine_the_checkpoint_is_written_all_the_same(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("agl_slime.rollout.partial._CUT_TIMEOUT_S", 0.2)
+    monkeypatch.setattr("agl_slime.agent.partial._CUT_TIMEOUT_S", 0.2)
     async with Counting().engine() as engine, SGLangClient(base_url=engine.url) as client:
         partial = PartialRollouts()
         await partial.client(client, rollout()).generate([5, 6], SAMPLING)

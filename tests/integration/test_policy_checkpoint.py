@@ -18,7 +18,7 @@ torch = pytest.importorskip("torch", reason='the tiny policy needs torch: pip in
 transformers = pytest.importorskip("transformers")
 load = pytest.importorskip("safetensors.torch").load
 
-from agl_slime.demo import LOOKUP_POLICY, LookupDemonstrations  # noqa: E402
+from agl_slime.cli.demo import LOOKUP_POLICY, LookupDemonstrations  # noqa: E402
 from agl_slime.errors import ConfigError, TrainerError  # noqa: E402
 from scripts.tiny_policy.warmup import SPEC_FILE, PolicySettings, make_policy, spec_of  # noqa: E402
 
@@ -66,7 +66,7 @@ def test_a_warm_up_that_does_not_learn_is_an_error_and_leaves_nothing(tmp_path: 
 
 def test_the_shipped_policy_is_of_todays_demonstrations_and_needs_no_torch() -> None:
     """Fails when the demonstrations or settings have changed: run scripts/make_demo_policy.py."""
-    program = "import sys; from agl_slime.demo import LOOKUP_POLICY; print('torch' in sys.modules)"
+    program = "import sys; from agl_slime.cli.demo import LOOKUP_POLICY; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout == "False\n"
     files = {path.name: path.read_bytes() for path in LOOKUP_POLICY.iterdir()}

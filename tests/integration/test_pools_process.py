@@ -17,8 +17,8 @@ from typing import Any
 
 import pytest
 
+from agl_slime.agent.loading import load_agent
 from agl_slime.errors import ConfigError, LoopError
-from agl_slime.rollout.loading import load_agent
 from agl_slime.runner.base import RunnerPlan
 from agl_slime.runner.concurrent import RunnerSettings
 from agl_slime.runner.make import make_runners

@@ -14,9 +14,9 @@ import httpx
 import pytest
 
 from agl_slime.buffer.generators.base_generator import BaseGenerator
-from agl_slime.cli import main
+from agl_slime.cli.doctor import examine
+from agl_slime.cli.main import main
 from agl_slime.report.alarms import find_alarms
-from agl_slime.run.doctor import examine
 from agl_slime.runner.base import RunnerSettings
 from agl_slime.runner.thread import RunnerThread
 from agl_slime.store.bridge import BridgeStore

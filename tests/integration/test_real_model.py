@@ -15,13 +15,13 @@ from typing import Any
 
 import pytest
 
+from agl_slime.cli.models import find_model
+from agl_slime.cli.smollm2 import smollm2_directory
+from agl_slime.engine.client.client import SGLangClient
+from agl_slime.engine.client.generation import SamplingParams
+from agl_slime.engine.client.weights import DiskWeightSync
 from agl_slime.engine.process import EmbeddedEngine
 from agl_slime.errors import AglSlimeError
-from agl_slime.run.models import find_model
-from agl_slime.run.smollm2 import smollm2_directory
-from agl_slime.sglang.client import SGLangClient
-from agl_slime.sglang.generation import SamplingParams
-from agl_slime.sglang.weights import DiskWeightSync
 from agl_slime.support.threads import usable_cores
 from agl_slime.tokens.loading import load_tokenizer
 from agl_slime.types import Sample
@@ -78,8 +78,8 @@ def test_the_tokenizer_is_the_models_own(model_dir: Path, prompt: list[int]) -> 
 def test_served_trained_for_a_step_and_synchronised(
     model_dir: Path, engine: str, prompt: list[int], tmp_path: Path
 ) -> None:
-    from agl_slime.trainers.local.settings import LocalTrainerSettings
-    from agl_slime.trainers.local.trainer import LocalTrainer
+    from agl_slime.train.local.settings import LocalTrainerSettings
+    from agl_slime.train.local.trainer import LocalTrainer
 
     trainer = LocalTrainer(
         model_path=model_dir,

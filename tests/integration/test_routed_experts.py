@@ -17,23 +17,23 @@ import torch
 from rich.console import Console
 from transformers import AutoModelForCausalLM
 
+from agl_slime.agent.access import EngineAccess
+from agl_slime.cli.local import run_training
+from agl_slime.cli.settings import TrainConfig
 from agl_slime.engine import EmbeddedEngine
+from agl_slime.engine.client.check import check_replay
+from agl_slime.engine.client.client import SGLangClient
+from agl_slime.engine.client.describe import experts_shape_of
+from agl_slime.engine.client.generation import Generation, SamplingParams
 from agl_slime.engine.experts import ExpertCapture
 from agl_slime.errors import ConfigError, TrainerError
 from agl_slime.gateway.server import Gateway
-from agl_slime.rollout.access import EngineAccess
-from agl_slime.run.local import run_training
-from agl_slime.run.settings import TrainConfig
-from agl_slime.sglang.check import check_replay
-from agl_slime.sglang.client import SGLangClient
-from agl_slime.sglang.describe import experts_shape_of
-from agl_slime.sglang.generation import Generation, SamplingParams
 from agl_slime.support.agl import LLM
 from agl_slime.support.threads import run_blocking
-from agl_slime.trace.replay_files import file_replay
-from agl_slime.trace.segments import merge_turns
-from agl_slime.trace.span_codec import decode_turns
-from agl_slime.trainers.local.experts import force_experts
+from agl_slime.tokens.replay_files import file_replay
+from agl_slime.tokens.segments import merge_turns
+from agl_slime.tokens.span_codec import decode_turns
+from agl_slime.train.local.experts import force_experts
 from agl_slime.types import Sample, sample_from_fields
 from tests.harness.gateway import QUICK, writer
 from tests.harness.moe_policy import FAMILIES, LAYERS, TOP_K, save_moe
@@ -228,14 +228,14 @@ def test_a_whole_run_trains_on_the_experts_that_its_engine_used(
             filed.append(found.file)
         return found
 
-    monkeypatch.setattr("agl_slime.rollout.session.file_replay", watched)
-    monkeypatch.setattr("agl_slime.trace.replay_files.FILED_FROM_BYTES", 64)
+    monkeypatch.setattr("agl_slime.agent.session.file_replay", watched)
+    monkeypatch.setattr("agl_slime.tokens.replay_files.FILED_FROM_BYTES", 64)
 
     def spy(model: Any, experts: Any) -> None:
         forced.append(None if experts is None else tuple(experts.shape))
         force_experts(model, experts)
 
-    monkeypatch.setattr("agl_slime.trainers.local.model.force_experts", spy)
+    monkeypatch.setattr("agl_slime.train.local.model.force_experts", spy)
     config = TrainConfig(
         model_path=save_moe(tmp_path / "moe"),
         routed_experts=True,

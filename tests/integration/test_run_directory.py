@@ -18,13 +18,13 @@ pytest.importorskip("torch", reason='training needs torch: pip install "agl-slim
 
 from safetensors.torch import load_file, save_file
 
-from agl_slime.demo import LOOKUP_POLICY
+from agl_slime.cli.demo import LOOKUP_POLICY
+from agl_slime.cli.local import run_training
+from agl_slime.cli.settings import TrainConfig
 from agl_slime.engine import EmbeddedEngine
 from agl_slime.errors import AglSlimeError, ConfigError
-from agl_slime.run.local import run_training
-from agl_slime.run.settings import TrainConfig
 from agl_slime.support.files import LOCK
-from agl_slime.trainers.local.settings import LocalTrainerSettings
+from agl_slime.train.local.settings import LocalTrainerSettings
 
 
 @pytest.fixture(scope="module")
@@ -142,7 +142,7 @@ async def test_a_resume_with_another_model_at_the_same_path_is_refused(
 async def test_a_run_that_trained_nothing_names_no_model(tmp_path: Path, engine: str) -> None:
     agent = tmp_path / "never.py"
     agent.write_text(
-        "from agl_slime.demo.agent import LookupAgent\n"
+        "from agl_slime.cli.demo.agent import LookupAgent\n"
         "class Never(LookupAgent):\n"
         "    def compute_reward(self, task, response):\n"
         "        raise RuntimeError('no judge today')\n"

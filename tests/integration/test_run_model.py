@@ -16,16 +16,16 @@ from rich.console import Console
 
 pytest.importorskip("torch", reason='training needs torch: pip install "agl-slime[local]"')
 
-from agl_slime.demo import LookupDemonstrations
+from agl_slime.cli.demo import LookupDemonstrations
+from agl_slime.cli.local import run_training
+from agl_slime.cli.model_dir import model_of_run, write_model
+from agl_slime.cli.models import find_model
+from agl_slime.cli.settings import TrainConfig
+from agl_slime.engine.client.weights import DiskWeightSync
 from agl_slime.errors import ConfigError
 from agl_slime.report import read_metrics
 from agl_slime.report.files import RunDir
-from agl_slime.run.local import run_training
-from agl_slime.run.model_dir import model_of_run, write_model
-from agl_slime.run.models import find_model
-from agl_slime.run.settings import TrainConfig
-from agl_slime.sglang.weights import DiskWeightSync
-from agl_slime.trainers.local.settings import LocalTrainerSettings
+from agl_slime.train.local.settings import LocalTrainerSettings
 
 
 def train(engine: str, policy: Path, directory: Path, **settings: Any) -> str:
@@ -151,7 +151,7 @@ def test_a_model_that_cannot_be_written_leaves_the_old_one(
     def full(*_: Any, **__: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("agl_slime.run.model_dir.shutil.copyfile", full)
+    monkeypatch.setattr("agl_slime.cli.model_dir.shutil.copyfile", full)
     with pytest.raises(Exception, match="no space left"):
         write_model(
             RunDir(directory),

@@ -12,16 +12,16 @@ from typing import Any
 import pytest
 
 from agl_slime import SGLangLitAgent
-from agl_slime.errors import ContextOverflowError, EngineServerError
-from agl_slime.rollout.loading import configure_agent
-from agl_slime.rollout.scheduler import (
+from agl_slime.agent.loading import configure_agent
+from agl_slime.agent.scheduler import (
     ChatMessage,
     MultiTurnScheduler,
     RolloutInferRequest,
     RolloutResponseChoice,
     StopReason,
 )
-from agl_slime.trace.trajectory import Trajectory
+from agl_slime.errors import ContextOverflowError, EngineServerError
+from agl_slime.tokens.trajectory import Trajectory
 from examples.math_retry import CONTINUATION_TIP, TIP, MathAgent, MathContinuation, MathNewRound, boxed, is_right
 from tests.harness.conversations import ScriptedClient
 from tests.harness.samples import trained_ids

@@ -17,10 +17,9 @@ from typing import Any
 import pytest
 
 from agl_slime import SGLangLitAgent
-from agl_slime.errors import EngineServerError
-from agl_slime.rollout import scheduler as ours
-from agl_slime.rollout.orm import ORM
-from agl_slime.rollout.scheduler import (
+from agl_slime.agent import scheduler as ours
+from agl_slime.agent.orm import ORM
+from agl_slime.agent.scheduler import (
     ChatCompletionResponse,
     ChatMessage,
     MultiTurnScheduler,
@@ -29,6 +28,7 @@ from agl_slime.rollout.scheduler import (
     RolloutOutput,
     RolloutResponseChoice,
 )
+from agl_slime.errors import EngineServerError
 from tests.harness.conversations import ScriptedClient
 from tests.harness.samples import trained_ids
 from tests.harness.vocabularies import chat_tokenizer

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from agl_slime import SGLangLitAgent
-from agl_slime.rollout.orm import ORM, AsyncORM, orms
-from agl_slime.rollout.scheduler import MultiTurnScheduler
+from agl_slime.agent.orm import ORM, AsyncORM, orms
+from agl_slime.agent.scheduler import MultiTurnScheduler
 from tests.harness.conversations import ScriptedClient
 from tests.harness.vocabularies import chat_tokenizer
 from tests.integration.rollouts import Finished, run_rollout

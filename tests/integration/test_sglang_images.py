@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from agl_slime.rollout.agent import SGLangLitAgent
-from agl_slime.slime.replay import with_train_inputs
+from agl_slime.agent.agent import SGLangLitAgent
 from agl_slime.tokens.loading import load_tokenizer
+from agl_slime.train.slime.replay import with_train_inputs
 from tests.harness.vision import picture, save_qwen2_vl, uri
 from tests.integration.engine_servers import real_sglang
 from tests.integration.rollouts import run_rollouts

@@ -17,9 +17,9 @@ from pathlib import Path
 import psutil
 import pytest
 
+from agl_slime.cli.settings import TrainConfig
 from agl_slime.engine.sglang_process import SGLANG_PYTHON, SGLangProcess, find_sglang
 from agl_slime.errors import ConfigError, EngineError, EngineTimeoutError
-from agl_slime.run.settings import TrainConfig
 from tests.faults.train_process import train
 
 # answers /health like a server that is ready, and has a worker that does not hear SIGTERM

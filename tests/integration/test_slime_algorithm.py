@@ -17,9 +17,9 @@ from opentelemetry.sdk.trace import TracerProvider
 
 pytest.importorskip("torch", reason='the local trainer needs torch: pip install "agl-slime[local]"')
 
-import agl_slime.run.algorithm
+import agl_slime.cli.algorithm
 from agl_slime import BridgeStore, ConcurrentRunner, SlimeAlgorithm
-from agl_slime.demo.agent import LookupAgent
+from agl_slime.cli.demo.agent import LookupAgent
 from agl_slime.errors import ConfigError
 from agl_slime.support.agl import LLM, LightningStoreServer, NamedResources, Rollout, otlp_export_misses_store
 
@@ -113,7 +113,7 @@ async def test_agent_lightning_settings_that_lose_rollouts_are_refused_at_start(
     algorithm, trainer, proxy = SlimeAlgorithm(model_path=policy_dir, trainer="local"), Other(), Other()
     algorithm.set_trainer(trainer)  # type: ignore[arg-type]
     algorithm.set_store(LightningStoreServer(BridgeStore(), host="127.0.0.1", port=9))
-    monkeypatch.setattr(agl_slime.run.algorithm, "otlp_export_misses_store", lambda: True)
+    monkeypatch.setattr(agl_slime.cli.algorithm, "otlp_export_misses_store", lambda: True)
     with pytest.raises(ConfigError, match=r"opentelemetry-exporter-otlp-proto-http<1\.45"):
         await algorithm.run(make_tasks(1, 1))
     algorithm.set_llm_proxy(proxy)  # type: ignore[arg-type]

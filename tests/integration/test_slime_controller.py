@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from agl_slime import AGLDataSource
-from agl_slime.agl1.settings import PYTHON_VARIABLE
+from agl_slime.data.results import Outcome
 from agl_slime.errors import ConfigError
-from agl_slime.groups.results import Outcome
+from agl_slime.gateway.agl1.settings import PYTHON_VARIABLE
 from agl_slime.runner.controller_process import agents_of
 from tests.faults.scripted_engine import in_thread
 from tests.harness.gateway import TEMPLATE, engine_saying

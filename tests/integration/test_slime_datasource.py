@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 
 from agl_slime import AGLDataSource, slime_hooks
+from agl_slime.data.results import Outcome
 from agl_slime.errors import DataSourceError
-from agl_slime.groups.results import Outcome
-from agl_slime.slime.generate import stop_rollouts
 from agl_slime.store.bridge import BridgeStore
+from agl_slime.train.slime.generate import stop_rollouts
 from agl_slime.types import RolloutFnEvalOutput, Sample
 from tests.harness.slime_source import (
     AGENT,

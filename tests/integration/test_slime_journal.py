@@ -14,13 +14,13 @@ from typing import Any
 import pytest
 
 from agl_slime import AGLDataSource, slime_hooks
-from agl_slime.datasource.completions import CompletionTable
+from agl_slime.data.completions import CompletionTable
+from agl_slime.data.results import Outcome
 from agl_slime.errors import DataSourceError
-from agl_slime.groups.results import Outcome
-from agl_slime.slime.generate import stop_rollouts
 from agl_slime.store.bridge import BridgeStore
 from agl_slime.store.feed import FeedPage
 from agl_slime.store.server import StoreService
+from agl_slime.train.slime.generate import stop_rollouts
 from agl_slime.types import Sample
 from tests.harness.slime_source import (
     HELD_AGENT,

@@ -15,14 +15,14 @@ from typing import Any
 import pytest
 
 from agl_slime import SGLangLitAgent
+from agl_slime.cli import slime
+from agl_slime.engine.client.generation import Generation, WeightSpan
 from agl_slime.errors import AglSlimeError, ConfigError, DataSourceError
-from agl_slime.run import slime
-from agl_slime.sglang.generation import Generation, WeightSpan
-from agl_slime.slime.hooks import generate_rollout
-from agl_slime.slime.source import AGLDataSource
 from agl_slime.store.bridge import BridgeStore
 from agl_slime.store.client import RemoteStore
 from agl_slime.store.server import StoreService
+from agl_slime.train.slime.hooks import generate_rollout
+from agl_slime.train.slime.source import AGLDataSource
 from agl_slime.types import flat_samples
 from tests.faults.scripted_engine import ScriptedEngine, in_thread
 from tests.integration.test_slime_run import BATCH, SIZE, NumbersAgent, StandIn, config_for, numbered, parse, run

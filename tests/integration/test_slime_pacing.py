@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from agl_slime import AGLDataSource, slime_hooks
+from agl_slime.data.results import Outcome
 from agl_slime.errors import ConfigError, DataSourceError
-from agl_slime.groups.results import Outcome
 from tests.faults.scripted_engine import ScriptedEngine, in_thread
 from tests.harness.slime_source import AGENT, args_for, check, names
 

@@ -15,12 +15,12 @@ import numpy as np
 import pytest
 from rich.console import Console
 
+from agl_slime.cli import slime
+from agl_slime.cli.settings import TrainConfig
 from agl_slime.errors import ConfigError
 from agl_slime.loop.tasks import ShuffledTasks
 from agl_slime.report.page import write_report
 from agl_slime.report.read import RunReader
-from agl_slime.run import slime
-from agl_slime.run.settings import TrainConfig
 from agl_slime.support.agl import NamedResources, Rollout
 from tests.faults.scripted_engine import ScriptedEngine, in_thread
 from tests.slime.contract_agent import ByteTokenizer, ContractAgent

@@ -8,9 +8,9 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from agl_slime.loop.tasks import TaskGroup
-from agl_slime.slime.args import PluginSettings
-from agl_slime.slime.connection import Connection
 from agl_slime.support.agl import LLM
+from agl_slime.train.slime.args import PluginSettings
+from agl_slime.train.slime.connection import Connection
 
 GROUPS = [TaskGroup(name, {"prompt": name}) for name in ("a", "b")]
 

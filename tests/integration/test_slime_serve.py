@@ -1,4 +1,4 @@
-"""``python -m agl_slime.slime.serve``: runners in a process of their own, the data source in another."""
+"""``python -m agl_slime.train.slime.serve``: runners in a process of their own, the data source in another."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def serve(*flags: str) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "agl_slime.slime.serve", *flags]
+    command = [sys.executable, "-m", "agl_slime.train.slime.serve", *flags]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     environment.pop("AGL_SLIME_STORE_TOKEN", None)
     return subprocess.Popen(

@@ -13,10 +13,10 @@ from agl_slime.support.agl import (
     Span,
     emit_reward,
 )
-from agl_slime.trace import attributes as names
-from agl_slime.trace.converter import convert_rollout
-from agl_slime.trace.span_codec import TurnEncoder
-from agl_slime.trace.turn import Turn
+from agl_slime.tokens import attributes as names
+from agl_slime.tokens.converter import convert_rollout
+from agl_slime.tokens.span_codec import TurnEncoder
+from agl_slime.tokens.turn import Turn
 from tests.harness.servers import free_port
 
 

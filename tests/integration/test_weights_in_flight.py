@@ -22,9 +22,9 @@ transformers = pytest.importorskip("transformers")
 
 from safetensors.torch import load_file, save_file  # noqa: E402
 
-from agl_slime.sglang.client import PauseMode, SGLangClient  # noqa: E402
-from agl_slime.sglang.generation import Generation, SamplingParams  # noqa: E402
-from agl_slime.sglang.weights import DiskWeightSync  # noqa: E402
+from agl_slime.engine.client.client import PauseMode, SGLangClient  # noqa: E402
+from agl_slime.engine.client.generation import Generation, SamplingParams  # noqa: E402
+from agl_slime.engine.client.weights import DiskWeightSync  # noqa: E402
 from tests.integration.engine_servers import MAX_RUNNING, Server  # noqa: E402
 
 REQUESTS, NEW_TOKENS = 64, 96

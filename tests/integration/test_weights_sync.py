@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 from aiohttp import web
 
+from agl_slime.engine.client.client import ClientSettings, PauseMode, SGLangClient
+from agl_slime.engine.client.generation import SamplingParams, WeightSpan
+from agl_slime.engine.client.weights import DiskWeightSync
 from agl_slime.errors import ConfigError, EngineUnreachableError, WeightSyncError
-from agl_slime.sglang.client import ClientSettings, PauseMode, SGLangClient
-from agl_slime.sglang.generation import SamplingParams, WeightSpan
-from agl_slime.sglang.weights import DiskWeightSync
 from tests.faults.engine_faults import Answer, Body, Fault, Reset, Stall, Status
 from tests.faults.scripted_engine import ScriptedEngine, in_thread
 

@@ -8,10 +8,10 @@ from typing import Any, Literal
 
 from hypothesis import strategies as st
 
-from agl_slime.sglang.generation import FinishReason, Generation
+from agl_slime.engine.client.generation import FinishReason, Generation
 from agl_slime.tokens.conversation import ChatContext
 from agl_slime.tokens.template import ChatTemplate
-from agl_slime.trace.turn import Turn
+from agl_slime.tokens.turn import Turn
 from tests.harness.chat_templates import TEMPLATES
 
 _PLAIN = (

@@ -11,15 +11,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from agl_slime.agent.access import EngineAccess
+from agl_slime.engine.client.generation import Generation, SamplingParams
 from agl_slime.gateway.attempt import Attempt
 from agl_slime.gateway.chat import ChatCompletions
 from agl_slime.gateway.settings import GatewaySettings
-from agl_slime.rollout.access import EngineAccess
-from agl_slime.sglang.generation import Generation, SamplingParams
 from agl_slime.support.agl import LLM
-from agl_slime.trace.segments import merge_turns
-from agl_slime.trace.span_codec import decode_turns
-from agl_slime.trace.turn import Turn
+from agl_slime.tokens.segments import merge_turns
+from agl_slime.tokens.span_codec import decode_turns
+from agl_slime.tokens.turn import Turn
 from tests.harness.gateway import WEATHER, trained_once, writer
 
 _WORDS = (

@@ -9,8 +9,8 @@ from itertools import pairwise
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from agl_slime.sglang.generation import Generation, SamplingParams, WeightSpan, parse_generation
-from agl_slime.sglang.resumable import ResumableGeneration
+from agl_slime.engine.client.generation import Generation, SamplingParams, WeightSpan, parse_generation
+from agl_slime.engine.client.resumable import ResumableGeneration
 from tests.faults.engine_faults import PIECES, Abort, NewVersion
 from tests.faults.scripted_engine import ScriptedEngine
 from tests.harness.examples import examples

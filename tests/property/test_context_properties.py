@@ -13,10 +13,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from agl_slime.sglang.generation import Generation
+from agl_slime.engine.client.generation import Generation
 from agl_slime.tokens.conversation import ChatContext
+from agl_slime.tokens.segments import merge_turns
 from agl_slime.tokens.template import ChatTemplate
-from agl_slime.trace.segments import merge_turns
 from tests.harness.chat_templates import TEMPLATES
 from tests.harness.examples import examples
 from tests.harness.vocabularies import VOCABULARIES, chat_tokenizer

@@ -18,10 +18,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from agl_slime.audit import audit
-from agl_slime.cli import main
+from agl_slime.cli.main import main
 from agl_slime.errors import ConfigError
 from agl_slime.report import page
+from agl_slime.report.audit import audit
 from agl_slime.report.page import write_report
 from tests.harness.examples import examples
 from tests.harness.report_runs import write_run
@@ -138,7 +138,7 @@ def test_wrong_file_in_place_of_the_metrics_is_named(
 def test_a_directory_whose_name_is_no_text_is_shown(whole: Path, tmp_path: Path) -> None:
     run = shutil.copytree(whole, os.fsdecode(os.fsencode(tmp_path) + b"/run-\xff"))
     answer = subprocess.run(
-        [sys.executable, "-m", "agl_slime.cli", "report", run], capture_output=True, timeout=60, check=False
+        [sys.executable, "-m", "agl_slime.cli.main", "report", run], capture_output=True, timeout=60, check=False
     )
     assert answer.returncode == 0, answer.stderr
     assert b"report.html" in answer.stdout

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from agl_slime.sglang.generation import Generation, SamplingParams
+from agl_slime.engine.client.generation import Generation, SamplingParams
 from agl_slime.tokens.forks import ForkReason
-from agl_slime.trace.span_codec import decode_turns
+from agl_slime.tokens.span_codec import decode_turns
 from tests.harness.chat_templates import TEMPLATES
 from tests.harness.vocabularies import chat_tokenizer
 from tests.property.gateway_agents import Audit

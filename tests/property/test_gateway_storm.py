@@ -13,15 +13,15 @@ from typing import Any
 import aiohttp
 import pytest
 
+from agl_slime.engine.client.generation import Generation, SamplingParams
+from agl_slime.engine.client.resumable import Progress
 from agl_slime.errors import EngineServerError
 from agl_slime.gateway.server import Gateway
 from agl_slime.gateway.settings import GatewaySettings
-from agl_slime.sglang.generation import Generation, SamplingParams
-from agl_slime.sglang.resumable import Progress
 from agl_slime.support.agl import LLM
-from agl_slime.trace.segments import merge_turns
-from agl_slime.trace.span_codec import decode_turns
-from agl_slime.trace.turn import Turn
+from agl_slime.tokens.segments import merge_turns
+from agl_slime.tokens.span_codec import decode_turns
+from agl_slime.tokens.turn import Turn
 from tests.harness.gateway import trained_once, writer
 from tests.harness.vocabularies import chat_tokenizer
 from tests.property.gateway_agents import RandomEngine, _Access

@@ -11,8 +11,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from agl_slime.groups.ledger import Ledger
-from agl_slime.groups.results import Outcome
+from agl_slime.data.ledger import Ledger
+from agl_slime.data.results import Outcome
 from tests.harness.examples import examples
 
 ROLLOUTS = st.sampled_from([f"r{number}" for number in range(6)])

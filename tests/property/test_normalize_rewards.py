@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agl_slime.groups.normalize import normalize_rewards
+from agl_slime.data.normalize import normalize_rewards
 
 
 @dataclass

@@ -10,11 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agl_slime.support.agl import Rollout
-from agl_slime.trace.converter import convert_trajectory
-from agl_slime.trace.reward import TurnReward
-from agl_slime.trace.trajectory import Trajectory
-from agl_slime.trace.turn import Turn
-from agl_slime.trainers.local.batch import TrainBatch
+from agl_slime.tokens.converter import convert_trajectory
+from agl_slime.tokens.reward import TurnReward
+from agl_slime.tokens.trajectory import Trajectory
+from agl_slime.tokens.turn import Turn
+from agl_slime.train.local.batch import TrainBatch
 from agl_slime.types import Sample
 from tests.property.trace_strategies import conversations
 

@@ -8,7 +8,7 @@ import json
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from agl_slime.datasource.completions import CompletionTable
+from agl_slime.data.completions import CompletionTable
 from agl_slime.store.feed import FeedPage
 from tests.harness.examples import examples
 

@@ -14,9 +14,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from agl_slime.datasource.source import DataSourceSettings, GroupSource
-from agl_slime.groups.policy import CompleteGroup
-from agl_slime.groups.results import MemberResult, Outcome
+from agl_slime.data.policy import CompleteGroup
+from agl_slime.data.results import MemberResult, Outcome
+from agl_slime.data.source import DataSourceSettings, GroupSource
 from agl_slime.store.feed import FinishedFeed
 from agl_slime.types import Sample
 from tests.harness.examples import examples
@@ -63,7 +63,7 @@ class Still:
     """A data source whose thread is never started."""
 
     def __init__(self, store: Store) -> None:
-        with patch("agl_slime.datasource.completions.LoopThread", Steps):
+        with patch("agl_slime.data.completions.LoopThread", Steps):
             self.source = GroupSource(store=store, n_samples_per_prompt=SIZE, settings=SETTINGS, hold=True)  # type: ignore[arg-type]
         self.source.ingestor.read = self._result
         self.looks: list[Coroutine[Any, Any, None]] = self.source.follower.thread.looks  # type: ignore[attr-defined]

@@ -10,10 +10,10 @@ import numpy as np
 from hypothesis import given, settings
 
 from agl_slime.support.agl import EnqueueRolloutRequest, InMemoryLightningStore, Rollout, Span, emit_reward
-from agl_slime.trace import attributes as names
-from agl_slime.trace.converter import Conversion, convert_rollout
-from agl_slime.trace.span_codec import TurnEncoder
-from agl_slime.trace.turn import Turn
+from agl_slime.tokens import attributes as names
+from agl_slime.tokens.converter import Conversion, convert_rollout
+from agl_slime.tokens.span_codec import TurnEncoder
+from agl_slime.tokens.turn import Turn
 from tests.harness.examples import examples
 from tests.property.trace_strategies import conversations
 

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agl_slime.tokens.forks import ForkReason
-from agl_slime.trace.segments import merge_turns
-from agl_slime.trace.turn import Turn
+from agl_slime.tokens.segments import merge_turns
+from agl_slime.tokens.turn import Turn
 from tests.harness.conversations import linked
 from tests.harness.tokenizers import small_tokenizer
 from tests.property.trace_strategies import conversations

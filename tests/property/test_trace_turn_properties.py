@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agl_slime.errors import TraceError
-from agl_slime.trace import attributes as names
-from agl_slime.trace.span_codec import decode_turns
-from agl_slime.trace.turn import Turn
+from agl_slime.tokens import attributes as names
+from agl_slime.tokens.span_codec import decode_turns
+from agl_slime.tokens.turn import Turn
 from tests.harness.samples import encode
 from tests.property.trace_strategies import conversations
 

@@ -16,8 +16,8 @@ torch = pytest.importorskip("torch")
 from hypothesis import given, settings  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
 
-from agl_slime.groups.normalize import normalize_rewards  # noqa: E402
-from agl_slime.trainers import LocalTrainer, LocalTrainerSettings  # noqa: E402
+from agl_slime.data.normalize import normalize_rewards  # noqa: E402
+from agl_slime.train.local import LocalTrainer, LocalTrainerSettings  # noqa: E402
 from agl_slime.types import Sample, sample_from_fields  # noqa: E402
 from tests.harness.examples import examples  # noqa: E402
 from tests.harness.trainer_policy import VOCABULARY, make_model, save_policy  # noqa: E402
@@ -137,7 +137,7 @@ def test_loss_gradient_and_metrics_equal_one_sample_at_a_time(
     theirs = torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
     hook = ours._optimizer.register_step_pre_hook(record)
     try:
-        with mock.patch("agl_slime.trainers.local.trainer.LOGITS_CHUNK", chunk):
+        with mock.patch("agl_slime.train.local.trainer.LOGITS_CHUNK", chunk):
             metrics = ours.train(samples, iteration=0)
         if recompute:  # the pass before the steps finds the same
             ours.settings = replace(ours.settings, old_log_probs="recompute")

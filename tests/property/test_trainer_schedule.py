@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agl_slime.trainers.local.batch import MicroBatch, TrainBatch, make_microbatches, split_minibatches
+from agl_slime.train.local.batch import MicroBatch, TrainBatch, make_microbatches, split_minibatches
 from agl_slime.types import sample_from_fields
 
 

@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 from hypothesis import strategies as st
 
-from agl_slime.sglang.generation import WeightSpan
+from agl_slime.engine.client.generation import WeightSpan
 from agl_slime.tokens.codec import common_prefix
 from agl_slime.tokens.forks import ForkReason
-from agl_slime.trace.turn import Turn
+from agl_slime.tokens.turn import Turn
 
 # A small vocabulary makes chance overlaps (equal responses, equal observations) common; real ids appear as well.
 token = st.one_of(st.integers(0, 4), st.integers(0, 2**31 - 1))

@@ -15,8 +15,8 @@ import ray
 import torch
 from slime.ray.train_actor import TrainRayActor
 
-from agl_slime.trainers.local.settings import LocalTrainerSettings
-from agl_slime.trainers.local.trainer import LocalTrainer
+from agl_slime.train.local.settings import LocalTrainerSettings
+from agl_slime.train.local.trainer import LocalTrainer
 from agl_slime.types import Sample, sample_from_fields
 
 

@@ -9,8 +9,8 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from agl_slime.slime.hooks import generate_rollout
 from agl_slime.support.files import write_file
+from agl_slime.train.slime.hooks import generate_rollout
 from agl_slime.types import flat_samples
 from tests.integration.test_slime_overlapped import Managed
 from tests.integration.test_slime_run import BATCH, SIZE, numbered, parse
@@ -43,7 +43,7 @@ class SavingTrainer(Managed):
 
 def take_slimes_place() -> None:
     """In this process ``--trainer slime`` is this stand-in."""
-    from agl_slime.run import slime
+    from agl_slime.cli import slime
 
     slime.require_slime = lambda: None
     slime.parse_slime_args = parse

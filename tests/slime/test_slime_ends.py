@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from agl_slime.slime.trainer import SlimeTrainer
+from agl_slime.train.slime.trainer import SlimeTrainer
 from tests.harness.processes import is_running
 from tests.harness.waiting import becomes_true
 from tests.slime.standins import driver

@@ -20,7 +20,7 @@ PYTHON = """#!/bin/sh
 PYTHONPATH="{path}"
 export PYTHONPATH
 case "$1 $2" in
-  "-m agl_slime.slime.launch") shift 3; exec {python} -m agl_slime.slime.launch {parse} "$@" ;;
+  "-m agl_slime.train.slime.launch") shift 3; exec {python} -m agl_slime.train.slime.launch {parse} "$@" ;;
   "-m "*) exec {python} "$@" ;;
   *) shift; exec {python} -m tests.slime.programs.parse "$@" ;;
 esac
@@ -78,7 +78,7 @@ def test_slimes_parser_takes_the_flags_of_the_launch_script(script: str, policy_
     assert parsed["data_source_path"] == "agl_slime.AGLDataSource"
     assert parsed["rollout_function_path"] == parsed["eval_function_path"] == f"{hooks}.generate_rollout"
     assert parsed["custom_reward_post_process_path"] == f"{hooks}.normalize_rewards"
-    assert parsed["agl_agent"] == "agl_slime.demo.agent:LookupAgent"
+    assert parsed["agl_agent"] == "agl_slime.cli.demo.agent:LookupAgent"
     assert parsed["num_rollout"] == 3  # what is given to the script wins
     assert parsed["lr"] == 1e-6
     assert parsed["evals"] == [["lookup", str(tmp_path / "eval.jsonl"), 1]]

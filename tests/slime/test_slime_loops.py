@@ -14,7 +14,7 @@ import numpy as np
 import psutil
 import pytest
 
-from agl_slime.agl1.settings import PYTHON_VARIABLE
+from agl_slime.gateway.agl1.settings import PYTHON_VARIABLE
 from agl_slime.report.read import RunReader
 from tests.slime.support import require_slime, run_program
 

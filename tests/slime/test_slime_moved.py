@@ -23,7 +23,7 @@ PLACES = "slime.data.data_source and slime.rollout.data_source"
 _ENTRIES = {
     "hooks": ["-c", "import agl_slime.slime_hooks"],
     "train.py": ["train.py", "--trainer", "slime", "--sglang-url", "http://127.0.0.1:1", "--model-path"],
-    "doctor": ["-m", "agl_slime.slime.doctor"],
+    "doctor": ["-m", "agl_slime.train.slime.doctor"],
 }
 
 

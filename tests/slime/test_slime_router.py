@@ -15,11 +15,11 @@ from typing import Any
 import pytest
 
 from agl_slime import BridgeStore, DiskWeightSync, RunnerThread, SamplingParams, SGLangClient
-from agl_slime.datasource.source import GroupSource
-from agl_slime.demo.agent import LookupAgent
+from agl_slime.agent.session import RolloutSession
+from agl_slime.cli.demo.agent import LookupAgent
+from agl_slime.data.results import Outcome
+from agl_slime.data.source import GroupSource
 from agl_slime.engine.process import EmbeddedEngine
-from agl_slime.groups.results import Outcome
-from agl_slime.rollout.session import RolloutSession
 from agl_slime.support.agl import LLM, EnqueueRolloutRequest, RolloutConfig
 from agl_slime.tokens.loading import load_tokenizer
 from agl_slime.tokens.template import ChatTemplate

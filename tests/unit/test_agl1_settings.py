@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from agl_slime.cli.settings import TrainConfig
 from agl_slime.errors import ConfigError
-from agl_slime.run.settings import TrainConfig
 
 _FITS: dict[str, Any] = {"runners": "controller", "tasks": Path("tasks.jsonl"), "agent": "sums:Sums"}
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from agl_slime.audit.agree import audit
-from agl_slime.audit.figures import start_versions
+from agl_slime.report.audit.agree import audit
+from agl_slime.report.audit.figures import start_versions
 from agl_slime.report.files import IterationFile
 
 

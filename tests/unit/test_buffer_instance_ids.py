@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from agl_slime.buffer.instance_ids import assign_instance_ids
-from agl_slime.cli import main
+from agl_slime.cli.main import main
 from agl_slime.errors import ConfigError
 from agl_slime.loop.tasks import read_tasks
 

@@ -13,8 +13,8 @@ from agl_slime.buffer.models import parse_items
 from agl_slime.buffer.pipeline import GroupPipeline
 from agl_slime.buffer.settings import PipelineSettings
 from agl_slime.buffer.store import Batch, ItemStore
+from agl_slime.data.results import Outcome
 from agl_slime.errors import BufferRequestError, DiskFullError
-from agl_slime.groups.results import Outcome
 from agl_slime.support.database import Database
 
 

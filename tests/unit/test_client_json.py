@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from agl_slime.sglang.transport import _decoded, _encoded
+from agl_slime.engine.client.transport import _decoded, _encoded
 
 
 @pytest.mark.parametrize(

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
+from agl_slime.engine.client.describe import parse_workers
+from agl_slime.engine.client.generation import SamplingParams, WeightSpan, parse_generation
 from agl_slime.errors import EngineError, EngineProtocolError
-from agl_slime.sglang.describe import parse_workers
-from agl_slime.sglang.generation import SamplingParams, WeightSpan, parse_generation
 
 
 def answer(**meta: Any) -> dict[str, Any]:

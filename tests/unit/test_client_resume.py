@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from agl_slime.sglang.generation import FinishReason, Generation, SamplingParams
-from agl_slime.sglang.resumable import ResumableGeneration
+from agl_slime.engine.client.generation import FinishReason, Generation, SamplingParams
+from agl_slime.engine.client.resumable import ResumableGeneration
 
 
 def part(

@@ -11,6 +11,15 @@ from typing import Any
 import aiohttp
 import pytest
 
+from agl_slime.engine.client.retry import (
+    PROTOCOL_ERROR_RETRIES,
+    check_event,
+    context_limit,
+    engine_error,
+    refusal,
+    retry_after_s,
+)
+from agl_slime.engine.client.transport import ClientSettings, HttpTransport
 from agl_slime.errors import (
     ContextOverflowError,
     EngineError,
@@ -21,15 +30,6 @@ from agl_slime.errors import (
     EngineUnreachableError,
     OutOfVocabularyError,
 )
-from agl_slime.sglang.retry import (
-    PROTOCOL_ERROR_RETRIES,
-    check_event,
-    context_limit,
-    engine_error,
-    refusal,
-    retry_after_s,
-)
-from agl_slime.sglang.transport import ClientSettings, HttpTransport
 
 # the bodies are SGLang's own, 0.5.15.post1
 PROMPT_TOO_LONG = (

@@ -8,17 +8,17 @@ from typing import Any
 
 import pytest
 
+from agl_slime.agent.access import sampling_of
+from agl_slime.agent.agent import SGLangLitAgent
+from agl_slime.cli.config_file import parse_train_config
+from agl_slime.cli.settings import TrainConfig
+from agl_slime.cli.start import load_parts
+from agl_slime.engine.client.generation import SamplingParams
 from agl_slime.errors import ConfigError
 from agl_slime.gateway.server import client_sampling
-from agl_slime.rollout.access import sampling_of
-from agl_slime.rollout.agent import SGLangLitAgent
-from agl_slime.run.config_file import parse_train_config
-from agl_slime.run.settings import TrainConfig
-from agl_slime.run.start import load_parts
-from agl_slime.sglang.generation import SamplingParams
 from agl_slime.support.agl import LLM
 from agl_slime.tokens.images import ImageSettings
-from agl_slime.trainers.local.settings import LocalTrainerSettings
+from agl_slime.train.local.settings import LocalTrainerSettings
 
 
 @pytest.mark.parametrize(

@@ -13,12 +13,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from agl_slime.cli.config_file import config_values, parse_train_config
+from agl_slime.cli.options import GROUPS, FirstSettings
+from agl_slime.cli.settings import TrainConfig
 from agl_slime.errors import ConfigError
 from agl_slime.report.files import check_run_dir
-from agl_slime.run.config_file import config_values, parse_train_config
-from agl_slime.run.options import GROUPS, FirstSettings
-from agl_slime.run.settings import TrainConfig
-from agl_slime.trainers.local.settings import LocalTrainerSettings
+from agl_slime.train.local.settings import LocalTrainerSettings
 from tests.harness.examples import examples
 
 texts = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), min_size=1)

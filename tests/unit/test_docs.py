@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 import agl_slime
-from agl_slime.cli import COMMANDS
-from agl_slime.run.config_file import parse_train_config
+from agl_slime.cli.config_file import parse_train_config
+from agl_slime.cli.main import COMMANDS
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]

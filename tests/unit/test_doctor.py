@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from agl_slime.cli import main
+from agl_slime.cli import doctor
+from agl_slime.cli.doctor import Line, examine, used
+from agl_slime.cli.main import main
 from agl_slime.engine.sglang_process import SGLANG_PYTHON
 from agl_slime.errors import MissingDependencyError
-from agl_slime.run import doctor
-from agl_slime.run.doctor import Line, examine, used
 
 
 @pytest.fixture(autouse=True)
@@ -73,7 +73,7 @@ def test_an_error_at_the_start_points_to_it(
     def missing() -> None:
         raise MissingDependencyError("--model smollm2 needs gguf")
 
-    monkeypatch.setattr("agl_slime.run.models.smollm2_directory", lambda: None)
-    monkeypatch.setattr("agl_slime.run.models.require_gguf", missing)
+    monkeypatch.setattr("agl_slime.cli.models.smollm2_directory", lambda: None)
+    monkeypatch.setattr("agl_slime.cli.models.require_gguf", missing)
     assert main(["train", "--model", "smollm2"]) == 2
     assert "`agl-slime doctor` checks" in capsys.readouterr().err

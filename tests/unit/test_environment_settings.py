@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 
-from agl_slime.agl1.rollouts import reason_of
+from agl_slime.cli import evaluate, parts
+from agl_slime.cli.evaluate import EvalConfig
+from agl_slime.cli.flags import split_env_flags
+from agl_slime.cli.settings import TrainConfig
 from agl_slime.environments.environment import PYTHON_VARIABLE, EnvironmentSettings, _split, load_environment
 from agl_slime.errors import ConfigError
+from agl_slime.gateway.agl1.rollouts import reason_of
 from agl_slime.report.files import RunDir, dump
-from agl_slime.run import evaluate, parts
-from agl_slime.run.evaluate import EvalConfig
-from agl_slime.run.flags import split_env_flags
-from agl_slime.run.settings import TrainConfig
 from agl_slime.support.files import write_file
 
 

@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agl_slime.errors import ConfigError
-from agl_slime.evaluation.statistics import compare, sum_up
-from agl_slime.report.eval_page import write_eval_page
+from agl_slime.report.evaluation.page import write_eval_page
+from agl_slime.report.evaluation.statistics import compare, sum_up
 from agl_slime.report.files import dump
 
 HOSTILE = '</pre></details><script>alert(1)</script><img src=x onerror=alert(2)> & "quoted" \ud800'
@@ -120,7 +120,7 @@ def test_model_output_is_never_markup(tmp_path: Path) -> None:
 
 
 def test_large_evaluation_names_the_number_of_tasks_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("agl_slime.report.eval_page.MOST_BYTES", 40_000)
+    monkeypatch.setattr("agl_slime.report.evaluation.page.MOST_BYTES", 40_000)
     evaluation(tmp_path / "e", [0.0] * 60, [1.0] * 60, said="x" * 300)
     page = write_eval_page(tmp_path / "e")
     shown = Outline(page.read_text())

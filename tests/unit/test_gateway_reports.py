@@ -5,7 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-from agl_slime.groups.results import GroupResult, MemberResult
+from agl_slime.data.results import GroupResult, MemberResult
 from agl_slime.loop.metrics import collect_metrics, fork_examples
 from agl_slime.report.summary import summary_rows
 

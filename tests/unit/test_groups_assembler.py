@@ -9,15 +9,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agl_slime.groups.assembler import GroupAssembler
-from agl_slime.groups.policy import (
+from agl_slime.data.assembler import GroupAssembler
+from agl_slime.data.policy import (
     CompleteGroup,
     GroupPolicy,
     MinimumViableGroup,
     RetryGroup,
     zero_variance,
 )
-from agl_slime.groups.results import GroupResult, MemberResult, Outcome
+from agl_slime.data.results import GroupResult, MemberResult, Outcome
 from agl_slime.support.agl import Rollout
 
 

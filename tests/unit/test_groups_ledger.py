@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
+from agl_slime.data import ledger as ledger_module
+from agl_slime.data.ledger import Ledger
+from agl_slime.data.results import Outcome
 from agl_slime.errors import ConfigError
-from agl_slime.groups import ledger as ledger_module
-from agl_slime.groups.ledger import Ledger
-from agl_slime.groups.results import Outcome
 from agl_slime.support.database import Database
 
 
@@ -203,8 +203,8 @@ def test_a_killed_process_leaves_an_account_that_adds_up(tmp_path):
     """The child says how far it was after each commit; the file must hold at least that, and add up."""
     code = """
         import sys
-        from agl_slime.groups.ledger import Ledger
-        from agl_slime.groups.results import Outcome
+        from agl_slime.data.ledger import Ledger
+        from agl_slime.data.results import Outcome
         ledger = Ledger(path=sys.argv[1])
         n = 0
         while True:

@@ -2,9 +2,9 @@ from __future__ import annotations
 
 import pytest
 
+from agl_slime.data.policy import CompleteGroup, GroupAction, GroupProgress, MinimumViableGroup, RetryGroup
+from agl_slime.data.results import MemberResult
 from agl_slime.errors import ConfigError
-from agl_slime.groups.policy import CompleteGroup, GroupAction, GroupProgress, MinimumViableGroup, RetryGroup
-from agl_slime.groups.results import MemberResult
 
 
 def members(good: int, bad: int) -> list[MemberResult]:

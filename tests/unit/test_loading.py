@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from agl_slime.agent.loading import load_agent
 from agl_slime.errors import ConfigError
-from agl_slime.rollout.loading import load_agent
 
 REPOSITORY = Path(__file__).parents[2]
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from agl_slime.data.results import GroupResult, MemberResult
 from agl_slime.errors import LoopError
-from agl_slime.groups.results import GroupResult, MemberResult
 from agl_slime.loop.failures import Failures
 from agl_slime.loop.settings import LoopSettings
 

@@ -7,10 +7,10 @@ from types import SimpleNamespace
 
 import pytest
 
+from agl_slime.cli import smollm2, weights
+from agl_slime.cli.models import check_model, find_model
+from agl_slime.cli.settings import TrainConfig
 from agl_slime.errors import ConfigError, MissingDependencyError
-from agl_slime.run import smollm2, weights
-from agl_slime.run.models import check_model, find_model
-from agl_slime.run.settings import TrainConfig
 
 
 @pytest.fixture

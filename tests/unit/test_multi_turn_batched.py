@@ -11,6 +11,14 @@ from typing import Any
 
 import pytest
 
+from agl_slime.agent.batched.multi_turn import MultiTurnRollout, Rollout
+from agl_slime.agent.batched.sampler import SGLangSampler
+from agl_slime.agent.batched.samples import trajectory_to_samples
+from agl_slime.agent.tools import ToolManager
+from agl_slime.data.assembler import GroupAssembler
+from agl_slime.data.policy import CompleteGroup
+from agl_slime.data.results import GroupResult, MemberResult
+from agl_slime.engine.client.generation import Generation, SamplingParams
 from agl_slime.errors import (
     ConfigError,
     ContextOverflowError,
@@ -18,16 +26,8 @@ from agl_slime.errors import (
     EngineServerError,
     MissingDependencyError,
 )
-from agl_slime.groups.assembler import GroupAssembler
-from agl_slime.groups.policy import CompleteGroup
-from agl_slime.groups.results import GroupResult, MemberResult
 from agl_slime.report import alarms
 from agl_slime.report.rollouts import describe_group
-from agl_slime.rollout.batched.multi_turn import MultiTurnRollout, Rollout
-from agl_slime.rollout.batched.sampler import SGLangSampler
-from agl_slime.rollout.batched.samples import trajectory_to_samples
-from agl_slime.rollout.tools import ToolManager
-from agl_slime.sglang.generation import Generation, SamplingParams
 from agl_slime.types import Sample
 from tests.harness.conversations import generation_of
 from tests.harness.samples import trained_ids

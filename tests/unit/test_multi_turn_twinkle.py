@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
+from agl_slime.agent.batched.api_multi_turn import APIMultiTurnRollout
+from agl_slime.agent.batched.multi_turn import MultiTurnRollout, Rollout, Trajectory
+from agl_slime.agent.tools import ToolManager
+from agl_slime.engine.client.generation import SamplingParams
 from agl_slime.errors import ConfigError
-from agl_slime.rollout.batched.api_multi_turn import APIMultiTurnRollout
-from agl_slime.rollout.batched.multi_turn import MultiTurnRollout, Rollout, Trajectory
-from agl_slime.rollout.tools import ToolManager
-from agl_slime.sglang.generation import SamplingParams
 from tests.unit.test_multi_turn_batched import CALL, run
 
 USER = {"role": "user", "content": "a"}

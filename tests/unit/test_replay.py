@@ -11,21 +11,21 @@ from typing import Any
 import numpy as np
 import pytest
 
+from agl_slime.agent.access import replay_of, sampling_of
+from agl_slime.agent.partial import _generation_from_json, _generation_to_json
+from agl_slime.engine.client.generation import Generation, PartRequest, SamplingParams, parse_generation
+from agl_slime.engine.client.replay import Nucleus, RoutedExperts
+from agl_slime.engine.client.resumable import ResumableGeneration
 from agl_slime.errors import ConfigError, DataSourceError, EngineProtocolError, TraceError
-from agl_slime.rollout.access import replay_of, sampling_of
-from agl_slime.rollout.partial import _generation_from_json, _generation_to_json
-from agl_slime.sglang.generation import Generation, PartRequest, SamplingParams, parse_generation
-from agl_slime.sglang.replay import Nucleus, RoutedExperts
-from agl_slime.sglang.resumable import ResumableGeneration
-from agl_slime.slime.args import PluginSettings
-from agl_slime.slime.replay import check_replayed, with_tensors
 from agl_slime.support.agl import LLM
-from agl_slime.trace import attributes as names
-from agl_slime.trace.converter import _time_between_calls, convert_trajectory
-from agl_slime.trace.segments import merge_turns
-from agl_slime.trace.span_codec import decode_turns
-from agl_slime.trace.trajectory import Trajectory
-from agl_slime.trace.turn import Turn
+from agl_slime.tokens import attributes as names
+from agl_slime.tokens.converter import _time_between_calls, convert_trajectory
+from agl_slime.tokens.segments import merge_turns
+from agl_slime.tokens.span_codec import decode_turns
+from agl_slime.tokens.trajectory import Trajectory
+from agl_slime.tokens.turn import Turn
+from agl_slime.train.slime.args import PluginSettings
+from agl_slime.train.slime.replay import check_replayed, with_tensors
 from agl_slime.types import sample_from_json, sample_to_json
 from tests.harness.samples import encode
 

@@ -21,18 +21,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agl_slime.datasource.source import GroupSource
+from agl_slime.data.source import GroupSource
+from agl_slime.engine.client.replay import Nucleus, RoutedExperts
 from agl_slime.errors import TraceError
-from agl_slime.sglang.replay import Nucleus, RoutedExperts
 from agl_slime.store.bridge import BridgeStore
 from agl_slime.support.files import scratch_directory
-from agl_slime.trace import attributes as names
-from agl_slime.trace import replay_files
-from agl_slime.trace.converter import convert_trajectory
-from agl_slime.trace.replay_files import FiledReplay, file_replay, remove_replay
-from agl_slime.trace.span_codec import TurnEncoder, decode_turns
-from agl_slime.trace.trajectory import Trajectory
-from agl_slime.trace.turn import Turn, with_replay
+from agl_slime.tokens import attributes as names
+from agl_slime.tokens import replay_files
+from agl_slime.tokens.converter import convert_trajectory
+from agl_slime.tokens.replay_files import FiledReplay, file_replay, remove_replay
+from agl_slime.tokens.span_codec import TurnEncoder, decode_turns
+from agl_slime.tokens.trajectory import Trajectory
+from agl_slime.tokens.turn import Turn, with_replay
 from agl_slime.types import sample_to_json
 from tests.harness.datasource import QUICK, Told
 from tests.harness.examples import examples
@@ -40,7 +40,7 @@ from tests.harness.samples import encode
 from tests.harness.stores import enqueue, finish
 from tests.harness.waiting import until
 
-FROM = "agl_slime.trace.replay_files.FILED_FROM_BYTES"
+FROM = "agl_slime.tokens.replay_files.FILED_FROM_BYTES"
 
 
 def experts(start: int, count: int, *, most: int = 8, seed: int = 0) -> RoutedExperts:
@@ -251,9 +251,9 @@ def test_killed_runs_replay_directory_is_removed_by_the_next(tmp_path: Path) -> 
         import os, signal
         from pathlib import Path
         import numpy as np
-        from agl_slime.sglang.replay import RoutedExperts
+        from agl_slime.engine.client.replay import RoutedExperts
         from agl_slime.support.files import scratch_directory
-        from agl_slime.trace.replay_files import file_replay
+        from agl_slime.tokens.replay_files import file_replay
         with scratch_directory(Path({str(tmp_path)!r}), "replay") as directory:
             rows = RoutedExperts(0, np.zeros((60_000, 2, 3), dtype=np.uint8))
             assert file_replay(str(directory), "ro-1", "s", rows, None)

@@ -16,10 +16,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agl_slime.audit.records import broken_lines
 from agl_slime.events import IterationFinished, MetricValue
 from agl_slime.metric_names import REQUIRED_KEYS
 from agl_slime.report import MetricsWriter, read_metrics
+from agl_slime.report.audit.records import broken_lines
 from agl_slime.report.files import cut
 from tests.unit.report_cases import METRICS
 

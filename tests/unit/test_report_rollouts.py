@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from agl_slime.data.results import GroupResult, MemberResult, Outcome
 from agl_slime.errors import TraceError
 from agl_slime.events import (
     BatchTrained,
@@ -21,7 +22,6 @@ from agl_slime.events import (
     RunFinished,
     RunStarted,
 )
-from agl_slime.groups.results import GroupResult, MemberResult, Outcome
 from agl_slime.report.files import IterationFile, RunDir, iter_jsonl
 from agl_slime.report.pieces import Pieces
 from agl_slime.report.rollouts import RolloutWriter, describe_tokens

@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agl_slime.demo import LOOKUP_POLICY
+from agl_slime.cli.demo import LOOKUP_POLICY
 from agl_slime.errors import ConfigError
 from agl_slime.report.page import write_report
 from agl_slime.report.read import RunReader

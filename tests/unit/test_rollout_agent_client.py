@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from agl_slime import SGLangLitAgent
+from agl_slime.agent.batched.sampler import SGLangSampler
+from agl_slime.engine.client.generation import Generation, SamplingParams
 from agl_slime.errors import OutOfVocabularyError
-from agl_slime.rollout.batched.sampler import SGLangSampler
-from agl_slime.sglang.generation import Generation, SamplingParams
 from agl_slime.support.agl import LLM
 from tests.faults.engine_faults import Abort, answering
 from tests.faults.scripted_engine import ScriptedEngine, in_thread

@@ -10,8 +10,8 @@ import pytest
 from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
+from agl_slime.engine.client.generation import Generation
 from agl_slime.errors import ConfigError, PromptError
-from agl_slime.sglang.generation import Generation
 from agl_slime.tokens import forks
 from agl_slime.tokens.codec import TokenBuffer
 from agl_slime.tokens.conversation import ChatContext

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
+from agl_slime.agent.outcome import untrained_turns
 from agl_slime.errors import ConfigError
-from agl_slime.rollout.outcome import untrained_turns
-from agl_slime.trace.turn import Turn
+from agl_slime.tokens.turn import Turn
 
 
 def turns(*responses: list[int]) -> list[Turn]:

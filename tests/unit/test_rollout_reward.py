@@ -8,8 +8,8 @@ from fractions import Fraction
 import numpy as np
 import pytest
 
+from agl_slime.agent.outcome import check_reward, missing_rewards
 from agl_slime.errors import RewardError
-from agl_slime.rollout.outcome import check_reward, missing_rewards
 
 
 @pytest.mark.parametrize(

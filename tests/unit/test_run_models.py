@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from agl_slime.cli.model_dir import RunModels
 from agl_slime.events import IterationFinished
 from agl_slime.report.files import RunDir
-from agl_slime.run.model_dir import RunModels
 
 
 def validated(iteration: int, mean: float | None, failed: int, count: int = 16) -> IterationFinished:

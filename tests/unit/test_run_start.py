@@ -14,13 +14,13 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from agl_slime.demo import LOOKUP_POLICY
+from agl_slime.cli.demo import LOOKUP_POLICY
+from agl_slime.cli.models import check_tokenizer
+from agl_slime.cli.settings import TrainConfig
+from agl_slime.cli.start import find_start, run_directory, set_aside, split_tasks
+from agl_slime.engine.client.describe import EngineDescription
 from agl_slime.errors import ConfigError
 from agl_slime.report.files import RunDir
-from agl_slime.run.models import check_tokenizer
-from agl_slime.run.settings import TrainConfig
-from agl_slime.run.start import find_start, run_directory, set_aside, split_tasks
-from agl_slime.sglang.describe import EngineDescription
 from agl_slime.tokens.loading import load_tokenizer
 
 
@@ -29,7 +29,7 @@ def served(path: Path, version: str) -> EngineDescription:
 
 
 async def start(config: TrainConfig, described: EngineDescription | None = None, *, held_out: int = 0) -> Path:
-    from agl_slime.run.parts import RunParts
+    from agl_slime.cli.parts import RunParts
 
     parts = RunParts(tasks=[{}], held_out=held_out)
     with run_directory(config) as pending:

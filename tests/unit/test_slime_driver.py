@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from agl_slime.errors import UnknownVersionError
-from agl_slime.slime.trainer import SlimeTrainer, parse_slime_args, require_slime
+from agl_slime.train.slime.trainer import SlimeTrainer, parse_slime_args, require_slime
 from tests.slime.fake_ray import FakeRay
 from tests.slime.standins import driver
 

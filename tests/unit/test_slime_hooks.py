@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from agl_slime import slime_hooks
+from agl_slime.cli.settings import TrainConfig
 from agl_slime.errors import ConfigError, DataSourceError, RewardError
-from agl_slime.run.settings import TrainConfig
 from agl_slime.runner.base import RunnerPlan
-from agl_slime.slime.args import PluginSettings
+from agl_slime.train.slime.args import PluginSettings
 from agl_slime.types import RolloutFnTrainOutput, Sample, sample_from_fields
 
 

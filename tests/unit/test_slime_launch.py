@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from agl_slime.slime.launch import add_arguments, main
+from agl_slime.train.slime.launch import add_arguments, main
 
 ARGUMENTS = """
 import argparse
@@ -46,7 +46,7 @@ def launched(tmp_path: Path, *flags: str, slime: bool = True) -> subprocess.Comp
     (tmp_path / "scripts" / "beside.py").touch()
     root = str(Path(__file__).parents[2])
     path = os.pathsep.join([root, str(tmp_path)] if slime else [root])
-    command = [sys.executable, "-m", "agl_slime.slime.launch", str(tmp_path / "scripts" / "train.py"), *flags]
+    command = [sys.executable, "-m", "agl_slime.train.slime.launch", str(tmp_path / "scripts" / "train.py"), *flags]
     env = {**os.environ, "PYTHONPATH": path}
     return subprocess.run(command, capture_output=True, text=True, cwd=tmp_path / "scripts", env=env, timeout=60)
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from agl_slime.cli.slime import SlimeSteps
 from agl_slime.metric_names import TOKENS_TRAINED
-from agl_slime.run.slime import SlimeSteps
 
 
 class Source:

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from agl_slime.cli import main
+from agl_slime.cli.main import main
+from agl_slime.cli.settings import TrainConfig
+from agl_slime.cli.slime import check_slime_args, loop_flags
 from agl_slime.errors import ConfigError, MissingDependencyError
-from agl_slime.run.settings import TrainConfig
-from agl_slime.run.slime import check_slime_args, loop_flags
-from agl_slime.slime.trainer import require_slime
-from agl_slime.trainers import LocalTrainerSettings
+from agl_slime.train.local import LocalTrainerSettings
+from agl_slime.train.slime.trainer import require_slime
 
 
 @pytest.fixture

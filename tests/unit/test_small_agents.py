@@ -13,8 +13,8 @@ import pytest
 from agents.alphabet_sort import AlphabetSort
 from agents.reverse_text import ReverseText
 from agents.shop import Price, Shop
-from agl_slime.trace.trajectory import Trajectory
-from agl_slime.trace.turn import Turn
+from agl_slime.tokens.trajectory import Trajectory
+from agl_slime.tokens.turn import Turn
 
 
 class ReverseCharacters(ReverseText):

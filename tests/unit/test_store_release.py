@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from agl_slime import AGLDataSource
-from agl_slime.datasource.completions import CompletionTable
-from agl_slime.datasource.source import DataSourceSettings
+from agl_slime.data.completions import CompletionTable
+from agl_slime.data.source import DataSourceSettings
 from agl_slime.store.bridge import BridgeStore
 from agl_slime.store.retention import Retention
 from agl_slime.support.agl import InMemoryLightningStore

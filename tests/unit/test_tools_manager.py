@@ -12,8 +12,8 @@ from typing import Any, Literal, Optional
 import pytest
 from pydantic import BaseModel
 
+from agl_slime.agent.tools import ToolManager
 from agl_slime.errors import ConfigError, RolloutError
-from agl_slime.rollout.tools import ToolManager
 from agl_slime.tokens.answer import ToolCall
 
 

@@ -14,8 +14,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from agl_slime.engine.client.transport import _encoded
 from agl_slime.errors import TraceError
-from agl_slime.sglang.transport import _encoded
 from agl_slime.tokens.codec import (
     TokenBuffer,
     log_prob_array,

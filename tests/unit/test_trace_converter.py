@@ -7,15 +7,15 @@ from typing import Any
 
 import pytest
 
+from agl_slime.data.results import GroupResult, MemberResult
+from agl_slime.engine.client.generation import WeightSpan
 from agl_slime.errors import RewardError, TraceError
-from agl_slime.groups.results import GroupResult, MemberResult
 from agl_slime.loop.metrics import collect_metrics
-from agl_slime.sglang.generation import WeightSpan
 from agl_slime.support.agl import Rollout, Span, emit_reward
-from agl_slime.trace import attributes as names
-from agl_slime.trace.converter import convert_rollout, rollout_to_sample, rollout_to_samples
-from agl_slime.trace.span_codec import TurnEncoder
-from agl_slime.trace.turn import Turn
+from agl_slime.tokens import attributes as names
+from agl_slime.tokens.converter import convert_rollout, rollout_to_sample, rollout_to_samples
+from agl_slime.tokens.span_codec import TurnEncoder
+from agl_slime.tokens.turn import Turn
 from agl_slime.types import Sample
 
 

@@ -9,8 +9,8 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from agl_slime.tokens.forks import ForkReason, contains
-from agl_slime.trace.segments import merge_turns
-from agl_slime.trace.turn import Turn
+from agl_slime.tokens.segments import merge_turns
+from agl_slime.tokens.turn import Turn
 from tests.harness.tokenizers import DROPS_THINKING, PLAIN, chat_tokenizer
 
 USER = {"role": "user", "content": "What is the capital of France?"}

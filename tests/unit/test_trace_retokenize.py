@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from agl_slime.errors import TraceError
+from agl_slime.tokens.retokenize import Retokenizer
+from agl_slime.tokens.segments import merge_turns
 from agl_slime.tokens.tokenizer import set_template_kwargs
-from agl_slime.trace.retokenize import Retokenizer
-from agl_slime.trace.segments import merge_turns
-from agl_slime.trace.turn import Turn
+from agl_slime.tokens.turn import Turn
 from tests.harness import vocabularies
 from tests.harness.tokenizers import DROPS_THINKING, PLAIN, chat_tokenizer
 

@@ -9,7 +9,7 @@ import pytest
 
 from agl_slime.errors import RewardError
 from agl_slime.support.agl import Span, emit_reward, find_final_reward, get_rewards_from_span
-from agl_slime.trace.reward import read_reward
+from agl_slime.tokens.reward import read_reward
 
 
 def reward_span(value: Any, **options: Any) -> Span:

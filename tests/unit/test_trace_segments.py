@@ -6,7 +6,7 @@ import pytest
 
 from agl_slime.errors import TraceError
 from agl_slime.tokens.forks import ForkReason
-from agl_slime.trace.segments import Segment, merge_turns
+from agl_slime.tokens.segments import Segment, merge_turns
 from tests.harness.samples import turn
 
 

@@ -9,10 +9,10 @@ import pytest
 
 from agl_slime.errors import TraceError
 from agl_slime.support.agl import Span
-from agl_slime.trace import attributes as names
-from agl_slime.trace.span_codec import TurnEncoder
-from agl_slime.trace.spans import read_turns, spans_of_attempt
-from agl_slime.trace.turn import Turn
+from agl_slime.tokens import attributes as names
+from agl_slime.tokens.span_codec import TurnEncoder
+from agl_slime.tokens.spans import read_turns, spans_of_attempt
+from agl_slime.tokens.turn import Turn
 from tests.harness.tokenizers import PLAIN, chat_tokenizer
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from agl_slime.trace.trajectory import Trajectory
-from agl_slime.trace.turn import Turn
+from agl_slime.tokens.trajectory import Trajectory
+from agl_slime.tokens.turn import Turn
 
 
 def turn(text: str, **fields: object) -> Turn:

@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 from opentelemetry.sdk.trace import TracerProvider
 
+from agl_slime.engine.client.generation import Generation, WeightSpan
 from agl_slime.errors import TraceError
-from agl_slime.sglang.generation import Generation, WeightSpan
+from agl_slime.tokens import attributes as names
 from agl_slime.tokens.forks import ForkReason
-from agl_slime.trace import attributes as names
-from agl_slime.trace.segments import merge_turns
-from agl_slime.trace.span_codec import TurnEncoder, decode_turns
-from agl_slime.trace.turn import Turn
+from agl_slime.tokens.segments import merge_turns
+from agl_slime.tokens.span_codec import TurnEncoder, decode_turns
+from agl_slime.tokens.turn import Turn
 from tests.harness.conversations import linked
 from tests.harness.samples import encode, turn
 

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from agl_slime.errors import RewardError, TrainerError
-from agl_slime.trainers import TrainBatch
-from agl_slime.trainers.local.batch import split_minibatches
+from agl_slime.train.local import TrainBatch
+from agl_slime.train.local.batch import split_minibatches
 from agl_slime.types import Sample, sample_from_fields
 
 

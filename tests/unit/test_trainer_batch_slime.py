@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from agl_slime.trainers import TrainBatch
+from agl_slime.train.local import TrainBatch
 from agl_slime.types import Sample, sample_from_fields
 from tests.slime.support import slime_package
 

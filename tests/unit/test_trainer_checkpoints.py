@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM  # noqa: E402
 
 from agl_slime.errors import ConfigError, TrainerError  # noqa: E402
 from agl_slime.support.files import write_checksums  # noqa: E402
-from agl_slime.trainers import LocalTrainer, LocalTrainerSettings  # noqa: E402
+from agl_slime.train.local import LocalTrainer, LocalTrainerSettings  # noqa: E402
 from agl_slime.types import Sample  # noqa: E402
 from tests.harness.trainer_policy import make_model, save_policy  # noqa: E402
 from tests.harness.trainers import flat, trainer, weights  # noqa: E402

@@ -14,7 +14,7 @@ torch = pytest.importorskip("torch")
 
 from transformers import PreTrainedModel  # noqa: E402
 
-from agl_slime.groups.normalize import normalize_rewards  # noqa: E402
+from agl_slime.data.normalize import normalize_rewards  # noqa: E402
 from agl_slime.types import Sample  # noqa: E402
 from tests.harness.trainer_policy import make_model, make_samples, response_log_probs  # noqa: E402
 from tests.harness.trainers import ONE_STEP, assert_close, flat, gradient, gradients, trainer  # noqa: E402

@@ -12,8 +12,8 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from agl_slime.errors import ConfigError, TrainerError  # noqa: E402
-from agl_slime.trainers import LocalTrainerSettings, TrainBatch, Trainer  # noqa: E402
-from agl_slime.trainers.base import HasTokenScores  # noqa: E402
+from agl_slime.loop.trainer import HasTokenScores, Trainer  # noqa: E402
+from agl_slime.train.local import LocalTrainerSettings, TrainBatch  # noqa: E402
 from agl_slime.types import Sample  # noqa: E402
 from tests.harness.trainer_policy import VOCABULARY, make_model, make_samples, response_log_probs  # noqa: E402
 from tests.harness.trainers import ONE_STEP, flat, gradient, trainer, weights  # noqa: E402

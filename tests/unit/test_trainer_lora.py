@@ -13,7 +13,7 @@ pytest.importorskip("peft", reason='adapters need peft: pip install "agl-slime[l
 from transformers import AutoModelForCausalLM, GPT2Config  # noqa: E402
 
 from agl_slime.errors import ConfigError, TrainerError  # noqa: E402
-from agl_slime.trainers import LocalTrainer, LocalTrainerSettings  # noqa: E402
+from agl_slime.train.local import LocalTrainer, LocalTrainerSettings  # noqa: E402
 from agl_slime.types import Sample  # noqa: E402
 from tests.harness.trainer_policy import VOCABULARY, make_model, response_log_probs, save_policy  # noqa: E402
 

@@ -7,8 +7,8 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from agl_slime.trainers.local.loss import Objective, kl_k3, policy_terms, token_entropy, token_log_probs, token_weights  # noqa: E402
-from agl_slime.trainers.local.settings import LocalTrainerSettings  # noqa: E402
+from agl_slime.train.local.loss import Objective, kl_k3, policy_terms, token_entropy, token_log_probs, token_weights  # noqa: E402
+from agl_slime.train.local.settings import LocalTrainerSettings  # noqa: E402
 
 
 def doubles(*values: float) -> torch.Tensor:

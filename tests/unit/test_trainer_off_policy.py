@@ -11,10 +11,10 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from agl_slime.errors import ConfigError, TrainerError  # noqa: E402
-from agl_slime.trainers.local.batch import TrainBatch, token_staleness  # noqa: E402
-from agl_slime.trainers.local.loss import MAX_STALENESS, Objective  # noqa: E402
-from agl_slime.trainers.local.settings import LocalTrainerSettings  # noqa: E402
-from agl_slime.trainers.local.trainer import LocalTrainer  # noqa: E402
+from agl_slime.train.local.batch import TrainBatch, token_staleness  # noqa: E402
+from agl_slime.train.local.loss import MAX_STALENESS, Objective  # noqa: E402
+from agl_slime.train.local.settings import LocalTrainerSettings  # noqa: E402
+from agl_slime.train.local.trainer import LocalTrainer  # noqa: E402
 from agl_slime.types import Sample  # noqa: E402
 from tests.harness.trainer_policy import make_model, make_samples, response_log_probs  # noqa: E402
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from agl_slime.errors import ConfigError
-from agl_slime.trainers import LocalTrainerSettings
+from agl_slime.train.local import LocalTrainerSettings
 
 
 @pytest.mark.parametrize(
@@ -59,7 +59,7 @@ def run_without_torch(code: str) -> subprocess.CompletedProcess[str]:
 
 def test_batches_and_settings_need_no_torch():
     result = run_without_torch(
-        "from agl_slime.trainers import LocalTrainerSettings, TrainBatch, Trainer; print(LocalTrainerSettings().lr)"
+        "from agl_slime.train.local import LocalTrainerSettings, TrainBatch; print(LocalTrainerSettings().lr)"
     )
     assert (result.returncode, result.stdout.strip()) == (0, "0.0005"), result.stderr
 
@@ -67,7 +67,7 @@ def test_batches_and_settings_need_no_torch():
 def test_trainer_without_torch_names_the_extra_to_install():
     code = (
         "from agl_slime.errors import MissingDependencyError\n"
-        "try:\n    from agl_slime.trainers import LocalTrainer\n"
+        "try:\n    from agl_slime.train.local import LocalTrainer\n"
         "except MissingDependencyError as error:\n    print(error)"
     )
     result = run_without_torch(code)
@@ -80,7 +80,7 @@ def test_trainer_without_torch_names_the_extra_to_install():
 def test_torchs_threads_are_left_alone_unless_asked_for(tmp_path: Path):
     """A trainer in somebody else's program changes nothing there; the command line asks for one thread."""
     torch = pytest.importorskip("torch")
-    from agl_slime.trainers import LocalTrainer
+    from agl_slime.train.local import LocalTrainer
     from tests.harness.trainer_policy import save_policy
 
     policy = save_policy(tmp_path)

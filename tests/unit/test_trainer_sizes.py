@@ -24,10 +24,10 @@ from transformers import (  # noqa: E402
     Qwen3Config,
 )
 
+from agl_slime.cli.settings import TrainConfig  # noqa: E402
 from agl_slime.errors import ConfigError, MissingDependencyError  # noqa: E402
-from agl_slime.run.settings import TrainConfig  # noqa: E402
-from agl_slime.trainers import LocalTrainer, LocalTrainerSettings  # noqa: E402
-from agl_slime.trainers.local.hardware import bfloat16_wanted, set_threads, torch_device  # noqa: E402
+from agl_slime.train.local import LocalTrainer, LocalTrainerSettings  # noqa: E402
+from agl_slime.train.local.hardware import bfloat16_wanted, set_threads, torch_device  # noqa: E402
 from agl_slime.types import Sample  # noqa: E402
 from tests.harness.trainer_policy import VOCABULARY, make_model, make_samples  # noqa: E402
 
@@ -73,7 +73,7 @@ def test_uneven_samples_have_the_log_probs_of_the_whole_model(
     torch.manual_seed(0)
     model: PreTrainedModel = Auto.from_config(config).eval()
     model.save_pretrained(tmp_path)
-    monkeypatch.setattr("agl_slime.trainers.local.trainer.LOGITS_CHUNK", 7)
+    monkeypatch.setattr("agl_slime.train.local.trainer.LOGITS_CHUNK", 7)
     ours = trainer(tmp_path)
     seen = body_calls(ours)
     found = ours.train(make_samples(model, prompt_lengths=(1, 60)), iteration=0)
@@ -194,7 +194,7 @@ def test_threads_by_the_size_of_the_model(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_the_runs_temperature_and_seed_are_the_trainers(policy: Path) -> None:
-    from agl_slime.run.local import _make_trainer
+    from agl_slime.cli.local import _make_trainer
 
     made = _make_trainer(TrainConfig(seed=5, temperature=0.5), policy)
     assert (made._seed, made._temperature) == (5, 0.5)

@@ -12,8 +12,8 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("trl", reason="compares with TRL, which is not installed")
 
-from agl_slime.groups.normalize import normalize_rewards  # noqa: E402
-from agl_slime.trainers import LocalTrainer, LocalTrainerSettings  # noqa: E402
+from agl_slime.data.normalize import normalize_rewards  # noqa: E402
+from agl_slime.train.local import LocalTrainer, LocalTrainerSettings  # noqa: E402
 from agl_slime.types import Sample  # noqa: E402
 from tests.harness.trainer_policy import make_model, make_samples, response_log_probs, save_policy  # noqa: E402
 

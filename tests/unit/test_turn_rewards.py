@@ -12,11 +12,11 @@ import pytest
 from agl_slime import slime_hooks
 from agl_slime.errors import RewardError, TrainerError
 from agl_slime.support.agl import Span, emit_reward, make_link_attributes
-from agl_slime.trace import attributes as names
-from agl_slime.trace.converter import convert_rollout
-from agl_slime.trace.reward import read_reward
-from agl_slime.trace.turn import Turn
-from agl_slime.trainers.local.batch import TrainBatch
+from agl_slime.tokens import attributes as names
+from agl_slime.tokens.converter import convert_rollout
+from agl_slime.tokens.reward import read_reward
+from agl_slime.tokens.turn import Turn
+from agl_slime.train.local.batch import TrainBatch
 from agl_slime.types import Sample
 from tests.harness.samples import trained_ids
 from tests.unit.test_trace_converter import FIRST, SECOND, rollout, spans_of
@@ -215,7 +215,7 @@ def test_the_gradient_is_the_same_in_one_sample_as_in_many(tmp_path: Path) -> No
 
 def test_step_moves_only_the_tokens_of_rewarded_turns(tmp_path: Path) -> None:
     pytest.importorskip("torch", reason='training needs torch: pip install "agl-slime[local]"')
-    from agl_slime.trainers import LocalTrainer, LocalTrainerSettings
+    from agl_slime.train.local import LocalTrainer, LocalTrainerSettings
     from tests.harness.trainer_policy import make_model, response_log_probs, save_policy
 
     def log_probs(model: Any) -> list[float]:

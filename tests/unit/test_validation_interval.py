@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from agl_slime.groups.results import GroupResult, MemberResult
+from agl_slime.data.results import GroupResult, MemberResult
 from agl_slime.loop.metrics import eval_metrics
 from agl_slime.report.summary import sum_up, summary_rows
 from agl_slime.support.intervals import estimate

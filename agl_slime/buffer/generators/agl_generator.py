@@ -15,8 +15,8 @@ from typing import Any
 
 from agl_slime.buffer.client import Row, failed_item, item_of, plan, read_rows, write_items
 from agl_slime.buffer.stages import Item
+from agl_slime.data.results import MemberResult
 from agl_slime.errors import ConfigError
-from agl_slime.groups.results import MemberResult
 
 TASK_TYPE = "agl"
 AGENT_VARIABLE = "AGL_SLIME_AGENT"
@@ -29,7 +29,7 @@ def run_rollout(data: dict[str, Any]) -> None:
         raise ConfigError(
             f"the generator {TASK_TYPE!r} needs an agent: set {AGENT_VARIABLE}=module:Class in the buffer's environment"
         )
-    from agl_slime.rollout.loading import load_agent
+    from agl_slime.agent.loading import load_agent
     from agl_slime.runner.process import configure_worker_process
 
     configure_worker_process()
@@ -39,7 +39,7 @@ def run_rollout(data: dict[str, Any]) -> None:
 async def run_agent(agent: Any, data: Mapping[str, Any], *, buffer_token: str | None = None) -> None:
     """Run the planned rollouts of the input file's tasks, and write each result, successful or failed, to the
     buffer."""
-    from agl_slime.datasource.read import collect
+    from agl_slime.data.read import collect
     from agl_slime.runner.concurrent import RunnerSettings
     from agl_slime.runner.thread import RunnerThread
     from agl_slime.store.bridge import BridgeStore

@@ -9,8 +9,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from agl_slime.demo import LOOKUP_POLICY
-from agl_slime.demo.agent import LookupAgent
+from agl_slime.cli.demo import LOOKUP_POLICY
+from agl_slime.cli.demo.agent import LookupAgent
 from tests.slime.support import model_flags
 
 

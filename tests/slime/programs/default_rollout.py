@@ -32,7 +32,7 @@ def main(directory: Path) -> None:
             *("--rollout-function-path", "slime.rollout.sglang_rollout.generate_rollout"),
         ]
         config = {
-            "agl_agent": "agl_slime.demo.agent:LookupAgent",
+            "agl_agent": "agl_slime.cli.demo.agent:LookupAgent",
             "agl_tasks": str(write_tasks(directory / "tasks.jsonl", 200)),
             "agl_get_timeout_s": 60,
         }

@@ -16,7 +16,7 @@ import ray
 import requests
 import yaml
 
-from agl_slime.cli import main as command_line
+from agl_slime.cli.main import main as command_line
 from agl_slime.engine.process import EmbeddedEngine
 from agl_slime.report.page import write_report
 from agl_slime.report.read import RunReader

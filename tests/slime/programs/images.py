@@ -39,14 +39,14 @@ from slime.ray.rollout import RolloutManager  # noqa: E402
 from slime.utils.processing_utils import build_processor_kwargs  # noqa: E402
 from slime.utils.types import Sample  # noqa: E402
 
-from agl_slime.rollout.session import RolloutSession  # noqa: E402
-from agl_slime.sglang.generation import Generation, SamplingParams, parse_generation  # noqa: E402
-from agl_slime.slime.replay import with_train_inputs  # noqa: E402
+from agl_slime.agent.session import RolloutSession  # noqa: E402
+from agl_slime.engine.client.generation import Generation, SamplingParams, parse_generation  # noqa: E402
+from agl_slime.tokens.converter import convert_trajectory  # noqa: E402
 from agl_slime.tokens.loading import load_tokenizer  # noqa: E402
+from agl_slime.tokens.span_codec import decode_turns  # noqa: E402
 from agl_slime.tokens.template import ChatTemplate  # noqa: E402
-from agl_slime.trace.converter import convert_trajectory  # noqa: E402
-from agl_slime.trace.span_codec import decode_turns  # noqa: E402
-from agl_slime.trace.trajectory import Trajectory  # noqa: E402
+from agl_slime.tokens.trajectory import Trajectory  # noqa: E402
+from agl_slime.train.slime.replay import with_train_inputs  # noqa: E402
 from tests.harness.vision import picture, save_qwen2_vl  # noqa: E402
 from tests.slime.support import report  # noqa: E402
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import ray
 
-from agl_slime.slime.trainer import SlimeTrainer
+from agl_slime.train.slime.trainer import SlimeTrainer
 from tests.slime.standins import driver
 
 

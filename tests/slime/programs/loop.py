@@ -75,7 +75,7 @@ def run(directory: Path, model: Path, loop: str, steps: int, engines: list[str],
             ),
         ]
         config = {
-            "agl_agent": "agl_slime.demo.agent:LookupAgent",
+            "agl_agent": "agl_slime.cli.demo.agent:LookupAgent",
             "agl_tasks": str(write_tasks(directory / "tasks.jsonl", 4000)),
             "agl_eval_tasks": str(directory / "eval.jsonl"),
             "agl_get_timeout_s": 120,

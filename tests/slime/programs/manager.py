@@ -15,14 +15,14 @@ from typing import Any
 
 import ray
 
-from agl_slime.demo.agent import LookupAgent
+from agl_slime.cli.demo.agent import LookupAgent
+from agl_slime.data.normalize import normalize_rewards
 from agl_slime.engine.process import EmbeddedEngine
-from agl_slime.groups.normalize import normalize_rewards
 from agl_slime.runner.thread import RunnerThread
 from agl_slime.store.bridge import BridgeStore
 from agl_slime.store.server import StoreService
+from agl_slime.tokens.converter import convert_rollout
 from agl_slime.tokens.loading import load_tokenizer
-from agl_slime.trace.converter import convert_rollout
 from tests.slime.programs.common import make_policy, slime_args, start_ray, write_tasks
 from tests.slime.support import report
 

@@ -10,9 +10,9 @@ import random
 from argparse import Namespace
 from typing import Any
 
-from agl_slime.slime.versions import normalizes_by_group
 from agl_slime.slime_hooks import normalize_rewards
 from agl_slime.support.slime import find_optional
+from agl_slime.train.slime.versions import normalizes_by_group
 from agl_slime.types import Sample, sample_from_fields
 from tests.slime.support import report
 

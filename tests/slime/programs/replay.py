@@ -22,15 +22,15 @@ from slime.observability.rollout_data_utils import validate_rollout_routed_exper
 from slime.ray.rollout import RolloutManager
 from slime.utils.types import Sample
 
-from agl_slime.rollout.session import RolloutSession
-from agl_slime.sglang.generation import Generation, SamplingParams, parse_generation
-from agl_slime.sglang.resumable import ResumableGeneration
-from agl_slime.slime.replay import with_tensors
+from agl_slime.agent.session import RolloutSession
+from agl_slime.engine.client.generation import Generation, SamplingParams, parse_generation
+from agl_slime.engine.client.resumable import ResumableGeneration
+from agl_slime.tokens import replay_files
+from agl_slime.tokens.converter import convert_trajectory
+from agl_slime.tokens.span_codec import decode_turns
 from agl_slime.tokens.template import ChatTemplate
-from agl_slime.trace import replay_files
-from agl_slime.trace.converter import convert_trajectory
-from agl_slime.trace.span_codec import decode_turns
-from agl_slime.trace.trajectory import Trajectory
+from agl_slime.tokens.trajectory import Trajectory
+from agl_slime.train.slime.replay import with_tensors
 from tests.harness.tokenizers import small_tokenizer
 from tests.slime.support import report
 

@@ -1,0 +1,156 @@
+"""``EngineAccess``: tokenizer, engine client and chat templates for the model that an ``LLM`` resource names.
+
+One instance serves all rollouts of an agent, or of a gateway.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import aiohttp
+from yarl import URL
+
+from agl_slime.engine.client.client import SGLangClient
+from agl_slime.engine.client.describe import end_token_ids, vocab_size_of
+from agl_slime.engine.client.generation import SamplingParams
+from agl_slime.engine.client.transport import ClientSettings
+from agl_slime.errors import ConfigError
+from agl_slime.support.agl import LLM, ProxyLLM
+from agl_slime.support.threads import run_in_thread
+from agl_slime.tokens.loading import load_tokenizer
+from agl_slime.tokens.template import ChatTemplate, chat_template
+from agl_slime.tokens.tokenizer import ChatTokenizer
+
+# Agent Lightning's name for the model under training.
+LLM_RESOURCE = "main_llm"
+
+# The least recently used templates are dropped: an agent may have other tools for each task.
+_MAX_TEMPLATES = 64
+
+_SAMPLING_FIELDS = frozenset(SamplingParams.__dataclass_fields__) - {"extra"}
+
+
+class EngineAccess:
+    """Clients by endpoint and templates by tools, made at their first use. A copy in another process opens its own
+    connections."""
+
+    def __init__(self, *, tokenizer: ChatTokenizer | None = None, settings: ClientSettings | None = None) -> None:
+        self._tokenizer = tokenizer
+        self._settings = settings
+        self._clients: dict[str, SGLangClient] = {}
+        self._templates: dict[Any, ChatTemplate] = {}
+        self._tokenizers: dict[str, ChatTokenizer] = {}
+        self._engines: dict[str, dict[str, Any]] = {}  # by gateway: the engine's address and replay parameters
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_clients": {}, "_templates": {}, "_tokenizers": {}}
+
+    async def tokenizer(self, llm: LLM) -> ChatTokenizer:
+        """The constructor's tokenizer, else the one of ``LLM.model``."""
+        if self._tokenizer is None and not llm.model:
+            raise ConfigError(f"LLM.model of {LLM_RESOURCE!r} is empty; name a checkpoint, or give a tokenizer")
+        tokenizer = self._tokenizer or self._tokenizers.get(llm.model)
+        if tokenizer is None:
+            tokenizer = self._tokenizers[llm.model] = await run_in_thread(load_tokenizer, llm.model)
+        return tokenizer
+
+    async def engine(self, llm: LLM) -> LLM:
+        """``llm`` with the engine's address in place of the gateway's: an agent that works on tokens needs no protocol
+        translation. Raises ``ConfigError`` when the address is no gateway of this package."""
+        if not isinstance(llm, ProxyLLM):
+            return llm
+        gateway = llm.get_base_url(None, None).removesuffix("/v1")
+        if gateway not in self._engines:
+            async with aiohttp.ClientSession() as session, session.get(f"{gateway}/engine") as answer:
+                if answer.status != 200:
+                    where = str(URL(gateway).origin())  # its path may hold the token
+                    raise ConfigError(f"{LLM_RESOURCE} names {where}, which is no gateway of agl-slime's")
+                self._engines[gateway] = await answer.json()
+        engine = self._engines[gateway]
+        sampling = {**engine.get("replay", {}), **llm.sampling_parameters}
+        return LLM(endpoint=engine["endpoint"], model=llm.model, sampling_parameters=sampling)
+
+    def client(self, llm: LLM, tokenizer: ChatTokenizer) -> SGLangClient:
+        client = self._clients.get(llm.endpoint)
+        if client is None:
+            client = self._clients[llm.endpoint] = SGLangClient(
+                base_url=llm.endpoint,
+                settings=self._settings,
+                eos_token_ids=end_token_ids(llm.model, tokenizer),
+                decode=tokenizer.decode,
+                vocab_size=vocab_size_of(llm.model),
+            )
+        return client
+
+    def template(
+        self,
+        tokenizer: ChatTokenizer,
+        tools: Sequence[Mapping[str, Any]] | None,
+        template_kwargs: Mapping[str, Any] | None = None,
+        *,
+        llm: LLM | None = None,
+    ) -> ChatTemplate:
+        """The template that all rollouts with these tools share, and with it the results of its probes. The run's
+        template settings are in ``llm``; ``template_kwargs`` override its template arguments."""
+        settings = template_settings(llm.sampling_parameters if llm is not None else {})
+        kwargs = {**settings.pop("chat_template_kwargs", {}), **(template_kwargs or {})}
+        key = template_key(tools, kwargs), id(tokenizer), *settings.values()
+        template = self._templates.pop(key, None)
+        if template is None:
+            template = chat_template(tokenizer, tools, kwargs, **settings)
+        self._templates[key] = template  # last: most recently used
+        if len(self._templates) > _MAX_TEMPLATES:
+            del self._templates[next(iter(self._templates))]
+        return template
+
+    async def aclose(self) -> None:
+        """Close the connections. Must run on the event loop that used them."""
+        clients, self._clients = self._clients, {}
+        for client in clients.values():
+            await client.aclose()
+
+
+def template_key(tools: Sequence[Mapping[str, Any]] | None, template_kwargs: Mapping[str, Any] | None = None) -> str:
+    """A cache key for the templates of one tokenizer."""
+    return json.dumps([tools, dict(template_kwargs or {})], sort_keys=True, default=repr)
+
+
+class ServedResources(dict[str, Any]):
+    """Resources that also answer to ``llm``, the model's name in agents written for other runs. Iteration lists the
+    model once: ``@agl.rollout`` takes the first model and warns about others."""
+
+    def __missing__(self, name: str) -> Any:
+        if name != "llm":
+            raise KeyError(name)
+        return self.get(LLM_RESOURCE) or next(value for value in self.values() if isinstance(value, LLM))
+
+
+def replay_of(sampling: Mapping[str, Any]) -> dict[str, Any]:
+    """The replay parameters among a run's sampling parameters: internal, stripped before clients see them."""
+    return {name: sampling[name] for name in ("routed_experts", "nucleus", "replay_files") if sampling.get(name)}
+
+
+def template_settings(sampling: Mapping[str, Any]) -> dict[str, Any]:
+    """The template settings of a run, which travel among its sampling parameters to every place that builds prompts."""
+    return {name: sampling[name] for name in ("chat_template_kwargs", "later_systems") if sampling.get(name)}
+
+
+def run_parameters(sampling: Mapping[str, Any]) -> dict[str, Any]:
+    """The sampling parameters of a run that agents do not send: a gateway adds them to each request."""
+    return {**replay_of(sampling), **template_settings(sampling)}
+
+
+def sampling_of(llm: LLM) -> SamplingParams:
+    """``LLM.sampling_parameters`` as ``SamplingParams``: OpenAI's ``max_tokens`` means ``max_new_tokens``, unknown
+    names are passed to SGLang unchanged."""
+    settings = template_settings(llm.sampling_parameters)
+    extra = {name: value for name, value in llm.sampling_parameters.items() if name not in settings}
+    values = {name: extra.pop(name) for name in [*extra] if name in _SAMPLING_FIELDS}
+    if "max_tokens" in extra:
+        values.setdefault("max_new_tokens", extra.pop("max_tokens"))
+    for name in {"stop", "stop_token_ids"} & values.keys():
+        value = values[name]
+        values[name] = (value,) if isinstance(value, (str, int)) else tuple(value or ())
+    return SamplingParams(**values, extra=extra)

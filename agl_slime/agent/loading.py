@@ -1,0 +1,161 @@
+"""Load agents and plug-in files that are named on the command line."""
+
+from __future__ import annotations
+
+import copyreg
+import importlib
+import inspect
+import logging
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from agl_slime.agent.by_file import import_file
+from agl_slime.agent.scheduler import schedulers
+from agl_slime.errors import ConfigError, format_exception
+from agl_slime.tokens.images import ImageSettings
+
+logger = logging.getLogger(__name__)
+
+DEFAULT_AGENT = "agl_slime.cli.demo.agent:LookupAgent"
+
+
+def split_agent(path: str) -> tuple[str, str]:
+    """Module or file, and class, of ``module:Class`` or ``path/to/file.py:Class``. Raises ``ConfigError``."""
+    source, _, name = path.rpartition(":")
+    is_module = all(part.isidentifier() for part in source.split("."))
+    if not name.isidentifier() or not (is_module or source.endswith(".py")):
+        raise ConfigError(
+            f"--agent {path}: expected module:Class or path/to/file.py:Class, for example {DEFAULT_AGENT}"
+        )
+    return source, name
+
+
+def load_agent(path: str) -> Any:
+    """The agent named ``module:Name`` or ``path/to/file.py:Name``: a new instance of that class, or the agent object of
+    that name (as ``@agl.rollout`` makes). Modules are searched in the working directory too, as with ``python -m``.
+
+    Raises ``ConfigError`` with one sentence, whatever error the module or class raises.
+    """
+    source, name = split_agent(path)
+
+    def unusable(why: str) -> ConfigError:
+        return ConfigError(f"--agent {path}: {why}")
+
+    try:
+        module = _imported(source)
+    except ConfigError as error:
+        raise unusable(str(error)) from error
+    except (Exception, SystemExit) as error:
+        raise unusable(f"importing {source} failed with {format_exception(error)}") from error
+    from agl_slime.support.agl import LitAgent
+
+    agent_class = getattr(module, name, None)
+    if agent_class is None:
+        types = [value for value in vars(module).values() if isinstance(value, type)]
+        classes = {value.__name__ for value in types if value.__module__ == module.__name__}
+        agents = {key for key, value in vars(module).items() if isinstance(value, LitAgent)}
+        raise unusable(
+            f"{source} has no class or agent {name!r}; it has {', '.join(sorted(classes | agents)) or 'none'}"
+        )
+    if isinstance(agent_class, LitAgent):
+        agent: Any = agent_class
+        _loaded[id(agent)] = agent, str(Path(source).resolve()) if source.endswith(".py") else source, name
+        copyreg.pickle(type(agent), _reduce)
+        return agent
+    if not (isinstance(agent_class, type) and issubclass(agent_class, LitAgent)):
+        raise unusable(f"{name} is not an Agent Lightning LitAgent; derive it from agl_slime.SGLangLitAgent")
+    try:
+        inspect.signature(agent_class).bind()
+    except TypeError as error:
+        why = f"{name}() cannot be made without arguments ({error}); give its parameters defaults"
+        raise unusable(why) from error
+    try:
+        return agent_class()
+    except (Exception, SystemExit) as error:
+        raise unusable(f"{name}() failed with {format_exception(error)}") from error
+
+
+# Agent objects by id, with source and name, by which they are pickled: an agent of @agl.rollout cannot be pickled
+# itself, because its function's name refers to the agent.
+_loaded: dict[int, tuple[Any, str, str]] = {}
+
+
+def _reduce(agent: Any) -> Any:
+    if id(agent) not in _loaded:
+        return agent.__reduce_ex__(4)
+    _, source, name = _loaded[id(agent)]
+    return load_agent, (f"{source}:{name}",)
+
+
+def _imported(source: str) -> ModuleType:
+    if (here := str(Path.cwd())) not in sys.path:
+        sys.path.insert(0, here)
+    try:
+        return import_file(source) if source.endswith(".py") else importlib.import_module(source)
+    except ModuleNotFoundError as error:
+        missing = error.name or ""
+        if f"{source}.".startswith(f"{missing}."):
+            why = f"there is no module {missing!r} here; run from the directory that contains it, or give its file"
+        elif missing.partition(".")[0] == source.partition(".")[0]:
+            why = f"{source} imports {missing!r}, which does not exist"
+        else:
+            why = f"{source} needs the module {missing!r}, which is not installed"
+        raise ConfigError(why) from error
+
+
+def agent_module(path: str) -> ModuleType:
+    """The module from which ``load_agent`` takes the agent."""
+    return _imported(split_agent(path)[0])
+
+
+def load_plugins(paths: Sequence[str | Path]) -> list[ModuleType]:
+    """Execute the named files, once each; they register schedulers, tool parsers and loss masks. Raises ``ConfigError``
+    when a file is missing or fails."""
+    modules = []
+    for path in paths:
+        if Path(path).suffix != ".py" or not Path(path).expanduser().is_file():
+            raise ConfigError(f"--external-plugins {path}: there is no such Python file")
+        try:
+            modules.append(import_file(path))
+        except (Exception, SystemExit) as error:  # user code may raise anything
+            raise ConfigError(f"--external-plugins {path} failed with {format_exception(error)}") from error
+    return modules
+
+
+def configure_agent(
+    agent: Any,
+    *,
+    scheduler: str | None = None,
+    max_turns: int | None = None,
+    images: ImageSettings | None = None,
+    plugins: Sequence[str | Path] = (),
+) -> None:
+    """Load ``plugins``, then set the named scheduler and the limits on ``agent``."""
+    load_plugins(plugins)
+    if max_turns is not None and max_turns < 1:
+        raise ConfigError(f"--max-turns must be at least 1, got {max_turns}")
+    if scheduler is None and max_turns is None and images is None:
+        return
+    from agl_slime.agent.agent import SGLangLitAgent  # imports Agent Lightning, which takes seconds
+
+    name = type(agent).__name__
+    if not isinstance(agent, SGLangLitAgent):
+        if scheduler is not None:
+            raise ConfigError(f"--multi-turn-scheduler needs an SGLangLitAgent, not a {name}")
+        return  # the gateway limits its turns
+    if scheduler is not None:
+        if type(agent).run is not SGLangLitAgent.run:
+            raise ConfigError(f"--multi-turn-scheduler {scheduler}: {name} overrides run, which calls the scheduler")
+        if scheduler not in schedulers:
+            registered = ", ".join(sorted(schedulers)) or "none"
+            raise ConfigError(
+                f"--multi-turn-scheduler {scheduler}: there are {registered}; name its --external-plugins"
+            )
+        agent.scheduler = schedulers[scheduler](max_turns=max_turns)
+    if max_turns is not None:
+        agent.max_turns = max_turns
+    if images is not None:
+        agent.image_settings = images

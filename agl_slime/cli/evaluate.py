@@ -1,0 +1,428 @@
+"""``agl-slime eval``: evaluate one model, or compare two on the same tasks, with a run's settings and the flags."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import tyro
+from rich.console import Console
+
+from agl_slime.agent.chat_api import DEFAULT_KEY, ChatApi, find_chat_api
+from agl_slime.cli.models import check_model, find_model
+from agl_slime.cli.settings import TrainConfig
+from agl_slime.errors import ConfigError
+from agl_slime.loop.tasks import Task, as_task_source, read_tasks
+from agl_slime.report.console import format_seconds
+from agl_slime.report.evaluation.page import write_eval_page
+from agl_slime.report.files import RunDir, dump, open_run_dir, read_object
+from agl_slime.support.files import sole_owner, write_file
+from agl_slime.support.model_files import model_digests
+from agl_slime.support.net import shown_url
+from agl_slime.support.ranges import check_ranges
+from agl_slime.support.threads import run_in_thread
+
+if TYPE_CHECKING:
+    from agl_slime.report.evaluation.samples import Sampling
+
+RUN_FIELDS = ("agent", "max_new_tokens", "temperature", "max_turns", "multi_turn_scheduler", "rollout_timeout", "seed")
+RUN_FIELDS += ("chat_template_kwargs", "later_systems")
+ENV_FIELDS = ("env_tasks", "env_eval_split", "env_workers", "env_arguments", "env_model")
+ENV_FIELDS += ("trained_models", "untrained_models")
+_FIXED = ("models", "agent", "tasks", "k", "seed", "temperature", "max_new_tokens")
+_FIXED += ("files", "agent_source", "environment", "max_turns", "multi_turn_scheduler")
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvalConfig:
+    """Evaluate one model, or compare two, on held-out tasks: mean reward, pass@1, pass@k, 95 % intervals, failures. The
+    same command resumes an interrupted evaluation. Agent, tasks and limits of rollouts default to the run's."""
+
+    models: tyro.conf.Positional[tuple[Path, ...]]
+    """One model, or two: before and after. A run's directory (its newest weights), a checkpoint of one, a Hugging Face
+    directory, smollm2, or a name on the hub."""
+    with_start: bool = False
+    """Compare the run's model with the one that the run began with."""
+    agent: str | None = None
+    """The agent, as module:Class or path/to/file.py:Class."""
+    env: str | None = None
+    """An environment of verifiers instead of --agent and --tasks; its settings are --env.KEY value."""
+    env_python: Path | None = None
+    """A Python that has verifiers, by default what AGL_ENV_PYTHON names."""
+    env_arguments: Annotated[tuple[str, ...], tyro.conf.Suppress] = ()
+    tasks: Path | None = None
+    """Tasks as JSON lines; by default the run's held-out tasks, or the agent's make_task(rng) with the seed of its
+    validations."""
+    n_tasks: int | None = None
+    """Most tasks; all of a file by default, and 32 of make_task."""
+    k: int = 1
+    """Samples per task."""
+    passes: float = 1.0
+    """Least reward of a sample that passes."""
+    temperature: float | None = None
+    """Sampling temperature; 0 is greedy."""
+    max_new_tokens: int | None = None
+    """Most tokens of one answer."""
+    chat_template_kwargs: str | None = None
+    """Arguments of the model's chat template, as a JSON object; by default the run's."""
+    max_concurrent: int = 256
+    """Rollouts in flight."""
+    rollout_timeout: float | None = None
+    """Seconds after which a rollout is cancelled and counts as failed."""
+    sglang_url: str | None = None
+    """A running SGLang server that serves the (one) model. Without it an engine is started on this machine."""
+    openai_url: str | None = None
+    """An OpenAI-compatible URL, such as https://host/v1, whose model is evaluated, too, before the named one, or alone.
+    It gets chat messages."""
+    openai_model: str | None = None
+    """The name of the model at --openai-url; not needed where there is only one."""
+    openai_key_env: str = DEFAULT_KEY
+    """The environment variable with the key of --openai-url; without it no key is sent."""
+    engine: Literal["embedded", "sglang"] = "embedded"
+    """The engine that is started: the package's own, or a real SGLang."""
+    sglang_python: Path | None = None
+    """A Python that has SGLang, for --engine sglang."""
+    seed: int | None = None
+    """Seed of the engine, of make_task, and of the bootstrap."""
+    output_dir: Path | None = None
+    """Directory of samples and eval.json; by default one under evals/, named after a hash of the settings."""
+
+    def __post_init__(self) -> None:
+        check_ranges(
+            self,
+            ("k max_concurrent", lambda value: value >= 1, "at least 1"),
+            ("n_tasks", lambda value: value is None or value >= 1, "at least 1"),
+            ("temperature", lambda value: value is None or value >= 0, "0 (greedy) or more"),
+            named=lambda name: f"--{name.replace('_', '-')}",
+        )
+        if self.env is not None and (self.agent is not None or self.tasks is not None):
+            raise ConfigError(f"--env {self.env} has its own agents and tasks; leave --agent and --tasks out")
+        if self.openai_url is not None:
+            if len(self.models) > 1 or self.with_start:
+                raise ConfigError(
+                    "--openai-url: two are compared at most; name one model, or none, without --with-start"
+                )
+            if self.env is not None:
+                raise ConfigError("--openai-url: an environment's agents need an engine; use --agent and --tasks")
+            return
+        if self.openai_model is not None:
+            raise ConfigError(f"--openai-model {self.openai_model} needs its address: give --openai-url")
+        wanted = 1 if self.with_start or self.sglang_url else 2
+        if not 1 <= len(self.models) <= wanted:
+            which = "one model" if wanted == 1 else "one model, or two to compare"
+            raise ConfigError(f"agl-slime eval: {len(self.models)} models are named; give {which}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prepared:
+    """The parts of an evaluation or a conversation: models (to load, or at an address), agent, tasks, sampling
+    parameters."""
+
+    models: list[Path | ChatApi]
+    settings: TrainConfig
+    agent: Any
+    tasks: list[Task]
+    sampling: dict[str, Any]
+
+
+async def prepare(config: EvalConfig) -> Prepared:
+    """Find the models, then agent, tasks and settings from the flags and the run."""
+    run = RunDir(config.models[-1] if config.models else Path("no run"))
+    began = run.settings() or {} if (run.checkpoints.is_dir() or run.model.is_dir()) else {}
+    models: list[Path | ChatApi] = []
+    for path in config.models:
+        models.append(await run_in_thread(find_model, _weights(path), lambda text: None))
+    if config.with_start:
+        start = (read_object(run.start) or {}).get("model")
+        if start is None:
+            raise ConfigError(f"--with-start: {run.path} is not a run with a start.json; name two models")
+        models.insert(0, Path(str(start)))
+    settings = _settings(config, began)
+    if config.openai_url is not None:
+        if settings.env is not None:
+            raise ConfigError("--openai-url: the run is of an environment, whose agents need an engine; leave it out")
+        models.insert(
+            0, await find_chat_api(config.openai_url, model=config.openai_model, key_env=config.openai_key_env)
+        )
+    temperature = settings.temperature if config.temperature is None else config.temperature
+    agent, tasks = await run_in_thread(_agent_and_tasks, config, settings, run if began else None)
+    sampling = {"temperature": temperature, "max_new_tokens": settings.max_new_tokens}
+    return Prepared(models=models, settings=settings, agent=agent, tasks=tasks, sampling=sampling)
+
+
+async def run_evaluation(config: EvalConfig, *, console: Console | None = None) -> dict[str, Any]:
+    """Take the missing samples, write ``eval.json`` and return its content."""
+    console = console or Console()
+    ready = await prepare(config)
+    models, settings, agent, tasks = ready.models, ready.settings, ready.agent, ready.tasks
+    identity: dict[str, Any] = {
+        "models": [str(model) for model in models],
+        "files": await run_in_thread(lambda: [_digests(model) for model in models]),
+        "agent": settings.title,
+        "agent_source": await run_in_thread(_agent_source, settings, agent),
+        "environment": await run_in_thread(_environment_identity, settings),
+        "max_turns": settings.max_turns,
+        "multi_turn_scheduler": settings.multi_turn_scheduler,
+        "tasks": hashlib.blake2b(dump(tasks), digest_size=8).hexdigest(),
+        "k": config.k,
+        "seed": settings.seed,
+        **settings.template,
+        **ready.sampling,
+        "sglang_url": config.sglang_url and shown_url(config.sglang_url),
+    }
+    name = hashlib.blake2b(dump(identity), digest_size=5).hexdigest()
+    directory = config.output_dir or Path("evals") / f"{settings.title.rpartition(':')[2]}-{name}"
+    directory.mkdir(parents=True, exist_ok=True)
+    from agl_slime.report.evaluation.samples import SampleFile, take_samples
+
+    with sole_owner(directory):
+        resume = (directory / "config.json").exists()
+        open_run_dir(directory, agent=settings.title, settings=identity, resume=resume, fixed=_FIXED)
+        write_file(directory / "tasks.jsonl", b"".join(map(dump, tasks)))
+        parts, new = [], 0
+        for number, model in enumerate(models):
+            with SampleFile(directory / f"samples-{number + 1}.jsonl") as file:
+                name = model.model if isinstance(model, ChatApi) else model.name
+                which = f"model {number + 1} of {len(models)}" if len(models) > 1 else name
+                before = len(file.lines)
+                if file.missing(tasks=len(tasks), k=config.k):
+                    more = {"directory": RunDir(directory), "max_concurrent": config.max_concurrent, "console": console}
+                    async with sampling_with(settings, model, agent, ready.sampling, **more) as sampling:
+                        with _Progress(console, which) as report:
+                            await take_samples(tasks, k=config.k, into=file, sampling=sampling, on_progress=report)
+                parts.append(file.lines)
+                new += len(file.lines) - before
+        result = _result(config, identity, parts, n_tasks=len(tasks), seed=settings.seed)
+        write_file(directory / "eval.json", dump(result, indent=2))
+        page = await run_in_thread(write_eval_page, directory)
+    if not new:
+        text = f"0 new samples: the figures are of {sum(map(len, parts))} earlier samples"
+        console.print(f"{text}; a new --output-dir takes new ones", soft_wrap=True)
+    for line in format_result(result):
+        console.print(line, highlight=False, soft_wrap=True, markup=False)
+    for name, path in (("written to", directory / "eval.json"), ("page", page)):
+        console.print(f"{name:<14}{path}", highlight=False, soft_wrap=True, markup=False)
+    return result
+
+
+def format_result(result: dict[str, Any]) -> list[str]:
+    """The result as lines of text."""
+    lines = []
+    for model in result["models"]:
+        figures = {name: value for name, value in model.items() if name == "reward" or name.startswith("pass@")}
+        estimates = [f"{name} {_format_estimate(value)}" for name, value in figures.items() if value]
+        failed = f"; {model['failed']} of {model['samples']} samples failed" if model["failed"] else ""
+        lines.append(f"{model['model']}: {', '.join(estimates) or 'no sample has a reward'}{failed}")
+        lines += [f"  failed: {count} x {reason}" for reason, count in model["failures"].items()]
+    if (difference := result.get("difference")) is not None:
+        names = [name for name in ("reward", "pass@1") if difference[name]]
+        estimates = [f"{name} {_format_estimate(difference[name], sign=True)}" for name in names]
+        lines.append(f"difference on the same tasks: {', '.join(estimates) or 'no task has rewards of both'}")
+        lines.append(
+            f"{len(difference['gained'])} tasks from wrong to right, {len(difference['lost'])} from right to wrong"
+        )
+    return [*lines, f"{result['tasks']} tasks, {result['k']} samples of each; [95 % interval, bootstrap over tasks]"]
+
+
+def _format_estimate(value: dict[str, Any], *, sign: bool = False) -> str:
+    kind = "+.3f" if sign else ".3f"
+    between = "" if value["low"] is None else f" [{value['low']:{kind}}, {value['high']:{kind}}]"
+    return f"{value['mean']:{kind}}{between}"
+
+
+def _weights(path: Path) -> Path:
+    """``path``, or the directory of the weights in a run's checkpoint."""
+    path = path / "trainer" if (path / "trainer" / "config.json").is_file() else path
+    check_model(path)
+    return path
+
+
+def _digests(model: Path | ChatApi) -> dict[str, str]:
+    """Digests of weights, configuration, tokenizer and chat template, by which changed models are recognized; empty for
+    a model behind an address."""
+    return {} if isinstance(model, ChatApi) else model_digests(model)
+
+
+def _agent_source(settings: TrainConfig, agent: Any) -> str | None:
+    """A digest of the agent's code; ``None`` for an environment, whose agents run in another Python."""
+    from agl_slime.agent.loading import agent_module, load_plugins
+    from agl_slime.agent.source import source_digest
+
+    if settings.env is not None:
+        return None
+    return source_digest(agent, [agent_module(settings.agent), *load_plugins(settings.external_plugins)])
+
+
+def _environment_identity(settings: TrainConfig) -> dict[str, Any] | None:
+    if settings.env is None:
+        return None
+    text = settings.env_config.read_text() if settings.env_config is not None else None
+    return {"arguments": list(settings.env_arguments), "config": text, "models": list(settings.env_model)}
+
+
+def _settings(config: EvalConfig, began: dict[str, Any]) -> TrainConfig:
+    """The settings of a run: from the flags, else from the model's run."""
+    inherited = {name: began[name] for name in RUN_FIELDS if began.get(name) is not None}
+    inherited["external_plugins"] = tuple(map(Path, began.get("external_plugins") or ()))
+    flags = {name: value for name in RUN_FIELDS if (value := getattr(config, name, None)) is not None}
+    if flags.get("temperature") == 0:
+        del flags["temperature"]  # TrainConfig refuses 0, which training cannot use; Prepared.sampling has it
+    names = ("sglang_url", "engine", "max_concurrent", "sglang_python")
+    flags |= {name: getattr(config, name) for name in names}
+    if (env := config.env or (None if config.agent else began.get("env"))) is not None:
+        inherited.pop("agent", None)
+        if config.env is None:
+            inherited |= {name: _tuple(began[name]) for name in ENV_FIELDS if began.get(name) is not None}
+            inherited |= {name: Path(began[name]) for name in ("env_python", "env_config") if began.get(name)}
+        flags |= {"env": env, **({"env_python": config.env_python} if config.env_python else {})}
+        flags |= {"env_arguments": config.env_arguments} if config.env_arguments else {}
+    return TrainConfig(**{**inherited, **flags})
+
+
+def _tuple(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value
+
+
+def _agent_and_tasks(config: EvalConfig, settings: TrainConfig, run: RunDir | None) -> tuple[Any, list[Task]]:
+    from agl_slime.agent.loading import configure_agent, load_agent
+    from agl_slime.cli.start import split_tasks
+
+    if settings.env is not None:
+        from agl_slime.cli.parts import environment_of
+
+        env_run = run if config.env is None else None
+        start = (read_object(env_run.start) or {}) if env_run is not None else {}
+        seed = (env_run.settings() or {}).get("seed", settings.seed) if env_run is not None else settings.seed
+        environment = environment_of(replace(settings, seed=seed), held_out=start.get("held_out") or None)
+        if env_run is not None and environment.held_out and not start.get("held_out"):
+            raise ConfigError(f"the run in {env_run.path} held out no tasks; --env {settings.env} evaluates all tasks")
+        tasks: list[Any] = environment.val_tasks or environment.tasks
+        return environment, tasks[: config.n_tasks]
+    agent = load_agent(settings.agent)
+    configure_agent(
+        agent,
+        scheduler=settings.multi_turn_scheduler,
+        max_turns=settings.max_turns,
+        plugins=settings.external_plugins,
+    )
+    if config.tasks is not None:
+        return agent, read_tasks(config.tasks)[: config.n_tasks]
+    began: dict[str, Any] = (run.settings() or {}) if run is not None else {}
+    if run is not None and began.get("tasks"):
+        named: dict[str, Any] = {name: Path(began[name]) for name in ("tasks", "eval_tasks") if began.get(name)}
+        named |= {"seed": began["seed"], "eval_interval": began["eval_interval"]}
+        held_out = split_tasks(TrainConfig(**named, output_dir=run.path, resume=True))[1]
+        if not held_out:
+            raise ConfigError(f"the run in {run.path} held out no tasks; give --tasks FILE.jsonl")
+        return agent, held_out[: config.n_tasks]
+    if (make_task := getattr(agent, "make_task", None)) is None:
+        raise ConfigError(f"there are no tasks: give --tasks FILE.jsonl, or define make_task(rng) on {settings.agent}")
+    return agent, as_task_source(make_task, seed=settings.seed + 1).next_batch(config.n_tasks or 32)
+
+
+@asynccontextmanager
+async def sampling_with(
+    settings: TrainConfig,
+    model: Path | ChatApi,
+    agent: Any,
+    sampling: dict[str, Any],
+    *,
+    directory: RunDir,
+    max_concurrent: int,
+    console: Console,
+) -> AsyncIterator[Sampling]:
+    """Start an engine that serves ``model``, or use its address; yields the parts with which samples are taken."""
+    from agl_slime.report.evaluation.samples import Sampling
+    from agl_slime.runner.base import RunnerPlan
+    from agl_slime.runner.concurrent import RunnerSettings
+    from agl_slime.support.agl import LLM
+
+    if isinstance(model, ChatApi):
+        limits: dict[str, Any] = {"timeout_s": settings.rollout_timeout, "max_in_flight": max_concurrent}
+        # no gateway, which would request token ids
+        runners = RunnerSettings(max_concurrent=max_concurrent, gateway=None)
+        parameters = {"max_tokens" if name == "max_new_tokens" else name: value for name, value in sampling.items()}
+        key = model.api_key or "none"  # OpenAI's client requires a key
+        llm = LLM(endpoint=model.base_url, model=model.model, api_key=key, sampling_parameters=parameters)
+        agent.chat_api = model  # other agents than SGLangLitAgent call ``llm`` themselves
+        try:
+            yield Sampling(agent=agent, llm=llm, tokenizer=None, runners=RunnerPlan(settings=runners), **limits)
+        finally:
+            agent.chat_api = None
+        return
+    from agl_slime.cli.local import running_engine
+    from agl_slime.cli.parts import RunParts, model_for_agents
+    from agl_slime.environments.environment import Environment
+    from agl_slime.tokens.loading import load_tokenizer
+
+    environment = agent if isinstance(agent, Environment) else None
+    agent = None if environment is not None else agent
+    async with AsyncExitStack() as stack:
+        url, alive = await stack.enter_async_context(running_engine(settings, model, directory, console))
+        parts = RunParts(agent=agent, tasks=[{}])
+        llm = stack.enter_context(model_for_agents(settings, parts, url=url, model_path=model, sampling=sampling))
+        runners = RunnerSettings(max_concurrent=max_concurrent, gateway=settings.gateway)
+        yield Sampling(
+            agent=agent,
+            llm=llm,
+            tokenizer=await run_in_thread(load_tokenizer, model),
+            runners=RunnerPlan(settings=runners) if environment is None else environment.plan(settings=runners),
+            timeout_s=settings.rollout_timeout,
+            max_in_flight=max_concurrent,
+            check_alive=alive,
+        )
+
+
+class _Progress:
+    """Shows progress and remaining time: continuously on a terminal, elsewhere as ten lines."""
+
+    def __init__(self, console: Console, which: str) -> None:
+        self._console, self._which = console, which
+        self._status = console.status(which) if console.is_terminal else None
+        self._began, self._first, self._printed = time.monotonic(), -1, -1
+
+    def __enter__(self) -> Callable[[int, int], None]:
+        if self._status is not None:
+            self._status.start()
+        return self._report
+
+    def __exit__(self, *_: object) -> None:
+        if self._status is not None:
+            self._status.stop()
+
+    def _report(self, ended: int, wanted: int) -> None:
+        if self._first < 0:
+            self._first = ended
+        fresh = ended - self._first
+        left = (time.monotonic() - self._began) / fresh * (wanted - ended) if fresh else None
+        text = f"{self._which}: {ended} of {wanted} samples" + (f", {format_seconds(left)} left" if left else "")
+        if self._status is not None:
+            self._status.update(text)
+        elif (tenth := 10 * ended // wanted) > self._printed:
+            self._printed = tenth
+            print(text, file=self._console.file, flush=True)
+
+
+def _result(
+    config: EvalConfig, identity: dict[str, Any], parts: Sequence[Sequence[dict[str, Any]]], *, n_tasks: int, seed: int
+) -> dict[str, Any]:
+    from collections import Counter
+
+    from agl_slime.report.evaluation.samples import rewards_of
+    from agl_slime.report.evaluation.statistics import compare, sum_up
+
+    rewards = [rewards_of(lines) for lines in parts]
+    models = []
+    for model, lines, by_task in zip(identity["models"], parts, rewards, strict=True):
+        failures = Counter(line["failure"] for line in lines if line["reward"] is None)
+        about = {"model": model, "samples": len(lines), "failed": failures.total(), "failures": dict(failures)}
+        models.append({**about, **sum_up(by_task, limit=config.passes, k=config.k, seed=seed)})
+    result = {"tasks": n_tasks, "k": config.k, "passes": config.passes, "settings": identity, "models": models}
+    if len(models) == 2:
+        result["difference"] = compare(*rewards, limit=config.passes, seed=seed)
+    return result

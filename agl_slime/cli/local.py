@@ -1,0 +1,391 @@
+"""Training with the local trainer: engine, policy, store, data source, trainer and reports of a ``TrainConfig``."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import AbstractContextManager, AsyncExitStack, asynccontextmanager, closing
+from dataclasses import dataclass
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from rich.console import Console
+
+from agl_slime import events
+from agl_slime.agent.access import replay_of, sampling_of
+from agl_slime.agent.agent import SGLangLitAgent
+from agl_slime.agent.partial import PartialRollouts
+from agl_slime.cli.model_dir import RunModels
+from agl_slime.cli.models import check_tokenizer
+from agl_slime.cli.parts import (
+    RunParts,
+    make_loop,
+    make_reports,
+    model_for_agents,
+    sampling_parameters,
+    served_page,
+    step,
+)
+from agl_slime.cli.settings import TrainConfig
+from agl_slime.cli.start import check_tools, find_start, load_parts, run_directory, set_aside, uses_raw_prompts
+from agl_slime.cli.weights import WeightPublisher, weights_directory
+from agl_slime.data.ledger import Ledger, ledger_checkpoints
+from agl_slime.data.policy import MinimumViableGroup, zero_variance
+from agl_slime.data.source import DataSourceSettings, GroupSource
+from agl_slime.engine.client.check import check_replay
+from agl_slime.engine.client.client import SGLangClient
+from agl_slime.engine.client.describe import EngineDescription
+from agl_slime.engine.client.transport import checked_url
+from agl_slime.engine.client.weights import DiskWeightSync
+from agl_slime.engine.process import EmbeddedEngine
+from agl_slime.engine.sglang_process import SGLANG_PYTHON, SGLangProcess
+from agl_slime.errors import ConfigError, LoopError, MissingDependencyError
+from agl_slime.events import BatchTrained
+from agl_slime.loop.checkpoint import Checkpoint, CheckpointWriter, load_newest, read_checkpoints
+from agl_slime.loop.settings import LoopState, RunResult
+from agl_slime.loop.trainer import HasTokenScores, Trainer
+from agl_slime.metric_names import TOKENS_TRAINED
+from agl_slime.report import StandardReporters
+from agl_slime.report.files import IterationFile, RunDir
+from agl_slime.report.rollouts import describe_batch
+from agl_slime.store.bridge import BridgeStore
+from agl_slime.support.agl import LLM
+from agl_slime.support.files import scratch_directory
+from agl_slime.support.threads import run_in_thread
+from agl_slime.tokens.loading import load_tokenizer
+from agl_slime.tokens.tokenizer import has_chat_template, set_template_kwargs
+from agl_slime.types import Sample, flat_samples
+
+if TYPE_CHECKING:
+    from agl_slime.train.local.trainer import LocalTrainer
+
+logger = logging.getLogger(__name__)
+
+TorchThreads = int | Literal["auto"] | None
+
+# Settings that may differ when a run is resumed.
+_MAY_CHANGE = frozenset(
+    {"num_iterations", "save_interval", "view", "sglang_url", "eval_sglang_url", "engine", "sglang_python"}
+)
+_MAY_CHANGE |= {"keep_rollouts", "track"}
+
+
+async def run_training(
+    config: TrainConfig,
+    *,
+    slime_flags: Sequence[str] = (),
+    given: RunParts | None = None,
+    console: Console | None = None,
+    torch_threads: TorchThreads = None,
+) -> RunResult:
+    """Run a whole training; leaves no process and no thread behind. ``slime_flags`` are slime's own, for
+    ``--trainer slime``; ``given`` has a program's store and tasks, which replace the ones of the settings;
+    ``torch_threads`` is for the local trainer, which by default leaves the program's setting alone."""
+    console = console or Console()
+    began = time.monotonic()
+    await run_in_thread(config.check_files)
+    if config.trainer == "slime":
+        from agl_slime.cli.slime import run_slime_training
+
+        return await run_slime_training(config, slime_flags, given=given, console=console)
+    if slime_flags:
+        why = f"flags after -- are slime's, and the trainer is {config.trainer}; add --trainer slime"
+        raise ConfigError(f"{slime_flags[0]!r}: {why}")
+    parts = given or await load_parts(config)
+    described = await _probe_servers(config)
+    async with AsyncExitStack() as stack:
+        pending = stack.enter_context(run_directory(config))
+        run = pending.run
+        checkpoints = _checkpoints(config, run) if config.resume else []
+        shown = await stack.enter_async_context(AsyncExitStack())  # closed after everything that is entered below
+        origin = await find_start(config, parts, run, described, console)
+        tokenizer, warnings = await _load_tokenizer(config, parts, origin.model)
+        url, check_engine, trainer = await _start_engine(stack, config, origin.model, run, console, torch_threads)
+        checkpoint = await run_in_thread(load_newest, checkpoints, trainer) if checkpoints else None
+        start = checkpoint.loop if checkpoint is not None else LoopState()
+        directory = stack.enter_context(weights_directory(config, origin.model, run.path))
+        weights = WeightPublisher(trainer=trainer, base_url=url, directory=directory, pause=config.weight_pause)
+        await _push_start(config, weights, start, warnings)
+        sampling = sampling_parameters(config, origin.model)
+        await check_replay(url, sampling_of(LLM(endpoint=url, model="", sampling_parameters=sampling)))
+        if config.resume and checkpoint is None:
+            set_aside(run)
+        pending.begin(origin.record)  # no check is left that could fail: from here on files are written
+        await shown.enter_async_context(served_page(run, config.view, console))
+        reports = make_reports(config, run, console, began=began)
+        shown.callback(reports.close)
+        for key, text in warnings.items():
+            reports.handle(events.Warning(text=text, key=key))
+        reports.use_tokenizer(tokenizer)
+        source = _open_source(stack, config, parts, run, tokenizer, sampling)
+        kept = await _resume(config, parts, run, source, checkpoint, start)
+        models = RunModels(run, base=origin.model, weights=directory.resolve() if config.keep_best else None)
+        steps = LocalSteps(
+            trainer=trainer,
+            source=source,
+            batch_size=config.rollout_batch_size,
+            trained=stack.enter_context(closing(IterationFile(run.trained))),
+            checkpoints=CheckpointWriter(
+                directory=run.checkpoints,
+                trainer=trainer,
+                source=source,
+                save_partial=lambda path: kept.save(path, base_url=url),
+            ),
+            models=models,
+            reports=reports,
+        )
+        enter_llm = partial(model_for_agents, config, parts, model_path=origin.model)
+        loop = make_loop(
+            config,
+            parts,
+            val_engine=_validation_engine(stack, config, weights, enter_llm),
+            llm=stack.enter_context(enter_llm(url=url, sampling=sampling)),
+            engine_url=url,
+            data_source=source,
+            controller_log=run.controller_log,
+            slime_train_fn=steps.train,
+            weight_sync_fn=weights.push,
+            save_fn=steps.save,
+            start=start,
+            observer=_Observers(reports, kept, models),
+            check_alive=check_engine,
+        )
+        return await loop.run_async()
+
+
+async def _probe_servers(config: TrainConfig) -> EngineDescription | None:
+    """Check that the servers of the settings answer; describes the one at ``--sglang-url``."""
+    described = None
+    if config.sglang_url is not None:
+        async with SGLangClient(base_url=config.sglang_url) as client:
+            described = await client.probe()
+    if config.eval_sglang_url is not None:
+        async with SGLangClient(base_url=config.eval_sglang_url) as client:
+            await client.probe()
+    return described
+
+
+async def _load_tokenizer(config: TrainConfig, parts: RunParts, model_path: Path) -> tuple[Any, dict[str, str]]:
+    """The model's tokenizer, and warnings by their keys. Raises ``ConfigError`` when the agent cannot use it."""
+    warnings = {}
+    tokenizer = await run_in_thread(load_tokenizer, model_path)
+    check_tokenizer(model_path, tokenizer)
+    set_template_kwargs(tokenizer, config.template.get("chat_template_kwargs", {}))
+    if not has_chat_template(tokenizer) and not await uses_raw_prompts(parts, model_path, seed=config.seed):
+        text = f"--model-path {model_path}: without a chat template only text prompts can be sampled"
+        warnings["chat_template"] = text
+    if unread := await check_tools(parts, model_path, tokenizer, seed=config.seed):
+        warnings["tool_format"] = unread
+    return tokenizer, warnings
+
+
+async def _start_engine(
+    stack: AsyncExitStack,
+    config: TrainConfig,
+    model_path: Path,
+    run: RunDir,
+    console: Console,
+    torch_threads: TorchThreads,
+) -> tuple[str, Callable[[], None] | None, LocalTrainer]:
+    """Start the engine while the trainer loads; returns the engine's URL, its health check, and the trainer."""
+    _require_torch()
+    loading = asyncio.ensure_future(run_in_thread(_make_trainer, config, model_path, torch_threads))
+    loading.add_done_callback(lambda task: task.cancelled() or task.exception())  # dropped when the engine fails first
+    url, check_engine = await stack.enter_async_context(running_engine(config, model_path, run, console))
+    return url, check_engine, await loading
+
+
+async def _push_start(
+    config: TrainConfig, weights: WeightPublisher, start: LoopState, warnings: dict[str, str]
+) -> None:
+    """Push the weights of ``start`` in the dtype of all engines, which may have loaded others."""
+    if refused := await weights.sync.settle_pause():
+        warnings["weight_pause"] = refused
+    others = [DiskWeightSync(base_url=config.eval_sglang_url)] if config.eval_sglang_url else []
+    computes = [await sync.computes_in() for sync in (weights.sync, *others)]
+    weights.dtype = "bfloat16" if set(computes) == {"bfloat16"} else "float32"
+    await weights.push(int(start.version))
+
+
+def _open_source(
+    stack: AsyncExitStack,
+    config: TrainConfig,
+    parts: RunParts,
+    run: RunDir,
+    tokenizer: Any,
+    sampling: dict[str, Any],
+) -> GroupSource:
+    """The data source with the run's ledger. Adds the directory of replay files to ``sampling``."""
+    ledger = Ledger(path=run.ledger)
+    stack.callback(ledger.close)
+    policy = MinimumViableGroup(
+        min_ratio=config.group_min_ratio, max_retries=config.group_max_retries, timeout_s=config.group_timeout
+    )
+    group_filter = zero_variance if config.drop_zero_variance else None
+    replay_files = None
+    if replay_of(sampling) and isinstance(parts.store, BridgeStore):
+        replay_files = stack.enter_context(scratch_directory(run.path.resolve(), "replay"))
+        sampling["replay_files"] = str(replay_files)
+    source = GroupSource(
+        store=parts.store,
+        tokenizer=tokenizer,
+        settings=DataSourceSettings(policy=policy, group_filter=group_filter),
+        ledger=ledger,
+        reward_spans=True,
+        replay_files=replay_files,
+    )
+    return stack.enter_context(source)
+
+
+async def _resume(
+    config: TrainConfig,
+    parts: RunParts,
+    run: RunDir,
+    source: GroupSource,
+    checkpoint: Checkpoint | None,
+    start: LoopState,
+) -> PartialRollouts:
+    """Restore files, data source and partial rollouts from ``checkpoint``, if there is one."""
+    kept = PartialRollouts()
+    if checkpoint is not None:
+        reported = await run_in_thread(run.rewind, start.iteration)
+        checkpoint.rewind(source.ledger, reported=reported)
+        source.restore(checkpoint.data_source)
+        kept.load(checkpoint.partial, admitted=start.admitted, version=start.version)
+    source.set_version(start.version, named=True)
+    if isinstance(parts.agent, SGLangLitAgent):  # other agents, and agents in other processes, start over
+        parts.agent.partial = kept if config.runners == "inproc" else None
+    return kept
+
+
+def _validation_engine(
+    stack: AsyncExitStack,
+    config: TrainConfig,
+    weights: WeightPublisher,
+    enter_llm: Callable[..., AbstractContextManager[LLM]],
+) -> tuple[LLM, Callable[[str], Awaitable[None]]] | None:
+    """The resource of validations at ``--eval-sglang-url``, and the push of a version to that server."""
+    if config.eval_sglang_url is None:
+        return None
+    url = checked_url(config.eval_sglang_url)
+    return stack.enter_context(enter_llm(url=url)), partial(weights.push_again, base_url=url)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LocalSteps:
+    """The train and save functions of the loop over a ``LocalTrainer``."""
+
+    trainer: LocalTrainer
+    source: GroupSource
+    batch_size: int
+    trained: IterationFile
+    checkpoints: CheckpointWriter
+    models: RunModels
+    reports: StandardReporters
+
+    def train(self, iteration: int) -> dict[str, float]:
+        self.models.save_best()
+        groups = self.source.get_samples(self.batch_size)
+        self.trainer.on_progress = lambda share: self.reports.handle(
+            events.TrainingProgressed(iteration=iteration, share=share)
+        )
+        metrics = self.trainer.train(groups, iteration=iteration)
+        self.trained.append(iteration, describe_batch(groups, self.trainer.scores))
+        self.reports.handle(_batch_trained(iteration, groups, self.trainer))
+        metrics[TOKENS_TRAINED] = metrics.pop("train/tokens")
+        return metrics
+
+    def save(self, state: LoopState) -> None:
+        self.reports.flush()  # after a kill the reports have every iteration of the checkpoint
+        self.models.save_newest(self.checkpoints.save(state), iteration=state.iteration)
+        self.models.save_best()
+
+
+def _batch_trained(iteration: int, groups: Sequence[Sequence[Sample]], trainer: Trainer) -> BatchTrained:
+    scores = trainer.scores if isinstance(trainer, HasTokenScores) else None
+    samples = list(flat_samples(groups))
+    if scores is None:
+        return BatchTrained(iteration=iteration, samples=samples)
+    return BatchTrained(iteration=iteration, samples=samples, log_probs=scores.log_probs, advantages=scores.advantages)
+
+
+class _Observers:
+    """Forwards each event to several observers."""
+
+    def __init__(self, *observers: events.Observer) -> None:
+        self._observers = observers
+
+    def handle(self, event: events.Event) -> None:
+        for observer in self._observers:
+            observer.handle(event)
+
+
+def _checkpoints(config: TrainConfig, run: RunDir) -> list[Checkpoint]:
+    """The checkpoints of ``run``, newest first. Raises ``ConfigError`` when it is finished or cannot be resumed."""
+    checkpoints = read_checkpoints(run.checkpoints)
+    if checkpoints and (done := checkpoints[0].loop.iteration) >= config.num_iterations:
+        fix = f"give --num-iterations above {done} to continue"
+        raise ConfigError(f"the run in {run.path} has finished its {done} iterations; {fix}")
+    noted = ledger_checkpoints(run.ledger) if checkpoints else set()
+    if other := [checkpoint.loop.iteration for checkpoint in checkpoints if checkpoint.loop.iteration not in noted]:
+        why = f"{run.ledger} is missing or has no record of the checkpoint of iteration {other[0]}"
+        raise ConfigError(f"the run in {run.path} cannot be resumed: {why}; put the ledger of this run back")
+    if changed := [name for name in run.changed if name not in _MAY_CHANGE]:
+        logger.warning("These settings have changed since the run began: %s.", ", ".join(changed))
+    return checkpoints
+
+
+@asynccontextmanager
+async def running_engine(
+    config: TrainConfig, model_path: Path, run: RunDir, console: Console
+) -> AsyncIterator[tuple[str, Callable[[], None] | None]]:
+    """The URL of the engine, and a function that raises when an engine that was started here has died."""
+    if config.sglang_url is not None:
+        yield checked_url(config.sglang_url), None
+        return
+    if config.engine == "sglang":
+        python = config.sglang_python or os.environ[SGLANG_PYTHON]  # checked by check_files
+        engine = SGLangProcess(model_path, python=str(python), log=run.sglang_log, random_seed=config.seed)
+    else:
+        options: dict[str, Any] = {"enable_return_routed_experts": 1} if config.routed_experts else {}
+        engine = EmbeddedEngine(model_path, random_seed=config.seed, **options)
+    try:
+        with step(console, f"starting {engine.name}"):
+            await run_in_thread(engine.start)
+        console.print(engine.summary, highlight=False, soft_wrap=True)
+
+        def check() -> None:
+            if not engine.alive:
+                raise LoopError(f"{engine.name} has died; its last words: {engine.last_words()}")
+
+        yield engine.url, check
+    finally:
+        # also after an interrupted start, which may have left a process
+        await asyncio.shield(run_in_thread(engine.stop))
+
+
+def _require_torch() -> None:
+    """Raise ``MissingDependencyError`` before an engine is started that the trainer could not use."""
+    try:
+        installed = all(find_spec(name) for name in ("torch", "safetensors"))
+    except ImportError:
+        installed = False
+    if not installed:
+        raise MissingDependencyError('--trainer local needs torch and safetensors: pip install "agl-slime[local]"')
+
+
+def _make_trainer(config: TrainConfig, model_path: Path, torch_threads: TorchThreads = None) -> LocalTrainer:
+    from agl_slime.train.local.trainer import LocalTrainer
+
+    return LocalTrainer(
+        model_path=model_path,
+        settings=config.local,
+        temperature=config.temperature,
+        seed=config.seed,
+        torch_threads=torch_threads,
+    )

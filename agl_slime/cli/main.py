@@ -1,0 +1,257 @@
+"""The command line. Errors are one sentence on stderr, never a traceback; Ctrl-C keeps what was written.
+
+Exit codes: 0 finished, 1 the run failed, 2 a flag or file cannot be used, 130 interrupted, 141 output closed (a broken
+pipe). ``AGL_SLIME_DEBUG=1`` shows tracebacks.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import io
+import logging
+import os
+import signal
+import sys
+import threading
+import traceback
+from collections.abc import Callable, Coroutine, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from functools import partial
+from importlib import import_module
+from typing import Any, NoReturn
+
+import tyro
+from rich.console import Console
+from rich.logging import RichHandler
+from rich.text import Text
+
+from agl_slime.cli.commands import COMMANDS as READONLY_COMMANDS
+from agl_slime.errors import (
+    AglSlimeError,
+    ConfigError,
+    MissingDependencyError,
+    UnknownVersionError,
+    format_exception,
+)
+from agl_slime.support.net import bypass_proxies
+
+DEBUG_VARIABLE = "AGL_SLIME_DEBUG"  # shows tracebacks and the package's debug messages
+_PIPE_CLOSED = 141  # a shell's exit code of a program that SIGPIPE has ended
+
+COMMANDS = {
+    "train": "train an agent online",
+    "doctor": "check the installation and say how to fix it",
+    "model": "fetch a model and print its directory",
+    "eval": "evaluate one model, or compare two, on held-out tasks",
+    "export": "export kept rollouts as sft, dpo, messages, parquet or hf-dataset",
+    "chat": "converse with the model of a run, or watch it do tasks",
+    "view": "show runs in the browser, live with --follow",
+    "report": "write runs as one HTML page: trend, steps, rollouts, tokens",
+    "audit": "check that the files of a run agree",
+    "buffer": "serve a rollout buffer",
+    "gateway": "serve the model to agents of other runners",
+    "assign-instance-id": "give each line of a JSON-lines file an instance_id",
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command; returns the exit code."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    if not arguments or arguments[0] in ("-h", "--help"):
+        commands = "\n".join(f"  {name:<18} {text}" for name, text in COMMANDS.items())
+        print(f"usage: agl-slime COMMAND [flags]\n\n{commands}")
+        return 0
+    command, *rest = arguments
+    if command != "doctor":  # which reports the environment unchanged
+        bypass_proxies()  # before an agent's module, say, makes an HTTP client
+    if command in ("buffer", "gateway"):
+        module = "agl_slime.buffer.server" if command == "buffer" else "agl_slime.gateway.command"
+        try:
+            return import_module(module).main(rest)
+        except MissingDependencyError as error:
+            return exit_code_for(error, Console(stderr=True), debug=bool(os.environ.get(DEBUG_VARIABLE)))
+    if command in COMMANDS:
+        functions: dict[str, Callable[[list[str]], object]] = {"train": _train, "eval": _eval, **READONLY_COMMANDS}
+        functions["chat"] = lambda flags: import_module("agl_slime.cli.chat").main(flags)
+        return _run_command(partial(functions[command], rest))
+    print(f"agl-slime: there is no command {command!r}; the commands are {', '.join(COMMANDS)}", file=sys.stderr)
+    return 2
+
+
+def run(argv: Sequence[str] | None = None) -> NoReturn:
+    """Run a command and exit the process with its code."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    training = arguments[:1] == ["train"]
+    for stream in (sys.stdout, sys.stderr):  # a path may contain bytes that are not UTF-8
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
+    if training:  # until the event loop has its signal handlers
+        for number in _stop_signals():
+            signal.signal(number, _stop)
+        threading.excepthook = _log_thread_error
+    try:
+        code = main(arguments)
+    except SystemExit as end:  # from --help, or flags that cannot be parsed
+        code = end.code if isinstance(end.code, int) else 2
+    except BrokenPipeError:
+        code = _PIPE_CLOSED
+    except KeyboardInterrupt:
+        code = 130
+    try:
+        sys.stdout.flush()
+        sys.stderr.flush()
+    except OSError:  # broken pipe: the interpreter would report it again when it flushes at exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        code = code or _PIPE_CLOSED
+    if training:
+        # Reports, engine and store are closed; a normal exit would wait for seconds for a thread in native code, or
+        # abort.
+        os._exit(code)
+    sys.exit(code)
+
+
+def _train(arguments: list[str]) -> None:
+    at = arguments.index("--") if "--" in arguments else len(arguments)  # slime's flags follow
+
+    from agl_slime.cli.config_file import parse_train_config  # refuses an unknown version of slime
+
+    config, slime_flags = parse_train_config(arguments[:at]), arguments[at + 1 :]
+    console = Console()
+    config.check_files()
+    embedded = config.trainer == "local" and config.sglang_url is None and config.engine == "embedded"
+    with _engine_ahead() if embedded else nullcontext():
+        with console.status("loading ...") if console.is_terminal else nullcontext():
+            # importing Agent Lightning takes seconds, which --help does not need
+            from agl_slime.runner.process import configure_worker_process
+
+            configure_worker_process()  # first: it makes the other imports faster
+            from agl_slime.cli.local import run_training
+        # auto: no other code shares this process
+        _run_until_signal(run_training(config, slime_flags=slime_flags, console=console, torch_threads="auto"))
+
+
+def _engine_ahead() -> AbstractContextManager[None]:
+    from agl_slime.engine.process import embedded_engine_ahead
+
+    return embedded_engine_ahead()
+
+
+def _eval(arguments: list[str]) -> None:
+    from agl_slime.cli.evaluate import EvalConfig, run_evaluation
+    from agl_slime.cli.flags import split_env_flags
+
+    ours, env_flags = split_env_flags(arguments)
+    config = tyro.cli(EvalConfig, prog="agl-slime eval", args=ours)
+    config = replace(config, env_arguments=env_flags) if env_flags else config
+    _run_until_signal(run_evaluation(config))
+
+
+logger = logging.getLogger(__name__)
+
+_stopped: list[int] = []
+"""Signals received before the event loop had its handlers."""
+
+
+def _stop(number: int, _: Any) -> NoReturn:
+    _stopped.append(number)
+    raise KeyboardInterrupt
+
+
+def _log_thread_error(failed: threading.ExceptHookArgs) -> None:
+    """Log a full disk in a library's thread, such as TensorBoard's, without a traceback."""
+    if isinstance(failed.exc_value, OSError) and failed.exc_value.errno == errno.ENOSPC:
+        logger.warning("A thread has ended: %s", failed.exc_value)
+    else:
+        threading.__excepthook__(failed)
+
+
+def _run_command(command: Callable[[], object]) -> int:
+    """Run a command, with errors printed as one sentence; returns the exit code."""
+    errors, debug = Console(stderr=True), bool(os.environ.get(DEBUG_VARIABLE))
+    _configure_logging(errors, debug=debug)
+    try:
+        command()
+    except (KeyboardInterrupt, asyncio.CancelledError):
+        errors.print("Interrupted; written files are kept.", highlight=False)
+        return 130
+    except BrokenPipeError:
+        raise
+    except Exception as error:
+        # an import that the signal interrupted may have raised another error
+        return 130 if _stopped else exit_code_for(error, errors, debug=debug)
+    return 0
+
+
+def exit_code_for(error: Exception, console: Console, *, debug: bool) -> int:
+    """Print the error; returns the exit code."""
+    if isinstance(error, AglSlimeError):
+        print_error(console, str(error), error, debug=debug)
+        if isinstance(error, (MissingDependencyError, UnknownVersionError)):
+            console.print("`agl-slime doctor` checks the installation.", style="dim", highlight=False)
+        return 2 if isinstance(error, (ConfigError, MissingDependencyError)) else 1
+    if isinstance(error, OSError):  # a full disk, a path that is too long or may not be read
+        where = f"{os.fsdecode(error.filename)}: " if isinstance(error.filename, str | bytes) else ""
+        print_error(console, f"{where}{error.strerror or format_exception(error)}", error, debug=debug)
+        return 1
+    # a bug of this package: a user cannot use a traceback, but can report it
+    text = f"this is a bug: please report it with the traceback that {DEBUG_VARIABLE}=1 shows"
+    print_error(console, f"{format_exception(error)}; {text}", error, debug=debug)
+    return 1
+
+
+def print_error(console: Console, text: str, error: BaseException, *, debug: bool) -> None:
+    # as Text: Rich would read parts of paths as markup and :names: as emoji
+    console.print(Text(f"error: {' '.join(text.split())}", style="red"), soft_wrap=True)
+    if debug:
+        traceback.print_exception(error)
+
+
+def _stop_signals() -> list[signal.Signals]:
+    """The signals that end a run; SIGHUP only when it is not ignored, as under nohup."""
+    hangup = signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN
+    return [signal.SIGINT, signal.SIGTERM, *([signal.SIGHUP] if hangup else [])]
+
+
+def _run_until_signal(work: Coroutine[Any, Any, Any]) -> None:
+    """Run to the end, or until SIGINT, SIGTERM or SIGHUP cancels it; a second signal ends the process at once."""
+
+    async def run() -> None:
+        loop, task = asyncio.get_running_loop(), asyncio.ensure_future(work)
+        interrupted = threading.Event()
+
+        # never replaced: the handlers of support.watch, which also see signals that Python cannot handle, call these
+        def interrupt() -> None:
+            if interrupted.is_set():
+                os._exit(130)
+            interrupted.set()
+            task.cancel()
+
+        for number in _stop_signals():
+            loop.add_signal_handler(number, interrupt)
+        await task
+
+    asyncio.run(run())
+
+
+def _configure_logging(console: Console, *, debug: bool) -> None:
+    handler = RichHandler(console=console, show_time=False, show_path=False, rich_tracebacks=False, markup=False)
+    handler.setFormatter(logging.Formatter("%(message)s"))
+    logging.basicConfig(level=logging.WARNING, handlers=[handler], force=True)
+    if debug:
+        logging.getLogger("agl_slime").setLevel(logging.DEBUG)
+        return
+    handler.addFilter(_without_tracebacks)
+    for noisy in ("agentlightning", "httpx", "LiteLLM", "asyncio"):
+        logging.getLogger(noisy).setLevel(logging.ERROR)
+
+
+def _without_tracebacks(record: logging.LogRecord) -> bool:
+    """Drop tracebacks, and Agent Lightning's messages on failed rollouts, which the reports count and explain."""
+    record.exc_info = record.exc_text = record.stack_info = None
+    return not (record.name.startswith("agentlightning.runner") and "Exception during rollout" in record.getMessage())
+
+
+if __name__ == "__main__":
+    run()

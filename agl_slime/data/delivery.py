@@ -1,0 +1,164 @@
+"""Ready groups and their delivery to the trainer."""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Iterable, Sequence
+from operator import itemgetter
+from typing import Any, Protocol
+
+from agl_slime.data.ledger import Ledger
+from agl_slime.data.results import GroupResult, Outcome, instance_of, rollout_of
+from agl_slime.data.versions import WeightVersions
+from agl_slime.types import Sample, sample_from_json, sample_to_json
+
+logger = logging.getLogger(__name__)
+
+_NUMBERS = "index", "group_index", "rollout_number"
+
+
+class DeliveryControl(Protocol):
+    """Decides which ready groups may be delivered now, for example to bound their staleness."""
+
+    def deliverable(self, ready: Iterable[Sequence[Sample]]) -> int:
+        """The number of ready groups that may be delivered."""
+        ...
+
+    def take(self, ready: deque[list[Sample]], n: int) -> int:
+        """Move up to ``n`` deliverable groups to the front; returns their number."""
+        ...
+
+
+class Delivery:
+    """Ready groups, oldest first; delivered groups count as trained. Not thread-safe."""
+
+    def __init__(self, ledger: Ledger) -> None:
+        self.ready: deque[list[Sample]] = deque()
+        self.control: DeliveryControl | None = None
+        self.versions = WeightVersions()
+        self.refused = ""
+        """Why the last group with weights of another run was refused."""
+        self._ledger = ledger
+        self._reserved: int | None = None  # number of leading groups that may be delivered; None: all
+        self._next: dict[str, int] = dict.fromkeys(_NUMBERS, 0)
+
+    def add(self, group: GroupResult) -> None:
+        """Add a ready group."""
+        self._ledger.ready_many([member.rollout_id for member in group.succeeded])
+        samples = self._numbered(group)
+        self.versions.observe(samples)
+        self.ready.append(samples)
+
+    @property
+    def deliverable(self) -> int:
+        """The number of groups that may be delivered now."""
+        if self.control is not None:
+            return self.control.deliverable(self.ready)
+        return len(self.ready) if self._reserved is None else min(len(self.ready), self._reserved)
+
+    @property
+    def reserved(self) -> bool:
+        """Whether delivery is limited to reserved groups."""
+        return self._reserved is not None
+
+    def take(self, n: int) -> list[list[Sample]]:
+        """Up to ``n`` groups to train on, with the policy's version as ``metadata["policy_version"]``. Groups that were
+        sampled by weights which this run did not push are left out and count as failed."""
+        n = min(n, self.deliverable)
+        if self.control is not None:
+            n = self.control.take(self.ready, n)
+        groups = [self.ready.popleft() for _ in range(n)]
+        if self._reserved is not None:
+            self._reserved -= n
+        with self._ledger.batch():
+            return [samples for samples in groups if self._delivered(samples)]
+
+    def give_back(self, groups: Sequence[list[Sample]]) -> None:
+        """Take groups back; they are delivered again before newer ones."""
+        self.ready.extendleft(reversed(groups))
+        if self._reserved is not None:
+            self._reserved += len(groups)
+
+    def reserve(self, rollout_ids: Sequence[str] | None) -> int:
+        """Limit delivery to the ready groups of these rollouts, in this order; ``None``: all groups, oldest first.
+        Returns how many of the previously reserved groups were not delivered."""
+        left = self._reserved or 0
+        order = {name: place for place, name in enumerate(rollout_ids or ())}
+        places = [min(order.get(rollout_of(sample) or "", len(order)) for sample in group) for group in self.ready]
+        arranged = sorted(zip(places, self.ready, strict=True), key=itemgetter(0))
+        self.ready.clear()
+        self.ready.extend(group for _, group in arranged)
+        self._reserved = None if rollout_ids is None else sum(place < len(order) for place in places)
+        return left
+
+    def reject(self, groups: Sequence[Sequence[Sample]], reason: str) -> None:
+        """Count delivered groups as filtered for ``reason`` and not as trained."""
+        with self._ledger.batch():
+            for samples in groups:
+                self._ledger.filter_trained(_rollouts_of(samples), reason)
+
+    def placeholders(self, n: int, size: int) -> list[list[Sample]]:
+        """Groups of unsampled (PENDING) samples, as slime's own data source returns them without a data set."""
+        first = self._next["group_index"]
+        self._next["group_index"] += n
+        return [
+            [Sample(group_index=group, index=group * size + member) for member in range(size)]
+            for group in range(first, first + n)
+        ]
+
+    def state(self) -> dict[str, Any]:
+        return {
+            "groups": [[sample_to_json(sample) for sample in samples] for samples in self.ready],
+            "members": [_rollouts_of(samples) for samples in self.ready],
+            "instances": [instance_of(samples[0].metadata) if samples else None for samples in self.ready],
+            "versions": self.versions.state(),
+            **self._next,
+        }
+
+    def restore(self, state: dict[str, Any]) -> None:
+        groups = [[sample_from_json(sample) for sample in samples] for samples in state["groups"]]
+        numbers = {name: max(self._next[name], state[name]) for name in _NUMBERS}
+        self.versions.restore(state["versions"])
+        for samples in groups:
+            self.ready.append(samples)
+            rollout_ids, instance_id = _rollouts_of(samples), instance_of(samples[0].metadata) if samples else None
+            self._ledger.open_many([(rollout_id, instance_id) for rollout_id in rollout_ids])
+            self._ledger.ready_many(rollout_ids)
+        self._next = numbers
+
+    def _delivered(self, samples: list[Sample]) -> bool:
+        rollout_ids, why = _rollouts_of(samples), self.versions.refusal(samples)
+        for sample in samples:
+            sample.metadata["policy_version"] = self.versions.newest
+        end = (Outcome.TRAINED, "") if why is None else (Outcome.FAILED, "foreign_weights")
+        if self._ledger.close_many(rollout_ids, *end):  # 0 for a group that was given back
+            instance_id = instance_of(samples[0].metadata) if samples else None
+            if instance_id is not None:
+                self._ledger.finish_instance(instance_id)
+        if why is not None:
+            self.refused = why
+            logger.warning("A group is not trained on: rollout %s %s", rollout_ids[0], why)
+        return why is None
+
+    def _numbered(self, group: GroupResult) -> list[Sample]:
+        """The group's samples, numbered for slime: one ``group_index``, a ``rollout_id`` per member, an ``index``
+        each."""
+        numbers, samples = self._next, []
+        for member in group.succeeded:
+            for sample in member.samples:
+                sample.group_index, sample.index = numbers["group_index"], numbers["index"]
+                if group.instance_id is not None:
+                    sample.metadata["instance_id"] = group.instance_id
+                sample.rollout_id = numbers["rollout_number"]
+                numbers["index"] += 1
+                samples.append(sample)
+            numbers["rollout_number"] += 1
+        numbers["group_index"] += 1
+        return samples
+
+
+def _rollouts_of(samples: Iterable[Sample]) -> list[str]:
+    """The rollouts of a group's samples, without repeats; samples from elsewhere have none."""
+    named = (rollout_of(sample) for sample in samples)
+    return list(dict.fromkeys(rollout_id for rollout_id in named if rollout_id is not None))

@@ -1,0 +1,206 @@
+"""Ingestion of completed rollouts: each is read, converted, added to its group and reported to the listeners."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
+
+from agl_slime.data.assembler import GroupAssembler
+from agl_slime.data.completions import CompletionFollower
+from agl_slime.data.results import GroupResult, MemberResult
+from agl_slime.store.bridge import FINISHED
+from agl_slime.support.agl import EnqueueRolloutRequest, Rollout
+
+logger = logging.getLogger(__name__)
+
+
+class Producer:
+    """Callbacks of a ``GroupSource`` to the component that enqueues its rollouts; this base class ignores all of them.
+
+    ``finalized``, ``delivered``, ``follow_up``, ``store_restarted``, ``state`` and ``restore`` are called under the
+    source's lock."""
+
+    source: Any  # set by the ``GroupSource``
+
+    def finalized(self, group: GroupResult) -> None:
+        """A group was finalized."""
+
+    def delivered(self, groups: int) -> None:
+        """This number of groups was delivered."""
+
+    def follow_up(self) -> None:
+        """State changed: enqueue missing rollouts."""
+
+    def store_restarted(self) -> None:
+        """Every rollout in flight is lost."""
+
+    def time_passed(self) -> None:
+        """A tick of the follower, about once a second."""
+
+    def failed(self, error: BaseException) -> None:
+        """The source's thread ended with this error."""
+
+    async def before_following(self) -> None:
+        """The source is about to follow a remote store."""
+
+    def raise_if_dead(self) -> None:
+        """Raise ``DataSourceError`` when this producer has failed."""
+
+    @property
+    def endless(self) -> bool:
+        """Whether this producer enqueues rollouts without end."""
+        return False
+
+    def state(self) -> dict[str, Any]:
+        """The producer's part of a saved state, for JSON."""
+        return {}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Resume from the result of ``state``."""
+
+
+class RolloutIngestor:
+    """Reads the rollouts that a ``CompletionFollower`` reports, adds them to their groups, and cancels and retries
+    rollouts as the groups ask. ``changed`` guards everything but the ledger, which is thread-safe.
+
+    Args:
+        read: the result of a rollout; ``None`` while it has not ended.
+        default_size: size of groups that were not announced.
+        follower: arguments of ``CompletionFollower``.
+    """
+
+    def __init__(
+        self,
+        store: Any,
+        *,
+        assembler: GroupAssembler,
+        producer: Producer,
+        changed: threading.Condition,
+        read: Callable[[str], Awaitable[MemberResult | None]],
+        default_size: int,
+        **follower: Any,
+    ) -> None:
+        self.assembler, self.producer, self.changed, self.read = assembler, producer, changed, read
+        self.follower = CompletionFollower(store, self, changed=changed, **follower)
+        self.failure: BaseException | None = None
+        self.announced = False
+        self.on_member: Callable[[MemberResult], None] | None = None
+        self.on_group: Callable[[GroupResult], None] | None = None
+        self._store, self._default_size = store, default_size
+        self._reading: dict[str, bool] = {}  # whether it was reported again during the current read
+
+    @property
+    def unread(self) -> list[str]:
+        """Rollouts that were reported as completed and are not added to their groups yet."""
+        return [*self._reading, *self.follower.to_read]
+
+    def follow_up(self) -> None:
+        """Cancel and retry rollouts as the groups ask, and let the producer enqueue more."""
+        if unwanted := self.assembler.take_unwanted():
+            self.follower.submit(self.cancel, unwanted)
+        if retries := self.assembler.take_retries():
+            self.follower.submit(self._retry, [one.request for one in retries])
+        self.producer.follow_up()
+
+    def opened(self, rollouts: Sequence[Rollout | str]) -> None:
+        """These rollouts were enqueued."""
+        with self.changed:
+            self.assembler.opened(rollouts)
+            self.follow_up()
+
+    async def cancel(self, rollout_ids: Sequence[str]) -> None:
+        """Cancel the unfinished ones of these rollouts in the store."""
+        for rollout_id in rollout_ids:
+            try:
+                rollout = await self._store.get_rollout_by_id(rollout_id)
+                if rollout is not None and rollout.status not in FINISHED:
+                    await self._store.update_rollout(rollout_id, status="cancelled")
+            except Exception as error:  # it completes and counts as late: this wastes engine time and loses no data
+                logger.warning("Rollout %s could not be cancelled in the store: %s", rollout_id, error)
+
+    # -- calls of the follower ----------------------------------------------------------------------------------------
+
+    async def look(self, rollout_id: str) -> None:
+        """Read a rollout that may have ended."""
+        with self.changed:
+            self.follower.to_read.discard(rollout_id)
+            if rollout_id in self._reading:
+                self._reading[rollout_id] = True
+                return
+            done = self.assembler.has_ended(rollout_id)
+            if done:
+                self.follower.table.read(rollout_id, ended=False)
+            else:
+                self._reading[rollout_id] = False
+        while not done:
+            member = await self.follower.with_retries(lambda: self.read(rollout_id))
+            done = self._add(rollout_id, member)
+        await self.follower.release_due()
+
+    def in_flight(self) -> list[str] | None:
+        """The rollouts to poll the store about; ``None`` when none was announced."""
+        ids = self.assembler.ledger.open_ids()
+        return ids if ids or self.announced else None
+
+    async def before_following(self) -> None:
+        await self.producer.before_following()
+
+    def store_restarted(self) -> None:
+        logger.warning("The store was restarted; %d rollouts in flight are lost.", self.assembler.ledger.counts().open)
+        self.assembler.lose("store_restarted")
+        self.producer.store_restarted()
+
+    def time_passed(self) -> None:
+        with self.changed:
+            late = self.assembler.late()
+            for group in late:
+                self._finalized(group)
+            self.follow_up()
+        for group in late:
+            self._report(None, group)
+        self.producer.time_passed()
+
+    def failed(self, error: BaseException) -> None:
+        with self.changed:
+            self.failure = self.failure or error  # the first failure is reported
+            self.changed.notify_all()
+        logger.debug("The data source failed.", exc_info=error)
+        self.producer.failed(self.failure)
+
+    def _add(self, rollout_id: str, member: MemberResult | None) -> bool:
+        """Add a rollout that was read to its group; ``False`` when it has to be read again."""
+        added = None
+        with self.changed:  # one step: a saved state never has the rollout in two places
+            if member is None and self._reading[rollout_id]:
+                self._reading[rollout_id] = False
+                return False
+            del self._reading[rollout_id]
+            self.follower.table.read(rollout_id, ended=member is not None)
+            if member is not None:
+                size = member.group_size or (self._default_size if member.mode == "train" else 1)
+                added = self.assembler.add(member, default_size=size)
+                if added is not None and added[1] is not None:
+                    self._finalized(added[1])
+                self.follow_up()
+        if added is not None:
+            self._report(*added)
+        return True
+
+    def _finalized(self, group: GroupResult) -> None:
+        self.producer.finalized(group)
+        self.changed.notify_all()
+
+    def _report(self, member: MemberResult | None, group: GroupResult | None) -> None:
+        """Call the listeners; outside of the lock."""
+        if self.on_member is not None:
+            stragglers = [one for one in group.members if one.straggler] if group is not None else []
+            for one in [member, *stragglers] if member is not None else stragglers:
+                self.on_member(one)
+        if group is not None and self.on_group is not None:
+            self.on_group(group)
+
+    async def _retry(self, requests: list[EnqueueRolloutRequest]) -> None:
+        """Enqueue the retries that a policy asked for, under the same groups."""
+        self.opened(await self.follower.with_retries(lambda: self._store.enqueue_many_rollouts(requests)))

@@ -1,0 +1,134 @@
+"""Results of rollouts and groups."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import TYPE_CHECKING, Any
+
+from agl_slime.tokens.trajectory import Trajectory
+from agl_slime.types import Sample
+
+if TYPE_CHECKING:  # Agent Lightning takes seconds to import
+    from agl_slime.support.agl import EnqueueRolloutRequest
+
+STRAGGLER_REASONS = ("group_timeout", "group_dropped")
+"""Why a straggler (a member in flight when its group was finalized) was cancelled."""
+
+
+def instance_of(metadata: Mapping[str, Any]) -> str | None:
+    """The instance (task) in a rollout's metadata."""
+    instance_id = metadata.get("instance_id")
+    return None if instance_id is None else str(instance_id)
+
+
+class Outcome(StrEnum):
+    """The outcome of a rollout; a reason accompanies each.
+
+    ``TRAINED``: delivered to the trainer. ``FILTERED``: succeeded, but its group was not trained on. ``FAILED``: no
+    reward, no trace, an exception, a timeout. ``CANCELLED``: stopped on purpose. ``VALIDATED``: a validation rollout,
+    never trained on.
+    """
+
+    TRAINED = "trained"
+    FILTERED = "filtered"
+    FAILED = "failed"
+    CANCELLED = "cancelled"
+    VALIDATED = "validated"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemberResult:
+    """A finished member of a group: samples and a reward, or a failure with its reason. ``reward`` is the primary one
+    of ``rewards``, ``sampled_tokens`` the engine's count, ``request`` enqueues a failed rollout again, ``timeline``
+    comes from ``datasource.read.timeline_of``."""
+
+    rollout_id: str
+    group_id: str
+    mode: str = "train"
+    group_size: int | None = None
+    samples: tuple[Sample, ...] = ()
+    reward: float | None = None
+    rewards: dict[str, float] = field(default_factory=dict)
+    sampled_tokens: int = 0
+    turns: int = 0
+    failure: str | None = None
+    failure_message: str = ""
+    outcome_if_failed: Outcome = Outcome.FAILED
+    task: Any = None
+    instance_id: str | None = None
+    request: EnqueueRolloutRequest | None = None
+    trajectory: Trajectory | None = None
+    timeline: Mapping[str, Any] | None = None
+
+    @property
+    def ok(self) -> bool:
+        return self.failure is None
+
+    @property
+    def straggler(self) -> bool:
+        """Whether the rollout was cancelled because its group was finalized without it."""
+        return self.failure in STRAGGLER_REASONS
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupResult:
+    """A finalized group: ``ready`` to train on, or dropped for ``reason`` (a sentence) and ``code`` (a metric name).
+    ``members`` include retried attempts and cancelled stragglers."""
+
+    group_id: str
+    mode: str
+    size: int
+    members: tuple[MemberResult, ...]
+    ready: bool
+    reason: str = ""
+    code: str = ""
+
+    @property
+    def instance_id(self) -> str | None:
+        """The group's instance (task), if its rollouts name one."""
+        return next((member.instance_id for member in self.members if member.instance_id is not None), None)
+
+    @property
+    def succeeded(self) -> tuple[MemberResult, ...]:
+        return tuple(member for member in self.members if member.ok)
+
+    @property
+    def rewards(self) -> list[float]:
+        """The primary rewards of all members with a reward."""
+        return [member.reward for member in self.members if member.reward is not None]
+
+
+def rollout_of(sample: Sample) -> str | None:
+    """The rollout id of a sample; ``None`` for a sample from elsewhere."""
+    return sample.metadata.get("agl_rollout_id")
+
+
+def reward_of(sample: Sample) -> Any:
+    """The reward of the sample's rollout; ``sample.reward`` may be a reward of its turns."""
+    return sample.metadata["reward"] if "reward_of" in sample.metadata else sample.reward
+
+
+def group_of(samples: Sequence[Sample]) -> GroupResult:
+    """A ready group, rebuilt from its samples after a restart: without failed members and trajectories."""
+    parts: dict[str, list[Sample]] = {}
+    for sample in samples:
+        parts.setdefault(rollout_of(sample) or "", []).append(sample)
+    instance_id = instance_of(samples[0].metadata)
+    group_id = next(iter(parts))
+    members = tuple(
+        MemberResult(
+            rollout_id=name,
+            group_id=group_id,
+            group_size=len(parts),
+            samples=tuple(part),
+            reward=reward_of(part[0]),
+            rewards={"primary": reward_of(part[0])},
+            sampled_tokens=sum(sum(sample.loss_mask or ()) for sample in part),
+            turns=sum(sample.metadata.get("turns", 1) for sample in part),
+            instance_id=instance_id,
+        )
+        for name, part in parts.items()
+    )
+    return GroupResult(group_id=group_id, mode="train", size=len(parts), members=members, ready=True)

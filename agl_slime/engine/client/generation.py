@@ -1,0 +1,308 @@
+"""SGLang's requests and answers; no I/O here.
+
+Log-probs are natural logs of softmax(logits / temperature), not renormalised for top_p or top_k: the same convention in
+the engine and the trainer.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import InitVar, dataclass, field
+from operator import itemgetter
+from typing import Any, Literal
+
+from agl_slime.engine.client.replay import (
+    NO_EXPERTS,
+    NO_NUCLEUS,
+    Nucleus,
+    RoutedExperts,
+    Shape,
+    parse_experts,
+    parse_nucleus,
+)
+from agl_slime.errors import ConfigError, EngineError, EngineProtocolError
+from agl_slime.support.ranges import check_ranges
+
+FinishReason = Literal["stop", "length", "abort"]
+Decode = Callable[..., str]
+"""A tokenizer's ``decode(ids, skip_special_tokens=...)``."""
+
+# SGLang's Req._check_vocab_boundary_finish: a sampled id outside the vocabulary becomes an end token, with this as the
+# "stop string" that matched
+_NAN_MARK = "NaN happened"
+
+_SPECULATED = "spec_accept_token_num", "spec_draft_token_num", "spec_verify_ct"
+_first, _second = itemgetter(0), itemgetter(1)
+
+
+class DefaultLimit(int):
+    """A limit of tokens that nobody set; an API that has one of its own is not sent it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """How to sample one generation; the names are SGLang's.
+
+    ``max_new_tokens`` counts the tokens of one call, resumed parts included; ``max_tokens`` is another name for it.
+    ``stop`` may be one string, or token ids. ``extra`` is sent as it stands (``regex`` and the like);
+    ``repetition_penalty`` and ``seed`` (SGLang's ``sampling_seed``) go there, ``num_samples`` must be 1. With
+    ``routed_experts``, (layers, experts per token), the engine says which experts each token went through; with
+    ``nucleus`` has the ids that top_p and top_k kept for each sampled token; log-probs are then within the nucleus.
+    ``replay_files`` is the directory where a run keeps much of these (see ``agl_slime.tokens.replay_files``).
+    """
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = -1
+    max_new_tokens: int = DefaultLimit(256)
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    skip_special_tokens: bool = False
+    routed_experts: Shape | None = None
+    nucleus: bool = False
+    replay_files: str | None = None
+    extra: Mapping[str, Any] = field(default_factory=dict)
+    max_tokens: InitVar[int | None] = None
+    repetition_penalty: InitVar[float | None] = None
+    seed: InitVar[int | None] = None
+    num_samples: InitVar[int] = 1
+
+    def __post_init__(
+        self, max_tokens: int | None, repetition_penalty: float | None, seed: int | None, num_samples: int
+    ) -> None:
+        if num_samples != 1:
+            raise ConfigError(
+                f"num_samples must be 1, got {num_samples}: a rollout has one answer per turn; give its trajectory "
+                "several times"
+            )
+        if max_tokens is not None:
+            object.__setattr__(self, "max_new_tokens", max_tokens)
+        named = {"repetition_penalty": repetition_penalty, "sampling_seed": seed}
+        if given := {name: value for name, value in named.items() if value is not None}:
+            object.__setattr__(self, "extra", {**self.extra, **given})
+        stops: tuple[Any, ...] = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+        ids = tuple(stop for stop in stops if isinstance(stop, int))
+        object.__setattr__(self, "stop", tuple(stop for stop in stops if not isinstance(stop, int)))
+        object.__setattr__(self, "stop_token_ids", (*self.stop_token_ids, *ids))
+        if self.routed_experts is not None:
+            shape = tuple(self.routed_experts)
+            object.__setattr__(self, "routed_experts", shape)
+            if len(shape) != 2 or not all(isinstance(size, int) and size >= 1 for size in shape):
+                raise ConfigError(f"routed_experts must be (layers, experts per token), got {shape!r:.80}")
+        check_ranges(
+            self,
+            ("temperature", lambda value: 0 <= value < math.inf, "a finite number of at least 0"),
+            ("top_p", lambda value: 0 < value <= 1, "in (0, 1]"),
+            ("top_k", lambda value: value == -1 or 1 <= value < 2**31, "-1 (all tokens) or from 1 to 2147483647"),
+            ("max_new_tokens", lambda value: value >= 1, "at least 1"),
+        )
+
+    def to_payload(self) -> dict[str, Any]:
+        payload: dict[str, Any] = {
+            "temperature": self.temperature,
+            "top_p": self.top_p,
+            "top_k": self.top_k,
+            "max_new_tokens": self.max_new_tokens,
+            "skip_special_tokens": self.skip_special_tokens,
+            # a trained token must be kept in the text as well as in the ids, or the two do not line up
+            "spaces_between_special_tokens": False,
+        }
+        if self.stop:
+            payload["stop"] = list(self.stop)
+        if self.stop_token_ids:
+            payload["stop_token_ids"] = list(self.stop_token_ids)
+        if self.nucleus:
+            custom = self.extra.get("custom_params") or {}
+            return payload | {**self.extra, "custom_params": {**custom, "return_top_p_token_ids": True}}
+        return payload | dict(self.extra)
+
+
+@dataclass(frozen=True, slots=True)
+class WeightSpan:
+    """Output tokens ``start`` (inclusive) to ``end`` (exclusive) were sampled by weight version ``version``."""
+
+    version: str
+    start: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Generation:
+    """One generation: ``output_ids`` and ``log_probs`` are the engine's, one log-prob per id; the stop token is among
+    the ids.
+
+    ``text`` is for reading, not for training. ``resumed`` counts how often an aborted generation was taken up again.
+    """
+
+    output_ids: tuple[int, ...]
+    log_probs: tuple[float, ...]
+    text: str
+    finish_reason: FinishReason
+    matched_stop: int | str | None = None
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    weight_versions: tuple[WeightSpan, ...] = ()
+    request_id: str = ""
+    latency_s: float = 0.0
+    resumed: int = 0
+    top_log_probs: tuple[tuple[tuple[int, float], ...], ...] = ()
+    """For each id the likeliest ones at its place with their log-probs, where they were asked for."""
+    experts: RoutedExperts | None = None
+    """Of prompt and answer, from where they were asked for; ``None`` where not asked for, or lost with a stream."""
+    nucleus: Nucleus | None = None
+    speculated: tuple[int, int, int] = (0, 0, 0)
+    """Under speculative decoding the tokens accepted and drafted, and how often drafts were verified."""
+
+    @property
+    def weight_version(self) -> str | None:
+        """The version that sampled the last token."""
+        return self.weight_versions[-1].version if self.weight_versions else None
+
+
+def parse_generation(
+    body: Any, *, request: PartRequest | None = None, latency_s: float = 0.0, where: str = "/generate"
+) -> Generation:
+    """A ``/generate`` answer (asked with ``return_logprob``) as a ``Generation``; ``where`` names the URL in errors,
+    ``request`` says what else it must have.
+
+    Raises ``EngineProtocolError`` when the answer does not have SGLang's shape, or a log-prob is not finite;
+    ``EngineError`` when the engine says that its logits were NaN.
+    """
+    if not isinstance(body, Mapping) or not isinstance(body.get("meta_info"), Mapping):
+        raise EngineProtocolError(f"{where} answered {_short(body)}, which is not SGLang's form (no meta_info)")
+    meta: Mapping[str, Any] = body["meta_info"]
+    finish = meta.get("finish_reason")
+    kind = finish.get("type") if isinstance(finish, Mapping) else None
+    if not isinstance(finish, Mapping) or kind not in ("stop", "length", "abort"):
+        raise EngineProtocolError(f"{where} answered finish_reason {_short(finish)}; expected stop, length or abort")
+    if kind == "stop" and finish.get("matched") == _NAN_MARK:
+        raise EngineError(f"{where} computed NaN logits and replaced the sampled token: its weights are broken")
+    pairs = meta.get("output_token_logprobs")
+    if pairs is None:
+        if kind != "abort" and body.get("output_ids"):
+            raise EngineProtocolError(f"{where} answered without output_token_logprobs although return_logprob was set")
+        pairs = []
+    try:
+        ids = tuple(map(int, map(_second, pairs)))
+        log_probs = tuple(map(float, map(_first, pairs)))
+    except (TypeError, ValueError, IndexError) as error:
+        raise EngineProtocolError(f"{where} answered output_token_logprobs of another form: {_short(pairs)}") from error
+    if not all(map(math.isfinite, log_probs)):
+        raise EngineProtocolError(f"{where} answered a log-prob that is NaN or infinite")
+    return Generation(
+        output_ids=ids,
+        log_probs=log_probs,
+        text=str(body.get("text") or ""),
+        finish_reason=kind,
+        matched_stop=finish.get("matched"),
+        prompt_tokens=int(meta.get("prompt_tokens") or 0),
+        cached_tokens=int(meta.get("cached_tokens") or 0),
+        weight_versions=_weight_spans(meta, len(ids), where),
+        request_id=str(meta.get("id") or ""),
+        latency_s=latency_s,
+        top_log_probs=_top_log_probs(meta.get("output_top_logprobs"), where),
+        speculated=_speculated(meta),
+        **({} if request is None else _replayed(meta, request, len(ids), kind, where)),
+    )
+
+
+def _speculated(meta: Mapping[str, Any]) -> tuple[int, int, int]:
+    accepted, drafted, verified = (meta.get(name) for name in _SPECULATED)
+    return int(accepted or 0), int(drafted or 0), int(verified or 0)
+
+
+def _replayed(meta: Mapping[str, Any], request: PartRequest, count: int, kind: str, where: str) -> dict[str, Any]:
+    """The requested replay data; an aborted part may lack it."""
+    replayed: dict[str, Any] = {}
+    if (shape := request.sampling.routed_experts) is not None:
+        length, start = len(request.input_ids) + count, request.experts_start
+        replayed["experts"] = parse_experts(meta, shape, length=length, start=start, where=where)
+        if replayed["experts"] is None and kind != "abort":
+            raise EngineProtocolError(f"{where} {NO_EXPERTS}")
+    if request.sampling.nucleus and count:
+        replayed["nucleus"] = parse_nucleus(meta, count=count, where=where)
+        if replayed["nucleus"] is None and kind != "abort":
+            raise EngineProtocolError(f"{where} {NO_NUCLEUS}")
+    return replayed
+
+
+def broken_off(event: Any) -> Any:
+    """The last event of a stream, completed as that of an aborted answer if it has no finish reason."""
+    meta = event.get("meta_info") if isinstance(event, Mapping) else None
+    if not isinstance(meta, Mapping) or meta.get("finish_reason") is not None:
+        return event
+    return {**event, "meta_info": {**meta, "finish_reason": {"type": "abort", "message": "the stream broke off"}}}
+
+
+def _top_log_probs(listed: Any, where: str) -> tuple[tuple[tuple[int, float], ...], ...]:
+    try:
+        return tuple(tuple((int(pair[1]), float(pair[0])) for pair in place or ()) for place in listed or ())
+    except (TypeError, ValueError, IndexError) as error:
+        raise EngineProtocolError(f"{where} answered output_top_logprobs of another form: {_short(listed)}") from error
+
+
+@dataclass(frozen=True, slots=True)
+class ImageInput:
+    """The images of a prompt as the engine gets them: ``data`` are URIs, ``prompt`` the ids with the chat template's
+    placeholder of each image, which the engine expands to the image's tokens."""
+
+    data: tuple[str, ...]
+    prompt: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class PartRequest:
+    """One request to send: ``input_ids`` = prompt + the ids sampled so far. Routed experts are requested for the
+    tokens from ``experts_start`` on. With ``images`` the prompt's ids are the engine's expanded ones, ``prompt_tokens``
+    in number."""
+
+    input_ids: Sequence[int]
+    sampling: SamplingParams
+    experts_start: int = 0
+    images: ImageInput | None = None
+    prompt_tokens: int = 0
+
+    def to_payload(self) -> dict[str, Any]:
+        payload: dict[str, Any] = {
+            "input_ids": self.input_ids,
+            "sampling_params": self.sampling.to_payload(),
+            "return_logprob": True,
+        }
+        if self.images is not None:
+            payload["input_ids"] = (*self.images.prompt, *self.input_ids[self.prompt_tokens :])
+            payload["image_data"] = self.images.data
+        if self.sampling.routed_experts is not None:
+            payload["return_routed_experts"] = True
+            if self.experts_start:
+                payload["routed_experts_start_len"] = self.experts_start
+        return payload
+
+    def check(self, generation: Generation, where: str) -> Generation:
+        """Raises ``EngineProtocolError`` when the engine made another number of tokens of the images."""
+        counted, sent = generation.prompt_tokens, len(self.input_ids)
+        if self.images is not None and counted and counted != sent:
+            counts = f"{where} counts {counted} tokens in a prompt with images that has {sent}"
+            raise EngineProtocolError(
+                f"{counts}: it has another processor than the model's directory, or SGLANG_MM_AVOID_RETOKENIZE is off"
+            )
+        return generation
+
+
+def _weight_spans(meta: Mapping[str, Any], n_tokens: int, where: str) -> tuple[WeightSpan, ...]:
+    # newer servers list which tokens each version sampled; older ones name only the version at the end
+    listed = meta.get("weight_versions")
+    if listed:
+        try:
+            spans = [
+                WeightSpan(str(item["version"]), int(item["start"]), min(int(item["end"]), n_tokens)) for item in listed
+            ]
+        except (KeyError, TypeError, ValueError) as error:
+            raise EngineProtocolError(f"{where} answered weight_versions of another form: {_short(listed)}") from error
+        return tuple(span for span in spans if span.start < span.end)
+    version = meta.get("weight_version")
+    return () if version is None or n_tokens == 0 else (WeightSpan(str(version), 0, n_tokens),)
+
+
+def _short(value: Any) -> str:
+    return f"{value!r:.200}"

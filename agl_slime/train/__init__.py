@@ -1,0 +1,1 @@
+"""Training: the local trainer, and the parts that slime loads."""

@@ -1,0 +1,216 @@
+"""Settings of the store, the agent and its tasks, from slime's ``args`` and the environment.
+
+slime has no flags for these: a setting ``x`` is the attribute ``agl_x`` of ``args`` (``--custom-config-path FILE.yaml``
+sets it), else the environment variable ``AGL_SLIME_X``.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, FiniteFloat, StringConstraints, ValidationError
+
+from agl_slime.errors import ConfigError
+from agl_slime.gateway.agl1.settings import ControllerSettings
+from agl_slime.runner.base import RunnerPlan
+from agl_slime.train.slime.replay import replay_sampling
+
+# slime's sampling flags, without the prefix rollout_ or eval_, by SGLang's names.
+_SAMPLING = {
+    "temperature": "temperature",
+    "top_p": "top_p",
+    "top_k": "top_k",
+    "max_new_tokens": "max_response_len",
+    "min_new_tokens": "min_new_tokens",
+    "stop": "stop",
+    "stop_token_ids": "stop_token_ids",
+}
+
+
+_Seconds = Annotated[FiniteFloat, Field(gt=0)]
+_Count = Annotated[int, Field(ge=0)]
+_CONTROLLER_FIELDS = (
+    "env_map",
+    "job_template",
+    "controller_python",
+    "controller_host",
+    "controller_port",
+    "controller_log",
+)
+
+
+def _split_words(value: Any) -> Any:
+    """``NAME=input.path`` words from an environment variable, or from a mapping in a YAML file."""
+    if isinstance(value, Mapping):
+        return tuple(f"{name}={path}" for name, path in value.items())
+    return tuple(value.split()) if isinstance(value, str) else value
+
+
+class EvalSet(BaseModel):
+    """An evaluation data set of slime: ``samples`` rollouts for each line of the file ``path``."""
+
+    model_config = ConfigDict(frozen=True)
+
+    name: str
+    path: Path
+    samples: Annotated[int, Field(ge=1)] = 1
+    sampling: Mapping[str, Any]
+
+
+class PluginSettings(BaseModel):
+    """The source of rollouts when slime builds the data source."""
+
+    model_config = ConfigDict(frozen=True)
+
+    store_url: Annotated[str, StringConstraints(pattern="^https?://")] | None = None
+    """A store served by ``StoreService``, whose rollouts run elsewhere; instead of ``agent``."""
+    store_token: str | None = None
+    agent: str | None = None
+    """``module:Class`` of the agent to run."""
+    runners: str | None = None
+    """The runners of ``agent``, as for ``RunnerPlan``: ``inproc`` (a thread of the manager's process), ``process:N``,
+    ``ray:N`` or ``controller``."""
+    env_map: Annotated[tuple[str, ...], BeforeValidator(_split_words)] = ()
+    """This and the next six: settings of ``controller``; see ``ControllerSettings``."""
+    job_template: Path | None = None
+    controller_python: Path | None = None
+    controller_host: str = "127.0.0.1"
+    controller_port: Annotated[int, Field(ge=0, le=65_535)] = 0
+    controller_log: Path | None = None
+    tasks: Path | None = None
+    """Tasks as JSON lines; else slime's ``--prompt-data``, else the agent's ``make_task``."""
+    eval_tasks: Path | None = None
+    """Tasks of evaluations as JSON lines; else slime's ``--eval-prompt-data`` or ``--eval-config``, else the agent's
+    ``make_task`` with another seed."""
+    eval_rollouts: Annotated[int, Field(ge=1)] = 32
+    """Rollouts of an evaluation without slime's data sets."""
+    replay_files: Path | None = None
+    """Directory for routed experts and nuclei of large turns, shared by runners and manager; by default they are in
+    spans (with ``agent``: in a temporary directory)."""
+    llm_url: str | None = None
+    """The model's URL for agents; else slime's router."""
+    get_timeout_s: _Seconds = 1800.0
+    """Longest wait for a group, or for an evaluation."""
+    max_attempts: Annotated[int, Field(ge=1)] = 2
+    """Attempts of a rollout, the first included."""
+    rollout_timeout_s: _Seconds = 1800.0
+    """Time limit of a rollout."""
+    group_max_retries: _Count = 0
+    """Failed rollouts per group that are run again, beside the attempts of each."""
+    group_timeout_s: _Seconds | None = None
+    """Seconds since the last end of a rollout after which an incomplete group is replaced."""
+    max_staleness: _Count | None = None
+    """Most weight versions that tokens may be behind the policy trained on them; groups are enqueued that far ahead of
+    training. By default only groups that slime requests are enqueued."""
+    drop_zero_variance: bool = False
+    """Replace groups whose rewards are all equal."""
+    model: str | None = None
+    """slime's ``--hf-checkpoint``."""
+    sampling: Mapping[str, Any] | None = None
+    """SGLang's sampling parameters, by slime's ``--rollout-…``."""
+    eval_sampling: Mapping[str, Any] | None = None
+    """The same of evaluations, with slime's ``--eval-…``."""
+    eval_sets: tuple[EvalSet, ...] = ()
+    """slime's evaluation data sets, unless ``eval_tasks`` is given."""
+    seed: int = 0
+    """slime's ``--rollout-seed``: the order of the tasks."""
+    sampling_seeds: bool = False
+    """slime's ``--sglang-enable-deterministic-inference``: members of a group sample with seeds from ``seed`` on."""
+    blocking: bool = True
+    """Whether ``get_samples`` waits for groups; False under slime's fully-async rollout function, which calls it on its
+    event loop and polls again after an empty list."""
+
+    @property
+    def connected(self) -> bool:
+        """Whether a store or an agent is configured."""
+        return not (self.store_url is None and self.agent is None and self.job_template is None)
+
+    def plan(self) -> RunnerPlan:
+        """The runners that the manager's process starts. Raises ``ConfigError``."""
+        plan = RunnerPlan.parse(self.runners or "inproc", named="agl_runners")
+        if plan.kind != "controller":
+            return plan
+        controller = ControllerSettings.given(
+            agent=self.agent,
+            job_template=self.job_template,
+            python=self.controller_python,
+            env_map=self.env_map,
+            host=self.controller_host,
+            port=self.controller_port,
+            log=self.controller_log,
+        )
+        return replace(plan, controller=controller)
+
+    def _check_runners(self) -> None:
+        if self.runners is not None and self.store_url is not None:
+            why = f"the runners of the store at agl_store_url {self.store_url} are elsewhere"
+            raise ConfigError(f"agl_runners {self.runners}: {why}; leave one out")
+        if self.plan().kind == "controller":
+            if self.max_attempts != 1:
+                fix = "agl_group_max_retries runs failed members of a group again"
+                raise ConfigError(f"agl_max_attempts {self.max_attempts}: a controller runs one attempt; {fix}")
+            return
+        for name in _CONTROLLER_FIELDS:
+            if getattr(self, name) != type(self).model_fields[name].default:
+                raise ConfigError(f"agl_{name} is for a controller only; set agl_runners: controller, or leave it out")
+
+    @classmethod
+    def from_args(cls, args: Any, environ: Mapping[str, str] = os.environ) -> PluginSettings:
+        """Read the settings. Raises ``ConfigError`` naming an invalid one."""
+        values: dict[str, Any] = {}
+        for name in cls.model_fields:
+            value = getattr(args, f"agl_{name}", None)
+            if value is not None or (value := environ.get(f"AGL_SLIME_{name.upper()}")):
+                values[name] = value
+        if values.get("store_url") is not None and values.get("agent") is not None:
+            both = f"agl_store_url {values['store_url']!r} and agl_agent {values['agent']!r}"
+            raise ConfigError(f"{both} are both set: the agent runs here, or elsewhere on a store; leave one out")
+        # main has no such switch, and always a data set
+        if getattr(args, "rollout_global_dataset", True) and getattr(args, "prompt_data", None) is not None:
+            values.setdefault("tasks", Path(args.prompt_data))
+        host, port = getattr(args, "sglang_router_ip", None), getattr(args, "sglang_router_port", None)
+        if host is not None and port is not None:
+            values.setdefault("llm_url", f"http://{host}:{port}")
+        sampling = _sampling(args, "rollout")
+        if kwargs := getattr(args, "apply_chat_template_kwargs", None):
+            sampling["chat_template_kwargs"] = dict(kwargs)
+        values |= {
+            "model": getattr(args, "hf_checkpoint", None),
+            "sampling": sampling | replay_sampling(args),
+            "eval_sampling": sampling | _sampling(args, "eval"),
+            "eval_sets": _eval_sets(args) if values.get("eval_tasks") is None else (),
+            "seed": getattr(args, "rollout_seed", None) or 0,
+            "sampling_seeds": bool(getattr(args, "sglang_enable_deterministic_inference", False)),
+            "blocking": "fully_async" not in (getattr(args, "rollout_function_path", None) or ""),
+        }
+        if values.get("runners") == "controller":
+            values.setdefault("max_attempts", 1)
+        try:
+            settings = cls(**values)
+        except ValidationError as error:
+            first = error.errors()[0]
+            name = f"agl_{first['loc'][0]}"
+            raise ConfigError(f"{name} is {first['input']!r}: {first['msg'][0].lower()}{first['msg'][1:]}") from error
+        settings._check_runners()
+        return settings
+
+
+def _eval_sets(args: Any) -> list[dict[str, Any]]:
+    return [
+        {
+            "name": given.name,
+            "path": given.path,
+            "samples": getattr(given, "n_samples_per_eval_prompt", None) or 1,
+            "sampling": _sampling(args, "rollout") | _sampling(args, "eval") | _sampling(given, ""),
+        }
+        for given in getattr(args, "eval_datasets", None) or ()
+    ]
+
+
+def _sampling(args: Any, prefix: str) -> dict[str, Any]:
+    values = {name: getattr(args, f"{prefix}_{flag}".strip("_"), None) for name, flag in _SAMPLING.items()}
+    return {name: value for name, value in values.items() if value is not None}

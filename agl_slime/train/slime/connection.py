@@ -1,0 +1,204 @@
+"""The connection of slime's data source to a store: tokenizer, and tasks and runners if configured."""
+
+from __future__ import annotations
+
+import json
+import logging
+import tempfile
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from agl_slime.agent.access import LLM_RESOURCE, replay_of, sampling_of
+from agl_slime.agent.loading import load_agent
+from agl_slime.data.policy import CompleteGroup, RetryGroup, zero_variance
+from agl_slime.data.source import DataSourceSettings
+from agl_slime.engine.client.check import check_replay
+from agl_slime.engine.client.client import ClientSettings, SGLangClient
+from agl_slime.errors import ConfigError, DataSourceError, EngineError
+from agl_slime.loop.tasks import TaskCursor, TaskGroup, as_task_source, enqueue_requests, read_tasks
+from agl_slime.runner.base import RunnerPool
+from agl_slime.runner.make import make_runners
+from agl_slime.store.bridge import BridgeStore
+from agl_slime.store.client import RemoteStore
+from agl_slime.support.agl import LLM, Rollout
+from agl_slime.support.files import scratch_directory
+from agl_slime.tokens.loading import load_tokenizer
+from agl_slime.tokens.tokenizer import set_template_kwargs
+from agl_slime.train.slime.args import PluginSettings
+
+logger = logging.getLogger(__name__)
+
+# For the engine's weight version, which the next rollout queries again.
+_QUICK = ClientSettings(control_timeout_s=5.0, max_attempts=1)
+# Cached resources snapshots; a store keeps some more.
+_MOST_SNAPSHOTS = 256
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluation:
+    """An evaluation of ``rollouts`` tasks of ``cursor``, reported under ``name``; ``sampling`` is slime's own if
+    ``None``."""
+
+    name: str
+    cursor: TaskCursor
+    rollouts: int
+    sampling: Mapping[str, Any] | None = None
+
+
+class Connection:
+    """A remote store, whose runners are elsewhere, or a store in this process with its runners, which ``start`` and
+    ``stop``. ``tasks`` is ``None`` when another process enqueues rollouts."""
+
+    def __init__(self, settings: PluginSettings) -> None:
+        self.settings = settings
+        self.store: RemoteStore | BridgeStore
+        self._runner: RunnerPool | None = None
+        make_task: Any = None
+        if settings.store_url is not None:
+            self.store = RemoteStore(settings.store_url, token=settings.store_token)
+        else:
+            plan, agent = settings.plan(), None
+            if plan.kind != "controller":  # a controller's agent is imported by another Python
+                assert settings.agent is not None
+                agent = load_agent(settings.agent)
+                make_task = getattr(agent, "make_task", None)
+            self.store = BridgeStore()
+            self._runner = make_runners(plan, agent=agent, store=self.store)
+        tasks = read_tasks(settings.tasks, flag="agl_tasks") if settings.tasks is not None else None
+        self.epoch_size = len(tasks) if tasks is not None else None
+        self.tasks = self._cursor(tasks or make_task)
+        self.evals: list[Evaluation] = []
+        for given in settings.eval_sets:
+            lines = read_tasks(given.path, flag=f"evaluation data set {given.name}:")
+            cursor = self._cursor(lines, offset=1)
+            self.evals.append(Evaluation(given.name, cursor, len(lines) * given.samples, given.sampling))
+        if not self.evals:
+            path = settings.eval_tasks
+            cursor = self._cursor(read_tasks(path, flag="agl_eval_tasks") if path is not None else make_task, offset=1)
+            self.evals += [Evaluation("agl", cursor, settings.eval_rollouts)] if cursor is not None else []
+        if self._runner is not None and self.tasks is None:
+            fix = "" if settings.runners == "controller" else ", or give it make_task(rng)"
+            raise ConfigError(
+                f"{settings.agent or settings.job_template} has no tasks: set agl_tasks or --prompt-data{fix}"
+            )
+        if settings.max_staleness is not None and self.tasks is None:
+            why = "limits how many groups are enqueued, and here another process enqueues them"
+            raise ConfigError(f"agl_max_staleness {settings.max_staleness} {why}: set agl_tasks, or leave it out")
+        self._scratch = ExitStack()
+        self.replay_files = settings.replay_files
+        if self.replay_files is None and settings.store_url is None and replay_of(settings.sampling or {}):
+            scratch = scratch_directory(Path(tempfile.gettempdir()).resolve(), "agl-slime-replay")
+            self.replay_files = self._scratch.enter_context(scratch)
+        self._resources: dict[str, str] = {}
+        self._checked = False  # whether the engine was checked to send replay data
+
+    def _cursor(self, tasks: Any, *, offset: int = 0) -> Any:
+        seed = self.settings.seed + offset
+        return TaskCursor(as_task_source(tasks, seed=seed), named=False) if tasks is not None else None
+
+    def data_source_settings(self) -> DataSourceSettings:
+        """Settings for groups of exactly ``n_samples_per_prompt`` rollouts, as slime needs them: failed rollouts are
+        run again, incomplete groups replaced."""
+        settings = self.settings
+        retries, timeout_s = settings.group_max_retries, settings.group_timeout_s
+        complete = CompleteGroup(timeout_s=timeout_s)
+        return DataSourceSettings(
+            get_timeout_s=settings.get_timeout_s,
+            blocking=settings.blocking,
+            policy=RetryGroup(max_retries=retries, timeout_s=timeout_s) if retries else complete,
+            group_filter=zero_variance if settings.drop_zero_variance else None,
+        )
+
+    def tokenizer(self) -> Any:
+        """The tokenizer of slime's ``--hf-checkpoint``; ``None`` without such a directory (samples then keep the
+        engine's text)."""
+        model = self.settings.model
+        if not model or not Path(model).is_dir():
+            return None
+        tokenizer = load_tokenizer(model)
+        set_template_kwargs(tokenizer, (self.settings.sampling or {}).get("chat_template_kwargs", {}))
+        return tokenizer
+
+    def start(self) -> None:
+        if self._runner is not None:
+            self._runner.start()
+
+    def stop(self) -> None:
+        if self._runner is not None:
+            self._runner.stop(timeout_s=3.0)
+        self._scratch.close()
+
+    def forget(self) -> None:
+        """Publish the resources again before the next rollout, as the store was restarted."""
+        self._resources.clear()
+
+    async def enqueue(
+        self,
+        groups: Sequence[TaskGroup],
+        *,
+        size: int,
+        mode: Literal["train", "val"],
+        sampling: Mapping[str, Any] | None = None,
+    ) -> list[Rollout]:
+        """Enqueue ``size`` rollouts per group, with ``sampling`` or slime's sampling parameters."""
+        default = self.settings.sampling if mode == "train" else self.settings.eval_sampling
+        sampling = dict(sampling if sampling is not None else default or {})
+        if self.replay_files is not None and replay_of(sampling):
+            sampling["replay_files"] = str(self.replay_files)
+        members = [
+            enqueue_requests(
+                groups,
+                size=count,
+                group_size=size,
+                mode=mode,
+                resources_id=await self._publish(parameters),
+                timeout_s=self.settings.rollout_timeout_s,
+                max_attempts=self.settings.max_attempts,
+            )
+            for parameters, count in self._samplings(sampling, size)
+        ]
+        requests = [request for group in zip(*members, strict=True) for request in group]
+        rollouts = [*await self.store.enqueue_many_rollouts(requests)]
+        if self._runner is not None:
+            self._runner.wake()
+        return rollouts
+
+    def _samplings(self, sampling: dict[str, Any], size: int) -> list[tuple[dict[str, Any], int]]:
+        """The sampling parameters of a group's members, with the number of members for each: under deterministic
+        inference each member has its own seed, as in slime."""
+        if not self.settings.sampling_seeds or "sampling_seed" in sampling:
+            return [(sampling, size)]
+        return [({**sampling, "sampling_seed": self.settings.seed + member}, 1) for member in range(size)]
+
+    async def _publish(self, sampling: dict[str, Any]) -> str:
+        """The id of a resources snapshot with the engine and these sampling parameters, added on first use."""
+        if not self._checked and self.settings.llm_url and replay_of(sampling):
+            llm = LLM(endpoint=self.settings.llm_url, model="", sampling_parameters=sampling)
+            self._checked = await check_replay(llm.endpoint, sampling_of(llm))
+        key = json.dumps(sampling, sort_keys=True, default=str)
+        if key not in self._resources:
+            if len(self._resources) >= _MOST_SNAPSHOTS:
+                self._resources.clear()
+            url, model = self.settings.llm_url or "", self.settings.model or ""
+            llm = LLM(endpoint=url, model=model, sampling_parameters=sampling)
+            self._resources[key] = (await self.store.add_resources({LLM_RESOURCE: llm})).resources_id
+        return self._resources[key]
+
+    async def weight_version(self) -> str | None:
+        """The weight version of the agents' engine; ``None`` when the engine does not report it."""
+        try:
+            async with SGLangClient(base_url=self.settings.llm_url or "", settings=_QUICK) as client:
+                urls = await client.workers()
+            async with SGLangClient(base_url=urls[0], settings=_QUICK) as worker:
+                return await worker.weight_version()
+        except (EngineError, ConfigError) as error:
+            logger.debug("The engine did not report its weight version: %s", error)
+            return None
+
+    def raise_if_dead(self) -> None:
+        """Raise ``DataSourceError`` when this process's runner has ended."""
+        if self._runner is not None and self._runner.failure is not None:
+            raise DataSourceError(f"the runner ended: {self._runner.failure}") from self._runner.failure

@@ -1,0 +1,114 @@
+"""A report on the installed slime: its version, the names that this package needs, and the features that it uses.
+
+    python -m agl_slime.train.slime.doctor
+
+Starts nothing. Exit code 1 when a needed name is missing or has an unsupported form.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import sys
+from collections.abc import Callable, Iterator
+
+from agl_slime.errors import AglSlimeError, MissingDependencyError, UnknownVersionError
+from agl_slime.support import slime
+
+_DRIVERS: dict[tuple[str, ...], str] = {
+    ("args", "pg"): "the driver reserves the GPUs and ends manager and placement groups",
+    ("args", "restore_plan"): "slime reserves the GPUs and returns a RolloutStartup; each run has its own session",
+}
+
+
+def main() -> int:
+    """Print the report; returns the exit code."""
+    if not slime.installed():
+        print(slime.INSTALL_SLIME)
+        return 1
+    print(slime.version())
+    faults = 0
+    for needed, name, text in inspect_slime():
+        faults += needed and text.startswith(("UNKNOWN", "MISSING"))
+        print(f"  {name:<26} {text}")
+    print(f"{faults} needed parts are missing; supported are {slime.KNOWN}" if faults else "all needed parts are there")
+    return int(faults > 0)
+
+
+def inspect_slime() -> Iterator[tuple[bool, str, str]]:
+    """The parts of slime: whether this package needs it, its name, and a text, which begins with UNKNOWN or MISSING if
+    the part is unusable."""
+    for names, needed in ((slime.HOOK_NAMES, True), (slime.TRAINER_NAMES, True), (slime.OPTIONAL_NAMES, False)):
+        for name, places in names.items():
+            missing = f"UNKNOWN: in none of {', '.join(places)}" if needed else "not in this version"
+            yield needed, name, _text_of(lambda name=name, missing=missing: slime.place_of(name) or missing)
+    for name, describe in (
+        ("--trainer slime", _driver),
+        ("rewards", _rewards),
+        ("data source", _data_source),
+        ("samples", _samples),
+        ("checkpoints", lambda: f"written by {'save_checkpoint' if _has('save_checkpoint') else 'the driver'}"),
+        ("straw", lambda: _transport("straw", "straw-queue")),
+        ("nixl", lambda: _transport("nixl", "nixl")),
+    ):
+        yield True, name, _text_of(describe)
+
+
+def _text_of(describe: Callable[[], str]) -> str:
+    try:
+        return describe()
+    except UnknownVersionError as error:
+        return f"UNKNOWN: {error}"
+    except MissingDependencyError as error:
+        return f"MISSING: {error}"
+    except (AglSlimeError, AttributeError, TypeError, ValueError) as error:
+        return f"UNKNOWN: {type(error).__name__}: {error}"
+
+
+def _has(name: str) -> bool:
+    return slime.place_of(name) is not None
+
+
+def _driver() -> str:
+    from agl_slime.train.slime.versions import manager_shape
+
+    shape = manager_shape()
+    return f"create_rollout_manager({', '.join(shape)}): {_DRIVERS[shape]}"
+
+
+def _rewards() -> str:
+    from agl_slime.train.slime.versions import normalizes_by_group
+
+    if normalizes_by_group():
+        return "slime normalises by group_index, one reward per rollout: normalize_rewards is not needed"
+    return (
+        "slime normalises by position: give --custom-reward-post-process-path agl_slime.slime_hooks.normalize_rewards"
+    )
+
+
+def _data_source() -> str:
+    from agl_slime.types import DataSource  # and not AGLDataSource, which takes seconds to import
+
+    missing = sorted(DataSource.__abstractmethods__ - {"get_samples", "add_samples", "save", "load", "__len__"})
+    return f"UNKNOWN: slime calls {', '.join(missing)}" if missing else "has every method that slime calls"
+
+
+def _samples() -> str:
+    from agl_slime.types import Sample
+
+    needed = [
+        field.name
+        for field in dataclasses.fields(Sample)
+        if field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
+    ]
+    if needed:
+        return f"UNKNOWN: Sample cannot be made without {', '.join(needed)}"
+    return "siblings of one rollout share rollout_id"
+
+
+def _transport(name: str, package: str) -> str:
+    return f"{package} is {'installed' if importlib.util.find_spec(name) else 'not installed'}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,284 @@
+"""Implementation of ``agl_slime.slime_hooks``: slime's hooks for rollouts, rewards, filters and logs. slime passes
+samples flat, in groups, or in groups of siblings; every hook accepts each form."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import Counter
+from collections.abc import Container, Mapping, Sequence
+from pkgutil import resolve_name
+from statistics import fmean
+from typing import Any
+
+from agl_slime.data import normalize
+from agl_slime.errors import DataSourceError
+from agl_slime.train.slime.replay import check_replayed
+from agl_slime.train.slime.versions import filter_output
+from agl_slime.types import (
+    RolloutFnEvalOutput,
+    RolloutFnTrainOutput,
+    Sample,
+    flat_samples,
+    staleness_of,
+)
+
+logger = logging.getLogger(__name__)
+
+# Advantage estimators for which slime normalises rewards per group, and, below, also by the standard deviation.
+_GROUP_RELATIVE = frozenset({"grpo", "gspo", "cispo", "reinforce_plus_plus_baseline"})
+_STD_NORMALIZED = frozenset({"grpo", "gspo", "cispo"})
+
+
+# -- rollouts --------------------------------------------------------------------------------------------------------
+
+
+def generate_rollout(
+    args: Any, rollout_id: int, data_source: Any, evaluation: bool = False
+) -> RolloutFnTrainOutput | RolloutFnEvalOutput:
+    """Exactly ``args.rollout_batch_size`` groups of finished rollouts (one with ``args=None``); with ``evaluation`` the
+    data source's evaluation rollouts.
+
+    Nothing is generated here and no request is aborted: agents run elsewhere and continue, and further groups stay in
+    the data source. The dynamic sampling filter, the sample filter and the all-samples function of ``args`` apply as in
+    slime's default rollout function.
+
+    Raises:
+        DataSourceError: the groups did not arrive in time, or one has no log-probs and slime's ``--use-tis`` or
+            ``--use-rollout-logprobs`` needs them. Groups taken so far are given back to the data source.
+    """
+    if evaluation:
+        evaluate = getattr(data_source, "evaluate", None)
+        data = evaluate(rollout_id) if evaluate else {"agl": eval_entry([*flat_samples(data_source.get_samples(1))])}
+        return RolloutFnEvalOutput(data=data)
+    started = time.monotonic()
+    if (again := getattr(data_source, "kept_batch", lambda _: None)(rollout_id)) is not None:
+        return RolloutFnTrainOutput(samples=again)
+    getattr(data_source, "begin_rollout", lambda _: None)(rollout_id)
+    kept, everything, dropped = _collect_groups(args, rollout_id, data_source)
+    kept.sort(key=lambda group: _first(group).group_index or 0)
+    if (path := getattr(args, "rollout_sample_filter_path", None)) is not None:
+        resolve_name(path)(args, kept)
+    if (path := getattr(args, "rollout_all_samples_process_path", None)) is not None:
+        resolve_name(path)(args, everything, data_source)
+    kept = getattr(data_source, "keep_batch", lambda _, groups: groups)(rollout_id, kept)
+    metrics = {f"rollout/dynamic_filter/drop_{reason}": count for reason, count in dropped.items()}
+    metrics |= {"agl/wait_s": time.monotonic() - started, **getattr(data_source, "metrics", dict)()}
+    return RolloutFnTrainOutput(samples=kept, metrics=metrics)
+
+
+async def generate(
+    args: Any, sample: Sample, sampling_params: dict[str, Any], evaluation: bool = False
+) -> Sample | list[Sample]:
+    """One Agent Lightning rollout for one slime prompt, for use with slime's default rollout function.
+
+    The task is ``{"prompt": sample.prompt, "label": sample.label, **sample.metadata}``; engine and sampling parameters
+    are slime's; ``agl_slime.train.slime.args`` configures store and agent. Returns the completed sample, or for a
+    rollout that forks a list of siblings under one rollout id. A rollout that failed all attempts is a FAILED sample
+    out of the loss, with ``metadata["agl_failure"]`` (``generate_rollout`` replaces such groups). A cancellation
+    cancels the rollout in the store."""
+    from agl_slime.train.slime.generate import run_rollout  # needs Agent Lightning, seconds of import
+
+    return await run_rollout(args, sample, sampling_params, evaluation=evaluation)
+
+
+# main then cancels this function's task instead of aborting every request on every engine
+generate.abort_mode = "request"  # type: ignore[attr-defined]
+
+
+def _collect_groups(
+    args: Any, rollout_id: int, data_source: Any
+) -> tuple[list[list[Sample]], list[list[Sample]], Counter[str]]:
+    """A batch of groups that the dynamic filter keeps, all groups taken for it, and counts of the filter's reasons."""
+    from tqdm import tqdm
+
+    batch_size = getattr(args, "rollout_batch_size", None) or 1
+    path = getattr(args, "dynamic_sampling_filter_path", None)
+    keep = resolve_name(path) if path is not None else lambda args, group: True
+    kept: list[list[Sample]] = []
+    everything: list[list[Sample]] = []
+    dropped: Counter[str] = Counter()
+    demand, reject = (getattr(data_source, name, lambda *_: None) for name in ("demand", "reject"))
+    try:
+        with tqdm(total=batch_size, desc=f"rollout {rollout_id}", unit="group") as bar:
+            while len(kept) < batch_size:
+                demand(batch_size - len(kept))  # all missing groups run while the next one is awaited
+                group = next(iter(data_source.get_samples(1)), None)
+                if group is None:
+                    raise DataSourceError("the data source returned no group; generate_rollout needs one that waits")
+                if _first(group).status == Sample.Status.PENDING:
+                    fix = "set agl_store_url or agl_agent, or use slime's default rollout function"
+                    raise DataSourceError(f"the data source returned unsampled placeholders: {fix}")
+                _check_log_probs(args, group)
+                check_replayed(args, group)
+                everything.append(group)
+                output = keep(args, group)
+                if getattr(output, "keep", output):
+                    kept.append(group)
+                    bar.update()
+                else:
+                    reason = str(getattr(output, "reason", None) or "filtered")
+                    dropped[reason] += 1
+                    reject([group], reason)
+                    bar.set_postfix(dropped=sum(dropped.values()), refresh=False)
+    except DataSourceError:
+        if kept:
+            data_source.add_samples(kept)
+        raise
+    return kept, everything, dropped
+
+
+def _check_log_probs(args: Any, group: Sequence[Any]) -> None:
+    """Raise ``DataSourceError`` for a sample without log-probs that slime's flags need: slime decides by the first
+    sample of a batch."""
+    flag = next((name for name in ("use_tis", "use_rollout_logprobs") if getattr(args, name, False)), None)
+    without = [sample for sample in flat_samples(group) if sample.rollout_log_probs is None]
+    if flag is not None and without:
+        rollout_id = (without[0].metadata or {}).get("agl_rollout_id")
+        fix = "have the agent call the engine through agl-slime, or leave the flag out"
+        raise DataSourceError(
+            f"rollout {rollout_id} has no log-probs of the engine, which --{flag.replace('_', '-')} needs: {fix}"
+        )
+
+
+def eval_entry(samples: Sequence[Sample]) -> dict[str, Any]:
+    """A data set of slime's evaluation output: parallel lists, one entry per sample."""
+    return {
+        "rewards": [sample.reward for sample in samples],
+        "truncated": [sample.status == Sample.Status.TRUNCATED for sample in samples],
+        "samples": list(samples),
+    }
+
+
+# -- rewards ---------------------------------------------------------------------------------------------------------
+
+
+def normalize_rewards(args: Any, samples: Sequence[Any]) -> tuple[list[float], list[float]]:
+    """Raw rewards and advantages, one of each per sample, by ``group_index`` with one reward per rollout (see
+    ``agl_slime.data.normalize``). ``advantage_estimator``, ``rewards_normalization`` and ``grpo_std_normalization``
+    apply. Failed and removed samples (``mask_unfit``) do not count: their advantage is 0, and so is a missing raw
+    reward.
+
+    Raises:
+        RewardError: a missing or non-finite reward, or siblings whose rewards differ.
+    """
+    flat = list(flat_samples(samples))
+    fit = [i for i, sample in enumerate(flat) if normalize.is_counted(sample)]
+    raw = _rewards(args, flat, out_of_the_loss={*range(len(flat))}.difference(fit))
+    estimator = getattr(args, "advantage_estimator", "grpo")
+    if estimator not in _GROUP_RELATIVE or not getattr(args, "rewards_normalization", True):
+        return raw, raw
+    std = estimator in _STD_NORMALIZED and bool(getattr(args, "grpo_std_normalization", True))
+    parts = [normalize.normalization_key(flat[i]) for i in fit]
+    groups, rollouts = [group for group, _ in parts], [rollout for _, rollout in parts]
+    normalized = normalize.normalize_rewards([raw[i] for i in fit], group_indices=groups, rollout_ids=rollouts, std=std)
+    advantages = dict(zip(fit, normalized, strict=True))
+    return raw, [advantages.get(i, 0.0) for i in range(len(flat))]
+
+
+async def reward_of_agent(args: Any, sample: Sample, **_: Any) -> float:
+    """The agent's reward; raises ``RewardError`` when there is none."""
+    return _rewards(args, [sample])[0]
+
+
+async def rewards_of_agents(args: Any, samples: Sequence[Sample], **_: Any) -> list[float]:
+    """The agents' rewards, for ``--group-rm``, which would overwrite them."""
+    return _rewards(args, samples)
+
+
+def _rewards(args: Any, samples: Sequence[Sample], *, out_of_the_loss: Container[int] = ()) -> list[float]:
+    key, rewards = getattr(args, "reward_key", None), []
+    for position, sample in enumerate(samples):
+        missing = position in out_of_the_loss and sample.reward is None
+        rewards.append(0.0 if missing else normalize.reward_value(sample, position, key=key))
+    return rewards
+
+
+# -- filters ---------------------------------------------------------------------------------------------------------
+
+
+def keep_nonzero_variance(args: Any, samples: Sequence[Any], **_: Any) -> Any:
+    """Keep a group whose rewards differ; equal rewards give no advantage."""
+    rewards = _rewards(args, [*filter(normalize.is_counted, flat_samples(samples))])
+    keep = bool(rewards) and not normalize.all_equal(rewards)
+    reason = None if keep else f"zero_std_{round(rewards[0], 1)}" if rewards else "empty"
+    return filter_output(keep=keep, reason=reason)
+
+
+def take_oldest(args: Any, rollout_id: int | None, buffer: list[list[Sample]], num_samples: int) -> list[list[Sample]]:
+    """Take ``num_samples`` groups out of the buffer, by ``group_index``, then by order of arrival."""
+    order = sorted(range(len(buffer)), key=lambda i: _first(buffer[i]).group_index or 0)[:num_samples]
+    taken = [buffer[i] for i in order]
+    for i in sorted(order, reverse=True):
+        del buffer[i]
+    return taken
+
+
+def mask_unfit(args: Any, groups: Sequence[Any]) -> None:
+    """Take samples out of the loss that are neither completed nor truncated, or have no reward."""
+    for sample in flat_samples(groups):
+        if sample.status not in (Sample.Status.COMPLETED, Sample.Status.TRUNCATED) or sample.reward is None:
+            sample.remove_sample = True
+
+
+def count_groups(args: Any, all_groups: Sequence[Any], data_source: Any) -> None:
+    """Store the number of groups, including dropped ones, in ``args.processed_group_count``."""
+    args.processed_group_count = len(all_groups)
+
+
+# -- logging ---------------------------------------------------------------------------------------------------------
+
+
+def log_rollout(
+    rollout_id: int,
+    args: Any,
+    samples: Sequence[Any],
+    rollout_extra_metrics: dict[str, Any] | None,
+    rollout_time: float,
+) -> bool:
+    """Add forks, re-tokenized samples, turns and weight versions to slime's metrics. Returns ``False``: slime logs,
+    too."""
+    args.logged_rollout_id = rollout_id
+    metrics = trace_metrics(list(flat_samples(samples)))
+    if rollout_extra_metrics is not None:
+        rollout_extra_metrics.update(metrics)
+    logger.info("rollout %s (%.1f s): %s", rollout_id, rollout_time, metrics)
+    return False
+
+
+def log_eval_rollout(
+    rollout_id: int, args: Any, data: Mapping[str, Mapping[str, Any]], extra_metrics: dict[str, Any] | None
+) -> bool:
+    """Log the mean rewards of an evaluation. Returns ``False``: slime logs, too."""
+    args.logged_eval_rollout_id = rollout_id
+    means = {name: fmean(entry["rewards"]) for name, entry in data.items() if entry["rewards"]}
+    logger.info("evaluation %s: %s", rollout_id, means)
+    return False
+
+
+def trace_metrics(samples: Sequence[Sample]) -> dict[str, float]:
+    """``agl/…`` of a batch. ``weight_versions`` counts the versions that sampled it; ``staleness_mean`` and ``_max``
+    are the versions by which its sampled tokens are behind the data source's newest, if versions are numbers."""
+    if not samples:
+        return {}
+    metadata = [sample.metadata or {} for sample in samples]
+    # a sample without a rollout id counts as a rollout
+    rollouts = {entry.get("agl_rollout_id", position) for position, entry in enumerate(metadata)}
+    versions = {version for sample in samples for version in getattr(sample, "weight_versions", None) or ()}
+    behind = staleness_of(samples, lambda sample: (sample.metadata or {}).get("policy_version"))
+    staleness = {} if behind is None else {"agl/staleness_mean": behind[0], "agl/staleness_max": behind[1]}
+    return staleness | {
+        "agl/rollouts": len(rollouts),
+        "agl/samples_per_rollout": len(samples) / len(rollouts),
+        "agl/forks": len(samples) - len(rollouts),
+        "agl/retokenized": sum(entry.get("token_source") == "retokenized" for entry in metadata),
+        "agl/turns_mean": fmean(entry.get("turns", 1) for entry in metadata),
+        "agl/tokens_under_mask": sum(
+            sample.response_length if sample.loss_mask is None else sum(sample.loss_mask) for sample in samples
+        ),
+        "agl/weight_versions": len(versions),
+    }
+
+
+def _first(group: Sequence[Any]) -> Sample:
+    return next(flat_samples(group))

@@ -1,0 +1,226 @@
+"""Enqueueing of tasks for slime's data source: the requested number of groups, and evaluation rollouts."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from agl_slime.data.ingestor import Producer
+from agl_slime.data.results import GroupResult
+from agl_slime.data.source import GroupSource, format_outcomes
+from agl_slime.errors import DataSourceError
+from agl_slime.loop.tasks import TaskGroup
+from agl_slime.store.bridge import FINISHED
+from agl_slime.support.agl import Rollout
+from agl_slime.support.threads import run_blocking
+from agl_slime.train.slime.connection import Connection
+from agl_slime.train.slime.staleness import StalenessController
+from agl_slime.train.slime.states import eval_data
+
+# Dropped groups in a row, per requested group, after which the producer gives up.
+_MOST_DROPPED = 8
+
+
+class TaskProducer(Producer):
+    """Keeps the requested number of groups ready or in flight, or, with ``staleness``, as many as that admits. Dropped
+    groups are replaced."""
+
+    source: GroupSource
+
+    def __init__(self, connection: Connection, staleness: StalenessController | None) -> None:
+        self._connection, self._staleness = connection, staleness
+        self._cursor, self._evals = connection.tasks, connection.evals
+        self._requested = 0
+        self._dropped_in_a_row = 0
+        self._topping_up = asyncio.Lock()
+        self._reconciling = False
+        self._evaluated: dict[str, GroupResult] = {}
+
+    # -- requests by slime --------------------------------------------------------------------------------------------
+
+    def request(self, groups: int) -> None:
+        """See ``AGLDataSource.demand``."""
+        self.source.follower.begin()
+        with self.source.changed:
+            self._requested = max(self._requested, groups)
+            self.follow_up()
+
+    def begin_unnumbered(self, rollout_id: int) -> None:
+        """Start bounded staleness for a rollout function that does not pass rollout ids: only a non-blocking
+        (fully-async) one can be paced."""
+        if self._staleness is None or self._staleness.active:
+            return
+        if self.source.settings.blocking:
+            self._staleness.warn_unpaced()
+            self._staleness = None
+        else:
+            self.begin_rollout(rollout_id)
+
+    def begin_rollout(self, rollout_id: int) -> None:
+        """See ``AGLDataSource.begin_rollout``."""
+        if self._staleness is not None:
+            with self.source.changed:
+                self._staleness.begin_rollout(rollout_id)
+                self.source.delivery.control = self._staleness
+            if self.source.settings.blocking:
+                run_blocking(self._ask_version(rollout_id))  # now: the weights change once slime continues
+            else:
+                self.source.follower.submit(self._ask_version, None)
+
+    def reject(self, groups: int) -> None:
+        """Note that this number of delivered groups is not trained on."""
+        if self._staleness is not None:
+            with self.source.changed:
+                self._staleness.reject(groups)
+                self.follow_up()
+
+    def evaluate(self, rollout_id: int) -> dict[str, dict[str, Any]]:
+        """See ``AGLDataSource.evaluate``."""
+        if not self._evals:
+            what = "set agl_eval_tasks (AGL_SLIME_EVAL_TASKS) or --eval-prompt-data"
+            raise DataSourceError(f"there are no evaluation tasks: {what}")
+        source = self.source
+        source.follower.begin()
+        timeout_s = source.settings.get_timeout_s
+        deadline = time.monotonic() + timeout_s
+        with source.changed:
+            names: dict[str, list[str]] = {}
+            for one in self._evals:
+                groups = one.cursor.take(one.rollouts)
+                names[one.name] = [group.group_id for group in groups]
+                source.follower.submit(self._enqueue, groups, 1, "val", one.sampling)
+            all_ids = {group_id for group_ids in names.values() for group_id in group_ids}
+            while not self._evaluated.keys() >= all_ids:
+                source.raise_if_dead()
+                if time.monotonic() > deadline:
+                    raise DataSourceError(f"evaluation {rollout_id} did not end within {timeout_s:g} s")
+                source.changed.wait(1.0)
+            members = {
+                name: [member for group_id in group_ids for member in self._evaluated.pop(group_id).succeeded]
+                for name, group_ids in names.items()
+            }
+        if not any(members.values()):
+            ends = format_outcomes(source.ledger.counts().reasons)
+            raise DataSourceError(f"all {len(all_ids)} rollouts of evaluation {rollout_id} failed: {ends}")
+        return {name: eval_data(ended) for name, ended in members.items() if ended}  # slime divides by their number
+
+    # -- callbacks of the source --------------------------------------------------------------------------------------
+
+    def finalized(self, group: GroupResult) -> None:
+        if any(one.cursor.done(group.group_id) for one in self._evals):
+            self._evaluated[group.group_id] = group
+        if self._cursor is None or not self._cursor.done(group.group_id):
+            return
+        if self._staleness is not None:
+            self._staleness.finalized(group)
+        self._dropped_in_a_row = 0 if group.ready else self._dropped_in_a_row + 1
+        if self._dropped_in_a_row >= _MOST_DROPPED * max(1, self._requested):
+            failures = {f"{member.failure}: {member.failure_message}" for member in group.members if not member.ok}
+            examples = "; ".join(sorted(failures)[:3])
+            dropped = f"{self._dropped_in_a_row} groups in a row were dropped"
+            raise DataSourceError(f"{dropped} ({group.reason}); {examples}")
+
+    def delivered(self, groups: int) -> None:
+        self._requested = max(0, self._requested - groups)
+
+    def follow_up(self) -> None:
+        if self._missing() > 0:
+            self.source.follower.submit(self._top_up)
+
+    def store_restarted(self) -> None:
+        self._connection.forget()
+        for one in self._evals:
+            self.source.follower.submit(self._enqueue, list(one.cursor.in_flight.values()), 1, "val", one.sampling)
+        if self._cursor is not None:
+            self._cursor.repeat()
+        if self._staleness is not None:
+            self._staleness.drop_in_flight()
+        self.follow_up()
+
+    def time_passed(self) -> None:
+        if self._staleness is not None and self._staleness.active and not self.source.settings.blocking:
+            self.source.follower.submit(self._ask_version, None)
+
+    def raise_if_dead(self) -> None:
+        self._connection.raise_if_dead()
+
+    @property
+    def endless(self) -> bool:
+        return True
+
+    def state(self) -> dict[str, Any]:
+        state: dict[str, Any] = {}
+        if self._cursor is not None:
+            state["demand"] = self._cursor.state()
+        if self._staleness is not None:
+            state["pacing"] = self._staleness.state()
+        return state
+
+    def restore(self, state: dict[str, Any]) -> None:
+        if self._cursor is None or state.get("demand") is None:
+            return
+        has_feed = self.source.follower.has_feed
+        self._cursor.restore(state["demand"])
+        self._reconciling = has_feed
+        if not has_feed:
+            self._cursor.repeat()  # the store was lost with the process that saved the state
+        if self._staleness is not None:
+            in_flight = self._cursor.in_flight if has_feed else ()
+            self._staleness.restore(state.get("pacing") or (), ready=self.source.delivery.ready, in_flight=in_flight)
+
+    async def before_following(self) -> None:
+        """Compare the restored state with the store, once: groups that were enqueued after the state was saved are
+        adopted, groups that never reached the store are drawn again. Scans the whole store."""
+        if not self._reconciling:
+            return
+        assert self._cursor is not None
+        source, stored = self.source, dict[str, list[Rollout]]()
+        for rollout in await source.follower.with_retries(self._connection.store.query_rollouts):
+            stored.setdefault(str((rollout.metadata or {}).get("group_id")), []).append(rollout)
+        with source.changed:
+            # not groups that the store has partly released, as after restoring an older state than the last two
+            whole = {name for name, rollouts in stored.items() if len(rollouts) >= source.n_samples_per_prompt}
+            self._cursor.reconcile(whole)
+            if self._staleness is not None:
+                self._staleness.reconcile(self._cursor.in_flight)
+            ours = [rollout for name in self._cursor.in_flight for rollout in stored[name]]
+            for group_id in self._cursor.in_flight:
+                source.expect(group_id, size=source.n_samples_per_prompt)
+            self._reconciling = False
+            source.opened([rollout for rollout in ours if rollout.status not in FINISHED])
+
+    # -- enqueueing ---------------------------------------------------------------------------------------------------
+
+    async def _ask_version(self, rollout_id: int | None) -> None:
+        version = await self._connection.weight_version()
+        with self.source.changed:
+            if self._staleness is not None:
+                self._staleness.set_version(version, rollout_id=rollout_id)
+            self.follow_up()
+
+    async def _top_up(self) -> None:
+        async with self._topping_up:
+            with self.source.changed:
+                if self._cursor is None or (missing := self._missing()) <= 0:
+                    return
+                groups = self._cursor.take(missing)
+                if self._staleness is not None:
+                    self._staleness.admit(group.group_id for group in groups)
+            await self._enqueue(groups, self.source.n_samples_per_prompt, "train")
+
+    async def _enqueue(self, groups: Sequence[TaskGroup], size: int, mode: Any, sampling: Any = None) -> None:
+        for group in groups:
+            self.source.expect(group.group_id, size=size, mode=mode)
+        enqueue = self._connection.enqueue
+        self.source.opened(
+            await self.source.follower.with_retries(lambda: enqueue(groups, size=size, mode=mode, sampling=sampling))
+        )
+
+    def _missing(self) -> int:
+        if self._cursor is None or self._reconciling:
+            return 0
+        if self._staleness is not None and self._staleness.active:
+            return self._staleness.free
+        return self._requested - len(self.source.delivery.ready) - len(self._cursor.in_flight)

@@ -1,0 +1,242 @@
+"""``AGLDataSource``, the data source that slime's RolloutManager builds from ``args``: it enqueues tasks on request,
+runs evaluations, and is saved and loaded with slime's checkpoints."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Self
+
+from agl_slime.data.ledger import Ledger
+from agl_slime.data.source import DataSourceSettings, GroupSource
+from agl_slime.errors import ConfigError, DataSourceError, format_exception
+from agl_slime.store.client import RemoteStore
+from agl_slime.support.agl import LightningStore
+from agl_slime.support.files import write_file
+from agl_slime.support.threads import run_blocking, run_in_thread
+from agl_slime.train.slime.args import PluginSettings
+from agl_slime.train.slime.connection import Connection
+from agl_slime.train.slime.producer import TaskProducer
+from agl_slime.train.slime.replay import with_tensors, with_train_inputs
+from agl_slime.train.slime.staleness import StalenessController
+from agl_slime.train.slime.states import as_json, state_path
+from agl_slime.types import DataSource, Sample, sample_from_json, sample_to_json
+
+logger = logging.getLogger(__name__)
+
+
+class AGLDataSource(DataSource):
+    """Groups of Samples from Agent Lightning rollouts, for slime's RolloutManager or any trainer.
+
+    slime builds it as ``AGLDataSource(args)``, with the settings of ``agl_slime.train.slime.args``. If these name
+    tasks, it enqueues as many groups as slime requests, or as ``agl_max_staleness`` admits, and replaces dropped groups. A
+    program builds it as ``AGLDataSource(store=…, tokenizer=…, args=…, n_samples_per_prompt=…)``; a program that
+    enqueues rollouts itself announces them to ``groups``, a ``GroupSource``. ``stop`` ends its thread."""
+
+    def __init__(
+        self,
+        args: Any = None,
+        *,
+        store: LightningStore | None = None,
+        tokenizer: Any = None,
+        n_samples_per_prompt: int | None = None,
+        settings: DataSourceSettings | None = None,
+        ledger: Ledger | None = None,
+    ) -> None:
+        if store is None and args is None:
+            raise ConfigError("AGLDataSource needs a store: pass store=… (an Agent Lightning LightningStore)")
+        self._args = args
+        plugin = PluginSettings.from_args(args) if store is None else None
+        self._connection = connection = Connection(plugin) if plugin is not None and plugin.connected else None
+        if store is None and connection is None:
+            logger.warning("AGLDataSource has no store and returns placeholders: set agl_store_url or agl_agent")
+        self._producer: TaskProducer | None = None
+        if plugin is not None and connection is not None:
+            store, tokenizer = connection.store, tokenizer or connection.tokenizer()
+            settings = settings or connection.data_source_settings()
+            self._producer = TaskProducer(connection, StalenessController.from_settings(plugin, args))
+        self._loaded = False
+        self._delivery: dict[str, Any] = {}
+        durable = getattr(args, "rollout_data_transport", None) == "straw"
+        self._delivery_path = Path(args.rollout_data_dir) / "agl_datasource.json" if durable else None
+        self._tokenizer = tokenizer
+        self.groups = GroupSource(
+            store=store,
+            tokenizer=tokenizer,
+            n_samples_per_prompt=n_samples_per_prompt or getattr(args, "n_samples_per_prompt", None) or 1,
+            settings=settings,
+            ledger=ledger,
+            reward_key=getattr(args, "reward_key", None),
+            convert_validation=connection is not None,
+            # slime with --save and without --save-interval never saves
+            hold=None not in (getattr(args, "save", None), getattr(args, "save_interval", None)),
+            producer=self._producer,
+            replay_files=connection.replay_files if connection is not None else None,
+            removes_replay=not getattr(args, "agl_replay_kept", False),
+        )
+        if connection is not None:
+            connection.start()
+
+    # -- calls by slime -----------------------------------------------------------------------------------------------
+
+    def get_samples(self, num_samples: int) -> list[list[Sample]]:
+        """Up to ``num_samples`` groups; see ``GroupSource.get_samples``."""
+        if self._producer is not None:
+            self._producer.begin_unnumbered(getattr(self._args, "start_rollout_id", None) or 0)
+            blocking = self.groups.settings.blocking
+            self._producer.request(
+                (None if blocking else getattr(self._args, "rollout_batch_size", None)) or num_samples
+            )
+        return [*with_train_inputs(with_tensors(self.groups.get_samples(num_samples)), self._tokenizer)]
+
+    async def get_samples_async(self, num_samples: int) -> list[list[Sample]]:
+        """``get_samples`` for slime's event loop. Groups that arrive after the caller's cancellation are given back."""
+        taken: list[list[Sample]] = []
+        cancelled = False
+
+        def take() -> None:
+            groups = self.get_samples(num_samples)
+            with self.groups.changed:
+                if cancelled:
+                    self.add_samples(groups)
+                else:
+                    taken.extend(groups)
+
+        try:
+            await run_in_thread(take)
+        except BaseException:
+            with self.groups.changed:
+                cancelled = True
+                if taken:
+                    self.add_samples(taken)
+            raise
+        return taken
+
+    def add_samples(self, samples: list[list[Sample]]) -> None:
+        """Give groups back; they are delivered again before newer ones."""
+        self.groups.add_samples(samples)
+
+    def reject(self, samples: Sequence[Sequence[Sample]], reason: str) -> None:
+        """Count delivered groups as filtered for ``reason`` and not as trained."""
+        self.groups.reject(samples, reason)
+        if self._producer is not None:
+            self._producer.reject(len(samples))
+
+    def demand(self, groups: int) -> None:
+        """Request that this number of groups be ready or in flight, if this data source enqueues tasks; returns at
+        once. Also starts to follow or scan the store; a saved state can be loaded before this call only."""
+        if self._producer is not None:
+            self._producer.request(groups)
+        else:
+            self.groups.follower.begin()
+
+    def begin_rollout(self, rollout_id: int) -> None:
+        """Note that slime requests the groups of this rollout, by which ``agl_max_staleness`` counts steps. With
+        ``agl_planned``, deliver next the groups that another process has planned for it."""
+        store = self._connection.store if self._connection is not None else None
+        if getattr(self._args, "agl_planned", False) and isinstance(store, RemoteStore):
+            self.groups.reserve_whole(run_blocking(store.planned(rollout_id)))
+        if self._producer is not None:
+            self._producer.begin_rollout(rollout_id)
+
+    def evaluate(self, rollout_id: int) -> dict[str, dict[str, Any]]:
+        """Run the evaluation rollouts; returns slime's evaluation data, with an entry per successful rollout of each
+        data set. Raises ``DataSourceError`` without evaluation tasks, when all rollouts failed, or at the deadline."""
+        if self._producer is None:
+            raise DataSourceError("there are no evaluation tasks: set agl_store_url or agl_agent")
+        return self._producer.evaluate(rollout_id)
+
+    def metrics(self) -> dict[str, float]:
+        """``agl/…``: rollouts in flight, ready groups, and outcomes since the start."""
+        return self.groups.metrics()
+
+    def __len__(self) -> int:
+        """The tasks per epoch, if tasks come from a file (slime computes ``--num-epoch`` from it); else the number of
+        ready groups."""
+        epoch = self._connection.epoch_size if self._connection is not None else None
+        return len(self.groups) if epoch is None else epoch
+
+    # -- saved states -------------------------------------------------------------------------------------------------
+
+    def save(self, rollout_id: Any) -> None:
+        """Write the state of this step beside slime's checkpoint (``args.save``)."""
+        if (directory := getattr(self._args, "save", None)) is not None:
+            self._write(state_path(directory, rollout_id), self.groups.state())
+
+    def load(self, rollout_id: Any = None) -> None:
+        """Restore the state of this step (``args.load``), if there is one."""
+        self._loaded = True
+        if self._delivery_path is not None:
+            self._delivery_path.unlink(missing_ok=True)
+        directory = getattr(self._args, "load", None)
+        if directory is not None and (path := state_path(directory, rollout_id)).exists():
+            self._read(path)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state, as JSON values, for the journal of main's RolloutManager."""
+        state = self.groups.state()
+        self.groups.saved(state)
+        return state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Resume from ``state_dict``, in a manager that takes over the journal of a dead one."""
+        self.groups.restore({**state})
+
+    def kept_batch(self, rollout_id: int) -> list[list[Sample]] | None:
+        """The batch of this step, if an earlier manager saved it by ``keep_batch`` and died before slime knew that the
+        queue has it. The first call restores the earlier manager's state, unless slime has called ``load``."""
+        if (path := self._delivery_path) is None:
+            return None
+        if not self._loaded and path.exists():
+            self._delivery = self._read(path)["delivery"]
+        self._loaded = True
+        return self._batch() if self._delivery.get("rollout_id") == rollout_id else None
+
+    def keep_batch(self, rollout_id: int, groups: list[list[Sample]]) -> list[list[Sample]]:
+        """Save a batch and the state after it before straw's durable queue receives it: under that transport slime
+        restores only its own data source. A restarted manager returns the same batch for the same step, which the queue
+        recognises; a request for the next step means that the queue has this one. Returns the groups as they will be
+        read back."""
+        if self._delivery_path is None:
+            return groups
+        delivery = {
+            "rollout_id": rollout_id,
+            "groups": [[sample_to_json(sample) for sample in group] for group in groups],
+        }
+        self._delivery = json.loads(as_json(delivery))
+        self._write(self._delivery_path, {**self.groups.state(), "delivery": self._delivery})
+        return self._batch()
+
+    def _batch(self) -> list[list[Sample]]:
+        groups = [[sample_from_json(sample) for sample in group] for group in self._delivery["groups"]]
+        return [*with_train_inputs(with_tensors(groups), self._tokenizer)]
+
+    def _write(self, path: Path, state: dict[str, Any]) -> None:
+        write_file(path, as_json(state))
+        self.groups.saved(state)
+
+    def _read(self, path: Path) -> dict[str, Any]:
+        try:
+            state = {**json.loads(path.read_text())}
+            self.groups.restore(state)
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise DataSourceError(f"{path} is not a saved state: {format_exception(error)}") from error
+        return state
+
+    # -- stop ---------------------------------------------------------------------------------------------------------
+
+    def stop(self, timeout_s: float = 5.0) -> None:
+        """End the thread and this process's runner; waiting calls raise. Safe to call twice."""
+        if self._connection is not None:
+            self._connection.stop()
+        self.groups.stop(timeout_s)
+
+    close = stop
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
