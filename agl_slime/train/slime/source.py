@@ -31,9 +31,9 @@ class AGLDataSource(DataSource):
     """Groups of Samples from Agent Lightning rollouts, for slime's RolloutManager or any trainer.
 
     slime builds it as ``AGLDataSource(args)``, with the settings of ``agl_slime.train.slime.args``. If these name
-    tasks, it enqueues as many groups as slime requests, or as ``agl_max_staleness`` admits, and replaces dropped groups. A
-    program builds it as ``AGLDataSource(store=…, tokenizer=…, args=…, n_samples_per_prompt=…)``; a program that
-    enqueues rollouts itself announces them to ``groups``, a ``GroupSource``. ``stop`` ends its thread."""
+    tasks, it enqueues as many groups as slime requests, or as ``agl_max_staleness`` admits, and replaces dropped
+    groups. A program builds it as ``AGLDataSource(store=…, tokenizer=…, args=…, n_samples_per_prompt=…)``; a program
+    that enqueues rollouts itself announces them to ``groups``, a ``GroupSource``. ``stop`` ends its thread."""
 
     def __init__(
         self,
