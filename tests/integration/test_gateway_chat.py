@@ -185,9 +185,7 @@ def test_a_rollout_of_which_nothing_may_be_trained_says_why() -> None:
     with serving("{}", settings=GatewaySettings(constraints="mask")) as case:
         ask(case, response_format={"type": "json_object"})
         trajectory = Trajectory(rollout_id="ro-1", attempt_id="at-1", task={}, turns=tuple(case.turns), reward=1.0)
-        with pytest.raises(
-            TraceError, match=r"answers are not trained \(constrained\); --constraints drop samples them freely"
-        ):
+        with pytest.raises(TraceError, match=r"not trained \(constrained\); --constraints drop samples them freely"):
             convert_trajectory(trajectory, untrained_turns=[0])
 
 

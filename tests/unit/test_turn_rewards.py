@@ -188,7 +188,7 @@ def test_rewards_of_200_turns_leave_one_sample_of_conversation_length() -> None:
 def test_a_span_of_a_reward_that_is_no_part_of_the_response_is_refused() -> None:
     whole = group(reward_spans=True)
     whole[1].metadata["reward_spans"][0][3] = 99
-    with pytest.raises(TrainerError, match=r"reward_spans.* of sample 1 holds .* with a response of 9 tokens"):
+    with pytest.raises(TrainerError, match=r"reward_spans.* of sample 1 has .* with a response of 9 tokens"):
         TrainBatch.from_samples(whole)
 
 
