@@ -117,7 +117,7 @@ class OnlineRLLoop:
         self.settings = settings or LoopSettings()
         if agent is not None and not store.capabilities.get("thread_safe"):
             fix = "use agl_slime.BridgeStore() or InMemoryLightningStore(thread_safe=True)"
-            raise ConfigError(f"{type(store).__name__} is not thread-safe; {fix}: agents run in a thread of their own")
+            raise ConfigError(f"{type(store).__name__} is not thread-safe; {fix}: agents run in a separate thread")
         self.store = store
         self.data_source: GroupSource = getattr(data_source, "groups", data_source)
         self._agent = agent
