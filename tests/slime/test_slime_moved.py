@@ -95,7 +95,7 @@ def test_the_other_package_of_that_name_counts_as_no_slime(tmp_path: Path):
     for name, expected in (("train.py", 2), ("doctor", 1)):
         code, output = found[name]
         assert code == expected
-        assert "slime is not installed, or the package of that name on PyPI is" in output
+        assert "slime is not installed, or an unrelated PyPI package of that name is" in output
 
 
 @pytest.mark.slime
