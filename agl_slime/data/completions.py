@@ -56,11 +56,11 @@ class CompletionTable:
     therefore released by the second save after it was read: either of the last two states can be restored.
     """
 
-    def __init__(self, *, hold: bool) -> None:
+    def __init__(self, *, hold: bool, has_feed: bool) -> None:
         self.position = FeedPosition()
         self.due: list[str] = []
         """Rollouts to release in the store."""
-        self._hold = hold
+        self._hold, self._has_feed = hold, has_feed
         self._ends: dict[str, _Completion] = {}  # in the order of the feed
         self._already_read: set[str] = (
             set()
@@ -132,7 +132,7 @@ class CompletionTable:
 
     def _comes_after(self, position: int, end: _Completion) -> bool:
         """Whether the feed lists it after ``position``; a store without a feed lists nothing."""
-        return end.number > position or (bool(self.position.server_instance_id) and not end.number)
+        return end.number > position or (self._has_feed and not end.number)
 
     def _trim(self) -> None:
         while self._ends and (end := self._ends[first := next(iter(self._ends))]).read and end.released:
@@ -178,7 +178,7 @@ class CompletionFollower:
         self.notifies = hasattr(store, "subscribe_finished")
         """Whether the store calls back at each completion; ``has_feed``: whether it lists completions in a feed."""
         self.has_feed = not self.notifies and hasattr(store, "follow_finished")
-        self.table = CompletionTable(hold=hold and not self.notifies)
+        self.table = CompletionTable(hold=hold and not self.notifies, has_feed=self.has_feed)
         self.to_read: set[str] = set()
         """Rollouts of a restored state, or missed ones, until they are looked at."""
         self._poll_interval_s, self._tick_s = poll_interval_s, min(tick_s, _TICK_S)

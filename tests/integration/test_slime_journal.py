@@ -91,7 +91,7 @@ async def test_a_manager_that_takes_the_journal_over_loses_and_doubles_nothing(
 def test_rollout_read_during_a_save_counts_as_read_at_the_next_save():
     """It is read again after the load, which may be before the feed names it; with unread ends before it, the third
     manager was told of it as new."""
-    table = CompletionTable(hold=True)
+    table = CompletionTable(hold=True, has_feed=True)
     table.restore(
         {"follow": {"server_instance_id": "one", "after": 0}, "ended": [], "unreleased": [], "waiting": ["waited for"]}
     )
@@ -102,7 +102,7 @@ def test_rollout_read_during_a_save_counts_as_read_at_the_next_save():
     state = table.state()
     assert state["follow"]["after"] == 0
     assert state["ended"] == ["waited for"]
-    table = CompletionTable(hold=True)
+    table = CompletionTable(hold=True, has_feed=True)
     table.restore(state)
     assert table.add_page(page) == ["unread"]
 

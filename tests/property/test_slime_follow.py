@@ -29,7 +29,7 @@ def test_after_a_crash_exactly_the_unread_completions_come_again(
     data: st.DataObject, feed: list[str], hold: bool
 ) -> None:
     """``feed`` names rollouts again, as a store does when an end is reported twice."""
-    table = CompletionTable(hold=hold)
+    table = CompletionTable(hold=hold, has_feed=True)
     unread: list[str] = []
     read: set[str] = set()  # what the ledger knows as ended
     released: set[str] = set()
@@ -52,7 +52,7 @@ def test_after_a_crash_exactly_the_unread_completions_come_again(
             table.due.clear()
         elif step == "crash" and saved is not None:
             state = json.loads(saved[0])
-            table, unread = CompletionTable(hold=hold), []
+            table, unread = CompletionTable(hold=hold, has_feed=True), []
             table.restore(state)
             read = set(saved[1])
             # what comes again is read again, or recognised: it was read before that state was saved
@@ -74,7 +74,7 @@ def test_after_a_crash_exactly_the_unread_completions_come_again(
 @given(first=st.integers(1, 5), hold=st.booleans())
 @example(first=1, hold=False)
 def test_a_duplicate_in_the_feed_does_not_freeze_the_position(first: int, hold: bool) -> None:
-    table = CompletionTable(hold=hold)
+    table = CompletionTable(hold=hold, has_feed=True)
     ids = [str(i) for i in range(first)]
     for rollout_id in table.add_page(page(0, [*ids, *ids, "last"])):
         table.read(rollout_id)
@@ -83,7 +83,7 @@ def test_a_duplicate_in_the_feed_does_not_freeze_the_position(first: int, hold: 
 
 
 def test_the_account_does_not_grow_with_the_run() -> None:
-    table = CompletionTable(hold=False)
+    table = CompletionTable(hold=False, has_feed=True)
     for after in range(0, 50_000, 10):
         for rollout_id in table.add_page(page(after, [str(i) for i in range(after, after + 10)])):
             table.read(rollout_id)

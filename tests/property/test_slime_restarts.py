@@ -288,3 +288,25 @@ def test_rollouts_trained_before_the_feed_lists_them_are_not_read_again() -> Non
         third.step(0)
     counts = third.source.ledger.counts()
     assert (counts.open, counts.ready, counts.closed) == (1, 0, {Outcome.TRAINED: SIZE})
+
+
+def test_rollouts_trained_before_the_first_page_of_the_feed_are_not_read_again() -> None:
+    """A manager that is restarted from its first state, before any page, hears of a group from its own runner."""
+    store = Store()
+    first = Still(store)
+    for rollout_id in ("g.0", "g.1"):
+        store.fails[rollout_id] = False
+        store.feed.append(SimpleNamespace(rollout_id=rollout_id))  # type: ignore[arg-type]
+        first.source.notify(rollout_id)
+    while first.looks:
+        first.step(0)
+    assert len(first.source.get_samples(1)) == 1
+    for _ in range(2):
+        first.saved()
+    complete(first.source.follower.release_due(at_least=1))
+    second = Still(store)
+    second.source.restore(json.loads(first.saved()))
+    second.page()
+    assert not second.looks
+    assert second.source.get_samples(1) == []
+    assert second.source.ledger.counts().closed == {Outcome.TRAINED: SIZE}

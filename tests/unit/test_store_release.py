@@ -47,7 +47,7 @@ async def test_a_store_of_this_process_forgets_at_once(tmp_path: Path) -> None:
 
 
 def test_with_saves_a_rollout_is_kept_until_two_saved_states_have_it() -> None:
-    table = CompletionTable(hold=True)
+    table = CompletionTable(hold=True, has_feed=True)
     for name in ("a", "b"):
         table.read(name)
     table.saved(waiting=["b"])
@@ -61,7 +61,7 @@ def test_with_saves_a_rollout_is_kept_until_two_saved_states_have_it() -> None:
     table.saved(waiting=[])
     assert table.due == ["a", "b", "c"]
 
-    after_a_restart = CompletionTable(hold=True)
+    after_a_restart = CompletionTable(hold=True, has_feed=True)
     after_a_restart.restore(state)
     after_a_restart.saved(waiting=[])
     after_a_restart.saved(waiting=[])
@@ -104,7 +104,7 @@ async def test_failed_release_is_retried() -> None:
 
 
 async def test_second_reader_and_plain_store_release_nothing() -> None:
-    table = CompletionTable(hold=False)
+    table = CompletionTable(hold=False, has_feed=False)
     table.read("a")
     assert table.due == ["a"]
     for store, settings in (
