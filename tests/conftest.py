@@ -27,6 +27,50 @@ except ImportError:  # the environments of clients and of verifiers have no hypo
     pass
 
 
+# `pytest -m smoke`: a minute with one path through every room.
+SMOKE = [
+    "unit/test_config",
+    "unit/test_types",
+    "unit/test_backoff",
+    "unit/test_prose",
+    "unit/test_chat_templates",
+    "unit/test_tools_parsers",
+    "unit/test_trace_codec",
+    "unit/test_trace_segments",
+    "unit/test_trace_converter",
+    "unit/test_groups_ledger",
+    "unit/test_groups_policy",
+    "property/test_ledger_properties",
+    "property/test_loop_admission",
+    "unit/test_store_hooks",
+    "unit/test_store_release",
+    "unit/test_slime_hooks",
+    "unit/test_slime_driver",
+    "unit/test_buffer_store",
+    "unit/test_trainer_batch",
+    "unit/test_trainer_loss",
+    "unit/test_report_files",
+    "unit/test_report_page",
+    "unit/test_rollout_agent_client",
+    "integration/test_embedded_engine",
+    "integration/test_runner_concurrent",
+    "integration/test_multi_turn_agent",
+    "integration/test_gateway_chat",
+    "integration/test_gateway_protocols",
+    "integration/test_datasource_groups",
+    "integration/test_loop_interruptions",
+    "integration/test_loop_training",
+]
+
+
+@pytest.hookimpl(tryfirst=True)  # before -m selects
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        name = item.nodeid.partition("::")[0].removeprefix("tests/").removesuffix(".py")
+        if name in SMOKE and item.get_closest_marker("slow") is None:
+            item.add_marker(pytest.mark.smoke)
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_cmdline_main(config: pytest.Config) -> None:
     """With ``-n 2`` the tests of a file stay in one process, so that what they share (an engine, a run that was
