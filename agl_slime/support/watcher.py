@@ -29,6 +29,7 @@ _LOOK_S = 0.5
 _DEAF_AFTER_S = 2.0  # a process without a heartbeat for this long cannot handle a signal
 _DUMP_S = 1.0  # limit for writing a stack, which takes milliseconds
 _MOST_THREADS = 64
+_HANDLER_S = 0.1  # limit for the end of a signal handler after it has written its stack
 _SAMPLE_S = 0.2  # for measuring the CPU time of threads
 _STUCK = "This process no longer runs Python code"
 _KILLED = "it is killed after %g s, and other workers retry its rollouts."
@@ -136,6 +137,7 @@ class Watcher:
                 _say(f"{self._describe()}; {_KILLED % limit_s if limit_s else _NOT_KILLED}")
             if unheard and not self._answered:
                 self._answered = True
+                time.sleep(_HANDLER_S)  # a signal that arrives while faulthandler re-registers itself is not reported
                 _say("The process cannot handle Ctrl-C now: press it once more to kill the process and its children.")
             return False
         return True

@@ -290,7 +290,7 @@ def test_rollouts_trained_before_the_feed_lists_them_are_not_read_again() -> Non
     assert (counts.open, counts.ready, counts.closed) == (1, 0, {Outcome.TRAINED: SIZE})
 
 
-def test_rollouts_trained_before_the_first_page_of_the_feed_are_not_read_again() -> None:
+def test_rollouts_trained_before_the_first_page_are_not_read_again() -> None:
     """A manager that is restarted from its first state, before any page, hears of a group from its own runner."""
     store = Store()
     first = Still(store)
