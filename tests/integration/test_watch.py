@@ -151,7 +151,7 @@ def test_a_process_that_hears_signals_is_left_alone(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_process_that_is_stopped_is_not_stuck(tmp_path: Path) -> None:
     with watched(tmp_path, "None", "say_after_s=0.5, kill_after_s=1.0") as case:
-        case.go()  # the main thread sleeps from now on: blocked in a read it would not notice a signal to another thread
+        case.go()  # blocked in a read, the main thread would not notice a signal to another thread
         [child] = case.children()
         os.kill(case.process.pid, signal.SIGSTOP)
         began = sum(child.cpu_times()[:2]), child.num_ctx_switches().voluntary
