@@ -26,7 +26,7 @@ from agl_slime.support.agl import TraceStatus, get_active_tracer
 from agl_slime.support.threads import run_in_thread
 from agl_slime.tokens import attributes as names
 from agl_slime.tokens.answer import AnswerParts
-from agl_slime.tokens.codec import common_prefix, token_array
+from agl_slime.tokens.codec import TokenArray, common_prefix, token_array
 from agl_slime.tokens.conversation import ChatContext, Message
 from agl_slime.tokens.forks import ForkReason, refine_fork
 from agl_slime.tokens.formats import ToolParser
@@ -260,17 +260,9 @@ class RolloutSession(Session):
         boundaries = context.open_boundaries
         context.add_answer(prompt_ids, generation)
         self.stats.open_boundaries += context.open_boundaries - boundaries
-        base_turn, kept, requested, fork = self.last_turn, context.kept_tokens, fork, context.fork
         prompt = context.token_ids[: len(prompt_ids)]
-        if base_turn is None and self.turns:  # another conversation of the rollout, perhaps with the first one's prefix
-            base_turn, first = 0, self.turns[0].token_ids
-            kept = common_prefix(first, prompt)
-            if kept < len(first):
-                fork = ForkReason.BRANCH if kept == len(prompt) else ForkReason.NEW_CONTEXT
-        if shown and base_turn is not None:
-            shared = kept_before(kept, places, shown, self.turns[base_turn].images)
-            kept, fork = shared, fork or (ForkReason.EDITED_HISTORY if shared < kept else None)
-        self.last_turn, fork = len(self.turns), refine_fork(fork, requested)
+        base_turn, kept, fork = self._place(prompt, shown, places, fork)
+        self.last_turn = len(self.turns)
         if generation.output_ids and not untrained:
             untrained = _lost_replay(limited, generation, len(prompt_ids))
         place: Any = {"base_turn": base_turn, "kept_tokens": kept, "fork": fork, "untrained": untrained}
@@ -283,6 +275,21 @@ class RolloutSession(Session):
                 self.turns[-1] = replace(self.turns[-1], messages=None, log_probs=None)
         self.stats.stop_reason = _ENDS.get(generation.finish_reason, StopReason.STOP)
         return Answer(generation.text, generation.finish_reason, generation, cut=cut)
+
+    def _place(
+        self, prompt: TokenArray, shown: tuple[Image, ...], places: Sequence[int], requested: ForkReason | None
+    ) -> tuple[int | None, int, ForkReason | None]:
+        """The turn that the next one continues, the number of tokens that it keeps of it, and the reason of a fork."""
+        base_turn, kept, fork = self.last_turn, self.context.kept_tokens, self.context.fork
+        if base_turn is None and self.turns:  # another conversation of the rollout, perhaps with the first one's prefix
+            base_turn, first = 0, self.turns[0].token_ids
+            kept = common_prefix(first, prompt)
+            if kept < len(first):
+                fork = ForkReason.BRANCH if kept == len(prompt) else ForkReason.NEW_CONTEXT
+        if shown and base_turn is not None:
+            shared = kept_before(kept, places, shown, self.turns[base_turn].images)
+            kept, fork = shared, fork or (ForkReason.EDITED_HISTORY if shared < kept else None)
+        return base_turn, kept, refine_fork(fork, requested)
 
     def branch(
         self, messages: Sequence[Mapping[str, Any]], *, template: ChatTemplate | None = None, role: str = ""

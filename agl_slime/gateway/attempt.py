@@ -36,6 +36,7 @@ from agl_slime.tokens.conversation import ChatContext
 from agl_slime.tokens.forks import ForkReason
 from agl_slime.tokens.formats import parser_for
 from agl_slime.tokens.images import Image
+from agl_slime.tokens.reader import AnswerReader
 from agl_slime.tokens.template import Message
 from agl_slime.tokens.tokenizer import ChatTokenizer
 
@@ -204,9 +205,7 @@ class Attempt:
         if call.compacts and not call.tools:
             call = replace(call, tools=self._tools_of(role, call.messages))
         tree = self._tree(role, call, tokenizer, llm)
-        reader = tree.template.reader
-        if call.offered and reader.parser is None:  # parser_for warns if no parser fits
-            reader = replace(reader, parser=parser_for(tokenizer, tree.template.kwargs))
+        reader = self._reader(call, tree, tokenizer)
         trained = role in (LLM_RESOURCE, *self.settings.trained_models)
         sampling, untrained = sampling_for(
             call,
@@ -225,9 +224,7 @@ class Attempt:
         match = tree.find(call.messages)
         self.recent.forget(match.node)
         requested_at = self._clock = self._clock + 1
-        fork = match.fork or (self._tools_changed(role, tree, call.messages) if match.length == 0 else None)
-        if call.summary_index is not None and match.length <= call.summary_index:
-            fork = ForkReason.COMPACTION
+        fork = self._fork_reason(call, role, tree, match)
 
         async def sample(index: int) -> tuple[Choice, TokenArray, int]:
             conversation = tree.acquire(match)
@@ -281,6 +278,17 @@ class Attempt:
             cached_tokens=samples[0][2],
             compacted=call.messages if call.compacts else (),
         )
+
+    def _fork_reason(self, call: Call, role: str, tree: Tree, match: Match) -> ForkReason | None:
+        if call.summary_index is not None and match.length <= call.summary_index:
+            return ForkReason.COMPACTION
+        return match.fork or (self._tools_changed(role, tree, call.messages) if match.length == 0 else None)
+
+    def _reader(self, call: Call, tree: Tree, tokenizer: Any) -> AnswerReader:
+        reader = tree.template.reader
+        if call.offered and reader.parser is None:  # parser_for warns if no parser fits
+            reader = replace(reader, parser=parser_for(tokenizer, tree.template.kwargs))
+        return reader
 
     def _stopped(self, call: Call, response: PendingResponse, stopped: RolloutStopped) -> CallResult:
         """The empty answer after a limit, as of a model that stops at once."""

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from statistics import fmean, pstdev
 from typing import Any
 
@@ -25,59 +25,91 @@ def collect_metrics(groups: Sequence[GroupResult], *, collect_s: float) -> dict[
     """``rollout/…``, ``trace/…`` and ``perf/tokens_per_s`` of the training rollouts of one iteration, which took
     ``collect_s`` seconds."""
     members = [member for group in groups for member in group.members]
-    rewards = [member.reward for member in members if member.reward is not None]
-    failures = Counter(member.failure for member in members if not member.ok and not member.straggler)
     trained = [member for group in groups if group.ready for member in group.succeeded]
-    into_batch = {id(member) for member in trained}
-    samples = [sample for member in trained for sample in member.samples]
     sampled = sum(member.sampled_tokens for member in members)
     metrics: dict[str, Any] = {
+        **_reward_metrics(members),
+        **_length_metrics(members, trained),
+        **_group_metrics(groups),
+        **_sample_metrics(trained),
+        names.COUNT: len(members),
+        "rollout/cancelled_stragglers": sum(member.straggler for member in members),
+        names.TOKENS_PER_S: sampled / collect_s if collect_s > 0 else None,
+    }
+    failures = Counter(member.failure for member in members if not member.ok and not member.straggler)
+    metrics |= {names.FAILED: failures.total(), **_prefixed(f"{names.FAILED}/", failures)}
+    metrics |= _prefixed("gateway/", sum((_gateway_counts(member) for member in members), Counter()))
+    if hung := abandoned_threads():  # rewards, tools and sync agents that outlived their rollouts
+        metrics["rollout/abandoned_threads"] = hung
+    return metrics
+
+
+def _prefixed(prefix: str, counts: Mapping[Any, int]) -> dict[str, int]:
+    return {f"{prefix}{name}": count for name, count in counts.items()}
+
+
+def _reward_metrics(members: Sequence[MemberResult]) -> dict[str, Any]:
+    """The rewards, by name and by task source too."""
+    rewards = [member.reward for member in members if member.reward is not None]
+    by_name: dict[str, list[float]] = {}
+    by_source: dict[str, list[float]] = {}
+    missing: Counter[str] = Counter()
+    for member in members:
+        for name, value in member.rewards.items():
+            by_name.setdefault(name, []).append(value)
+        metadata = member.samples[0].metadata if member.samples else {}
+        missing.update(metadata.get("rewards_missing", ()))
+        if member.reward is not None and (source := metadata.get("source_name")):
+            by_source.setdefault(source, []).append(member.reward)
+    by_name.pop("primary", None)
+    return {
         names.REWARD_MEAN: fmean(rewards) if rewards else None,
         names.REWARD_STD: pstdev(rewards) if rewards else None,
         names.REWARD_MIN: min(rewards, default=None),
         names.REWARD_MAX: max(rewards, default=None),
-        names.COUNT: len(members),
-        names.FAILED: sum(failures.values()),
-        "rollout/cancelled_stragglers": sum(member.straggler for member in members),
+        **{f"reward/{name}": fmean(values) for name, values in sorted(by_name.items())},
+        **{f"reward/{name}/missing": count for name, count in missing.items()},
+        **{f"reward_of/{source}": fmean(values) for source, values in sorted(by_source.items())},
+    }
+
+
+def _length_metrics(members: Sequence[MemberResult], trained: Sequence[MemberResult]) -> dict[str, Any]:
+    """Tokens, turns and tool calls of rollouts."""
+    in_batch = {id(member) for member in trained}
+    metrics: dict[str, Any] = {
         names.RESPONSE_TOKENS: _mean_length(members),
         names.TRAINED_TOKENS_MEAN: _mean_length(trained),
-        names.DROPPED_TOKENS_MEAN: _mean_length([member for member in members if id(member) not in into_batch]),
+        names.DROPPED_TOKENS_MEAN: _mean_length([member for member in members if id(member) not in in_batch]),
         "rollout/turns_mean": fmean(member.turns for member in members) if members else None,
-        "rollout/groups_ready": sum(group.ready for group in groups),
-        "rollout/groups_dropped": sum(not group.ready for group in groups),
-        "rollout/groups_zero_variance": sum(group.ready and all_equal(group.rewards) for group in groups),
         "rollout/tokens_sampled": sum(member.sampled_tokens for member in trained),
-        names.TOKENS_UNDER_MASK: sum(_trained_tokens(sample) for sample in samples),
-        "rollout/truncated": sum(sample.status == Sample.Status.TRUNCATED for sample in samples),
-        names.FORKS: sum(max(len(member.samples) - 1, 0) for member in trained),
-        names.RETOKENIZED: sum(sample.metadata.get("token_source") == "retokenized" for sample in samples),
-        names.TOKENS_PER_S: sampled / collect_s if collect_s > 0 else None,
     }
-    if hung := abandoned_threads():  # rewards, tools and sync agents that outlived their rollouts
-        metrics["rollout/abandoned_threads"] = hung
-    for kind, count in Counter(kind for sample in samples if (kind := sample.metadata.get("fork_reason"))).items():
-        metrics[f"trace/forks/{kind}"] = count
-    for name, count in sum((_gateway_counts(member) for member in members), Counter()).items():
-        metrics[f"gateway/{name}"] = count
-    for code, count in Counter(group.code or "group_incomplete" for group in groups if not group.ready).items():
-        metrics[f"rollout/dropped/{code}"] = count
-    for reason, count in failures.items():
-        metrics[f"rollout/failed/{reason}"] = count
-    for name in sorted({name for member in members for name in member.rewards} - {"primary"}):
-        values = [member.rewards[name] for member in members if name in member.rewards]
-        metrics[f"reward/{name}"] = fmean(values)
     metadata = [member.samples[0].metadata for member in members if member.samples]
-    for name, count in Counter(name for each in metadata for name in each.get("rewards_missing", ())).items():
-        metrics[f"reward/{name}/missing"] = count
     if tools := [each["tools"] for each in metadata if "tools" in each]:
         metrics[names.TOOL_CALLS] = sum(sum(each["calls"].values()) for each in tools)
         metrics[names.TOOL_ERRORS] = sum(each.get("errors", 0) for each in tools)
-    by_source: dict[str, list[float]] = {}
-    for member in members:
-        if member.reward is not None and member.samples and (source := member.samples[0].metadata.get("source_name")):
-            by_source.setdefault(source, []).append(member.reward)
-    metrics.update({f"reward_of/{source}": fmean(values) for source, values in sorted(by_source.items())})
     return metrics
+
+
+def _group_metrics(groups: Sequence[GroupResult]) -> dict[str, Any]:
+    dropped = Counter(group.code or "group_incomplete" for group in groups if not group.ready)
+    return {
+        "rollout/groups_ready": sum(group.ready for group in groups),
+        "rollout/groups_dropped": dropped.total(),
+        "rollout/groups_zero_variance": sum(group.ready and all_equal(group.rewards) for group in groups),
+        **_prefixed("rollout/dropped/", dropped),
+    }
+
+
+def _sample_metrics(trained: Sequence[MemberResult]) -> dict[str, Any]:
+    samples = [sample for member in trained for sample in member.samples]
+    forks = Counter(kind for sample in samples if (kind := sample.metadata.get("fork_reason")))
+    return {
+        names.TOKENS_UNDER_MASK: sum(_trained_tokens(sample) for sample in samples),
+        "rollout/truncated": sum(sample.status == Sample.Status.TRUNCATED for sample in samples),
+        names.FORKS: sum(max(len(member.samples) - 1, 0) for member in trained),
+        **_prefixed(f"{names.FORKS}/", forks),
+        names.RETOKENIZED: sum(sample.metadata.get("token_source") == "retokenized" for sample in samples),
+    }
 
 
 def _mean_length(members: Sequence[MemberResult]) -> float | None:
