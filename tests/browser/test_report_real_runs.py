@@ -45,7 +45,8 @@ def check_facts(told: dict[str, str], sample: dict[str, Any], place: int) -> Non
     figures = {"engine log-prob": engine, "trainer log-prob": trainer, "advantage": advantage}
     figures["difference"] = trainer - engine
     for name, value in figures.items():
-        assert float(told[name]) == pytest.approx(value, rel=2e-3, abs=1e-9), name
+        # the page shows at least three significant digits, which round by up to 0.5 %
+        assert float(told[name]) == pytest.approx(value, rel=5.1e-3, abs=1e-9), name
     assert f"place {place})" in told["token"]
 
 
