@@ -84,10 +84,10 @@ class Rollout:
         protocol = ChatCompletions()
         call, decode = protocol.read(body), await self.attempt.decoder()
         how: Any = {"role": LLM_RESOURCE, "key": secrets.token_bytes(8), "retry": False, "prefix": protocol.prefix}
-        with self.attempt.work(call, **how) as work:
-            answered = await work.result()
-            work.told = True
-            return protocol.answer(body, answered, decode)
+        with self.attempt.respond(call, **how) as response:
+            result = await response.result()
+            response.received = True
+            return protocol.answer(body, result, decode)
 
     @property
     def turns(self) -> list[Turn]:

@@ -73,7 +73,7 @@ def tell_phases(pipe: int) -> None:
         with suppress(BlockingIOError, BrokenPipeError):  # nobody reads any more
             os.write(pipe, bytes([PHASES.index(phase)]))
 
-    emit, aside, save_at_end = OnlineRLLoop._emit, Validations._aside, OnlineRLLoop._save_at_end
+    emit, aside, save_at_end = OnlineRLLoop._emit, Validations._validate_concurrently, OnlineRLLoop._save_at_end
 
     def told(self: OnlineRLLoop, event: Event) -> None:
         if isinstance(event, PhaseStarted):
@@ -88,7 +88,7 @@ def tell_phases(pipe: int) -> None:
         tell("end")
         return save_at_end(self)
 
-    OnlineRLLoop._emit, Validations._aside, OnlineRLLoop._save_at_end = told, beside, at_end
+    OnlineRLLoop._emit, Validations._validate_concurrently, OnlineRLLoop._save_at_end = told, beside, at_end
 
 
 def _local(flags: Sequence[str], log: Path, pipe: Any) -> None:
