@@ -328,7 +328,7 @@ def main():
 @pytest.mark.parametrize(
     ("broken", "guard", "in_worker"),
     [
-        (False, "", "put what it does under `if __name__ == '__main__':`"),
+        (False, "", "put its code under `if __name__ == '__main__':`"),
         (True, "if __name__ == '__main__': ", "RuntimeError: this agent needs a file that is not here"),
     ],
 )
