@@ -136,10 +136,10 @@ def test_a_worker_of_another_host_shares_the_run(
         beside = {**os.environ, "PYTHONPATH": os.pathsep.join((str(packages), str(ROOT)))}
         other_asks, listed = threading.Event(), pool.gateway.rollouts.list
 
-        async def noticed(*args: Any, by: str) -> Any:
-            if by == "other":
+        async def noticed(*args: Any, controller: str) -> Any:
+            if controller == "other":
                 other_asks.set()
-            return await listed(*args, by=by)
+            return await listed(*args, controller=controller)
 
         monkeypatch.setattr(pool.gateway.rollouts, "list", noticed)
         other = subprocess.Popen(command, env=beside, stdout=other_log, stderr=other_log)

@@ -19,8 +19,18 @@ class UntypedParser(BlockParser):
         root = parameters or {}
         schemas = root.get("properties")
         schemas = schemas if isinstance(schemas, Mapping) else {}
-        arguments = {name: _typed(value, types_of(schemas.get(name), root)) for name, value in call.arguments.items()}
+        arguments = {}
+        for name, value in call.arguments.items():
+            schema = schemas.get(name)
+            arguments[name] = _one_of(_typed(value, types_of(schema, root)), schema)
         return replace(call, arguments=arguments)
+
+
+def _one_of(value: Any, schema: Any) -> Any:
+    """The value without the blanks around it, where only so it is one that ``enum`` lists: grammars of XML allow
+    blanks."""
+    choices = _listed(schema.get("enum")) if isinstance(schema, Mapping) else []
+    return value.strip() if isinstance(value, str) and value not in choices and value.strip() in choices else value
 
 
 _CONSTANTS = {"true": True, "false": False, "null": None, "none": None}
