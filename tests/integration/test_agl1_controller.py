@@ -179,7 +179,7 @@ def test_controller_ends_when_its_parent_is_killed(tmp_path: Path) -> None:
 
 
 def test_a_python_without_a_controller_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="cannot be run as a Python"):
+    with pytest.raises(ConfigError, match="does not run as a Python"):
         check_python(tmp_path / "nowhere")
 
 
