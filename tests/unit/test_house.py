@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 
+from tests.conftest import SMOKE
+
 PACKAGE = Path(__file__).parents[2] / "agl_slime"
 MODULES = sorted(PACKAGE.rglob("*.py"))
 AT_THE_ROOT = {"__init__.py", "types.py", "events.py", "metric_names.py", "errors.py", "slime_hooks.py"}
@@ -130,3 +132,9 @@ def test_every_classified_python_is_trained_on_in_ci() -> None:
     assert tried is not None
     assert (claimed[0], claimed[-1]) == said.groups()
     assert claimed == tried[1].split()
+
+
+def test_every_file_of_the_smoke_tests_exists() -> None:
+    tests = PACKAGE.parent / "tests"
+    assert SMOKE
+    assert not [name for name in SMOKE if not (tests / f"{name}.py").is_file()]
