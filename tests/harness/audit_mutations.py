@@ -5,9 +5,9 @@ code that writes would have written, with checksums that are right for it. A lie
 line, says as well.
 What nobody else says is not drawn, for no reader can tell it: seconds, losses and other metrics of the trainer and of
 validations, texts, tools and tasks, forks and prompts of turns; ids of validation rollouts and of those that a restart
-has cut off, which stand in the ledger alone; the id of a group of which no rollout is kept; the ledger's numbers of
-ends that were not trained on, for any number between those of its neighbours says the same; the order of groups within
-one iteration.
+has cut off, which stand in the ledger alone; the id of a group of which no rollout is kept; the tokens of a cancelled
+straggler, which no metric counts; the ledger's numbers of ends that were not trained on, for any number between those
+of its neighbours says the same; the order of groups within one iteration.
 """
 
 from __future__ import annotations
@@ -23,6 +23,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+
+from agl_slime.report.audit.figures import STRAGGLERS
 
 JSONL = ("metrics.jsonl", "trained.jsonl", "groups.jsonl", "rollouts.jsonl")
 _SUMMED = "count failed groups_ready groups_dropped tokens_sampled tokens_under_mask reward_mean reward_max turns_mean"
@@ -158,7 +160,6 @@ def _groups(line: dict[str, Any], rng: random.Random) -> str:
             "outcomes", rng.choice([o for o in ("trained", "failed", "stale") if o != line["outcomes"][at]])
         ),
         "reason": put("reasons", "" if line["reasons"][at] else "no_reward"),
-        "tokens": put("tokens", line["tokens"][at] + rng.choice((-1, 1, 50))),
         "turns": put("turns", line["turns"][at] + 1),
         "samples": put("samples", line["samples"][at] + 1),
         "member less": lambda: [
@@ -172,6 +173,8 @@ def _groups(line: dict[str, Any], rng: random.Random) -> str:
         "versions": lambda: line.update(weight_versions=["99", *line["weight_versions"]]),
         "kept": lambda: line.update(kept=line["kept"][1:] if line["kept"] else [line["rollouts"][at]]),
     }
+    if line["reasons"][at] not in STRAGGLERS:
+        changes["tokens"] = put("tokens", line["tokens"][at] + rng.choice((-1, 1, 50)))
     if sealed and line["outcomes"][at] == "trained":
         changes["digest"] = lambda: sealed[0].__setitem__(0, "0" * 16)
         changes["sealed tokens"] = lambda: sealed[0].__setitem__(1, sealed[0][1] - 1)
