@@ -15,7 +15,7 @@ from openai import AsyncOpenAI
 
 from agl_slime.cli.demo.formats import LookupDemonstrations
 
-TABLE = LookupDemonstrations()
+demonstrations = LookupDemonstrations()  # the tiny policy learns its format from them
 # one client for all rollouts: making one takes 65 ms
 client = AsyncOpenAI(base_url="http://127.0.0.1:9", api_key="none")
 
@@ -23,7 +23,7 @@ client = AsyncOpenAI(base_url="http://127.0.0.1:9", api_key="none")
 @agl.rollout
 async def lookup(task: dict[str, Any], llm: agl.LLM) -> float:
     ask = client.with_options(base_url=llm.endpoint, api_key=llm.api_key).chat.completions.create
-    messages: list[Any] = TABLE.prompt(task)
+    messages: list[Any] = demonstrations.prompt(task)
     answer = (await ask(model=llm.model, messages=messages)).choices[0].message
     if call := re.search(r"<tool_call>(.*?)</tool_call>", answer.content or "", re.DOTALL):
         messages += [
@@ -31,19 +31,15 @@ async def lookup(task: dict[str, Any], llm: agl.LLM) -> float:
             {"role": "tool", "tool_call_id": "1", "content": look_up(task, call[1])},
         ]
         answer = (await ask(model=llm.model, messages=messages)).choices[0].message
-    return 1.0 if TABLE.is_correct(task, answer.content or "") else 0.0
+    return 1.0 if demonstrations.is_correct(task, answer.content or "") else 0.0
 
 
 def look_up(task: dict[str, Any], call: str) -> str:
     try:
-        return TABLE.observation(task, json.loads(call)["arguments"]["key"])
+        return demonstrations.observation(task, json.loads(call)["arguments"]["key"])
     except (ValueError, KeyError, TypeError):
         return "not found"
 
 
 def make_task(rng: random.Random) -> dict[str, Any]:
-    return TABLE.make_task(rng)
-
-
-# the tasks, and the demonstrations from which the tiny policy learns its format; or pass --tasks and --model-path
-vars(lookup).update(make_task=make_task, demonstrations=TABLE)
+    return demonstrations.make_task(rng)

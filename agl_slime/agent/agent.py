@@ -156,9 +156,10 @@ class SGLangLitAgent(LitAgent[dict[str, Any]]):
             mode=rollout.mode,
             turns=tuple(session.turns),
             stop_reason=stats.stop_reason.value if stats.stop_reason is not None else "",
-            metadata={"rollout_infos": stats.infos} if stats.infos else {},
+            metadata=stats.metadata(),
+            tools={} if session.tools is None else session.tools.objects,
         )
-        reward = await self.score(task, trajectory)
+        reward = await call_user_code(self.score, task, trajectory)
         attributes = stats.attributes()
         if missing := missing_rewards(reward):
             attributes[names.REWARDS_MISSING] = json.dumps(missing)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import copyreg
+import functools
 import importlib
 import inspect
 import logging
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -20,6 +21,7 @@ from agl_slime.tokens.images import ImageSettings
 logger = logging.getLogger(__name__)
 
 DEFAULT_AGENT = "agl_slime.cli.demo.agent:LookupAgent"
+_MODULE_ATTRIBUTES = ("make_task", "demonstrations")
 
 
 def split_agent(path: str) -> tuple[str, str]:
@@ -34,8 +36,10 @@ def split_agent(path: str) -> tuple[str, str]:
 
 
 def load_agent(path: str) -> Any:
-    """The agent named ``module:Name`` or ``path/to/file.py:Name``: a new instance of that class, or the agent object of
-    that name (as ``@agl.rollout`` makes). Modules are searched in the working directory too, as with ``python -m``.
+    """The agent named ``module:Name`` or ``path/to/file.py:Name``: a new instance of that class, the agent object of
+    that name (as ``@agl.rollout`` makes), or a function ``(task, llm)`` as such an object. Objects and functions take
+    ``make_task`` and ``demonstrations`` from their module. Modules are searched in the working directory too, as with
+    ``python -m``.
 
     Raises ``ConfigError`` with one sentence, whatever error the module or class raises.
     """
@@ -54,19 +58,25 @@ def load_agent(path: str) -> Any:
 
     agent_class = getattr(module, name, None)
     if agent_class is None:
-        types = [value for value in vars(module).values() if isinstance(value, type)]
-        classes = {value.__name__ for value in types if value.__module__ == module.__name__}
-        agents = {key for key, value in vars(module).items() if isinstance(value, LitAgent)}
-        raise unusable(
-            f"{source} has no class or agent {name!r}; it has {', '.join(sorted(classes | agents)) or 'none'}"
-        )
+        raise unusable(f"{source} has no class or agent {name!r}; it has {_agents_of(module, LitAgent) or 'none'}")
+    if inspect.isfunction(agent_class):
+        try:
+            agent_class = _agent_of_function(agent_class)
+        except NotImplementedError as error:
+            found = f"{name}{inspect.signature(agent_class)}"
+            raise unusable(f"{found} is no agent; its parameters must be task and llm, perhaps rollout too") from error
     if isinstance(agent_class, LitAgent):
         agent: Any = agent_class
+        for attribute in _MODULE_ATTRIBUTES:
+            if not hasattr(agent, attribute) and (value := getattr(module, attribute, None)) is not None:
+                setattr(agent, attribute, value)
         _loaded[id(agent)] = agent, str(Path(source).resolve()) if source.endswith(".py") else source, name
         copyreg.pickle(type(agent), _reduce)
         return agent
     if not (isinstance(agent_class, type) and issubclass(agent_class, LitAgent)):
-        raise unusable(f"{name} is not an Agent Lightning LitAgent; derive it from agl_slime.SGLangLitAgent")
+        raise unusable(
+            f"{name} is no agent: derive a class from agl_slime.SGLangLitAgent, or write a function of (task, llm)"
+        )
     try:
         inspect.signature(agent_class).bind()
     except TypeError as error:
@@ -76,6 +86,20 @@ def load_agent(path: str) -> Any:
         return agent_class()
     except (Exception, SystemExit) as error:
         raise unusable(f"{name}() failed with {format_exception(error)}") from error
+
+
+def _agents_of(module: ModuleType, base: type) -> str:
+    """The names of a module's classes, agents and coroutine functions."""
+    local = {key: value for key, value in vars(module).items() if getattr(value, "__module__", None) == module.__name__}
+    named = {key for key, value in local.items() if isinstance(value, type) or inspect.iscoroutinefunction(value)}
+    return ", ".join(sorted(named | {key for key, value in vars(module).items() if isinstance(value, base)}))
+
+
+@functools.cache
+def _agent_of_function(function: Callable[..., Any]) -> Any:
+    from agl_slime.support.agl import rollout
+
+    return rollout(function)
 
 
 # Agent objects by id, with source and name, by which they are pickled: an agent of @agl.rollout cannot be pickled

@@ -83,6 +83,11 @@ class RolloutStats:
         failed = {"failed": dict(self.failed), "failures": self.failures} if self.failed else {}
         return {"offered": list(self.tools), "calls": dict(+self.tool_calls), **counts, **failed}
 
+    def metadata(self) -> dict[str, Any]:
+        """``Trajectory.metadata`` of an agent's ``score``."""
+        infos = {"rollout_infos": self.infos} if self.infos else {}
+        return infos | ({"tools": self.tool_counts()} if self.tools else {})
+
     def attributes(self) -> dict[str, Any]:
         """Span attributes; empty ones are left out."""
         attributes = {

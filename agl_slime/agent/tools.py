@@ -18,7 +18,7 @@ import json
 import logging
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal, NotRequired, Union, get_type_hints
 from weakref import WeakKeyDictionary
 
@@ -60,6 +60,7 @@ class _Tool:
     schema: dict[str, Any]
     function: Callable[..., Any]
     arguments: _Arguments
+    registered: Any = None
 
 
 class ToolManager:
@@ -106,11 +107,16 @@ class ToolManager:
         entry = _tool_of(tool)
         if entry.schema["name"] in self._tools:
             raise ConfigError(f"there are two tools named {entry.schema['name']!r}; names must differ")
-        self._tools[entry.schema["name"]] = entry
+        self._tools[entry.schema["name"]] = replace(entry, registered=tool)
 
     @property
     def names(self) -> tuple[str, ...]:
         return tuple(self._tools)
+
+    @property
+    def objects(self) -> dict[str, Any]:
+        """The tools by name: functions and objects as they were registered, instances of classes."""
+        return {name: tool.registered for name, tool in self._tools.items()}
 
     @property
     def schemas(self) -> list[dict[str, Any]]:
@@ -194,7 +200,8 @@ _inspections: WeakKeyDictionary[Any, tuple[dict[str, Any], _Arguments]] = WeakKe
 
 
 def _inspected(function: Callable[..., Any]) -> tuple[dict[str, Any], _Arguments]:
-    if (cached := _inspections.get(function)) is not None:
+    key = getattr(function, "__func__", function)  # methods of a rollout's object are new for each rollout
+    if (cached := _inspections.get(key)) is not None:
         return cached
     name = function.__name__
     description, described = _read_docstring(inspect.getdoc(function) or "")
@@ -216,8 +223,8 @@ def _inspected(function: Callable[..., Any]) -> tuple[dict[str, Any], _Arguments
     for titled in (parameters, *parameters["properties"].values()):
         titled.pop("title", None)  # repeats the name
     parameters.pop("additionalProperties", None)
-    _inspections[function] = {"name": name, "description": description, "parameters": parameters}, arguments
-    return _inspections[function]
+    _inspections[key] = {"name": name, "description": description, "parameters": parameters}, arguments
+    return _inspections[key]
 
 
 def _adapter(fields: dict[str, Any], *, extra: Literal["allow", "forbid"] = "forbid") -> _Arguments:

@@ -32,7 +32,7 @@ try:
         from agentlightning.emitter.exception import emit_exception
         from agentlightning.emitter.reward import emit_reward, find_final_reward, get_rewards_from_span
         from agentlightning.execution.events import ExecutionEvent
-        from agentlightning.litagent import LitAgent
+        from agentlightning.litagent import LitAgent, rollout
         from agentlightning.runner import LitAgentRunner
         from agentlightning.store.base import UNSET, LightningStore, Unset
         from agentlightning.store.client_server import LightningStoreClient, LightningStoreServer

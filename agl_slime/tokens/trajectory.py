@@ -16,6 +16,7 @@ class Trajectory:
     ``task`` is the rollout's input. ``reward`` and ``rewards`` (by name) are ``None`` and empty until there is a
     reward. ``stop_reason`` is the agent's, or else the finish reason of the last call. ``metadata`` is the rollout's,
     and ``metadata["gateway"]`` has the counts of the gateway, such as ``refused/400``, the number of refused requests.
+    ``metadata["tools"]`` has the counts of tools. ``tools``, in an agent's ``score``, are the rollout's tools by name.
     ``mode`` is ``"train"``, ``"val"``, ``"test"`` or not set.
     """
 
@@ -28,6 +29,7 @@ class Trajectory:
     rewards: Mapping[str, float] = field(default_factory=dict)
     stop_reason: str = ""
     metadata: Mapping[str, Any] = field(default_factory=dict)
+    tools: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def response(self) -> str:

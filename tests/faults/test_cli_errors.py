@@ -107,7 +107,10 @@ def test_a_flag_out_of_range_is_named_with_its_value(
     [
         ("cli_nowhere:Agent", "there is no module 'cli_nowhere' here; run from the directory that contains it"),
         ("cli_agents:Agent", "cli_agents has no class or agent 'Agent'; it has Exits, NeedsArguments, Plain, Silent"),
-        ("cli_agents:Plain", "Plain is not an Agent Lightning LitAgent; derive it from agl_slime.SGLangLitAgent"),
+        (
+            "cli_agents:Plain",
+            "Plain is no agent: derive a class from agl_slime.SGLangLitAgent, or write a function of (task, llm)",
+        ),
         (
             "cli_agents:NeedsArguments",
             "NeedsArguments() cannot be made without arguments (missing a required argument: 'url')",

@@ -6,7 +6,7 @@ import asyncio
 import threading
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 from unittest.mock import Mock
 
 import pytest
@@ -45,6 +45,30 @@ async def test_tools_are_called_until_an_answer_calls_none() -> None:
         "timeouts": 0,
     }
     assert sample.reward == 1.0
+
+
+async def test_a_plain_score_sees_what_the_tools_did() -> None:
+    class Look:
+        """A tool of one rollout, whose state the reward reads."""
+
+        schema: ClassVar = {"name": "look", "parameters": {"type": "object", "properties": {"key": {"type": "string"}}}}
+
+        def __init__(self) -> None:
+            self.keys: list[str] = []
+
+        def __call__(self, key: str) -> str:
+            self.keys.append(key)
+            return TASK["table"][key]
+
+    class Scored(Agent):
+        def score(self, task: dict[str, Any], trajectory: Any) -> dict[str, float]:  # type: ignore[override]
+            tools = trajectory.metadata["tools"]
+            return {"right": len(trajectory.tools["look"].keys), "calls": tools["calls"]["look"], **tools["failed"]}
+
+    answers = [CALL + CALL.replace("kz", "xx"), "Three."]
+    finished, _ = await rollout(Scored, answers, tools=[Look])
+    rewards = finished.convert(chat_tokenizer("anthropic", "groups_tools")).trajectory.rewards
+    assert rewards == {"right": 2.0, "calls": 2.0, "look": 1.0}
 
 
 async def test_malformed_unknown_and_failing_calls_are_counted_and_seen() -> None:

@@ -10,11 +10,13 @@ import sys
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from agl_slime.agent.loading import load_agent
 from agl_slime.errors import ConfigError
+from agl_slime.support.agl import LLM, Rollout
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -43,6 +45,9 @@ class TypeErrorInside(SGLangLitAgent):
         len(5)
 
 instance = Good()
+
+def ask(question):
+    return 1.0
 """
 
 
@@ -143,8 +148,12 @@ def test_an_agent_in_the_working_directory_is_found(here: Path) -> None:
         ("agent_broken:Agent", "line 1"),
         ("agent_raises:Agent", "RuntimeError: set MY_KEY first (agent_raises.py, line 1)"),
         ("agent_under_test:Goood", "it has Good, NeedsArguments, Plain, Raises, TypeErrorInside, instance"),
-        ("agent_under_test:Plain", "not an Agent Lightning LitAgent"),
-        ("agent_under_test:Json", "not an Agent Lightning LitAgent"),
+        (
+            "agent_under_test:Plain",
+            "Plain is no agent: derive a class from agl_slime.SGLangLitAgent, or write a function",
+        ),
+        ("agent_under_test:Json", "Json is no agent"),
+        ("agent_under_test:ask", "ask(question) is no agent; its parameters must be task and llm, perhaps rollout too"),
         ("agent_under_test:NeedsArguments", "cannot be made without arguments"),
         ("agent_under_test:Raises", "RuntimeError: no license found (agent_under_test.py, line 18)"),
         ("agent_under_test:TypeErrorInside", "object of type 'int' has no len()"),
@@ -176,3 +185,17 @@ def test_agent_instance_of_a_module_is_reused_and_pickled_by_name(here: Path) ->
         agent = load_agent(path)
         assert load_agent(path) is agent
         assert pickle.loads(pickle.dumps(agent)) is agent
+
+
+async def test_a_function_of_task_and_llm_is_an_agent_with_its_modules_tasks(here: Path) -> None:
+    made = "async def answer(task, llm):\n    return 1.0\n\ndef make_task(rng):\n    return {'n': rng.random()}\n"
+    (here / "agent_function.py").write_text(f"{made}demonstrations = 'shown'\n")
+    for path in ("agent_function:answer", "agent_function.py:answer"):
+        agent = load_agent(path)
+        assert load_agent(path) is agent
+        assert pickle.loads(pickle.dumps(agent)) is agent
+        assert agent.make_task(random.Random(0)) == {"n": random.Random(0).random()}
+        assert agent.demonstrations == "shown"
+        resources: Any = {"main_llm": LLM(endpoint="http://127.0.0.1:9", model="m", sampling_parameters={})}
+        rollout: Any = Rollout(rollout_id="ro-1", input={}, start_time=0.0)
+        assert await agent.rollout_async({}, resources, rollout) == 1.0

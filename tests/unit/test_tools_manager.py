@@ -364,3 +364,30 @@ async def test_long_results_are_cut_and_say_so() -> None:
 
     result = await ToolManager([long], max_result_chars=10).call(call("long"))
     assert result.content == "x" * 10 + "\n[cut: 40 more characters]"
+
+
+async def test_methods_of_one_object_share_its_state_for_the_reward() -> None:
+    class Cart:
+        def __init__(self) -> None:
+            self.items: list[str] = []
+
+        def add(self, item: str) -> str:
+            """Put an item into the cart."""
+            self.items.append(item)
+            return f"{len(self.items)} items"
+
+        def total(self) -> int:
+            """The price of all items."""
+            return 3 * len(self.items)
+
+    for n in (1, 2):
+        cart = Cart()
+        manager = ToolManager([cart.add, cart.total])
+        for item in range(n):
+            await manager.run([ToolCall(name="add", arguments={"item": str(item)})])
+        assert [result.content for result in await manager.run([ToolCall(name="total", arguments={})])] == [str(3 * n)]
+        assert manager.objects["add"].__self__.items == [str(item) for item in range(n)]
+    assert [tool["function"]["description"] for tool in manager.schemas] == [
+        "Put an item into the cart.",
+        "The price of all items.",
+    ]
