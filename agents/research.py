@@ -3,7 +3,7 @@ is this word.
 
 Page and word are random, so the only way to a reward is to call both tools, the second with the first one's result.
 
-    python scripts/make_demo_policy.py tiny agents/research.py:ResearchAgent
+    agl-slime demo-policy tiny agents/research.py:ResearchAgent
     python train.py --agent agents/research.py:ResearchAgent --model-path tiny
 """
 

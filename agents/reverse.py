@@ -1,5 +1,5 @@
-"""A one-turn agent: write three letters backwards. First ``python scripts/make_demo_policy.py tiny
-agents/reverse.py:ReverseAgent``, then ``python train.py --agent agents/reverse.py:ReverseAgent --model-path tiny``."""
+"""A one-turn agent: write three letters backwards. First ``agl-slime demo-policy tiny agents/reverse.py:ReverseAgent``,
+then ``python train.py --agent agents/reverse.py:ReverseAgent --model-path tiny``."""
 
 from __future__ import annotations
 

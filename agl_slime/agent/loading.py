@@ -63,8 +63,8 @@ def load_agent(path: str) -> Any:
         try:
             agent_class = _agent_of_function(agent_class)
         except NotImplementedError as error:
-            found = f"{name}{inspect.signature(agent_class)}"
-            raise unusable(f"{found} is no agent; its parameters must be task and llm, perhaps rollout too") from error
+            function = f"{name}{inspect.signature(agent_class)}"
+            raise unusable(f"{function} is no agent; its parameters must be task and llm, perhaps rollout too") from error
     if isinstance(agent_class, LitAgent):
         agent: Any = agent_class
         for attribute in _MODULE_ATTRIBUTES:

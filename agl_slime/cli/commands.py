@@ -4,6 +4,7 @@ errors."""
 from __future__ import annotations
 
 import asyncio
+import shutil
 import sys
 from functools import partial
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import Literal
 
 import tyro
 
-from agl_slime.errors import AglSlimeError, ConfigError
+from agl_slime.errors import AglSlimeError, ConfigError, MissingDependencyError
 
 
 def doctor_command(arguments: list[str]) -> None:
@@ -47,6 +48,47 @@ def model_command(arguments: list[str]) -> None:
         print(find_model(name, partial(print, file=sys.stderr)))
 
     tyro.cli(model, prog="agl-slime model", args=arguments)
+
+
+def new_command(arguments: list[str]) -> None:
+    def new(directory: tyro.conf.Positional[Path]) -> None:
+        """Write an agent to start from: two tools, a reward of two parts, a test, and a README with the next commands.
+
+        Args:
+            directory: A new directory.
+        """
+        if directory.exists():
+            raise ConfigError(f"{directory} exists: name a new directory")
+        shutil.copytree(Path(__file__).parent / "new_agent", directory, ignore=shutil.ignore_patterns("__pycache__"))
+        print(f"{directory}: agent.py, test_agent.py and README.md, which has the next commands")
+
+    tyro.cli(new, prog="agl-slime new", args=arguments)
+
+
+def demo_policy_command(arguments: list[str]) -> None:
+    from agl_slime.agent.loading import DEFAULT_AGENT, load_agent
+
+    def demo_policy(
+        directory: tyro.conf.Positional[Path], agent: tyro.conf.Positional[str] = DEFAULT_AGENT, seed: int = 0
+    ) -> None:
+        """Make a tiny policy that knows the format of an agent's answers, in some 10 seconds, for --model-path.
+
+        Args:
+            directory: A new directory, or one with a tiny policy, which is replaced.
+            agent: module:Class or path/to/file.py:Class, with ``demonstrations`` (see agl_slime.cli.demo.formats).
+            seed: Seed of the weights and the demonstrations.
+        """
+        demonstrations = getattr(load_agent(agent), "demonstrations", None)
+        if demonstrations is None:
+            raise ConfigError(f"{agent} has no `demonstrations` that a tiny policy could learn its format from")
+        try:
+            from agl_slime.cli.demo.warmup import make_policy
+        except ImportError as error:
+            raise MissingDependencyError('a tiny policy needs torch: pip install "agl-slime[local]"') from error
+        progress = partial(print, file=sys.stderr, flush=True)
+        print(make_policy(directory, seed=seed, demonstrations=demonstrations, progress=progress))
+
+    tyro.cli(demo_policy, prog="agl-slime demo-policy", args=arguments)
 
 
 def export_command(arguments: list[str]) -> None:
@@ -159,6 +201,8 @@ def assign_instance_ids_command(arguments: list[str]) -> None:
 
 
 COMMANDS = {
+    "new": new_command,
+    "demo-policy": demo_policy_command,
     "model": model_command,
     "doctor": doctor_command,
     "export": export_command,

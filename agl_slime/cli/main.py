@@ -43,6 +43,8 @@ _PIPE_CLOSED = 141  # a shell's exit code of a program that SIGPIPE has ended
 COMMANDS = {
     "train": "train an agent online",
     "doctor": "check the installation and say how to fix it",
+    "new": "write an agent to start from",
+    "demo-policy": "make a tiny policy for an agent with demonstrations",
     "model": "fetch a model and print its directory",
     "eval": "evaluate one model, or compare two, on held-out tasks",
     "export": "export kept rollouts as sft, dpo, messages, parquet or hf-dataset",

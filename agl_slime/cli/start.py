@@ -180,7 +180,7 @@ def _unnamed_model(config: TrainConfig, agent: Any, described: EngineDescription
     if type(getattr(agent, "demonstrations", None)) is LookupDemonstrations:
         return LOOKUP_POLICY.resolve()
     why = "the tiny policy of the first command knows its lookup task only"
-    fix = "scripts/make_demo_policy.py makes one for an agent with `demonstrations`"
+    fix = "agl-slime demo-policy makes one for an agent with `demonstrations`"
     raise ConfigError(f"--model-path is needed for {config.title}: {why}; {fix}")
 
 

@@ -15,8 +15,8 @@ from tokenizers import AddedToken
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from agl_slime.cli.demo.formats import Demonstration, Quality
-from scripts.tiny_policy.tokenizer import train_tokenizer
-from scripts.tiny_policy.warmup import PolicySettings, edit_json, warm_up
+from agl_slime.cli.demo.tokenizer import train_tokenizer
+from agl_slime.cli.demo.warmup import PolicySettings, edit_json, warm_up
 
 CONTEXT = 262_144
 _ROOT = Path(__file__).parents[2]

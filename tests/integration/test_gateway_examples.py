@@ -244,7 +244,7 @@ async def collected(
     example: Example, task: dict[str, Any], says: tuple[str, ...], model: Path, *, reward: float
 ) -> list[Turn]:
     """The turns of a rollout of a task in which the engine says ``says``."""
-    from scripts.tiny_policy.tokenizer import CHAT_TEMPLATE
+    from agl_slime.cli.demo.tokenizer import CHAT_TEMPLATE
 
     tokenizer = small_tokenizer(CHAT_TEMPLATE)
     tokenizer.save_pretrained(model)
@@ -309,11 +309,11 @@ TRAINED = [pytest.param(name, marks=SGLANG if name == "room" else pytest.mark.cl
 @pytest.mark.parametrize("example", TRAINED, indirect=True)
 async def test_an_example_trains(example: Example, tmp_path: Path, request: Any) -> None:
     pytest.importorskip("torch", reason='training needs torch: pip install "agl-slime[local]"')
+    from agl_slime.cli.demo.warmup import PolicySettings, make_policy
     from agl_slime.cli.local import run_training
     from agl_slime.cli.parts import RunParts
     from agl_slime.cli.settings import TrainConfig
     from agl_slime.report import read_metrics
-    from scripts.tiny_policy.warmup import PolicySettings, make_policy
 
     name = request.node.callspec.params["example"]
     shown, tokenizer = Shown(wrong=example.wrong), small_tokenizer()

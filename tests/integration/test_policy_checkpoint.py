@@ -19,8 +19,8 @@ transformers = pytest.importorskip("transformers")
 load = pytest.importorskip("safetensors.torch").load
 
 from agl_slime.cli.demo import LOOKUP_POLICY, LookupDemonstrations  # noqa: E402
+from agl_slime.cli.demo.warmup import SPEC_FILE, PolicySettings, make_policy, spec_of  # noqa: E402
 from agl_slime.errors import ConfigError, TrainerError  # noqa: E402
-from scripts.tiny_policy.warmup import SPEC_FILE, PolicySettings, make_policy, spec_of  # noqa: E402
 
 QUICK = PolicySettings(target=0.0, probe_every=1, imperfect_steps=1, batch_size=2, probe_size=2)
 """One step of each phase: for what does not depend on what was learned."""
@@ -65,7 +65,7 @@ def test_a_warm_up_that_does_not_learn_is_an_error_and_leaves_nothing(tmp_path: 
 
 
 def test_the_shipped_policy_is_of_todays_demonstrations_and_needs_no_torch() -> None:
-    """Fails when the demonstrations or settings have changed: run scripts/make_demo_policy.py."""
+    """Fails when the demonstrations or settings have changed: run agl-slime demo-policy."""
     program = "import sys; from agl_slime.cli.demo import LOOKUP_POLICY; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout == "False\n"
@@ -79,8 +79,8 @@ def test_the_shipped_policy_is_of_todays_demonstrations_and_needs_no_torch() -> 
 
 @pytest.mark.slow
 def test_the_script_gives_the_shipped_policy(tmp_path: Path) -> None:
-    script = Path(__file__).parents[2] / "scripts" / "make_demo_policy.py"
-    subprocess.run([sys.executable, str(script), str(tmp_path / "p")], timeout=300, check=True)
+    command = [sys.executable, "-m", "agl_slime.cli.main", "demo-policy", str(tmp_path / "p")]
+    subprocess.run(command, timeout=300, check=True)
     made, shipped = (json.loads((directory / SPEC_FILE).read_text()) for directory in (tmp_path / "p", LOOKUP_POLICY))
     assert made["spec"] == shipped["spec"]
     assert made["warmup"]["clean_probe"] >= 0.9

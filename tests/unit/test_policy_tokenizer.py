@@ -11,9 +11,9 @@ import pytest
 pytest.importorskip("torch", reason='the tiny policy needs torch: pip install "agl-slime[local]"')
 
 from agl_slime.cli.demo import LookupDemonstrations, ReverseDemonstrations
+from agl_slime.cli.demo.tokenizer import DEFAULT_SOURCES, make_tokenizer, train_tokenizer
+from agl_slime.cli.demo.warmup import encode
 from agl_slime.errors import ConfigError
-from scripts.tiny_policy.tokenizer import DEFAULT_SOURCES, make_tokenizer, train_tokenizer
-from scripts.tiny_policy.warmup import encode
 
 
 @pytest.fixture(scope="module")

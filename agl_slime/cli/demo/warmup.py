@@ -12,7 +12,7 @@ import hashlib
 import json
 import os
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -24,13 +24,14 @@ from torch.nn import functional
 from transformers import GenerationConfig, PreTrainedTokenizerBase, Qwen3Config, Qwen3ForCausalLM
 
 from agl_slime.cli.demo import Demonstration, DemonstrationSource
+from agl_slime.cli.demo.tokenizer import DEFAULT_SOURCES, make_tokenizer
 from agl_slime.errors import ConfigError, TrainerError
 from agl_slime.support.files import whole_directory
-from scripts.tiny_policy.tokenizer import DEFAULT_SOURCES, make_tokenizer
 
 SPEC_FILE = "agl_slime_policy.json"
 """A file beside the checkpoint: the hash of its inputs, the machine, and the warm-up's report."""
 
+_REPORT_EVERY = 25  # steps between lines of progress
 _FORMAT = 2  # raise when the code changes the result of a spec
 
 # Two layers and hidden 64 are the smallest shape that learned to copy (one layer, or hidden 48, did not).
@@ -81,8 +82,10 @@ def make_policy(
     seed: int = 0,
     demonstrations: DemonstrationSource | None = None,
     settings: PolicySettings | None = None,
+    progress: Callable[[str], object] = lambda line: None,
 ) -> Path:
-    """Make the tiny policy in ``directory``, which appears complete or not at all, and return its path.
+    """Make the tiny policy in ``directory``, which appears complete or not at all, and return its path. ``progress``
+    takes a line now and then.
 
     ``demonstrations`` is what the warm-up trains on, by default the lookup task. The same seed, demonstrations and
     settings give the same policy on one machine and library version. Raises ``ConfigError`` when the directory holds
@@ -94,7 +97,7 @@ def make_policy(
         raise ConfigError(f"the policy's directory {target} holds no tiny policy: name another directory")
     with whole_directory(target, durable=False) as fresh:
         report = {"spec": spec_of(seed, source, settings), "seed": seed}
-        report |= train_policy(fresh, seed=seed, source=source, settings=settings)
+        report |= train_policy(fresh, seed=seed, source=source, settings=settings, progress=progress)
         (fresh / SPEC_FILE).write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
     return target
 
@@ -107,7 +110,12 @@ def spec_of(seed: int, source: DemonstrationSource, settings: PolicySettings) ->
 
 
 def train_policy(
-    directory: Path, *, seed: int, source: DemonstrationSource, settings: PolicySettings
+    directory: Path,
+    *,
+    seed: int,
+    source: DemonstrationSource,
+    settings: PolicySettings,
+    progress: Callable[[str], object] = lambda line: None,
 ) -> dict[str, Any]:
     """Make the policy and write its checkpoint into ``directory``; returns what the warm-up reports, and the libraries
     that the weights depend on to the last bit."""
@@ -117,7 +125,7 @@ def train_policy(
     with torch.random.fork_rng(devices=[]), _on_one_thread():
         torch.manual_seed(seed)
         model = Qwen3ForCausalLM(config).float()
-        report = warm_up(model, tokenizer, source, seed=seed, settings=settings)
+        report = warm_up(model, tokenizer, source, seed=seed, settings=settings, progress=progress)
         model.generation_config = GenerationConfig(**ends, do_sample=True, temperature=1.0)
         transformers.utils.logging.disable_progress_bar()
         model.save_pretrained(directory)
@@ -153,7 +161,13 @@ def encode(tokenizer: PreTrainedTokenizerBase, demonstration: Demonstration) -> 
 
 
 def warm_up(
-    model: Any, tokenizer: PreTrainedTokenizerBase, source: DemonstrationSource, *, seed: int, settings: PolicySettings
+    model: Any,
+    tokenizer: PreTrainedTokenizerBase,
+    source: DemonstrationSource,
+    *,
+    seed: int,
+    settings: PolicySettings,
+    progress: Callable[[str], object] = lambda line: None,
 ) -> dict[str, float]:
     """Train ``model`` in place; deterministic for a seed on one machine. Returns the steps of each phase and the
     probe's value when each ended. Raises ``TrainerError`` when the probe is not passed within ``max_steps``."""
@@ -183,6 +197,8 @@ def warm_up(
         steps += 1
         if steps % settings.probe_every == 0:
             score = _probe(model, probe)
+            if steps % _REPORT_EVERY == 0:
+                progress(f"step {steps}: {score:.0%} of new answers are right (goal {settings.target:.0%})")
     for n in range(settings.decay_steps):
         step("clean", settings.learning_rate * (1 - (n + 1) / (settings.decay_steps + 1)))
     clean_probe = _probe(model, probe)
