@@ -128,6 +128,13 @@ class GroupAssembler:
             in_flight = [rollout_id for rollout_id in rollout_ids if self.ledger.is_open(rollout_id)]
             self.ledger.close_many(in_flight, Outcome.CANCELLED, reason)
 
+    def cancel(self, group_id: str, reason: str) -> None:
+        """Drop a group that was not finalized; its rollouts in flight, and those still to be opened, are unwanted."""
+        if (group := self._open.pop(group_id, None)) is not None:
+            self._waiting_ids.difference_update(group.members)
+            self._remember_early(group_id)
+            self._cancel([name for name in group.enlisted if name not in group.members], reason)
+
     def lose(self, reason: str) -> None:
         """Abandon all open groups and all rollouts in flight."""
         self.abandon(self.ledger.open_ids(), group_ids=list(self._open), reason=reason)
@@ -231,9 +238,7 @@ class GroupAssembler:
         del self._open[group_id]
         self._waiting_ids.difference_update(group.members)
         if len(group.members) < group.size:
-            self._early[group_id] = None
-            if len(self._early) > _MAX_EARLY_GROUPS:
-                self._early.popitem(last=False)
+            self._remember_early(group_id)
         member = next(iter(group.members.values()))
         why = STRAGGLER_REASONS[code not in ("", "timeout")]
         late = [_straggler(name, member, why) for name in group.enlisted if name not in group.members]
@@ -258,6 +263,11 @@ class GroupAssembler:
                 if result.instance_id is not None:
                     self.ledger.finish_instance(result.instance_id)
         return result
+
+    def _remember_early(self, group_id: str) -> None:
+        self._early[group_id] = None
+        if len(self._early) > _MAX_EARLY_GROUPS:
+            self._early.popitem(last=False)
 
     def _cancel(self, rollout_ids: list[str], reason: str) -> None:
         if rollout_ids:

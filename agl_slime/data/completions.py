@@ -11,7 +11,7 @@ import asyncio
 import logging
 import threading
 import time
-from collections.abc import Awaitable, Callable, Collection, Sequence
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -205,6 +205,11 @@ class CompletionFollower:
     def submit(self, work: Callable[..., Awaitable[None]], *args: Any) -> None:
         """Run ``work(*args)`` on the loop. From any thread."""
         self.thread.call(self._spawn, work, *args)
+
+    def run(self, work: Coroutine[Any, Any, T]) -> asyncio.Future[T]:
+        """A future of a coroutine of another loop that runs on this one. Raises ``RuntimeError`` when it has ended."""
+        assert self.thread.loop is not None
+        return asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self.thread.loop))
 
     def stop(self, timeout_s: float) -> None:
         self.thread.call(self._stop_asked.set)

@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 from agl_slime.data.assembler import GroupAssembler
+from agl_slime.data.client import OnEnd
 from agl_slime.data.completions import CompletionFollower
 from agl_slime.data.results import GroupResult, MemberResult
 from agl_slime.store.bridge import FINISHED
@@ -38,9 +39,6 @@ class Producer:
 
     def time_passed(self) -> None:
         """A tick of the follower, about once a second."""
-
-    def failed(self, error: BaseException) -> None:
-        """The source's thread ended with this error."""
 
     async def before_following(self) -> None:
         """The source is about to follow a remote store."""
@@ -88,6 +86,7 @@ class RolloutIngestor:
         self.announced = False
         self.on_member: Callable[[MemberResult], None] | None = None
         self.on_group: Callable[[GroupResult], None] | None = None
+        self.on_end: dict[str, OnEnd] = {}  # by group
         self._store, self._default_size = store, default_size
         self._reading: dict[str, bool] = {}  # whether it was reported again during the current read
 
@@ -151,6 +150,7 @@ class RolloutIngestor:
         logger.warning("The store was restarted; %d rollouts in flight are lost.", self.assembler.ledger.counts().open)
         self.assembler.lose("store_restarted")
         self.producer.store_restarted()
+        self.alert()
 
     def time_passed(self) -> None:
         with self.changed:
@@ -167,7 +167,12 @@ class RolloutIngestor:
             self.failure = self.failure or error  # the first failure is reported
             self.changed.notify_all()
         logger.debug("The data source failed.", exc_info=error)
-        self.producer.failed(self.failure)
+        self.alert()
+
+    def alert(self) -> None:
+        """Wake whoever waits for groups that will not end."""
+        for group_id, on_end in [*self.on_end.items()]:
+            on_end(group_id, None)
 
     def _add(self, rollout_id: str, member: MemberResult | None) -> bool:
         """Add a rollout that was read to its group; ``False`` when it has to be read again."""
@@ -200,6 +205,8 @@ class RolloutIngestor:
                 self.on_member(one)
         if group is not None and self.on_group is not None:
             self.on_group(group)
+        if group is not None and (on_end := self.on_end.pop(group.group_id, None)) is not None:
+            on_end(group.group_id, group)
 
     async def _retry(self, requests: list[EnqueueRolloutRequest]) -> None:
         """Enqueue the retries that a policy asked for, under the same groups."""

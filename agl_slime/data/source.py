@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from agl_slime.data.assembler import GroupAssembler
+from agl_slime.data.client import OnEnd
 from agl_slime.data.ingestor import Producer, RolloutIngestor
 from agl_slime.data.ledger import Ledger
 from agl_slime.data.policy import GroupFilter, GroupPolicy, MinimumViableGroup
@@ -217,11 +218,21 @@ class GroupSource:
         metrics.update({f"agl/{end.value}/{reason}": n for (end, reason), n in counts.reasons.items() if reason})
         return metrics
 
-    def expect(self, group_id: str, *, size: int, mode: str = "train") -> None:
-        """Announce a group before its rollouts are enqueued: its size and mode, so that failures finalize it too."""
+    def expect(
+        self,
+        group_id: str,
+        *,
+        size: int,
+        mode: str = "train",
+        on_end: OnEnd | None = None,
+    ) -> None:
+        """Announce a group before its rollouts are enqueued: its size and mode, so that failures finalize it too.
+        ``on_end`` is called on the data source's thread."""
         with self.changed:
             self.ingestor.announced = True
             self.assembler.announce(group_id, size=size, mode=mode)
+            if on_end is not None:
+                self.ingestor.on_end[group_id] = on_end
 
     def opened(self, rollouts: Sequence[Rollout | str]) -> None:
         """Note that these rollouts were enqueued: the ledger counts them as in flight, and a store without
@@ -241,6 +252,14 @@ class GroupSource:
         with self.changed:
             self.assembler.abandon(rollout_ids, group_ids=group_ids, reason=reason)
             self.changed.notify_all()
+
+    def cancel(self, group_ids: Iterable[str], *, reason: str) -> None:
+        """Cancel the unfinished ones of these groups for ``reason``, with their rollouts in the store."""
+        with self.changed:
+            for group_id in group_ids:
+                self.ingestor.on_end.pop(group_id, None)
+                self.assembler.cancel(group_id, reason)
+            self.ingestor.follow_up()
 
     def listen(
         self,
@@ -269,6 +288,7 @@ class GroupSource:
         with self.changed:
             self._stopped = True
             self.changed.notify_all()
+        self.ingestor.alert()
         self.follower.stop(timeout_s)
 
     def __enter__(self) -> Self:

@@ -127,11 +127,14 @@ def staleness_metrics(groups: Sequence[GroupResult], version: str) -> dict[str, 
     return {} if staleness is None else dict(zip((names.STALENESS_MEAN, names.STALENESS_MAX), staleness, strict=True))
 
 
-def eval_metrics(groups: Sequence[GroupResult]) -> dict[str, Any]:
+def eval_metrics(members: Sequence[MemberResult]) -> dict[str, Any]:
     """``val/…`` of a validation's rollouts; the confidence interval is over tasks, one per group."""
-    members = [member for group in groups for member in group.members]
-    rewards = [reward for group in groups for reward in group.rewards]
-    interval = estimate([fmean(group.rewards) for group in groups if group.rewards])
+    by_task: dict[str, list[float]] = {}
+    for member in members:
+        if member.reward is not None:
+            by_task.setdefault(member.group_id, []).append(member.reward)
+    rewards = [reward for of_task in by_task.values() for reward in of_task]
+    interval = estimate([fmean(of_task) for of_task in by_task.values()])
     bounds = (None, None) if interval is None else (interval.low, interval.high)
     failures = Counter(member.failure for member in members if not member.ok)
     return {

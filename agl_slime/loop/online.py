@@ -23,6 +23,7 @@ import psutil
 
 from agl_slime import events
 from agl_slime.agent.access import LLM_RESOURCE
+from agl_slime.data.client import HealthCheck
 from agl_slime.data.results import GroupResult, MemberResult
 from agl_slime.data.source import GroupSource
 from agl_slime.engine.client.load import EngineLoads
@@ -136,12 +137,13 @@ class OnlineRLLoop:
         self._plan = RunnerPlan.parse(runners) if isinstance(runners, str) else runners
         self._check_alive = check_alive
         self._auto_concurrency = AutoConcurrency(engine_loads)
+        self._health = HealthCheck(self._raise_if_dead)
         self._schedule = Schedule(
             store,
             self.data_source,
             self.settings,
             start=self._state,
-            raise_if_dead=self._raise_if_dead,
+            health=self._health,
             wake=self._wake,
         )
         self._failures = Failures(self.settings, worked=any(mean is not None for mean in self._reward_means))
@@ -291,7 +293,7 @@ class OnlineRLLoop:
                     return groups
                 text = f"{self._failures.why}; trying again in {pause_s:.0f} s"
                 self._emit(events.Warning(text=text, key=f"all_failed:{iteration}:{len(groups)}"))
-                await self._schedule.await_with_health_check(asyncio.ensure_future(asyncio.sleep(pause_s)))
+                await self._health.wait(asyncio.sleep(pause_s))
                 self._schedule.reject()
         finally:
             if groups:
@@ -342,7 +344,7 @@ class OnlineRLLoop:
     async def _step(self, name: str, work: Awaitable[Any], iteration: int) -> Any:
         """The result of a user's function; an error names the function as ``name``."""
         try:
-            return await self._schedule.await_with_health_check(asyncio.ensure_future(work))
+            return await self._health.wait(work)
         except AglSlimeError:
             raise
         except Exception as error:

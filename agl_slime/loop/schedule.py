@@ -10,28 +10,30 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Literal
 
-from agl_slime.data.results import GroupResult
+from agl_slime.data.client import HealthCheck, TaskGroup, enqueue_groups, enqueue_requests, run_rollouts
+from agl_slime.data.results import GroupResult, MemberResult
 from agl_slime.data.source import GroupSource
 from agl_slime.errors import ConfigError, LoopError
 from agl_slime.loop.admission import Admission
 from agl_slime.loop.settings import LoopSettings, LoopState
-from agl_slime.loop.tasks import TaskCursor, TaskGroup, enqueue_requests
-from agl_slime.support.agl import LightningStore
+from agl_slime.loop.tasks import TaskCursor
+from agl_slime.support.agl import LightningStore, Rollout
 from agl_slime.support.threads import run_user_code
 
 logger = logging.getLogger(__name__)
 
-_HEALTH_CHECK_INTERVAL_S = 1.0
 # At the end of a run Ctrl-C must not wait for a store that does not answer.
 _CANCEL_TIMEOUT_S = 1.0
+_RUN_ENDED = "run_ended"
 
 
 class Schedule:
     """Keeps as many groups in flight as ``Admission`` allows, and forms batches of finished groups: ``collect`` waits
-    for the next batch, ``advance`` admits more groups. ``raise_if_dead`` is called about once a second during waits,
-    ``wake`` after rollouts were enqueued."""
+    for the next batch, ``advance`` admits more groups. ``health`` is checked during waits, ``wake`` is called after
+    rollouts were enqueued."""
 
     def __init__(
         self,
@@ -40,12 +42,11 @@ class Schedule:
         settings: LoopSettings,
         *,
         start: LoopState,
-        raise_if_dead: Callable[[], None],
+        health: HealthCheck,
         wake: Callable[[], None],
     ) -> None:
         self._store, self._data_source, self._settings = store, data_source, settings
-        self._raise_if_dead, self._wake = raise_if_dead, wake
-        self._last_check = float("-inf")
+        self._health, self._wake = health, wake
         self.resources_id: str | None = None  # of new rollouts
         self.metadata: dict[str, Any] = {}  # of new rollouts
         self._ahead = settings.max_staleness > 0
@@ -56,8 +57,6 @@ class Schedule:
             last_step=settings.num_iterations,
         )
         self._restored = dict(start.admitted)  # admission steps from before the restart
-        self._waiting: dict[str, TaskCursor] = {}  # groups that have not been finalized
-        self._validated: asyncio.Queue[GroupResult] = asyncio.Queue()
         self._ended: dict[int, GroupResult] = {}
         self._numbers: dict[str, int] = {}  # of groups in flight
         self._dropped: list[int] = []  # dropped groups that have not been replaced
@@ -87,13 +86,9 @@ class Schedule:
 
     def finalized(self, group: GroupResult) -> None:
         """Callback of the data source for each finalized group."""
-        if (tasks := self._waiting.pop(group.group_id, None)) is None:
+        if self._tasks is None or (number := self._numbers.pop(group.group_id, None)) is None:
             return
-        tasks.done(group.group_id)
-        if group.mode != "train":
-            self._validated.put_nowait(group)
-            return
-        number = self._numbers.pop(group.group_id)
+        self._tasks.done(group.group_id)
         self._admission.end(number)
         self._ended[number] = group
         self._any_succeeded = self._any_succeeded or bool(group.succeeded)
@@ -111,12 +106,12 @@ class Schedule:
         self._fill()
         if not began and self._filling is not None:
             # interrupted groups of a resumed run are older than its ready ones: admit them first
-            await self.await_with_health_check(self._filling)
+            await self._health.wait(self._filling)
         while (batch := self._admission.take()) is None:
             if self._filling is not None and self._filling.done():
                 self._filling.result()  # raises an error of the store or the tasks
             self._changed.clear()
-            await self.await_with_health_check(asyncio.ensure_future(self._changed.wait()))
+            await self._health.wait(self._changed.wait())
         groups = [self._ended.pop(number) for number in batch]
         ages = zip(groups, self._admission.batch.items(), strict=True)
         self._taken = {str(number): at for group, (number, at) in ages if group.ready}
@@ -150,26 +145,16 @@ class Schedule:
         """``LoopState.admitted`` for a checkpoint, including the current batch until it is trained on."""
         return {**self._admission.state(), **self._taken}
 
-    async def validate(self, tasks: TaskCursor, n: int, *, resources_id: str | None = None) -> list[GroupResult]:
+    async def validate(self, tasks: TaskCursor, n: int, *, resources_id: str | None = None) -> list[MemberResult]:
         """Results of one rollout for each of ``n`` validation tasks, never trained on; ``resources_id`` replaces the
         resources of training."""
-        await self._enqueue(tasks, n, size=1, mode="val", resources_id=resources_id)
-        return [await self.await_with_health_check(asyncio.ensure_future(self._validated.get())) for _ in range(n)]
-
-    async def await_with_health_check(self, future: asyncio.Future[Any]) -> Any:
-        """The result of ``future``, which is cancelled when a dependency of the run dies meanwhile."""
-        future.add_done_callback(lambda ended: ended.cancelled() or ended.exception())  # marks errors as retrieved
-        try:
-            while True:
-                # not only in idle seconds: rollouts of a dead engine keep failing for a while
-                if (now := time.monotonic()) - self._last_check >= _HEALTH_CHECK_INTERVAL_S:
-                    self._last_check = now
-                    self._raise_if_dead()
-                done, _ = await asyncio.wait({future}, timeout=_HEALTH_CHECK_INTERVAL_S)
-                if done:
-                    return future.result()
-        finally:
-            future.cancel()
+        groups = await self._draw(tasks, n)
+        enqueue = partial(self._enqueue, size=1, mode="val", resources_id=resources_id)
+        how: dict[str, Any] = {"health": self._health, "cancel_reason": _RUN_ENDED}
+        members = [member async for member in run_rollouts(self._data_source, groups, enqueue, **how)]
+        for group in groups:
+            tasks.done(group.group_id)
+        return members
 
     async def cancel_outstanding(self) -> None:
         """Cancel unfinished rollouts at the end of a run, in the ledger and in the store. Their groups are abandoned
@@ -182,7 +167,7 @@ class Schedule:
         outstanding = self._data_source.ledger.open_ids()
         if not outstanding:
             return
-        self._data_source.abandon(outstanding, group_ids=self._waiting, reason="run_ended")
+        self._data_source.abandon(outstanding, group_ids=self._numbers, reason=_RUN_ENDED)
         cancelling = asyncio.gather(
             *(self._store.update_rollout(name, status="cancelled") for name in outstanding), return_exceptions=True
         )
@@ -202,28 +187,32 @@ class Schedule:
 
     async def _enqueue_free(self) -> None:
         assert self._tasks is not None
+        size = self._settings.n_samples_per_prompt
         while (n := self._admission.free) > 0:
-            await self._enqueue(self._tasks, n, size=self._settings.n_samples_per_prompt, mode="train")
+            groups = await self._draw(self._tasks, n)
+            self._admit(groups)
+            enqueue = partial(self._enqueue, size=size, mode="train")
+            await enqueue_groups(self._data_source, groups, enqueue, size=size, mode="train")
+
+    async def _draw(self, tasks: TaskCursor, n: int) -> list[TaskGroup]:
+        async with self._drawing:
+            return await run_user_code(tasks.take, n)
 
     async def _enqueue(
-        self, tasks: TaskCursor, n: int, *, size: int, mode: Literal["train", "val"], resources_id: str | None = None
-    ) -> None:
-        async with self._drawing:
-            groups = await run_user_code(tasks.take, n)
-        if mode == "train":
-            self._admit(groups)
-        for group in groups:  # before enqueueing: a rollout may end before that call returns
-            self._waiting[group.group_id] = tasks
-            self._data_source.expect(group.group_id, size=size, mode=mode)
+        self,
+        groups: Sequence[TaskGroup],
+        *,
+        size: int,
+        mode: Literal["train", "val"],
+        resources_id: str | None = None,
+    ) -> Sequence[Rollout]:
         limits = {"timeout_s": self._settings.rollout_timeout_s, "max_attempts": self._settings.max_attempts}
         options: dict[str, Any] = {**limits, **self.metadata}
         resources_id = resources_id or self.resources_id
         requests = enqueue_requests(groups, size=size, mode=mode, resources_id=resources_id, **options)
         rollouts = await self._store.enqueue_many_rollouts(requests)
-        # not in a thread, although the ledger may write to disk (0.04 ms per rollout): a cancellation must find every
-        # enqueued rollout in the ledger
-        self._data_source.opened(rollouts)
         self._wake()
+        return rollouts
 
     def _admit(self, groups: Sequence[TaskGroup]) -> None:
         if not self._admission.in_flight:

@@ -1,5 +1,4 @@
-"""Task sources (shuffled epochs of a list, or a generator), the cursor that draws tasks, and the requests that enqueue
-them."""
+"""Task sources (shuffled epochs of a list, or a generator), and the cursor that draws tasks."""
 
 from __future__ import annotations
 
@@ -8,17 +7,13 @@ import random
 import uuid
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import count, islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import Any, Protocol
 
+from agl_slime.data.client import Task, TaskGroup
 from agl_slime.errors import ConfigError
-
-if TYPE_CHECKING:
-    from agl_slime.support.agl import EnqueueRolloutRequest
-
-Task = dict[str, Any] | str
 
 
 class TaskSource(Protocol):
@@ -55,16 +50,6 @@ class GeneratedTasks:
 
     def next_batch(self, n: int) -> list[Task]:
         return [self._make_task(self._rng) for _ in range(n)]
-
-
-@dataclass(frozen=True, slots=True)
-class TaskGroup:
-    """A drawn task with the id of its group of rollouts. ``instance_id`` is the task's number in drawing order, from
-    0."""
-
-    group_id: str
-    task: Task
-    instance_id: str | None = None
 
 
 class TaskCursor:
@@ -149,38 +134,6 @@ class TaskCursor:
         self.in_flight.update((group_id, TaskGroup(group_id, task)) for group_id, task in in_flight)
         self._again.extend(TaskGroup(uuid.uuid4().hex, task) for task in again)
         self.skip_to(drawn)
-
-
-def enqueue_requests(
-    groups: Iterable[TaskGroup],
-    *,
-    size: int,
-    mode: Literal["train", "val"],
-    resources_id: str | None,
-    timeout_s: float,
-    max_attempts: int = 1,
-    **metadata: Any,
-) -> list[EnqueueRolloutRequest]:
-    """Requests for ``size`` rollouts per group; ``metadata`` joins the group's id, size and instance."""
-    from agl_slime.support.agl import EnqueueRolloutRequest, RolloutConfig  # seconds to import; --help should not
-
-    config = RolloutConfig(
-        timeout_seconds=timeout_s,
-        max_attempts=max_attempts,
-        retry_condition=["failed", "timeout", "unresponsive"] if max_attempts > 1 else [],
-    )
-    return [
-        EnqueueRolloutRequest(
-            input=group.task,
-            mode=mode,
-            resources_id=resources_id,
-            config=config,
-            metadata={"group_id": group.group_id, "group_size": size, **metadata}
-            | ({} if group.instance_id is None else {"instance_id": group.instance_id}),
-        )
-        for group in groups
-        for _ in range(size)
-    ]
 
 
 def as_task_source(tasks: Tasks, *, seed: int = 0) -> TaskSource:

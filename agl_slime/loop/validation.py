@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 from agl_slime import events
-from agl_slime.data.results import GroupResult
+from agl_slime.data.results import MemberResult
 from agl_slime.loop.metrics import FAILED_SHARE, eval_metrics, format_failures
 from agl_slime.loop.schedule import Schedule
 from agl_slime.loop.settings import LoopSettings
@@ -95,9 +95,9 @@ class Validations:
         """Validate the current weights, on the separate engine if there is one, else ahead of the queue."""
         version = self._version()
         resources_id = None if self._sync_engine is None else await self._sync_engine(version)
-        groups = await self._schedule.validate(self._tasks, self._settings.eval_tasks, resources_id=resources_id)
+        members = await self._schedule.validate(self._tasks, self._settings.eval_tasks, resources_id=resources_id)
         self.count += 1
-        metrics = self._judged(groups, iteration)
+        metrics = self._judged(members, iteration)
         if iteration == 0:
             metrics = _rename_start_metrics(metrics)
         now = self._version() if self._sync_engine is None else version
@@ -105,11 +105,11 @@ class Validations:
             metrics[VAL_LAG] = int(now) - int(version)
         return metrics
 
-    def _judged(self, groups: Sequence[GroupResult], done: int) -> dict[str, Any]:
+    def _judged(self, members: Sequence[MemberResult], done: int) -> dict[str, Any]:
         """The metrics of a validation after ``done`` iterations; warns if many of its rollouts failed."""
-        metrics = eval_metrics(groups)
+        metrics = eval_metrics(members)
         if (failed := metrics[VAL_FAILED]) > FAILED_SHARE * metrics[VAL_COUNT]:
-            why = format_failures([member for group in groups for member in group.members])
+            why = format_failures(members)
             which = f"validation after iteration {done}" if done else "validation before the first iteration"
             text = f"{which}: {failed} of {metrics[VAL_COUNT]} rollouts failed, and its mean leaves them out: {why}"
             self._emit(events.Warning(text=text, key="validation_failed"))

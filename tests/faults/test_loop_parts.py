@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
+from agl_slime.data import client
 from agl_slime.data.results import Outcome
 from agl_slime.data.source import DataSourceSettings
 from agl_slime.errors import ConfigError, DataSourceError, LoopError, TrainerError
 from agl_slime.events import PhaseStarted
-from agl_slime.loop import schedule
 from agl_slime.store.bridge import BridgeStore
 from agl_slime.support.agl import InMemoryLightningStore
 from tests.faults.engine_faults import Stall
@@ -26,7 +26,7 @@ from tests.harness.loop import HelloAgent, LoopCase, hello_engine, threads_of_ou
 @pytest.fixture
 def looks_often(monkeypatch: pytest.MonkeyPatch) -> None:
     """The run looks for what has died four times a second."""
-    monkeypatch.setattr(schedule, "_HEALTH_CHECK_INTERVAL_S", 0.25)
+    monkeypatch.setattr(client, "_HEALTH_CHECK_INTERVAL_S", 0.25)
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
-from agl_slime.loop.tasks import TaskGroup
+from agl_slime.data.client import TaskGroup
 from agl_slime.support.agl import LLM
 from agl_slime.train.slime.args import PluginSettings
 from agl_slime.train.slime.connection import Connection

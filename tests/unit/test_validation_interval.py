@@ -2,29 +2,25 @@
 
 from __future__ import annotations
 
-from agl_slime.data.results import GroupResult, MemberResult
+from agl_slime.data.results import MemberResult
 from agl_slime.loop.metrics import eval_metrics
 from agl_slime.report.summary import sum_up, summary_rows
 from agl_slime.support.intervals import estimate
 
 
 def validation(*tasks: tuple[float | None, ...]) -> dict[str, object]:
-    groups = []
-    for task, rewards in enumerate(tasks):
-        members = [
-            MemberResult(
-                rollout_id=f"{task}-{n}",
-                group_id=str(task),
-                mode="val",
-                reward=reward,
-                failure=None if reward is not None else "x",
-            )
-            for n, reward in enumerate(rewards)
-        ]
-        groups.append(
-            GroupResult(group_id=str(task), mode="val", size=len(members), members=tuple(members), ready=True)
+    members = [
+        MemberResult(
+            rollout_id=f"{task}-{n}",
+            group_id=str(task),
+            mode="val",
+            reward=reward,
+            failure=None if reward is not None else "x",
         )
-    return eval_metrics(groups)
+        for task, rewards in enumerate(tasks)
+        for n, reward in enumerate(rewards)
+    ]
+    return eval_metrics(members)
 
 
 def test_validation_has_an_interval_of_its_rewards_without_failures() -> None:

@@ -7,26 +7,22 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import count, islice
 from pathlib import Path
 from typing import Any
 
 from agl_slime.agent.access import LLM_RESOURCE
+from agl_slime.data.client import HealthCheck, Task, TaskGroup, enqueue_requests, run_rollouts
 from agl_slime.data.results import MemberResult
 from agl_slime.data.source import GroupSource
 from agl_slime.errors import LoopError
-from agl_slime.loop.tasks import Task, TaskGroup, enqueue_requests
 from agl_slime.report.files import IterationFile, iter_jsonl
 from agl_slime.runner.base import RunnerPlan
 from agl_slime.runner.make import make_runners
 from agl_slime.store.bridge import BridgeStore
-from agl_slime.support.agl import LLM, LightningStore, LitAgent
+from agl_slime.support.agl import LLM, LitAgent, Rollout
 from agl_slime.support.threads import run_in_thread
-
-_HEALTH_CHECK_S = 1.0  # between health checks of engine, runner and source
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,62 +99,31 @@ async def take_samples(
     on_progress(k * len(tasks) - len(missing), k * len(tasks))
     if not missing:
         return
-    store, ended = BridgeStore(), asyncio.Queue[MemberResult]()
-    post = asyncio.get_running_loop().call_soon_threadsafe
-
-    def put(member: MemberResult) -> None:
-        with suppress(RuntimeError):  # a late result: the evaluation is over and its loop closed
-            post(ended.put_nowait, member)
-
-    has_tokens = sampling.tokenizer is not None
+    store, has_tokens = BridgeStore(), sampling.tokenizer is not None
     with GroupSource(
         store=store, tokenizer=sampling.tokenizer, convert_validation=has_tokens, text_only=not has_tokens
     ) as source:
-        source.listen(on_member=put, on_group=lambda group: None)
-        resources = (await store.add_resources({LLM_RESOURCE: sampling.llm})).resources_id
+        resources_id = (await store.add_resources({LLM_RESOURCE: sampling.llm})).resources_id
         runner = make_runners(sampling.runners, agent=sampling.agent, store=store)
+        health = HealthCheck(lambda: _raise_if_dead(runner, source, sampling))
+
+        async def enqueue(groups: Sequence[TaskGroup]) -> Sequence[Rollout]:
+            limits: dict[str, Any] = {"resources_id": resources_id, "timeout_s": sampling.timeout_s}
+            rollouts = await store.enqueue_many_rollouts(enqueue_requests(groups, size=1, mode="val", **limits))
+            runner.wake()
+            return rollouts
+
+        # each sample is a group of one, so that failures are independent
+        places = {f"{uuid.uuid4().hex}-{number}": pair for number, pair in enumerate(missing)}
+        groups = (TaskGroup(group_id, tasks[task]) for group_id, (task, _) in places.items())
         await run_in_thread(runner.start)
         try:
-            places = {f"{uuid.uuid4().hex}-{number}": pair for number, pair in zip(count(), missing, strict=False)}
-            left, in_flight = iter(places.items()), 0
-            while True:
-                groups = [
-                    TaskGroup(group_id, tasks[task])
-                    for group_id, (task, _) in islice(left, sampling.max_in_flight - in_flight)
-                ]
-                await _enqueue(store, source, groups, resources=resources, timeout_s=sampling.timeout_s)
-                runner.wake()
-                in_flight += len(groups)
-                if not in_flight:
-                    return
-                for member in await _ended(ended, lambda: _raise_if_dead(runner, source, sampling)):
-                    into.add(*places[member.group_id], member)
-                    in_flight -= 1
-                    on_progress(len(into.lines), k * len(tasks))
+            limit = sampling.max_in_flight
+            async for member in run_rollouts(source, groups, enqueue, health=health, max_in_flight=limit):
+                into.add(*places[member.group_id], member)
+                on_progress(len(into.lines), k * len(tasks))
         finally:
             await asyncio.shield(run_in_thread(runner.stop, timeout_s=3.0))
-
-
-async def _enqueue(
-    store: LightningStore, source: GroupSource, groups: Sequence[TaskGroup], *, resources: str, timeout_s: float
-) -> None:
-    """Enqueue each sample as a group of one, so that failures are independent."""
-    for group in groups:
-        source.expect(group.group_id, size=1, mode="val")
-    requests = enqueue_requests(groups, size=1, mode="val", resources_id=resources, timeout_s=timeout_s)
-    if requests:
-        source.opened(await store.enqueue_many_rollouts(requests))
-
-
-async def _ended(ended: asyncio.Queue[MemberResult], raise_if_dead: Callable[[], None]) -> Iterator[MemberResult]:
-    """Completed samples, at least one."""
-    while True:
-        try:
-            first = await asyncio.wait_for(ended.get(), _HEALTH_CHECK_S)
-        except TimeoutError:
-            raise_if_dead()
-            continue
-        return iter([first, *(ended.get_nowait() for _ in range(ended.qsize()))])
 
 
 def _raise_if_dead(runner: Any, source: GroupSource, sampling: Sampling) -> None:

@@ -13,12 +13,14 @@ from typing import Any, Literal
 
 from agl_slime.agent.access import LLM_RESOURCE, replay_of, sampling_of
 from agl_slime.agent.loading import load_agent
+from agl_slime.data.client import TaskGroup, enqueue_requests
+from agl_slime.data.ingestor import Producer
 from agl_slime.data.policy import CompleteGroup, RetryGroup, zero_variance
 from agl_slime.data.source import DataSourceSettings
 from agl_slime.engine.client.check import check_replay
 from agl_slime.engine.client.client import ClientSettings, SGLangClient
 from agl_slime.errors import ConfigError, DataSourceError, EngineError
-from agl_slime.loop.tasks import TaskCursor, TaskGroup, as_task_source, enqueue_requests, read_tasks
+from agl_slime.loop.tasks import TaskCursor, as_task_source, read_tasks
 from agl_slime.runner.base import RunnerPool
 from agl_slime.runner.make import make_runners
 from agl_slime.store.bridge import BridgeStore
@@ -48,7 +50,7 @@ class Evaluation:
     sampling: Mapping[str, Any] | None = None
 
 
-class Connection:
+class Connection(Producer):
     """A remote store, whose runners are elsewhere, or a store in this process with its runners, which ``start`` and
     ``stop``. ``tasks`` is ``None`` when another process enqueues rollouts."""
 
@@ -131,9 +133,8 @@ class Connection:
             self._runner.stop(timeout_s=3.0)
         self._scratch.close()
 
-    def forget(self) -> None:
-        """Publish the resources again before the next rollout, as the store was restarted."""
-        self._resources.clear()
+    def store_restarted(self) -> None:
+        self._resources.clear()  # published again before the next rollout
 
     async def enqueue(
         self,
@@ -199,6 +200,5 @@ class Connection:
             return None
 
     def raise_if_dead(self) -> None:
-        """Raise ``DataSourceError`` when this process's runner has ended."""
         if self._runner is not None and self._runner.failure is not None:
             raise DataSourceError(f"the runner ended: {self._runner.failure}") from self._runner.failure

@@ -7,20 +7,17 @@ does not announce its last prompt, so the data source's thread, and the runner o
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import threading
 import uuid
 from collections.abc import Mapping
-from concurrent.futures import Future
-from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal
 
-from agl_slime.data.ingestor import Producer
+from agl_slime.data.client import HealthCheck, TaskGroup, run_rollouts
 from agl_slime.data.results import MemberResult
 from agl_slime.data.source import GroupSource
-from agl_slime.errors import ConfigError, DataSourceError
-from agl_slime.loop.tasks import TaskGroup
+from agl_slime.errors import ConfigError
 from agl_slime.support.threads import run_in_thread
 from agl_slime.train.slime.args import PluginSettings
 from agl_slime.train.slime.connection import Connection
@@ -45,8 +42,7 @@ async def run_rollout(
     task = {**(sample.metadata or {}), "prompt": sample.prompt, "label": sample.label}
     sampling = {**sampling_params, **({} if evaluation else replay_sampling(args))}
     rollouts = _rollouts_for(args)
-    future = rollouts.run(task, sampling, mode="val" if evaluation else "train")
-    member = await asyncio.wrap_future(future)
+    member = await rollouts.run(task, sampling, mode="val" if evaluation else "train")
     if not member.ok:
         return _failed(sample, member)
     samples = await run_in_thread(with_train_inputs, with_tensors(member.samples), rollouts.tokenizer)
@@ -80,82 +76,31 @@ def _failed(sample: Sample, member: MemberResult) -> Sample:
     return result
 
 
-@dataclass(frozen=True, slots=True)
-class _Run:
-    group: TaskGroup
-    sampling: Mapping[str, Any]
-    mode: Literal["train", "val"]
-    result: Future[MemberResult] = field(default_factory=Future)
-    enqueued: list[str] = field(default_factory=list)
-
-
-class SingleRollouts(Producer):
-    """Runs single rollouts, each with a future for its result, for any thread, until ``stop``."""
+class SingleRollouts:
+    """Runs single rollouts, from any event loop, until ``stop``."""
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
-        self._runs: dict[str, _Run] = {}  # by group id
         self.tokenizer = tokenizer = connection.tokenizer()
-        self.source = GroupSource(store=connection.store, tokenizer=tokenizer, convert_validation=True, producer=self)
-        self.source.listen(on_member=self._ended)
-        self.source.follower.begin()
+        self._source = GroupSource(
+            store=connection.store, tokenizer=tokenizer, convert_validation=True, producer=connection
+        )
+        self._source.follower.begin()
         connection.start()
 
-    def run(
-        self, task: dict[str, Any], sampling_params: Mapping[str, Any], *, mode: Literal["train", "val"]
-    ) -> Future[MemberResult]:
-        """Enqueue one rollout; returns a future of its result. Cancelling the future cancels the rollout in the
-        store."""
-        run = _Run(TaskGroup(uuid.uuid4().hex, task), dict(sampling_params), mode)
-        run.result.add_done_callback(lambda result: self._give_up(run) if result.cancelled() else None)
-        with self.source.changed:
-            self.source.raise_if_dead()
-            self._runs[run.group.group_id] = run
-        self.source.follower.submit(self._enqueue, run)
-        return run.result
+    async def run(
+        self, task: dict[str, Any], sampling: Mapping[str, Any], *, mode: Literal["train", "val"]
+    ) -> MemberResult:
+        """The result of one rollout, which a cancellation cancels in the store."""
+        enqueue = partial(self._connection.enqueue, size=1, mode=mode, sampling=sampling)
+        group, health = TaskGroup(uuid.uuid4().hex, task), HealthCheck(self._source.raise_if_dead)
+        [member] = [member async for member in run_rollouts(self._source, [group], enqueue, health=health)]
+        return member
 
     def stop(self, timeout_s: float = 5.0) -> None:
-        """End this process's runner and the thread; pending futures raise ``DataSourceError``. Safe to call twice."""
+        """End this process's runner and the thread; pending calls raise ``DataSourceError``. Safe to call twice."""
         self._connection.stop()
-        self.source.stop(timeout_s)
-        self._fail_pending("the rollouts of this process were stopped")
-
-    async def _enqueue(self, run: _Run) -> None:
-        self.source.expect(run.group.group_id, size=1, mode="single")  # a mode that is never delivered for training
-        enqueue = self._connection.enqueue
-        rollouts = await self.source.follower.with_retries(
-            lambda: enqueue([run.group], size=1, mode=run.mode, sampling=run.sampling)
-        )
-        self.source.opened(rollouts)
-        run.enqueued.extend(rollout.rollout_id for rollout in rollouts)
-        if run.result.cancelled():
-            self._give_up(run)
-
-    def _give_up(self, run: _Run) -> None:
-        """Cancel a rollout whose future was cancelled; if it is not in the store yet, ``_enqueue`` calls this again."""
-        if run.enqueued and self._runs.pop(run.group.group_id, None) is not None:
-            self.source.abandon(run.enqueued, group_ids=[run.group.group_id], reason="aborted")
-            self.source.follower.submit(self.source.ingestor.cancel, run.enqueued)
-
-    def _ended(self, member: MemberResult) -> None:
-        run = self._runs.pop(member.group_id, None)
-        if run is not None and not run.result.done() and run.result.set_running_or_notify_cancel():
-            run.result.set_result(member)
-
-    def store_restarted(self) -> None:
-        self._connection.forget()
-        for run in self._runs.values():
-            self.source.follower.submit(self._enqueue, run)
-
-    def failed(self, error: BaseException) -> None:
-        self._fail_pending(f"the rollout's result cannot be read: {error}")
-
-    def _fail_pending(self, reason: str) -> None:
-        with self.source.changed:
-            runs, self._runs = self._runs, {}
-        for run in runs.values():
-            if not run.result.done():
-                run.result.set_exception(DataSourceError(reason))
+        self._source.stop(timeout_s)
 
 
 _rollouts: dict[str, SingleRollouts] = {}  # by settings

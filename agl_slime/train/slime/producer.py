@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-import time
-from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
+from agl_slime.data.client import HealthCheck, enqueue_groups, run_rollouts
 from agl_slime.data.ingestor import Producer
-from agl_slime.data.results import GroupResult
+from agl_slime.data.results import GroupResult, MemberResult
 from agl_slime.data.source import GroupSource, format_outcomes
 from agl_slime.errors import DataSourceError
-from agl_slime.loop.tasks import TaskGroup
 from agl_slime.store.bridge import FINISHED
 from agl_slime.support.agl import Rollout
-from agl_slime.support.threads import run_blocking
-from agl_slime.train.slime.connection import Connection
+from agl_slime.support.threads import run_blocking, run_user_code
+from agl_slime.train.slime.connection import Connection, Evaluation
 from agl_slime.train.slime.staleness import StalenessController
 from agl_slime.train.slime.states import eval_data
 
@@ -36,7 +35,6 @@ class TaskProducer(Producer):
         self._dropped_in_a_row = 0
         self._topping_up = asyncio.Lock()
         self._reconciling = False
-        self._evaluated: dict[str, GroupResult] = {}
 
     # -- requests by slime --------------------------------------------------------------------------------------------
 
@@ -81,36 +79,34 @@ class TaskProducer(Producer):
         if not self._evals:
             what = "set agl_eval_tasks (AGL_SLIME_EVAL_TASKS) or --eval-prompt-data"
             raise DataSourceError(f"there are no evaluation tasks: {what}")
-        source = self.source
-        source.follower.begin()
-        timeout_s = source.settings.get_timeout_s
-        deadline = time.monotonic() + timeout_s
-        with source.changed:
-            names: dict[str, list[str]] = {}
-            for one in self._evals:
-                groups = one.cursor.take(one.rollouts)
-                names[one.name] = [group.group_id for group in groups]
-                source.follower.submit(self._enqueue, groups, 1, "val", one.sampling)
-            all_ids = {group_id for group_ids in names.values() for group_id in group_ids}
-            while not self._evaluated.keys() >= all_ids:
-                source.raise_if_dead()
-                if time.monotonic() > deadline:
-                    raise DataSourceError(f"evaluation {rollout_id} did not end within {timeout_s:g} s")
-                source.changed.wait(1.0)
-            members = {
-                name: [member for group_id in group_ids for member in self._evaluated.pop(group_id).succeeded]
-                for name, group_ids in names.items()
-            }
+        self.source.follower.begin()
+        members = run_blocking(self._evaluate(rollout_id))
         if not any(members.values()):
-            ends = format_outcomes(source.ledger.counts().reasons)
-            raise DataSourceError(f"all {len(all_ids)} rollouts of evaluation {rollout_id} failed: {ends}")
+            ends = format_outcomes(self.source.ledger.counts().reasons)
+            total = sum(one.rollouts for one in self._evals)
+            raise DataSourceError(f"all {total} rollouts of evaluation {rollout_id} failed: {ends}")
         return {name: eval_data(ended) for name, ended in members.items() if ended}  # slime divides by their number
+
+    async def _evaluate(self, rollout_id: int) -> dict[str, list[MemberResult]]:
+        timeout_s = self.source.settings.get_timeout_s
+        try:
+            async with asyncio.timeout(timeout_s):
+                ends = await asyncio.gather(*map(self._evaluate_set, self._evals))
+        except TimeoutError as error:
+            raise DataSourceError(f"evaluation {rollout_id} did not end within {timeout_s:g} s") from error
+        return {one.name: members for one, members in zip(self._evals, ends, strict=True)}
+
+    async def _evaluate_set(self, one: Evaluation) -> list[MemberResult]:
+        """The successful rollouts of a data set, in the order of its tasks."""
+        groups = await run_user_code(one.cursor.take, one.rollouts)
+        enqueue = partial(self._connection.enqueue, size=1, mode="val", sampling=one.sampling)
+        health = HealthCheck(self.source.raise_if_dead)
+        ends = {end.group_id: end async for end in run_rollouts(self.source, groups, enqueue, health=health)}
+        return [end for group in groups if one.cursor.done(group.group_id) and (end := ends[group.group_id]).ok]
 
     # -- callbacks of the source --------------------------------------------------------------------------------------
 
     def finalized(self, group: GroupResult) -> None:
-        if any(one.cursor.done(group.group_id) for one in self._evals):
-            self._evaluated[group.group_id] = group
         if self._cursor is None or not self._cursor.done(group.group_id):
             return
         if self._staleness is not None:
@@ -130,9 +126,7 @@ class TaskProducer(Producer):
             self.source.follower.submit(self._top_up)
 
     def store_restarted(self) -> None:
-        self._connection.forget()
-        for one in self._evals:
-            self.source.follower.submit(self._enqueue, list(one.cursor.in_flight.values()), 1, "val", one.sampling)
+        self._connection.store_restarted()
         if self._cursor is not None:
             self._cursor.repeat()
         if self._staleness is not None:
@@ -208,15 +202,9 @@ class TaskProducer(Producer):
                 groups = self._cursor.take(missing)
                 if self._staleness is not None:
                     self._staleness.admit(group.group_id for group in groups)
-            await self._enqueue(groups, self.source.n_samples_per_prompt, "train")
-
-    async def _enqueue(self, groups: Sequence[TaskGroup], size: int, mode: Any, sampling: Any = None) -> None:
-        for group in groups:
-            self.source.expect(group.group_id, size=size, mode=mode)
-        enqueue = self._connection.enqueue
-        self.source.opened(
-            await self.source.follower.with_retries(lambda: enqueue(groups, size=size, mode=mode, sampling=sampling))
-        )
+            size = self.source.n_samples_per_prompt
+            enqueue = partial(self._connection.enqueue, size=size, mode="train")
+            await enqueue_groups(self.source, groups, enqueue, size=size, mode="train")
 
     def _missing(self) -> int:
         if self._cursor is None or self._reconciling:
