@@ -10,8 +10,10 @@ import hashlib
 import json
 import os
 import subprocess
-from collections.abc import Iterable, Mapping, Sequence
+import tempfile
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -30,16 +32,7 @@ _MOST_OF_ENDLESS = 1000
 _POLL_S = 0.1  # each poll is a request to the run
 _ERROR_LINES = 6
 _NO_VERIFIERS = 3  # the worker's exit code
-# Loads this package into another Python, without the other packages beside it.
-_BOOT = """
-import importlib.util, runpy, sys
-home = sys.argv[1]
-spec = importlib.util.spec_from_file_location("agl_slime", home + "/__init__.py", submodule_search_locations=[home])
-sys.modules["agl_slime"] = module = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(module)
-del sys.argv[1]
-runpy.run_module("agl_slime.environments.worker", run_name="__main__")
-"""
+_WORKER = "agl_slime.environments.worker"
 
 Task = dict[str, Any]
 
@@ -129,7 +122,8 @@ class Environment:
             spec["traces"] = str(log.resolve().parent / "environment")
         command = WorkerCommand(
             name="the environment's worker",
-            argv=tuple(_command(self.settings, "work", spec)),
+            argv=_command(self.settings, "work", spec),
+            env=_variables(),
             count=self.settings.workers,
         )
         return ControllerSettings(
@@ -251,16 +245,35 @@ def _split(
     return kept, val_tasks, len(val_tasks), f", and {len(val_tasks)} held out for validations by the seed"
 
 
-def _command(settings: EnvironmentSettings, command: str, spec: Mapping[str, Any]) -> Iterable[str]:
-    home = str(Path(agl_slime.__file__).parent)
-    return str(settings.python), "-P", "-c", _BOOT, home, command, "--spec", json.dumps(spec)
+def _command(settings: EnvironmentSettings, command: str, spec: Mapping[str, Any]) -> tuple[str, ...]:
+    return str(settings.python), "-P", "-m", _WORKER, command, "--spec", json.dumps(spec)
+
+
+def _variables() -> dict[str, str]:
+    """The variables with which another Python finds this package, in this version, whatever is installed there."""
+    others = os.environ.get("PYTHONPATH")
+    return {"PYTHONPATH": os.pathsep.join([_package_alone().name, *([others] if others else [])])}
+
+
+@cache
+def _package_alone() -> tempfile.TemporaryDirectory[str]:
+    """A directory that holds this package alone: the one that it is in would bring this Python's other packages along.
+    It lives as long as this process."""
+    directory = tempfile.TemporaryDirectory(prefix="agl-slime-")
+    Path(directory.name, "agl_slime").symlink_to(Path(agl_slime.__file__).resolve().parent)
+    return directory
 
 
 def _describe(settings: EnvironmentSettings, spec: Mapping[str, Any]) -> Any:
     named = f"--env-python ({PYTHON_VARIABLE}) {settings.python}"
     try:
         asked = subprocess.run(
-            [*_command(settings, "describe", spec)], capture_output=True, text=True, timeout=_DESCRIBE_S, check=False
+            _command(settings, "describe", spec),
+            env={**os.environ, **_variables()},
+            capture_output=True,
+            text=True,
+            timeout=_DESCRIBE_S,
+            check=False,
         )
     except OSError as error:
         raise ConfigError(f"{named}: it does not run as a Python ({error}); {_FIX}") from None

@@ -47,7 +47,7 @@ class ControllerProcess(ChildProcess):
             name=worker.name if worker is not None else "the controller",
             model_path=settings.agent or "",
             start_timeout_s=60.0,
-            env={**os.environ, "AGL_KEY": settings.key or ""},
+            env={**os.environ, **(worker.env if worker is not None else {}), "AGL_KEY": settings.key or ""},
             log=settings.log,
         )
 
