@@ -20,19 +20,18 @@ from contextlib import closing, suppress
 from http.client import HTTPConnection, HTTPException
 from pathlib import Path
 
-from agl_slime.engine.process import ChildProcess
 from agl_slime.errors import ConfigError
+from agl_slime.support.child import ServerChild, wait_beside_parent
 from agl_slime.support.threads import usable_cores
 
 SGLANG_PYTHON = "AGL_SLIME_SGLANG_PYTHON"
 _CPU_SCRIPT = Path(__file__).parent / "sglang_cpu" / "serve.sh"
 _SMALL_BYTES = 40_000_000  # of weights: where the embedded engine takes one thread, too, at 10 M parameters
-_POLL_S = 0.25
 _VERSION = "from importlib.metadata import version; print(version('sglang'))"
 _HAS_GPU = "import torch; print(torch.cuda.is_available())"
 
 
-class SGLangProcess(ChildProcess):
+class SGLangProcess(ServerChild):
     """Serves ``model_path`` with the SGLang of ``python`` (see ``find_sglang``): in float32 with the flags that a CPU
     needs where its torch finds no GPU, else as SGLang does by itself. ``flags`` are further flags of SGLang. Its output
     is appended to ``log``, if given."""
@@ -52,7 +51,7 @@ class SGLangProcess(ChildProcess):
         command += [str(part) for name, value in options.items() for part in (f"--{name}", value)]
         command += ["--", *flags]
         super().__init__(
-            command, name="SGLang", model_path=model_path, start_timeout_s=start_timeout_s, env=os.environ, log=log
+            command, name="SGLang", served=str(model_path), start_timeout_s=start_timeout_s, env=os.environ, log=log
         )
 
 
@@ -114,14 +113,16 @@ def main() -> int:
 def _watch(server: subprocess.Popen[bytes], port: int, parent_pid: int, serving: str) -> int:
     """Print the ready line once the server answers, end the server with the parent, and return when it has ended."""
     ready = False
-    while server.poll() is None:
-        if os.getppid() != parent_pid:
-            os.killpg(os.getpgrp(), signal.SIGKILL)  # the parent was killed: server, its workers and this process
+
+    def look() -> None:
+        nonlocal ready
         if not ready and (ready := _healthy(port)):
             print(json.dumps({"url": f"http://127.0.0.1:{port}", "serving": serving}), flush=True)
-        with suppress(subprocess.TimeoutExpired):
-            server.wait(_POLL_S)
-    return server.returncode if server.returncode > 0 else 1
+
+    code = wait_beside_parent(server, parent_pid, look)
+    if code is None:
+        os.killpg(os.getpgrp(), signal.SIGKILL)  # the parent was killed: server, its workers and this process
+    return code if code is not None and code > 0 else 1
 
 
 def _free_port() -> int:

@@ -20,11 +20,10 @@ from pathlib import Path
 
 import psutil
 
-from agl_slime.engine.process import ChildProcess
 from agl_slime.errors import ConfigError
 from agl_slime.gateway.agl1.settings import PYTHON_VARIABLE, ControllerSettings
+from agl_slime.support.child import ServerChild, wait_beside_parent
 
-_POLL_S = 0.25
 _END_TIMEOUT_S = 2.0
 _VERSION = "from importlib.metadata import version; print(version('agentlightning'))"
 _EVENT_URL = "AGL_EVENT_URL"  # in the environment of each agent
@@ -33,7 +32,7 @@ KEY_REFERENCE = "${oc.env:AGL_KEY}"
 _PR_SET_PDEATHSIG = 1  # from linux/prctl.h
 
 
-class ControllerProcess(ChildProcess):
+class ControllerProcess(ServerChild):
     """``agl-controller`` with its local runner, or the settings' worker command, for the server at ``url``."""
 
     def __init__(self, settings: ControllerSettings, *, url: str) -> None:
@@ -45,7 +44,7 @@ class ControllerProcess(ChildProcess):
         super().__init__(
             command,
             name=worker.name if worker is not None else "the controller",
-            model_path=settings.agent or "",
+            served=settings.agent or "",
             start_timeout_s=60.0,
             env={**os.environ, **(worker.env if worker is not None else {}), "AGL_KEY": settings.key or ""},
             log=settings.log,
@@ -116,10 +115,7 @@ def main() -> int:
         signal.signal(number, lambda *_: controller.terminate())
     print(json.dumps({"url": args.url, "serving": f"rollouts of {args.url}"}), flush=True)
     try:
-        while controller.poll() is None and os.getppid() == args.parent_pid:
-            with suppress(subprocess.TimeoutExpired):
-                controller.wait(_POLL_S)
-        return controller.returncode or 0
+        return wait_beside_parent(controller, args.parent_pid) or 0
     finally:
         controller.kill()
         controller.wait()
