@@ -102,8 +102,7 @@ class GeneratorRun:
         self._ended_as: str | None = None
         self._supervisor = Supervisor(
             launch=self._start,
-            wait=self._wait_for_end,
-            ended=self._has_ended,
+            follow=self._follow,
             lost=lambda _: on_end(self._ended_as or self._state, self._error),
             kill=Child.stop,
             restarts=restarts,
@@ -153,22 +152,20 @@ class GeneratorRun:
         logger.info("The generator %s runs as process %d.", self._path.name, child.pid)
         return str(child.pid), child
 
-    def _wait_for_end(self, child: Child) -> str:
-        while (code := child.wait(max(0.05, self._stall_s - self.silent_s) if self._stall_s else None)) is None:
-            if self.silent_s >= self._stall_s:
-                child.stop(0.0)
-                return f"no request for {self._stall_s:g} s"
-        return "" if code == 0 else f"exit code {code}; the end of {self._log_path}:\n{child.last_words()}"
-
-    def _has_ended(self, name: str, child: Child, error: str) -> bool:
-        child.stop()  # with what it has started
-        if self._ended_as or not error:
+    def _follow(self, name: str, child: Child) -> str:
+        stalled, code = False, None
+        while code is None and not stalled:
+            code = child.wait(max(0.05, self._stall_s - self.silent_s) if self._stall_s else None)
+            stalled = code is None and self.silent_s >= self._stall_s
+        words = child.last_words()
+        child.stop(0.0 if stalled else _GRACE_S)  # with what it has started
+        if self._ended_as or code == 0:
             self._state, self._error = "finished", ""
-            return False
-        self._state = "failed" if error.startswith("exit code") else "stalled"
-        self._error = error
-        logger.error("The generator %s %s: %s", self._path.name, self._state, error)
-        return True
+            return ""
+        ended = f"exit code {code}; the end of {self._log_path}:\n{words}"
+        self._state, self._error = ("stalled", f"no request for {self._stall_s:g} s") if stalled else ("failed", ended)
+        logger.error("The generator %s %s: %s", self._path.name, self._state, self._error)
+        return self._error
 
 
 def _main() -> None:

@@ -22,12 +22,12 @@ from pathlib import Path
 
 from agl_slime.errors import ConfigError
 from agl_slime.support.child import ServerChild, wait_beside_parent
+from agl_slime.support.other_python import installed_version, without_pythonpath
 from agl_slime.support.threads import usable_cores
 
 SGLANG_PYTHON = "AGL_SLIME_SGLANG_PYTHON"
 _CPU_SCRIPT = Path(__file__).parent / "sglang_cpu" / "serve.sh"
 _SMALL_BYTES = 40_000_000  # of weights: where the embedded engine takes one thread, too, at 10 M parameters
-_VERSION = "from importlib.metadata import version; print(version('sglang'))"
 _HAS_GPU = "import torch; print(torch.cuda.is_available())"
 
 
@@ -63,18 +63,8 @@ def find_sglang(python: str | os.PathLike[str] | None) -> str:
     fix = "for a CPU, `bash scripts/sglang_cpu.sh DIR` makes one: DIR/bin/python"
     if not candidate:
         raise ConfigError(f"--engine sglang: give --sglang-python or {SGLANG_PYTHON} a Python that has SGLang; {fix}")
-    try:
-        subprocess.run([candidate, "-c", _VERSION], env=_environment(), capture_output=True, timeout=60, check=True)
-    except subprocess.CalledProcessError:
-        raise ConfigError(f"{named} {candidate}: this Python has no SGLang; {fix}") from None
-    except (OSError, subprocess.TimeoutExpired) as error:
-        raise ConfigError(f"{named} {candidate}: it cannot be run as a Python ({error}); {fix}") from None
+    installed_version(candidate, "sglang", setting=named, fix=fix, env=without_pythonpath())
     return candidate
-
-
-def _environment() -> dict[str, str]:
-    """The environment without this process's PYTHONPATH."""
-    return {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
 
 
 def main() -> int:
@@ -85,7 +75,7 @@ def main() -> int:
     parser.add_argument("--parent-pid", type=int, required=True)
     parser.add_argument("flags", nargs="*")
     args = parser.parse_args()
-    env, port = _environment(), _free_port()
+    env, port = without_pythonpath(), _free_port()
     asked = subprocess.run([args.python, "-c", _HAS_GPU], env=env, stdout=subprocess.PIPE, text=True, check=False)
     if asked.returncode != 0:
         return asked.returncode  # the child has printed the reason

@@ -23,10 +23,12 @@ from agl_slime.gateway.agl1.settings import KEY_VARIABLE, ControllerSettings, Wo
 from agl_slime.gateway.settings import GatewaySettings
 from agl_slime.runner.base import RunnerPlan, RunnerSettings
 from agl_slime.support.files import write_file
+from agl_slime.support.other_python import installed_version
 
 PYTHON_VARIABLE = "AGL_ENV_PYTHON"
 """The environment variable with the path of a Python that has verifiers."""
 _FIX = "make one with `bash scripts/verifiers_env.sh DIR`: DIR/bin/python"
+_SETTING = f"--env-python ({PYTHON_VARIABLE})"
 _DESCRIBE_S = 300.0
 _MOST_OF_ENDLESS = 1000
 _POLL_S = 0.1  # each poll is a request to the run
@@ -67,7 +69,7 @@ class EnvironmentSettings:
         """Settings whose ``python`` defaults to AGL_ENV_PYTHON. Raises ``ConfigError``."""
         named = python or os.environ.get(PYTHON_VARIABLE)
         if not named:
-            raise ConfigError(f"--env {name}: needs --env-python ({PYTHON_VARIABLE}), a Python with verifiers; {_FIX}")
+            raise ConfigError(f"--env {name}: needs {_SETTING}, a Python with verifiers; {_FIX}")
         return cls(name=name, python=Path(named), **others)
 
     @property
@@ -139,12 +141,7 @@ class Environment:
 
 def check_python(python: Path) -> str:
     """The version of verifiers in ``python``. Raises ``ConfigError`` without one."""
-    program = "from importlib.metadata import version; print(version('verifiers'))"
-    try:
-        asked = subprocess.run([str(python), "-c", program], capture_output=True, text=True, timeout=60, check=True)
-    except (OSError, subprocess.SubprocessError) as error:
-        raise ConfigError(f"--env-python ({PYTHON_VARIABLE}) {python}: no verifiers in it ({error}); {_FIX}") from None
-    return asked.stdout.strip()
+    return installed_version(python, "verifiers", setting=_SETTING, fix=_FIX)
 
 
 def load_environment(
@@ -265,7 +262,7 @@ def _package_alone() -> tempfile.TemporaryDirectory[str]:
 
 
 def _describe(settings: EnvironmentSettings, spec: Mapping[str, Any]) -> Any:
-    named = f"--env-python ({PYTHON_VARIABLE}) {settings.python}"
+    named = f"{_SETTING} {settings.python}"
     try:
         asked = subprocess.run(
             _command(settings, "describe", spec),

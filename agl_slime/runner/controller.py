@@ -59,8 +59,7 @@ class ControllerPool(RunnerPool):
         self._numbers = itertools.count(1)
         self._supervisor = Supervisor(
             launch=self._new_child,
-            wait=self._wait_for_end,
-            ended=self._clean_up,
+            follow=self._follow,
             lost=self._lost,
             kill=ControllerProcess.stop,
             restarts=settings.max_restarts,
@@ -139,22 +138,19 @@ class ControllerPool(RunnerPool):
         child = ControllerProcess(self._settings, url=f"{self.url}/controller/{name}")
         return name, child.start()
 
-    def _wait_for_end(self, child: ControllerProcess) -> str:
+    def _follow(self, name: str, child: ControllerProcess) -> str:
         child.wait()
-        return child.last_words()
-
-    def _clean_up(self, name: str, child: ControllerProcess, words: str) -> bool:
+        reason = f"{child.name} has ended; its last words: {child.last_words()}"
         child.stop()
         if not self._supervisor.stopping:
             end_agents(f"{self.url}/controller/{name}")
             self.gateway.fail_rollouts_of(name)
-            logger.warning("%s has ended; its last words: %s", child.name.capitalize(), words)
-        return True
+            logger.warning("%s", reason[0].upper() + reason[1:])
+        return reason
 
-    def _lost(self, words: str) -> None:
+    def _lost(self, reason: str) -> None:
         if not self._supervisor.stopping:
-            name = self._settings.worker.name if self._settings.worker is not None else "the controller"
-            self._supervisor.fail(LoopError(f"{name} has ended; its last words: {words}"))
+            self._supervisor.fail(LoopError(reason))
 
     def _has_ended(self, rollout: Rollout) -> None:
         if rollout.status == "succeeded":
@@ -162,12 +158,12 @@ class ControllerPool(RunnerPool):
 
     def _watch(self) -> None:
         """Warn once that rollouts wait without a controller."""
-        waiting_since = time.monotonic()
+        waiting_since, warned = time.monotonic(), False
         while not self._stopping.wait(_POLL_S):
             if self.gateway.polls or not self._store.waiting(1):
                 waiting_since = time.monotonic()
-            elif time.monotonic() - waiting_since > _NO_CONTROLLER_S:
+            elif not warned and time.monotonic() - waiting_since > _NO_CONTROLLER_S:
+                warned = True
                 logger.warning(
                     "No controller has asked for a rollout in %g s; start one: %s", _NO_CONTROLLER_S, self.command
                 )
-                return

@@ -23,9 +23,9 @@ import psutil
 from agl_slime.errors import ConfigError
 from agl_slime.gateway.agl1.settings import PYTHON_VARIABLE, ControllerSettings
 from agl_slime.support.child import ServerChild, wait_beside_parent
+from agl_slime.support.other_python import installed_version
 
 _END_TIMEOUT_S = 2.0
-_VERSION = "from importlib.metadata import version; print(version('agentlightning'))"
 _EVENT_URL = "AGL_EVENT_URL"  # in the environment of each agent
 KEY_REFERENCE = "${oc.env:AGL_KEY}"
 """The key on a command line: Hydra reads it from the environment, which other users of the machine cannot see."""
@@ -68,16 +68,10 @@ def _agl_controller(settings: ControllerSettings, *, url: str) -> list[str]:
 def check_python(python: Path) -> str:
     """The version of agentlightning in ``python``. Raises ``ConfigError`` without one that has a controller."""
     fix = "make one with `python3.12 -m venv DIR && DIR/bin/pip install 'agentlightning>=1.0'`: DIR/bin/python"
-    named = f"--controller-python ({PYTHON_VARIABLE}) {python}"
-    try:
-        asked = [str(python), "-c", _VERSION]
-        version = subprocess.run(asked, capture_output=True, text=True, timeout=60, check=True).stdout.strip()
-    except subprocess.CalledProcessError:
-        raise ConfigError(f"{named}: this Python has no agentlightning; {fix}") from None
-    except (OSError, subprocess.TimeoutExpired) as error:
-        raise ConfigError(f"{named}: it does not run as a Python ({error}); {fix}") from None
+    setting = f"--controller-python ({PYTHON_VARIABLE})"
+    version = installed_version(python, "agentlightning", setting=setting, fix=fix)
     if int(version.partition(".")[0]) < 1:
-        raise ConfigError(f"{named}: its agentlightning is {version}, which has no controller; {fix}")
+        raise ConfigError(f"{setting} {python}: its agentlightning is {version}, which has no controller; {fix}")
     return version
 
 

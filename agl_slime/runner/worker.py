@@ -95,9 +95,8 @@ class WorkerPool(RunnerPool):
         restarts = self._settings.max_restarts
         self._supervisor: Supervisor[Any] = Supervisor(
             launch=self._new_worker,
-            wait=self._wait_for_end,
-            ended=self._worker_ended,
-            lost=self._worker_lost,
+            follow=self._follow,
+            lost=self._lost,
             kill=self._kill,
             restarts=3 * plan.count if restarts is None else restarts,
         )
@@ -193,18 +192,19 @@ class WorkerPool(RunnerPool):
         with self._launching:
             return name, self._launch(spec)
 
-    def _worker_ended(self, name: str, worker: Any, reason: str) -> bool:
-        """Fail a dead worker's rollouts, so that others retry them. A store in another process notices the missing
-        heartbeats instead."""
+    def _follow(self, name: str, worker: Any) -> str:
+        """Wait for a worker's end and fail its rollouts, so that others retry them. A store in another process notices
+        the missing heartbeats instead."""
+        reason = self._wait_for_end(worker)
         stopping = self._supervisor.stopping
         if isinstance(self._store, BridgeStore):
             why = "the pool was stopped" if stopping else reason
             run_blocking(self._store.fail_worker(name, reason=why, gone=True))
         if not stopping:
             logger.warning("A runner (%s) has ended: %s.", self._plan.kind, reason)
-        return True
+        return reason
 
-    def _worker_lost(self, reason: str) -> None:
+    def _lost(self, reason: str) -> None:
         if not self._supervisor.stopping and not self._supervisor.places:
             error = LoopError(f"all runners ({self._plan.kind}) have ended, the last one with {reason}")
             self._supervisor.fail(error)

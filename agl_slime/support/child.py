@@ -209,8 +209,7 @@ class Supervisor(Generic[C]):
 
     Args:
         launch: starts a child; returns its unique name and it.
-        wait: waits for a child's end; returns the reason.
-        ended: cleans up after a child; returns whether it is to be started again.
+        follow: waits for a child's end and cleans up; returns the reason, or "" if it is not to be started again.
         lost: is called when a child is not started again, with its reason.
         kill: ends a child that was started while ``stop`` was called.
         restarts: the number of restarts of all children together.
@@ -221,14 +220,13 @@ class Supervisor(Generic[C]):
         self,
         *,
         launch: Callable[[], tuple[str, C]],
-        wait: Callable[[C], str],
-        ended: Callable[[str, C, str], bool],
+        follow: Callable[[str, C], str],
         lost: Callable[[str], None],
         kill: Callable[[C], None],
         restarts: int,
         pause_s: Callable[[int], float] = lambda _: 0.0,
     ) -> None:
-        self._launch, self._wait, self._ended, self._lost, self._kill = launch, wait, ended, lost, kill
+        self._launch, self._follow, self._lost, self._kill = launch, follow, lost, kill
         self._most_restarts, self._pause_s = restarts, pause_s
         self._restarts_left = restarts
         self._threads: list[threading.Thread] = []
@@ -248,7 +246,7 @@ class Supervisor(Generic[C]):
         self.places = count
         for _ in range(count):
             child = self._new()
-            thread = threading.Thread(target=self._follow, args=child, name="agl-slime-supervisor", daemon=True)
+            thread = threading.Thread(target=self._keep, args=child, name="agl-slime-supervisor", daemon=True)
             self._threads.append(thread)
             thread.start()
 
@@ -303,18 +301,17 @@ class Supervisor(Generic[C]):
             self._kill(child)
         return name, child
 
-    def _follow(self, name: str, child: C) -> None:
+    def _keep(self, name: str, child: C) -> None:
         reason = ""
         try:
             while True:
-                reason = self._wait(child)
                 try:
-                    again = self._ended(name, child, reason)
+                    reason = self._follow(name, child)
                 finally:
                     with self._changed:
                         del self.children[name]
                         self._changed.notify_all()
-                if not again or not self._take_restart():
+                if not reason or not self._take_restart():
                     break
                 name, child = self._new()
         except Exception as error:  # whoever waits for the children's work checks ``failure``

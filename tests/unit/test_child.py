@@ -18,8 +18,6 @@ from agl_slime.support.child import Child, ServerChild, Supervisor
 from tests.harness.processes import is_running
 from tests.harness.waiting import becomes_true
 
-END = "end"
-
 
 def child_of(program: str, **options: Any) -> Child:
     return Child([sys.executable, "-c", program], name="the child", env=os.environ, **options)
@@ -65,8 +63,7 @@ class Scripted:
         self._before_launch = launch
         self.supervisor = Supervisor(
             launch=self._launch,
-            wait=lambda _: self.ends.get(timeout=10),
-            ended=self._ended,
+            follow=self._follow,
             lost=lambda reason: self.lost.put((reason, self.supervisor.places)),
             kill=self._kill,
             restarts=restarts,
@@ -78,9 +75,10 @@ class Scripted:
         self._before_launch(self.launched)
         return str(self.launched), self.launched
 
-    def _ended(self, name: str, child: int, reason: str) -> bool:
+    def _follow(self, name: str, child: int) -> str:
+        reason = self.ends.get(timeout=10)
         self.cleaned.append((name, child, reason))
-        return reason != END
+        return reason
 
     def _kill(self, child: int) -> None:
         self.killed += 1
@@ -120,8 +118,8 @@ def test_restored_restarts_are_given_again() -> None:
 
 def test_child_that_has_finished_is_not_started_again() -> None:
     with scripted(5) as children:
-        children.ends.put(END)
-        assert children.lost.get(timeout=10) == (END, 0)
+        children.ends.put("")
+        assert children.lost.get(timeout=10) == ("", 0)
         assert children.launched == 1
 
 
