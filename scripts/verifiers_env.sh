@@ -18,4 +18,5 @@ target="${1:-$here/../.venv-verifiers}"
 
 "$python" -m venv "$target"
 "$target/bin/pip" install -q "verifiers==$VERIFIERS_VERSION" "reasoning-gym==0.1.25" "textarena==0.7.4"
+"$target/bin/pip" install -q --no-deps "$here/.." # its tasksets, and workers that are started by hand
 "$target/bin/python" -c "import verifiers.v1, reasoning_gym, textarena; print('verifiers $VERIFIERS_VERSION in $target')"

@@ -25,12 +25,11 @@ from typing import Any
 from agl_slime.agent.by_file import import_file
 from agl_slime.buffer.pipeline import GroupPipeline
 from agl_slime.buffer.settings import PipelineSettings
+from agl_slime.support.child import Child, Supervisor
 from agl_slime.support.http import json_bytes, json_value
 
 logger = logging.getLogger(__name__)
 
-# Shown of a failed generator's output; its log file has all of it.
-_TAIL_BYTES = 4000
 _GRACE_S = 3.0
 _LONGEST_PAUSE_S = 60.0
 
@@ -78,7 +77,7 @@ def discover_generators(directory: Path) -> Discovery:
 
 
 class GeneratorRun:
-    """A generator's process, watched by a thread, and restarted after failures up to ``restarts`` times.
+    """A generator's process, started again after failures up to ``restarts`` times.
 
     ``payload(key)`` returns the generator's argument for each start; ``key`` identifies this run in URLs.
     ``on_end(state, error)`` is called once, from a thread, with ``finished``, ``failed``, ``stalled``, or the state
@@ -97,21 +96,24 @@ class GeneratorRun:
         restarts: int = 0,
     ) -> None:
         self.key = secrets.token_urlsafe(16)
-        self.restarts = 0
-        self.last_error = ""
         self._path, self._payload, self._log_path, self._on_end = path, payload, log_path, on_end
-        self._stall_s, self._most_restarts = stall_s, restarts
+        self._stall_s = stall_s
+        self._state, self._error = "", ""
         self._ended_as: str | None = None
-        self._stopping = threading.Event()
-        self._lock = threading.Lock()
+        self._supervisor = Supervisor(
+            launch=self._start,
+            follow=self._follow,
+            lost=lambda _: on_end(self._ended_as or self._state, self._error),
+            kill=Child.stop,
+            restarts=restarts,
+            pause_s=lambda number: min(_LONGEST_PAUSE_S, 0.25 * 4**number),
+        )
         log_path.parent.mkdir(parents=True, exist_ok=True)
-        self._start()
-        self._thread = threading.Thread(target=self._follow, name=f"generator-{self._process.pid}", daemon=True)
-        self._thread.start()
+        self._supervisor.start()
 
     @property
     def running(self) -> bool:
-        return self._thread.is_alive()
+        return self._supervisor.running
 
     @property
     def silent_s(self) -> float:
@@ -124,84 +126,46 @@ class GeneratorRun:
     def status(self, error: str) -> dict[str, Any]:
         """The run's part of ``/stats`` that its database record lacks; ``error`` is the record's."""
         silent = {"silent_s": round(self.silent_s, 3)} if self.running else {}
-        return {"restarts": self.restarts, "error": error or self.last_error, **silent}
+        return {"restarts": self._supervisor.restarts, "error": error or self._error, **silent}
 
     def stop(self, state: str) -> None:
         """End the process group, by SIGKILL after a grace period; returns when it is gone."""
-        with self._lock:
-            self._ended_as = self._ended_as or state
-            self._stopping.set()
-        for number in (signal.SIGTERM, signal.SIGKILL):
-            if self._thread.is_alive():
-                self._signal(number)
-                self._thread.join(_GRACE_S)
+        self._ended_as = self._ended_as or state
+        self._supervisor.stop()
+        for child in self._supervisor.left_after(0.0):
+            child.stop()
+        self._supervisor.join(_GRACE_S)
 
-    def _start(self) -> None:
-        with tempfile.TemporaryFile() as payload, self._log_path.open("ab") as log:
+    def _start(self) -> tuple[str, Child]:
+        with tempfile.TemporaryFile() as payload:
             payload.write(json_bytes(self._payload(self.key)))  # a file, as it may exceed a pipe's capacity
             payload.seek(0)
             self._last_request = time.monotonic()
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "agl_slime.buffer.runs", str(self._path.resolve()), str(payload.fileno())],
-                stdin=subprocess.PIPE,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                pass_fds=[payload.fileno()],
-                start_new_session=True,
+            child = Child(
+                [sys.executable, "-m", "agl_slime.buffer.runs", self._path.resolve(), str(payload.fileno())],
+                name=f"the generator {self._path.name}",
                 env={**os.environ, "PYTHONUNBUFFERED": "1"},
-            )
-        logger.info("The generator %s runs as process %d.", self._path.name, self._process.pid)
+                log=self._log_path,
+                stdin=subprocess.PIPE,
+                pass_fds=[payload.fileno()],
+            ).start()
+        logger.info("The generator %s runs as process %d.", self._path.name, child.pid)
+        return str(child.pid), child
 
-    def _follow(self) -> None:
-        while True:
-            state, error = self._outcome()
-            if state in ("failed", "stalled"):
-                logger.error("The generator %s %s: %s", self._path.name, state, error)
-                self.last_error = error
-                if self.restarts < self._most_restarts and self._start_again():
-                    continue
-            self._on_end(self._ended_as or state, error)
-            return
-
-    def _start_again(self) -> bool:
-        self.restarts += 1
-        self._stopping.wait(min(_LONGEST_PAUSE_S, 0.25 * 4**self.restarts))
-        with self._lock:
-            if self._stopping.is_set():
-                return False
-            try:
-                self._start()
-            except Exception:  # the run ends with its earlier error
-                logger.exception("The generator %s could not be restarted.", self._path.name)
-                return False
-        return True
-
-    def _outcome(self) -> tuple[str, str]:
-        """Wait for the process to end; returns the state and the error."""
-        while True:
-            try:
-                code = self._process.wait(max(0.05, self._stall_s - self.silent_s) if self._stall_s else None)
-                break
-            except subprocess.TimeoutExpired:
-                if self.silent_s >= self._stall_s:
-                    self._signal(signal.SIGKILL)
-                    self._process.wait()
-                    return "stalled", f"no request for {self._stall_s:g} s"
-        self._signal(signal.SIGKILL)  # remaining child processes of the generator
-        if self._process.stdin is not None:
-            self._process.stdin.close()
+    def _follow(self, name: str, child: Child) -> str:
+        stalled, code = False, None
+        while code is None and not stalled:
+            code = child.wait(max(0.05, self._stall_s - self.silent_s) if self._stall_s else None)
+            stalled = code is None and self.silent_s >= self._stall_s
+        words = child.last_words()
+        child.stop(0.0 if stalled else _GRACE_S)  # with what it has started
         if self._ended_as or code == 0:
-            return self._ended_as or "finished", ""
-        with self._log_path.open("rb") as log:
-            log.seek(max(0, self._log_path.stat().st_size - _TAIL_BYTES))
-            tail = log.read().decode(errors="replace").strip()
-        return "failed", f"exit code {code}; the end of {self._log_path}:\n{tail}"
-
-    def _signal(self, number: int) -> None:
-        try:
-            os.killpg(self._process.pid, number)
-        except (ProcessLookupError, PermissionError):
-            return  # already gone
+            self._state, self._error = "finished", ""
+            return ""
+        ended = f"exit code {code}; the end of {self._log_path}:\n{words}"
+        self._state, self._error = ("stalled", f"no request for {self._stall_s:g} s") if stalled else ("failed", ended)
+        logger.error("The generator %s %s: %s", self._path.name, self._state, self._error)
+        return self._error
 
 
 def _main() -> None:

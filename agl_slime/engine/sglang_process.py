@@ -20,19 +20,18 @@ from contextlib import closing, suppress
 from http.client import HTTPConnection, HTTPException
 from pathlib import Path
 
-from agl_slime.engine.process import ChildProcess
 from agl_slime.errors import ConfigError
+from agl_slime.support.child import ServerChild, wait_beside_parent
+from agl_slime.support.other_python import installed_version, without_pythonpath
 from agl_slime.support.threads import usable_cores
 
 SGLANG_PYTHON = "AGL_SLIME_SGLANG_PYTHON"
 _CPU_SCRIPT = Path(__file__).parent / "sglang_cpu" / "serve.sh"
 _SMALL_BYTES = 40_000_000  # of weights: where the embedded engine takes one thread, too, at 10 M parameters
-_POLL_S = 0.25
-_VERSION = "from importlib.metadata import version; print(version('sglang'))"
 _HAS_GPU = "import torch; print(torch.cuda.is_available())"
 
 
-class SGLangProcess(ChildProcess):
+class SGLangProcess(ServerChild):
     """Serves ``model_path`` with the SGLang of ``python`` (see ``find_sglang``): in float32 with the flags that a CPU
     needs where its torch finds no GPU, else as SGLang does by itself. ``flags`` are further flags of SGLang. Its output
     is appended to ``log``, if given."""
@@ -52,7 +51,7 @@ class SGLangProcess(ChildProcess):
         command += [str(part) for name, value in options.items() for part in (f"--{name}", value)]
         command += ["--", *flags]
         super().__init__(
-            command, name="SGLang", model_path=model_path, start_timeout_s=start_timeout_s, env=os.environ, log=log
+            command, name="SGLang", served=str(model_path), start_timeout_s=start_timeout_s, env=os.environ, log=log
         )
 
 
@@ -64,18 +63,8 @@ def find_sglang(python: str | os.PathLike[str] | None) -> str:
     fix = "for a CPU, `bash scripts/sglang_cpu.sh DIR` makes one: DIR/bin/python"
     if not candidate:
         raise ConfigError(f"--engine sglang: give --sglang-python or {SGLANG_PYTHON} a Python that has SGLang; {fix}")
-    try:
-        subprocess.run([candidate, "-c", _VERSION], env=_environment(), capture_output=True, timeout=60, check=True)
-    except subprocess.CalledProcessError:
-        raise ConfigError(f"{named} {candidate}: this Python has no SGLang; {fix}") from None
-    except (OSError, subprocess.TimeoutExpired) as error:
-        raise ConfigError(f"{named} {candidate}: it cannot be run as a Python ({error}); {fix}") from None
+    installed_version(candidate, "sglang", setting=named, fix=fix, env=without_pythonpath())
     return candidate
-
-
-def _environment() -> dict[str, str]:
-    """The environment without this process's PYTHONPATH."""
-    return {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
 
 
 def main() -> int:
@@ -86,7 +75,7 @@ def main() -> int:
     parser.add_argument("--parent-pid", type=int, required=True)
     parser.add_argument("flags", nargs="*")
     args = parser.parse_args()
-    env, port = _environment(), _free_port()
+    env, port = without_pythonpath(), _free_port()
     asked = subprocess.run([args.python, "-c", _HAS_GPU], env=env, stdout=subprocess.PIPE, text=True, check=False)
     if asked.returncode != 0:
         return asked.returncode  # the child has printed the reason
@@ -114,14 +103,16 @@ def main() -> int:
 def _watch(server: subprocess.Popen[bytes], port: int, parent_pid: int, serving: str) -> int:
     """Print the ready line once the server answers, end the server with the parent, and return when it has ended."""
     ready = False
-    while server.poll() is None:
-        if os.getppid() != parent_pid:
-            os.killpg(os.getpgrp(), signal.SIGKILL)  # the parent was killed: server, its workers and this process
+
+    def look() -> None:
+        nonlocal ready
         if not ready and (ready := _healthy(port)):
             print(json.dumps({"url": f"http://127.0.0.1:{port}", "serving": serving}), flush=True)
-        with suppress(subprocess.TimeoutExpired):
-            server.wait(_POLL_S)
-    return server.returncode if server.returncode > 0 else 1
+
+    code = wait_beside_parent(server, parent_pid, look)
+    if code is None:
+        os.killpg(os.getpgrp(), signal.SIGKILL)  # the parent was killed: server, its workers and this process
+    return code if code is not None and code > 0 else 1
 
 
 def _free_port() -> int:

@@ -10,8 +10,10 @@ import hashlib
 import json
 import os
 import subprocess
-from collections.abc import Iterable, Mapping, Sequence
+import tempfile
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -21,25 +23,18 @@ from agl_slime.gateway.agl1.settings import KEY_VARIABLE, ControllerSettings, Wo
 from agl_slime.gateway.settings import GatewaySettings
 from agl_slime.runner.base import RunnerPlan, RunnerSettings
 from agl_slime.support.files import write_file
+from agl_slime.support.other_python import installed_version
 
 PYTHON_VARIABLE = "AGL_ENV_PYTHON"
 """The environment variable with the path of a Python that has verifiers."""
 _FIX = "make one with `bash scripts/verifiers_env.sh DIR`: DIR/bin/python"
+_SETTING = f"--env-python ({PYTHON_VARIABLE})"
 _DESCRIBE_S = 300.0
 _MOST_OF_ENDLESS = 1000
 _POLL_S = 0.1  # each poll is a request to the run
 _ERROR_LINES = 6
 _NO_VERIFIERS = 3  # the worker's exit code
-# Loads this package into another Python, without the other packages beside it.
-_BOOT = """
-import importlib.util, runpy, sys
-home = sys.argv[1]
-spec = importlib.util.spec_from_file_location("agl_slime", home + "/__init__.py", submodule_search_locations=[home])
-sys.modules["agl_slime"] = module = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(module)
-del sys.argv[1]
-runpy.run_module("agl_slime.environments.worker", run_name="__main__")
-"""
+_WORKER = "agl_slime.environments.worker"
 
 Task = dict[str, Any]
 
@@ -74,7 +69,7 @@ class EnvironmentSettings:
         """Settings whose ``python`` defaults to AGL_ENV_PYTHON. Raises ``ConfigError``."""
         named = python or os.environ.get(PYTHON_VARIABLE)
         if not named:
-            raise ConfigError(f"--env {name}: needs --env-python ({PYTHON_VARIABLE}), a Python with verifiers; {_FIX}")
+            raise ConfigError(f"--env {name}: needs {_SETTING}, a Python with verifiers; {_FIX}")
         return cls(name=name, python=Path(named), **others)
 
     @property
@@ -129,7 +124,8 @@ class Environment:
             spec["traces"] = str(log.resolve().parent / "environment")
         command = WorkerCommand(
             name="the environment's worker",
-            argv=tuple(_command(self.settings, "work", spec)),
+            argv=_command(self.settings, "work", spec),
+            env=_variables(),
             count=self.settings.workers,
         )
         return ControllerSettings(
@@ -145,12 +141,7 @@ class Environment:
 
 def check_python(python: Path) -> str:
     """The version of verifiers in ``python``. Raises ``ConfigError`` without one."""
-    program = "from importlib.metadata import version; print(version('verifiers'))"
-    try:
-        asked = subprocess.run([str(python), "-c", program], capture_output=True, text=True, timeout=60, check=True)
-    except (OSError, subprocess.SubprocessError) as error:
-        raise ConfigError(f"--env-python ({PYTHON_VARIABLE}) {python}: no verifiers in it ({error}); {_FIX}") from None
-    return asked.stdout.strip()
+    return installed_version(python, "verifiers", setting=_SETTING, fix=_FIX)
 
 
 def load_environment(
@@ -251,16 +242,35 @@ def _split(
     return kept, val_tasks, len(val_tasks), f", and {len(val_tasks)} held out for validations by the seed"
 
 
-def _command(settings: EnvironmentSettings, command: str, spec: Mapping[str, Any]) -> Iterable[str]:
-    home = str(Path(agl_slime.__file__).parent)
-    return str(settings.python), "-P", "-c", _BOOT, home, command, "--spec", json.dumps(spec)
+def _command(settings: EnvironmentSettings, command: str, spec: Mapping[str, Any]) -> tuple[str, ...]:
+    return str(settings.python), "-P", "-m", _WORKER, command, "--spec", json.dumps(spec)
+
+
+def _variables() -> dict[str, str]:
+    """The variables with which another Python finds this package, in this version, whatever is installed there."""
+    others = os.environ.get("PYTHONPATH")
+    return {"PYTHONPATH": os.pathsep.join([_package_alone().name, *([others] if others else [])])}
+
+
+@cache
+def _package_alone() -> tempfile.TemporaryDirectory[str]:
+    """A directory that holds this package alone: the one that it is in would bring this Python's other packages along.
+    It lives as long as this process."""
+    directory = tempfile.TemporaryDirectory(prefix="agl-slime-")
+    Path(directory.name, "agl_slime").symlink_to(Path(agl_slime.__file__).resolve().parent)
+    return directory
 
 
 def _describe(settings: EnvironmentSettings, spec: Mapping[str, Any]) -> Any:
-    named = f"--env-python ({PYTHON_VARIABLE}) {settings.python}"
+    named = f"{_SETTING} {settings.python}"
     try:
         asked = subprocess.run(
-            [*_command(settings, "describe", spec)], capture_output=True, text=True, timeout=_DESCRIBE_S, check=False
+            _command(settings, "describe", spec),
+            env={**os.environ, **_variables()},
+            capture_output=True,
+            text=True,
+            timeout=_DESCRIBE_S,
+            check=False,
         )
     except OSError as error:
         raise ConfigError(f"{named}: it does not run as a Python ({error}); {_FIX}") from None

@@ -28,8 +28,10 @@ def main(argv: list[str] | None = None) -> int:
         print(f"this Python has no verifiers ({error}): pip install verifiers", file=sys.stderr)
         return 3
     from agl_slime.environments.play import Player
+    from agl_slime.environments.plugins import add_to_path
     from agl_slime.environments.taskset import build_environment, describe
 
+    add_to_path()
     if args.command == "describe":
         description = asyncio.run(describe(build_environment(spec), spec))
         print(json.dumps(description), file=out)

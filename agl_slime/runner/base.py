@@ -87,8 +87,10 @@ class RunnerPlan:
 class RunnerPool(ABC):
     """The runners of one store; a context manager that ends them all."""
 
-    failure: BaseException | None = None
-    """The error that ended the runners."""
+    @property
+    @abstractmethod
+    def failure(self) -> BaseException | None:
+        """The error that ended the runners."""
 
     @abstractmethod
     def start(self) -> Self:

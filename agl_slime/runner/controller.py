@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import secrets
 import threading
@@ -10,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Self
 
-from agl_slime.errors import ConfigError, EngineError, LoopError
+from agl_slime.errors import ConfigError, LoopError
 from agl_slime.gateway.agl1.schemas import Config, K8sConfig, LocalConfig
 from agl_slime.gateway.agl1.server import ControllerGateway
 from agl_slime.gateway.settings import GatewaySettings
@@ -18,6 +19,7 @@ from agl_slime.runner.base import RunnerPlan, RunnerPool, RunnerSettings
 from agl_slime.runner.controller_process import KEY_REFERENCE, ControllerProcess, check_python, end_agents
 from agl_slime.store.bridge import BridgeStore
 from agl_slime.support.agl import LightningStore, Rollout
+from agl_slime.support.child import Supervisor
 from agl_slime.support.threads import run_blocking
 
 logger = logging.getLogger(__name__)
@@ -54,11 +56,21 @@ class ControllerPool(RunnerPool):
             ),
             settings=replace(self._limits.gateway or GatewaySettings(), host=settings.host, port=settings.port),
         )
-        self._children: dict[str, ControllerProcess] = {}
+        self._numbers = itertools.count(1)
+        self._supervisor = Supervisor(
+            launch=self._new_child,
+            follow=self._follow,
+            lost=self._lost,
+            kill=ControllerProcess.stop,
+            restarts=settings.max_restarts,
+        )
         self._stopping = threading.Event()
         self._watcher: threading.Thread | None = None
-        self._restarts, self._started = settings.max_restarts, 0
         self._unsubscribe: Callable[[], None] = lambda: None
+
+    @property
+    def failure(self) -> BaseException | None:
+        return self._supervisor.failure
 
     @property
     def url(self) -> str:
@@ -80,8 +92,7 @@ class ControllerPool(RunnerPool):
             check_python(python)
         try:
             self.gateway.start()
-            for _ in range(worker.count if worker is not None else int(python is not None)):
-                self._new_child()
+            self._supervisor.start(worker.count if worker is not None else int(python is not None))
         except BaseException:
             self._end_children()
             self.gateway.stop()
@@ -89,7 +100,7 @@ class ControllerPool(RunnerPool):
         self._unsubscribe = self._store.subscribe_finished(self._has_ended)
         self._watcher = threading.Thread(target=self._watch, name="agl-slime-controller", daemon=True)
         self._watcher.start()
-        if not self._children:
+        if not self._supervisor.places:
             logger.warning("Rollouts wait for a controller of Agent Lightning 1.0: %s", self.command)
         return self
 
@@ -112,42 +123,43 @@ class ControllerPool(RunnerPool):
         return not left or cancel
 
     def _end_children(self) -> None:
-        for child in self._children.values():
+        self._supervisor.stop()
+        children = self._supervisor.left_after(0.0)
+        for child in children:
             child.stop()
-        if self._children:
+        self._supervisor.join()
+        if children:
             end_agents(self.url)
 
-    def _new_child(self) -> None:
+    def _new_child(self) -> tuple[str, ControllerProcess]:
         """Start a child under a new name, so that late requests of an earlier child's agents are not taken for its
         own."""
-        self._started += 1
-        name = f"child-{self._started}"
-        child = self._children[name] = ControllerProcess(self._settings, url=f"{self.url}/controller/{name}")
-        child.start()
+        name = f"child-{next(self._numbers)}"
+        child = ControllerProcess(self._settings, url=f"{self.url}/controller/{name}")
+        return name, child.start()
+
+    def _follow(self, name: str, child: ControllerProcess) -> str:
+        child.wait()
+        reason = f"{child.name} has ended; its last words: {child.last_words()}"
+        child.stop()
+        if not self._supervisor.stopping:
+            end_agents(f"{self.url}/controller/{name}")
+            self.gateway.fail_rollouts_of(name)
+            logger.warning("%s", reason[0].upper() + reason[1:])
+        return reason
+
+    def _lost(self, reason: str) -> None:
+        if not self._supervisor.stopping:
+            self._supervisor.fail(LoopError(reason))
 
     def _has_ended(self, rollout: Rollout) -> None:
         if rollout.status == "succeeded":
-            self._restarts = self._settings.max_restarts
+            self._supervisor.restore_restarts()
 
     def _watch(self) -> None:
+        """Warn once that rollouts wait without a controller."""
         waiting_since, warned = time.monotonic(), False
         while not self._stopping.wait(_POLL_S):
-            for name in [name for name, child in self._children.items() if not child.alive]:
-                child = self._children.pop(name)
-                words = child.last_words()
-                child.stop()
-                end_agents(f"{self.url}/controller/{name}")
-                self.gateway.fail_rollouts_of(name)
-                if not self._restarts:
-                    self.failure = LoopError(f"{child.name} has ended; its last words: {words}")
-                    return
-                self._restarts -= 1
-                logger.warning("%s has ended and is started again; its last words: %s", child.name.capitalize(), words)
-                try:
-                    self._new_child()
-                except EngineError as error:
-                    self.failure = error
-                    return
             if self.gateway.polls or not self._store.waiting(1):
                 waiting_since = time.monotonic()
             elif not warned and time.monotonic() - waiting_since > _NO_CONTROLLER_S:

@@ -20,20 +20,19 @@ from pathlib import Path
 
 import psutil
 
-from agl_slime.engine.process import ChildProcess
 from agl_slime.errors import ConfigError
 from agl_slime.gateway.agl1.settings import PYTHON_VARIABLE, ControllerSettings
+from agl_slime.support.child import ServerChild, wait_beside_parent
+from agl_slime.support.other_python import installed_version
 
-_POLL_S = 0.25
 _END_TIMEOUT_S = 2.0
-_VERSION = "from importlib.metadata import version; print(version('agentlightning'))"
 _EVENT_URL = "AGL_EVENT_URL"  # in the environment of each agent
 KEY_REFERENCE = "${oc.env:AGL_KEY}"
 """The key on a command line: Hydra reads it from the environment, which other users of the machine cannot see."""
 _PR_SET_PDEATHSIG = 1  # from linux/prctl.h
 
 
-class ControllerProcess(ChildProcess):
+class ControllerProcess(ServerChild):
     """``agl-controller`` with its local runner, or the settings' worker command, for the server at ``url``."""
 
     def __init__(self, settings: ControllerSettings, *, url: str) -> None:
@@ -45,9 +44,9 @@ class ControllerProcess(ChildProcess):
         super().__init__(
             command,
             name=worker.name if worker is not None else "the controller",
-            model_path=settings.agent or "",
+            served=settings.agent or "",
             start_timeout_s=60.0,
-            env={**os.environ, "AGL_KEY": settings.key or ""},
+            env={**os.environ, **(worker.env if worker is not None else {}), "AGL_KEY": settings.key or ""},
             log=settings.log,
         )
 
@@ -69,16 +68,10 @@ def _agl_controller(settings: ControllerSettings, *, url: str) -> list[str]:
 def check_python(python: Path) -> str:
     """The version of agentlightning in ``python``. Raises ``ConfigError`` without one that has a controller."""
     fix = "make one with `python3.12 -m venv DIR && DIR/bin/pip install 'agentlightning>=1.0'`: DIR/bin/python"
-    named = f"--controller-python ({PYTHON_VARIABLE}) {python}"
-    try:
-        asked = [str(python), "-c", _VERSION]
-        version = subprocess.run(asked, capture_output=True, text=True, timeout=60, check=True).stdout.strip()
-    except subprocess.CalledProcessError:
-        raise ConfigError(f"{named}: this Python has no agentlightning; {fix}") from None
-    except (OSError, subprocess.TimeoutExpired) as error:
-        raise ConfigError(f"{named}: it does not run as a Python ({error}); {fix}") from None
+    setting = f"--controller-python ({PYTHON_VARIABLE})"
+    version = installed_version(python, "agentlightning", setting=setting, fix=fix)
     if int(version.partition(".")[0]) < 1:
-        raise ConfigError(f"{named}: its agentlightning is {version}, which has no controller; {fix}")
+        raise ConfigError(f"{setting} {python}: its agentlightning is {version}, which has no controller; {fix}")
     return version
 
 
@@ -116,10 +109,7 @@ def main() -> int:
         signal.signal(number, lambda *_: controller.terminate())
     print(json.dumps({"url": args.url, "serving": f"rollouts of {args.url}"}), flush=True)
     try:
-        while controller.poll() is None and os.getppid() == args.parent_pid:
-            with suppress(subprocess.TimeoutExpired):
-                controller.wait(_POLL_S)
-        return controller.returncode or 0
+        return wait_beside_parent(controller, args.parent_pid) or 0
     finally:
         controller.kill()
         controller.wait()

@@ -68,7 +68,7 @@ class ProcessPool(WorkerPool):
 
     def pids(self, *, ready: bool = False) -> list[int]:
         """Process ids of the live workers; ``ready``: only workers that execute rollouts."""
-        processes = [worker.process for worker in self._left_after(0.0) if worker.ready or not ready]
+        processes = [worker.process for worker in self._supervisor.left_after(0.0) if worker.ready or not ready]
         return [process.pid for process in processes if not wait([process.sentinel], timeout=0.0)]
 
     def _launch(self, spec: WorkerSpec) -> _Process:
@@ -94,7 +94,7 @@ class ProcessPool(WorkerPool):
     def _wait_for_end(self, worker: _Process) -> str:
         with suppress(EOFError, OSError):  # it ended before it was ready
             worker.ready = worker.control.recv() == READY
-            self._note_ready()
+            self._supervisor.note_ready()
         wait([worker.process.sentinel])
         verdict = ""
         with suppress(EOFError, OSError):  # the process watch sends a reason when it kills the worker
@@ -104,10 +104,10 @@ class ProcessPool(WorkerPool):
             worker.process.join()
         code = worker.process.exitcode or 0
         reason = verdict or (f"killed by signal {-code}" if code < 0 else f"exit code {code}")
-        if code > 0 and not self._any_ready:
+        if code > 0 and not self._supervisor.ready:
             # it was not killed, so its replacement would fail alike (a module that cannot be imported, a script without
             # a main guard)
-            self._fail(LoopError(f"a runner process ended before it was ready ({reason}); see its output"))
+            self._supervisor.fail(LoopError(f"a runner process ended before it was ready ({reason}); see its output"))
         return reason
 
     def _send(self, worker: _Process, command: Command) -> None:

@@ -56,13 +56,13 @@ class RayPool(WorkerPool):
     def _wait_for_end(self, worker: Any) -> str:
         try:
             self._ray.get(worker.__ray_ready__.remote())
-            self._note_ready()
+            self._supervisor.note_ready()
             self._ray.get(worker.run.remote())
             reason = "it returned"
         except self._ray.exceptions.RayError as error:
             reason = f"{type(error).__name__}: {str(error).strip().splitlines()[0]}"
-            if not self._any_ready:
-                self._fail(LoopError(f"an actor ended before it was ready: {error}"))
+            if not self._supervisor.ready:
+                self._supervisor.fail(LoopError(f"an actor ended before it was ready: {error}"))
         self._kill(worker)  # an actor stays alive after its method returns
         return reason
 

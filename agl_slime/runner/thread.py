@@ -38,14 +38,19 @@ class RunnerThread(RunnerPool):
         self._store = store
         self._hooks = hooks
         self._thread: LoopThread | None = None
+        self._failure: BaseException | None = None
+
+    @property
+    def failure(self) -> BaseException | None:
+        return self._failure
 
     def start(self) -> Self:
         if self._thread is not None:
             raise LoopError("The runner was started already; make a new RunnerThread to run again.")
         self._thread = LoopThread(self._serve, name="agl-slime-runner")
         self._thread.start()
-        if self.failure is not None:
-            raise LoopError(f"The runner could not start: {self.failure}") from self.failure
+        if self._failure is not None:
+            raise LoopError(f"The runner could not start: {self._failure}") from self._failure
         return self
 
     def wake(self) -> None:
@@ -75,5 +80,5 @@ class RunnerThread(RunnerPool):
                 asyncio.get_running_loop().call_soon(ready)
                 await self.runner.iter()
         except BaseException as error:  # start() and the training loop read it
-            self.failure = error
+            self._failure = error
             logger.error("The runner ended: %s", error, exc_info=error)

@@ -24,6 +24,7 @@ from agl_slime.store.bridge import BridgeStore
 from agl_slime.store.client import WorkerStore
 from agl_slime.store.server import served
 from agl_slime.support.agl import LightningStore, LitAgent
+from agl_slime.support.child import Supervisor
 from agl_slime.support.net import bypass_proxies
 from agl_slime.support.threads import run_blocking
 
@@ -90,16 +91,21 @@ class WorkerPool(RunnerPool):
         self._store = store
         self._serving = ExitStack()
         self._plan = plan
-        self._places = plan.count
         self._settings = plan.settings or RunnerSettings()
         restarts = self._settings.max_restarts
-        self._replacements = 3 * plan.count if restarts is None else restarts
+        self._supervisor: Supervisor[Any] = Supervisor(
+            launch=self._new_worker,
+            follow=self._follow,
+            lost=self._lost,
+            kill=self._kill,
+            restarts=3 * plan.count if restarts is None else restarts,
+        )
         self._started = False
-        self._any_ready = False  # whether a worker was ever ready
-        self._stopping = False
-        self._workers: dict[str, Any] = {}  # by name, until their end was processed
-        self._changed = threading.Condition()  # guards the above
         self._launching = threading.Lock()
+
+    @property
+    def failure(self) -> BaseException | None:
+        return self._supervisor.failure
 
     # -- for the kinds of pools ---------------------------------------------------------------------------------------
 
@@ -109,8 +115,8 @@ class WorkerPool(RunnerPool):
 
     @abstractmethod
     def _wait_for_end(self, worker: Any) -> str:
-        """Call ``_note_ready`` when the worker executes rollouts, wait for its end and return the reason; call
-        ``_fail`` if a replacement would end in the same way."""
+        """Tell the supervisor when the worker executes rollouts, wait for its end and return the reason; fail the
+        supervisor if a replacement would end in the same way."""
 
     @abstractmethod
     def _send(self, worker: Any, command: Command) -> None:
@@ -132,9 +138,7 @@ class WorkerPool(RunnerPool):
         self._started = True
         try:
             self._open()
-            for _ in range(self._plan.count):
-                worker = self._new_worker()
-                threading.Thread(target=self._supervise, args=worker, name="agl-slime-pool", daemon=True).start()
+            self._supervisor.start(self._plan.count)
             self._wait_for_first()
         except BaseException:
             self.stop(timeout_s=0.0)
@@ -145,28 +149,20 @@ class WorkerPool(RunnerPool):
         self._send_all("wake")
 
     def stop(self, *, cancel: bool = True, timeout_s: float = 10.0) -> bool:
-        with self._changed:
-            self._stopping = True
-            self._changed.notify_all()
+        self._supervisor.stop()
         self._send_all("stop" if cancel else "drain")
-        if late := self._left_after(timeout_s):
+        if late := self._supervisor.left_after(timeout_s):
             logger.warning("%d of %d runners (%s) did not end in time.", len(late), self._plan.count, self._plan.kind)
             self._send_all("stop")
-            for worker in self._left_after(_CANCEL_TIMEOUT_S):
+            for worker in self._supervisor.left_after(_CANCEL_TIMEOUT_S):
                 self._kill(worker)
-            self._left_after(_KILL_TIMEOUT_S)
+            self._supervisor.left_after(_KILL_TIMEOUT_S)
         self._close()
         return not late
 
     def _send_all(self, command: Command) -> None:
-        for worker in self._left_after(0.0):
+        for worker in self._supervisor.left_after(0.0):
             self._send(worker, command)
-
-    def _left_after(self, timeout_s: float) -> list[Any]:
-        """The workers that have not ended within ``timeout_s``."""
-        with self._changed:
-            self._changed.wait_for(lambda: not self._workers, timeout_s)
-            return list(self._workers.values())
 
     def _open(self) -> None:
         bypass_proxies(self._plan.store_host)  # workers inherit it
@@ -176,15 +172,9 @@ class WorkerPool(RunnerPool):
         self._serving.close()
 
     def _wait_for_first(self) -> None:
-        def decided() -> bool:
-            return self._any_ready or self._stopping or self.failure is not None
-
-        with self._changed:
-            if not self._changed.wait_for(decided, _START_TIMEOUT_S):
-                raise LoopError(
-                    f"No runner ({self._plan.kind}) was ready within {_START_TIMEOUT_S:g} s{self._shortage()}."
-                )
-        if self._stopping:
+        if not self._supervisor.wait_ready(_START_TIMEOUT_S):
+            raise LoopError(f"No runner ({self._plan.kind}) was ready within {_START_TIMEOUT_S:g} s{self._shortage()}.")
+        if self._supervisor.stopping:
             raise LoopError("The runners were stopped before they had started.")
         if self.failure is not None:
             raise LoopError(f"The runners could not start: {self.failure}") from self.failure
@@ -200,55 +190,21 @@ class WorkerPool(RunnerPool):
             name=name,
         )
         with self._launching:
-            worker = self._launch(spec)
-        with self._changed:
-            self._workers[name] = worker
-            stopped = self._stopping
-        if stopped:  # by another thread, which did not see this worker
-            self._kill(worker)
-        return name, worker
+            return name, self._launch(spec)
 
-    def _supervise(self, name: str, worker: Any) -> None:
-        """Wait for the end of a worker and replace it, until no replacement is left."""
-        try:
-            while True:
-                reason = self._wait_for_end(worker)
-                try:
-                    self._fail_rollouts(name, "the pool was stopped" if self._stopping else reason)
-                finally:
-                    with self._changed:
-                        del self._workers[name]
-                        self._changed.notify_all()
-                if self._stopping or not self._may_replace(reason):
-                    return
-                name, worker = self._new_worker()
-        except Exception as error:  # callers that wait for rollouts check ``failure``
-            logger.error("The runners are no longer supervised: %s", error, exc_info=error)
-            self._fail(error)
-
-    def _may_replace(self, reason: str) -> bool:
-        logger.warning("A runner (%s) has ended: %s.", self._plan.kind, reason)
-        with self._changed:
-            if self.failure is None and self._replacements > 0:
-                self._replacements -= 1
-                return True
-            self._places -= 1
-            if not self._places:
-                self._fail(LoopError(f"all runners ({self._plan.kind}) have ended, the last one with {reason}"))
-        return False
-
-    def _note_ready(self) -> None:
-        with self._changed:
-            self._any_ready = True
-            self._changed.notify_all()
-
-    def _fail(self, error: BaseException) -> None:
-        with self._changed:
-            self.failure = self.failure or error
-            self._changed.notify_all()
-
-    def _fail_rollouts(self, name: str, reason: str) -> None:
-        """Fail a dead worker's rollouts, so that others retry them. A store in another process notices the missing
-        heartbeats instead."""
+    def _follow(self, name: str, worker: Any) -> str:
+        """Wait for a worker's end and fail its rollouts, so that others retry them. A store in another process notices
+        the missing heartbeats instead."""
+        reason = self._wait_for_end(worker)
+        stopping = self._supervisor.stopping
         if isinstance(self._store, BridgeStore):
-            run_blocking(self._store.fail_worker(name, reason=reason, gone=True))
+            why = "the pool was stopped" if stopping else reason
+            run_blocking(self._store.fail_worker(name, reason=why, gone=True))
+        if not stopping:
+            logger.warning("A runner (%s) has ended: %s.", self._plan.kind, reason)
+        return reason
+
+    def _lost(self, reason: str) -> None:
+        if not self._supervisor.stopping and not self._supervisor.places:
+            error = LoopError(f"all runners ({self._plan.kind}) have ended, the last one with {reason}")
+            self._supervisor.fail(error)

@@ -16,6 +16,7 @@ import verifiers.v1 as vf
 from verifiers.v1.clients import EvalClientConfig
 from verifiers.v1.utils.loaders import harness_config_type, load_harness
 
+from agl_slime.environments.plugins import add_to_path
 from agl_slime.environments.runtimes.layout import BubblewrapConfig
 from agl_slime.environments.runtimes.lending import box, install
 from tests.environments.filed import PROMPT, FileTask
@@ -24,10 +25,7 @@ from tests.environments.model import serving
 
 async def run(request: dict[str, Any]) -> dict[str, Any]:
     os.environ["SCRIPTED_KEY"] = "none"
-    if request["harness"].startswith("agl_"):
-        from agl_slime.environments.plugins import register
-
-        register("harnesses", request["harness"].removeprefix("agl_"))
+    add_to_path()
     limit = request.get("seconds", 100)
     config = BubblewrapConfig(installs=Path(request["installs"]), memory=4, disk=0.5, seconds=2 * limit)
     forward = ["SSL_CERT_FILE", "UV_INDEX_URL", "NODE_EXTRA_CA_CERTS"]

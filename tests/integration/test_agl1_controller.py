@@ -139,7 +139,7 @@ def test_controllers_that_die_are_started_again_while_rollouts_succeed(engine: t
             while not succeeded.empty():
                 succeeded.get()
             succeeded.get(timeout=60)
-            (controller,) = pool._children.values()
+            (controller,) = pool._supervisor.children.values()
             assert controller.pid is not None
             for child in psutil.Process(controller.pid).children():
                 child.send_signal(signal.SIGKILL)
@@ -155,7 +155,7 @@ def test_controller_that_dies_without_any_success_ends_the_run(engine: tuple[str
         deadline = time.monotonic() + 60
         while pool.failure is None and time.monotonic() < deadline:
             time.sleep(0.05)  # of another process: there is no event to wait for
-            for controller in [*pool._children.values()]:
+            for controller in [*pool._supervisor.children.values()]:
                 with suppress(psutil.Error):
                     for child in psutil.Process(controller.pid).children():
                         child.send_signal(signal.SIGKILL)

@@ -81,7 +81,7 @@ def test_python_without_sglang_is_refused_before_any_start(
     assert said.startswith(f"{SGLANG_PYTHON} {variable}: " if variable else "--engine sglang: give --sglang-python or ")
     assert "`bash scripts/sglang_cpu.sh DIR` makes one" in said
     assert "\n" not in said
-    with pytest.raises(ConfigError, match=rf"^--sglang-python {tmp_path}: it cannot be run"):
+    with pytest.raises(ConfigError, match=rf"^--sglang-python {tmp_path}: it does not run"):
         TrainConfig(engine="sglang", sglang_python=tmp_path).check_files()
     monkeypatch.setenv(SGLANG_PYTHON, "/nowhere/bin/python")
     assert find_sglang(a_python(tmp_path, "exit 1")) == str(tmp_path / "python")  # the setting comes first

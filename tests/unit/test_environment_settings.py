@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -53,6 +55,21 @@ def test_environment_without_a_python_is_a_config_error_with_the_fix() -> None:
         load_environment("anything")
     with pytest.raises(ConfigError, match="does not run as a Python"):
         load_environment("anything", python="/nowhere/python")
+
+
+def test_worker_needs_no_package_of_this_python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A Python without any package finds the worker, nothing else from here, and the modules of its user's path."""
+    (tmp_path / "verifiers").mkdir()
+    (tmp_path / "verifiers/__init__.py").touch()
+    (tmp_path / "verifiers/v1.py").write_text("import sys; raise ImportError(sys.path[0])")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/sh\nexec {sys.executable} -S "$@"\n')
+    python.chmod(0o755)
+    with pytest.raises(ConfigError, match=r"pip install verifiers.*AGL_ENV_PYTHON.*verifiers_env\.sh") as raised:
+        load_environment("anything", python=python)
+    first = str(raised.value).partition("no verifiers (")[2].partition(")")[0]
+    assert os.listdir(first) == ["agl_slime"]
 
 
 def test_other_addresses_are_read_with_and_without_a_model() -> None:

@@ -37,7 +37,7 @@ _QUIET_S = 0.5
 class BubblewrapRuntime(Runtime):
     """One box. After its end its methods raise ``SandboxError`` with the reason."""
 
-    _prepared: ClassVar[dict[Path | None, tuple[dict[str, str], dict[str, asyncio.Lock]]]] = {}
+    _prepared: ClassVar[dict[tuple[Path, str | bytes], dict[bool, list[str]]]] = {}
     scripts_dir: ClassVar[str] = "/var/tmp/vf-scripts"
 
     def __init__(self, config: BubblewrapConfig, name: str | None = None, *, installing: bool = False) -> None:
@@ -45,8 +45,6 @@ class BubblewrapRuntime(Runtime):
         self.config = config
         self.info = BubblewrapInfo(**config.model_dump())
         self._installing = installing
-        if config.installs is not None:  # shared by all boxes with these installs
-            self._uv_interpreters, self._uv_script_locks = self._prepared.setdefault(config.installs, ({}, {}))
         self._process: asyncio.subprocess.Process | None = None
         self._control: socket.socket | None = None
         self._ended: str | None = None  # why the box has ended
@@ -61,7 +59,6 @@ class BubblewrapRuntime(Runtime):
         self._timer: asyncio.TimerHandle | None = None
         self._tasks: set[asyncio.Task[Any]] = set()
         self._background: set[asyncio.Task[None]] = set()  # readers of output from background processes
-        self._agent_phase = False
         register(self)
 
     # --- start and end -----------------------------------------------------------------------------------------
@@ -207,6 +204,18 @@ class BubblewrapRuntime(Runtime):
         return Command(answer["pid"], exited)
 
     # --- verifiers' contract -----------------------------------------------------------------------------------
+
+    async def prepare_uv_script(
+        self, script: str | bytes, env: dict[str, str] | None = None, *, activate: bool = True
+    ) -> list[str]:
+        """The command of a script, which is prepared once for all boxes with the same ``installs``."""
+        if self.config.installs is None:
+            return await super().prepare_uv_script(script, env, activate=activate)
+        key = self.config.installs, script
+        if key not in self._prepared:  # in both forms: only a box that installs can write them
+            prepare = super().prepare_uv_script
+            self._prepared[key] = {form: await prepare(script, env, activate=form) for form in (True, False)}
+        return [*self._prepared[key][activate]]
 
     async def run(self, argv: list[str], env: dict[str, str]) -> ProgramResult:
         return await self._run(argv, env)

@@ -1,7 +1,6 @@
 """Tasksets for verifiers by short names: ``env_block`` makes ``reasoning-gym:chain_sum`` an ``env`` block of verifiers.
 
-verifiers looks plug-ins up as top-level modules, which these are not. ``env_block`` registers them under such names,
-and so does verifiers' evaluation when it is started as
+verifiers' evaluation with these tasksets:
 ``python -m agl_slime.environments.tasksets agl_reasoning_gym --env.taskset.datasets '{"chain_sum": 1}'``.
 """
 
@@ -9,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from agl_slime.environments.plugins import register
+from agl_slime.environments.plugins import add_to_path
 
 FIELDS = {"reasoning-gym": "datasets", "textarena": "game", "bfcl": "category"}
 
@@ -22,7 +21,8 @@ def env_block(name: str) -> dict[str, Any] | None:
         return None
     if not rest:
         raise ValueError(f"--env {name}: give the {FIELDS[kind]} after a colon, as {kind}:NAME")
-    taskset: dict[str, Any] = {"id": register("tasksets", kind)}
+    add_to_path()
+    taskset: dict[str, Any] = {"id": f"agl_{kind.replace('-', '_')}"}
     if kind != "reasoning-gym":
         return {"taskset": {**taskset, FIELDS[kind]: rest}}
     weights = {}

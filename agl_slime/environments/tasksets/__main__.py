@@ -1,14 +1,9 @@
-"""verifiers' evaluation program, with this package's tasksets registered."""
-
-import sys
+"""verifiers' evaluation program, which finds this package's plug-ins."""
 
 from verifiers.v1.cli.eval.main import main
 
-from agl_slime.environments.plugins import register
-from agl_slime.environments.tasksets import FIELDS
+from agl_slime.environments.plugins import add_to_path
 
 if __name__ == "__main__":
-    for kind in FIELDS:
-        if any(f"agl_{kind.replace('-', '_')}" in word.replace("-", "_") for word in sys.argv[1:]):
-            register("tasksets", kind)
+    add_to_path()
     main()

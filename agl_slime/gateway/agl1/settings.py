@@ -20,11 +20,12 @@ PYTHON_VARIABLE = "AGL_CONTROLLER_PYTHON"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerCommand:
-    """A program that takes rollouts in place of a controller: ``argv`` plus ``--url URL``, started ``count`` times.
-    ``name`` stands in errors."""
+    """A program that takes rollouts in place of a controller: ``argv`` plus ``--url URL``, with the variables ``env``
+    beside this process's, started ``count`` times. ``name`` stands in errors."""
 
     name: str
     argv: tuple[str, ...]
+    env: Mapping[str, str] = field(default_factory=dict)
     count: int = 1
 
 

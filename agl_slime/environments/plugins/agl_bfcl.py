@@ -1,0 +1,3 @@
+from agl_slime.environments.tasksets.bfcl import BfclEnv, BfclTaskset, ChatHarness
+
+__all__ = ["BfclEnv", "BfclTaskset", "ChatHarness"]

@@ -1,0 +1,3 @@
+from agl_slime.environments.harnesses.opencode import OpenCodeHarness
+
+__all__ = ["OpenCodeHarness"]

@@ -1,0 +1,3 @@
+from agl_slime.environments.harnesses.qwen_code import QwenCodeHarness
+
+__all__ = ["QwenCodeHarness"]

@@ -1,0 +1,3 @@
+from agl_slime.environments.tasksets.textarena import ChatHarness, TwoPlayerEnv, TwoPlayerTaskset
+
+__all__ = ["ChatHarness", "TwoPlayerEnv", "TwoPlayerTaskset"]

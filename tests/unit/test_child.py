@@ -1,0 +1,163 @@
+"""Child processes, and the Supervisor that starts ended ones again."""
+
+from __future__ import annotations
+
+import os
+import queue
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from agl_slime.errors import EngineError
+from agl_slime.support.child import Child, ServerChild, Supervisor
+from tests.harness.processes import is_running
+from tests.harness.waiting import becomes_true
+
+
+def child_of(program: str, **options: Any) -> Child:
+    return Child([sys.executable, "-c", program], name="the child", env=os.environ, **options)
+
+
+def test_child_log_holds_all_lives_and_last_words_only_the_last(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    for word in ("first", "second"):
+        with child_of(f"import sys; print({word!r}); sys.exit(3)", log=log) as child:
+            assert child.wait() == 3
+            assert child.last_words() == f"{word} (all of them: {log})"
+        assert child.last_words() == "none"
+    assert log.read_text() == "first\nsecond\n"
+
+
+def test_stopped_child_takes_its_own_children_along(tmp_path: Path) -> None:
+    program = "import subprocess, sys, time; print(subprocess.Popen(['sleep', '100']).pid, flush=True); time.sleep(100)"
+    child = child_of(program, log=tmp_path / "log").start()
+    assert becomes_true(lambda: (tmp_path / "log").read_text().endswith("\n"), 20)
+    inner = int((tmp_path / "log").read_text())
+    assert child.wait(0.0) is None
+    child.stop(0.0)
+    assert becomes_true(lambda: not is_running(inner), 5)
+    with pytest.raises(EngineError, match="the child was stopped"):
+        child.start()
+
+
+def test_a_server_that_prints_something_else_is_an_error() -> None:
+    server = ServerChild(
+        [sys.executable, "-c", "print('hello')"], name="the server", served="m", start_timeout_s=20, env=os.environ
+    )
+    with pytest.raises(EngineError, match="the server for m printed 'hello' where its address was expected"):
+        server.start()
+
+
+class Scripted:
+    """Children without processes: each ends with the next reason that is put into its queue."""
+
+    def __init__(self, restarts: int, *, launch: Callable[[int], None] = lambda _: None, **options: Any) -> None:
+        self.ends: queue.SimpleQueue[str] = queue.SimpleQueue()
+        self.launched, self.killed, self.cleaned = 0, 0, []
+        self.lost: queue.SimpleQueue[tuple[str, int]] = queue.SimpleQueue()
+        self._before_launch = launch
+        self.supervisor = Supervisor(
+            launch=self._launch,
+            follow=self._follow,
+            lost=lambda reason: self.lost.put((reason, self.supervisor.places)),
+            kill=self._kill,
+            restarts=restarts,
+            **options,
+        )
+
+    def _launch(self) -> tuple[str, int]:
+        self.launched += 1
+        self._before_launch(self.launched)
+        return str(self.launched), self.launched
+
+    def _follow(self, name: str, child: int) -> str:
+        reason = self.ends.get(timeout=10)
+        self.cleaned.append((name, child, reason))
+        return reason
+
+    def _kill(self, child: int) -> None:
+        self.killed += 1
+        self.ends.put("killed")
+
+
+@contextmanager
+def scripted(restarts: int, count: int = 1, **options: Any) -> Iterator[Scripted]:
+    children = Scripted(restarts, **options)
+    children.supervisor.start(count)
+    yield children
+    children.supervisor.stop()
+    for child in children.supervisor.left_after(0.0):
+        children._kill(child)
+    children.supervisor.join(10)
+    assert not children.supervisor.running
+
+
+def test_restarts_are_shared_and_the_last_child_is_reported() -> None:
+    with scripted(1, count=2) as children:
+        for reason in ("a", "b", "c"):
+            children.ends.put(reason)
+        assert [children.lost.get(timeout=10) for _ in range(2)] == [("b", 1), ("c", 0)]
+        assert (children.launched, children.supervisor.restarts) == (3, 1)
+        assert [reason for *_, reason in children.cleaned] == ["a", "b", "c"]
+    assert children.lost.empty()
+
+
+def test_restored_restarts_are_given_again() -> None:
+    with scripted(1) as children:
+        for launched in (2, 3, 4):
+            children.ends.put("died")
+            assert becomes_true(lambda launched=launched: children.launched == launched, 10)
+            children.supervisor.restore_restarts()
+        assert children.lost.empty()
+
+
+def test_child_that_has_finished_is_not_started_again() -> None:
+    with scripted(5) as children:
+        children.ends.put("")
+        assert children.lost.get(timeout=10) == ("", 0)
+        assert children.launched == 1
+
+
+def test_stop_ends_a_pause_and_starts_nothing() -> None:
+    with scripted(5, pause_s=lambda number: 1000.0 * number) as children:
+        children.ends.put("died")
+        assert becomes_true(lambda: children.supervisor.restarts == 1, 10)
+        assert children.supervisor.running
+        children.supervisor.stop()
+        assert children.lost.get(timeout=10) == ("died", 0)
+    assert children.launched == 1
+
+
+def test_child_launched_during_a_stop_is_killed() -> None:
+    launching, stopped = threading.Event(), threading.Event()
+
+    def launch(number: int) -> None:
+        if number == 2:
+            launching.set()
+            assert stopped.wait(10)
+
+    with scripted(5, launch=launch) as children:
+        children.ends.put("died")
+        assert launching.wait(10)
+        children.supervisor.stop()
+        stopped.set()
+        assert children.lost.get(timeout=10) == ("killed", 0)
+    assert (children.launched, children.killed) == (2, 1)
+
+
+def test_restart_that_fails_is_the_failure_and_ends_the_child(caplog: pytest.LogCaptureFixture) -> None:
+    def launch(number: int) -> None:
+        if number == 2:
+            raise EngineError("no more processes")
+
+    with scripted(5, launch=launch) as children:
+        children.ends.put("died")
+        assert children.lost.get(timeout=10) == ("died", 0)
+        assert str(children.supervisor.failure) == "no more processes"
+        assert children.supervisor.wait_ready(0.0), "a failure is waited for like a readiness"
+    assert "no longer supervised" in caplog.text
