@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import decimal
+import hashlib
 import json
 import re
 from collections.abc import Iterable, Iterator
@@ -22,6 +23,15 @@ def split_slice(path: str | Path) -> tuple[Path, slice]:
         return Path(path), slice(None)
     start, end = (int(bound) if bound else None for bound in match.group(2, 3))
     return Path(match[1]), slice(start, end)
+
+
+def digest(path: str | Path) -> str:
+    """SHA-256 of the file, and of the slice if there is one."""
+    file, part = split_slice(path)
+    whole = hashlib.sha256(file.read_bytes())
+    if part != slice(None):
+        whole.update(f"[{part.start}:{part.stop}]".encode())
+    return whole.hexdigest()
 
 
 def read_rows(path: str | Path, *, flag: str) -> Iterator[tuple[str, Any]]:

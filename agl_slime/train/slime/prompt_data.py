@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict
 
-from agl_slime.errors import ConfigError
+from agl_slime.errors import ConfigError, PromptError
 from agl_slime.loop.task_files import read_rows, without_bytes
 from agl_slime.tokens.tokenizer import has_chat_template, render_chat
 
@@ -67,21 +67,29 @@ class PromptData(BaseModel):
         if self.multimodal_keys:
             images = _images(task.pop(self.multimodal_keys["image"], None), place)
             task["prompt"] = _with_images(task.get("prompt"), images, place)
+        if "messages" in task and "prompt" in task:  # agents take messages first
+            del task["messages"]
+            task |= {"messages": task["prompt"]} if isinstance(task["prompt"], list) else {}
         return without_bytes(task, place)
 
     def _fits(self, task: Mapping[str, Any], tokenizer: Any) -> bool:
-        """Whether the prompt has at most ``max_prompt_len`` tokens; prompts with images are not counted."""
+        """Whether the prompt has at most ``max_prompt_len`` tokens. Not counted are prompts with images, and those that
+        the chat template refuses, which fail as rollouts."""
         prompt = task.get("prompt")
-        if self.max_prompt_len is None or tokenizer is None or not prompt:
+        if self.max_prompt_len is None or tokenizer is None:
             return True
-        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-        if not has_chat_template(tokenizer):
-            text = prompt if isinstance(prompt, str) else ""
-        elif all(isinstance(message.get("content"), str | None) for message in messages):
-            text = render_chat(tokenizer, messages, tools=task.get("tools") or None, generation_prompt=True)
-        else:
-            return True
-        return len(tokenizer.encode(text, add_special_tokens=False)) <= self.max_prompt_len
+        if isinstance(prompt, str) and has_chat_template(tokenizer):
+            prompt = [{"role": "user", "content": prompt}]
+        if isinstance(prompt, list):
+            if not all(isinstance(message, dict) and _text(message) == message.get("content") for message in prompt):
+                return True
+            try:
+                prompt = render_chat(tokenizer, prompt, tools=task.get("tools"), generation_prompt=True)
+            except PromptError:
+                return True
+        return not isinstance(prompt, str) or (
+            len(tokenizer.encode(prompt, add_special_tokens=False)) <= self.max_prompt_len
+        )
 
 
 def _value(row: Mapping[str, Any], key: str, flag: str, place: str) -> Any:
