@@ -72,7 +72,7 @@ def test_an_empty_slice_and_a_missing_file_are_named_with_their_flag(tmp_path: P
     with pytest.raises(ConfigError, match=r"--tasks .*tasks.jsonl@\[1:\]: contains no tasks"):
         read_tasks(f"{file}@[1:]")
     for missing in ("none.jsonl@[0:1]", "none.parquet@[0:1]"):
-        with pytest.raises(ConfigError, match="--prompt-data .*none.* cannot be read"):
+        with pytest.raises(ConfigError, match=r"--prompt-data .*none.* cannot be read"):
             read(tmp_path / missing)
 
 
@@ -90,7 +90,7 @@ def test_without_pyarrow_the_extra_is_named(tmp_path: Path, monkeypatch: pytest.
 def test_a_damaged_parquet_file_is_one_sentence(tmp_path: Path):
     parquet(tmp_path / "whole.parquet", {"n": 1})
     (tmp_path / "cut.parquet").write_bytes((tmp_path / "whole.parquet").read_bytes()[:40])
-    with pytest.raises(ConfigError, match="cut.parquet: cannot be read") as caught:
+    with pytest.raises(ConfigError, match=r"cut\.parquet: cannot be read") as caught:
         read_tasks(tmp_path / "cut.parquet")
     assert "\n" not in str(caught.value)
 
