@@ -139,7 +139,8 @@ def template_settings(sampling: Mapping[str, Any]) -> dict[str, Any]:
 
 def run_parameters(sampling: Mapping[str, Any]) -> dict[str, Any]:
     """The sampling parameters of a run that agents do not send: a gateway adds them to each request."""
-    return {**replay_of(sampling), **template_settings(sampling)}
+    context = {name: sampling[name] for name in ("context_length",) if sampling.get(name)}
+    return {**replay_of(sampling), **template_settings(sampling), **context}
 
 
 def sampling_of(llm: LLM) -> SamplingParams:

@@ -201,7 +201,8 @@ class SGLangLitAgent(LitAgent[dict[str, Any]]):
             "rollout_id": rollout.rollout_id,
             "max_turns": self.max_turns,
         }
-        schemas = tools.schemas if offered and self.tools_in_prompt else None
+        declared = tools.schemas if offered else _schemas_of(task)
+        schemas = declared if self.tools_in_prompt else None
         if tokenizer is None:
             assert api is not None
             parser = get_tool_parser(self.tool_parser) if offered and self.tool_parser else None
@@ -233,6 +234,15 @@ class SGLangLitAgent(LitAgent[dict[str, Any]]):
 
     def _client_for(self, llm: LLM, tokenizer: ChatTokenizer) -> SGLangClient:
         return self._access.client(llm, tokenizer)
+
+
+def _schemas_of(task: Mapping[str, Any]) -> list[Any] | None:
+    """Tools that a task declares by ``tools`` in OpenAI's form, for an agent that has none of its own: nobody runs
+    their calls, which the reward reads."""
+    declared = task.get("tools")
+    if not isinstance(declared, list) or not all(isinstance(tool, Mapping) and "function" in tool for tool in declared):
+        return None
+    return declared or None
 
 
 def _is_answer(message: Any) -> bool:

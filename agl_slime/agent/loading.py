@@ -115,6 +115,8 @@ def _reduce(agent: Any) -> Any:
 
 
 def _imported(source: str) -> ModuleType:
+    import agl_slime.support.agl  # noqa: F401  first, so that the module's own import of agentlightning needs no LiteLLM
+
     if (here := str(Path.cwd())) not in sys.path:
         sys.path.insert(0, here)
     try:

@@ -31,6 +31,7 @@ from agl_slime.engine.client.client import SGLangClient
 from agl_slime.errors import ConfigError
 from agl_slime.events import BatchTrained, Observer
 from agl_slime.loop.settings import LoopState, RunResult
+from agl_slime.loop.tasks import OrderedTasks, Tasks
 from agl_slime.metric_names import TOKENS_TRAINED
 from agl_slime.store.bridge import BridgeStore
 from agl_slime.store.server import StoreService
@@ -41,7 +42,8 @@ from agl_slime.support.slime import find
 from agl_slime.support.threads import run_in_thread
 from agl_slime.tokens.loading import load_tokenizer
 from agl_slime.tokens.tokenizer import set_template_kwargs
-from agl_slime.train.slime.args import PluginSettings
+from agl_slime.train.slime.args import PluginSettings, prompt_data
+from agl_slime.train.slime.prompt_data import PromptData
 from agl_slime.train.slime.trainer import SlimeTrainer, parse_slime_args, require_slime
 from agl_slime.train.slime.versions import normalizes_by_group
 from agl_slime.types import flat_samples
@@ -83,10 +85,9 @@ async def run_slime_training(
     require_slime()
     if config.model_path is None:
         raise ConfigError("--trainer slime needs --model-path: the checkpoint that actors and engines start from")
-    parts = given or await load_parts(config)
-    store = parts.store
-    if not isinstance(store, BridgeStore):
-        raise ConfigError(f"the store is a {type(store).__name__}, which cannot be served to slime: use BridgeStore()")
+    if given is not None and not isinstance(given.store, BridgeStore):
+        kind = type(given.store).__name__
+        raise ConfigError(f"the store is a {kind}, which cannot be served to slime: use BridgeStore()")
     model_path = await run_in_thread(find_model, config.model_path, partial(say, console))
     config = replace(config, model_path=model_path)
     engines, router, agents_url = await _engines(config)
@@ -95,6 +96,12 @@ async def run_slime_training(
         flags = [*NORMALIZE_FLAGS, *flags]
     args = await run_in_thread(parse_slime_args, flags)
     check_slime_args(args, config)
+    data = prompt_data(args)
+    if data is not None and (given is not None or config.tasks is not None or config.env is not None):
+        raise ConfigError(f"--prompt-data {data.path} after --: the run has other tasks; leave one of both out")
+    parts = given or await load_parts(config, given_tasks=await run_in_thread(_rows, data, model_path))
+    store = parts.store
+    assert isinstance(store, BridgeStore)
     sampling = {**(PluginSettings.from_args(args, {}).sampling or {}), **config.template}
     if config.sglang_url is not None:  # slime starts its own engines later; their first answer is checked
         await check_replay(agents_url, sampling_of(LLM(endpoint=agents_url, model="", sampling_parameters=sampling)))
@@ -112,6 +119,7 @@ async def run_slime_training(
         tokenizer = await run_in_thread(load_tokenizer, model_path)
         set_template_kwargs(tokenizer, sampling.get("chat_template_kwargs", {}))
         unread = await check_tools(parts, Path(model_path), tokenizer, seed=config.seed)
+        parts = replace(parts, tasks=_ordered(parts.tasks, data))
         # as in the manager's process: slime requires exactly n_samples_per_prompt rollouts in every group
         settings = DataSourceSettings(policy=CompleteGroup(), release=False)
         replay_files = None
@@ -157,6 +165,17 @@ async def run_slime_training(
         )
         loop.tasks.skip_instances(finished)
         return await loop.run_async()
+
+
+def _rows(data: PromptData | None, model_path: Path) -> list[Any] | None:
+    if data is None:
+        return None
+    return data.read(load_tokenizer(model_path) if data.max_prompt_len is not None else None)
+
+
+def _ordered(tasks: Tasks, data: PromptData | None) -> Tasks:
+    """``tasks``, in the data's order unless slime's ``--rollout-shuffle`` is given; tasks of our own are shuffled."""
+    return OrderedTasks(tasks=tasks) if data is not None and not data.shuffle and isinstance(tasks, list) else tasks
 
 
 def loop_flags(

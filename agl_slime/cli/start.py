@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import random
 from collections.abc import Callable, Iterator, Sequence
@@ -24,6 +23,7 @@ from agl_slime.cli.parts import RunParts, environment_of, say
 from agl_slime.cli.settings import TrainConfig
 from agl_slime.engine.client.describe import EngineDescription
 from agl_slime.errors import ConfigError
+from agl_slime.loop.task_files import digest
 from agl_slime.loop.tasks import Task, read_tasks, shuffled
 from agl_slime.report.files import PendingRun, RunDir, check_run_dir, make_directories, new_run_dir, read_object
 from agl_slime.support.files import LOCK, remove, sole_owner
@@ -72,8 +72,9 @@ def read_start(config: TrainConfig) -> dict[str, Any]:
     return (read_object(RunDir(config.output_dir).start) or {}) if config.resume and config.output_dir else {}
 
 
-async def load_parts(config: TrainConfig) -> RunParts:
-    """Load agent and tasks as ``config`` names them. Raises ``ConfigError``."""
+async def load_parts(config: TrainConfig, *, given_tasks: list[Task] | None = None) -> RunParts:
+    """Load agent and tasks as ``config`` names them; ``given_tasks`` stand for its ``--tasks``. Raises
+    ``ConfigError``."""
     if config.env is not None:
         before = read_start(config).get("held_out") or None  # 0 where the taskset has its own split
         env = await run_in_thread(partial(environment_of, config, held_out=before))
@@ -88,8 +89,8 @@ async def load_parts(config: TrainConfig) -> RunParts:
             images=config.images if config.images != ImageSettings() else None,  # None: the agent class's limits
             plugins=config.external_plugins,
         )
-    if config.tasks is not None:
-        tasks, val_tasks, held_out = split_tasks(config)
+    if config.tasks is not None or given_tasks is not None:
+        tasks, val_tasks, held_out = split_tasks(config, given_tasks)
         return RunParts(agent=agent, tasks=tasks, val_tasks=val_tasks, held_out=held_out)
     if (make_task := getattr(agent, "make_task", None)) is None:
         raise ConfigError(f"there are no tasks: give --tasks FILE.jsonl, or define make_task(rng) on {config.agent}")
@@ -97,11 +98,12 @@ async def load_parts(config: TrainConfig) -> RunParts:
     return RunParts(agent=agent, tasks=make_task, val_tasks=val_tasks)
 
 
-def split_tasks(config: TrainConfig) -> tuple[list[Task], list[Task] | None, int]:
+def split_tasks(
+    config: TrainConfig, given_tasks: list[Task] | None = None
+) -> tuple[list[Task], list[Task] | None, int]:
     """Training tasks, validation tasks, and the number held out of ``--tasks``: without ``--eval-tasks`` a tenth,
     chosen by the seed."""
-    assert config.tasks is not None
-    tasks = read_tasks(config.tasks)
+    tasks = given_tasks or read_tasks(config.tasks or "")
     if config.eval_tasks is not None:
         return tasks, read_tasks(config.eval_tasks), 0
     wanted = max(1, len(tasks) // 10) if config.eval_interval else 0
@@ -134,7 +136,7 @@ async def find_start(
     began, task_files = before.get("model"), {}
     for name in ("tasks", "eval_tasks"):
         if (path := getattr(config, name)) is not None:
-            task_files[name] = hashlib.sha256(await run_in_thread(path.read_bytes)).hexdigest()
+            task_files[name] = await run_in_thread(digest, path)
             if (before.get("task_files") or task_files).get(name) != task_files[name]:
                 flag, fix = f"--{name.replace('_', '-')}", "resume it with the original file, or begin a new run"
                 raise ConfigError(f"{flag} {path}: not the tasks that the run in {run.path} began with; {fix}")

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import json
 import random
 import uuid
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import replace
-from itertools import count, islice
+from itertools import count, cycle, islice
 from pathlib import Path
 from typing import Any, Protocol
 
 from agl_slime.data.client import Task, TaskGroup
 from agl_slime.errors import ConfigError
+from agl_slime.loop.task_files import read_rows, without_bytes
 
 
 class TaskSource(Protocol):
@@ -30,6 +30,16 @@ class ShuffledTasks:
         if not tasks:
             raise ConfigError("there are no tasks; give at least one")
         self._tasks = (task for epoch in count() for task in shuffled(tasks, f"{seed}:{epoch}"))
+
+    def next_batch(self, n: int) -> list[Task]:
+        return list(islice(self._tasks, n))
+
+
+class OrderedTasks:
+    """A fixed set of tasks in the order in which they are listed, over and over."""
+
+    def __init__(self, *, tasks: Sequence[Task]) -> None:
+        self._tasks = cycle(tasks)
 
     def next_batch(self, n: int) -> list[Task]:
         return list(islice(self._tasks, n))
@@ -145,25 +155,14 @@ def as_task_source(tasks: Tasks, *, seed: int = 0) -> TaskSource:
 
 
 def read_tasks(path: str | Path, *, flag: str = "--tasks", strings: bool = True) -> list[Any]:
-    """Tasks from a JSON-lines file, one object or string per line; errors begin with ``flag``."""
-    file = Path(path)
-    try:
-        # not splitlines(), which also splits at U+2028 and other characters inside of JSON strings
-        lines = file.read_text(encoding="utf-8-sig").split("\n")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{flag} {file}: cannot be read ({getattr(error, 'strerror', None) or error})") from error
+    """Tasks from a file of ``agl_slime.loop.task_files``, each an object or, in JSON lines, a string; errors begin with
+    ``flag``."""
     tasks: list[Any] = []
-    for number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
-        try:
-            task = json.loads(line)
-        except (ValueError, RecursionError) as error:
-            raise ConfigError(f"{flag} {file}, line {number}: not JSON ({error})") from error
+    for place, task in read_rows(path, flag=flag):
         if not isinstance(task, dict | str if strings else dict):
             wanted = "an object or a string" if strings else "an object"
-            raise ConfigError(f"{flag} {file}, line {number}: expected {wanted}, got {type(task).__name__}")
-        tasks.append(task)
+            raise ConfigError(f"{place}: expected {wanted}, got {type(task).__name__}")
+        tasks.append(without_bytes(task, place))
     if not tasks:
-        raise ConfigError(f"{flag} {file}: contains no tasks")
+        raise ConfigError(f"{flag} {path}: contains no tasks")
     return tasks

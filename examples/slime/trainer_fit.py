@@ -6,10 +6,6 @@ it with ``python examples/slime/trainer_fit.py``.
 
 from __future__ import annotations
 
-import os
-
-os.environ.setdefault("LITELLM_LOCAL_MODEL_COST_MAP", "True")  # otherwise Agent Lightning downloads a price list
-
 import random
 import sys
 import tempfile
@@ -17,10 +13,13 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
+# before agentlightning, which then needs no LiteLLM
+from agl_slime import BridgeStore, ConcurrentRunner, SlimeAlgorithm
+
+# isort: split
 import agentlightning as agl
 from agentlightning.execution.shared_memory import SharedMemoryExecutionStrategy
 
-from agl_slime import BridgeStore, ConcurrentRunner, SlimeAlgorithm
 from agl_slime.cli.demo import LOOKUP_POLICY
 from agl_slime.cli.demo.agent import LookupAgent
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -38,6 +39,18 @@ class Mine(agentlightning.LLMProxy):
 print(Mine.__mro__[1] is llm_proxy.LLMProxy, issubclass(Mine, agentlightning.LLMProxy))
 """
     assert said(program) == ["False False", "False False", "True True", "True True", "True", "True True"]
+
+
+def test_an_agent_that_imports_agent_lightning_loads_without_litellm(tmp_path: Path) -> None:
+    """As in an environment made by scripts/install_in_slime.sh."""
+    (tmp_path / "mine.py").write_text("import agentlightning as agl\n\n@agl.rollout\ndef mine(task, llm): ...\n")
+    program = f"""
+import sys
+sys.modules["litellm"] = None
+from agl_slime.agent.loading import load_agent
+print(type(load_agent({str(tmp_path / "mine.py")!r} + ":mine")).__name__)
+"""
+    assert said(program) == ["FunctionalLitAgent"]
 
 
 @pytest.mark.slow

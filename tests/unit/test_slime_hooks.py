@@ -236,15 +236,20 @@ def test_args_come_before_the_environment_and_slimes_flags_fill_the_rest():
     assert settings.store_url == "http://127.0.0.1:1"
     assert settings.llm_url == "http://127.0.0.1:3000"
     assert settings.get_timeout_s == 5.0
-    assert str(settings.tasks) == "tasks.jsonl"
+    assert settings.prompt_data is not None
+    assert settings.prompt_data.path == "tasks.jsonl"
     assert settings.sampling == settings.eval_sampling == {"temperature": 0.8, "max_new_tokens": 64}
     assert settings.blocking
 
 
 def test_older_slime_without_the_switch_uses_its_prompt_data():
-    assert PluginSettings.from_args(Namespace(prompt_data="a.jsonl"), {}).tasks == Path("a.jsonl")
+    given = PluginSettings.from_args(Namespace(prompt_data="a.jsonl"), {}).prompt_data
+    assert given is not None
+    assert given.path == "a.jsonl"
     off = Namespace(prompt_data="a.jsonl", rollout_global_dataset=False)
-    assert PluginSettings.from_args(off, {}).tasks is None
+    assert PluginSettings.from_args(off, {}).prompt_data is None
+    ours = Namespace(prompt_data="a.jsonl", agl_tasks="b.jsonl")
+    assert PluginSettings.from_args(ours, {}).prompt_data is None
 
 
 @pytest.mark.parametrize("given", [{"A": "input.a", "B": "input.b"}, "A=input.a B=input.b"])

@@ -155,13 +155,14 @@ class SGLangClient:
         """
         started = time.monotonic()
         deadline = started + self.settings.total_timeout_s
-        self._check_prompt(input_ids)
+        context_length = min(filter(None, (self.context_length, sampling.context_length)), default=None)
+        self._check_prompt(input_ids, context_length)
         rids = _request_ids(rid or uuid.uuid4().hex)
         wanted = ResumableGeneration(
             prompt_ids=input_ids,
             sampling=sampling,
             eos_token_ids=self._eos_token_ids,
-            context_length=self.context_length,
+            context_length=context_length,
             decode=self._decode,
             experts_start=experts_start,
             images=images,
@@ -255,7 +256,7 @@ class SGLangClient:
 
         return await self._http.retry(attempt, where=where, deadline=deadline)
 
-    def _check_prompt(self, input_ids: Sequence[int]) -> None:
+    def _check_prompt(self, input_ids: Sequence[int], context_length: int | None) -> None:
         if len(input_ids) == 0:
             raise EngineRequestError("the prompt has no token ids; give at least one")
         wrong = outermost(input_ids)
@@ -263,9 +264,9 @@ class SGLangClient:
             raise OutOfVocabularyError(
                 f"the prompt holds token id {wrong}, outside the model's vocabulary of {self.vocab_size} ids"
             )
-        if self.context_length is not None and len(input_ids) >= self.context_length:
+        if context_length is not None and len(input_ids) >= context_length:
             raise ContextOverflowError(
-                f"the prompt has {len(input_ids)} tokens and leaves no room in the context of {self.context_length}"
+                f"the prompt has {len(input_ids)} tokens and leaves no room in the context of {context_length}"
             )
 
     # -- control ------------------------------------------------------------------------------------------------------

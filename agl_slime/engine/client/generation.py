@@ -50,6 +50,7 @@ class SamplingParams:
     ``routed_experts``, (layers, experts per token), the engine says which experts each token went through; with
     ``nucleus`` has the ids that top_p and top_k kept for each sampled token; log-probs are then within the nucleus.
     ``replay_files`` is the directory where a run keeps much of these (see ``agl_slime.tokens.replay_files``).
+    ``context_length`` limits prompt and answer together, where that is less than the model's.
     """
 
     temperature: float = 1.0
@@ -62,6 +63,7 @@ class SamplingParams:
     routed_experts: Shape | None = None
     nucleus: bool = False
     replay_files: str | None = None
+    context_length: int | None = None
     extra: Mapping[str, Any] = field(default_factory=dict)
     max_tokens: InitVar[int | None] = None
     repetition_penalty: InitVar[float | None] = None
@@ -96,6 +98,7 @@ class SamplingParams:
             ("top_p", lambda value: 0 < value <= 1, "in (0, 1]"),
             ("top_k", lambda value: value == -1 or 1 <= value < 2**31, "-1 (all tokens) or from 1 to 2147483647"),
             ("max_new_tokens", lambda value: value >= 1, "at least 1"),
+            ("context_length", lambda value: value is None or value >= 2, "at least 2"),
         )
 
     def to_payload(self) -> dict[str, Any]:

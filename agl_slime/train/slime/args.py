@@ -17,6 +17,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, FiniteFloat,
 from agl_slime.errors import ConfigError
 from agl_slime.gateway.agl1.settings import ControllerSettings
 from agl_slime.runner.base import RunnerPlan
+from agl_slime.train.slime.prompt_data import PromptData
 from agl_slime.train.slime.replay import replay_sampling
 
 # slime's sampling flags, without the prefix rollout_ or eval_, by SGLang's names.
@@ -26,6 +27,7 @@ _SAMPLING = {
     "top_k": "top_k",
     "max_new_tokens": "max_response_len",
     "min_new_tokens": "min_new_tokens",
+    "context_length": "max_context_len",
     "stop": "stop",
     "stop_token_ids": "stop_token_ids",
 }
@@ -51,12 +53,12 @@ def _split_words(value: Any) -> Any:
 
 
 class EvalSet(BaseModel):
-    """An evaluation data set of slime: ``samples`` rollouts for each line of the file ``path``."""
+    """An evaluation data set of slime: ``samples`` rollouts for each row of ``data``."""
 
     model_config = ConfigDict(frozen=True)
 
     name: str
-    path: Path
+    data: PromptData
     samples: Annotated[int, Field(ge=1)] = 1
     sampling: Mapping[str, Any]
 
@@ -82,9 +84,11 @@ class PluginSettings(BaseModel):
     controller_port: Annotated[int, Field(ge=0, le=65_535)] = 0
     controller_log: Path | None = None
     tasks: Path | None = None
-    """Tasks as JSON lines; else slime's ``--prompt-data``, else the agent's ``make_task``."""
+    """A file of tasks (``agl_slime.loop.task_files``); else ``prompt_data``, else the agent's ``make_task``."""
+    prompt_data: PromptData | None = None
+    """slime's ``--prompt-data`` with its keys."""
     eval_tasks: Path | None = None
-    """Tasks of evaluations as JSON lines; else slime's ``--eval-prompt-data`` or ``--eval-config``, else the agent's
+    """A file of tasks of evaluations; else slime's ``--eval-prompt-data`` or ``--eval-config``, else the agent's
     ``make_task`` with another seed."""
     eval_rollouts: Annotated[int, Field(ge=1)] = 32
     """Rollouts of an evaluation without slime's data sets."""
@@ -169,16 +173,15 @@ class PluginSettings(BaseModel):
         if values.get("store_url") is not None and values.get("agent") is not None:
             both = f"agl_store_url {values['store_url']!r} and agl_agent {values['agent']!r}"
             raise ConfigError(f"{both} are both set: the agent runs here, or elsewhere on a store; leave one out")
-        # main has no such switch, and always a data set
-        if getattr(args, "rollout_global_dataset", True) and getattr(args, "prompt_data", None) is not None:
-            values.setdefault("tasks", Path(args.prompt_data))
         host, port = getattr(args, "sglang_router_ip", None), getattr(args, "sglang_router_port", None)
         if host is not None and port is not None:
             values.setdefault("llm_url", f"http://{host}:{port}")
-        sampling = _sampling(args, "rollout")
-        if kwargs := getattr(args, "apply_chat_template_kwargs", None):
-            sampling["chat_template_kwargs"] = dict(kwargs)
+        sampling = _sampling(args, "rollout") | _template_kwargs(args)
         values |= {
+            # main has no such switch, and always a data set
+            "prompt_data": prompt_data(args)
+            if getattr(args, "rollout_global_dataset", True) and values.get("tasks") is None
+            else None,
             "model": getattr(args, "hf_checkpoint", None),
             "sampling": sampling | replay_sampling(args),
             "eval_sampling": sampling | _sampling(args, "eval"),
@@ -199,16 +202,47 @@ class PluginSettings(BaseModel):
         return settings
 
 
+def prompt_data(args: Any) -> PromptData | None:
+    """slime's ``--prompt-data`` and the flags that say how it is read; ``None`` without it."""
+    if (path := getattr(args, "prompt_data", None)) is None:
+        return None
+    shuffle = bool(getattr(args, "rollout_shuffle", False))
+    return _data(args, path, shuffle=shuffle, max_prompt_len=getattr(args, "rollout_max_prompt_len", None))
+
+
+def _data(keys: Any, path: Any, **how: Any) -> PromptData:
+    names = ("input_key", "label_key", "metadata_key", "tool_key", "multimodal_keys")
+    given = {name: getattr(keys, name) for name in names if hasattr(keys, name)}
+    return PromptData(path=str(path), **given, **how)
+
+
 def _eval_sets(args: Any) -> list[dict[str, Any]]:
     return [
         {
             "name": given.name,
-            "path": given.path,
+            "data": _data(given, given.path, max_prompt_len=getattr(args, "eval_max_prompt_len", None)),
             "samples": getattr(given, "n_samples_per_eval_prompt", None) or 1,
-            "sampling": _sampling(args, "rollout") | _sampling(args, "eval") | _sampling(given, ""),
+            "sampling": {
+                **_sampling(args, "rollout"),
+                **_template_kwargs(args),
+                **_sampling(args, "eval"),
+                **_sampling(given, ""),
+                **_template_kwargs(given),
+            },
         }
         for given in getattr(args, "eval_datasets", None) or ()
     ]
+
+
+def _template_kwargs(args: Any) -> dict[str, Any]:
+    kwargs = getattr(args, "apply_chat_template_kwargs", None)
+    return {"chat_template_kwargs": dict(kwargs)} if kwargs else {}
+
+
+def context_length(args: Any, *, evaluation: bool = False) -> dict[str, Any]:
+    """slime's limit of a prompt and its answer together, as a sampling parameter; empty without one."""
+    length = _sampling(args, "eval" if evaluation else "rollout").get("context_length")
+    return {} if length is None else {"context_length": length}
 
 
 def _sampling(args: Any, prefix: str) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from agl_slime.data.source import DataSourceSettings
 from agl_slime.engine.client.check import check_replay
 from agl_slime.engine.client.client import ClientSettings, SGLangClient
 from agl_slime.errors import ConfigError, DataSourceError, EngineError
-from agl_slime.loop.tasks import TaskCursor, as_task_source, read_tasks
+from agl_slime.loop.tasks import OrderedTasks, TaskCursor, as_task_source, read_tasks
 from agl_slime.runner.base import RunnerPool
 from agl_slime.runner.make import make_runners
 from agl_slime.store.bridge import BridgeStore
@@ -69,12 +69,16 @@ class Connection(Producer):
                 make_task = getattr(agent, "make_task", None)
             self.store = BridgeStore()
             self._runner = make_runners(plan, agent=agent, store=self.store)
+        tokenizer, data = self.tokenizer(), settings.prompt_data
         tasks = read_tasks(settings.tasks, flag="agl_tasks") if settings.tasks is not None else None
+        if data is not None:
+            tasks = data.read(tokenizer)
         self.epoch_size = len(tasks) if tasks is not None else None
-        self.tasks = self._cursor(tasks or make_task)
+        in_order = tasks is not None and data is not None and not data.shuffle
+        self.tasks = self._cursor(OrderedTasks(tasks=tasks) if in_order else tasks or make_task)
         self.evals: list[Evaluation] = []
         for given in settings.eval_sets:
-            lines = read_tasks(given.path, flag=f"evaluation data set {given.name}:")
+            lines = given.data.read(tokenizer, flag=f"evaluation data set {given.name}:")
             cursor = self._cursor(lines, offset=1)
             self.evals.append(Evaluation(given.name, cursor, len(lines) * given.samples, given.sampling))
         if not self.evals:

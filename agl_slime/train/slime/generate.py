@@ -19,7 +19,7 @@ from agl_slime.data.results import MemberResult
 from agl_slime.data.source import GroupSource
 from agl_slime.errors import ConfigError
 from agl_slime.support.threads import run_in_thread
-from agl_slime.train.slime.args import PluginSettings
+from agl_slime.train.slime.args import PluginSettings, context_length
 from agl_slime.train.slime.connection import Connection
 from agl_slime.train.slime.replay import replay_sampling, with_tensors, with_train_inputs
 from agl_slime.types import ARRAY_FIELDS, Sample
@@ -40,7 +40,9 @@ async def run_rollout(
 ) -> Sample | list[Sample]:
     """See ``agl_slime.slime_hooks.generate``."""
     task = {**(sample.metadata or {}), "prompt": sample.prompt, "label": sample.label}
-    sampling = {**sampling_params, **({} if evaluation else replay_sampling(args))}
+    sampling = {**sampling_params, **context_length(args, evaluation=evaluation)}
+    if not evaluation:
+        sampling |= replay_sampling(args)
     rollouts = _rollouts_for(args)
     member = await rollouts.run(task, sampling, mode="val" if evaluation else "train")
     if not member.ok:

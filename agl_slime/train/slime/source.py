@@ -18,6 +18,7 @@ from agl_slime.support.files import write_file
 from agl_slime.support.threads import run_blocking, run_in_thread
 from agl_slime.train.slime.args import PluginSettings
 from agl_slime.train.slime.connection import Connection
+from agl_slime.train.slime.flags import warn_of_flags
 from agl_slime.train.slime.producer import TaskProducer
 from agl_slime.train.slime.replay import with_tensors, with_train_inputs
 from agl_slime.train.slime.staleness import StalenessController
@@ -54,6 +55,7 @@ class AGLDataSource(DataSource):
             logger.warning("AGLDataSource has no store and returns placeholders: set agl_store_url or agl_agent")
         self._producer: TaskProducer | None = None
         if plugin is not None and connection is not None:
+            warn_of_flags(args)
             store, tokenizer = connection.store, tokenizer or connection.tokenizer()
             settings = settings or connection.data_source_settings()
             self._producer = TaskProducer(connection, StalenessController.from_settings(plugin, args))

@@ -1,0 +1,60 @@
+"""Installation beside SGLang's and slime's packages: the shipped lists and the script. The dry run itself, which asks a
+package index, is a step of .ci/run."""
+
+from __future__ import annotations
+
+import os
+import runpy
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+SGLANG = {"constraints-slime.txt": ("0.5.15.post1", "2.6.1"), "constraints-slime-0.5.23.txt": ("0.5.23", "2.8.0")}
+
+# Stands for python3 -m pip: notes its arguments, and lists the files before, after, … in turn.
+PIP = """#!/bin/sh
+shift 2
+if [ "$1" = list ]; then cat "{there}/list" && [ -f "{there}/next" ] && mv "{there}/next" "{there}/list"; exit 0; fi
+echo "$@" >> "{there}/calls"
+"""
+
+
+def test_the_requirements_are_those_of_the_packages_of_today():
+    made = runpy.run_path(str(ROOT / "scripts" / "slime_requirements.py"))
+    expected = "\n".join([made["HEADER"], *made["lines"]()]) + "\n"
+    assert (ROOT / "requirements-slime.txt").read_text() == expected, "run SLIME_DIR=… scripts/pins.sh slime"
+    assert not {"litellm", "agentlightning", "agentops"} & {*expected.split()}
+
+
+@pytest.mark.parametrize("file", SGLANG)
+def test_a_list_of_pins_has_sglangs_own(file: str):
+    lines = (ROOT / file).read_text().splitlines()
+    version, openai = SGLANG[file]
+    assert {f"sglang=={version}", f"openai=={openai}"} <= {*lines}
+    assert [line for line in lines if line.startswith("mcp==1.")]
+    assert not [line for line in lines if line.startswith(("litellm", "agl-slime", "agentlightning"))]
+    assert file in (ROOT / ".ci" / "run").read_text()
+
+
+@pytest.mark.parametrize("openai", ["2.6.1", "3.57.0", None])
+def test_a_package_that_moved_ends_the_installation(openai: str | None, tmp_path: Path):
+    python = tmp_path / "python"
+    python.write_text(PIP.format(there=tmp_path))
+    python.chmod(0o755)
+    (tmp_path / "list").write_text("agl-slime==0.0.9\nopenai==2.6.1\nrich==15.0.0\n")
+    kept = f"openai=={openai}\n" if openai else ""
+    (tmp_path / "next").write_text(f"agl-slime==0.1.0\nagentops==0.4.21\n{kept}rich==15.0.0\n")
+    finished = subprocess.run(
+        ["bash", str(ROOT / "scripts" / "install_in_slime.sh"), "--quiet"],
+        env={**os.environ, "PYTHON": str(python)},
+        capture_output=True,
+        text=True,
+    )
+    needs, packages = (tmp_path / "calls").read_text().splitlines()
+    assert needs.startswith("install --quiet -c ")
+    assert needs.endswith(" -r requirements-slime.txt")
+    assert packages == "install --quiet --no-deps agentlightning==0.3.0 agentops==0.4.21 ."
+    assert finished.returncode == (0 if openai == "2.6.1" else 1)
+    assert finished.stderr == ("" if openai == "2.6.1" else "No longer at its version: openai==2.6.1\n")
