@@ -27,7 +27,7 @@ esac
 # "ray job submit ... -- COMMAND" runs COMMAND with the variables of its runtime_env only, as a node's worker has them
 _RAY = """#!{python}
 import json, os, sys
-if sys.argv[1:3] == ["job", "submit"]:
+if sys.argv[1:3] == ["job", "submit"] and "--runtime-env-json" in sys.argv:
     at = sys.argv.index("--")
     given = json.loads(sys.argv[sys.argv.index("--runtime-env-json") + 1])["env_vars"]
     kept = {{name: os.environ[name] for name in ("PATH", "HOME", "HF_HUB_OFFLINE", "WANDB_MODE") if name in os.environ}}
