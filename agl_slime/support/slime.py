@@ -46,6 +46,8 @@ OPTIONAL_NAMES = {
     "save_checkpoint": ("slime.data.checkpoint",),
     "RECOVERY_NAMESPACE": ("slime.ray.training_recovery",),
     "training_session_name": ("slime.ray.training_recovery",),
+    "pop_oldest": ("slime.data.data_source", "slime.rollout.data_source"),
+    "spill_routed_experts": ("slime.utils.routed_experts",),
 }
 # Names for agl_slime.train.slime.launch.
 _LAUNCH_NAMES = {"get_slime_extra_args_provider": ("slime.utils.arguments",)}
@@ -61,11 +63,7 @@ def installed() -> bool:
 
 def version() -> str:
     """Version and directory of the importable slime; a checkout's version is read from its ``setup.py``."""
-    spec = importlib.util.find_spec("slime")
-    root = (
-        Path(next(iter(spec.submodule_search_locations))).parent if spec and spec.submodule_search_locations else None
-    )
-    number = None
+    root, number = checkout(), None
     if root is not None and (root / "setup.py").is_file():
         number = re.search(r"""version\s*=\s*["']([^"']+)""", (root / "setup.py").read_text())
     try:
@@ -73,6 +71,13 @@ def version() -> str:
     except importlib.metadata.PackageNotFoundError:
         text = "of unknown version"
     return f"slime {text} ({root})"
+
+
+def checkout() -> Path | None:
+    """The directory of slime's package, where a checkout has its scripts; ``None`` without slime."""
+    spec = importlib.util.find_spec("slime")
+    found = spec and spec.submodule_search_locations
+    return Path(next(iter(found))).parent if found else None
 
 
 def find(name: str) -> Any:

@@ -1,11 +1,13 @@
 #!/usr/bin/env bash
-# slime's own train.py on an Agent Lightning agent, for one machine with GPUs. Needs a slime installation (Megatron, SGLang) and a checkpoint in both forms:
+# slime's own train.py on an Agent Lightning agent: the part that all recipes here share, and by itself one machine with GPUs that both train and sample.
+# Needs a slime installation (Megatron, SGLang) and a checkpoint in both forms (docs/slime-8-gpus.md):
 #
 #   SLIME_DIR=~/slime MODEL=~/Qwen3-0.6B MODEL_TORCH_DIST=~/Qwen3-0.6B_torch_dist examples/slime/run_agent.sh
 #
-# MODEL_ARGS_FILE: the file in slime's scripts/models for the model. EVAL_DATA: a file of evaluation tasks (JSON lines); EVAL_NAME: its name in slime.
-# GPU_ARGS: the assignment of GPUs. SCRIPT: slime's training script. Further arguments are passed to slime and override these. With BUFFER_URL rollouts come
-# from a Rollout Buffer; run_agent_buffer.sh starts one.
+# MODEL_ARGS_FILE: the file in slime's scripts/models for the model. AGL_CONFIG: settings without a slime flag (agl.yaml). AGENT_PATH: a directory with the
+# agent's module. EVAL_DATA: a file of evaluation tasks (JSON lines); EVAL_NAME: its name in slime. GPU_ARGS: the assignment of GPUs. SCRIPT: slime's training
+# script. RAY_JOB_ADDRESS: submit the run as a job to this Ray (http://HEAD:8265); JOB_ENV: more variables for it. Further arguments are passed to slime and
+# override these. With BUFFER_URL rollouts come from a Rollout Buffer; run_agent_buffer.sh starts one.
 set -euo pipefail
 here="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
 repository="$(cd "$here/../.." && pwd)"
@@ -62,8 +64,17 @@ TRAIN_ARGS=(
   --attention-dropout 0.0 --hidden-dropout 0.0 --accumulate-allreduce-grads-in-fp32 --attention-softmax-in-fp32 --attention-backend flash
 )
 
-export PYTHONPATH="$repository:$SLIME_DIR:${MEGATRON_DIR:-$HOME/Megatron-LM}${PYTHONPATH:+:$PYTHONPATH}"
+export PYTHONPATH="${AGENT_PATH:+$AGENT_PATH:}$repository:$SLIME_DIR:${MEGATRON_DIR:-$HOME/Megatron-LM}${PYTHONPATH:+:$PYTHONPATH}"
 export CUDA_DEVICE_MAX_CONNECTIONS=1 PYTHONUNBUFFERED=1
+job=()
+if [ -n "${RAY_JOB_ADDRESS:-}" ]; then
+  # a job's actors have the environment of its runtime_env, on every node, and not this shell's
+  runtime_env="$(python -c '
+import json, os
+names = {"PYTHONPATH", "CUDA_DEVICE_MAX_CONNECTIONS", "PYTHONUNBUFFERED", *os.environ.get("JOB_ENV", "").split()}
+print(json.dumps({"env_vars": {name: value for name, value in os.environ.items() if name in names or name.startswith("AGL_")}}))')"
+  job=(ray job submit --address "$RAY_JOB_ADDRESS" --runtime-env-json "$runtime_env" --)
+fi
 read -ra gpu_args <<<"${GPU_ARGS:---actor-num-nodes 1 --actor-num-gpus-per-node $num_gpus --num-gpus-per-node $num_gpus --colocate}"
-exec python "${launcher[@]}" "$SLIME_DIR/${SCRIPT:-train.py}" "${gpu_args[@]}" \
+exec "${job[@]}" python "${launcher[@]}" "$SLIME_DIR/${SCRIPT:-train.py}" "${gpu_args[@]}" \
   "${MODEL_ARGS[@]}" "${CKPT_ARGS[@]}" "${AGL_ARGS[@]}" "${EVAL_ARGS[@]}" "${ROLLOUT_ARGS[@]}" "${TRAIN_ARGS[@]}" "$@"

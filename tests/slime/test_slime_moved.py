@@ -86,6 +86,28 @@ def test_a_slime_whose_samples_have_no_id_for_siblings_is_refused(tmp_path: Path
     assert "has no rollout_id, new in v0.3.1; supported are v0.3.1," in output
 
 
+@pytest.mark.parametrize("newer", [False, True])
+def test_doctor_names_what_bounds_the_age_of_groups(newer: bool, tmp_path: Path):
+    """Of main's files: #2390 orders and measures, #2391 removed train_async.py; neither drops a group."""
+    modules = dict(_LEAST)
+    if newer:
+        modules["data/data_source"] += "\n\ndef pop_oldest(args, rollout_id, buffer, num_samples): ...\n"
+        modules["utils/routed_experts"] = "async def spill_routed_experts(args, sample): ...\n"
+    for place, source in modules.items():
+        (tmp_path / "slime" / place).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "slime" / f"{place}.py").write_text(source)
+    for script in ("train.py", *(() if newer else ("train_async.py",))):
+        (tmp_path / script).touch()
+    command = [sys.executable, *_ENTRIES["doctor"]]
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(REPOSITORY)])}
+    output = subprocess.run(command, env=env, cwd=REPOSITORY, capture_output=True, text=True).stdout
+    lines = {line[2:28].strip(): line[28:].strip() for line in output.splitlines()}
+    assert "agl_max_staleness" in lines["staleness"]
+    assert ("--buffer-sort-by-staleness" in lines["staleness"]) is newer
+    assert lines["asynchronous training"].startswith("by train.py " if newer else "by train_async.py")
+    assert ("spill_routed_experts" in lines["routed experts"]) is newer
+
+
 def test_the_other_package_of_that_name_counts_as_no_slime(tmp_path: Path):
     """The one on PyPI has ``core`` and ``model``, and nothing of slime's."""
     (tmp_path / "slime" / "core").mkdir(parents=True)

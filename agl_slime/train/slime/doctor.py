@@ -47,6 +47,9 @@ def inspect_slime() -> Iterator[tuple[bool, str, str]]:
         ("rewards", _rewards),
         ("data source", _data_source),
         ("samples", _samples),
+        ("asynchronous training", _asynchronous),
+        ("staleness", _staleness),
+        ("routed experts", _routed_experts),
         ("checkpoints", lambda: f"written by {'save_checkpoint' if _has('save_checkpoint') else 'the driver'}"),
         ("straw", lambda: _transport("straw", "straw-queue")),
         ("nixl", lambda: _transport("nixl", "nixl")),
@@ -104,6 +107,27 @@ def _samples() -> str:
     if needed:
         return f"UNKNOWN: Sample cannot be made without {', '.join(needed)}"
     return "siblings of one rollout share rollout_id"
+
+
+def _asynchronous() -> str:
+    root = slime.checkout()
+    if root is None or not (root / "train.py").is_file():
+        return "by a script of slime's checkout, which is not beside the package"
+    if (root / "train_async.py").is_file():
+        return "by train_async.py, one step behind"
+    return "by train.py with a fully-async rollout function; train_async.py is gone (slime #2391)"
+
+
+def _staleness() -> str:
+    order = "resumed oldest first by --buffer-sort-by-staleness" if _has("pop_oldest") else "resumed in order of return"
+    return f"groups are {order}; slime drops none for its age and bounds none: agl_max_staleness does"
+
+
+def _routed_experts() -> str:
+    if _has("spill_routed_experts"):
+        hook = "--rollout-sample-hook-path slime.utils.routed_experts.spill_routed_experts"
+        return f"on disk by {hook} under slime's rollout functions, by agl_replay_files under ours"
+    return "on disk by agl_replay_files under our rollout function; by straw, where slime has it"
 
 
 def _transport(name: str, package: str) -> str:

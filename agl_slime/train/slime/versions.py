@@ -10,6 +10,9 @@ knows where names are, ``agl_slime.types`` the fields of ``Sample``.
 | a checkpoint is written by        | the driver               | ``save_checkpoint``                      |
 | rewards are normalised            | by position              | by group_index                           |
 | ``args.rollout_global_dataset``   | yes                      | no                                       |
+| ``train_async.py``                | yes                      | no (#2391)                               |
+| resumed groups                    | in order of return       | or oldest first (#2390)                  |
+| a bound on staleness              | no                       | no                                       |
 
 docs/slime.md, "Versions", says which commits were read.
 """

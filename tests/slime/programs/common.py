@@ -56,6 +56,7 @@ def start_ray(*, num_gpus: int = 0, setup_hook: str | None = None) -> None:
 
     runtime_env = {"worker_process_setup_hook": setup_hook} if setup_hook is not None else None
     ray.init(
+        address="local",  # not a cluster that runs on this machine
         num_cpus=4,
         num_gpus=num_gpus,
         include_dashboard=False,

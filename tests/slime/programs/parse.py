@@ -5,6 +5,7 @@ python -m tests.slime.programs.parse FLAGS...
 
 from __future__ import annotations
 
+import os
 import sys
 
 from megatron.training.arguments import OPTIONS  # the stand-in's
@@ -27,6 +28,7 @@ _NAMES = (
     "lr",
     "colocate",
     "rollout_num_gpus",
+    "actor_num_nodes",
     "actor_num_gpus_per_node",
     "use_tis",
     "tis_clip",
@@ -44,6 +46,8 @@ if __name__ == "__main__":
     ignored = [flag for flag in sys.argv[1:] if flag.startswith("--") and flag not in OPTIONS]
     evals = [[one.name, one.path, one.n_samples_per_eval_prompt] for one in args.eval_datasets]
     found = {name: getattr(args, name, None) for name in _NAMES} | {"ignored": ignored, "evals": evals}
+    found["agl_environment"] = {name: value for name, value in os.environ.items() if name.startswith("AGL_SLIME_MAX")}
+    found["first_on_python_path"] = os.environ["PYTHONPATH"].partition(os.pathsep)[0]
     if url := found["agent_rollout_buffer_url"]:
         waited = Backoff("the buffer does not start", DataSourceError, cap_s=1.0, patience_s=60.0)
         found["generators"] = run_blocking(waited.run(lambda: ask_buffer(url, "/stats"), is_transient))["generators"]
