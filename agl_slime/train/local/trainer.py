@@ -30,7 +30,14 @@ from agl_slime.support.threads import ThreadPool
 from agl_slime.train.local import lora
 from agl_slime.train.local.batch import MicroBatch, TrainBatch, make_microbatches, split_minibatches, token_staleness
 from agl_slime.train.local.hardware import bfloat16_wanted, in_own_thread, set_threads, torch_device
-from agl_slime.train.local.loss import Objective, keep_nucleus, token_entropy, token_log_probs, token_weights
+from agl_slime.train.local.loss import (
+    Objective,
+    keep_nucleus,
+    sequence_means,
+    token_entropy,
+    token_log_probs,
+    token_weights,
+)
 from agl_slime.train.local.model import (
     allow_packing,
     checkpoint_layers,
@@ -152,7 +159,8 @@ class LocalTrainer:
         recompute = engine is None or self.settings.old_log_probs == "recompute"
         everything = self._microbatches(checked, range(checked.n_samples))
         passes = recompute + (self._start_model is not None)
-        work = (len(micro.ids) * (passes + self.settings.epochs * self._cost(micro)) for micro in everything)
+        ratios = self.settings.loss == "gspo"
+        work = (len(micro.ids) * (passes + self.settings.epochs * (ratios + self._cost(micro))) for micro in everything)
         self._done, self._planned = 0, sum(work)
         unscored = torch.full((checked.n_tokens,), math.nan, device=self._device)
         if recompute:
@@ -169,6 +177,9 @@ class LocalTrainer:
                 microbatches = self._microbatches(checked, samples)
                 if not microbatches:  # all tokens are masked
                     continue
+                if self.settings.loss == "gspo":  # a ratio of all the rollout's tokens, before any of its gradients
+                    ratios = self._score(self.model, microbatches, checked.n_tokens).log_probs - old
+                    objective.sequence_log_ratios = sequence_means(ratios, self._tensor(checked.token_rollouts))
                 place = f"minibatch {len(steps) + 1} of iteration {iteration}"
                 steps.append(self._step(microbatches, objective, first if not (recompute or epoch) else None, place))
                 if len(steps) == 1:
@@ -207,6 +218,7 @@ class LocalTrainer:
                 n_tokens=batch.n_tokens,
                 n_rollouts=batch.n_rollouts,
                 n_minibatches=n_minibatches,
+                max_tokens=self.settings.max_response,
             ),
         )
         if self._start_model is not None:
@@ -318,6 +330,8 @@ class LocalTrainer:
             reward_key=self.settings.reward_key,
             rewards_normalization=self.settings.rewards_normalization,
             std_normalization=self.settings.std_normalization,
+            max_response=self.settings.max_response,
+            overlong_buffer=self.settings.overlong_buffer,
         )
         if checked.n_tokens == 0:
             raise TrainerError(f"none of the {checked.n_samples} samples has a token under its loss mask to train on.")
