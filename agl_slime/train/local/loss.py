@@ -149,6 +149,22 @@ def kl_k3(log_probs: Tensor, reference_log_probs: Tensor) -> Tensor:
     return d.expm1() - d
 
 
+def teacher_advantages(
+    advantages: Tensor, log_probs: Tensor, teacher_log_probs: Tensor, *, coef: float
+) -> tuple[Tensor, Tensor]:
+    """``advantages - coef * k`` with the per-token reverse KL ``k = log_probs - teacher_log_probs``, and ``k``; ``[N]``
+    each, constants.
+
+    On-policy distillation (Lu and Thinking Machines Lab 2025, "On-Policy Distillation"; Agarwal et al.,
+    arXiv:2306.13649, with the reverse KL of Gu et al., arXiv:2306.08543): on tokens of the policy the mean of ``k`` is
+    an unbiased estimate of ``KL(policy || teacher)``, and each token is credited with its own term only (a discount of
+    0). slime's ``--use-opd`` with ``--opd-kl-coef``. ``log_probs`` are the sampling policy's, at its temperature, the
+    teacher's at temperature 1.
+    """
+    reverse_kl = log_probs - teacher_log_probs
+    return advantages - coef * reverse_kl, reverse_kl
+
+
 def token_weights(
     aggregation: Literal["token", "rollout", "constant"],
     *,
