@@ -121,12 +121,15 @@ class Diagnosis:
     def first(self) -> Cause | None:
         """The first cause, if any explains half of the gap."""
         best = self.causes[0] if self.causes else None
-        return best if best is not None and best.nats >= LEAST_SHARE * self.gap else None
+        return best if best is not None and best.nats >= LEAST_SHARE * max(self.gap, TOLERANCE) else None
 
     @property
     def sentence(self) -> str:
         if self.gap <= TOLERANCE:
-            return f"Sampler and model agree: {self.gap:.2g} nats per token over {self.tokens} tokens."
+            agree = f"ampler and model agree: {self.gap:.2g} nats per token over {self.tokens} tokens."
+            if (first := self.first) is None:
+                return f"S{agree}"
+            return f"{first.cause}: {first.text} ({first.nats:.3g} nats per token), and yet s{agree}"
         gap = f"{self.gap:.3g} nats per token over {self.tokens} tokens"
         if (first := self.first) is None:
             return f"Sampler and model differ by {gap}, and no known cause explains half of it."

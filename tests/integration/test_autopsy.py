@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import copy
+import json
 import shutil
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -19,10 +21,17 @@ torch = pytest.importorskip("torch", reason='forward passes need torch: pip inst
 
 from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: E402
 
+from agl_slime.cli.autopsy import AutopsyConfig, autopsy  # noqa: E402
+from agl_slime.engine.client.client import SGLangClient  # noqa: E402
+from agl_slime.engine.client.generation import SamplingParams  # noqa: E402
 from agl_slime.engine.engine import Engine  # noqa: E402
 from agl_slime.engine.requests import Request, Sampling  # noqa: E402
+from agl_slime.errors import ConfigError  # noqa: E402
 from agl_slime.report.autopsy import Candidate, Diagnosis, KeptSample, explain, mean_gap  # noqa: E402
+from agl_slime.report.files import IterationFile  # noqa: E402
+from agl_slime.report.rollouts import pack  # noqa: E402
 from agl_slime.train.local.counterfactual import Conditions, Counterfactuals  # noqa: E402
+from tests.integration.engine_servers import Server  # noqa: E402
 
 NOW, BEFORE, BASE = "v000003", "v000002", "base"
 OTHERS = "the weights of version 2"
@@ -294,6 +303,96 @@ def test_an_unknown_cause_is_not_given_a_name(bench: Bench):
     found = bench.diagnosis(recorded)
     assert found.first is None
     assert "no known cause" in found.sentence
+
+
+def write_run(directory: Path, samples: Sequence[KeptSample], *, base: Path, version: str, **settings: Any) -> Path:
+    """The files of a run that an autopsy reads."""
+    directory.mkdir(exist_ok=True)
+    config = {"trainer": "local", "temperature": 1.0, "top_p": 1.0, "top_k": -1, "local": {"n_minibatches": 4}}
+    (directory / "config.json").write_text(json.dumps({**config, **settings}))
+    (directory / "start.json").write_text(json.dumps({"model": str(base)}))
+    lines = []
+    for one in samples:
+        length = len(one.ids) - one.prompt_length
+        log_probs, mask = np.full(length, np.nan, dtype=np.float32), np.zeros(length, dtype=np.int8)
+        log_probs[one.places - one.prompt_length], mask[one.places - one.prompt_length] = one.sampler, 1
+        edges = np.flatnonzero(np.diff(mask, prepend=0, append=0)).reshape(-1, 2).tolist()
+        sample = {
+            "token_source": "engine",
+            "prompt_length": one.prompt_length,
+            "tokens": pack(one.ids, "<i4"),
+            "trained": edges,
+            "engine_log_probs": pack(log_probs),
+            "trainer_log_probs": pack(log_probs),
+            "weight_versions": [[version, *edge] for edge in edges],
+            "left_out": 0,
+        }
+        lines.append({"rollout_id": one.rollout_id, "samples": [sample]})
+    file = IterationFile(directory / "rollouts.jsonl")
+    file.append(1, lines)
+    file.close()
+    return directory
+
+
+async def diagnose(run: Path, url: str) -> tuple[Diagnosis, str]:
+    return await autopsy(AutopsyConfig(run_dir=run, sglang_url=url, samples=4))
+
+
+async def test_a_run_is_diagnosed_from_its_files_and_its_engine(
+    bench: Bench, policy_dir: Path, embedded_engine: str, tmp_path: Path
+):
+    samples = sample_rollouts(bench.model(BASE), bench.tokenizer)
+    run = write_run(tmp_path / "run", samples, base=policy_dir, version="0")
+    clean, version = await diagnose(run, embedded_engine)
+    assert version == "0"
+    assert clean.first is None, clean.sentence
+    assert max(clean.parts.values()) < 1e-4
+    assert {"sampler", "cache", "batch", "engine", "decode"} <= {*clean.parts}
+
+    other = replace(bench, samples=samples)
+    recorded = other.scored(partial(TOKENS["double_bos"], bench), model=bench.model(BASE))
+    planted = [replace(one, sampler=values) for one, values in zip(samples, recorded, strict=True)]
+    found, _ = await diagnose(write_run(tmp_path / "planted", planted, base=policy_dir, version="0"), embedded_engine)
+    assert found.sentence.startswith("double_bos: the engine was asked with a second first token")
+    assert found.parts["engine"] < 1e-4 < found.parts["decode"]
+
+
+async def test_a_clean_server_has_no_cause_at_any_temperature(server: Server, bench: Bench, tmp_path: Path):
+    sampling = SamplingParams(temperature=0.9, max_new_tokens=16)
+    samples = []
+    async with SGLangClient(base_url=server.url) as client:
+        for number, one in enumerate(bench.samples):
+            prompt = one.ids[: one.prompt_length].tolist()
+            answer = await client.generate(prompt, sampling)
+            sampler, ids = np.array(answer.log_probs, dtype=np.float32), np.array([*prompt, *answer.output_ids])
+            places = np.arange(len(prompt), len(ids))
+            kept = {"rollout_id": f"r{number}", "ids": ids, "places": places, "sampler": sampler}
+            samples.append(replace(one, trainer=sampler, **kept))
+    run = write_run(tmp_path, samples, base=server.policy, version="0", temperature=0.9)
+    found, _ = await diagnose(run, server.url)
+    assert found.first is None, found.sentence
+    assert max(found.parts.values()) < 1e-4
+
+
+async def test_an_engine_with_other_weights_than_sampled_is_named(
+    bench: Bench, policy_dir: Path, embedded_engine: str, tmp_path: Path
+):
+    run = write_run(tmp_path, bench.samples, base=policy_dir, version="3")
+    shutil.copytree(bench.directory / NOW, tmp_path / "weights" / NOW)
+    found, version = await diagnose(run, embedded_engine)  # it serves the start model
+    assert (version, found.gap < 1e-4) == ("3", True)
+    assert found.sentence.startswith("engine: the engine's prefill is not what the model's own code computes")
+
+
+def test_a_run_without_weights_or_rollouts_is_one_sentence(bench: Bench, policy_dir: Path, tmp_path: Path):
+    with pytest.raises(ConfigError, match="not the directory of a run of the local trainer"):
+        asyncio.run(diagnose(tmp_path, "http://127.0.0.1:9"))
+    run = write_run(tmp_path / "run", bench.samples, base=policy_dir, version="7")
+    with pytest.raises(ConfigError, match="kept rollouts of versions 7 and weights of 0; train with"):
+        asyncio.run(diagnose(run, "http://127.0.0.1:9"))
+    (run / "rollouts.jsonl").unlink()
+    with pytest.raises(ConfigError, match="no kept rollouts"):
+        asyncio.run(diagnose(run, "http://127.0.0.1:9"))
 
 
 def test_the_gap_is_the_mean_over_tokens_that_both_know():
