@@ -37,6 +37,7 @@ from agl_slime.cli.weights import WeightPublisher, weights_directory
 from agl_slime.data.ledger import Ledger, ledger_checkpoints
 from agl_slime.data.policy import MinimumViableGroup, zero_variance
 from agl_slime.data.source import DataSourceSettings, GroupSource
+from agl_slime.data.teacher import Teachers
 from agl_slime.engine.client.check import check_replay
 from agl_slime.engine.client.client import SGLangClient
 from agl_slime.engine.client.describe import EngineDescription
@@ -72,7 +73,7 @@ TorchThreads = int | Literal["auto"] | None
 _MAY_CHANGE = frozenset(
     {"num_iterations", "save_interval", "view", "sglang_url", "eval_sglang_url", "engine", "sglang_python"}
 )
-_MAY_CHANGE |= {"keep_rollouts", "track"}
+_MAY_CHANGE |= {"keep_rollouts", "track", "teacher_url"}
 
 
 async def run_training(
@@ -105,6 +106,9 @@ async def run_training(
         shown = await stack.enter_async_context(AsyncExitStack())  # closed after everything that is entered below
         origin = await find_start(config, parts, run, described, console)
         tokenizer, warnings = await _load_tokenizer(config, parts, origin.model)
+        teachers = await stack.enter_async_context(Teachers(config.teachers)) if config.teachers else None
+        if teachers is not None:
+            await teachers.check(tokenizer)
         url, check_engine, trainer = await _start_engine(stack, config, origin.model, run, console, torch_threads)
         checkpoint = await run_in_thread(load_newest, checkpoints, trainer) if checkpoints else None
         start = checkpoint.loop if checkpoint is not None else LoopState()
@@ -122,7 +126,7 @@ async def run_training(
         for key, text in warnings.items():
             reports.handle(events.Warning(text=text, key=key))
         reports.use_tokenizer(tokenizer)
-        source = _open_source(stack, config, parts, run, tokenizer, sampling)
+        source = _open_source(stack, config, parts, run, tokenizer, sampling, teachers)
         kept = await _resume(config, parts, run, source, checkpoint, start)
         models = RunModels(run, base=origin.model, weights=directory.resolve() if config.keep_best else None)
         steps = LocalSteps(
@@ -219,6 +223,7 @@ def _open_source(
     run: RunDir,
     tokenizer: Any,
     sampling: dict[str, Any],
+    teachers: Teachers | None,
 ) -> GroupSource:
     """The data source with the run's ledger. Adds the directory of replay files to ``sampling``."""
     ledger = Ledger(path=run.ledger)
@@ -238,6 +243,7 @@ def _open_source(
         ledger=ledger,
         reward_spans=True,
         replay_files=replay_files,
+        annotate=teachers,
     )
     return stack.enter_context(source)
 
@@ -386,6 +392,8 @@ def _make_trainer(config: TrainConfig, model_path: Path, torch_threads: TorchThr
         model_path=model_path,
         settings=config.local,
         temperature=config.temperature,
+        teacher_coef=config.teacher_coef if config.teacher_url else 0.0,
+        teacher_alone=config.teacher_alone,
         seed=config.seed,
         torch_threads=torch_threads,
     )

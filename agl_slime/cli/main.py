@@ -52,6 +52,7 @@ COMMANDS = {
     "view": "show runs in the browser, live with --follow",
     "report": "write runs as one HTML page: trend, steps, rollouts, tokens",
     "audit": "check that the files of a run agree",
+    "autopsy": "score kept rollouts again and name why sampler and model differ",
     "buffer": "serve a rollout buffer",
     "gateway": "serve the model to agents of other runners",
     "assign-instance-id": "give each line of a JSON-lines file an instance_id",
@@ -76,10 +77,14 @@ def main(argv: Sequence[str] | None = None) -> int:
             return exit_code_for(error, Console(stderr=True), debug=bool(os.environ.get(DEBUG_VARIABLE)))
     if command in COMMANDS:
         functions: dict[str, Callable[[list[str]], object]] = {"train": _train, "eval": _eval, **READONLY_COMMANDS}
-        functions["chat"] = lambda flags: import_module("agl_slime.cli.chat").main(flags)
+        functions |= {name: partial(_module_main, name) for name in ("chat", "autopsy")}
         return _run_command(partial(functions[command], rest))
     print(f"agl-slime: there is no command {command!r}; the commands are {', '.join(COMMANDS)}", file=sys.stderr)
     return 2
+
+
+def _module_main(name: str, flags: list[str]) -> None:
+    import_module(f"agl_slime.cli.{name}").main(flags)
 
 
 def run(argv: Sequence[str] | None = None) -> NoReturn:

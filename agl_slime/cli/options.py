@@ -160,6 +160,19 @@ class AsyncSettings:
 
 
 @dataclass(frozen=True, kw_only=True)
+class TeacherSettings:
+    """On-policy distillation: a teacher scores the tokens of rollouts."""
+
+    teacher_url: tuple[str, ...] = ()
+    """SGLang servers of teachers with the policy's vocabulary: URL, SOURCE=URL for tasks of one source_name, or
+    SOURCE:WEIGHT=URL; AGL_SLIME_TEACHER_KEY has their key."""
+    teacher_coef: float = 1.0
+    """Coefficient of the reverse KL to the teacher in each token's advantage."""
+    teacher_alone: bool = False
+    """Train on the teacher alone; rewards are reported only."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class EngineSettings:
     """The engine that a run of the local trainer starts and ends."""
 
@@ -251,6 +264,7 @@ GROUPS: dict[str, type] = {
     "rollout": RolloutSettings,
     "group": GroupSettings,
     "asynchronous": AsyncSettings,
+    "teacher": TeacherSettings,
     "engine": EngineSettings,
     "gateway": GatewayFlags,
     "environment": EnvironmentFlags,

@@ -22,8 +22,10 @@ from agl_slime.cli.options import (
     RunSettings,
     SamplingSettings,
     SlimeFlags,
+    TeacherSettings,
     ValidationSettings,
 )
+from agl_slime.data.teacher import Teacher
 from agl_slime.engine.sglang_process import find_sglang
 from agl_slime.errors import ConfigError
 from agl_slime.gateway.agl1.settings import ControllerSettings
@@ -50,6 +52,7 @@ class TrainConfig(
     EnvironmentFlags,
     GatewayFlags,
     EngineSettings,
+    TeacherSettings,
     AsyncSettings,
     GroupSettings,
     RolloutSettings,
@@ -78,6 +81,7 @@ class TrainConfig(
             ("seed rollout_num_gpus", lambda value: value >= 0, "0 or more"),
             ("group_max_retries max_staleness", lambda value: value >= 0, "0 or more"),
             ("eval_interval", lambda value: value >= 0, "0 (never) or more"),
+            ("teacher_coef", lambda value: 0 < value < math.inf, "above 0"),
             ("group_min_ratio", lambda value: 0 < value <= 1, "in (0, 1]"),
             ("group_timeout rollout_timeout", lambda value: value > 0, "above 0 seconds"),
             ("top_p", lambda value: 0 < value <= 1, "in (0, 1]"),
@@ -105,6 +109,11 @@ class TrainConfig(
         if not self.eval_interval:
             for name in ("eval_rollouts", "eval_tasks", "keep_best"):
                 self._refuse(name, "there are no validations with --eval-interval 0; leave it out")
+        if not self.teacher_url:
+            for name in ("teacher_coef", "teacher_alone"):
+                if getattr(self, name) != getattr(TrainConfig, name):
+                    raise ConfigError(f"{flag(name)}: there is no teacher; add --teacher-url URL, or leave it out")
+        _ = self.teachers
         if self.trainer == "slime":
             self._check_slime()
         else:
@@ -172,7 +181,7 @@ class TrainConfig(
             raise ConfigError(f"--local.no-std-normalization: {why}")
         for name in ("actor_num_nodes", "actor_num_gpus_per_node", "rollout_num_gpus"):
             self._refuse(name, "only slime uses it; add --trainer slime, or leave it out")
-        if self.n_samples_per_prompt == 1 and self.local.rewards_normalization:
+        if self.n_samples_per_prompt == 1 and self.local.rewards_normalization and not self.teacher_alone:
             fix = "use 2 or more, or --local.no-rewards-normalization"
             raise ConfigError(f"--n-samples-per-prompt 1: there is nothing to compare a reward with; {fix}")
 
@@ -188,6 +197,7 @@ class TrainConfig(
         for name in ("group_min_ratio", "group_max_retries", "group_timeout", "drop_zero_variance"):
             self._refuse(name, "both processes must agree on groups, which slime wants complete; leave it out")
         self._refuse("weight_pause", "slime updates the weights itself; leave it out")
+        self._refuse("teacher_alone", "let the agent's reward be 0 for all rollouts")
         self._refuse("keep_best", "slime keeps its own checkpoints; see docs/after-the-run.md")
 
         self._refuse("save_interval", "slime keeps its own checkpoints; give -- --save DIR --save-interval N instead")
@@ -206,6 +216,10 @@ class TrainConfig(
         later = self.later_systems if self.later_systems != TrainConfig.later_systems else None
         values = {"chat_template_kwargs": kwargs, "later_systems": later}
         return {name: value for name, value in values.items() if value}
+
+    @property
+    def teachers(self) -> list[Teacher]:
+        return [Teacher.parse(text) for text in self.teacher_url]
 
     @property
     def images(self) -> ImageSettings:

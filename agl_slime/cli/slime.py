@@ -131,6 +131,7 @@ async def run_slime_training(
             GroupSource(store=store, tokenizer=tokenizer, settings=settings, replay_files=replay_files)
         )
         # the loop enqueues, so the manager's data source must not
+        args.agl_teacher_url = config.teacher_url or None
         args.agl_store_url, args.agl_store_token, args.agl_tasks, args.prompt_data = service.url, token, None, None
         args.agl_get_timeout_s, args.agl_planned = _MANAGER_TIMEOUT_S, config.max_staleness > 0
         trainer = SlimeTrainer(args=args)
@@ -202,6 +203,8 @@ def loop_flags(
     if router is not None:
         host, port = router
         flags += [*(("--sglang-router-ip", host) if host else ()), "--sglang-router-port", str(port)]
+    if config.teacher_url:
+        flags += ["--use-opd", "--opd-type", "sglang", "--opd-kl-coef", str(config.teacher_coef)]
     return [*flags, *HOOK_FLAGS]
 
 

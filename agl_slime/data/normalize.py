@@ -93,6 +93,12 @@ def reward_value(sample: Sample, position: int, *, key: str | None = None) -> fl
     return float(reward)
 
 
+def overlong_penalty(n_tokens: int, *, longest: int, buffer: int) -> float:
+    """DAPO's soft overlong punishment, added to the reward (arXiv:2503.14476, eq. 13): 0 up to ``longest - buffer``
+    sampled tokens, falling linearly to -1 at ``longest``, and -1 above."""
+    return -min(1.0, max(0, n_tokens - (longest - buffer)) / buffer) if buffer else 0.0
+
+
 def _advantages(rewards: list[float], *, std: bool) -> list[float]:
     if all_equal(rewards):
         return [0.0] * len(rewards)

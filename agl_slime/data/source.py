@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -69,6 +69,7 @@ class GroupSource:
         producer: the component that enqueues rollouts, if it wants notifications.
         replay_files: the directory of routed experts and nuclei; the files of released rollouts are removed from it
             unless ``removes_replay`` is off.
+        annotate: completes a result before it joins its group (``data.teacher.Teachers``).
     """
 
     def __init__(
@@ -87,6 +88,7 @@ class GroupSource:
         producer: Producer | None = None,
         replay_files: Path | None = None,
         removes_replay: bool = True,
+        annotate: Callable[[MemberResult], Awaitable[MemberResult]] | None = None,
     ) -> None:
         self.settings = settings = settings or DataSourceSettings()
         self._store: Any = store
@@ -97,21 +99,27 @@ class GroupSource:
         self.ledger, self.delivery = self.assembler.ledger, self.assembler.delivery
         self.producer = producer or Producer()
         self.producer.source = self
+        read: Callable[[str], Awaitable[MemberResult | None]] = partial(
+            collect,
+            self._store,
+            tokenizer=tokenizer,
+            reward_key=reward_key,
+            convert_validation=convert_validation,
+            text_only=text_only,
+            reward_spans=reward_spans,
+            replay_files=replay_files,
+        )
+
+        async def read_and_annotate(rollout_id: str) -> MemberResult | None:
+            member = await read(rollout_id)
+            return member if member is None or annotate is None else await annotate(member)
+
         self.ingestor = RolloutIngestor(
             store,
             assembler=self.assembler,
             producer=self.producer,
             changed=self.changed,
-            read=partial(
-                collect,
-                self._store,
-                tokenizer=tokenizer,
-                reward_key=reward_key,
-                convert_validation=convert_validation,
-                text_only=text_only,
-                reward_spans=reward_spans,
-                replay_files=replay_files,
-            ),
+            read=read_and_annotate,
             default_size=n_samples_per_prompt,
             hold=hold,
             release=settings.release,

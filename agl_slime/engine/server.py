@@ -62,6 +62,11 @@ class _UpdateBody(BaseModel):
     abort_all_requests: bool = False
 
 
+class _DetokenizeBody(BaseModel):
+    tokens: list[Annotated[int, Field(ge=0, lt=2**31)]] | list[list[Annotated[int, Field(ge=0, lt=2**31)]]]
+    skip_special_tokens: bool = True
+
+
 class EmbeddedServer:
     """The routes. ``token``, when given, must come as ``Authorization: Bearer …`` with every request."""
 
@@ -84,6 +89,7 @@ class EmbeddedServer:
                 web.put("/generate", self._generate),
                 web.post("/v1/chat/completions", self._chat),
                 web.post("/v1/completions", self._completions),
+                web.post("/v1/detokenize", self._detokenize),
                 web.post("/flush_cache", self._flush_cache),
                 web.get("/flush_cache", self._flush_cache),
                 web.post("/pause_generation", self._pause),
@@ -236,6 +242,13 @@ class EmbeddedServer:
         if isinstance(matched, str) and matched in text:
             return text[: text.index(matched) + (len(matched) if sampling.no_stop_trim else 0)]
         return text
+
+    async def _detokenize(self, http: web.Request) -> web.StreamResponse:
+        body = await read_body(http, lambda raw: parse(_DetokenizeBody, _json(raw)))
+        options = {"skip_special_tokens": body.skip_special_tokens}
+        if not body.tokens or isinstance(body.tokens[0], int):
+            return json_response({"text": self._tokenizer.decode(body.tokens, **options)})
+        return json_response({"text": await run_in_thread(self._tokenizer.batch_decode, body.tokens, **options)})
 
     # -- control ------------------------------------------------------------------------------------------------------
 

@@ -17,10 +17,10 @@ from agl_slime.train.local import LocalTrainer, LocalTrainerSettings  # noqa: E4
 from agl_slime.types import Sample  # noqa: E402
 from tests.harness.trainer_policy import make_model, make_samples, response_log_probs, save_policy  # noqa: E402
 
-CLIP, CLIP_HIGH, TEMPERATURE = 0.1, 0.25, 0.8
+CLIP, CLIP_HIGH, TEMPERATURE, LONGEST = 0.1, 0.25, 0.8, 32
 
 
-def trl_trainer(model: Any, directory: Path, *, loss_type: str, beta: float) -> Any:
+def trl_trainer(model: Any, directory: Path, *, loss_type: str, beta: float, loss: str) -> Any:
     from datasets import Dataset
     from tokenizers import Tokenizer
     from tokenizers.models import WordLevel
@@ -35,8 +35,10 @@ def trl_trainer(model: Any, directory: Path, *, loss_type: str, beta: float) -> 
         loss_type=loss_type,
         beta=0.0,  # anything else would look for a reference model by name; set below
         use_bias_correction_kl=False,
+        importance_sampling_level="sequence" if loss == "gspo" else "token",
+        max_completion_length=LONGEST,
         epsilon=CLIP,
-        epsilon_high=CLIP_HIGH,
+        epsilon_high=1 + CLIP_HIGH if loss == "cispo" else CLIP_HIGH,  # there the bound of the weight itself
         temperature=TEMPERATURE,
         per_device_train_batch_size=4,
         gradient_accumulation_steps=1,
@@ -92,9 +94,18 @@ def trl_inputs(samples: list[Sample], *, start: Any) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize(("loss_type", "aggregation"), [("dapo", "token"), ("grpo", "rollout")])
+@pytest.mark.parametrize(
+    ("loss_type", "loss", "aggregation"),
+    [
+        ("dapo", "ppo", "token"),
+        ("grpo", "ppo", "rollout"),
+        ("dr_grpo", "ppo", "constant"),
+        ("grpo", "gspo", "rollout"),
+        ("cispo", "cispo", "token"),
+    ],
+)
 @pytest.mark.parametrize("beta", [0.0, 0.3])
-def test_loss_and_gradient_equal_trls(tmp_path: Path, loss_type: str, aggregation: Any, beta: float):
+def test_loss_and_gradient_equal_trls(tmp_path: Path, loss_type: str, loss: Any, aggregation: Any, beta: float):
     samples = make_samples(
         make_model(seed=1), temperature=TEMPERATURE
     )  # of another policy, so that ratios are away from 1
@@ -107,10 +118,12 @@ def test_loss_and_gradient_equal_trls(tmp_path: Path, loss_type: str, aggregatio
     settings = LocalTrainerSettings(
         n_minibatches=1,
         grad_clip=math.inf,
-        clip=CLIP,
+        clip=1.0 if loss == "cispo" else CLIP,
         clip_high=CLIP_HIGH,
         kl_coef=beta,
+        loss=loss,
         aggregation=aggregation,
+        max_response=LONGEST if aggregation == "constant" else 0,
     )
     start = save_policy(tmp_path / "start", seed=0)
     ours = LocalTrainer(model_path=start, settings=settings, temperature=TEMPERATURE)
@@ -121,7 +134,7 @@ def test_loss_and_gradient_equal_trls(tmp_path: Path, loss_type: str, aggregatio
     )
     metrics = ours.train(samples, iteration=0)
 
-    theirs = trl_trainer(moved, tmp_path / "trl", loss_type=loss_type, beta=beta)
+    theirs = trl_trainer(moved, tmp_path / "trl", loss_type=loss_type, beta=beta, loss=loss)
     theirs.model.train()
     loss = theirs._compute_loss(theirs.model, trl_inputs(samples, start=make_model(seed=0)))
     loss.backward()

@@ -16,7 +16,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from agl_slime.data.normalize import is_counted, normalization_key, normalize_rewards, reward_value
+from agl_slime.data.normalize import (
+    is_counted,
+    normalization_key,
+    normalize_rewards,
+    overlong_penalty,
+    reward_value,
+)
 from agl_slime.engine.client.replay import Nucleus
 from agl_slime.errors import TrainerError
 from agl_slime.tokens.codec import common_prefix
@@ -37,10 +43,14 @@ class TrainBatch:
     """``[n_samples]``: whether a sample is trained; minibatches skip the others."""
     token_rewards: NDArray[np.float64]
     """The advantage of the token's sample, or of its turn if that has a reward."""
+    token_rollouts: NDArray[np.int64]
+    """The number of the token's rollout in the batch, from 0."""
     token_rollout_mask_sums: NDArray[np.int64]
     """Tokens under the mask in all samples of the token's rollout; slime's ``rollout_mask_sums``."""
     token_log_probs: NDArray[np.float32] | None
     """The engine's log-probs, or ``None`` when the samples have none."""
+    token_teacher_log_probs: NDArray[np.float32] | None = None
+    """The teacher's log-probs, or ``None`` when the samples have none."""
     experts: list[NDArray[Any]] | None = None
     """The engine's experts of each token but the last, ``[length - 1, layers, experts per token]``."""
     token_nucleus: Nucleus | None = None
@@ -54,12 +64,14 @@ class TrainBatch:
         reward_key: str | None = None,
         rewards_normalization: bool = True,
         std_normalization: bool = True,
+        max_response: int = 0,
+        overlong_buffer: int = 0,
     ) -> TrainBatch:
         """The batch of ``samples``, flat or nested in groups. A sample without a mask is trained as a whole. A failed
         sample, or one with ``remove_sample``, is not trained, and has no part in baselines and ``n_rollouts``.
         Advantages are normalised per ``group_index`` with one reward per rollout, by the settings of the same names in
         ``LocalTrainerSettings``. Each reward of ``metadata["reward_spans"]`` (see ``convert_trajectory``) counts as if
-        its tokens were a separate sample.
+        its tokens were a separate sample. Each reward of a rollout has its ``overlong_penalty`` added.
 
         Raises:
             TrainerError: no samples, or one that cannot be trained on; the text names the sample and the field.
@@ -76,14 +88,14 @@ class TrainBatch:
         rollout_ids = [next(unused) if given is None else given for given in given_ids]
         counted = [is_counted(sample) for sample in flat]
         fit = [i for i, counts in enumerate(counted) if counts]
-        without = [i for i in fit if flat[i].rollout_log_probs is None]
-        if 0 < len(without) < len(fit):
-            raise TrainerError(
-                f"sample {without[0]} has no rollout_log_probs while others do; give them to all or to none."
-            )
+        for name in ("rollout_log_probs", "teacher_log_probs"):
+            without = [i for i in fit if getattr(flat[i], name, None) is None]
+            if 0 < len(without) < len(fit):
+                raise TrainerError(f"sample {without[0]} has no {name} while others do; give them to all or to none.")
 
         with_experts = _has_experts(flat)
-        tokens, masks, log_probs = [], [], []
+        tokens, masks = [], []
+        log_probs: dict[str, list[NDArray[Any]]] = {"rollout_log_probs": [], "teacher_log_probs": []}
         for i, sample in enumerate(flat):
             ids, length = _array(sample.tokens, f"tokens of sample {i}", np.int64), sample.response_length
             lengths = f"response_length of sample {i} is {length} with {len(ids)} tokens"
@@ -96,12 +108,18 @@ class TrainBatch:
             _require(np.isin(mask, (0, 1)).all(), f"loss_mask of sample {i} must contain only 0 and 1.")
             tokens.append(ids)
             masks.append(mask.astype(np.bool_))
-            if sample.rollout_log_probs is not None:
-                values = _array(sample.rollout_log_probs, f"rollout_log_probs of sample {i}", np.float32, length)
-                log_probs.append(values[masks[i]])
+            for name, of_masked in log_probs.items():
+                if (values := getattr(sample, name, None)) is not None:
+                    of_masked.append(_array(values, f"{name} of sample {i}", np.float32, length)[masks[i]])
+
+        counts = np.array([mask.sum() for mask in masks], dtype=np.int64)
+        numbers = np.array(rollout_ids, dtype=np.int64)
+        _, rollout_of_sample = np.unique(numbers, return_inverse=True)
+        sums = np.bincount(rollout_of_sample, weights=counts).astype(np.int64)[rollout_of_sample]
+        penalties = [overlong_penalty(int(n), longest=max_response, buffer=overlong_buffer) for n in sums]
 
         parts = [part for i in fit for part in _rewarded_parts(flat[i], i, masks[i], reward_key)]
-        rewards = [part.reward for part in parts]
+        rewards = [part.reward + penalties[part.sample] for part in parts]
         if rewards_normalization and parts:
             groups, rollouts = zip(*(normalization_key(flat[part.sample], part.of) for part in parts), strict=True)
             rewards = normalize_rewards(rewards, group_indices=groups, rollout_ids=rollouts, std=std_normalization)
@@ -110,10 +128,6 @@ class TrainBatch:
             for start, end in part.spans:
                 token_rewards[part.sample][start:end] = reward
 
-        counts = np.array([mask.sum() for mask in masks], dtype=np.int64)
-        numbers = np.array(rollout_ids, dtype=np.int64)
-        _, rollout_of_sample = np.unique(numbers, return_inverse=True)
-        sums = np.bincount(rollout_of_sample, weights=counts).astype(np.int64)[rollout_of_sample]
         targets = [len(ids) - len(mask) + np.flatnonzero(mask) for ids, mask in zip(tokens, masks, strict=True)]
         return cls(
             tokens=tokens,
@@ -121,8 +135,10 @@ class TrainBatch:
             rollout_ids=numbers,
             counted=np.array(counted),
             token_rewards=np.concatenate([values[mask] for values, mask in zip(token_rewards, masks, strict=True)]),
+            token_rollouts=np.repeat(rollout_of_sample, counts),
             token_rollout_mask_sums=np.repeat(sums, counts),
-            token_log_probs=np.concatenate(log_probs) if log_probs else None,
+            token_log_probs=_concatenated(log_probs["rollout_log_probs"]),
+            token_teacher_log_probs=_concatenated(log_probs["teacher_log_probs"]),
             experts=[np.asarray(sample.rollout_routed_experts) for sample in flat] if with_experts else None,
             token_nucleus=_nucleus(flat, masks),
         )
@@ -350,6 +366,10 @@ def _nucleus(samples: Sequence[Sample], masks: Sequence[NDArray[np.bool_]]) -> N
     flat = np.concatenate(ids) if ids else np.zeros(0)
     offsets = np.concatenate(([0], np.cumsum(np.concatenate(counts))))
     return Nucleus(flat.astype(np.int32), offsets.astype(np.int32))
+
+
+def _concatenated(arrays: list[NDArray[Any]]) -> NDArray[Any] | None:
+    return np.concatenate(arrays) if arrays else None
 
 
 def _require(fits: Any, text: str) -> None:

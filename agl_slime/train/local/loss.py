@@ -29,7 +29,7 @@ class PolicyTerms(NamedTuple):
     loss: Tensor
     ratio: Tensor
     clipped: Tensor
-    """1.0 for tokens on the clipped branch, which have no gradient."""
+    """1.0 for tokens on the clipped branch, which have no gradient (with CISPO: a bounded weight)."""
 
 
 def token_log_probs(logits: Tensor, targets: Tensor, *, temperature: float = 1.0) -> Tensor:
@@ -70,6 +70,48 @@ def policy_terms(
     return PolicyTerms(loss=torch.maximum(free, bounded), ratio=ratio, clipped=(bounded > free).to(ratio.dtype))
 
 
+def sequence_terms(
+    log_probs: Tensor,
+    old_log_probs: Tensor,
+    advantages: Tensor,
+    *,
+    sequence_log_ratios: Tensor,
+    clip_low: float,
+    clip_high: float,
+) -> PolicyTerms:
+    """GSPO's clipped surrogate (arXiv:2507.18071, eq. 5-7), negated, with the token-level form of its gradient (eq. 13
+    and 14): ``-min(s A, clip(s, 1 - low, 1 + high) A)``, where ``s = exp(mean_t(log_probs - old_log_probs))`` over the
+    tokens of a rollout.
+
+    ``sequence_log_ratios`` ``[N]`` are the means over each token's rollout (:func:`sequence_means`), constants, since
+    the tokens of a rollout may be in several calls: each token contributes its part of the gradient of ``s``. All
+    tokens of a rollout have the same loss; eq. 5 is their mean, the aggregation "rollout".
+    """
+    shift = log_probs - log_probs.detach()  # 0, with the token's gradient
+    of_sequence, zeros = sequence_log_ratios + shift, torch.zeros_like(old_log_probs)
+    return policy_terms(of_sequence, zeros, advantages, clip_low=clip_low, clip_high=clip_high)
+
+
+def weighted_terms(
+    log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, *, clip_low: float, clip_high: float
+) -> PolicyTerms:
+    """CISPO's loss (MiniMax-M1, arXiv:2506.13585, eq. 4 and 5), negated: ``-sg(clip(r, 1 - low, 1 + high)) A
+    log_probs``, where ``sg`` stops the gradient: the weight is bounded, and every token keeps a gradient.
+
+    The paper has no lower bound (``clip_low`` 1) and the aggregation "token".
+    """
+    ratio = _ratio(log_probs, old_log_probs)
+    weight = ratio.clamp(1.0 - clip_low, 1.0 + clip_high).detach()
+    return PolicyTerms(loss=-weight * advantages * log_probs, ratio=ratio, clipped=(weight != ratio).to(ratio.dtype))
+
+
+def sequence_means(values: Tensor, rollouts: Tensor) -> Tensor:
+    """The mean of ``values`` ``[N]`` over the tokens of each token's rollout, ``[N]``; ``rollouts`` ``[N]`` are numbers
+    from 0."""
+    counts = torch.bincount(rollouts).clamp_min(1)
+    return (torch.bincount(rollouts, weights=values.double()) / counts)[rollouts].to(values.dtype)
+
+
 def off_policy_weights(
     old_log_probs: Tensor, engine_log_probs: Tensor, settings: LocalTrainerSettings
 ) -> tuple[Tensor, Tensor]:
@@ -107,13 +149,30 @@ def kl_k3(log_probs: Tensor, reference_log_probs: Tensor) -> Tensor:
     return d.expm1() - d
 
 
+def teacher_advantages(
+    advantages: Tensor, log_probs: Tensor, teacher_log_probs: Tensor, *, coef: float
+) -> tuple[Tensor, Tensor]:
+    """``advantages - coef * k`` with the per-token reverse KL ``k = log_probs - teacher_log_probs``, and ``k``; ``[N]``
+    each, constants.
+
+    On-policy distillation (Lu and Thinking Machines Lab 2025, "On-Policy Distillation"; Agarwal et al.,
+    arXiv:2306.13649, with the reverse KL of Gu et al., arXiv:2306.08543): on tokens of the policy the mean of ``k`` is
+    an unbiased estimate of ``KL(policy || teacher)``, and each token is credited with its own term only (a discount of
+    0). slime's ``--use-opd`` with ``--opd-kl-coef``. ``log_probs`` are the sampling policy's, at its temperature, the
+    teacher's at temperature 1.
+    """
+    reverse_kl = log_probs - teacher_log_probs
+    return advantages - coef * reverse_kl, reverse_kl
+
+
 def token_weights(
-    aggregation: Literal["token", "rollout"],
+    aggregation: Literal["token", "rollout", "constant"],
     *,
     rollout_mask_sums: Tensor,
     n_tokens: int,
     n_rollouts: int,
     n_minibatches: int,
+    max_tokens: int = 1,
 ) -> Tensor:
     """The weight of each token of a batch in the loss of its minibatch, ``[N]``; ``rollout_mask_sums`` ``[N]`` are the
     tokens under the mask in all samples of the token's rollout.
@@ -121,11 +180,15 @@ def token_weights(
     ``"token"``: ``n_minibatches / n_tokens``, equal for all tokens, as in DAPO (arXiv:2503.14476, section 3.3).
     ``"rollout"``: ``n_minibatches / (n_rollouts * max(rollout_mask_sum, 1))``, equal for all rollouts of any length and
     number of samples; slime's default reducer.
+    ``"constant"``: ``n_minibatches / (n_rollouts * max_tokens)``, Dr. GRPO's (arXiv:2503.20783, section 3.2): the sum
+    over the tokens of a rollout by a constant, the longest response.
 
     The denominators are an average minibatch's, so the losses of the minibatches average to the batch's loss.
     """
     if aggregation == "token":
         return torch.full_like(rollout_mask_sums, n_minibatches / n_tokens, dtype=torch.float32)
+    if aggregation == "constant":
+        return torch.full_like(rollout_mask_sums, n_minibatches / (n_rollouts * max_tokens), dtype=torch.float32)
     return n_minibatches / (n_rollouts * rollout_mask_sums.clamp_min(1).to(torch.float32))
 
 
@@ -144,6 +207,8 @@ class Objective:
     """The engine's log-probs at sampling; needed unless ``off_policy`` is "none"."""
     staleness: Tensor | None = None
     """int64: weight versions between sampling and training of each token; below 0 if unknown."""
+    sequence_log_ratios: Tensor | None = None
+    """The mean log-ratio of each token's rollout under the weights in training; needed for the loss "gspo"."""
 
     tokens: int = 0
     """Tokens of all calls of ``loss`` so far."""
@@ -162,8 +227,7 @@ class Objective:
         """The loss of the tokens at ``index`` ``[N]`` with their current ``log_probs`` ``[N]``; a scalar with
         gradient."""
         old = self.old_log_probs[index]
-        clip_high = self.settings.clip if self.settings.clip_high is None else self.settings.clip_high
-        terms = policy_terms(log_probs, old, self.advantages[index], clip_low=self.settings.clip, clip_high=clip_high)
+        terms = self._terms(index, log_probs, old)
         per_token = terms.loss
         if self._off_policy is not None:
             per_token = per_token * self._off_policy[0][index]
@@ -179,6 +243,16 @@ class Objective:
             per_token = per_token + self.settings.kl_coef * kl
             self._add("train/reference_kl", kl.detach())
         return (self.weights[index] * per_token).sum()
+
+    def _terms(self, index: Tensor, log_probs: Tensor, old: Tensor) -> PolicyTerms:
+        clip, high = self.settings.clip, self.settings.clip_high
+        bounds = {"clip_low": clip, "clip_high": clip if high is None else high}
+        if self.settings.loss == "gspo":
+            assert self.sequence_log_ratios is not None
+            means = self.sequence_log_ratios[index]
+            return sequence_terms(log_probs, old, self.advantages[index], sequence_log_ratios=means, **bounds)
+        terms = weighted_terms if self.settings.loss == "cispo" else policy_terms
+        return terms(log_probs, old, self.advantages[index], **bounds)
 
     def metrics(self) -> dict[str, float]:
         """Means over the tokens of all calls of ``loss``; with ``/staleness_k`` over tokens of staleness ``k``

@@ -38,8 +38,17 @@ class LocalTrainerSettings:
     """Passes over each batch."""
     kl_coef: float = 0.0
     """Coefficient of the KL divergence to the start policy; above 0 a frozen copy of it is kept in memory."""
-    aggregation: Literal["token", "rollout"] = "token"
-    """Loss aggregation: every token weighs the same, or every rollout (slime's default)."""
+    loss: Literal["ppo", "gspo", "cispo"] = "ppo"
+    """Policy loss: ppo (the ratio of each token, clipped), gspo (the ratio of the rollout, clipped; its clip ranges are
+    some 0.0003), or cispo (the clipped ratio as a weight; clip 1 for no lower bound)."""
+    aggregation: Literal["token", "rollout", "constant"] = "token"
+    """Loss aggregation: every token weighs the same, every rollout (slime's default), or every token of max_response
+    (Dr. GRPO, with no-std-normalization)."""
+    max_response: int = 0
+    """Sampled tokens of the longest rollout, for aggregation constant and for overlong_buffer."""
+    overlong_buffer: int = 0
+    """DAPO's penalty of long rollouts: the last tokens before max_response, over which it falls from 0 to -1; 0 is
+    none."""
     old_log_probs: Literal["engine", "recompute"] = "engine"
     """Old log-probs of the PPO ratio: the engine's, or the trainer's own before the first step."""
     off_policy: Literal["none", "tis", "icepop"] = "none"
@@ -87,12 +96,23 @@ class LocalTrainerSettings:
             ("grad_clip", lambda value: value > 0, "above 0 (inf for no clipping)"),
             ("clip", lambda value: 0 < value <= 1, "in (0, 1]"),
             ("clip_high", lambda value: value > 0, "above 0"),
-            ("aggregation", lambda value: value in ("token", "rollout"), "'token' or 'rollout'"),
+            ("loss", lambda value: value in ("ppo", "gspo", "cispo"), "'ppo', 'gspo' or 'cispo'"),
+            ("aggregation", ("token", "rollout", "constant").__contains__, "'token', 'rollout' or 'constant'"),
+            ("max_response overlong_buffer", lambda value: value >= 0, "at least 0"),
             ("old_log_probs", lambda value: value in ("engine", "recompute"), "'engine' or 'recompute'"),
             ("off_policy", lambda value: value in ("none", "tis", "icepop"), "'none', 'tis' or 'icepop'"),
             ("tis_clip", lambda value: 0 < value < math.inf, "above 0"),
             ("icepop_range", lambda v: len(v) == 2 and 0 <= v[0] <= v[1] < math.inf, "two numbers, the lower first"),
         )
+        if self.overlong_buffer and self.overlong_buffer >= self.max_response:
+            sizes = f"overlong_buffer is {self.overlong_buffer} and max_response {self.max_response}"
+            raise ConfigError(f"{sizes}; set max_response to the sampled tokens of the longest rollout.")
+        if self.aggregation == "constant" and not self.max_response:
+            raise ConfigError("aggregation is 'constant' without max_response; set it to the longest rollout's tokens.")
+        if self.max_response and self.aggregation != "constant" and not self.overlong_buffer:
+            raise ConfigError(
+                f"max_response is {self.max_response}; only aggregation 'constant' and overlong_buffer use it."
+            )
         if self.off_policy != "none" and self.old_log_probs == "engine":
             fix = "set old_log_probs to 'recompute', or every importance ratio is 1"
             raise ConfigError(f"off_policy is {self.off_policy!r} with old_log_probs 'engine'; {fix}.")

@@ -9,6 +9,7 @@ import pickle
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 from weakref import finalize
@@ -30,7 +31,15 @@ from agl_slime.support.threads import ThreadPool
 from agl_slime.train.local import lora
 from agl_slime.train.local.batch import MicroBatch, TrainBatch, make_microbatches, split_minibatches, token_staleness
 from agl_slime.train.local.hardware import bfloat16_wanted, in_own_thread, set_threads, torch_device
-from agl_slime.train.local.loss import Objective, keep_nucleus, token_entropy, token_log_probs, token_weights
+from agl_slime.train.local.loss import (
+    Objective,
+    keep_nucleus,
+    sequence_means,
+    teacher_advantages,
+    token_entropy,
+    token_log_probs,
+    token_weights,
+)
 from agl_slime.train.local.model import (
     allow_packing,
     checkpoint_layers,
@@ -66,6 +75,8 @@ class LocalTrainer:
         model_path: str | os.PathLike[str],
         settings: LocalTrainerSettings | None = None,
         temperature: float = 1.0,
+        teacher_coef: float = 0.0,
+        teacher_alone: bool = False,
         seed: int = 0,
         torch_threads: int | Literal["auto"] | None = None,
     ) -> None:
@@ -73,6 +84,8 @@ class LocalTrainer:
 
         Args:
             temperature: the rollouts' sampling temperature: log-probs are of ``softmax(logits / temperature)``.
+            teacher_coef: coefficient of the reverse KL to the teacher in the advantage (``teacher_advantages``); above
+                0 the samples need ``teacher_log_probs``. With ``teacher_alone`` the rewards do not count.
             seed: seed of the order in which rollouts are divided among minibatches, and of new adapters.
             torch_threads: torch's CPU threads, for the whole process; ``None`` leaves them unchanged. ``"auto"`` is 1
                 for small models, which are slower with more, else the number of cores.
@@ -82,6 +95,7 @@ class LocalTrainer:
         """
         self.settings = settings or LocalTrainerSettings()
         self._temperature, self._seed = temperature, seed
+        self._teacher_coef, self._teacher_alone = teacher_coef, teacher_alone
         self._torch_threads: int | Literal["auto"] | None = torch_threads
         self.thread = ThreadPool(name="agl-slime-trainer", max_running=1, lasting=True)
         finalize(self, self.thread.close)
@@ -152,7 +166,8 @@ class LocalTrainer:
         recompute = engine is None or self.settings.old_log_probs == "recompute"
         everything = self._microbatches(checked, range(checked.n_samples))
         passes = recompute + (self._start_model is not None)
-        work = (len(micro.ids) * (passes + self.settings.epochs * self._cost(micro)) for micro in everything)
+        ratios = self.settings.loss == "gspo"
+        work = (len(micro.ids) * (passes + self.settings.epochs * (ratios + self._cost(micro))) for micro in everything)
         self._done, self._planned = 0, sum(work)
         unscored = torch.full((checked.n_tokens,), math.nan, device=self._device)
         if recompute:
@@ -160,6 +175,8 @@ class LocalTrainer:
         else:
             first = _FirstScores(unscored, unscored.clone())
         old = first.log_probs if recompute or engine is None else engine
+        if self._teacher_coef:
+            checked, metrics["train/teacher_kl"] = self._with_teacher(checked, old)
         objective = self._objective(checked, old, engine, everything, n_minibatches=n_minibatches)
         objective.staleness = self._tensor(token_staleness(list(flat_samples(batch)), checked))
         steps: list[tuple[float, float]] = []
@@ -169,6 +186,9 @@ class LocalTrainer:
                 microbatches = self._microbatches(checked, samples)
                 if not microbatches:  # all tokens are masked
                     continue
+                if self.settings.loss == "gspo":  # a ratio of all the rollout's tokens, before any of its gradients
+                    ratios = self._score(self.model, microbatches, checked.n_tokens).log_probs - old
+                    objective.sequence_log_ratios = sequence_means(ratios, self._tensor(checked.token_rollouts))
                 place = f"minibatch {len(steps) + 1} of iteration {iteration}"
                 steps.append(self._step(microbatches, objective, first if not (recompute or epoch) else None, place))
                 if len(steps) == 1:
@@ -192,6 +212,16 @@ class LocalTrainer:
         return_freed_memory()
         return metrics | {"train/seconds": time.perf_counter() - started}
 
+    def _with_teacher(self, batch: TrainBatch, old: Tensor) -> tuple[TrainBatch, float]:
+        """``batch`` with the teacher in its advantages, and the mean reverse KL."""
+        teacher = batch.token_teacher_log_probs
+        if teacher is None:
+            raise TrainerError("the batch has no teacher_log_probs, which teacher_coef needs; give --teacher-url.")
+        rewards = self._tensor(batch.token_rewards.astype(np.float32))
+        own = torch.zeros_like(rewards) if self._teacher_alone else rewards
+        advantages, kl = teacher_advantages(own, old, self._tensor(teacher), coef=self._teacher_coef)
+        return replace(batch, token_rewards=advantages.cpu().numpy().astype(np.float64)), float(kl.mean())
+
     def _objective(
         self, batch: TrainBatch, old: Tensor, engine: Tensor | None, everything: list[MicroBatch], *, n_minibatches: int
     ) -> Objective:
@@ -207,6 +237,7 @@ class LocalTrainer:
                 n_tokens=batch.n_tokens,
                 n_rollouts=batch.n_rollouts,
                 n_minibatches=n_minibatches,
+                max_tokens=self.settings.max_response,
             ),
         )
         if self._start_model is not None:
@@ -301,7 +332,7 @@ class LocalTrainer:
     def _cost(self, micro: MicroBatch) -> int:
         """Cost in forward passes; a backward pass adds two. Without an advantage and a KL term the gradient is 0, and
         there is none."""
-        return 3 if micro.has_advantage or self.settings.kl_coef else 1
+        return 3 if micro.has_advantage or self.settings.kl_coef or self._teacher_coef else 1
 
     def _progressed(self, ids: int) -> None:
         self._done += ids
@@ -318,6 +349,8 @@ class LocalTrainer:
             reward_key=self.settings.reward_key,
             rewards_normalization=self.settings.rewards_normalization,
             std_normalization=self.settings.std_normalization,
+            max_response=self.settings.max_response,
+            overlong_buffer=self.settings.overlong_buffer,
         )
         if checked.n_tokens == 0:
             raise TrainerError(f"none of the {checked.n_samples} samples has a token under its loss mask to train on.")

@@ -112,6 +112,8 @@ class PluginSettings(BaseModel):
     training. By default only groups that slime requests are enqueued."""
     drop_zero_variance: bool = False
     """Replace groups whose rewards are all equal."""
+    teacher_url: Annotated[tuple[str, ...], BeforeValidator(_split_words)] = ()
+    """Teachers for slime's ``--use-opd --opd-type sglang``, as for ``--teacher-url``."""
     model: str | None = None
     """slime's ``--hf-checkpoint``."""
     sampling: Mapping[str, Any] | None = None

@@ -17,6 +17,7 @@ from agl_slime.data.client import TaskGroup, enqueue_requests
 from agl_slime.data.ingestor import Producer
 from agl_slime.data.policy import CompleteGroup, RetryGroup, zero_variance
 from agl_slime.data.source import DataSourceSettings
+from agl_slime.data.teacher import Teacher, Teachers
 from agl_slime.engine.client.check import check_replay
 from agl_slime.engine.client.client import ClientSettings, SGLangClient
 from agl_slime.errors import ConfigError, DataSourceError, EngineError
@@ -98,6 +99,8 @@ class Connection(Producer):
         if self.replay_files is None and settings.store_url is None and replay_of(settings.sampling or {}):
             scratch = scratch_directory(Path(tempfile.gettempdir()).resolve(), "agl-slime-replay")
             self.replay_files = self._scratch.enter_context(scratch)
+        teachers = [Teacher.parse(text) for text in settings.teacher_url]
+        self.teachers = Teachers(teachers) if teachers else None
         self._resources: dict[str, str] = {}
         self._checked = False  # whether the engine was checked to send replay data
 

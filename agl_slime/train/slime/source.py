@@ -11,6 +11,7 @@ from typing import Any, Self
 
 from agl_slime.data.ledger import Ledger
 from agl_slime.data.source import DataSourceSettings, GroupSource
+from agl_slime.data.teacher import Teachers
 from agl_slime.errors import ConfigError, DataSourceError, format_exception
 from agl_slime.store.client import RemoteStore
 from agl_slime.support.agl import LightningStore
@@ -23,6 +24,7 @@ from agl_slime.train.slime.producer import TaskProducer
 from agl_slime.train.slime.replay import with_tensors, with_train_inputs
 from agl_slime.train.slime.staleness import StalenessController
 from agl_slime.train.slime.states import as_json, state_path
+from agl_slime.train.slime.teacher import score_delivered
 from agl_slime.types import DataSource, Sample, sample_from_json, sample_to_json
 
 logger = logging.getLogger(__name__)
@@ -54,9 +56,13 @@ class AGLDataSource(DataSource):
         if store is None and connection is None:
             logger.warning("AGLDataSource has no store and returns placeholders: set agl_store_url or agl_agent")
         self._producer: TaskProducer | None = None
+        teachers: Teachers | None = None
         if plugin is not None and connection is not None:
             warn_of_flags(args)
             store, tokenizer = connection.store, tokenizer or connection.tokenizer()
+            teachers = connection.teachers
+            if teachers is not None and tokenizer is not None:
+                run_blocking(teachers.check(tokenizer))
             settings = settings or connection.data_source_settings()
             self._producer = TaskProducer(connection, StalenessController.from_settings(plugin, args))
         self._loaded = False
@@ -64,6 +70,9 @@ class AGLDataSource(DataSource):
         durable = getattr(args, "rollout_data_transport", None) == "straw"
         self._delivery_path = Path(args.rollout_data_dir) / "agl_datasource.json" if durable else None
         self._tokenizer = tokenizer
+        # a loop in another process counts groups as well: there a teacher's failure may not make one incomplete
+        self._teachers = teachers
+        self._score_late = plugin is not None and plugin.store_url is not None
         self.groups = GroupSource(
             store=store,
             tokenizer=tokenizer,
@@ -77,6 +86,7 @@ class AGLDataSource(DataSource):
             producer=self._producer,
             replay_files=connection.replay_files if connection is not None else None,
             removes_replay=not getattr(args, "agl_replay_kept", False),
+            annotate=teachers if not self._score_late else None,
         )
         if connection is not None:
             connection.start()
@@ -91,7 +101,10 @@ class AGLDataSource(DataSource):
             self._producer.request(
                 (None if blocking else getattr(self._args, "rollout_batch_size", None)) or num_samples
             )
-        return [*with_train_inputs(with_tensors(self.groups.get_samples(num_samples)), self._tokenizer)]
+        groups = self.groups.get_samples(num_samples)
+        if self._teachers is not None and self._score_late:
+            run_blocking(score_delivered(groups, self._teachers))
+        return [*with_train_inputs(with_tensors(groups), self._tokenizer)]
 
     async def get_samples_async(self, num_samples: int) -> list[list[Sample]]:
         """``get_samples`` for slime's event loop. Groups that arrive after the caller's cancellation are given back."""

@@ -1,0 +1,215 @@
+"""``agl-slime autopsy``: why the sampler's log-probs of kept rollouts are not the model's."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import tyro
+
+from agl_slime.cli.start import WEIGHTS
+from agl_slime.engine.process import EmbeddedEngine
+from agl_slime.engine.scoring import Scored, ScoringClient, ToScore
+from agl_slime.errors import AglSlimeError, ConfigError, MissingDependencyError
+from agl_slime.loop.checkpoint import read_checkpoints
+from agl_slime.report.autopsy import TOLERANCE, Candidate, Cause, Diagnosis, KeptSample, explain, mean_gap, read_kept
+from agl_slime.report.files import RunDir, read_object
+from agl_slime.support.threads import run_in_thread
+from agl_slime.tokens.loading import load_tokenizer
+from agl_slime.tokens.tokenizer import has_chat_template, render_chat
+
+_MOST_OTHERS = 3  # versions that the weights are compared with
+_ENGINE_CAUSES = {
+    "cache": "the engine scores a token otherwise when its prefix comes from the cache",
+    "batch": "the engine scores a token otherwise in a batch",
+    "engine": "the engine's prefill is not what the model's own code computes",
+    "decode": "sampling and prefill of the same engine differ",
+}
+_PARTS = {
+    "cache": "engine with the prefix cache - without",
+    "batch": "engine in a batch - alone",
+    "engine": "engine's prefill - model's own code in float32, temperature 1",
+    "decode": "sampled - engine's prefill",
+    "sampler": "sampled - model's own code",
+    "trainer": "trainer in its step - model's own code",
+    "weights": "weights that sampled - newest weights",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class AutopsyConfig:
+    """Score a few kept rollouts of a run again and split the gap between sampler and model by cause, with the worst
+    tokens; the first line names the first cause. Needs weights that the run still has: the start model, its
+    checkpoints, the last two pushes."""
+
+    run_dir: tyro.conf.Positional[Path]
+    """The directory of a run of the local trainer."""
+    samples: int = 8
+    """Samples that are scored."""
+    sglang_url: str | None = None
+    """A running SGLang with those weights; by default the embedded engine is started with them."""
+    seed: int = 0
+    """Seed of the choice of Samples."""
+
+
+def main(arguments: Sequence[str]) -> None:
+    config = tyro.cli(AutopsyConfig, prog="agl-slime autopsy", args=list(arguments))
+    found, version = asyncio.run(autopsy(config))
+    print(found.sentence)
+    print(f"\nWeights of version {version}; mean difference in nats per token:")
+    for name, nats in found.parts.items():
+        print(f"  {nats:10.2g}  {_PARTS[name]}")
+    if found.causes:
+        print("\nExplained by one cause alone, and left after it:")
+        for cause in found.causes:
+            print(f"  {cause.nats:10.3g} {cause.left:10.2g}  {cause.cause}: {cause.text}")
+    if found.worst:
+        print("\nWorst tokens (recorded, expected log-prob):")
+        for token in found.worst:
+            print(
+                f"  {token.recorded:9.3f} {token.expected:9.3f}  {token.piece!r} at {token.place} of {token.rollout_id}"
+            )
+
+
+async def autopsy(config: AutopsyConfig) -> tuple[Diagnosis, str]:
+    """The diagnosis of ``config.samples`` kept Samples, and the weight version that sampled them."""
+    run = RunDir(config.run_dir)
+    settings = run.settings()
+    if settings is None or settings.get("trainer") != "local":
+        raise ConfigError(f"{run.path} is not the directory of a run of the local trainer (config.json)")
+    weights = weights_of(run)
+    samples, version = choose_samples(run, weights, n=config.samples, seed=config.seed)
+    found = await run_in_thread(_offline, settings, weights, samples, version)
+    return await _with_engine(config, found, weights[version], samples, settings), version
+
+
+def weights_of(run: RunDir) -> dict[str, Path]:
+    """The directories of the weights that a run still has, by version."""
+    found: dict[str, Path] = {}
+    if (model := (read_object(run.start) or {}).get("model")) and Path(model, "config.json").is_file():
+        found["0"] = Path(model)
+    for path in sorted((run.path / WEIGHTS).glob("v*")):
+        if (path / "config.json").is_file():
+            found[str(int(path.name[1:]))] = path
+    for checkpoint in read_checkpoints(run.checkpoints) if run.checkpoints.is_dir() else ():
+        found[checkpoint.loop.version] = checkpoint.trainer
+    return found
+
+
+def choose_samples(run: RunDir, weights: Mapping[str, Path], *, n: int, seed: int) -> tuple[list[KeptSample], str]:
+    """``n`` random kept Samples of the version in ``weights`` that most are of, the newest of equals. Raises
+    ``ConfigError`` without any."""
+    if not run.rollouts.is_file():
+        raise ConfigError(f"{run.path} has no kept rollouts; train with --keep-rollouts sampled or all")
+    kept = [*read_kept(run.rollouts)]
+    counts = Counter(sample.version for sample in kept if sample.version in weights)
+    if not counts:
+        versions = ", ".join(sorted({sample.version for sample in kept})) or "none"
+        why = f"it has kept rollouts of versions {versions} and weights of {', '.join(weights) or 'none'}"
+        raise ConfigError(f"{run.path}: {why}; train with a lower --save-interval or --keep-rollouts all")
+    version = max(counts, key=lambda version: (min(counts[version], n), int(version) if version.isdecimal() else -1))
+    candidates = [sample for sample in kept if sample.version == version]
+    return random.Random(seed).sample(candidates, min(n, len(candidates))), version
+
+
+def _offline(
+    settings: Mapping[str, Any], weights: Mapping[str, Path], samples: list[KeptSample], version: str
+) -> Diagnosis:
+    """What files and forward passes say."""
+    try:
+        from agl_slime.train.local.counterfactual import Conditions, Counterfactuals
+    except ImportError as error:
+        raise MissingDependencyError('agl-slime autopsy needs torch: pip install "agl-slime[local]"') from error
+    tokenizer = load_tokenizer(weights[version])
+    local = settings.get("local") or {}
+    lora, others = int(local.get("lora_rank") or 0) > 0, [other for other in weights if other != version]
+    others.sort(key=lambda other: abs(int(other) - int(version)))
+    conditions = Conditions(
+        temperature=float(settings.get("temperature") or 1.0),
+        top_p=float(settings.get("top_p") or 1.0),
+        top_k=int(settings.get("top_k") or -1),
+        others={f"the weights of version {other}": weights[other] for other in others[:_MOST_OTHERS]},
+        without_adapter=weights.get("0") if lora and version != "0" else None,
+        renderings=_renderings(tokenizer),
+    )
+    recorded = [sample.sampler for sample in samples]
+    model = Counterfactuals(weights[version], samples, recorded, conditions=conditions, tokenizer=tokenizer)
+    found = explain(samples, recorded, model.expected, (Candidate(*fault) for fault in model.faults()))
+    parts = {"sampler": found.gap}
+    if (
+        local.get("old_log_probs") == "recompute"
+        or int(local.get("n_minibatches") or 4) * int(local.get("epochs") or 1) == 1
+    ):
+        parts["trainer"] = mean_gap([sample.trainer for sample in samples], model.expected)
+    newest = max(weights, key=int)
+    if newest != version:
+        now = Counterfactuals(weights[newest], samples, recorded, conditions=conditions)
+        parts["weights"] = mean_gap(now.expected, model.expected)
+    return replace(found, parts=parts)
+
+
+def _renderings(tokenizer: Any) -> list[tuple[str, str, Callable[[KeptSample], list[int] | None]]]:
+    """Prompts as the model's own template writes the recorded messages."""
+    if not has_chat_template(tokenizer):
+        return []
+
+    def render(sample: KeptSample, *, system: bool) -> list[int] | None:
+        roles = [message.get("role") for message in sample.messages]
+        if "assistant" not in roles or (not system and "system" not in roles):
+            return None
+        asked = [m for m in sample.messages[: roles.index("assistant")] if system or m.get("role") != "system"]
+        try:
+            return tokenizer.encode(render_chat(tokenizer, asked, generation_prompt=True), add_special_tokens=False)
+        except AglSlimeError:  # the template refuses these messages
+            return None
+
+    own, text = "the engine was asked with the prompt as the model's own template writes it", "template"
+    bare = "the engine was asked without the system message"
+    return [
+        (text, own, lambda sample: render(sample, system=True)),
+        ("system_message", bare, lambda sample: render(sample, system=False)),
+    ]
+
+
+async def _with_engine(
+    config: AutopsyConfig, found: Diagnosis, weights: Path, samples: list[KeptSample], settings: Mapping[str, Any]
+) -> Diagnosis:
+    """``found`` with what an engine with the same weights says, in its own causes where no other explains the gap."""
+    from agl_slime.train.local.counterfactual import Conditions, Counterfactuals
+
+    async with AsyncExitStack() as stack:
+        url = config.sglang_url
+        if url is None:
+            engine = EmbeddedEngine(weights)
+            await run_in_thread(engine.start)
+            stack.push_async_callback(run_in_thread, engine.stop)
+            url = engine.url
+        client = await stack.enter_async_context(ScoringClient(base_url=url))
+        fresh = [_at(sample, await client.score_one(sample.ids.tolist()), 1) for sample in samples]
+        starts = [int(sample.places[0]) for sample in samples]
+        pairs = [*zip(samples, starts, strict=True)]
+        cached = [_at(one, await client.score_one(one.ids.tolist(), start), start) for one, start in pairs]
+        together = await client.score([ToScore(one.ids.tolist(), start) for one, start in pairs])
+        if failed := next((one for one in together if not isinstance(one, Scored)), None):
+            raise failed
+        batch = [_at(one, got, start) for (one, start), got in zip(pairs, together, strict=True)]  # type: ignore[arg-type]
+    plain = Conditions()  # an engine scores at temperature 1, over the whole vocabulary
+    expected = (await run_in_thread(lambda: Counterfactuals(weights, samples, fresh, conditions=plain))).expected
+    parts = {"cache": mean_gap(cached, fresh), "batch": mean_gap(batch, cached), "engine": mean_gap(fresh, expected)}
+    if (settings.get("temperature"), settings.get("top_p"), settings.get("top_k")) == (1.0, 1.0, -1):
+        parts["decode"] = mean_gap([sample.sampler for sample in samples], fresh)
+    own = [Cause(cause=name, text=text, nats=parts[name], left=max(0.0, found.gap - parts[name]))
+           for name, text in _ENGINE_CAUSES.items() if parts.get(name, 0.0) > TOLERANCE]  # fmt: skip
+    causes = [*found.causes, *own] if found.first is not None else [*own, *found.causes]
+    return replace(found, causes=causes, parts={**found.parts, **parts})
+
+
+def _at(sample: KeptSample, scored: Scored, start: int) -> np.ndarray:
+    return scored.log_probs[sample.places - start]

@@ -1,0 +1,187 @@
+"""The gap between two records of the same tokens' log-probs, and its cause: the counterfactual that reproduces it.
+
+Numbers only. Each candidate is the log-probs that the tokens would have under one fault (``train.local.counterfactual``
+computes them); the first cause is the candidate that leaves least of the gap.
+"""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from agl_slime.report.files import iter_jsonl
+
+TOLERANCE = 1e-3
+"""Nats per token, on average; a smaller gap is float32 arithmetic in another order."""
+LEAST_SHARE, SURE_SHARE = 0.5, 0.9  # of the gap that a cause explains: to be named, and to end the search
+_NOISE = 0.02  # candidates that leave a gap within this share of it of each other are equal: the earlier is simpler
+_MOST_WORST = 5
+
+
+@dataclass(frozen=True, kw_only=True)
+class KeptSample:
+    """A kept Sample's tokens of one weight version: ``places`` are indices into ``ids``, ``sampler`` and ``trainer``
+    the recorded log-probs there (NaN where there are none)."""
+
+    rollout_id: str
+    iteration: int
+    version: str
+    ids: NDArray[np.int64]
+    prompt_length: int
+    places: NDArray[np.int64]
+    sampler: NDArray[np.float32]
+    trainer: NDArray[np.float32]
+    pieces: Sequence[str] = ()
+    messages: Sequence[Mapping[str, Any]] = ()
+
+
+def read_kept(path: Path) -> Iterator[KeptSample]:
+    """The kept Samples of a ``rollouts.jsonl`` that the engine sampled token by token, by weight version."""
+    for line in iter_jsonl(path):
+        for sample in line.get("samples") or ():
+            if sample.get("token_source") != "engine" or sample.get("left_out"):
+                continue
+            ids, start = unpack(sample["tokens"], "<i4").astype(np.int64), int(sample["prompt_length"])
+            mask = np.zeros(len(ids) - start, dtype=bool)
+            for first, end in sample["trained"]:
+                mask[first:end] = True
+            sampler, trainer = unpack(sample["engine_log_probs"]), unpack(sample["trainer_log_probs"])
+            of_version: dict[str, NDArray[np.bool_]] = {}
+            for version, first, end in sample.get("weight_versions") or ():
+                of_version.setdefault(str(version), np.zeros_like(mask))[first:end] = True
+            for version, sampled in of_version.items():
+                at = np.flatnonzero(mask & sampled & np.isfinite(sampler))
+                if len(at):
+                    yield KeptSample(
+                        rollout_id=str(line["rollout_id"]),
+                        iteration=int(line["iteration"]),
+                        version=version,
+                        ids=ids,
+                        prompt_length=start,
+                        places=start + at,
+                        sampler=sampler[at],
+                        trainer=trainer[at],
+                        pieces=sample.get("pieces") or (),
+                        messages=line.get("messages") or (),
+                    )
+
+
+def unpack(text: str, kind: str = "<f4") -> NDArray[Any]:
+    return np.frombuffer(base64.b64decode(text), kind)
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """Log-probs of each sample's places as the fault ``cause`` would have made them; ``text`` is a clause on it."""
+
+    cause: str
+    text: str
+    log_probs: Sequence[NDArray[Any]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cause:
+    """A candidate and what it explains: ``nats`` per token of the gap, and ``left`` after it."""
+
+    cause: str
+    text: str
+    nats: float
+    left: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorstToken:
+    """A token with a large gap: ``place`` is its index in the Sample's tokens."""
+
+    rollout_id: str
+    place: int
+    piece: str
+    recorded: float
+    expected: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Diagnosis:
+    """The gap of ``tokens`` tokens in nats per token, its causes, the best explanation first, and the worst tokens."""
+
+    gap: float
+    tokens: int
+    causes: Sequence[Cause] = ()
+    worst: Sequence[WorstToken] = ()
+    parts: Mapping[str, float] = field(default_factory=dict)
+    """Mean differences between pairs of measurements, in nats per token."""
+
+    @property
+    def first(self) -> Cause | None:
+        """The first cause, if any explains half of the gap."""
+        best = self.causes[0] if self.causes else None
+        return best if best is not None and best.nats >= LEAST_SHARE * max(self.gap, TOLERANCE) else None
+
+    @property
+    def sentence(self) -> str:
+        if self.gap <= TOLERANCE:
+            agree = f"ampler and model agree: {self.gap:.2g} nats per token over {self.tokens} tokens."
+            if (first := self.first) is None:
+                return f"S{agree}"
+            return f"{first.cause}: {first.text} ({first.nats:.3g} nats per token), and yet s{agree}"
+        gap = f"{self.gap:.3g} nats per token over {self.tokens} tokens"
+        if (first := self.first) is None:
+            return f"Sampler and model differ by {gap}, and no known cause explains half of it."
+        share = 100 * first.nats / self.gap
+        return f"{first.cause}: {first.text} ({share:.0f} % of {gap}; {first.left:.2g} left)."
+
+
+def explain(
+    samples: Sequence[KeptSample],
+    recorded: Sequence[NDArray[Any]],
+    expected: Sequence[NDArray[Any]],
+    candidates: Iterable[Candidate],
+) -> Diagnosis:
+    """The diagnosis of ``recorded`` log-probs that should be the ``expected`` ones. ``candidates`` come simplest first
+    and are not drawn further once one explains nine tenths of the gap."""
+    gap, tokens = mean_gap(recorded, expected), sum(len(one) for one in recorded)
+    if gap <= TOLERANCE:
+        return Diagnosis(gap=gap, tokens=tokens)
+    causes: list[Cause] = []
+    for candidate in candidates:
+        left = mean_gap(recorded, candidate.log_probs)
+        causes.append(Cause(cause=candidate.cause, text=candidate.text, nats=gap - left, left=left))
+        if left <= (1 - SURE_SHARE) * gap and left <= TOLERANCE:
+            break
+    least = min((cause.left for cause in causes), default=0.0)
+    first = [cause for cause in causes if cause.left <= least + _NOISE * gap][:1]
+    causes = [*first, *sorted((cause for cause in causes if cause not in first), key=lambda cause: cause.left)]
+    return Diagnosis(gap=gap, tokens=tokens, causes=causes[:5], worst=_worst(samples, recorded, expected))
+
+
+def mean_gap(some: Sequence[NDArray[Any]], others: Sequence[NDArray[Any]]) -> float:
+    """Mean absolute difference over all tokens that both know; 0 without one."""
+    if not some:
+        return 0.0
+    differences = np.abs(np.concatenate(some).astype(np.float64) - np.concatenate(others))
+    differences = differences[np.isfinite(differences)]
+    return float(differences.mean()) if len(differences) else 0.0
+
+
+def _worst(
+    samples: Sequence[KeptSample], recorded: Sequence[NDArray[Any]], expected: Sequence[NDArray[Any]]
+) -> list[WorstToken]:
+    tokens = [
+        WorstToken(
+            rollout_id=sample.rollout_id,
+            place=int(place),
+            piece=str(sample.pieces[place]) if place < len(sample.pieces) else "",
+            recorded=float(had),
+            expected=float(should),
+        )
+        for sample, *columns in zip(samples, recorded, expected, strict=True)
+        for place, had, should in zip(sample.places, *columns, strict=True)
+    ]
+    tokens = [token for token in tokens if np.isfinite(token.recorded - token.expected)]
+    return sorted(tokens, key=lambda token: -abs(token.recorded - token.expected))[:_MOST_WORST]

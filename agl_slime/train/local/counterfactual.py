@@ -1,0 +1,385 @@
+"""Log-probs that recorded tokens would have under one fault each: of the sampling convention, the token ids, the
+weights, or the arithmetic. Plain forward passes of one sequence at a time, in float32 unless the fault is the format.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from agl_slime.train.local.loss import token_log_probs
+from agl_slime.train.local.model import load_model
+
+Scores = list[NDArray[np.float32]]
+Fault = tuple[str, str, Scores]
+"""Its name, a clause that says it, and the log-probs of each sequence."""
+
+_TEMPERATURES = (1.0, 0.5, 0.6, 0.7, 0.8, 0.9, 1.1, 1.2, 1.3, 1.5, 2.0)
+_NUCLEI = (0.99, 0.95, 0.9, 0.8, 0.7, 0.5)
+_TOP_KS = (10, 20, 40, 50, 100)
+_ROPE_THETAS, _ROPE_FACTORS = (10_000.0, 500_000.0, 1_000_000.0), (2.0, 4.0, 8.0)
+_MOST_POSITIONS = 128  # at which a token is left out, or added, one forward pass each
+_LIKELY = ("\n", " ", "\n\n")
+
+
+class Recorded(Protocol):
+    """Token ids, of which the first ``prompt_length`` are the prompt, and the ``places`` of recorded tokens."""
+
+    @property
+    def ids(self) -> NDArray[np.int64]: ...
+    @property
+    def prompt_length(self) -> int: ...
+    @property
+    def places(self) -> NDArray[np.int64]: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Conditions:
+    """What is known of the run: its sampling, the weights of other versions by a text that names each, those without
+    the adapter (of a run with LoRA), and prompts in other renderings by the fault's name and text."""
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = -1
+    others: Mapping[str, Path] | None = None
+    without_adapter: Path | None = None
+    renderings: Sequence[tuple[str, str, Callable[[Any], Sequence[int] | None]]] = ()
+
+
+class Counterfactuals:
+    """The model in ``directory``, which should have sampled the ``sequences``, and the faults that may have happened;
+    ``recorded`` are the log-probs to explain, by which unknown positions are searched for."""
+
+    def __init__(
+        self,
+        directory: Path,
+        sequences: Sequence[Recorded],
+        recorded: Sequence[NDArray[Any]],
+        *,
+        conditions: Conditions,
+        tokenizer: Any = None,
+        device: str = "cpu",
+    ) -> None:
+        self._device = torch.device(device)
+        self.model: Any = load_model(directory, device=self._device).requires_grad_(False)
+        self._sequences, self._recorded, self._conditions = sequences, recorded, conditions
+        self._tokenizer = tokenizer
+        self.expected: Scores = [self._score(one.ids, one.places) for one in sequences]
+        """The log-probs as they should be."""
+
+    def faults(self) -> Iterator[Fault]:
+        """The faults, simplest first; each is computed when it is drawn."""
+        yield from self._conventions()
+        yield from self._token_faults()
+        yield from self._weight_faults()
+        yield from self._arithmetic()
+        yield from self._single_tokens()
+
+    # -- the sampling convention --------------------------------------------------------------------------------------
+
+    def _conventions(self) -> Iterator[Fault]:
+        of, limited = self._conditions, (self._conditions.top_p, self._conditions.top_k) != (1.0, -1)
+        ways = {
+            ("temperature", f"the log-probs are at temperature {t:g} and not {of.temperature:g}"): (
+                t,
+                of.top_p,
+                of.top_k,
+            )
+            for t in _TEMPERATURES
+            if t != of.temperature
+        }
+        if limited:
+            ways["nucleus", "the log-probs are of the whole vocabulary and not of the nucleus"] = (
+                of.temperature,
+                1.0,
+                -1,
+            )
+        else:
+            text = "the log-probs are of a nucleus with {} and not of the whole vocabulary"
+            for p in _NUCLEI:
+                ways["nucleus", text.format(f"top_p {p:g}")] = (of.temperature, p, -1)
+            for k in _TOP_KS:
+                ways["nucleus", text.format(f"top_k {k}")] = (of.temperature, 1.0, k)
+        scores: dict[tuple[str, str], Scores] = {way: [] for way in ways}
+        for one in self._sequences:
+            logits = self._logits(one.ids, one.places)
+            targets = torch.from_numpy(one.ids[one.places]).to(self._device)
+            for way, (temperature, top_p, top_k) in ways.items():
+                scores[way].append(_log_probs(logits, targets, temperature, top_p, top_k))
+        for (name, text), values in scores.items():
+            yield name, text, values
+        for step, where in ((1, "the next"), (-1, "the last")):
+            shifted = [np.roll(values, -step) for values in self.expected]
+            yield "shift", f"each log-prob is of {where} token's place", shifted
+
+    # -- token ids ----------------------------------------------------------------------------------------------------
+
+    def _token_faults(self) -> Iterator[Fault]:
+        ends, begin = self._end_ids(), getattr(self._tokenizer, "bos_token_id", None)
+        begins = {int(one.ids[0]) for one in self._sequences}
+        first = begin if begin is not None else begins.pop() if len(begins) == 1 else None
+        if first is not None:
+            text = "the engine was asked with a second first token (a double BOS)"
+            if begin is not None and begins != {begin}:
+                text = "the engine was asked with a BOS token that the records lack"
+            yield "double_bos", text, self._inserted(lambda _: 0, int(first))
+            yield "missing_bos", "the engine was asked without the first token", self._without(lambda one: [0])
+        for name, text, ids in (
+            ("end_mark", "the engine was asked without the end marks of earlier messages", ends),
+            ("newline", "the engine was asked without the line ends after earlier messages", None),
+        ):
+            yield name, text, self._without(lambda one, ids=ids: _marks(one, ends, after=ids is None))
+        if (thinking := self._thinking()) is not None:
+            text = "the engine was asked without the thinking of earlier turns"
+            yield "thinking", text, self._without(lambda one: _blocks(one, *thinking))
+        for name, text, render in self._conditions.renderings:
+            rendered = [render(one) for one in self._sequences]
+            if any(ids is not None for ids in rendered):
+                yield name, text, self._edited(lambda one, n, rendered=rendered: _with_prompt(one, rendered[n]))
+
+    def _single_tokens(self) -> Iterator[Fault]:
+        """One token more or less at an unknown place, which is searched for in the sequence with the largest gap."""
+        gaps = [float(np.abs(a - b).mean()) for a, b in zip(self._recorded, self.expected, strict=True)]
+        worst = int(np.argmax(gaps))
+        one, recorded, expected = self._sequences[worst], self._recorded[worst], self.expected[worst]
+        wrong = np.flatnonzero(np.abs(recorded - expected) > max(1e-3, gaps[worst] / 10))
+        end = int(one.places[wrong[0]]) if len(wrong) else one.prompt_length
+        sampled = {*one.places.tolist()}
+        free = [place for place in range(end) if place not in sampled][-_MOST_POSITIONS:]
+
+        def left(ids: NDArray[np.int64], places: NDArray[np.int64]) -> float:
+            return float(np.abs(self._score(ids, places) - recorded).mean())
+
+        def clauses(place: int) -> Iterator[tuple[str, Callable[[Recorded], int]]]:
+            yield f"{place} from the start", lambda _: place
+            back = one.prompt_length - place
+            yield f"{back} before the answer", lambda other: other.prompt_length - back
+
+        if free:
+            place = min(free, key=lambda place: left(*_remove(one, [place])[:2]))
+            for where, at in clauses(place):
+                text = f"the engine was asked without the token at place {where}"
+                yield "token_removed", text, self._without(lambda other, at=at: [at(other)])
+        special = {*getattr(self._tokenizer, "get_added_vocab", dict)().values()}
+        edges = {0, min(one.prompt_length, end)}
+        edges |= {p + d for p in free if int(one.ids[p]) in special for d in range(4) if p + d <= end}
+        added = [(place, token) for place in sorted(edges)[-_MOST_POSITIONS // 4 :] for token in self._likely()]
+        if added:
+            place, token = min(added, key=lambda pair: left(*_insert(one, *pair)))
+            piece = self._tokenizer.decode([token])
+            for where, at in clauses(place):
+                text = f"the engine was asked with a further token {piece!r} at place {where}"
+                yield "token_inserted", text, self._inserted(at, token)
+
+    def _inserted(self, place: Callable[[Recorded], int], token: int) -> Scores:
+        return self._edited(lambda one, _: (*_insert(one, place(one), token), None))
+
+    def _without(self, places: Callable[[Recorded], Sequence[int]]) -> Scores:
+        return self._edited(lambda one, _: _remove(one, places(one)))
+
+    def _edited(self, edit: Callable[[Recorded, int], Any]) -> Scores:
+        """The scores of edited sequences: new ids and places, and which of the places are left (``None``: all)."""
+        scores: Scores = []
+        for number, (one, expected) in enumerate(zip(self._sequences, self.expected, strict=True)):
+            ids, places, left = edit(one, number)
+            if len(ids) == len(one.ids) and (ids == one.ids).all():
+                scores.append(expected)
+                continue
+            values = expected.copy()
+            values[slice(None) if left is None else left] = self._score(ids, places)
+            scores.append(values)
+        return scores
+
+    def _end_ids(self) -> set[int]:
+        config = getattr(self.model.generation_config, "eos_token_id", None) or self.model.config.eos_token_id
+        ids = config if isinstance(config, (list, tuple)) else [config]
+        own = getattr(self._tokenizer, "eos_token_id", None)
+        return {int(i) for i in (*ids, own) if i is not None}
+
+    def _thinking(self) -> tuple[int, int] | None:
+        vocabulary = self._tokenizer.get_vocab() if self._tokenizer is not None else {}
+        pair = vocabulary.get("<think>"), vocabulary.get("</think>")
+        return pair if None not in pair else None  # type: ignore[return-value]
+
+    def _likely(self) -> list[int]:
+        if self._tokenizer is None:
+            return []
+        texts = (self._tokenizer.encode(text, add_special_tokens=False) for text in _LIKELY)
+        ids = [encoded[0] for encoded in texts if len(encoded) == 1]
+        names = ("bos_token_id", "eos_token_id", "pad_token_id")
+        return [*dict.fromkeys([*ids, *(i for n in names if (i := getattr(self._tokenizer, n, None)) is not None)])]
+
+    # -- weights ------------------------------------------------------------------------------------------------------
+
+    def _weight_faults(self) -> Iterator[Fault]:
+        if (base := self._conditions.without_adapter) is not None:
+            self_of = load_model(base, device=self._device)
+            yield "adapter", "the engine had the base model without the adapter", self._by(self_of)
+        for name, directory in (self._conditions.others or {}).items():
+            other: Any = load_model(directory, device=self._device)
+            yield "late_weights", f"the engine had {name}", self._by(other)
+            yield (
+                "stale_cache",
+                f"the prompt's KV cache was of {name}",
+                [self._score_with_prefix(one, other) for one in self._sequences],
+            )
+            yield from self._partial(name, other)
+
+    def _partial(self, name: str, other: Any) -> Iterator[Fault]:
+        """One group of weights (a layer, the embedding, ...) is of the other version."""
+        mine, theirs = self.model.state_dict(), other.state_dict()
+        groups: dict[str, list[str]] = {}
+        for key in mine:
+            if key in theirs and not torch.equal(mine[key], theirs[key]):
+                groups.setdefault(_group(key), []).append(key)
+        for group, keys in groups.items() if len(groups) > 1 else ():
+            kept = {key: mine[key].clone() for key in keys}
+            with torch.no_grad():
+                for key in keys:
+                    mine[key].copy_(theirs[key])
+                scores = self._by(self.model)
+                for key in keys:
+                    mine[key].copy_(kept[key])
+            yield "partial_weights", f"the weights of {group} were still those of {name}", scores
+
+    # -- arithmetic ---------------------------------------------------------------------------------------------------
+
+    def _arithmetic(self) -> Iterator[Fault]:
+        scores = []
+        for one in self._sequences:
+            hidden = self._hidden(one.ids, one.places)
+            head = self.model.get_output_embeddings().weight
+            logits = hidden.bfloat16() @ head.bfloat16().t()
+            scores.append(self._log_probs(logits.float(), one))
+        yield "bf16_head", "the output layer computed in bfloat16", scores
+        low = copy.deepcopy(self.model).bfloat16()
+        yield "bf16", "the engine computed in bfloat16", self._by(low)
+        del low
+        rope = dict(getattr(self.model.config, "rope_parameters", None) or {})
+        if "rope_theta" not in rope:
+            return
+        variants = [{**rope, "rope_theta": theta} for theta in _ROPE_THETAS]
+        plain = {"rope_theta": rope["rope_theta"], "rope_type": "default"}
+        variants += [plain, *({**plain, "rope_type": "linear", "factor": factor} for factor in _ROPE_FACTORS)]
+        for variant in variants:
+            if variant == rope:
+                continue
+            config = copy.deepcopy(self.model.config)
+            config.rope_parameters = variant
+            other = AutoModelForCausalLM.from_config(config).to(self._device).eval()
+            other.load_state_dict(self.model.state_dict(), strict=False)
+            shown = ", ".join(f"{key} {value}" for key, value in variant.items() if rope.get(key) != value)
+            yield "rope", f"the engine had other rotary embeddings ({shown or 'no scaling'})", self._by(other)
+
+    # -- forward passes -----------------------------------------------------------------------------------------------
+
+    def _by(self, model: Any) -> Scores:
+        return [self._score(one.ids, one.places, model) for one in self._sequences]
+
+    def _score(self, ids: Any, places: NDArray[np.int64], model: Any = None) -> NDArray[np.float32]:
+        ids = np.asarray(ids)
+        targets = torch.from_numpy(ids[places]).to(self._device)
+        return self._at_conditions(self._logits(ids, places, model), targets)
+
+    def _log_probs(self, logits: Tensor, one: Recorded) -> NDArray[np.float32]:
+        return self._at_conditions(logits, torch.from_numpy(one.ids[one.places]).to(self._device))
+
+    def _at_conditions(self, logits: Tensor, targets: Tensor) -> NDArray[np.float32]:
+        of = self._conditions
+        return _log_probs(logits, targets, of.temperature, of.top_p, of.top_k)
+
+    @torch.no_grad()
+    def _logits(self, ids: NDArray[np.int64], places: NDArray[np.int64], model: Any = None) -> Tensor:
+        model = model or self.model
+        output = model(torch.from_numpy(ids[: places[-1]])[None].to(self._device), use_cache=False)
+        return output.logits[0, torch.from_numpy(places - 1)].float()
+
+    @torch.no_grad()
+    def _hidden(self, ids: NDArray[np.int64], places: NDArray[np.int64]) -> Tensor:
+        body = self.model.base_model
+        output = body(torch.from_numpy(ids[: places[-1]])[None].to(self._device), use_cache=False)
+        return output.last_hidden_state[0, torch.from_numpy(places - 1)]
+
+    @torch.no_grad()
+    def _score_with_prefix(self, one: Recorded, other: Any) -> NDArray[np.float32]:
+        """With the KV cache of all but the prompt's last token computed by ``other``."""
+        split = one.prompt_length - 1
+        ids = torch.from_numpy(one.ids[: one.places[-1]])[None].to(self._device)
+        if split < 1:
+            return self._score(one.ids, one.places)
+        cache = other(ids[:, :split], use_cache=True).past_key_values
+        logits = self.model(ids[:, split:], past_key_values=cache, use_cache=True).logits[0]
+        return self._log_probs(logits[torch.from_numpy(one.places - 1 - split)].float(), one)
+
+
+def _log_probs(logits: Tensor, targets: Tensor, temperature: float, top_p: float, top_k: int) -> NDArray[np.float32]:
+    """At a temperature, of the tokens that top_k and top_p keep (in SGLang's order: top_k first) and the target."""
+    if (top_p, top_k) != (1.0, -1):
+        ordered, order = (logits / temperature).sort(-1, descending=True)
+        probabilities = ordered.softmax(-1)
+        out = torch.arange(logits.shape[-1], device=logits.device) >= (top_k if top_k > 0 else logits.shape[-1])
+        out = out | (probabilities.cumsum(-1) - probabilities > top_p)
+        out = torch.zeros_like(out.expand_as(logits)).scatter(-1, order, out.expand_as(logits))
+        out[torch.arange(len(targets)), targets] = False
+        logits = logits.masked_fill(out, -1e30)
+    return token_log_probs(logits, targets, temperature=temperature).cpu().numpy()
+
+
+def _insert(one: Recorded, place: int, token: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    return np.insert(one.ids, place, token), one.places + (one.places >= place)
+
+
+def _remove(one: Recorded, gone: Sequence[int]) -> tuple[Any, Any, Any]:
+    """Without the tokens at ``gone``; recorded tokens among them are not scored."""
+    gone = [place for place in gone if 0 <= place < len(one.ids)]
+    left = ~np.isin(one.places, gone)
+    places = one.places[left]
+    places = places - np.searchsorted(np.sort(gone), places)
+    if len(places) == 0 or places[0] < 1:
+        return one.ids, one.places, None
+    return np.delete(one.ids, gone), places, left
+
+
+def _with_prompt(one: Recorded, prompt: Sequence[int] | None) -> tuple[Any, Any, None]:
+    if not prompt:
+        return one.ids, one.places, None
+    ids = np.concatenate([np.asarray(prompt, dtype=np.int64), one.ids[one.prompt_length :]])
+    return ids, one.places + len(prompt) - one.prompt_length, None
+
+
+def _marks(one: Recorded, ends: set[int], *, after: bool) -> list[int]:
+    """The end marks before the last recorded token, or the tokens after them."""
+    last = int(one.places[-1])
+    marks = [place for place in range(last) if int(one.ids[place]) in ends]
+    recorded = {*one.places.tolist()}
+    return [place + 1 for place in marks if place + 1 < last and place + 1 not in recorded] if after else marks
+
+
+def _blocks(one: Recorded, begin: int, end: int) -> list[int]:
+    """The places of whole thinking blocks before the last run of recorded tokens."""
+    runs = np.flatnonzero(np.diff(one.places) > 1)
+    before = int(one.places[runs[-1] + 1]) if len(runs) else one.prompt_length
+    places, opened = [], None
+    for place in range(before):
+        if one.ids[place] == begin:
+            opened = place
+        elif one.ids[place] == end and opened is not None:
+            places += range(opened, place + 1)
+            opened = None
+    return places
+
+
+def _group(key: str) -> str:
+    """``model.layers.3.mlp.up_proj.weight`` is of ``layers.3``."""
+    parts = key.split(".")
+    at = next((i for i, part in enumerate(parts) if part.isdecimal()), None)
+    return ".".join(parts[max(0, at - 1) : at + 1]) if at is not None else ".".join(parts[-2:-1] or parts)

@@ -1,0 +1,400 @@
+"""``agl-slime autopsy``: planted faults of a real (embedded) engine are named first, and a clean one has none."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import json
+import shutil
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, replace
+from difflib import SequenceMatcher
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch", reason='forward passes need torch: pip install "agl-slime[local]"')
+
+from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: E402
+
+from agl_slime.cli.autopsy import AutopsyConfig, autopsy  # noqa: E402
+from agl_slime.engine.client.client import SGLangClient  # noqa: E402
+from agl_slime.engine.client.generation import SamplingParams  # noqa: E402
+from agl_slime.engine.engine import Engine  # noqa: E402
+from agl_slime.engine.requests import Request, Sampling  # noqa: E402
+from agl_slime.errors import ConfigError  # noqa: E402
+from agl_slime.report.autopsy import Candidate, Diagnosis, KeptSample, explain, mean_gap  # noqa: E402
+from agl_slime.report.files import IterationFile  # noqa: E402
+from agl_slime.report.rollouts import pack  # noqa: E402
+from agl_slime.train.local.counterfactual import Conditions, Counterfactuals  # noqa: E402
+from tests.integration.engine_servers import Server  # noqa: E402
+
+NOW, BEFORE, BASE = "v000003", "v000002", "base"
+OTHERS = "the weights of version 2"
+
+
+def noisy(source: Path, target: Path, *, seed: int, share: float) -> Path:
+    """A copy of a checkpoint with noise on its weights."""
+    shutil.copytree(source, target)
+    model = AutoModelForCausalLM.from_pretrained(source)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += share * parameter.std(correction=0) * torch.randn(parameter.shape, generator=generator)
+    model.save_pretrained(target)
+    return target
+
+
+def run_engine(model: Any, tokenizer: Any, prompts: Sequence[Sequence[int]], *, start: Any, **sampling: Any) -> Any:
+    """The requests after an engine of this process has served them; ``start`` is a number, or one for each."""
+    engine = Engine(copy.deepcopy(model), tokenizer, seed=1)
+    try:
+        return serve(engine, prompts, start=start, **sampling)
+    finally:
+        engine.close()
+
+
+def serve(engine: Engine, prompts: Sequence[Sequence[int]], *, start: Any = -1, **sampling: Any) -> list[Request]:
+    starts = start if isinstance(start, list) else [start] * len(prompts)
+    done: list[Future[Request]] = [Future() for _ in prompts]
+    engine.submit(
+        *(
+            Request(
+                rid=str(number),
+                input_ids=[int(i) for i in prompt],
+                sampling=Sampling.model_validate(sampling),
+                return_logprob=True,
+                logprob_start_len=first,
+                on_finish=done[number].set_result,
+            )
+            for number, (prompt, first) in enumerate(zip(prompts, starts, strict=True))
+        )
+    )
+    return [one.result(60) for one in done]
+
+
+@dataclass
+class Bench:
+    """Weights of three versions, and rollouts of two turns that the newest sampled."""
+
+    directory: Path
+    tokenizer: Any
+    samples: list[KeptSample]
+
+    def model(self, version: str = NOW) -> Any:
+        return AutoModelForCausalLM.from_pretrained(self.directory / version).eval()
+
+    def scored(self, edit: Callable[[np.ndarray], np.ndarray] | None = None, *, model: Any = None) -> list[np.ndarray]:
+        """The log-probs of an engine that was asked with edited ids; a recorded token that was edited away keeps
+        its own."""
+        edit = edit or (lambda ids: ids)
+        edited = [edit(one.ids) for one in self.samples]
+        requests = run_engine(model or self.model(), self.tokenizer, edited, start=0, max_new_tokens=0)
+        scores = []
+        for one, ids, request in zip(self.samples, edited, requests, strict=True):
+            every = np.array([np.nan if value is None else value for value, _ in request.input_log_probs])
+            values = one.sampler.copy()
+            for a, b, size in SequenceMatcher(
+                None, one.ids.tolist(), ids.tolist(), autojunk=False
+            ).get_matching_blocks():
+                at = (one.places >= a) & (one.places < a + size)
+                values[at] = every[one.places[at] - a + b]
+            scores.append(values.astype(np.float32))
+        return scores
+
+    def diagnosis(self, recorded: list[np.ndarray], **conditions: Any) -> Diagnosis:
+        others = {OTHERS: self.directory / BEFORE}
+        given = Conditions(**{"others": others, **conditions})
+        what = Counterfactuals(self.directory / NOW, self.samples, recorded, conditions=given, tokenizer=self.tokenizer)
+        return explain(self.samples, recorded, what.expected, (Candidate(*fault) for fault in what.faults()))
+
+
+def sample_rollouts(model: Any, tokenizer: Any, **sampling: Any) -> list[KeptSample]:
+    """Two turns each, with a message of another between them."""
+    prompts = []
+    for key in ("vm", "ab", "qz", "kk"):
+        messages = [
+            {"role": "system", "content": "Call lookup in a <tool_call> block."},
+            {"role": "user", "content": f'What is stored under "{key}"?'},
+        ]
+        prompts.append(tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False))
+    told = "\n<|im_start|>user\n42<|im_end|>\n<|im_start|>assistant\n"
+    between = tokenizer.encode(told, add_special_tokens=False)
+    limits = {"temperature": 1.0, "max_new_tokens": 12, **sampling}
+    first = run_engine(model, tokenizer, prompts, start=-1, **limits)
+    middles = [[*one.input_ids, *one.output_ids, tokenizer.eos_token_id, *between] for one in first]
+    second = run_engine(model, tokenizer, middles, start=-1, **limits)
+    return [
+        KeptSample(
+            rollout_id=f"r{number}",
+            iteration=4,
+            version="3",
+            ids=np.array([*two.input_ids, *two.output_ids]),
+            prompt_length=len(one.input_ids),
+            places=np.r_[
+                len(one.input_ids) : len(one.input_ids) + len(one.output_ids),
+                len(two.input_ids) : len(two.input_ids) + len(two.output_ids),
+            ],
+            sampler=np.array([*one.log_probs, *two.log_probs], dtype=np.float32),
+            trainer=np.zeros(len(one.output_ids) + len(two.output_ids), dtype=np.float32),
+        )
+        for number, (one, two) in enumerate(zip(first, second, strict=True))
+    ]
+
+
+@pytest.fixture(scope="module")
+def bench(policy_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Bench:
+    directory = tmp_path_factory.mktemp("weights")
+    shutil.copytree(policy_dir, directory / BASE)
+    noisy(policy_dir, directory / BEFORE, seed=2, share=0.2)
+    noisy(directory / BEFORE, directory / NOW, seed=3, share=0.1)
+    tokenizer = AutoTokenizer.from_pretrained(policy_dir)
+    model = AutoModelForCausalLM.from_pretrained(directory / NOW).eval()
+    return Bench(directory, tokenizer, sample_rollouts(model, tokenizer))
+
+
+def test_a_clean_engine_has_no_cause(bench: Bench):
+    for recorded in ([one.sampler for one in bench.samples], bench.scored()):
+        found = bench.diagnosis(recorded)
+        assert (found.causes, found.first) == ((), None)
+        assert found.gap < 1e-4
+        assert found.sentence.startswith("Sampler and model agree")
+
+
+def without_marks(ids: np.ndarray, *, mark: int) -> np.ndarray:
+    return ids[(ids != mark) | (np.arange(len(ids)) == len(ids) - 1)]
+
+
+TOKENS: dict[str, Callable[[Bench, np.ndarray], np.ndarray]] = {
+    "double_bos": lambda bench, ids: np.insert(ids, 0, ids[0]),
+    "missing_bos": lambda bench, ids: ids[1:],
+    "end_mark": lambda bench, ids: without_marks(ids, mark=bench.tokenizer.eos_token_id),
+    "token_removed": lambda bench, ids: np.delete(ids, 9),
+    "token_inserted": lambda bench, ids: np.insert(ids, 3, bench.tokenizer.encode("\n")[0]),
+}
+
+
+@pytest.mark.parametrize("fault", TOKENS)
+def test_a_fault_of_the_engines_prompt_is_named_first(bench: Bench, fault: str):
+    found = bench.diagnosis(bench.scored(partial(TOKENS[fault], bench)))
+    assert found.first is not None, found
+    assert found.first.cause == fault, found.sentence
+    assert found.worst[0].rollout_id.startswith("r")
+
+
+def test_the_prompt_in_another_rendering_is_named_first(bench: Bench):
+    def other(sample: KeptSample) -> list[int]:
+        text = bench.tokenizer.decode(sample.ids[: sample.prompt_length]).replace("Call lookup", "You may call lookup")
+        return bench.tokenizer.encode(text, add_special_tokens=False)
+
+    by_ids = {one.ids.tobytes(): one for one in bench.samples}
+
+    def edit(ids: np.ndarray) -> np.ndarray:
+        one = by_ids[ids.tobytes()]
+        return np.concatenate([other(one), ids[one.prompt_length :]]).astype(np.int64)
+
+    renderings = [("template", "the engine was asked with the prompt as the model's own template writes it", other)]
+    found = bench.diagnosis(bench.scored(edit), renderings=renderings)
+    assert found.first is not None
+    assert found.first.cause == "template"
+
+
+def stale_cache(bench: Bench) -> list[np.ndarray]:
+    """A real prefix cache that an update of the weights does not empty."""
+    engine = Engine(bench.model(BEFORE), bench.tokenizer)
+    try:
+        serve(engine, [one.ids[: one.prompt_length] for one in bench.samples], max_new_tokens=1)
+        engine._slots.stale = lambda: None  # type: ignore[method-assign]
+        engine.update_weights(dict(bench.model().state_dict())).result(30)
+        starts = [one.prompt_length - 1 for one in bench.samples]
+        requests = serve(engine, [one.ids for one in bench.samples], start=starts, max_new_tokens=0)
+    finally:
+        engine.close()
+    scores = []
+    for one, request in zip(bench.samples, requests, strict=True):
+        assert request.cached_tokens > 0
+        every = np.array([np.nan if value is None else value for value, _ in request.input_log_probs])
+        scores.append(every[one.places - one.prompt_length + 1].astype(np.float32))
+    return scores
+
+
+def partial_update(bench: Bench) -> list[np.ndarray]:
+    mixed, old = bench.model(), bench.model(BEFORE).state_dict()
+    mixed.load_state_dict({k: old[k] if ".layers.1." in k else v for k, v in mixed.state_dict().items()})
+    return bench.scored(model=mixed)
+
+
+def other_rope(bench: Bench) -> list[np.ndarray]:
+    config = bench.model().config
+    config.rope_parameters = {"rope_type": "linear", "rope_theta": 1000.0, "factor": 4.0}
+    other = AutoModelForCausalLM.from_config(config).eval()
+    other.load_state_dict(bench.model().state_dict())
+    return bench.scored(model=other)
+
+
+WEIGHTS: dict[str, Callable[[Bench], list[np.ndarray]]] = {
+    "late_weights": lambda bench: bench.scored(model=bench.model(BEFORE)),
+    "adapter": lambda bench: bench.scored(model=bench.model(BASE)),
+    "partial_weights": partial_update,
+    "stale_cache": stale_cache,
+    "rope": other_rope,
+}
+
+
+@pytest.mark.parametrize("fault", WEIGHTS)
+def test_a_fault_of_the_engines_weights_is_named_first(bench: Bench, fault: str):
+    found = bench.diagnosis(WEIGHTS[fault](bench), without_adapter=bench.directory / BASE)
+    assert found.first is not None, found
+    assert found.first.cause == fault, found.sentence
+    assert found.first.left < 0.1 * found.gap
+
+
+def test_half_precision_is_named_and_told_from_a_half_precision_head(bench: Bench):
+    model = bench.model()
+    whole, head = [], []
+    for one in bench.samples:
+        ids, targets = torch.from_numpy(one.ids)[None], torch.from_numpy(one.ids[one.places])[:, None]
+        with torch.no_grad():
+            hidden = model.base_model(ids).last_hidden_state[0, one.places - 1].bfloat16()
+            logits = torch.nn.functional.linear(hidden, model.lm_head.weight.bfloat16()).float()
+            head.append(logits.log_softmax(-1).gather(-1, targets)[:, 0].numpy())
+    model.bfloat16()
+    for one in bench.samples:
+        targets = torch.from_numpy(one.ids[one.places])[:, None]
+        with torch.no_grad():
+            logits = model(torch.from_numpy(one.ids)[None]).logits[0, one.places - 1].float()
+            whole.append(logits.log_softmax(-1).gather(-1, targets)[:, 0].numpy())
+    for recorded, fault in ((head, "bf16_head"), (whole, "bf16")):
+        found = bench.diagnosis(recorded)
+        assert found.first is not None, found
+        assert found.first.cause == fault, found.sentence
+
+
+@pytest.mark.parametrize(
+    ("fault", "sampling", "conditions"),
+    [
+        ("temperature", {"temperature": 0.7}, {}),
+        ("temperature", {"temperature": 1.0}, {"temperature": 0.7}),
+        ("nucleus", {"top_p": 0.8, "nucleus": True}, {}),
+        ("nucleus", {}, {"top_p": 0.8}),
+    ],
+)
+def test_a_convention_in_one_place_only_is_named_first(bench: Bench, fault: str, sampling: Any, conditions: Any):
+    samples = sample_rollouts(bench.model(), bench.tokenizer, **sampling)
+    other = replace(bench, samples=samples)
+    found = other.diagnosis([one.sampler for one in samples], **conditions)
+    assert found.first is not None, found
+    assert found.first.cause == fault, found.sentence
+
+
+def test_log_probs_one_place_off_are_named_first(bench: Bench):
+    found = bench.diagnosis([np.roll(one.sampler, 1) for one in bench.samples])
+    assert found.first is not None
+    assert found.first.cause == "shift"
+
+
+def test_an_unknown_cause_is_not_given_a_name(bench: Bench):
+    drawn = np.random.default_rng(0)
+    recorded = [one.sampler - drawn.exponential(3.0, len(one.sampler)).astype(np.float32) for one in bench.samples]
+    found = bench.diagnosis(recorded)
+    assert found.first is None
+    assert "no known cause" in found.sentence
+
+
+def write_run(directory: Path, samples: Sequence[KeptSample], *, base: Path, version: str, **settings: Any) -> Path:
+    """The files of a run that an autopsy reads."""
+    directory.mkdir(exist_ok=True)
+    config = {"trainer": "local", "temperature": 1.0, "top_p": 1.0, "top_k": -1, "local": {"n_minibatches": 4}}
+    (directory / "config.json").write_text(json.dumps({**config, **settings}))
+    (directory / "start.json").write_text(json.dumps({"model": str(base)}))
+    lines = []
+    for one in samples:
+        length = len(one.ids) - one.prompt_length
+        log_probs, mask = np.full(length, np.nan, dtype=np.float32), np.zeros(length, dtype=np.int8)
+        log_probs[one.places - one.prompt_length], mask[one.places - one.prompt_length] = one.sampler, 1
+        edges = np.flatnonzero(np.diff(mask, prepend=0, append=0)).reshape(-1, 2).tolist()
+        sample = {
+            "token_source": "engine",
+            "prompt_length": one.prompt_length,
+            "tokens": pack(one.ids, "<i4"),
+            "trained": edges,
+            "engine_log_probs": pack(log_probs),
+            "trainer_log_probs": pack(log_probs),
+            "weight_versions": [[version, *edge] for edge in edges],
+            "left_out": 0,
+        }
+        lines.append({"rollout_id": one.rollout_id, "samples": [sample]})
+    file = IterationFile(directory / "rollouts.jsonl")
+    file.append(1, lines)
+    file.close()
+    return directory
+
+
+async def diagnose(run: Path, url: str) -> tuple[Diagnosis, str]:
+    return await autopsy(AutopsyConfig(run_dir=run, sglang_url=url, samples=4))
+
+
+async def test_a_run_is_diagnosed_from_its_files_and_its_engine(
+    bench: Bench, policy_dir: Path, embedded_engine: str, tmp_path: Path
+):
+    samples = sample_rollouts(bench.model(BASE), bench.tokenizer)
+    run = write_run(tmp_path / "run", samples, base=policy_dir, version="0")
+    clean, version = await diagnose(run, embedded_engine)
+    assert version == "0"
+    assert clean.first is None, clean.sentence
+    assert max(clean.parts.values()) < 1e-4
+    assert {"sampler", "cache", "batch", "engine", "decode"} <= {*clean.parts}
+
+    other = replace(bench, samples=samples)
+    recorded = other.scored(partial(TOKENS["double_bos"], bench), model=bench.model(BASE))
+    planted = [replace(one, sampler=values) for one, values in zip(samples, recorded, strict=True)]
+    found, _ = await diagnose(write_run(tmp_path / "planted", planted, base=policy_dir, version="0"), embedded_engine)
+    assert found.sentence.startswith("double_bos: the engine was asked with a second first token")
+    assert found.parts["engine"] < 1e-4 < found.parts["decode"]
+
+
+async def test_a_clean_server_has_no_cause_at_any_temperature(server: Server, bench: Bench, tmp_path: Path):
+    sampling = SamplingParams(temperature=0.9, max_new_tokens=16)
+    samples = []
+    async with SGLangClient(base_url=server.url) as client:
+        for number, one in enumerate(bench.samples):
+            prompt = one.ids[: one.prompt_length].tolist()
+            answer = await client.generate(prompt, sampling)
+            sampler, ids = np.array(answer.log_probs, dtype=np.float32), np.array([*prompt, *answer.output_ids])
+            places = np.arange(len(prompt), len(ids))
+            kept = {"rollout_id": f"r{number}", "ids": ids, "places": places, "sampler": sampler}
+            samples.append(replace(one, trainer=sampler, **kept))
+    run = write_run(tmp_path, samples, base=server.policy, version="0", temperature=0.9)
+    found, _ = await diagnose(run, server.url)
+    assert found.first is None, found.sentence
+    assert max(found.parts.values()) < 1e-4
+
+
+async def test_an_engine_with_other_weights_than_sampled_is_named(
+    bench: Bench, policy_dir: Path, embedded_engine: str, tmp_path: Path
+):
+    run = write_run(tmp_path, bench.samples, base=policy_dir, version="3")
+    shutil.copytree(bench.directory / NOW, tmp_path / "weights" / NOW)
+    found, version = await diagnose(run, embedded_engine)  # it serves the start model
+    assert (version, found.gap < 1e-4) == ("3", True)
+    assert found.sentence.startswith("engine: the engine's prefill is not what the model's own code computes")
+
+
+def test_a_run_without_weights_or_rollouts_is_one_sentence(bench: Bench, policy_dir: Path, tmp_path: Path):
+    with pytest.raises(ConfigError, match="not the directory of a run of the local trainer"):
+        asyncio.run(diagnose(tmp_path, "http://127.0.0.1:9"))
+    run = write_run(tmp_path / "run", bench.samples, base=policy_dir, version="7")
+    with pytest.raises(ConfigError, match="kept rollouts of versions 7 and weights of 0; train with"):
+        asyncio.run(diagnose(run, "http://127.0.0.1:9"))
+    (run / "rollouts.jsonl").unlink()
+    with pytest.raises(ConfigError, match="no kept rollouts"):
+        asyncio.run(diagnose(run, "http://127.0.0.1:9"))
+
+
+def test_the_gap_is_the_mean_over_tokens_that_both_know():
+    assert mean_gap([np.array([1.0, np.nan]), np.array([2.0])], [np.array([2.0, 1.0]), np.array([2.5])]) == 0.75
+    assert mean_gap([], []) == 0.0
