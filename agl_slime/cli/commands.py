@@ -4,6 +4,7 @@ errors."""
 from __future__ import annotations
 
 import asyncio
+import os
 import sys
 from functools import partial
 from pathlib import Path
@@ -158,6 +159,12 @@ def assign_instance_ids_command(arguments: list[str]) -> None:
     print(f"{output}: {lines} lines, {assigned} got an instance_id")
 
 
+def rehearse_command(arguments: list[str]) -> None:
+    from agl_slime.rehearse.command import main
+
+    main(arguments, environ=os.environ)
+
+
 COMMANDS = {
     "model": model_command,
     "doctor": doctor_command,
@@ -166,4 +173,5 @@ COMMANDS = {
     "report": report_command,
     "audit": audit_command,
     "assign-instance-id": assign_instance_ids_command,
+    "rehearse": rehearse_command,
 }

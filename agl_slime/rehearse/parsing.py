@@ -8,7 +8,7 @@ import os
 import re
 import subprocess
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -27,9 +27,9 @@ class Parsed:
 
     args: Mapping[str, Any] | None
     refused: tuple[str, ...] = ()
-    missing: Mapping[str, str] = ()  # type: ignore[assignment]
-    unimportable: Mapping[str, str] = ()  # type: ignore[assignment]
-    ignored: Mapping[str, str] = ()  # type: ignore[assignment]
+    missing: Mapping[str, str] = field(default_factory=dict)
+    unimportable: Mapping[str, str] = field(default_factory=dict)
+    ignored: Mapping[str, str] = field(default_factory=dict)
 
 
 def parse(training: Training, *, slime_dir: Path, python: str, scratch: Path) -> Parsed:

@@ -32,7 +32,21 @@ _STUB = Path(__file__).parent / "programs" / "stub.py"
 _UNSET = re.compile(r"\$\{?([A-Za-z_][A-Za-z0-9_]*)(:?[-=?+])?")
 _SET = re.compile(r"(?:^|[\s;(])(?:export\s+|local\s+|readonly\s+|declare\s+)?([A-Za-z_][A-Za-z0-9_]*)\+?=")
 _LOOPED = re.compile(r"\b(?:for|read(?:\s+-\w+)*)\s+([A-Za-z_][A-Za-z0-9_]*)")
-_SHELLS = {"BASH_SOURCE", "RANDOM", "SECONDS", "HOSTNAME", "UID", "EUID", "PPID", "LINENO", "FUNCNAME", "IFS", "OPTARG"}
+_SHELLS = {
+    "BASH_SOURCE",
+    "RANDOM",
+    "SECONDS",
+    "HOSTNAME",
+    "UID",
+    "EUID",
+    "PPID",
+    "LINENO",
+    "FUNCNAME",
+    "IFS",
+    "OPTARG",
+    "NF",
+    "NR",
+}
 _SHELLS |= {"SLURM_JOB_NODELIST"}
 
 
@@ -110,9 +124,7 @@ def play(
     return played
 
 
-def _play(
-    script: Path, gpus: int, arguments: Sequence[str], scratch: Path, environ: Mapping[str, str]
-) -> Played:
+def _play(script: Path, gpus: int, arguments: Sequence[str], scratch: Path, environ: Mapping[str, str]) -> Played:
     stubs, log, functions = scratch / "stubs", scratch / "commands.jsonl", scratch / "functions.sh"
     stubs.mkdir(parents=True, exist_ok=True)
     log.write_text("")
@@ -153,7 +165,7 @@ def _unset_variables(script: Path, environ: Mapping[str, str]) -> Iterator[str]:
     defaulted = {name for name, default in _UNSET.findall(text) if default}
     assigned = {*_SET.findall(text), *_LOOPED.findall(text)} | defaulted | _SHELLS
     for name in dict.fromkeys(name for name, _ in _UNSET.findall(text)):
-        if name not in assigned and name not in environ and not name.endswith("_ARGS"):
+        if name.isupper() and name not in assigned and name not in environ and not name.endswith("_ARGS"):
             yield name
 
 

@@ -86,7 +86,7 @@ def _replace_validation(arguments: Any, answer: dict[str, Any], raw: dict[str, A
             return SimpleNamespace()
         return load(path, **named)
 
-    transformers.AutoConfig.from_pretrained = config
+    transformers.AutoConfig.from_pretrained = config  # type: ignore[method-assign, assignment]
     validate = arguments.slime_validate_args
 
     def checked(args: Any) -> None:

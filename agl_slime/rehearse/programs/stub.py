@@ -29,7 +29,7 @@ def main(name: str, arguments: list[str]) -> int:
         elif any(one.startswith("--query-gpu") for one in arguments):
             print("\n".join([MEMORY if "memory" in " ".join(arguments) else CARD] * gpus))
         elif "topo" in arguments:
-            print("\n".join("GPU%d " % n + " ".join(["NV18"] * (gpus - 1)) for n in range(gpus)))
+            print("\n".join(f"GPU{n} " + " ".join(["NV18"] * (gpus - 1)) for n in range(gpus)))
     if name == "ray" and arguments[:2] == ["job", "submit"]:
         print("Job 'raysubmit_rehearsal' submitted successfully")
     if name == "tee":
