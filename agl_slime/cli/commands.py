@@ -160,9 +160,10 @@ def assign_instance_ids_command(arguments: list[str]) -> None:
 
 
 def rehearse_command(arguments: list[str]) -> None:
+    from agl_slime.cli.demo import LOOKUP_POLICY
     from agl_slime.rehearse.command import main
 
-    main(arguments, environ=os.environ)
+    main(arguments, environ=os.environ, tokenizer=LOOKUP_POLICY)
 
 
 COMMANDS = {

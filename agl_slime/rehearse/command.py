@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
@@ -13,9 +14,10 @@ from typing import Annotated, Any, Literal
 import tyro
 
 from agl_slime import metric_names as names
-from agl_slime.errors import ConfigError
+from agl_slime.errors import AglSlimeError, ConfigError
 from agl_slime.rehearse.checks import Arguments, Finding, Nodes, check, check_script
 from agl_slime.rehearse.forecast import Forecast, Shape, Speeds, compare
+from agl_slime.rehearse.live import Live, play_live
 from agl_slime.rehearse.parsing import Parsed, parse
 from agl_slime.rehearse.script import play
 from agl_slime.rehearse.speeds import Size, shape_of, speeds_of
@@ -66,6 +68,10 @@ class RehearseConfig:
     """Mean length of prompts."""
     steps: int = 12
     """Steps of the forecast."""
+    live_steps: int = 0
+    """Also run this many steps of slime's own driver, on Ray with logical GPUs and stand-ins (3 or more)."""
+    live_seconds: float = 60.0
+    """Seconds to which the live steps are scaled."""
     speeds: GivenSpeeds = field(default_factory=GivenSpeeds)
     output_dir: Path | None = None
     """Where the rehearsal is written, for agl-slime report; runs/TIME-SCRIPT by default."""
@@ -82,9 +88,12 @@ class Rehearsal:
     speeds: Speeds | None = None
     shape: Shape | None = None
     forecasts: tuple[tuple[str, Forecast], ...] = ()
+    live: Live | None = None
 
 
-def rehearse(config: RehearseConfig, arguments: Sequence[str], slime_dir: Path, scratch: Path) -> Rehearsal:
+def rehearse(
+    config: RehearseConfig, arguments: Sequence[str], *, slime_dir: Path, tokenizer: Path, scratch: Path
+) -> Rehearsal:
     """Play, parse, check and forecast. Raises ``ConfigError`` for files and flags that cannot be used."""
     nodes = Nodes(config.nodes, config.gpus_per_node)
     played = play(config.script, gpus=nodes.gpus, arguments=arguments, scratch=scratch)
@@ -107,7 +116,27 @@ def rehearse(config: RehearseConfig, arguments: Sequence[str], slime_dir: Path, 
     else:
         note = Finding("note", "no forecast: the flags have no model sizes; give --speeds.token-s and the others")
         return Rehearsal((*findings, note), args)
-    return Rehearsal(findings, args, speeds, shape, tuple(compare(speeds, shape, steps=config.steps)))
+    live = None
+    if config.live_steps:
+        try:
+            live = play_live(
+                args,
+                training,
+                nodes,
+                speeds,
+                shape,
+                steps=config.live_steps,
+                seconds=config.live_seconds,
+                slime_dir=slime_dir,
+                python=str(config.python),
+                tokenizer=tokenizer,
+                scratch=scratch,
+            )
+        except ConfigError:
+            raise
+        except AglSlimeError as error:
+            findings = (Finding("breaks", str(error)), *findings)
+    return Rehearsal(findings, args, speeds, shape, tuple(compare(speeds, shape, steps=config.steps)), live)
 
 
 def lines_of(rehearsal: Rehearsal) -> list[str]:
@@ -130,6 +159,10 @@ def lines_of(rehearsal: Rehearsal) -> list[str]:
         row = f"  {name:<22}{one.step_s:>8.1f}" + "{:>15.0%}{:>14.0%}{:>13.1%}{:>17.1%}".format(*shares)
         lines.append(f"{row}{one.behind:>8.1f}")
     lines += ["", *_timeline(rehearsal.forecasts[0][1])]
+    if (live := rehearsal.live) is not None:
+        off = live.step_s / live.expected.step_s - 1
+        text = f"{live.steps} steps of slime's driver, {live.step_s:.2f} s each (forecast {live.expected.step_s:.2f} s"
+        lines += ["", f"Live: {text}, {off:+.0%}), at 1 : {1 / live.scale:.1f} of the real time"]
     return lines
 
 
@@ -172,7 +205,7 @@ def write(rehearsal: Rehearsal, run: RunDir, lines: Sequence[str]) -> None:
     write_file(run.summary, dump({"reason": "finished", "rehearsal": True}))
 
 
-def main(arguments: list[str], *, environ: Any, print: Callable[[str], None] = print) -> None:
+def main(arguments: list[str], *, environ: Any, tokenizer: Path, print: Callable[[str], None] = print) -> None:
     """The command. Raises ``ConfigError`` for flags that cannot be used; findings do not change the exit code."""
     at = arguments.index("--") if "--" in arguments else len(arguments)
     config = tyro.cli(RehearseConfig, prog="agl-slime rehearse", args=arguments[:at])
@@ -183,13 +216,17 @@ def main(arguments: list[str], *, environ: Any, print: Callable[[str], None] = p
         raise ConfigError("slime's parser is needed: give --slime-dir, or set SLIME_DIR to slime's checkout")
     with ExitStack() as stack:
         scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="agl-slime-rehearse-")))
-        rehearsal = rehearse(config, arguments[at + 1 :], slime_dir, scratch)
+        rehearsal = rehearse(
+            config, arguments[at + 1 :], slime_dir=slime_dir.resolve(), tokenizer=tokenizer, scratch=scratch
+        )
         shown = replace(config, slime_dir=slime_dir)
         run = open_run_dir(
             config.output_dir, agent=config.script.stem, settings=asdict(shown), overwrite=config.overwrite
         )
         lines = lines_of(rehearsal)
         write(rehearsal, run, lines)
+        if (log := scratch / "live.log").is_file():
+            shutil.copy(log, run.path / "live.log")
         for line in lines:
             print(line)
         print(f"Written to {run.path}: agl-slime report {run.path}")

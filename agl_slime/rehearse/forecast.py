@@ -98,8 +98,9 @@ class Forecast:
     behind: float
 
 
-class _Engine:
-    """Sequences that decode at one speed; ``done`` counts the tokens that each has got since the start."""
+class Decoder:
+    """An engine's sequences, which decode at one speed; ``done`` counts the tokens that each has got since the start.
+    Times are seconds on any clock that starts at 0."""
 
     def __init__(self, speeds: Speeds, shape: Shape) -> None:
         self._speeds, self._slots, self._prompt = speeds, shape.slots, shape.prompt_tokens
@@ -163,7 +164,7 @@ class _Run:
         self.speeds, self.shape, self.steps = speeds, shape, steps
         self.rng, self.numbers = random.Random(seed), count()
         self.now = 0.0
-        self.engines = [_Engine(speeds, shape) for _ in range(shape.engines)]
+        self.engines = [Decoder(speeds, shape) for _ in range(shape.engines)]
         self.timers: list[tuple[float, int, Callable[[], None]]] = []
         limit = shape.max_staleness if shape.max_staleness is not None else int(shape.asynchronous)
         self.admission = Admission(batch_size=shape.groups, max_staleness=limit, last_step=steps)
@@ -286,7 +287,7 @@ class _Run:
             self.train()  # which may request the next batch
             self.admit()
             self.update()
-            engine = min(self.engines, key=_Engine.next_end)
+            engine = min(self.engines, key=Decoder.next_end)
             if (at := engine.next_end()) <= (self.timers[0][0] if self.timers else math.inf) and at < math.inf:
                 self.now = at
                 engine.move(at)

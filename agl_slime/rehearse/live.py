@@ -13,7 +13,6 @@ from pathlib import Path
 
 import psutil
 
-from agl_slime.cli.demo import LOOKUP_POLICY
 from agl_slime.errors import AglSlimeError, ConfigError
 from agl_slime.rehearse.checks import Arguments, Nodes
 from agl_slime.rehearse.forecast import Forecast, Shape, Speeds, forecast
@@ -47,9 +46,11 @@ def play_live(
     seconds: float,
     slime_dir: Path,
     python: str,
+    tokenizer: Path,
     scratch: Path,
 ) -> Live:
-    """Run ``steps`` steps, scaled to about ``seconds`` in total. Raises ``AglSlimeError`` when slime's driver fails."""
+    """Run ``steps`` steps, scaled to about ``seconds`` in total; ``tokenizer`` is the directory of a model, for a missing
+    one. Raises ``AglSlimeError`` when slime's driver fails."""
     _check_memory(args, nodes)
     short = max(1.0, shape.mean_tokens / _TOKENS)
     once = forecast(speeds, shape, steps=steps)
@@ -60,7 +61,7 @@ def play_live(
         times[name] *= short
     live_speeds = Speeds(**times)
     events, request = scratch / "events.jsonl", scratch / "live.json"
-    flags = _flags(args, training, live_shape, steps, scratch)
+    flags = _flags(args, training, live_shape, steps, tokenizer, scratch)
     content = {
         "nodes": nodes.count,
         "gpus": nodes.gpus,
@@ -74,7 +75,8 @@ def play_live(
     path = [str(STANDINS), str(slime_dir), str(Path(__file__).parents[2]), training.env.get("PYTHONPATH", "")]
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, path)), "AGL_SLIME_REHEARSAL": str(request)}
     env |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "WANDB_MODE": "disabled"}
-    env |= {"SLIME_HOST_IP": "127.0.0.1", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0", "CUDA_VISIBLE_DEVICES": ""}
+    env |= {"SLIME_HOST_IP": "127.0.0.1", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}
+    env.pop("CUDA_VISIBLE_DEVICES", None)  # an empty one forbids logical GPUs
     _run([python, str(_PROGRAM)], env, training.cwd, scratch / "live.log", timeout_s=300 + 20 * seconds)
     records = [json.loads(line) for line in events.read_text().splitlines()] if events.is_file() else []
     synced = [one["ended"] for one in records if one["event"] == "update"][1:]  # without the first, before any rollout
@@ -98,7 +100,7 @@ def _check_memory(args: Arguments, nodes: Nodes) -> None:
         raise ConfigError(f"--live-steps needs {sizes}; give fewer GPUs to the script, or leave it out")
 
 
-def _flags(args: Arguments, training: Training, shape: Shape, steps: int, scratch: Path) -> list[str]:
+def _flags(args: Arguments, training: Training, shape: Shape, steps: int, tokenizer: Path, scratch: Path) -> list[str]:
     """The script's flags; those given last count: a model and tasks of its own where they are missing here."""
     flags = [flag for flag in training.flags if flag not in _ALONE]
     given = {
@@ -112,7 +114,7 @@ def _flags(args: Arguments, training: Training, shape: Shape, steps: int, scratc
         given["eval-interval"] = 10**6
         flags.append("--skip-eval-before-train")
     if not Path(args.hf_checkpoint or "").is_dir():
-        given["hf-checkpoint"] = _model(args, scratch)
+        given["hf-checkpoint"] = _model(args, tokenizer, scratch)
     if not Path(args.ref_load or "").is_dir():
         given["ref-load"] = scratch
     if args.prompt_data and not Path(args.prompt_data).is_file():
@@ -124,9 +126,9 @@ def _flags(args: Arguments, training: Training, shape: Shape, steps: int, scratc
     return [*flags, *(part for name, value in given.items() for part in (f"--{name}", str(value)))]
 
 
-def _model(args: Arguments, scratch: Path) -> Path:
+def _model(args: Arguments, tokenizer: Path, scratch: Path) -> Path:
     """A tiny model's tokenizer, with a configuration of the sizes that the flags have."""
-    model = Path(shutil.copytree(LOOKUP_POLICY, scratch / "model", dirs_exist_ok=True))
+    model = Path(shutil.copytree(tokenizer, scratch / "model", dirs_exist_ok=True))
     config = json.loads((model / "config.json").read_text())
     config |= {
         "hidden_size": args.hidden_size,

@@ -32,22 +32,8 @@ _STUB = Path(__file__).parent / "programs" / "stub.py"
 _UNSET = re.compile(r"\$\{?([A-Za-z_][A-Za-z0-9_]*)(:?[-=?+])?")
 _SET = re.compile(r"(?:^|[\s;(])(?:export\s+|local\s+|readonly\s+|declare\s+)?([A-Za-z_][A-Za-z0-9_]*)\+?=")
 _LOOPED = re.compile(r"\b(?:for|read(?:\s+-\w+)*)\s+([A-Za-z_][A-Za-z0-9_]*)")
-_SHELLS = {
-    "BASH_SOURCE",
-    "RANDOM",
-    "SECONDS",
-    "HOSTNAME",
-    "UID",
-    "EUID",
-    "PPID",
-    "LINENO",
-    "FUNCNAME",
-    "IFS",
-    "OPTARG",
-    "NF",
-    "NR",
-}
-_SHELLS |= {"SLURM_JOB_NODELIST"}
+_SHELLS = {"BASH_SOURCE", "RANDOM", "SECONDS", "HOSTNAME", "UID", "EUID", "PPID", "LINENO", "FUNCNAME", "IFS", "OPTARG"}
+_SHELLS |= {"SLURM_JOB_NODELIST", "NF", "NR"}  # the last two are awk's
 
 
 @dataclass(frozen=True)
