@@ -64,7 +64,8 @@ def load_agent(path: str) -> Any:
             agent_class = _agent_of_function(agent_class)
         except NotImplementedError as error:
             function = f"{name}{inspect.signature(agent_class)}"
-            raise unusable(f"{function} is no agent; its parameters must be task and llm, perhaps rollout too") from error
+            why = f"{function} is no agent; its parameters must be task and llm, perhaps rollout too"
+            raise unusable(why) from error
     if isinstance(agent_class, LitAgent):
         agent: Any = agent_class
         for attribute in _MODULE_ATTRIBUTES:

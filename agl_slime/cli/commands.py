@@ -4,6 +4,7 @@ errors."""
 from __future__ import annotations
 
 import asyncio
+import os
 import shutil
 import sys
 from functools import partial
@@ -200,6 +201,13 @@ def assign_instance_ids_command(arguments: list[str]) -> None:
     print(f"{output}: {lines} lines, {assigned} got an instance_id")
 
 
+def rehearse_command(arguments: list[str]) -> None:
+    from agl_slime.cli.demo import LOOKUP_POLICY
+    from agl_slime.rehearse.command import main
+
+    main(arguments, environ=os.environ, tokenizer=LOOKUP_POLICY)
+
+
 COMMANDS = {
     "new": new_command,
     "demo-policy": demo_policy_command,
@@ -210,4 +218,5 @@ COMMANDS = {
     "report": report_command,
     "audit": audit_command,
     "assign-instance-id": assign_instance_ids_command,
+    "rehearse": rehearse_command,
 }

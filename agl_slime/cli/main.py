@@ -53,6 +53,7 @@ COMMANDS = {
     "report": "write runs as one HTML page: trend, steps, rollouts, tokens",
     "audit": "check that the files of a run agree",
     "autopsy": "score kept rollouts again and name why sampler and model differ",
+    "rehearse": "play a launch script of slime's without GPUs: what breaks, and a forecast",
     "buffer": "serve a rollout buffer",
     "gateway": "serve the model to agents of other runners",
     "assign-instance-id": "give each line of a JSON-lines file an instance_id",

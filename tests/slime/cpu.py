@@ -1,4 +1,4 @@
-"""What slime needs to train on a CPU: an accelerator that is none, and a train actor that steps our local trainer.
+"""A train actor that steps our local trainer in slime's loop on a CPU.
 
 This is Megatron's place in the system; everything around it (Ray, placement groups, the manager, the weight update) is
 slime's own.
@@ -15,58 +15,12 @@ import ray
 import torch
 from slime.ray.train_actor import TrainRayActor
 
+from agl_slime.rehearse.actor import register_cpu
 from agl_slime.train.local.settings import LocalTrainerSettings
 from agl_slime.train.local.trainer import LocalTrainer
 from agl_slime.types import Sample, sample_from_fields
 
-
-def register_cpu() -> None:
-    """Make slime's accelerator layer (HEAD) take the CPU; called in every Ray worker. Older versions have no such layer
-    and need none."""
-    try:
-        from slime.utils.accelerator import register_accelerator
-        from slime.utils.accelerator.base import Accelerator
-    except ImportError:
-        return
-
-    class CPU(Accelerator):
-        name = device_type = "cpu"
-        communication_backend_name = "gloo"
-
-        def is_available(self) -> bool:
-            return True
-
-        def device(self, index: Any = None) -> torch.device:
-            return torch.device("cpu")
-
-        def device_name(self, index: Any = None) -> str:
-            return "cpu"
-
-        def set_device(self, index: Any) -> None: ...
-
-        def current_device(self) -> str:
-            return "cpu"
-
-        def device_count(self) -> int:
-            return 1
-
-        def synchronize(self, device: Any = None) -> None: ...
-
-        def current_stream(self, device: Any = None) -> Any:
-            return None
-
-        def empty_cache(self) -> None: ...
-
-        def mem_get_info(self, device: Any = None) -> tuple[int, int]:
-            return 0, 0
-
-        def memory_allocated(self, device: Any = None) -> int:
-            return 0
-
-        def memory_reserved(self, device: Any = None) -> int:
-            return 0
-
-    register_accelerator("cpu", CPU, lambda: True, priority=1000, communication_backends=("gloo",))
+__all__ = ["CpuTrainActor", "register_cpu"]
 
 
 class CpuTrainActor(TrainRayActor):

@@ -20,7 +20,7 @@ import pytest
 
 HERE = Path(__file__).resolve().parent
 REPOSITORY = HERE.parents[1]
-STANDINS = HERE / "standins"
+STANDINS = REPOSITORY / "agl_slime" / "rehearse" / "standins"
 _MARK = "RESULT "
 
 

@@ -35,6 +35,13 @@ _INTEGERS = (
     "decoder-last-pipeline-num-layers",
     "mtp-num-layers",
     "virtual-pipeline-model-parallel-size",
+    "expert-tensor-parallel-size",
+    "num-query-groups",
+    "kv-channels",
+    "num-experts",
+    "moe-router-topk",
+    "moe-ffn-hidden-size",
+    "moe-shared-expert-intermediate-size",
 )
 _COUNTS = (
     "micro-batch-size",
@@ -54,6 +61,8 @@ _SWITCHES = (
     "qk-layernorm",
     "multi-latent-attention",
     "untie-embeddings-and-output-weights",
+    "group-query-attention",
+    "swiglu",
 )
 
 OPTIONS: set[str] = set()
@@ -74,6 +83,7 @@ def parse_args(
         parser.add_argument(f"--{name}", action="store_true")
     parser.add_argument("--seed", type=int, default=1234)
     parser.add_argument("--lr", type=float)
+    parser.add_argument("--moe-layer-freq")
     parser.add_argument("--norm-epsilon", type=float, default=1e-5)
     parser.add_argument("--rotary-base", type=float, default=10000.0)
     parser.add_argument("--distributed-backend", default="nccl")

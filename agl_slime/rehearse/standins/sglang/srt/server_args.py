@@ -29,6 +29,10 @@ class ServerArgs:
     enable_metrics: bool = False
     enable_dp_attention: bool = False
     speculative_algorithm: str | None = None
+    api_key: str | None = None
+
+    def url(self) -> str:
+        return f"http://{self.host}:{self.port}"
 
     @staticmethod
     def add_cli_args(parser: argparse.ArgumentParser) -> None:

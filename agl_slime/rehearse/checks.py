@@ -1,0 +1,388 @@
+"""Sentences about what will break: pure functions of the script's commands, slime's arguments and the nodes."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from agl_slime.rehearse.parsing import Parsed
+from agl_slime.rehearse.script import Played, Training
+
+OURS = "agl_slime.slime_hooks.generate_rollout"
+# slime's flags that its own rollout function reads and ours does not.
+_UNUSED_BY_OURS = {
+    "partial_rollout": "our agents resume over weight updates by themselves",
+    "over_sampling_batch_size": "a dropped group is replaced when it is dropped",
+    "custom_generate_function_path": "the agent generates",
+    "rm_type": "the agent's reward counts",
+    "custom_rm_path": "the agent's reward counts",
+    "group_rm": "the agent's reward counts",
+}
+_LOOPBACK = re.compile(r"^(https?://)?(127\.|localhost|\[?::1)")
+
+
+@dataclass(frozen=True)
+class Finding:
+    """``breaks``: the run stops or waits for ever; ``costs``: it runs, worse than it could; ``note``: a fact of the
+    rehearsal. ``text`` is one sentence with the fix."""
+
+    level: Literal["breaks", "costs", "note"]
+    text: str
+
+
+@dataclass(frozen=True)
+class Nodes:
+    """The machines that the run would get."""
+
+    count: int
+    gpus: int
+
+    @property
+    def total(self) -> int:
+        return self.count * self.gpus
+
+
+class Arguments:
+    """slime's arguments by attribute; an absent one is ``None``."""
+
+    def __init__(self, values: Any) -> None:
+        self.values = values
+
+    def __getattr__(self, name: str) -> Any:
+        return self.values.get(name)
+
+    @property
+    def actor_gpus(self) -> int:
+        return (self.actor_num_nodes or 1) * (self.actor_num_gpus_per_node or 8)
+
+    @property
+    def model_parallel(self) -> int:
+        sizes = (self.tensor_model_parallel_size, self.pipeline_model_parallel_size, self.context_parallel_size)
+        return math.prod(size or 1 for size in sizes)
+
+    @property
+    def gpus_needed(self) -> int:
+        """As slime's ``_get_placement_group_layout`` counts them."""
+        rollout = self.rollout_num_gpus or 0
+        if self.debug_train_only or self.rollout_external_engine_addrs:
+            return self.actor_gpus
+        if self.debug_rollout_only:
+            return rollout
+        return max(self.actor_gpus, rollout) if self.colocate else self.actor_gpus + rollout
+
+    @property
+    def asynchronous(self) -> bool:
+        return self.values.get("driver") == "train_async.py"
+
+
+def check(played: Played, parsed: Parsed, training: Training, nodes: Nodes) -> list[Finding]:
+    """All findings, the worst first."""
+    findings = [*check_script(played, training, nodes), *_parser(parsed)]
+    if parsed.args is not None:
+        args = Arguments({**parsed.args, "driver": Path(training.script).name})
+        for part in (_placement, _parallel, _batches, _lengths, _data, _hooks, _addresses, _storage):
+            findings += part(args, nodes)
+        findings += _modules(args, training, nodes)
+    order = ("breaks", "costs", "note")
+    return sorted(dict.fromkeys(findings), key=lambda one: order.index(one.level))
+
+
+def _breaks(what: str, fix: str) -> Finding:
+    return Finding("breaks", f"{what}: {fix}")
+
+
+def _costs(what: str, fix: str) -> Finding:
+    return Finding("costs", f"{what}: {fix}")
+
+
+def _flag(name: str) -> str:
+    return name if name.startswith("agl_") else f"--{name.replace('_', '-')}"
+
+
+def _count(nodes: int) -> str:
+    return f"{nodes} node{'s' * (nodes > 1)}"
+
+
+# -- the script ------------------------------------------------------------------------------------------------------
+
+
+def check_script(played: Played, training: Training | None, nodes: Nodes) -> Iterator[Finding]:
+    """Findings about the commands around the training command."""
+    last = " / ".join(played.stderr.splitlines()[-2:]) or "no output"
+    if training is None:
+        yield _breaks(f"the script ended with code {played.code} before it started training", last)
+        return
+    if played.code:
+        yield _breaks(f"the script ended with code {played.code} after the training command", last)
+    for name, value in played.assumed.items():
+        yield _breaks(f"{name} is not set and the script needs it", f"export it (the rehearsal went on with {value})")
+    if unset := [name for name in played.unset if name not in played.assumed]:
+        yield _breaks(f"the script reads {', '.join(unset)}, which nothing sets", "export them before it runs")
+    for name, value in training.env.items():
+        if (match := re.search(r"\$\{?([A-Za-z_]\w*)", value)) is not None:
+            what = f"the job gets {name}={value} literally, as the shell did not put {match[1]} in"
+            yield _breaks(what, "take the single quotes from around the JSON")
+    yield from _ray(played, nodes)
+    if not played.isolated:
+        why = "bubblewrap is not installed or may not make namespaces"
+        yield Finding("note", f"{why}: commands that the script gives by absolute path were not intercepted")
+
+
+def _ray(played: Played, nodes: Nodes) -> Iterator[Finding]:
+    started = played.ray_nodes
+    if not started:
+        yield Finding("note", f"the script starts no Ray: it expects one that runs, on {_count(nodes.count)}")
+    for node in started:
+        if node.gpus is not None and node.gpus != nodes.gpus:
+            what = f"ray start {f'on {node.host}' if node.host else 'here'} announces {node.gpus} GPUs of {nodes.gpus}"
+            yield _costs(what, f"give --num-gpus {nodes.gpus}, or rehearse with --gpus-per-node {node.gpus}")
+    if nodes.count == 1 or not started:
+        return
+    if len(started) < nodes.count:
+        fix = f"run `ray start --address=HEAD:6379 --num-gpus {nodes.gpus}` on each before the job is submitted"
+        yield _breaks(f"the script starts Ray on {len(started)} of {nodes.count} nodes, so the others never join", fix)
+    address = next((node.address for node in started if node.head), None)
+    if address is not None and _LOOPBACK.match(address):
+        fix = "set MASTER_ADDR to the head's address in the nodes' network"
+        yield _breaks(f"Ray's head listens on {address}, which other nodes cannot reach", fix)
+
+
+def _parser(parsed: Parsed) -> Iterator[Finding]:
+    for text in parsed.refused:
+        yield _breaks("slime refuses the flags", " ".join(text.split()))
+    for name, path in parsed.missing.items():
+        yield _breaks(f"{_flag(name)} {path} does not exist on this machine", "put it there on each node")
+    for name, why in parsed.unimportable.items():
+        fix = "install it on each node, or put its directory into the job's PYTHONPATH"
+        yield _breaks(f"{_flag(name)} cannot be imported ({why})", fix)
+    for flag, near in parsed.ignored.items():
+        what = f"{flag} is read by no parser and has no effect, without a message of slime's"
+        yield _costs(what, f"did you mean {near}?" if near else "take it out, or correct it")
+
+
+# -- slime's arguments -----------------------------------------------------------------------------------------------
+
+
+def _placement(args: Arguments, nodes: Nodes) -> Iterator[Finding]:
+    need, per_node, per_actor = args.gpus_needed, args.num_gpus_per_node or 8, args.actor_num_gpus_per_node or 0
+    if need > nodes.total:
+        apart = "" if args.colocate else f", {args.rollout_num_gpus or 0} to sample"
+        what = f"slime needs {need} GPUs ({args.actor_gpus} for training{apart}) and {_count(nodes.count)} with"
+        fix = "take more nodes, or lower --actor-num-nodes, --actor-num-gpus-per-node or --rollout-num-gpus"
+        yield _breaks(f"{what} {nodes.gpus} GPUs have {nodes.total}, so that it waits for ever", fix)
+    elif need < nodes.total:
+        fix = "raise --rollout-num-gpus or --actor-num-nodes, or take fewer"
+        yield _costs(f"slime uses {need} of {nodes.total} GPUs", fix)
+    if per_actor > nodes.gpus:
+        yield _breaks(f"--actor-num-gpus-per-node {per_actor} is more than a node has", f"give at most {nodes.gpus}")
+    if per_node != nodes.gpus and need > 0:
+        what = f"slime numbers the GPUs of engines by --num-gpus-per-node {per_node} and nodes have {nodes.gpus}"
+        yield (_breaks if need > min(per_node, nodes.gpus) else _costs)(what, f"give {nodes.gpus}")
+    if args.asynchronous and args.colocate:
+        yield _breaks("train_async.py refuses --colocate", "use train.py, or give --rollout-num-gpus N instead")
+    rollout, engine = args.rollout_num_gpus, args.rollout_num_gpus_per_engine or 1
+    if args.rollout_external_engine_addrs or args.debug_train_only:
+        return
+    if rollout is None:
+        yield _breaks("without --colocate slime has no GPUs to sample on", "give --rollout-num-gpus N")
+        return
+    if rollout % engine:
+        what = f"--rollout-num-gpus {rollout} is no multiple of --rollout-num-gpus-per-engine {engine}"
+        yield _breaks(what, "change one of them")
+    if max(engine, per_node) % min(engine, per_node):
+        what = f"engines of --rollout-num-gpus-per-engine {engine} do not fill nodes of {per_node} GPUs"
+        yield _breaks(what, "give a divisor or a multiple")
+
+
+def _parallel(args: Arguments, nodes: Nodes) -> Iterator[Finding]:
+    world, tp, pp = args.actor_gpus, args.tensor_model_parallel_size or 1, args.pipeline_model_parallel_size or 1
+    cp, ep = args.context_parallel_size or 1, args.expert_model_parallel_size or 1
+    etp, refuses = args.expert_tensor_parallel_size or tp, "Megatron refuses; change one of them"
+    if world % args.model_parallel:
+        sizes = f"tensor {tp} x pipeline {pp} x context {cp} = {args.model_parallel}"
+        yield _breaks(f"{world} training GPUs are no multiple of {sizes}", refuses)
+    if tp > nodes.gpus:
+        what = f"--tensor-model-parallel-size {tp} spans nodes, so that each layer's all-reduce leaves NVLink"
+        yield _costs(what, f"give at most {nodes.gpus}")
+    for name in ("num_attention_heads", "num_query_groups"):
+        count = getattr(args, name)
+        if count and count % tp and (name == "num_attention_heads" or tp % count):
+            yield _breaks(f"{_flag(name)} {count} is no multiple of --tensor-model-parallel-size {tp}", refuses)
+    first, last = args.decoder_first_pipeline_num_layers, args.decoder_last_pipeline_num_layers
+    stages = pp - (first is not None) - (last is not None)
+    layers = (args.num_layers or 0) - (first or 0) - (last or 0)
+    if pp > 1 and stages > 0 and layers % stages:
+        fix = "give --decoder-last-pipeline-num-layers"
+        yield _breaks(f"{layers} layers do not divide into {stages} pipeline stages", fix)
+    if not args.num_experts:
+        return
+    if args.num_experts % ep:
+        yield _breaks(f"--num-experts {args.num_experts} is no multiple of --expert-model-parallel-size {ep}", refuses)
+    if world % (ep * etp * pp):
+        sizes = f"expert {ep} x expert tensor {etp} x pipeline {pp} = {ep * etp * pp}"
+        yield _breaks(f"{world} training GPUs are no multiple of {sizes}", refuses)
+    if tp > 1 and not args.sequence_parallel:
+        yield _breaks("Megatron refuses experts with tensor parallelism alone", "give --sequence-parallel")
+
+
+def _batches(args: Arguments, nodes: Nodes) -> Iterator[Finding]:
+    groups, size, step = args.rollout_batch_size, args.n_samples_per_prompt or 1, args.global_batch_size
+    if groups is None or args.debug_rollout_only:
+        return
+    rollouts = groups * size
+    product = f"--rollout-batch-size {groups} x --n-samples-per-prompt {size} = {rollouts}"
+    if step is None:
+        yield _breaks("--global-batch-size is not given", f"give {rollouts} for one optimizer step per rollout")
+        return
+    if rollouts < step:
+        yield _breaks(f"{product} is less than --global-batch-size {step}", f"slime asserts; give at most {rollouts}")
+    elif rollouts % step:
+        what = f"{product} is no multiple of --global-batch-size {step}, so {rollouts % step} rollouts are dropped"
+        yield _breaks(what, "change one of them")
+    if args.actor_gpus % args.model_parallel == 0:
+        ranks = args.actor_gpus // args.model_parallel
+        micro = 1 if args.use_dynamic_batch_size else args.micro_batch_size or 1
+        if step % (ranks * micro):
+            each = f"{ranks} data-parallel ranks" + (f" x --micro-batch-size {micro}" if micro > 1 else "")
+            yield _breaks(f"--global-batch-size {step} is no multiple of {each}", "change one of them")
+    if size == 1 and args.advantage_estimator in ("grpo", "gspo", "cispo"):
+        what = f"--n-samples-per-prompt 1 gives every rollout of {args.advantage_estimator} the advantage 0"
+        yield _breaks(what, "give 2 or more")
+
+
+def _lengths(args: Arguments, nodes: Nodes) -> Iterator[Finding]:
+    response, per_gpu, cp = args.rollout_max_response_len or 0, args.max_tokens_per_gpu, args.context_parallel_size or 1
+    if args.use_dynamic_batch_size and per_gpu and response > per_gpu * cp:
+        limit = f"--max-tokens-per-gpu {per_gpu}" + (f" x --context-parallel-size {cp}" if cp > 1 else "")
+        what = f"a response of {response} tokens is longer than {limit}, which its training then exceeds"
+        yield _costs(what, f"raise the latter, or lower --rollout-max-response-len to at most {per_gpu * cp}")
+    context = _context_of(args)
+    for name in ("rollout_max_response_len", "eval_max_response_len", "rollout_max_context_len"):
+        if context and (value := getattr(args, name)) and value > context[0]:
+            yield _breaks(f"{_flag(name)} {value} is more than {context[1]} {context[0]}", "lower it")
+    if (window := args.rollout_max_context_len) and response >= window:
+        what = f"--rollout-max-response-len {response} leaves no prompt in --rollout-max-context-len {window}"
+        yield _costs(what, "lower the former")
+
+
+def _context_of(args: Arguments) -> tuple[int, str] | None:
+    if args.sglang_context_length:
+        return args.sglang_context_length, "--sglang-context-length"
+    file = Path(args.hf_checkpoint or "", "config.json")
+    if not file.is_file():
+        return None
+    config = json.loads(file.read_text())
+    most = config.get("max_position_embeddings") or (config.get("text_config") or {}).get("max_position_embeddings")
+    return (most, "the model's max_position_embeddings") if most else None
+
+
+def _data(args: Arguments, nodes: Nodes) -> Iterator[Finding]:
+    sets = [("--prompt-data", args.prompt_data)]
+    sets += [(f"--eval-prompt-data {one['name']}", one["path"]) for one in args.eval_datasets or ()]
+    for flag, given in sets:
+        if not given:
+            continue
+        path = Path(re.sub(r"@\[[^\]]*\]$", "", given))
+        if not path.is_file():
+            yield _breaks(f"{flag} {given} does not exist on this machine", "put it where the rollout manager runs")
+        elif path.suffix == ".jsonl":
+            yield from _keys(args, flag, path)
+        elif path.suffix != ".parquet":
+            yield _breaks(f"{flag} {given}: slime reads .jsonl and .parquet only", "convert it")
+
+
+def _keys(args: Arguments, flag: str, path: Path) -> Iterator[Finding]:
+    lines = [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+    try:
+        rows = [json.loads(line) for line in lines]
+    except ValueError as error:
+        yield _breaks(f"{flag} {path} has a line that is no JSON ({error}), which slime leaves out", "correct it")
+        return
+    for name in ("input_key", "label_key", "tool_key"):
+        key = getattr(args, name)
+        # with our hooks a task may have any keys
+        if key and (lacking := sum(key not in row for row in rows)) and args.rollout_function_path != OURS:
+            what = f"{_flag(name)} {key} is missing in {lacking} of {len(rows)} lines of {flag} {path}"
+            yield _breaks(what, f"name one of the keys there ({', '.join(rows[0])})")
+    if flag == "--prompt-data" and len(rows) < (groups := args.rollout_batch_size or 0):
+        what = f"{flag} has {len(rows)} lines, fewer than --rollout-batch-size {groups}, so prompts repeat in a batch"
+        yield _costs(what, "lower the latter")
+
+
+def _hooks(args: Arguments, nodes: Nodes) -> Iterator[Finding]:
+    if args.rollout_function_path != OURS:
+        if (args.data_source_path or "").startswith("agl_slime") and "fully_async" not in args.rollout_function_path:
+            what = f"{args.rollout_function_path} aborts the requests of our agents after each batch"
+            yield _costs(what, f"give --rollout-function-path {OURS}")
+        return
+    if args.eval_function_path != OURS and args.eval_interval is not None:
+        yield _breaks(f"--eval-function-path is {args.eval_function_path}", f"give {OURS}, as for rollouts")
+    if not args.custom_reward_post_process_path:
+        fix = "give --custom-reward-post-process-path agl_slime.slime_hooks.normalize_rewards"
+        yield _costs("slime's release normalises rewards by position, wrong for rollouts of several Samples", fix)
+    for name, why in _UNUSED_BY_OURS.items():
+        value = getattr(args, name)
+        if value and not (name == "over_sampling_batch_size" and value == args.rollout_batch_size):
+            yield _costs(f"{_flag(name)} has no effect under {OURS}, as {why}", "take it out")
+    limit, lag = args.agl_max_staleness, args.update_weights_interval or 1
+    if limit is not None and args.asynchronous and limit < lag:
+        what = f"agl_max_staleness {limit} cannot be kept: train_async.py requests rollouts {lag} versions ahead"
+        yield _breaks(what, f"set {lag} or more")
+    if limit and args.colocate:
+        what = f"agl_max_staleness {limit} has no effect with --colocate, as engines are off while training runs"
+        yield _costs(what, "use separate GPUs, or leave it out")
+    if limit and not (args.use_tis or args.use_rollout_logprobs or args.custom_tis_function_path):
+        yield _costs(f"agl_max_staleness {limit} trains on older weights' tokens uncorrected", "give --use-tis")
+
+
+def _addresses(args: Arguments, nodes: Nodes) -> Iterator[Finding]:
+    if nodes.count == 1:
+        return
+    for name in ("agl_store_url", "agl_llm_url", "agent_rollout_buffer_url", "sglang_router_ip"):
+        if (value := getattr(args, name)) and _LOOPBACK.match(value):
+            where = f"is each node's loopback, and Ray may place the rollout manager on any of {nodes.count} nodes"
+            yield _breaks(f"{_flag(name)} {value} {where}", "give the address of its host")
+    runners = args.agl_runners or ""
+    if runners.startswith("ray:") and not args.agl_store_host:
+        fix = "set agl_store_host to the manager's address, or serve the store and set agl_store_url"
+        yield _breaks(f"agl_runners {runners}: runners on other nodes cannot reach a store on 127.0.0.1", fix)
+    if runners == "controller" and args.agl_job_template and _LOOPBACK.match(args.agl_controller_host or "127.0.0.1"):
+        what = "agl_controller_host is a loopback address, which Kubernetes jobs cannot reach"
+        yield _breaks(what, "set an address, and AGL_KEY")
+
+
+def _storage(args: Arguments, nodes: Nodes) -> Iterator[Finding]:
+    if nodes.count > 1 and args.update_weight_transport == "disk" and args.update_weight_disk_dir:
+        what = f"--update-weight-disk-dir {args.update_weight_disk_dir} has to be one file system on all nodes"
+        yield _costs(what, "use a shared one")
+    if args.save and not args.save_interval:
+        what = f"--save {args.save} has no effect without --save-interval, so no checkpoint is written"
+        yield _costs(what, "give --save-interval N")
+    if args.use_rollout_routing_replay and args.num_layers and args.rollout_batch_size:
+        samples = args.rollout_batch_size * (args.n_samples_per_prompt or 1)
+        tokens = samples * (args.rollout_max_response_len or 0)
+        size = tokens * args.num_layers * (args.moe_router_topk or 8) * 4 / 2**30  # 32-bit numbers of experts
+        where = "in the rollout manager's memory, and as much in Ray's object store"
+        fix = "keep that free, or lower --rollout-max-response-len"
+        yield _costs(f"routed experts of a batch take up to {size:.1f} GiB {where}", fix)
+
+
+def _modules(args: Arguments, training: Training, nodes: Nodes) -> Iterator[Finding]:
+    """Objects that are importable here through the current directory alone."""
+    if nodes.count == 1 or training.working_dir:
+        return
+    path = training.env.get("PYTHONPATH", "").split(os.pathsep)
+    names = {name: value for name, value in args.values.items() if name.endswith("_path") and isinstance(value, str)}
+    names["agl_agent"] = args.agl_agent
+    for name, value in names.items():
+        module = re.split(r"[.:]", value or "")[0]
+        if module and Path(training.cwd, f"{module}.py").is_file() and training.cwd not in path:
+            what = f"{_flag(name)} {value} is importable only from {training.cwd}, where workers elsewhere do not start"
+            fix = "put it on a shared disk and into the runtime environment's PYTHONPATH, or give working_dir"
+            yield _breaks(what, fix)

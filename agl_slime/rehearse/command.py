@@ -1,0 +1,232 @@
+"""``agl-slime rehearse``: plays a launch script, checks it, forecasts the run, and writes all of it to a directory."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import tyro
+
+from agl_slime import metric_names as names
+from agl_slime.errors import AglSlimeError, ConfigError
+from agl_slime.rehearse.checks import Arguments, Finding, Nodes, check, check_script
+from agl_slime.rehearse.forecast import Forecast, Shape, Speeds, compare
+from agl_slime.rehearse.live import Live, play_live
+from agl_slime.rehearse.parsing import Parsed, parse
+from agl_slime.rehearse.script import play
+from agl_slime.rehearse.speeds import Size, shape_of, speeds_of
+from agl_slime.report.files import RunDir, dump, open_run_dir
+from agl_slime.support.files import write_file
+
+_TITLES = {"breaks": "Will break", "costs": "Costs time or has no effect", "note": "About this rehearsal"}
+
+
+@dataclass(frozen=True)
+class GivenSpeeds:
+    """Measured speeds, instead of those of ``--card``. Seconds of: a decoding step, what each sequence adds to it, a
+    prefilled token, a training step, a token of its batch, a weight update, a handover of shared GPUs, and tools and
+    reward of a rollout."""
+
+    token_s: float | None = None
+    token_s_per_sequence: float | None = None
+    prefill_token_s: float | None = None
+    train_s: float | None = None
+    train_token_s: float | None = None
+    sync_s: float | None = None
+    offload_s: float | None = None
+    agent_s: float | None = None
+
+
+@dataclass(frozen=True)
+class RehearseConfig:
+    """Play a launch script of slime's style on this machine, without GPUs: what will break, and a forecast.
+
+    Args after -- are passed to the script.
+    """
+
+    script: tyro.conf.Positional[Path]
+    """The launch script, as it stands; its environment variables are this shell's."""
+    nodes: int = 1
+    """Machines that the run would get."""
+    gpus_per_node: int = 8
+    """GPUs of each."""
+    slime_dir: Annotated[Path | None, tyro.conf.arg(help_behavior_hint="default: $SLIME_DIR")] = None
+    """slime's checkout."""
+    python: Path = Path(sys.executable)
+    """A Python with slime's requirements (scripts/slime_cpu.sh makes one)."""
+    card: Literal["a100", "h100", "h200", "b200", "mi300x"] = "h100"
+    """The GPU, for the forecast."""
+    response_tokens: float | None = None
+    """Mean length of responses; a third of --rollout-max-response-len by default."""
+    prompt_tokens: int = 200
+    """Mean length of prompts."""
+    steps: int = 12
+    """Steps of the forecast."""
+    live_steps: int = 0
+    """Also run this many steps of slime's own driver, on Ray with logical GPUs and stand-ins (3 or more)."""
+    live_seconds: float = 60.0
+    """Seconds to which the live steps are scaled."""
+    speeds: GivenSpeeds = field(default_factory=GivenSpeeds)
+    output_dir: Path | None = None
+    """Where the rehearsal is written, for agl-slime report; runs/TIME-SCRIPT by default."""
+    overwrite: bool = False
+    """Replace a rehearsal in --output-dir."""
+
+
+@dataclass(frozen=True)
+class Rehearsal:
+    """The findings, and the forecasts by change; none when slime's arguments are unknown or sample nothing."""
+
+    findings: tuple[Finding, ...]
+    args: Arguments | None = None
+    speeds: Speeds | None = None
+    shape: Shape | None = None
+    forecasts: tuple[tuple[str, Forecast], ...] = ()
+    live: Live | None = None
+
+
+def rehearse(
+    config: RehearseConfig, arguments: Sequence[str], *, slime_dir: Path, tokenizer: Path, scratch: Path
+) -> Rehearsal:
+    """Play, parse, check and forecast. Raises ``ConfigError`` for files and flags that cannot be used."""
+    nodes = Nodes(config.nodes, config.gpus_per_node)
+    played = play(config.script, gpus=nodes.gpus, arguments=arguments, scratch=scratch)
+    training = played.training
+    if training is None:
+        return Rehearsal(tuple(check_script(played, None, nodes)))
+    parsed: Parsed = parse(training, slime_dir=slime_dir, python=str(config.python), scratch=scratch)
+    findings = tuple(check(played, parsed, training, nodes))
+    if parsed.args is None:
+        return Rehearsal(findings)
+    args = Arguments({**parsed.args, "driver": Path(training.script).name})
+    if not args.rollout_batch_size or args.debug_train_only or "sft" in (args.rollout_function_path or ""):
+        return Rehearsal(findings, args)
+    shape = shape_of(args, mean_tokens=config.response_tokens, prompt_tokens=config.prompt_tokens)
+    given = {name: value for name, value in asdict(config.speeds).items() if value is not None}
+    if (size := Size.from_args(args)) is not None:
+        speeds = replace(speeds_of(args, size, config.card, shape), **given)
+    elif "token_s" in given:
+        speeds = Speeds(**given)
+    else:
+        note = Finding("note", "no forecast: the flags have no model sizes; give --speeds.token-s and the others")
+        return Rehearsal((*findings, note), args)
+    live = None
+    if config.live_steps:
+        try:
+            live = play_live(
+                args,
+                training,
+                nodes,
+                speeds,
+                shape,
+                steps=config.live_steps,
+                seconds=config.live_seconds,
+                slime_dir=slime_dir,
+                python=str(config.python),
+                tokenizer=tokenizer,
+                scratch=scratch,
+            )
+        except ConfigError:
+            raise
+        except AglSlimeError as error:
+            findings = (Finding("breaks", str(error)), *findings)
+    return Rehearsal(findings, args, speeds, shape, tuple(compare(speeds, shape, steps=config.steps)), live)
+
+
+def lines_of(rehearsal: Rehearsal) -> list[str]:
+    """The text for the terminal."""
+    lines = []
+    for level, title in _TITLES.items():
+        texts = [one.text for one in rehearsal.findings if one.level == level]
+        lines += [f"{title} ({len(texts)}):", *(f"  - {text}" for text in texts), ""] if texts else []
+    if not rehearsal.findings:
+        lines += ["No findings.", ""]
+    if (shape := rehearsal.shape) is None:
+        return lines
+    driver = "train_async.py" if shape.asynchronous else "train.py"
+    how = f"{shape.groups} x {shape.size} rollouts of {shape.mean_tokens:,.0f} tokens on {shape.engines} engines"
+    lines.append(f"Forecast: {driver}, {how}{', GPUs shared with training' if shape.colocated else ''}")
+    head = ("", "s/step", "trainer waits", "engines wait", "tokens lost", "prefilled again", "behind")
+    lines.append("  {:<22}{:>8}{:>15}{:>14}{:>13}{:>17}{:>8}".format(*head))
+    for name, one in rehearsal.forecasts:
+        shares = (one.trainer_waits, one.engines_wait, one.lost_tokens, one.prefilled_again)
+        row = f"  {name:<22}{one.step_s:>8.1f}" + "{:>15.0%}{:>14.0%}{:>13.1%}{:>17.1%}".format(*shares)
+        lines.append(f"{row}{one.behind:>8.1f}")
+    lines += ["", *_timeline(rehearsal.forecasts[0][1])]
+    if (live := rehearsal.live) is not None:
+        off = live.step_s / live.expected.step_s - 1
+        text = f"{live.steps} steps of slime's driver, {live.step_s:.2f} s each (forecast {live.expected.step_s:.2f} s"
+        lines += ["", f"Live: {text}, {off:+.0%}), at 1 : {1 / live.scale:.1f} of the real time"]
+    return lines
+
+
+def _timeline(found: Forecast, width: int = 64) -> list[str]:
+    """The first steps as bars: ``.`` waits for rollouts, ``T`` trains, ``u`` updates weights."""
+    steps = found.steps[:4]
+    scale, ended, bar = width / steps[-1].synced, 0.0, ""
+    for step in steps:
+        for until, mark in ((step.began, "."), (step.trained, "T"), (step.synced, "u")):
+            bar += mark * max(0, round(until * scale) - len(bar))
+        ended = step.synced
+    return [f"Trainer, first {len(steps)} steps, {ended:,.0f} s (. waits, T trains, u updates weights)", f"  {bar}"]
+
+
+def write(rehearsal: Rehearsal, run: RunDir, lines: Sequence[str]) -> None:
+    """The directory's files: ``rehearsal.txt``, ``findings.json``, ``forecasts.json``, and the run's ``metrics.jsonl``
+    and ``summary.json``, which the report opens."""
+    write_file(run.path / "rehearsal.txt", "\n".join(lines) + "\n")
+    write_file(run.path / "findings.json", dump([asdict(one) for one in rehearsal.findings], indent=2))
+    forecasts = {name: asdict(one) for name, one in rehearsal.forecasts}
+    write_file(run.path / "forecasts.json", dump(forecasts, indent=2))
+    if rehearsal.shape is not None:
+        rows, before = [], 0.0
+        for number, step in enumerate(rehearsal.forecasts[0][1].steps):
+            seconds = step.synced - before
+            rows.append(
+                {
+                    "iteration": number,
+                    names.ITERATION_S: seconds,
+                    names.TRAIN_S: step.trained - step.began,
+                    names.TRAINER_WAITED: max(0.0, step.began - before) / seconds,
+                    names.TOKENS_PER_S: step.tokens / seconds,
+                    names.COUNT: rehearsal.shape.groups * rehearsal.shape.size,
+                    names.STALENESS_MEAN: step.behind,
+                    names.WEIGHTS_VERSION: number + 1,
+                }
+            )
+            before = step.synced
+        write_file(run.metrics, b"".join(dump(row) for row in rows))
+    write_file(run.summary, dump({"reason": "finished", "rehearsal": True}))
+
+
+def main(arguments: list[str], *, environ: Any, tokenizer: Path, print: Callable[[str], None] = print) -> None:
+    """The command. Raises ``ConfigError`` for flags that cannot be used; findings do not change the exit code."""
+    at = arguments.index("--") if "--" in arguments else len(arguments)
+    config = tyro.cli(RehearseConfig, prog="agl-slime rehearse", args=arguments[:at])
+    if min(config.nodes, config.gpus_per_node, config.steps) < 1:
+        raise ConfigError("--nodes, --gpus-per-node and --steps must be at least 1")
+    slime_dir = config.slime_dir or (Path(environ["SLIME_DIR"]) if environ.get("SLIME_DIR") else None)
+    if slime_dir is None:
+        raise ConfigError("slime's parser is needed: give --slime-dir, or set SLIME_DIR to slime's checkout")
+    with ExitStack() as stack:
+        scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="agl-slime-rehearse-")))
+        rehearsal = rehearse(
+            config, arguments[at + 1 :], slime_dir=slime_dir.resolve(), tokenizer=tokenizer, scratch=scratch
+        )
+        shown = replace(config, slime_dir=slime_dir)
+        run = open_run_dir(
+            config.output_dir, agent=config.script.stem, settings=asdict(shown), overwrite=config.overwrite
+        )
+        lines = lines_of(rehearsal)
+        write(rehearsal, run, lines)
+        if (log := scratch / "live.log").is_file():
+            shutil.copy(log, run.path / "live.log")
+        for line in lines:
+            print(line)
+        print(f"Written to {run.path}: agl-slime report {run.path}")

@@ -1,0 +1,178 @@
+"""A few steps of the run for real: slime's driver, placement, manager, router, rollout function and data source, on a
+Ray of logical nodes, at speeds that are scaled to fit a time."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+import psutil
+
+from agl_slime.errors import AglSlimeError, ConfigError
+from agl_slime.rehearse.checks import Arguments, Nodes
+from agl_slime.rehearse.forecast import Forecast, Shape, Speeds, forecast
+from agl_slime.rehearse.parsing import STANDINS
+from agl_slime.rehearse.script import Training
+
+_PROGRAM = Path(__file__).parent / "programs" / "live.py"
+_WORKER_BYTES = 400e6  # of a Ray worker with torch and slime
+_TOKENS = 64  # mean length of live responses: shorter ones decode more slowly
+_ALONE = ("--use-wandb", "--use-tensorboard", "--use-mlflow")  # flags that the live run leaves out
+
+
+@dataclass(frozen=True)
+class Live:
+    """Measured seconds per step, at ``scale`` of the real time, and the forecast at the same scale."""
+
+    steps: int
+    step_s: float
+    expected: Forecast
+    scale: float
+
+
+def play_live(
+    args: Arguments,
+    training: Training,
+    nodes: Nodes,
+    speeds: Speeds,
+    shape: Shape,
+    *,
+    steps: int,
+    seconds: float,
+    slime_dir: Path,
+    python: str,
+    tokenizer: Path,
+    scratch: Path,
+) -> Live:
+    """Run ``steps`` steps, scaled to about ``seconds`` in total; ``tokenizer`` is the directory of a model, for a missing
+    one. Raises ``AglSlimeError`` when slime's driver fails."""
+    _check_memory(args, nodes)
+    short = max(1.0, shape.mean_tokens / _TOKENS)
+    once = forecast(speeds, shape, steps=steps)
+    scale = min(1.0, seconds / (once.steps[-1].synced or 1.0))
+    live_shape = replace(shape, mean_tokens=shape.mean_tokens / short, max_tokens=round(shape.max_tokens / short))
+    times = {name: value * scale for name, value in asdict(speeds).items()}
+    for name in ("token_s", "token_s_per_sequence", "train_token_s"):
+        times[name] *= short
+    live_speeds = Speeds(**times)
+    events, request = scratch / "events.jsonl", scratch / "live.json"
+    flags = _flags(args, training, live_shape, steps, tokenizer, scratch)
+    content = {
+        "nodes": nodes.count,
+        "gpus": nodes.gpus,
+        "script": str(slime_dir / Path(training.script).name),
+        "flags": flags,
+        "speeds": asdict(live_speeds),
+        "shape": asdict(live_shape),
+        "events": str(events),
+    }
+    request.write_text(json.dumps(content))
+    path = [str(STANDINS), str(slime_dir), str(Path(__file__).parents[2]), training.env.get("PYTHONPATH", "")]
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, path)), "AGL_SLIME_REHEARSAL": str(request)}
+    env |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "WANDB_MODE": "disabled"}
+    env |= {"SLIME_HOST_IP": "127.0.0.1", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}
+    env.pop("CUDA_VISIBLE_DEVICES", None)  # an empty one forbids logical GPUs
+    _run([python, str(_PROGRAM)], env, training.cwd, scratch / "live.log", timeout_s=300 + 20 * seconds)
+    records = [json.loads(line) for line in events.read_text().splitlines()] if events.is_file() else []
+    synced = [one["ended"] for one in records if one["event"] == "update"][1:]  # without the first, before any rollout
+    if len(synced) < min(steps, 3):
+        raise AglSlimeError(f"the live rehearsal made {len(synced)} of {steps} steps; its log is live.log")
+    expected = forecast(live_speeds, live_shape, steps=steps)
+    measured = (synced[-2] - synced[0]) / (len(synced) - 2)  # nothing is sampled beside the last step
+    return Live(len(synced), measured, expected, scale)
+
+
+def _check_memory(args: Arguments, nodes: Nodes) -> None:
+    engines = (args.rollout_num_gpus or 0) // (args.rollout_num_gpus_per_engine or 1)
+    workers = args.actor_gpus + 2 * engines + args.gpus_needed / 4 + 4
+    need, free = workers * _WORKER_BYTES, psutil.virtual_memory().available
+    if args.gpus_needed > nodes.total:
+        raise ConfigError(
+            f"--live-steps: slime needs {args.gpus_needed} GPUs of {nodes.total}, and would wait for ever"
+        )
+    if need > free:
+        sizes = f"{need / 2**30:.0f} GiB of memory for its processes, and {free / 2**30:.0f} GiB are free"
+        raise ConfigError(f"--live-steps needs {sizes}; give fewer GPUs to the script, or leave it out")
+
+
+def _flags(args: Arguments, training: Training, shape: Shape, steps: int, tokenizer: Path, scratch: Path) -> list[str]:
+    """The script's flags; those given last count: a model and tasks of its own where they are missing here."""
+    flags = [flag for flag in training.flags if flag not in _ALONE]
+    given = {
+        "num-rollout": steps,
+        "rollout-max-response-len": shape.max_tokens,
+        "save": scratch / "saved",
+        "save-interval": 10**6,
+        "num-gpus-per-node": args.num_gpus_per_node,
+    }
+    if args.eval_interval is not None:
+        given["eval-interval"] = 10**6
+        flags.append("--skip-eval-before-train")
+    if not Path(args.hf_checkpoint or "").is_dir():
+        given["hf-checkpoint"] = _model(args, tokenizer, scratch)
+    if not Path(args.ref_load or "").is_dir():
+        given["ref-load"] = scratch
+    if args.prompt_data and not Path(args.prompt_data).is_file():
+        given["prompt-data"] = _tasks(args, scratch)
+    if args.update_weight_disk_dir:
+        given["update-weight-disk-dir"] = scratch / "weights"
+    if args.colocate or args.offload_train:
+        flags.append("--no-offload-train")  # which needs a library for GPUs
+    return [*flags, *(part for name, value in given.items() for part in (f"--{name}", str(value)))]
+
+
+def _model(args: Arguments, tokenizer: Path, scratch: Path) -> Path:
+    """A tiny model's tokenizer, with a configuration of the sizes that the flags have."""
+    model = Path(shutil.copytree(tokenizer, scratch / "model", dirs_exist_ok=True))
+    config = json.loads((model / "config.json").read_text())
+    config |= {
+        "hidden_size": args.hidden_size,
+        "num_attention_heads": args.num_attention_heads,
+        "num_hidden_layers": args.num_layers,
+        "layer_types": ["full_attention"] * (args.num_layers or 0),
+        "intermediate_size": args.ffn_hidden_size,
+        "rms_norm_eps": args.norm_epsilon,
+        "tie_word_embeddings": not args.untie_embeddings_and_output_weights,
+        "rope_theta": args.rotary_base,
+        "rope_parameters": {"rope_type": "default", "rope_theta": args.rotary_base},
+    }
+    (model / "config.json").unlink()
+    (model / "config.json").write_text(json.dumps({name: value for name, value in config.items() if value is not None}))
+    return model
+
+
+def _tasks(args: Arguments, scratch: Path) -> Path:
+    keys = {args.input_key or "input": "1 + 1 = ?", args.label_key or "label": "2"}
+    path = scratch / "tasks.jsonl"
+    path.write_text((json.dumps(keys) + "\n") * 1000)
+    return path
+
+
+def _run(command: list[str], env: dict[str, str], cwd: str, log: Path, *, timeout_s: float) -> None:
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            command, env=env, cwd=cwd, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+        )
+        try:
+            code = process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            code = None
+        finally:
+            _end_group(process.pid)
+    if code != 0:
+        lines = [line for line in log.read_text(errors="replace").splitlines() if "Error" in line]
+        how = "did not end in time" if code is None else f"ended with code {code}"
+        raise AglSlimeError(f"slime's driver {how} in the live rehearsal: {(lines or ['see live.log'])[-1].strip()}")
+
+
+def _end_group(group: int) -> None:
+    # Ray's daemons are in the session
+    try:
+        os.killpg(group, signal.SIGKILL)
+    except ProcessLookupError:
+        return

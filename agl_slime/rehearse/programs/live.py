@@ -1,0 +1,46 @@
+"""slime's own driver on a Ray of logical nodes, with stand-ins for Megatron's actors and for SGLang.
+
+    python live.py        with the path of a request in AGL_SLIME_REHEARSAL
+
+The request: ``nodes``, ``gpus``, ``script``, ``flags``, ``speeds``, ``shape``, and ``events``, the file of the steps.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import runpy
+import sys
+from pathlib import Path
+from typing import Any
+
+import ray
+import slime.ray.placement_group as placement
+from ray.cluster_utils import Cluster
+
+from agl_slime.rehearse.actor import REQUEST, RehearsalActor, register_cpu
+
+_STORE_BYTES = 150_000_000
+
+
+def main(request: dict[str, Any]) -> None:
+    register_cpu()
+    create = functools.partial(placement.create_training_models, actor_cls=RehearsalActor)
+    placement.create_training_models = create
+    node = {"num_cpus": request["gpus"] + 4, "num_gpus": request["gpus"], "object_store_memory": _STORE_BYTES}
+    cluster = Cluster(initialize_head=True, head_node_args={**node, "include_dashboard": False})
+    try:
+        for _ in range(request["nodes"] - 1):
+            cluster.add_node(**node)
+        hook = {"worker_process_setup_hook": "agl_slime.rehearse.actor.register_worker"}
+        ray.init(address=cluster.address, runtime_env=hook)
+        sys.argv = [request["script"], *request["flags"]]
+        runpy.run_path(request["script"], run_name="__main__")
+    finally:
+        ray.shutdown()
+        cluster.shutdown()
+
+
+if __name__ == "__main__":
+    main(json.loads(Path(os.environ[REQUEST]).read_text()))

@@ -1,0 +1,142 @@
+"""slime's own ``parse_args`` on the flags of a launch script, in the Python that has slime's requirements. Files that
+are not here are noted and replaced, so that one missing file does not hide the other findings.
+
+    python parse.py REQUEST.json ANSWER.json
+
+Uses the standard library and slime. REQUEST: ``flags``, ``standins``, ``slime``, ``scratch``, ``path`` (the job's
+PYTHONPATH), ``names`` (suffixes of flags that name Python objects). ANSWER: ``args``, ``options``, ``refused``,
+``missing``, ``unimportable``, ``real`` (the packages that are no stand-ins).
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import copy
+import importlib.util
+import io
+import json
+import os
+import pkgutil
+import re
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+_PATHS = ("ref_load", "opd_teacher_load")
+_FILES = ("custom_config_path", "eval_config", "megatron_config_path")
+_NAMED = re.compile(r"^[A-Za-z_]\w*(\.\w+)+$")
+
+
+def main(request: dict[str, Any]) -> dict[str, Any]:
+    sys.path[:0] = [*request["path"], request["slime"]]
+    real = [name for name in ("megatron.training", "sglang.srt", "sglang_router") if _importable(name)]
+    if "megatron.training" not in real or "sglang.srt" not in real:
+        sys.path.insert(0, request["standins"])
+    options = _collect_options()
+    from slime.utils import arguments
+
+    answer: dict[str, Any] = {"refused": [], "missing": {}, "unimportable": {}, "real": real, "args": None}
+    raw: dict[str, Any] = {}
+    _replace_validation(arguments, answer, raw, request["scratch"])
+    sys.argv = ["train.py", *request["flags"]]
+    errors = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(errors):
+            args = vars(arguments.parse_args())
+    except SystemExit:
+        lines = [line for line in errors.getvalue().splitlines() if "error:" in line]
+        answer["refused"].append((lines or ["error: the flags cannot be parsed"])[-1].partition("error: ")[2])
+        args = raw or None
+    except Exception as error:
+        answer["refused"].append(str(error) or repr(error))
+        args = raw or None
+    answer["options"] = sorted(options)
+    if args is not None:
+        answer["args"] = {name: value for name, value in args.items() if _plain(value)}
+        datasets = args.get("eval_datasets") or ()
+        answer["args"]["eval_datasets"] = [{"name": one.name, "path": one.path} for one in datasets]
+        answer["unimportable"] = _unimportable(answer["args"])
+    return answer
+
+
+def _collect_options() -> set[str]:
+    """The options of every parser that is used from here on."""
+    options: set[str] = set()
+    parse = argparse.ArgumentParser.parse_known_args
+
+    def collecting(self: argparse.ArgumentParser, *given: Any, **named: Any) -> Any:
+        options.update(self._option_string_actions)
+        return parse(self, *given, **named)
+
+    argparse.ArgumentParser.parse_known_args = collecting  # type: ignore[method-assign]
+    return options
+
+
+def _replace_validation(arguments: Any, answer: dict[str, Any], raw: dict[str, Any], scratch: str) -> None:
+    """Have slime's checks run with stand-ins of missing files, and go on after a refusal."""
+    import transformers
+
+    load = transformers.AutoConfig.from_pretrained
+
+    def config(path: str, **named: Any) -> Any:
+        if not Path(path).is_dir():
+            answer["missing"]["hf_checkpoint"] = path
+            return SimpleNamespace()
+        return load(path, **named)
+
+    transformers.AutoConfig.from_pretrained = config  # type: ignore[method-assign, assignment]
+    validate = arguments.slime_validate_args
+
+    def checked(args: Any) -> None:
+        away = {name: getattr(args, name, None) for name in (*_PATHS, *_FILES)}
+        away = {name: path for name, path in away.items() if isinstance(path, str) and not Path(path).exists()}
+        answer["missing"] |= away
+        for name in away:
+            setattr(args, name, scratch if name in _PATHS else None)
+        engines, args.rollout_external_engine_addrs = args.rollout_external_engine_addrs, None  # which run elsewhere
+        load_from, ref_load = args.load, args.ref_load
+        raw.update(copy.copy(vars(args)))
+        try:
+            validate(args)
+        except (AssertionError, ValueError, OSError, AttributeError, TypeError) as error:
+            answer["refused"].append(str(error) or repr(error))
+        if args.load == ref_load:
+            args.load = load_from
+        for name, path in away.items():
+            setattr(args, name, path)
+        args.rollout_external_engine_addrs, args.rollout_external = engines, engines is not None
+
+    arguments.slime_validate_args = checked
+
+
+def _unimportable(args: dict[str, Any]) -> dict[str, str]:
+    """Flags that name Python objects which cannot be imported here, each with the reason."""
+    found = {}
+    for name, value in args.items():
+        if name.endswith("_path") and isinstance(value, str) and _NAMED.match(value) and not os.path.exists(value):
+            try:
+                pkgutil.resolve_name(value)
+            except (ImportError, AttributeError, ValueError) as error:
+                found[name] = f"{type(error).__name__}: {error}"
+    return found
+
+
+def _importable(name: str) -> bool:
+    try:
+        return importlib.util.find_spec(name) is not None
+    except ImportError:
+        return False
+
+
+def _plain(value: Any) -> bool:
+    try:
+        json.dumps(value)
+    except (TypeError, ValueError):
+        return False
+    return True
+
+
+if __name__ == "__main__":
+    Path(sys.argv[2]).write_text(json.dumps(main(json.loads(Path(sys.argv[1]).read_text()))))
