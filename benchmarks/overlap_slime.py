@@ -1,6 +1,7 @@
 """What ``--trainer slime`` gains by ``--max-staleness``, beside the most that there is to gain.
 
-    SLIME_DIR=… PYTHONPATH=agl_slime/rehearse/standins:$SLIME_DIR:. python benchmarks/overlap_slime.py [--ratios 1:1,2:1,1:2]
+    export SLIME_DIR=… PYTHONPATH=agl_slime/rehearse/standins:$SLIME_DIR:.
+    python benchmarks/overlap_slime.py [--ratios 1:1,2:1,1:2]
 
 slime's RolloutManager, placement groups, actors' group and weight update are real, under Ray; so are the loop, the
 store service, runner, agents and conversion. The engine takes set times for answers and updates, the actor for a step.

@@ -49,8 +49,8 @@ def play_live(
     tokenizer: Path,
     scratch: Path,
 ) -> Live:
-    """Run ``steps`` steps, scaled to about ``seconds`` in total; ``tokenizer`` is the directory of a model, for a missing
-    one. Raises ``AglSlimeError`` when slime's driver fails."""
+    """Run ``steps`` steps, scaled to about ``seconds`` in total; ``tokenizer`` is the directory of a model, in place of
+    a missing one. Raises ``AglSlimeError`` when slime's driver fails."""
     _check_memory(args, nodes)
     short = max(1.0, shape.mean_tokens / _TOKENS)
     once = forecast(speeds, shape, steps=steps)
