@@ -47,7 +47,7 @@ def main() -> int:
     experts = "report the experts of each token to requests that ask for them"
     add("--enable-return-routed-experts", type=int, nargs="?", const=1, choices=(0, 1), default=0, help=experts)
     add("--torch-threads", type=int, help="by default 1 for a tiny model, else --cores")
-    add("--cores", type=int, help="by default those of this process, at most OMP_NUM_THREADS")
+    add("--cores", type=int, help="by default all that this process may use, at most OMP_NUM_THREADS")
     add("--random-seed", type=int, default=0)
     add("--parent-pid", type=int, help="end when this process is no longer the parent")
     args = parser.parse_args(_flags_from_stdin() if sys.argv[1:] == [WAIT] else None)

@@ -1,4 +1,4 @@
-"""Another Python on this machine, whose packages clash with those of this one."""
+"""Another Python on this machine, whose packages clash with this one's."""
 
 from __future__ import annotations
 

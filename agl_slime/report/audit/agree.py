@@ -198,7 +198,7 @@ class _Auditor:
         self._claim(f"{_LEDGER} counts", "the ledger", opened=total)
         if total <= _LEDGER_CAPACITY and dict(counted) != recorded:
             wrong = sorted(kind for kind in {*recorded, *counted} if recorded.get(kind, 0) != counted[kind])
-            self._report(_LEDGER, f"its counts are not those of its rows: {', '.join(wrong)}")
+            self._report(_LEDGER, f"its counts differ from its rows: {', '.join(wrong)}")
         outcomes = Counter(opened=total)
         for kind, n in recorded.items():
             outcomes[kind.partition(" ")[0].removeprefix("closed:")] += n

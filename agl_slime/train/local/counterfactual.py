@@ -249,7 +249,7 @@ class Counterfactuals:
                 scores = self._by(self.model)
                 for key in keys:
                     mine[key].copy_(kept[key])
-            yield "partial_weights", f"the weights of {group} were still those of {name}", scores
+            yield "partial_weights", f"the weights of {group} were still as in {name}", scores
 
     # -- arithmetic ---------------------------------------------------------------------------------------------------
 

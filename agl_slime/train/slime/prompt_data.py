@@ -73,8 +73,8 @@ class PromptData(BaseModel):
         return without_bytes(task, place)
 
     def _fits(self, task: Mapping[str, Any], tokenizer: Any) -> bool:
-        """Whether the prompt has at most ``max_prompt_len`` tokens. Not counted are prompts with images, and those that
-        the chat template refuses, which fail as rollouts."""
+        """Whether the prompt has at most ``max_prompt_len`` tokens. Prompts with images, and prompts that the chat
+        template refuses (which fail as rollouts), are not counted."""
         prompt = task.get("prompt")
         if self.max_prompt_len is None or tokenizer is None:
             return True
