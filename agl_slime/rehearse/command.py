@@ -29,7 +29,7 @@ _TITLES = {"breaks": "Will break", "costs": "Costs time or has no effect", "note
 
 @dataclass(frozen=True)
 class GivenSpeeds:
-    """Measured speeds, in place of the ones of ``--card``. Seconds of: a decoding step, what each sequence adds to it, a
+    """Measured speeds, in place of ``--card``. Seconds of: a decoding step, what each sequence adds to it, a
     prefilled token, a training step, a token of its batch, a weight update, a handover of shared GPUs, and tools and
     reward of a rollout."""
 
