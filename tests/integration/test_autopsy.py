@@ -203,6 +203,34 @@ def test_the_prompt_in_another_rendering_is_named_first(bench: Bench):
     assert found.first.cause == "template"
 
 
+def test_the_thinking_of_an_earlier_turn_that_was_dropped_is_named_first(bench: Bench):
+    tokenizer = copy.deepcopy(bench.tokenizer)
+    begin, end = 451, 450  # the tiny vocabulary has no marks of thinking: two tokens stand for them
+    tokenizer.get_vocab = lambda: {"<think>": begin, "</think>": end}
+    think = [begin, *tokenizer.encode(" the lookup", add_special_tokens=False), end]
+    thought = []
+    for one in bench.samples:
+        at = one.prompt_length
+        thought.append(replace(one, ids=np.insert(one.ids, at, think), places=one.places + len(think)))
+
+    def dropped(ids: np.ndarray) -> np.ndarray:
+        at = ids.tolist().index(think[0])
+        return np.delete(ids, range(at, at + len(think)))
+
+    other = replace(bench, tokenizer=tokenizer, samples=thought)
+    honest = other.scored()
+    runs = [np.flatnonzero(np.diff(one.places) > 1)[-1] for one in thought]
+    recorded = other.scored(dropped)
+    # the answer that thought was sampled with its thinking
+    recorded = [np.r_[a[: n + 1], b[n + 1 :]] for a, b, n in zip(honest, recorded, runs, strict=True)]
+    other = replace(
+        other, samples=[replace(one, places=one.places[n + 1 :]) for one, n in zip(thought, runs, strict=True)]
+    )
+    found = other.diagnosis([values[n + 1 :] for values, n in zip(recorded, runs, strict=True)])
+    assert found.first is not None, found
+    assert found.first.cause == "thinking", found.sentence
+
+
 def stale_cache(bench: Bench) -> list[np.ndarray]:
     """A real prefix cache that an update of the weights does not empty."""
     engine = Engine(bench.model(BEFORE), bench.tokenizer)

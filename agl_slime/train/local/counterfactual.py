@@ -367,7 +367,7 @@ def _marks(one: Recorded, ends: set[int], *, after: bool) -> list[int]:
 def _blocks(one: Recorded, begin: int, end: int) -> list[int]:
     """The places of whole thinking blocks before the last run of recorded tokens."""
     runs = np.flatnonzero(np.diff(one.places) > 1)
-    before = int(one.places[runs[-1] + 1]) if len(runs) else one.prompt_length
+    before = int(one.places[runs[-1] + 1 if len(runs) else 0])
     places, opened = [], None
     for place in range(before):
         if one.ids[place] == begin:
