@@ -61,18 +61,18 @@ class AutopsyConfig:
 
 def main(arguments: Sequence[str]) -> None:
     config = tyro.cli(AutopsyConfig, prog="agl-slime autopsy", args=list(arguments))
-    found, version = asyncio.run(autopsy(config))
-    print(found.sentence)
+    diagnosis, version = asyncio.run(autopsy(config))
+    print(diagnosis.sentence)
     print(f"\nWeights of version {version}; mean difference in nats per token:")
-    for name, nats in found.parts.items():
+    for name, nats in diagnosis.parts.items():
         print(f"  {nats:10.2g}  {_PARTS[name]}")
-    if found.causes:
+    if diagnosis.causes:
         print("\nExplained by one cause alone, and left after it:")
-        for cause in found.causes:
+        for cause in diagnosis.causes:
             print(f"  {cause.nats:10.3g} {cause.left:10.2g}  {cause.cause}: {cause.text}")
-    if found.worst:
+    if diagnosis.worst:
         print("\nWorst tokens (recorded, expected log-prob):")
-        for token in found.worst:
+        for token in diagnosis.worst:
             print(
                 f"  {token.recorded:9.3f} {token.expected:9.3f}  {token.piece!r} at {token.place} of {token.rollout_id}"
             )
@@ -86,21 +86,21 @@ async def autopsy(config: AutopsyConfig) -> tuple[Diagnosis, str]:
         raise ConfigError(f"{run.path} is not the directory of a run of the local trainer (config.json)")
     weights = weights_of(run)
     samples, version = choose_samples(run, weights, n=config.samples, seed=config.seed)
-    found = await run_in_thread(_offline, settings, weights, samples, version)
-    return await _with_engine(config, found, weights[version], samples, settings), version
+    diagnosis = await run_in_thread(_offline, settings, weights, samples, version)
+    return await _with_engine(config, diagnosis, weights[version], samples, settings), version
 
 
 def weights_of(run: RunDir) -> dict[str, Path]:
     """The directories of the weights that a run still has, by version."""
-    found: dict[str, Path] = {}
+    weights: dict[str, Path] = {}
     if (model := (read_object(run.start) or {}).get("model")) and Path(model, "config.json").is_file():
-        found["0"] = Path(model)
+        weights["0"] = Path(model)
     for path in sorted((run.path / WEIGHTS).glob("v*")):
         if (path / "config.json").is_file():
-            found[str(int(path.name[1:]))] = path
+            weights[str(int(path.name[1:]))] = path
     for checkpoint in read_checkpoints(run.checkpoints) if run.checkpoints.is_dir() else ():
-        found[checkpoint.loop.version] = checkpoint.trainer
-    return found
+        weights[checkpoint.loop.version] = checkpoint.trainer
+    return weights
 
 
 def choose_samples(run: RunDir, weights: Mapping[str, Path], *, n: int, seed: int) -> tuple[list[KeptSample], str]:
@@ -141,8 +141,8 @@ def _offline(
     )
     recorded = [sample.sampler for sample in samples]
     model = Counterfactuals(weights[version], samples, recorded, conditions=conditions, tokenizer=tokenizer)
-    found = explain(samples, recorded, model.expected, (Candidate(*fault) for fault in model.faults()))
-    parts = {"sampler": found.gap}
+    diagnosis = explain(samples, recorded, model.expected, (Candidate(*fault) for fault in model.faults()))
+    parts = {"sampler": diagnosis.gap}
     if (
         local.get("old_log_probs") == "recompute"
         or int(local.get("n_minibatches") or 4) * int(local.get("epochs") or 1) == 1
@@ -152,7 +152,7 @@ def _offline(
     if newest != version:
         now = Counterfactuals(weights[newest], samples, recorded, conditions=conditions)
         parts["weights"] = mean_gap(now.expected, model.expected)
-    return replace(found, parts=parts)
+    return replace(diagnosis, parts=parts)
 
 
 def _renderings(tokenizer: Any) -> list[tuple[str, str, Callable[[KeptSample], list[int] | None]]]:
@@ -170,18 +170,18 @@ def _renderings(tokenizer: Any) -> list[tuple[str, str, Callable[[KeptSample], l
         except AglSlimeError:  # the template refuses these messages
             return None
 
-    own, text = "the engine was asked with the prompt as the model's own template writes it", "template"
+    rendered, text = "the engine was asked with the prompt as the model's own template writes it", "template"
     bare = "the engine was asked without the system message"
     return [
-        (text, own, lambda sample: render(sample, system=True)),
+        (text, rendered, lambda sample: render(sample, system=True)),
         ("system_message", bare, lambda sample: render(sample, system=False)),
     ]
 
 
 async def _with_engine(
-    config: AutopsyConfig, found: Diagnosis, weights: Path, samples: list[KeptSample], settings: Mapping[str, Any]
+    config: AutopsyConfig, diagnosis: Diagnosis, weights: Path, samples: list[KeptSample], settings: Mapping[str, Any]
 ) -> Diagnosis:
-    """``found`` with what an engine with the same weights says, in its own causes where no other explains the gap."""
+    """``diagnosis`` with the measurements on an engine, which are causes where no other explains the gap."""
     from agl_slime.train.local.counterfactual import Conditions, Counterfactuals
 
     async with AsyncExitStack() as stack:
@@ -205,10 +205,10 @@ async def _with_engine(
     parts = {"cache": mean_gap(cached, fresh), "batch": mean_gap(batch, cached), "engine": mean_gap(fresh, expected)}
     if (settings.get("temperature"), settings.get("top_p"), settings.get("top_k")) == (1.0, 1.0, -1):
         parts["decode"] = mean_gap([sample.sampler for sample in samples], fresh)
-    own = [Cause(cause=name, text=text, nats=parts[name], left=max(0.0, found.gap - parts[name]))
+    measured = [Cause(cause=name, text=text, nats=parts[name], left=max(0.0, diagnosis.gap - parts[name]))
            for name, text in _ENGINE_CAUSES.items() if parts.get(name, 0.0) > TOLERANCE]  # fmt: skip
-    causes = [*found.causes, *own] if found.first is not None else [*own, *found.causes]
-    return replace(found, causes=causes, parts={**found.parts, **parts})
+    causes = [*diagnosis.causes, *measured] if diagnosis.first is not None else [*measured, *diagnosis.causes]
+    return replace(diagnosis, causes=causes, parts={**diagnosis.parts, **parts})
 
 
 def _at(sample: KeptSample, scored: Scored, start: int) -> np.ndarray:

@@ -202,8 +202,8 @@ class Counterfactuals:
     def _end_ids(self) -> set[int]:
         config = getattr(self.model.generation_config, "eos_token_id", None) or self.model.config.eos_token_id
         ids = config if isinstance(config, (list, tuple)) else [config]
-        own = getattr(self._tokenizer, "eos_token_id", None)
-        return {int(i) for i in (*ids, own) if i is not None}
+        of_tokenizer = getattr(self._tokenizer, "eos_token_id", None)
+        return {int(i) for i in (*ids, of_tokenizer) if i is not None}
 
     def _thinking(self) -> tuple[int, int] | None:
         vocabulary = self._tokenizer.get_vocab() if self._tokenizer is not None else {}

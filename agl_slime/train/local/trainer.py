@@ -218,8 +218,8 @@ class LocalTrainer:
         if teacher is None:
             raise TrainerError("the batch has no teacher_log_probs, which teacher_coef needs; give --teacher-url.")
         rewards = self._tensor(batch.token_rewards.astype(np.float32))
-        own = torch.zeros_like(rewards) if self._teacher_alone else rewards
-        advantages, kl = teacher_advantages(own, old, self._tensor(teacher), coef=self._teacher_coef)
+        base = torch.zeros_like(rewards) if self._teacher_alone else rewards
+        advantages, kl = teacher_advantages(base, old, self._tensor(teacher), coef=self._teacher_coef)
         return replace(batch, token_rewards=advantages.cpu().numpy().astype(np.float64)), float(kl.mean())
 
     def _objective(
