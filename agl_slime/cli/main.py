@@ -52,6 +52,7 @@ COMMANDS = {
     "view": "show runs in the browser, live with --follow",
     "report": "write runs as one HTML page: trend, steps, rollouts, tokens",
     "audit": "check that the files of a run agree",
+    "replay": "compute a training step again from a run's files, as it was or with changes",
     "autopsy": "score kept rollouts again and name why sampler and model differ",
     "rehearse": "play a launch script of slime's without GPUs: what breaks, and a forecast",
     "buffer": "serve a rollout buffer",
@@ -78,7 +79,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             return exit_code_for(error, Console(stderr=True), debug=bool(os.environ.get(DEBUG_VARIABLE)))
     if command in COMMANDS:
         functions: dict[str, Callable[[list[str]], object]] = {"train": _train, "eval": _eval, **READONLY_COMMANDS}
-        functions |= {name: partial(_module_main, name) for name in ("chat", "autopsy")}
+        functions |= {name: partial(_module_main, name) for name in ("chat", "autopsy", "replay")}
         return _run_command(partial(functions[command], rest))
     print(f"agl-slime: there is no command {command!r}; the commands are {', '.join(COMMANDS)}", file=sys.stderr)
     return 2

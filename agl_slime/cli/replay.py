@@ -1,0 +1,223 @@
+"""``agl-slime replay``: a training step computed again from the files of a run, as it was or with changes."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import tyro
+
+from agl_slime.agent.loading import agent_module, split_agent
+from agl_slime.errors import ConfigError, MissingDependencyError
+from agl_slime.loop.checkpoint import read_checkpoints
+from agl_slime.report.autopsy import unpack
+from agl_slime.report.files import RunDir, iter_jsonl, read_object
+from agl_slime.report.rollouts import digest_sample
+from agl_slime.train.local.settings import LocalTrainerSettings
+from agl_slime.types import Sample, sample_from_fields
+
+COMPARED = ("loss", "grad_norm", "clip_fraction", "kl", "entropy", "logprob_diff_mean", "logprob_diff_max", "steps")
+"""Metrics of the trainer that a replay must reproduce."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReplayConfig:
+    """Compute a step of a run's local trainer again from its files and compare it with the recorded one; with changes,
+    show the step as it would have been. Needs --keep-rollouts all and weights before the step: the start model or one
+    of the last two checkpoints, from which the steps in between are computed, too."""
+
+    run_dir: tyro.conf.Positional[Path]
+    """The directory of a run of the local trainer."""
+    step: int
+    """The iteration."""
+    without: tuple[str, ...] = ()
+    """Rollouts to leave out."""
+    reward: str | None = None
+    """Another reward, as path/to/file.py:function of a kept rollout's line of rollouts.jsonl."""
+    loss: Literal["ppo", "gspo", "cispo"] | None = None
+    """Another --local.loss."""
+    clip: float | None = None
+    """Another --local.clip."""
+
+    @property
+    def changes(self) -> dict[str, Any]:
+        """The changed settings of the trainer."""
+        return {name: value for name in ("loss", "clip") if (value := getattr(self, name)) is not None}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Replay:
+    """The metrics of a step as recorded, as computed again, and with the changes."""
+
+    recorded: Mapping[str, float]
+    again: Mapping[str, float]
+    changed: Mapping[str, float] | None = None
+
+    @property
+    def difference(self) -> float:
+        """The largest difference between recorded and computed metrics, relative above 1."""
+        return max(abs(self.again[n] - value) / max(1.0, abs(value)) for n, value in self.recorded.items())
+
+
+def main(arguments: Sequence[str]) -> None:
+    config = tyro.cli(ReplayConfig, prog="agl-slime replay", args=list(arguments))
+    result = replay(config)
+    titles = ["recorded", "again", *(["changed"] if result.changed is not None else [])]
+    print(f"{'':<24}" + "".join(f"{title:>14}" for title in titles))
+    for name in result.recorded:
+        columns = [getattr(result, title)[name] for title in titles]
+        print(f"{name:<24}" + "".join(f"{value:>14.6g}" for value in columns))
+    print(f"\nLargest difference of recorded and again: {result.difference:.2g}")
+
+
+def replay(config: ReplayConfig) -> Replay:
+    """Raises ``ConfigError`` when the run's files lack what the step needs."""
+    try:
+        from agl_slime.train.local.trainer import LocalTrainer
+    except ImportError as error:
+        raise MissingDependencyError('agl-slime replay needs torch: pip install "agl-slime[local]"') from error
+    run = RunDir(config.run_dir)
+    settings = _settings(run)
+    rows = {int(row["iteration"]): row for row in iter_jsonl(run.metrics)} if run.metrics.is_file() else {}
+    if config.step not in rows:
+        raise ConfigError(
+            f"--step {config.step}: {run.metrics} has iterations {min(rows, default=0)} to {max(rows, default=0)}"
+        )
+    local = LocalTrainerSettings(**_local(settings))
+    first, model, state = _before(run, config.step)
+    trained = _by_iteration(iter_jsonl(run.trained), first, config.step)
+    kept = _kept(run, trained)
+    how: Any = {"temperature": float(settings["temperature"]), "seed": int(settings["seed"]), "torch_threads": "auto"}
+    trainer = LocalTrainer(model_path=model, settings=local, **how)
+    if state is not None:
+        trainer.load(state)
+    for iteration in range(first, config.step):
+        trainer.train(rebuild(trained[iteration], kept), iteration=iteration)
+    with tempfile.TemporaryDirectory() as directory:
+        trainer.save(before := Path(directory) / "before")
+        batch = rebuild(trained[config.step], kept)
+        again = trainer.train(batch, iteration=config.step)
+        changed = None
+        if config.changes or config.without or config.reward:
+            other = LocalTrainer(model_path=model, settings=replace(local, **config.changes), **how)
+            other.load(before)
+            changed = other.train(_changed(batch, kept, config), iteration=config.step)
+    names = [f"train/{name}" for name in COMPARED if rows[config.step].get(f"train/{name}") is not None]
+    metrics = [{name: metrics[name] for name in names} for metrics in (rows[config.step], again)]
+    after = None if changed is None else {name: changed.get(name, float("nan")) for name in names}
+    return Replay(recorded=metrics[0], again=metrics[1], changed=after)
+
+
+def rebuild(groups: Sequence[Mapping[str, Any]], kept: Mapping[str, Mapping[str, Any]]) -> list[list[Sample]]:
+    """The batch of a step in its order, from lines of ``trained.jsonl`` and ``rollouts.jsonl``. Raises ``ConfigError``
+    when ids, mask or log-probs of a Sample are not the trained ones, by its digest."""
+    batch, numbers = [], {}
+    for index, group in enumerate(groups):
+        samples, seen = [], dict.fromkeys(group["rollouts"], 0)
+        for rollout_id, digest, *_ in group["samples"]:
+            line, number = kept[rollout_id], seen[rollout_id]
+            seen[rollout_id] += 1
+            numbers.setdefault(rollout_id, len(numbers))
+            tokens = line["samples"][number] if number < len(line["samples"]) else None
+            sample = (
+                None if tokens is None else _sample(tokens, group["rollouts"][rollout_id], index, numbers[rollout_id])
+            )
+            if sample is None or digest_sample(sample)[0] != digest:
+                raise ConfigError(
+                    f"rollout {rollout_id} is not kept as it was trained on; train with --keep-rollouts all"
+                )
+            sample.metadata["agl_rollout_id"] = rollout_id
+            samples.append(sample)
+        batch.append(samples)
+    return batch
+
+
+def _sample(tokens: Mapping[str, Any], reward: float, group: int, rollout: int) -> Sample | None:
+    """The Sample; ``None`` when its arrays do not fit together."""
+    ids, start = unpack(tokens["tokens"], "<i4").tolist(), int(tokens["prompt_length"])
+    mask = [0] * (len(ids) - start)
+    for first, end in tokens["trained"]:
+        mask[first:end] = [1] * (end - first)
+    log_probs = np.nan_to_num(unpack(tokens["engine_log_probs"]), nan=0.0).tolist()
+    if len(log_probs) != len(mask):
+        return None
+    return sample_from_fields(
+        group_index=group,
+        rollout_id=rollout,
+        tokens=ids,
+        response_length=len(mask),
+        loss_mask=mask,
+        rollout_log_probs=log_probs,
+        reward=reward,
+        status=Sample.Status.COMPLETED,
+        metadata={"weight_spans": tokens["weight_versions"]},
+    )
+
+
+def _changed(
+    batch: list[list[Sample]], kept: Mapping[str, Mapping[str, Any]], config: ReplayConfig
+) -> list[list[Sample]]:
+    every = {sample.metadata["agl_rollout_id"] for group in batch for sample in group}
+    if missing := [one for one in config.without if one not in every]:
+        raise ConfigError(f"--without {missing[0]}: step {config.step} did not train on this rollout")
+    judge = None
+    if config.reward is not None:
+        module, name = agent_module(config.reward), split_agent(config.reward)[1]
+        if not callable(judge := getattr(module, name, None)):
+            raise ConfigError(f"--reward {config.reward}: the file has no function {name}")
+    for sample in (sample for group in batch for sample in group):
+        sample.remove_sample = sample.metadata["agl_rollout_id"] in config.without
+        if judge is not None:
+            sample.reward = float(judge(kept[sample.metadata["agl_rollout_id"]]))
+    return batch
+
+
+def _settings(run: RunDir) -> dict[str, Any]:
+    settings = run.settings()
+    if settings is None or settings.get("trainer") != "local":
+        raise ConfigError(f"{run.path} is not the directory of a run of the local trainer (config.json)")
+    beside = {"teacher_url": "a teacher", "routed_experts": "routed experts"}
+    unkept = [words for name, words in beside.items() if settings.get(name)]
+    unkept += ["nuclei"] if (settings.get("top_p", 1.0), settings.get("top_k", -1)) != (1.0, -1) else []
+    if unkept:
+        raise ConfigError(f"{run.path} trained with {unkept[0]}, which its files do not have; it cannot be replayed")
+    return settings
+
+
+def _local(settings: Mapping[str, Any]) -> dict[str, Any]:
+    names = {field.name for field in fields(LocalTrainerSettings)}
+    given = {name: value for name, value in (settings.get("local") or {}).items() if name in names}
+    return {name: tuple(value) if isinstance(value, list) else value for name, value in given.items()} | {
+        "reward_key": None
+    }
+
+
+def _before(run: RunDir, step: int) -> tuple[int, Path, Path | None]:
+    """The first step to compute, the model, and the trainer's state before it (``None``: of the start)."""
+    checkpoints = read_checkpoints(run.checkpoints) if run.checkpoints.is_dir() else []
+    earlier = next((one for one in checkpoints if one.loop.iteration < step), None)
+    model = (read_object(run.start) or {}).get("model")
+    if not model or not Path(model, "config.json").is_file():
+        raise ConfigError(f"{run.start} names no start model on this machine; a replay needs its configuration")
+    return (1, Path(model), None) if earlier is None else (earlier.loop.iteration + 1, Path(model), earlier.trainer)
+
+
+def _by_iteration(lines: Iterable[Mapping[str, Any]], first: int, last: int) -> dict[int, list[Mapping[str, Any]]]:
+    batches: dict[int, list[Mapping[str, Any]]] = {iteration: [] for iteration in range(first, last + 1)}
+    for line in lines:
+        if line["iteration"] in batches:
+            batches[line["iteration"]].append(line)
+    return batches
+
+
+def _kept(run: RunDir, trained: Mapping[int, Sequence[Mapping[str, Any]]]) -> dict[str, Mapping[str, Any]]:
+    wanted = {rollout for groups in trained.values() for group in groups for rollout in group["rollouts"]}
+    lines = iter_jsonl(run.rollouts) if run.rollouts.is_file() else ()
+    kept = {line["rollout_id"]: line for line in lines if line["rollout_id"] in wanted}
+    if missing := len(wanted - {*kept}):
+        raise ConfigError(f"{missing} of {len(wanted)} rollouts are not kept; train with --keep-rollouts all")
+    return kept
