@@ -187,6 +187,23 @@ def test_context_overflow_is_a_400_and_keeps_earlier_turns() -> None:
         assert len(case.turns) == 1
 
 
+def test_the_runs_context_length_is_kept_for_agents_that_do_not_send_it() -> None:
+    """slime's ``--rollout-max-context-len``, below the engine's limit."""
+    with serving("hello", "x " * 200, sampling={"context_length": 60}) as case:
+        assert "context_length" not in case.llm.sampling_parameters
+        assert chat(case).status_code == 200
+        answer = chat(case, {**BODY, "messages": [{"role": "user", "content": "y"}]})
+        assert answer.json()["choices"][0]["finish_reason"] == "length"
+        used = answer.json()["usage"]
+        assert used["prompt_tokens"] + used["completion_tokens"] == 60
+        grown = [*HELLO, {"role": "assistant", "content": "hello"}, {"role": "user", "content": "x " * 100}]
+        refused = chat(case, {**BODY, "messages": grown})
+        assert (refused.status_code, refused.json()["error"]["code"]) == (400, "context_length_exceeded")
+        case.close()
+        assert len(case.payloads) == len(case.turns) == 2
+        assert case.said[names.STOP_REASON] == "context_overflow"
+
+
 def test_broken_engine_stream_is_resumed_in_place() -> None:
     with serving("one two three four five six") as case:
         case.engine.script("/generate", BreakOff(5), BreakOff(3))

@@ -96,6 +96,18 @@ async def test_the_answer_is_shortened_to_the_room_that_is_left(known: bool) -> 
         assert engine.calls["/generate"] == (2 if known else 3)  # told once, remembered
 
 
+@pytest.mark.parametrize("engines", [8, 100])
+async def test_the_context_length_of_a_request_limits_prompt_and_answer(engines: int) -> None:
+    """slime's ``--rollout-max-context-len``; the engine's own limit holds beside it."""
+    sampling = SamplingParams(max_new_tokens=100, context_length=108 - engines)
+    async with ScriptedEngine(context_length=engines) as engine, SGLangClient(base_url=engine.url) as client:
+        got = await client.generate([1, 2], sampling)
+        assert (len(got.output_ids), got.finish_reason) == (6, "length")
+        assert "context_length" not in engine.received[-1].payload["sampling_params"]
+        with pytest.raises(ContextOverflowError, match="8 tokens" if engines == 100 else "context"):
+            await client.generate([1] * 8, sampling)
+
+
 async def test_aborted_generation_is_resumed_under_new_request_ids() -> None:
     async with ScriptedEngine() as engine, SGLangClient(base_url=engine.url, settings=QUICK) as client:
         engine.script("/generate", Abort(after=3), Abort(after=0), Abort(after=2))

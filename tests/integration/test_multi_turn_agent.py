@@ -20,10 +20,11 @@ from agl_slime.report.rollouts import describe_group
 from agl_slime.support.agl import LLM, Rollout
 from agl_slime.types import Sample
 from tests.harness.conversations import ScriptedClient, generation_of
+from tests.harness.gateway import WEATHER
 from tests.harness.samples import trained_ids
 from tests.harness.vocabularies import chat_tokenizer
 from tests.integration.multi_turn_agents import CALL, TASK, Agent, ToolAgent, rollout, sampled
-from tests.integration.rollouts import run_rollouts
+from tests.integration.rollouts import run_rollout, run_rollouts
 
 
 async def test_tools_are_called_until_an_answer_calls_none() -> None:
@@ -45,6 +46,19 @@ async def test_tools_are_called_until_an_answer_calls_none() -> None:
         "timeouts": 0,
     }
     assert sample.reward == 1.0
+
+
+@pytest.mark.parametrize(("tools", "declared"), [([WEATHER], True), (["weather"], False), ({"a": 1}, False)])
+async def test_tools_that_only_the_task_declares_are_in_the_prompt(tools: Any, declared: bool) -> None:
+    """As in a row of slime's data; nobody runs their calls."""
+    tokenizer = chat_tokenizer("anthropic", "groups_tools")
+    client = ScriptedClient(tokenizer, [CALL])
+    finished = await run_rollout(Agent(tokenizer=tokenizer, client=client), {**TASK, "tools": tools})
+    assert finished.failure is None
+    (sample,) = finished.convert(tokenizer).samples
+    assert ('"name": "weather"' in tokenizer.decode(client.prompts[0])) is declared
+    assert len(client.prompts) == 1
+    assert sample.response.startswith(CALL)
 
 
 async def test_a_plain_score_sees_what_the_tools_did() -> None:

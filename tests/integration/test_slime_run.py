@@ -8,6 +8,7 @@ import json
 import os
 import threading
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -97,7 +98,11 @@ def parse(flags: Sequence[str]) -> Any:
         parser.add_argument(f"--{name}", type=int)
     for name in ("rollout-temperature", "eval-temperature"):
         parser.add_argument(f"--{name}", type=float)
-    parser.add_argument("--colocate", action="store_true")
+    for name in ("colocate", "rollout-shuffle"):
+        parser.add_argument(f"--{name}", action="store_true")
+    parser.add_argument("--rollout-max-context-len", type=int)
+    for name in ("prompt-data", "input-key"):
+        parser.add_argument(f"--{name}")
     parser.add_argument("--load")
     parser.add_argument("--save")
     return parser.parse_known_args(list(flags))[0]
@@ -250,3 +255,23 @@ async def test_runners_in_processes_run_the_agent(engine: str, tmp_path: Path):
     )
     assert int(file.read_text()) != os.getpid()
     assert NumbersAgent.seen == []
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+async def test_slimes_prompt_data_are_the_tasks(shuffle: bool, engine: str, tmp_path: Path):
+    config = replace(config_for(engine, tmp_path, 4, numbered(1)), tasks=None)
+    file = tmp_path / "prompts.jsonl"
+    file.write_text("".join(json.dumps({"q": f"task {number}", "label": ""}) + "\n" for number in range(4 * BATCH + 5)))
+    flags = ["--prompt-data", f"{file}@[:{4 * BATCH}]", "--input-key", "q", "--rollout-max-context-len", "99"]
+    await run(config, *flags, *(["--rollout-shuffle"] if shuffle else []))
+    in_order = [{f"task {number}" for number in range(at, at + BATCH)} for at in range(0, 4 * BATCH, BATCH)]
+    assert {*NumbersAgent.seen} == set().union(*in_order)
+    assert (iterations() == in_order) is not shuffle
+    assert {sampling["context_length"] for sampling in NumbersAgent.sampling} == {99}
+    assert StandIn.args.prompt_data is None  # the manager's data source enqueues none
+
+
+async def test_prompt_data_beside_tasks_are_refused(engine: str, tmp_path: Path):
+    config = config_for(engine, tmp_path, 1, numbered(3))
+    with pytest.raises(ConfigError, match="--prompt-data x.jsonl after --: the run has other tasks"):
+        await run(config, "--prompt-data", "x.jsonl")
