@@ -273,5 +273,5 @@ async def test_slimes_prompt_data_are_the_tasks(shuffle: bool, engine: str, tmp_
 
 async def test_prompt_data_beside_tasks_are_refused(engine: str, tmp_path: Path):
     config = config_for(engine, tmp_path, 1, numbered(3))
-    with pytest.raises(ConfigError, match="--prompt-data x.jsonl after --: the run has other tasks"):
+    with pytest.raises(ConfigError, match=r"--prompt-data x.jsonl after --: the run has other tasks"):
         await run(config, "--prompt-data", "x.jsonl")
