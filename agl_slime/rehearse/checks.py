@@ -11,8 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from agl_slime.loop.task_files import split_slice
 from agl_slime.rehearse.parsing import Parsed
 from agl_slime.rehearse.script import Played, Training
+from agl_slime.train.slime.prompt_data import DEFAULT_INPUT_KEY
 
 OURS = "agl_slime.slime_hooks.generate_rollout"
 # slime's flags that its own rollout function reads and ours does not.
@@ -288,7 +290,7 @@ def _data(args: Arguments, nodes: Nodes) -> Iterator[Finding]:
     for flag, given in sets:
         if not given:
             continue
-        path = Path(re.sub(r"@\[[^\]]*\]$", "", given))
+        path, _ = split_slice(given)
         if not path.is_file():
             yield _breaks(f"{flag} {given} does not exist on this machine", "put it where the rollout manager runs")
         elif path.suffix == ".jsonl":
@@ -306,8 +308,9 @@ def _keys(args: Arguments, flag: str, path: Path) -> Iterator[Finding]:
         return
     for name in ("input_key", "label_key", "tool_key"):
         key = getattr(args, name)
-        # with our hooks a task may have any keys
-        if key and (lacking := sum(key not in row for row in rows)) and args.rollout_function_path != OURS:
+        # with our hooks a task need not have slime's default keys
+        needed = key and (args.rollout_function_path != OURS or key not in (DEFAULT_INPUT_KEY, "tools"))
+        if needed and (lacking := sum(key not in row for row in rows)):
             what = f"{_flag(name)} {key} is missing in {lacking} of {len(rows)} lines of {flag} {path}"
             yield _breaks(what, f"name one of the keys there ({', '.join(rows[0])})")
     if flag == "--prompt-data" and len(rows) < (groups := args.rollout_batch_size or 0):

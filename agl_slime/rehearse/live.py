@@ -14,6 +14,7 @@ from pathlib import Path
 import psutil
 
 from agl_slime.errors import AglSlimeError, ConfigError
+from agl_slime.loop.task_files import split_slice
 from agl_slime.rehearse.checks import Arguments, Nodes
 from agl_slime.rehearse.forecast import Forecast, Shape, Speeds, forecast
 from agl_slime.rehearse.parsing import STANDINS
@@ -117,7 +118,7 @@ def _flags(args: Arguments, training: Training, shape: Shape, steps: int, tokeni
         given["hf-checkpoint"] = _model(args, tokenizer, scratch)
     if not Path(args.ref_load or "").is_dir():
         given["ref-load"] = scratch
-    if args.prompt_data and not Path(args.prompt_data).is_file():
+    if args.prompt_data and not split_slice(args.prompt_data)[0].is_file():
         given["prompt-data"] = _tasks(args, scratch)
     if args.update_weight_disk_dir:
         given["update-weight-disk-dir"] = scratch / "weights"

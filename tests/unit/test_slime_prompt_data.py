@@ -16,7 +16,7 @@ from agl_slime.agent.agent import SGLangLitAgent
 from agl_slime.errors import ConfigError, MissingDependencyError
 from agl_slime.loop.task_files import digest, read_rows, split_slice
 from agl_slime.loop.tasks import read_tasks
-from agl_slime.train.slime.args import PluginSettings, prompt_data
+from agl_slime.train.slime.args import PluginSettings, context_length, prompt_data
 from agl_slime.train.slime.connection import Connection
 from agl_slime.train.slime.prompt_data import PromptData
 from tests.harness.gateway import WEATHER
@@ -217,7 +217,7 @@ def test_rollout_shuffle_decides_on_the_order(shuffle: bool, tmp_path: Path):
     assert (drawn[:8] == drawn[8:]) is not shuffle
 
 
-def test_evaluation_sets_have_keys_lengths_and_template_arguments_of_their_own(tmp_path: Path):
+def test_evaluation_sets_have_their_keys_lengths_and_template_arguments(tmp_path: Path):
     file = jsonl(tmp_path / "eval.jsonl", {"q": "one", "a": "1"}, {"q": "two", "a": "2"})
     one = Namespace(name="two", path=f"{file}@[1:]", input_key="q", label_key="a", metadata_key=None, tool_key=None)
     args = Namespace(eval_datasets=[one], agl_agent="tests.slime.contract_agent:ContractAgent", eval_max_prompt_len=64)
@@ -227,5 +227,8 @@ def test_evaluation_sets_have_keys_lengths_and_template_arguments_of_their_own(t
     assert settings.sampling == {"context_length": 100, "chat_template_kwargs": {"enable_thinking": False}}
     (given,) = settings.eval_sets
     assert given.sampling == {**settings.sampling, "context_length": 200}
+    assert context_length(args) == {"context_length": 100}
+    assert context_length(args, evaluation=True) == {"context_length": 200}
+    assert context_length(Namespace()) == {}
     assert given.data.max_prompt_len == 64
     assert given.data.read() == [{"q": "two", "a": "2", "prompt": "two", "label": "2"}]

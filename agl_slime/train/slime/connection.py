@@ -71,11 +71,11 @@ class Connection(Producer):
             self.store = BridgeStore()
             self._runner = make_runners(plan, agent=agent, store=self.store)
         tokenizer, data = self.tokenizer(), settings.prompt_data
-        tasks = read_tasks(settings.tasks, flag="agl_tasks") if settings.tasks is not None else None
+        tasks: list[Any] = read_tasks(settings.tasks, flag="agl_tasks") if settings.tasks is not None else []
         if data is not None:
             tasks = data.read(tokenizer)
-        self.epoch_size = len(tasks) if tasks is not None else None
-        in_order = tasks is not None and data is not None and not data.shuffle
+        self.epoch_size = len(tasks) or None
+        in_order = data is not None and not data.shuffle
         self.tasks = self._cursor(OrderedTasks(tasks=tasks) if in_order else tasks or make_task)
         self.evals: list[Evaluation] = []
         for given in settings.eval_sets:

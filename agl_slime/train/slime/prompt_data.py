@@ -142,7 +142,8 @@ def _bytes_of(value: str, place: str) -> bytes:
 
 def _with_images(prompt: Any, images: list[dict[str, Any]], place: str) -> list[dict[str, Any]]:
     """The prompt as messages, in which each mark is the next image."""
-    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else [*map(dict, prompt or ())]
+    given = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt or ()
+    messages: list[dict[str, Any]] = [*map(dict, given)]
     marks = sum(text.count(_IMAGE_MARK) for text in map(_text, messages))
     if marks != len(images):
         raise ConfigError(f"{place}: the prompt has {marks} times {_IMAGE_MARK}, and the row {len(images)} images")
