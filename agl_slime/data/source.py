@@ -338,12 +338,12 @@ class GroupSource:
             self.notify(rollout_id)
 
     def _more_to_come(self) -> bool:
+        if self.producer.endless:
+            return True
         if self.delivery.reserved:
             return False
         # without announcements more rollouts may come at any time: wait for the deadline
-        if self.producer.endless or not self.ingestor.announced:
-            return True
-        return len(self.assembler) > 0 or self.ledger.counts().open > 0
+        return not self.ingestor.announced or len(self.assembler) > 0 or self.ledger.counts().open > 0
 
 
 def format_outcomes(reasons: dict[tuple[Outcome, str], int]) -> str:

@@ -60,8 +60,9 @@ class TaskProducer(Producer):
         """See ``AGLDataSource.begin_rollout``."""
         if self._staleness is not None:
             with self.source.changed:
-                self._staleness.begin_rollout(rollout_id)
-                self.source.delivery.control = self._staleness
+                in_flight = self._cursor.in_flight if self._cursor is not None else ()
+                self._staleness.begin_rollout(rollout_id, ready=self.source.delivery.ready, in_flight=in_flight)
+                self._pace()
             if self.source.settings.blocking:
                 run_blocking(self._ask_version(rollout_id))  # now: the weights change once slime continues
             else:
@@ -69,9 +70,10 @@ class TaskProducer(Producer):
 
     def reject(self, groups: int) -> None:
         """Note that this number of delivered groups is not trained on."""
-        if self._staleness is not None:
+        if self._paced is not None:
             with self.source.changed:
-                self._staleness.reject(groups)
+                self._paced.reject(groups)
+                self._pace()
                 self.follow_up()
 
     def evaluate(self, rollout_id: int) -> dict[str, dict[str, Any]]:
@@ -111,6 +113,7 @@ class TaskProducer(Producer):
             return
         if self._staleness is not None:
             self._staleness.finalized(group)
+            self._pace()
         self._dropped_in_a_row = 0 if group.ready else self._dropped_in_a_row + 1
         if self._dropped_in_a_row >= _MOST_DROPPED * max(1, self._requested):
             failures = {f"{member.failure}: {member.failure_message}" for member in group.members if not member.ok}
@@ -120,6 +123,8 @@ class TaskProducer(Producer):
 
     def delivered(self, groups: int) -> None:
         self._requested = max(0, self._requested - groups)
+        if self._paced is not None:
+            self._paced.delivered(self.source.delivery.ready)
 
     def follow_up(self) -> None:
         if self._missing() > 0:
@@ -129,12 +134,11 @@ class TaskProducer(Producer):
         self._connection.store_restarted()
         if self._cursor is not None:
             self._cursor.repeat()
-        if self._staleness is not None:
-            self._staleness.drop_in_flight()
+        self._pace()
         self.follow_up()
 
     def time_passed(self) -> None:
-        if self._staleness is not None and self._staleness.active and not self.source.settings.blocking:
+        if self._paced is not None and not self.source.settings.blocking:
             self.source.follower.submit(self._ask_version, None)
 
     def raise_if_dead(self) -> None:
@@ -161,8 +165,7 @@ class TaskProducer(Producer):
         if not has_feed:
             self._cursor.repeat()  # the store was lost with the process that saved the state
         if self._staleness is not None:
-            in_flight = self._cursor.in_flight if has_feed else ()
-            self._staleness.restore(state.get("pacing") or (), ready=self.source.delivery.ready, in_flight=in_flight)
+            self._staleness.restore(state.get("pacing") or ())
 
     async def before_following(self) -> None:
         """Compare the restored state with the store, once: groups that were enqueued after the state was saved are
@@ -177,13 +180,23 @@ class TaskProducer(Producer):
             # not groups that the store has partly released, as after restoring an older state than the last two
             whole = {name for name, rollouts in stored.items() if len(rollouts) >= source.n_samples_per_prompt}
             self._cursor.reconcile(whole)
-            if self._staleness is not None:
-                self._staleness.reconcile(self._cursor.in_flight)
+            self._pace()
             ours = [rollout for name in self._cursor.in_flight for rollout in stored[name]]
             for group_id in self._cursor.in_flight:
                 source.expect(group_id, size=source.n_samples_per_prompt)
             self._reconciling = False
             source.opened([rollout for rollout in ours if rollout.status not in FINISHED])
+
+    @property
+    def _paced(self) -> StalenessController | None:
+        """The controller, once it is active."""
+        return self._staleness if self._staleness is not None and self._staleness.active else None
+
+    def _pace(self) -> None:
+        """Let the staleness limit decide which groups are next, after groups were drawn, have ended or were lost."""
+        if self._paced is not None and self._cursor is not None:
+            self._paced.follow(self._cursor.in_flight)
+            self.source.delivery.reserve(self._paced.next_groups(self.source.delivery.ready))
 
     # -- enqueueing ---------------------------------------------------------------------------------------------------
 
@@ -200,8 +213,7 @@ class TaskProducer(Producer):
                 if self._cursor is None or (missing := self._missing()) <= 0:
                     return
                 groups = self._cursor.take(missing)
-                if self._staleness is not None:
-                    self._staleness.admit(group.group_id for group in groups)
+                self._pace()
             size = self.source.n_samples_per_prompt
             enqueue = partial(self._connection.enqueue, size=size, mode="train")
             await enqueue_groups(self.source, groups, enqueue, size=size, mode="train")
@@ -209,6 +221,6 @@ class TaskProducer(Producer):
     def _missing(self) -> int:
         if self._cursor is None or self._reconciling:
             return 0
-        if self._staleness is not None and self._staleness.active:
-            return self._staleness.free
+        if self._paced is not None:
+            return self._paced.free
         return self._requested - len(self.source.delivery.ready) - len(self._cursor.in_flight)
