@@ -26,7 +26,7 @@ class Delivery:
         self.refused = ""
         """Why the last group with weights of another run was refused."""
         self._ledger = ledger
-        self._reserved: int | None = None  # number of leading groups that may be delivered; None: all
+        self.reserved: int | None = None  # number of leading groups that may be delivered; None: all
         self._next: dict[str, int] = dict.fromkeys(_NUMBERS, 0)
 
     def add(self, group: GroupResult) -> None:
@@ -39,39 +39,34 @@ class Delivery:
     @property
     def deliverable(self) -> int:
         """The number of groups that may be delivered now."""
-        return len(self.ready) if self._reserved is None else min(len(self.ready), self._reserved)
-
-    @property
-    def reserved(self) -> bool:
-        """Whether delivery is limited to reserved groups."""
-        return self._reserved is not None
+        return len(self.ready) if self.reserved is None else min(len(self.ready), self.reserved)
 
     def take(self, n: int) -> list[list[Sample]]:
         """Up to ``n`` groups to train on, with the policy's version as ``metadata["policy_version"]``. Groups that were
         sampled by weights which this run did not push are left out and count as failed."""
         n = min(n, self.deliverable)
         groups = [self.ready.popleft() for _ in range(n)]
-        if self._reserved is not None:
-            self._reserved -= n
+        if self.reserved is not None:
+            self.reserved -= n
         with self._ledger.batch():
             return [samples for samples in groups if self._delivered(samples)]
 
     def give_back(self, groups: Sequence[list[Sample]]) -> None:
         """Take groups back; they are delivered again before newer ones."""
         self.ready.extendleft(reversed(groups))
-        if self._reserved is not None:
-            self._reserved += len(groups)
+        if self.reserved is not None:
+            self.reserved += len(groups)
 
     def reserve(self, rollout_ids: Sequence[str] | None) -> int:
         """Limit delivery to the ready groups of these rollouts, in this order; ``None``: all groups, oldest first.
         Returns how many of the previously reserved groups were not delivered."""
-        left, order = self._reserved or 0, {name: place for place, name in enumerate(rollout_ids or ())}
+        left, order = self.reserved or 0, {name: place for place, name in enumerate(rollout_ids or ())}
 
         def place(samples: list[Sample]) -> int:  # by any member: another process may have them in another order
             return next((order[name] for sample in samples if (name := rollout_of(sample) or "") in order), len(order))
 
         self.ready = deque(sorted(self.ready, key=place))
-        self._reserved = None if rollout_ids is None else sum(place(samples) < len(order) for samples in self.ready)
+        self.reserved = None if rollout_ids is None else sum(place(samples) < len(order) for samples in self.ready)
         return left
 
     def reject(self, groups: Sequence[Sequence[Sample]], reason: str) -> None:

@@ -60,9 +60,7 @@ class TaskProducer(Producer):
         """See ``AGLDataSource.begin_rollout``."""
         if self._staleness is not None:
             with self.source.changed:
-                in_flight = self._cursor.in_flight if self._cursor is not None else ()
-                self._staleness.begin_rollout(rollout_id, ready=self.source.delivery.ready, in_flight=in_flight)
-                self._pace()
+                self._staleness.begin_rollout(rollout_id, self.source.delivery)
             if self.source.settings.blocking:
                 run_blocking(self._ask_version(rollout_id))  # now: the weights change once slime continues
             else:
@@ -70,10 +68,9 @@ class TaskProducer(Producer):
 
     def reject(self, groups: int) -> None:
         """Note that this number of delivered groups is not trained on."""
-        if self._paced is not None:
+        if self._staleness is not None:
             with self.source.changed:
-                self._paced.reject(groups)
-                self._pace()
+                self._staleness.reject(groups)
                 self.follow_up()
 
     def evaluate(self, rollout_id: int) -> dict[str, dict[str, Any]]:
@@ -113,7 +110,6 @@ class TaskProducer(Producer):
             return
         if self._staleness is not None:
             self._staleness.finalized(group)
-            self._pace()
         self._dropped_in_a_row = 0 if group.ready else self._dropped_in_a_row + 1
         if self._dropped_in_a_row >= _MOST_DROPPED * max(1, self._requested):
             failures = {f"{member.failure}: {member.failure_message}" for member in group.members if not member.ok}
@@ -123,8 +119,8 @@ class TaskProducer(Producer):
 
     def delivered(self, groups: int) -> None:
         self._requested = max(0, self._requested - groups)
-        if self._paced is not None:
-            self._paced.delivered(self.source.delivery.ready)
+        if self._staleness is not None:
+            self._staleness.delivered()
 
     def follow_up(self) -> None:
         if self._missing() > 0:
@@ -134,11 +130,12 @@ class TaskProducer(Producer):
         self._connection.store_restarted()
         if self._cursor is not None:
             self._cursor.repeat()
-        self._pace()
+        if self._staleness is not None:
+            self._staleness.pace()
         self.follow_up()
 
     def time_passed(self) -> None:
-        if self._paced is not None and not self.source.settings.blocking:
+        if self._staleness is not None and self._staleness.active and not self.source.settings.blocking:
             self.source.follower.submit(self._ask_version, None)
 
     def raise_if_dead(self) -> None:
@@ -180,23 +177,13 @@ class TaskProducer(Producer):
             # not groups that the store has partly released, as after restoring an older state than the last two
             whole = {name for name, rollouts in stored.items() if len(rollouts) >= source.n_samples_per_prompt}
             self._cursor.reconcile(whole)
-            self._pace()
+            if self._staleness is not None:
+                self._staleness.pace()
             ours = [rollout for name in self._cursor.in_flight for rollout in stored[name]]
             for group_id in self._cursor.in_flight:
                 source.expect(group_id, size=source.n_samples_per_prompt)
             self._reconciling = False
             source.opened([rollout for rollout in ours if rollout.status not in FINISHED])
-
-    @property
-    def _paced(self) -> StalenessController | None:
-        """The controller, once it is active."""
-        return self._staleness if self._staleness is not None and self._staleness.active else None
-
-    def _pace(self) -> None:
-        """Let the staleness limit decide which groups are next, after groups were drawn, have ended or were lost."""
-        if self._paced is not None and self._cursor is not None:
-            self._paced.follow(self._cursor.in_flight)
-            self.source.delivery.reserve(self._paced.next_groups(self.source.delivery.ready))
 
     # -- enqueueing ---------------------------------------------------------------------------------------------------
 
@@ -213,7 +200,8 @@ class TaskProducer(Producer):
                 if self._cursor is None or (missing := self._missing()) <= 0:
                     return
                 groups = self._cursor.take(missing)
-                self._pace()
+                if self._staleness is not None:
+                    self._staleness.pace()
             size = self.source.n_samples_per_prompt
             enqueue = partial(self._connection.enqueue, size=size, mode="train")
             await enqueue_groups(self.source, groups, enqueue, size=size, mode="train")
@@ -221,6 +209,6 @@ class TaskProducer(Producer):
     def _missing(self) -> int:
         if self._cursor is None or self._reconciling:
             return 0
-        if self._paced is not None:
-            return self._paced.free
+        if self._staleness is not None and self._staleness.active:
+            return self._staleness.free
         return self._requested - len(self.source.delivery.ready) - len(self._cursor.in_flight)
