@@ -266,7 +266,7 @@ class GroupAssembler:
 
     def _remember_early(self, group_id: str) -> None:
         self._early[group_id] = None
-        if len(self._early) > _MAX_EARLY_GROUPS:
+        while len(self._early) > _MAX_EARLY_GROUPS:
             self._early.popitem(last=False)
 
     def _cancel(self, rollout_ids: list[str], reason: str) -> None:

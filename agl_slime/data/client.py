@@ -31,11 +31,9 @@ class TaskGroup:
 
 
 Enqueue = Callable[[Sequence[TaskGroup]], "Awaitable[Sequence[Rollout]]"]
-"""A function that enqueues the rollouts of groups in the store, and returns them."""
-
+"""Enqueues the rollouts of groups in the store, and returns them."""
 OnEnd = Callable[[str, "GroupResult | None"], None]
-"""Called with a group's id and the finalized group; with ``None`` when a restarted store has lost it, or its source has
-ended."""
+"""Called with a group's id and the finalized group; with ``None`` when a restart lost it, or its source has ended."""
 
 
 class HealthCheck:

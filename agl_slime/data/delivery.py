@@ -5,8 +5,7 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Iterable, Sequence
-from operator import itemgetter
-from typing import Any, Protocol
+from typing import Any
 
 from agl_slime.data.ledger import Ledger
 from agl_slime.data.results import GroupResult, Outcome, instance_of, rollout_of
@@ -18,29 +17,16 @@ logger = logging.getLogger(__name__)
 _NUMBERS = "index", "group_index", "rollout_number"
 
 
-class DeliveryControl(Protocol):
-    """Decides which ready groups may be delivered now, for example to bound their staleness."""
-
-    def deliverable(self, ready: Iterable[Sequence[Sample]]) -> int:
-        """The number of ready groups that may be delivered."""
-        ...
-
-    def take(self, ready: deque[list[Sample]], n: int) -> int:
-        """Move up to ``n`` deliverable groups to the front; returns their number."""
-        ...
-
-
 class Delivery:
     """Ready groups, oldest first; delivered groups count as trained. Not thread-safe."""
 
     def __init__(self, ledger: Ledger) -> None:
         self.ready: deque[list[Sample]] = deque()
-        self.control: DeliveryControl | None = None
         self.versions = WeightVersions()
         self.refused = ""
         """Why the last group with weights of another run was refused."""
         self._ledger = ledger
-        self._reserved: int | None = None  # number of leading groups that may be delivered; None: all
+        self.reserved: int | None = None  # number of leading groups that may be delivered; None: all
         self._next: dict[str, int] = dict.fromkeys(_NUMBERS, 0)
 
     def add(self, group: GroupResult) -> None:
@@ -53,43 +39,34 @@ class Delivery:
     @property
     def deliverable(self) -> int:
         """The number of groups that may be delivered now."""
-        if self.control is not None:
-            return self.control.deliverable(self.ready)
-        return len(self.ready) if self._reserved is None else min(len(self.ready), self._reserved)
-
-    @property
-    def reserved(self) -> bool:
-        """Whether delivery is limited to reserved groups."""
-        return self._reserved is not None
+        return len(self.ready) if self.reserved is None else min(len(self.ready), self.reserved)
 
     def take(self, n: int) -> list[list[Sample]]:
         """Up to ``n`` groups to train on, with the policy's version as ``metadata["policy_version"]``. Groups that were
         sampled by weights which this run did not push are left out and count as failed."""
         n = min(n, self.deliverable)
-        if self.control is not None:
-            n = self.control.take(self.ready, n)
         groups = [self.ready.popleft() for _ in range(n)]
-        if self._reserved is not None:
-            self._reserved -= n
+        if self.reserved is not None:
+            self.reserved -= n
         with self._ledger.batch():
             return [samples for samples in groups if self._delivered(samples)]
 
     def give_back(self, groups: Sequence[list[Sample]]) -> None:
         """Take groups back; they are delivered again before newer ones."""
         self.ready.extendleft(reversed(groups))
-        if self._reserved is not None:
-            self._reserved += len(groups)
+        if self.reserved is not None:
+            self.reserved += len(groups)
 
     def reserve(self, rollout_ids: Sequence[str] | None) -> int:
         """Limit delivery to the ready groups of these rollouts, in this order; ``None``: all groups, oldest first.
         Returns how many of the previously reserved groups were not delivered."""
-        left = self._reserved or 0
-        order = {name: place for place, name in enumerate(rollout_ids or ())}
-        places = [min(order.get(rollout_of(sample) or "", len(order)) for sample in group) for group in self.ready]
-        arranged = sorted(zip(places, self.ready, strict=True), key=itemgetter(0))
-        self.ready.clear()
-        self.ready.extend(group for _, group in arranged)
-        self._reserved = None if rollout_ids is None else sum(place < len(order) for place in places)
+        left, order = self.reserved or 0, {name: place for place, name in enumerate(rollout_ids or ())}
+
+        def place(samples: list[Sample]) -> int:  # by any member: another process may have them in another order
+            return next((order[name] for sample in samples if (name := rollout_of(sample) or "") in order), len(order))
+
+        self.ready = deque(sorted(self.ready, key=place))
+        self.reserved = None if rollout_ids is None else sum(place(samples) < len(order) for samples in self.ready)
         return left
 
     def reject(self, groups: Sequence[Sequence[Sample]], reason: str) -> None:
@@ -156,6 +133,11 @@ class Delivery:
             numbers["rollout_number"] += 1
         numbers["group_index"] += 1
         return samples
+
+
+def first_rollout(samples: Sequence[Sample]) -> str:
+    """The rollout id of a group's first sample, which names the group; empty for a sample from elsewhere."""
+    return (rollout_of(samples[0]) if samples else None) or ""
 
 
 def _rollouts_of(samples: Iterable[Sample]) -> list[str]:

@@ -141,16 +141,13 @@ class GroupSource:
             return self.delivery.placeholders(num_samples, self.n_samples_per_prompt)
         self.follower.begin()
         timeout_s, blocking = self.settings.get_timeout_s, self.settings.blocking
-        deadline = time.monotonic() + timeout_s
+
+        def enough() -> bool:
+            ready = self.delivery.deliverable
+            return not blocking or ready >= num_samples or (ready > 0 and not self._more_to_come())
+
         with self.changed:
-            while (
-                blocking and (ready := self.delivery.deliverable) < num_samples and (not ready or self._more_to_come())
-            ):
-                self.raise_if_dead()
-                if (remaining := deadline - time.monotonic()) <= 0:
-                    break
-                self.changed.wait(min(remaining, 1.0))
-            self.raise_if_dead()
+            self._wait(enough)
             if blocking and num_samples > 0 and not self.delivery.deliverable:
                 counts = self.ledger.counts()
                 raise DataSourceError(
@@ -183,20 +180,16 @@ class GroupSource:
         store, has seen them ready. Raises ``DataSourceError`` when they are not ready at the deadline of
         ``get_samples``."""
         self.follower.begin()
-        deadline = time.monotonic() + self.settings.get_timeout_s
+
+        def whole() -> bool:
+            self.delivery.reserve(rollout_ids)
+            return self.delivery.deliverable >= len(rollout_ids)
+
         with self.changed:
-            while True:
-                self.raise_if_dead()
-                self.delivery.reserve(rollout_ids)
-                if (ready := self.delivery.deliverable) >= len(rollout_ids):
-                    return
-                if (remaining := deadline - time.monotonic()) <= 0:
-                    self.delivery.reserve(None)
-                    raise DataSourceError(
-                        f"of {len(rollout_ids)} groups that a step is planned with, {ready} became ready within "
-                        f"{self.settings.get_timeout_s:g} s"
-                    )
-                self.changed.wait(min(remaining, 1.0))
+            if not self._wait(whole):
+                ready, planned = self.delivery.deliverable, f"{len(rollout_ids)} groups that a step is planned with"
+                self.delivery.reserve(None)
+                raise DataSourceError(f"of {planned}, {ready} became ready within {self.settings.get_timeout_s:g} s")
 
     @property
     def deliverable(self) -> int:
@@ -226,14 +219,7 @@ class GroupSource:
         metrics.update({f"agl/{end.value}/{reason}": n for (end, reason), n in counts.reasons.items() if reason})
         return metrics
 
-    def expect(
-        self,
-        group_id: str,
-        *,
-        size: int,
-        mode: str = "train",
-        on_end: OnEnd | None = None,
-    ) -> None:
+    def expect(self, group_id: str, *, size: int, mode: str = "train", on_end: OnEnd | None = None) -> None:
         """Announce a group before its rollouts are enqueued: its size and mode, so that failures finalize it too.
         ``on_end`` is called on the data source's thread."""
         with self.changed:
@@ -337,13 +323,24 @@ class GroupSource:
         for rollout_id in waiting:
             self.notify(rollout_id)
 
+    def _wait(self, condition: Callable[[], bool]) -> bool:
+        """Wait until ``condition`` holds, with the lock held; ``False`` at the deadline of ``get_samples``."""
+        deadline = time.monotonic() + self.settings.get_timeout_s
+        while not (holds := condition()):
+            self.raise_if_dead()
+            if (remaining := deadline - time.monotonic()) <= 0:
+                break
+            self.changed.wait(min(remaining, 1.0))
+        self.raise_if_dead()
+        return holds
+
     def _more_to_come(self) -> bool:
-        if self.delivery.reserved:
+        if self.producer.endless:
+            return True
+        if self.delivery.reserved is not None:
             return False
         # without announcements more rollouts may come at any time: wait for the deadline
-        if self.producer.endless or not self.ingestor.announced:
-            return True
-        return len(self.assembler) > 0 or self.ledger.counts().open > 0
+        return not self.ingestor.announced or len(self.assembler) > 0 or self.ledger.counts().open > 0
 
 
 def format_outcomes(reasons: dict[tuple[Outcome, str], int]) -> str:

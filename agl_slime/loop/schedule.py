@@ -188,10 +188,10 @@ class Schedule:
     async def _enqueue_free(self) -> None:
         assert self._tasks is not None
         size = self._settings.n_samples_per_prompt
+        enqueue = partial(self._enqueue, size=size, mode="train")
         while (n := self._admission.free) > 0:
             groups = await self._draw(self._tasks, n)
             self._admit(groups)
-            enqueue = partial(self._enqueue, size=size, mode="train")
             await enqueue_groups(self._data_source, groups, enqueue, size=size, mode="train")
 
     async def _draw(self, tasks: TaskCursor, n: int) -> list[TaskGroup]:
@@ -199,12 +199,7 @@ class Schedule:
             return await run_user_code(tasks.take, n)
 
     async def _enqueue(
-        self,
-        groups: Sequence[TaskGroup],
-        *,
-        size: int,
-        mode: Literal["train", "val"],
-        resources_id: str | None = None,
+        self, groups: Sequence[TaskGroup], *, size: int, mode: Literal["train", "val"], resources_id: str | None = None
     ) -> Sequence[Rollout]:
         limits = {"timeout_s": self._settings.rollout_timeout_s, "max_attempts": self._settings.max_attempts}
         options: dict[str, Any] = {**limits, **self.metadata}

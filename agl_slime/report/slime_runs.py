@@ -123,9 +123,8 @@ class SlimeRun:
         scores = {id(one.sample): row for one in dumped[False] if (row := _take(rows, one)) is not None}
         conversations: dict[str, list[dict[str, str]]] = {}
         groups = [self._group(number, name, part, scores, conversations) for name, part in _groups(dumped[False])]
-        evaluated = [
-            one for name, part in _groups(dumped[True]) for one in self._group(number, name, part, {}, {}).members
-        ]
+        evals = (self._group(number, name, part, {}, {}) for name, part in _groups(dumped[True]))
+        evaluated = [member for group in evals for member in group.members]
         metrics = collect_metrics(groups, collect_s=0) if groups else {}
         metrics |= _train_metrics(list(scores.values())) | (eval_metrics(evaluated) if evaluated else {})
         self._write(number, groups, scores, conversations)

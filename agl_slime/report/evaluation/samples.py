@@ -105,7 +105,13 @@ async def take_samples(
     ) as source:
         resources_id = (await store.add_resources({LLM_RESOURCE: sampling.llm})).resources_id
         runner = make_runners(sampling.runners, agent=sampling.agent, store=store)
-        health = HealthCheck(lambda: _raise_if_dead(runner, source, sampling))
+
+        def raise_if_dead() -> None:
+            if runner.failure is not None:
+                raise LoopError(f"the runner ended: {runner.failure}") from runner.failure
+            source.raise_if_dead()
+            if sampling.check_alive is not None:
+                sampling.check_alive()
 
         async def enqueue(groups: Sequence[TaskGroup]) -> Sequence[Rollout]:
             limits: dict[str, Any] = {"resources_id": resources_id, "timeout_s": sampling.timeout_s}
@@ -116,19 +122,11 @@ async def take_samples(
         # each sample is a group of one, so that failures are independent
         places = {f"{uuid.uuid4().hex}-{number}": pair for number, pair in enumerate(missing)}
         groups = (TaskGroup(group_id, tasks[task]) for group_id, (task, _) in places.items())
+        how: dict[str, Any] = {"health": HealthCheck(raise_if_dead), "max_in_flight": sampling.max_in_flight}
         await run_in_thread(runner.start)
         try:
-            limit = sampling.max_in_flight
-            async for member in run_rollouts(source, groups, enqueue, health=health, max_in_flight=limit):
+            async for member in run_rollouts(source, groups, enqueue, **how):
                 into.add(*places[member.group_id], member)
                 on_progress(len(into.lines), k * len(tasks))
         finally:
             await asyncio.shield(run_in_thread(runner.stop, timeout_s=3.0))
-
-
-def _raise_if_dead(runner: Any, source: GroupSource, sampling: Sampling) -> None:
-    if runner.failure is not None:
-        raise LoopError(f"the runner ended: {runner.failure}") from runner.failure
-    source.raise_if_dead()
-    if sampling.check_alive is not None:
-        sampling.check_alive()

@@ -84,9 +84,8 @@ class SingleRollouts:
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
         self.tokenizer = tokenizer = connection.tokenizer()
-        self._source = GroupSource(
-            store=connection.store, tokenizer=tokenizer, convert_validation=True, producer=connection
-        )
+        how: dict[str, Any] = {"convert_validation": True, "producer": connection}
+        self._source = GroupSource(store=connection.store, tokenizer=tokenizer, **how)
         self._source.follower.begin()
         connection.start()
 

@@ -60,8 +60,7 @@ class TaskProducer(Producer):
         """See ``AGLDataSource.begin_rollout``."""
         if self._staleness is not None:
             with self.source.changed:
-                self._staleness.begin_rollout(rollout_id)
-                self.source.delivery.control = self._staleness
+                self._staleness.begin_rollout(rollout_id, self.source.delivery)
             if self.source.settings.blocking:
                 run_blocking(self._ask_version(rollout_id))  # now: the weights change once slime continues
             else:
@@ -120,6 +119,8 @@ class TaskProducer(Producer):
 
     def delivered(self, groups: int) -> None:
         self._requested = max(0, self._requested - groups)
+        if self._staleness is not None:
+            self._staleness.delivered()
 
     def follow_up(self) -> None:
         if self._missing() > 0:
@@ -130,7 +131,7 @@ class TaskProducer(Producer):
         if self._cursor is not None:
             self._cursor.repeat()
         if self._staleness is not None:
-            self._staleness.drop_in_flight()
+            self._staleness.pace()
         self.follow_up()
 
     def time_passed(self) -> None:
@@ -161,8 +162,7 @@ class TaskProducer(Producer):
         if not has_feed:
             self._cursor.repeat()  # the store was lost with the process that saved the state
         if self._staleness is not None:
-            in_flight = self._cursor.in_flight if has_feed else ()
-            self._staleness.restore(state.get("pacing") or (), ready=self.source.delivery.ready, in_flight=in_flight)
+            self._staleness.restore(state.get("pacing") or ())
 
     async def before_following(self) -> None:
         """Compare the restored state with the store, once: groups that were enqueued after the state was saved are
@@ -178,7 +178,7 @@ class TaskProducer(Producer):
             whole = {name for name, rollouts in stored.items() if len(rollouts) >= source.n_samples_per_prompt}
             self._cursor.reconcile(whole)
             if self._staleness is not None:
-                self._staleness.reconcile(self._cursor.in_flight)
+                self._staleness.pace()
             ours = [rollout for name in self._cursor.in_flight for rollout in stored[name]]
             for group_id in self._cursor.in_flight:
                 source.expect(group_id, size=source.n_samples_per_prompt)
@@ -201,7 +201,7 @@ class TaskProducer(Producer):
                     return
                 groups = self._cursor.take(missing)
                 if self._staleness is not None:
-                    self._staleness.admit(group.group_id for group in groups)
+                    self._staleness.pace()
             size = self.source.n_samples_per_prompt
             enqueue = partial(self._connection.enqueue, size=size, mode="train")
             await enqueue_groups(self.source, groups, enqueue, size=size, mode="train")

@@ -64,7 +64,7 @@ class AGLDataSource(DataSource):
             if teachers is not None and tokenizer is not None:
                 run_blocking(teachers.check(tokenizer))
             settings = settings or connection.data_source_settings()
-            self._producer = TaskProducer(connection, StalenessController.from_settings(plugin, args))
+            self._producer = TaskProducer(connection, StalenessController.from_settings(plugin, args, connection.tasks))
         self._loaded = False
         self._delivery: dict[str, Any] = {}
         durable = getattr(args, "rollout_data_transport", None) == "straw"
