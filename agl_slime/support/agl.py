@@ -8,11 +8,8 @@ this one inside functions. LiteLLM tries three times to download a price list un
 # ruff: noqa: F401  (other modules import these names from here)
 from __future__ import annotations
 
-import functools
-import gc
 import importlib.metadata
 import os
-import sys
 import warnings
 
 from agl_slime.errors import MissingDependencyError, UnknownVersionError
@@ -20,11 +17,8 @@ from agl_slime.support.litellm_later import litellm_later
 
 os.environ.setdefault("LITELLM_LOCAL_MODEL_COST_MAP", "True")
 
-_showwarning = warnings.showwarning
 # its own __init__ imports the module that it deprecates
 warnings.filterwarnings("ignore", "agentlightning.reward is deprecated", module="agentlightning")
-_collects = gc.isenabled()
-gc.disable()  # collections during the import of thousands of modules take a second and find no garbage
 try:
     with litellm_later():
         from agentlightning.adapter.messages import group_genai_dict
@@ -71,15 +65,6 @@ except ImportError as error:
         f"agentlightning {_version} is installed here, without {_missing}; agl-slime needs 0.3 in its own environment: "
         "pip install 'agentlightning>=0.3,<0.4' (agents of 1.0 run in another one, named by --controller-python)"
     ) from error
-finally:
-    if _collects:
-        gc.enable()
-    warnings.showwarning = _showwarning  # one of its imports suppresses the warnings of the whole process
-
-# Agent Lightning builds a new pydantic TypeAdapter for every reward that it reads: 0.13 ms, twice per rollout, more
-# than the rest of the read. From sys.modules, because the package has functions with the names of its modules.
-_reward_module = sys.modules["agentlightning.emitter.reward"]
-_reward_module.TypeAdapter = functools.lru_cache(maxsize=8)(_reward_module.TypeAdapter)  # type: ignore[attr-defined]
 
 
 def otlp_export_misses_store() -> bool:
