@@ -178,12 +178,14 @@ def _timeline(found: Forecast, width: int = 64) -> list[str]:
 
 
 def write(rehearsal: Rehearsal, run: RunDir, lines: Sequence[str]) -> None:
-    """The directory's files: ``rehearsal.txt``, ``findings.json``, ``forecasts.json``, and the run's ``metrics.jsonl``
-    and ``summary.json``, which the report opens."""
+    """The directory's files: ``rehearsal.txt``, ``findings.json``, ``forecasts.json``, ``live.json``, and the run's
+    ``metrics.jsonl`` and ``summary.json``, which the report opens."""
     write_file(run.path / "rehearsal.txt", "\n".join(lines) + "\n")
     write_file(run.path / "findings.json", dump([asdict(one) for one in rehearsal.findings], indent=2))
     forecasts = {name: asdict(one) for name, one in rehearsal.forecasts}
     write_file(run.path / "forecasts.json", dump(forecasts, indent=2))
+    if rehearsal.live is not None:
+        write_file(run.path / "live.json", dump(asdict(rehearsal.live), indent=2))
     if rehearsal.shape is not None:
         rows, before = [], 0.0
         for number, step in enumerate(rehearsal.forecasts[0][1].steps):

@@ -8,6 +8,7 @@ import os
 import shutil
 import signal
 import subprocess
+import sys
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -50,8 +51,8 @@ def play_live(
     tokenizer: Path,
     scratch: Path,
 ) -> Live:
-    """Run ``steps`` steps, scaled to about ``seconds`` in total; ``tokenizer`` is the directory of a model, in place of
-    a missing one. Raises ``AglSlimeError`` when slime's driver fails."""
+    """Run ``steps`` steps, scaled to about ``seconds`` in total. ``tokenizer`` is a model's directory that stands for a
+    missing one. Raises ``AglSlimeError`` when slime's driver fails."""
     _check_memory(args, nodes)
     short = max(1.0, shape.mean_tokens / _TOKENS)
     once = forecast(speeds, shape, steps=steps)
@@ -155,6 +156,8 @@ def _tasks(args: Arguments, scratch: Path) -> Path:
 
 
 def _run(command: list[str], env: dict[str, str], cwd: str, log: Path, *, timeout_s: float) -> None:
+    # as its group has to end with this process
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     with log.open("wb") as output:
         process = subprocess.Popen(
             command, env=env, cwd=cwd, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
@@ -165,6 +168,7 @@ def _run(command: list[str], env: dict[str, str], cwd: str, log: Path, *, timeou
             code = None
         finally:
             _end_group(process.pid)
+            signal.signal(signal.SIGTERM, before)
     if code != 0:
         lines = [line for line in log.read_text(errors="replace").splitlines() if "Error" in line]
         how = "did not end in time" if code is None else f"ended with code {code}"

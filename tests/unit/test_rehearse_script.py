@@ -1,0 +1,223 @@
+"""Launch scripts read by bash with stubs, and the checks of their arguments."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from agl_slime.errors import ConfigError
+from agl_slime.rehearse.checks import OURS, Nodes, check, check_script
+from agl_slime.rehearse.parsing import Parsed
+from agl_slime.rehearse.script import Played, Training, play
+
+HEAD = """#!/bin/bash
+pkill -9 python; pkill -9 ray; sleep 3
+ray stop --force
+set -ex
+"""
+SLIMES = (
+    HEAD
+    + """
+GPUS=$(nvidia-smi -L | wc -l)
+SCRIPT_DIR="$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")" &>/dev/null && pwd)"
+source "${SCRIPT_DIR}/model.sh"
+ROLLOUT_ARGS=(
+   --rollout-batch-size 32
+   # --rollout-batch-size 64
+   --prompt-data "/data/a b.jsonl"
+)
+ray start --head --node-ip-address ${MASTER_ADDR:-127.0.0.1} --num-gpus ${GPUS}
+for HOST in 10.0.0.2 10.0.0.3; do
+  ssh root@"${HOST}" "pkill -9 python ; ray start --address=10.0.0.1:6379 --num-gpus 8 --node-ip-address ${HOST}" &
+done
+wait
+RUNTIME="{\\"env_vars\\": {\\"PYTHONPATH\\": \\"/root/Megatron-LM\\"}}"
+ray job submit --address="http://127.0.0.1:8265" --runtime-env-json="${RUNTIME}" -- python3 train.py \\
+  --actor-num-gpus-per-node ${GPUS} ${MODEL_ARGS[@]} "${ROLLOUT_ARGS[@]}" "$@"
+"""
+)
+
+
+def write(directory: Path, text: str) -> Path:
+    (directory / "model.sh").write_text("MODEL_ARGS=(--num-layers 28 --swiglu)\n")
+    script = directory / "run.sh"
+    script.write_text(text)
+    return script
+
+
+@pytest.fixture
+def scratch(tmp_path: Path) -> Path:
+    (tmp_path / "scratch").mkdir()
+    return tmp_path / "scratch"
+
+
+def test_a_script_gives_its_training_command_and_harms_nothing(tmp_path: Path, scratch: Path):
+    played = play(write(tmp_path, SLIMES), gpus=4, arguments=["--lr", "1e-6"], scratch=scratch)
+    assert played.code == 0, played.stderr
+    training = played.training
+    assert training is not None
+    assert training.submitted
+    assert (training.script, training.env["PYTHONPATH"]) == ("train.py", "/root/Megatron-LM")
+    flags = "--actor-num-gpus-per-node 4 --num-layers 28 --swiglu --rollout-batch-size 32 --prompt-data|/data/a b.jsonl"
+    assert [*training.flags] == [*flags.split("|")[0].split(), flags.split("|")[1], "--lr", "1e-6"]
+    assert [one.argv[:3] for one in played.commands][:2] == [("pkill", "-9", "python"), ("pkill", "-9", "ray")]
+    nodes = sorted(played.ray_nodes, key=lambda node: node.host or "")
+    assert [(node.host, node.head, node.address, node.gpus) for node in nodes] == [
+        (None, True, "127.0.0.1", 4),
+        ("10.0.0.2", False, "10.0.0.2", 8),
+        ("10.0.0.3", False, "10.0.0.3", 8),
+    ]
+
+
+def test_stubs_stand_before_a_path_that_the_script_extends(tmp_path: Path, scratch: Path):
+    real = tmp_path / "bin"
+    real.mkdir()
+    (real / "python3").write_text(f"#!/bin/sh\ntouch {scratch}/harm\n")
+    (real / "python3").chmod(0o755)
+    script = write(tmp_path, HEAD + f"export PATH={real}:$PATH\npython3 train.py --lr 1\nrm -rf {scratch}/kept\n")
+    (scratch / "kept").touch()
+    played = play(script, gpus=8, scratch=scratch)
+    assert played.training is not None
+    assert not played.training.submitted
+    assert (scratch / "kept").exists()
+    assert not (scratch / "harm").exists()
+
+
+def test_a_computation_in_python_is_done(tmp_path: Path, scratch: Path):
+    script = write(tmp_path, HEAD + "N=$(python3 -c 'print(6*7)')\nexec python train_async.py --seed $N\n")
+    training = play(script, gpus=8, scratch=scratch).training
+    assert training is not None
+    assert training.flags == ("--seed", "42")
+
+
+def test_a_script_that_ends_early_says_its_last_words(tmp_path: Path, scratch: Path):
+    script = write(tmp_path, HEAD + '[ -n "${DATA_ROOT:-}" ] || { echo "DATA_ROOT is not set"; exit 3; }\n')
+    played = play(script, gpus=8, scratch=scratch)
+    texts = [one.text for one in check_script(played, played.training, Nodes(1, 8))]
+    assert texts == ["the script ended with code 3 before it started training: DATA_ROOT is not set"]
+
+
+def test_a_script_that_needs_a_master_address_goes_on_with_one(tmp_path: Path, scratch: Path):
+    needs = '[ -n "${MASTER_ADDR:-}" ] || exit 1\npython3 train.py --lr 1\nls "${DATA_ROOT}" || true\n'
+    played = play(write(tmp_path, HEAD + needs), gpus=8, scratch=scratch, environ={"PATH": "/usr/bin:/bin"})
+    assert played.training is not None
+    texts = [one.text for one in check_script(played, played.training, Nodes(1, 8))]
+    assert texts[0].startswith("MASTER_ADDR is not set and the script needs it: export it")
+    assert texts[1].startswith("the script reads DATA_ROOT, which nothing sets")
+
+
+def test_no_script_is_an_error(tmp_path: Path, scratch: Path):
+    with pytest.raises(ConfigError, match="there is no such launch script"):
+        play(tmp_path / "none.sh", gpus=8, scratch=scratch)
+
+
+# -- checks ----------------------------------------------------------------------------------------------------------
+
+SOUND: dict[str, Any] = {
+    "actor_num_nodes": 1,
+    "actor_num_gpus_per_node": 8,
+    "num_gpus_per_node": 8,
+    "colocate": True,
+    "rollout_num_gpus": 8,
+    "rollout_num_gpus_per_engine": 2,
+    "tensor_model_parallel_size": 2,
+    "num_layers": 36,
+    "num_attention_heads": 32,
+    "num_query_groups": 8,
+    "rollout_batch_size": 32,
+    "n_samples_per_prompt": 8,
+    "global_batch_size": 256,
+    "use_dynamic_batch_size": True,
+    "max_tokens_per_gpu": 9216,
+    "rollout_max_response_len": 8192,
+    "advantage_estimator": "grpo",
+    "rollout_function_path": "slime.rollout.sglang_rollout.generate_rollout",
+}
+HOOKED = {"rollout_function_path": OURS, "eval_function_path": OURS, "custom_reward_post_process_path": "x.y"}
+APART = {"colocate": False, "actor_num_gpus_per_node": 4, "rollout_num_gpus": 4, "global_batch_size": 256}
+
+
+ONE = Nodes(1, 8)
+
+
+def findings(nodes: Nodes = ONE, *, script: str = "train.py", **changed: Any) -> list[str]:
+    parsed = Parsed(args={**SOUND, **changed})
+    training = Training(script, (), {}, "/nowhere", submitted=True)
+    return [one.text for one in check(Played((), 0, "", isolated=True), parsed, training, nodes)][:-1]  # starts no Ray
+
+
+def test_sound_arguments_have_no_findings():
+    assert findings() == []
+    assert findings(**APART) == []
+    assert findings(**HOOKED) == []
+
+
+@pytest.mark.parametrize(
+    ("changed", "text"),
+    [
+        ({"actor_num_nodes": 4}, "slime needs 32 GPUs (32 for training) and 1 node with 8 GPUs have 8"),
+        ({"actor_num_gpus_per_node": 4, "rollout_num_gpus": 4}, "slime uses 4 of 8 GPUs"),
+        ({"tensor_model_parallel_size": 3}, "8 training GPUs are no multiple of tensor 3"),
+        ({"tensor_model_parallel_size": 2, "num_query_groups": 3}, "--num-query-groups 3 is no multiple"),
+        ({"pipeline_model_parallel_size": 8, "tensor_model_parallel_size": 1}, "36 layers do not divide into 8"),
+        ({"num_experts": 6, "expert_model_parallel_size": 4, "tensor_model_parallel_size": 1}, "--num-experts 6"),
+        ({"num_experts": 8}, "give --sequence-parallel"),
+        ({"rollout_batch_size": 33}, "= 264 is no multiple of --global-batch-size 256, so 8 rollouts are dropped"),
+        ({"global_batch_size": 512}, "= 256 is less than --global-batch-size 512"),
+        ({"global_batch_size": 2}, "--global-batch-size 2 is no multiple of 4 data-parallel ranks"),
+        ({"n_samples_per_prompt": 1, "global_batch_size": 32}, "the advantage 0: give 2 or more"),
+        ({"rollout_max_response_len": 16384}, "a response of 16384 tokens is longer than --max-tokens-per-gpu 9216"),
+        ({"sglang_context_length": 4096}, "--rollout-max-response-len 8192 is more than --sglang-context-length 4096"),
+        ({**APART, "rollout_num_gpus": None}, "give --rollout-num-gpus N"),
+        ({"rollout_num_gpus_per_engine": 3}, "--rollout-num-gpus 8 is no multiple"),
+        ({"num_gpus_per_node": 4}, "slime numbers the GPUs of engines by --num-gpus-per-node 4"),
+        ({"prompt_data": "/nowhere.jsonl@[0:9]"}, "--prompt-data /nowhere.jsonl@[0:9] does not exist"),
+        ({"save": "/tmp/x"}, "has no effect without --save-interval"),
+        ({"use_rollout_routing_replay": True, "moe_router_topk": 8}, "take up to 2.2 GiB"),
+        ({**HOOKED, "partial_rollout": True}, "--partial-rollout has no effect under agl_slime"),
+        ({**HOOKED, "custom_reward_post_process_path": None}, "normalises rewards by position"),
+        ({**HOOKED, "agl_max_staleness": 1}, "agl_max_staleness 1 has no effect with --colocate"),
+        ({**HOOKED, **APART, "agl_max_staleness": 1}, "give --use-tis"),
+        ({"data_source_path": "agl_slime.AGLDataSource"}, "aborts the requests of our agents after each batch"),
+    ],
+)
+def test_each_fault_is_one_sentence_with_its_fix(changed: dict[str, Any], text: str):
+    assert any(text in one for one in findings(**changed)), findings(**changed)
+
+
+def test_faults_of_the_asynchronous_driver():
+    assert "train_async.py refuses --colocate: use train.py" in findings(script="train_async.py")[0]
+    behind = {**HOOKED, **APART, "agl_max_staleness": 1, "use_tis": True, "update_weights_interval": 2}
+    assert "set 2 or more" in findings(script="train_async.py", **behind)[0]
+    assert findings(script="train_async.py", **{**behind, "agl_max_staleness": 2}) == []
+
+
+def test_faults_of_several_nodes():
+    two = {**HOOKED, "actor_num_nodes": 2, "rollout_num_gpus": 16}
+    texts = findings(Nodes(2, 8), agl_store_url="http://127.0.0.1:9", agl_runners="ray:4", **two)
+    assert "agl_store_url http://127.0.0.1:9 is each node's loopback" in texts[0]
+    assert "agl_runners ray:4: runners on other nodes cannot reach a store" in texts[1]
+    assert findings(Nodes(2, 8), **two) == []
+
+
+def test_data_without_the_named_keys(tmp_path: Path):
+    data = tmp_path / "d.jsonl"
+    data.write_text("".join(json.dumps({"question": "1?", "label": str(n)}) + "\n" for n in range(40)))
+    texts = findings(prompt_data=str(data), input_key="prompt", label_key="label")
+    assert texts == [
+        f"--input-key prompt is missing in 40 of 40 lines of --prompt-data {data}: name one of the keys there "
+        "(question, label)"
+    ]
+    assert findings(prompt_data=str(data), input_key="question") == []
+
+
+def test_the_script_around_the_training_command(tmp_path: Path, scratch: Path):
+    played = play(write(tmp_path, SLIMES), gpus=8, scratch=scratch)
+    texts = [one.text for one in check_script(played, played.training, Nodes(4, 8))]
+    assert texts[0].startswith("the script starts Ray on 3 of 4 nodes, so the others never join")
+    assert texts[1].startswith("Ray's head listens on 127.0.0.1, which other nodes cannot reach")
+    quoted = Training("train.py", (), {"MASTER_ADDR": "${MASTER_ADDR}"}, "/", submitted=True)
+    assert "take the single quotes" in next(check_script(played, quoted, ONE)).text
