@@ -253,7 +253,7 @@ def _batches(args: Arguments, nodes: Nodes) -> Iterator[Finding]:
         if step % (ranks * micro):
             each = f"{ranks} data-parallel ranks" + (f" x --micro-batch-size {micro}" if micro > 1 else "")
             yield _breaks(f"--global-batch-size {step} is no multiple of {each}", "change one of them")
-    if size == 1 and args.advantage_estimator in ("grpo", "gspo", "cispo"):
+    if size == 1 and args.loss_type != "sft_loss" and args.advantage_estimator in ("grpo", "gspo", "cispo"):
         what = f"--n-samples-per-prompt 1 gives every rollout of {args.advantage_estimator} the advantage 0"
         yield _breaks(what, "give 2 or more")
 

@@ -166,9 +166,9 @@ def lines_of(rehearsal: Rehearsal) -> list[str]:
     return lines
 
 
-def _timeline(found: Forecast, width: int = 64) -> list[str]:
+def _timeline(one: Forecast, width: int = 64) -> list[str]:
     """The first steps as bars: ``.`` waits for rollouts, ``T`` trains, ``u`` updates weights."""
-    steps = found.steps[:4]
+    steps = one.steps[:4]
     scale, ended, bar = width / steps[-1].synced, 0.0, ""
     for step in steps:
         for until, mark in ((step.began, "."), (step.trained, "T"), (step.synced, "u")):

@@ -131,10 +131,10 @@ def _play(script: Path, gpus: int, arguments: Sequence[str], scratch: Path, envi
         env = {n: v for n, v in record["env"].items() if environ.get(n) != v and n not in {*ours, "SHLVL", "_", "PWD"}}
         commands.append(Command(tuple(record["argv"]), record["cwd"], env))
     last = [line for line in finished.stderr.splitlines() if not line.startswith("+")]
-    told = last or finished.stdout.splitlines()
+    words = last or finished.stdout.splitlines()
     isolated = command[0] == "bwrap"
     unset = tuple(_unset_variables(script, environ))
-    return Played(tuple(commands), finished.returncode, "\n".join(told[-5:]), unset, isolated)
+    return Played(tuple(commands), finished.returncode, "\n".join(words[-5:]), unset, isolated)
 
 
 def _sandbox(scratch: Path) -> list[str]:

@@ -113,14 +113,14 @@ def _replace_validation(arguments: Any, answer: dict[str, Any], raw: dict[str, A
 
 def _unimportable(args: dict[str, Any]) -> dict[str, str]:
     """Flags that name Python objects which cannot be imported here, each with the reason."""
-    found = {}
+    failed = {}
     for name, value in args.items():
         if name.endswith("_path") and isinstance(value, str) and _NAMED.match(value) and not os.path.exists(value):
             try:
                 pkgutil.resolve_name(value)
             except (ImportError, AttributeError, ValueError) as error:
-                found[name] = f"{type(error).__name__}: {error}"
-    return found
+                failed[name] = f"{type(error).__name__}: {error}"
+    return failed
 
 
 def _importable(name: str) -> bool:
