@@ -11,21 +11,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from agl_slime.loop.task_files import split_slice
+from agl_slime.errors import ConfigError
+from agl_slime.loop.task_files import read_rows
 from agl_slime.rehearse.parsing import Parsed
 from agl_slime.rehearse.script import Played, Training
+from agl_slime.train.slime.flags import without_effect
 from agl_slime.train.slime.prompt_data import DEFAULT_INPUT_KEY
 
 OURS = "agl_slime.slime_hooks.generate_rollout"
-# slime's flags that its own rollout function reads and ours does not.
-_UNUSED_BY_OURS = {
-    "partial_rollout": "our agents resume over weight updates by themselves",
-    "over_sampling_batch_size": "a dropped group is replaced when it is dropped",
-    "custom_generate_function_path": "the agent generates",
-    "rm_type": "the agent's reward counts",
-    "custom_rm_path": "the agent's reward counts",
-    "group_rm": "the agent's reward counts",
-}
 _LOOPBACK = re.compile(r"^(https?://)?(127\.|localhost|\[?::1)")
 
 
@@ -290,32 +283,30 @@ def _data(args: Arguments, nodes: Nodes) -> Iterator[Finding]:
     for flag, given in sets:
         if not given:
             continue
-        path, _ = split_slice(given)
-        if not path.is_file():
+        if not Path(re.sub(r"@\[[^\]]*\]$", "", given)).is_file():
             yield _breaks(f"{flag} {given} does not exist on this machine", "put it where the rollout manager runs")
-        elif path.suffix == ".jsonl":
-            yield from _keys(args, flag, path)
-        elif path.suffix != ".parquet":
-            yield _breaks(f"{flag} {given}: slime reads .jsonl and .parquet only", "convert it")
+            continue
+        try:
+            rows = [row for _, row in read_rows(given, flag=flag)]
+        except ConfigError as error:
+            yield Finding("breaks", str(error))
+            continue
+        yield from _keys(args, f"{flag} {given}", rows)
+        if flag == "--prompt-data" and len(rows) < (groups := args.rollout_batch_size or 0):
+            what = (
+                f"{flag} has {len(rows)} rows, fewer than --rollout-batch-size {groups}, so prompts repeat in a batch"
+            )
+            yield _costs(what, "lower the latter")
 
 
-def _keys(args: Arguments, flag: str, path: Path) -> Iterator[Finding]:
-    lines = [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
-    try:
-        rows = [json.loads(line) for line in lines]
-    except ValueError as error:
-        yield _breaks(f"{flag} {path} has a line that is no JSON ({error}), which slime leaves out", "correct it")
-        return
-    for name in ("input_key", "label_key", "tool_key"):
+def _keys(args: Arguments, where: str, rows: list[Any]) -> Iterator[Finding]:
+    for name in ("input_key", "label_key"):
         key = getattr(args, name)
-        # with our hooks a task need not have slime's default keys
-        needed = key and (args.rollout_function_path != OURS or key not in (DEFAULT_INPUT_KEY, "tools"))
-        if needed and (lacking := sum(key not in row for row in rows)):
-            what = f"{_flag(name)} {key} is missing in {lacking} of {len(rows)} lines of {flag} {path}"
+        if key == DEFAULT_INPUT_KEY and args.rollout_function_path == OURS:
+            continue  # the agent's own build_prompt may read another one
+        if key and (lacking := sum(key not in row for row in rows)):
+            what = f"{_flag(name)} {key} is missing in {lacking} of {len(rows)} rows of {where}"
             yield _breaks(what, f"name one of the keys there ({', '.join(rows[0])})")
-    if flag == "--prompt-data" and len(rows) < (groups := args.rollout_batch_size or 0):
-        what = f"{flag} has {len(rows)} lines, fewer than --rollout-batch-size {groups}, so prompts repeat in a batch"
-        yield _costs(what, "lower the latter")
 
 
 def _hooks(args: Arguments, nodes: Nodes) -> Iterator[Finding]:
@@ -329,10 +320,8 @@ def _hooks(args: Arguments, nodes: Nodes) -> Iterator[Finding]:
     if not args.custom_reward_post_process_path:
         fix = "give --custom-reward-post-process-path agl_slime.slime_hooks.normalize_rewards"
         yield _costs("slime's release normalises rewards by position, wrong for rollouts of several Samples", fix)
-    for name, why in _UNUSED_BY_OURS.items():
-        value = getattr(args, name)
-        if value and not (name == "over_sampling_batch_size" and value == args.rollout_batch_size):
-            yield _costs(f"{_flag(name)} has no effect under {OURS}, as {why}", "take it out")
+    for flag in without_effect(args):
+        yield _costs(f"{_flag(flag.name)} has no effect under our rollout function, as {flag.why}", "take it out")
     limit, lag = args.agl_max_staleness, args.update_weights_interval or 1
     if limit is not None and args.asynchronous and limit < lag:
         what = f"agl_max_staleness {limit} cannot be kept: train_async.py requests rollouts {lag} versions ahead"
@@ -353,7 +342,7 @@ def _addresses(args: Arguments, nodes: Nodes) -> Iterator[Finding]:
             yield _breaks(f"{_flag(name)} {value} {where}", "give the address of its host")
     runners = args.agl_runners or ""
     if runners.startswith("ray:") and not args.agl_store_host:
-        fix = "set agl_store_host to the manager's address, or serve the store and set agl_store_url"
+        fix = "serve it with python -m agl_slime.train.slime.serve on an address, and set agl_store_url"
         yield _breaks(f"agl_runners {runners}: runners on other nodes cannot reach a store on 127.0.0.1", fix)
     if runners == "controller" and args.agl_job_template and _LOOPBACK.match(args.agl_controller_host or "127.0.0.1"):
         what = "agl_controller_host is a loopback address, which Kubernetes jobs cannot reach"

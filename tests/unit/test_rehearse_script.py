@@ -177,7 +177,7 @@ def test_sound_arguments_have_no_findings():
         ({"prompt_data": "/nowhere.jsonl@[0:9]"}, "--prompt-data /nowhere.jsonl@[0:9] does not exist"),
         ({"save": "/tmp/x"}, "has no effect without --save-interval"),
         ({"use_rollout_routing_replay": True, "moe_router_topk": 8}, "take up to 2.2 GiB"),
-        ({**HOOKED, "partial_rollout": True}, "--partial-rollout has no effect under agl_slime"),
+        ({**HOOKED, "partial_rollout": True}, "--partial-rollout has no effect under our rollout function"),
         ({**HOOKED, "custom_reward_post_process_path": None}, "normalises rewards by position"),
         ({**HOOKED, "agl_max_staleness": 1}, "agl_max_staleness 1 has no effect with --colocate"),
         ({**HOOKED, **APART, "agl_max_staleness": 1}, "give --use-tis"),
@@ -208,10 +208,11 @@ def test_data_without_the_named_keys(tmp_path: Path):
     data.write_text("".join(json.dumps({"question": "1?", "label": str(n)}) + "\n" for n in range(40)))
     texts = findings(prompt_data=str(data), input_key="prompt", label_key="label")
     assert texts == [
-        f"--input-key prompt is missing in 40 of 40 lines of --prompt-data {data}: name one of the keys there "
+        f"--input-key prompt is missing in 40 of 40 rows of --prompt-data {data}: name one of the keys there "
         "(question, label)"
     ]
     assert findings(prompt_data=str(data), input_key="question") == []
+    assert "has 9 rows, fewer than --rollout-batch-size 32" in findings(prompt_data=f"{data}@[0:9]")[0]
 
 
 def test_the_script_around_the_training_command(tmp_path: Path, scratch: Path):
