@@ -293,10 +293,8 @@ def _data(args: Arguments, nodes: Nodes) -> Iterator[Finding]:
             continue
         yield from _keys(args, f"{flag} {given}", rows)
         if flag == "--prompt-data" and len(rows) < (groups := args.rollout_batch_size or 0):
-            what = (
-                f"{flag} has {len(rows)} rows, fewer than --rollout-batch-size {groups}, so prompts repeat in a batch"
-            )
-            yield _costs(what, "lower the latter")
+            what = f"{flag} has {len(rows)} rows, fewer than --rollout-batch-size {groups}"
+            yield _costs(f"{what}, so prompts repeat in a batch", "lower the latter")
 
 
 def _keys(args: Arguments, where: str, rows: list[Any]) -> Iterator[Finding]:
