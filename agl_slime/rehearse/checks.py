@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from agl_slime.errors import ConfigError
-from agl_slime.loop.task_files import read_rows
+from agl_slime.loop.task_files import read_rows, split_slice
 from agl_slime.rehearse.parsing import Parsed
 from agl_slime.rehearse.script import Played, Training
 from agl_slime.train.slime.flags import without_effect
@@ -283,7 +283,7 @@ def _data(args: Arguments, nodes: Nodes) -> Iterator[Finding]:
     for flag, given in sets:
         if not given:
             continue
-        if not Path(re.sub(r"@\[[^\]]*\]$", "", given)).is_file():
+        if not split_slice(given)[0].is_file():
             yield _breaks(f"{flag} {given} does not exist on this machine", "put it where the rollout manager runs")
             continue
         try:
