@@ -44,7 +44,8 @@ _ADDRESSES = f"""set -e
 ip address add "$1/24" dev {_INTERFACE}
 ip address add "$2/64" dev {_INTERFACE} nodad 2> /dev/null || true
 ip link set {_INTERFACE} up
-ip route add default dev {_INTERFACE}"""
+ip route add default dev {_INTERFACE}
+ip -6 route add default dev {_INTERFACE} 2> /dev/null || true"""
 
 
 def why_no_namespaces() -> str | None:
