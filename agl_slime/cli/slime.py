@@ -37,7 +37,7 @@ from agl_slime.store.bridge import BridgeStore
 from agl_slime.store.server import StoreService
 from agl_slime.support.agl import LLM
 from agl_slime.support.files import scratch_directory, write_file
-from agl_slime.support.net import is_loopback
+from agl_slime.support.net import http_url, is_loopback
 from agl_slime.support.slime import find
 from agl_slime.support.threads import run_in_thread
 from agl_slime.tokens.loading import load_tokenizer
@@ -320,7 +320,7 @@ async def _engines(config: TrainConfig) -> tuple[tuple[str, ...], tuple[str | No
             raise ConfigError("--trainer slime needs engines: give --sglang-url, or --rollout-num-gpus for slime's own")
         # older versions of slime do not report their router's address, so its port is chosen here
         port = find("find_available_port")(3000)
-        return (), (None, port), f"http://{find('get_host_info')()[1]}:{port}"
+        return (), (None, port), http_url(find("get_host_info")()[1], port)
     async with SGLangClient(base_url=config.sglang_url) as client:
         workers, url = await client.workers(), client.base_url
     parts = urlsplit(url)

@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
 from typing import Any, Self, TypeVar
+from urllib.parse import urlsplit
 
 from aiohttp import web
 
@@ -37,7 +38,7 @@ from agl_slime.gateway.settings import GatewaySettings
 from agl_slime.support.agl import LLM, NamedResources, ProxyLLM
 from agl_slime.support.http import json_response, listening, read_body
 from agl_slime.support.memory import return_freed_memory
-from agl_slime.support.net import same_secret
+from agl_slime.support.net import http_url, public_host, same_secret
 from agl_slime.support.threads import LoopThread, run_in_thread
 
 T = TypeVar("T")
@@ -202,7 +203,10 @@ class Gateway:
         options: Any = {"handler_cancellation": True, "shutdown_timeout": 0.1}
         settings = self.settings
         try:
-            async with listening(app, host=settings.host, port=settings.port, backlog=4096, **options) as self.url:
+            async with listening(app, host=settings.host, port=settings.port, backlog=4096, **options) as local:
+                self.url = (
+                    settings.public_url or http_url(public_host(settings.host), urlsplit(local).port or 80)
+                ).rstrip("/")
                 self._start_services()
                 ready()
                 await self._stop.wait()

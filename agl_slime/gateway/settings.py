@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
+from agl_slime.errors import ConfigError
 from agl_slime.support.ranges import check_ranges
 from agl_slime.tokens.images import ImageSettings
 
@@ -20,6 +21,9 @@ class GatewaySettings:
     """Address to bind."""
     port: int = 0
     """Port to bind; 0 takes a free one."""
+    public_url: str | None = None
+    """URL at which agents reach the gateway, through a tunnel or a port of their container, say; needs a port. By
+    default it is the host's, or for a wildcard host the address of this machine (``net.public_host``)."""
     branches: Branches = "used"
     """Which answers are trained: ``used`` skips answers that were requested again and never continued; ``all``;
     ``last``, the conversation with the last answer."""
@@ -53,6 +57,13 @@ class GatewaySettings:
             ("branches", lambda value: value in ("all", "used", "last"), "one of all, used, last"),
             ("constraints", lambda value: value in ("mask", "drop", "refuse"), "one of mask, drop, refuse"),
             ("max_turns max_trajectory_tokens max_in_flight max_requests", lambda value: value > 0, "above 0"),
+            (
+                "public_url",
+                lambda value: value is None or value.startswith(("http://", "https://")),
+                "an http:// or https:// URL",
+            ),
             ("port", lambda value: 0 <= value <= 65_535, "from 0, which takes a free one, to 65535"),
             ("max_body_mb max_messages keep_alive_s", lambda value: value > 0, "above 0"),
         )
+        if self.public_url is not None and not self.port:
+            raise ConfigError(f"public_url {self.public_url} leads to one port of the gateway: give that as port")

@@ -60,13 +60,14 @@ class RunnerSettings:
 @dataclass(frozen=True, slots=True)
 class RunnerPlan:
     """``count`` runners with the same ``settings``, each with its own event loop: a thread of this process, processes
-    of this machine, or Ray actors; the store is served to other processes on ``store_host``. Kind ``controller``: Agent
-    Lightning 1.0's controller executes the rollouts."""
+    of this machine, or Ray actors; the store is served to other processes on ``store_host``, the value of the setting
+    ``store_setting``. Kind ``controller``: Agent Lightning 1.0's controller executes the rollouts."""
 
     kind: RunnerKind = "inproc"
     count: int = 1
     settings: RunnerSettings | None = None
     store_host: str = "127.0.0.1"
+    store_setting: str = "--store-host"
     controller: ControllerSettings | None = None
 
     @classmethod

@@ -21,7 +21,7 @@ from agl_slime.runner.tracer import ContextTracer
 from agl_slime.store.follow import listen_for_ends
 from agl_slime.store.recording import current_recording
 from agl_slime.support.agl import AttemptedRollout, ExecutionEvent, Hook, LitAgent, LitAgentRunner
-from agl_slime.support.net import bypass_proxies
+from agl_slime.support.net import bypass_proxies, public_host
 from agl_slime.support.watch import WatchSettings
 
 if TYPE_CHECKING:
@@ -85,7 +85,7 @@ class ConcurrentRunner(LitAgentRunner[Any]):
         if settings.gateway is not None and not isinstance(agent, SGLangLitAgent):
             from agl_slime.gateway.server import Gateway
 
-            bypass_proxies(settings.gateway.host)
+            bypass_proxies(public_host(settings.gateway.host))
             self._gateway = Gateway(settings.gateway)
         self._guard = GuardedAgent(agent=agent, settings=settings, gateway=self._gateway, alone=self._limit == 1)
         if settings.lag_warning_s or settings.stuck_after_s:

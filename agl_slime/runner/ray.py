@@ -15,6 +15,15 @@ from agl_slime.runner.worker import Command, Worker, WorkerPool, WorkerSpec
 from agl_slime.support.net import is_loopback
 
 
+def require_reachable(ray: Any, host: str, *, setting: str) -> None:
+    """Raise ``ConfigError``, which names the ``setting`` of ``host``, when Ray has nodes that do not reach a store on
+    it."""
+    nodes = sum(bool(node.get("Alive")) for node in ray.nodes())
+    if nodes > 1 and is_loopback(host):
+        why = f"Ray has {nodes} nodes, and only this one reaches a store on {host}"
+        raise ConfigError(f"{why}; give {setting} an address of this machine, or 0.0.0.0")
+
+
 class RayPool(WorkerPool):
     """``count`` actors, each with one CPU reserved. With several nodes the store needs an address other than the
     loopback, which all workers can reach."""
@@ -33,12 +42,7 @@ class RayPool(WorkerPool):
         if not self._ray.is_initialized():
             self._ray.init(include_dashboard=False, log_to_driver=False, logging_level=logging.WARNING)
             self._started_ray = True
-        nodes = sum(bool(node.get("Alive")) for node in self._ray.nodes())
-        if nodes > 1 and is_loopback(self._plan.store_host):
-            raise ConfigError(
-                f"Ray has {nodes} nodes, and only this one reaches a store on {self._plan.store_host}; "
-                "give --store-host an address of this machine"
-            )
+        require_reachable(self._ray, self._plan.store_host, setting=self._plan.store_setting)
         super()._open()
 
     def _close(self) -> None:

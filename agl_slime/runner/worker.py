@@ -25,7 +25,7 @@ from agl_slime.store.client import WorkerStore
 from agl_slime.store.server import served
 from agl_slime.support.agl import LightningStore, LitAgent
 from agl_slime.support.child import Supervisor
-from agl_slime.support.net import bypass_proxies
+from agl_slime.support.net import bypass_proxies, public_host
 from agl_slime.support.threads import run_blocking
 
 logger = logging.getLogger(__name__)
@@ -165,7 +165,7 @@ class WorkerPool(RunnerPool):
             self._send(worker, command)
 
     def _open(self) -> None:
-        bypass_proxies(self._plan.store_host)  # workers inherit it
+        bypass_proxies(public_host(self._plan.store_host))  # workers inherit it
         self._store_url, self._store_token = self._serving.enter_context(served(self._store, self._plan.store_host))
 
     def _close(self) -> None:

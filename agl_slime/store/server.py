@@ -33,7 +33,13 @@ from agl_slime.store.bridge import BridgeStore
 from agl_slime.store.feed import CANCELLED_PATH, FEED_PATH, FeedPage, FeedPosition, FinishedFeed
 from agl_slime.support.agl import LightningStore, LightningStoreClient, LightningStoreServer, Rollout, Span
 from agl_slime.support.http import INLINE_PARSE_BYTES
-from agl_slime.support.net import has_token, is_loopback, page_refusal, require_local_address, require_token
+from agl_slime.support.net import (
+    has_token,
+    page_refusal,
+    public_host,
+    require_local_address,
+    require_token,
+)
 from agl_slime.support.threads import run_blocking, run_in_thread
 
 T = TypeVar("T")
@@ -79,8 +85,9 @@ class StoreService:
         self.cancellations = FinishedFeed(window=_CANCELLED_WINDOW)
         self._plans: dict[int, list[str]] = {}
         self._store = store
-        # without an access host Agent Lightning detects the machine's address
-        access_host = None if host == "0.0.0.0" else "127.0.0.1" if is_loopback(host) else host
+        access_host = "127.0.0.1" if host == "localhost" else public_host(host)
+        if ":" in access_host:  # Agent Lightning writes it into a URL
+            access_host = f"[{access_host}]"
         arguments = PythonServerLauncherArgs(
             host=host,
             port=port or None,

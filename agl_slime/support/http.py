@@ -18,9 +18,8 @@ import orjson
 from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 from aiohttp.typedefs import Handler
-from yarl import URL
 
-from agl_slime.support.net import is_loopback, page_refusal
+from agl_slime.support.net import http_url, is_loopback, page_refusal
 from agl_slime.support.threads import run_in_thread
 
 T = TypeVar("T")
@@ -87,8 +86,7 @@ async def listening(
 
 def local_url(host: str, port: int) -> str:
     """The URL at which this machine reaches a server that listens on ``host``."""
-    host = {"": "127.0.0.1", "0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
-    return str(URL.build(scheme="http", host=host, port=port))
+    return http_url({"": "127.0.0.1", "0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host), port)
 
 
 class _Guard:

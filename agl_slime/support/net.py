@@ -10,11 +10,19 @@ import socket
 from collections.abc import Mapping
 from urllib.parse import urlsplit
 
+from yarl import URL
+
 from agl_slime.errors import ConfigError
 
 _PROXIES = frozenset({"http_proxy", "https_proxy", "all_proxy"})
 _NO_PROXY = ("NO_PROXY", "no_proxy")
 _LOOPBACK = ("127.0.0.1", "localhost")
+_WILDCARDS = {"": socket.AF_INET, "0.0.0.0": socket.AF_INET, "::": socket.AF_INET6}
+# Documentation addresses: a socket that is connected to one has the address of the interface with the default route.
+_ELSEWHERE = {socket.AF_INET: "192.0.2.1", socket.AF_INET6: "2001:db8::1"}
+
+PUBLIC_HOST_VARIABLE = "ADAPTER_PUBLIC_HOST"
+"""slime's variable for the host at which sandboxes reach a server of this machine."""
 
 
 def is_loopback(host: str) -> bool:
@@ -23,6 +31,28 @@ def is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return host == "localhost"
+
+
+def public_host(host: str) -> str:
+    """The host at which other machines reach a server that listens on ``host``: for a wildcard ``ADAPTER_PUBLIC_HOST``,
+    else the address of the interface with the default route. Raises ``ConfigError`` if there is none."""
+    if (family := _WILDCARDS.get(host)) is None:
+        return host
+    if given := os.environ.get(PUBLIC_HOST_VARIABLE):
+        return given.strip("[]")
+    try:
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect((_ELSEWHERE[family], 9))  # sends nothing
+            return str(probe.getsockname()[0])
+    except OSError as error:
+        fix = f"listen on the address that others use, or set {PUBLIC_HOST_VARIABLE} to it"
+        raise ConfigError(
+            f"host {host!r} is every address of this machine, which has no default route: {fix}"
+        ) from error
+
+
+def http_url(host: str, port: int) -> str:
+    return str(URL.build(scheme="http", host=host.strip("[]"), port=port))
 
 
 def proxies() -> dict[str, str]:

@@ -43,6 +43,7 @@ class FakeRay:
             remote=self.remote,
             kill=lambda actor, no_restart=True: self.alive.remove(actor) if actor in self.alive else None,
             is_initialized=lambda: True,
+            nodes=lambda: [{"Alive": True}],
         )
         util.list_named_actors = lambda all_namespaces=False: []  # type: ignore[attr-defined]
         groups.placement_group = self._place  # type: ignore[attr-defined]

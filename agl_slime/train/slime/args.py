@@ -16,7 +16,9 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, FiniteFloat,
 
 from agl_slime.errors import ConfigError
 from agl_slime.gateway.agl1.settings import ControllerSettings
-from agl_slime.runner.base import RunnerPlan
+from agl_slime.gateway.settings import GatewaySettings
+from agl_slime.runner.base import RunnerPlan, RunnerSettings
+from agl_slime.support.net import PUBLIC_HOST_VARIABLE, http_url
 from agl_slime.train.slime.prompt_data import PromptData
 from agl_slime.train.slime.replay import replay_sampling
 
@@ -83,6 +85,14 @@ class PluginSettings(BaseModel):
     controller_host: str = "127.0.0.1"
     controller_port: Annotated[int, Field(ge=0, le=65_535)] = 0
     controller_log: Path | None = None
+    store_host: str = "127.0.0.1"
+    """Address of the store for ``runners`` in other processes; Ray on several hosts needs one that they can reach."""
+    gateway_host: str = "127.0.0.1"
+    """Address that the gateway binds; with ``ADAPTER_PUBLIC_HOST`` every address. Agents in containers or on other
+    hosts need one that they can reach."""
+    gateway_port: Annotated[int, Field(ge=0, le=65_535)] = 0
+    gateway_public_url: Annotated[str, StringConstraints(pattern="^https?://")] | None = None
+    """URL at which agents reach ``gateway_port``, and a controller ``controller_port``."""
     tasks: Path | None = None
     """A file of tasks (``agl_slime.loop.task_files``); else ``prompt_data``, else the agent's ``make_task``."""
     prompt_data: PromptData | None = None
@@ -138,6 +148,15 @@ class PluginSettings(BaseModel):
     def plan(self) -> RunnerPlan:
         """The runners that the manager's process starts. Raises ``ConfigError``."""
         plan = RunnerPlan.parse(self.runners or "inproc", named="agl_runners")
+        port = self.controller_port if plan.kind == "controller" else self.gateway_port
+        if self.gateway_public_url is not None and not port:
+            name = "agl_controller_port" if plan.kind == "controller" else "agl_gateway_port"
+            raise ConfigError(f"agl_gateway_public_url {self.gateway_public_url} leads to one port: set {name}")
+        if self.gateway_port and plan.kind in ("process", "ray"):
+            raise ConfigError(f"agl_gateway_port {port}: each runner of {plan} has a gateway; leave the port out")
+        gateway = GatewaySettings(host=self.gateway_host, port=port, public_url=self.gateway_public_url)
+        settings = RunnerSettings(gateway=gateway)
+        plan = replace(plan, settings=settings, store_host=self.store_host, store_setting="agl_store_host")
         if plan.kind != "controller":
             return plan
         controller = ControllerSettings.given(
@@ -177,7 +196,7 @@ class PluginSettings(BaseModel):
             raise ConfigError(f"{both} are both set: the agent runs here, or elsewhere on a store; leave one out")
         host, port = getattr(args, "sglang_router_ip", None), getattr(args, "sglang_router_port", None)
         if host is not None and port is not None:
-            values.setdefault("llm_url", f"http://{host}:{port}")
+            values.setdefault("llm_url", http_url(host, port))
         sampling = _sampling(args, "rollout") | _template_kwargs(args)
         values |= {
             # main has no such switch, and always a data set
@@ -192,6 +211,8 @@ class PluginSettings(BaseModel):
             "sampling_seeds": bool(getattr(args, "sglang_enable_deterministic_inference", False)),
             "blocking": "fully_async" not in (getattr(args, "rollout_function_path", None) or ""),
         }
+        if environ.get(PUBLIC_HOST_VARIABLE):
+            values.setdefault("gateway_host", "0.0.0.0")
         if values.get("runners") == "controller":
             values.setdefault("max_attempts", 1)
         try:

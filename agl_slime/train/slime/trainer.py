@@ -13,10 +13,13 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from pkgutil import resolve_name
 from typing import Any
+from urllib.parse import urlsplit
 
 from agl_slime.errors import ConfigError, MissingDependencyError, TrainerError
+from agl_slime.runner.ray import require_reachable
+from agl_slime.support.net import http_url
 from agl_slime.support.slime import HOOK_NAMES, INSTALL_SLIME, TRAINER_NAMES, find, find_optional, installed
-from agl_slime.train.slime.versions import RolloutSide, manager_shape, parse_args
+from agl_slime.train.slime.versions import RolloutSide, manager_shape, parse_args, router_of
 
 
 def require_slime() -> None:
@@ -82,8 +85,10 @@ class SlimeTrainer:
     @property
     def router_url(self) -> str | None:
         """The router that slime launched or was given, if its args have it; valid after ``start``."""
-        host, port = getattr(self.args, "sglang_router_ip", None), getattr(self.args, "sglang_router_port", None)
-        return f"http://{host}:{port}" if host and port else None
+        host, port = router_of(self.args)
+        if not host:  # the manager launched it, on the host where Ray put the manager
+            host, port = self._side.router()
+        return http_url(host, port) if host and port else None
 
     def start(self) -> None:
         """Start Ray if necessary, slime's manager and its actors, and update the engines' weights."""
@@ -95,6 +100,9 @@ class SlimeTrainer:
         if not ray.is_initialized():
             ray.init()
             self._cleanup.callback(ray.shutdown)
+        require_reachable(
+            ray, urlsplit(getattr(self.args, "agl_store_url", None) or "").hostname or "", setting="--store-host"
+        )
         find("configure_logger")()
         self._cleanup.callback(side.close)  # also after a partial start
         side.place()

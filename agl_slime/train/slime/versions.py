@@ -87,6 +87,14 @@ def normalizes_by_group() -> bool:
         raise UnknownVersionError(f"BatchBuilder of {version()} cannot normalise a test batch: {error}") from error
 
 
+def router_of(args: Any) -> tuple[str | None, int | None]:
+    return getattr(args, "sglang_router_ip", None), getattr(args, "sglang_router_port", None)
+
+
+def _router_of_manager(manager: Any) -> tuple[str | None, int | None]:
+    return router_of(manager.args)
+
+
 class RolloutSide:
     """slime's placement groups and rollout manager: started by slime's functions, ended by ``close``.
 
@@ -134,6 +142,13 @@ class RolloutSide:
 
         method = getattr(self.manager, name, None)
         return None if method is None else ray.get(method.remote(*values))
+
+    def router(self) -> tuple[str | None, int | None]:
+        """Host and port of the router, as the manager's process has them."""
+        import ray
+
+        call = getattr(self.manager, "__ray_call__", None)
+        return (None, None) if call is None else ray.get(call.remote(_router_of_manager))
 
     def close(self) -> None:
         """End manager, engines and placement groups, killing whatever does not end in time. Safe to call in any

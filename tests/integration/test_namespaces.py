@@ -1,0 +1,120 @@
+"""Hosts in namespaces: names, addresses, a slow link, a cable that is unplugged, and the end of each."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from agl_slime.support.namespaces import Host, Network, Process
+from tests.harness.hosts import network
+
+__all__ = ["network"]
+
+pytestmark = pytest.mark.hosts
+
+ECHO = """
+import socket
+with socket.create_server(("::", 7000), family=socket.AF_INET6, dualstack_ipv6=True) as server:
+    print("ready", flush=True)
+    while True:
+        connection, _ = server.accept()
+        with connection:
+            connection.sendall(connection.recv(100))
+"""
+ASK = """
+import socket, sys, time
+began = time.monotonic()
+try:
+    with socket.create_connection((sys.argv[1], 7000), timeout=2) as connection:
+        connection.sendall(b"hello")
+        assert connection.recv(100) == b"hello"
+        print(time.monotonic() - began)
+except OSError as error:
+    print(type(error).__name__)
+"""
+
+
+def echo(host: Host) -> Process:
+    process = host.start([sys.executable, "-c", ECHO], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "ready\n"
+    return process
+
+
+def ask(host: Host, address: str) -> str:
+    return host.run([sys.executable, "-c", ASK, address]).stdout.strip()
+
+
+def test_each_host_has_its_name_processes_and_addresses(network: Network) -> None:
+    first, second = network.add("first"), network.add("second")
+    assert first.run(["hostname"]).stdout == "first\n"
+    assert second.run(["sh", "-c", "ls -d /proc/[0-9]* | wc -l"]).stdout.strip() in ("2", "3", "4")
+    process = echo(second)
+    for address in ("second", second.address, second.address6):
+        assert float(ask(first, address)) < 2
+    process.terminate()
+    assert process.wait(10) == -15  # the program's end, not that of what started it
+    assert ask(first, second.address) == "ConnectionRefusedError"
+
+
+def test_a_cable_that_is_unplugged_and_a_host_without_power(network: Network) -> None:
+    first, second = network.add("first"), network.add("second")
+    process = echo(second)
+    second.cut()
+    assert ask(first, second.address) == "TimeoutError"
+    second.restore()
+    answers = [ask(first, second.address) for _ in range(2)]  # the first may still wait for the neighbour's old address
+    assert float(answers[1]) < 2
+    second.kill()
+    assert process.returncode == -9
+    assert ask(first, second.address) in ("TimeoutError", "OSError")
+
+
+def test_a_slow_link_delays_each_packet(network: Network) -> None:
+    if not Path("/dev/net/tun").exists():
+        pytest.skip("this machine has no /dev/net/tun, over which links are delayed")
+    first, second = network.add("first"), network.add("second", delay_s=0.05)
+    echo(second)
+    ask(first, second.address)  # finds the neighbour
+    assert float(ask(first, second.address)) >= 0.2  # two round trips: the connection, the words
+
+
+def test_nothing_outlives_the_process_that_made_the_hosts() -> None:
+    program = """
+import sys
+from agl_slime.support.namespaces import Network, why_no_namespaces
+if reason := why_no_namespaces():
+    sys.exit(print(reason))
+with Network() as network:
+    host = network.add("host")
+    host.start(["sleep", "1000"])
+    print(*(path for path in host.run(["readlink", "/proc/self/ns/net"]).stdout.split()), flush=True)
+    sys.stdin.read()
+"""
+    with subprocess.Popen(
+        [sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        namespace = process.stdout.readline().strip()
+        if not namespace.startswith("net:"):
+            pytest.skip(namespace)
+        assert namespace in _network_namespaces()
+        process.kill()
+    deadline = time.monotonic() + 10
+    while namespace in _network_namespaces():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def _network_namespaces() -> set[str]:
+    found = set()
+    for link in Path("/proc").glob("[0-9]*/ns/net"):
+        try:
+            found.add(str(link.readlink()))
+        except OSError:  # the process has ended
+            continue
+    return found
