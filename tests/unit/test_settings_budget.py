@@ -21,7 +21,7 @@ ARE_MESSAGES = ("gateway/agl1/schemas.py",)  # Agent Lightning 1.0's own names
 MOST_FIELDS = 284
 MOST_CLASSES = 24
 MOST_FLAGS = 63  # beside --config and those of the local trainer
-MOST_LOCAL_FLAGS = 25
+MOST_LOCAL_FLAGS = 28
 # One word for several things: addresses of several servers, Pythons of several programs, ms-swift's names of SGLang's
 # parameters, the rooms' settings in the tree.
 EQUAL_NAMES = {
