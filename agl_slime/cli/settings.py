@@ -309,7 +309,7 @@ def command_config(kind: type[Command], **values: Any) -> Command:
     """A command's configuration of its fields, and of settings of a run, which are its ``settings``."""
     names = {each.name for each in fields(kind)}
     settings = {name: value for name, value in values.items() if name not in names and value is not None}
-    return kind(**{name: value for name, value in values.items() if name in names}, settings=settings)
+    return kind(**{name: value for name, value in values.items() if name in names} | {"settings": settings})
 
 
 def parse_command(
