@@ -18,8 +18,8 @@ from agl_slime.train.local.settings import LocalTrainerSettings
 PACKAGE = Path(__file__).parents[2] / "agl_slime"
 IS_SETTINGS = re.compile(r"(Settings|Config|Options|Flags|RunnerPlan|SamplingParams)$")
 ARE_MESSAGES = ("gateway/agl1/schemas.py",)  # Agent Lightning 1.0's own names
-MOST_FIELDS = 284
-MOST_CLASSES = 24
+MOST_FIELDS = 290
+MOST_CLASSES = 25
 MOST_FLAGS = 63  # beside --config and those of the local trainer
 MOST_LOCAL_FLAGS = 28
 # One word for several things: addresses of several servers, Pythons of several programs, ms-swift's names of SGLang's
@@ -27,7 +27,15 @@ MOST_LOCAL_FLAGS = 28
 EQUAL_NAMES = {
     *("host", "port", "token", "python", "model", "models", "settings", "seed", "max_attempts", "max_restarts"),
     *("max_body_mb", "poll_interval_s", "resume", "output_dir", "group_size", "replay_files", "agent"),
-    *("batch_size", "grad_clip", "overwrite", "run_dir", "sglang_url"),  # of commands and tools of their own
+    *(
+        "batch_size",
+        "grad_clip",
+        "overwrite",
+        "run_dir",
+        "sglang_url",
+        "loss",
+        "clip",
+    ),  # of commands and tools of their own
     *("max_tokens", "temperature", "top_p", "top_k", "stop", "repetition_penalty"),
     *("loop", "sampling", "group", "gateway", "controller"),
     # copies that are left: slime's args and the buffer are given these apart from a run's settings
