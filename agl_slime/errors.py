@@ -22,6 +22,17 @@ class ConfigError(AglSlimeError, ValueError):
     """A setting, flag or file that cannot be used; the text names the field, the value and the fix."""
 
 
+class SettingError(ConfigError):
+    """The value of the setting ``name`` is refused: ``problem`` is the rest of the sentence."""
+
+    def __init__(self, name: str, problem: str) -> None:
+        super().__init__(f"{name} {problem}")
+        self.name, self.problem = name, problem
+
+    def __reduce__(self) -> tuple[type, tuple[str, str]]:
+        return type(self), (self.name, self.problem)
+
+
 class MissingDependencyError(AglSlimeError, ImportError):
     """An optional package is needed and not installed; the text names the package."""
 

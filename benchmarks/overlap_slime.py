@@ -29,7 +29,7 @@ from rich.table import Table
 from agl_slime.cli.demo import LOOKUP_POLICY
 from agl_slime.cli.local import run_training
 from agl_slime.cli.parts import RunParts
-from agl_slime.cli.settings import TrainConfig
+from agl_slime.cli.settings import train_config
 from benchmarks.common import console, question, question_agent, scripted_engine
 from tests.slime.cpu import register_cpu
 from tests.slime.programs.common import start_ray
@@ -51,7 +51,7 @@ def measure(
         settings.write_text(
             yaml.safe_dump({"agl_actor_cls": "benchmarks.slime_actor.SleepingActor", "agl_train_s": train_s})
         )
-        config = TrainConfig(
+        config = train_config(
             trainer="slime", sglang_url=url, model_path=LOOKUP_POLICY, num_iterations=warm_up + iterations,
             rollout_batch_size=GROUPS, n_samples_per_prompt=SIZE, eval_interval=0, output_dir=directory / "run",
             max_staleness=staleness, keep_rollouts="none",

@@ -19,7 +19,7 @@ from typing import Any
 from rich.console import Console
 
 from agl_slime.cli.local import run_training
-from agl_slime.cli.settings import TrainConfig
+from agl_slime.cli.settings import train_config
 from agl_slime.report.files import iter_jsonl
 from agl_slime.report.rollouts import RolloutWriter
 from agl_slime.runner.process import configure_worker_process
@@ -42,7 +42,7 @@ def main() -> None:
     RolloutWriter.handle = timed  # type: ignore[method-assign]
     for keep in ("none", "sampled", "all"):
         spent, path = 0.0, Path(tempfile.mkdtemp()) / keep
-        config = TrainConfig(num_iterations=arguments.iterations, keep_rollouts=keep, output_dir=path, eval_interval=0)
+        config = train_config(num_iterations=arguments.iterations, keep_rollouts=keep, output_dir=path, eval_interval=0)
         asyncio.run(run_training(config, console=Console(file=open("/dev/null", "w"))))  # noqa: SIM115
         wall = sum(row["perf/iteration_s"] for row in iter_jsonl(path / "metrics.jsonl"))
         files = [path / "groups.jsonl", path / "rollouts.jsonl"]

@@ -10,17 +10,18 @@ The agent is any LitAgent, unchanged; it finds the model under training as the r
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
 from rich.console import Console
 
 from agl_slime.cli.local import run_training
+from agl_slime.cli.options import PATHS
 from agl_slime.cli.parts import RunParts
-from agl_slime.cli.settings import TrainConfig
+from agl_slime.cli.settings import train_config
 from agl_slime.errors import ConfigError
-from agl_slime.loop.settings import RunResult
+from agl_slime.loop.settings import LoopSettings, RunResult
 from agl_slime.runner.concurrent import ConcurrentRunner
 from agl_slime.store.bridge import BridgeStore
 from agl_slime.support.agl import Algorithm, LightningStore, otlp_export_misses_store
@@ -46,7 +47,7 @@ class SlimeAlgorithm(Algorithm):
         model_path: Hugging Face checkpoint that the policy starts from.
         sglang_url: SGLang server or router; by default the local trainer starts an ``engine`` and slime its own.
         slime_flags: slime's own command-line flags, for ``trainer="slime"``.
-        settings: further fields of ``agl_slime.cli.settings.TrainConfig``; ``store_host`` is the address at which
+        settings: further arguments of ``agl_slime.cli.settings.train_config``; ``store_host`` is the address at which
             slime's manager reaches the store.
 
     The Trainer's store should be ``agl_slime.BridgeStore()``: slime's manager reaches it over HTTP, and it notifies of
@@ -64,13 +65,13 @@ class SlimeAlgorithm(Algorithm):
         **settings: Any,
     ) -> None:
         super().__init__()
-        names = [field.name for field in fields(TrainConfig) if field.name not in _SET_ELSEWHERE]
+        names = [name for name in (*PATHS, "local") if name not in _SET_ELSEWHERE]
         for name in settings.keys() - set(names):
             hint = _SET_ELSEWHERE.get(name, f"the settings are {', '.join(names)}")
             raise ConfigError(f"SlimeAlgorithm has no setting {name!r}: {hint}")
         if trainer not in ("slime", "local"):
             raise ConfigError(f"trainer must be 'slime' or 'local', got {trainer!r}")
-        self.config = TrainConfig(model_path=Path(model_path), sglang_url=sglang_url, trainer=trainer, **settings)
+        self.config = train_config(model_path=Path(model_path), sglang_url=sglang_url, trainer=trainer, **settings)
         self.slime_flags = tuple(slime_flags)
         self.result: RunResult | None = None
         """The result of the run once it has ended."""
@@ -81,11 +82,10 @@ class SlimeAlgorithm(Algorithm):
         continue."""
         tasks = _tasks(train_dataset, name="train_dataset")
         val_tasks = _tasks(val_dataset, name="val_dataset") if val_dataset is not None else None
-        config = (
-            self.config
-            if val_tasks is not None
-            else replace(self.config, eval_interval=0, eval_rollouts=TrainConfig.eval_rollouts)
-        )
+        config = self.config
+        if val_tasks is None:
+            never = replace(config.loop, eval_interval=0, eval_rollouts=LoopSettings.eval_rollouts)
+            config = replace(config, loop=never)
         resources = dict(self.get_initial_resources() or {})
         store = _unwrapped(self.get_store())
         # Agent Lightning's runners start no gateway, so the loop's process has one for them

@@ -5,20 +5,22 @@ from __future__ import annotations
 import asyncio
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any
 
 import tyro
 from rich.console import Console
 
 from agl_slime.agent.scheduler import MultiTurnScheduler
 from agl_slime.cli.evaluate import EvalConfig, prepare, sampling_with
+from agl_slime.cli.settings import parse_command
 from agl_slime.errors import ConfigError
 from agl_slime.report.files import RunDir
 
 _BYE = ("/bye", "/exit", "/quit")
 _A_DAY_S = 86400.0
+_RUN_SETTINGS = {"agent": ..., "temperature": 0.0, "max_new_tokens": ..., "sglang_url": None, "engine": "embedded"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,33 +32,18 @@ class ChatConfig:
     """A run's directory, a model's directory, smollm2, or a name on the hub."""
     tasks: bool = False
     """Show tasks one by one, each with its conversation and reward, instead of asking for your messages."""
-    agent: str | None = None
-    """The agent, as module:Class or path/to/file.py:Class; by default the run's."""
-    temperature: float = 0.0
-    """Sampling temperature; 0 is greedy."""
-    max_new_tokens: int | None = None
-    """Most tokens of one answer; by default the run's."""
-    sglang_url: str | None = None
-    """A running SGLang server that serves the model. Without it an engine is started on this machine."""
-    engine: Literal["embedded", "sglang"] = "embedded"
-    """The engine that is started."""
+    settings: Annotated[Mapping[str, Any], tyro.conf.Suppress] = field(default_factory=dict)
+    """Settings of a run by their names, which take precedence over the run's own."""
 
 
 def main(arguments: Sequence[str]) -> None:
-    asyncio.run(chat(tyro.cli(ChatConfig, prog="agl-slime chat", args=list(arguments))))
+    asyncio.run(chat(parse_command(ChatConfig, _RUN_SETTINGS, prog="agl-slime chat", arguments=arguments)))
 
 
 async def chat(config: ChatConfig, *, read: Callable[[str], str] = input, write: Callable[[str], None] = print) -> None:
     """Converse until ``read`` raises ``EOFError`` or returns /bye."""
-    settings = EvalConfig(
-        models=(config.model,),
-        agent=config.agent,
-        temperature=config.temperature,
-        max_new_tokens=config.max_new_tokens,
-        sglang_url=config.sglang_url,
-        engine=config.engine,
-        rollout_timeout=_A_DAY_S,
-    )
+    limits = {"temperature": _RUN_SETTINGS["temperature"], "rollout_timeout": _A_DAY_S, **config.settings}
+    settings = EvalConfig(models=(config.model,), settings=limits)
     ready = await prepare(settings)
     console = Console(stderr=True)
     with tempfile.TemporaryDirectory() as scratch:

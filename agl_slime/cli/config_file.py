@@ -15,8 +15,8 @@ from typing import Annotated, Any
 import tyro
 
 from agl_slime.cli.flags import flag, split_env_flags
-from agl_slime.cli.options import GROUPS
-from agl_slime.cli.settings import TrainConfig
+from agl_slime.cli.options import GROUPS, PATHS, find_setting, name_of
+from agl_slime.cli.settings import TrainConfig, flat_values, train_config
 from agl_slime.errors import ConfigError
 from agl_slime.train.local.settings import LocalTrainerSettings
 
@@ -24,13 +24,38 @@ _CONFIG_HELP = "A TOML file of settings, or the config.json of a run; flags take
 _THIS_RUN_ONLY = ("output_dir", "resume", "overwrite")
 _REMOVED_PASSWORD = "//***@"
 
+HIDDEN = {"env_arguments"}  # --env.KEY value
+_REPLACED = {
+    "--routed-experts": "experts are replayed where the model has some and the engine sends them; leave it out",
+    "--env-config": "give --env.@ FILE.toml",
+    "--env-eval-split": "give --eval-tasks SPLIT",
+    "--env-workers": "give --runners process:N",
+    "--max-images": "give the agent image_settings; see docs/images.md",
+}
+
+
+def _group_class(title: str) -> type:
+    """A dataclass with the settings of a group, as tyro reads one."""
+    text, paths = GROUPS[title]
+    flags: list[Any] = []
+    for path in paths.split():
+        setting, name = find_setting(TrainConfig, path), name_of(path)
+        argument = tyro.conf.Suppress if name in HIDDEN else tyro.conf.arg(help=setting.text)
+        flags.append((name, Annotated[setting.type, argument], setting.default))
+    return make_dataclass(_attribute(title), flags, frozen=True, namespace={"__doc__": text})
+
+
+def _attribute(title: str) -> str:
+    return f"{title.replace(' ', '_')}_group"
+
+
 _Flags = make_dataclass(
     "_Flags",
     [
         ("config", Annotated[Path | None, tyro.conf.arg(help=_CONFIG_HELP)], None),
         *(
-            (f"group_{number}", Annotated[group, tyro.conf.arg(name=title), tyro.conf.OmitArgPrefixes], group())
-            for number, (title, group) in enumerate(GROUPS.items())
+            (_attribute(title), Annotated[group, tyro.conf.arg(name=title), tyro.conf.OmitArgPrefixes], group())
+            for title, group in ((title, _group_class(title)) for title in GROUPS)
         ),
         ("local", LocalTrainerSettings, field(default_factory=LocalTrainerSettings)),
     ],
@@ -41,6 +66,9 @@ _Flags = make_dataclass(
 def parse_train_config(arguments: Sequence[str]) -> TrainConfig:
     """The settings of a command line. Raises ``ConfigError``, or ``SystemExit`` for flags that cannot be parsed."""
     ours, env_flags = split_env_flags(arguments)
+    for argument in ours:
+        if (fix := _REPLACED.get(argument.partition("=")[0])) is not None:
+            raise ConfigError(f"{argument}: there is no such flag; {fix}")
     parser = argparse.ArgumentParser(prog="train.py", add_help=False, allow_abbrev=False)
     parser.add_argument("--config", type=Path)
     options, ours = parser.parse_known_args(ours)
@@ -48,12 +76,16 @@ def parse_train_config(arguments: Sequence[str]) -> TrainConfig:
     if (path := options.config) is not None:
         values = read_config(path, overridden={argument.partition("=")[0] for argument in ours})
         env_flags = (*values.pop("env_arguments", ()), *env_flags)
-        default = tyro.cli(_Flags, prog=f"train.py --config {path}", args=[*_to_flags(values)])
-    description = " ".join((TrainConfig.__doc__ or "").split())
-    parsed: Any = tyro.cli(_Flags, prog="train.py", description=description, args=ours, default=default)
-    groups = [getattr(parsed, f"group_{number}") for number in range(len(GROUPS))]
-    settings = {name: value for group in groups for name, value in vars(group).items()}
-    return TrainConfig(**{**settings, "local": parsed.local, "env_arguments": env_flags})
+        default = _parse(f"train.py --config {path}", [*_to_flags(values)])
+    parsed = _parse("train.py", ours, default=default)
+    settings = {name: value for title in GROUPS for name, value in vars(getattr(parsed, _attribute(title))).items()}
+    return train_config(**{**settings, "local": parsed.local, "env_arguments": env_flags})
+
+
+def _parse(program: str, arguments: Sequence[str], **options: Any) -> Any:
+    description = "Train an agent online: rollouts through Agent Lightning, a policy on SGLang, weights updated after "
+    description += "every iteration."
+    return tyro.cli(_Flags, prog=program, description=description, args=arguments, **options)
 
 
 def read_config(path: Path, *, overridden: set[str]) -> dict[str, Any]:
@@ -70,10 +102,10 @@ def read_config(path: Path, *, overridden: set[str]) -> dict[str, Any]:
     values = {name.replace("-", "_"): value for name, value in values.items()}
     if "model" in values:  # as the flag
         values["model_path"] = values.pop("model")
-    _refuse_unknown(path, values, TrainConfig)
+    _refuse_unknown(path, values, [*PATHS, "local"])
     if isinstance(local := values.get("local"), dict):
         values["local"] = {name.replace("-", "_"): value for name, value in local.items()}
-        _refuse_unknown(path, values["local"], LocalTrainerSettings, "local.")
+        _refuse_unknown(path, values["local"], [each.name for each in fields(LocalTrainerSettings)], "local.")
     for name in _THIS_RUN_ONLY:
         if path.suffix == ".json":
             values.pop(name, None)
@@ -95,7 +127,7 @@ def read_config(path: Path, *, overridden: set[str]) -> dict[str, Any]:
 
 def config_values(config: TrainConfig) -> dict[str, Any]:
     """The settings as ``read_config`` reads them from JSON, which has no infinity."""
-    return _without_infinity(asdict(config))
+    return _without_infinity({**flat_values(config), "local": asdict(config.local)})
 
 
 def _without_infinity(value: Any) -> Any:
@@ -106,8 +138,7 @@ def _without_infinity(value: Any) -> Any:
     return str(value) if isinstance(value, float) and math.isinf(value) else value
 
 
-def _refuse_unknown(path: Path, values: Mapping[str, Any], settings: type, prefix: str = "") -> None:
-    names = [each.name for each in fields(settings)]
+def _refuse_unknown(path: Path, values: Mapping[str, Any], names: Sequence[str], prefix: str = "") -> None:
     for name in values.keys() - {*names}:
         nearest = difflib.get_close_matches(name, names, n=1, cutoff=0.0)[0]
         raise ConfigError(f"--config {path}: there is no setting {prefix}{name}; the nearest is {prefix}{nearest}")

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 from rich.console import Console
 
 from agl_slime.agent.chat_api import DEFAULT_KEY, ChatApi, find_chat_api
+from agl_slime.cli.flags import flag, split_env_flags
 from agl_slime.cli.models import check_model, find_model
-from agl_slime.cli.settings import TrainConfig
+from agl_slime.cli.settings import TrainConfig, parse_command, train_config
 from agl_slime.errors import ConfigError
 from agl_slime.loop.tasks import Task, as_task_source, read_tasks
 from agl_slime.report.console import format_seconds
@@ -32,8 +34,22 @@ if TYPE_CHECKING:
 
 RUN_FIELDS = ("agent", "max_new_tokens", "temperature", "max_turns", "multi_turn_scheduler", "rollout_timeout", "seed")
 RUN_FIELDS += ("chat_template_kwargs", "later_systems")
-ENV_FIELDS = ("env_tasks", "env_eval_split", "env_workers", "env_arguments", "env_model")
+ENV_FIELDS = ("env_tasks", "eval_tasks", "runners", "env_arguments", "env_model")
 ENV_FIELDS += ("trained_models", "untrained_models")
+_RUN_SETTINGS = {
+    "agent": ...,
+    "env": ...,
+    "env_python": ...,
+    "temperature": ...,
+    "max_new_tokens": ...,
+    "chat_template_kwargs": ...,
+    "max_concurrent": 256,
+    "rollout_timeout": ...,
+    "sglang_url": None,
+    "engine": "embedded",
+    "sglang_python": None,
+    "seed": ...,
+}
 _FIXED = ("models", "agent", "tasks", "k", "seed", "temperature", "max_new_tokens")
 _FIXED += ("files", "agent_source", "environment", "max_turns", "multi_turn_scheduler")
 
@@ -48,13 +64,6 @@ class EvalConfig:
     directory, smollm2, or a name on the hub."""
     with_start: bool = False
     """Compare the run's model with the one that the run began with."""
-    agent: str | None = None
-    """The agent, as module:Class or path/to/file.py:Class."""
-    env: str | None = None
-    """An environment of verifiers instead of --agent and --tasks; its settings are --env.KEY value."""
-    env_python: Path | None = None
-    """A Python that has verifiers, by default what AGL_ENV_PYTHON names."""
-    env_arguments: Annotated[tuple[str, ...], tyro.conf.Suppress] = ()
     tasks: Path | None = None
     """Tasks as JSON lines; by default the run's held-out tasks, or the agent's make_task(rng) with the seed of its
     validations."""
@@ -64,18 +73,6 @@ class EvalConfig:
     """Samples per task."""
     passes: float = 1.0
     """Least reward of a sample that passes."""
-    temperature: float | None = None
-    """Sampling temperature; 0 is greedy."""
-    max_new_tokens: int | None = None
-    """Most tokens of one answer."""
-    chat_template_kwargs: str | None = None
-    """Arguments of the model's chat template, as a JSON object; by default the run's."""
-    max_concurrent: int = 256
-    """Rollouts in flight."""
-    rollout_timeout: float | None = None
-    """Seconds after which a rollout is cancelled and counts as failed."""
-    sglang_url: str | None = None
-    """A running SGLang server that serves the (one) model. Without it an engine is started on this machine."""
     openai_url: str | None = None
     """An OpenAI-compatible URL, such as https://host/v1, whose model is evaluated, too, before the named one, or alone.
     It gets chat messages."""
@@ -83,39 +80,47 @@ class EvalConfig:
     """The name of the model at --openai-url; not needed where there is only one."""
     openai_key_env: str = DEFAULT_KEY
     """The environment variable with the key of --openai-url; without it no key is sent."""
-    engine: Literal["embedded", "sglang"] = "embedded"
-    """The engine that is started: the package's own, or a real SGLang."""
-    sglang_python: Path | None = None
-    """A Python that has SGLang, for --engine sglang."""
-    seed: int | None = None
-    """Seed of the engine, of make_task, and of the bootstrap."""
     output_dir: Path | None = None
     """Directory of samples and eval.json; by default one under evals/, named after a hash of the settings."""
+
+    settings: Annotated[Mapping[str, Any], tyro.conf.Suppress] = field(default_factory=dict)
+    """Settings of a run by their names, which take precedence over the run's own."""
 
     def __post_init__(self) -> None:
         check_ranges(
             self,
-            ("k max_concurrent", lambda value: value >= 1, "at least 1"),
-            ("n_tasks", lambda value: value is None or value >= 1, "at least 1"),
-            ("temperature", lambda value: value is None or value >= 0, "0 (greedy) or more"),
-            named=lambda name: f"--{name.replace('_', '-')}",
+            ("k", lambda value: value >= 1, "at least 1"),
+            ("n_tasks", lambda value: value >= 1, "at least 1"),
+            named=flag,
         )
-        if self.env is not None and (self.agent is not None or self.tasks is not None):
-            raise ConfigError(f"--env {self.env} has its own agents and tasks; leave --agent and --tasks out")
+        changed = self.settings
+        if (changed.get("temperature") or 0) < 0:
+            raise ConfigError(f"--temperature must be 0 (greedy) or more, got {changed['temperature']}")
+        if changed.get("max_concurrent") == "auto":
+            raise ConfigError("--max-concurrent auto: only training adapts it; give a number")
+        if (env := changed.get("env")) is not None and ("agent" in changed or self.tasks is not None):
+            raise ConfigError(f"--env {env} has its own agents and tasks; leave --agent and --tasks out")
         if self.openai_url is not None:
             if len(self.models) > 1 or self.with_start:
                 raise ConfigError(
                     "--openai-url: two are compared at most; name one model, or none, without --with-start"
                 )
-            if self.env is not None:
+            if env is not None:
                 raise ConfigError("--openai-url: an environment's agents need an engine; use --agent and --tasks")
             return
         if self.openai_model is not None:
             raise ConfigError(f"--openai-model {self.openai_model} needs its address: give --openai-url")
-        wanted = 1 if self.with_start or self.sglang_url else 2
+        wanted = 1 if self.with_start or changed.get("sglang_url") else 2
         if not 1 <= len(self.models) <= wanted:
             which = "one model" if wanted == 1 else "one model, or two to compare"
             raise ConfigError(f"agl-slime eval: {len(self.models)} models are named; give {which}")
+
+
+def parse_eval_config(arguments: Sequence[str]) -> EvalConfig:
+    """The configuration of a command line."""
+    ours, env_flags = split_env_flags(arguments)
+    more = {"env_arguments": env_flags or None}
+    return parse_command(EvalConfig, _RUN_SETTINGS, prog="agl-slime eval", arguments=ours, **more)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,14 +149,14 @@ async def prepare(config: EvalConfig) -> Prepared:
         models.insert(0, Path(str(start)))
     settings = _settings(config, began)
     if config.openai_url is not None:
-        if settings.env is not None:
+        if settings.environment.name is not None:
             raise ConfigError("--openai-url: the run is of an environment, whose agents need an engine; leave it out")
         models.insert(
             0, await find_chat_api(config.openai_url, model=config.openai_model, key_env=config.openai_key_env)
         )
-    temperature = settings.temperature if config.temperature is None else config.temperature
+    temperature = config.settings.get("temperature", settings.sampling.temperature)
     agent, tasks = await run_in_thread(_agent_and_tasks, config, settings, run if began else None)
-    sampling = {"temperature": temperature, "max_new_tokens": settings.max_new_tokens}
+    sampling = {"temperature": temperature, "max_new_tokens": settings.sampling.max_new_tokens}
     return Prepared(models=models, settings=settings, agent=agent, tasks=tasks, sampling=sampling)
 
 
@@ -166,14 +171,14 @@ async def run_evaluation(config: EvalConfig, *, console: Console | None = None) 
         "agent": settings.title,
         "agent_source": await run_in_thread(_agent_source, settings, agent),
         "environment": await run_in_thread(_environment_identity, settings),
-        "max_turns": settings.max_turns,
+        "max_turns": settings.gateway.max_turns,
         "multi_turn_scheduler": settings.multi_turn_scheduler,
         "tasks": hashlib.blake2b(dump(tasks), digest_size=8).hexdigest(),
         "k": config.k,
-        "seed": settings.seed,
+        "seed": settings.loop.seed,
         **settings.template,
         **ready.sampling,
-        "sglang_url": config.sglang_url and shown_url(config.sglang_url),
+        "sglang_url": settings.sglang_url and shown_url(settings.sglang_url),
     }
     name = hashlib.blake2b(dump(identity), digest_size=5).hexdigest()
     directory = config.output_dir or Path("evals") / f"{settings.title.rpartition(':')[2]}-{name}"
@@ -191,13 +196,14 @@ async def run_evaluation(config: EvalConfig, *, console: Console | None = None) 
                 which = f"model {number + 1} of {len(models)}" if len(models) > 1 else name
                 before = len(file.lines)
                 if file.missing(tasks=len(tasks), k=config.k):
-                    more = {"directory": RunDir(directory), "max_concurrent": config.max_concurrent, "console": console}
+                    more: dict[str, Any] = {"directory": RunDir(directory), "console": console}
+                    more["max_concurrent"] = settings.max_concurrent
                     async with sampling_with(settings, model, agent, ready.sampling, **more) as sampling:
                         with _Progress(console, which) as report:
                             await take_samples(tasks, k=config.k, into=file, sampling=sampling, on_progress=report)
                 parts.append(file.lines)
                 new += len(file.lines) - before
-        result = _result(config, identity, parts, n_tasks=len(tasks), seed=settings.seed)
+        result = _result(config, identity, parts, n_tasks=len(tasks), seed=settings.loop.seed)
         write_file(directory / "eval.json", dump(result, indent=2))
         page = await run_in_thread(write_eval_page, directory)
     if not new:
@@ -253,35 +259,33 @@ def _agent_source(settings: TrainConfig, agent: Any) -> str | None:
     from agl_slime.agent.loading import agent_module, load_plugins
     from agl_slime.agent.source import source_digest
 
-    if settings.env is not None:
+    if settings.environment.name is not None:
         return None
     return source_digest(agent, [agent_module(settings.agent), *load_plugins(settings.external_plugins)])
 
 
 def _environment_identity(settings: TrainConfig) -> dict[str, Any] | None:
-    if settings.env is None:
+    if settings.environment.name is None:
         return None
-    text = settings.env_config.read_text() if settings.env_config is not None else None
-    return {"arguments": list(settings.env_arguments), "config": text, "models": list(settings.env_model)}
+    arguments = settings.environment.arguments
+    files = [Path(path).read_text() for mark, path in pairwise(arguments) if mark == "@"]
+    return {"arguments": list(arguments), "config": files, "models": list(settings.environment.models)}
 
 
 def _settings(config: EvalConfig, began: dict[str, Any]) -> TrainConfig:
     """The settings of a run: from the flags, else from the model's run."""
     inherited = {name: began[name] for name in RUN_FIELDS if began.get(name) is not None}
     inherited["external_plugins"] = tuple(map(Path, began.get("external_plugins") or ()))
-    flags = {name: value for name in RUN_FIELDS if (value := getattr(config, name, None)) is not None}
+    flags = dict(config.settings)
     if flags.get("temperature") == 0:
         del flags["temperature"]  # TrainConfig refuses 0, which training cannot use; Prepared.sampling has it
-    names = ("sglang_url", "engine", "max_concurrent", "sglang_python")
-    flags |= {name: getattr(config, name) for name in names}
-    if (env := config.env or (None if config.agent else began.get("env"))) is not None:
+    if (env := flags.get("env") or (None if "agent" in flags else began.get("env"))) is not None:
         inherited.pop("agent", None)
-        if config.env is None:
+        if "env" not in flags:
             inherited |= {name: _tuple(began[name]) for name in ENV_FIELDS if began.get(name) is not None}
-            inherited |= {name: Path(began[name]) for name in ("env_python", "env_config") if began.get(name)}
-        flags |= {"env": env, **({"env_python": config.env_python} if config.env_python else {})}
-        flags |= {"env_arguments": config.env_arguments} if config.env_arguments else {}
-    return TrainConfig(**{**inherited, **flags})
+            inherited |= {name: Path(began[name]) for name in ("env_python", "eval_tasks") if began.get(name)}
+        flags["env"] = env
+    return train_config(**{"max_concurrent": _RUN_SETTINGS["max_concurrent"], **inherited, **flags})
 
 
 def _tuple(value: Any) -> Any:
@@ -292,22 +296,25 @@ def _agent_and_tasks(config: EvalConfig, settings: TrainConfig, run: RunDir | No
     from agl_slime.agent.loading import configure_agent, load_agent
     from agl_slime.cli.start import split_tasks
 
-    if settings.env is not None:
+    if settings.environment.name is not None:
         from agl_slime.cli.parts import environment_of
 
-        env_run = run if config.env is None else None
+        env_run = run if "env" not in config.settings else None
         start = (read_object(env_run.start) or {}) if env_run is not None else {}
-        seed = (env_run.settings() or {}).get("seed", settings.seed) if env_run is not None else settings.seed
-        environment = environment_of(replace(settings, seed=seed), held_out=start.get("held_out") or None)
+        seed = (env_run.settings() or {}).get("seed", settings.loop.seed) if env_run is not None else settings.loop.seed
+        same_split = replace(settings, loop=replace(settings.loop, seed=seed))
+        environment = environment_of(same_split, held_out=start.get("held_out") or None)
         if env_run is not None and environment.held_out and not start.get("held_out"):
-            raise ConfigError(f"the run in {env_run.path} held out no tasks; --env {settings.env} evaluates all tasks")
+            raise ConfigError(
+                f"the run in {env_run.path} held out no tasks; --env {settings.environment.name} evaluates all tasks"
+            )
         tasks: list[Any] = environment.val_tasks or environment.tasks
         return environment, tasks[: config.n_tasks]
     agent = load_agent(settings.agent)
     configure_agent(
         agent,
         scheduler=settings.multi_turn_scheduler,
-        max_turns=settings.max_turns,
+        max_turns=settings.gateway.max_turns,
         plugins=settings.external_plugins,
     )
     if config.tasks is not None:
@@ -316,13 +323,13 @@ def _agent_and_tasks(config: EvalConfig, settings: TrainConfig, run: RunDir | No
     if run is not None and began.get("tasks"):
         named: dict[str, Any] = {name: Path(began[name]) for name in ("tasks", "eval_tasks") if began.get(name)}
         named |= {"seed": began["seed"], "eval_interval": began["eval_interval"]}
-        held_out = split_tasks(TrainConfig(**named, output_dir=run.path, resume=True))[1]
+        held_out = split_tasks(train_config(**named, output_dir=run.path, resume=True))[1]
         if not held_out:
             raise ConfigError(f"the run in {run.path} held out no tasks; give --tasks FILE.jsonl")
         return agent, held_out[: config.n_tasks]
     if (make_task := getattr(agent, "make_task", None)) is None:
         raise ConfigError(f"there are no tasks: give --tasks FILE.jsonl, or define make_task(rng) on {settings.agent}")
-    return agent, as_task_source(make_task, seed=settings.seed + 1).next_batch(config.n_tasks or 32)
+    return agent, as_task_source(make_task, seed=settings.loop.seed + 1).next_batch(config.n_tasks or 32)
 
 
 @asynccontextmanager
@@ -343,7 +350,7 @@ async def sampling_with(
     from agl_slime.support.agl import LLM
 
     if isinstance(model, ChatApi):
-        limits: dict[str, Any] = {"timeout_s": settings.rollout_timeout, "max_in_flight": max_concurrent}
+        limits: dict[str, Any] = {"timeout_s": settings.loop.rollout_timeout_s, "max_in_flight": max_concurrent}
         # no gateway, which would request token ids
         runners = RunnerSettings(max_concurrent=max_concurrent, gateway=None)
         parameters = {"max_tokens" if name == "max_new_tokens" else name: value for name, value in sampling.items()}
@@ -372,7 +379,7 @@ async def sampling_with(
             llm=llm,
             tokenizer=await run_in_thread(load_tokenizer, model),
             runners=RunnerPlan(settings=runners) if environment is None else environment.plan(settings=runners),
-            timeout_s=settings.rollout_timeout,
+            timeout_s=settings.loop.rollout_timeout_s,
             max_in_flight=max_concurrent,
             check_alive=alive,
         )

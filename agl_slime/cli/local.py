@@ -35,12 +35,12 @@ from agl_slime.cli.settings import TrainConfig
 from agl_slime.cli.start import check_tools, find_start, load_parts, run_directory, set_aside, uses_raw_prompts
 from agl_slime.cli.weights import WeightPublisher, weights_directory
 from agl_slime.data.ledger import Ledger, ledger_checkpoints
-from agl_slime.data.policy import MinimumViableGroup, zero_variance
+from agl_slime.data.policy import zero_variance
 from agl_slime.data.source import DataSourceSettings, GroupSource
 from agl_slime.data.teacher import Teachers
 from agl_slime.engine.client.check import check_replay
 from agl_slime.engine.client.client import SGLangClient
-from agl_slime.engine.client.describe import EngineDescription
+from agl_slime.engine.client.describe import EngineDescription, experts_shape_of
 from agl_slime.engine.client.transport import checked_url
 from agl_slime.engine.client.weights import DiskWeightSync
 from agl_slime.engine.process import EmbeddedEngine
@@ -115,7 +115,7 @@ async def run_training(
         directory = stack.enter_context(weights_directory(config, origin.model, run.path))
         weights = WeightPublisher(trainer=trainer, base_url=url, directory=directory, pause=config.weight_pause)
         await _push_start(config, weights, start, warnings)
-        sampling = sampling_parameters(config, origin.model)
+        sampling = {**sampling_parameters(config), **await _replayed_experts(trainer, url, origin.model)}
         await check_replay(url, sampling_of(LLM(endpoint=url, model="", sampling_parameters=sampling)))
         if config.resume and checkpoint is None:
             set_aside(run)
@@ -132,7 +132,7 @@ async def run_training(
         steps = LocalSteps(
             trainer=trainer,
             source=source,
-            batch_size=config.rollout_batch_size,
+            batch_size=config.loop.rollout_batch_size,
             trained=stack.enter_context(closing(IterationFile(run.trained))),
             checkpoints=CheckpointWriter(
                 directory=run.checkpoints,
@@ -180,10 +180,10 @@ async def _load_tokenizer(config: TrainConfig, parts: RunParts, model_path: Path
     tokenizer = await run_in_thread(load_tokenizer, model_path)
     check_tokenizer(model_path, tokenizer)
     set_template_kwargs(tokenizer, config.template.get("chat_template_kwargs", {}))
-    if not has_chat_template(tokenizer) and not await uses_raw_prompts(parts, model_path, seed=config.seed):
+    if not has_chat_template(tokenizer) and not await uses_raw_prompts(parts, model_path, seed=config.loop.seed):
         text = f"--model-path {model_path}: without a chat template only text prompts can be sampled"
         warnings["chat_template"] = text
-    if unread := await check_tools(parts, model_path, tokenizer, seed=config.seed):
+    if unread := await check_tools(parts, model_path, tokenizer, seed=config.loop.seed):
         warnings["tool_format"] = unread
     return tokenizer, warnings
 
@@ -202,6 +202,17 @@ async def _start_engine(
     loading.add_done_callback(lambda task: task.cancelled() or task.exception())  # dropped when the engine fails first
     url, check_engine = await stack.enter_async_context(running_engine(config, model_path, run, console))
     return url, check_engine, await loading
+
+
+async def _replayed_experts(trainer: LocalTrainer, url: str, model_path: Path) -> dict[str, Any]:
+    """The sampling parameter that requests the routed experts of a mixture of experts, which the trainer replays; empty
+    where model, engine or trainer has none."""
+    from agl_slime.engine.experts import routers_of
+
+    if (shape := experts_shape_of(str(model_path))) is None or not routers_of(trainer.model):
+        return {}
+    async with SGLangClient(base_url=url) as client:
+        return {"routed_experts": list(shape)} if await client.returns_routed_experts() else {}
 
 
 async def _push_start(
@@ -228,9 +239,6 @@ def _open_source(
     """The data source with the run's ledger. Adds the directory of replay files to ``sampling``."""
     ledger = Ledger(path=run.ledger)
     stack.callback(ledger.close)
-    policy = MinimumViableGroup(
-        min_ratio=config.group_min_ratio, max_retries=config.group_max_retries, timeout_s=config.group_timeout
-    )
     group_filter = zero_variance if config.drop_zero_variance else None
     replay_files = None
     if replay_of(sampling) and isinstance(parts.store, BridgeStore):
@@ -239,7 +247,7 @@ def _open_source(
     source = GroupSource(
         store=parts.store,
         tokenizer=tokenizer,
-        settings=DataSourceSettings(policy=policy, group_filter=group_filter),
+        settings=DataSourceSettings(policy=config.group, group_filter=group_filter),
         ledger=ledger,
         reward_spans=True,
         replay_files=replay_files,
@@ -334,7 +342,7 @@ class _Observers:
 def _checkpoints(config: TrainConfig, run: RunDir) -> list[Checkpoint]:
     """The checkpoints of ``run``, newest first. Raises ``ConfigError`` when it is finished or cannot be resumed."""
     checkpoints = read_checkpoints(run.checkpoints)
-    if checkpoints and (done := checkpoints[0].loop.iteration) >= config.num_iterations:
+    if checkpoints and (done := checkpoints[0].loop.iteration) >= config.loop.num_iterations:
         fix = f"give --num-iterations above {done} to continue"
         raise ConfigError(f"the run in {run.path} has finished its {done} iterations; {fix}")
     noted = ledger_checkpoints(run.ledger) if checkpoints else set()
@@ -356,10 +364,9 @@ async def running_engine(
         return
     if config.engine == "sglang":
         python = config.sglang_python or os.environ[SGLANG_PYTHON]  # checked by check_files
-        engine = SGLangProcess(model_path, python=str(python), log=run.sglang_log, random_seed=config.seed)
+        engine = SGLangProcess(model_path, python=str(python), log=run.sglang_log, random_seed=config.loop.seed)
     else:
-        options: dict[str, Any] = {"enable_return_routed_experts": 1} if config.routed_experts else {}
-        engine = EmbeddedEngine(model_path, random_seed=config.seed, **options)
+        engine = EmbeddedEngine(model_path, random_seed=config.loop.seed)
     try:
         with step(console, f"starting {engine.name}"):
             await run_in_thread(engine.start)
@@ -391,9 +398,9 @@ def _make_trainer(config: TrainConfig, model_path: Path, torch_threads: TorchThr
     return LocalTrainer(
         model_path=model_path,
         settings=config.local,
-        temperature=config.temperature,
+        temperature=config.sampling.temperature,
         teacher_coef=config.teacher_coef if config.teacher_url else 0.0,
         teacher_alone=config.teacher_alone,
-        seed=config.seed,
+        seed=config.loop.seed,
         torch_threads=torch_threads,
     )

@@ -17,12 +17,10 @@ import threading
 import traceback
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
 from functools import partial
 from importlib import import_module
 from typing import Any, NoReturn
 
-import tyro
 from rich.console import Console
 from rich.logging import RichHandler
 from rich.text import Text
@@ -148,13 +146,9 @@ def _engine_ahead() -> AbstractContextManager[None]:
 
 
 def _eval(arguments: list[str]) -> None:
-    from agl_slime.cli.evaluate import EvalConfig, run_evaluation
-    from agl_slime.cli.flags import split_env_flags
+    from agl_slime.cli.evaluate import parse_eval_config, run_evaluation
 
-    ours, env_flags = split_env_flags(arguments)
-    config = tyro.cli(EvalConfig, prog="agl-slime eval", args=ours)
-    config = replace(config, env_arguments=env_flags) if env_flags else config
-    _run_until_signal(run_evaluation(config))
+    _run_until_signal(run_evaluation(parse_eval_config(arguments)))
 
 
 logger = logging.getLogger(__name__)

@@ -13,12 +13,9 @@ from typing import Any
 from rich.console import Console
 
 from agl_slime.cli.settings import TrainConfig
-from agl_slime.engine.client.describe import experts_shape_of
 from agl_slime.engine.client.load import EngineLoads
 from agl_slime.environments.environment import Environment, load_environment
-from agl_slime.errors import ConfigError
 from agl_slime.loop.online import OnlineRLLoop
-from agl_slime.loop.settings import LoopSettings
 from agl_slime.loop.tasks import Tasks
 from agl_slime.report import StandardReporters
 from agl_slime.report.console import View
@@ -51,39 +48,26 @@ class RunParts:
 
 def environment_of(config: TrainConfig, *, held_out: int | None = None) -> Environment:
     """Load the environment that ``config`` names. Raises ``ConfigError``."""
-    assert config.env is not None
     assert config.max_concurrent != "auto"  # refused with --env
-    file = ("@", str(config.env_config)) if config.env_config is not None else ()
-    return load_environment(
-        config.env,
-        python=config.env_python,
-        seed=config.seed,
-        held_out=held_out,
-        validate=bool(config.eval_interval),
-        arguments=(*file, *config.env_arguments),
-        eval_split=config.env_eval_split,
-        most_tasks=config.env_tasks,
-        models=config.env_model,
-        trained=config.trained_models,
-        untrained=config.untrained_models,
-        workers=config.env_workers,
+    settings = replace(
+        config.environment,
+        trained=config.gateway.trained_models,
+        untrained=config.gateway.untrained_models,
+        workers=RunnerPlan.parse(config.runners).count,
         max_concurrent=config.max_concurrent,
+        eval_split=None if config.eval_tasks is None else str(config.eval_tasks),
         keep_traces=config.keep_rollouts == "all",
     )
+    validate = bool(config.loop.eval_interval)
+    return load_environment(settings, seed=config.loop.seed, held_out=held_out, validate=validate)
 
 
-def sampling_parameters(config: TrainConfig, model_path: Path) -> dict[str, Any]:
-    """Sampling parameters of rollouts with the local trainer. Raises ``ConfigError`` for --routed-experts of a model
-    without experts."""
-    sampling: dict[str, Any] = {"temperature": config.temperature, "max_new_tokens": config.max_new_tokens}
-    if config.top_p < 1 or config.top_k != -1:
-        sampling |= {"top_p": config.top_p, "top_k": config.top_k, "nucleus": True}
-    if config.routed_experts:
-        if (shape := experts_shape_of(str(model_path))) is None:
-            raise ConfigError(
-                f"--routed-experts: {model_path} has no num_experts_per_tok in its config.json; leave it out"
-            )
-        sampling["routed_experts"] = list(shape)
+def sampling_parameters(config: TrainConfig) -> dict[str, Any]:
+    """Sampling parameters of rollouts with the local trainer."""
+    params = config.sampling
+    sampling: dict[str, Any] = {"temperature": params.temperature, "max_new_tokens": params.max_new_tokens}
+    if params.top_p < 1 or params.top_k != -1:
+        sampling |= {"top_p": params.top_p, "top_k": params.top_k, "nucleus": True}
     return sampling
 
 
@@ -93,9 +77,9 @@ def model_for_agents(
 ) -> Iterator[LLM]:
     """The resource ``main_llm`` of agents: the engine at ``url``, or a gateway before it. ``sampling`` replaces the
     sampling parameters of ``config``."""
-    sampling = {**config.template, **(sampling or sampling_parameters(config, model_path))}
+    sampling = {**config.template, **(sampling or sampling_parameters(config))}
     llm = LLM(endpoint=url, model=str(model_path), sampling_parameters=sampling)
-    pool_has_gateway = config.env is not None or config.runners == "controller"
+    pool_has_gateway = config.environment.name is not None or config.runners == "controller"
     if pool_has_gateway or not parts.behind_gateway:
         yield llm
         return
@@ -116,21 +100,20 @@ def make_loop(
     *,
     llm: LLM,
     engine_url: str,
-    save_interval: int | None = None,
     controller_log: Path | None = None,
     **functions: Any,
 ) -> OnlineRLLoop:
-    """The loop of a run. Agents use ``llm``, which the engine at ``engine_url`` serves; ``save_interval`` replaces the
-    one of ``config``, ``functions`` are further arguments of ``OnlineRLLoop``."""
+    """The loop of a run. Agents use ``llm``, which the engine at ``engine_url`` serves; ``functions`` are further
+    arguments of ``OnlineRLLoop``."""
     auto = config.max_concurrent == "auto"
     most = AutoLimitSettings.most if config.max_concurrent == "auto" else config.max_concurrent
     settings = RunnerSettings(max_concurrent=most, gateway=config.gateway)
     if parts.environment is not None:
-        where: dict[str, Any] = {"host": config.controller_host, "port": config.controller_port}
-        plan = parts.environment.plan(settings=settings, log=controller_log, **where)
+        plan = parts.environment.plan(settings=settings, controller=config.controller, log=controller_log)
     else:
-        plan = RunnerPlan.parse(config.runners)
-        plan = replace(plan, controller=config.controller(log=controller_log), settings=settings)
+        plan = replace(RunnerPlan.parse(config.runners), settings=settings)
+        if plan.kind == "controller":
+            plan = replace(plan, controller=config.controller.complete(agent=config.agent, log=controller_log))
     return OnlineRLLoop(
         store=parts.store,
         agent=parts.agent,
@@ -139,18 +122,7 @@ def make_loop(
         resources=parts.resources,
         llm=llm,
         engine_loads=EngineLoads(engine_url) if auto else None,
-        settings=LoopSettings(
-            num_iterations=config.num_iterations,
-            rollout_batch_size=config.rollout_batch_size,
-            n_samples_per_prompt=config.n_samples_per_prompt,
-            rollout_timeout_s=config.rollout_timeout,
-            max_attempts=config.max_attempts,
-            eval_interval=config.eval_interval,
-            eval_tasks=config.eval_rollouts,
-            save_interval=save_interval or config.save_interval,
-            max_staleness=config.max_staleness,
-            seed=config.seed,
-        ),
+        settings=config.loop,
         runners=replace(plan, store_host=config.store_host),
         **functions,
     )
@@ -177,7 +149,7 @@ def make_reports(config: TrainConfig, run: RunDir, console: Console, **more: Any
         run,
         console=console,
         view=config.view,
-        seed=config.seed,
+        seed=config.loop.seed,
         keep=config.keep_rollouts,
         track=config.track,
         **more,

@@ -3,161 +3,203 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field, fields
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields, make_dataclass, replace
+from functools import partial
+from operator import attrgetter
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
-from agl_slime.agent.loading import split_agent
+import tyro
+
+from agl_slime.agent.loading import DEFAULT_AGENT, split_agent
 from agl_slime.cli.flags import flag
 from agl_slime.cli.models import check_model
-from agl_slime.cli.options import (
-    AsyncSettings,
-    ControllerFlags,
-    EngineSettings,
-    EnvironmentFlags,
-    FirstSettings,
-    GatewayFlags,
-    GroupSettings,
-    RolloutSettings,
-    RunSettings,
-    SamplingSettings,
-    SlimeFlags,
-    TeacherSettings,
-    ValidationSettings,
-)
+from agl_slime.cli.options import PATHS, default_of, find_setting, name_of
+from agl_slime.data.policy import MinimumViableGroup
 from agl_slime.data.teacher import Teacher
+from agl_slime.engine.client.generation import SamplingParams
 from agl_slime.engine.sglang_process import find_sglang
-from agl_slime.errors import ConfigError
+from agl_slime.environments.environment import EnvironmentSettings
+from agl_slime.errors import ConfigError, SettingError
 from agl_slime.gateway.agl1.settings import ControllerSettings
 from agl_slime.gateway.settings import GatewaySettings
+from agl_slime.loop.settings import LoopSettings
 from agl_slime.loop.tasks import read_tasks
-from agl_slime.report.trackers import need_trackers
+from agl_slime.report.console import View
+from agl_slime.report.rollouts import Keep
+from agl_slime.report.trackers import Tracker, need_trackers
 from agl_slime.runner.base import RunnerPlan
 from agl_slime.runner.controller_process import check_python
 from agl_slime.support.net import shown_url
 from agl_slime.support.ranges import check_ranges
-from agl_slime.tokens.images import ImageSettings
+from agl_slime.tokens.systems import LaterSystems
 from agl_slime.tokens.tokenizer import read_template_kwargs
 from agl_slime.train.local.settings import LocalTrainerSettings
 
-_COUNTS = """num_iterations rollout_batch_size n_samples_per_prompt max_new_tokens max_attempts save_interval
-    eval_rollouts actor_num_nodes actor_num_gpus_per_node env_workers max_images"""
-_MOST = 100_000  # more prompts or rollouts would take hours to enqueue
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainConfig(
-    SlimeFlags,
-    ControllerFlags,
-    EnvironmentFlags,
-    GatewayFlags,
-    EngineSettings,
-    TeacherSettings,
-    AsyncSettings,
-    GroupSettings,
-    RolloutSettings,
-    SamplingSettings,
-    ValidationSettings,
-    RunSettings,
-    FirstSettings,
-):
+class TrainConfig:
     """Train an agent online: rollouts through Agent Lightning, a policy on SGLang, weights updated after every
-    iteration."""
+    iteration. A field is a setting of the run, or the settings of a room, which gets them whole; ``train_config`` makes
+    one from names as on the command line."""
 
+    agent: str = DEFAULT_AGENT
+    """The agent, as module:Class or path/to/file.py:Class."""
+    tasks: Path | None = None
+    """Tasks as JSON lines, one object each; by default the agent's make_task(rng) makes them."""
+    model_path: Annotated[Path | None, tyro.conf.arg(aliases=["--model"])] = None
+    """Model to start from: a Hugging Face directory, smollm2 (SmolLM2-135M-Instruct, Apache-2.0, 93 MB from the package
+    registry), a name on the Hugging Face hub, or a run's directory; by default, for agents of the lookup task, the tiny
+    policy of the first command."""
+    sglang_url: str | None = None
+    """URL of a running SGLang server or router; by default an engine is started on this machine."""
+    trainer: Literal["local", "slime"] = "local"
+    """The trainer: local (GRPO on this machine), or slime."""
+    output_dir: Path | None = None
+    """Directory of metrics, rollouts, checkpoints and model; by default a new one under runs/."""
+    resume: bool = False
+    """Resume the run in the output directory from its newest checkpoint."""
+    overwrite: bool = False
+    """Replace the run in the output directory, with its checkpoints and model."""
+    view: View = "auto"
+    """Live progress or one line per iteration; auto is live on a terminal, web opens the run's page, too."""
+    track: tuple[Tracker, ...] = ()
+    """Further trackers of metrics: wandb, mlflow; their environment variables name the server."""
+    keep_rollouts: Keep = "sampled"
+    """Rollouts written whole to rollouts.jsonl, for the report: all, sampled (per iteration the best, the worst, a
+    random and a failed one), or none."""
+    eval_tasks: Path | None = None
+    """Validation tasks as JSON lines; by default a tenth of --tasks is held out, or make_task(rng) is used with another
+    seed. With --env: the split of its tasks for validations, if its name is not a usual one (eval, test, ...)."""
+    keep_best: bool = False
+    """Keep the weights of the best validation, too, in model-best beside model."""
+    chat_template_kwargs: str = ""
+    """Arguments of the model's chat template, as a JSON object: {"preserve_thinking": true}. Agents, the gateway and
+    traces of text alone use them."""
+    later_systems: LaterSystems = "in_place"
+    """System messages after the first, if the chat template refuses them: in_place (a user's message, or the end of the
+    tool result before it), user (a user's message), or first (at the beginning, which forks)."""
+    max_concurrent: int | Literal["auto"] = 1024
+    """Rollouts in flight, in each runner; auto follows the engine's load, so that it is full and its queue short
+    (--runners inproc)."""
+    runners: str = "inproc"
+    """Where the agent runs: inproc (a thread of this process), process:N (N processes), ray:N (N Ray actors), or
+    controller (Agent Lightning 1.0's, which runs --agent module:Class as processes or --job-template as Jobs). With
+    --env, process:N is N workers."""
+    store_host: str = "127.0.0.1"
+    """Address of the store for runners in other processes; Ray on several hosts needs one that they can reach."""
+    multi_turn_scheduler: str | None = None
+    """Registered name of the scheduler that decides what follows each answer."""
+    external_plugins: tuple[Path, ...] = ()
+    """Python files to run at start; they register schedulers, tool parsers or loss masks."""
+    drop_zero_variance: bool = False
+    """Replace groups whose rewards are all equal: their advantages are 0."""
+    weight_pause: Literal["abort", "retract", "in_place"] = "abort"
+    """Running requests at a weight update: abort (they return their tokens so far, and the client requests the rest),
+    retract (they stay in the engine, which recomputes their KV cache) or in_place (they stay and keep the KV cache of
+    the old weights)."""
+    eval_sglang_url: str | None = None
+    """URL of a second SGLang server for validations, which keeps the weights a validation started with; by default
+    validations share the engine with training."""
+    teacher_url: tuple[str, ...] = ()
+    """SGLang servers of teachers with the policy's vocabulary: URL, SOURCE=URL for tasks of one source_name, or
+    SOURCE:WEIGHT=URL; AGL_SLIME_TEACHER_KEY has their key."""
+    teacher_coef: float = 1.0
+    """Coefficient of the reverse KL to the teacher in each token's advantage."""
+    teacher_alone: bool = False
+    """Train on the teacher alone; rewards are reported only."""
+    engine: Literal["embedded", "sglang"] = "embedded"
+    """embedded (the package's own), or a real SGLang."""
+    sglang_python: Path | None = None
+    """A Python with SGLang, for --engine sglang, by default AGL_SLIME_SGLANG_PYTHON's. For a CPU
+    `bash scripts/sglang_cpu.sh DIR` makes one: DIR/bin/python."""
+    actor_num_nodes: int = 1
+    """Nodes for the actor."""
+    actor_num_gpus_per_node: int = 1
+    """GPUs per actor node."""
+    rollout_num_gpus: int = 0
+    """GPUs for rollout engines that slime launches; 0 uses the ones at --sglang-url."""
+    loop: LoopSettings = field(default_factory=partial(LoopSettings, eval_interval=10))
+    sampling: SamplingParams = field(default_factory=partial(SamplingParams, max_new_tokens=48))
+    group: MinimumViableGroup = field(default_factory=MinimumViableGroup)
+    gateway: GatewaySettings = field(default_factory=GatewaySettings)
+    environment: EnvironmentSettings = field(default_factory=EnvironmentSettings)
+    controller: ControllerSettings = field(default_factory=ControllerSettings)
     local: LocalTrainerSettings = field(default_factory=LocalTrainerSettings)
-    """Settings of the local trainer."""
 
     def __post_init__(self) -> None:
-        RunnerPlan.parse(self.runners)
+        plan = RunnerPlan.parse(self.runners)
         split_agent(self.agent)
         if self.max_concurrent == "auto" and self.runners != "inproc":
             raise ConfigError(f"--max-concurrent auto with --runners {self.runners}: give a number, for each runner")
         check_ranges(
-            self,
-            (_COUNTS, lambda value: value >= 1, "at least 1"),
-            ("rollout_batch_size n_samples_per_prompt", lambda value: value <= _MOST, f"at most {_MOST}"),
+            SimpleNamespace(**flat_values(self)),
+            ("actor_num_nodes actor_num_gpus_per_node", lambda value: value >= 1, "at least 1"),
             ("max_concurrent", lambda value: value == "auto" or value >= 1, "auto, or at least 1"),
-            ("env_tasks", lambda value: value is None or value >= 2, "at least 2"),
             ("seed rollout_num_gpus", lambda value: value >= 0, "0 or more"),
-            ("group_max_retries max_staleness", lambda value: value >= 0, "0 or more"),
-            ("eval_interval", lambda value: value >= 0, "0 (never) or more"),
             ("teacher_coef", lambda value: 0 < value < math.inf, "above 0"),
-            ("group_min_ratio", lambda value: 0 < value <= 1, "in (0, 1]"),
-            ("group_timeout rollout_timeout", lambda value: value > 0, "above 0 seconds"),
-            ("top_p", lambda value: 0 < value <= 1, "in (0, 1]"),
-            ("top_k", lambda value: value == -1 or 1 <= value < 2**31, "-1 (all tokens) or at least 1"),
             ("temperature", lambda value: 0 < value < math.inf, "above 0: training needs samples that differ"),
             named=flag,
         )
         read_template_kwargs(self.chat_template_kwargs, flag("chat_template_kwargs"))
-        if self.env is not None:
-            self._check_env()
-        else:
-            for name in (name for name in vars(self) if name.startswith("env_") and name != "env_map"):
-                if getattr(self, name) != getattr(TrainConfig, name):
-                    raise ConfigError(f"{flag(name)}: there is no environment; add --env NAME, or leave it out")
+        if self.environment.name is not None:
+            self._check_env(plan)
+        elif changed := self._changed(*(name for name, path in PATHS.items() if path.startswith("environment."))):
+            raise ConfigError(f"{flag(changed[0])}: there is no environment; add --env NAME, or leave it out")
         if self.runners == "controller":
             self._check_controller()
         else:
             only = ("env_map", "job_template", "controller_python")
-            for name in (*only, *(() if self.env else ("controller_host", "controller_port"))):
+            for name in (*only, *(() if self.environment.name else ("controller_host", "controller_port"))):
                 self._refuse(name, "only a controller uses it; add --runners controller, or leave it out", "runners")
         if self.resume and self.output_dir is None:
             raise ConfigError("--resume needs --output-dir: the directory of the run to resume")
         if self.resume and self.overwrite:
             raise ConfigError("--resume continues a run and --overwrite replaces it; give one of them")
-        if not self.eval_interval:
-            for name in ("eval_rollouts", "eval_tasks", "keep_best"):
+        if not self.loop.eval_interval:
+            for name in ("eval_rollouts", "keep_best", *(() if self.environment.name else ("eval_tasks",))):
                 self._refuse(name, "there are no validations with --eval-interval 0; leave it out")
         if not self.teacher_url:
-            for name in ("teacher_coef", "teacher_alone"):
-                if getattr(self, name) != getattr(TrainConfig, name):
-                    raise ConfigError(f"{flag(name)}: there is no teacher; add --teacher-url URL, or leave it out")
+            for name in self._changed("teacher_coef", "teacher_alone"):
+                raise ConfigError(f"{flag(name)}: there is no teacher; add --teacher-url URL, or leave it out")
         _ = self.teachers
         if self.trainer == "slime":
             self._check_slime()
         else:
             self._check_local()
 
-    def _check_env(self) -> None:
-        for name in ("agent", "tasks", "eval_tasks"):
-            if getattr(self, name) != getattr(TrainConfig, name):
-                raise ConfigError(f"{flag(name)} with --env {self.env}: the environment has its own; leave it out")
-        for name in ("runners", "multi_turn_scheduler", "external_plugins", "max_attempts"):
+    def _check_env(self, plan: RunnerPlan) -> None:
+        env = self.environment.name
+        if changed := self._changed("agent", "tasks"):
+            raise ConfigError(f"{flag(changed[0])} with --env {env}: the environment has its own; leave it out")
+        if plan.kind not in ("inproc", "process"):
+            raise ConfigError(f"--runners {plan} with --env {env}: give process:N for N workers, or leave it out")
+        for name in ("multi_turn_scheduler", "external_plugins", "max_attempts"):
             self._refuse(name, "the environment's worker plays its episodes; leave it out", "env")
         if self.max_concurrent == "auto":
-            raise ConfigError(f"--max-concurrent auto with --env {self.env}: give a number, for each worker")
+            raise ConfigError(f"--max-concurrent auto with --env {env}: give a number, for each worker")
         if self.trainer != "local":
-            raise ConfigError(f"--env {self.env} with --trainer slime: slime plays none; take --trainer local")
+            raise ConfigError(f"--env {env} with --trainer slime: slime plays none; take --trainer local")
 
     @property
     def title(self) -> str:
         """A short name of the run: its environment or agent."""
-        return self.env or self.agent
+        return self.environment.name or self.agent
 
     def _check_controller(self) -> None:
         if self.tasks is None:
             raise ConfigError("--runners controller: give --tasks FILE.jsonl; a controller's agent makes none")
-        if self.max_attempts != 1:
+        if self.loop.max_attempts != 1:
             fix = "--group-max-retries runs failed members of a group again"
-            raise ConfigError(f"--max-attempts {self.max_attempts}: a controller makes one attempt; {fix}")
+            raise ConfigError(f"--max-attempts {self.loop.max_attempts}: a controller makes one attempt; {fix}")
         for name in ("multi_turn_scheduler", "external_plugins"):
             self._refuse(name, "a controller's agent has its own turns; leave it out", "runners")
-        self.controller(log=None)
-
-    def controller(self, *, log: Path | None) -> ControllerSettings | None:
-        """Settings of the controller, with ``--runners controller``."""
-        if self.runners != "controller":
-            return None
-        return ControllerSettings.given(
-            agent=self.agent if self.job_template is None else None,
-            job_template=self.job_template,
-            python=self.controller_python,
-            env_map=self.env_map,
-            host=self.controller_host,
-            port=self.controller_port,
-            log=log,
-        )
+        self.controller.complete(agent=self.agent)
 
     def _check_local(self) -> None:
         if self.engine == "sglang" and self.sglang_url is not None:
@@ -165,14 +207,14 @@ class TrainConfig(
             raise ConfigError(f"--engine sglang: {why}")
         if self.sglang_python is not None and self.engine != "sglang":
             raise ConfigError(f"--sglang-python {self.sglang_python}: add --engine sglang, or leave it out")
-        if self.eval_sglang_url is not None and not (self.max_staleness and self.eval_interval):
+        if self.eval_sglang_url is not None and not (self.loop.max_staleness and self.loop.eval_interval):
             fix = "give --max-staleness 1 or more and an --eval-interval, or leave it out"
             url = shown_url(self.eval_sglang_url)
             raise ConfigError(f"--eval-sglang-url {url}: only asynchronous training uses it; {fix}")
-        if self.keep_best and self.max_staleness:
+        if self.keep_best and self.loop.max_staleness:
             why = "weights may be gone when their validation has ended; use --max-staleness 0, or leave it out"
-            raise ConfigError(f"--keep-best with --max-staleness {self.max_staleness}: {why}")
-        if not self.max_staleness:
+            raise ConfigError(f"--keep-best with --max-staleness {self.loop.max_staleness}: {why}")
+        if not self.loop.max_staleness:
             self._refuse("weight_pause", "nothing is sampled while the weights change; give --max-staleness 1 or more")
         if self.runners == "inproc":
             self._refuse("store_host", "the runners are in this process; leave it out, or give other --runners")
@@ -181,7 +223,7 @@ class TrainConfig(
             raise ConfigError(f"--local.no-std-normalization: {why}")
         for name in ("actor_num_nodes", "actor_num_gpus_per_node", "rollout_num_gpus"):
             self._refuse(name, "only slime uses it; add --trainer slime, or leave it out")
-        if self.n_samples_per_prompt == 1 and self.local.rewards_normalization and not self.teacher_alone:
+        if self.loop.n_samples_per_prompt == 1 and self.local.rewards_normalization and not self.teacher_alone:
             fix = "use 2 or more, or --local.no-rewards-normalization"
             raise ConfigError(f"--n-samples-per-prompt 1: there is nothing to compare a reward with; {fix}")
 
@@ -192,7 +234,6 @@ class TrainConfig(
         self._refuse("eval_sglang_url", "validations run on the engines of training; leave it out")
         for name in ("top_p", "top_k"):
             self._refuse(name, f"give slime's own flag, -- --rollout-{name.replace('_', '-')}")
-        self._refuse("routed_experts", "give slime's own flag, -- --use-rollout-routing-replay")
         self._refuse("resume", "slime keeps its own checkpoints; give -- --load DIR --save DIR instead")
         for name in ("group_min_ratio", "group_max_retries", "group_timeout", "drop_zero_variance"):
             self._refuse(name, "both processes must agree on groups, which slime wants complete; leave it out")
@@ -206,8 +247,13 @@ class TrainConfig(
                 raise ConfigError(f"{flag(f'local.{setting.name}')} {value} with --trainer slime: leave it out")
 
     def _refuse(self, name: str, why: str, beside: str = "trainer") -> None:
-        if getattr(self, name) != getattr(TrainConfig, name):
-            raise ConfigError(f"{flag(name)} with {flag(beside)} {getattr(self, beside)}: {why}")
+        if self._changed(name):
+            value = attrgetter(PATHS[beside])(self)
+            raise ConfigError(f"{flag(name)} with {flag(beside)} {value}: {why}")
+
+    def _changed(self, *names: str) -> list[str]:
+        """The names of settings that are not at their defaults."""
+        return [name for name in names if attrgetter(PATHS[name])(self) != default_of(TrainConfig, PATHS[name])]
 
     @property
     def template(self) -> dict[str, Any]:
@@ -221,34 +267,79 @@ class TrainConfig(
     def teachers(self) -> list[Teacher]:
         return [Teacher.parse(text) for text in self.teacher_url]
 
-    @property
-    def images(self) -> ImageSettings:
-        return ImageSettings(max_images=self.max_images, image_hosts=self.image_hosts)
-
-    @property
-    def gateway(self) -> GatewaySettings:
-        return GatewaySettings(
-            branches=self.branches,
-            constraints=self.constraints,
-            untrained_models=self.untrained_models,
-            trained_models=self.trained_models,
-            max_turns=self.max_turns,
-            images=self.images,
-        )
-
     def check_files(self) -> None:
         """Raise ``ConfigError`` when a file that the settings name cannot be used; loads nothing."""
         need_trackers(self.track)
         for name, path in (("--tasks", self.tasks), ("--eval-tasks", self.eval_tasks)):
-            if path is not None:
+            if path is not None and self.environment.name is None:
                 read_tasks(path, flag=name)
         if self.model_path is not None:
             check_model(self.model_path)
-        if self.job_template is not None and not self.job_template.is_file():
-            raise ConfigError(f"--job-template {self.job_template}: there is no such file")
-        if (controller := self.controller(log=None)) is not None and controller.python is not None:
-            check_python(controller.python)
-        if self.env_config is not None and not self.env_config.is_file():
-            raise ConfigError(f"--env-config {self.env_config}: there is no such file")
+        if (template := self.controller.job_template) is not None and not template.is_file():
+            raise ConfigError(f"--job-template {template}: there is no such file")
+        if self.runners == "controller":
+            python = self.controller.complete(agent=self.agent).python
+            if python is not None:
+                check_python(python)
         if self.engine == "sglang":
             find_sglang(self.sglang_python)
+
+
+def train_config(**values: Any) -> TrainConfig:
+    """The ``TrainConfig`` of settings by their names in files and flags: ``train_config(num_iterations=3)``. Raises
+    ``ConfigError`` with the flag of a setting out of its range."""
+    tree: dict[str, Any] = {}
+    for name, value in values.items():
+        path = PATHS.get(name, name)
+        *rooms, last = path.split(".")
+        node = tree
+        for room in rooms:
+            node = node.setdefault(room, {})
+        node[last] = value
+    for name, value in tree.items():
+        if isinstance(value, dict):
+            tree[name] = _replaced(default_of(TrainConfig, name), value, f"{name}.")
+    return TrainConfig(**tree)
+
+
+Command = TypeVar("Command", bound="DataclassInstance")
+
+
+def command_config(kind: type[Command], **values: Any) -> Command:
+    """A command's configuration of its fields, and of settings of a run, which are its ``settings``."""
+    names = {each.name for each in fields(kind)}
+    settings = {name: value for name, value in values.items() if name not in names and value is not None}
+    return kind(**{name: value for name, value in values.items() if name in names} | {"settings": settings})
+
+
+def parse_command(
+    kind: type[Command], run_settings: Mapping[str, Any], *, prog: str, arguments: Sequence[str], **more: Any
+) -> Command:
+    """The configuration of a command line: flags are the fields of ``kind`` and ``run_settings``, by name with their
+    defaults, of which ``...`` is the run's."""
+    flags: list[Any] = []
+    for name, default in run_settings.items():
+        setting = find_setting(TrainConfig, PATHS[name])
+        hint, default = ("(default: the run's)", None) if default is ... else (None, default)
+        argument = tyro.conf.arg(help=setting.text, help_behavior_hint=hint)
+        flags.append((name, Annotated[setting.type | None, argument], default))
+    about: dict[str, Any] = {"frozen": True, "kw_only": True, "namespace": {"__doc__": kind.__doc__}}
+    parsed: Any = tyro.cli(make_dataclass(kind.__name__, flags, bases=(kind,), **about), prog=prog, args=arguments)
+    return command_config(kind, **{name: value for name, value in vars(parsed).items() if name != "settings"}, **more)
+
+
+def _replaced(settings: Any, changes: Mapping[str, Any], prefix: str) -> Any:
+    inner = {
+        name: _replaced(getattr(settings, name), value, f"{prefix}{name}.")
+        for name, value in changes.items()
+        if isinstance(value, dict)
+    }
+    try:
+        return replace(settings, **{**changes, **inner})
+    except SettingError as error:
+        raise SettingError(flag(name_of(f"{prefix}{error.name}")), error.problem) from error
+
+
+def flat_values(config: TrainConfig) -> dict[str, Any]:
+    """The settings by their names in files, which are the names of the flags, too."""
+    return {name: attrgetter(path)(config) for name, path in PATHS.items()}

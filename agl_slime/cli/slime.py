@@ -97,7 +97,7 @@ async def run_slime_training(
     args = await run_in_thread(parse_slime_args, flags)
     check_slime_args(args, config)
     data = prompt_data(args)
-    if data is not None and (given is not None or config.tasks is not None or config.env is not None):
+    if data is not None and (given is not None or config.tasks is not None or config.environment.name is not None):
         raise ConfigError(f"--prompt-data {data.path} after --: the run has other tasks; leave one of both out")
     parts = given or await load_parts(config, given_tasks=await run_in_thread(_rows, data, model_path))
     store = parts.store
@@ -118,7 +118,7 @@ async def run_slime_training(
         stack.callback(service.stop)
         tokenizer = await run_in_thread(load_tokenizer, model_path)
         set_template_kwargs(tokenizer, sampling.get("chat_template_kwargs", {}))
-        unread = await check_tools(parts, Path(model_path), tokenizer, seed=config.seed)
+        unread = await check_tools(parts, Path(model_path), tokenizer, seed=config.loop.seed)
         parts = replace(parts, tasks=_ordered(parts.tasks, data))
         # as in the manager's process: slime requires exactly n_samples_per_prompt rollouts in every group
         settings = DataSourceSettings(policy=CompleteGroup(), release=False)
@@ -133,14 +133,14 @@ async def run_slime_training(
         # the loop enqueues, so the manager's data source must not
         args.agl_teacher_url = config.teacher_url or None
         args.agl_store_url, args.agl_store_token, args.agl_tasks, args.prompt_data = service.url, token, None, None
-        args.agl_get_timeout_s, args.agl_planned = _MANAGER_TIMEOUT_S, config.max_staleness > 0
+        args.agl_get_timeout_s, args.agl_planned = _MANAGER_TIMEOUT_S, config.loop.max_staleness > 0
         trainer = SlimeTrainer(args=args)
         stack.callback(trainer.stop)
         with console.status("Starting slime …"):
             await run_in_thread(trainer.start)
-        plan = service.plan if config.max_staleness else None
-        steps = SlimeSteps(trainer=trainer, source=source, batch_size=config.rollout_batch_size, plan=plan)
-        start, finished = steps.start(config.num_iterations)
+        plan = service.plan if config.loop.max_staleness else None
+        steps = SlimeSteps(trainer=trainer, source=source, batch_size=config.loop.rollout_batch_size, plan=plan)
+        start, finished = steps.start(config.loop.num_iterations)
         pending.begin()  # no check is left that could fail: from here on files are written
         await shown.enter_async_context(served_page(run, config.view, console))
         steps.observer = reports = make_reports(config, run, console)
@@ -150,8 +150,9 @@ async def run_slime_training(
             reports.handle(events.Warning(text=unread, key="tool_format"))
         url = (trainer.router_url if config.sglang_url is None else None) or agents_url
         config = replace(config, store_host=host)
+        every = replace(config.loop, save_interval=1)  # slime decides when it saves
         loop = make_loop(
-            config,
+            replace(config, loop=every),
             parts,
             llm=stack.enter_context(model_for_agents(config, parts, url=url, model_path=model_path, sampling=sampling)),
             engine_url=url,
@@ -160,7 +161,6 @@ async def run_slime_training(
             slime_train_fn=steps.train,
             weight_sync_fn=steps.sync,
             save_fn=steps.save,
-            save_interval=1,  # slime decides when it saves
             start=start,
             observer=reports,
         )
@@ -187,10 +187,10 @@ def loop_flags(
     ``None``."""
     values = {
         "--hf-checkpoint": config.model_path.resolve() if config.model_path is not None else "",
-        **{flag(theirs): getattr(config, ours) for theirs, ours in _LOOP_SETTINGS.items()},
-        "--global-batch-size": config.rollout_batch_size * config.n_samples_per_prompt,
-        "--rollout-temperature": config.temperature,
-        "--rollout-max-response-len": config.max_new_tokens,
+        **{flag(theirs): getattr(config.loop, ours) for theirs, ours in _LOOP_SETTINGS.items()},
+        "--global-batch-size": config.loop.rollout_batch_size * config.loop.n_samples_per_prompt,
+        "--rollout-temperature": config.sampling.temperature,
+        "--rollout-max-response-len": config.sampling.max_new_tokens,
         "--actor-num-nodes": config.actor_num_nodes,
         "--actor-num-gpus-per-node": config.actor_num_gpus_per_node,
         "--advantage-estimator": "grpo",
@@ -211,15 +211,15 @@ def loop_flags(
 def check_slime_args(args: Any, config: TrainConfig) -> None:
     """Raise ``ConfigError`` for slime's flags that contradict the loop, or that it would ignore."""
     for theirs, ours in _LOOP_SETTINGS.items():
-        if (value := getattr(args, theirs, None)) != (setting := getattr(config, ours)):
+        if (value := getattr(args, theirs, None)) != (setting := getattr(config.loop, ours)):
             raise ConfigError(f"{flag(theirs)} {value} after -- is not {flag(ours)} {setting}: give the latter only")
     for name in _SLIME_LOOP_FLAGS.split():
         value = getattr(args, name, None)
         if value is not None and value is not False:
             raise ConfigError(f"{flag(name)} after -- is for slime's own loop, not for --trainer slime: leave it out")
-    if config.max_staleness and (shared := [name for name in _SHARED_GPUS if getattr(args, name, False)]):
+    if config.loop.max_staleness and (shared := [name for name in _SHARED_GPUS if getattr(args, name, False)]):
         why = "the engines have no GPU while the actors train: give them other GPUs, or leave --max-staleness out"
-        raise ConfigError(f"--max-staleness {config.max_staleness} with {flag(shared[0])}: {why}")
+        raise ConfigError(f"--max-staleness {config.loop.max_staleness} with {flag(shared[0])}: {why}")
 
 
 class SlimeSteps:

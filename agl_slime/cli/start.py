@@ -36,7 +36,7 @@ from agl_slime.tokens.tokenizer import NO_TEMPLATE
 logger = logging.getLogger(__name__)
 
 # Settings that determine a run's tasks and their order.
-_FIXED = ("seed", "tasks", "eval_tasks", "env", "env_arguments", "env_tasks", "env_eval_split")
+_FIXED = ("seed", "tasks", "eval_tasks", "env", "env_arguments", "env_tasks")
 WEIGHTS = "weights"  # in a run's directory: checkpoints that the engine loads
 _FIRST_VERSION = "default"  # engines' name of the weights that they were started with
 
@@ -75,18 +75,18 @@ def read_start(config: TrainConfig) -> dict[str, Any]:
 async def load_parts(config: TrainConfig, *, given_tasks: list[Task] | None = None) -> RunParts:
     """Load agent and tasks as ``config`` names them; ``given_tasks`` stand for its ``--tasks``. Raises
     ``ConfigError``."""
-    if config.env is not None:
+    if config.environment.name is not None:
         before = read_start(config).get("held_out") or None  # 0 where the taskset has its own split
         env = await run_in_thread(partial(environment_of, config, held_out=before))
         return RunParts(tasks=env.tasks, val_tasks=env.val_tasks, held_out=env.held_out, environment=env)
     agent = None
     if config.runners != "controller":  # a controller imports the agent itself, in another Python
-        agent = await run_in_thread(load_agent, config.agent)
+        agent, images = await run_in_thread(load_agent, config.agent), config.gateway.images
         configure_agent(
             agent,
             scheduler=config.multi_turn_scheduler,
-            max_turns=config.max_turns,
-            images=config.images if config.images != ImageSettings() else None,  # None: the agent class's limits
+            max_turns=config.gateway.max_turns,
+            images=images if images != ImageSettings() else None,  # None: the agent class's limits
             plugins=config.external_plugins,
         )
     if config.tasks is not None or given_tasks is not None:
@@ -106,15 +106,15 @@ def split_tasks(
     tasks = given_tasks or read_tasks(config.tasks or "")
     if config.eval_tasks is not None:
         return tasks, read_tasks(config.eval_tasks), 0
-    wanted = max(1, len(tasks) // 10) if config.eval_interval else 0
+    wanted = max(1, len(tasks) // 10) if config.loop.eval_interval else 0
     held_out = int(read_start(config).get("held_out", wanted))
-    if config.eval_interval and not held_out < len(tasks):
+    if config.loop.eval_interval and not held_out < len(tasks):
         fix = "give --eval-tasks, or --eval-interval 0"
         raise ConfigError(f"--tasks {config.tasks}: of {len(tasks)} none can be held out for validations; {fix}")
-    if config.eval_interval and not held_out:
+    if config.loop.eval_interval and not held_out:
         why = "the run began without validations and held no tasks out"
-        raise ConfigError(f"--eval-interval {config.eval_interval}: {why}; give --eval-tasks")
-    out = set(shuffled(range(len(tasks)), f"{config.seed}:held out")[:held_out])
+        raise ConfigError(f"--eval-interval {config.loop.eval_interval}: {why}; give --eval-tasks")
+    out = set(shuffled(range(len(tasks)), f"{config.loop.seed}:held out")[:held_out])
     val_tasks = [task for number, task in enumerate(tasks) if number in out]
     return [task for number, task in enumerate(tasks) if number not in out], val_tasks or None, held_out
 
@@ -135,7 +135,7 @@ async def find_start(
     before = read_start(config)
     began, task_files = before.get("model"), {}
     for name in ("tasks", "eval_tasks"):
-        if (path := getattr(config, name)) is not None:
+        if (path := getattr(config, name)) is not None and parts.environment is None:
             task_files[name] = await run_in_thread(digest, path)
             if (before.get("task_files") or task_files).get(name) != task_files[name]:
                 flag, fix = f"--{name.replace('_', '-')}", "resume it with the original file, or begin a new run"
@@ -144,7 +144,7 @@ async def find_start(
         task_files["env"] = parts.environment.digest
         if (before.get("task_files") or task_files).get("env") != task_files["env"]:
             fix = "resume it with the original environment, or begin a new run"
-            raise ConfigError(f"--env {config.env}: not the tasks that the run in {run.path} began with; {fix}")
+            raise ConfigError(f"--env {config.title}: not the tasks that the run in {run.path} began with; {fix}")
         console.print(parts.environment.summary, highlight=False, soft_wrap=True, markup=False)
     if config.model_path is not None:
         model = await run_in_thread(find_model, config.model_path, partial(say, console))

@@ -78,14 +78,13 @@ class MinimumViableGroup:
     """Reasons of a drop with members in flight, and without."""
 
     min_ratio: float = 0.7
-    """Share of the members that must succeed."""
+    """Share of a group's rollouts that must succeed, but at least 2 rollouts; 1 is all of them."""
     min_members: int = 2
     """Fewest members that must succeed, whatever their share."""
     max_retries: int = 0
-    """Most retries of failed members per group; made only while the minimum is out of reach without them."""
+    """Most failed rollouts of a group that are retried when the group would be dropped without them."""
     timeout_s: float | None = None
-    """Seconds after the last member's end after which a group is used if the minimum is reached, else dropped; ``None``
-    waits for all."""
+    """Seconds after a group's last ended rollout after which its stragglers are cancelled; by default never."""
     drop_early: bool = True
     """Drop a group that can no longer reach the minimum at once; False: when all members have ended."""
 

@@ -23,7 +23,7 @@ from typing import Any, TypeVar
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from agl_slime.engine.experts import ExpertCapture
+from agl_slime.engine.experts import ExpertCapture, routers_of
 from agl_slime.engine.requests import BadRequest, Request
 from agl_slime.engine.sampling import RowParams, sample
 from agl_slime.engine.slots import SlotModel
@@ -58,9 +58,11 @@ class Engine:
         max_total_tokens: int | None = None,
         prefill_tokens: int = 4096,
         prefix_cache: bool = True,
-        return_routed_experts: bool = False,
+        return_routed_experts: bool | None = None,
         seed: int = 0,
     ) -> None:
+        if return_routed_experts is None:
+            return_routed_experts = bool(routers_of(model))
         self.max_running = max_running
         self.config: Any = model.config
         self.vocab_size = int(self.config.vocab_size)

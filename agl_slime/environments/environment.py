@@ -15,15 +15,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import agl_slime
 from agl_slime.errors import ConfigError
-from agl_slime.gateway.agl1.settings import KEY_VARIABLE, ControllerSettings, WorkerCommand
+from agl_slime.gateway.agl1.settings import ControllerSettings, WorkerCommand
 from agl_slime.gateway.settings import GatewaySettings
 from agl_slime.runner.base import RunnerPlan, RunnerSettings
 from agl_slime.support.files import write_file
 from agl_slime.support.other_python import installed_version
+from agl_slime.support.ranges import check_ranges
 
 PYTHON_VARIABLE = "AGL_ENV_PYTHON"
 """The environment variable with the path of a Python that has verifiers."""
@@ -43,18 +44,21 @@ Task = dict[str, Any]
 class EnvironmentSettings:
     """An environment and how to run it."""
 
-    name: str
-    """A taskset of verifiers, or one of this package's (``reasoning-gym:NAME``, ``textarena:ID``)."""
-    python: Path
-    """A Python with verifiers."""
+    name: str | None = None
+    """The environment, instead of --agent and --tasks: a taskset's name, reasoning-gym:NAME, textarena:ID or
+    bfcl:CATEGORY."""
+    python: Path | None = None
+    """A Python with verifiers, by default AGL_ENV_PYTHON's; `bash scripts/verifiers_env.sh DIR` makes one:
+    DIR/bin/python."""
     arguments: tuple[str, ...] = ()
     """Arguments of verifiers' programs: ``--env.KEY value``, ``@ FILE.toml``."""
     eval_split: str | None = None
-    """The taskset's ``split`` for validations; by default its first split with a usual name."""
+    """Split of the tasks for validations, if its name is not a usual one (eval, test, ...)."""
     most_tasks: int | None = None
-    """Limit of tasks in each split."""
+    """Most tasks of the environment; by default all, or 1000 of an endless one."""
     models: tuple[str, ...] = ()
-    """Agents whose model is at another address: ROLE=URL or ROLE=MODEL@URL."""
+    """Agents of the environment that another server answers, as ROLE=URL or ROLE=MODEL@URL; AGL_ENV_MODEL_KEY has the
+    key."""
     trained: tuple[str, ...] = ()
     untrained: tuple[str, ...] = ()
     """Agents by name, to override which ones the environment trains."""
@@ -64,13 +68,19 @@ class EnvironmentSettings:
     keep_traces: bool = False
     """Keep verifiers' record of each episode beside the worker's log, as environment/ROLLOUT.json."""
 
-    @classmethod
-    def given(cls, name: str, *, python: str | Path | None = None, **others: Any) -> EnvironmentSettings:
-        """Settings whose ``python`` defaults to AGL_ENV_PYTHON. Raises ``ConfigError``."""
-        named = python or os.environ.get(PYTHON_VARIABLE)
-        if not named:
-            raise ConfigError(f"--env {name}: needs {_SETTING}, a Python with verifiers; {_FIX}")
-        return cls(name=name, python=Path(named), **others)
+    def __post_init__(self) -> None:
+        check_ranges(
+            self,
+            ("most_tasks", lambda value: value >= 2, "at least 2"),
+            ("workers max_concurrent", lambda value: value >= 1, "at least 1"),
+        )
+
+    def complete(self) -> Self:
+        """The same with a ``python``, by default AGL_ENV_PYTHON's. Raises ``ConfigError``."""
+        python = self.python or os.environ.get(PYTHON_VARIABLE)
+        if not python:
+            raise ConfigError(f"--env {self.name}: needs {_SETTING}, a Python with verifiers; {_FIX}")
+        return replace(self, python=Path(python))
 
     @property
     def others(self) -> dict[str, tuple[str, str]]:
@@ -113,9 +123,9 @@ class Environment:
         several = tuple(self.trained) if len(self.trained) > 1 else ()
         return replace(settings, untrained_models=tuple(self.untrained), trained_models=several)
 
-    def controller(self, *, log: Path | None = None, **others: Any) -> ControllerSettings:
-        """Settings of a controller whose workers play this environment's episodes. A worker on another host needs the
-        file environment.json beside ``log`` (docs/environments.md)."""
+    def controller(self, settings: ControllerSettings | None = None, *, log: Path | None = None) -> ControllerSettings:
+        """``settings`` with the workers that play this environment's episodes. A worker on another host needs the file
+        environment.json beside ``log`` (docs/environments.md)."""
         spec = {**self.spec, "trained": self.trained}
         if log is not None:
             log.parent.mkdir(parents=True, exist_ok=True)
@@ -128,15 +138,19 @@ class Environment:
             env=_variables(),
             count=self.settings.workers,
         )
-        return ControllerSettings(
-            python=self.settings.python, worker=command, key=os.environ.get(KEY_VARIABLE) or None, log=log, **others
-        )
+        return replace(settings or ControllerSettings(), python=self.settings.python, worker=command, log=log)
 
-    def plan(self, *, settings: RunnerSettings | None = None, log: Path | None = None, **others: Any) -> RunnerPlan:
-        """The plan for ``OnlineRLLoop(runners=…)``; ``others`` are fields of ``ControllerSettings``: host and port."""
+    def plan(
+        self,
+        *,
+        settings: RunnerSettings | None = None,
+        controller: ControllerSettings | None = None,
+        log: Path | None = None,
+    ) -> RunnerPlan:
+        """The plan for ``OnlineRLLoop(runners=…)``; ``controller`` has the address for its workers."""
         settings = settings or RunnerSettings()
         settings = replace(settings, gateway=self.gateway(settings.gateway))
-        return RunnerPlan(kind="controller", settings=settings, controller=self.controller(log=log, **others))
+        return RunnerPlan(kind="controller", settings=settings, controller=self.controller(controller, log=log))
 
 
 def check_python(python: Path) -> str:
@@ -145,7 +159,7 @@ def check_python(python: Path) -> str:
 
 
 def load_environment(
-    name: str,
+    name: str | EnvironmentSettings,
     *,
     python: str | Path | None = None,
     seed: int = 0,
@@ -156,8 +170,12 @@ def load_environment(
     """Load the environment ``name`` in a Python with verifiers (``python``, or AGL_ENV_PYTHON). Takes seconds.
 
     Validations use the taskset's validation split, or without one ``held_out`` tasks (by default a tenth) chosen by
-    ``seed``. Other ``settings`` are fields of ``EnvironmentSettings``. Raises ``ConfigError`` with verifiers' error."""
-    chosen = EnvironmentSettings.given(name, python=python, **settings)
+    ``seed``. Other ``settings`` are fields of ``EnvironmentSettings``, which may be given in place of ``name``. Raises
+    ``ConfigError`` with verifiers' error."""
+    if not isinstance(name, EnvironmentSettings):
+        name = EnvironmentSettings(name=name, python=None if python is None else Path(python), **settings)
+    chosen = name.complete()
+    name = str(chosen.name)
     spec: dict[str, Any] = {
         "name": name,
         "arguments": list(chosen.arguments),

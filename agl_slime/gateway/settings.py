@@ -25,17 +25,17 @@ class GatewaySettings:
     """URL at which agents reach the gateway, through a tunnel or a port of their container, say; needs a port. By
     default it is the host's, or for a wildcard host the address of this machine (``net.public_host``)."""
     branches: Branches = "used"
-    """Which answers are trained: ``used`` skips answers that were requested again and never continued; ``all``;
-    ``last``, the conversation with the last answer."""
+    """Which answers of gateway agents are trained: used (skip answers that were requested again and never continued),
+    all, or last (the conversation with the last answer)."""
     constraints: Constraints = "drop"
     """JSON schemas, regular expressions and forced tool calls, under which the engine's log-probs are not the policy's:
-    ``drop`` samples freely, ``mask`` obeys and does not train those tokens, ``refuse`` answers 400."""
+    drop (sampled freely and trained), mask (obeyed and not trained) or refuse (answered with 400)."""
     untrained_models: tuple[str, ...] = ()
     """Model names of requests that the policy answers and that are not trained: a judge, a user simulator."""
     trained_models: tuple[str, ...] = ()
-    """Names, of resources beside ``main_llm`` or of models in requests, whose answers are trained as further roles."""
+    """Further roles that are trained: names of LLM resources beside main_llm, or model names of requests."""
     max_turns: int | None = None
-    """Most answers of a rollout; later ones are empty."""
+    """Most answers of one rollout; later ones are empty."""
     max_trajectory_tokens: int | None = None
     """Most tokens of one conversation; later answers are empty."""
     max_in_flight: int = 64

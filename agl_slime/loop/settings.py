@@ -8,24 +8,26 @@ from typing import Any
 
 from agl_slime.support.ranges import check_ranges
 
+_MOST = 100_000  # more prompts or rollouts would take hours to enqueue
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoopSettings:
     """Settings of a loop: batch sizes, staleness, and when to validate, save and stop."""
 
     num_iterations: int = 40
-    """Total number of training iterations."""
+    """Total training iterations (collect, train, sync)."""
     rollout_batch_size: int = 16
-    """Prompts (groups) per iteration."""
+    """Prompts per iteration: one group each."""
     n_samples_per_prompt: int = 4
-    """Rollouts per prompt: the size of a group."""
+    """Rollouts per prompt: the group within which advantages are computed."""
     rollout_timeout_s: float = 600.0
-    """Time limit of a rollout, in seconds."""
+    """Seconds after which a rollout is cancelled and counts as failed."""
     max_attempts: int = 1
-    """Attempts of a rollout by the store, the first included."""
+    """Attempts of a rollout, the first included."""
     eval_interval: int = 0
-    """Validate before the first iteration, after every N iterations, and at the end; 0 is never."""
-    eval_tasks: int = 32
+    """Iterations between validations, which also run before the first iteration and after the last; 0 is never."""
+    eval_rollouts: int = 32
     """Rollouts per validation."""
     max_empty_iterations: int = 3
     """Stop after this many iterations in a row without a group to train on."""
@@ -35,18 +37,20 @@ class LoopSettings:
     """Most dropped groups replaced per iteration; None is ``rollout_batch_size``. While every rollout fails, none is
     replaced."""
     save_interval: int = 10
-    """``save_fn`` is called after every N iterations and at the end of the run."""
+    """Iterations between checkpoints; the last iteration writes one, too."""
     max_staleness: int = 0
-    """Most weight versions that tokens may be behind the policy trained on them. Above 0 training is asynchronous, and
-    ``slime_train_fn`` must take each batch whole."""
+    """Most weight versions that tokens may be behind the policy that trains on them. 0 is synchronous training; above 0
+    it is asynchronous: rollouts continue while a batch is trained on, within that limit, and a training function must
+    take each batch whole."""
     seed: int = 0
-    """Seed of the order of tasks."""
+    """Seed of tasks, policy and trainer."""
 
     def __post_init__(self) -> None:
         check_ranges(
             self,
             ("num_iterations rollout_batch_size n_samples_per_prompt", lambda value: value >= 1, "at least 1"),
-            ("max_attempts eval_tasks max_empty_iterations save_interval", lambda value: value >= 1, "at least 1"),
+            ("rollout_batch_size n_samples_per_prompt", lambda value: value <= _MOST, f"at most {_MOST}"),
+            ("max_attempts eval_rollouts max_empty_iterations save_interval", lambda value: value >= 1, "at least 1"),
             ("max_replaced_groups", lambda value: value >= 0, "0 (none) or more"),
             ("eval_interval", lambda value: value >= 0, "0 (never) or more"),
             ("max_staleness", lambda value: value >= 0, "0 (synchronous) or more"),

@@ -45,7 +45,7 @@ class Validations:
         self._tasks, self._settings, self._schedule = tasks, settings, schedule
         self._version, self._emit, self._sync_engine = version, emit, sync_engine
         self.count = count
-        tasks.skip_to(count * settings.eval_tasks)
+        tasks.skip_to(count * settings.eval_rollouts)
         self._concurrent = settings.max_staleness > 0
         self._running: asyncio.Future[dict[str, Any]] | None = None
         self._due: int | None = None
@@ -86,16 +86,16 @@ class Validations:
             self._running.cancel()
 
     async def _validate_now(self, iteration: int, *, done: int) -> dict[str, Any]:
-        self._emit(events.PhaseStarted(iteration=iteration, phase="eval", rollouts=self._settings.eval_tasks))
+        self._emit(events.PhaseStarted(iteration=iteration, phase="eval", rollouts=self._settings.eval_rollouts))
         self.count += 1
         self._schedule.metadata = {"iteration": iteration, "weight_version": self._version()}
-        return self._judged(await self._schedule.validate(self._tasks, self._settings.eval_tasks), done)
+        return self._judged(await self._schedule.validate(self._tasks, self._settings.eval_rollouts), done)
 
     async def _validate_concurrently(self, iteration: int) -> dict[str, Any]:
         """Validate the current weights, on the separate engine if there is one, else ahead of the queue."""
         version = self._version()
         resources_id = None if self._sync_engine is None else await self._sync_engine(version)
-        members = await self._schedule.validate(self._tasks, self._settings.eval_tasks, resources_id=resources_id)
+        members = await self._schedule.validate(self._tasks, self._settings.eval_rollouts, resources_id=resources_id)
         self.count += 1
         metrics = self._judged(members, iteration)
         if iteration == 0:

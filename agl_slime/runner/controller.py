@@ -49,9 +49,7 @@ class ControllerPool(RunnerPool):
             store=store,
             key=settings.key,
             config=Config(
-                local=LocalConfig(agent_class=settings.agent, env_map=dict(settings.env_map))
-                if settings.agent
-                else None,
+                local=LocalConfig(agent_class=settings.agent, env_map=settings.env_paths) if settings.agent else None,
                 k8s=K8sConfig(job_template=template) if template is not None else None,
             ),
             settings=replace(self._limits.gateway or GatewaySettings(), host=settings.host, port=settings.port),

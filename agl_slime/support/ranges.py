@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from agl_slime.errors import ConfigError
+from agl_slime.errors import SettingError
 
 
 def check_ranges(
     settings: Any, *ranges: tuple[str, Callable[[Any], bool], str], named: Callable[[str], str] = str
 ) -> None:
-    """Raise ``ConfigError`` for the first field of ``settings`` out of its range.
+    """Raise ``SettingError`` for the first field of ``settings`` out of its range.
 
     A range is (field names separated by spaces, predicate, the range in words). A predicate must be false for NaN.
     ``None``, "not set", is always allowed. ``named`` turns a field's name into the user's name for it, such as a flag.
@@ -19,4 +19,4 @@ def check_ranges(
     for names, is_valid, words in ranges:
         for name in names.split():
             if (value := getattr(settings, name)) is not None and not is_valid(value):
-                raise ConfigError(f"{named(name)} must be {words}, got {value!r}")
+                raise SettingError(named(name), f"must be {words}, got {value!r}")

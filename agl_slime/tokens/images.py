@@ -34,9 +34,9 @@ class ImageSettings:
     max_megapixels: float = 16.0
     """Largest picture, in million pixels."""
     max_images: int = 32
-    """Most images that a conversation may show."""
+    """Most images of a conversation."""
     image_hosts: tuple[str, ...] = ()
-    """The only hosts that images are fetched from, by http or https; without any, images must be ``data:`` URIs."""
+    """The only hosts from which images are fetched, by http or https; by default images come as data."""
 
     def __post_init__(self) -> None:
         check_ranges(self, ("max_image_mb max_megapixels max_images", lambda value: value > 0, "above 0"))

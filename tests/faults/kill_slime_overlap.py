@@ -43,7 +43,7 @@ def live(directory: Path, url: str, number: int, iterations: int, staleness: int
     from agl_slime.cli.demo import LOOKUP_POLICY
     from agl_slime.cli.local import run_training
     from agl_slime.cli.parts import RunParts
-    from agl_slime.cli.settings import TrainConfig
+    from agl_slime.cli.settings import train_config
     from benchmarks.common import question_agent
     from tests.slime.cpu import register_cpu
     from tests.slime.programs.common import start_ray
@@ -53,7 +53,7 @@ def live(directory: Path, url: str, number: int, iterations: int, staleness: int
     settings.write_text(
         yaml.safe_dump({"agl_actor_cls": "tests.slime.counting_actor.CountingActor", "agl_train_s": _TRAIN_S})
     )
-    config = TrainConfig(
+    config = train_config(
         trainer="slime", sglang_url=url, model_path=LOOKUP_POLICY, num_iterations=iterations,
         rollout_batch_size=GROUPS, n_samples_per_prompt=SIZE, eval_interval=0, output_dir=directory / f"run{number}",
         max_staleness=staleness, keep_rollouts="none",

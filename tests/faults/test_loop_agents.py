@@ -231,7 +231,7 @@ def test_validation_rollouts_that_fail_do_not_stop_the_run(engine: ScriptedEngin
         async def validation_rollout_async(self, task: Any, resources: Any, rollout: Any) -> Any:
             raise RuntimeError("no validation today")
 
-    with LoopCase(agent=FailsInValidation(), url=engine.url, tasks=make_task, eval_interval=1, eval_tasks=3) as case:
+    with LoopCase(agent=FailsInValidation(), url=engine.url, tasks=make_task, eval_interval=1, eval_rollouts=3) as case:
         case.loop.run()
         case.check_ledger()
     [metrics] = case.recorder.metrics

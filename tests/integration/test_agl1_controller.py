@@ -53,7 +53,7 @@ def engine(tmp_path: Path) -> Iterator[tuple[str, str]]:
 def pool_of(agent: str, store: BridgeStore, log: Path, **settings: Any) -> ControllerPool:
     controller = ControllerSettings(
         agent=f"{_AGENTS}:{agent}",
-        env_map={"QUESTION": "input.question", "LABEL": "input.label"},
+        env_map=("QUESTION=input.question", "LABEL=input.label"),
         python=Path(os.environ[PYTHON_VARIABLE]),
         log=log,
         **settings,

@@ -32,7 +32,7 @@ from tests.harness.loop import LoopCase, hello_engine
 from tests.harness.servers import free_port
 from tests.harness.tokenizers import small_tokenizer
 
-AGENT = ControllerSettings(agent="agl1_agents:TwoTurns", env_map={"QUESTION": "input.question"})
+AGENT = ControllerSettings(agent="agl1_agents:TwoTurns", env_map=("QUESTION=input.question",))
 
 
 class Played:
@@ -248,7 +248,7 @@ def test_two_controllers_with_names_share_a_run(tmp_path: Path) -> None:
     tokenizer = small_tokenizer(TEMPLATE)
     tokenizer.save_pretrained(tmp_path / "model")
     store = BridgeStore()
-    settings = ControllerSettings(agent="agl1_agents:TwoTurns", env_map={"QUESTION": "input.q", "LABEL": "input.a"})
+    settings = ControllerSettings(agent="agl1_agents:TwoTurns", env_map=("QUESTION=input.q", "LABEL=input.a"))
     pool = ControllerPool(plan=RunnerPlan(kind="controller", controller=settings), store=store)
     with in_thread(engine_saying(tokenizer, ["four"])) as engine, pool:
         llm = LLM(endpoint=engine.url, model=str(tmp_path / "model"), sampling_parameters={"max_new_tokens": 32})

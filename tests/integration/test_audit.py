@@ -19,7 +19,7 @@ pytest.importorskip("torch", reason='training needs torch: pip install "agl-slim
 from agl_slime.cli.demo import LOOKUP_POLICY
 from agl_slime.cli.local import run_training
 from agl_slime.cli.main import main
-from agl_slime.cli.settings import TrainConfig
+from agl_slime.cli.settings import train_config
 from agl_slime.engine import EmbeddedEngine
 from agl_slime.report.audit import audit
 from agl_slime.report.audit.weights import missing_checkpoints
@@ -45,7 +45,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
             about |= {"rollout_batch_size": 3, "eval_interval": 2, "eval_rollouts": 2, "save_interval": 2, **settings}
             lives = (2, 4) if name == "gone on with" else (4,)
             for iterations in lives:
-                config = TrainConfig(**about, num_iterations=iterations, resume=iterations != lives[0])
+                config = train_config(**about, num_iterations=iterations, resume=iterations != lives[0])
                 asyncio.run(run_training(config, console=Console(file=io.StringIO())))
     return made
 

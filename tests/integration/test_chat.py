@@ -11,6 +11,7 @@ import pytest
 pytest.importorskip("torch", reason='the engine needs torch: pip install "agl-slime[local]"')
 
 from agl_slime.cli.chat import ChatConfig, chat
+from agl_slime.cli.settings import command_config
 from agl_slime.errors import ConfigError
 
 AGENT = '''
@@ -65,14 +66,14 @@ def agent(tmp_path: Path) -> str:
 
 
 def test_each_input_line_is_answered(policy_dir: Path, embedded_engine: str, agent: str) -> None:
-    config = ChatConfig(model=policy_dir, agent=agent, sglang_url=embedded_engine)
+    config = command_config(ChatConfig, model=policy_dir, agent=agent, sglang_url=embedded_engine)
     shown = talk(config, "I do not know.", "I do not know.", "/bye").splitlines()
     assert shown[0] == "Say something; /bye ends."
     assert [line.partition(":")[0] for line in shown[1:]] == ["you", "assistant", "you", "assistant", "you"]
 
 
 def test_a_task_is_shown_with_its_conversation_and_reward(policy_dir: Path, embedded_engine: str, agent: str) -> None:
-    config = ChatConfig(model=policy_dir, agent=agent, sglang_url=embedded_engine, tasks=True)
+    config = command_config(ChatConfig, model=policy_dir, agent=agent, sglang_url=embedded_engine, tasks=True)
     shown = talk(config, "", "/bye")
     assert shown.count("system: Call lookup") == 2
     assert shown.count("reward: 0.25") == 2
@@ -84,6 +85,8 @@ def test_an_agent_that_makes_its_own_calls_is_no_conversation(
     (tmp_path / "own.py").write_text(
         "from agl_slime.support.agl import LitAgent\n\n\nclass Own(LitAgent):\n    make_task = lambda self, rng: {}\n"
     )
-    config = ChatConfig(model=policy_dir, agent=f"{tmp_path / 'own.py'}:Own", sglang_url=embedded_engine)
+    config = command_config(
+        ChatConfig, model=policy_dir, agent=f"{tmp_path / 'own.py'}:Own", sglang_url=embedded_engine
+    )
     with pytest.raises(ConfigError, match="give --tasks"):
         talk(config, "hello")

@@ -16,7 +16,7 @@ from rich.console import Console
 
 from agl_slime.cli.local import run_training
 from agl_slime.cli.main import main
-from agl_slime.cli.settings import TrainConfig
+from agl_slime.cli.settings import train_config
 from agl_slime.environments.environment import load_environment
 from agl_slime.errors import ConfigError
 from tests.environments import boxed
@@ -43,7 +43,7 @@ def test_boxed_programs_have_no_network_and_run_files_agree(
     name: str, policy_dir: Path, embedded_engine: str, tmp_path: Path
 ) -> None:
     run = tmp_path / "run"
-    config = TrainConfig(
+    config = train_config(
         env=name,
         env_python=Path(env_python()),
         env_arguments=(*RUNTIME, "--env.agent.runtime.memory=1", "--env.agent.runtime.processes", "32"),

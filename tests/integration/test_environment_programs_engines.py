@@ -27,7 +27,7 @@ from rich.console import Console
 from agl_slime.agent.access import EngineAccess
 from agl_slime.cli.local import run_training
 from agl_slime.cli.main import main
-from agl_slime.cli.settings import TrainConfig
+from agl_slime.cli.settings import train_config
 from agl_slime.engine.client.client import SGLangClient
 from agl_slime.gateway.server import Gateway
 from agl_slime.report import read_metrics
@@ -159,7 +159,7 @@ def test_a_program_is_trained_for_ten_iterations_without_a_failed_rollout(
     # of who installs; verifiers takes a list from a file only
     forwarded = 'forward_env = ["SSL_CERT_FILE", "UV_INDEX_URL"]'
     toml.write_text(f'[env.agent.harness]\nid = "mini_swe_agent"\n{forwarded}\n')
-    config = TrainConfig(
+    config = train_config(
         env="tiny_filed",
         env_config=toml,
         env_python=Path(env_python()),

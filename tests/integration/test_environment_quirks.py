@@ -13,7 +13,7 @@ from rich.console import Console
 from agl_slime.cli.chat import ChatConfig
 from agl_slime.cli.local import run_training
 from agl_slime.cli.main import main
-from agl_slime.cli.settings import TrainConfig
+from agl_slime.cli.settings import command_config, train_config
 from agl_slime.data.read import collect
 from agl_slime.environments.environment import load_environment
 from agl_slime.errors import ConfigError
@@ -71,7 +71,7 @@ def test_taskset_that_defaults_to_test_trains_on_its_train_split(name: str) -> N
 def test_the_files_of_an_iteration_on_an_environment_agree(
     name: str, policy_dir: Path, embedded_engine: str, tmp_path: Path
 ) -> None:
-    config = TrainConfig(
+    config = train_config(
         env=name,
         env_python=Path(env_python()),
         model_path=policy_dir,
@@ -91,8 +91,8 @@ def test_the_files_of_an_iteration_on_an_environment_agree(
     assert main(["audit", str(tmp_path / "run")]) == 0
 
     chat = {"model": tmp_path / "run", "sglang_url": embedded_engine}
-    shown = talk(ChatConfig(**chat, tasks=True), "", "/bye")
+    shown = talk(command_config(ChatConfig, **chat, tasks=True), "", "/bye")
     assert shown.count("(test)") == 2, "what the run held out"
     assert shown.count("reward: 1.0") == 2
     with pytest.raises(ConfigError, match="give --tasks"):
-        talk(ChatConfig(**chat), "hello")
+        talk(command_config(ChatConfig, **chat), "hello")

@@ -21,6 +21,7 @@ from rich.console import Console
 pytest.importorskip("torch", reason='the engine needs torch: pip install "agl-slime[local]"')
 
 from agl_slime.cli.evaluate import EvalConfig, prepare, run_evaluation
+from agl_slime.cli.settings import command_config
 from agl_slime.errors import ConfigError
 from agl_slime.report.files import iter_jsonl
 
@@ -40,7 +41,7 @@ class Picky(LookupAgent):
 
 def evaluate(*models: Path, **settings: Any) -> tuple[dict[str, Any], str]:
     out = io.StringIO()
-    config = EvalConfig(models=models, **settings)
+    config = command_config(EvalConfig, models=models, **settings)
     return asyncio.run(run_evaluation(config, console=Console(file=out, width=200))), out.getvalue()
 
 
@@ -154,10 +155,12 @@ async def test_evaluation_uses_the_runs_template_arguments(
     shutil.copytree(policy_dir, tmp_path / "run" / "model")
     settings = {"chat_template_kwargs": '{"preserve_thinking": true}', "later_systems": "first"}
     (tmp_path / "run" / "config.json").write_text(json.dumps(settings))
-    ready = await prepare(EvalConfig(models=(tmp_path / "run",), **picky))
+    ready = await prepare(command_config(EvalConfig, models=(tmp_path / "run",), **picky))
     expected = {"chat_template_kwargs": {"preserve_thinking": True}, "later_systems": "first"}
     assert ready.settings.template == expected
-    ready = await prepare(EvalConfig(models=(tmp_path / "run",), chat_template_kwargs='{"a": 1}', **picky))
+    ready = await prepare(
+        command_config(EvalConfig, models=(tmp_path / "run",), chat_template_kwargs='{"a": 1}', **picky)
+    )
     assert ready.settings.template == {**expected, "chat_template_kwargs": {"a": 1}}
 
 

@@ -13,6 +13,7 @@ pytest.importorskip("torch", reason='the engine needs torch: pip install "agl-sl
 pytest.importorskip("openai", reason="the stub is that of the tests of OpenAI's client")
 
 from agl_slime.cli.evaluate import EvalConfig
+from agl_slime.cli.settings import command_config
 from agl_slime.errors import ConfigError
 from agl_slime.report.files import iter_jsonl
 from tests.integration.test_evaluation import evaluate
@@ -147,7 +148,7 @@ def test_refused_request_is_a_failure_not_a_reward(counting: dict[str, Any], tmp
 )
 def test_flags_that_contradict_each_other_are_refused(flags: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
-        EvalConfig(**flags)
+        command_config(EvalConfig, **flags)
 
 
 def test_missing_key_variable_is_an_error(counting: dict[str, Any]) -> None:

@@ -70,11 +70,11 @@ def test_export_of_a_run_without_rollouts_names_the_flag(tmp_path: Path) -> None
 def run_dir(policy_dir: Path, embedded_engine: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """One iteration that keeps all rollouts; the shared engine is left with its weights."""
     from agl_slime.cli.local import run_training
-    from agl_slime.cli.settings import TrainConfig
+    from agl_slime.cli.settings import train_config
     from agl_slime.engine.client.weights import DiskWeightSync
 
     directory = tmp_path_factory.mktemp("export") / "run"
-    config = TrainConfig(
+    config = train_config(
         model_path=policy_dir,
         sglang_url=embedded_engine,
         num_iterations=1,

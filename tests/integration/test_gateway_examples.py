@@ -312,7 +312,7 @@ async def test_an_example_trains(example: Example, tmp_path: Path, request: Any)
     from agl_slime.cli.demo.warmup import PolicySettings, make_policy
     from agl_slime.cli.local import run_training
     from agl_slime.cli.parts import RunParts
-    from agl_slime.cli.settings import TrainConfig
+    from agl_slime.cli.settings import train_config
     from agl_slime.report import read_metrics
 
     name = request.node.callspec.params["example"]
@@ -329,7 +329,7 @@ async def test_an_example_trains(example: Example, tmp_path: Path, request: Any)
     warmed = time.monotonic() - began
     with ExitStack() as stack:
         url = stack.enter_context(real_sglang(policy, tmp_path / "sglang.log")).url if name == "room" else None
-        config = TrainConfig(
+        config = train_config(
             model_path=policy,
             sglang_url=url,
             num_iterations=example.iterations,

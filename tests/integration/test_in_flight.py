@@ -11,7 +11,7 @@ import pytest
 from aiohttp import web
 from rich.console import Console
 
-from agl_slime.cli.settings import TrainConfig
+from agl_slime.cli.settings import train_config
 from agl_slime.engine.client.load import EngineLoads
 from agl_slime.errors import ConfigError
 from agl_slime.support.http import listening
@@ -72,7 +72,7 @@ def test_a_run_finds_its_number_and_says_it(policy_dir: Path, tmp_path: Path, mo
     # the tiny policy answers an iteration in under a second: looks a second apart may all fall between two of them
     monkeypatch.setattr("agl_slime.loop.auto_concurrency._LOOK_S", 0.05)
 
-    config = TrainConfig(
+    config = train_config(
         num_iterations=6,
         max_concurrent="auto",
         model_path=policy_dir,
@@ -90,4 +90,4 @@ def test_a_run_finds_its_number_and_says_it(policy_dir: Path, tmp_path: Path, mo
 
 def test_it_is_for_runners_of_this_process() -> None:
     with pytest.raises(ConfigError, match="--max-concurrent auto with --runners process:2: give a number"):
-        TrainConfig(max_concurrent="auto", runners="process:2")
+        train_config(max_concurrent="auto", runners="process:2")

@@ -193,7 +193,9 @@ def test_training_tasks_resume_in_place_when_validation_is_turned_off() -> None:
 
         with (
             hello_engine() as engine,
-            LoopCase(agent=HelloAgent(judge=judge), url=engine.url, eval_interval=0, eval_tasks=1, start=start) as case,
+            LoopCase(
+                agent=HelloAgent(judge=judge), url=engine.url, eval_interval=0, eval_rollouts=1, start=start
+            ) as case,
         ):
             case.loop.run()
         seen.append(sorted(asked))
@@ -243,7 +245,7 @@ def test_validation_in_flight_at_the_last_one_is_reported() -> None:
             num_iterations=4,
             max_staleness=1,
             eval_interval=2,
-            eval_tasks=1,
+            eval_rollouts=1,
             val_tasks=TASKS[:1],
             val_engine=beside,
             train=train,

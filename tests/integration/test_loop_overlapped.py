@@ -223,7 +223,7 @@ async def test_validations_run_beside_training_and_say_how_far_it_went_meanwhile
             agent=HelloAgent(judge=judge),
             tasks=lambda rng: {"prompt": "say hello"},
             eval_interval=100,
-            eval_tasks=2,
+            eval_rollouts=2,
             val_tasks=[{"prompt": "v", "val": True}],
             on_event=on_event,
         )
@@ -245,7 +245,7 @@ async def test_validation_engine_keeps_the_weights_that_validation_started_with(
             engine,
             tasks=lambda rng: {"prompt": "say hello"},
             eval_interval=2,
-            eval_tasks=3,
+            eval_rollouts=3,
             val_engine=(llm, pushed.append),
         )
         with case:

@@ -230,10 +230,10 @@ async def test_groups_pending_over_a_restart_are_recorded_once(tmp_path: Path) -
 
 async def test_a_run_that_was_resumed_reports_as_one(tmp_path: Path) -> None:
     with hello_engine() as engine:
-        first = Life(tmp_path, engine.url, num_iterations=2, eval_interval=1, eval_tasks=1)
+        first = Life(tmp_path, engine.url, num_iterations=2, eval_interval=1, eval_rollouts=1)
         one = await first.loop.run_async()
         first.end()
-        second = Life(tmp_path, engine.url, num_iterations=3, eval_interval=1, eval_tasks=1)
+        second = Life(tmp_path, engine.url, num_iterations=3, eval_interval=1, eval_rollouts=1)
         try:
             assert second.checkpoint is not None
             assert second.checkpoint.loop.validations == 3  # before the first iteration, and after each

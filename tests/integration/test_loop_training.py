@@ -19,7 +19,7 @@ pytest.importorskip("torch", reason='training needs torch: pip install "agl-slim
 from agl_slime.agent.agent import SGLangLitAgent
 from agl_slime.cli.local import run_training
 from agl_slime.cli.parts import RunParts
-from agl_slime.cli.settings import TrainConfig
+from agl_slime.cli.settings import TrainConfig, train_config
 from agl_slime.cli.start import check_tools
 from agl_slime.engine import EmbeddedEngine
 from agl_slime.engine.client.weights import DiskWeightSync
@@ -49,7 +49,7 @@ def finished(
     """Six iterations of the two-turn agent: the run's directory, its output, and what the engine says afterwards."""
     directory = tmp_path_factory.mktemp("run") / "out"
     before = model_info(embedded_engine)["weight_version"]
-    config = TrainConfig(
+    config = train_config(
         model_path=policy_dir,
         sglang_url=embedded_engine,
         num_iterations=6,
@@ -131,7 +131,7 @@ class Sorter(SGLangLitAgent):
 async def test_a_model_without_chat_template_is_asked_texts_as_they_are(policy_dir: Path, tmp_path: Path) -> None:
     model = Path(shutil.copytree(policy_dir, tmp_path / "model"))
     (model / "chat_template.jinja").unlink()
-    config = TrainConfig(
+    config = train_config(
         model_path=model,
         num_iterations=1,
         rollout_batch_size=2,
@@ -169,7 +169,7 @@ async def test_unknown_tool_call_format_is_refused_at_the_start(policy_dir: Path
     template = model / "chat_template.jinja"
     plain = "{% for m in messages %}<|im_start|>{{ m.content }}<|im_end|>{% endfor %}"
     template.write_text(plain)
-    config = TrainConfig(model_path=model, num_iterations=1, eval_interval=0, output_dir=tmp_path / "out")
+    config = train_config(model_path=model, num_iterations=1, eval_interval=0, output_dir=tmp_path / "out")
     parts = RunParts(agent=Caller(), tasks=[{"prompt": "Hi"}])
     with pytest.raises(ConfigError, match=r"^--model-path .*: Caller offers tools, and the chat template asks for"):
         await run_training(config, given=parts, console=Console(file=io.StringIO()))
@@ -196,7 +196,7 @@ async def test_foreign_weights_are_refused_in_the_first_iteration(
             await super().run(task, session)
 
     before = model_info(embedded_engine)["weight_version"]
-    config = TrainConfig(
+    config = train_config(
         model_path=policy_dir,
         sglang_url=embedded_engine,
         num_iterations=1,
@@ -222,7 +222,7 @@ async def test_a_second_engine_answers_the_validations_of_an_overlapped_run(
     with EmbeddedEngine(policy_dir) as second:
         async with trained.before(embedded_engine) as url, validated.before(second.url) as beside:
             before = model_info(embedded_engine)["weight_version"]
-            config = TrainConfig(
+            config = train_config(
                 model_path=policy_dir,
                 sglang_url=url,
                 eval_sglang_url=beside,
@@ -247,7 +247,7 @@ async def test_a_second_engine_answers_the_validations_of_an_overlapped_run(
 
 @pytest.mark.slow
 def test_the_reward_rises_on_the_default_settings(tmp_path: Path) -> None:
-    text = run(TrainConfig(output_dir=tmp_path / "out", eval_interval=0))
+    text = run(train_config(output_dir=tmp_path / "out", eval_interval=0))
     rewards = [row["rollout/reward_mean"] for row in read_metrics(tmp_path / "out" / "metrics.jsonl")]
     assert len(rewards) == 40
     assert rewards[0] <= 0.35, text

@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM
 
 from agl_slime.agent.access import EngineAccess
 from agl_slime.cli.local import run_training
-from agl_slime.cli.settings import TrainConfig
+from agl_slime.cli.settings import train_config
 from agl_slime.engine import EmbeddedEngine
 from agl_slime.engine.client.check import check_replay
 from agl_slime.engine.client.client import SGLangClient
@@ -218,8 +218,8 @@ def test_gateway_agents_are_trained_with_the_experts_of_all_turns(served: tuple[
 def test_a_whole_run_trains_on_the_experts_that_its_engine_used(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """train.py --routed-experts, in this process: each pass of the trainer, the embedded engine beside it; the experts
-    of some turns in files."""
+    """train.py with a mixture of experts, in this process: each pass of the trainer, the embedded engine beside it; the
+    experts of some turns in files."""
     forced: list[Any] = []
     filed: list[str] = []
 
@@ -236,9 +236,8 @@ def test_a_whole_run_trains_on_the_experts_that_its_engine_used(
         force_experts(model, experts)
 
     monkeypatch.setattr("agl_slime.train.local.model.force_experts", spy)
-    config = TrainConfig(
+    config = train_config(
         model_path=save_moe(tmp_path / "moe"),
-        routed_experts=True,
         num_iterations=2,
         rollout_batch_size=2,
         n_samples_per_prompt=2,

@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 
 from agl_slime.cli.demo import LOOKUP_POLICY
 from agl_slime.cli.local import run_training
-from agl_slime.cli.settings import TrainConfig
+from agl_slime.cli.settings import train_config
 from agl_slime.engine import EmbeddedEngine
 from agl_slime.errors import AglSlimeError, ConfigError
 from agl_slime.support.files import LOCK
@@ -36,7 +36,7 @@ def engine() -> Iterator[str]:
 async def train(directory: Path | None, url: str, **settings: Any) -> str:
     """What a run of two rollouts an iteration shows."""
     small: dict[str, Any] = {"rollout_batch_size": 1, "n_samples_per_prompt": 2, "eval_interval": 0}
-    config = TrainConfig(output_dir=directory, sglang_url=url, **{"model_path": LOOKUP_POLICY, **small, **settings})
+    config = train_config(output_dir=directory, sglang_url=url, **{"model_path": LOOKUP_POLICY, **small, **settings})
     out = io.StringIO()
     await run_training(config, console=Console(file=out, width=200))
     return out.getvalue()

@@ -20,7 +20,7 @@ from agl_slime.cli.demo import LookupDemonstrations
 from agl_slime.cli.local import run_training
 from agl_slime.cli.model_dir import model_of_run, write_model
 from agl_slime.cli.models import find_model
-from agl_slime.cli.settings import TrainConfig
+from agl_slime.cli.settings import train_config
 from agl_slime.engine.client.weights import DiskWeightSync
 from agl_slime.errors import ConfigError
 from agl_slime.report import read_metrics
@@ -33,7 +33,7 @@ def train(engine: str, policy: Path, directory: Path, **settings: Any) -> str:
     with urllib.request.urlopen(f"{engine}/model_info", timeout=10) as answer:
         before = json.loads(answer.read())["weight_version"]
     small: dict[str, Any] = {"num_iterations": 2, "rollout_batch_size": 8, "eval_interval": 1, "eval_rollouts": 8}
-    config = TrainConfig(
+    config = train_config(
         model_path=policy, sglang_url=engine, save_interval=1, output_dir=directory, **{**small, **settings}
     )
     out = io.StringIO()

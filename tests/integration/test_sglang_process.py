@@ -17,7 +17,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from agl_slime.cli.settings import TrainConfig
+from agl_slime.cli.settings import train_config
 from agl_slime.engine.sglang_process import SGLANG_PYTHON, SGLangProcess, find_sglang
 from agl_slime.errors import ConfigError, EngineError, EngineTimeoutError
 from tests.faults.train_process import train
@@ -76,13 +76,13 @@ def test_python_without_sglang_is_refused_before_any_start(
     if variable is not None:
         monkeypatch.setenv(SGLANG_PYTHON, variable)
     with pytest.raises(ConfigError) as caught:
-        TrainConfig(engine="sglang").check_files()
+        train_config(engine="sglang").check_files()
     said = str(caught.value)
     assert said.startswith(f"{SGLANG_PYTHON} {variable}: " if variable else "--engine sglang: give --sglang-python or ")
     assert "`bash scripts/sglang_cpu.sh DIR` makes one" in said
     assert "\n" not in said
     with pytest.raises(ConfigError, match=rf"^--sglang-python {tmp_path}: it does not run"):
-        TrainConfig(engine="sglang", sglang_python=tmp_path).check_files()
+        train_config(engine="sglang", sglang_python=tmp_path).check_files()
     monkeypatch.setenv(SGLANG_PYTHON, "/nowhere/bin/python")
     assert find_sglang(a_python(tmp_path, "exit 1")) == str(tmp_path / "python")  # the setting comes first
 

@@ -17,7 +17,7 @@ import pytest
 from rich.console import Console
 
 from agl_slime.cli import slime
-from agl_slime.cli.settings import TrainConfig
+from agl_slime.cli.settings import TrainConfig, train_config
 from agl_slime.errors import ConfigError
 from agl_slime.loop.tasks import ShuffledTasks
 from agl_slime.report.page import write_report
@@ -124,7 +124,7 @@ def config_for(engine: str, directory: Path, n: int, tasks: list[dict[str, Any]]
     file = directory / "tasks.jsonl"
     file.write_text("".join(json.dumps(task) + "\n" for task in tasks))
     (directory / "config.json").write_text("{}")  # a checkpoint, as far as it is looked at before slime loads it
-    return TrainConfig(
+    return train_config(
         agent=f"{HERE}:NumbersAgent",
         trainer="slime",
         sglang_url=engine,

@@ -19,7 +19,7 @@ torch = pytest.importorskip("torch", reason='training needs torch: pip install "
 
 from agl_slime import AGLDataSource  # noqa: E402
 from agl_slime.cli.local import run_training  # noqa: E402
-from agl_slime.cli.settings import TrainConfig  # noqa: E402
+from agl_slime.cli.settings import train_config  # noqa: E402
 from agl_slime.data.results import MemberResult, Outcome  # noqa: E402
 from agl_slime.data.source import GroupSource  # noqa: E402
 from agl_slime.data.teacher import Teacher, Teachers  # noqa: E402
@@ -154,7 +154,7 @@ def test_slimes_data_source_gives_samples_with_the_teachers_log_probs(embedded_e
 def test_the_forms_of_teacher_url(text: str, expected: Teacher | None):
     if expected is None:
         with pytest.raises(ConfigError, match="--teacher-url"):
-            TrainConfig(teacher_url=(text,))
+            train_config(teacher_url=(text,))
     else:
         assert Teacher.parse(text) == expected
 
@@ -162,7 +162,7 @@ def test_the_forms_of_teacher_url(text: str, expected: Teacher | None):
 def test_settings_of_a_teacher_without_one_are_refused():
     for fields in ({"teacher_coef": 0.5}, {"teacher_alone": True}):
         with pytest.raises(ConfigError, match="add --teacher-url URL"):
-            TrainConfig(**fields)
+            train_config(**fields)
 
 
 @pytest.mark.parametrize("alone", [False, True])
@@ -216,7 +216,7 @@ def test_the_reverse_kl_falls_in_a_run_with_a_teacher_alone(policy_dir: Path, em
         for parameter in model.parameters():
             parameter += 0.4 * parameter.std(correction=0) * torch.randn(parameter.shape, generator=generator)
     model.save_pretrained(student)
-    config = TrainConfig(
+    config = train_config(
         model_path=student,
         teacher_url=(embedded_engine,),
         teacher_alone=True,

@@ -11,7 +11,7 @@ import pytest
 from agl_slime.agent.access import sampling_of
 from agl_slime.agent.agent import SGLangLitAgent
 from agl_slime.cli.config_file import parse_train_config
-from agl_slime.cli.settings import TrainConfig
+from agl_slime.cli.settings import train_config
 from agl_slime.cli.start import load_parts
 from agl_slime.engine.client.generation import SamplingParams
 from agl_slime.errors import ConfigError
@@ -28,8 +28,8 @@ from agl_slime.train.local.settings import LocalTrainerSettings
         ({"group_min_ratio": 1.1}, r"^--group-min-ratio .*got 1\.1"),
         ({"group_timeout": 0.0}, "^--group-timeout must be above 0 seconds"),
         ({"group_max_retries": -1}, "^--group-max-retries must be 0 or more, got -1"),
-        ({"max_staleness": -1}, "^--max-staleness must be 0 or more"),
-        ({"max_images": 0}, "^--max-images must be at least 1"),
+        ({"max_staleness": -1}, r"^--max-staleness must be 0 \(synchronous\) or more"),
+        ({"max_turns": 0}, "^--max-turns must be above 0"),
         ({"save_interval": 0}, "^--save-interval must be at least 1, got 0"),
         ({"resume": True}, "^--resume needs --output-dir"),
         ({"chat_template_kwargs": "[1]"}, r"^--chat-template-kwargs must be a JSON object .*got '\[1\]'"),
@@ -67,29 +67,28 @@ from agl_slime.train.local.settings import LocalTrainerSettings
 )
 def test_invalid_settings_name_the_flag(settings: dict[str, Any], sentence: str) -> None:
     with pytest.raises(ConfigError, match=sentence):
-        TrainConfig(**settings)
+        train_config(**settings)
 
 
 def test_a_staleness_of_0_is_a_limit_and_not_none() -> None:
-    assert TrainConfig(max_staleness=0).max_staleness == 0
+    assert train_config(max_staleness=0).loop.max_staleness == 0
 
 
-def test_the_limits_of_images_are_flags_and_reach_gateway_and_agent(tmp_path: Path) -> None:
-    flags = ["--images.max-images", "3", "--images.image-hosts", "pictures.example"]
-    config = parse_train_config(flags)
-    limits = ImageSettings(max_images=3, image_hosts=("pictures.example",))
-    assert config.images == config.gateway.images == limits
+def test_hosts_of_images_are_a_flag_and_reach_gateway_and_agent(tmp_path: Path) -> None:
+    config = parse_train_config(["--image-hosts", "pictures.example"])
+    limits = ImageSettings(image_hosts=("pictures.example",))
+    assert config.gateway.images == limits
     parts = asyncio.run(load_parts(config))
     assert isinstance(parts.agent, SGLangLitAgent)
     assert parts.agent.image_settings == limits
-    other = asyncio.run(load_parts(TrainConfig()))
+    other = asyncio.run(load_parts(train_config()))
     assert isinstance(other.agent, SGLangLitAgent)
     assert other.agent.image_settings is SGLangLitAgent.image_settings  # an agent's own stay
 
 
 def test_template_settings_are_sampling_parameters_hidden_from_the_engine() -> None:
-    assert TrainConfig().template == {}
-    config = TrainConfig(chat_template_kwargs='{"preserve_thinking": true}', later_systems="first")
+    assert train_config().template == {}
+    config = train_config(chat_template_kwargs='{"preserve_thinking": true}', later_systems="first")
     assert config.template == {"chat_template_kwargs": {"preserve_thinking": True}, "later_systems": "first"}
     llm = LLM(endpoint="http://x", model="m", sampling_parameters={"temperature": 0.5, **config.template})
     assert sampling_of(llm) == SamplingParams(temperature=0.5)

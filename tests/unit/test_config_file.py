@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agl_slime.cli.config_file import config_values, parse_train_config
-from agl_slime.cli.options import GROUPS, FirstSettings
-from agl_slime.cli.settings import TrainConfig
+from agl_slime.cli.options import GROUPS, name_of
+from agl_slime.cli.settings import TrainConfig, train_config
 from agl_slime.errors import ConfigError
 from agl_slime.report.files import check_run_dir
 from agl_slime.train.local.settings import LocalTrainerSettings
@@ -37,7 +37,7 @@ local_settings = st.builds(
     reward_key=st.none() | texts,
 )
 configs = st.builds(
-    TrainConfig,
+    train_config,
     tasks=st.none() | paths,
     model_path=st.none() | paths,
     num_iterations=counts,
@@ -98,15 +98,15 @@ def test_the_command_line_takes_precedence(tmp_path: Path) -> None:
     )
     flags = ["--local.lr", "0.5", "--track", "mlflow", "--no-keep-best", "--env.b", "--top-k", "-1"]
     config = parse_train_config([*flags, "--config", str(path)])
-    assert (config.num_iterations, config.local.n_minibatches, config.local.lr) == (7, 2, 0.5)
+    assert (config.loop.num_iterations, config.local.n_minibatches, config.local.lr) == (7, 2, 0.5)
     assert config.model_path == Path("smollm2")
     assert (config.track, config.keep_best) == (("mlflow",), False)
-    assert config.env_arguments == ("--env.a", "1", "--env.b")
+    assert config.environment.arguments == ("--env.a", "1", "--env.b")
     assert config.template == {"chat_template_kwargs": {"preserve_thinking": True}}
 
 
 def test_a_written_run_is_neither_resumed_nor_replaced_by_its_file(tmp_path: Path) -> None:
-    config = TrainConfig(output_dir=tmp_path / "run", overwrite=True, seed=3)
+    config = train_config(output_dir=tmp_path / "run", overwrite=True, seed=3)
     path = written(config, tmp_path / "run")
     assert parse_train_config(["--config", str(path)]) == replace(config, output_dir=None, overwrite=False)
     resumed = parse_train_config(["--config", str(path), "--resume", "--output-dir", str(tmp_path / "run")])
@@ -114,7 +114,7 @@ def test_a_written_run_is_neither_resumed_nor_replaced_by_its_file(tmp_path: Pat
 
 
 def test_an_address_without_its_password_has_to_be_given_again(tmp_path: Path) -> None:
-    path = written(TrainConfig(sglang_url="http://me:secret@host:1"), tmp_path / "run")
+    path = written(train_config(sglang_url="http://me:secret@host:1"), tmp_path / "run")
     with pytest.raises(ConfigError, match="sglang_url was written without its password; give --sglang-url"):
         parse_train_config(["--config", str(path)])
     assert parse_train_config(["--config", str(path), "--sglang-url=http://x:1"]).sglang_url == "http://x:1"
@@ -159,6 +159,6 @@ def test_help_begins_with_the_flags_of_a_first_run(capsys: pytest.CaptureFixture
     text = capsys.readouterr().out
     _, *parts = re.split(r"\W ([a-z ]+) options \W", text)
     assert parts[::2] == [*GROUPS, "local"]
-    first = [setting.name.replace("_", "-") for setting in fields(FirstSettings)]
+    first = [name_of(path).replace("_", "-") for path in GROUPS["first run"][1].split()]
     assert re.findall(r"--([\w-]+) \S*[A-Z{]", parts[1].replace("--model {None}|PATH, ", "")) == first
     assert len(first) == 10

@@ -13,7 +13,7 @@ import pytest
 from agl_slime.cli import evaluate, parts
 from agl_slime.cli.evaluate import EvalConfig
 from agl_slime.cli.flags import split_env_flags
-from agl_slime.cli.settings import TrainConfig
+from agl_slime.cli.settings import TrainConfig, command_config, train_config
 from agl_slime.environments.environment import PYTHON_VARIABLE, EnvironmentSettings, _split, load_environment
 from agl_slime.errors import ConfigError
 from agl_slime.gateway.agl1.rollouts import reason_of
@@ -27,10 +27,11 @@ def no_python(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_environment_flags_are_split_from_the_command_line_in_every_form() -> None:
-    line = ["--env", "a", "--env.x.y", "1", "--env.z=2", "--seed", "3", "--env.switch", "--env-tasks", "4"]
+    line = ["--env", "a", "--env.x.y", "1", "--env.z=2", "--env.@", "f.toml", "--seed", "3", "--env.switch"]
+    line += ["--env-tasks", "4"]
     own, of_env = split_env_flags(line)
     assert own == ["--env", "a", "--seed", "3", "--env-tasks", "4"]
-    assert of_env == ("--env.x.y", "1", "--env.z=2", "--env.switch")
+    assert of_env == ("--env.x.y", "1", "--env.z=2", "@", "f.toml", "--env.switch")
 
 
 @pytest.mark.parametrize(
@@ -38,16 +39,16 @@ def test_environment_flags_are_split_from_the_command_line_in_every_form() -> No
     [
         ({"env": "a", "tasks": Path("t.jsonl")}, "--tasks"),
         ({"env": "a", "agent": "my:Agent"}, "--agent"),
-        ({"env": "a", "runners": "process:2"}, "--runners"),
+        ({"env": "a", "runners": "ray:2"}, "--runners ray:2 .* process:N"),
         ({"env": "a", "max_attempts": 2}, "--max-attempts"),
-        ({"env": "a", "env_workers": 0}, "--env-workers"),
+        ({"env": "a", "env_tasks": 1}, "--env-tasks must be at least 2"),
         ({"env_tasks": 5}, "--env-tasks"),
         ({"env_arguments": ("--env.x", "1")}, "--env-arguments"),
     ],
 )
 def test_unfitting_environment_settings_are_refused_by_name(given: dict[str, Any], named: str) -> None:
     with pytest.raises(ConfigError, match=named):
-        TrainConfig(**given)
+        train_config(**given)
 
 
 def test_environment_without_a_python_is_a_config_error_with_the_fix() -> None:
@@ -112,18 +113,18 @@ def test_an_environments_run_is_evaluated_with_its_environment() -> None:
         "env": "tiny",
         "env_python": "/envs/vf/bin/python",
         "env_arguments": ["--env.taskset.size", "5"],
-        "env_workers": 2,
+        "runners": "process:2",
         "trained_models": ["judge"],
         "seed": 3,
     }
-    settings = evaluate._settings(EvalConfig(models=(Path("run"),)), began)
-    assert (settings.env, settings.title, settings.seed) == ("tiny", "tiny", 3)
-    assert (settings.env_arguments, settings.env_workers) == (("--env.taskset.size", "5"), 2)
-    assert (settings.env_python, settings.trained_models) == (Path("/envs/vf/bin/python"), ("judge",))
-    other = evaluate._settings(EvalConfig(models=(Path("run"),), env="other"), began)
-    assert (other.env, other.env_arguments, other.trained_models) == ("other", (), ())
+    settings = evaluate._settings(command_config(EvalConfig, models=(Path("run"),)), began)
+    assert (settings.environment.name, settings.title, settings.loop.seed) == ("tiny", "tiny", 3)
+    assert (settings.environment.arguments, settings.runners) == (("--env.taskset.size", "5"), "process:2")
+    assert (settings.environment.python, settings.gateway.trained_models) == (Path("/envs/vf/bin/python"), ("judge",))
+    other = evaluate._settings(command_config(EvalConfig, models=(Path("run"),), env="other"), began)
+    assert (other.environment.name, other.environment.arguments, other.gateway.trained_models) == ("other", (), ())
     with pytest.raises(ConfigError, match="--agent"):
-        EvalConfig(models=(Path("run"),), env="other", agent="my:Agent")
+        command_config(EvalConfig, models=(Path("run"),), env="other", agent="my:Agent")
 
 
 def _run_of(directory: Path, *, held_out: int) -> RunDir:
@@ -139,12 +140,14 @@ def test_evaluation_of_a_run_uses_its_held_out_tasks_for_any_seed(
     tasks = [_task(f"d{number}", number) for number in range(50)]
 
     def environment(config: TrainConfig, *, held_out: int | None = None) -> Any:
-        kept, out, count, _ = _split({"train": tasks}, seed=config.seed, held_out=held_out, validate=True, name="a")
+        kept, out, count, _ = _split(
+            {"train": tasks}, seed=config.loop.seed, held_out=held_out, validate=True, name="a"
+        )
         return SimpleNamespace(tasks=kept, val_tasks=out, held_out=count)
 
     monkeypatch.setattr(parts, "environment_of", environment)
     began = {"env": "tiny", "env_python": "python", "seed": 3}
-    config = EvalConfig(models=(tmp_path,), seed=7)
+    config = command_config(EvalConfig, models=(tmp_path,), seed=7)
     settings = evaluate._settings(config, began)
     _, asked = evaluate._agent_and_tasks(config, settings, _run_of(tmp_path, held_out=4))
     assert asked == _split({"train": tasks}, seed=3, held_out=4, validate=True, name="a")[1]
@@ -153,7 +156,7 @@ def test_evaluation_of_a_run_uses_its_held_out_tasks_for_any_seed(
 def test_evaluation_of_a_run_without_held_out_tasks_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found = SimpleNamespace(tasks=[_task("a", 0)], val_tasks=[_task("b", 1)], held_out=1)
     monkeypatch.setattr(parts, "environment_of", lambda config, held_out=None: found)
-    config = EvalConfig(models=(tmp_path,))
+    config = command_config(EvalConfig, models=(tmp_path,))
     settings = evaluate._settings(config, {"env": "tiny", "env_python": "python", "seed": 3})
     with pytest.raises(ConfigError, match="held out no tasks"):
         evaluate._agent_and_tasks(config, settings, _run_of(tmp_path, held_out=0))

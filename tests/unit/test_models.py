@@ -9,7 +9,7 @@ import pytest
 
 from agl_slime.cli import smollm2, weights
 from agl_slime.cli.models import check_model, find_model
-from agl_slime.cli.settings import TrainConfig
+from agl_slime.cli.settings import train_config
 from agl_slime.errors import ConfigError, MissingDependencyError
 
 
@@ -110,7 +110,7 @@ def test_large_weights_go_through_memory_to_an_embedded_engine(
     monkeypatch.setattr(weights, "_MEMORY", memory)
     monkeypatch.setattr(weights, "_LARGE", 100)
     monkeypatch.setattr(weights.shutil, "disk_usage", lambda path: SimpleNamespace(free=free))
-    config = TrainConfig(model_path=model, sglang_url=url)
+    config = train_config(model_path=model, sglang_url=url)
     with weights.weights_directory(config, model, tmp_path / "run") as directory:
         assert (directory.parent == memory) is in_memory
         assert in_memory or directory == tmp_path / "run" / "weights"

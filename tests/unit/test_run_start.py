@@ -16,7 +16,7 @@ from rich.console import Console
 
 from agl_slime.cli.demo import LOOKUP_POLICY
 from agl_slime.cli.models import check_tokenizer
-from agl_slime.cli.settings import TrainConfig
+from agl_slime.cli.settings import TrainConfig, train_config
 from agl_slime.cli.start import find_start, run_directory, set_aside, split_tasks
 from agl_slime.engine.client.describe import EngineDescription
 from agl_slime.errors import ConfigError
@@ -39,7 +39,7 @@ async def start(config: TrainConfig, described: EngineDescription | None = None,
 
 
 async def test_pushed_weights_are_no_start_model(tmp_path: Path) -> None:
-    config = TrainConfig(output_dir=tmp_path / "run", sglang_url="http://x:1")
+    config = train_config(output_dir=tmp_path / "run", sglang_url="http://x:1")
     with pytest.raises(ConfigError, match=r"version '7', which were pushed to it; name the model to start from"):
         await start(config, served(LOOKUP_POLICY, "7"))
     assert await start(config, served(LOOKUP_POLICY, "default")) == LOOKUP_POLICY.resolve()
@@ -48,11 +48,11 @@ async def test_pushed_weights_are_no_start_model(tmp_path: Path) -> None:
 async def test_resumed_run_uses_its_first_model(tmp_path: Path) -> None:
     model = Path(shutil.copytree(LOOKUP_POLICY, tmp_path / "model"))
     first: dict[str, Any] = {"output_dir": tmp_path / "run", "sglang_url": "http://x:1"}
-    again = TrainConfig(**first, resume=True)
-    await start(TrainConfig(**first), served(model, "default"))
+    again = train_config(**first, resume=True)
+    await start(train_config(**first), served(model, "default"))
     assert await start(again, served(LOOKUP_POLICY, "12")) == model  # it names what this run pushed last
     with pytest.raises(ConfigError, match=f"began with the model at {model}: leave --model-path out"):
-        await start(TrainConfig(**first, resume=True, model_path=LOOKUP_POLICY))
+        await start(train_config(**first, resume=True, model_path=LOOKUP_POLICY))
     shutil.rmtree(model)
     with pytest.raises(ConfigError, match="which no longer exists"):
         await start(again, served(LOOKUP_POLICY, "12"))
@@ -63,19 +63,19 @@ async def test_tasks_that_changed_under_the_same_name_are_noticed_on_resume(tmp_
     for file in files.values():
         file.write_text('{"prompt": "a"}\n{"prompt": "b"}\n')
     config: dict[str, Any] = {"output_dir": tmp_path / "run", "model_path": LOOKUP_POLICY, **files}
-    await start(TrainConfig(**config))
-    assert await start(TrainConfig(**config, resume=True)) == LOOKUP_POLICY.resolve()
+    await start(train_config(**config))
+    assert await start(train_config(**config, resume=True)) == LOOKUP_POLICY.resolve()
     for name, file in files.items():
         held = file.read_text()
         file.write_text('{"prompt": "b"}\n{"prompt": "a"}\n')
         flag = f"--{name.replace('_', '-')}"
         with pytest.raises(ConfigError, match=f"^{flag} {file}: not the tasks that the run in .* began with"):
-            await start(TrainConfig(**config, resume=True))
+            await start(train_config(**config, resume=True))
         file.write_text(held)
 
 
 def _hold(path: Path, connection: Any) -> None:
-    with run_directory(TrainConfig(output_dir=path)):
+    with run_directory(train_config(output_dir=path)):
         connection.send(os.getpid())
         connection.recv()
 
@@ -91,29 +91,29 @@ def test_a_directory_has_one_run_at_a_time(tmp_path: Path) -> None:
         for flags in ({}, {"overwrite": True}, {"resume": True}):
             with (
                 pytest.raises(ConfigError, match=f"in use by process {pid} "),
-                run_directory(TrainConfig(output_dir=tmp_path, **flags)),
+                run_directory(train_config(output_dir=tmp_path, **flags)),
             ):
                 pass
         assert (tmp_path / "metrics.jsonl").read_text() == "theirs"
     finally:
         other.kill()
         other.join()
-    with run_directory(TrainConfig(output_dir=tmp_path, overwrite=True)) as pending:  # a killed one holds nothing
+    with run_directory(train_config(output_dir=tmp_path, overwrite=True)) as pending:  # a killed one holds nothing
         assert pending.run.path == tmp_path
 
 
 @pytest.mark.parametrize("changed", [{"seed": 2}, {"tasks": Path("b.jsonl")}, {"eval_tasks": Path("b.jsonl")}])
 def test_other_tasks_are_refused_when_a_run_is_resumed(changed: dict[str, Any], tmp_path: Path) -> None:
     before = {"output_dir": tmp_path, "tasks": Path("a.jsonl"), "eval_tasks": Path("a.jsonl"), "seed": 1}
-    with run_directory(TrainConfig(**before)) as pending:
+    with run_directory(train_config(**before)) as pending:
         pending.begin()
     for _ in range(2):  # also the second time: nothing is noted of a refused one
         with (
             pytest.raises(ConfigError, match=f"began with {next(iter(changed))} "),
-            run_directory(TrainConfig(**{**before, **changed}, resume=True)),
+            run_directory(train_config(**{**before, **changed}, resume=True)),
         ):
             pass
-    with run_directory(TrainConfig(**before, resume=True, num_iterations=99)):
+    with run_directory(train_config(**before, resume=True, num_iterations=99)):
         pass
 
 
@@ -121,16 +121,16 @@ async def test_validation_never_draws_training_tasks(tmp_path: Path) -> None:
     file = tmp_path / "tasks.jsonl"
     file.write_text("".join(f'{{"n": {n}}}\n' for n in range(25)))
     first: dict[str, Any] = {"tasks": file, "output_dir": tmp_path / "run", "model_path": LOOKUP_POLICY}
-    config = TrainConfig(**first)
+    config = train_config(**first)
     tasks, val_tasks, held_out = split_tasks(config)
     assert val_tasks is not None
     assert (len(tasks), len(val_tasks), held_out) == (23, 2, 2)
     assert sorted(task["n"] for task in tasks + val_tasks) == list(range(25))
-    assert split_tasks(TrainConfig(**first, eval_interval=0))[::2] == ([{"n": n} for n in range(25)], 0)
+    assert split_tasks(train_config(**first, eval_interval=0))[::2] == ([{"n": n} for n in range(25)], 0)
     await start(config, held_out=held_out)
     # whatever is validated from here on, training goes on with the same tasks
-    assert split_tasks(TrainConfig(**first, resume=True, eval_interval=0))[0] == tasks
-    assert split_tasks(TrainConfig(**first, resume=True))[:2] == (tasks, val_tasks)
+    assert split_tasks(train_config(**first, resume=True, eval_interval=0))[0] == tasks
+    assert split_tasks(train_config(**first, resume=True))[:2] == (tasks, val_tasks)
 
 
 def test_files_of_a_run_without_a_checkpoint_are_set_aside(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from agl_slime import slime_hooks
-from agl_slime.cli.settings import TrainConfig
+from agl_slime.cli.settings import train_config
 from agl_slime.errors import ConfigError, DataSourceError, RewardError
 from agl_slime.runner.base import RunnerPlan
 from agl_slime.train.slime.args import PluginSettings
@@ -258,7 +258,7 @@ def test_the_plan_of_a_controller_is_the_loops(given: Any, monkeypatch: pytest.M
     monkeypatch.delenv("AGL_CONTROLLER_PYTHON", raising=False)
     args = Namespace(agl_runners="controller", agl_agent="a:B", agl_env_map=given, agl_controller_port=4711)
     settings = PluginSettings.from_args(args, {})
-    config = TrainConfig(
+    config = train_config(
         runners="controller",
         agent="a:B",
         env_map=("A=input.a", "B=input.b"),
@@ -266,8 +266,8 @@ def test_the_plan_of_a_controller_is_the_loops(given: Any, monkeypatch: pytest.M
         tasks=tmp_path / "tasks.jsonl",
     )
     assert settings.connected
-    assert settings.max_attempts == 1
-    assert settings.plan() == RunnerPlan(kind="controller", controller=config.controller(log=None))
+    assert settings.loop.max_attempts == 1
+    assert settings.plan() == RunnerPlan(kind="controller", controller=config.controller.complete(agent="a:B"))
 
 
 def test_a_job_template_alone_is_a_plan(tmp_path: Path):
@@ -304,9 +304,15 @@ def test_under_slimes_fully_async_rollout_function_nothing_blocks():
             {"AGL_SLIME_RUNNERS": "controller", "AGL_SLIME_AGENT": "a:B", "AGL_SLIME_MAX_ATTEMPTS": "2"},
             "agl_max_attempts 2: a controller runs one attempt",
         ),
+        (
+            {"AGL_SLIME_RUNNERS": "controller", "AGL_SLIME_AGENT": "a:B", "AGL_SLIME_CONTROLLER_PORT": "70000"},
+            "^agl_controller_port must be from 0.* to 65535, got 70000$",
+        ),
+        ({"AGL_SLIME_CONTROLLER_PORT": "high"}, "^agl_controller_port is 'high': "),
+        ({"AGL_SLIME_ENV_MAP": "A"}, "^env_map A=: expected NAME=input.path"),
         ({"AGL_SLIME_GET_TIMEOUT_S": "soon"}, "agl_get_timeout_s is 'soon'"),
-        ({"AGL_SLIME_GROUP_TIMEOUT_S": "0"}, "agl_group_timeout_s is '0'"),
-        ({"AGL_SLIME_MAX_ATTEMPTS": "0"}, "agl_max_attempts is '0': .* 1"),
+        ({"AGL_SLIME_GROUP_TIMEOUT_S": "0"}, "^agl_group_timeout_s must be above 0 seconds or None, got 0.0$"),
+        ({"AGL_SLIME_MAX_ATTEMPTS": "0"}, "^agl_max_attempts must be at least 1, got 0$"),
         ({"AGL_SLIME_DROP_ZERO_VARIANCE": "perhaps"}, "agl_drop_zero_variance is 'perhaps'"),
     ],
 )

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from agl_slime.cli.main import main
-from agl_slime.cli.settings import TrainConfig
+from agl_slime.cli.settings import TrainConfig, train_config
 from agl_slime.cli.slime import check_slime_args, loop_flags
 from agl_slime.errors import ConfigError, MissingDependencyError
 from agl_slime.train.local import LocalTrainerSettings
@@ -44,7 +44,7 @@ def test_slimes_flags_without_slime_as_the_trainer_are_refused(capsys: pytest.Ca
 
 
 def _config(**settings: Any) -> TrainConfig:
-    return TrainConfig(model_path=Path("/model"), trainer="slime", **settings)
+    return train_config(model_path=Path("/model"), trainer="slime", **settings)
 
 
 def _value(flags: list[str], name: str) -> str:

@@ -24,7 +24,7 @@ from transformers import (  # noqa: E402
     Qwen3Config,
 )
 
-from agl_slime.cli.settings import TrainConfig  # noqa: E402
+from agl_slime.cli.settings import train_config  # noqa: E402
 from agl_slime.errors import ConfigError, MissingDependencyError  # noqa: E402
 from agl_slime.train.local import LocalTrainer, LocalTrainerSettings  # noqa: E402
 from agl_slime.train.local.hardware import bfloat16_wanted, set_threads, torch_device  # noqa: E402
@@ -196,7 +196,7 @@ def test_threads_by_the_size_of_the_model(monkeypatch: pytest.MonkeyPatch) -> No
 def test_the_runs_temperature_and_seed_are_the_trainers(policy: Path) -> None:
     from agl_slime.cli.local import _make_trainer
 
-    made = _make_trainer(TrainConfig(seed=5, temperature=0.5), policy)
+    made = _make_trainer(train_config(seed=5, temperature=0.5), policy)
     assert (made._seed, made._temperature) == (5, 0.5)
 
 

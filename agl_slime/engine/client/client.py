@@ -282,6 +282,13 @@ class SGLangClient:
         except EngineRequestError:  # it has no such route
             return ""
 
+    async def returns_routed_experts(self) -> bool:
+        """Whether the server can return the routed experts of its tokens."""
+        try:
+            return bool((await ask_server(self._http, "server_info")).get("enable_return_routed_experts"))
+        except EngineRequestError:  # it has no such route
+            return False
+
     async def weight_version(self) -> str:
         return version_of(await self.model_info(), self._http.shown)
 

@@ -44,7 +44,7 @@ class DefaultLimit(int):
 class SamplingParams:
     """How to sample one generation; the names are SGLang's.
 
-    ``max_new_tokens`` counts the tokens of one call, resumed parts included; ``max_tokens`` is another name for it.
+    ``max_new_tokens`` counts resumed parts too; ``max_tokens`` is another name for it.
     ``stop`` may be one string, or token ids. ``extra`` is sent as it stands (``regex`` and the like);
     ``repetition_penalty`` and ``seed`` (SGLang's ``sampling_seed``) go there, ``num_samples`` must be 1. With
     ``routed_experts``, (layers, experts per token), the engine says which experts each token went through; with
@@ -54,9 +54,15 @@ class SamplingParams:
     """
 
     temperature: float = 1.0
+    """Sampling temperature, in the engine and in the trainer; 0 is greedy, for evaluations."""
     top_p: float = 1.0
+    """Nucleus sampling: the likeliest tokens with this much of the probability. Below 1 the trainer's log-probs are
+    computed over the same tokens, which the engine must report: the embedded one does, and SGLang with slime's
+    patch."""
     top_k: int = -1
+    """Sample from this many of the likeliest tokens; -1 is all. Log-probs as with top_p."""
     max_new_tokens: int = DefaultLimit(256)
+    """Most tokens of one answer."""
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     skip_special_tokens: bool = False

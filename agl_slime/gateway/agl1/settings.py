@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
 from agl_slime.errors import ConfigError
 from agl_slime.support.net import require_token
@@ -31,25 +31,25 @@ class WorkerCommand:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ControllerSettings:
-    """One of ``agent``, ``job_template`` and ``worker`` is needed."""
+    """At most one of ``agent``, ``job_template`` and ``worker``, one of which a run needs."""
 
     agent: str | None = None
     """Class that the local controller runs, as ``module:Class``, importable by its Python."""
-    env_map: Mapping[str, str] = field(default_factory=dict)
-    """The agent's environment variables by path in a task: ``QUESTION`` from ``input.question``."""
+    env_map: tuple[str, ...] = ()
+    """Environment variables of the agent, filled from its task, as NAME=input.path."""
     job_template: Path | None = None
-    """File with the Jinja template of a Job, for the Kubernetes controller."""
+    """Jinja template of a Job, for a controller on Kubernetes."""
     worker: WorkerCommand | None = None
     """Program that is started in place of the controller, with other agents."""
     python: Path | None = None
-    """A Python with agentlightning 1.x: its controller is started as a child and stopped with the run. ``None`` waits
-    for a controller that was started elsewhere."""
+    """A Python with agentlightning 1.x, whose controller is started and ended with the run, by default
+    AGL_CONTROLLER_PYTHON's; without one the run waits for a controller."""
     host: str = "127.0.0.1"
-    """Address of the API to bind; an address other than loopback needs a ``key``."""
+    """Address at which a controller, or an environment's worker, reaches the run; other than loopback needs AGL_KEY."""
     port: int = 0
-    """Port of the API; 0 takes a free one."""
-    key: str | None = None
-    """Key of the API. A child without one gets a random key, since some clients refuse an empty key."""
+    """Port on the controller's host; 0 takes a free one."""
+    key: str | None = field(default_factory=lambda: os.environ.get(KEY_VARIABLE) or None)
+    """Key of the API, by default AGL_KEY's. A child without one gets a random key: some clients refuse an empty one."""
     max_processes: int = 50
     """Most agents that the child runs at once."""
     poll_interval_s: float = 0.5
@@ -59,35 +59,30 @@ class ControllerSettings:
     log: Path | None = None
     """File to which output of the child and its agents is appended; ``None`` keeps the last lines only."""
 
-    @classmethod
-    def given(
-        cls,
-        *,
-        agent: str | None,
-        job_template: Path | None,
-        python: Path | None,
-        env_map: Iterable[str],
-        environ: Mapping[str, str] = os.environ,
-        **others: Any,
-    ) -> Self:
-        """Settings from command-line values: ``env_map`` as NAME=input.path; the key, and the Python for an ``agent``
-        without one, come from the environment. Raises ``ConfigError``."""
-        default_python = environ.get(PYTHON_VARIABLE) if job_template is None else None
-        return cls(
-            agent=agent,
-            env_map={name: path for name, _, path in (pair.partition("=") for pair in env_map)},
-            job_template=job_template,
-            python=python or (Path(default_python) if default_python else None),
-            key=environ.get(KEY_VARIABLE) or None,
-            **others,
+    @property
+    def env_paths(self) -> dict[str, str]:
+        """The paths of ``env_map`` by their variables."""
+        return {name: path for name, _, path in (pair.partition("=") for pair in self.env_map)}
+
+    def complete(self, *, agent: str | None, log: Path | None = None) -> Self:
+        """The settings of a run of ``agent``, or of the Jobs of ``job_template``: the Python for an agent without
+        one is AGL_CONTROLLER_PYTHON's. Raises ``ConfigError``."""
+        if (agent, self.job_template).count(None) == 2:
+            raise ConfigError("a controller runs either an agent (module:Class) or Jobs of a job template: give one")
+        default_python = os.environ.get(PYTHON_VARIABLE) if self.job_template is None else None
+        return replace(
+            self,
+            agent=agent if self.job_template is None else None,
+            python=self.python or (Path(default_python) if default_python else None),
+            log=log or self.log,
         )
 
     def __post_init__(self) -> None:
-        if (self.agent, self.job_template, self.worker).count(None) != 2:
+        if (self.agent, self.job_template, self.worker).count(None) < 2:
             raise ConfigError("a controller runs either an agent (module:Class) or Jobs of a job template: give one")
         if self.agent is not None and not all(self.agent.partition(":")):
             raise ConfigError(f"agent {self.agent!r}: a controller imports a class as module:Class")
-        for name, path in self.env_map.items():
+        for name, path in self.env_paths.items():
             if not name.isidentifier() or not path:
                 raise ConfigError(f"env_map {name}={path}: expected NAME=input.path")
         if self.python is not None and self.job_template is not None:

@@ -9,14 +9,17 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, FiniteFloat, StringConstraints, ValidationError
 
-from agl_slime.errors import ConfigError
+from agl_slime.data.policy import MinimumViableGroup
+from agl_slime.errors import ConfigError, SettingError
 from agl_slime.gateway.agl1.settings import ControllerSettings
 from agl_slime.gateway.settings import GatewaySettings
+from agl_slime.loop.settings import LoopSettings
 from agl_slime.runner.base import RunnerPlan, RunnerSettings
 from agl_slime.support.net import PUBLIC_HOST_VARIABLE, http_url
 from agl_slime.train.slime.prompt_data import PromptData
@@ -37,14 +40,22 @@ _SAMPLING = {
 
 _Seconds = Annotated[FiniteFloat, Field(gt=0)]
 _Count = Annotated[int, Field(ge=0)]
-_CONTROLLER_FIELDS = (
-    "env_map",
-    "job_template",
-    "controller_python",
-    "controller_host",
-    "controller_port",
-    "controller_log",
-)
+# settings that are fields of another room's class
+_PATHS = {
+    "env_map": "controller.env_map",
+    "job_template": "controller.job_template",
+    "controller_python": "controller.python",
+    "controller_host": "controller.host",
+    "controller_port": "controller.port",
+    "controller_log": "controller.log",
+    "max_attempts": "loop.max_attempts",
+    "rollout_timeout_s": "loop.rollout_timeout_s",
+    "eval_rollouts": "loop.eval_rollouts",
+    "group_max_retries": "group.max_retries",
+    "group_timeout_s": "group.timeout_s",
+}
+_LOOP = {"max_attempts": 2, "rollout_timeout_s": 1800.0}
+"""Defaults of slime's own loop, other than ours."""
 
 
 def _split_words(value: Any) -> Any:
@@ -78,13 +89,8 @@ class PluginSettings(BaseModel):
     runners: str | None = None
     """The runners of ``agent``, as for ``RunnerPlan``: ``inproc`` (a thread of the manager's process), ``process:N``,
     ``ray:N`` or ``controller``."""
-    env_map: Annotated[tuple[str, ...], BeforeValidator(_split_words)] = ()
-    """This and the next six: settings of ``controller``; see ``ControllerSettings``."""
-    job_template: Path | None = None
-    controller_python: Path | None = None
-    controller_host: str = "127.0.0.1"
-    controller_port: Annotated[int, Field(ge=0, le=65_535)] = 0
-    controller_log: Path | None = None
+    controller: ControllerSettings = Field(default_factory=ControllerSettings)
+    """The controller, from ``agl_env_map``, ``agl_job_template`` and ``agl_controller_…``."""
     store_host: str = "127.0.0.1"
     """Address of the store for ``runners`` in other processes; Ray on several hosts needs one that they can reach."""
     gateway_host: str = "127.0.0.1"
@@ -92,7 +98,7 @@ class PluginSettings(BaseModel):
     hosts need one that they can reach."""
     gateway_port: Annotated[int, Field(ge=0, le=65_535)] = 0
     gateway_public_url: Annotated[str, StringConstraints(pattern="^https?://")] | None = None
-    """URL at which agents reach ``gateway_port``, and a controller ``controller_port``."""
+    """URL at which agents reach ``gateway_port``, and a controller the port of its API."""
     tasks: Path | None = None
     """A file of tasks (``agl_slime.loop.task_files``); else ``prompt_data``, else the agent's ``make_task``."""
     prompt_data: PromptData | None = None
@@ -100,8 +106,11 @@ class PluginSettings(BaseModel):
     eval_tasks: Path | None = None
     """A file of tasks of evaluations; else slime's ``--eval-prompt-data`` or ``--eval-config``, else the agent's
     ``make_task`` with another seed."""
-    eval_rollouts: Annotated[int, Field(ge=1)] = 32
-    """Rollouts of an evaluation without slime's data sets."""
+    loop: LoopSettings = Field(default_factory=partial(LoopSettings, **_LOOP))
+    """Attempts and time limit of a rollout, rollouts of an evaluation without slime's data sets, and as the seed
+    slime's ``--rollout-seed``: the order of the tasks."""
+    group: MinimumViableGroup = Field(default_factory=MinimumViableGroup)
+    """Retries of failed rollouts, and the time limit, of a group; all of it must succeed."""
     replay_files: Path | None = None
     """Directory for routed experts and nuclei of large turns, shared by runners and manager; by default they are in
     spans (with ``agent``: in a temporary directory)."""
@@ -109,14 +118,6 @@ class PluginSettings(BaseModel):
     """The model's URL for agents; else slime's router."""
     get_timeout_s: _Seconds = 1800.0
     """Longest wait for a group, or for an evaluation."""
-    max_attempts: Annotated[int, Field(ge=1)] = 2
-    """Attempts of a rollout, the first included."""
-    rollout_timeout_s: _Seconds = 1800.0
-    """Time limit of a rollout."""
-    group_max_retries: _Count = 0
-    """Failed rollouts per group that are run again, beside the attempts of each."""
-    group_timeout_s: _Seconds | None = None
-    """Seconds since the last end of a rollout after which an incomplete group is replaced."""
     max_staleness: _Count | None = None
     """Most weight versions that tokens may be behind the policy trained on them; groups are enqueued that far ahead of
     training. By default only groups that slime requests are enqueued."""
@@ -132,10 +133,9 @@ class PluginSettings(BaseModel):
     """The same of evaluations, with slime's ``--eval-…``."""
     eval_sets: tuple[EvalSet, ...] = ()
     """slime's evaluation data sets, unless ``eval_tasks`` is given."""
-    seed: int = 0
-    """slime's ``--rollout-seed``: the order of the tasks."""
     sampling_seeds: bool = False
-    """slime's ``--sglang-enable-deterministic-inference``: members of a group sample with seeds from ``seed`` on."""
+    """slime's ``--sglang-enable-deterministic-inference``: members of a group sample with seeds from the
+    loop's on."""
     blocking: bool = True
     """Whether ``get_samples`` waits for groups; False under slime's fully-async rollout function, which calls it on its
     event loop and polls again after an empty list."""
@@ -143,12 +143,12 @@ class PluginSettings(BaseModel):
     @property
     def connected(self) -> bool:
         """Whether a store or an agent is configured."""
-        return not (self.store_url is None and self.agent is None and self.job_template is None)
+        return not (self.store_url is None and self.agent is None and self.controller.job_template is None)
 
     def plan(self) -> RunnerPlan:
         """The runners that the manager's process starts. Raises ``ConfigError``."""
         plan = RunnerPlan.parse(self.runners or "inproc", named="agl_runners")
-        port = self.controller_port if plan.kind == "controller" else self.gateway_port
+        port = self.controller.port if plan.kind == "controller" else self.gateway_port
         if self.gateway_public_url is not None and not port:
             name = "agl_controller_port" if plan.kind == "controller" else "agl_gateway_port"
             raise ConfigError(f"agl_gateway_public_url {self.gateway_public_url} leads to one port: set {name}")
@@ -159,38 +159,35 @@ class PluginSettings(BaseModel):
         plan = replace(plan, settings=settings, store_host=self.store_host, store_setting="agl_store_host")
         if plan.kind != "controller":
             return plan
-        controller = ControllerSettings.given(
-            agent=self.agent,
-            job_template=self.job_template,
-            python=self.controller_python,
-            env_map=self.env_map,
-            host=self.controller_host,
-            port=self.controller_port,
-            log=self.controller_log,
-        )
-        return replace(plan, controller=controller)
+        return replace(plan, controller=self.controller.complete(agent=self.agent))
 
     def _check_runners(self) -> None:
         if self.runners is not None and self.store_url is not None:
             why = f"the runners of the store at agl_store_url {self.store_url} are elsewhere"
             raise ConfigError(f"agl_runners {self.runners}: {why}; leave one out")
         if self.plan().kind == "controller":
-            if self.max_attempts != 1:
+            if self.loop.max_attempts != 1:
                 fix = "agl_group_max_retries runs failed members of a group again"
-                raise ConfigError(f"agl_max_attempts {self.max_attempts}: a controller runs one attempt; {fix}")
+                raise ConfigError(f"agl_max_attempts {self.loop.max_attempts}: a controller runs one attempt; {fix}")
             return
-        for name in _CONTROLLER_FIELDS:
-            if getattr(self, name) != type(self).model_fields[name].default:
+        for name, path in _PATHS.items():
+            room, _, field = path.partition(".")
+            if room == "controller" and getattr(self.controller, field) != getattr(ControllerSettings(), field):
                 raise ConfigError(f"agl_{name} is for a controller only; set agl_runners: controller, or leave it out")
 
     @classmethod
     def from_args(cls, args: Any, environ: Mapping[str, str] = os.environ) -> PluginSettings:
         """Read the settings. Raises ``ConfigError`` naming an invalid one."""
-        values: dict[str, Any] = {}
-        for name in cls.model_fields:
+        runners = getattr(args, "agl_runners", None) or environ.get("AGL_SLIME_RUNNERS")
+        loop = {**_LOOP, "max_attempts": 1} if runners == "controller" else {**_LOOP}
+        values: dict[str, Any] = {"controller": {}, "group": {}, "loop": loop}
+        for name in (*(cls.model_fields.keys() - values.keys()), *_PATHS):
             value = getattr(args, f"agl_{name}", None)
             if value is not None or (value := environ.get(f"AGL_SLIME_{name.upper()}")):
-                values[name] = value
+                room, _, field = _PATHS.get(name, name).rpartition(".")
+                at = values[room] if room else values
+                at[field] = _split_words(value) if name == "env_map" else value
+        values["loop"]["seed"] = getattr(args, "rollout_seed", None) or 0
         if values.get("store_url") is not None and values.get("agent") is not None:
             both = f"agl_store_url {values['store_url']!r} and agl_agent {values['agent']!r}"
             raise ConfigError(f"{both} are both set: the agent runs here, or elsewhere on a store; leave one out")
@@ -207,20 +204,15 @@ class PluginSettings(BaseModel):
             "sampling": sampling | replay_sampling(args),
             "eval_sampling": sampling | _sampling(args, "eval"),
             "eval_sets": _eval_sets(args) if values.get("eval_tasks") is None else (),
-            "seed": getattr(args, "rollout_seed", None) or 0,
             "sampling_seeds": bool(getattr(args, "sglang_enable_deterministic_inference", False)),
             "blocking": "fully_async" not in (getattr(args, "rollout_function_path", None) or ""),
         }
         if environ.get(PUBLIC_HOST_VARIABLE):
             values.setdefault("gateway_host", "0.0.0.0")
-        if values.get("runners") == "controller":
-            values.setdefault("max_attempts", 1)
         try:
             settings = cls(**values)
         except ValidationError as error:
-            first = error.errors()[0]
-            name = f"agl_{first['loc'][0]}"
-            raise ConfigError(f"{name} is {first['input']!r}: {first['msg'][0].lower()}{first['msg'][1:]}") from error
+            raise _named_error(error) from error
         settings._check_runners()
         return settings
 
@@ -237,6 +229,20 @@ def _data(keys: Any, path: Any, **how: Any) -> PromptData:
     names = ("input_key", "label_key", "metadata_key", "tool_key", "multimodal_keys")
     given = {name: getattr(keys, name) for name in names if hasattr(keys, name)}
     return PromptData(path=str(path), **given, **how)
+
+
+def _named_error(error: ValidationError) -> ConfigError:
+    """The first error, with the name of the setting as it is given in ``args``."""
+    first = error.errors()[0]
+    refused, path = first.get("ctx", {}).get("error"), ".".join(map(str, first["loc"]))
+    if isinstance(refused, SettingError):
+        path = f"{path}.{refused.name}"
+    elif isinstance(refused, ConfigError):
+        return refused
+    names = [f"agl_{name}" for name, each in _PATHS.items() if each == path] or [f"agl_{first['loc'][0]}"]
+    if isinstance(refused, SettingError):
+        return SettingError(names[0], refused.problem)
+    return ConfigError(f"{names[0]} is {first['input']!r}: {first['msg'][0].lower()}{first['msg'][1:]}")
 
 
 def _eval_sets(args: Any) -> list[dict[str, Any]]:

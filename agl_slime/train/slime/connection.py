@@ -85,12 +85,11 @@ class Connection(Producer):
         if not self.evals:
             path = settings.eval_tasks
             cursor = self._cursor(read_tasks(path, flag="agl_eval_tasks") if path is not None else make_task, offset=1)
-            self.evals += [Evaluation("agl", cursor, settings.eval_rollouts)] if cursor is not None else []
+            self.evals += [Evaluation("agl", cursor, settings.loop.eval_rollouts)] if cursor is not None else []
         if self._runner is not None and self.tasks is None:
             fix = "" if settings.runners == "controller" else ", or give it make_task(rng)"
-            raise ConfigError(
-                f"{settings.agent or settings.job_template} has no tasks: set agl_tasks or --prompt-data{fix}"
-            )
+            who = settings.agent or settings.controller.job_template
+            raise ConfigError(f"{who} has no tasks: set agl_tasks or --prompt-data{fix}")
         if settings.max_staleness is not None and self.tasks is None:
             why = "limits how many groups are enqueued, and here another process enqueues them"
             raise ConfigError(f"agl_max_staleness {settings.max_staleness} {why}: set agl_tasks, or leave it out")
@@ -105,14 +104,14 @@ class Connection(Producer):
         self._checked = False  # whether the engine was checked to send replay data
 
     def _cursor(self, tasks: Any, *, offset: int = 0) -> Any:
-        seed = self.settings.seed + offset
+        seed = self.settings.loop.seed + offset
         return TaskCursor(as_task_source(tasks, seed=seed), named=False) if tasks is not None else None
 
     def data_source_settings(self) -> DataSourceSettings:
         """Settings for groups of exactly ``n_samples_per_prompt`` rollouts, as slime needs them: failed rollouts are
         run again, incomplete groups replaced."""
         settings = self.settings
-        retries, timeout_s = settings.group_max_retries, settings.group_timeout_s
+        retries, timeout_s = settings.group.max_retries, settings.group.timeout_s
         complete = CompleteGroup(timeout_s=timeout_s)
         return DataSourceSettings(
             get_timeout_s=settings.get_timeout_s,
@@ -163,8 +162,8 @@ class Connection(Producer):
                 group_size=size,
                 mode=mode,
                 resources_id=await self._publish(parameters),
-                timeout_s=self.settings.rollout_timeout_s,
-                max_attempts=self.settings.max_attempts,
+                timeout_s=self.settings.loop.rollout_timeout_s,
+                max_attempts=self.settings.loop.max_attempts,
             )
             for parameters, count in self._samplings(sampling, size)
         ]
@@ -179,7 +178,7 @@ class Connection(Producer):
         inference each member has its own seed, as in slime."""
         if not self.settings.sampling_seeds or "sampling_seed" in sampling:
             return [(sampling, size)]
-        return [({**sampling, "sampling_seed": self.settings.seed + member}, 1) for member in range(size)]
+        return [({**sampling, "sampling_seed": self.settings.loop.seed + member}, 1) for member in range(size)]
 
     async def _publish(self, sampling: dict[str, Any]) -> str:
         """The id of a resources snapshot with the engine and these sampling parameters, added on first use."""
