@@ -164,7 +164,7 @@ def _changed(
     every = {sample.metadata["agl_rollout_id"] for group in batch for sample in group}
     if missing := [one for one in config.without if one not in every]:
         raise ConfigError(f"--without {missing[0]}: step {config.step} did not train on this rollout")
-    judge = None
+    judge: Any = None
     if config.reward is not None:
         module, name = agent_module(config.reward), split_agent(config.reward)[1]
         if not callable(judge := getattr(module, name, None)):
@@ -217,7 +217,7 @@ def _by_iteration(lines: Iterable[Mapping[str, Any]], first: int, last: int) -> 
 def _kept(run: RunDir, trained: Mapping[int, Sequence[Mapping[str, Any]]]) -> dict[str, Mapping[str, Any]]:
     wanted = {rollout for groups in trained.values() for group in groups for rollout in group["rollouts"]}
     lines = iter_jsonl(run.rollouts) if run.rollouts.is_file() else ()
-    kept = {line["rollout_id"]: line for line in lines if line["rollout_id"] in wanted}
+    kept: dict[str, Mapping[str, Any]] = {line["rollout_id"]: line for line in lines if line["rollout_id"] in wanted}
     if missing := len(wanted - {*kept}):
         raise ConfigError(f"{missing} of {len(wanted)} rollouts are not kept; train with --keep-rollouts all")
     return kept
