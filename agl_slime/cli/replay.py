@@ -172,7 +172,7 @@ def _changed(
     for sample in (sample for group in batch for sample in group):
         sample.remove_sample = sample.metadata["agl_rollout_id"] in config.without
         if judge is not None:
-            sample.reward = float(judge(kept[sample.metadata["agl_rollout_id"]]))
+            sample.reward = float(judge(kept[sample.metadata["agl_rollout_id"]]))  # type: ignore[arg-type]
     return batch
 
 
