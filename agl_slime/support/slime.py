@@ -76,8 +76,8 @@ def version() -> str:
 def checkout() -> Path | None:
     """The directory of slime's package, where a checkout has its scripts; ``None`` without slime."""
     spec = importlib.util.find_spec("slime")
-    found = spec and spec.submodule_search_locations
-    return Path(next(iter(found))).parent if found else None
+    places = spec and spec.submodule_search_locations
+    return Path(next(iter(places))).parent if places else None
 
 
 def find(name: str) -> Any:

@@ -23,7 +23,7 @@ def test_slimes_own_loop_makes_the_calls_that_ours_makes(
     root = require_slime()
     script = root / "train.py"
     if "train(args, pgs," in script.read_text():
-        pytest.skip("this slime's train.py is read, not run: see docs/slime.md")
+        pytest.skip("this slime's train.py is read, not run: see docs/slime-versions.md")
     use("624b824", monkeypatch)
     logging = sys.modules["slime.observability.logging_utils"]
     monkeypatch.setitem(sys.modules, "slime.utils.logging_utils", logging)  # up to v0.3.1

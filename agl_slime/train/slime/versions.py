@@ -14,7 +14,7 @@ knows where names are, ``agl_slime.types`` the fields of ``Sample``.
 | resumed groups                    | in order of return       | or oldest first (#2390)                  |
 | a bound on staleness              | no                       | no                                       |
 
-docs/slime.md, "Versions", says which commits were read.
+docs/slime-versions.md says which commits were read.
 """
 
 from __future__ import annotations

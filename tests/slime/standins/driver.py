@@ -1,5 +1,5 @@
 """The driver's side of slime in its two shapes, written from what is known of them: no line of slime is here. Each
-signature names where it was read (docs/slime.md, "Versions"). Over ``ray`` as it is imported: a real one, or
+signature names where it was read (docs/slime-versions.md). Over ``ray`` as it is imported: a real one, or
 ``tests.slime.fake_ray``.
 
 ``args.calls`` is a file that gets a line per call; ``args.crash`` names the call that fails.
