@@ -2,10 +2,10 @@
 
     python -m tests.slime.programs.straw DIRECTORY STORE_URL GROUPS KILLS SEED
 
-slime's manager cannot be had whole (docs/slime-versions.md), so its part is retold here, with the real queue: a collection per
-step is begun, published and completed as slime/data/{transport,queue_data_source}.py at 13b347f8 do it, and noted in a
-journal as slime/ray/training_recovery.py at 0b0c277d does, which restores no data source of others' under straw. This
-process forks the managers and kills them: at any moment, or between two of these writes.
+slime's manager cannot be had whole (docs/slime-versions.md), so its part is retold here, with the real queue: a
+collection per step is begun, published and completed as slime/data/{transport,queue_data_source}.py at 13b347f8 do it,
+and noted in a journal as slime/ray/training_recovery.py at 0b0c277d does, which restores no data source of others'
+under straw. This process forks the managers and kills them: at any moment, or between two of these writes.
 """
 
 from __future__ import annotations
