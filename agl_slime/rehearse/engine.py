@@ -16,6 +16,7 @@ from typing import Any
 from aiohttp import web
 
 from agl_slime.rehearse.forecast import Decoder, Shape, Speeds
+from agl_slime.support.http import listening, stop_signal
 
 REQUEST = "AGL_SLIME_REHEARSAL"
 _VOCABULARY = range(32, 120)  # plain characters of the stand-in tokenizer
@@ -128,7 +129,9 @@ def serve(host: str, port: int) -> None:
     """Serve the engine of the live rehearsal that the environment names, until the process ends."""
     request = json.loads(Path(os.environ[REQUEST]).read_text())
 
-    async def app() -> web.Application:
-        return make_app(Engine(Speeds(**request["speeds"]), Shape(**request["shape"]), seed=port))
+    async def run() -> None:
+        app = make_app(Engine(Speeds(**request["speeds"]), Shape(**request["shape"]), seed=port))
+        async with listening(app, host=host, port=port, backlog=1024):
+            await stop_signal().wait()
 
-    web.run_app(app(), host=host, port=port, print=None, access_log=None)
+    asyncio.run(run())

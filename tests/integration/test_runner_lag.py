@@ -99,13 +99,13 @@ class SlowImport:
     def create_module(self, spec: Any) -> None: ...
 
     def exec_module(self, module: Any) -> None:
-        time.sleep(0.4)
+        time.sleep(1.0)
 
 
 def package_blocks() -> Any:
     """An agent of which every line is the package's."""
     source = (
-        "import time\nclass Agent(LitAgent):\n  async def rollout_async(self, *_):\n    time.sleep(0.4); return 1.0\n"
+        "import time\nclass Agent(LitAgent):\n  async def rollout_async(self, *_):\n    time.sleep(1.0); return 1.0\n"
     )
     space: dict[str, Any] = {"LitAgent": LitAgent, "__name__": "made"}
     exec(compile(source, str(Path(lag.__file__).parents[1] / "tokens" / "template.py"), "exec"), space)
