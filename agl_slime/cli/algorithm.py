@@ -84,7 +84,7 @@ class SlimeAlgorithm(Algorithm):
         val_tasks = _tasks(val_dataset, name="val_dataset") if val_dataset is not None else None
         config = self.config
         if val_tasks is None:
-            never = replace(config.loop, eval_interval=0, eval_rollouts=LoopSettings.eval_rollouts)
+            never = replace(config.loop, eval_interval=0, eval_rollouts=LoopSettings().eval_rollouts)
             config = replace(config, loop=never)
         resources = dict(self.get_initial_resources() or {})
         store = _unwrapped(self.get_store())

@@ -101,10 +101,11 @@ def make_loop(
     llm: LLM,
     engine_url: str,
     controller_log: Path | None = None,
+    save_interval: int | None = None,
     **functions: Any,
 ) -> OnlineRLLoop:
-    """The loop of a run. Agents use ``llm``, which the engine at ``engine_url`` serves; ``functions`` are further
-    arguments of ``OnlineRLLoop``."""
+    """The loop of a run. Agents use ``llm``, which the engine at ``engine_url`` serves; ``save_interval`` is by default
+    the run's; ``functions`` are further arguments of ``OnlineRLLoop``."""
     auto = config.max_concurrent == "auto"
     most = AutoLimitSettings.most if config.max_concurrent == "auto" else config.max_concurrent
     settings = RunnerSettings(max_concurrent=most, gateway=config.gateway)
@@ -122,7 +123,7 @@ def make_loop(
         resources=parts.resources,
         llm=llm,
         engine_loads=EngineLoads(engine_url) if auto else None,
-        settings=config.loop,
+        settings=config.loop if save_interval is None else replace(config.loop, save_interval=save_interval),
         runners=replace(plan, store_host=config.store_host),
         **functions,
     )

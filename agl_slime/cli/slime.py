@@ -150,10 +150,10 @@ async def run_slime_training(
             reports.handle(events.Warning(text=unread, key="tool_format"))
         url = (trainer.router_url if config.sglang_url is None else None) or agents_url
         config = replace(config, store_host=host)
-        every = replace(config.loop, save_interval=1)  # slime decides when it saves
         loop = make_loop(
-            replace(config, loop=every),
+            config,
             parts,
+            save_interval=1,  # slime decides when it saves
             llm=stack.enter_context(model_for_agents(config, parts, url=url, model_path=model_path, sampling=sampling)),
             engine_url=url,
             data_source=source,
