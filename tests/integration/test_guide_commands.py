@@ -30,6 +30,9 @@ ELSEWHERE = {
     r"lookup_openai|my_agent.py:answer": "needs OpenAI's client: tests marked clients",
     r"lora-rank": "needs peft: test_trainer_lora",
     r"--to parquet": "needs pyarrow: test_export",
+    r"rehearse": "needs slime's sources: tests/slime/test_slime_rehearse.py",
+    r"--teacher-url": "needs servers of teachers: test_teacher",
+    r"--without ro-": "names a rollout of the page's run: test_trainer_replay",
     r"view DIR --follow --tokenizer|report DIR$": "reads what slime has written: test_report_slime",
 }
 """What a command contains, and why it is not run here."""
@@ -66,6 +69,7 @@ def clone(tmp_path_factory: pytest.TempPathFactory, policy_dir: Path) -> Path:
     shutil.copytree(policy_dir, place / "MODEL")
     for name in ("my_agent.py", "agents.py"):
         (place / name).write_text(MY_AGENT)
+    (place / "my.py").write_text("def reward(rollout):\n    return len(rollout['turns'])\n")
     tasks = [json.dumps({"prompt": f"{n}?", "label": "a"}) for n in range(20)]
     (place / "tasks.jsonl").write_text("\n".join(tasks))
     (place / "data").mkdir()
@@ -116,6 +120,7 @@ def as_run_here(command: str, *, engine: str) -> str:
         "/path/to/model": "MODEL",
         "/data": "data",
         "--output-dir RUN": "--output-dir A_NEW_RUN",
+        "--step 12": "--step 1",
     }.items():
         command = command.replace(theirs, ours)
     if command.startswith("python train.py"):
