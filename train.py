@@ -1,11 +1,13 @@
 """Train an agent online: ``python train.py`` trains the lookup agent on this machine, ``python train.py --help`` lists
 the flags."""
 
+import os
+import signal
 import sys
 
 if __name__ == "__main__":
-    try:
-        from agl_slime.cli.main import run
-    except KeyboardInterrupt:  # during the import, before the CLI handles it
-        sys.exit(130)
+    # during the import nothing is open, and an exception would be lost in a callback of the import system
+    signal.signal(signal.SIGINT, lambda *_: os._exit(130))
+    from agl_slime.cli.main import run
+
     run(["train", *sys.argv[1:]])

@@ -233,6 +233,8 @@ def _run_until_signal(work: Coroutine[Any, Any, Any]) -> None:
 
         for number in _stop_signals():
             loop.add_signal_handler(number, interrupt)
+        if _stopped:  # by a signal whose exception was lost in a callback of the import system
+            interrupt()
         await task
 
     asyncio.run(run())

@@ -45,5 +45,5 @@ def test_the_commands_of_the_written_readme_lead_to_a_rising_reward(tmp_path: Pa
     for command in (["new", "mine"], ["demo-policy", "tiny", "agent.py:MyAgent"], train):
         here = tmp_path if command[0] == "new" else tmp_path / "mine"
         subprocess.run([*program, *command], cwd=here, timeout=600, check=True)
-    rewards = [row["rollout/reward_mean"] for row in read_metrics(tmp_path / "mine" / "out")]
+    rewards = [row["rollout/reward_mean"] for row in read_metrics(tmp_path / "mine" / "out" / "metrics.jsonl")]
     assert max(rewards[-3:]) > rewards[0] + 0.3

@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import shutil
 import signal
 import sys
 import time
@@ -80,11 +81,14 @@ def run_manager(directory: Path, store_url: str, steps: int, plan: dict[str, Any
     source = AGLDataSource(args)
     source.state_dict()  # what the manager does at its start, also where it gives it back to nobody
     pool = directory / "pool"
+    made = (pool / "control" / "journal.log").exists()
+    if not made:  # a manager that is killed while it makes the pool leaves a part of it, with nothing inside
+        shutil.rmtree(pool, ignore_errors=True)
     store = SharedFilesystemStore(str(pool), "rollout")
     queue = Coordinator(
         store,
         exclusive_owner="the manager before this one was killed",
-        recover=(pool / "control" / "journal.log").exists(),
+        recover=made,
     )
     first = read_journal(directory)
     if not (directory / "journal.json").exists():  # loaded once in the life of a journal
