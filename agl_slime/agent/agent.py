@@ -236,10 +236,10 @@ class SGLangLitAgent(LitAgent[dict[str, Any]]):
         return self._access.client(llm, tokenizer)
 
 
-def _schemas_of(task: Mapping[str, Any]) -> list[Any] | None:
-    """Tools that a task declares by ``tools`` in OpenAI's form, for an agent that has none of its own: nobody runs
-    their calls, which the reward reads."""
-    declared = task.get("tools")
+def _schemas_of(task: Any) -> list[Any] | None:
+    """Tools that a task declares by ``tools`` in OpenAI's form, for an agent that has none of its own: their calls are
+    not executed, and the reward reads them."""
+    declared = task.get("tools") if isinstance(task, Mapping) else None
     if not isinstance(declared, list) or not all(isinstance(tool, Mapping) and "function" in tool for tool in declared):
         return None
     return declared or None

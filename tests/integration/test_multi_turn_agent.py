@@ -11,6 +11,7 @@ from unittest.mock import Mock
 
 import pytest
 
+from agl_slime import SGLangLitAgent
 from agl_slime.agent import session as session_module
 from agl_slime.data.results import GroupResult, MemberResult
 from agl_slime.errors import ContextOverflowError, EngineServerError
@@ -50,7 +51,7 @@ async def test_tools_are_called_until_an_answer_calls_none() -> None:
 
 @pytest.mark.parametrize(("tools", "declared"), [([WEATHER], True), (["weather"], False), ({"a": 1}, False)])
 async def test_tools_that_only_the_task_declares_are_in_the_prompt(tools: Any, declared: bool) -> None:
-    """As in a row of slime's data; nobody runs their calls."""
+    """As in a row of slime's data; their calls are not executed."""
     tokenizer = chat_tokenizer("anthropic", "groups_tools")
     client = ScriptedClient(tokenizer, [CALL])
     finished = await run_rollout(Agent(tokenizer=tokenizer, client=client), {**TASK, "tools": tools})
@@ -59,6 +60,20 @@ async def test_tools_that_only_the_task_declares_are_in_the_prompt(tools: Any, d
     assert ('"name": "weather"' in tokenizer.decode(client.prompts[0])) is declared
     assert len(client.prompts) == 1
     assert sample.response.startswith(CALL)
+
+
+async def test_a_task_may_be_a_string() -> None:
+    class Echo(SGLangLitAgent):
+        def build_prompt(self, task: Any) -> str:
+            return task
+
+        def compute_reward(self, task: Any, response: str) -> float:
+            return float(response == task)
+
+    tokenizer = chat_tokenizer("anthropic", "groups_tools")
+    finished = await run_rollout(Echo(tokenizer=tokenizer, client=ScriptedClient(tokenizer, ["hello"])), "hello")
+    assert finished.failure is None
+    assert finished.convert(tokenizer).samples[0].reward == 1.0
 
 
 async def test_a_plain_score_sees_what_the_tools_did() -> None:
