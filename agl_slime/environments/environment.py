@@ -10,10 +10,9 @@ import hashlib
 import json
 import os
 import subprocess
-import tempfile
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from functools import cache
 from pathlib import Path
 from typing import Any, Self
 
@@ -22,7 +21,7 @@ from agl_slime.errors import ConfigError
 from agl_slime.gateway.agl1.settings import ControllerSettings, WorkerCommand
 from agl_slime.gateway.settings import GatewaySettings
 from agl_slime.runner.base import RunnerPlan, RunnerSettings
-from agl_slime.support.files import write_file
+from agl_slime.support.files import CACHE_VARIABLE, cache_directory, write_file
 from agl_slime.support.other_python import installed_version
 from agl_slime.support.ranges import check_ranges
 
@@ -267,15 +266,20 @@ def _command(settings: EnvironmentSettings, command: str, spec: Mapping[str, Any
 def _variables() -> dict[str, str]:
     """The variables with which another Python finds this package, in this version, whatever is installed there."""
     others = os.environ.get("PYTHONPATH")
-    return {"PYTHONPATH": os.pathsep.join([_package_alone().name, *([others] if others else [])])}
+    return {"PYTHONPATH": os.pathsep.join([str(_package_alone()), *([others] if others else [])])}
 
 
-@cache
-def _package_alone() -> tempfile.TemporaryDirectory[str]:
-    """A directory that holds this package alone: the one that it is in would bring this Python's other packages along.
-    It lives as long as this process."""
-    directory = tempfile.TemporaryDirectory(prefix="agl-slime-")
-    Path(directory.name, "agl_slime").symlink_to(Path(agl_slime.__file__).resolve().parent)
+def _package_alone() -> Path:
+    """A directory with this package alone, in the cache: the one that it is in would bring this Python's other packages
+    along. Raises ``ConfigError`` when it cannot be written."""
+    package = Path(agl_slime.__file__).resolve().parent
+    directory = cache_directory() / f"package-{hashlib.sha256(bytes(package)).hexdigest()[:16]}"
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        with suppress(FileExistsError):
+            (directory / package.name).symlink_to(package)
+    except OSError as error:
+        raise ConfigError(f"{directory} cannot be written ({error}): name another one in {CACHE_VARIABLE}") from error
     return directory
 
 

@@ -34,7 +34,14 @@ _FULL = (errno.ENOSPC, errno.EDQUOT)
 _FULL_TEXTS = ("No space left", "disk is full")  # of safetensors, of SQLite
 _CHECKSUMS = "agl_slime_checksums.json"
 LOCK = ".lock"
+CACHE_VARIABLE = "AGL_SLIME_CACHE"
 _MAX_AGE_S = 24 * 3600.0  # older temporaries are removed even if their writer may live, on another host for example
+
+
+def cache_directory() -> Path:
+    """The directory of what can be made again: ``AGL_SLIME_CACHE``, or ``agl-slime`` in the XDG cache."""
+    xdg = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(os.environ.get(CACHE_VARIABLE) or Path(xdg) / "agl-slime").absolute()
 
 
 @contextmanager
