@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from agl_slime.support.namespaces import Network, why_no_namespaces
+from tests.harness.namespaces import Network, why_no_namespaces
 
 
 @pytest.fixture

@@ -15,8 +15,8 @@ import pytest
 
 from agl_slime.cli.demo import LOOKUP_POLICY
 from agl_slime.report.audit import audit
-from agl_slime.support.namespaces import Host, Network, Process
 from tests.harness.hosts import network
+from tests.harness.namespaces import Host, Network, Process
 
 __all__ = ["network"]
 

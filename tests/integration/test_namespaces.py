@@ -9,12 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from agl_slime.support.namespaces import Host, Network, Process
 from tests.harness.hosts import network
+from tests.harness.namespaces import Host, Network, Process
 
 __all__ = ["network"]
 
 pytestmark = pytest.mark.hosts
+
+ROOT = Path(__file__).parents[2]
 
 ECHO = """
 import socket
@@ -86,7 +88,7 @@ def test_a_slow_link_delays_each_packet(network: Network) -> None:
 def test_nothing_outlives_the_process_that_made_the_hosts() -> None:
     program = """
 import sys
-from agl_slime.support.namespaces import Network, why_no_namespaces
+from tests.harness.namespaces import Network, why_no_namespaces
 if reason := why_no_namespaces():
     sys.exit(print(reason))
 with Network() as network:
@@ -96,7 +98,7 @@ with Network() as network:
     sys.stdin.read()
 """
     with subprocess.Popen(
-        [sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT
     ) as process:
         assert process.stdout is not None
         namespace = process.stdout.readline().strip()

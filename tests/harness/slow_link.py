@@ -1,6 +1,6 @@
-"""A network link with a delay, for ``support.namespaces``:
+"""A network link with a delay, for ``namespaces``:
 
-    python -m agl_slime.support.slow_link PORT DELAY_S
+    python slow_link.py PORT DELAY_S
 
 Two network interfaces, PORT and ``far``, of which each gets the frames that are sent to the other DELAY_S later. It
 prints ``ready`` and ends with its standard input.
@@ -19,7 +19,7 @@ from contextlib import suppress
 
 _TUNSETIFF, _IFF_TAP, _IFF_NO_PI = 0x400454CA, 0x0002, 0x1000
 _FRAME = 65_536
-_QUEUED = 10_000  # frames under way in each direction; more are lost
+_QUEUED = 10_000  # frames in flight in each direction; more are lost
 
 
 def tap(name: str) -> int:

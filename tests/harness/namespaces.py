@@ -160,7 +160,7 @@ class Host:
 
     def _start_relay(self, delay_s: float) -> None:
         """Connect the host by a process that holds each frame back: not every kernel has ``netem``."""
-        program = [sys.executable, "-m", "agl_slime.support.slow_link", self._port, str(delay_s)]
+        program = [sys.executable, str(Path(__file__).with_name("slow_link.py")), self._port, str(delay_s)]
         relay = subprocess.Popen(
             [*self._switch.enter("net"), *program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
