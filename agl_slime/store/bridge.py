@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterable, Sequence
 from itertools import islice
 from typing import Any, get_args
 
-from agl_slime.store.collections import BridgeCollections, WatchList, share_field_sets
+from agl_slime.store.collections import BridgeCollections, WatchList, do_not_measure, share_field_sets
 from agl_slime.store.retention import Retention, StoreUsage, estimate_span_bytes
 from agl_slime.store.sendable import check_sendable
 from agl_slime.support.agl import (
@@ -82,6 +82,7 @@ class BridgeStore(InMemoryLightningStore):
             thread_safe=True, span_size_estimator=estimate_span_bytes, scan_debounce_seconds=scan_debounce_seconds
         )
         self.retention = retention or Retention()
+        do_not_measure(self)
         self.collections = BridgeCollections()
         self._finished_listeners: list[RolloutListener] = []
         self._released: OrderedDict[str, None] = OrderedDict()  # ids, oldest release first

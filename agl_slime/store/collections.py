@@ -11,19 +11,34 @@ These are semi-private parts of Agent Lightning 0.3; ``tests/unit/test_store_hoo
 from __future__ import annotations
 
 import heapq
+import inspect
 import threading
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import suppress
+from types import MethodType
 from typing import Any, TypeVar
 
 from agl_slime.support.agl import (
     Attempt,
     InMemoryLightningCollections,
+    InMemoryLightningStore,
+    ListBasedCollection,
     Rollout,
     Span,
 )
 
 V = TypeVar("V")
+
+_MEASURING = {InMemoryLightningStore.query_spans.__code__, ListBasedCollection.get.__code__}
+
+
+def do_not_measure(part: Any) -> None:
+    """Bypass the decorator that measures each call of a store or collection, for metrics that are never collected."""
+    methods: list[tuple[str, Any]] = inspect.getmembers(type(part), inspect.isfunction)
+    for name, method in methods:
+        if method.__code__ in _MEASURING:
+            setattr(part, name, MethodType(method.__wrapped__, part))
+
 
 _field_sets: dict[type[Any], set[str]] = {}
 
@@ -61,6 +76,9 @@ class BridgeCollections(InMemoryLightningCollections):
         super().__init__(lock_type="thread")
         self.lock = threading.RLock()
         self._section = _Section(self)
+        records = (self._rollouts, self._attempts, self._spans, self._resources, self._workers)
+        for part in (*records, self._rollout_queue, self._span_sequence_ids):
+            do_not_measure(part)
 
     def atomic(self, **kwargs: Any) -> Any:
         return self._section

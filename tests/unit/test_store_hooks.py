@@ -3,7 +3,9 @@ must fail here, by name."""
 
 from __future__ import annotations
 
+import asyncio
 import inspect
+import sys
 from collections.abc import Coroutine
 from typing import Any
 
@@ -95,6 +97,22 @@ def test_the_collections_keep_their_records_where_they_are_looked_up() -> None:
         assert (collection._primary_keys, collection._items, collection._size) == (keys, {}, 0), name
     assert isinstance(stock._rollout_queue, DequeBasedQueue)
     assert isinstance(stock._span_sequence_ids, DictBasedKeyValue)
+
+
+def test_no_store_call_is_measured() -> None:
+    def names_of_calls(store: InMemoryLightningStore) -> list[str]:
+        names: list[str] = []
+        sys.setprofile(lambda frame, event, _: names.append(frame.f_code.co_name) if event == "call" else None)
+        try:
+            asyncio.run(store.enqueue_rollout(input={}))
+        finally:
+            sys.setprofile(None)
+        return names
+
+    assert "tracking_context" in names_of_calls(InMemoryLightningStore(thread_safe=True))
+    ours = names_of_calls(BridgeStore())
+    assert "enqueue_rollout" in ours
+    assert "tracking_context" not in ours
 
 
 def finish_without_suspending(work: Coroutine[Any, Any, Any]) -> Any:
