@@ -14,8 +14,7 @@ import torch
 from slime.ray.ray_actor import RayActor
 from slime.ray.train_actor import TrainRayActor
 
-REQUEST = "AGL_SLIME_REHEARSAL"
-"""The environment variable with the path of the live rehearsal's request."""
+from agl_slime.rehearse.engine import REQUEST
 
 
 def register_cpu() -> None:

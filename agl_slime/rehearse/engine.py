@@ -19,6 +19,7 @@ from agl_slime.rehearse.forecast import Decoder, Shape, Speeds
 from agl_slime.support.http import listening, stop_signal
 
 REQUEST = "AGL_SLIME_REHEARSAL"
+"""The environment variable with the path of the live rehearsal's request."""
 _VOCABULARY = range(32, 120)  # plain characters of the stand-in tokenizer
 
 

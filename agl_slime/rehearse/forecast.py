@@ -12,7 +12,7 @@ import heapq
 import math
 import random
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import count
 from statistics import fmean
@@ -45,7 +45,7 @@ class Speeds:
 class Shape:
     """The batch, the engines and the driver. ``max_staleness``: ``agl_max_staleness``, ``None`` for groups that slime
     requests; ``asynchronous``: train_async.py; ``oversampled``: groups that a batch begins, if more than it takes;
-    ``resumes``: requests that a weight update aborts go on from their tokens."""
+    ``resumes``: requests that a weight update aborts continue from their tokens."""
 
     groups: int
     size: int
@@ -242,7 +242,7 @@ class _Run:
     def train(self) -> None:
         if self.batch is None or self.training or self.updating:
             return
-        behind = fmean(self.admission.step - at for at in self.taken_at)
+        behind = fmean(self.admission.step - at for at in self.admission.batch.values())
         tokens = sum(self.tokens.pop(group) for group in self.batch)
         self.batch, self.training = None, True
         self.sampled += tokens
@@ -251,10 +251,6 @@ class _Run:
         seconds = self.speeds.train_s + self.speeds.train_token_s * tokens
         began = self.now
         self.later(seconds + self.shape.colocated * self.speeds.offload_s, lambda: self.trained(began, tokens, behind))
-
-    @property
-    def taken_at(self) -> Sequence[int]:
-        return [*self.admission.batch.values()]
 
     def trained(self, began: float, tokens: int, behind: float) -> None:
         self.finished.append(Step(began, self.now, 0.0, tokens, behind))

@@ -7,7 +7,6 @@ import json
 import os
 import shutil
 import signal
-import subprocess
 import sys
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -17,9 +16,11 @@ import psutil
 from agl_slime.errors import AglSlimeError, ConfigError
 from agl_slime.loop.task_files import split_slice
 from agl_slime.rehearse.checks import Arguments, Nodes
+from agl_slime.rehearse.engine import REQUEST
 from agl_slime.rehearse.forecast import Forecast, Shape, Speeds, forecast
 from agl_slime.rehearse.parsing import STANDINS
 from agl_slime.rehearse.script import Training
+from agl_slime.support.child import Child
 
 _PROGRAM = Path(__file__).parent / "programs" / "live.py"
 _WORKER_BYTES = 400e6  # of a Ray worker with torch and slime
@@ -75,7 +76,7 @@ def play_live(
     }
     request.write_text(json.dumps(content))
     path = [str(STANDINS), str(slime_dir), str(Path(__file__).parents[2]), training.env.get("PYTHONPATH", "")]
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, path)), "AGL_SLIME_REHEARSAL": str(request)}
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, path)), REQUEST: str(request)}
     env |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "WANDB_MODE": "disabled"}
     env |= {"SLIME_HOST_IP": "127.0.0.1", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}
     env.pop("CUDA_VISIBLE_DEVICES", None)  # an empty one forbids logical GPUs
@@ -156,28 +157,14 @@ def _tasks(args: Arguments, scratch: Path) -> Path:
 
 
 def _run(command: list[str], env: dict[str, str], cwd: str, log: Path, *, timeout_s: float) -> None:
-    # as its group has to end with this process
-    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-    with log.open("wb") as output:
-        process = subprocess.Popen(
-            command, env=env, cwd=cwd, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
-        )
-        try:
-            code = process.wait(timeout_s)
-        except subprocess.TimeoutExpired:
-            code = None
-        finally:
-            _end_group(process.pid)
-            signal.signal(signal.SIGTERM, before)
+    child = Child(command, name="slime's driver", env=env, log=log, cwd=cwd)  # Ray's daemons are in its group
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # else the group would outlive this process
+    try:
+        with child:
+            code = child.wait(timeout_s)
+    finally:
+        signal.signal(signal.SIGTERM, before)
     if code != 0:
         lines = [line for line in log.read_text(errors="replace").splitlines() if "Error" in line]
         how = "did not end in time" if code is None else f"ended with code {code}"
         raise AglSlimeError(f"slime's driver {how} in the live rehearsal: {(lines or ['see live.log'])[-1].strip()}")
-
-
-def _end_group(group: int) -> None:
-    # Ray's daemons are in the session
-    try:
-        os.killpg(group, signal.SIGKILL)
-    except ProcessLookupError:
-        return

@@ -19,7 +19,8 @@ import ray
 import slime.ray.placement_group as placement
 from ray.cluster_utils import Cluster
 
-from agl_slime.rehearse.actor import REQUEST, RehearsalActor, register_cpu
+from agl_slime.rehearse.actor import RehearsalActor, register_cpu
+from agl_slime.rehearse.engine import REQUEST
 
 _STORE_BYTES = 150_000_000
 

@@ -4,8 +4,8 @@ are not here are noted and replaced, so that one missing file does not hide the 
     python parse.py REQUEST.json ANSWER.json
 
 Uses the standard library and slime. REQUEST: ``flags``, ``standins``, ``slime``, ``scratch``, ``path`` (the job's
-PYTHONPATH), ``names`` (suffixes of flags that name Python objects). ANSWER: ``args``, ``options``, ``refused``,
-``missing``, ``unimportable``, ``real`` (the packages that are no stand-ins).
+PYTHONPATH). ANSWER: ``args``, ``options``, ``refused``, ``missing``, ``unimportable``, ``real`` (the packages that are
+no stand-ins).
 """
 
 from __future__ import annotations
