@@ -205,8 +205,11 @@ async def _with_engine(
     parts = {"cache": mean_gap(cached, fresh), "batch": mean_gap(batch, cached), "engine": mean_gap(fresh, expected)}
     if (settings.get("temperature"), settings.get("top_p"), settings.get("top_k")) == (1.0, 1.0, -1):
         parts["decode"] = mean_gap([sample.sampler for sample in samples], fresh)
-    measured = [Cause(cause=name, text=text, nats=parts[name], left=max(0.0, diagnosis.gap - parts[name]))
-           for name, text in _ENGINE_CAUSES.items() if parts.get(name, 0.0) > TOLERANCE]  # fmt: skip
+    measured = [
+        Cause(cause=name, text=text, nats=parts[name], left=max(0.0, diagnosis.gap - parts[name]))
+        for name, text in _ENGINE_CAUSES.items()
+        if parts.get(name, 0.0) > TOLERANCE
+    ]
     causes = [*diagnosis.causes, *measured] if diagnosis.first is not None else [*measured, *diagnosis.causes]
     return replace(diagnosis, causes=causes, parts={**diagnosis.parts, **parts})
 

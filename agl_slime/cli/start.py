@@ -103,14 +103,15 @@ def split_tasks(
 ) -> tuple[list[Task], list[Task] | None, int]:
     """Training tasks, validation tasks, and the number held out of ``--tasks``: without ``--eval-tasks`` a tenth,
     chosen by the seed."""
-    tasks = given_tasks or read_tasks(config.tasks or "")
+    tasks = read_tasks(config.tasks or "") if given_tasks is None else given_tasks
     if config.eval_tasks is not None:
-        return tasks, read_tasks(config.eval_tasks), 0
+        return tasks, read_tasks(config.eval_tasks, flag="--eval-tasks"), 0
     wanted = max(1, len(tasks) // 10) if config.loop.eval_interval else 0
     held_out = int(read_start(config).get("held_out", wanted))
     if config.loop.eval_interval and not held_out < len(tasks):
         fix = "give --eval-tasks, or --eval-interval 0"
-        raise ConfigError(f"--tasks {config.tasks}: of {len(tasks)} none can be held out for validations; {fix}")
+        where = "--prompt-data" if config.tasks is None else f"--tasks {config.tasks}"
+        raise ConfigError(f"{where}: of {len(tasks)} none can be held out for validations; {fix}")
     if config.loop.eval_interval and not held_out:
         why = "the run began without validations and held no tasks out"
         raise ConfigError(f"--eval-interval {config.loop.eval_interval}: {why}; give --eval-tasks")

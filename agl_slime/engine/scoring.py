@@ -18,7 +18,6 @@ from weakref import WeakKeyDictionary
 import numpy as np
 from numpy.typing import NDArray
 
-from agl_slime.engine.client.describe import ask_server, version_of
 from agl_slime.engine.client.prompt import outermost
 from agl_slime.engine.client.transport import ClientSettings, HttpTransport
 from agl_slime.errors import (
@@ -109,13 +108,6 @@ class ScoringClient:
                 raise EngineProtocolError(f"{self.shown_url}/v1/detokenize did not answer one text per token")
             texts += map(str, piece)
         return vocabulary_digest(texts)
-
-    async def weight_version(self) -> str:
-        return version_of(await ask_server(self._http, "model_info"), self.shown_url)
-
-    async def flush_cache(self) -> None:
-        """Empty the prefix cache. Raises ``EngineRequestError`` while requests run."""
-        await self._http.call("POST", "/flush_cache", json=False)
 
     async def _score_batch(self, batch: Sequence[ToScore]) -> list[Scored | EngineError]:
         try:

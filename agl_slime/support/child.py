@@ -289,7 +289,7 @@ class Supervisor(Generic[C]):
             self._changed.notify_all()
 
     def restore_restarts(self) -> None:
-        """Begin the count of restarts anew."""
+        """Begin the count of restarts again."""
         self._restarts_left = self._most_restarts
 
     def _new(self) -> tuple[str, C]:

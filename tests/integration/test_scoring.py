@@ -43,9 +43,11 @@ def expected(model: Any, ids: list[int], start: int) -> list[float]:
     return [float(table[place - 1, ids[place]]) for place in range(start, len(ids))]
 
 
-async def test_scores_are_the_models_log_probs_in_batches_and_alone(scoring: ScoringClient, model: Any):
+async def test_scores_are_the_models_log_probs_in_batches_and_alone(server: Server, scoring: ScoringClient, model: Any):
     sequences = [ToScore(ids, start) for ids in PROMPTS for start in (1, 3, len(ids) - 1)]
     together = await scoring.score(sequences)
+    async with SGLangClient(base_url=server.url) as client:
+        version = await client.weight_version()
     for sequence, scored in zip(sequences, together, strict=True):
         assert isinstance(scored, Scored)
         alone = await scoring.score_one(sequence.ids, sequence.start)
@@ -53,7 +55,7 @@ async def test_scores_are_the_models_log_probs_in_batches_and_alone(scoring: Sco
         assert len(scored.log_probs) == len(values)
         assert np.abs(scored.log_probs - values).max() < TOLERANCE
         assert np.abs(alone.log_probs - values).max() < TOLERANCE
-        assert scored.version == await scoring.weight_version()
+        assert scored.version == version
 
 
 async def test_scores_equal_what_sampling_reported_at_temperature_one(server: Server, scoring: ScoringClient):

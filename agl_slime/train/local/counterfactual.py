@@ -133,11 +133,10 @@ class Counterfactuals:
                 text = "the engine was asked with a BOS token that the records lack"
             yield "double_bos", text, self._inserted(lambda _: 0, int(first))
             yield "missing_bos", "the engine was asked without the first token", self._without(lambda one: [0])
-        for name, text, ids in (
-            ("end_mark", "the engine was asked without the end marks of earlier messages", ends),
-            ("newline", "the engine was asked without the line ends after earlier messages", None),
-        ):
-            yield name, text, self._without(lambda one, ids=ids: _marks(one, ends, after=ids is None))
+        text = "the engine was asked without the end marks of earlier messages"
+        yield "end_mark", text, self._without(lambda one: _marks(one, ends, after=False))
+        text = "the engine was asked without the line ends after earlier messages"
+        yield "newline", text, self._without(lambda one: _marks(one, ends, after=True))
         if (thinking := self._thinking()) is not None:
             text = "the engine was asked without the thinking of earlier turns"
             yield "thinking", text, self._without(lambda one: _blocks(one, *thinking))

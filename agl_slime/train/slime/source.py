@@ -24,7 +24,7 @@ from agl_slime.train.slime.producer import TaskProducer
 from agl_slime.train.slime.replay import with_tensors, with_train_inputs
 from agl_slime.train.slime.staleness import StalenessController
 from agl_slime.train.slime.states import as_json, state_path
-from agl_slime.train.slime.teacher import score_delivered
+from agl_slime.train.slime.teacher import check_once, score_delivered
 from agl_slime.types import DataSource, Sample, sample_from_json, sample_to_json
 
 logger = logging.getLogger(__name__)
@@ -62,7 +62,7 @@ class AGLDataSource(DataSource):
             store, tokenizer = connection.store, tokenizer or connection.tokenizer()
             teachers = connection.teachers
             if teachers is not None and tokenizer is not None:
-                run_blocking(teachers.check(tokenizer))
+                run_blocking(check_once(teachers, tokenizer))
             settings = settings or connection.data_source_settings()
             self._producer = TaskProducer(connection, StalenessController.from_settings(plugin, args, connection.tasks))
         self._loaded = False

@@ -5,12 +5,19 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Sequence
+from typing import Any
 
 from agl_slime.data.results import rollout_of
 from agl_slime.data.teacher import TeacherError, Teachers
 from agl_slime.types import Sample, flat_samples
 
 logger = logging.getLogger(__name__)
+
+
+async def check_once(teachers: Teachers, tokenizer: Any) -> None:
+    """``teachers.check`` on an event loop that ends afterwards. Raises ``ConfigError`` and ``EngineError``."""
+    async with teachers:
+        await teachers.check(tokenizer)
 
 
 async def score_delivered(groups: Sequence[Sequence[Sample]], teachers: Teachers) -> None:
@@ -20,8 +27,8 @@ async def score_delivered(groups: Sequence[Sequence[Sample]], teachers: Teachers
     for sample in flat_samples(groups):
         if sample.teacher_log_probs is None:
             rollouts.setdefault(rollout_of(sample) or id(sample), []).append(sample)
-    results = await asyncio.gather(*map(teachers.score, rollouts.values()), return_exceptions=True)
-    await teachers.aclose()  # the connections are of this event loop, which ends
+    async with teachers:  # the connections are of this event loop, which ends
+        results = await asyncio.gather(*map(teachers.score, rollouts.values()), return_exceptions=True)
     for samples, error in zip(rollouts.values(), results, strict=True):
         if isinstance(error, TeacherError):
             logger.warning("Rollout %s is not trained on: %s", rollout_of(samples[0]), error)
