@@ -29,6 +29,7 @@ LLM_RESOURCE = "main_llm"
 # The least recently used templates are dropped: an agent may have other tools for each task.
 _MAX_TEMPLATES = 64
 
+_TEMPLATE_SETTINGS = ("chat_template_kwargs", "later_systems")
 _SAMPLING_FIELDS = frozenset(SamplingParams.__dataclass_fields__) - {"extra"}
 
 
@@ -134,7 +135,7 @@ def replay_of(sampling: Mapping[str, Any]) -> dict[str, Any]:
 
 def template_settings(sampling: Mapping[str, Any]) -> dict[str, Any]:
     """The template settings of a run, which travel among its sampling parameters to every place that builds prompts."""
-    return {name: sampling[name] for name in ("chat_template_kwargs", "later_systems") if sampling.get(name)}
+    return {name: sampling[name] for name in _TEMPLATE_SETTINGS if sampling.get(name)}
 
 
 def run_parameters(sampling: Mapping[str, Any]) -> dict[str, Any]:
@@ -146,8 +147,7 @@ def run_parameters(sampling: Mapping[str, Any]) -> dict[str, Any]:
 def sampling_of(llm: LLM) -> SamplingParams:
     """``LLM.sampling_parameters`` as ``SamplingParams``: OpenAI's ``max_tokens`` means ``max_new_tokens``, unknown
     names are passed to SGLang unchanged."""
-    settings = template_settings(llm.sampling_parameters)
-    extra = {name: value for name, value in llm.sampling_parameters.items() if name not in settings}
+    extra = {name: value for name, value in llm.sampling_parameters.items() if name not in _TEMPLATE_SETTINGS}
     values = {name: extra.pop(name) for name in [*extra] if name in _SAMPLING_FIELDS}
     if "max_tokens" in extra:
         values.setdefault("max_new_tokens", extra.pop("max_tokens"))

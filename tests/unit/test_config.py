@@ -92,4 +92,6 @@ def test_template_settings_are_sampling_parameters_hidden_from_the_engine() -> N
     assert config.template == {"chat_template_kwargs": {"preserve_thinking": True}, "later_systems": "first"}
     llm = LLM(endpoint="http://x", model="m", sampling_parameters={"temperature": 0.5, **config.template})
     assert sampling_of(llm) == SamplingParams(temperature=0.5)
+    empty = {"chat_template_kwargs": {}, "later_systems": ""}
+    assert sampling_of(LLM(endpoint="", model="m", sampling_parameters=empty)).extra == {}
     assert client_sampling(llm.sampling_parameters) == {"temperature": 0.5}
