@@ -55,7 +55,14 @@ COMMANDS = {
     "rehearse": "play a launch script of slime's without GPUs: what breaks, and a forecast",
     "buffer": "serve a rollout buffer",
     "gateway": "serve the model to agents of other runners",
+    "record": "serve a model to agents and record exact tokens for any trainer",
     "assign-instance-id": "give each line of a JSON-lines file an instance_id",
+}
+
+_SERVERS = {
+    "buffer": ("agl_slime.buffer.server", "main"),
+    "gateway": ("agl_slime.gateway.command", "main"),
+    "record": ("agl_slime.gateway.command", "record_main"),
 }
 
 
@@ -69,10 +76,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     command, *rest = arguments
     if command != "doctor":  # which reports the environment unchanged
         bypass_proxies()  # before an agent's module, say, makes an HTTP client
-    if command in ("buffer", "gateway"):
-        module = "agl_slime.buffer.server" if command == "buffer" else "agl_slime.gateway.command"
+    if command in _SERVERS:
+        module, function = _SERVERS[command]
         try:
-            return import_module(module).main(rest)
+            return getattr(import_module(module), function)(rest)
         except MissingDependencyError as error:
             return exit_code_for(error, Console(stderr=True), debug=bool(os.environ.get(DEBUG_VARIABLE)))
     if command in COMMANDS:

@@ -1,6 +1,8 @@
-"""``agl-slime gateway``: a standalone gateway for agents that other runners execute.
+"""Standalone gateways: ``agl-slime gateway`` for agents that other runners execute, ``agl-slime record`` for other
+trainers.
 
-agl-slime gateway --store-url http://HOST:4747 --sglang-url http://HOST:30000 --model-path DIR
+    agl-slime gateway --store-url http://HOST:4747 --sglang-url http://HOST:30000 --model-path DIR
+    agl-slime record --sglang-url http://HOST:30000 --model-path DIR
 """
 
 from __future__ import annotations
@@ -8,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,22 +18,22 @@ from typing import Any
 import tyro
 
 from agl_slime.errors import AglSlimeError, ConfigError
+from agl_slime.gateway.recorder import RecordGateway
 from agl_slime.gateway.remote import TOKEN_VARIABLE, StoreGateway
 from agl_slime.gateway.settings import GatewaySettings
 from agl_slime.store.client import RemoteStore
 from agl_slime.store.server import TOKEN_VARIABLE as STORE_TOKEN_VARIABLE
 from agl_slime.support.agl import LLM
+from agl_slime.support.files import sole_owner
 from agl_slime.support.http import stop_signal
 from agl_slime.tokens.systems import LaterSystems
 from agl_slime.tokens.tokenizer import read_template_kwargs
 
 
 @dataclass(frozen=True, kw_only=True)
-class GatewayCommand:
-    """Serve the model under training to agents that other runners execute, and write sampled answers to a store."""
+class ServingCommand:
+    """The engine, its model, and the address of a standalone gateway."""
 
-    store_url: str
-    """The store that the runners use (agl_slime's StoreService)."""
     sglang_url: str
     """SGLang server or router."""
     model_path: Path
@@ -50,28 +52,82 @@ class GatewayCommand:
     gateway: GatewaySettings = field(default_factory=GatewaySettings)
     """Address, limits, and which answers are trained."""
 
+    def llm(self) -> LLM:
+        """The engine with the sampling parameters. Raises ``ConfigError``."""
+        if not (self.model_path / "config.json").is_file() and not (self.model_path / "tokenizer.json").is_file():
+            raise ConfigError(f"--model-path {self.model_path}: there is no checkpoint")
+        kwargs = read_template_kwargs(self.chat_template_kwargs, "--chat-template-kwargs")
+        sampling: dict[str, Any] = {"temperature": self.temperature, "max_new_tokens": self.max_new_tokens}
+        sampling |= {"chat_template_kwargs": kwargs, "later_systems": self.later_systems}
+        return LLM(endpoint=self.sglang_url, model=str(self.model_path), sampling_parameters=sampling)
+
+    def client_token(self) -> str | None:
+        """The token of clients, if there is one."""
+        return self.token or os.environ.get(TOKEN_VARIABLE)
+
+
+@dataclass(frozen=True, kw_only=True)
+class GatewayCommand(ServingCommand):
+    """Serve the model under training to agents that other runners execute, and write sampled answers to a store."""
+
+    store_url: str
+    """The store that the runners use (agl_slime's StoreService)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecordCommand(ServingCommand):
+    """Serve a model to agents and record exact tokens for any trainer: POST /rollouts, the protocols at
+    /rollouts/NAME/v1, POST /rollouts/NAME/finish with a reward, GET /rollouts/NAME."""
+
+    directory: Path = Path("recorded")
+    """A directory for a file of each rollout; one process per directory."""
+    idle_s: float = 3600.0
+    """Seconds without a request after which a rollout ends when another one begins."""
+
 
 async def _serve(command: GatewayCommand) -> None:
-    if not (command.model_path / "config.json").is_file() and not (command.model_path / "tokenizer.json").is_file():
-        raise ConfigError(f"--model-path {command.model_path}: there is no checkpoint")
-    kwargs = read_template_kwargs(command.chat_template_kwargs, "--chat-template-kwargs")
-    sampling: dict[str, Any] = {"temperature": command.temperature, "max_new_tokens": command.max_new_tokens}
-    sampling |= {"chat_template_kwargs": kwargs, "later_systems": command.later_systems}
-    llm = LLM(endpoint=command.sglang_url, model=str(command.model_path), sampling_parameters=sampling)
-    store_token, token = os.environ.get(STORE_TOKEN_VARIABLE), command.token or os.environ.get(TOKEN_VARIABLE)
     ended = stop_signal()
-    store = RemoteStore(command.store_url, token=store_token)
-    gateway = StoreGateway(store=store, llm=llm, token=token, settings=command.gateway)
+    llm = command.llm()
+    store = RemoteStore(command.store_url, token=os.environ.get(STORE_TOKEN_VARIABLE))
+    gateway = StoreGateway(store=store, llm=llm, token=command.client_token(), settings=command.gateway)
     with gateway:
         print(f"gateway at {gateway.url}/v1", flush=True)
         await ended.wait()
     await store.close()
 
 
+async def _record(command: RecordCommand) -> None:
+    ended = stop_signal()
+    llm = command.llm()
+    try:
+        command.directory.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"--directory {command.directory} cannot be made: {error}") from error
+    gateway = RecordGateway(
+        directory=command.directory,
+        llm=llm,
+        idle_s=command.idle_s,
+        token=command.client_token(),
+        settings=command.gateway,
+    )
+    with sole_owner(command.directory), gateway:
+        print(f"recorder at {gateway.url}/rollouts", flush=True)
+        await ended.wait()
+
+
 def main(arguments: Sequence[str]) -> int:
     """``agl-slime gateway``: serve until SIGINT or SIGTERM; returns the exit code."""
+    return _run(lambda: _serve(tyro.cli(GatewayCommand, prog="agl-slime gateway", args=list(arguments))))
+
+
+def record_main(arguments: Sequence[str]) -> int:
+    """``agl-slime record``, as ``main``."""
+    return _run(lambda: _record(tyro.cli(RecordCommand, prog="agl-slime record", args=list(arguments))))
+
+
+def _run(serve: Callable[[], Coroutine[Any, Any, None]]) -> int:
     try:
-        asyncio.run(_serve(tyro.cli(GatewayCommand, prog="agl-slime gateway", args=list(arguments))))
+        asyncio.run(serve())
     except AglSlimeError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

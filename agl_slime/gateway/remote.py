@@ -35,7 +35,27 @@ from agl_slime.tokens.attributes import GENERATE_SPAN
 TOKEN_VARIABLE = "AGL_SLIME_GATEWAY_TOKEN"
 
 
-class StoreGateway(Gateway):
+class TokenGateway(Gateway):
+    """A gateway that others than its runner use: one ``token`` opens all addresses, in ``/k/TOKEN`` or as API key. It
+    is optional on a loopback address. Raises ``ConfigError`` without one elsewhere."""
+
+    def __init__(
+        self, *, token: str | None, settings: GatewaySettings | None = None, access: EngineAccess | None = None
+    ) -> None:
+        super().__init__(settings, access=access)
+        require_token(self.settings.host, token, setting=TOKEN_VARIABLE)
+        self._token = token
+
+    def _is_authorized(self, request: web.Request, address: Address) -> bool:
+        return not self._token or any(same_secret(key, self._token) for key in self._keys(request, address))
+
+    def _check_token(self, request: web.Request, address: Address) -> None:
+        if not self._is_authorized(request, address):
+            message = f"the key is missing or wrong: send the gateway's token ({TOKEN_VARIABLE})"
+            raise GatewayRequestError(message, status=401, code="invalid_api_key")
+
+
+class StoreGateway(TokenGateway):
     """Serves every running attempt of ``store``.
 
     Args:
@@ -52,9 +72,8 @@ class StoreGateway(Gateway):
         settings: GatewaySettings | None = None,
         access: EngineAccess | None = None,
     ) -> None:
-        super().__init__(settings, access=access)
-        require_token(self.settings.host, token, setting=TOKEN_VARIABLE)
-        self._store, self._llm, self._token = store, llm, token
+        super().__init__(token=token, settings=settings, access=access)
+        self._store, self._llm = store, llm
         self._opening: dict[tuple[str, str], asyncio.Future[Attempt]] = {}
         self._unsubscribe: Callable[[], object] | None = None
         self._returning: asyncio.Future[None] | None = None  # a reference keeps the task alive
@@ -84,14 +103,9 @@ class StoreGateway(Gateway):
         if self._may_return_memory():
             self._returning = asyncio.ensure_future(run_in_thread(return_freed_memory))
 
-    def _is_authorized(self, request: web.Request, address: Address) -> bool:
-        return not self._token or any(same_secret(key, self._token) for key in self._keys(request, address))
-
     async def _find_attempt(self, request: web.Request, address: Address) -> Attempt:
         rollout, attempt_id = address.get("rollout"), address.get("attempt")
-        if not self._is_authorized(request, address):
-            message = f"the key is missing or wrong: send the gateway's token ({TOKEN_VARIABLE})"
-            raise GatewayRequestError(message, status=401, code="invalid_api_key")
+        self._check_token(request, address)
         if rollout is None or attempt_id is None:
             message = "the address names no rollout: use ProxyLLM.get_base_url(rollout_id, attempt_id)"
             raise GatewayRequestError(message, status=404, code="unknown_rollout")

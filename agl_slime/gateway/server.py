@@ -66,6 +66,8 @@ _PROTOCOLS: dict[str, Protocol] = {
     "/messages/count_tokens": CountTokens(),
 }
 _OTHER_PATHS = ("/", "/models", "/conversations", "/seen")
+SERVED_PATHS = frozenset((*_PROTOCOLS, *_OTHER_PATHS[1:]))
+"""Paths of the clients' protocols, without ``/v1``."""
 _INLINE_LOG_PROBS_MAX = 2_000  # an answer with more is written in a thread: a thousand take some milliseconds
 _RETRY_HEADER = "x-stainless-retry-count"  # of the SDKs of OpenAI and Anthropic
 _STOP_S = 5.0
@@ -78,6 +80,8 @@ class Gateway:
 
     defaults: Mapping[str, Mapping[str, Any]] = {}
     """Defaults of request fields, by prefix of the protocol's ids."""
+    addresses = _ADDRESS
+    """The form of the addresses that are served."""
 
     def __init__(self, settings: GatewaySettings | None = None, *, access: EngineAccess | None = None) -> None:
         self.settings = settings or GatewaySettings()
@@ -224,7 +228,7 @@ class Gateway:
         """Hook on the gateway's loop after the last request; also if the start failed."""
 
     async def _handle(self, request: web.Request) -> web.StreamResponse:
-        match = _ADDRESS.fullmatch(request.path)
+        match = self.addresses.fullmatch(request.path)
         address = match.groupdict() if match is not None else {"path": request.path}
         path = address["path"] or "/"
         protocol = _protocol_of(path, request)
@@ -295,7 +299,7 @@ class Gateway:
         if request.method == "POST" and path == "/conversations":
             return await self._create_conversation(request, attempt)
         if protocol is None:
-            served = ", ".join(f"/v1{path}" for path in (*_PROTOCOLS, *_OTHER_PATHS[1:]))
+            served = ", ".join(f"/v1{path}" for path in sorted(SERVED_PATHS))
             message = f"{request.method} {path:.80} is not served here; there are {served}"
             raise GatewayRequestError(message, status=404, code="unknown_url")
         body = attempt.bodies.look(request.path, await request.read())

@@ -13,10 +13,20 @@ import threading
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from typing import Protocol
 
-from agl_slime.support.agl import LightningStore, Span
+from agl_slime.support.agl import Span
 
 logger = logging.getLogger(__name__)
+
+
+class SpanStore(Protocol):
+    """The store of a ``Recording``: a ``LightningStore``, say."""
+
+    async def get_many_span_sequence_ids(self, rollout_attempt_ids: Sequence[tuple[str, str]], /) -> Sequence[int]: ...
+
+    async def add_many_spans(self, spans: Sequence[Span], /) -> Sequence[Span]: ...
+
 
 SpanBuilder = Callable[..., Span]
 """Called with rollout_id, attempt_id and sequence_id, once the store has numbered the span."""
@@ -29,7 +39,7 @@ class Recording:
 
     rollout_id: str
     attempt_id: str
-    store: LightningStore | None = None
+    store: SpanStore | None = None
     closed: bool = False
     forgets: bool = False
     written: list[Span] = field(default_factory=list)

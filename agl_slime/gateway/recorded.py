@@ -1,0 +1,182 @@
+"""``RolloutFile``: one recorded rollout on disk, as lines of JSON: its task, its spans, its rewards, its end.
+
+A line is written by one call before the answer that it records is sent, so a killed process loses no answer that a
+client has. A torn last line belongs to an answer that nobody received; readers skip it.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from agl_slime.errors import GatewayRequestError, TraceError
+from agl_slime.support.agl import Rollout, Span
+from agl_slime.tokens.converter import convert_rollout
+from agl_slime.tokens.reward import Reward
+from agl_slime.tokens.span_codec import decode_turns, is_packed
+from agl_slime.tokens.turn import Turn
+from agl_slime.types import sample_to_json
+
+ATTEMPT = "recorded"
+"""The attempt id of every recorded rollout; a rollout has one attempt."""
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]{0,127}")
+Format = Literal["json", "slime", "triplet"]
+_UNREWARDED = Reward(math.nan, {})  # for the conversion, which asks for a reward; its Samples get None
+
+
+@dataclass(frozen=True)
+class RolloutFile:
+    """The file of rollout ``rollout_id`` in ``directory``. As the store of a ``Recording`` it takes the spans."""
+
+    directory: Path
+    rollout_id: str
+
+    @property
+    def path(self) -> Path:
+        return self.directory / f"{self.rollout_id}.jsonl"
+
+    def create(self, *, task: Any, metadata: Mapping[str, Any], at: float) -> None:
+        """Write the first line. Raises ``FileExistsError``."""
+        with self.path.open("xb") as file:
+            file.write(_line({"rollout": {"task": task, "metadata": dict(metadata), "at": at}}))
+
+    def append(self, *values: Mapping[str, Any]) -> None:
+        """Append lines; after a torn line they begin a new one."""
+        with self.path.open("ab+") as file:
+            torn = b""
+            if file.tell() > 0:
+                file.seek(-1, 2)
+                torn = b"" if file.read(1) == b"\n" else b"\n"
+            file.write(torn + b"".join(map(_line, values)))
+
+    async def get_many_span_sequence_ids(self, attempts: Sequence[tuple[str, str]]) -> Sequence[int]:
+        """Numbers for new spans: their order in the file decides, so all are 0."""
+        return [0] * len(attempts)
+
+    async def add_many_spans(self, spans: Sequence[Span]) -> Sequence[Span]:
+        # inline: a turn of 10,000 tokens is 100 kB, and takes less time to write than a thread to start
+        self.append(*({"span": span.model_dump(mode="json")} for span in spans))
+        return spans
+
+    def lines(self) -> Iterator[dict[str, Any]]:
+        """The lines in order, without torn ones. Raises ``FileNotFoundError``."""
+        with self.path.open("rb") as file:
+            for line in file:
+                try:
+                    yield json.loads(line)
+                except ValueError:
+                    continue
+
+    def finished(self) -> bool:
+        """Whether the rollout has ended."""
+        return any("finished" in line for line in self.lines())
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecordedRollout:
+    """The content of a ``RolloutFile``: ``spans`` in order; the last ``reward``, or ``None``; ``finished``, the reason
+    of its end, or ``None``."""
+
+    rollout: Rollout
+    spans: Sequence[Span]
+    reward: Reward | None
+    finished: str | None
+
+    @classmethod
+    def read(cls, file: RolloutFile) -> RecordedRollout:
+        """Raises ``FileNotFoundError``."""
+        first: Mapping[str, Any] = {}
+        spans: list[Span] = []
+        reward: Reward | None = None
+        finished: str | None = None
+        for line in file.lines():
+            first = line.get("rollout", first)
+            if "span" in line:
+                spans.append(Span.model_validate(line["span"]).model_copy(update={"sequence_id": len(spans) + 1}))
+            elif "reward" in line:
+                reward = read_reward_value(line["reward"])
+            finished = line.get("finished", finished)
+        rollout = Rollout(
+            rollout_id=file.rollout_id,
+            input=first.get("task"),
+            start_time=first.get("at", 0.0),
+            metadata=first.get("metadata") or {},
+        )
+        return cls(rollout=rollout, spans=spans, reward=reward, finished=finished)
+
+    def samples(self) -> tuple[list[dict[str, Any]], dict[str, int]]:
+        """slime's Samples as JSON, merged, with loss masks and log-probs, and the number of forks by reason. The reward
+        of a rollout without one is ``None``. Raises ``TraceError`` for damaged spans."""
+        try:
+            conversion = convert_rollout(self.rollout, self.spans, reward=self.reward or _UNREWARDED)
+        except TraceError as error:
+            if error.reason != "no_turns":
+                raise
+            return [], {}
+        if self.reward is None:
+            conversion = replace(conversion, samples=[*_without_reward(conversion.samples)])
+        return [sample_to_json(sample) for sample in conversion.samples], dict(conversion.forks)
+
+    def turns(self) -> list[Turn]:
+        """The recorded answers."""
+        return decode_turns([span for span in self.spans if is_packed(span.attributes)])
+
+    def to_json(self, *, running: bool) -> dict[str, Any]:
+        """The rollout with its turns and Samples; ``running``: its conversations are in memory."""
+        samples, forks = self.samples()
+        return {
+            "rollout_id": self.rollout.rollout_id,
+            "task": self.rollout.input,
+            "metadata": self.rollout.metadata,
+            "status": "finished" if self.finished is not None else "running" if running else "lost",
+            "finished": self.finished,
+            "reward": self.reward.primary if self.reward is not None else None,
+            "rewards": dict(self.reward.named) if self.reward is not None else {},
+            "turns": [_turn(turn) for turn in self.turns()],
+            "samples": samples,
+            "forks": forks,
+        }
+
+
+def read_reward_value(value: Any) -> Reward:
+    """The reward in a number, or in numbers by name, of which the first is trained on. Raises ``GatewayRequestError``
+    for anything else: a missing reward is not 0."""
+    named = value if isinstance(value, dict) else {"primary": value}
+    for name, number in named.items():
+        if isinstance(number, bool) or not isinstance(number, (int, float)) or not math.isfinite(number):
+            message = f"reward {name!r:.80} is {number!r:.80}: send a finite number, or finite numbers by name"
+            raise GatewayRequestError(message, param="reward")
+    if not named:
+        raise GatewayRequestError("reward is empty: send a number, or numbers by name", param="reward")
+    numbers = {str(name): float(number) for name, number in named.items()}
+    return Reward(next(iter(numbers.values())), numbers)
+
+
+def _without_reward(samples: Iterable[Any]) -> Iterator[Any]:
+    for sample in samples:
+        sample.reward = None
+        sample.metadata = {**sample.metadata, "reward": None}
+        yield sample
+
+
+def _turn(turn: Turn) -> dict[str, Any]:
+    return {
+        "messages": list(turn.messages or ()),
+        "text": turn.text,
+        "prompt_token_ids": turn.prompt_ids.tolist(),
+        "token_ids": turn.response_ids.tolist(),
+        "log_probs": None if turn.log_probs is None else turn.log_probs.tolist(),
+        "finish_reason": turn.finish_reason,
+        "weight_versions": list(dict.fromkeys(span.version for span in turn.weight_versions)),
+        "latency_s": turn.latency_s,
+        "untrained": turn.untrained or None,
+    }
+
+
+def _line(value: Mapping[str, Any]) -> bytes:
+    return json.dumps(value).encode() + b"\n"  # escaped: a client's text may have half an emoji

@@ -1,0 +1,205 @@
+"""``RecordGateway``: a gateway that records exact tokens for any trainer, without a store or a run.
+
+POST /rollouts                        a new rollout: {"rollout_id", "task", "metadata"}, all optional
+…    /rollouts/NAME/v1/…              the protocols; a new NAME begins a rollout
+POST /rollouts/NAME/reward            {"reward": 1.0}, or numbers by name; the last one counts
+POST /rollouts/NAME/finish            ends it, also with {"reward": …}; later requests get 410
+GET  /rollouts/NAME?format=json       turns and Samples; slime: the Samples; triplet: events of Agent Lightning 1.0
+"""
+
+from __future__ import annotations
+
+import re
+import time
+import uuid
+from functools import partial
+from itertools import takewhile
+from pathlib import Path
+from typing import Any, get_args
+
+from aiohttp import web
+
+from agl_slime.agent.access import LLM_RESOURCE, EngineAccess
+from agl_slime.errors import GatewayRequestError
+from agl_slime.gateway.agl1.events import events_of
+from agl_slime.gateway.attempt import Attempt
+from agl_slime.gateway.recorded import ATTEMPT, NAME, Format, RecordedRollout, RolloutFile, read_reward_value
+from agl_slime.gateway.remote import TokenGateway, span_builder
+from agl_slime.gateway.server import SERVED_PATHS, Address
+from agl_slime.gateway.settings import GatewaySettings
+from agl_slime.store.recording import Recording
+from agl_slime.support.agl import LLM
+from agl_slime.support.http import json_response, parse_json, read_body
+from agl_slime.support.threads import run_in_thread
+
+_SERVICE = re.compile(r"(?:/k/[^/]+)?/rollouts(?:/(?P<rollout>[^/]+)(?:/(?P<action>reward|finish))?)?/?")
+
+
+class RecordGateway(TokenGateway):
+    """Serves ``llm`` under any rollout's name, and writes a file of each rollout to ``directory``.
+
+    Conversations of running rollouts are in memory; a rollout without a request for ``idle_s`` ends when another one
+    begins. After a restart the files can be read, and rollouts that ran get 410: their conversations are gone.
+    """
+
+    addresses = re.compile(
+        r"(?:/k/(?P<secret>[^/]+))?(?:/rollouts/(?P<rollout>[^/]+))?(?:/role/(?P<role>[^/]+))?(?:/v1)*(?P<path>/.*)?",
+        re.DOTALL,
+    )
+
+    def __init__(
+        self,
+        *,
+        directory: Path,
+        llm: LLM,
+        idle_s: float = 3600.0,
+        token: str | None = None,
+        settings: GatewaySettings | None = None,
+        access: EngineAccess | None = None,
+    ) -> None:
+        super().__init__(token=token, settings=settings, access=access)
+        self._directory, self._llm, self._idle_s = directory, llm, idle_s
+        self._last_request: dict[str, float] = {}  # of running rollouts, the longest idle first
+        self._recordings: dict[str, Recording] = {}
+
+    def endpoint(self, rollout_id: str) -> str:
+        """The base URL for the clients of a rollout; with the token, if there is one."""
+        key = f"/k/{self._token}" if self._token else ""
+        return f"{self.url}{key}/rollouts/{rollout_id}/v1"
+
+    # -- the gateway's thread -----------------------------------------------------------------------------------------
+
+    async def _find_attempt(self, request: web.Request, address: Address) -> Attempt:
+        self._check_token(request, address)
+        if (rollout_id := address.get("rollout")) is None:
+            message = f"the address names no rollout: use {self.url}/rollouts/NAME/v1"
+            raise GatewayRequestError(message, status=404, code="unknown_rollout")
+        if (attempt := self._attempts.get((rollout_id, ATTEMPT))) is None:
+            if address.get("path") not in SERVED_PATHS:
+                message = f"{request.method} {request.path:.80} is not served, and there is no rollout {rollout_id:.80}"
+                raise GatewayRequestError(message, status=404, code="unknown_url")
+            try:
+                attempt = await self._begin(rollout_id, task=None, metadata={})
+            except FileExistsError:
+                raise await self._gone(rollout_id) from None
+        self._last_request.pop(rollout_id, None)
+        self._last_request[rollout_id] = time.monotonic()
+        return attempt
+
+    async def _gone(self, rollout_id: str) -> GatewayRequestError:
+        if await run_in_thread(self._file(rollout_id).finished):
+            return GatewayRequestError(f"rollout {rollout_id} has ended", status=410, code="rollout_ended")
+        message = f"rollout {rollout_id} was begun by a recorder that has ended: begin one with another name"
+        return GatewayRequestError(message, status=410, code="attempt_lost")
+
+    async def _begin(self, rollout_id: str, *, task: Any, metadata: dict[str, Any]) -> Attempt:
+        """Raises ``FileExistsError`` for a name that was used."""
+        file = self._file(rollout_id)
+        file.create(task=task, metadata=metadata, at=time.time())
+        recording = Recording(rollout_id, ATTEMPT, store=file, forgets=True)
+
+        def write(name: str, attributes: dict[str, Any], started: float) -> None:
+            recording.add(span_builder(name, attributes, started))
+
+        attempt = Attempt(
+            rollout_id=rollout_id,
+            attempt_id=ATTEMPT,
+            roles={LLM_RESOURCE: self._llm},
+            settings=self.settings,
+            access=self.access,
+            write=write,
+            flush=recording.write,
+        )
+        self._attempts[rollout_id, ATTEMPT] = attempt
+        self._recordings[rollout_id] = recording
+        for idle in self._idle():
+            await self._end(idle, "idle")
+        self._last_request[rollout_id] = time.monotonic()
+        return attempt
+
+    def _idle(self) -> list[str]:
+        oldest = time.monotonic() - self._idle_s
+        long_ago = takewhile(lambda entry: entry[1] <= oldest, self._last_request.items())
+        return [rollout_id for rollout_id, _ in long_ago if not self._attempts[rollout_id, ATTEMPT].running]
+
+    async def _end(self, rollout_id: str, reason: str) -> None:
+        file, attempt = self._file(rollout_id), self._attempts.get((rollout_id, ATTEMPT))
+        self._last_request.pop(rollout_id, None)
+        if attempt is not None:
+            await self.close(attempt)
+        if (recording := self._recordings.pop(rollout_id, None)) is not None:
+            await recording.write(close=True)
+        if not await run_in_thread(file.finished):
+            file.append({"finished": reason})
+
+    # -- tasks, rewards, Samples --------------------------------------------------------------------------------------
+
+    async def _service_response(self, request: web.Request, path: str, address: Address) -> web.Response | None:
+        match = _SERVICE.fullmatch(request.path)
+        if match is None or (request.method, match["action"]) not in (
+            ("POST", "reward"),
+            ("POST", "finish"),
+            ("POST" if match["rollout"] is None else "GET", None),
+        ):
+            return None
+        self._check_token(request, address)
+        if match["rollout"] is None:
+            return await self._create(request)
+        file = self._file(match["rollout"])
+        if not file.path.exists():
+            raise GatewayRequestError(f"there is no rollout {file.rollout_id}", status=404, code="unknown_rollout")
+        if match["action"] is None:
+            return await run_in_thread(partial(self._show, file, request.query.get("format", "json")))
+        body = await _read_object(request)
+        if "reward" in body or match["action"] == "reward":
+            read_reward_value(body.get("reward"))
+            file.append({"reward": body["reward"]})
+        if match["action"] == "finish":
+            await self._end(file.rollout_id, "client")
+        return json_response({"rollout_id": file.rollout_id})
+
+    async def _create(self, request: web.Request) -> web.Response:
+        body = await _read_object(request)
+        rollout_id = str(body.get("rollout_id") or f"ro-{uuid.uuid4().hex[:16]}")
+        metadata = body.get("metadata") or {}
+        if not isinstance(metadata, dict):
+            raise GatewayRequestError("metadata is no object: send names with values", param="metadata")
+        try:
+            await self._begin(rollout_id, task=body.get("task"), metadata=metadata)
+        except FileExistsError:
+            message = f"there is a rollout {rollout_id}: take another name, or none"
+            raise GatewayRequestError(message, status=409, code="rollout_exists", param="rollout_id") from None
+        content = {
+            "rollout_id": rollout_id,
+            "endpoint": self.endpoint(str(rollout_id)),
+            "api_key": self._token or "none",
+        }
+        return json_response(content, status=201)
+
+    def _show(self, file: RolloutFile, form: str) -> web.Response:
+        if form not in get_args(Format):
+            message = f"format {form!r:.40} is not one of {', '.join(get_args(Format))}"
+            raise GatewayRequestError(message, param="format")
+        recorded = RecordedRollout.read(file)
+        if form == "triplet":
+            return json_response(events_of(file.rollout_id, recorded.spans, triplet=True))
+        if form == "slime":
+            return json_response(recorded.samples()[0])
+        return json_response(recorded.to_json(running=(file.rollout_id, ATTEMPT) in self._attempts))
+
+    def _file(self, rollout_id: str) -> RolloutFile:
+        if NAME.fullmatch(rollout_id) is None:
+            message = f"rollout name {rollout_id!r:.80} is not 1 to 128 of A-Z a-z 0-9 . _ : - after a letter or digit"
+            raise GatewayRequestError(message, status=404, code="unknown_rollout", param="rollout_id")
+        return RolloutFile(self._directory, rollout_id)
+
+
+async def _read_object(request: web.Request) -> dict[str, Any]:
+    """The body, a JSON object or nothing. Raises ``GatewayRequestError``."""
+    try:
+        body = await read_body(request, lambda raw: parse_json(raw) if raw.strip() else {})
+    except ValueError as error:
+        raise GatewayRequestError(str(error)) from error
+    if not isinstance(body, dict):
+        raise GatewayRequestError("the body is no JSON object")
+    return body
