@@ -60,12 +60,16 @@ from agl_slime.support.files import scratch_directory
 from agl_slime.support.threads import run_in_thread
 from agl_slime.tokens.loading import load_tokenizer
 from agl_slime.tokens.tokenizer import has_chat_template, set_template_kwargs
+from agl_slime.train.local.settings import LocalTrainerSettings
 from agl_slime.types import Sample, flat_samples
 
 if TYPE_CHECKING:
     from agl_slime.train.local.trainer import LocalTrainer
 
 logger = logging.getLogger(__name__)
+
+_LARGE_MODEL = 10_000_000  # parameters
+_LARGE_MODELS_LR = 1e-4
 
 TorchThreads = int | Literal["auto"] | None
 
@@ -110,6 +114,7 @@ async def run_training(
         if teachers is not None:
             await teachers.check(tokenizer)
         url, check_engine, trainer = await _start_engine(stack, config, origin.model, run, console, torch_threads)
+        warnings |= learning_rate_warning(config.local, trainer.model)
         checkpoint = await run_in_thread(load_newest, checkpoints, trainer) if checkpoints else None
         start = checkpoint.loop if checkpoint is not None else LoopState()
         directory = stack.enter_context(weights_directory(config, origin.model, run.path))
@@ -160,6 +165,15 @@ async def run_training(
             check_alive=check_engine,
         )
         return await loop.run_async()
+
+
+def learning_rate_warning(settings: LocalTrainerSettings, model: Any) -> dict[str, str]:
+    """A warning, by its key, of a learning rate that is far above what a large model learns with."""
+    n = sum(parameter.numel() for parameter in model.parameters())
+    if settings.lora_rank or n < _LARGE_MODEL or settings.lr <= _LARGE_MODELS_LR:
+        return {}
+    text = f"--local.lr {settings.lr:g} suits the tiny policy; this model has {n / 1e6:,.0f} million parameters"
+    return {"learning_rate": f"{text}: SmolLM2-135M learns with 2e-5; slime's scripts for models of billions have 1e-6"}
 
 
 async def _probe_servers(config: TrainConfig) -> EngineDescription | None:

@@ -93,3 +93,18 @@ def test_torchs_threads_are_left_alone_unless_asked_for(tmp_path: Path):
         assert torch.get_num_threads() == 1
     finally:
         torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize(
+    ("width", "settings", "warned"),
+    [(100, {}, False), (4_000, {}, True), (4_000, {"lr": 2e-5}, False), (4_000, {"lora_rank": 8}, False)],
+)
+def test_the_tiny_policys_learning_rate_warns_with_a_large_model(
+    width: int, settings: dict[str, Any], warned: bool
+) -> None:
+    torch = pytest.importorskip("torch", reason='training needs torch: pip install "agl-slime[local]"')
+    from agl_slime.cli.local import learning_rate_warning
+
+    warning = learning_rate_warning(LocalTrainerSettings(**settings), torch.nn.Linear(width, width, device="meta"))
+    assert [*warning] == ["learning_rate"] * warned
+    assert all("--local.lr 0.0005" in text and "16 million" in text for text in warning.values())
