@@ -32,6 +32,13 @@ _REPLACED = {
     "--env-workers": "give --runners process:N",
     "--max-images": "give the agent image_settings; see docs/images.md",
 }
+# as other trainers name them
+_REPLACED |= dict.fromkeys(("--learning-rate", "--learning_rate", "--lr"), "give --local.lr")
+_REPLACED |= dict.fromkeys(("--batch-size", "--batch_size"), "give --rollout-batch-size, a number of groups")
+_REPLACED |= dict.fromkeys(("--num-generations", "--num_generations", "--group-size"), "give --n-samples-per-prompt")
+_REPLACED |= dict.fromkeys(("--max-tokens", "--max_tokens", "--max-completion-length"), "give --max-new-tokens")
+_REPLACED |= dict.fromkeys(("--epochs", "--num-epochs", "--steps", "--max-steps"), "give --num-iterations")
+_REPLACED |= dict.fromkeys(("--beta", "--kl-coef"), "give --local.kl-coef")
 
 
 def _group_class(title: str) -> type:

@@ -143,7 +143,10 @@ def summary_rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
     rows += [("warning", text + (f" (x{times})" if times > 1 else "")) for text, times in get("warnings") or ()]
     rows += [(label, path) for label, path in (get("files") or {}).items()]
     if model := (get("files") or {}).get("model"):
-        rows.append(("talk with it", shlex.join(["agl-slime", "chat", str(Path(model).parent)])))
+        run = str(Path(model).parent)
+        rows.append(("look at it", shlex.join(["agl-slime", "report", run])))
+        rows.append(("is it better", shlex.join(["agl-slime", "eval", run, "--with-start"])))
+        rows.append(("watch it", shlex.join(["agl-slime", "chat", run, "--tasks"])))
         rows.append(("serve it", shlex.join(["python", "-m", "sglang.launch_server", "--model-path", model])))
     rows += [("note", note) for note in get("notes") or ()]
     return rows

@@ -95,3 +95,21 @@ def test_template_settings_are_sampling_parameters_hidden_from_the_engine() -> N
     empty = {"chat_template_kwargs": {}, "later_systems": ""}
     assert sampling_of(LLM(endpoint="", model="m", sampling_parameters=empty)).extra == {}
     assert client_sampling(llm.sampling_parameters) == {"temperature": 0.5}
+
+
+@pytest.mark.parametrize(
+    ("given", "flag"),
+    [
+        ("--learning-rate=1e-5", "--local.lr"),
+        ("--lr", "--local.lr"),
+        ("--batch_size", "--rollout-batch-size"),
+        ("--num-generations", "--n-samples-per-prompt"),
+        ("--max-tokens", "--max-new-tokens"),
+        ("--max-steps", "--num-iterations"),
+        ("--beta", "--local.kl-coef"),
+    ],
+)
+def test_flags_of_other_trainers_are_answered_with_ours(given: str, flag: str) -> None:
+    with pytest.raises(ConfigError, match=f"{given}: there is no such flag; give {flag}"):
+        parse_train_config([given, "1"])
+    parse_train_config([flag, "2"])  # the named flag exists
