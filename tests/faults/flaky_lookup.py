@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
-import random
+from itertools import count
 from typing import Any
 
 from agl_slime.cli.demo.agent import LookupAgent
 from agl_slime.errors import RewardError
+from agl_slime.tokens.trajectory import Trajectory
 
-_FAILS = 0.15
+_EVERY = 7
 
 
 class FlakyLookup(LookupAgent):
-    """Some rollouts fail, so some groups are dropped and replaced."""
+    """Every seventh training rollout fails, so some groups are dropped and replaced."""
 
-    def compute_reward(self, task: dict[str, Any], response: str) -> Any:
-        if random.random() < _FAILS:
+    def __init__(self) -> None:
+        super().__init__()
+        self._scored = count(1)
+
+    async def score(self, task: dict[str, Any], trajectory: Trajectory) -> Any:
+        if trajectory.mode == "train" and next(self._scored) % _EVERY == 0:
             raise RewardError("the judge is out of order")
-        return super().compute_reward(task, response)
+        return await super().score(task, trajectory)

@@ -25,24 +25,23 @@ from agl_slime.report.audit import audit
 from agl_slime.report.audit.weights import missing_checkpoints
 from tests.harness.audit_mutations import LOSSES, damage, lie, lose
 
-_LOOKUP, _FLAKY = "agl_slime.cli.demo.agent:LookupAgent", "tests.faults.flaky_lookup:FlakyLookup"
+_FLAKY = "tests.faults.flaky_lookup:FlakyLookup"
 _KINDS: dict[str, dict[str, Any]] = {
-    # a validation with failed rollouts is compared for no best model
-    "serial": {"agent": _LOOKUP, "keep_rollouts": "all", "keep_best": True},
-    "overlapped": {"agent": _FLAKY, "max_staleness": 2, "weight_pause": "in_place", "drop_zero_variance": True},
-    "gone on with": {"agent": _FLAKY, "max_staleness": 1, "group_min_ratio": 0.5},
+    "serial": {"keep_rollouts": "all", "keep_best": True},
+    "overlapped": {"max_staleness": 2, "weight_pause": "in_place", "drop_zero_variance": True},
+    "gone on with": {"max_staleness": 1, "group_min_ratio": 0.5},
 }
 
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Small runs: one after the other with all rollouts kept; of a flaky agent, beside training with groups dropped;
-    of a flaky agent, one that went on from a checkpoint."""
+    """Small runs of a flaky agent: one after the other with all rollouts kept, beside training with groups dropped, and
+    one that went on from a checkpoint."""
     made: dict[str, Path] = {}
     with EmbeddedEngine(LOOKUP_POLICY) as engine:
         for name, settings in _KINDS.items():
             made[name] = tmp_path_factory.mktemp("run") / "out"
-            about = {"model_path": LOOKUP_POLICY, "sglang_url": engine.url, "output_dir": made[name]}
+            about = {"agent": _FLAKY, "model_path": LOOKUP_POLICY, "sglang_url": engine.url, "output_dir": made[name]}
             about |= {"rollout_batch_size": 3, "eval_interval": 2, "eval_rollouts": 2, "save_interval": 2, **settings}
             lives = (2, 4) if name == "gone on with" else (4,)
             for iterations in lives:

@@ -94,9 +94,8 @@ def test_ray_runners_on_other_hosts_of_which_one_dies(network: Network, tmp_path
     with TemporaryDirectory(prefix="ray") as sockets:  # pytest's own paths are too long for a socket
         hosts = [network.add(name, private=("/dev/shm", sockets)) for name in ("loop", "first", "second")]
         loop, *others = hosts
-        start_ray(
-            loop, "--head", "--port=6379", "--num-cpus=0", "--include-dashboard=false", f"--temp-dir={sockets}"
-        ).wait()
+        head = ("--head", "--port=6379", "--num-cpus=0", "--include-dashboard=false", f"--temp-dir={sockets}")
+        assert start_ray(loop, *head).wait(120) == 0
         for node in [start_ray(host, f"--address={loop.address}:6379", "--num-cpus=1") for host in others]:
             assert node.wait(120) == 0
         train_while_one_dies(loop, others, tmp_path / "run")

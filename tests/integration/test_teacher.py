@@ -6,6 +6,7 @@ import asyncio
 import io
 import shutil
 from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -38,7 +39,7 @@ from tests.harness.trainer_policy import make_model, make_samples, response_log_
 from tests.harness.trainers import ONE_STEP, assert_close, flat, trainer  # noqa: E402
 from tests.integration.engine_client import PROMPTS, TOLERANCE, expected_log_probs  # noqa: E402
 
-QUICK = ClientSettings(max_attempts=2, backoff_base_s=0.001, total_timeout_s=5.0)
+QUICK = ClientSettings(max_attempts=2, backoff_base_s=0.001, total_timeout_s=60.0)
 
 
 def sample(ids: list[int], length: int, *, source: str | None = None) -> Sample:
@@ -73,7 +74,35 @@ async def test_every_response_token_gets_the_teachers_log_prob(embedded_engine: 
         assert np.abs(np.array(one.teacher_log_probs) - expected).max() < TOLERANCE
 
 
-async def test_teachers_are_chosen_by_source_and_averaged_by_weight(embedded_engine: str, broken: str):
+@asynccontextmanager
+async def constant(log_prob: float) -> AsyncIterator[str]:
+    """An engine under which each token has ``log_prob``."""
+
+    async def answer(request: web.Request) -> web.Response:
+        payload = await request.json()
+        scored = [
+            [[None if at == start else log_prob, token, None] for at, token in enumerate(ids) if at >= start]
+            for ids, start in zip(payload["input_ids"], payload["logprob_start_len"], strict=True)
+        ]
+        return web.json_response([{"text": "", "meta_info": {"input_token_logprobs": pairs}} for pairs in scored])
+
+    app = web.Application()
+    app.router.add_post("/generate", answer)
+    async with listening(app, host="127.0.0.1", port=0, backlog=8) as url:
+        yield url
+
+
+async def test_teachers_of_one_source_are_averaged_by_weight():
+    given = member(sample(PROMPTS[0], 2, source="math"))
+    async with AsyncExitStack() as stack:
+        urls = [await stack.enter_async_context(constant(log_prob)) for log_prob in (-1.0, -2.0)]
+        both = [Teacher(url, "math", weight) for url, weight in zip(urls, (3.0, 1.0), strict=True)]
+        result = await (await stack.enter_async_context(Teachers(both, settings=QUICK)))(given)
+    assert result.ok
+    assert given.samples[0].teacher_log_probs == [-1.25, -1.25]
+
+
+async def test_teachers_are_chosen_by_source(embedded_engine: str, broken: str):
     of_math = [Teacher(embedded_engine, "math", 3.0), Teacher(broken, "code")]
     async with Teachers(of_math, settings=QUICK) as teachers:
         good = await teachers(member(sample(PROMPTS[0], 2, source="math")))
@@ -135,7 +164,9 @@ async def test_a_delivered_rollout_without_its_teacher_is_out_of_slimes_loss(emb
 
 def test_slimes_data_source_gives_samples_with_the_teachers_log_probs(embedded_engine: str):
     with AGLDataSource(args_for(agl_agent=AGENT, agl_teacher_url=embedded_engine)) as source:
-        for one in flat_samples(source.get_samples(2)):
+        groups = source.get_samples(2)
+        assert len(groups) == 2
+        for one in flat_samples(groups):
             assert len(one.teacher_log_probs or ()) == one.response_length > 0
 
 

@@ -99,9 +99,11 @@ def scripted(restarts: int, count: int = 1, **options: Any) -> Iterator[Scripted
 
 def test_restarts_are_shared_and_the_last_child_is_reported() -> None:
     with scripted(1, count=2) as children:
-        for reason in ("a", "b", "c"):
+        children.ends.put("a")
+        assert becomes_true(lambda: children.launched == 3, 10)
+        for reason, left in (("b", 1), ("c", 0)):
             children.ends.put(reason)
-        assert [children.lost.get(timeout=10) for _ in range(2)] == [("b", 1), ("c", 0)]
+            assert children.lost.get(timeout=10) == (reason, left)
         assert (children.launched, children.supervisor.restarts) == (3, 1)
         assert [reason for *_, reason in children.cleaned] == ["a", "b", "c"]
     assert children.lost.empty()

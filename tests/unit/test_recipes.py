@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import asyncio
 import importlib.util
-import os
 import re
 import shutil
 import subprocess
@@ -16,6 +15,8 @@ from typing import Any
 import agentlightning as agl
 import pytest
 import yaml
+
+from tests.harness.waiting import until
 
 ROOT = Path(__file__).parents[2]
 RECIPES = ROOT / "examples" / "slime"
@@ -44,6 +45,7 @@ def test_shellcheck_finds_nothing_in_the_recipes() -> None:
 def test_options_of_slurm_are_directly_below_the_first_line() -> None:
     lines = (RECIPES / "run_agent.sbatch").read_text().splitlines()
     options = [at for at, line in enumerate(lines) if line.startswith("#SBATCH ")]
+    assert options
     assert options == [*range(1, len(options) + 1)], "Slurm stops reading them at the first command"
 
 
@@ -115,10 +117,9 @@ async def test_a_program_that_fails_has_no_reward(containers: Any, tmp_path: Pat
 
 
 async def test_a_container_is_killed_at_the_time_limit(containers: Any, tmp_path: Path) -> None:
-    os.mkfifo(tmp_path / "up")
     (tmp_path / "program.py").write_text(f"open({str(tmp_path / 'up')!r}, 'w').close()\nimport time; time.sleep(600)")
     running = asyncio.ensure_future(containers.answer.rollout_async({}, {"main_llm": LLM}, rollout()))
-    await asyncio.to_thread((tmp_path / "up").read_bytes)  # the program runs
+    await until((tmp_path / "up").exists)  # the program runs
     running.cancel()
     with pytest.raises(asyncio.CancelledError):
         await running

@@ -11,6 +11,7 @@ import pytest
 from agl_slime import slime_hooks
 from agl_slime.cli.settings import train_config
 from agl_slime.errors import ConfigError, DataSourceError, RewardError
+from agl_slime.runner.base import RunnerPlan
 from agl_slime.train.slime.args import PluginSettings
 from agl_slime.types import RolloutFnTrainOutput, Sample, sample_from_fields
 
@@ -267,7 +268,10 @@ def test_the_plan_of_a_controller_is_the_loops(given: Any, monkeypatch: pytest.M
     assert settings.connected
     assert settings.loop.max_attempts == 1
     plan = settings.plan()
-    assert (plan.kind, plan.controller) == ("controller", config.controller.complete(agent="a:B"))
+    controller = config.controller.complete(agent="a:B")
+    expected = {"kind": "controller", "store_setting": "agl_store_host", "controller": controller}
+    assert plan == RunnerPlan(settings=plan.settings, **expected)
+    assert plan.settings.gateway.port == 4711
 
 
 def test_a_job_template_alone_is_a_plan(tmp_path: Path):

@@ -78,7 +78,7 @@ def test_an_empty_slice_and_a_missing_file_are_named_with_their_flag(tmp_path: P
 
 def test_a_slice_is_part_of_a_files_digest(tmp_path: Path):
     file = jsonl(tmp_path / "tasks.jsonl", {"n": 1}, {"n": 2})
-    assert digest(file) != digest(f"{file}@[0:1]") != digest(f"{file}@[1:]")
+    assert len({digest(file), digest(f"{file}@[0:1]"), digest(f"{file}@[1:]")}) == 3
 
 
 def test_without_pyarrow_the_extra_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -198,7 +198,7 @@ def test_rows_with_a_longer_prompt_than_the_limit_are_left_out(tmp_path: Path):
         return [task["prompt"] for task in PromptData(path=str(file), max_prompt_len=limit).read(tokenizer)]
 
     assert kept(100) == ["x ", "x x ", 5]
-    assert sizes[0] < 100 < sizes[1] + 50
+    assert sizes[0] < 100 < sizes[1]
     with pytest.raises(ConfigError, match=r"no prompt has at most 1 tokens \(--rollout-max-prompt-len\)"):
         PromptData(path=f"{file}@[0:3]", max_prompt_len=1).read(tokenizer)
 
