@@ -52,7 +52,7 @@ COMMANDS = {
     "audit": "check that the files of a run agree",
     "replay": "compute a training step again from a run's files, as it was or with changes",
     "autopsy": "score kept rollouts again and name why sampler and model differ",
-    "onset": "find when behaviours began in a run, with the first rollouts and what they pay",
+    "onset": "find when behaviours began in a run, with the first rollouts and their rewards",
     "rehearse": "play a launch script of slime's without GPUs: what breaks, and a forecast",
     "buffer": "serve a rollout buffer",
     "gateway": "serve the model to agents of other runners",

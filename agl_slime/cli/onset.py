@@ -1,4 +1,4 @@
-"""``agl-slime onset``: when behaviours began in a run, and what they pay."""
+"""``agl-slime onset``: when behaviours began in a run, and their effect on the reward."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from agl_slime.report.traits import see
 @dataclass(frozen=True, kw_only=True)
 class OnsetConfig:
     """Name behaviours that began during a run: phrases, tool calls, the answer's shape and length, refusals, echoes of
-    the prompt, rewards without a tool; each with its iteration, its first rollouts and what it pays. Reads kept
+    the prompt, rewards without a tool; each with its iteration, first rollouts and effect on the reward. Reads kept
     rollouts (train with --keep-rollouts all); needs no model and no network."""
 
     run_dir: tyro.conf.Positional[Path]

@@ -20,8 +20,8 @@ from numpy.typing import NDArray
 from agl_slime.report.traits import KINDS, Seen, Trait
 
 ALPHA = 0.01  # nominal probability of any false rise in a run without change
-SLOW_NATS = 4.0  # of likelihood ratio by which an onset beats slow curves
-LEAST_RISE = 0.1  # of the share
+SLOW_ALPHA = 0.1  # nominal probability that an onset beats slow curves by chance, for any trait that rises
+LEAST_RISE = 0.15  # of the share
 LEAST_BEFORE, LEAST_AFTER = 5, 3  # iterations
 LEAST_HITS, LEAST_GROUPS = 6, 3
 _RISES = (1, 2, 4, 8, 16)  # iterations from the first share to the second
@@ -91,9 +91,11 @@ def find_onsets(seen: Iterable[Seen], *, least_rise: float = LEAST_RISE) -> list
     ratios, steps = _steps(counts, n, least_rise=least_rise)
     threshold = math.log(len(names) * len(n) / ALPHA)
     best = [int(at) for at in np.lexsort((np.arange(len(names)), -ratios))[:_MOST] if ratios[at] >= threshold]
-    slow, rises = _slow_curves(len(n)), []
+    slow, rises, margin = _slow_curves(len(n)), [], 0.0
+    if best:  # n-grams of one phrase have the same counts and are one test
+        margin = math.log(len(np.unique(counts[best], axis=0)) / SLOW_ALPHA)
     for at in best:
-        fit = _onset(counts[at], n, int(steps[at]), slow, threshold=threshold, least_rise=least_rise)
+        fit = _onset(counts[at], n, int(steps[at]), slow, threshold=threshold, margin=margin, least_rise=least_rise)
         hits = having[names[at]]
         if fit is not None and _supported(rollouts, index, hits, fit[0]):
             rises.append(
@@ -104,7 +106,7 @@ def find_onsets(seen: Iterable[Seen], *, least_rise: float = LEAST_RISE) -> list
 
 
 def _hits(rollouts: Sequence[Seen]) -> dict[Trait, NDArray[np.int64]]:
-    """The rollouts with each trait, those that depend on the whole run included."""
+    """The rollouts with each trait, and with traits that depend on the whole run: length, reward without a tool."""
     often = Counter(trait for one in rollouts for trait in one.traits)
     hits: dict[Trait, list[int]] = defaultdict(list)
     words = np.array([one.words for one in rollouts])
@@ -117,11 +119,11 @@ def _hits(rollouts: Sequence[Seen]) -> dict[Trait, NDArray[np.int64]]:
                 hits[trait].append(at)
         if with_tools and not one.calls and one.reward is not None and one.reward > high:
             hits[Trait("rewarded without a tool")].append(at)
-    found = {trait: np.array(places) for trait, places in hits.items()}
+    arrays = {trait: np.array(places) for trait, places in hits.items()}
     for limit in {int(np.quantile(words, quantile)) for quantile in _QUANTILES}:
-        found[Trait("longer", str(limit))] = np.flatnonzero(words > limit)
-        found[Trait("shorter", str(limit))] = np.flatnonzero(words < limit)
-    return found
+        arrays[Trait("longer", str(limit))] = np.flatnonzero(words > limit)
+        arrays[Trait("shorter", str(limit))] = np.flatnonzero(words < limit)
+    return arrays
 
 
 def _log_likelihood(hits: Floats, n: Floats, share: Floats) -> Floats:
@@ -177,7 +179,7 @@ def _fit(curves: Floats, hits: Floats, n: Floats) -> tuple[Floats, Floats, Float
 
 
 def _onset(
-    hits: Floats, n: Floats, step: int, slow: Floats, *, threshold: float, least_rise: float
+    hits: Floats, n: Floats, step: int, slow: Floats, *, threshold: float, margin: float, least_rise: float
 ) -> tuple[int, float, float] | None:
     """The index of the first iteration of a rise with the shares before and after it; None where a constant or a slow
     curve explains the counts nearly as well."""
@@ -193,7 +195,7 @@ def _onset(
     constant = _log_likelihood(hits.sum(), n.sum(), hits.sum() / n.sum())
     if likelihood[best] - constant < overdispersion * threshold:
         return None
-    if likelihood[best] - _fit(slow, hits, n)[0].max() < overdispersion * SLOW_NATS:
+    if likelihood[best] - _fit(slow, hits, n)[0].max() < overdispersion * margin:
         return None
     return places[best][0], float(low[best]), float(high[best])
 

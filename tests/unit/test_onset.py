@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -78,13 +79,34 @@ def test_an_onset_names_iteration_shares_rollouts_and_pay() -> None:
     assert "it pays +0.4 (18 groups with both)" in onset.sentence
 
 
-def test_one_group_or_two_iterations_are_no_onset() -> None:
-    def rollouts(having: range) -> list[Seen]:
-        return [seen(at, member, 1.0, *[PHRASE] * (at in having)) for at in range(20) for member in range(16)]
+def steps_of(having: Callable[[int, int], bool], iterations: int = 20) -> list[Seen]:
+    return [seen(at, member, 1.0, *[PHRASE] * having(at, member)) for at in range(iterations) for member in range(16)]
 
-    assert not find_onsets(rollouts(range(18, 20)))
-    assert find_onsets(rollouts(range(16, 20)))
-    assert not find_onsets([Seen(**{**vars(one), "group": "g"}) for one in rollouts(range(16, 20))])
+
+def test_one_group_or_two_iterations_are_no_onset() -> None:
+    four = steps_of(lambda at, _: at >= 16)
+    assert [one.iteration for one in find_onsets(four)] == [16]
+    assert not find_onsets(steps_of(lambda at, _: at >= 18))
+    two = steps_of(lambda at, member: at in (17, 18) and member % 2 == 0)
+    assert not find_onsets([replace(one, group=one.rollout_id) for one in two])
+    assert not find_onsets([replace(one, group="g") for one in four])
+
+
+def test_rollouts_that_are_alike_are_no_evidence_each() -> None:
+    """The share rises from 0.1 to 0.4, as three of thirty iterations and twelve of thirty, or in all iterations."""
+    alike = find_onsets(steps_of(lambda at, _: at % 10 == 5 if at < 30 else at % 5 in (1, 3), iterations=60))
+    independent = find_onsets(steps_of(lambda at, member: (7 * at + 3 * member) % 10 < (1 if at < 30 else 4), 60))
+    assert (len(alike), len(independent)) == (0, 1)
+
+
+def test_rises_by_chance_among_many_phrases_are_no_onset() -> None:
+    rng, phrases = random.Random(0), [Trait("phrase", str(number)) for number in range(2_000)]
+    rollouts = [
+        seen(at, member, 1.0, *(one for one in phrases if rng.random() < 0.3))
+        for at in range(12)
+        for member in range(4)
+    ]
+    assert not find_onsets(rollouts)
 
 
 def test_traits_of_one_rollout() -> None:
