@@ -39,7 +39,7 @@ def export_run(
     """
     if best < 1:
         raise ConfigError(f"--best {best}: must be at least 1")
-    rollouts = list(_kept(run_dir))
+    rollouts = list(kept_rollouts(run_dir))
     rows: list[dict[str, Any]]
     if to == "sft":
         rows = list(sft_rows(rollouts, best=best, min_reward=min_reward))
@@ -110,7 +110,8 @@ def token_rows(rollout: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
         }
 
 
-def _kept(run_dir: Path) -> Iterator[Mapping[str, Any]]:
+def kept_rollouts(run_dir: Path) -> Iterator[Mapping[str, Any]]:
+    """The lines of a run's ``rollouts.jsonl``. Raises ``ConfigError`` without the file."""
     run = RunDir(run_dir)
     if not run.rollouts.is_file():
         raise ConfigError(f"{run_dir}: there is no rollouts.jsonl; train with --keep-rollouts all")

@@ -52,6 +52,7 @@ COMMANDS = {
     "audit": "check that the files of a run agree",
     "replay": "compute a training step again from a run's files, as it was or with changes",
     "autopsy": "score kept rollouts again and name why sampler and model differ",
+    "onset": "find when behaviours began in a run, with the first rollouts and their rewards",
     "rehearse": "play a launch script of slime's without GPUs: what breaks, and a forecast",
     "buffer": "serve a rollout buffer",
     "gateway": "serve the model to agents of other runners",
@@ -84,7 +85,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             return exit_code_for(error, Console(stderr=True), debug=bool(os.environ.get(DEBUG_VARIABLE)))
     if command in COMMANDS:
         functions: dict[str, Callable[[list[str]], object]] = {"train": _train, "eval": _eval, **READONLY_COMMANDS}
-        functions |= {name: partial(_module_main, name) for name in ("chat", "autopsy", "replay")}
+        functions |= {name: partial(_module_main, name) for name in ("chat", "autopsy", "onset", "replay")}
         return _run_command(partial(functions[command], rest))
     print(f"agl-slime: there is no command {command!r}; the commands are {', '.join(COMMANDS)}", file=sys.stderr)
     return 2
