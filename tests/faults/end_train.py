@@ -92,6 +92,7 @@ def tell_phases(pipe: int) -> None:
 
 
 def _local(flags: Sequence[str], log: Path, pipe: Any) -> None:
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup it would be ignored
     tell_phases(pipe.fileno())
     kill_train._train(flags, log)
 
