@@ -132,6 +132,8 @@ class Schedule:
     def advance(self) -> None:
         """Admit more groups after a training step: the new weights are in use, or the batch had no ready group."""
         self._admission.advance()
+        # an interrupted group for which no place was left, as dropped ones were drawn again before it, gets a new age
+        self._restored = {}
         self._taken = {}
         if not self._ahead:
             return

@@ -33,6 +33,8 @@ ELSEWHERE = {
     r"rehearse": "needs slime's sources: tests/slime/test_slime_rehearse.py",
     r"--teacher-url": "needs servers of teachers: test_teacher",
     r"--without ro-": "names a rollout of the page's run: test_trainer_replay",
+    r"agl-slime onset": "needs a run of eight iterations: test_onset",
+    r"agl-slime record": "needs a running SGLang: test_gateway_record",
     r"view DIR --follow --tokenizer|report DIR$": "reads what slime has written: test_report_slime",
 }
 """What a command contains, and why it is not run here."""
