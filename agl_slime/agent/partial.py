@@ -92,7 +92,11 @@ class PartialRollouts:
             self._rollouts.pop(rollout_id, None)
 
     def handle(self, event: events.Event) -> None:
-        """Forget the groups that were trained on or dropped."""
+        """Forget the groups that were trained on or dropped, and before weights change what no rollout has begun to
+        repeat: with the age of a later admission in the next checkpoint, those tokens would be too old."""
+        if isinstance(event, events.PhaseStarted) and event.phase == "sync":
+            with self._changed:
+                self._kept = {}
         if isinstance(event, events.GroupsCollected):
             done = {group.instance_id for group in event.groups}
             with self._changed:

@@ -18,7 +18,7 @@ from agl_slime.engine.client.client import SGLangClient
 from agl_slime.engine.client.generation import SamplingParams, WeightSpan
 from agl_slime.engine.client.resumable import Progress
 from agl_slime.errors import ConfigError
-from agl_slime.events import GroupsCollected
+from agl_slime.events import GroupsCollected, PhaseStarted
 from agl_slime.runner.concurrent import RunnerSettings
 from agl_slime.runner.thread import RunnerThread
 from agl_slime.store.bridge import BridgeStore
@@ -144,6 +144,19 @@ async def test_tokens_of_a_group_begun_while_a_checkpoint_was_written_are_kept(t
             later.load(tmp_path / "partial", admitted={"8": 0}, version=version)
             await later.client(client, rollout("b", "9")).generate([5, 9], SAMPLING)
             assert engine.calls["/generate"] == calls + again
+
+
+async def test_tokens_that_no_rollout_repeats_end_with_their_weights(tmp_path: Path) -> None:
+    async with Counting().engine(weight_version="3") as engine, SGLangClient(base_url=engine.url) as client:
+        partial = PartialRollouts()
+        await partial.client(client, rollout("a", "9")).generate([5, 9], SAMPLING)
+        await asyncio.to_thread(partial.save, tmp_path / "one", base_url=engine.url)
+        later = PartialRollouts()
+        later.load(tmp_path / "one", admitted={"9": 3}, version="3")
+        await asyncio.to_thread(later.save, tmp_path / "two", base_url=engine.url)
+        later.handle(PhaseStarted(iteration=4, phase="sync"))
+        await asyncio.to_thread(later.save, tmp_path / "three", base_url=engine.url)
+    assert [len((tmp_path / name).read_text().splitlines()) for name in ("two", "three")] == [1, 0]
 
 
 async def test_rollouts_that_newer_weights_admitted_reuse_no_tokens(tmp_path: Path) -> None:
