@@ -33,12 +33,12 @@ _REPLACED = {
     "--max-images": "give the agent image_settings; see docs/images.md",
 }
 # as other trainers name them
-_REPLACED |= dict.fromkeys(("--learning-rate", "--learning_rate", "--lr"), "give --local.lr")
-_REPLACED |= dict.fromkeys(("--batch-size", "--batch_size"), "give --rollout-batch-size, a number of groups")
-_REPLACED |= dict.fromkeys(("--num-generations", "--num_generations", "--group-size"), "give --n-samples-per-prompt")
-_REPLACED |= dict.fromkeys(("--max-tokens", "--max_tokens", "--max-completion-length"), "give --max-new-tokens")
-_REPLACED |= dict.fromkeys(("--epochs", "--num-epochs", "--steps", "--max-steps"), "give --num-iterations")
+_REPLACED |= dict.fromkeys(("--learning-rate", "--lr"), "give --local.lr")
+_REPLACED |= dict.fromkeys(("--num-generations", "--group-size"), "give --n-samples-per-prompt")
+_REPLACED |= dict.fromkeys(("--max-tokens", "--max-completion-length"), "give --max-new-tokens")
+_REPLACED |= dict.fromkeys(("--steps", "--max-steps"), "give --num-iterations")
 _REPLACED |= dict.fromkeys(("--beta", "--kl-coef"), "give --local.kl-coef")
+_REPLACED["--batch-size"] = "give --rollout-batch-size, a number of groups"
 
 
 def _group_class(title: str) -> type:
@@ -74,7 +74,7 @@ def parse_train_config(arguments: Sequence[str]) -> TrainConfig:
     """The settings of a command line. Raises ``ConfigError``, or ``SystemExit`` for flags that cannot be parsed."""
     ours, env_flags = split_env_flags(arguments)
     for argument in ours:
-        if (fix := _REPLACED.get(argument.partition("=")[0])) is not None:
+        if (fix := _REPLACED.get(argument.partition("=")[0].replace("_", "-"))) is not None:
             raise ConfigError(f"{argument}: there is no such flag; {fix}")
     parser = argparse.ArgumentParser(prog="train.py", add_help=False, allow_abbrev=False)
     parser.add_argument("--config", type=Path)

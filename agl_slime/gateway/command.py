@@ -39,9 +39,9 @@ class ServingCommand:
     model_path: Path
     """A checkpoint with the policy's tokenizer and chat template."""
     max_new_tokens: int = 256
-    """Most tokens of an answer, unless the rollout's resources set it."""
+    """Most tokens of an answer, where a rollout's resources set no other number."""
     temperature: float = 1.0
-    """Sampling temperature, unless the rollout's resources set it."""
+    """Sampling temperature, where a rollout's resources set no other one."""
     chat_template_kwargs: str = ""
     """Arguments of the model's chat template, as a JSON object: {"preserve_thinking": true}."""
     later_systems: LaterSystems = "in_place"

@@ -9,13 +9,17 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from pydantic import ValidationError
+
 from agl_slime.errors import GatewayRequestError, TraceError
+from agl_slime.gateway.agl1.schemas import RewardData
 from agl_slime.support.agl import Rollout, Span
+from agl_slime.support.threads import run_in_thread
 from agl_slime.tokens.converter import convert_rollout
 from agl_slime.tokens.reward import Reward
 from agl_slime.tokens.span_codec import decode_turns, is_packed
@@ -59,8 +63,7 @@ class RolloutFile:
         return [0] * len(attempts)
 
     async def add_many_spans(self, spans: Sequence[Span]) -> Sequence[Span]:
-        # inline: a turn of 10,000 tokens is 100 kB, and takes less time to write than a thread to start
-        self.append(*({"span": span.model_dump(mode="json")} for span in spans))
+        await run_in_thread(lambda: self.append(*({"span": span.model_dump(mode="json")} for span in spans)))
         return spans
 
     def lines(self) -> Iterator[dict[str, Any]]:
@@ -97,7 +100,7 @@ class RecordedRollout:
         for line in file.lines():
             first = line.get("rollout", first)
             if "span" in line:
-                spans.append(Span.model_validate(line["span"]).model_copy(update={"sequence_id": len(spans) + 1}))
+                spans.append(Span.model_validate({**line["span"], "sequence_id": len(spans) + 1}))
             elif "reward" in line:
                 reward = read_reward_value(line["reward"])
             finished = line.get("finished", finished)
@@ -119,7 +122,8 @@ class RecordedRollout:
                 raise
             return [], {}
         if self.reward is None:
-            conversion = replace(conversion, samples=[*_without_reward(conversion.samples)])
+            for sample in conversion.samples:
+                sample.reward = sample.metadata["reward"] = None
         return [sample_to_json(sample) for sample in conversion.samples], dict(conversion.forks)
 
     def turns(self) -> list[Turn]:
@@ -146,22 +150,12 @@ class RecordedRollout:
 def read_reward_value(value: Any) -> Reward:
     """The reward in a number, or in numbers by name, of which the first is trained on. Raises ``GatewayRequestError``
     for anything else: a missing reward is not 0."""
-    named = value if isinstance(value, dict) else {"primary": value}
-    for name, number in named.items():
-        if isinstance(number, bool) or not isinstance(number, (int, float)) or not math.isfinite(number):
-            message = f"reward {name!r:.80} is {number!r:.80}: send a finite number, or finite numbers by name"
-            raise GatewayRequestError(message, param="reward")
-    if not named:
-        raise GatewayRequestError("reward is empty: send a number, or numbers by name", param="reward")
-    numbers = {str(name): float(number) for name, number in named.items()}
-    return Reward(next(iter(numbers.values())), numbers)
-
-
-def _without_reward(samples: Iterable[Any]) -> Iterator[Any]:
-    for sample in samples:
-        sample.reward = None
-        sample.metadata = {**sample.metadata, "reward": None}
-        yield sample
+    try:
+        number = RewardData(value=value).value
+    except ValidationError as error:
+        raise GatewayRequestError(f"reward: {error.errors()[0]['msg']}", param="reward") from error
+    named = number if isinstance(number, dict) else {"primary": number}
+    return Reward(next(iter(named.values())), named)
 
 
 def _turn(turn: Turn) -> dict[str, Any]:

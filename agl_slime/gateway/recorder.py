@@ -60,7 +60,6 @@ class RecordGateway(TokenGateway):
         super().__init__(token=token, settings=settings, access=access)
         self._directory, self._llm, self._idle_s = directory, llm, idle_s
         self._last_request: dict[str, float] = {}  # of running rollouts, the longest idle first
-        self._recordings: dict[str, Recording] = {}
 
     def endpoint(self, rollout_id: str) -> str:
         """The base URL for the clients of a rollout; with the token, if there is one."""
@@ -82,12 +81,12 @@ class RecordGateway(TokenGateway):
                 attempt = await self._begin(rollout_id, task=None, metadata={})
             except FileExistsError:
                 raise await self._gone(rollout_id) from None
-        self._last_request.pop(rollout_id, None)
+        self._last_request.pop(rollout_id, None)  # to the end of the order
         self._last_request[rollout_id] = time.monotonic()
         return attempt
 
     async def _gone(self, rollout_id: str) -> GatewayRequestError:
-        if await run_in_thread(self._file(rollout_id).finished):
+        if f"{rollout_id}/{ATTEMPT}" in self._ended or await run_in_thread(self._file(rollout_id).finished):
             return GatewayRequestError(f"rollout {rollout_id} has ended", status=410, code="rollout_ended")
         message = f"rollout {rollout_id} was begun by a recorder that has ended: begin one with another name"
         return GatewayRequestError(message, status=410, code="attempt_lost")
@@ -111,7 +110,6 @@ class RecordGateway(TokenGateway):
             flush=recording.write,
         )
         self._attempts[rollout_id, ATTEMPT] = attempt
-        self._recordings[rollout_id] = recording
         for idle in self._idle():
             await self._end(idle, "idle")
         self._last_request[rollout_id] = time.monotonic()
@@ -125,12 +123,12 @@ class RecordGateway(TokenGateway):
     async def _end(self, rollout_id: str, reason: str) -> None:
         file, attempt = self._file(rollout_id), self._attempts.get((rollout_id, ATTEMPT))
         self._last_request.pop(rollout_id, None)
-        if attempt is not None:
+        if attempt is not None and attempt.flush is not None:
             await self.close(attempt)
-        if (recording := self._recordings.pop(rollout_id, None)) is not None:
-            await recording.write(close=True)
-        if not await run_in_thread(file.finished):
-            file.append({"finished": reason})
+            await attempt.flush()  # the last span, which counts requests
+        elif await run_in_thread(file.finished):
+            return
+        await run_in_thread(partial(file.append, {"finished": reason}))
 
     # -- tasks, rewards, Samples --------------------------------------------------------------------------------------
 
@@ -153,7 +151,7 @@ class RecordGateway(TokenGateway):
         body = await _read_object(request)
         if "reward" in body or match["action"] == "reward":
             read_reward_value(body.get("reward"))
-            file.append({"reward": body["reward"]})
+            await run_in_thread(partial(file.append, {"reward": body["reward"]}))
         if match["action"] == "finish":
             await self._end(file.rollout_id, "client")
         return json_response({"rollout_id": file.rollout_id})
@@ -169,11 +167,7 @@ class RecordGateway(TokenGateway):
         except FileExistsError:
             message = f"there is a rollout {rollout_id}: take another name, or none"
             raise GatewayRequestError(message, status=409, code="rollout_exists", param="rollout_id") from None
-        content = {
-            "rollout_id": rollout_id,
-            "endpoint": self.endpoint(str(rollout_id)),
-            "api_key": self._token or "none",
-        }
+        content = {"rollout_id": rollout_id, "endpoint": self.endpoint(rollout_id), "api_key": self._token or "none"}
         return json_response(content, status=201)
 
     def _show(self, file: RolloutFile, form: str) -> web.Response:
