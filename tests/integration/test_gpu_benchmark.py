@@ -30,6 +30,7 @@ def test_a_row_compares_with_the_log_probs_of_the_first_one(tmp_path: Path) -> N
     assert first["loss"] != 0.0  # the batch is not that of equal policies
     assert first["gradient"] > 0
     assert first["difference_max"] < 1e-6
+    assert first["seconds"] > 0
     gpu.check_log_probs(again, "float32")
     assert "failed" not in again
 

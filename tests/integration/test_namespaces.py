@@ -31,7 +31,7 @@ ASK = """
 import socket, sys, time
 began = time.monotonic()
 try:
-    with socket.create_connection((sys.argv[1], 7000), timeout=10) as connection:
+    with socket.create_connection((sys.argv[1], 7000), timeout=2) as connection:
         connection.sendall(b"hello")
         assert connection.recv(100) == b"hello"
         print(time.monotonic() - began)
@@ -57,7 +57,7 @@ def test_each_host_has_its_name_processes_and_addresses(network: Network) -> Non
     assert second.run(["sh", "-c", "ls -d /proc/[0-9]* | wc -l"]).stdout.strip() in ("2", "3", "4")
     process = echo(second)
     for address in ("second", second.address, second.address6):
-        assert float(ask(first, address)) > 0
+        assert float(ask(first, address)) < 2
     process.terminate()
     assert process.wait(10) == -15  # the program's end, not that of what started it
     assert ask(first, second.address) == "ConnectionRefusedError"
@@ -67,10 +67,10 @@ def test_a_cable_that_is_unplugged_and_a_host_without_power(network: Network) ->
     first, second = network.add("first"), network.add("second")
     process = echo(second)
     second.cut()
-    assert ask(first, second.address) in ("TimeoutError", "OSError")
+    assert ask(first, second.address) == "TimeoutError"
     second.restore()
     answers = [ask(first, second.address) for _ in range(2)]  # the first may still wait for the neighbour's old address
-    assert float(answers[1]) > 0, answers
+    assert float(answers[1]) < 2
     second.kill()
     assert process.returncode == -9
     assert ask(first, second.address) in ("TimeoutError", "OSError")

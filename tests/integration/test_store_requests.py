@@ -143,13 +143,13 @@ async def test_a_body_over_the_limit_is_a_413(path: str, chunked: bool, monkeypa
         assert (await post(service.url, BATCH_PATH, b'{"calls": []}'))[0] == 200
 
 
-@pytest.mark.parametrize("spans_of_a_call", [1, 20_000])
+@pytest.mark.parametrize("spans_of_a_call", [1, 60_000])
 async def test_others_are_served_while_a_large_batch_is_executed(spans_of_a_call: int, monkeypatch: pytest.MonkeyPatch):
     """Calls that name no attempt: each is refused, and costs what it costs to read its spans."""
     span = {"rollout_id": "r", "attempt_id": "a", "sequence_id": 1, "trace_id": "t", "span_id": "s", "name": "n"}
     span |= {"status": {"status_code": "OK"}, "resource": {"attributes": {}, "schema_url": ""}, "attributes": {}}
     span |= dict.fromkeys(("parent_id", "context", "parent", "start_time", "end_time")) | {"events": [], "links": []}
-    calls = [{"op": "spans", "spans": [span] * spans_of_a_call}] * (20_000 // spans_of_a_call)
+    calls = [{"op": "spans", "spans": [span] * spans_of_a_call}] * (60_000 // spans_of_a_call)
     executing, ended, served = threading.Event(), asyncio.Event(), 0
 
     async def noted(store: BridgeStore, body: object) -> bytes:
@@ -174,4 +174,4 @@ async def test_others_are_served_while_a_large_batch_is_executed(spans_of_a_call
         ended.set()
         await looking
     assert (status, len(json.loads(text)["results"])) == (200, len(calls))
-    assert served >= 1  # whole requests; none where the batch holds the loop
+    assert served >= 3

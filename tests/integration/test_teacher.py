@@ -39,7 +39,7 @@ from tests.harness.trainer_policy import make_model, make_samples, response_log_
 from tests.harness.trainers import ONE_STEP, assert_close, flat, trainer  # noqa: E402
 from tests.integration.engine_client import PROMPTS, TOLERANCE, expected_log_probs  # noqa: E402
 
-QUICK = ClientSettings(max_attempts=2, backoff_base_s=0.001, total_timeout_s=60.0)
+QUICK = ClientSettings(max_attempts=2, backoff_base_s=0.001, total_timeout_s=5.0)
 
 
 def sample(ids: list[int], length: int, *, source: str | None = None) -> Sample:
