@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import count
+from collections import Counter
 from typing import Any
 
 from agl_slime.cli.demo.agent import LookupAgent
@@ -13,13 +13,16 @@ _EVERY = 7
 
 
 class FlakyLookup(LookupAgent):
-    """Every seventh training rollout fails, so some groups are dropped and replaced."""
+    """Every seventh training rollout fails, so some groups are dropped and replaced, and so does the first validation
+    rollout of a process."""
 
     def __init__(self) -> None:
         super().__init__()
-        self._scored = count(1)
+        self._scored: Counter[str | None] = Counter()
 
     async def score(self, task: dict[str, Any], trajectory: Trajectory) -> Any:
-        if trajectory.mode == "train" and next(self._scored) % _EVERY == 0:
+        self._scored[trajectory.mode] += 1
+        n = self._scored[trajectory.mode]
+        if n == 1 if trajectory.mode == "val" else n % _EVERY == 0:
             raise RewardError("the judge is out of order")
         return await super().score(task, trajectory)

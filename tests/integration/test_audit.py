@@ -23,7 +23,7 @@ from agl_slime.cli.settings import train_config
 from agl_slime.engine import EmbeddedEngine
 from agl_slime.report.audit import audit
 from agl_slime.report.audit.weights import missing_checkpoints
-from tests.harness.audit_mutations import LOSSES, damage, lie, lose
+from tests.harness.audit_mutations import JSONL, LOSSES, damage, lie, lose
 
 _FLAKY = "tests.faults.flaky_lookup:FlakyLookup"
 _KINDS: dict[str, dict[str, Any]] = {
@@ -100,6 +100,20 @@ def test_torn_last_lines_after_a_kill_are_no_finding(runs: dict[str, Path], tmp_
     (run / "summary.json").unlink()
     (run / "running.json").write_text("{}")
     assert audit(run).findings == []
+
+
+def test_a_run_that_was_killed_in_its_first_iteration_has_empty_files(runs: dict[str, Path], tmp_path: Path) -> None:
+    run = shutil.copytree(runs["serial"], tmp_path / "run")
+    for name in JSONL:
+        (run / name).write_bytes(b"")
+    for name in ("checkpoints", "model", "model-best"):
+        shutil.rmtree(run / name)
+    (run / "ledger.sqlite").unlink()
+    (run / "summary.json").unlink()
+    (run / "config.json").unlink()
+    (run / "running.json").write_text("{}")
+    result = audit(run)
+    assert (result.findings, result.finished, result.counts["iterations"]) == ([], False, 0)
 
 
 @pytest.mark.parametrize(

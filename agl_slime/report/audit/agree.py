@@ -160,8 +160,9 @@ class _Auditor:
                 lines.append((where, line))
                 last = iteration
             with path.open("rb") as file:
-                file.seek(-1, os.SEEK_END)
-                if file.read() != b"\n":
+                size = file.seek(0, os.SEEK_END)
+                file.seek(max(0, size - 1))
+                if file.read() not in (b"", b"\n"):
                     self.incomplete[name] = len(lines) + 1
         except ValueError as error:
             self._report(name, str(error))
