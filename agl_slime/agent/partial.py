@@ -68,21 +68,17 @@ class PartialRollouts:
         self._changed = threading.Condition()
         self._rollouts: dict[str, _Rollout] = {}
         self._kept: dict[str, deque[list[_Call]]] = {}  # from a checkpoint, by instance
-        self._version = ""  # of the weights in the checkpoint
         self.reused_tokens = 0
         """Tokens from before the restart that were not sampled again."""
 
     def client(self, client: Any, rollout: Rollout) -> Any:
-        """A ``client`` that records the calls of ``rollout``; ``client`` itself for a rollout without instance id. A
-        rollout that was admitted by newer weights than the checkpoint's reuses none: its tokens would be too old."""
-        metadata = rollout.metadata or {}
-        instance_id = metadata.get("instance_id")
+        """A ``client`` that records the calls of ``rollout``; ``client`` itself for a rollout without instance id."""
+        instance_id = (rollout.metadata or {}).get("instance_id")
         if instance_id is None or not isinstance(client, SGLangClient):
             return client
         with self._changed:
             record = self._rollouts[rollout.rollout_id] = _Rollout(str(instance_id))
-            newer = str(metadata.get("weight_version", self._version)) != self._version
-            if not newer and (waiting := self._kept.get(record.instance_id)):
+            if waiting := self._kept.get(record.instance_id):
                 record.kept = waiting.popleft()
         return _KeepingClient(self, client, record)
 
@@ -93,7 +89,7 @@ class PartialRollouts:
 
     def handle(self, event: events.Event) -> None:
         """Forget the groups that were trained on or dropped, and before weights change what no rollout has begun to
-        repeat: with the age of a later admission in the next checkpoint, those tokens would be too old."""
+        repeat: its tokens would be too old for a group that is admitted later."""
         if isinstance(event, events.PhaseStarted) and event.phase == "sync":
             with self._changed:
                 self._kept = {}
@@ -152,7 +148,7 @@ class PartialRollouts:
         except (OSError, ValueError, TypeError, KeyError, TraceError) as error:
             raise ConfigError(f"{path} cannot be read: {format_exception(error)}") from error
         with self._changed:
-            self._kept, self._version = dict(kept), version
+            self._kept = dict(kept)
         sampled = [len(c.generation.output_ids) for rows in kept.values() for row in rows for c in row if c.generation]
         if sampled:
             logger.info("%d tokens that were sampled before the restart are reused.", sum(sampled))

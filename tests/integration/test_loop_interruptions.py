@@ -182,6 +182,20 @@ def test_a_lower_limit_is_refused_while_older_groups_were_in_flight(limit: int) 
         LoopCase(agent=HelloAgent(), url="http://127.0.0.1:9", num_iterations=9, max_staleness=limit, start=start)
 
 
+def test_an_interrupted_group_without_a_place_gets_the_age_of_its_admission() -> None:
+    """Tasks without an end are drawn first, in their order; the interrupted one comes after two steps."""
+    saved: list[LoopState] = []
+    start = LoopState(iteration=4, version="4", admitted={"8": 4})
+    settings: dict[str, Any] = {"rollout_batch_size": 2, "max_staleness": 2, "save_interval": 1, "num_iterations": 10}
+    with (
+        hello_engine() as engine,
+        LoopCase(agent=HelloAgent(), url=engine.url, start=start, save=saved.append, **settings) as case,
+    ):
+        case.loop.run()
+    ages = {state.admitted["8"] for state in saved if "8" in state.admitted}
+    assert ages == {6}
+
+
 def test_training_tasks_resume_in_place_when_validation_is_turned_off() -> None:
     seen: list[list[str]] = []
     for start in (None, LoopState(iteration=0, version="0", validations=3)):

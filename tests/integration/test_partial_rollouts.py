@@ -159,20 +159,6 @@ async def test_tokens_that_no_rollout_repeats_end_with_their_weights(tmp_path: P
     assert [len((tmp_path / name).read_text().splitlines()) for name in ("two", "three")] == [1, 0]
 
 
-async def test_rollouts_that_newer_weights_admitted_reuse_no_tokens(tmp_path: Path) -> None:
-    async with Counting().engine(weight_version="3") as engine, SGLangClient(base_url=engine.url) as client:
-        partial = PartialRollouts()
-        await partial.client(client, rollout("a", "9")).generate([5, 9], SAMPLING)
-        await asyncio.to_thread(partial.save, tmp_path / "partial", base_url=engine.url)
-        for version, again in (("4", 1), ("3", 0)):
-            later, calls = PartialRollouts(), engine.calls["/generate"]
-            later.load(tmp_path / "partial", admitted={"9": 3}, version="3")
-            admitted = rollout("b", "9")
-            admitted.metadata["weight_version"] = version
-            await later.client(client, admitted).generate([5, 9], SAMPLING)
-            assert engine.calls["/generate"] == calls + again
-
-
 async def test_unresumed_rollouts_are_kept_by_the_next_checkpoint_too(tmp_path: Path) -> None:
     async with Counting().engine() as engine, SGLangClient(base_url=engine.url) as client:
         first, said = PartialRollouts(), {}
