@@ -102,7 +102,7 @@ def test_torn_last_lines_after_a_kill_are_no_finding(runs: dict[str, Path], tmp_
     assert audit(run).findings == []
 
 
-def test_a_run_that_was_killed_in_its_first_iteration_has_empty_files(runs: dict[str, Path], tmp_path: Path) -> None:
+def test_a_run_killed_in_its_first_iteration_has_empty_files(runs: dict[str, Path], tmp_path: Path) -> None:
     run = shutil.copytree(runs["serial"], tmp_path / "run")
     for name in JSONL:
         (run / name).write_bytes(b"")

@@ -182,7 +182,7 @@ def test_a_lower_limit_is_refused_while_older_groups_were_in_flight(limit: int) 
         LoopCase(agent=HelloAgent(), url="http://127.0.0.1:9", num_iterations=9, max_staleness=limit, start=start)
 
 
-def test_an_interrupted_group_without_a_place_gets_the_age_of_its_admission() -> None:
+def test_an_interrupted_group_without_a_place_gets_a_new_age() -> None:
     """Tasks without an end are drawn first, in their order; the interrupted one comes after two steps."""
     saved: list[LoopState] = []
     start = LoopState(iteration=4, version="4", admitted={"8": 4})
