@@ -279,6 +279,8 @@ class _Auditor:
             self._report(where, f"{about} has {n_samples} samples and {tokens} tokens, and {digests} to train on")
         if not {version for one in digests for version in one[2]} <= set(group["weight_versions"]):
             self._report(where, f"{about} was sampled by other weight versions than its group")
+        if reward is None and outcome in ("trained", "filtered"):
+            self._report(where, f"{about} succeeded without a reward")
         if outcome == "trained" and name not in self.trained and (self.path / _TRAINED).exists():
             self._report(where, f"{about} is trained, and is not in trained.jsonl")
         if self.rows and name not in self.rows and len(self.rows) < _LEDGER_CAPACITY:
