@@ -119,7 +119,7 @@ def test_an_agent_that_hangs_is_given_up_at_its_time_limit(kind: str, engine: Sc
 
     judge = fails_for_ada(hang_async if kind == "async" else hang_in_a_thread)
     began = time.monotonic()
-    with LoopCase(agent=HelloAgent(judge=judge), url=engine.url, rollout_batch_size=4, rollout_timeout_s=0.5) as case:
+    with LoopCase(agent=HelloAgent(judge=judge), url=engine.url, rollout_batch_size=4, rollout_timeout_s=1.5) as case:
         try:
             case.loop.run()
         finally:

@@ -102,14 +102,6 @@ async def test_unannounced_rollouts_are_grouped_by_their_metadata() -> None:
         assert [len(group) for group in await get(source, 2)] == [2, 3]
 
 
-async def test_rollout_without_group_id_is_its_own_group() -> None:
-    store = BridgeStore()
-    with GroupSource(store=store, settings=QUICK) as source:
-        for rollout_id in await enqueue(store, 3):
-            await finish(store, rollout_id)
-        assert [len(group) for group in await get(source, 3)] == [1, 1, 1]
-
-
 async def test_get_waits_for_rollouts_in_flight_only() -> None:
     store = BridgeStore()
     with GroupSource(store=store, settings=QUICK) as source:

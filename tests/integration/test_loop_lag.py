@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import copy
 import threading
-import time
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -14,28 +14,62 @@ import pytest
 from tests.faults.scripted_engine import ScriptedEngine
 from tests.harness.loop import HelloAgent, LoopCase, hello_engine
 from tests.harness.tokenizers import small_tokenizer
+from tests.harness.waiting import until
 
-# What the slow parts take. A loop that one of them stands on is late by at least this; a busy machine alone makes it
-# late by less.
-SLOW_S = 0.5
-LATE_S = 0.4
+LOOPS = {"loop", "runner", "data source"}
+BEATS = 3
+PATIENCE_S = 30.0  # for what takes hundredths of a second
 LONG_PROMPT = "say hello " * 2_000
 
 
 @pytest.fixture(scope="module")
 def engine() -> Iterator[ScriptedEngine]:
     with hello_engine(context_length=100_000) as engine:
-        with LoopCase(agent=HelloAgent(), url=engine.url) as case:
-            case.loop.run()  # what is done once per process, such as a first garbage collection, is not measured
         yield engine
+
+
+class Pulse:
+    """Beats of a run's three event loops; what is slow lasts until each of them has gone on."""
+
+    def __init__(self) -> None:
+        self.held: list[set[str]] = []
+        """Of each call of ``hold``: the loops that stood still all the while."""
+        self._beats, self._ended = Counter[str](), set[str]()
+        self._changed = threading.Condition()
+
+    async def beat(self, name: str, stop: asyncio.Event) -> None:
+        try:
+            while not stop.is_set():
+                with self._changed:
+                    self._beats[name] += 1
+                    self._changed.notify_all()
+                await asyncio.sleep(0.001)
+        finally:
+            with self._changed:
+                self._ended.add(name)
+                self._changed.notify_all()
+
+    def hold(self, *, patience_s: float = PATIENCE_S) -> float:
+        """Hold the calling thread until each loop has beaten some times more."""
+        with self._changed:
+            # a measurement that has yet to begin is waited for, and a loop that has ended has nothing to be late for
+            self._changed.wait_for(lambda: self._beats.keys() | self._ended >= LOOPS, patience_s)
+            before = self._beats.copy()
+
+            def still() -> set[str]:
+                return {name for name in LOOPS - self._ended if self._beats[name] - before[name] < BEATS}
+
+            self._changed.wait_for(lambda: not still(), patience_s)
+            self.held.append(still())
+        return 1.0
 
 
 class SlowTokenizer:
     """A real tokenizer that takes its time over long texts."""
 
-    def __init__(self) -> None:
+    def __init__(self, hold: Callable[[], object]) -> None:
         self._real = copy.deepcopy(small_tokenizer())
-        self.slept = 0
+        self._hold = hold
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._real, name)
@@ -58,102 +92,69 @@ class SlowTokenizer:
 
     def _take_time(self, text: Any) -> None:
         if len(text) >= len(LONG_PROMPT):
-            self.slept += 1
-            time.sleep(SLOW_S)
+            self._hold()
 
 
-async def lateness(stop: asyncio.Event) -> float:
-    """The longest that the loop this runs on was late for a short sleep, in seconds."""
-    worst = 0.0
-    while not stop.is_set():
-        began = time.monotonic()
-        await asyncio.sleep(0.01)
-        worst = max(worst, time.monotonic() - began - 0.01)
-    return worst
-
-
-async def lateness_of_all(case: LoopCase, measured: threading.Event | None = None) -> dict[str, float]:
-    """Run the case, and measure its three event loops until the last iteration; ``measured`` is set then."""
-    here = asyncio.Event()
-    own = asyncio.ensure_future(lateness(here))
-    elsewhere: dict[str, tuple[asyncio.AbstractEventLoop, asyncio.Event, Any]] = {}
+async def run_with(pulse: Pulse, case: LoopCase) -> None:
+    """Run the case while its three event loops beat."""
+    stops: list[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = []
     running = asyncio.ensure_future(case.loop.run_async())
     while case.loop._runner is None or case.loop._runner.runner._loop is None:  # noqa: ASYNC110 - it tells nobody when it has begun
         await asyncio.sleep(0.005)
-    for name, loop in (("runner", case.loop._runner.runner._loop), ("data source", case.source.follower.thread.loop)):
+    loops = (asyncio.get_running_loop(), case.loop._runner.runner._loop, case.source.follower.thread.loop)
+    for name, loop in zip(("loop", "runner", "data source"), loops, strict=True):
         assert loop is not None
-        stop = asyncio.Event()
-        elsewhere[name] = (loop, stop, asyncio.run_coroutine_threadsafe(lateness(stop), loop))
-    # the runner's loop ends with the run: measure until the last iteration begins
-    while not running.done() and len(case.recorder.metrics) < case.settings.num_iterations - 1:  # noqa: ASYNC110
-        await asyncio.sleep(0.005)
-    found = {}
-    for name, (loop, stop, measurement) in elsewhere.items():
-        loop.call_soon_threadsafe(stop.set)
-        found[name] = await asyncio.wait_for(asyncio.wrap_future(measurement), 5)
-    if measured is not None:
-        measured.set()
+        stops.append((loop, asyncio.Event()))
+        asyncio.run_coroutine_threadsafe(pulse.beat(name, stops[-1][1]), loop)
     await running
-    here.set()
-    found["loop"] = await own
-    return found
-
-
-def check(found: dict[str, float]) -> None:
-    assert {name: late for name, late in found.items() if late > LATE_S} == {}
+    for loop, stop in stops:
+        if not loop.is_closed():
+            loop.call_soon_threadsafe(stop.set)
+    await until(lambda: pulse._ended == LOOPS)
 
 
 async def test_slow_judge_does_not_block_the_event_loops(engine: ScriptedEngine) -> None:
+    pulse, together = Pulse(), threading.Barrier(4)
+
     def judge(task: dict[str, Any], response: str) -> float:
-        time.sleep(SLOW_S)
-        return 1.0
+        together.wait(PATIENCE_S)  # judged at once, not one after the other
+        return pulse.hold()
 
     with LoopCase(agent=HelloAgent(judge=judge), url=engine.url, num_iterations=2, rollout_batch_size=8) as case:
-        began = time.monotonic()
-        found = await lateness_of_all(case)
-        took = time.monotonic() - began
-    check(found)
-    assert took < 2 * 16 * SLOW_S / 2  # judged at once, not one after the other
+        await run_with(pulse, case)
+        case.check_ledger()
+    assert pulse.held == [set()] * 32
 
 
 async def test_tokenizing_long_prompts_does_not_block_the_event_loops(engine: ScriptedEngine) -> None:
-    tokenizer = SlowTokenizer()
+    pulse = Pulse()
     tasks = [{"prompt": LONG_PROMPT, "name": "long"}, {"prompt": "short", "name": "short"}]
-    measured = threading.Event()
-
-    def sync(iteration: int) -> None:
-        if iteration > 1:
-            measured.wait(10)  # its prompts are known, so it would be over before the measurement is
-
-    agent = HelloAgent(tokenizer=tokenizer)
-    with LoopCase(agent=agent, url=engine.url, tasks=tasks, sync=sync, num_iterations=2) as case:
-        found = await lateness_of_all(case, measured)
+    agent = HelloAgent(tokenizer=SlowTokenizer(pulse.hold))
+    with LoopCase(agent=agent, url=engine.url, tasks=tasks, num_iterations=2) as case:
+        await run_with(pulse, case)
         case.check_ledger()
-    assert tokenizer.slept >= 2
-    check(found)
+    assert len(pulse.held) >= 2
+    assert not any(pulse.held)
 
 
 async def test_slow_trainer_and_weight_sync_do_not_block_the_event_loops(engine: ScriptedEngine) -> None:
-    measured = threading.Event()
+    pulse = Pulse()
 
     def slow(iteration: int) -> None:
-        if iteration == 1:
-            time.sleep(SLOW_S)
-        else:
-            measured.wait(10)
+        pulse.hold()
 
     with LoopCase(agent=HelloAgent(), url=engine.url, train=slow, sync=slow, num_iterations=2) as case:
-        check(await lateness_of_all(case, measured))
+        await run_with(pulse, case)
+    assert pulse.held == [set()] * 4
 
 
 async def test_the_measurement_sees_an_agent_that_blocks_its_loop(engine: ScriptedEngine) -> None:
+    pulse = Pulse()
+
     class Blocks(HelloAgent):
         async def score(self, task: dict[str, Any], trajectory: Any) -> float:
-            time.sleep(SLOW_S)  # noqa: ASYNC251 - the mistake that users make
-            return 1.0
+            return pulse.hold(patience_s=1.0)  # the mistake that users make
 
-    with LoopCase(agent=Blocks(), url=engine.url, num_iterations=2, rollout_batch_size=1) as case:
-        found = await lateness_of_all(case)
-    assert found["runner"] > LATE_S
-    assert found["loop"] < LATE_S
-    assert found["data source"] < LATE_S
+    with LoopCase(agent=Blocks(), url=engine.url, rollout_batch_size=1, n_samples_per_prompt=1) as case:
+        await run_with(pulse, case)
+    assert pulse.held == [{"runner"}]

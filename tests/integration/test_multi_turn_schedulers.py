@@ -47,15 +47,6 @@ class GoOn(Retry):
         return infer_request
 
 
-async def test_a_new_round_is_one_sample() -> None:
-    finished, client = await rollout(Agent, ["Two.", "Four.", "Three."], scheduler=Retry(max_turns=5))
-    conversion = finished.convert(chat_tokenizer("anthropic", "groups_tools"))
-    (sample,) = conversion.samples
-    assert len(conversion.trajectory.turns) == 3
-    assert trained_ids(sample) == sampled(client)
-    assert sample.metadata["stop_reason"] == "stop"
-
-
 @pytest.mark.parametrize("scheduler", [None, Retry(max_turns=5)])
 async def test_the_answer_of_the_dataset_is_not_shown_to_the_model(scheduler: Any) -> None:
     tokenizer = chat_tokenizer("anthropic", "groups_tools")
@@ -67,15 +58,6 @@ async def test_the_answer_of_the_dataset_is_not_shown_to_the_model(scheduler: An
     assert (await run_rollout(agent, task)).failure is None
     assert tokenizer.decode(client.prompts[0]).endswith("user\nHow many?<|im_end|>\n<|im_start|>assistant\n")
     assert len(asked) == 2  # the task itself is left as it is
-
-
-async def test_a_continuation_is_one_message_and_trains_each_token_once() -> None:
-    finished, client = await rollout(Agent, ["Two.", "three."], scheduler=GoOn(max_turns=5))
-    tokenizer = chat_tokenizer("anthropic", "groups_tools")
-    samples = finished.convert(tokenizer).samples
-    assert tokenizer.decode(client.prompts[1]).endswith("<|im_start|>assistant\nTwo. But wait,")
-    assert sorted(trained_ids(*samples)) == sorted(sampled(client))
-    assert len(samples) == 2  # the first answer ended with a stop token, which the continued one does not have
 
 
 async def test_the_reward_of_a_continued_answer_sees_all_of_it() -> None:

@@ -48,7 +48,7 @@ async def test_hanging_sync_agents_are_abandoned_and_others_continue() -> None:
         return 1.0
 
     async with running(SyncFnAgent(work), BridgeStore(scan_debounce_seconds=60), max_sync_threads=2) as store:
-        rollouts = await finished(store, range(8), timeout_seconds=0.3)
+        rollouts = await finished(store, range(8), timeout_seconds=1.0)
         release.set()
     assert [rollout.status for rollout in rollouts] == ["failed"] * 2 + ["succeeded"] * 6
     assert (await reason_of(store, rollouts[0]))[0] == "timeout"

@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 
 from agl_slime import SGLangLitAgent
-from agl_slime.agent.loading import configure_agent
 from agl_slime.agent.scheduler import (
     ChatMessage,
     MultiTurnScheduler,
@@ -110,13 +109,14 @@ async def test_step_and_check_finished_get_their_documented_arguments() -> None:
     assert result.messages is None
 
 
-async def test_new_round() -> None:
+async def test_new_round_is_one_sample_whose_inserted_text_is_masked() -> None:
     conversion, client, tokenizer = await played(MathNewRound(max_turns=3), [WRONG, RIGHT])
     assert tokenizer.decode(client.prompts[1]).endswith(
         f"{WRONG}<|im_end|>\n<|im_start|>user\n{TIP}<|im_end|>\n<|im_start|>assistant\n"
     )
     (sample,) = conversion.samples
     assert (sample.reward, sample.metadata["stop_reason"], len(conversion.trajectory.turns)) == (1.0, "stop", 2)
+    assert tokenizer.decode(trained_ids(sample)) == f"{WRONG}<|im_end|>{RIGHT}<|im_end|>"
 
 
 async def test_continuation() -> None:
@@ -151,27 +151,6 @@ async def test_the_reward_may_look_at_all_messages() -> None:
     await played(MathNewRound(max_turns=2), [WRONG, WRONG], Judged)
     # the response is the final round's, the messages are the whole dialogue, and whether it was cut off is told
     assert seen == [(WRONG, ["user", "assistant", "user", "assistant"], True)]
-
-
-async def test_inserted_text_is_masked_and_every_round_is_trained_by_default() -> None:
-    conversion, _, tokenizer = await played(MathNewRound(max_turns=3), [WRONG, RIGHT])
-    (sample,) = conversion.samples
-    trained = trained_ids(sample)
-    assert tokenizer.decode(trained) == f"{WRONG}<|im_end|>{RIGHT}<|im_end|>"
-
-
-async def test_last_round_trains_the_final_rounds_response_only() -> None:
-    conversion, _, tokenizer = await played(MathNewRound(max_turns=3), [WRONG, RIGHT], loss_scale="last_round")
-    (sample,) = conversion.samples
-    assert tokenizer.decode(sample.tokens[-sample.response_length :]) == f"{RIGHT}<|im_end|>"
-
-
-def test_external_plugins_register_local_schedulers() -> None:
-    agent = MathAgent()
-    configure_agent(agent, scheduler="math_tip_trick", max_turns=4, plugins=[REPOSITORY / "examples" / "math_retry.py"])
-    assert type(agent.scheduler).__name__ == "MathContinuation"
-    assert isinstance(agent.scheduler, MultiTurnScheduler)
-    assert agent.scheduler.max_turns == 4
 
 
 # -- as ms-swift's users write schedulers today ----------------------------------------------------------------------

@@ -95,22 +95,22 @@ async def test_a_compressed_body_is_refused_and_not_unpacked(url: str, encoding:
 
 
 @asynccontextmanager
-async def impatient() -> AsyncIterator[tuple[str, int]]:
-    """A server that cuts off after 0.2 s what does not go on."""
+async def impatient(stalled_s: float = 0.2) -> AsyncIterator[tuple[str, int]]:
+    """A server that cuts off what does not go on."""
 
     async def size(request: web.Request) -> web.Response:
         return web.Response(text=str(len(await request.read())))
 
     app = web.Application(client_max_size=10**8)
     app.router.add_post("/", size)
-    async with listening(app, host="127.0.0.1", port=0, backlog=64, stalled_s=0.2) as url:
+    async with listening(app, host="127.0.0.1", port=0, backlog=64, stalled_s=stalled_s) as url:
         place = urlsplit(url)
         yield str(place.hostname), place.port or 0
 
 
 @asynccontextmanager
-async def impatient_store() -> AsyncIterator[tuple[str, int]]:
-    with StoreService(store=BridgeStore(), stalled_s=0.2) as service:
+async def impatient_store(stalled_s: float = 0.2) -> AsyncIterator[tuple[str, int]]:
+    with StoreService(store=BridgeStore(), stalled_s=stalled_s) as service:
         place = urlsplit(service.url)
         yield str(place.hostname), place.port or 0
 
@@ -139,17 +139,17 @@ async def test_a_half_open_request_to_a_served_store_is_cut_off() -> None:
 
 
 async def test_a_served_store_waits_for_a_slow_body_and_lets_its_followers_wait() -> None:
-    async with impatient_store() as (host, port), aiohttp.ClientSession(f"http://{host}:{port}") as session:
+    async with impatient_store(1.0) as (host, port), aiohttp.ClientSession(f"http://{host}:{port}") as session:
 
         async def slow() -> AsyncIterator[bytes]:
-            for _ in range(20):  # 0.8 s in all, four times what a body may stand still
+            for _ in range(40):  # 1.6 s in all, more than a body may stand still
                 yield b" " * 2000
                 await asyncio.sleep(0.04)
             yield b'{"calls":[]}'
 
         async with session.post(BATCH_PATH, data=slow()) as answer:
             assert (answer.status, await answer.json()) == (200, {"results": []})
-        async with session.post(FEED_PATH, json={"wait_s": 0.8}) as answer:
+        async with session.post(FEED_PATH, json={"wait_s": 1.6}) as answer:
             assert answer.status == 200
 
 
@@ -167,14 +167,14 @@ async def test_a_request_that_stays_half_open_is_cut_off(sent: bytes) -> None:
 
 
 async def test_slow_body_that_keeps_arriving_is_read() -> None:
-    async with impatient() as (host, port):
+    async with impatient(1.0) as (host, port):
         reader, writer = await asyncio.open_connection(host, port)
-        writer.write(b"POST / HTTP/1.1\r\nHost: 127.0.0.1\r\nConnection: close\r\nContent-Length: 40000\r\n\r\n")
-        for _ in range(20):  # 0.8 s in all, four times what a body may stand still
+        writer.write(b"POST / HTTP/1.1\r\nHost: 127.0.0.1\r\nConnection: close\r\nContent-Length: 80000\r\n\r\n")
+        for _ in range(40):  # 1.6 s in all, more than a body may stand still
             writer.write(bytes(2000))
             await writer.drain()
             await asyncio.sleep(0.04)
-        assert (await asyncio.wait_for(reader.read(), 10)).endswith(b"40000")
+        assert (await asyncio.wait_for(reader.read(), 10)).endswith(b"80000")
         writer.close()
 
 

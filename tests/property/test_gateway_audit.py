@@ -16,9 +16,8 @@ from tests.harness.chat_templates import TEMPLATES
 from tests.harness.vocabularies import chat_tokenizer
 from tests.property.gateway_agents import Audit
 
-# templates that write history as it was, and those that leave out or move parts of it
+# templates that write history as it was
 PLAIN = ("chatml", "groups_tools", "role_markers", "default_system", "ends_with_token")
-REWRITING = ("drops_thinking", "reasoner", "drops_empty_blocks", "forgets_results")
 CASES = [
     ("qwen", "groups_tools"),
     ("deepseek", "chatml"),

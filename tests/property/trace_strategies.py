@@ -98,7 +98,3 @@ def conversations(
             )
         )
     return turns
-
-
-def float32_list(values: list[float]) -> list[float]:
-    return np.asarray(values, dtype=np.float32).tolist()

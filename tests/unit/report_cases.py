@@ -5,13 +5,10 @@ from __future__ import annotations
 import importlib.machinery
 import importlib.util
 import math
-from collections.abc import Mapping
-from pathlib import Path
 
 import pytest
 
 from agl_slime.events import Event, MetricValue
-from agl_slime.report.files import IterationFile
 
 METRICS: dict[str, MetricValue] = {
     "rollout/reward_mean": 0.41,
@@ -56,14 +53,6 @@ def row(iteration: int, **metrics: MetricValue) -> dict[str, MetricValue]:
         "weights/version": iteration,
     }
     return {**values, **metrics}
-
-
-def write_rows(path: Path, count: int = 40, metrics: Mapping[str, MetricValue] | None = None) -> None:
-    path.unlink(missing_ok=True)
-    file = IterationFile(path)
-    for iteration in range(1, count + 1):
-        file.append(iteration, [row(iteration, **(metrics or {}))])
-    file.close()
 
 
 def hide(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:

@@ -7,8 +7,12 @@ import json
 from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
+
+import pytest
 
 from agl_slime import AGLDataSource
+from agl_slime.data import completions
 from agl_slime.data.completions import CompletionTable
 from agl_slime.data.source import DataSourceSettings
 from agl_slime.store.bridge import BridgeStore
@@ -79,7 +83,18 @@ async def test_slime_without_save_interval_releases_read_rollouts(tmp_path: Path
         await until(lambda: sorted(store.released) == sorted(ids))
 
 
-async def test_slime_with_save_interval_holds_rollouts_until_the_save(tmp_path: Path) -> None:
+async def test_slime_with_save_interval_holds_rollouts_until_the_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rounds, release_due = 0, completions.CompletionFollower.release_due
+
+    async def counted(self: Any, **how: Any) -> None:
+        nonlocal rounds
+        await release_due(self, **how)
+        rounds += 1
+
+    monkeypatch.setattr(completions.CompletionFollower, "release_due", counted)
+    monkeypatch.setattr(completions, "_TICK_S", 0.02)
     store = Elsewhere()
     with AGLDataSource(Namespace(save=str(tmp_path), save_interval=5), store=store, settings=QUICK) as source:
         ids = await enqueue(store, 3)
@@ -87,7 +102,8 @@ async def test_slime_with_save_interval_holds_rollouts_until_the_save(tmp_path: 
             await finish(store, rollout_id)
         await asyncio.to_thread(source.get_samples, 3)
         source.save(4)
-        await asyncio.sleep(1.2)  # a round of releases
+        before = rounds
+        await until(lambda: rounds >= before + 2)
         assert store.released == []
         source.save(9)
         await until(lambda: sorted(store.released) == sorted(ids))
