@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from pydantic import ValidationError
 
@@ -20,8 +20,9 @@ from agl_slime.errors import GatewayRequestError, TraceError
 from agl_slime.gateway.agl1.schemas import RewardData
 from agl_slime.support.agl import Rollout, Span
 from agl_slime.support.threads import run_in_thread
-from agl_slime.tokens.converter import convert_rollout
+from agl_slime.tokens.converter import convert_rollout, untrained_turns
 from agl_slime.tokens.reward import Reward
+from agl_slime.tokens.segments import Segment, merge_turns
 from agl_slime.tokens.span_codec import decode_turns, is_packed
 from agl_slime.tokens.turn import Turn
 from agl_slime.types import sample_to_json
@@ -29,7 +30,6 @@ from agl_slime.types import sample_to_json
 ATTEMPT = "recorded"
 """The attempt id of every recorded rollout; a rollout has one attempt."""
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]{0,127}")
-Format = Literal["json", "slime", "triplet"]
 _UNREWARDED = Reward(math.nan, {})  # for the conversion, which asks for a reward; its Samples get None
 
 
@@ -83,15 +83,16 @@ class RolloutFile:
 @dataclass(frozen=True, kw_only=True)
 class RecordedRollout:
     """The content of a ``RolloutFile``: ``spans`` in order; the last ``reward``, or ``None``; ``finished``, the reason
-    of its end, or ``None``."""
+    of its end, or ``None``; ``running``: its conversations are in memory."""
 
     rollout: Rollout
     spans: Sequence[Span]
     reward: Reward | None
     finished: str | None
+    running: bool
 
     @classmethod
-    def read(cls, file: RolloutFile) -> RecordedRollout:
+    def read(cls, file: RolloutFile, *, running: bool = False) -> RecordedRollout:
         """Raises ``FileNotFoundError``."""
         first: Mapping[str, Any] = {}
         spans: list[Span] = []
@@ -110,7 +111,7 @@ class RecordedRollout:
             start_time=first.get("at", 0.0),
             metadata=first.get("metadata") or {},
         )
-        return cls(rollout=rollout, spans=spans, reward=reward, finished=finished)
+        return cls(rollout=rollout, spans=spans, reward=reward, finished=finished, running=running)
 
     def samples(self) -> tuple[list[dict[str, Any]], dict[str, int]]:
         """slime's Samples as JSON, merged, with loss masks and log-probs, and the number of forks by reason. The reward
@@ -130,14 +131,26 @@ class RecordedRollout:
         """The recorded answers."""
         return decode_turns([span for span in self.spans if is_packed(span.attributes)])
 
-    def to_json(self, *, running: bool) -> dict[str, Any]:
-        """The rollout with its turns and Samples; ``running``: its conversations are in memory."""
+    def untrained(self) -> set[int]:
+        """The turns that are context only, by index."""
+        return {*untrained_turns(self.spans, self.turns())}
+
+    def segments(self) -> list[Segment]:
+        """The token sequences of the Samples."""
+        return merge_turns(self.turns(), untrained=self.untrained())
+
+    def answer_times(self) -> list[float]:
+        """When each turn's answer was recorded, in seconds since 1970."""
+        return [span.end_time or 0.0 for span in self.spans if is_packed(span.attributes)]
+
+    def to_json(self) -> dict[str, Any]:
+        """The rollout with its turns and Samples."""
         samples, forks = self.samples()
         return {
             "rollout_id": self.rollout.rollout_id,
             "task": self.rollout.input,
             "metadata": self.rollout.metadata,
-            "status": "finished" if self.finished is not None else "running" if running else "lost",
+            "status": "finished" if self.finished is not None else "running" if self.running else "lost",
             "finished": self.finished,
             "reward": self.reward.primary if self.reward is not None else None,
             "rewards": dict(self.reward.named) if self.reward is not None else {},

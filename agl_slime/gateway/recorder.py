@@ -4,7 +4,7 @@ POST /rollouts                        a new rollout: {"rollout_id", "task", "met
 …    /rollouts/NAME/v1/…              the protocols; a new NAME begins a rollout
 POST /rollouts/NAME/reward            {"reward": 1.0}, or numbers by name; the last one counts
 POST /rollouts/NAME/finish            ends it, also with {"reward": …}; later requests get 410
-GET  /rollouts/NAME?format=json       turns and Samples; slime: the Samples; triplet: events of Agent Lightning 1.0
+GET  /rollouts/NAME?format=json       turns and Samples; other formats: agl_slime.gateway.formats
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ import uuid
 from functools import partial
 from itertools import takewhile
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 from aiohttp import web
 
 from agl_slime.agent.access import LLM_RESOURCE, EngineAccess
 from agl_slime.errors import GatewayRequestError
-from agl_slime.gateway.agl1.events import events_of
 from agl_slime.gateway.attempt import Attempt
-from agl_slime.gateway.recorded import ATTEMPT, NAME, Format, RecordedRollout, RolloutFile, read_reward_value
+from agl_slime.gateway.formats import FORMATS
+from agl_slime.gateway.recorded import ATTEMPT, NAME, RecordedRollout, RolloutFile, read_reward_value
 from agl_slime.gateway.remote import TokenGateway, span_builder
 from agl_slime.gateway.server import SERVED_PATHS, Address
 from agl_slime.gateway.settings import GatewaySettings
@@ -171,15 +171,10 @@ class RecordGateway(TokenGateway):
         return json_response(content, status=201)
 
     def _show(self, file: RolloutFile, form: str) -> web.Response:
-        if form not in get_args(Format):
-            message = f"format {form!r:.40} is not one of {', '.join(get_args(Format))}"
-            raise GatewayRequestError(message, param="format")
-        recorded = RecordedRollout.read(file)
-        if form == "triplet":
-            return json_response(events_of(file.rollout_id, recorded.spans, triplet=True))
-        if form == "slime":
-            return json_response(recorded.samples()[0])
-        return json_response(recorded.to_json(running=(file.rollout_id, ATTEMPT) in self._attempts))
+        if form not in FORMATS:
+            raise GatewayRequestError(f"format {form!r:.40} is not one of {', '.join(FORMATS)}", param="format")
+        running = (file.rollout_id, ATTEMPT) in self._attempts
+        return json_response(FORMATS[form](RecordedRollout.read(file, running=running)))
 
     def _file(self, rollout_id: str) -> RolloutFile:
         if NAME.fullmatch(rollout_id) is None:

@@ -25,7 +25,7 @@ from agl_slime.tokens.segments import Segment, merge_turns
 from agl_slime.tokens.span_codec import parse_json, turn_numbers
 from agl_slime.tokens.spans import read_turns, spans_of_attempt
 from agl_slime.tokens.trajectory import Trajectory, is_truncated
-from agl_slime.tokens.turn import with_replay
+from agl_slime.tokens.turn import Turn, with_replay
 from agl_slime.types import Sample, sample_from_fields
 
 if TYPE_CHECKING:
@@ -105,7 +105,7 @@ def convert_rollout(
     )
     if names.OPEN_BOUNDARIES in attributes:
         metadata["open_boundaries"] = attributes[names.OPEN_BOUNDARIES]
-    untrained = sorted({*_untrained_turns(spans), *(number for number, turn in enumerate(turns) if turn.untrained)})
+    untrained = untrained_turns(spans, turns)
     if untrained:
         metadata["untrained_turns"] = untrained
     conversion = convert_trajectory(
@@ -253,7 +253,12 @@ def rollout_to_sample(
     return conversion.samples[0]
 
 
-def _untrained_turns(spans: Sequence[Span]) -> Iterator[int]:
+def untrained_turns(spans: Sequence[Span], turns: Sequence[Turn]) -> list[int]:
+    """The indices of the ``turns`` of ``spans`` that are context only, in order."""
+    return sorted({*_listed_untrained(spans), *(number for number, turn in enumerate(turns) if turn.untrained)})
+
+
+def _listed_untrained(spans: Sequence[Span]) -> Iterator[int]:
     """The turns that are context only, from the last list of each encoder; a gateway that restarts in the middle of a
     rollout is a new encoder."""
     numbers, lists = turn_numbers(spans), {}

@@ -40,7 +40,7 @@ def recording(directory: Path, *says: str, **options: Any) -> Iterator[tuple[Rec
 
 
 def ask(url: str, messages: list[Any], **more: Any) -> dict[str, Any]:
-    answer = httpx.post(f"{url}/chat/completions", json={"model": "m", "messages": messages, **more})
+    answer = httpx.post(f"{url}/chat/completions", json={"model": "m", "messages": messages, **more}, timeout=30)
     assert answer.status_code == 200, answer.text
     return answer.json()
 
