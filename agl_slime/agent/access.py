@@ -17,7 +17,7 @@ from agl_slime.engine.client.describe import end_token_ids, vocab_size_of
 from agl_slime.engine.client.generation import SamplingParams
 from agl_slime.engine.client.transport import ClientSettings
 from agl_slime.errors import ConfigError
-from agl_slime.support.agl import LLM, ProxyLLM
+from agl_slime.support.agl_types import LLM, ProxyLLM
 from agl_slime.support.threads import run_in_thread
 from agl_slime.tokens.loading import load_tokenizer
 from agl_slime.tokens.template import ChatTemplate, chat_template

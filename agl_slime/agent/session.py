@@ -22,7 +22,6 @@ from agl_slime.agent.tools import ToolManager, ToolResult
 from agl_slime.engine.client.generation import FinishReason, Generation, SamplingParams
 from agl_slime.engine.client.resumable import Progress
 from agl_slime.errors import ConfigError, ContextOverflowError, RolloutError
-from agl_slime.support.agl import TraceStatus, get_active_tracer
 from agl_slime.support.threads import run_in_thread
 from agl_slime.tokens import attributes as names
 from agl_slime.tokens.answer import AnswerParts
@@ -359,6 +358,8 @@ def _reader_of(template: ChatTemplate, parser: ToolParser | None) -> AnswerReade
 
 def write_span(attributes: dict[str, Any], started: float) -> None:
     """Write the span of one model call by Agent Lightning's active tracer. Raises ``RolloutError`` without a tracer."""
+    from agl_slime.support.agl import TraceStatus, get_active_tracer
+
     tracer = get_active_tracer()
     if tracer is None:
         raise RolloutError("no tracer is active: run the agent in an Agent Lightning runner", reason="no_tracer")

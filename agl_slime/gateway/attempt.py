@@ -29,7 +29,7 @@ from agl_slime.gateway.reading import Reading, served_message
 from agl_slime.gateway.sampling import sampling_for
 from agl_slime.gateway.settings import GatewaySettings
 from agl_slime.gateway.tree import Match, Node, Tree
-from agl_slime.support.agl import LLM
+from agl_slime.support.agl_types import LLM
 from agl_slime.tokens import attributes as names
 from agl_slime.tokens.codec import TokenArray
 from agl_slime.tokens.conversation import ChatContext

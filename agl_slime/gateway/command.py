@@ -19,11 +19,9 @@ import tyro
 
 from agl_slime.errors import AglSlimeError, ConfigError
 from agl_slime.gateway.recorder import RecordGateway
-from agl_slime.gateway.remote import TOKEN_VARIABLE, StoreGateway
 from agl_slime.gateway.settings import GatewaySettings
-from agl_slime.store.client import RemoteStore
-from agl_slime.store.server import TOKEN_VARIABLE as STORE_TOKEN_VARIABLE
-from agl_slime.support.agl import LLM
+from agl_slime.gateway.token_gateway import TOKEN_VARIABLE
+from agl_slime.support.agl_types import LLM
 from agl_slime.support.files import sole_owner
 from agl_slime.support.http import stop_signal
 from agl_slime.tokens.systems import LaterSystems
@@ -86,6 +84,11 @@ class RecordCommand(ServingCommand):
 
 
 async def _serve(command: GatewayCommand) -> None:
+    # the store is Agent Lightning's, which the recorder does without
+    from agl_slime.gateway.remote import StoreGateway
+    from agl_slime.store.client import RemoteStore
+    from agl_slime.store.server import TOKEN_VARIABLE as STORE_TOKEN_VARIABLE
+
     ended = stop_signal()
     llm = command.llm()
     store = RemoteStore(command.store_url, token=os.environ.get(STORE_TOKEN_VARIABLE))

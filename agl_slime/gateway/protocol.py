@@ -15,7 +15,7 @@ from agl_slime.errors import GatewayRequestError
 from agl_slime.gateway.calls import IMPOSED, Call, CallResult, number
 from agl_slime.gateway.errors import openai_error
 from agl_slime.gateway.messages import HALF_A_CHARACTER, Message
-from agl_slime.support.agl import LLM
+from agl_slime.support.agl_types import LLM
 from agl_slime.support.http import json_bytes
 
 Decode = Callable[[list[int]], str]

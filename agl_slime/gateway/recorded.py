@@ -18,7 +18,7 @@ from pydantic import ValidationError
 
 from agl_slime.errors import GatewayRequestError, TraceError
 from agl_slime.gateway.agl1.schemas import RewardData
-from agl_slime.support.agl import Rollout, Span
+from agl_slime.support.agl_types import Rollout, Span
 from agl_slime.support.threads import run_in_thread
 from agl_slime.tokens.converter import convert_rollout, untrained_turns
 from agl_slime.tokens.reward import Reward

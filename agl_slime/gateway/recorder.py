@@ -24,11 +24,11 @@ from agl_slime.errors import GatewayRequestError
 from agl_slime.gateway.attempt import Attempt
 from agl_slime.gateway.formats import FORMATS
 from agl_slime.gateway.recorded import ATTEMPT, NAME, RecordedRollout, RolloutFile, read_reward_value
-from agl_slime.gateway.remote import TokenGateway, span_builder
 from agl_slime.gateway.server import SERVED_PATHS, Address
 from agl_slime.gateway.settings import GatewaySettings
+from agl_slime.gateway.token_gateway import TokenGateway, span_builder
 from agl_slime.store.recording import Recording
-from agl_slime.support.agl import LLM
+from agl_slime.support.agl_types import LLM
 from agl_slime.support.http import json_response, parse_json, read_body
 from agl_slime.support.threads import run_in_thread
 

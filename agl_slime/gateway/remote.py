@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 from aiohttp import web
@@ -20,39 +19,17 @@ from aiohttp import web
 from agl_slime.agent.access import LLM_RESOURCE, EngineAccess, run_parameters
 from agl_slime.errors import GatewayRequestError
 from agl_slime.gateway.attempt import Attempt
-from agl_slime.gateway.server import Address, Gateway
+from agl_slime.gateway.server import Address
 from agl_slime.gateway.settings import GatewaySettings
+from agl_slime.gateway.token_gateway import TokenGateway, span_builder
 from agl_slime.store.bridge import FINISHED
 from agl_slime.store.follow import listen_for_ends
-from agl_slime.store.recording import Recording, SpanBuilder
-from agl_slime.support.agl import LLM, LightningStore, ProxyLLM, Span, SpanCoreFields, TraceStatus
+from agl_slime.store.recording import Recording
+from agl_slime.support.agl import LLM, LightningStore, ProxyLLM
 from agl_slime.support.http import json_response
 from agl_slime.support.memory import return_freed_memory
-from agl_slime.support.net import require_token, same_secret
 from agl_slime.support.threads import run_in_thread
 from agl_slime.tokens.attributes import GENERATE_SPAN
-
-TOKEN_VARIABLE = "AGL_SLIME_GATEWAY_TOKEN"
-
-
-class TokenGateway(Gateway):
-    """A gateway that others than its runner use: one ``token`` opens all addresses, in ``/k/TOKEN`` or as API key. It
-    is optional on a loopback address. Raises ``ConfigError`` without one elsewhere."""
-
-    def __init__(
-        self, *, token: str | None, settings: GatewaySettings | None = None, access: EngineAccess | None = None
-    ) -> None:
-        super().__init__(settings, access=access)
-        require_token(self.settings.host, token, setting=TOKEN_VARIABLE)
-        self._token = token
-
-    def _is_authorized(self, request: web.Request, address: Address) -> bool:
-        return not self._token or any(same_secret(key, self._token) for key in self._keys(request, address))
-
-    def _check_token(self, request: web.Request, address: Address) -> None:
-        if not self._is_authorized(request, address):
-            message = f"the key is missing or wrong: send the gateway's token ({TOKEN_VARIABLE})"
-            raise GatewayRequestError(message, status=401, code="invalid_api_key")
 
 
 class StoreGateway(TokenGateway):
@@ -177,10 +154,3 @@ class StoreGateway(TokenGateway):
         if replay := run_parameters(self._llm.sampling_parameters):
             engine["replay"] = replay
         return json_response(engine)
-
-
-def span_builder(name: str, attributes: dict[str, Any], at: float) -> SpanBuilder:
-    """A zero-duration span for a ``Recording``."""
-    status = TraceStatus(status_code="OK")
-    core = SpanCoreFields(name=name, attributes=attributes, status=status, start_time=at, end_time=at)
-    return partial(Span.from_core_fields, core)

@@ -35,7 +35,7 @@ from agl_slime.gateway.pending import PendingResponse
 from agl_slime.gateway.protocol import Protocol, list_of_models
 from agl_slime.gateway.responses import Compact, InputTokens, Responses, new_conversation
 from agl_slime.gateway.settings import GatewaySettings
-from agl_slime.support.agl import LLM, NamedResources, ProxyLLM
+from agl_slime.support.agl_types import LLM, NamedResources, ProxyLLM
 from agl_slime.support.http import json_response, listening, read_body
 from agl_slime.support.memory import return_freed_memory
 from agl_slime.support.net import http_url, public_host, same_secret

@@ -15,7 +15,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from agl_slime.support.agl import Span
+from agl_slime.support.agl_types import Span
 
 logger = logging.getLogger(__name__)
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -19,13 +21,16 @@ from hypothesis import strategies as st
 
 from agl_slime.agent.access import EngineAccess
 from agl_slime.cli.main import main
+from agl_slime.gateway.formats import FORMATS
 from agl_slime.gateway.recorded import RecordedRollout, RolloutFile
 from agl_slime.gateway.recorder import RecordGateway
 from agl_slime.support.agl import LLM
+from agl_slime.tokens.turn import Turn
 from agl_slime.types import Sample, sample_from_json
 from tests.faults.scripted_engine import ScriptedEngine, in_thread
 from tests.harness.gateway import CALL, HELLO, QUICK, TEMPLATE, WEATHER, engine_saying
 from tests.harness.tokenizers import small_tokenizer
+from tests.integration.test_loop_without_extras import BLOCKER, REPOSITORY
 
 
 @contextmanager
@@ -37,6 +42,24 @@ def recording(directory: Path, *says: str, **options: Any) -> Iterator[tuple[Rec
         access = EngineAccess(tokenizer=tokenizer, settings=QUICK)
         with RecordGateway(directory=directory, llm=llm, access=access, **options) as gateway:
             yield gateway, engine
+
+
+def record_command(engine: ScriptedEngine, directory: Path) -> list[str]:
+    command = [sys.executable, "-m", "agl_slime.cli.main", "record", "--sglang-url", engine.url]
+    return [*command, "--model-path", str(directory / "model"), "--directory", str(directory / "recorded")]
+
+
+@contextmanager
+def recorder_process(command: list[str], **environment: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """The command and its address."""
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env={**os.environ, **environment}) as child:
+        try:
+            assert child.stdout is not None
+            line = child.stdout.readline()
+            assert line.startswith("recorder at ")
+            yield child, line.split()[-1]
+        finally:
+            child.kill()
 
 
 def ask(url: str, messages: list[Any], **more: Any) -> dict[str, Any]:
@@ -183,27 +206,14 @@ def test_a_killed_recorder_loses_no_answer_and_refuses_to_continue(tmp_path: Pat
     tokenizer.save_pretrained(tmp_path / "model")
     engine = engine_saying(tokenizer, ["Hi."])
     with in_thread(engine):
-        command = [sys.executable, "-m", "agl_slime.cli.main", "record", "--sglang-url", engine.url]
-        command += ["--model-path", str(tmp_path / "model"), "--directory", str(tmp_path / "recorded")]
-
-        @contextmanager
-        def process() -> Iterator[tuple[subprocess.Popen[str], str]]:
-            with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as child:
-                try:
-                    assert child.stdout is not None
-                    line = child.stdout.readline()
-                    assert line.startswith("recorder at ")
-                    yield child, line.split()[-1]
-                finally:
-                    child.kill()
-
-        with process() as (child, url):
+        command = record_command(engine, tmp_path)
+        with recorder_process(command) as (child, url):
             ask(f"{url}/one/v1", HELLO)
             [payload] = [received.payload for received in engine.received if received.path == "/generate"]
             assert "chat_template_kwargs" not in payload["sampling_params"]  # engines refuse unknown parameters
             child.send_signal(signal.SIGKILL)
             child.wait()
-        with process() as (child, url):
+        with recorder_process(command) as (child, url):
             shown = httpx.get(f"{url}/one").json()
             assert (shown["status"], len(shown["turns"]), len(shown["samples"])) == ("lost", 1, 1)
             lost = httpx.post(f"{url}/one/v1/chat/completions", json={"messages": HELLO})
@@ -212,6 +222,47 @@ def test_a_killed_recorder_loses_no_answer_and_refuses_to_continue(tmp_path: Pat
             assert httpx.get(f"{url}/one").json()["status"] == "finished"
             child.send_signal(signal.SIGTERM)
             assert child.wait(10) == 0
+
+
+def test_the_command_needs_neither_agent_lightning_nor_torch(tmp_path: Path) -> None:
+    tokenizer = small_tokenizer(TEMPLATE)
+    tokenizer.save_pretrained(tmp_path / "model")
+    absent = {"agentlightning", "torch", "ray", "slime", "safetensors"}
+    (tmp_path / "sitecustomize.py").write_text(BLOCKER.format(names=absent))
+    without = {"PYTHONPATH": os.pathsep.join([str(tmp_path), str(REPOSITORY)])}
+    engine = engine_saying(tokenizer, [CALL, "It is warm."])
+    with in_thread(engine), recorder_process(record_command(engine, tmp_path), **without) as (_, url):
+        call = ask(f"{url}/one/v1", HELLO, tools=[WEATHER])["choices"][0]["message"]
+        result = {"role": "tool", "tool_call_id": call["tool_calls"][0]["id"], "content": "30 degrees"}
+        ask(f"{url}/one/v1", [*HELLO, call, result], tools=[WEATHER])
+        assert httpx.post(f"{url}/one/finish", json={"reward": 1}, timeout=30).status_code == 200
+        shown = {form: httpx.get(f"{url}/one", params={"format": form}, timeout=30) for form in FORMATS}
+        assert {form: answer.status_code for form, answer in shown.items()} == dict.fromkeys(FORMATS, 200)
+        [sample] = shown["slime"].json()
+    # read where Agent Lightning is installed, it is the same
+    recorded = RecordedRollout.read(RolloutFile(tmp_path / "recorded", "one"))
+    assert {form: json.loads(json.dumps(FORMATS[form](recorded))) for form in FORMATS} == {
+        form: answer.json() for form, answer in shown.items()
+    }
+    assert (sample["reward"], len(shown["json"].json()["turns"])) == (1.0, 2)
+
+
+def turns_in_memory() -> int:
+    gc.collect()
+    return sum(type(one) is Turn for one in gc.get_objects())
+
+
+def test_memory_is_of_open_rollouts_only(tmp_path: Path) -> None:
+    with recording(tmp_path, "Hi.") as (gateway, _):
+        ask(gateway.endpoint("open"), HELLO)
+        with_one = turns_in_memory()
+        for number in range(20):
+            ask(gateway.endpoint(f"r{number}"), HELLO)
+        assert turns_in_memory() > with_one
+        for number in range(20):
+            assert httpx.post(f"{gateway.url}/rollouts/r{number}/finish", json={"reward": 1}).status_code == 200
+        assert turns_in_memory() == with_one
+        assert len(httpx.get(f"{gateway.url}/rollouts/r7").json()["turns"]) == 1
 
 
 def test_a_directory_without_a_model_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,7 +10,7 @@ import orjson
 
 from agl_slime.errors import GatewayRequestError
 from agl_slime.gateway.agl1.schemas import ATTEMPT, EventCreate, RewardData
-from agl_slime.support.agl import Span, get_rewards_from_span, make_link_attributes
+from agl_slime.support.agl_types import Span
 from agl_slime.tokens import attributes as names
 from agl_slime.tokens.reward import REWARD_PREFIX
 from agl_slime.tokens.span_codec import decode_turns, is_packed, parse_json
@@ -27,6 +27,8 @@ def span_of(event: EventCreate) -> tuple[str, dict[str, Any]]:
     if event.event_type != "reward":
         return EVENT_SPAN, {_TYPE: event.event_type, _DATA: orjson.dumps(event.data).decode()}
     reward = RewardData.model_validate(event.data)
+    from agl_slime.support.agl import make_link_attributes
+
     values = reward.value if isinstance(reward.value, dict) else {"primary": reward.value}
     attributes: dict[str, Any] = {_TYPE: "reward", _DATA: orjson.dumps(event.data).decode()}
     for index, (name, value) in enumerate(values.items()):
@@ -80,8 +82,11 @@ def _posted_event(span: Span) -> tuple[str, dict[str, Any]] | None:
     """Type and data of a posted event, or of a reward from another emitter."""
     if _TYPE in span.attributes:
         return str(span.attributes[_TYPE]), parse_json(str(span.attributes[_DATA]), _DATA)
-    rewards = get_rewards_from_span(span) if any(name.startswith(REWARD_PREFIX) for name in span.attributes) else []
-    if not rewards:
+    if not any(name.startswith(REWARD_PREFIX) for name in span.attributes):
+        return None
+    from agl_slime.support.agl import get_rewards_from_span
+
+    if not (rewards := get_rewards_from_span(span)):
         return None
     return "reward", {
         "value": rewards[0].value if len(rewards) == 1 else {reward.name: reward.value for reward in rewards}

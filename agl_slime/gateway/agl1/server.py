@@ -41,9 +41,10 @@ from agl_slime.gateway.agl1.schemas import (
     StatusPatch,
 )
 from agl_slime.gateway.attempt import Attempt
-from agl_slime.gateway.remote import StoreGateway, span_builder
+from agl_slime.gateway.remote import StoreGateway
 from agl_slime.gateway.server import Address
 from agl_slime.gateway.settings import GatewaySettings
+from agl_slime.gateway.token_gateway import span_builder
 from agl_slime.store.bridge import BridgeStore
 from agl_slime.store.recording import Recording
 from agl_slime.support.agl import LLM
