@@ -41,6 +41,8 @@ CPU_BUSY = "perf/cpu_busy"  # share of this machine's CPU that was busy in an as
 VAL_EARLIER_REWARD_MEAN = "val/earlier_reward_mean"  # of a validation that was still running when the last one began
 VAL_LAG = "val/lag"  # asynchronous: weight versions pushed while the validation ran; 0 on an engine of its own
 WEIGHTS_VERSION = "weights/version"
+AUTOPSY = "autopsy"  # a few turns scored again: /sampler and /decode, mean differences in nats per token
+AUTOPSY_CAUSE = "autopsy/cause"  # below it, by name: the nats per token that the cause explains
 
 REQUIRED_KEYS = (REWARD_MEAN, COUNT, FAILED, LOSS, LOGPROB_DIFF_MAX, FIRST_RATIO_DEV_MAX, TOKENS_PER_S, ITERATION_S)
 REQUIRED_KEYS += (WEIGHTS_VERSION,)

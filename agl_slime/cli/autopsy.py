@@ -55,8 +55,6 @@ class AutopsyConfig:
     """Samples that are scored."""
     sglang_url: str | None = None
     """A running SGLang with those weights; by default the embedded engine is started with them."""
-    seed: int = 0
-    """Seed of the choice of Samples."""
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -85,17 +83,26 @@ async def autopsy(config: AutopsyConfig) -> tuple[Diagnosis, str]:
     if settings is None or settings.get("trainer") != "local":
         raise ConfigError(f"{run.path} is not the directory of a run of the local trainer (config.json)")
     weights = weights_of(run)
-    samples, version = choose_samples(run, weights, n=config.samples, seed=config.seed)
-    diagnosis = await run_in_thread(_offline, settings, weights, samples, version)
-    return await _with_engine(config, diagnosis, weights[version], samples, settings), version
+    samples, version = choose_samples(run, weights, n=config.samples)
+    diagnosis = await run_in_thread(offline, settings, weights, samples, version)
+    async with AsyncExitStack() as stack:
+        url = config.sglang_url
+        if url is None:
+            engine = EmbeddedEngine(weights[version])
+            await run_in_thread(engine.start)
+            stack.push_async_callback(run_in_thread, engine.stop)
+            url = engine.url
+        measured = await measure(await stack.enter_async_context(ScoringClient(base_url=url)), samples)
+    return await run_in_thread(with_engine, diagnosis, measured, weights[version], samples, settings), version
 
 
-def weights_of(run: RunDir) -> dict[str, Path]:
-    """The directories of the weights that a run still has, by version."""
+def weights_of(run: RunDir, pushed: Path | None = None) -> dict[str, Path]:
+    """The directories of the weights that a run still has, by version; ``pushed`` has the last pushes, by default in
+    the run's directory."""
     weights: dict[str, Path] = {}
     if (model := (read_object(run.start) or {}).get("model")) and Path(model, "config.json").is_file():
         weights["0"] = Path(model)
-    for path in sorted((run.path / WEIGHTS).glob("v*")):
+    for path in sorted((pushed or run.path / WEIGHTS).glob("v*")):
         if (path / "config.json").is_file():
             weights[str(int(path.name[1:]))] = path
     for checkpoint in read_checkpoints(run.checkpoints) if run.checkpoints.is_dir() else ():
@@ -103,7 +110,7 @@ def weights_of(run: RunDir) -> dict[str, Path]:
     return weights
 
 
-def choose_samples(run: RunDir, weights: Mapping[str, Path], *, n: int, seed: int) -> tuple[list[KeptSample], str]:
+def choose_samples(run: RunDir, weights: Mapping[str, Path], *, n: int) -> tuple[list[KeptSample], str]:
     """``n`` random kept Samples of the version in ``weights`` that most are of, the newest of equals. Raises
     ``ConfigError`` without any."""
     if not run.rollouts.is_file():
@@ -116,10 +123,10 @@ def choose_samples(run: RunDir, weights: Mapping[str, Path], *, n: int, seed: in
         raise ConfigError(f"{run.path}: {why}; train with a lower --save-interval or --keep-rollouts all")
     version = max(counts, key=lambda version: (min(counts[version], n), int(version) if version.isdecimal() else -1))
     candidates = [sample for sample in kept if sample.version == version]
-    return random.Random(seed).sample(candidates, min(n, len(candidates))), version
+    return random.Random(0).sample(candidates, min(n, len(candidates))), version
 
 
-def _offline(
+def offline(
     settings: Mapping[str, Any], weights: Mapping[str, Path], samples: list[KeptSample], version: str
 ) -> Diagnosis:
     """What files and forward passes say."""
@@ -178,39 +185,66 @@ def _renderings(tokenizer: Any) -> list[tuple[str, str, Callable[[KeptSample], l
     ]
 
 
-async def _with_engine(
-    config: AutopsyConfig, diagnosis: Diagnosis, weights: Path, samples: list[KeptSample], settings: Mapping[str, Any]
+@dataclass(frozen=True, kw_only=True)
+class Measured:
+    """An engine's log-probs of each Sample's places: alone without the prefix cache, with it, and in a batch."""
+
+    fresh: list[np.ndarray]
+    cached: list[np.ndarray]
+    batch: list[np.ndarray]
+    versions: frozenset[str]
+    """The weight versions that the engine named."""
+
+    def parts(self, samples: Sequence[KeptSample], settings: Mapping[str, Any]) -> dict[str, float]:
+        """Mean differences in nats per token."""
+        parts = {"cache": mean_gap(self.cached, self.fresh), "batch": mean_gap(self.batch, self.cached)}
+        if is_plain(settings):
+            parts["decode"] = mean_gap([sample.sampler for sample in samples], self.fresh)
+        return parts
+
+
+def is_plain(settings: Mapping[str, Any]) -> bool:
+    """Whether sampled log-probs are at temperature 1 over the whole vocabulary, as an engine scores tokens."""
+    return (settings.get("temperature"), settings.get("top_p"), settings.get("top_k")) == (1.0, 1.0, -1)
+
+
+async def measure(client: ScoringClient, samples: Sequence[KeptSample]) -> Measured:
+    """Score ``samples``. Raises ``EngineError``."""
+    starts = [int(sample.places[0]) for sample in samples]
+    fresh = [await client.score_one(sample.ids.tolist(), 1) for sample in samples]
+    pairs = [*zip(samples, starts, strict=True)]
+    cached = [await client.score_one(one.ids.tolist(), start) for one, start in pairs]
+    batch = await client.score([ToScore(one.ids.tolist(), start) for one, start in pairs])
+    scored = [one for one in batch if isinstance(one, Scored)]
+    if failed := next((one for one in batch if not isinstance(one, Scored)), None):
+        raise failed
+    return Measured(
+        fresh=[_at(one, got, 1) for one, got in zip(samples, fresh, strict=True)],
+        cached=[_at(one, got, start) for (one, start), got in zip(pairs, cached, strict=True)],
+        batch=[_at(one, got, start) for (one, start), got in zip(pairs, scored, strict=True)],
+        versions=frozenset(one.version for one in (*fresh, *cached, *scored)),
+    )
+
+
+def with_engine(
+    diagnosis: Diagnosis,
+    measured: Measured,
+    weights: Path,
+    samples: Sequence[KeptSample],
+    settings: Mapping[str, Any],
 ) -> Diagnosis:
     """``diagnosis`` with the measurements on an engine, which are causes where no other explains the gap."""
     from agl_slime.train.local.counterfactual import Conditions, Counterfactuals
 
-    async with AsyncExitStack() as stack:
-        url = config.sglang_url
-        if url is None:
-            engine = EmbeddedEngine(weights)
-            await run_in_thread(engine.start)
-            stack.push_async_callback(run_in_thread, engine.stop)
-            url = engine.url
-        client = await stack.enter_async_context(ScoringClient(base_url=url))
-        fresh = [_at(sample, await client.score_one(sample.ids.tolist()), 1) for sample in samples]
-        starts = [int(sample.places[0]) for sample in samples]
-        pairs = [*zip(samples, starts, strict=True)]
-        cached = [_at(one, await client.score_one(one.ids.tolist(), start), start) for one, start in pairs]
-        together = await client.score([ToScore(one.ids.tolist(), start) for one, start in pairs])
-        if failed := next((one for one in together if not isinstance(one, Scored)), None):
-            raise failed
-        batch = [_at(one, got, start) for (one, start), got in zip(pairs, together, strict=True)]  # type: ignore[arg-type]
     plain = Conditions()  # an engine scores at temperature 1, over the whole vocabulary
-    expected = (await run_in_thread(lambda: Counterfactuals(weights, samples, fresh, conditions=plain))).expected
-    parts = {"cache": mean_gap(cached, fresh), "batch": mean_gap(batch, cached), "engine": mean_gap(fresh, expected)}
-    if (settings.get("temperature"), settings.get("top_p"), settings.get("top_k")) == (1.0, 1.0, -1):
-        parts["decode"] = mean_gap([sample.sampler for sample in samples], fresh)
-    measured = [
+    expected = Counterfactuals(weights, samples, measured.fresh, conditions=plain).expected
+    parts = {**measured.parts(samples, settings), "engine": mean_gap(measured.fresh, expected)}
+    causes = [
         Cause(cause=name, text=text, nats=parts[name], left=max(0.0, diagnosis.gap - parts[name]))
         for name, text in _ENGINE_CAUSES.items()
         if parts.get(name, 0.0) > TOLERANCE
     ]
-    causes = [*diagnosis.causes, *measured] if diagnosis.first is not None else [*measured, *diagnosis.causes]
+    causes = [*diagnosis.causes, *causes] if diagnosis.first is not None else [*causes, *diagnosis.causes]
     return replace(diagnosis, causes=causes, parts={**diagnosis.parts, **parts})
 
 

@@ -31,6 +31,7 @@ from agl_slime.cli.parts import (
     served_page,
     step,
 )
+from agl_slime.cli.run_autopsy import RunAutopsy
 from agl_slime.cli.settings import TrainConfig
 from agl_slime.cli.start import check_tools, find_start, load_parts, run_directory, set_aside, uses_raw_prompts
 from agl_slime.cli.weights import WeightPublisher, weights_directory
@@ -44,6 +45,7 @@ from agl_slime.engine.client.describe import EngineDescription, experts_shape_of
 from agl_slime.engine.client.transport import checked_url
 from agl_slime.engine.client.weights import DiskWeightSync
 from agl_slime.engine.process import EmbeddedEngine
+from agl_slime.engine.scoring import ScoringClient
 from agl_slime.engine.sglang_process import SGLANG_PYTHON, SGLangProcess
 from agl_slime.errors import ConfigError, LoopError, MissingDependencyError
 from agl_slime.events import BatchTrained
@@ -77,7 +79,7 @@ TorchThreads = int | Literal["auto"] | None
 _MAY_CHANGE = frozenset(
     {"num_iterations", "save_interval", "view", "sglang_url", "eval_sglang_url", "engine", "sglang_python"}
 )
-_MAY_CHANGE |= {"keep_rollouts", "track", "teacher_url"}
+_MAY_CHANGE |= {"keep_rollouts", "track", "teacher_url", "autopsy"}
 
 
 async def run_training(
@@ -147,6 +149,7 @@ async def run_training(
             ),
             models=models,
             reports=reports,
+            autopsy=await _run_autopsy(stack, config, run, url, trainer, tokenizer, weights, reports),
         )
         enter_llm = partial(model_for_agents, config, parts, model_path=origin.model)
         loop = make_loop(
@@ -291,6 +294,32 @@ async def _resume(
     return kept
 
 
+async def _run_autopsy(
+    stack: AsyncExitStack,
+    config: TrainConfig,
+    run: RunDir,
+    url: str,
+    trainer: LocalTrainer,
+    tokenizer: Any,
+    weights: WeightPublisher,
+    reports: StandardReporters,
+) -> RunAutopsy | None:
+    if not config.autopsy:
+        return None
+    return RunAutopsy(
+        run=run,
+        pushed=weights.directory,
+        client=await stack.enter_async_context(ScoringClient(base_url=url)),
+        trainer_scores=trainer.score,
+        sampling=config.sampling,
+        turns=config.autopsy,
+        seed=config.loop.seed,
+        tokenizer=tokenizer,
+        dtype="bfloat16" if "bfloat16" in (weights.dtype, trainer.computes_in) else "float32",
+        warn=reports.warn,
+    )
+
+
 def _validation_engine(
     stack: AsyncExitStack,
     config: TrainConfig,
@@ -315,18 +344,21 @@ class LocalSteps:
     checkpoints: CheckpointWriter
     models: RunModels
     reports: StandardReporters
+    autopsy: RunAutopsy | None = None
 
     def train(self, iteration: int) -> dict[str, float]:
         self.models.save_best()
         groups = self.source.get_samples(self.batch_size)
+        scoring = None if self.autopsy is None else self.autopsy.begin(groups, iteration=iteration)
         self.trainer.on_progress = lambda share: self.reports.handle(
             events.TrainingProgressed(iteration=iteration, share=share)
         )
         metrics = self.trainer.train(groups, iteration=iteration)
+        self.trainer.on_progress = None
         self.trained.append(iteration, describe_batch(groups, self.trainer.scores))
         self.reports.handle(_batch_trained(iteration, groups, self.trainer))
         metrics[TOKENS_TRAINED] = metrics.pop("train/tokens")
-        return metrics
+        return metrics if self.autopsy is None else metrics | self.autopsy.finish(scoring)
 
     def save(self, state: LoopState) -> None:
         self.reports.flush()  # after a kill the reports have every iteration of the checkpoint

@@ -73,6 +73,9 @@ class TrainConfig:
     keep_rollouts: Keep = "sampled"
     """Rollouts written whole to rollouts.jsonl, for the report: all, sampled (per iteration the best, the worst, a
     random and a failed one), or none."""
+    autopsy: int = 1
+    """Sampled turns of each iteration that engine and trainer score again; where they differ, the run names the cause.
+    0 is none."""
     eval_tasks: Path | None = None
     """Validation tasks as JSON lines; by default a tenth of --tasks is held out, or make_task(rng) is used with another
     seed. With --env: the split of its tasks for validations, if its name is not a usual one (eval, test, ...)."""
@@ -141,7 +144,7 @@ class TrainConfig:
             SimpleNamespace(**flat_values(self)),
             ("actor_num_nodes actor_num_gpus_per_node", lambda value: value >= 1, "at least 1"),
             ("max_concurrent", lambda value: value == "auto" or value >= 1, "auto, or at least 1"),
-            ("seed rollout_num_gpus", lambda value: value >= 0, "0 or more"),
+            ("seed rollout_num_gpus autopsy", lambda value: value >= 0, "0 or more"),
             ("teacher_coef", lambda value: 0 < value < math.inf, "above 0"),
             ("temperature", lambda value: 0 < value < math.inf, "above 0: training needs samples that differ"),
             named=flag,
@@ -238,6 +241,7 @@ class TrainConfig:
         for name in ("group_min_ratio", "group_max_retries", "group_timeout", "drop_zero_variance"):
             self._refuse(name, "both processes must agree on groups, which slime wants complete; leave it out")
         self._refuse("weight_pause", "slime updates the weights itself; leave it out")
+        self._refuse("autopsy", "slime's trainer scores no turns for it; leave it out")
         self._refuse("teacher_alone", "let the agent's reward be 0 for all rollouts")
         self._refuse("keep_best", "slime keeps its own checkpoints; see docs/after-the-run.md")
 

@@ -34,18 +34,18 @@ class WeightPublisher:
     def __init__(self, *, trainer: LocalTrainer, base_url: str, directory: Path, pause: PauseMode = "abort") -> None:
         self._trainer = trainer
         self.sync = DiskWeightSync(base_url=base_url, pause=pause)
-        self._directory = directory.resolve()  # the engine has another working directory
+        self.directory = directory.resolve()  # the engine has another working directory
         self._in_use: Path | None = None
         self.dtype: WeightsDtype = "float32"
 
     async def push(self, iteration: int) -> str:
         """Push the weights to the engine under the iteration's number; returns that version."""
         version = str(iteration)
-        target = self._directory / _name(version)
+        target = self.directory / _name(version)
         await run_in_thread(partial(self._trainer.save_weights, target, dtype=self.dtype))
         await self.sync.push(str(target), version)
         # includes checkpoints from before a restart
-        others = sorted(path for path in self._directory.glob("v*") if path.is_dir() and path != target)
+        others = sorted(path for path in self.directory.glob("v*") if path.is_dir() and path != target)
         for path in others[:-1]:
             if path != self._in_use:
                 await run_in_thread(shutil.rmtree, path, ignore_errors=True)
@@ -53,7 +53,7 @@ class WeightPublisher:
 
     async def push_again(self, version: str, *, base_url: str) -> None:
         """Push the weights of ``version`` to another engine, too; they are kept until then."""
-        self._in_use = self._directory / _name(version)
+        self._in_use = self.directory / _name(version)
         try:
             await DiskWeightSync(base_url=base_url).push(str(self._in_use), version)
         finally:

@@ -233,6 +233,21 @@ def logprob_jumps(steps: Sequence[_Step]) -> Iterator[Alarm]:
             return
 
 
+def mismatches(steps: Sequence[_Step]) -> Iterator[Alarm]:
+    """Causes of a difference between engine and trainer that the run's autopsy named; one alarm per cause."""
+    reported: set[str] = set()
+    for step in steps:
+        for name in step.metrics:
+            prefix, _, cause = name.rpartition("/")
+            nats = number(step.metrics, name)
+            if prefix != m.AUTOPSY_CAUSE or nats is None or cause in reported:
+                continue
+            reported.add(cause)
+            text = f"{cause} explains {nats:.2g} nats per token of the difference between engine and trainer"
+            advice = "docs/autopsy.md on this cause; agl-slime autopsy RUN shows the worst tokens"
+            yield _alarm("mismatch", step, text, advice, about=cause, metric=f"{m.AUTOPSY}/sampler")
+
+
 def length_bias(steps: Sequence[_Step]) -> Iterator[Alarm]:
     """Trained rollouts are longer or shorter than sampled ones."""
 
@@ -311,7 +326,7 @@ def tools_left_out(steps: Sequence[_Step]) -> Iterator[Alarm]:
 
 
 _CHECKS = (zero_variance, stalls, abort_storms, truncation, silent_tools, broken_tools, alike, kl_jumps)
-_CHECKS += (logprob_jumps, length_bias, failures, failed_validations, refusals, tools_left_out)
+_CHECKS += (logprob_jumps, mismatches, length_bias, failures, failed_validations, refusals, tools_left_out)
 
 
 def _alarm(kind: str, step: _Step, text: str, advice: str, **evidence: str) -> Alarm:

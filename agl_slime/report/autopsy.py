@@ -44,32 +44,37 @@ class KeptSample:
 def read_kept(path: Path) -> Iterator[KeptSample]:
     """The kept Samples of a ``rollouts.jsonl`` that the engine sampled token by token, by weight version."""
     for line in iter_jsonl(path):
+        head: Any = {"rollout_id": str(line["rollout_id"]), "iteration": int(line["iteration"])}
         for sample in line.get("samples") or ():
-            if sample.get("token_source") != "engine" or sample.get("left_out"):
-                continue
-            ids, start = unpack(sample["tokens"], "<i4").astype(np.int64), int(sample["prompt_length"])
-            mask = np.zeros(len(ids) - start, dtype=bool)
-            for first, end in sample["trained"]:
-                mask[first:end] = True
-            sampler, trainer = unpack(sample["engine_log_probs"]), unpack(sample["trainer_log_probs"])
-            of_version: dict[str, NDArray[np.bool_]] = {}
-            for version, first, end in sample.get("weight_versions") or ():
-                of_version.setdefault(str(version), np.zeros_like(mask))[first:end] = True
-            for version, sampled in of_version.items():
-                at = np.flatnonzero(mask & sampled & np.isfinite(sampler))
-                if len(at):
-                    yield KeptSample(
-                        rollout_id=str(line["rollout_id"]),
-                        iteration=int(line["iteration"]),
-                        version=version,
-                        ids=ids,
-                        prompt_length=start,
-                        places=start + at,
-                        sampler=sampler[at],
-                        trainer=trainer[at],
-                        pieces=sample.get("pieces") or (),
-                        messages=line.get("messages") or (),
-                    )
+            yield from by_version(sample, **head, messages=line.get("messages") or ())
+
+
+def by_version(sample: Mapping[str, Any], **head: Any) -> Iterator[KeptSample]:
+    """A described Sample (``report.rollouts.describe_tokens``) by weight version; nothing without the engine's tokens.
+    ``head`` are the other fields."""
+    if sample.get("token_source") != "engine" or sample.get("left_out"):
+        return
+    ids, start = unpack(sample["tokens"], "<i4").astype(np.int64), int(sample["prompt_length"])
+    mask = np.zeros(len(ids) - start, dtype=bool)
+    for first, end in sample["trained"]:
+        mask[first:end] = True
+    sampler, trainer = unpack(sample["engine_log_probs"]), unpack(sample["trainer_log_probs"])
+    of_version: dict[str, NDArray[np.bool_]] = {}
+    for version, first, end in sample.get("weight_versions") or ():
+        of_version.setdefault(str(version), np.zeros_like(mask))[first:end] = True
+    for version, sampled in of_version.items():
+        at = np.flatnonzero(mask & sampled & np.isfinite(sampler))
+        if len(at):
+            yield KeptSample(
+                version=version,
+                ids=ids,
+                prompt_length=start,
+                places=start + at,
+                sampler=sampler[at],
+                trainer=trainer[at],
+                pieces=sample.get("pieces") or (),
+                **head,
+            )
 
 
 def unpack(text: str, kind: str = "<f4") -> NDArray[Any]:

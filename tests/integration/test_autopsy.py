@@ -16,6 +16,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 torch = pytest.importorskip("torch", reason='forward passes need torch: pip install "agl-slime[local]"')
 
@@ -35,6 +37,7 @@ from tests.integration.engine_servers import Server  # noqa: E402
 
 NOW, BEFORE, BASE = "v000003", "v000002", "base"
 OTHERS = "the weights of version 2"
+ROLLOUTS = 3
 
 
 def noisy(source: Path, target: Path, *, seed: int, share: float) -> Path:
@@ -180,10 +183,43 @@ TOKENS: dict[str, Callable[[Bench, np.ndarray], np.ndarray]] = {
 
 @pytest.mark.parametrize("fault", TOKENS)
 def test_a_fault_of_the_engines_prompt_is_named_first(bench: Bench, fault: str):
-    found = bench.diagnosis(bench.scored(partial(TOKENS[fault], bench)))
+    recorded = bench.scored(partial(TOKENS[fault], bench))
+    found = bench.diagnosis(recorded)
     assert found.first is not None, found
     assert found.first.cause == fault, found.sentence
-    assert found.worst[0].rollout_id.startswith("r")
+    gaps = [np.abs(a - b) for a, b in zip(recorded, bench.scored(), strict=True)]
+    number = int(np.argmax([gap.max() for gap in gaps]))
+    place = int(bench.samples[number].places[gaps[number].argmax()])
+    assert (found.worst[0].rollout_id, found.worst[0].place) == (f"r{number}", place)
+
+
+@given(number=st.integers(0, ROLLOUTS - 1), at=st.integers(0, 5), nats=st.floats(1.0, 9.0), more=st.booleans())
+def test_a_planted_token_is_the_worst_one(number: int, at: int, nats: float, more: bool):
+    drawn = np.random.default_rng(at)
+    samples = [
+        KeptSample(
+            rollout_id=f"r{one}",
+            iteration=1,
+            version="0",
+            ids=np.arange(20),
+            prompt_length=8,
+            places=np.arange(9, 20, 2),
+            sampler=drawn.normal(-2.0, 0.3, 6).astype(np.float32),
+            trainer=np.zeros(6, dtype=np.float32),
+            pieces=[f"p{place}" for place in range(20)],
+        )
+        for one in range(ROLLOUTS)
+    ]
+    expected = [one.sampler + drawn.uniform(-0.3, 0.3, 6).astype(np.float32) for one in samples]
+    recorded = [one.sampler.copy() for one in samples]
+    recorded[number][at] = expected[number][at] + (nats if more else -nats)
+    worst = explain(samples, recorded, expected, ()).worst
+    place = 9 + 2 * at
+    assert (worst[0].rollout_id, worst[0].place, worst[0].piece) == (f"r{number}", place, f"p{place}")
+    assert worst[0].recorded - worst[0].expected == pytest.approx(nats if more else -nats, abs=1e-5)
+    assert [abs(one.recorded - one.expected) for one in worst] == sorted(
+        (abs(one.recorded - one.expected) for one in worst), reverse=True
+    )
 
 
 def test_the_prompt_in_another_rendering_is_named_first(bench: Bench):

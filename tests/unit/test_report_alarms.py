@@ -91,6 +91,11 @@ def disagree(run: Run) -> None:
     run[0][7]["train/logprob_diff_max"] = 0.3
 
 
+def explained(run: Run) -> None:
+    for row in run[0][6:8]:
+        row |= {"autopsy/sampler": 0.2, "autopsy/cause/late_weights": 0.19}
+
+
 def short_ones(run: Run) -> None:
     for row in run[0][6:]:
         row["rollout/response_tokens_mean_trained"] = 25.0
@@ -136,6 +141,7 @@ FAULTS: list[tuple[Callable[[Run], None], str, int, str]] = [
     (collapse, "answers alike", 6, "6 of 6 groups"),
     (far, "KL jump", 10, "0.7 where 0.002"),
     (disagree, "log-prob jump", 8, "0.3 nats"),
+    (explained, "mismatch", 7, "late_weights explains 0.19 nats per token"),
     (short_ones, "length bias", 7, "38% shorter"),
     (refused, "refused requests", 7, "3 requests of agents were refused"),
     (failed_validation, "validation failures", 6, "15 of 16 validation rollouts failed (timeout 15)"),
@@ -175,7 +181,7 @@ def test_each_fault_raises_its_alarm_and_no_other(
     assert text in alarm.text
     assert alarm.advice
     assert not alarm.rollout or alarm.rollout.startswith(f"{iteration}-")
-    assert not alarm.metric or alarm.metric in run[0][0] or alarm.metric.startswith(("rollout/", "val/"))
+    assert not alarm.metric or alarm.metric in run[0][0] or alarm.metric.startswith(("rollout/", "val/", "autopsy/"))
 
 
 def test_every_alarm_check_has_a_fault_that_raises_it() -> None:

@@ -101,6 +101,8 @@ class LocalTrainer:
         finalize(self, self.thread.close)
         self._device = torch_device(self.settings.device)
         bfloat16 = bfloat16_wanted(self.settings.compute_dtype, self._device)
+        self.computes_in: WeightsDtype = "bfloat16" if bfloat16 else "float32"
+        """The dtype of the layers' computation."""
         self._computing = torch.autocast(self._device.type, dtype=torch.bfloat16) if bfloat16 else nullcontext()
         self._source = Path(model_path)
         self.model = load_model(self._source, device=self._device)
@@ -211,6 +213,17 @@ class LocalTrainer:
         metrics |= {"train/entropy": float(first.entropy.mean()), "train/lr": self._optimizer.param_groups[0]["lr"]}
         return_freed_memory()
         return metrics | {"train/seconds": time.perf_counter() - started}
+
+    @in_own_thread
+    def score(self, samples: Sequence[Sample]) -> list[np.ndarray]:
+        """The log-probs of the tokens under the mask of each sample, float32, by the current weights at the sampling
+        temperature. Raises ``TrainerError`` as :meth:`train`."""
+        self._set_threads()
+        checked = self._check(samples)
+        microbatches = self._microbatches(checked, range(checked.n_samples))
+        self._done, self._planned = 0, sum(len(micro.ids) for micro in microbatches)
+        scores = self._score(self.model, microbatches, checked.n_tokens)
+        return np.split(scores.log_probs.cpu().numpy(), checked.token_offsets[1:-1])
 
     def _with_teacher(self, batch: TrainBatch, old: Tensor) -> tuple[TrainBatch, float]:
         """``batch`` with the teacher in its advantages, and the mean reverse KL."""
