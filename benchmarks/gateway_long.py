@@ -4,9 +4,10 @@
 
 Agents with tool schemas (30, fewer for the shortest prompts) whose each answer calls a tool and gets 400 words of
 observation; the engine is a stub that answers at once. Server, stub and clients are three processes. Beside the gateway
-stand the same clients at the stub itself (*bare*: its chat completions) and, where ``AGL_CONTROLLER_PYTHON`` names a
-Python that has it, Agent Lightning 1.0's ``agl-server``; with ``--litellm PYTHON`` LiteLLM's proxy too, which Agent
-Lightning 0.3 ships as its own. They take turns, so that what else the machine does meets all.
+of a run and the recorder (``agl-slime record``) stand the same clients at the stub itself (*bare*: its chat
+completions) and, where ``AGL_CONTROLLER_PYTHON`` names a Python that has it, Agent Lightning 1.0's ``agl-server``; with
+``--litellm PYTHON`` LiteLLM's proxy, which Agent Lightning 0.3 ships as its own; with ``--router PYTHON`` SGLang's
+router, which records nothing. They take turns, so that what else the machine does meets all.
 """
 
 from __future__ import annotations
@@ -31,12 +32,12 @@ from typing import Any
 import aiohttp
 import orjson
 
-from benchmarks.agl1_server import OURS, THEIRS, Engine, Server, markdown, saved, scripted, serving, wait_for
+from benchmarks.agl1_server import OURS, THEIRS, Engine, Server, markdown, saved, scripted, serving, started, wait_for
 from benchmarks.common import percentile
 from benchmarks.multi_turn import WORDS
 from tests.harness.chat_templates import GROUPS_TOOLS
 
-BARE, LITELLM = "bare", "litellm"
+BARE, LITELLM, RECORDER, ROUTER = "bare", "litellm", "recorder", "sglang-router"
 _OBSERVATION, _ANSWER = 400, 16
 _HOST = "127.0.0.1"
 
@@ -52,15 +53,17 @@ def main() -> int:
     parser.add_argument("--turns", type=int, default=8)
     parser.add_argument("--calls", type=int, default=640, help="at least so many per measurement")
     parser.add_argument("--quick", action="store_true", help="two sizes of chat, 16 at once, not streamed")
-    parser.add_argument("--without", nargs="*", default=[], choices=[BARE, THEIRS, OURS])
+    parser.add_argument("--without", nargs="*", default=[], choices=[BARE, THEIRS, RECORDER, OURS])
     parser.add_argument("--python", default=os.environ.get("AGL_CONTROLLER_PYTHON"), help="has agentlightning 1.x")
     parser.add_argument("--litellm", help="a Python that has litellm[proxy]")
+    parser.add_argument("--router", help="a Python that has sglang-router")
     options = parser.parse_args()
     if options.quick:
         options.tokens, options.at_once, options.calls = [2_000, 22_000], [16], 256
         options.protocols, options.whole = ["chat"], True
-    options.kinds = [kind for kind in (OURS, BARE, THEIRS) if kind not in options.without]
+    options.kinds = [kind for kind in (OURS, RECORDER, BARE, THEIRS) if kind not in options.without]
     options.kinds += [LITELLM] if options.litellm else []
+    options.kinds += [ROUTER] if options.router else []
     if not options.python and THEIRS in options.kinds:
         options.kinds.remove(THEIRS)
     with tempfile.TemporaryDirectory() as directory:
@@ -89,15 +92,22 @@ async def measured(model: str, options: Namespace) -> str:
         engine = stack.enter_context(scripted(model, how))
         servers: dict[str, Server] = {}
         for kind in options.kinds:
-            if kind == LITELLM:
-                server = litellm(engine, options.litellm)
-            else:
-                server = bare(engine) if kind == BARE else serving(kind, engine, how)
+            match kind:
+                case "litellm":
+                    server = litellm(engine, options.litellm)
+                case "sglang-router":
+                    server = router(engine, options.router)
+                case "recorder":
+                    server = recorder(engine)
+                case "bare":
+                    server = bare(engine)
+                case _:
+                    server = serving(kind, engine, how)
             servers[kind] = await stack.enter_async_context(server)
         for name, stream, tokens, at_once in product(options.protocols, streams, options.tokens, options.at_once):
             base = 0.0
             for kind in sorted(options.kinds, key=lambda kind: kind != BARE):
-                if kind != OURS and (name, stream) != ("chat", False):
+                if kind not in (OURS, RECORDER) and (name, stream) != ("chat", False):
                     continue
                 found = await replayed(servers[kind], PROTOCOLS[name](tokens, stream), at_once, options)
                 rate = len(found.taken) / found.seconds
@@ -118,26 +128,67 @@ async def bare(engine: Engine) -> AsyncIterator[Server]:
 
 
 @asynccontextmanager
+async def recorder(engine: Engine) -> AsyncIterator[Server]:
+    with tempfile.TemporaryDirectory() as directory:
+        arguments = ["--sglang-url", engine.url, "--model-path", engine.model, "--directory", f"{directory}/recorded"]
+        with started([sys.executable, "-m", "agl_slime.cli.main", "record", *arguments]) as (line, pid):
+            url = line.removeprefix("recorder at ").removesuffix("/rollouts")
+            async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as http:
+                yield Recorder(url, pid, http)
+
+
+@asynccontextmanager
 async def litellm(engine: Engine, python: str) -> AsyncIterator[Server]:
-    with tempfile.TemporaryDirectory() as name, socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-        free.close()
+    with tempfile.TemporaryDirectory() as name:
         config = Path(name) / "litellm.yaml"
         model = {"model": "openai/auto", "api_base": f"{engine.url}/v1", "api_key": "none"}
         local = {"dangerously_permit_weak_or_unset_master_key": True}
         models = [{"model_name": "auto", "litellm_params": model}]
         config.write_bytes(orjson.dumps({"model_list": models, "general_settings": local}))
-        command = [str(Path(python).parent / "litellm"), "--config", str(config), "--port", str(port), "--host", _HOST]
-        process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)  # noqa: ASYNC220
-        try:
-            url = f"http://{_HOST}:{port}"
-            await asyncio.to_thread(wait_for, f"{url}/health/liveliness", process)
-            async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as http:
-                yield Bare(url, process.pid, http)
-        finally:
-            process.kill()
-            process.wait()
+        command = [str(Path(python).parent / "litellm"), "--config", str(config), "--port", "{port}", "--host", _HOST]
+        async with listening(command, "/health/liveliness", Bare) as server:
+            yield server
+
+
+@asynccontextmanager
+async def router(engine: Engine, python: str) -> AsyncIterator[Server]:
+    command = [python, "-m", "sglang_router.launch_router", "--host", _HOST, "--port", "{port}"]
+    command += ["--worker-urls", engine.url, "--policy", "round_robin", "--prometheus-port", "{other_port}"]
+    async with listening(command, "/health", Bare) as server:
+        yield server
+
+
+@asynccontextmanager
+async def listening(command: list[str], health: str, client: type[Server]) -> AsyncIterator[Server]:
+    """A client of the server that ``command`` starts, once ``health`` answers; ``{port}`` stands for a free port."""
+    with socket.socket() as first, socket.socket() as second:
+        first.bind((_HOST, 0))
+        second.bind((_HOST, 0))
+        ports = {"{port}": str(first.getsockname()[1]), "{other_port}": str(second.getsockname()[1])}
+    arguments = [ports.get(argument, argument) for argument in command]
+    process = subprocess.Popen(arguments, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)  # noqa: ASYNC220
+    try:
+        url = f"http://{_HOST}:{ports['{port}']}"
+        await asyncio.to_thread(wait_for, f"{url}{health}", process)
+        async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as http:
+            yield client(url, process.pid, http)
+    finally:
+        process.kill()
+        process.wait()
+
+
+class Recorder(Server):
+    """``agl-slime record``."""
+
+    async def begun(self, protocol: str = "openai/v1/chat/completions") -> tuple[str, str]:
+        answer = orjson.loads(await self.send("POST", "/rollouts", b"{}"))
+        path = protocol.split("/", 1)[1]
+        return answer["rollout_id"], f"/rollouts/{answer['rollout_id']}/{path}"
+
+    async def ended(self, rollout_id: str) -> None:
+        await self.send("POST", f"/rollouts/{rollout_id}/finish", b'{"reward": 1.0}')
+
+    async def delete(self, rollouts: Any) -> None: ...
 
 
 class Bare(Server):

@@ -21,7 +21,10 @@ from statistics import mean, median
 REPO = Path(__file__).resolve().parent.parent
 AGENT = """
 import os, time
-from agl_slime.cli.demo.agent import LookupAgent
+try:
+    from agl_slime.cli.demo.agent import LookupAgent
+except ImportError:  # where a tree before the rooms of today has it
+    from agl_slime.demo.agent import LookupAgent
 
 class FirstRollout(LookupAgent):
     async def run(self, task, session):
@@ -54,11 +57,12 @@ def seconds_to_first_rollout(tree: Path) -> float:
             while process.poll() is None and not (first.exists() and first.read_text()):
                 time.sleep(0.05)  # the moment itself is in the file
             if process.poll() is not None:
-                sys.exit(f"{tree}: train.py ended with {process.returncode}: {process.communicate()[1].decode()}")
+                error = process.stderr.read().decode() if process.stderr else ""
+                sys.exit(f"{tree}: train.py ended with {process.returncode}: {error}")
             return float(first.read_text()) - began
         finally:
             process.send_signal(signal.SIGTERM)
-            process.communicate()
+            process.wait()
 
 
 def seconds_of_help(tree: Path) -> float:
