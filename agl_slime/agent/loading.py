@@ -35,6 +35,30 @@ def split_agent(path: str) -> tuple[str, str]:
     return source, name
 
 
+def only_agent(path: str) -> str:
+    """``path``, or ``file.py:Name`` of the one agent of a file that is given without a name. Raises ``ConfigError``."""
+    if ":" in path or not path.endswith(".py"):
+        return path
+    try:
+        module = _imported(path)
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from error
+    except (Exception, SystemExit) as error:
+        raise ConfigError(f"{path}: importing it failed with {format_exception(error)}") from error
+    from agl_slime.support.agl import LitAgent
+
+    def is_agent(value: Any) -> bool:
+        if isinstance(value, type):
+            return issubclass(value, LitAgent) and value.__module__ == module.__name__
+        ours = inspect.isfunction(value) and value.__module__ == module.__name__
+        return isinstance(value, LitAgent) or (ours and [*inspect.signature(value).parameters][:2] == ["task", "llm"])
+
+    names = sorted(name for name, value in vars(module).items() if is_agent(value))
+    if len(names) != 1:
+        raise ConfigError(f"{path} has {', '.join(names) or 'no agents'}: name one agent, as {path}:NAME")
+    return f"{path}:{names[0]}"
+
+
 def load_agent(path: str) -> Any:
     """The agent named ``module:Name`` or ``path/to/file.py:Name``: a new instance of that class, the agent object of
     that name (as ``@agl.rollout`` makes), or a function ``(task, llm)`` as such an object. Objects and functions take

@@ -3,23 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
 import tyro
-from rich.console import Console
 
 from agl_slime.agent.scheduler import MultiTurnScheduler
-from agl_slime.cli.evaluate import EvalConfig, prepare, sampling_with
+from agl_slime.cli.evaluate import EvalConfig, prepare
 from agl_slime.cli.settings import parse_command
+from agl_slime.cli.try_agent import A_DAY_S, describe, rolling_out
 from agl_slime.errors import ConfigError
-from agl_slime.report.files import RunDir
 
 _BYE = ("/bye", "/exit", "/quit")
-_A_DAY_S = 86400.0
 _RUN_SETTINGS = {"agent": ..., "temperature": 0.0, "max_new_tokens": ..., "sglang_url": None, "engine": "embedded"}
 
 
@@ -42,36 +39,23 @@ def main(arguments: Sequence[str]) -> None:
 
 async def chat(config: ChatConfig, *, read: Callable[[str], str] = input, write: Callable[[str], None] = print) -> None:
     """Converse until ``read`` raises ``EOFError`` or returns /bye."""
-    limits = {"temperature": _RUN_SETTINGS["temperature"], "rollout_timeout": _A_DAY_S, **config.settings}
+    limits = {"temperature": _RUN_SETTINGS["temperature"], "rollout_timeout": A_DAY_S, **config.settings}
     settings = EvalConfig(models=(config.model,), settings=limits)
     ready = await prepare(settings)
-    console = Console(stderr=True)
-    with tempfile.TemporaryDirectory() as scratch:
-        more = {"max_concurrent": 1, "directory": RunDir(Path(scratch)), "console": console}
-        async with sampling_with(ready.settings, ready.models[0], ready.agent, ready.sampling, **more) as sampling:
-            from agl_slime.report.evaluation.samples import SampleFile, take_samples
-
-            async def roll_out(task: Any, name: str) -> Mapping[str, Any]:
-                with SampleFile(Path(scratch) / f"{name}.jsonl") as file:
-                    await take_samples([task], k=1, into=file, sampling=sampling, on_progress=lambda *_: None)
-                    return file.lines[-1]
-
-            if not config.tasks:
-                write("Say something; /bye ends.")
-                task = _conversation(ready.agent, ready.tasks[0], read, write)
-                line = await roll_out(task, "talk") if task is not None else {}
-                if line.get("failure"):
-                    write(f"the conversation failed: {line['failure']} {line['message']}")
+    async with rolling_out(ready) as roll_out:
+        if not config.tasks:
+            write("Say something; /bye ends.")
+            task = _conversation(ready.agent, ready.tasks[0], read, write)
+            member = await roll_out(task) if task is not None else None
+            if member is not None and not member.ok:
+                write(f"the conversation failed: {member.failure} {member.failure_message}")
+            return
+        for number, task in enumerate(ready.tasks):
+            for line in describe(await roll_out(task)):
+                write(line)
+            last = number + 1 == len(ready.tasks)
+            if not last and await asyncio.to_thread(_read_line, read, "next task (Enter) ") is None:
                 return
-            for number, task in enumerate(ready.tasks):
-                line = await roll_out(task, f"task-{number}")
-                for message in line["messages"]:
-                    write(f"{message['role']}: {message['content']}")
-                reward = line["reward"]
-                write(f"reward: {reward}" if reward is not None else f"failed: {line['failure']} {line['message']}")
-                last = number + 1 == len(ready.tasks)
-                if not last and await asyncio.to_thread(_read_line, read, "next task (Enter) ") is None:
-                    return
 
 
 def _conversation(

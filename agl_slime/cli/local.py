@@ -62,7 +62,7 @@ from agl_slime.support.files import scratch_directory
 from agl_slime.support.threads import run_in_thread
 from agl_slime.tokens.loading import load_tokenizer
 from agl_slime.tokens.tokenizer import has_chat_template, set_template_kwargs
-from agl_slime.train.local.settings import LocalTrainerSettings
+from agl_slime.train.local.settings import LARGE_MODEL, LocalTrainerSettings, default_lr
 from agl_slime.types import Sample, flat_samples
 
 if TYPE_CHECKING:
@@ -70,7 +70,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_LARGE_MODEL = 10_000_000  # parameters
 _LARGE_MODELS_LR = 1e-4
 
 TorchThreads = int | Literal["auto"] | None
@@ -117,6 +116,8 @@ async def run_training(
             await teachers.check(tokenizer)
         url, check_engine, trainer = await _start_engine(stack, config, origin.model, run, console, torch_threads)
         warnings |= learning_rate_warning(config.local, trainer.model)
+        if sizes := about_model(config, trainer.model, lr=trainer.lr):
+            console.print(sizes, highlight=False, soft_wrap=True)
         checkpoint = await run_in_thread(load_newest, checkpoints, trainer) if checkpoints else None
         start = checkpoint.loop if checkpoint is not None else LoopState()
         directory = stack.enter_context(weights_directory(config, origin.model, run.path))
@@ -172,11 +173,24 @@ async def run_training(
 
 def learning_rate_warning(settings: LocalTrainerSettings, model: Any) -> dict[str, str]:
     """A warning, by its key, of a learning rate that is far above what a large model learns with."""
-    n = sum(parameter.numel() for parameter in model.parameters())
-    if settings.lora_rank or n < _LARGE_MODEL or settings.lr <= _LARGE_MODELS_LR:
+    n = _parameters(model)
+    if settings.lr is None or settings.lora_rank or n < LARGE_MODEL or settings.lr <= _LARGE_MODELS_LR:
         return {}
     text = f"--local.lr {settings.lr:g} suits the tiny policy; this model has {n / 1e6:,.0f} million parameters"
-    return {"learning_rate": f"{text}: SmolLM2-135M learns with 2e-5; slime's scripts for models of billions have 1e-6"}
+    return {"learning_rate": f"{text}, for which the default is {default_lr(n, lora=False):g}; leave the flag out"}
+
+
+def about_model(config: TrainConfig, model: Any, *, lr: float) -> str:
+    """The settings that depend on a model's size, in a sentence; empty for a model as small as the tiny policy."""
+    n, limit = _parameters(model), config.sampling.max_new_tokens
+    if n < LARGE_MODEL:
+        return ""
+    text = f"{n / 1e6:,.0f} million parameters are trained at learning rate {lr:g} (--local.lr)"
+    return f"{text}; an answer ends at {limit} tokens (--max-new-tokens)"
+
+
+def _parameters(model: Any) -> int:
+    return sum(parameter.numel() for parameter in model.parameters())
 
 
 async def _probe_servers(config: TrainConfig) -> EngineDescription | None:

@@ -42,6 +42,7 @@ COMMANDS = {
     "train": "train an agent online",
     "doctor": "check the installation and say how to fix it",
     "new": "write an agent to start from",
+    "try": "run one task of an agent and show what was said, its reward and tokens",
     "demo-policy": "make a tiny policy for an agent with demonstrations",
     "model": "fetch a model and print its directory",
     "eval": "evaluate one model, or compare two, on held-out tasks",
@@ -86,6 +87,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if command in COMMANDS:
         functions: dict[str, Callable[[list[str]], object]] = {"train": _train, "eval": _eval, **READONLY_COMMANDS}
         functions |= {name: partial(_module_main, name) for name in ("chat", "autopsy", "onset", "replay")}
+        functions["try"] = partial(_module_main, "try_agent")  # a keyword names no module
         return _run_command(partial(functions[command], rest))
     print(f"agl-slime: there is no command {command!r}; the commands are {', '.join(COMMANDS)}", file=sys.stderr)
     return 2

@@ -156,7 +156,7 @@ async def find_start(
         if not (model / "config.json").is_file():
             raise ConfigError(f"the run in {run.path} began with the model at {began}, which no longer exists")
     else:
-        model = _unnamed_model(config, parts.agent, described)
+        model = unnamed_model(config, parts.agent, described)
     model_files = await run_in_thread(model_digests, model)
     recorded = before.get("model_files") or model_files
     if other := sorted(name for name in {*recorded, *model_files} if recorded.get(name) != model_files.get(name)):
@@ -170,7 +170,7 @@ async def find_start(
     return Start(model, record)
 
 
-def _unnamed_model(config: TrainConfig, agent: Any, described: EngineDescription | None) -> Path:
+def unnamed_model(config: TrainConfig, agent: Any, described: EngineDescription | None) -> Path:
     """The model of a run without ``--model-path``: the server's, or the tiny policy for its own task."""
     if described is not None:
         where = f"the server at {described.base_url} serves {described.model_path!r}"

@@ -45,6 +45,8 @@ class SampleFile:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.lines: list[dict[str, Any]] = list(iter_jsonl(path)) if path.exists() else []
+        self.last: MemberResult | None = None
+        """The newest sample, of which a line has a part."""
         self._file = IterationFile(path)
 
     def __enter__(self) -> SampleFile:
@@ -59,7 +61,7 @@ class SampleFile:
         return [(task, sample) for sample in range(k) for task in range(tasks) if (task, sample) not in recorded]
 
     def add(self, task: int, sample: int, member: MemberResult) -> None:
-        trajectory = member.trajectory
+        self.last, trajectory = member, member.trajectory
         line = {
             "task": task,
             "sample": sample,

@@ -12,14 +12,26 @@ from agl_slime.support.ranges import check_ranges
 WeightsDtype = Literal["float32", "bfloat16"]
 """The dtype of weights that are pushed to the engine."""
 
+LARGE_MODEL = 10_000_000
+"""Parameters from which on the tiny policy's settings do not suit a model."""
+
+
+def default_lr(n_parameters: int, *, lora: bool) -> float:
+    """The learning rate for a model of that size: of the first command, of SmolLM2-135M's run in docs/measured.md, of
+    slime's scripts for models of billions; adapters learn with ten times as much (docs/trainer.md)."""
+    if n_parameters < LARGE_MODEL:
+        return 5e-4
+    return (2e-5 if n_parameters < 1_000_000_000 else 1e-6) * (10 if lora else 1)
+
 
 @dataclass(frozen=True, kw_only=True)
 class LocalTrainerSettings:
-    """GRPO/PPO-clip. The defaults suit a policy of some 128k parameters; large models want a learning rate some hundred
-    times smaller."""
+    """GRPO/PPO-clip. The defaults suit a policy of some 128k parameters, but for the learning rate, which is chosen by
+    the model's size."""
 
-    lr: float = 5e-4
-    """Learning rate of AdamW, constant after the warm-up."""
+    lr: float | None = None
+    """Learning rate of AdamW, constant after the warm-up; by default 5e-4 below 10 million parameters, 2e-5 below a
+    billion, else 1e-6, and ten times the latter two with LoRA."""
     warmup_steps: int = 0
     """Optimizer steps over which the learning rate rises linearly to ``lr``."""
     betas: tuple[float, float] = (0.9, 0.99)

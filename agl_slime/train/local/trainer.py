@@ -49,7 +49,7 @@ from agl_slime.train.local.model import (
     packs,
     save_model,
 )
-from agl_slime.train.local.settings import LocalTrainerSettings, WeightsDtype
+from agl_slime.train.local.settings import LocalTrainerSettings, WeightsDtype, default_lr
 from agl_slime.types import Sample, flat_samples
 
 LOGITS_CHUNK = 512  # sampled tokens per computation of logits over the whole vocabulary: bounds memory
@@ -107,6 +107,9 @@ class LocalTrainer:
         self._source = Path(model_path)
         self.model = load_model(self._source, device=self._device)
         self._set_threads()
+        n_parameters = sum(parameter.numel() for parameter in self.model.parameters())
+        self.lr = self.settings.lr or default_lr(n_parameters, lora=bool(self.settings.lora_rank))
+        """The learning rate after the warm-up."""
         self._vocab_size = int(self.model.get_input_embeddings().weight.shape[0])  # type: ignore[arg-type, union-attr]
         allow_packing(self.model)
         self._start_model = None  # with LoRA: the model without its adapters
@@ -122,7 +125,7 @@ class LocalTrainer:
         others = [parameter for parameter in self._trained if parameter.ndim < 2]
         self._optimizer = torch.optim.AdamW(
             [{"params": matrices, "weight_decay": self.settings.weight_decay}, {"params": others, "weight_decay": 0.0}],
-            lr=self.settings.lr,
+            lr=self.lr,
             betas=self.settings.betas,
             fused=self._device.type in ("cpu", "cuda"),  # one pass over weights and moments
         )
@@ -274,7 +277,7 @@ class LocalTrainer:
             norm = float(torch.nn.utils.clip_grad_norm_(self._trained, self.settings.grad_clip))
             if not math.isfinite(norm):
                 raise TrainerError(f"the gradient norm of {place} is {norm}; no step was taken on it. Lower lr.")
-            lr = self.settings.lr * min(1.0, (self.steps + 1) / max(1, self.settings.warmup_steps))
+            lr = self.lr * min(1.0, (self.steps + 1) / max(1, self.settings.warmup_steps))
             for group in self._optimizer.param_groups:
                 group["lr"] = lr
             self._optimizer.step()

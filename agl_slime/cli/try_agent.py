@@ -1,0 +1,183 @@
+"""``agl-slime try``: one task of an agent, with what the model said, its tools, the reward and the tokens."""
+
+from __future__ import annotations
+
+import asyncio
+import tempfile
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import tyro
+from rich.console import Console
+
+from agl_slime.agent.chat_api import DEFAULT_KEY
+from agl_slime.agent.loading import load_agent, only_agent
+from agl_slime.cli.evaluate import EvalConfig, Prepared, prepare, sampling_with
+from agl_slime.cli.flags import split_env_flags
+from agl_slime.cli.settings import command_config, train_config
+from agl_slime.data.results import MemberResult
+from agl_slime.errors import AglSlimeError, ConfigError
+from agl_slime.report.files import RunDir
+from agl_slime.tokens.trajectory import Trajectory
+
+A_DAY_S = 86400.0  # a person reads, and a debugger stops, for as long as they like
+
+RollOut = Callable[[Any], Awaitable[MemberResult]]
+
+
+def main(arguments: Sequence[str]) -> None:
+    ours, env_flags = split_env_flags(arguments)
+
+    def attempt(
+        agent: tyro.conf.Positional[str | None] = None,
+        task: int = 0,
+        tasks: Path | None = None,
+        model: Annotated[Path | None, tyro.conf.arg(aliases=["--model-path"])] = None,
+        sglang_url: str | None = None,
+        openai_url: str | None = None,
+        openai_model: str | None = None,
+        openai_key_env: str = DEFAULT_KEY,
+        temperature: float | None = None,
+        max_new_tokens: int | None = None,
+        engine: Literal["embedded", "sglang"] = "embedded",
+        sglang_python: Path | None = None,
+        env: str | None = None,
+        env_python: Path | None = None,
+    ) -> None:
+        """Run one task by hand and show what the model said, its tools, the reward and the tokens. Exit code 1 when the
+        rollout failed.
+
+        Args:
+            agent: path/to/file.py:Class or module:Class; a file with one agent needs no name.
+            task: The task's number, from 0: of --tasks, or of the tasks that `agl-slime eval` shows.
+            tasks: Tasks as JSON lines; by default the agent's make_task(rng), or the tasks of --model's run.
+            model: A Hugging Face directory, a run's directory, smollm2, or a name on the hub; by default the model at
+                --sglang-url or --openai-url, or for agents of the lookup task the tiny policy.
+            sglang_url: URL of a running SGLang server; by default an engine is started on this machine.
+            openai_url: An OpenAI-compatible URL, such as https://host/v1, whose model does the task.
+            openai_model: The name of the model at --openai-url; not needed where there is only one.
+            openai_key_env: The environment variable with the key of --openai-url.
+            temperature: Sampling temperature; 0 is greedy, and the run's or 1 by default.
+            max_new_tokens: Most tokens of an answer; the run's or 48 by default.
+            engine: The engine that is started: embedded, or a real SGLang.
+            sglang_python: A Python with SGLang, for --engine sglang.
+            env: An environment of verifiers, in place of an agent.
+            env_python: A Python with verifiers, for --env.
+        """
+        values = {"temperature": temperature, "max_new_tokens": max_new_tokens, "sglang_url": sglang_url}
+        values |= {"engine": engine, "sglang_python": sglang_python, "env": env, "env_python": env_python}
+        values |= {"env_arguments": env_flags or None}
+        named = {"openai_url": openai_url, "openai_model": openai_model, "openai_key_env": openai_key_env}
+        asyncio.run(try_task(agent and only_agent(agent), task, model=model, tasks=tasks, **named, **values))
+
+    tyro.cli(attempt, prog="agl-slime try", args=ours)
+
+
+async def try_task(
+    agent: str | None, task: int, *, model: Path | None = None, write: Callable[[str], None] = print, **settings: Any
+) -> None:
+    """Run task number ``task`` of ``agent`` and describe it; ``settings`` are fields of ``EvalConfig`` and settings
+    of a run, by name. Raises ``AglSlimeError`` when the rollout failed."""
+    if task < 0:
+        raise ConfigError(f"--task must be 0 or more, got {task}")
+    settings = {"rollout_timeout": A_DAY_S, "agent": agent, **settings}
+    if model is None and settings.get("openai_url") is None:
+        model = await _unnamed_model(settings)
+    models = () if model is None else (model,)
+    ready = await prepare(command_config(EvalConfig, models=models, n_tasks=task + 1, **settings))
+    if task >= len(ready.tasks):
+        raise ConfigError(f"--task {task}: there are {len(ready.tasks)} tasks, numbered from 0")
+    async with rolling_out(ready) as roll_out:
+        member = await roll_out(ready.tasks[task])
+    for line in describe(member):
+        write(line)
+    if not member.ok:
+        raise AglSlimeError("the rollout failed: it would not be trained on")
+
+
+async def _unnamed_model(settings: Mapping[str, Any]) -> Path:
+    from agl_slime.cli.start import unnamed_model
+    from agl_slime.engine.client.client import SGLangClient
+
+    given = {name: settings[name] for name in ("agent", "env") if settings.get(name) is not None}
+    config, described = train_config(**given), None
+    if (url := settings.get("sglang_url")) is not None:
+        async with SGLangClient(base_url=url) as client:
+            described = await client.probe()
+    return unnamed_model(config, None if "env" in given else load_agent(config.agent), described)
+
+
+@asynccontextmanager
+async def rolling_out(ready: Prepared) -> AsyncIterator[RollOut]:
+    """Start the engine of ``ready``; yields a function that runs a task and returns the finished rollout."""
+    with tempfile.TemporaryDirectory() as scratch:
+        more: dict[str, Any] = {"directory": RunDir(Path(scratch)), "console": Console(stderr=True)}
+        async with sampling_with(
+            ready.settings, ready.models[0], ready.agent, ready.sampling, max_concurrent=1, **more
+        ) as sampling:
+            from agl_slime.report.evaluation.samples import SampleFile, take_samples
+
+            async def roll_out(task: Any) -> MemberResult:
+                with tempfile.TemporaryDirectory(dir=scratch) as place, SampleFile(Path(place) / "one.jsonl") as file:
+                    await take_samples([task], k=1, into=file, sampling=sampling, on_progress=lambda *_: None)
+                    assert file.last is not None  # take_samples returns when the sample has ended
+                    return file.last
+
+            yield roll_out
+
+
+def describe(member: MemberResult) -> Iterator[str]:
+    """The rollout in lines: its conversations with the tokens of each turn, tools, reward or failure, and Samples."""
+    trajectory = member.trajectory
+    if trajectory is not None:
+        yield from _conversations(trajectory)
+    counts: Mapping[str, Any] = (member.samples[0].metadata.get("tools") or {}) if member.samples else {}
+    if counted := [f"{name} {_count(value)}" for name, value in counts.items() if value]:
+        yield f"tools: {'; '.join(counted)}"
+    if not member.ok:
+        yield f"failed: {member.failure} {member.failure_message}"
+    else:
+        parts = ", ".join(f"{name} {value:g}" for name, value in [*member.rewards.items()][1:])  # the first is trained
+        yield f"reward: {member.reward:g}" + (f" ({parts})" if parts else "")
+    if member.samples:
+        trained = sum(sum(sample.loss_mask or ()) for sample in member.samples)
+        lengths = " + ".join(str(len(sample.tokens)) for sample in member.samples)
+        samples = f"{len(member.samples)} Sample{'s' if len(member.samples) > 1 else ''} of {lengths}"
+        yield f"tokens: {trained} of {member.sampled_tokens} sampled are trained, in {samples}"
+    if trajectory is not None and trajectory.truncated:
+        yield f"cut off: {trajectory.stop_reason or trajectory.turns[-1].finish_reason}"
+
+
+def _conversations(trajectory: Trajectory) -> Iterator[str]:
+    """Each message once: of a turn the messages that no earlier turn began with, then its answer and its tokens."""
+    seen: list[tuple[Mapping[str, Any], ...]] = []
+    for number, turn in enumerate(trajectory.turns):
+        asked = turn.messages or ()
+        shared = max((len(before) for before in seen if asked[: len(before)] == before), default=0)
+        if seen and not shared:
+            yield "(another conversation)"
+        # the next message is that turn's answer, which was shown as the model wrote it
+        answered = shared and [message.get("role") for message in asked[shared : shared + 1]] == ["assistant"]
+        for message in asked[shared + bool(answered) :]:
+            yield f"{message.get('role')}: {_text(message)}"
+        yield f"assistant: {turn.text}"
+        if len(turn.prompt_ids):
+            about = f"{len(turn.prompt_ids)} tokens of prompt, {len(turn.response_ids)} sampled"
+            yield f"  [turn {number + 1}: {about}, {turn.finish_reason}, {turn.latency_s:.1f} s]"
+        seen.append(asked)
+
+
+def _text(message: Mapping[str, Any]) -> str:
+    content = message.get("content")
+    if isinstance(content, list):
+        content = " ".join(str(part.get("text", f"[{part.get('type')}]")) for part in content)
+    calls = (call.get("function", call) for call in message.get("tool_calls") or ())
+    return " ".join([*([str(content)] if content else []), *(f"{call.get('name')}({call.get('arguments')})" for call in calls)])
+
+
+def _count(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return ", ".join(f"{name} {number}" for name, number in value.items())
+    return ", ".join(map(str, value)) if isinstance(value, list) else str(value)
