@@ -174,7 +174,9 @@ def _text(message: Mapping[str, Any]) -> str:
     if isinstance(content, list):
         content = " ".join(str(part.get("text", f"[{part.get('type')}]")) for part in content)
     calls = (call.get("function", call) for call in message.get("tool_calls") or ())
-    return " ".join([*([str(content)] if content else []), *(f"{call.get('name')}({call.get('arguments')})" for call in calls)])
+    return " ".join(
+        [*([str(content)] if content else []), *(f"{call.get('name')}({call.get('arguments')})" for call in calls)]
+    )
 
 
 def _count(value: Any) -> str:
