@@ -73,7 +73,7 @@ def seconds_of_help(tree: Path) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--runs", type=int, default=10)
     parser.add_argument("--tree", type=Path, action="append", help="a checkout; may be given several times")
     options = parser.parse_args()

@@ -96,7 +96,6 @@ class RunAutopsy:
             parts["decode"] = mean_gap([one.sampler for one in samples], prefill)
         metrics = {f"{AUTOPSY}/{name}": value for name, value in parts.items()}
         tolerance = BFLOAT16_TOLERANCE if self.dtype == "bfloat16" else TOLERANCE
-        tolerance = BFLOAT16_TOLERANCE if self.dtype == "bfloat16" else TOLERANCE
         if max(parts.values()) > tolerance and self._diagnoses < _MOST_DIAGNOSES:
             self._diagnoses += 1
             if (diagnosis := self._diagnose(samples)) is not None and diagnosis.first is not None:
