@@ -297,8 +297,6 @@ async def test_a_thousand_rollouts_at_once_keep_their_spans_apart() -> None:
 
 
 def test_unusable_listen_address_is_a_config_error_at_each_start() -> None:
-    with pytest.raises(ConfigError, match="port must be from 0"):
-        GatewaySettings(port=70_000)
     gateway = Gateway(GatewaySettings(host="x" * 70))  # no name has so long a part, which is no error of the system's
     for _ in range(2):
         with pytest.raises(ConfigError, match="the gateway cannot listen on xxx"):

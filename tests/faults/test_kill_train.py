@@ -1,11 +1,12 @@
-"""Short runs of ``kill_train`` and ``end_train``, whose 50 and 24 ends take minutes; and what the engine is asked for
-again after a kill."""
+"""Short runs of ``end_train``, whose 24 ends take minutes; and what the engine is asked for again after a kill."""
 
 from __future__ import annotations
 
 import asyncio
 import json
 import random
+import signal
+import time
 from pathlib import Path
 from typing import Any
 
@@ -15,37 +16,34 @@ from agl_slime.cli.demo import LOOKUP_POLICY
 from agl_slime.engine.process import EmbeddedEngine
 from agl_slime.loop.checkpoint import read_checkpoints
 from agl_slime.tokens.codec import unpack_token_ids
-from tests.faults.end_train import PHASES, SIGNALS
-from tests.faults.end_train import run as end_train
-from tests.faults.kill_train import Run, run
+from tests.faults.end_train import PHASES, SIGNALS, Scene, run
 from tests.faults.token_counter import TokenCounter
 
 pytest.importorskip("torch", reason="needs agl-slime[local]")
 
 
+MIXED = list(zip(PHASES, SIGNALS + SIGNALS[2:], strict=True))
+KILLS = [(phase, signal.SIGKILL) for phase in PHASES]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("max_staleness", [0, 2])
-@pytest.mark.parametrize("flags", ["", "--drop-zero-variance"])
-def test_no_task_is_lost_or_trained_on_twice_when_train_is_killed(
-    tmp_path: Path, max_staleness: int, flags: str
+@pytest.mark.parametrize(
+    ("trainer", "max_staleness", "planned", "more"),
+    [
+        ("local", 0, MIXED, ""),
+        ("local", 2, MIXED, ""),
+        ("slime", 2, MIXED, ""),
+        ("local", 0, KILLS, "--drop-zero-variance"),
+        ("local", 2, KILLS, "--drop-zero-variance"),
+    ],
+    ids=["synchronous", "overlapped", "slime", "killed", "overlapped and killed"],
+)
+def test_no_task_is_lost_or_trained_on_twice_and_files_agree_after_each_end(
+    tmp_path: Path, trainer: str, max_staleness: int, planned: Any, more: str
 ) -> None:
-    result = run(tmp_path, kills=4, seed=3, limit_s=300, max_staleness=max_staleness, flags=flags)
-    assert result.findings == []
-    assert (result.lost, result.twice, result.leftovers) == ([], [], [])
-    assert result.optimizer_steps[0] == result.optimizer_steps[1] > 0
-    assert result.adds_up
-    assert result.reports_in_order
-    assert result.kills_while_training >= 1
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("trainer", "max_staleness"), [("local", 0), ("local", 2), ("slime", 2)])
-def test_files_agree_after_every_signal_in_every_phase(tmp_path: Path, trainer: str, max_staleness: int) -> None:
-    """Each phase once and each signal at least once; ``python -m tests.faults.end_train`` has all pairs."""
-    planned = list(zip(PHASES, SIGNALS + SIGNALS[2:], strict=True))
-    result = end_train(
-        tmp_path, planned=planned, rng=random.Random(5), max_staleness=max_staleness, trainer=trainer, limit_s=600
-    )
+    """``python -m tests.faults.end_train`` has all pairs of a phase and a signal."""
+    how: dict[str, Any] = {"max_staleness": max_staleness, "trainer": trainer, "more": more}
+    result = run(tmp_path, planned=planned, rng=random.Random(5), limit_s=600, **how)
     assert result.findings == []
     assert result.by_phase.total() == len(PHASES)
     assert result.tasks > 0
@@ -58,7 +56,7 @@ async def test_tokens_sampled_before_a_kill_are_not_sampled_again(tmp_path: Path
     flags = "--rollout-batch-size 4 --n-samples-per-prompt 4 --max-staleness 2 --weight-pause retract --save-interval 1"
     with EmbeddedEngine(LOOKUP_POLICY) as engine:
         async with counter.before(engine.url) as url:
-            scene = Run(tmp_path, flags=f"{flags} --eval-interval 0", limit_s=200, engine_url=url)
+            scene = Scene(tmp_path, flags=f"{flags} --eval-interval 0", limit_s=200, engine_url=url)
             calls: list[dict[str, Any]] = []
             # until a checkpoint has a call in it that was cut within an answer
             while not any(call["finish_reason"] == "abort" for call in calls):
@@ -67,7 +65,7 @@ async def test_tokens_sampled_before_a_kill_are_not_sampled_again(tmp_path: Path
                 lines = [json.loads(line) for line in newest.partial.read_text().splitlines()]
                 calls = [call for line in lines for call in line["calls"]]
             counter.tokens = 0
-            last = await asyncio.to_thread(scene.start, iterations=newest.loop.iteration + 4)
+            last, _ = await asyncio.to_thread(scene.begin, newest.loop.iteration + 4, cold=False)
             await asyncio.to_thread(last.join, 150)
             assert last.exitcode == 0, scene.last_words()
     kept = sum(len(unpack_token_ids(call["output_ids"])) for call in calls)
@@ -77,11 +75,12 @@ async def test_tokens_sampled_before_a_kill_are_not_sampled_again(tmp_path: Path
     assert kept > 100
 
 
-def train_and_kill(scene: Run) -> None:
-    process = scene.start(iterations=1000)
+def train_and_kill(scene: Scene) -> None:
+    process, reader = scene.begin(1000, cold=False)
     try:
-        scene.wait_for_training(process)
-        scene.wait(process, 0.5)
+        scene.wait_for_phase(process, reader, "train", times=2)
+        time.sleep(0.5)  # the kill comes in the middle of something
     finally:
         process.kill()
         process.join()
+        reader.close()

@@ -169,11 +169,3 @@ def test_it_is_closed_by_default(capsys: pytest.CaptureFixture[str]) -> None:
     flags = ["--store-url", "http://127.0.0.1:9", "--sglang-url", "http://127.0.0.1:9", "--model-path", "/none"]
     assert main(["gateway", *flags]) == 2
     assert "--model-path /none" in capsys.readouterr().err
-
-
-def test_settings_that_are_none_say_so() -> None:
-    wrong: Any = {"branches": "some"}
-    with pytest.raises(ConfigError, match="branches must be one of all, used, last"):
-        GatewaySettings(**wrong)
-    with pytest.raises(ConfigError, match="max_turns must be above 0"):
-        GatewaySettings(max_turns=0)

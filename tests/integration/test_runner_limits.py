@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from agl_slime.errors import ConfigError
 from agl_slime.runner import guard
 from agl_slime.runner.concurrent import ConcurrentRunner, RunnerSettings
 from agl_slime.runner.thread import RunnerThread
@@ -269,22 +268,3 @@ async def test_a_long_queue_is_claimed_in_large_batches() -> None:
     async with running(FnAgent(work), claims, claim_batch=100) as store:
         await finished(store, range(500))
     assert [limit for limit in claims.limits if limit > 8][:5] == [16, 32, 64, 100, 100]
-
-
-@pytest.mark.parametrize(
-    "bad",
-    [
-        {"max_concurrent": 0},
-        {"max_sync_threads": 0},
-        {"claim_batch": 0},
-        {"poll_interval_s": 0.0},
-        {"flush_interval_s": 0.0},
-        {"heartbeat_interval_s": -1.0},
-        {"lag_warning_s": -1.0},
-        {"timeout_s": 0.0},
-        {"max_restarts": -1},
-    ],
-)
-def test_settings_that_cannot_be_are_refused(bad: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match=next(iter(bad))):
-        RunnerSettings(**bad)

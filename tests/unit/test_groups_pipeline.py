@@ -282,17 +282,3 @@ def test_a_broken_meta_stage_does_not_stop_the_batch():
     )
     assert len(result.data) == 2
     assert result.meta_info["error"] == "get_group_data_meta_info raised KeyError: 'reward'"
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"group_size": 0}, "group_size"),
-        ({"group_size": 1, "min_valid_item_size_ratio": 0}, "min_valid_item_size_ratio"),
-        ({"group_size": 1, "group_timeout_seconds": 0}, "group_timeout_seconds"),
-        ({"group_size": 1, "reward_range": (1.0, 0.0)}, "reward_range"),
-    ],
-)
-def test_settings_that_make_no_sense_are_refused(settings, message):
-    with pytest.raises(ConfigError, match=message):
-        PipelineSettings(**settings)

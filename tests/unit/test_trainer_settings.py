@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 import subprocess
 import sys
 from pathlib import Path
@@ -9,38 +8,8 @@ from typing import Any
 
 import pytest
 
-from agl_slime.errors import ConfigError
 from agl_slime.train.local import LocalTrainerSettings
 from agl_slime.train.local.settings import default_lr
-
-
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("lr", 0.0),
-        ("lr", math.nan),
-        ("warmup_steps", -1),
-        ("betas", (0.9, 1.0)),
-        ("weight_decay", -0.1),
-        ("grad_clip", 0.0),
-        ("grad_clip", math.nan),
-        ("clip", 0.0),
-        ("clip", 1.5),
-        ("clip_high", 0.0),
-        ("n_minibatches", 0),
-        ("epochs", 0),
-        ("kl_coef", -1.0),
-        ("aggregation", "mean"),
-        ("old_log_probs", "trainer"),
-        ("max_tokens_per_microbatch", 0),
-        ("lora_rank", -1),
-        ("lora_alpha", 0.0),
-        ("compute_dtype", "float16"),
-    ],
-)
-def test_a_setting_out_of_range_is_named_with_its_value(name: str, value: Any):
-    with pytest.raises(ConfigError, match=f"^{name} must be .*, got "):
-        LocalTrainerSettings(**{name: value})
 
 
 def test_settings_do_not_change_after_the_fact():
