@@ -38,7 +38,7 @@ KILLS = [(phase, signal.SIGKILL) for phase in PHASES]
     ],
     ids=["synchronous", "overlapped", "slime", "killed", "overlapped and killed"],
 )
-def test_no_task_is_lost_or_trained_on_twice_and_files_agree_after_each_end(
+def test_tasks_are_trained_once_and_files_agree_after_each_end(
     tmp_path: Path, trainer: str, max_staleness: int, planned: Any, more: str
 ) -> None:
     """``python -m tests.faults.end_train`` has all pairs of a phase and a signal."""

@@ -19,18 +19,8 @@ def sglang_router(workers: Sequence[str] = (), *, policy: str = "manual", flags:
     """Routes to ``workers``, and to those that are registered later; yields its URL once all workers are healthy."""
     port, metrics_port = free_port(), free_port()
     url = f"http://127.0.0.1:{port}"
-    command = [
-        sys.executable,
-        "-m",
-        "sglang_router.launch_router",
-        "--host",
-        "127.0.0.1",
-        "--port",
-        str(port),
-        "--policy",
-        policy,
-    ]
-    command += ["--prometheus-port", str(metrics_port), "--log-level", "error", *flags]
+    command = [sys.executable, "-m", "sglang_router.launch_router", "--host", "127.0.0.1", "--port", str(port)]
+    command += ["--policy", policy, "--prometheus-port", str(metrics_port), "--log-level", "error", *flags]
     if workers:
         command += ["--worker-urls", *workers]
     process = subprocess.Popen(command)

@@ -43,29 +43,14 @@ def main(directory: Path, steps: int, engines: str, *loaded: str) -> None:
         began = time.monotonic()
         code = command_line(
             [
-                *(
-                    "train",
-                    "--trainer",
-                    "slime",
-                    "--sglang-url",
-                    url,
-                    "--model-path",
-                    str(model),
-                    "--num-iterations",
-                    str(steps),
-                ),
+                *("train", "--trainer", "slime", "--sglang-url", url, "--model-path", str(model)),
+                *("--num-iterations", str(steps)),
                 *("--rollout-batch-size", "16", "--n-samples-per-prompt", "4", "--eval-interval", "0"),
                 *("--output-dir", str(directory / "run"), "--overwrite", "--"),
                 *model_flags(model),
                 *("--num-gpus-per-node", "1", "--micro-batch-size", "1", "--custom-config-path", str(settings)),
-                *(
-                    "--update-weight-mode",
-                    "full",
-                    "--update-weight-transport",
-                    "disk",
-                    "--update-weight-disk-dir",
-                    str(directory / "weights"),
-                ),
+                *("--update-weight-mode", "full", "--update-weight-transport", "disk"),
+                *("--update-weight-disk-dir", str(directory / "weights")),
                 *("--save", str(directory / "checkpoint"), "--save-interval", str(steps)),
                 *(("--load", *loaded) if loaded else ()),
             ]

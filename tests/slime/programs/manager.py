@@ -42,14 +42,8 @@ def main(directory: Path) -> None:
         flags = [
             *("--num-rollout", str(BATCHES), "--rollout-batch-size", str(GROUPS), "--n-samples-per-prompt", str(SIZE)),
             *("--global-batch-size", str(GROUPS * SIZE), "--micro-batch-size", "1", "--rollout-temperature", "1.0"),
-            *(
-                "--rollout-max-response-len",
-                "48",
-                "--save",
-                str(directory / "checkpoint"),
-                "--load",
-                str(directory / "checkpoint"),
-            ),
+            *("--rollout-max-response-len", "48", "--save", str(directory / "checkpoint")),
+            *("--load", str(directory / "checkpoint")),
             *("--sglang-router-ip", host, "--sglang-router-port", port),
             *("--save-debug-rollout-data", str(directory / "rollouts_{rollout_id}.pt")),
             *("--rollout-num-gpus", "0"),
