@@ -28,6 +28,7 @@ from tests.harness.loop import threads_of_ours
 
 # what the user is promised after Ctrl-C
 WITHIN_S = 5.0
+LONG = ("--num-iterations", "1000", "--eval-interval", "0")
 
 
 def gone(processes: list[psutil.Process], within_s: float) -> bool:
@@ -54,19 +55,25 @@ def check_interrupted(directory: Path, text: str) -> None:
 
 
 @pytest.mark.slow
-def test_ctrl_c_in_the_middle_of_an_iteration(policy_dir: Path, tmp_path: Path) -> None:
-    with train(
-        "--model-path", policy_dir, "--output-dir", tmp_path / "out", "--num-iterations", "1000", "--eval-interval", "0"
-    ) as run:
+@pytest.mark.parametrize("signals", [("SIGINT",), ("SIGTERM",), ("SIGINT", "SIGINT")], ids=" ".join)
+def test_one_signal_interrupts_an_iteration_and_two_end_it_at_once(
+    signals: tuple[str, ...], policy_dir: Path, tmp_path: Path
+) -> None:
+    with train("--model-path", policy_dir, "--output-dir", tmp_path / "out", *LONG) as run:
         run.until("iter 2/1000")
-        [engine] = run.children()
-        run.process.send_signal(signal.SIGINT)
+        children = run.children()
+        assert len(children) == 1
+        for name in signals:
+            run.process.send_signal(signal.Signals[name])
         code, took = run.end()
-        assert (code, "Traceback" in run.text) == (130, False), run.text
+        assert code == 130, run.text
         assert took < WITHIN_S, run.text
-        assert gone([engine], 1.0)
-    assert run.lines[-1] == "Interrupted; written files are kept."
-    check_interrupted(tmp_path / "out", run.text)
+        assert gone(children, 1.0 if len(signals) == 1 else 5.0)
+    if len(signals) == 1:
+        assert "Traceback" not in run.text
+        assert run.lines[-1] == "Interrupted; written files are kept."
+        check_interrupted(tmp_path / "out", run.text)
+    check_metrics(tmp_path / "out", at_least=1)
 
 
 @pytest.fixture
@@ -123,19 +130,6 @@ def test_ctrl_c_in_this_process(
 
 
 @pytest.mark.slow
-def test_sigterm_is_the_same(policy_dir: Path, tmp_path: Path) -> None:
-    with train("--model-path", policy_dir, "--output-dir", tmp_path / "out", "--num-iterations", "1000") as run:
-        run.until("iter 1/1000")
-        [engine] = run.children()
-        run.process.send_signal(signal.SIGTERM)
-        code, took = run.end()
-        assert (code, "Traceback" in run.text) == (130, False), run.text
-        assert took < WITHIN_S, run.text
-        assert gone([engine], 1.0)
-    check_metrics(tmp_path / "out", at_least=1)
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=str)
 def test_a_signal_while_it_starts(number: signal.Signals, tmp_path: Path) -> None:
     with train("--output-dir", tmp_path / "out") as run:
@@ -165,9 +159,7 @@ def test_ctrl_c_while_it_imports(after_s: float, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_kill_9_leaves_no_engine(policy_dir: Path, tmp_path: Path) -> None:
-    with train(
-        "--model-path", policy_dir, "--output-dir", tmp_path / "out", "--num-iterations", "1000", "--eval-interval", "0"
-    ) as run:
+    with train("--model-path", policy_dir, "--output-dir", tmp_path / "out", *LONG) as run:
         run.until("iter 1/1000")
         children = run.children()
         assert children
@@ -180,9 +172,7 @@ def test_kill_9_leaves_no_engine(policy_dir: Path, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_an_engine_that_is_killed_ends_the_run_with_one_sentence(policy_dir: Path, tmp_path: Path) -> None:
-    with train(
-        "--model-path", policy_dir, "--output-dir", tmp_path / "out", "--num-iterations", "1000", "--eval-interval", "0"
-    ) as run:
+    with train("--model-path", policy_dir, "--output-dir", tmp_path / "out", *LONG) as run:
         run.until("iter 1/1000")
         [engine] = run.children()
         engine.kill()
@@ -191,22 +181,6 @@ def test_an_engine_that_is_killed_ends_the_run_with_one_sentence(policy_dir: Pat
         assert took < 20
     assert run.lines[-1].startswith("error: ")
     assert "embedded engine has died" in run.lines[-1]
-
-
-@pytest.mark.slow
-def test_a_second_ctrl_c_ends_it_at_once(policy_dir: Path, tmp_path: Path) -> None:
-    with train(
-        "--model-path", policy_dir, "--output-dir", tmp_path / "out", "--num-iterations", "1000", "--eval-interval", "0"
-    ) as run:
-        run.until("iter 1/1000")
-        children = run.children()
-        run.process.send_signal(signal.SIGINT)
-        run.process.send_signal(signal.SIGINT)
-        code, took = run.end()
-        assert code == 130
-        assert took < WITHIN_S
-        assert gone(children, 5.0)
-    check_metrics(tmp_path / "out", at_least=1)
 
 
 BACKTRACKING = """

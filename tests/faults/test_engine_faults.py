@@ -221,41 +221,28 @@ async def test_probe_of_a_server_that_does_not_answer() -> None:
         assert time.monotonic() - started < 30  # of an answer that never comes
 
 
+OTHERS = [Body("{}"), Body('{"model_path": 3}'), Body('{"model_path": "m"}'), Body("[1]"), Status(404), Status(302)]
+
+
 @pytest.mark.parametrize(
-    "fault",
+    ("fault", "error", "says"),
     [
-        HTML_PAGE,
-        GARBAGE_JSON,
-        Body("{}"),
-        Body('{"model_path": 3}'),
-        Body('{"model_path": "m"}'),
-        Body("[1]"),
-        Status(404),
-        Status(302),
+        *((fault, EngineProtocolError, "^http://.* answers but .*check the port") for fault in OTHERS),
+        (HTML_PAGE, EngineProtocolError, "^http://.* answers but .*check the port"),
+        (GARBAGE_JSON, EngineProtocolError, "^http://.* answers but .*check the port"),
+        (Status(503, "loading"), EngineServerError, "loading.*wait until the server has started"),
+        (Status(401, "Unauthorized"), EngineRequestError, "api_key"),
     ],
     ids=repr,
 )
-async def test_probe_of_some_other_server(fault: Fault) -> None:
+async def test_a_probe_says_in_a_line_what_is_there_instead(fault: Fault, error: type[EngineError], says: str) -> None:
     async with ScriptedEngine() as engine, SGLangClient(base_url=engine.url, settings=QUICK) as client:
         engine.always("/model_info", fault)
         engine.always("/get_model_info", fault)
-        with pytest.raises(EngineProtocolError, match=rf"^{engine.url} answers but .*check the port") as caught:
+        with pytest.raises(error, match=says) as caught:
             await client.probe()
+        assert engine.url in str(caught.value)
         assert "\n" not in str(caught.value)
-
-
-async def test_probe_of_a_server_that_is_loading() -> None:
-    async with ScriptedEngine() as engine, SGLangClient(base_url=engine.url, settings=QUICK) as client:
-        engine.always("/model_info", Status(503, "loading"))
-        with pytest.raises(EngineServerError, match=r"loading.*wait until the server has started"):
-            await client.probe()
-
-
-async def test_probe_without_the_key() -> None:
-    async with ScriptedEngine() as engine, SGLangClient(base_url=engine.url, settings=QUICK) as client:
-        engine.always("/model_info", Status(401, "Unauthorized"))
-        with pytest.raises(EngineRequestError, match="api_key"):
-            await client.probe()
 
 
 async def test_probe_of_something_that_is_not_even_http() -> None:

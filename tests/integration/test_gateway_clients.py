@@ -176,27 +176,3 @@ def test_strands() -> None:
         agent = strands.Agent(model=model, tools=[strands.tool(weather)], callback_handler=None)
         assert DONE in str(agent("Weather in Rome?"))
         one_sample(case)
-
-
-@STREAMED
-def test_anthropic(streamed: bool) -> None:
-    anthropic = pytest.importorskip("anthropic", reason="pip install anthropic")
-    tool = {"name": "weather", "input_schema": {"type": "object", "properties": {"city": {"type": "string"}}}}
-    with serving(THINKING, DONE) as case:
-        client = anthropic.Anthropic(base_url=case.llm.endpoint.removesuffix("/v1"), api_key="any", max_retries=0)
-        messages: list[Any] = [{"role": "user", "content": "Weather in Rome?"}]
-
-        def ask() -> Any:
-            how: Any = {"model": "m", "max_tokens": 200, "tools": [tool], "messages": messages}
-            if not streamed:
-                return client.messages.create(**how)
-            with client.messages.stream(**how) as stream:
-                return stream.get_final_message()
-
-        said = ask()
-        use = next(block for block in said.content if block.type == "tool_use")
-        messages.append({"role": "assistant", "content": said.content})
-        result = {"type": "tool_result", "tool_use_id": use.id, "content": weather(**use.input)}
-        messages.append({"role": "user", "content": [result]})
-        assert ask().content[0].text == DONE
-        one_sample(case)

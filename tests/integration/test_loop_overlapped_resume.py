@@ -7,46 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from agl_slime.data.results import Outcome
 from agl_slime.errors import ConfigError, LoopError
 from agl_slime.events import Event, GroupsCollected
 from agl_slime.loop.checkpoint import read_checkpoints
 from tests.harness.loop import hello_engine
 from tests.integration.test_loop_resume import Cut, Life, cut_after
-
-
-@pytest.mark.parametrize(("max_staleness", "save_interval", "cut_at"), [(1, 1, 1), (1, 2, 4), (2, 3, 5), (4, 1, 5)])
-async def test_interrupted_overlapped_run_trains_each_instance_once(
-    tmp_path: Path, max_staleness: int, save_interval: int, cut_at: int
-) -> None:
-    settings = {"num_iterations": 6, "save_interval": save_interval, "max_staleness": max_staleness}
-    with hello_engine() as engine:
-        first = Life(tmp_path, engine.url, **settings)
-        first.after_training = cut_after(cut_at)
-        with pytest.raises(LoopError, match="Cut"):
-            await first.loop.run_async()
-        first.end()
-        second = Life(tmp_path, engine.url, **settings)
-        try:
-            assert second.checkpoint is not None
-            saved = (cut_at - 1) // save_interval * save_interval
-            assert second.checkpoint.loop.iteration == saved
-            held = set(second.checkpoint.data_source["instances"])
-            await second.loop.run_async()
-            assert sorted(map(int, second.trainer.learned)) == [*range(12)]
-            assert sorted(map(int, second.ledger.finished_instances())) == [*range(12)]
-            counts = second.ledger.counts()
-            assert (counts.open, counts.ready) == (0, 0)
-            assert counts.closed[Outcome.TRAINED] == 24
-            assert counts.opened == sum(counts.closed.values())
-            batch_of = {name: place // 2 for place, name in enumerate(second.trainer.learned)}
-            late = [batch_of[n] - admitted for n, admitted in second.checkpoint.loop.admitted.items()]
-            assert max(late, default=0) <= max_staleness  # their age before the restart counts
-            # what had ended before the checkpoint was not run again
-            again = counts.reasons.get((Outcome.CANCELLED, "restarted"), 0) // 2
-            assert again <= 12 - 2 * saved - len(held)
-        finally:
-            second.end()
 
 
 async def test_a_lower_limit_than_the_checkpoint_s_is_refused(tmp_path: Path) -> None:

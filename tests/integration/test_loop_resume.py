@@ -128,31 +128,44 @@ def cut_after(iteration: int) -> Callable[[int], None]:
     return cut
 
 
-@pytest.mark.parametrize(("save_interval", "cut_at"), [(1, 1), (1, 3), (2, 4), (3, 5)])
+@pytest.mark.parametrize(
+    ("max_staleness", "save_interval", "cut_at"),
+    [(0, 1, 1), (0, 1, 3), (0, 2, 4), (0, 3, 5), (1, 1, 1), (1, 2, 4), (2, 3, 5), (4, 1, 5)],
+)
 async def test_run_cut_between_training_and_checkpoint_trains_each_instance_once(
-    tmp_path: Path, save_interval: int, cut_at: int
+    tmp_path: Path, max_staleness: int, save_interval: int, cut_at: int
 ) -> None:
+    settings = {"num_iterations": 6, "save_interval": save_interval, "max_staleness": max_staleness}
     with hello_engine() as engine:
-        first = Life(tmp_path, engine.url, num_iterations=6, save_interval=save_interval)
+        first = Life(tmp_path, engine.url, **settings)
         first.after_training = cut_after(cut_at)
         with pytest.raises(LoopError, match="Cut"):
             await first.loop.run_async()
         first.end()
-        second = Life(tmp_path, engine.url, num_iterations=6, save_interval=save_interval)
+        second = Life(tmp_path, engine.url, **settings)
         try:
             assert second.checkpoint is not None
             saved = (cut_at - 1) // save_interval * save_interval
             assert second.checkpoint.loop.iteration == saved
-            assert sorted(map(int, second.trainer.learned)) == [*range(2 * saved)]
+            assert len(second.trainer.learned) == 2 * saved
+            if not max_staleness:
+                assert sorted(map(int, second.trainer.learned)) == [*range(2 * saved)]
+            held = set(second.checkpoint.data_source["instances"])
             await second.loop.run_async()
             assert sorted(map(int, second.trainer.learned)) == [*range(12)]
             assert sorted(map(int, second.ledger.finished_instances())) == [*range(12)]
             counts = second.ledger.counts()
             assert (counts.open, counts.ready) == (0, 0)
             assert counts.closed[Outcome.TRAINED] == 24
-            assert counts.reasons[Outcome.CANCELLED, "restarted"] == 4 * (cut_at - saved)
             assert counts.opened == sum(counts.closed.values())
             assert [row["iteration"] for row in second.recorder.metrics] == [*range(saved + 1, 7)]
+            batch_of = {name: place // 2 for place, name in enumerate(second.trainer.learned)}
+            late = [batch_of[n] - admitted for n, admitted in second.checkpoint.loop.admitted.items()]
+            assert max(late, default=0) <= max_staleness  # their age before the restart counts
+            # what had ended before the checkpoint was not run again
+            again = counts.reasons.get((Outcome.CANCELLED, "restarted"), 0)
+            assert again <= 2 * (12 - 2 * saved - len(held))
+            assert max_staleness or again == 4 * (cut_at - saved)
         finally:
             second.end()
 

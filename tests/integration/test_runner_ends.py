@@ -13,7 +13,7 @@ from agl_slime.runner.base import RunnerSettings
 from agl_slime.runner.thread import RunnerThread
 from agl_slime.store.bridge import BridgeStore
 from agl_slime.support.agl import EnqueueRolloutRequest, LitAgent
-from tests.harness.runners import RESOURCES
+from tests.harness.runners import RESOURCES, reason_of
 
 
 class StubbornAgent(LitAgent[Any]):
@@ -43,8 +43,8 @@ class BlockingAgent(LitAgent[Any]):
         return 1.0
 
 
-async def started(agent: Any) -> RunnerThread:
-    store = BridgeStore()
+async def started(agent: Any, store: BridgeStore | None = None) -> RunnerThread:
+    store = store or BridgeStore()
     await store.add_resources(RESOURCES)
     await store.enqueue_many_rollouts([EnqueueRolloutRequest(input=1, mode="train")])
     settings = RunnerSettings(poll_interval_s=0.01, heartbeat_interval_s=0, lag_warning_s=0)
@@ -54,9 +54,11 @@ async def started(agent: Any) -> RunnerThread:
 
 
 async def test_an_agent_that_ignores_its_cancellation_is_left_behind(caplog: pytest.LogCaptureFixture) -> None:
-    runner = await started(StubbornAgent())
+    runner = await started(StubbornAgent(), store := BridgeStore())
     with caplog.at_level(logging.WARNING, "agl_slime"):
         assert await asyncio.to_thread(runner.stop, timeout_s=30)
+    [rollout] = await store.query_rollouts()
+    assert (rollout.status, (await reason_of(store, rollout))[0]) == ("failed", "cancelled")
     [said] = [record.getMessage() for record in caplog.records if "cancellation" in record.getMessage()]
     assert f"StubbornAgent.rollout_async at {__file__}:" in said
     assert "blocks" not in caplog.text

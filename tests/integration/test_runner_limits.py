@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from agl_slime.runner import guard
 from agl_slime.runner.concurrent import ConcurrentRunner, RunnerSettings
 from agl_slime.runner.thread import RunnerThread
 from agl_slime.store.bridge import BridgeStore
@@ -173,37 +172,6 @@ async def test_stop_without_cancel_finishes_rollouts_in_flight() -> None:
         if found is not None
     ]
     assert statuses == ["succeeded", "queuing"]
-
-
-async def test_an_agent_that_ignores_the_end_of_the_runner_does_not_hold_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(guard, "_CANCEL_GRACE_S", 0.2)
-    started = threading.Event()
-    release = threading.Event()
-
-    async def work(task: Any) -> float:
-        started.set()
-        while not release.is_set():
-            try:
-                await asyncio.sleep(0.05)
-            except asyncio.CancelledError:
-                continue
-        return 1.0
-
-    store = BridgeStore()
-    await store.add_resources(RESOURCES)
-    runner = RunnerThread(
-        agent=FnAgent(work), store=store, settings=RunnerSettings(poll_interval_s=0.01, heartbeat_interval_s=0)
-    )
-    with runner:
-        [rollout] = await store.enqueue_many_rollouts([EnqueueRolloutRequest(input=0, mode="train")])
-        assert await asyncio.to_thread(started.wait, 10)
-        stopping = asyncio.create_task(asyncio.to_thread(runner.stop, timeout_s=15))
-        ended = await asyncio.wait_for(store.wait_for_rollout(rollout.rollout_id, timeout=10), 15)
-        release.set()  # asyncio.run waits for the abandoned task itself at the very end
-        assert await stopping
-    assert ended is not None
-    assert ended.status == "failed"
-    assert (await reason_of(store, rollout))[0] == "cancelled"
 
 
 async def test_cancelled_iter_cancels_rollouts_in_flight() -> None:

@@ -1,4 +1,5 @@
-"""Packing of ids and log-probs: exact both ways, and refusing what cannot be packed."""
+"""Packing of ids and log-probs: exact both ways, and refusing what cannot be packed; histories part where their first
+two items differ."""
 
 from __future__ import annotations
 
@@ -7,6 +8,7 @@ import json
 import mmap
 import os
 import struct
+from itertools import takewhile
 from typing import Any
 
 import numpy as np
@@ -20,6 +22,7 @@ from agl_slime.tokens.codec import (
     TokenBuffer,
     log_prob_array,
     pack_array,
+    shared_length,
     token_array,
     unpack_log_probs,
     unpack_token_ids,
@@ -46,16 +49,26 @@ def test_one_number_costs_five_and_a_third_characters():
     assert len(pack_token_ids(range(30_000))) == 30_000 * 16 // 3
 
 
-def test_an_empty_sequence_round_trips():
-    assert unpack_token_ids(pack_token_ids([])).tolist() == []
-    assert unpack_log_probs(pack_log_probs([])).tolist() == []
+@given(st.lists(st.integers(-(2**31), 2**31 - 1)))
+def test_ids_round_trip(ids: list[int]):
+    assert unpack_token_ids(pack_token_ids(ids)).tolist() == ids
 
 
-def test_a_float32_that_came_as_json_comes_back_exactly():
-    recorded = json.loads(
-        json.dumps([float(np.float32(-1.1)), float(np.float32(-0.0001234)), float(np.float32(-17.3))])
-    )
-    assert unpack_log_probs(pack_log_probs(recorded)).tolist() == recorded
+@given(st.lists(st.floats(width=32, allow_nan=False, allow_infinity=False)))
+def test_float32_log_probs_round_trip_bit_for_bit(values: list[float]):
+    back = unpack_log_probs(pack_log_probs(values)).tolist()
+    assert [value.hex() for value in back] == [value.hex() for value in values]
+
+
+_texts, _lists = st.text("ab"), st.lists(st.integers(0, 1))
+
+
+@given(st.tuples(_texts, _texts) | st.tuples(_lists | _lists.map(tuple), _lists | _lists.map(tuple)), st.integers(0, 9))
+def test_histories_part_where_their_first_two_items_differ(pair: tuple[Any, Any], shared: int):
+    a, b = pair
+    for one, other in ((a, b), (a, a[:shared] + b if type(a) is type(b) else b)):
+        alike = sum(1 for _ in takewhile(lambda items: items[0] == items[1], zip(one, other, strict=False)))
+        assert shared_length(one, other) == alike
 
 
 @pytest.mark.parametrize("bad", [2**31, -(2**31) - 1, 2**70])

@@ -52,41 +52,32 @@ def test_a_template_that_keeps_history_does_not_fork(vocabulary: str):
     assert len(segment.placements) == 2
 
 
-def test_dropped_thinking_is_the_templates_doing(vocabulary: str):
-    tokenizer = chat_tokenizer(vocabulary, DROPS_THINKING)
-    assert reasons(two_turns(tokenizer, "<think>\nFrance, so Paris.\n</think>\n\nIt is Paris."), tokenizer) == [
-        None,
-        ForkReason.DROPPED_THINKING,
-    ]
+THOUGHT, ANSWER, ROME = "<think>\nFrance, so Paris.\n</think>", "It is Paris.", "It is Rome, no: Milan."
+# the block and what follows it begin with the same characters, <t
+THEN_A_CALL = "<think>\nLook it up.\n</think>\n<tool_call>\n{}\n</tool_call>"
+OPENS_HISTORY = PLAIN.replace(
+    "{{ m.content }}", "{% if m.role == 'assistant' %}<think>\n\n</think>\n\n{% endif %}{{ m.content }}"
+)
+EDITS = ("It is Lyon.", "It is Milan.", "It is Rome", "It is Rome, no: Milan. Probably.", "", "Milan.")
 
 
-def test_thinking_dropped_before_a_tool_call_is_the_templates_doing(vocabulary: str):
-    """The block and what follows it begin with the same characters, <t."""
-    tokenizer = chat_tokenizer(vocabulary, DROPS_THINKING)
-    sampled = "<think>\nLook it up.\n</think>\n<tool_call>\n{}\n</tool_call>"
-    assert reasons(two_turns(tokenizer, sampled), tokenizer) == [None, ForkReason.DROPPED_THINKING]
-
-
-def test_dropped_thinking_only_answer_is_a_dropped_thinking_fork(vocabulary: str):
-    tokenizer = chat_tokenizer(vocabulary, DROPS_THINKING)
-    assert reasons(two_turns(tokenizer, "<think>\nFrance, so Paris.\n</think>"), tokenizer) == [
-        None,
-        ForkReason.DROPPED_THINKING,
-    ]
-
-
-def test_empty_thinking_block_in_the_generation_prompt_is_a_template_fork(vocabulary: str):
-    tokenizer = chat_tokenizer(vocabulary, DROPS_THINKING)
-    assert reasons(two_turns(tokenizer, "It is Paris.", enable_thinking=False), tokenizer) == [
-        None,
-        ForkReason.TEMPLATE,
-    ]
-
-
-def test_empty_thinking_block_written_into_history_is_a_template_fork(vocabulary: str):
-    opening = "{% if m.role == 'assistant' %}<think>\n\n</think>\n\n{% endif %}{{ m.content }}"
-    tokenizer = chat_tokenizer(vocabulary, PLAIN.replace("{{ m.content }}", opening))
-    assert reasons(two_turns(tokenizer, "It is Paris."), tokenizer) == [None, ForkReason.TEMPLATE]
+@pytest.mark.parametrize(
+    ("template", "sampled", "rendered", "options", "reason"),
+    [
+        (DROPS_THINKING, f"{THOUGHT}\n\n{ANSWER}", None, {}, ForkReason.DROPPED_THINKING),
+        (DROPS_THINKING, THEN_A_CALL, None, {}, ForkReason.DROPPED_THINKING),
+        (DROPS_THINKING, THOUGHT, None, {}, ForkReason.DROPPED_THINKING),
+        (DROPS_THINKING, ANSWER, None, {"enable_thinking": False}, ForkReason.TEMPLATE),
+        (OPENS_HISTORY, ANSWER, None, {}, ForkReason.TEMPLATE),
+        *((PLAIN, ROME, rendered, {}, ForkReason.EDITED_HISTORY) for rendered in EDITS),
+    ],
+    ids=["thinking", "thinking before a call", "only thinking", "block in the prompt", "block in the history", *EDITS],
+)
+def test_an_answer_that_comes_back_otherwise_forks_for_its_reason(
+    vocabulary: str, template: str, sampled: str, rendered: str | None, options: dict[str, Any], reason: ForkReason
+):
+    tokenizer = chat_tokenizer(vocabulary, template)
+    assert reasons(two_turns(tokenizer, sampled, rendered, **options), tokenizer) == [None, reason]
 
 
 def test_white_space_in_a_tool_call_is_the_templates_doing(vocabulary: str):
@@ -118,17 +109,6 @@ def test_the_same_text_in_other_ids_is_retokenization(vocabulary: str):
     assert sampled != first.response_ids.tolist()
     spelled = Turn(prompt_ids=first.prompt_ids, response_ids=sampled, log_probs=[-0.5] * len(sampled))
     assert reasons([spelled, second], tokenizer) == [None, ForkReason.RETOKENIZATION]
-
-
-@pytest.mark.parametrize(
-    "rendered", ["It is Lyon.", "It is Milan.", "It is Rome", "It is Rome, no: Milan. Probably.", "", "Milan."]
-)
-def test_an_answer_that_the_agent_changed_is_an_edit(vocabulary: str, rendered: str):
-    tokenizer = chat_tokenizer(vocabulary, PLAIN)
-    assert reasons(two_turns(tokenizer, "It is Rome, no: Milan.", rendered), tokenizer) == [
-        None,
-        ForkReason.EDITED_HISTORY,
-    ]
 
 
 def test_a_question_that_the_agent_changed_before_a_kept_answer_is_an_edit(vocabulary: str):
