@@ -3,7 +3,7 @@
 #
 #   scripts/verifiers_env.sh [VENV_DIR]      # default: .venv-verifiers in the repository
 #
-# Needs Python 3.12 (PYTHON names another one, 3.11 to 3.14) and about 1 GB; takes some minutes. Afterwards:
+# Needs Python 3.12, or another one of 3.11 to 3.14 (PYTHON names it), and about 1 GB; takes some minutes. Afterwards:
 #
 #   python train.py --env reasoning-gym:chain_sum --env-python VENV_DIR/bin/python --model smollm2
 #
@@ -12,7 +12,10 @@ set -euo pipefail
 
 VERIFIERS_VERSION=0.4.0 # the version that the tests marked environments were run on
 here="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
-python="${PYTHON:-$(command -v python3.12 || true)}"
+python="${PYTHON:-}"
+for candidate in python3.12 python3.13 python3.11 python3.14; do # a shim of pyenv may exist and not run
+  if [ -z "$python" ] && "$candidate" -c "import venv" 2> /dev/null; then python=$candidate; fi
+done
 [ -n "$python" ] || { echo "verifiers needs Python 3.11 to 3.14: name one with PYTHON=" >&2 && exit 1; }
 target="${1:-$here/../.venv-verifiers}"
 

@@ -1,4 +1,4 @@
-"""The tools and the reward, without a model: ``pytest test_agent.py``."""
+"""The tools and the reward, without a model: ``python -m pytest test_agent.py``."""
 
 from __future__ import annotations
 
