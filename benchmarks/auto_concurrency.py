@@ -11,7 +11,7 @@ from __future__ import annotations
 import argparse
 from dataclasses import replace
 
-from agl_slime.runner.auto_limit import AutoLimit
+from agl_slime.loop.auto_concurrency import AutoLimit
 from tests.harness.engine_model import EngineModel
 from tests.property.test_auto_limit import rates
 
@@ -31,9 +31,9 @@ def main() -> None:
     found: dict[str, tuple[list[float], EngineModel]] = {}
     for limit in FIXED:
         model = engine()
-        found[str(limit)] = rates(model, replace(AutoLimit.start(), limit=limit), fixed=True), model
+        found[str(limit)] = rates(model, replace(AutoLimit(), limit=limit), fixed=True), model
     model = engine()
-    found["auto"] = rates(model, AutoLimit.start()), model
+    found["auto"] = rates(model, AutoLimit()), model
     best = [max(rate) for rate in zip(*(rate for name, (rate, _) in found.items() if name != "auto"), strict=True)]
     print("| in flight | share of the best fixed number: slow | fast | slow again | calls refused |")
     print("|---|---|---|---|---|")

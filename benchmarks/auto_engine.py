@@ -22,10 +22,10 @@ from agl_slime.data.source import GroupSource
 from agl_slime.engine.client.load import EngineLoads
 from agl_slime.engine.process import EmbeddedEngine
 from agl_slime.events import IterationFinished, RolloutFinished
+from agl_slime.loop import auto_concurrency
 from agl_slime.loop.online import OnlineRLLoop
 from agl_slime.loop.settings import LoopSettings
 from agl_slime.metric_names import IN_FLIGHT_LIMIT
-from agl_slime.runner.auto_limit import AutoLimitSettings
 from agl_slime.runner.base import RunnerPlan, RunnerSettings
 from agl_slime.runner.process import configure_worker_process
 from agl_slime.store.bridge import BridgeStore
@@ -102,7 +102,7 @@ async def measured(url: str, limit: str, options: argparse.Namespace) -> tuple[f
     """The rate, and the limit at the end."""
     store, ends = BridgeStore(), Ends(max(options.fixed))
     tokenizer = load_tokenizer(options.model)
-    most = AutoLimitSettings.most if limit == "auto" else int(limit)
+    most = auto_concurrency.MOST if limit == "auto" else int(limit)
     sampling = {"temperature": 1.0, "max_new_tokens": options.tokens, "ignore_eos": True}
     with GroupSource(store=store, tokenizer=tokenizer) as source:
         groups = options.rollouts // _SIZE

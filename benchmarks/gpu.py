@@ -103,7 +103,7 @@ def describe(device: str) -> tuple[str, str | None]:
     import torch
 
     from agl_slime.errors import ConfigError
-    from agl_slime.train.local.hardware import torch_device
+    from agl_slime.train.local.trainer import torch_device
 
     versions = f"torch {torch.__version__}"
     try:

@@ -20,7 +20,7 @@ import numpy as np
 
 from agl_slime.engine.client.generation import PartRequest, SamplingParams, parse_generation
 from agl_slime.tokens.converter import convert_trajectory
-from agl_slime.tokens.replay_files import file_replay, remove_replay
+from agl_slime.tokens.replay import file_replay, remove_replay
 from agl_slime.tokens.span_codec import TurnEncoder, decode_turns
 from agl_slime.tokens.trajectory import Trajectory
 from agl_slime.tokens.turn import Turn

@@ -18,9 +18,7 @@ from typing import Any
 
 from rich.console import Console
 
-from agl_slime.agent.batched.multi_turn import IGNORED_LABEL, MultiTurnRollout
-from agl_slime.agent.batched.sampler import SGLangSampler
-from agl_slime.agent.batched.samples import trajectory_to_samples
+from agl_slime.agent.batched.multi_turn import IGNORED_LABEL, MultiTurnRollout, SGLangSampler, trajectory_to_samples
 from agl_slime.agent.tools import ToolManager
 from agl_slime.cli.demo.formats import LookupDemonstrations
 from agl_slime.engine.client.generation import SamplingParams

@@ -31,17 +31,12 @@ def parts_with_images(value: Any) -> list[Any] | None:
     listed = value if isinstance(value, list) else [value]
     if not any(is_image(item) or _is_picture(item) for item in listed):
         return None
-    return [_as_part(item) for item in listed]
+    listed = [{"type": "text", "text": item} if isinstance(item, str) else item for item in listed]
+    return [{"type": "image", "image": item} if _is_picture(item) else item for item in listed]
 
 
 def _is_picture(value: Any) -> bool:
     return hasattr(value, "convert") and hasattr(value, "getexif")
-
-
-def _as_part(item: Any) -> Any:
-    if _is_picture(item):
-        return {"type": "image", "image": item}
-    return {"type": "text", "text": item} if isinstance(item, str) else item
 
 
 async def mark_images(message: Mapping[str, Any], images: Images, settings: ImageSettings) -> dict[str, Any]:

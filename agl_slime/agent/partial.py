@@ -23,6 +23,7 @@ from agl_slime.engine.client.client import SGLangClient
 from agl_slime.engine.client.generation import Generation, SamplingParams, WeightSpan
 from agl_slime.engine.client.replay import Nucleus, RoutedExperts
 from agl_slime.engine.client.resumable import Progress
+from agl_slime.engine.client.weights import DiskWeightSync
 from agl_slime.errors import ConfigError, EngineError, TraceError, format_exception
 from agl_slime.support.agl import Rollout
 from agl_slime.support.arrays import array_from_json, array_to_json
@@ -110,7 +111,8 @@ class PartialRollouts:
                 call.reported = False
         if running:
             try:
-                asyncio.run(asyncio.wait_for(_abort_all(base_url), _CUT_TIMEOUT_S))
+                aborting = DiskWeightSync(base_url=base_url).of_each_worker(SGLangClient.abort)
+                asyncio.run(asyncio.wait_for(aborting, _CUT_TIMEOUT_S))
             except (EngineError, TimeoutError) as error:
                 why = str(error) or f"no answer within {_CUT_TIMEOUT_S:g} s"
                 logger.warning("Answers that the engine at %s is sampling are not in the checkpoint: %s", base_url, why)
@@ -204,14 +206,6 @@ class _KeepingClient:
             return generation
         finally:
             self._owner.note(call, generation, running=False)
-
-
-async def _abort_all(base_url: str) -> None:
-    async with SGLangClient(base_url=base_url) as client:
-        urls = await client.workers()
-    for url in urls:
-        async with SGLangClient(base_url=url) as client:
-            await client.abort()
 
 
 def _key(input_ids: Sequence[int], sampling: SamplingParams, how: Mapping[str, Any]) -> str:

@@ -31,7 +31,7 @@ from agl_slime.tokens.forks import ForkReason, refine_fork
 from agl_slime.tokens.formats import ToolParser
 from agl_slime.tokens.images import Image, ImageSettings
 from agl_slime.tokens.reader import AnswerReader, reader_for
-from agl_slime.tokens.replay_files import FiledReplay, file_replay
+from agl_slime.tokens.replay import FiledReplay, file_replay
 from agl_slime.tokens.span_codec import TurnEncoder
 from agl_slime.tokens.template import ChatTemplate
 from agl_slime.tokens.turn import Turn

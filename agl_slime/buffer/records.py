@@ -53,11 +53,6 @@ _COLUMNS = f"no, task, key, instance_id, {', '.join(_CHANGING)}"
 _values = attrgetter("no", "task", "key", "instance_json", *_CHANGING)
 
 
-def _make_tables(connection: sqlite3.Connection) -> None:
-    for statement in _SCHEMA.split(";"):
-        connection.execute(statement)
-
-
 def insert_many(connection: sqlite3.Connection, into: str, rows: Sequence[Sequence[Any]], tail: str = "") -> None:
     """Insert many rows by few statements: each statement releases the GIL and has to wait for it again."""
     for start in range(0, len(rows), 100):  # 100 rows stay below every limit on variables
@@ -99,7 +94,8 @@ class Records:
         self._clock = clock
         self.ledger = Ledger(database=self._database)
         with self._database.transaction() as connection:
-            _make_tables(connection)
+            for statement in _SCHEMA.split(";"):
+                connection.execute(statement)
             # restart the wait for missing items: no one could write while the buffer was down
             connection.execute("UPDATE groups SET last_time = ? WHERE delivery_no IS NULL", (clock(),))
             # trainers keep numbers of groups as names: never reuse one

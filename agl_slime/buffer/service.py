@@ -34,6 +34,7 @@ T = TypeVar("T")
 
 # Requests per transaction: a commit costs about as much as ten items.
 _MOST_REQUESTS_PER_COMMIT = 512
+_FIRST_TASK_TYPE = "math"  # of items before any /start_rollout
 
 
 @dataclass(slots=True)
@@ -103,9 +104,9 @@ class RolloutBuffer:
             if len(in_use) > 1:
                 choices = ", ".join(sorted(in_use))
                 raise BufferRequestError(f"several task types are in use ({choices}); name one as task_type")
-            name = in_use[0] if in_use else self.settings.default_task_type
+            name = in_use[0] if in_use else _FIRST_TASK_TYPE
         if name not in self._tasks:
-            names = {*self._tasks, *self._discovery.generators, self.settings.default_task_type}
+            names = {*self._tasks, *self._discovery.generators, _FIRST_TASK_TYPE}
             if name not in names:
                 raise _unknown_task_type(name, names)
             await run_in_thread(self._use_task, name)

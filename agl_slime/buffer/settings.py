@@ -69,8 +69,6 @@ class BufferSettings(PipelineSettings):
     resume: bool = True
     """Restart the generators that were running when the buffer died (needs --run-dir)."""
 
-    default_task_type: str = "math"
-    """Task type of items before any /start_rollout."""
     max_buffer_size: int = 1_000_000_000
     """Most items in the buffer; when it is full, writers get 503."""
     max_body_mb: float = 64.0

@@ -1,5 +1,5 @@
-"""Commands on models, files of runs, and the machine. Each parses its arguments; ``agl_slime.cli.main`` prints its
-errors."""
+"""Commands on models, files of runs, and the machine: functions whose parameters are the flags.
+``agl_slime.cli.main`` prints their errors."""
 
 from __future__ import annotations
 
@@ -16,192 +16,169 @@ import tyro
 from agl_slime.errors import AglSlimeError, ConfigError, MissingDependencyError
 
 
-def doctor_command(arguments: list[str]) -> None:
-    def doctor(sglang_url: str | None = None) -> None:
-        """Check machine, packages and servers, and say how to fix each. Exit code 1 when `python train.py` will not
-        run.
+def doctor(sglang_url: str | None = None) -> None:
+    """Check machine, packages and servers, and say how to fix each. Exit code 1 when `python train.py` will not
+    run.
 
-        Args:
-            sglang_url: An SGLang server to check, too.
-        """
-        from agl_slime.cli.doctor import examine, used
+    Args:
+        sglang_url: An SGLang server to check, too.
+    """
+    from agl_slime.cli.doctor import examine, used
 
-        lines = []
-        for line in examine(sglang_url=sglang_url):
-            lines.append(line)
-            print(f"{line.verdict:<5}{line.name:<20} {line.text}", flush=True)
-        print(f"\n{used(lines)}")
-        if any(line.verdict == "FAIL" for line in lines):
-            raise AglSlimeError("a requirement of the first command is missing")
-
-    tyro.cli(doctor, prog="agl-slime doctor", args=arguments)
+    lines = []
+    for line in examine(sglang_url=sglang_url):
+        lines.append(line)
+        print(f"{line.verdict:<5}{line.name:<20} {line.text}", flush=True)
+    print(f"\n{used(lines)}")
+    if any(line.verdict == "FAIL" for line in lines):
+        raise AglSlimeError("a requirement of the first command is missing")
 
 
-def model_command(arguments: list[str]) -> None:
-    def model(name: tyro.conf.Positional[Path]) -> None:
-        """Fetch a model and print the directory it is in, for --model-path or an SGLang server.
+def model(name: tyro.conf.Positional[Path]) -> None:
+    """Fetch a model and print the directory it is in, for --model-path or an SGLang server.
 
-        Args:
-            name: smollm2, a name on the Hugging Face hub, or the directory of a model or a run.
-        """
-        from agl_slime.cli.models import find_model
+    Args:
+        name: smollm2, a name on the Hugging Face hub, or the directory of a model or a run.
+    """
+    from agl_slime.cli.models import find_model
 
-        print(find_model(name, partial(print, file=sys.stderr)))
-
-    tyro.cli(model, prog="agl-slime model", args=arguments)
+    print(find_model(name, partial(print, file=sys.stderr)))
 
 
-def new_command(arguments: list[str]) -> None:
-    def new(directory: tyro.conf.Positional[Path]) -> None:
-        """Write an agent to start from: two tools, a reward of two parts, a test, and a README with the next commands.
+def new(directory: tyro.conf.Positional[Path]) -> None:
+    """Write an agent to start from: two tools, a reward of two parts, a test, and a README with the next commands.
 
-        Args:
-            directory: A new directory.
-        """
-        if directory.exists():
-            raise ConfigError(f"{directory} exists: name a new directory")
-        shutil.copytree(Path(__file__).parent / "new_agent", directory, ignore=shutil.ignore_patterns("__pycache__"))
-        print(f"{directory}: agent.py, test_agent.py and README.md, which has the next commands")
-
-    tyro.cli(new, prog="agl-slime new", args=arguments)
+    Args:
+        directory: A new directory.
+    """
+    if directory.exists():
+        raise ConfigError(f"{directory} exists: name a new directory")
+    shutil.copytree(Path(__file__).parent / "new_agent", directory, ignore=shutil.ignore_patterns("__pycache__"))
+    print(f"{directory}: agent.py, test_agent.py and README.md, which has the next commands")
 
 
-def demo_policy_command(arguments: list[str]) -> None:
+def demo_policy(
+    directory: tyro.conf.Positional[Path], agent: tyro.conf.Positional[str | None] = None, seed: int = 0
+) -> None:
+    """Make a tiny policy that knows the format of an agent's answers, in some 10 seconds, for --model-path.
+
+    Args:
+        directory: A new directory, or one with a tiny policy, which is replaced.
+        agent: module:Class or path/to/file.py:Class, with ``demonstrations`` (see agl_slime.cli.demo.formats); by
+            default the agent of the first command.
+        seed: Seed of the weights and the demonstrations.
+    """
     from agl_slime.agent.loading import DEFAULT_AGENT, load_agent
 
-    def demo_policy(
-        directory: tyro.conf.Positional[Path], agent: tyro.conf.Positional[str] = DEFAULT_AGENT, seed: int = 0
-    ) -> None:
-        """Make a tiny policy that knows the format of an agent's answers, in some 10 seconds, for --model-path.
-
-        Args:
-            directory: A new directory, or one with a tiny policy, which is replaced.
-            agent: module:Class or path/to/file.py:Class, with ``demonstrations`` (see agl_slime.cli.demo.formats).
-            seed: Seed of the weights and the demonstrations.
-        """
-        demonstrations = getattr(load_agent(agent), "demonstrations", None)
-        if demonstrations is None:
-            raise ConfigError(f"{agent} has no `demonstrations` that a tiny policy could learn its format from")
-        try:
-            from agl_slime.cli.demo.warmup import make_policy
-        except ImportError as error:
-            raise MissingDependencyError('a tiny policy needs torch: pip install "agl-slime[local]"') from error
-        progress = partial(print, file=sys.stderr, flush=True)
-        print(make_policy(directory, seed=seed, demonstrations=demonstrations, progress=progress))
-
-    tyro.cli(demo_policy, prog="agl-slime demo-policy", args=arguments)
+    demonstrations = getattr(load_agent(agent or DEFAULT_AGENT), "demonstrations", None)
+    if demonstrations is None:
+        raise ConfigError(f"{agent} has no `demonstrations` that a tiny policy could learn its format from")
+    try:
+        from agl_slime.cli.demo.warmup import make_policy
+    except ImportError as error:
+        raise MissingDependencyError('a tiny policy needs torch: pip install "agl-slime[local]"') from error
+    progress = partial(print, file=sys.stderr, flush=True)
+    print(make_policy(directory, seed=seed, demonstrations=demonstrations, progress=progress))
 
 
-def export_command(arguments: list[str]) -> None:
+def export(
+    run_dir: tyro.conf.Positional[Path],
+    to: Literal["sft", "dpo", "messages", "parquet", "hf-dataset"],
+    output: Path | None = None,
+    best: int = 1,
+    min_reward: float | None = None,
+    min_gap: float = 0.0,
+) -> None:
+    """Write a run's kept rollouts (train with --keep-rollouts all) as data for other trainers.
+
+    Args:
+        run_dir: The directory of a run.
+        to: sft (conversations of the best), dpo (pairs of the best and the worst), messages (all), parquet or
+            hf-dataset (all, with tokens, loss mask and log-probs).
+        output: The file or directory to write; export-FORMAT in the directory of the run by default.
+        best: For sft, the number of rollouts of each group.
+        min_reward: Least reward for sft, and of the chosen side of a dpo pair.
+        min_gap: For dpo, the rewards of a pair differ by more than this.
+    """
     from agl_slime.cli.export import export_run
 
-    def export(
-        run_dir: tyro.conf.Positional[Path],
-        to: Literal["sft", "dpo", "messages", "parquet", "hf-dataset"],
-        output: Path | None = None,
-        best: int = 1,
-        min_reward: float | None = None,
-        min_gap: float = 0.0,
-    ) -> None:
-        """Write a run's kept rollouts (train with --keep-rollouts all) as data for other trainers.
-
-        Args:
-            run_dir: The directory of a run.
-            to: sft (conversations of the best), dpo (pairs of the best and the worst), messages (all), parquet or
-                hf-dataset (all, with tokens, loss mask and log-probs).
-            output: The file or directory to write; export-FORMAT in the directory of the run by default.
-            best: For sft, the number of rollouts of each group.
-            min_reward: Least reward for sft, and of the chosen side of a dpo pair.
-            min_gap: For dpo, the rewards of a pair differ by more than this.
-        """
-        path, n = export_run(run_dir, to=to, output=output, best=best, min_reward=min_reward, min_gap=min_gap)
-        print(f"{path}: {n} rows")
-
-    tyro.cli(export, prog="agl-slime export", args=arguments)
+    path, n = export_run(run_dir, to=to, output=output, best=best, min_reward=min_reward, min_gap=min_gap)
+    print(f"{path}: {n} rows")
 
 
-def report_command(arguments: list[str]) -> None:
-    def report(
-        run_dirs: tyro.conf.Positional[tuple[Path, ...]], output: Path | None = None, tokenizer: Path | None = None
-    ) -> None:
-        """Write runs as one HTML page that needs no network: trend, steps, rollouts, tokens.
+def report(
+    run_dirs: tyro.conf.Positional[tuple[Path, ...]], output: Path | None = None, tokenizer: Path | None = None
+) -> None:
+    """Write runs as one HTML page that needs no network: trend, steps, rollouts, tokens.
 
-        Args:
-            run_dirs: Directories of runs, or one with runs in it; also of slime's --dump-details, or of an evaluation.
-            output: The page's file; report.html in the first directory by default.
-            tokenizer: For slime's own runs, a directory with the model's tokenizer.json.
-        """
-        from agl_slime.report.evaluation.page import is_evaluation, write_eval_page
-        from agl_slime.report.page import write_report
+    Args:
+        run_dirs: Directories of runs, or one with runs in it; also of slime's --dump-details, or of an evaluation.
+        output: The page's file; report.html in the first directory by default.
+        tokenizer: For slime's own runs, a directory with the model's tokenizer.json.
+    """
+    from agl_slime.report.evaluation.page import is_evaluation, write_eval_page
+    from agl_slime.report.page import write_report
 
-        if not run_dirs:
-            raise ConfigError("name the directory of a run: agl-slime report RUN_DIR")
-        if len(run_dirs) == 1 and is_evaluation(run_dirs[0]):
-            print(write_eval_page(run_dirs[0], output))
-            return
-        print(write_report(run_dirs, output, tokenizer=tokenizer))
-
-    tyro.cli(report, prog="agl-slime report", args=arguments)
+    if not run_dirs:
+        raise ConfigError("name the directory of a run: agl-slime report RUN_DIR")
+    if len(run_dirs) == 1 and is_evaluation(run_dirs[0]):
+        print(write_eval_page(run_dirs[0], output))
+        return
+    print(write_report(run_dirs, output, tokenizer=tokenizer))
 
 
-def view_command(arguments: list[str]) -> None:
-    def show(
-        run_dirs: tyro.conf.Positional[tuple[Path, ...]],
-        follow: bool = False,
-        host: str = "127.0.0.1",
-        port: int = 0,
-        browser: bool = True,
-        tokenizer: Path | None = None,
-    ) -> None:
-        """Show runs in the browser, one or several side by side.
+def view(
+    run_dirs: tyro.conf.Positional[tuple[Path, ...]],
+    follow: bool = False,
+    host: str = "127.0.0.1",
+    port: int = 0,
+    browser: bool = True,
+    tokenizer: Path | None = None,
+) -> None:
+    """Show runs in the browser, one or several side by side.
 
-        Args:
-            run_dirs: Directories of runs, or one with runs in it; also of slime's --dump-details, or of an evaluation.
-            follow: Update the page while a run continues.
-            host: Address to listen on; other addresses than loopback need AGL_SLIME_VIEW_TOKEN.
-            port: Port to listen on; 0 takes a free one.
-            browser: Open the page.
-            tokenizer: For slime's own runs, a directory with the model's tokenizer.json.
-        """
-        from agl_slime.report.view import view
+    Args:
+        run_dirs: Directories of runs, or one with runs in it; also of slime's --dump-details, or of an evaluation.
+        follow: Update the page while a run continues.
+        host: Address to listen on; other addresses than loopback need AGL_SLIME_VIEW_TOKEN.
+        port: Port to listen on; 0 takes a free one.
+        browser: Open the page.
+        tokenizer: For slime's own runs, a directory with the model's tokenizer.json.
+    """
+    from agl_slime.report import view as server
 
-        if not run_dirs:
-            raise ConfigError("name the directory of a run: agl-slime view RUN_DIR")
-        asyncio.run(view(run_dirs, host=host, port=port, follow=follow, browser=browser, tokenizer=tokenizer))
-
-    tyro.cli(show, prog="agl-slime view", args=arguments)
+    if not run_dirs:
+        raise ConfigError("name the directory of a run: agl-slime view RUN_DIR")
+    asyncio.run(server.view(run_dirs, host=host, port=port, follow=follow, browser=browser, tokenizer=tokenizer))
 
 
-def audit_command(arguments: list[str]) -> None:
-    def check(run_dir: tyro.conf.Positional[Path]) -> None:
-        """Check that the files of a run agree: each rollout has one outcome, each sampled token was trained at most
-        once, and sampled by weights that the run pushed. Exit code 1 for findings.
+def audit(run_dir: tyro.conf.Positional[Path]) -> None:
+    """Check that the files of a run agree: each rollout has one outcome, each sampled token was trained at most
+    once, and sampled by weights that the run pushed. Exit code 1 for findings.
 
-        Args:
-            run_dir: The directory of a run that is not running.
-        """
-        from agl_slime.report.audit import audit
+    Args:
+        run_dir: The directory of a run that is not running.
+    """
+    from agl_slime.report.audit import audit as audit_run
 
-        result = audit(run_dir)
-        for sentence in result.findings:
-            print(sentence)
-        counts = ", ".join(f"{n:,} {name}" for name, n in result.counts.items())
-        if result.findings:
-            raise AglSlimeError(f"{len(result.findings)} findings in {run_dir} ({counts})")
-        state = "" if result.finished else "; the run did not finish, so its last iteration may be incomplete"
-        print(f"The files of {run_dir} agree: {counts}{state}.")
-
-    tyro.cli(check, prog="agl-slime audit", args=arguments)
+    result = audit_run(run_dir)
+    for sentence in result.findings:
+        print(sentence)
+    counts = ", ".join(f"{n:,} {name}" for name, n in result.counts.items())
+    if result.findings:
+        raise AglSlimeError(f"{len(result.findings)} findings in {run_dir} ({counts})")
+    state = "" if result.finished else "; the run did not finish, so its last iteration may be incomplete"
+    print(f"The files of {run_dir} agree: {counts}{state}.")
 
 
-def assign_instance_ids_command(arguments: list[str]) -> None:
+def assign_instance_id(arguments: list[str]) -> None:
     from agl_slime.buffer.instance_ids import assign_instance_ids
 
     output, lines, assigned = tyro.cli(assign_instance_ids, prog="agl-slime assign-instance-id", args=arguments)
     print(f"{output}: {lines} lines, {assigned} got an instance_id")
 
 
-def rehearse_command(arguments: list[str]) -> None:
+def rehearse(arguments: list[str]) -> None:
     from agl_slime.cli.demo import LOOKUP_POLICY
     from agl_slime.rehearse.command import main
 
@@ -209,14 +186,12 @@ def rehearse_command(arguments: list[str]) -> None:
 
 
 COMMANDS = {
-    "new": new_command,
-    "demo-policy": demo_policy_command,
-    "model": model_command,
-    "doctor": doctor_command,
-    "export": export_command,
-    "view": view_command,
-    "report": report_command,
-    "audit": audit_command,
-    "assign-instance-id": assign_instance_ids_command,
-    "rehearse": rehearse_command,
+    "new": new,
+    "demo-policy": demo_policy,
+    "model": model,
+    "doctor": doctor,
+    "export": export,
+    "view": view,
+    "report": report,
+    "audit": audit,
 }

@@ -25,15 +25,8 @@ _THIS_RUN_ONLY = ("output_dir", "resume", "overwrite")
 _REMOVED_PASSWORD = "//***@"
 
 HIDDEN = {"env_arguments"}  # --env.KEY value
-_REPLACED = {
-    "--routed-experts": "experts are replayed where the model has some and the engine sends them; leave it out",
-    "--env-config": "give --env.@ FILE.toml",
-    "--env-eval-split": "give --eval-tasks SPLIT",
-    "--env-workers": "give --runners process:N",
-    "--max-images": "give the agent image_settings; see docs/images.md",
-}
 # as other trainers name them
-_REPLACED |= dict.fromkeys(("--learning-rate", "--lr"), "give --local.lr")
+_REPLACED = dict.fromkeys(("--learning-rate", "--lr"), "give --local.lr")
 _REPLACED |= dict.fromkeys(("--num-generations", "--group-size"), "give --n-samples-per-prompt")
 _REPLACED |= dict.fromkeys(("--max-tokens", "--max-completion-length"), "give --max-new-tokens")
 _REPLACED |= dict.fromkeys(("--steps", "--max-steps"), "give --num-iterations")

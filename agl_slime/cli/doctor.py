@@ -15,6 +15,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import Literal
 from urllib.parse import urlsplit
@@ -33,6 +34,7 @@ _OPTIONAL = {
 }
 _GB = 1e9
 _LITTLE_DISK, _LITTLE_SHM, _LITTLE_MEMORY = 2.0, 1.0, 3.0  # GB
+_ADDRESS_TIMEOUT_S = 3.0
 
 
 @dataclass(frozen=True)
@@ -42,14 +44,14 @@ class Line:
     text: str
 
 
-def examine(*, sglang_url: str | None = None, timeout_s: float = 3.0) -> Iterator[Line]:
-    """One line per check, most general first. ``sglang_url`` is checked too; ``timeout_s`` is for each address."""
+def examine(*, sglang_url: str | None = None) -> Iterator[Line]:
+    """One line per check, most general first. ``sglang_url`` is checked too."""
     yield Line("ok", "Python", f"{platform.python_version()} ({sys.executable}), {platform.system()}")
     yield from _machine()
     yield from _packages()
-    yield from _engines(sglang_url, timeout_s)
+    yield from _engines(sglang_url)
     yield from _trainers()
-    yield _hub(timeout_s)
+    yield _hub()
 
 
 def _machine() -> Iterator[Line]:
@@ -104,7 +106,9 @@ def _packages() -> Iterator[Line]:
         fix = 'install 0.3: pip install "agentlightning<1"; 1.0 has its own Python (docs/agent-lightning-1.md)'
         yield Line("FAIL", "Agent Lightning", f"{version} is another system under the same name; {fix}")
     else:
-        yield _tried("Agent Lightning", f"{version}: store, runner, tracer", _import_agent_lightning)
+        yield _tried(
+            "Agent Lightning", f"{version}: store, runner, tracer", lambda: import_module("agl_slime.support.agl")
+        )
     for name in ("torch", "transformers", "safetensors"):
         text = version_of(name)
         missing = 'not installed, and the local trainer and the embedded engine need it: pip install "agl-slime[local]"'
@@ -116,7 +120,7 @@ def _packages() -> Iterator[Line]:
         yield Line("ok" if text else "--", name, text or f"not installed; for {use}")
 
 
-def _engines(url: str | None, timeout_s: float) -> Iterator[Line]:
+def _engines(url: str | None) -> Iterator[Line]:
     from agl_slime.engine.sglang_process import SGLANG_PYTHON, find_sglang
     from agl_slime.environments.environment import PYTHON_VARIABLE as ENV_PYTHON
     from agl_slime.environments.environment import check_python as check_env_python
@@ -127,7 +131,7 @@ def _engines(url: str | None, timeout_s: float) -> Iterator[Line]:
     else:
         yield Line("--", "SGLang", f"{SGLANG_PYTHON} is not set; the embedded engine serves, or --sglang-url")
     if url is not None:
-        yield _reached("--sglang-url", url, timeout_s)
+        yield _reached("--sglang-url", url)
     if python := os.environ.get(PYTHON_VARIABLE):
         yield _tried("Agent Lightning 1.0", f"--runners controller starts {python}", lambda: check_python(Path(python)))
     else:
@@ -156,18 +160,20 @@ def _trainers() -> Iterator[Line]:
         yield Line("--", f"slime: {name}", text)
 
 
-def _hub(timeout_s: float) -> Line:
+def _hub() -> Line:
     if os.environ.get("HF_HUB_OFFLINE", "").lower() in ("1", "true", "yes", "on"):
         return Line("--", "Hugging Face hub", "HF_HUB_OFFLINE is set: models come from directories, or --model smollm2")
-    return _reached("Hugging Face hub", os.environ.get("HF_ENDPOINT") or "https://huggingface.co", timeout_s)
+    return _reached("Hugging Face hub", os.environ.get("HF_ENDPOINT") or "https://huggingface.co")
 
 
-def _reached(name: str, url: str, timeout_s: float) -> Line:
+def _reached(name: str, url: str) -> Line:
     """Whether a server listens at ``url``; it gets no request."""
     parts = urlsplit(url if "://" in url else f"http://{url}")
     where = f"{parts.hostname}:{parts.port or (443 if parts.scheme == 'https' else 80)}"
     try:
-        with socket.create_connection((parts.hostname or "", int(where.rpartition(":")[2])), timeout=timeout_s):
+        with socket.create_connection(
+            (parts.hostname or "", int(where.rpartition(":")[2])), timeout=_ADDRESS_TIMEOUT_S
+        ):
             return Line("ok", name, f"{where} can be reached")
     except OSError as error:
         hub = "; use a directory or --model smollm2" if name.startswith("Hugging") else "; start it, or leave it out"
@@ -181,10 +187,6 @@ def _tried(name: str, text: str, work: Callable[[], object]) -> Line:
     except (AglSlimeError, ImportError) as error:
         return Line("FAIL" if name == "Agent Lightning" else "--", name, " ".join(str(error).split()))
     return Line("ok", name, text)
-
-
-def _import_agent_lightning() -> None:
-    import agl_slime.support.agl  # noqa: F401
 
 
 def version_of(package: str) -> str | None:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import hashlib
+import sys
+import sysconfig
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
@@ -21,7 +24,7 @@ from agl_slime.cli.settings import TrainConfig, parse_command, train_config
 from agl_slime.errors import ConfigError
 from agl_slime.loop.tasks import Task, as_task_source, read_tasks
 from agl_slime.report.console import format_seconds
-from agl_slime.report.evaluation.page import write_eval_page
+from agl_slime.report.evaluation.page import format_estimate, write_eval_page
 from agl_slime.report.files import RunDir, dump, open_run_dir, read_object
 from agl_slime.support.files import sole_owner, write_file
 from agl_slime.support.model_files import model_digests
@@ -31,6 +34,7 @@ from agl_slime.support.threads import run_in_thread
 
 if TYPE_CHECKING:
     from agl_slime.report.evaluation.samples import Sampling
+
 
 RUN_FIELDS = ("agent", "max_new_tokens", "temperature", "max_turns", "multi_turn_scheduler", "rollout_timeout", "seed")
 RUN_FIELDS += ("chat_template_kwargs", "later_systems")
@@ -117,7 +121,6 @@ class EvalConfig:
 
 
 def parse_eval_config(arguments: Sequence[str]) -> EvalConfig:
-    """The configuration of a command line."""
     ours, env_flags = split_env_flags(arguments)
     more = {"env_arguments": env_flags or None}
     return parse_command(EvalConfig, _RUN_SETTINGS, prog="agl-slime eval", arguments=ours, **more)
@@ -217,28 +220,21 @@ async def run_evaluation(config: EvalConfig, *, console: Console | None = None) 
 
 
 def format_result(result: dict[str, Any]) -> list[str]:
-    """The result as lines of text."""
     lines = []
     for model in result["models"]:
         figures = {name: value for name, value in model.items() if name == "reward" or name.startswith("pass@")}
-        estimates = [f"{name} {_format_estimate(value)}" for name, value in figures.items() if value]
+        estimates = [f"{name} {format_estimate(value)}" for name, value in figures.items() if value]
         failed = f"; {model['failed']} of {model['samples']} samples failed" if model["failed"] else ""
         lines.append(f"{model['model']}: {', '.join(estimates) or 'no sample has a reward'}{failed}")
         lines += [f"  failed: {count} x {reason}" for reason, count in model["failures"].items()]
     if (difference := result.get("difference")) is not None:
         names = [name for name in ("reward", "pass@1") if difference[name]]
-        estimates = [f"{name} {_format_estimate(difference[name], sign=True)}" for name in names]
+        estimates = [f"{name} {format_estimate(difference[name], sign=True)}" for name in names]
         lines.append(f"difference on the same tasks: {', '.join(estimates) or 'no task has rewards of both'}")
         lines.append(
             f"{len(difference['gained'])} tasks from wrong to right, {len(difference['lost'])} from right to wrong"
         )
     return [*lines, f"{result['tasks']} tasks, {result['k']} samples of each; [95 % interval, bootstrap over tasks]"]
-
-
-def _format_estimate(value: dict[str, Any], *, sign: bool = False) -> str:
-    kind = "+.3f" if sign else ".3f"
-    between = "" if value["low"] is None else f" [{value['low']:{kind}}, {value['high']:{kind}}]"
-    return f"{value['mean']:{kind}}{between}"
 
 
 def _weights(path: Path) -> Path:
@@ -257,7 +253,7 @@ def _digests(model: Path | ChatApi) -> dict[str, str]:
 def _agent_source(settings: TrainConfig, agent: Any) -> str | None:
     """A digest of the agent's code; ``None`` for an environment, whose agents run in another Python."""
     from agl_slime.agent.loading import agent_module, load_plugins
-    from agl_slime.agent.source import source_digest
+    from agl_slime.cli.evaluate import source_digest
 
     if settings.environment.name is not None:
         return None
@@ -282,14 +278,11 @@ def _settings(config: EvalConfig, began: dict[str, Any]) -> TrainConfig:
     if (env := flags.get("env") or (None if "agent" in flags else began.get("env"))) is not None:
         inherited.pop("agent", None)
         if "env" not in flags:
-            inherited |= {name: _tuple(began[name]) for name in ENV_FIELDS if began.get(name) is not None}
+            given = {name: began[name] for name in ENV_FIELDS if began.get(name) is not None}
+            inherited |= {name: tuple(value) if isinstance(value, list) else value for name, value in given.items()}
             inherited |= {name: Path(began[name]) for name in ("env_python", "eval_tasks") if began.get(name)}
         flags["env"] = env
     return train_config(**{"max_concurrent": _RUN_SETTINGS["max_concurrent"], **inherited, **flags})
-
-
-def _tuple(value: Any) -> Any:
-    return tuple(value) if isinstance(value, list) else value
 
 
 def _agent_and_tasks(config: EvalConfig, settings: TrainConfig, run: RunDir | None) -> tuple[Any, list[Task]]:
@@ -433,3 +426,43 @@ def _result(
     if len(models) == 2:
         result["difference"] = compare(*rewards, limit=config.passes, seed=seed)
     return result
+
+
+_INSTALLED = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
+
+
+def source_digest(agent: Any, modules: Sequence[ModuleType]) -> str:
+    """The digest of the files of ``modules``, of the agent's classes and of all modules they import by name, without
+    installed packages. Imports within functions, and data files, are not seen."""
+    digest = hashlib.blake2b(digest_size=16)
+    names = {file: name for name, file in _files(agent, modules)}
+    for file in sorted(names, key=lambda file: (names[file], file)):
+        digest.update(hashlib.blake2b(Path(file).read_bytes()).digest())
+    return digest.hexdigest()
+
+
+def _files(agent: Any, modules: Sequence[ModuleType]) -> Iterator[tuple[str, str]]:
+    """Name and file of each module."""
+    classes = (sys.modules.get(base.__module__) for base in type(agent).__mro__)
+    pending = [*modules, *(module for module in classes if module is not None and not _is_installed(module))]
+    seen = set[int]()
+    while pending:
+        module = pending.pop()
+        file = getattr(module, "__file__", None)
+        if id(module) in seen or not isinstance(file, str):
+            continue
+        seen.add(id(module))
+        if Path(file).is_file():
+            yield module.__name__.rpartition(".")[2], file
+        for value in list(vars(module).values()):
+            name = getattr(value, "__module__", None)
+            origin = sys.modules.get(name) if isinstance(name, str) else None
+            imported = value if isinstance(value, ModuleType) else origin
+            if imported is not None and not _is_installed(imported):
+                pending.append(imported)
+
+
+def _is_installed(module: ModuleType) -> bool:
+    file = getattr(module, "__file__", None)
+    ours = module.__name__.partition(".")[0] == __name__.partition(".")[0] and ".by_file." not in module.__name__
+    return ours or not isinstance(file, str) or file.startswith(_INSTALLED)

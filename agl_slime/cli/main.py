@@ -16,16 +16,17 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable, Coroutine, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from functools import partial
 from importlib import import_module
 from typing import Any, NoReturn
 
+import tyro
 from rich.console import Console
 from rich.logging import RichHandler
 from rich.text import Text
 
-from agl_slime.cli.commands import COMMANDS as READONLY_COMMANDS
+from agl_slime.cli import commands
 from agl_slime.errors import (
     AglSlimeError,
     ConfigError,
@@ -69,11 +70,10 @@ _SERVERS = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command; returns the exit code."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     if not arguments or arguments[0] in ("-h", "--help"):
-        commands = "\n".join(f"  {name:<18} {text}" for name, text in COMMANDS.items())
-        print(f"usage: agl-slime COMMAND [flags]\n\n{commands}")
+        listed = "\n".join(f"  {name:<18} {text}" for name, text in COMMANDS.items())
+        print(f"usage: agl-slime COMMAND [flags]\n\n{listed}")
         return 0
     command, *rest = arguments
     if command != "doctor":  # which reports the environment unchanged
@@ -85,20 +85,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         except MissingDependencyError as error:
             return exit_code_for(error, Console(stderr=True), debug=bool(os.environ.get(DEBUG_VARIABLE)))
     if command in COMMANDS:
-        functions: dict[str, Callable[[list[str]], object]] = {"train": _train, "eval": _eval, **READONLY_COMMANDS}
-        functions |= {name: partial(_module_main, name) for name in ("chat", "autopsy", "onset", "replay")}
-        functions["try"] = partial(_module_main, "try_agent")  # a keyword names no module
-        return _run_command(partial(functions[command], rest))
+        if (function := commands.COMMANDS.get(command)) is not None:
+            return _run_command(partial(tyro.cli, function, prog=f"agl-slime {command}", args=rest))
+        functions: dict[str, Callable[[list[str]], object]] = {"train": _train, "eval": _eval}
+        functions |= {"rehearse": commands.rehearse, "assign-instance-id": commands.assign_instance_id}
+        if command in functions:
+            return _run_command(partial(functions[command], rest))
+        module = "try_agent" if command == "try" else command  # a keyword names no module
+        return _run_command(lambda: import_module(f"agl_slime.cli.{module}").main(rest))
     print(f"agl-slime: there is no command {command!r}; the commands are {', '.join(COMMANDS)}", file=sys.stderr)
     return 2
 
 
-def _module_main(name: str, flags: list[str]) -> None:
-    import_module(f"agl_slime.cli.{name}").main(flags)
-
-
 def run(argv: Sequence[str] | None = None) -> NoReturn:
-    """Run a command and exit the process with its code."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     training = arguments[:1] == ["train"]
     for stream in (sys.stdout, sys.stderr):  # a path may contain bytes that are not UTF-8
@@ -138,7 +137,7 @@ def _train(arguments: list[str]) -> None:
     console = Console()
     config.check_files()
     embedded = config.trainer == "local" and config.sglang_url is None and config.engine == "embedded"
-    with _engine_ahead() if embedded else nullcontext():
+    with import_module("agl_slime.engine.process").embedded_engine_ahead() if embedded else nullcontext():
         with console.status("loading ...") if console.is_terminal else nullcontext():
             # importing Agent Lightning takes seconds, which --help does not need
             from agl_slime.runner.process import configure_worker_process
@@ -147,12 +146,6 @@ def _train(arguments: list[str]) -> None:
             from agl_slime.cli.local import run_training
         # auto: no other code shares this process
         _run_until_signal(run_training(config, slime_flags=slime_flags, console=console, torch_threads="auto"))
-
-
-def _engine_ahead() -> AbstractContextManager[None]:
-    from agl_slime.engine.process import embedded_engine_ahead
-
-    return embedded_engine_ahead()
 
 
 def _eval(arguments: list[str]) -> None:

@@ -15,12 +15,12 @@ from rich.console import Console
 from agl_slime.cli.settings import TrainConfig
 from agl_slime.engine.client.load import EngineLoads
 from agl_slime.environments.environment import Environment, load_environment
+from agl_slime.loop import auto_concurrency
 from agl_slime.loop.online import OnlineRLLoop
 from agl_slime.loop.tasks import Tasks
 from agl_slime.report import StandardReporters
 from agl_slime.report.console import View
 from agl_slime.report.files import RunDir
-from agl_slime.runner.auto_limit import AutoLimitSettings
 from agl_slime.runner.base import RunnerPlan
 from agl_slime.runner.concurrent import RunnerSettings
 from agl_slime.store.bridge import BridgeStore
@@ -107,7 +107,7 @@ def make_loop(
     """The loop of a run. Agents use ``llm``, which the engine at ``engine_url`` serves; ``save_interval`` is by default
     the run's; ``functions`` are further arguments of ``OnlineRLLoop``."""
     auto = config.max_concurrent == "auto"
-    most = AutoLimitSettings.most if config.max_concurrent == "auto" else config.max_concurrent
+    most = auto_concurrency.MOST if config.max_concurrent == "auto" else config.max_concurrent
     settings = RunnerSettings(max_concurrent=most, gateway=config.gateway)
     if parts.environment is not None:
         plan = parts.environment.plan(settings=settings, controller=config.controller, log=controller_log)

@@ -23,8 +23,7 @@ from agl_slime.errors import AglSlimeError, EngineError, format_exception
 from agl_slime.metric_names import AUTOPSY, AUTOPSY_CAUSE
 from agl_slime.report.autopsy import TOLERANCE, Diagnosis, KeptSample, by_version, mean_gap
 from agl_slime.report.files import RunDir
-from agl_slime.report.pieces import Pieces
-from agl_slime.report.rollouts import describe_tokens
+from agl_slime.report.rollouts import Pieces, describe_tokens
 from agl_slime.train.local.settings import WeightsDtype
 from agl_slime.types import Sample, flat_samples
 

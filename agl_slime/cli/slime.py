@@ -257,8 +257,7 @@ class SlimeSteps:
             try:
                 saved = json.loads(path.read_bytes())
                 state = LoopState(**saved["loop"])
-                # states of older versions have "tasks_drawn" alone
-                finished = {*range(int(saved["tasks_drawn"])), *map(int, saved.get("finished_beyond", ()))}
+                finished = {*range(int(saved["tasks_drawn"])), *map(int, saved["finished_beyond"])}
             except (KeyError, TypeError, ValueError) as error:
                 raise ConfigError(f"{path} is not a state of this loop ({error}): remove it to count steps") from error
         if state.iteration >= num_iterations:

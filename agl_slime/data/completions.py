@@ -15,7 +15,7 @@ from collections.abc import Awaitable, Callable, Collection, Coroutine, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from agl_slime.errors import DataSourceError, format_exception
 from agl_slime.store.bridge import FINISHED, BridgeStore
@@ -24,7 +24,10 @@ from agl_slime.store.follow import follow_feed
 from agl_slime.support.backoff import Backoff
 from agl_slime.support.http import is_transient
 from agl_slime.support.threads import LoopThread, run_in_thread
-from agl_slime.tokens.replay_files import remove_replay
+from agl_slime.tokens.replay import remove_replay
+
+if TYPE_CHECKING:
+    from agl_slime.data.ingestor import RolloutIngestor
 
 logger = logging.getLogger(__name__)
 
@@ -141,22 +144,6 @@ class CompletionTable:
                 self._already_read.add(first)  # perhaps trained on already, and the feed has yet to list it
 
 
-class CompletionListener(Protocol):
-    """The receiver of completed rollouts; its methods are called on the follower's loop."""
-
-    async def look(self, rollout_id: str) -> None: ...
-
-    def in_flight(self) -> list[str] | None: ...
-
-    async def before_following(self) -> None: ...
-
-    def store_restarted(self) -> None: ...
-
-    def time_passed(self) -> None: ...
-
-    def failed(self, error: BaseException) -> None: ...
-
-
 class CompletionFollower:
     """A thread with an event loop that follows the store and passes each completed rollout to its ``listener``.
 
@@ -165,7 +152,7 @@ class CompletionFollower:
     def __init__(
         self,
         store: Any,
-        listener: CompletionListener,
+        listener: RolloutIngestor,
         *,
         changed: threading.Condition,
         hold: bool,

@@ -104,7 +104,6 @@ class RolloutIngestor:
         self.producer.follow_up()
 
     def opened(self, rollouts: Sequence[Rollout | str]) -> None:
-        """These rollouts were enqueued."""
         with self.changed:
             self.assembler.opened(rollouts)
             self.follow_up()

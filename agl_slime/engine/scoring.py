@@ -139,7 +139,7 @@ class ScoringClient:
             "logprob_start_len": [sequence.start - 1 for sequence in batch],
         }
         where = f"{self.shown_url}/generate"
-        async with self._slot():
+        async with self._slots.setdefault(asyncio.get_running_loop(), asyncio.Semaphore(self._in_flight)):
             deadline = time.monotonic() + self._http.settings.total_timeout_s
 
             async def attempt() -> list[Scored]:
@@ -149,9 +149,6 @@ class ScoringClient:
                 return [parse_scores(answer, one, where=where) for answer, one in zip(answers, batch, strict=True)]
 
             return await self._http.retry(attempt, where=where, deadline=deadline)
-
-    def _slot(self) -> asyncio.Semaphore:
-        return self._slots.setdefault(asyncio.get_running_loop(), asyncio.Semaphore(self._in_flight))
 
 
 def parse_scores(answer: Any, sequence: ToScore, *, where: str = "/generate") -> Scored:

@@ -23,6 +23,7 @@ from agl_slime.support.files import remove_directory, verify_checksums, whole_di
 
 logger = logging.getLogger(__name__)
 
+_KEPT = 2  # newest checkpoints
 _LOOP, _DATA_SOURCE, _TRAINER, _PARTIAL = "loop.json", "data_source.json", "trainer", "partial.jsonl"
 
 
@@ -50,7 +51,7 @@ class Checkpoint:
 
 
 class CheckpointWriter:
-    """Writes checkpoints into ``directory`` and keeps the newest ``keep``. ``save_partial(path)`` writes the tokens
+    """Writes checkpoints into ``directory`` and keeps the newest two. ``save_partial(path)`` writes the tokens
     sampled by rollouts in flight."""
 
     def __init__(
@@ -59,10 +60,9 @@ class CheckpointWriter:
         directory: Path,
         trainer: Trainer,
         source: GroupSource,
-        keep: int = 2,
         save_partial: Callable[[Path], None] | None = None,
     ) -> None:
-        self._directory, self._trainer, self._source, self._keep = directory, trainer, source, keep
+        self._directory, self._trainer, self._source = directory, trainer, source
         self._save_partial = save_partial
 
     def save(self, state: LoopState) -> Path:
@@ -80,7 +80,7 @@ class CheckpointWriter:
         steps = _steps(self._directory)
         now = steps.index(target)
         # later checkpoints are damaged ones: the run was resumed from an older one
-        for old in (*steps[: max(now + 1 - self._keep, 0)], *steps[now + 1 :]):
+        for old in (*steps[: max(now + 1 - _KEPT, 0)], *steps[now + 1 :]):
             remove_directory(old)
         return target / _TRAINER
 

@@ -104,7 +104,9 @@ def _sample_metrics(trained: Sequence[MemberResult]) -> dict[str, Any]:
     samples = [sample for member in trained for sample in member.samples]
     forks = Counter(kind for sample in samples if (kind := sample.metadata.get("fork_reason")))
     return {
-        names.TOKENS_UNDER_MASK: sum(_trained_tokens(sample) for sample in samples),
+        names.TOKENS_UNDER_MASK: sum(
+            sample.response_length if sample.loss_mask is None else sum(sample.loss_mask) for sample in samples
+        ),
         "rollout/truncated": sum(sample.status == Sample.Status.TRUNCATED for sample in samples),
         names.FORKS: sum(max(len(member.samples) - 1, 0) for member in trained),
         **_prefixed(f"{names.FORKS}/", forks),
@@ -152,10 +154,6 @@ def _gateway_counts(member: MemberResult) -> Counter[str]:
     counts = Counter({name: int(count) for name, count in (recorded or {}).items() if " " not in name})
     counts["refused/rollouts"] = int(any(name.startswith("refused/") for name in counts))
     return +counts
-
-
-def _trained_tokens(sample: Sample) -> int:
-    return sample.response_length if sample.loss_mask is None else sum(sample.loss_mask)
 
 
 def format_failures(members: Sequence[MemberResult]) -> str:

@@ -13,9 +13,8 @@ import orjson
 
 from agl_slime.errors import ConfigError
 from agl_slime.report.audit.records import Line, read_lines
-from agl_slime.report.files import RunDir
+from agl_slime.report.files import RunDir, read_state
 from agl_slime.report.slime_runs import SlimeRun, dump_files
-from agl_slime.report.state import read_state
 
 _GROUP_FIELDS = ("iteration", "collected", "group_id", "instance_id", "source", "ready", "code", "reason")
 _MEMBER_FIELDS = {"rollouts": "id", "rewards": "reward", "outcomes": "outcome", "reasons": "why", "tokens": "tokens"}

@@ -14,10 +14,9 @@ from rich.console import Console
 
 from agl_slime.events import Event, Reporter, RolloutFinished, RunFinished, RunStarted, Warning
 from agl_slime.report.console import ProgressReporter, View
-from agl_slime.report.files import RunDir
+from agl_slime.report.files import RunDir, write_alive
 from agl_slime.report.metrics import MetricsWriter, TensorBoardWriter
 from agl_slime.report.rollouts import Keep, RolloutWriter
-from agl_slime.report.state import write_alive
 from agl_slime.report.summary import ModelOfRun, Output, SummaryReporter
 from agl_slime.report.trackers import Tracker, make_trackers
 

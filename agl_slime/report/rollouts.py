@@ -10,6 +10,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import math
+import random
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -31,12 +32,11 @@ from agl_slime.events import (
 )
 from agl_slime.report.alarms import find_step_alarms
 from agl_slime.report.files import IterationFile, RunDir, iter_jsonl, jsonable, size_of
-from agl_slime.report.pieces import Pieces
-from agl_slime.report.sampling import SizeBudget, choose_rollouts
 
 if TYPE_CHECKING:
     from agl_slime.loop.trainer import TokenScores
     from agl_slime.types import Sample
+
 
 Keep = Literal["all", "sampled", "none"]
 MOST_TOKENS = 65_536  # of one Sample; the rest of a longer one is left out
@@ -377,3 +377,79 @@ def _spans(mask: np.ndarray) -> list[list[int]]:
     """The runs of 1 in the mask, as ``[start, end)``."""
     edges = np.flatnonzero(np.diff(mask.astype(np.int8), prepend=0, append=0))
     return edges.reshape(-1, 2).tolist()
+
+
+def choose_rollouts(rewards: Mapping[str, float | None], *, iteration: int, seed: int = 0) -> dict[str, str]:
+    """Rollout id → ``"best"``, ``"worst"``, ``"random"`` or ``"failed"`` (the first one without a reward).
+
+    The random one depends on ``seed``, ``iteration`` and the order of ``rewards`` only.
+    """
+    scored = {rollout_id: reward for rollout_id, reward in rewards.items() if reward is not None}
+    chosen: dict[str, str] = {}
+    if scored:
+        chosen[max(scored, key=scored.__getitem__)] = "best"
+        chosen.setdefault(min(scored, key=scored.__getitem__), "worst")
+        if others := [rollout_id for rollout_id in scored if rollout_id not in chosen]:
+            chosen[random.Random(f"{seed}:{iteration}").choice(others)] = "random"
+    chosen.update([(rollout_id, "failed") for rollout_id in rewards if rollout_id not in scored][:1])
+    return chosen
+
+
+class SizeBudget:
+    """Bytes that may still be written. Each time half of the rest is used, the stride between recorded iterations
+    doubles, so that a long run is covered to its end."""
+
+    def __init__(self, n_bytes: int) -> None:
+        self._left, self._stride = n_bytes, 1
+        self._next_halving = n_bytes // 2
+
+    def allows(self, iteration: int) -> bool:
+        """Whether this iteration is recorded."""
+        return self._left > 0 and iteration % self._stride == 0
+
+    def take(self, n_bytes: int) -> bool:
+        """Use ``n_bytes``; False when they exceed the rest. Then the stride doubles: a smaller record may still fit."""
+        if n_bytes > self._left:
+            self._stride *= 2
+            return False
+        self._left -= n_bytes
+        while self._left < self._next_halving:
+            self._next_halving //= 2
+            self._stride *= 2
+        return True
+
+
+_INCOMPLETE = "�"
+_MAX_CACHED = 300_000
+_MAX_TOKENS_PER_CHARACTER = 8
+
+
+class Pieces:
+    """Texts of single tokens, which join to the decoded whole. A character of several tokens belongs to the last."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._decode = tokenizer.decode
+        self._texts: dict[int, str] = {}
+
+    def __call__(self, ids: Sequence[int]) -> list[str]:
+        """One text per id."""
+        ids = list(ids)
+        if len(self._texts) > _MAX_CACHED:
+            self._texts.clear()
+        for one in set(ids).difference(self._texts):
+            self._texts[one] = self._decode([one])
+        alone = [self._texts[one] for one in ids]
+        whole = self._decode(ids)
+        return alone if "".join(alone) == whole else self._in_context(ids)
+
+    def _in_context(self, ids: list[int]) -> list[str]:
+        """One text per id, from what it adds to the text of the tokens just before it."""
+        pieces, start, read = [], 0, 0
+        for end in range(1, len(ids) + 1):
+            text = self._decode(ids[start:end])
+            if text.endswith(_INCOMPLETE) and end < len(ids) and end - read < _MAX_TOKENS_PER_CHARACTER:
+                pieces.append("")
+                continue
+            pieces.append(text[len(self._decode(ids[start:read])) :])
+            start, read = read, end
+        return pieces

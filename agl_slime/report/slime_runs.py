@@ -20,9 +20,7 @@ from agl_slime.events import IterationFinished
 from agl_slime.loop.metrics import collect_metrics, eval_metrics
 from agl_slime.report.files import IterationFile, RunDir, cut, jsonable
 from agl_slime.report.metrics import MetricsWriter
-from agl_slime.report.pieces import Pieces
-from agl_slime.report.rollouts import describe_group, describe_member, mask_of
-from agl_slime.report.sampling import SizeBudget, choose_rollouts
+from agl_slime.report.rollouts import Pieces, SizeBudget, choose_rollouts, describe_group, describe_member, mask_of
 from agl_slime.report.slime_files import (
     DumpedSample,
     TrainedRow,

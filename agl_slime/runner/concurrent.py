@@ -22,7 +22,7 @@ from agl_slime.store.follow import listen_for_ends
 from agl_slime.store.recording import current_recording
 from agl_slime.support.agl import AttemptedRollout, ExecutionEvent, Hook, LitAgent, LitAgentRunner
 from agl_slime.support.net import bypass_proxies, public_host
-from agl_slime.support.watch import WatchSettings
+from agl_slime.support.watch import Watch
 
 if TYPE_CHECKING:
     from agl_slime.gateway.server import Gateway
@@ -91,11 +91,11 @@ class ConcurrentRunner(LitAgentRunner[Any]):
         if settings.lag_warning_s or settings.stuck_after_s:
             self.lag = LagMonitor(threshold_s=settings.lag_warning_s, watch=self._watch())
 
-    def _watch(self) -> WatchSettings | None:
+    def _watch(self) -> Watch | None:
         stuck_s, worker = self.settings.stuck_after_s, self._verdict is not None
         if not stuck_s:
             return None
-        return WatchSettings(
+        return Watch(
             say_after_s=min(_REPORT_AFTER_S, stuck_s / 2),
             kill_after_s=stuck_s if worker else 0.0,
             verdict=-1 if self._verdict is None else self._verdict,

@@ -26,6 +26,7 @@ from agl_slime.support.child import ServerChild, wait_beside_parent
 from agl_slime.support.other_python import installed_version
 
 _END_TIMEOUT_S = 2.0
+_POLL_S = 0.5  # between the controller's polls for new rollouts
 _EVENT_URL = "AGL_EVENT_URL"  # in the environment of each agent
 KEY_REFERENCE = "${oc.env:AGL_KEY}"
 """The key on a command line: Hydra reads it from the environment, which other users of the machine cannot see."""
@@ -54,7 +55,7 @@ class ControllerProcess(ServerChild):
 def _agl_controller(settings: ControllerSettings, *, url: str) -> list[str]:
     command = [str(settings.python), "-m", "agentlightning.controller", "runner_type=local", f"agl_server.url={url}"]
     command += [f"agl_server.key={KEY_REFERENCE}", f"local_runner.maximum_size={settings.max_processes}"]
-    command += [f"local_runner.poll_interval={settings.poll_interval_s}"]
+    command += [f"local_runner.poll_interval={_POLL_S}"]
     # otherwise Hydra makes an output directory at every start
     return [
         *command,

@@ -17,7 +17,7 @@ import traceback
 from types import FrameType
 from typing import Any
 
-from agl_slime.support.watch import Watch, WatchSettings, stack_of
+from agl_slime.support.watch import Watch, stack_of
 from agl_slime.support.watcher import rollout_in, users_frame
 
 logger = logging.getLogger(__name__)
@@ -27,12 +27,12 @@ _BEAT_S = 1.0
 
 
 class LagMonitor:
-    """Warns once per loop when user code blocks it for ``threshold_s`` (0: never), and starts the process watch with
-    the settings ``watch``. Call ``start`` and ``stop`` on the loop."""
+    """Warns once per loop when user code blocks it for ``threshold_s`` (0: never), and beats the process ``watch``.
+    Call ``start`` and ``stop`` on the loop."""
 
-    def __init__(self, *, threshold_s: float = 1.0, watch: WatchSettings | None = None) -> None:
+    def __init__(self, *, threshold_s: float = 1.0, watch: Watch | None = None) -> None:
         self._threshold_s = threshold_s
-        self._watch = Watch(watch) if watch is not None else None
+        self._watch = watch
         self._ticked = self._ticked_cpu = 0.0
         self._stopped = threading.Event()
         self._ticker: asyncio.TimerHandle | None = None

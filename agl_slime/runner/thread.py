@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, Self
 
 from agl_slime.errors import LoopError
 from agl_slime.runner.base import FinishedListener, RunnerPool
 from agl_slime.runner.concurrent import ConcurrentRunner, RunnerSettings
-from agl_slime.support.agl import Hook, LightningStore, LitAgent
+from agl_slime.support.agl import LightningStore, LitAgent
 from agl_slime.support.threads import LoopThread
 
 logger = logging.getLogger(__name__)
@@ -29,14 +29,12 @@ class RunnerThread(RunnerPool):
         agent: LitAgent[Any],
         store: LightningStore,
         settings: RunnerSettings | None = None,
-        hooks: Sequence[Hook] = (),
         on_finished: FinishedListener | None = None,
         name: str | None = None,
     ) -> None:
         self.runner = ConcurrentRunner(settings=settings, on_finished=on_finished, name=name)
         self._agent = agent
         self._store = store
-        self._hooks = hooks
         self._thread: LoopThread | None = None
         self._failure: BaseException | None = None
 
@@ -76,7 +74,7 @@ class RunnerThread(RunnerPool):
 
     async def _serve(self, ready: Callable[[], None]) -> None:
         try:
-            with self.runner.run_context(agent=self._agent, store=self._store, hooks=self._hooks):
+            with self.runner.run_context(agent=self._agent, store=self._store):
                 asyncio.get_running_loop().call_soon(ready)
                 await self.runner.iter()
         except BaseException as error:  # start() and the training loop read it

@@ -121,7 +121,7 @@ class RemoteStore(LightningStoreClient):
 
     async def _post_calls(self, calls: list[bytes]) -> list[dict[str, Any]]:
         # safe to retry: the store adds no span twice, and an end is final
-        body = _body_of(calls)
+        body = orjson.dumps({"calls": [orjson.Fragment(call) for call in calls]})
         answer = await self._backoff(_UNREACHABLE_S).run(lambda: self._post(BATCH_PATH, body), is_transient)
         return answer["results"]
 
@@ -136,10 +136,6 @@ class RemoteStore(LightningStoreClient):
 
 def _encoded(call: dict[str, Any]) -> bytes:
     return orjson.dumps(call, option=orjson.OPT_SERIALIZE_NUMPY)
-
-
-def _body_of(calls: Sequence[bytes]) -> bytes:
-    return orjson.dumps({"calls": [orjson.Fragment(call) for call in calls]})
 
 
 def _result_of(answer: dict[str, Any]) -> Any:

@@ -53,35 +53,25 @@ def share_field_sets(span: Span) -> None:
                 object.__setattr__(part, "__pydantic_fields_set__", shared)  # as ``model_construct`` does
 
 
-class _Section:
-    """The asynchronous context manager that takes the lock for one store operation."""
-
-    __slots__ = ("_collections",)
-
-    def __init__(self, collections: BridgeCollections) -> None:
-        self._collections = collections
-
-    async def __aenter__(self) -> BridgeCollections:
-        self._collections.lock.acquire()
-        return self._collections
-
-    async def __aexit__(self, *exc_info: object) -> None:
-        self._collections.lock.release()
-
-
 class BridgeCollections(InMemoryLightningCollections):
     """See the module's docstring. ``lock`` guards everything; take it briefly, and never across an ``await``."""
 
     def __init__(self) -> None:
         super().__init__(lock_type="thread")
         self.lock = threading.RLock()
-        self._section = _Section(self)
         records = (self._rollouts, self._attempts, self._spans, self._resources, self._workers)
         for part in (*records, self._rollout_queue, self._span_sequence_ids):
             do_not_measure(part)
 
     def atomic(self, **kwargs: Any) -> Any:
-        return self._section
+        return self
+
+    async def __aenter__(self) -> BridgeCollections:
+        self.lock.acquire()
+        return self
+
+    async def __aexit__(self, *exc_info: object) -> None:
+        self.lock.release()
 
     async def execute(self, callback: Callable[[Any], Awaitable[V]], **kwargs: Any) -> V:
         with self.lock:
@@ -89,21 +79,10 @@ class BridgeCollections(InMemoryLightningCollections):
 
     # -- records; callers take the lock -------------------------------------------------------------------------------
 
-    @property
-    def queued(self) -> int:
-        """Number of unclaimed rollouts."""
-        return len(self._rollout_queue._items)
-
-    @property
-    def stored(self) -> int:
-        """Number of rollouts."""
-        return self._rollouts._size
-
     def rollout(self, rollout_id: str) -> Rollout | None:
         return self._rollouts._items.get(rollout_id)
 
     def put_rollout(self, rollout: Rollout) -> None:
-        """Replace a rollout's record."""
         self._rollouts._items[rollout.rollout_id] = rollout
 
     def waiting(self) -> Iterator[Rollout]:
@@ -134,7 +113,6 @@ class BridgeCollections(InMemoryLightningCollections):
         return self._attempts._items.get(rollout_id, {})
 
     def latest_attempt(self, rollout_id: str) -> Attempt | None:
-        """The newest attempt."""
         return next(reversed(self.attempts_of(rollout_id).values()), None)
 
     def trim_resources(self, keep: int) -> None:

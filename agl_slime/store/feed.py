@@ -49,7 +49,6 @@ class FeedPosition:
         return self.server_instance_id not in ("", page["server_instance_id"])
 
     def move(self, page: FeedPage) -> None:
-        """Move behind ``page``."""
         self.server_instance_id, self.after = page["server_instance_id"], page["last"]
 
 
@@ -62,13 +61,13 @@ class FinishedFeed:
         self._ids: deque[str] = deque()
         self._id_set: set[str] = set()
         self._window = window
-        self._last = 0
+        self.last = 0
+        """The number of ends so far."""
         self._lock = threading.Lock()
         self._waiters: set[Callable[[], None]] = set()
         self._closed = False
 
     def append(self, rollout: Rollout) -> None:
-        """Add a rollout that has ended."""
         with self._lock:
             if rollout.rollout_id in self._id_set:
                 return
@@ -76,26 +75,16 @@ class FinishedFeed:
                 self._id_set.discard(self._ids.popleft())
             self._ids.append(rollout.rollout_id)
             self._id_set.add(rollout.rollout_id)
-            self._last += 1
+            self.last += 1
         self._notify()
 
-    @property
-    def last(self) -> int:
-        """The number of ends so far."""
-        return self._last
-
-    def position(self, after: int = 0) -> FeedPosition:
-        """The position behind the first ``after`` ends."""
-        return FeedPosition(self.server_instance_id, after)
-
     def read(self, position: FeedPosition) -> FeedPage:
-        """The page after ``position``."""
         with self._lock:
-            first = self._last - len(self._ids) + 1
-            valid = position.server_instance_id == self.server_instance_id and position.after <= self._last
+            first = self.last - len(self._ids) + 1
+            valid = position.server_instance_id == self.server_instance_id and position.after <= self.last
             after = position.after if valid else 0
             begin = max(after + 1, first)
-            end = min(self._last, begin + _PAGE - 1)
+            end = min(self.last, begin + _PAGE - 1)
             ids = [self._ids[i - first] for i in range(begin, end + 1)]
             return FeedPage(
                 server_instance_id=self.server_instance_id, last=end, rollout_ids=ids, missed=begin > after + 1

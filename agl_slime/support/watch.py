@@ -15,7 +15,6 @@ import threading
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType, FunctionType
 from typing import Any, TypeVar
@@ -46,9 +45,12 @@ def stack_of(frame: FrameType) -> list[Frame]:
     return [Frame(entry.f_code.co_filename, line or 0, entry.f_code.co_qualname) for entry, line in entries]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WatchSettings:
-    """Limits of a watchdog.
+_lock = threading.Lock()
+_active: Watch | None = None
+
+
+class Watch:
+    """``beat`` at least once a second, ``stop`` at the end, on any one thread.
 
     ``say_after_s``: seconds without a heartbeat after which it prints the code that holds the lock. ``kill_after_s``:
     seconds without a heartbeat, or of a blocked event loop, after which it kills the process; 0 is never. ``verdict``:
@@ -56,21 +58,11 @@ class WatchSettings:
     second SIGINT, SIGTERM or SIGHUP that it cannot handle, also without a terminal.
     """
 
-    say_after_s: float = 10.0
-    kill_after_s: float = 0.0
-    verdict: int = -1
-    signals: bool = False
-
-
-_lock = threading.Lock()
-_active: Watch | None = None
-
-
-class Watch:
-    """``beat`` at least once a second, ``stop`` at the end, on any one thread."""
-
-    def __init__(self, settings: WatchSettings) -> None:
-        self._settings = settings
+    def __init__(
+        self, *, say_after_s: float = 10.0, kill_after_s: float = 0.0, verdict: int = -1, signals: bool = False
+    ) -> None:
+        self._say_after_s, self._kill_after_s = say_after_s, kill_after_s
+        self._verdict, self._signals = verdict, signals
         self._child: subprocess.Popen[bytes] | None = None
         self._open: list[int] = []
         self._registered: list[int] = []
@@ -116,14 +108,13 @@ class Watch:
             _active = None if _active is self else _active
 
     def _start(self) -> None:
-        settings = self._settings
         (stacks, write_stack), (heard, write_heard) = os.pipe(), os.pipe()
         self._open = [write_stack, write_heard]
         number = _STACK_SIGNAL if self._register(_STACK_SIGNAL, write_stack) else 0
-        for each in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP) if settings.signals else ():
+        for each in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP) if self._signals else ():
             self._register(each, write_heard, chain=True)
-        fixed = os.getpid(), 0, stacks, heard, settings.verdict, number, settings.say_after_s, settings.kill_after_s
-        inherited = [stacks, heard, *([settings.verdict] if settings.verdict >= 0 else [])]
+        fixed = os.getpid(), 0, stacks, heard, self._verdict, number, self._say_after_s, self._kill_after_s
+        inherited = [stacks, heard, *([self._verdict] if self._verdict >= 0 else [])]
         command = [sys.executable, "-I", "-S", str(Path(watcher.__file__)), *map(str, fixed)]
         try:
             self._child = subprocess.Popen(command, stdin=subprocess.PIPE, pass_fds=inherited)

@@ -14,10 +14,12 @@ from __future__ import annotations
 
 import copy
 import functools
+import hashlib
+import re
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any, cast
 
@@ -26,10 +28,8 @@ from agl_slime.engine.client.prompt import PromptIds
 from agl_slime.errors import ConfigError
 from agl_slime.support.threads import run_in_thread
 from agl_slime.tokens.codec import TokenArray, TokenBuffer, common_prefix, shared_length, token_array
-from agl_slime.tokens.digest import TextDigest
 from agl_slime.tokens.fields import AnswerMessages, thinking_argument
 from agl_slime.tokens.forks import ForkReason, classify_edit, explain_once
-from agl_slime.tokens.plans import Plan, SampledTurn
 from agl_slime.tokens.reader import AnswerReader
 from agl_slime.tokens.template import (
     Addition,
@@ -41,6 +41,37 @@ from agl_slime.tokens.template import (
     history_window,
 )
 from agl_slime.tokens.tokenizer import longest_prefix
+
+
+@dataclass(frozen=True, slots=True)
+class SampledTurn:
+    """A sampled answer: message ``n_messages - 1``, ids ``[start:end]``. ``continued`` is the text that its message
+    began with before sampling."""
+
+    n_messages: int
+    start: int
+    end: int
+    continued: str
+    stop_text: str  # of the stop token that the engine sampled at its end; empty without one
+    history_end: int  # ids ``[:history_end]`` are the prompt without its generation prompt; 0 if not separable
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """A prompt: ids ``[:kept]`` of the last prompt and answer, then ``added``."""
+
+    kept: int
+    added: tuple[int, ...]
+    history_end: int  # as in ``SampledTurn``
+    open_boundaries: int
+    rendering: Rendering | None  # of the whole conversation without a partial answer, if it was rendered
+    more_text: tuple[str, ...] = ()  # without a rendering: the last answer as the template writes it, and the new text
+    fork: ForkReason | None = None
+
+    @property
+    def length(self) -> int:
+        return self.kept + len(self.added)
+
 
 # Tokenizing takes about a millisecond per this many characters; a longer text is worth a thread.
 LONG_TEXT_CHARS = 8_000
@@ -400,3 +431,41 @@ def answer_text(generation: Generation) -> str:
     if isinstance(matched, str) and not generation.text.endswith(matched):
         return generation.text + matched
     return generation.text
+
+
+_EMPTY_BLOCK = re.compile(r"<(\w+)></\1>")
+# at the end of a text without white space: the possible beginning of an empty block that the next piece ends
+_PARTIAL_BLOCK = re.compile(r"<(?:\w*|\w+>(?:<(?:/\w*)?)?)$")
+
+
+class TextDigest:
+    """A digest of text in pieces, without white space and empty blocks (as ``blanks.squash``). The pieces of the
+    constructor are hashed at the first ``add``: a conversation that is rendered whole each time hashes nothing."""
+
+    __slots__ = ("_digest", "_pieces")
+
+    def __init__(self, *pieces: str) -> None:
+        self._digest = hashlib.blake2b(digest_size=16)
+        self._pieces = pieces
+
+    def add(self, *pieces: str) -> None:
+        text = "".join("".join((*self._pieces, *pieces)).split())
+        start = text.rfind("<", 0, max(0, text.rfind("<")))  # a partial block has two "<" at most
+        partial = _PARTIAL_BLOCK.search(text, max(0, start))
+        end = len(text) if partial is None else partial.start()
+        complete, self._pieces = text[:end], (text[end:],)
+        if "></" in complete:
+            complete = _EMPTY_BLOCK.sub("", complete)
+        self._digest.update(complete.encode("utf-8", "surrogatepass"))
+
+    def copy(self) -> TextDigest:
+        other = TextDigest(*self._pieces)
+        other._digest = self._digest.copy()
+        return other
+
+    def matches(self, text: str, *more: str) -> bool:
+        """Whether the digested text, followed by ``more``, is ``text``."""
+        mine, others = self.copy(), TextDigest()
+        mine.add(*more)
+        others.add(text)
+        return mine._digest.digest() == others._digest.digest() and mine._pieces == others._pieces

@@ -19,7 +19,7 @@ from typing_extensions import TypedDict, Unpack
 
 from agl_slime.errors import RewardError, TraceError
 from agl_slime.tokens import attributes as names
-from agl_slime.tokens.image_spans import multimodal_inputs
+from agl_slime.tokens.images import multimodal_inputs
 from agl_slime.tokens.reward import Reward, TurnReward, read_reward, read_turn_rewards
 from agl_slime.tokens.segments import Segment, merge_turns
 from agl_slime.tokens.span_codec import parse_json, turn_numbers
@@ -59,7 +59,7 @@ class ConversionOptions(TypedDict, total=False):
     reward: Reward
     """The result of ``read_reward`` for these spans, to avoid a second reading."""
     replay_files: Path | None
-    """The run's directory of routed experts and nuclei of large turns, see ``agl_slime.tokens.replay_files``."""
+    """The run's directory of routed experts and nuclei of large turns, see ``agl_slime.tokens.replay``."""
     reward_spans: bool
     """Whether rewards of single turns are spans of the rollout's Samples (``metadata["reward_spans"]``), for a trainer
     that reads them; by default their turns become separate Samples."""

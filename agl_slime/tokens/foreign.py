@@ -81,11 +81,12 @@ class ModelCall:
         messages, answers = self._messages()
         if not messages or not answers:
             return None
+        tools = self.span.attributes.get("gen_ai.tool.definitions")
         ids = retokenizer.turn(
             messages,
             {"role": "assistant", **answers[0]},
             finish_reason=self._finish_reason(answers),
-            tools=_tool_definitions(self.span.attributes),
+            tools=parse_json(tools, "gen_ai.tool.definitions") if isinstance(tools, str) else None,
         )
         return self._build_turn(*ids, messages, answers, token_source="retokenized")
 
@@ -233,11 +234,6 @@ def _litellm_choice(attributes: Attributes) -> Mapping[str, Any]:
 
 
 # -- messages, as chat templates expect them -------------------------------------------------------------------------
-
-
-def _tool_definitions(attributes: Attributes) -> list[Any] | None:
-    definitions = attributes.get("gen_ai.tool.definitions")
-    return parse_json(definitions, "gen_ai.tool.definitions") if isinstance(definitions, str) else None
 
 
 def _in_json(attributes: Attributes, name: str) -> list[ChatMessage]:

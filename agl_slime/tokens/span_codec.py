@@ -30,8 +30,7 @@ from agl_slime.tokens.codec import (
     unpack_token_ids,
 )
 from agl_slime.tokens.forks import ForkReason
-from agl_slime.tokens.image_spans import Images, decode_images, image_attributes
-from agl_slime.tokens.images import Image
+from agl_slime.tokens.images import Image, Images, decode_images, image_attributes
 from agl_slime.tokens.replay import decode_replay, replay_attributes
 from agl_slime.tokens.turn import Messages, Turn
 

@@ -5,7 +5,7 @@ messages and without them. If both renderings agree on the history, the differen
 parts, each in the field that the template reads (``fields``).
 
 The template's own spelling of a sampled answer does not matter (white space in a call's JSON, padding around thinking):
-the sampled tokens take its place. The comparison ignores white space and empty blocks (``<think>\\n\\n</think>``). If
+the sampled tokens take its place. The comparison ignores white space and empty blocks (``<think>\n\n</think>``). If
 the renderings of the history differ otherwise, the result is ``RewrittenHistory`` in place of an ``Addition``.
 
 From ``WINDOW_FROM`` messages on only a window is rendered: the system messages, the last user message and the messages
@@ -16,6 +16,8 @@ after it (at least the last ``TAIL``). The whole conversation is rendered each t
 from __future__ import annotations
 
 import functools
+import hashlib
+import json
 import marshal
 import re
 import threading
@@ -25,7 +27,6 @@ from typing import Any, Generic, TypeVar
 
 from agl_slime.errors import PromptError
 from agl_slime.tokens.blanks import match_end
-from agl_slime.tokens.calls import CallFormat
 from agl_slime.tokens.codec import shared_length
 from agl_slime.tokens.fields import AnswerFields
 from agl_slime.tokens.formats import find_format
@@ -355,3 +356,77 @@ def _key(messages: Sequence[Any]) -> bytes | None:
         return marshal.dumps(list(messages), 2)
     except ValueError:
         return None
+
+
+Render = Callable[[Sequence[Message], bool], str]
+
+_QUESTION: Message = {"role": "user", "content": "?"}
+_OBJECTS = {"id": "call00000", "type": "function", "function": {"name": "f", "arguments": {"x": 1}}}
+
+
+class CallFormat:
+    """The form that one template accepts; ``render`` is the template's."""
+
+    def __init__(self, render: Render) -> None:
+        self._render = render
+
+    def convert(self, messages: Sequence[Message]) -> Sequence[Message]:
+        if not any(message.get("tool_calls") for message in messages):
+            return messages
+        if self._wants_text:
+            messages = [_with_arguments_as_text(message) for message in messages]
+        if self._wants_short_ids:
+            messages = [_with_short_ids(message) for message in messages]
+        return messages
+
+    @functools.cached_property
+    def _wants_text(self) -> bool:
+        """Whether the template refuses arguments as objects and accepts JSON in a string (DeepSeek-V3)."""
+        called: list[Message] = [_QUESTION, {"role": "assistant", "content": "", "tool_calls": [_OBJECTS]}]
+        return not self._accepts(called) and self._accepts([_with_arguments_as_text(message) for message in called])
+
+    @functools.cached_property
+    def _wants_short_ids(self) -> bool:
+        """Whether the template accepts ids of nine letters and digits only (Mistral)."""
+        call = {**_OBJECTS, "id": "call_0"}
+        called: list[Message] = [_QUESTION, {"role": "assistant", "content": "", "tool_calls": [call]}]
+        called.append({"role": "tool", "tool_call_id": "call_0", "name": "f", "content": "r"})
+        if self._wants_text:
+            called = [_with_arguments_as_text(message) for message in called]
+        return not self._accepts(called) and self._accepts([_with_short_ids(message) for message in called])
+
+    def _accepts(self, messages: Sequence[Message]) -> bool:
+        try:
+            self._render(messages, True)
+        except PromptError:
+            return False
+        return True
+
+
+def _with_arguments_as_text(message: Message) -> Message:
+    """``message`` with the arguments of its calls as JSON in strings."""
+
+    def convert(call: Mapping[str, Any]) -> dict[str, Any]:
+        function = call.get("function", call)
+        arguments = function.get("arguments")
+        if isinstance(arguments, str):
+            return dict(call)
+        function = {**function, "arguments": json.dumps(arguments or {}, ensure_ascii=False)}
+        return {**call, "function": function} if "function" in call else function
+
+    calls = message.get("tool_calls")
+    return {**message, "tool_calls": [convert(call) for call in calls]} if calls else message
+
+
+def _with_short_ids(message: Message) -> Message:
+    """``message`` with each id as nine letters and digits, equal for equal ids."""
+    if calls := message.get("tool_calls"):
+        return {**message, "tool_calls": [{**call, "id": _short(str(call.get("id") or ""))} for call in calls]}
+    if message.get("role") == "tool" and isinstance(message.get("tool_call_id"), str):
+        return {**message, "tool_call_id": _short(message["tool_call_id"])}
+    return message
+
+
+def _short(identity: str) -> str:
+    fits = len(identity) == 9 and identity.isascii() and identity.isalnum()
+    return identity if fits else hashlib.blake2b(identity.encode("utf-8", "surrogatepass")).hexdigest()[:9]

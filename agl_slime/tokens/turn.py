@@ -15,7 +15,7 @@ from agl_slime.errors import TraceError
 from agl_slime.tokens.codec import LogProbArray, TokenArray, log_prob_array, token_array
 from agl_slime.tokens.forks import ForkReason
 from agl_slime.tokens.images import Image
-from agl_slime.tokens.replay_files import FiledReplay
+from agl_slime.tokens.replay import FiledReplay
 
 if TYPE_CHECKING:
     from agl_slime.engine.client.generation import Generation

@@ -21,8 +21,7 @@ import psutil
 import pytest
 
 from agl_slime.cli.main import main
-from agl_slime.report.files import RunDir
-from agl_slime.report.state import read_state
+from agl_slime.report.files import RunDir, read_state
 from tests.faults.train_process import train, watches
 from tests.harness.loop import threads_of_ours
 

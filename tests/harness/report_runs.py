@@ -12,10 +12,9 @@ import numpy as np
 
 from agl_slime.data.results import GroupResult, MemberResult
 from agl_slime.events import BatchTrained, GroupsCollected, IterationFinished, RunFinished
-from agl_slime.report.files import RunDir, open_run_dir
+from agl_slime.report.files import RunDir, open_run_dir, write_alive
 from agl_slime.report.metrics import MetricsWriter
 from agl_slime.report.rollouts import RolloutWriter
-from agl_slime.report.state import write_alive
 from agl_slime.tokens.forks import ForkReason
 from agl_slime.tokens.trajectory import Trajectory
 from agl_slime.tokens.turn import Turn

@@ -11,15 +11,15 @@ import pytest
 
 from agl_slime.errors import ConfigError, LoopError
 from agl_slime.events import GroupsCollected, Warning
-from agl_slime.loop import failures
+from agl_slime.loop import online
 from agl_slime.loop.settings import LoopState
 from tests.harness.loop import TASKS, HelloAgent, LoopCase, hello_engine
 
 
 @pytest.fixture
 def quick_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(failures, "_FIRST_PAUSE_S", 0.02)
-    monkeypatch.setattr(failures, "_LONGEST_PAUSE_S", 0.05)
+    monkeypatch.setattr(online, "_FIRST_PAUSE_S", 0.02)
+    monkeypatch.setattr(online, "_LONGEST_PAUSE_S", 0.05)
 
 
 class Judge:

@@ -16,7 +16,7 @@ import pytest
 from aiohttp import web
 
 from agl_slime.agent.batched.api_multi_turn import APIMultiTurnRollout, OpenAI
-from agl_slime.agent.batched.samples import messages_to_sample
+from agl_slime.agent.batched.multi_turn import messages_to_sample
 from agl_slime.agent.tools import ToolManager
 from agl_slime.engine.client.generation import SamplingParams
 from agl_slime.errors import ConfigError

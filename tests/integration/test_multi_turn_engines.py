@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from agl_slime import SGLangLitAgent
-from agl_slime.agent.batched.multi_turn import MultiTurnRollout
-from agl_slime.agent.batched.sampler import SGLangSampler
+from agl_slime.agent.batched.multi_turn import MultiTurnRollout, SGLangSampler
 from agl_slime.agent.by_file import import_file
 from agl_slime.agent.scheduler import MultiTurnScheduler, RolloutInferRequest, RolloutResponseChoice
 from agl_slime.cli.demo.formats import LookupDemonstrations

@@ -30,10 +30,10 @@ from agl_slime.errors import ConfigError, TrainerError
 from agl_slime.gateway.server import Gateway
 from agl_slime.support.agl import LLM
 from agl_slime.support.threads import run_blocking
-from agl_slime.tokens.replay_files import file_replay
+from agl_slime.tokens.replay import file_replay
 from agl_slime.tokens.segments import merge_turns
 from agl_slime.tokens.span_codec import decode_turns
-from agl_slime.train.local.experts import force_experts
+from agl_slime.train.local.model import force_experts
 from agl_slime.types import Sample, sample_from_fields
 from tests.harness.gateway import QUICK, writer
 from tests.harness.moe_policy import FAMILIES, LAYERS, TOP_K, save_moe
@@ -229,7 +229,7 @@ def test_a_whole_run_trains_on_the_experts_that_its_engine_used(
         return found
 
     monkeypatch.setattr("agl_slime.agent.session.file_replay", watched)
-    monkeypatch.setattr("agl_slime.tokens.replay_files.FILED_FROM_BYTES", 64)
+    monkeypatch.setattr("agl_slime.tokens.replay.FILED_FROM_BYTES", 64)
 
     def spy(model: Any, experts: Any) -> None:
         forced.append(None if experts is None else tuple(experts.shape))

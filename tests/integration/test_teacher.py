@@ -29,7 +29,7 @@ from agl_slime.errors import ConfigError, TrainerError  # noqa: E402
 from agl_slime.report import read_metrics  # noqa: E402
 from agl_slime.store.bridge import BridgeStore  # noqa: E402
 from agl_slime.support.http import listening  # noqa: E402
-from agl_slime.train.slime.teacher import score_delivered  # noqa: E402
+from agl_slime.train.slime.source import score_delivered  # noqa: E402
 from agl_slime.types import Sample, flat_samples  # noqa: E402
 from tests.harness.datasource import QUICK as QUICK_SOURCE  # noqa: E402
 from tests.harness.datasource import Told, get  # noqa: E402

@@ -20,7 +20,7 @@ WITHIN_S = 60.0  # for what takes moments on an idle machine
 
 SCRIPT = """
 import re, signal, sys, threading, time
-from agl_slime.support.watch import Watch, WatchSettings, named
+from agl_slime.support.watch import Watch, named
 
 def score(text):
     return re.match(r"(a+)+$", text)
@@ -37,7 +37,7 @@ def beat():
 LATE = {late}
 for number in (signal.SIGINT, signal.SIGTERM):
     signal.signal(number, lambda *_: print("heard", flush=True))
-watch = Watch(WatchSettings({settings}))
+watch = Watch({settings})
 threading.Thread(target=beat, daemon=True).start()
 while watch._child is None:
     time.sleep(0.01)

@@ -12,7 +12,8 @@ from functools import partial
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agl_slime.runner.auto_limit import AutoLimit, AutoLimitSettings, Look
+from agl_slime.engine.client.load import EngineLoad
+from agl_slime.loop.auto_concurrency import MOST, AutoLimit
 from tests.harness.engine_model import EngineModel
 from tests.harness.examples import examples
 
@@ -29,14 +30,13 @@ def rates(model: EngineModel, auto: AutoLimit, *, tells: bool = True, fixed: boo
         for second in range(60):
             before = model.tokens if second == 30 else before
             model.advance(seconds=1, limit=partial(getattr, auto, "limit"))
-            look = Look(
-                in_flight=model.in_flight,
+            load = EngineLoad(
                 running=len(model.running),
                 waiting=len(model.waiting),
                 refused=model.refused - refused,
                 most_running=model.slots if tells else 0,
             )
-            auto, refused = auto if fixed else auto.step(look), model.refused
+            auto, refused = auto if fixed else auto.step(load, in_flight=model.in_flight), model.refused
         found.append((model.tokens - before) / 30)
     return found
 
@@ -54,7 +54,7 @@ def test_it_is_within_five_percent_of_a_full_engine_and_overruns_none(
     model = EngineModel(slots=slots, capacity=30.0 * slots, queue=5 * slots, tools_s=tools_s, calls=calls, seed=seed)
     full = [factor * 30.0 * slots for factor in FACTORS]
     # of its last tick an answer takes a part only
-    reached = [rate / (most * 0.93) for rate, most in zip(rates(model, AutoLimit.start()), full, strict=True)]
+    reached = [rate / (most * 0.93) for rate, most in zip(rates(model, AutoLimit()), full, strict=True)]
     assert min(reached) >= 0.95, reached
     assert model.refused < 0.01 * model.asked
 
@@ -63,12 +63,10 @@ def test_it_is_as_good_as_the_best_fixed_number() -> None:
     def engine() -> EngineModel:
         return EngineModel(slots=96, capacity=3_000.0, queue=400, tools_s=2.0)
 
-    tried = {
-        limit: (model := engine(), rates(model, replace(AutoLimit.start(), limit=limit), fixed=True)) for limit in FIXED
-    }
+    tried = {limit: (model := engine(), rates(model, replace(AutoLimit(), limit=limit), fixed=True)) for limit in FIXED}
     best = [max(of) for of in zip(*(found for _, found in tried.values()), strict=True)]
     model = engine()
-    found = rates(model, AutoLimit.start())
+    found = rates(model, AutoLimit())
     assert all(rate >= 0.95 * most for rate, most in zip(found, best, strict=True)), (found, best)
     assert model.refused < 0.01 * model.asked
     overrun = tried[1024][0]
@@ -77,45 +75,47 @@ def test_it_is_as_good_as_the_best_fixed_number() -> None:
 
 def test_an_engine_that_does_not_say_how_much_it_takes_is_found_out() -> None:
     model = EngineModel(slots=64, capacity=2_000.0)
-    assert min(rates(model, AutoLimit.start(), tells=False)) >= 0.88 * 2_000
+    assert min(rates(model, AutoLimit(), tells=False)) >= 0.88 * 2_000
 
 
-def look(n: int, **more: float) -> Look:
-    return Look(in_flight=n, running=n, waiting=0, **more)  # type: ignore[arg-type]
+def stepped(auto: AutoLimit, n: int, usage: float = 0.0) -> AutoLimit:
+    return auto.step(EngineLoad(running=n, waiting=0, usage=usage), in_flight=n)
 
 
 def test_it_is_not_raised_where_something_else_holds_rollouts_back() -> None:
-    auto = replace(AutoLimit.start(), limit=100, slow_start=False)
+    auto = replace(AutoLimit(), limit=100, slow_start=False)
     for _ in range(20):
-        auto = auto.step(look(40))
+        auto = stepped(auto, 40)
     assert auto.limit == 100
 
 
 def test_it_is_not_raised_into_a_full_cache() -> None:
-    auto = AutoLimit.start()
+    auto = AutoLimit()
     for _ in range(20):
-        auto = auto.step(look(auto.limit, usage=min(1.0, auto.limit * 0.02)))
+        auto = stepped(auto, auto.limit, min(1.0, auto.limit * 0.02))
     assert auto.limit * 0.02 <= 1.0
 
 
 @given(
     st.lists(
-        st.builds(
-            Look,
-            in_flight=st.integers(0, 10_000),
-            running=st.integers(0, 10_000),
-            waiting=st.integers(0, 10_000),
-            usage=st.floats(0, 2),
-            most_running=st.integers(0, 5_000),
-            refused=st.integers(0, 10_000),
+        st.tuples(
+            st.builds(
+                EngineLoad,
+                running=st.integers(0, 10_000),
+                waiting=st.integers(0, 10_000),
+                usage=st.floats(0, 2),
+                most_running=st.integers(0, 5_000),
+                refused=st.integers(0, 10_000),
+            ),
+            st.integers(0, 10_000),
         ),
         max_size=60,
     )
 )
-def test_auto_limit_stays_in_its_bounds_and_at_most_doubles(looks: list[Look]) -> None:
-    auto = AutoLimit.start(AutoLimitSettings(most=2_000))
-    for one in looks:
-        after = auto.step(one)
-        assert 1 <= after.limit <= 2_000
-        assert after.limit <= max(2 * auto.limit, auto.limit + 1, one.in_flight)
+def test_auto_limit_stays_in_its_bounds_and_at_most_doubles(looks: list[tuple[EngineLoad, int]]) -> None:
+    auto = AutoLimit()
+    for load, in_flight in looks:
+        after = auto.step(load, in_flight=in_flight)
+        assert 1 <= after.limit <= MOST
+        assert after.limit <= max(2 * auto.limit, auto.limit + 1, in_flight)
         auto = after

@@ -7,7 +7,7 @@ import re
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agl_slime.tokens.digest import TextDigest
+from agl_slime.tokens.conversation import TextDigest
 
 _PIECES = [
     "<",

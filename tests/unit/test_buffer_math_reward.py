@@ -4,7 +4,7 @@ import time
 
 import pytest
 
-from agl_slime.buffer.generators.math_reward import boxed_reward, last_boxed
+from agl_slime.buffer.generators.base_generator import boxed_reward, last_boxed
 
 
 @pytest.mark.parametrize(

@@ -11,9 +11,7 @@ from typing import Any
 
 import pytest
 
-from agl_slime.agent.batched.multi_turn import MultiTurnRollout, Rollout
-from agl_slime.agent.batched.sampler import SGLangSampler
-from agl_slime.agent.batched.samples import trajectory_to_samples
+from agl_slime.agent.batched.multi_turn import MultiTurnRollout, Rollout, SGLangSampler, trajectory_to_samples
 from agl_slime.agent.tools import ToolManager
 from agl_slime.data.assembler import GroupAssembler
 from agl_slime.data.policy import CompleteGroup

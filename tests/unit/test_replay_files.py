@@ -27,9 +27,9 @@ from agl_slime.errors import TraceError
 from agl_slime.store.bridge import BridgeStore
 from agl_slime.support.files import scratch_directory
 from agl_slime.tokens import attributes as names
-from agl_slime.tokens import replay_files
+from agl_slime.tokens import replay as replay_files
 from agl_slime.tokens.converter import convert_trajectory
-from agl_slime.tokens.replay_files import FiledReplay, file_replay, remove_replay
+from agl_slime.tokens.replay import FiledReplay, file_replay, remove_replay
 from agl_slime.tokens.span_codec import TurnEncoder, decode_turns
 from agl_slime.tokens.trajectory import Trajectory
 from agl_slime.tokens.turn import Turn, with_replay
@@ -40,7 +40,7 @@ from tests.harness.samples import encode
 from tests.harness.stores import enqueue, finish
 from tests.harness.waiting import until
 
-FROM = "agl_slime.tokens.replay_files.FILED_FROM_BYTES"
+FROM = "agl_slime.tokens.replay.FILED_FROM_BYTES"
 
 
 def experts(start: int, count: int, *, most: int = 8, seed: int = 0) -> RoutedExperts:
@@ -253,7 +253,7 @@ def test_killed_runs_replay_directory_is_removed_by_the_next(tmp_path: Path) -> 
         import numpy as np
         from agl_slime.engine.client.replay import RoutedExperts
         from agl_slime.support.files import scratch_directory
-        from agl_slime.tokens.replay_files import file_replay
+        from agl_slime.tokens.replay import file_replay
         with scratch_directory(Path({str(tmp_path)!r}), "replay") as directory:
             rows = RoutedExperts(0, np.zeros((60_000, 2, 3), dtype=np.uint8))
             assert file_replay(str(directory), "ro-1", "s", rows, None)

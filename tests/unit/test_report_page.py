@@ -17,10 +17,9 @@ from hypothesis import strategies as st
 
 from agl_slime.errors import ConfigError
 from agl_slime.report import page as page_module
-from agl_slime.report.files import RunDir
+from agl_slime.report.files import RunDir, read_state
 from agl_slime.report.page import assets, script_json, write_report
 from agl_slime.report.read import RunReader, Tail, columns, find_runs
-from agl_slime.report.state import read_state
 from tests.harness.report_runs import EMOJI, HOSTILE, AWriter, write_run
 
 ROOT = Path(__file__).parents[2]

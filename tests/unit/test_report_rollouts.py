@@ -23,8 +23,7 @@ from agl_slime.events import (
     RunStarted,
 )
 from agl_slime.report.files import IterationFile, RunDir, iter_jsonl
-from agl_slime.report.pieces import Pieces
-from agl_slime.report.rollouts import RolloutWriter, describe_tokens
+from agl_slime.report.rollouts import Pieces, RolloutWriter, describe_tokens
 from agl_slime.types import Sample
 from tests.harness.examples import examples
 from tests.harness.tokenizers import chat_tokenizer

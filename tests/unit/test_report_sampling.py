@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agl_slime.report.sampling import SizeBudget, choose_rollouts
+from agl_slime.report.rollouts import SizeBudget, choose_rollouts
 
 
 def test_choice_is_best_worst_random_failed() -> None:

@@ -7,8 +7,7 @@ import time
 
 import pytest
 
-from agl_slime.store.bridge import WORKER_DIED, BridgeStore
-from agl_slime.store.retention import Retention
+from agl_slime.store.bridge import WORKER_DIED, BridgeStore, Retention
 from agl_slime.support.agl import RolloutConfig
 from tests.harness.stores import claim, enqueue, enqueue_inputs, execute, make_span
 
@@ -27,7 +26,7 @@ def everything_by_rollout(store: BridgeStore) -> dict[str, int]:
         "running": len(store._running_rollout_ids),
         "evicted": len(store._evicted_rollout_span_sets),
         "watched": len(store._watch),
-        "queue": collections.queued,
+        "queue": len(collections._rollout_queue._items),
     }
 
 

@@ -12,20 +12,85 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
-from agl_slime.agent.batched.sampler import Sampler, as_sampling
+from agl_slime.agent.outcome import check_reward, missing_rewards
 from agl_slime.agent.scheduler import StopReason
 from agl_slime.agent.session import RolloutSession, RolloutStopped, Session
 from agl_slime.agent.tools import ToolManager
 from agl_slime.agent.turns import run_turns
+from agl_slime.engine.client.client import SGLangClient
+from agl_slime.engine.client.describe import end_token_ids
 from agl_slime.engine.client.generation import Generation, SamplingParams
-from agl_slime.errors import ConfigError, ContextOverflowError, EngineProtocolError, MissingDependencyError
+from agl_slime.engine.client.transport import ClientSettings
+from agl_slime.errors import ConfigError, ContextOverflowError, EngineProtocolError, MissingDependencyError, TraceError
 from agl_slime.support.threads import run_blocking
+from agl_slime.tokens.converter import convert_trajectory
 from agl_slime.tokens.formats import ToolParser, find_format, get_tool_parser, parser_for
+from agl_slime.tokens.masks import get_loss_mask_generator
 from agl_slime.tokens.segments import Segment, merge_turns
 from agl_slime.tokens.template import ChatTemplate
 from agl_slime.tokens.tokenizer import ChatTokenizer
+from agl_slime.tokens.trajectory import Trajectory as FinishedTrajectory
+from agl_slime.tokens.trajectory import is_truncated
+from agl_slime.types import Sample, sample_from_fields
+
+InputFeature = Mapping[str, Any]
+"""``input_ids``: the prompt's token ids."""
+
+Answers = Sequence[Generation | ContextOverflowError]
+
+_TWINKLE_FIELDS = ("max_tokens", "seed", "stop", "temperature", "top_k", "top_p", "num_samples")
+
+
+def as_sampling(params: Any) -> SamplingParams | None:
+    """``SamplingParams`` from themselves or from an object with twinkle's fields. Raises ``ConfigError``."""
+    if params is None or isinstance(params, SamplingParams):
+        return params
+    if not all(hasattr(params, name) for name in _TWINKLE_FIELDS):
+        raise ConfigError(f"sampling_params must be SamplingParams of agl_slime or twinkle, got {params!r:.99}")
+    if getattr(params, "prompt_logprobs", None) is not None:
+        raise ConfigError(
+            f"prompt_logprobs is {params.prompt_logprobs}: rollouts have log-probs of answers only; leave it out"
+        )
+    penalty = getattr(params, "repetition_penalty", 1.0)
+    fields = {name: getattr(params, name) for name in _TWINKLE_FIELDS}
+    return SamplingParams(**fields, repetition_penalty=None if penalty == 1 else penalty)
+
+
+class Sampler(Protocol):
+    def sample(self, inputs: Sequence[InputFeature], sampling_params: Sequence[SamplingParams]) -> Answers:
+        """One answer per input, in order, sampled together; ``sampling_params`` has one entry per input. The answer to
+        a prompt that does not fit into the model's context is the error; if the error is raised instead, the caller
+        bisects the batch."""
+        ...
+
+
+class SGLangSampler:
+    """A ``Sampler`` over a running SGLang server or router. It keeps no connection between calls, so it can be pickled.
+    ``tokenizer`` is needed to find the end and the text of answers that a weight update aborted."""
+
+    def __init__(self, *, base_url: str, settings: ClientSettings | None = None, tokenizer: Any = None) -> None:
+        ends = end_token_ids(getattr(tokenizer, "name_or_path", ""), tokenizer)
+        self._options: dict[str, Any] = {"base_url": base_url, "settings": settings, "eos_token_ids": ends}
+        self._options["decode"] = getattr(tokenizer, "decode", None)
+
+    def sample(self, inputs: Sequence[InputFeature], sampling_params: Sequence[SamplingParams]) -> Answers:
+        """Sample all inputs. Raises the client's error when the retries of a request fail."""
+        return run_blocking(self._sample(inputs, sampling_params))
+
+    async def _sample(self, inputs: Sequence[InputFeature], sampling_params: Sequence[SamplingParams]) -> Answers:
+        async with SGLangClient(**self._options) as client:
+
+            async def generate(input_ids: Sequence[int], params: SamplingParams) -> Generation | ContextOverflowError:
+                try:
+                    return await client.generate(input_ids, params)
+                except ContextOverflowError as error:
+                    return error
+
+            pairs = zip(inputs, sampling_params, strict=True)
+            return list(await asyncio.gather(*(generate(each["input_ids"], params) for each, params in pairs)))
+
 
 logger = logging.getLogger(__name__)
 
@@ -315,3 +380,65 @@ def _sequence(segment: Segment) -> dict[str, Any]:
         "labels": [token if trained else IGNORED_LABEL for token, trained in pairs],
         "logprobs": None if segment.log_probs is None else segment.log_probs.tolist(),
     }
+
+
+def trajectory_to_samples(
+    trajectory: Mapping[str, Any], *, reward: float, tokenizer: ChatTokenizer | None = None, **numbers: Any
+) -> list[Sample]:
+    """The token-exact Samples of a trajectory that ``MultiTurnRollout`` finished: one, or several when it forked.
+    ``numbers``: ``index``, ``group_index``, ``rollout_id``.
+
+    Raises ``TraceError`` when nothing was sampled, ``RewardError`` when ``reward`` is not finite.
+    """
+    name = str(trajectory.get("id", numbers.get("index")))
+    rewards = check_reward(reward, source="the judge of a trajectory")
+    finished = FinishedTrajectory(
+        rollout_id=name,
+        attempt_id=name,
+        task={"label": trajectory["label"]} if "label" in trajectory else {},
+        turns=tuple(trajectory["turn_records"]),
+        reward=next(iter(rewards.values())),
+        rewards=rewards,
+        stop_reason=str(trajectory["end_reason"]),
+    )
+    metadata: dict[str, Any] = {"tools": trajectory["tools_called"]}
+    if missing := missing_rewards(reward):
+        metadata["rewards_missing"] = missing
+    return convert_trajectory(finished, tokenizer, metadata=metadata, **numbers).samples
+
+
+def messages_to_sample(
+    messages: Sequence[Mapping[str, Any]],
+    *,
+    reward: float,
+    tokenizer: Any,
+    tools: Sequence[Mapping[str, Any]] | None = None,
+    stop_reason: str = "stop",
+    loss_mask_type: str = "auto",
+    label: str | None = None,
+    **numbers: Any,
+) -> Sample:
+    """A Sample from text alone, such as a trajectory of ``APIMultiTurnRollout``: re-tokenized, without log-probs, and
+    marked in ``metadata["token_source"]``. ``numbers``: ``index``, ``group_index``, ``rollout_id``.
+
+    Raises ``TraceError`` when no message is to be trained, ``RewardError`` when ``reward`` is not finite.
+    """
+    generator = get_loss_mask_generator(tokenizer, loss_mask_type)
+    token_ids, loss_mask = generator.get_loss_mask(messages, tools=tools)
+    (response_length,) = generator.get_response_lengths([loss_mask])
+    if not 0 < response_length < len(token_ids):
+        raise TraceError(
+            f"{response_length} of {len(token_ids)} tokens follow the first trained one; an answer is missing"
+        )
+    return sample_from_fields(
+        **numbers,
+        prompt=[dict(message) for message in messages if message.get("role") != "assistant"][:1],
+        tokens=token_ids,
+        response=tokenizer.decode(token_ids[-response_length:], skip_special_tokens=False),
+        response_length=response_length,
+        loss_mask=loss_mask[-response_length:],
+        label=label,
+        reward=check_reward(reward, source="the judge of messages")["primary"],
+        status=Sample.Status.TRUNCATED if is_truncated(stop_reason) else Sample.Status.COMPLETED,
+        metadata={"token_source": "retokenized", "stop_reason": stop_reason, "loss_mask_type": loss_mask_type},
+    )

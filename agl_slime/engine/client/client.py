@@ -29,9 +29,8 @@ from agl_slime.engine.client.generation import (
     parse_generation,
 )
 from agl_slime.engine.client.prompt import outermost
-from agl_slime.engine.client.resumable import Progress, ResumableGeneration
+from agl_slime.engine.client.resumable import Progress, ResumableGeneration, text_receiver
 from agl_slime.engine.client.retry import check_event, context_limit
-from agl_slime.engine.client.streamed import text_receiver
 from agl_slime.engine.client.transport import ClientSettings, HttpTransport
 from agl_slime.errors import (
     ContextOverflowError,

@@ -49,7 +49,7 @@ class SamplingParams:
     ``repetition_penalty`` and ``seed`` (SGLang's ``sampling_seed``) go there, ``num_samples`` must be 1. With
     ``routed_experts``, (layers, experts per token), the engine says which experts each token went through; with
     ``nucleus`` has the ids that top_p and top_k kept for each sampled token; log-probs are then within the nucleus.
-    ``replay_files`` is the directory where a run keeps much of these (see ``agl_slime.tokens.replay_files``).
+    ``replay_files`` is the directory where a run keeps much of these (see ``agl_slime.tokens.replay``).
     ``context_length`` limits prompt and answer together, where that is less than the model's.
     """
 

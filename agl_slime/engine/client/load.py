@@ -23,25 +23,25 @@ class EngineLoad:
 
     running: int
     waiting: int
-    usage: float
-    most_running: int
-    refused: int
+    usage: float = 0.0
+    most_running: int = 0
+    refused: int = 0
 
 
 class EngineLoads:
     """Asks the server or router at ``base_url``."""
 
-    def __init__(self, base_url: str, *, settings: ClientSettings | None = None) -> None:
-        self._url, self._settings = checked_url(base_url), settings or ClientSettings()
+    def __init__(self, base_url: str) -> None:
+        self._url = checked_url(base_url)
         self._workers: list[HttpTransport] = []
         self._refused = refused_calls(self._url)
 
     async def look(self) -> EngineLoad:
         """The load now. Raises ``EngineError``, and ``ConfigError`` where a server has no such endpoint."""
         if not self._workers:
-            async with SGLangClient(base_url=self._url, settings=self._settings) as client:
+            async with SGLangClient(base_url=self._url) as client:
                 workers = await client.workers()
-            self._workers = [HttpTransport(base_url=url, settings=self._settings) for url in workers]
+            self._workers = [HttpTransport(base_url=url, settings=ClientSettings()) for url in workers]
         loads = await asyncio.gather(*(self._ask(worker) for worker in self._workers))
         refused, self._refused = refused_calls(self._url) - self._refused, refused_calls(self._url)
         return EngineLoad(
@@ -71,7 +71,6 @@ class EngineLoads:
                 waiting=sum(_whole(rank, "num_waiting_reqs") for rank in ranks),
                 usage=max(float(rank.get("token_usage") or 0.0) for rank in ranks),
                 most_running=sum(_whole(rank, "max_running_requests") for rank in ranks),
-                refused=0,
             )
         except (AttributeError, TypeError, ValueError) as error:
             raise EngineProtocolError(f"{worker.shown}{_LOADS} answered loads that cannot be read: {error}") from error

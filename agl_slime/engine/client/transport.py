@@ -47,6 +47,9 @@ _KEEPALIVE_S = 4.0
 # be noticed only by the idle timeout.
 _TCP_KEEPALIVE = {"TCP_KEEPIDLE": 60, "TCP_KEEPINTVL": 20, "TCP_KEEPCNT": 6}
 
+# Opening one TCP connection: SYN is sent again after 1, 3 and 7 s.
+_CONNECT_TIMEOUT_S = 10.0
+
 # Files that a process needs besides: libraries, logs, the store's connections.
 _OTHER_FILES = 512
 
@@ -64,8 +67,6 @@ class ClientSettings:
     idle_timeout_s: float = 1800.0
     """The longest silence of one request, so the longest that one generation may take: ``/generate`` without streaming
     is silent until its last token. A vanished host is noticed by TCP keep-alive within 3 minutes."""
-    connect_timeout_s: float = 10.0
-    """Opening one TCP connection; SYN is sent again after 1, 3 and 7 s."""
     control_timeout_s: float = 60.0
     """One control call (model_info, flush, pause, ...) with its retries."""
     max_attempts: int = 8
@@ -180,7 +181,7 @@ class HttpTransport:
         remaining = max(0.001, deadline - time.monotonic())
         timeout = aiohttp.ClientTimeout(
             total=remaining,
-            sock_connect=min(remaining, self.settings.connect_timeout_s),
+            sock_connect=min(remaining, _CONNECT_TIMEOUT_S),
             sock_read=min(remaining, self.settings.idle_timeout_s),
         )
         session = self._session()

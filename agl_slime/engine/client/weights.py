@@ -70,8 +70,8 @@ class DiskWeightSync:
         if self.pause == "abort":
             return ""
         # a worker that a killed run left paused would not answer
-        await self._of_each_worker(SGLangClient.continue_generation)
-        lists_versions = await self._of_each_worker(SGLangClient.lists_weight_versions)
+        await self.of_each_worker(SGLangClient.continue_generation)
+        lists_versions = await self.of_each_worker(SGLangClient.lists_weight_versions)
         if (url := next((url for url, lists in lists_versions.items() if not lists), None)) is None:
             return ""
         wanted, self.pause = self.pause, "abort"
@@ -81,10 +81,10 @@ class DiskWeightSync:
 
     async def computes_in(self) -> str:
         """The dtype that all workers compute in (bfloat16, ...); empty where it differs or is unknown."""
-        dtypes = set((await self._of_each_worker(SGLangClient.dtype)).values())
+        dtypes = set((await self.of_each_worker(SGLangClient.dtype)).values())
         return dtypes.pop() if len(dtypes) == 1 else ""
 
-    async def _of_each_worker(self, ask: Callable[[SGLangClient], Awaitable[T]]) -> dict[str, T]:
+    async def of_each_worker(self, ask: Callable[[SGLangClient], Awaitable[T]]) -> dict[str, T]:
         """Each worker's answer, by its URL."""
         async with SGLangClient(base_url=self.base_url, settings=self.client_settings) as client:
             urls = await client.workers()

@@ -32,7 +32,7 @@ from agl_slime.gateway.agl1.schemas import (
     StatusPatch,
 )
 from agl_slime.store.bridge import FINISHED, RUNNING, BridgeStore
-from agl_slime.store.feed import FinishedFeed
+from agl_slime.store.feed import FeedPosition, FinishedFeed
 from agl_slime.support.agl import Attempt, EnqueueRolloutRequest, Rollout, RolloutConfig
 from agl_slime.support.http import json_bytes
 from agl_slime.support.threads import run_in_thread
@@ -124,7 +124,7 @@ class Rollouts:
             rollouts += self._store.waiting(limit - len(rollouts))
         ended = states & TERMINAL
         if ended and len(rollouts) < limit:
-            for rollout_id in self._feed.read(self._feed.position())["rollout_ids"]:
+            for rollout_id in self._feed.read(FeedPosition())["rollout_ids"]:
                 rollout = await self._store.get_rollout_by_id(rollout_id)
                 if rollout is not None and _state_of(rollout) in ended:
                     rollouts.append(rollout)
@@ -152,7 +152,7 @@ class Rollouts:
     async def terminal(self, after: int, limit: int) -> dict[str, Any]:
         """The rollouts that finished after position ``after``, in order."""
         after, limit = max(0, after), max(1, limit)
-        page = self._feed.read(self._feed.position(after))
+        page = self._feed.read(FeedPosition(self._feed.server_instance_id, after))
         ids, first = page["rollout_ids"][:limit], page["last"] - len(page["rollout_ids"]) + 1
         items = []
         for rollout_id in ids:

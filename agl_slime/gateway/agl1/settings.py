@@ -52,8 +52,6 @@ class ControllerSettings:
     """Key of the API, by default AGL_KEY's. A child without one gets a random key: some clients refuse an empty one."""
     max_processes: int = 50
     """Most agents that the child runs at once."""
-    poll_interval_s: float = 0.5
-    """Seconds between the child's polls for new rollouts."""
     max_restarts: int = 3
     """Most restarts of a dead child without a successful rollout in between."""
     log: Path | None = None
@@ -94,6 +92,5 @@ class ControllerSettings:
             self,
             ("port", lambda value: 0 <= value <= 65_535, "from 0, which takes a free one, to 65535"),
             ("max_processes", lambda value: value >= 1, "at least 1"),
-            ("poll_interval_s", lambda value: value > 0, "above 0 seconds"),
             ("max_restarts", lambda value: value >= 0, "0 or more"),
         )

@@ -99,7 +99,6 @@ def _by_task(lines: Iterable[Mapping[str, Any]]) -> dict[int, list[Mapping[str, 
 
 
 def _figures(result: Mapping[str, Any], names: Sequence[str]) -> Iterator[str]:
-    """The table of means and intervals."""
     figures = [name for name in result["models"][0] if name == "reward" or name.startswith("pass@")]
     rows = [(name, model, model["failed"]) for name, model in zip(names, result["models"], strict=True)]
     if (difference := result.get("difference")) is not None:
@@ -108,7 +107,7 @@ def _figures(result: Mapping[str, Any], names: Sequence[str]) -> Iterator[str]:
     yield f"{result['tasks']} tasks, {result['k']} sample{'s' * (result['k'] > 1)} of each.</caption>"
     yield f"<tr><th></th>{''.join(f'<th>{_escaped(name)}</th>' for name in figures)}<th>failed</th></tr>"
     for name, row, failed in rows:
-        cells = "".join(f"<td>{_estimate(row.get(figure), sign=row is difference)}</td>" for figure in figures)
+        cells = "".join(f"<td>{format_estimate(row.get(figure), sign=row is difference)}</td>" for figure in figures)
         yield f'<tr><th scope="row">{_escaped(name)}</th>{cells}<td>{_escaped(failed)}</td></tr>'
     yield "</table></div>"
     for name, model in zip(names, result["models"], strict=True):
@@ -116,7 +115,8 @@ def _figures(result: Mapping[str, Any], names: Sequence[str]) -> Iterator[str]:
             yield f'<p class="quiet">{_escaped(name)}: {int(count)} x {_escaped(reason)}</p>'
 
 
-def _estimate(value: Mapping[str, Any] | None, *, sign: bool) -> str:
+def format_estimate(value: Mapping[str, Any] | None, *, sign: bool = False) -> str:
+    """The mean and its interval; empty without a value."""
     if not value:
         return ""
     kind = "+.3f" if sign else ".3f"

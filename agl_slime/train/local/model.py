@@ -22,9 +22,9 @@ from transformers.modeling_outputs import BaseModelOutputWithPastAndCrossAttenti
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils import logging as transformers_logging
 
-from agl_slime.errors import ConfigError
+from agl_slime.engine.experts import routers_of
+from agl_slime.errors import ConfigError, TrainerError
 from agl_slime.train.local.batch import MicroBatch
-from agl_slime.train.local.experts import force_experts
 
 _PACKED = "agl_slime_packed"  # name of the packed attention in transformers
 _MAX_PACKED_SHARE = 0.9  # of the padded size
@@ -190,3 +190,41 @@ def _no_progress_bars() -> Iterator[None]:
     finally:
         if shown:
             transformers_logging.enable_progress_bar()
+
+
+_FORCED = "_agl_slime_experts"
+
+
+def force_experts(model: Any, experts: Tensor | None) -> None:
+    """Make the next forward passes (and their recomputation) pick ``experts`` ``[tokens, layers, experts per token]``,
+    in the order of the tokens; with ``None`` the routers choose. Raises ``TrainerError`` for another shape than the
+    model's."""
+    if experts is None:
+        if hasattr(model, _FORCED):
+            setattr(model, _FORCED, None)
+        return
+    if not hasattr(model, _FORCED):
+        routers = routers_of(model)
+        if not routers:
+            raise TrainerError(f"samples have routed experts, and {type(model).__name__} has no known routers.")
+        for layer, router in routers.items():
+            router.register_forward_hook(lambda module, _, output, at=layer: _replay(module, output, model, at))
+    top_k = int(next(iter(routers_of(model).values())).top_k)
+    wanted = int(model.config.num_hidden_layers), top_k
+    if tuple(experts.shape[1:]) != wanted:
+        raise TrainerError(
+            f"rollout_routed_experts are [*, layers, experts] = {tuple(experts.shape[1:])}, not {wanted}."
+        )
+    setattr(model, _FORCED, experts)
+
+
+def _replay(router: Any, output: Any, model: Any, layer: int) -> Any:
+    forced = getattr(model, _FORCED)
+    if forced is None:
+        return None
+    logits = output[0]
+    ids = forced[:, layer].to(torch.int64)
+    weights = torch.softmax(logits, dim=-1, dtype=torch.float32).gather(-1, ids)
+    if getattr(router, "norm_topk_prob", True):  # Mixtral normalizes without the switch
+        weights = weights / weights.sum(dim=-1, keepdim=True)
+    return logits, weights.to(output[1].dtype), ids

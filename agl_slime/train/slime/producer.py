@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -15,8 +16,8 @@ from agl_slime.store.bridge import FINISHED
 from agl_slime.support.agl import Rollout
 from agl_slime.support.threads import run_blocking, run_user_code
 from agl_slime.train.slime.connection import Connection, Evaluation
+from agl_slime.train.slime.hooks import eval_entry
 from agl_slime.train.slime.staleness import StalenessController
-from agl_slime.train.slime.states import eval_data
 
 # Dropped groups in a row, per requested group, after which the producer gives up.
 _MOST_DROPPED = 8
@@ -212,3 +213,9 @@ class TaskProducer(Producer):
         if self._staleness is not None and self._staleness.active:
             return self._staleness.free
         return self._requested - len(self.source.delivery.ready) - len(self._cursor.in_flight)
+
+
+def eval_data(members: Sequence[MemberResult]) -> dict[str, Any]:
+    """slime's evaluation data, with an entry per successful rollout."""
+    entry = eval_entry([member.samples[-1] for member in members])
+    return {**entry, "rewards": [member.reward for member in members]}

@@ -3,6 +3,7 @@ runs evaluations, and is saved and loaded with slime's checkpoints."""
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 from collections.abc import Sequence
@@ -10,8 +11,9 @@ from pathlib import Path
 from typing import Any, Self
 
 from agl_slime.data.ledger import Ledger
+from agl_slime.data.results import rollout_of
 from agl_slime.data.source import DataSourceSettings, GroupSource
-from agl_slime.data.teacher import Teachers
+from agl_slime.data.teacher import TeacherError, Teachers
 from agl_slime.errors import ConfigError, DataSourceError, format_exception
 from agl_slime.store.client import RemoteStore
 from agl_slime.support.agl import LightningStore
@@ -23,9 +25,7 @@ from agl_slime.train.slime.flags import warn_of_flags
 from agl_slime.train.slime.producer import TaskProducer
 from agl_slime.train.slime.replay import with_tensors, with_train_inputs
 from agl_slime.train.slime.staleness import StalenessController
-from agl_slime.train.slime.states import as_json, state_path
-from agl_slime.train.slime.teacher import check_once, score_delivered
-from agl_slime.types import DataSource, Sample, sample_from_json, sample_to_json
+from agl_slime.types import DataSource, Sample, flat_samples, sample_from_json, sample_to_json
 
 logger = logging.getLogger(__name__)
 
@@ -255,3 +255,40 @@ class AGLDataSource(DataSource):
 
     def __exit__(self, *_: object) -> None:
         self.stop()
+
+
+def state_path(directory: str | Path, rollout_id: Any) -> Path:
+    """The file of a data source's state, under ``rollout/`` of the checkpoint directory, as slime's own."""
+    return Path(directory) / "rollout" / f"agl_datasource_{rollout_id}.json"
+
+
+def as_json(state: dict[str, Any]) -> str:
+    try:
+        return json.dumps(state, allow_nan=False)
+    except (TypeError, ValueError) as error:
+        raise DataSourceError(f"a sample's metadata is not JSON ({error}); keep plain values in it") from error
+
+
+async def check_once(teachers: Teachers, tokenizer: Any) -> None:
+    """``teachers.check`` on an event loop that ends afterwards. Raises ``ConfigError`` and ``EngineError``."""
+    async with teachers:
+        await teachers.check(tokenizer)
+
+
+async def score_delivered(groups: Sequence[Sequence[Sample]], teachers: Teachers) -> None:
+    """Score the samples of groups that another process counts as complete: a rollout that the teacher fails on stays in
+    its group and out of the loss (``remove_sample``), with its own log-probs in place of the teacher's."""
+    rollouts: dict[object, list[Sample]] = {}
+    for sample in flat_samples(groups):
+        if sample.teacher_log_probs is None:
+            rollouts.setdefault(rollout_of(sample) or id(sample), []).append(sample)
+    async with teachers:  # the connections are of this event loop, which ends
+        results = await asyncio.gather(*map(teachers.score, rollouts.values()), return_exceptions=True)
+    for samples, error in zip(rollouts.values(), results, strict=True):
+        if isinstance(error, TeacherError):
+            logger.warning("Rollout %s is not trained on: %s", rollout_of(samples[0]), error)
+            for sample in samples:
+                sample.remove_sample = True
+                sample.teacher_log_probs = list(sample.rollout_log_probs or [0.0] * sample.response_length)
+        elif isinstance(error, BaseException):
+            raise error

@@ -91,10 +91,6 @@ def router_of(args: Any) -> tuple[str | None, int | None]:
     return getattr(args, "sglang_router_ip", None), getattr(args, "sglang_router_port", None)
 
 
-def _router_of_manager(manager: Any) -> tuple[str | None, int | None]:
-    return router_of(manager.args)
-
-
 class RolloutSide:
     """slime's placement groups and rollout manager: started by slime's functions, ended by ``close``.
 
@@ -148,7 +144,7 @@ class RolloutSide:
         import ray
 
         call = getattr(self.manager, "__ray_call__", None)
-        return (None, None) if call is None else ray.get(call.remote(_router_of_manager))
+        return (None, None) if call is None else ray.get(call.remote(lambda manager: router_of(manager.args)))
 
     def close(self) -> None:
         """End manager, engines and placement groups, killing whatever does not end in time. Safe to call in any

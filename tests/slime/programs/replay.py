@@ -25,7 +25,7 @@ from slime.utils.types import Sample
 from agl_slime.agent.session import RolloutSession
 from agl_slime.engine.client.generation import Generation, SamplingParams, parse_generation
 from agl_slime.engine.client.resumable import ResumableGeneration
-from agl_slime.tokens import replay_files
+from agl_slime.tokens import replay as replay_files
 from agl_slime.tokens.converter import convert_trajectory
 from agl_slime.tokens.span_codec import decode_turns
 from agl_slime.tokens.template import ChatTemplate
