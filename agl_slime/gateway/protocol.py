@@ -142,8 +142,8 @@ class Protocol(ABC):
         biases = requested.get("logit_bias", {})
         if not isinstance(biases, Mapping) or not all(key.isdecimal() and len(key) < 10 for key in biases):
             raise GatewayRequestError("logit_bias must be an object from token ids to numbers", param="logit_bias")
-        for key in biases:
-            number(biases, key, least=-100, most=100, whole=False)
+        for key, bias in biases.items():
+            number({f"logit_bias.{key}": bias}, f"logit_bias.{key}", least=-100, most=100, whole=False)
         return requested
 
     @staticmethod

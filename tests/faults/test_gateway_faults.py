@@ -30,30 +30,56 @@ def told(answer: httpx.Response) -> str:
     return answer.json()["error"]["message"]
 
 
+DEEP = "[" * 600 + "]" * 600
+GARBAGE: list[tuple[bytes, str]] = [
+    (b"{", "not JSON"),
+    (b"[1]", "JSON object"),
+    (b"\xff\xfe", "not JSON"),
+    (b"", "not JSON"),
+    (b"[" * 100_000, "not JSON"),
+    (b'{"messages": 3}', "messages must be a list"),
+    (b'{"messages": [{"role": "robot", "content": "x"}]}', "messages[0].role"),
+    (b'{"messages": [{"role": "user", "content": 5}]}', "messages[0].content"),
+    (b'{"messages":[{"role":"user","content":' + b"[" * 900 + b"]" * 900 + b"}]}", ""),
+    (f'{{"messages":[{{"role":"user","content":"x"}}],"chat_template_kwargs":{{"a":{DEEP}}}}}'.encode(), ""),
+]
+WRONG: list[tuple[dict[str, Any], str]] = [
+    ({"n": 0}, "n must be"),
+    ({"max_tokens": "many"}, "max_tokens must be"),
+    ({"stop": [""]}, "stop must be"),
+    ({"tools": [{"type": "x"}]}, "tools[0]"),
+    ({"response_format": {"type": "x"}}, "response_format"),
+    ({"chat_template_kwargs": {"tokenize": True}}, "tokenize"),
+    ({"chat_template_kwargs": {"conversation": []}}, "conversation"),
+    ({"chat_template_kwargs": {"chat_template": "{% for n in range(9) %}x{% endfor %}"}}, "chat_template"),
+    ({"model": "judge", "top_p": 0}, "top_p"),
+    ({"model": "judge", "top_p": 7}, "top_p"),
+    ({"model": "judge", "temperature": -1}, "temperature"),
+    ({"model": "judge", "top_k": 2**63}, "top_k"),
+    ({"model": "judge", "seed": 2**62}, "seed"),
+    ({"model": "judge", "logit_bias": {"x": 1}}, "logit_bias"),
+    ({"model": "judge", "logit_bias": {"1": "x"}}, "logit_bias"),
+    ({"top_logprobs": 10**9}, "top_logprobs"),
+]
+
+
 @pytest.mark.parametrize(
-    ("content", "says"),
+    ("content", "says", "status"),
     [
-        (b"{", "not JSON"),
-        (b"[1]", "JSON object"),
-        (b"\xff\xfe", "not JSON"),
-        (b"", "not JSON"),
-        (b'{"messages": 3}', "messages must be a list"),
-        (b'{"messages": [{"role": "robot", "content": "x"}]}', "messages[0].role"),
-        (b'{"messages": [{"role": "user", "content": 5}]}', "messages[0].content"),
-        (b'{"messages": [{"role": "user", "content": "x"}], "n": 0}', "n must be"),
-        (b'{"messages": [{"role": "user", "content": "x"}], "max_tokens": "many"}', "max_tokens must be"),
-        (b'{"messages": [{"role": "user", "content": "x"}], "stop": [""]}', "stop must be"),
-        (b'{"messages": [{"role": "user", "content": "x"}], "tools": [{"type": "x"}]}', "tools[0]"),
-        (b'{"messages": [{"role": "user", "content": "x"}], "response_format": {"type": "x"}}', "response_format"),
+        *((content, says, 400) for content, says in GARBAGE),
+        *((json.dumps({**BODY, **wrong}).encode(), says, 400) for wrong, says in WRONG),
+        (b"\x1f\x8b junk", "compressed", 415),
     ],
 )
-def test_garbage_is_refused_with_a_sentence(content: bytes, says: str) -> None:
-    with serving("hello") as case:
-        answer = httpx.post(f"{case.llm.endpoint}/chat/completions", content=content)
-        assert answer.status_code == 400
+def test_garbage_is_refused_with_a_sentence(content: bytes, says: str, status: int) -> None:
+    with serving("hello", settings=GatewaySettings(untrained_models=("judge",))) as case:
+        packed = {"Content-Encoding": "gzip"} if status == 415 else {}
+        answer = httpx.post(f"{case.llm.endpoint}/chat/completions", content=content, headers=packed)
+        assert answer.status_code == status, answer.text
+        assert told(answer)
         assert says in told(answer)
-        assert chat(case).status_code == 200
-        assert json.loads(case.said[names.GATEWAY])["refused/400"] == 1
+        assert chat(case).json()["choices"][0]["message"]["content"] == "hello"
+        assert status == 415 or json.loads(case.said[names.GATEWAY])["refused/400"] == 1
 
 
 def test_lone_surrogate_in_request_is_read_as_replacement_character() -> None:

@@ -50,8 +50,6 @@ BODY = {"model": "m", "messages": HELLO}
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome"}}\n</tool_call>'
 CALL_TWO = '<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo"}}\n</tool_call>'
 
-Say = Callable[[str], str]
-
 
 @dataclass
 class Case:

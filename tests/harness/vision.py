@@ -27,7 +27,6 @@ TEMPLATE = (
     "{% for c in m.tool_calls or [] %}<tool_call>\n{{ c.function | tojson }}\n</tool_call>{% endfor %}"
     "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-SIZES = ((28, 28), (56, 28), (28, 56), (56, 56), (90, 30))
 
 
 @lru_cache

@@ -75,27 +75,6 @@ def test_anthropics_tools_by_type_are_in_the_prompt_and_called(kind: str, stream
         one_sample(case)
 
 
-@pytest.mark.parametrize(
-    ("tool", "names"),
-    [
-        ({"type": "telepathy_20270101", "name": "telepathy"}, "telepathy_20270101"),
-        ({"type": "computer_toolset_20260801"}, "computer_toolset_20260801"),
-        ({"type": "browser_toolset_20260801"}, "browser_toolset_20260801"),
-        ({"name": "no_schema"}, "input_schema"),
-        ({"type": "custom", "name": "no_schema"}, "input_schema"),
-        ({"input_schema": {"type": "object"}}, "name"),
-    ],
-)
-def test_anthropics_tools_of_unknown_kinds_are_refused_by_name(tool: dict[str, Any], names: str) -> None:
-    with serving("ok") as case:
-        body = {"max_tokens": 9, "messages": [{"role": "user", "content": "x"}], "tools": [tool]}
-        told = post(case, "messages", status=400, **body)
-        assert told["type"] == "error"
-        assert names in told["error"]["message"]
-        assert "tools.0" in told["error"]["message"]
-        assert not case.payloads
-
-
 SERVERS = ["web_search_20250305", "web_fetch_20260318", "code_execution_20250825", "advisor_20260301"]
 
 

@@ -150,17 +150,6 @@ def test_tools_that_openais_servers_run_are_left_out_and_counted() -> None:
         assert left_out(case) == {tool["type"].removesuffix("_2025_03_11") for tool in OPENAI_SERVERS}
 
 
-@pytest.mark.parametrize("kind", ["telepathy", "computer_use_preview", "computer"])
-@pytest.mark.parametrize("path", ["responses", "chat/completions"])
-def test_openais_tools_of_other_kinds_are_refused_by_name(path: str, kind: str) -> None:
-    with serving("ok") as case:
-        asked = {"input": "x"} if path == "responses" else {"messages": [{"role": "user", "content": "x"}]}
-        error = post(case, path, status=400, tools=[{"type": kind}], **asked)["error"]
-        assert kind in error["message"]
-        assert "tools[0]" in error["message"]
-        assert not case.payloads
-
-
 @STREAMED
 def test_tools_that_a_search_of_the_clients_found_keep_the_prefix(streamed: bool) -> None:
     """As Codex does: the tools of an output are called by their namespace's names."""

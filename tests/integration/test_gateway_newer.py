@@ -59,25 +59,6 @@ def test_blocks_that_have_text_are_read_as_it(place: str, block: dict[str, Any],
         assert f"<|im_start|>{role}\n{text}{ends}<|im_end|>" in prompts(case)[0]
 
 
-REFUSED = [
-    ({"type": "document", "source": {"type": "base64", "media_type": "application/pdf", "data": "x"}}, "'base64'"),
-    ({"type": "document", "source": {"type": "url", "url": "x"}}, "'url'"),
-    ({"type": "document"}, "None"),
-    ({"type": "container_upload", "file_id": "x"}, "container_upload"),
-    ({"type": "telepathy"}, "telepathy"),
-    ({"type": "telepathy_tool_result", "tool_use_id": "x"}, "telepathy_tool_result"),
-]
-
-
-@pytest.mark.parametrize(("block", "names"), REFUSED)
-def test_blocks_of_other_kinds_are_refused_by_name(block: dict[str, Any], names: str) -> None:
-    with serving("ok") as case:
-        error = post(case, "messages", status=400, max_tokens=9, messages=[user([block])])["error"]
-        assert names in error["message"]
-        assert "messages.0.content" in error["message"]
-        assert not case.payloads
-
-
 def test_anthropic_server_tool_results_are_in_the_prompt() -> None:
     search = {"type": "server_tool_use", "id": "s", "name": "web_search", "input": {"query": "Rome"}}
     page = {
@@ -127,12 +108,6 @@ def test_openai_server_tool_calls_are_in_the_prompt(item: dict[str, Any], texts:
         assert "<|im_start|>assistant\nSo.<|im_end|>" in prompt
 
 
-@pytest.mark.parametrize("kind", ["telepathy", "image_generation_call", "program", "mcp_approval_request"])
-def test_items_of_other_kinds_are_refused_by_name(kind: str) -> None:
-    with serving("ok") as case:
-        assert kind in post(case, "responses", status=400, input=[user("x"), {"type": kind}])["error"]["message"]
-
-
 def test_input_tokens_endpoint_counts_the_prompts_tokens() -> None:
     with serving("ok") as case:
         body: dict[str, Any] = {"input": [user("How many?")], "instructions": "Brief.", "tools": [FUNCTION]}
@@ -180,8 +155,6 @@ def test_unknown_conversation_is_not_found_in_openais_words() -> None:
 
 
 # -- summaries --------------------------------------------------------------------------------------------------------
-
-HISTORY: list[dict[str, Any]] = [user("Weather?")]
 
 
 def worked(case: Case) -> list[Any]:
@@ -258,14 +231,6 @@ def test_a_summary_that_another_server_made_is_refused(content: Any) -> None:
         error = post(case, "responses", status=400, input=[item, user("x")])["error"]
         assert "could not be verified" in error["message"]
         assert error["code"] == "invalid_encrypted_content"
-
-
-def test_a_compaction_trigger_is_the_last_item_and_a_compaction_has_input() -> None:
-    with serving("ok") as case:
-        early = [{"type": "compaction_trigger"}, user("x")]
-        assert "must be the last item" in post(case, "responses", status=400, input=early)["error"]["message"]
-        assert "input" in post(case, "responses/compact", status=400)["error"]["message"]
-        assert not case.payloads
 
 
 # -- what clients set, and what they get wrong ------------------------------------------------------------------------

@@ -204,35 +204,6 @@ def test_the_traffic_of_a_command_line_agent() -> None:
         assert len(case.segments) == 1
 
 
-HELLO = [{"role": "user", "content": "x"}]
-IMAGE = [{"role": "user", "content": [{"type": "image_url"}]}]
-
-
-@pytest.mark.parametrize(
-    ("path", "body", "field"),
-    [
-        ("messages", {"messages": HELLO}, "max_tokens"),
-        ("messages", {"max_tokens": 5, "messages": IMAGE}, "an image must be a URI data:image/"),
-        ("chat/completions", {"messages": IMAGE}, "an image must be a URI data:image/"),
-        ("chat/completions", {"messages": []}, "messages"),
-        ("chat/completions", {"messages": HELLO, "audio": {"voice": "a"}}, "audio"),
-        ("responses", {"input": [{"type": "computer_call"}]}, "computer_call"),
-        ("responses", {"input": "x", "previous_response_id": "resp_x"}, "previous_response_id"),
-        ("responses", {"input": "x", "background": True}, "background"),
-        ("completions", {"prompt": ["a", "b"]}, "prompt"),
-        ("completions", {"prompt": "a", "echo": True}, "echo"),
-    ],
-)
-def test_unsupported_fields_are_refused_by_name(path: str, body: dict[str, Any], field: str) -> None:
-    with serving("hello") as case:
-        answer = httpx.post(f"{case.llm.endpoint}/{path}", json=body)
-        assert answer.status_code == 400
-        error = answer.json()["error"]
-        assert field in error["message"]
-        assert (answer.json().get("type") == "error") == (path == "messages")
-        assert not case.payloads
-
-
 def test_models_are_listed_and_a_wrong_path_names_the_known_ones() -> None:
     with serving("hello") as case:
         [model] = client_of(case).models.list()
