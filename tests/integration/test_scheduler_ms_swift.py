@@ -83,15 +83,11 @@ class OwnRun(MultiTurnScheduler):
         return outputs
 
 
-async def test_schedulers_own_run_method_is_called() -> None:
+async def test_schedulers_own_run_has_each_answer_once_in_later_prompts() -> None:
     conversion, agent, client = await played(OwnRun(), ["Two.", "24."])
     assert len(conversion.samples) == 1  # the second prompt goes on from the first answer
     assert agent.trajectory.metadata["rollout_infos"] == {"turn": 2}
     assert {(s.temperature, s.max_new_tokens) for s in client.sampling} == {(0.5, 40)}
-
-
-async def test_schedulers_own_run_has_each_answer_once_in_later_prompts() -> None:
-    _, _, client = await played(OwnRun(), ["Two.", "24."])
     assert prompts_of(client) == [prompt("6 times 4?"), prompt("6 times 4?", "Two.", "Sure?")]
 
 
@@ -291,12 +287,6 @@ async def test_prompts_equal_those_of_ms_swifts_base_class(name: str, answers: l
     _, _, client = await played(examples_over()[f"{name}Scheduler"](max_turns=3), answers[: len(engine.asked)])
     assert prompts_of(client) == [prompt(*contents) for contents in engine.asked]
     assert len(engine.asked) == 2 or len(outputs) >= 8
-
-
-@pytest.mark.slow
-async def test_math_tips(swift: dict[str, Any]) -> None:
-    _, _, client = await played(swift["MathTipsScheduler"](max_turns=3), ["<think>\nHm, 12.</think>", " 24."])
-    assert len(client.prompts) == 2
 
 
 @pytest.mark.slow

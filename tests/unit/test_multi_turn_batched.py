@@ -90,16 +90,12 @@ def test_the_base_class_cannot_be_called() -> None:
         Rollout()  # type: ignore[abstract]
 
 
-def test_as_many_trajectories_come_back_with_the_fields_of_all_rollouts() -> None:
-    results, _ = run({"a": ["One."], "b": [CALL, "Two."], "c": [CALL, CALL, "Three."]})
+def test_all_live_trajectories_are_sampled_in_one_call_per_turn() -> None:
+    results, sampler = run({"a": ["One."], "b": [CALL, "Two."], "c": [CALL, CALL, "Three."]})
+    assert [len(call) for call in sampler.calls] == [3, 2, 1]
     assert [trajectory["id"] for trajectory in results] == ["a", "b", "c"]
     for trajectory in results:
         assert {"messages", "turns", "stop_reason", "truncated"} <= trajectory.keys()
-
-
-def test_all_live_trajectories_are_sampled_in_one_call_per_turn() -> None:
-    _, sampler = run({"a": ["One."], "b": [CALL, "Two."], "c": [CALL, CALL, "Three."]})
-    assert [len(call) for call in sampler.calls] == [3, 2, 1]
 
 
 def test_prompts_are_encoded_with_a_generation_prompt() -> None:
@@ -109,17 +105,12 @@ def test_prompts_are_encoded_with_a_generation_prompt() -> None:
     )
 
 
-def test_an_answer_that_is_cut_off_ends_a_trajectory() -> None:
-    ((trajectory,), sampler) = run(
-        {"a": ["One " * 30, "never asked"]}, sampling_params=SamplingParams(max_new_tokens=8)
-    )
-    assert (trajectory["stop_reason"], trajectory["truncated"], trajectory["end_reason"]) == ("length", True, "length")
+@pytest.mark.parametrize(("answer", "ends"), [("One " * 30, ("length", True)), ("One.", ("stop", False))])
+def test_an_answer_cut_off_or_without_calls_ends_a_trajectory(answer: str, ends: tuple[str, bool]) -> None:
+    (trajectory,), sampler = run({"a": [answer, "never asked"]}, sampling_params=SamplingParams(max_new_tokens=8))
+    assert (trajectory["stop_reason"], trajectory["truncated"], trajectory["turns"]) == (*ends, 1)
+    assert trajectory["end_reason"] == ends[0]
     assert len(sampler.calls) == 1
-
-
-def test_an_answer_without_tool_calls_ends_a_trajectory() -> None:
-    ((trajectory,), _) = run({"a": ["One.", "never asked"]})
-    assert (trajectory["stop_reason"], trajectory["truncated"], trajectory["turns"]) == ("stop", False, 1)
 
 
 def test_max_turns_ends_a_trajectory_and_is_six_by_default() -> None:
