@@ -52,7 +52,6 @@ class ChatApi:
         return await self._http.call("POST", self._path("chat/completions"), body, timeout_s=timeout_s)
 
     async def models(self) -> list[str]:
-        """The names of the server's models."""
         listed = (await self._http.call("GET", self._path("models"), max_attempts=2)).get("data")
         return [str(one["id"]) for one in listed or () if isinstance(one, Mapping) and one.get("id")]
 

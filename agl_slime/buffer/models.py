@@ -149,7 +149,6 @@ def _operation(summary: str, answer: Any, body: Any = None, *, body_required: bo
 
 
 def openapi_description() -> dict[str, Any]:
-    """The OpenAPI description, served at ``/openapi.json``."""
     item = ItemFields.model_json_schema()
     items = {"anyOf": [item, {"type": "array", "items": item, "minItems": 1}]}
     data = _object({"data": {"type": "array", "items": {"type": "object"}}, "meta_info": {}})

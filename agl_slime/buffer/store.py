@@ -91,7 +91,6 @@ class ItemStore(Records):
             )
 
     def stored_tasks(self) -> set[str]:
-        """The task types with stored items."""
         with self._database.reading() as connection:
             return {row[0] for row in connection.execute("SELECT DISTINCT task FROM groups")}
 
@@ -334,7 +333,6 @@ class ItemStore(Records):
         return state.pipeline.meta_info([json_value(body) for body in bodies if body is not None])
 
     def describe(self, task: str) -> dict[str, Any]:
-        """The task type's figures for ``/stats``."""
         with self._database.reading() as connection:
             state = self._tasks[task]
             figures = "count(*), coalesce(sum(count), 0), min(last_time)"

@@ -26,7 +26,7 @@ _REMOVED_PASSWORD = "//***@"
 
 HIDDEN = {"env_arguments"}  # --env.KEY value
 # as other trainers name them
-_REPLACED = dict.fromkeys(("--learning-rate", "--lr"), "give --local.lr")
+_REPLACED: dict[str, str] = dict.fromkeys(("--learning-rate", "--lr"), "give --local.lr")
 _REPLACED |= dict.fromkeys(("--num-generations", "--group-size"), "give --n-samples-per-prompt")
 _REPLACED |= dict.fromkeys(("--max-tokens", "--max-completion-length"), "give --max-new-tokens")
 _REPLACED |= dict.fromkeys(("--steps", "--max-steps"), "give --num-iterations")

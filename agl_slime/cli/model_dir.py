@@ -170,7 +170,6 @@ def model_card(run: RunDir, *, base: Path, iteration: int, lora: bool = False) -
 
 
 def base_name(base: Path) -> str:
-    """A short name of the model in ``base``."""
     return hub_name(base) or ("agl-slime's lookup policy" if base == LOOKUP_POLICY.resolve() else base.name)
 
 

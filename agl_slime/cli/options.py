@@ -103,7 +103,6 @@ class Setting(NamedTuple):
 
 
 def find_setting(root: type, path: str) -> Setting:
-    """The setting at ``path`` below the settings class ``root``."""
     rooms, _, name = path.rpartition(".")
     owner = type(default_of(root, rooms)) if rooms else root
     return Setting(_types(owner)[name], default_of(root, path), _docstrings(owner)[name])

@@ -36,7 +36,6 @@ class Delivery:
 
     @property
     def deliverable(self) -> int:
-        """The number of groups that may be delivered now."""
         return len(self.ready) if self.reserved is None else min(len(self.ready), self.reserved)
 
     def take(self, n: int) -> list[list[Sample]]:

@@ -185,7 +185,6 @@ class Ledger:
         return dict(self._ask(query, json.dumps([*rollout_ids])))
 
     def open_ids(self) -> list[str]:
-        """The rollouts in flight."""
         return list(self._open)
 
     def recent_ids(self) -> list[str]:

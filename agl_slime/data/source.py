@@ -193,7 +193,6 @@ class GroupSource:
 
     @property
     def deliverable(self) -> int:
-        """Groups that may be delivered now."""
         with self.changed:
             return self.delivery.deliverable
 
@@ -344,6 +343,5 @@ class GroupSource:
 
 
 def format_outcomes(reasons: dict[tuple[Outcome, str], int]) -> str:
-    """The counts of outcomes, as text."""
     ends = [f"{n} {outcome.value}{f' ({reason})' if reason else ''}" for (outcome, reason), n in reasons.items()]
     return ", ".join(ends) or "none"

@@ -227,7 +227,6 @@ class SlotModel:
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest active row."""
         return int(self.lengths[: self.active].max(initial=0))
 
     def _reserve(self, rows: int, width: int) -> None:

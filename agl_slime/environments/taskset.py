@@ -84,7 +84,6 @@ def load_splits(spec: Mapping[str, Any], env: Any) -> tuple[dict[str, Any], bool
 
 
 def _splits(taskset: Any) -> tuple[str, ...]:
-    """The splits in the taskset's configuration."""
     field = type(taskset.config).model_fields.get("split")
     return get_args(field.annotation) if field is not None and get_origin(field.annotation) is Literal else ()
 

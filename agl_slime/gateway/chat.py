@@ -231,7 +231,6 @@ def _tool_choice(value: Any, tools: tuple[dict[str, Any], ...]) -> tuple[str, fr
 
 
 def _name_of(tool: Any) -> str:
-    """The name in a choice of one tool."""
     inner = (tool.get("function") or tool.get("custom")) if isinstance(tool, Mapping) else None
     return inner["name"] if isinstance(inner, Mapping) and isinstance(inner.get("name"), str) else ""
 

@@ -37,7 +37,6 @@ _LISTS = ("tools", "include")
 
 
 def sse(data: Any, event: str | None = None) -> bytes:
-    """One server-sent event."""
     return (f"event: {event}\n".encode() if event else b"") + b"data: " + json_bytes(data) + b"\n\n"
 
 

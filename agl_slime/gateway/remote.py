@@ -134,7 +134,6 @@ class StoreGateway(TokenGateway):
         return attempt
 
     def _engine_of(self, resource: LLM | None) -> LLM:
-        """The engine for a rollout with this resource."""
         if resource is not None and not isinstance(resource, ProxyLLM):
             return resource
         if self._llm is None:

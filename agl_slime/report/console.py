@@ -95,7 +95,6 @@ class ProgressReporter:
             atexit.unregister(self.close)
 
     def render(self) -> RenderableType:
-        """The live view."""
         with self._lock:
             return Group(self._head(), self._reward_line(), self._figures(), *self._foot())
 

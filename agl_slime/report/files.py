@@ -358,7 +358,6 @@ class RunState:
 
 
 def read_state(run: RunDir) -> RunState:
-    """The state of ``run`` by its files."""
     if (writer := read_object(run.alive)) is not None:
         last = max((path.stat().st_mtime for path in (run.alive, run.metrics, run.groups) if path.exists()), default=0)
         place = f"process {writer.get('pid')} on {writer.get('host')}"

@@ -53,7 +53,6 @@ def policy(*, live: bool) -> str:
 
 
 def script_json(value: Any) -> str:
-    """JSON for a script element."""
     return dump_json(value).decode("utf-8").translate(_NOT_IN_HTML)
 
 

@@ -141,7 +141,6 @@ class RunReader:
         return sentences
 
     def rollout(self, rollout_id: str) -> bytes | None:
-        """The line of a kept rollout."""
         if (place := self.kept.get(rollout_id)) is None or not self.run.rollouts.is_file():
             return None
         with self.run.rollouts.open("rb") as file:

@@ -143,7 +143,6 @@ class StandardReporters(Reporters):
         super().__init__((rollouts, metrics, tensorboard, *trackers.values(), progress, summary))
 
     def use_tokenizer(self, tokenizer: Any) -> None:
-        """Set the tokenizer that decodes kept rollouts."""
         self.rollouts.tokenizer = tokenizer
 
     def handle(self, event: Event) -> None:

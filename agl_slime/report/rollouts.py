@@ -225,7 +225,6 @@ def _ids(group: Any) -> list[str]:
 
 
 def source_of(member: Any) -> str | None:
-    """The name of the rollout's task source, if any."""
     metadata = member.samples[0].metadata if member.samples else getattr(member.request, "metadata", None) or {}
     return metadata.get("source_name")
 

@@ -42,7 +42,6 @@ class _TrackerIds:
 
 
 def _scalars(metrics: Mapping[str, Any]) -> dict[str, float]:
-    """The numeric metrics."""
     return {key: value for key in metrics if key != "iteration" and (value := number(metrics, key)) is not None}
 
 
@@ -149,6 +148,5 @@ def _flat(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, 
 
 
 def make_trackers(names: Sequence[str], run: RunDir) -> dict[str, WandbWriter | MlflowWriter]:
-    """The writers by name."""
     writers: dict[str, type[WandbWriter] | type[MlflowWriter]] = {"wandb": WandbWriter, "mlflow": MlflowWriter}
     return {name: writers[name](run) for name in names}

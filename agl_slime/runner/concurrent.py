@@ -118,7 +118,6 @@ class ConcurrentRunner(LitAgentRunner[Any]):
 
     @property
     def in_flight(self) -> int:
-        """Number of rollouts that are being executed."""
         return len(self._in_flight)
 
     # -- from any thread ----------------------------------------------------------------------------------------------

@@ -77,7 +77,6 @@ class ControllerPool(RunnerPool):
 
     @property
     def command(self) -> str:
-        """The command line that starts a controller for this pool."""
         kind = "local" if self._settings.agent is not None else "k8s"
         key = f" 'agl_server.key={KEY_REFERENCE}'" if self._settings.key else ""
         return f"agl-controller runner_type={kind} agl_server.url={self.url}{key}"

@@ -37,7 +37,6 @@ def configure_worker_process() -> None:
 
 
 def is_configured() -> bool:
-    """Whether ``configure_worker_process`` was called here."""
     return _configured
 
 

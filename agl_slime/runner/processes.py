@@ -28,7 +28,6 @@ _ORPHAN_GRACE_S = 10.0
 
 
 def process_main(spec: WorkerSpec, control: Connection) -> None:
-    """The main function of a worker process."""
     # the pool handles Ctrl-C, which reaches every process of the terminal
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     logging.basicConfig(level=logging.WARNING, format=f"%(levelname)s {spec.name}: %(message)s")

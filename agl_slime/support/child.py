@@ -242,7 +242,6 @@ class Supervisor(Generic[C]):
         self.failure: BaseException | None = None
 
     def start(self, count: int = 1) -> None:
-        """Start ``count`` children."""
         self.places = count
         for _ in range(count):
             child = self._new()

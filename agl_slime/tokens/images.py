@@ -85,7 +85,6 @@ def find_image(sha: str) -> Image | None:
 
 
 def images_in(messages: Iterable[Mapping[str, Any]], images: Mapping[str, Image]) -> tuple[Image, ...]:
-    """The images of ``messages``, in their order."""
     texts = (content for message in messages if isinstance(content := message.get("content"), str))
     shas = (sha for text in texts if "\ufdd0" in text for sha in MARK.findall(text))
     return tuple(images[sha] for sha in shas if sha in images)
@@ -130,7 +129,6 @@ def intern_image(data: bytes, kind: str, size: tuple[int, int]) -> Image:
 
 
 def read_uri(uri: str, settings: ImageSettings = ImageSettings()) -> Image:
-    """An image from a ``data:`` URI."""
     head, _, text = uri.partition(",")
     if not head.startswith("data:image/") or not head.endswith(";base64"):
         raise PromptError(f"an image must be a URI data:image/…;base64,…, got {uri:.60}")
@@ -144,7 +142,6 @@ def read_uri(uri: str, settings: ImageSettings = ImageSettings()) -> Image:
 
 
 def from_pil(picture: Any) -> Image:
-    """An image from pixels."""
     file = io.BytesIO()
     picture.convert("RGB").save(file, "PNG", compress_level=1)
     return intern_image(file.getvalue(), "PNG", picture.size)

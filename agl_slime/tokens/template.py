@@ -130,7 +130,6 @@ class ChatTemplate:
         self.prompt_cache: PromptCache[Any] | None = PromptCache() if repeats else None
 
     def with_arguments(self, more: Mapping[str, Any]) -> ChatTemplate:
-        """The same template with ``more`` arguments."""
         return type(self)(tokenizer=self.tokenizer, tools=self._tools, template_kwargs={**self.kwargs, **more})
 
     def render(self, messages: Sequence[Message], *, generation_prompt: bool) -> str:

@@ -132,7 +132,6 @@ class Turn:
 
     @property
     def length(self) -> int:
-        """Number of tokens, prompt and response."""
         return len(self.prompt_ids) + len(self.response_ids)
 
     def __eq__(self, other: object) -> bool:

@@ -340,7 +340,6 @@ class _Batch:
         return await answer
 
     def leave(self) -> None:
-        """Remove a session that has ended."""
         self._live -= 1
         self._sample_when_all_ask()
 

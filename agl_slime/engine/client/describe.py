@@ -36,7 +36,6 @@ async def ask_server(http: HttpTransport, name: str, **limits: Any) -> dict[str,
 
 
 def version_of(info: Mapping[str, Any], base_url: str) -> str:
-    """The weight version in a ``/model_info`` answer."""
     version = info.get("weight_version")
     if version is None:
         raise EngineProtocolError(f"{base_url}/model_info names no weight_version; update SGLang")

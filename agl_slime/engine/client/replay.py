@@ -54,7 +54,6 @@ class Nucleus:
         return len(self.offsets) - 1
 
     def of(self, tokens: NDArray[np.int64]) -> Nucleus:
-        """The nucleus of these tokens."""
         counts = np.diff(self.offsets)[tokens]
         starts, offsets = self.offsets[tokens], np.concatenate(([0], np.cumsum(counts)))
         places = np.arange(offsets[-1]) + np.repeat(starts - offsets[:-1], counts)

@@ -315,7 +315,6 @@ async def _flush(attempt: Attempt) -> None:
 
 
 def _controller_of(request: web.Request) -> str:
-    """The controller's name in the address."""
     match = _CONTROLLER.match(request.path)
     return match[1] if match is not None else ""
 

@@ -97,7 +97,6 @@ def read_regular(path: Path) -> bytes:
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """The JSON object of a file."""
     value = parse(read_regular(path))
     if not isinstance(value, dict):
         raise ValueError("is not a JSON object")

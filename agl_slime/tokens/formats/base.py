@@ -148,7 +148,6 @@ def number_calls(calls: list[ToolCall]) -> tuple[ToolCall, ...]:
 
 
 def const(value: str) -> dict[str, Any]:
-    """The grammar of a fixed text."""
     return {"type": "const_string", "value": value}
 
 
