@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import os
 import shutil
@@ -105,6 +106,20 @@ def _as_utf8(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return type(value)(_as_utf8(item) for item in value)
     return value.encode("utf-8", "backslashreplace").decode() if isinstance(value, str) else value
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_tls_context() -> Iterator[None]:
+    """httpx, and so the clients of OpenAI and Anthropic, reads the machine's certificates for each client anew, the
+    greater part of a test's CPU time; over plain HTTP nobody needs them."""
+    try:
+        from httpx._transports import default
+    except ImportError:
+        yield
+        return
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(default, "create_ssl_context", functools.cache(default.create_ssl_context))
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -111,7 +111,7 @@ async def test_connection_refused_is_an_unreachable_error_after_all_attempts() -
 
 
 async def test_a_stall_ends_with_the_idle_timeout_and_is_tried_again() -> None:
-    settings = replace(QUICK, idle_timeout_s=0.1)
+    settings = replace(QUICK, idle_timeout_s=0.5)
     async with ScriptedEngine() as engine, SGLangClient(base_url=engine.url, settings=settings) as client:
         engine.script("/generate", Stall())
         expect_undisturbed(engine, await client.generate(PROMPT, SAMPLING))
@@ -140,12 +140,12 @@ async def test_the_total_timeout_ends_everything(fault: Fault) -> None:
 
 
 async def test_a_slow_body_is_waited_for() -> None:
-    settings = replace(QUICK, idle_timeout_s=0.2)
+    settings = replace(QUICK, idle_timeout_s=0.5)
     async with ScriptedEngine() as engine, SGLangClient(base_url=engine.url, settings=settings) as client:
-        engine.script("/generate", Drip(every_s=0.001))
+        engine.script("/generate", Drip(every_s=0.003))
         got = await client.generate(PROMPT, SAMPLING)
         expect_undisturbed(engine, got)
-        assert got.latency_s > 0.2  # longer than the idle timeout, in steps that are shorter
+        assert got.latency_s > 0.5  # longer than the idle timeout, in steps that are shorter
         assert engine.calls["/generate"] == 1
 
 
@@ -158,7 +158,7 @@ async def test_retry_after_is_kept() -> None:
 
 
 async def test_a_lost_attempt_is_aborted_and_the_next_one_is_not() -> None:
-    settings = replace(QUICK, idle_timeout_s=0.1)
+    settings = replace(QUICK, idle_timeout_s=0.5)
     async with ScriptedEngine() as engine, SGLangClient(base_url=engine.url, settings=settings) as client:
         engine.script("/generate", Stall(), Reset())
         await client.generate(PROMPT, SAMPLING, rid="abc")

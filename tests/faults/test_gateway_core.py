@@ -31,7 +31,7 @@ from agl_slime.tokens import attributes as names
 from agl_slime.tokens.forks import ForkReason
 from agl_slime.tokens.reward import read_turn_rewards
 from agl_slime.tokens.span_codec import decode_turns
-from tests.harness.gateway import BODY, HELLO, QUICK, WEATHER, Case, chat, serving, trained_once
+from tests.harness.gateway import BODY, HELLO, QUICK, WEATHER, Case, chat, posted_at_once, serving, trained_once
 from tests.harness.waiting import until
 from tests.integration.test_gateway_store import BODY as STORE_BODY
 from tests.integration.test_gateway_store import begun, beside
@@ -59,15 +59,11 @@ def test_old_requests_repeated_after_a_burst_are_answered() -> None:
 def test_refused_request_is_not_answered_from_an_equal_request() -> None:
     settings = GatewaySettings(max_in_flight=3)
     says = ("one", "two", "three", "four")
-    with (
-        serving(*says, settings=settings, latency_s=0.5) as case,
-        ThreadPoolExecutor(4) as pool,
-        httpx.Client() as c,
-    ):
+    with serving(*says, settings=settings) as case, httpx.Client(timeout=60) as c:
         url = f"{case.llm.endpoint}/chat/completions"
-        first = [answer.result() for answer in [pool.submit(c.post, url, json=BODY) for _ in range(4)]]
-        assert sorted(answer.status_code for answer in first) == [200, 200, 200, 429]
-        texts = [text(answer) for answer in first if answer.status_code == 200]
+        (refused,), answers = posted_at_once(case, url, 4, answered=1)
+        assert refused.status_code == 429
+        texts = [text(answer) for answer in answers]
         texts.append(text(c.post(url, json=BODY, headers=AGAIN)))
         assert sorted(texts) == sorted(says)
         # of several that were answered it cannot be told which one got lost: none is guessed
@@ -199,10 +195,9 @@ async def test_close_waits_neither_for_stalled_upload_nor_for_cancelled_request(
 
 def test_requests_in_flight_count_against_max_turns() -> None:
     settings = GatewaySettings(max_turns=2)
-    with serving("hello", settings=settings, latency_s=0.3) as case, ThreadPoolExecutor(5) as pool, httpx.Client() as c:
-        url = f"{case.llm.endpoint}/chat/completions"
-        said = sorted(text(answer.result()) for answer in [pool.submit(c.post, url, json=BODY) for _ in range(5)])
-        assert said == ["", "", "", "hello", "hello"]
+    with serving("hello", settings=settings) as case:
+        beyond, within = posted_at_once(case, f"{case.llm.endpoint}/chat/completions", 5, answered=3)
+        assert [[text(answer) for answer in answers] for answers in (beyond, within)] == [[""] * 3, ["hello"] * 2]
         assert len(case.turns) == 2
 
 

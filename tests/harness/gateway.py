@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import islice
 from types import SimpleNamespace
 from typing import Any
 
@@ -172,6 +174,23 @@ def trained_once(turns: Sequence[Turn], segments: Sequence[Segment]) -> None:
 def calling(name: str, **arguments: Any) -> str:
     """A call as the model writes it."""
     return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
+
+
+def posted_at_once(
+    case: Case, url: str, times: int, *, answered: int, elsewhere: Sequence[str] = ()
+) -> tuple[list[httpx.Response], list[httpx.Response]]:
+    """The same request, so many times while the engine holds its answers until ``answered`` of them are answered
+    without it; these responses, and then the others' with those of ``elsewhere``."""
+    with httpx.Client(timeout=60) as client, ThreadPoolExecutor(times + len(elsewhere)) as pool:
+        client.post(f"{case.engine.url}/pause_generation", json={}).raise_for_status()
+        try:
+            futures = [pool.submit(client.post, url, json=BODY) for _ in range(times)]
+            others = [pool.submit(client.post, address, json=BODY) for address in elsewhere]
+            first = [*islice(as_completed(futures, timeout=60), answered)]
+        finally:
+            client.post(f"{case.engine.url}/continue_generation", json={}).raise_for_status()
+        later = [future for future in futures if future not in first]
+        return [future.result() for future in first], [future.result() for future in (*later, *others)]
 
 
 def chat(case: Case, body: Any = BODY, **options: Any) -> httpx.Response:

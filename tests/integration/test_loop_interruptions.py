@@ -69,17 +69,6 @@ def test_a_judge_that_stays_away_ends_the_run_when_patience_is_used_up(quick_pau
         assert len(case.trainer.batches) == 1
 
 
-def test_agent_that_always_fails_ends_the_run_in_iteration_1() -> None:
-    judge = Judge(first=0, away=10_000)
-    with (
-        hello_engine() as engine,
-        LoopCase(agent=HelloAgent(judge=judge), url=engine.url, num_iterations=9, failure_patience_s=600) as case,
-    ):
-        with pytest.raises(LoopError, match="iteration 1: all 4 rollouts failed"):
-            case.loop.run()
-        assert judge.calls == 4
-
-
 @pytest.mark.parametrize("max_staleness", [0, 2])
 @pytest.mark.parametrize("cancelled", [True, False])
 async def test_a_run_that_ends_early_is_saved_where_it_stands(cancelled: bool, max_staleness: int) -> None:

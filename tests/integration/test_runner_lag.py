@@ -20,11 +20,12 @@ from agl_slime.runner import lag
 from agl_slime.support.agl import LitAgent
 from agl_slime.support.watcher import Frame
 from tests.harness.runners import FnAgent, finished, running
+from tests.harness.waiting import becomes_true
 
 
 class BlockingAgent(LitAgent[Any]):
     async def rollout_async(self, task: Any, resources: Any, rollout: Any) -> float:
-        time.sleep(0.4)  # noqa: ASYNC251  what the monitor is to find
+        time.sleep(0.8)  # noqa: ASYNC251  what the monitor is to find
         return 1.0
 
 
@@ -84,10 +85,11 @@ async def test_code_that_hardly_gets_to_run_is_not_blamed(monkeypatch: pytest.Mo
     spent = itertools.count()
     monkeypatch.setattr(monitor, "_cpu_s", lambda: float(next(spent)) if computes else 0.0)
     monitor.start()
-    waited = looked.wait(1.0)  # on the loop: a thread would not block it
+    # on the loop: a thread would not block it
+    assert becomes_true(lambda: looked.is_set() or monitor.warning is not None, 20.0)
     monitor.stop()
     assert (monitor.warning is not None) == computes
-    assert waited != computes
+    assert looked.is_set() != computes
 
 
 class SlowImport:
