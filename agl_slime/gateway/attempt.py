@@ -366,14 +366,18 @@ class Attempt:
         choices = (Choice(finish=finish),) * call.n
         return CallResult(id=response.id, created=response.created, model=call.model, choices=choices)
 
-    async def count(self, call: Call) -> int:
-        """The number of tokens of a request's prompt."""
+    async def prompt_ids(self, call: Call) -> list[int]:
+        """The ids of a request's prompt, in which earlier answers have their sampled ids."""
         llm = self.roles[LLM_RESOURCE]
         tokenizer = await self.access.tokenizer(llm)
-        template = self._tree(LLM_RESOURCE, call, tokenizer, llm).template
-        context = ChatContext(template=template, messages=call.messages, copies=False)
+        tree = self._tree(LLM_RESOURCE, call, tokenizer, llm)
+        match = tree.find([*call.messages])
+        if match.conversation is None:
+            context = ChatContext(template=tree.template, messages=call.messages, copies=False)
+        else:
+            context = match.conversation.session.branch(match.messages).context
         await prepare(tokenizer, [*call.images.values()])
-        return len(await context.prompt())
+        return [*await context.prompt()]
 
     # -- conversations ------------------------------------------------------------------------------------------------
 

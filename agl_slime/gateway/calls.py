@@ -48,6 +48,7 @@ class Call:
     tool_choice: str = "auto"
     max_tokens: int | None = None
     stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
     n: int = 1
     requested: Mapping[str, Any] = field(default_factory=dict)
     constraint: Mapping[str, Any] = field(default_factory=dict)

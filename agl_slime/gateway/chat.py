@@ -20,12 +20,12 @@ from agl_slime.gateway.calls import (
 )
 from agl_slime.gateway.declared import Tools, custom_arguments, custom_input, custom_tool, read_allowed, unknown_tool
 from agl_slime.gateway.messages import Message, read_messages
-from agl_slime.gateway.protocol import NOTHING_KEPT, Decode, Kept, Protocol, Stream, sse
+from agl_slime.gateway.protocol import NOTHING_KEPT, Decode, Kept, Protocol, Stream, sse, token_name
 
 _HONOURED = """
     messages model tools tool_choice max_tokens max_completion_tokens max_output_tokens max_new_tokens stop n logprobs
-    top_logprobs return_token_ids stream stream_options response_format chat_template_kwargs regex ebnf json_schema
-    modalities
+    top_logprobs return_token_ids return_tokens_as_token_ids return_prompt_token_ids stream stream_options
+    response_format chat_template_kwargs regex ebnf json_schema modalities
 """
 _MOST_CHOICES = 128
 
@@ -74,9 +74,10 @@ class ChatCompletions(Protocol):
             {
                 "index": index,
                 "message": _message(choice, _custom(body)),
-                "logprobs": logprobs(choice, decode) if body.get("logprobs") else None,
+                "logprobs": logprobs(choice, _names(body, decode)) if body.get("logprobs") else None,
                 "finish_reason": choice.finish,
                 **({"token_ids": choice.token_ids} if body.get("return_token_ids") else {}),
+                **({"prompt_token_ids": result.prompt_ids.tolist()} if body.get("return_prompt_token_ids") else {}),
             }
             for index, choice in enumerate(result.choices)
         ]
@@ -104,7 +105,7 @@ class _ChatStream(Stream):
         for index, choice in enumerate(result.choices):
             for at, call in enumerate(_tool_calls(choice, _custom(self.body))):
                 yield self._chunk(index, {"tool_calls": [{"index": at, **call}]})
-            log_probs = logprobs(choice, self.decode) if self.body.get("logprobs") else None
+            log_probs = logprobs(choice, _names(self.body, self.decode)) if self.body.get("logprobs") else None
             last: dict[str, Any] = {"finish": choice.finish, "logprobs": log_probs}
             if self.body.get("return_token_ids"):
                 last |= {"ids": choice.token_ids, "prompt_ids": result.prompt_ids.tolist()}
@@ -169,6 +170,10 @@ def logprobs(choice: Choice, decode: Decode) -> dict[str, Any]:
         for token, value, top in zip(generation.output_ids, generation.log_probs, tops, strict=True)
     ]
     return {"content": content, "refusal": None}
+
+
+def _names(body: Mapping[str, Any], decode: Decode) -> Decode:
+    return token_name if body.get("return_tokens_as_token_ids") else decode
 
 
 def _token(token: int, value: float, decode: Decode) -> dict[str, Any]:

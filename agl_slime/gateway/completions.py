@@ -9,10 +9,10 @@ from typing import Any
 from agl_slime.errors import GatewayRequestError
 from agl_slime.gateway.calls import IMPOSED, MOST_LOG_PROBS, Call, CallResult, Choice, number, strings
 from agl_slime.gateway.chat import usage
-from agl_slime.gateway.protocol import NOTHING_KEPT, Decode, Kept, Protocol, Stream, sse
+from agl_slime.gateway.protocol import NOTHING_KEPT, Decode, Kept, Protocol, Stream, sse, token_name
 
 _HONOURED = "prompt model max_tokens max_completion_tokens max_new_tokens max_output_tokens stop n logprobs stream"
-_HONOURED += " return_token_ids stream_options regex ebnf json_schema"
+_HONOURED += " return_token_ids return_tokens_as_token_ids stream_options regex ebnf json_schema"
 _DEFAULT_TOKENS = 16
 _MOST_IDS = 2**31  # of int32; the engine checks its vocabulary
 
@@ -96,6 +96,7 @@ def _ids(body: Mapping[str, Any], choice: Choice, result: CallResult) -> dict[st
 def _logprobs(body: Mapping[str, Any], choice: Choice, decode: Decode) -> dict[str, Any] | None:
     if body.get("logprobs") is None:  # 0 asks for the log-probs of sampled tokens alone
         return None
+    decode = token_name if body.get("return_tokens_as_token_ids") else decode
     generation = choice.generation
     if generation is None:
         return {"tokens": [], "token_logprobs": [], "top_logprobs": None, "text_offset": []}

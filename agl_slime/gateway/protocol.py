@@ -33,11 +33,17 @@ IGNORED = frozenset(_IGNORED.split())
 """Fields of any protocol that do not change the answer here."""
 _OBJECTS = ("chat_template_kwargs", "stream_options", "text", "output_config")
 _LARGEST = 2**31 - 1  # number that an engine takes
+_LARGEST_SEED = 2**63 - 1  # TRL sends seeds of 63 bits
 _LISTS = ("tools", "include")
 
 
 def sse(data: Any, event: str | None = None) -> bytes:
     return (f"event: {event}\n".encode() if event else b"") + b"data: " + json_bytes(data) + b"\n\n"
+
+
+def token_name(ids: list[int]) -> str:
+    """A token in log-probs under vLLM's ``return_tokens_as_token_ids``."""
+    return f"token_id:{ids[0]}"
 
 
 class Stream(ABC):
@@ -108,9 +114,9 @@ class Protocol(ABC):
         """The items of ``list_field`` that writing an answer needs."""
         return []
 
-    def count_answer(self, tokens: int) -> dict[str, Any]:
-        """The answer of a protocol with ``counts_only``."""
-        return {"input_tokens": tokens}
+    def count_answer(self, ids: list[int]) -> dict[str, Any]:
+        """The answer of a protocol with ``counts_only``, from the prompt's ids."""
+        return {"input_tokens": len(ids)}
 
     @abstractmethod
     def answer(self, body: Mapping[str, Any], result: CallResult, decode: Decode) -> dict[str, Any]: ...
@@ -137,7 +143,7 @@ class Protocol(ABC):
         requested = {name: body[name] for name in IMPOSED if body.get(name) is not None}
         for name in requested.keys() - {"logit_bias", "seed"}:
             number(body, name, least=-2, most=_LARGEST, whole=name == "top_k")
-        number(body, "seed", least=-_LARGEST, most=_LARGEST)
+        number(body, "seed", least=-_LARGEST_SEED, most=_LARGEST_SEED)
         biases = requested.get("logit_bias", {})
         if not isinstance(biases, Mapping) or not all(key.isdecimal() and len(key) < 10 for key in biases):
             raise GatewayRequestError("logit_bias must be an object from token ids to numbers", param="logit_bias")

@@ -2,6 +2,7 @@
 
 POST /rollouts                        a new rollout: {"rollout_id", "task", "metadata"}, all optional
 …    /rollouts/NAME/v1/…              the protocols; a new NAME begins a rollout
+…    /v1/…                            the same, for clients that send NAME in the header X-Session-ID
 POST /rollouts/NAME/reward            {"reward": 1.0}, or numbers by name; the last one counts
 POST /rollouts/NAME/finish            ends it, also with {"reward": …}; later requests get 410
 GET  /rollouts/NAME?format=json       turns and Samples; other formats: agl_slime.gateway.formats
@@ -70,8 +71,9 @@ class RecordGateway(TokenGateway):
 
     async def _find_attempt(self, request: web.Request, address: Address) -> Attempt:
         self._check_token(request, address)
-        if (rollout_id := address.get("rollout")) is None:
-            message = f"the address names no rollout: use {self.url}/rollouts/NAME/v1"
+        # verifiers' clients send the rollout in a header, so that one base URL serves all
+        if (rollout_id := address.get("rollout") or request.headers.get("X-Session-ID")) is None:
+            message = f"the address names no rollout: use {self.url}/rollouts/NAME/v1, or the header X-Session-ID"
             raise GatewayRequestError(message, status=404, code="unknown_rollout")
         if (attempt := self._attempts.get((rollout_id, ATTEMPT))) is None:
             if address.get("path") not in SERVED_PATHS:

@@ -111,8 +111,8 @@ class InputTokens(Responses):
     honoured = Responses.honoured | {"personality"}
     counts_only = True
 
-    def count_answer(self, tokens: int) -> dict[str, Any]:
-        return {"object": "response.input_tokens", "input_tokens": tokens}
+    def count_answer(self, ids: list[int]) -> dict[str, Any]:
+        return {"object": "response.input_tokens", "input_tokens": len(ids)}
 
 
 class Compact(Responses):

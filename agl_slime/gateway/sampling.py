@@ -39,7 +39,9 @@ def sampling_for(
     """The sampling parameters of a call, and the reason not to train its answer (empty to train it). ``overridden``
     counts the client's parameters that are not used."""
     limit = run.max_new_tokens if call.max_tokens is None else min(run.max_new_tokens, call.max_tokens)
-    sampling = replace(run, max_new_tokens=max(1, limit), stop=tuple(dict.fromkeys((*run.stop, *call.stop))))
+    stops = tuple(dict.fromkeys((*run.stop, *call.stop)))
+    stop_ids = tuple(dict.fromkeys((*run.stop_token_ids, *call.stop_token_ids)))
+    sampling = replace(run, max_new_tokens=max(1, limit), stop=stops, stop_token_ids=stop_ids)
     constraint = _constraint(call, parser, constraints)
     if not trained:
         fields = {name: value for name, value in call.requested.items() if name in _FIELDS}

@@ -35,6 +35,7 @@ from agl_slime.gateway.pending import PendingResponse
 from agl_slime.gateway.protocol import Protocol, list_of_models
 from agl_slime.gateway.responses import Compact, InputTokens, Responses, new_conversation
 from agl_slime.gateway.settings import GatewaySettings
+from agl_slime.gateway.vllm import Generate, Tokenize
 from agl_slime.support.agl_types import LLM, NamedResources, ProxyLLM
 from agl_slime.support.http import json_response, listening, read_body
 from agl_slime.support.memory import return_freed_memory
@@ -64,6 +65,8 @@ _PROTOCOLS: dict[str, Protocol] = {
     "/responses/input_tokens": InputTokens(),
     "/messages": AnthropicMessages(),
     "/messages/count_tokens": CountTokens(),
+    "/inference/v1/generate": Generate(),
+    "/tokenize": Tokenize(),
 }
 _OTHER_PATHS = ("/", "/models", "/conversations", "/seen")
 SERVED_PATHS = frozenset((*_PROTOCOLS, *_OTHER_PATHS[1:]))
@@ -327,7 +330,7 @@ class Gateway:
         defaults = self.defaults.get(protocol.prefix, {})
         body, call = await attempt.bodies.read(request, protocol, attempt.kept, defaults, self.settings)
         if protocol.counts_only:
-            return json_response(protocol.count_answer(await attempt.count(call)))
+            return json_response(protocol.count_answer(await attempt.prompt_ids(call)))
         if call.model in (*attempt.settings.untrained_models, *attempt.settings.trained_models):
             role = call.model
         elif role not in attempt.roles:

@@ -114,6 +114,16 @@ def test_a_new_name_begins_a_rollout_and_formats_agree(tmp_path: Path) -> None:
     assert "json, slime, triplet" in wrong.text
 
 
+def test_a_header_names_the_rollout_for_clients_with_one_base_url(tmp_path: Path) -> None:
+    with recording(tmp_path, "Hi.") as (gateway, _):
+        bare = f"{gateway.url}/v1/chat/completions"
+        assert httpx.post(bare, json={"model": "m", "messages": HELLO}).status_code == 404
+        for name, status in (("one", 200), ("two", 200), ("../two", 404)):
+            headers = {"X-Session-ID": name}
+            assert httpx.post(bare, json={"model": "m", "messages": HELLO}, headers=headers).status_code == status
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["one.jsonl", "two.jsonl"]
+
+
 def test_the_guides_example_ends_with_a_rewarded_sample(tmp_path: Path) -> None:
     pytest.importorskip("openai", reason="the guide's client: pip install openai")
     guide = (Path(__file__).parents[2] / "docs" / "record.md").read_text()
