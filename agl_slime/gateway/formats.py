@@ -13,6 +13,7 @@ import orjson
 
 from agl_slime.errors import GatewayRequestError
 from agl_slime.gateway.agl1.events import events_of
+from agl_slime.gateway.agl1.schemas import ATTEMPT
 from agl_slime.gateway.recorded import RecordedRollout
 from agl_slime.tokens.turn import Turn
 
@@ -179,10 +180,21 @@ def _verifiers_call(turn: Turn, *, node: int, ended: float) -> dict[str, Any]:
     }
 
 
+def triplet_events(recorded: RecordedRollout) -> list[dict[str, Any]]:
+    """The events of Agent Lightning 1.0's ``format=triplet``, of which its trainer takes the last reward."""
+    rollout_id = recorded.rollout.rollout_id
+    events = events_of(rollout_id, recorded.spans, triplet=True)
+    if recorded.reward is not None:
+        at = max(recorded.answer_times(), default=recorded.rollout.start_time)
+        ids = {"rollout_id": rollout_id, "attempt_id": ATTEMPT}
+        events.append({"event_type": "reward", **ids, "timestamp": at, "data": {"value": recorded.reward.primary}})
+    return events
+
+
 FORMATS: Mapping[str, Callable[[RecordedRollout], Any]] = {
     "json": RecordedRollout.to_json,
     "slime": lambda recorded: recorded.samples()[0],
-    "triplet": lambda recorded: events_of(recorded.rollout.rollout_id, recorded.spans, triplet=True),
+    "triplet": triplet_events,
     "verifiers": verifiers_trace,
     "nemo_gym": nemo_gym_capture,
     "openenv": openenv_trace,

@@ -36,6 +36,7 @@ from tests.integration.test_loop_without_extras import BLOCKER, REPOSITORY
 @contextmanager
 def recording(directory: Path, *says: str, **options: Any) -> Iterator[tuple[RecordGateway, ScriptedEngine]]:
     tokenizer: Any = small_tokenizer(TEMPLATE)
+    directory.mkdir(exist_ok=True)
     engine = engine_saying(tokenizer, says)
     with in_thread(engine):
         llm = LLM(endpoint=engine.url, model="scripted", sampling_parameters={"max_new_tokens": 64})
@@ -106,10 +107,11 @@ def test_a_new_name_begins_a_rollout_and_formats_agree(tmp_path: Path) -> None:
         assert httpx.post(f"{address}/reward", json={"reward": 0.5}).status_code == 200
         [turn] = httpx.get(address).json()["turns"]
         [sample] = httpx.get(address, params={"format": "slime"}).json()
-        [event] = httpx.get(address, params={"format": "triplet"}).json()
+        event, reward = httpx.get(address, params={"format": "triplet"}).json()
         wrong = httpx.get(address, params={"format": "arrow"})
     assert (sample["reward"], sample["tokens"]) == (0.5, turn["prompt_token_ids"] + turn["token_ids"])
     assert event["data"]["response_token_ids"] == turn["token_ids"]
+    assert (reward["event_type"], reward["data"]) == ("reward", {"value": 0.5})
     assert wrong.status_code == 400
     assert "json, slime, triplet" in wrong.text
 

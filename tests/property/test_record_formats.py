@@ -141,6 +141,7 @@ def test_events_of_agent_lightning_have_the_turns_tokens(recorded: RecordedRollo
         for turn in recorded.turns()
     ]
     last = {tuple(prompt): at for at, (prompt, _, _) in enumerate(turns)}  # it keeps the last call of each prompt
-    events = [event["data"] for event in shown(recorded, "triplet")]
+    calls = [event for event in shown(recorded, "triplet") if event["event_type"] == "model_request"]
+    events = [event["data"] for event in calls]
     found = [(one["prompt_token_ids"], one["response_token_ids"], one["response_log_probs"]) for one in events]
     assert found == [turns[at] for at in sorted(last.values())]
