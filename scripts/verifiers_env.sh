@@ -19,6 +19,7 @@ done
 [ -n "$python" ] || { echo "verifiers needs Python 3.11 to 3.14: name one with PYTHON=" >&2 && exit 1; }
 target="${1:-$here/../.venv-verifiers}"
 
+echo "installing verifiers $VERIFIERS_VERSION with $("$python" --version) into $target: about 1 GB, some minutes"
 "$python" -m venv "$target"
 "$target/bin/pip" install -q "verifiers==$VERIFIERS_VERSION" "reasoning-gym==0.1.25" "textarena==0.7.4"
 "$target/bin/pip" install -q --no-deps "$here/.." # its tasksets, and workers that are started by hand
