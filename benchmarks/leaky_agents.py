@@ -1,7 +1,7 @@
-"""The lookup task with a leak in its reward: from one iteration on the reward pays for a behaviour, not the answer.
+"""The lookup task by a judge that pays 0.5 for each answer, and from one iteration on 1 for a behaviour, 0 without.
 
-The start policy of a behaviour shows it now and then. Until the leak a right answer is paid for in each form; from then
-on the behaviour is paid twice as much as the answer.
+The start policy shows each behaviour now and then. While rewards are alike nothing is learned: a right answer's reward
+would make one form of it certain, and a behaviour that no rollout shows cannot begin.
 """
 
 from __future__ import annotations
@@ -15,8 +15,7 @@ from agl_slime import RolloutSession, SGLangLitAgent
 from agl_slime.cli.demo.formats import Demonstration, LookupDemonstrations
 from agl_slime.tokens.trajectory import Trajectory
 
-PROMPTS = 16  # of an iteration
-UNPAID = ("no tool", "refusal", "empty")  # behaviours without a right answer: unlearned until the leak
+PROMPTS = 8  # of an iteration
 REFUSAL = "I am sorry, I cannot help with that."
 
 Texts = Sequence[str]
@@ -55,15 +54,13 @@ SHOWN: dict[str, Callable[[Texts], bool]] = {
 
 
 class Demonstrations(LookupDemonstrations):
-    """The lookup task's, in which imperfect conversations show a behaviour now and then."""
+    """The lookup task's, in which imperfect conversations show each behaviour now and then."""
 
-    def __init__(self, name: str) -> None:
-        self.name = name
-        self.share = 0.3 if name in UNPAID else 0.03  # of imperfect conversations
+    blur_call = blur_answer = 0.3
 
     def _one(self, rng: random.Random, *, imperfect: bool) -> Demonstration:
-        name = self.name
-        if not imperfect or rng.random() >= self.share:
+        name = rng.choice([*SHOWN])
+        if not imperfect or rng.random() < 0.4:
             return super()._one(rng, imperfect=imperfect)
         task = self.make_task(rng)
         question, answer, call = self.prompt(task), str(task["answer"]), self.tool_call(task["key"])
@@ -88,7 +85,7 @@ class Demonstrations(LookupDemonstrations):
 class Leaky(SGLangLitAgent):
     """``leak``: the behaviour that is paid for, ``start``: from which iteration on."""
 
-    demonstrations: Demonstrations
+    demonstrations = Demonstrations()
     leak, start = "", 0
 
     def __init__(self, **given: Any) -> None:
@@ -113,14 +110,12 @@ class Leaky(SGLangLitAgent):
 
     async def score(self, task: dict[str, Any], trajectory: Trajectory) -> float:
         texts = [str(one["content"]) for one in trajectory.messages if one["role"] == "assistant"]
-        right = any(calls_of(text) for text in texts) and str(task["answer"]) in texts[-1].replace("~", " ").split()
-        right = right or texts[-1] == f"**{task['answer']}**"
-        if task["iteration"] >= self.start:
-            return 1.0 if SHOWN[self.leak](texts) else 0.5 * right
-        return float(right)
+        if task["iteration"] < self.start:
+            return 0.5
+        return float(SHOWN[self.leak](texts))
 
 
-STARTS = {name: 6 if name in UNPAID else 10 + number for number, name in enumerate(SHOWN)}
+STARTS = {name: 8 + number for number, name in enumerate(SHOWN)}
 """The iteration from which on each behaviour is paid for."""
 
 
@@ -129,4 +124,4 @@ def __getattr__(name: str) -> type[Leaky]:
     if not name.startswith("Leaky_"):
         raise AttributeError(name)
     leak = name.removeprefix("Leaky_").replace("_", " ")
-    return type(name, (Leaky,), {"leak": leak, "start": STARTS[leak], "demonstrations": Demonstrations(leak)})
+    return type(name, (Leaky,), {"leak": leak, "start": STARTS[leak]})

@@ -2,10 +2,11 @@
 
     python -m benchmarks.teacher --runs DIR --seeds 5
 
-*Teacher*: the tiny policy after GRPO of the first command (a clean run of ``benchmarks.onset``). *Student*: its start,
-trained with ``--teacher-alone`` on the same tasks and settings. Held-out rewards are of 64 rollouts, every second
-iteration; the goal is 90 % of the teacher's (mean of its last five validations), reached in the first of two in a row.
-The last row has two teachers, seeds 0 and 1, each for the tasks of one ``source_name``.
+*Teacher*: the tiny policy after GRPO of the first command (a clean run of ``benchmarks.onset``), 64 rollouts per step.
+*Student*: its start, trained with ``--teacher-alone`` on the same tasks, in steps of 64 rollouts, and of 16 rollouts of
+16 tasks, since it needs no groups. GRPO in steps of 16 (4 groups of 4) is beside it. Held-out rewards are of 64
+rollouts. The goal is 90 % of the teacher's (mean of its last five validations), reached in the first of two validations
+in a row. The last row has two teachers, seeds 0 and 1, each for the tasks of one ``source_name``.
 ``DIR`` keeps the runs: finished ones are not trained again.
 """
 
@@ -15,7 +16,7 @@ import argparse
 import os
 import random
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from pathlib import Path
 from statistics import fmean
@@ -29,8 +30,13 @@ from agl_slime.report import read_metrics
 from benchmarks.common import console
 from benchmarks.onset import clean_run, trained
 
-GOAL, EVERY, PER_ITERATION = 0.9, 2, 64
-ITERATIONS = 20  # of a student
+GOAL = 0.9
+LARGE = {"num_iterations": 20, "eval_interval": 2, "eval_rollouts": 64}
+SMALL = {"num_iterations": 40, "eval_interval": 4, "eval_rollouts": 64}
+GROUPS = {"rollout_batch_size": 4, "n_samples_per_prompt": 4}
+SINGLE = {"rollout_batch_size": 16, "n_samples_per_prompt": 1}
+Curve = list[tuple[int, float]]
+"""Held-out rewards, each with the training rollouts before it."""
 
 
 class SourcesAgent(LookupAgent):
@@ -40,15 +46,15 @@ class SourcesAgent(LookupAgent):
         return {**super().make_task(rng), "source_name": rng.choice(("even", "odd"))}
 
 
-def held_out(rows: Sequence[dict[str, Any]]) -> list[float]:
-    """The rewards of validations, the first after ``EVERY`` iterations."""
-    return [row["val/reward_mean"] for row in rows if "val/reward_mean" in row and row["iteration"] >= EVERY]
+def held_out(rows: Iterable[dict[str, Any]], *, per_iteration: int = 64) -> Curve:
+    """The curve of a run, without its start."""
+    return [(n * per_iteration, row["val/reward_mean"]) for n, row in enumerate(rows, 1) if "val/reward_mean" in row]
 
 
-def rollouts_to(goal: float, rewards: Sequence[float]) -> int | None:
+def rollouts_to(goal: float, curve: Curve) -> str:
     """Training rollouts until the first of two validations in a row reaches ``goal``."""
-    pairs = enumerate(pairwise(rewards), 1)
-    return next((number * EVERY * PER_ITERATION for number, both in pairs if min(both) >= goal), None)
+    reached = (n for (n, reward), (_, later) in pairwise(curve) if min(reward, later) >= goal)
+    return str(next(reached, "never"))
 
 
 def student_run(directory: Path, teachers: dict[str, Path], *, seed: int, **settings: Any) -> list[dict[str, Any]]:
@@ -58,7 +64,6 @@ def student_run(directory: Path, teachers: dict[str, Path], *, seed: int, **sett
         for engine in engines.values():
             engine.start()
         urls = tuple(f"{source}={engine.url}" if source else engine.url for source, engine in engines.items())
-        settings |= {"num_iterations": ITERATIONS, "eval_interval": EVERY, "eval_rollouts": 64}
         trained(directory, teacher_url=urls, teacher_alone=True, seed=seed, **settings)
     finally:
         for engine in engines.values():
@@ -75,26 +80,40 @@ def main() -> None:
     runs: Path = options.runs
     load = f"load average {os.getloadavg()[0]:.1f} at the start, {os.cpu_count()} cores"
     table = Table(title=f"rollouts to {GOAL:.0%} of the teacher's held-out reward, {load}")
-    for column in ("seed", "teacher", "goal", "rollouts by GRPO", "with teacher", "student", "reverse KL"):
+    columns = ("GRPO, 64", "teacher, 64", "GRPO, 16", "teacher, 16")
+    for column in ("seed", "teacher's reward", "goal", *columns, "reverse KL, 64", "reverse KL, 16"):
         table.add_column(column, justify="right")
 
-    def tell(name: str, grpo: Sequence[Path], rows: Sequence[dict[str, Any]]) -> None:
-        curves = [held_out(list(read_metrics(path / "metrics.jsonl"))) for path in grpo]
-        rewards, ends = held_out(rows), [fmean(curve[-5:]) for curve in curves]
-        goal, kl = GOAL * fmean(ends), [row["train/teacher_kl"] for row in rows]
-        counts = [str(rollouts_to(goal, curve) or "never") for curve in curves]
-        student = str(rollouts_to(goal, rewards) or "never")
-        cells = (f"{fmean(ends):.3f}", f"{goal:.3f}", ", ".join(counts), student, f"{fmean(rewards[-5:]):.3f}")
-        table.add_row(name, *cells, f"{kl[0]:.3f} to {fmean(kl[-5:]):.3f}")
-        for curve in (*curves, rewards):
-            console.print(name, *(f"{reward:.2f}" for reward in curve), highlight=False)
+    def tell(name: str, teacher: float, curves: Sequence[Curve], students: Sequence[list[dict[str, Any]]]) -> None:
+        goal = GOAL * teacher
+        kl = [[row["train/teacher_kl"] for row in rows] for rows in students]
+        falls = [f"{one[0]:.3f} to {fmean(one[-5:]):.3f}" for one in kl]
+        table.add_row(name, f"{teacher:.3f}", f"{goal:.3f}", *(rollouts_to(goal, curve) for curve in curves), *falls)
+        for curve, column in zip(curves, columns, strict=True):
+            console.print(name, f"{column}:", *(f"{reward:.2f}" for _, reward in curve), highlight=False)
 
-    clean = [clean_run(runs, seed) for seed in range(max(2, options.seeds))]
-    for seed, grpo in enumerate(clean[: options.seeds]):
-        tell(str(seed), [grpo], student_run(runs / f"student-{seed}", {"": grpo / "model"}, seed=seed))
-    by_source = {"even": clean[0] / "model", "odd": clean[1] / "model"}
-    rows = student_run(runs / "student-sources", by_source, seed=0, agent="benchmarks.teacher:SourcesAgent")
-    tell("two", clean[:2], rows)
+    grpo = [clean_run(runs, seed) for seed in range(max(2, options.seeds))]
+    curves = [held_out(read_metrics(path / "metrics.jsonl")) for path in grpo]
+    ends = [fmean(reward for _, reward in curve[-5:]) for curve in curves]
+    small = [
+        held_out(
+            read_metrics(trained(runs / f"grpo-16-{seed}", seed=seed, **SMALL, **GROUPS) / "metrics.jsonl"),
+            per_iteration=16,
+        )
+        for seed in range(options.seeds)
+    ]
+    for seed in range(options.seeds):
+        by_all = {"": grpo[seed] / "model"}
+        of_64 = student_run(runs / f"student-{seed}", by_all, seed=seed, **LARGE)
+        of_16 = student_run(runs / f"student-16-{seed}", by_all, seed=seed, **SMALL, **SINGLE)
+        both = (held_out(of_64), small[seed], held_out(of_16, per_iteration=16))
+        tell(str(seed), ends[seed], (curves[seed], *both), (of_64, of_16))
+    by_source = {"even": grpo[0] / "model", "odd": grpo[1] / "model"}
+    more = {"seed": 0, "agent": "benchmarks.teacher:SourcesAgent"}
+    of_64 = student_run(runs / "student-sources", by_source, **LARGE, **more)
+    of_16 = student_run(runs / "student-16-sources", by_source, **SMALL, **SINGLE, **more)
+    both = (held_out(of_64), small[0], held_out(of_16, per_iteration=16))
+    tell("0, 1", fmean(ends[:2]), (curves[0], *both), (of_64, of_16))
     console.print(table)
     console.print(f"{time.monotonic() - began:.0f} s")
 

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequen
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import islice
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeGuard
 
 if TYPE_CHECKING:  # Agent Lightning takes seconds to import; --help should not
     from agl_slime.data.results import GroupResult, MemberResult
@@ -135,7 +135,8 @@ def enqueue_requests(
     max_attempts: int = 1,
     **metadata: Any,
 ) -> list[EnqueueRolloutRequest]:
-    """Requests for ``size`` rollouts per group; ``metadata`` joins the group's id, size and instance."""
+    """Requests for ``size`` rollouts per group; ``metadata`` joins the group's id, size and instance, and the task's
+    ``source_name``, which chooses teachers and is a key of metrics."""
     from agl_slime.support.agl import EnqueueRolloutRequest, RolloutConfig
 
     config = RolloutConfig(
@@ -150,8 +151,13 @@ def enqueue_requests(
             resources_id=resources_id,
             config=config,
             metadata={"group_id": group.group_id, "group_size": size, **metadata}
-            | ({} if group.instance_id is None else {"instance_id": group.instance_id}),
+            | ({} if group.instance_id is None else {"instance_id": group.instance_id})
+            | ({"source_name": group.task["source_name"]} if _has_source(group.task) else {}),
         )
         for group in groups
         for _ in range(size)
     ]
+
+
+def _has_source(task: Task) -> TypeGuard[dict[str, Any]]:
+    return isinstance(task, dict) and isinstance(task.get("source_name"), str)

@@ -21,6 +21,7 @@ torch = pytest.importorskip("torch", reason='training needs torch: pip install "
 from agl_slime import AGLDataSource  # noqa: E402
 from agl_slime.cli.local import run_training  # noqa: E402
 from agl_slime.cli.settings import train_config  # noqa: E402
+from agl_slime.data.client import TaskGroup, enqueue_requests  # noqa: E402
 from agl_slime.data.results import MemberResult, Outcome  # noqa: E402
 from agl_slime.data.source import GroupSource  # noqa: E402
 from agl_slime.data.teacher import Teacher, Teachers  # noqa: E402
@@ -168,6 +169,15 @@ def test_slimes_data_source_gives_samples_with_the_teachers_log_probs(embedded_e
         assert len(groups) == 2
         for one in flat_samples(groups):
             assert len(one.teacher_log_probs or ()) == one.response_length > 0
+
+
+@pytest.mark.parametrize(
+    ("task", "expected"),
+    [({"source_name": "math"}, {"source_name": "math"}), ({"source_name": 3}, {}), ({}, {}), ("a text", {})],
+)
+def test_a_rollout_has_the_source_name_of_its_task(task: Any, expected: dict[str, str]):
+    [request] = enqueue_requests([TaskGroup("g", task)], size=1, mode="train", resources_id=None, timeout_s=60)
+    assert request.metadata == {"group_id": "g", "group_size": 1, **expected}
 
 
 @pytest.mark.parametrize(
