@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import tempfile
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import tyro
@@ -16,9 +17,12 @@ from agl_slime.errors import ConfigError, MissingDependencyError
 from agl_slime.loop.checkpoint import read_checkpoints
 from agl_slime.report.autopsy import unpack
 from agl_slime.report.files import RunDir, iter_jsonl, read_object
-from agl_slime.report.rollouts import digest_sample
+from agl_slime.report.rollouts import digest_sample, mask_of
 from agl_slime.train.local.settings import LocalTrainerSettings
-from agl_slime.types import Sample, sample_from_fields
+from agl_slime.types import Sample, flat_samples, sample_from_fields
+
+if TYPE_CHECKING:
+    from agl_slime.train.local.influence import Influences
 
 COMPARED = ("loss", "grad_norm", "clip_fraction", "kl", "entropy", "logprob_diff_mean", "logprob_diff_max", "steps")
 """Metrics of the trainer that a replay must reproduce."""
@@ -42,11 +46,36 @@ class ReplayConfig:
     """Another --local.loss."""
     clip: float | None = None
     """Another --local.clip."""
+    influences: int = 0
+    """Show the rollouts that moved the step most, and the tokens whose log-probs it moved most: so many of each."""
 
     @property
     def changes(self) -> dict[str, Any]:
         """The changed settings of the trainer."""
         return {name: value for name in ("loss", "clip") if (value := getattr(self, name)) is not None}
+
+
+@dataclass(frozen=True, kw_only=True)
+class MovedToken:
+    """A token whose log-prob the step changed from ``before`` to ``after``; ``place`` is its index in the Sample's
+    tokens."""
+
+    rollout_id: str
+    place: int
+    piece: str
+    before: float
+    after: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class InfluencesOfStep:
+    """The influences in a step's batch, the kept rollouts' ids in their order, the learning rate, and the tokens of the
+    batch, the most moved first."""
+
+    of: Influences
+    rollouts: Sequence[str]
+    lr: float
+    tokens: Sequence[MovedToken]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,6 +85,9 @@ class Replay:
     recorded: Mapping[str, float]
     again: Mapping[str, float]
     changed: Mapping[str, float] | None = None
+    earlier: Sequence[float] = ()
+    """``difference`` of each step that was computed before this one."""
+    influences: InfluencesOfStep | None = None
 
     @property
     def difference(self) -> float:
@@ -72,11 +104,32 @@ def main(arguments: Sequence[str]) -> None:
         columns = [getattr(result, title)[name] for title in titles]
         print(f"{name:<24}" + "".join(f"{value:>14.6g}" for value in columns))
     print(f"\nLargest difference of recorded and again: {result.difference:.2g}")
+    if result.earlier:
+        print(f"In the {len(result.earlier)} steps before it that were computed, too: {max(result.earlier):.2g}")
+    if result.influences is not None:
+        print_influences(result.influences, most=config.influences)
+
+
+def print_influences(weighed: InfluencesOfStep, *, most: int) -> None:
+    """The ``most`` influential rollouts and the ``most`` moved tokens."""
+    of, shares = weighed.of, weighed.of.shares
+    how = f"by sketches of {of.sketch:,} numbers per gradient" if of.sketch else "exact"
+    print(f"\nRollouts by influence ({how}; first order, one plain gradient step with lr {weighed.lr:g}):")
+    print("  share of the step  squared norm  own log-probs  rollout, and the one that it moves most")
+    for i in sorted(range(len(shares)), key=lambda i: -abs(shares[i]))[:most]:
+        moved = weighed.lr * of.on_log_probs[i]
+        j = max((j for j in range(len(shares)) if j != i), key=lambda j: abs(moved[j]), default=i)
+        figures = f"  {shares[i]:>17.1%}  {of.on_loss[i, i]:>12.4g}  {moved[i]:>+14.3g}"
+        print(f"{figures}  {weighed.rollouts[i]}, most: {moved[j]:+.3g} in {weighed.rollouts[j]}")
+    print("\nTokens by the change of their log-prob in the step:")
+    for token in weighed.tokens[:most]:
+        print(f"  {token.before:9.3f} {token.after:9.3f}  {token.piece!r} at {token.place} of {token.rollout_id}")
 
 
 def replay(config: ReplayConfig) -> Replay:
     """Raises ``ConfigError`` when the run's files lack what the step needs."""
     try:
+        from agl_slime.train.local.influence import influences
         from agl_slime.train.local.trainer import LocalTrainer
     except ImportError as error:
         raise MissingDependencyError('agl-slime replay needs torch: pip install "agl-slime[local]"') from error
@@ -91,23 +144,56 @@ def replay(config: ReplayConfig) -> Replay:
     first, model, state = _before(run, config.step)
     trained = _by_iteration(iter_jsonl(run.trained), first, config.step)
     kept = _kept(run, trained)
-    how: Any = {"temperature": float(settings["temperature"]), "seed": int(settings["seed"]), "torch_threads": "auto"}
+    how = _how(settings)
     trainer = LocalTrainer(model_path=model, settings=local, **how)
     if state is not None:
         trainer.load(state)
+    earlier = []
     for iteration in range(first, config.step):
-        trainer.train(rebuild(trained[iteration], kept), iteration=iteration)
+        metrics = trainer.train(rebuild(trained[iteration], kept), iteration=iteration)
+        earlier.append(_compared(rows[iteration], metrics).difference)
     with tempfile.TemporaryDirectory() as directory:
         trainer.save(before := Path(directory) / "before")
         batch = rebuild(trained[config.step], kept)
+        of = influences(trainer, batch) if config.influences else None
+        before_step = trainer.score(batch) if config.influences else []
         again = trainer.train(batch, iteration=config.step)
+        weighed = None
+        if of is not None:
+            moved = _moved([*flat_samples(batch)], kept, before_step, trainer.score(batch))
+            names_of = {one.rollout_id: one.metadata["agl_rollout_id"] for one in flat_samples(batch)}
+            weighed = InfluencesOfStep(of=of, rollouts=[names_of[i] for i in of.rollouts], lr=local.lr, tokens=moved)
         changed = None
         if config.changes or config.without or config.reward:
             other = LocalTrainer(model_path=model, settings=replace(local, **config.changes), **how)
             other.load(before)
             changed = other.train(_changed(batch, kept, config), iteration=config.step)
-    names = [f"train/{name}" for name in COMPARED if rows[config.step].get(f"train/{name}") is not None]
-    metrics = [{name: metrics[name] for name in names} for metrics in (rows[config.step], again)]
+    return replace(_compared(rows[config.step], again, changed), earlier=earlier, influences=weighed)
+
+
+def _moved(
+    samples: Sequence[Sample], kept: Mapping[str, Mapping[str, Any]], before: Sequence[Any], after: Sequence[Any]
+) -> list[MovedToken]:
+    """The trained tokens of ``samples``, by the change of their log-probs."""
+    tokens, seen = [], Counter[str]()
+    for sample, had, has in zip(samples, before, after, strict=True):
+        name = sample.metadata["agl_rollout_id"]
+        pieces = kept[name]["samples"][seen[name]].get("pieces") or ()
+        seen[name] += 1
+        places = len(sample.tokens) - sample.response_length + np.flatnonzero(mask_of(sample))
+        for place, old, new in zip(places.tolist(), had.tolist(), has.tolist(), strict=True):
+            piece = str(pieces[place]) if place < len(pieces) else ""
+            tokens.append(MovedToken(rollout_id=name, place=place, piece=piece, before=old, after=new))
+    return sorted(tokens, key=lambda token: -abs(token.after - token.before))
+
+
+def _how(settings: Mapping[str, Any]) -> dict[str, Any]:
+    return {"temperature": float(settings["temperature"]), "seed": int(settings["seed"]), "torch_threads": "auto"}
+
+
+def _compared(row: Mapping[str, Any], again: Mapping[str, float], changed: Mapping[str, float] | None = None) -> Replay:
+    names = [f"train/{name}" for name in COMPARED if row.get(f"train/{name}") is not None]
+    metrics = [{name: each[name] for name in names} for each in (row, again)]
     after = None if changed is None else {name: changed.get(name, float("nan")) for name in names}
     return Replay(recorded=metrics[0], again=metrics[1], changed=after)
 

@@ -18,7 +18,7 @@ from agl_slime.train.local.settings import LocalTrainerSettings
 PACKAGE = Path(__file__).parents[2] / "agl_slime"
 IS_SETTINGS = re.compile(r"(Settings|Config|Options|Flags|RunnerPlan|SamplingParams)$")
 ARE_MESSAGES = ("gateway/agl1/schemas.py",)  # Agent Lightning 1.0's own names
-MOST_FIELDS = 282
+MOST_FIELDS = 283
 MOST_CLASSES = 23
 MOST_FLAGS = 64  # beside --config and those of the local trainer
 MOST_LOCAL_FLAGS = 28

@@ -14,7 +14,7 @@ import pytest
 
 torch = pytest.importorskip("torch", reason='a replay needs torch: pip install "agl-slime[local]"')
 
-from agl_slime.cli.replay import Replay, ReplayConfig, replay  # noqa: E402
+from agl_slime.cli.replay import Replay, ReplayConfig, print_influences, replay  # noqa: E402
 from agl_slime.errors import ConfigError  # noqa: E402
 from agl_slime.report.autopsy import unpack  # noqa: E402
 from agl_slime.report.files import IterationFile, jsonable  # noqa: E402
@@ -85,6 +85,25 @@ def test_without_a_rollout_equals_training_without_it(run: Path, policy: Path):
     result = replay(ReplayConfig(run_dir=run, step=2, without=("r2.1",)))
     assert result.difference == 0.0
     same(result, step_two(policy, drop))
+
+
+def test_influences_of_a_step_name_its_rollouts_and_moved_tokens(run: Path, capsys: pytest.CaptureFixture[str]):
+    result = replay(ReplayConfig(run_dir=run, step=2, influences=3))
+    assert result.difference == 0.0  # the step stays the recorded one
+    found = result.influences
+    assert found is not None
+    assert [*found.rollouts] == [f"r2.{number}" for number in range(8)]
+    assert (found.of.sketch, found.lr) == (0, SETTINGS.lr)
+    assert found.of.shares.sum() == pytest.approx(1.0)
+    assert len(found.tokens) == sum(sum(one.loss_mask or ()) for group in batch_of(2) for one in group)
+    changes = [abs(one.after - one.before) for one in found.tokens]
+    assert changes == sorted(changes, reverse=True)
+    print_influences(found, most=3)
+    shown = capsys.readouterr().out
+    assert "exact" in shown
+    assert found.rollouts[abs(found.of.shares).argmax()] in shown
+    assert f"at {found.tokens[0].place} of {found.tokens[0].rollout_id}" in shown
+    assert replay(ReplayConfig(run_dir=run, step=2)).influences is None
 
 
 def test_another_reward_equals_training_with_it(run: Path, policy: Path, tmp_path: Path):

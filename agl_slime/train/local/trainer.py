@@ -218,7 +218,7 @@ class LocalTrainer:
         return metrics | {"train/seconds": time.perf_counter() - started}
 
     @in_own_thread
-    def score(self, samples: Sequence[Sample]) -> list[np.ndarray]:
+    def score(self, samples: Sequence[Sample] | Sequence[Sequence[Sample]]) -> list[np.ndarray]:
         """The log-probs of the tokens under the mask of each sample, float32, by the current weights at the sampling
         temperature. Raises ``TrainerError`` as :meth:`train`."""
         self._set_threads()
@@ -227,6 +227,47 @@ class LocalTrainer:
         self._done, self._planned = 0, sum(len(micro.ids) for micro in microbatches)
         scores = self._score(self.model, microbatches, checked.n_tokens)
         return np.split(scores.log_probs.cpu().numpy(), checked.token_offsets[1:-1])
+
+    @in_own_thread
+    def rollout_gradients(
+        self, batch: Sequence[Sample] | Sequence[Sequence[Sample]], reduce: Callable[[list[Tensor]], Tensor]
+    ) -> dict[int, tuple[Tensor, Tensor]]:
+        """For each ``rollout_id`` two gradients at the current weights, as ``reduce`` makes each of the tensors of the
+        trained weights: of the rollout's part of the loss of one step on the whole batch, so that the parts add up to
+        the step's gradient, and of the sum of the rollout's log-probs. Nothing is trained. Raises ``TrainerError`` as
+        :meth:`train`."""
+        self._set_threads()
+        checked = self._check(batch)
+        everything = self._microbatches(checked, range(checked.n_samples))
+        engine = None if checked.token_log_probs is None else self._tensor(checked.token_log_probs)
+        now = self._score(self.model, everything, checked.n_tokens).log_probs
+        old = now if engine is None or self.settings.old_log_probs == "recompute" else engine
+        if self._teacher_coef:
+            checked, _ = self._with_teacher(checked, old)
+        objective = self._objective(checked, old, engine, everything, n_minibatches=1)
+        objective.sequence_log_ratios = sequence_means(now - old, self._tensor(checked.token_rollouts))
+        gradients: dict[int, tuple[Tensor, Tensor]] = {}
+        for number in np.unique(checked.rollout_ids):
+            of_loss = self._microbatches(checked, np.flatnonzero(checked.rollout_ids == number))
+            of_log_probs = [replace(micro, has_advantage=True) for micro in of_loss]
+            gradients[int(number)] = (
+                self._gradient(of_loss, objective.loss, reduce),
+                self._gradient(of_log_probs, lambda _, log_probs: log_probs.sum(), reduce),
+            )
+        return gradients
+
+    def _gradient(
+        self,
+        microbatches: list[MicroBatch],
+        loss: Callable[[Tensor, Tensor], Tensor],
+        reduce: Callable[[list[Tensor]], Tensor],
+    ) -> Tensor:
+        try:
+            for micro in microbatches:
+                self._loss(micro, loss, None, "a rollout")
+            return reduce([torch.zeros_like(p) if p.grad is None else p.grad for p in self._trained])
+        finally:
+            self._optimizer.zero_grad(set_to_none=True)
 
     def _with_teacher(self, batch: TrainBatch, old: Tensor) -> tuple[TrainBatch, float]:
         """``batch`` with the teacher in its advantages, and the mean reverse KL."""
@@ -269,7 +310,7 @@ class LocalTrainer:
         total = 0.0
         try:
             for micro in microbatches:
-                total += self._loss(micro, objective, first, place)
+                total += self._loss(micro, objective.loss, first, place)
                 self._progressed(len(micro.ids) * self._cost(micro))
             if not any(self._cost(micro) > 1 for micro in microbatches):
                 for parameter in self._trained:  # AdamW skips its momentum without a gradient
@@ -286,8 +327,15 @@ class LocalTrainer:
             self._optimizer.zero_grad(set_to_none=True)
         return total, norm
 
-    def _loss(self, micro: MicroBatch, objective: Objective, first: _FirstScores | None, place: str) -> float:
-        """The loss of ``micro``; its gradient is added to the weights' gradients.
+    def _loss(
+        self,
+        micro: MicroBatch,
+        loss_of: Callable[[Tensor, Tensor], Tensor],
+        first: _FirstScores | None,
+        place: str,
+    ) -> float:
+        """The loss of ``micro``, by ``loss_of`` (indices in the batch, log-probs); its gradient is added to the
+        weights' gradients.
 
         The loss is a sum over tokens. Chunks of tokens go through output layer and loss and back immediately, so their
         logits are computed once and freed; then all go back through the layers together.
@@ -298,7 +346,7 @@ class LocalTrainer:
                 hidden = hidden_at(self.model, micro)
             cut = hidden.detach().requires_grad_(trained)
             for index, log_probs, entropy in self._pieces(self.model, micro, cut):
-                loss = objective.loss(index, log_probs)
+                loss = loss_of(index, log_probs)
                 if not math.isfinite(value := loss.item()):
                     raise TrainerError(f"the loss of {place} is {value}; no step was taken on it. Lower lr.")
                 total += value
