@@ -217,3 +217,22 @@ def test_nemo_gym_reads_a_recorded_capture(tmp_path: Path) -> None:
     if got["digests"] is not None:  # not in 0.4
         assert got["digests"] == capture["entry_digests"]
         assert (got["trajectory"]["mask_sample"], got["trajectory"]["metrics"]["delivered_fraction"]) == (False, 1.0)
+
+
+@pytest.mark.controller
+def test_agent_lightning_1_trainer_takes_the_engines_ids(tmp_path: Path) -> None:
+    if not (python := os.environ.get("AGL_CONTROLLER_PYTHON")):
+        pytest.skip("AGL_CONTROLLER_PYTHON names no Python that has agentlightning 1.x")
+    program = Path(__file__).parents[1] / "clients" / "agl1_trainer.py"
+    with recording(tmp_path, CALL, "It is warm.") as (gateway, _):
+        played(url := f"{gateway.url}/rollouts/one")
+        run = subprocess.run([python, str(program), url], capture_output=True, text=True, timeout=120, check=False)
+        turns = shown(url)["turns"]
+    assert run.returncode == 0, run.stderr[-3000:]
+    got = json.loads(run.stdout)
+    if "missing" in got:
+        pytest.skip(f"the trainer of Agent Lightning 1.0 cannot be imported: {got['missing']}")
+    assert got["reward"] == 1.0
+    names = ("prompt_token_ids", "token_ids", "log_probs")
+    taken = [(one["prompt"]["token_ids"], *(one["response"][name] for name in names[1:])) for one in got["triplets"]]
+    assert taken == [tuple(turn[name] for name in names) for turn in turns]
