@@ -161,6 +161,7 @@ class ControllerPool(RunnerPool):
                 waiting_since = time.monotonic()
             elif not warned and time.monotonic() - waiting_since > _NO_CONTROLLER_S:
                 warned = True
-                logger.warning(
-                    "No controller has asked for a rollout in %g s; start one: %s", _NO_CONTROLLER_S, self.command
-                )
+                fix = f"start one: {self.command}"
+                if self._supervisor.places:  # of this run, and a slow machine's takes longer
+                    fix = "the one that this run started has not begun; its output is in the run's controller.log"
+                logger.warning("No controller has asked for a rollout in %g s; %s", _NO_CONTROLLER_S, fix)

@@ -214,8 +214,9 @@ def test_controller_gets_the_rollouts_time_limit_in_whole_seconds(tmp_path: Path
     assert told == [42]  # whole seconds, and not before our own limit
 
 
-def test_missing_controller_is_warned_about_once_with_the_command(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("started", [False, True])
+def test_missing_controller_is_warned_about_once_with_the_fix(
+    started: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(controllers, "_NO_CONTROLLER_S", 0.05)
     monkeypatch.setattr(controllers, "_POLL_S", 0.005)
@@ -230,13 +231,16 @@ def test_missing_controller_is_warned_about_once_with_the_command(
     run_blocking(store.enqueue_rollout(input={"question": "2+2?"}, mode="train"))
     pool = ControllerPool(plan=RunnerPlan(kind="controller", controller=AGENT), store=store)
     with caplog.at_level(logging.WARNING), pool:
+        if started:
+            monkeypatch.setattr(pool._supervisor, "places", 1)
         assert looks.zero.wait(20)
         assert pool.failure is None
+        monkeypatch.undo()
     said = [record.getMessage() for record in caplog.records if "has asked for a rollout" in record.getMessage()]
-    assert said == [
-        "No controller has asked for a rollout in 0.05 s; start one: "
-        f"agl-controller runner_type=local agl_server.url={pool.gateway.url}"
-    ]
+    fix = f"start one: agl-controller runner_type=local agl_server.url={pool.gateway.url}"
+    if started:
+        fix = "the one that this run started has not begun; its output is in the run's controller.log"
+    assert said == [f"No controller has asked for a rollout in 0.05 s; {fix}"]
 
 
 # -- the unmodified controller -----------------------------------------------------------------------------------
