@@ -16,7 +16,7 @@ from agl_slime.gateway.chat import ChatCompletions
 from agl_slime.gateway.responses import Responses
 from agl_slime.gateway.settings import GatewaySettings
 from tests.harness.gateway import serving
-from tests.integration.test_loop_lag import LONG_PROMPT, SlowTokenizer
+from tests.integration.test_loop_lag import SlowTokenizer
 
 TOKENS = 32_000
 TEXT = "say hello " * 4_100
@@ -27,14 +27,13 @@ class HeldTokenizer(SlowTokenizer):
     """A tokenizer that does not come back from a long text before it is released."""
 
     def __init__(self, real: Any) -> None:
-        super().__init__()
+        super().__init__(self._wait)
         self._real = real
         self.begun, self.released = threading.Event(), threading.Event()
 
-    def _take_time(self, text: Any) -> None:
-        if len(text) >= len(LONG_PROMPT):
-            self.begun.set()
-            assert self.released.wait(3 * PATIENCE_S)
+    def _wait(self) -> None:
+        self.begun.set()
+        assert self.released.wait(3 * PATIENCE_S)
 
 
 def test_a_prompt_of_32k_tokens_does_not_stall_other_rollouts() -> None:

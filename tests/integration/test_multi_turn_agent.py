@@ -12,7 +12,6 @@ from unittest.mock import Mock
 import pytest
 
 from agl_slime import SGLangLitAgent
-from agl_slime.agent import session as session_module
 from agl_slime.data.results import GroupResult, MemberResult
 from agl_slime.errors import ContextOverflowError, EngineServerError
 from agl_slime.loop.metrics import collect_metrics
@@ -304,7 +303,7 @@ async def test_tools_are_closed_at_the_end_of_a_rollout(answers: list[Any], decl
 async def test_tools_are_closed_when_a_rollout_is_cancelled(monkeypatch: pytest.MonkeyPatch) -> None:
     tokenizer = chat_tokenizer("anthropic", "groups_tools")
     monkeypatch.setattr(Box, "hangs", True)
-    monkeypatch.setattr(session_module, "get_active_tracer", lambda: Mock())
+    monkeypatch.setattr("agl_slime.support.agl.get_active_tracer", lambda: Mock())
     agent = SlowAgent(tokenizer=tokenizer, client=ScriptedClient(tokenizer, [CALL]))
     resources: Any = {"main_llm": LLM(endpoint="http://127.0.0.1:1", model="none")}
     running = asyncio.create_task(
