@@ -14,6 +14,11 @@ from agl_slime.errors import ConfigError, LoopError, MissingDependencyError
 from agl_slime.runner.worker import Command, Worker, WorkerPool, WorkerSpec
 from agl_slime.support.net import is_loopback
 
+logger = logging.getLogger(__name__)
+
+_PLACE_S = 60.0
+"""Seconds without a place for a runner after which a warning says so: Ray itself waits for ever."""
+
 
 def require_reachable(ray: Any, host: str, *, setting: str) -> None:
     """Raise ``ConfigError``, which names the ``setting`` of ``host``, when Ray has nodes that do not reach a store on
@@ -59,7 +64,10 @@ class RayPool(WorkerPool):
 
     def _wait_for_end(self, worker: Any) -> str:
         try:
-            self._ray.get(worker.__ray_ready__.remote())
+            ready = worker.__ray_ready__.remote()
+            if not self._ray.wait([ready], timeout=_PLACE_S)[0]:
+                logger.warning("A runner (ray) has not started within %g s%s.", _PLACE_S, self._shortage())
+            self._ray.get(ready)
             self._supervisor.note_ready()
             self._ray.get(worker.run.remote())
             reason = "it returned"

@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
 
 import pytest
 
-from tests.harness.namespaces import Network, why_no_namespaces
+from agl_slime.cli.demo import LOOKUP_POLICY
+from tests.harness.namespaces import Host, Network, Process, why_no_namespaces
+
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture
@@ -16,3 +24,27 @@ def network() -> Iterator[Network]:
         pytest.skip(reason)
     with Network() as network:
         yield network
+
+
+# as a real SGLang, which needs no key on another address than the loopback
+ENGINE = "import agl_slime.engine.__main__ as engine; engine.require_token = lambda *_, **__: None; engine.main()"
+
+
+def start_engine(host: Host) -> str:
+    """Start an engine on ``host``; its URL for other hosts."""
+    arguments = ["--model-path", str(LOOKUP_POLICY), "--host", host.address, "--port", "0"]
+    engine = host.start([sys.executable, "-c", ENGINE, *arguments], cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    assert engine.stdout is not None
+    return str(json.loads(engine.stdout.readline())["url"])
+
+
+def start_ray(host: Host, *flags: str, env: Mapping[str, str] = os.environ) -> Process:
+    """Start a node of a Ray cluster on ``host``; the process ends with 0 once the node is up."""
+    command = [sys.executable, "-m", "ray.scripts.scripts", "start", f"--node-ip-address={host.address}", *flags]
+    environ = {**env, "RAY_AUTH_MODE": "disabled", "RAY_raylet_start_wait_time_s": "120"}
+    return host.start(
+        [*command, "--disable-usage-stats", "--object-store-memory=80000000"],
+        cwd=ROOT,
+        env=environ,
+        stdout=subprocess.DEVNULL,
+    )

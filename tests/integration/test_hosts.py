@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 import os
 import subprocess
 import sys
@@ -15,24 +14,12 @@ import pytest
 
 from agl_slime.cli.demo import LOOKUP_POLICY
 from agl_slime.report.audit import audit
-from tests.harness.hosts import network
+from tests.harness.hosts import ROOT, network, start_engine, start_ray
 from tests.harness.namespaces import Host, Network, Process
 
 __all__ = ["network"]
 
 pytestmark = [pytest.mark.hosts, pytest.mark.slow]
-
-ROOT = Path(__file__).parents[2]
-# as a real SGLang, which needs no key on another address than the loopback
-ENGINE = "import agl_slime.engine.__main__ as engine; engine.require_token = lambda *_, **__: None; engine.main()"
-
-
-def start_engine(host: Host) -> str:
-    """Start an engine on ``host``; its URL for other hosts."""
-    arguments = ["--model-path", str(LOOKUP_POLICY), "--host", host.address, "--port", "0"]
-    engine = host.start([sys.executable, "-c", ENGINE, *arguments], cwd=ROOT, stdout=subprocess.PIPE, text=True)
-    assert engine.stdout is not None
-    return str(json.loads(engine.stdout.readline())["url"])
 
 
 def start_training(host: Host, run: Path, engine: str, *flags: str, iterations: int = 4, **environ: str) -> Process:
@@ -45,17 +32,6 @@ def start_training(host: Host, run: Path, engine: str, *flags: str, iterations: 
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-    )
-
-
-def start_ray(host: Host, *flags: str) -> Process:
-    command = [sys.executable, "-m", "ray.scripts.scripts", "start", f"--node-ip-address={host.address}", *flags]
-    environ = {**os.environ, "RAY_AUTH_MODE": "disabled"}
-    return host.start(
-        [*command, "--disable-usage-stats", "--object-store-memory=80000000"],
-        cwd=ROOT,
-        env=environ,
-        stdout=subprocess.DEVNULL,
     )
 
 

@@ -42,6 +42,27 @@ async def test_ray_actors_execute_rollouts_and_a_dead_one_is_replaced(tmp_path: 
     assert becomes_true(lambda: not is_running(int(pid_file.read_text())), 5)
 
 
+@pytest.mark.ray
+async def test_a_runner_without_a_place_in_ray_is_named_and_the_others_work(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    ray = pytest.importorskip("ray")
+    monkeypatch.setattr("agl_slime.runner.ray._PLACE_S", 0.5)
+    ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False)
+    try:
+        store, ids = await prepared([{"n": 0}], max_attempts=1)
+        pool = make_runners(RunnerPlan("ray", 2, SETTINGS), agent=EchoAgent(), store=store)
+        await asyncio.to_thread(pool.start)
+        try:
+            assert [rollout.status for rollout in await ends(store, ids)] == ["succeeded"]
+            sentence = "A runner (ray) has not started within 0.5 s; Ray has 0 free CPUs."
+            assert await asyncio.to_thread(becomes_true, lambda: sentence in caplog.messages, 30)
+        finally:
+            assert await asyncio.to_thread(pool.stop)
+    finally:
+        ray.shutdown()
+
+
 class PidAgent(EchoAgent):
     """Leaves its process's id where it is told to."""
 

@@ -15,11 +15,13 @@ from tests.harness.servers import free_port
 
 
 @contextmanager
-def sglang_router(workers: Sequence[str] = (), *, policy: str = "manual", flags: Sequence[str] = ()) -> Iterator[str]:
+def sglang_router(
+    workers: Sequence[str] = (), *, policy: str = "manual", flags: Sequence[str] = (), host: str = "127.0.0.1"
+) -> Iterator[str]:
     """Routes to ``workers``, and to those that are registered later; yields its URL once all workers are healthy."""
     port, metrics_port = free_port(), free_port()
-    url = f"http://127.0.0.1:{port}"
-    command = [sys.executable, "-m", "sglang_router.launch_router", "--host", "127.0.0.1", "--port", str(port)]
+    url = f"http://{host}:{port}"
+    command = [sys.executable, "-m", "sglang_router.launch_router", "--host", host, "--port", str(port)]
     command += ["--policy", policy, "--prometheus-port", str(metrics_port), "--log-level", "error", *flags]
     if workers:
         command += ["--worker-urls", *workers]

@@ -97,9 +97,16 @@ def run_program(root: Path, name: str, *arguments: str | Path, timeout_s: float)
         pytest.fail(f"{name} did not end within {timeout_s:g} s:\n{output[-6000:]}")
     finally:
         _end_group(process.pid)
-    results = [line[len(_MARK) :] for line in output.splitlines() if line.startswith(_MARK)]
-    if process.returncode != 0 or not results:
+    if process.returncode != 0:
         pytest.fail(f"{name} ended with code {process.returncode}:\n{output[-8000:]}")
+    return read_result(output)
+
+
+def read_result(output: str) -> dict[str, Any]:
+    """The result in a program's output; fails the test when there is none."""
+    results = [line[len(_MARK) :] for line in output.splitlines() if line.startswith(_MARK)]
+    if not results:
+        pytest.fail(f"the program printed no result:\n{output[-8000:]}")
     return json.loads(results[-1])
 
 

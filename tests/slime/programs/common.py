@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import shutil
 import sys
@@ -52,9 +53,13 @@ def slime_args(flags: list[str], *, model: Path, config: dict[str, Any], directo
 
 
 def start_ray(*, num_gpus: int = 0, setup_hook: str | None = None) -> None:
+    """Start a Ray of one node, or connect to the one of several hosts that ``TEST_RAY_ADDRESS`` names."""
     import ray
 
     runtime_env = {"worker_process_setup_hook": setup_hook} if setup_hook is not None else None
+    if address := os.environ.get("TEST_RAY_ADDRESS"):
+        ray.init(address=address, log_to_driver=True, runtime_env=runtime_env)
+        return
     ray.init(
         address="local",  # not a cluster that runs on this machine
         num_cpus=4,

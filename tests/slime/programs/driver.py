@@ -2,6 +2,10 @@
 weight updates are slime's.
 
 python -m tests.slime.programs.driver DIRECTORY STEPS embedded|router [CHECKPOINT to load]
+python -m tests.slime.programs.driver DIRECTORY STEPS hosts URL STALENESS
+
+``hosts`` is a run with runners on other nodes of the Ray of several hosts that ``TEST_RAY_ADDRESS`` names, in small
+batches, with the engine at URL.
 """
 
 from __future__ import annotations
@@ -33,9 +37,16 @@ def main(directory: Path, steps: int, engines: str, *loaded: str) -> None:
     metrics = directory / "metrics.jsonl"
     settings = directory / "agl.yaml"
     settings.write_text(yaml.safe_dump({"agl_actor_cls": "tests.slime.cpu.CpuTrainActor", "agl_metrics": str(metrics)}))
+    flags = ["--rollout-batch-size", "16"]
     with ExitStack() as stack:
-        workers = [stack.enter_context(EmbeddedEngine(model)).url for _ in range(2 if engines == "router" else 1)]
-        url = workers[0]
+        if engines == "hosts":
+            url, staleness = loaded
+            loaded, workers = (), [url]
+            flags = ["--rollout-batch-size", "2", "--max-staleness", staleness]
+            flags += ["--runners", "ray:2", "--store-host", "0.0.0.0"]
+        else:
+            workers = [stack.enter_context(EmbeddedEngine(model)).url for _ in range(2 if engines == "router" else 1)]
+            url = workers[0]
         if engines == "router":
             url = stack.enter_context(sglang_router(workers))
         start_ray(num_gpus=1, setup_hook="tests.slime.cpu.register_cpu")
@@ -45,7 +56,7 @@ def main(directory: Path, steps: int, engines: str, *loaded: str) -> None:
             [
                 *("train", "--trainer", "slime", "--sglang-url", url, "--model-path", str(model)),
                 *("--num-iterations", str(steps)),
-                *("--rollout-batch-size", "16", "--n-samples-per-prompt", "4", "--eval-interval", "0"),
+                *(*flags, "--n-samples-per-prompt", "4", "--eval-interval", "0"),
                 *("--output-dir", str(directory / "run"), "--overwrite", "--"),
                 *model_flags(model),
                 *("--num-gpus-per-node", "1", "--micro-batch-size", "1", "--custom-config-path", str(settings)),

@@ -1,9 +1,10 @@
 """slime's own ``train()`` or ``train_async()`` on a CPU: real Ray, manager, router, weight updates and SGLang; only
 Megatron's place is taken by our trainer.
 
-    python -m tests.slime.programs.loop DIRECTORY train|train_async STEPS embedded|controller|ray|URL...
+    python -m tests.slime.programs.loop DIRECTORY train|train_async STEPS embedded|controller|ray|hosts URL|URL...
 
-The URLs are those of SGLang servers that run already and serve DIRECTORY/policy. ``controller`` is the embedded engine
+The URLs are those of SGLang servers that run already and serve DIRECTORY/policy; ``hosts`` has runners on other nodes
+of the Ray of several hosts that ``TEST_RAY_ADDRESS`` names. ``controller`` is the embedded engine
 with an agent of Agent Lightning 1.0, whose controller the manager starts, in small batches; ``ray`` has the agent run
 in two Ray actors that the manager starts.
 """
@@ -34,6 +35,9 @@ GROUPS, SIZE, CONTROLLED = 16, 4, 2
 
 def main(directory: Path, loop: str, steps: int, engines: list[str]) -> None:
     model = make_policy(directory)
+    if engines[0] == "hosts":
+        run(directory, model, loop, steps, engines[1:], runners="ray:2", host=os.environ["SLIME_HOST_IP"])
+        return
     if engines not in (["embedded"], ["controller"], ["ray"]):
         run(directory, model, loop, steps, engines)
         return
@@ -41,20 +45,29 @@ def main(directory: Path, loop: str, steps: int, engines: list[str]) -> None:
         run(directory, model, loop, steps, [engine.url], runners="ray:2" if engines == ["ray"] else engines[0])
 
 
-def run(directory: Path, model: Path, loop: str, steps: int, engines: list[str], *, runners: str = "embedded") -> None:
+def run(
+    directory: Path,
+    model: Path,
+    loop: str,
+    steps: int,
+    engines: list[str],
+    *,
+    runners: str = "embedded",
+    host: str = "127.0.0.1",
+) -> None:
     controller = runners == "controller"
     groups = GROUPS if runners == "embedded" else CONTROLLED
     from tests.slime.cpu import CpuTrainActor, register_cpu
 
     register_cpu()
     metrics = directory / "metrics.jsonl"
-    with sglang_router() as address:
+    with sglang_router(host=host) as address:
         flags = [
             *("--num-rollout", str(steps), "--rollout-batch-size", str(groups), "--n-samples-per-prompt", str(SIZE)),
             *("--global-batch-size", str(groups * SIZE), "--micro-batch-size", "1", "--rollout-temperature", "1.0"),
             *("--rollout-max-response-len", "48"),
             *("--rollout-external-engine-addrs", *(url.removeprefix("http://") for url in engines)),
-            *("--sglang-router-ip", "127.0.0.1", "--sglang-router-port", address.rpartition(":")[2]),
+            *("--sglang-router-ip", host, "--sglang-router-port", address.rpartition(":")[2]),
             *("--update-weight-mode", "full", "--update-weight-transport", "disk"),
             *("--update-weight-disk-dir", str(directory / "weights")),
             *("--update-weight-disk-keep-files",),
@@ -78,6 +91,7 @@ def run(directory: Path, model: Path, loop: str, steps: int, engines: list[str],
         }
         if runners == "ray:2":
             config |= {"agl_runners": runners, "agl_eval_rollouts": SIZE}
+            config |= {"agl_store_host": "0.0.0.0"} if host != "127.0.0.1" else {}
         if controller:
             config |= {
                 "agl_agent": "tests.faults.controller_agent:Agent",
