@@ -56,7 +56,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"model": "judge", "top_p": 7}, "top_p"),
     ({"model": "judge", "temperature": -1}, "temperature"),
     ({"model": "judge", "top_k": 2**63}, "top_k"),
-    ({"model": "judge", "seed": 2**62}, "seed"),
+    ({"model": "judge", "seed": 2**63}, "seed"),
     ({"model": "judge", "logit_bias": {"x": 1}}, "logit_bias"),
     ({"model": "judge", "logit_bias": {"1": "x"}}, "logit_bias"),
     ({"top_logprobs": 10**9}, "top_logprobs"),

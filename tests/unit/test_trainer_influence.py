@@ -126,9 +126,8 @@ def test_leaving_a_rollout_out_changes_log_probs_as_predicted(policy: Path):
     found, n = influences(trainer(policy, plain), samples), len(samples)
 
     def sums(without: int | None) -> np.ndarray:
-        ours = trainer(policy, plain)
+        ours = trainer(policy, replace(plain, lr=lr))
         ours._optimizer = torch.optim.SGD(ours._trained, lr=lr)
-        ours.settings = replace(plain, lr=lr)
         ours.train(
             [replace(one, remove_sample=one.rollout_id == without) for one in copy.deepcopy(samples)], iteration=0
         )
