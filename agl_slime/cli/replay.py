@@ -162,7 +162,7 @@ def replay(config: ReplayConfig) -> Replay:
         if of is not None:
             moved = _moved([*flat_samples(batch)], kept, before_step, trainer.score(batch))
             names_of = {one.rollout_id: one.metadata["agl_rollout_id"] for one in flat_samples(batch)}
-            weighed = InfluencesOfStep(of=of, rollouts=[names_of[i] for i in of.rollouts], lr=local.lr, tokens=moved)
+            weighed = InfluencesOfStep(of=of, rollouts=[names_of[i] for i in of.rollouts], lr=trainer.lr, tokens=moved)
         changed = None
         if config.changes or config.without or config.reward:
             other = LocalTrainer(model_path=model, settings=replace(local, **config.changes), **how)

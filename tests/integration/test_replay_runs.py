@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import io
+import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from rich.console import Console
 pytest.importorskip("torch", reason='training needs torch: pip install "agl-slime[local]"')
 
 from agl_slime.cli.local import run_training
-from agl_slime.cli.replay import ReplayConfig, replay
+from agl_slime.cli.replay import ReplayConfig, main, replay
 from agl_slime.cli.settings import train_config
 from agl_slime.engine.client.weights import DiskWeightSync
 from agl_slime.train.local.settings import LocalTrainerSettings
@@ -61,3 +62,18 @@ def test_a_wrong_reward_is_replaced_and_the_step_retrained_from_files(
     assert result.difference == 0.0
     assert result.changed is not None
     assert result.changed["train/loss"] != result.recorded["train/loss"]
+
+
+def test_the_command_shows_influential_rollouts_and_moved_tokens(
+    policy_dir: Path, embedded_engine: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    """The learning rate of the run follows from the model's size."""
+    run = run_of(tmp_path / "run", policy_dir, embedded_engine, 1)
+    main([str(run), "--step", "1", "--influences", "2"])
+    output = capsys.readouterr().out
+    assert "Largest difference of recorded and again: 0\n" in output
+    assert "one plain gradient step with lr 0.0005" in output
+    rollouts, tokens = output.split("Rollouts by influence")[1].split("Tokens by the change")
+    kept = [json.loads(line)["rollout_id"] for line in (run / "rollouts.jsonl").read_text().splitlines()]
+    assert sum(f"  {name}, most: " in rollouts for name in kept) == 2
+    assert len(tokens.splitlines()[1:]) == 2
