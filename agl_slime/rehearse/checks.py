@@ -339,9 +339,10 @@ def _addresses(args: Arguments, nodes: Nodes) -> Iterator[Finding]:
             where = f"is each node's loopback, and Ray may place the rollout manager on any of {nodes.count} nodes"
             yield _breaks(f"{_flag(name)} {value} {where}", "give the address of its host")
     runners = args.agl_runners or ""
-    if runners.startswith("ray:") and not args.agl_store_host:
-        fix = "serve it with python -m agl_slime.train.slime.serve on an address, and set agl_store_url"
-        yield _breaks(f"agl_runners {runners}: runners on other nodes cannot reach a store on 127.0.0.1", fix)
+    store = args.agl_store_host or "127.0.0.1"
+    if runners.startswith("ray:") and _LOOPBACK.match(store):
+        fix = "set agl_store_host to an address of the manager's node, or to 0.0.0.0"
+        yield _breaks(f"agl_runners {runners}: runners on other nodes cannot reach a store on {store}", fix)
     if runners == "controller" and args.agl_job_template and _LOOPBACK.match(args.agl_controller_host or "127.0.0.1"):
         what = "agl_controller_host is a loopback address, which Kubernetes jobs cannot reach"
         yield _breaks(what, "set an address, and AGL_KEY")
