@@ -7,7 +7,9 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
+from threading import Timer
 
 import pytest
 
@@ -35,7 +37,19 @@ def start_engine(host: Host) -> str:
     arguments = ["--model-path", str(LOOKUP_POLICY), "--host", host.address, "--port", "0"]
     engine = host.start([sys.executable, "-c", ENGINE, *arguments], cwd=ROOT, stdout=subprocess.PIPE, text=True)
     assert engine.stdout is not None
-    return str(json.loads(engine.stdout.readline())["url"])
+    with killed_after(engine, 120):
+        return str(json.loads(engine.stdout.readline())["url"])
+
+
+@contextmanager
+def killed_after(process: Process, seconds: float) -> Iterator[None]:
+    """A time limit for reading the output of ``process``, which ends when it is killed."""
+    timer = Timer(seconds, process.kill)
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def start_ray(host: Host, *flags: str, env: Mapping[str, str] = os.environ) -> Process:
