@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
@@ -15,6 +16,7 @@ import pytest
 
 from agl_slime.cli.demo import LOOKUP_POLICY
 from tests.harness.namespaces import Host, Network, Process, why_no_namespaces
+from tests.harness.waiting import becomes_true
 
 ROOT = Path(__file__).parents[2]
 
@@ -62,3 +64,14 @@ def start_ray(host: Host, *flags: str, env: Mapping[str, str] = os.environ) -> P
         env=environ,
         stdout=subprocess.DEVNULL,
     )
+
+
+def wait_for_lost_packets(host: Host, *others: Host) -> None:
+    """Until a connection between ``host`` and another has sent the same packet five times without an answer."""
+
+    def lost() -> bool:
+        pairs = [(host, other) for other in others] + [(other, host) for other in others]
+        seen = [one.run(["ss", "-tin", "dst", other.address]).stdout for one, other in pairs]
+        return any(int(times) >= 4 for text in seen for times in re.findall(r"backoff:(\d+)", text))
+
+    assert becomes_true(lost, 120)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import os
-import re
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -15,9 +14,8 @@ import pytest
 
 from agl_slime.cli.demo import LOOKUP_POLICY
 from agl_slime.report.audit import audit
-from tests.harness.hosts import ROOT, killed_after, network, start_engine, start_ray
+from tests.harness.hosts import ROOT, killed_after, network, start_engine, start_ray, wait_for_lost_packets
 from tests.harness.namespaces import Host, Network, Process
-from tests.harness.waiting import becomes_true
 
 __all__ = ["network"]
 
@@ -47,17 +45,6 @@ def wait_for_iteration(training: Process, number: int) -> str:
             if line.startswith(f"iter {number}/"):
                 return text
     raise AssertionError(text)
-
-
-def wait_for_lost_packets(*pair: Host) -> None:
-    """Until a connection between the two has sent the same packet five times without an answer."""
-    first, second = pair
-
-    def lost() -> bool:
-        seen = [one.run(["ss", "-tin", "dst", other.address]).stdout for one, other in (pair, (second, first))]
-        return any(int(times) >= 4 for text in seen for times in re.findall(r"backoff:(\d+)", text))
-
-    assert becomes_true(lost, 120)
 
 
 def check_end(training: Process, run: Path) -> None:

@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 
 from agl_slime.report.audit import audit
-from tests.harness.hosts import network, start_engine, start_ray
+from tests.harness.hosts import network, start_engine, start_ray, wait_for_lost_packets
 from tests.harness.namespaces import Host, Network, Process
 from tests.slime.support import REPOSITORY, environment, read_result, require_slime
 
@@ -73,12 +73,11 @@ def steps_of(metrics: Path) -> list[dict[str, Any]]:
 
 
 def cut_and_kill(program: Process, far: Host, others: list[Host], work: Path, output: Path) -> None:
-    """Cut the engine's link after a third of the steps until a call has failed, then end a host that has a runner."""
+    """Cut the engine's link after a third of the steps until packets are lost, then end a host that has a runner."""
     metrics = work / "metrics.jsonl"
     wait_for(lambda: len(steps_of(metrics)) >= STEPS // 3, program, output)
     far.cut()
-    with pytest.raises(subprocess.TimeoutExpired):  # calls in flight are lost
-        program.wait(10)
+    wait_for_lost_packets(far, *others)
     before = len(steps_of(metrics))
     assert before < STEPS
     far.restore()

@@ -91,7 +91,8 @@ def run(
         }
         if runners == "ray:2":
             config |= {"agl_runners": runners, "agl_eval_rollouts": SIZE}
-            config |= {"agl_store_host": "0.0.0.0"} if host != "127.0.0.1" else {}
+        if host != "127.0.0.1":
+            config |= {"agl_store_host": "0.0.0.0", "agl_max_staleness": int(loop == "train_async")}
         if controller:
             config |= {
                 "agl_agent": "tests.faults.controller_agent:Agent",
