@@ -25,8 +25,9 @@ class TokenCounter:
                 body = await request.read()
                 kind = {"Content-Type": request.content_type} if body else {}
                 async with session.request(request.method, url + request.path_qs, data=body, headers=kind) as answer:
-                    # the last is the probe of how the engine tells versions
-                    if request.path == "/generate" and answer.status == 200 and b'"input_ids":[0]' not in body:
+                    # neither the probe of how the engine tells versions nor a request that scores tokens
+                    others = b'"input_ids":[0]' in body or b'"max_new_tokens":0,' in body
+                    if request.path == "/generate" and answer.status == 200 and not others:
                         self.tokens += (await answer.json())["meta_info"]["completion_tokens"]
                     return web.Response(
                         body=await answer.read(), status=answer.status, content_type=answer.content_type
