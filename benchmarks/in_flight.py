@@ -157,7 +157,8 @@ async def bridge(plan: str, engine: str, count: int, rounds: int) -> dict[str, A
     from agl_slime.runner.base import RunnerPlan
     from agl_slime.runner.concurrent import RunnerSettings
     from agl_slime.runner.make import make_runners
-    from agl_slime.store.bridge import BridgeStore, Retention
+    from agl_slime.store.bridge import BridgeStore
+    from agl_slime.store.retention import Retention
 
     configure_worker_process()
     store = BridgeStore(retention=Retention(released_rollouts=0))

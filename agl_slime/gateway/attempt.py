@@ -20,89 +20,25 @@ from agl_slime.agent.session import RolloutSession, RolloutStopped
 from agl_slime.engine.client.resumable import Progress
 from agl_slime.errors import ContextOverflowError, GatewayRequestError
 from agl_slime.gateway.bodies import Bodies
+from agl_slime.gateway.branches import TimedAnswer, UntrainedTurns
 from agl_slime.gateway.calls import Call, CallResult, Choice
 from agl_slime.gateway.declared import explain_once
-from agl_slime.gateway.messages import encodable
 from agl_slime.gateway.pending import PendingResponse, RecentResponses
 from agl_slime.gateway.raw import RawTree
+from agl_slime.gateway.reading import Reading, served_message
 from agl_slime.gateway.sampling import sampling_for
-from agl_slime.gateway.settings import Branches, GatewaySettings
+from agl_slime.gateway.settings import GatewaySettings
 from agl_slime.gateway.tree import Match, Node, Tree
 from agl_slime.support.agl_types import LLM
 from agl_slime.tokens import attributes as names
-from agl_slime.tokens.answer import AnswerParts, ToolCall
 from agl_slime.tokens.codec import TokenArray
 from agl_slime.tokens.conversation import ChatContext
 from agl_slime.tokens.forks import ForkReason
-from agl_slime.tokens.formats import cut_at_marks, parser_for
+from agl_slime.tokens.formats import parser_for
 from agl_slime.tokens.images import Image
 from agl_slime.tokens.reader import AnswerReader
 from agl_slime.tokens.template import Message
 from agl_slime.tokens.tokenizer import ChatTokenizer
-
-
-@dataclass(frozen=True, slots=True)
-class Reading:
-    """``reader`` splits an answer into parts (``None``: plain text); ``stops`` end it and are not part of it."""
-
-    reader: AnswerReader | None
-    stops: tuple[str, ...]
-
-    def visible(self, text: str) -> tuple[str, str]:
-        """The reasoning and content of an unfinished answer, without text that later tokens could change."""
-        if self.reader is None:
-            return "", cut_at_marks(text.rstrip("\ufffd"), self.stops)
-        parts = self.reader.visible_parts(text, self.stops)
-        return parts.reasoning or "", parts.content
-
-    def _extends_stream(self, parts: AnswerParts, text: str) -> bool:
-        """Whether ``parts``, which were split by tokens, extend the text that was streamed."""
-        reasoning, content = self.visible(text)
-        return (parts.reasoning or "").startswith(reasoning) and parts.content.startswith(content)
-
-    def choice(self, generation: Any, call: Call, session: RolloutSession) -> tuple[Choice, dict[str, str]]:
-        """The answer, and the ids of its calls as the model wrote them, by served id."""
-        if generation.finish_reason == "abort":  # the part that the client saw
-            reasoning, content = self.visible(generation.text)
-            parts = AnswerParts(reasoning, content=content)
-        elif self.reader is None:
-            parts = AnswerParts(content=generation.text)
-        else:
-            parts = self.reader.read(generation.text, generation.output_ids)
-            if call.stream and not self._extends_stream(parts, generation.text):
-                parts = self.reader.read(generation.text)
-        calls: list[ToolCall] = []
-        ids: dict[str, str] = {}
-        stats = session.stats
-        stats.calls["malformed"] += len(parts.malformed)
-        parameters = {tool["function"]["name"]: tool["function"]["parameters"] for tool in call.offered}
-        for written in parts.calls:
-            served = (self.reader or AnswerReader()).convert_types(written, parameters.get(written.name))
-            name, arguments = encodable([served.name, dict(served.arguments)])
-            ids[served_id := f"call_{secrets.token_hex(8)}"] = written.id
-            calls.append(ToolCall(name=name, arguments=arguments, id=served_id))
-            offered = written.name in parameters
-            stats.tool_calls[written.name] += offered
-            stats.calls["unknown"] += not offered
-        finish = "length" if generation.finish_reason != "stop" else "tool_calls" if calls else "stop"
-        reasoning, content = parts.reasoning or "", parts.content
-        choice = Choice(reasoning=reasoning, content=content, calls=tuple(calls), finish=finish, generation=generation)
-        return choice, ids
-
-
-def served_message(choice: Choice, last: Message) -> Message:
-    """The answer as its client will send it back, after a prefix that the client gave as the ``last`` message."""
-    prefix = last["content"] if last["role"] == "assistant" else ""
-    served: Message = {"role": "assistant", "content": prefix + choice.content}
-    if choice.reasoning:
-        served["reasoning_content"] = choice.reasoning
-    if choice.calls:
-        served["tool_calls"] = [
-            {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
-            for call in choice.calls
-        ]
-    return served
-
 
 SpanSink = Callable[[str, dict[str, Any], float], None]
 """Takes a span's name, attributes and start time; called on the gateway's thread."""
@@ -467,61 +403,3 @@ async def _gather(coroutines: list[Coroutine[Any, Any, Any]]) -> list[Any]:
     finally:
         for task in tasks:
             task.cancel()
-
-
-@dataclass(frozen=True, slots=True)
-class TimedAnswer:
-    """An answer, the answer that its request continued, its ``place`` in a tree, and the ticks of the attempt's clock
-    at its request and at its end."""
-
-    node: Node
-    parent: Node | None
-    place: tuple[int, int]
-    requested_at: int
-    answered_at: int
-
-
-@dataclass
-class UntrainedTurns:
-    """The ``turns`` that the setting ``branches`` excludes from training, after each answer. The cost of an answer does
-    not grow with the number of earlier answers."""
-
-    branches: Branches
-    turns: tuple[int, ...] = ()
-    _untrained: set[int] = field(default_factory=set)
-    _latest: dict[tuple[int, int], list[TimedAnswer]] = field(default_factory=dict)  # not requested again, by place
-    _parents: dict[Node, Node | None] = field(default_factory=dict)
-    _branch: dict[Node, None] = field(default_factory=dict)  # from the first answer to the last
-
-    def add(self, answer: TimedAnswer) -> None:
-        """Add the next answer, in order of ``answered_at``."""
-        if self.branches == "all":
-            return
-        dropped, restored = self._drop_retried(answer) if self.branches == "used" else self._move_branch(answer)
-        if dropped or restored:
-            self._untrained.difference_update(node.turn for node in restored)
-            self._untrained.update(node.turn for node in dropped)
-            self.turns = tuple(sorted(self._untrained))
-
-    def _drop_retried(self, answer: TimedAnswer) -> tuple[list[Node], list[Node]]:
-        """Drop answers that were requested again after they ended and were never continued."""
-        dropped, parent = [], answer.parent
-        same = self._latest.setdefault(answer.place, [])
-        while same and same[0].answered_at < answer.requested_at:
-            node = same.pop(0).node
-            dropped += [] if node.continued else [node]
-        same.append(answer)
-        restored = [parent] if parent is not None and parent.continued and parent.turn in self._untrained else []
-        return dropped, restored
-
-    def _move_branch(self, answer: TimedAnswer) -> tuple[list[Node], list[Node]]:
-        """Drop answers that are not on the branch of the last answer."""
-        dropped, added, node = [], [], answer.node
-        self._parents[node] = answer.parent
-        while node is not None and node not in self._branch:
-            added.append(node)
-            node = self._parents[node]
-        while self._branch and next(reversed(self._branch)) is not node:
-            dropped.append(self._branch.popitem()[0])
-        self._branch.update(dict.fromkeys(reversed(added)))
-        return dropped, [node for node in added if node.turn in self._untrained]

@@ -12,10 +12,9 @@ blocks: three threads.
 from __future__ import annotations
 
 import asyncio
-import inspect
 import logging
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -30,7 +29,9 @@ from agl_slime.data.source import GroupSource
 from agl_slime.engine.client.load import EngineLoads
 from agl_slime.errors import AglSlimeError, ConfigError, LoopError, format_exception
 from agl_slime.loop.auto_concurrency import AutoConcurrency
-from agl_slime.loop.metrics import collect_metrics, fork_examples, format_failures, staleness_metrics
+from agl_slime.loop.failures import Failures
+from agl_slime.loop.functions import StepFn, adapt_step_function, call_function, finish_step
+from agl_slime.loop.metrics import collect_metrics, fork_examples, staleness_metrics
 from agl_slime.loop.schedule import Schedule
 from agl_slime.loop.settings import LoopSettings, LoopState, RunResult
 from agl_slime.loop.tasks import TaskCursor, Tasks, as_task_source
@@ -52,7 +53,6 @@ from agl_slime.runner.base import RunnerPlan, RunnerPool
 from agl_slime.runner.make import make_runners
 from agl_slime.store.bridge import BridgeStore
 from agl_slime.support.agl import LLM, LightningStore, LitAgent, NamedResources
-from agl_slime.support.backoff import Backoff
 from agl_slime.support.threads import run_in_thread
 
 logger = logging.getLogger(__name__)
@@ -395,110 +395,3 @@ def _post(loop: asyncio.AbstractEventLoop, callback: Callable[..., Any], *args: 
         loop.call_soon_threadsafe(callback, *args)
     except RuntimeError:  # the run is over and its event loop closed
         logger.debug("A result arrived after the run had ended.")
-
-
-_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 10.0, 60.0
-# Failures without fault of the agent: its controller died, or ended it.
-_CONTROLLER_FAILURES = frozenset({"agent_lost", "controller_shutdown"})
-
-
-class Failures:
-    """Judges each batch. If all rollouts fail and none ever succeeded, the agent is at fault and the run ends at once.
-    If some succeeded before (``worked``), or a controller lost some, a dependency is unavailable, and the run tries
-    again for ``failure_patience_s``. The run also ends after ``max_empty_iterations`` iterations in a row without a
-    group to train on."""
-
-    def __init__(self, settings: LoopSettings, *, worked: bool) -> None:
-        self._settings, self._worked = settings, worked
-        self._outage = Backoff(
-            "no rollout succeeds any more",
-            LoopError,
-            base_s=_FIRST_PAUSE_S,
-            cap_s=_LONGEST_PAUSE_S,
-            patience_s=settings.failure_patience_s,
-        )
-        self._empty_in_a_row = 0
-        self.why = ""
-        """Message about the last batch whose rollouts all failed."""
-
-    def pause_after(self, iteration: int, groups: Sequence[GroupResult]) -> float | None:
-        """The pause in seconds before another batch is tried; ``None`` to continue with this one. Raises
-        ``LoopError``."""
-        members = [member for group in groups for member in group.members if not member.straggler]
-        if not any(member.ok for member in members):
-            self.why = f"iteration {iteration}: all {len(members)} rollouts failed: {format_failures(members)}"
-            error = LoopError(self.why)
-            may_recover = self._worked or any(member.failure in _CONTROLLER_FAILURES for member in members)
-            if not (may_recover and self._settings.failure_patience_s):
-                raise error
-            if (pause_s := self._outage.failed(error)) is None:
-                raise self._outage.given_up(error)
-            return pause_s
-        self._worked = True
-        self._outage.reset()
-        if any(group.ready for group in groups):
-            self._empty_in_a_row = 0
-            return None
-        self._empty_in_a_row += 1
-        reasons = "; ".join(sorted({group.reason for group in groups}))
-        if self._empty_in_a_row >= self._settings.max_empty_iterations:
-            empty = f"no group was fit to train on in {self._empty_in_a_row} iterations in a row ({reasons})"
-            raise LoopError(f"iteration {iteration}: {empty}; failures: {format_failures(members)}")
-        logger.warning("Iteration %d: no group was fit to train on (%s).", iteration, reasons)
-        return None
-
-
-StepFn = Callable[..., Any]
-
-
-def adapt_step_function(function: StepFn, name: str) -> Callable[[int], Awaitable[Any]]:
-    """Wrap ``function`` as a coroutine function of the iteration, which is passed on only if ``function`` takes it (see
-    ``OnlineRLLoop``). Raises ``ConfigError`` when it cannot be called so."""
-    try:
-        signature = inspect.signature(function)
-    except (TypeError, ValueError):  # a builtin without a signature
-        signature = inspect.Signature()
-    parameters = list(signature.parameters.values())
-    named = [p.name for p in parameters if p.name in ("iteration", "rollout_id") and p.kind != p.POSITIONAL_ONLY]
-    positional = any(
-        p.kind == p.VAR_POSITIONAL
-        or (p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) and p.default is inspect.Parameter.empty)
-        for p in parameters[:1]
-    )
-
-    def bind(iteration: int) -> Callable[[], Any]:
-        if named:
-            return partial(function, **{named[0]: iteration})
-        return partial(function, iteration) if positional else function
-
-    try:
-        inspect.signature(bind(0)).bind()
-    except TypeError as error:
-        raise ConfigError(f"{name} cannot be called with the iteration alone: {error}") from error
-    except ValueError:
-        pass
-    return lambda iteration: call_function(bind(iteration))
-
-
-async def call_function(function: Callable[[], Any]) -> Any:
-    """Call a user's function, in a thread if it is sync."""
-    if inspect.iscoroutinefunction(function):
-        return await function()
-    result = await run_in_thread(function)
-    return await result if inspect.isawaitable(result) else result
-
-
-async def finish_step(step: asyncio.Future[Any], *, timeout_s: float) -> bool:
-    """Wait for a training step. Cancelled, wait ``timeout_s`` longer, as no checkpoint is possible during a step:
-    returns True if the step finished within it; otherwise cancels the step and re-raises."""
-    try:
-        await asyncio.shield(step)
-    except asyncio.CancelledError:
-        if not step.done() and timeout_s:
-            logger.warning("Interrupted: finishing the current training step first; Ctrl-C again ends at once.")
-            await asyncio.wait({step}, timeout=timeout_s)
-        if not step.done():
-            step.cancel()
-            raise
-        return True
-    return False

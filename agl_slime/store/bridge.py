@@ -18,18 +18,15 @@ Changes to the stock behaviour:
 from __future__ import annotations
 
 import logging
-import math
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
 from itertools import islice
 from typing import Any, get_args
 
-from pydantic_core import PydanticSerializationError, to_json
-
-from agl_slime.errors import ConfigError
 from agl_slime.store.collections import BridgeCollections, WatchList, do_not_measure, share_field_sets
+from agl_slime.store.retention import Retention, StoreUsage, estimate_span_bytes
+from agl_slime.store.sendable import check_sendable
 from agl_slime.support.agl import (
     Attempt,
     AttemptedRollout,
@@ -43,60 +40,6 @@ from agl_slime.support.agl import (
     Unset,
     rollout_status_from_attempt,
 )
-from agl_slime.support.ranges import check_ranges
-
-# Measured size of a span without attributes: ids, names, contexts, pydantic's overhead. A threshold needs no exact one.
-_SPAN_OVERHEAD_BYTES = 2_000
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Retention:
-    """Limits of a store's memory. Sizes are estimates of span bytes."""
-
-    released_rollouts: int = 2_000
-    """Released rollouts that are kept for inspection."""
-    released_bytes: int = 256 * 2**20
-    """Their size."""
-    unreleased_bytes: int | None = None
-    """Size of unreleased rollouts above which no more rollouts are delivered; ``None`` = half of the machine's memory.
-    A warning is logged at 80 %."""
-
-    def __post_init__(self) -> None:
-        check_ranges(
-            self,
-            ("released_rollouts released_bytes", lambda value: value >= 0, "0 (keep none) or more"),
-            ("unreleased_bytes", lambda value: value >= 1, "at least 1 or None"),
-        )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StoreUsage:
-    """Numbers of rollouts, estimated span bytes, and whether deliveries are stopped (``backpressure``)."""
-
-    queued: int
-    running: int
-    stored: int
-    """All rollouts in the store."""
-    released: int
-    """Released ones that are still kept."""
-    span_bytes: int
-    unreleased_bytes: int
-    backpressure: bool
-
-
-def estimate_span_bytes(span: Span) -> int:
-    """Estimate the size of a span from the lengths of its attributes, without walking lists."""
-    size = _SPAN_OVERHEAD_BYTES
-    for key, value in span.attributes.items():
-        size += len(key)
-        if isinstance(value, str):
-            size += len(value)
-        elif isinstance(value, (list, tuple)):
-            size += 32 * len(value)  # a boxed number and its slot in the list
-        else:
-            size += 32
-    return size
-
 
 logger = logging.getLogger(__name__)
 
@@ -468,35 +411,3 @@ def _next_check(config: RolloutConfig, attempt: Attempt) -> float | None:
     if config.unresponsive_seconds is not None:
         times.append((attempt.last_heartbeat_time or attempt.start_time) + config.unresponsive_seconds)
     return min(times) if times else None
-
-
-def check_sendable(task: Any) -> None:
-    """Raise ``ConfigError`` with place and value for a task that JSON cannot hold."""
-    try:
-        written = to_json(task, inf_nan_mode="constants")
-        if b"NaN" not in written and b"Infinity" not in written:
-            return
-    except (PydanticSerializationError, RecursionError):
-        pass
-    if (problem := _unsendable(task, "task")) is not None:
-        raise ConfigError(f"{problem} for runners in other processes: change it, or run with --runners inproc")
-
-
-def _unsendable(value: Any, place: str) -> str | None:
-    if isinstance(value, Mapping):
-        inside = [(each, f"{place}[{key!r:.80}]") for key, each in value.items()]
-        inside += [(key, f"a key of {place}") for key in value]
-    elif isinstance(value, (list, tuple, set, frozenset)):
-        inside = [(each, f"{place}[{number}]") for number, each in enumerate(value)]
-    elif isinstance(value, float) and not math.isfinite(value):
-        return f"{place} is {value!r}, which JSON cannot hold"
-    else:
-        try:
-            to_json(value)
-        except PydanticSerializationError:
-            return f"{place} is {value!r:.80} ({type(value).__name__}), which JSON cannot hold"
-        return None
-    try:
-        return next(filter(None, (_unsendable(each, at) for each, at in inside)), None)
-    except RecursionError:
-        return f"{place} is nested too deep, which JSON cannot hold"

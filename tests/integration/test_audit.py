@@ -22,7 +22,7 @@ from agl_slime.cli.main import main
 from agl_slime.cli.settings import train_config
 from agl_slime.engine import EmbeddedEngine
 from agl_slime.report.audit import audit
-from agl_slime.report.audit.agree import missing_checkpoints
+from agl_slime.report.audit.weights import missing_checkpoints
 from tests.harness.audit_mutations import JSONL, LOSSES, damage, lie, lose
 
 _FLAKY = "tests.faults.flaky_lookup:FlakyLookup"

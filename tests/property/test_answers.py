@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from agl_slime.agent.session import RolloutStats
 from agl_slime.engine.client.generation import Generation
-from agl_slime.gateway.attempt import Reading
 from agl_slime.gateway.calls import Call
+from agl_slime.gateway.reading import Reading
 from agl_slime.tokens.answer import AnswerParts
 from agl_slime.tokens.formats import get_tool_parser
 from agl_slime.tokens.reader import AnswerReader, reader_for

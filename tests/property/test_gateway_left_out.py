@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agl_slime.gateway.attempt import TimedAnswer, UntrainedTurns
+from agl_slime.gateway.branches import TimedAnswer, UntrainedTurns
 
 
 class Answer:

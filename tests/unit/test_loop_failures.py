@@ -6,7 +6,7 @@ import pytest
 
 from agl_slime.data.results import GroupResult, MemberResult
 from agl_slime.errors import LoopError
-from agl_slime.loop.online import Failures
+from agl_slime.loop.failures import Failures
 from agl_slime.loop.settings import LoopSettings
 
 

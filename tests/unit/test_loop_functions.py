@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from agl_slime.errors import ConfigError
-from agl_slime.loop.online import adapt_step_function
+from agl_slime.loop.functions import adapt_step_function
 from tests.harness.loop import HelloAgent, LoopCase, hello_engine
 
 

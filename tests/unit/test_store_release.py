@@ -15,7 +15,8 @@ from agl_slime import AGLDataSource
 from agl_slime.data import completions
 from agl_slime.data.completions import CompletionTable
 from agl_slime.data.source import DataSourceSettings
-from agl_slime.store.bridge import BridgeStore, Retention
+from agl_slime.store.bridge import BridgeStore
+from agl_slime.store.retention import Retention
 from agl_slime.support.agl import InMemoryLightningStore
 from tests.harness.stores import enqueue, finish
 from tests.harness.waiting import until

@@ -7,7 +7,8 @@ import time
 
 import pytest
 
-from agl_slime.store.bridge import WORKER_DIED, BridgeStore, Retention
+from agl_slime.store.bridge import WORKER_DIED, BridgeStore
+from agl_slime.store.retention import Retention
 from agl_slime.support.agl import RolloutConfig
 from tests.harness.stores import claim, enqueue, enqueue_inputs, execute, make_span
 

@@ -9,8 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agl_slime.errors import ConfigError
-from agl_slime.store.bridge import BridgeStore, check_sendable
+from agl_slime.store.bridge import BridgeStore
 from agl_slime.store.client import RemoteStore
+from agl_slime.store.sendable import check_sendable
 from agl_slime.store.server import StoreService
 from agl_slime.support.agl import EnqueueRolloutRequest
 from agl_slime.support.threads import run_in_thread
