@@ -24,13 +24,14 @@ _CONFIG_HELP = "A TOML file of settings, or the config.json of a run; flags take
 _THIS_RUN_ONLY = ("output_dir", "resume", "overwrite")
 _REMOVED_PASSWORD = "//***@"
 
-HIDDEN = {"env_arguments"}  # --env.KEY value
+HIDDEN = {"env_arguments", "controller_python"}  # --env.KEY value; AGL_CONTROLLER_PYTHON
 # as other trainers name them
 _REPLACED: dict[str, str] = dict.fromkeys(("--learning-rate", "--lr"), "give --local.lr")
 _REPLACED |= dict.fromkeys(("--num-generations", "--group-size"), "give --n-samples-per-prompt")
 _REPLACED |= dict.fromkeys(("--max-tokens", "--max-completion-length"), "give --max-new-tokens")
 _REPLACED |= dict.fromkeys(("--steps", "--max-steps"), "give --num-iterations")
 _REPLACED |= dict.fromkeys(("--beta", "--kl-coef"), "give --local.kl-coef")
+_REPLACED["--controller-python"] = "set AGL_CONTROLLER_PYTHON"
 _REPLACED["--batch-size"] = "give --rollout-batch-size, a number of groups"
 
 

@@ -69,10 +69,11 @@ def _agl_controller(settings: ControllerSettings, *, url: str) -> list[str]:
 def check_python(python: Path) -> str:
     """The version of agentlightning in ``python``. Raises ``ConfigError`` without one that has a controller."""
     fix = "make one with `python3.12 -m venv DIR && DIR/bin/pip install 'agentlightning>=1.0'`: DIR/bin/python"
-    setting = f"--controller-python ({PYTHON_VARIABLE})"
-    version = installed_version(python, "agentlightning", setting=setting, fix=fix)
+    version = installed_version(python, "agentlightning", setting=PYTHON_VARIABLE, fix=fix)
     if int(version.partition(".")[0]) < 1:
-        raise ConfigError(f"{setting} {python}: its agentlightning is {version}, which has no controller; {fix}")
+        raise ConfigError(
+            f"{PYTHON_VARIABLE} {python}: its agentlightning is {version}, which has no controller; {fix}"
+        )
     return version
 
 

@@ -65,7 +65,7 @@ except ImportError as error:
     _missing = error.name if isinstance(error, ModuleNotFoundError) else str(error)
     raise UnknownVersionError(
         f"agentlightning {_version} is installed here, without {_missing}; agl-slime needs 0.3 in its own environment: "
-        "pip install 'agentlightning>=0.3,<0.4' (agents of 1.0 run in another one, named by --controller-python)"
+        "pip install 'agentlightning>=0.3,<0.4' (agents of 1.0 run in another one, named by AGL_CONTROLLER_PYTHON)"
     ) from error
 
 # Agent Lightning builds a new pydantic TypeAdapter for every reward that it reads: 0.13 ms, twice per rollout, more

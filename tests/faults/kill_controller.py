@@ -31,7 +31,6 @@ import httpx
 import psutil
 
 from agl_slime.cli.demo import LOOKUP_POLICY
-from agl_slime.gateway.agl1.settings import PYTHON_VARIABLE
 from agl_slime.report.audit import audit
 from agl_slime.runner.controller_process import agents_of
 from tests.faults.train_process import Run, train
@@ -88,7 +87,6 @@ def run(
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     flags = [*_FLAGS.split(), "--controller-port", port, "--save-interval", 2 if train_kills else 20]
-    flags += [] if outside else ["--controller-python", os.environ[PYTHON_VARIABLE]]
     flags += ["--tasks", tasks, "--model-path", LOOKUP_POLICY, "--output-dir", output]
     flags += ["--rollout-batch-size", batch, "--num-iterations", -(-rollouts // (batch * _GROUP))]
     path = os.pathsep.join((str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")))
