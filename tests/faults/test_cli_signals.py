@@ -54,12 +54,16 @@ def check_interrupted(directory: Path, text: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("signals", [("SIGINT",), ("SIGTERM",), ("SIGINT", "SIGINT")], ids=" ".join)
+@pytest.mark.parametrize(
+    ("signals", "flags", "iteration"),
+    [(("SIGINT",), LONG, 2), (("SIGTERM",), LONG[:2], 2), (("SIGINT", "SIGINT"), LONG, 1)],
+    ids=["SIGINT", "SIGTERM, with validations", "SIGINT twice"],
+)
 def test_one_signal_interrupts_an_iteration_and_two_end_it_at_once(
-    signals: tuple[str, ...], policy_dir: Path, tmp_path: Path
+    signals: tuple[str, ...], flags: tuple[str, ...], iteration: int, policy_dir: Path, tmp_path: Path
 ) -> None:
-    with train("--model-path", policy_dir, "--output-dir", tmp_path / "out", *LONG) as run:
-        run.until("iter 2/1000")
+    with train("--model-path", policy_dir, "--output-dir", tmp_path / "out", *flags) as run:
+        run.until(f"iter {iteration}/1000")
         children = run.children()
         assert len(children) == 1
         for name in signals:

@@ -8,6 +8,7 @@ import time
 from dataclasses import replace
 
 import pytest
+from aiohttp import web
 
 from agl_slime.engine.client.client import ClientSettings, SGLangClient
 from agl_slime.engine.client.generation import Generation, SamplingParams
@@ -212,6 +213,15 @@ async def test_probe_of_nothing() -> None:
         assert time.monotonic() - started < 30
 
 
+async def test_probe_describes_the_server() -> None:
+    async with (
+        ScriptedEngine(weight_version="4", context_length=64) as engine,
+        SGLangClient(base_url=engine.url) as client,
+    ):
+        found = await client.probe()
+        assert (found.base_url, found.model_path, found.weight_version) == (engine.url, "/models/scripted", "4")
+
+
 async def test_probe_of_a_server_that_does_not_answer() -> None:
     async with ScriptedEngine() as engine, SGLangClient(base_url=engine.url) as client:
         engine.always("/model_info", Stall())
@@ -258,3 +268,20 @@ async def test_probe_of_something_that_is_not_even_http() -> None:
     ):
         with pytest.raises(EngineProtocolError, match="does not speak HTTP"):
             await client.probe()
+
+
+async def test_probe_of_a_plain_web_server() -> None:
+    async def greet(_: web.Request) -> web.Response:
+        return web.Response(text="It works!")
+
+    app = web.Application()
+    app.router.add_get("/", greet)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    try:
+        async with SGLangClient(base_url=f"http://127.0.0.1:{runner.addresses[0][1]}") as client:
+            with pytest.raises(EngineProtocolError, match="is not SGLang"):
+                await client.probe()
+    finally:
+        await runner.cleanup()

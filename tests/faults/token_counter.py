@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
@@ -16,12 +17,26 @@ class TokenCounter:
 
     def __init__(self) -> None:
         self.tokens = 0
+        self.idle = asyncio.Event()
+        """Set while no request is under way."""
+        self.idle.set()
+        self._requests = 0
 
     @asynccontextmanager
     async def before(self, url: str) -> AsyncIterator[str]:
         async with aiohttp.ClientSession() as session:
 
             async def forward(request: web.Request) -> web.Response:
+                self._requests += 1
+                self.idle.clear()
+                try:
+                    return await answer_to(request)
+                finally:
+                    self._requests -= 1
+                    if not self._requests:
+                        self.idle.set()
+
+            async def answer_to(request: web.Request) -> web.Response:
                 body = await request.read()
                 kind = {"Content-Type": request.content_type} if body else {}
                 async with session.request(request.method, url + request.path_qs, data=body, headers=kind) as answer:

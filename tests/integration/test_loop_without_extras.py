@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 import os
-import resource
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -86,15 +86,15 @@ def test_help_needs_no_agent_lightning(tmp_path: Path) -> None:
     ids=["core install", "all extras"],
 )
 def test_the_smoke_test_passes(without: tuple[str, ...], tmp_path: Path) -> None:
-    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    began = time.monotonic()
     done = python("examples/smoke_test.py", without=without, directory=tmp_path)
-    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    took = time.monotonic() - began
     assert done.returncode == 0, done.stderr
     assert done.stdout.endswith("ok: the Sample is what slime trains on\n")
     assert "status COMPLETED, reward 1.0" in done.stdout
     assert "Traceback" not in done.stderr
-    # the limit that users are promised, in CPU time, which is what a quiet machine takes
-    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 15
+    # 6 s on a quiet machine, nearly all of it Agent Lightning's import; the limit that users are promised is 15 s
+    assert took < 15 * max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))
 
 
 @pytest.mark.slow

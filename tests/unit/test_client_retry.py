@@ -12,6 +12,7 @@ import aiohttp
 import pytest
 
 from agl_slime.engine.client.retry import (
+    PROTOCOL_ERROR_RETRIES,
     check_event,
     context_limit,
     engine_error,
@@ -173,6 +174,26 @@ def soon() -> float:
     return time.monotonic() + 5.0
 
 
+async def test_it_tries_again_and_answers() -> None:
+    attempt = Failing(refusal(500, ""), aiohttp.ServerDisconnectedError())
+    assert await run(attempt) == "answer"
+    assert attempt.calls == 3
+
+
+async def test_attempts_are_bounded_and_named_in_the_error() -> None:
+    attempt = Failing(*[refusal(500, "boom") for _ in range(20)])
+    with pytest.raises(EngineServerError, match=r"boom \(gave up after 5 attempts in"):
+        await run(attempt, max_attempts=5)
+    assert attempt.calls == 5
+
+
+async def test_a_final_verdict_is_raised_at_once() -> None:
+    attempt = Failing(refusal(400, PROMPT_TOO_LONG))
+    with pytest.raises(ContextOverflowError, match="longer than"):
+        await run(attempt)
+    assert attempt.calls == 1
+
+
 async def test_the_cause_is_kept_and_no_error_is_its_own() -> None:
     reset = aiohttp.ServerDisconnectedError()
     with pytest.raises(EngineUnreachableError) as caught:
@@ -181,6 +202,13 @@ async def test_the_cause_is_kept_and_no_error_is_its_own() -> None:
     with pytest.raises(EngineError) as caught_again:
         await run(Failing(EngineError("NaN")))
     assert caught_again.value.__cause__ is None
+
+
+async def test_protocol_errors_have_a_tighter_limit() -> None:
+    attempt = Failing(*[EngineProtocolError("garbage") for _ in range(20)])
+    with pytest.raises(EngineProtocolError):
+        await run(attempt, max_attempts=10)
+    assert attempt.calls == 1 + PROTOCOL_ERROR_RETRIES
 
 
 async def test_other_failures_do_not_use_up_the_protocol_errors_limit() -> None:

@@ -46,6 +46,16 @@ def test_advantages_metric_alarm_and_audit_have_one_tolerance(rewards: list[floa
     assert ("zero variance" in {alarm.kind for alarm in find_alarms([], lines)}) == same
 
 
+def test_siblings_count_as_one_rollout():
+    result = normalize_rewards([1.0, 1.0, 1.0, 0.0], group_indices=[0] * 4, rollout_ids=[4, 4, 4, 9], std=False)
+    assert result == [0.5, 0.5, 0.5, -0.5]
+
+
+def test_groups_do_not_see_each_other():
+    result = normalize_rewards([1.0, 0.0, 100.0, 50.0], group_indices=[0, 0, 1, 1], rollout_ids=[0, 1, 2, 3], std=False)
+    assert result == [0.5, -0.5, 25.0, -25.0]
+
+
 def test_groups_may_be_interleaved():
     result = normalize_rewards([1.0, 100.0, 0.0, 50.0], group_indices=[0, 1, 0, 1], rollout_ids=[0, 1, 2, 3], std=False)
     assert result == [0.5, 25.0, -0.5, -25.0]

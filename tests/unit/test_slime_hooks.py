@@ -106,6 +106,20 @@ MEAN_ONLY = Namespace(
 )
 
 
+def test_uneven_groups_with_equal_rewards_have_no_advantage():
+    batch = [
+        sample(5.0, group=group, rollout=4 * group + i) for group, size in enumerate((4, 3, 4)) for i in range(size)
+    ]
+    raw, rewards = slime_hooks.normalize_rewards(ARGS, batch)
+    assert raw == [5.0] * 11
+    assert rewards == [0.0] * 11
+
+
+def test_a_rollout_of_three_samples_counts_once():
+    batch = [sample(1.0, rollout=7), sample(1.0, rollout=7), sample(1.0, rollout=7), sample(0.0, rollout=8)]
+    assert slime_hooks.normalize_rewards(MEAN_ONLY, batch)[1] == [0.5, 0.5, 0.5, -0.5]
+
+
 def test_lone_rollout_gets_zero_and_siblings_must_have_equal_rewards():
     assert slime_hooks.normalize_rewards(ARGS, [sample(3.0, group=0), sample(9.0, group=1)])[1] == [0.0, 0.0]
     with pytest.raises(RewardError, match=r"rollout 1 .* 1\.0 and 0\.0"):
