@@ -7,7 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import HealthCheck, assume, example, given, settings
 from hypothesis import strategies as st
 
 from agl_slime.agent.session import RolloutStats
@@ -92,6 +92,7 @@ def test_rendered_answer_is_parsed_back(
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@example(listed=[], content="", thought='<|end|>"<|"|>')
 @given(listed=calls, content=texts, thought=texts)
 @settings(max_examples=examples(20), deadline=None, suppress_health_check=list(HealthCheck))
 def test_visible_text_is_a_prefix_of_the_whole(

@@ -50,7 +50,7 @@ class HarmonyParser(ToolParser):
             header, mark, body = part.partition(_MESSAGE)
             channel, recipient = _CHANNEL.search(header), _RECIPIENT.search(header)
             if not mark:  # the beginning of a message, or an answer without messages
-                content += [] if "<|" in header or "assistant".startswith(header.strip()[:9]) else [header]
+                content += [] if "assistant".startswith(header.strip()[:9]) else [header.partition("<|")[0]]
             elif recipient is not None:
                 if sampling and not ended:
                     continue
