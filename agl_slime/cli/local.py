@@ -162,7 +162,7 @@ async def run_training(
             data_source=source,
             controller_log=run.controller_log,
             slime_train_fn=steps.train,
-            weight_sync_fn=weights.push,
+            weight_sync_fn=weights.push_next,
             save_fn=steps.save,
             start=start,
             observer=_Observers(reports, kept, models),
@@ -255,7 +255,7 @@ async def _push_start(
     others = [DiskWeightSync(base_url=config.eval_sglang_url)] if config.eval_sglang_url else []
     computes = [await sync.computes_in() for sync in (weights.sync, *others)]
     weights.dtype = "bfloat16" if set(computes) == {"bfloat16"} else "float32"
-    await weights.push(int(start.version))
+    await weights.push(start.version)
 
 
 def _open_source(

@@ -19,6 +19,7 @@ from typing import Any
 
 from agl_slime import metric_names as m
 from agl_slime.cli.demo import LOOKUP_POLICY
+from agl_slime.cli.weights import version_name
 from agl_slime.errors import ConfigError, format_exception
 from agl_slime.events import Event, IterationFinished
 from agl_slime.loop.checkpoint import read_checkpoints
@@ -45,7 +46,7 @@ class RunModels:
         best = about.get("validation")
         self._best = float(best) if best is not None else None
         self._share = float(about.get("failed_share") or 0.0)  # of the best validation's rollouts
-        self._candidate: tuple[int, float] | None = None
+        self._candidate: tuple[int, str, float] | None = None  # iteration, weight version, mean reward
 
     def handle(self, event: Event) -> None:
         if self._weights is None or not isinstance(event, IterationFinished):
@@ -61,19 +62,20 @@ class RunModels:
             if self._best is not None and share != self._share:
                 text = "Iteration %d has the best validation (%s), with another share of failed rollouts than before."
                 logger.warning(text, event.iteration, result.format(3))
-            self._best, self._share, self._candidate = result.mean, share, (event.iteration, result.mean)
+            self._best, self._share = result.mean, share
+            self._candidate = (event.iteration, str(event.metrics[m.WEIGHTS_VERSION]), result.mean)
 
     def save_newest(self, checkpoint: Path, *, iteration: int) -> None:
         """Make ``RUN/model`` from the trainer's files in a checkpoint."""
         self._save(self._run.model, checkpoint, iteration)
 
     def save_best(self) -> None:
-        """Make ``RUN/model-best`` from the weights of the best validation, unless it has them. Call it before the
-        weights of the next iteration but one are pushed, which removes them."""
+        """Make ``RUN/model-best`` from the weights of the best validation, unless it has them. Call it before the next
+        weights but one are pushed, which removes them."""
         if self._candidate is not None and self._weights is not None:
-            iteration, value = self._candidate
+            iteration, weights, value = self._candidate
             about = {"validation": value, "failed_share": self._share}
-            self._save(self._run.best_model, self._weights / f"v{iteration:06d}", iteration, **about)
+            self._save(self._run.best_model, self._weights / version_name(weights), iteration, **about)
             self._candidate = None
 
     def _save(self, target: Path, weights: Path, iteration: int, **about: float) -> None:

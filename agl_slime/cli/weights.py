@@ -36,14 +36,19 @@ class WeightPublisher:
         self.sync = DiskWeightSync(base_url=base_url, pause=pause)
         self.directory = directory.resolve()  # the engine has another working directory
         self._in_use: Path | None = None
+        self._version = 0
         self.dtype: WeightsDtype = "float32"
 
-    async def push(self, iteration: int) -> str:
-        """Push the weights to the engine under the iteration's number; returns that version."""
-        version = str(iteration)
-        target = self.directory / _name(version)
+    async def push_next(self) -> str:
+        """Push the weights to the engine as the next version; returns it. An iteration without training takes none."""
+        return await self.push(str(self._version + 1))
+
+    async def push(self, version: str) -> str:
+        """Push the weights to the engine as ``version``; returns it."""
+        target = self.directory / version_name(version)
         await run_in_thread(partial(self._trainer.save_weights, target, dtype=self.dtype))
         await self.sync.push(str(target), version)
+        self._version = int(version)
         # includes checkpoints from before a restart
         others = sorted(path for path in self.directory.glob("v*") if path.is_dir() and path != target)
         for path in others[:-1]:
@@ -53,14 +58,15 @@ class WeightPublisher:
 
     async def push_again(self, version: str, *, base_url: str) -> None:
         """Push the weights of ``version`` to another engine, too; they are kept until then."""
-        self._in_use = self.directory / _name(version)
+        self._in_use = self.directory / version_name(version)
         try:
             await DiskWeightSync(base_url=base_url).push(str(self._in_use), version)
         finally:
             self._in_use = None
 
 
-def _name(version: str) -> str:
+def version_name(version: str) -> str:
+    """The name of a directory with the weights of ``version``."""
     return f"v{int(version):06d}"
 
 

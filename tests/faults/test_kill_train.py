@@ -24,6 +24,8 @@ pytest.importorskip("torch", reason="needs agl-slime[local]")
 
 MIXED = list(zip(PHASES, SIGNALS + SIGNALS[2:], strict=True))
 KILLS = [(phase, signal.SIGKILL) for phase in PHASES]
+# with groups enough that some group of three iterations in a row has two different rewards
+DROPPING = "--drop-zero-variance --rollout-batch-size 6 --group-min-ratio 0.6"
 
 
 @pytest.mark.slow
@@ -35,8 +37,8 @@ KILLS = [(phase, signal.SIGKILL) for phase in PHASES]
         ("slime", 2, MIXED, ""),
         ("local", 0, KILLS, ""),
         ("local", 2, KILLS, ""),
-        ("local", 0, KILLS, "--drop-zero-variance"),
-        ("local", 2, KILLS, "--drop-zero-variance"),
+        ("local", 0, KILLS, DROPPING),
+        ("local", 2, KILLS, DROPPING),
     ],
     ids=["mixed", "mixed-2", "slime", "killed", "killed-2", "killed-dropping", "killed-dropping-2"],
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import io
+import itertools
 import json
 import shutil
 import urllib.request
@@ -26,7 +27,9 @@ from agl_slime.engine.client.weights import DiskWeightSync
 from agl_slime.errors import AglSlimeError, ConfigError
 from agl_slime.metric_names import REQUIRED_KEYS
 from agl_slime.report import read_metrics
+from agl_slime.report.audit import audit
 from agl_slime.tokens.loading import load_tokenizer
+from agl_slime.tokens.trajectory import Trajectory
 from tests.faults.token_counter import TokenCounter
 
 
@@ -212,6 +215,46 @@ async def test_foreign_weights_are_refused_in_the_first_iteration(
             await run_training(config, given=parts, console=Console(file=io.StringIO()))
     finally:
         await DiskWeightSync(base_url=embedded_engine).push(str(policy_dir), before)
+
+
+async def test_an_iteration_without_training_takes_no_weight_version(
+    policy_dir: Path, embedded_engine: str, tmp_path: Path
+) -> None:
+    """Tokens that were sampled before it are as old as the number of pushes since."""
+
+    class Flat(Sorter):
+        scored = 0
+
+        async def compute_reward(self, task: dict[str, Any], trajectory: Trajectory) -> float:
+            self.scored += 1
+            return float(task["number"] >= 8 and self.scored % 2)
+
+    numbers = itertools.count()
+    config = train_config(
+        model_path=policy_dir,
+        sglang_url=embedded_engine,
+        num_iterations=6,
+        rollout_batch_size=2,
+        n_samples_per_prompt=4,
+        max_staleness=2,
+        drop_zero_variance=True,
+        max_new_tokens=4,
+        eval_interval=0,
+        output_dir=tmp_path / "out",
+    )
+    parts = RunParts(agent=Flat(), tasks=lambda rng: {"prompt": "Say something.", "number": next(numbers)})
+    before = model_info(embedded_engine)["weight_version"]
+    try:
+        await run_training(config, given=parts, console=Console(file=io.StringIO()))
+    finally:
+        await DiskWeightSync(base_url=embedded_engine).push(str(policy_dir), before)
+    rows = read_metrics(tmp_path / "out" / "metrics.jsonl")
+    trained = ["train/steps" in row for row in rows]
+    assert not trained[0]
+    assert trained[-1]
+    assert [row["weights/version"] for row in rows] == [str(sum(trained[: n + 1])) for n in range(6)]
+    assert max(row.get("rollout/staleness_max") or 0 for row in rows) == 2
+    assert audit(tmp_path / "out").findings == []
 
 
 @pytest.mark.slow

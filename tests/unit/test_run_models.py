@@ -13,8 +13,11 @@ from agl_slime.events import IterationFinished
 from agl_slime.report.files import RunDir
 
 
-def validated(iteration: int, mean: float | None, failed: int, count: int = 16) -> IterationFinished:
-    metrics = {"val/reward_mean": mean, "val/count": count, "val/failed": failed}
+def validated(
+    iteration: int, mean: float | None, failed: int, count: int = 16, version: int | None = None
+) -> IterationFinished:
+    version = iteration if version is None else version
+    metrics = {"val/reward_mean": mean, "val/count": count, "val/failed": failed, "weights/version": str(version)}
     return IterationFinished(iteration=iteration, metrics=metrics)
 
 
@@ -51,3 +54,12 @@ def test_a_validation_whose_rollouts_failed_is_not_the_best(tmp_path: Path, capl
     with caplog.at_level(logging.WARNING):  # a resumed run knows the share of before
         models_of(tmp_path).handle(validated(7, 0.8, failed=0))
     assert "another share of failed rollouts" in caplog.text
+
+
+def test_the_best_model_is_of_an_iteration_without_training(tmp_path: Path) -> None:
+    models = models_of(tmp_path)
+    (tmp_path / "weights" / "v000003" / "config.json").write_text('{"third": true}')
+    models.handle(validated(20, 0.5, failed=0, version=3))  # of 20 iterations 3 had a group to train on
+    models.save_best()
+    assert best(tmp_path) == 20
+    assert json.loads((tmp_path / "model-best" / "config.json").read_text()) == {"third": True}

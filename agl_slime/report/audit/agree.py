@@ -374,7 +374,10 @@ class _Auditor:
             if iteration not in self.versions:
                 self._report(_METRICS, f"there is no line of iteration {iteration}")
             elif (self.path / _TRAINED).exists():
-                version = str(iteration) if self.batches[iteration] else version
+                if self.batches[iteration]:
+                    # in older runs an iteration without training took a number, too
+                    older = self.versions[iteration] == str(iteration)
+                    version = str(iteration if older else int(version) + 1)
                 self._claim(_TRAINED, f"iteration {iteration}", **{"weights/version": version})
 
     def _check_ends(self) -> None:
