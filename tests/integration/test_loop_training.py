@@ -29,7 +29,6 @@ from agl_slime.metric_names import REQUIRED_KEYS
 from agl_slime.report import read_metrics
 from agl_slime.report.audit import audit
 from agl_slime.tokens.loading import load_tokenizer
-from agl_slime.tokens.trajectory import Trajectory
 from tests.faults.token_counter import TokenCounter
 
 
@@ -225,7 +224,7 @@ async def test_an_iteration_without_training_takes_no_weight_version(
     class Flat(Sorter):
         scored = 0
 
-        async def compute_reward(self, task: dict[str, Any], trajectory: Trajectory) -> float:
+        def compute_reward(self, task: dict[str, Any], response: str) -> float:
             self.scored += 1
             return float(task["number"] >= 8 and self.scored % 2)
 
