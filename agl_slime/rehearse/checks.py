@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import json
 import math
 import os
@@ -15,6 +16,7 @@ from agl_slime.errors import ConfigError
 from agl_slime.loop.task_files import read_rows, split_slice
 from agl_slime.rehearse.parsing import Parsed
 from agl_slime.rehearse.script import Played, Training
+from agl_slime.train.slime.args import setting_names
 from agl_slime.train.slime.flags import without_effect
 from agl_slime.train.slime.prompt_data import DEFAULT_INPUT_KEY
 
@@ -100,6 +102,10 @@ def _flag(name: str) -> str:
     return name if name.startswith("agl_") else f"--{name.replace('_', '-')}"
 
 
+def _meant(near: str | None) -> str:
+    return f"did you mean {near}?" if near else ""
+
+
 def _count(nodes: int) -> str:
     return f"{nodes} node{'s' * (nodes > 1)}"
 
@@ -152,13 +158,19 @@ def _parser(parsed: Parsed) -> Iterator[Finding]:
     for text in parsed.refused:
         yield _breaks("slime refuses the flags", " ".join(text.split()))
     for name, path in parsed.missing.items():
-        yield _breaks(f"{_flag(name)} {path} does not exist on this machine", "put it there on each node")
+        fix = _meant(parsed.near.get(name)) or "put it there on each node"
+        yield _breaks(f"{_flag(name)} {path} does not exist on this machine", fix)
     for name, why in parsed.unimportable.items():
-        fix = "install it on each node, or put its directory into the job's PYTHONPATH"
-        yield _breaks(f"{_flag(name)} cannot be imported ({why})", fix)
+        fix = _meant(parsed.near.get(name)) or "install it on each node, or put its directory into the job's PYTHONPATH"
+        yield _breaks(f"{_flag(name)} {(parsed.args or {}).get(name)} cannot be imported ({why})", fix)
     for flag, near in parsed.ignored.items():
         what = f"{flag} is read by no parser and has no effect, without a message of slime's"
-        yield _costs(what, f"did you mean {near}?" if near else "take it out, or correct it")
+        yield _costs(what, _meant(near) or "take it out, or correct it")
+    names = setting_names()
+    for name in parsed.args or ():
+        if name.startswith("agl_") and name not in names:
+            near = (difflib.get_close_matches(name, names, n=1) or [""])[0]
+            yield _costs(f"{name} is no setting and has no effect", _meant(near) or "take it out, or correct it")
 
 
 # -- slime's arguments -----------------------------------------------------------------------------------------------
@@ -373,7 +385,12 @@ def _modules(args: Arguments, training: Training, nodes: Nodes) -> Iterator[Find
     names["agl_agent"] = args.agl_agent
     for name, value in names.items():
         module = re.split(r"[.:]", value or "")[0]
-        if module and Path(training.cwd, f"{module}.py").is_file() and training.cwd not in path:
+        if (
+            module
+            and not module.startswith("/")
+            and Path(training.cwd, f"{module}.py").is_file()
+            and training.cwd not in path
+        ):
             what = f"{_flag(name)} {value} is importable only from {training.cwd}, where workers elsewhere do not start"
             fix = "put it on a shared disk and into the runtime environment's PYTHONPATH, or give working_dir"
             yield _breaks(what, fix)

@@ -14,6 +14,7 @@ from typing import Any
 
 from agl_slime.errors import ConfigError, MissingDependencyError
 from agl_slime.rehearse.script import Training
+from agl_slime.train.slime.args import setting_names
 
 STANDINS = Path(__file__).parent / "standins"
 _PROGRAM = Path(__file__).parent / "programs" / "parse.py"
@@ -23,12 +24,14 @@ _FLAG = re.compile(r"(?<![\w-])--[a-z][\w-]+")
 @dataclass(frozen=True)
 class Parsed:
     """slime's arguments, ``None`` if its parser has ended; sentences of its refusals; paths that are missing and
-    objects that cannot be imported, by argument; flags that no parser reads, each with the likely one or ``""``."""
+    objects that cannot be imported, by argument, and the nearest names that exist; flags that no parser reads, each
+    with the likely one or ``""``."""
 
     args: Mapping[str, Any] | None
     refused: tuple[str, ...] = ()
     missing: Mapping[str, str] = field(default_factory=dict)
     unimportable: Mapping[str, str] = field(default_factory=dict)
+    near: Mapping[str, str] = field(default_factory=dict)
     ignored: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -50,6 +53,7 @@ def parse(training: Training, *, slime_dir: Path, python: str, scratch: Path) ->
         "slime": str(slime_dir.resolve()),
         "scratch": str(scratch),
         "path": [str(place), *given, str(ours)],
+        "settings": _settings({**os.environ, **training.env}),
     }
     asked, answered = scratch / "parse.json", scratch / "parsed.json"
     asked.write_text(json.dumps(request))
@@ -71,8 +75,15 @@ def parse(training: Training, *, slime_dir: Path, python: str, scratch: Path) ->
         refused=tuple(answer["refused"]),
         missing=answer["missing"],
         unimportable=answer["unimportable"],
+        near=answer["near"],
         ignored=_ignored(training.flags, set(answer["options"]), slime_dir, real=answer["real"]),
     )
+
+
+def _settings(environ: Mapping[str, str]) -> dict[str, Any]:
+    """Our settings that the environment gives, numbers as numbers."""
+    given = {name: environ.get(f"AGL_SLIME_{name.removeprefix('agl_').upper()}") for name in setting_names()}
+    return {name: int(value) if value.isdecimal() else value for name, value in given.items() if value}
 
 
 def _ignored(flags: tuple[str, ...], options: set[str], slime_dir: Path, *, real: list[str]) -> dict[str, str]:

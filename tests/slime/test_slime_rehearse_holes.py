@@ -83,6 +83,68 @@ HOLES: dict[str, tuple[dict[str, Any], dict[str, Any], str, str]] = {
     ),
 }
 
+# kinds of names of code and files, each misspelt, with the likely one
+MISSPELT: dict[str, tuple[dict[str, Any], dict[str, Any], str, str]] = {
+    "an agent's class": (
+        {},
+        {"agl_agent": "agl_slime.cli.demo.agent:LokupAgent"},
+        "agl_agent agl_slime.cli.demo.agent:LokupAgent cannot be imported (AttributeError",
+        "did you mean agl_slime.cli.demo.agent:LookupAgent?",
+    ),
+    "an agent's module": (
+        {},
+        {"agl_agent": "agl_slime.cli.demo.agnt:LookupAgent"},
+        "agl_agent agl_slime.cli.demo.agnt:LookupAgent cannot be imported (ModuleNotFoundError",
+        "did you mean agl_slime.cli.demo.agent:LookupAgent?",
+    ),
+    "an agent's file": (
+        {},
+        {"agl_agent": "mne.py:Agent"},
+        "agl_agent mne.py:Agent cannot",
+        "did you mean mine.py:Agent?",
+    ),
+    "an agent without a class": (
+        {},
+        {"agl_agent": "agl_slime.cli.demo.agent.LookupAgent"},
+        "cannot be imported (expected module:Class or file.py:Class)",
+        "did you mean agl_slime.cli.demo.agent:LookupAgent?",
+    ),
+    "an agent of a controller": (
+        {},
+        {"agl_runners": "controller", "agl_agent": "mine:Agnt", "agl_controller_python": sys.executable},
+        "agl_agent mine:Agnt cannot be imported (AttributeError",
+        "did you mean mine:Agent?",
+    ),
+    "a controller's Python": (
+        {},
+        {"agl_runners": "controller", "agl_controller_python": "tasks.json"},
+        "agl_controller_python tasks.json does not exist",
+        "did you mean tasks.jsonl?",
+    ),
+    "tasks": (
+        {},
+        {"agl_tasks": "task.jsonl@[0:4]"},
+        "agl_tasks task.jsonl@[0:4] does not",
+        "did you mean tasks.jsonl?",
+    ),
+    "evaluation tasks": ({}, {"agl_eval_tasks": "tasks.json"}, "agl_eval_tasks tasks.json does", "mean tasks.jsonl?"),
+    "a job's template": (
+        {},
+        {"agl_runners": "controller", "agl_agent": None, "agl_job_template": "none.yaml"},
+        "agl_job_template none.yaml does not exist",
+        "put it there",
+    ),
+    "a directory": ({}, {"agl_replay_files": "/none/replay"}, "agl_replay_files /none/replay does", "put it there"),
+    "a log": ({}, {"agl_controller_log": "/none/log"}, "agl_controller_log /none/log does", "put it there"),
+    "a hook": (
+        {"custom-reward-post-process-path": "agl_slime.slime_hooks.normalise_rewards"},
+        {},
+        "--custom-reward-post-process-path agl_slime.slime_hooks.normalise_rewards cannot be imported",
+        "did you mean agl_slime.slime_hooks.normalize_rewards?",
+    ),
+    "a setting": ({}, {"agl_max_stalenes": 1}, "agl_max_stalenes is no setting", "did you mean agl_max_staleness?"),
+}
+
 
 def found_in(directory: Path, model: Path, flags: dict[str, Any], settings: dict[str, Any]) -> list[str]:
     """The findings of a rehearsal on two nodes, without notes."""
@@ -102,6 +164,22 @@ def found_in(directory: Path, model: Path, flags: dict[str, Any], settings: dict
 
 def test_the_sound_script_has_no_findings(policy_dir: Path, tmp_path: Path) -> None:
     assert found_in(tmp_path, policy_dir, {}, {}) == []
+
+
+@pytest.mark.parametrize("hole", MISSPELT)
+def test_a_misspelt_name_is_one_sentence_with_the_likely_one(hole: str, policy_dir: Path, tmp_path: Path) -> None:
+    flags, settings, fault, fix = MISSPELT[hole]
+    texts = [one for one in found_in(tmp_path, policy_dir, flags, settings) if fault in one]
+    assert len(texts) == 1
+    assert fix in texts[0]
+
+
+def test_settings_of_the_jobs_environment_count(
+    policy_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AGL_SLIME_AGENT", "mine:Agnt")
+    (fault,) = (one for one in found_in(tmp_path, policy_dir, {}, {"agl_agent": None}) if "Agnt cannot" in one)
+    assert fault.endswith("did you mean mine:Agent?")
 
 
 @pytest.mark.parametrize("hole", HOLES)

@@ -205,6 +205,20 @@ def test_faults_of_several_nodes():
     assert findings(Nodes(2, 8), **two) == []
 
 
+def test_names_that_do_not_resolve():
+    args = {**SOUND, "agl_agent": "a:B", "agl_tasks": "t.jsonl", "agl_agnt": "a:B"}
+    lacking = {"unimportable": {"agl_agent": "AttributeError: none"}, "missing": {"agl_tasks": "t.jsonl"}}
+    near = {"agl_agent": "a:C", "agl_tasks": ""}
+    training = Training("train.py", (), {}, "/nowhere", submitted=True)
+    played = Played((), 0, "", isolated=True)
+    texts = [one.text for one in check(played, Parsed(args=args, near=near, **lacking), training, ONE)]
+    assert texts[:3] == [
+        "agl_tasks t.jsonl does not exist on this machine: put it there on each node",
+        "agl_agent a:B cannot be imported (AttributeError: none): did you mean a:C?",
+        "agl_agnt is no setting and has no effect: did you mean agl_agent?",
+    ]
+
+
 def test_data_without_the_named_keys(tmp_path: Path):
     data = tmp_path / "d.jsonl"
     data.write_text("".join(json.dumps({"question": "1?", "label": str(n)}) + "\n" for n in range(40)))

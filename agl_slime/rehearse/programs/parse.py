@@ -4,8 +4,8 @@ are not here are noted and replaced, so that one missing file does not hide the 
     python parse.py REQUEST.json ANSWER.json
 
 Uses the standard library and slime. REQUEST: ``flags``, ``standins``, ``slime``, ``scratch``, ``path`` (the job's
-PYTHONPATH). ANSWER: ``args``, ``options``, ``refused``, ``missing``, ``unimportable``, ``real`` (the packages that are
-no stand-ins).
+PYTHONPATH), ``settings`` (ours of the job's environment). ANSWER: ``args``, ``options``, ``refused``, ``missing``,
+``unimportable``, ``near`` (names that exist, by argument), ``real`` (the packages that are no stand-ins).
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ import importlib.util
 import io
 import json
 import os
-import pkgutil
 import re
+import shutil
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -27,6 +27,7 @@ from typing import Any
 _PATHS = ("ref_load", "opd_teacher_load")
 _FILES = ("custom_config_path", "eval_config", "megatron_config_path")
 _NAMED = re.compile(r"^[A-Za-z_]\w*(\.\w+)+$")
+_OUR_FILES = ("agl_tasks", "agl_eval_tasks", "agl_job_template", "agl_replay_files")
 
 
 def main(request: dict[str, Any]) -> dict[str, Any]:
@@ -37,7 +38,7 @@ def main(request: dict[str, Any]) -> dict[str, Any]:
     options = _collect_options()
     from slime.utils import arguments
 
-    answer: dict[str, Any] = {"refused": [], "missing": {}, "unimportable": {}, "real": real, "args": None}
+    answer: dict[str, Any] = {"refused": [], "missing": {}, "unimportable": {}, "near": {}, "real": real, "args": None}
     raw: dict[str, Any] = {}
     _replace_validation(arguments, answer, raw, request["scratch"])
     sys.argv = ["train.py", *request["flags"]]
@@ -57,7 +58,8 @@ def main(request: dict[str, Any]) -> dict[str, Any]:
         answer["args"] = {name: value for name, value in args.items() if _plain(value)}
         datasets = args.get("eval_datasets") or ()
         answer["args"]["eval_datasets"] = [{"name": one.name, "path": one.path} for one in datasets]
-        answer["unimportable"] = _unimportable(answer["args"])
+        answer["args"] = {**request["settings"], **answer["args"]}
+        _resolve(answer["args"], answer)
     return answer
 
 
@@ -111,16 +113,37 @@ def _replace_validation(arguments: Any, answer: dict[str, Any], raw: dict[str, A
     arguments.slime_validate_args = checked
 
 
-def _unimportable(args: dict[str, Any]) -> dict[str, str]:
-    """Flags that name Python objects which cannot be imported here, each with the reason."""
-    failed = {}
-    for name, value in args.items():
-        if name.endswith("_path") and isinstance(value, str) and _NAMED.match(value) and not os.path.exists(value):
-            try:
-                pkgutil.resolve_name(value)
-            except (ImportError, AttributeError, ValueError) as error:
-                failed[name] = f"{type(error).__name__}: {error}"
-    return failed
+def _resolve(args: dict[str, Any], answer: dict[str, Any]) -> None:
+    """Note the objects that slime's flags and our settings name and that cannot be imported, our files that are
+    missing, and the nearest names that exist."""
+    from agl_slime.loop.task_files import split_slice
+    from agl_slime.rehearse.names import near_file, unresolved, unresolved_elsewhere
+
+    missing = {name: str(args[name]) for name in _OUR_FILES if args.get(name)}
+    missing = {name: path for name, path in missing.items() if not split_slice(path)[0].exists()}
+    python = args.get("agl_controller_python") or os.environ.get("AGL_CONTROLLER_PYTHON") or ""
+    runs = bool(python) and shutil.which(python) is not None
+    if args.get("agl_controller_python") and not runs:
+        missing["agl_controller_python"] = python
+    if (log := args.get("agl_controller_log")) and not Path(log).absolute().parent.is_dir():
+        missing["agl_controller_log"] = log
+    answer["missing"] |= missing
+    answer["near"] |= {name: near_file(split_slice(path)[0]) for name, path in answer["missing"].items()}
+    objects = {name: value for name, value in args.items() if name.endswith("_path") and isinstance(value, str)}
+    objects = {name: value for name, value in objects.items() if _NAMED.match(value) and not os.path.exists(value)}
+    lacking = {name: unresolved(value) for name, value in objects.items()}
+    if agent := args.get("agl_agent"):
+        sys.path.insert(0, os.getcwd())  # as the agent's loader does
+        if ":" not in agent:
+            near = ":".join(agent.rpartition(".")[::2])
+            lacking["agl_agent"] = "expected module:Class or file.py:Class", "" if unresolved(near) else near
+        elif args.get("agl_runners") != "controller":
+            lacking["agl_agent"] = unresolved(agent)
+        elif runs:
+            lacking["agl_agent"] = unresolved_elsewhere(agent, python)
+    for name, lack in lacking.items():
+        if lack is not None:
+            answer["unimportable"][name], answer["near"][name] = lack
 
 
 def _importable(name: str) -> bool:

@@ -217,6 +217,13 @@ class PluginSettings(BaseModel):
         return settings
 
 
+def setting_names() -> set[str]:
+    """The names of all settings, ``agl_…``."""
+    of_slime = {"prompt_data", "model", "sampling", "eval_sampling", "eval_sets", "sampling_seeds", "blocking"}
+    rooms = {path.partition(".")[0] for path in _PATHS.values()}
+    return {f"agl_{name}" for name in {*PluginSettings.model_fields, *_PATHS} - of_slime - rooms}
+
+
 def prompt_data(args: Any) -> PromptData | None:
     """slime's ``--prompt-data`` and the flags that say how it is read; ``None`` without it."""
     if (path := getattr(args, "prompt_data", None)) is None:

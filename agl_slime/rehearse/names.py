@@ -1,0 +1,111 @@
+"""Names of code and of files where this module runs: why one does not resolve, and the nearest one that does. Uses the
+standard library at its top, as a controller's Python runs it too:
+
+    python names.py CODE        prints the reason and the nearest name as a JSON list, or null
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import os
+import pkgutil
+import re
+import subprocess
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+_CUTOFF = 0.75  # of difflib's ratio: a letter or two of a short name
+
+
+def unresolved(code: str) -> tuple[str, str] | None:
+    """Why ``pkg.module.name``, ``pkg.module:name`` or ``file.py:name`` cannot be imported, and the nearest name that
+    can, or ``""``; ``None`` if it can."""
+    source, _, name = code.rpartition(":")
+    try:
+        if source.endswith(".py"):
+            getattr(_file(source), name)
+        else:
+            pkgutil.resolve_name(code)
+    except (Exception, SystemExit) as error:  # a module may raise anything
+        near = _near_in_file(source, name) if source.endswith(".py") else _near_code(code)
+        return f"{type(error).__name__}: {error}", near
+    return None
+
+
+def unresolved_elsewhere(code: str, python: str) -> tuple[str, str] | None:
+    """``unresolved`` in another Python, from the current directory."""
+    command = [python, __file__, code]
+    finished = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    if finished.returncode:
+        return (finished.stderr.strip().splitlines() or [f"code {finished.returncode}"])[-1], ""
+    lack = json.loads(finished.stdout.splitlines()[-1])
+    return None if lack is None else (lack[0], lack[1])
+
+
+def near_file(path: str | Path) -> str:
+    """The nearest name in the directory of ``path``, with that directory, or ``""``."""
+    given = Path(path)
+    names = os.listdir(given.parent) if given.parent.is_dir() else []
+    near = _nearest(given.name, names)
+    return str(given.parent / near) if near else ""
+
+
+def _nearest(name: str, names: Iterable[str]) -> str:
+    return (difflib.get_close_matches(name, [*names], n=1, cutoff=_CUTOFF) or [""])[0]
+
+
+def _file(path: str) -> ModuleType:
+    from agl_slime.agent.by_file import import_file
+
+    return import_file(path)
+
+
+def _near_in_file(source: str, name: str) -> str:
+    file = source if Path(source).is_file() else near_file(source)
+    try:
+        names = vars(_file(file)) if file.endswith(".py") else {}
+    except (Exception, SystemExit):  # the file's own error is the reason already
+        return ""
+    near = name if name in names else _nearest(name, names)
+    return f"{file}:{near}" if near else ""
+
+
+def _near_code(code: str) -> str:
+    """``code`` with each part that does not exist replaced by the nearest one beside it."""
+    first, *others = re.split(r"(?=[.:])", code)
+    value: Any = None
+    name = ""
+    for part in (first, *others):
+        outer, mark, wanted = value, part[: part[0] in ".:"], part.lstrip(".:")
+        exists, value = _resolved(f"{name}{part}")
+        if not exists:
+            near = _nearest(wanted, _names(outer))
+            exists, value = _resolved(f"{name}{mark}{near}") if near else (False, None)
+            part = f"{mark}{near}"
+        if not exists:
+            return ""
+        name += part
+    return name if name != code else ""
+
+
+def _resolved(code: str) -> tuple[bool, Any]:
+    try:
+        return True, pkgutil.resolve_name(code)
+    except (Exception, SystemExit):
+        return False, None
+
+
+def _names(of: Any) -> set[str]:
+    """The attributes and submodules of an object, or all modules for ``None``."""
+    if of is None:
+        return {module.name for module in pkgutil.iter_modules()}
+    return {*dir(of), *(module.name for module in pkgutil.iter_modules(getattr(of, "__path__", ())))}
+
+
+if __name__ == "__main__":
+    sys.path[0] = os.getcwd()
+    print(json.dumps(unresolved(sys.argv[1])))
