@@ -18,41 +18,60 @@ from agl_slime.loop.checkpoint import read_checkpoints
 from agl_slime.report.autopsy import unpack
 from agl_slime.report.files import RunDir, iter_jsonl, read_object
 from agl_slime.report.rollouts import digest_sample, mask_of
+from agl_slime.report.slime_runs import dump_files
 from agl_slime.train.local.settings import LocalTrainerSettings
 from agl_slime.types import Sample, flat_samples, sample_from_fields
 
 if TYPE_CHECKING:
     from agl_slime.train.local.influence import Influences
+    from agl_slime.train.local.trainer import LocalTrainer
 
 COMPARED = ("loss", "grad_norm", "clip_fraction", "kl", "entropy", "logprob_diff_mean", "logprob_diff_max", "steps")
 """Metrics of the trainer that a replay must reproduce."""
+Advantages = Literal["std", "mean", "reward"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class ReplayConfig:
     """Compute a step of a run's local trainer again from its files and compare it with the recorded one; with changes,
     show the step as it would have been. Needs --keep-rollouts all and weights before the step: the start model or one
-    of the last two checkpoints, from which the steps in between are computed, too."""
+    of the last two checkpoints, from which the steps in between are computed, too. Of slime's --dump-details, rewards,
+    advantages and losses are computed again; slime's flags of the run follow after --."""
 
     run_dir: tyro.conf.Positional[Path]
-    """The directory of a run of the local trainer."""
+    """The directory of a run of the local trainer, or of slime's --dump-details."""
     step: int
-    """The iteration."""
+    """The iteration; slime's rollout id."""
+    model_path: Path | None = None
+    """The policy before a step of slime's, as a Hugging Face checkpoint: adds gradient norm and entropy. For a run of
+    the local trainer, where the start model is now."""
     without: tuple[str, ...] = ()
     """Rollouts to leave out."""
     reward: str | None = None
     """Another reward, as path/to/file.py:function of a kept rollout's line of rollouts.jsonl."""
+    advantages: Advantages | None = None
+    """Other advantages: the reward minus the mean of the prompt's rollouts (mean), also over their standard deviation
+    (std), or the reward."""
     loss: Literal["ppo", "gspo", "cispo"] | None = None
-    """Another --local.loss."""
+    """Another --local.loss, or --advantage-estimator of slime's."""
     clip: float | None = None
-    """Another --local.clip."""
+    """Another --local.clip, or --eps-clip of slime's."""
     influences: int = 0
     """Show the rollouts that moved the step most, and the tokens whose log-probs it moved most: so many of each."""
 
     @property
     def changes(self) -> dict[str, Any]:
         """The changed settings of the trainer."""
-        return {name: value for name in ("loss", "clip") if (value := getattr(self, name)) is not None}
+        changes = {name: value for name in ("loss", "clip") if (value := getattr(self, name)) is not None}
+        if self.advantages is not None:
+            changes |= {"rewards_normalization": self.advantages != "reward"}
+            changes |= {"std_normalization": self.advantages == "std"}
+        return changes
+
+    @property
+    def changed(self) -> bool:
+        """Whether the step is also computed with changes."""
+        return bool(self.changes or self.without or self.reward)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,18 +115,32 @@ class Replay:
 
 
 def main(arguments: Sequence[str]) -> None:
-    config = tyro.cli(ReplayConfig, prog="agl-slime replay", args=list(arguments))
+    at = arguments.index("--") if "--" in arguments else len(arguments)  # slime's flags follow
+    config = tyro.cli(ReplayConfig, prog="agl-slime replay", args=list(arguments[:at]))
+    if not RunDir(config.run_dir).config.exists() and dump_files(config.run_dir):
+        from agl_slime.cli.replay_slime import print_replay, replay_dump
+
+        print_replay(config, replay_dump(config, slime_flags=arguments[at + 1 :]))
+        return
+    if arguments[at + 1 :]:
+        raise ConfigError(f"slime's flags after -- are for its dumps, and {config.run_dir} has none")
     result = replay(config)
-    titles = ["recorded", "again", *(["changed"] if result.changed is not None else [])]
-    print(f"{'':<24}" + "".join(f"{title:>14}" for title in titles))
-    for name in result.recorded:
-        columns = [getattr(result, title)[name] for title in titles]
-        print(f"{name:<24}" + "".join(f"{value:>14.6g}" for value in columns))
+    print_columns(result)
     print(f"\nLargest difference of recorded and again: {result.difference:.2g}")
     if result.earlier:
         print(f"In the {len(result.earlier)} steps before it that were computed, too: {max(result.earlier):.2g}")
     if result.influences is not None:
         print_influences(result.influences, most=config.influences)
+
+
+def print_columns(result: Replay) -> None:
+    """The metrics of each column, also where another column lacks them."""
+    columns = {"recorded": result.recorded, "again": result.again}
+    columns |= {} if result.changed is None else {"changed": result.changed}
+    print(f"{'':<38}" + "".join(f"{title:>14}" for title in columns))
+    for name in dict.fromkeys(name for column in columns.values() for name in column):
+        values = (column.get(name) for column in columns.values())
+        print(f"{name:<38}" + "".join(f"{'-' if value is None else format(value, '.6g'):>14}" for value in values))
 
 
 def print_influences(weighed: InfluencesOfStep, *, most: int) -> None:
@@ -122,17 +155,17 @@ def print_influences(weighed: InfluencesOfStep, *, most: int) -> None:
         figures = f"  {shares[i]:>17.1%}  {of.on_loss[i, i]:>12.4g}  {moved[i]:>+14.3g}"
         print(f"{figures}  {weighed.rollouts[i]}, most: {moved[j]:+.3g} in {weighed.rollouts[j]}")
     print("\nTokens by the change of their log-prob in the step:")
-    for token in weighed.tokens[:most]:
+    print_tokens(weighed.tokens[:most])
+
+
+def print_tokens(tokens: Sequence[MovedToken]) -> None:
+    for token in tokens:
         print(f"  {token.before:9.3f} {token.after:9.3f}  {token.piece!r} at {token.place} of {token.rollout_id}")
 
 
 def replay(config: ReplayConfig) -> Replay:
     """Raises ``ConfigError`` when the run's files lack what the step needs."""
-    try:
-        from agl_slime.train.local.influence import influences
-        from agl_slime.train.local.trainer import LocalTrainer
-    except ImportError as error:
-        raise MissingDependencyError('agl-slime replay needs torch: pip install "agl-slime[local]"') from error
+    LocalTrainer = trainer_class()
     run = RunDir(config.run_dir)
     settings = _settings(run)
     rows = {int(row["iteration"]): row for row in iter_jsonl(run.metrics)} if run.metrics.is_file() else {}
@@ -141,7 +174,7 @@ def replay(config: ReplayConfig) -> Replay:
             f"--step {config.step}: {run.metrics} has iterations {min(rows, default=0)} to {max(rows, default=0)}"
         )
     local = LocalTrainerSettings(**_local(settings))
-    first, model, state = _before(run, config.step)
+    first, model, state = _before(run, config)
     trained = _by_iteration(iter_jsonl(run.trained), first, config.step)
     kept = _kept(run, trained)
     how = _how(settings)
@@ -155,30 +188,53 @@ def replay(config: ReplayConfig) -> Replay:
     with tempfile.TemporaryDirectory() as directory:
         trainer.save(before := Path(directory) / "before")
         batch = rebuild(trained[config.step], kept)
-        of = influences(trainer, batch) if config.influences else None
-        before_step = trainer.score(batch) if config.influences else []
-        again = trainer.train(batch, iteration=config.step)
-        weighed = None
-        if of is not None:
-            moved = _moved([*flat_samples(batch)], kept, before_step, trainer.score(batch))
-            names_of = {one.rollout_id: one.metadata["agl_rollout_id"] for one in flat_samples(batch)}
-            weighed = InfluencesOfStep(of=of, rollouts=[names_of[i] for i in of.rollouts], lr=trainer.lr, tokens=moved)
+        again, weighed = take_step(trainer, batch, kept, config)
         changed = None
-        if config.changes or config.without or config.reward:
+        if config.changed:
             other = LocalTrainer(model_path=model, settings=replace(local, **config.changes), **how)
             other.load(before)
             changed = other.train(_changed(batch, kept, config), iteration=config.step)
     return replace(_compared(rows[config.step], again, changed), earlier=earlier, influences=weighed)
 
 
-def _moved(
+def trainer_class() -> type[LocalTrainer]:
+    try:
+        from agl_slime.train.local.trainer import LocalTrainer
+    except ImportError as error:
+        raise MissingDependencyError('agl-slime replay needs torch: pip install "agl-slime[local]"') from error
+    return LocalTrainer
+
+
+def take_step(
+    trainer: LocalTrainer,
+    batch: Sequence[Sequence[Sample]],
+    kept: Mapping[str, Mapping[str, Any]],
+    config: ReplayConfig,
+) -> tuple[dict[str, float], InfluencesOfStep | None]:
+    """The metrics of the step on ``batch``, and its influences if ``config`` wants them. ``kept`` are lines of
+    ``rollouts.jsonl`` by rollout."""
+    if not config.influences:
+        return trainer.train(batch, iteration=config.step), None
+    from agl_slime.train.local.influence import influences
+
+    of, before = influences(trainer, batch), trainer.score(batch)
+    metrics = trainer.train(batch, iteration=config.step)
+    samples = [*flat_samples(batch)]
+    moved = moved_tokens(samples, kept, before, trainer.score(batch))
+    names_of = {one.rollout_id: one.metadata["agl_rollout_id"] for one in samples}
+    names = [names_of[number] for number in of.rollouts]
+    return metrics, InfluencesOfStep(of=of, rollouts=names, lr=trainer.lr, tokens=moved)
+
+
+def moved_tokens(
     samples: Sequence[Sample], kept: Mapping[str, Mapping[str, Any]], before: Sequence[Any], after: Sequence[Any]
 ) -> list[MovedToken]:
-    """The trained tokens of ``samples``, by the change of their log-probs."""
+    """The tokens under the mask of ``samples``, by the change of their log-probs."""
     tokens, seen = [], Counter[str]()
     for sample, had, has in zip(samples, before, after, strict=True):
         name = sample.metadata["agl_rollout_id"]
-        pieces = kept[name]["samples"][seen[name]].get("pieces") or ()
+        described = kept[name]["samples"][seen[name] : seen[name] + 1]  # long rollouts are not described whole
+        pieces = described[0].get("pieces") or () if described else ()
         seen[name] += 1
         places = len(sample.tokens) - sample.response_length + np.flatnonzero(mask_of(sample))
         for place, old, new in zip(places.tolist(), had.tolist(), has.tolist(), strict=True):
@@ -247,19 +303,26 @@ def _sample(tokens: Mapping[str, Any], reward: float, group: int, rollout: int) 
 def _changed(
     batch: list[list[Sample]], kept: Mapping[str, Mapping[str, Any]], config: ReplayConfig
 ) -> list[list[Sample]]:
-    every = {sample.metadata["agl_rollout_id"] for group in batch for sample in group}
-    if missing := [one for one in config.without if one not in every]:
-        raise ConfigError(f"--without {missing[0]}: step {config.step} did not train on this rollout")
-    judge: Any = None
-    if config.reward is not None:
-        module, name = agent_module(config.reward), split_agent(config.reward)[1]
-        if not callable(judge := getattr(module, name, None)):
-            raise ConfigError(f"--reward {config.reward}: the file has no function {name}")
-    for sample in (sample for group in batch for sample in group):
+    flat = [*flat_samples(batch)]
+    judge = judge_of(config, [sample.metadata["agl_rollout_id"] for sample in flat])
+    for sample in flat:
         sample.remove_sample = sample.metadata["agl_rollout_id"] in config.without
         if judge is not None:
             sample.reward = float(judge(kept[sample.metadata["agl_rollout_id"]]))  # type: ignore[arg-type]
     return batch
+
+
+def judge_of(config: ReplayConfig, rollouts: Sequence[str]) -> Any:
+    """The function of ``--reward``, or ``None``. Raises ``ConfigError`` if it is missing, or if a rollout of
+    ``--without`` is not in the step, which has ``rollouts``."""
+    if missing := [one for one in config.without if one not in rollouts]:
+        raise ConfigError(f"--without {missing[0]}: step {config.step} did not train on this rollout")
+    if config.reward is None:
+        return None
+    module, name = agent_module(config.reward), split_agent(config.reward)[1]
+    if not callable(judge := getattr(module, name, None)):
+        raise ConfigError(f"--reward {config.reward}: the file has no function {name}")
+    return judge
 
 
 def _settings(run: RunDir) -> dict[str, Any]:
@@ -282,13 +345,15 @@ def _local(settings: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _before(run: RunDir, step: int) -> tuple[int, Path, Path | None]:
+def _before(run: RunDir, config: ReplayConfig) -> tuple[int, Path, Path | None]:
     """The first step to compute, the model, and the trainer's state before it (``None``: of the start)."""
     checkpoints = read_checkpoints(run.checkpoints) if run.checkpoints.is_dir() else []
-    earlier = next((one for one in checkpoints if one.loop.iteration < step), None)
-    model = (read_object(run.start) or {}).get("model")
+    earlier = next((one for one in checkpoints if one.loop.iteration < config.step), None)
+    model = config.model_path or (read_object(run.start) or {}).get("model")
     if not model or not Path(model, "config.json").is_file():
-        raise ConfigError(f"{run.start} names no start model on this machine; a replay needs its configuration")
+        raise ConfigError(
+            f"{run.start} names no start model on this machine, whose configuration a replay needs; give --model-path"
+        )
     return (1, Path(model), None) if earlier is None else (earlier.loop.iteration + 1, Path(model), earlier.trainer)
 
 

@@ -104,13 +104,28 @@ class DumpedSample:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainedRow:
-    """The trainer's arrays of one Sample, per response token; ``None`` where the file has none."""
+    """The trainer's figures of one Sample, arrays per response token; ``None`` where the file has none."""
 
     mask: np.ndarray
-    engine: np.ndarray | None
-    log_probs: np.ndarray | None
-    advantages: np.ndarray | None
-    raw_reward: float | None
+    engine: np.ndarray | None = None
+    log_probs: np.ndarray | None = None
+    advantages: np.ndarray | None = None
+    returns: np.ndarray | None = None
+    kl: np.ndarray | None = None
+    """The KL term that slime shapes rewards with."""
+    ref_log_probs: np.ndarray | None = None
+    teacher_log_probs: np.ndarray | None = None
+    values: np.ndarray | None = None
+    """The critic's."""
+    reward: float | None = None
+    """After slime's normalisation."""
+    raw_reward: float | None = None
+
+
+_COLUMNS = {"engine": "rollout_log_probs"}
+_COLUMNS |= {
+    name: name for name in ("log_probs", "advantages", "returns", "kl", "ref_log_probs", "teacher_log_probs", "values")
+}
 
 
 def samples_of(value: Mapping[str, Any]) -> Iterator[DumpedSample | str]:
@@ -146,18 +161,20 @@ def trained_rows(value: Mapping[str, Any]) -> Iterator[tuple[bytes, TrainedRow]]
         if type(length) is not int or mask is None or len(mask) != length or length > len(tokens):
             continue
         raw = whole[place] if isinstance(whole, list) and type(place) is int and 0 <= place < len(whole) else None
-        names = ("rollout_log_probs", "log_probs", "advantages")
-        engine, log_probs, advantages = (numbers(row.get(name), "f", length=length) for name in names)
+        columns = {name: numbers(row.get(column), "f", length=length) for name, column in _COLUMNS.items()}
+        reward = _number(row.get("rewards"))
         yield (
             key_of(tokens, length),
-            TrainedRow(
-                mask=mask.astype(bool),
-                engine=engine,
-                log_probs=log_probs,
-                advantages=advantages,
-                raw_reward=_finite(raw),
-            ),
+            TrainedRow(mask=mask.astype(bool), reward=reward, raw_reward=_finite(raw), **columns),
         )
+
+
+def optimizer_steps(value: Mapping[str, Any]) -> int:
+    """The optimizer steps of a train dump; 0 if the file does not say."""
+    shards = value.get("dp_shards")
+    data = shards[0] if isinstance(shards, list) and shards else value.get("rollout_data")
+    sizes = data.get("global_batch_sizes") if isinstance(data, dict) else None
+    return len(sizes) if isinstance(sizes, list) else 0
 
 
 def key_of(tokens: Any, length: int) -> bytes:
@@ -269,11 +286,18 @@ def _rewards(value: Any) -> tuple[float | None, dict[str, float]]:
 
 
 def _finite(value: Any) -> float | None:
+    number = _number(value)
+    return number if number is not None and math.isfinite(number) else None
+
+
+def _number(value: Any) -> float | None:
+    """The number, which may be NaN, as slime's normalised reward of a group of one Sample."""
     import torch
 
     if type(value) is torch.Tensor and value.dim() == 0 and not value.is_complex():
         value = value.item()
-    return float(value) if type(value) in (int, float, bool) and abs(value) < 1e300 and math.isfinite(value) else None
+    valid = type(value) in (int, float, bool) and not (abs(value) >= 1e300 and math.isfinite(value))
+    return float(value) if valid else None
 
 
 def _whole(value: Any) -> int | None:

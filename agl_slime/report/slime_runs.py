@@ -8,6 +8,7 @@ import tempfile
 import threading
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ import numpy as np
 
 from agl_slime import metric_names as names
 from agl_slime.data.results import GroupResult, MemberResult, Outcome
+from agl_slime.errors import ConfigError
 from agl_slime.events import IterationFinished
 from agl_slime.loop.metrics import collect_metrics, eval_metrics
 from agl_slime.report.files import IterationFile, RunDir, cut, jsonable
@@ -27,6 +29,7 @@ from agl_slime.report.slime_files import (
     is_train_dump,
     key_of,
     load,
+    optimizer_steps,
     samples_of,
     trained_rows,
 )
@@ -51,6 +54,24 @@ def dump_files(path: Path) -> dict[int, dict[Path, bool]]:
             if (name := _NAME.fullmatch(file.name)) and len(name[2]) < 16:
                 files[int(name[2])][file] = name[1] is not None
     return dict(sorted(files.items()))
+
+
+@dataclass(frozen=True, kw_only=True)
+class DumpedStep:
+    """What slime dumped of a rollout id. ``rows`` are the trainer's, by the ``id`` of the Sample; ``groups`` were
+    sampled for training, ``evals`` for an evaluation."""
+
+    number: int
+    samples: Sequence[DumpedSample]
+    """For training, in slime's order."""
+    rows: Mapping[int, TrainedRow]
+    has_train_data: bool
+    optimizer_steps: int
+    """0 if the files do not say."""
+    groups: Sequence[GroupResult]
+    evals: Sequence[GroupResult]
+    conversations: Mapping[str, Sequence[Mapping[str, str]]]
+    """Messages by rollout."""
 
 
 class SlimeRun:
@@ -98,10 +119,31 @@ class SlimeRun:
                     self._seen[number] = now[number]
                     self._read(number, dumps[number])
 
-    def _read(self, number: int, files: Mapping[Path, bool]) -> None:
+    def step(self, number: int) -> DumpedStep:
+        """What the files hold of the rollout id ``number``. Raises ``ConfigError`` without files, or if one cannot be
+        read."""
+        dumps = dump_files(self.path)
+        if number not in dumps:
+            raise ConfigError(f"{self.path} has rollout ids {min(dumps, default=0)} to {max(dumps, default=0)}")
+        step = self._load(number, dumps[number])
+        if damaged := [file for file, evaluation in dumps[number].items() if file in self._errors and not evaluation]:
+            raise ConfigError(f"{damaged[0]} {self._errors[damaged[0]]}")
+        return step
+
+    def describe(self, step: DumpedStep) -> dict[str, dict[str, Any]]:
+        """The rollouts of ``step`` by id, as lines of ``rollouts.jsonl``."""
+        names_of = (member.rollout_id for group in step.groups for member in group.members)
+        return {
+            record["rollout_id"]: record
+            for _, kept in self._lines(step, dict.fromkeys(names_of, "all"))
+            for record in kept
+        }
+
+    def _load(self, number: int, files: Mapping[Path, bool]) -> DumpedStep:
         dumped: dict[bool, list[DumpedSample]] = {False: [], True: []}
         rows: dict[bytes, list[TrainedRow]] = defaultdict(list)
         self._trained.discard(number)
+        steps = 0
         for path, evaluation in files.items():
             self._errors.pop(path, None)
             try:
@@ -110,6 +152,7 @@ class SlimeRun:
                     for key, row in trained_rows(value):
                         rows[key].append(row)
                     self._trained.add(number)
+                    steps = max(steps, optimizer_steps(value))
                     continue
                 read = list(samples_of(value))
             except ValueError as error:
@@ -121,11 +164,24 @@ class SlimeRun:
         scores = {id(one.sample): row for one in dumped[False] if (row := _take(rows, one)) is not None}
         conversations: dict[str, list[dict[str, str]]] = {}
         groups = [self._group(number, name, part, scores, conversations) for name, part in _groups(dumped[False])]
-        evals = (self._group(number, name, part, {}, {}) for name, part in _groups(dumped[True]))
-        evaluated = [member for group in evals for member in group.members]
-        metrics = collect_metrics(groups, collect_s=0) if groups else {}
-        metrics |= _train_metrics(list(scores.values())) | (eval_metrics(evaluated) if evaluated else {})
-        self._write(number, groups, scores, conversations)
+        evals = [self._group(number, name, part, {}, {}) for name, part in _groups(dumped[True])]
+        return DumpedStep(
+            number=number,
+            samples=dumped[False],
+            rows=scores,
+            has_train_data=number in self._trained,
+            optimizer_steps=steps,
+            groups=groups,
+            evals=evals,
+            conversations=conversations,
+        )
+
+    def _read(self, number: int, files: Mapping[Path, bool]) -> None:
+        step = self._load(number, files)
+        evaluated = [member for group in step.evals for member in group.members]
+        metrics = collect_metrics(step.groups, collect_s=0) if step.groups else {}
+        metrics |= _train_metrics(list(step.rows.values())) | (eval_metrics(evaluated) if evaluated else {})
+        self._write(step)
         self._metrics.handle(IterationFinished(iteration=number, metrics=metrics))
 
     def _group(
@@ -185,22 +241,27 @@ class SlimeRun:
             text = self._tokenizer.decode([ids[at] for at in part])
             yield {"role": "assistant" if sampled else "environment", "content": text}
 
-    def _write(
-        self,
-        number: int,
-        groups: Sequence[GroupResult],
-        rows: Mapping[int, TrainedRow],
-        conversations: Mapping[str, Sequence[Mapping[str, str]]],
-    ) -> None:
-        rewards = {member.rollout_id: member.reward for group in groups for member in group.members}
+    def _write(self, step: DumpedStep) -> None:
+        rewards = {member.rollout_id: member.reward for group in step.groups for member in group.members}
         labels: dict[str, str] = {}
         if sum(size for files in self._seen.values() for _, size in files.values()) <= _ALL_BYTES:
             labels = dict.fromkeys(rewards, "all")
-        elif self._budget.allows(number):
-            labels = choose_rollouts(rewards, iteration=number)
+        elif self._budget.allows(step.number):
+            labels = choose_rollouts(rewards, iteration=step.number)
         lines, kept = [], []
-        for group in groups:
-            line = describe_group(group, collected=number)
+        for line, records in self._lines(step, labels):
+            kept += records
+            lines.append({**line, "kept": [one for one in line["rollouts"] if one in labels]})
+        self._rollouts.append(step.number, kept)
+        self._groups.append(step.number, lines)
+
+    def _lines(
+        self, step: DumpedStep, labels: Mapping[str, str]
+    ) -> Iterator[tuple[dict[str, Any], list[dict[str, Any]]]]:
+        """A line of each group, with the lines of its rollouts that have a label."""
+        rows = step.rows
+        for group in step.groups:
+            line, kept = describe_group(group, collected=step.number), []
             trained = [
                 any(id(s) in rows and rows[id(s)].mask.any() for s in member.samples) for member in group.members
             ]
@@ -210,11 +271,9 @@ class SlimeRun:
             for member, outcome in zip(group.members, line["outcomes"], strict=True):
                 if label := labels.get(member.rollout_id):
                     record = describe_member(member, line, self._pieces, lambda s, _: _scores(s, rows.get(id(s))))
-                    record |= {"label": label, "outcome": outcome, "messages": conversations[member.rollout_id]}
-                    kept.append(jsonable(record))
-            lines.append({**line, "kept": [one for one in line["rollouts"] if one in labels]})
-        self._rollouts.append(number, kept)
-        self._groups.append(number, lines)
+                    record |= {"label": label, "outcome": outcome}
+                    kept.append(jsonable({**record, "messages": step.conversations[member.rollout_id]}))
+            yield line, kept
 
 
 def _groups(dumped: Sequence[DumpedSample]) -> Iterator[tuple[str, list[DumpedSample]]]:

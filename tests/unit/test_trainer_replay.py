@@ -121,6 +121,21 @@ def test_another_loss_equals_training_with_it(run: Path, policy: Path):
     same(result, step_two(policy, lambda _: None, loss="cispo", clip=0.5))
 
 
+def test_other_advantages_equal_training_with_them(run: Path, policy: Path):
+    result = replay(ReplayConfig(run_dir=run, step=2, advantages="mean"))
+    same(result, step_two(policy, lambda _: None, std_normalization=False))
+    result = replay(ReplayConfig(run_dir=run, step=2, advantages="reward"))
+    same(result, step_two(policy, lambda _: None, rewards_normalization=False))
+
+
+def test_start_model_that_moved_is_named(run: Path, policy: Path, tmp_path: Path):
+    moved = changed_run(run, tmp_path / "moved", lambda lines: lines)
+    (moved / "start.json").unlink()
+    with pytest.raises(ConfigError, match="give --model-path"):
+        replay(ReplayConfig(run_dir=moved, step=1))
+    assert replay(ReplayConfig(run_dir=moved, step=1, model_path=policy)).difference == 0.0
+
+
 def changed_run(run: Path, target: Path, change: Callable[[list[dict[str, Any]]], Sequence[dict[str, Any]]]) -> Path:
     target.mkdir()
     for path in run.iterdir():

@@ -227,7 +227,7 @@ class Objective:
         """The loss of the tokens at ``index`` ``[N]`` with their current ``log_probs`` ``[N]``; a scalar with
         gradient."""
         old = self.old_log_probs[index]
-        terms = self._terms(index, log_probs, old)
+        terms = self.terms(index, log_probs, old)
         per_token = terms.loss
         if self._off_policy is not None:
             per_token = per_token * self._off_policy[0][index]
@@ -244,7 +244,8 @@ class Objective:
             self._add("train/reference_kl", kl.detach())
         return (self.weights[index] * per_token).sum()
 
-    def _terms(self, index: Tensor, log_probs: Tensor, old: Tensor) -> PolicyTerms:
+    def terms(self, index: Tensor, log_probs: Tensor, old: Tensor) -> PolicyTerms:
+        """The policy loss of the tokens at ``index`` before its importance weight, with their ``old`` log-probs."""
         clip, high = self.settings.clip, self.settings.clip_high
         bounds = {"clip_low": clip, "clip_high": clip if high is None else high}
         if self.settings.loss == "gspo":

@@ -1,0 +1,246 @@
+"""``agl-slime replay`` of slime's dumps: what slime recorded is computed again by formulas that these tests write out,
+and changes give the step that would have been."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch", reason='a replay needs torch: pip install "agl-slime[local]"')
+
+from agl_slime.cli.replay import ReplayConfig, main  # noqa: E402
+from agl_slime.cli.replay_slime import SlimeReplay, replay_dump  # noqa: E402
+from agl_slime.errors import ConfigError  # noqa: E402
+from agl_slime.types import Sample  # noqa: E402
+from tests.harness.slime_dumps import write_dump  # noqa: E402
+from tests.harness.trainer_policy import make_model, make_samples, response_log_probs  # noqa: E402
+from tests.harness.trainers import gradient  # noqa: E402
+
+SIZE, GROUPS, STEP = 4, 2, 3
+FLAGS = [
+    "--use-tis",
+    "--tis-clip",
+    "1.1",
+    "--use-kl-loss",
+    "--kl-loss-coef",
+    "0.5",
+    "--kl-loss-type",
+    "k3",
+    "--colocate",
+]
+
+
+class Dumped:
+    """The Samples of a step with slime's columns, whose advantages are written out here."""
+
+    def __init__(self) -> None:
+        rng, model = np.random.default_rng(0), make_model()
+        self.samples = make_samples(model, groups=GROUPS, per_group=SIZE, seed=1)
+        self.log_probs = [np.array(response_log_probs(model, s.tokens, s.response_length)) for s in self.samples]
+        for number, (one, exact) in enumerate(zip(self.samples, self.log_probs, strict=True)):
+            one.reward = (0.25, 1.0, 0.5, 0.0, 0.75, 0.75, 0.125, 1.0)[number]
+            one.rollout_log_probs = (exact + rng.normal(0, 0.15, len(exact))).astype("f4").tolist()
+        self.reference = [exact + rng.normal(0, 0.2, len(exact)) for exact in self.log_probs]
+        self.rewards = normalized([one.reward for one in self.samples])
+
+    def write(self, directory: Path, **changes: Any) -> Path:
+        constant = [np.full(s.response_length, r) for s, r in zip(self.samples, self.rewards, strict=True)]
+        columns = {"log_probs": self.log_probs, "rewards": self.rewards, "returns": constant, "advantages": constant}
+        columns |= {"ref_log_probs": self.reference, "kl": [0 * one for one in constant]}
+        return write_dump(directory, STEP, self.samples, columns | changes)
+
+
+def normalized(rewards: Sequence[Any], size: int = SIZE) -> list[float]:
+    """(r - mean) / (std + 1e-6) in groups of neighbours, std with n - 1."""
+    result: list[float] = []
+    for start in range(0, len(rewards), size):
+        group = rewards[start : start + size]
+        mean = sum(group) / len(group)
+        std = (sum((r - mean) ** 2 for r in group) / (len(group) - 1)) ** 0.5
+        result += [(r - mean) / (std + 1e-6) for r in group]
+    return result
+
+
+def loss_of(dumped: Dumped, token_loss: Callable[[int, int], float], rollouts: Sequence[int] | None = None) -> float:
+    """The mean over ``rollouts`` of the mean of their tokens' losses."""
+    total = 0.0
+    for number in rollouts or range(len(dumped.samples)):
+        mask = dumped.samples[number].loss_mask or []
+        total += sum(token_loss(number, t) for t, used in enumerate(mask) if used) / max(sum(mask), 1)
+    return total / len(rollouts or dumped.samples)
+
+
+@pytest.fixture(scope="module")
+def dumped() -> Dumped:
+    return Dumped()
+
+
+@pytest.fixture(scope="module")
+def dump(dumped: Dumped, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return dumped.write(tmp_path_factory.mktemp("dump"))
+
+
+def again(directory: Path, flags: Sequence[str] = (), **config: Any) -> SlimeReplay:
+    return replay_dump(ReplayConfig(run_dir=directory, step=STEP, **config), slime_flags=flags)
+
+
+def differences(result: SlimeReplay) -> dict[str, float | None]:
+    return {one.name: one.difference for one in result.comparisons}
+
+
+@pytest.mark.parametrize("flags", [[], FLAGS])
+def test_recorded_rewards_and_advantages_are_computed_again(dump: Path, flags: list[str]) -> None:
+    result = again(dump, flags)
+    assert str(result.rule) == "minus the mean, over the standard deviation, of groups of 4 by place"
+    found = differences(result)
+    assert {"rewards", "normalized rewards", "returns", "advantages", "kl", "loss masks"} <= {*found}
+    assert max(value for value in found.values() if value is not None) < 1e-6
+    assert None not in found.values()
+    assert result.difference < 1e-6
+
+
+def test_loss_of_a_step_equals_the_formula_with_tis_and_kl(dump: Path, dumped: Dumped) -> None:
+    def token_loss(number: int, t: int) -> float:
+        policy, engine = dumped.log_probs[number][t], (dumped.samples[number].rollout_log_probs or [])[t]
+        ratio = dumped.reference[number][t] - policy
+        return -min(np.exp(policy - engine), 1.1) * dumped.rewards[number] + 0.5 * (np.exp(ratio) - 1 - ratio)
+
+    result = again(dump, FLAGS)
+    assert result.recorded["train/loss"] == pytest.approx(loss_of(dumped, token_loss), abs=1e-5)
+    assert result.recorded["train/pg_clipfrac"] == 0.0
+    assert result.recorded["train/tis_clipfrac"] == pytest.approx(
+        loss_of(
+            dumped,
+            lambda n, t: float(dumped.log_probs[n][t] - (dumped.samples[n].rollout_log_probs or [])[t] > np.log(1.1)),
+        ),
+        abs=1e-5,
+    )
+
+
+def test_changes_give_the_step_that_would_have_been(dump: Path, dumped: Dumped, tmp_path: Path) -> None:
+    rollouts = [n for n in range(8) if n != 2]
+    left = normalized([dumped.samples[n].reward for n in (0, 1, 3)], 3) + dumped.rewards[4:]
+    of = dict(zip(rollouts, left, strict=True))
+    result = again(dump, without=(f"{STEP}-g0-2",))
+    assert result.changed is not None
+    assert result.changed["train/loss"] == pytest.approx(loss_of(dumped, lambda n, _: -of[n], rollouts), abs=1e-6)
+
+    means = [sum(float(s.reward or 0) for s in dumped.samples[g : g + 4]) / 4 for g in (0, 4)]  # type: ignore[arg-type]
+    result = again(dump, advantages="mean", loss="cispo")
+    expected = loss_of(
+        dumped,
+        lambda n, t: -(dumped.samples[n].reward - means[n // 4]) * dumped.log_probs[n][t],  # type: ignore[operator]
+    )
+    assert result.changed is not None
+    assert result.changed["train/loss"] == pytest.approx(expected, abs=1e-5)
+
+    (tmp_path / "mine.py").write_text("def last(line):\n    return int(line['rollout_id'][-1]) ** 2\n")
+    mine = normalized([float(n**2) for n in range(8)])
+    result = again(dump, reward=f"{tmp_path / 'mine.py'}:last")
+    assert result.changed is not None
+    assert result.changed["train/loss"] == pytest.approx(loss_of(dumped, lambda n, _: -mine[n]), abs=1e-6)
+
+
+def test_clip_range_bounds_ratios_to_the_engine(dump: Path, dumped: Dumped) -> None:
+    def token_loss(number: int, t: int) -> float:
+        engine = (dumped.samples[number].rollout_log_probs or [])[t]
+        ratio, advantage = np.exp(dumped.log_probs[number][t] - engine), dumped.rewards[number]
+        return -min(ratio * advantage, np.clip(ratio, 0.95, 1.05) * advantage)
+
+    result = again(dump, ["--use-rollout-logprobs"], clip=0.05)
+    assert result.changed is not None
+    assert result.changed["train/loss"] == pytest.approx(loss_of(dumped, token_loss), abs=1e-5)
+    assert result.changed["train/pg_clipfrac"] > result.recorded["train/pg_clipfrac"]
+    assert any("--clip makes no difference" in text for text in again(dump, clip=0.05).unknown)
+
+
+def test_samples_and_tokens_show_where_trainer_and_engine_differ(dump: Path, dumped: Dumped) -> None:
+    result = again(dump)
+    apart = {}
+    for number, one in enumerate(dumped.samples):
+        values = np.abs(dumped.log_probs[number] - one.rollout_log_probs)[np.array(one.loss_mask, dtype=bool)]
+        apart[f"{STEP}-g{number // 4}-{number}"] = values.max()
+    assert {one.rollout_id: pytest.approx(one.logprob_diff_max, abs=1e-6) for one in result.samples} == apart
+    worst = max(apart, key=apart.__getitem__)
+    assert (result.samples[0].rollout_id, result.tokens[0].rollout_id) == (worst, worst)
+    assert abs(result.tokens[0].after - result.tokens[0].before) == pytest.approx(apart[worst], abs=1e-6)
+    assert [one.rollout_id for one in result.samples].count(worst) == 1
+
+
+def test_checkpoint_gives_the_log_probs_and_the_gradient(dump: Path, dumped: Dumped, policy: Path) -> None:
+    def batch(rewards: Sequence[float], without: int | None = None) -> list[Sample]:
+        copies = [Sample.from_dict(one.to_dict()) for one in dumped.samples]
+        for number, (one, reward) in enumerate(zip(copies, rewards, strict=True)):
+            one.reward, one.remove_sample = reward, number == without
+        return copies
+
+    how = {"rewards_normalization": False, "old_log_probs": "recompute", "aggregation": "rollout"}
+    result = again(dump, model_path=policy, influences=2, without=(f"{STEP}-g0-2",))
+    assert differences(result)["the checkpoint's log-probs"] == pytest.approx(0.0, abs=1e-5)
+    expected = float(gradient(policy, batch(dumped.rewards), **how).norm())
+    assert result.again["train/grad_norm"] == pytest.approx(expected, rel=1e-4)
+    assert "train/grad_norm" not in result.recorded
+    first = normalized([dumped.samples[n].reward for n in (0, 1, 3)], 3)
+    left = [*first[:2], 0.0, first[2], *dumped.rewards[4:]]
+    assert result.changed is not None
+    expected = float(gradient(policy, batch(left, without=2), **how).norm())
+    assert result.changed["train/grad_norm"] == pytest.approx(expected, rel=1e-4)
+    assert result.influences is not None
+    assert result.influences.of.shares.sum() == pytest.approx(1.0)
+    assert [*result.influences.rollouts] == [f"{STEP}-g{n // 4}-{n}" for n in range(8)]
+
+
+def test_command_says_what_the_dump_does_not(dump: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    main([str(dump), "--step", str(STEP), "--advantages", "reward", "--", *FLAGS, "--entropy-coef", "0.1"])
+    shown = capsys.readouterr().out
+    assert "train/kl_loss" in shown
+    assert "changed" in shown
+    assert "Not computed: --entropy-coef." in shown
+    assert "slime's dumps have no weights" in shown
+    assert "no settings" not in shown
+    main([str(dump), "--step", str(STEP)])
+    assert "no settings" in capsys.readouterr().out
+
+
+def test_dump_without_train_data_takes_the_engines_log_probs(dumped: Dumped, tmp_path: Path) -> None:
+    result = again(write_dump(tmp_path, STEP, dumped.samples))
+    assert result.recorded == {}
+    assert result.again["train/loss"] == pytest.approx(loss_of(dumped, lambda n, _: -dumped.rewards[n]), abs=1e-6)
+    assert any("There is no train data" in text for text in result.unknown)
+    assert {value for name, value in differences(result).items()} == {None}
+
+
+def test_rewards_of_another_rule_are_named_with_their_difference(dumped: Dumped, tmp_path: Path) -> None:
+    other = [value + 0.25 * (n == 5) for n, value in enumerate(dumped.rewards)]
+    result = again(dumped.write(tmp_path, rewards=other))
+    assert differences(result)["normalized rewards"] == pytest.approx(0.25, abs=1e-5)
+    assert any("No rule of slime's gives the recorded rewards" in text for text in result.unknown)
+
+
+def test_group_of_one_sample_has_no_figures_as_in_slime(dumped: Dumped, tmp_path: Path) -> None:
+    one = Sample.from_dict(dumped.samples[0].to_dict())
+    nan = [np.full(one.response_length, np.nan)]
+    columns = {"log_probs": dumped.log_probs[:1], "rewards": [float("nan")], "advantages": nan}
+    result = again(write_dump(tmp_path, STEP, [one], columns))
+    assert differences(result)["normalized rewards"] == 0.0
+    assert (result.recorded, result.again) == ({}, {})
+    assert any("not finite" in text for text in result.unknown)
+
+
+@pytest.mark.parametrize(
+    ("flags", "config", "message"),
+    [
+        (["--eps-clip", "wide"], {}, "slime's flags .*--eps-clip"),
+        (["--kl-coef", "0.1", "--advantage-estimator", "ppo"], {}, "no values of this step"),
+        ([], {"without": ("nobody",)}, "--without nobody: step 3 did not train"),
+        ([], {"influences": 2}, "--influences needs --model-path"),
+        ([], {"step": 4}, "has rollout ids 3 to 3"),
+    ],
+)
+def test_unusable_requests_are_errors(dump: Path, flags: list[str], config: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        replay_dump(ReplayConfig(**{"run_dir": dump, "step": STEP, **config}), slime_flags=flags)
