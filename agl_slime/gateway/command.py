@@ -24,6 +24,8 @@ from agl_slime.gateway.token_gateway import TOKEN_VARIABLE
 from agl_slime.support.agl_types import LLM
 from agl_slime.support.files import sole_owner
 from agl_slime.support.http import stop_signal
+from agl_slime.support.threads import run_in_thread
+from agl_slime.tokens.loading import load_tokenizer
 from agl_slime.tokens.systems import LaterSystems
 from agl_slime.tokens.tokenizer import read_template_kwargs
 
@@ -95,7 +97,7 @@ async def _serve(command: GatewayCommand) -> None:
     gateway = StoreGateway(store=store, llm=llm, token=command.client_token(), settings=command.gateway)
     with gateway:
         print(f"gateway at {gateway.url}/v1", flush=True)
-        await ended.wait()
+        await _until(ended, model=llm.model)
     await store.close()
 
 
@@ -115,7 +117,17 @@ async def _record(command: RecordCommand) -> None:
     )
     with sole_owner(command.directory), gateway:
         print(f"recorder at {gateway.url}/rollouts", flush=True)
-        await ended.wait()
+        await _until(ended, model=llm.model)
+
+
+async def _until(ended: asyncio.Event, *, model: str) -> None:
+    """Wait for ``ended``, and load the model's tokenizer meanwhile, for which the first call would wait otherwise.
+    Raises ``ConfigError`` when it cannot be loaded."""
+    loading = asyncio.ensure_future(run_in_thread(load_tokenizer, model))
+    loading.add_done_callback(lambda loaded: ended.set() if loaded.cancelled() or loaded.exception() else None)
+    await ended.wait()
+    if loading.done():
+        loading.result()
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -6,7 +6,7 @@ import threading
 from pathlib import Path
 from typing import Any
 
-from agl_slime.errors import ConfigError
+from agl_slime.errors import ConfigError, format_exception
 from agl_slime.tokens.vision import VisionTokenizer, has_image_processor
 
 _loaded: dict[str, Any] = {}
@@ -22,9 +22,8 @@ def load_tokenizer(path: str | Path) -> Any:
 
             try:
                 loaded = AutoTokenizer.from_pretrained(key)
-            except (OSError, ValueError) as error:
-                raise ConfigError(
-                    f"no tokenizer can be loaded from {key!r}: {' '.join(str(error).split())[:300]}"
-                ) from error
+            except Exception as error:  # a damaged file is a KeyError, a TypeError, or an Exception of tokenizers
+                why = str(error) if isinstance(error, OSError | ValueError) else format_exception(error)
+                raise ConfigError(f"no tokenizer can be loaded from {key!r}: {' '.join(why.split())[:300]}") from error
             _loaded[key] = VisionTokenizer(loaded, path=key) if has_image_processor(key) else loaded
         return _loaded[key]

@@ -50,6 +50,12 @@ def record_command(engine: ScriptedEngine, directory: Path) -> list[str]:
     return [*command, "--model-path", str(directory / "model"), "--directory", str(directory / "recorded")]
 
 
+def blocking(directory: Path, *modules: str) -> dict[str, str]:
+    """The environment of a process in which these modules cannot be imported; torch takes it seconds."""
+    (directory / "sitecustomize.py").write_text(BLOCKER.format(names=set(modules)))
+    return {"PYTHONPATH": os.pathsep.join([str(directory), str(REPOSITORY)])}
+
+
 @contextmanager
 def recorder_process(command: list[str], **environment: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
     """The command and its address."""
@@ -216,16 +222,16 @@ def test_a_torn_line_loses_nothing_else(
 def test_a_killed_recorder_loses_no_answer_and_refuses_to_continue(tmp_path: Path) -> None:
     tokenizer = small_tokenizer(TEMPLATE)
     tokenizer.save_pretrained(tmp_path / "model")
-    engine = engine_saying(tokenizer, ["Hi."])
+    engine, without = engine_saying(tokenizer, ["Hi."]), blocking(tmp_path, "torch")
     with in_thread(engine):
         command = record_command(engine, tmp_path)
-        with recorder_process(command) as (child, url):
+        with recorder_process(command, **without) as (child, url):
             ask(f"{url}/one/v1", HELLO)
             [payload] = [received.payload for received in engine.received if received.path == "/generate"]
             assert "chat_template_kwargs" not in payload["sampling_params"]  # engines refuse unknown parameters
             child.send_signal(signal.SIGKILL)
             child.wait()
-        with recorder_process(command) as (child, url):
+        with recorder_process(command, **without) as (child, url):
             shown = httpx.get(f"{url}/one").json()
             assert (shown["status"], len(shown["turns"]), len(shown["samples"])) == ("lost", 1, 1)
             lost = httpx.post(f"{url}/one/v1/chat/completions", json={"messages": HELLO})
@@ -236,12 +242,21 @@ def test_a_killed_recorder_loses_no_answer_and_refuses_to_continue(tmp_path: Pat
             assert child.wait(10) == 0
 
 
+def test_a_tokenizer_that_cannot_be_loaded_ends_the_recorder(tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "tokenizer.json").write_text("{}")
+    engine = engine_saying(small_tokenizer(TEMPLATE), [])
+    command = record_command(engine, tmp_path)
+    environment = {**os.environ, **blocking(tmp_path, "torch")}
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=30, env=environment)
+    assert ended.returncode == 2
+    assert ended.stderr.splitlines()[-1].startswith(f"error: no tokenizer can be loaded from '{tmp_path / 'model'}': ")
+
+
 def test_the_command_needs_neither_agent_lightning_nor_torch(tmp_path: Path) -> None:
     tokenizer = small_tokenizer(TEMPLATE)
     tokenizer.save_pretrained(tmp_path / "model")
-    absent = {"agentlightning", "torch", "ray", "slime", "safetensors"}
-    (tmp_path / "sitecustomize.py").write_text(BLOCKER.format(names=absent))
-    without = {"PYTHONPATH": os.pathsep.join([str(tmp_path), str(REPOSITORY)])}
+    without = blocking(tmp_path, "agentlightning", "torch", "ray", "slime", "safetensors")
     engine = engine_saying(tokenizer, [CALL, "It is warm."])
     with in_thread(engine), recorder_process(record_command(engine, tmp_path), **without) as (_, url):
         call = ask(f"{url}/one/v1", HELLO, tools=[WEATHER])["choices"][0]["message"]

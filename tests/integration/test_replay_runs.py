@@ -55,13 +55,14 @@ def test_a_hundred_steps_of_three_runs_equal_the_recorded_ones(policy_dir: Path,
 def test_a_wrong_reward_is_replaced_and_the_step_retrained_from_files(
     policy_dir: Path, embedded_engine: str, tmp_path: Path
 ):
-    """The rewards of the run are those of a function that pays for nothing that was asked; files alone mend it."""
+    """Any two rollouts have different new rewards, so that the gradient is another one whatever was sampled; the loss
+    is 0 where all answers have one length."""
     run = run_of(tmp_path / "run", policy_dir, embedded_engine, 2)
-    (tmp_path / "mine.py").write_text("def length(line):\n    return float(line['tokens'])\n")
-    result = replay(ReplayConfig(run_dir=run, step=2, reward=f"{tmp_path / 'mine.py'}:length"))
+    (tmp_path / "mine.py").write_text("def number(line):\n    return hash(line['rollout_id']) / 2**64\n")
+    result = replay(ReplayConfig(run_dir=run, step=2, reward=f"{tmp_path / 'mine.py'}:number"))
     assert result.difference == 0.0
     assert result.changed is not None
-    assert result.changed["train/loss"] != result.recorded["train/loss"]
+    assert result.changed["train/grad_norm"] != result.recorded["train/grad_norm"]
 
 
 def test_the_command_shows_influential_rollouts_and_moved_tokens(
