@@ -21,11 +21,14 @@ from tests.harness.tokenizers import small_tokenizer
 from tests.integration.test_gateway_record import ask, recording
 
 
-def played(url: str) -> None:
-    """Two turns with a call of a tool between them, and a reward."""
+def played(url: str, *, forked: bool = False) -> None:
+    """Two turns with a call of a tool between them, and a reward; ``forked``: before it a turn of another
+    conversation."""
     call = ask(f"{url}/v1", HELLO, tools=[WEATHER])["choices"][0]["message"]
     result = {"role": "tool", "tool_call_id": call["tool_calls"][0]["id"], "content": "30 degrees"}
     ask(f"{url}/v1", [*HELLO, call, result], tools=[WEATHER])
+    if forked:
+        ask(f"{url}/v1", [{"role": "user", "content": "And elsewhere?"}])
     assert httpx.post(f"{url}/finish", json={"reward": {"right": 1.0, "short": 0.5}}).status_code == 200
 
 
@@ -78,6 +81,22 @@ def test_verifiers_reads_a_recorded_trace_as_the_samples(tmp_path: Path) -> None
         got = ask_environment("recorder", stdin={"trace": shown(url, "verifiers")})
         assert got["samples"] == rows_of(shown(url, "slime"))
         assert (got["reward"], got["turns"], got["ok"]) == (1.0, 2, True)
+
+
+@pytest.mark.environments
+def test_prime_rls_batch_is_the_samples(tmp_path: Path) -> None:
+    if not (source := os.environ.get("AGL_PRIME_RL_DIR")):
+        pytest.skip("AGL_PRIME_RL_DIR names no checkout of prime-rl, which is on no package index")
+    with recording(tmp_path, CALL, "It is warm.", "Another.") as (gateway, _):
+        played(url := f"{gateway.url}/rollouts/one", forked=True)
+        got = ask_environment("recorder", stdin={"trace": shown(url, "verifiers"), "source": source})
+        samples = rows_of(shown(url, "slime"))
+    if "missing" in got:
+        pytest.skip(f"prime-rl cannot be imported by the Python of AGL_ENV_PYTHON: {got['missing']} is missing")
+    assert (len(samples), got["samples"]) == (2, samples)
+    assert sorted(got["lengths"]) == sorted(len(sample["token_ids"]) for sample in samples)
+    for name in ("token_ids", "mask", "logprobs"):
+        assert got["packed"][name] == [one for sample in samples for one in sample[name]]
 
 
 @pytest.mark.clients
