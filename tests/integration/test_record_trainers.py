@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import queue
@@ -192,6 +193,21 @@ def test_trls_rollout_worker_gets_the_engines_ids(tmp_path: Path) -> None:
         assert all(mask[at:])
         found = (ids[:at], ids[at:], values[at:])
         assert found in [(prompt, ids, pytest.approx(values)) for prompt, ids, values in recorded]
+
+
+@pytest.mark.slow
+def test_grpo_trainer_learns_from_the_engines_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("torch", reason='the embedded engine: pip install "agl-slime[local]"')
+    pytest.importorskip("trl", reason="TRL: pip install 'trl>=1.16'")
+    pytest.importorskip("openai", reason="the client of OpenAI: pip install openai")
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "examples"))
+    example = importlib.import_module("trl_recorder")
+    lines = example.train(steps=3, prompts=4, samples=4, lr=1e-3, seed=0)
+    assert [(line["rows"], line["wrong_rows"]) for line in lines] == [(16, 0)] * 3
+    # each step's tokens are of the weights of the step before, which the trainer has, too
+    assert [[*line["weight_versions"]] for line in lines] == [["default"], ["1"], ["2"]]
+    for line in lines:
+        assert (line["ratio_min"], line["ratio_max"]) == pytest.approx((1, 1), abs=1e-4)
 
 
 def nemo_gym(work: dict[str, Any]) -> Any:
