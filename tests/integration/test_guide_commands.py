@@ -71,6 +71,9 @@ def clone(tmp_path_factory: pytest.TempPathFactory, policy_dir: Path) -> Path:
     shutil.copytree(policy_dir, place / "MODEL")
     for name in ("my_agent.py", "agents.py"):
         (place / name).write_text(MY_AGENT)
+    (place / "shop_agent.py").write_text(
+        re.findall(r"```python\n(.*?)```", (ROOT / "docs/tiny-policy.md").read_text(), re.DOTALL)[0]
+    )
     (place / "my.py").write_text("def reward(rollout):\n    return len(rollout['turns'])\n")
     tasks = [json.dumps({"prompt": f"{n}?", "label": "a"}) for n in range(20)]
     (place / "tasks.jsonl").write_text("\n".join(tasks))
@@ -125,7 +128,7 @@ def as_run_here(command: str, *, engine: str) -> str:
         "--step 12": "--step 1",
     }.items():
         command = command.replace(theirs, ours)
-    if command.startswith("python train.py"):
+    if command.startswith(("python train.py", "agl-slime train")):
         return f"{command} {TINY} --num-iterations {2 if '--resume' in command else 1}"
     return f"{command} --n-tasks 2" if " eval " in command else command
 
