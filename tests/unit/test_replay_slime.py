@@ -3,8 +3,9 @@ and changes give the step that would have been."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import numpy as np
@@ -121,28 +122,38 @@ def test_loss_of_a_step_equals_the_formula_with_tis_and_kl(dump: Path, dumped: D
     )
 
 
+def truncated(dumped: Dumped, advantages: Mapping[int, float]) -> Callable[[int, int], float]:
+    """The loss of a token by its rollout's advantage, with the weight of --use-tis --tis-clip 1.1."""
+
+    def token_loss(number: int, t: int) -> float:
+        engine = (dumped.samples[number].rollout_log_probs or [])[t]
+        return -min(np.exp(dumped.log_probs[number][t] - engine), 1.1) * advantages[number]
+
+    return token_loss
+
+
 def test_changes_give_the_step_that_would_have_been(dump: Path, dumped: Dumped, tmp_path: Path) -> None:
+    rewards = [one.reward for one in dumped.samples]
     rollouts = [n for n in range(8) if n != 2]
-    left = normalized([dumped.samples[n].reward for n in (0, 1, 3)], 3) + dumped.rewards[4:]
-    of = dict(zip(rollouts, left, strict=True))
-    result = again(dump, without=(f"{STEP}-g0-2",))
-    assert result.changed is not None
-    assert result.changed["train/loss"] == pytest.approx(loss_of(dumped, lambda n, _: -of[n], rollouts), abs=1e-6)
-
-    means = [sum(float(s.reward or 0) for s in dumped.samples[g : g + 4]) / 4 for g in (0, 4)]  # type: ignore[arg-type]
-    result = again(dump, advantages="mean", loss="cispo")
-    expected = loss_of(
-        dumped,
-        lambda n, t: -(dumped.samples[n].reward - means[n // 4]) * dumped.log_probs[n][t],  # type: ignore[operator]
-    )
-    assert result.changed is not None
-    assert result.changed["train/loss"] == pytest.approx(expected, abs=1e-5)
-
+    left = normalized([rewards[n] for n in (0, 1, 3)], 3) + dumped.rewards[4:]
+    of_left = truncated(dumped, dict(zip(rollouts, left, strict=True)))
+    means = [fmean(rewards[g : g + 4]) for g in (0, 4)]  # type: ignore[type-var]
+    centered = truncated(dumped, {n: rewards[n] - means[n // 4] for n in range(8)})  # type: ignore[operator]
     (tmp_path / "mine.py").write_text("def last(line):\n    return int(line['rollout_id'][-1]) ** 2\n")
-    mine = normalized([float(n**2) for n in range(8)])
-    result = again(dump, reward=f"{tmp_path / 'mine.py'}:last")
-    assert result.changed is not None
-    assert result.changed["train/loss"] == pytest.approx(loss_of(dumped, lambda n, _: -mine[n]), abs=1e-6)
+    mine = truncated(dumped, dict(enumerate(normalized([float(n**2) for n in range(8)]))))
+    of_recorded = truncated(dumped, dict(enumerate(dumped.rewards)))
+    cases: list[tuple[dict[str, Any], float]] = [
+        ({"without": (f"{STEP}-g0-2",)}, loss_of(dumped, of_left, rollouts)),
+        ({"advantages": "mean"}, loss_of(dumped, centered)),
+        ({"loss": "cispo"}, loss_of(dumped, lambda n, t: of_recorded(n, t) * dumped.log_probs[n][t])),
+        ({"reward": f"{tmp_path / 'mine.py'}:last"}, loss_of(dumped, mine)),
+    ]
+    for change, expected in cases:
+        result = again(dump, ["--use-tis", "--tis-clip", "1.1"], **change)
+        assert result.changed is not None
+        assert abs(expected) > 1e-3  # or equality would say little
+        assert result.changed["train/loss"] == pytest.approx(expected, abs=1e-5)
+        assert result.changed["train/loss"] != pytest.approx(result.again["train/loss"], abs=1e-4)
 
 
 def test_clip_range_bounds_ratios_to_the_engine(dump: Path, dumped: Dumped) -> None:
@@ -207,9 +218,12 @@ def test_command_says_what_the_dump_does_not(dump: Path, capsys: pytest.CaptureF
 
 
 def test_dump_without_train_data_takes_the_engines_log_probs(dumped: Dumped, tmp_path: Path) -> None:
-    result = again(write_dump(tmp_path, STEP, dumped.samples))
-    assert result.recorded == {}
-    assert result.again["train/loss"] == pytest.approx(loss_of(dumped, lambda n, _: -dumped.rewards[n]), abs=1e-6)
+    result = again(write_dump(tmp_path, STEP, dumped.samples), loss="cispo")
+    assert (result.recorded, result.again["train/train_rollout_logprob_abs_diff"]) == ({}, 0.0)
+    engine = [one.rollout_log_probs or [] for one in dumped.samples]
+    assert result.changed is not None
+    expected = loss_of(dumped, lambda n, t: -dumped.rewards[n] * engine[n][t])
+    assert result.changed["train/loss"] == pytest.approx(expected, abs=1e-5)
     assert any("There is no train data" in text for text in result.unknown)
     assert {value for name, value in differences(result).items()} == {None}
 
