@@ -60,6 +60,7 @@ _NO_TRAIN_DATA = (
     " its log-probs are taken to be the engine's."
 )
 _NOT_FINITE = "Advantages are not finite, so that the step has no figures; so are slime's of a group of one Sample."
+_ONE_GROUP = "The baseline is the whole batch's, not each prompt's; --advantages std shows the step with the latter."
 _WHITENED = "The recorded advantages are nearer to whitened ones (--normalize-advantages)."
 _ON_POLICY = "Each ratio is 1 before the first update: --clip makes no difference without --use-rollout-logprobs."
 Arrays = list[NDArray[Any]]
@@ -96,7 +97,7 @@ class SlimeReplay(Replay):
     samples: Sequence[SampleFigures]
     """The largest difference of log-probs first."""
     tokens: Sequence[MovedToken]
-    """The engine's log-prob and the trainer's, the largest difference first."""
+    """The engine's log-prob and the trainer's, the largest differences first."""
     unknown: Sequence[str]
     """Sentences about what the dump does not say."""
 
@@ -130,7 +131,7 @@ def print_replay(config: ReplayConfig, result: SlimeReplay) -> None:
         print(f"  {one.reward:>9.4g} {' '.join(texts)}  {one.rollout_id}")
     if result.tokens:
         print("\nTokens by the same difference (engine's log-prob, trainer's):")
-        print_tokens(result.tokens[:most])
+        print_tokens(result.tokens)
     if result.influences is not None:
         print_influences(result.influences, most=most)
     print("\n" + "\n".join(result.unknown))
@@ -149,12 +150,11 @@ class _Step:
     """A dumped step while it is computed again."""
 
     def __init__(self, config: ReplayConfig, flags: StepFlags, step: DumpedStep, run: SlimeRun) -> None:
-        self.config, self.flags, self.step = config, flags, step
-        self.lines = run.describe(step)
+        self.config, self.flags, self.step, self.run = config, flags, step, run
         self.rollouts = _rollouts(step)
         self.trained = [*_trained(step, self.rollouts)]
-        if not self.trained:
-            raise ConfigError(f"--step {config.step}: no Sample of the dump was trained on")
+        if not any(one.row.mask.any() for one in self.trained):
+            raise ConfigError(f"--step {config.step}: no token of the dump was trained on")
         self.rows = [one.row for one in self.trained]
         self.rewards = _rewards(step, flags.reward_key)
         # a Sample without a group is one by itself
@@ -179,7 +179,8 @@ class _Step:
             trainer = self._trainer(self.settings())
             self.model_log_probs = trainer.score(batch)
             comparisons.append(self._compare("the checkpoint's log-probs", "log_probs", self.model_log_probs))
-            metrics, influences = take_step(trainer, batch, self.lines, config)
+            lines = self.run.describe(self.step, self.rollouts if config.influences else ())
+            metrics, influences = take_step(trainer, batch, lines, config)
         recorded: dict[str, float] = {}
         if all(row.advantages is not None and row.log_probs is not None for row in self.rows):
             columns = [row.advantages for row in self.rows if row.advantages is not None]
@@ -296,15 +297,16 @@ class _Step:
         config, rewards, rule = self.config, self.rewards, self.rule
         judge = judge_of(config, [one.rollout_id for one in self.trained])
         if judge is not None:
-            rewards = [float(judge(self.lines[name])) for name in self.rollouts]
+            lines = self.run.describe(self.step, self.rollouts)
+            rewards = [float(judge(lines[name])) for name in self.rollouts]
         if config.advantages is not None:
             groups = "none" if config.advantages == "reward" else "prompt"
             rule = RewardRule(groups=groups, std=config.advantages == "std")
         use = [name not in config.without for name in self.rollouts]
         advantages = self.advantages(rewards, rule, use)
         batch = self.batch([one.advantages for one in advantages], config.without)
-        if all(sample.remove_sample for sample in batch[0]):
-            raise ConfigError("--without leaves no rollout of the step")
+        if not any(mask_of(sample).any() for sample in batch[0]):
+            raise ConfigError("--without leaves no token of the step")
         changes: dict[str, Any] = {} if config.clip is None else {"clip": config.clip, "clip_high": None}
         settings = self.settings(**changes | ({} if config.loss is None else {"loss": config.loss}))
         metrics = {}
@@ -394,7 +396,15 @@ class _Step:
         engine = [row.engine[row.mask] for row in self.rows if row.engine is not None]
         if len(engine) < len(self.rows):
             return []
-        return moved_tokens(batch[0], self.lines, engine, self.log_probs)
+        pairs = zip(self.log_probs, engine, strict=True)
+        apart = np.array([np.abs(ours - theirs).max(initial=0.0) for ours, theirs in pairs])
+        most = self.config.influences or _SHOWN
+        # the tokens that differ most are in the Samples that do; siblings are there for their order
+        rollouts = {self.trained[place].rollout_id for place in np.argsort(-apart)[:most] if apart[place] > 0}
+        places = [place for place, one in enumerate(self.trained) if one.rollout_id in rollouts]
+        before, after = ([column[place] for place in places] for column in (engine, self.log_probs))
+        samples = [batch[0][place] for place in places]
+        return moved_tokens(samples, self.run.describe(self.step, rollouts), before, after)[:most]
 
     def _unknown(self, comparisons: Sequence[Comparison]) -> list[str]:
         config, flags = self.config, self.flags
@@ -406,6 +416,7 @@ class _Step:
             _NO_SETTINGS: not flags.given,
             misfit: apart is not None and apart > TOLERANCE,
             _NOT_FINITE: not self.finite,
+            _ONE_GROUP: self.rule.groups == "batch" and len({*self.prompts}) > 1,
             _WHITENED: not flags.given and flags.normalize_advantages,
             f"{steps} batch at the weights before the first.": self.step.optimizer_steps > 1,
             f"Not computed: {' '.join(flags.left_out)}.": bool(flags.left_out),

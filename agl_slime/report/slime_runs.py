@@ -7,7 +7,7 @@ import re
 import tempfile
 import threading
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
@@ -120,24 +120,21 @@ class SlimeRun:
                     self._read(number, dumps[number])
 
     def step(self, number: int) -> DumpedStep:
-        """What the files hold of the rollout id ``number``. Raises ``ConfigError`` without files, or if one cannot be
-        read."""
+        """The dump of the rollout id ``number``. Raises ``ConfigError`` if there is none, or a file cannot be read."""
         dumps = dump_files(self.path)
         if number not in dumps:
-            raise ConfigError(f"{self.path} has rollout ids {min(dumps, default=0)} to {max(dumps, default=0)}")
+            raise ConfigError(
+                f"{self.path} has no rollout id {number}, only {min(dumps, default=0)} to {max(dumps, default=-1)}"
+            )
         step = self._load(number, dumps[number])
         if damaged := [file for file, evaluation in dumps[number].items() if file in self._errors and not evaluation]:
             raise ConfigError(f"{damaged[0]} {self._errors[damaged[0]]}")
         return step
 
-    def describe(self, step: DumpedStep) -> dict[str, dict[str, Any]]:
-        """The rollouts of ``step`` by id, as lines of ``rollouts.jsonl``."""
-        names_of = (member.rollout_id for group in step.groups for member in group.members)
-        return {
-            record["rollout_id"]: record
-            for _, kept in self._lines(step, dict.fromkeys(names_of, "all"))
-            for record in kept
-        }
+    def describe(self, step: DumpedStep, rollouts: Iterable[str]) -> dict[str, dict[str, Any]]:
+        """These ``rollouts`` of ``step`` by id, as lines of ``rollouts.jsonl``."""
+        groups = self._lines(step, dict.fromkeys(rollouts, "all"))
+        return {record["rollout_id"]: record for _, kept in groups for record in kept}
 
     def _load(self, number: int, files: Mapping[Path, bool]) -> DumpedStep:
         dumped: dict[bool, list[DumpedSample]] = {False: [], True: []}

@@ -14,6 +14,8 @@ import numpy as np
 import psutil
 import pytest
 
+from agl_slime.cli.replay import ReplayConfig
+from agl_slime.cli.replay_slime import replay_dump
 from agl_slime.gateway.agl1.settings import PYTHON_VARIABLE
 from agl_slime.report.read import RunReader
 from tests.slime.support import require_slime, run_program
@@ -30,6 +32,7 @@ def test_the_reward_rises_in_slimes_own_loop(loop: str, tmp_path: Path):
     _judge(result, loop, engines=1)
     if loop == "train" and (root / "slime" / "observability").is_dir():
         _report_shows(tmp_path / "dump", tmp_path / "policy", result["rewards"])
+        _replay_agrees(tmp_path / "dump", tmp_path / "weights" / f"weight_v{STEPS:06d}")
 
 
 def _report_shows(dump: Path, policy: Path, rewards: list[float]) -> None:
@@ -53,6 +56,18 @@ def _report_shows(dump: Path, policy: Path, rewards: list[float]) -> None:
     assert np.isfinite(engine).sum() == one["tokens"] > 0
     np.testing.assert_allclose(trainer, engine, atol=1e-4)
     assert {"assistant", "environment"} <= {message["role"] for message in one["messages"]}
+
+
+def _replay_agrees(dump: Path, weights: Path) -> None:
+    """The last step from its dump and the weights that were pushed before it."""
+    result = replay_dump(ReplayConfig(run_dir=dump, step=STEPS - 1, model_path=weights))
+    apart = {one.name: one.difference for one in result.comparisons}
+    assert result.rule.std
+    for name in ("rewards", "normalized rewards", "advantages", "the engine's log-probs"):
+        assert apart[name] == pytest.approx(0.0, abs=1e-5), name
+    assert apart["the checkpoint's log-probs"] == pytest.approx(0.0, abs=1e-4)
+    assert apart["returns"] is None  # our trainer in Megatron's place has none
+    assert result.again["train/grad_norm"] > 0
 
 
 @pytest.mark.slime

@@ -178,6 +178,7 @@ def test_samples_and_tokens_show_where_trainer_and_engine_differ(dump: Path, dum
     assert {one.rollout_id: pytest.approx(one.logprob_diff_max, abs=1e-6) for one in result.samples} == apart
     worst = max(apart, key=apart.__getitem__)
     assert (result.samples[0].rollout_id, result.tokens[0].rollout_id) == (worst, worst)
+    assert len(result.tokens) == 5
     assert abs(result.tokens[0].after - result.tokens[0].before) == pytest.approx(apart[worst], abs=1e-6)
     assert [one.rollout_id for one in result.samples].count(worst) == 1
 
@@ -245,14 +246,25 @@ def test_group_of_one_sample_has_no_figures_as_in_slime(dumped: Dumped, tmp_path
     assert any("not finite" in text for text in result.unknown)
 
 
+def test_batch_as_one_group_is_named(dumped: Dumped, tmp_path: Path) -> None:
+    """slime's rule for a batch that is not full groups."""
+    rewards = normalized([one.reward for one in dumped.samples[:7]], 7)
+    columns = {"log_probs": dumped.log_probs[:7], "rewards": rewards}
+    result = again(write_dump(tmp_path, STEP, dumped.samples[:7], columns))
+    assert result.rule.groups == "batch"
+    assert differences(result)["normalized rewards"] == pytest.approx(0.0, abs=1e-6)
+    assert any("not each prompt's" in text for text in result.unknown)
+
+
 @pytest.mark.parametrize(
     ("flags", "config", "message"),
     [
         (["--eps-clip", "wide"], {}, "slime's flags .*--eps-clip"),
         (["--kl-coef", "0.1", "--advantage-estimator", "ppo"], {}, "no values of this step"),
         ([], {"without": ("nobody",)}, "--without nobody: step 3 did not train"),
+        ([], {"without": tuple(f"3-g{n // 4}-{n}" for n in range(8))}, "--without leaves no token"),
         ([], {"influences": 2}, "--influences needs --model-path"),
-        ([], {"step": 4}, "has rollout ids 3 to 3"),
+        ([], {"step": 4}, "has no rollout id 4, only 3 to 3"),
     ],
 )
 def test_unusable_requests_are_errors(dump: Path, flags: list[str], config: dict[str, Any], message: str) -> None:

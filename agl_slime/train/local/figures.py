@@ -53,7 +53,7 @@ def step_figures(
 
     terms = objective.terms(every, new, old)
     figures = {"train/loss": pg_loss, "train/pg_loss": pg_loss, "train/pg_clipfrac": mean(terms.clipped)}
-    figures["train/ppo_kl"] = -mean(means if settings.loss == "gspo" else new - old)
+    figures["train/ppo_kl"] = mean(-means if settings.loss == "gspo" else old - new)
     if kl_loss is not None:
         figures["train/kl_loss"] = mean(torch.from_numpy(kl_loss))
         figures["train/loss"] += kl_loss_coef * figures["train/kl_loss"]
