@@ -166,6 +166,7 @@ async def test_a_cancelled_call_tells_the_engine_and_does_not_wait() -> None:
         await asyncio.wait_for(engine.idle(), 5)  # it was heard
 
 
+@pytest.mark.slow
 async def test_cancelling_thousands_leaks_nothing() -> None:
     async with ScriptedEngine(latency_s=30.0) as engine:
         async with SGLangClient(base_url=engine.url) as client:

@@ -75,6 +75,7 @@ def children() -> set[int]:
     return {int(pid) for path in Path("/proc/self/task").glob("*/children") for pid in path.read_text().split()}
 
 
+@pytest.mark.slow
 def test_preloaded_engine_process_serves_first_and_unused_one_exits(policy_dir: Path) -> None:
     before = children()
     with embedded_engine_ahead():

@@ -189,6 +189,7 @@ def test_samples_of_an_agent_that_has_changed_are_not_mixed_in(
         evaluate(policy_dir, **told)
 
 
+@pytest.mark.slow
 def test_model_against_itself_gains_and_loses_as_its_samples_do(policy_dir: Path, tmp_path: Path) -> None:
     found, _ = evaluate(policy_dir, policy_dir, n_tasks=12, k=1, output_dir=tmp_path / "out")
     rewards = [

@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 
 from agl_slime.agent.access import EngineAccess
 from agl_slime.cli.main import main
+from agl_slime.gateway.command import record_main
 from agl_slime.gateway.formats import FORMATS
 from agl_slime.gateway.recorded import RecordedRollout, RolloutFile
 from agl_slime.gateway.recorder import RecordGateway
@@ -242,15 +243,14 @@ def test_a_killed_recorder_loses_no_answer_and_refuses_to_continue(tmp_path: Pat
             assert child.wait(10) == 0
 
 
-def test_a_tokenizer_that_cannot_be_loaded_ends_the_recorder(tmp_path: Path) -> None:
+def test_a_tokenizer_that_cannot_be_loaded_ends_the_recorder(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "tokenizer.json").write_text("{}")
-    engine = engine_saying(small_tokenizer(TEMPLATE), [])
-    command = record_command(engine, tmp_path)
-    environment = {**os.environ, **blocking(tmp_path, "torch")}
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=30, env=environment)
-    assert ended.returncode == 2
-    assert ended.stderr.splitlines()[-1].startswith(f"error: no tokenizer can be loaded from '{tmp_path / 'model'}': ")
+    command = record_command(engine_saying(small_tokenizer(TEMPLATE), []), tmp_path)
+    assert record_main(command[command.index("record") + 1 :]) == 2
+    assert capsys.readouterr().err.startswith(f"error: no tokenizer can be loaded from '{tmp_path / 'model'}': ")
 
 
 def test_the_command_needs_neither_agent_lightning_nor_torch(tmp_path: Path) -> None:

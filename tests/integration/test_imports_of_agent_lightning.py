@@ -21,6 +21,7 @@ def said(program: str) -> list[str]:
     return done.stdout.splitlines()
 
 
+@pytest.mark.slow
 def test_litellm_is_imported_by_whom_it_is_used() -> None:
     program = """
 import sys

@@ -143,7 +143,7 @@ async def test_a_body_over_the_limit_is_a_413(path: str, chunked: bool, monkeypa
         assert (await post(service.url, BATCH_PATH, b'{"calls": []}'))[0] == 200
 
 
-@pytest.mark.parametrize("spans_of_a_call", [1, 60_000])
+@pytest.mark.parametrize("spans_of_a_call", [1, pytest.param(60_000, marks=pytest.mark.slow)])
 async def test_others_are_served_while_a_large_batch_is_executed(spans_of_a_call: int, monkeypatch: pytest.MonkeyPatch):
     """Calls that name no attempt: each is refused, and costs what it costs to read its spans."""
     span = {"rollout_id": "r", "attempt_id": "a", "sequence_id": 1, "trace_id": "t", "span_id": "s", "name": "n"}

@@ -35,6 +35,9 @@ def test_tensorboard_reads_the_log_and_a_resumed_run_replaces_points(tmp_path: P
             metrics: dict[str, MetricValue] = {"train/loss": loss, "train/bad": math.nan, "weights/version": "x"}
             writer.handle(IterationFinished(iteration=iteration, metrics=metrics))
         writer.close()
+        # TensorBoard reads files in the order of their names: second, host, pid, number of the process's writers
+        [newest] = (tmp_path / "tb").glob("events.*")
+        newest.rename(newest.with_name(f"{iterations[0]}.tfevents"))
     events = accumulator.EventAccumulator(str(tmp_path / "tb"))
     events.Reload()
     assert events.Tags()["scalars"] == ["train/loss"]

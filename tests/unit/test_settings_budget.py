@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import re
 from collections import Counter
 from dataclasses import fields
@@ -44,6 +45,7 @@ EQUAL_NAMES = {
 }
 
 
+@functools.cache
 def settings_classes() -> dict[str, list[str]]:
     """The fields of each settings class of the package, dataclass or pydantic model."""
     classes = {}
