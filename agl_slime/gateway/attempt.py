@@ -44,6 +44,8 @@ SpanSink = Callable[[str, dict[str, Any], float], None]
 """Takes a span's name, attributes and start time; called on the gateway's thread."""
 
 # Empty answers after a limit before requests are refused: an agent that ignores answers would ask for ever.
+MAX_REQUESTS = 10_000
+"""Most requests of a rollout in all; more get 429."""
 _MAX_EMPTY_ANSWERS = 8
 # Arguments of apply_chat_template that clients may not set: a template is a program, others change the result's type.
 _RESERVED_KWARGS = frozenset(("chat_template", "conversation", "messages", "tools", "tokenize", "tokenizer_kwargs"))
@@ -169,9 +171,9 @@ class Attempt:
         if retry and (response := self.recent.find(key)) is not None:
             self.seen["retries_answered"] += 1
             return response
-        if self.seen["requests"] >= self.settings.max_requests:
+        if self.seen["requests"] >= MAX_REQUESTS:
             raise GatewayRequestError(
-                f"rollout {self.rollout_id} has made {self.settings.max_requests} requests, the most it may make",
+                f"rollout {self.rollout_id} has made {MAX_REQUESTS} requests, the most it may make",
                 status=429,
                 code="rate_limit_exceeded",
             )

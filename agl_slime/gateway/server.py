@@ -25,7 +25,7 @@ from aiohttp import web
 from agl_slime.agent.access import LLM_RESOURCE, EngineAccess, ServedResources, run_parameters
 from agl_slime.errors import AglSlimeError, ConfigError, GatewayRequestError
 from agl_slime.gateway.anthropic import AnthropicMessages, CountTokens
-from agl_slime.gateway.attempt import Attempt
+from agl_slime.gateway.attempt import MAX_REQUESTS, Attempt
 from agl_slime.gateway.bodies import Request
 from agl_slime.gateway.calls import Call, CallResult, Choice
 from agl_slime.gateway.chat import ChatCompletions
@@ -73,6 +73,7 @@ SERVED_PATHS = frozenset((*_PROTOCOLS, *_OTHER_PATHS[1:]))
 """Paths of the clients' protocols, without ``/v1``."""
 _INLINE_LOG_PROBS_MAX = 2_000  # an answer with more is written in a thread: a thousand take some milliseconds
 _RETRY_HEADER = "x-stainless-retry-count"  # of the SDKs of OpenAI and Anthropic
+_MAX_SILENCE_S = 15.0  # of a stream
 _STOP_S = 5.0
 _MAX_ENDED = 10_000
 _RETURN_MEMORY_EVERY_S = 30.0
@@ -315,8 +316,8 @@ class Gateway:
     async def _create_conversation(self, request: web.Request, attempt: Attempt) -> web.Response:
         attempt.admit(b"")
         try:
-            if attempt.seen["POST /conversations"] > (most := attempt.settings.max_requests):
-                message = f"rollout {attempt.rollout_id} has begun {most} conversations, the most"
+            if attempt.seen["POST /conversations"] > MAX_REQUESTS:
+                message = f"rollout {attempt.rollout_id} has begun {MAX_REQUESTS} conversations, the most"
                 raise GatewayRequestError(message, status=429, code="rate_limit_exceeded")
             conversation, messages = await read_body(request, lambda raw: new_conversation(raw, attempt.kept))
             attempt.kept[conversation["id"]] = messages
@@ -357,7 +358,7 @@ class Gateway:
         version = 0
         try:
             while True:
-                changed = await pending.wait(version, self.settings.keep_alive_s)
+                changed = await pending.wait(version, _MAX_SILENCE_S)
                 version, progress, ended = pending.version, pending.progress, pending.task.done()
                 if ended and not response.prepared:
                     await pending.result()  # raises the error, if any

@@ -40,14 +40,10 @@ class GatewaySettings:
     """Most tokens of one conversation; later answers are empty."""
     max_in_flight: int = 64
     """Most concurrent requests of a rollout; more get 429."""
-    max_requests: int = 10_000
-    """Most requests of a rollout in all; more get 429."""
     max_body_mb: float = 8.0
     """Largest request body, in MB."""
     max_messages: int = 10_000
     """Most messages of one request; more get 413."""
-    keep_alive_s: float = 15.0
-    """Longest silence of a stream, in seconds."""
     images: ImageSettings = field(default_factory=ImageSettings)
     """Limits of images in requests."""
 
@@ -56,14 +52,14 @@ class GatewaySettings:
             self,
             ("branches", lambda value: value in ("all", "used", "last"), "one of all, used, last"),
             ("constraints", lambda value: value in ("mask", "drop", "refuse"), "one of mask, drop, refuse"),
-            ("max_turns max_trajectory_tokens max_in_flight max_requests", lambda value: value > 0, "above 0"),
+            ("max_turns max_trajectory_tokens max_in_flight", lambda value: value > 0, "above 0"),
             (
                 "public_url",
                 lambda value: value is None or value.startswith(("http://", "https://")),
                 "an http:// or https:// URL",
             ),
             ("port", lambda value: 0 <= value <= 65_535, "from 0, which takes a free one, to 65535"),
-            ("max_body_mb max_messages keep_alive_s", lambda value: value > 0, "above 0"),
+            ("max_body_mb max_messages", lambda value: value > 0, "above 0"),
         )
         if self.public_url is not None and not self.port:
             raise ConfigError(f"public_url {self.public_url} leads to one port of the gateway: give that as port")

@@ -236,9 +236,9 @@ def test_broken_engine_stream_is_resumed_in_place() -> None:
         assert case.engine.calls["/generate"] == 3
 
 
-def test_a_silent_stream_is_kept_alive() -> None:
-    settings = GatewaySettings(keep_alive_s=0.05)
-    with serving("hello", settings=settings, latency_s=0.3) as case:
+def test_a_silent_stream_is_kept_alive(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("agl_slime.gateway.server._MAX_SILENCE_S", 0.05)
+    with serving("hello", latency_s=0.3) as case:
         streamed = {**BODY, "stream": True}
         assert chat(case, streamed).text.count(": keep-alive") >= 3
         message = httpx.post(f"{case.llm.endpoint}/messages", json={**streamed, "max_tokens": 9})

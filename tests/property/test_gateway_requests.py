@@ -17,7 +17,6 @@ from agl_slime.gateway.calls import IMPOSED
 from agl_slime.gateway.chat import ChatCompletions
 from agl_slime.gateway.completions import Completions
 from agl_slime.gateway.responses import Responses
-from agl_slime.gateway.settings import GatewaySettings
 from tests.harness.examples import examples
 from tests.harness.gateway import CALL, WEATHER, Case, serving
 
@@ -116,7 +115,8 @@ def hostile() -> st.SearchStrategy[Any]:
 
 @pytest.fixture(scope="module")
 def case() -> Iterator[Case]:
-    with serving(CALL, "ok", settings=GatewaySettings(max_requests=10**6)) as made:
+    with pytest.MonkeyPatch.context() as patched, serving(CALL, "ok") as made:
+        patched.setattr("agl_slime.gateway.attempt.MAX_REQUESTS", 10**6)
         yield made
 
 

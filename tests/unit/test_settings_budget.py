@@ -18,7 +18,7 @@ from agl_slime.train.local.settings import LocalTrainerSettings
 
 PACKAGE = Path(__file__).parents[2] / "agl_slime"
 IS_SETTINGS = re.compile(r"(Settings|Config|Options|Flags|RunnerPlan|SamplingParams)$")
-ARE_MESSAGES = ("gateway/agl1/schemas.py",)  # Agent Lightning 1.0's own names
+ARE_OF_OTHERS = ("gateway/agl1/schemas.py", "train/slime/formulas.py")  # Agent Lightning 1.0's names, and slime's
 MOST_FIELDS = 283
 MOST_CLASSES = 23
 MOST_FLAGS = 63  # beside --config and those of the local trainer
@@ -36,6 +36,7 @@ EQUAL_NAMES = {
         "sglang_url",
         "loss",
         "clip",
+        "model_path",
     ),  # of commands and tools of their own
     *("max_tokens", "temperature", "top_p", "top_k", "stop", "repetition_penalty"),
     *("loop", "sampling", "group", "gateway", "controller"),
@@ -56,7 +57,7 @@ def settings_classes() -> dict[str, list[str]]:
             bases = [*map(ast.unparse, [*node.decorator_list, *node.bases])]
             if not any("dataclass" in base or base == "BaseModel" for base in bases):
                 continue
-            if str(path.relative_to(PACKAGE)) not in ARE_MESSAGES:
+            if str(path.relative_to(PACKAGE)) not in ARE_OF_OTHERS:
                 classes[node.name] = [
                     each.target.id
                     for each in node.body
