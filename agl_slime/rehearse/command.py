@@ -17,12 +17,14 @@ from agl_slime import metric_names as names
 from agl_slime.errors import AglSlimeError, ConfigError
 from agl_slime.rehearse.checks import Arguments, Finding, Nodes, check, check_script
 from agl_slime.rehearse.forecast import Forecast, Shape, Speeds, compare
+from agl_slime.rehearse.hosts import places
 from agl_slime.rehearse.live import Live, play_live
 from agl_slime.rehearse.parsing import Parsed, parse
 from agl_slime.rehearse.script import play
 from agl_slime.rehearse.speeds import Size, shape_of, speeds_of
 from agl_slime.report.files import RunDir, dump, open_run_dir
 from agl_slime.support.files import write_file
+from agl_slime.support.namespaces import why_no_namespaces
 
 _TITLES = {"breaks": "Will break", "costs": "Costs time or has no effect", "note": "About this rehearsal"}
 
@@ -118,6 +120,10 @@ def rehearse(
         return Rehearsal((*findings, note), args)
     live = None
     if config.live_steps:
+        hosts = places(played.ray_nodes, nodes.count) if nodes.count > 1 else []
+        if hosts and (reason := why_no_namespaces()) is not None:
+            note = f"the live steps ran on one host, where each node reaches the others' loopback: {reason}"
+            findings, hosts = (*findings, Finding("note", note)), []
         try:
             live = play_live(
                 args,
@@ -131,6 +137,7 @@ def rehearse(
                 python=str(config.python),
                 tokenizer=tokenizer,
                 scratch=scratch,
+                hosts=hosts,
             )
         except ConfigError:
             raise

@@ -16,10 +16,10 @@ from agl_slime.gateway.settings import GatewaySettings
 from agl_slime.runner.ray import require_reachable
 from agl_slime.store.bridge import BridgeStore
 from agl_slime.store.server import StoreService
+from agl_slime.support.namespaces import Network
 from agl_slime.support.net import http_url, public_host
 from agl_slime.train.slime.args import PluginSettings
 from tests.harness.hosts import network
-from tests.harness.namespaces import Network
 
 __all__ = ["network"]
 

@@ -20,8 +20,8 @@ from typing import Any
 import pytest
 
 from agl_slime.report.audit import audit
+from agl_slime.support.namespaces import Host, Network, Process
 from tests.harness.hosts import network, start_engine, start_ray, wait_for_lost_packets
-from tests.harness.namespaces import Host, Network, Process
 from tests.slime.support import REPOSITORY, environment, read_result, require_slime
 
 __all__ = ["network"]

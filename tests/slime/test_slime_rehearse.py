@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from agl_slime.cli.main import main
+from agl_slime.rehearse import command
 from agl_slime.report.files import read_object
 from tests.slime.support import model_flags, require_slime
 
@@ -55,7 +56,10 @@ def test_a_misspelt_flag_and_a_refusal_are_both_findings(policy_dir: Path, tmp_p
 @pytest.mark.ray
 @pytest.mark.slow
 @pytest.mark.parametrize("hooks", [False, True])
-def test_slimes_driver_runs_on_logical_nodes(hooks: bool, policy_dir: Path, tmp_path: Path):
+def test_slimes_driver_runs_on_logical_nodes_of_one_host(
+    hooks: bool, policy_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(command, "why_no_namespaces", lambda: "none here")
     root = require_slime("torch", "transformers", "sglang_router", "ray")
     script, run = tmp_path / "run.sh", tmp_path / "run"
     flags = ["--hf-checkpoint", str(policy_dir), *model_flags(policy_dir), "--rollout-batch-size", "4"]
@@ -88,3 +92,4 @@ def test_slimes_driver_runs_on_logical_nodes(hooks: bool, policy_dir: Path, tmp_
     assert live["steps"] == 3
     text = (run / "rehearsal.txt").read_text()
     assert "Live: 3 steps of slime's driver" in text
+    assert "the live steps ran on one host, where each node reaches the others' loopback: none here" in text

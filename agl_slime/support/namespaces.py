@@ -59,7 +59,7 @@ def why_no_namespaces() -> str | None:
         return f"{', '.join(missing)} not installed: hosts in namespaces need Linux with util-linux and iproute2"
     user = [] if os.geteuid() == 0 else ["--user", "--map-root-user"]
     kinds = ("--net", "--uts", "--mount", "--pid", "--fork", "--mount-proc")
-    # apart from the scripts of Network: a fault of theirs is no reason to skip a test
+    # apart from the scripts of Network: a fault of theirs is no reason to go without hosts
     finished = subprocess.run(["unshare", *user, *kinds, "sh", "-c", _PROBE], capture_output=True, text=True)
     if finished.returncode:
         what = finished.stderr.strip().splitlines()[-1:] or [f"code {finished.returncode}"]
@@ -92,7 +92,7 @@ class _Namespaces:
         if not line:
             _, errors = self._process.communicate()
             what = errors.strip().splitlines()[-1:] or ["no output"]
-            raise RuntimeError(f"the namespaces of a host were not made: {what[0]}")
+            raise ConfigError(f"the namespaces of a host were not made: {what[0]}; see whether this user may make them")
         self.pid = int(line)
 
     def enter(self, *kinds: str) -> list[str]:
@@ -108,8 +108,17 @@ class _Namespaces:
 class Host:
     """One host of a ``Network``: addresses, commands, its cable and its power."""
 
-    def __init__(self, *, name: str, number: int, network: Network, delay_s: float, private: Sequence[str]) -> None:
-        self.name, self.address, self.address6 = name, f"10.77.0.{number}", f"fd77::{number:x}"
+    def __init__(
+        self,
+        *,
+        name: str,
+        number: int,
+        network: Network,
+        delay_s: float,
+        private: Sequence[str],
+        address: str | None,
+    ) -> None:
+        self.name, self.address, self.address6 = name, address or f"10.77.0.{number}", f"fd77::{number:x}"
         self._port, self._switch, self._stack = f"port{number}", network.switch, ExitStack()
         self._processes: list[Process] = []
         with network.hosts_file.open("a") as file:
@@ -205,9 +214,17 @@ class Network:
             host.kill()
         self._stack.close()
 
-    def add(self, name: str, *, delay_s: float = 0.0, private: Sequence[str] = ("/dev/shm",)) -> Host:
+    def add(
+        self,
+        name: str,
+        *,
+        delay_s: float = 0.0,
+        private: Sequence[str] = ("/dev/shm",),
+        address: str | None = None,
+    ) -> Host:
         """A host of this name. ``delay_s`` is added to each packet in either direction; each directory in ``private``
-        is an empty one of the host."""
-        host = Host(name=name, number=len(self.hosts) + 1, network=self, delay_s=delay_s, private=private)
+        is an empty one of the host; ``address`` is its IPv4 address, by default 10.77.0.1 and following ones."""
+        number = len(self.hosts) + 1
+        host = Host(name=name, number=number, network=self, delay_s=delay_s, private=private, address=address)
         self.hosts[name] = host
         return host
