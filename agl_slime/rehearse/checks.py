@@ -130,6 +130,10 @@ def check_script(played: Played, training: Training | None, nodes: Nodes) -> Ite
             what = f"the job gets {name}={value} literally, as the shell did not put {match[1]} in"
             yield _breaks(what, "take the single quotes from around the JSON")
     yield from _ray(played, nodes)
+    host = training.env.get("SLIME_HOST_IP", "")
+    if nodes.count > 1 and _LOOPBACK.match(host):
+        what = f"SLIME_HOST_IP {host} is each node's loopback, on which slime's router and engines then listen"
+        yield _breaks(what, "leave it out, or set it to each node's address")
     if not played.isolated:
         why = "bubblewrap is not installed or may not make namespaces"
         yield Finding("note", f"{why}: commands that the script gives by absolute path were not intercepted")

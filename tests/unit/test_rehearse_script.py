@@ -207,11 +207,15 @@ def test_faults_of_several_nodes():
 
 def test_names_that_do_not_resolve():
     args = {**SOUND, "agl_agent": "a:B", "agl_tasks": "t.jsonl", "agl_agnt": "a:B"}
-    lacking = {"unimportable": {"agl_agent": "AttributeError: none"}, "missing": {"agl_tasks": "t.jsonl"}}
-    near = {"agl_agent": "a:C", "agl_tasks": ""}
+    parsed = Parsed(
+        args=args,
+        unimportable={"agl_agent": "AttributeError: none"},
+        missing={"agl_tasks": "t.jsonl"},
+        near={"agl_agent": "a:C", "agl_tasks": ""},
+    )
     training = Training("train.py", (), {}, "/nowhere", submitted=True)
     played = Played((), 0, "", isolated=True)
-    texts = [one.text for one in check(played, Parsed(args=args, near=near, **lacking), training, ONE)]
+    texts = [one.text for one in check(played, parsed, training, ONE)]
     assert texts[:3] == [
         "agl_tasks t.jsonl does not exist on this machine: put it there on each node",
         "agl_agent a:B cannot be imported (AttributeError: none): did you mean a:C?",
@@ -236,5 +240,8 @@ def test_the_script_around_the_training_command(tmp_path: Path, scratch: Path):
     texts = [one.text for one in check_script(played, played.training, Nodes(4, 8))]
     assert texts[0].startswith("the script starts Ray on 3 of 4 nodes, so the others never join")
     assert texts[1].startswith("Ray's head listens on 127.0.0.1, which other nodes cannot reach")
+    bound = Training("train.py", (), {"SLIME_HOST_IP": "127.0.0.1"}, "/", submitted=True)
+    assert "SLIME_HOST_IP 127.0.0.1 is each node's loopback" in [*check_script(played, bound, Nodes(4, 8))][2].text
+    assert all("SLIME_HOST_IP" not in one.text for one in check_script(played, bound, ONE))
     quoted = Training("train.py", (), {"MASTER_ADDR": "${MASTER_ADDR}"}, "/", submitted=True)
     assert "take the single quotes" in next(check_script(played, quoted, ONE)).text
