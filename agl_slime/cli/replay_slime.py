@@ -423,7 +423,10 @@ class _Step:
             "There are no ref_log_probs: the KL loss is not computed.": flags.use_kl_loss
             and any(row.ref_log_probs is None for row in self.rows),
             "The gradient leaves the KL loss out.": flags.use_kl_loss and config.model_path is not None,
-            "--tis-clip-low counts with icepop only.": flags.off_policy == "tis" and flags.tis_clip_low > 0,
+            f"{flags.custom_tis} is not called: the weights are those of slime's vanilla_tis_function.": bool(
+                flags.custom_tis
+            ),
+            "TIS has no lower bound here (--tis-clip-low).": flags.off_policy == "tis" and flags.tis_clip_low > 0,
             _ON_POLICY: config.clip is not None and not flags.use_rollout_logprobs,
             _NO_LOSS: True,
             _NO_WEIGHTS: config.model_path is None,

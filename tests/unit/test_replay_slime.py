@@ -206,6 +206,15 @@ def test_checkpoint_gives_the_log_probs_and_the_gradient(dump: Path, dumped: Dum
     assert [*result.influences.rollouts] == [f"{STEP}-g{n // 4}-{n}" for n in range(8)]
 
 
+def test_a_tis_function_that_is_not_slimes_is_named(dump: Path) -> None:
+    flags = ("--use-tis", "--tis-clip-low", "0.5", "--custom-tis-function-path")
+    own = again(dump, flags=(*FLAGS, *flags, "examples.mis.compute_mis_weights_with_cp")).unknown
+    slimes = again(dump, flags=(*FLAGS, *flags, "slime.backends.megatron_utils.loss.vanilla_tis_function")).unknown
+    sentence = "examples.mis.compute_mis_weights_with_cp is not called: the weights are those of slime's"
+    assert [one for one in own if one not in slimes] == [f"{sentence} vanilla_tis_function."]
+    assert "TIS has no lower bound here (--tis-clip-low)." in slimes
+
+
 def test_command_says_what_the_dump_does_not(dump: Path, capsys: pytest.CaptureFixture[str]) -> None:
     main([str(dump), "--step", str(STEP), "--advantages", "reward", "--", *FLAGS, "--entropy-coef", "0.1"])
     shown = capsys.readouterr().out

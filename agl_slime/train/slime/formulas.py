@@ -76,6 +76,12 @@ class StepFlags:
         return cls(**vars(read), given=bool(words), left_out=named)
 
     @property
+    def custom_tis(self) -> str:
+        """The function that weights tokens, if it is not slime's own."""
+        path = self.custom_tis_function_path if self.use_tis else ""
+        return "" if path.endswith(("vanilla_tis_function", "icepop_function")) else path
+
+    @property
     def off_policy(self) -> Literal["none", "tis", "icepop"]:
         icepop = self.custom_tis_function_path.endswith("icepop_function")
         return "none" if not self.use_tis else "icepop" if icepop else "tis"
