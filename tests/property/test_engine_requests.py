@@ -103,7 +103,8 @@ def requests(draw: st.DrawFn) -> tuple[str, Any]:
     if path == "/generate" or path.startswith("/v1"):
         inside = draw(st.dictionaries(st.sampled_from(SAMPLING), VALUES, max_size=2))
         if path == "/generate" and isinstance(body["sampling_params"], dict):
-            body["sampling_params"] |= inside
+            # a new object: the drawn one is shared by all examples
+            body["sampling_params"] = {**body["sampling_params"], **inside}
         elif path != "/generate":
             body |= inside
     return path, body
