@@ -7,7 +7,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -48,11 +48,16 @@ class Nodes:
 class Arguments:
     """slime's arguments by attribute; an absent one is ``None``."""
 
-    def __init__(self, values: Any) -> None:
-        self.values = values
+    def __init__(self, values: Mapping[str, Any], training: Training) -> None:
+        self.values = {**values, "driver": Path(training.script).name}
+        self._cwd = training.cwd
 
     def __getattr__(self, name: str) -> Any:
         return self.values.get(name)
+
+    def path(self, given: str | Path | None) -> Path:
+        """A path in the script's arguments, from the directory where the script starts training."""
+        return Path(self._cwd, given or "")
 
     @property
     def actor_gpus(self) -> int:
@@ -82,7 +87,7 @@ def check(played: Played, parsed: Parsed, training: Training, nodes: Nodes) -> l
     """All findings, the worst first."""
     findings = [*check_script(played, training, nodes), *_parser(parsed)]
     if parsed.args is not None:
-        args = Arguments({**parsed.args, "driver": Path(training.script).name})
+        args = Arguments(parsed.args, training)
         for part in (_placement, _parallel, _batches, _lengths, _data, _hooks, _addresses, _storage):
             findings += part(args, nodes)
         findings += _modules(args, training, nodes)
@@ -285,7 +290,7 @@ def _lengths(args: Arguments, nodes: Nodes) -> Iterator[Finding]:
 def _context_of(args: Arguments) -> tuple[int, str] | None:
     if args.sglang_context_length:
         return args.sglang_context_length, "--sglang-context-length"
-    file = Path(args.hf_checkpoint or "", "config.json")
+    file = args.path(args.hf_checkpoint) / "config.json"
     if not file.is_file():
         return None
     config = json.loads(file.read_text())
@@ -299,11 +304,11 @@ def _data(args: Arguments, nodes: Nodes) -> Iterator[Finding]:
     for flag, given in sets:
         if not given:
             continue
-        if not split_slice(given)[0].is_file():
+        if not args.path(split_slice(given)[0]).is_file():
             yield _breaks(f"{flag} {given} does not exist on this machine", "put it where the rollout manager runs")
             continue
         try:
-            rows = [row for _, row in read_rows(given, flag=flag)]
+            rows = [row for _, row in read_rows(str(args.path(given)), flag=flag)]
         except ConfigError as error:
             yield Finding("breaks", str(error))
             continue

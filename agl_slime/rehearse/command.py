@@ -106,7 +106,7 @@ def rehearse(
     findings = tuple(check(played, parsed, training, nodes))
     if parsed.args is None:
         return Rehearsal(findings)
-    args = Arguments({**parsed.args, "driver": Path(training.script).name})
+    args = Arguments(parsed.args, training)
     if not args.rollout_batch_size or args.debug_train_only or "sft" in (args.rollout_function_path or ""):
         return Rehearsal(findings, args)
     shape = shape_of(args, mean_tokens=config.response_tokens, prompt_tokens=config.prompt_tokens)

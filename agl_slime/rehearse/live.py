@@ -142,11 +142,11 @@ def _flags(args: Arguments, training: Training, shape: Shape, steps: int, tokeni
     if args.eval_interval is not None:
         given["eval-interval"] = 10**6
         flags.append("--skip-eval-before-train")
-    if not Path(args.hf_checkpoint or "").is_dir():
+    if not args.hf_checkpoint or not args.path(args.hf_checkpoint).is_dir():
         given["hf-checkpoint"] = _model(args, tokenizer, scratch)
-    if not Path(args.ref_load or "").is_dir():
+    if not args.ref_load or not args.path(args.ref_load).is_dir():
         given["ref-load"] = scratch
-    if args.prompt_data and not split_slice(args.prompt_data)[0].is_file():
+    if args.prompt_data and not args.path(split_slice(args.prompt_data)[0]).is_file():
         given["prompt-data"] = _tasks(args, scratch)
     if args.update_weight_disk_dir:
         given["update-weight-disk-dir"] = scratch / "weights"

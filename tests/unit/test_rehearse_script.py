@@ -143,9 +143,9 @@ APART = {"colocate": False, "actor_num_gpus_per_node": 4, "rollout_num_gpus": 4,
 ONE = Nodes(1, 8)
 
 
-def findings(nodes: Nodes = ONE, *, script: str = "train.py", **changed: Any) -> list[str]:
+def findings(nodes: Nodes = ONE, *, script: str = "train.py", cwd: str = "/nowhere", **changed: Any) -> list[str]:
     parsed = Parsed(args={**SOUND, **changed})
-    training = Training(script, (), {}, "/nowhere", submitted=True)
+    training = Training(script, (), {}, cwd, submitted=True)
     *texts, ray = (one.text for one in check(Played((), 0, "", isolated=True), parsed, training, nodes))
     assert "starts no Ray" in ray
     return texts
@@ -188,6 +188,17 @@ def test_sound_arguments_have_no_findings():
 )
 def test_each_fault_is_one_sentence_with_its_fix(changed: dict[str, Any], text: str):
     assert any(text in one for one in findings(**changed)), findings(**changed)
+
+
+def test_files_are_looked_for_where_the_script_starts_training(tmp_path: Path):
+    (tmp_path / "rows.jsonl").write_text('{"question": "6 * 7?"}\n' * 32)
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text('{"max_position_embeddings": 4096}')
+    files = {"prompt_data": "rows.jsonl@[0:32]", "input_key": "prompt", "hf_checkpoint": "model"}
+    [keys, length] = sorted(findings(cwd=str(tmp_path), **files))
+    assert "--input-key prompt is missing in 32 of 32 rows" in keys
+    assert "the model's max_position_embeddings" in length
+    assert "rows.jsonl@[0:32] does not exist" in findings(**files)[0]
 
 
 def test_faults_of_the_asynchronous_driver():
