@@ -16,7 +16,7 @@ from agl_slime.gateway.calls import IMPOSED, Call, CallResult, number
 from agl_slime.gateway.errors import openai_error
 from agl_slime.gateway.messages import HALF_A_CHARACTER, Message
 from agl_slime.support.agl_types import LLM
-from agl_slime.support.http import json_bytes
+from agl_slime.support.http import is_too_deep, json_bytes
 
 Decode = Callable[[list[int]], str]
 Kept = Mapping[str, list[Message]]
@@ -136,6 +136,9 @@ class Protocol(ABC):
             for name in names:
                 if body.get(name) and not isinstance(body[name], kind):
                     raise GatewayRequestError(f"{name} must be {expected}, got {body[name]!r:.80}", param=name)
+        if is_too_deep(body.get("chat_template_kwargs")):
+            message = "chat_template_kwargs is nested more than 250 deep"
+            raise GatewayRequestError(message, param="chat_template_kwargs")
 
     @staticmethod
     def requested_sampling(body: Mapping[str, Any]) -> dict[str, Any]:

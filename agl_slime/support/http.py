@@ -155,12 +155,13 @@ def parse_json(raw: bytes, *, exact: bool = False) -> Any:
         value = json_value(raw) if exact else orjson.loads(raw)
     except ValueError as error:
         raise ValueError(f"the body is not JSON: {error}") from error
-    if raw.count(b"[") + raw.count(b"{") > _NEVER_DEEP and _is_too_deep(value):
+    if raw.count(b"[") + raw.count(b"{") > _NEVER_DEEP and is_too_deep(value):
         raise ValueError("the body is nested more than 250 deep; send flatter JSON")
     return value
 
 
-def _is_too_deep(value: Any) -> bool:
+def is_too_deep(value: Any) -> bool:
+    """Whether a value of JSON is nested more than 250 deep; what Python itself refuses depends on its version."""
     try:
         orjson.dumps([[[[value]]]])  # it will be nested in other values
     except orjson.JSONEncodeError:  # too deep, or an integer above 64 bit

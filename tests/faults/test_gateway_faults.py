@@ -41,7 +41,7 @@ GARBAGE: list[tuple[bytes, str]] = [
     (b'{"messages": [{"role": "robot", "content": "x"}]}', "messages[0].role"),
     (b'{"messages": [{"role": "user", "content": 5}]}', "messages[0].content"),
     (b'{"messages":[{"role":"user","content":' + b"[" * 900 + b"]" * 900 + b"}]}", ""),
-    (f'{{"messages":[{{"role":"user","content":"x"}}],"chat_template_kwargs":{{"a":{DEEP}}}}}'.encode(), ""),
+    (f'{{"messages":[{{"role":"user","content":"x"}}],"chat_template_kwargs":{{"a":{DEEP}}}}}'.encode(), "250 deep"),
 ]
 WRONG: list[tuple[dict[str, Any], str]] = [
     ({"n": 0}, "n must be"),
