@@ -42,6 +42,7 @@ class RayPool(WorkerPool):
                 'runners on Ray need Ray: pip install "ray>=2.40", or use --runners process:N'
             ) from error
         self._started_ray = False
+        self._placed: set[int] = set()  # ids of the handles of actors that have started
 
     def _open(self) -> None:
         if not self._ray.is_initialized():
@@ -68,6 +69,7 @@ class RayPool(WorkerPool):
             if not self._ray.wait([ready], timeout=_PLACE_S)[0]:
                 logger.warning("A runner (ray) has not started within %g s%s.", _PLACE_S, self._shortage())
             self._ray.get(ready)
+            self._placed.add(id(worker))
             self._supervisor.note_ready()
             self._ray.get(worker.run.remote())
             reason = "it returned"
@@ -76,10 +78,14 @@ class RayPool(WorkerPool):
             if not self._supervisor.ready:
                 self._supervisor.fail(LoopError(f"an actor ended before it was ready: {error}"))
         self._kill(worker)  # an actor stays alive after its method returns
+        self._placed.discard(id(worker))
         return reason
 
     def _send(self, worker: Any, command: Command) -> None:
-        worker.execute.remote(command)
+        if command == "wake" or id(worker) in self._placed:
+            worker.execute.remote(command)
+        else:  # it would take the place of one that ends, and start only to end
+            self._kill(worker)
 
     def _kill(self, worker: Any) -> None:
         self._ray.kill(worker)
