@@ -35,6 +35,7 @@ ELSEWHERE = {
     r"--without ro-": "names a rollout of the page's run: test_trainer_replay",
     r"agl-slime onset": "needs a run of eight iterations: test_onset",
     r"agl-slime record": "needs a running SGLang: test_gateway_record",
+    r"replay DUMP": "reads what slime has written: test_replay_slime",
     r"view DIR --follow --tokenizer|report DIR$": "reads what slime has written: test_report_slime",
 }
 """What a command contains, and why it is not run here."""
