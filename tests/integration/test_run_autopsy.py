@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import io
+import itertools
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from rich.console import Console
 
 pytest.importorskip("torch", reason='training needs torch: pip install "agl-slime[local]"')
 
+from agl_slime.cli.demo.agent import LookupAgent
 from agl_slime.cli.local import run_training
 from agl_slime.cli.settings import train_config
 from agl_slime.engine.client.generation import SamplingParams
@@ -69,6 +71,9 @@ def test_weights_that_came_late_are_named(trained: Trained, monkeypatch: pytest.
         await push(self, str(before if before.exists() else path), version)
 
     monkeypatch.setattr(DiskWeightSync, "push", late)
+    # rewards that differ in every group, so that the first step moves the policy whatever was sampled
+    rewards = itertools.cycle([0.0, 1.0])
+    monkeypatch.setattr(LookupAgent, "compute_reward", lambda self, task, response: next(rewards))
     rows, (alarm,), out = trained(autopsy=16)  # a single short turn may hardly have moved
     assert (alarm.about, alarm.iteration) == ("late_weights", 2)
     assert alarm.text.startswith("late_weights explains")
