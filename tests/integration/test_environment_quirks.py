@@ -93,6 +93,6 @@ def test_the_files_of_an_iteration_on_an_environment_agree(
     chat = {"model": tmp_path / "run", "sglang_url": embedded_engine}
     shown = talk(command_config(ChatConfig, **chat, tasks=True), "", "/bye")
     assert shown.count("(test)") == 2, "what the run held out"
-    assert shown.count("reward: 1.0") == 2
+    assert shown.count("reward: 1 (right 1, ") == 2
     with pytest.raises(ConfigError, match="give --tasks"):
         talk(command_config(ChatConfig, **chat), "hello")
