@@ -19,12 +19,12 @@ from agl_slime.rehearse.checks import Arguments, Finding, Nodes, check, check_sc
 from agl_slime.rehearse.forecast import Forecast, Shape, Speeds, compare
 from agl_slime.rehearse.hosts import places
 from agl_slime.rehearse.live import Live, play_live
+from agl_slime.rehearse.namespaces import why_no_namespaces
 from agl_slime.rehearse.parsing import Parsed, parse
 from agl_slime.rehearse.script import play
 from agl_slime.rehearse.speeds import Size, shape_of, speeds_of
 from agl_slime.report.files import RunDir, dump, open_run_dir
 from agl_slime.support.files import write_file
-from agl_slime.support.namespaces import why_no_namespaces
 
 _TITLES = {"breaks": "Will break", "costs": "Costs time or has no effect", "note": "About this rehearsal"}
 

@@ -10,8 +10,8 @@ from contextlib import ExitStack, contextmanager
 from tempfile import TemporaryDirectory
 
 from agl_slime.errors import AglSlimeError
+from agl_slime.rehearse.namespaces import Host, Network
 from agl_slime.rehearse.script import RayNode
-from agl_slime.support.namespaces import Host, Network
 
 STORE_BYTES = 150_000_000
 """Ray's object store of a node."""

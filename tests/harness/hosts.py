@@ -15,7 +15,7 @@ from threading import Timer
 import pytest
 
 from agl_slime.cli.demo import LOOKUP_POLICY
-from agl_slime.support.namespaces import Host, Network, Process, why_no_namespaces
+from agl_slime.rehearse.namespaces import Host, Network, Process, why_no_namespaces
 from tests.harness.waiting import becomes_true
 
 ROOT = Path(__file__).parents[2]

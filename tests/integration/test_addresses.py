@@ -13,10 +13,10 @@ import pytest
 from agl_slime.errors import ConfigError
 from agl_slime.gateway.server import Gateway
 from agl_slime.gateway.settings import GatewaySettings
+from agl_slime.rehearse.namespaces import Network
 from agl_slime.runner.ray import require_reachable
 from agl_slime.store.bridge import BridgeStore
 from agl_slime.store.server import StoreService
-from agl_slime.support.namespaces import Network
 from agl_slime.support.net import http_url, public_host
 from agl_slime.train.slime.args import PluginSettings
 from tests.harness.hosts import network

@@ -7,15 +7,17 @@ import os
 import subprocess
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import pytest
 
 from agl_slime.cli.demo import LOOKUP_POLICY
+from agl_slime.rehearse.namespaces import Host, Network, Process
 from agl_slime.report.audit import audit
-from agl_slime.support.namespaces import Host, Network, Process
 from tests.harness.hosts import ROOT, killed_after, network, start_engine, start_ray, wait_for_lost_packets
+from tests.harness.slow_host import SlowHost
 
 __all__ = ["network"]
 
@@ -55,7 +57,7 @@ def check_end(training: Process, run: Path) -> None:
 
 
 def test_an_engine_elsewhere_behind_a_slow_link_that_goes_away(network: Network, tmp_path: Path) -> None:
-    loop, far = network.add("loop"), network.add("far", delay_s=0.05)
+    loop, far = network.add("loop"), network.add("far", kind=partial(SlowHost, delay_s=0.05))
     training = start_training(loop, tmp_path / "run", start_engine(far))
     wait_for_iteration(training, 1)
     far.cut()

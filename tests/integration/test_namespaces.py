@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
 
-from agl_slime.support.namespaces import Host, Network, Process, why_no_namespaces
+from agl_slime.rehearse.namespaces import Host, Network, Process, why_no_namespaces
 from tests.harness.hosts import network
+from tests.harness.slow_host import SlowHost
 from tests.harness.waiting import becomes_true
 
 __all__ = ["network"]
@@ -79,7 +81,7 @@ def test_a_cable_that_is_unplugged_and_a_host_without_power(network: Network) ->
 def test_a_slow_link_delays_each_packet(network: Network) -> None:
     if not Path("/dev/net/tun").exists():
         pytest.skip("this machine has no /dev/net/tun, over which links are delayed")
-    first, second = network.add("first"), network.add("second", delay_s=0.05)
+    first, second = network.add("first"), network.add("second", kind=partial(SlowHost, delay_s=0.05))
     echo(second)
     ask(first, second.address)  # finds the neighbour
     assert float(ask(first, second.address)) >= 0.2  # two round trips: the connection, the words
@@ -90,7 +92,7 @@ def test_nothing_outlives_the_process_that_made_the_hosts() -> None:
         pytest.skip(reason)
     program = """
 import sys
-from agl_slime.support.namespaces import Network
+from agl_slime.rehearse.namespaces import Network
 with Network() as network:
     host = network.add("host")
     host.start(["sleep", "1000"])

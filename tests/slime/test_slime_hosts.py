@@ -13,15 +13,17 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
 
+from agl_slime.rehearse.namespaces import Host, Network, Process
 from agl_slime.report.audit import audit
-from agl_slime.support.namespaces import Host, Network, Process
 from tests.harness.hosts import network, start_engine, start_ray, wait_for_lost_packets
+from tests.harness.slow_host import SlowHost
 from tests.slime.support import REPOSITORY, environment, read_result, require_slime
 
 __all__ = ["network"]
@@ -97,7 +99,7 @@ def train(network: Network, work: Path, *words: str | Path, last: tuple[str, ...
     root = require_slime("ray", "torch", "transformers", "sglang_router")
     output = work / "output.txt"
     with cluster(network, root) as (driver, others, env):
-        far = network.add("far", delay_s=0.05)
+        far = network.add("far", kind=partial(SlowHost, delay_s=0.05))
         program = start_program(driver, env, output, *words, "hosts", start_engine(far), *last)
         cut_and_kill(program, far, others, work, output)
         try:

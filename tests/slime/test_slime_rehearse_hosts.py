@@ -10,8 +10,8 @@ import pytest
 import yaml
 
 from agl_slime.cli.main import main
+from agl_slime.rehearse.namespaces import why_no_namespaces
 from agl_slime.report.files import read_object
-from agl_slime.support.namespaces import why_no_namespaces
 from tests.slime.support import model_flags, require_slime
 
 pytestmark = [pytest.mark.hosts, pytest.mark.slow, pytest.mark.slime, pytest.mark.ray]

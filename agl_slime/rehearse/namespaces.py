@@ -11,9 +11,8 @@ import os
 import shutil
 import signal
 import subprocess
-import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,7 @@ from typing import Any
 from agl_slime.errors import ConfigError
 
 _TOOLS = ("unshare", "nsenter", "ip")
-_INTERFACE = "eth0"
+INTERFACE = "eth0"
 # The first process of a PID namespace: the namespace ends with it, and it ends with its standard input. The process id
 # is read while /proc is still the one of the caller; children that it inherits are reaped because it ignores SIGCHLD.
 _FIRST = """set -e
@@ -41,11 +40,11 @@ shift 2
 for path do mount -t tmpfs -o mode=1777 tmpfs "$path"; done
 ip link set lo up"""
 _ADDRESSES = f"""set -e
-ip address add "$1/24" dev {_INTERFACE}
-ip address add "$2/64" dev {_INTERFACE} nodad 2> /dev/null || true
-ip link set {_INTERFACE} up
-ip route add default dev {_INTERFACE}
-ip -6 route add default dev {_INTERFACE} 2> /dev/null || true"""
+ip address add "$1/24" dev {INTERFACE}
+ip address add "$2/64" dev {INTERFACE} nodad 2> /dev/null || true
+ip link set {INTERFACE} up
+ip route add default dev {INTERFACE}
+ip -6 route add default dev {INTERFACE} 2> /dev/null || true"""
 
 _PROBE = """set -e
 ip link add name near type bridge
@@ -114,7 +113,6 @@ class Host:
         name: str,
         number: int,
         network: Network,
-        delay_s: float,
         private: Sequence[str],
         address: str | None,
     ) -> None:
@@ -130,11 +128,7 @@ class Host:
             arguments=[name, str(network.hosts_file), *private],
         )
         self._stack.callback(self._space.end)
-        if delay_s:
-            self._start_relay(delay_s)
-        else:
-            peer = ["peer", "name", _INTERFACE, "netns", str(self._space.pid)]
-            self._bridge("ip", "link", "add", self._port, "type", "veth", *peer)
+        self._plug_in()
         self._bridge("ip", "link", "set", self._port, "master", "bridge", "up")
         self.run(["sh", "-c", _ADDRESSES, "sh", self.address, self.address6])
 
@@ -174,21 +168,10 @@ class Host:
     def _bridge(self, *argv: str) -> None:
         subprocess.run([*self._switch.enter("net"), *argv], check=True, capture_output=True, timeout=30)
 
-    def _start_relay(self, delay_s: float) -> None:
-        """Connect the host by a process that holds each frame back: not every kernel has ``netem``."""
-        program = [sys.executable, str(Path(__file__).with_name("slow_link.py")), self._port, str(delay_s)]
-        relay = subprocess.Popen(
-            [*self._switch.enter("net"), *program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        )
-        assert relay.stdin is not None
-        assert relay.stdout is not None
-        self._stack.callback(relay.communicate)  # it ends with its standard input
-        if relay.stdout.readline() != "ready\n":
-            raise ConfigError(
-                "a link with a delay needs /dev/net/tun: load the kernel's module tun, or give no delay_s"
-            )
-        self._bridge("ip", "link", "set", "far", "netns", str(self._space.pid))
-        self.run(["ip", "link", "set", "far", "name", _INTERFACE])
+    def _plug_in(self) -> None:
+        """Make the cable from the bridge to the host."""
+        peer = ["peer", "name", INTERFACE, "netns", str(self._space.pid)]
+        self._bridge("ip", "link", "add", self._port, "type", "veth", *peer)
 
 
 class Network:
@@ -218,13 +201,13 @@ class Network:
         self,
         name: str,
         *,
-        delay_s: float = 0.0,
         private: Sequence[str] = ("/dev/shm",),
         address: str | None = None,
+        kind: Callable[..., Host] = Host,
     ) -> Host:
-        """A host of this name. ``delay_s`` is added to each packet in either direction; each directory in ``private``
-        is an empty one of the host; ``address`` is its IPv4 address, by default 10.77.0.1 and following ones."""
+        """A host of this name. Each directory in ``private`` is an empty one of the host; ``address`` is its IPv4
+        address, by default 10.77.0.1 and following ones."""
         number = len(self.hosts) + 1
-        host = Host(name=name, number=number, network=self, delay_s=delay_s, private=private, address=address)
+        host = kind(name=name, number=number, network=self, private=private, address=address)
         self.hosts[name] = host
         return host

@@ -1,4 +1,4 @@
-"""A network link with a delay, for ``namespaces``:
+"""A network link with a delay, the program of ``SlowHost``:
 
     python slow_link.py PORT DELAY_S
 
