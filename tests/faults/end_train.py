@@ -317,9 +317,11 @@ def account(output: Path) -> tuple[list[str], int]:
     steps = state["steps"], round(sum(row.get("train/steps") or 0 for row in metrics))
     if steps[0] != steps[1] or not steps[0]:
         found.append(f"the last checkpoint has {steps[0]} optimizer steps, and the reports {steps[1]}")
-    last = int(states[-1].name.removeprefix("step_"))  # the trainer's own is the last with a step of training
-    if [row["iteration"] for row in metrics] != list(range(1, last + 1)) or state["iteration"] > last:
+    last = int(states[-1].name.removeprefix("step_"))
+    if [row["iteration"] for row in metrics] != list(range(1, last + 1)):
         found.append("the reports are not in order")
+    if state["iteration"] != (trained_last := max(row["iteration"] for row in metrics if row.get("train/steps"))):
+        found.append(f"the trainer's last iteration is {state['iteration']}, and the reports' {trained_last}")
     if counts["opened"] != closed or counts.get("open") or counts.get("ready"):
         found.append(f"the ledger does not add up: {counts}")
     return found, len(tasks)
