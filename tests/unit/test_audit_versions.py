@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -39,3 +40,25 @@ def test_only_slime_runs_may_continue_from_another_directory(tmp_path: Path, sli
     (tmp_path / "summary.json").write_text(json.dumps(summary))
     assert [one for one in audit(tmp_path).findings if "there is no line" in one] == said
     assert not [one for one in audit(tmp_path).findings if "iterations" in one]
+
+
+@pytest.mark.parametrize(
+    ("versions", "wrong"),
+    [
+        (["1", "1", "2"], []),
+        (["1", "1", "3"], []),  # of older runs, whose untrained iterations took a number, too
+        (["1", "1", "4"], ["3"]),
+        (["1", "2", "2"], ["2"]),
+    ],
+)
+def test_an_iteration_without_training_has_the_version_before_it(
+    tmp_path: Path, versions: list[str], wrong: list[str]
+) -> None:
+    metrics, trained = IterationFile(tmp_path / "metrics.jsonl"), IterationFile(tmp_path / "trained.jsonl")
+    for iteration, version in enumerate(versions, 1):
+        metrics.append(iteration, [{"weights/version": version}])
+        if iteration != 2:
+            line = {"instance_id": str(iteration), "rollouts": {f"ro-{iteration}": 1.0}, "samples": []}
+            trained.append(iteration, [line])
+    told = [one for one in audit(tmp_path).findings if "weights/version" in one]
+    assert sorted({re.findall(r"iteration (\d)", one)[0] for one in told}) == wrong
