@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import json
 import math
 import os
@@ -14,6 +13,7 @@ from typing import Any, Literal
 
 from agl_slime.errors import ConfigError
 from agl_slime.loop.task_files import read_rows, split_slice
+from agl_slime.rehearse.names import nearest
 from agl_slime.rehearse.parsing import Parsed
 from agl_slime.rehearse.script import Played, Training
 from agl_slime.train.slime.args import setting_names
@@ -178,8 +178,8 @@ def _parser(parsed: Parsed) -> Iterator[Finding]:
     names = setting_names()
     for name in parsed.args or ():
         if name.startswith("agl_") and name not in names:
-            near = (difflib.get_close_matches(name, names, n=1) or [""])[0]
-            yield _costs(f"{name} is no setting and has no effect", _meant(near) or "take it out, or correct it")
+            near = _meant(nearest(name, names, cutoff=0.6))
+            yield _costs(f"{name} is no setting and has no effect", near or "take it out, or correct it")
 
 
 # -- slime's arguments -----------------------------------------------------------------------------------------------

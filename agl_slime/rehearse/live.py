@@ -204,7 +204,10 @@ def _run(command: list[str], env: Mapping[str, str], cwd: str, log: Path, *, tim
 def _ended(child: Child, log: Path, deadline: float) -> int | None:
     """The driver's exit code; ``None`` at the deadline, or when an actor did not start, for which the driver may wait
     without an end: a manager whose start failed lives on for its router."""
-    while (code := child.wait(_POLL_S)) is None and time.monotonic() < deadline:
-        if _NOT_STARTED in log.read_text(errors="replace"):
-            return child.wait(_POLL_S * 5)  # the error itself follows
+    text = ""
+    with log.open(errors="replace") as written:
+        while (code := child.wait(_POLL_S)) is None and time.monotonic() < deadline:
+            text = text[-len(_NOT_STARTED) :] + written.read()  # since the last look
+            if _NOT_STARTED in text:
+                return child.wait(_POLL_S * 5)  # the error itself follows
     return code

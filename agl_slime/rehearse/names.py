@@ -50,12 +50,13 @@ def near_file(path: str | Path) -> str:
     """The nearest name in the directory of ``path``, with that directory, or ``""``."""
     given = Path(path)
     names = os.listdir(given.parent) if given.parent.is_dir() else []
-    near = _nearest(given.name, names)
+    near = nearest(given.name, names)
     return str(given.parent / near) if near else ""
 
 
-def _nearest(name: str, names: Iterable[str]) -> str:
-    return (difflib.get_close_matches(name, [*names], n=1, cutoff=_CUTOFF) or [""])[0]
+def nearest(name: str, names: Iterable[str], *, cutoff: float = _CUTOFF) -> str:
+    """The nearest of ``names`` by difflib's ratio, or ``""`` if none reaches ``cutoff``."""
+    return (difflib.get_close_matches(name, [*names], n=1, cutoff=cutoff) or [""])[0]
 
 
 def _file(path: str) -> ModuleType:
@@ -70,7 +71,7 @@ def _near_in_file(source: str, name: str) -> str:
         names = vars(_file(file)) if file.endswith(".py") else {}
     except (Exception, SystemExit):  # the file's own error is the reason already
         return ""
-    near = name if name in names else _nearest(name, names)
+    near = name if name in names else nearest(name, names)
     return f"{file}:{near}" if near else ""
 
 
@@ -83,7 +84,7 @@ def _near_code(code: str) -> str:
         outer, mark, wanted = value, part[: part[0] in ".:"], part.lstrip(".:")
         exists, value = _resolved(f"{name}{part}")
         if not exists:
-            near = _nearest(wanted, _names(outer))
+            near = nearest(wanted, _names(outer))
             exists, value = _resolved(f"{name}{mark}{near}") if near else (False, None)
             part = f"{mark}{near}"
         if not exists:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import json
 import os
 import re
@@ -13,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from agl_slime.errors import ConfigError, MissingDependencyError
+from agl_slime.rehearse.names import nearest
 from agl_slime.rehearse.script import Training
 from agl_slime.train.slime.args import setting_names
 
@@ -93,4 +93,4 @@ def _ignored(flags: tuple[str, ...], options: set[str], slime_dir: Path, *, real
         options = options | {flag for path in scripts for flag in _FLAG.findall(path.read_text(errors="replace"))}
     given = dict.fromkeys(flag.partition("=")[0] for flag in flags if flag.startswith("--"))
     unread = [flag for flag in given if flag not in options]
-    return {flag: (difflib.get_close_matches(flag, options, n=1, cutoff=0.85) or [""])[0] for flag in unread}
+    return {flag: nearest(flag, options, cutoff=0.85) for flag in unread}
