@@ -42,7 +42,7 @@ class ReplayConfig:
     """The directory of a run of the local trainer, or of slime's --dump-details."""
     step: int
     """The iteration; slime's rollout id."""
-    model_path: Path | None = None
+    model: Path | None = None
     """The policy before a step of slime's, as a Hugging Face checkpoint: adds gradient norm and entropy. For a run of
     the local trainer, where the start model is now."""
     without: tuple[str, ...] = ()
@@ -349,10 +349,10 @@ def _before(run: RunDir, config: ReplayConfig) -> tuple[int, Path, Path | None]:
     """The first step to compute, the model, and the trainer's state before it (``None``: of the start)."""
     checkpoints = read_checkpoints(run.checkpoints) if run.checkpoints.is_dir() else []
     earlier = next((one for one in checkpoints if one.loop.iteration < config.step), None)
-    model = config.model_path or (read_object(run.start) or {}).get("model")
+    model = config.model or (read_object(run.start) or {}).get("model")
     if not model or not Path(model, "config.json").is_file():
         raise ConfigError(
-            f"{run.start} names no start model on this machine, whose configuration a replay needs; give --model-path"
+            f"{run.start} names no start model on this machine, whose configuration a replay needs; give --model"
         )
     return (1, Path(model), None) if earlier is None else (earlier.loop.iteration + 1, Path(model), earlier.trainer)
 

@@ -53,10 +53,10 @@ _NO_SETTINGS = (
     " after --."
 )
 _NO_LOSS = "slime's dumps have neither loss nor gradient norm: compare with its log, under the same names."
-_NO_WEIGHTS = "slime's dumps have no weights: gradient norm, entropy and influences need --model-path."
+_NO_WEIGHTS = "slime's dumps have no weights: gradient norm, entropy and influences need --model."
 _NO_MOMENTS = "slime's dumps have no optimizer state: changes of log-probs are of a first step of AdamW."
 _NO_TRAIN_DATA = (
-    "There is no train data (--dump-details writes it): nothing of the trainer's is recorded, and without --model-path"
+    "There is no train data (--dump-details writes it): nothing of the trainer's is recorded, and without --model"
     " its log-probs are taken to be the engine's."
 )
 _NOT_FINITE = "Advantages are not finite, so that the step has no figures; so are slime's of a group of one Sample."
@@ -140,9 +140,9 @@ def print_replay(config: ReplayConfig, result: SlimeReplay) -> None:
 def replay_dump(config: ReplayConfig, *, slime_flags: Sequence[str] = ()) -> SlimeReplay:
     """Raises ``ConfigError`` when the files lack what the step needs."""
     flags = StepFlags.parse(slime_flags)
-    if config.influences and config.model_path is None:
-        raise ConfigError("--influences needs --model-path: slime's dumps have no weights")
-    run = SlimeRun(config.run_dir, config.model_path)
+    if config.influences and config.model is None:
+        raise ConfigError("--influences needs --model: slime's dumps have no weights")
+    run = SlimeRun(config.run_dir, config.model)
     return _Step(config, flags, run.step(config.step), run).replay()
 
 
@@ -175,7 +175,7 @@ class _Step:
         batch = self.batch([one.advantages for one in again])
         self.finite = _finite(batch)
         metrics, influences = {}, None
-        if config.model_path is not None and _finite(batch):
+        if config.model is not None and self.finite:
             trainer = self._trainer(self.settings())
             self.model_log_probs = trainer.score(batch)
             comparisons.append(self._compare("the checkpoint's log-probs", "log_probs", self.model_log_probs))
@@ -207,7 +207,7 @@ class _Step:
         """The trainer's, else the engine's, of the tokens under the mask of each Sample."""
         columns = [row.log_probs if row.log_probs is not None else row.engine for row in self.rows]
         if any(column is None for column in columns):
-            raise ConfigError(f"{self.config.run_dir} has no log-probs of this step: give --model-path")
+            raise ConfigError(f"{self.config.run_dir} has no log-probs of this step: give --model")
         return [column[row.mask] for column, row in zip(columns, self.rows, strict=True) if column is not None]
 
     @property
@@ -310,14 +310,14 @@ class _Step:
         changes: dict[str, Any] = {} if config.clip is None else {"clip": config.clip, "clip_high": None}
         settings = self.settings(**changes | ({} if config.loss is None else {"loss": config.loss}))
         metrics = {}
-        if config.model_path is not None and _finite(batch):
+        if config.model is not None and _finite(batch):
             metrics = self._trainer(settings).train(batch, iteration=config.step)
         return self.figures(batch, self.log_probs, settings) | _of_gradient(metrics)
 
     def _trainer(self, settings: LocalTrainerSettings) -> LocalTrainer:
-        assert self.config.model_path is not None
+        assert self.config.model is not None
         how: dict[str, Any] = {"temperature": self.flags.rollout_temperature, "torch_threads": "auto"}
-        return trainer_class()(model_path=self.config.model_path, settings=settings, **how)
+        return trainer_class()(model_path=self.config.model, settings=settings, **how)
 
     def _rule(self) -> RewardRule:
         recorded: list[float | None] = [None] * len(self.rewards)
@@ -378,7 +378,7 @@ class _Step:
             row = one.row
             if not row.mask.any():
                 continue
-            apart = None if row.engine is None else log_probs - row.engine[row.mask]
+            engine = None if row.engine is None else row.engine[row.mask]
             recorded = None if row.advantages is None else float(row.advantages[row.mask].mean())
             samples.append(
                 SampleFigures(
@@ -386,8 +386,8 @@ class _Step:
                     reward=self.rewards[one.place],
                     recorded_advantage=recorded,
                     advantage=float(advantages.advantages[row.mask].mean()),
-                    engine_kl=None if apart is None else float((np.expm1(apart) - apart).mean()),
-                    logprob_diff_max=None if apart is None else float(np.abs(apart).max()),
+                    engine_kl=None if engine is None else float(approximate_kl(engine, log_probs, "k3").mean()),
+                    logprob_diff_max=None if engine is None else float(np.abs(log_probs - engine).max()),
                 )
             )
         return sorted(samples, key=lambda one: -(one.logprob_diff_max or 0.0))
@@ -422,14 +422,14 @@ class _Step:
             f"Not computed: {' '.join(flags.left_out)}.": bool(flags.left_out),
             "There are no ref_log_probs: the KL loss is not computed.": flags.use_kl_loss
             and any(row.ref_log_probs is None for row in self.rows),
-            "The gradient leaves the KL loss out.": flags.use_kl_loss and config.model_path is not None,
+            "The gradient leaves the KL loss out.": flags.use_kl_loss and config.model is not None,
             f"{flags.custom_tis} is not called: the weights are those of slime's vanilla_tis_function.": bool(
                 flags.custom_tis
             ),
             "TIS has no lower bound here (--tis-clip-low).": flags.off_policy == "tis" and flags.tis_clip_low > 0,
             _ON_POLICY: config.clip is not None and not flags.use_rollout_logprobs,
             _NO_LOSS: True,
-            _NO_WEIGHTS: config.model_path is None,
+            _NO_WEIGHTS: config.model is None,
             _NO_MOMENTS: bool(config.influences),
         }
         return [text for text, applies in sentences.items() if applies]

@@ -60,7 +60,7 @@ def _report_shows(dump: Path, policy: Path, rewards: list[float]) -> None:
 
 def _replay_agrees(dump: Path, weights: Path) -> None:
     """The last step from its dump and the weights that were pushed before it."""
-    result = replay_dump(ReplayConfig(run_dir=dump, step=STEPS - 1, model_path=weights))
+    result = replay_dump(ReplayConfig(run_dir=dump, step=STEPS - 1, model=weights))
     apart = {one.name: one.difference for one in result.comparisons}
     assert result.rule.std
     for name in ("rewards", "normalized rewards", "advantages", "the engine's log-probs"):

@@ -21,7 +21,7 @@ def test_steps_from_slimes_dumps_equal_what_slime_computed(tmp_path: Path):
     slimes = run_program(root, "steps", tmp_path, timeout_s=240)
     assert slimes.keys() == CASES.keys()
     for name, flags in CASES.items():
-        config = ReplayConfig(run_dir=tmp_path / name, step=0, model_path=tmp_path / "policy")
+        config = ReplayConfig(run_dir=tmp_path / name, step=0, model=tmp_path / "policy")
         result = replay_dump(config, slime_flags=flags.split())
         apart = {one.name: one.difference for one in result.comparisons}
         assert None not in apart.values(), name

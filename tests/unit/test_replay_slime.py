@@ -191,7 +191,7 @@ def test_checkpoint_gives_the_log_probs_and_the_gradient(dump: Path, dumped: Dum
         return copies
 
     how = {"rewards_normalization": False, "old_log_probs": "recompute", "aggregation": "rollout"}
-    result = again(dump, model_path=policy, influences=2, without=(f"{STEP}-g0-2",))
+    result = again(dump, model=policy, influences=2, without=(f"{STEP}-g0-2",))
     assert differences(result)["the checkpoint's log-probs"] == pytest.approx(0.0, abs=1e-5)
     expected = float(gradient(policy, batch(dumped.rewards), **how).norm())
     assert result.again["train/grad_norm"] == pytest.approx(expected, rel=1e-4)
@@ -272,7 +272,7 @@ def test_batch_as_one_group_is_named(dumped: Dumped, tmp_path: Path) -> None:
         (["--kl-coef", "0.1", "--advantage-estimator", "ppo"], {}, "no values of this step"),
         ([], {"without": ("nobody",)}, "--without nobody: step 3 did not train"),
         ([], {"without": tuple(f"3-g{n // 4}-{n}" for n in range(8))}, "--without leaves no token"),
-        ([], {"influences": 2}, "--influences needs --model-path"),
+        ([], {"influences": 2}, "--influences needs --model:"),
         ([], {"step": 4}, "has no rollout id 4, only 3 to 3"),
     ],
 )

@@ -36,7 +36,6 @@ EQUAL_NAMES = {
         "sglang_url",
         "loss",
         "clip",
-        "model_path",
     ),  # of commands and tools of their own
     *("max_tokens", "temperature", "top_p", "top_k", "stop", "repetition_penalty"),
     *("loop", "sampling", "group", "gateway", "controller"),

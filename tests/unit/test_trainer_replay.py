@@ -131,9 +131,9 @@ def test_other_advantages_equal_training_with_them(run: Path, policy: Path):
 def test_start_model_that_moved_is_named(run: Path, policy: Path, tmp_path: Path):
     moved = changed_run(run, tmp_path / "moved", lambda lines: lines)
     (moved / "start.json").unlink()
-    with pytest.raises(ConfigError, match="give --model-path"):
+    with pytest.raises(ConfigError, match=r"give --model$"):
         replay(ReplayConfig(run_dir=moved, step=1))
-    assert replay(ReplayConfig(run_dir=moved, step=1, model_path=policy)).difference == 0.0
+    assert replay(ReplayConfig(run_dir=moved, step=1, model=policy)).difference == 0.0
 
 
 def changed_run(run: Path, target: Path, change: Callable[[list[dict[str, Any]]], Sequence[dict[str, Any]]]) -> Path:
