@@ -104,10 +104,18 @@ def _sampled_in_prompt(conversation: Conversation, number: int) -> list[tuple[in
         return []
     base = conversation.turns[turn.base_turn]
     spans, start = _sampled_in_prompt(conversation, turn.base_turn), len(base.prompt_ids)
-    if spans and conversation.asked[turn.base_turn][-1]["role"] == "assistant":
-        start = spans.pop()[0]
+    written = conversation.asked[turn.base_turn][-1]
+    if written["role"] == "assistant":
+        start = spans.pop()[0] if spans else _start_of(conversation, base.prompt_ids, written["content"])
     spans.append((start, base.length))
     return [(start, min(end, turn.kept_tokens)) for start, end in spans if start < turn.kept_tokens]
+
+
+def _start_of(conversation: Conversation, prompt_ids: Any, written: str) -> int:
+    """Where the agent's beginning of an answer, which ends the prompt, starts in it; its end if it is not found."""
+    tokenizer, length = conversation.context.template.tokenizer, len(prompt_ids)
+    texts = {start: tokenizer.decode(prompt_ids[start:].tolist()) for start in range(length, -1, -1)}
+    return next((start for start, text in texts.items() if text and text.strip() == written.strip()), length)
 
 
 _UNEDITED: tuple[Move, ...] = ("tool", "tool", "tools", "user")
