@@ -118,13 +118,14 @@ class Bench:
 
 def sample_rollouts(model: Any, tokenizer: Any, **sampling: Any) -> list[KeptSample]:
     """Two turns each, with a message of another between them."""
-    prompts = []
-    for key in ("vm", "ab", "qz", "kk"):
-        messages = [
+    asked = [
+        [
             {"role": "system", "content": "Call lookup in a <tool_call> block."},
             {"role": "user", "content": f'What is stored under "{key}"?'},
         ]
-        prompts.append(tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False))
+        for key in ("vm", "ab", "qz", "kk")
+    ]
+    prompts = [tokenizer.apply_chat_template(one, add_generation_prompt=True, return_dict=False) for one in asked]
     told = "\n<|im_start|>user\n42<|im_end|>\n<|im_start|>assistant\n"
     between = tokenizer.encode(told, add_special_tokens=False)
     limits = {"temperature": 1.0, "max_new_tokens": 12, **sampling}
@@ -144,8 +145,9 @@ def sample_rollouts(model: Any, tokenizer: Any, **sampling: Any) -> list[KeptSam
             ],
             sampler=np.array([*one.log_probs, *two.log_probs], dtype=np.float32),
             trainer=np.zeros(len(one.output_ids) + len(two.output_ids), dtype=np.float32),
+            messages=[*messages, {"role": "assistant", "content": tokenizer.decode(one.output_ids)}],
         )
-        for number, (one, two) in enumerate(zip(first, second, strict=True))
+        for number, (messages, one, two) in enumerate(zip(asked, first, second, strict=True))
     ]
 
 
@@ -172,10 +174,18 @@ def without_marks(ids: np.ndarray, *, mark: int) -> np.ndarray:
     return ids[(ids != mark) | (np.arange(len(ids)) == len(ids) - 1)]
 
 
+def without_line_ends(ids: np.ndarray, *, mark: int, line_end: int) -> np.ndarray:
+    """Messages that follow the end mark at once."""
+    return ids[~(np.r_[False, ids[:-1] == mark] & (ids == line_end))]
+
+
 TOKENS: dict[str, Callable[[Bench, np.ndarray], np.ndarray]] = {
     "double_bos": lambda bench, ids: np.insert(ids, 0, ids[0]),
     "missing_bos": lambda bench, ids: ids[1:],
     "end_mark": lambda bench, ids: without_marks(ids, mark=bench.tokenizer.eos_token_id),
+    "newline": lambda bench, ids: without_line_ends(
+        ids, mark=bench.tokenizer.eos_token_id, line_end=bench.tokenizer.encode("\n")[0]
+    ),
     "token_removed": lambda bench, ids: np.delete(ids, 9),
     "token_inserted": lambda bench, ids: np.insert(ids, 3, bench.tokenizer.encode("\n")[0]),
 }
@@ -391,7 +401,7 @@ def write_run(directory: Path, samples: Sequence[KeptSample], *, base: Path, ver
             "weight_versions": [[version, *edge] for edge in edges],
             "left_out": 0,
         }
-        lines.append({"rollout_id": one.rollout_id, "samples": [sample]})
+        lines.append({"rollout_id": one.rollout_id, "messages": [*one.messages], "samples": [sample]})
     file = IterationFile(directory / "rollouts.jsonl")
     file.append(1, lines)
     file.close()
@@ -419,6 +429,20 @@ async def test_a_run_is_diagnosed_from_its_files_and_its_engine(
     found, _ = await diagnose(write_run(tmp_path / "planted", planted, base=policy_dir, version="0"), embedded_engine)
     assert found.sentence.startswith("double_bos: the engine was asked with a second first token")
     assert found.parts["engine"] < 1e-4 < found.parts["decode"]
+
+
+async def test_a_system_message_that_the_engine_did_not_get_is_named_first(
+    bench: Bench, policy_dir: Path, embedded_engine: str, tmp_path: Path
+):
+    samples = sample_rollouts(bench.model(BASE), bench.tokenizer)
+    marks = [np.flatnonzero(one.ids == bench.tokenizer.eos_token_id) for one in samples]
+    # with its end mark and line end
+    without = {one.ids.tobytes(): one.ids[ends[0] + 2 :] for one, ends in zip(samples, marks, strict=True)}
+    other = replace(bench, samples=samples)
+    recorded = other.scored(lambda ids: without[ids.tobytes()], model=bench.model(BASE))
+    planted = [replace(one, sampler=values) for one, values in zip(samples, recorded, strict=True)]
+    found, _ = await diagnose(write_run(tmp_path, planted, base=policy_dir, version="0"), embedded_engine)
+    assert found.sentence.startswith("system_message: the engine was asked without the system message"), found
 
 
 async def test_a_clean_server_has_no_cause_at_any_temperature(server: Server, bench: Bench, tmp_path: Path):
