@@ -1,12 +1,15 @@
 """Does a student learn from its teacher's log-probs alone, in fewer rollouts than GRPO took from rewards?
 
     python -m benchmarks.teacher --runs DIR --seeds 5
+    python -m benchmarks.teacher --runs DIR --seeds 5 --smollm2
 
 *Teacher*: the tiny policy after GRPO of the first command (a clean run of ``benchmarks.onset``), 64 rollouts per step.
 *Student*: its start, trained with ``--teacher-alone`` on the same tasks, in steps of 64 rollouts, and of 16 rollouts of
 16 tasks, since it needs no groups. GRPO in steps of 16 (4 groups of 4) is beside it. Held-out rewards are of 64
 rollouts. The goal is 90 % of the teacher's (mean of its last five validations), reached in the first of two validations
 in a row. The last row has two teachers, seeds 0 and 1, each for the tasks of one ``source_name``.
+With ``--smollm2``: SmolLM2-135M-Instruct on ``agents/reverse_text.py``, GRPO in steps of 128 rollouts (8 groups of 16),
+the student in steps of 32 rollouts of 32 tasks.
 ``DIR`` keeps the runs: finished ones are not trained again.
 """
 
@@ -35,6 +38,16 @@ LARGE = {"num_iterations": 20, "eval_interval": 2, "eval_rollouts": 64}
 SMALL = {"num_iterations": 40, "eval_interval": 4, "eval_rollouts": 64}
 GROUPS = {"rollout_batch_size": 4, "n_samples_per_prompt": 4}
 SINGLE = {"rollout_batch_size": 16, "n_samples_per_prompt": 1}
+REVERSE_TEXT = {
+    "model_path": Path("smollm2"),
+    "agent": "agents/reverse_text.py:ReverseText",
+    "max_new_tokens": 16,
+    "num_iterations": 20,
+    "eval_interval": 2,
+    "eval_rollouts": 64,
+    "local.lr": 2e-5,
+    "local.n_minibatches": 1,
+}
 Curve = list[tuple[int, float]]
 """Held-out rewards, each with the training rollouts before it."""
 
@@ -71,15 +84,34 @@ def student_run(directory: Path, teachers: dict[str, Path], *, seed: int, **sett
     return list(read_metrics(directory / "metrics.jsonl"))
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description="Does a student learn from its teacher alone?")
-    parser.add_argument("--runs", type=Path, required=True, help="directory of the runs")
-    parser.add_argument("--seeds", type=int, default=5)
-    options = parser.parse_args()
+def smollm2(runs: Path, seeds: int) -> None:
+    table = Table(title=f"SmolLM2-135M, reverse-text: rollouts to {GOAL:.0%} of the teacher's, {load_text()}")
+    for column in ("seed", "teacher's reward", "goal", "GRPO, 128", "teacher, 32", "reverse KL"):
+        table.add_column(column, justify="right")
+    for seed in range(seeds):
+        sizes = {"rollout_batch_size": 8, "n_samples_per_prompt": 16}
+        grpo = trained(runs / f"smollm2-grpo-{seed}", seed=seed, **REVERSE_TEXT, **sizes)
+        curve = held_out(read_metrics(grpo / "metrics.jsonl"), per_iteration=128)
+        end = fmean(reward for _, reward in curve[-5:])
+        sizes = {"rollout_batch_size": 32, "n_samples_per_prompt": 1}
+        of_32 = student_run(runs / f"smollm2-student-{seed}", {"": grpo / "model"}, seed=seed, **REVERSE_TEXT, **sizes)
+        taught = held_out(of_32, per_iteration=32)
+        kl = [row["train/teacher_kl"] for row in of_32]
+        reached = (rollouts_to(GOAL * end, one) for one in (curve, taught))
+        falls = f"{kl[0]:.3f} to {fmean(kl[-5:]):.3f}"
+        table.add_row(str(seed), f"{end:.3f}", f"{GOAL * end:.3f}", *reached, falls)
+        for name, one in (("GRPO", curve), ("student", taught)):
+            console.print(seed, f"{name}:", *(f"{reward:.2f}" for _, reward in one), highlight=False)
+    console.print(table)
+
+
+def load_text() -> str:
+    return f"load average {os.getloadavg()[0]:.1f} at the start, {os.cpu_count()} cores"
+
+
+def tiny_policy(runs: Path, seeds: int) -> None:
     began = time.monotonic()
-    runs: Path = options.runs
-    load = f"load average {os.getloadavg()[0]:.1f} at the start, {os.cpu_count()} cores"
-    table = Table(title=f"rollouts to {GOAL:.0%} of the teacher's held-out reward, {load}")
+    table = Table(title=f"rollouts to {GOAL:.0%} of the teacher's held-out reward, {load_text()}")
     columns = ("GRPO, 64", "teacher, 64", "GRPO, 16", "teacher, 16")
     for column in ("seed", "teacher's reward", "goal", *columns, "reverse KL, 64", "reverse KL, 16"):
         table.add_column(column, justify="right")
@@ -92,7 +124,7 @@ def main() -> None:
         for curve, column in zip(curves, columns, strict=True):
             console.print(name, f"{column}:", *(f"{reward:.2f}" for _, reward in curve), highlight=False)
 
-    grpo = [clean_run(runs, seed) for seed in range(max(2, options.seeds))]
+    grpo = [clean_run(runs, seed) for seed in range(max(2, seeds))]
     curves = [held_out(read_metrics(path / "metrics.jsonl")) for path in grpo]
     ends = [fmean(reward for _, reward in curve[-5:]) for curve in curves]
     small = [
@@ -100,9 +132,9 @@ def main() -> None:
             read_metrics(trained(runs / f"grpo-16-{seed}", seed=seed, **SMALL, **GROUPS) / "metrics.jsonl"),
             per_iteration=16,
         )
-        for seed in range(options.seeds)
+        for seed in range(seeds)
     ]
-    for seed in range(options.seeds):
+    for seed in range(seeds):
         by_all = {"": grpo[seed] / "model"}
         of_64 = student_run(runs / f"student-{seed}", by_all, seed=seed, **LARGE)
         of_16 = student_run(runs / f"student-16-{seed}", by_all, seed=seed, **SMALL, **SINGLE)
@@ -116,6 +148,15 @@ def main() -> None:
     tell("0, 1", fmean(ends[:2]), (curves[0], *both), (of_64, of_16))
     console.print(table)
     console.print(f"{time.monotonic() - began:.0f} s")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Does a student learn from its teacher alone?")
+    parser.add_argument("--runs", type=Path, required=True, help="directory of the runs")
+    parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--smollm2", action="store_true", help="SmolLM2-135M in place of the tiny policy")
+    options = parser.parse_args()
+    (smollm2 if options.smollm2 else tiny_policy)(options.runs, options.seeds)
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from agl_slime.tokens.conversation import TextDigest
@@ -32,6 +32,7 @@ def once(text: str) -> str:
 
 
 @given(_TEXTS, _TEXTS, st.integers(1, 9))
+@example("<", "<<think>\n\n</think>", 1)
 def test_a_digest_of_pieces_is_that_of_the_whole_wherever_it_is_cut(text: str, other: str, size: int) -> None:
     written = TextDigest(text[:size])
     for at in range(size, len(text), size):
