@@ -236,8 +236,9 @@ def with_engine(
     """``diagnosis`` with the measurements on an engine, which are causes where no other explains the gap."""
     from agl_slime.train.local.counterfactual import Conditions, Counterfactuals
 
-    plain = Conditions()  # an engine scores at temperature 1, over the whole vocabulary
-    expected = Counterfactuals(weights, samples, measured.fresh, conditions=plain).expected
+    plain = Conditions()  # an engine scores at temperature 1, over the whole vocabulary, with experts of its choice
+    alone = [replace(sample, experts=None) for sample in samples]
+    expected = Counterfactuals(weights, alone, measured.fresh, conditions=plain).expected
     parts = {**measured.parts(samples, settings), "engine": mean_gap(measured.fresh, expected)}
     causes = [
         Cause(cause=name, text=text, nats=parts[name], left=max(0.0, diagnosis.gap - parts[name]))

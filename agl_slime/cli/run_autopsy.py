@@ -9,7 +9,7 @@ import logging
 import random
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import CancelledError, Future
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
@@ -150,15 +150,16 @@ class RunAutopsy:
 
 
 def _fits(sample: Sample) -> bool:
-    """Whether all trained tokens are the engine's, of the policy's version, and can be scored from ids alone."""
+    """Whether all trained tokens are the engine's, of the policy's version, and can be scored without images."""
     metadata = sample.metadata or {}
     versions = {str(version) for version, *_ in metadata.get("weight_spans") or ()}
     if sample.remove_sample or sample.rollout_log_probs is None or versions != {str(metadata.get("policy_version"))}:
         return False
-    return not sample.multimodal_inputs and getattr(sample, "rollout_routed_experts", None) is None
+    return not sample.multimodal_inputs
 
 
 def _kept(sample: Sample, iteration: int, scores: Any, pieces: Pieces) -> KeptSample:
     described = describe_tokens(sample, pieces, scores=(scores, np.zeros_like(scores)))
     (kept,) = by_version(described, rollout_id=str(sample.metadata.get("agl_rollout_id")), iteration=iteration)
-    return kept
+    experts = getattr(sample, "rollout_routed_experts", None)
+    return kept if experts is None else replace(kept, experts=np.asarray(experts))

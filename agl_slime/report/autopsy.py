@@ -39,6 +39,8 @@ class KeptSample:
     trainer: NDArray[np.float32]
     pieces: Sequence[str] = ()
     messages: Sequence[Mapping[str, Any]] = ()
+    experts: NDArray[Any] | None = None
+    """The engine's experts of each token but the last, ``[len(ids) - 1, layers, experts per token]``."""
 
 
 def read_kept(path: Path) -> Iterator[KeptSample]:

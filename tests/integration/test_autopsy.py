@@ -33,6 +33,7 @@ from agl_slime.report.autopsy import Candidate, Diagnosis, KeptSample, explain, 
 from agl_slime.report.files import IterationFile  # noqa: E402
 from agl_slime.report.rollouts import pack  # noqa: E402
 from agl_slime.train.local.counterfactual import Conditions, Counterfactuals  # noqa: E402
+from tests.harness.moe_policy import save_moe  # noqa: E402
 from tests.integration.engine_servers import Server  # noqa: E402
 
 NOW, BEFORE, BASE = "v000003", "v000002", "base"
@@ -52,7 +53,7 @@ def noisy(source: Path, target: Path, *, seed: int, share: float) -> Path:
     return target
 
 
-def run_engine(model: Any, tokenizer: Any, prompts: Sequence[Sequence[int]], *, start: Any, **sampling: Any) -> Any:
+def run_engine(model: Any, tokenizer: Any, prompts: Sequence[Any], *, start: Any, **sampling: Any) -> Any:
     """The requests after an engine of this process has served them; ``start`` is a number, or one for each."""
     engine = Engine(copy.deepcopy(model), tokenizer, seed=1)
     try:
@@ -61,7 +62,7 @@ def run_engine(model: Any, tokenizer: Any, prompts: Sequence[Sequence[int]], *, 
         engine.close()
 
 
-def serve(engine: Engine, prompts: Sequence[Sequence[int]], *, start: Any = -1, **sampling: Any) -> list[Request]:
+def serve(engine: Engine, prompts: Sequence[Any], *, start: Any = -1, **sampling: Any) -> list[Request]:
     starts = start if isinstance(start, list) else [start] * len(prompts)
     done: list[Future[Request]] = [Future() for _ in prompts]
     engine.submit(
@@ -72,6 +73,7 @@ def serve(engine: Engine, prompts: Sequence[Sequence[int]], *, start: Any = -1, 
                 sampling=Sampling.model_validate(sampling),
                 return_logprob=True,
                 logprob_start_len=first,
+                experts_start=0 if engine.returns_routed_experts else None,
                 on_finish=done[number].set_result,
             )
             for number, (prompt, first) in enumerate(zip(prompts, starts, strict=True))
@@ -146,6 +148,7 @@ def sample_rollouts(model: Any, tokenizer: Any, **sampling: Any) -> list[KeptSam
             sampler=np.array([*one.log_probs, *two.log_probs], dtype=np.float32),
             trainer=np.zeros(len(one.output_ids) + len(two.output_ids), dtype=np.float32),
             messages=[*messages, {"role": "assistant", "content": tokenizer.decode(one.output_ids)}],
+            experts=None if two.experts is None else two.experts[: len(two.input_ids) + len(two.output_ids) - 1],
         )
         for number, (messages, one, two) in enumerate(zip(asked, first, second, strict=True))
     ]
@@ -346,6 +349,50 @@ def test_half_precision_is_named_and_told_from_a_half_precision_head(bench: Benc
         found = bench.diagnosis(recorded)
         assert found.first is not None, found
         assert found.first.cause == fault, found.sentence
+
+
+@pytest.fixture(scope="module")
+def routed(policy_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Bench:
+    """A mixture of experts, and the experts that its engine used."""
+    directory = tmp_path_factory.mktemp("routed")
+    save_moe(directory / BEFORE)
+    noisy(directory / BEFORE, directory / NOW, seed=3, share=0.1)
+    tokenizer = AutoTokenizer.from_pretrained(policy_dir)
+    model = AutoModelForCausalLM.from_pretrained(directory / NOW).eval()
+    return Bench(directory, tokenizer, sample_rollouts(model, tokenizer))
+
+
+def test_a_clean_mixture_of_experts_has_no_cause(routed: Bench):
+    assert all(one.experts is not None and len(one.experts) == len(one.ids) - 1 for one in routed.samples)
+    found = routed.diagnosis([one.sampler for one in routed.samples])
+    assert (found.causes, found.gap < 1e-4) == ((), True)
+
+
+REPLAYS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
+    "are those of the next token": lambda experts: np.r_[experts[1:], experts[-1:]],
+    "are those of the token before": lambda experts: np.r_[np.zeros_like(experts[:1]), experts[:-1]],
+    "are those of the next layer": lambda experts: np.roll(experts, -1, axis=1),
+    "are those of the layer before": lambda experts: np.roll(experts, 1, axis=1),
+    "are not those that the engine used": lambda experts: experts[::-1],
+}
+
+
+@pytest.mark.parametrize("fault", REPLAYS)
+def test_a_wrong_replay_of_the_router_is_named_first(routed: Bench, fault: str):
+    wrong = [replace(one, experts=REPLAYS[fault](one.experts)) for one in routed.samples]
+    found = replace(routed, samples=wrong).diagnosis([one.sampler for one in wrong])
+    assert found.sentence.startswith(f"routing: the replayed experts {fault} (100 %"), found
+    assert found.first is not None
+    assert found.first.left < 1e-4 < 0.01 < found.gap
+
+
+def test_other_faults_of_a_mixture_of_experts_are_found_with_the_experts_of_its_engine(routed: Bench):
+    cooler = sample_rollouts(routed.model(), routed.tokenizer, temperature=0.7)
+    late = sample_rollouts(routed.model(BEFORE), routed.tokenizer)
+    for samples, fault in ((cooler, "temperature"), (late, "late_weights")):
+        found = replace(routed, samples=samples).diagnosis([one.sampler for one in samples])
+        assert found.first is not None, found
+        assert (found.first.cause, found.first.left < 1e-4) == (fault, True), found.sentence
 
 
 @pytest.mark.parametrize(

@@ -6,9 +6,11 @@ import asyncio
 import io
 import itertools
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from rich.console import Console
 
@@ -17,12 +19,15 @@ pytest.importorskip("torch", reason='training needs torch: pip install "agl-slim
 from agl_slime.cli.demo.agent import LookupAgent
 from agl_slime.cli.local import run_training
 from agl_slime.cli.settings import train_config
+from agl_slime.engine import EmbeddedEngine
+from agl_slime.engine.client import replay
 from agl_slime.engine.client.generation import SamplingParams
 from agl_slime.engine.client.weights import DiskWeightSync
 from agl_slime.engine.scoring import ScoringClient
 from agl_slime.errors import ConfigError, EngineServerError
 from agl_slime.report import read_metrics
 from agl_slime.report.alarms import Alarm, find_alarms
+from tests.harness.moe_policy import save_moe
 
 ITERATIONS = 3
 
@@ -94,6 +99,36 @@ def test_another_temperature_of_the_engine_is_named(trained: Trained, monkeypatc
     assert (alarm.about, alarm.iteration) == ("temperature", 1)
     assert "the log-probs are at temperature 0.7 and not 1" in out
     assert figures(rows, "decode")[0] > 1e-3
+
+
+@pytest.fixture
+def routed(tmp_path: Path) -> Iterator[Trained]:
+    policy = save_moe(tmp_path / "moe")
+    with EmbeddedEngine(policy) as engine:
+        yield Trained(policy, engine.url, tmp_path / "run")
+
+
+def test_a_clean_run_of_a_mixture_of_experts_has_small_differences_and_no_alarm(routed: Trained) -> None:
+    rows, alarms, out = routed(autopsy=3, num_iterations=2)
+    assert (alarms, "engine and trainer differ" in out) == ([], False)
+    for name in ("sampler", "decode"):
+        assert len(figures(rows, name)) == 2
+        assert max(figures(rows, name)) < 1e-4
+
+
+def test_a_wrong_replay_of_the_router_is_named(routed: Trained, monkeypatch: pytest.MonkeyPatch) -> None:
+    parse = replay.parse_experts
+
+    def late(*args: Any, **how: Any) -> Any:
+        """The rows one token late."""
+        found = parse(*args, **how)
+        return found and replace(found, rows=np.r_[found.rows[:1], found.rows[:-1]])
+
+    monkeypatch.setattr("agl_slime.engine.client.generation.parse_experts", late)
+    rows, (alarm,), out = routed(autopsy=3, num_iterations=1)
+    assert (alarm.about, alarm.iteration) == ("routing", 1)
+    assert "routing: the replayed experts are those of the token before" in out
+    assert max(figures(rows, "decode")) < 1e-4 < 1e-3 < figures(rows, "sampler")[0]
 
 
 def test_an_engine_that_does_not_score_costs_only_its_figures(

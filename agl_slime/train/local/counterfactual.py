@@ -1,12 +1,13 @@
-"""Log-probs that recorded tokens would have under one fault each: of the sampling convention, the token ids, the
-weights, or the arithmetic. Plain forward passes of one sequence at a time, in float32 unless the fault is the format.
+"""Log-probs that recorded tokens would have under one fault each: of the sampling convention, the routing, the token
+ids, the weights, or the arithmetic. Plain forward passes of one sequence at a time, in float32 unless the fault is the
+format.
 """
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -14,10 +15,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from transformers import AutoModelForCausalLM
 
 from agl_slime.train.local.loss import token_log_probs
-from agl_slime.train.local.model import load_model
+from agl_slime.train.local.model import force_experts, load_model
 
 Scores = list[NDArray[np.float32]]
 Fault = tuple[str, str, Scores]
@@ -32,7 +32,8 @@ _LIKELY = ("\n", " ", "\n\n")
 
 
 class Recorded(Protocol):
-    """Token ids, of which the first ``prompt_length`` are the prompt, and the ``places`` of recorded tokens."""
+    """Token ids, of which the first ``prompt_length`` are the prompt, the ``places`` of recorded tokens, and the
+    engine's ``experts`` of each token but the last, which a trainer replays."""
 
     @property
     def ids(self) -> NDArray[np.int64]: ...
@@ -40,6 +41,18 @@ class Recorded(Protocol):
     def prompt_length(self) -> int: ...
     @property
     def places(self) -> NDArray[np.int64]: ...
+    @property
+    def experts(self) -> NDArray[Any] | None: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Pass:
+    """A forward pass: ``ids``, of which those at ``places`` are scored, and the ``experts`` that the routers are made
+    to pick; a negative one, or ``None``, is the router's own choice."""
+
+    ids: NDArray[np.int64]
+    places: NDArray[np.int64]
+    experts: NDArray[Any] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,16 +82,18 @@ class Counterfactuals:
         tokenizer: Any = None,
         device: str = "cpu",
     ) -> None:
-        self._device = torch.device(device)
-        self.model: Any = load_model(directory, device=self._device).requires_grad_(False)
+        self._directory, self._device = directory, torch.device(device)
+        self.model = self._load(directory)
         self._sequences, self._recorded, self._conditions = sequences, recorded, conditions
+        self._passes = [_Pass(ids=one.ids, places=one.places, experts=one.experts) for one in sequences]
         self._tokenizer = tokenizer
-        self.expected: Scores = [self._score(one.ids, one.places) for one in sequences]
+        self.expected: Scores = self._by(self.model)
         """The log-probs as they should be."""
 
     def faults(self) -> Iterator[Fault]:
         """The faults, simplest first; each is computed when it is drawn."""
         yield from self._conventions()
+        yield from self._routing()
         yield from self._token_faults()
         yield from self._weight_faults()
         yield from self._arithmetic()
@@ -110,9 +125,8 @@ class Counterfactuals:
             for k in _TOP_KS:
                 ways["nucleus", text.format(f"top_k {k}")] = (of.temperature, 1.0, k)
         scores: dict[tuple[str, str], Scores] = {way: [] for way in ways}
-        for one in self._sequences:
-            logits = self._logits(one.ids, one.places)
-            targets = torch.from_numpy(one.ids[one.places]).to(self._device)
+        for one in self._passes:
+            logits, targets = self._logits(one), self._targets(one)
             for way, (temperature, top_p, top_k) in ways.items():
                 scores[way].append(_log_probs(logits, targets, temperature, top_p, top_k))
         for (name, text), values in scores.items():
@@ -120,6 +134,26 @@ class Counterfactuals:
         for step, where in ((1, "the next"), (-1, "the last")):
             shifted = [np.roll(values, -step) for values in self.expected]
             yield "shift", f"each log-prob is of {where} token's place", shifted
+
+    # -- routed experts -----------------------------------------------------------------------------------------------
+
+    def _routing(self) -> Iterator[Fault]:
+        """The engine used other experts than those that are replayed."""
+        if all(one.experts is None for one in self._passes):
+            return
+        ways: dict[str, Callable[[NDArray[np.int64]], NDArray[np.int64] | None]] = {
+            "are those of the next token": lambda experts: _moved(experts, 1, axis=0),
+            "are those of the token before": lambda experts: _moved(experts, -1, axis=0),
+            "are those of the next layer": lambda experts: _moved(experts, 1, axis=1),
+            "are those of the layer before": lambda experts: _moved(experts, -1, axis=1),
+            "are not those that the engine used": lambda _: None,
+        }
+        for text, change in ways.items():
+            changed = [
+                one if one.experts is None else replace(one, experts=change(one.experts.astype(np.int64)))
+                for one in self._passes
+            ]
+            yield "routing", f"the replayed experts {text}", [self._score(one) for one in changed]
 
     # -- token ids ----------------------------------------------------------------------------------------------------
 
@@ -156,7 +190,7 @@ class Counterfactuals:
         free = [place for place in range(end) if place not in sampled][-_MOST_POSITIONS:]
 
         def left(ids: NDArray[np.int64], places: NDArray[np.int64]) -> float:
-            return float(np.abs(self._score(ids, places) - recorded).mean())
+            return float(np.abs(self._score(_Pass(ids=ids, places=places)) - recorded).mean())
 
         def clauses(place: int) -> Iterator[tuple[str, Callable[[Recorded], int]]]:
             yield f"{place} from the start", lambda _: place
@@ -186,7 +220,8 @@ class Counterfactuals:
         return self._edited(lambda one, _: _remove(one, places(one)))
 
     def _edited(self, edit: Callable[[Recorded, int], Any]) -> Scores:
-        """The scores of edited sequences: new ids and places, and which of the places are left (``None``: all)."""
+        """The scores of edited sequences: new ids and places, and which of the places are left (``None``: all). The
+        model routes edited ids itself."""
         scores: Scores = []
         for number, (one, expected) in enumerate(zip(self._sequences, self.expected, strict=True)):
             ids, places, left = edit(one, number)
@@ -194,7 +229,7 @@ class Counterfactuals:
                 scores.append(expected)
                 continue
             values = expected.copy()
-            values[slice(None) if left is None else left] = self._score(ids, places)
+            values[slice(None) if left is None else left] = self._score(_Pass(ids=ids, places=places))
             scores.append(values)
         return scores
 
@@ -221,15 +256,14 @@ class Counterfactuals:
 
     def _weight_faults(self) -> Iterator[Fault]:
         if (base := self._conditions.without_adapter) is not None:
-            self_of = load_model(base, device=self._device)
-            yield "adapter", "the engine had the base model without the adapter", self._by(self_of)
+            yield "adapter", "the engine had the base model without the adapter", self._by(self._load(base))
         for name, directory in (self._conditions.others or {}).items():
-            other: Any = load_model(directory, device=self._device)
+            other = self._load(directory)
             yield "late_weights", f"the engine had {name}", self._by(other)
             yield (
                 "stale_cache",
                 f"the prompt's KV cache was of {name}",
-                [self._score_with_prefix(one, other) for one in self._sequences],
+                [self._score_with_prefix(*pair, other) for pair in zip(self._passes, self._sequences, strict=True)],
             )
             yield from self._partial(name, other)
 
@@ -254,13 +288,14 @@ class Counterfactuals:
 
     def _arithmetic(self) -> Iterator[Fault]:
         scores = []
-        for one in self._sequences:
-            hidden = self._hidden(one.ids, one.places)
+        for one in self._passes:
+            output = self._forward(one, self.model, self.model.base_model)
+            hidden = output.last_hidden_state[0, torch.from_numpy(one.places - 1)]
             head = self.model.get_output_embeddings().weight
             logits = hidden.bfloat16() @ head.bfloat16().t()
             scores.append(self._log_probs(logits.float(), one))
         yield "bf16_head", "the output layer computed in bfloat16", scores
-        low = copy.deepcopy(self.model).bfloat16()
+        low = self._load(self._directory).bfloat16()
         yield "bf16", "the engine computed in bfloat16", self._by(low)
         del low
         rope = dict(getattr(self.model.config, "rope_parameters", None) or {})
@@ -274,50 +309,51 @@ class Counterfactuals:
                 continue
             config = copy.deepcopy(self.model.config)
             config.rope_parameters = variant
-            other = AutoModelForCausalLM.from_config(config).to(self._device).eval()
+            other = type(self.model)(config).to(self._device).eval()
             other.load_state_dict(self.model.state_dict(), strict=False)
             shown = ", ".join(f"{key} {value}" for key, value in variant.items() if rope.get(key) != value)
             yield "rope", f"the engine had other rotary embeddings ({shown or 'no scaling'})", self._by(other)
 
     # -- forward passes -----------------------------------------------------------------------------------------------
 
+    def _load(self, directory: Path) -> Any:
+        return load_model(directory, device=self._device).requires_grad_(False)
+
     def _by(self, model: Any) -> Scores:
-        return [self._score(one.ids, one.places, model) for one in self._sequences]
+        return [self._score(one, model) for one in self._passes]
 
-    def _score(self, ids: Any, places: NDArray[np.int64], model: Any = None) -> NDArray[np.float32]:
-        ids = np.asarray(ids)
-        targets = torch.from_numpy(ids[places]).to(self._device)
-        return self._at_conditions(self._logits(ids, places, model), targets)
+    def _score(self, one: _Pass, model: Any = None) -> NDArray[np.float32]:
+        return self._log_probs(self._logits(one, model), one)
 
-    def _log_probs(self, logits: Tensor, one: Recorded) -> NDArray[np.float32]:
-        return self._at_conditions(logits, torch.from_numpy(one.ids[one.places]).to(self._device))
-
-    def _at_conditions(self, logits: Tensor, targets: Tensor) -> NDArray[np.float32]:
+    def _log_probs(self, logits: Tensor, one: _Pass) -> NDArray[np.float32]:
         of = self._conditions
-        return _log_probs(logits, targets, of.temperature, of.top_p, of.top_k)
+        return _log_probs(logits, self._targets(one), of.temperature, of.top_p, of.top_k)
+
+    def _targets(self, one: _Pass) -> Tensor:
+        return torch.from_numpy(one.ids[one.places]).to(self._device)
+
+    def _logits(self, one: _Pass, model: Any = None) -> Tensor:
+        logits = self._forward(one, model or self.model).logits
+        return logits[0, torch.from_numpy(one.places - 1)].float()
 
     @torch.no_grad()
-    def _logits(self, ids: NDArray[np.int64], places: NDArray[np.int64], model: Any = None) -> Tensor:
-        model = model or self.model
-        output = model(torch.from_numpy(ids[: places[-1]])[None].to(self._device), use_cache=False)
-        return output.logits[0, torch.from_numpy(places - 1)].float()
+    def _forward(self, one: _Pass, model: Any, body: Any = None, *, start: int = 0, end: int = 0, **cache: Any) -> Any:
+        """The output of ``model``, or its ``body``, for the ids from ``start`` to ``end``, by default to the last
+        scored one."""
+        part = slice(start, end or int(one.places[-1]))
+        experts = None if one.experts is None else torch.from_numpy(one.experts[part].astype(np.int64))
+        force_experts(model, None if experts is None else experts.to(self._device))
+        ids = torch.from_numpy(one.ids[part])[None].to(self._device)
+        return (body or model)(ids, **{"use_cache": False, **cache})
 
-    @torch.no_grad()
-    def _hidden(self, ids: NDArray[np.int64], places: NDArray[np.int64]) -> Tensor:
-        body = self.model.base_model
-        output = body(torch.from_numpy(ids[: places[-1]])[None].to(self._device), use_cache=False)
-        return output.last_hidden_state[0, torch.from_numpy(places - 1)]
-
-    @torch.no_grad()
-    def _score_with_prefix(self, one: Recorded, other: Any) -> NDArray[np.float32]:
+    def _score_with_prefix(self, one: _Pass, sequence: Recorded, other: Any) -> NDArray[np.float32]:
         """With the KV cache of all but the prompt's last token computed by ``other``."""
-        split = one.prompt_length - 1
-        ids = torch.from_numpy(one.ids[: one.places[-1]])[None].to(self._device)
+        split = sequence.prompt_length - 1
         if split < 1:
-            return self._score(one.ids, one.places)
-        cache = other(ids[:, :split], use_cache=True).past_key_values
-        logits = self.model(ids[:, split:], past_key_values=cache, use_cache=True).logits[0]
-        return self._log_probs(logits[torch.from_numpy(one.places - 1 - split)].float(), one)
+            return self._score(one)
+        cache = self._forward(one, other, end=split, use_cache=True).past_key_values
+        logits = self._forward(one, self.model, start=split, past_key_values=cache, use_cache=True).logits
+        return self._log_probs(logits[0, torch.from_numpy(one.places - 1 - split)].float(), one)
 
 
 def _log_probs(logits: Tensor, targets: Tensor, temperature: float, top_p: float, top_k: int) -> NDArray[np.float32]:
@@ -331,6 +367,13 @@ def _log_probs(logits: Tensor, targets: Tensor, temperature: float, top_p: float
         out[torch.arange(len(targets)), targets] = False
         logits = logits.masked_fill(out, -1e30)
     return token_log_probs(logits, targets, temperature=temperature).cpu().numpy()
+
+
+def _moved(experts: NDArray[np.int64], step: int, *, axis: int) -> NDArray[np.int64]:
+    """The experts of each token or layer, ``step`` further on; the router's own choice where there are none."""
+    moved = np.moveaxis(np.roll(experts, step, axis=axis), axis, 0)
+    moved[slice(step) if step > 0 else slice(step, None)] = -1
+    return np.moveaxis(moved, 0, axis)
 
 
 def _insert(one: Recorded, place: int, token: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:

@@ -197,8 +197,8 @@ _FORCED = "_agl_slime_experts"
 
 def force_experts(model: Any, experts: Tensor | None) -> None:
     """Make the next forward passes (and their recomputation) pick ``experts`` ``[tokens, layers, experts per token]``,
-    in the order of the tokens; with ``None`` the routers choose. Raises ``TrainerError`` for another shape than the
-    model's."""
+    in the order of the tokens; with ``None``, and where they are negative, the routers choose. Raises ``TrainerError``
+    for another shape than the model's."""
     if experts is None:
         if hasattr(model, _FORCED):
             setattr(model, _FORCED, None)
@@ -224,6 +224,7 @@ def _replay(router: Any, output: Any, model: Any, layer: int) -> Any:
         return None
     logits = output[0]
     ids = forced[:, layer].to(torch.int64)
+    ids = torch.where(ids < 0, output[2], ids)
     weights = torch.softmax(logits, dim=-1, dtype=torch.float32).gather(-1, ids)
     if getattr(router, "norm_topk_prob", True):  # Mixtral normalizes without the switch
         weights = weights / weights.sum(dim=-1, keepdim=True)
