@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
+from itertools import count
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from agl_slime.errors import ConfigError, LoopError
 from agl_slime.events import GroupsCollected, Warning
 from agl_slime.loop import failures
 from agl_slime.loop.settings import LoopState
+from agl_slime.store.bridge import BridgeStore
 from tests.harness.loop import TASKS, HelloAgent, LoopCase, hello_engine
 
 
@@ -182,14 +184,49 @@ def test_a_lower_limit_is_refused_while_older_groups_were_in_flight(limit: int) 
         LoopCase(agent=HelloAgent(), url="http://127.0.0.1:9", num_iterations=9, max_staleness=limit, start=start)
 
 
+class Enqueued(BridgeStore):
+    """A store that can be waited for: ``wait(n)`` returns when rollouts of ``n`` tasks were enqueued."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._tasks: set[str] = set()
+        self._changed = threading.Condition()
+
+    async def enqueue_many_rollouts(self, rollouts: Any) -> Any:
+        result = await super().enqueue_many_rollouts(rollouts)
+        with self._changed:
+            self._tasks.update(request.metadata["group_id"] for request in rollouts if request.metadata)
+            self._changed.notify_all()
+        return result
+
+    def wait(self, n: int) -> None:
+        with self._changed:
+            assert self._changed.wait_for(lambda: len(self._tasks) >= n, 30)
+
+
 def test_an_interrupted_group_without_a_place_gets_a_new_age() -> None:
-    """Tasks without an end are drawn first, in their order; the interrupted one comes after two steps."""
+    """Tasks without an end are drawn first, in their order; the interrupted one comes after two steps. Each step waits
+    until all places are taken."""
     saved: list[LoopState] = []
+    enqueued, steps = Enqueued(), count()
+
+    def train(iteration: int) -> Any:
+        enqueued.wait(min(12, 6 + 2 * next(steps)))
+        return case.trainer(iteration)
+
     start = LoopState(iteration=4, version="4", admitted={"8": 4})
     settings: dict[str, Any] = {"rollout_batch_size": 2, "max_staleness": 2, "save_interval": 1, "num_iterations": 10}
     with (
         hello_engine() as engine,
-        LoopCase(agent=HelloAgent(), url=engine.url, start=start, save=saved.append, **settings) as case,
+        LoopCase(
+            agent=HelloAgent(),
+            url=engine.url,
+            start=start,
+            save=saved.append,
+            store=enqueued,
+            train=train,
+            **settings,
+        ) as case,
     ):
         case.loop.run()
     ages = {state.admitted["8"] for state in saved if "8" in state.admitted}
