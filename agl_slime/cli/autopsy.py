@@ -7,7 +7,7 @@ import random
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from agl_slime.errors import AglSlimeError, ConfigError, MissingDependencyError
 from agl_slime.loop.checkpoint import read_checkpoints
 from agl_slime.report.autopsy import TOLERANCE, Candidate, Cause, Diagnosis, KeptSample, explain, mean_gap, read_kept
 from agl_slime.report.files import RunDir, read_object
+from agl_slime.report.slime_runs import is_dump
 from agl_slime.support.threads import run_in_thread
 from agl_slime.tokens.loading import load_tokenizer
 from agl_slime.tokens.tokenizer import has_chat_template, render_chat
@@ -47,21 +48,48 @@ _PARTS = {
 class AutopsyConfig:
     """Score a few kept rollouts of a run again and split the gap between sampler and model by cause, with the worst
     tokens; the first line names the first cause. Needs weights that the run still has: the start model, its
-    checkpoints, the last two pushes."""
+    checkpoints, the last two pushes. Of slime's --dump-details, Samples of a step are scored; slime's flags of
+    sampling follow after --."""
 
     run_dir: tyro.conf.Positional[Path]
-    """The directory of a run of the local trainer."""
+    """The directory of a run of the local trainer, or of slime's --dump-details."""
     samples: int = 8
     """Samples that are scored."""
     sglang_url: str | None = None
-    """A running SGLang with those weights; by default the embedded engine is started with them."""
+    """A running SGLang with those weights; by default the embedded engine is started with them, of slime's none."""
+    step: int | None = None
+    """slime's rollout id."""
+    model: Path | None = None
+    """The policy that sampled a step of slime's, as a Hugging Face checkpoint."""
+    others: tuple[Path, ...] = ()
+    """Further checkpoints whose weights slime's engine may have had: earlier ones, or the base model."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """Samples of one weight version, with the settings and weights of the run that sampled them."""
+
+    samples: Sequence[KeptSample]
+    version: str
+    weights: Path
+    """Of this version."""
+    sampling: Mapping[str, Any]
+    """``temperature``, ``top_p`` and ``top_k``."""
+    others: Mapping[str, Path] = field(default_factory=dict)
+    """Weights of other versions, by a text that names each."""
+    without_adapter: Path | None = None
+    newest: Path | None = None
+    """The run's newest weights, where these are others."""
+    recomputed: bool = False
+    """Whether the trainer's log-probs are of the policy before its step."""
 
 
 def main(arguments: Sequence[str]) -> None:
-    config = tyro.cli(AutopsyConfig, prog="agl-slime autopsy", args=list(arguments))
-    diagnosis, version = asyncio.run(autopsy(config))
+    at = arguments.index("--") if "--" in arguments else len(arguments)  # slime's flags follow
+    config = tyro.cli(AutopsyConfig, prog="agl-slime autopsy", args=list(arguments[:at]))
+    diagnosis, case = asyncio.run(autopsy(config, slime_flags=arguments[at + 1 :]))
     print(diagnosis.sentence)
-    print(f"\nWeights of version {version}; mean difference in nats per token:")
+    print(f"\nWeights of version {case.version or '?'} ({case.weights}); mean difference in nats per token:")
     for name, nats in diagnosis.parts.items():
         print(f"  {nats:10.2g}  {_PARTS[name]}")
     if diagnosis.causes:
@@ -76,24 +104,39 @@ def main(arguments: Sequence[str]) -> None:
             )
 
 
-async def autopsy(config: AutopsyConfig) -> tuple[Diagnosis, str]:
-    """The diagnosis of ``config.samples`` kept Samples, and the weight version that sampled them."""
+async def autopsy(config: AutopsyConfig, *, slime_flags: Sequence[str] = ()) -> tuple[Diagnosis, Case]:
+    """The diagnosis of ``config.samples`` kept Samples. Raises ``ConfigError`` for files that lack them."""
+    dumped = is_dump(config.run_dir)
+    if not dumped and (slime_flags or config.step is not None or config.model or config.others):
+        raise ConfigError(f"--step, --model, --others and flags after -- are for slime's dumps, not {config.run_dir}")
+    if dumped:
+        from agl_slime.cli.autopsy_slime import dumped_case
+
+        case = await run_in_thread(dumped_case, config, slime_flags)
+    else:
+        case = _case_of_run(config)
+    diagnosis = await run_in_thread(diagnose, case)
+    if any(one.images for one in case.samples) or (dumped and config.sglang_url is None):
+        return diagnosis, case
+    async with AsyncExitStack() as stack:
+        url = config.sglang_url
+        if url is None:
+            engine = EmbeddedEngine(case.weights)
+            await run_in_thread(engine.start)
+            stack.push_async_callback(run_in_thread, engine.stop)
+            url = engine.url
+        measured = await measure(await stack.enter_async_context(ScoringClient(base_url=url)), case.samples)
+    return await run_in_thread(with_engine, diagnosis, measured, case), case
+
+
+def _case_of_run(config: AutopsyConfig) -> Case:
     run = RunDir(config.run_dir)
     settings = run.settings()
     if settings is None or settings.get("trainer") != "local":
         raise ConfigError(f"{run.path} is not the directory of a run of the local trainer (config.json)")
     weights = weights_of(run)
     samples, version = choose_samples(run, weights, n=config.samples)
-    diagnosis = await run_in_thread(offline, settings, weights, samples, version)
-    async with AsyncExitStack() as stack:
-        url = config.sglang_url
-        if url is None:
-            engine = EmbeddedEngine(weights[version])
-            await run_in_thread(engine.start)
-            stack.push_async_callback(run_in_thread, engine.stop)
-            url = engine.url
-        measured = await measure(await stack.enter_async_context(ScoringClient(base_url=url)), samples)
-    return await run_in_thread(with_engine, diagnosis, measured, weights[version], samples, settings), version
+    return case_of(settings, weights, samples, version)
 
 
 def weights_of(run: RunDir, pushed: Path | None = None) -> dict[str, Path]:
@@ -126,40 +169,58 @@ def choose_samples(run: RunDir, weights: Mapping[str, Path], *, n: int) -> tuple
     return random.Random(0).sample(candidates, min(n, len(candidates))), version
 
 
-def offline(
-    settings: Mapping[str, Any], weights: Mapping[str, Path], samples: list[KeptSample], version: str
-) -> Diagnosis:
-    """What files and forward passes say."""
+def case_of(
+    settings: Mapping[str, Any], weights: Mapping[str, Path], samples: Sequence[KeptSample], version: str
+) -> Case:
+    """The case of ``samples`` by a run's settings and the ``weights`` that it still has."""
+    local = settings.get("local") or {}
+    lora, others = int(local.get("lora_rank") or 0) > 0, [other for other in weights if other != version]
+    others.sort(key=lambda other: abs(int(other) - int(version)))
+    newest = max(weights, key=int)
+    epochs = int(local.get("n_minibatches") or 4) * int(local.get("epochs") or 1)
+    return Case(
+        samples=samples,
+        version=version,
+        weights=weights[version],
+        sampling={name: settings.get(name) for name in ("temperature", "top_p", "top_k")},
+        others={f"the weights of version {other}": weights[other] for other in others[:_MOST_OTHERS]},
+        without_adapter=weights.get("0") if lora and version != "0" else None,
+        newest=weights[newest] if newest != version else None,
+        recomputed=local.get("old_log_probs") == "recompute" or epochs == 1,
+    )
+
+
+def diagnose(case: Case) -> Diagnosis:
+    """What files and forward passes say: of the sampler, or of a trainer that is twice as far from the model."""
     try:
         from agl_slime.train.local.counterfactual import Conditions, Counterfactuals
     except ImportError as error:
         raise MissingDependencyError('agl-slime autopsy needs torch: pip install "agl-slime[local]"') from error
-    tokenizer = load_tokenizer(weights[version])
-    local = settings.get("local") or {}
-    lora, others = int(local.get("lora_rank") or 0) > 0, [other for other in weights if other != version]
-    others.sort(key=lambda other: abs(int(other) - int(version)))
+    tokenizer = load_tokenizer(case.weights)
     conditions = Conditions(
-        temperature=float(settings.get("temperature") or 1.0),
-        top_p=float(settings.get("top_p") or 1.0),
-        top_k=int(settings.get("top_k") or -1),
-        others={f"the weights of version {other}": weights[other] for other in others[:_MOST_OTHERS]},
-        without_adapter=weights.get("0") if lora and version != "0" else None,
+        temperature=float(case.sampling.get("temperature") or 1.0),
+        top_p=float(case.sampling.get("top_p") or 1.0),
+        top_k=int(case.sampling.get("top_k") or -1),
+        others=case.others,
+        without_adapter=case.without_adapter,
         renderings=_renderings(tokenizer),
     )
-    recorded = [sample.sampler for sample in samples]
-    model = Counterfactuals(weights[version], samples, recorded, conditions=conditions, tokenizer=tokenizer)
-    diagnosis = explain(samples, recorded, model.expected, (Candidate(*fault) for fault in model.faults()))
-    parts = {"sampler": diagnosis.gap}
-    if (
-        local.get("old_log_probs") == "recompute"
-        or int(local.get("n_minibatches") or 4) * int(local.get("epochs") or 1) == 1
-    ):
+    samples, recorded = case.samples, [sample.sampler for sample in case.samples]
+    model = Counterfactuals(case.weights, samples, recorded, conditions=conditions, tokenizer=tokenizer)
+    parts = {"sampler": mean_gap(recorded, model.expected)}
+    if case.recomputed:
         parts["trainer"] = mean_gap([sample.trainer for sample in samples], model.expected)
-    newest = max(weights, key=int)
-    if newest != version:
-        now = Counterfactuals(weights[newest], samples, recorded, conditions=conditions)
+    if case.newest is not None:
+        now = Counterfactuals(case.newest, samples, recorded, conditions=conditions)
         parts["weights"] = mean_gap(now.expected, model.expected)
-    return replace(diagnosis, parts=parts)
+    if parts.get("trainer", 0.0) <= max(TOLERANCE, 2 * parts["sampler"]):
+        faults = (Candidate(*fault) for fault in model.faults())
+        return replace(explain(samples, recorded, model.expected, faults), parts=parts)
+    samples = [sample for sample in samples if np.isfinite(sample.trainer).all()]
+    recorded = [sample.trainer for sample in samples]
+    model = Counterfactuals(case.weights, samples, recorded, conditions=conditions, tokenizer=tokenizer)
+    faults = (Candidate(name, text.replace("the engine", "the trainer"), log) for name, text, log in model.faults())
+    return replace(explain(samples, recorded, model.expected, faults), of="trainer", parts=parts)
 
 
 def _renderings(tokenizer: Any) -> list[tuple[str, str, Callable[[KeptSample], list[int] | None]]]:
@@ -169,7 +230,8 @@ def _renderings(tokenizer: Any) -> list[tuple[str, str, Callable[[KeptSample], l
 
     def render(sample: KeptSample, *, system: bool) -> list[int] | None:
         roles = [message.get("role") for message in sample.messages]
-        if "assistant" not in roles or (not system and "system" not in roles):
+        # a dump may have a "prompt" that was rendered before
+        if "assistant" not in roles or "prompt" in roles or (not system and "system" not in roles):
             return None
         asked = [m for m in sample.messages[: roles.index("assistant")] if system or m.get("role") != "system"]
         try:
@@ -195,17 +257,17 @@ class Measured:
     versions: frozenset[str]
     """The weight versions that the engine named."""
 
-    def parts(self, samples: Sequence[KeptSample], settings: Mapping[str, Any]) -> dict[str, float]:
+    def parts(self, case: Case) -> dict[str, float]:
         """Mean differences in nats per token."""
         parts = {"cache": mean_gap(self.cached, self.fresh), "batch": mean_gap(self.batch, self.cached)}
-        if is_plain(settings):
-            parts["decode"] = mean_gap([sample.sampler for sample in samples], self.fresh)
+        if is_plain(case.sampling):
+            parts["decode"] = mean_gap([sample.sampler for sample in case.samples], self.fresh)
         return parts
 
 
-def is_plain(settings: Mapping[str, Any]) -> bool:
+def is_plain(sampling: Mapping[str, Any]) -> bool:
     """Whether sampled log-probs are at temperature 1 over the whole vocabulary, as an engine scores tokens."""
-    return (settings.get("temperature"), settings.get("top_p"), settings.get("top_k")) == (1.0, 1.0, -1)
+    return (sampling.get("temperature"), sampling.get("top_p"), sampling.get("top_k")) == (1.0, 1.0, -1)
 
 
 async def measure(client: ScoringClient, samples: Sequence[KeptSample]) -> Measured:
@@ -226,24 +288,18 @@ async def measure(client: ScoringClient, samples: Sequence[KeptSample]) -> Measu
     )
 
 
-def with_engine(
-    diagnosis: Diagnosis,
-    measured: Measured,
-    weights: Path,
-    samples: Sequence[KeptSample],
-    settings: Mapping[str, Any],
-) -> Diagnosis:
-    """``diagnosis`` with the measurements on an engine, which are causes where no other explains the gap."""
+def with_engine(diagnosis: Diagnosis, measured: Measured, case: Case) -> Diagnosis:
+    """``diagnosis`` with the measurements on an engine, which are causes where no other explains the sampler's gap."""
     from agl_slime.train.local.counterfactual import Conditions, Counterfactuals
 
     plain = Conditions()  # an engine scores at temperature 1, over the whole vocabulary, with experts of its choice
-    alone = [replace(sample, experts=None) for sample in samples]
-    expected = Counterfactuals(weights, alone, measured.fresh, conditions=plain).expected
-    parts = {**measured.parts(samples, settings), "engine": mean_gap(measured.fresh, expected)}
+    alone = [replace(sample, experts=None) for sample in case.samples]
+    expected = Counterfactuals(case.weights, alone, measured.fresh, conditions=plain).expected
+    parts = {**measured.parts(case), "engine": mean_gap(measured.fresh, expected)}
     causes = [
         Cause(cause=name, text=text, nats=parts[name], left=max(0.0, diagnosis.gap - parts[name]))
         for name, text in _ENGINE_CAUSES.items()
-        if parts.get(name, 0.0) > TOLERANCE
+        if parts.get(name, 0.0) > TOLERANCE and diagnosis.of == "sampler"
     ]
     causes = [*diagnosis.causes, *causes] if diagnosis.first is not None else [*causes, *diagnosis.causes]
     return replace(diagnosis, causes=causes, parts={**diagnosis.parts, **parts})

@@ -18,7 +18,7 @@ from agl_slime.loop.checkpoint import read_checkpoints
 from agl_slime.report.autopsy import unpack
 from agl_slime.report.files import RunDir, iter_jsonl, read_object
 from agl_slime.report.rollouts import digest_sample, mask_of
-from agl_slime.report.slime_runs import dump_files
+from agl_slime.report.slime_runs import is_dump
 from agl_slime.train.local.settings import LocalTrainerSettings
 from agl_slime.types import Sample, flat_samples, sample_from_fields
 
@@ -117,7 +117,7 @@ class Replay:
 def main(arguments: Sequence[str]) -> None:
     at = arguments.index("--") if "--" in arguments else len(arguments)  # slime's flags follow
     config = tyro.cli(ReplayConfig, prog="agl-slime replay", args=list(arguments[:at]))
-    if not RunDir(config.run_dir).config.exists() and dump_files(config.run_dir):
+    if is_dump(config.run_dir):
         from agl_slime.cli.replay_slime import print_replay, replay_dump
 
         print_replay(config, replay_dump(config, slime_flags=arguments[at + 1 :]))

@@ -7,7 +7,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError, Future
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from agl_slime.cli.autopsy import is_plain, measure, offline, weights_of, with_engine
+from agl_slime.cli.autopsy import case_of, diagnose, is_plain, measure, weights_of, with_engine
 from agl_slime.engine.client.generation import SamplingParams
 from agl_slime.engine.scoring import Scored, ScoringClient, ToScore
 from agl_slime.errors import AglSlimeError, EngineError, format_exception
@@ -124,12 +124,13 @@ class RunAutopsy:
         version, weights = samples[0].version, weights_of(self.run, self.pushed)
         if version not in weights:
             return None
-        settings: Mapping[str, Any] = self.run.settings() or {}
+        # the trainer scored these Samples before its step
+        case = replace(case_of(self.run.settings() or {}, weights, samples, version), recomputed=True)
         try:
-            diagnosis = offline(settings, weights, samples, version)
+            diagnosis = diagnose(case)
             measured = self._answer(asyncio.run_coroutine_threadsafe(measure(self.client, samples), self._loop))
             if measured is not None and measured.versions == {version}:
-                diagnosis = with_engine(diagnosis, measured, weights[version], samples, settings)
+                diagnosis = with_engine(diagnosis, measured, case)
         except Exception as error:  # no memory for a further model, for example
             logger.warning("The difference of engine and trainer was not explained: %s", format_exception(error))
             return None

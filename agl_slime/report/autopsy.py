@@ -10,7 +10,7 @@ import base64
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -41,6 +41,8 @@ class KeptSample:
     messages: Sequence[Mapping[str, Any]] = ()
     experts: NDArray[Any] | None = None
     """The engine's experts of each token but the last, ``[len(ids) - 1, layers, experts per token]``."""
+    images: Mapping[str, NDArray[Any]] | None = None
+    """The tensors of the model's processor, by name."""
 
 
 def read_kept(path: Path) -> Iterator[KeptSample]:
@@ -115,10 +117,12 @@ class WorstToken:
 
 @dataclass(frozen=True, kw_only=True)
 class Diagnosis:
-    """The gap of ``tokens`` tokens in nats per token, its causes, the best explanation first, and the worst tokens."""
+    """The gap of ``tokens`` tokens in nats per token, between the model and the log-probs of sampler or trainer
+    (``of``), its causes, the best explanation first, and the worst tokens."""
 
     gap: float
     tokens: int
+    of: Literal["sampler", "trainer"] = "sampler"
     causes: Sequence[Cause] = ()
     worst: Sequence[WorstToken] = ()
     parts: Mapping[str, float] = field(default_factory=dict)
@@ -133,13 +137,13 @@ class Diagnosis:
     @property
     def sentence(self) -> str:
         if self.gap <= TOLERANCE:
-            agree = f"ampler and model agree: {self.gap:.2g} nats per token over {self.tokens} tokens."
+            agree = f"{self.of} and model agree: {self.gap:.2g} nats per token over {self.tokens} tokens."
             if (first := self.first) is None:
-                return f"S{agree}"
-            return f"{first.cause}: {first.text} ({first.nats:.3g} nats per token), and yet s{agree}"
+                return agree.capitalize()
+            return f"{first.cause}: {first.text} ({first.nats:.3g} nats per token), and yet {agree}"
         gap = f"{self.gap:.3g} nats per token over {self.tokens} tokens"
         if (first := self.first) is None:
-            return f"Sampler and model differ by {gap}, and no known cause explains half of it."
+            return f"{self.of.capitalize()} and model differ by {gap}, and no known cause explains half of it."
         share = 100 * first.nats / self.gap
         return f"{first.cause}: {first.text} ({share:.0f} % of {gap}; {first.left:.2g} left)."
 

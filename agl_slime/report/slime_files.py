@@ -204,9 +204,10 @@ def numbers(value: Any, kinds: str, *, length: int | None = None) -> np.ndarray 
 
 
 def _array(value: Any) -> np.ndarray | None:
+    """A valid tensor as an array; ``None`` for anything else."""
     import torch
 
-    if type(value) is not torch.Tensor or value.layout != torch.strided or value.is_quantized or value.dim() != 1:
+    if type(value) is not torch.Tensor or value.layout != torch.strided or value.is_quantized:
         return None
     if not value.is_contiguous() or value.numel() * value.element_size() > value.untyped_storage().nbytes():
         return None  # a view larger than its storage
@@ -249,8 +250,25 @@ def _sample(row: Mapping[str, Any]) -> DumpedSample | str:
         if type(status := row.get("status")) is str
         else Sample.Status.FAILED,
         metadata=metadata,
+        rollout_routed_experts=_experts(row.get("rollout_routed_experts"), rows=len(tokens) - 1),
+        multimodal_train_inputs=_train_inputs(row.get("multimodal_train_inputs")),
     )
     return DumpedSample(sample=sample, reward=reward, rewards=rewards, messages=tuple(_messages(row.get("prompt"))))
+
+
+def _experts(value: Any, *, rows: int) -> np.ndarray | None:
+    """Routed experts ``[rows, layers, experts per token]``."""
+    array = _array(value)
+    fits = array is not None and array.ndim == 3 and len(array) == rows and array.dtype.kind in "iu"
+    return array if fits and array is not None and array.min(initial=0) >= 0 else None
+
+
+def _train_inputs(value: Any) -> dict[str, np.ndarray] | None:
+    """The tensors that a processor made of images, by name."""
+    if not isinstance(value, dict):
+        return None
+    arrays = {name: array for name, one in value.items() if type(name) is str and (array := _array(one)) is not None}
+    return arrays or None
 
 
 def _fits(value: Any, shape: Any) -> bool:

@@ -56,6 +56,11 @@ def dump_files(path: Path) -> dict[int, dict[Path, bool]]:
     return dict(sorted(files.items()))
 
 
+def is_dump(path: Path) -> bool:
+    """Whether ``path`` has dumps of slime's and is not the directory of a run of ours."""
+    return not RunDir(path).config.exists() and bool(dump_files(path))
+
+
 @dataclass(frozen=True, kw_only=True)
 class DumpedStep:
     """What slime dumped of a rollout id. ``rows`` are the trainer's, by the ``id`` of the Sample; ``groups`` were

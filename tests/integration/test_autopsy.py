@@ -7,9 +7,7 @@ import copy
 import json
 import shutil
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
-from dataclasses import dataclass, replace
-from difflib import SequenceMatcher
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,148 +19,39 @@ from hypothesis import strategies as st
 
 torch = pytest.importorskip("torch", reason='forward passes need torch: pip install "agl-slime[local]"')
 
-from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: E402
+from transformers import AutoModelForCausalLM  # noqa: E402
 
 from agl_slime.cli.autopsy import AutopsyConfig, autopsy  # noqa: E402
 from agl_slime.engine.client.client import SGLangClient  # noqa: E402
 from agl_slime.engine.client.generation import SamplingParams  # noqa: E402
 from agl_slime.engine.engine import Engine  # noqa: E402
-from agl_slime.engine.requests import Request, Sampling  # noqa: E402
 from agl_slime.errors import ConfigError  # noqa: E402
-from agl_slime.report.autopsy import Candidate, Diagnosis, KeptSample, explain, mean_gap  # noqa: E402
+from agl_slime.report.autopsy import Diagnosis, KeptSample, explain, mean_gap  # noqa: E402
 from agl_slime.report.files import IterationFile  # noqa: E402
 from agl_slime.report.rollouts import pack  # noqa: E402
-from agl_slime.train.local.counterfactual import Conditions, Counterfactuals  # noqa: E402
-from tests.harness.moe_policy import save_moe  # noqa: E402
+from tests.harness.autopsies import (  # noqa: E402
+    BASE,
+    BEFORE,
+    NOW,
+    Bench,
+    dense_bench,
+    routed_bench,
+    sample_rollouts,
+    serve,
+)
 from tests.integration.engine_servers import Server  # noqa: E402
 
-NOW, BEFORE, BASE = "v000003", "v000002", "base"
-OTHERS = "the weights of version 2"
 ROLLOUTS = 3
-
-
-def noisy(source: Path, target: Path, *, seed: int, share: float) -> Path:
-    """A copy of a checkpoint with noise on its weights."""
-    shutil.copytree(source, target)
-    model = AutoModelForCausalLM.from_pretrained(source)
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter += share * parameter.std(correction=0) * torch.randn(parameter.shape, generator=generator)
-    model.save_pretrained(target)
-    return target
-
-
-def run_engine(model: Any, tokenizer: Any, prompts: Sequence[Any], *, start: Any, **sampling: Any) -> Any:
-    """The requests after an engine of this process has served them; ``start`` is a number, or one for each."""
-    engine = Engine(copy.deepcopy(model), tokenizer, seed=1)
-    try:
-        return serve(engine, prompts, start=start, **sampling)
-    finally:
-        engine.close()
-
-
-def serve(engine: Engine, prompts: Sequence[Any], *, start: Any = -1, **sampling: Any) -> list[Request]:
-    starts = start if isinstance(start, list) else [start] * len(prompts)
-    done: list[Future[Request]] = [Future() for _ in prompts]
-    engine.submit(
-        *(
-            Request(
-                rid=str(number),
-                input_ids=[int(i) for i in prompt],
-                sampling=Sampling.model_validate(sampling),
-                return_logprob=True,
-                logprob_start_len=first,
-                experts_start=0 if engine.returns_routed_experts else None,
-                on_finish=done[number].set_result,
-            )
-            for number, (prompt, first) in enumerate(zip(prompts, starts, strict=True))
-        )
-    )
-    return [one.result(60) for one in done]
-
-
-@dataclass
-class Bench:
-    """Weights of three versions, and rollouts of two turns that the newest sampled."""
-
-    directory: Path
-    tokenizer: Any
-    samples: list[KeptSample]
-
-    def model(self, version: str = NOW) -> Any:
-        return AutoModelForCausalLM.from_pretrained(self.directory / version).eval()
-
-    def scored(self, edit: Callable[[np.ndarray], np.ndarray] | None = None, *, model: Any = None) -> list[np.ndarray]:
-        """The log-probs of an engine that was asked with edited ids; a recorded token that was edited away keeps
-        its own."""
-        edit = edit or (lambda ids: ids)
-        edited = [edit(one.ids) for one in self.samples]
-        requests = run_engine(model or self.model(), self.tokenizer, edited, start=0, max_new_tokens=0)
-        scores = []
-        for one, ids, request in zip(self.samples, edited, requests, strict=True):
-            every = np.array([np.nan if value is None else value for value, _ in request.input_log_probs])
-            values = one.sampler.copy()
-            for a, b, size in SequenceMatcher(
-                None, one.ids.tolist(), ids.tolist(), autojunk=False
-            ).get_matching_blocks():
-                at = (one.places >= a) & (one.places < a + size)
-                values[at] = every[one.places[at] - a + b]
-            scores.append(values.astype(np.float32))
-        return scores
-
-    def diagnosis(self, recorded: list[np.ndarray], **conditions: Any) -> Diagnosis:
-        others = {OTHERS: self.directory / BEFORE}
-        given = Conditions(**{"others": others, **conditions})
-        what = Counterfactuals(self.directory / NOW, self.samples, recorded, conditions=given, tokenizer=self.tokenizer)
-        return explain(self.samples, recorded, what.expected, (Candidate(*fault) for fault in what.faults()))
-
-
-def sample_rollouts(model: Any, tokenizer: Any, **sampling: Any) -> list[KeptSample]:
-    """Two turns each, with a message of another between them."""
-    asked = [
-        [
-            {"role": "system", "content": "Call lookup in a <tool_call> block."},
-            {"role": "user", "content": f'What is stored under "{key}"?'},
-        ]
-        for key in ("vm", "ab", "qz", "kk")
-    ]
-    prompts = [tokenizer.apply_chat_template(one, add_generation_prompt=True, return_dict=False) for one in asked]
-    told = "\n<|im_start|>user\n42<|im_end|>\n<|im_start|>assistant\n"
-    between = tokenizer.encode(told, add_special_tokens=False)
-    limits = {"temperature": 1.0, "max_new_tokens": 12, **sampling}
-    first = run_engine(model, tokenizer, prompts, start=-1, **limits)
-    middles = [[*one.input_ids, *one.output_ids, tokenizer.eos_token_id, *between] for one in first]
-    second = run_engine(model, tokenizer, middles, start=-1, **limits)
-    return [
-        KeptSample(
-            rollout_id=f"r{number}",
-            iteration=4,
-            version="3",
-            ids=np.array([*two.input_ids, *two.output_ids]),
-            prompt_length=len(one.input_ids),
-            places=np.r_[
-                len(one.input_ids) : len(one.input_ids) + len(one.output_ids),
-                len(two.input_ids) : len(two.input_ids) + len(two.output_ids),
-            ],
-            sampler=np.array([*one.log_probs, *two.log_probs], dtype=np.float32),
-            trainer=np.zeros(len(one.output_ids) + len(two.output_ids), dtype=np.float32),
-            messages=[*messages, {"role": "assistant", "content": tokenizer.decode(one.output_ids)}],
-            experts=None if two.experts is None else two.experts[: len(two.input_ids) + len(two.output_ids) - 1],
-        )
-        for number, (messages, one, two) in enumerate(zip(asked, first, second, strict=True))
-    ]
 
 
 @pytest.fixture(scope="module")
 def bench(policy_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Bench:
-    directory = tmp_path_factory.mktemp("weights")
-    shutil.copytree(policy_dir, directory / BASE)
-    noisy(policy_dir, directory / BEFORE, seed=2, share=0.2)
-    noisy(directory / BEFORE, directory / NOW, seed=3, share=0.1)
-    tokenizer = AutoTokenizer.from_pretrained(policy_dir)
-    model = AutoModelForCausalLM.from_pretrained(directory / NOW).eval()
-    return Bench(directory, tokenizer, sample_rollouts(model, tokenizer))
+    return dense_bench(policy_dir, tmp_path_factory.mktemp("weights"))
+
+
+@pytest.fixture(scope="module")
+def routed(policy_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Bench:
+    return routed_bench(policy_dir, tmp_path_factory.mktemp("routed"))
 
 
 def test_a_clean_engine_has_no_cause(bench: Bench):
@@ -351,17 +240,6 @@ def test_half_precision_is_named_and_told_from_a_half_precision_head(bench: Benc
         assert found.first.cause == fault, found.sentence
 
 
-@pytest.fixture(scope="module")
-def routed(policy_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Bench:
-    """A mixture of experts, and the experts that its engine used."""
-    directory = tmp_path_factory.mktemp("routed")
-    save_moe(directory / BEFORE)
-    noisy(directory / BEFORE, directory / NOW, seed=3, share=0.1)
-    tokenizer = AutoTokenizer.from_pretrained(policy_dir)
-    model = AutoModelForCausalLM.from_pretrained(directory / NOW).eval()
-    return Bench(directory, tokenizer, sample_rollouts(model, tokenizer))
-
-
 def test_a_clean_mixture_of_experts_has_no_cause(routed: Bench):
     assert all(one.experts is not None and len(one.experts) == len(one.ids) - 1 for one in routed.samples)
     found = routed.diagnosis([one.sampler for one in routed.samples])
@@ -369,11 +247,11 @@ def test_a_clean_mixture_of_experts_has_no_cause(routed: Bench):
 
 
 REPLAYS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
-    "are those of the next token": lambda experts: np.r_[experts[1:], experts[-1:]],
-    "are those of the token before": lambda experts: np.r_[np.zeros_like(experts[:1]), experts[:-1]],
-    "are those of the next layer": lambda experts: np.roll(experts, -1, axis=1),
-    "are those of the layer before": lambda experts: np.roll(experts, 1, axis=1),
-    "are not those that the engine used": lambda experts: experts[::-1],
+    "the experts that are recorded for the token before": lambda experts: np.r_[experts[1:], experts[-1:]],
+    "the experts that are recorded for the next token": lambda experts: np.r_[experts[:1] * 0, experts[:-1]],
+    "the experts that are recorded for the layer before": lambda experts: np.roll(experts, -1, axis=1),
+    "the experts that are recorded for the next layer": lambda experts: np.roll(experts, 1, axis=1),
+    "the router's own choice and not the recorded experts": lambda experts: experts[::-1],
 }
 
 
@@ -381,12 +259,12 @@ REPLAYS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
 def test_a_wrong_replay_of_the_router_is_named_first(routed: Bench, fault: str):
     wrong = [replace(one, experts=REPLAYS[fault](one.experts)) for one in routed.samples]
     found = replace(routed, samples=wrong).diagnosis([one.sampler for one in wrong])
-    assert found.sentence.startswith(f"routing: the replayed experts {fault} (100 %"), found
+    assert found.sentence.startswith(f"routing: the engine used {fault} (100 %"), found
     assert found.first is not None
     assert found.first.left < 1e-4 < 0.01 < found.gap
 
 
-def test_other_faults_of_a_mixture_of_experts_are_found_with_the_experts_of_its_engine(routed: Bench):
+def test_other_faults_of_a_mixture_of_experts_are_named_first(routed: Bench):
     cooler = sample_rollouts(routed.model(), routed.tokenizer, temperature=0.7)
     late = sample_rollouts(routed.model(BEFORE), routed.tokenizer)
     for samples, fault in ((cooler, "temperature"), (late, "late_weights")):
@@ -456,7 +334,8 @@ def write_run(directory: Path, samples: Sequence[KeptSample], *, base: Path, ver
 
 
 async def diagnose(run: Path, url: str) -> tuple[Diagnosis, str]:
-    return await autopsy(AutopsyConfig(run_dir=run, sglang_url=url, samples=4))
+    diagnosis, case = await autopsy(AutopsyConfig(run_dir=run, sglang_url=url, samples=4))
+    return diagnosis, case.version
 
 
 async def test_a_run_is_diagnosed_from_its_files_and_its_engine(

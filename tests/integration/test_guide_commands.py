@@ -36,6 +36,7 @@ ELSEWHERE = {
     r"agl-slime onset": "needs a run of eight iterations: test_onset",
     r"agl-slime record": "needs a running SGLang: test_gateway_record",
     r"replay DUMP": "reads what slime has written: test_replay_slime",
+    r"autopsy DUMP": "reads what slime has written: test_autopsy",
     r"view DIR --follow --tokenizer|report DIR$": "reads what slime has written: test_report_slime",
 }
 """What a command contains, and why it is not run here."""

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from agl_slime.agent.agent import SGLangLitAgent
+from agl_slime.cli.autopsy import AutopsyConfig, autopsy
 from agl_slime.tokens.loading import load_tokenizer
 from agl_slime.train.slime.replay import with_train_inputs
 from tests.harness.vision import picture, save_qwen2_vl, uri
@@ -71,6 +72,13 @@ async def test_sglang_counts_image_tokens_alike_and_agrees_on_log_probs(
     sampled = [(a, b) for a, b, mask in zip(computed, sample.rollout_log_probs, sample.loss_mask, strict=True) if mask]
     assert len(sampled) > 8
     assert max(abs(a - b) for a, b in sampled) < 1e-3
+    # nor has a dump of it a cause
+    from tests.harness.slime_dumps import write_dump
+
+    write_dump(tmp_path / "dump", 0, [sample])
+    found, case = await autopsy(AutopsyConfig(run_dir=tmp_path / "dump", step=0, model=model))
+    assert case.samples[0].images
+    assert (found.first, found.gap < 1e-3, found.tokens) == (None, True, len(sampled)), found
     # and it is the images that it agrees on: others give other log-probs
     sample.multimodal_train_inputs["pixel_values"] = sample.multimodal_train_inputs["pixel_values"].flip(0)
     blind = trainers_log_probs(model, sample)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ def test_steps_from_slimes_dumps_equal_what_slime_computed(tmp_path: Path):
     root = require_slime("ray", "torch", "transformers", "sglang_router")
     if not (root / "slime" / "observability").is_dir():
         pytest.skip("this slime has another module of dumps than 624b824")
+    from agl_slime.cli.autopsy import AutopsyConfig, autopsy
     from agl_slime.cli.replay import ReplayConfig
     from agl_slime.cli.replay_slime import replay_dump
     from tests.slime.programs.steps import CASES
@@ -35,3 +37,10 @@ def test_steps_from_slimes_dumps_equal_what_slime_computed(tmp_path: Path):
         # without the flags, the rule of rewards follows from the recorded ones
         inferred = {one.name: one.difference for one in replay_dump(config).comparisons}
         assert inferred["normalized rewards"] == pytest.approx(0.0, abs=1e-5), name
+    scored = AutopsyConfig(run_dir=tmp_path / "grpo", step=0, model=tmp_path / "policy", samples=12)
+    found, case = asyncio.run(autopsy(scored))
+    assert len(case.samples) == 12
+    assert found.parts["trainer"] < 1e-5
+    # slime's manager got log-probs with noise of 0.1
+    assert found.first is None, found.sentence
+    assert 0.05 < found.parts["sampler"] < 0.11

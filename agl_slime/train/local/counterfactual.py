@@ -1,13 +1,15 @@
-"""Log-probs that recorded tokens would have under one fault each: of the sampling convention, the routing, the token
-ids, the weights, or the arithmetic. Plain forward passes of one sequence at a time, in float32 unless the fault is the
-format.
+"""Log-probs that recorded tokens would have under one fault each: of the sampling convention, the routing, the
+positions in images, the token ids, the weights, or the arithmetic. Plain forward passes of one sequence at a time, in
+float32 unless the fault is the format.
 """
 
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import combinations, product
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -16,10 +18,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from agl_slime.engine.experts import routers_of
+from agl_slime.errors import TrainerError
 from agl_slime.train.local.loss import token_log_probs
 from agl_slime.train.local.model import force_experts, load_model
 
 Scores = list[NDArray[np.float32]]
+Rows = NDArray[np.int64]
 Fault = tuple[str, str, Scores]
 """Its name, a clause that says it, and the log-probs of each sequence."""
 
@@ -27,13 +32,14 @@ _TEMPERATURES = (1.0, 0.5, 0.6, 0.7, 0.8, 0.9, 1.1, 1.2, 1.3, 1.5, 2.0)
 _NUCLEI = (0.99, 0.95, 0.9, 0.8, 0.7, 0.5)
 _TOP_KS = (10, 20, 40, 50, 100)
 _ROPE_THETAS, _ROPE_FACTORS = (10_000.0, 500_000.0, 1_000_000.0), (2.0, 4.0, 8.0)
+_ROPE_KEPT = ("rope_theta", "partial_rotary_factor", "mrope_section", "mrope_interleaved")
 _MOST_POSITIONS = 128  # at which a token is left out, or added, one forward pass each
 _LIKELY = ("\n", " ", "\n\n")
 
 
 class Recorded(Protocol):
-    """Token ids, of which the first ``prompt_length`` are the prompt, the ``places`` of recorded tokens, and the
-    engine's ``experts`` of each token but the last, which a trainer replays."""
+    """Token ids, of which the first ``prompt_length`` are the prompt, the ``places`` of recorded tokens, the engine's
+    ``experts`` of each token but the last, which a trainer replays, and the processor's tensors of ``images``."""
 
     @property
     def ids(self) -> NDArray[np.int64]: ...
@@ -43,16 +49,25 @@ class Recorded(Protocol):
     def places(self) -> NDArray[np.int64]: ...
     @property
     def experts(self) -> NDArray[Any] | None: ...
+    @property
+    def images(self) -> Mapping[str, NDArray[Any]] | None: ...
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Pass:
-    """A forward pass: ``ids``, of which those at ``places`` are scored, and the ``experts`` that the routers are made
-    to pick; a negative one, or ``None``, is the router's own choice."""
+    """A forward pass: ``ids``, of which those at ``places`` are scored, the ``experts`` that the routers are made to
+    pick (a negative one, or ``None``, is the router's own choice), and images with M-RoPE's ``positions`` ``[rows,
+    len(ids)]`` (``None``: the model's own)."""
 
     ids: NDArray[np.int64]
     places: NDArray[np.int64]
     experts: NDArray[Any] | None = None
+    images: Mapping[str, NDArray[Any]] | None = None
+    positions: NDArray[np.int64] | None = None
+
+    def edited(self, ids: NDArray[np.int64], places: NDArray[np.int64]) -> _Pass:
+        """With other ids, which the model routes and places itself."""
+        return _Pass(ids=ids, places=places, images=self.images)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,19 +100,38 @@ class Counterfactuals:
         self._directory, self._device = directory, torch.device(device)
         self.model = self._load(directory)
         self._sequences, self._recorded, self._conditions = sequences, recorded, conditions
-        self._passes = [_Pass(ids=one.ids, places=one.places, experts=one.experts) for one in sequences]
+        self._check()
+        self._passes = [
+            _Pass(ids=one.ids, places=one.places, experts=one.experts, images=one.images or None) for one in sequences
+        ]
         self._tokenizer = tokenizer
-        self.expected: Scores = self._by(self.model)
-        """The log-probs as they should be."""
+        try:
+            self.expected: Scores = self._by(self.model)
+            """The log-probs as they should be."""
+        except Exception as error:
+            if not any(one.images for one in self._passes):
+                raise
+            raise TrainerError(f"{directory} does not fit the images of the Samples: {error}") from error
 
     def faults(self) -> Iterator[Fault]:
         """The faults, simplest first; each is computed when it is drawn."""
         yield from self._conventions()
         yield from self._routing()
+        yield from self._image_positions()
         yield from self._token_faults()
         yield from self._weight_faults()
         yield from self._arithmetic()
         yield from self._single_tokens()
+
+    def _check(self) -> None:
+        """Raise ``TrainerError`` for token ids or experts that the model does not have."""
+        embedded = self.model.get_input_embeddings().weight.shape[0]
+        experts = next((int(router.num_experts) for router in routers_of(self.model).values()), 0)
+        for one in self._sequences:
+            routed = int(one.experts.max()) if one.experts is not None and one.experts.size else -1
+            for highest, count, what in ((int(one.ids.max()), embedded, "token ids"), (routed, experts, "experts")):
+                if highest >= count:
+                    raise TrainerError(f"{self._directory} has {count} {what}, and a Sample has number {highest}")
 
     # -- the sampling convention --------------------------------------------------------------------------------------
 
@@ -138,22 +172,62 @@ class Counterfactuals:
     # -- routed experts -----------------------------------------------------------------------------------------------
 
     def _routing(self) -> Iterator[Fault]:
-        """The engine used other experts than those that are replayed."""
+        """The engine used other experts than recorded."""
         if all(one.experts is None for one in self._passes):
             return
         ways: dict[str, Callable[[NDArray[np.int64]], NDArray[np.int64] | None]] = {
-            "are those of the next token": lambda experts: _moved(experts, 1, axis=0),
-            "are those of the token before": lambda experts: _moved(experts, -1, axis=0),
-            "are those of the next layer": lambda experts: _moved(experts, 1, axis=1),
-            "are those of the layer before": lambda experts: _moved(experts, -1, axis=1),
-            "are not those that the engine used": lambda _: None,
+            "the experts that are recorded for the token before": lambda experts: _moved(experts, 1, axis=0),
+            "the experts that are recorded for the next token": lambda experts: _moved(experts, -1, axis=0),
+            "the experts that are recorded for the layer before": lambda experts: _moved(experts, 1, axis=1),
+            "the experts that are recorded for the next layer": lambda experts: _moved(experts, -1, axis=1),
+            "the router's own choice and not the recorded experts": lambda _: None,
         }
         for text, change in ways.items():
             changed = [
                 one if one.experts is None else replace(one, experts=change(one.experts.astype(np.int64)))
                 for one in self._passes
             ]
-            yield "routing", f"the replayed experts {text}", [self._score(one) for one in changed]
+            yield "routing", f"the engine used {text}", [self._score(one) for one in changed]
+
+    # -- images -------------------------------------------------------------------------------------------------------
+
+    def _image_positions(self) -> Iterator[Fault]:
+        """The engine had other positions in M-RoPE's rows, of time, height and width."""
+        known = [self._positions(one) for one in self._passes]
+        if all(rows is None for rows in known):
+            return
+        columns = [*zip(self._passes, self._sequences, known, strict=True)]
+        for text, change in _position_faults():
+            changed = [
+                one
+                if rows is None
+                else replace(one, positions=change(rows, self._kinds(one.ids) > 0, sequence.prompt_length))
+                for one, sequence, rows in columns
+            ]
+            yield "image_positions", f"the engine {text}", [self._score(one) for one in changed]
+
+    def _positions(self, one: _Pass) -> NDArray[np.int64] | None:
+        """M-RoPE's rows as the model computes them; ``None`` for other models, and without images."""
+        compute = getattr(self.model.base_model, "get_rope_index", None)
+        if compute is None or one.images is None:
+            return None
+        given = {"mm_token_type_ids": self._kinds(one.ids)[None], **one.images}
+        names = inspect.signature(compute).parameters
+        inputs = {name: torch.from_numpy(value) for name, value in given.items() if name in names}
+        return compute(torch.from_numpy(one.ids)[None], **inputs)[0][:, 0].numpy()
+
+    def _kinds(self, ids: NDArray[np.int64]) -> NDArray[np.int64]:
+        """1 for the tokens of images, 2 for tokens of videos, 0 for text."""
+        kinds = np.zeros_like(ids)
+        for kind, name in enumerate(("image_token_id", "video_token_id"), 1):
+            kinds[ids == getattr(self.model.config, name, None)] = kind
+        return kinds
+
+    def _same_images(self, some: NDArray[np.int64], others: NDArray[np.int64]) -> bool:
+        """Whether both have the tokens of the same images, image by image."""
+        edges = [np.flatnonzero(np.diff(self._kinds(ids), prepend=0, append=0)) for ids in (some, others)]
+        ours, theirs = (np.diff(each.reshape(-1, 2)) for each in edges)
+        return np.array_equal(ours, theirs)
 
     # -- token ids ----------------------------------------------------------------------------------------------------
 
@@ -187,10 +261,11 @@ class Counterfactuals:
         wrong = np.flatnonzero(np.abs(recorded - expected) > max(1e-3, gaps[worst] / 10))
         end = int(one.places[wrong[0]]) if len(wrong) else one.prompt_length
         sampled = {*one.places.tolist()}
-        free = [place for place in range(end) if place not in sampled][-_MOST_POSITIONS:]
+        written = {*np.flatnonzero(self._kinds(one.ids) == 0).tolist()}
+        free = [place for place in range(end) if place in written - sampled][-_MOST_POSITIONS:]
 
         def left(ids: NDArray[np.int64], places: NDArray[np.int64]) -> float:
-            return float(np.abs(self._score(_Pass(ids=ids, places=places)) - recorded).mean())
+            return float(np.abs(self._score(self._passes[worst].edited(ids, places)) - recorded).mean())
 
         def clauses(place: int) -> Iterator[tuple[str, Callable[[Recorded], int]]]:
             yield f"{place} from the start", lambda _: place
@@ -205,6 +280,7 @@ class Counterfactuals:
         special = {*getattr(self._tokenizer, "get_added_vocab", dict)().values()}
         edges = {0, min(one.prompt_length, end)}
         edges |= {p + d for p in free if int(one.ids[p]) in special for d in range(4) if p + d <= end}
+        edges = {place for place in edges if {place - 1, place} & written}  # not within an image
         added = [(place, token) for place in sorted(edges)[-_MOST_POSITIONS // 4 :] for token in self._likely()]
         if added:
             place, token = min(added, key=lambda pair: left(*_insert(one, *pair)))
@@ -220,16 +296,16 @@ class Counterfactuals:
         return self._edited(lambda one, _: _remove(one, places(one)))
 
     def _edited(self, edit: Callable[[Recorded, int], Any]) -> Scores:
-        """The scores of edited sequences: new ids and places, and which of the places are left (``None``: all). The
-        model routes edited ids itself."""
+        """The scores of edited sequences: new ids and places, and which of the places are left (``None``: all). An edit
+        that changes the tokens of images is none."""
         scores: Scores = []
         for number, (one, expected) in enumerate(zip(self._sequences, self.expected, strict=True)):
             ids, places, left = edit(one, number)
-            if len(ids) == len(one.ids) and (ids == one.ids).all():
+            if np.array_equal(ids, one.ids) or not self._same_images(ids, one.ids):
                 scores.append(expected)
                 continue
             values = expected.copy()
-            values[slice(None) if left is None else left] = self._score(_Pass(ids=ids, places=places))
+            values[slice(None) if left is None else left] = self._score(self._passes[number].edited(ids, places))
             scores.append(values)
         return scores
 
@@ -250,7 +326,8 @@ class Counterfactuals:
         texts = (self._tokenizer.encode(text, add_special_tokens=False) for text in _LIKELY)
         ids = [encoded[0] for encoded in texts if len(encoded) == 1]
         names = ("bos_token_id", "eos_token_id", "pad_token_id")
-        return [*dict.fromkeys([*ids, *(i for n in names if (i := getattr(self._tokenizer, n, None)) is not None)])]
+        ids += [i for n in names if (i := getattr(self._tokenizer, n, None)) is not None]
+        return [i for i in dict.fromkeys(ids) if not self._kinds(np.array([i])).any()]
 
     # -- weights ------------------------------------------------------------------------------------------------------
 
@@ -298,17 +375,17 @@ class Counterfactuals:
         low = self._load(self._directory).bfloat16()
         yield "bf16", "the engine computed in bfloat16", self._by(low)
         del low
-        rope = dict(getattr(self.model.config, "rope_parameters", None) or {})
+        rope = dict(getattr(self.model.config.get_text_config(), "rope_parameters", None) or {})
         if "rope_theta" not in rope:
             return
         variants = [{**rope, "rope_theta": theta} for theta in _ROPE_THETAS]
-        plain = {"rope_theta": rope["rope_theta"], "rope_type": "default"}
+        plain = {**{name: rope[name] for name in _ROPE_KEPT if name in rope}, "rope_type": "default"}
         variants += [plain, *({**plain, "rope_type": "linear", "factor": factor} for factor in _ROPE_FACTORS)]
         for variant in variants:
             if variant == rope:
                 continue
             config = copy.deepcopy(self.model.config)
-            config.rope_parameters = variant
+            config.get_text_config().rope_parameters = variant
             other = type(self.model)(config).to(self._device).eval()
             other.load_state_dict(self.model.state_dict(), strict=False)
             shown = ", ".join(f"{key} {value}" for key, value in variant.items() if rope.get(key) != value)
@@ -317,7 +394,7 @@ class Counterfactuals:
     # -- forward passes -----------------------------------------------------------------------------------------------
 
     def _load(self, directory: Path) -> Any:
-        return load_model(directory, device=self._device).requires_grad_(False)
+        return load_model(directory, device=self._device, images=True).requires_grad_(False)
 
     def _by(self, model: Any) -> Scores:
         return [self._score(one, model) for one in self._passes]
@@ -339,17 +416,25 @@ class Counterfactuals:
     @torch.no_grad()
     def _forward(self, one: _Pass, model: Any, body: Any = None, *, start: int = 0, end: int = 0, **cache: Any) -> Any:
         """The output of ``model``, or its ``body``, for the ids from ``start`` to ``end``, by default to the last
-        scored one."""
-        part = slice(start, end or int(one.places[-1]))
+        scored one, or to the last of images."""
+        part = slice(start, end or (int(one.places[-1]) if one.images is None else len(one.ids)))
+        inputs = {"input_ids": one.ids[None, part]}
+        if one.images is not None and start == 0:
+            inputs |= one.images
+            if "mm_token_type_ids" in inspect.signature(model.forward).parameters:
+                inputs["mm_token_type_ids"] = self._kinds(one.ids)[None, part]
+        if (positions := self._positions(one) if one.positions is None else one.positions) is not None:
+            inputs["position_ids"] = positions[:, None, part]
+        tensors = {name: torch.from_numpy(value).to(self._device) for name, value in inputs.items()}
+        tensors = {name: t.to(model.dtype) if t.is_floating_point() else t for name, t in tensors.items()}
         experts = None if one.experts is None else torch.from_numpy(one.experts[part].astype(np.int64))
         force_experts(model, None if experts is None else experts.to(self._device))
-        ids = torch.from_numpy(one.ids[part])[None].to(self._device)
-        return (body or model)(ids, **{"use_cache": False, **cache})
+        return (body or model)(**tensors, **{"use_cache": False, **cache})
 
     def _score_with_prefix(self, one: _Pass, sequence: Recorded, other: Any) -> NDArray[np.float32]:
         """With the KV cache of all but the prompt's last token computed by ``other``."""
         split = sequence.prompt_length - 1
-        if split < 1:
+        if split < 1 or not self._same_images(one.ids[:split], one.ids):  # images of later turns
             return self._score(one)
         cache = self._forward(one, other, end=split, use_cache=True).past_key_values
         logits = self._forward(one, self.model, start=split, past_key_values=cache, use_cache=True).logits
@@ -374,6 +459,40 @@ def _moved(experts: NDArray[np.int64], step: int, *, axis: int) -> NDArray[np.in
     moved = np.moveaxis(np.roll(experts, step, axis=axis), axis, 0)
     moved[slice(step) if step > 0 else slice(step, None)] = -1
     return np.moveaxis(moved, 0, axis)
+
+
+def _position_faults() -> Iterator[tuple[str, Callable[[Rows, NDArray[np.bool_], int], Rows]]]:
+    """Other positions by M-RoPE's rows, by the tokens of images and by the length of the prompt."""
+    yield "placed each token of an image as one of text", lambda rows, *_: np.arange(rows.shape[1]) + 0 * rows
+    names = ("temporal", "height", "width")
+    for row, name in enumerate(names):
+        only = np.arange(3)[:, None] == row
+        text = f"had the positions of text in M-RoPE's {name} row"
+        yield text, lambda rows, *_, only=only: np.where(only, np.arange(rows.shape[1]), rows)
+    for some, other in combinations(range(3), 2):
+        order = [{some: other, other: some}.get(row, row) for row in range(3)]
+        yield f"had M-RoPE's {names[some]} and {names[other]} rows swapped", lambda rows, *_, order=order: rows[order]
+    where: dict[str, Callable[[NDArray[np.bool_], int], NDArray[Any]]] = {
+        "in images": lambda image, _: image,
+        "after each image": lambda image, _: np.cumsum(np.diff(image.astype(int), prepend=0) < 0),
+        "from each image on": lambda image, _: np.cumsum(np.diff(image.astype(int), prepend=0) > 0),
+        "in the response": lambda image, prompt_length: np.arange(len(image)) >= prompt_length,
+    }
+    parts = {f"M-RoPE's {name} row": [row] for row, name in enumerate(names)} | {"all of M-RoPE's rows": [0, 1, 2]}
+    for (which, part), step in product(parts.items(), (1, -1)):
+        by = step * np.isin(np.arange(3), part)[:, None]
+        for place, weigh in where.items():
+            text = f"had {which} off by {step:+d} {place}"
+            yield text, lambda rows, image, start, by=by, weigh=weigh: rows + by * weigh(image, start)
+        text = f"had {which} of the {'token before' if step > 0 else 'next token'}"
+        yield text, lambda rows, *_, by=by, step=step: np.where(by != 0, _beside(rows, step), rows)
+
+
+def _beside(rows: Rows, step: int) -> Rows:
+    """The positions of the token before, or of the next one for a negative ``step``."""
+    if step > 0:
+        return np.concatenate([rows[:, :1] - 1, rows[:, :-1]], axis=1)
+    return np.concatenate([rows[:, 1:], rows[:, -1:] + 1], axis=1)
 
 
 def _insert(one: Recorded, place: int, token: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:

@@ -15,7 +15,7 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPastAndCrossAttentions, MoeModelOutputWithPast
@@ -32,14 +32,18 @@ _MAX_PACKED_SHARE = 0.9  # of the padded size
 _WEIGHTS = re.compile(r".*\.(safetensors|bin|pt|pth|gguf|h5|msgpack)(\.index\.json)?")
 
 
-def load_model(directory: Path, *, device: torch.device) -> PreTrainedModel:
+def load_model(directory: Path, *, device: torch.device, images: bool = False) -> PreTrainedModel:
     """The checkpoint's causal LM in float32 and evaluation mode (dropout would make the trainer's log-probs differ from
-    the engine's). Raises ``ConfigError`` for an unreadable or incomplete checkpoint."""
+    the engine's); with ``images``, one that reads them as such. Raises ``ConfigError`` for an unreadable or incomplete
+    checkpoint."""
     if not (directory / "config.json").is_file():
         raise ConfigError(f"model_path {directory} has no config.json; give the directory of a checkpoint.")
     try:
         with _no_progress_bars():
-            loaded: Any = AutoModelForCausalLM.from_pretrained(
+            kind: Any = AutoModelForCausalLM
+            if images and hasattr(AutoConfig.from_pretrained(directory, local_files_only=True), "vision_config"):
+                kind = AutoModelForImageTextToText
+            loaded: Any = kind.from_pretrained(
                 directory, dtype=torch.float32, local_files_only=True, output_loading_info=True
             )
     except (OSError, ValueError, RuntimeError, KeyError, SafetensorError) as error:
@@ -210,7 +214,7 @@ def force_experts(model: Any, experts: Tensor | None) -> None:
         for layer, router in routers.items():
             router.register_forward_hook(lambda module, _, output, at=layer: _replay(module, output, model, at))
     top_k = int(next(iter(routers_of(model).values())).top_k)
-    wanted = int(model.config.num_hidden_layers), top_k
+    wanted = int(model.config.get_text_config().num_hidden_layers), top_k
     if tuple(experts.shape[1:]) != wanted:
         raise TrainerError(
             f"rollout_routed_experts are [*, layers, experts] = {tuple(experts.shape[1:])}, not {wanted}."

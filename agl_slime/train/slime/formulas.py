@@ -49,6 +49,8 @@ class StepFlags:
     kl_loss_coef: float = 0.0
     calculate_per_token_loss: bool = False
     rollout_temperature: float = 1.0
+    rollout_top_p: float = 1.0
+    rollout_top_k: float = -1
     lr: float = 1e-6
     clip_grad: float = 1.0
     given: bool = False

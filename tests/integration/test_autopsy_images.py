@@ -1,0 +1,259 @@
+"""``agl-slime autopsy`` of slime's dumps with images: faults of M-RoPE's positions in tiny vision models."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch", reason='forward passes need torch: pip install "agl-slime[local]"')
+
+from transformers import AutoConfig, AutoModelForImageTextToText, AutoTokenizer  # noqa: E402
+
+from agl_slime.cli.autopsy import AutopsyConfig, autopsy  # noqa: E402
+from agl_slime.errors import TrainerError  # noqa: E402
+from agl_slime.report.autopsy import Diagnosis  # noqa: E402
+from agl_slime.types import Sample, sample_from_fields  # noqa: E402
+from tests.harness.slime_dumps import write_dump  # noqa: E402
+from tests.harness.vision import save_qwen2_vl  # noqa: E402
+
+GRIDS = ([[1, 4, 6]], [[1, 6, 4], [1, 2, 8]])  # patches in time, height and width of each Sample's images
+PATCH = 3 * 2 * 14 * 14
+Change = Callable[[Any, Any], Any]
+"""Of M-RoPE's rows ``[3, 1, length]``, with the mask of the images."""
+
+
+def save_qwen3_vl(path: Path) -> Path:
+    """Qwen3-VL, whose rows are interleaved, with the tokenizer of the other one."""
+    from transformers import Qwen3VLConfig, Qwen3VLForConditionalGeneration
+
+    save_qwen2_vl(path)
+    other = AutoConfig.from_pretrained(path)
+    text = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
+    text |= {"num_key_value_heads": 2, "head_dim": 16, "vocab_size": 512, "max_position_embeddings": 4096}
+    text |= {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [2, 3, 3]}}
+    vision = {"depth": 2, "hidden_size": 64, "intermediate_size": 96, "num_heads": 4, "out_hidden_size": 64}
+    vision |= {"patch_size": 14, "deepstack_visual_indexes": [0], "num_position_embeddings": 64}
+    names = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
+    tokens = {name: getattr(other, name) for name in names}
+    text |= {"initializer_range": 0.2, "eos_token_id": other.get_text_config().eos_token_id, "pad_token_id": None}
+    config = Qwen3VLConfig(text_config=text, vision_config=vision | {"initializer_range": 0.2}, **tokens)
+    torch.manual_seed(0)
+    Qwen3VLForConditionalGeneration(config).save_pretrained(path)
+    return path
+
+
+@dataclass
+class Seen:
+    """A checkpoint, and Samples with images whose responses its model scores."""
+
+    path: Path
+    samples: list[Sample]
+
+    def model(self) -> Any:
+        return AutoModelForImageTextToText.from_pretrained(self.path, dtype=torch.float32).eval()
+
+    def log_probs(
+        self,
+        change: Change | None = None,
+        *,
+        model: Any = None,
+        edit: Callable[[list[int]], list[int]] = list,
+        temperature: float = 1.0,
+    ) -> list[list[float]]:
+        """Of the responses, by transformers' own forward pass; ``change`` is a fault of its function of positions."""
+        model = model or self.model()
+        index = model.model.get_rope_index
+
+        def faulty(input_ids: Any, *args: Any, **kwargs: Any) -> Any:
+            rows, deltas = index(input_ids, *args, **kwargs)
+            return (rows if change is None else change(rows.clone(), is_image(input_ids))), deltas
+
+        def is_image(ids: Any) -> Any:
+            return ids[0] == model.config.image_token_id
+
+        model.model.get_rope_index = faulty
+        scores = []
+        for one in self.samples:
+            ids = torch.tensor([edit(one.tokens)])
+            with torch.no_grad():
+                kinds = is_image(ids).int()[None]
+                logits = model(input_ids=ids, mm_token_type_ids=kinds, **(one.multimodal_train_inputs or {})).logits
+            told = (logits[0, :-1].float() / temperature).log_softmax(-1).gather(-1, ids[0, 1:, None])[:, 0]
+            scores.append(told[-one.response_length :].tolist())
+        return scores
+
+    def with_stale_cache(self, other: Any) -> list[list[float]]:
+        """The prompts' KV cache, all but the last token, is the other model's."""
+        model, scores = self.model(), []
+        for one in self.samples:
+            ids, split = torch.tensor([one.tokens]), len(one.tokens) - one.response_length - 1
+            kinds, inputs = (ids == model.config.image_token_id).int(), one.multimodal_train_inputs or {}
+            rows, _ = model.model.get_rope_index(ids, mm_token_type_ids=kinds, image_grid_thw=inputs["image_grid_thw"])
+            with torch.no_grad():
+                start = other(input_ids=ids[:, :split], mm_token_type_ids=kinds[:, :split], use_cache=True, **inputs)
+                rest = {"input_ids": ids[:, split:], "position_ids": rows[:, :, split:], "use_cache": True}
+                logits = model(past_key_values=start.past_key_values, **rest).logits
+            told = logits[0, :-1].log_softmax(-1).gather(-1, ids[0, split + 1 :, None])
+            scores.append(told[:, 0].tolist())
+        return scores
+
+    def diagnosis(
+        self, directory: Path, recorded: Sequence[Sequence[float]], *flags: str, others: tuple[Path, ...] = ()
+    ) -> Diagnosis:
+        for one, values in zip(self.samples, recorded, strict=True):
+            one.rollout_log_probs = list(values)
+        write_dump(directory, 0, self.samples)
+        config = AutopsyConfig(run_dir=directory, step=0, model=self.path, others=others)
+        found, case = asyncio.run(autopsy(config, slime_flags=flags))
+        assert all(one.images for one in case.samples)
+        return found
+
+
+@pytest.fixture(scope="module", params=[save_qwen2_vl, save_qwen3_vl], ids=["qwen2_vl", "qwen3_vl"])
+def seen(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Seen:
+    path = request.param(tmp_path_factory.mktemp("model"))
+    config, generator = AutoConfig.from_pretrained(path), torch.Generator().manual_seed(0)
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    first = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id
+    samples = []
+    for number, grids in enumerate(GRIDS):
+        text = torch.randint(5, 200, (40,), generator=generator).tolist()
+        tokens = [first, *text[1:3]]
+        for grid in grids:
+            count = grid[0] * grid[1] * grid[2] // 4
+            tokens += [config.vision_start_token_id, *[config.image_token_id] * count, config.vision_end_token_id]
+            tokens += text[3:6]
+        patches = sum(a * b * c for a, b, c in grids)
+        inputs = {"pixel_values": torch.randn(patches, PATCH, generator=generator)}
+        samples.append(
+            sample_from_fields(
+                index=number,
+                group_index=0,
+                tokens=[*tokens, *text[6:]],
+                response_length=30,
+                loss_mask=[1] * 30,
+                multimodal_train_inputs={**inputs, "image_grid_thw": torch.tensor(grids)},
+                status=Sample.Status.COMPLETED,
+                reward=1.0,
+            )
+        )
+    return Seen(path, samples)
+
+
+def test_a_clean_vision_model_has_no_cause(seen: Seen, tmp_path: Path) -> None:
+    found = seen.diagnosis(tmp_path, seen.log_probs())
+    assert (found.causes, found.gap < 1e-4) == ((), True)
+    first = seen.samples[0].multimodal_train_inputs
+    assert first is not None
+    seen.samples[0].multimodal_train_inputs = {**first, "pixel_values": -first["pixel_values"]}
+    try:
+        blind = seen.log_probs()
+    finally:
+        seen.samples[0].multimodal_train_inputs = first
+    assert seen.diagnosis(tmp_path, blind).gap > 0.01  # other pixels count
+
+
+def off(row: int, step: int) -> Change:
+    def change(rows: Any, image: Any) -> Any:
+        rows[row, 0, image] += step
+        return rows
+
+    return change
+
+
+def of_text(row: slice) -> Change:
+    def change(rows: Any, image: Any) -> Any:
+        rows[row] = torch.arange(rows.shape[-1])
+        return rows
+
+    return change
+
+
+def of_next_token(rows: Any, image: Any) -> Any:
+    rows[1, 0, :-1] = rows[1, 0, 1:].clone()
+    return rows
+
+
+def edges(image: Any) -> Any:
+    return torch.diff(image.int(), prepend=torch.zeros(1, dtype=torch.int))
+
+
+def early(rows: Any, image: Any) -> Any:
+    """Each image is at the position of the text before it."""
+    return rows - torch.cumsum(edges(image) > 0, 0)
+
+
+def late(rows: Any, image: Any) -> Any:
+    """Text goes on one position later after each image."""
+    return rows + torch.cumsum(edges(image) < 0, 0)
+
+
+POSITIONS: dict[str, Change] = {
+    "had M-RoPE's temporal row off by +1 in images": off(0, 1),
+    "had M-RoPE's height row off by -1 in images": off(1, -1),
+    "had all of M-RoPE's rows off by -1 from each image on": early,
+    "had M-RoPE's height row of the next token": of_next_token,
+    "had all of M-RoPE's rows off by +1 after each image": late,
+    "placed each token of an image as one of text": of_text(slice(3)),
+    "had the positions of text in M-RoPE's temporal row": of_text(slice(1)),
+    "had M-RoPE's height and width rows swapped": lambda rows, image: rows[[0, 2, 1]],
+}
+
+
+@pytest.mark.parametrize("fault", POSITIONS)
+def test_a_fault_of_the_positions_in_images_is_named_first(seen: Seen, tmp_path: Path, fault: str) -> None:
+    found = seen.diagnosis(tmp_path, seen.log_probs(POSITIONS[fault]))
+    assert found.sentence.startswith(f"image_positions: the engine {fault} ("), found
+    assert found.first is not None
+    assert found.first.left < 0.1 * found.gap
+
+
+def test_other_faults_are_named_beside_images(seen: Seen, tmp_path: Path) -> None:
+    half, rope = seen.model().bfloat16(), seen.model()
+    config = rope.config
+    config.get_text_config().rope_parameters["rope_theta"] = 10_000.0
+    rope = type(rope)(config).eval()
+    rope.load_state_dict(seen.model().state_dict())
+    planted = {
+        "temperature": seen.log_probs(temperature=0.7),
+        "double_bos": seen.log_probs(edit=lambda ids: [ids[0], *ids]),
+        "missing_bos": seen.log_probs(edit=lambda ids: ids[1:]),
+        "token_removed": seen.log_probs(edit=lambda ids: ids[:-32] + ids[-31:]),
+        "bf16": seen.log_probs(model=half),
+        "rope": seen.log_probs(model=rope),
+    }
+    for fault, recorded in planted.items():
+        found = seen.diagnosis(tmp_path, recorded)
+        assert found.first is not None, (fault, found)
+        assert found.first.cause == fault, found.sentence
+    cooler = seen.diagnosis(tmp_path, planted["temperature"], "--rollout-temperature", "0.7")
+    assert (cooler.gap < 1e-4, cooler.causes) == (True, ())
+
+
+def test_other_weights_are_named_beside_images(seen: Seen, tmp_path: Path) -> None:
+    other = seen.model()
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter *= 1.1
+    other.save_pretrained(tmp_path / "other")
+    planted = {"late_weights": seen.log_probs(model=other), "stale_cache": seen.with_stale_cache(other)}
+    for fault, recorded in planted.items():
+        found = seen.diagnosis(tmp_path / "dump", recorded, others=(tmp_path / "other",))
+        assert found.first is not None, (fault, found)
+        assert (found.first.cause, found.first.left < 1e-4) == (fault, True), found.sentence
+
+
+def test_images_that_do_not_fit_the_tokens_are_one_sentence(seen: Seen, tmp_path: Path) -> None:
+    recorded = seen.log_probs()
+    inputs = [one.multimodal_train_inputs for one in seen.samples]
+    seen.samples[0].multimodal_train_inputs, seen.samples[1].multimodal_train_inputs = inputs[::-1]
+    try:
+        with pytest.raises(TrainerError, match="does not fit the images"):
+            seen.diagnosis(tmp_path, recorded)
+    finally:
+        seen.samples[0].multimodal_train_inputs, seen.samples[1].multimodal_train_inputs = inputs
