@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import orjson
 from pydantic import ValidationError
 
 from agl_slime.errors import GatewayRequestError, TraceError
@@ -186,4 +187,7 @@ def _turn(turn: Turn) -> dict[str, Any]:
 
 
 def _line(value: Mapping[str, Any]) -> bytes:
-    return json.dumps(value).encode() + b"\n"  # escaped: a client's text may have half an emoji
+    try:
+        return orjson.dumps(value, option=orjson.OPT_APPEND_NEWLINE)
+    except orjson.JSONEncodeError:  # a client's text may have half an emoji
+        return json.dumps(value).encode() + b"\n"

@@ -40,7 +40,7 @@ from agl_slime.tokens.template import (
     SampledAnswer,
     history_window,
 )
-from agl_slime.tokens.tokenizer import longest_prefix
+from agl_slime.tokens.tokenizer import encode_text, longest_prefix
 
 
 @dataclass(frozen=True, slots=True)
@@ -392,7 +392,7 @@ class ChatContext:
     def _encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
         if not text.isascii():  # tokenizers refuse a lone surrogate (of a file's name, of JSON that was cut)
             text = text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
-        return list(self._tokenizer.encode(text, add_special_tokens=add_special_tokens))
+        return encode_text(self._tokenizer, text, add_special_tokens=add_special_tokens)
 
     def _stop_text(self, generation: Generation) -> str:
         """The text of the stop token that ends the answer; empty when it ended otherwise."""

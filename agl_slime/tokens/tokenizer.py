@@ -71,6 +71,29 @@ def render_chat(
         raise PromptError(f"the chat template cannot render these messages: {reason:.500}") from error
 
 
+def encode_text(tokenizer: Any, text: str, *, add_special_tokens: bool = False) -> list[int]:
+    """``tokenizer.encode``; of a tokenizer that encodes as transformers does, without the offsets of its tokens, which
+    take a third of the time."""
+    if _encodes_as_transformers(type(tokenizer)) and "encode" not in vars(tokenizer):
+        backend = tokenizer.backend_tokenizer
+        splits = tokenizer.split_special_tokens or backend.encode_special_tokens
+        if not (splits or backend.truncation or backend.padding):
+            return backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
+    return list(tokenizer.encode(text, add_special_tokens=add_special_tokens))
+
+
+@functools.cache
+def _encodes_as_transformers(kind: type) -> bool:
+    try:
+        from transformers import PreTrainedTokenizerFast
+    except ImportError:
+        return False
+    names = ("encode", "_encode_plus", "_batch_encode_plus")
+    return issubclass(kind, PreTrainedTokenizerFast) and all(
+        getattr(kind, name, None) is getattr(PreTrainedTokenizerFast, name, None) for name in names
+    )
+
+
 def added_token_at(tokenizer: Any, text: str, at: int) -> str:
     """The longest added token of ``text`` at ``at``, empty without one; tokenizers split at these before BPE."""
     added = getattr(tokenizer, "get_added_vocab", dict)()
