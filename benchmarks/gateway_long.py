@@ -7,7 +7,8 @@ observation; the engine is a stub that answers at once. Server, stub and clients
 of a run and the recorder (``agl-slime record``) stand the same clients at the stub itself (*bare*: its chat
 completions) and, where ``AGL_CONTROLLER_PYTHON`` names a Python that has it, Agent Lightning 1.0's ``agl-server``; with
 ``--litellm PYTHON`` LiteLLM's proxy, which Agent Lightning 0.3 ships as its own; with ``--router PYTHON`` SGLang's
-router, which records nothing. They take turns, so that what else the machine does meets all.
+router, which records nothing; with ``--in-process`` the gateway in the clients' own process, as in-process agents have
+it: its CPU is among its client's. They take turns, so that what else the machine does meets all.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from argparse import Namespace
 from collections.abc import AsyncIterator, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
-from itertools import product
+from itertools import count, product
 from pathlib import Path
 from typing import Any
 
@@ -37,9 +38,10 @@ from benchmarks.common import percentile
 from benchmarks.multi_turn import WORDS
 from tests.harness.chat_templates import GROUPS_TOOLS
 
-BARE, LITELLM, RECORDER, ROUTER = "bare", "litellm", "recorder", "sglang-router"
+BARE, IN_PROCESS, LITELLM, RECORDER, ROUTER = "bare", "in process", "litellm", "recorder", "sglang-router"
 _OBSERVATION, _ANSWER = 400, 16
 _HOST = "127.0.0.1"
+_NUMBERS = count()
 
 
 def main() -> int:
@@ -57,6 +59,7 @@ def main() -> int:
     parser.add_argument("--python", default=os.environ.get("AGL_CONTROLLER_PYTHON"), help="has agentlightning 1.x")
     parser.add_argument("--litellm", help="a Python that has litellm[proxy]")
     parser.add_argument("--router", help="a Python that has sglang-router")
+    parser.add_argument("--in-process", action="store_true", help="also the gateway in the clients' process")
     options = parser.parse_args()
     if options.quick:
         options.tokens, options.at_once, options.calls = [2_000, 22_000], [16], 256
@@ -64,6 +67,7 @@ def main() -> int:
     options.kinds = [kind for kind in (OURS, RECORDER, BARE, THEIRS) if kind not in options.without]
     options.kinds += [LITELLM] if options.litellm else []
     options.kinds += [ROUTER] if options.router else []
+    options.kinds += [IN_PROCESS] if options.in_process else []
     if not options.python and THEIRS in options.kinds:
         options.kinds.remove(THEIRS)
     with tempfile.TemporaryDirectory() as directory:
@@ -101,13 +105,15 @@ async def measured(model: str, options: Namespace) -> str:
                     server = recorder(engine)
                 case "bare":
                     server = bare(engine)
+                case "in process":
+                    server = in_process(engine)
                 case _:
                     server = serving(kind, engine, how)
             servers[kind] = await stack.enter_async_context(server)
         for name, stream, tokens, at_once in product(options.protocols, streams, options.tokens, options.at_once):
             base = 0.0
             for kind in sorted(options.kinds, key=lambda kind: kind != BARE):
-                if kind not in (OURS, RECORDER) and (name, stream) != ("chat", False):
+                if kind not in (OURS, RECORDER, IN_PROCESS) and (name, stream) != ("chat", False):
                     continue
                 found = await replayed(servers[kind], PROTOCOLS[name](tokens, stream), at_once, options)
                 rate = len(found.taken) / found.seconds
@@ -135,6 +141,18 @@ async def recorder(engine: Engine) -> AsyncIterator[Server]:
             url = line.removeprefix("recorder at ").removesuffix("/rollouts")
             async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as http:
                 yield Recorder(url, pid, http)
+
+
+@asynccontextmanager
+async def in_process(engine: Engine) -> AsyncIterator[Server]:
+    from agl_slime.gateway.server import Gateway
+    from agl_slime.runner.process import configure_worker_process
+
+    configure_worker_process()
+    with Gateway() as gateway:
+        gateway.start()
+        async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as http:
+            yield InProcess(gateway, engine, http)
 
 
 @asynccontextmanager
@@ -187,6 +205,34 @@ class Recorder(Server):
 
     async def ended(self, rollout_id: str) -> None:
         await self.send("POST", f"/rollouts/{rollout_id}/finish", b'{"reward": 1.0}')
+
+    async def delete(self, rollouts: Any) -> None: ...
+
+
+class InProcess(Server):
+    """A gateway of this process, as runners have it."""
+
+    def __init__(self, gateway: Any, engine: Engine, http: aiohttp.ClientSession) -> None:
+        from agl_slime.support.agl_types import LLM
+
+        super().__init__(gateway.url, 0, http)
+        sampling = {"temperature": 1.0, "max_new_tokens": 256}
+        self._gateway, self._llm = gateway, LLM(endpoint=engine.url, model=engine.model, sampling_parameters=sampling)
+        self._attempts: dict[str, Any] = {}
+
+    async def begun(self, protocol: str = "openai/v1/chat/completions") -> tuple[str, str]:
+        rollout_id, spans = f"ro-{next(_NUMBERS)}", []  # which a runner writes to the store at the end
+
+        def write(*span: Any) -> None:
+            spans.append(span)
+
+        attempt, served = self._gateway.open(rollout_id, "0", {"main_llm": self._llm}, write)
+        self._attempts[rollout_id] = attempt
+        path = protocol.split("/v1", 1)[1]
+        return rollout_id, served["main_llm"].endpoint.removeprefix(self._url) + path
+
+    async def ended(self, rollout_id: str) -> None:
+        await self._gateway.close(self._attempts.pop(rollout_id))
 
     async def delete(self, rollouts: Any) -> None: ...
 

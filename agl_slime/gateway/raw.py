@@ -17,7 +17,7 @@ from agl_slime.tokens.codec import common_prefix, token_array
 from agl_slime.tokens.conversation import LONG_TEXT_CHARS, ChatContext
 from agl_slime.tokens.forks import ForkReason
 from agl_slime.tokens.template import ChatTemplate
-from agl_slime.tokens.tokenizer import longest_prefix
+from agl_slime.tokens.tokenizer import encode_text, longest_prefix
 from agl_slime.tokens.turn import Turn
 
 
@@ -73,18 +73,17 @@ class RawContext(ChatContext):
         return ids
 
     def _encoded(self) -> list[int]:
-        tokenizer = self._tokenizer
         if self._turn is None:
             prompts = self._template.prompt_cache  # shared by the members of a group
             return self._first() if prompts is None else list(prompts.get([self._text], self._first))
         rest = self._text[self._prompt_chars :]
-        n, same = longest_prefix(tokenizer, self._turn.response_ids.tolist(), rest)
-        more = tokenizer.encode(rest[len(same) :], add_special_tokens=False)
+        n, same = longest_prefix(self._tokenizer, self._turn.response_ids.tolist(), rest)
+        more = encode_text(self._tokenizer, rest[len(same) :])
         return [*self._turn.prompt_ids.tolist(), *self._turn.response_ids[:n].tolist(), *more]
 
     def _first(self) -> list[int]:
         bos = getattr(self._tokenizer, "bos_token", None) or ""
-        return self._tokenizer.encode(self._text, add_special_tokens=not (bos and self._text.startswith(bos)))
+        return encode_text(self._tokenizer, self._text, add_special_tokens=not (bos and self._text.startswith(bos)))
 
     def add_answer(self, prompt_ids: Sequence[int], generation: Generation) -> Message:
         kept, before = self.kept_tokens, self._before
