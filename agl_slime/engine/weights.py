@@ -15,7 +15,10 @@ from agl_slime.errors import ConfigError
 def read_weights(directory: str | Path, model_bytes: int | None = None) -> dict[str, torch.Tensor]:
     """All tensors of a Hugging Face checkpoint in safetensors form, sharded or not. Raises ``ConfigError`` when there
     is none, it cannot be read, or it is too large for a model of ``model_bytes`` in float32."""
-    files = [file for file in sorted(Path(directory).glob("model*.safetensors")) if file.is_file()]
+    try:
+        files = [file for file in sorted(Path(directory).glob("model*.safetensors")) if file.is_file()]
+    except OSError as error:  # a path that is too long, or no permission
+        raise ConfigError(f"model_path {str(directory)!r:.200} cannot be read: {error.strerror}") from error
     if not files:
         raise ConfigError(f"model_path {str(directory)!r} holds no model.safetensors: pass a Hugging Face checkpoint")
     # in float64, and tied weights twice, with their names
