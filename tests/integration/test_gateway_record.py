@@ -292,6 +292,17 @@ def test_memory_is_of_open_rollouts_only(tmp_path: Path) -> None:
         assert len(httpx.get(f"{gateway.url}/rollouts/r7").json()["turns"]) == 1
 
 
+def test_the_command_collects_garbage_as_rarely_as_a_run_does() -> None:
+    program = (
+        "import gc, agl_slime.gateway.command as command; from agl_slime.cli.main import main; "
+        "command.record_main = lambda arguments: print(gc.get_threshold()[0], gc.get_freeze_count() > 0); "
+        "main(['record'])"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
+    told = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True)
+    assert told.stdout.split() == ["100000", "True"]
+
+
 def test_a_directory_without_a_model_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     flags = ["--sglang-url", "http://127.0.0.1:9", "--model-path", str(tmp_path), "--directory", str(tmp_path / "new")]
     assert main(["record", *flags]) == 2
