@@ -21,7 +21,7 @@ torch = pytest.importorskip("torch", reason='forward passes need torch: pip inst
 
 from transformers import AutoModelForCausalLM  # noqa: E402
 
-from agl_slime.cli.autopsy import AutopsyConfig, autopsy  # noqa: E402
+from agl_slime.cli.autopsy import AutopsyConfig, Case, Measured, autopsy, diagnose, with_engine  # noqa: E402
 from agl_slime.engine.client.client import SGLangClient  # noqa: E402
 from agl_slime.engine.client.generation import SamplingParams  # noqa: E402
 from agl_slime.engine.engine import Engine  # noqa: E402
@@ -219,6 +219,23 @@ def test_a_fault_of_the_engines_weights_is_named_first(bench: Bench, fault: str)
     assert found.first.left < 0.1 * found.gap
 
 
+def test_faults_that_only_a_measurement_finds_are_named_first(bench: Bench):
+    right, stale = bench.scored(), stale_cache(bench)
+    wrong = [replace(one, sampler=values) for one, values in zip(bench.samples, stale, strict=True)]
+    sampling = {"temperature": 1.0, "top_p": 1.0, "top_k": -1}
+    for fault, samples, (fresh, cached, batch) in (
+        ("cache", bench.samples, (right, stale, stale)),
+        ("batch", bench.samples, (right, right, stale)),
+        ("engine", bench.samples, (stale, stale, stale)),
+        ("decode", wrong, (right, right, right)),
+    ):
+        case = Case(samples=samples, version="3", weights=bench.directory / NOW, sampling=sampling)
+        measured = Measured(fresh=fresh, cached=cached, batch=batch, versions=frozenset("3"))
+        found = with_engine(diagnose(case), measured, case)
+        assert found.first is not None, found
+        assert found.first.cause == fault, found.sentence
+
+
 def test_half_precision_is_named_and_told_from_a_half_precision_head(bench: Bench):
     model = bench.model()
     whole, head = [], []
@@ -333,7 +350,7 @@ def write_run(directory: Path, samples: Sequence[KeptSample], *, base: Path, ver
     return directory
 
 
-async def diagnose(run: Path, url: str) -> tuple[Diagnosis, str]:
+async def diagnose_run(run: Path, url: str) -> tuple[Diagnosis, str]:
     diagnosis, case = await autopsy(AutopsyConfig(run_dir=run, sglang_url=url, samples=4))
     return diagnosis, case.version
 
@@ -343,7 +360,7 @@ async def test_a_run_is_diagnosed_from_its_files_and_its_engine(
 ):
     samples = sample_rollouts(bench.model(BASE), bench.tokenizer)
     run = write_run(tmp_path / "run", samples, base=policy_dir, version="0")
-    clean, version = await diagnose(run, embedded_engine)
+    clean, version = await diagnose_run(run, embedded_engine)
     assert version == "0"
     assert clean.first is None, clean.sentence
     assert max(clean.parts.values()) < 1e-4
@@ -352,7 +369,9 @@ async def test_a_run_is_diagnosed_from_its_files_and_its_engine(
     other = replace(bench, samples=samples)
     recorded = other.scored(partial(TOKENS["double_bos"], bench), model=bench.model(BASE))
     planted = [replace(one, sampler=values) for one, values in zip(samples, recorded, strict=True)]
-    found, _ = await diagnose(write_run(tmp_path / "planted", planted, base=policy_dir, version="0"), embedded_engine)
+    found, _ = await diagnose_run(
+        write_run(tmp_path / "planted", planted, base=policy_dir, version="0"), embedded_engine
+    )
     assert found.sentence.startswith("double_bos: the engine was asked with a second first token")
     assert found.parts["engine"] < 1e-4 < found.parts["decode"]
 
@@ -367,7 +386,7 @@ async def test_a_system_message_that_the_engine_did_not_get_is_named_first(
     other = replace(bench, samples=samples)
     recorded = other.scored(lambda ids: without[ids.tobytes()], model=bench.model(BASE))
     planted = [replace(one, sampler=values) for one, values in zip(samples, recorded, strict=True)]
-    found, _ = await diagnose(write_run(tmp_path, planted, base=policy_dir, version="0"), embedded_engine)
+    found, _ = await diagnose_run(write_run(tmp_path, planted, base=policy_dir, version="0"), embedded_engine)
     assert found.sentence.startswith("system_message: the engine was asked without the system message"), found
 
 
@@ -383,7 +402,7 @@ async def test_a_clean_server_has_no_cause_at_any_temperature(server: Server, be
             kept = {"rollout_id": f"r{number}", "ids": ids, "places": places, "sampler": sampler}
             samples.append(replace(one, trainer=sampler, **kept))
     run = write_run(tmp_path, samples, base=server.policy, version="0", temperature=0.9)
-    found, _ = await diagnose(run, server.url)
+    found, _ = await diagnose_run(run, server.url)
     assert found.first is None, found.sentence
     assert max(found.parts.values()) < 1e-4
 
@@ -393,20 +412,20 @@ async def test_an_engine_with_other_weights_than_sampled_is_named(
 ):
     run = write_run(tmp_path, bench.samples, base=policy_dir, version="3")
     shutil.copytree(bench.directory / NOW, tmp_path / "weights" / NOW)
-    found, version = await diagnose(run, embedded_engine)  # it serves the start model
+    found, version = await diagnose_run(run, embedded_engine)  # it serves the start model
     assert (version, found.gap < 1e-4) == ("3", True)
     assert found.sentence.startswith("engine: the engine's prefill is not what the model's own code computes")
 
 
 def test_a_run_without_weights_or_rollouts_is_one_sentence(bench: Bench, policy_dir: Path, tmp_path: Path):
     with pytest.raises(ConfigError, match="not the directory of a run of the local trainer"):
-        asyncio.run(diagnose(tmp_path, "http://127.0.0.1:9"))
+        asyncio.run(diagnose_run(tmp_path, "http://127.0.0.1:9"))
     run = write_run(tmp_path / "run", bench.samples, base=policy_dir, version="7")
     with pytest.raises(ConfigError, match="kept rollouts of versions 7 and weights of 0; train with"):
-        asyncio.run(diagnose(run, "http://127.0.0.1:9"))
+        asyncio.run(diagnose_run(run, "http://127.0.0.1:9"))
     (run / "rollouts.jsonl").unlink()
     with pytest.raises(ConfigError, match="no kept rollouts"):
-        asyncio.run(diagnose(run, "http://127.0.0.1:9"))
+        asyncio.run(diagnose_run(run, "http://127.0.0.1:9"))
 
 
 def test_the_gap_is_the_mean_over_tokens_that_both_know():
