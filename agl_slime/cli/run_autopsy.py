@@ -21,7 +21,7 @@ from agl_slime.engine.client.generation import SamplingParams
 from agl_slime.engine.scoring import Scored, ScoringClient, ToScore
 from agl_slime.errors import AglSlimeError, EngineError, format_exception
 from agl_slime.metric_names import AUTOPSY, AUTOPSY_CAUSE
-from agl_slime.report.autopsy import TOLERANCE, Diagnosis, KeptSample, by_version, mean_gap
+from agl_slime.report.autopsy import BFLOAT16_TOLERANCE, TOLERANCE, Diagnosis, KeptSample, by_version, mean_gap
 from agl_slime.report.files import RunDir
 from agl_slime.report.rollouts import Pieces, describe_tokens
 from agl_slime.train.local.settings import WeightsDtype
@@ -31,9 +31,6 @@ T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
-BFLOAT16_TOLERANCE = 0.05
-"""Nats per token, on average; the rounding of an engine or a trainer in bfloat16 gives less (docs/measured.md: 0.017,
-and 0.043 for a mixture of experts without replay)."""
 _MOST_DIAGNOSES = 3  # in a run
 _ENGINE_LIMIT_S = 10.0  # after the training step, for scores that the engine still owes
 
