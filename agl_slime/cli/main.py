@@ -79,11 +79,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     if command != "doctor":  # which reports the environment unchanged
         bypass_proxies()  # before an agent's module, say, makes an HTTP client
     if command in _SERVERS:
-        from agl_slime.runner.process import configure_worker_process
-
-        configure_worker_process()
         module, function = _SERVERS[command]
         try:
+            from agl_slime.runner.process import configure_worker_process
+
+            configure_worker_process()
             return getattr(import_module(module), function)(rest)
         except MissingDependencyError as error:
             return exit_code_for(error, Console(stderr=True), debug=bool(os.environ.get(DEBUG_VARIABLE)))

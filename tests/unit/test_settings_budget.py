@@ -28,15 +28,8 @@ MOST_LOCAL_FLAGS = 28
 EQUAL_NAMES = {
     *("host", "port", "token", "python", "model", "models", "settings", "seed", "max_attempts", "max_restarts"),
     *("max_body_mb", "poll_interval_s", "resume", "output_dir", "group_size", "replay_files", "agent"),
-    *(
-        "batch_size",
-        "grad_clip",
-        "overwrite",
-        "run_dir",
-        "sglang_url",
-        "loss",
-        "clip",
-    ),  # of commands and tools of their own
+    # of commands and tools of their own
+    *("batch_size", "overwrite", "run_dir", "sglang_url", "loss", "clip", "step"),
     *("max_tokens", "temperature", "top_p", "top_k", "stop", "repetition_penalty"),
     *("loop", "sampling", "group", "gateway", "controller"),
     # copies that are left: slime's args and the buffer are given these apart from a run's settings

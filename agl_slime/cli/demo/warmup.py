@@ -32,6 +32,7 @@ SPEC_FILE = "agl_slime_policy.json"
 """A file beside the checkpoint: the hash of its inputs, the machine, and the warm-up's report."""
 
 _REPORT_EVERY = 25  # steps between lines of progress
+_LR_WARMUP_STEPS, _GRAD_CLIP, _IMPERFECT_LEARNING_RATE = 10, 0.3, 1e-3
 _FORMAT = 2  # raise when the code changes the result of a spec
 
 # Two layers and hidden 64 are the smallest shape that learned to copy (one layer, or hidden 48, did not).
@@ -55,13 +56,10 @@ _SHAPE: dict[str, Any] = {
 
 @dataclass(frozen=True, kw_only=True)
 class PolicySettings:
-    """How the model is warmed up. Steps are optimiser steps of ``batch_size``
-    conversations."""
+    """How the model is warmed up. Steps are optimiser steps of ``batch_size`` conversations."""
 
     batch_size: int = 16
     learning_rate: float = 4e-3
-    lr_warmup_steps: int = 10
-    grad_clip: float = 0.3
     probe_size: int = 64
     """Conversations, drawn once and never trained on."""
     probe_every: int = 5
@@ -73,7 +71,6 @@ class PolicySettings:
     """Steps over which the learning rate then falls to 0, still on clean ones: the share of sampled turns that are
     right rises from 0.6 to 0.9."""
     imperfect_steps: int = 60
-    imperfect_learning_rate: float = 1e-3
 
 
 def make_policy(
@@ -182,7 +179,7 @@ def warm_up(
         loss = functional.cross_entropy(*_answer_logits(model, batch))
         optimizer.zero_grad(set_to_none=True)
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), settings.grad_clip)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), _GRAD_CLIP)
         optimizer.step()
 
     model.train()
@@ -193,7 +190,7 @@ def warm_up(
                 f"the warm-up's probe is at {score:.2f} after {steps} steps and the target is {settings.target}: "
                 "try another seed or simpler demonstrations"
             )
-        step("clean", settings.learning_rate * min(1.0, (steps + 1) / settings.lr_warmup_steps))
+        step("clean", settings.learning_rate * min(1.0, (steps + 1) / _LR_WARMUP_STEPS))
         steps += 1
         if steps % settings.probe_every == 0:
             score = _probe(model, probe)
@@ -203,7 +200,7 @@ def warm_up(
         step("clean", settings.learning_rate * (1 - (n + 1) / (settings.decay_steps + 1)))
     clean_probe = _probe(model, probe)
     for _ in range(settings.imperfect_steps):
-        step("imperfect", settings.imperfect_learning_rate)
+        step("imperfect", _IMPERFECT_LEARNING_RATE)
     model.eval()
     return {
         "clean_steps": steps,
