@@ -147,8 +147,8 @@ class Diagnosis:
         gap = f"{self.gap:.3g} nats per token over {self.tokens} tokens"
         if (first := self.first) is None:
             rounding = f"; rounding to bfloat16 alone gives up to {BFLOAT16_TOLERANCE:g}"
-            known = f"no known cause explains half of it{rounding if self.gap <= BFLOAT16_TOLERANCE else ''}"
-            return f"{self.of.capitalize()} and model differ by {gap}, and {known}."
+            causes = f"no known cause explains half of it{rounding if self.gap <= BFLOAT16_TOLERANCE else ''}"
+            return f"{self.of.capitalize()} and model differ by {gap}, and {causes}."
         share = 100 * first.nats / self.gap
         return f"{first.cause}: {first.text} ({share:.0f} % of {gap}; {first.left:.2g} left)."
 
