@@ -146,10 +146,14 @@ class ThreadPool:
 
     def _serve(self) -> None:
         while (job := self._next()) is not None:
-            result, error = None, None
+            result: Any = None
+            error: BaseException | None = None
             if job.started is not None:
                 try:
                     result = job.call()
+                except StopIteration as raised:  # a future cannot raise it: its caller would wait for ever
+                    error = RuntimeError(f"{job.name} raised StopIteration")
+                    error.__cause__ = raised
                 except BaseException as raised:  # re-raised in the caller
                     error = raised
             with self._lock:

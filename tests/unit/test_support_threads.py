@@ -124,6 +124,11 @@ async def test_users_exceptions_end_their_own_call_only(error):
     assert failed.value.reason == type(error).__name__
 
 
+async def test_a_call_that_raises_stop_iteration_ends_its_caller():
+    with pytest.raises(RuntimeError, match="next raised StopIteration"):
+        await asyncio.wait_for(run_in_thread(next, iter(())), 10)
+
+
 async def test_threads_without_work_end(monkeypatch):
     monkeypatch.setattr(threads, "_IDLE_S", 0.01)
     pool = ThreadPool(name="agl-slime-test-idle", max_running=8)
