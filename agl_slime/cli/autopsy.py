@@ -114,7 +114,7 @@ async def autopsy(config: AutopsyConfig, *, slime_flags: Sequence[str] = ()) -> 
 
         case = await run_in_thread(dumped_case, config, slime_flags)
     else:
-        case = _case_of_run(config)
+        case = await run_in_thread(_case_of_run, config)
     diagnosis = await run_in_thread(diagnose, case)
     if any(one.images for one in case.samples) or (dumped and config.sglang_url is None):
         return diagnosis, case
@@ -205,22 +205,22 @@ def diagnose(case: Case) -> Diagnosis:
         without_adapter=case.without_adapter,
         renderings=_renderings(tokenizer),
     )
-    samples, recorded = case.samples, [sample.sampler for sample in case.samples]
-    model = Counterfactuals(case.weights, samples, recorded, conditions=conditions, tokenizer=tokenizer)
+    samples = case.samples
+    recorded, trained = [sample.sampler for sample in samples], [sample.trainer for sample in samples]
+    model = Counterfactuals(case.weights, samples, conditions=conditions, tokenizer=tokenizer)
     parts = {"sampler": mean_gap(recorded, model.expected)}
     if case.recomputed:
-        parts["trainer"] = mean_gap([sample.trainer for sample in samples], model.expected)
+        parts["trainer"] = mean_gap(trained, model.expected)
     if case.newest is not None:
-        now = Counterfactuals(case.newest, samples, recorded, conditions=conditions)
+        now = Counterfactuals(case.newest, samples, conditions=conditions)
         parts["weights"] = mean_gap(now.expected, model.expected)
     if parts.get("trainer", 0.0) <= max(TOLERANCE, 2 * parts["sampler"]):
-        faults = (Candidate(*fault) for fault in model.faults())
+        faults = (Candidate(*fault) for fault in model.faults(recorded))
         return replace(explain(samples, recorded, model.expected, faults), parts=parts)
-    samples = [sample for sample in samples if np.isfinite(sample.trainer).all()]
-    recorded = [sample.trainer for sample in samples]
-    model = Counterfactuals(case.weights, samples, recorded, conditions=conditions, tokenizer=tokenizer)
-    faults = (Candidate(name, text.replace("the engine", "the trainer"), log) for name, text, log in model.faults())
-    return replace(explain(samples, recorded, model.expected, faults), of="trainer", parts=parts)
+    faults = (
+        Candidate(name, text.replace("the engine", "the trainer"), log) for name, text, log in model.faults(trained)
+    )
+    return replace(explain(samples, trained, model.expected, faults), of="trainer", parts=parts)
 
 
 def _renderings(tokenizer: Any) -> list[tuple[str, str, Callable[[KeptSample], list[int] | None]]]:
@@ -294,7 +294,7 @@ def with_engine(diagnosis: Diagnosis, measured: Measured, case: Case) -> Diagnos
 
     plain = Conditions()  # an engine scores at temperature 1, over the whole vocabulary, with experts of its choice
     alone = [replace(sample, experts=None) for sample in case.samples]
-    expected = Counterfactuals(case.weights, alone, measured.fresh, conditions=plain).expected
+    expected = Counterfactuals(case.weights, alone, conditions=plain).expected
     parts = {**measured.parts(case), "engine": mean_gap(measured.fresh, expected)}
     causes = [
         Cause(cause=name, text=text, nats=parts[name], left=max(0.0, diagnosis.gap - parts[name]))

@@ -98,8 +98,8 @@ class Bench:
     def diagnosis(self, recorded: list[np.ndarray], **conditions: Any) -> Diagnosis:
         others = {OTHERS: self.directory / BEFORE}
         given = Conditions(**{"others": others, **conditions})
-        what = Counterfactuals(self.directory / NOW, self.samples, recorded, conditions=given, tokenizer=self.tokenizer)
-        return explain(self.samples, recorded, what.expected, (Candidate(*fault) for fault in what.faults()))
+        what = Counterfactuals(self.directory / NOW, self.samples, conditions=given, tokenizer=self.tokenizer)
+        return explain(self.samples, recorded, what.expected, (Candidate(*fault) for fault in what.faults(recorded)))
 
 
 def sample_rollouts(model: Any, tokenizer: Any, **sampling: Any) -> list[KeptSample]:

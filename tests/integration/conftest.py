@@ -6,13 +6,16 @@ import asyncio
 import sys
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import aiohttp
 import pytest
 
 from tests.integration.engine_client import Client
 from tests.integration.engine_servers import Server, real_sglang
+
+if TYPE_CHECKING:
+    from tests.harness.autopsies import Bench
 
 
 @pytest.fixture(scope="session", params=["embedded", pytest.param("sglang", marks=pytest.mark.sglang)])
@@ -33,6 +36,22 @@ async def client(server: Server) -> AsyncIterator[Client]:
     timeout = aiohttp.ClientTimeout(total=60)
     async with aiohttp.ClientSession(timeout=timeout, connector=aiohttp.TCPConnector(limit=0)) as session:
         yield Client(session, server)
+
+
+@pytest.fixture(scope="session")
+def bench(policy_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Bench:
+    """Rollouts of the tiny policy for an autopsy. To be left as it is."""
+    from tests.harness.autopsies import dense_bench
+
+    return dense_bench(policy_dir, tmp_path_factory.mktemp("weights"))
+
+
+@pytest.fixture(scope="session")
+def routed(policy_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Bench:
+    """As ``bench``, of a mixture of experts."""
+    from tests.harness.autopsies import routed_bench
+
+    return routed_bench(policy_dir, tmp_path_factory.mktemp("routed"))
 
 
 @pytest.fixture(scope="module")

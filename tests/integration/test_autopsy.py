@@ -34,24 +34,12 @@ from tests.harness.autopsies import (  # noqa: E402
     BEFORE,
     NOW,
     Bench,
-    dense_bench,
-    routed_bench,
     sample_rollouts,
     serve,
 )
 from tests.integration.engine_servers import Server  # noqa: E402
 
 ROLLOUTS = 3
-
-
-@pytest.fixture(scope="module")
-def bench(policy_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Bench:
-    return dense_bench(policy_dir, tmp_path_factory.mktemp("weights"))
-
-
-@pytest.fixture(scope="module")
-def routed(policy_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Bench:
-    return routed_bench(policy_dir, tmp_path_factory.mktemp("routed"))
 
 
 def test_a_clean_engine_has_no_cause(bench: Bench):

@@ -18,18 +18,8 @@ from agl_slime.errors import ConfigError  # noqa: E402
 from agl_slime.report.autopsy import Diagnosis, KeptSample  # noqa: E402
 from agl_slime.train.local.counterfactual import Conditions, Counterfactuals  # noqa: E402
 from agl_slime.types import Sample, sample_from_fields  # noqa: E402
-from tests.harness.autopsies import BASE, BEFORE, NOW, Bench, dense_bench, routed_bench, sample_rollouts  # noqa: E402
+from tests.harness.autopsies import BASE, BEFORE, NOW, Bench, sample_rollouts  # noqa: E402
 from tests.harness.slime_dumps import write_dump  # noqa: E402
-
-
-@pytest.fixture(scope="module")
-def bench(policy_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Bench:
-    return dense_bench(policy_dir, tmp_path_factory.mktemp("weights"))
-
-
-@pytest.fixture(scope="module")
-def routed(policy_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Bench:
-    return routed_bench(policy_dir, tmp_path_factory.mktemp("routed"))
 
 
 @dataclass
@@ -113,7 +103,7 @@ def test_a_fault_of_slimes_trainer_is_named_as_the_trainers(routed: Bench, tmp_p
     """The engine's log-probs and experts are right, and the trainer replayed those of the token before."""
     experts = [np.r_[one.experts[:1], one.experts[:-1]] for one in routed.samples]  # type: ignore[index]
     wrong = [replace(one, experts=rows) for one, rows in zip(routed.samples, experts, strict=True)]
-    what = Counterfactuals(routed.directory / NOW, wrong, [], conditions=Conditions())
+    what = Counterfactuals(routed.directory / NOW, wrong, conditions=Conditions())
     found = Dump(tmp_path, routed).diagnosis(routed.samples, what.expected)
     assert found.parts["sampler"] < 1e-4 < 0.01 < found.parts["trainer"]
     assert found.sentence.startswith("routing: the trainer used the experts that are recorded for the token before"), (

@@ -9,9 +9,8 @@ import copy
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import combinations, product
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -22,9 +21,10 @@ from agl_slime.engine.experts import routers_of
 from agl_slime.errors import TrainerError
 from agl_slime.train.local.loss import token_log_probs
 from agl_slime.train.local.model import force_experts, load_model
+from agl_slime.train.local.mrope_faults import position_faults
+from agl_slime.train.local.token_faults import Recorded, end_marks, insert, remove, thinking_blocks, with_prompt
 
 Scores = list[NDArray[np.float32]]
-Rows = NDArray[np.int64]
 Fault = tuple[str, str, Scores]
 """Its name, a clause that says it, and the log-probs of each sequence."""
 
@@ -35,22 +35,6 @@ _ROPE_THETAS, _ROPE_FACTORS = (10_000.0, 500_000.0, 1_000_000.0), (2.0, 4.0, 8.0
 _ROPE_KEPT = ("rope_theta", "partial_rotary_factor", "mrope_section", "mrope_interleaved")
 _MOST_POSITIONS = 128  # at which a token is left out, or added, one forward pass each
 _LIKELY = ("\n", " ", "\n\n")
-
-
-class Recorded(Protocol):
-    """Token ids, of which the first ``prompt_length`` are the prompt, the ``places`` of recorded tokens, the engine's
-    ``experts`` of each token but the last, which a trainer replays, and the processor's tensors of ``images``."""
-
-    @property
-    def ids(self) -> NDArray[np.int64]: ...
-    @property
-    def prompt_length(self) -> int: ...
-    @property
-    def places(self) -> NDArray[np.int64]: ...
-    @property
-    def experts(self) -> NDArray[Any] | None: ...
-    @property
-    def images(self) -> Mapping[str, NDArray[Any]] | None: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,14 +68,13 @@ class Conditions:
 
 
 class Counterfactuals:
-    """The model in ``directory``, which should have sampled the ``sequences``, and the faults that may have happened;
-    ``recorded`` are the log-probs to explain, by which unknown positions are searched for."""
+    """The model in ``directory``, which should have sampled the ``sequences``, and the faults that may have
+    happened."""
 
     def __init__(
         self,
         directory: Path,
         sequences: Sequence[Recorded],
-        recorded: Sequence[NDArray[Any]],
         *,
         conditions: Conditions,
         tokenizer: Any = None,
@@ -99,7 +82,7 @@ class Counterfactuals:
     ) -> None:
         self._directory, self._device = directory, torch.device(device)
         self.model = self._load(directory)
-        self._sequences, self._recorded, self._conditions = sequences, recorded, conditions
+        self._sequences, self._conditions = sequences, conditions
         self._check()
         self._passes = [
             _Pass(ids=one.ids, places=one.places, experts=one.experts, images=one.images or None) for one in sequences
@@ -108,20 +91,21 @@ class Counterfactuals:
         try:
             self.expected: Scores = self._by(self.model)
             """The log-probs as they should be."""
-        except Exception as error:
+        except Exception as error:  # of the model's own code, which also raises StopIteration here
             if not any(one.images for one in self._passes):
                 raise
             raise TrainerError(f"{directory} does not fit the images of the Samples: {error}") from error
 
-    def faults(self) -> Iterator[Fault]:
-        """The faults, simplest first; each is computed when it is drawn."""
+    def faults(self, recorded: Sequence[NDArray[Any]]) -> Iterator[Fault]:
+        """The faults, simplest first; each is computed when it is drawn. ``recorded`` are the log-probs to explain, by
+        which unknown positions are searched for."""
         yield from self._conventions()
         yield from self._routing()
         yield from self._image_positions()
         yield from self._token_faults()
         yield from self._weight_faults()
         yield from self._arithmetic()
-        yield from self._single_tokens()
+        yield from self._single_tokens(recorded)
 
     def _check(self) -> None:
         """Raise ``TrainerError`` for token ids or experts that the model does not have."""
@@ -197,7 +181,7 @@ class Counterfactuals:
         if all(rows is None for rows in known):
             return
         columns = [*zip(self._passes, self._sequences, known, strict=True)]
-        for text, change in _position_faults():
+        for text, change in position_faults():
             changed = [
                 one
                 if rows is None
@@ -242,22 +226,22 @@ class Counterfactuals:
             yield "double_bos", text, self._inserted(lambda _: 0, int(first))
             yield "missing_bos", "the engine was asked without the first token", self._without(lambda one: [0])
         text = "the engine was asked without the end marks of earlier messages"
-        yield "end_mark", text, self._without(lambda one: _marks(one, ends, after=False))
+        yield "end_mark", text, self._without(lambda one: end_marks(one, ends, after=False))
         text = "the engine was asked without the line ends after earlier messages"
-        yield "newline", text, self._without(lambda one: _marks(one, ends, after=True))
+        yield "newline", text, self._without(lambda one: end_marks(one, ends, after=True))
         if (thinking := self._thinking()) is not None:
             text = "the engine was asked without the thinking of earlier turns"
-            yield "thinking", text, self._without(lambda one: _blocks(one, *thinking))
+            yield "thinking", text, self._without(lambda one: thinking_blocks(one, *thinking))
         for name, text, render in self._conditions.renderings:
             rendered = [render(one) for one in self._sequences]
             if any(ids is not None for ids in rendered):
-                yield name, text, self._edited(lambda one, n, rendered=rendered: _with_prompt(one, rendered[n]))
+                yield name, text, self._edited(lambda one, n, rendered=rendered: with_prompt(one, rendered[n]))
 
-    def _single_tokens(self) -> Iterator[Fault]:
+    def _single_tokens(self, records: Sequence[NDArray[Any]]) -> Iterator[Fault]:
         """One token more or less at an unknown place, which is searched for in the sequence with the largest gap."""
-        gaps = [float(np.abs(a - b).mean()) for a, b in zip(self._recorded, self.expected, strict=True)]
+        gaps = [_mean(np.abs(a - b)) for a, b in zip(records, self.expected, strict=True)]
         worst = int(np.argmax(gaps))
-        one, recorded, expected = self._sequences[worst], self._recorded[worst], self.expected[worst]
+        one, recorded, expected = self._sequences[worst], records[worst], self.expected[worst]
         wrong = np.flatnonzero(np.abs(recorded - expected) > max(1e-3, gaps[worst] / 10))
         end = int(one.places[wrong[0]]) if len(wrong) else one.prompt_length
         sampled = {*one.places.tolist()}
@@ -265,7 +249,7 @@ class Counterfactuals:
         free = [place for place in range(end) if place in written - sampled][-_MOST_POSITIONS:]
 
         def left(ids: NDArray[np.int64], places: NDArray[np.int64]) -> float:
-            return float(np.abs(self._score(self._passes[worst].edited(ids, places)) - recorded).mean())
+            return _mean(np.abs(self._score(self._passes[worst].edited(ids, places)) - recorded))
 
         def clauses(place: int) -> Iterator[tuple[str, Callable[[Recorded], int]]]:
             yield f"{place} from the start", lambda _: place
@@ -273,7 +257,7 @@ class Counterfactuals:
             yield f"{back} before the answer", lambda other: other.prompt_length - back
 
         if free:
-            place = min(free, key=lambda place: left(*_remove(one, [place])[:2]))
+            place = min(free, key=lambda place: left(*remove(one, [place])[:2]))
             for where, at in clauses(place):
                 text = f"the engine was asked without the token at place {where}"
                 yield "token_removed", text, self._without(lambda other, at=at: [at(other)])
@@ -283,17 +267,17 @@ class Counterfactuals:
         edges = {place for place in edges if {place - 1, place} & written}  # not within an image
         added = [(place, token) for place in sorted(edges)[-_MOST_POSITIONS // 4 :] for token in self._likely()]
         if added:
-            place, token = min(added, key=lambda pair: left(*_insert(one, *pair)))
+            place, token = min(added, key=lambda pair: left(*insert(one, *pair)))
             piece = self._tokenizer.decode([token])
             for where, at in clauses(place):
                 text = f"the engine was asked with a further token {piece!r} at place {where}"
                 yield "token_inserted", text, self._inserted(at, token)
 
     def _inserted(self, place: Callable[[Recorded], int], token: int) -> Scores:
-        return self._edited(lambda one, _: (*_insert(one, place(one), token), None))
+        return self._edited(lambda one, _: (*insert(one, place(one), token), None))
 
     def _without(self, places: Callable[[Recorded], Sequence[int]]) -> Scores:
-        return self._edited(lambda one, _: _remove(one, places(one)))
+        return self._edited(lambda one, _: remove(one, places(one)))
 
     def _edited(self, edit: Callable[[Recorded, int], Any]) -> Scores:
         """The scores of edited sequences: new ids and places, and which of the places are left (``None``: all). An edit
@@ -461,82 +445,10 @@ def _moved(experts: NDArray[np.int64], step: int, *, axis: int) -> NDArray[np.in
     return np.moveaxis(moved, 0, axis)
 
 
-def _position_faults() -> Iterator[tuple[str, Callable[[Rows, NDArray[np.bool_], int], Rows]]]:
-    """Other positions by M-RoPE's rows, by the tokens of images and by the length of the prompt."""
-    yield "placed each token of an image as one of text", lambda rows, *_: np.arange(rows.shape[1]) + 0 * rows
-    names = ("temporal", "height", "width")
-    for row, name in enumerate(names):
-        only = np.arange(3)[:, None] == row
-        text = f"had the positions of text in M-RoPE's {name} row"
-        yield text, lambda rows, *_, only=only: np.where(only, np.arange(rows.shape[1]), rows)
-    for some, other in combinations(range(3), 2):
-        order = [{some: other, other: some}.get(row, row) for row in range(3)]
-        yield f"had M-RoPE's {names[some]} and {names[other]} rows swapped", lambda rows, *_, order=order: rows[order]
-    where: dict[str, Callable[[NDArray[np.bool_], int], NDArray[Any]]] = {
-        "in images": lambda image, _: image,
-        "after each image": lambda image, _: np.cumsum(np.diff(image.astype(int), prepend=0) < 0),
-        "from each image on": lambda image, _: np.cumsum(np.diff(image.astype(int), prepend=0) > 0),
-        "in the response": lambda image, prompt_length: np.arange(len(image)) >= prompt_length,
-    }
-    parts = {f"M-RoPE's {name} row": [row] for row, name in enumerate(names)} | {"all of M-RoPE's rows": [0, 1, 2]}
-    for (which, part), step in product(parts.items(), (1, -1)):
-        by = step * np.isin(np.arange(3), part)[:, None]
-        for place, weigh in where.items():
-            text = f"had {which} off by {step:+d} {place}"
-            yield text, lambda rows, image, start, by=by, weigh=weigh: rows + by * weigh(image, start)
-        text = f"had {which} of the {'token before' if step > 0 else 'next token'}"
-        yield text, lambda rows, *_, by=by, step=step: np.where(by != 0, _beside(rows, step), rows)
-
-
-def _beside(rows: Rows, step: int) -> Rows:
-    """The positions of the token before, or of the next one for a negative ``step``."""
-    if step > 0:
-        return np.concatenate([rows[:, :1] - 1, rows[:, :-1]], axis=1)
-    return np.concatenate([rows[:, 1:], rows[:, -1:] + 1], axis=1)
-
-
-def _insert(one: Recorded, place: int, token: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    return np.insert(one.ids, place, token), one.places + (one.places >= place)
-
-
-def _remove(one: Recorded, gone: Sequence[int]) -> tuple[Any, Any, Any]:
-    """Without the tokens at ``gone``; recorded tokens among them are not scored."""
-    gone = [place for place in gone if 0 <= place < len(one.ids)]
-    left = ~np.isin(one.places, gone)
-    places = one.places[left]
-    places = places - np.searchsorted(np.sort(gone), places)
-    if len(places) == 0 or places[0] < 1:
-        return one.ids, one.places, None
-    return np.delete(one.ids, gone), places, left
-
-
-def _with_prompt(one: Recorded, prompt: Sequence[int] | None) -> tuple[Any, Any, None]:
-    if not prompt:
-        return one.ids, one.places, None
-    ids = np.concatenate([np.asarray(prompt, dtype=np.int64), one.ids[one.prompt_length :]])
-    return ids, one.places + len(prompt) - one.prompt_length, None
-
-
-def _marks(one: Recorded, ends: set[int], *, after: bool) -> list[int]:
-    """The end marks before the last recorded token, or the tokens after them."""
-    last = int(one.places[-1])
-    marks = [place for place in range(last) if int(one.ids[place]) in ends]
-    recorded = {*one.places.tolist()}
-    return [place + 1 for place in marks if place + 1 < last and place + 1 not in recorded] if after else marks
-
-
-def _blocks(one: Recorded, begin: int, end: int) -> list[int]:
-    """The places of whole thinking blocks before the last run of recorded tokens."""
-    runs = np.flatnonzero(np.diff(one.places) > 1)
-    before = int(one.places[runs[-1] + 1 if len(runs) else 0])
-    places, opened = [], None
-    for place in range(before):
-        if one.ids[place] == begin:
-            opened = place
-        elif one.ids[place] == end and opened is not None:
-            places += range(opened, place + 1)
-            opened = None
-    return places
+def _mean(values: NDArray[Any]) -> float:
+    """Of the values that are numbers; 0 without one."""
+    finite = values[np.isfinite(values)]
+    return float(finite.mean()) if len(finite) else 0.0
 
 
 def _group(key: str) -> str:
