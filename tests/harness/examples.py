@@ -1,6 +1,6 @@
 """The examples of properties: few in the default run, which people wait for, and all with
-``pytest --hypothesis-profile full``, as ``.ci/run`` does. Both draw the same examples each time, until a test changes;
-``--hypothesis-profile random`` draws new ones, to search for faults."""
+``pytest --hypothesis-profile full``, as ``.ci/run`` does. The few are the same each time, until a test changes; all are
+drawn anew, to search for faults."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ from hypothesis import settings
 
 # nothing is said about speed: a machine that is busy with other things must not fail a property
 settings.register_profile("quick", max_examples=20, deadline=None, derandomize=True)
-settings.register_profile("full", max_examples=100, deadline=None, derandomize=True)
-settings.register_profile("random", max_examples=100, deadline=None)
+settings.register_profile("full", max_examples=100, deadline=None)
 
 
 def quick() -> None:
