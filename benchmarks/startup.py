@@ -21,10 +21,7 @@ from statistics import mean, median
 REPO = Path(__file__).resolve().parent.parent
 AGENT = """
 import os, time
-try:
-    from agl_slime.cli.demo.agent import LookupAgent
-except ImportError:  # where a tree before the rooms of today has it
-    from agl_slime.demo.agent import LookupAgent
+from agl_slime.cli.demo.agent import LookupAgent
 
 class FirstRollout(LookupAgent):
     async def run(self, task, session):

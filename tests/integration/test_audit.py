@@ -20,10 +20,10 @@ from agl_slime.cli.demo import LOOKUP_POLICY
 from agl_slime.cli.local import run_training
 from agl_slime.cli.main import main
 from agl_slime.cli.settings import train_config
-from agl_slime.engine import EmbeddedEngine
 from agl_slime.report.audit import audit
 from agl_slime.report.audit.weights import missing_checkpoints
 from tests.harness.audit_mutations import JSONL, LOSSES, damage, lie, lose
+from tests.harness.engine import engine_in_thread
 
 _FLAKY = "tests.faults.flaky_lookup:FlakyLookup"
 _KINDS: dict[str, dict[str, Any]] = {
@@ -38,10 +38,10 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Small runs of a flaky agent: one after the other with all rollouts kept, beside training with groups dropped, and
     one that went on from a checkpoint."""
     made: dict[str, Path] = {}
-    with EmbeddedEngine(LOOKUP_POLICY) as engine:
+    with engine_in_thread(LOOKUP_POLICY) as url:
         for name, settings in _KINDS.items():
             made[name] = tmp_path_factory.mktemp("run") / "out"
-            about = {"agent": _FLAKY, "model_path": LOOKUP_POLICY, "sglang_url": engine.url, "output_dir": made[name]}
+            about = {"agent": _FLAKY, "model_path": LOOKUP_POLICY, "sglang_url": url, "output_dir": made[name]}
             about |= {"rollout_batch_size": 3, "eval_interval": 2, "eval_rollouts": 2, "save_interval": 2, **settings}
             lives = (2, 4) if name == "gone on with" else (4,)
             for iterations in lives:

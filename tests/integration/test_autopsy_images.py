@@ -213,6 +213,7 @@ def test_a_fault_of_the_positions_in_images_is_named_first(seen: Seen, tmp_path:
     assert found.first.left < 0.1 * found.gap
 
 
+@pytest.mark.slow
 def test_other_faults_are_named_beside_images(seen: Seen, tmp_path: Path) -> None:
     half, rope = seen.model().bfloat16(), seen.model()
     config = rope.config

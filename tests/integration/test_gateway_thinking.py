@@ -57,7 +57,7 @@ def prompts_are_the_templates(case: Case, model: str, asked: list[list[dict[str,
 
 
 @pytest.mark.parametrize("model", CALLS)
-@pytest.mark.parametrize("keeps_blocks", [True, False])
+@pytest.mark.parametrize("keeps_blocks", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_claude_codes_session_of_47_turns_is_one_sample(model: str, keeps_blocks: bool) -> None:
     """With a reminder every ten turns; a client may leave the blocks of thinking out of its history."""
     turns, ways = 47, MODELS[model]

@@ -130,6 +130,7 @@ class Sorter(SGLangLitAgent):
         return -float(ord((response or "~")[0]))
 
 
+@pytest.mark.slow
 async def test_a_model_without_chat_template_is_asked_texts_as_they_are(policy_dir: Path, tmp_path: Path) -> None:
     model = Path(shutil.copytree(policy_dir, tmp_path / "model"))
     (model / "chat_template.jinja").unlink()

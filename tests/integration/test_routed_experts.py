@@ -20,7 +20,6 @@ from transformers import AutoModelForCausalLM
 from agl_slime.agent.access import EngineAccess
 from agl_slime.cli.local import run_training
 from agl_slime.cli.settings import train_config
-from agl_slime.engine import EmbeddedEngine
 from agl_slime.engine.client.check import check_replay
 from agl_slime.engine.client.client import SGLangClient
 from agl_slime.engine.client.describe import experts_shape_of
@@ -35,6 +34,7 @@ from agl_slime.tokens.segments import merge_turns
 from agl_slime.tokens.span_codec import decode_turns
 from agl_slime.train.local.model import force_experts
 from agl_slime.types import Sample, sample_from_fields
+from tests.harness.engine import engine_in_thread
 from tests.harness.gateway import QUICK, writer
 from tests.harness.moe_policy import FAMILIES, LAYERS, TOP_K, save_moe
 from tests.harness.trainers import ONE_STEP, trainer
@@ -45,8 +45,8 @@ SAMPLING = SamplingParams(max_new_tokens=12, routed_experts=(LAYERS, TOP_K), ext
 @pytest.fixture(scope="module", params=FAMILIES)
 def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Path]]:
     directory = save_moe(tmp_path_factory.mktemp("moe"), family=request.param)
-    with EmbeddedEngine(directory, enable_return_routed_experts=1) as engine:
-        yield engine.url, directory
+    with engine_in_thread(directory, return_routed_experts=True) as url:
+        yield url, directory
 
 
 def expected(directory: Path, ids: Sequence[int]) -> np.ndarray[Any, Any]:

@@ -19,7 +19,6 @@ pytest.importorskip("torch", reason='training needs torch: pip install "agl-slim
 from agl_slime.cli.demo.agent import LookupAgent
 from agl_slime.cli.local import run_training
 from agl_slime.cli.settings import train_config
-from agl_slime.engine import EmbeddedEngine
 from agl_slime.engine.client import replay
 from agl_slime.engine.client.generation import SamplingParams
 from agl_slime.engine.client.weights import DiskWeightSync
@@ -27,6 +26,7 @@ from agl_slime.engine.scoring import ScoringClient
 from agl_slime.errors import ConfigError, EngineServerError
 from agl_slime.report import read_metrics
 from agl_slime.report.alarms import Alarm, find_alarms
+from tests.harness.engine import engine_in_thread
 from tests.harness.moe_policy import save_moe
 
 ITERATIONS = 3
@@ -104,8 +104,8 @@ def test_another_temperature_of_the_engine_is_named(trained: Trained, monkeypatc
 @pytest.fixture
 def routed(tmp_path: Path) -> Iterator[Trained]:
     policy = save_moe(tmp_path / "moe")
-    with EmbeddedEngine(policy) as engine:
-        yield Trained(policy, engine.url, tmp_path / "run")
+    with engine_in_thread(policy) as url:
+        yield Trained(policy, url, tmp_path / "run")
 
 
 def test_a_clean_run_of_a_mixture_of_experts_has_no_alarm(routed: Trained) -> None:

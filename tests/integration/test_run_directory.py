@@ -21,16 +21,16 @@ from safetensors.torch import load_file, save_file
 from agl_slime.cli.demo import LOOKUP_POLICY
 from agl_slime.cli.local import run_training
 from agl_slime.cli.settings import train_config
-from agl_slime.engine import EmbeddedEngine
 from agl_slime.errors import AglSlimeError, ConfigError
 from agl_slime.support.files import LOCK
 from agl_slime.train.local.settings import LocalTrainerSettings
+from tests.harness.engine import engine_in_thread
 
 
 @pytest.fixture(scope="module")
 def engine() -> Iterator[str]:
-    with EmbeddedEngine(LOOKUP_POLICY) as engine:
-        yield engine.url
+    with engine_in_thread(LOOKUP_POLICY) as url:
+        yield url
 
 
 async def train(directory: Path | None, url: str, **settings: Any) -> str:

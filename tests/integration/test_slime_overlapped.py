@@ -141,7 +141,7 @@ async def test_the_manager_trains_on_the_groups_that_the_loop_has_chosen(engine:
     }
 
 
-@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
 async def test_a_run_that_is_killed_anywhere_trains_each_task_once(engine: str, tmp_path: Path, seed: int) -> None:
     rng, steps = random.Random(seed), 8
     checkpoint = tmp_path / "checkpoint"

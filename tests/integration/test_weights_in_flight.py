@@ -107,7 +107,9 @@ def largest(pairs: Any) -> float:
     return max(abs(a - b) for mine, theirs in pairs for a, b in zip(mine, theirs, strict=True))
 
 
-@pytest.mark.parametrize("pause", ["abort", "retract", "in_place"])
+@pytest.mark.parametrize(
+    "pause", ["in_place", *(pytest.param(pause, marks=pytest.mark.slow) for pause in ("abort", "retract"))]
+)
 def test_weights_change_while_64_requests_are_in_flight(
     server: Server, other_weights: Path, pause: PauseMode, record_property: Any
 ) -> None:

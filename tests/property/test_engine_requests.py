@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 
 pytest.importorskip("torch", reason='the embedded engine needs torch: pip install "agl-slime[local]"')
 
-from agl_slime.engine import EmbeddedEngine
 from agl_slime.engine.requests import UNSUPPORTED, Sampling
+from tests.harness.engine import engine_in_thread
 
 SAMPLING = sorted({*Sampling.model_fields, *UNSUPPORTED, "sampling_seed", "custom_params", "max_tokens"})
 MESSAGES = [{"role": "user", "content": "What is stored under k?"}]
@@ -112,8 +112,8 @@ def requests(draw: st.DrawFn) -> tuple[str, Any]:
 
 @pytest.fixture(scope="module")
 def url(policy_dir: Path) -> Iterator[str]:
-    with EmbeddedEngine(policy_dir, context_length=64, max_running_requests=4) as engine:
-        yield engine.url
+    with engine_in_thread(policy_dir, context_length=64, max_running=4) as url:
+        yield url
 
 
 def ask(url: str, path: str, body: Any = None, *, method: str = "POST") -> tuple[int, bytes]:

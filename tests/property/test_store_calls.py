@@ -13,6 +13,7 @@ from pydantic import BaseModel
 
 from agl_slime.store.bridge import FINISHED, BridgeStore
 from agl_slime.support.agl import LLM, EnqueueRolloutRequest, InMemoryLightningStore, RolloutConfig, Span
+from tests.harness.examples import examples
 
 STATUSES = ["preparing", "running", "succeeded", "failed", "failed", "timeout", "unresponsive"]
 RETRIES: list[list[Any]] = [
@@ -146,7 +147,7 @@ class Subject:
         return value
 
 
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", range(examples(40)))
 async def test_both_stores_tell_the_same(seed: int) -> None:
     rng = random.Random(seed)
     configs = [
