@@ -54,6 +54,7 @@ class RandomEngine:
     thinks: bool
     opened: bool
     asked: list[tuple[int, ...]] = field(default_factory=list)
+    _encoded: dict[str, list[int]] = field(default_factory=dict)
 
     async def generate(self, input_ids: Sequence[int], sampling: SamplingParams, **_: Any) -> Generation:
         self.asked.append(tuple(input_ids))
@@ -66,7 +67,7 @@ class RandomEngine:
         for _ in range(rng.choice((0, 0, 1, 2))):
             call = {"name": "weather", "arguments": {"city": "".join(self.words(0, 3)), "n": rng.randrange(9)}}
             pieces += ["<tool_call>", "\n", json.dumps(call, ensure_ascii=rng.random() < 0.5), "\n", "</tool_call>"]
-        ids = [token for piece in pieces for token in self.tokenizer.encode(piece, add_special_tokens=False)]
+        ids = [token for piece in pieces for token in self._encode(piece)]
         # words of its own, so that no two answers are the same to a client
         cut = rng.random() < 0.2 and not thinks
         end = [self.tokenizer.eos_token_id]
@@ -75,6 +76,11 @@ class RandomEngine:
         log_probs = tuple(-rng.randrange(1, 64) / 16 for _ in ids)
         how: dict[str, Any] = {"finish_reason": "length"} if cut else {"finish_reason": "stop", "matched_stop": ids[-1]}
         return Generation(output_ids=tuple(ids), log_probs=log_probs, text=text, **how)
+
+    def _encode(self, piece: str) -> list[int]:
+        if piece not in self._encoded:
+            self._encoded[piece] = self.tokenizer.encode(piece, add_special_tokens=False)
+        return self._encoded[piece]
 
     def words(self, least: int, most: int) -> list[str]:
         return [self.rng.choice(_WORDS) for _ in range(self.rng.randrange(least, most + 1))]
