@@ -14,6 +14,7 @@ from agl_slime.errors import ConfigError, LoopError
 from agl_slime.events import GroupsCollected, Warning
 from agl_slime.loop import failures
 from agl_slime.loop.settings import LoopState
+from agl_slime.loop.tasks import OrderedTasks
 from agl_slime.store.bridge import BridgeStore
 from tests.harness.loop import TASKS, HelloAgent, LoopCase, hello_engine
 
@@ -25,26 +26,32 @@ def quick_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Judge:
-    """Works for ``first`` calls, is away for the next ``away``, and works again."""
+    """Is away for the tasks of ``numbered`` whose numbers are in ``away``. A count of calls would depend on the order
+    in which rollouts of two iterations end."""
 
-    def __init__(self, *, first: int, away: int) -> None:
-        self.calls, self._away = 0, range(first, first + away)
+    def __init__(self, *, away: range) -> None:
+        self.calls, self._away = 0, away
 
     def __call__(self, task: dict[str, Any], response: str) -> float:
         self.calls += 1
-        if self.calls - 1 in self._away:
+        if task["number"] in self._away:
             raise ConnectionError("the judge is away")
         return 1.0
 
 
+def numbered() -> OrderedTasks:
+    return OrderedTasks(tasks=[{"prompt": f"say hello to {number}", "number": number} for number in range(100)])
+
+
 @pytest.mark.parametrize("max_staleness", [0, 1])
 def test_a_judge_that_is_away_for_a_while_ends_nothing(max_staleness: int, quick_pauses: None) -> None:
-    judge = Judge(first=8, away=16)
+    judge = Judge(away=range(4, 12))
     with (
         hello_engine() as engine,
         LoopCase(
             agent=HelloAgent(judge=judge),
             url=engine.url,
+            tasks=numbered(),
             num_iterations=5,
             max_staleness=max_staleness,
             failure_patience_s=60,
@@ -61,10 +68,12 @@ def test_a_judge_that_is_away_for_a_while_ends_nothing(max_staleness: int, quick
 
 
 def test_a_judge_that_stays_away_ends_the_run_when_patience_is_used_up(quick_pauses: None) -> None:
-    judge = Judge(first=4, away=10_000)
+    judge = Judge(away=range(2, 100))
     with (
         hello_engine() as engine,
-        LoopCase(agent=HelloAgent(judge=judge), url=engine.url, num_iterations=9, failure_patience_s=0.3) as case,
+        LoopCase(
+            agent=HelloAgent(judge=judge), url=engine.url, tasks=numbered(), num_iterations=9, failure_patience_s=0.3
+        ) as case,
     ):
         with pytest.raises(LoopError, match=r"no rollout succeeds any more \(\d+ tries.*the judge is away"):
             case.loop.run()
@@ -72,10 +81,12 @@ def test_a_judge_that_stays_away_ends_the_run_when_patience_is_used_up(quick_pau
 
 
 def test_agent_that_always_fails_ends_the_run_in_iteration_1() -> None:
-    judge = Judge(first=0, away=10_000)
+    judge = Judge(away=range(100))
     with (
         hello_engine() as engine,
-        LoopCase(agent=HelloAgent(judge=judge), url=engine.url, num_iterations=9, failure_patience_s=600) as case,
+        LoopCase(
+            agent=HelloAgent(judge=judge), url=engine.url, tasks=numbered(), num_iterations=9, failure_patience_s=600
+        ) as case,
     ):
         with pytest.raises(LoopError, match="iteration 1: all 4 rollouts failed"):
             case.loop.run()
