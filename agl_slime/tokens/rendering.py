@@ -74,10 +74,11 @@ def direct_renderer(tokenizer: Any, tools: Sequence[Any] | None, options: Mappin
         from transformers.utils.chat_template_utils import _compile_jinja_template
     except ImportError:
         return "this transformers has no compiled templates"
-    own = PreTrainedTokenizerBase.apply_chat_template
-    if getattr(type(tokenizer), "apply_chat_template", None) is not own or "apply_chat_template" in vars(tokenizer):
+    standard = PreTrainedTokenizerBase.apply_chat_template
+    overridden = getattr(type(tokenizer), "apply_chat_template", None) is not standard
+    if overridden or "apply_chat_template" in vars(tokenizer):
         return f"{type(tokenizer).__name__} renders by itself"
-    if taken := sorted(options.keys() & inspect.signature(own).parameters.keys() - {"chat_template"}):
+    if taken := sorted(options.keys() & inspect.signature(standard).parameters.keys() - {"chat_template"}):
         return f"{taken[0]} is an option of apply_chat_template"
     more = {name: value for name, value in options.items() if name != "chat_template"}
     if not (_plain(more) and _plain(tools)):

@@ -116,10 +116,10 @@ class HttpTransport:
         where = self.shown + path
 
         async def attempt() -> dict[str, Any]:
-            found = await self.send(method, path, payload, deadline=deadline, json=json)
-            if not isinstance(found, dict):
-                raise EngineProtocolError(f"{where} answered a JSON {type(found).__name__}; expected an object")
-            return found
+            content = await self.send(method, path, payload, deadline=deadline, json=json)
+            if not isinstance(content, dict):
+                raise EngineProtocolError(f"{where} answered a JSON {type(content).__name__}; expected an object")
+            return content
 
         return await self.retry(attempt, where=where, deadline=deadline, tries=max_attempts)
 
@@ -154,8 +154,10 @@ class HttpTransport:
             if backoff.failures > 1 or why:
                 if type(backoff.first) is not type(failure):
                     why += f"; the first failure: {backoff.first}"
-                told = f"{backoff.failures} attempt{'s' * (backoff.failures > 1)} in {time.monotonic() - started:.1f} s"
-                error = type(error)(f"{error} (gave up after {told}{why})")
+                spent = (
+                    f"{backoff.failures} attempt{'s' * (backoff.failures > 1)} in {time.monotonic() - started:.1f} s"
+                )
+                error = type(error)(f"{error} (gave up after {spent}{why})")
                 error.status = failure.status
             raise error from cause
 
@@ -195,12 +197,12 @@ class HttpTransport:
             if on_event is not None and answer.status == 200 and answer.content_type == "text/event-stream":
                 return await _last_event(answer, on_event, where)
             content = await answer.read()
-            status, kind, told = answer.status, answer.content_type, answer.headers
+            status, kind, answer_headers = answer.status, answer.content_type, answer.headers
         if status in BUSY:
             with _counting:
                 _refused[self.base_url] += 1
         if status != 200:
-            raise refusal(status, content.decode(errors="replace"), where=where, headers=told)
+            raise refusal(status, content.decode(errors="replace"), where=where, headers=answer_headers)
         try:
             return _decoded(content) if json else {}
         except ValueError:
@@ -248,13 +250,13 @@ async def _last_event(answer: aiohttp.ClientResponse, on_event: Callable[[Any], 
     last, rest = None, b""
     async for data in answer.content.iter_any():
         *events, rest = (rest + data).split(b"\n\n")
-        told = [event[5:] for event in events if event.startswith(b"data:") and event[5:].strip() != b"[DONE]"]
-        if not told:
+        bodies = [event[5:] for event in events if event.startswith(b"data:") and event[5:].strip() != b"[DONE]"]
+        if not bodies:
             continue
         try:
-            last = _decoded(told[-1])
+            last = _decoded(bodies[-1])
         except ValueError:
-            raise EngineProtocolError(f"{where} streamed an event that is not JSON: {told[-1][:200]!r}") from None
+            raise EngineProtocolError(f"{where} streamed an event that is not JSON: {bodies[-1][:200]!r}") from None
         on_event(last)
     return last
 

@@ -177,10 +177,10 @@ class Counterfactuals:
 
     def _image_positions(self) -> Iterator[Fault]:
         """The engine had other positions in M-RoPE's rows, of time, height and width."""
-        known = [self._positions(one) for one in self._passes]
-        if all(rows is None for rows in known):
+        positions = [self._positions(one) for one in self._passes]
+        if all(rows is None for rows in positions):
             return
-        columns = [*zip(self._passes, self._sequences, known, strict=True)]
+        columns = [*zip(self._passes, self._sequences, positions, strict=True)]
         for text, change in position_faults():
             changed = [
                 one
