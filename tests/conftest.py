@@ -90,7 +90,6 @@ def pytest_collection() -> Iterator[None]:
         return (yield)
     finally:
         gc.freeze()
-        gc.set_threshold(20_000, 20, 20)  # as a process of a run, which makes as many objects
         gc.enable()
 
 
