@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import random
 import threading
 import time
+from collections.abc import Callable
 from itertools import count
 from typing import Any
 
@@ -14,7 +16,6 @@ from agl_slime.errors import ConfigError, LoopError
 from agl_slime.events import GroupsCollected, Warning
 from agl_slime.loop import failures
 from agl_slime.loop.settings import LoopState
-from agl_slime.loop.tasks import OrderedTasks
 from agl_slime.store.bridge import BridgeStore
 from tests.harness.loop import TASKS, HelloAgent, LoopCase, hello_engine
 
@@ -39,8 +40,10 @@ class Judge:
         return 1.0
 
 
-def numbered() -> OrderedTasks:
-    return OrderedTasks(tasks=[{"prompt": f"say hello to {number}", "number": number} for number in range(100)])
+def numbered() -> Callable[[random.Random], dict[str, Any]]:
+    """Makes tasks with the numbers 0, 1, 2, …"""
+    numbers = count()
+    return lambda _: {"prompt": "say hello", "number": next(numbers)}
 
 
 @pytest.mark.parametrize("max_staleness", [0, 1])
@@ -68,7 +71,7 @@ def test_a_judge_that_is_away_for_a_while_ends_nothing(max_staleness: int, quick
 
 
 def test_a_judge_that_stays_away_ends_the_run_when_patience_is_used_up(quick_pauses: None) -> None:
-    judge = Judge(away=range(2, 100))
+    judge = Judge(away=range(2, 10_000))
     with (
         hello_engine() as engine,
         LoopCase(
@@ -81,7 +84,7 @@ def test_a_judge_that_stays_away_ends_the_run_when_patience_is_used_up(quick_pau
 
 
 def test_agent_that_always_fails_ends_the_run_in_iteration_1() -> None:
-    judge = Judge(away=range(100))
+    judge = Judge(away=range(10_000))
     with (
         hello_engine() as engine,
         LoopCase(

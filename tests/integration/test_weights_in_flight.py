@@ -29,6 +29,7 @@ from tests.integration.engine_servers import MAX_RUNNING, Server  # noqa: E402
 
 REQUESTS, NEW_TOKENS = 64, 96
 TOLERANCE = 1e-4  # float32 in another order
+SLOW = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
@@ -107,9 +108,7 @@ def largest(pairs: Any) -> float:
     return max(abs(a - b) for mine, theirs in pairs for a, b in zip(mine, theirs, strict=True))
 
 
-@pytest.mark.parametrize(
-    "pause", ["in_place", *(pytest.param(pause, marks=pytest.mark.slow) for pause in ("abort", "retract"))]
-)
+@pytest.mark.parametrize("pause", [pytest.param("abort", marks=SLOW), pytest.param("retract", marks=SLOW), "in_place"])
 def test_weights_change_while_64_requests_are_in_flight(
     server: Server, other_weights: Path, pause: PauseMode, record_property: Any
 ) -> None:
