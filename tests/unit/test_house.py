@@ -135,6 +135,16 @@ def test_every_classified_python_is_trained_on_in_ci() -> None:
     assert claimed == tried[1].split()
 
 
+def test_markers_stand_in_the_files_of_their_tests() -> None:
+    """``.ci/run`` collects only the files that name a marker; that of SGLang also comes from a fixture."""
+    root = PACKAGE.parent
+    registered = set(re.findall(r'^  "(\w+): ', (root / "pyproject.toml").read_text(), re.MULTILINE))
+    assert "browser" in registered
+    others = [path for path in (root / "tests").rglob("*.py") if not path.name.startswith("test_")]
+    named = {marker for path in others for marker in re.findall(r"\bmark\.(\w+)", path.read_text())}
+    assert named & registered <= {"sglang", "smoke"}
+
+
 def test_every_file_of_the_smoke_tests_exists() -> None:
     tests = PACKAGE.parent / "tests"
     assert SMOKE
