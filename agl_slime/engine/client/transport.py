@@ -154,9 +154,8 @@ class HttpTransport:
             if backoff.failures > 1 or why:
                 if type(backoff.first) is not type(failure):
                     why += f"; the first failure: {backoff.first}"
-                spent = (
-                    f"{backoff.failures} attempt{'s' * (backoff.failures > 1)} in {time.monotonic() - started:.1f} s"
-                )
+                attempts = f"{backoff.failures} attempt{'s' * (backoff.failures > 1)}"
+                spent = f"{attempts} in {time.monotonic() - started:.1f} s"
                 error = type(error)(f"{error} (gave up after {spent}{why})")
                 error.status = failure.status
             raise error from cause
