@@ -17,7 +17,7 @@ import threading
 from pathlib import Path
 
 from agl_slime.errors import AglSlimeError, ConfigError, MissingDependencyError
-from agl_slime.support.http import listening, stop_signal
+from agl_slime.support.http import stop_signal
 from agl_slime.support.net import require_token
 
 _PARENT_POLL_S = 0.25
@@ -96,9 +96,7 @@ async def _serve(args: argparse.Namespace) -> int:
     limits |= {"max_total_tokens": args.max_total_tokens, "torch_threads": args.torch_threads, "cores": args.cores}
     server = load_server(args.model_path, token=args.token, **limits)
     stop = stop_signal()
-    # handler_cancellation: a client that goes away ends its requests
-    options = {"handler_cancellation": True, "shutdown_timeout": 0.5, "token": args.token}
-    async with listening(server.application(), host=args.host, port=args.port, backlog=4096, **options) as url:
+    async with server.listening(host=args.host, port=args.port) as url:
         print(json.dumps({"url": url, "serving": server.engine.summary}), flush=True)
         # kill -9 of the parent runs none of its clean-up: the orphan notices by its new parent
         while not stop.is_set() and args.parent_pid in (None, os.getppid()):

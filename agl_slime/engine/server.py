@@ -14,6 +14,7 @@ import time
 import uuid
 from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import Future
+from contextlib import AbstractAsyncContextManager
 from functools import partial
 from itertools import accumulate
 from typing import Annotated, Any, Literal, TypeVar
@@ -30,7 +31,7 @@ from agl_slime.engine.engine import Engine
 from agl_slime.engine.requests import BadRequest, Name, Request, Sampling, parse, parse_generate
 from agl_slime.engine.weights import as_the_models, read_weights
 from agl_slime.errors import AglSlimeError, ConfigError, EngineError
-from agl_slime.support.http import json_response, read_body
+from agl_slime.support.http import json_response, listening, read_body
 from agl_slime.support.net import has_token
 from agl_slime.support.threads import run_in_thread, usable_cores
 
@@ -102,6 +103,12 @@ class EmbeddedServer:
             ]
         )
         return app
+
+    def listening(self, *, host: str, port: int) -> AbstractAsyncContextManager[str]:
+        """Serve while the block runs; yields the URL. ``port`` 0 takes a free one."""
+        # handler_cancellation: a client that goes away ends its requests
+        options = {"handler_cancellation": True, "shutdown_timeout": 0.5, "token": self._token}
+        return listening(self.application(), host=host, port=port, backlog=4096, **options)
 
     async def _end(self, app: web.Application) -> None:
         """End what runs, so that open requests are answered."""

@@ -40,7 +40,8 @@ from typing import Any
 from agl_slime.cli.demo import LOOKUP_POLICY
 from agl_slime.engine.process import EmbeddedEngine
 from agl_slime.report.audit import audit as audit_files
-from tests.faults.scripted_engine import ScriptedEngine, in_thread
+from tests.faults.scripted_engine import ScriptedEngine
+from tests.harness.loop_thread import in_thread
 from tests.slime import standin_trainer
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGKILL)

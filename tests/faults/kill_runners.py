@@ -39,8 +39,9 @@ from agl_slime.runner.processes import ProcessPool
 from agl_slime.store.bridge import BridgeStore
 from agl_slime.support.agl import LLM, EnqueueRolloutRequest, Rollout
 from agl_slime.types import Sample
-from tests.faults.scripted_engine import ScriptedEngine, in_thread
+from tests.faults.scripted_engine import ScriptedEngine
 from tests.harness.loop import Recorder, Trainer
+from tests.harness.loop_thread import in_thread
 from tests.harness.tokenizers import small_tokenizer
 
 TURNS = 3

@@ -33,10 +33,8 @@ from __future__ import annotations
 import asyncio
 import json
 import math
-import threading
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from aiohttp import web
@@ -374,22 +372,3 @@ class ScriptedEngine(ControlRoutes):
 
     def _next_id(self, ids: Sequence[int]) -> int:
         return digest(ids) % self.vocab_size
-
-
-@contextmanager
-def in_thread(engine: ScriptedEngine) -> Iterator[ScriptedEngine]:
-    """Run ``engine`` on an event loop of its own in another thread, for tests whose code under test has its own
-    loops."""
-    loop = asyncio.new_event_loop()
-    thread = threading.Thread(target=loop.run_forever, name="scripted-engine", daemon=True)
-    thread.start()
-    try:
-        asyncio.run_coroutine_threadsafe(engine.start(), loop).result(timeout=10)
-        try:
-            yield engine
-        finally:
-            asyncio.run_coroutine_threadsafe(engine.stop(), loop).result(timeout=10)
-    finally:
-        loop.call_soon_threadsafe(loop.stop)
-        thread.join(timeout=10)
-        loop.close()

@@ -17,7 +17,8 @@ import pytest
 
 from agl_slime.cli.main import COMMANDS, main
 from tests.faults.engine_faults import Status
-from tests.faults.scripted_engine import ScriptedEngine, in_thread
+from tests.faults.scripted_engine import ScriptedEngine
+from tests.harness.loop_thread import in_thread
 from tests.harness.servers import server_that_answers
 
 AGENTS = """

@@ -12,8 +12,8 @@ from agl_slime.tokens.images import MARK, ImageSettings
 from agl_slime.train.slime.replay import with_train_inputs
 from agl_slime.types import sample_from_json, sample_to_json
 from tests.faults.engine_faults import Abort
-from tests.faults.scripted_engine import in_thread
 from tests.harness.gateway import QUICK, engine_saying
+from tests.harness.loop_thread import in_thread
 from tests.harness.tokenizers import small_tokenizer
 from tests.harness.vision import expand, picture, uri, vision_tokenizer
 from tests.integration.rollouts import Finished, run_rollouts

@@ -27,10 +27,10 @@ from agl_slime.runner.controller_process import ControllerProcess, agents_of, ch
 from agl_slime.store.bridge import FINISHED, BridgeStore
 from agl_slime.support.agl import LLM
 from agl_slime.support.threads import run_blocking
-from tests.faults.scripted_engine import in_thread
 from tests.faults.train_process import train
 from tests.harness.agl1 import serving_api
 from tests.harness.gateway import TEMPLATE, engine_saying
+from tests.harness.loop_thread import in_thread
 from tests.harness.tokenizers import small_tokenizer
 
 pytestmark = [

@@ -25,10 +25,10 @@ from agl_slime.store.bridge import BridgeStore
 from agl_slime.support.agl import LLM
 from agl_slime.support.threads import run_blocking
 from benchmarks.common import Countdown
-from tests.faults.scripted_engine import in_thread
 from tests.harness.agl1 import local_controller
 from tests.harness.gateway import TEMPLATE, engine_saying
 from tests.harness.loop import LoopCase, hello_engine
+from tests.harness.loop_thread import in_thread
 from tests.harness.servers import free_port
 from tests.harness.tokenizers import small_tokenizer
 

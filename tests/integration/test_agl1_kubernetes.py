@@ -22,8 +22,8 @@ from agl_slime.store.bridge import BridgeStore
 from agl_slime.support.agl import LLM, RolloutConfig
 from agl_slime.support.threads import run_blocking
 from tests.faults.kubernetes_stub import KubernetesStub
-from tests.faults.scripted_engine import in_thread
 from tests.harness.gateway import TEMPLATE, engine_saying
+from tests.harness.loop_thread import in_thread
 from tests.harness.tokenizers import small_tokenizer
 
 pytestmark = [

@@ -22,7 +22,8 @@ from agl_slime.errors import (
     OutOfVocabularyError,
 )
 from tests.faults.engine_faults import Abort
-from tests.faults.scripted_engine import ScriptedEngine, in_thread
+from tests.faults.scripted_engine import ScriptedEngine
+from tests.harness.loop_thread import in_thread
 
 QUICK = ClientSettings(backoff_base_s=0.001, backoff_cap_s=0.01)
 

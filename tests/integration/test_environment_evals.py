@@ -14,9 +14,10 @@ from agl_slime.environments.environment import load_environment
 from agl_slime.support.agl import LLM
 from tests.environments import tiny
 from tests.environments.evals import said
-from tests.faults.scripted_engine import ScriptedEngine, in_thread
+from tests.faults.scripted_engine import ScriptedEngine
 from tests.harness.environments import ask, env_python
 from tests.harness.gateway import TEMPLATE
+from tests.harness.loop_thread import in_thread
 from tests.harness.tokenizers import small_tokenizer
 from tests.integration.test_environments import in_order, play
 

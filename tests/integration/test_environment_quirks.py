@@ -22,9 +22,9 @@ from agl_slime.store.bridge import BridgeStore
 from agl_slime.support.agl import LLM
 from agl_slime.support.threads import run_blocking
 from tests.environments import quirks
-from tests.faults.scripted_engine import in_thread
 from tests.harness.environments import env_python
 from tests.harness.gateway import TEMPLATE, engine_saying
+from tests.harness.loop_thread import in_thread
 from tests.harness.tokenizers import small_tokenizer
 from tests.integration.test_chat import talk
 

@@ -40,8 +40,8 @@ from agl_slime.gateway.settings import GatewaySettings
 from agl_slime.tokens.segments import merge_turns
 from agl_slime.tokens.span_codec import decode_turns
 from agl_slime.tokens.turn import Turn
-from tests.faults.scripted_engine import in_thread
 from tests.harness.gateway import engine_saying, trained_once
+from tests.harness.loop_thread import in_thread
 from tests.harness.tokenizers import small_tokenizer
 from tests.integration.engine_servers import real_sglang
 from tests.integration.rollouts import run_rollouts

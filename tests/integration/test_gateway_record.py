@@ -28,8 +28,9 @@ from agl_slime.gateway.recorder import RecordGateway
 from agl_slime.support.agl import LLM
 from agl_slime.tokens.turn import Turn
 from agl_slime.types import Sample, sample_from_json
-from tests.faults.scripted_engine import ScriptedEngine, in_thread
+from tests.faults.scripted_engine import ScriptedEngine
 from tests.harness.gateway import CALL, HELLO, QUICK, TEMPLATE, WEATHER, engine_saying
+from tests.harness.loop_thread import in_thread
 from tests.harness.tokenizers import small_tokenizer
 from tests.integration.test_loop_without_extras import BLOCKER, REPOSITORY
 

@@ -24,8 +24,9 @@ from agl_slime.store.client import RemoteStore
 from agl_slime.store.server import StoreService
 from agl_slime.support.agl import LLM, EnqueueRolloutRequest, ProxyLLM
 from agl_slime.tokens.span_codec import decode_turns
-from tests.faults.scripted_engine import ScriptedEngine, in_thread
+from tests.faults.scripted_engine import ScriptedEngine
 from tests.harness.gateway import QUICK, TEMPLATE, engine_saying
+from tests.harness.loop_thread import in_thread
 from tests.harness.tokenizers import small_tokenizer
 
 BODY = {"model": "m", "messages": [{"role": "user", "content": "Hello?"}]}

@@ -6,7 +6,6 @@ from __future__ import annotations
 import asyncio
 import json
 import pickle
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,6 +19,8 @@ from agl_slime.agent.batched.multi_turn import messages_to_sample
 from agl_slime.agent.tools import ToolManager
 from agl_slime.engine.client.generation import SamplingParams
 from agl_slime.errors import ConfigError
+from agl_slime.support.http import listening
+from tests.harness.loop_thread import in_thread
 from tests.harness.samples import trained_ids
 from tests.harness.vocabularies import chat_tokenizer
 
@@ -66,29 +67,12 @@ class ChatServer:
 @contextmanager
 def serving(reply: Reply) -> Iterator[ChatServer]:
     server = ChatServer(reply)
-    loop = asyncio.new_event_loop()
-    thread = threading.Thread(target=loop.run_forever, daemon=True)
-    thread.start()
-
-    async def start() -> web.AppRunner:
-        app = web.Application()
-        app.router.add_post("/v1/chat/completions", server.complete)
-        app.router.add_get("/v1/models", server.models)
-        runner = web.AppRunner(app)
-        await runner.setup()
-        site = web.TCPSite(runner, "127.0.0.1", 0)
-        await site.start()
-        server.url = f"http://127.0.0.1:{runner.addresses[0][1]}/v1"
-        return runner
-
-    runner = asyncio.run_coroutine_threadsafe(start(), loop).result(10)
-    try:
+    app = web.Application()
+    app.router.add_post("/v1/chat/completions", server.complete)
+    app.router.add_get("/v1/models", server.models)
+    with in_thread(listening(app, host="127.0.0.1", port=0, backlog=128)) as url:
+        server.url = f"{url}/v1"
         yield server
-    finally:
-        asyncio.run_coroutine_threadsafe(runner.cleanup(), loop).result(10)
-        loop.call_soon_threadsafe(loop.stop)
-        thread.join(10)
-        loop.close()
 
 
 def calling(**arguments: Any) -> dict[str, Any]:

@@ -22,7 +22,8 @@ from agl_slime.runner.thread import RunnerThread
 from agl_slime.store.bridge import BridgeStore
 from agl_slime.support.agl import LLM, EnqueueRolloutRequest, LitAgent
 from agl_slime.support.net import bypass_proxies, hosts_behind_proxy
-from tests.harness.gateway import engine_saying, in_thread
+from tests.harness.gateway import engine_saying
+from tests.harness.loop_thread import in_thread
 from tests.harness.servers import server_that_answers
 from tests.harness.tokenizers import small_tokenizer
 from tests.unit.test_report_alarms import healthy

@@ -24,7 +24,8 @@ from agl_slime.store.server import StoreService
 from agl_slime.train.slime.hooks import generate_rollout
 from agl_slime.train.slime.source import AGLDataSource
 from agl_slime.types import flat_samples
-from tests.faults.scripted_engine import ScriptedEngine, in_thread
+from tests.faults.scripted_engine import ScriptedEngine
+from tests.harness.loop_thread import in_thread
 from tests.integration.test_slime_run import BATCH, SIZE, NumbersAgent, StandIn, config_for, numbered, parse, run
 from tests.slime.contract_agent import ByteTokenizer, EchoEngine
 

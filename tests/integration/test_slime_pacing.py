@@ -14,7 +14,8 @@ import pytest
 from agl_slime import AGLDataSource, slime_hooks
 from agl_slime.data.results import Outcome
 from agl_slime.errors import ConfigError, DataSourceError
-from tests.faults.scripted_engine import ScriptedEngine, in_thread
+from tests.faults.scripted_engine import ScriptedEngine
+from tests.harness.loop_thread import in_thread
 from tests.harness.slime_source import AGENT, args_for, check, names
 
 

@@ -23,7 +23,8 @@ from agl_slime.loop.tasks import ShuffledTasks
 from agl_slime.report.page import write_report
 from agl_slime.report.read import RunReader
 from agl_slime.support.agl import NamedResources, Rollout
-from tests.faults.scripted_engine import ScriptedEngine, in_thread
+from tests.faults.scripted_engine import ScriptedEngine
+from tests.harness.loop_thread import in_thread
 from tests.slime.contract_agent import ByteTokenizer, ContractAgent
 
 BATCH, SIZE = 3, 2

@@ -18,7 +18,8 @@ from agl_slime.engine.client.generation import SamplingParams, WeightSpan
 from agl_slime.engine.client.weights import DiskWeightSync
 from agl_slime.errors import ConfigError, EngineUnreachableError, WeightSyncError
 from tests.faults.engine_faults import Answer, Body, Fault, Reset, Stall, Status
-from tests.faults.scripted_engine import ScriptedEngine, in_thread
+from tests.faults.scripted_engine import ScriptedEngine
+from tests.harness.loop_thread import in_thread
 
 QUICK = ClientSettings(backoff_base_s=0.001, backoff_cap_s=0.01, max_attempts=3)
 

@@ -23,7 +23,8 @@ from agl_slime.engine.process import EmbeddedEngine
 from agl_slime.support.agl import LLM, EnqueueRolloutRequest, RolloutConfig
 from agl_slime.tokens.loading import load_tokenizer
 from agl_slime.tokens.template import ChatTemplate
-from tests.faults.scripted_engine import ScriptedEngine, in_thread
+from tests.faults.scripted_engine import ScriptedEngine
+from tests.harness.loop_thread import in_thread
 from tests.harness.tokenizers import small_tokenizer
 from tests.slime.routers import sglang_router
 

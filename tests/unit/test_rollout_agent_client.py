@@ -14,7 +14,8 @@ from agl_slime.engine.client.generation import Generation, SamplingParams
 from agl_slime.errors import OutOfVocabularyError
 from agl_slime.support.agl import LLM
 from tests.faults.engine_faults import Abort, answering
-from tests.faults.scripted_engine import ScriptedEngine, in_thread
+from tests.faults.scripted_engine import ScriptedEngine
+from tests.harness.loop_thread import in_thread
 from tests.harness.tokenizers import small_tokenizer
 
 TOKENIZER: Any = small_tokenizer()
