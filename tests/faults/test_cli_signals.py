@@ -90,7 +90,6 @@ def logging_as_before() -> Iterator[None]:
         logger.setLevel(level)
 
 
-@pytest.mark.slow
 @pytest.mark.usefixtures("logging_as_before")
 def test_ctrl_c_in_this_process(
     policy_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -113,7 +113,6 @@ def test_another_address_needs_a_token(policy_dir: Path) -> None:
     assert "Traceback" not in ended.stderr
 
 
-@pytest.mark.slow
 def test_it_ends_when_its_parent_is_killed(policy_dir: Path) -> None:
     script = (
         "import sys, time\n"

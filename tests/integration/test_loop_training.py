@@ -30,6 +30,7 @@ from agl_slime.report import read_metrics
 from agl_slime.report.audit import audit
 from agl_slime.tokens.loading import load_tokenizer
 from tests.faults.token_counter import TokenCounter
+from tests.harness.engine import engine_in_thread
 
 
 def run(config: TrainConfig) -> str:
@@ -130,32 +131,33 @@ class Sorter(SGLangLitAgent):
         return -float(ord((response or "~")[0]))
 
 
-@pytest.mark.slow
 async def test_a_model_without_chat_template_is_asked_texts_as_they_are(policy_dir: Path, tmp_path: Path) -> None:
     model = Path(shutil.copytree(policy_dir, tmp_path / "model"))
     (model / "chat_template.jinja").unlink()
-    config = train_config(
-        model_path=model,
-        num_iterations=1,
-        rollout_batch_size=2,
-        n_samples_per_prompt=2,
-        max_new_tokens=4,
-        eval_interval=0,
-        output_dir=tmp_path / "out",
-    )
     said = io.StringIO()
     parts = RunParts(agent=Sorter(), tasks=[{"prompt": "Once upon a time"}])
-    await run_training(config, given=parts, console=Console(file=said))
+    chat = RunParts(agent=Sorter(), tasks=[{"messages": [{"role": "user", "content": "Hi"}]}])
+    with engine_in_thread(model) as url:
+        config = train_config(
+            model_path=model,
+            sglang_url=url,
+            num_iterations=1,
+            rollout_batch_size=2,
+            n_samples_per_prompt=2,
+            max_new_tokens=4,
+            eval_interval=0,
+            output_dir=tmp_path / "out",
+        )
+        await run_training(config, given=parts, console=Console(file=said))
+        with pytest.raises(
+            ConfigError, match=f"^--model-path {model}: Sorter gives chat messages, .* has no chat template"
+        ):
+            await run_training(replace(config, output_dir=tmp_path / "chat"), given=chat, console=Console(file=said))
     lines = (tmp_path / "out" / "rollouts.jsonl").read_text().splitlines()
     samples = [sample for line in lines for sample in json.loads(line)["samples"]]
     prompts = {"".join(sample["pieces"][: sample["prompt_length"]]) for sample in samples}
     assert prompts == {"Once upon a time"}
     assert "chat template" not in said.getvalue()
-    chat = RunParts(agent=Sorter(), tasks=[{"messages": [{"role": "user", "content": "Hi"}]}])
-    with pytest.raises(
-        ConfigError, match=f"^--model-path {model}: Sorter gives chat messages, .* has no chat template"
-    ):
-        await run_training(replace(config, output_dir=tmp_path / "chat"), given=chat, console=Console(file=said))
 
 
 def look(key: str) -> str:
