@@ -11,6 +11,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -89,6 +90,7 @@ def clone(tmp_path_factory: pytest.TempPathFactory, policy_dir: Path) -> Path:
     return place
 
 
+@cache  # a command that stands on several pages runs once
 def run(command: str, place: Path) -> subprocess.CompletedProcess[str]:
     words = shlex.split(command)
     here = {"python": [sys.executable], "agl-slime": [sys.executable, "-m", "agl_slime.cli.main"]}
@@ -124,6 +126,7 @@ def as_run_here(command: str, *, engine: str) -> str:
     command = re.sub(r"\[(.*?)\]", r"\1", command)
     for theirs, ours in {
         "http://127.0.0.1:30000": engine,
+        "https://host/v1": f"{engine}/v1",
         "/path/to/model": "MODEL",
         "/data": "data",
         "--output-dir RUN": "--output-dir A_NEW_RUN",
