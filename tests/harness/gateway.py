@@ -101,7 +101,7 @@ def writer(spans: list[Any]) -> Callable[[str, dict[str, Any], float], None]:
 
 @contextmanager
 def serving(
-    *says: str,
+    *says: str | list[int],
     settings: GatewaySettings | None = None,
     template: str = TEMPLATE,
     sampling: dict[str, Any] | None = None,
@@ -109,7 +109,8 @@ def serving(
     tokenizer: Any = None,
     **engine_options: Any,
 ) -> Iterator[Case]:
-    """A gateway with one attempt open, over an engine that says ``says``, an answer per prompt."""
+    """A gateway with one attempt open, over an engine that gives each prompt the next of the texts, or token ids, in
+    ``says``."""
     tokenizer = tokenizer or small_tokenizer(template)
     engine = engine_saying(tokenizer, says, **engine_options)
     access = EngineAccess(tokenizer=tokenizer, settings=QUICK)
@@ -125,8 +126,8 @@ def serving(
         yield case
 
 
-def engine_saying(tokenizer: Any, says: Sequence[str], **options: Any) -> ScriptedEngine:
-    """An engine that gives each new prompt the next of the texts."""
+def engine_saying(tokenizer: Any, says: Sequence[str | list[int]], **options: Any) -> ScriptedEngine:
+    """An engine that gives each new prompt the next of the texts, or token ids."""
     return ScriptedEngine(
         vocab_size=len(tokenizer),
         eos_id=tokenizer.eos_token_id,
@@ -136,17 +137,18 @@ def engine_saying(tokenizer: Any, says: Sequence[str], **options: Any) -> Script
     )
 
 
-def talking(tokenizer: Any, says: Sequence[str]) -> Callable[[Sequence[int]], int]:
-    """A ``next_id`` that gives each new prompt the next of the texts, then the end token; one that goes on from the
-    middle of an answer gets the rest of it."""
+def talking(tokenizer: Any, says: Sequence[str | list[int]]) -> Callable[[Sequence[int]], int]:
+    """A ``next_id`` that gives each new prompt the next of the texts, or token ids, then the end token; a prompt that
+    ends within an answer gets the rest of it."""
     begun: dict[int, tuple[list[int], int]] = {}  # of prompt and answer so far: the answer, and how much of it
     left = list(says)
 
     def next_id(ids: Sequence[int]) -> int:
         answer, at = begun.get(hash(tuple(ids)), ([], 0))
         if not answer:
-            text = left.pop(0) if left else says[-1]
-            answer = [*tokenizer.encode(text, add_special_tokens=False), tokenizer.eos_token_id]
+            said = left.pop(0) if left else says[-1]
+            ids_said = tokenizer.encode(said, add_special_tokens=False) if isinstance(said, str) else said
+            answer = [*ids_said, tokenizer.eos_token_id]
         if at + 1 < len(answer):
             begun[hash((*ids, answer[at]))] = answer, at + 1
         return answer[at]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from typing import Any
 
@@ -18,6 +19,7 @@ from agl_slime.tokens.converter import convert_trajectory
 from agl_slime.tokens.forks import ForkReason
 from agl_slime.tokens.trajectory import Trajectory
 from tests.harness.gateway import CALL, CALL_TWO, TEMPLATE, WEATHER, Case, serving, trained_once
+from tests.harness.tokenizers import small_tokenizer
 
 HELLO: list[Any] = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hello?"}]
 
@@ -28,6 +30,10 @@ def client_of(case: Case, **more: Any) -> OpenAI:
 
 def ask(case: Case, messages: list[Any] = HELLO, **how: Any) -> Any:
     return client_of(case).chat.completions.create(model="scripted", messages=messages, **how)
+
+
+def contains(ids: list[int], part: list[int]) -> bool:
+    return any(ids[at : at + len(part)] == part for at in range(len(ids)))
 
 
 def spaced(function: dict[str, Any]) -> None:
@@ -244,12 +250,22 @@ def test_client_retry_gets_the_answer_that_was_sampled() -> None:
 
 
 def test_siblings_with_the_same_words_and_other_tokens_are_not_guessed() -> None:
-    with serving("same", "same", "more") as case:
-        ask(case, n=2)
-        turns = case.turns
-        ask(case, [*HELLO, {"role": "assistant", "content": "same"}, {"role": "user", "content": "And?"}])
-        assert turns[0].response_ids.tolist() == turns[1].response_ids.tolist()
-        assert case.turns[2].fork in (None, ForkReason.BRANCH)
+    tokenizer = small_tokenizer(TEMPLATE)
+    encode = functools.partial(tokenizer.encode, add_special_tokens=False)
+    canonical, *others = (
+        [number for piece in pieces for number in encode(piece)]
+        for pieces in (["template"], ["t", "emplate"], list("template"))
+    )
+    with serving(*others, "more", tokenizer=tokenizer) as case:
+        answers = ask(case, n=2).choices
+        assert [answer.message.content for answer in answers] == ["template", "template"]
+        sampled = [turn.response_ids.tolist()[:-1] for turn in case.turns]
+        assert len({*map(tuple, sampled), tuple(canonical)}) == 3
+        ask(case, [*HELLO, {"role": "assistant", "content": "template"}, {"role": "user", "content": "And?"}])
+        history = case.turns[2].prompt_ids.tolist()
+        assert contains(history, canonical)
+        assert not any(contains(history, ids) for ids in sampled)
+        assert [len(segment.placements) for segment in case.segments] == [1, 1, 1]
         trained_once(case.turns, case.segments)
 
 
