@@ -1,5 +1,5 @@
 # The commands that CONTRIBUTING.md names. Run them inside the environment that `make install` fills.
-.PHONY: install smoke test test-full lint ci docs
+.PHONY: install smoke test test-full lint ci nightly docs
 
 install:
 	pip install -c constraints.txt -e ".[dev]"
@@ -19,8 +19,11 @@ lint:
 	lint-imports
 	pyright
 
-ci: ## everything from nothing, in environments of its own
+ci: ## from nothing: what protects a landing, in half an hour
 	bash .ci/run
+
+nightly: ## from nothing: everything, with a table of times
+	bash .ci/nightly
 
 docs: ## needs pip install "agl-slime[docs]"
 	mkdocs build --strict

@@ -13,7 +13,7 @@ python=${PYTHON:-$(command -v python3.11 || command -v python3)}
 
 "$python" -m venv "$venv"
 "$venv/bin/pip" install -q -c "$here/constraints.txt" torch "ray[default]" transformers numpy httpx tqdm pillow pylatexenc sympy aiohttp pybase64 \
-  setproctitle wandb sglang-router==0.3.2 safetensors pyyaml pytest pytest-asyncio hypothesis
+  setproctitle wandb sglang-router==0.3.2 safetensors pyarrow pyyaml pytest pytest-asyncio hypothesis
 "$venv/bin/pip" install -q -c "$here/constraints.txt" -e "$here"
 PYTHONPATH="$here/agl_slime/rehearse/standins:$slime_dir" "$venv/bin/python" -c "
 import ray, slime, agl_slime.types as types

@@ -1,6 +1,5 @@
-"""The examples of properties: few in the default run, which people wait for, and all with
-``pytest --hypothesis-profile full``, as ``.ci/run`` does. The few are the same each time, until a test changes; all are
-drawn anew, to search for faults."""
+"""The examples of properties: few in the default run, the same until a test changes; with
+``pytest --hypothesis-profile full``, as in ``.ci/nightly``, all, drawn anew each time."""
 
 from __future__ import annotations
 

@@ -18,40 +18,41 @@ from typing import Any
 
 import pytest
 
+from tests.harness.sources import SOURCES
+
 HERE = Path(__file__).resolve().parent
 REPOSITORY = HERE.parents[1]
 STANDINS = REPOSITORY / "agl_slime" / "rehearse" / "standins"
 _MARK = "RESULT "
+NO_SLIME = (
+    "slime is not here: set SLIME_DIR to a checkout of it, or AGL_SLIME_SOURCES to a folder with its archive "
+    "(scripts/slime_cpu.sh makes an environment for it)"
+)
 
 
 def slime_dir() -> Path | None:
-    """The slime checkout that ``SLIME_DIR`` names, or the one that is importable; ``None`` when there is none."""
-    named = os.environ.get("SLIME_DIR")
-    if named:
-        return Path(named).resolve()
-    found = importlib.util.find_spec("slime")
-    locations = list(found.submodule_search_locations or []) if found is not None else []
+    """The root of slime's sources (``tests/harness/sources.py``), or of the importable package; ``None`` without."""
+    if root := SOURCES["slime"].find():
+        return root
+    spec = importlib.util.find_spec("slime")
+    locations = list(spec.submodule_search_locations or []) if spec is not None else []
     root = Path(locations[0]).parent if locations else None
     return root if root is not None and (root / "slime" / "ray").is_dir() else None
 
 
 def slime_package() -> Path:
-    """The ``slime`` package directory, from SLIME_DIR or the installed one; importing it would need Ray and SGLang."""
-    if root := os.environ.get("SLIME_DIR"):
-        return Path(root) / "slime"
-    spec = importlib.util.find_spec("slime")
-    if spec is None or not spec.submodule_search_locations:
-        pytest.skip("set SLIME_DIR to a checkout of slime")
-    return Path(next(iter(spec.submodule_search_locations)))
+    """The ``slime`` package directory; importing it would need Ray and SGLang. Skips the test without one."""
+    root = slime_dir()
+    if root is None:
+        pytest.skip(NO_SLIME)
+    return root / "slime"
 
 
 def require_slime(*modules: str) -> Path:
     """The slime checkout; skips the test with one sentence when it, or one of ``modules``, is missing."""
     root = slime_dir()
     if root is None:
-        pytest.skip(
-            "slime is not here: set SLIME_DIR to a checkout of it (scripts/slime_cpu.sh makes an environment for it)"
-        )
+        pytest.skip(NO_SLIME)
     missing = [name for name in modules if importlib.util.find_spec(name) is None]
     if missing:
         pytest.skip(

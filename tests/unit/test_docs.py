@@ -95,6 +95,6 @@ def test_scripts_among_the_examples_find_the_modules_of_their_document(
 
 def test_the_site_is_built_with_its_warnings_as_errors() -> None:
     """With ``-q`` mkdocs counts no warnings, and ``--strict`` passes whatever a page links to."""
-    lines = (line.partition(" # ")[0] for line in (ROOT / ".ci/run").read_text().splitlines())
+    lines = (line.partition(" # ")[0] for line in (ROOT / ".ci/steps.sh").read_text().splitlines())
     builds = [line for line in lines if 'mkdocs" build' in line]
     assert [line for line in builds if "--strict" in line and not re.search(r"\s(-q|--quiet)\b", line)] == builds != []

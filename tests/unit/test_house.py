@@ -119,16 +119,19 @@ def test_each_command_of_the_readme_is_one_line_that_ci_runs() -> None:
     commands = re.findall(r"^    (python3 -m venv .*)$", (root / "README.md").read_text(), re.MULTILINE)
     ends = [command.rpartition(" && ")[2] for command in commands]
     assert ends == [".venv/bin/python train.py", ".venv/bin/pytest -n 2"]
-    ci = (root / ".ci/run").read_text()
-    for number in (1, 2):
-        assert f"readme_command {number}" in ci
+    steps = (root / ".ci/steps.sh").read_text()
+    for script in ("run", "nightly"):
+        text = (root / ".ci" / script).read_text()
+        for number, function in enumerate(("first_command", "second_command"), 1):
+            assert re.search(rf"^{function}\(\) .*\$\(readme_command {number}\)", steps, re.MULTILINE)
+            assert re.search(rf'^step "README, .*" {function}\b', text, re.MULTILINE)
 
 
-def test_every_classified_python_is_trained_on_in_ci() -> None:
+def test_every_classified_python_is_trained_on_each_night() -> None:
     root = PACKAGE.parent
     claimed = re.findall(r"Python :: (3\.\d+)", (root / "pyproject.toml").read_text())
     said = re.search(r"Python (3\.\d+) to (3\.\d+)", (root / "README.md").read_text())
-    tried = re.search(r"for version in (.*); do", (root / ".ci/run").read_text())
+    tried = re.search(r"for version in (.*); do", (root / ".ci/nightly").read_text())
     assert said is not None
     assert tried is not None
     assert (claimed[0], claimed[-1]) == said.groups()
@@ -136,7 +139,7 @@ def test_every_classified_python_is_trained_on_in_ci() -> None:
 
 
 def test_markers_stand_in_the_files_of_their_tests() -> None:
-    """``.ci/run`` collects only the files that name a marker; that of SGLang also comes from a fixture."""
+    """``.ci/nightly`` collects only the files that name a marker; that of SGLang also comes from a fixture."""
     root = PACKAGE.parent
     registered = set(re.findall(r'^  "(\w+): ', (root / "pyproject.toml").read_text(), re.MULTILINE))
     assert "browser" in registered

@@ -1,5 +1,5 @@
 """Installation beside SGLang's and slime's packages: the shipped lists and the script. The dry run itself, which asks a
-package index, is a step of .ci/run."""
+package index, is a step of .ci/nightly."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_a_list_of_pins_has_sglangs_own(file: str):
     assert {f"sglang=={version}", f"openai=={openai}"} <= {*lines}
     assert [line for line in lines if line.startswith("mcp==1.")]
     assert not [line for line in lines if line.startswith(("litellm", "agl-slime", "agentlightning"))]
-    assert file in (ROOT / ".ci" / "run").read_text()
+    assert file in (ROOT / ".ci" / "nightly").read_text()
 
 
 @pytest.mark.parametrize("openai", ["2.6.1", "3.57.0", None])

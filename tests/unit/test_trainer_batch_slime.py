@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ast
 import copy
+import importlib
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -56,7 +58,20 @@ def slime_convert(samples: list[Sample], **arguments: Any) -> dict[str, Any]:
         args=args, custom_reward_post_process_func=None, custom_convert_samples_to_train_data_func=None
     )
     manager._post_process_rewards = lambda samples: code["_post_process_rewards"](manager, samples)
-    return code["_convert_samples_to_train_data"](manager, copy.deepcopy(samples))
+    own_sample = _slime_sample(package)
+    theirs = [own_sample(**{**vars(sample), "status": own_sample.Status(sample.status.value)}) for sample in samples]
+    return code["_convert_samples_to_train_data"](manager, copy.deepcopy(theirs))
+
+
+def _slime_sample(package: Path) -> Any:
+    """slime's own ``Sample``; nothing of slime stays imported."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(package.parent))
+        try:
+            return importlib.import_module("slime.utils.types").Sample
+        finally:
+            for name in [name for name in sys.modules if name.partition(".")[0] == "slime"]:
+                del sys.modules[name]
 
 
 def full_groups(**fields: Any) -> list[Sample]:
