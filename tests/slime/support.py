@@ -10,7 +10,6 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -18,6 +17,7 @@ from typing import Any
 
 import pytest
 
+from tests.harness.guard import guarded
 from tests.harness.sources import SOURCES
 
 HERE = Path(__file__).resolve().parent
@@ -80,9 +80,8 @@ def environment(root: Path) -> dict[str, str]:
 
 def run_program(root: Path, name: str, *arguments: str | Path, timeout_s: float) -> dict[str, Any]:
     """Run ``programs/NAME.py`` and return what it printed as its result; else its whole output is in the failure."""
-    command = [sys.executable, "-m", f"tests.slime.programs.{name}", *map(str, arguments)]
     process = subprocess.Popen(
-        command,
+        guarded([sys.executable, "-m", f"tests.slime.programs.{name}", *arguments]),
         cwd=REPOSITORY,
         env=environment(root),
         stdout=subprocess.PIPE,
@@ -93,11 +92,9 @@ def run_program(root: Path, name: str, *arguments: str | Path, timeout_s: float)
     try:
         output, _ = process.communicate(timeout=timeout_s)
     except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
+        process.terminate()
         output, _ = process.communicate()
         pytest.fail(f"{name} did not end within {timeout_s:g} s:\n{output[-6000:]}")
-    finally:
-        _end_group(process.pid)
     if process.returncode != 0:
         pytest.fail(f"{name} ended with code {process.returncode}:\n{output[-8000:]}")
     return read_result(output)
@@ -114,14 +111,6 @@ def read_result(output: str) -> dict[str, Any]:
 def report(result: dict[str, Any]) -> None:
     """Print a program's result for ``run_program``."""
     print(_MARK + json.dumps(result), flush=True)
-
-
-def _end_group(group: int) -> None:
-    # what a program that failed left behind: Ray's daemons are in its session
-    try:
-        os.killpg(group, signal.SIGKILL)
-    except ProcessLookupError:
-        return
 
 
 def model_flags(model: Path) -> list[str]:
