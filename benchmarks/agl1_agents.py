@@ -37,7 +37,7 @@ from agl_slime.cli.demo.formats import Quality
 from agl_slime.gateway.agl1.settings import PYTHON_VARIABLE
 from agl_slime.report import read_metrics
 from benchmarks.common import load
-from tests.faults.train_process import train
+from tests.harness.train_process import train
 
 _LIMIT_S = 6 * 3600.0
 

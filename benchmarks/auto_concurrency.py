@@ -13,7 +13,7 @@ from dataclasses import replace
 
 from agl_slime.loop.auto_concurrency import AutoLimit
 from tests.harness.engine_model import EngineModel
-from tests.property.test_auto_limit import rates
+from tests.loop.test_auto_limit import rates
 
 FIXED = (8, 16, 32, 64, 128, 256, 512, 1024, 2048)
 

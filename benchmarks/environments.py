@@ -32,11 +32,11 @@ from agl_slime.runner.controller import ControllerPool
 from agl_slime.store.bridge import BridgeStore
 from agl_slime.support.agl import LLM
 from agl_slime.support.threads import run_blocking
-from tests.environments import boxed, tiny
-from tests.faults.scripted_engine import ScriptedEngine
 from tests.harness.gateway import TEMPLATE
 from tests.harness.loop_thread import in_thread
+from tests.harness.scripted_engine import ScriptedEngine
 from tests.harness.tokenizers import small_tokenizer
+from tests.programs.environments import boxed, tiny
 
 _OWN = """
 import asyncio, json, os, resource, sys, time
@@ -46,8 +46,8 @@ import verifiers.v1.clients.eval
 from agl_slime.environments.runtimes.layout import BubblewrapConfig
 from agl_slime.environments.runtimes.lending import lend_boxes
 from verifiers.v1.clients.eval import EvalClient
-from tests.environments import tiny
-from tests.environments.model import serving
+from tests.programs.environments import tiny
+from tests.programs.environments.model import serving
 from verifiers.v1.clients import EvalClientConfig, ModelContext
 from verifiers.v1.utils.loaders import load_environment, resolve_env_config
 class NoHop(EvalClient):

@@ -4,8 +4,8 @@
 
 Each agent is a pattern of messages, as its program sends them: kept parts of an answer (thinking, ids of calls, parts),
 reminders, second questions. The engine is scripted: each answer thinks, calls a tool or several, and the last
-one is text, in the format of the model's template. With ``--programs``, a directory where tests/clients/package.json is
-installed, Claude Code and Codex themselves are run as well.
+one is text, in the format of the model's template. With ``--programs``, a directory where
+tests/programs/clients/package.json is installed, Claude Code and Codex themselves are run as well.
 
 Printed per model and agent: turns, Samples, tokens of all Samples per token of the conversation, and reasons of forks.
 """

@@ -31,9 +31,9 @@ from agl_slime.cli.local import run_training
 from agl_slime.cli.parts import RunParts
 from agl_slime.cli.settings import train_config
 from benchmarks.common import console, question, question_agent, scripted_engine
-from tests.slime.cpu import register_cpu
-from tests.slime.programs.common import start_ray
-from tests.slime.support import model_flags
+from tests.harness.slime_programs import model_flags
+from tests.programs.slime.common import start_ray
+from tests.programs.slime.cpu import register_cpu
 
 GROUPS, SIZE = 8, 4
 
@@ -79,7 +79,7 @@ def main() -> None:
     parser.add_argument("--warm-up", type=int, default=4, help="iterations before those")
     options = parser.parse_args()
     register_cpu()
-    start_ray(num_gpus=1, setup_hook="tests.slime.cpu.register_cpu")
+    start_ray(num_gpus=1, setup_hook="tests.programs.slime.cpu.register_cpu")
     times, gains = ("engine : training", "t_roll", "t_train", "t_sync"), ("speed-up", "ceiling", "of it")
     table = Table(*times, "staleness", "s per iteration", *gains, "behind, mean / most")
     for ratio in options.ratios.split(","):

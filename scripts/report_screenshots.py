@@ -31,7 +31,7 @@ def main() -> None:
     from PIL import Image
     from playwright.sync_api import sync_playwright
 
-    from tests.browser.conftest import launched
+    from tests.harness.browser import launched
 
     def worth(sample: dict[str, Any]) -> tuple[int, int]:
         return len(sample["weight_versions"]), len(sample["pieces"])

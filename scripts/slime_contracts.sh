@@ -17,7 +17,7 @@ trap 'rm -f "$log"' EXIT
 contracts() {
   local settings=() setting
   for setting in "$@"; do settings+=("SLIME_CONTRACT_$setting"); done
-  (cd "$slime_dir" && env "${settings[@]}" PYTHONPATH="$here${PYTHONPATH:+:$PYTHONPATH}" AGL_SLIME_AGENT=tests.slime.contract_agent:ContractAgent \
+  (cd "$slime_dir" && env "${settings[@]}" PYTHONPATH="$here${PYTHONPATH:+:$PYTHONPATH}" AGL_SLIME_AGENT=tests.programs.agents.contract_agent:ContractAgent \
     AGL_SLIME_GET_TIMEOUT_S=60 "$python" -m pytest "$contracts" -rA -q --no-header -p no:cacheprovider >"$log" 2>&1)
 }
 

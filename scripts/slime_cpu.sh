@@ -2,7 +2,7 @@
 # Makes a Python environment in which slime's own code runs on a CPU, for the tests marked slime and ray:
 #   scripts/slime_cpu.sh SLIME_DIR [VENV]        (VENV defaults to .venv-slime; needs python3.10 to 3.12 as PYTHON)
 # Then, for example:
-#   SLIME_DIR=… .venv-slime/bin/python -m pytest tests/slime -m "slime or ray"
+#   SLIME_DIR=… .venv-slime/bin/python -m pytest tests/train/slime tests/tools tests/house -m "slime or ray"
 # Megatron and an importable SGLang are not installed: agl_slime/rehearse/standins has the few names of theirs that slime imports.
 set -euo pipefail
 here=$(cd "$(dirname "$0")/.." && pwd)
@@ -20,4 +20,4 @@ import ray, slime, agl_slime.types as types
 import slime.ray.rollout
 assert types.HAS_SLIME
 print('slime from', slime.__path__[0], 'runs here with ray', ray.__version__, 'and torch', __import__('torch').__version__)"
-echo "SLIME_DIR=$slime_dir $venv/bin/python -m pytest tests/slime -m 'slime or ray'"
+echo "SLIME_DIR=$slime_dir $venv/bin/python -m pytest tests/train/slime tests/tools tests/house -m 'slime or ray'"

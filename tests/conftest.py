@@ -1,18 +1,23 @@
-"""Fixtures for tests that need the tiny policy or a running engine; both are made once per test run."""
+"""Fixtures of several rooms: the tiny policy and running engines, made once per test run, and a browser."""
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import gc
 import os
 import shutil
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.integration.engine_servers import MAX_RUNNING
+from tests.harness.browser import browser, page
+from tests.harness.engine_servers import MAX_RUNNING, Server, real_sglang
+
+__all__ = ["browser", "page"]  # fixtures
 
 # Before torch and the tokenizers are first imported: the suite shares few cores, and more threads are slower for
 # tensors this small.
@@ -30,37 +35,37 @@ except ImportError:  # the environments of clients and of verifiers have no hypo
 
 # `pytest -m smoke`: a minute with one path through every room.
 SMOKE = [
-    "unit/test_config",
-    "unit/test_types",
-    "unit/test_backoff",
-    "unit/test_prose",
-    "unit/test_chat_templates",
-    "unit/test_tools_parsers",
-    "unit/test_trace_codec",
-    "unit/test_trace_segments",
-    "unit/test_trace_converter",
-    "unit/test_groups_ledger",
-    "unit/test_groups_policy",
-    "property/test_ledger_properties",
-    "property/test_loop_admission",
-    "unit/test_store_hooks",
-    "unit/test_store_release",
-    "unit/test_slime_hooks",
-    "unit/test_slime_driver",
-    "unit/test_buffer_store",
-    "unit/test_trainer_batch",
-    "unit/test_trainer_loss",
-    "unit/test_report_files",
-    "unit/test_report_page",
-    "unit/test_rollout_agent_client",
-    "integration/test_embedded_engine",
-    "integration/test_runner_concurrent",
-    "integration/test_multi_turn_agent",
-    "integration/test_gateway_chat",
-    "integration/test_gateway_protocols",
-    "integration/test_datasource_groups",
-    "integration/test_loop_interruptions",
-    "integration/test_loop_training",
+    "cli/test_config",
+    "train/slime/test_types",
+    "support/test_backoff",
+    "house/test_prose",
+    "tokens/test_chat_templates",
+    "tokens/test_tools_parsers",
+    "tokens/test_codec",
+    "tokens/test_segments",
+    "tokens/test_converter",
+    "data/test_ledger",
+    "data/test_policy",
+    "data/test_ledger_properties",
+    "loop/test_admission",
+    "store/test_hooks",
+    "train/slime/test_source_release",
+    "train/slime/test_hooks",
+    "train/slime/test_driver",
+    "buffer/test_store",
+    "train/local/test_batch",
+    "train/local/test_loss",
+    "report/test_files",
+    "report/test_page",
+    "agent/test_client",
+    "engine/test_embedded_engine",
+    "runner/test_concurrent",
+    "agent/test_multi_turn_agent",
+    "gateway/test_chat",
+    "gateway/test_protocols",
+    "data/test_source_groups",
+    "loop/test_interruptions",
+    "loop/test_training",
 ]
 
 
@@ -122,6 +127,26 @@ def one_tls_context() -> Iterator[None]:
         yield
 
 
+class _AsyncioWithShortSleeps:
+    def __getattr__(self, name: str) -> Any:
+        return getattr(asyncio, name)
+
+    @staticmethod
+    async def sleep(delay: float) -> None:
+        await asyncio.sleep(min(delay, 0.01))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def servers_that_look_often() -> Iterator[None]:
+    """uvicorn and Agent Lightning's launcher of it look every 0.1 s whether a server has started or is to end: 0.3 s
+    for each store that a test serves. Here they look every 0.01 s."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("uvicorn.server", "agentlightning.utils.server_launcher"):
+            if name in sys.modules:
+                patch.setattr(sys.modules[name], "asyncio", _AsyncioWithShortSleeps())
+        yield
+
+
 @pytest.fixture(scope="session")
 def policy_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The tiny policy for the lookup task as a checkpoint directory, a copy of its own."""
@@ -139,3 +164,37 @@ def embedded_engine(policy_dir: Path) -> Iterator[str]:
 
     with EmbeddedEngine(policy_dir, max_running_requests=MAX_RUNNING) as engine:
         yield engine.url
+
+
+@pytest.fixture(scope="session", params=["embedded", pytest.param("sglang", marks=pytest.mark.sglang)])
+def server(
+    request: pytest.FixtureRequest, policy_dir: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Server]:
+    """The embedded engine and, under the marker ``sglang``, a real SGLang serving the same checkpoint. To be left as
+    ``embedded_engine``."""
+    if request.param == "embedded":
+        yield Server(request.getfixturevalue("embedded_engine"), policy_dir, real=False)
+    else:
+        with real_sglang(policy_dir, tmp_path_factory.mktemp("sglang") / "server.log") as server:
+            yield server
+
+
+@pytest.fixture(scope="module")
+def policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from tests.harness.trainer_policy import save_policy  # imports torch
+
+    return save_policy(tmp_path_factory.mktemp("policy"))
+
+
+@pytest.fixture(scope="module")
+def tokenizer(policy_dir: Path) -> Any:
+    transformers = pytest.importorskip("transformers")
+    return transformers.AutoTokenizer.from_pretrained(policy_dir)
+
+
+@pytest.fixture(scope="module")
+def model(policy_dir: Path) -> Any:
+    torch = pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers")
+    torch.set_num_threads(1)
+    return transformers.AutoModelForCausalLM.from_pretrained(policy_dir).eval()

@@ -5,7 +5,7 @@ Stock code takes up to three asynchronous locks per store call through an exit s
 taken for microseconds, does the same. Reads take it as well, so that a scan in one thread does not break on a write in
 another.
 
-These are semi-private parts of Agent Lightning 0.3; ``tests/unit/test_store_hooks.py`` pins them.
+These are semi-private parts of Agent Lightning 0.3; ``tests/store/test_hooks.py`` pins them.
 """
 
 from __future__ import annotations

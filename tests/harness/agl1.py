@@ -20,9 +20,9 @@ from agl_slime.runner.controller_process import end_agents
 from agl_slime.store.bridge import BridgeStore
 from agl_slime.support.agl import LLM
 from agl_slime.support.threads import run_blocking
-from tests.faults.scripted_engine import ScriptedEngine
 from tests.harness.gateway import QUICK, TEMPLATE, engine_saying
 from tests.harness.loop_thread import in_thread
+from tests.harness.scripted_engine import ScriptedEngine
 from tests.harness.tokenizers import small_tokenizer
 
 KEY = "the-key"

@@ -24,14 +24,14 @@ def env_python() -> str:
 
 
 def ask(program: str, *args: str, stdin: Any = None) -> Any:
-    """What `python -m tests.environments.PROGRAM` prints, as JSON; asked once for all tests that want it."""
+    """What `python -m tests.programs.environments.PROGRAM` prints, as JSON; asked once for all tests that want it."""
     return json.loads(_asked(program, args, json.dumps(stdin)))
 
 
 @functools.cache
 def _asked(program: str, args: tuple[str, ...], stdin: str) -> str:
     run = subprocess.run(
-        [env_python(), "-m", f"tests.environments.{program}", *args],
+        [env_python(), "-m", f"tests.programs.environments.{program}", *args],
         cwd=ROOT,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         input=stdin,

@@ -24,8 +24,8 @@ from agl_slime.tokens.codec import token_array
 from agl_slime.tokens.segments import Segment, merge_turns
 from agl_slime.tokens.span_codec import decode_turns
 from agl_slime.tokens.turn import Turn
-from tests.faults.scripted_engine import ScriptedEngine
 from tests.harness.loop_thread import in_thread
+from tests.harness.scripted_engine import ScriptedEngine
 from tests.harness.tokenizers import small_tokenizer
 
 # Tools in the system message, answers as they are: what most templates come to.

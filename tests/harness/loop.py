@@ -20,9 +20,9 @@ from agl_slime.runner.concurrent import RunnerSettings
 from agl_slime.store.bridge import BridgeStore
 from agl_slime.support.agl import LLM, LightningStore
 from agl_slime.types import Sample
-from tests.faults.engine_faults import answering
-from tests.faults.scripted_engine import ScriptedEngine
+from tests.harness.engine_faults import answering
 from tests.harness.loop_thread import in_thread
+from tests.harness.scripted_engine import ScriptedEngine
 from tests.harness.tokenizers import small_tokenizer
 
 # retries within milliseconds: what is tested is what becomes of an error, not how long a person would wait for it; the

@@ -19,9 +19,9 @@ from agl_slime.store.client import RemoteStore
 from agl_slime.store.server import StoreService
 from agl_slime.support.agl import LLM, EnqueueRolloutRequest
 from agl_slime.types import Sample
-from tests.slime.contract_agent import ContractAgent
+from tests.programs.agents.contract_agent import ContractAgent
 
-AGENT = "tests.slime.contract_agent:ContractAgent"
+AGENT = "tests.programs.agents.contract_agent:ContractAgent"
 HELD_AGENT = f"{__name__}:HeldAgent"
 
 

@@ -20,7 +20,12 @@ class SlowHost(Host):
         super().__init__(**options)
 
     def _plug_in(self) -> None:
-        program = [sys.executable, str(Path(__file__).with_name("slow_link.py")), self._port, str(self._delay_s)]
+        program = [
+            sys.executable,
+            str(Path(__file__).parents[1] / "programs" / "slow_link.py"),
+            self._port,
+            str(self._delay_s),
+        ]
         relay = subprocess.Popen(
             [*self._switch.enter("net"), *program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )

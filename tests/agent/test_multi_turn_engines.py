@@ -1,0 +1,119 @@
+"""Many multi-turn rollouts against a running engine: what is trained is what the engine says it sampled, to the last
+id.
+
+On the embedded engine, and under the marker ``sglang`` on a real SGLang, where the prefix cache has to hit as well.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import defaultdict
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from agl_slime import SGLangLitAgent
+from agl_slime.agent.batched.multi_turn import MultiTurnRollout, SGLangSampler
+from agl_slime.agent.by_file import import_file
+from agl_slime.agent.scheduler import MultiTurnScheduler, RolloutInferRequest, RolloutResponseChoice
+from agl_slime.cli.demo.formats import LookupDemonstrations
+from agl_slime.engine.client.client import SGLangClient
+from agl_slime.engine.client.generation import Generation, SamplingParams
+from agl_slime.tokens.loading import load_tokenizer
+from tests.harness.engine_servers import Server
+from tests.harness.rollouts import run_rollouts
+from tests.harness.samples import trained_ids
+
+TURNS = 4
+LookupTable = import_file(Path(__file__).parents[2] / "agents" / "lookup_tools.py").LookupTable
+
+
+class Recorder:
+    """A client that keeps what the engine answered, by rollout."""
+
+    def __init__(self, client: SGLangClient) -> None:
+        self._client = client
+        self.record: dict[str, list[tuple[list[int], Generation]]] = defaultdict(list)
+
+    async def generate(
+        self, input_ids: Sequence[int], sampling: SamplingParams, *, routing_key: str | None = None
+    ) -> Generation:
+        generation = await self._client.generate(input_ids, sampling, routing_key=routing_key)
+        self.record[str(routing_key)].append((list(input_ids), generation))
+        return generation
+
+
+class GoOn(MultiTurnScheduler):
+    """An answer without a call is asked for again; every other rollout goes on with the answer itself."""
+
+    def step(
+        self, infer_request: RolloutInferRequest, result: RolloutResponseChoice, current_turn: int
+    ) -> RolloutInferRequest:
+        if infer_request.data_dict["continues"] and result.finish_reason == "length":
+            return infer_request
+        infer_request.messages.append({"role": "user", "content": f"Try again, {current_turn}."})
+        return infer_request
+
+    def check_finished(
+        self, infer_request: RolloutInferRequest, result: RolloutResponseChoice, current_turn: int
+    ) -> bool:
+        return current_turn >= TURNS
+
+
+class Agent(SGLangLitAgent):
+    tools = [LookupTable]
+    scheduler = GoOn
+    max_turns = TURNS
+
+    def build_prompt(self, task: dict[str, Any]) -> list[dict[str, Any]]:
+        return LookupDemonstrations().prompt(task)
+
+    def compute_reward(self, task: dict[str, Any], response: str) -> float:
+        return float(len(response) % 2)
+
+
+async def test_no_id_differs_between_the_engines_record_and_the_samples(server: Server, record_property: Any) -> None:
+    n, rng = (200 if server.real else 24), random.Random(0)
+    tasks = [{**LookupDemonstrations().make_task(rng), "continues": i % 2 == 0} for i in range(n)]
+    tokenizer = load_tokenizer(server.policy)
+    client = SGLangClient(base_url=server.url, eos_token_ids=(tokenizer.eos_token_id,))
+    recorder = Recorder(client)
+    agent = Agent(tokenizer=tokenizer, client=recorder, sampling=SamplingParams(max_new_tokens=16))
+    finished = await run_rollouts(agent, tasks)
+    await client.aclose()
+    turns = prompt_tokens = cached_tokens = mismatched = samples = 0
+    for rollout in finished:
+        assert rollout.failure is None, rollout.failure
+        record = recorder.record[rollout.rollout.rollout_id]
+        conversion = rollout.convert(tokenizer)
+        read_back = [(turn.prompt_ids.tolist(), turn.response_ids.tolist()) for turn in conversion.trajectory.turns]
+        mismatched += read_back != [(prompt, list(generation.output_ids)) for prompt, generation in record]
+        trained = trained_ids(*conversion.samples)
+        assert sorted(trained) == sorted(token for _, generation in record for token in generation.output_ids)
+        (sample,) = conversion.samples
+        mismatched += trained != [token for _, generation in record for token in generation.output_ids]
+        assert sample.tokens == [*record[-1][0], *record[-1][1].output_ids]
+        samples += 1
+        turns += len(record)
+        prompt_tokens += sum(len(prompt) for prompt, _ in record)
+        cached_tokens += sum(generation.cached_tokens for _, generation in record)
+    cached = cached_tokens / prompt_tokens
+    report = f"{n} rollouts, {turns} turns, {samples} Samples, {mismatched} mismatched, {cached:.0%} of prompts cached"
+    record_property("multi_turn", report)
+    print(report)
+    assert mismatched == 0
+    assert turns == n * TURNS
+    if server.real:
+        assert cached_tokens / prompt_tokens > 0.5  # all but the last answer and what followed it
+
+
+def test_one_prompt_beyond_the_models_context_ends_its_trajectory_only(server: Server) -> None:
+    """The error comes from the engine itself."""
+    tokenizer = load_tokenizer(server.policy)
+    rollout = MultiTurnRollout(sampler=SGLangSampler(base_url=server.url), template=tokenizer)
+    params = SamplingParams(max_new_tokens=4)
+    questions = ("Hello", "again and " * 40_000, "Bye")
+    trajectories = [{"messages": [{"role": "user", "content": question}]} for question in questions]
+    first, full, last = rollout(trajectories, sampling_params=params)
+    assert (full["end_reason"], full["turns"], full["truncated"]) == ("context_overflow", 0, True)
+    assert [len(trajectory["turn_records"]) for trajectory in (first, last)] == [1, 1]

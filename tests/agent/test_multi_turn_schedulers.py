@@ -1,0 +1,179 @@
+"""Schedulers of agents of more than one turn: new rounds, continuations, and how one is named on the command line."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from agl_slime.agent import scheduler as scheduler_module
+from agl_slime.agent.loading import configure_agent, load_plugins
+from agl_slime.agent.scheduler import (
+    MultiTurnScheduler,
+    RolloutInferRequest,
+    RolloutResponseChoice,
+    register_scheduler,
+)
+from agl_slime.errors import ConfigError
+from agl_slime.types import Sample
+from tests.agent.multi_turn_agents import CALL, TASK, Agent, ToolAgent, rollout, sampled
+from tests.harness.conversations import ScriptedClient
+from tests.harness.rollouts import run_rollout
+from tests.harness.samples import trained_ids
+from tests.harness.vocabularies import chat_tokenizer
+
+
+class Retry(MultiTurnScheduler):
+    """New round: told that it is wrong; or continuation, when the task says so."""
+
+    def check_finished(
+        self, infer_request: RolloutInferRequest, result: RolloutResponseChoice, current_turn: int
+    ) -> bool:
+        return "three" in result.message.content.lower() or super().check_finished(infer_request, result, current_turn)
+
+    def step(
+        self, infer_request: RolloutInferRequest, result: RolloutResponseChoice, current_turn: int
+    ) -> RolloutInferRequest:
+        infer_request.messages.append({"role": "user", "content": "Wrong."})
+        return infer_request
+
+
+class GoOn(Retry):
+    def step(
+        self, infer_request: RolloutInferRequest, result: RolloutResponseChoice, current_turn: int
+    ) -> RolloutInferRequest:
+        infer_request.messages[-1]["content"] += " But wait,"
+        return infer_request
+
+
+@pytest.mark.parametrize("scheduler", [None, Retry(max_turns=5)])
+async def test_the_answer_of_the_dataset_is_not_shown_to_the_model(scheduler: Any) -> None:
+    tokenizer = chat_tokenizer("anthropic", "groups_tools")
+    client = ScriptedClient(tokenizer, ["Three."])
+    agent = Agent(tokenizer=tokenizer, client=client)
+    agent.scheduler = scheduler
+    asked = [{"role": "user", "content": "How many?"}, {"role": "assistant", "content": "It is three."}]
+    task = {"messages": asked, "label": "3"}
+    assert (await run_rollout(agent, task)).failure is None
+    assert tokenizer.decode(client.prompts[0]).endswith("user\nHow many?<|im_end|>\n<|im_start|>assistant\n")
+    assert len(asked) == 2  # the task itself is left as it is
+
+
+async def test_the_reward_of_a_continued_answer_sees_all_of_it() -> None:
+    seen: list[Any] = []
+
+    class Judged(Agent):
+        async def score(self, task: dict[str, Any], trajectory: Any) -> float:
+            seen.append((trajectory.response, [message["content"] for message in trajectory.messages]))
+            return 1.0
+
+    await rollout(Judged, ["Two.", " three."], scheduler=GoOn(max_turns=5))
+    assert seen == [("Two. But wait, three.", ["How many?", "Two. But wait, three."])]
+
+
+async def test_turn_limit_and_truncated_answer_end_a_scheduled_rollout() -> None:
+    finished, _ = await rollout(Agent, ["Two.", "Four."], scheduler=Retry, max_turns=2)
+    (sample,) = finished.convert(chat_tokenizer("anthropic", "groups_tools")).samples
+    assert (sample.metadata["stop_reason"], sample.status) == ("max_turns", Sample.Status.TRUNCATED)
+    finished, _ = await rollout(Agent, ["Two " * 100, "never asked"], scheduler=Retry(max_turns=5))
+    (sample,) = finished.convert(chat_tokenizer("anthropic", "groups_tools")).samples
+    assert sample.metadata["stop_reason"] == "length"
+
+
+async def test_hooks_are_awaited_and_a_request_may_be_a_new_one() -> None:
+    seen: list[Any] = []
+
+    class Hooked(MultiTurnScheduler):
+        async def on_trajectory_start(self, infer_request: RolloutInferRequest) -> None:
+            infer_request.data_dict["opened"] = True
+            seen.append(("start", dict(infer_request.data_dict), len(infer_request.messages)))
+
+        async def on_turn_end(
+            self, infer_request: RolloutInferRequest, result: RolloutResponseChoice, current_turn: int
+        ) -> None:
+            seen.append(
+                (current_turn, result.message.content, infer_request.messages[-1]["role"], len(result.token_ids))
+            )
+
+        async def step(
+            self, infer_request: RolloutInferRequest, result: RolloutResponseChoice, current_turn: int
+        ) -> RolloutInferRequest:
+            messages = [*infer_request.messages, {"role": "user", "content": "And?"}]
+            return RolloutInferRequest(messages=messages, data_dict=infer_request.data_dict)
+
+    finished, client = await rollout(Agent, ["Two.", "Three."], scheduler=Hooked(max_turns=2))
+    lengths = [len(generation.output_ids) for generation in client.generations]
+    assert seen == [
+        ("start", {"label": "3", "table": {"kz": "three"}, "opened": True}, 1),
+        (1, "Two.", "assistant", lengths[0]),
+        (2, "Three.", "assistant", lengths[1]),
+    ]
+    assert finished.failure is None
+
+
+async def test_tools_and_a_scheduler_work_together() -> None:
+    finished, client = await rollout(ToolAgent, [CALL, "Two.", CALL, "Three."], scheduler=Retry(max_turns=6))
+    (sample,) = finished.convert(chat_tokenizer("anthropic", "groups_tools")).samples
+    assert trained_ids(sample) == sampled(client)
+    assert sample.metadata["tools"]["calls"] == {"look": 2}
+
+
+# -- from the command line
+# ---------------------------------------------------------------------------------------------------------------------
+
+PLUGIN = """
+from agl_slime.agent.scheduler import MultiTurnScheduler, register_scheduler
+
+@register_scheduler("plugged_in")
+class PluggedIn(MultiTurnScheduler):
+    def step(self, infer_request, result, current_turn):
+        infer_request.messages.append({"role": "user", "content": "Again."})
+        return infer_request
+"""
+
+
+async def test_a_scheduler_from_a_file_that_was_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(scheduler_module.schedulers, "plugged_in", list)  # taken out again at the end
+    del scheduler_module.schedulers["plugged_in"]
+    file = tmp_path / "plugin.py"
+    file.write_text(PLUGIN)
+    tokenizer = chat_tokenizer("anthropic", "chatml")
+    client = ScriptedClient(tokenizer, ["Two.", "Three."])
+    agent = Agent(tokenizer=tokenizer, client=client)
+    configure_agent(agent, scheduler="plugged_in", max_turns=2, plugins=[file])
+    assert load_plugins([file]) == load_plugins([str(file)])  # run once
+    finished = await run_rollout(agent, TASK)
+    assert len(finished.convert(tokenizer).trajectory.turns) == 2
+    assert "Again." in tokenizer.decode(client.prompts[1])
+
+
+def test_invalid_agent_configuration_is_an_error_in_one_sentence(tmp_path: Path) -> None:
+    class OwnRun(Agent):
+        async def run(self, task: Any, session: Any) -> None:
+            await session.ask()
+
+    broken = tmp_path / "broken.py"
+    broken.write_text("1 / 0")
+    cases: list[tuple[dict[str, Any], str]] = [
+        ({"scheduler": "nowhere"}, "nowhere"),
+        ({"max_turns": 0}, "--max-turns .* got 0"),
+        ({"plugins": [tmp_path / "missing.py"]}, "missing.py"),
+        ({"plugins": [broken]}, "broken.py .*ZeroDivisionError"),
+    ]
+    for options, words in cases:
+        with pytest.raises(ConfigError, match=words):
+            configure_agent(Agent(), **options)
+    with pytest.raises(ConfigError, match="OwnRun"):
+        configure_agent(OwnRun(), scheduler="any")
+    with pytest.raises(ConfigError, match="object"):
+        configure_agent(object(), scheduler="any")
+    configure_agent(object(), max_turns=2)  # the gateway counts the turns of agents that are not ours
+
+
+def test_a_registered_name_is_taken_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(scheduler_module.schedulers, "mine", list)  # taken out again at the end
+    del scheduler_module.schedulers["mine"]
+    register_scheduler("mine")(Retry)
+    with pytest.raises(ConfigError, match="'mine'"):
+        register_scheduler("mine")(Retry)

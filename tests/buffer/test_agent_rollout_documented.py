@@ -1,0 +1,119 @@
+"""The agent rollout's functions, payload, answers and log as its documentation has them."""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+from typing import Any
+
+import aiohttp
+import pytest
+from aiohttp import web
+
+from agl_slime.buffer.agent_rollout import (
+    generate_agent_rollout,
+    get_rollout_data,
+    log_raw_info,
+    start_rollout,
+)
+from agl_slime.buffer.server import BufferServer
+from tests.buffer.items import Client, add_generator, make_item, settings_for
+from tests.harness.agent_rollout import GENERATOR, DataBuffer, args_for, serve
+
+pytestmark = pytest.mark.usefixtures("fresh_sessions")
+
+
+async def test_it_can_be_awaited_as_documented(tmp_path):
+    add_generator(tmp_path, "sums", GENERATOR)
+    async with BufferServer(settings=settings_for(tmp_path)) as server:
+        groups = await generate_agent_rollout(args_for(server.url, tmp_path), 0, DataBuffer(), evaluation=False)
+        assert [len(group) for group in groups] == [2, 2]
+
+
+async def test_documented_start_payload_is_sent(tmp_path):
+    """The payload format of the documentation, key by key."""
+    seen: list[Any] = []
+
+    async def start(request: web.Request) -> web.Response:
+        seen.append(await request.json())
+        return web.json_response({"message": "Rollout started"})
+
+    app = web.Application()
+    app.router.add_post("/start_rollout", start)
+    async with serve(app) as url:
+        args = args_for(
+            url,
+            tmp_path,
+            rollout_num_process=1024,
+            num_epoch=3,
+            n_samples_per_prompt=8,
+            hf_checkpoint="/path/to/tokenizer",
+        )
+        answer = await asyncio.to_thread(start_rollout, url, args, {"0": ["id1"], "1": ["id2"]})
+    assert answer == {"message": "Rollout started"}
+    assert seen == [
+        {
+            "num_process": 1024,
+            "num_epoch": 3,
+            "remote_engine_url": "http://127.0.0.1:3000",
+            "task_type": "sums",
+            "input_file": str(tmp_path / "prompts.jsonl"),
+            "num_repeat_per_sample": "8",
+            "max_tokens": 64,
+            "sampling_params": {"max_tokens": 64, "temperature": 0.8, "top_p": 0.9},
+            "tokenizer_path": "/path/to/tokenizer",
+            "skip_instance_ids": ["id1", "id2"],
+        }
+    ]
+
+
+async def test_get_rollout_data_has_the_documented_results_and_errors(tmp_path):
+    async with BufferServer(settings=settings_for(tmp_path)) as server, Client(server.url) as client:
+        assert await get_rollout_data(api_base_url=server.url) == ([], {})
+        await client.post("/buffer/write", [make_item(f"{i}.{n}", i) for i in range(2) for n in range(2)])
+        data, meta_info = await get_rollout_data(server.url, 2, 10.0)
+        assert [item["uid"] for item in data] == ["0.0", "0.1"]
+        assert meta_info["total_samples"] == 4
+        url = server.url
+    with pytest.raises(aiohttp.ClientError):
+        await get_rollout_data(url)
+
+    asked_enough = asyncio.Event()
+
+    async def answer(request: web.Request) -> web.Response:
+        case = request.match_info["case"]
+        if case == "slow":
+            await asked_enough.wait()
+        body = {
+            "keys": {"success": True, "data": {"data": [{"uid": "1"}]}},
+            "shape": [1],
+            "list": {"success": True, "data": {"data": 3}},
+        }.get(case)
+        return (
+            web.json_response(body) if body is not None else web.Response(text="hello", content_type="application/json")
+        )
+
+    app = web.Application()
+    app.router.add_post("/{case}/get_rollout_data", answer)
+    async with serve(app) as url:
+        for case, message in [
+            ("keys", "has no extra_info, instance_id, messages, reward"),
+            ("shape", "expected an object"),
+            ("list", "without a list"),
+        ]:
+            with pytest.raises(ValueError, match=message):
+                await get_rollout_data(f"{url}/{case}")
+        with pytest.raises(ValueError, match="did not answer with JSON"):
+            await get_rollout_data(f"{url}/text")
+        with pytest.raises(asyncio.TimeoutError):
+            await get_rollout_data(f"{url}/slow", timeout=0.1)
+        asked_enough.set()
+
+
+def test_the_documented_log_format(caplog):
+    caplog.set_level("INFO", logger="agl_slime.buffer.agent_rollout")
+    meta = [{"total_samples": 60, "avg_reward": 1.0}, {"total_samples": 40, "avg_reward": 0.375}, {"other": 1}]
+    log_raw_info(SimpleNamespace(use_wandb=False, use_tensorboard=False), meta, 7)
+    assert caplog.messages == [
+        "rollout 7: {'rollout/no_filter/total_samples': 100, 'rollout/no_filter/avg_reward': 0.75}"
+    ]

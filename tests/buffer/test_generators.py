@@ -1,0 +1,375 @@
+"""Generators against a real engine over HTTP (a scripted one) and a real buffer."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import subprocess
+import sys
+from collections import Counter
+from typing import Any
+
+import openai
+import pytest
+from aiohttp import web
+
+from agl_slime.buffer.client import BufferUnreachableError, BufferWriter, ask_buffer, read_rows
+from agl_slime.buffer.generators import base_generator
+from agl_slime.buffer.runs import SHIPPED_GENERATORS, discover_generators
+from agl_slime.buffer.server import BufferServer
+from agl_slime.errors import BufferRequestError, ConfigError
+from tests.buffer.items import Client, add_generator, eventually, make_item, settings_for, write_problems
+
+
+class ChatEngine:
+    """An OpenAI-compatible server; ``answer(request)`` gives text, finish reason and the number of tokens."""
+
+    def __init__(self, answer: Any) -> None:
+        self.requests: list[dict[str, Any]] = []
+        self._answer = answer
+        self.url = ""
+
+    async def __aenter__(self) -> ChatEngine:
+        app = web.Application()
+        app.router.add_post("/v1/chat/completions", self._handle)
+        self._runner = web.AppRunner(app)
+        await self._runner.setup()
+        await web.TCPSite(self._runner, "127.0.0.1", 0).start()
+        self.url = f"http://127.0.0.1:{self._runner.addresses[0][1]}"
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._runner.cleanup()
+
+    async def _handle(self, request: web.Request) -> web.Response:
+        asked = await request.json()
+        self.requests.append(asked)
+        answer = self._answer(asked)
+        if isinstance(answer, int):
+            return web.json_response({"error": {"message": "scripted"}}, status=answer)
+        text, finish_reason, tokens = answer
+        choice = {"index": 0, "message": {"role": "assistant", "content": text}, "finish_reason": finish_reason}
+        usage = {"prompt_tokens": 1, "completion_tokens": tokens, "total_tokens": 1 + tokens}
+        return web.json_response(
+            {
+                "id": "x",
+                "object": "chat.completion",
+                "created": 0,
+                "model": "custom",
+                "choices": [choice],
+                "usage": usage,
+            }
+        )
+
+
+def adds(asked: dict[str, Any]) -> tuple[str, str, int]:
+    return rf"That is \boxed{{{int(asked['messages'][0]['content'].split()[0]) + 1}}}.", "stop", 8
+
+
+def test_the_shipped_directory_has_no_broken_generator():
+    found = discover_generators(SHIPPED_GENERATORS)
+    assert found.problems == {}
+    assert set(found.generators) == {"math", "agl"}
+
+
+def test_the_buffer_starts_without_agent_lightning():
+    """Importing it takes seconds, which a start of the buffer and each start of a generator would wait for."""
+    modules = "agl_slime.buffer.server, agl_slime.buffer.instance_ids, agl_slime.buffer.generators.agl_generator"
+    code = f"import sys, {modules}; sys.exit('agentlightning' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+async def test_the_math_generator_goes_from_payload_to_groups(tmp_path):
+    async with (
+        ChatEngine(adds) as engine,
+        BufferServer(settings=settings_for(tmp_path, generators=None)) as server,
+        Client(server.url) as client,
+    ):
+        payload = {
+            "num_process": 8,
+            "num_epoch": 2,
+            "remote_engine_url": engine.url,
+            "task_type": "math",
+            "input_file": write_problems(tmp_path),
+            "num_repeat_per_sample": "4",
+            "max_tokens": 64,
+            "sampling_params": {"max_tokens": 64, "temperature": 0.8, "top_p": 0.9},
+            "skip_instance_ids": ["math_0"],
+        }
+        assert (await client.post("/start_rollout", payload))[0] == 200
+        data: list[dict[str, Any]] = []
+
+        async def all_there() -> bool:
+            data.extend(await client.read())
+            return len(data) >= 20
+
+        await eventually(all_there, timeout_s=60)
+        assert Counter(entry["instance_id"] for entry in data) == {"math_0": 4, "math_1": 8, "math_2": 8}
+        assert {entry["raw_reward"] for entry in data} == {1.0}
+        assert {"uid", "instance_id", "messages", "reward", "extra_info"} <= data[0].keys()
+        assert data[0]["extra_info"]["finish_reason"] == "stop"
+        assert {(asked["temperature"], asked["top_p"], asked["max_tokens"]) for asked in engine.requests} == {
+            (0.8, 0.9, 64)
+        }
+
+
+async def test_aborted_answer_is_continued_with_the_remaining_tokens(monkeypatch):
+    monkeypatch.setattr(base_generator, "_PAUSE_S", 0.001)
+    script = iter([("The answer", "abort", 3), (" is", "abort", 2), (r" \boxed{4}", "stop", 5)])
+    async with (
+        ChatEngine(lambda asked: next(script)) as engine,
+        openai.AsyncOpenAI(api_key="none", base_url=f"{engine.url}/v1") as client,
+    ):
+        messages, finish_reason = await base_generator.query_single_turn(
+            client, [{"role": "user", "content": "2+2?"}], {"max_tokens": 32}
+        )
+    assert messages[-1] == {"role": "assistant", "content": r"The answer is \boxed{4}"}
+    assert finish_reason == "stop"
+    first, second, third = engine.requests
+    assert "continue_final_message" not in first
+    assert second["messages"][-1] == {"role": "assistant", "content": "The answer"}
+    assert second["continue_final_message"] is True
+    assert [asked["max_tokens"] for asked in engine.requests] == [32, 29, 27]
+    assert third["messages"][-1]["content"] == "The answer is"
+
+
+async def test_an_aborted_answer_without_room_left_is_cut_off(monkeypatch):
+    monkeypatch.setattr(base_generator, "_PAUSE_S", 0.001)
+    async with (
+        ChatEngine(lambda asked: ("word", "abort", 8)) as engine,
+        openai.AsyncOpenAI(api_key="none", base_url=f"{engine.url}/v1") as client,
+    ):
+        messages, finish_reason = await base_generator.query_single_turn(
+            client, [{"role": "user", "content": "?"}], {"max_tokens": 16}
+        )
+    assert (messages[-1]["content"], finish_reason) == ("wordword", "length")
+
+
+async def test_a_failed_rollout_is_written_with_its_mark(tmp_path):
+    """The engine refuses one instance: its items are stored, marked, and its group is refused; the others come out."""
+
+    def refuses_one(asked: dict[str, Any]) -> Any:
+        return 400 if asked["messages"][0]["content"].startswith("1") else adds(asked)
+
+    async with (
+        ChatEngine(refuses_one) as engine,
+        BufferServer(settings=settings_for(tmp_path)) as server,
+        Client(server.url) as client,
+    ):
+        generator = base_generator.BaseGenerator(engine.url, server.url, num_repeat_per_sample=2, max_tokens=16)
+        await generator.run(
+            write_problems(tmp_path), base_generator.query_single_turn, base_generator.get_rule_based_math_reward
+        )
+        data = await client.read()
+        assert {entry["instance_id"] for entry in data} == {"math_0", "math_2"}
+        _, stats = await client.get("/stats")
+        assert stats["task_types"]["math"]["groups_refused"] == {"too_few_valid_items": 1}
+        assert stats["items"]["reasons"] == {"filtered: too_few_valid_items": 2}
+
+
+@pytest.mark.parametrize("bad", [object(), {"a set"}])
+async def test_an_item_that_is_no_json_costs_its_own_rollout(tmp_path, bad):
+    """Results of the other instances are still sent."""
+
+    async def rollout(client: Any, messages: Any, sampling_params: Any) -> Any:
+        content = bad if messages[0]["content"].startswith("1") else "4"
+        return [*messages, {"role": "assistant", "content": content}]
+
+    async with BufferServer(settings=settings_for(tmp_path)) as server, Client(server.url) as client:
+        generator = base_generator.BaseGenerator("http://127.0.0.1:9", server.url, num_repeat_per_sample=2)
+        await generator.run(write_problems(tmp_path), rollout, lambda item: 1.0)
+        assert {entry["instance_id"] for entry in await client.read()} == {"math_0", "math_2"}
+        _, stats = await client.get("/stats")
+        assert stats["items"]["reasons"] == {"filtered: too_few_valid_items": 2}
+
+
+ODD_ROWS = r"""
+{"instance_id": "big", "prompt": "1", "label": "4", "number": 123456789012345678901234567890}
+{"instance_id": "half", "prompt": "2 \ud83d", "label": "4", "note": "x\ud83d", "ke\ud83dy": ["\ud83d"]}
+{"instance_id": "nan", "prompt": "3", "label": "4", "low": NaN, "high": [1e999, -Infinity]}
+"""
+
+
+async def test_odd_rows_lose_none_of_their_rollouts(tmp_path):
+    path = tmp_path / "odd.jsonl"
+    path.write_text(ODD_ROWS.strip())
+    rows: list[Any] = []
+
+    async def rollout(client: Any, messages: Any, sampling_params: Any) -> Any:
+        return [*messages, {"role": "assistant", "content": "\\boxed{4}"}]
+
+    async with BufferServer(settings=settings_for(tmp_path)) as server, Client(server.url) as client:
+        generator = base_generator.BaseGenerator("http://127.0.0.1:9", server.url, num_repeat_per_sample=2)
+        await generator.run(str(path), rollout, lambda item: rows.append(item) or 1.0)
+        answer = await ask_buffer(server.url, "/get_rollout_data", {})
+        _, stats = await client.get("/stats")
+    assert stats["items"]["reasons"] == {}
+    by_id = {item["instance_id"]: item for item in answer["data"]["data"]}
+    own = {
+        name: {k: v for k, v in item["extra_info"].items() if k in ["number", "note", "low", "high"]}
+        for name, item in by_id.items()
+    }
+    assert own == {
+        "big": {"number": 123456789012345678901234567890},
+        "half": {"note": "x\\ud83d"},
+        "nan": {"low": "NaN", "high": ["Infinity", "-Infinity"]},
+    }
+    assert by_id["half"]["extra_info"]["ke\\ud83dy"] == ["\\ud83d"]
+    assert by_id["half"]["messages"][0]["content"] == "2 \\ud83d"
+    seen = {row["instance_id"]: row for row in rows}  # a reward sees the row as the file has it
+    assert (seen["half"]["note"], seen["nan"]["high"]) == ("x\ud83d", [math.inf, -math.inf])
+
+
+async def test_a_number_that_json_does_not_have_is_refused_by_its_place(tmp_path):
+    async with BufferServer(settings=settings_for(tmp_path)) as server, BufferWriter(url=server.url) as writer:
+        with pytest.raises(BufferRequestError, match=r"item '1' is not JSON: reward is nan; only finite"):
+            await writer.write(make_item("1", reward=math.nan))
+        with pytest.raises(BufferRequestError, match=r"rollout_log_probs\.1 is -inf"):
+            await writer.write(make_item("2", rollout_log_probs=[-0.5, -math.inf], group_id=None))
+        with pytest.raises(BufferRequestError, match="item '3' is not JSON"):
+            await writer.write(make_item("3", reward=math.nan, seed=2**70))
+        await writer.write(make_item("4", group_id=None))
+        assert server.buffer.store.held_items == 1
+
+
+@pytest.mark.parametrize("instance_id", ["123456789012345678901234567890", "NaN", "[1]", r'"x\ud83d"', "1.5", "true"])
+def test_an_instance_id_that_names_nothing_is_refused_by_its_row(tmp_path, instance_id):
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"prompt": "0"}\n{"instance_id": null, "prompt": "1"}\n{"instance_id": 7.0, "prompt": "2"}\n')
+    assert [row["instance_id"] for row in read_rows(path)] == [0, 1, 7]
+    path.write_text(path.read_text() + f'{{"instance_id": {instance_id}, "prompt": "2"}}\n')
+    with pytest.raises(ConfigError, match=r"the instance_id of row 3 is .*give a text or a 64-bit integer"):
+        read_rows(path)
+
+
+async def test_only_missing_items_are_generated(tmp_path):
+    async with (
+        ChatEngine(adds) as engine,
+        BufferServer(settings=settings_for(tmp_path, group_size=4)) as server,
+        Client(server.url) as client,
+    ):
+        partial = [{"instance_id": "math_1", "group_id": 0, "items": 3}]
+        generator = base_generator.BaseGenerator(
+            engine.url,
+            server.url,
+            num_repeat_per_sample=4,
+            skip_instance_ids=["math_0", "math_0"],
+            partial_groups=partial,
+        )
+        await generator.run(
+            write_problems(tmp_path),
+            base_generator.query_single_turn,
+            base_generator.get_rule_based_math_reward,
+            num_epoch=2,
+        )
+        asked = Counter(asked["messages"][0]["content"] for asked in engine.requests)
+        assert asked == {"1 + 1?": 1 + 4, "2 + 1?": 8}
+        _, stats = await client.get("/stats")
+        assert stats["items"]["opened"] == 13
+
+
+async def test_documented_generator_runs_as_a_file(tmp_path):
+    """The template of the documentation: its own task type, sync functions, an OpenAI client, run_rollout as printed
+    (less its sleep)."""
+    add_generator(
+        tmp_path,
+        "your_task",
+        """
+        import copy, random
+        from agl_slime.buffer.generators.base_generator import SAMPLING_PARAMS, BaseGenerator
+
+        TASK_TYPE = "your_task_name"
+
+        def query_single_turn(client, messages, sampling_params, tools=None):
+            base_payload = {
+                "messages": messages, **sampling_params, "model": "custom", "stream": False,
+                "seed": random.randint(1, 10000000),
+            }
+            response = client.chat.completions.create(**copy.deepcopy(base_payload))
+            return messages + [{"role": "assistant", "content": response.choices[0].message.content}]
+
+        def reward(item):
+            assert item["messages"][-1]["role"] == "assistant"
+            return 1 if item["label"] in item["messages"][-1]["content"] else 0
+
+        def run_rollout(data: dict):
+            print(f"Starting math rollout with data: {data}")
+            global SAMPLING_PARAMS
+            for k, v in data["sampling_params"].items():
+                SAMPLING_PARAMS[k] = v
+                print(f"Set {k} to {v}", type(v))
+            generator = BaseGenerator(
+                data["remote_engine_url"],
+                data["remote_buffer_url"],
+                num_repeat_per_sample=int(data["num_repeat_per_sample"]),
+                queue_size=1000000,
+                max_tokens=int(data["sampling_params"]["max_tokens"]),
+                num_process=int(data.get("num_process", 100)),
+                task_type=data["task_type"],
+                skip_instance_ids=data.get("skip_instance_ids", None),
+            )
+            generator.entry(data["input_file"], query_single_turn, reward, int(data.get("num_epoch", 1)))
+
+        def filter_item(item):
+            return item["instance_id"] != "math_2"
+        """,
+    )
+    async with (
+        ChatEngine(adds) as engine,
+        BufferServer(settings=settings_for(tmp_path)) as server,
+        Client(server.url) as client,
+    ):
+        payload = {
+            "remote_engine_url": engine.url,
+            "task_type": "your_task_name",
+            "input_file": write_problems(tmp_path),
+            "num_repeat_per_sample": "2",
+            "sampling_params": {"max_tokens": 8, "temperature": 0.5},
+        }
+        assert (await client.post("/start_rollout", payload))[0] == 200
+        data: list[dict[str, Any]] = []
+
+        async def all_there() -> bool:
+            data.extend(await client.read())
+            _, stats = await client.get("/stats")
+            return stats["task_types"]["your_task_name"]["groups_refused"] and len(data) >= 4
+
+        await eventually(all_there, timeout_s=60)
+        assert {entry["instance_id"] for entry in data} == {"math_0", "math_1"}
+        assert {asked["temperature"] for asked in engine.requests} == {0.5}
+
+
+async def test_writes_wait_for_a_buffer_that_is_away(tmp_path):
+    settings = settings_for(tmp_path, run_dir=tmp_path / "run")
+    async with BufferServer(settings=settings) as server:
+        url = server.url
+    port = int(url.rpartition(":")[2])
+    async with BufferWriter(url=url) as writer:
+        waiting = asyncio.create_task(writer.write(make_item("1")))
+        done, _ = await asyncio.wait({waiting}, timeout=0.3)
+        assert not done
+        async with BufferServer(settings=settings_for(tmp_path, run_dir=tmp_path / "run", port=port)) as server:
+            await asyncio.wait_for(waiting, 20)
+            assert server.buffer.store.held_items == 1
+
+
+async def test_one_refused_item_does_not_cost_the_others(tmp_path):
+    async with BufferServer(settings=settings_for(tmp_path)) as server, BufferWriter(url=server.url) as writer:
+        await writer.write(make_item("0"))
+        results = await asyncio.gather(
+            writer.write(make_item("1")),
+            writer.write({"uid": "2"}),
+            writer.write(make_item("3")),
+            writer.write(make_item("0")),
+            return_exceptions=True,
+        )
+        assert [type(result) for result in results] == [type(None), BufferRequestError, type(None), type(None)]
+        assert server.buffer.store.held_items == 3
+
+
+async def test_unreachable_buffer_is_an_error_after_give_up_s(tmp_path):
+    async with BufferServer(settings=settings_for(tmp_path)) as server:
+        url = server.url
+    async with BufferWriter(url=url, give_up_s=0.2) as writer:
+        with pytest.raises(BufferUnreachableError, match="stored no item"):
+            await writer.write(make_item("1"))

@@ -1,0 +1,219 @@
+"""Ctrl-C, SIGTERM and SIGKILL on a real ``python train.py``: it ends within seconds, leaves nothing running and keeps
+what was written.
+
+Starting one takes ten seconds, most of them imports, so those tests are ``slow``; the first one has a twin inside the
+test's own process.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import logging
+import os
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from agl_slime.cli.main import main
+from agl_slime.report.files import RunDir, read_state
+from tests.harness.loop import threads_of_ours
+from tests.harness.train_process import train, watches
+
+# what the user is promised after Ctrl-C
+WITHIN_S = 5.0
+LONG = ("--num-iterations", "1000", "--eval-interval", "0")
+
+
+def gone(processes: list[psutil.Process], within_s: float) -> bool:
+    _, alive = psutil.wait_procs(processes, timeout=within_s)
+    return not [process for process in alive if process.is_running() and process.status() != psutil.STATUS_ZOMBIE]
+
+
+def check_metrics(directory: Path, at_least: int) -> None:
+    rows = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+    assert [row["iteration"] for row in rows] == list(range(1, len(rows) + 1))
+    assert len(rows) >= at_least
+
+
+def check_interrupted(directory: Path, text: str) -> None:
+    """What the user is told, and that every rollout has had one end."""
+    assert "stopped: interrupted" in text
+    check_metrics(directory, at_least=2)
+    assert read_state(RunDir(directory)).word == "stopped"
+    summary = json.loads((directory / "summary.json").read_text())
+    ledger = summary["ledger"]
+    assert summary["reason"] == "interrupted"
+    assert ledger["open"] == 0
+    assert ledger["opened"] == sum(count for name, count in ledger.items() if name != "opened")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("signals", "flags", "iteration"),
+    [(("SIGINT",), LONG, 2), (("SIGTERM",), LONG[:2], 2), (("SIGINT", "SIGINT"), LONG, 1)],
+    ids=["SIGINT", "SIGTERM, with validations", "SIGINT twice"],
+)
+def test_one_signal_interrupts_an_iteration_and_two_end_it_at_once(
+    signals: tuple[str, ...], flags: tuple[str, ...], iteration: int, policy_dir: Path, tmp_path: Path
+) -> None:
+    with train("--model-path", policy_dir, "--output-dir", tmp_path / "out", *flags) as run:
+        run.until(f"iter {iteration}/1000")
+        children = run.children()
+        assert len(children) == 1
+        for name in signals:
+            run.process.send_signal(signal.Signals[name])
+        code, took = run.end()
+        assert code == 130, run.text
+        assert took < WITHIN_S, run.text
+        assert gone(children, 1.0 if len(signals) == 1 else 5.0)
+    if len(signals) == 1:
+        assert "Traceback" not in run.text
+        assert run.lines[-1] == "Interrupted; written files are kept."
+        check_interrupted(tmp_path / "out", run.text)
+    check_metrics(tmp_path / "out", at_least=1)
+
+
+@pytest.fixture
+def logging_as_before() -> Iterator[None]:
+    """The command line sets logging up for a process of its own."""
+    loggers = [logging.getLogger(name) for name in (None, "agentlightning", "httpx", "LiteLLM", "asyncio")]
+    before = [(logger.handlers[:], logger.level) for logger in loggers]
+    yield
+    for logger, (handlers, level) in zip(loggers, before, strict=True):
+        logger.handlers[:] = handlers
+        logger.setLevel(level)
+
+
+@pytest.mark.usefixtures("logging_as_before")
+def test_ctrl_c_in_this_process(
+    policy_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Between two rewards of the third iteration, with the engine in a process of its own as ever."""
+    pytest.importorskip("torch", reason='training needs torch: pip install "agl-slime[local]"')
+    from agl_slime.cli.demo.agent import LookupAgent
+
+    rewards = itertools.count()
+    interrupted: list[float] = []
+    engines: list[psutil.Process] = []
+    before = psutil.Process().children()
+    reward = LookupAgent.compute_reward
+
+    def compute_reward(self: LookupAgent, task: dict[str, Any], response: str) -> float:
+        if next(rewards) == 2 * 64 + 20:
+            now = psutil.Process().children()
+            engines.extend(child for child in now if child not in before and not watches(child))
+            interrupted.append(time.monotonic())
+            os.kill(os.getpid(), signal.SIGINT)
+        return reward(self, task, response)
+
+    monkeypatch.setattr(LookupAgent, "compute_reward", compute_reward)
+    code = main(
+        [
+            "train",
+            "--view",
+            "lines",
+            *map(str, ("--model-path", policy_dir, "--output-dir", tmp_path / "out", "--eval-interval", "0")),
+        ]
+    )
+    ended = time.monotonic()
+    said = capsys.readouterr()
+    assert (code, "Traceback" in said.out + said.err) == (130, False), said
+    assert ended - interrupted[0] < WITHIN_S, said
+    [engine] = engines
+    assert gone([engine], 1.0)
+    assert said.err == "Interrupted; written files are kept.\n"
+    assert threads_of_ours() == []
+    check_interrupted(tmp_path / "out", said.out)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=str)
+def test_a_signal_while_it_starts(number: signal.Signals, tmp_path: Path) -> None:
+    with train("--output-dir", tmp_path / "out") as run:
+        run.until("starting the embedded engine")
+        deadline = time.monotonic() + 10
+        while not run.children() and time.monotonic() < deadline:
+            time.sleep(0.02)
+        children = run.children()
+        run.process.send_signal(number)
+        code, took = run.end()
+        assert (code, "Traceback" in run.text) == (130, False), run.text
+        assert took < WITHIN_S, run.text
+        assert gone(children, 1.0)
+    assert run.lines[-1] == "Interrupted; written files are kept."
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("after_s", [0.5, 2.0])
+def test_ctrl_c_while_it_imports(after_s: float, tmp_path: Path) -> None:
+    with train("--output-dir", tmp_path / "out") as run:
+        time.sleep(after_s)  # there is nothing to wait for: it says nothing yet
+        run.process.send_signal(signal.SIGINT)
+        code, took = run.end()
+        assert (code, "Traceback" in run.text) == (130, False), run.text
+        assert took < WITHIN_S
+
+
+@pytest.mark.slow
+def test_kill_9_leaves_no_engine(policy_dir: Path, tmp_path: Path) -> None:
+    with train("--model-path", policy_dir, "--output-dir", tmp_path / "out", *LONG) as run:
+        run.until("iter 1/1000")
+        children = run.children()
+        assert children
+        run.process.kill()
+        run.end()
+        assert gone(children, 5.0)
+    check_metrics(tmp_path / "out", at_least=1)
+    assert read_state(RunDir(tmp_path / "out")).word == "killed"
+
+
+@pytest.mark.slow
+def test_an_engine_that_is_killed_ends_the_run_with_one_sentence(policy_dir: Path, tmp_path: Path) -> None:
+    with train("--model-path", policy_dir, "--output-dir", tmp_path / "out", *LONG) as run:
+        run.until("iter 1/1000")
+        [engine] = run.children()
+        engine.kill()
+        code, took = run.end()
+        assert (code, "Traceback" in run.text) == (1, False), run.text
+        assert took < 20
+    assert run.lines[-1].startswith("error: ")
+    assert "embedded engine has died" in run.lines[-1]
+
+
+BACKTRACKING = """
+import re
+from agl_slime.cli.demo.agent import LookupAgent
+
+class Agent(LookupAgent):
+    def compute_reward(self, task, response):
+        re.match(r"(a+)+$", "a" * 40 + "b")
+        return 0.0
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=str)
+def test_a_reward_that_holds_the_lock_is_named_and_ends(
+    number: signal.Signals, policy_dir: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "agent.py").write_text(BACKTRACKING)
+    flags = ("--agent", f"{tmp_path / 'agent.py'}:Agent", "--eval-interval", "0")
+    with train("--model-path", policy_dir, "--output-dir", tmp_path / "out", *flags) as run:
+        run.until("This process no longer runs Python code: compute_reward() of rollout ro-")
+        assert f" at {tmp_path / 'agent.py'}:7 holds the interpreter lock; " in run.text
+        assert run.text.count("holds the interpreter lock") == 1
+        children, watchers = run.children(), run.watchers()
+        assert len(children) == len(watchers) == 1
+        run.process.send_signal(number)
+        run.until("The process cannot handle Ctrl-C now")
+        run.process.send_signal(number)
+        code, took = run.end()
+        assert code == -signal.SIGKILL
+        assert took < WITHIN_S
+        assert gone([*children, *watchers], 10.0)

@@ -1,0 +1,287 @@
+"""On-policy distillation: teachers score the tokens of rollouts, and the reverse KL to them trains the policy."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import json
+import shutil
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from aiohttp import web
+from rich.console import Console
+
+torch = pytest.importorskip("torch", reason='training needs torch: pip install "agl-slime[local]"')
+
+from agl_slime import AGLDataSource  # noqa: E402
+from agl_slime.cli.local import run_training  # noqa: E402
+from agl_slime.cli.settings import train_config  # noqa: E402
+from agl_slime.data.client import TaskGroup, enqueue_requests  # noqa: E402
+from agl_slime.data.results import MemberResult, Outcome  # noqa: E402
+from agl_slime.data.source import GroupSource  # noqa: E402
+from agl_slime.data.teacher import Teacher, Teachers  # noqa: E402
+from agl_slime.engine.client.transport import ClientSettings  # noqa: E402
+from agl_slime.errors import ConfigError, TrainerError  # noqa: E402
+from agl_slime.store.bridge import BridgeStore  # noqa: E402
+from agl_slime.support.http import listening  # noqa: E402
+from agl_slime.tokens.codec import unpack_token_ids  # noqa: E402
+from agl_slime.train.slime.source import score_delivered  # noqa: E402
+from agl_slime.types import Sample, flat_samples  # noqa: E402
+from tests.harness.datasource import QUICK as QUICK_SOURCE  # noqa: E402
+from tests.harness.datasource import Told, get  # noqa: E402
+from tests.harness.engine_client import PROMPTS, TOLERANCE, expected_log_probs  # noqa: E402
+from tests.harness.slime_source import AGENT, args_for  # noqa: E402
+from tests.harness.stores import enqueue, finish  # noqa: E402
+from tests.harness.trainer_policy import make_model, make_samples, response_log_probs  # noqa: E402
+from tests.harness.trainers import ONE_STEP, assert_close, flat, trainer  # noqa: E402
+
+QUICK = ClientSettings(max_attempts=2, backoff_base_s=0.001, total_timeout_s=5.0)
+
+
+def sample(ids: list[int], length: int, *, source: str | None = None) -> Sample:
+    metadata = {} if source is None else {"source_name": source}
+    return Sample(tokens=ids, response_length=length, loss_mask=[1] * length, reward=1.0, metadata=metadata)
+
+
+def member(*samples: Sample, **changes: Any) -> MemberResult:
+    return MemberResult(rollout_id="r", group_id="g", samples=samples, reward=1.0, **changes)
+
+
+@pytest.fixture
+async def broken() -> AsyncIterator[str]:
+    """An engine that answers 500."""
+
+    async def fail(_: web.Request) -> web.Response:
+        return web.json_response({"error": {"message": "out of memory"}}, status=500)
+
+    app = web.Application()
+    app.router.add_post("/generate", fail)
+    async with listening(app, host="127.0.0.1", port=0, backlog=8) as url:
+        yield url
+
+
+async def test_every_response_token_gets_the_teachers_log_prob(embedded_engine: str, model: Any):
+    samples = [sample(ids, length) for ids, length in zip(PROMPTS, (2, 3, 30), strict=True)]
+    async with Teachers([Teacher(embedded_engine)]) as teachers:
+        assert await teachers(given := member(*samples)) is given
+    for one in samples:
+        prompt, response = one.tokens[: -one.response_length], one.tokens[-one.response_length :]
+        expected = expected_log_probs(model, prompt, response)
+        assert np.abs(np.array(one.teacher_log_probs) - expected).max() < TOLERANCE
+
+
+@asynccontextmanager
+async def constant(log_prob: float) -> AsyncIterator[str]:
+    """An engine under which each token has ``log_prob``."""
+
+    async def answer(request: web.Request) -> web.Response:
+        payload = await request.json()
+        scored = [
+            [[None if at == start else log_prob, token, None] for at, token in enumerate(ids) if at >= start]
+            for ids, start in zip(payload["input_ids"], payload["logprob_start_len"], strict=True)
+        ]
+        return web.json_response([{"text": "", "meta_info": {"input_token_logprobs": pairs}} for pairs in scored])
+
+    app = web.Application()
+    app.router.add_post("/generate", answer)
+    async with listening(app, host="127.0.0.1", port=0, backlog=8) as url:
+        yield url
+
+
+async def test_teachers_of_one_source_are_averaged_by_weight():
+    given = member(sample(PROMPTS[0], 2, source="math"))
+    async with AsyncExitStack() as stack:
+        urls = [await stack.enter_async_context(constant(log_prob)) for log_prob in (-1.0, -2.0)]
+        both = [Teacher(url, "math", weight) for url, weight in zip(urls, (3.0, 1.0), strict=True)]
+        result = await (await stack.enter_async_context(Teachers(both, settings=QUICK)))(given)
+    assert result.ok
+    assert given.samples[0].teacher_log_probs == [-1.25, -1.25]
+
+
+async def test_teachers_are_chosen_by_source(embedded_engine: str, broken: str):
+    of_math = [Teacher(embedded_engine, "math", 3.0), Teacher(broken, "code")]
+    async with Teachers(of_math, settings=QUICK) as teachers:
+        good = await teachers(member(sample(PROMPTS[0], 2, source="math")))
+        failed = await teachers(member(sample(PROMPTS[0], 2, source="code")))
+        unknown = await teachers(member(sample(PROMPTS[0], 2)))
+    assert good.ok
+    assert (failed.failure, unknown.failure) == ("teacher", "teacher")
+    assert "out of memory" in failed.failure_message
+    assert "source_name ''" in unknown.failure_message
+
+
+async def test_a_failed_teacher_fails_the_rollout_and_gives_no_number(broken: str):
+    given = [sample(ids, 2) for ids in PROMPTS]
+    async with Teachers([Teacher(broken)], settings=QUICK) as teachers:
+        result = await teachers(member(*given))
+        validation = await teachers(member(*given, mode="val"))
+    assert (result.ok, result.samples) == (False, ())
+    assert [one.teacher_log_probs for one in given] == [None] * 3
+    assert validation.ok
+
+
+async def test_another_vocabulary_is_refused_with_its_url(embedded_engine: str, tokenizer: Any):
+    async with Teachers([Teacher(embedded_engine)]) as teachers:
+        await teachers.check(tokenizer)
+        other = type(tokenizer).from_pretrained(tokenizer.name_or_path)
+        other.add_tokens(["<|new|>"])
+        with pytest.raises(ConfigError, match=r"http://127.* differs from the policy's .* same tokenizer"):
+            await teachers.check(other)
+
+
+async def test_a_rollout_that_its_teacher_failed_is_failed_in_the_ledger(embedded_engine: str, broken: str):
+    store, urls = BridgeStore(), iter([embedded_engine, broken, embedded_engine, embedded_engine])
+
+    async def score(given: MemberResult) -> MemberResult:
+        async with Teachers([Teacher(next(urls))], settings=QUICK) as teachers:
+            return await teachers(given)
+
+    with GroupSource(store=store, settings=QUICK_SOURCE, annotate=score) as source:
+        told = Told(source)
+        source.expect("g", size=4)
+        ids = await enqueue(store, 4, group_id="g", size=4)
+        source.opened(ids)
+        for number, rollout_id in enumerate(ids):
+            await finish(store, rollout_id)
+            await told.until(lambda number=number: len(told.members) > number)
+        [group] = await get(source, 1)
+        assert [len(one.teacher_log_probs or ()) for one in group] == [2, 2, 2]
+        assert told.failures == ["teacher"]
+        assert source.ledger.counts().reasons[Outcome.FAILED, "teacher"] == 1
+
+
+async def test_a_delivered_rollout_without_its_teacher_is_out_of_slimes_loss(embedded_engine: str, broken: str):
+    both = [Teacher(embedded_engine, "good"), Teacher(broken, "bad")]
+    group = [replace(sample(PROMPTS[0], 2, source=name), rollout_log_probs=[-1.0, -2.0]) for name in ("good", "bad")]
+    await score_delivered([group], Teachers(both, settings=QUICK))
+    assert [one.remove_sample for one in group] == [False, True]
+    assert group[0].teacher_log_probs != group[1].teacher_log_probs == [-1.0, -2.0]
+
+
+def test_slimes_data_source_gives_samples_with_the_teachers_log_probs(embedded_engine: str):
+    with AGLDataSource(args_for(agl_agent=AGENT, agl_teacher_url=embedded_engine)) as source:
+        groups = source.get_samples(2)
+        assert len(groups) == 2
+        for one in flat_samples(groups):
+            assert len(one.teacher_log_probs or ()) == one.response_length > 0
+
+
+@pytest.mark.parametrize(
+    ("task", "expected"),
+    [({"source_name": "math"}, {"source_name": "math"}), ({"source_name": 3}, {}), ({}, {}), ("a text", {})],
+)
+def test_a_rollout_has_the_source_name_of_its_task(task: Any, expected: dict[str, str]):
+    [request] = enqueue_requests([TaskGroup("g", task)], size=1, mode="train", resources_id=None, timeout_s=60)
+    assert request.metadata == {"group_id": "g", "group_size": 1, **expected}
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("http://a:1/v1", Teacher("http://a:1")),
+        ("math=http://a:1", Teacher("http://a:1", "math")),
+        ("math:0.5=https://a/x=y", Teacher("https://a/x=y", "math", 0.5)),
+        ("a:1", None),
+        ("math:much=http://a:1", None),
+        ("math:0=http://a:1", None),
+        ("math:nan=http://a:1", None),
+    ],
+)
+def test_the_forms_of_teacher_url(text: str, expected: Teacher | None):
+    if expected is None:
+        with pytest.raises(ConfigError, match="--teacher-url"):
+            train_config(teacher_url=(text,))
+    else:
+        assert Teacher.parse(text) == expected
+
+
+def test_settings_of_a_teacher_without_one_are_refused():
+    for fields in ({"teacher_coef": 0.5}, {"teacher_alone": True}):
+        with pytest.raises(ConfigError, match="add --teacher-url URL"):
+            train_config(**fields)
+
+
+@pytest.mark.parametrize("alone", [False, True])
+def test_the_gradient_is_that_of_rewards_less_reverse_kl(tmp_path: Path, alone: bool):
+    """Against autograd over one rollout after the other; ratios are 1, so the loss is the plain policy gradient."""
+    student, teacher, coef = make_model(seed=0), make_model(seed=1), 0.3
+    student.save_pretrained(tmp_path)
+    samples = make_samples(student, groups=1)
+    for one in samples:
+        one.teacher_log_probs = response_log_probs(teacher, one.tokens, one.response_length)
+    ours = trainer(tmp_path, ONE_STEP, rewards_normalization=False, std_normalization=False)
+    ours._teacher_coef, ours._teacher_alone = coef, alone
+    ours.model.double()
+    seen: list[Any] = []
+    ours._optimizer.register_step_pre_hook(lambda *_: seen.append(flat([p.grad for p in ours.model.parameters()])))  # type: ignore[misc]
+    metrics = ours.train(samples, iteration=0)
+
+    student.double()
+    total, kl, n_tokens = torch.zeros((), dtype=torch.float64), [], sum(sum(s.loss_mask or []) for s in samples)
+    for one in samples:
+        ids = torch.tensor(one.tokens)
+        every = student(ids[None]).logits[0, :-1].log_softmax(-1).gather(-1, ids[1:, None]).squeeze(-1)
+        columns = (every[-one.response_length :], one.rollout_log_probs, one.teacher_log_probs, one.loss_mask)
+        for now, old, of_teacher, trained in zip(*columns, strict=True):
+            if trained:
+                kl.append(old - of_teacher)
+                advantage = (0.0 if alone else float(one.reward)) - coef * kl[-1]  # type: ignore[arg-type]
+                ratio = (now - old).exp()
+                total = total - torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage) / n_tokens
+    total.backward()
+    assert metrics["train/teacher_kl"] == pytest.approx(sum(kl) / n_tokens, rel=1e-6)
+    assert metrics["train/loss"] == pytest.approx(total.item(), rel=1e-6)
+    assert_close(seen[0], flat([p.grad for p in student.parameters() if p.grad is not None]))
+
+    samples[1].teacher_log_probs = None
+    with pytest.raises(TrainerError, match="sample 1 has no teacher_log_probs while others do"):
+        ours.train(samples, iteration=1)
+    with pytest.raises(TrainerError, match="give --teacher-url"):
+        ours.train([replace(one, teacher_log_probs=None) for one in samples], iteration=1)
+
+
+@pytest.mark.slow
+def test_the_reverse_kl_falls_in_a_run_with_a_teacher_alone(policy_dir: Path, embedded_engine: str, tmp_path: Path):
+    """The teacher is the tiny policy, the student the same with noise on its weights. The KL is of whole distributions
+    after the tokens of kept rollouts: that of 32 rollouts' sampled tokens varies by more than what is learned."""
+    from transformers import AutoModelForCausalLM
+
+    student = Path(shutil.copytree(policy_dir, tmp_path / "student"))
+    model = AutoModelForCausalLM.from_pretrained(policy_dir)
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += 0.4 * parameter.std(correction=0) * torch.randn(parameter.shape, generator=generator)
+    model.save_pretrained(student)
+    config = train_config(
+        model_path=student,
+        teacher_url=(embedded_engine,),
+        teacher_alone=True,
+        num_iterations=6,
+        rollout_batch_size=16,
+        eval_interval=0,
+        output_dir=tmp_path / "run",
+    )
+    asyncio.run(run_training(config, console=Console(file=io.StringIO())))
+    lines = (tmp_path / "run" / "rollouts.jsonl").read_text().splitlines()
+    samples = [sample for line in lines for sample in json.loads(line)["samples"]]
+
+    @torch.no_grad()
+    def log_probs(path: Path) -> torch.Tensor:
+        scorer = AutoModelForCausalLM.from_pretrained(path)
+        logits = []
+        for sample in samples:
+            ids = torch.tensor(unpack_token_ids(sample["tokens"]).tolist())
+            logits.append(scorer(ids[None]).logits[0, sample["prompt_length"] - 1 : -1])
+        return torch.cat(logits).log_softmax(-1)
+
+    teacher = log_probs(policy_dir)
+    policies = log_probs(student), log_probs(tmp_path / "run" / "model")
+    before, after = ((policy.exp() * (policy - teacher)).sum(-1).mean() for policy in policies)
+    assert after < 0.5 * before

@@ -1,0 +1,18 @@
+"""The client of the suite that both engines pass."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+
+import aiohttp
+import pytest
+
+from tests.harness.engine_client import Client
+from tests.harness.engine_servers import Server
+
+
+@pytest.fixture
+async def client(server: Server) -> AsyncIterator[Client]:
+    timeout = aiohttp.ClientTimeout(total=60)
+    async with aiohttp.ClientSession(timeout=timeout, connector=aiohttp.TCPConnector(limit=0)) as session:
+        yield Client(session, server)

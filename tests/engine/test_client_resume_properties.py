@@ -1,0 +1,183 @@
+"""However often and wherever the engine aborts, the joined generation is the one that was never aborted."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from itertools import pairwise
+
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from agl_slime.engine.client.generation import Generation, SamplingParams, WeightSpan, parse_generation
+from agl_slime.engine.client.resumable import ResumableGeneration
+from tests.harness.engine_faults import PIECES, Abort, NewVersion
+from tests.harness.examples import examples
+from tests.harness.scripted_engine import ScriptedEngine
+
+# what each id says, in bytes: with halves of characters among them, as byte-level vocabularies have
+BYTES = [piece.encode() for piece in PIECES] + [b"\xc3", b"\xa9", b"\xf0\x9f", b"\x98", b"\x80", b"a\xe6\xb0", b"\xb4b"]
+
+
+def decode(ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
+    return b"".join(BYTES[token % len(BYTES)] for token in ids).decode(errors="replace")
+
+
+# a prompt ends in a whole character, as chat templates do
+prompts = st.lists(st.integers(0, len(BYTES) - 1), max_size=5).map(lambda ids: [*ids, 0])
+# few letters, so that they begin in one token and end in another, are contained in each other, and repeat themselves
+stop_strings = st.lists(st.text(alphabet="abc</x>é水", min_size=1, max_size=5), max_size=3, unique=True)
+stop_tokens = st.lists(st.integers(0, len(BYTES) - 1), max_size=1)
+aborts = st.lists(st.integers(0, 6), max_size=8)
+
+
+async def run(
+    prompt: list[int],
+    sampling: SamplingParams,
+    faults: list[Abort | NewVersion],
+    *,
+    engine: ScriptedEngine,
+    context_length: int | None = None,
+) -> tuple[Generation, list[int]]:
+    """The client's loop without HTTP; also the size of each request's budget."""
+    wanted = ResumableGeneration(
+        prompt_ids=prompt,
+        sampling=sampling,
+        eos_token_ids=[] if engine.eos_id is None else [engine.eos_id],
+        context_length=context_length,
+        decode=decode,
+    )
+    budgets = []
+    script = list(faults)
+    while not wanted.done:
+        request = wanted.next_request()
+        budgets.append(request.sampling.max_new_tokens)
+        payload = {
+            "rid": str(len(budgets)),
+            "input_ids": list(request.input_ids),
+            "sampling_params": request.sampling.to_payload(),
+        }
+        wanted.add(parse_generation(await engine.sample(payload, script.pop(0) if script else None)))
+    return wanted.result(latency_s=0.0), budgets
+
+
+@given(
+    prompt=prompts,
+    stop=stop_strings,
+    stop_ids=stop_tokens,
+    eos=st.none() | st.integers(0, len(BYTES) - 1),
+    limit=st.integers(1, 24),
+    at=aborts,
+    trim=st.booleans(),
+)
+@settings(max_examples=examples(400))
+@example(prompt=[0], stop=["éa"], stop_ids=[], eos=None, limit=24, at=[1] * 8, trim=True)
+@example(prompt=[0], stop=["ab"], stop_ids=[], eos=None, limit=24, at=[1] * 8, trim=True)
+def test_the_joined_generation_is_the_unaborted_one(
+    prompt: list[int], stop: list[str], stop_ids: list[int], eos: int | None, limit: int, at: list[int], trim: bool
+) -> None:
+    sampling = SamplingParams(
+        max_new_tokens=limit,
+        stop=tuple(stop),
+        stop_token_ids=tuple(stop_ids),
+        extra={} if trim else {"no_stop_trim": True},
+    )
+    engine = ScriptedEngine(vocab_size=len(BYTES), decode=decode, eos_id=eos)
+    whole, _ = asyncio.run(run(prompt, sampling, [], engine=engine))
+    joined, budgets = asyncio.run(run(prompt, sampling, [Abort(after=n) for n in at], engine=engine))
+
+    assert joined.output_ids == whole.output_ids
+    assert joined.log_probs == whole.log_probs
+    assert joined.finish_reason == whole.finish_reason
+    assert joined.matched_stop == whole.matched_stop
+    assert joined.prompt_tokens == len(prompt)
+    assert joined.resumed <= len(at)
+    assert all(1 <= budget <= limit for budget in budgets)
+    assert joined.text == whole.text
+
+
+@given(
+    prompt=prompts,
+    limit=st.integers(1, 24),
+    faults=st.lists(
+        st.builds(Abort, after=st.integers(0, 6))
+        | st.builds(NewVersion, after=st.integers(0, 6), version=st.sampled_from("123")),
+        max_size=8,
+    ),
+    lists_versions=st.booleans(),
+)
+def test_weight_spans_tile_the_output(
+    prompt: list[int], limit: int, faults: list[Abort | NewVersion], lists_versions: bool
+) -> None:
+    engine = ScriptedEngine(weight_version="0", lists_versions=lists_versions)
+    joined, _ = asyncio.run(run(prompt, SamplingParams(max_new_tokens=limit), faults, engine=engine))
+    assert len(joined.output_ids) == len(joined.log_probs) == limit
+    end = 0
+    for span, following in zip(joined.weight_versions, (*joined.weight_versions[1:], None), strict=True):
+        assert span.start == end < span.end
+        assert following is None or following.version != span.version  # neighbours of one version are one span
+        end = span.end
+    assert end == limit
+
+
+@given(prompt=prompts, at=aborts, context_length=st.integers(7, 20))
+def test_the_context_length_bounds_prompt_and_answer(prompt: list[int], at: list[int], context_length: int) -> None:
+    sampling = SamplingParams(max_new_tokens=30)
+    joined, _ = asyncio.run(
+        run(prompt, sampling, [Abort(after=n) for n in at], engine=ScriptedEngine(), context_length=context_length)
+    )
+    assert len(prompt) + len(joined.output_ids) == context_length
+    assert joined.finish_reason == "length"
+
+
+def test_versions_of_both_parts_are_kept_at_their_places() -> None:
+    class Synced(ScriptedEngine):
+        """New weights between the two parts, as a sync does it."""
+
+        async def sample(self, payload: dict, fault: Abort | NewVersion | None = None) -> dict:
+            answer = await super().sample(payload, fault)
+            self.weight_version = "2"
+            return answer
+
+    joined, _ = asyncio.run(
+        run([1, 2], SamplingParams(max_new_tokens=9), [Abort(after=4)], engine=Synced(weight_version="1"))
+    )
+    assert joined.weight_versions == (WeightSpan("1", 0, 4), WeightSpan("2", 4, 9))
+    assert joined.weight_version == "2"
+    assert joined.resumed == 1
+
+
+@given(
+    prompt=prompts,
+    text=st.text(alphabet="ab é水😀日語。", max_size=12),
+    cuts=st.lists(st.integers(0, 40), max_size=4),
+    step=st.integers(1, 9),
+    lossy=st.booleans(),
+)
+@settings(max_examples=examples(300))
+def test_the_text_of_a_stream_only_grows_wherever_its_parts_are_cut(
+    prompt: list[int], text: str, cuts: list[int], step: int, lossy: bool
+) -> None:
+    """Whatever the engine makes of a character that is cut: U+FFFD on both sides, or nothing."""
+    ids, errors = list(text.encode()), "replace" if lossy else "ignore"
+    wanted = ResumableGeneration(
+        prompt_ids=[97, *prompt[:1]],
+        sampling=SamplingParams(max_new_tokens=100),
+        decode=lambda ids, skip_special_tokens=False: bytes(ids).decode(errors="replace"),
+    )
+    told = ""
+    for start, end in pairwise(sorted({0, len(ids), *(min(cut, len(ids)) for cut in cuts)})):
+        wanted.next_request()
+        read, said = wanted.reader(), ""
+        for n in (*range(start + step, end, step), end):
+            said = bytes(ids[start:n]).decode(errors=errors)
+            pairs = [[-0.5, token, None] for token in ids[start:n]]
+            now = read({"text": said, "meta_info": {"output_token_logprobs": pairs}}).rstrip("\ufffd")
+            assert text.startswith(now)
+            assert now.startswith(told)
+            told = now
+        made = Generation(
+            output_ids=tuple(ids[start:end]), log_probs=(-0.5,) * (end - start), text=said, finish_reason="abort"
+        )
+        wanted.add(made)
+    assert told == text

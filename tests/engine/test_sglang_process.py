@@ -1,0 +1,203 @@
+"""``--engine sglang``: a Python that has none is said at once, and no server is left behind, however it ends. The
+servers here stand in for SGLang's start, death and workers; whole runs with the real one are marked ``sglang``."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from agl_slime.cli.settings import train_config
+from agl_slime.engine.sglang_process import SGLANG_PYTHON, SGLangProcess, find_sglang
+from agl_slime.errors import ConfigError, EngineError, EngineTimeoutError
+from tests.harness.train_process import train
+
+# answers /health like a server that is ready, and has a worker that does not hear SIGTERM
+SERVER = """
+import http.server, json, os, subprocess, sys
+subprocess.Popen(["sh", "-c", "trap '' TERM; while true; do sleep 1; done", sys.argv[0]])
+class Handler(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(json.dumps([sys.argv, dict(os.environ)]).encode())
+port = int(sys.argv[sys.argv.index("--port") + 1])
+http.server.HTTPServer(("127.0.0.1", port), Handler).serve_forever()
+"""
+
+
+def a_python(directory: Path, launch: str, *, gpu: bool = False) -> str:
+    """A stand-in for a Python with SGLang: whether it has a GPU is asked of it with -c, and ``launch`` is what it does
+    for ``-m sglang.launch_server``."""
+    python = directory / "python"
+    python.write_text(f'#!/bin/sh\nif [ "$1" = "-c" ]; then echo {gpu}; exit 0; fi\n{launch}\n')
+    python.chmod(0o755)
+    return str(python)
+
+
+def serving(directory: Path, *, gpu: bool = False) -> str:
+    (directory / "server.py").write_text(SERVER)
+    return a_python(directory, f'exec {sys.executable} {directory}/server.py "$@"', gpu=gpu)
+
+
+def left(directory: Path, within_s: float = 0.0) -> list[psutil.Process]:
+    """Processes that belong to the test with this directory and are still there when the time is over."""
+    until = time.monotonic() + within_s
+    while True:
+        others = [one for one in psutil.process_iter(["cmdline"]) if one.pid != os.getpid()]
+        found = [one for one in others if any(str(directory) in word for word in one.info["cmdline"] or ())]
+        if not found or time.monotonic() > until:
+            return found
+        time.sleep(0.02)
+
+
+@pytest.fixture(autouse=True)
+def nothing_outlives_a_test_that_fails(tmp_path: Path) -> Iterator[None]:
+    yield
+    for process in left(tmp_path):
+        process.kill()
+
+
+@pytest.mark.parametrize("variable", [None, "", "/nowhere/bin/python", sys.executable])
+def test_python_without_sglang_is_refused_before_any_start(
+    variable: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv(SGLANG_PYTHON, raising=False)
+    if variable is not None:
+        monkeypatch.setenv(SGLANG_PYTHON, variable)
+    with pytest.raises(ConfigError) as caught:
+        train_config(engine="sglang").check_files()
+    said = str(caught.value)
+    assert said.startswith(f"{SGLANG_PYTHON} {variable}: " if variable else "--engine sglang: give --sglang-python or ")
+    assert "`bash scripts/sglang_cpu.sh DIR` makes one" in said
+    assert "\n" not in said
+    with pytest.raises(ConfigError, match=rf"^--sglang-python {tmp_path}: it does not run"):
+        train_config(engine="sglang", sglang_python=tmp_path).check_files()
+    monkeypatch.setenv(SGLANG_PYTHON, "/nowhere/bin/python")
+    assert find_sglang(a_python(tmp_path, "exit 1")) == str(tmp_path / "python")  # the setting comes first
+
+
+@pytest.mark.parametrize("gpu", [False, True])
+def test_it_is_served_until_it_is_stopped_and_its_workers_end_with_it(
+    gpu: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(["/of/this/environment", *sys.path]))
+    flags = ("--max-running-requests", "8")
+    engine = SGLangProcess(tmp_path, python=serving(tmp_path, gpu=gpu), random_seed=7, flags=flags)
+    with engine:
+        with urllib.request.urlopen(engine.url, timeout=10) as answer:
+            command, environment = json.loads(answer.read())
+        assert engine.alive
+        assert engine.summary == f"SGLang serves {tmp_path} on {'a GPU' if gpu else 'the CPU'}"
+        assert len(left(tmp_path)) == 3  # what stands between, the server and its worker
+    assert left(tmp_path, 1.0) == []
+    assert "/of/this/environment" not in environment.get("PYTHONPATH", "")
+    assert ("--device" in command, "sglang_cpu" in environment.get("PYTHONPATH", "")) == (not gpu, not gpu)
+    assert [word for flag, word in itertools.pairwise(command) if flag == "--random-seed"][-1] == "7"
+    assert command[-2:] == [*flags]  # the last word is theirs
+
+
+def test_dead_sglang_process_has_its_last_line_in_the_error_and_all_in_log(tmp_path: Path) -> None:
+    log = tmp_path / "sglang.log"
+    log.write_text("words of the run before\n")
+    engine = SGLangProcess(tmp_path, python=a_python(tmp_path, "echo no room for keys; exit 3"), log=log)
+    with pytest.raises(EngineError, match=r"^SGLang for .* exit code 3; last words: no room for keys \(all of them:"):
+        engine.start()
+    assert log.read_text() == "words of the run before\nno room for keys\n"
+    assert left(tmp_path, 1.0) == []
+
+
+def test_sglang_that_is_never_ready_is_killed(tmp_path: Path) -> None:
+    python = a_python(tmp_path, "trap '' TERM; while true; do sleep 1; done")
+    engine = SGLangProcess(tmp_path, python=python, log=tmp_path / "sglang.log", start_timeout_s=0.7)
+    with pytest.raises(EngineTimeoutError, match=r"^SGLang for .* was not ready within 0\.7 s"):
+        engine.start()
+    assert left(tmp_path, 1.0) == []
+
+
+@pytest.mark.parametrize("killed", ["who started it", "what stands between"])
+def test_kill_9_leaves_no_server(killed: str, tmp_path: Path) -> None:
+    program = (
+        "from agl_slime.engine.sglang_process import *\n"
+        "here = Path(input())\n"
+        "engine = SGLangProcess(here, python=str(here / 'python'), log=here / 'log')\n"
+        "print(engine.start().pid, flush=True)\n"
+        "input()\n"
+        "assert not engine.alive\n"
+        "engine.stop()\n"
+        "input()\n"
+    )
+    serving(tmp_path)
+    command = [sys.executable, "-c", program]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as parent:
+        try:
+            assert parent.stdout is not None
+            assert parent.stdin is not None
+            parent.stdin.write(f"{tmp_path}\n")
+            parent.stdin.flush()
+            between = psutil.Process(int(parent.stdout.readline()))
+            if killed == "what stands between":
+                between.kill()
+                parent.stdin.write("\n")
+                parent.stdin.flush()
+            else:
+                parent.send_signal(signal.SIGKILL)
+            assert left(tmp_path, 8.0) == []
+        finally:
+            parent.kill()
+
+
+def python_with_sglang() -> str:
+    if not os.environ.get(SGLANG_PYTHON):
+        pytest.skip(f"{SGLANG_PYTHON} does not name a Python with SGLang; scripts/sglang_cpu.sh sets one up")
+    return os.environ[SGLANG_PYTHON]
+
+
+@pytest.mark.sglang
+def test_a_run_with_a_real_sglang_leaves_nothing_behind(policy_dir: Path, tmp_path: Path) -> None:
+    flags = ("--engine", "sglang", "--sglang-python", python_with_sglang(), "--model-path", policy_dir)
+    flags += ("--output-dir", tmp_path, "--num-iterations", "3", "--eval-interval", "0")
+    with train(*flags) as run:
+        run.until("iter 1/3", 240.0)
+        children = run.children()
+        assert any("sglang" in child.name() for child in children)
+        code, _ = run.end(120.0)
+        assert code == 0, run.text
+    assert [line for line in run.lines if line.startswith("starting")] == ["starting SGLang ..."]
+    _, alive = psutil.wait_procs(children, timeout=10.0)  # killed, and on a busy machine not gone at once
+    assert [child for child in alive if child.status() != psutil.STATUS_ZOMBIE] == []
+    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [row["iteration"] for row in rows] == [1, 2, 3]
+    # engine and trainer have the same weights after each sync
+    assert all(row["train/logprob_diff_max"] < 1e-4 for row in rows)
+    assert "sglang" in (tmp_path / "sglang.log").read_text().lower()
+
+
+@pytest.mark.sglang
+@pytest.mark.parametrize("how", ["Ctrl-C", "kill -9", "the server dies"])
+def test_a_real_sglang_ends_with_its_run(how: str, policy_dir: Path, tmp_path: Path) -> None:
+    flags = ("--engine", "sglang", "--sglang-python", python_with_sglang(), "--model-path", policy_dir)
+    flags += ("--output-dir", tmp_path, "--num-iterations", "1000", "--eval-interval", "0")
+    with train(*flags) as run:
+        run.until("iter 1/1000", 240.0)
+        children = run.children()
+        if how == "the server dies":
+            next(child for child in children if child.name() == "sglang::scheduler").kill()
+        else:
+            run.process.send_signal(signal.SIGINT if how == "Ctrl-C" else signal.SIGKILL)
+        code, _ = run.end()
+        assert code == {"Ctrl-C": 130, "kill -9": -9, "the server dies": 1}[how], run.text
+        _, alive = psutil.wait_procs(children, timeout=8.0)
+        assert not [child for child in alive if child.status() != psutil.STATUS_ZOMBIE]
+    if how == "the server dies":
+        assert "error: SGLang has died; its last words: " in run.text

@@ -1,0 +1,87 @@
+"""A run whose agents are programs, each in a sandbox that a flag of the run names."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import json
+import os
+import shutil
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from agl_slime.cli.local import run_training
+from agl_slime.cli.main import main
+from agl_slime.cli.settings import train_config
+from agl_slime.environments.environment import load_environment
+from agl_slime.errors import ConfigError
+from tests.harness.environments import env_python
+from tests.programs.environments import boxed
+
+pytestmark = [
+    pytest.mark.environments,
+    pytest.mark.skipif(shutil.which("bwrap") is None, reason="bubblewrap is not installed: bwrap is not on the PATH"),
+]
+RUNTIME = ("--env.agent.runtime.type", "bubblewrap")
+
+
+@pytest.fixture
+def name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join((str(tmp_path), os.environ.get("PYTHONPATH", ""))))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    private = tmp_path / "private"
+    private.touch()
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        yield boxed.write(tmp_path, port=listening.getsockname()[1], private=private)
+
+
+def test_boxed_programs_have_no_network_and_run_files_agree(
+    name: str, policy_dir: Path, embedded_engine: str, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    config = train_config(
+        env=name,
+        env_python=Path(env_python()),
+        env_arguments=(*RUNTIME, "--env.agent.runtime.memory=1", "--env.agent.runtime.processes", "32"),
+        model_path=policy_dir,
+        sglang_url=embedded_engine,
+        num_iterations=1,
+        rollout_batch_size=2,
+        n_samples_per_prompt=2,
+        max_new_tokens=8,
+        eval_interval=0,
+        keep_rollouts="all",
+        output_dir=run,
+    )
+    out = io.StringIO()
+    asyncio.run(run_training(config, console=Console(file=out, width=160)))
+
+    assert "trained: equal" in out.getvalue()
+    assert main(["audit", str(run)]) == 0
+    kept = [json.loads(line) for line in (run / "rollouts.jsonl").read_text().splitlines()]
+    assert kept
+    for rollout in kept:
+        assert (rollout["rewards"]["reached"], rollout["rewards"]["private"]) == (0.0, 0.0), rollout
+        assert rollout["rewards"]["processes"] <= 4, "it sees its own"
+        record = json.loads((run / rollout["trace"]).read_text())
+        assert record["traces"][0]["rewards"]["asked"]["score"] == rollout["reward"]
+    assert len(list((run / "environment").iterdir())) == 4
+    assert (tmp_path / "cache" / "agl-slime" / "programs").is_dir()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ((), "bubblewrap"),
+        ((*RUNTIME, "--env.agent.runtime.allow", '["example.org"]'), "take a container runtime"),
+        ((*RUNTIME, "--env.agent.runtime.memory", "much"), "memory"),
+        (("--env.judge.runtime.type", "bubblewrap"), "the agents of tiny_boxed are agent"),
+    ],
+)
+def test_a_sandbox_that_cannot_be_is_one_sentence(name: str, arguments: tuple[str, ...], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        load_environment(name, python=env_python(), arguments=arguments)

@@ -1,0 +1,161 @@
+"""More clients, as programs of their own against the gateway: a question and a tool each. What was sampled is trained
+once, and the second turn goes on from the tokens of the first.
+
+    pip install --no-deps -r tests/clients.txt && pytest -m clients tests/gateway/test_programs.py
+
+npm's are installed into a temporary directory, unless AGL_SLIME_NPM_CLIENTS names one where
+tests/programs/clients/package.json is installed.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.harness.chat_templates import SYSTEM_FIRST
+from tests.harness.gateway import CALL, Case, serving, trained_once
+
+pytestmark = pytest.mark.clients
+
+HERE = Path(__file__).parents[1] / "programs" / "clients"
+DONE = "It is sunny in Rome."
+TWO_TURNS = (f"<think>\nRome, so.\n</think>\n\nLet me see.\n{CALL}", DONE)
+OBJECT = '{"city": "Rome"}'
+FIELD = f"[[ ## answer ## ]]\n{DONE}\n\n[[ ## completed ## ]]"
+INSTRUCTED = f'<tool_call>\n{{"name": "Weather", "arguments": {OBJECT}}}\n</tool_call>'
+
+# by name: the module that has to be there, and what the model says
+PYTHON: dict[str, tuple[str, tuple[str, ...]]] = {
+    "anthropic-runner": ("anthropic", TWO_TURNS),
+    "anthropic-runner-streamed": ("anthropic", TWO_TURNS),
+    "instructor-tools": ("instructor", (INSTRUCTED,)),
+    "instructor-json": ("instructor", (OBJECT,)),
+    "instructor-schema": ("instructor", (OBJECT,)),
+    "langchain-anthropic": ("langchain_anthropic", TWO_TURNS),
+    "langchain-responses": ("langchain_openai", TWO_TURNS),
+    "dspy": ("dspy", (FIELD,)),
+    "haystack": ("haystack", TWO_TURNS),
+    "agno": ("agno", TWO_TURNS),
+    "llama-index": ("llama_index", TWO_TURNS),
+    "magentic": ("magentic", (DONE,)),
+    "aisuite": ("aisuite", TWO_TURNS),
+    "llm": ("llm", TWO_TURNS),
+    "griptape": ("griptape", (DONE,)),
+    "qwen-agent": ("qwen_agent", TWO_TURNS),
+    "phidata": ("phi", TWO_TURNS),
+    "outlines": ("outlines", (DONE,)),
+    "mirascope": ("mirascope", TWO_TURNS),
+    "openai-stream-helper": ("openai", TWO_TURNS),
+}
+NPM = [
+    "ai-openai",
+    "ai-openai-streamed",
+    "ai-openai-chat",
+    "ai-openai-chat-streamed",
+    "ai-compatible",
+    "ai-anthropic",
+    "ai-anthropic-streamed",
+    "anthropic-runner",
+    "anthropic-runner-streamed",
+    "openai-run-tools",
+    "openai-agents",
+    "langchain-openai",
+    "langchain-anthropic",
+]
+
+
+def answer_of(command: list[str], case: Case, home: Path, **more: str) -> str:
+    """What a program prints. It sees nothing of this environment's settings."""
+    env = {"PATH": os.environ["PATH"], "HOME": str(home), "BASE_URL": case.llm.endpoint, **more}
+    run = subprocess.run(
+        command, cwd=home, env=env, capture_output=True, text=True, timeout=150, stdin=subprocess.DEVNULL, check=False
+    )
+    assert run.returncode == 0, run.stderr[-2000:]
+    return run.stdout
+
+
+def one_sample(case: Case, *, turns: int) -> None:
+    assert [turn.fork for turn in case.turns] == [None] * turns
+    assert len(case.segments) == 1
+    trained_once(case.turns, case.segments)
+    assert not [name for name in case.attempt.seen if name.startswith("refused")]
+
+
+@pytest.mark.parametrize("name", PYTHON)
+def test_clients_of_python(name: str, tmp_path: Path) -> None:
+    module, says = PYTHON[name]
+    if importlib.util.find_spec(module) is None:
+        pytest.skip(f"{module} is not installed: pip install --no-deps -r tests/clients.txt")
+    with serving(*says, context_length=10**6) as case:
+        answer = answer_of([sys.executable, str(HERE / "clients.py"), name], case, tmp_path)
+        assert "Rome" in answer
+        one_sample(case, turns=len(says))
+
+
+@pytest.fixture(scope="session")
+def npm(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with the packages of npm."""
+    if shutil.which("node") is None or shutil.which("npm") is None:
+        pytest.skip("node and npm are not installed; with them npm's clients are run")
+    if given := os.environ.get("AGL_SLIME_NPM_CLIENTS"):
+        return Path(given)
+    directory = tmp_path_factory.mktemp("npm")
+    shutil.copy(HERE / "package.json", directory)
+    command = ["npm", "install", "--no-audit", "--no-fund", "--loglevel", "error"]
+    installed = subprocess.run(command, cwd=directory, capture_output=True, text=True, timeout=500, check=False)
+    if installed.returncode:
+        pytest.skip(f"npm could not install the clients: {installed.stderr[-200:]}")
+    return directory
+
+
+@pytest.mark.parametrize("name", NPM)
+def test_clients_of_npm(name: str, npm: Path, tmp_path: Path) -> None:
+    program = tmp_path / "clients.mjs"
+    shutil.copy(HERE / "clients.mjs", program)
+    (tmp_path / "node_modules").symlink_to(npm / "node_modules")
+    with serving(*TWO_TURNS, context_length=10**6) as case:
+        assert DONE in answer_of(["node", str(program), name], case, tmp_path)
+        one_sample(case, turns=2)
+
+
+def xml_call(name: str, **arguments: str) -> str:
+    given = "".join(f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in arguments.items())
+    return f"<tool_call>\n<function={name}>\n{given}</function>\n</tool_call>"
+
+
+def test_claude_code_on_a_template_that_wants_its_system_message_first(npm: Path, tmp_path: Path) -> None:
+    found = [*(npm / "node_modules" / "@anthropic-ai").glob("claude-code-*/claude")]
+    if not found:
+        pytest.skip("there is no build of Claude Code for this machine")
+    call = xml_call("Bash", command="echo sunny in Rome", description="Look.")
+    settings = {"CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1", "DISABLE_AUTOUPDATER": "1", "ANTHROPIC_API_KEY": "any"}
+    with serving(call, DONE, template=SYSTEM_FIRST, context_length=10**6) as case:
+        settings["ANTHROPIC_BASE_URL"] = case.llm.endpoint.removesuffix("/v1")
+        command = [str(found[0]), "-p", "Weather in Rome?", "--model", "claude-sonnet-4-5", "--allowedTools", "Bash"]
+        assert DONE in answer_of(command, case, tmp_path, **settings)
+        one_sample(case, turns=2)
+        assert "sunny in Rome" in added(case)
+
+
+def test_codex_on_a_template_that_wants_its_system_message_first(npm: Path, tmp_path: Path) -> None:
+    provider = '{name="agl",base_url="%s",wire_api="responses",env_key="OPENAI_API_KEY"}'
+    call = xml_call("exec_command", cmd="echo sunny in Rome")
+    with serving(call, DONE, template=SYSTEM_FIRST, context_length=10**6) as case:
+        command = ["node", str(npm / "node_modules/@openai/codex/bin/codex.js"), "exec", "-m", "m"]
+        command += ["--skip-git-repo-check", "--dangerously-bypass-approvals-and-sandbox", "-c", "model_provider=agl"]
+        command += ["-c", f"model_providers.agl={provider % case.llm.endpoint}", "Weather in Rome?"]
+        assert DONE in answer_of(command, case, tmp_path, OPENAI_API_KEY="any")
+        one_sample(case, turns=2)
+        assert "sunny in Rome" in added(case)
+
+
+def added(case: Case) -> str:
+    """What the second prompt adds to the first turn."""
+    first, second = case.turns
+    return case.tokenizer.decode(second.prompt_ids[first.length :])

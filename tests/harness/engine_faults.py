@@ -1,0 +1,216 @@
+"""How a ``ScriptedEngine`` can fail, and the small parts that it is made of."""
+
+from __future__ import annotations
+
+import asyncio
+import zlib
+from array import array
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from aiohttp import web
+
+if TYPE_CHECKING:
+    from tests.harness.scripted_engine import ScriptedEngine
+
+# one piece of text per id, some of several letters, so that stop strings begin and end inside tokens
+PIECES = ("a", "b", "c", "ab", "bc", "ca", "aa", "cb", "é", " ", "\n", "abc", "</", "x>", "1", "2")
+
+
+# gives the response that the engine would have sent
+Answer = Callable[[], Awaitable[web.StreamResponse]]
+
+
+# -- faults ----------------------------------------------------------------------------------------------------------
+
+
+class Fault:
+    """One misbehaviour: override ``apply`` for one of your own."""
+
+    async def apply(self, engine: ScriptedEngine, request: web.Request, answer: Answer) -> web.StreamResponse:
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class Status(Fault):
+    """An error status, in SGLang's form; ``retry_after`` sets the header of that name."""
+
+    status: int
+    message: str = "scripted failure"
+    retry_after: str | None = None
+
+    async def apply(self, engine: ScriptedEngine, request: web.Request, answer: Answer) -> web.StreamResponse:
+        headers = {"Retry-After": self.retry_after} if self.retry_after is not None else None
+        return web.json_response({"error": {"message": self.message}}, status=self.status, headers=headers)
+
+
+@dataclass(frozen=True)
+class Body(Fault):
+    """Status 200 with a body that is not SGLang's."""
+
+    text: str
+    content_type: str = "application/json"
+
+    async def apply(self, engine: ScriptedEngine, request: web.Request, answer: Answer) -> web.StreamResponse:
+        return web.Response(text=self.text, content_type=self.content_type)
+
+
+GARBAGE_JSON = Body('{"text": "half an answ')
+HTML_PAGE = Body("<html><body><h1>It works!</h1></body></html>", content_type="text/html")
+
+
+@dataclass(frozen=True)
+class Reset(Fault):
+    """A TCP reset: at once, or with ``in_body`` after half of the answer."""
+
+    in_body: bool = False
+
+    async def apply(self, engine: ScriptedEngine, request: web.Request, answer: Answer) -> web.StreamResponse:
+        assert request.transport is not None
+        if not self.in_body:
+            request.transport.abort()
+            return web.Response()
+        body = body_of(await answer())
+        half = web.StreamResponse(headers={"Content-Length": str(len(body)), "Content-Type": "application/json"})
+        await half.prepare(request)
+        await half.write(body[: len(body) // 2])
+        request.transport.abort()
+        return half
+
+
+@dataclass(frozen=True)
+class Stall(Fault):
+    """No answer as long as the engine lives."""
+
+    async def apply(self, engine: ScriptedEngine, request: web.Request, answer: Answer) -> web.StreamResponse:
+        await engine.closing.wait()
+        return web.Response(status=503)
+
+
+@dataclass(frozen=True)
+class Drip(Fault):
+    """The right answer, one byte each ``every_s`` seconds: the idle timeout never strikes, the total one must."""
+
+    every_s: float = 0.02
+
+    async def apply(self, engine: ScriptedEngine, request: web.Request, answer: Answer) -> web.StreamResponse:
+        body = body_of(await answer())
+        slow = web.StreamResponse(headers={"Content-Length": str(len(body)), "Content-Type": "application/json"})
+        await slow.prepare(request)
+        for i in range(len(body)):
+            try:
+                await slow.write(body[i : i + 1])
+            except ConnectionError:
+                break  # the client has given up
+            if await wait_for(engine.closing, self.every_s):
+                break
+        return slow
+
+
+@dataclass(frozen=True)
+class Abort(Fault):
+    """The engine aborts the generation after ``after`` tokens; 0 is "aborted in the queue". Only for ``/generate``."""
+
+    after: int
+
+    async def apply(self, engine: ScriptedEngine, request: web.Request, answer: Answer) -> web.StreamResponse:
+        raise AssertionError("handled by the generation itself")
+
+
+@dataclass(frozen=True)
+class BreakOff(Fault):
+    """The connection of a stream breaks after ``after`` tokens. Only for ``/generate`` with ``stream``."""
+
+    after: int
+
+    async def apply(self, engine: ScriptedEngine, request: web.Request, answer: Answer) -> web.StreamResponse:
+        raise AssertionError("handled by the generation itself")
+
+
+@dataclass(frozen=True)
+class NewVersion(Fault):
+    """From token ``after`` on, and for every later request, the weights have ``version``. Only for ``/generate``."""
+
+    after: int
+    version: str
+
+    async def apply(self, engine: ScriptedEngine, request: web.Request, answer: Answer) -> web.StreamResponse:
+        raise AssertionError("handled by the generation itself")
+
+
+# -- parts of the engine ----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Received:
+    path: str
+    payload: dict[str, Any]
+    headers: dict[str, str]
+
+
+@dataclass
+class Running:
+    """A request between its arrival and its answer."""
+
+    aborted: asyncio.Event = field(default_factory=asyncio.Event)
+    on_token: Callable[[dict[str, Any]], Awaitable[None]] | None = None
+
+
+async def wait_for(event: asyncio.Event, seconds: float) -> bool:
+    """Sleep, but no longer than until ``event``; whether it has come."""
+    try:
+        await asyncio.wait_for(event.wait(), seconds)
+    except TimeoutError:
+        return False
+    return True
+
+
+def answering(answer_ids: Sequence[int], *, end_id: int) -> Callable[[Sequence[int]], int]:
+    """A ``next_id`` that says ``answer_ids`` and then ``end_id`` after any prompt; taken up in the middle it goes on
+    where it was.
+
+    The longest beginning of the answer that the ids so far end with is taken as said already, so the answer must not
+    begin as the prompt ends.
+    """
+    answer = (*answer_ids, end_id)
+
+    def next_id(ids: Sequence[int]) -> int:
+        said = next((n for n in range(min(len(answer) - 1, len(ids)), 0, -1) if tuple(ids[-n:]) == answer[:n]), 0)
+        return answer[said]
+
+    return next_id
+
+
+def digest(ids: Sequence[int]) -> int:
+    # the last 64 ids are enough to tell prompts apart, and keep a step's cost flat
+    return zlib.crc32(array("q", ids[-64:]).tobytes()) >> 7
+
+
+def log_prob_of(ids: Sequence[int]) -> float:
+    return -((digest(ids) % 1000) + 1) / 256.0  # exact in float32 and in JSON
+
+
+def decode_pieces(ids: Sequence[int]) -> str:
+    return "".join(PIECES[token % len(PIECES)] for token in ids)
+
+
+def common_prefix(one: Sequence[int], other: Sequence[int]) -> int:
+    return next((n for n, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
+
+
+def answer_of(
+    rid: str, text: str, ids: list[int], log_probs: list[float], finish: dict[str, Any] | None, counts: dict[str, Any]
+) -> dict[str, Any]:
+    pairs = [[log_prob, token, None] for log_prob, token in zip(log_probs, ids, strict=True)]
+    return {
+        "text": text,
+        "output_ids": ids,
+        "meta_info": {"id": rid, "finish_reason": finish, "output_token_logprobs": pairs, **counts},
+    }
+
+
+def body_of(response: web.StreamResponse) -> bytes:
+    assert isinstance(response, web.Response)
+    assert isinstance(response.body, bytes)
+    return response.body

@@ -1,0 +1,374 @@
+"""A look-alike of SGLang's HTTP server that fails on command. A real server on 127.0.0.1 and a free port, no model, no
+GPU.
+
+Use it where a test needs an engine whose answers are known beforehand, or one that misbehaves in a known way:
+
+    async with ScriptedEngine() as engine:
+        engine.script("/generate", Status(500), Status(500))          # the next two calls fail, the third is answered
+        async with SGLangClient(base_url=engine.url) as client:
+            generation = await client.generate([1, 2, 3], SamplingParams(max_new_tokens=8))
+        assert list(generation.output_ids) == engine.continuation([1, 2, 3], 8)
+        assert engine.calls["/generate"] == 3
+
+From code without an event loop of its own (a runner in a thread, a subprocess): ``with in_thread(ScriptedEngine()) as
+engine: ...``.
+
+What it samples: the next id is a function of all ids before it (``next_id``), and so is its log-prob (``log_prob``): a
+generation that is aborted and resumed from its partial ids must give exactly what one uninterrupted request gives. Both
+can be replaced, as can ``decode``, to make it say something (``answering`` does: a fixed answer, then the end token).
+
+What it keeps of SGLang: stop strings are searched in what this request sampled, after each token; order of the checks
+is abort, length, stop string, stop token; an aborted request answers 200 with its partial ids, or, when it was still
+waiting, without ids and counts; a pause aborts running requests and holds new ones; ``/flush_cache`` is refused while
+requests run, but for those that a pause with "retract" holds; an update with ``flush_cache`` while requests run loads
+the weights and still answers 400; a rid in use is refused; ``/abort_request`` matches by prefix.
+
+Faults are consumed one per request in the order of arrival; ``always`` sets one for every request. ``calls`` counts
+requests by path, ``received`` keeps what they were, and ``await engine.arrived("/generate", n)`` waits for the n-th
+request instead of sleeping.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from aiohttp import web
+
+from tests.harness.engine_control import ControlRoutes
+from tests.harness.engine_faults import (
+    PIECES,
+    Abort,
+    BreakOff,
+    Fault,
+    NewVersion,
+    Received,
+    Running,
+    answer_of,
+    common_prefix,
+    decode_pieces,
+    digest,
+    log_prob_of,
+    wait_for,
+)
+
+
+class ScriptedEngine(ControlRoutes):
+    """See the module's docstring.
+
+    Args:
+        vocab_size, context_length: Longer prompts and larger ids are refused as SGLang does.
+        token_s: Seconds per sampled token (0: a generation is done within one step of the event loop).
+        latency_s: Seconds before each ``/generate`` answer.
+        eos_id: An id that ends a generation when it is sampled; None: there is none.
+        lists_versions: Answer ``weight_versions`` as newer servers do, else only ``weight_version``.
+        workers: URLs; given, it answers as a router does: ``/workers`` lists them, and what a router does not pass on
+            is 404.
+        expand: What a prompt with images comes to, of its ids and ``image_data``; None: the model reads none.
+        cached_answers: Of how many requests it keeps prompt and answer, for ``cached_tokens``.
+        next_id, log_prob, decode: Replace what it samples and says; ``next_id`` and ``log_prob`` get all ids so far.
+    """
+
+    def __init__(
+        self,
+        *,
+        vocab_size: int = len(PIECES),
+        context_length: int = 4096,
+        model_path: str = "/models/scripted",
+        weight_version: str = "default",
+        token_s: float = 0.0,
+        latency_s: float = 0.0,
+        eos_id: int | None = None,
+        lists_versions: bool = True,
+        workers: Sequence[str] | None = None,
+        cached_answers: int = 1,
+        next_id: Callable[[Sequence[int]], int] | None = None,
+        log_prob: Callable[[Sequence[int]], float] | None = None,
+        decode: Callable[[Sequence[int]], str] | None = None,
+        expand: Callable[[list[int], list[str]], list[int]] | None = None,
+    ) -> None:
+        self.vocab_size = vocab_size
+        self.context_length = context_length
+        self.model_path = model_path
+        self.weight_version = weight_version
+        self.token_s = token_s
+        self.latency_s = latency_s
+        self.eos_id = eos_id
+        self.lists_versions = lists_versions
+        self.workers = workers
+        self.next_id = next_id or self._next_id
+        self.log_prob = log_prob or log_prob_of
+        self.decode = decode or decode_pieces
+        self.expand = expand
+        self.calls: Counter[str] = Counter()
+        self.received: list[Received] = []
+        self.log: list[str] = []
+        """Paths of the control calls (everything but /generate) in order of arrival."""
+        self.most_running = 0
+        """The most requests that were being sampled at one time."""
+        self._scripts: dict[str, deque[Fault]] = {}
+        self._always: dict[str, Fault] = {}
+        self._requests: dict[str, Running] = {}
+        self._waiting: set[str] = set()
+        self._ended: deque[tuple[int, ...]] = deque(maxlen=cached_answers)
+        self._runner: web.AppRunner | None = None
+        self._port = 0
+        self._paused = False
+
+    # -- what a test uses ---------------------------------------------------------------------------------------------
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self._port}"
+
+    @property
+    def running(self) -> int:
+        """Requests between arrival and answer, those held by a pause left out."""
+        return len(self._requests) - len(self._waiting)
+
+    @property
+    def connections(self) -> int:
+        """Open TCP connections."""
+        assert self._runner is not None
+        assert self._runner.server is not None
+        return len(self._runner.server.connections)
+
+    @property
+    def paused(self) -> bool:
+        return self._paused
+
+    @property
+    def rids(self) -> list[str]:
+        """The rids of all /generate requests in order of arrival."""
+        return [received.payload["rid"] for received in self.received if received.path == "/generate"]
+
+    def script(self, path: str, *faults: Fault) -> None:
+        """The next ``len(faults)`` requests to ``path`` meet these faults, one each."""
+        self._scripts.setdefault(path, deque()).extend(faults)
+
+    def always(self, path: str, fault: Fault | None) -> None:
+        """Every request to ``path`` meets ``fault`` once its script is used up; None: back to normal."""
+        if fault is None:
+            self._always.pop(path, None)
+        else:
+            self._always[path] = fault
+
+    async def arrived(self, path: str, n: int = 1) -> None:
+        """Wait until ``n`` requests to ``path`` have come in since the start."""
+        async with self._arrival:
+            await self._arrival.wait_for(lambda: self.calls[path] >= n)
+
+    async def idle(self) -> None:
+        """Wait until no request is left, running or held."""
+        async with self._arrival:
+            await self._arrival.wait_for(lambda: not self._requests)
+
+    async def disconnected(self) -> None:
+        """Wait until no client is connected."""
+        while self.connections:  # noqa: ASYNC110 - aiohttp's server tells nobody when a connection ends
+            await asyncio.sleep(0.005)
+
+    def continuation(self, prompt_ids: Sequence[int], n: int) -> list[int]:
+        """The ids that an undisturbed generation of ``n`` tokens gives (stops left aside)."""
+        ids = list(prompt_ids)
+        for _ in range(n):
+            ids.append(self.next_id(ids))
+        return ids[len(prompt_ids) :]
+
+    def continuation_log_probs(self, prompt_ids: Sequence[int], n: int) -> list[float]:
+        ids = list(prompt_ids) + self.continuation(prompt_ids, n)
+        return [self.log_prob(ids[:end]) for end in range(len(prompt_ids) + 1, len(ids) + 1)]
+
+    async def __aenter__(self) -> ScriptedEngine:
+        await self.start()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.stop()
+
+    async def start(self, port: int = 0) -> None:
+        """Listen on 127.0.0.1; ``port`` 0 takes a free one. After ``stop`` it may be started again, on the same port to
+        play a server that comes back."""
+        self.closing = asyncio.Event()
+        self._arrival = asyncio.Condition()
+        self._unpaused = asyncio.Condition()
+        self._paused = False
+        self._requests.clear()
+        self._waiting.clear()
+        app = web.Application(client_max_size=64 * 2**20)
+        app.router.add_route("*", "/{path:.*}", self._handle)
+        self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0)
+        await self._runner.setup()
+        site = web.TCPSite(self._runner, "127.0.0.1", port, backlog=4096)
+        await site.start()
+        self._port = self._runner.addresses[0][1]
+
+    async def stop(self) -> None:
+        if self._runner is not None:
+            self.closing.set()
+            for request in self._requests.values():
+                request.aborted.set()
+            async with self._unpaused:
+                self._paused = False
+                self._unpaused.notify_all()
+            await self._runner.cleanup()
+            self._runner = None
+
+    async def sample(self, payload: dict[str, Any], fault: Abort | NewVersion | None = None) -> dict[str, Any]:
+        """What ``/generate`` answers to ``payload``, without HTTP."""
+        return await self._sample(payload, Running(), fault)
+
+    # -- inside -------------------------------------------------------------------------------------------------------
+
+    async def _handle(self, request: web.Request) -> web.StreamResponse:
+        path = request.path
+        raw = await request.read()
+        payload = json.loads(raw) if raw else {}
+        self.received.append(Received(path, payload, dict(request.headers)))
+        if path != "/generate":
+            self.log.append(path)
+        self.calls[path] += 1
+        async with self._arrival:
+            self._arrival.notify_all()
+        script = self._scripts.get(path)
+        fault = script.popleft() if script else self._always.get(path)
+        if path == "/generate" and (fault is None or isinstance(fault, (Abort, BreakOff, NewVersion))):
+            return await self._generate(payload, fault, request)
+
+        async def answer() -> web.StreamResponse:
+            if path != "/generate":
+                return await self._control(path, payload)
+            return await self._generate(payload, None, request)
+
+        return await answer() if fault is None else await fault.apply(self, request, answer)
+
+    async def _generate(self, payload: dict[str, Any], fault: Fault | None, http: web.Request) -> web.StreamResponse:
+        if self.workers is not None:
+            return web.json_response({"error": "this scripted router passes nothing on"}, status=503)
+        rid: str = payload["rid"]
+        if images := payload.get("image_data"):
+            if self.expand is None:
+                return web.json_response({"error": {"message": "The model reads no images."}}, status=400)
+            payload = {**payload, "input_ids": self.expand(payload["input_ids"], images)}
+        refusal = self._refusal(payload)
+        if refusal is not None:
+            return web.json_response({"error": {"message": refusal}}, status=400)
+        running = self._requests[rid] = Running()
+        try:
+            if self._paused:
+                self._waiting.add(rid)
+                async with self._unpaused:
+                    await self._unpaused.wait_for(lambda: not self._paused)
+                self._waiting.discard(rid)
+            self.most_running = max(self.most_running, self.running)
+            if self.latency_s:
+                await wait_for(running.aborted, self.latency_s)
+            if payload.get("stream"):
+                return await self._stream(payload, running, fault, http)
+            return web.json_response(await self._sample(payload, running, fault))
+        finally:
+            self._waiting.discard(rid)
+            del self._requests[rid]
+            async with self._arrival:
+                self._arrival.notify_all()
+
+    async def _stream(
+        self, payload: dict[str, Any], running: Running, fault: Fault | None, http: web.Request
+    ) -> web.StreamResponse:
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await response.prepare(http)
+
+        async def tell(answer: dict[str, Any]) -> None:
+            if isinstance(fault, BreakOff) and len(answer["output_ids"]) > fault.after and http.transport is not None:
+                http.transport.abort()
+            await response.write(f"data: {json.dumps(answer)}\n\n".encode())
+
+        running.on_token = tell
+        await tell(await self._sample(payload, running, fault))
+        await response.write(b"data: [DONE]\n\n")
+        return response
+
+    def _refusal(self, payload: dict[str, Any]) -> str | None:
+        prompt, params, rid = payload["input_ids"], payload["sampling_params"], payload["rid"]
+        wanted = len(prompt) + params["max_new_tokens"]
+        if rid in self._requests:
+            return f"Duplicate request ID detected: {rid}"
+        if not prompt:
+            return "input_ids cannot be empty."
+        if max(prompt) >= self.vocab_size:
+            return f"The input_ids {prompt} contains values greater than the vocab size ({self.vocab_size})."
+        if len(prompt) >= self.context_length:
+            return (
+                f"The input ({len(prompt)} tokens) is longer than the model's context length "
+                f"({self.context_length} tokens)."
+            )
+        if wanted > self.context_length:
+            return (
+                f"Requested token count exceeds the model's maximum context length of {self.context_length} tokens. "
+                f"You requested a total of {wanted} tokens: {len(prompt)} tokens from the input messages "
+                f"and {params['max_new_tokens']} tokens for the completion."
+            )
+        return None
+
+    async def _sample(self, payload: dict[str, Any], running: Running, fault: Fault | None) -> dict[str, Any]:
+        prompt, params, rid = payload["input_ids"], payload["sampling_params"], payload["rid"]
+        limit: int = params["max_new_tokens"]
+        stops: list[str] = params.get("stop", [])
+        stop_ids = {*params.get("stop_token_ids", []), *([] if self.eos_id is None else [self.eos_id])}
+        abort_after = fault.after if isinstance(fault, Abort) else math.inf
+        ids, log_probs, spans = list(prompt), [], [[self.weight_version, 0, 0]]
+        finish: dict[str, Any] | None = None
+        if abort_after == 0 or running.aborted.is_set():
+            return answer_of(rid, "", [], [], {"type": "abort", "message": "Aborted"}, {})
+        while finish is None:
+            if self.token_s:
+                await asyncio.sleep(self.token_s)
+            if self._paused and not running.aborted.is_set():
+                async with self._unpaused:
+                    await self._unpaused.wait_for(lambda: not self._paused)
+            token = self.next_id(ids)
+            ids.append(token)
+            log_probs.append(self.log_prob(ids))
+            n = len(log_probs)
+            if isinstance(fault, NewVersion) and n - 1 == fault.after:
+                self.weight_version = fault.version
+            if spans[-1][0] != self.weight_version:
+                spans.append([self.weight_version, n - 1, n - 1])
+            spans[-1][2] = n
+            said = self.decode(ids[len(prompt) :]) if stops else ""
+            stop = next((stop for stop in stops if stop in said), None)
+            if running.aborted.is_set() or n >= abort_after:
+                finish = {"type": "abort", "message": "Aborted"}
+            elif n >= limit:
+                finish = {"type": "length", "length": limit}
+            elif stop is not None or token in stop_ids:
+                finish = {"type": "stop", "matched": token if stop is None else stop}
+            if running.on_token is not None and finish is None:
+                so_far = ids[len(prompt) :]
+                await running.on_token(answer_of(rid, self.decode(so_far), so_far, log_probs, None, {}))
+        matched = None if params.get("no_stop_trim") else finish.get("matched")
+        text = self.decode(ids[len(prompt) : -1] if isinstance(matched, int) else ids[len(prompt) :])
+        if isinstance(matched, str):
+            text = text[: text.index(matched)]
+        counts: dict[str, Any] = {
+            "prompt_tokens": len(prompt),
+            "completion_tokens": len(log_probs),
+            "cached_tokens": max((common_prefix(prompt, ids) for ids in self._ended), default=0),
+            "weight_version": spans[-1][0],
+        }
+        if self.lists_versions:
+            counts["weight_versions"] = [
+                {"version": version, "start": start, "end": end} for version, start, end in spans
+            ]
+        if top := payload.get("top_logprobs_num"):
+            pairs = zip(log_probs, ids[len(prompt) :], strict=True)
+            counts["output_top_logprobs"] = [[[p - n, token, None] for n in range(top)] for p, token in pairs]
+        self._ended.append(tuple(ids))
+        return answer_of(rid, text, ids[len(prompt) :], log_probs, finish, counts)
+
+    def _next_id(self, ids: Sequence[int]) -> int:
+        return digest(ids) % self.vocab_size

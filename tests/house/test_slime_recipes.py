@@ -1,0 +1,132 @@
+"""Recipes of ``examples/slime`` as they stand, on a CPU: slime's script, Ray, manager and weight updates are real, our
+trainer is in Megatron's place."""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import pytest
+
+from agl_slime.engine.process import EmbeddedEngine
+from tests.harness.routers import sglang_router
+from tests.harness.servers import free_port
+from tests.harness.slime_programs import REPOSITORY, environment, require_slime
+from tests.house.launched import RECIPES, programs, variables
+
+SMALL = {"num-rollout": 3, "rollout-batch-size": 8, "n-samples-per-prompt": 4, "global-batch-size": 32}
+SMALL |= {"micro-batch-size": 1, "rollout-max-response-len": 48, "save-interval": 3}
+ONE_GPU = "--actor-num-nodes 1 --actor-num-gpus-per-node 1 --num-gpus-per-node 1"
+HERE = "ENGINE ROUTER WORK HF_HUB_OFFLINE SLIME_HOST_IP OMP_NUM_THREADS WANDB_MODE RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO"
+
+
+def run_recipe(script: str, root: Path, work: Path, policy: Path, **given: str) -> str:
+    """The output of a recipe with three small steps; fails with the output."""
+    path = programs(work / "bin", program="launched")
+    flags = [part for name, value in SMALL.items() for part in (f"--{name}", str(value))]
+    with EmbeddedEngine(policy) as engine, sglang_router() as router:
+        settings = variables(root, work, policy) | {"ENGINE": engine.url, "ROUTER": router, "WORK": str(work)}
+        settings |= {"EVAL_DATA": "", "GPU_ARGS": ONE_GPU, "JOB_ENV": HERE}
+        finished = subprocess.run(
+            [str(RECIPES / script), *flags],
+            cwd=REPOSITORY,
+            env={**environment(root), **settings, "PATH": path_with(path), **given},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=240,
+        )
+    assert finished.returncode == 0, finished.stdout[-6000:]
+    return finished.stdout
+
+
+def path_with(programs: Path) -> str:
+    return os.pathsep.join([str(programs), str(Path(sys.executable).parent), os.environ["PATH"]])
+
+
+def judge(work: Path) -> None:
+    steps = [json.loads(line) for line in (work / "metrics.jsonl").read_text().splitlines()]
+    assert [step["step"] for step in steps] == [0, 1, 2]
+    assert [step["version"] for step in steps] == [1, 2, 3]
+    assert all(step["train/samples"] == 32 and step["train/logprob_diff_max"] < 1e-4 for step in steps)
+    assert (work / "saved" / "rollout" / "agl_datasource_2.json").is_file()
+    assert (work / "saved" / "latest_checkpointed_iteration.txt").read_text() == "2"
+
+
+@pytest.mark.slime
+@pytest.mark.ray
+def test_one_machine_trains_by_the_launch_script(policy_dir: Path, tmp_path: Path):
+    root = require_slime("ray", "torch", "transformers", "sglang_router")
+    output = run_recipe("run_agent.sh", root, tmp_path, policy_dir)
+    judge(tmp_path)
+    assert "rollout 2 (" in output  # the line of log_rollout that the page promises
+
+
+def wait_until_up(port: int, node: subprocess.Popen[bytes], log: Path) -> None:
+    """Until Ray's head listens, at most 60 s: a second node gives up sooner."""
+    deadline = time.monotonic() + 60
+    while True:
+        assert node.poll() is None, log.read_text()[-4000:]
+        assert time.monotonic() < deadline, log.read_text()[-4000:]
+        with suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=1):
+            return
+        time.sleep(0.1)
+
+
+@contextmanager
+def two_ray_nodes(root: Path, work: Path) -> Iterator[dict[str, str]]:
+    """Ray's head and a second node, with a token as several hosts need it; yields the variables of its clients."""
+    port, dashboard = free_port(), free_port()
+    own = tempfile.mkdtemp(
+        prefix="ray-"
+    )  # short: its sockets' paths; apart: "ray.init()" joins the cluster named there
+    token = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32), "RAY_TMPDIR": own}
+    path = path_with(programs(work / "bin", program="launched"))
+    # a node does not have the recipe's variables: they come with the job
+    env = {name: value for name, value in environment(root).items() if name != "PYTHONPATH"} | token | {"PATH": path}
+    common = ["--num-gpus", "1", "--num-cpus", "3", "--disable-usage-stats", "--block"]
+    common += ["--object-store-memory", "100000000"]
+    head = ["--head", "--node-ip-address", "127.0.0.1", "--port", str(port), "--dashboard-port", str(dashboard)]
+    nodes: list[subprocess.Popen[bytes]] = []
+    with (work / "nodes.log").open("wb") as log:
+        try:
+            for where in (head, ["--address", f"127.0.0.1:{port}"]):
+                command = ["ray", "start", *where, *common]
+                nodes.append(subprocess.Popen(command, env=env, stdout=log, stderr=log, cwd=work))
+                wait_until_up(port, nodes[-1], work / "nodes.log")
+            yield token | {"RAY_JOB_ADDRESS": f"http://127.0.0.1:{dashboard}"}
+        finally:
+            for node in reversed(nodes):  # with --block a node's processes end with it
+                node.terminate()
+                node.wait(60)
+            shutil.rmtree(own, ignore_errors=True)
+
+
+@pytest.mark.slime
+@pytest.mark.ray
+def test_two_nodes_train_by_a_job_with_a_runtime_environment(policy_dir: Path, tmp_path: Path):
+    root = require_slime("ray", "torch", "transformers", "sglang_router")
+    with two_ray_nodes(root, tmp_path) as given:
+        output = run_recipe("run_agent_nodes.sh", root, tmp_path, policy_dir, **given)
+        judge(tmp_path)
+        assert "succeeded" in output
+        wrong = given | {"RAY_AUTH_TOKEN": secrets.token_hex(32), "PATH": path_with(tmp_path / "bin")}
+        refused = subprocess.run(
+            [str(RECIPES / "run_agent_nodes.sh")],
+            env={**environment(root), **wrong},
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+        assert refused.returncode == 2  # at once, not after RAY_WAIT_S
+        assert "No Ray takes jobs" in refused.stderr

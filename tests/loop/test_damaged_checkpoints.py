@@ -1,0 +1,102 @@
+"""Checkpoints whose files were damaged while nobody looked: what is loaded is what was saved, from the older checkpoint
+where the newest is not whole, or one sentence says why nothing can be."""
+
+from __future__ import annotations
+
+import random
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from agl_slime.agent.partial import PartialRollouts  # noqa: E402
+from agl_slime.data.ledger import Ledger  # noqa: E402
+from agl_slime.data.source import GroupSource  # noqa: E402
+from agl_slime.errors import AglSlimeError  # noqa: E402
+from agl_slime.loop.checkpoint import Checkpoint, CheckpointWriter, load_newest, read_checkpoints  # noqa: E402
+from agl_slime.loop.settings import LoopState  # noqa: E402
+from agl_slime.store.bridge import BridgeStore  # noqa: E402
+from agl_slime.train.local import LocalTrainer  # noqa: E402
+from tests.harness.trainer_policy import make_model, make_samples, save_policy  # noqa: E402
+from tests.harness.trainers import trainer, weights  # noqa: E402
+from tests.loop.damage import damage_checkpoint, stray  # noqa: E402
+
+STEPS = (3, 6)
+ROW = '{"instance_id": "7", "calls": []}\n'
+
+
+def everything(ours: LocalTrainer) -> dict[str, Any]:
+    found = {f"weight {name}": tensor for name, tensor in weights(ours.model).items()}
+    for number, moments in ours._optimizer.state_dict()["state"].items():
+        found |= {f"{name} {number}": value.clone() for name, value in moments.items()}
+    return found | {"steps": ours.steps, "iteration": ours.iteration}
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, dict[int, dict[str, Any]]]:
+    """A policy, the two checkpoints of a run that trained it, and what the trainer was at each."""
+    directory = tmp_path_factory.mktemp("run")
+    ours, samples = trainer(save_policy(directory / "policy")), make_samples(make_model())
+    ledger, saved = Ledger(path=directory / "ledger.sqlite"), {}
+    with GroupSource(store=BridgeStore(), ledger=ledger) as source:
+        writer = CheckpointWriter(
+            directory=directory / "checkpoints",
+            trainer=ours,
+            source=source,
+            save_partial=lambda path: path.write_text(ROW) and None,
+        )
+        for step in STEPS:
+            ours.train(samples, iteration=step)
+            writer.save(LoopState(iteration=step, version=str(step)))
+            saved[step] = everything(ours)
+    ledger.close()
+    return directory / "policy", directory / "checkpoints", saved
+
+
+def load(directory: Path, ours: LocalTrainer) -> tuple[Checkpoint | None, str]:
+    """What ``--resume`` begins from, or why it cannot."""
+    try:
+        found = load_newest(read_checkpoints(directory), ours)
+        PartialRollouts().load(found.partial)
+    except AglSlimeError as error:
+        return None, str(error)
+    return found, ""
+
+
+def check(run: tuple[Path, Path, dict[int, dict[str, Any]]], tmp_path: Path, seeds: range) -> None:
+    policy, whole, saved = run
+    ours, ends = trainer(policy), set()
+    for seed in seeds:
+        rng, directory = random.Random(seed), tmp_path / str(seed)
+        shutil.copytree(whole, directory)
+        done = [damage_checkpoint(directory / "step_000006", rng)]
+        if both := rng.random() < 0.15:
+            done.append(damage_checkpoint(directory / "step_000003", rng))
+        if rng.random() < 0.3:
+            stray(directory, rng)
+        found, refused = load(directory, ours)
+        if found is None:
+            assert both, (seed, done, refused)
+            assert str(directory) in refused, (seed, done, refused)
+            continue
+        expected, now = saved[found.loop.iteration], everything(ours)
+        assert found.loop == LoopState(iteration=found.loop.iteration, version=str(found.loop.iteration)), (seed, done)
+        assert found.partial.read_text() == ROW, (seed, done)
+        assert now.keys() == expected.keys(), (seed, done)
+        for name, value in expected.items():
+            same = torch.equal(now[name], value) if torch.is_tensor(value) else now[name] == value
+            assert same, (seed, done, name)
+        ends.add("newest" if found.loop.iteration == STEPS[-1] else "older")
+    assert "older" in ends
+
+
+def test_damaged_checkpoints_are_passed_over_for_the_older_whole_one(run: Any, tmp_path: Path) -> None:
+    check(run, tmp_path, range(25))
+
+
+@pytest.mark.slow
+def test_hundred_damaged_checkpoints(run: Any, tmp_path: Path) -> None:
+    check(run, tmp_path, range(100, 200))

@@ -1,0 +1,100 @@
+"""Short runs of ``end_train``, whose 24 ends take minutes; and what the engine is asked for again after a kill."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from agl_slime.cli.demo import LOOKUP_POLICY
+from agl_slime.engine.process import EmbeddedEngine
+from agl_slime.loop.checkpoint import Checkpoint, read_checkpoints
+from agl_slime.tokens.codec import unpack_token_ids
+from tests.loop.token_counter import TokenCounter
+from tests.programs.end_train import PHASES, SIGNALS, Scene, run
+
+pytest.importorskip("torch", reason="needs agl-slime[local]")
+
+
+MIXED = list(zip(PHASES, SIGNALS + SIGNALS[2:], strict=True))
+KILLS = [(phase, signal.SIGKILL) for phase in PHASES]
+# with groups enough that some group of three iterations in a row has two different rewards
+DROPPING = "--drop-zero-variance --rollout-batch-size 6 --group-min-ratio 0.6"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("trainer", "max_staleness", "planned", "more"),
+    [
+        ("local", 0, MIXED, ""),
+        ("local", 2, MIXED, ""),
+        ("slime", 2, MIXED, ""),
+        ("local", 0, KILLS, ""),
+        ("local", 2, KILLS, ""),
+        ("local", 0, KILLS, DROPPING),
+        ("local", 2, KILLS, DROPPING),
+    ],
+    ids=["mixed", "mixed-2", "slime", "killed", "killed-2", "killed-dropping", "killed-dropping-2"],
+)
+def test_tasks_are_trained_once_and_files_agree_after_each_end(
+    tmp_path: Path, trainer: str, max_staleness: int, planned: Any, more: str
+) -> None:
+    """``python -m tests.programs.end_train`` has all pairs of a phase and a signal."""
+    how: dict[str, Any] = {"max_staleness": max_staleness, "trainer": trainer, "more": more}
+    result = run(tmp_path, planned=planned, rng=random.Random(5), limit_s=600, **how)
+    assert result.findings == []
+    assert result.by_phase.total() == len(PHASES)
+    assert result.tasks > 0
+
+
+@pytest.mark.slow
+async def test_tokens_sampled_before_a_kill_are_not_sampled_again(tmp_path: Path) -> None:
+    """Every token that the second life trains on was in the checkpoint or was sampled by the engine since, once."""
+    counter = TokenCounter()
+    flags = "--rollout-batch-size 4 --n-samples-per-prompt 4 --max-staleness 2 --weight-pause retract --save-interval 1"
+    with EmbeddedEngine(LOOKUP_POLICY) as engine:
+        async with counter.before(engine.url) as url:
+            scene = Scene(tmp_path, flags=f"{flags} --eval-interval 0", limit_s=200, engine_url=url)
+            calls: list[dict[str, Any]] = []
+            # until a checkpoint has a call in it that was cut within an answer
+            while not any(call["finish_reason"] == "abort" for call in calls):
+                await asyncio.to_thread(train_and_kill, scene)
+                newest = read_checkpoints(scene.output / "checkpoints")[0]
+                lines = [json.loads(line) for line in newest.partial.read_text().splitlines()]
+                calls = [call for line in lines for call in line["calls"]]
+            kept = tokens_in(newest)
+            await counter.idle.wait()  # without requests of the killed process
+            counter.tokens = 0
+            last, _ = await asyncio.to_thread(scene.begin, newest.loop.iteration + 4, cold=False)
+            await asyncio.to_thread(last.join, 150)
+            assert last.exitcode == 0, scene.last_words()
+    trained = [row["train/tokens_trained"] for row in scene.rows() if row["iteration"] > newest.loop.iteration]
+    assert len(trained) == 4
+    assert sum(trained) == kept + counter.tokens
+    assert kept > 100
+
+
+def tokens_in(checkpoint: Checkpoint) -> int:
+    """The sampled tokens in a checkpoint: of its ready groups, and of the rollouts of all others."""
+    ready = [sample for group in checkpoint.data_source["groups"] for sample in group]
+    instances = {sample["metadata"]["instance_id"] for sample in ready}
+    rows = [json.loads(line) for line in checkpoint.partial.read_text().splitlines()]
+    calls = [call for row in rows if row["instance_id"] not in instances for call in row["calls"]]
+    return sum(sum(one["loss_mask"]) for one in ready) + sum(len(unpack_token_ids(c["output_ids"])) for c in calls)
+
+
+def train_and_kill(scene: Scene) -> None:
+    process, reader = scene.begin(1000, cold=False)
+    try:
+        scene.wait_for_phase(process, reader, "train", times=2)
+        time.sleep(0.5)  # the kill comes in the middle of something
+    finally:
+        process.kill()
+        process.join()
+        reader.close()

@@ -1,0 +1,1 @@
+"""Modules that run as processes of their own, and agents that those import by name or by path."""

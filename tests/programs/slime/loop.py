@@ -1,0 +1,168 @@
+"""slime's own ``train()`` or ``train_async()`` on a CPU: real Ray, manager, router, weight updates and SGLang; only
+Megatron's place is taken by our trainer.
+
+    python -m tests.programs.slime.loop DIRECTORY train|train_async STEPS embedded|controller|ray|hosts URL|URL...
+
+The URLs are those of SGLang servers that run already and serve DIRECTORY/policy; ``hosts`` has runners on other nodes
+of the Ray of several hosts that ``TEST_RAY_ADDRESS`` names. ``controller`` is the embedded engine
+with an agent of Agent Lightning 1.0, whose controller the manager starts, in small batches; ``ray`` has the agent run
+in two Ray actors that the manager starts.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import ray
+import requests
+
+from agl_slime.engine.process import EmbeddedEngine
+from agl_slime.slime_hooks import log_eval_rollout
+from tests.harness.routers import sglang_router
+from tests.harness.slime_programs import report
+from tests.programs.slime.common import make_policy, slime_args, start_ray, write_tasks
+
+GROUPS, SIZE, CONTROLLED = 16, 4, 2
+
+
+def main(directory: Path, loop: str, steps: int, engines: list[str]) -> None:
+    model = make_policy(directory)
+    if engines[0] == "hosts":
+        run(directory, model, loop, steps, engines[1:], runners="ray:2", host=os.environ["SLIME_HOST_IP"])
+        return
+    if engines not in (["embedded"], ["controller"], ["ray"]):
+        run(directory, model, loop, steps, engines)
+        return
+    with EmbeddedEngine(model) as engine:
+        run(directory, model, loop, steps, [engine.url], runners="ray:2" if engines == ["ray"] else engines[0])
+
+
+def run(
+    directory: Path,
+    model: Path,
+    loop: str,
+    steps: int,
+    engines: list[str],
+    *,
+    runners: str = "embedded",
+    host: str = "127.0.0.1",
+) -> None:
+    controller = runners == "controller"
+    groups = GROUPS if runners == "embedded" else CONTROLLED
+    from tests.programs.slime.cpu import CpuTrainActor, register_cpu
+
+    register_cpu()
+    metrics = directory / "metrics.jsonl"
+    with sglang_router(host=host) as address:
+        flags = [
+            *("--num-rollout", str(steps), "--rollout-batch-size", str(groups), "--n-samples-per-prompt", str(SIZE)),
+            *("--global-batch-size", str(groups * SIZE), "--micro-batch-size", "1", "--rollout-temperature", "1.0"),
+            *("--rollout-max-response-len", "48"),
+            *("--rollout-external-engine-addrs", *(url.removeprefix("http://") for url in engines)),
+            *("--sglang-router-ip", host, "--sglang-router-port", address.rpartition(":")[2]),
+            *("--update-weight-mode", "full", "--update-weight-transport", "disk"),
+            *("--update-weight-disk-dir", str(directory / "weights")),
+            *("--update-weight-disk-keep-files",),
+            *("--save", str(directory / "checkpoint"), "--save-interval", str(steps)),
+            *("--dump-details", str(directory / "dump")),
+            *(
+                "--eval-interval",
+                str(steps),
+                "--eval-prompt-data",
+                "lookup",
+                str(write_tasks(directory / "eval.jsonl", 64, seed=99)),
+            ),
+        ]
+        config = {
+            "agl_agent": "agl_slime.cli.demo.agent:LookupAgent",
+            "agl_tasks": str(write_tasks(directory / "tasks.jsonl", 4000)),
+            "agl_eval_tasks": str(directory / "eval.jsonl"),
+            "agl_get_timeout_s": 120,
+            "agl_metrics": str(metrics),
+            "agl_eval_log": str(directory / "eval_means.jsonl"),
+        }
+        if runners == "ray:2":
+            config |= {"agl_runners": runners, "agl_eval_rollouts": SIZE}
+        if host != "127.0.0.1":
+            config |= {"agl_store_host": "0.0.0.0", "agl_max_staleness": int(loop == "train_async")}
+        if controller:
+            config |= {
+                "agl_agent": "tests.programs.agents.controller_agent:Agent",
+                "agl_runners": "controller",
+                "agl_env_map": {"QUESTION": "input.key"},
+                "agl_eval_rollouts": SIZE,
+                "agl_controller_log": str(directory / "controller.log"),
+            }
+            os.environ["WITNESS"] = str(directory / "witness")  # of the manager's children
+        # the flag given last counts
+        flags += ["--custom-eval-rollout-log-function-path", "tests.programs.slime.loop.log_eval"]
+        args = slime_args(flags, model=model, config=config, directory=directory)
+        module = slimes_script(loop)
+        module.create_training_models = functools.partial(module.create_training_models, actor_cls=CpuTrainActor)
+        start_ray(num_gpus=1, setup_hook="tests.programs.slime.cpu.register_cpu")
+        began = time.monotonic()
+        try:
+            module.train(args)
+            pids = gone("Worker", "RolloutManager")
+        finally:
+            ray.shutdown()
+        lines = [json.loads(line) for line in metrics.read_text().splitlines()]
+        report(
+            {
+                "actors": pids,
+                "seconds": round(time.monotonic() - began, 1),
+                "rewards": [round(line["reward"], 3) for line in lines],
+                "eval": [json.loads(line)["agl"] for line in (directory / "eval_means.jsonl").read_text().splitlines()],
+                "logprob_diff_max": [round(line["train/logprob_diff_max"], 6) for line in lines],
+                "versions": [requests.get(f"{url}/model_info", timeout=10).json()["weight_version"] for url in engines],
+                "weights": sorted(path.name for path in (directory / "weights").iterdir()),
+                "checkpoint": sorted(path.name for path in (directory / "checkpoint").iterdir()),
+            }
+        )
+
+
+def gone(*names: str) -> dict[str, int]:
+    """How many actors of these classes do not end: Ray kills them, and does not wait for it."""
+    found = {name: actors(name) for name in names}
+    psutil.wait_procs([process for some in found.values() for process in some], timeout=20)
+    return {name: len(actors(name)) for name in names}
+
+
+def actors(name: str) -> list[psutil.Process]:
+    """Processes of this Ray that are an actor of this class: after slime's own end there is none."""
+    own = [process for process in psutil.process_iter(["name"]) if os.getsid(process.pid) == os.getsid(0)]
+    return [process for process in own if (process.info["name"] or "").startswith(f"ray::{name}")]
+
+
+def slimes_script(name: str) -> Any:
+    """slime's ``train.py`` or ``train_async.py``, which lie beside its package (our repository has a train.py of its
+    own)."""
+    import slime
+
+    spec = importlib.util.spec_from_file_location(
+        f"slime_{name}", Path(next(iter(slime.__path__))).parent / f"{name}.py"
+    )
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def log_eval(rollout_id: int, args: Any, data: dict[str, Any], extra_metrics: dict[str, Any] | None) -> bool:
+    means = {name: sum(entry["rewards"]) / len(entry["rewards"]) for name, entry in data.items()}
+    with open(args.agl_eval_log, "a") as lines:
+        lines.write(json.dumps(means) + "\n")
+    return log_eval_rollout(rollout_id, args, data, extra_metrics)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), sys.argv[4:])

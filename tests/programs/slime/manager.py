@@ -1,0 +1,198 @@
+"""slime's RolloutManager under real Ray, fed by agents that run elsewhere: ten batches, a checkpoint, another manager
+that goes on from it.
+
+python -m tests.programs.slime.manager DIRECTORY
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import ray
+
+from agl_slime.cli.demo.agent import LookupAgent
+from agl_slime.data.normalize import normalize_rewards
+from agl_slime.engine.process import EmbeddedEngine
+from agl_slime.runner.thread import RunnerThread
+from agl_slime.store.bridge import BridgeStore
+from agl_slime.store.server import StoreService
+from agl_slime.tokens.converter import convert_rollout
+from agl_slime.tokens.loading import load_tokenizer
+from tests.harness.slime_programs import report
+from tests.programs.slime.common import make_policy, slime_args, start_ray, write_tasks
+
+GROUPS, SIZE, BATCHES, CHECKPOINT = 4, 4, 10, 4
+PARALLEL = {"dp_size": 1, "cp_size": 1, "vpp_size": 1, "microbatch_group_size_per_vp_stage": 1}
+
+
+def main(directory: Path) -> None:
+    model = make_policy(directory)
+    store = BridgeStore()
+    with (
+        EmbeddedEngine(model) as engine,
+        StoreService(store=store) as service,
+        RunnerThread(agent=LookupAgent(), store=store),
+    ):
+        host, _, port = engine.url.removeprefix("http://").partition(":")
+        flags = [
+            *("--num-rollout", str(BATCHES), "--rollout-batch-size", str(GROUPS), "--n-samples-per-prompt", str(SIZE)),
+            *("--global-batch-size", str(GROUPS * SIZE), "--micro-batch-size", "1", "--rollout-temperature", "1.0"),
+            *("--rollout-max-response-len", "48", "--save", str(directory / "checkpoint")),
+            *("--load", str(directory / "checkpoint")),
+            *("--sglang-router-ip", host, "--sglang-router-port", port),
+            *("--save-debug-rollout-data", str(directory / "rollouts_{rollout_id}.pt")),
+            *("--rollout-num-gpus", "0"),
+        ]
+        config = {
+            "agl_store_url": service.url,
+            "agl_llm_url": engine.url,
+            "agl_tasks": str(write_tasks(directory / "tasks.jsonl", 200)),
+            "agl_get_timeout_s": 120,
+        }
+        args = slime_args(flags, model=model, config=config, directory=directory)
+        start_ray()
+        try:
+            report(run(args, store, load_tokenizer(model)))
+        finally:
+            ray.shutdown()
+
+
+def run(args: Any, store: BridgeStore, tokenizer: Any) -> dict[str, Any]:
+    from slime.ray.placement_group import create_rollout_manager
+
+    began = time.monotonic()
+    first = new_manager(create_rollout_manager, args, load=-1)
+    start_s = time.monotonic() - began
+    batches: list[dict[str, Any]] = []
+    seconds: list[float] = []
+    for step in range(BATCHES):
+        began = time.monotonic()
+        batches.append(generate(first, args, step))
+        seconds.append(time.monotonic() - began)
+        if step == CHECKPOINT:
+            ray.get(first.save.remote(step))
+    expected = asyncio.run(expected_rows(store, tokenizer))
+    got = Counter(row for batch in batches for row in rows(batch))
+    mismatches = list((got - expected).elements())
+    trained = Counter(name for batch in batches for name in batch["names"])
+
+    # the manager dies; another goes on from the checkpoint
+    ray.kill(first)
+    args.load = args.save  # what slime's parse_args says once there is a checkpoint there
+    second = new_manager(create_rollout_manager, args, load=CHECKPOINT)
+    after = [generate(second, args, step) for step in range(CHECKPOINT + 1, BATCHES + 2)]
+    kept = Counter(name for batch in batches[: CHECKPOINT + 1] for name in batch["names"])
+    lost = Counter(
+        name for batch in batches[CHECKPOINT + 1 :] for name in batch["names"]
+    )  # trained after the checkpoint: not trained in this life
+    again = Counter(name for batch in after for name in batch["names"])
+    ray.kill(second)
+    return {
+        "start_s": round(start_s, 2),
+        "generate_s": [round(value, 2) for value in seconds],
+        "keys": sorted(set(batches[0]) - {"names"}),
+        "samples": [len(batch["tokens"]) for batch in batches],
+        "rollouts": [len(set(batch["names"])) for batch in batches],
+        "lengths_match": all(
+            len(mask) == length == len(log_probs) < len(tokens)
+            for batch in batches
+            for mask, length, log_probs, tokens in zip(
+                *(batch[n] for n in ("loss_masks", "response_lengths", "rollout_log_probs", "tokens")), strict=True
+            )
+        ),
+        "mismatches": len(mismatches),
+        "example": str(mismatches[:1])[:500],
+        "finished": expected.total(),
+        "trained": trained.total(),
+        "trained_twice": sum(count - 1 for count in trained.values()),
+        "twice_over_the_checkpoint": len(kept.keys() & again.keys()) + sum(count - 1 for count in again.values()),
+        "after_the_checkpoint": len(lost),
+        "delivered_again": len(again.keys() & lost.keys()),
+        "reward": round(sum(sum(batch["raw_reward"]) for batch in batches) / got.total(), 3),
+    }
+
+
+def new_manager(create: Any, args: Any, *, load: int) -> Any:
+    manager, _ = create(args, (None, [], []))
+    for method in ("set_train_parallel_config",):
+        ray.get(getattr(manager, method).remote(PARALLEL))
+    ray.get(manager.load.remote(load))
+    return manager
+
+
+def generate(manager: Any, args: Any, step: int) -> dict[str, Any]:
+    """One batch, in the rank's order; ``names`` are the Agent Lightning rollouts that its samples came from."""
+    import torch
+
+    [box] = ray.get(manager.generate.remote(step))
+    data: Any = ray.get(box.inner)
+    batch = {
+        name: [_plain(item) for item in value] if isinstance(value, list) else value for name, value in data.items()
+    }
+    partition = [int(position) for position in batch["partition"]]
+    batch["raw_reward"] = [batch["raw_reward"][position] for position in partition]
+    samples = torch.load(args.save_debug_rollout_data.format(rollout_id=step), weights_only=False)["samples"]
+    batch["names"] = [samples[position]["metadata"]["agl_rollout_id"] for position in partition]
+    return batch
+
+
+def _plain(value: Any) -> Any:
+    return value.tolist() if hasattr(value, "tolist") else value
+
+
+def rows(batch: dict[str, Any]) -> list[tuple[Any, ...]]:
+    names = ("tokens", "response_lengths", "loss_masks", "raw_reward", "rewards", "truncated", "rollout_log_probs")
+    return [row_of(*values) for values in zip(*(batch[name] for name in names), strict=True)]
+
+
+def row_of(
+    tokens: list[int], length: int, mask: list[int], raw: float, reward: float, truncated: int, log_probs: list[float]
+) -> tuple[Any, ...]:
+    # slime keeps log-probs and rewards as float32
+    return (
+        tuple(tokens),
+        int(length),
+        tuple(mask),
+        float(raw),
+        round(float(reward), 4),
+        int(truncated),
+        tuple(round(p, 4) for p in log_probs),
+    )
+
+
+async def expected_rows(store: BridgeStore, tokenizer: Any) -> Counter[tuple[Any, ...]]:
+    """What the converter and the normaliser say about every group that has finished, straight from the store."""
+    groups: dict[str, list[Any]] = {}
+    for rollout in await store.query_rollouts(status_in=["succeeded"]):
+        conversion = convert_rollout(rollout, await store.query_spans(rollout.rollout_id, "latest"), tokenizer)
+        groups.setdefault((rollout.metadata or {})["group_id"], []).append(conversion.samples)
+    found: Counter[tuple[Any, ...]] = Counter()
+    for group in groups.values():
+        if len(group) != SIZE:
+            continue
+        flat = [(number, sample) for number, samples in enumerate(group) for sample in samples]
+        advantages = normalize_rewards(
+            [s.reward for _, s in flat], group_indices=[0] * len(flat), rollout_ids=[number for number, _ in flat]
+        )
+        for (_, sample), advantage in zip(flat, advantages, strict=True):
+            truncated = sample.status == sample.Status.TRUNCATED
+            row = row_of(
+                sample.tokens,
+                sample.response_length,
+                sample.loss_mask,
+                sample.reward,
+                advantage,
+                truncated,
+                sample.rollout_log_probs,
+            )
+            found[row] += 1
+    return found
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

@@ -1,0 +1,188 @@
+"""The run's report in a real browser: by clicks, by keys, live, with hostile texts, and with a large run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from agl_slime.report.page import write_report
+from tests.harness.browser import facts, heading, opened, served
+from tests.harness.report_runs import EMOJI, HOSTILE, AWriter, write_run
+from tests.report.test_slime import write_dumps
+
+pytestmark = pytest.mark.browser
+
+
+def test_the_four_levels_by_clicks(page: Any, tmp_path: Path) -> None:
+    opened(page, write_report([write_run(tmp_path)]))
+    assert page.locator("figure canvas").count() >= 2
+    page.locator("figure .u-over").first.click(position={"x": 5, "y": 40})  # the first iteration of the reward
+    heading(page, "Step 1")
+    assert page.locator("tbody tr").count() == 3
+    assert "all rewards are the same" in page.inner_text("table")
+    assert page.locator("svg .dot").count() == 10
+    page.click("a.member:has-text('timeout')")
+    heading(page, "Rollout ro-1-4")
+    assert "took longer than 600 s" in page.inner_text("main")
+    page.click("text=step 1")
+    page.click("a[href='#rollout/0/ro-1-2']")
+    heading(page, "Rollout ro-1-2")
+    assert "fork: edited_history" in page.inner_text(".tree")
+    assert page.locator(".message").count() == 3  # of the conversation that was gone on with last
+    assert "model" in page.inner_text(".timeline + .legend")
+    page.click("text=Sample 1")
+    heading(page, "Tokens of ro-1-2")
+    page.hover("#k3")
+    told = facts(page)
+    assert told["token"].startswith('"c"')
+    assert told["mask"] == "1: trained"
+    assert told["engine log-prob"] == "-0.3"
+    assert told["advantage"] == "0.5"
+    assert told["weight version"] == "1"
+    difference = float(told["trainer log-prob"]) - float(told["engine log-prob"])
+    assert float(told["difference"]) == pytest.approx(difference, abs=1e-4)
+    page.hover("#k0")
+    assert facts(page)["mask"] == "prompt: context"
+    page.hover("#k14")
+    assert facts(page)["weight version"] == "2"
+    for name in ("difference", "engine", "advantage", "version"):
+        before = page.locator("#k3").get_attribute("class")
+        page.check(f"#tint-{name}")
+        assert page.locator("#k3").get_attribute("class") != before
+        assert page.locator("#k0").get_attribute("class") != page.locator("#k3").get_attribute("class")
+
+
+def test_the_four_levels_by_keys(page: Any, tmp_path: Path) -> None:
+    opened(page, write_report([write_run(tmp_path)]))
+
+    def to(selector: str) -> None:
+        for _ in range(60):
+            if page.evaluate("s => document.activeElement?.matches(s)", selector):
+                return
+            page.keyboard.press("Tab")
+        raise AssertionError(f"Tab does not reach {selector}")
+
+    to(".jump button")
+    page.keyboard.press("Enter")
+    heading(page, "Step 3")
+    to("a.member")
+    page.keyboard.press("Enter")
+    heading(page, "Rollout ro-3-0")
+    to("a.button")
+    page.keyboard.press("Enter")
+    heading(page, "Tokens of ro-3-0")
+    to(".tokens")
+    assert facts(page)["token"].startswith('"c"')  # the first that is trained
+    page.keyboard.press("ArrowRight")
+    assert facts(page)["token"].startswith('"a"')
+    page.keyboard.press("End")
+    assert facts(page)["token"].startswith('"e"')
+    to("nav a[href^='#rollouts']")
+    page.keyboard.press("Enter")
+    heading(page, "Rollouts")
+    to(".virtual")
+    page.keyboard.press("End")
+    page.keyboard.press("Enter")
+    heading(page, "Rollout ro-3-11")
+
+
+@pytest.mark.parametrize("live", [False, True], ids=["file", "served"])
+def test_model_output_is_shown_as_text(page: Any, tmp_path: Path, live: bool) -> None:
+    write_run(tmp_path, iterations=1, says=HOSTILE + EMOJI)
+    asked: list[str] = []
+    page.on("request", lambda request: asked.append(request.url))
+    with served(tmp_path) as url:
+        page.goto(url if live else write_report([tmp_path]).as_uri())
+        page.wait_for_selector("h1")
+        page.evaluate("location.hash = '#rollout/0/ro-1-0'")
+        heading(page, "Rollout ro-1-0")
+        text = page.inner_text(".message.tool pre")
+    assert text.startswith(HOSTILE.partition("\u2028")[0])
+    assert page.locator("main img").count() == 0
+    assert "hacked" not in page.title()
+    if live:
+        assert "Show more" in text
+        page.click(".message.tool pre button")
+        assert len(page.inner_text(".message.tool pre")) > 100_000  # of two UTF-16 units each
+    assert all(each.startswith(("file:", "http://127.0.0.1:")) for each in asked)
+
+
+def test_a_run_that_is_followed_grows(page: Any, tmp_path: Path) -> None:
+    writer = AWriter(tmp_path / "one")
+    writer.iteration(1)
+    with served(tmp_path, follow=True) as url:
+        page.goto(url)
+        heading(page, "Trend")
+        assert "running" in page.inner_text("#runs")
+        writer.iteration(2)
+        page.wait_for_function("() => document.querySelector('#live').textContent.includes('iteration 2, 24 rollouts')")
+        page.evaluate("location.hash = '#rollout/0/ro-2-1'")
+        heading(page, "Rollout ro-2-1")
+        assert page.locator(".message").count() > 0
+        page.click("nav a[href^='#rollouts']")
+        heading(page, "Rollouts")
+        writer.iteration(3)
+        page.wait_for_function("() => document.querySelector('main p[role=status]').textContent.includes('36 of 36')")
+        page.evaluate("location.hash = '#trend'")
+        heading(page, "Trend")
+        writer.finish()
+        page.wait_for_function("() => document.querySelector('#runs').textContent.includes('finished')")
+        write_run(tmp_path / "two", iterations=1)
+        page.wait_for_selector("label:has-text('two')")
+        assert "one: reward_mean" in page.inner_text("figure >> nth=0")
+        page.uncheck("#run0")
+        page.wait_for_function("() => !document.querySelector('figure').textContent.includes('one')")
+
+
+def test_view_without_the_token_is_403(page: Any, tmp_path: Path) -> None:
+    with served(write_run(tmp_path, iterations=1), token="secret") as url:
+        page.goto(url)
+        heading(page, "Trend")
+        assert "token" not in page.url
+        other = page.context.browser.new_context()
+        assert other.request.get(url.partition("?")[0]).status == 403
+        assert other.request.get(f"{url.partition('?')[0]}data?token=wrong").status == 403
+        other.close()
+
+
+def test_a_request_for_another_name_is_refused(page: Any, tmp_path: Path) -> None:
+    with served(write_run(tmp_path, iterations=1)) as url:
+        answer = page.context.request.get(url + "/data", headers={"Host": "attacker.example"})
+        assert answer.status == 403
+
+
+def test_damaged_run_is_described_on_the_page(page: Any, tmp_path: Path) -> None:
+    write_run(tmp_path)
+    (tmp_path / "config.json").write_text("{")
+    (tmp_path / "summary.json").unlink()
+    opened(page, write_report([tmp_path]))
+    assert "config.json is not a JSON object" in page.inner_text(".about")
+    assert "unknown" in page.inner_text("#runs")
+
+
+def test_files_that_slime_does_not_write_are_not_called_damaged(page: Any, tmp_path: Path) -> None:
+    write_dumps(tmp_path, train=False)
+    opened(page, write_report([tmp_path]))
+    assert page.locator(".about .badge", has_text="not written").count() == 3
+    assert page.locator(".about .badge", has_text="damaged").count() == 0
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("width", [1280, 390])
+def test_axe_finds_no_serious_fault(browser: Any, tmp_path: Path, scheme: str, width: int) -> None:
+    axe = pytest.importorskip("axe_playwright_python", reason='no axe-core: pip install "agl-slime[browser]"')
+    page = browser.new_page(viewport={"width": width, "height": 900}, color_scheme=scheme, bypass_csp=True)
+    opened(page, write_report([write_run(tmp_path)]))
+    page.add_script_tag(path=Path(axe.__file__).with_name("axe.min.js"))
+    found = {}
+    for place in ("trend", "step/0/1", "rollouts/0", "rollout/0/ro-1-2", "token/0/ro-1-2/0", "alarms/0"):
+        page.evaluate("hash => location.hash = hash", place)
+        page.wait_for_timeout(200)
+        violations = page.evaluate("async () => (await axe.run()).violations")
+        serious = [one for one in violations if one["impact"] in ("serious", "critical")]
+        found[place] = [f"{one['id']}: {one['nodes'][0]['html'][:200]}" for one in serious]
+        assert page.evaluate("document.documentElement.scrollWidth") <= width, place
+    page.close()
+    assert not any(found.values()), found

@@ -1,0 +1,152 @@
+"""The lag monitor of the concurrent runner: who is named when its event loop is blocked."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.machinery
+import itertools
+import logging
+import re
+import selectors
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from agl_slime.runner import lag
+from agl_slime.support.agl import LitAgent
+from agl_slime.support.watcher import Frame
+from tests.harness.waiting import becomes_true
+from tests.runner.function_agents import FnAgent, finished, running
+
+
+class BlockingAgent(LitAgent[Any]):
+    async def rollout_async(self, task: Any, resources: Any, rollout: Any) -> float:
+        time.sleep(0.8)  # noqa: ASYNC251  what the monitor is to find
+        return 1.0
+
+
+async def test_an_agent_that_blocks_the_loop_is_named_once(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lag, "_TICK_S", 0.05)
+    with caplog.at_level(logging.WARNING, "agl_slime.runner.lag"):
+        async with running(BlockingAgent(), lag_warning_s=0.1) as store:
+            await finished(store, range(2))
+    [record] = [record for record in caplog.records if record.name == "agl_slime.runner.lag"]
+    assert "BlockingAgent.rollout_async blocks the runner's event loop" in record.getMessage()
+    assert re.search(r"in rollout ro-\w+, at \S+test_lag.py:\d+;", record.getMessage())
+
+
+class LateSelector(selectors.DefaultSelector):
+    """What a busy machine does: the loop wakes up long after it wanted to."""
+
+    def select(self, timeout: float | None = None) -> Any:
+        time.sleep(0.4)
+        return super().select(0)
+
+
+def test_late_wakeup_of_the_event_loop_is_not_blamed_on_an_agent(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lag, "_TICK_S", 0.02)
+    monitor = lag.LagMonitor(threshold_s=0.05)
+
+    async def wait() -> None:
+        monitor.start()
+        for _ in range(4):
+            await asyncio.sleep(0.01)
+        monitor.stop()
+
+    loop = asyncio.SelectorEventLoop(LateSelector())
+    try:
+        loop.run_until_complete(wait())
+    finally:
+        loop.close()
+    assert monitor.warning is None
+
+
+@pytest.mark.parametrize("computes", [False, True])
+async def test_code_that_hardly_gets_to_run_is_not_blamed(monkeypatch: pytest.MonkeyPatch, computes: bool) -> None:
+    """On a busy machine a callback takes wall-clock time without CPU time."""
+    monkeypatch.setattr(lag, "_TICK_S", 0.02)
+    places = iter(range(10**9))
+    looked = threading.Event()
+
+    def stack_of(frame: Any) -> list[Frame]:
+        n = next(places)
+        if n == 5:
+            looked.set()
+        return [Frame("agent.py", n, "work")]  # it gets on, a line at a time
+
+    monkeypatch.setattr(lag, "stack_of", stack_of)
+    monitor = lag.LagMonitor(threshold_s=0.05)
+    spent = itertools.count()
+    monkeypatch.setattr(monitor, "_cpu_s", lambda: float(next(spent)) if computes else 0.0)
+    monitor.start()
+    # on the loop: a thread would not block it
+    assert becomes_true(lambda: looked.is_set() or monitor.warning is not None, 20.0)
+    monitor.stop()
+    assert (monitor.warning is not None) == computes
+    assert looked.is_set() != computes
+
+
+class SlowImport:
+    """What an import is that takes long: a module's code, run by Python's own importer."""
+
+    def find_spec(self, name: str, *_: Any) -> Any:
+        return importlib.machinery.ModuleSpec(name, self) if name == "a_slow_module" else None  # type: ignore[arg-type]
+
+    def create_module(self, spec: Any) -> None: ...
+
+    def exec_module(self, module: Any) -> None:
+        time.sleep(1.0)
+
+
+def package_blocks() -> Any:
+    """An agent of which every line is the package's."""
+    source = (
+        "import time\nclass Agent(LitAgent):\n  async def rollout_async(self, *_):\n    time.sleep(1.0); return 1.0\n"
+    )
+    space: dict[str, Any] = {"LitAgent": LitAgent, "__name__": "made"}
+    exec(compile(source, str(Path(lag.__file__).parents[1] / "tokens" / "template.py"), "exec"), space)
+    return space["Agent"]()
+
+
+async def imports(task: Any) -> float:
+    import a_slow_module  # type: ignore[import-not-found]  # noqa: F401
+
+    return 1.0
+
+
+@pytest.mark.parametrize("agent", [package_blocks(), FnAgent(imports)], ids=["package", "import"])
+async def test_imports_and_other_threads_are_not_blamed_on_the_agent(
+    agent: LitAgent[Any], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lag, "_TICK_S", 0.02)
+    monkeypatch.setattr(sys, "meta_path", [SlowImport(), *sys.meta_path])
+    looked = threading.Event()
+    look = lag.users_frame
+
+    def users_frame(stack: Any) -> Any:
+        looked.set()
+        return look(stack)
+
+    monkeypatch.setattr(lag, "users_frame", users_frame)
+    with caplog.at_level(logging.WARNING, "agl_slime.runner.lag"):
+        async with running(agent, lag_warning_s=0.1) as store:
+            await finished(store, range(2))
+    assert looked.is_set()
+    assert not caplog.records
+
+
+async def test_agents_that_wait_properly_raise_no_such_warning(caplog: pytest.LogCaptureFixture) -> None:
+    async def work(task: Any) -> float:
+        await asyncio.sleep(1.5)
+        return 1.0
+
+    with caplog.at_level(logging.WARNING, "agl_slime.runner.lag"):
+        async with running(FnAgent(work), lag_warning_s=1.0) as store:
+            await finished(store, range(2))
+    assert not caplog.records

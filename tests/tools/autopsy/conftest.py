@@ -1,0 +1,27 @@
+"""Rollouts that several tests take apart, each sampled once per test run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+if TYPE_CHECKING:
+    from tests.tools.autopsy.autopsies import Bench
+
+
+@pytest.fixture(scope="session")
+def bench(policy_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Bench:
+    """Rollouts of the tiny policy for an autopsy. To be left as it is."""
+    from tests.tools.autopsy.autopsies import dense_bench
+
+    return dense_bench(policy_dir, tmp_path_factory.mktemp("weights"))
+
+
+@pytest.fixture(scope="session")
+def routed(policy_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Bench:
+    """As ``bench``, of a mixture of experts."""
+    from tests.tools.autopsy.autopsies import routed_bench
+
+    return routed_bench(policy_dir, tmp_path_factory.mktemp("routed"))

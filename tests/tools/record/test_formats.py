@@ -1,0 +1,147 @@
+"""No format of a recorded rollout changes a token, a log-prob or a mask."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from typing import Any
+
+import orjson
+from hypothesis import given
+from hypothesis import strategies as st
+
+from agl_slime.gateway.formats import FORMATS
+from agl_slime.gateway.recorded import ATTEMPT, RecordedRollout
+from agl_slime.support.agl import Rollout, Span
+from agl_slime.tokens import attributes as names
+from agl_slime.tokens.reward import Reward
+from agl_slime.tokens.segments import merge_turns
+from agl_slime.tokens.span_codec import TurnEncoder
+from agl_slime.tokens.turn import Turn
+from tests.harness.trace_strategies import conversations
+
+Row = tuple[list[int], list[int], list[float]]
+"""All tokens of a Sample, and masks and log-probs from its first sampled token on."""
+
+
+@st.composite
+def recorded_rollouts(draw: st.DrawFn) -> RecordedRollout:
+    turns, encoder = draw(conversations()), TurnEncoder()
+    untrained = draw(st.sets(st.integers(0, len(turns) - 1)))
+    spans: list[Span] = []
+    for number, turn in enumerate(turns):
+        listed = {names.UNTRAINED_TURNS: json.dumps([one for one in sorted(untrained) if one <= number])}
+        span = Span.from_attributes(
+            name=names.GENERATE_SPAN,
+            attributes={**encoder.encode(turn), **listed},
+            rollout_id="ro",
+            attempt_id=ATTEMPT,
+            sequence_id=number + 1,
+            trace_id="ro",
+            span_id=str(number),
+            end_time=float(number),
+        )
+        spans.append(span)
+    reward = draw(st.none() | st.floats(-1, 1).map(lambda value: Reward(value, {"right": value, "short": 0.5})))
+    rollout = Rollout(rollout_id="ro", input=draw(st.sampled_from([None, "Why?", {"label": "x"}])), start_time=1.0)
+    return RecordedRollout(rollout=rollout, spans=spans, reward=reward, finished="client", running=False)
+
+
+def shown(recorded: RecordedRollout, form: str) -> Any:
+    """The format as a client reads it."""
+    return json.loads(json.dumps(FORMATS[form](recorded)))
+
+
+def rows_of_samples(recorded: RecordedRollout) -> list[Row]:
+    samples, _ = recorded.samples()
+    return [(sample["tokens"], sample["loss_mask"], sample["rollout_log_probs"]) for sample in samples]
+
+
+@given(recorded=recorded_rollouts())
+def test_rows_of_trl_are_the_samples(recorded: RecordedRollout) -> None:
+    rows = shown(recorded, "trl")
+    together = zip(rows["prompt_ids"], rows["completion_ids"], rows["env_mask"], rows["logprobs"], strict=True)
+    assert [(prompt + more, mask, values) for prompt, more, mask, values in together] == rows_of_samples(recorded)
+
+
+@given(recorded=recorded_rollouts())
+def test_branches_of_verifiers_are_the_samples(recorded: RecordedRollout) -> None:
+    trace = shown(recorded, "verifiers")
+    nodes, rows = trace["nodes"], []
+    for leaf in sorted({*range(len(nodes))} - {node["parent"] for node in nodes}):
+        tokens, mask, values, at = [], [], [], leaf
+        while at is not None:
+            node = nodes[at]
+            sampled = iter(node.get("logprobs", []))
+            tokens, mask = node.get("token_ids", []) + tokens, node.get("mask", []) + mask
+            values = [next(sampled) if one else 0.0 for one in node.get("mask", [])] + values
+            assert next(sampled, None) is None
+            at = node["parent"]
+        first = mask.index(True)
+        rows.append((tokens, [int(one) for one in mask[first:]], values[first:]))
+    assert rows == rows_of_samples(recorded)
+    assert [call["node"] for call in trace["calls"]] == [at for at, node in enumerate(nodes) if node.get("sampled")]
+    total = sum(reward["score"] * reward["weight"] for reward in trace["rewards"].values())
+    assert total == (recorded.reward.primary if recorded.reward is not None else 0.0)
+
+
+@given(recorded=recorded_rollouts())
+def test_turns_of_openenv_merge_to_the_samples(recorded: RecordedRollout) -> None:
+    entries, turns = shown(recorded, "openenv")["turns"], []
+    for entry in entries:
+        prompt, sampled = entry["prompt_token_ids"], entry["completion_token_ids"]
+        assert len(entry["loss_mask"]) == len(prompt) + len(sampled)
+        assert not any(entry["loss_mask"][: len(prompt)])
+        turns.append(Turn(prompt_ids=prompt, response_ids=sampled, log_probs=entry["per_token_logps"]))
+    untrained = {at for at, entry in enumerate(entries) if not any(entry["loss_mask"])}
+    assert len({entry["node_id"] for entry in entries}) == len(entries)
+    rows = [
+        (
+            one.token_ids.tolist(),
+            one.loss_mask[one.prompt_length :].tolist(),
+            one.log_probs[one.prompt_length :].tolist(),
+        )
+        for one in merge_turns(turns, untrained=untrained)
+        if one.log_probs is not None
+    ]
+    assert rows == rows_of_samples(recorded)
+
+
+@given(recorded=recorded_rollouts())
+def test_entries_of_nemo_gym_are_the_trained_turns(recorded: RecordedRollout) -> None:
+    capture, untrained = shown(recorded, "nemo_gym"), recorded.untrained()
+    entries = [
+        (entry["prompt_token_ids"], entry["generation_token_ids"], entry["generation_log_probs"])
+        for entry in capture["entries"]
+    ]
+    assert entries == [
+        (turn.prompt_ids.tolist(), turn.response_ids.tolist(), turn.log_probs.tolist())
+        for number, turn in enumerate(recorded.turns())
+        if number not in untrained and len(turn.response_ids) and turn.log_probs is not None
+    ]
+    digests = [
+        hashlib.sha256(orjson.dumps(entry, option=orjson.OPT_SORT_KEYS)).hexdigest() for entry in capture["entries"]
+    ]
+    assert [*capture["entry_digests"].values()] == digests
+    carriers = [item for item in capture["response"]["output"] if "generation_token_ids" in item]
+    rows = [(item["prompt_token_ids"], item["generation_token_ids"], item["generation_log_probs"]) for item in carriers]
+    assert all(row in entries for row in rows)
+    if rows:
+        assert [*rows[-1][0], *rows[-1][1]] in [tokens for tokens, _, _ in rows_of_samples(recorded)]
+
+
+@given(recorded=recorded_rollouts())
+def test_events_of_agent_lightning_have_the_turns_tokens(recorded: RecordedRollout) -> None:
+    turns = [
+        (
+            turn.prompt_ids.tolist(),
+            turn.response_ids.tolist(),
+            turn.log_probs.tolist() if turn.log_probs is not None else [],
+        )
+        for turn in recorded.turns()
+    ]
+    last = {tuple(prompt): at for at, (prompt, _, _) in enumerate(turns)}  # it keeps the last call of each prompt
+    calls = [event for event in shown(recorded, "triplet") if event["event_type"] == "model_request"]
+    events = [event["data"] for event in calls]
+    found = [(one["prompt_token_ids"], one["response_token_ids"], one["response_log_probs"]) for one in events]
+    assert found == [turns[at] for at in sorted(last.values())]

@@ -1,0 +1,319 @@
+"""The recorder: exact tokens, masks and rewards of any agent, on disk, for any trainer."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from agl_slime.agent.access import EngineAccess
+from agl_slime.cli.main import main
+from agl_slime.gateway.command import record_main
+from agl_slime.gateway.formats import FORMATS
+from agl_slime.gateway.recorded import RecordedRollout, RolloutFile
+from agl_slime.gateway.recorder import RecordGateway
+from agl_slime.support.agl import LLM
+from agl_slime.tokens.turn import Turn
+from agl_slime.types import Sample, sample_from_json
+from tests.harness.gateway import CALL, HELLO, QUICK, TEMPLATE, WEATHER, engine_saying
+from tests.harness.loop_thread import in_thread
+from tests.harness.scripted_engine import ScriptedEngine
+from tests.harness.tokenizers import small_tokenizer
+from tests.house.test_without_extras import BLOCKER, REPOSITORY
+
+
+@contextmanager
+def recording(directory: Path, *says: str, **options: Any) -> Iterator[tuple[RecordGateway, ScriptedEngine]]:
+    tokenizer: Any = small_tokenizer(TEMPLATE)
+    directory.mkdir(exist_ok=True)
+    engine = engine_saying(tokenizer, says)
+    with in_thread(engine):
+        llm = LLM(endpoint=engine.url, model="scripted", sampling_parameters={"max_new_tokens": 64})
+        access = EngineAccess(tokenizer=tokenizer, settings=QUICK)
+        with RecordGateway(directory=directory, llm=llm, access=access, **options) as gateway:
+            yield gateway, engine
+
+
+def record_command(engine: ScriptedEngine, directory: Path) -> list[str]:
+    command = [sys.executable, "-m", "agl_slime.cli.main", "record", "--sglang-url", engine.url]
+    return [*command, "--model-path", str(directory / "model"), "--directory", str(directory / "recorded")]
+
+
+def blocking(directory: Path, *modules: str) -> dict[str, str]:
+    """The environment of a process in which these modules cannot be imported; torch takes it seconds."""
+    (directory / "sitecustomize.py").write_text(BLOCKER.format(names=set(modules)))
+    return {"PYTHONPATH": os.pathsep.join([str(directory), str(REPOSITORY)])}
+
+
+@contextmanager
+def recorder_process(command: list[str], **environment: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """The command and its address."""
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env={**os.environ, **environment}) as child:
+        try:
+            assert child.stdout is not None
+            line = child.stdout.readline()
+            assert line.startswith("recorder at ")
+            yield child, line.split()[-1]
+        finally:
+            child.kill()
+
+
+def ask(url: str, messages: list[Any], **more: Any) -> dict[str, Any]:
+    answer = httpx.post(f"{url}/chat/completions", json={"model": "m", "messages": messages, **more}, timeout=30)
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+def test_two_turns_with_a_tool_are_one_sample_of_the_engines_tokens(tmp_path: Path) -> None:
+    with recording(tmp_path, CALL, "It is warm.") as (gateway, engine):
+        created = httpx.post(f"{gateway.url}/rollouts", json={"task": {"label": "warm"}, "metadata": {"group_id": "g"}})
+        assert created.status_code == 201
+        about = created.json()
+        call = ask(about["endpoint"], HELLO, tools=[WEATHER])["choices"][0]["message"]
+        result = {"role": "tool", "tool_call_id": call["tool_calls"][0]["id"], "content": "30 degrees"}
+        ask(about["endpoint"], [*HELLO, call, result], tools=[WEATHER], return_token_ids=True)
+        address = f"{gateway.url}/rollouts/{about['rollout_id']}"
+        running = httpx.get(address).json()
+        assert (running["status"], running["reward"], running["samples"][0]["reward"]) == ("running", None, None)
+        assert httpx.post(f"{address}/finish", json={"reward": {"right": 1.0, "short": 0.25}}).status_code == 200
+        shown = httpx.get(address).json()
+    assert (shown["status"], shown["finished"], shown["reward"]) == ("finished", "client", 1.0)
+    assert (shown["rewards"], shown["task"]) == ({"right": 1.0, "short": 0.25}, {"label": "warm"})
+    [sample] = [sample_from_json(values) for values in shown["samples"]]
+    assert sample.status == Sample.Status.COMPLETED
+    assert (sample.reward, sample.label, sample.metadata["group_id"]) == (1.0, "warm", "g")
+    prompts = [received.payload["input_ids"] for received in engine.received if received.path == "/generate"]
+    first, second = shown["turns"]
+    assert [turn["prompt_token_ids"] for turn in shown["turns"]] == prompts
+    assert [*sample.tokens] == [*prompts[1], *second["token_ids"]]
+    mask, log_probs = sample.loss_mask, sample.rollout_log_probs
+    assert mask is not None
+    assert log_probs is not None
+    trained = [token for token, one in zip(sample.tokens[-sample.response_length :], mask, strict=True) if one]
+    assert trained == [*first["token_ids"], *second["token_ids"]]
+    recorded = [value for value, one in zip(log_probs, mask, strict=True) if one]
+    assert recorded == pytest.approx([*first["log_probs"], *second["log_probs"]])
+
+
+def test_a_new_name_begins_a_rollout_and_formats_agree(tmp_path: Path) -> None:
+    with recording(tmp_path, "Hi.") as (gateway, _):
+        ask(gateway.endpoint("mine"), HELLO)
+        address = f"{gateway.url}/rollouts/mine"
+        assert httpx.post(f"{address}/reward", json={"reward": 0.5}).status_code == 200
+        [turn] = httpx.get(address).json()["turns"]
+        [sample] = httpx.get(address, params={"format": "slime"}).json()
+        event, reward = httpx.get(address, params={"format": "triplet"}).json()
+        wrong = httpx.get(address, params={"format": "arrow"})
+    assert (sample["reward"], sample["tokens"]) == (0.5, turn["prompt_token_ids"] + turn["token_ids"])
+    assert event["data"]["response_token_ids"] == turn["token_ids"]
+    assert (reward["event_type"], reward["data"]) == ("reward", {"value": 0.5})
+    assert wrong.status_code == 400
+    assert "json, slime, triplet" in wrong.text
+
+
+def test_a_header_names_the_rollout_for_clients_with_one_base_url(tmp_path: Path) -> None:
+    with recording(tmp_path, "Hi.") as (gateway, _):
+        bare = f"{gateway.url}/v1/chat/completions"
+        assert httpx.post(bare, json={"model": "m", "messages": HELLO}).status_code == 404
+        for name, status in (("one", 200), ("two", 200), ("../two", 404)):
+            headers = {"X-Session-ID": name}
+            assert httpx.post(bare, json={"model": "m", "messages": HELLO}, headers=headers).status_code == status
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["one.jsonl", "two.jsonl"]
+
+
+def test_the_guides_example_ends_with_a_rewarded_sample(tmp_path: Path) -> None:
+    pytest.importorskip("openai", reason="the guide's client: pip install openai")
+    guide = (Path(__file__).parents[3] / "docs" / "record.md").read_text()
+    code = guide.split("```python\n")[1].split("```")[0]
+    with recording(tmp_path, "It is 42.") as (gateway, _):
+        assert "http://127.0.0.1:PORT" in code
+        variables: dict[str, Any] = {}
+        exec(code.replace("http://127.0.0.1:PORT", gateway.url), variables)
+    [sample] = variables["samples"]
+    assert (sample["reward"], sample["metadata"]["group_id"]) == (1.0, "g1")
+
+
+def test_refusals_name_the_field_and_change_nothing(tmp_path: Path) -> None:
+    with recording(tmp_path, "Hi.", token="secret") as (gateway, _):
+        bare = f"{gateway.url}/rollouts"
+        assert httpx.post(bare).status_code == 401
+        http = httpx.Client(headers={"Authorization": "Bearer secret"})
+        assert http.post(bare, json={"rollout_id": "one"}).json()["endpoint"] == gateway.endpoint("one")
+        assert http.post(bare, json={"rollout_id": "one"}).status_code == 409
+        for body in ({"reward": None}, {"reward": "1"}, {"reward": True}, {"reward": {}}, {"reward": {"a": None}}, {}):
+            refused = http.post(f"{bare}/one/reward", json=body)
+            assert refused.status_code == 400, body
+            assert "reward" in refused.text
+        assert http.post(f"{bare}/one/reward", content=b'{"reward": NaN}').status_code == 400
+        assert http.get(f"{bare}/one").json()["reward"] is None
+        assert http.get(f"{bare}/two").status_code == 404
+        for name in ("..", "%2e%2e", "a%2fb", ".hidden", "x" * 129):
+            assert http.post(f"{bare}/{name}/v1/chat/completions", json={"messages": HELLO}).status_code == 404, name
+        assert http.post(f"{bare}/one/finish").status_code == 200
+        ended = http.post(f"{bare}/one/v1/chat/completions", json={"messages": HELLO})
+        assert (ended.status_code, ended.json()["error"]["code"]) == (410, "rollout_ended")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["one.jsonl"]
+
+
+def test_idle_rollouts_end_when_another_begins(tmp_path: Path) -> None:
+    with recording(tmp_path, "Hi.", idle_s=0.0) as (gateway, _):
+        ask(gateway.endpoint("one"), HELLO)
+        ask(gateway.endpoint("two"), HELLO)
+        assert httpx.get(f"{gateway.url}/rollouts/one").json()["finished"] == "idle"
+        assert httpx.get(f"{gateway.url}/rollouts/two").json()["status"] == "running"
+
+
+async def test_many_rollouts_at_once_do_not_mix(tmp_path: Path) -> None:
+    with recording(tmp_path, *(f"answer {number}" for number in range(16))) as (gateway, _):
+        async with httpx.AsyncClient() as http:
+
+            async def one(number: int) -> None:
+                messages = [{"role": "user", "content": f"Question {number}"}]
+                for _ in range(3):
+                    body = {"model": "m", "messages": messages}
+                    answer = await http.post(f"{gateway.endpoint(f'r{number}')}/chat/completions", json=body)
+                    messages = [*messages, answer.json()["choices"][0]["message"], {"role": "user", "content": "More?"}]
+
+            await asyncio.gather(*(one(number) for number in range(16)))
+            for number in range(16):
+                shown = (await http.get(f"{gateway.url}/rollouts/r{number}")).json()
+                assert [turn["messages"][0]["content"] for turn in shown["turns"]] == [f"Question {number}"] * 3
+                assert len(shown["samples"]) == 1
+
+
+_NAMED = st.dictionaries(st.text(min_size=1, max_size=3), st.floats(-1, 1), min_size=1)
+_REWARDS = st.lists(st.floats(-5, 5) | st.integers(-5, 5) | _NAMED)
+_TASKS = st.recursive(st.none() | st.booleans() | st.integers() | st.text(), st.lists, max_leaves=4)
+
+
+@given(task=_TASKS, rewards=_REWARDS, tail=st.binary(max_size=9))
+def test_a_torn_line_loses_nothing_else(
+    tmp_path_factory: pytest.TempPathFactory, task: Any, rewards: list[Any], tail: bytes
+) -> None:
+    file = RolloutFile(tmp_path_factory.mktemp("recorded"), "ro-1")
+    file.create(task=task, metadata={"half an emoji": "\ud83d"}, at=1.0)
+    for reward in rewards:
+        with file.path.open("ab") as torn:
+            torn.write(b'{"span": ' + tail.replace(b"\n", b""))
+        file.append({"reward": reward})
+    recorded = RecordedRollout.read(file)
+    assert recorded.rollout.input == task
+    assert recorded.rollout.metadata == {"half an emoji": "\ud83d"}
+    last = rewards[-1] if rewards else None
+    if last is None:
+        assert recorded.reward is None
+    else:
+        assert recorded.reward is not None
+        assert dict(recorded.reward.named) == (last if isinstance(last, dict) else {"primary": last})
+    assert not file.finished()
+
+
+def test_a_killed_recorder_loses_no_answer_and_refuses_to_continue(tmp_path: Path) -> None:
+    tokenizer = small_tokenizer(TEMPLATE)
+    tokenizer.save_pretrained(tmp_path / "model")
+    engine, without = engine_saying(tokenizer, ["Hi."]), blocking(tmp_path, "torch")
+    with in_thread(engine):
+        command = record_command(engine, tmp_path)
+        with recorder_process(command, **without) as (child, url):
+            ask(f"{url}/one/v1", HELLO)
+            [payload] = [received.payload for received in engine.received if received.path == "/generate"]
+            assert "chat_template_kwargs" not in payload["sampling_params"]  # engines refuse unknown parameters
+            child.send_signal(signal.SIGKILL)
+            child.wait()
+        with recorder_process(command, **without) as (child, url):
+            shown = httpx.get(f"{url}/one").json()
+            assert (shown["status"], len(shown["turns"]), len(shown["samples"])) == ("lost", 1, 1)
+            lost = httpx.post(f"{url}/one/v1/chat/completions", json={"messages": HELLO})
+            assert (lost.status_code, lost.json()["error"]["code"]) == (410, "attempt_lost")
+            assert httpx.post(f"{url}/one/finish", json={"reward": 1}).status_code == 200
+            assert httpx.get(f"{url}/one").json()["status"] == "finished"
+            child.send_signal(signal.SIGTERM)
+            assert child.wait(10) == 0
+
+
+def test_a_tokenizer_that_cannot_be_loaded_ends_the_recorder(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "tokenizer.json").write_text("{}")
+    command = record_command(engine_saying(small_tokenizer(TEMPLATE), []), tmp_path)
+    assert record_main(command[command.index("record") + 1 :]) == 2
+    assert capsys.readouterr().err.startswith(f"error: no tokenizer can be loaded from '{tmp_path / 'model'}': ")
+
+
+def test_the_command_needs_neither_agent_lightning_nor_torch(tmp_path: Path) -> None:
+    tokenizer = small_tokenizer(TEMPLATE)
+    tokenizer.save_pretrained(tmp_path / "model")
+    without = blocking(tmp_path, "agentlightning", "torch", "ray", "slime", "safetensors")
+    engine = engine_saying(tokenizer, [CALL, "It is warm."])
+    with in_thread(engine), recorder_process(record_command(engine, tmp_path), **without) as (_, url):
+        call = ask(f"{url}/one/v1", HELLO, tools=[WEATHER])["choices"][0]["message"]
+        result = {"role": "tool", "tool_call_id": call["tool_calls"][0]["id"], "content": "30 degrees"}
+        ask(f"{url}/one/v1", [*HELLO, call, result], tools=[WEATHER])
+        assert httpx.post(f"{url}/one/finish", json={"reward": 1}, timeout=30).status_code == 200
+        shown = {form: httpx.get(f"{url}/one", params={"format": form}, timeout=30) for form in FORMATS}
+        assert {form: answer.status_code for form, answer in shown.items()} == dict.fromkeys(FORMATS, 200)
+        [sample] = shown["slime"].json()
+    # read where Agent Lightning is installed, it is the same
+    recorded = RecordedRollout.read(RolloutFile(tmp_path / "recorded", "one"))
+    assert {form: json.loads(json.dumps(FORMATS[form](recorded))) for form in FORMATS} == {
+        form: answer.json() for form, answer in shown.items()
+    }
+    assert (sample["reward"], len(shown["json"].json()["turns"])) == (1.0, 2)
+
+
+def turns_in_memory() -> int:
+    gc.collect()
+    return sum(type(one) is Turn for one in gc.get_objects())
+
+
+def test_memory_is_of_open_rollouts_only(tmp_path: Path) -> None:
+    with recording(tmp_path, "Hi.") as (gateway, _):
+        ask(gateway.endpoint("open"), HELLO)
+        with_one = turns_in_memory()
+        for number in range(20):
+            ask(gateway.endpoint(f"r{number}"), HELLO)
+        assert turns_in_memory() > with_one
+        for number in range(20):
+            assert httpx.post(f"{gateway.url}/rollouts/r{number}/finish", json={"reward": 1}).status_code == 200
+        assert turns_in_memory() == with_one
+        assert len(httpx.get(f"{gateway.url}/rollouts/r7").json()["turns"]) == 1
+
+
+def test_the_command_collects_garbage_as_rarely_as_a_run_does() -> None:
+    program = (
+        "import gc, agl_slime.gateway.command as command; from agl_slime.cli.main import main; "
+        "command.record_main = lambda arguments: print(gc.get_threshold()[0], gc.get_freeze_count() > 0); "
+        "main(['record'])"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
+    told = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True)
+    assert told.stdout.split() == ["100000", "True"]
+
+
+def test_a_directory_without_a_model_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["--sglang-url", "http://127.0.0.1:9", "--model-path", str(tmp_path), "--directory", str(tmp_path / "new")]
+    assert main(["record", *flags]) == 2
+    assert f"--model-path {tmp_path}" in capsys.readouterr().err
+    assert not (tmp_path / "new").exists()
+
+
+def test_recorded_files_are_lines_of_json(tmp_path: Path) -> None:
+    with recording(tmp_path, "Hi.") as (gateway, _):
+        ask(gateway.endpoint("one"), HELLO)
+        httpx.post(f"{gateway.url}/rollouts/one/finish", json={"reward": 1})
+    lines = [json.loads(line) for line in (tmp_path / "one.jsonl").read_text().splitlines()]
+    assert [next(iter(line)) for line in lines] == ["rollout", "span", "reward", "finished"]

@@ -1,0 +1,14 @@
+"""Samples of the policy that tests of the trainer begin from."""
+
+from __future__ import annotations
+
+import pytest
+
+from agl_slime.types import Sample
+
+
+@pytest.fixture(scope="module")
+def samples() -> list[Sample]:
+    from tests.harness.trainer_policy import make_model, make_samples
+
+    return make_samples(make_model())

@@ -1,0 +1,242 @@
+"""Rewards of single turns and roles: linked reward spans, the Samples they go to, the baseline they are compared by."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from agl_slime import slime_hooks
+from agl_slime.errors import RewardError, TrainerError
+from agl_slime.support.agl import Span, emit_reward, make_link_attributes
+from agl_slime.tokens import attributes as names
+from agl_slime.tokens.converter import convert_rollout
+from agl_slime.tokens.reward import read_reward
+from agl_slime.tokens.turn import Turn
+from agl_slime.train.local.batch import TrainBatch
+from agl_slime.types import Sample
+from tests.harness.samples import trained_ids
+from tests.tokens.test_converter import FIRST, SECOND, rollout, spans_of
+
+THIRD = Turn(prompt_ids=[1, 2, 3, 4, 5, 90, 91, 6, 7, 8, 92], response_ids=[9], log_probs=[-4.0])
+
+
+def linked(value: Any, links: dict[str, str], **how: Any) -> Span:
+    core = emit_reward(value, propagate=False, attributes=make_link_attributes(links), **how)
+    attributes: Any = core.attributes
+    return Span.from_attributes(
+        name=core.name, attributes=attributes, rollout_id="ro-1", attempt_id="at-1", sequence_id=50, start_time=500.0
+    )
+
+
+def three(*rewards: Span, whole: Any = 1.0) -> list[Span]:
+    """Three turns of one conversation, by a planner and a coder; the rewards come after."""
+    spans = spans_of([FIRST, SECOND, THIRD], whole)
+    for number, role in enumerate(("planner", "coder", "planner")):
+        spans[number].attributes |= {names.RESPONSE_ID: f"chatcmpl-{number}", names.ROLE: role}
+    for number, span in enumerate(rewards):
+        span.sequence_id = 50 + number
+    return [*spans, *rewards]
+
+
+def trained(spans: list[Span], **options: Any) -> list[tuple[Any, list[int], Any]]:
+    """Of each Sample the reward, the ids under its mask, and what was rewarded."""
+    samples = convert_rollout(rollout(), spans, rollout_id=3, **options).samples
+    return [(s.reward, trained_ids(s), s.metadata.get("reward_of")) for s in samples]
+
+
+def test_without_links_nothing_changes() -> None:
+    assert trained(three()) == [(1.0, [4, 5, 6, 7, 8, 9], None)]
+
+
+@pytest.mark.parametrize("key", [names.RESPONSE_ID, "span_id"])
+def test_turn_reward_gets_its_own_sample_and_each_token_trains_once(key: str) -> None:
+    spans = three()
+    value = "chatcmpl-1" if key == names.RESPONSE_ID else spans[1].span_id
+    reward = linked(-0.5, {key: value})
+    assert trained([*spans, reward]) == [(1.0, [4, 5, 9], None), (-0.5, [6, 7, 8], "turn:1")]
+
+
+def test_a_reward_of_a_role_goes_to_its_turns_and_the_last_one_counts() -> None:
+    early, late = linked(0.1, {names.ROLE: "planner"}), linked(0.2, {names.ROLE: "planner"})
+    spans = three(early, late, linked(9.0, {names.ROLE: "critic"}))
+    spans[2].attributes[names.ROLES] = '["main_llm", "planner", "coder", "critic"]'  # who made no call
+    assert trained(spans) == [(0.2, [4, 5, 9], "role:planner"), (1.0, [6, 7, 8], None)]
+
+
+def test_unknown_role_is_an_error() -> None:
+    with pytest.raises(RewardError, match=r"role 'planer', and this rollout has coder, planner"):
+        trained(three(linked(0.5, {names.ROLE: "planer"})))
+
+
+def test_samples_of_turns_keep_their_tokens_and_log_probs() -> None:
+    samples = convert_rollout(rollout(), three(linked(0.5, {names.RESPONSE_ID: "chatcmpl-1"}))).samples
+    assert samples[0].tokens == THIRD.token_ids.tolist()
+    assert samples[0].loss_mask == [1, 1, 0, 0, 0, 0, 0, 0, 1]
+    assert samples[1].tokens == SECOND.token_ids.tolist()
+    assert samples[1].rollout_log_probs == [-1.0, -2.0, -3.0]
+    assert [sample.metadata["reward"] for sample in samples] == [1.0, 1.0]
+    assert [sample.metadata["forks"] for sample in samples] == [{}, {}]
+
+
+def test_a_fork_that_is_split_by_rewards_counts_once() -> None:
+    other = Turn(prompt_ids=[70, 71], response_ids=[72], log_probs=[-0.1])
+    more = Turn(prompt_ids=[70, 71, 72, 73], response_ids=[74], log_probs=[-0.2])
+    spans = spans_of([FIRST, other, more], 1.0)
+    conversion = convert_rollout(rollout(), [*spans, linked(0.5, {"span_id": spans[2].span_id})])
+    assert [sample.metadata["fork_reason"] for sample in conversion.samples] == [None, "new_context", None]
+    assert conversion.forks == {"new_context": 1}
+
+
+@pytest.mark.parametrize("key", [names.RESPONSE_ID, "span_id"])
+def test_reward_reaches_its_turn_whatever_the_order_of_spans(key: str) -> None:
+    spans = three()
+    value = "chatcmpl-1" if key == names.RESPONSE_ID else spans[1].span_id
+    spans[1].sequence_id, spans[2].sequence_id = spans[2].sequence_id, spans[1].sequence_id
+    assert trained([*spans, linked(-0.5, {key: value})]) == [(1.0, [4, 5, 9], None), (-0.5, [6, 7, 8], "turn:1")]
+
+
+def test_each_encoder_marks_untrained_turns_of_its_stream_only() -> None:
+    """A gateway that is started again in the middle of a rollout counts its turns anew."""
+    first, second = three(), three(whole=None)[:3]
+    for number, span in enumerate(second):
+        span.sequence_id = 20 + number
+    spans = [*first, *second]
+    for span, turns in zip(spans, ("[]", "[0]", "[0]", None, "[]", "[1]", "[]"), strict=True):
+        span.attributes |= {names.UNTRAINED_TURNS: turns} if turns is not None else {}
+    assert len({span.attributes[names.STREAM] for span in (first[0], second[0])}) == 2
+    untrained = convert_rollout(rollout(), spans).samples[0].metadata["untrained_turns"]
+    assert untrained == [0]  # of the second nothing is left out any more
+
+
+def test_rollout_reward_is_not_replaced_by_turn_rewards() -> None:
+    spans = three(linked(0.25, {names.RESPONSE_ID: "chatcmpl-0"}))
+    assert read_reward(spans) == read_reward(three())
+    assert read_reward(spans_of([], None) + spans[-1:]).primary == 0.25
+
+
+def test_an_untrained_turn_stays_untrained() -> None:
+    spans = three(linked(0.5, {names.RESPONSE_ID: "chatcmpl-1"}))
+    spans[1].attributes[names.UNTRAINED] = "role:judge"
+    assert trained(spans) == [(1.0, [4, 5, 9], None)]
+
+
+def test_a_reward_that_is_linked_to_nothing_or_is_no_number_is_an_error() -> None:
+    with pytest.raises(RewardError, match=r"linked to \{'gen_ai.response.id': 'gone'\}"):
+        trained(three(linked(0.5, {names.RESPONSE_ID: "gone"})))
+    bad = linked(0.5, {names.RESPONSE_ID: "chatcmpl-1"})
+    bad.attributes["agentlightning.reward.0.value"] = float("nan")
+    with pytest.raises(RewardError, match="finite"):
+        trained(three(bad))
+
+
+def test_reward_key_picks_from_a_turns_named_rewards() -> None:
+
+    named = linked({"style": 0.7, "exact": 0.3}, {names.ROLE: "planner"}, primary_key="style")
+    bare = linked(0.4, {names.ROLE: "coder"})
+    of_all = spans_of([], {"exact": 1.0, "style": 0.0}, primary_key="exact")
+    spans = [*three(whole=None), *of_all, named, bare]
+    got = trained(spans, reward_key="exact")
+    assert got[0][0] == {"style": 0.7, "exact": 0.3}
+    assert got[1][0] == {"primary": 0.4, "exact": 0.4}
+
+
+def test_later_reward_overrides_the_first_turn_of_an_earlier_group_reward() -> None:
+    spans = three()
+    spans[1].attributes[names.RESPONSE_ID] = "chatcmpl-0"  # two choices of one request
+    both, first = linked(0.5, {names.RESPONSE_ID: "chatcmpl-0"}), linked(0.7, {"span_id": spans[0].span_id})
+    both.sequence_id, first.sequence_id = 50, 51
+    got = trained([*spans, both, first])
+    assert got == [(0.7, [4, 5], "turn:0"), (0.5, [6, 7, 8], "turn:1"), (1.0, [9], None)]
+
+
+def group(**options: Any) -> list[Sample]:
+    """Two rollouts of one prompt, their planners' turns rewarded apart."""
+    samples: list[Sample] = []
+    for number, (whole, planner) in enumerate(((1.0, 0.0), (0.0, 4.0))):
+        spans = three(linked(planner, {names.ROLE: "planner"}), whole=whole)
+        samples += convert_rollout(rollout(), spans, rollout_id=number, group_index=0, **options).samples
+    return samples
+
+
+def test_reward_spans_give_one_sample_with_its_turns_rewards() -> None:
+    whole, other = group(reward_spans=True)
+    assert whole.tokens == THIRD.token_ids.tolist()
+    assert whole.loss_mask == [1, 1, 0, 0, 1, 1, 1, 0, 1]
+    assert whole.metadata["reward_spans"] == [["role:planner", 0.0, 0, 2], ["role:planner", 0.0, 8, 9]]
+    assert (whole.reward, other.reward) == (1.0, 0.0)
+    batch = TrainBatch.from_samples([whole, other], std_normalization=False)
+    assert batch.token_rewards.tolist() == [-2.0] * 2 + [0.5] * 3 + [-2.0] + [2.0] * 2 + [-0.5] * 3 + [2.0]
+
+
+def test_rewards_of_200_turns_leave_one_sample_of_conversation_length() -> None:
+    held, turns = [1], []
+    for number in range(200):
+        turns.append(Turn(prompt_ids=held, response_ids=[2 + number], log_probs=[-1.0]))
+        held = [*turns[-1].token_ids.tolist(), 1]
+    spans = spans_of(turns, 1.0)
+    rewards = [linked(number / 200, {"span_id": span.span_id}) for number, span in enumerate(spans[:200])]
+    (sample,) = convert_rollout(rollout(), [*spans, *rewards], reward_spans=True).samples
+    assert sum(sample.loss_mask or ()) == 200
+    assert [reward for _, reward, _, _ in sample.metadata["reward_spans"]] == [number / 200 for number in range(200)]
+    assert len(sample.tokens) == 400
+
+
+def test_a_span_of_a_reward_that_is_no_part_of_the_response_is_refused() -> None:
+    whole = group(reward_spans=True)
+    whole[1].metadata["reward_spans"][0][3] = 99
+    with pytest.raises(TrainerError, match=r"reward_spans.* of sample 1 has .* with a response of 9 tokens"):
+        TrainBatch.from_samples(whole)
+
+
+def test_roles_are_compared_with_their_own_kind_by_both_trainers() -> None:
+    args = Namespace(advantage_estimator="grpo", rewards_normalization=True, grpo_std_normalization=False)
+    raw, advantages = slime_hooks.normalize_rewards(args, group())
+    assert raw == [0.0, 1.0, 4.0, 0.0]
+    assert advantages == [-2.0, 0.5, 2.0, -0.5]
+    batch = TrainBatch.from_samples(group(), std_normalization=False)
+    assert batch.token_rewards.tolist() == [-2.0] * 3 + [0.5] * 3 + [2.0] * 3 + [-0.5] * 3
+    assert set(batch.token_rollout_mask_sums.tolist()) == {6}
+
+
+def test_the_gradient_is_the_same_in_one_sample_as_in_many(tmp_path: Path) -> None:
+    pytest.importorskip("torch", reason='training needs torch: pip install "agl-slime[local]"')
+    from tests.harness.trainer_policy import save_policy
+    from tests.harness.trainers import assert_close, gradient
+
+    policy = save_policy(tmp_path)
+    for aggregation in ("token", "rollout"):
+        many, one = (gradient(policy, group(reward_spans=how), aggregation=aggregation) for how in (False, True))
+        assert_close(one, many)
+
+
+def test_step_moves_only_the_tokens_of_rewarded_turns(tmp_path: Path) -> None:
+    pytest.importorskip("torch", reason='training needs torch: pip install "agl-slime[local]"')
+    from agl_slime.train.local import LocalTrainer, LocalTrainerSettings
+    from tests.harness.trainer_policy import make_model, response_log_probs, save_policy
+
+    def log_probs(model: Any) -> list[float]:
+        """Of each token under a mask, Sample by Sample."""
+        every = [(s.loss_mask, response_log_probs(model, s.tokens, s.response_length)) for s in samples]
+        return [value for mask, values in every for under, value in zip(mask, values, strict=True) if under]
+
+    samples: list[Sample] = []
+    for number, reward in enumerate((1.0, 0.0)):  # of the second turn; the rollouts are as good as each other
+        spans = three(linked(reward, {names.RESPONSE_ID: "chatcmpl-1"}))
+        samples += convert_rollout(rollout(), spans, rollout_id=number, group_index=0).samples
+    before = make_model()
+    for number, sample in enumerate(samples):
+        sample.tokens = [token + 100 * (number // 2) for token in sample.tokens]
+        sample.rollout_log_probs = response_log_probs(before, sample.tokens, sample.response_length)
+    settings = LocalTrainerSettings(n_minibatches=1, lr=1e-4)
+    trainer = LocalTrainer(model_path=save_policy(tmp_path), settings=settings)
+    trainer.train(samples, iteration=0)
+    assert trainer.scores is not None
+    assert [set(np.sign(own)) for own in trainer.scores.advantages] == [{0}, {1}, {0}, {-1}]
+    moved = np.subtract(log_probs(trainer.model), log_probs(before))
+    assert min(moved[3:6]) > 0.1
+    assert max(moved[9:]) < -0.1
+    assert max(abs(moved[[0, 1, 2, 6, 7, 8]])) < 0.05  # by no more than what the shared weights do to them

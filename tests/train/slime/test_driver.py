@@ -1,0 +1,144 @@
+"""``--trainer slime`` over the two shapes of slime's driver, without Ray: the calls, and their order."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from agl_slime.errors import UnknownVersionError
+from agl_slime.train.slime.trainer import SlimeTrainer, parse_slime_args, require_slime
+from tests.programs.slime.standins import driver
+from tests.train.slime.fake_ray import FakeRay
+
+# What slime's own train.py of that version calls in two steps with a checkpoint after the second: run for 624b824 (see
+# tests/train/slime/test_order.py); for main read, from the files that tests/programs/slime/standins/driver.py names.
+_BEGIN = "init_tracking manager models update_weights"
+_STEP, _SAVE = "generate train", "save_model save"
+ORDER = {
+    "624b824": f"place {_BEGIN} {_STEP} clear_memory update_weights {_STEP} {_SAVE} clear_memory update_weights"
+    " dispose finish_tracking",
+    "main": "init_tracking place attach manager models update_weights training_ready"
+    f" {_STEP} training_completed clear_memory pause update_weights resume"
+    f" {_STEP} training_completed {_SAVE} clear_memory pause update_weights close dispose finish_tracking",
+}
+
+
+@pytest.fixture
+def ray(monkeypatch: pytest.MonkeyPatch) -> FakeRay:
+    fake = FakeRay()
+    for name, module in fake.modules().items():
+        monkeypatch.setitem(sys.modules, name, module)
+    return fake
+
+
+def use(shape: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in sys.modules if name.partition(".")[0] == "slime"]:
+        monkeypatch.delitem(sys.modules, name)
+    for name, module in driver.modules_of(shape).items():
+        monkeypatch.setitem(sys.modules, name, module)
+
+
+def calls(args: Any) -> list[str]:
+    return Path(args.calls).read_text().split()
+
+
+@pytest.mark.parametrize("shape", driver.SHAPES)
+def test_the_calls_come_in_the_order_of_slimes_own_driver(
+    shape: str, ray: FakeRay, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
+    use(shape, monkeypatch)
+    args = driver.driver_args(tmp_path / "calls")
+    trainer = SlimeTrainer(args=args)
+    trainer.start()
+    first = 8 if shape == "main" else 1
+    assert trainer.updates == first  # the version that the engines have
+    assert [trainer.train(0), trainer.update_weights(), trainer.train(1), trainer.update_weights()] == [
+        *(3, str(first + 1), 3, str(first + 2))
+    ]
+    assert trainer.saved == 1
+    trainer.stop()
+    trainer.stop()
+    assert calls(args) == ORDER[shape].split()
+    assert [handle for handle in ray.alive if isinstance(handle._actor, (driver.Manager, driver.Serving))] == []
+    assert ray.placed == []
+
+
+@pytest.mark.parametrize("shape", driver.SHAPES)
+def test_offloaded_engines_are_woken_around_the_update(
+    shape: str, ray: FakeRay, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
+    use(shape, monkeypatch)
+    args = driver.driver_args(tmp_path / "calls", offload_rollout=True, num_rollout=3)
+    trainer = SlimeTrainer(args=args)
+    trainer.start()
+    trainer.train(0)
+    trainer.update_weights()
+    trainer.stop()
+    made = calls(args)
+    step = made[made.index("generate") :]
+    pausing = [] if shape == "624b824" else ["pause"]
+    resuming = [] if shape == "624b824" else ["resume"]
+    assert step[:2] == ["generate", "offload"]
+    update = ["onload_weights", *pausing, "update_weights", *resuming, "onload_kv"]
+    assert [name for name in step if name in {*update}] == update
+    assert made[made.index("models") + 1 :][:2] == ["onload_weights", "update_weights"]
+
+
+@pytest.mark.parametrize("shape", driver.SHAPES)
+def test_a_batch_that_is_a_reference_is_loaded_to_be_counted(
+    shape: str, ray: FakeRay, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
+    use(shape, monkeypatch)
+    for transport, tokens in (("straw", 3), ("nixl", None)):
+        args = driver.driver_args(tmp_path / transport, rollout_data_transport=transport)
+        trainer = SlimeTrainer(args=args)
+        trainer.start()
+        assert trainer.train(0) == tokens
+        trainer.stop()
+
+
+def test_each_run_has_a_new_session_unless_one_is_given(ray: FakeRay, monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    use("main", monkeypatch)
+    names = []
+    for given in (None, None, "mine"):
+        trainer = SlimeTrainer(args=driver.driver_args(tmp_path / "calls", rollout_session_id=given))
+        trainer.start()
+        names.append(trainer.args.rollout_session_id)
+        assert trainer.router_url == "http://10.0.0.1:3000"
+        trainer.stop()
+    assert len({*names}) == 3
+    assert names[2] == "mine"
+
+
+def test_the_restore_plan_of_newer_parsers_reaches_the_manager(ray: FakeRay, monkeypatch: pytest.MonkeyPatch):
+    pytest.importorskip("torch")  # require_slime asks for it
+    use("main", monkeypatch)
+    args = parse_slime_args([])
+    assert (args.plan, args.agl_restore_plan) == (True, "a plan")
+    use("624b824", monkeypatch)
+    assert parse_slime_args([]).agl_restore_plan is None
+
+
+def test_a_driver_of_another_shape_is_one_sentence(ray: FakeRay, monkeypatch: pytest.MonkeyPatch):
+    pytest.importorskip("torch")
+    use("main", monkeypatch)
+    monkeypatch.setattr(
+        sys.modules["slime.ray.placement_group"], "create_rollout_manager", lambda args, cluster: None, raising=True
+    )
+    with pytest.raises(UnknownVersionError, match=r"create_rollout_manager of slime .* takes \(args, cluster\)"):
+        require_slime()
+
+
+@pytest.mark.parametrize("shape", driver.SHAPES)
+def test_a_name_that_is_at_none_of_its_places_is_one_sentence(
+    shape: str, ray: FakeRay, monkeypatch: pytest.MonkeyPatch
+):
+    pytest.importorskip("torch")
+    use(shape, monkeypatch)
+    require_slime()
+    monkeypatch.delattr(sys.modules["slime.observability.logging_utils"], "finish_tracking")
+    with pytest.raises(UnknownVersionError, match=r"no finish_tracking: looked for it in .*observability.* and .*util"):
+        require_slime()

@@ -1,0 +1,105 @@
+"""A run that breaks off leaves nothing behind, in each shape of slime's driver: real Ray, stand-ins for slime."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from agl_slime.train.slime.trainer import SlimeTrainer
+from tests.harness.processes import is_running
+from tests.harness.slime_programs import REPOSITORY
+from tests.harness.waiting import becomes_true
+from tests.programs.slime.standins import driver
+from tests.train.slime.test_driver import ORDER, calls, use
+
+pytestmark = pytest.mark.ray
+
+_EVERYWHERE = ("init_tracking", "manager", "models", "update_weights", "generate", "train", "save", "dispose")
+_IN_SOME = ("place", "attach", "training_ready", "training_completed", "pause", "close")
+PHASES = [(shape, at) for shape in driver.SHAPES for at in (*_EVERYWHERE, *_IN_SOME) if at in ORDER[shape].split()]
+
+
+@pytest.fixture(scope="module")
+def ray() -> Iterator[Any]:
+    ray = pytest.importorskip("ray")
+    env = {"PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"}
+    ray.init(
+        num_cpus=4,
+        num_gpus=1,
+        include_dashboard=False,
+        log_to_driver=False,
+        object_store_memory=100_000_000,
+        runtime_env={"env_vars": env},
+    )
+    yield ray
+    ray.shutdown()
+
+
+def run(trainer: SlimeTrainer) -> None:
+    trainer.start()
+    for step in range(2):
+        trainer.train(step)
+        trainer.update_weights()
+
+
+@pytest.mark.parametrize(("shape", "crash"), PHASES)
+def test_a_crash_in_each_phase_leaves_no_actor_process_or_placement_group(
+    shape: str, crash: str, ray: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
+    use(shape, monkeypatch)
+    args = driver.driver_args(tmp_path / "calls", crash=crash)
+    trainer = SlimeTrainer(args=args)
+    if crash in ("dispose", "close"):
+        run(trainer)
+    else:
+        with pytest.raises((RuntimeError, ray.exceptions.RayError), match=f"crash in {crash}|died"):
+            run(trainer)
+    trainer.stop()
+    nothing_is_left(args)
+
+
+def nothing_is_left(args: Any) -> None:
+    assert becomes_true(lambda: not alive(), 20), alive()  # Ray kills actors asynchronously
+    assert becomes_true(lambda: not placed(), 20), placed()
+    pids = [int(line) for line in Path(f"{args.calls}.pids").read_text().split()] if "manager" in calls(args) else []
+    assert becomes_true(lambda: not any(map(is_running, pids)), 20), pids
+
+
+def alive() -> list[str]:
+    from ray._private.state import actors
+
+    return [actor["ActorClassName"] for actor in actors().values() if actor["State"] != "DEAD"]
+
+
+def placed() -> list[str]:
+    from ray.util import placement_group_table
+
+    return [group["state"] for group in placement_group_table().values() if group["state"] != "REMOVED"]
+
+
+@pytest.mark.parametrize("shape", driver.SHAPES)
+def test_a_driver_that_is_killed_leaves_nothing_or_the_next_one_ends_it(
+    shape: str, ray: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
+    args = driver.driver_args(tmp_path / "calls")
+    command = [sys.executable, "-m", "tests.programs.slime.killed", shape, args.calls]
+    environment = {**os.environ, "RAY_ADDRESS": ray.get_runtime_context().gcs_address}
+    with subprocess.Popen(command, cwd=REPOSITORY, env=environment, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "started\n"
+        process.kill()
+    if "attach" in ORDER[shape].split():  # detached, with the only GPU
+        assert becomes_true(lambda: sorted(alive()) == ["ServedManager", "Serving"], 20), alive()
+        use(shape, monkeypatch)
+        trainer = SlimeTrainer(args=driver.driver_args(tmp_path / "next"))
+        trainer.start()
+        actors = ["LivingSession", "ServedManager", "Serving", "Worker"]
+        assert becomes_true(lambda: sorted(alive()) == actors, 20), alive()
+        trainer.stop()
+    nothing_is_left(args)

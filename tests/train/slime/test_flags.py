@@ -1,0 +1,127 @@
+"""slime's flags that have no effect under our hooks: one warning that names them."""
+
+from __future__ import annotations
+
+import ast
+import logging
+from argparse import Namespace
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from agl_slime.train.slime.flags import WITHOUT_EFFECT, without_effect
+from agl_slime.train.slime.source import AGLDataSource
+from tests.harness.slime_programs import slime_package
+
+HOOK = "agl_slime.slime_hooks.generate_rollout"
+PAGE = Path(__file__).parents[3] / "docs" / "slime.md"
+
+
+def args_of(**values: Any) -> Namespace:
+    defaults = {flag.name: flag.default for flag in WITHOUT_EFFECT}
+    return Namespace(rollout_function_path=HOOK, rollout_batch_size=8, **{**defaults, **values})
+
+
+def names(args: Namespace) -> list[str]:
+    return [flag.name for flag in without_effect(args)]
+
+
+def test_slimes_defaults_name_nothing():
+    assert names(args_of()) == []
+    assert names(args_of(over_sampling_batch_size=8)) == []  # set by slime itself, to the batch size
+    assert names(Namespace(rollout_function_path=HOOK)) == []  # another version of slime, without these flags
+
+
+def test_each_flag_with_another_value_is_named():
+    values = {
+        flag.name: {None: "x", False: True}.get(flag.default, 7) if flag.default != [] else ["a.b"]
+        for flag in WITHOUT_EFFECT
+    }
+    assert names(args_of(**values)) == [flag.name for flag in WITHOUT_EFFECT]
+
+
+def test_another_rollout_function_reads_its_flags_itself():
+    args = args_of(partial_rollout=True)
+    args.rollout_function_path = "slime.rollout.sglang_rollout.generate_rollout"
+    assert names(args) == []
+
+
+def test_the_data_source_warns_once_with_all_names(caplog: pytest.LogCaptureFixture, tmp_path: Path):
+    (tmp_path / "tasks.jsonl").write_text('{"prompt": "?"}\n')
+    args = args_of(partial_rollout=True, rm_type="dapo", agl_tasks=str(tmp_path / "tasks.jsonl"))
+    args.agl_agent = "tests.programs.agents.contract_agent:ContractAgent"
+    with caplog.at_level(logging.WARNING), AGLDataSource(args):
+        pass
+    (text,) = [record.getMessage() for record in caplog.records if "without effect" in record.getMessage()]
+    assert "--partial-rollout (no rollout is aborted at the end of a batch)" in text
+    assert "--rm-type (the reward is the agent's)" in text
+    assert "--group-rm" not in text
+
+
+# -- slime's own parser ----------------------------------------------------------------------------------------------
+
+# The flags that our data source, rollout function and settings read (docs/slime.md).
+USED = """hf_checkpoint rollout_function_path rollout_temperature rollout_top_p rollout_top_k rollout_max_context_len
+    rollout_max_prompt_len rollout_max_response_len rollout_stop rollout_stop_token_ids rollout_shuffle rollout_seed
+    dynamic_sampling_filter_path rollout_sample_filter_path rollout_all_samples_process_path rollout_global_dataset
+    data_source_path prompt_data apply_chat_template apply_chat_template_kwargs input_key label_key multimodal_keys
+    metadata_key tool_key rollout_batch_size n_samples_per_prompt num_epoch start_rollout_id eval_function_path
+    eval_prompt_data eval_config eval_input_key eval_label_key eval_tool_key n_samples_per_eval_prompt eval_temperature
+    eval_top_p eval_top_k eval_max_response_len eval_max_prompt_len eval_min_new_tokens eval_max_context_len reward_key
+    custom_reward_post_process_path custom_rollout_log_function_path custom_eval_rollout_log_function_path
+    rollout_data_transport"""
+# Those of slime's manager, driver and actors, Megatron and SGLang, whatever samples.
+PASSED_ON = """model_name update_weight_buffer_size update_weights_interval keep_old_actor rollout_data_postprocess_path
+    rollout_external_engine_addrs num_rollout global_batch_size num_steps_per_rollout micro_batch_size balance_data
+    balance_by_flops use_dynamic_batch_size max_tokens_per_gpu log_probs_max_tokens_per_gpu eval_interval
+    skip_eval_before_train custom_convert_samples_to_train_data_path data_pad_size_multiplier http_proxy"""
+GROUPS = ("rollout", "data", "eval", "reward_model", "rollout_buffer", "network")
+_NO_DEFAULT = {"store_true": False, "store_false": True, "append": None}
+
+
+def options(function: ast.FunctionDef) -> Iterator[tuple[str, Any]]:
+    """Names and defaults of the options that a function of slime's adds."""
+    for call in ast.walk(function):
+        called = call.func if isinstance(call, ast.Call) else None
+        name = called.attr if isinstance(called, ast.Attribute) else called.id if isinstance(called, ast.Name) else ""
+        if not isinstance(call, ast.Call) or name not in ("add_argument", "reset_arg"):
+            continue
+        option = next(word.value for word in call.args if isinstance(word, ast.Constant))
+        given = {word.arg: word.value for word in call.keywords}
+        action = given.get("action")
+        default = _NO_DEFAULT.get(action.value) if isinstance(action, ast.Constant) else None
+        if "default" in given:
+            try:
+                default = ast.literal_eval(given["default"])
+            except ValueError:
+                default = ...  # computed
+        dest = given.get("dest")
+        yield dest.value if isinstance(dest, ast.Constant) else option.removeprefix("--").replace("-", "_"), default
+
+
+@pytest.mark.slime
+def test_each_flag_of_slimes_parser_is_used_passed_on_or_named():
+    source = (slime_package() / "utils" / "arguments.py").read_text()
+    functions = {node.name: node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.FunctionDef)}
+    found = dict(pair for group in GROUPS for pair in options(functions[f"add_{group}_arguments"]))
+    assert len(found) > 80
+    named = {flag.name: flag.default for flag in WITHOUT_EFFECT}
+    used, passed = {*USED.split()}, {*PASSED_ON.split()}
+    assert not used & passed | used & {*named} | passed & {*named}
+    assert found.keys() - used - passed - named.keys() == set()
+    assert (used | passed) - found.keys() == set()
+    # buffer_sort_by_staleness is main's, sglang_server_concurrency is among the engines'
+    assert named.keys() - found.keys() == {"buffer_sort_by_staleness", "sglang_server_concurrency"}
+    assert {name: default for name, default in found.items() if name in named} == {
+        name: default for name, default in named.items() if name in found
+    }
+
+
+def test_the_guide_has_each_flag():
+    text = PAGE.read_text()
+    listed = [*(USED + " " + PASSED_ON).split(), *(flag.name for flag in WITHOUT_EFFECT)]
+    flags = {"rollout_global_dataset": "disable_rollout_global_dataset"}
+    missing = [name for name in listed if f"`--{flags.get(name, name).replace('_', '-')}`" not in text]
+    assert missing == []

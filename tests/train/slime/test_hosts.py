@@ -1,0 +1,140 @@
+"""slime over seven hosts in namespaces: one host has the driver and the logical GPU, one the engine behind a slow link,
+and five share slime's manager with its router, its lock, its client of the engine and two runners. The engine's link is
+cut for a while, and a runner's host dies.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import pytest
+
+from agl_slime.rehearse.namespaces import Host, Network, Process
+from agl_slime.report.audit import audit
+from tests.harness.hosts import network, start_engine, start_ray, wait_for_lost_packets
+from tests.harness.slime_programs import REPOSITORY, environment, read_result, require_slime
+from tests.harness.slow_host import SlowHost
+
+__all__ = ["network"]
+
+pytestmark = [pytest.mark.hosts, pytest.mark.slow, pytest.mark.slime, pytest.mark.ray]
+
+STEPS = int(os.environ.get("AGL_TEST_HOSTS_STEPS", "6"))
+LIMIT_S = 240 + 20 * STEPS
+PORT = 6379
+
+
+@contextmanager
+def cluster(network: Network, root: Path) -> Iterator[tuple[Host, list[Host], dict[str, str]]]:
+    """The driver's host, the others of its Ray, which have place for an actor each, and the driver's variables."""
+    with ExitStack() as stack:
+        sockets = stack.enter_context(TemporaryDirectory(prefix="ray"))  # pytest's paths are too long for a socket
+        names = ("driver", "first", "second", "third", "fourth", "fifth")
+        hosts = [network.add(name, private=("/dev/shm", sockets)) for name in names]
+        for host in hosts:
+            stack.callback(host.kill)  # before its directory goes
+        driver, *others = hosts
+        env = environment(root)
+        del env["SLIME_HOST_IP"]  # each node has its own
+        head = ("--head", f"--port={PORT}", "--num-gpus=1", "--include-dashboard=false", f"--temp-dir={sockets}")
+        assert start_ray(driver, *head, "--num-cpus=1", env=env).wait(120) == 0
+        for host in others:
+            assert start_ray(host, f"--address={driver.address}:{PORT}", "--num-cpus=1", env=env).wait(120) == 0
+        settings = {"TEST_RAY_ADDRESS": f"{driver.address}:{PORT}", "SLIME_HOST_IP": driver.address}
+        yield driver, others, {**env, **settings, "RAY_AUTH_MODE": "disabled"}
+
+
+def start_program(driver: Host, env: dict[str, str], output: Path, *words: str | Path) -> Process:
+    command = [sys.executable, "-m", *map(str, words)]
+    with output.open("wb") as file:
+        return driver.start(command, cwd=REPOSITORY, env=env, stdout=file, stderr=subprocess.STDOUT)
+
+
+def wait_for(condition: Callable[[], bool], program: Process, output: Path) -> None:
+    end = time.monotonic() + LIMIT_S
+    while not condition():
+        assert program.poll() is None, output.read_text()[-6000:]
+        assert time.monotonic() < end, output.read_text()[-6000:]
+        time.sleep(0.2)
+
+
+def steps_of(metrics: Path) -> list[dict[str, Any]]:
+    """The steps of the stand-in for Megatron's actor."""
+    return [json.loads(line) for line in metrics.read_text().splitlines()] if metrics.exists() else []
+
+
+def cut_and_kill(program: Process, far: Host, others: list[Host], work: Path, output: Path) -> None:
+    """Cut the engine's link after a third of the steps until packets are lost, then end a host that has a runner."""
+    metrics = work / "metrics.jsonl"
+    wait_for(lambda: len(steps_of(metrics)) >= STEPS // 3, program, output)
+    far.cut()
+    wait_for_lost_packets(far, *others)
+    before = len(steps_of(metrics))
+    assert before < STEPS
+    far.restore()
+    wait_for(lambda: len(steps_of(metrics)) > before, program, output)
+    runners = [host for host in others if has_actor(host, "Worker") and not has_actor(host, "RolloutManager")]
+    assert len(steps_of(metrics)) < STEPS
+    runners[0].kill()
+
+
+def has_actor(host: Host, name: str) -> bool:
+    processes = host.run(["ps", "-eo", "args"]).stdout.splitlines()
+    return any(line.startswith(f"ray::{name}") for line in processes)
+
+
+def train(network: Network, work: Path, *words: str | Path, last: tuple[str, ...]) -> dict[str, Any]:
+    """The result of a program that trains over the hosts."""
+    root = require_slime("ray", "torch", "transformers", "sglang_router")
+    output = work / "output.txt"
+    with cluster(network, root) as (driver, others, env):
+        far = network.add("far", kind=partial(SlowHost, delay_s=0.05))
+        program = start_program(driver, env, output, *words, "hosts", start_engine(far), *last)
+        cut_and_kill(program, far, others, work, output)
+        try:
+            program.wait(LIMIT_S)
+        except subprocess.TimeoutExpired:
+            pytest.fail(f"training did not end within {LIMIT_S} s:\n{output.read_text()[-6000:]}")
+        assert program.returncode == 0, output.read_text()[-8000:]
+    return read_result(output.read_text())
+
+
+@pytest.mark.parametrize("staleness", [0, 1])
+def test_slime_as_trainer_over_hosts_that_fail(staleness: int, network: Network, tmp_path: Path) -> None:
+    words = ("tests.programs.slime.driver", tmp_path, str(STEPS))
+    result = train(network, tmp_path, *words, last=(str(staleness),))
+    assert result["code"] == 0
+    assert result["iterations"] == [*range(1, STEPS + 1)]
+    assert result["versions"] == [str(STEPS + 1)]
+    found = audit(tmp_path / "run")
+    assert not found.findings, found
+
+
+@pytest.mark.parametrize("loop", ["train", "train_async"])
+def test_slimes_own_loop_over_hosts_that_fail(loop: str, network: Network, tmp_path: Path) -> None:
+    result = train(network, tmp_path, "tests.programs.slime.loop", tmp_path, loop, str(STEPS), last=())
+    assert len(result["rewards"]) == STEPS
+    assert result["versions"] == [str(STEPS + 1)]
+    trained = Counter(rollout_ids(tmp_path / "dump"))
+    assert len(trained) == STEPS * 2 * 4
+    assert set(trained.values()) == {1}
+
+
+def rollout_ids(dump: Path) -> Iterator[str]:
+    """The rollouts of each batch that slime's manager gave to training."""
+    import torch
+
+    for path in dump.glob("rollout_data/[0-9]*.pt"):
+        for sample in torch.load(path, weights_only=False)["samples"]:
+            yield sample["metadata"]["agl_rollout_id"]

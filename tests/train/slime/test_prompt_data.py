@@ -1,0 +1,238 @@
+"""slime's data sets as tasks: files, slices, and the shapes of slime's own examples."""
+
+from __future__ import annotations
+
+import base64
+import datetime
+import decimal
+import json
+from argparse import Namespace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from agl_slime.agent.agent import SGLangLitAgent
+from agl_slime.errors import ConfigError, MissingDependencyError
+from agl_slime.loop.task_files import digest, read_rows, split_slice
+from agl_slime.loop.tasks import read_tasks
+from agl_slime.train.slime.args import PluginSettings, context_length, prompt_data
+from agl_slime.train.slime.connection import Connection
+from agl_slime.train.slime.prompt_data import PromptData
+from tests.harness.gateway import WEATHER
+from tests.harness.tokenizers import small_tokenizer
+
+PNG = base64.b64decode(
+    "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNk+M9QDwADhgGAWjR9awAAAABJRU5ErkJggg=="
+)
+URI = f"data:image/png;base64,{base64.b64encode(PNG).decode()}"
+QUESTION = [{"role": "user", "content": "What is 2 + 2?"}]
+
+
+def jsonl(path: Path, *rows: Any) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def parquet(path: Path, *rows: dict[str, Any]) -> Path:
+    pyarrow = pytest.importorskip("pyarrow", reason='reading parquet needs pyarrow: pip install "agl-slime[parquet]"')
+    from pyarrow import parquet as files
+
+    files.write_table(pyarrow.Table.from_pylist(list(rows)), path, row_group_size=3)
+    return path
+
+
+def read(path: Any, **keys: Any) -> list[dict[str, Any]]:
+    data = prompt_data(Namespace(prompt_data=str(path), **keys))
+    assert data is not None
+    return data.read()
+
+
+# -- files and slices ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("write", [jsonl, parquet])
+@pytest.mark.parametrize(
+    ("given", "numbers"),
+    [("", range(8)), ("@[0:3]", range(3)), ("@[5:]", range(5, 8)), ("@[:-6]", range(2)), ("@[-2:]", (6, 7))],
+)
+def test_a_slice_of_a_file_is_as_of_a_list(write: Any, given: str, numbers: Any, tmp_path: Path):
+    file = write(tmp_path / f"tasks.{write.__name__}", *({"n": n, "text": "a\u2028b"} for n in range(8)))
+    assert [task["n"] for task in read_tasks(f"{file}{given}")] == [*numbers]
+    assert [row["n"] for _, row in read_rows(f"{file}{given}", flag="--x")] == [*numbers]
+
+
+def test_a_path_with_brackets_that_are_no_slice_is_a_path():
+    for path in ("a[1:2].jsonl", "a@[1].jsonl", "a@[1:2:3]", "a@[x:2]"):
+        assert split_slice(path) == (Path(path), slice(None))
+
+
+def test_an_empty_slice_and_a_missing_file_are_named_with_their_flag(tmp_path: Path):
+    file = jsonl(tmp_path / "tasks.jsonl", {"n": 1})
+    with pytest.raises(ConfigError, match=r"--tasks .*tasks.jsonl@\[1:\]: contains no tasks"):
+        read_tasks(f"{file}@[1:]")
+    for missing in ("none.jsonl@[0:1]", "none.parquet@[0:1]"):
+        with pytest.raises(ConfigError, match=r"--prompt-data .*none.* cannot be read"):
+            read(tmp_path / missing)
+
+
+def test_a_slice_is_part_of_a_files_digest(tmp_path: Path):
+    file = jsonl(tmp_path / "tasks.jsonl", {"n": 1}, {"n": 2})
+    assert len({digest(file), digest(f"{file}@[0:1]"), digest(f"{file}@[1:]")}) == 3
+
+
+def test_without_pyarrow_the_extra_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(__import__("sys").modules, "pyarrow", None)
+    with pytest.raises(MissingDependencyError, match=r'pip install "agl-slime\[parquet\]"'):
+        read_tasks(tmp_path / "tasks.parquet")
+
+
+def test_a_damaged_parquet_file_is_one_sentence(tmp_path: Path):
+    parquet(tmp_path / "whole.parquet", {"n": 1})
+    (tmp_path / "cut.parquet").write_bytes((tmp_path / "whole.parquet").read_bytes()[:40])
+    with pytest.raises(ConfigError, match=r"cut\.parquet: cannot be read") as caught:
+        read_tasks(tmp_path / "cut.parquet")
+    assert "\n" not in str(caught.value)
+
+
+def test_parquet_values_become_json_and_bytes_are_refused(tmp_path: Path):
+    when = datetime.datetime(2026, 1, 2, 3, 4)
+    rows = [{"when": when, "cost": decimal.Decimal("1.50"), "calls": [{"a": 1, "b": None}, {"b": 2, "a": None}]}]
+    (task,) = read_tasks(parquet(tmp_path / "values.parquet", *rows))
+    assert task == {"when": "2026-01-02T03:04:00", "cost": 1.5, "calls": [{"a": 1}, {"b": 2}]}
+    with pytest.raises(ConfigError, match="row 1: the column 'raw' has bytes"):
+        read_tasks(parquet(tmp_path / "bytes.parquet", {"raw": [{"x": b"1"}]}))
+
+
+# -- the shapes of slime's examples ----------------------------------------------------------------------------------
+
+
+def test_dapo_math_messages_and_label_by_key(tmp_path: Path):
+    row = {"prompt": QUESTION, "label": "4", "extra_info": {"index": 1}}
+    (task,) = read(jsonl(tmp_path / "dapo.jsonl", row), input_key="prompt", label_key="label")
+    assert task == row
+    assert SGLangLitAgent.build_prompt(object.__new__(SGLangLitAgent), task) == QUESTION
+
+
+def test_gsm8k_parquet_with_messages(tmp_path: Path):
+    row = {"messages": QUESTION, "label": "4"}
+    (task,) = read(parquet(tmp_path / "gsm8k.parquet", row), input_key="messages", label_key="label")
+    assert task == {**row, "prompt": QUESTION}
+
+
+def test_search_r1_parquet_with_a_record_as_label(tmp_path: Path):
+    answer = {"ground_truth": {"target": ["4", "four"]}, "style": "rule"}
+    row = {"prompt": QUESTION, "reward_model": answer, "metadata": None}
+    (task,) = read(parquet(tmp_path / "nq.parquet", row), input_key="prompt", label_key="reward_model")
+    assert (task["prompt"], task["label"]) == (QUESTION, answer)
+
+
+def test_tau_bench_index_as_prompt_and_metadata_beside_it(tmp_path: Path):
+    row = {"index": 7, "metadata": {"env": "retail", "index": 8}}
+    (task,) = read(jsonl(tmp_path / "tau.jsonl", row), input_key="index", metadata_key="metadata")
+    assert task == {**row, "prompt": 7, "env": "retail"}
+
+
+def test_another_input_key_wins_over_a_column_of_messages(tmp_path: Path):
+    """``build_prompt`` takes ``messages`` first."""
+    row = {"messages": [{"role": "user", "content": "other"}], "question": "What is 2 + 2?"}
+    (task,) = read(jsonl(tmp_path / "q.jsonl", row), input_key="question")
+    assert SGLangLitAgent.build_prompt(object.__new__(SGLangLitAgent), task) == "What is 2 + 2?"
+
+
+@pytest.mark.parametrize("form", ["list", "text"])
+def test_tools_of_a_row_are_a_list(form: str, tmp_path: Path):
+    row = {"prompt": QUESTION, "functions": [WEATHER] if form == "list" else json.dumps([WEATHER])}
+    (task,) = read(jsonl(tmp_path / "tools.jsonl", row), input_key="prompt", tool_key="functions")
+    assert task["tools"] == [WEATHER]
+
+
+@pytest.mark.parametrize("form", ["record", "base64", "uri", "path", "part"])
+def test_geo3k_images_take_the_place_of_their_marks(form: str, tmp_path: Path):
+    (tmp_path / "figure.png").write_bytes(PNG)
+    image: Any = {
+        "record": {"bytes": PNG, "path": None},
+        "base64": base64.b64encode(PNG).decode(),
+        "uri": URI,
+        "path": str(tmp_path / "figure.png"),
+        "part": {"type": "image", "image": URI, "max_pixels": 50176},
+    }[form]
+    row = {"problem": "<image>Find x in <image>.", "answer": "3", "images": [image, image]}
+    keys: dict[str, Any] = {"input_key": "problem", "label_key": "answer", "multimodal_keys": {"image": "images"}}
+    (task,) = read(parquet(tmp_path / "geo3k.parquet", row), **keys)
+    part = {"type": "image", "image": URI} | ({"max_pixels": 50176} if form == "part" else {})
+    content = [part, {"type": "text", "text": "Find x in "}, part, {"type": "text", "text": "."}]
+    assert task["prompt"] == [{"role": "user", "content": content}]
+    assert "images" not in task
+    json.dumps(task)
+
+
+@pytest.mark.parametrize(
+    ("row", "keys", "says"),
+    [
+        ({"q": "?"}, {"input_key": "question"}, "line 1: there is no 'question', which --input-key names; it has q"),
+        ({"input": "?"}, {"label_key": "label"}, "there is no 'label', which --label-key names"),
+        ({"input": "?", "tools": "{"}, {}, "line 1: tools is not JSON"),
+        ({"input": "?", "tools": {"a": 1}}, {}, "tools is no list of tools, but dict"),
+        ({"input": "?", "i": ["x"]}, {"multimodal_keys": {"image": "i"}}, "image x is neither a file nor base64"),
+        ({"input": "?", "i": [URI]}, {"multimodal_keys": {"image": "i"}}, "has 0 times <image>, and the row 1 images"),
+        ({"input": "<image>"}, {"multimodal_keys": {"image": "i"}}, "has 1 times <image>, and the row 0 images"),
+        ({"input": "?"}, {"multimodal_keys": {"video": "v"}}, "--multimodal-keys names 'video': .* images alone"),
+        (["?"], {}, "line 1: expected an object, got list"),
+    ],
+)
+def test_a_row_that_the_keys_do_not_fit_is_named(row: Any, keys: dict[str, Any], says: str, tmp_path: Path):
+    with pytest.raises(ConfigError, match=says):
+        read(jsonl(tmp_path / "rows.jsonl", row), **keys)
+
+
+# -- lengths and order -----------------------------------------------------------------------------------------------
+
+
+def test_rows_with_a_longer_prompt_than_the_limit_are_left_out(tmp_path: Path):
+    tokenizer = small_tokenizer()
+    file = jsonl(tmp_path / "rows.jsonl", *({"input": "x " * n} for n in (1, 200, 2)), {"input": 5})
+    sizes = [len(tokenizer.apply_chat_template([{"role": "user", "content": "x " * n}])["input_ids"]) for n in (1, 200)]
+
+    def kept(limit: int) -> list[Any]:
+        return [task["prompt"] for task in PromptData(path=str(file), max_prompt_len=limit).read(tokenizer)]
+
+    assert kept(100) == ["x ", "x x ", 5]
+    assert sizes[0] < 100 < sizes[1]
+    with pytest.raises(ConfigError, match=r"no prompt has at most 1 tokens \(--rollout-max-prompt-len\)"):
+        PromptData(path=f"{file}@[0:3]", max_prompt_len=1).read(tokenizer)
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_rollout_shuffle_decides_on_the_order(shuffle: bool, tmp_path: Path):
+    file = jsonl(tmp_path / "rows.jsonl", *({"input": str(n)} for n in range(8)))
+    args = Namespace(
+        agl_agent="tests.programs.agents.contract_agent:ContractAgent", prompt_data=str(file), rollout_seed=1
+    )
+    args.rollout_shuffle = shuffle
+    connection = Connection(PluginSettings.from_args(args, {}))
+    drawn = [group.task["prompt"] for group in connection.tasks.take(16)]
+    connection.stop()
+    assert connection.epoch_size == 8
+    assert sorted(drawn[:8]) == sorted(drawn[8:]) == [str(n) for n in range(8)]
+    assert (drawn[:8] == sorted(drawn[:8])) is not shuffle
+    assert (drawn[:8] == drawn[8:]) is not shuffle
+
+
+def test_evaluation_sets_have_their_keys_lengths_and_template_arguments(tmp_path: Path):
+    file = jsonl(tmp_path / "eval.jsonl", {"q": "one", "a": "1"}, {"q": "two", "a": "2"})
+    one = Namespace(name="two", path=f"{file}@[1:]", input_key="q", label_key="a", metadata_key=None, tool_key=None)
+    args = Namespace(
+        eval_datasets=[one], agl_agent="tests.programs.agents.contract_agent:ContractAgent", eval_max_prompt_len=64
+    )
+    args.apply_chat_template_kwargs = {"enable_thinking": False}
+    args.rollout_max_context_len, args.eval_max_context_len = 100, 200
+    settings = PluginSettings.from_args(args, {})
+    assert settings.sampling == {"context_length": 100, "chat_template_kwargs": {"enable_thinking": False}}
+    (given,) = settings.eval_sets
+    assert given.sampling == {**settings.sampling, "context_length": 200}
+    assert context_length(args) == {"context_length": 100}
+    assert context_length(args, evaluation=True) == {"context_length": 200}
+    assert context_length(Namespace()) == {}
+    assert given.data.max_prompt_len == 64
+    assert given.data.read() == [{"q": "two", "a": "2", "prompt": "two", "label": "2"}]
