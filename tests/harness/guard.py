@@ -1,7 +1,7 @@
 """Runs a command of a test. All its processes, also in sessions of their own (Ray's daemons, routers), end when it
 ends, when this process gets SIGTERM, and when the process of the test is gone, however it ended.
 
-    python -m tests.harness.guard COMMAND …
+    python tests/harness/guard.py PARENT COMMAND …
 """
 
 from __future__ import annotations
@@ -20,8 +20,13 @@ _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36  # from linux/prctl.h
 
 
 def guarded(command: Sequence[object]) -> list[str]:
-    """``command`` as run by this module. End it with ``terminate``, not ``kill``."""
-    return [sys.executable, "-m", "tests.harness.guard", str(os.getpid()), *map(str, command)]
+    """``command`` as run by this module, in any directory. End it with ``terminate``, not ``kill``."""
+    return [sys.executable, "-P", __file__, str(os.getpid()), *map(str, command)]
+
+
+def guarded_child(guard: subprocess.Popen[Any]) -> psutil.Process:
+    """The process of the command itself, for tests that kill or signal it."""
+    return min(psutil.Process(guard.pid).children(), key=psutil.Process.create_time)
 
 
 def end_all() -> None:

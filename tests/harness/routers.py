@@ -11,6 +11,7 @@ import urllib.request
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
+from tests.harness.guard import guarded
 from tests.harness.servers import free_port
 
 
@@ -18,14 +19,14 @@ from tests.harness.servers import free_port
 def sglang_router(
     workers: Sequence[str] = (), *, policy: str = "manual", flags: Sequence[str] = (), host: str = "127.0.0.1"
 ) -> Iterator[str]:
-    """Routes to ``workers``, and to those that are registered later; yields its URL once all workers are healthy."""
+    """Routes to ``workers``, and to workers that are registered later; yields its URL once all workers are healthy."""
     port, metrics_port = free_port(), free_port()
     url = f"http://{host}:{port}"
     command = [sys.executable, "-m", "sglang_router.launch_router", "--host", host, "--port", str(port)]
     command += ["--policy", policy, "--prometheus-port", str(metrics_port), "--log-level", "error", *flags]
     if workers:
         command += ["--worker-urls", *workers]
-    process = subprocess.Popen(command)
+    process = subprocess.Popen(guarded(command))
     try:
         deadline = time.monotonic() + 30
         while (listed := _workers(url)) is None or sum(bool(worker.get("is_healthy")) for worker in listed) < len(
@@ -37,11 +38,7 @@ def sglang_router(
         yield url
     finally:
         process.terminate()
-        try:
-            process.wait(10)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait(10)
+        process.wait(10)
 
 
 def _workers(url: str) -> list[dict[str, object]] | None:

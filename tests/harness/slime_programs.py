@@ -12,6 +12,8 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -79,32 +81,46 @@ def environment(root: Path) -> dict[str, str]:
 
 
 def run_program(root: Path, name: str, *arguments: str | Path, timeout_s: float) -> dict[str, Any]:
-    """Run a program by its name and return what it printed as its result; else its whole output is in the failure."""
-    process = subprocess.Popen(
-        guarded([sys.executable, "-m", f"tests.programs.slime.{name}", *arguments]),
-        cwd=REPOSITORY,
-        env=environment(root),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
+    """Run a program by its name; returns its result, else fails with its output."""
+    command = [sys.executable, "-m", f"tests.programs.slime.{name}", *arguments]
+    code, output = run_guarded(command, timeout_s=timeout_s, env=environment(root))
+    if code != 0:
+        pytest.fail(f"{name} ended with code {code}:\n{output[-8000:]}")
+    return read_result(output)
+
+
+def run_guarded(command: Sequence[object], *, timeout_s: float, **options: Any) -> tuple[int, str]:
+    """The exit code and the output of a command, of which no process is left; fails after ``timeout_s``."""
+    with start_guarded(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, **options) as process:
+        return finish_guarded(process, timeout_s)
+
+
+@contextmanager
+def start_guarded(command: Sequence[object], **options: Any) -> Iterator[subprocess.Popen[str]]:
+    """A command in a session of its own; it ends with the block."""
+    settings: dict[str, Any] = {"cwd": REPOSITORY, "text": True, "start_new_session": True, **options}
+    process = subprocess.Popen(guarded(command), **settings)
+    try:
+        yield process
+    finally:
+        process.terminate()
+        process.communicate()
+
+
+def finish_guarded(process: subprocess.Popen[str], timeout_s: float) -> tuple[int, str]:
     try:
         output, _ = process.communicate(timeout=timeout_s)
     except subprocess.TimeoutExpired:
         process.terminate()
         output, _ = process.communicate()
-        pytest.fail(f"{name} did not end within {timeout_s:g} s:\n{output[-6000:]}")
-    if process.returncode != 0:
-        pytest.fail(f"{name} ended with code {process.returncode}:\n{output[-8000:]}")
-    return read_result(output)
+        pytest.fail(f"{process.args} did not end within {timeout_s:g} s:\n{output[-6000:]}")
+    return process.returncode, output
 
 
 def read_result(output: str) -> dict[str, Any]:
     """The result in a program's output; fails the test when there is none."""
     results = [line[len(_MARK) :] for line in output.splitlines() if line.startswith(_MARK)]
-    if not results:
-        pytest.fail(f"the program printed no result:\n{output[-8000:]}")
+    assert results, output[-8000:]
     return json.loads(results[-1])
 
 

@@ -19,9 +19,10 @@ from pathlib import Path
 import pytest
 
 from agl_slime.engine.process import EmbeddedEngine
+from tests.harness.guard import guarded
 from tests.harness.routers import sglang_router
 from tests.harness.servers import free_port
-from tests.harness.slime_programs import REPOSITORY, environment, require_slime
+from tests.harness.slime_programs import environment, require_slime, run_guarded
 from tests.house.launched import RECIPES, programs, variables
 
 SMALL = {"num-rollout": 3, "rollout-batch-size": 8, "n-samples-per-prompt": 4, "global-batch-size": 32}
@@ -37,17 +38,10 @@ def run_recipe(script: str, root: Path, work: Path, policy: Path, **given: str) 
     with EmbeddedEngine(policy) as engine, sglang_router() as router:
         settings = variables(root, work, policy) | {"ENGINE": engine.url, "ROUTER": router, "WORK": str(work)}
         settings |= {"EVAL_DATA": "", "GPU_ARGS": ONE_GPU, "JOB_ENV": HERE}
-        finished = subprocess.run(
-            [str(RECIPES / script), *flags],
-            cwd=REPOSITORY,
-            env={**environment(root), **settings, "PATH": path_with(path), **given},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            timeout=240,
-        )
-    assert finished.returncode == 0, finished.stdout[-6000:]
-    return finished.stdout
+        env = {**environment(root), **settings, "PATH": path_with(path), **given}
+        code, output = run_guarded([RECIPES / script, *flags], timeout_s=240, env=env)
+    assert code == 0, output[-6000:]
+    return output
 
 
 def path_with(programs: Path) -> str:
@@ -101,12 +95,12 @@ def two_ray_nodes(root: Path, work: Path) -> Iterator[dict[str, str]]:
     with (work / "nodes.log").open("wb") as log:
         try:
             for where in (head, ["--address", f"127.0.0.1:{port}"]):
-                command = ["ray", "start", *where, *common]
+                command = guarded(["ray", "start", *where, *common])
                 nodes.append(subprocess.Popen(command, env=env, stdout=log, stderr=log, cwd=work))
                 wait_until_up(port, nodes[-1], work / "nodes.log")
             yield token | {"RAY_JOB_ADDRESS": f"http://127.0.0.1:{dashboard}"}
         finally:
-            for node in reversed(nodes):  # with --block a node's processes end with it
+            for node in reversed(nodes):
                 node.terminate()
                 node.wait(60)
             shutil.rmtree(own, ignore_errors=True)

@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import os
 import random
 import signal
 import subprocess
@@ -27,6 +26,7 @@ from typing import Any
 
 from agl_slime.report.audit import audit
 from benchmarks.common import question, scripted_engine, tokenizer
+from tests.harness.guard import guarded, guarded_child
 from tests.harness.slime_programs import environment, slime_dir
 
 GROUPS, SIZE, SAVES = 4, 2, 2
@@ -100,17 +100,13 @@ class Scene:
         command = [sys.executable, "-m", "tests.programs.kill_slime_overlap", "--life", str(self.directory), self._url]
         command += [str(number) for number in (self._lives, iterations, self._staleness)]
         with (self.directory / "log").open("ab") as log:
-            return subprocess.Popen(command, env=environment(root), stdout=log, stderr=log, start_new_session=True)
+            return subprocess.Popen(guarded(command), env=environment(root), stdout=log, stderr=log)
 
     def end(self, process: subprocess.Popen[bytes]) -> None:
-        """kill -9: the process first, then what of its session has not noticed, Ray's daemons."""
-        process.kill()
+        """kill -9 of the process; its guard then ends Ray's daemons."""
+        if process.poll() is None:
+            guarded_child(process).kill()
         process.wait()
-        time.sleep(0.2)  # what others do in this time they do without it
-        try:
-            os.killpg(process.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            return
 
     def wait(self, process: subprocess.Popen[bytes], *, trained: bool, seconds: float) -> None:
         """Until this life has trained, where that is asked for, and ``seconds`` more."""
@@ -200,7 +196,7 @@ def main() -> None:
         directory, url, *numbers = options.life
         live(Path(directory), url, *map(int, numbers))
         return
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the life and its Ray end as well
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # removes the directory
     with tempfile.TemporaryDirectory() as place:
         how: Any = {"kills": options.kills, "seed": options.seed, "staleness": options.max_staleness}
         result = run(Path(place), limit_s=options.limit_s, **how)
