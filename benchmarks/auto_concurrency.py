@@ -39,7 +39,7 @@ def main() -> None:
     print("|---|---|---|---|---|")
     for name, (rate, model) in found.items():
         shares = " | ".join(f"{one / most:.0%}" for one, most in zip(rate, best, strict=True))
-        print(f"| {name} | {shares} | {model.refused / model.asked:.1%} |")
+        print(f"| {name} | {shares} | {model.refused / model.n_requests:.1%} |")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Images that agents show: pictures in prompts and from tools, in one Sample with what was sampled."""
+"""Images in prompts and from tools: one Sample holds them with the sampled tokens."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 from agl_slime.agent.agent import SGLangLitAgent
 from agl_slime.agent.session import RolloutSession
 from agl_slime.engine.client.generation import SamplingParams
+from agl_slime.support.agl import LLM
 from agl_slime.tokens.images import MARK, ImageSettings
 from agl_slime.train.slime.replay import with_train_inputs
 from agl_slime.types import sample_from_json, sample_to_json
@@ -18,7 +19,7 @@ from tests.harness.rollouts import Finished, run_rollouts
 from tests.harness.tokenizers import small_tokenizer
 from tests.harness.vision import expand, picture, uri, vision_tokenizer
 
-CALL = '<tool_call>\n{"name": "zoom", "arguments": {"at": "top"}}\n</tool_call>'
+CALL = '<tool_call>\n{"name": "zoom", "arguments": {"place": "top"}}\n</tool_call>'
 SEEN = picture(1)
 
 
@@ -28,9 +29,9 @@ def opened(data: bytes) -> Any:
     return Image.open(io.BytesIO(data))
 
 
-def zoom(at: str) -> list[Any]:
+def zoom(place: str) -> list[Any]:
     """Look closer."""
-    return [f"the {at}:", opened(picture(2, (28, 56)))]
+    return [f"the {place}:", opened(picture(2, (28, 56)))]
 
 
 class Looker(SGLangLitAgent):
@@ -38,8 +39,8 @@ class Looker(SGLangLitAgent):
     max_turns = 4
 
     def build_prompt(self, task: dict[str, Any]) -> list[dict[str, Any]]:
-        parts = [{"type": "text", "text": "Which colour? "}, {"type": "image", "image": opened(SEEN)}]
-        return [{"role": "user", "content": parts}]
+        content = [{"type": "text", "text": "Which colour? "}, {"type": "image", "image": opened(SEEN)}]
+        return [{"role": "user", "content": content}]
 
     def compute_reward(self, task: dict[str, Any], response: str) -> float:
         return 1.0
@@ -52,61 +53,50 @@ async def looked(
     engine = engine_saying(tokenizer, says, expand=expand)
     engine.script("/generate", *faults)
     with in_thread(engine):
-        made = agent(tokenizer=tokenizer, client_settings=QUICK)
-        (finished,) = await run_rollouts(made, [{}], endpoint=engine.url, max_new_tokens=256)
-    return finished, [one.payload for one in engine.received if one.path == "/generate"]
+        looker = agent(tokenizer=tokenizer, client_settings=QUICK)
+        (finished,) = await run_rollouts(looker, [{}], endpoint=engine.url, max_new_tokens=256)
+    return finished, [request.payload for request in engine.received if request.path == "/generate"]
 
 
 async def test_images_of_prompt_and_tools_are_in_one_sample_in_order() -> None:
-    finished, asked = await looked(Looker, f"Let me see. {CALL}", "Red.")
+    finished, payloads = await looked(Looker, f"Let me see. {CALL}", "Red.")
     assert finished.failure is None
     (sample,) = finished.convert(vision_tokenizer()).samples
-    assert [len(payload["image_data"]) for payload in asked] == [1, 2]
-    shown = sample.multimodal_inputs["images"]
-    assert [one.size for one in shown] == [(56, 28), (28, 56)]
-    assert shown[0].convert("RGB").tobytes() == opened(SEEN).tobytes()
+    assert [len(payload["image_data"]) for payload in payloads] == [1, 2]
+    images = sample.multimodal_inputs["images"]
+    assert [image.size for image in images] == [(56, 28), (28, 56)]
+    assert images[0].convert("RGB").tobytes() == opened(SEEN).tobytes()
     turns = finished.convert(None).trajectory.turns
-    assert expand(asked[1]["input_ids"], asked[1]["image_data"]) == turns[1].prompt_ids.tolist()
+    assert expand(payloads[1]["input_ids"], payloads[1]["image_data"]) == turns[1].prompt_ids.tolist()
     assert turns[1].token_ids.tolist() == sample.tokens
     assert sum(sample.loss_mask) == sum(len(turn.response_ids) for turn in turns)
-    text = vision_tokenizer().decode(sample.tokens)
-    assert "the top:<image>" in text
-    with_train_inputs([sample], vision_tokenizer())
+    assert "the top:<image>" in vision_tokenizer().decode(sample.tokens)
+
+    restored = sample_from_json(sample_to_json(with_train_inputs([sample], vision_tokenizer())[0]))
     assert len(sample.multimodal_train_inputs["pixel_values"]) == 2
+    assert restored.multimodal_train_inputs is None
+    with_train_inputs([restored], vision_tokenizer())
+    for name, tensor in sample.multimodal_train_inputs.items():
+        assert tensor.equal(restored.multimodal_train_inputs[name])
+    assert [image.tobytes() for image in restored.multimodal_inputs["images"]] == [image.tobytes() for image in images]
 
 
 async def test_answer_cut_by_a_weight_update_resumes_with_the_same_images() -> None:
+    """The two rollouts are of one group, too: they share one image and one tensor of pixels."""
     whole, _ = await looked(Looker, "It is a very red one.")
-    cut, asked = await looked(Looker, "It is a very red one.", faults=[Abort(2)])
-    first, second = asked
+    cut, (first, second) = await looked(Looker, "It is a very red one.", faults=[Abort(2)])
     assert second["image_data"] == first["image_data"]
     assert second["input_ids"][: len(first["input_ids"])] == first["input_ids"]
     assert len(second["input_ids"]) == len(first["input_ids"]) + 2
-    (one,), (two,) = (each.convert(None).samples for each in (whole, cut))
-    assert one.tokens == two.tokens
-    assert one.rollout_log_probs == two.rollout_log_probs
-
-
-async def test_group_members_share_one_image_and_one_pixel_tensor() -> None:
-    first, second = [(await looked(Looker, "Red."))[0] for _ in range(2)]
-    (one,), (two,) = (each.convert(None).trajectory.turns for each in (first, second))
-    assert one.images[0] is two.images[0]
-    samples = [each.convert(None).samples[0] for each in (first, second)]
+    conversions = [finished.convert(None) for finished in (whole, cut)]
+    samples = [sample for conversion in conversions for sample in conversion.samples]
+    assert samples[0].tokens == samples[1].tokens
+    assert samples[0].rollout_log_probs == samples[1].rollout_log_probs
+    images = [turn.images[0] for conversion in conversions for turn in conversion.trajectory.turns]
+    assert images[0] is images[1]
     with_train_inputs(samples, vision_tokenizer())
     pixels = [sample.multimodal_train_inputs["pixel_values"] for sample in samples]
     assert pixels[0] is pixels[1]
-
-
-async def test_a_sample_with_images_comes_back_from_a_checkpoint() -> None:
-    finished, _ = await looked(Looker, "Red.")
-    (sample,) = with_train_inputs(finished.convert(None).samples, vision_tokenizer())
-    again = sample_from_json(sample_to_json(sample))
-    assert again.multimodal_train_inputs is None
-    with_train_inputs([again], vision_tokenizer())
-    for name, tensor in sample.multimodal_train_inputs.items():
-        assert tensor.equal(again.multimodal_train_inputs[name])
-    (picture_then,), (picture_now,) = sample.multimodal_inputs["images"], again.multimodal_inputs["images"]
-    assert picture_then.tobytes() == picture_now.tobytes()
 
 
 async def test_invalid_image_fails_the_rollout_with_the_reason() -> None:
@@ -116,13 +106,13 @@ async def test_invalid_image_fails_the_rollout_with_the_reason() -> None:
         def build_prompt(self, task: dict[str, Any]) -> list[dict[str, Any]]:
             return [{"role": "user", "content": [{"type": "image", "image": uri(SEEN)}]}]
 
-    finished, asked = await looked(Small, "Red.")
+    finished, payloads = await looked(Small, "Red.")
     assert finished.failure is not None
     assert "max_megapixels is 0.001" in finished.failure[1]
     blind, _ = await looked(Looker, "Red.", tokenizer=small_tokenizer())
     assert blind.failure is not None
     assert "has no processor" in blind.failure[1]
-    assert not asked
+    assert not payloads
 
 
 async def test_messages_of_a_session_hold_marks_and_not_pictures() -> None:
@@ -131,7 +121,7 @@ async def test_messages_of_a_session_hold_marks_and_not_pictures() -> None:
     with in_thread(engine):
         agent = Looker(tokenizer=tokenizer, client_settings=QUICK)
         session = RolloutSession(
-            client=agent._access.client(_llm(engine.url), tokenizer),
+            client=agent._access.client(LLM(endpoint=engine.url, model="none"), tokenizer),
             sampling=SamplingParams(max_new_tokens=64),
             messages=agent.build_prompt({}),
             template=agent._access.template(tokenizer, None),
@@ -139,12 +129,6 @@ async def test_messages_of_a_session_hold_marks_and_not_pictures() -> None:
         )
         await session.ask()
         await agent.aclose()
-    (shown,) = session.images.values()
-    assert MARK.findall(session.messages[0]["content"]) == [shown.sha]
-    assert session.turns[0].images == (shown,)
-
-
-def _llm(url: str) -> Any:
-    from agl_slime.support.agl import LLM
-
-    return LLM(endpoint=url, model="none")
+    (image,) = session.images.values()
+    assert MARK.findall(session.messages[0]["content"]) == [image.sha]
+    assert session.turns[0].images == (image,)

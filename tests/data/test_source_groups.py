@@ -18,7 +18,7 @@ from agl_slime.errors import DataSourceError
 from agl_slime.store.bridge import BridgeStore
 from agl_slime.support.agl import InMemoryLightningStore, Span, emit_reward
 from agl_slime.types import Sample
-from tests.harness.datasource import QUICK, Told, counts_of, get
+from tests.harness.datasource import QUICK, Listener, counts_of, get
 from tests.harness.stores import RESPONSE, a_turn, enqueue, finish
 
 
@@ -51,7 +51,7 @@ async def test_groups_complete_in_any_order_and_each_member_counts_once() -> Non
 async def test_a_group_with_too_many_failures_is_dropped_and_the_others_come() -> None:
     store = BridgeStore()
     with GroupSource(store=store, settings=replace(QUICK, policy=MinimumViableGroup(drop_early=False))) as source:
-        told = Told(source)
+        told = Listener(source)
         bad, good = [], []
         for group, ids in (("bad", bad), ("good", good)):
             source.expect(group, size=4)
@@ -79,7 +79,7 @@ async def test_with_complete_groups_one_failure_drops_the_group() -> None:
     store = BridgeStore()
     settings = DataSourceSettings(get_timeout_s=0.2, policy=CompleteGroup())
     with GroupSource(store=store, settings=settings) as source:
-        told = Told(source)
+        told = Listener(source)
         source.expect("g", size=2)
         one, other = await enqueue(store, 2, group_id="g", size=2)
         await finish(store, one)
@@ -121,7 +121,7 @@ async def test_get_waits_for_rollouts_in_flight_only() -> None:
 async def test_a_surplus_is_kept_for_the_next_call_oldest_first() -> None:
     store = BridgeStore()
     with GroupSource(store=store, settings=QUICK) as source:
-        told = Told(source)
+        told = Listener(source)
         ids = await enqueue(store, 5)
         for number, rollout_id in enumerate(ids, 1):
             await finish(store, rollout_id)
@@ -134,7 +134,7 @@ async def test_a_surplus_is_kept_for_the_next_call_oldest_first() -> None:
 async def test_groups_given_back_come_first_and_in_order() -> None:
     store = BridgeStore()
     with GroupSource(store=store, settings=QUICK) as source:
-        told = Told(source)
+        told = Listener(source)
         for rollout_id in await enqueue(store, 4):
             await finish(store, rollout_id)
         await told.until(lambda: len(told.groups) == 4)
@@ -164,7 +164,7 @@ async def test_get_timeout_error_counts_rollouts_in_flight() -> None:
 async def test_some_at_the_deadline_are_handed_out() -> None:
     store = BridgeStore()
     with GroupSource(store=store, settings=DataSourceSettings(get_timeout_s=0.5)) as source:
-        told = Told(source)
+        told = Listener(source)
         source.opened(await enqueue(store, 1, group_id="never"))
         [done] = await enqueue(store, 1)
         await finish(store, done)
@@ -182,7 +182,7 @@ async def test_without_blocking_it_returns_at_once() -> None:
 async def test_validation_rollouts_are_scored_and_never_trained() -> None:
     store = BridgeStore()
     with GroupSource(store=store, settings=QUICK) as source:
-        told = Told(source)
+        told = Listener(source)
         source.expect("v", size=1, mode="val")
         ids = (
             await enqueue(store, 1, group_id="v", mode="val")
@@ -202,7 +202,7 @@ async def test_validation_rollouts_are_scored_and_never_trained() -> None:
 async def test_a_second_report_of_a_rollout_is_ignored() -> None:
     store = BridgeStore()
     with GroupSource(store=store, settings=QUICK) as source:
-        told = Told(source)
+        told = Listener(source)
         [rollout_id] = await enqueue(store, 1)
         attempt_id = await finish(store, rollout_id, status="failed", reward=None)
         await told.until(lambda: bool(told.groups))
@@ -220,7 +220,7 @@ async def test_a_second_report_of_a_rollout_is_ignored() -> None:
 async def test_an_attempt_that_is_tried_again_counts_once_with_the_last_spans() -> None:
     store = BridgeStore()
     with GroupSource(store=store, settings=QUICK) as source:
-        told = Told(source)
+        told = Listener(source)
         [rollout_id] = await enqueue(store, 1, max_attempts=3)
         await finish(store, rollout_id, status="failed", reward=-5.0, number=1)
         await finish(store, rollout_id, status="failed", reward=-5.0, number=2)
@@ -235,7 +235,7 @@ async def test_an_attempt_that_is_tried_again_counts_once_with_the_last_spans() 
 async def test_spans_that_the_store_dropped_fail_the_rollout_with_that_reason() -> None:
     store = InMemoryLightningStore(thread_safe=True, eviction_memory_threshold=3_000, safe_memory_threshold=100)
     with GroupSource(store=store, settings=QUICK) as source:
-        told = Told(source)
+        told = Listener(source)
         source.follower.begin()
         [rollout_id] = await enqueue(store, 1)
         await finish(store, rollout_id, turns=[a_turn(i) for i in range(10)])
@@ -258,7 +258,7 @@ async def test_a_conversion_that_breaks_fails_one_rollout_and_not_the_run() -> N
 
     store = BridgeStore()
     with GroupSource(store=store, settings=QUICK, tokenizer=BrokenTokenizer()) as source:
-        told = Told(source)
+        told = Listener(source)
         text_only, exact = await enqueue(store, 2)
         attempted = await store.start_attempt(text_only)
         chat: dict[str, Any] = {
@@ -294,7 +294,7 @@ async def test_a_conversion_that_breaks_fails_one_rollout_and_not_the_run() -> N
 async def test_cancelled_rollouts_are_counted_as_such() -> None:
     store = BridgeStore()
     with GroupSource(store=store, settings=QUICK) as source:
-        told = Told(source)
+        told = Listener(source)
         source.expect("g", size=1)
         [rollout_id] = await enqueue(store, 1, group_id="g")
         source.opened([rollout_id])
@@ -306,7 +306,7 @@ async def test_cancelled_rollouts_are_counted_as_such() -> None:
 async def test_member_of_an_open_group_is_announced_once() -> None:
     store = BridgeStore()
     with GroupSource(store=store, settings=QUICK) as source:
-        told = Told(source)
+        told = Listener(source)
         ids = await enqueue(store, 2, group_id="g", size=2)
         source.opened(ids)
         await finish(store, ids[0])

@@ -16,7 +16,7 @@ from agl_slime.data.source import DataSourceSettings, GroupSource
 from agl_slime.errors import DataSourceError
 from agl_slime.store.bridge import BridgeStore
 from agl_slime.support.agl import Rollout
-from tests.harness.datasource import Told, counts_of, get
+from tests.harness.datasource import Listener, counts_of, get
 from tests.harness.stores import a_turn, enqueue, enqueue_group, finish
 
 SETTINGS = DataSourceSettings(get_timeout_s=20.0, poll_interval_s=0.01)
@@ -58,7 +58,7 @@ async def cancelled_in(store: BridgeStore, rollout_id: str) -> bool:
 async def test_a_group_does_not_wait_for_its_last_member_for_ever() -> None:
     store = BridgeStore()
     with source_over(store, policy=MinimumViableGroup(min_ratio=0.5, timeout_s=0.2)) as source:
-        told = Told(source)
+        told = Listener(source)
         ids = await opened(source, store, "g", size=4)
         for rollout_id in ids[:3]:
             await finish(store, rollout_id)
@@ -79,7 +79,7 @@ async def test_a_group_does_not_wait_for_its_last_member_for_ever() -> None:
 async def test_the_first_failure_ends_a_group_that_cannot_be_used_any_more() -> None:
     store = BridgeStore()
     with source_over(store, policy=MinimumViableGroup(min_ratio=1.0)) as source:
-        told = Told(source)
+        told = Listener(source)
         ids = await opened(source, store, "g", size=3, instance_id="7")
         await finish(store, ids[0])
         await finish(store, ids[1], status="failed", reward=None)
@@ -97,7 +97,7 @@ async def test_the_first_failure_ends_a_group_that_cannot_be_used_any_more() -> 
 async def test_failed_members_are_run_again_and_the_group_is_complete() -> None:
     store = BridgeStore()
     with source_over(store, policy=RetryGroup(max_retries=2)) as source:
-        told = Told(source)
+        told = Listener(source)
         ids = await opened(source, store, "g", size=2, instance_id="3")
         await finish(store, ids[0])
         await finish(store, ids[1], status="failed", reward=None)
@@ -118,7 +118,7 @@ async def test_failed_members_are_run_again_and_the_group_is_complete() -> None:
 async def test_groups_whose_rewards_are_all_the_same_can_be_left_out() -> None:
     store = BridgeStore()
     with source_over(store, filtered=True) as source:
-        told = Told(source)
+        told = Listener(source)
         same = await opened(source, store, "same", size=2)
         differs = await opened(source, store, "differs", size=2)
         for rollout_id in same:
@@ -205,7 +205,7 @@ async def test_an_engine_names_the_weights_that_it_begins_with_as_it_likes() -> 
 async def test_policy_version_is_taken_from_samples_when_not_set() -> None:
     store = BridgeStore()
     with source_over(store) as source:
-        told = Told(source)
+        told = Listener(source)
         for rollout_id, version in zip(await enqueue(store, 2), ("1", "2"), strict=True):
             await finish(store, rollout_id, turns=[a_turn(version=version)])
         await told.until(lambda: len(told.members) == 2)

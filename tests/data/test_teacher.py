@@ -34,7 +34,7 @@ from agl_slime.tokens.codec import unpack_token_ids  # noqa: E402
 from agl_slime.train.slime.source import score_delivered  # noqa: E402
 from agl_slime.types import Sample, flat_samples  # noqa: E402
 from tests.harness.datasource import QUICK as QUICK_SOURCE  # noqa: E402
-from tests.harness.datasource import Told, get  # noqa: E402
+from tests.harness.datasource import Listener, get  # noqa: E402
 from tests.harness.engine_client import PROMPTS, TOLERANCE, expected_log_probs  # noqa: E402
 from tests.harness.slime_source import AGENT, args_for  # noqa: E402
 from tests.harness.stores import enqueue, finish  # noqa: E402
@@ -143,7 +143,7 @@ async def test_a_rollout_that_its_teacher_failed_is_failed_in_the_ledger(embedde
             return await teachers(given)
 
     with GroupSource(store=store, settings=QUICK_SOURCE, annotate=score) as source:
-        told = Told(source)
+        told = Listener(source)
         source.expect("g", size=4)
         ids = await enqueue(store, 4, group_id="g", size=4)
         source.opened(ids)

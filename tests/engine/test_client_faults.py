@@ -58,8 +58,8 @@ def expect_undisturbed(engine: ScriptedEngine, got: Generation) -> None:
         [Body("[]")],
         [Body('{"text": "no meta_info"}')],
         [Status(429)],
-        [Status(500), Abort(after=3), Reset(), Abort(after=0), Status(503), Abort(after=2)],
-        [Abort(after=1)] * 7,
+        [Status(500), Abort(n_tokens=3), Reset(), Abort(n_tokens=0), Status(503), Abort(n_tokens=2)],
+        [Abort(n_tokens=1)] * 7,
     ],
     ids=repr,
 )
@@ -193,7 +193,9 @@ async def test_weight_update_within_an_answer_gives_version_spans() -> None:
         ScriptedEngine(weight_version="1") as engine,
         SGLangClient(base_url=engine.url, settings=QUICK) as client,
     ):
-        engine.script("/generate", NewVersion(after=2, version="2"), Abort(after=1), NewVersion(after=0, version="3"))
+        engine.script(
+            "/generate", NewVersion(n_tokens=2, version="2"), Abort(n_tokens=1), NewVersion(n_tokens=0, version="3")
+        )
         first = await client.generate(PROMPT, SAMPLING)
         assert [(span.version, span.start, span.end) for span in first.weight_versions] == [("1", 0, 2), ("2", 2, 8)]
         second = await client.generate(PROMPT, SAMPLING)

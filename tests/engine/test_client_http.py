@@ -111,7 +111,7 @@ async def test_the_context_length_of_a_request_limits_prompt_and_answer(engines:
 
 async def test_aborted_generation_is_resumed_under_new_request_ids() -> None:
     async with ScriptedEngine() as engine, SGLangClient(base_url=engine.url, settings=QUICK) as client:
-        engine.script("/generate", Abort(after=3), Abort(after=0), Abort(after=2))
+        engine.script("/generate", Abort(n_tokens=3), Abort(n_tokens=0), Abort(n_tokens=2))
         got = await client.generate([1, 2], SamplingParams(max_new_tokens=9), rid="abc", routing_key="k")
         assert list(got.output_ids) == engine.continuation([1, 2], 9)
         assert list(got.log_probs) == engine.continuation_log_probs([1, 2], 9)
@@ -125,7 +125,7 @@ async def test_aborted_generation_is_resumed_under_new_request_ids() -> None:
 
 async def test_an_abort_is_returned_when_the_caller_wants_it() -> None:
     async with ScriptedEngine() as engine, SGLangClient(base_url=engine.url) as client:
-        engine.script("/generate", Abort(after=3))
+        engine.script("/generate", Abort(n_tokens=3))
         got = await client.generate([1, 2], SamplingParams(max_new_tokens=9), resume_aborted=False)
         assert (got.finish_reason, got.resumed, list(got.output_ids)) == ("abort", 0, engine.continuation([1, 2], 3))
         assert engine.calls["/generate"] == 1
@@ -135,7 +135,7 @@ async def test_an_abort_is_returned_when_the_caller_wants_it() -> None:
 async def test_an_engine_that_aborts_for_ever_is_left(after: int) -> None:
     settings = ClientSettings(resume_limit=5, backoff_base_s=0.001, backoff_cap_s=0.01)
     async with ScriptedEngine() as engine, SGLangClient(base_url=engine.url, settings=settings) as client:
-        engine.always("/generate", Abort(after=after))
+        engine.always("/generate", Abort(n_tokens=after))
         with pytest.raises(EngineServerError, match="aborted one generation 6 times"):
             await client.generate([1, 2], SamplingParams(max_new_tokens=100))
         assert engine.calls["/generate"] == 6
@@ -143,11 +143,11 @@ async def test_an_engine_that_aborts_for_ever_is_left(after: int) -> None:
 
 async def test_aborted_with_a_full_context_is_length() -> None:
     async with ScriptedEngine(context_length=8) as engine, SGLangClient(base_url=engine.url) as client:
-        engine.script("/generate", Abort(after=6))
+        engine.script("/generate", Abort(n_tokens=6))
         got = await client.generate([1, 2], SamplingParams(max_new_tokens=6))
         assert got.finish_reason == "length"
         # the server aborts where it would have ended, and says so only when asked again
-        engine.script("/generate", Abort(after=6))
+        engine.script("/generate", Abort(n_tokens=6))
         client.context_length = None
         got = await client.generate([1, 2, 3], SamplingParams(max_new_tokens=5))
         assert (len(got.output_ids), got.finish_reason) == (5, "length")

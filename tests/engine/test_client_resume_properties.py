@@ -84,7 +84,7 @@ def test_the_joined_generation_is_the_unaborted_one(
     )
     engine = ScriptedEngine(vocab_size=len(BYTES), decode=decode, eos_id=eos)
     whole, _ = asyncio.run(run(prompt, sampling, [], engine=engine))
-    joined, budgets = asyncio.run(run(prompt, sampling, [Abort(after=n) for n in at], engine=engine))
+    joined, budgets = asyncio.run(run(prompt, sampling, [Abort(n_tokens=n) for n in at], engine=engine))
 
     assert joined.output_ids == whole.output_ids
     assert joined.log_probs == whole.log_probs
@@ -100,8 +100,8 @@ def test_the_joined_generation_is_the_unaborted_one(
     prompt=prompts,
     limit=st.integers(1, 24),
     faults=st.lists(
-        st.builds(Abort, after=st.integers(0, 6))
-        | st.builds(NewVersion, after=st.integers(0, 6), version=st.sampled_from("123")),
+        st.builds(Abort, n_tokens=st.integers(0, 6))
+        | st.builds(NewVersion, n_tokens=st.integers(0, 6), version=st.sampled_from("123")),
         max_size=8,
     ),
     lists_versions=st.booleans(),
@@ -124,7 +124,7 @@ def test_weight_spans_tile_the_output(
 def test_the_context_length_bounds_prompt_and_answer(prompt: list[int], at: list[int], context_length: int) -> None:
     sampling = SamplingParams(max_new_tokens=30)
     joined, _ = asyncio.run(
-        run(prompt, sampling, [Abort(after=n) for n in at], engine=ScriptedEngine(), context_length=context_length)
+        run(prompt, sampling, [Abort(n_tokens=n) for n in at], engine=ScriptedEngine(), context_length=context_length)
     )
     assert len(prompt) + len(joined.output_ids) == context_length
     assert joined.finish_reason == "length"
@@ -140,7 +140,7 @@ def test_versions_of_both_parts_are_kept_at_their_places() -> None:
             return answer
 
     joined, _ = asyncio.run(
-        run([1, 2], SamplingParams(max_new_tokens=9), [Abort(after=4)], engine=Synced(weight_version="1"))
+        run([1, 2], SamplingParams(max_new_tokens=9), [Abort(n_tokens=4)], engine=Synced(weight_version="1"))
     )
     assert joined.weight_versions == (WeightSpan("1", 0, 4), WeightSpan("2", 4, 9))
     assert joined.weight_version == "2"

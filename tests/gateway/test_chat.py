@@ -56,7 +56,7 @@ def test_two_turns_with_tool_calls_are_one_sample() -> None:
         assert second.prompt_ids.tolist()[: first.length] == first.token_ids.tolist()
         assert [len(segment.placements) for segment in case.segments] == [2]
         trained_once(case.turns, case.segments)
-        assert json.loads(case.said[names.TOOLS])["calls"] == {"weather": 2}
+        assert json.loads(case.summary[names.TOOLS])["calls"] == {"weather": 2}
 
 
 @pytest.mark.parametrize(
@@ -158,7 +158,7 @@ def test_the_runs_sampling_is_imposed_and_counted() -> None:
         first, second = (payload["sampling_params"] for payload in case.payloads)
         assert (first["temperature"], first["top_p"], first["max_new_tokens"], first["stop"]) == (1.0, 1.0, 7, ["zzz"])
         assert second["max_new_tokens"] == 256
-        seen = json.loads(case.said[names.GATEWAY])
+        seen = json.loads(case.summary[names.GATEWAY])
         wanted = ("temperature", "top_p", "seed", "max_tokens")
         assert [seen.get(f"overridden/{name}") for name in wanted] == [1, 1, 1, 1]
 
@@ -291,7 +291,7 @@ def test_named_model_role_is_trained_and_response_ids_match_their_protocol() -> 
         ids.append(client_of(case).responses.create(model="m", input="And?").id)
         assert [turn.untrained for turn in case.turns] == ["", "", ""]
         assert [span.attributes[names.ROLE] for span in case.spans] == ["planner", "main_llm", "main_llm"]
-        assert json.loads(case.said[names.ROLES]) == ["main_llm", "judge", "planner"]
+        assert json.loads(case.summary[names.ROLES]) == ["main_llm", "judge", "planner"]
         assert [span.attributes[names.RESPONSE_ID] for span in case.spans] == ids
         assert [id.partition("-")[0].partition("_")[0] for id in ids] == ["chatcmpl", "chatcmpl", "resp"]
         assert {payload["sampling_params"]["temperature"] for payload in case.payloads} == {1.0}
@@ -325,4 +325,4 @@ def test_answers_that_were_thrown_away(branches: Any, untrained: list[int] | Non
         ask(case)
         ask(case)  # the same again: the first answer was not liked
         ask(case, [*HELLO, {"role": "assistant", "content": "good"}, {"role": "user", "content": "And?"}])
-        assert json.loads(case.said.get(names.UNTRAINED_TURNS, "null")) == untrained
+        assert json.loads(case.summary.get(names.UNTRAINED_TURNS, "null")) == untrained

@@ -119,7 +119,7 @@ async def test_partly_read_stream_is_a_turn(trim: int) -> None:
         assert case.turns[1].fork is (None if not trim else ForkReason.BRANCH)
         trained_once(case.turns, case.segments)
         case.close()
-        assert names.UNTRAINED_TURNS not in case.said
+        assert names.UNTRAINED_TURNS not in case.summary
 
 
 async def test_client_disconnect_during_span_write_loses_no_turn() -> None:
@@ -204,10 +204,10 @@ def test_requests_in_flight_count_against_max_turns() -> None:
 def test_empty_answers_reward_is_skipped_and_continued_answer_is_trained() -> None:
     with serving("one", "two", settings=GatewaySettings(max_turns=3)) as case:
         chat(case)
-        assert (text(chat(case)), json.loads(case.said[names.UNTRAINED_TURNS])) == ("two", [0])
+        assert (text(chat(case)), json.loads(case.summary[names.UNTRAINED_TURNS])) == ("two", [0])
         then = [{"role": "assistant", "content": "one"}, {"role": "user", "content": "And?"}]
         text(chat(case, {**BODY, "messages": [*HELLO, *then]}))
-        assert json.loads(case.said[names.UNTRAINED_TURNS]) == []
+        assert json.loads(case.summary[names.UNTRAINED_TURNS]) == []
         empty = chat(case)
         assert text(empty) == ""
         case.close()
@@ -263,7 +263,7 @@ def test_unknown_paths_are_counted_in_bounded_memory() -> None:
         for n in range(60):
             assert client.get(f"{case.llm.endpoint}/nothing/{n}{'x' * 200}").status_code == 404
         assert text(chat(case)) == "hello"
-        seen = json.loads(case.said[names.GATEWAY])
+        seen = json.loads(case.summary[names.GATEWAY])
         assert len(seen) < 30
         assert (seen["POST /chat/completions"], seen["refused/404"]) == (1, 60)
 

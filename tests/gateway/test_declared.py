@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.harness.gateway import CALL, WEATHER, calling, left_out, one_sample, post, prompts, serving, shown
+from tests.harness.gateway import CALL, WEATHER, calling, left_out, offered_tools, one_sample, post, prompts, serving
 
 STREAMED = pytest.mark.parametrize("streamed", [False, True], ids=["whole", "streamed"])
 
@@ -64,7 +64,7 @@ def test_anthropics_tools_by_type_are_in_the_prompt_and_called(kind: str, stream
                 return stream.get_final_message()
 
         said = ask()
-        tool = shown(case)[given["name"]]
+        tool = offered_tools(case)[given["name"]]
         assert set(tool["parameters"]["properties"]) == fields
         assert set(arguments) <= fields
         (use,) = said.content
@@ -83,7 +83,7 @@ def test_tools_that_anthropics_servers_run_are_left_out_and_counted() -> None:
     tools += [{"type": "mcp_toolset", "mcp_server_name": "x"}, {"type": "bash_20250124", "name": "bash"}]
     with serving("ok") as case:
         post(case, "messages", max_tokens=9, messages=[{"role": "user", "content": "x"}], tools=tools)
-        assert set(shown(case)) == {"bash"}
+        assert set(offered_tools(case)) == {"bash"}
         assert left_out(case) == {*(kind.rpartition("_")[0] for kind in SERVERS), "mcp_toolset"}
 
 
@@ -115,9 +115,9 @@ def test_a_tool_that_the_clients_search_found_is_called_and_is_no_fork(streamed:
             messages += [{"role": "assistant", "content": [use]}, {"role": "user", "content": [block]}]
             tools = [SEARCH, {**FOUND, "defer_loading": True}]
         assert ask()[0]["text"] == "Sunny."
-        assert set(shown(case)) == {"ToolSearch"}
+        assert set(offered_tools(case)) == {"ToolSearch"}
         assert '"How it is."' in prompts(case)[1].partition("<|im_start|>tool")[2]
-        assert json.loads(case.said["agl_slime.tools"])["unknown"] == 0
+        assert json.loads(case.summary["agl_slime.tools"])["unknown"] == 0
         one_sample(case, 3)
 
 
@@ -126,7 +126,7 @@ def test_deferred_tools_are_shown_where_only_a_server_would_search() -> None:
     with serving("ok") as case:
         tools = [search, {**FOUND, "defer_loading": True}]
         post(case, "messages", max_tokens=9, messages=[{"role": "user", "content": "x"}], tools=tools)
-        assert set(shown(case)) == {"weather"}
+        assert set(offered_tools(case)) == {"weather"}
 
 
 def test_a_reference_to_no_tool_is_refused_in_anthropics_words() -> None:

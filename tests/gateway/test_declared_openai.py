@@ -15,7 +15,18 @@ from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 
 from agl_slime.gateway.settings import GatewaySettings
-from tests.harness.gateway import CALL, WEATHER, Case, calling, left_out, one_sample, post, prompts, serving, shown
+from tests.harness.gateway import (
+    CALL,
+    WEATHER,
+    Case,
+    calling,
+    left_out,
+    offered_tools,
+    one_sample,
+    post,
+    prompts,
+    serving,
+)
 
 STREAMED = pytest.mark.parametrize("streamed", [False, True], ids=["whole", "streamed"])
 
@@ -78,7 +89,7 @@ def test_openais_tools_by_type_are_called_in_items_of_their_own(kind: str, strea
     with serving(calling(kind, **arguments), "Done.") as case:
         asked = [{"role": "user", "content": "Go."}]
         (call,) = respond(case, streamed, input=asked, tools=[tool], store=False)
-        assert set(arguments) <= set(shown(case)[kind]["parameters"]["properties"])
+        assert set(arguments) <= set(offered_tools(case)[kind]["parameters"]["properties"])
         assert call["type"] == item["type"]
         for name, value in item.items():
             got = call[name]
@@ -146,7 +157,7 @@ def test_tools_that_openais_servers_run_are_left_out_and_counted() -> None:
     with serving("ok") as case:
         tools = [*OPENAI_SERVERS, {"type": "function", "defer_loading": True, **WEATHER["function"]}]
         post(case, "responses", input="x", tools=tools)
-        assert set(shown(case)) == {"weather"}
+        assert set(offered_tools(case)) == {"weather"}
         assert left_out(case) == {tool["type"].removesuffix("_2025_03_11") for tool in OPENAI_SERVERS}
 
 
@@ -165,7 +176,7 @@ def test_tools_that_a_search_of_the_clients_found_keep_the_prefix(streamed: bool
         assert (made["type"], made["name"], made["namespace"]) == ("function_call", "weather", "sky")
         items += [made, {"type": "function_call_output", "call_id": made["call_id"], "output": "fine"}]
         respond(case, streamed, input=items, tools=[search])
-        assert set(shown(case)) == {"tool_search"}
+        assert set(offered_tools(case)) == {"tool_search"}
         assert '"sky__weather"' in prompts(case)[1].partition("<|im_start|>tool")[2]
         one_sample(case, 3)
 
@@ -202,7 +213,7 @@ def test_custom_tools_of_chats_are_called_with_one_text(streamed: bool) -> None:
             message = create(model="m", messages=messages, tools=[tool]).choices[0].message
             (call,) = [call.model_dump() for call in message.tool_calls or ()]
         assert (call["type"], call["custom"]) == ("custom", {"name": "patch", "input": "*** Begin"})
-        assert 'start: "x"' in shown(case)["patch"]["description"]
+        assert 'start: "x"' in offered_tools(case)["patch"]["description"]
         messages.append({"role": "assistant", "content": None, "tool_calls": [call]})
         messages.append({"role": "tool", "tool_call_id": call["id"], "content": "ok"})
         assert create(model="m", messages=messages, tools=[tool]).choices[0].message.content == "Done."
@@ -252,7 +263,7 @@ def test_allowed_tools_keep_the_prompt_and_are_counted_if_not_enforced(path: str
         post(case, path, **two_tools(path), tool_choice=allowed(path, "auto", "weather"))
         post(case, path, **two_tools(path), tool_choice=allowed(path, "required", "weather"))
         assert len(set(prompts(case))) == 1
-        seen = json.loads(case.said["agl_slime.gateway.seen"])
+        seen = json.loads(case.summary["agl_slime.gateway.seen"])
         assert (seen["overridden/allowed_tools"], seen["overridden/tool_choice"]) == (1, 1)
         told = post(case, path, status=400, **two_tools(path), tool_choice=allowed(path, "auto", "gone"))
         assert "'gone'" in told["error"]["message"]

@@ -41,7 +41,7 @@ def test_the_marks_of_a_section_of_calls_are_no_text_of_a_streamed_answer() -> N
 def test_an_update_within_a_character_is_not_seen_in_a_stream(after: int) -> None:
     text = "日本語のテキスト。😀 Ende"
     with serving(text, "Yes.", token_s=0.002) as case:
-        case.engine.script("/generate", Abort(after=after), Abort(after=1), Abort(after=2))
+        case.engine.script("/generate", Abort(n_tokens=after), Abort(n_tokens=1), Abort(n_tokens=2))
         said, pieces = streamed(case)
         assert said.message.content == "".join(pieces) == text
         assert len(pieces) > 3

@@ -79,7 +79,7 @@ def test_garbage_is_refused_with_a_sentence(content: bytes, says: str, status: i
         assert told(answer)
         assert says in told(answer)
         assert chat(case).json()["choices"][0]["message"]["content"] == "hello"
-        assert status == 415 or json.loads(case.said[names.GATEWAY])["refused/400"] == 1
+        assert status == 415 or json.loads(case.summary[names.GATEWAY])["refused/400"] == 1
 
 
 def test_lone_surrogate_in_request_is_read_as_replacement_character() -> None:
@@ -204,7 +204,7 @@ def test_context_overflow_is_a_400_and_keeps_earlier_turns() -> None:
         answer = chat(case, {**BODY, "messages": grown})
         assert (answer.status_code, answer.json()["error"]["code"]) == (400, "context_length_exceeded")
         case.close()
-        assert case.said[names.STOP_REASON] == "context_overflow"
+        assert case.summary[names.STOP_REASON] == "context_overflow"
         assert len(case.turns) == 1
 
 
@@ -222,7 +222,7 @@ def test_the_runs_context_length_is_kept_for_agents_that_do_not_send_it() -> Non
         assert (refused.status_code, refused.json()["error"]["code"]) == (400, "context_length_exceeded")
         case.close()
         assert len(case.payloads) == len(case.turns) == 2
-        assert case.said[names.STOP_REASON] == "context_overflow"
+        assert case.summary[names.STOP_REASON] == "context_overflow"
 
 
 def test_broken_engine_stream_is_resumed_in_place() -> None:
@@ -253,8 +253,8 @@ def test_beyond_its_turns_a_rollout_gets_empty_answers_and_then_none() -> None:
         assert statuses == {200, 429}
         assert len(case.turns) == 2
         case.close()
-        assert json.loads(case.said[names.GATEWAY])["stopped/max_turns"] > 2
-        assert case.said[names.STOP_REASON] == "max_turns"
+        assert json.loads(case.summary[names.GATEWAY])["stopped/max_turns"] > 2
+        assert case.summary[names.STOP_REASON] == "max_turns"
 
 
 def test_closed_attempt_is_freed_without_garbage_collection() -> None:

@@ -16,7 +16,18 @@ from pydantic import TypeAdapter
 from agl_slime.gateway.items import COMPACTION
 from agl_slime.gateway.protocol import IGNORED
 from agl_slime.tokens.forks import ForkReason
-from tests.harness.gateway import CALL, WEATHER, Case, calling, one_sample, post, prompts, seen, serving, trained_once
+from tests.harness.gateway import (
+    CALL,
+    WEATHER,
+    Case,
+    calling,
+    gateway_counts,
+    one_sample,
+    post,
+    prompts,
+    serving,
+    trained_once,
+)
 
 STREAMED = pytest.mark.parametrize("streamed", [False, True], ids=["whole", "streamed"])
 FUNCTION = {"type": "function", **WEATHER["function"]}
@@ -310,7 +321,7 @@ def test_tool_result_without_a_call_is_a_400_on_incremental_requests() -> None:
         orphan = {"role": "tool", "tool_call_id": "gone", "content": "fine"}
         post(case, "chat/completions", status=400, messages=[*messages, orphan], tools=[WEATHER])
         assert post(case, "chat/completions", messages=messages, tools=[WEATHER])
-        assert seen(case)["answers"] == 4
+        assert gateway_counts(case)["answers"] == 4
 
 
 def test_results_of_calls_that_an_agent_reads_from_the_text_are_taken() -> None:
@@ -330,6 +341,6 @@ def test_client_continues_after_an_unknown_tool_was_refused() -> None:
             client_of(case).responses.create(model="m", input="x", tools=[{"type": "telepathy"}])  # type: ignore[list-item]
         items = worked(case)
         assert items[-1]["content"][0]["text"] == "Sunny."
-        assert seen(case)["refused/400"] == 1
+        assert gateway_counts(case)["refused/400"] == 1
         assert httpx.get(f"{case.llm.endpoint}/seen").json()["refused/400"] == 1  # for the agent's own reward
         one_sample(case)

@@ -13,7 +13,7 @@ from agl_slime.types import Sample
 QUICK = DataSourceSettings(get_timeout_s=20.0, poll_interval_s=0.01)
 
 
-class Told:
+class Listener:
     """What a data source says to its listeners, and a way to wait for it."""
 
     def __init__(self, source: GroupSource) -> None:

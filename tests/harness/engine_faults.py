@@ -110,9 +110,9 @@ class Drip(Fault):
 
 @dataclass(frozen=True)
 class Abort(Fault):
-    """The engine aborts the generation after ``after`` tokens; 0 is "aborted in the queue". Only for ``/generate``."""
+    """The engine aborts the generation after ``n_tokens``; 0 is "aborted in the queue". Only for ``/generate``."""
 
-    after: int
+    n_tokens: int
 
     async def apply(self, engine: ScriptedEngine, request: web.Request, answer: Answer) -> web.StreamResponse:
         raise AssertionError("handled by the generation itself")
@@ -120,9 +120,9 @@ class Abort(Fault):
 
 @dataclass(frozen=True)
 class BreakOff(Fault):
-    """The connection of a stream breaks after ``after`` tokens. Only for ``/generate`` with ``stream``."""
+    """The connection of a stream breaks after ``n_tokens`` tokens. Only for ``/generate`` with ``stream``."""
 
-    after: int
+    n_tokens: int
 
     async def apply(self, engine: ScriptedEngine, request: web.Request, answer: Answer) -> web.StreamResponse:
         raise AssertionError("handled by the generation itself")
@@ -130,9 +130,9 @@ class BreakOff(Fault):
 
 @dataclass(frozen=True)
 class NewVersion(Fault):
-    """From token ``after`` on, and for every later request, the weights have ``version``. Only for ``/generate``."""
+    """From token ``n_tokens`` on, and for every later request, the weights have ``version``. Only for ``/generate``."""
 
-    after: int
+    n_tokens: int
     version: str
 
     async def apply(self, engine: ScriptedEngine, request: web.Request, answer: Answer) -> web.StreamResponse:

@@ -27,11 +27,11 @@ class EngineModel:
     seed: int = 0
     now: float = 0.0
     tokens: float = 0.0
-    asked: int = 0
+    n_requests: int = 0
     refused: int = 0
     in_flight: int = 0
     running: list[float] = field(default_factory=list)  # tokens left of each
-    left: list[int] = field(default_factory=list)  # calls left of the same
+    calls_left: list[int] = field(default_factory=list)  # calls left of the same
     waiting: deque[int] = field(default_factory=deque)
     away: list[tuple[float, int, int]] = field(default_factory=list)  # when it asks again, calls left, refusals
 
@@ -52,10 +52,10 @@ class EngineModel:
         self.now = start + seconds
 
     def _ask(self, left: int, times: int = 0) -> None:
-        self.asked += 1
+        self.n_requests += 1
         if len(self.running) < self.slots:
             self.running.append(self.rng.expovariate(1 / self.answer))
-            self.left.append(left)
+            self.calls_left.append(left)
         elif len(self.waiting) < self.queue:
             self.waiting.append(left)
         else:
@@ -72,10 +72,10 @@ class EngineModel:
             self.tokens += min(done, self.running[at])
             self.running[at] -= done
             if self.running[at] <= 0:
-                calls = self.left[at] - 1
-                self.running[at], self.left[at] = self.running[-1], self.left[-1]
+                calls = self.calls_left[at] - 1
+                self.running[at], self.calls_left[at] = self.running[-1], self.calls_left[-1]
                 self.running.pop()
-                self.left.pop()
+                self.calls_left.pop()
                 if calls:
                     pause = self.rng.expovariate(1 / self.tools_s) if self.tools_s else 0.0
                     heapq.heappush(self.away, (self.now + pause, calls, 0))
@@ -83,4 +83,4 @@ class EngineModel:
                     self.in_flight -= 1
         while self.waiting and len(self.running) < self.slots:
             self.running.append(self.rng.expovariate(1 / self.answer))
-            self.left.append(self.waiting.popleft())
+            self.calls_left.append(self.waiting.popleft())

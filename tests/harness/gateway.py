@@ -75,7 +75,7 @@ class Case:
         return merge_turns(turns, untrained={number for number, turn in enumerate(turns) if turn.untrained})
 
     @property
-    def said(self) -> dict[str, Any]:
+    def summary(self) -> dict[str, Any]:
         """What the last span says of the rollout as a whole."""
         return self.spans[-1].attributes
 
@@ -211,20 +211,20 @@ def prompts(case: Case) -> list[str]:
     return [case.tokenizer.decode(payload["input_ids"]) for payload in case.payloads]
 
 
-def shown(case: Case) -> dict[str, Any]:
+def offered_tools(case: Case) -> dict[str, Any]:
     """The tools that the last prompt begins with, by name."""
     head, _, _ = prompts(case)[-1].removeprefix("<|im_start|>system\n").partition("<tool_call>")
     tools = [json.loads(line)["function"] for line in head.splitlines() if line.startswith("{")]
     return {tool["name"]: tool for tool in tools}
 
 
-def seen(case: Case) -> dict[str, int]:
+def gateway_counts(case: Case) -> dict[str, int]:
     """What the gateway has counted of the rollout."""
-    return json.loads(case.said["agl_slime.gateway.seen"])
+    return json.loads(case.summary["agl_slime.gateway.seen"])
 
 
 def left_out(case: Case) -> set[str]:
-    return {what.removeprefix("left_out/") for what in seen(case) if what.startswith("left_out/")}
+    return {what.removeprefix("left_out/") for what in gateway_counts(case) if what.startswith("left_out/")}
 
 
 def one_sample(case: Case, turns: int = 2) -> None:

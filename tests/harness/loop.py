@@ -69,20 +69,20 @@ class Recorder:
     def close(self) -> None:
         return
 
-    def of(self, kind: type[Any]) -> list[Any]:
+    def events_of(self, kind: type[Any]) -> list[Any]:
         return [event for event in self.events if isinstance(event, kind)]
 
     @property
     def metrics(self) -> list[dict[str, Any]]:
-        return [dict(event.metrics) for event in self.of(IterationFinished)]
+        return [dict(event.metrics) for event in self.events_of(IterationFinished)]
 
     @property
     def rollouts(self) -> list[RolloutFinished]:
-        return self.of(RolloutFinished)
+        return self.events_of(RolloutFinished)
 
     @property
     def end(self) -> RunFinished:
-        [event] = self.of(RunFinished)
+        [event] = self.events_of(RunFinished)
         return event
 
 

@@ -55,7 +55,7 @@ def a_sample(rollout_id: str, prompt: str, parts: Sequence[tuple[str, int]], ver
     )
 
 
-def a_member(number: int, iteration: int, *, says: str = "42", group: str = "g") -> MemberResult:
+def a_member(number: int, iteration: int, *, tool_result: str = "42", group: str = "g") -> MemberResult:
     """Every fifth rollout failed, every third forks."""
     rollout_id = f"ro-{iteration}-{number}"
     asked = [{"role": "system", "content": "Use the tool."}, {"role": "user", "content": f"What is {number}?"}]
@@ -66,7 +66,7 @@ def a_member(number: int, iteration: int, *, says: str = "42", group: str = "g")
     first = a_turn("ask", "call", asked)
     call = {"function": {"name": "lookup", "arguments": "{}"}}
     tool = [*asked, {"role": "assistant", "content": "", "tool_calls": [call]}]
-    tool.append({"role": "tool", "name": "lookup", "content": says})
+    tool.append({"role": "tool", "name": "lookup", "content": tool_result})
     second = a_turn("askcalltool", "done", tool, base_turn=0, kept_tokens=7)
     turns, samples = [first, second], [a_sample(rollout_id, "ask", [("call", 1), ("tool", 0), ("done", 1)], iteration)]
     if number % 3 == 2:
@@ -90,11 +90,13 @@ class AWriter:
         self._metrics = MetricsWriter(self.run.metrics, warn=lambda *_: None)
         write_alive(self.run)
 
-    def iteration(self, iteration: int, *, says: str = "42") -> None:
+    def iteration(self, iteration: int, *, tool_result: str = "42") -> None:
         rng = random.Random(iteration)
         groups, samples = [], []
         for number in range(3):
-            members = tuple(a_member(4 * number + i, iteration, says=says, group=f"g{number}") for i in range(4))
+            members = tuple(
+                a_member(4 * number + i, iteration, tool_result=tool_result, group=f"g{number}") for i in range(4)
+            )
             dropped = number == 2
             result = GroupResult(
                 group_id=f"{iteration}-{number}", mode="train", size=4, members=members, ready=not dropped,
@@ -122,9 +124,9 @@ class AWriter:
         self.run.summary.write_text(f'{{"reason": "{reason}"}}\n')
 
 
-def write_run(path: Path, *, iterations: int = 3, says: str = "42") -> Path:
+def write_run(path: Path, *, iterations: int = 3, tool_result: str = "42") -> Path:
     writer = AWriter(path)
     for iteration in range(1, iterations + 1):
-        writer.iteration(iteration, says=says)
+        writer.iteration(iteration, tool_result=tool_result)
     writer.finish()
     return path

@@ -283,7 +283,11 @@ class ScriptedEngine(ControlRoutes):
         await response.prepare(http)
 
         async def tell(answer: dict[str, Any]) -> None:
-            if isinstance(fault, BreakOff) and len(answer["output_ids"]) > fault.after and http.transport is not None:
+            if (
+                isinstance(fault, BreakOff)
+                and len(answer["output_ids"]) > fault.n_tokens
+                and http.transport is not None
+            ):
                 http.transport.abort()
             await response.write(f"data: {json.dumps(answer)}\n\n".encode())
 
@@ -319,7 +323,7 @@ class ScriptedEngine(ControlRoutes):
         limit: int = params["max_new_tokens"]
         stops: list[str] = params.get("stop", [])
         stop_ids = {*params.get("stop_token_ids", []), *([] if self.eos_id is None else [self.eos_id])}
-        abort_after = fault.after if isinstance(fault, Abort) else math.inf
+        abort_after = fault.n_tokens if isinstance(fault, Abort) else math.inf
         ids, log_probs, spans = list(prompt), [], [[self.weight_version, 0, 0]]
         finish: dict[str, Any] | None = None
         if abort_after == 0 or running.aborted.is_set():
@@ -334,7 +338,7 @@ class ScriptedEngine(ControlRoutes):
             ids.append(token)
             log_probs.append(self.log_prob(ids))
             n = len(log_probs)
-            if isinstance(fault, NewVersion) and n - 1 == fault.after:
+            if isinstance(fault, NewVersion) and n - 1 == fault.n_tokens:
                 self.weight_version = fault.version
             if spans[-1][0] != self.weight_version:
                 spans.append([self.weight_version, n - 1, n - 1])

@@ -52,7 +52,7 @@ class Format:
     typed: bool = True
     single: bool = False
     thinking: tuple[str, str] = ("<think>", "</think>")
-    before: str = ""
+    preamble: str = ""
 
 
 FORMATS: Mapping[str, Format] = {
@@ -188,7 +188,7 @@ FORMATS: Mapping[str, Format] = {
         ),
         marks=("<|tool_call>", "<tool_call|>", '<|"|>', "<|channel>", "<channel|>"),
         thinking=("<|channel>thought", "<channel|>"),
-        before=_GEMMA,
+        preamble=_GEMMA,
     ),
     "harmony": Format(
         calls=_each(
@@ -216,7 +216,8 @@ def template_of(kind: str, *, opens: bool = False) -> str:
             "{{ '<|end|>' if m.tool_calls }}{% endif %}"
         )
     return (
-        form.before + "{% if tools %}<|im_start|>system\n{% for t in tools %}{{ t | tojson }}\n{% endfor %}<|im_end|>\n"
+        form.preamble
+        + "{% if tools %}<|im_start|>system\n{% for t in tools %}{{ t | tojson }}\n{% endfor %}<|im_end|>\n"
         "{% endif %}{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}"
         + answer
         + "{% if m.tool_calls %}"

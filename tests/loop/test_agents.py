@@ -237,7 +237,7 @@ def test_validation_rollouts_that_fail_do_not_stop_the_run(engine: ScriptedEngin
     [metrics] = case.recorder.metrics
     assert (metrics["val/count"], metrics["val/failed"], metrics["val/reward_mean"]) == (3, 3, None)
     assert (metrics["val/start_count"], metrics["val/start_failed/RuntimeError"]) == (3, 3)
-    first, last = [warning for warning in case.recorder.of(Warning) if warning.key == "validation_failed"]
+    first, last = [warning for warning in case.recorder.events_of(Warning) if warning.key == "validation_failed"]
     why = "3 of 3 rollouts failed, and its mean leaves them out: 3 x RuntimeError (no validation today"
     assert first.text.startswith(f"validation before the first iteration: {why}")
     assert last.text.startswith(f"validation after iteration 1: {why}")

@@ -56,7 +56,7 @@ def test_it_is_within_five_percent_of_a_full_engine_and_overruns_none(
     # of its last tick an answer takes a part only
     reached = [rate / (most * 0.93) for rate, most in zip(rates(model, AutoLimit()), full, strict=True)]
     assert min(reached) >= 0.95, reached
-    assert model.refused < 0.01 * model.asked
+    assert model.refused < 0.01 * model.n_requests
 
 
 def test_it_is_as_good_as_the_best_fixed_number() -> None:
@@ -68,9 +68,9 @@ def test_it_is_as_good_as_the_best_fixed_number() -> None:
     model = engine()
     found = rates(model, AutoLimit())
     assert all(rate >= 0.95 * most for rate, most in zip(found, best, strict=True)), (found, best)
-    assert model.refused < 0.01 * model.asked
+    assert model.refused < 0.01 * model.n_requests
     overrun = tried[1024][0]
-    assert overrun.refused > 0.01 * overrun.asked
+    assert overrun.refused > 0.01 * overrun.n_requests
 
 
 def test_an_engine_that_does_not_say_how_much_it_takes_is_found_out() -> None:

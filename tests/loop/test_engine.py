@@ -30,8 +30,8 @@ IMPATIENT = replace(QUICK_CLIENT, idle_timeout_s=0.2, total_timeout_s=2.0)
         [Stall()],
         [GARBAGE_JSON],
         [HTML_PAGE],
-        [Abort(after=0)],
-        [Abort(after=1), Status(500), Abort(after=2)],
+        [Abort(n_tokens=0)],
+        [Abort(n_tokens=1), Status(500), Abort(n_tokens=2)],
     ],
     ids=repr,
 )
@@ -74,7 +74,7 @@ def test_recovered_engine_faults_leave_samples_unchanged(
         (GARBAGE_JSON, "EngineProtocolError", "not JSON"),
         (HTML_PAGE, "EngineProtocolError", "text/html"),
         (Status(400, "unknown sampling parameter"), "EngineRequestError", "unknown sampling parameter"),
-        (Abort(after=0), "EngineServerError", "abort"),
+        (Abort(n_tokens=0), "EngineServerError", "abort"),
     ],
     ids=repr,
 )
@@ -128,7 +128,7 @@ def test_one_request_that_fails_costs_its_group_and_no_other() -> None:
 
 def test_weight_update_within_an_answer_is_recorded_per_token() -> None:
     with hello_engine(weight_version="1") as engine:
-        engine.script("/generate", NewVersion(after=1, version="2"))
+        engine.script("/generate", NewVersion(n_tokens=1, version="2"))
         with LoopCase(agent=HelloAgent(), url=engine.url, n_samples_per_prompt=1, rollout_batch_size=1) as case:
             case.loop.run()
     [[[sample]]] = case.trainer.batches

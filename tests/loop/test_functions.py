@@ -1,16 +1,21 @@
-"""What the loop passes to a program's functions."""
+"""A program's own functions: which arguments the loop passes, and whose fault a batch of failures is."""
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import pytest
 
-from agl_slime.errors import ConfigError
+from agl_slime.data.results import GroupResult, MemberResult
+from agl_slime.errors import ConfigError, LoopError
+from agl_slime.loop.failures import Failures
 from agl_slime.loop.functions import adapt_step_function
-from tests.harness.loop import HelloAgent, LoopCase, hello_engine
+from agl_slime.loop.settings import LoopSettings
+from tests.harness.loop import HelloAgent, LoopCase
+from tests.harness.scripted_engine import ScriptedEngine
 
 
 class Steps:
@@ -21,10 +26,6 @@ class Steps:
         return step
 
 
-async def an_async_one(iteration: int, *, lr: float = 0.1) -> Any:
-    return iteration, lr
-
-
 def positional_only(iteration: int = 0, /) -> Any:
     return iteration
 
@@ -33,12 +34,9 @@ def positional_only(iteration: int = 0, /) -> Any:
     ("function", "result"),
     [
         (lambda: "nothing", "nothing"),
-        (lambda batch_size=16: batch_size, 16),
         (lambda *, batch_size=16: batch_size, 16),
         (lambda **settings: settings, {}),
-        (lambda iteration: iteration, 7),
         (lambda step: step, 7),
-        (lambda step, batch_size=16: (step, batch_size), (7, 16)),
         (lambda batch_size=16, iteration=0: (batch_size, iteration), (16, 7)),
         (lambda batch_size=16, *, rollout_id=0: (batch_size, rollout_id), (16, 7)),
         (lambda *arguments: arguments, (7,)),
@@ -47,7 +45,6 @@ def positional_only(iteration: int = 0, /) -> Any:
         (partial(lambda batch_size, iteration: (batch_size, iteration), 16), (16, 7)),
         (Steps(), 7),
         (Steps().method, 7),
-        (an_async_one, (7, 0.1)),
         (dict, {}),
     ],
 )
@@ -56,17 +53,49 @@ async def test_iteration_is_passed_only_to_functions_that_take_it(function: Call
 
 
 @pytest.mark.parametrize("function", [lambda source, batch_size: None, lambda *, batch_size: None])
-def test_a_function_that_asks_for_more_is_refused(function: Callable[..., Any]) -> None:
+def test_a_function_with_another_argument_is_refused(function: Callable[..., Any]) -> None:
     with pytest.raises(ConfigError, match=r"^slime_train_fn .*batch_size"):
         adapt_step_function(function, "slime_train_fn")
 
 
-def test_a_training_function_keeps_its_default_batch_size() -> None:
-    sizes: list[int] = []
+def test_loop_calls_async_functions_on_its_thread_and_others_in_a_pool(engine: ScriptedEngine) -> None:
+    calls: list[Any] = []
 
-    def train(batch_size: int = 16) -> None:
-        sizes.append(batch_size)
+    def in_main_thread() -> bool:
+        return threading.current_thread() is threading.main_thread()
 
-    with hello_engine() as engine, LoopCase(agent=HelloAgent(), url=engine.url, train=train, num_iterations=2) as case:
+    class Train:
+        async def __call__(self, iteration: int, *, lr: float = 0.1) -> dict[str, float]:
+            calls.append(("train", iteration, lr, in_main_thread()))
+            return {"train/loss": 1.0}
+
+    def sync() -> int:
+        calls.append(("sync", in_main_thread()))
+        return 7
+
+    with LoopCase(agent=HelloAgent(), url=engine.url, train=Train(), sync=sync) as case:
         case.loop.run()
-    assert sizes == [16, 16]
+    assert calls == [("train", 1, 0.1, True), ("sync", False)]
+    assert case.recorder.metrics[0]["weights/version"] == "7"
+
+
+@pytest.mark.parametrize(
+    ("patience_s", "failures", "error"),
+    [
+        (60, ("agent_lost", "agent_lost", "agent_failed"), None),
+        (60, ("controller_shutdown", "agent_failed"), None),
+        (60, ("agent_failed", "agent_failed"), "all 2 rollouts failed"),
+        (0, ("agent_lost",), "agent_lost"),
+    ],
+)
+def test_a_first_batch_is_tried_again_only_when_a_controller_lost_it(
+    patience_s: float, failures: tuple[str, ...], error: str | None
+) -> None:
+    members = tuple(MemberResult(rollout_id=f"ro-{n}", group_id="g", failure=name) for n, name in enumerate(failures))
+    batch = [GroupResult(group_id="g", mode="train", size=2, members=members, ready=False, reason="incomplete")]
+    judged = Failures(LoopSettings(failure_patience_s=patience_s), worked=False)
+    if error is None:
+        assert judged.pause_after(1, batch) is not None
+    else:
+        with pytest.raises(LoopError, match=error):
+            judged.pause_after(1, batch)

@@ -62,10 +62,10 @@ def test_a_judge_that_is_away_for_a_while_ends_nothing(max_staleness: int, quick
     ):
         assert case.loop.run().iterations == 5
         assert [len(batch) for batch in case.trainer.batches if batch] == [2] * 5
-        warned = [event.text for event in case.recorder.of(Warning)]
+        warned = [event.text for event in case.recorder.events_of(Warning)]
         assert warned
         assert all("the judge is away" in text and "trying again in" in text for text in warned)
-        told = [group.group_id for event in case.recorder.of(GroupsCollected) for group in event.groups]
+        told = [group.group_id for event in case.recorder.events_of(GroupsCollected) for group in event.groups]
         assert len(told) == len(set(told)) >= 10 + 2 * len(warned)
         case.check_ledger()
 

@@ -42,7 +42,7 @@ async def test_a_batch_that_was_collected_and_not_trained_on_keeps_its_age(tmp_p
         first.recorder._on_event = cut
         with pytest.raises(LoopError, match="Cut"):
             await first.loop.run_async()
-        collected = first.recorder.of(GroupsCollected)[-1].groups
+        collected = first.recorder.events_of(GroupsCollected)[-1].groups
         first.end()
         second = Life(tmp_path, engine.url, **settings)
         try:

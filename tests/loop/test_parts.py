@@ -230,7 +230,7 @@ async def test_cancelling_ends_it_at_once_and_every_rollout_has_an_end(phase: st
             assert counts.closed == expected
             assert counts.ready == (4 if phase == "train" else 0)  # sampled, and nobody has taken them
             assert case.recorder.end.reason == "interrupted"
-            assert case.recorder.of(PhaseStarted)[-1].phase == phase
+            assert case.recorder.events_of(PhaseStarted)[-1].phase == phase
             assert case.recorder.end.summary["ledger"]["open"] == 0
     assert threads_of_ours() == []
 

@@ -272,8 +272,8 @@ def _check(
     faults = result.faults
     tokenizer: Any = small_tokenizer()
     ledger = source.ledger.counts()
-    told = Counter(event.rollout_id for event in recorder.of(RolloutFinished))
-    settled = [group for event in recorder.of(GroupsCollected) for group in event.groups]
+    told = Counter(event.rollout_id for event in recorder.events_of(RolloutFinished))
+    settled = [group for event in recorder.events_of(GroupsCollected) for group in event.groups]
     settlements = Counter(group.group_id for group in settled)
     wanted = {group.group_id: [member.rollout_id for member in group.succeeded] for group in settled if group.ready}
     enqueued_groups = set(store.groups.values())

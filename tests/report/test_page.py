@@ -49,7 +49,7 @@ def test_the_page_has_the_run_and_its_kept_rollouts(tmp_path: Path) -> None:
 
 
 def test_nothing_that_a_model_wrote_leaves_its_block(tmp_path: Path) -> None:
-    report = write_report([write_run(tmp_path, says=HOSTILE)])
+    report = write_report([write_run(tmp_path, tool_result=HOSTILE)])
     html = report.read_text(encoding="utf-8")
     assert "<img" not in html
     assert html.count("</script>") == len(blocks(report)) + 1
@@ -92,7 +92,7 @@ def test_files_of_the_page_are_short() -> None:
 
 def test_a_large_run_is_cut_to_size_and_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(page_module, "MOST_BYTES", 230_000)
-    report = write_report([write_run(tmp_path, iterations=8, says="x" * 500)])
+    report = write_report([write_run(tmp_path, iterations=8, tool_result="x" * 500)])
     assert report.stat().st_size <= 240_000
     (run,) = blocks(report)["runs-data"]
     assert 0 < len(run["blocks"]) < 96
@@ -101,7 +101,7 @@ def test_a_large_run_is_cut_to_size_and_says_so(tmp_path: Path, monkeypatch: pyt
 
 
 def test_a_megabyte_of_emoji_is_cut_in_the_file_and_whole_in_the_record(tmp_path: Path) -> None:
-    write_run(tmp_path, iterations=1, says=EMOJI)
+    write_run(tmp_path, iterations=1, tool_result=EMOJI)
     data = blocks(write_report([tmp_path]))
     told = data[data["runs-data"][0]["blocks"]["ro-1-0"]]["messages"][-2]["content"]
     assert len(told) < 51_000

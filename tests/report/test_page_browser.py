@@ -90,7 +90,7 @@ def test_the_four_levels_by_keys(page: Any, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("live", [False, True], ids=["file", "served"])
 def test_model_output_is_shown_as_text(page: Any, tmp_path: Path, live: bool) -> None:
-    write_run(tmp_path, iterations=1, says=HOSTILE + EMOJI)
+    write_run(tmp_path, iterations=1, tool_result=HOSTILE + EMOJI)
     asked: list[str] = []
     page.on("request", lambda request: asked.append(request.url))
     with served(tmp_path) as url:

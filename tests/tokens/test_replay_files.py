@@ -34,7 +34,7 @@ from agl_slime.tokens.span_codec import TurnEncoder, decode_turns
 from agl_slime.tokens.trajectory import Trajectory
 from agl_slime.tokens.turn import Turn, with_replay
 from agl_slime.types import sample_to_json
-from tests.harness.datasource import QUICK, Told
+from tests.harness.datasource import QUICK, Listener
 from tests.harness.examples import examples
 from tests.harness.samples import encode
 from tests.harness.stores import enqueue, finish
@@ -216,7 +216,7 @@ async def _play(store: BridgeStore, directory: Path, *, lost: bool = False) -> s
 async def test_a_missing_file_fails_its_rollout_and_all_go_with_their_release(tmp_path: Path) -> None:
     store = BridgeStore()
     with GroupSource(store=store, settings=QUICK, replay_files=tmp_path) as source:
-        told = Told(source)
+        told = Listener(source)
         played = [await _play(store, tmp_path, lost=number == 1) for number in range(3)]
         await told.until(lambda: len(told.members) == 3)
         found = {member.rollout_id: member for member in told.members}
@@ -236,7 +236,7 @@ async def test_non_releasing_reader_waits_for_the_releasing_one(tmp_path: Path) 
     store = BridgeStore()
     beside = replace(QUICK, release=False)
     with GroupSource(store=store, settings=beside, replay_files=tmp_path) as source:
-        told = Told(source)
+        told = Listener(source)
         played = [await _play(store, tmp_path) for _ in range(2)]
         await told.until(lambda: len(told.members) == 2)
         await store.release(played[:1])
