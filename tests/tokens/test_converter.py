@@ -11,34 +11,12 @@ from agl_slime.data.results import GroupResult, MemberResult
 from agl_slime.engine.client.generation import WeightSpan
 from agl_slime.errors import RewardError, TraceError
 from agl_slime.loop.metrics import collect_metrics
-from agl_slime.support.agl import Rollout, Span, emit_reward
+from agl_slime.support.agl import Rollout
 from agl_slime.tokens import attributes as names
 from agl_slime.tokens.converter import convert_rollout, rollout_to_sample, rollout_to_samples
-from agl_slime.tokens.span_codec import TurnEncoder
 from agl_slime.tokens.turn import Turn
 from agl_slime.types import Sample
-
-
-def spans_of(
-    turns: list[Turn], reward: Any = 1.0, *, attempt: str = "at-1", began: float = 100.0, **emit: Any
-) -> list[Span]:
-    encoder = TurnEncoder()
-    written = [(names.GENERATE_SPAN, encoder.encode(turn)) for turn in turns]
-    if reward is not None:
-        core = emit_reward(reward, propagate=False, **emit)
-        written.append((core.name, dict(core.attributes)))
-    return [
-        Span.from_attributes(
-            name=name,
-            attributes=attributes,
-            rollout_id="ro-1",
-            attempt_id=attempt,
-            sequence_id=i + 1,
-            start_time=began + i,
-            end_time=began + i + 0.5,
-        )
-        for i, (name, attributes) in enumerate(written)
-    ]
+from tests.tokens.spans import attempt_spans
 
 
 def rollout(**fields: Any) -> Rollout:
@@ -56,6 +34,7 @@ FIRST = Turn(
     text="call",
     messages=[{"role": "user", "content": "hi"}],
 )
+BRANCH = Turn(prompt_ids=[1, 2, 3, 4, 5, 70], response_ids=[9], log_probs=[-0.1])
 SECOND = Turn(
     prompt_ids=[1, 2, 3, 4, 5, 90, 91],
     response_ids=[6, 7, 8],
@@ -68,56 +47,35 @@ SECOND = Turn(
 
 def test_a_two_turn_rollout_is_one_sample_with_the_observation_masked():
     sample = rollout_to_sample(
-        rollout(metadata={"group_id": "g"}), spans_of([FIRST, SECOND], 0.5), index=3, group_index=2, rollout_id=11
+        rollout(metadata={"group_id": "g"}), attempt_spans([FIRST, SECOND], 0.5), index=3, group_index=2, rollout_id=11
     )
+    assert Sample.from_dict(json.loads(json.dumps(sample.to_dict()))).to_dict() == sample.to_dict()  # plain values
     assert sample.tokens == [1, 2, 3, 4, 5, 90, 91, 6, 7, 8]
-    assert sample.response_length == 7
-    assert sample.loss_mask == [1, 1, 0, 0, 1, 1, 1]
+    assert (sample.response_length, sample.loss_mask) == (7, [1, 1, 0, 0, 1, 1, 1])
     assert sample.rollout_log_probs == [-0.5, -0.25, 0.0, 0.0, -1.0, -2.0, -3.0]
     assert (sample.index, sample.group_index, sample.rollout_id) == (3, 2, 11)
-    assert sample.reward == 0.5
-    assert sample.label == "42"
-    assert sample.status == Sample.Status.COMPLETED
-    assert sample.prompt == [{"role": "user", "content": "hi"}]
-    assert sample.response == "calldone"
+    assert (sample.reward, sample.label, sample.status) == (0.5, "42", Sample.Status.COMPLETED)
+    assert (sample.prompt, sample.response) == ([{"role": "user", "content": "hi"}], "calldone")
     assert sample.weight_versions == ["7", "8"]
-    assert sample.metadata["weight_spans"] == [["7", 0, 2], ["7", 4, 5], ["8", 5, 7]]
-    assert sample.metadata["turn_spans"] == [[0, 2], [4, 7]]
-    assert sample.metadata["token_source"] == "engine"
-    assert (sample.metadata["agl_rollout_id"], sample.metadata["agl_attempt_id"], sample.metadata["group_id"]) == (
-        "ro-1",
-        "at-1",
-        "g",
-    )
-    assert sample.metadata["turns"] == 2
+    expected = {
+        "weight_spans": [["7", 0, 2], ["7", 4, 5], ["8", 5, 7]],
+        "turn_spans": [[0, 2], [4, 7]],
+        "token_source": "engine",
+        "agl_rollout_id": "ro-1",
+        "agl_attempt_id": "at-1",
+        "group_id": "g",
+        "turns": 2,
+    }
+    assert expected.items() <= sample.metadata.items()
     assert (sample.prefix_cache_info.cached_tokens, sample.prefix_cache_info.total_prompt_tokens) == (6, 10)
 
 
-def test_samples_hold_plain_python_values():
-    sample = rollout_to_sample(rollout(), spans_of([FIRST, SECOND]))
-    assert Sample.from_dict(json.loads(json.dumps(sample.to_dict()))).to_dict() == sample.to_dict()
-
-
-@pytest.mark.parametrize(
-    ("finish", "status"),
-    [("stop", "completed"), ("length", "truncated"), ("abort", "truncated"), ("tool_calls", "completed")],
-)
-def test_the_status_is_that_of_the_last_call(finish: str, status: str):
-    turn = Turn(prompt_ids=[1], response_ids=[2], log_probs=[-1.0], finish_reason=finish)
-    assert rollout_to_sample(rollout(), spans_of([turn])).status.value == status
-
-
-def test_a_stop_reason_that_the_agent_wrote_counts():
-    spans = spans_of([FIRST])
-    spans[-1].attributes[names.STOP_REASON] = "max_turns"
-    sample = rollout_to_sample(rollout(), spans)
-    assert sample.metadata["stop_reason"] == "max_turns"
-    assert sample.status == Sample.Status.TRUNCATED
-
-
-def test_the_rollouts_stop_reason_is_that_of_the_sample_with_its_last_turn():
-    other = Turn(prompt_ids=[9], response_ids=[8], log_probs=[-0.1])
-    spans = spans_of([FIRST, other])
+def test_the_status_is_that_of_the_last_call_or_of_the_agents_stop_reason():
+    statuses = {"stop": "completed", "length": "truncated", "abort": "truncated", "tool_calls": "completed"}
+    for finish, status in statuses.items():
+        turn = Turn(prompt_ids=[1], response_ids=[2], log_probs=[-1.0], finish_reason=finish)
+        assert rollout_to_sample(rollout(), attempt_spans([turn])).status.value == status
+    spans = attempt_spans([FIRST, Turn(prompt_ids=[9], response_ids=[8], log_probs=[-0.1])])
     spans[-1].attributes[names.STOP_REASON] = "max_turns"
     samples = rollout_to_samples(rollout(), spans)
     assert [sample.metadata["stop_reason"] for sample in samples] == ["stop", "max_turns"]
@@ -125,8 +83,7 @@ def test_the_rollouts_stop_reason_is_that_of_the_sample_with_its_last_turn():
 
 
 def test_branching_rollout_gives_siblings_with_one_rollout_id_and_reward():
-    other = Turn(prompt_ids=[1, 2, 3, 4, 5, 70], response_ids=[9], log_probs=[-0.1])
-    conversion = convert_rollout(rollout(), spans_of([FIRST, SECOND, other], 0.25), rollout_id=5)
+    conversion = convert_rollout(rollout(), attempt_spans([FIRST, SECOND, BRANCH], 0.25), rollout_id=5)
     first, second = conversion.samples
     assert first.tokens == [1, 2, 3, 4, 5, 90, 91, 6, 7, 8]
     assert second.tokens == [1, 2, 3, 4, 5, 70, 9]
@@ -143,38 +100,32 @@ def test_branching_rollout_gives_siblings_with_one_rollout_id_and_reward():
 
 
 def test_a_fork_is_refused_where_one_sample_is_wanted():
-    other = Turn(prompt_ids=[1, 2, 3, 4, 5, 70], response_ids=[9], log_probs=[-0.1])
     with pytest.raises(TraceError, match=r"forks into 2 Samples \(branch 1\); use rollout_to_samples") as error:
-        rollout_to_sample(rollout(), spans_of([FIRST, SECOND, other]))
+        rollout_to_sample(rollout(), attempt_spans([FIRST, SECOND, BRANCH]))
     assert error.value.reason == "forked"
 
 
-def test_a_rollout_that_sampled_nothing_has_no_turns():
-    aborted_in_queue = Turn(prompt_ids=[1, 2], response_ids=[], log_probs=[], finish_reason="abort")
-    for spans in (spans_of([]), spans_of([aborted_in_queue]), []):
+def test_an_aborted_call_that_sampled_nothing_contributes_nothing():
+    aborted = Turn(prompt_ids=[1, 2, 3], response_ids=[], log_probs=[], finish_reason="abort")
+    sample = rollout_to_sample(rollout(), attempt_spans([aborted, FIRST]))
+    assert (sample.tokens, sample.status) == ([1, 2, 3, 4, 5], Sample.Status.COMPLETED)
+    for spans in (attempt_spans([]), attempt_spans([aborted]), []):
         with pytest.raises(TraceError) as error:
             rollout_to_samples(rollout(), spans)
         assert error.value.reason == "no_turns"
 
 
-def test_an_aborted_call_that_sampled_nothing_contributes_nothing():
-    aborted = Turn(prompt_ids=[1, 2, 3], response_ids=[], log_probs=[], finish_reason="abort")
-    sample = rollout_to_sample(rollout(), spans_of([aborted, FIRST]))
-    assert sample.tokens == [1, 2, 3, 4, 5]
-    assert sample.status == Sample.Status.COMPLETED
-
-
 def test_log_probs_are_on_all_samples_of_a_rollout_or_on_none():
     without = Turn(prompt_ids=[9], response_ids=[8])
-    samples = rollout_to_samples(rollout(), spans_of([FIRST, without]))
+    samples = rollout_to_samples(rollout(), attempt_spans([FIRST, without]))
     assert [sample.rollout_log_probs for sample in samples] == [None, None]
 
 
 def test_only_the_latest_attempt_is_read():
     dead = Turn(prompt_ids=[1, 2, 3], response_ids=[66], log_probs=[-9.0])
-    late = spans_of([dead], 0.0, attempt="at-dead", began=50.0)
+    late = attempt_spans([dead], 0.0, attempt_id="at-dead", began=50.0)
     late[-1].start_time = 500.0  # the dead worker's reward came after everything else
-    alive = spans_of([FIRST, SECOND], 1.0, attempt="at-alive", began=100.0)
+    alive = attempt_spans([FIRST, SECOND], 1.0, attempt_id="at-alive", began=100.0)
     for spans in (late + alive, alive + late):
         sample = rollout_to_sample(rollout(), spans)
         assert sample.metadata["agl_attempt_id"] == "at-alive"
@@ -184,41 +135,35 @@ def test_only_the_latest_attempt_is_read():
 
 
 def test_spans_that_an_exporter_delivered_twice_count_once():
-    spans = spans_of([FIRST, SECOND])
+    spans = attempt_spans([FIRST, SECOND])
     assert rollout_to_sample(rollout(), spans + spans).tokens == rollout_to_sample(rollout(), spans).tokens
 
 
 def test_several_reward_dimensions():
-    spans = spans_of([FIRST], {"correct": 1.0, "format": 0.5}, primary_key="correct")
+    spans = attempt_spans([FIRST], {"correct": 1.0, "format": 0.5}, primary_key="correct")
     assert rollout_to_sample(rollout(), spans).reward == 1.0
     assert rollout_to_sample(rollout(), spans, reward_key="format").reward == {"correct": 1.0, "format": 0.5}
     with pytest.raises(RewardError, match="no reward named 'style'"):
         rollout_to_sample(rollout(), spans, reward_key="style")
 
 
-def test_a_missing_reward_is_never_zero():
-    with pytest.raises(RewardError) as error:
-        rollout_to_sample(rollout(), spans_of([FIRST], None))
-    assert error.value.reason == "no_reward"
-
-
-@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_a_reward_that_is_not_finite_is_refused(bad: float):
-    with pytest.raises(RewardError) as error:
-        rollout_to_sample(rollout(), spans_of([FIRST], bad))
-    assert error.value.reason == "bad_reward"
-
-
 @pytest.mark.parametrize(
-    ("task", "label"),
-    [({"label": {"a": 1}}, '{"a": 1}'), ({"label": None}, None), ({"question": "x"}, None), ("text", None)],
+    ("reward", "reason"), [(None, "no_reward"), (float("nan"), "bad_reward"), (float("inf"), "bad_reward")]
 )
-def test_the_label_is_the_tasks(task: Any, label: str | None):
-    assert rollout_to_sample(rollout(input=task), spans_of([FIRST])).label == label
+def test_a_missing_or_not_finite_reward_is_refused_and_never_zero(reward: float | None, reason: str):
+    with pytest.raises(RewardError) as error:
+        rollout_to_sample(rollout(), attempt_spans([FIRST], reward))
+    assert error.value.reason == reason
+
+
+def test_the_label_is_the_tasks():
+    labels = [({"label": {"a": 1}}, '{"a": 1}'), ({"label": None}, None), ({"question": "x"}, None), ("text", None)]
+    for task, label in labels:
+        assert rollout_to_sample(rollout(input=task), attempt_spans([FIRST])).label == label
 
 
 def test_gateway_refusals_are_in_the_trajectorys_metadata() -> None:
-    spans = spans_of([FIRST, SECOND])
+    spans = attempt_spans([FIRST, SECOND])
     spans[1].attributes[names.GATEWAY] = json.dumps({"answers": 2, "refused/400": 1})
     conversion = convert_rollout(rollout(metadata={"group_id": "g"}), spans)
     assert conversion.trajectory.metadata == {"group_id": "g", "gateway": {"answers": 2, "refused/400": 1}}

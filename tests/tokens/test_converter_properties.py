@@ -2,39 +2,19 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from collections import Counter
 
 import numpy as np
-from hypothesis import given, settings
+from hypothesis import given
 
-from agl_slime.support.agl import EnqueueRolloutRequest, InMemoryLightningStore, Rollout, Span, emit_reward
-from agl_slime.tokens import attributes as names
+from agl_slime.support.agl import Rollout, Span
 from agl_slime.tokens.converter import Conversion, convert_rollout
-from agl_slime.tokens.span_codec import TurnEncoder
 from agl_slime.tokens.turn import Turn
-from tests.harness.examples import examples
 from tests.harness.trace_strategies import conversations
+from tests.tokens.spans import attempt_spans
 
-REWARD = emit_reward(0.5, propagate=False)
 ROLLOUT = Rollout(rollout_id="ro", input={}, start_time=0.0)
-
-
-def packed_spans(turns: list[Turn], rollout_id: str = "ro", attempt_id: str = "at") -> list[Span]:
-    encoder = TurnEncoder()
-    written = [(names.GENERATE_SPAN, encoder.encode(turn)) for turn in turns] + [(REWARD.name, dict(REWARD.attributes))]
-    return [
-        Span.from_attributes(
-            name=name,
-            attributes=attributes,
-            rollout_id=rollout_id,
-            attempt_id=attempt_id,
-            sequence_id=i + 1,
-            start_time=float(i + 1),
-        )
-        for i, (name, attributes) in enumerate(written)
-    ]
 
 
 def check(conversion: Conversion, turns: list[Turn]) -> None:
@@ -49,11 +29,9 @@ def check(conversion: Conversion, turns: list[Turn]) -> None:
         assert {type(value) for value in sample.tokens} == {int}
         prompt_length = len(sample.tokens) - n
         for start, end in sample.metadata["turn_spans"]:
-            prompt, response = (
-                sample.tokens[: prompt_length + start],
-                sample.tokens[prompt_length + start : prompt_length + end],
-            )
-            trained[record(prompt, response, sample.rollout_log_probs[start:end])] += 1
+            first, last = prompt_length + start, prompt_length + end
+            log_probs = sample.rollout_log_probs[start:end]
+            trained[record(sample.tokens[:first], sample.tokens[first:last], log_probs)] += 1
         in_turns = {place for start, end in sample.metadata["turn_spans"] for place in range(start, end)}
         assert sample.loss_mask == [int(place in in_turns) for place in range(n)]
         assert all(
@@ -83,11 +61,12 @@ def record(prompt: list[int], response: list[int], log_probs: list[float]) -> tu
 
 @given(conversations().filter(lambda turns: any(len(turn.response_ids) for turn in turns)))
 def test_packed_spans(turns: list[Turn]):
-    check(convert_rollout(ROLLOUT, packed_spans(turns)), turns)
+    check(convert_rollout(ROLLOUT, attempt_spans(turns)), turns)
 
 
 @given(conversations().filter(lambda turns: any(len(turn.response_ids) for turn in turns)))
 def test_token_lists(turns: list[Turn]):
+    reward = attempt_spans([])[0]
     spans = []
     for i, turn in enumerate(turns):
         attributes = {
@@ -102,25 +81,7 @@ def test_token_lists(turns: list[Turn]):
         )
     spans.append(
         Span.from_attributes(
-            name=REWARD.name, attributes=REWARD.attributes, sequence_id=len(turns) + 1, start_time=99.0
+            name=reward.name, attributes=reward.attributes, sequence_id=len(turns) + 1, start_time=99.0
         )
     )
     check(convert_rollout(ROLLOUT, spans), turns)
-
-
-@settings(max_examples=examples(20))
-@given(conversations().filter(lambda turns: any(len(turn.response_ids) for turn in turns)))
-def test_through_a_real_store(turns: list[Turn]):
-    async def through_store() -> Conversion:
-        store = InMemoryLightningStore()
-        await store.enqueue_many_rollouts([EnqueueRolloutRequest(input={"label": "x"}, mode="train")])
-        [attempted] = await store.dequeue_many_rollouts(limit=1)
-        await store.add_many_spans(packed_spans(turns, attempted.rollout_id, attempted.attempt.attempt_id))
-        await store.update_attempt(attempted.rollout_id, attempted.attempt.attempt_id, status="succeeded")
-        rollout = await store.get_rollout_by_id(attempted.rollout_id)
-        assert rollout is not None
-        return convert_rollout(rollout, await store.query_spans(attempted.rollout_id, "latest"))
-
-    conversion = asyncio.run(through_store())
-    check(conversion, turns)
-    assert {sample.label for sample in conversion.samples} == {"x"}

@@ -53,12 +53,12 @@ def test_a_tokenizer_that_encodes_by_itself_is_asked(monkeypatch: pytest.MonkeyP
     tokenizer: Any = copy.deepcopy(small_tokenizer())
     assert encode_text(tokenizer, "x") != [7]
 
-    class Own(type(tokenizer)):
+    class Sevens(type(tokenizer)):
         def encode(self, text: Any, *args: Any, **options: Any) -> list[int]:
             return [7]
 
     monkeypatch.setattr(tokenizer, "encode", lambda text, add_special_tokens: [7])
     assert encode_text(tokenizer, "x") == [7]
     monkeypatch.undo()
-    tokenizer.__class__ = Own
+    tokenizer.__class__ = Sevens
     assert encode_text(tokenizer, "x") == [7]

@@ -1,4 +1,4 @@
-"""Rewards as Agent Lightning writes them, in every form that its own reader knows."""
+"""Rewards in every form that Agent Lightning writes and reads."""
 
 from __future__ import annotations
 
@@ -17,79 +17,54 @@ def reward_span(value: Any, **options: Any) -> Span:
     return Span.from_attributes(name=core.name, attributes=core.attributes)
 
 
-def raw(name: str, value: Any) -> Span:
-    return Span.from_attributes(
-        name="agentlightning.annotation",
-        attributes={"agentlightning.reward.0.name": name, "agentlightning.reward.0.value": value},
-    )
+def raw(name: str, value: Any, **extra: Any) -> Span:
+    attributes = {"agentlightning.reward.0.name": name, "agentlightning.reward.0.value": value, **extra}
+    return Span.from_attributes(name="agentlightning.annotation", attributes=attributes)
 
 
-@pytest.mark.parametrize(("written", "read"), [(1.0, 1.0), (-2, -2.0), (True, 1.0), (0.0, 0.0)])
-def test_a_number_is_the_reward(written: Any, read: float):
-    reward = read_reward([reward_span(written)])
-    assert (reward.primary, dict(reward.named)) == (read, {"primary": read})
-
-
-def test_the_last_reward_counts():
-    assert (
-        read_reward([reward_span(0.1), Span.from_attributes(name="other", attributes={}), reward_span(0.9)]).primary
-        == 0.9
-    )
+def test_the_last_number_is_the_reward():
+    for value, number in ((1.0, 1.0), (-2, -2.0), (True, 1.0), (0.0, 0.0)):
+        reward = read_reward([reward_span(0.1), Span.from_attributes(name="other", attributes={}), reward_span(value)])
+        assert (reward.primary, dict(reward.named)) == (number, {"primary": number})
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, 10**400])
-@pytest.mark.parametrize("after", [raw("primary", 1.0), raw("other", 1.0), reward_span(0.5)])
-def test_a_bad_reward_that_a_later_one_replaces_is_not_passed_over(bad: Any, after: Span):
-    for spans in ([raw("primary", bad), after], [after, raw("primary", bad)]):
+@pytest.mark.parametrize("later", [raw("primary", 1.0), raw("other", 1.0), reward_span(0.5)])
+def test_a_bad_reward_that_a_later_one_replaces_is_not_passed_over(bad: Any, later: Span):
+    for spans in ([raw("primary", bad), later], [later, raw("primary", bad)]):
         with pytest.raises(RewardError) as refused:
             read_reward(spans)
         assert refused.value.reason == "bad_reward"
 
 
-def test_the_first_dimension_is_primary():
-    reward = read_reward([reward_span({"format": 0.5, "correct": 1.0}, primary_key="correct")])
+def test_the_first_dimension_is_primary_unless_another_is_named():
+    spans = [reward_span({"format": 0.5, "correct": 1.0}, primary_key="correct")]
+    reward = read_reward(spans)
     assert (reward.primary, dict(reward.named)) == (1.0, {"correct": 1.0, "format": 0.5})
-
-
-def test_a_named_dimension_can_be_asked_for():
-    spans = [reward_span({"correct": 1.0, "format": 0.5}, primary_key="correct"), reward_span(0.75)]
-    reward = read_reward(spans, reward_key="format")
+    reward = read_reward([*spans, reward_span(0.75)], reward_key="format")
     assert (reward.primary, dict(reward.named)) == (0.5, {"correct": 1.0, "format": 0.5, "primary": 0.75})
+    with pytest.raises(RewardError, match="no reward named 'style', only correct, format") as error:
+        read_reward(spans, reward_key="style")
+    assert error.value.reason == "no_reward"
 
 
-def test_the_form_of_agent_lightning_0_2_is_read():
-    assert (
-        read_reward([Span.from_attributes(name="agentlightning.annotation", attributes={"reward": 0.25})]).primary
-        == 0.25
-    )
+OLD_FORM = {"agentops.task.output": '{"type": "reward", "value": 0.75}'}
+TWO = {f"agentlightning.reward.{n}.name": f"r{n}" for n in (1, 0)}
+TWO |= {f"agentlightning.reward.{n}.value": n / 2 for n in (1, 0)}  # type: ignore[misc]
 
 
 @pytest.mark.parametrize(
-    "attributes",
+    "span",
     [
-        {"agentlightning.reward.0.name": "a", "agentlightning.reward.0.value": 0.5},
-        {"agentlightning.reward.0.name": "a", "agentlightning.reward.0.value": 2},
-        {"agentlightning.reward.0.name": "a", "agentlightning.reward.0.value": "0.5"},
-        {"agentlightning.reward.0.name": "a", "agentlightning.reward.0.value": 0.5, "other": 1},
-        {
-            f"agentlightning.reward.{n}.{field}": value
-            for n in (1, 0)
-            for field, value in (("value", n / 2), ("name", f"r{n}"))
-        },
-        {
-            "agentlightning.reward.0.name": "a",
-            "agentlightning.reward.0.value": 0.5,
-            "agentlightning.reward.0.note": "extra",
-        },
-        {"agentops.task.output": '{"type": "reward", "value": 0.75}'},
+        *(raw("a", value) for value in (0.5, 2, "0.5")),
+        raw("a", 0.5, other=1),
+        raw("a", 0.5, **{"agentlightning.reward.0.note": "extra"}),
+        *(Span.from_attributes(name="agentlightning.annotation", attributes=each) for each in (TWO, OLD_FORM)),
+        Span.from_attributes(name="agentlightning.annotation", attributes={"reward": 0.25}),  # of 0.2
     ],
 )
-def test_every_form_is_read_as_agent_lightning_reads_it(attributes: dict[str, Any]):
-    spans = [
-        raw("first", 0.125),
-        Span.from_attributes(name="agentlightning.annotation", attributes=attributes),
-        Span.from_attributes(attributes={}),
-    ]
+def test_every_form_is_read_as_agent_lightning_reads_it(span: Span):
+    spans = [raw("first", 0.125), span, Span.from_attributes(attributes={})]
     reward = read_reward(spans)
     assert reward.primary == find_final_reward(spans)
     assert reward.named == {
@@ -106,19 +81,10 @@ def test_no_reward_is_an_error_and_not_zero(spans: list[Span]):
     assert error.value.reason == "no_reward"
 
 
-def test_a_name_that_is_not_there_is_an_error():
-    with pytest.raises(RewardError, match="no reward named 'style', only correct") as error:
-        read_reward([raw("correct", 1.0)], reward_key="style")
-    assert error.value.reason == "no_reward"
-
-
-@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf, "high"])
+@pytest.mark.parametrize("bad", [math.nan, -math.inf, "high"])
 def test_non_finite_reward_is_an_error(bad: Any):
     with pytest.raises(RewardError) as error:
         read_reward([raw("primary", bad)])
     assert error.value.reason == "bad_reward"
-
-
-def test_non_finite_secondary_reward_dimension_is_refused():
     with pytest.raises(RewardError, match="reward 'format' must be finite, got nan"):
         read_reward([reward_span({"correct": 1.0, "format": math.nan}, primary_key="correct")])

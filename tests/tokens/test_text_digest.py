@@ -1,4 +1,4 @@
-"""A digest of what was written says of a text what a comparison without white space and empty blocks says."""
+"""A digest of written text compares as the text itself does without white space and empty blocks."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ def once(text: str) -> str:
 
 @given(_TEXTS, _TEXTS, st.integers(1, 9))
 @example("<", "<<think>\n\n</think>", 1)
-def test_a_digest_of_pieces_is_that_of_the_whole_wherever_it_is_cut(text: str, other: str, size: int) -> None:
+def test_a_digest_of_pieces_is_that_of_the_whole_wherever_it_is_cut(text: str, second: str, size: int) -> None:
     written = TextDigest(text[:size])
-    for at in range(size, len(text), size):
-        written.add(text[at : at + size])
+    for start in range(size, len(text), size):
+        written.add(text[start : start + size])
     assert written.matches(text)
     assert written.copy().matches(text + "<a", "<a")
-    assert written.matches(other) == (once(other) == once(text))
+    assert written.matches(second) == (once(second) == once(text))
 
 
 def test_whitespace_and_empty_blocks_compare_equal_and_letters_do_not() -> None:

@@ -1,4 +1,4 @@
-"""Values and names in calls that formats write in ways of their own."""
+"""Values and names in calls, in each format's notation."""
 
 from __future__ import annotations
 
@@ -31,78 +31,72 @@ SCHEMA: dict[str, Any] = {
 }
 
 
+VALUES: list[tuple[str, str, Any]] = [
+    ("many", '["a"]', ["a"]),
+    ("many", "null", None),
+    ("many", "a", "a"),
+    ("many", "['x', None]", ["x", None]),
+    ("many", "", []),
+    ("city", " \n Rome\n ", "Rome"),
+    ("city", " Oslo", " Oslo"),
+    ("city", " Paris ", " Paris "),
+    ("place", '{"x": 1}', {"x": 1}),
+    ("place", "", {}),
+    ("place", "{'a': (1, 2)}", {"a": [1, 2]}),
+    ("place", "__import__('os')", "__import__('os')"),
+    ("size", "3", 3),
+    ("size", "True", True),
+    ("size", "TRUE", True),
+    ("size", "", None),
+    ("level", "2", 2),
+    ("on", "false", False),
+    ("on", "None", None),
+    ("name", "3", "3"),
+    ("name", "null", None),
+    ("text", "null", "null"),
+    ("text", "", ""),
+    ("text", "TRUE", "TRUE"),
+    ("loop", "3", "3"),
+]
+
+
 @pytest.mark.parametrize("kind", ["qwen_xml", "glm"])
-@pytest.mark.parametrize(
-    ("name", "written", "read"),
-    [
-        ("many", '["a"]', ["a"]),
-        ("many", "null", None),
-        ("many", "a", "a"),
-        ("city", " \n Rome\n ", "Rome"),
-        ("city", " Oslo", " Oslo"),
-        ("city", " Paris ", " Paris "),
-        ("place", '{"x": 1}', {"x": 1}),
-        ("size", "3", 3),
-        ("size", "True", True),
-        ("level", "2", 2),
-        ("on", "false", False),
-        ("on", "None", None),
-        ("name", "3", "3"),
-        ("name", "null", None),
-        ("text", "null", "null"),
-        ("loop", "3", "3"),
-        ("size", "TRUE", True),
-        ("many", "['x', None]", ["x", None]),
-        ("many", "", []),
-        ("place", "", {}),
-        ("place", "{'a': (1, 2)}", {"a": [1, 2]}),
-        ("size", "", None),
-        ("place", "__import__('os')", "__import__('os')"),
-        ("text", "", ""),
-        ("text", "TRUE", "TRUE"),
-    ],
-)
-def test_values_are_of_the_types_that_the_schema_names_in_whatever_words(
-    kind: str, name: str, written: str, read: Any
-) -> None:
+def test_values_are_of_the_types_that_the_schema_names_in_whatever_words(kind: str) -> None:
     parser = get_tool_parser(kind)
-    text = {
-        "qwen_xml": f"<tool_call><function=f><parameter={name}>\n{written}\n</parameter></function></tool_call>",
-        "glm": f"<tool_call>f<arg_key>{name}</arg_key><arg_value>{written}</arg_value></tool_call>",
-    }[kind]
-    (call,) = parser.parse(text).calls
-    assert parser.convert_types(call, SCHEMA).arguments == {name: read}
+    for name, text, value in VALUES:
+        call_text = {
+            "qwen_xml": f"<tool_call><function=f><parameter={name}>\n{text}\n</parameter></function></tool_call>",
+            "glm": f"<tool_call>f<arg_key>{name}</arg_key><arg_value>{text}</arg_value></tool_call>",
+        }[kind]
+        (call,) = parser.parse(call_text).calls
+        arguments = parser.convert_types(call, SCHEMA).arguments
+        assert (arguments, type(arguments[name])) == ({name: value}, type(value)), text
+
+
+CUT = "<function=f>\n<parameter=a>\n1\n"
 
 
 @pytest.mark.parametrize(
     ("kind", "text", "arguments"),
     [
-        (
-            "qwen_xml",
-            "<function=f>\n<parameter=a>\n1\n<parameter=b>\n2\n</parameter>\n</function>\n",
-            {"a": "1", "b": "2"},
-        ),
-        ("qwen_xml", "<function=f>\n<parameter=a>\n1\n</function>\n", {"a": "1"}),
+        ("qwen_xml", f"{CUT}<parameter=b>\n2\n</parameter>\n</function>\n", {"a": "1", "b": "2"}),
+        ("qwen_xml", f"{CUT}</function>\n", {"a": "1"}),
         ("qwen_xml", "<function=f><parameter=a>x</parameter>y</parameter></function>", {"a": "x</parameter>y"}),
         ("qwen_xml", "<function=f><parameter=a>x</function>y</parameter></function>", {"a": "x</function>y"}),
         ("glm", "f<arg_key>a</arg_key><arg_value>x</arg_value>y</arg_value>", {"a": "x</arg_value>y"}),
-        (
-            "glm",
-            "f<arg_key>a</arg_key><arg_value>1<arg_key>b</arg_key><arg_value>2</arg_value>",
-            {"a": "1", "b": "2"},
-        ),
+        ("glm", "f<arg_key>a</arg_key><arg_value>1<arg_key>b</arg_key><arg_value>2</arg_value>", {"a": "1", "b": "2"}),
     ],
 )
-def test_a_value_ends_at_its_own_end_or_at_the_next_key(kind: str, text: str, arguments: dict[str, str]) -> None:
+def test_a_value_ends_at_its_end_mark_or_at_the_next_key(kind: str, text: str, arguments: dict[str, str]) -> None:
     parsed = parse(kind, f"<tool_call>{text}</tool_call>")
     assert [dict(call.arguments) for call in parsed.calls] == [arguments]
 
 
 @pytest.mark.parametrize("section", ["tool_calls_section", "tool_call_section"])
 def test_kimi_names_may_have_dots_and_sections_both_names(section: str) -> None:
-    call = '<|tool_call_begin|>functions.files.read-all:12<|tool_call_argument_begin|>{"a": 1}<|tool_call_end|>'
-    parsed = parse("kimi", f"So.<|{section}_begin|>{call}{call}<|{section}_end|>")
-    assert [(one.name, one.id) for one in parsed.calls] == [("files.read-all", "functions.files.read-all:12")] * 2
+    text = '<|tool_call_begin|>functions.files.read-all:12<|tool_call_argument_begin|>{"a": 1}<|tool_call_end|>'
+    parsed = parse("kimi", f"So.<|{section}_begin|>{text}{text}<|{section}_end|>")
+    assert [(call.name, call.id) for call in parsed.calls] == [("files.read-all", "functions.files.read-all:12")] * 2
     assert parsed.content == "So."
 
 

@@ -16,29 +16,13 @@ def trajectory(*turns: Turn, **fields: object) -> Trajectory:
     return Trajectory(rollout_id="ro", attempt_id="at", task={"q": 1}, turns=turns, **fields)  # type: ignore[arg-type]
 
 
-def test_the_response_is_the_last_answer():
-    assert trajectory(turn("look up"), turn("Paris")).response == "Paris"
-    assert trajectory().response == ""
-
-
-def test_messages_are_the_last_calls_and_its_answer():
+def test_response_and_messages_are_those_of_the_last_call():
     messages = [{"role": "user", "content": "?"}]
-    assert trajectory(turn("a"), turn("b", messages=messages)).messages == (
-        *messages,
-        {"role": "assistant", "content": "b"},
-    )
-
-
-def test_without_messages_there_are_the_answers():
-    assert trajectory(turn("a"), turn("b")).messages == (
-        {"role": "assistant", "content": "a"},
-        {"role": "assistant", "content": "b"},
-    )
-    assert trajectory().messages == ()
-
-
-def test_sampled_tokens_are_counted_over_all_turns():
-    assert trajectory(turn("a"), turn("b")).sampled_tokens == 4
+    a, b = ({"role": "assistant", "content": text} for text in "ab")
+    two = trajectory(turn("a"), turn("b", messages=messages))
+    assert (two.response, two.messages, two.sampled_tokens) == ("b", (*messages, b), 4)
+    assert trajectory(turn("a"), turn("b")).messages == (a, b)  # the answers, if no call has messages
+    assert (trajectory().response, trajectory().messages) == ("", ())
 
 
 @pytest.mark.parametrize(
