@@ -1,4 +1,4 @@
-"""Loading the agent that a person named: whatever is wrong with it is one sentence."""
+"""Loading an agent by name: every error is one sentence."""
 
 from __future__ import annotations
 
@@ -22,7 +22,6 @@ REPOSITORY = Path(__file__).parents[2]
 
 MODULE = """
 from agl_slime import SGLangLitAgent
-import json as Json
 
 class Good(SGLangLitAgent):
     def compute_reward(self, task, response):
@@ -134,66 +133,58 @@ def test_the_wheel_holds_this_package_and_nothing_else(tmp_path: Path) -> None:
     assert {top for top in tops if not top.endswith(".dist-info")} == {"agl_slime"}
 
 
-def test_an_agent_in_the_working_directory_is_found(here: Path) -> None:
-    assert type(load_agent("agent_under_test:Good")).__name__ == "Good"
-
-
 @pytest.mark.parametrize(
-    ("path", "says"),
+    ("path", "sentence"),
     [
         ("no_such_module:Agent", "there is no module 'no_such_module' here"),
-        ("agent_under_test.inner:Agent", "there is no module 'agent_under_test.inner'"),
         ("agent_needs:Agent", "module 'a_package_that_nobody_has', which is not installed"),
         ("agent_package.inner:Agent", "imports 'agent_package.missing', which does not exist"),
         ("agent_broken:Agent", "line 1"),
         ("agent_raises:Agent", "RuntimeError: set MY_KEY first (agent_raises.py, line 1)"),
         ("agent_under_test:Goood", "it has Good, NeedsArguments, Plain, Raises, TypeErrorInside, instance"),
-        (
-            "agent_under_test:Plain",
-            "Plain is no agent: derive a class from agl_slime.SGLangLitAgent, or write a function",
-        ),
-        ("agent_under_test:Json", "Json is no agent"),
+        ("agent_under_test:Plain", "Plain is no agent: derive a class from agl_slime.SGLangLitAgent, or write a"),
         ("agent_under_test:ask", "ask(question) is no agent; its parameters must be task and llm, perhaps rollout too"),
         ("agent_under_test:NeedsArguments", "cannot be made without arguments"),
-        ("agent_under_test:Raises", "RuntimeError: no license found (agent_under_test.py, line 18)"),
+        ("agent_under_test:Raises", "RuntimeError: no license found (agent_under_test.py, line 17)"),
         ("agent_under_test:TypeErrorInside", "object of type 'int' has no len()"),
-        ("agent_under_test:", "module:Class"),
-        (":Good", "module:Class"),
         ("agent_under_test", "module:Class"),
         (".relative:Good", "module:Class"),
         ("no_such_file.py:Good", "there is no file no_such_file.py"),
         ("agent_under_test.py:Goood", "has no class or agent 'Goood'; it has Good"),
         ("agent_opens.py:Good", "'/no/such/data'"),
-        ("agent_needs.py:Agent", "module 'a_package_that_nobody_has', which is not installed"),
-        ("agent_broken.py:Agent", "line 1"),
         ("./agent_raises.py:Agent", "RuntimeError: set MY_KEY first (agent_raises.py, line 1)"),
         ("agent_package/inner:Agent", "path/to/file.py:Class"),
     ],
 )
-def test_unloadable_agent_is_an_error_in_one_sentence(path: str, says: str, here: Path) -> None:
+def test_unloadable_agent_is_an_error_in_one_sentence(path: str, sentence: str, here: Path) -> None:
     with pytest.raises(ConfigError) as caught:
         load_agent(path)
-    assert says in str(caught.value)
+    assert sentence in str(caught.value)
     assert str(caught.value).startswith(f"--agent {path}")
     assert "\n" not in str(caught.value)
 
 
+def reused(path: str) -> Any:
+    """The agent at ``path``: the same object when it is loaded or unpickled later."""
+    agent = load_agent(path)
+    assert load_agent(path) is agent
+    assert pickle.loads(pickle.dumps(agent)) is agent
+    return agent
+
+
 def test_agent_instance_of_a_module_is_reused_and_pickled_by_name(here: Path) -> None:
-    made = "import agentlightning as agl\n@agl.rollout\ndef answer(task, llm):\n    return 1.0\n"
-    (here / "agent_decorated.py").write_text(made)
+    source = "import agentlightning as agl\n@agl.rollout\ndef answer(task, llm):\n    return 1.0\n"
+    (here / "agent_decorated.py").write_text(source)
     for path in ("agent_under_test:instance", "agent_decorated:answer", "agent_decorated.py:answer"):
-        agent = load_agent(path)
-        assert load_agent(path) is agent
-        assert pickle.loads(pickle.dumps(agent)) is agent
+        reused(path)
+    assert type(load_agent("agent_under_test:Good")).__name__ == "Good"
 
 
 async def test_a_function_of_task_and_llm_is_an_agent_with_its_modules_tasks(here: Path) -> None:
-    made = "async def answer(task, llm):\n    return 1.0\n\ndef make_task(rng):\n    return {'n': rng.random()}\n"
-    (here / "agent_function.py").write_text(f"{made}demonstrations = 'shown'\n")
+    source = "async def answer(task, llm):\n    return 1.0\n\ndef make_task(rng):\n    return {'n': rng.random()}\n"
+    (here / "agent_function.py").write_text(f"{source}demonstrations = 'shown'\n")
     for path in ("agent_function:answer", "agent_function.py:answer"):
-        agent = load_agent(path)
-        assert load_agent(path) is agent
-        assert pickle.loads(pickle.dumps(agent)) is agent
+        agent = reused(path)
         assert agent.make_task(random.Random(0)) == {"n": random.Random(0).random()}
         assert agent.demonstrations == "shown"
         resources: Any = {"main_llm": LLM(endpoint="http://127.0.0.1:9", model="m", sampling_parameters={})}

@@ -1,4 +1,4 @@
-"""Which answers are trained."""
+"""Loss scales: the choice of the answers that are trained."""
 
 from __future__ import annotations
 
@@ -24,10 +24,7 @@ def test_loss_scale_trains_all_last_or_selected_turns() -> None:
     assert untrained_turns("last_round", three) == (0, 1)
     assert untrained_turns(lambda messages, turn, turns: int(turn != 2), three) == (1,)
     assert untrained_turns(lambda messages, turn, turns: messages[-1]["content"] == "answer 2", three) == (0, 1)
-
-
-def test_an_answer_without_tokens_is_not_the_last_round() -> None:
-    assert untrained_turns("last_round", turns([1], [2], [])) == (0,)
+    assert untrained_turns("last_round", turns([1], [2], [])) == (0,)  # an answer without tokens is no round
     assert untrained_turns("last_round", []) == ()
 
 

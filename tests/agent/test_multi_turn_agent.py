@@ -19,49 +19,42 @@ from agl_slime.report.alarms import find_step_alarms
 from agl_slime.report.rollouts import describe_group
 from agl_slime.support.agl import LLM, Rollout
 from agl_slime.types import Sample
-from tests.agent.multi_turn_agents import CALL, TASK, Agent, ToolAgent, rollout, sampled
+from tests.agent.multi_turn_agents import CALL, TASK, Agent, ToolAgent, rollout
 from tests.harness.conversations import ScriptedClient, generation_of
 from tests.harness.gateway import WEATHER
-from tests.harness.rollouts import run_rollout, run_rollouts
+from tests.harness.rollouts import run_rollouts
 from tests.harness.samples import trained_ids
 from tests.harness.vocabularies import chat_tokenizer
 
+BAD_KEY = CALL.replace("kz", "xx")
+
+
+def group_of(members: Sequence[MemberResult]) -> GroupResult:
+    return GroupResult(group_id="g", mode="train", size=len(members), members=tuple(members), ready=True)
+
 
 async def test_tools_are_called_until_an_answer_calls_none() -> None:
-    finished, client = await rollout(ToolAgent, ["Let me see." + CALL + CALL, "Three."])
-    assert finished.failure is None
-    tokenizer = chat_tokenizer("anthropic", "groups_tools")
-    (sample,) = finished.convert(tokenizer).samples
-    assert trained_ids(sample) == sampled(client)
-    assert '"name": "look"' in tokenizer.decode(client.prompts[0])
-    assert tokenizer.decode(client.prompts[1]).count("<tool_response>\nthree\n</tool_response>") == 2
-    assert sample.status == Sample.Status.COMPLETED
-    assert sample.metadata["stop_reason"] == "stop"
-    assert sample.metadata["tools"] == {
-        "offered": ["look"],
-        "calls": {"look": 2},
-        "malformed": 0,
-        "unknown": 0,
-        "errors": 0,
-        "timeouts": 0,
-    }
+    played = await rollout(ToolAgent, ["Let me see." + CALL + CALL, "Three."])
+    sample = played.sample
+    assert trained_ids(sample) == played.sampled
+    assert '"name": "look"' in played.prompts[0]
+    assert played.prompts[1].count("<tool_response>\nthree\n</tool_response>") == 2
+    assert (sample.status, sample.metadata["stop_reason"]) == (Sample.Status.COMPLETED, "stop")
+    counts = {"malformed": 0, "unknown": 0, "errors": 0, "timeouts": 0}
+    assert sample.metadata["tools"] == {"offered": ["look"], "calls": {"look": 2}, **counts}
     assert sample.reward == 1.0
 
 
 @pytest.mark.parametrize(("tools", "declared"), [([WEATHER], True), (["weather"], False), ({"a": 1}, False)])
 async def test_tools_that_only_the_task_declares_are_in_the_prompt(tools: Any, declared: bool) -> None:
     """As in a row of slime's data; their calls are not executed."""
-    tokenizer = chat_tokenizer("anthropic", "groups_tools")
-    client = ScriptedClient(tokenizer, [CALL])
-    finished = await run_rollout(Agent(tokenizer=tokenizer, client=client), {**TASK, "tools": tools})
-    assert finished.failure is None
-    (sample,) = finished.convert(tokenizer).samples
-    assert ('"name": "weather"' in tokenizer.decode(client.prompts[0])) is declared
-    assert len(client.prompts) == 1
-    assert sample.response.startswith(CALL)
+    played = await rollout(Agent, [CALL], task={**TASK, "tools": tools})
+    assert played.sample.response.startswith(CALL)
+    assert len(played.prompts) == 1
+    assert ('"name": "weather"' in played.prompts[0]) is declared
 
 
-async def test_a_task_may_be_a_string() -> None:
+async def test_task_and_prompt_may_be_strings_and_other_prompts_are_refused() -> None:
     class Echo(SGLangLitAgent):
         def build_prompt(self, task: Any) -> str:
             return task
@@ -69,10 +62,11 @@ async def test_a_task_may_be_a_string() -> None:
         def compute_reward(self, task: Any, response: str) -> float:
             return float(response == task)
 
-    tokenizer = chat_tokenizer("anthropic", "groups_tools")
-    finished = await run_rollout(Echo(tokenizer=tokenizer, client=ScriptedClient(tokenizer, ["hello"])), "hello")
-    assert finished.failure is None
-    assert finished.convert(tokenizer).samples[0].reward == 1.0
+    played = await rollout(Echo, ["hello"], task="hello")
+    assert played.sample.reward == 1.0
+    assert "<|im_start|>user\nhello<|im_end|>" in played.prompts[0]
+    played = await rollout(Echo, [], task={"role": "user"})
+    assert "Echo.build_prompt must return chat messages" in played.failure
 
 
 async def test_a_plain_score_sees_what_the_tools_did() -> None:
@@ -93,24 +87,18 @@ async def test_a_plain_score_sees_what_the_tools_did() -> None:
             tools = trajectory.metadata["tools"]
             return {"right": len(trajectory.tools["look"].keys), "calls": tools["calls"]["look"], **tools["failed"]}
 
-    answers = [CALL + CALL.replace("kz", "xx"), "Three."]
-    finished, _ = await rollout(Scored, answers, tools=[Look])
-    rewards = finished.convert(chat_tokenizer("anthropic", "groups_tools")).trajectory.rewards
-    assert rewards == {"right": 2.0, "calls": 2.0, "look": 1.0}
+    played = await rollout(Scored, [CALL + BAD_KEY, "Three."], tools=[Look])
+    assert played.conversion.trajectory.rewards == {"right": 2.0, "calls": 2.0, "look": 1.0}
 
 
-async def test_malformed_unknown_and_failing_calls_are_counted_and_seen() -> None:
+async def test_malformed_unknown_and_failing_calls_are_counted_and_in_the_prompt() -> None:
     unknown, broken = CALL.replace("look", "seek"), "<tool_call>{</tool_call>"
-    failing = CALL.replace("kz", "xx")
-    finished, client = await rollout(ToolAgent, [CALL + broken, unknown, failing, "Three."])
-    tokenizer = chat_tokenizer("anthropic", "groups_tools")
-    (sample,) = finished.convert(tokenizer).samples
-    counts = sample.metadata["tools"]
+    played = await rollout(ToolAgent, [CALL + broken, unknown, BAD_KEY, "Three."])
+    counts = played.sample.metadata["tools"]
     assert (counts["malformed"], counts["unknown"], counts["errors"], counts["calls"]) == (1, 1, 1, {"look": 2})
-    last = tokenizer.decode(client.prompts[-1])
-    assert "there is no tool named 'seek'" in last
-    assert "Error: KeyError: 'xx'" in last
-    assert trained_ids(sample) == sampled(client)
+    assert "there is no tool named 'seek'" in played.prompts[-1]
+    assert "Error: KeyError: 'xx'" in played.prompts[-1]
+    assert trained_ids(played.sample) == played.sampled
 
 
 async def test_always_failing_tool_raises_an_alarm_with_its_exception() -> None:
@@ -118,24 +106,20 @@ async def test_always_failing_tool_raises_an_alarm_with_its_exception() -> None:
         """Look a key up."""
         raise ConnectionError(f"no such host for {key}")
 
-    finished, _ = await rollout(Agent, [CALL + CALL, CALL.replace("key", "kee"), "Three."], tools=[look])
-    samples = finished.convert(chat_tokenizer("anthropic", "groups_tools")).samples
-    counts = samples[0].metadata["tools"]
+    async def group(*answers: str) -> GroupResult:
+        samples = tuple((await rollout(Agent, [*answers, "Three."], tools=[look])).samples)
+        return group_of([MemberResult(rollout_id=f"r{n}", group_id="g", samples=samples, reward=1.0) for n in range(6)])
+
+    partly = await group(CALL + CALL, CALL.replace("key", "kee"))
+    counts = partly.members[0].samples[0].metadata["tools"]
     assert (counts["calls"], counts["errors"], counts["failed"]) == ({"look": 3}, 3, {"look": 2})  # one is the model's
     assert counts["failures"] == {"look": "Error: ConnectionError: no such host for kz"}
-    members = tuple(
-        MemberResult(rollout_id=f"r{n}", group_id="g", samples=tuple(samples), reward=1.0) for n in range(6)
-    )
-    group = GroupResult(group_id="g", mode="train", size=6, members=members, ready=True)
-    metrics = collect_metrics([group], collect_s=1.0)
+    metrics = collect_metrics([partly], collect_s=1.0)
     assert (metrics["tools/calls"], metrics["tools/errors"]) == (18, 18)
-    line = describe_group(group, collected=1)
+    line = describe_group(partly, collected=1)
     assert line["tools"]["failed"] == {"look": 12}
     assert find_step_alarms([line], best=None) == []  # a third of its calls did not reach it
-    good = await rollout(Agent, [CALL + CALL, "Three."], tools=[look])
-    samples = good[0].convert(chat_tokenizer("anthropic", "groups_tools")).samples
-    members = tuple(replace(member, samples=tuple(samples)) for member in members)
-    [alarm] = find_step_alarms([describe_group(replace(group, members=members), collected=1)], best=None)
+    [alarm] = find_step_alarms([describe_group(await group(CALL + CALL), collected=1)], best=None)
     assert alarm.text == "12 of 12 calls of tool 'look' failed: ConnectionError: no such host for kz"
 
 
@@ -144,79 +128,55 @@ async def test_a_later_named_reward_that_is_none_does_not_fail_the_rollout() -> 
         def compute_reward(self, task: dict[str, Any], response: str) -> Any:
             return {"right": 1.0, "judge": None, "format": 0.5}
 
-    finished, _ = await rollout(Judged, ["Three."])
-    assert finished.failure is None
-    converted = finished.convert(chat_tokenizer("anthropic", "groups_tools"))
-    (sample,) = converted.samples
+    sample = (await rollout(Judged, ["Three."])).sample
     assert (sample.reward, sample.metadata["rewards_missing"]) == (1.0, ["judge"])
     rewards = {"right": 1.0, "format": 0.5}
     member = MemberResult(rollout_id="r", group_id="g", samples=(sample,), reward=1.0, rewards=rewards)
-    group = GroupResult(group_id="g", mode="train", size=1, members=(member,), ready=True)
-    metrics = collect_metrics([group], collect_s=1.0)
+    metrics = collect_metrics([group_of([member])], collect_s=1.0)
     assert metrics["reward/judge/missing"] == 1
-    assert {name for name in metrics if name.startswith("reward/")} == {
-        "reward/right",
-        "reward/format",
-        "reward/judge/missing",
-    }
+    names = {name for name in metrics if name.startswith("reward/")}
+    assert names == {"reward/right", "reward/format", "reward/judge/missing"}
 
 
 @pytest.mark.parametrize(
-    ("answers", "declared", "stop_reason", "turns", "status"),
+    ("answers", "attributes", "stop_reason", "turns", "status"),
     [
         ([CALL, CALL, "Three."], {"max_turns": 2}, "max_turns", 2, Sample.Status.TRUNCATED),
         ([CALL, "Three."], {"max_turns": 2}, "stop", 2, Sample.Status.COMPLETED),
-        (["Three " * 100], {}, "length", 1, Sample.Status.TRUNCATED),
+        ([CALL + " and so on" * 100, "never asked"], {}, "length", 1, Sample.Status.TRUNCATED),
         ([CALL, "three " * 100], {"max_trajectory_tokens": 170}, "length", 2, Sample.Status.TRUNCATED),
         ([CALL, CALL, CALL, CALL, CALL], {"max_trajectory_tokens": 150}, "length", 2, Sample.Status.TRUNCATED),
         ([CALL, ContextOverflowError("full")], {}, "context_overflow", 1, Sample.Status.TRUNCATED),
-        ([CALL.replace("kz", "xx"), "Three."], {"stop_on_tool_error": True}, "tool_error", 1, Sample.Status.COMPLETED),
+        ([CALL, "aborted", "never asked"], {}, "aborted", 2, Sample.Status.TRUNCATED),
+        ([BAD_KEY, "Three."], {"stop_on_tool_error": True}, "tool_error", 1, Sample.Status.COMPLETED),
     ],
 )
 async def test_why_a_rollout_stopped_is_typed(
-    answers: list[Any], declared: dict[str, Any], stop_reason: str, turns: int | None, status: Any
+    answers: list[Any], attributes: dict[str, Any], stop_reason: str, turns: int, status: Any
 ) -> None:
-    finished, client = await rollout(ToolAgent, answers, **declared)
-    assert finished.failure is None
-    conversion = finished.convert(chat_tokenizer("anthropic", "groups_tools"))
-    (sample,) = conversion.samples
-    assert sample.metadata["stop_reason"] == stop_reason
-    assert sample.status == status
-    assert turns is None or len(conversion.trajectory.turns) == turns
-    assert trained_ids(sample) == sampled(client)
-    limit = declared.get("max_trajectory_tokens")
-    assert limit is None or len(sample.tokens) <= limit
-
-
-async def test_calls_in_an_answer_that_is_cut_off_are_not_made() -> None:
-    finished, _ = await rollout(ToolAgent, [CALL + " and so on" * 100, "never asked"])
-    (sample,) = finished.convert(chat_tokenizer("anthropic", "groups_tools")).samples
-    assert sample.metadata["stop_reason"] == "length"
-    assert sample.metadata["tools"]["calls"] == {}
-
-
-async def test_an_answer_that_stays_aborted_ends_the_rollout() -> None:
-    tokenizer = chat_tokenizer("anthropic", "groups_tools")
-    finished, _ = await rollout(ToolAgent, [CALL, generation_of(tokenizer, "Thr", finish="abort"), "never asked"])
-    (sample,) = finished.convert(tokenizer).samples
-    assert sample.metadata["stop_reason"] == "aborted"
-    assert sample.status == Sample.Status.TRUNCATED
+    aborted = generation_of(chat_tokenizer("anthropic", "groups_tools"), "Thr", finish="abort")
+    played = await rollout(ToolAgent, [aborted if answer == "aborted" else answer for answer in answers], **attributes)
+    sample = played.sample
+    assert (sample.metadata["stop_reason"], sample.status) == (stop_reason, status)
+    assert len(played.conversion.trajectory.turns) == turns
+    assert trained_ids(sample) == played.sampled
+    assert len(sample.tokens) <= attributes.get("max_trajectory_tokens", len(sample.tokens))
+    if stop_reason == "length" and turns == 1:
+        assert sample.metadata["tools"]["calls"] == {}  # calls in a truncated answer are not made
 
 
 async def test_a_task_that_does_not_fit_fails_and_is_not_trained() -> None:
-    finished, _ = await rollout(Agent, [ContextOverflowError("the prompt has 9 tokens")])
-    assert finished.failure is not None
-    assert "the prompt has 9 tokens" in finished.failure[1]
-    finished, _ = await rollout(Agent, ["never asked"], max_trajectory_tokens=3)
-    assert finished.failure is not None
-    assert "max_trajectory_tokens is 3" in finished.failure[1]
+    played = await rollout(Agent, [ContextOverflowError("the prompt has 9 tokens")])
+    assert "the prompt has 9 tokens" in played.failure
+    played = await rollout(Agent, ["never asked"], max_trajectory_tokens=3)
+    assert "max_trajectory_tokens is 3" in played.failure
 
 
 # -- users' code off the loop ----------------------------------------------------------------------------------------
 
 
 class Box:
-    """A tool with a sandbox; ``open`` are those that were not closed."""
+    """A tool with a sandbox; ``open`` has the ids of the objects that were not closed."""
 
     open: set[int] = set()
     made: list[int] = []
@@ -279,23 +239,16 @@ async def test_prompts_tools_and_tool_constructors_run_off_the_event_loop() -> N
     [
         ([CALL, "Three."], {}),
         ([EngineServerError("down")], {}),
-        ([CALL, "Three."], {"compute_reward": lambda task, response: 1 / 0}),
-        ([CALL, "Three."], {"build_prompt": lambda task: 1 / 0}),
+        ([CALL, "Three."], {"compute_reward": lambda self, task, response: 1 / 0}),
+        ([CALL, "Three."], {"build_prompt": lambda self, task: 1 / 0}),
         ([CALL, CALL], {"max_turns": 1}),
-        (["never asked"], {"build_tools": lambda task: [Box, Box]}),
+        (["never asked"], {"build_tools": lambda self, task: [Box, Box]}),
     ],
     ids=["fine", "engine", "reward", "prompt", "limit", "names"],
 )
 async def test_tools_are_closed_at_the_end_of_a_rollout(answers: list[Any], declared: dict[str, Any]) -> None:
     """Whether the rollout succeeds or fails in any of these places."""
-
-    class Declared(SlowAgent):
-        pass
-
-    for name in ("build_prompt", "build_tools"):
-        if name in declared:
-            setattr(Declared, name, staticmethod(declared.pop(name)))
-    await rollout(Declared, answers, **declared)
+    await rollout(type("Declared", (SlowAgent,), declared), answers)
     assert Box.made
     assert not Box.open
 
@@ -326,47 +279,24 @@ async def test_a_tool_that_all_rollouts_share_stays_open() -> None:
             self.closed += 1
 
     shared = Shared()
-    finished, _ = await rollout(Agent, [CALL, "Three."], tools=[shared])
-    assert finished.failure is None
+    assert (await rollout(Agent, [CALL, "Three."], tools=[shared])).sample
     assert shared.closed == 0
 
 
 # -- loss scale ------------------------------------------------------------------------------------------------------
 
 
-async def test_last_round_trains_the_last_answer_only() -> None:
-    finished, client = await rollout(ToolAgent, [CALL, CALL, "Three."], loss_scale="last_round")
-    (sample,) = finished.convert(chat_tokenizer("anthropic", "groups_tools")).samples
-    assert trained_ids(sample) == list(client.generations[-1].output_ids)
-    assert sample.response_length == len(client.generations[-1].output_ids)
-    assert sample.metadata["untrained_turns"] == [0, 1]
+async def test_loss_scales_choose_the_trained_answers_by_their_messages() -> None:
+    played = await rollout(ToolAgent, [CALL, CALL, "Three."], loss_scale="last_round")
+    last = list(played.client.generations[-1].output_ids)
+    assert trained_ids(played.sample) == last
+    assert played.sample.response_length == len(last)
+    assert played.sample.metadata["untrained_turns"] == [0, 1]
 
-
-async def test_a_custom_loss_scale_sees_the_messages() -> None:
     def without_calls(messages: list[dict[str, Any]], turn: int, turns: int) -> float:
         return 0 if "<tool_call>" in messages[-1]["content"] else 1
 
-    finished, client = await rollout(ToolAgent, ["Let me see." + CALL, "Three."], loss_scale=without_calls)
-    (sample,) = finished.convert(chat_tokenizer("anthropic", "groups_tools")).samples
-    assert trained_ids(sample) == list(client.generations[1].output_ids)
-
-
-async def test_a_loss_scale_that_is_a_weight_fails_the_rollout() -> None:
-    finished, _ = await rollout(Agent, ["Three."], loss_scale=lambda messages, turn, turns: 0.5)
-    assert finished.failure is not None
-    assert "must return 0 or 1" in finished.failure[1]
-
-
-async def test_prompt_may_be_a_string_and_other_types_are_refused() -> None:
-    class Asking(Agent):
-        asked: Any = "How many?"
-
-        def build_prompt(self, task: dict[str, Any]) -> Any:
-            return self.asked
-
-    finished, client = await rollout(Asking, ["Three."])
-    assert finished.failure is None
-    text = chat_tokenizer("anthropic", "groups_tools").decode(client.prompts[0])
-    assert "<|im_start|>user\nHow many?<|im_end|>" in text
-    finished, _ = await rollout(Asking, [], asked={"role": "user"})
-    assert "Asking.build_prompt must return chat messages" in str(finished.failure)
+    played = await rollout(ToolAgent, ["Let me see." + CALL, "Three."], loss_scale=without_calls)
+    assert trained_ids(played.sample) == list(played.client.generations[1].output_ids)
+    played = await rollout(Agent, ["Three."], loss_scale=lambda messages, turn, turns: 0.5)
+    assert "must return 0 or 1" in played.failure

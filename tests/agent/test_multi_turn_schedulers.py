@@ -16,8 +16,7 @@ from agl_slime.agent.scheduler import (
     register_scheduler,
 )
 from agl_slime.errors import ConfigError
-from agl_slime.types import Sample
-from tests.agent.multi_turn_agents import CALL, TASK, Agent, ToolAgent, rollout, sampled
+from tests.agent.multi_turn_agents import CALL, TASK, Agent, ToolAgent, rollout
 from tests.harness.conversations import ScriptedClient
 from tests.harness.rollouts import run_rollout
 from tests.harness.samples import trained_ids
@@ -25,102 +24,81 @@ from tests.harness.vocabularies import chat_tokenizer
 
 
 class Retry(MultiTurnScheduler):
-    """New round: told that it is wrong; or continuation, when the task says so."""
+    """Asks in a new round until the answer is right."""
 
-    def check_finished(
-        self, infer_request: RolloutInferRequest, result: RolloutResponseChoice, current_turn: int
-    ) -> bool:
+    def check_finished(self, infer_request: Any, result: Any, current_turn: int) -> bool:
         return "three" in result.message.content.lower() or super().check_finished(infer_request, result, current_turn)
 
-    def step(
-        self, infer_request: RolloutInferRequest, result: RolloutResponseChoice, current_turn: int
-    ) -> RolloutInferRequest:
+    def step(self, infer_request: Any, result: Any, current_turn: int) -> RolloutInferRequest:
         infer_request.messages.append({"role": "user", "content": "Wrong."})
         return infer_request
 
 
-class GoOn(Retry):
-    def step(
-        self, infer_request: RolloutInferRequest, result: RolloutResponseChoice, current_turn: int
-    ) -> RolloutInferRequest:
-        infer_request.messages[-1]["content"] += " But wait,"
-        return infer_request
-
-
 @pytest.mark.parametrize("scheduler", [None, Retry(max_turns=5)])
-async def test_the_answer_of_the_dataset_is_not_shown_to_the_model(scheduler: Any) -> None:
-    tokenizer = chat_tokenizer("anthropic", "groups_tools")
-    client = ScriptedClient(tokenizer, ["Three."])
-    agent = Agent(tokenizer=tokenizer, client=client)
-    agent.scheduler = scheduler
-    asked = [{"role": "user", "content": "How many?"}, {"role": "assistant", "content": "It is three."}]
-    task = {"messages": asked, "label": "3"}
-    assert (await run_rollout(agent, task)).failure is None
-    assert tokenizer.decode(client.prompts[0]).endswith("user\nHow many?<|im_end|>\n<|im_start|>assistant\n")
-    assert len(asked) == 2  # the task itself is left as it is
+async def test_the_answer_of_the_dataset_is_not_in_the_prompt(scheduler: Any) -> None:
+    messages = [{"role": "user", "content": "How many?"}, {"role": "assistant", "content": "It is three."}]
+    played = await rollout(Agent, ["Three."], task={"messages": messages, "label": "3"}, scheduler=scheduler)
+    assert played.sample
+    assert played.prompts[0].endswith("user\nHow many?<|im_end|>\n<|im_start|>assistant\n")
+    assert len(messages) == 2  # the task itself is left as it is
 
 
 async def test_the_reward_of_a_continued_answer_sees_all_of_it() -> None:
-    seen: list[Any] = []
+    class Continue(Retry):
+        def step(self, infer_request: Any, result: Any, current_turn: int) -> RolloutInferRequest:
+            infer_request.messages[-1]["content"] += " But wait,"
+            return infer_request
+
+    scored: list[Any] = []
 
     class Judged(Agent):
         async def score(self, task: dict[str, Any], trajectory: Any) -> float:
-            seen.append((trajectory.response, [message["content"] for message in trajectory.messages]))
+            scored.append((trajectory.response, [message["content"] for message in trajectory.messages]))
             return 1.0
 
-    await rollout(Judged, ["Two.", " three."], scheduler=GoOn(max_turns=5))
-    assert seen == [("Two. But wait, three.", ["How many?", "Two. But wait, three."])]
-
-
-async def test_turn_limit_and_truncated_answer_end_a_scheduled_rollout() -> None:
-    finished, _ = await rollout(Agent, ["Two.", "Four."], scheduler=Retry, max_turns=2)
-    (sample,) = finished.convert(chat_tokenizer("anthropic", "groups_tools")).samples
-    assert (sample.metadata["stop_reason"], sample.status) == ("max_turns", Sample.Status.TRUNCATED)
-    finished, _ = await rollout(Agent, ["Two " * 100, "never asked"], scheduler=Retry(max_turns=5))
-    (sample,) = finished.convert(chat_tokenizer("anthropic", "groups_tools")).samples
-    assert sample.metadata["stop_reason"] == "length"
+    await rollout(Judged, ["Two.", " three."], scheduler=Continue(max_turns=5))
+    assert scored == [("Two. But wait, three.", ["How many?", "Two. But wait, three."])]
 
 
 async def test_hooks_are_awaited_and_a_request_may_be_a_new_one() -> None:
-    seen: list[Any] = []
+    calls: list[Any] = []
 
     class Hooked(MultiTurnScheduler):
         async def on_trajectory_start(self, infer_request: RolloutInferRequest) -> None:
             infer_request.data_dict["opened"] = True
-            seen.append(("start", dict(infer_request.data_dict), len(infer_request.messages)))
+            calls.append(("start", dict(infer_request.data_dict), len(infer_request.messages)))
 
         async def on_turn_end(
             self, infer_request: RolloutInferRequest, result: RolloutResponseChoice, current_turn: int
         ) -> None:
-            seen.append(
-                (current_turn, result.message.content, infer_request.messages[-1]["role"], len(result.token_ids))
-            )
+            role = infer_request.messages[-1]["role"]
+            calls.append((current_turn, result.message.content, role, len(result.token_ids)))
 
-        async def step(
-            self, infer_request: RolloutInferRequest, result: RolloutResponseChoice, current_turn: int
-        ) -> RolloutInferRequest:
+        async def step(self, infer_request: Any, result: Any, current_turn: int) -> RolloutInferRequest:
             messages = [*infer_request.messages, {"role": "user", "content": "And?"}]
             return RolloutInferRequest(messages=messages, data_dict=infer_request.data_dict)
 
-    finished, client = await rollout(Agent, ["Two.", "Three."], scheduler=Hooked(max_turns=2))
-    lengths = [len(generation.output_ids) for generation in client.generations]
-    assert seen == [
+    played = await rollout(Agent, ["Two.", "Three."], scheduler=Hooked(max_turns=2))
+    lengths = [len(generation.output_ids) for generation in played.client.generations]
+    assert calls == [
         ("start", {"label": "3", "table": {"kz": "three"}, "opened": True}, 1),
         (1, "Two.", "assistant", lengths[0]),
         (2, "Three.", "assistant", lengths[1]),
     ]
-    assert finished.failure is None
+    assert played.sample
 
 
-async def test_tools_and_a_scheduler_work_together() -> None:
-    finished, client = await rollout(ToolAgent, [CALL, "Two.", CALL, "Three."], scheduler=Retry(max_turns=6))
-    (sample,) = finished.convert(chat_tokenizer("anthropic", "groups_tools")).samples
-    assert trained_ids(sample) == sampled(client)
-    assert sample.metadata["tools"]["calls"] == {"look": 2}
+async def test_tools_limits_and_a_scheduler_work_together() -> None:
+    played = await rollout(ToolAgent, [CALL, "Two.", CALL, "Three."], scheduler=Retry(max_turns=6))
+    assert trained_ids(played.sample) == played.sampled
+    assert played.sample.metadata["tools"]["calls"] == {"look": 2}
+    played = await rollout(Agent, ["Two.", "Four."], scheduler=Retry, max_turns=2)
+    assert played.sample.metadata["stop_reason"] == "max_turns"
+    played = await rollout(Agent, ["Two " * 100, "never asked"], scheduler=Retry(max_turns=5))
+    assert played.sample.metadata["stop_reason"] == "length"
 
 
-# -- from the command line
-# ---------------------------------------------------------------------------------------------------------------------
+# -- from the command line --------------------------------------------------------------------------------------------
 
 PLUGIN = """
 from agl_slime.agent.scheduler import MultiTurnScheduler, register_scheduler
@@ -149,7 +127,7 @@ async def test_a_scheduler_from_a_file_that_was_named(tmp_path: Path, monkeypatc
 
 
 def test_invalid_agent_configuration_is_an_error_in_one_sentence(tmp_path: Path) -> None:
-    class OwnRun(Agent):
+    class Runs(Agent):
         async def run(self, task: Any, session: Any) -> None:
             await session.ask()
 
@@ -161,11 +139,11 @@ def test_invalid_agent_configuration_is_an_error_in_one_sentence(tmp_path: Path)
         ({"plugins": [tmp_path / "missing.py"]}, "missing.py"),
         ({"plugins": [broken]}, "broken.py .*ZeroDivisionError"),
     ]
-    for options, words in cases:
-        with pytest.raises(ConfigError, match=words):
+    for options, sentence in cases:
+        with pytest.raises(ConfigError, match=sentence):
             configure_agent(Agent(), **options)
-    with pytest.raises(ConfigError, match="OwnRun"):
-        configure_agent(OwnRun(), scheduler="any")
+    with pytest.raises(ConfigError, match="Runs"):
+        configure_agent(Runs(), scheduler="any")
     with pytest.raises(ConfigError, match="object"):
         configure_agent(object(), scheduler="any")
     configure_agent(object(), max_turns=2)  # the gateway counts the turns of agents that are not ours

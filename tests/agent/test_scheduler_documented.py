@@ -22,8 +22,9 @@ from agl_slime.agent.scheduler import (
 from agl_slime.errors import ContextOverflowError, EngineServerError
 from agl_slime.tokens.trajectory import Trajectory
 from examples.math_retry import CONTINUATION_TIP, TIP, MathAgent, MathContinuation, MathNewRound, boxed, is_right
+from tests.agent.multi_turn_agents import Played, rollout
 from tests.harness.conversations import ScriptedClient
-from tests.harness.rollouts import run_rollout, run_rollouts
+from tests.harness.rollouts import run_rollouts
 from tests.harness.samples import trained_ids
 from tests.harness.vocabularies import chat_tokenizer
 
@@ -41,21 +42,9 @@ class Twice(MultiTurnScheduler):
 
 
 async def played(
-    scheduler: Any,
-    answers: list[str],
-    agent_class: type[SGLangLitAgent] = MathAgent,
-    template: str = "chatml",
-    **options: Any,
-) -> Any:
-    tokenizer = chat_tokenizer("anthropic", template)
-    client = ScriptedClient(tokenizer, answers)
-    agent = agent_class(tokenizer=tokenizer, client=client)
-    agent.scheduler = scheduler
-    for name, value in options.items():
-        setattr(agent, name, value)
-    finished = await run_rollout(agent, TASK)
-    assert finished.failure is None, finished.failure
-    return finished.convert(tokenizer), client, tokenizer
+    scheduler: Any, answers: list[Any], agent_class: type[SGLangLitAgent] = MathAgent, **attributes: Any
+) -> Played:
+    return await rollout(agent_class, answers, "chatml", task=TASK, scheduler=scheduler, **attributes)
 
 
 def choice(text: str, finish_reason: str = "stop") -> RolloutResponseChoice:
@@ -69,9 +58,6 @@ def test_base_scheduler_has_no_step_and_takes_max_turns_first() -> None:
         MultiTurnScheduler().step(RolloutInferRequest(messages=[]), choice("x"), 1)
     assert Twice(3, "more", other=1).max_turns == 3
     assert Twice().max_turns is None
-
-
-def test_check_finished_stops_on_truncation_and_at_max_turns() -> None:
     request = RolloutInferRequest(messages=[{"role": "user", "content": "?"}])
     assert Twice(3).check_finished(request, choice("x", "length"), 1) is True
     assert request.stop_reason is StopReason.LENGTH
@@ -82,54 +68,45 @@ def test_check_finished_stops_on_truncation_and_at_max_turns() -> None:
 
 
 async def test_step_and_check_finished_get_their_documented_arguments() -> None:
-    seen: list[Any] = []
+    calls: list[Any] = []
 
-    class Looking(Twice):
-        def check_finished(
-            self, infer_request: RolloutInferRequest, result: RolloutResponseChoice, current_turn: int
-        ) -> bool:
-            seen.append((infer_request, [dict(m) for m in infer_request.messages], result, current_turn))
+    class Checked(Twice):
+        def check_finished(self, infer_request: Any, result: Any, current_turn: int) -> bool:
+            calls.append((infer_request, [dict(m) for m in infer_request.messages], result, current_turn))
             return super().check_finished(infer_request, result, current_turn)
 
-    await played(Looking(2), [WRONG, RIGHT])
-    (request, messages, result, turn), (_, later, last, second) = seen
+    await played(Checked(2), [WRONG, RIGHT])
+    (request, messages, result, turn), (_, later, last, second) = calls
     assert (turn, second) == (1, 2)  # rounds count from 1
     assert messages[-1] == {"role": "assistant", "content": WRONG}  # the history has the model's answer already
     assert [message["role"] for message in later] == ["user", "assistant", "user", "assistant"]
     assert request.data_dict == TASK  # the other columns
     assert (request.images, request.audios, request.videos, request.tools, request.objects) == ([], [], [], None, {})
-    assert (result.index, result.message.role, result.message.content, result.finish_reason) == (
-        0,
-        "assistant",
-        WRONG,
-        "stop",
-    )
+    message = result.message
+    assert (result.index, message.role, message.content, result.finish_reason) == (0, "assistant", WRONG, "stop")
     assert last.messages is not None  # copied when the rollout ended
     assert last.messages[-1]["content"] == RIGHT
     assert result.messages is None
 
 
 async def test_new_round_is_one_sample_whose_inserted_text_is_masked() -> None:
-    conversion, client, tokenizer = await played(MathNewRound(max_turns=3), [WRONG, RIGHT])
-    assert tokenizer.decode(client.prompts[1]).endswith(
-        f"{WRONG}<|im_end|>\n<|im_start|>user\n{TIP}<|im_end|>\n<|im_start|>assistant\n"
-    )
-    (sample,) = conversion.samples
-    assert (sample.reward, sample.metadata["stop_reason"], len(conversion.trajectory.turns)) == (1.0, "stop", 2)
-    assert tokenizer.decode(trained_ids(sample)) == f"{WRONG}<|im_end|>{RIGHT}<|im_end|>"
+    result = await played(MathNewRound(max_turns=3), [WRONG, RIGHT])
+    prompt = f"{WRONG}<|im_end|>\n<|im_start|>user\n{TIP}<|im_end|>\n<|im_start|>assistant\n"
+    assert result.prompts[1].endswith(prompt)
+    assert (result.sample.reward, result.sample.metadata["stop_reason"]) == (1.0, "stop")
+    assert result.tokenizer.decode(trained_ids(result.sample)) == f"{WRONG}<|im_end|>{RIGHT}<|im_end|>"
 
 
 async def test_continuation() -> None:
-    conversion, client, tokenizer = await played(MathContinuation(max_turns=3), [WRONG, RIGHT.removeprefix("<think>")])
-    # back in the thinking, with a doubt, and the model goes on from there within the same answer
-    assert tokenizer.decode(client.prompts[1]).endswith(f"<|im_start|>assistant\n<think>\nHm, 12.{CONTINUATION_TIP}")
-    assert sum(conversion.forks.values()) == 1
-    assert conversion.samples[-1].reward == 1.0
-    sampled = sorted(token for generation in client.generations for token in generation.output_ids)
-    trained = sorted(trained_ids(*conversion.samples))
-    assert trained == sampled
-    doubt = tokenizer.encode(CONTINUATION_TIP, add_special_tokens=False)
-    assert not any(trained_run(s) & set(zip(*[doubt[i:] for i in range(4)], strict=False)) for s in conversion.samples)
+    result = await played(MathContinuation(max_turns=3), [WRONG, RIGHT.removeprefix("<think>")])
+    # back in the thinking, with a doubt, from which the model continues within the same answer
+    assert result.prompts[1].endswith(f"<|im_start|>assistant\n<think>\nHm, 12.{CONTINUATION_TIP}")
+    assert sum(result.conversion.forks.values()) == 1
+    assert result.samples[-1].reward == 1.0
+    assert sorted(trained_ids(*result.samples)) == sorted(result.sampled)
+    doubt = result.tokenizer.encode(CONTINUATION_TIP, add_special_tokens=False)
+    fours = set(zip(*[doubt[i:] for i in range(4)], strict=False))
+    assert not any(trained_run(sample) & fours for sample in result.samples)
 
 
 def trained_run(sample: Any) -> set[tuple[int, ...]]:
@@ -139,18 +116,17 @@ def trained_run(sample: Any) -> set[tuple[int, ...]]:
 
 
 async def test_the_reward_may_look_at_all_messages() -> None:
-    seen: list[Any] = []
+    scored: list[Any] = []
 
     class Judged(MathAgent):
         async def score(self, task: dict[str, Any], trajectory: Trajectory) -> float:
-            seen.append(
-                (trajectory.response, [message["role"] for message in trajectory.messages], trajectory.truncated)
-            )
+            roles = [message["role"] for message in trajectory.messages]
+            scored.append((trajectory.response, roles, trajectory.truncated))
             return 0.0
 
     await played(MathNewRound(max_turns=2), [WRONG, WRONG], Judged)
-    # the response is the final round's, the messages are the whole dialogue, and whether it was cut off is told
-    assert seen == [(WRONG, ["user", "assistant", "user", "assistant"], True)]
+    # the response is the final round's, and the messages are the whole dialogue
+    assert scored == [(WRONG, ["user", "assistant", "user", "assistant"], True)]
 
 
 # -- as ms-swift's users write schedulers today ----------------------------------------------------------------------
@@ -162,38 +138,34 @@ class Environment(MultiTurnScheduler):
     def __init__(self, infer_engine: Any = None, max_turns: int | None = None, **kwargs: Any) -> None:
         super().__init__(infer_engine, max_turns, **kwargs)
         self.envs: dict[str, int] = {}
-        self.seen: list[Any] = []
+        self.events: list[Any] = []
         self.fails_at: str | None = None
 
-    def _at(self, place: str) -> None:
-        if self.fails_at == place:
+    def _fail(self, place: str) -> None:
+        if self.fails_at and place in self.fails_at.split(", "):
             raise RuntimeError(f"failed at {place}")
 
     async def on_trajectory_start(self, requests: list[RolloutInferRequest]) -> None:
         for request in requests:
             self.envs[request.uuid] = 0
             request.messages = [{"role": "user", "content": "The first observation."}]
-            self.seen.append(("start", len(requests)))
-        self._at("start")
+            self.events.append(("start", len(requests)))
+        self._fail("start")
 
     async def on_turn_end(
         self, infer_request: RolloutInferRequest, response_choice: RolloutResponseChoice, current_turn: int
     ) -> dict[str, Any]:
         self.envs[infer_request.uuid] += 1
-        self._at("turn")
+        self._fail("turn")
         assert len(response_choice.token_ids) == len(response_choice.logprobs["content"])
         done = "24" in response_choice.message.content
         return {"done": done, "rollout_infos": {"total_reward": self.envs[infer_request.uuid], "gym_done": done}}
 
-    def check_finished(
-        self, infer_request: RolloutInferRequest, response_choice: RolloutResponseChoice, current_turn: int
-    ) -> bool:
-        return not self.envs  # done, where it is said, decides
+    def check_finished(self, infer_request: Any, response_choice: Any, current_turn: int) -> bool:
+        return not self.envs  # done, if a hook returns it, decides
 
-    def step(
-        self, infer_request: RolloutInferRequest, response_choice: RolloutResponseChoice, current_turn: int
-    ) -> dict[str, Any]:
-        self._at("step")
+    def step(self, infer_request: Any, response_choice: Any, current_turn: int) -> dict[str, Any]:
+        self._fail("step")
         infer_request.messages.append({"role": "user", "content": f"Observation {current_turn}."})
         ids = [*response_choice.token_ids, *self.tokenizer.encode("more")]
         return {
@@ -206,8 +178,8 @@ class Environment(MultiTurnScheduler):
     async def on_trajectory_end(self, requests: list[RolloutInferRequest], error: BaseException | None = None) -> None:
         for request in requests:
             self.envs.pop(request.uuid)
-            self.seen.append(("end", request.messages[-1]["content"], type(error).__name__))
-        self._at("end")
+            self.events.append(("end", request.messages[-1]["content"], type(error).__name__))
+        self._fail("end")
 
 
 class Infos(MathAgent):
@@ -221,64 +193,37 @@ class Infos(MathAgent):
 async def test_an_environment_as_in_ms_swift() -> None:
     """Its fields are lists and dicts; ``done`` and ``infos`` come from the step, and the end hook runs."""
     scheduler = Environment(max_turns=5)
-    conversion, client, tokenizer = await played(scheduler, [WRONG, WRONG, RIGHT, "never asked"], Infos)
+    result = await played(scheduler, [WRONG, WRONG, RIGHT, "never asked"], Infos)
     assert scheduler.max_turns == 5
-    assert scheduler.seen == [("start", 1), ("end", RIGHT, "NoneType")]
+    assert scheduler.events == [("start", 1), ("end", RIGHT, "NoneType")]
     assert not scheduler.envs
     assert Infos.infos == {"total_reward": 3, "gym_done": True, "steps": 2}
-    assert "The first observation." in tokenizer.decode(client.prompts[0])
-    assert "Observation 2." in tokenizer.decode(client.prompts[2])
-    (sample,) = conversion.samples
-    assert sample.metadata["stop_reason"] == "stop"
-    trained = trained_ids(sample)
-    assert trained == [token for generation in client.generations for token in generation.output_ids]
+    assert "The first observation." in result.prompts[0]
+    assert "Observation 2." in result.prompts[2]
+    assert result.sample.metadata["stop_reason"] == "stop"
+    assert trained_ids(result.sample) == result.sampled
 
 
-async def test_max_turns_ends_a_rollout_whatever_the_scheduler_says() -> None:
+async def test_a_limit_ends_a_rollout_whatever_the_scheduler_says_without_an_error() -> None:
     scheduler = Environment(max_turns=2)
-    conversion, _, _ = await played(scheduler, [WRONG, WRONG, "never asked"], Infos)
-    assert (len(conversion.trajectory.turns), conversion.samples[0].metadata["stop_reason"]) == (2, "max_turns")
-    assert scheduler.seen[-1] == ("end", WRONG, "NoneType")
+    result = await played(scheduler, [WRONG, WRONG, "never asked"], Infos)
+    assert (len(result.conversion.trajectory.turns), result.sample.metadata["stop_reason"]) == (2, "max_turns")
+    assert scheduler.events[-1] == ("end", WRONG, "NoneType")
+    scheduler = Environment()
+    assert (await played(scheduler, [WRONG, ContextOverflowError("full")], Infos)).sample
+    assert scheduler.events[-1] == ("end", "Observation 1.", "NoneType")
 
 
-@pytest.mark.parametrize("place", ["start", "turn", "step", "end", "engine"])
+@pytest.mark.parametrize("place", ["start", "turn", "step", "end", "engine", "step, end"])
 async def test_environment_is_closed_when_any_hook_fails(place: str) -> None:
+    """The first error is the rollout's, if the end hook fails too."""
     scheduler = Environment(max_turns=5)
     scheduler.fails_at = place
-    tokenizer = chat_tokenizer("anthropic", "chatml")
-    answers: list[Any] = [EngineServerError("failed at engine")] if place == "engine" else [WRONG, RIGHT]
-    agent = MathAgent(tokenizer=tokenizer, client=ScriptedClient(tokenizer, answers))
-    agent.scheduler = scheduler
-    finished = await run_rollout(agent, TASK)
-    assert finished.failure is not None
-    assert f"failed at {place}" in finished.failure[1]
+    result = await played(scheduler, [EngineServerError("failed at engine")] if place == "engine" else [WRONG, RIGHT])
+    assert f"failed at {place.partition(',')[0]}" in result.failure
     assert not scheduler.envs
     error = {"end": "NoneType", "engine": "EngineServerError"}.get(place, "RuntimeError")
-    assert scheduler.seen[-1][2] == error
-
-
-async def test_rollout_error_is_kept_when_its_end_hook_fails_too() -> None:
-    class Both(Environment):
-        def _at(self, place: str) -> None:
-            if place in ("step", "end"):
-                raise RuntimeError(f"failed at {place}")
-
-    tokenizer = chat_tokenizer("anthropic", "chatml")
-    agent = MathAgent(tokenizer=tokenizer, client=ScriptedClient(tokenizer, [WRONG]))
-    agent.scheduler = Both()
-    finished = await run_rollout(agent, TASK)
-    assert finished.failure is not None
-    assert "failed at step" in finished.failure[1]
-
-
-async def test_a_limit_is_no_error_at_the_end() -> None:
-    scheduler = Environment()
-    tokenizer = chat_tokenizer("anthropic", "chatml")
-    agent = Infos(tokenizer=tokenizer, client=ScriptedClient(tokenizer, [WRONG, ContextOverflowError("full")]))
-    agent.scheduler = scheduler
-    finished = await run_rollout(agent, TASK)
-    assert finished.failure is None
-    assert scheduler.seen[-1] == ("end", "Observation 1.", "NoneType")
+    assert scheduler.events[-1][2] == error
 
 
 async def test_a_sync_scheduler_runs_off_the_loop_of_all_rollouts() -> None:
@@ -324,12 +269,7 @@ async def test_a_step_that_returns_something_else_fails_the_rollout_by_name() ->
         def step(self, infer_request: Any, result: Any, current_turn: int) -> Any:
             return {"messages": []}
 
-    tokenizer = chat_tokenizer("anthropic", "chatml")
-    agent = MathAgent(tokenizer=tokenizer, client=ScriptedClient(tokenizer, [WRONG]))
-    agent.scheduler = Wrong(max_turns=2)
-    finished = await run_rollout(agent, TASK)
-    assert finished.failure is not None
-    assert "Wrong.step" in finished.failure[1]
+    assert "Wrong.step" in (await played(Wrong(max_turns=2), [WRONG])).failure
 
 
 def test_boxes_are_read_with_their_braces() -> None:
