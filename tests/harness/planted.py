@@ -1,13 +1,14 @@
 """Planted faults: what the test suite catches.
 
 Each line of ``planted.jsonl`` is a fault: one line of the package, and a wrong one in its place. A fault is planted
-into a copy of the repository, where the tests of its room run; the table lists the failed tests and their CPU time.
+into a copy of the repository, where the tests that execute it run; the table lists the failed tests and their CPU time.
 
-    python -m tests.harness.planted run [--room tokens] [--jobs 2] --results results.jsonl
+    python -m tests.harness.planted lines lines.json                 # which test executes which line; needs coverage
+    python -m tests.harness.planted run lines.json --results results.jsonl [--room tokens] [--jobs 2]
     python -m tests.harness.planted table results.jsonl              # Markdown
     python -m tests.harness.planted draw --count 60 --seed 46        # new faults; needs the package cosmic-ray
 
-A test that fails without any fault is left out, so that flaky tests catch nothing.
+For a line that only imports execute, the tests of its room run. A test that fails without any fault catches nothing.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -47,7 +48,8 @@ OPERATORS = (
     *("ZeroIterationForLoop", "ExceptionReplacer"),
 )
 TIME_LIMIT_S = 300.0
-_VARIABLE = "AGL_SLIME_PLANTED_RESULTS"
+# variables for the processes of tests, and a file beside the results
+_RESULTS, _LINES, _SELECTED = "AGL_SLIME_PLANTED_RESULTS", "AGL_SLIME_PLANTED_LINES", "selected.json"
 
 
 @dataclass(frozen=True)
@@ -67,20 +69,24 @@ class Fault:
     def room(self) -> str:
         return Path(self.file).parts[1]
 
+    def line_in(self, source: str) -> int:
+        """The index of the line. Raises ``ValueError`` where the source has none."""
+        places = [index for index, line in enumerate(source.splitlines()) if line.strip() == self.before]
+        if len(places) < self.nth:
+            raise ValueError(f"{self.file} has no line {self.nth} of {self.before!r}: the fault needs the new line")
+        return places[self.nth - 1]
+
     def plant(self, root: Path) -> None:
         path = root / self.file
         lines = path.read_text().splitlines(keepends=True)
-        places = [number for number, line in enumerate(lines) if line.strip() == self.before]
-        if len(places) < self.nth:
-            raise ValueError(f"{self.file} has no line {self.nth} of {self.before!r}: the fault needs the new line")
-        at = places[self.nth - 1]
-        lines[at] = lines[at].replace(self.before, self.after)
+        index = self.line_in("".join(lines))
+        lines[index] = lines[index].replace(self.before, self.after)
         path.write_text("".join(lines))
 
 
 @dataclass
 class Outcome:
-    """A run of a room's tests: the failed tests with the CPU seconds of each. ``error``: the run gave no result."""
+    """A run of the tests of a fault: the failed ones with their CPU seconds. ``error``: the run gave no result."""
 
     fault: dict[str, Any]
     failed: dict[str, float] = field(default_factory=dict)
@@ -97,17 +103,22 @@ def _cpu_seconds() -> float:
 
 
 class _Recorder:
-    """A pytest plugin that writes each test's outcome and CPU time as a line of JSON."""
+    """A pytest plugin that runs the tests named in ``selected``, or all, and writes each one's outcome and CPU time as
+    a line of JSON."""
 
-    def __init__(self, path: str) -> None:
-        self._path = path
+    def __init__(self, results: str, selected: set[str]) -> None:
+        self._results, self._selected = results, selected
+
+    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
+        if self._selected:
+            items[:] = [item for item in items if item.nodeid in self._selected]
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[None]:
         self._failed, begin = False, _cpu_seconds()
         result = yield
         line = {"test": item.nodeid, "failed": self._failed, "cpu": round(_cpu_seconds() - begin, 3)}
-        with open(self._path, "a") as lines:
+        with open(self._results, "a") as lines:
             lines.write(json.dumps(line) + "\n")
         return result
 
@@ -115,78 +126,141 @@ class _Recorder:
         self._failed = self._failed or report.failed
 
 
+class _LineRecorder:
+    """A pytest plugin that writes the lines of the package that each test executes, with coverage's contexts."""
+
+    def __init__(self, directory: str) -> None:
+        import coverage
+
+        data = str(Path(directory) / f"{os.getpid()}.coverage")
+        self._coverage = coverage.Coverage(data, source=["agl_slime"], config_file=False, messages=False)
+        self._coverage.start()
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[None]:
+        self._coverage.switch_context(item.nodeid)
+        return (yield)
+
+    def pytest_sessionfinish(self) -> None:
+        self._coverage.stop()
+        self._coverage.save()
+
+
 def pytest_configure(config: pytest.Config) -> None:
-    if (path := os.environ.get(_VARIABLE)) and hasattr(config, "pluginmanager"):
-        config.pluginmanager.register(_Recorder(path))
+    if results := os.environ.get(_RESULTS):
+        names = Path(results).with_name(_SELECTED)
+        selected = set(json.loads(names.read_text())) if names.exists() else set()
+        config.pluginmanager.register(_Recorder(results, selected))
+    elif directory := os.environ.get(_LINES):
+        config.pluginmanager.register(_LineRecorder(directory))
+
+
+# -- which tests execute a line ---------------------------------------------------------------------------------------
+
+
+def record_lines(out: Path) -> None:
+    """Run the default suite and write {file: {line: [tests]}}, without lines that only imports execute."""
+    from coverage import CoverageData
+
+    with tempfile.TemporaryDirectory() as directory:
+        command = [sys.executable, "-m", "pytest", "-q", "-n", "2", "-p", "tests.harness.planted"]
+        subprocess.run(command, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT), _LINES: directory}, check=False)
+        lines: dict[str, dict[int, set[str]]] = defaultdict(lambda: defaultdict(set))
+        for path in Path(directory).glob("*.coverage*"):
+            data = CoverageData(str(path))
+            data.read()
+            for file in data.measured_files():
+                for number, contexts in data.contexts_by_lineno(file).items():
+                    lines[str(Path(file).relative_to(ROOT))][number].update(filter(None, contexts))
+    plain = {file: {n: sorted(tests) for n, tests in numbers.items() if tests} for file, numbers in lines.items()}
+    out.write_text(json.dumps(plain))
+
+
+def tests_of(fault: Fault, lines: Mapping[str, Mapping[str, list[str]]]) -> list[str]:
+    """The tests that execute the statement of the fault; of its room, where none does."""
+    source = (ROOT / fault.file).read_text()
+    number = fault.line_in(source) + 1
+    statements = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.stmt)]
+    around = [node for node in statements if node.lineno <= number <= (node.end_lineno or node.lineno)]
+    innermost = max(around, key=lambda node: node.lineno)
+    inner = [node.lineno for node in ast.walk(innermost) if isinstance(node, ast.stmt) and node is not innermost]
+    last = min(inner, default=(innermost.end_lineno or number) + 1)
+    executed = lines.get(fault.file, {})
+    tests = {test for at in range(innermost.lineno, max(last, number + 1)) for test in executed.get(str(at), [])}
+    return sorted(tests)
 
 
 # -- planting ---------------------------------------------------------------------------------------------------------
 
 
-def tests_of(room: str) -> list[str]:
-    return [f"tests/{FOLDERS.get(room, room)}"]
-
-
-def run_tests(root: Path, room: str, fault: Fault | None, *, time_limit_s: float = TIME_LIMIT_S) -> Outcome:
-    """The tests of ``room`` in the copy at ``root``, in a process group that ends with them."""
-    outcome = Outcome(fault=asdict(fault) if fault else {"room": room})
-    results = root / "planted-results.jsonl"
-    results.unlink(missing_ok=True)
+def run_tests(root: Path, fault: Fault, tests: Sequence[str], *, planted: bool) -> Outcome:
+    """``tests``, or all of the fault's room, in the copy at ``root``, in a process group that ends with them."""
+    outcome = Outcome(fault={**asdict(fault), "planted": planted})
+    directory = root.parent / "results"
+    shutil.rmtree(directory, ignore_errors=True)
+    directory.mkdir()
+    (directory / _SELECTED).write_text(json.dumps([*tests]))
+    files = sorted({test.partition("::")[0] for test in tests}) or [f"tests/{FOLDERS.get(fault.room, fault.room)}"]
     command = [sys.executable, "-m", "pytest", "-q", "--no-header", "-p", "tests.harness.planted"]
-    command += ["-p", "no:cacheprovider", *tests_of(room)]
-    environment = {**os.environ, "PYTHONPATH": str(root), _VARIABLE: str(results), "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, "PYTHONPATH": str(root), _RESULTS: str(directory / "tests"), "OMP_NUM_THREADS": "1"}
     process = subprocess.Popen(
-        command, cwd=root, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True
+        [*command, "-p", "no:cacheprovider", *files],
+        cwd=root,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
     )
+    output = b""
     try:
-        output, _ = process.communicate(timeout=time_limit_s)
+        output, _ = process.communicate(timeout=TIME_LIMIT_S)
     except subprocess.TimeoutExpired:
-        outcome.error = f"the tests did not end within {time_limit_s:g} s"
-        output = b""
+        outcome.error = f"the tests did not end within {TIME_LIMIT_S:g} s"
     finally:
-        for end in (signal.SIGTERM, signal.SIGKILL):
+        for number in (signal.SIGTERM, signal.SIGKILL):
             try:
-                os.killpg(process.pid, end)
+                os.killpg(process.pid, number)
             except ProcessLookupError:
                 break
         process.wait()
-    lines = [json.loads(line) for line in results.read_text().splitlines()] if results.exists() else []
-    outcome.failed = {line["test"]: line["cpu"] for line in lines if line["failed"]}
-    outcome.passed = sum(not line["failed"] for line in lines)
-    if not lines and not outcome.error:
+    results = directory / "tests"
+    rows = [json.loads(line) for line in results.read_text().splitlines()] if results.exists() else []
+    outcome.failed = {row["test"]: row["cpu"] for row in rows if row["failed"]}
+    outcome.passed = sum(not row["failed"] for row in rows)
+    if not rows and not outcome.error:
         outcome.error = output.decode(errors="replace")[-500:]
     return outcome
 
 
-def run_all(faults: Sequence[Fault], *, jobs: int, results: Path) -> None:
-    """Run the rooms' tests without a fault, then with each; a line of JSON per run, as it ends."""
-    done = [json.loads(line)["fault"] for line in results.read_text().splitlines()] if results.exists() else []
-    rooms = sorted({fault.room for fault in faults})
-    work: list[tuple[str, Fault | None]] = [(room, None) for room in rooms if {"room": room} not in done]
-    work += [(fault.room, fault) for fault in faults if asdict(fault) not in done]
+def run_all(faults: Sequence[Fault], lines: Mapping[str, Any], *, jobs: int, results: Path) -> None:
+    """Run the tests with each fault, and the failed ones again without; a line of JSON per fault, as it ends."""
+    rows = [json.loads(line) for line in results.read_text().splitlines()] if results.exists() else []
+    done = [{key: value for key, value in row["fault"].items() if key != "planted"} for row in rows]
     copies = [Path(tempfile.mkdtemp(prefix="planted-")) / "repository" for _ in range(jobs)]
     free = list(copies)
     for copy in copies:
         subprocess.run(["git", "clone", "-q", "--shared", str(ROOT), str(copy)], check=True)
 
-    def one(job: tuple[str, Fault | None]) -> None:
-        room, fault = job
+    def run_one(fault: Fault) -> None:
         root = free.pop()
         try:
-            if fault is not None:
-                fault.plant(root)
-            outcome = run_tests(root, room, fault)
+            fault.plant(root)
+            outcome = run_tests(root, fault, tests_of(fault, lines), planted=True)
+            subprocess.run(["git", "checkout", "-q", "."], cwd=root, check=True)
+            if outcome.failed:
+                flaky = run_tests(root, fault, sorted(outcome.failed), planted=False).failed
+                outcome.failed = {test: cpu for test, cpu in outcome.failed.items() if test not in flaky}
         finally:
             subprocess.run(["git", "checkout", "-q", "."], cwd=root, check=True)
             free.append(root)
-        with results.open("a") as lines:
-            lines.write(json.dumps(asdict(outcome)) + "\n")
-        caught = outcome.error.strip().splitlines()[-1:] or [f"{len(outcome.failed)} of {outcome.passed} tests failed"]
-        print(f"{room}: {fault.before if fault else 'no fault'}: {caught[0]}", flush=True)
+        with results.open("a") as file:
+            file.write(json.dumps(asdict(outcome)) + "\n")
+        caught = outcome.error.strip().splitlines()[-1:] or [f"{len(outcome.failed)} failed, {outcome.passed} passed"]
+        print(f"{fault.file}: {fault.before}: {caught[0]}", flush=True)
 
     try:
         with ThreadPoolExecutor(jobs) as pool:
-            list(pool.map(one, work))
+            list(pool.map(run_one, (fault for fault in faults if asdict(fault) not in done)))
     finally:
         for copy in copies:
             shutil.rmtree(copy.parent, ignore_errors=True)
@@ -198,12 +272,9 @@ def run_all(faults: Sequence[Fault], *, jobs: int, results: Path) -> None:
 def table(results: Path) -> str:
     """Fault x tests that catch it x their CPU seconds, and a summary per invariant."""
     runs = [json.loads(line) for line in results.read_text().splitlines()]
-    flaky: set[str] = {test for run in runs if "file" not in run["fault"] for test in run["failed"]}
     rows, counts, invariants = [], Counter[str](), defaultdict[int, list[int]](list)
     for run in runs:
-        if "file" not in (fault := run["fault"]):
-            continue
-        tests = {test: cpu for test, cpu in run["failed"].items() if test not in flaky}
+        fault, tests = run["fault"], run["failed"]
         caught = len(tests) or int(bool(run["error"]))
         counts["uncaught" if not caught else "once" if caught == 1 else "more"] += 1
         if fault["invariant"]:
@@ -275,23 +346,27 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
     running = commands.add_parser("run")
-    running.add_argument("--room", choices=ROOMS, action="append", default=[])
+    running.add_argument("lines", type=Path)
+    running.add_argument("--room", action="append", default=[])
     running.add_argument("--jobs", type=int, default=2)
     running.add_argument("--results", type=Path, required=True, help="a run that was cut continues with this file")
     drawing = commands.add_parser("draw")
     drawing.add_argument("--count", type=int, default=60)
     drawing.add_argument("--seed", type=int, default=46)
     commands.add_parser("table").add_argument("results", type=Path)
+    commands.add_parser("lines").add_argument("out", type=Path)
     options = parser.parse_args()
     if options.command == "draw":
         for fault in draw(options.count, options.seed):
             print(json.dumps(asdict(fault)), flush=True)
     elif options.command == "table":
         print(table(options.results))
+    elif options.command == "lines":
+        record_lines(options.out)
     else:
         faults = [Fault(**json.loads(line)) for line in FAULTS.read_text().splitlines()]
         chosen = [fault for fault in faults if not options.room or fault.room in options.room]
-        run_all(chosen, jobs=options.jobs, results=options.results)
+        run_all(chosen, json.loads(options.lines.read_text()), jobs=options.jobs, results=options.results)
     return 0
 
 
