@@ -26,116 +26,112 @@ from tests.harness.loop_thread import in_thread
 from tests.harness.scripted_engine import ScriptedEngine
 
 QUICK = ClientSettings(backoff_base_s=0.001, backoff_cap_s=0.01)
+ONE_TOKEN = SamplingParams(max_new_tokens=1)
 
 
 async def test_ids_and_log_probs_are_the_engines() -> None:
-    async with ScriptedEngine(weight_version="5") as engine, SGLangClient(base_url=engine.url) as client:
-        got = await client.generate([1, 2, 3], SamplingParams(max_new_tokens=8), rid="abc")
-        assert list(got.output_ids) == engine.continuation([1, 2, 3], 8)
-        assert list(got.log_probs) == engine.continuation_log_probs([1, 2, 3], 8)
-        assert (got.finish_reason, got.prompt_tokens, got.cached_tokens, got.request_id, got.resumed) == (
-            "length",
-            3,
-            0,
-            "abc",
-            0,
-        )
-        assert got.weight_versions == (WeightSpan("5", 0, 8),)
-        assert got.latency_s > 0
-        sent = engine.received[0]
-        assert sent.payload["return_logprob"] is True
-        assert sent.payload["input_ids"] == [1, 2, 3]
-        assert "X-SMG-Routing-Key" not in sent.headers
-
-
-async def test_the_routing_key_and_the_api_key_travel_as_headers() -> None:
     settings = ClientSettings(api_key="secret")
     assert "secret" not in repr(settings)
-    async with ScriptedEngine() as engine, SGLangClient(base_url=engine.url, settings=settings) as client:
-        await client.generate([1], SamplingParams(max_new_tokens=1), routing_key="rollout-7")
-        assert engine.received[0].headers["X-SMG-Routing-Key"] == "rollout-7"
-        assert engine.received[0].headers["Authorization"] == "Bearer secret"
+    async with (
+        ScriptedEngine(weight_version="5") as engine,
+        SGLangClient(base_url=engine.url, settings=settings) as client,
+    ):
+        generation = await client.generate([1, 2, 3], SamplingParams(max_new_tokens=8), rid="abc")
+        assert list(generation.output_ids) == engine.continuation([1, 2, 3], 8)
+        assert list(generation.log_probs) == engine.continuation_log_probs([1, 2, 3], 8)
+        assert (generation.finish_reason, generation.request_id, generation.resumed) == ("length", "abc", 0)
+        assert (generation.prompt_tokens, generation.cached_tokens) == (3, 0)
+        assert generation.weight_versions == (WeightSpan("5", 0, 8),)
+        assert generation.latency_s > 0
+        await client.generate([1], ONE_TOKEN, routing_key="rollout-7")
+        first, second = engine.received
+        assert first.payload["return_logprob"] is True
+        assert first.payload["input_ids"] == [1, 2, 3]
+        assert "X-SMG-Routing-Key" not in first.headers
+        assert second.headers["X-SMG-Routing-Key"] == "rollout-7"
+        assert second.headers["Authorization"] == "Bearer secret"
 
 
 async def test_invalid_generation_is_refused_before_it_is_sent() -> None:
     async with ScriptedEngine() as engine, SGLangClient(base_url=engine.url, vocab_size=16, context_length=8) as client:
-        with pytest.raises(OutOfVocabularyError, match="token id 16, outside the model's vocabulary of 16"):
-            await client.generate([1, 16], SamplingParams())
-        with pytest.raises(OutOfVocabularyError, match="token id -1"):
-            await client.generate([-1, 2], SamplingParams())
-        with pytest.raises(ContextOverflowError, match="8 tokens and leaves no room"):
-            await client.generate([1] * 8, SamplingParams())
-        with pytest.raises(EngineRequestError, match="no token ids"):
-            await client.generate([], SamplingParams())
+        for ids, error, message in (
+            ([1, 16], OutOfVocabularyError, "token id 16, outside the model's vocabulary of 16"),
+            ([-1, 2], OutOfVocabularyError, "token id -1"),
+            ([1] * 8, ContextOverflowError, "8 tokens and leaves no room"),
+            ([], EngineRequestError, "no token ids"),
+        ):
+            with pytest.raises(error, match=message):
+                await client.generate(ids, SamplingParams())
         assert engine.calls["/generate"] == 0
 
 
 async def test_engine_refuses_invalid_requests_and_they_are_not_retried() -> None:
     async with ScriptedEngine(context_length=8) as engine, SGLangClient(base_url=engine.url, settings=QUICK) as client:
         with pytest.raises(OutOfVocabularyError, match="vocab size"):
-            await client.generate([99], SamplingParams(max_new_tokens=1))
+            await client.generate([99], ONE_TOKEN)
         with pytest.raises(ContextOverflowError, match="longer than the model's context length"):
-            await client.generate([1] * 9, SamplingParams(max_new_tokens=1))
+            await client.generate([1] * 9, ONE_TOKEN)
         assert engine.calls["/generate"] == 2  # neither was sent again
 
 
-async def test_calls_in_flight_share_the_learned_context_length() -> None:
-    async with ScriptedEngine(context_length=8, latency_s=0.01) as engine, SGLangClient(base_url=engine.url) as client:
-        results = await asyncio.gather(*(client.generate([1, 2], SamplingParams(max_new_tokens=100)) for _ in range(5)))
-        assert [len(got.output_ids) for got in results] == [6] * 5
-
-
-@pytest.mark.parametrize("known", [True, False])
-async def test_the_answer_is_shortened_to_the_room_that_is_left(known: bool) -> None:
+@pytest.mark.parametrize("configured", [True, False])
+async def test_the_answer_is_shortened_to_the_context_length(configured: bool) -> None:
+    """Also of calls in flight when the first refusal names the length."""
     async with (
         ScriptedEngine(context_length=8) as engine,
-        SGLangClient(base_url=engine.url, context_length=8 if known else None) as client,
+        SGLangClient(base_url=engine.url, context_length=8 if configured else None) as client,
     ):
-        for _ in range(2):
-            got = await client.generate([1, 2], SamplingParams(max_new_tokens=100))
-            assert (len(got.output_ids), got.finish_reason) == (6, "length")
-        assert engine.calls["/generate"] == (2 if known else 3)  # told once, remembered
+        requests = []
+        for in_flight in (5, 1):
+            calls = [client.generate([1, 2], SamplingParams(max_new_tokens=100)) for _ in range(in_flight)]
+            for generation in await asyncio.gather(*calls):
+                assert (len(generation.output_ids), generation.finish_reason) == (6, "length")
+            requests.append(engine.calls["/generate"])
+        assert (requests[0] > 5) == (not configured)
+        assert requests[1] == requests[0] + 1  # the length of the refusal is remembered
 
 
-@pytest.mark.parametrize("engines", [8, 100])
-async def test_the_context_length_of_a_request_limits_prompt_and_answer(engines: int) -> None:
-    """slime's ``--rollout-max-context-len``; the engine's own limit holds beside it."""
-    sampling = SamplingParams(max_new_tokens=100, context_length=108 - engines)
-    async with ScriptedEngine(context_length=engines) as engine, SGLangClient(base_url=engine.url) as client:
-        got = await client.generate([1, 2], sampling)
-        assert (len(got.output_ids), got.finish_reason) == (6, "length")
+@pytest.mark.parametrize("engine_limit", [8, 100])
+async def test_the_context_length_of_a_request_limits_prompt_and_answer(engine_limit: int) -> None:
+    """slime's ``--rollout-max-context-len``; the engine's limit holds beside it."""
+    sampling = SamplingParams(max_new_tokens=100, context_length=108 - engine_limit)
+    async with ScriptedEngine(context_length=engine_limit) as engine, SGLangClient(base_url=engine.url) as client:
+        generation = await client.generate([1, 2], sampling)
+        assert (len(generation.output_ids), generation.finish_reason) == (6, "length")
         assert "context_length" not in engine.received[-1].payload["sampling_params"]
-        with pytest.raises(ContextOverflowError, match="8 tokens" if engines == 100 else "context"):
+        with pytest.raises(ContextOverflowError, match="8 tokens" if engine_limit == 100 else "context"):
             await client.generate([1] * 8, sampling)
 
 
 async def test_aborted_generation_is_resumed_under_new_request_ids() -> None:
     async with ScriptedEngine() as engine, SGLangClient(base_url=engine.url, settings=QUICK) as client:
         engine.script("/generate", Abort(n_tokens=3), Abort(n_tokens=0), Abort(n_tokens=2))
-        got = await client.generate([1, 2], SamplingParams(max_new_tokens=9), rid="abc", routing_key="k")
-        assert list(got.output_ids) == engine.continuation([1, 2], 9)
-        assert list(got.log_probs) == engine.continuation_log_probs([1, 2], 9)
-        assert (got.resumed, got.prompt_tokens, got.cached_tokens, got.finish_reason) == (3, 2, 0, "length")
+        generation = await client.generate([1, 2], SamplingParams(max_new_tokens=9), rid="abc", routing_key="k")
+        assert list(generation.output_ids) == engine.continuation([1, 2], 9)
+        assert list(generation.log_probs) == engine.continuation_log_probs([1, 2], 9)
+        assert (generation.resumed, generation.finish_reason) == (3, "length")
+        assert (generation.prompt_tokens, generation.cached_tokens) == (2, 0)
         assert [request.payload["sampling_params"]["max_new_tokens"] for request in engine.received] == [9, 6, 6, 4]
         assert all(request.headers["X-SMG-Routing-Key"] == "k" for request in engine.received)
         assert len(set(engine.rids)) == 4
         # SGLang aborts by prefix
-        assert not any(one != other and other.startswith(one) for one in engine.rids for other in engine.rids)
+        assert not any(a != b and b.startswith(a) for a in engine.rids for b in engine.rids)
 
 
-async def test_an_abort_is_returned_when_the_caller_wants_it() -> None:
+async def test_an_abort_is_returned_to_a_caller_that_resumes_by_itself() -> None:
     async with ScriptedEngine() as engine, SGLangClient(base_url=engine.url) as client:
         engine.script("/generate", Abort(n_tokens=3))
-        got = await client.generate([1, 2], SamplingParams(max_new_tokens=9), resume_aborted=False)
-        assert (got.finish_reason, got.resumed, list(got.output_ids)) == ("abort", 0, engine.continuation([1, 2], 3))
+        generation = await client.generate([1, 2], SamplingParams(max_new_tokens=9), resume_aborted=False)
+        assert (generation.finish_reason, generation.resumed) == ("abort", 0)
+        assert list(generation.output_ids) == engine.continuation([1, 2], 3)
         assert engine.calls["/generate"] == 1
 
 
-@pytest.mark.parametrize("after", [0, 1])
-async def test_an_engine_that_aborts_for_ever_is_left(after: int) -> None:
+@pytest.mark.parametrize("n_tokens", [0, 1])
+async def test_an_engine_that_always_aborts_is_an_error(n_tokens: int) -> None:
     settings = ClientSettings(resume_limit=5, backoff_base_s=0.001, backoff_cap_s=0.01)
     async with ScriptedEngine() as engine, SGLangClient(base_url=engine.url, settings=settings) as client:
-        engine.always("/generate", Abort(n_tokens=after))
+        engine.always("/generate", Abort(n_tokens=n_tokens))
         with pytest.raises(EngineServerError, match="aborted one generation 6 times"):
             await client.generate([1, 2], SamplingParams(max_new_tokens=100))
         assert engine.calls["/generate"] == 6
@@ -144,16 +140,16 @@ async def test_an_engine_that_aborts_for_ever_is_left(after: int) -> None:
 async def test_aborted_with_a_full_context_is_length() -> None:
     async with ScriptedEngine(context_length=8) as engine, SGLangClient(base_url=engine.url) as client:
         engine.script("/generate", Abort(n_tokens=6))
-        got = await client.generate([1, 2], SamplingParams(max_new_tokens=6))
-        assert got.finish_reason == "length"
-        # the server aborts where it would have ended, and says so only when asked again
+        generation = await client.generate([1, 2], SamplingParams(max_new_tokens=6))
+        assert generation.finish_reason == "length"
+        # the server aborts at the length limit and only reports it to the next request
         engine.script("/generate", Abort(n_tokens=6))
         client.context_length = None
-        got = await client.generate([1, 2, 3], SamplingParams(max_new_tokens=5))
-        assert (len(got.output_ids), got.finish_reason) == (5, "length")
+        generation = await client.generate([1, 2, 3], SamplingParams(max_new_tokens=5))
+        assert (len(generation.output_ids), generation.finish_reason) == (5, "length")
 
 
-async def test_a_cancelled_call_tells_the_engine_and_does_not_wait() -> None:
+async def test_a_cancelled_call_aborts_in_the_engine_and_does_not_wait() -> None:
     async with ScriptedEngine(token_s=0.01) as engine, SGLangClient(base_url=engine.url) as client:
         task = asyncio.create_task(client.generate([1], SamplingParams(max_new_tokens=1000), rid="gone"))
         await engine.arrived("/generate")
@@ -164,25 +160,24 @@ async def test_a_cancelled_call_tells_the_engine_and_does_not_wait() -> None:
         assert time.monotonic() - started < 5  # of the 10 s that the answer takes
         await asyncio.wait_for(engine.arrived("/abort_request"), 5)
         assert engine.received[-1].payload == {"rid": "gone"}
-        await asyncio.wait_for(engine.idle(), 5)  # it was heard
+        await asyncio.wait_for(engine.idle(), 5)
 
 
 @pytest.mark.slow
 async def test_cancelling_thousands_leaks_nothing() -> None:
     async with ScriptedEngine(latency_s=30.0) as engine:
         async with SGLangClient(base_url=engine.url) as client:
-            tasks = [asyncio.create_task(client.generate([1], SamplingParams(max_new_tokens=1))) for _ in range(1000)]
+            tasks = [asyncio.create_task(client.generate([1], ONE_TOKEN)) for _ in range(1000)]
             await asyncio.wait_for(engine.arrived("/generate", 1000), 30)
             assert engine.connections == 1000
             for task in tasks:
                 task.cancel()
-            assert all(
-                isinstance(result, asyncio.CancelledError)
-                for result in await asyncio.gather(*tasks, return_exceptions=True)
-            )
+            results = await asyncio.gather(*tasks, return_exceptions=True)
+            assert all(isinstance(result, asyncio.CancelledError) for result in results)
         await asyncio.wait_for(engine.disconnected(), 60)
 
 
+@pytest.mark.slow
 async def test_two_thousand_at_once() -> None:
     """CPU time of client and server together: a call among 2,000 costs less than three among 200."""
     async with ScriptedEngine(latency_s=0.05) as engine, SGLangClient(base_url=engine.url) as client:
@@ -207,13 +202,13 @@ async def test_connections_are_bounded() -> None:
         ScriptedEngine(latency_s=0.01) as engine,
         SGLangClient(base_url=engine.url, settings=ClientSettings(max_connections=3)) as client,
     ):
-        await asyncio.gather(*(client.generate([1], SamplingParams(max_new_tokens=1)) for _ in range(30)))
+        await asyncio.gather(*(client.generate([1], ONE_TOKEN) for _ in range(30)))
         assert engine.most_running == 3
 
 
-@pytest.mark.parametrize(("hard", "warns"), [(1024, False), (100, True)])
+@pytest.mark.parametrize(("hard", "warns"), [pytest.param(1024, False, marks=pytest.mark.slow), (100, True)])
 def test_a_low_limit_of_open_files_is_no_failure(hard: int, warns: bool) -> None:
-    """In a process of its own: a limit once lowered cannot be raised again."""
+    """In another process: a lowered limit cannot be raised."""
     pytest.importorskip("resource", reason="this system has no such limit")
     program = f"""
 import asyncio, logging, resource
@@ -231,15 +226,10 @@ async def main(url):
 asyncio.run(main("URL"))
 """
     with in_thread(ScriptedEngine(latency_s=0.05)) as engine:
-        done = subprocess.run(
-            [sys.executable, "-c", program.replace("URL", engine.url)],
-            capture_output=True,
-            text=True,
-            timeout=60,
-            check=False,
-        )
-    assert done.stdout == "400\n", done.stderr
-    assert ("connections instead of 400" in done.stderr) == warns
+        command = [sys.executable, "-c", program.replace("URL", engine.url)]
+        process = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert process.stdout == "400\n", process.stderr
+    assert ("connections instead of 400" in process.stderr) == warns
 
 
 def test_made_in_one_thread_and_used_in_others() -> None:
@@ -247,8 +237,8 @@ def test_made_in_one_thread_and_used_in_others() -> None:
         client = SGLangClient(base_url=engine.url)
 
         async def use(n: int) -> tuple[int, ...]:
-            parts = await asyncio.gather(*(client.generate([n], SamplingParams(max_new_tokens=4)) for _ in range(20)))
-            return parts[0].output_ids
+            calls = (client.generate([n], SamplingParams(max_new_tokens=4)) for _ in range(20))
+            return (await asyncio.gather(*calls))[0].output_ids
 
         results: dict[int, tuple[int, ...]] = {}
         threads = [threading.Thread(target=lambda n=n: results.__setitem__(n, asyncio.run(use(n)))) for n in range(4)]
@@ -257,12 +247,12 @@ def test_made_in_one_thread_and_used_in_others() -> None:
         for thread in threads:
             thread.join(timeout=20)
         assert results == {n: tuple(engine.continuation([n], 4)) for n in range(4)}
-        with warnings.catch_warnings(record=True) as told:
+        with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             asyncio.run(client.aclose())
             gc.collect()
         # the loops have ended, and their sessions with them
-        assert not [warning for warning in told if "Unclosed" in str(warning.message)]
+        assert not [warning for warning in caught if "Unclosed" in str(warning.message)]
 
 
 async def test_closing_reaches_the_connections_of_a_loop_that_runs_elsewhere() -> None:
@@ -272,13 +262,12 @@ async def test_closing_reaches_the_connections_of_a_loop_that_runs_elsewhere() -
     try:
         async with ScriptedEngine() as engine:
             client = SGLangClient(base_url=engine.url)
-            there = asyncio.run_coroutine_threadsafe(client.generate([1], SamplingParams(max_new_tokens=1)), loop)
-            await asyncio.wrap_future(there)
+            call = asyncio.run_coroutine_threadsafe(client.generate([1], ONE_TOKEN), loop)
+            await asyncio.wrap_future(call)
             assert engine.connections == 1
             await client.aclose()
             await asyncio.wait_for(engine.disconnected(), 60)
-            # and it can be used again
-            assert (await client.generate([1], SamplingParams(max_new_tokens=1))).output_ids
+            assert (await client.generate([1], ONE_TOKEN)).output_ids  # a closed client opens new connections
             await client.aclose()
     finally:
         loop.call_soon_threadsafe(loop.stop)
@@ -287,25 +276,6 @@ async def test_closing_reaches_the_connections_of_a_loop_that_runs_elsewhere() -
 
 
 # -- control ---------------------------------------------------------------------------------------------------------
-
-
-async def test_control_calls() -> None:
-    async with (
-        ScriptedEngine(weight_version="1") as engine,
-        SGLangClient(base_url=engine.url, settings=QUICK) as client,
-    ):
-        assert (await client.model_info())["model_path"] == "/models/scripted"
-        assert await client.weight_version() == "1"
-        await client.flush_cache()
-        await client.update_weights_from_disk("/models/new", "2")
-        assert await client.weight_version() == "2"
-        assert (await client.model_info())["model_path"] == "/models/new"
-        assert (
-            next(request for request in engine.received if request.path == "/update_weights_from_disk").payload[
-                "flush_cache"
-            ]
-            is False
-        )
 
 
 async def test_a_pause_aborts_the_running_and_holds_the_new() -> None:
@@ -319,17 +289,16 @@ async def test_a_pause_aborts_the_running_and_holds_the_new() -> None:
         assert engine.running == 0
         assert not task.done()
         await client.continue_generation()
-        got = await task
-        assert got.resumed == 1
-        assert list(got.output_ids) == engine.continuation([1], 20)
+        generation = await task
+        assert generation.resumed == 1
+        assert list(generation.output_ids) == engine.continuation([1], 20)
 
 
 async def test_abort_all_and_by_id() -> None:
     async with ScriptedEngine(token_s=0.005) as engine, SGLangClient(base_url=engine.url) as client:
+        sampling = SamplingParams(max_new_tokens=4000)
         tasks = [
-            asyncio.create_task(
-                client.generate([1], SamplingParams(max_new_tokens=4000), rid=rid, resume_aborted=False)
-            )
+            asyncio.create_task(client.generate([1], sampling, rid=rid, resume_aborted=False))
             for rid in ("x1", "y1", "z")
         ]
         await engine.arrived("/generate", 3)
@@ -341,32 +310,15 @@ async def test_abort_all_and_by_id() -> None:
 
 
 async def test_workers_of_a_plain_server_and_of_a_router() -> None:
-    async with ScriptedEngine() as one, ScriptedEngine(workers=[one.url, "http://127.0.0.1:9"]) as router:
-        async with SGLangClient(base_url=one.url) as client:
-            assert await client.workers() == (one.url,)
+    async with ScriptedEngine() as worker, ScriptedEngine(workers=[worker.url, "http://127.0.0.1:9"]) as router:
+        async with SGLangClient(base_url=worker.url) as client:
+            assert await client.workers() == (worker.url,)
         async with SGLangClient(base_url=router.url + "/") as client:
-            assert await client.workers() == (one.url, "http://127.0.0.1:9")
+            assert await client.workers() == (worker.url, "http://127.0.0.1:9")
             assert (await client.model_info())["model_path"] == "/models/scripted"  # a router only has the older path
 
 
-@pytest.mark.parametrize(
-    "url", ["", "127.0.0.1:30000", "ftp://h:1", "http://", "http://h:99999", "http://h:1 2", "localhost"]
-)
+@pytest.mark.parametrize("url", ["", "127.0.0.1:30000", "ftp://h:1", "http://", "http://h:99999", "http://h:1 2"])
 def test_malformed_url_is_refused_at_once(url: str) -> None:
     with pytest.raises(ConfigError, match="must look like http://"):
         SGLangClient(base_url=url)
-
-
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        {"total_timeout_s": 0},
-        {"max_attempts": 0},
-        {"max_connections": -1},
-        {"resume_limit": -1},
-        {"backoff_cap_s": float("nan")},
-    ],
-)
-def test_settings_are_checked(wrong: dict[str, float]) -> None:
-    with pytest.raises(ConfigError, match=next(iter(wrong))):
-        ClientSettings(**wrong)  # pyright: ignore[reportArgumentType]

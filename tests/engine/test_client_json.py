@@ -1,4 +1,4 @@
-"""What the client writes and reads as JSON is what the standard library would, to the last bit."""
+"""The client's JSON equals the standard library's, to the last bit."""
 
 from __future__ import annotations
 
@@ -15,27 +15,13 @@ from agl_slime.engine.client.transport import _decoded, _encoded
 @pytest.mark.parametrize(
     "payload",
     [
-        {
-            "input_ids": (1, 2, 3),
-            "sampling_params": {"temperature": 0.1, "stop": ["é\u2028"], "extra": None},
-            "return_logprob": True,
-        },
+        {"input_ids": (1, 2), "sampling_params": {"temperature": 0.1, "stop": ["é\u2028"], "extra": None}},
         {"text": "cut \ud83d"},
-        {"n": 2**70},
-        {"logit_bias": {5: 1.5}},
-        [],
+        {"n": 2**70, "logit_bias": {5: 1.5}},
     ],
 )
 def test_payload_survives_encoding(payload: Any):
     assert json.loads(_encoded(payload)) == json.loads(json.dumps(payload))
-
-
-def test_invalid_json_is_refused():
-    with pytest.raises(TypeError):
-        _encoded({"x": object()})
-    for body in (b"", b"<html>", b'{"a": 1', b"\xff"):
-        with pytest.raises(ValueError):  # noqa: PT011  # which one depends on the body
-            _decoded(body)
 
 
 @pytest.mark.parametrize("body", [b'[NaN, Infinity, "\\ud83d"]', b'{"a": [1e400]}'])
@@ -45,12 +31,8 @@ def test_nonstandard_json_of_servers_is_read(body: bytes):
 
 def test_log_probs_keep_every_bit():
     rng = random.Random(0)
-    singles = [
-        struct.unpack("<f", struct.pack("<f", -rng.expovariate(1) * 10 ** rng.randint(-30, 2)))[0] for _ in range(2_000)
-    ]
-    doubles = [-rng.expovariate(1) * 10 ** rng.randint(-300, 300) for _ in range(2_000)]
-    values = [*singles, *doubles, 5e-324, -0.0]
-    assert struct.pack(f"<{len(values)}d", *_decoded(json.dumps(values).encode())) == struct.pack(
-        f"<{len(values)}d", *values
-    )
+    drawn = [-rng.expovariate(1) * 10 ** rng.randint(-300, 300) for _ in range(2_000)]
+    values = [*drawn, 5e-324, -0.0]
+    packed = struct.pack(f"<{len(values)}d", *values)
+    assert struct.pack(f"<{len(values)}d", *_decoded(json.dumps(values).encode())) == packed
     assert json.loads(_encoded(values)) == values

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import email.utils
 import errno
+import json
 import time
 from typing import Any
 
@@ -31,21 +32,21 @@ from agl_slime.errors import (
     OutOfVocabularyError,
 )
 
-# the bodies are SGLang's own, 0.5.15.post1
-PROMPT_TOO_LONG = (
-    '{"error": {"message": "The input (5000 tokens) is longer than the model\'s context length (4096 tokens)."}}'
+
+def sglangs(message: str) -> str:
+    return json.dumps({"error": {"message": message}})
+
+
+# SGLang's messages, 0.5.15.post1
+PROMPT_TOO_LONG = sglangs("The input (5000 tokens) is longer than the model's context length (4096 tokens).")
+TOTAL_TOO_LONG = sglangs(
+    "Requested token count exceeds the model's maximum context length of 4096 tokens. You requested a total of 4100 "
+    "tokens: 4000 tokens from the input messages and 100 tokens for the completion. Please reduce the number of tokens."
 )
-TOTAL_TOO_LONG = (
-    '{"error": {"message": "Requested token count exceeds the model\'s maximum context length of 4096 tokens. '
-    "You requested a total of 4100 tokens: "
-    '4000 tokens from the input messages and 100 tokens for the completion. Please reduce the number of tokens."}}'
+POOL_TOO_SMALL = sglangs(
+    "Input length (70000 tokens) exceeds the maximum allowed length (65530 tokens). Use a shorter input."
 )
-POOL_TOO_SMALL = (
-    '{"error": {"message": "Input length (70000 tokens) exceeds the maximum allowed length (65530 tokens). '
-    'Use a shorter input."}}'
-)
-BAD_ID = '{"error": {"message": "The input_ids [999] contains values greater than the vocab size (460)."}}'
-DUPLICATE = '{"error": {"message": "Duplicate request ID detected: 12ab"}}'
+BAD_ID = sglangs("The input_ids [999] contains values greater than the vocab size (460).")
 
 
 @pytest.mark.parametrize(
@@ -55,21 +56,15 @@ DUPLICATE = '{"error": {"message": "Duplicate request ID detected: 12ab"}}'
         (400, TOTAL_TOO_LONG, ContextOverflowError, False),
         (400, POOL_TOO_SMALL, ContextOverflowError, False),
         (400, BAD_ID, OutOfVocabularyError, False),
-        (400, DUPLICATE, EngineRequestError, False),
-        (400, "", EngineRequestError, False),
+        (400, sglangs("Duplicate request ID detected: 12ab"), EngineRequestError, False),
         (401, '{"error": "Unauthorized"}', EngineRequestError, False),
-        (403, "", EngineRequestError, False),
-        (404, '{"detail": "Not Found"}', EngineRequestError, False),
-        (413, "", EngineRequestError, False),
         (422, "", EngineRequestError, False),
         (301, "", EngineProtocolError, True),
         (204, "", EngineProtocolError, True),
         (408, "", EngineServerError, True),
         (429, "", EngineServerError, True),
-        (500, "boom", EngineServerError, True),
-        (502, "<html>bad gateway</html>", EngineServerError, True),
+        (500, "x" * 100_000, EngineServerError, True),
         (503, '{"detail": "The request queue is full."}', EngineServerError, True),
-        (504, "", EngineServerError, True),
     ],
 )
 def test_each_status_maps_to_an_error_and_a_retry_flag(
@@ -81,22 +76,14 @@ def test_each_status_maps_to_an_error_and_a_retry_flag(
     assert refused.status == status
     assert f"HTTP {status}" in str(refused)
     assert "http://h:1/generate" in str(refused)
+    assert len(str(refused)) < 700
 
 
 @pytest.mark.parametrize(
-    "body",
-    ['{"error": {"message": "why"}}', '{"message": "why"}', '{"detail": "why"}', '{"error": "why"}', '"why"', "why"],
+    "body", ['{"error": {"message": "why"}}', '{"message": "why"}', '{"detail": "why"}', '{"error": "why"}', "why"]
 )
-def test_the_reason_is_found_in_every_form(body: str) -> None:
+def test_the_reason_is_read_in_every_form(body: str) -> None:
     assert str(refusal(500, body)).endswith("HTTP 500: why")
-
-
-def test_the_key_is_named_when_the_server_refuses_it() -> None:
-    assert "api_key" in str(refusal(401, ""))
-
-
-def test_a_long_body_is_cut() -> None:
-    assert len(str(refusal(500, "x" * 100_000))) < 700
 
 
 def test_context_limit_only_from_the_total_refusal() -> None:
@@ -116,19 +103,17 @@ def test_context_limit_only_from_the_total_refusal() -> None:
         (aiohttp.ServerDisconnectedError(), EngineUnreachableError, True),
         (aiohttp.ClientOSError(errno.ECONNRESET, "reset"), EngineUnreachableError, True),
         (aiohttp.ClientPayloadError("not enough data"), EngineUnreachableError, True),
-        (ConnectionResetError(), EngineUnreachableError, True),
         (EngineProtocolError("no meta_info"), EngineProtocolError, True),
         (EngineError("NaN"), EngineError, False),
-        (refusal(503, ""), EngineServerError, True),
         (refusal(400, BAD_ID), OutOfVocabularyError, False),
     ],
 )
 def test_each_exception_maps_to_an_error_and_a_retry_flag(
     exc: Exception, error: type[EngineError], retry: bool
 ) -> None:
-    found = engine_error(exc)
-    assert type(found) is error
-    assert found.transient is retry
+    verdict = engine_error(exc)
+    assert type(verdict) is error
+    assert verdict.transient is retry
 
 
 def test_a_programming_error_is_not_the_engines() -> None:
@@ -136,30 +121,18 @@ def test_a_programming_error_is_not_the_engines() -> None:
         engine_error(ZeroDivisionError())
 
 
-@pytest.mark.parametrize(
-    ("value", "seconds"),
-    [("7", 7.0), ("0.25", 0.25), ("-3", 0.0), ("", 0.0), ("soon", 0.0), ("nan", 0.0), ("inf", 0.0)],
-)
-def test_retry_after_in_seconds(value: str, seconds: float) -> None:
-    assert retry_after_s({"Retry-After": value}) == seconds
-
-
-def test_retry_after_as_a_date() -> None:
+def test_retry_after_is_seconds_or_a_date() -> None:
+    for value, seconds in (("7", 7.0), ("0.25", 0.25), ("-3", 0.0), ("soon", 0.0), ("nan", 0.0), ("inf", 0.0)):
+        assert retry_after_s({"Retry-After": value}) == seconds
     value = email.utils.formatdate(time.time() + 30, usegmt=True)
-    assert 27 < retry_after_s({"Retry-After": value}) <= 30
+    assert 25 < retry_after_s({"Retry-After": value}) <= 30
     assert retry_after_s({"Retry-After": email.utils.formatdate(time.time() - 30, usegmt=True)}) == 0.0
 
 
-async def run(attempt: Failing, *, max_attempts: int = 5, deadline: float | None = None) -> str:
-    settings = ClientSettings(backoff_base_s=0.0001, backoff_cap_s=0.001, max_attempts=max_attempts)
-    transport = HttpTransport(base_url="http://127.0.0.1:9", settings=settings)
-    return await transport.retry(attempt, where="w", deadline=deadline or soon())
-
-
 class Failing:
-    """An attempt that raises the given exceptions in turn, then answers."""
+    """An attempt that raises these exceptions in turn, then answers."""
 
-    def __init__(self, *failures: Exception) -> None:
+    def __init__(self, *failures: BaseException) -> None:
         self.failures = list(failures)
         self.calls = 0
 
@@ -170,8 +143,10 @@ class Failing:
         return "answer"
 
 
-def soon() -> float:
-    return time.monotonic() + 5.0
+async def run(attempt: Failing, *, max_attempts: int = 5, deadline: float | None = None) -> str:
+    settings = ClientSettings(backoff_base_s=0.0001, backoff_cap_s=0.001, max_attempts=max_attempts)
+    transport = HttpTransport(base_url="http://127.0.0.1:9", settings=settings)
+    return await transport.retry(attempt, where="w", deadline=deadline or time.monotonic() + 5.0)
 
 
 async def test_it_tries_again_and_answers() -> None:
@@ -180,35 +155,21 @@ async def test_it_tries_again_and_answers() -> None:
     assert attempt.calls == 3
 
 
-async def test_attempts_are_bounded_and_named_in_the_error() -> None:
-    attempt = Failing(*[refusal(500, "boom") for _ in range(20)])
-    with pytest.raises(EngineServerError, match=r"boom \(gave up after 5 attempts in"):
-        await run(attempt, max_attempts=5)
-    assert attempt.calls == 5
-
-
-async def test_a_final_verdict_is_raised_at_once() -> None:
-    attempt = Failing(refusal(400, PROMPT_TOO_LONG))
-    with pytest.raises(ContextOverflowError, match="longer than"):
-        await run(attempt)
-    assert attempt.calls == 1
-
-
-async def test_the_cause_is_kept_and_no_error_is_its_own() -> None:
-    reset = aiohttp.ServerDisconnectedError()
-    with pytest.raises(EngineUnreachableError) as caught:
-        await run(Failing(reset), max_attempts=1)
-    assert caught.value.__cause__ is reset
-    with pytest.raises(EngineError) as caught_again:
-        await run(Failing(EngineError("NaN")))
-    assert caught_again.value.__cause__ is None
-
-
-async def test_protocol_errors_have_a_tighter_limit() -> None:
-    attempt = Failing(*[EngineProtocolError("garbage") for _ in range(20)])
-    with pytest.raises(EngineProtocolError):
+@pytest.mark.parametrize(
+    ("failure", "error", "calls", "message"),
+    [
+        (refusal(500, "boom"), EngineServerError, 10, r"boom \(gave up after 10 attempts in"),
+        (refusal(400, PROMPT_TOO_LONG), ContextOverflowError, 1, "longer than"),
+        (refusal(429, "", headers={"Retry-After": "3600"}), EngineServerError, 1, "leaves no room"),
+        (EngineProtocolError("garbage"), EngineProtocolError, 1 + PROTOCOL_ERROR_RETRIES, "garbage"),
+        (asyncio.CancelledError(), asyncio.CancelledError, 1, None),
+    ],
+)
+async def test_attempts_are_bounded(failure: BaseException, error: Any, calls: int, message: str | None) -> None:
+    attempt = Failing(*[failure] * 20)
+    with pytest.raises(error, match=message):
         await run(attempt, max_attempts=10)
-    assert attempt.calls == 1 + PROTOCOL_ERROR_RETRIES
+    assert attempt.calls == calls
 
 
 async def test_other_failures_do_not_use_up_the_protocol_errors_limit() -> None:
@@ -216,26 +177,19 @@ async def test_other_failures_do_not_use_up_the_protocol_errors_limit() -> None:
     assert await run(attempt, max_attempts=10) == "answer"
 
 
-async def test_no_retry_that_would_miss_the_deadline() -> None:
-    attempt = Failing(refusal(429, "", headers={"Retry-After": "3600"}))
-    started = time.monotonic()
-    with pytest.raises(EngineServerError, match="leaves no room"):
-        await run(attempt)
-    assert attempt.calls == 1
-    assert time.monotonic() - started < 60  # of an hour
+async def test_the_cause_is_chained_and_no_error_is_its_cause() -> None:
+    reset = aiohttp.ServerDisconnectedError()
+    with pytest.raises(EngineUnreachableError) as caught:
+        await run(Failing(reset), max_attempts=1)
+    assert caught.value.__cause__ is reset
+    with pytest.raises(EngineError) as caught_typed:
+        await run(Failing(EngineError("NaN")))
+    assert caught_typed.value.__cause__ is None
 
 
 async def test_a_failure_after_the_deadline_is_a_timeout() -> None:
     with pytest.raises(EngineTimeoutError, match="did not answer within the time limit"):
         await run(Failing(TimeoutError()), deadline=time.monotonic())
-
-
-async def test_cancellation_passes_through() -> None:
-    async def attempt() -> str:
-        raise asyncio.CancelledError
-
-    with pytest.raises(asyncio.CancelledError):
-        await run(attempt)
 
 
 def test_a_stream_of_pieces_is_not_taken_for_the_answer() -> None:
