@@ -100,3 +100,19 @@ def delta_of(event: dict[str, Any]) -> str:
     if event.get("type") == "response.output_text.delta":
         return event["delta"]
     return event["delta"].get("text", "") if event.get("type") == "content_block_delta" else ""
+
+
+def blocks_of(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The content blocks that the events of a message add up to."""
+    blocks: dict[int, dict[str, Any]] = {}
+    for event in events:
+        if event["type"] == "content_block_start":
+            blocks[event["index"]] = dict(event["content_block"])
+        elif event["type"] == "content_block_delta":
+            block, delta = blocks[event["index"]], event["delta"]
+            for key in {"text", "thinking", "partial_json"} & delta.keys():
+                block[key] = block.get(key, "") + delta[key]
+    for block in blocks.values():
+        if block["type"] == "tool_use":
+            block["input"] = json.loads(block.pop("partial_json"))
+    return [*blocks.values()]

@@ -1,17 +1,15 @@
-"""What the gateway does not do is refused before anything is sampled, in a sentence that names the field or its place,
-in the form of the protocol."""
+"""Unsupported requests are refused before anything is sampled, in a sentence that names the field or its place, in the
+form of the protocol."""
 
 from __future__ import annotations
 
 from typing import Any
 
-import pytest
-
+from tests.gateway.protocols import user
 from tests.harness.gateway import post, serving
 
-HELLO = [{"role": "user", "content": "x"}]
-IMAGE = [{"role": "user", "content": [{"type": "image_url"}]}]
-
+HELLO = [user("x")]
+IMAGE = [user([{"type": "image_url"}])]
 FIELDS: list[tuple[str, dict[str, Any], tuple[str, ...]]] = [
     ("messages", {"messages": HELLO}, ("max_tokens",)),
     ("messages", {"max_tokens": 5, "messages": IMAGE}, ("an image must be a URI data:image/",)),
@@ -23,25 +21,20 @@ FIELDS: list[tuple[str, dict[str, Any], tuple[str, ...]]] = [
     ("responses", {"input": [{"type": "compaction_trigger"}, *HELLO]}, ("must be the last item",)),
     ("responses/compact", {}, ("input",)),
     ("completions", {"prompt": "a", "echo": True}, ("echo",)),
-    *(
-        ("completions", {"prompt": prompt}, ("prompt",))
-        for prompt in ([-1], [2**31], [2**70], [True], [[]], [[1], [2]], ["a", "b"], "", [], {}, 1)
-    ),
+    *(("completions", {"prompt": prompt}, ("prompt",)) for prompt in ([-1], [2**31], [True], [[1], [2]], "", [], 1)),
 ]
-ITEMS = ("telepathy", "image_generation_call", "program", "mcp_approval_request", "computer_call")
+ITEMS = ("telepathy", "image_generation_call", "computer_call")
 BLOCKS = [
     ({"type": "document", "source": {"type": "base64", "media_type": "application/pdf", "data": "x"}}, "'base64'"),
     ({"type": "document", "source": {"type": "url", "url": "x"}}, "'url'"),
-    ({"type": "document"}, "None"),
     ({"type": "container_upload", "file_id": "x"}, "container_upload"),
     ({"type": "telepathy"}, "telepathy"),
     ({"type": "telepathy_tool_result", "tool_use_id": "x"}, "telepathy_tool_result"),
 ]
-OPENAIS_TOOLS = ("telepathy", "computer_use_preview", "computer")
+OPENAIS_TOOLS = ("telepathy", "computer")
 ANTHROPICS_TOOLS = [
     ({"type": "telepathy_20270101", "name": "telepathy"}, "telepathy_20270101"),
     ({"type": "computer_toolset_20260801"}, "computer_toolset_20260801"),
-    ({"type": "browser_toolset_20260801"}, "browser_toolset_20260801"),
     ({"name": "no_schema"}, "input_schema"),
     ({"type": "custom", "name": "no_schema"}, "input_schema"),
     ({"input_schema": {"type": "object"}}, "name"),
@@ -50,11 +43,7 @@ REFUSED = [
     *FIELDS,
     *(("responses", {"input": [*HELLO, {"type": kind}]}, (kind,)) for kind in ITEMS),
     *(
-        (
-            "messages",
-            {"max_tokens": 9, "messages": [{"role": "user", "content": [block]}]},
-            (name, "messages.0.content"),
-        )
+        ("messages", {"max_tokens": 9, "messages": [user([block])]}, (name, "messages.0.content"))
         for block, name in BLOCKS
     ),
     *(("responses", {"input": "x", "tools": [{"type": kind}]}, (kind, "tools[0]")) for kind in OPENAIS_TOOLS),
@@ -66,10 +55,10 @@ REFUSED = [
 ]
 
 
-@pytest.mark.parametrize(("path", "body", "words"), REFUSED)
-def test_what_is_not_supported_is_refused_by_name(path: str, body: dict[str, Any], words: tuple[str, ...]) -> None:
+def test_unsupported_fields_tools_and_parts_are_refused_by_name() -> None:
     with serving("hello") as case:
-        answer = post(case, path, status=400, **body)
-        assert all(word in answer["error"]["message"] for word in words), answer
-        assert (answer.get("type") == "error") == (path == "messages")
+        for path, body, words in REFUSED:
+            answer = post(case, path, status=400, **body)
+            assert all(word in answer["error"]["message"] for word in words), answer
+            assert (answer.get("type") == "error") == (path == "messages")
         assert not case.payloads

@@ -12,28 +12,14 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from agl_slime.gateway.anthropic import AnthropicMessages
 from agl_slime.gateway.calls import IMPOSED
-from agl_slime.gateway.chat import ChatCompletions
-from agl_slime.gateway.completions import Completions
-from agl_slime.gateway.responses import Responses
+from tests.gateway.protocols import PROTOCOLS, TOOLS, body_of, events_of, user
 from tests.harness.examples import examples
-from tests.harness.gateway import CALL, WEATHER, Case, serving
+from tests.harness.gateway import CALL, Case, serving
 
-USER = {"role": "user", "content": "Weather?"}
-FUNCTION = WEATHER["function"]
-BODIES: dict[str, tuple[Any, dict[str, Any]]] = {
-    "chat/completions": (ChatCompletions, {"messages": [USER], "tools": [WEATHER], "max_tokens": 9}),
-    "completions": (Completions, {"prompt": "x", "max_tokens": 9}),
-    "responses": (Responses, {"input": [USER], "tools": [{"type": "function", **FUNCTION}], "max_output_tokens": 9}),
-    "messages": (
-        AnthropicMessages,
-        {"messages": [USER], "tools": [{"name": "weather", "input_schema": {"type": "object"}}], "max_tokens": 9},
-    ),
-}
 FIELDS = {
     path: sorted({*protocol.honoured, *protocol.ignored, *IMPOSED, "thread", "telepathy"})
-    for path, (protocol, _) in BODIES.items()
+    for path, protocol in PROTOCOLS.items()
 }
 NUMBERS = [0, -1, 1, 2**31, 2**63, 2**64, -(2**70), 10**30, 0.5, -0.0, 1e308, 5e-324]
 TEXTS = ["", "x", "\ud800", "a\udc00b", "\x00", "auto", "none", "required", "json_schema", "assistant", "</think>"]
@@ -90,7 +76,6 @@ KINDS = [
     "json_schema",
     "auto",
     "any",
-    "tool",
     "none",
     "user",
     "assistant",
@@ -106,9 +91,9 @@ def hostile() -> st.SearchStrategy[Any]:
     def nested(values: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
         kinds = st.sampled_from(KINDS)
         objects = st.dictionaries(st.sampled_from(WORDS), values, max_size=4)
-        typed = st.builds(lambda kind, more: {**more, "type": kind}, kinds, objects)
-        said = st.builds(lambda role, more: {**more, "role": role}, kinds, objects)
-        return st.lists(values, max_size=3) | objects | typed | said
+        typed = st.builds(lambda kind, fields: {**fields, "type": kind}, kinds, objects)
+        messages = st.builds(lambda role, fields: {**fields, "role": role}, kinds, objects)
+        return st.lists(values, max_size=3) | objects | typed | messages
 
     return st.recursive(plain, nested, max_leaves=12)
 
@@ -126,7 +111,7 @@ def client() -> Iterator[httpx.Client]:
         yield made
 
 
-@pytest.mark.parametrize("path", BODIES)
+@pytest.mark.parametrize("path", PROTOCOLS)
 @settings(
     max_examples=examples(40),
     deadline=None,
@@ -137,20 +122,19 @@ def test_any_value_of_any_field_gets_an_answer_or_a_typed_error(
     path: str, data: st.DataObject, case: Case, client: httpx.Client
 ) -> None:
     changed = data.draw(st.dictionaries(st.sampled_from(FIELDS[path]), hostile(), min_size=1, max_size=2))
-    body = {**BODIES[path][1], "stream": data.draw(st.booleans()), **changed}
-    answer = client.post(
-        f"{case.llm.endpoint}/{path}", content=json.dumps(body), headers={"Content-Type": "application/json"}
-    )
+    limit = "max_output_tokens" if path == "responses" else "max_tokens"
+    body = body_of(path, [user("Weather?")], **{limit: 9}, stream=data.draw(st.booleans()))
+    body |= {"tools": TOOLS[path]} if path in TOOLS else {}
+    content, headers = json.dumps({**body, **changed}), {"Content-Type": "application/json"}
+    answer = client.post(f"{case.llm.endpoint}/{path}", content=content, headers=headers)
     if answer.status_code != 200:
         assert 400 <= answer.status_code < 500, answer.text
         assert answer.json()["error"]["message"]
-        return
-    if answer.headers["Content-Type"].startswith("text/event-stream"):
-        events = [json.loads(line[6:]) for line in answer.text.splitlines() if line.startswith("data: {")]
+    elif answer.headers["Content-Type"].startswith("text/event-stream"):
+        events = events_of(answer)
         assert "HTTP/1.1" not in answer.text
         assert not [event for event in events if "gateway failed" in json.dumps(event)]
-        last = events[-1]
-        ended = last.get("type") in ("message_stop", "response.completed", "response.incomplete")
+        ended = events[-1].get("type") in ("message_stop", "response.completed", "response.incomplete")
         assert ended or "data: [DONE]" in answer.text
     else:
         assert isinstance(answer.json(), dict)

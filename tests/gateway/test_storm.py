@@ -22,37 +22,37 @@ from agl_slime.support.agl import LLM
 from agl_slime.tokens.segments import merge_turns
 from agl_slime.tokens.span_codec import decode_turns
 from agl_slime.tokens.turn import Turn
-from tests.gateway.random_agents import RandomEngine, _Access
+from tests.gateway.protocols import PROTOCOLS, assistant, body_of, delta_of, text_of, user
+from tests.gateway.random_agents import FixedAccess, RandomEngine
 from tests.harness.gateway import trained_once, writer
 from tests.harness.vocabularies import chat_tokenizer
 
-AGAIN = {"x-stainless-retry-count": "1"}
-PATHS = ("chat/completions", "completions", "responses", "messages")
+RETRY = {"x-stainless-retry-count": "1"}
 
 
 class StormyEngine(RandomEngine):
-    """Tells its answers token by token, fails now and then, and keeps a log of what it sampled."""
+    """Reports its answers token by token, fails now and then, and keeps a log of its samples."""
 
     def __init__(self, tokenizer: Any, rng: random.Random) -> None:
         super().__init__(tokenizer, rng, thinks=False, opened=False)
         self.log: list[tuple[tuple[int, ...], Generation]] = []
         self.running = 0
 
-    async def generate(self, input_ids: Sequence[int], sampling: SamplingParams, **how: Any) -> Generation:
+    async def generate(self, input_ids: Sequence[int], sampling: SamplingParams, **options: Any) -> Generation:
         if self.rng.random() < 0.05:
             raise EngineServerError("full")
         done = await super().generate(input_ids, sampling)
         self.log.append((tuple(input_ids), done))
-        tell = how.get("on_progress")
+        report = options.get("on_progress")
         self.running += 1
         try:
             for n in range(1, len(done.output_ids)):
                 await asyncio.sleep(self.rng.choice((0, 0, 0.001)))
-                if tell is not None:
+                if report is not None:
                     text = self.tokenizer.decode(done.output_ids[:n], skip_special_tokens=False)
                     ids: Any = {"output_ids": done.output_ids[:n], "log_probs": done.log_probs[:n], "text": text}
                     part = Generation(**ids, finish_reason="abort")
-                    tell(Progress(text, lambda part=part: part))
+                    report(Progress(text, lambda part=part: part))
         finally:
             self.running -= 1
         return done
@@ -61,47 +61,19 @@ class StormyEngine(RandomEngine):
         pass
 
 
-def body_of(path: str, said: list[dict[str, Any]], *, stream: bool) -> dict[str, Any]:
-    if path == "completions":
-        return {"prompt": "".join(message["content"] for message in said), "max_tokens": 999, "stream": stream}
-    asked: dict[str, Any] = {"input": said} if path == "responses" else {"messages": said}
-    return {"model": "m", **asked, **({"max_tokens": 999} if path == "messages" else {}), "stream": stream}
-
-
-def text_of(path: str, answer: Any) -> str:
-    """The words of a whole answer."""
-    if path in ("chat/completions", "completions"):
-        choice = answer["choices"][0]
-        return (choice["message"]["content"] or "") if path == "chat/completions" else choice["text"]
-    if path == "messages":
-        return "".join(block.get("text", "") for block in answer["content"])
-    return "".join(part["text"] for item in answer["output"] if item["type"] == "message" for part in item["content"])
-
-
-def delta_of(event: Any) -> str:
-    """The words of an event, of whichever protocol."""
-    assert "error" not in event or event.get("response", {}).get("status"), event
-    if choices := event.get("choices"):
-        return choices[0].get("text") or choices[0].get("delta", {}).get("content") or ""
-    delta = event.get("delta")
-    if event.get("type") == "response.output_text.delta":
-        return delta
-    return delta.get("text", "") if event.get("type") == "content_block_delta" else ""
-
-
 class Client:
-    """One conversation with the model, in one protocol, by somebody who is easily distracted."""
+    """One conversation with the model, in one protocol, by a user who is easily distracted."""
 
     def __init__(self, http: aiohttp.ClientSession, endpoint: str, rng: random.Random) -> None:
         self.http, self.endpoint, self.rng = http, endpoint, rng
-        self.path = rng.choice(PATHS)
-        self.said: list[dict[str, Any]] = []
+        self.path = rng.choice(tuple(PROTOCOLS))
+        self.messages: list[dict[str, Any]] = []
         self.whole: list[str] = []  # answers that were read to their ends
 
     async def step(self) -> None:
         rng = self.rng
-        self.said.append({"role": "user", "content": f"{rng.randrange(1 << 40):x}?"})
-        body = body_of(self.path, self.said, stream=rng.random() < 0.6)
+        self.messages.append(user(f"{rng.randrange(1 << 40):x}?"))
+        body = body_of(self.path, self.messages, stream=rng.random() < 0.6)
         kind = rng.random()
         if kind < 0.15:  # the same at once, as agents that take the best of several
             answers = await asyncio.gather(*(self.ask(body, patience=99, limit=99_999) for _ in range(3)))
@@ -109,12 +81,12 @@ class Client:
             patience, limit = (99, 99_999) if kind < 0.6 else (rng.uniform(0.001, 0.02), rng.randrange(1, 9))
             answers = [await self.ask(body, patience=patience, limit=limit)]
         if answer := rng.choice(answers).strip():
-            self.said.append({"role": "assistant", "content": answer})
+            self.messages.append(assistant(answer))
         else:
-            self.said.pop()
+            self.messages.pop()
 
     async def ask(self, body: dict[str, Any], *, patience: float, limit: int) -> str:
-        """What was read; sends the request again when it is refused or takes too long."""
+        """The text that was read; the request is sent again when it is refused or takes too long."""
         headers: dict[str, str] = {}
         for _ in range(5_000):
             try:
@@ -123,7 +95,7 @@ class Client:
                 text, patience = None, 99
             if text is not None:
                 return text
-            headers = AGAIN
+            headers = RETRY
             await asyncio.sleep(self.rng.uniform(0.005, 0.05))
         raise AssertionError("refused for ever")
 
@@ -147,17 +119,16 @@ class Client:
 
 
 def check(turns: Sequence[Turn], engine: StormyEngine) -> None:
-    """Each turn is what the engine sampled for its prompt, or the beginning of that; no answer is there twice."""
-    left = list(engine.log)
+    """Each turn is a sample of the engine for its prompt, or the beginning of one; no sample is two turns."""
+    unused = list(engine.log)
     for turn in sorted(turns, key=lambda turn: turn.finish_reason == "abort"):
         prompt, ids = tuple(turn.prompt_ids.tolist()), tuple(turn.response_ids.tolist())
         assert turn.log_probs is not None
-        probs = tuple(turn.log_probs.tolist())
-
+        sample = prompt, ids, tuple(turn.log_probs.tolist())
         size = len(ids) if turn.finish_reason == "abort" else None
-        made = [(asked, done.output_ids[:size], done.log_probs[:size]) for asked, done in left]
-        assert (prompt, ids, probs) in made, f"nobody sampled {ids} after {prompt}"
-        del left[made.index((prompt, ids, probs))]
+        samples = [(sent, done.output_ids[:size], done.log_probs[:size]) for sent, done in unused]
+        assert sample in samples, f"{ids} was not sampled after {prompt}"
+        del unused[samples.index(sample)]
 
 
 async def storm(seed: int, *, rollouts: int, clients: int, steps: int) -> int:
@@ -166,9 +137,9 @@ async def storm(seed: int, *, rollouts: int, clients: int, steps: int) -> int:
     engine = StormyEngine(tokenizer, rng)
     llm = LLM(endpoint="http://127.0.0.1:9", model="m", sampling_parameters={"max_new_tokens": 4096})
     settings = GatewaySettings(max_in_flight=4, branches=rng.choice(("used", "all", "last")))
-    with Gateway(settings, access=_Access(tokenizer, engine)) as gateway:
+    with Gateway(settings, access=FixedAccess(tokenizer, engine)) as gateway:
         spans: list[list[Any]] = [[] for _ in range(rollouts)]
-        opened = [gateway.open(f"ro-{n}", "at", {"main_llm": llm}, writer(own)) for n, own in enumerate(spans)]
+        opened = [gateway.open(f"ro-{n}", "at", {"main_llm": llm}, writer(target)) for n, target in enumerate(spans)]
         async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as http:
             people = [
                 Client(http, served["main_llm"].endpoint, random.Random(rng.random()))  # type: ignore[union-attr]
@@ -181,7 +152,7 @@ async def storm(seed: int, *, rollouts: int, clients: int, steps: int) -> int:
                     await client.step()
 
             await asyncio.wait_for(asyncio.gather(*map(run, people)), 300)
-            last = [asyncio.ensure_future(client.step()) for client in people]  # and some are under way at the end
+            last = [asyncio.ensure_future(client.step()) for client in people]  # pending when the attempts close
             await asyncio.sleep(0.01)
             for attempt, _ in opened:
                 assert attempt is not None
@@ -194,16 +165,16 @@ async def storm(seed: int, *, rollouts: int, clients: int, steps: int) -> int:
         assert engine.running == 0
         answers = [text.strip() for client in people for text in client.whole]
         assert len(set(answers)) == len(answers), "an answer went to two requests"
-        turns = [decode_turns(own) for own in spans]
-        for own in turns:
-            trained_once(own, merge_turns(own))
-        check([turn for own in turns for turn in own], engine)
+        turns = [decode_turns(written) for written in spans]
+        for rollout in turns:
+            trained_once(rollout, merge_turns(rollout))
+        check([turn for rollout in turns for turn in rollout], engine)
     return sum(map(len, turns))
 
 
-@pytest.mark.parametrize("seed", range(2))
-async def test_each_sampled_token_is_trained_at_most_once_whatever_clients_do(seed: int) -> None:
-    assert await storm(seed, rollouts=3, clients=5, steps=6) > 60
+async def test_each_sampled_token_is_trained_at_most_once_whatever_clients_do() -> None:
+    for seed in range(2):
+        assert await storm(seed, rollouts=3, clients=5, steps=6) > 60
 
 
 @pytest.mark.slow

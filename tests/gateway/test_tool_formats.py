@@ -11,67 +11,52 @@ import pytest
 
 from agl_slime import SGLangLitAgent
 from agl_slime.tokens.formats import get_tool_parser
+from tests.gateway.protocols import CHATS, TOOLS, body_of, delta_of, events_of, text_of, user
 from tests.harness.conversations import ScriptedClient
-from tests.harness.gateway import WEATHER, Case, serving, trained_once
+from tests.harness.gateway import Case, post, serving, trained_once
 from tests.harness.rollouts import run_rollouts
 from tests.harness.tool_formats import FORMATS, tokenizer_of, written
 
-FUNCTION = WEATHER["function"]
-TOOLS = {
-    "chat/completions": [WEATHER],
-    "messages": [{"name": FUNCTION["name"], "input_schema": FUNCTION["parameters"]}],
-    "responses": [{"type": "function", **FUNCTION}],
-}
 CITIES = ["Rome", "Oslo\nand </think> <b>", "São Paulo"]
 PARALLEL = [("weather", {"city": city}) for city in CITIES]
+KINDS = pytest.mark.parametrize("kind", list(FORMATS))
+Answer = tuple[str, list[tuple[str, Any]]]
 
 
-def post(case: Case, path: str, question: str, stream: bool) -> tuple[str, list[tuple[str, Any]]]:
+def ask(case: Case, path: str, question: str, stream: bool) -> Answer:
     """The content and the calls of an answer."""
-    messages = [{"role": "user", "content": question}]
-    body: dict[str, Any] = {"model": "m", "tools": TOOLS[path], "stream": stream}
-    body |= {"input": messages} if path == "responses" else {"messages": messages, "max_tokens": 1024}
+    body = body_of(path, [user(question)], tools=TOOLS[path], stream=stream)
     answer = httpx.post(f"{case.llm.endpoint}/{path}", json=body, timeout=30)
     assert answer.status_code == 200, answer.text
-    if not stream:
-        return whole(path, answer.json())
-    events = [json.loads(line[6:]) for line in answer.text.splitlines() if line.startswith("data: {")]
-    return streamed(path, events)
+    return streamed(path, events_of(answer)) if stream else whole(path, answer.json())
 
 
-def whole(path: str, said: dict[str, Any]) -> tuple[str, list[tuple[str, Any]]]:
-    if path == "chat/completions":
-        message = said["choices"][0]["message"]
-        functions = [call["function"] for call in message.get("tool_calls") or ()]
-        return message["content"] or "", [(each["name"], json.loads(each["arguments"])) for each in functions]
+def whole(path: str, answer: dict[str, Any]) -> Answer:
     if path == "messages":
-        text = "".join(block["text"] for block in said["content"] if block["type"] == "text")
-        return text, [(block["name"], block["input"]) for block in said["content"] if block["type"] == "tool_use"]
-    text = "".join(part["text"] for item in said["output"] if item["type"] == "message" for part in item["content"])
-    listed = [item for item in said["output"] if item["type"] == "function_call"]
-    return text, [(item["name"], json.loads(item["arguments"])) for item in listed]
-
-
-def streamed(path: str, events: Sequence[dict[str, Any]]) -> tuple[str, list[tuple[str, Any]]]:
+        calls = [(block["name"], block["input"]) for block in answer["content"] if block["type"] == "tool_use"]
+        return text_of(path, answer), calls
     if path == "responses":
-        text = "".join(event["delta"] for event in events if event["type"] == "response.output_text.delta")
+        functions = [item for item in answer["output"] if item["type"] == "function_call"]
+    else:
+        functions = [call["function"] for call in answer["choices"][0]["message"].get("tool_calls") or ()]
+    return text_of(path, answer), [(call["name"], json.loads(call["arguments"])) for call in functions]
+
+
+def streamed(path: str, events: Sequence[dict[str, Any]]) -> Answer:
+    text, names, pieces = "".join(map(delta_of, events)), {}, {}
+    if path == "responses":
         last = whole(path, events[-1]["response"])
         assert text == last[0]
         return last
-    text, names, pieces = "", {}, {}
     for event in events:
-        if path == "chat/completions":
-            for delta in (choice["delta"] for choice in event["choices"]):
-                text += delta.get("content") or ""
-                for call in delta.get("tool_calls") or ():
-                    names.setdefault(call["index"], call["function"].get("name"))
-                    pieces[call["index"]] = pieces.get(call["index"], "") + (call["function"].get("arguments") or "")
-        elif event["type"] == "content_block_start" and event["content_block"]["type"] == "tool_use":
+        for choice in event.get("choices", ()):
+            for call in choice["delta"].get("tool_calls") or ():
+                names.setdefault(call["index"], call["function"].get("name"))
+                pieces[call["index"]] = pieces.get(call["index"], "") + (call["function"].get("arguments") or "")
+        if event.get("content_block", {}).get("type") == "tool_use":
             names[event["index"]], pieces[event["index"]] = event["content_block"]["name"], ""
-        elif event["type"] == "content_block_delta":
-            text += event["delta"].get("text", "")
-            if "partial_json" in event["delta"]:
-                pieces[event["index"]] += event["delta"]["partial_json"]
+        elif "partial_json" in event.get("delta", {}):
+            pieces[event["index"]] += event["delta"]["partial_json"]
     return text, [(name, json.loads(pieces[index])) for index, name in names.items()]
 
 
@@ -94,33 +79,39 @@ def mention(kind: str) -> str:
     return f"I write {get_tool_parser(kind).marks()[-1]} now." if kind != "llama_json" else ""
 
 
-@pytest.mark.parametrize("kind", list(FORMATS))
+def single_call(kind: str) -> str:
+    return written(kind, [("weather", {"city": "Rome"})]).lstrip()
+
+
+@KINDS
 def test_parallel_calls_are_returned_and_mentioned_or_broken_ones_are_not(kind: str) -> None:
-    before = "" if kind == "llama_json" else "Let me see."
-    none = written(kind, [], "It is 20 degrees.")
-    one = written(kind, [("weather", {"city": "Rome"})]).lstrip()
-    said = [written(kind, PARALLEL, before), none, broken(kind), mention(kind) + one]
-    questions = [(path, stream) for path in TOOLS for stream in (False, True)]
-    with serving(*(said * len(questions)), tokenizer=tokenizer_of(kind), sampling={"max_new_tokens": 1024}) as case:
-        for number, (path, stream) in enumerate(questions):
-            ask = [post(case, path, f"{number} {what}?", stream) for what in range(len(said))]
-            assert ask[0] == (before, PARALLEL), (path, stream)
-            assert ask[1] == ("It is 20 degrees.", []), (path, stream)
-            assert ask[2][1] == [], (path, stream)
-            assert ask[3][1] == [("weather", {"city": "Rome"})], (path, stream)
+    text = "" if kind == "llama_json" else "Let me see."
+    answers = [written(kind, PARALLEL, text), written(kind, [], "It is 20 degrees."), broken(kind)]
+    answers.append(mention(kind) + single_call(kind))
+    requests = [(path, stream) for path in CHATS for stream in (False, True)]
+    with serving(*(answers * len(requests)), tokenizer=tokenizer_of(kind), sampling={"max_new_tokens": 1024}) as case:
+        for number, (path, stream) in enumerate(requests):
+            parallel, plain, bad, mentioned = (ask(case, path, f"{number} {n}?", stream) for n in range(len(answers)))
+            assert parallel == (text, PARALLEL), (path, stream)
+            assert plain == ("It is 20 degrees.", []), (path, stream)
+            assert bad[1] == [], (path, stream)
+            assert mentioned[1] == [("weather", {"city": "Rome"})], (path, stream)
         trained_once(case.turns, case.segments)
-        completion = {"model": "m", "prompt": "As it is:", "max_tokens": 1024}
-        answer = httpx.post(f"{case.llm.endpoint}/completions", json=completion, timeout=30)
-        assert answer.json()["choices"][0]["text"] == said[-1]  # no template, no tools
+        completion = post(case, "completions", prompt="As it is:", max_tokens=1024)
+        assert completion["choices"][0]["text"] == answers[-1]  # no template, no tools
 
 
 class Weather(SGLangLitAgent):
-    ran: list[str]
+    def __init__(self, kind: str, answers: list[str], *, opens: bool = False) -> None:
+        tokenizer = tokenizer_of(kind, opens=opens)
+        super().__init__(tokenizer=tokenizer, client=ScriptedClient(tokenizer, answers))
+        self.encoding = tokenizer
+        self.cities: list[str] = []
 
     def build_tools(self, task: dict[str, Any]) -> Sequence[Any]:
         def weather(city: str) -> str:
             """How the weather is."""
-            self.ran.append(city)
+            self.cities.append(city)
             return f"sunny in {city}"
 
         return [weather]
@@ -128,40 +119,34 @@ class Weather(SGLangLitAgent):
     def compute_reward(self, task: dict[str, Any], response: str) -> float:
         return float("20 degrees" in response)
 
+    async def sample(self) -> Any:
+        [finished] = await run_rollouts(self, [{"prompt": "Weather?"}], max_new_tokens=1024)
+        assert finished.failure is None
+        return finished.convert(self.encoding).samples[0]
+
 
 @pytest.mark.parametrize("opens", [False, True])
-@pytest.mark.parametrize("kind", list(FORMATS))
+@KINDS
 async def test_an_agents_tools_run_once_for_each_call_that_was_made(kind: str, opens: bool) -> None:
     if opens and kind == "harmony":
-        return  # whose channels nobody opens
-    thought = "" if not opens else "I may write " + written(kind, PARALLEL[:1]) + FORMATS[kind].thinking[1] + "\n\n"
-    if opens and FORMATS[kind].thinking[1] in thought.removesuffix(FORMATS[kind].thinking[1] + "\n\n"):
+        return  # its template opens no channel
+    closing = FORMATS[kind].thinking[1]
+    thought = "" if not opens else "I may write " + written(kind, PARALLEL[:1])
+    if opens and closing in thought:
         return
-    tokenizer = tokenizer_of(kind, opens=opens)
-    one = written(kind, [("weather", {"city": "Rome"})]).lstrip()
-    answers = [
-        thought + written(kind, PARALLEL),
-        thought + mention(kind) + one,
-        thought + written(kind, [], "It is 20 degrees."),
-    ]
-    client = ScriptedClient(tokenizer, answers)
-    agent = Weather(tokenizer=tokenizer, client=client)
-    agent.ran = []
-    finished = (await run_rollouts(agent, [{"prompt": "Weather?"}], max_new_tokens=1024))[0]
-    assert finished.failure is None
-    assert sorted(agent.ran) == sorted([*CITIES, "Rome"])  # calls of one answer run at the same time
-    samples = finished.convert(tokenizer).samples
-    assert samples[0].reward == 1.0
-    tools = samples[0].metadata["tools"]
+    thought += f"{closing}\n\n" * opens
+    texts = [written(kind, PARALLEL), mention(kind) + single_call(kind), written(kind, [], "It is 20 degrees.")]
+    agent = Weather(kind, [thought + text for text in texts], opens=opens)
+    sample = await agent.sample()
+    assert sorted(agent.cities) == sorted([*CITIES, "Rome"])  # calls of one answer run at the same time
+    assert sample.reward == 1.0
+    tools = sample.metadata["tools"]
     assert (tools["calls"], tools["malformed"], tools["unknown"], tools["errors"]) == ({"weather": 4}, 0, 0, 0)
 
 
-@pytest.mark.parametrize("kind", list(FORMATS))
+@KINDS
 async def test_a_broken_call_of_an_agent_runs_nothing_and_is_counted(kind: str) -> None:
-    tokenizer = tokenizer_of(kind)
-    agent = Weather(tokenizer=tokenizer, client=ScriptedClient(tokenizer, [broken(kind)]))
-    agent.ran = []
-    finished = (await run_rollouts(agent, [{"prompt": "Weather?"}], max_new_tokens=1024))[0]
-    assert agent.ran == []
-    (sample,) = finished.convert(tokenizer).samples
+    agent = Weather(kind, [broken(kind)])
+    sample = await agent.sample()
+    assert agent.cities == []
     assert sample.metadata["tools"]["malformed"] == 1
