@@ -1,5 +1,4 @@
-"""Many multi-turn rollouts against a running engine: what is trained is what the engine says it sampled, to the last
-id.
+"""Many multi-turn rollouts against a running engine: the trained ids are the engine's, to the last one.
 
 On the embedded engine, and under the marker ``sglang`` on a real SGLang, where the prefix cache has to hit as well.
 """
@@ -15,7 +14,7 @@ from typing import Any
 from agl_slime import SGLangLitAgent
 from agl_slime.agent.batched.multi_turn import MultiTurnRollout, SGLangSampler
 from agl_slime.agent.by_file import import_file
-from agl_slime.agent.scheduler import MultiTurnScheduler, RolloutInferRequest, RolloutResponseChoice
+from agl_slime.agent.scheduler import MultiTurnScheduler
 from agl_slime.cli.demo.formats import LookupDemonstrations
 from agl_slime.engine.client.client import SGLangClient
 from agl_slime.engine.client.generation import Generation, SamplingParams
@@ -29,7 +28,7 @@ LookupTable = import_file(Path(__file__).parents[2] / "agents" / "lookup_tools.p
 
 
 class Recorder:
-    """A client that keeps what the engine answered, by rollout."""
+    """A client that records the engine's answers by rollout."""
 
     def __init__(self, client: SGLangClient) -> None:
         self._client = client
@@ -43,26 +42,22 @@ class Recorder:
         return generation
 
 
-class GoOn(MultiTurnScheduler):
-    """An answer without a call is asked for again; every other rollout goes on with the answer itself."""
+class Continues(MultiTurnScheduler):
+    """An answer without a call is asked for again; every other rollout continues the answer itself."""
 
-    def step(
-        self, infer_request: RolloutInferRequest, result: RolloutResponseChoice, current_turn: int
-    ) -> RolloutInferRequest:
+    def step(self, infer_request: Any, result: Any, current_turn: int) -> Any:
         if infer_request.data_dict["continues"] and result.finish_reason == "length":
             return infer_request
         infer_request.messages.append({"role": "user", "content": f"Try again, {current_turn}."})
         return infer_request
 
-    def check_finished(
-        self, infer_request: RolloutInferRequest, result: RolloutResponseChoice, current_turn: int
-    ) -> bool:
+    def check_finished(self, infer_request: Any, result: Any, current_turn: int) -> bool:
         return current_turn >= TURNS
 
 
 class Agent(SGLangLitAgent):
     tools = [LookupTable]
-    scheduler = GoOn
+    scheduler = Continues
     max_turns = TURNS
 
     def build_prompt(self, task: dict[str, Any]) -> list[dict[str, Any]]:
@@ -81,30 +76,22 @@ async def test_no_id_differs_between_the_engines_record_and_the_samples(server: 
     agent = Agent(tokenizer=tokenizer, client=recorder, sampling=SamplingParams(max_new_tokens=16))
     finished = await run_rollouts(agent, tasks)
     await client.aclose()
-    turns = prompt_tokens = cached_tokens = mismatched = samples = 0
+    prompt_tokens = cached_tokens = 0
     for rollout in finished:
         assert rollout.failure is None, rollout.failure
         record = recorder.record[rollout.rollout.rollout_id]
+        assert len(record) == TURNS
         conversion = rollout.convert(tokenizer)
-        read_back = [(turn.prompt_ids.tolist(), turn.response_ids.tolist()) for turn in conversion.trajectory.turns]
-        mismatched += read_back != [(prompt, list(generation.output_ids)) for prompt, generation in record]
-        trained = trained_ids(*conversion.samples)
-        assert sorted(trained) == sorted(token for _, generation in record for token in generation.output_ids)
+        turns = [(turn.prompt_ids.tolist(), turn.response_ids.tolist()) for turn in conversion.trajectory.turns]
+        assert turns == [(prompt, list(generation.output_ids)) for prompt, generation in record]
         (sample,) = conversion.samples
-        mismatched += trained != [token for _, generation in record for token in generation.output_ids]
+        assert trained_ids(sample) == [token for _, generation in record for token in generation.output_ids]
         assert sample.tokens == [*record[-1][0], *record[-1][1].output_ids]
-        samples += 1
-        turns += len(record)
         prompt_tokens += sum(len(prompt) for prompt, _ in record)
         cached_tokens += sum(generation.cached_tokens for _, generation in record)
-    cached = cached_tokens / prompt_tokens
-    report = f"{n} rollouts, {turns} turns, {samples} Samples, {mismatched} mismatched, {cached:.0%} of prompts cached"
-    record_property("multi_turn", report)
-    print(report)
-    assert mismatched == 0
-    assert turns == n * TURNS
+    record_property("multi_turn", f"{n} rollouts, {cached_tokens / prompt_tokens:.0%} of prompts cached")
     if server.real:
-        assert cached_tokens / prompt_tokens > 0.5  # all but the last answer and what followed it
+        assert cached_tokens / prompt_tokens > 0.5  # all but the last answer and the text after it
 
 
 def test_one_prompt_beyond_the_models_context_ends_its_trajectory_only(server: Server) -> None:

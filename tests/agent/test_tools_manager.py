@@ -1,4 +1,4 @@
-"""Tools: schemas from functions, calls, failures that the model sees."""
+"""Tools: schemas from functions, calls, and failures as observations of the model."""
 
 from __future__ import annotations
 
@@ -81,16 +81,12 @@ async def test_functions_sync_and_async_are_called_with_fitting_arguments() -> N
     tools = ToolManager([look, twice])
     assert tools.names == ("look", "twice")
     assert [schema["type"] for schema in tools.schemas] == ["function", "function"]
-    # strings become what the schema wants: the XML formats have no types
+    # the XML formats have no types: strings are converted by the schema
     results = await tools.run([call("look", key="a", limit="7", tags='["x"]'), call("twice", n="1.5", deep={"a": 1})])
     assert [result.content for result in results] == ["a:7:fast:['x']", '{"n": 3.0, "deep": {"a": 1}}']
     assert [result.error for result in results] == [None, None]
-    assert results[0].to_message() == {
-        "role": "tool",
-        "name": "look",
-        "tool_call_id": "call_0",
-        "content": "a:7:fast:['x']",
-    }
+    message = {"role": "tool", "name": "look", "tool_call_id": "call_0", "content": "a:7:fast:['x']"}
+    assert results[0].to_message() == message
 
 
 class Mode(Enum):
@@ -105,7 +101,7 @@ class Span:
 
 
 class Filter(BaseModel):
-    """What is let through."""
+    """Values that pass."""
 
     field: str
     values: list[int] = []
@@ -129,7 +125,6 @@ def search(
 
 
 FITTING: list[tuple[dict[str, Any], Any]] = [
-    ({"limit": None}, ("q", None, Mode.FAST, None, None, 1, False)),
     ({"limit": "null"}, ("q", None, Mode.FAST, None, None, 1, False)),
     ({"limit": "7", "mode": "slow"}, ("q", 7, Mode.SLOW, None, None, 1, False)),
     ({"span": {"start": 1}}, ("q", 3, Mode.FAST, Span(1), None, 1, False)),
@@ -152,10 +147,8 @@ def test_schema_of_enums_dataclasses_and_models_is_complete() -> None:
     parameters = ToolManager([search]).schemas[0]["function"]["parameters"]
     properties, definitions = parameters["properties"], parameters["$defs"]
     assert parameters["required"] == ["query"]
-    assert properties["limit"] == {
-        "anyOf": [{"type": "integer"}, {"type": "null"}],
-        "description": "Most results; null: all.",
-    }
+    limit = {"anyOf": [{"type": "integer"}, {"type": "null"}], "description": "Most results; null: all."}
+    assert properties["limit"] == limit
     assert properties["mode"] == {"$ref": "#/$defs/Mode"}
     assert definitions["Mode"]["enum"] == ["fast", "slow"]
     assert definitions["Span"]["required"] == ["start"]
@@ -163,19 +156,24 @@ def test_schema_of_enums_dataclasses_and_models_is_complete() -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "field", "value"),
+    ("tool", "arguments", "words"),
     [
-        ({"mode": "slowly"}, "'mode'", "'slowly'"),
-        ({"span": {"end": 1}}, "'span.start'", ""),
-        ({"filters": [{"field": "a", "values": ["x"]}]}, "'filters.0.values.0'", "'x'"),
-        ({"limit": "many"}, "'limit'", "'many'"),
+        (search, {"mode": "slowly"}, ("'mode'", "'slowly'")),
+        (search, {"span": {"end": 1}}, ("'span.start'",)),
+        (search, {"filters": [{"field": "a", "values": ["x"]}]}, ("'filters.0.values.0'", "'x'")),
+        (search, {"limit": "many"}, ("'limit'", "'many'")),
+        (look, {}, ("'key'",)),
+        (look, {"key": "a", "page": 1}, ("'page' of look",)),
+        (look, {"key": 3}, ("'key' of look: Input should be a valid string, got 3",)),
+        (look, {"key": "a", "mode": "none"}, ("'mode' of look: Input should be 'fast' or 'slow', got 'none'",)),
     ],
 )
-async def test_a_bad_part_of_an_argument_is_named(arguments: dict[str, Any], field: str, value: str) -> None:
-    result = await ToolManager([search]).call(call("search", query="q", **arguments))
+async def test_a_bad_part_of_an_argument_is_named(tool: Any, arguments: dict[str, Any], words: tuple[str, ...]) -> None:
+    query = {"query": "q"} if tool is search else {}
+    result = await ToolManager([tool]).call(call(tool.__name__, **query, **arguments))
     assert result.error == "bad_arguments"
-    assert field in result.content
-    assert value in result.content
+    assert result.content.startswith("Error: ")
+    assert all(word in result.content for word in words)
 
 
 async def test_arguments_are_checked_by_the_schema_that_an_object_brings() -> None:
@@ -197,8 +195,8 @@ async def test_arguments_are_checked_by_the_schema_that_an_object_brings() -> No
             return repr(arguments)
 
     tools = ToolManager([Any_])
-    given = await tools.call(call("any", n="3", x=None, kind="a", rest={"deep": 1}))
-    assert given.content == repr({"n": 3, "x": None, "kind": "a", "rest": {"deep": 1}})
+    result = await tools.call(call("any", n="3", x=None, kind="a", rest={"deep": 1}))
+    assert result.content == repr({"n": 3, "x": None, "kind": "a", "rest": {"deep": 1}})
     assert (await tools.call(call("any", n="null", x=2))).content == repr({"n": None, "x": 2})
     for bad, field in (({}, "'n'"), ({"n": "x"}, "'n'"), ({"n": 1, "kind": "c"}, "'kind'"), ({"n": 1, "m": 1}, "'m'")):
         result = await tools.call(call("any", **bad))
@@ -232,22 +230,22 @@ async def test_tools_are_closed_except_the_kept_ones(caplog: pytest.LogCaptureFi
     class Third(Sandbox):
         schema = {"name": "third"}
 
-    made, failing, shared = Sandbox(), Second(fails), Third()
-    tools = ToolManager([made, failing, shared, look])
+    sandbox, failing, shared = Sandbox(), Second(fails), Third()
+    tools = ToolManager([sandbox, failing, shared, look])
     await tools.aclose(keep=[shared])
     await tools.aclose(keep=[shared])
-    assert (made.closed, failing.closed, shared.closed) == (1, 1, 0)
+    assert (sandbox.closed, failing.closed, shared.closed) == (1, 1, 0)
     assert "still busy" in caplog.text
 
 
 async def test_a_tool_whose_constructor_outlives_its_rollout_is_closed() -> None:
-    release, made = threading.Event(), []
+    release, instances = threading.Event(), []
 
     class Slow(Sandbox):
         def __init__(self) -> None:
             super().__init__()
             release.wait(30)
-            made.append(self)
+            instances.append(self)
 
     tools = ToolManager()
     constructing = asyncio.create_task(asyncio.to_thread(tools.register, Slow))
@@ -255,7 +253,7 @@ async def test_a_tool_whose_constructor_outlives_its_rollout_is_closed() -> None
     release.set()
     with pytest.raises(RolloutError):
         await constructing
-    assert made[0].closed == 1
+    assert instances[0].closed == 1
 
 
 async def test_calls_of_one_answer_run_at_the_same_time() -> None:
@@ -273,23 +271,6 @@ async def test_calls_of_one_answer_run_at_the_same_time() -> None:
     assert [result.content for result in results] == ["met", "met"]
 
 
-BAD_ARGUMENTS: list[tuple[dict[str, Any], str]] = [
-    ({}, "'key'"),
-    ({"key": "a", "page": 1}, "'page' of look"),
-    ({"key": 3}, "'key' of look: Input should be a valid string, got 3"),
-    ({"key": "a", "limit": "x"}, "'limit' of look: Input should be a valid integer"),
-    ({"key": "a", "mode": "none"}, "'mode' of look: Input should be 'fast' or 'slow', got 'none'"),
-]
-
-
-@pytest.mark.parametrize(("arguments", "word"), BAD_ARGUMENTS)
-async def test_bad_arguments_are_an_observation(arguments: dict[str, Any], word: str) -> None:
-    result = await ToolManager([look]).call(call("look", **arguments))
-    assert result.error == "bad_arguments"
-    assert result.content.startswith("Error: ")
-    assert word in result.content
-
-
 async def test_a_parameter_may_have_any_name() -> None:
     def look(fn: str, self: int = 0, call: str = "", args: str = "") -> str:
         """Look."""
@@ -299,22 +280,24 @@ async def test_a_parameter_may_have_any_name() -> None:
     assert result.content == "a 1 b c"
 
 
-async def test_an_exception_is_an_observation() -> None:
+async def test_exceptions_unknown_tools_and_long_results_are_observations() -> None:
     def fails(key: str) -> str:
         raise LookupError(f"no {key}")
 
-    result = await ToolManager([fails]).call(call("fails", key="kz"))
+    def long() -> str:
+        return "x" * 50
+
+    tools = ToolManager([fails, long], max_result_chars=60)
+    result = await tools.call(call("fails", key="kz"))
     assert (result.error, result.content) == ("exception", "Error: LookupError: no kz")
-
-
-async def test_an_unknown_tool_is_an_observation() -> None:
-    result = await ToolManager([look]).call(call("search"))
+    result = await tools.call(call("search"))
     assert result.error == "unknown_tool"
-    assert "'search'; there are look" in result.content
+    assert "'search'; there are fails, long" in result.content
+    result = await ToolManager([long], max_result_chars=10).call(call("long"))
+    assert result.content == "x" * 10 + "\n[cut: 40 more characters]"
 
 
-@pytest.mark.parametrize("kind", ["async", "thread"])
-async def test_a_tool_that_hangs_times_out(kind: str) -> None:
+async def test_a_tool_that_hangs_times_out() -> None:
     release = threading.Event()
 
     async def hangs_async() -> str:
@@ -327,20 +310,18 @@ async def test_a_tool_that_hangs_times_out(kind: str) -> None:
 
     try:
         tools = ToolManager([hangs_async, hangs_thread], timeout_s=0.05)
-        result = await tools.call(call(f"hangs_{kind}"))
+        results = await tools.run([call("hangs_async"), call("hangs_thread")])
     finally:
         release.set()
-    assert result.error == "timeout"
-    assert "0.05 seconds" in result.content
+    for result in results:
+        assert result.error == "timeout"
+        assert "0.05 seconds" in result.content
 
 
 class Counter:
-    """One per rollout: it counts its own calls."""
+    """Counts the calls of its rollout."""
 
-    schema = {
-        "type": "function",
-        "function": {"name": "count", "description": "Count.", "parameters": {"type": "object", "properties": {}}},
-    }
+    schema = {"type": "function", "function": {"name": "count", "parameters": {"type": "object", "properties": {}}}}
 
     def __init__(self, task: Mapping[str, Any] | None) -> None:
         self.start = (task or {}).get("start", 0)
@@ -358,14 +339,6 @@ async def test_a_class_is_made_for_each_rollout_with_its_task() -> None:
     assert (await second.call(call("count"))).content == "21"
 
 
-async def test_long_results_are_cut_and_say_so() -> None:
-    def long() -> str:
-        return "x" * 50
-
-    result = await ToolManager([long], max_result_chars=10).call(call("long"))
-    assert result.content == "x" * 10 + "\n[cut: 40 more characters]"
-
-
 async def test_methods_of_one_object_share_its_state_for_the_reward() -> None:
     class Cart:
         def __init__(self) -> None:
@@ -377,17 +350,14 @@ async def test_methods_of_one_object_share_its_state_for_the_reward() -> None:
             return f"{len(self.items)} items"
 
         def total(self) -> int:
-            """The price of all items."""
+            """Compute the price of all items."""
             return 3 * len(self.items)
 
     for n in (1, 2):
         cart = Cart()
         manager = ToolManager([cart.add, cart.total])
-        for item in range(n):
-            await manager.run([ToolCall(name="add", arguments={"item": str(item)})])
-        assert [result.content for result in await manager.run([ToolCall(name="total", arguments={})])] == [str(3 * n)]
+        await manager.run([call("add", item=str(item)) for item in range(n)])
+        assert (await manager.call(call("total"))).content == str(3 * n)
         assert manager.objects["add"].__self__.items == [str(item) for item in range(n)]
-    assert [tool["function"]["description"] for tool in manager.schemas] == [
-        "Put an item into the cart.",
-        "The price of all items.",
-    ]
+    descriptions = [tool["function"]["description"] for tool in manager.schemas]
+    assert descriptions == ["Put an item into the cart.", "Compute the price of all items."]
