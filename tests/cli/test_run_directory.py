@@ -24,7 +24,7 @@ from agl_slime.cli.settings import train_config
 from agl_slime.errors import AglSlimeError, ConfigError
 from agl_slime.support.files import LOCK
 from agl_slime.train.local.settings import LocalTrainerSettings
-from tests.harness.engine import engine_in_thread
+from tests.harness.engine_servers import engine_in_thread
 
 
 @pytest.fixture(scope="module")

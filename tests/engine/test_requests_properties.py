@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 pytest.importorskip("torch", reason='the embedded engine needs torch: pip install "agl-slime[local]"')
 
 from agl_slime.engine.requests import UNSUPPORTED, Sampling
-from tests.harness.engine import engine_in_thread
+from tests.harness.engine_servers import engine_in_thread
 
 SAMPLING = sorted({*Sampling.model_fields, *UNSUPPORTED, "sampling_seed", "custom_params", "max_tokens"})
 MESSAGES = [{"role": "user", "content": "What is stored under k?"}]

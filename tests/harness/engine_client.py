@@ -1,4 +1,4 @@
-"""A client of an engine over raw HTTP, and what transformers expects of the same checkpoint."""
+"""A client of an engine over raw HTTP, and the reference log-probs of transformers for the same checkpoint."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ from tests.harness.engine_servers import Server
 TOLERANCE = 1e-4
 """Log-probs against transformers' in float32: batches of other shapes round differently."""
 
+_REQUEST_FIELDS = {"rid", "logprob_start_len", "top_logprobs_num"}
+
 PROMPTS = [[5, 6, 7, 8, 9], [40, 41, 300, 301, 302, 17, 20], list(range(60, 100))]
 
 
@@ -21,51 +23,33 @@ class Client:
     session: aiohttp.ClientSession
     server: Server
 
-    async def post(self, path: str, body: Any, *, status: int = 200) -> Any:
-        async with self.session.post(f"{self.server.url}{path}", json=body) as answer:
+    async def request(self, method: str, path: str, *, status: int = 200, **options: Any) -> Any:
+        async with self.session.request(method, f"{self.server.url}{path}", **options) as answer:
             text = await answer.text()
             assert answer.status == status, text
             return await answer.json() if answer.content_type == "application/json" else text
 
-    async def get(self, path: str, *, status: int = 200) -> Any:
-        async with self.session.get(f"{self.server.url}{path}") as answer:
-            assert answer.status == status, await answer.text()
-            return await answer.json() if answer.content_type == "application/json" else await answer.text()
+    async def post(self, path: str, body: Any, *, status: int = 200) -> Any:
+        return await self.request("POST", path, status=status, json=body)
 
-    async def generate(
-        self,
-        ids: Any,
-        *,
-        status: int = 200,
-        rid: Any = None,
-        logprob_start_len: Any = None,
-        top_logprobs_num: Any = None,
-        **sampling: Any,
-    ) -> Any:
-        body: dict[str, Any] = {
-            "input_ids": ids,
-            "return_logprob": True,
-            "sampling_params": {"skip_special_tokens": False, **sampling},
-        }
-        if rid is not None:
-            body["rid"] = rid
-        if logprob_start_len is not None:
-            body["logprob_start_len"] = logprob_start_len
-        if top_logprobs_num is not None:
-            body["top_logprobs_num"] = top_logprobs_num
+    async def get(self, path: str, *, status: int = 200) -> Any:
+        return await self.request("GET", path, status=status)
+
+    async def generate(self, ids: Any, *, status: int = 200, **options: Any) -> Any:
+        """``options`` are sampling parameters, and ``rid`` and log-prob options of the request itself."""
+        request = {name: options.pop(name) for name in _REQUEST_FIELDS & options.keys()}
+        sampling = {"skip_special_tokens": False, **options}
+        body = {"input_ids": ids, "return_logprob": True, "sampling_params": sampling, **request}
         return await self.post("/generate", body, status=status)
 
     async def running(self, at_least: int, *, waiting: int = 0) -> None:
-        """Until the server reports that many running and waiting requests."""
-
-        async def poll() -> None:
+        """Wait until the server reports ``at_least`` running and ``waiting`` queued requests."""
+        async with asyncio.timeout(30):
             while True:
                 load = (await self.get("/v1/loads?include=core"))["loads"][0]
                 if load["num_running_reqs"] >= at_least and load["num_waiting_reqs"] >= waiting:
                     return
                 await asyncio.sleep(0.01)
-
-        await asyncio.wait_for(poll(), 30)
 
 
 def log_softmax(model: Any, ids: list[int], temperature: float = 1.0) -> Any:
@@ -89,13 +73,12 @@ def greedy(model: Any, prompt: list[int], count: int) -> list[int]:
 
 
 def sampled(answer: dict[str, Any]) -> tuple[list[int], list[float]]:
-    """Ids and log-probs; the two places where ids stand must agree."""
+    """Ids and log-probs; both fields with ids must agree."""
     pairs = answer["meta_info"]["output_token_logprobs"]
     ids = [pair[1] for pair in pairs]
     assert answer["output_ids"] == ids
     return ids, [pair[0] for pair in pairs]
 
 
-def assert_close(given: list[float], expected: list[float], tolerance: float = TOLERANCE) -> None:
-    assert len(given) == len(expected)
-    assert max(abs(a - b) for a, b in zip(given, expected, strict=True)) <= tolerance
+def assert_close(values: list[float], expected: list[float], tolerance: float = TOLERANCE) -> None:
+    assert max(abs(a - b) for a, b in zip(values, expected, strict=True)) <= tolerance

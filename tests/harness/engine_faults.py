@@ -1,4 +1,4 @@
-"""How a ``ScriptedEngine`` can fail, and the small parts that it is made of."""
+"""Faults of a ``ScriptedEngine``, and its small parts."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 PIECES = ("a", "b", "c", "ab", "bc", "ca", "aa", "cb", "é", " ", "\n", "abc", "</", "x>", "1", "2")
 
 
-# gives the response that the engine would have sent
+# the response that the engine would have sent
 Answer = Callable[[], Awaitable[web.StreamResponse]]
 
 
@@ -26,7 +26,7 @@ Answer = Callable[[], Awaitable[web.StreamResponse]]
 
 
 class Fault:
-    """One misbehaviour: override ``apply`` for one of your own."""
+    """One misbehaviour; a subclass overrides ``apply``, or the generation itself reads it (``GenerationFault``)."""
 
     async def apply(self, engine: ScriptedEngine, request: web.Request, answer: Answer) -> web.StreamResponse:
         raise NotImplementedError
@@ -47,7 +47,7 @@ class Status(Fault):
 
 @dataclass(frozen=True)
 class Body(Fault):
-    """Status 200 with a body that is not SGLang's."""
+    """Status 200 with another body than SGLang's."""
 
     text: str
     content_type: str = "application/json"
@@ -72,8 +72,7 @@ class Reset(Fault):
             request.transport.abort()
             return web.Response()
         body = body_of(await answer())
-        half = web.StreamResponse(headers={"Content-Length": str(len(body)), "Content-Type": "application/json"})
-        await half.prepare(request)
+        half = await announce(request, body)
         await half.write(body[: len(body) // 2])
         request.transport.abort()
         return half
@@ -96,8 +95,7 @@ class Drip(Fault):
 
     async def apply(self, engine: ScriptedEngine, request: web.Request, answer: Answer) -> web.StreamResponse:
         body = body_of(await answer())
-        slow = web.StreamResponse(headers={"Content-Length": str(len(body)), "Content-Type": "application/json"})
-        await slow.prepare(request)
+        slow = await announce(request, body)
         for i in range(len(body)):
             try:
                 await slow.write(body[i : i + 1])
@@ -109,34 +107,25 @@ class Drip(Fault):
 
 
 @dataclass(frozen=True)
-class Abort(Fault):
-    """The engine aborts the generation after ``n_tokens``; 0 is "aborted in the queue". Only for ``/generate``."""
+class GenerationFault(Fault):
+    """A fault inside a generation, after ``n_tokens``; only for ``/generate``."""
 
     n_tokens: int
 
-    async def apply(self, engine: ScriptedEngine, request: web.Request, answer: Answer) -> web.StreamResponse:
-        raise AssertionError("handled by the generation itself")
+
+class Abort(GenerationFault):
+    """The engine aborts the generation; with 0 tokens it was "aborted in the queue"."""
+
+
+class BreakOff(GenerationFault):
+    """The connection of a stream breaks."""
 
 
 @dataclass(frozen=True)
-class BreakOff(Fault):
-    """The connection of a stream breaks after ``n_tokens`` tokens. Only for ``/generate`` with ``stream``."""
+class NewVersion(GenerationFault):
+    """The next token, and every later request, is sampled with the weights of ``version``."""
 
-    n_tokens: int
-
-    async def apply(self, engine: ScriptedEngine, request: web.Request, answer: Answer) -> web.StreamResponse:
-        raise AssertionError("handled by the generation itself")
-
-
-@dataclass(frozen=True)
-class NewVersion(Fault):
-    """From token ``n_tokens`` on, and for every later request, the weights have ``version``. Only for ``/generate``."""
-
-    n_tokens: int
     version: str
-
-    async def apply(self, engine: ScriptedEngine, request: web.Request, answer: Answer) -> web.StreamResponse:
-        raise AssertionError("handled by the generation itself")
 
 
 # -- parts of the engine ----------------------------------------------------------------------------------------------
@@ -158,7 +147,7 @@ class Running:
 
 
 async def wait_for(event: asyncio.Event, seconds: float) -> bool:
-    """Sleep, but no longer than until ``event``; whether it has come."""
+    """Sleep until ``event``, for at most ``seconds``; whether it was set."""
     try:
         await asyncio.wait_for(event.wait(), seconds)
     except TimeoutError:
@@ -167,17 +156,16 @@ async def wait_for(event: asyncio.Event, seconds: float) -> bool:
 
 
 def answering(answer_ids: Sequence[int], *, end_id: int) -> Callable[[Sequence[int]], int]:
-    """A ``next_id`` that says ``answer_ids`` and then ``end_id`` after any prompt; taken up in the middle it goes on
-    where it was.
+    """A ``next_id`` that answers any prompt with ``answer_ids`` and then ``end_id``, and resumes a partial answer.
 
-    The longest beginning of the answer that the ids so far end with is taken as said already, so the answer must not
-    begin as the prompt ends.
+    The longest beginning of the answer with which the ids so far end counts as sampled, so the answer must not begin
+    as the prompt ends.
     """
     answer = (*answer_ids, end_id)
 
     def next_id(ids: Sequence[int]) -> int:
-        said = next((n for n in range(min(len(answer) - 1, len(ids)), 0, -1) if tuple(ids[-n:]) == answer[:n]), 0)
-        return answer[said]
+        done = next((n for n in range(min(len(answer) - 1, len(ids)), 0, -1) if tuple(ids[-n:]) == answer[:n]), 0)
+        return answer[done]
 
     return next_id
 
@@ -195,10 +183,6 @@ def decode_pieces(ids: Sequence[int]) -> str:
     return "".join(PIECES[token % len(PIECES)] for token in ids)
 
 
-def common_prefix(one: Sequence[int], other: Sequence[int]) -> int:
-    return next((n for n, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
-
-
 def answer_of(
     rid: str, text: str, ids: list[int], log_probs: list[float], finish: dict[str, Any] | None, counts: dict[str, Any]
 ) -> dict[str, Any]:
@@ -208,6 +192,13 @@ def answer_of(
         "output_ids": ids,
         "meta_info": {"id": rid, "finish_reason": finish, "output_token_logprobs": pairs, **counts},
     }
+
+
+async def announce(request: web.Request, body: bytes) -> web.StreamResponse:
+    """A response that announces ``body`` and has sent none of it."""
+    response = web.StreamResponse(headers={"Content-Length": str(len(body)), "Content-Type": "application/json"})
+    await response.prepare(request)
+    return response
 
 
 def body_of(response: web.StreamResponse) -> bytes:

@@ -1,5 +1,5 @@
-"""What the tests share that run on the embedded engine and on a real SGLang alike, and how the real one is started on
-the CPU: with ``AGL_SLIME_SGLANG_PYTHON`` and ``-m sglang``."""
+"""Engines for tests: the embedded one in a thread, and a real SGLang on the CPU, started with
+``AGL_SLIME_SGLANG_PYTHON`` and ``-m sglang``."""
 
 from __future__ import annotations
 
@@ -8,10 +8,12 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from agl_slime.engine.sglang_process import SGLANG_PYTHON, SGLangProcess
+from tests.harness.loop_thread import in_thread
 
 MAX_RUNNING = 8
 """Requests that the engine decodes together; more wait."""
@@ -35,3 +37,14 @@ def real_sglang(
         pytest.skip(f"{SGLANG_PYTHON} does not name a Python with SGLang; scripts/sglang_cpu.sh sets one up")
     with SGLangProcess(policy, python=os.environ[SGLANG_PYTHON], log=log, flags=flags) as engine:
         yield Server(engine.url, policy, real=True)
+
+
+@contextmanager
+def engine_in_thread(policy: Path, **limits: Any) -> Iterator[str]:
+    """The URL of an embedded engine in this process; ``EmbeddedEngine`` starts a process, which imports torch and
+    transformers for seconds. ``limits`` are settings of ``agl_slime.engine.engine.Engine``."""
+    from agl_slime.engine.server import load_server
+
+    server = load_server(str(policy), token=None, **limits)
+    with in_thread(server.listening(host="127.0.0.1", port=0)) as url:
+        yield url

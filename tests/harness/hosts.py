@@ -11,11 +11,13 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from threading import Timer
+from typing import Any
 
 import pytest
 
 from agl_slime.cli.demo import LOOKUP_POLICY
-from agl_slime.rehearse.namespaces import Host, Network, Process, why_no_namespaces
+from agl_slime.errors import ConfigError
+from agl_slime.rehearse.namespaces import INTERFACE, Host, Network, Process, why_no_namespaces
 from tests.harness.waiting import becomes_true
 
 ROOT = Path(__file__).parents[2]
@@ -30,7 +32,7 @@ def network() -> Iterator[Network]:
         yield network
 
 
-# as a real SGLang, which needs no key on another address than the loopback
+# as a real SGLang, which needs no key on any address
 ENGINE = "import agl_slime.engine.__main__ as engine; engine.require_token = lambda *_, **__: None; engine.main()"
 
 
@@ -66,12 +68,33 @@ def start_ray(host: Host, *flags: str, env: Mapping[str, str] = os.environ) -> P
     )
 
 
-def wait_for_lost_packets(host: Host, *others: Host) -> None:
-    """Until a connection between ``host`` and another has sent the same packet five times without an answer."""
+def wait_for_lost_packets(host: Host, *peers: Host) -> None:
+    """Wait until a connection between ``host`` and one of ``peers`` has sent a packet five times without an answer."""
 
     def lost() -> bool:
-        pairs = [(host, other) for other in others] + [(other, host) for other in others]
-        seen = [one.run(["ss", "-tin", "dst", other.address]).stdout for one, other in pairs]
-        return any(int(times) >= 4 for text in seen for times in re.findall(r"backoff:(\d+)", text))
+        pairs = [(host, peer) for peer in peers] + [(peer, host) for peer in peers]
+        sockets = [sender.run(["ss", "-tin", "dst", receiver.address]).stdout for sender, receiver in pairs]
+        return any(int(times) >= 4 for text in sockets for times in re.findall(r"backoff:(\d+)", text))
 
     assert becomes_true(lost, 120)
+
+
+class SlowHost(Host):
+    """A host behind a link that delays each packet by ``delay_s`` in either direction; a process does so, because
+    not every kernel has ``netem``."""
+
+    def __init__(self, *, delay_s: float, **options: Any) -> None:
+        self._delay_s = delay_s
+        super().__init__(**options)
+
+    def _plug_in(self) -> None:
+        program = [sys.executable, str(ROOT / "tests" / "programs" / "slow_link.py"), self._port, str(self._delay_s)]
+        command = [*self._switch.enter("net"), *program]
+        relay = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        assert relay.stdin is not None
+        assert relay.stdout is not None
+        self._stack.callback(relay.communicate)  # it ends with its standard input
+        if relay.stdout.readline() != "ready\n":
+            raise ConfigError("a link with a delay needs /dev/net/tun: load the kernel's module tun")
+        self._bridge("ip", "link", "set", "far", "netns", str(self._space.pid))
+        self.run(["ip", "link", "set", "far", "name", INTERFACE])

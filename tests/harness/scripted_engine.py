@@ -1,7 +1,5 @@
-"""A look-alike of SGLang's HTTP server that fails on command. A real server on 127.0.0.1 and a free port, no model, no
-GPU.
-
-Use it where a test needs an engine whose answers are known beforehand, or one that misbehaves in a known way:
+"""A stand-in for SGLang's HTTP server that fails on command: a real server on 127.0.0.1 and a free port, without a
+model.
 
     async with ScriptedEngine() as engine:
         engine.script("/generate", Status(500), Status(500))          # the next two calls fail, the third is answered
@@ -10,22 +8,21 @@ Use it where a test needs an engine whose answers are known beforehand, or one t
         assert list(generation.output_ids) == engine.continuation([1, 2, 3], 8)
         assert engine.calls["/generate"] == 3
 
-From code without an event loop of its own (a runner in a thread, a subprocess): ``with in_thread(ScriptedEngine()) as
-engine: ...``.
+Code without an event loop (a runner in a thread, a subprocess) uses ``with in_thread(ScriptedEngine()) as engine``.
 
-What it samples: the next id is a function of all ids before it (``next_id``), and so is its log-prob (``log_prob``): a
-generation that is aborted and resumed from its partial ids must give exactly what one uninterrupted request gives. Both
-can be replaced, as can ``decode``, to make it say something (``answering`` does: a fixed answer, then the end token).
+The next id is a function of all ids before it (``next_id``), and so is its log-prob (``log_prob``): a generation that
+is aborted and resumed from its partial ids must equal one uninterrupted request. Both can be replaced, as can
+``decode``; ``answering`` makes a fixed answer.
 
-What it keeps of SGLang: stop strings are searched in what this request sampled, after each token; order of the checks
-is abort, length, stop string, stop token; an aborted request answers 200 with its partial ids, or, when it was still
-waiting, without ids and counts; a pause aborts running requests and holds new ones; ``/flush_cache`` is refused while
-requests run, but for those that a pause with "retract" holds; an update with ``flush_cache`` while requests run loads
-the weights and still answers 400; a rid in use is refused; ``/abort_request`` matches by prefix.
+As in SGLang: stop strings are searched in this request's tokens, after each token; the checks are, in order, abort,
+length, stop string, stop token; an aborted request answers 200 with its partial ids, or, when it was still queued,
+without ids and counts; a pause aborts running requests and queues new ones; ``/flush_cache`` is refused while requests
+run, except under a pause with "retract"; an update with ``flush_cache`` while requests run loads the weights and
+answers 400; a rid in use is refused; ``/abort_request`` matches by prefix.
 
-Faults are consumed one per request in the order of arrival; ``always`` sets one for every request. ``calls`` counts
-requests by path, ``received`` keeps what they were, and ``await engine.arrived("/generate", n)`` waits for the n-th
-request instead of sleeping.
+Each request consumes one fault, in the order of arrival; ``always`` sets one for every request. ``calls`` counts
+requests by path, ``received`` keeps them, and ``await engine.arrived("/generate", n)`` waits for the n-th request
+instead of sleeping.
 """
 
 from __future__ import annotations
@@ -34,22 +31,22 @@ import asyncio
 import json
 import math
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from aiohttp import web
 
-from tests.harness.engine_control import ControlRoutes
+from agl_slime.tokens.codec import shared_length
 from tests.harness.engine_faults import (
     PIECES,
     Abort,
     BreakOff,
     Fault,
+    GenerationFault,
     NewVersion,
     Received,
     Running,
     answer_of,
-    common_prefix,
     decode_pieces,
     digest,
     log_prob_of,
@@ -57,7 +54,7 @@ from tests.harness.engine_faults import (
 )
 
 
-class ScriptedEngine(ControlRoutes):
+class ScriptedEngine:
     """See the module's docstring.
 
     Args:
@@ -66,11 +63,10 @@ class ScriptedEngine(ControlRoutes):
         latency_s: Seconds before each ``/generate`` answer.
         eos_id: An id that ends a generation when it is sampled; None: there is none.
         lists_versions: Answer ``weight_versions`` as newer servers do, else only ``weight_version``.
-        workers: URLs; given, it answers as a router does: ``/workers`` lists them, and what a router does not pass on
-            is 404.
-        expand: What a prompt with images comes to, of its ids and ``image_data``; None: the model reads none.
-        cached_answers: Of how many requests it keeps prompt and answer, for ``cached_tokens``.
-        next_id, log_prob, decode: Replace what it samples and says; ``next_id`` and ``log_prob`` get all ids so far.
+        workers: URLs; with them it answers as a router does: ``/workers`` lists them, other paths are 404.
+        expand: Expands a prompt's ids by its ``image_data``; None: the model reads no images.
+        cached_answers: Number of requests whose prompt and answer are kept, for ``cached_tokens``.
+        next_id, log_prob, decode: Replace the sampling; ``next_id`` and ``log_prob`` get all ids so far.
     """
 
     def __init__(
@@ -94,6 +90,7 @@ class ScriptedEngine(ControlRoutes):
         self.vocab_size = vocab_size
         self.context_length = context_length
         self.model_path = model_path
+        self.dtype = "auto"
         self.weight_version = weight_version
         self.token_s = token_s
         self.latency_s = latency_s
@@ -117,9 +114,9 @@ class ScriptedEngine(ControlRoutes):
         self._ended: deque[tuple[int, ...]] = deque(maxlen=cached_answers)
         self._runner: web.AppRunner | None = None
         self._port = 0
-        self._paused = False
+        self._paused, self._pause_mode = False, ""
 
-    # -- what a test uses ---------------------------------------------------------------------------------------------
+    # -- for tests ---------------------------------------------------------------------------------------------
 
     @property
     def url(self) -> str:
@@ -127,7 +124,7 @@ class ScriptedEngine(ControlRoutes):
 
     @property
     def running(self) -> int:
-        """Requests between arrival and answer, those held by a pause left out."""
+        """Requests between arrival and answer, without requests that a pause queues."""
         return len(self._requests) - len(self._waiting)
 
     @property
@@ -163,17 +160,17 @@ class ScriptedEngine(ControlRoutes):
             await self._arrival.wait_for(lambda: self.calls[path] >= n)
 
     async def idle(self) -> None:
-        """Wait until no request is left, running or held."""
+        """Wait until no request is running or queued."""
         async with self._arrival:
             await self._arrival.wait_for(lambda: not self._requests)
 
     async def disconnected(self) -> None:
         """Wait until no client is connected."""
-        while self.connections:  # noqa: ASYNC110 - aiohttp's server tells nobody when a connection ends
+        while self.connections:  # noqa: ASYNC110 - aiohttp's server has no event for the end of a connection
             await asyncio.sleep(0.005)
 
     def continuation(self, prompt_ids: Sequence[int], n: int) -> list[int]:
-        """The ids that an undisturbed generation of ``n`` tokens gives (stops left aside)."""
+        """The ids of an uninterrupted generation of ``n`` tokens, without stops."""
         ids = list(prompt_ids)
         for _ in range(n):
             ids.append(self.next_id(ids))
@@ -191,8 +188,8 @@ class ScriptedEngine(ControlRoutes):
         await self.stop()
 
     async def start(self, port: int = 0) -> None:
-        """Listen on 127.0.0.1; ``port`` 0 takes a free one. After ``stop`` it may be started again, on the same port to
-        play a server that comes back."""
+        """Listen on 127.0.0.1; ``port`` 0 takes a free one. May be started again after ``stop``, as a server that
+        restarts."""
         self.closing = asyncio.Event()
         self._arrival = asyncio.Condition()
         self._unpaused = asyncio.Condition()
@@ -210,16 +207,13 @@ class ScriptedEngine(ControlRoutes):
     async def stop(self) -> None:
         if self._runner is not None:
             self.closing.set()
-            for request in self._requests.values():
-                request.aborted.set()
-            async with self._unpaused:
-                self._paused = False
-                self._unpaused.notify_all()
+            self._abort(self._requests)
+            await self._unpause()
             await self._runner.cleanup()
             self._runner = None
 
     async def sample(self, payload: dict[str, Any], fault: Abort | NewVersion | None = None) -> dict[str, Any]:
-        """What ``/generate`` answers to ``payload``, without HTTP."""
+        """The answer of ``/generate`` to ``payload``, without HTTP."""
         return await self._sample(payload, Running(), fault)
 
     # -- inside -------------------------------------------------------------------------------------------------------
@@ -236,7 +230,7 @@ class ScriptedEngine(ControlRoutes):
             self._arrival.notify_all()
         script = self._scripts.get(path)
         fault = script.popleft() if script else self._always.get(path)
-        if path == "/generate" and (fault is None or isinstance(fault, (Abort, BreakOff, NewVersion))):
+        if path == "/generate" and (fault is None or isinstance(fault, GenerationFault)):
             return await self._generate(payload, fault, request)
 
         async def answer() -> web.StreamResponse:
@@ -282,7 +276,7 @@ class ScriptedEngine(ControlRoutes):
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
         await response.prepare(http)
 
-        async def tell(answer: dict[str, Any]) -> None:
+        async def send(answer: dict[str, Any]) -> None:
             if (
                 isinstance(fault, BreakOff)
                 and len(answer["output_ids"]) > fault.n_tokens
@@ -291,14 +285,14 @@ class ScriptedEngine(ControlRoutes):
                 http.transport.abort()
             await response.write(f"data: {json.dumps(answer)}\n\n".encode())
 
-        running.on_token = tell
-        await tell(await self._sample(payload, running, fault))
+        running.on_token = send
+        await send(await self._sample(payload, running, fault))
         await response.write(b"data: [DONE]\n\n")
         return response
 
     def _refusal(self, payload: dict[str, Any]) -> str | None:
         prompt, params, rid = payload["input_ids"], payload["sampling_params"], payload["rid"]
-        wanted = len(prompt) + params["max_new_tokens"]
+        total = len(prompt) + params["max_new_tokens"]
         if rid in self._requests:
             return f"Duplicate request ID detected: {rid}"
         if not prompt:
@@ -310,10 +304,10 @@ class ScriptedEngine(ControlRoutes):
                 f"The input ({len(prompt)} tokens) is longer than the model's context length "
                 f"({self.context_length} tokens)."
             )
-        if wanted > self.context_length:
+        if total > self.context_length:
             return (
                 f"Requested token count exceeds the model's maximum context length of {self.context_length} tokens. "
-                f"You requested a total of {wanted} tokens: {len(prompt)} tokens from the input messages "
+                f"You requested a total of {total} tokens: {len(prompt)} tokens from the input messages "
                 f"and {params['max_new_tokens']} tokens for the completion."
             )
         return None
@@ -343,8 +337,8 @@ class ScriptedEngine(ControlRoutes):
             if spans[-1][0] != self.weight_version:
                 spans.append([self.weight_version, n - 1, n - 1])
             spans[-1][2] = n
-            said = self.decode(ids[len(prompt) :]) if stops else ""
-            stop = next((stop for stop in stops if stop in said), None)
+            text = self.decode(ids[len(prompt) :]) if stops else ""
+            stop = next((stop for stop in stops if stop in text), None)
             if running.aborted.is_set() or n >= abort_after:
                 finish = {"type": "abort", "message": "Aborted"}
             elif n >= limit:
@@ -361,7 +355,7 @@ class ScriptedEngine(ControlRoutes):
         counts: dict[str, Any] = {
             "prompt_tokens": len(prompt),
             "completion_tokens": len(log_probs),
-            "cached_tokens": max((common_prefix(prompt, ids) for ids in self._ended), default=0),
+            "cached_tokens": max((shared_length(prompt, ids) for ids in self._ended), default=0),
             "weight_version": spans[-1][0],
         }
         if self.lists_versions:
@@ -373,6 +367,59 @@ class ScriptedEngine(ControlRoutes):
             counts["output_top_logprobs"] = [[[p - n, token, None] for n in range(top)] for p, token in pairs]
         self._ended.append(tuple(ids))
         return answer_of(rid, text, ids[len(prompt) :], log_probs, finish, counts)
+
+    async def _control(self, path: str, payload: dict[str, Any]) -> web.StreamResponse:
+        """SGLang's answers beside ``/generate``; or, with ``workers``, a router's."""
+        model = {"model_path": self.model_path, "is_generation": True, "weight_version": self.weight_version}
+        match path, self.workers:
+            case "/get_model_info", _:
+                return web.json_response(model)
+            case "/workers", [*urls]:
+                listed = [
+                    {"id": str(i), "url": url, "worker_type": "regular", "is_healthy": True}
+                    for i, url in enumerate(urls)
+                ]
+                return web.json_response({"workers": listed, "total": len(listed)})
+            case "/health", None:
+                return web.Response()
+            case "/model_info", None:
+                return web.json_response(model)
+            case "/server_info", None:
+                return web.json_response({"version": "0.5.15", "dtype": self.dtype, "model_path": self.model_path})
+            case "/flush_cache", None:
+                if self.running and not (self._paused and self._pause_mode == "retract"):
+                    return web.Response(text=f"Flush cache failed: {self.running} running requests.\n", status=400)
+                self._ended.clear()
+                return web.Response(text="Cache flushed.\n")
+            case "/pause_generation", None:
+                self._paused, self._pause_mode = True, payload.get("mode", "abort")
+                if self._pause_mode == "abort":
+                    self._abort(rid for rid in self._requests if rid not in self._waiting)
+                return web.json_response({"status": "ok"})
+            case "/continue_generation", None:
+                await self._unpause()
+                return web.json_response({"status": "ok"})
+            case "/abort_request", None:
+                self._abort(rid for rid in self._requests if payload.get("abort_all") or rid.startswith(payload["rid"]))
+                return web.Response()
+            case "/update_weights_from_disk", None:
+                self.model_path = payload["model_path"]
+                if payload.get("flush_cache", True) and self.running:
+                    message = "Weights were updated, but the cache was not flushed because requests are still running."
+                    return web.json_response({"success": False, "message": message}, status=400)
+                self.weight_version = payload.get("weight_version") or self.weight_version
+                message = "Succeeded to update model weights."
+                return web.json_response({"success": True, "message": message, "num_paused_requests": 0})
+        return web.json_response({"detail": "Not Found"}, status=404)
+
+    def _abort(self, rids: Iterable[str]) -> None:
+        for rid in rids:
+            self._requests[rid].aborted.set()
+
+    async def _unpause(self) -> None:
+        async with self._unpaused:
+            self._paused = False
+            self._unpaused.notify_all()
 
     def _next_id(self, ids: Sequence[int]) -> int:
         return digest(ids) % self.vocab_size

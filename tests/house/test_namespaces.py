@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 
 from agl_slime.rehearse.namespaces import Host, Network, Process, why_no_namespaces
-from tests.harness.hosts import network
-from tests.harness.slow_host import SlowHost
+from tests.harness.hosts import SlowHost, network
 from tests.harness.waiting import becomes_true
 
 __all__ = ["network"]
@@ -61,7 +60,7 @@ def test_each_host_has_its_name_processes_and_addresses(network: Network) -> Non
     for address in ("second", second.address, second.address6):
         assert float(ask(first, address)) < 2
     process.terminate()
-    assert process.wait(10) == -15  # the program's end, not that of what started it
+    assert process.wait(10) == -15  # SIGTERM reached the program itself
     assert ask(first, second.address) == "ConnectionRefusedError"
 
 
@@ -111,10 +110,10 @@ with Network() as network:
 
 
 def _network_namespaces() -> set[str]:
-    found = set()
+    namespaces = set()
     for link in Path("/proc").glob("[0-9]*/ns/net"):
         try:
-            found.add(str(link.readlink()))
+            namespaces.add(str(link.readlink()))
         except OSError:  # the process has ended
             continue
-    return found
+    return namespaces

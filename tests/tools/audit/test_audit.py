@@ -22,7 +22,7 @@ from agl_slime.cli.main import main
 from agl_slime.cli.settings import train_config
 from agl_slime.report.audit import audit
 from agl_slime.report.audit.weights import missing_checkpoints
-from tests.harness.engine import engine_in_thread
+from tests.harness.engine_servers import engine_in_thread
 from tests.tools.audit.mutations import JSONL, LOSSES, damage, lie, lose
 
 _FLAKY = "tests.programs.agents.flaky_lookup:FlakyLookup"

@@ -26,7 +26,7 @@ from agl_slime.engine.scoring import ScoringClient
 from agl_slime.errors import ConfigError, EngineServerError
 from agl_slime.report import read_metrics
 from agl_slime.report.alarms import Alarm, find_alarms
-from tests.harness.engine import engine_in_thread
+from tests.harness.engine_servers import engine_in_thread
 from tests.harness.moe_policy import save_moe
 
 ITERATIONS = 3

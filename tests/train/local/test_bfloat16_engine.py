@@ -28,17 +28,17 @@ def test_a_real_sglang_gives_the_same_log_probs_for_both(policy_dir: Path, tmp_p
         trainer.save_weights(tmp_path / dtype, dtype=dtype)
 
     async def answers(url: str) -> list[tuple[tuple[int, ...], tuple[float, ...]]]:
-        sync, found = DiskWeightSync(base_url=url), []
+        sync, answers_by_version = DiskWeightSync(base_url=url), []
         assert await sync.computes_in() == "bfloat16"
         async with SGLangClient(base_url=url) as client:
             for version, path in enumerate((policy_dir, tmp_path / "float32", tmp_path / "bfloat16")):
                 await sync.push(str(path), str(version))
-                got = await client.generate([1, 2, 3, 4], GREEDY)
-                found.append((tuple(got.output_ids), tuple(got.log_probs)))
-        return found
+                generation = await client.generate([1, 2, 3, 4], GREEDY)
+                answers_by_version.append((tuple(generation.output_ids), tuple(generation.log_probs)))
+        return answers_by_version
 
     with real_sglang(policy_dir, tmp_path / "sglang.log", ("--dtype", "bfloat16")) as server:
-        before, whole, rounded = asyncio.run(answers(server.url))
+        first, whole, rounded = asyncio.run(answers(server.url))
     assert whole[0]
     assert whole == rounded
-    assert whole[1] != before[1]
+    assert whole[1] != first[1]

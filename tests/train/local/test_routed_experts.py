@@ -34,7 +34,7 @@ from agl_slime.tokens.segments import merge_turns
 from agl_slime.tokens.span_codec import decode_turns
 from agl_slime.train.local.model import force_experts
 from agl_slime.types import Sample, sample_from_fields
-from tests.harness.engine import engine_in_thread
+from tests.harness.engine_servers import engine_in_thread
 from tests.harness.gateway import QUICK, writer
 from tests.harness.moe_policy import FAMILIES, LAYERS, TOP_K, save_moe
 from tests.harness.trainers import ONE_STEP, trainer
@@ -109,14 +109,14 @@ async def test_the_embedded_engine_tells_the_experts_that_transformers_picks(ser
 async def test_new_weights_of_a_mixture_of_experts_are_loaded(served: tuple[str, Path], tmp_path: Path) -> None:
     url, directory = served
     family = "olmoe" if "olmoe" in (directory / "config.json").read_text() else "qwen3_moe"
-    other = save_moe(tmp_path, family=family, router_noise=1.0)
+    new_weights = save_moe(tmp_path, family=family, router_noise=1.0)
     async with SGLangClient(base_url=url) as client:
-        await client.update_weights_from_disk(str(other), "2")
+        await client.update_weights_from_disk(str(new_weights), "2")
         answer = await client.generate(prompts_of(1)[0], SAMPLING)
         await client.update_weights_from_disk(str(directory), "3")
     assert answer.experts is not None
     ids = [*prompts_of(1)[0], *answer.output_ids]
-    assert np.array_equal(np.sort(answer.experts.rows), np.sort(expected(other, ids)))
+    assert np.array_equal(np.sort(answer.experts.rows), np.sort(expected(new_weights, ids)))
     assert not np.array_equal(np.sort(answer.experts.rows), np.sort(expected(directory, ids)))
 
 
@@ -133,8 +133,8 @@ async def test_replayed_experts_reduce_the_log_prob_gap_of_a_noisy_router(
         await client.update_weights_from_disk(str(directory), "3")
     differ = {}
     for replay in (True, False):
-        found = trainer(directory, ONE_STEP).train([samples_of(prompts, answers, replay=replay)], iteration=0)
-        differ[replay] = found["train/logprob_diff_mean"]
+        metrics = trainer(directory, ONE_STEP).train([samples_of(prompts, answers, replay=replay)], iteration=0)
+        differ[replay] = metrics["train/logprob_diff_mean"]
     assert differ[True] < 0.7 * differ[False]
 
 
@@ -142,16 +142,16 @@ async def test_the_trainers_log_probs_are_of_the_nucleus_that_was_sampled_from(s
     url, directory = served
     prompts = prompts_of(4)
     for cut in ({"top_p": 0.6}, {"top_k": 5}):
-        asked = replace(SAMPLING, nucleus=True, temperature=0.7, **cut)
-        answers = await ask(url, prompts, asked)
+        sampling = replace(SAMPLING, nucleus=True, temperature=0.7, **cut)
+        answers = await ask(url, prompts, sampling)
         assert all(answer.nucleus is not None and len(answer.nucleus) == 12 for answer in answers)
-        found = trainer(directory, ONE_STEP, temperature=0.7).train([samples_of(prompts, answers)], iteration=0)
-        assert found["train/logprob_diff_max"] < 1e-3
+        metrics = trainer(directory, ONE_STEP, temperature=0.7).train([samples_of(prompts, answers)], iteration=0)
+        assert metrics["train/logprob_diff_max"] < 1e-3
         whole = trainer(directory, ONE_STEP, temperature=0.7).train(
             [samples_of(prompts, answers, replay=False)], iteration=0
         )
         assert whole["train/logprob_diff_mean"] > 0.1
-        assert found["train/entropy"] < whole["train/entropy"]
+        assert metrics["train/entropy"] < whole["train/entropy"]
 
 
 async def test_recomputed_layers_are_given_the_same_experts_again(served: tuple[str, Path]) -> None:
@@ -159,8 +159,10 @@ async def test_recomputed_layers_are_given_the_same_experts_again(served: tuple[
     prompts = prompts_of(4)
     answers = await ask(url, prompts, SAMPLING)
     norms = [
-        trainer(directory, ONE_STEP, gradient_checkpointing=again).train([samples_of(prompts, answers)], iteration=0)
-        for again in (False, True)
+        trainer(directory, ONE_STEP, gradient_checkpointing=checkpointing).train(
+            [samples_of(prompts, answers)], iteration=0
+        )
+        for checkpointing in (False, True)
     ]
     assert norms[0]["train/grad_norm"] == pytest.approx(norms[1]["train/grad_norm"], rel=1e-4)
 
@@ -196,10 +198,10 @@ def test_gateway_agents_are_trained_with_the_experts_of_all_turns(served: tuple[
         assert attempt is not None
         address = resources["main_llm"].endpoint
         messages = [{"role": "user", "content": "one"}]
-        for said in ("two", "three"):
+        for text in ("two", "three"):
             body = {"model": "m", "messages": messages}
             answer = httpx.post(f"{address}/chat/completions", json=body, timeout=30).json()["choices"][0]["message"]
-            messages += [{"role": "assistant", "content": answer["content"]}, {"role": "user", "content": said}]
+            messages += [{"role": "assistant", "content": answer["content"]}, {"role": "user", "content": text}]
         httpx.post(f"{address}/chat/completions", json={"model": "m", "messages": messages[2:]}, timeout=30)
         run_blocking(gateway.close(attempt))
     turns = decode_turns(spans)
@@ -224,9 +226,9 @@ def test_a_whole_run_trains_on_the_experts_that_its_engine_used(
     filed: list[str] = []
 
     def watched(*args: Any) -> Any:
-        if (found := file_replay(*args)) is not None:
-            filed.append(found.file)
-        return found
+        if (replay_file := file_replay(*args)) is not None:
+            filed.append(replay_file.file)
+        return replay_file
 
     monkeypatch.setattr("agl_slime.agent.session.file_replay", watched)
     monkeypatch.setattr("agl_slime.tokens.replay.FILED_FROM_BYTES", 64)

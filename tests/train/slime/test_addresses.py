@@ -6,7 +6,7 @@ import json
 import subprocess
 import sys
 from argparse import Namespace
-from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -20,45 +20,44 @@ from agl_slime.store.server import StoreService
 from agl_slime.support.net import http_url, public_host
 from agl_slime.train.slime.args import PluginSettings
 from tests.harness.hosts import network
+from tests.harness.slime_programs import REPOSITORY
 
 __all__ = ["network"]
 
 
+def settings_of(environment: dict[str, str] | None = None, **args: Any) -> PluginSettings:
+    return PluginSettings.from_args(Namespace(**args), environment or {})
+
+
 def test_urls_have_brackets_around_ipv6() -> None:
     assert http_url("fd77::1", 8000) == http_url("[fd77::1]", 8000) == "http://[fd77::1]:8000"
-    assert PluginSettings.from_args(Namespace(sglang_router_ip="fd77::1", sglang_router_port=3), {}).llm_url == (
-        "http://[fd77::1]:3"
-    )
+    assert settings_of(sglang_router_ip="fd77::1", sglang_router_port=3).llm_url == "http://[fd77::1]:3"
 
 
 def test_a_wildcard_is_announced_as_slimes_public_host(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ADAPTER_PUBLIC_HOST", "10.1.2.3")
     assert (public_host("0.0.0.0"), public_host("127.0.0.1")) == ("10.1.2.3", "127.0.0.1")
-    with Gateway(GatewaySettings(host="0.0.0.0")) as gateway:
-        assert gateway.url.startswith("http://10.1.2.3:")
-    with StoreService(store=BridgeStore(), host="0.0.0.0", token="secret") as service:
-        assert service.url.startswith("http://10.1.2.3:")
+    with (
+        Gateway(GatewaySettings(host="0.0.0.0")) as gateway,
+        StoreService(store=BridgeStore(), host="0.0.0.0", token="secret") as service,
+    ):
+        assert all(server.url.startswith("http://10.1.2.3:") for server in (gateway, service))
 
 
 def test_slimes_settings_of_the_gateway_reach_the_runners() -> None:
-    given = Namespace(agl_agent="a:B", agl_gateway_port=8123, agl_gateway_public_url="https://gate.example/")
-    gateway = PluginSettings.from_args(given, {}).plan().settings.gateway  # type: ignore[union-attr]
-    assert gateway == GatewaySettings(port=8123, public_url="https://gate.example/")
-    settings = PluginSettings.from_args(Namespace(agl_agent="a:B"), {"ADAPTER_PUBLIC_HOST": "10.1.2.3"})
+    settings = settings_of(agl_agent="a:B", agl_gateway_port=8123, agl_gateway_public_url="https://gate.example/")
+    gateway = GatewaySettings(port=8123, public_url="https://gate.example/")
+    assert settings.plan().settings.gateway == gateway  # type: ignore[union-attr]
+    settings = settings_of({"ADAPTER_PUBLIC_HOST": "10.1.2.3"}, agl_agent="a:B")
     assert settings.plan().settings.gateway == GatewaySettings(host="0.0.0.0")  # type: ignore[union-attr]
-    plan = PluginSettings.from_args(
-        Namespace(agl_agent="a:B", agl_runners="ray:2"), {"AGL_SLIME_STORE_HOST": "10.0.0.7"}
-    ).plan()
+    plan = settings_of({"AGL_SLIME_STORE_HOST": "10.0.0.7"}, agl_agent="a:B", agl_runners="ray:2").plan()
     assert (plan.store_host, plan.store_setting) == ("10.0.0.7", "agl_store_host")
 
 
 @pytest.mark.parametrize(
-    ("given", "message"),
+    ("args", "text"),
     [
-        (
-            {"agl_gateway_public_url": "http://h"},
-            "agl_gateway_public_url http://h leads to one port: set agl_gateway_p",
-        ),
+        ({"agl_gateway_public_url": "http://h"}, "_url http://h leads to one port: set agl_gateway_port"),
         (
             {"agl_gateway_public_url": "http://h", "agl_runners": "controller"},
             "agl_gateway_public_url http://h leads to one port: set agl_controller_port",
@@ -67,14 +66,9 @@ def test_slimes_settings_of_the_gateway_reach_the_runners() -> None:
         ({"agl_gateway_public_url": "h:80"}, "agl_gateway_public_url is 'h:80'"),
     ],
 )
-def test_addresses_that_cannot_work_are_refused(given: dict[str, object], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        PluginSettings.from_args(Namespace(agl_agent="a:B", **given), {})
-
-
-def test_a_public_url_needs_the_port_to_which_it_leads() -> None:
-    with pytest.raises(ConfigError, match="give that as port"):
-        GatewaySettings(public_url="http://h")
+def test_addresses_that_cannot_work_are_refused(args: dict[str, object], text: str) -> None:
+    with pytest.raises(ConfigError, match=text):
+        settings_of(agl_agent="a:B", **args)
 
 
 def test_a_store_that_other_nodes_cannot_reach_is_refused() -> None:
@@ -118,13 +112,12 @@ def test_another_host_reaches_a_wildcard_by_its_url(network: Network, host: str)
     server.run(
         ["sh", "-c", "ip link add other type bridge; ip address add 10.99.0.1/24 dev other; ip link set other up"]
     )
-    root = Path(__file__).parents[3]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-    process = server.start([sys.executable, "-c", SERVE, host], cwd=root, **pipes)
+    process = server.start([sys.executable, "-c", SERVE, host], cwd=REPOSITORY, **pipes)
     assert process.stdout is not None
-    gateway, store = json.loads(process.stdout.readline())
-    wanted = {"0.0.0.0": server.address, "::": f"[{server.address6}]"}[host]
-    assert {url.rpartition(":")[0] for url in (gateway, store)} == {f"http://{wanted}"}
-    answers = agent.run([sys.executable, "-c", ASK, f"{gateway}/", f"{store}/"]).stdout.split()
+    urls = json.loads(process.stdout.readline())
+    address = {"0.0.0.0": server.address, "::": f"[{server.address6}]"}[host]
+    assert {url.rpartition(":")[0] for url in urls} == {f"http://{address}"}
+    answers = agent.run([sys.executable, "-c", ASK, *(f"{url}/" for url in urls)]).stdout.split()
     assert answers == ["401", "401"]
     process.communicate(timeout=30)

@@ -22,9 +22,8 @@ import pytest
 
 from agl_slime.rehearse.namespaces import Host, Network, Process
 from agl_slime.report.audit import audit
-from tests.harness.hosts import network, start_engine, start_ray, wait_for_lost_packets
+from tests.harness.hosts import SlowHost, network, start_engine, start_ray, wait_for_lost_packets
 from tests.harness.slime_programs import REPOSITORY, environment, read_result, require_slime
-from tests.harness.slow_host import SlowHost
 
 __all__ = ["network"]
 
