@@ -21,10 +21,10 @@ def cut(path: Path, rng: random.Random) -> None:
 
 
 def zeros(path: Path, rng: random.Random) -> None:
-    """What a power cut leaves of blocks that were never written."""
-    at = rng.randrange(path.stat().st_size)
+    """A power cut before the last blocks were written."""
+    size = rng.randrange(path.stat().st_size)
     content = path.read_bytes()
-    path.write_bytes(content[:at] + bytes(len(content) - at))
+    path.write_bytes(content[:size] + bytes(len(content) - size))
 
 
 def append(path: Path, rng: random.Random) -> None:
@@ -64,17 +64,17 @@ OF_FILES += [directory_in_its_place, fifo_in_its_place, link_to_itself]
 
 
 def stray(directory: Path, rng: random.Random) -> None:
-    """Something in ``directory`` that a run has not put there."""
+    """An entry of ``directory`` that no run has made."""
     name = rng.choice(("step_last", "step_", "step_000099", "step_-1", "step_1e3", "step_²", "notes"))
     rng.choice((Path.touch, Path.mkdir))(directory / name)
 
 
 def damage_checkpoint(path: Path, rng: random.Random) -> str:
-    """Damage one file of the checkpoint, or a directory in it; returns what was done to which."""
+    """Damage one file of the checkpoint, or a directory in it; returns a description."""
     if rng.random() < 0.05:
         shutil.rmtree(path / "trainer")
         return "no trainer"
-    file = rng.choice(sorted(one for one in path.rglob("*") if one.is_file()))
+    file = rng.choice(sorted(file for file in path.rglob("*") if file.is_file()))
     kind = rng.choice(OF_FILES)
     if not file.stat().st_size and kind in (flip, cut, zeros):
         kind = append

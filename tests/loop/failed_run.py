@@ -12,7 +12,7 @@ from tests.harness.scripted_engine import ScriptedEngine
 
 
 def failed_run(
-    engine: ScriptedEngine, match: str = "", *, error: type[Exception] = LoopError, **settings: Any
+    engine: ScriptedEngine, match: str | None = None, *, error: type[Exception] = LoopError, **settings: Any
 ) -> tuple[LoopCase, str]:
     """The case and the error's text. Whatever ended the run: its observer has the reason, each rollout has one outcome,
     and no thread is left."""

@@ -15,13 +15,13 @@ def lookup(key: str) -> str:
     """Look a key up.
 
     Args:
-        key: what to look up.
+        key: The key.
     """
     return key
 
 
 class NeverCalls(HelloAgent):
-    """Is offered a tool; the engine, which only ever says hello, does not call it."""
+    """Offers a tool that the engine, which only says hello, does not call."""
 
     tools = [lookup]
     tools_in_prompt = False
@@ -44,7 +44,7 @@ def test_uncalled_tool_raises_an_alarm(tmp_path: Path) -> None:
 
 
 def test_identical_answers_raise_an_alarm_unless_all_earn_the_best_reward(tmp_path: Path) -> None:
-    # the scripted engine says the same to everybody; only Ada's group earns the best reward there is
+    # the scripted engine has one answer; only Ada's group earns the best reward
     only_ada = HelloAgent(judge=lambda task, response: float(task["name"] == "Ada"))
     texts = warnings_of(tmp_path / "a", only_ada, rollout_batch_size=8)
     assert [text for text in texts if "all answers are token-identical" in text]

@@ -1,5 +1,5 @@
-"""A disk that fills up while a run writes: weights, checkpoints, the ledger and JSON lines say so in one sentence, and
-what was there before stays."""
+"""A disk that fills up while a run writes: weights, checkpoints, the ledger and JSON lines fail with one sentence, and
+earlier files stay."""
 
 from __future__ import annotations
 
@@ -12,29 +12,29 @@ from pathlib import Path
 
 import pytest
 
-torch = pytest.importorskip("torch")
+pytest.importorskip("torch")
 
-from agl_slime.data.ledger import Ledger  # noqa: E402
-from agl_slime.data.source import GroupSource  # noqa: E402
-from agl_slime.errors import DiskFullError, TrainerError  # noqa: E402
-from agl_slime.loop.checkpoint import CheckpointWriter, read_checkpoints  # noqa: E402
-from agl_slime.loop.settings import LoopState  # noqa: E402
-from agl_slime.report.files import IterationFile, iter_jsonl  # noqa: E402
-from agl_slime.store.bridge import BridgeStore  # noqa: E402
-from agl_slime.support.database import Database  # noqa: E402
-from tests.harness.trainer_policy import make_model, make_samples, save_policy  # noqa: E402
-from tests.harness.trainers import trainer  # noqa: E402
+from agl_slime.data.ledger import Ledger
+from agl_slime.data.source import GroupSource
+from agl_slime.errors import DiskFullError, TrainerError
+from agl_slime.loop.checkpoint import CheckpointWriter, read_checkpoints
+from agl_slime.loop.settings import LoopState
+from agl_slime.report.files import IterationFile, iter_jsonl
+from agl_slime.store.bridge import BridgeStore
+from agl_slime.support.database import Database
+from tests.harness.trainer_policy import make_model, make_samples, save_policy
+from tests.harness.trainers import trainer
 
 
 @pytest.fixture
 def disk(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Path]:
-    """A disk of its own, of 1 MB or as large as the test says."""
+    """A mounted disk of 1 MB, or as large as the test says."""
     path = tmp_path / "disk"
     path.mkdir()
     size = getattr(request, "param", "1m")
     done = subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", path], capture_output=True, text=True)
     if done.returncode:
-        pytest.skip(f"a disk of its own needs the right to mount one: {done.stderr.strip()}")
+        pytest.skip(f"a disk for the test needs the right to mount one: {done.stderr.strip()}")
     yield path
     subprocess.run(["umount", "--lazy", path], check=True)
 
@@ -46,9 +46,9 @@ def fill(disk: Path, *, leave: int) -> Path:
     return filler
 
 
-@pytest.mark.parametrize("leave", [0, 8192, 200_000, 400_000])
-def test_of_weights_and_of_the_trainers_state(disk: Path, tmp_path: Path, leave: int) -> None:
-    """Of which the weights have 340 kB, and the state as much twice."""
+@pytest.mark.parametrize("leave", [0, 200_000, 400_000])
+def test_weights_and_trainer_state(disk: Path, tmp_path: Path, leave: int) -> None:
+    """The weights have 340 kB, and the state has twice as much besides."""
     ours = trainer(save_policy(tmp_path / "policy"))
     ours.train(make_samples(make_model()), iteration=0)
     fill(disk, leave=leave)
@@ -60,7 +60,7 @@ def test_of_weights_and_of_the_trainers_state(disk: Path, tmp_path: Path, leave:
     assert [path.name for path in disk.iterdir() if path.name != "weights"] == ["filler"]
 
 
-def test_of_a_checkpoint(disk: Path, tmp_path: Path) -> None:
+def test_a_checkpoint(disk: Path, tmp_path: Path) -> None:
     ours, ledger = trainer(save_policy(tmp_path / "policy")), Ledger(path=tmp_path / "ledger.sqlite")
     with GroupSource(store=BridgeStore(), ledger=ledger) as source:
         writer = CheckpointWriter(directory=disk / "checkpoints", trainer=ours, source=source)
@@ -68,14 +68,14 @@ def test_of_a_checkpoint(disk: Path, tmp_path: Path) -> None:
         filler = fill(disk, leave=100_000)
         with pytest.raises(DiskFullError, match=f"^no space left in {disk}/checkpoints;"):
             writer.save(LoopState(iteration=2))
-        assert [found.loop.iteration for found in read_checkpoints(disk / "checkpoints")] == [1]
+        assert [checkpoint.loop.iteration for checkpoint in read_checkpoints(disk / "checkpoints")] == [1]
         filler.unlink()
         writer.save(LoopState(iteration=2))
     ledger.close()
-    assert [found.loop.iteration for found in read_checkpoints(disk / "checkpoints")] == [2, 1]
+    assert [checkpoint.loop.iteration for checkpoint in read_checkpoints(disk / "checkpoints")] == [2, 1]
 
 
-def test_of_a_database(disk: Path) -> None:
+def test_a_database(disk: Path) -> None:
     database = Database(path=disk / "ledger.sqlite")
 
     def insert(size: int) -> None:
@@ -95,7 +95,7 @@ def test_of_a_database(disk: Path) -> None:
     database.close()
 
 
-def test_of_json_lines(disk: Path) -> None:
+def test_json_lines(disk: Path) -> None:
     file = IterationFile(disk / "metrics.jsonl")
     file.append(1, [{"reward": 0.5}])
     filler = fill(disk, leave=0)
@@ -112,10 +112,10 @@ def test_of_json_lines(disk: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("disk", ["512k", "1100k", "1800k", "2500k"], indirect=True)
-def test_of_a_run(disk: Path, tmp_path: Path) -> None:
-    root = Path(__file__).parents[2]
+def test_a_run(disk: Path) -> None:
     flags = "--num-iterations 12 --rollout-batch-size 2 --n-samples-per-prompt 2 --save-interval 1 --eval-interval 0"
     command = [sys.executable, "train.py", "--output-dir", str(disk / "run"), *flags.split()]
+    root = Path(__file__).parents[2]
     done = subprocess.run(command, cwd=root, env={**os.environ}, capture_output=True, text=True, timeout=300)
     assert done.returncode == 1, done.stderr
     assert f"no space left in {disk}" in done.stderr

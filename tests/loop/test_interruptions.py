@@ -1,4 +1,4 @@
-"""Runs that are cut off, whose rollouts all fail for a while, or that go on from where another stood."""
+"""Runs that are interrupted, whose rollouts all fail for a while, or that resume from an earlier state."""
 
 from __future__ import annotations
 
@@ -17,7 +17,9 @@ from agl_slime.events import GroupsCollected, Warning
 from agl_slime.loop import failures
 from agl_slime.loop.settings import LoopState
 from agl_slime.store.bridge import BridgeStore
-from tests.harness.loop import TASKS, HelloAgent, LoopCase, hello_engine
+from tests.harness.loop import TASKS, HelloAgent, LoopCase
+from tests.harness.scripted_engine import ScriptedEngine
+from tests.loop.failed_run import failed_run
 
 
 @pytest.fixture
@@ -47,98 +49,77 @@ def numbered() -> Callable[[random.Random], dict[str, Any]]:
 
 
 @pytest.mark.parametrize("max_staleness", [0, 1])
-def test_a_judge_that_is_away_for_a_while_ends_nothing(max_staleness: int, quick_pauses: None) -> None:
-    judge = Judge(away=range(4, 12))
-    with (
-        hello_engine() as engine,
-        LoopCase(
-            agent=HelloAgent(judge=judge),
-            url=engine.url,
-            tasks=numbered(),
-            num_iterations=5,
-            max_staleness=max_staleness,
-            failure_patience_s=60,
-        ) as case,
-    ):
+def test_a_judge_that_is_away_for_a_while_ends_nothing(
+    max_staleness: int, engine: ScriptedEngine, quick_pauses: None
+) -> None:
+    settings: dict[str, Any] = {"num_iterations": 5, "max_staleness": max_staleness, "failure_patience_s": 60}
+    agent = HelloAgent(judge=Judge(away=range(4, 12)))
+    with LoopCase(agent=agent, url=engine.url, tasks=numbered(), **settings) as case:
         assert case.loop.run().iterations == 5
-        assert [len(batch) for batch in case.trainer.batches if batch] == [2] * 5
-        warned = [event.text for event in case.recorder.events_of(Warning)]
-        assert warned
-        assert all("the judge is away" in text and "trying again in" in text for text in warned)
-        told = [group.group_id for event in case.recorder.events_of(GroupsCollected) for group in event.groups]
-        assert len(told) == len(set(told)) >= 10 + 2 * len(warned)
         case.check_ledger()
+    assert [len(batch) for batch in case.trainer.batches if batch] == [2] * 5
+    warnings = [event.text for event in case.recorder.events_of(Warning)]
+    assert warnings
+    assert all("the judge is away" in text and "trying again in" in text for text in warnings)
+    collected = [group.group_id for event in case.recorder.events_of(GroupsCollected) for group in event.groups]
+    assert len(collected) == len(set(collected)) >= 10 + 2 * len(warnings)
 
 
-def test_a_judge_that_stays_away_ends_the_run_when_patience_is_used_up(quick_pauses: None) -> None:
-    judge = Judge(away=range(2, 10_000))
-    with (
-        hello_engine() as engine,
-        LoopCase(
-            agent=HelloAgent(judge=judge), url=engine.url, tasks=numbered(), num_iterations=9, failure_patience_s=0.3
-        ) as case,
-    ):
-        with pytest.raises(LoopError, match=r"no rollout succeeds any more \(\d+ tries.*the judge is away"):
-            case.loop.run()
-        assert len(case.trainer.batches) == 1
+@pytest.mark.parametrize(
+    ("away", "patience_s", "error", "batches"),
+    [
+        (range(2, 10_000), 0.3, r"no rollout succeeds any more \(\d+ tries.*the judge is away", 1),
+        (range(10_000), 600, "iteration 1: all 4 rollouts failed", 0),  # no pause where nothing has worked yet
+    ],
+)
+def test_a_judge_that_stays_away_ends_the_run(
+    away: range, patience_s: float, error: str, batches: int, engine: ScriptedEngine, quick_pauses: None
+) -> None:
+    judge = Judge(away=away)
+    case, _ = failed_run(
+        engine,
+        error,
+        agent=HelloAgent(judge=judge),
+        tasks=numbered(),
+        num_iterations=9,
+        failure_patience_s=patience_s,
+    )
+    assert len(case.trainer.batches) == batches
+    assert batches or judge.calls == 4
 
 
-def test_agent_that_always_fails_ends_the_run_in_iteration_1() -> None:
-    judge = Judge(away=range(10_000))
-    with (
-        hello_engine() as engine,
-        LoopCase(
-            agent=HelloAgent(judge=judge), url=engine.url, tasks=numbered(), num_iterations=9, failure_patience_s=600
-        ) as case,
-    ):
-        with pytest.raises(LoopError, match="iteration 1: all 4 rollouts failed"):
-            case.loop.run()
-        assert judge.calls == 4
-
-
-@pytest.mark.parametrize("max_staleness", [0, 2])
-@pytest.mark.parametrize("cancelled", [True, False])
-async def test_a_run_that_ends_early_is_saved_where_it_stands(cancelled: bool, max_staleness: int) -> None:
-    """Cut off while the third batch is collected: the checkpoint is of the second."""
+@pytest.mark.parametrize(("cancelled", "max_staleness"), [(True, 2), (False, 2), (True, 0)])
+async def test_a_run_that_ends_early_is_saved_where_it_stands(
+    cancelled: bool, max_staleness: int, engine: ScriptedEngine
+) -> None:
+    """It ends while the third batch is collected: the checkpoint is the second iteration's."""
     saved: list[LoopState] = []
-    reached = asyncio.Event()
-    loop = asyncio.get_running_loop()
-    calls = 0
-
-    async def judge(task: dict[str, Any], response: str) -> float:
-        nonlocal calls
-        calls += 1
-        if calls > 8:
-            loop.call_soon_threadsafe(reached.set)
-            await asyncio.sleep(30)
-        return 1.0
-
-    dead = False
+    reached, dead = asyncio.Event(), threading.Event()
+    loop, calls = asyncio.get_running_loop(), count(1)
 
     class Agent(HelloAgent):
         async def compute_reward(self, task: dict[str, Any], response: str) -> float:  # type: ignore[override]
-            return await judge(task, response)
+            if next(calls) > 8:
+                loop.call_soon_threadsafe(reached.set)
+                await asyncio.sleep(30)
+            return 1.0
 
-    with (
-        hello_engine() as engine,
-        LoopCase(
-            agent=Agent(), url=engine.url, num_iterations=9, max_staleness=max_staleness, save=saved.append
-        ) as case,
-    ):
+    def check_alive() -> None:
+        if dead.is_set():
+            raise LoopError("the engine has died")
 
-        def check() -> None:
-            if dead:
-                raise LoopError("the engine has died")
-
-        case.loop._check_alive = check
+    with LoopCase(
+        agent=Agent(), url=engine.url, num_iterations=9, max_staleness=max_staleness, save=saved.append
+    ) as case:
+        case.loop._check_alive = check_alive
         running = asyncio.ensure_future(case.loop.run_async())
         await asyncio.wait_for(reached.wait(), 20)
-        while len(case.recorder.metrics) < 2:  # noqa: ASYNC110 - with staleness the judge is asked ahead
+        while len(case.recorder.metrics) < 2:  # noqa: ASYNC110 - with staleness rollouts run ahead
             await asyncio.sleep(0.01)
         if cancelled:
             running.cancel()
         else:
-            dead = True
+            dead.set()
         with pytest.raises(asyncio.CancelledError if cancelled else LoopError):
             await running
     assert [state.iteration for state in saved] == [0, 2]
@@ -146,7 +127,7 @@ async def test_a_run_that_ends_early_is_saved_where_it_stands(cancelled: bool, m
     assert bool(saved[-1].admitted)
 
 
-async def test_an_interrupted_training_step_is_finished_and_saved() -> None:
+async def test_an_interrupted_training_step_is_finished_and_saved(engine: ScriptedEngine) -> None:
     saved: list[LoopState] = []
     begun, may_end = threading.Event(), threading.Event()
 
@@ -154,13 +135,9 @@ async def test_an_interrupted_training_step_is_finished_and_saved() -> None:
         if iteration == 2:
             begun.set()
             assert may_end.wait(20)
-        case.trainer(iteration)
-        return {"train/loss": 0.5}
+        return case.trainer(iteration)
 
-    with (
-        hello_engine() as engine,
-        LoopCase(agent=HelloAgent(), url=engine.url, num_iterations=9, train=train, save=saved.append) as case,
-    ):
+    with LoopCase(agent=HelloAgent(), url=engine.url, num_iterations=9, train=train, save=saved.append) as case:
         running = asyncio.ensure_future(case.loop.run_async())
         await asyncio.to_thread(begun.wait, 20)
         running.cancel()
@@ -168,34 +145,28 @@ async def test_an_interrupted_training_step_is_finished_and_saved() -> None:
         may_end.set()
         with pytest.raises(asyncio.CancelledError):
             await running
-    assert [state.iteration for state in saved] == [0, 2]
-    assert saved[-1].version == "2"
+    assert [(state.iteration, state.version) for state in saved] == [(0, "0"), (2, "2")]
     assert len(case.recorder.metrics) == 2
 
 
-def test_a_trainer_that_fails_in_a_step_is_not_saved() -> None:
+def test_a_trainer_that_fails_in_a_step_is_not_saved(engine: ScriptedEngine) -> None:
     saved: list[LoopState] = []
 
     def train(iteration: int) -> None:
-        case.trainer(iteration)
         if iteration == 2:
             raise ValueError("half a step")
 
-    with (
-        hello_engine() as engine,
-        LoopCase(agent=HelloAgent(), url=engine.url, num_iterations=9, train=train, save=saved.append) as case,
-        pytest.raises(LoopError, match="half a step"),
-    ):
-        case.loop.run()
+    failed_run(engine, "half a step", num_iterations=9, train=train, save=saved.append)
     assert [state.iteration for state in saved] == [0]
 
 
-@pytest.mark.parametrize("limit", [0, 1])
-def test_a_lower_limit_is_refused_while_older_groups_were_in_flight(limit: int) -> None:
+def test_a_lower_limit_is_refused_while_older_groups_were_in_flight() -> None:
     start = LoopState(iteration=4, version="4", admitted={"6": 2, "7": 2, "8": 4, "9": 4, "10": 4, "11": 4})
-    LoopCase(agent=HelloAgent(), url="http://127.0.0.1:9", num_iterations=9, max_staleness=4, start=start).source.stop()
-    with pytest.raises(ConfigError, match=f"max_staleness {limit}: .*admitted under a higher limit"):
-        LoopCase(agent=HelloAgent(), url="http://127.0.0.1:9", num_iterations=9, max_staleness=limit, start=start)
+    settings: dict[str, Any] = {"agent": HelloAgent(), "url": "http://127.0.0.1:9", "num_iterations": 9, "start": start}
+    LoopCase(max_staleness=4, **settings).source.stop()
+    for limit in (0, 1):
+        with pytest.raises(ConfigError, match=rf"max_staleness {limit}: .* holds \d groups .*under a higher limit"):
+            LoopCase(max_staleness=limit, **settings)
 
 
 class Enqueued(BridgeStore):
@@ -218,7 +189,7 @@ class Enqueued(BridgeStore):
             assert self._changed.wait_for(lambda: len(self._tasks) >= n, 30)
 
 
-def test_an_interrupted_group_without_a_place_gets_a_new_age() -> None:
+def test_an_interrupted_group_without_a_place_gets_a_new_age(engine: ScriptedEngine) -> None:
     """Tasks without an end are drawn first, in their order; the interrupted one comes after two steps. Each step waits
     until all places are taken."""
     saved: list[LoopState] = []
@@ -230,44 +201,29 @@ def test_an_interrupted_group_without_a_place_gets_a_new_age() -> None:
 
     start = LoopState(iteration=4, version="4", admitted={"8": 4})
     settings: dict[str, Any] = {"rollout_batch_size": 2, "max_staleness": 2, "save_interval": 1, "num_iterations": 10}
-    with (
-        hello_engine() as engine,
-        LoopCase(
-            agent=HelloAgent(),
-            url=engine.url,
-            start=start,
-            save=saved.append,
-            store=enqueued,
-            train=train,
-            **settings,
-        ) as case,
-    ):
+    settings |= {"start": start, "save": saved.append, "store": enqueued, "train": train}
+    with LoopCase(agent=HelloAgent(), url=engine.url, **settings) as case:
         case.loop.run()
-    ages = {state.admitted["8"] for state in saved if "8" in state.admitted}
-    assert ages == {6}
+    assert {state.admitted["8"] for state in saved if "8" in state.admitted} == {6}
 
 
-def test_training_tasks_resume_in_place_when_validation_is_turned_off() -> None:
-    seen: list[list[str]] = []
+def test_training_tasks_resume_in_place_when_validation_is_turned_off(engine: ScriptedEngine) -> None:
+    tasks: list[list[str]] = []
     for start in (None, LoopState(iteration=0, version="0", validations=3)):
-        asked: list[str] = []
+        names: list[str] = []
 
-        def judge(task: dict[str, Any], response: str, asked: list[str] = asked) -> float:
-            asked.append(task["name"])
+        def judge(task: dict[str, Any], response: str, names: list[str] = names) -> float:
+            names.append(task["name"])
             return 1.0
 
-        with (
-            hello_engine() as engine,
-            LoopCase(
-                agent=HelloAgent(judge=judge), url=engine.url, eval_interval=0, eval_rollouts=1, start=start
-            ) as case,
-        ):
+        settings: dict[str, Any] = {"eval_interval": 0, "eval_rollouts": 1, "start": start}
+        with LoopCase(agent=HelloAgent(judge=judge), url=engine.url, **settings) as case:
             case.loop.run()
-        seen.append(sorted(asked))
-    assert seen[0] == seen[1]
+        tasks.append(sorted(names))
+    assert tasks[0] == tasks[1]
 
 
-def test_tasks_are_made_off_the_loop() -> None:
+def test_tasks_are_made_off_the_loop(engine: ScriptedEngine) -> None:
     threads: set[int] = set()
 
     def make_task(rng: Any) -> dict[str, Any]:
@@ -275,46 +231,39 @@ def test_tasks_are_made_off_the_loop() -> None:
         time.sleep(0.01)
         return TASKS[0]
 
-    with hello_engine() as engine, LoopCase(agent=HelloAgent(), url=engine.url, tasks=make_task) as case:
+    with LoopCase(agent=HelloAgent(), url=engine.url, tasks=make_task) as case:
         case.loop.run()
     assert threads
     assert threading.get_ident() not in threads
 
 
-def test_validation_in_flight_at_the_last_one_is_reported() -> None:
-    """The one after iteration 3 is held until the last one is due."""
-    held, release = threading.Event(), threading.Event()
-    validated = 0
+def test_validation_in_flight_at_the_last_one_is_reported(engine: ScriptedEngine) -> None:
+    """The validation after iteration 3 is blocked until the last one is due."""
+    from agl_slime.support.agl import LLM
+
+    blocked, release, validated = threading.Event(), threading.Event(), count(1)
 
     def push(version: str) -> None:
-        nonlocal validated
-        validated += 1
-        if validated == 2:
-            held.set()
+        if next(validated) == 2:
+            blocked.set()
             assert release.wait(20)
 
     def train(iteration: int) -> None:
         if iteration == 4:
-            assert held.wait(20)
+            assert blocked.wait(20)
             threading.Timer(0.3, release.set).start()
         case.trainer(iteration)
 
-    with hello_engine() as engine:
-        from agl_slime.support.agl import LLM
-
-        sampling = {"max_new_tokens": 8, "temperature": 1.0}
-        beside = LLM(endpoint=engine.url, model="scripted", sampling_parameters=sampling), push
-        with LoopCase(
-            agent=HelloAgent(judge=lambda task, response: float(task["name"] == "Ada")),
-            url=engine.url,
-            num_iterations=4,
-            max_staleness=1,
-            eval_interval=2,
-            eval_rollouts=1,
-            val_tasks=TASKS[:1],
-            val_engine=beside,
-            train=train,
-        ) as case:
-            case.loop.run()
+    llm = LLM(endpoint=engine.url, model="scripted", sampling_parameters={"max_new_tokens": 8, "temperature": 1.0})
+    settings: dict[str, Any] = {"num_iterations": 4, "max_staleness": 1, "eval_interval": 2, "eval_rollouts": 1}
+    with LoopCase(
+        agent=HelloAgent(judge=lambda task, response: float(task["name"] == "Ada")),
+        url=engine.url,
+        val_tasks=TASKS[:1],
+        val_engine=(llm, push),
+        train=train,
+        **settings,
+    ) as case:
+        case.loop.run()
     last = case.recorder.metrics[-1]
     assert last["val/reward_mean"] == last["val/earlier_reward_mean"] == 1.0

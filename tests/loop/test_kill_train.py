@@ -1,4 +1,4 @@
-"""Short runs of ``end_train``, whose 24 ends take minutes; and what the engine is asked for again after a kill."""
+"""Short runs of ``end_train``, whose 24 ends take minutes; and the tokens that are sampled after a kill."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ DROPPING = "--drop-zero-variance --rollout-batch-size 6 --group-min-ratio 0.6"
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("trainer", "max_staleness", "planned", "more"),
+    ("trainer", "max_staleness", "planned", "flags"),
     [
         ("local", 0, MIXED, ""),
         ("local", 2, MIXED, ""),
@@ -43,11 +43,11 @@ DROPPING = "--drop-zero-variance --rollout-batch-size 6 --group-min-ratio 0.6"
     ids=["mixed", "mixed-2", "slime", "killed", "killed-2", "killed-dropping", "killed-dropping-2"],
 )
 def test_tasks_are_trained_once_and_files_agree_after_each_end(
-    tmp_path: Path, trainer: str, max_staleness: int, planned: Any, more: str
+    tmp_path: Path, trainer: str, max_staleness: int, planned: Any, flags: str
 ) -> None:
     """``python -m tests.programs.end_train`` has all pairs of a phase and a signal."""
-    how: dict[str, Any] = {"max_staleness": max_staleness, "trainer": trainer, "more": more}
-    result = run(tmp_path, planned=planned, rng=random.Random(5), limit_s=600, **how)
+    settings: dict[str, Any] = {"max_staleness": max_staleness, "trainer": trainer, "flags": flags}
+    result = run(tmp_path, planned=planned, rng=random.Random(5), limit_s=600, **settings)
     assert result.findings == []
     assert result.by_phase.total() == len(PHASES)
     assert result.tasks > 0
@@ -55,20 +55,20 @@ def test_tasks_are_trained_once_and_files_agree_after_each_end(
 
 @pytest.mark.slow
 async def test_tokens_sampled_before_a_kill_are_not_sampled_again(tmp_path: Path) -> None:
-    """Every token that the second life trains on was in the checkpoint or was sampled by the engine since, once."""
+    """Every token that the resumed run trains on was in the checkpoint or was sampled once since."""
     counter = TokenCounter()
     flags = "--rollout-batch-size 4 --n-samples-per-prompt 4 --max-staleness 2 --weight-pause retract --save-interval 1"
     with EmbeddedEngine(LOOKUP_POLICY) as engine:
-        async with counter.before(engine.url) as url:
+        async with counter.in_front_of(engine.url) as url:
             scene = Scene(tmp_path, flags=f"{flags} --eval-interval 0", limit_s=200, engine_url=url)
             calls: list[dict[str, Any]] = []
-            # until a checkpoint has a call in it that was cut within an answer
+            # until a checkpoint has a call that was aborted within its answer
             while not any(call["finish_reason"] == "abort" for call in calls):
                 await asyncio.to_thread(train_and_kill, scene)
                 newest = read_checkpoints(scene.output / "checkpoints")[0]
                 lines = [json.loads(line) for line in newest.partial.read_text().splitlines()]
                 calls = [call for line in lines for call in line["calls"]]
-            kept = tokens_in(newest)
+            saved = tokens_in(newest)
             await counter.idle.wait()  # without requests of the killed process
             counter.tokens = 0
             last, _ = await asyncio.to_thread(scene.begin, newest.loop.iteration + 4, cold=False)
@@ -76,17 +76,19 @@ async def test_tokens_sampled_before_a_kill_are_not_sampled_again(tmp_path: Path
             assert last.exitcode == 0, scene.last_words()
     trained = [row["train/tokens_trained"] for row in scene.rows() if row["iteration"] > newest.loop.iteration]
     assert len(trained) == 4
-    assert sum(trained) == kept + counter.tokens
-    assert kept > 100
+    assert sum(trained) == saved + counter.tokens
+    assert saved > 100
 
 
 def tokens_in(checkpoint: Checkpoint) -> int:
-    """The sampled tokens in a checkpoint: of its ready groups, and of the rollouts of all others."""
+    """The sampled tokens in a checkpoint: of its ready groups, and of rollouts outside of them."""
     ready = [sample for group in checkpoint.data_source["groups"] for sample in group]
     instances = {sample["metadata"]["instance_id"] for sample in ready}
     rows = [json.loads(line) for line in checkpoint.partial.read_text().splitlines()]
     calls = [call for row in rows if row["instance_id"] not in instances for call in row["calls"]]
-    return sum(sum(one["loss_mask"]) for one in ready) + sum(len(unpack_token_ids(c["output_ids"])) for c in calls)
+    return sum(sum(sample["loss_mask"]) for sample in ready) + sum(
+        len(unpack_token_ids(c["output_ids"])) for c in calls
+    )
 
 
 def train_and_kill(scene: Scene) -> None:

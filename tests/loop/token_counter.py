@@ -1,4 +1,4 @@
-"""What an engine has sampled, counted on the way to it."""
+"""A count of the tokens that an engine has sampled, taken on the way to it."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from agl_slime.support.http import listening
 
 
 class TokenCounter:
-    """Passes requests on to an engine, and counts the tokens that came back."""
+    """Passes requests to an engine, and counts the tokens of its answers."""
 
     def __init__(self) -> None:
         self.tokens = 0
         self.idle = asyncio.Event()
-        """Set while no request is under way."""
+        """Set while no request is pending."""
         self.idle.set()
         self._requests = 0
 
     @asynccontextmanager
-    async def before(self, url: str) -> AsyncIterator[str]:
+    async def in_front_of(self, url: str) -> AsyncIterator[str]:
         async with aiohttp.ClientSession() as session:
 
             async def forward(request: web.Request) -> web.Response:
@@ -40,9 +40,9 @@ class TokenCounter:
                 body = await request.read()
                 kind = {"Content-Type": request.content_type} if body else {}
                 async with session.request(request.method, url + request.path_qs, data=body, headers=kind) as answer:
-                    # neither the probe of how the engine tells versions nor a request that scores tokens
-                    others = b'"input_ids":[0]' in body or b'"max_new_tokens":0,' in body
-                    if request.path == "/generate" and answer.status == 200 and not others:
+                    # neither the probe for weight versions nor a request that scores tokens
+                    uncounted = b'"input_ids":[0]' in body or b'"max_new_tokens":0,' in body
+                    if request.path == "/generate" and answer.status == 200 and not uncounted:
                         self.tokens += (await answer.json())["meta_info"]["completion_tokens"]
                     return web.Response(
                         body=await answer.read(), status=answer.status, content_type=answer.content_type
@@ -50,5 +50,5 @@ class TokenCounter:
 
             app = web.Application(client_max_size=64 << 20)
             app.router.add_route("*", "/{path:.*}", forward)
-            async with listening(app, host="127.0.0.1", port=0, backlog=128, handler_cancellation=True) as before:
-                yield before
+            async with listening(app, host="127.0.0.1", port=0, backlog=128, handler_cancellation=True) as address:
+                yield address

@@ -1,0 +1,42 @@
+"""Training runs of the command line inside the test's process."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import json
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from agl_slime.cli.settings import train_config
+
+
+def train(*, given: Any = None, **settings: Any) -> str:
+    """The output, without colours, of a run with these settings; ``given`` are its parts."""
+    from rich.console import Console
+
+    from agl_slime.cli.local import run_training
+
+    out = io.StringIO()
+    asyncio.run(run_training(train_config(**settings), given=given, console=Console(file=out, width=200)))
+    return out.getvalue()
+
+
+def model_info(url: str) -> dict[str, Any]:
+    with urllib.request.urlopen(f"{url}/model_info", timeout=10) as answer:
+        return json.load(answer)
+
+
+@contextmanager
+def weights_restored(url: str, policy: Path) -> Iterator[None]:
+    """Gives a shared engine its weights and version back at the end."""
+    from agl_slime.engine.client.weights import DiskWeightSync
+
+    version = model_info(url)["weight_version"]
+    try:
+        yield
+    finally:
+        asyncio.run(DiskWeightSync(base_url=url).push(str(policy), version))
