@@ -1,4 +1,4 @@
-"""``MultiTurnRollout``: what its documentation says, one test per sentence that says something."""
+"""``MultiTurnRollout``: a test per sentence of its documentation."""
 
 from __future__ import annotations
 
@@ -11,10 +11,8 @@ from typing import Any
 
 import pytest
 
-from agl_slime.agent.batched.multi_turn import MultiTurnRollout, Rollout, SGLangSampler, trajectory_to_samples
+from agl_slime.agent.batched.multi_turn import MultiTurnRollout, SGLangSampler, trajectory_to_samples
 from agl_slime.agent.tools import ToolManager
-from agl_slime.data.assembler import GroupAssembler
-from agl_slime.data.policy import CompleteGroup
 from agl_slime.data.results import GroupResult, MemberResult
 from agl_slime.engine.client.generation import Generation, SamplingParams
 from agl_slime.errors import (
@@ -27,20 +25,14 @@ from agl_slime.errors import (
 from agl_slime.report import alarms
 from agl_slime.report.rollouts import describe_group
 from agl_slime.types import Sample
+from tests.agent.multi_turn_agents import CALL, look
 from tests.harness.conversations import generation_of
 from tests.harness.samples import trained_ids
 from tests.harness.vocabularies import chat_tokenizer
 
-CALL = '<tool_call>\n{"name": "look", "arguments": {"key": "kz"}}\n</tool_call>'
-
-
-def look(key: str) -> str:
-    """Look a key up."""
-    return {"kz": "three"}[key]
-
 
 class ScriptedSampler:
-    """Answers each prompt with what the script has for its question and turn; keeps the calls."""
+    """Answers each prompt from the script of its question, in order; keeps the calls."""
 
     def __init__(self, tokenizer: Any, script: dict[str, Sequence[Any]]) -> None:
         self.tokenizer = tokenizer
@@ -54,11 +46,11 @@ class ScriptedSampler:
         for each, params in zip(inputs, sampling_params, strict=True):
             text = self.tokenizer.decode(each["input_ids"], skip_special_tokens=False)
             question = next(question for question in self.script if f"user\n{question}<" in text)
-            said = self.script[question].pop(0)
-            if isinstance(said, Exception):
-                answers.append(said)
+            answer = self.script[question].pop(0)
+            if isinstance(answer, Exception):
+                answers.append(answer)
                 continue
-            generation = said if isinstance(said, Generation) else generation_of(self.tokenizer, said)
+            generation = answer if isinstance(answer, Generation) else generation_of(self.tokenizer, answer)
             if len(generation.output_ids) > params.max_new_tokens:
                 ids = generation.output_ids[: params.max_new_tokens]
                 text = self.tokenizer.decode(list(ids), skip_special_tokens=False)
@@ -76,33 +68,25 @@ def run(
     tokenizer = chat_tokenizer("anthropic", template)
     sampler = ScriptedSampler(tokenizer, script)
     rollout = MultiTurnRollout(sampler=sampler, template=tokenizer, **{"tool_manager": ToolManager([look]), **options})
-    return rollout(
-        [{"messages": [{"role": "user", "content": question}], "id": question} for question in script]
-    ), sampler
+    return rollout([{**asking(question), "id": question} for question in script]), sampler
+
+
+def asking(question: str) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": question}]}
 
 
 def trained(trajectory: dict[str, Any]) -> list[int]:
     return [label for label in trajectory["labels"] if label != -100]
 
 
-def test_the_base_class_cannot_be_called() -> None:
-    with pytest.raises(TypeError, match="abstract"):
-        Rollout()  # type: ignore[abstract]
-
-
 def test_all_live_trajectories_are_sampled_in_one_call_per_turn() -> None:
     results, sampler = run({"a": ["One."], "b": [CALL, "Two."], "c": [CALL, CALL, "Three."]})
     assert [len(call) for call in sampler.calls] == [3, 2, 1]
     assert [trajectory["id"] for trajectory in results] == ["a", "b", "c"]
+    prompt = "<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\n"
+    assert sampler.tokenizer.decode(sampler.calls[0][0]).endswith(prompt)
     for trajectory in results:
         assert {"messages", "turns", "stop_reason", "truncated"} <= trajectory.keys()
-
-
-def test_prompts_are_encoded_with_a_generation_prompt() -> None:
-    _, sampler = run({"a": ["One."]})
-    assert sampler.tokenizer.decode(sampler.calls[0][0]).endswith(
-        "<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\n"
-    )
 
 
 @pytest.mark.parametrize(("answer", "ends"), [("One " * 30, ("length", True)), ("One.", ("stop", False))])
@@ -115,31 +99,22 @@ def test_an_answer_cut_off_or_without_calls_ends_a_trajectory(answer: str, ends:
 
 def test_max_turns_ends_a_trajectory_and_is_six_by_default() -> None:
     ((trajectory,), _) = run({"a": [CALL] * 7})
-    assert trajectory["turns"] == 6
-    assert trajectory["truncated"]
-    assert trajectory["end_reason"] == "max_turns"
+    assert (trajectory["turns"], trajectory["truncated"], trajectory["end_reason"]) == (6, True, "max_turns")
     ((shorter,), _) = run({"a": [CALL] * 3}, max_turns=2)
     assert shorter["turns"] == 2
-    assert shorter["messages"][-1]["role"] == "assistant"  # the last call is not made: nobody would read its result
+    assert shorter["messages"][-1]["role"] == "assistant"  # the last call is not made: no turn would read its result
 
 
 def test_tool_responses_are_appended_and_bridge_tokens_are_not_trained() -> None:
     ((trajectory,), sampler) = run({"a": [CALL, "Three."]})
     assert [message["role"] for message in trajectory["messages"]] == ["user", "assistant", "tool", "assistant"]
     assert trajectory["messages"][2]["content"] == "three"
-    assert len(trajectory["input_ids"]) == len(trajectory["labels"]) == len(trajectory["logprobs"])
     assert trained(trajectory) == sampler.sampled["a"]
-    assert all(
-        label in (-100, token) for label, token in zip(trajectory["labels"], trajectory["input_ids"], strict=True)
-    )
-    untrained = [
-        token for token, label in zip(trajectory["input_ids"], trajectory["labels"], strict=True) if label == -100
-    ]
+    columns = (trajectory["input_ids"], trajectory["labels"], trajectory["logprobs"])
+    assert all(label in (-100, token) for token, label, _ in zip(*columns, strict=True))
+    assert all((logprob == 0.0) == (label == -100) for _, label, logprob in zip(*columns, strict=True))
+    untrained = [token for token, label, _ in zip(*columns, strict=True) if label == -100]
     assert "<tool_response>\nthree\n</tool_response>" in sampler.tokenizer.decode(untrained)
-    assert all(
-        (logprob == 0.0) == (label == -100)
-        for logprob, label in zip(trajectory["logprobs"], trajectory["labels"], strict=True)
-    )
 
 
 def test_a_trajectory_that_exceeds_its_tokens_is_truncated() -> None:
@@ -154,7 +129,7 @@ def test_a_trajectory_that_exceeds_its_tokens_is_truncated() -> None:
     assert (stopped["stop_reason"], stopped["truncated"]) == ("length", True)
 
 
-def test_tools_and_sampling_may_be_given_per_call_and_per_trajectory() -> None:
+def test_tools_and_sampling_may_differ_per_call_and_per_trajectory() -> None:
     tokenizer = chat_tokenizer("anthropic", "groups_tools")
 
     def tool(value: str) -> Callable[..., str]:
@@ -164,14 +139,14 @@ def test_tools_and_sampling_may_be_given_per_call_and_per_trajectory() -> None:
 
         return look
 
-    trajectories = [{"messages": [{"role": "user", "content": question}], "value": question * 2} for question in "ab"]
-    for given in (
+    trajectories = [{**asking(question), "value": question * 2} for question in "ab"]
+    for managers in (
         [ToolManager([tool("aa")]), ToolManager([tool("bb")])],
         lambda trajectory: ToolManager([tool(trajectory["value"])]),
     ):
         sampler = ScriptedSampler(tokenizer, {"a": [CALL, "One."], "b": [CALL, "Two."]})
         results = MultiTurnRollout(sampler=sampler, template=tokenizer)(
-            [dict(t) for t in trajectories], tool_manager=given, sampling_params=SamplingParams(max_new_tokens=100)
+            [dict(t) for t in trajectories], tool_manager=managers, sampling_params=SamplingParams(max_new_tokens=100)
         )
         assert [trajectory["messages"][2]["content"] for trajectory in results] == ["aa", "bb"]
     with pytest.raises(ConfigError, match="got 1 for 2"):
@@ -215,14 +190,14 @@ def test_rewritten_turns_are_in_the_segments() -> None:
 
     class InOrder:
         def sample(self, inputs: Any, sampling_params: Any) -> list[Generation]:
-            seen.append(inputs)
-            return [answers[len(seen) - 1]]
+            calls.append(inputs)
+            return [answers[len(calls) - 1]]
 
-    seen: list[Any] = []
+    calls: list[Any] = []
     rollout = MultiTurnRollout(
         sampler=InOrder(), template=tokenizer, tool_manager=ToolManager([look]), tool_parser="hermes"
     )
-    (trajectory,) = rollout([{"messages": [{"role": "user", "content": "a"}]}])
+    (trajectory,) = rollout([asking("a")])
     assert [trained(segment) for segment in trajectory["segments"]] == [list(answer.output_ids) for answer in answers]
     assert trajectory["input_ids"] == trajectory["segments"][-1]["input_ids"]
     assert len(trajectory_to_samples(trajectory, reward=1.0)) == 2
@@ -238,7 +213,7 @@ def test_errors_of_the_engine_are_the_callers() -> None:
             return []
 
     tokenizer = chat_tokenizer("anthropic", "chatml")
-    trajectories = [{"messages": [{"role": "user", "content": "a"}]}]
+    trajectories = [asking("a")]
     with pytest.raises(EngineServerError, match="down"):
         MultiTurnRollout(sampler=Broken(), template=tokenizer)(trajectories)
     with pytest.raises(EngineProtocolError, match="0 answers to 1 prompts"):
@@ -262,27 +237,24 @@ def test_sampler_context_overflow_loses_no_other_trajectory() -> None:
 
     class Raises:
         def sample(self, inputs: Any, sampling_params: Any) -> list[Generation]:
-            asked = [tokenizer.decode(each["input_ids"], skip_special_tokens=False) for each in inputs]
-            if any("user\nfull<" in text and "three" in text for text in asked):
+            texts = [tokenizer.decode(each["input_ids"], skip_special_tokens=False) for each in inputs]
+            if any("user\nfull<" in text and "three" in text for text in texts):
                 raise ContextOverflowError("too long")
-            return [generation_of(tokenizer, "Done." if "three" in text else CALL) for text in asked]
+            return [generation_of(tokenizer, "Done." if "three" in text else CALL) for text in texts]
 
     rollout = MultiTurnRollout(sampler=Raises(), template=tokenizer, tool_manager=ToolManager([look]))
-    results = rollout([{"messages": [{"role": "user", "content": question}]} for question in ("a", "full", "b", "c")])
+    results = rollout([asking(question) for question in ("a", "full", "b", "c")])
     assert [trajectory["end_reason"] for trajectory in results] == ["stop", "context_overflow", "stop", "stop"]
     assert [trajectory["turns"] for trajectory in results] == [2, 1, 2, 2]
 
 
 def test_a_prompt_beyond_the_trajectorys_tokens_ends_its_trajectory() -> None:
     results, _ = run({"a": ["One."], "b " * 300: ["never asked"]}, max_trajectory_tokens=200)
-    assert [(trajectory["end_reason"], trajectory["turns"]) for trajectory in results] == [
-        ("stop", 1),
-        ("length", 0),
-    ]
+    assert [(trajectory["end_reason"], trajectory["turns"]) for trajectory in results] == [("stop", 1), ("length", 0)]
     assert set(results[1]["labels"]) == {-100}
 
 
-def test_managers_that_were_made_for_a_trajectory_are_closed_at_its_end() -> None:
+def test_managers_of_one_trajectory_are_closed_at_its_end() -> None:
     """As for tools that have a sandbox open."""
     closed: list[str] = []
 
@@ -318,21 +290,22 @@ def test_the_sglang_sampler_can_be_sent_to_another_process() -> None:
     assert pickle.loads(pickle.dumps(SGLangSampler(base_url="http://127.0.0.1:1"))).sample([], []) == []
 
 
+def results_as_group(results: Sequence[dict[str, Any]], tokenizer: Any) -> GroupResult:
+    members = [
+        MemberResult(
+            rollout_id=trajectory["id"],
+            group_id="g",
+            samples=tuple(trajectory_to_samples(trajectory, reward=0.5, tokenizer=tokenizer, index=0, rollout_id=0)),
+            reward=0.5,
+        )
+        for trajectory in results
+    ]
+    return GroupResult(group_id="g", mode="train", size=len(members), members=tuple(members), ready=True)
+
+
 def test_results_feed_a_group() -> None:
     results, sampler = run({"a": [CALL, "Three."], "b": ["Two."]})
-    tokenizer = sampler.tokenizer
-    assembler = GroupAssembler(policy=CompleteGroup())
-    assembler.announce("g", size=2)
-    group = None
-    for index, (trajectory, reward) in enumerate(zip(results, (1.0, 0.0), strict=True)):
-        samples = trajectory_to_samples(
-            trajectory, reward=reward, tokenizer=tokenizer, index=index, group_index=0, rollout_id=index
-        )
-        member = MemberResult(rollout_id=str(index), group_id="g", samples=tuple(samples), reward=reward)
-        _, group = assembler.add(member) or (member, None)
-    assert group is not None
-    assert group.ready
-    first = group.members[0].samples[0]
+    first = results_as_group(results, sampler.tokenizer).members[0].samples[0]
     assert first.status == Sample.Status.COMPLETED
     assert trained_ids(first) == sampler.sampled["a"]
     assert first.metadata["tools"]["calls"] == {"look": 1}
@@ -341,25 +314,18 @@ def test_results_feed_a_group() -> None:
 def test_alarms_for_tools_that_never_fire_and_answers_that_are_all_alike(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(alarms, "UNCALLED_ROLLOUTS", 3)
 
-    def told(*groups: Sequence[Sequence[str]]) -> list[str]:
+    def texts(*groups: Sequence[Sequence[str]]) -> list[str]:
         lines = []
         for answers in groups:
-            results, _ = run({str(n): list(said) for n, said in enumerate(answers)})
-            members = tuple(
-                MemberResult(
-                    rollout_id=t["id"], group_id="g", samples=tuple(trajectory_to_samples(t, reward=0.5)), reward=0.5
-                )
-                for t in results
-            )
-            group = GroupResult(group_id="g", mode="train", size=len(members), members=members, ready=True)
-            lines.append(describe_group(group, collected=1))
+            results, sampler = run({str(n): list(script) for n, script in enumerate(answers)})
+            lines.append(describe_group(results_as_group(results, sampler.tokenizer), collected=1))
         return [alarm.text for alarm in alarms.find_step_alarms(lines, best=1.0)]
 
     silent, alike, calling = [["One."], [CALL.replace("}}", "}")]], [["One."], ["One."]], [["Two."], [CALL, "Three."]]
-    (said,) = told(silent, silent)
-    assert "'look' was never called in 4 rollouts; 2 calls" in said
-    assert told(silent) == []  # too few
-    assert told(silent, calling) == []
-    (said,) = told(alike, alike, alike, calling)
-    assert "in 3 of 4 groups" in said
-    assert told(alike, alike, calling, calling) == []
+    (text,) = texts(silent, silent)
+    assert "'look' was never called in 4 rollouts; 2 calls" in text
+    assert texts(silent) == []  # too few
+    assert texts(silent, calling) == []
+    (text,) = texts(alike, alike, alike, calling)
+    assert "in 3 of 4 groups" in text
+    assert texts(alike, alike, calling, calling) == []

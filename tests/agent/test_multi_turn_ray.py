@@ -8,7 +8,8 @@ import pytest
 
 from agl_slime.agent.batched.multi_turn import MultiTurnRollout
 from agl_slime.agent.tools import ToolManager
-from tests.agent.test_multi_turn_batched import CALL, ScriptedSampler, look, trained
+from tests.agent.multi_turn_agents import CALL, look
+from tests.agent.test_multi_turn_batched import ScriptedSampler, asking, trained
 from tests.harness.vocabularies import chat_tokenizer
 
 pytestmark = pytest.mark.ray
@@ -21,7 +22,7 @@ def test_the_rollout_runs_as_an_actor() -> None:
     ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False)
     try:
         rollout_actor = MultiTurnRollout.remote(sampler=sampler, template=tokenizer, tool_manager=ToolManager([look]))
-        reference = rollout_actor.__call__.remote([{"messages": [{"role": "user", "content": "a"}]}])
+        reference = rollout_actor.__call__.remote([asking("a")])
         (trajectory,) = ray.get(reference, timeout=120)
     finally:
         ray.shutdown()

@@ -1,5 +1,4 @@
-"""Code that was written for twinkle's rollouts: what its documentation and its tests do with sampling parameters,
-tools, subclasses and calls."""
+"""Code written for twinkle's rollouts: its sampling parameters, tools, subclasses and calls run unchanged."""
 
 from __future__ import annotations
 
@@ -12,11 +11,12 @@ from typing import Any
 import pytest
 
 from agl_slime.agent.batched.api_multi_turn import APIMultiTurnRollout
-from agl_slime.agent.batched.multi_turn import MultiTurnRollout, Rollout, Trajectory
+from agl_slime.agent.batched.multi_turn import MultiTurnRollout, Trajectory
 from agl_slime.agent.tools import ToolManager
 from agl_slime.engine.client.generation import SamplingParams
 from agl_slime.errors import ConfigError
-from tests.agent.test_multi_turn_batched import CALL, run
+from tests.agent.multi_turn_agents import CALL
+from tests.agent.test_multi_turn_batched import run
 
 USER = {"role": "user", "content": "a"}
 
@@ -34,12 +34,7 @@ class EchoTool:
         return self._info
 
 
-def test_max_tokens_is_max_new_tokens() -> None:
-    params = SamplingParams(temperature=0.7, max_tokens=4096)
-    assert params.max_new_tokens == params.to_payload()["max_new_tokens"] == 4096
-    assert replace(params, temperature=0.0).max_new_tokens == 4096
-    with pytest.raises(ConfigError, match="max_new_tokens"):
-        SamplingParams(max_tokens=0)
+ECHO = "echo[look]:{'key': 'kz'}"
 
 
 @pytest.mark.parametrize(
@@ -52,41 +47,47 @@ def test_stop_is_a_text_or_several_or_token_ids(stop: Any, texts: tuple[str, ...
     assert replace(params, temperature=0.5) == SamplingParams(stop=texts, stop_token_ids=ids, temperature=0.5)
 
 
-@pytest.mark.parametrize("parameters", [{}, {"parameters": {}}])
-def test_tools_are_called_with_their_name_and_a_dict(parameters: dict[str, Any]) -> None:
+def test_max_tokens_and_other_names_of_twinkle_are_taken_or_refused() -> None:
+    params = SamplingParams(temperature=0.7, max_tokens=4096)
+    assert params.max_new_tokens == params.to_payload()["max_new_tokens"] == 4096
+    assert replace(params, temperature=0.0).max_new_tokens == 4096
+    payload = SamplingParams(seed=3, repetition_penalty=1.1).to_payload()
+    assert (payload["sampling_seed"], payload["repetition_penalty"]) == (3, 1.1)
+    with pytest.raises(ConfigError, match="max_new_tokens"):
+        SamplingParams(max_tokens=0)
+    with pytest.raises(ConfigError, match="num_samples must be 1, got 2"):
+        SamplingParams(num_samples=2)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        {},
+        {"parameters": {}},
+        {"parameters": {"type": "object", "properties": {}}},
+        {"parameters": {"blocks": "int, the block"}},
+    ],
+)
+def test_tools_are_called_with_their_name_and_a_dict(function: dict[str, Any]) -> None:
+    """A tool that names no properties gets all arguments."""
     manager = ToolManager({})
-    manager.register(EchoTool(**parameters))
+    manager.register(EchoTool(**function))
     ((trajectory,), _) = run({"a": [CALL, "Three."]}, tool_manager=manager)
     assert [message["role"] for message in trajectory["messages"]] == ["user", "assistant", "tool", "assistant"]
-    assert trajectory["messages"][2]["content"] == "echo[look]:{'key': 'kz'}"
+    assert trajectory["messages"][2]["content"] == ECHO
 
 
 def test_arguments_of_a_tools_schema_are_checked() -> None:
     properties = {"type": "object", "properties": {"key": {"type": "integer"}}, "required": ["key"]}
     ((trajectory,), _) = run({"a": [CALL, "Three."]}, tool_manager=ToolManager([EchoTool(parameters=properties)]))
     assert trajectory["messages"][2]["content"].startswith("Error: argument 'key' of look")
-
-
-def test_a_manager_takes_tools_by_name_or_none() -> None:
     assert ToolManager({"look": EchoTool()}).names == ("look",)
     assert ToolManager({}).names == ToolManager(None).names == ()
 
 
-def test_custom_rollout_class_has_its_own_call() -> None:
-    class Twice(Rollout):
-        def __call__(self, trajectories: list[Trajectory], **kwargs: Any) -> list[Trajectory]:
-            return [{**trajectory, "turns": 2, **kwargs} for trajectory in trajectories]
-
-    assert Twice()([{"id": 1}], step=3) == [{"id": 1, "turns": 2, "step": 3}]
-
-
-def test_the_directory_of_traces_is_there_before_anything_runs(tmp_path: Path) -> None:
-    MultiTurnRollout(sampler=None, template=SimpleNamespace(), trace_dir=str(tmp_path / "traces"))  # type: ignore[arg-type]
-    assert [path.name for path in tmp_path.iterdir()] == ["traces"]
-
-
-def test_unknown_keywords_and_a_single_trajectory_are_refused() -> None:
-    rollout = MultiTurnRollout(sampler=None, template=SimpleNamespace())  # type: ignore[arg-type]
+def test_unknown_keywords_and_a_single_trajectory_are_refused(tmp_path: Path) -> None:
+    rollout = MultiTurnRollout(sampler=None, template=SimpleNamespace(), trace_dir=str(tmp_path / "traces"))  # type: ignore[arg-type]
+    assert [path.name for path in tmp_path.iterdir()] == ["traces"]  # before anything runs
     with pytest.raises(ConfigError, match="sampling_parms: unknown;"):
         rollout([], sampling_parms=SamplingParams())
     with pytest.raises(ConfigError, match="must be a list"):
@@ -95,21 +96,21 @@ def test_unknown_keywords_and_a_single_trajectory_are_refused() -> None:
 
 
 class Api:
-    """Answers with ``messages``, one after the other; keeps what it was asked with."""
+    """Answers with ``messages``, in order; keeps the options of each request."""
 
     def __init__(self, *messages: dict[str, Any]) -> None:
         self.messages = list(messages or [{"content": "One."}])
-        self.asked: list[dict[str, Any]] = []
+        self.requests: list[dict[str, Any]] = []
 
     def chat(self, messages: Any, **options: Any) -> Any:
-        self.asked.append({**options, "messages": [*messages]})
-        said = self.messages.pop(0)
-        calls = [SimpleNamespace(model_dump=lambda call=call, **_: {**call}) for call in said.get("tool_calls", ())]
-        message = SimpleNamespace(content=said.get("content"), tool_calls=calls or None)
+        self.requests.append({**options, "messages": [*messages]})
+        answer = self.messages.pop(0)
+        calls = [SimpleNamespace(model_dump=lambda call=call, **_: {**call}) for call in answer.get("tool_calls", ())]
+        message = SimpleNamespace(content=answer.get("content"), tool_calls=calls or None)
         return SimpleNamespace(choices=[SimpleNamespace(message=message, finish_reason="stop")])
 
     def options(self) -> dict[str, Any]:
-        return {name: value for name, value in self.asked[0].items() if name != "messages"}
+        return {name: value for name, value in self.requests[0].items() if name != "messages"}
 
 
 def run_api(api: Api, *, step: dict[str, int] | None = None, **options: Any) -> Trajectory:
@@ -128,8 +129,6 @@ NEUTRAL = {"temperature": 1.0, "top_p": 1.0}
         ({"temperature": 0.7}, {"temperature": 0.7}),
         ({"max_tokens": 9}, {"max_tokens": 9}),
         ({"max_new_tokens": 9}, {"max_tokens": 9}),
-        ({"max_tokens": 256}, {"max_tokens": 256}),
-        ({"max_new_tokens": 256}, {"max_tokens": 256}),
         ({"stop": [7, 9]}, {"extra_body": {"stop_token_ids": [7, 9]}}),
         ({"top_k": 5}, {"extra_body": {"top_k": 5}}),
         ({"seed": 3, "repetition_penalty": 1.1}, {"seed": 3, "extra_body": {"repetition_penalty": 1.1}}),
@@ -140,19 +139,9 @@ def test_api_gets_only_the_set_parameters(params: dict[str, Any], sent: dict[str
     api = Api()
     run_api(api, sampling_params=SamplingParams(**params))
     assert api.options() == NEUTRAL | sent
-    again = Api()
-    run_api(again, sampling_params=replace(SamplingParams(**params), top_p=1.0))
-    assert again.options() == api.options()
-
-
-def test_a_seed_and_a_penalty_go_to_the_engine_by_its_names() -> None:
-    payload = SamplingParams(seed=3, repetition_penalty=1.1).to_payload()
-    assert (payload["sampling_seed"], payload["repetition_penalty"]) == (3, 1.1)
-
-
-def test_several_samples_are_refused_by_name() -> None:
-    with pytest.raises(ConfigError, match="num_samples must be 1, got 2"):
-        SamplingParams(num_samples=2)
+    replaced = Api()
+    run_api(replaced, sampling_params=replace(SamplingParams(**params), top_p=1.0))
+    assert replaced.options() == api.options()
 
 
 @dataclass
@@ -184,16 +173,16 @@ def test_sampling_parameters_of_twinkle_are_taken() -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "sentence"),
+    ("params", "sentence"),
     [
         (TwinklesParams(num_samples=2), "num_samples must be 1, got 2"),
         (TwinklesParams(prompt_logprobs=1), "prompt_logprobs is 1"),
         ({"temperature": 1.0}, "sampling_params must be SamplingParams"),
     ],
 )
-def test_sampling_parameters_that_cannot_be_kept_are_refused(given: Any, sentence: str) -> None:
+def test_sampling_parameters_that_cannot_be_kept_are_refused(params: Any, sentence: str) -> None:
     with pytest.raises(ConfigError, match=sentence):
-        APIMultiTurnRollout(api=Api(), sampling_params=given)  # type: ignore[arg-type]
+        APIMultiTurnRollout(api=Api(), sampling_params=params)  # type: ignore[arg-type]
 
 
 class TwinklesManager:
@@ -211,16 +200,10 @@ class TwinklesManager:
 
 def test_a_tool_manager_of_twinkle_runs_its_tools() -> None:
     ((trajectory,), _) = run({"a": [CALL, "Three."]}, tool_manager=TwinklesManager(EchoTool()))
-    assert trajectory["messages"][2]["content"] == "echo[look]:{'key': 'kz'}"
+    assert trajectory["messages"][2]["content"] == ECHO
     assert trajectory["tools_called"]["calls"] == {"look": 1}
-    ((one, other), _) = run({"a": [CALL, "Three."], "b": ["Two."]}, tool_manager=[TwinklesManager(EchoTool())] * 2)
-    assert (one["turns"], other["turns"]) == (2, 1)
-
-
-@pytest.mark.parametrize("parameters", [{"type": "object", "properties": {}}, {"blocks": "int, the block"}])
-def test_a_tool_that_names_no_properties_gets_all_arguments(parameters: dict[str, Any]) -> None:
-    ((trajectory,), _) = run({"a": [CALL, "Three."]}, tool_manager=ToolManager([EchoTool(parameters=parameters)]))
-    assert trajectory["messages"][2]["content"] == "echo[look]:{'key': 'kz'}"
+    ((first, second), _) = run({"a": [CALL, "Three."], "b": ["Two."]}, tool_manager=[TwinklesManager(EchoTool())] * 2)
+    assert (first["turns"], second["turns"]) == (2, 1)
 
 
 def test_calls_without_an_id_get_one_shared_with_their_results() -> None:
