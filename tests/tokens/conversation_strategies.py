@@ -1,5 +1,5 @@
-"""Random conversations on real vocabularies and templates: a model that says anything, tools, people, and an agent that
-edits, goes back and cuts off."""
+"""Random conversations on real vocabularies and templates: arbitrary answers, tools, users, and an agent that edits,
+backtracks and truncates."""
 
 from __future__ import annotations
 
@@ -35,21 +35,9 @@ _MARKUP = ("…", "<", "im_end", "|>", "</", "{", '"k": 1')
 WORDS = _PLAIN + _MARKUP
 phrase = st.lists(st.sampled_from(WORDS), min_size=1, max_size=8).map("".join)
 
-Move = Literal["tool", "tools", "user", "again", "tip", "backtrack", "edit", "drop", "replace_answer", "system"]
-MOVES: tuple[Move, ...] = (
-    "tool",
-    "tool",
-    "tool",
-    "tools",
-    "user",
-    "user",
-    "again",
-    "tip",
-    "backtrack",
-    "edit",
-    "drop",
-    "replace_answer",
-)
+Move = Literal["tool", "tools", "user", "repeat", "tip", "backtrack", "edit", "drop", "replace_answer"]
+LINEAR: tuple[Move, ...] = ("tool", "tool", "tools", "user")
+MOVES: tuple[Move, ...] = ("tool", *LINEAR, "user", "repeat", "tip", "backtrack", "edit", "drop", "replace_answer")
 
 
 @dataclass
@@ -58,10 +46,8 @@ class Conversation:
 
     context: ChatContext
     turns: list[Turn] = field(default_factory=list)
-    continued: list[bool] = field(
-        default_factory=list
-    )  # per turn: no fork was counted, so the prompt must extend the turn before
-    asked: list[list[dict[str, Any]]] = field(default_factory=list)  # per turn: the messages of the prompt
+    continued: list[bool] = field(default_factory=list)  # per turn: no fork was counted
+    messages: list[list[dict[str, Any]]] = field(default_factory=list)  # per turn, of the prompt
 
 
 @st.composite
@@ -75,11 +61,9 @@ def answers(draw: st.DrawFn, tokenizer: Any, template: str) -> Generation:
     if draw(st.integers(0, 3)) == 0:
         text += '\n<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>'
     ids = tokenizer.encode(text, add_special_tokens=False)
-    if draw(st.booleans()):  # sampled otherwise than encoded: split where no tokenizer would
-        at = draw(st.integers(0, len(text)))
-        ids = tokenizer.encode(text[:at], add_special_tokens=False) + tokenizer.encode(
-            text[at:], add_special_tokens=False
-        )
+    if draw(st.booleans()):  # split where no tokenizer would
+        cut = draw(st.integers(0, len(text)))
+        ids = [i for part in (text[:cut], text[cut:]) for i in tokenizer.encode(part, add_special_tokens=False)]
     finish: FinishReason = draw(st.sampled_from(["stop", "stop", "stop", "length", "abort"]))
     matched: int | str | None = None
     if finish == "stop":
@@ -101,10 +85,10 @@ def answers(draw: st.DrawFn, tokenizer: Any, template: str) -> Generation:
 def ask(conversation: Conversation, generation: Generation) -> None:
     """One turn."""
     context = conversation.context
-    asked = [dict(message) for message in context.messages]
+    messages = [dict(message) for message in context.messages]
     prompt, forks = context.prompt_ids(), context.forks.total()
     context.add_answer(prompt, generation)
-    conversation.asked.append(asked)
+    conversation.messages.append(messages)
     turn = Turn.from_generation(
         context.token_ids[: len(prompt)],
         generation,
@@ -117,17 +101,17 @@ def ask(conversation: Conversation, generation: Generation) -> None:
 
 
 def move(draw: st.DrawFn, conversation: Conversation, allowed: tuple[Move, ...]) -> None:
-    """What happens between two answers."""
+    """An agent's step between two answers."""
     messages = conversation.context.messages
     kind = draw(st.sampled_from(allowed))
-    answer_at = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+    answer_places = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
     if kind in ("tool", "tools"):
         conversation.context.add(
             *({"role": "tool", "content": draw(phrase)} for _ in range(1 if kind == "tool" else 3))
         )
     elif kind == "user":
         conversation.context.add({"role": "user", "content": draw(phrase)})
-    elif kind == "tip":  # the answer goes on after something that the agent wrote
+    elif kind == "tip":  # the model continues an answer after the agent's text
         messages[-1]["content"] += draw(phrase)
     elif kind == "backtrack":
         content = messages[-1]["content"]
@@ -135,12 +119,12 @@ def move(draw: st.DrawFn, conversation: Conversation, allowed: tuple[Move, ...])
     elif kind == "edit":
         messages[draw(st.integers(0, len(messages) - 1))]["content"] = draw(phrase)
         conversation.context.add({"role": "user", "content": draw(phrase)})
-    elif kind == "drop":  # back to the question of an earlier answer, or to that answer and on from there
-        del messages[draw(st.sampled_from(answer_at)) + draw(st.integers(0, 1)) :]
+    elif kind == "drop":  # back to the question of an earlier answer, or to that answer
+        del messages[draw(st.sampled_from(answer_places)) + draw(st.integers(0, 1)) :]
         if messages[-1]["role"] == "assistant":
             conversation.context.add({"role": "user", "content": draw(phrase)})
     elif kind == "replace_answer":
-        messages[answer_at[-1]] = {"role": "assistant", "content": draw(phrase)}
+        messages[answer_places[-1]] = {"role": "assistant", "content": draw(phrase)}
         conversation.context.add({"role": "tool", "content": draw(phrase)})
 
 

@@ -1,4 +1,4 @@
-"""The conversation in tokens: what is kept, what is added, when it forks and why."""
+"""The conversation in tokens: kept and added ids, forks and their reasons."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from transformers import PreTrainedTokenizerFast
 from agl_slime.engine.client.generation import Generation
 from agl_slime.errors import ConfigError, PromptError
 from agl_slime.tokens import forks
-from agl_slime.tokens.codec import TokenBuffer
 from agl_slime.tokens.conversation import ChatContext
 from agl_slime.tokens.forks import ForkReason
 from agl_slime.tokens.template import ChatTemplate, chat_template
@@ -30,16 +29,27 @@ def conversation(template: str, vocabulary: str = "anthropic", **options: Any) -
     return ChatContext(template=ChatTemplate(tokenizer=tokenizer, **options), messages=QUESTION), tokenizer
 
 
+def conversation_of(source: str) -> tuple[ChatContext, Any]:
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=base_tokenizer("anthropic"), eos_token="<|im_end|>", chat_template=source
+    )
+    return ChatContext(template=ChatTemplate(tokenizer=tokenizer), messages=QUESTION), tokenizer
+
+
+def user(text: str) -> dict[str, Any]:
+    return {"role": "user", "content": text}
+
+
+def tool(text: str) -> dict[str, Any]:
+    return {"role": "tool", "content": text}
+
+
 def test_next_prompt_extends_the_context_by_the_templates_text() -> None:
     context, tokenizer = conversation("chatml")
     prompt, generation = answer(context, tokenizer, "Three.")
-    context.add({"role": "user", "content": "Sure?"})
-    expected = "\n<|im_start|>user\nSure?<|im_end|>\n<|im_start|>assistant\n"
-    assert context.prompt_ids() == [
-        *prompt,
-        *generation.output_ids,
-        *tokenizer.encode(expected, add_special_tokens=False),
-    ]
+    context.add(user("Sure?"))
+    added = tokenizer.encode("\n<|im_start|>user\nSure?<|im_end|>\n<|im_start|>assistant\n", add_special_tokens=False)
+    assert context.prompt_ids() == [*prompt, *generation.output_ids, *added]
 
 
 def test_ids_that_the_tokenizer_would_not_choose_are_kept() -> None:
@@ -48,10 +58,9 @@ def test_ids_that_the_tokenizer_would_not_choose_are_kept() -> None:
     assert odd != tokenizer.encode("answer", add_special_tokens=False)
     prompt = context.prompt_ids()
     ids = (*odd, tokenizer.eos_token_id)
-    context.add_answer(
-        prompt, Generation(output_ids=ids, log_probs=(-0.1,) * len(ids), text="answer", finish_reason="stop")
-    )
-    context.add({"role": "user", "content": "Sure?"})
+    generation = Generation(output_ids=ids, log_probs=(-0.1,) * len(ids), text="answer", finish_reason="stop")
+    context.add_answer(prompt, generation)
+    context.add(user("Sure?"))
     assert context.prompt_ids()[len(prompt) : len(prompt) + 2] == odd
     assert not context.forks
 
@@ -60,59 +69,45 @@ def test_ids_that_the_tokenizer_would_not_choose_are_kept() -> None:
 def test_a_truncated_answer_is_closed_by_the_template(template: str) -> None:
     context, tokenizer = conversation(template)
     prompt, generation = answer(context, tokenizer, "Three or maybe", finish="length")
-    context.add({"role": "tool", "content": "3"})
+    context.add(tool("3"))
     added = text_of(tokenizer, context.prompt_ids()[len(prompt) + len(generation.output_ids) :])
     assert added.startswith(tokenizer.eos_token)
     assert context.open_boundaries == 0
 
 
-def test_stop_token_unknown_to_the_template_is_kept_before_its_closing() -> None:
-    context, tokenizer = conversation("groups_tools")
-    prompt, _ = answer(context, tokenizer, "Three.", stop="<|endoftext|>")
-    context.add({"role": "user", "content": "Sure?"})
-    assert text_of(tokenizer, context.prompt_ids()[len(prompt) :]).startswith(
-        "Three.<|endoftext|><|im_end|>\n<|im_start|>user"
-    )
+def test_a_sampled_stop_token_or_string_is_part_of_the_conversation() -> None:
+    for template, text, how, message, added in (
+        # unknown to the template
+        (
+            "groups_tools",
+            "Three.",
+            {"stop": "<|endoftext|>"},
+            user("Sure?"),
+            "<|endoftext|><|im_end|>\n<|im_start|>user",
+        ),
+        # the next role's marker, which is not doubled
+        ("role_markers", "Three.", {"stop": "<|user|>"}, user("Sure?"), "<|user|>\nSure?<|assistant|>\n"),
+        ("chatml", "{}</call>", {"matched": "</call>"}, tool("ok"), "<|im_end|>\n<|im_start|>tool\nok"),
+    ):
+        context, tokenizer = conversation(template)
+        prompt, _ = answer(context, tokenizer, text, **how)
+        assert context.messages[-1]["content"] == text
+        context.add(message)
+        assert text_of(tokenizer, context.prompt_ids()[len(prompt) :]).startswith(text + added)
 
 
-def test_where_the_next_role_ends_an_answer_its_marker_is_not_doubled() -> None:
-    context, tokenizer = conversation("role_markers")
-    prompt, _ = answer(context, tokenizer, "Three.", stop="<|user|>")
-    context.add({"role": "user", "content": "Sure?"})
-    assert text_of(tokenizer, context.prompt_ids()[len(prompt) :]) == "Three.<|user|>\nSure?<|assistant|>\n"
-
-
-def test_a_stop_string_was_sampled_and_is_part_of_the_conversation() -> None:
-    context, tokenizer = conversation("chatml")
-    prompt, _ = answer(context, tokenizer, "<tool_call>{}</tool_call>", matched="</tool_call>")
-    assert context.messages[-1]["content"] == "<tool_call>{}</tool_call>"
-    context.add({"role": "tool", "content": "ok"})
-    assert text_of(tokenizer, context.prompt_ids()[len(prompt) :]).startswith(
-        "<tool_call>{}</tool_call><|im_end|>\n<|im_start|>tool\nok"
-    )
-
-
-def test_results_of_parallel_calls_are_grouped_as_the_template_groups_them() -> None:
-    context, tokenizer = conversation("groups_tools", tools=[{"type": "function", "function": {"name": "count"}}])
+def test_results_are_grouped_as_the_template_groups_them() -> None:
+    tools = [{"type": "function", "function": {"name": "count"}}]
+    context, tokenizer = conversation("groups_tools", tools=tools)
     prompt, _ = answer(context, tokenizer, "<tool_call>a</tool_call><tool_call>b</tool_call>")
     assert '{"type": "function", "function": {"name": "count"}}' in text_of(tokenizer, prompt)
-    context.add({"role": "tool", "content": "1"}, {"role": "tool", "content": "2"})
-    assert (
-        "<|im_start|>user\n<tool_response>\n1\n</tool_response>\n<tool_response>\n2\n</tool_response><|im_end|>"
-        in text_of(tokenizer, context.prompt_ids())
-    )
-    answer(context, tokenizer, "Three.")
-    assert not context.forks
-
-
-def test_an_observation_added_late_regroups_history_and_forks() -> None:
-    """[tool, answer, tool] is not [tool, tool]: taking the answer between two results out rewrites what was sent."""
-    context, tokenizer = conversation("groups_tools")
-    answer(context, tokenizer, "<tool_call>a</tool_call>")
-    context.add({"role": "tool", "content": "1"})
+    context.add(tool("1"), tool("2"))
+    results = "".join(f"\n<tool_response>\n{n}\n</tool_response>" for n in (1, 2))
+    assert f"<|im_start|>user{results}<|im_end|>" in text_of(tokenizer, context.prompt_ids())
     answer(context, tokenizer, "Wait.")
-    del context.messages[-1]
-    context.add({"role": "tool", "content": "2"})
+    assert not context.forks
+    del context.messages[-1]  # between two results, which are one group without it
+    context.add(tool("3"))
     answer(context, tokenizer, "Three.")
     assert context.forks.total() == 1
 
@@ -123,10 +118,10 @@ def test_an_observation_added_late_regroups_history_and_forks() -> None:
 def test_thinking_is_kept_during_tool_calls_and_dropped_at_next_question() -> None:
     context, tokenizer = conversation("drops_thinking")
     answer(context, tokenizer, "<think>\nI will look.\n</think>\n\n<tool_call>a</tool_call>")
-    context.add({"role": "tool", "content": "1"})
+    context.add(tool("1"))
     answer(context, tokenizer, THINKING)
     assert not context.forks
-    context.add({"role": "user", "content": "Sure?"})
+    context.add(user("Sure?"))
     third, _ = answer(context, tokenizer, "Yes.")
     assert context.forks == {ForkReason.DROPPED_THINKING: 1}
     assert "Let me count" not in text_of(tokenizer, third)
@@ -134,63 +129,51 @@ def test_thinking_is_kept_during_tool_calls_and_dropped_at_next_question() -> No
 
 
 @pytest.mark.parametrize(
-    "said", ["Three.", "\nThree.\n", "<think>\n\n</think>\n\nThree.", "<think>Short.</think>Three."]
+    ("text", "options", "blocks"),
+    [
+        ("Three.", {}, 0),
+        ("\nThree.\n", {}, 0),
+        ("<think>\n\n</think>\n\nThree.", {}, 3),
+        ("<think>Short.</think>Three.", {}, 0),
+        ("Three.", {"template_kwargs": {"enable_thinking": False}}, 4),  # opened with an empty block
+    ],
 )
-def test_white_space_and_empty_blocks_that_a_template_adds_are_no_fork(said: str) -> None:
-    """Qwen3 writes an empty thinking block into the last answer and none into those before it: a difference in text
-    only, not in what was sampled."""
-    context, tokenizer = conversation("drops_thinking")
+def test_white_space_and_empty_blocks_are_no_fork(text: str, options: dict[str, Any], blocks: int) -> None:
+    """Qwen3 writes an empty thinking block into the last answer and none into earlier ones: a difference in text only,
+    not in the sampled tokens."""
+    context, tokenizer = conversation("drops_thinking", **options)
     for n in range(3):
-        answer(context, tokenizer, said)
-        context.add({"role": "tool", "content": str(n)})
-    assert context.prompt_ids()
+        answer(context, tokenizer, text)
+        context.add(tool(str(n)))
+    assert text_of(tokenizer, context.prompt_ids()).count("<think>\n\n</think>") == blocks
     assert not context.forks
 
 
-def test_a_template_opened_with_an_empty_block_continues() -> None:
-    context, tokenizer = conversation("drops_thinking", template_kwargs={"enable_thinking": False})
-    for n in range(3):
-        answer(context, tokenizer, "Three.")
-        context.add({"role": "tool", "content": str(n)})
-    assert text_of(tokenizer, context.prompt_ids()).count("<think>\n\n</think>") == 4
-    assert not context.forks
-
-
-def test_fork_keeps_the_common_prefix() -> None:
+def test_fork_keeps_the_common_prefix_and_each_class_is_logged_once(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A template that drops thinking from each answer forks in each turn; the prompt before the dropped answer stays as
     it was."""
-    context, tokenizer = conversation("reasoner")
-    first, _ = answer(context, tokenizer, "count\n</think>\n\nThree.")
-    context.add({"role": "user", "content": "Sure?"})
-    second, _ = answer(context, tokenizer, "sure\n</think>\n\nYes.")
-    opening = tokenizer.encode("<｜Assistant｜><think>\n", add_special_tokens=False)
-    assert second[: len(first) - len(opening)] == first[: -len(opening)]
-    assert context.forks == {ForkReason.DROPPED_THINKING: 1}
-
-
-def test_each_class_of_forks_is_logged_once(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(forks, "_explained", set())
     with caplog.at_level(logging.INFO, logger="agl_slime.tokens.forks"):
         for _ in range(3):
             context, tokenizer = conversation("reasoner")
-            answer(context, tokenizer, "count\n</think>\n\nThree.")
-            context.add({"role": "user", "content": "Sure?"})
-            answer(context, tokenizer, "Yes.")
+            first, _ = answer(context, tokenizer, "count\n</think>\n\nThree.")
+            context.add(user("Sure?"))
+            second, _ = answer(context, tokenizer, "sure\n</think>\n\nYes.")
+    opening = tokenizer.encode("<｜Assistant｜><think>\n", add_special_tokens=False)
+    assert second[: len(first) - len(opening)] == first[: -len(opening)]
+    assert context.forks == {ForkReason.DROPPED_THINKING: 1}
     assert [record.levelname for record in caplog.records] == ["WARNING"]
     assert "template" in caplog.text
 
 
 def test_template_that_rewrites_the_beginning_forks_despite_equal_end() -> None:
     """The beginning changes with the number of messages, in a text of the same length."""
-    source = (
-        "{{- '<|im_start|>system\\n' + ('short' if messages | length < 4 else 'long.') + '<|im_end|>\\n' }}" + CHATML
-    )
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=base_tokenizer("anthropic"), eos_token="<|im_end|>", chat_template=source
-    )
-    context = ChatContext(template=ChatTemplate(tokenizer=tokenizer), messages=QUESTION)
+    first = "{{- '<|im_start|>system\\n' + ('short' if messages | length < 4 else 'long.') + '<|im_end|>\\n' }}"
+    context, tokenizer = conversation_of(first + CHATML)
     answer(context, tokenizer, "Three.")
-    context.add({"role": "user", "content": "Sure?"})
+    context.add(user("Sure?"))
     prompt, _ = answer(context, tokenizer, "Yes.")
     assert text_of(tokenizer, prompt).startswith("<|im_start|>system\nlong.<|im_end|>")
     assert context.forks == {ForkReason.TEMPLATE: 1}
@@ -199,11 +182,11 @@ def test_template_that_rewrites_the_beginning_forks_despite_equal_end() -> None:
 def long_rollout(context: ChatContext, tokenizer: Any, turns: int) -> None:
     for n in range(turns):
         answer(context, tokenizer, f"call {n}")
-        context.add({"role": "tool", "content": f"result {n}"})
+        context.add(tool(f"result {n}"))
 
 
 def test_template_that_drops_old_results_forks_in_long_conversations_too() -> None:
-    """Of which only the ends are rendered: they reach as far back as this template looks."""
+    """Only the ends of long conversations are rendered; they reach as far back as this template looks."""
     ends, tokenizer = conversation("forgets_results")
     whole, _ = conversation("forgets_results")
     whole._windows_exact = False
@@ -214,16 +197,10 @@ def test_template_that_drops_old_results_forks_in_long_conversations_too() -> No
 
 
 def test_template_beyond_the_window_is_rendered_whole_once_noticed() -> None:
-    """The fourth message disappears once there are more than 50: found when the conversation has doubled, not before
-    and not never."""
+    """The fourth message disappears once there are more than 50: noticed when the conversation has doubled."""
     start, end = "{{- '<|im_start|>' + message.role", "'<|im_end|>\\n' }}"
-    source = CHATML.replace(start, "{%- if not (loop.index0 == 3 and messages | length > 50) %}" + start, 1).replace(
-        end, end + "{%- endif %}", 1
-    )
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=base_tokenizer("anthropic"), eos_token="<|im_end|>", chat_template=source
-    )
-    context = ChatContext(template=ChatTemplate(tokenizer=tokenizer), messages=QUESTION)
+    source = CHATML.replace(start, "{%- if not (loop.index0 == 3 and messages | length > 50) %}" + start, 1)
+    context, tokenizer = conversation_of(source.replace(end, end + "{%- endif %}", 1))
     long_rollout(context, tokenizer, 45)
     assert context.forks == {ForkReason.TEMPLATE: 1}
     assert not context._windows_exact
@@ -233,44 +210,32 @@ def test_template_beyond_the_window_is_rendered_whole_once_noticed() -> None:
 # -- agents that edit ------------------------------------------------------------------------------------------------
 
 
-def test_an_edited_answer_forks_after_the_prompt_that_stands() -> None:
-    context, tokenizer = conversation("chatml")
-    prompt, _ = answer(context, tokenizer, "Three.")
-    context.messages[-1]["content"] = "Four."
-    context.add({"role": "user", "content": "Sure?"})
-    edited, _ = answer(context, tokenizer, "Yes.")
-    assert edited[: len(prompt)] == prompt
-    assert "Four." in text_of(tokenizer, edited)
-    assert context.forks == {ForkReason.EDITED_HISTORY: 1}
+def test_edited_messages_fork_after_the_prompt_that_stands() -> None:
+    for place, text in ((-1, "Four."), (0, "Be long.")):
+        context, tokenizer = conversation("chatml")
+        prompt, _ = answer(context, tokenizer, "Three.")
+        context.messages[place]["content"] = text
+        context.add(user("Sure?"))
+        edited, _ = answer(context, tokenizer, "Yes.")
+        assert (edited[: len(prompt)] == prompt) == (place == -1)
+        assert text in text_of(tokenizer, edited)
+        assert context.forks == {ForkReason.EDITED_HISTORY: 1}
 
 
-def test_going_back_keeps_the_ids_of_the_answers_before() -> None:
+def test_going_back_keeps_the_ids_of_earlier_answers() -> None:
     context, tokenizer = conversation("chatml")
-    _, first = answer(context, tokenizer, "Three.")
-    context.add({"role": "user", "content": "Sure?"})
-    held, _ = answer(context, tokenizer, "Yes.")
+    first, generation = answer(context, tokenizer, "Three.")
+    context.add(user("Sure?"))
+    answer(context, tokenizer, "Yes.")
     del context.messages[3:]
-    context.add({"role": "user", "content": "Really?"})
-    again, _ = answer(context, tokenizer, "No.")
-    end = len(held) - len(
-        tokenizer.encode("\n<|im_start|>user\nSure?<|im_end|>\n<|im_start|>assistant\n", add_special_tokens=False)
-    )
-    assert again[:end] == held[:end]
-    assert tuple(again[end - len(first.output_ids) : end]) == first.output_ids
+    context.add(user("Really?"))
+    prompt, _ = answer(context, tokenizer, "No.")
+    history = [*first, *generation.output_ids]
+    assert prompt[: len(history)] == history
     assert context.forks == {ForkReason.BRANCH: 1}
 
 
-def test_edits_inside_a_message_are_noticed() -> None:
-    context, tokenizer = conversation("chatml")
-    answer(context, tokenizer, "Three.")
-    context.messages[0]["content"] = "Be long."
-    context.add({"role": "user", "content": "Sure?"})
-    prompt, _ = answer(context, tokenizer, "Yes.")
-    assert "Be long." in text_of(tokenizer, prompt)
-    assert context.forks == {ForkReason.EDITED_HISTORY: 1}
-
-
-# -- answers that go on ----------------------------------------------------------------------------------------------
+# -- continued answers ----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("finish", ["length", "abort"])
@@ -281,11 +246,11 @@ def test_truncated_answer_continues_with_its_tokens(finish: Any) -> None:
     answer(context, tokenizer, " four.")
     assert context.messages[-1] == {"role": "assistant", "content": "Three or four."}
     assert not context.forks
-    context.add({"role": "user", "content": "Sure?"})
+    context.add(user("Sure?"))
     assert "assistant\nThree or four.<|im_end|>\n<|im_start|>user\nSure?" in text_of(tokenizer, context.prompt_ids())
 
 
-def test_an_answer_aborted_before_its_first_token_is_asked_for_again() -> None:
+def test_an_answer_aborted_before_its_first_token_is_sampled_again() -> None:
     context, tokenizer = conversation("chatml")
     prompt, _ = answer(context, tokenizer, "", finish="abort")
     assert context.prompt_ids() == prompt
@@ -308,8 +273,8 @@ def test_backtracking_keeps_the_sampled_ids_before_the_cut() -> None:
     prompt, generation = answer(context, tokenizer, "First I count. Then I say three.")
     context.messages[-1]["content"] = "First I count. Wait,"
     continued, _ = answer(context, tokenizer, " four.")
-    kept = tokenizer.encode("First I count.", add_special_tokens=False)
-    assert continued[len(prompt) : len(prompt) + len(kept)] == list(generation.output_ids[: len(kept)])
+    common = len(tokenizer.encode("First I count.", add_special_tokens=False))
+    assert continued[len(prompt) : len(prompt) + common] == list(generation.output_ids[:common])
     assert context.forks == {ForkReason.EDITED_HISTORY: 1}
 
 
@@ -339,22 +304,6 @@ def test_an_answer_to_another_prompt_is_refused() -> None:
         context.add_answer([1, 2], generation_of(tokenizer, "x"))
 
 
-def test_views_of_a_token_buffer_do_not_change() -> None:
-    buffer = TokenBuffer()
-    views = []
-    for n in range(600):
-        buffer.extend([n])
-        views.append(buffer.ids)
-    shared = {view.base.ctypes.data for view in views[-80:] if view.base is not None}
-    assert len(shared) == 1  # one array for all of them
-    buffer.cut(300)
-    buffer.extend([-1] * 400)
-    assert [view[-1] for view in views] == list(range(600))
-    assert buffer.ids[300] == -1
-    with pytest.raises(ValueError, match="read-only"):
-        views[0][0] = 5
-
-
 def test_without_a_template_text_is_verbatim_and_messages_are_refused() -> None:
     made = (PreTrainedTokenizerFast(tokenizer_object=copy.deepcopy(base_tokenizer("anthropic"))) for _ in range(2))
     bare, begins = made
@@ -370,9 +319,9 @@ def test_without_a_template_text_is_verbatim_and_messages_are_refused() -> None:
         context.add({"role": "text", "content": " who"})
         assert text_of(tokenizer, context.prompt_ids()).removeprefix("<begin>") == f"{text} a king who"
         assert context.prompt_ids()[: len(context.token_ids)] == [*prompt, *generation.output_ids]
-        context.add({"role": "user", "content": "Why?"})
+        context.add(user("Why?"))
         with pytest.raises(PromptError, match=r"no chat template.*--model-path"):
             context.prompt_ids()
     assert prompt[0] == begins.convert_tokens_to_ids("<begin>")
-    own = chat_template(bare, template_kwargs={"chat_template": "{{ messages[0].content }}"})
-    assert own.render([{"role": "user", "content": "x"}], generation_prompt=False) == "x"
+    template = chat_template(bare, template_kwargs={"chat_template": "{{ messages[0].content }}"})
+    assert template.render([{"role": "user", "content": "x"}], generation_prompt=False) == "x"

@@ -1,6 +1,6 @@
-"""What holds for every conversation, on real vocabularies and templates of each shape.
+"""Invariants of every conversation, on real vocabularies and templates of each shape.
 
-Trained tokens are the engine's, forks are never silent, prompts say what the template says.
+Trained tokens are the engine's, forks are never silent, prompts are the template's.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from agl_slime.tokens.template import ChatTemplate
 from tests.harness.chat_templates import TEMPLATES
 from tests.harness.examples import examples
 from tests.harness.vocabularies import VOCABULARIES, chat_tokenizer
-from tests.tokens.conversation_strategies import Conversation, Move, conversations, phrase
+from tests.tokens.conversation_strategies import LINEAR, Conversation, conversations, phrase
 
 CASES = [(vocabulary, template) for vocabulary in VOCABULARIES for template in TEMPLATES]
 quick = settings(
@@ -35,8 +35,8 @@ def test_any_conversation_is_exact_to_the_token(vocabulary: str, template: str, 
     tokenizer = chat_tokenizer(vocabulary, template)
     conversation = data.draw(conversations(tokenizer, template))
     each_sampled_token_is_trained_once_where_it_was_sampled(conversation, tokenizer)
-    a_prompt_extends_what_is_held_or_a_fork_is_counted(conversation)
-    a_prompt_says_what_the_template_says(conversation, tokenizer, template)
+    a_prompt_extends_the_context_or_a_fork_is_counted(conversation)
+    a_prompt_is_the_templates(conversation, tokenizer, template)
 
 
 def each_sampled_token_is_trained_once_where_it_was_sampled(conversation: Conversation, tokenizer: Any) -> None:
@@ -62,49 +62,49 @@ def each_sampled_token_is_trained_once_where_it_was_sampled(conversation: Conver
     }
 
 
-def a_prompt_extends_what_is_held_or_a_fork_is_counted(conversation: Conversation) -> None:
+def a_prompt_extends_the_context_or_a_fork_is_counted(conversation: Conversation) -> None:
     """No fork is counted where the prompt extends the context; the turn records its base correctly."""
-    first, *others = conversation.turns
+    first, *later = conversation.turns
     assert (first.base_turn, first.kept_tokens, first.fork) == (None, 0, None)
-    for before, turn, continued in zip(conversation.turns, others, conversation.continued[1:], strict=False):
-        extends = turn.prompt_ids[: before.length].tobytes() == before.token_ids.tobytes()
+    for base, turn, continued in zip(conversation.turns, later, conversation.continued[1:], strict=False):
+        extends = turn.prompt_ids[: base.length].tobytes() == base.token_ids.tobytes()
         assert extends == continued == (turn.fork is None)
-        assert turn.prompt_ids[: turn.kept_tokens].tobytes() == before.token_ids[: turn.kept_tokens].tobytes()
-        assert (turn.kept_tokens == before.length) == continued
+        assert turn.prompt_ids[: turn.kept_tokens].tobytes() == base.token_ids[: turn.kept_tokens].tobytes()
+        assert (turn.kept_tokens == base.length) == continued
     assert conversation.context.token_ids.tobytes() == conversation.turns[-1].token_ids.tobytes()
 
 
-def a_prompt_says_what_the_template_says(conversation: Conversation, tokenizer: Any, template: str) -> None:
+def a_prompt_is_the_templates(conversation: Conversation, tokenizer: Any, template: str) -> None:
     """Up to white space and empty blocks, and but for sampled tokens, which stay where the engine put them."""
 
     def read(ids: Any) -> str:
-        return _said(tokenizer.decode(ids.tolist(), skip_special_tokens=False), tokenizer, template)
+        return _squashed(tokenizer.decode(ids.tolist(), skip_special_tokens=False), tokenizer, template)
 
-    for number, (turn, messages) in enumerate(zip(conversation.turns, conversation.asked, strict=True)):
-        wanted = _said(_rendering(conversation, messages), tokenizer, template)
-        if read(turn.prompt_ids) == wanted:
+    for number, (turn, messages) in enumerate(zip(conversation.turns, conversation.messages, strict=True)):
+        expected = _squashed(_rendering(conversation, messages), tokenizer, template)
+        if read(turn.prompt_ids) == expected:
             continue
         spans = _sampled_in_prompt(conversation, number)
         starts, ends = [0, *(end for _, end in spans)], [*(start for start, _ in spans), len(turn.prompt_ids)]
-        first, *others = [read(turn.prompt_ids[start:end]) for start, end in zip(starts, ends, strict=True)]
-        assert others
-        assert wanted.startswith(first)
-        assert wanted.endswith(others[-1])
-        at = len(first)
-        for piece in others:
-            found = wanted.find(piece, at)
-            assert found >= 0
-            at = found + len(piece)
+        first, *later = [read(turn.prompt_ids[start:stop]) for start, stop in zip(starts, ends, strict=True)]
+        assert later
+        assert expected.startswith(first)
+        assert expected.endswith(later[-1])
+        end = len(first)
+        for piece in later:
+            place = expected.find(piece, end)
+            assert place >= 0
+            end = place + len(piece)
 
 
 def _sampled_in_prompt(conversation: Conversation, number: int) -> list[tuple[int, int]]:
-    """Where answers stand in the prompt of a turn, with what the agent wrote into them."""
+    """The places of answers in the prompt of a turn, with the agent's text in them."""
     turn = conversation.turns[number]
     if turn.base_turn is None:
         return []
     base = conversation.turns[turn.base_turn]
     spans, start = _sampled_in_prompt(conversation, turn.base_turn), len(base.prompt_ids)
-    written = conversation.asked[turn.base_turn][-1]
+    written = conversation.messages[turn.base_turn][-1]
     if written["role"] == "assistant":
         start = spans.pop()[0] if spans else _start_of(conversation, base.prompt_ids, written["content"])
     spans.append((start, base.length))
@@ -112,13 +112,10 @@ def _sampled_in_prompt(conversation: Conversation, number: int) -> list[tuple[in
 
 
 def _start_of(conversation: Conversation, prompt_ids: Any, written: str) -> int:
-    """Where the agent's beginning of an answer, which ends the prompt, starts in it; its end if it is not found."""
+    """The start of an answer that the agent began, at the end of the prompt; the prompt's end if there is none."""
     tokenizer, length = conversation.context.template.tokenizer, len(prompt_ids)
     texts = {start: tokenizer.decode(prompt_ids[start:].tolist()) for start in range(length, -1, -1)}
     return next((start for start, text in texts.items() if text and text.strip() == written.strip()), length)
-
-
-_UNEDITED: tuple[Move, ...] = ("tool", "tool", "tools", "user")
 
 
 @pytest.mark.parametrize(
@@ -127,9 +124,8 @@ _UNEDITED: tuple[Move, ...] = ("tool", "tool", "tools", "user")
 @quick
 @given(data=st.data())
 def test_templates_that_only_append_never_fork(template: str, data: st.DataObject) -> None:
-    """Nor where only the end of a text, empty blocks or running numbers are rendered differently."""
     tokenizer = chat_tokenizer("qwen", template)
-    conversation = data.draw(conversations(tokenizer, template, allowed=_UNEDITED))
+    conversation = data.draw(conversations(tokenizer, template, allowed=LINEAR))
     assert not conversation.context.forks
     assert len(merge_turns([turn for turn in conversation.turns if len(turn.response_ids)], tokenizer)) <= 1
 
@@ -138,7 +134,7 @@ def test_templates_that_only_append_never_fork(template: str, data: st.DataObjec
 @quick
 @given(data=st.data())
 def test_no_merge_can_reach_across_a_boundary_where_markers_end_answers(template: str, data: st.DataObject) -> None:
-    conversation = data.draw(conversations(chat_tokenizer("anthropic", template), template, allowed=_UNEDITED))
+    conversation = data.draw(conversations(chat_tokenizer("anthropic", template), template, allowed=LINEAR))
     assert conversation.context.open_boundaries == 0
 
 
@@ -151,8 +147,8 @@ def test_any_long_conversation_renders_as_the_template_does(template: str, data:
     conversation = data.draw(
         conversations(tokenizer, template, allowed=("tool", "user", "tip"), min_turns=30, max_turns=40)
     )
-    a_prompt_extends_what_is_held_or_a_fork_is_counted(conversation)
-    a_prompt_says_what_the_template_says(conversation, tokenizer, template)
+    a_prompt_extends_the_context_or_a_fork_is_counted(conversation)
+    a_prompt_is_the_templates(conversation, tokenizer, template)
 
 
 @pytest.mark.parametrize("template", [name for name in TEMPLATES if name not in ("forgets_results", "counts_rounds")])
@@ -165,7 +161,7 @@ def test_rendering_the_ends_gives_the_prompts_that_rendering_all_gives(template:
     ends, whole = (
         ChatContext(
             template=ChatTemplate(tokenizer=tokenizer),
-            messages=[{"role": "system", "content": "s"}, {"role": "user", "content": "q"}],
+            messages=[{"role": role, "content": role} for role in ("system", "user")],
         )
         for _ in range(2)
     )
@@ -174,20 +170,14 @@ def test_rendering_the_ends_gives_the_prompts_that_rendering_all_gives(template:
     for n, role in enumerate(roles):
         text = f"{texts[n % len(texts)]}{n}"
         if n % 3:
-            text = (
-                f"thought {n}\n</think>\n\n{text}"
-                if TEMPLATES[template].opens_thinking
-                else f"<think>\nthought {n}\n</think>\n\n{text}"
-            )
+            text = "<think>\n" * (not TEMPLATES[template].opens_thinking) + f"thought {n}\n</think>\n\n{text}"
         ids = (*tokenizer.encode(text, add_special_tokens=False), stop)
         generation = Generation(
             output_ids=ids, log_probs=(-0.5,) * len(ids), text=text, finish_reason="stop", matched_stop=stop
         )
         for context in (ends, whole):
             context.add_answer(context.prompt_ids(), generation)
-            context.add(
-                *({"role": role.removesuffix("s"), "content": f"{role} {n}"} for _ in range(1 + (role == "tools")))
-            )
+            context.add(*[{"role": role.removesuffix("s"), "content": f"{role} {n}"}] * (1 + (role == "tools")))
         assert ends.token_ids.tobytes() == whole.token_ids.tobytes()
     assert ends.forks == whole.forks
     assert ends._windows_exact
@@ -201,7 +191,7 @@ def _rendering(conversation: Conversation, messages: list[dict[str, Any]]) -> st
     return template.render(in_fields, generation_prompt=True)
 
 
-def _said(text: str, tokenizer: Any, template: str) -> str:
+def _squashed(text: str, tokenizer: Any, template: str) -> str:
     # encoded and decoded once: vocabularies with a normalizer do not give every text back
     text = tokenizer.decode(tokenizer.encode(text, add_special_tokens=False), skip_special_tokens=False)
     for token in TEMPLATES[template].stops:

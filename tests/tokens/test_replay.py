@@ -1,4 +1,4 @@
-"""Routed experts and nuclei between an engine's answer and a Sample: what fits, what is refused, what is kept."""
+"""Routed experts and nuclei between an engine's answer and a Sample."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from agl_slime.engine.client.resumable import ResumableGeneration
 from agl_slime.errors import ConfigError, DataSourceError, EngineProtocolError, TraceError
 from agl_slime.support.agl import LLM
 from agl_slime.tokens import attributes as names
-from agl_slime.tokens.converter import _time_between_calls, convert_trajectory
+from agl_slime.tokens.converter import Conversion, _time_between_calls, convert_trajectory
 from agl_slime.tokens.segments import merge_turns
 from agl_slime.tokens.span_codec import decode_turns
 from agl_slime.tokens.trajectory import Trajectory
@@ -30,7 +30,7 @@ from agl_slime.types import sample_from_json, sample_to_json
 from tests.harness.samples import encode
 
 SHAPE = (2, 3)
-WANTED = SamplingParams(max_new_tokens=4, routed_experts=SHAPE)
+SAMPLING = SamplingParams(max_new_tokens=4, routed_experts=SHAPE)
 
 
 def packed(values: Any) -> str:
@@ -46,64 +46,59 @@ def answer(ids: list[int], kind: str = "length", **meta: Any) -> dict[str, Any]:
     return {"text": "", "meta_info": {"finish_reason": {"type": kind}, "output_token_logprobs": pairs, **meta}}
 
 
-def request(prompt: tuple[int, ...], sampling: SamplingParams = WANTED, start: int = 0) -> PartRequest:
+def request(prompt: tuple[int, ...], sampling: SamplingParams = SAMPLING, start: int = 0) -> PartRequest:
     return PartRequest(prompt, sampling, start)
 
 
-def test_engine_started_without_experts_is_an_error_naming_the_flag() -> None:
+def parsed(ids: list[int], request: PartRequest, kind: str = "length", **meta: Any) -> Generation:
+    return parse_generation(answer(ids, kind, **meta), request=request)
+
+
+def test_missing_experts_and_another_shape_are_errors_naming_the_flag() -> None:
     with pytest.raises(EngineProtocolError, match="--enable-return-routed-experts"):
-        parse_generation(answer([5]), request=request((1, 2)))
-
-
-def test_experts_of_another_shape_are_refused_with_the_expected_shape() -> None:
+        parsed([5], request((1, 2)))
     with pytest.raises(EngineProtocolError, match=r"answered 18 routed_experts.*\[2, 2, 3\].*--moe-router-topk"):
-        parse_generation(answer([5], routed_experts=packed(np.zeros(18))), request=request((1, 2)))
+        parsed([5], request((1, 2)), routed_experts=packed(np.zeros(18)))
 
 
 def test_engine_without_nuclei_is_an_error_naming_the_patch() -> None:
-    asked = SamplingParams(max_new_tokens=4, top_p=0.9, nucleus=True)
-    assert asked.to_payload()["custom_params"] == {"return_top_p_token_ids": True}
+    sampling = SamplingParams(max_new_tokens=4, top_p=0.9, nucleus=True)
+    assert sampling.to_payload()["custom_params"] == {"return_top_p_token_ids": True}
     with pytest.raises(EngineProtocolError, match=r"sglang-top_p\.patch"):
-        parse_generation(answer([5]), request=request((1,), asked))
+        parsed([5], request((1,), sampling))
     ragged = {"top_p_token_ids": packed([5, 6]), "top_p_token_offsets": packed([0, 1])}
     with pytest.raises(EngineProtocolError, match="top_p_token_offsets"):
-        parse_generation(answer([5], **ragged), request=request((1,), asked))
+        parsed([5], request((1,), sampling), **ragged)
 
 
-def test_rows_before_the_requested_experts_start_are_dropped() -> None:
-    found = parse_generation(answer([5], routed_experts=packed(rows(3))), request=request((1, 2, 3), start=2))
-    assert found.experts == RoutedExperts(2, rows(1, 2))
-
-
-def test_experts_are_as_small_as_they_can_be() -> None:
-    few = parse_generation(answer([5], routed_experts=packed(rows(1))), request=request((1,))).experts
-    many = parse_generation(answer([5], routed_experts=packed(rows(1) + 300)), request=request((1,))).experts
-    assert few is not None
-    assert few.rows.dtype == np.uint8
-    assert many is not None
-    assert many.rows.dtype == np.uint16
+def test_experts_begin_at_the_requested_row_in_the_smallest_type() -> None:
+    generation = parsed([5], request((1, 2, 3), start=2), routed_experts=packed(rows(3)))
+    assert generation.experts == RoutedExperts(2, rows(1, 2))
+    for values, dtype in ((rows(1), np.uint8), (rows(1) + 300, np.uint16)):
+        experts = parsed([5], request((1,)), routed_experts=packed(values)).experts
+        assert experts is not None
+        assert experts.rows.dtype == dtype
 
 
 def test_resumed_answer_requests_only_missing_expert_rows() -> None:
-    wanted = ResumableGeneration(prompt_ids=(1, 2, 3), sampling=WANTED, experts_start=1)
-    first = wanted.next_request()
+    resumed = ResumableGeneration(prompt_ids=(1, 2, 3), sampling=SAMPLING, experts_start=1)
+    first = resumed.next_request()
     assert first.experts_start == 1
-    wanted.add(parse_generation(answer([7, 8], "abort", routed_experts=packed(rows(3, 1))), request=first))
-    second = wanted.next_request()
+    resumed.add(parsed([7, 8], first, "abort", routed_experts=packed(rows(3, 1))))
+    second = resumed.next_request()
     assert second.experts_start == 4
-    wanted.add(parse_generation(answer([], "abort"), request=second))  # in the queue, without anything
-    third = wanted.next_request()
-    wanted.add(parse_generation(answer([9, 9], routed_experts=packed(rows(2, 4))), request=third))
-    assert wanted.result(latency_s=0.0).experts == RoutedExperts(1, rows(5, 1))
+    resumed.add(parsed([], second, "abort"))  # in the queue, without anything
+    resumed.add(parsed([9, 9], resumed.next_request(), routed_experts=packed(rows(2, 4))))
+    assert resumed.result(latency_s=0.0).experts == RoutedExperts(1, rows(5, 1))
 
 
 def test_rows_lost_by_a_broken_stream_are_requested_with_the_next_part() -> None:
-    wanted = ResumableGeneration(prompt_ids=(1, 2), sampling=WANTED)
-    wanted.add(parse_generation(answer([7, 8], "abort"), request=wanted.next_request()))  # events have no experts
-    request = wanted.next_request()
-    assert request.experts_start == 0
-    wanted.add(parse_generation(answer([9], "stop", routed_experts=packed(rows(4))), request=request))
-    assert wanted.result(latency_s=0.0).experts == RoutedExperts(0, rows(4))
+    resumed = ResumableGeneration(prompt_ids=(1, 2), sampling=SAMPLING)
+    resumed.add(parsed([7, 8], resumed.next_request(), "abort"))  # events have no experts
+    last = resumed.next_request()
+    assert last.experts_start == 0
+    resumed.add(parsed([9], last, "stop", routed_experts=packed(rows(4))))
+    assert resumed.result(latency_s=0.0).experts == RoutedExperts(0, rows(4))
 
 
 def chain() -> list[Turn]:
@@ -131,64 +126,49 @@ def test_turns_come_back_from_their_spans_with_experts_and_nuclei() -> None:
     spans = encode(chain())
     json.dumps([span.attributes for span in spans])
     assert decode_turns(spans) == chain()
-
-
-def test_damaged_experts_are_an_error_and_not_other_experts() -> None:
-    spans = encode(chain())
     spans[0].attributes[names.EXPERTS] = packed(rows(3) + 1)[: len(spans[0].attributes[names.EXPERTS])]
     with pytest.raises(TraceError, match="routed_experts"):
         decode_turns(spans)
 
 
 def test_segment_has_expert_rows_but_for_the_last_token_and_all_nuclei() -> None:
-    (segment,) = merge_turns(chain())
+    first, second = chain()
+    (segment,) = merge_turns([first, second])
     assert segment.experts is not None
     assert segment.nucleus is not None
     assert np.array_equal(segment.experts, rows(5))
     assert segment.nucleus.offsets.tolist() == [0, 2, 3, 3, 5]  # nothing for the tool's token
-
-
-def test_a_turn_without_experts_among_others_fails_the_rollout() -> None:
-    first, second = chain()
     bare = Turn(prompt_ids=first.prompt_ids, response_ids=first.response_ids, log_probs=first.log_probs)
     with pytest.raises(TraceError, match="no routed experts"):
         merge_turns([bare, second])
 
 
-def converted() -> Any:
-    made = Trajectory(rollout_id="a", attempt_id="1", task={}, turns=tuple(chain()), reward=1.0)
-    return convert_trajectory(made)
+def trajectory_of(turns: list[Turn]) -> Trajectory:
+    return Trajectory(rollout_id="a", attempt_id="1", task={}, turns=tuple(turns), reward=1.0)
 
 
-def test_replay_data_is_kept_in_the_sample_only() -> None:
+def converted() -> Conversion:
+    return convert_trajectory(trajectory_of(chain()))
+
+
+def test_replay_data_is_in_the_sample_only_and_survives_saving() -> None:
     conversion = converted()
     assert all(turn.experts is None and turn.nucleus is None for turn in conversion.trajectory.turns)
-    assert conversion.samples[0].rollout_routed_experts.shape == (5, 2, 3)
-
-
-def test_a_saved_sample_is_the_same_again() -> None:
-    (sample,) = converted().samples
-    again = sample_from_json(json.loads(json.dumps(sample_to_json(sample))))
+    (sample,) = conversion.samples
+    assert sample.rollout_routed_experts.shape == (5, 2, 3)
+    loaded = sample_from_json(json.loads(json.dumps(sample_to_json(sample))))
     for name in ("rollout_routed_experts", "rollout_top_p_token_ids", "rollout_top_p_token_offsets"):
-        assert np.array_equal(getattr(again, name), getattr(sample, name))
+        assert np.array_equal(getattr(loaded, name), getattr(sample, name))
+    first = chain()[0]
+    arrays: dict[str, Any] = {"experts": first.experts, "nucleus": first.nucleus}
+    generation = Generation(output_ids=(3, 4), log_probs=(-1.0, -1.0), text="", finish_reason="abort", **arrays)
+    assert _generation_from_json(json.loads(json.dumps(_generation_to_json(generation)))) == generation
 
 
 def test_slime_is_given_int32_tensors_which_it_indexes_with() -> None:
     torch = pytest.importorskip("torch")
     (sample,) = with_tensors(converted().samples)
     assert sample.rollout_routed_experts.dtype == sample.rollout_top_p_token_ids.dtype == torch.int32
-
-
-def test_checkpointed_call_keeps_its_experts() -> None:
-    kept = Generation(
-        output_ids=(3, 4),
-        log_probs=(-1.0, -1.0),
-        text="",
-        finish_reason="abort",
-        experts=chain()[0].experts,
-        nucleus=chain()[0].nucleus,
-    )
-    assert _generation_from_json(json.loads(json.dumps(_generation_to_json(kept)))) == kept
 
 
 def test_slimes_flags_become_engine_parameters() -> None:
@@ -212,14 +192,13 @@ def test_a_group_without_experts_is_refused_under_slimes_flag() -> None:
 
 
 def test_speculative_decoding_is_counted_over_parts_and_turns() -> None:
-    wanted = ResumableGeneration(prompt_ids=(1, 2), sampling=SamplingParams(max_new_tokens=3))
+    resumed = ResumableGeneration(prompt_ids=(1, 2), sampling=SamplingParams(max_new_tokens=3))
     spec = {"spec_accept_token_num": 2, "spec_draft_token_num": 5, "spec_verify_ct": 1}
-    wanted.add(parse_generation(answer([7, 8], "abort", **spec)))
-    wanted.add(parse_generation(answer([9], "stop", **spec)))
-    first = Turn.from_generation([1, 2], wanted.result(latency_s=0.0))
+    resumed.add(parse_generation(answer([7, 8], "abort", **spec)))
+    resumed.add(parse_generation(answer([9], "stop", **spec)))
+    first = Turn.from_generation([1, 2], resumed.result(latency_s=0.0))
     second = Turn.from_generation([1, 2, 7, 8, 9, 4], parse_generation(answer([3], "stop", **spec)))
-    turns = tuple(decode_turns(encode([first, second])))
-    (sample,) = convert_trajectory(Trajectory(rollout_id="a", attempt_id="1", task={}, turns=turns, reward=1.0)).samples
+    (sample,) = convert_trajectory(trajectory_of(decode_turns(encode([first, second])))).samples
     assert vars(sample.spec_info) == {
         "spec_accept_token_num": 6,
         "spec_draft_token_num": 15,
@@ -231,6 +210,5 @@ def test_speculative_decoding_is_counted_over_parts_and_turns() -> None:
 
 def test_time_outside_calls_excludes_overlapping_calls() -> None:
     calls = [(10.0, 2.0), (11.0, 3.0), (16.0, 1.0)]  # two at once until 14, then a tool for two seconds
-    spans = [SimpleNamespace(start_time=at, attributes={names.LATENCY_S: took}) for at, took in calls]
-    assert _time_between_calls(spans) == 2.0  # type: ignore[arg-type]
-    assert _time_between_calls([]) == 0.0
+    spans: Any = [SimpleNamespace(start_time=start, attributes={names.LATENCY_S: took}) for start, took in calls]
+    assert (_time_between_calls(spans), _time_between_calls([])) == (2.0, 0.0)

@@ -1,5 +1,4 @@
-"""Routed experts and nuclei in files of the run: the same Samples, nothing read that a span could lie about, nothing
-left behind."""
+"""Routed experts and nuclei in files of the run: equal Samples, checked references, no leftovers."""
 
 from __future__ import annotations
 
@@ -49,37 +48,38 @@ def experts(start: int, count: int, *, most: int = 8, seed: int = 0) -> RoutedEx
 
 
 def random_turns(rng: random.Random) -> list[Turn]:
-    """A rollout that goes on, forks and begins anew, with experts of any size, nuclei, or neither."""
+    """A rollout that grows, forks and starts new contexts, with experts of any size, nuclei, or neither."""
     most, with_experts, with_nucleus = rng.choice((8, 300)), rng.random() < 0.8, rng.random() < 0.5
     turns: list[Turn] = []
     for number in range(rng.randint(1, 6)):
-        base = rng.choice([None, *range(number)]) if number else None
-        held = turns[base] if base is not None else None
-        kept = 0 if held is None else rng.choice((held.length, rng.randint(0, held.length)))
-        prompt = [] if held is None else held.token_ids[:kept].tolist()
+        index = rng.choice([None, *range(number)]) if number else None
+        base = turns[index] if index is not None else None
+        length = 0 if base is None else rng.choice((base.length, rng.randint(0, base.length)))
+        prompt = [] if base is None else base.token_ids[:length].tolist()
         prompt += [rng.randrange(99) for _ in range(rng.randint(0 if prompt else 1, 40))]
-        said = [rng.randrange(99) for _ in range(rng.randint(1, 40))]
-        start = 0 if held is None else min(kept, held.experts_end, len(prompt) - 1)
-        counts = [rng.randint(1, 5) for _ in said]
+        response = [rng.randrange(99) for _ in range(rng.randint(1, 40))]
+        start = 0 if base is None else min(length, base.experts_end, len(prompt) - 1)
+        counts = [rng.randint(1, 5) for _ in response]
         ids = np.array([rng.randrange(99) for _ in range(sum(counts))], dtype=np.int32)
+        count = len(prompt) + len(response) - 1 - start
         turns.append(
             Turn(
                 prompt_ids=prompt,
-                response_ids=said,
-                log_probs=[-1.0] * len(said),
-                base_turn=base,
-                kept_tokens=kept,
-                experts=experts(start, len(prompt) + len(said) - 1 - start, most=most) if with_experts else None,
+                response_ids=response,
+                log_probs=[-1.0] * len(response),
+                base_turn=index,
+                kept_tokens=length,
+                experts=experts(start, count, most=most) if with_experts else None,
                 nucleus=Nucleus(ids, np.cumsum([0, *counts]).astype(np.int32)) if with_nucleus else None,
             )
         )
     return turns
 
 
-def filed(turn: Turn, directory: Path, rollout_id: str, stream: str = "00000001") -> Turn:
+def filed(turn: Turn, directory: Path, rollout_id: str) -> Turn:
     """As a session writes it."""
-    found = file_replay(str(directory), rollout_id, stream, turn.experts, turn.nucleus)
-    return turn if found is None else replace(turn, experts=None, nucleus=None, filed=found)
+    place = file_replay(str(directory), rollout_id, "00000001", turn.experts, turn.nucleus)
+    return turn if place is None else replace(turn, experts=None, nucleus=None, filed=place)
 
 
 def samples_of(turns: list[Turn], directory: Path | None = None) -> list[Any]:
@@ -98,26 +98,30 @@ def test_samples_are_the_same_by_file_and_by_span(
     rollout_id = f"ro-{name}".encode(errors="replace").decode()
     with patch(FROM, limit):
         written = [filed(turn, directory, rollout_id) for turn in turns]
-    for before, after in zip(turns, written, strict=True):
-        sizes = [before.experts.rows.nbytes] if before.experts is not None else []
-        if before.nucleus is not None:
-            sizes += [before.nucleus.ids.nbytes, before.nucleus.offsets.nbytes]
-        assert (after.filed is not None) == (sum(sizes) >= limit)
-        assert with_replay(after, directory) == before
+    for turn, stored in zip(turns, written, strict=True):
+        sizes = [turn.experts.rows.nbytes] if turn.experts is not None else []
+        if turn.nucleus is not None:
+            sizes += [turn.nucleus.ids.nbytes, turn.nucleus.offsets.nbytes]
+        assert (stored.filed is not None) == (sum(sizes) >= limit)
+        assert with_replay(stored, directory) == turn
     assert samples_of(written, directory) == samples_of(turns)
     remove_replay(directory, [rollout_id])
     assert [*directory.iterdir()] == []
 
 
-def test_without_the_directory_the_span_has_all(tmp_path: Path) -> None:
+def test_small_experts_or_no_directory_leave_all_in_the_span(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    assert replay_files.FILED_FROM_BYTES == 256 * 1024
     large = experts(0, 60_000)
     assert file_replay(str(tmp_path / "elsewhere"), "ro-1", "s", large, None) is None
     assert file_replay(str(tmp_path), "ro-1", "s", experts(0, 60), None) is None  # small
     assert file_replay(str(tmp_path), "", "s", large, None) is None  # a session of no rollout
     assert [*tmp_path.iterdir()] == []
-    found = file_replay(str(tmp_path), "ro-1", "s", large, None)
-    assert found is not None
-    assert found.length == large.rows.nbytes
+    place = file_replay(str(tmp_path), "ro-1", "s", large, None)
+    assert place is not None
+    assert place.length == large.rows.nbytes
+    (tmp_path / "ro-2").write_text("a file in the place of the rollout's directory, as on a full disk")
+    assert file_replay(str(tmp_path), "ro-2", "s", large, None) is None
+    assert "stay in spans" in caplog.text
 
 
 def test_branches_that_write_at_once_have_their_own_places(tmp_path: Path) -> None:
@@ -129,7 +133,7 @@ def test_branches_that_write_at_once_have_their_own_places(tmp_path: Path) -> No
         assert place.read(tmp_path) == {"experts": part}
 
 
-def one_filed(directory: Path, rollout_id: str = "ro-1") -> Turn:
+def filed_turn(directory: Path, rollout_id: str = "ro-1") -> Turn:
     with patch(FROM, 1):
         turn = Turn(prompt_ids=[1, 2], response_ids=[3, 4], log_probs=[-1.0, -1.0], experts=experts(0, 3))
         return filed(turn, directory, rollout_id)
@@ -142,8 +146,8 @@ def _flip(path: Path) -> None:
 
 
 def _link(path: Path) -> None:
-    path.rename(path.with_name("other"))
-    path.symlink_to("other")
+    path.rename(path.with_name("target"))
+    path.symlink_to("target")
 
 
 def _pipe(path: Path) -> None:
@@ -151,40 +155,28 @@ def _pipe(path: Path) -> None:
     os.mkfifo(path)
 
 
-@pytest.mark.parametrize(
-    "damage",
-    [Path.unlink, lambda path: path.write_bytes(b""), _flip, _link, _pipe],
-    ids=["gone", "cut", "flip", "link", "pipe"],
-)
+@pytest.mark.parametrize("damage", [Path.unlink, lambda path: path.write_bytes(b""), _flip, _link, _pipe])
 def test_a_damaged_file_is_one_sentence(tmp_path: Path, damage: Any) -> None:
-    turn = one_filed(tmp_path)
+    turn = filed_turn(tmp_path)
+    with pytest.raises(TraceError, match="give replay_files"):  # never a Sample without experts
+        samples_of([turn])
     damage(tmp_path / "ro-1" / "00000001")
     with pytest.raises(TraceError, match="routed experts") as raised:
         samples_of([turn], tmp_path)
     assert "\n" not in str(raised.value)
 
 
-def test_missing_replay_directory_is_an_error_not_a_sample_without_experts(tmp_path: Path) -> None:
-    with pytest.raises(TraceError, match="give replay_files"):
-        samples_of([one_filed(tmp_path)])
-
-
 @pytest.mark.parametrize(
     "bad",
     [
-        {"file": "../x"},
-        {"file": "/etc/passwd"},
-        {"file": "ro-1/../x"},
-        {"file": "ro-1/a/b"},
-        {"file": 3},
+        *({"file": name} for name in ("../x", "/etc/passwd", "ro-1/../x", "ro-1/a/b", 3)),
         {"offset": -1},
         {"length": 10**18},
         {"length": True},
-        {"experts": (0, 10**6, 2, 3, 1)},
-        {"experts": (0, 3, 2, 3, 5)},
+        *({"experts": sizes} for sizes in ((0, 10**6, 2, 3, 1), (0, 3, 2, 3, 5), None)),
         {"nucleus": (1, 1)},
-        {"experts": None},
     ],
+    ids=str,
 )
 def test_a_span_cannot_name_another_file_nor_other_sizes(bad: dict[str, Any]) -> None:
     good: dict[str, Any] = {"file": "ro-1/s", "offset": 0, "length": 18, "checksum": 1, "experts": (0, 3, 2, 3, 1)}
@@ -193,11 +185,9 @@ def test_a_span_cannot_name_another_file_nor_other_sizes(bad: dict[str, Any]) ->
         FiledReplay(**{**good, **bad})
 
 
-@pytest.mark.parametrize(
-    "text", ["", "[]", "3", "[1, 2, 3]", '["a/b", 0, 0, 0, 7, null]', '["a/b", 0, 0, 0, null, null, 1]']
-)
+@pytest.mark.parametrize("text", ["", "3", "[1, 2, 3]", '["a/b", 0, 0, 0, 7, null]', '["a/b", 0, 0, 0, null, null, 1]'])
 def test_a_damaged_reference_is_an_error_of_its_turn(text: str, tmp_path: Path) -> None:
-    encoded = TurnEncoder().encode(one_filed(tmp_path))
+    encoded = TurnEncoder().encode(filed_turn(tmp_path))
     encoded[names.REPLAY_FILE] = text
     with pytest.raises(TraceError, match="turn 0"):
         decode_turns([SimpleNamespace(attributes=encoded)])
@@ -206,7 +196,7 @@ def test_a_damaged_reference_is_an_error_of_its_turn(text: str, tmp_path: Path) 
 async def _play(store: BridgeStore, directory: Path, *, lost: bool = False) -> str:
     """A rollout of one turn, whose experts are in a file."""
     [rollout_id] = await enqueue(store)
-    turn = one_filed(directory, rollout_id)
+    turn = filed_turn(directory, rollout_id)
     if lost:
         (directory / rollout_id / "00000001").unlink()
     await finish(store, rollout_id, turns=[turn])
@@ -216,34 +206,31 @@ async def _play(store: BridgeStore, directory: Path, *, lost: bool = False) -> s
 async def test_a_missing_file_fails_its_rollout_and_all_go_with_their_release(tmp_path: Path) -> None:
     store = BridgeStore()
     with GroupSource(store=store, settings=QUICK, replay_files=tmp_path) as source:
-        told = Listener(source)
-        played = [await _play(store, tmp_path, lost=number == 1) for number in range(3)]
-        await told.until(lambda: len(told.members) == 3)
-        found = {member.rollout_id: member for member in told.members}
-        for number, rollout_id in enumerate(played):
-            member = found[rollout_id]
-            assert member.ok == (number != 1)
-            if member.ok:
-                assert np.array_equal(member.samples[0].rollout_routed_experts, experts(0, 3).rows)
-        assert found[played[1]].failure == "bad_trace"
-        assert found[played[1]].trajectory is not None  # its turns are shown nevertheless
-        await until(lambda: not any((tmp_path / one).exists() for one in played))
+        listener = Listener(source)
+        first, lost, last = [await _play(store, tmp_path, lost=number == 1) for number in range(3)]
+        await listener.until(lambda: len(listener.members) == 3)
+        members = {member.rollout_id: member for member in listener.members}
+        for rollout_id in (first, last):
+            assert members[rollout_id].ok
+            assert np.array_equal(members[rollout_id].samples[0].rollout_routed_experts, experts(0, 3).rows)
+        assert (members[lost].ok, members[lost].failure) == (False, "bad_trace")
+        assert members[lost].trajectory is not None  # its turns are shown nevertheless
+        await until(lambda: not [*tmp_path.glob("ro-*")])
     assert [*tmp_path.iterdir()] == []
     assert store.usage().released == 3
 
 
 async def test_non_releasing_reader_waits_for_the_releasing_one(tmp_path: Path) -> None:
     store = BridgeStore()
-    beside = replace(QUICK, release=False)
-    with GroupSource(store=store, settings=beside, replay_files=tmp_path) as source:
-        told = Listener(source)
-        played = [await _play(store, tmp_path) for _ in range(2)]
-        await told.until(lambda: len(told.members) == 2)
-        await store.release(played[:1])
-        await until(lambda: not (tmp_path / played[0]).exists())
-        assert (tmp_path / played[1] / "00000001").exists()
-        await store.release(played[1:])
-        await until(lambda: not (tmp_path / played[1]).exists())
+    with GroupSource(store=store, settings=replace(QUICK, release=False), replay_files=tmp_path) as source:
+        listener = Listener(source)
+        first, second = [await _play(store, tmp_path) for _ in range(2)]
+        await listener.until(lambda: len(listener.members) == 2)
+        await store.release([first])
+        await until(lambda: not (tmp_path / first).exists())
+        assert (tmp_path / second / "00000001").exists()
+        await store.release([second])
+        await until(lambda: not (tmp_path / second).exists())
 
 
 def test_killed_runs_replay_directory_is_removed_by_the_next(tmp_path: Path) -> None:
@@ -266,10 +253,3 @@ def test_killed_runs_replay_directory_is_removed_by_the_next(tmp_path: Path) -> 
         assert [*tmp_path.iterdir()] == [directory]
         assert file_replay(str(directory), "ro-2", "s", experts(0, 60_000), None) is not None
     assert [*tmp_path.iterdir()] == []
-
-
-def test_a_full_disk_leaves_experts_in_the_span(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    (tmp_path / "ro-1").write_text("a file where the directory of the rollout should be")
-    assert file_replay(str(tmp_path), "ro-1", "s", experts(0, 60_000), None) is None
-    assert "stay in spans" in caplog.text
-    assert replay_files.FILED_FROM_BYTES == 256 * 1024

@@ -15,24 +15,11 @@ from agl_slime.tokens.turn import Turn
 from tests.harness import vocabularies
 from tests.harness.tokenizers import DROPS_THINKING, PLAIN, chat_tokenizer
 
-
-def conversation(n_turns: int) -> list[tuple[list[dict[str, Any]], dict[str, Any]]]:
-    history: list[dict[str, Any]] = []
-    calls = []
-    for index in range(n_turns):
-        history.append({"role": "user", "content": f"Question {index}?"})
-        answer = {"role": "assistant", "content": f"Answer {index}!\n"}
-        calls.append((list(history), answer))
-        history.append(answer)
-    return calls
-
-
 UNMARKED = (
     "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
     "{% if add_generation_prompt %}assistant:{% endif %}"
 )
-"""No special token parts the messages, so the end of an answer and what follows it can become one token when they are
-tokenised together."""
+"""No special token separates the messages: the end of an answer and the text after it can merge into one token."""
 
 
 @pytest.mark.parametrize(("template", "end"), [(PLAIN, "<|im_end|>"), (UNMARKED, "")], ids=["ChatML", "unmarked"])
@@ -40,25 +27,29 @@ tokenised together."""
 def test_a_conversation_that_only_grows_is_one_sequence(vocabulary: str, template: str, end: str):
     tokenizer = chat_tokenizer(vocabulary, template)
     retokenizer = Retokenizer(tokenizer)
-    turns = [
-        Turn(prompt_ids=prompt, response_ids=response, token_source="retokenized")
-        for prompt, response in (retokenizer.turn(messages, answer) for messages, answer in conversation(5))
-    ]
+    history: list[dict[str, Any]] = []
+    turns = []
+    for index in range(5):
+        history.append({"role": "user", "content": f"Question {index}?"})
+        answer = {"role": "assistant", "content": f"Answer {index}!\n"}
+        prompt, response = retokenizer.turn([*history], answer)
+        turns.append(Turn(prompt_ids=prompt, response_ids=response, token_source="retokenized"))
+        history.append(answer)
     [segment] = merge_turns(turns, tokenizer)
-    messages, answer = conversation(5)[-1]
-    text = tokenizer.apply_chat_template([*messages, answer], tokenize=False)
-    assert tokenizer.decode(segment.token_ids.tolist()) == text.rstrip()
+    assert (
+        tokenizer.decode(segment.token_ids.tolist()) == tokenizer.apply_chat_template(history, tokenize=False).rstrip()
+    )
     sampled = [tokenizer.decode(segment.token_ids[at.start : at.end].tolist()) for at in segment.placements]
-    assert [answer.lstrip() for answer in sampled] == [
-        f"Answer {i}!\n{end}" if end else f"Answer {i}!" for i in range(5)
-    ]
+    texts = [f"Answer {i}!\n{end}" if end else f"Answer {i}!" for i in range(5)]
+    assert [text.lstrip() for text in sampled] == texts
+
+
+HI, HELLO = [{"role": "user", "content": "Hi"}], {"role": "assistant", "content": "Hello"}
 
 
 def test_text_that_the_template_adds_after_an_answer_is_not_sampled():
     tokenizer = chat_tokenizer("anthropic", PLAIN.replace("<|im_end|>\n", "<|im_end|>\n---\n"))
-    _, response = Retokenizer(tokenizer).turn(
-        [{"role": "user", "content": "Hi"}], {"role": "assistant", "content": "Hello"}
-    )
+    _, response = Retokenizer(tokenizer).turn(HI, HELLO)
     assert tokenizer.decode(response) == "Hello<|im_end|>"
 
 
@@ -76,31 +67,20 @@ def test_template_that_opens_the_answer_leaves_the_answers_text():
             return self._tokenizer.apply_chat_template(conversation, enable_thinking=False, **options)
 
     tokenizer: Any = NoThinking()
-    prompt, response = Retokenizer(tokenizer).turn(
-        [{"role": "user", "content": "Hi"}], {"role": "assistant", "content": "Hello"}
-    )
+    prompt, response = Retokenizer(tokenizer).turn(HI, HELLO)
     assert tokenizer.decode(prompt).endswith("<think>\n\n</think>\n\n")
     assert tokenizer.decode(response) == "Hello"
 
 
-def test_without_a_template_text_is_unchanged():
+def test_without_a_template_text_is_unchanged_and_a_conversation_refused():
     tokenizer = chat_tokenizer("anthropic", None)
-    prompt, response = Retokenizer(tokenizer).turn(
-        [{"role": "user", "content": "Once upon"}], {"role": "assistant", "content": " a time"}
-    )
-    assert (tokenizer.decode(prompt), tokenizer.decode(response)) == ("Once upon", " a time")
-
-
-def test_without_a_template_a_conversation_is_refused():
-    messages = [{"role": "system", "content": "a"}, {"role": "user", "content": "b"}]
+    prompt, response = Retokenizer(tokenizer).turn(HI, HELLO)
+    assert (tokenizer.decode(prompt), tokenizer.decode(response)) == ("Hi", "Hello")
     with pytest.raises(TraceError, match=r"no chat template.* 2 messages"):
-        Retokenizer(chat_tokenizer("anthropic", None)).turn(messages, {"role": "assistant", "content": "c"})
-
-
-def test_messages_that_the_template_refuses_are_a_clear_error():
+        Retokenizer(tokenizer).turn([{"role": "system", "content": "a"}, *HI], HELLO)
     tokenizer = chat_tokenizer("anthropic", "{{ raise_exception('roles must alternate') }}")
     with pytest.raises(TraceError, match=r"cannot render these messages: .*roles must alternate"):
-        Retokenizer(tokenizer).turn([{"role": "user", "content": "b"}], {"role": "assistant", "content": "c"})
+        Retokenizer(tokenizer).turn(HI, HELLO)
 
 
 def test_the_next_roles_mark_is_the_answers_where_nothing_else_ends_it() -> None:
@@ -122,8 +102,6 @@ def test_the_next_roles_mark_is_the_answers_where_nothing_else_ends_it() -> None
 
 def test_a_runs_template_arguments_are_in_texts_that_are_tokenized_again() -> None:
     tokenizer = copy.copy(chat_tokenizer("anthropic", "{{ '<|im_start|>' ~ (a | default('none')) }}" + PLAIN))
-    question = [{"role": "user", "content": "?"}]
-    answer = {"role": "assistant", "content": "Yes."}
     set_template_kwargs(tokenizer, {"a": "given"})
-    prompt, _ = Retokenizer(tokenizer).turn(question, answer)
+    prompt, _ = Retokenizer(tokenizer).turn(HI, HELLO)
     assert tokenizer.decode(prompt).startswith("<|im_start|>given")

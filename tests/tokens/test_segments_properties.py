@@ -18,28 +18,27 @@ from tests.harness.trace_strategies import conversations
 
 
 @given(conversations())
-def test_every_sampled_token_is_trained_exactly_once(turns: list[Turn]):
-    trained = Counter(at.turn for segment in merge_turns(turns) for at in segment.placements)
+def test_each_sampled_token_is_trained_once_and_no_other_token(turns: list[Turn]):
+    segments = merge_turns(turns)
+    trained = Counter(at.turn for segment in segments for at in segment.placements)
     assert trained == Counter(i for i, turn in enumerate(turns) if len(turn.response_ids))
-    assert sum(int(segment.loss_mask.sum()) for segment in merge_turns(turns)) == sum(
-        len(turn.response_ids) for turn in turns
-    )
-
-
-@given(conversations())
-def test_loss_mask_covers_exactly_the_engines_tokens_and_log_probs(turns: list[Turn]):
-    for segment in merge_turns(turns):
-        assert len(segment.token_ids) == len(segment.loss_mask) == len(segment.log_probs)  # type: ignore[arg-type]
+    assert sum(int(segment.loss_mask.sum()) for segment in segments) == sum(len(turn.response_ids) for turn in turns)
+    for segment in segments:
+        assert segment.log_probs is not None
+        assert len(segment.token_ids) == len(segment.loss_mask) == len(segment.log_probs)
         for at in segment.placements:
             turn = turns[at.turn]
             assert segment.token_ids[: at.start].tobytes() == turn.prompt_ids.tobytes()
             assert segment.token_ids[at.start : at.end].tobytes() == turn.response_ids.tobytes()
-            assert segment.log_probs[at.start : at.end].tobytes() == turn.log_probs.tobytes()  # type: ignore[index,union-attr]
+            assert segment.log_probs[at.start : at.end].tobytes() == turn.log_probs.tobytes()  # type: ignore[union-attr]
         placed = {place for at in segment.placements for place in range(at.start, at.end)}
         assert {i for i, mask in enumerate(segment.loss_mask.tolist()) if mask} == placed
-        assert all(segment.log_probs[i] == 0.0 for i in range(len(segment.token_ids)) if i not in placed)  # type: ignore[index]
+        assert all(segment.log_probs[i] == 0.0 for i in range(len(segment.token_ids)) if i not in placed)
         assert segment.prompt_length > 0
         assert segment.loss_mask[-1] == 1
+    reasons = [segment.fork_reason for segment in segments]
+    assert reasons[:1] in ([], [None])
+    assert None not in reasons[1:]
 
 
 @given(conversations(min_response=1, links=False), st.booleans())
@@ -51,23 +50,13 @@ def test_a_turn_that_extends_the_end_of_a_segment_never_forks(turns: list[Turn],
     for segment in segments:
         index = segment.placements[0].turn
         prompt = turns[index].prompt_ids.tolist()
-        ends = []
-        for other in segments:
-            before = [at for at in other.placements if at.turn < index]
-            if before:
-                ends.append((before[-1].end, other.token_ids[: before[-1].end].tolist()))
-        extended = [length for length, held in ends if held == prompt[:length]]
-        held_turns = [
-            len(turn.token_ids) for turn in turns[:index] if turn.token_ids.tolist() == prompt[: len(turn.token_ids)]
-        ]
-        assert not extended or max(held_turns) > max(extended)
-
-
-@given(conversations(min_response=1))
-def test_the_first_segment_has_no_fork_reason_and_all_others_have_one(turns: list[Turn]):
-    reasons = [segment.fork_reason for segment in merge_turns(turns)]
-    assert reasons[0] is None
-    assert None not in reasons[1:]
+        extended = []
+        for earlier in segments:
+            ends = [at.end for at in earlier.placements if at.turn < index]
+            if ends and earlier.token_ids[: ends[-1]].tolist() == prompt[: ends[-1]]:
+                extended.append(ends[-1])
+        prefixes = [turn.length for turn in turns[:index] if turn.token_ids.tolist() == prompt[: turn.length]]
+        assert not extended or max(prefixes) > max(extended)
 
 
 @given(conversations(log_probs=False))
@@ -93,9 +82,7 @@ def test_retokenized_text_forks_with_that_reason_and_no_other(exchanges: list[tu
         history.append({"role": "assistant", "content": tokenizer.decode(sampled)})
     segments = merge_turns(turns, tokenizer)
     assert {segment.fork_reason for segment in segments[1:]} <= {ForkReason.RETOKENIZATION}
-    for before, after in itertools.pairwise(turns):
-        continued = after.prompt_ids[: len(before.token_ids)].tolist() == before.token_ids.tolist()
-        together = any(
-            {turns.index(before), turns.index(after)} <= {at.turn for at in segment.placements} for segment in segments
-        )
+    for number, (turn, following) in enumerate(itertools.pairwise(turns)):
+        continued = following.prompt_ids[: turn.length].tolist() == turn.token_ids.tolist()
+        together = any({number, number + 1} <= {at.turn for at in segment.placements} for segment in segments)
         assert continued == together

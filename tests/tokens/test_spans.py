@@ -1,8 +1,9 @@
-"""Model calls in spans that others wrote: token lists and text, as Agent Lightning's instrumentation leaves them."""
+"""Model calls in spans of other writers: token lists and text, as Agent Lightning's instrumentation leaves them."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
@@ -16,22 +17,16 @@ from agl_slime.tokens.turn import Turn
 from tests.harness.tokenizers import PLAIN, chat_tokenizer
 
 
-def span(
-    sequence: int, attributes: dict[str, Any], *, span_id: str = "", parent: str | None = None, **fields: Any
-) -> Span:
+def span(sequence: int, attributes: dict[str, Any], *, parent: str | None = None, **fields: Any) -> Span:
+    defaults = {
+        "name": "openai.chat.completion",
+        "span_id": f"s{sequence}",
+        "attempt_id": "at",
+        "start_time": float(sequence),
+        "end_time": sequence + 0.5,
+    }
     return Span.from_attributes(
-        attributes=attributes,
-        rollout_id="ro",
-        sequence_id=sequence,
-        span_id=span_id or f"s{sequence}",
-        parent_id=parent,
-        **{
-            "name": "openai.chat.completion",
-            "attempt_id": "at",
-            "start_time": float(sequence),
-            "end_time": sequence + 0.5,
-            **fields,
-        },
+        attributes=attributes, rollout_id="ro", sequence_id=sequence, parent_id=parent, **{**defaults, **fields}
     )
 
 
@@ -47,6 +42,17 @@ def text(prompt: str, answer: str, **more: Any) -> dict[str, Any]:
         "gen_ai.completion.0.content": answer,
         **more,
     }
+
+
+def read_text(*spans: Span) -> tuple[Turn, ...]:
+    return read_turns(spans, chat_tokenizer("anthropic", PLAIN))
+
+
+def prompts(turns: Iterable[Turn]) -> list[list[int]]:
+    return [turn.prompt_ids.tolist() for turn in turns]
+
+
+PACKED = TurnEncoder().encode(Turn(prompt_ids=[1], response_ids=[2], log_probs=[-1.0]))
 
 
 # -- token lists -----------------------------------------------------------------------------------------------------
@@ -71,13 +77,9 @@ def test_token_lists_are_the_engines_ids():
     assert read == (expected,)
 
 
-def test_token_lists_without_log_probs_have_none():
+def test_token_lists_may_have_no_log_probs_but_not_another_number():
     [turn] = read_turns([span(1, ids([1], [2]))])
-    assert turn.log_probs is None
-    assert turn.token_source == "engine"
-
-
-def test_log_probs_of_another_number_are_an_error():
+    assert (turn.log_probs, turn.token_source) == (None, "engine")
     with pytest.raises(TraceError, match="s1 carries 1 log-probs for 2"):
         read_turns([span(1, ids([1], [2, 3], **{"logprobs.content": '[{"logprob": -1.0}]'}))])
 
@@ -95,73 +97,51 @@ def test_litellms_raw_requests_are_read(as_text: Any):
         "llm.hosted_vllm.choices": as_text([choice]),
     }
     [turn] = read_turns([span(1, attributes, name="raw_gen_ai_request")])
-    assert (turn.prompt_ids.tolist(), turn.response_ids.tolist(), turn.finish_reason, turn.request_id) == (
-        [1, 2],
-        [3, 4],
-        "length",
-        "chatcmpl-1",
-    )
+    assert (turn.prompt_ids.tolist(), turn.response_ids.tolist()) == ([1, 2], [3, 4])
+    assert (turn.finish_reason, turn.request_id) == ("length", "chatcmpl-1")
     assert turn.log_probs is not None
     assert turn.log_probs.tolist() == [-1.0, -2.0]
-
-
-def test_the_ids_of_vllms_first_choice_count():
-    attributes = {"llm.hosted_vllm.prompt_token_ids": "[1]", "llm.hosted_vllm.response_token_ids": "[[2, 3], [4]]"}
-    [turn] = read_turns([span(1, attributes)])
-    assert turn.response_ids.tolist() == [2, 3]
+    first = {"llm.hosted_vllm.prompt_token_ids": "[1]", "llm.hosted_vllm.response_token_ids": "[[2, 3], [4]]"}
+    assert read_turns([span(1, first)])[0].response_ids.tolist() == [2, 3]  # of the first choice
 
 
 def test_turns_come_in_the_order_of_sequence_ids():
     spans = spans_of_attempt([span(3, ids([3], [3])), span(1, ids([1], [1])), span(2, ids([2], [2]))])
-    assert [turn.prompt_ids.tolist() for turn in read_turns(spans)] == [[1], [2], [3]]
+    assert prompts(read_turns(spans)) == [[1], [2], [3]]
 
 
 # -- one call, several spans -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("child_first", [True, False])
-def test_a_call_that_client_and_proxy_both_recorded_is_one_turn(child_first: bool):
-    client, proxy = (2, 1) if child_first else (1, 2)
+def test_nested_spans_of_one_call_are_one_turn(child_first: bool):
+    client, proxy = (9, 1) if child_first else (1, 9)
     raw = {
         "llm.hosted_vllm.id": "r",
         "llm.hosted_vllm.prompt_token_ids": "[1]",
         "llm.hosted_vllm.response_token_ids": "[[2]]",
     }
-    spans = [
-        span(client, ids([1], [2], **{names.RESPONSE_ID: "r"}), span_id="client"),
-        span(proxy, raw, parent="client"),
-    ]
-    assert len(read_turns(spans_of_attempt(spans))) == 1
-
-
-@pytest.mark.parametrize("child_first", [True, False])
-def test_nested_spans_of_a_call_without_response_ids_are_one_turn(child_first: bool):
-    client, proxy = (9, 1) if child_first else (1, 9)
-    spans = [
+    with_id = ids([1], [2], **{names.RESPONSE_ID: "r"})
+    both = [span(client, with_id, span_id="client"), span(proxy, raw, parent="client")]
+    assert len(read_turns(spans_of_attempt(both))) == 1
+    nested = [
         span(client, ids([1], [2]), span_id="client"),
         span(5, {}, name="http", span_id="http", parent="client"),
         span(proxy, ids([1], [2]), parent="http"),
     ]
-    assert len(read_turns(spans_of_attempt(spans))) == 1
+    assert len(read_turns(spans_of_attempt(nested))) == 1
 
 
-def test_an_agents_span_with_the_messages_of_its_calls_is_no_call_itself():
+def test_a_span_above_its_calls_is_no_call_and_hides_none():
     agent = span(1, {**text("q", "b"), names.OPERATION_NAME: "invoke_agent"}, span_id="agent")
     calls = [
         span(2, text("q", "a", **{names.OPERATION_NAME: "chat"}), parent="agent"),
         span(3, text("q", "b"), parent="agent"),
     ]
-    assert [turn.text for turn in read_turns([agent, *calls], chat_tokenizer("anthropic", PLAIN))] == ["a", "b"]
-
-
-def test_a_span_with_text_above_spans_with_ids_does_not_hide_them():
-    spans = [
-        span(1, text("q", "b"), span_id="chain"),
-        span(2, ids([1], [2]), parent="chain"),
-        span(3, ids([3], [4]), parent="chain"),
-    ]
-    read = read_turns(spans)
-    assert [turn.prompt_ids.tolist() for turn in read] == [[1], [3]]
+    assert [turn.text for turn in read_text(agent, *calls)] == ["a", "b"]
+    chain = span(1, text("q", "b"), span_id="chain")
+    read = read_turns([chain, span(2, ids([1], [2]), parent="chain"), span(3, ids([3], [4]), parent="chain")])
+    assert prompts(read) == [[1], [3]]
 
 
 def test_two_equal_calls_are_two_turns():
@@ -181,7 +161,7 @@ def test_a_judge_beneath_a_reward_span_is_no_turn():
         span(3, {}, name="inner", span_id="inner", parent="reward"),
         span(4, reward, name="agentlightning.operation", span_id="reward"),
     ]
-    assert [turn.prompt_ids.tolist() for turn in read_turns(spans)] == [[1]]
+    assert prompts(read_turns(spans)) == [[1]]
 
 
 def test_a_span_that_is_its_own_ancestor_does_not_hang():
@@ -189,39 +169,25 @@ def test_a_span_that_is_its_own_ancestor_does_not_hang():
 
 
 def test_calls_of_other_models_can_be_left_out():
-    spans = [
-        span(1, ids([1], [2], **{names.REQUEST_MODEL: "policy"})),
-        span(2, ids([3], [4], **{names.REQUEST_MODEL: "helper"})),
-    ]
+    calls = {"policy": ids([1], [2]), "helper": ids([3], [4])}
+    spans = [span(n, {**call, names.REQUEST_MODEL: model}) for n, (model, call) in enumerate(calls.items())]
     read = read_turns(spans, is_policy_call=lambda call: call.attributes[names.REQUEST_MODEL] == "policy")
-    assert [turn.prompt_ids.tolist() for turn in read] == [[1]]
+    assert prompts(read) == [[1]]
 
 
 def test_packed_turns_win_over_lists_and_lists_over_text():
-    packed = span(
-        1, TurnEncoder().encode(Turn(prompt_ids=[1], response_ids=[2], log_probs=[-1.0])), name=names.GENERATE_SPAN
-    )
-    lists, words = span(2, ids([3], [4])), span(3, text("q", "a"))
-    first = read_turns([packed, lists, words])
-    assert [turn.prompt_ids.tolist() for turn in first] == [[1]]
-    second = read_turns([lists, words])
-    assert [turn.prompt_ids.tolist() for turn in second] == [[3]]
-
-
-def test_no_model_call_is_no_turn():
-    read = read_turns([span(1, {"http.method": "GET"})])
-    assert read == ()
+    packed, lists, words = span(1, PACKED, name=names.GENERATE_SPAN), span(2, ids([3], [4])), span(3, text("q", "a"))
+    assert prompts(read_turns([packed, lists, words])) == [[1]]
+    assert prompts(read_turns([lists, words])) == [[3]]
+    assert read_turns([span(1, {"http.method": "GET"})]) == ()
 
 
 # -- text ------------------------------------------------------------------------------------------------------------
 
 
-def rendered(prompt: list[dict[str, Any]], **options: Any) -> list[int]:
+def rendered(prompt: list[dict[str, Any]]) -> list[int]:
     tokenizer = chat_tokenizer("anthropic", PLAIN)
-    return tokenizer.encode(
-        tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True, **options),
-        add_special_tokens=False,
-    )
+    return encoded(tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True))
 
 
 def encoded(answer: str) -> list[int]:
@@ -229,25 +195,15 @@ def encoded(answer: str) -> list[int]:
 
 
 def test_text_is_tokenised_again_through_the_template_and_marked():
-    read = read_turns([span(1, text("What?", "That."))], chat_tokenizer("anthropic", PLAIN))
-    [turn] = read
-    assert turn.token_source == "retokenized"
-    assert turn.log_probs is None
+    [turn] = read_text(span(1, text("What?", "That.")))
+    assert (turn.token_source, turn.log_probs) == ("retokenized", None)
     assert turn.prompt_ids.tolist() == rendered([{"role": "user", "content": "What?"}])
     assert turn.response_ids.tolist() == encoded("That.<|im_end|>")
     assert (turn.text, turn.messages) == ("That.", ({"role": "user", "content": "What?"},))
-
-
-def test_text_needs_a_tokenizer():
+    [cut] = read_text(span(1, text("What?", "Tha", **{"gen_ai.completion.0.finish_reason": "length"})))
+    assert (cut.response_ids.tolist(), cut.finish_reason) == (encoded("Tha"), "length")  # no end of turn
     with pytest.raises(TraceError, match="a tokenizer is needed"):
         read_turns([span(1, text("What?", "That."))])
-
-
-def test_an_answer_that_was_cut_off_has_no_end_of_turn():
-    attributes = text("What?", "Tha", **{"gen_ai.completion.0.finish_reason": "length"})
-    [turn] = read_turns([span(1, attributes)], chat_tokenizer("anthropic", PLAIN))
-    assert turn.response_ids.tolist() == encoded("Tha")
-    assert turn.finish_reason == "length"
 
 
 OTEL_PARTS = {
@@ -297,15 +253,12 @@ FLATTENED = {
 
 @pytest.mark.parametrize("attributes", [OTEL_PARTS, OTEL_PLAIN, FLATTENED], ids=["parts", "chat messages", "flattened"])
 def test_every_way_to_write_messages_gives_the_same_tokens(attributes: dict[str, Any]):
-    [turn] = read_turns([span(1, attributes)], chat_tokenizer("anthropic", PLAIN))
+    [turn] = read_text(span(1, attributes))
+    call = {"function": {"name": "look", "arguments": {"at": "Rome"}}}
     conversation = [
         {"role": "system", "content": "Be short."},
         {"role": "user", "content": "Weather?"},
-        {
-            "role": "assistant",
-            "content": "",
-            "tool_calls": [{"function": {"name": "look", "arguments": {"at": "Rome"}}}],
-        },
+        {"role": "assistant", "content": "", "tool_calls": [call]},
         {"role": "tool", "content": "sun"},
     ]
     assert turn.prompt_ids.tolist() == rendered(conversation)
@@ -313,20 +266,13 @@ def test_every_way_to_write_messages_gives_the_same_tokens(attributes: dict[str,
 
 
 def test_an_answer_that_is_a_tool_call_is_rendered_by_the_template():
-    attributes = {
-        "gen_ai.prompt.0.role": "user",
-        "gen_ai.prompt.0.content": "Weather?",
-        "gen_ai.completion.0.role": "assistant",
-        "gen_ai.completion.0.tool_calls.0.id": "c1",
-        "gen_ai.completion.0.tool_calls.0.name": "look",
-        "gen_ai.completion.0.tool_calls.0.arguments": '{"at": "Rome"}',
-        "gen_ai.completion.0.finish_reason": "tool_calls",
-    }
-    [turn] = read_turns([span(1, attributes)], chat_tokenizer("anthropic", PLAIN))
-    assert turn.response_ids.tolist() == encoded(
-        '<tool_call>\n{"name": "look", "arguments": {"at": "Rome"}}\n</tool_call><|im_end|>'
-    )
-    assert turn.finish_reason == "tool_calls"
+    call = {"id": "c1", "name": "look", "arguments": '{"at": "Rome"}'}
+    attributes = text("Weather?", "", **{"gen_ai.completion.0.finish_reason": "tool_calls"})
+    del attributes["gen_ai.completion.0.content"]
+    attributes |= {f"gen_ai.completion.0.tool_calls.0.{name}": value for name, value in call.items()}
+    [turn] = read_text(span(1, attributes))
+    written = '<tool_call>\n{"name": "look", "arguments": {"at": "Rome"}}\n</tool_call><|im_end|>'
+    assert (turn.response_ids.tolist(), turn.finish_reason) == (encoded(written), "tool_calls")
 
 
 IMAGE = {
@@ -336,35 +282,27 @@ IMAGE = {
 
 
 @pytest.mark.parametrize(
-    "attributes",
+    ("attributes", "sentence"),
     [
-        {**text("", "a"), "gen_ai.prompt.0.content": '[{"type": "image_url", "image_url": {"url": "x"}}]'},
-        IMAGE,
+        (text('[{"type": "image_url", "image_url": {"url": "x"}}]', "a"), "part of type"),
+        (IMAGE, "part of type"),
+        ({names.INPUT_MESSAGES: "[", names.OUTPUT_MESSAGES: "[]"}, r"gen_ai\.input\.messages is not valid JSON"),
     ],
 )
-def test_non_text_part_is_refused(attributes: dict[str, Any]):
-    with pytest.raises(TraceError, match="part of type"):
-        read_turns([span(1, attributes)], chat_tokenizer("anthropic", PLAIN))
+def test_text_that_cannot_be_read_is_refused(attributes: dict[str, Any], sentence: str):
+    with pytest.raises(TraceError, match=sentence):
+        read_text(span(1, attributes))
 
 
 def test_where_ids_are_there_text_that_cannot_be_read_does_no_harm():
     [turn] = read_turns([span(1, ids([1], [2], **IMAGE))])
     assert (turn.response_ids.tolist(), turn.messages) == ([2], None)
-    packed = span(1, TurnEncoder().encode(Turn(prompt_ids=[1], response_ids=[2], log_probs=[-1.0])))
-    assert len(read_turns([packed, span(2, IMAGE)])) == 1
+    assert len(read_turns([span(1, PACKED), span(2, IMAGE)])) == 1
 
 
 def test_a_conversation_without_messages_is_no_turn():
     empty = {names.INPUT_MESSAGES: "[]", names.OUTPUT_MESSAGES: "[]"}
-    read = read_turns([span(1, empty), span(2, text("What?", "That."))], chat_tokenizer("anthropic", PLAIN))
-    assert [turn.text for turn in read] == ["That."]
-
-
-def test_messages_that_are_no_json_are_refused():
-    with pytest.raises(TraceError, match=r"gen_ai\.input\.messages is not valid JSON"):
-        read_turns(
-            [span(1, {names.INPUT_MESSAGES: "[", names.OUTPUT_MESSAGES: "[]"})], chat_tokenizer("anthropic", PLAIN)
-        )
+    assert [turn.text for turn in read_text(span(1, empty), span(2, text("What?", "That.")))] == ["That."]
 
 
 # -- attempts --------------------------------------------------------------------------------------------------------
