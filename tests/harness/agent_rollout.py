@@ -1,10 +1,11 @@
-"""What the agent rollout is called with, a generator for it, and a server of a test's own in place of the buffer."""
+"""Arguments of the agent rollout, a generator for it, and servers in place of the buffer."""
 
 from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -49,7 +50,7 @@ GENERATOR = """
 
 
 class DataBuffer:
-    """slime's data buffer, as far as the agent rollout uses it."""
+    """The methods of slime's data buffer that the agent rollout calls."""
 
     def __init__(self, metadata: dict[str, Any] | None = None) -> None:
         self.metadata = dict(metadata or {})
@@ -93,23 +94,19 @@ def instances(output: RolloutFnTrainOutput) -> list[str]:
     return [group[0].metadata["instance_id"] for group in output.samples]
 
 
-class serve:
-    """A server for the time of a block."""
-
-    def __init__(self, app: web.Application) -> None:
-        self._runner = web.AppRunner(app)
-
-    async def __aenter__(self) -> str:
-        await self._runner.setup()
-        await web.TCPSite(self._runner, "127.0.0.1", 0).start()
-        return f"http://127.0.0.1:{self._runner.addresses[0][1]}"
-
-    async def __aexit__(self, *_: object) -> None:
-        await self._runner.cleanup()
+@asynccontextmanager
+async def serve(app: web.Application) -> AsyncIterator[str]:
+    runner = web.AppRunner(app)
+    await runner.setup()
+    try:
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        yield f"http://127.0.0.1:{runner.addresses[0][1]}"
+    finally:
+        await runner.cleanup()
 
 
-def buffer_that(get: Callable[[web.Request], Awaitable[web.Response]]) -> serve:
-    """A buffer that takes every start and answers ``/get_rollout_data`` with ``get``."""
+def buffer_that(get: Callable[[web.Request], Awaitable[web.Response]]) -> AbstractAsyncContextManager[str]:
+    """A buffer that accepts every start and answers ``/get_rollout_data`` with ``get``."""
 
     async def start(request: web.Request) -> web.Response:
         return web.json_response({"message": "Rollout started"})

@@ -1,4 +1,4 @@
-"""Agent Lightning 1.0's API over a store, an engine that says what a test wants, and a client that shows the key."""
+"""Agent Lightning 1.0's API over a store, a scripted engine, and a client with the key."""
 
 from __future__ import annotations
 
@@ -25,8 +25,6 @@ from tests.harness.loop_thread import in_thread
 from tests.harness.scripted_engine import ScriptedEngine
 from tests.harness.tokenizers import small_tokenizer
 
-KEY = "the-key"
-
 
 @dataclass
 class Api:
@@ -50,12 +48,13 @@ class Api:
     def ask(
         self, rollout_id: str, *, mode: str = "train", path: str = "openai/v1/chat/completions", **body: Any
     ) -> Any:
-        said = {"messages": [{"role": "user", "content": "2+2?"}]} if not {"prompt", "input"} & body.keys() else {}
+        messages = [{"role": "user", "content": "2+2?"}]
+        question = {} if {"prompt", "input"} & body.keys() else {"messages": messages}
         address = f"/proxy/rollout/{rollout_id}/attempt/0/mode/{mode}/{path}"
-        return self.http.post(address, json={"model": "auto", **said, **body})
+        return self.http.post(address, json={"model": "auto", **question, **body})
 
-    def reward(self, rollout_id: str, value: Any, **more: Any) -> httpx.Response:
-        event = {"event_type": "reward", "data": {"value": value, **more}}
+    def reward(self, rollout_id: str, value: Any, **fields: Any) -> httpx.Response:
+        event = {"event_type": "reward", "data": {"value": value, **fields}}
         return self.http.post(f"/api/rollouts/{rollout_id}/attempt/0/events", json=event)
 
     def events(self, rollout_id: str, **query: str) -> list[dict[str, Any]]:
@@ -63,9 +62,9 @@ class Api:
 
 
 @contextmanager
-def serving_api(*says: str, key: str | None = KEY) -> Iterator[Api]:
+def serving_api(*answers: str, key: str | None = "the-key") -> Iterator[Api]:
     tokenizer = small_tokenizer(TEMPLATE)
-    engine, store = engine_saying(tokenizer, says or ("four",)), BridgeStore()
+    engine, store = engine_saying(tokenizer, answers or ("four",)), BridgeStore()
     access = EngineAccess(tokenizer=tokenizer, settings=QUICK)
     config = Config(local=LocalConfig(agent_class="my_agent:Agent", env_map={"QUESTION": "input.question"}))
     gateway = ControllerGateway(store=store, key=key, config=config, access=access)
@@ -90,13 +89,13 @@ def local_controller(
     at_once: int = 3,
     environment: Mapping[str, str] | None = None,
 ) -> Iterator[None]:
-    """The unmodified controller for the server at ``url``, as somebody starts it; agents are found in ``paths``."""
+    """The unmodified controller for the server at ``url``; agents are imported from ``paths``."""
     flags = ["runner_type=local", f"agl_server.url={url}", f"agl_server.key={key}", "local_runner.poll_interval=0.2"]
     flags += [f"local_runner.maximum_size={at_once}", "hydra.run.dir=.", "hydra.output_subdir=null"]
     flags += ["hydra/job_logging=none", "hydra/hydra_logging=none"]
-    found = os.pathsep.join((str(paths), os.environ.get("PYTHONPATH", "")))
+    python_path = os.pathsep.join((str(paths), os.environ.get("PYTHONPATH", "")))
     command = [os.environ[PYTHON_VARIABLE], "-m", "agentlightning.controller", *flags]
-    variables = {**os.environ, **(environment or {}), "PYTHONPATH": found}
+    variables = {**os.environ, **(environment or {}), "PYTHONPATH": python_path}
     with log.open("wb") as out:
         process = subprocess.Popen(command, env=variables, stdout=out, stderr=out)
         try:

@@ -1,4 +1,4 @@
-"""Shorthand for tests that drive a conversation by hand: an answer as an engine gives it."""
+"""Answers of an engine, for tests that drive a conversation by hand."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from agl_slime.tokens.turn import Turn
 def generation_of(
     tokenizer: Any, text: str, *, stop: str | None = None, finish: FinishReason = "stop", matched: str | None = None
 ) -> Generation:
-    """``text`` as sampled: ended by the token ``stop`` (the tokenizer's end token by default), by the stop string
-    ``matched``, or cut off."""
+    """``text`` as sampled: its end is the token ``stop`` (by default the tokenizer's end token), the stop string
+    ``matched``, or a cut."""
     ids = list(tokenizer.encode(text, add_special_tokens=False))
     matched_stop: int | str | None = matched
     if finish == "stop" and matched is None:
@@ -35,35 +35,32 @@ def generation_of(
     )
 
 
-def answer(context: ChatContext, tokenizer: Any, text: str, **how: Any) -> tuple[list[int], Generation]:
-    """One turn of ``context``; returns its prompt and what was sampled."""
-    generation = generation_of(tokenizer, text, **how)
+def answer(context: ChatContext, tokenizer: Any, text: str, **end: Any) -> tuple[list[int], Generation]:
+    """One turn of ``context``; returns its prompt and its answer."""
+    generation = generation_of(tokenizer, text, **end)
     prompt = context.prompt_ids()
     context.add_answer(prompt, generation)
     return prompt, generation
 
 
 def linked(turns: Sequence[Turn]) -> list[Turn]:
-    """``turns`` as their conversation would have recorded them: each says which earlier turn it goes on from."""
+    """``turns`` as their conversation records them: each names the earlier turn that it continues."""
     made: list[Turn] = []
     for turn in turns:
-        shared = [common_prefix(held.token_ids, turn.prompt_ids) for held in made]
-        # of those that share most, the last one that is extended
-        base = max(
-            range(len(made)), key=lambda at: (shared[at], shared[at] == len(made[at].token_ids), at), default=None
-        )
+        shared = [common_prefix(earlier.token_ids, turn.prompt_ids) for earlier in made]
+        extended = [n == len(earlier.token_ids) for n, earlier in zip(shared, made, strict=True)]
+        # among the longest prefixes, the last turn that is extended whole
+        base = max(range(len(made)), key=lambda index: (shared[index], extended[index], index), default=None)
         fields: dict[str, Any] = {}
         if base is not None:
-            extends = shared[base] == len(made[base].token_ids)
             fork = ForkReason.BRANCH if shared[base] else ForkReason.NEW_CONTEXT
-            fields = {"base_turn": base, "kept_tokens": shared[base], "fork": None if extends else fork}
+            fields = {"base_turn": base, "kept_tokens": shared[base], "fork": None if extended[base] else fork}
         made.append(replace(turn, **fields))
     return made
 
 
 class ScriptedClient:
-    """A client that gives the answers it was made with, in order; texts are sampled token by token and cut
-    at ``max_new_tokens``."""
+    """A client with scripted answers, in order; an answer is cut at ``max_new_tokens``."""
 
     def __init__(self, tokenizer: Any, answers: Sequence[str | Generation | Exception]) -> None:
         self._tokenizer = tokenizer
@@ -77,10 +74,10 @@ class ScriptedClient:
     ) -> Generation:
         self.prompts.append(list(input_ids))
         self.sampling.append(sampling)
-        said = self._answers.pop(0)
-        if isinstance(said, Exception):
-            raise said
-        generation = generation_of(self._tokenizer, said) if isinstance(said, str) else said
+        answer = self._answers.pop(0)
+        if isinstance(answer, Exception):
+            raise answer
+        generation = generation_of(self._tokenizer, answer) if isinstance(answer, str) else answer
         if len(generation.output_ids) > sampling.max_new_tokens:
             ids = generation.output_ids[: sampling.max_new_tokens]
             text = self._tokenizer.decode(list(ids), skip_special_tokens=False)

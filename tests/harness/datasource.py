@@ -1,4 +1,4 @@
-"""A data source that looks often, and what it says to its listeners."""
+"""Settings of a data source that polls often, and a listener of it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ QUICK = DataSourceSettings(get_timeout_s=20.0, poll_interval_s=0.01)
 
 
 class Listener:
-    """What a data source says to its listeners, and a way to wait for it."""
+    """The members and groups that a data source has announced, and a way to wait for them."""
 
     def __init__(self, source: GroupSource) -> None:
         self.members: list[MemberResult] = []

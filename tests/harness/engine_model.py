@@ -1,5 +1,5 @@
-"""An engine and the rollouts of many agents as a simulation, with a clock of its own: each rollout asks, waits for its
-tokens, is with its tools for a while, and asks again."""
+"""A simulation, with a simulated clock, of an engine and the rollouts of many agents: each rollout samples an answer,
+runs its tools, and repeats."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _TICK_S = 0.05
 @dataclass
 class EngineModel:
     """``speed`` tokens per second and request, ``capacity`` tokens per second in all, ``slots`` requests at once,
-    ``queue`` more in line; what comes then is refused and asked again after a pause that doubles."""
+    ``queue`` more in line; further requests are refused and retried with an exponential backoff."""
 
     slots: int
     speed: float = 50.0
@@ -30,16 +30,16 @@ class EngineModel:
     n_requests: int = 0
     refused: int = 0
     in_flight: int = 0
-    running: list[float] = field(default_factory=list)  # tokens left of each
-    calls_left: list[int] = field(default_factory=list)  # calls left of the same
+    running: list[float] = field(default_factory=list)  # remaining tokens of each
+    calls_left: list[int] = field(default_factory=list)  # remaining calls of the same
     waiting: deque[int] = field(default_factory=deque)
-    away: list[tuple[float, int, int]] = field(default_factory=list)  # when it asks again, calls left, refusals
+    away: list[tuple[float, int, int]] = field(default_factory=list)  # next request, remaining calls, refusals
 
     def __post_init__(self) -> None:
         self.rng = random.Random(self.seed)
 
     def advance(self, *, seconds: float, limit: Callable[[], int]) -> None:
-        """Go on by ``seconds``, with as many rollouts in flight as ``limit`` says and not ended before it said so."""
+        """Simulate ``seconds`` with ``limit()`` rollouts in flight; a lower limit ends none."""
         start = self.now
         for tick in range(round(seconds / _TICK_S)):
             self.now = start + tick * _TICK_S
@@ -51,29 +51,28 @@ class EngineModel:
             self._work(_TICK_S)
         self.now = start + seconds
 
-    def _ask(self, left: int, times: int = 0) -> None:
+    def _ask(self, calls: int, refusals: int = 0) -> None:
         self.n_requests += 1
         if len(self.running) < self.slots:
             self.running.append(self.rng.expovariate(1 / self.answer))
-            self.calls_left.append(left)
+            self.calls_left.append(calls)
         elif len(self.waiting) < self.queue:
-            self.waiting.append(left)
+            self.waiting.append(calls)
         else:
             self.refused += 1
-            heapq.heappush(
-                self.away, (self.now + self.rng.uniform(0.5, 1.0) * min(0.5 * 2**times, 15.0), left, times + 1)
-            )
+            backoff = self.rng.uniform(0.5, 1.0) * min(0.5 * 2**refusals, 15.0)
+            heapq.heappush(self.away, (self.now + backoff, calls, refusals + 1))
 
     def _work(self, step: float) -> None:
         if not self.running:
             return
         done = min(self.speed, self.capacity / len(self.running)) * step
-        for at in range(len(self.running) - 1, -1, -1):
-            self.tokens += min(done, self.running[at])
-            self.running[at] -= done
-            if self.running[at] <= 0:
-                calls = self.calls_left[at] - 1
-                self.running[at], self.calls_left[at] = self.running[-1], self.calls_left[-1]
+        for slot in range(len(self.running) - 1, -1, -1):
+            self.tokens += min(done, self.running[slot])
+            self.running[slot] -= done
+            if self.running[slot] <= 0:
+                calls = self.calls_left[slot] - 1
+                self.running[slot], self.calls_left[slot] = self.running[-1], self.calls_left[-1]
                 self.running.pop()
                 self.calls_left.pop()
                 if calls:

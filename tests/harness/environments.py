@@ -1,4 +1,4 @@
-"""How tests ask programs that run where verifiers is installed."""
+"""Programs that run with the Python that has verifiers."""
 
 from __future__ import annotations
 
@@ -17,19 +17,16 @@ ROOT = Path(__file__).parents[2]
 @functools.cache
 def env_python() -> str:
     """The Python that has verifiers; the test is skipped where AGL_ENV_PYTHON names none."""
-    named = os.environ.get("AGL_ENV_PYTHON")
-    if not named:
-        pytest.skip("AGL_ENV_PYTHON names no Python that has verifiers")
-    return named
+    return os.environ.get("AGL_ENV_PYTHON") or pytest.skip("AGL_ENV_PYTHON names no Python that has verifiers")
 
 
 def ask(program: str, *args: str, stdin: Any = None) -> Any:
-    """What `python -m tests.programs.environments.PROGRAM` prints, as JSON; asked once for all tests that want it."""
-    return json.loads(_asked(program, args, json.dumps(stdin)))
+    """The JSON output of `python -m tests.programs.environments.PROGRAM`; it runs once for all tests."""
+    return json.loads(_output(program, args, json.dumps(stdin)))
 
 
 @functools.cache
-def _asked(program: str, args: tuple[str, ...], stdin: str) -> str:
+def _output(program: str, args: tuple[str, ...], stdin: str) -> str:
     run = subprocess.run(
         [env_python(), "-m", f"tests.programs.environments.{program}", *args],
         cwd=ROOT,

@@ -1,11 +1,11 @@
-"""The examples of properties: few in the default run, the same until a test changes; with
-``pytest --hypothesis-profile full``, as in ``.ci/nightly``, all, drawn anew each time."""
+"""The number of examples of a property: few and fixed in the default run; with ``pytest --hypothesis-profile full``, as
+in ``.ci/nightly``, all, and random."""
 
 from __future__ import annotations
 
 from hypothesis import settings
 
-# nothing is said about speed: a machine that is busy with other things must not fail a property
+# no deadline: a busy machine must not fail a property
 settings.register_profile("quick", max_examples=20, deadline=None, derandomize=True)
 settings.register_profile("full", max_examples=100, deadline=None)
 

@@ -1,4 +1,4 @@
-"""A gateway over an engine that says what a test wants, and what was written of it as turns."""
+"""A gateway over a scripted engine, and its spans as turns."""
 
 from __future__ import annotations
 
@@ -14,31 +14,22 @@ from typing import Any
 import httpx
 
 from agl_slime.agent.access import EngineAccess
-from agl_slime.engine.client.transport import ClientSettings
 from agl_slime.gateway.attempt import Attempt
 from agl_slime.gateway.server import Gateway
 from agl_slime.gateway.settings import GatewaySettings
 from agl_slime.support.agl import LLM
 from agl_slime.support.threads import run_blocking
-from agl_slime.tokens.codec import token_array
 from agl_slime.tokens.segments import Segment, merge_turns
 from agl_slime.tokens.span_codec import decode_turns
 from agl_slime.tokens.turn import Turn
 from tests.harness.loop_thread import in_thread
-from tests.harness.scripted_engine import ScriptedEngine
-from tests.harness.tokenizers import small_tokenizer
+from tests.harness.scripted_engine import QUICK, ScriptedEngine
+from tests.harness.tokenizers import PLAIN, small_tokenizer
 
-# Tools in the system message, answers as they are: what most templates come to.
+# Tools in the system message, then ChatML.
 TEMPLATE = (
     "{% if tools %}<|im_start|>system\n{% for t in tools %}{{ t | tojson }}\n{% endfor %}<tool_call><|im_end|>\n"
-    "{% endif %}"
-    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}"
-    "{% for c in m.tool_calls or [] %}<tool_call>\n{{ c.function | tojson }}\n</tool_call>{% endfor %}"
-    "<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
-QUICK = ClientSettings(
-    backoff_base_s=0.001, backoff_cap_s=0.01, max_attempts=3, idle_timeout_s=30.0, total_timeout_s=60.0
+    "{% endif %}" + PLAIN
 )
 WEATHER = {
     "type": "function",
@@ -56,13 +47,14 @@ CALL_TWO = '<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo"}}\n</t
 
 @dataclass
 class Case:
-    """``says`` are the answers to come, in order; the last one is said again and again."""
+    """A gateway with one open attempt; ``llm`` is the agent's."""
 
     gateway: Gateway
     engine: ScriptedEngine
     attempt: Attempt
     llm: LLM
     tokenizer: Any
+    resources: dict[str, Any]
     spans: list[Any] = field(default_factory=list)
 
     @property
@@ -76,12 +68,12 @@ class Case:
 
     @property
     def summary(self) -> dict[str, Any]:
-        """What the last span says of the rollout as a whole."""
+        """The last span's attributes of the rollout as a whole."""
         return self.spans[-1].attributes
 
     @property
     def payloads(self) -> list[dict[str, Any]]:
-        """What the engine was asked."""
+        """The engine's requests."""
         return [received.payload for received in self.engine.received if received.path == "/generate"]
 
     def close(self) -> None:
@@ -101,7 +93,7 @@ def writer(spans: list[Any]) -> Callable[[str, dict[str, Any], float], None]:
 
 @contextmanager
 def serving(
-    *says: str | list[int],
+    *answers: str | list[int],
     settings: GatewaySettings | None = None,
     template: str = TEMPLATE,
     sampling: dict[str, Any] | None = None,
@@ -109,10 +101,9 @@ def serving(
     tokenizer: Any = None,
     **engine_options: Any,
 ) -> Iterator[Case]:
-    """A gateway with one attempt open, over an engine that gives each prompt the next of the texts, or token ids, in
-    ``says``."""
+    """A gateway with one open attempt over ``engine_saying``."""
     tokenizer = tokenizer or small_tokenizer(template)
-    engine = engine_saying(tokenizer, says, **engine_options)
+    engine = engine_saying(tokenizer, answers, **engine_options)
     access = EngineAccess(tokenizer=tokenizer, settings=QUICK)
     with in_thread(engine), Gateway(settings, access=access) as gateway:
         spans: list[Any] = []
@@ -121,57 +112,51 @@ def serving(
         resources = {"main_llm": llm, **({"judge": llm.model_copy()} if judge else {})}
         attempt, served = gateway.open("ro-1", "at-1", resources, writer(spans))
         assert attempt is not None
-        case = Case(gateway, engine, attempt, served["main_llm"], tokenizer, spans)  # type: ignore[arg-type]
-        case.resources = served  # type: ignore[attr-defined]
-        yield case
+        yield Case(gateway, engine, attempt, served["main_llm"], tokenizer, served, spans)  # type: ignore[arg-type]
 
 
-def engine_saying(tokenizer: Any, says: Sequence[str | list[int]], **options: Any) -> ScriptedEngine:
-    """An engine that gives each new prompt the next of the texts, or token ids."""
+def engine_saying(tokenizer: Any, answers: Sequence[str | list[int]], **options: Any) -> ScriptedEngine:
+    """An engine that gives each new prompt the next of ``answers``, texts or token ids, and the end token; the last
+    answer repeats. A prompt that ends within an answer gets the rest of it."""
+    partial: dict[int, tuple[list[int], int]] = {}  # by the hash of prompt and partial answer: the answer, its length
+    pending = list(answers)
+
+    def next_id(ids: Sequence[int]) -> int:
+        answer, n = partial.get(hash(tuple(ids)), ([], 0))
+        if not answer:
+            new = pending.pop(0) if pending else answers[-1]
+            new_ids = tokenizer.encode(new, add_special_tokens=False) if isinstance(new, str) else new
+            answer = [*new_ids, tokenizer.eos_token_id]
+        if n + 1 < len(answer):
+            partial[hash((*ids, answer[n]))] = answer, n + 1
+        return answer[n]
+
     return ScriptedEngine(
         vocab_size=len(tokenizer),
         eos_id=tokenizer.eos_token_id,
         decode=lambda ids: tokenizer.decode(list(ids), skip_special_tokens=False),
-        next_id=talking(tokenizer, says),
+        next_id=next_id,
         **options,
     )
 
 
-def talking(tokenizer: Any, says: Sequence[str | list[int]]) -> Callable[[Sequence[int]], int]:
-    """A ``next_id`` that gives each new prompt the next of the texts, or token ids, then the end token; a prompt that
-    ends within an answer gets the rest of it."""
-    begun: dict[int, tuple[list[int], int]] = {}  # of prompt and answer so far: the answer, and how much of it
-    left = list(says)
-
-    def next_id(ids: Sequence[int]) -> int:
-        answer, at = begun.get(hash(tuple(ids)), ([], 0))
-        if not answer:
-            said = left.pop(0) if left else says[-1]
-            ids_said = tokenizer.encode(said, add_special_tokens=False) if isinstance(said, str) else said
-            answer = [*ids_said, tokenizer.eos_token_id]
-        if at + 1 < len(answer):
-            begun[hash((*ids, answer[at]))] = answer, at + 1
-        return answer[at]
-
-    return next_id
-
-
 def trained_once(turns: Sequence[Turn], segments: Sequence[Segment]) -> None:
-    """Each sampled token of a turn that is trained is under mask 1 exactly once, where it was sampled."""
-    placed = [at.turn for segment in segments for at in segment.placements]
+    """Each sampled token of a trained turn has mask 1 exactly once, at its own position."""
+    placed = [placement.turn for segment in segments for placement in segment.placements]
     assert sorted(placed) == [n for n, turn in enumerate(turns) if not turn.untrained and len(turn.response_ids)]
     for segment in segments:
-        for at in segment.placements:
-            turn = turns[at.turn]
-            assert segment.token_ids[: at.start].tolist() == turn.prompt_ids.tolist()
-            assert segment.token_ids[at.start : at.end].tolist() == turn.response_ids.tolist()
-            assert segment.loss_mask[at.start : at.end].all()
-        trained = sum(len(turns[at.turn].response_ids) for at in segment.placements)
+        for placement in segment.placements:
+            turn = turns[placement.turn]
+            sampled = slice(placement.start, placement.end)
+            assert segment.token_ids[: placement.start].tolist() == turn.prompt_ids.tolist()
+            assert segment.token_ids[sampled].tolist() == turn.response_ids.tolist()
+            assert segment.loss_mask[sampled].all()
+        trained = sum(len(turns[placement.turn].response_ids) for placement in segment.placements)
         assert int(segment.loss_mask.sum()) == trained
-    assert all(len(token_array(turn.prompt_ids)) for turn in turns)
+    assert all(len(turn.prompt_ids) for turn in turns)
 
 
-# -- what a client does, and what must hold ---------------------------------------------------------------------------
+# -- requests of a client ----------------------------------------------------------------------------------------------
 
 
 def calling(name: str, **arguments: Any) -> str:
@@ -182,18 +167,18 @@ def calling(name: str, **arguments: Any) -> str:
 def posted_at_once(
     case: Case, url: str, times: int, *, answered: int, elsewhere: Sequence[str] = ()
 ) -> tuple[list[httpx.Response], list[httpx.Response]]:
-    """The same request, so many times while the engine holds its answers until ``answered`` of them are answered
-    without it; these responses, and then the others' with those of ``elsewhere``."""
+    """The same request ``times`` times; the engine is paused until ``answered`` of them have a response. Returns these
+    responses, and then all the later ones and the ones of ``elsewhere``."""
     with httpx.Client(timeout=60) as client, ThreadPoolExecutor(times + len(elsewhere)) as pool:
         client.post(f"{case.engine.url}/pause_generation", json={}).raise_for_status()
         try:
             futures = [pool.submit(client.post, url, json=BODY) for _ in range(times)]
-            others = [pool.submit(client.post, address, json=BODY) for address in elsewhere]
+            further = [pool.submit(client.post, address, json=BODY) for address in elsewhere]
             first = [*islice(as_completed(futures, timeout=60), answered)]
         finally:
             client.post(f"{case.engine.url}/continue_generation", json={}).raise_for_status()
         later = [future for future in futures if future not in first]
-        return [future.result() for future in first], [future.result() for future in (*later, *others)]
+        return [future.result() for future in first], [future.result() for future in (*later, *further)]
 
 
 def chat(case: Case, body: Any = BODY, **options: Any) -> httpx.Response:
@@ -212,19 +197,19 @@ def prompts(case: Case) -> list[str]:
 
 
 def offered_tools(case: Case) -> dict[str, Any]:
-    """The tools that the last prompt begins with, by name."""
+    """The tools in the last prompt's system message, by name."""
     head, _, _ = prompts(case)[-1].removeprefix("<|im_start|>system\n").partition("<tool_call>")
     tools = [json.loads(line)["function"] for line in head.splitlines() if line.startswith("{")]
     return {tool["name"]: tool for tool in tools}
 
 
 def gateway_counts(case: Case) -> dict[str, int]:
-    """What the gateway has counted of the rollout."""
+    """The gateway's counts of the rollout."""
     return json.loads(case.summary["agl_slime.gateway.seen"])
 
 
 def left_out(case: Case) -> set[str]:
-    return {what.removeprefix("left_out/") for what in gateway_counts(case) if what.startswith("left_out/")}
+    return {name.removeprefix("left_out/") for name in gateway_counts(case) if name.startswith("left_out/")}
 
 
 def one_sample(case: Case, turns: int = 2) -> None:

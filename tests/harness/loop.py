@@ -1,5 +1,5 @@
-"""A whole loop around a scripted engine: real store, runner, data source and HTTP; only the model and the trainer are
-played."""
+"""A whole loop around a scripted engine: real store, runner, data source and HTTP; the model and the trainer are
+scripted."""
 
 from __future__ import annotations
 
@@ -11,10 +11,9 @@ from typing import Any
 from agl_slime import SGLangLitAgent
 from agl_slime.data.policy import MinimumViableGroup
 from agl_slime.data.source import DataSourceSettings, GroupSource
-from agl_slime.engine.client.transport import ClientSettings
 from agl_slime.events import Event, IterationFinished, RolloutFinished, RunFinished
 from agl_slime.loop.online import OnlineRLLoop
-from agl_slime.loop.settings import LoopSettings, LoopState
+from agl_slime.loop.settings import LoopSettings
 from agl_slime.runner.base import RunnerPlan
 from agl_slime.runner.concurrent import RunnerSettings
 from agl_slime.store.bridge import BridgeStore
@@ -22,14 +21,9 @@ from agl_slime.support.agl import LLM, LightningStore
 from agl_slime.types import Sample
 from tests.harness.engine_faults import answering
 from tests.harness.loop_thread import in_thread
-from tests.harness.scripted_engine import ScriptedEngine
+from tests.harness.scripted_engine import QUICK, ScriptedEngine
 from tests.harness.tokenizers import small_tokenizer
 
-# retries within milliseconds: what is tested is what becomes of an error, not how long a person would wait for it; the
-# limits are for an engine that hangs, and a machine with ten other jobs is none
-QUICK_CLIENT = ClientSettings(
-    backoff_base_s=0.001, backoff_cap_s=0.01, max_attempts=3, idle_timeout_s=30.0, total_timeout_s=60.0
-)
 SMALL = {
     "num_iterations": 1,
     "rollout_batch_size": 2,
@@ -40,6 +34,7 @@ SMALL = {
 }
 # waits for every member of a group, so that all failures are counted
 PATIENT = DataSourceSettings(get_timeout_s=60, policy=MinimumViableGroup(drop_early=False))
+_ARGUMENTS = {"sync": "weight_sync_fn", "save": "save_fn"} | {n: n for n in ("start", "val_engine", "val_tasks")}
 TASKS = [{"prompt": f"say hello to {name}", "name": name} for name in ("Ada", "Alan", "Grace", "Edsger")]
 
 
@@ -47,7 +42,7 @@ class HelloAgent(SGLangLitAgent):
     """One turn; a reward of 1. ``judge`` replaces the reward."""
 
     def __init__(self, *, judge: Callable[[dict[str, Any], str], Any] | None = None, **kwargs: Any) -> None:
-        super().__init__(**{"tokenizer": small_tokenizer(), "client_settings": QUICK_CLIENT, **kwargs})
+        super().__init__(**{"tokenizer": small_tokenizer(), "client_settings": QUICK, **kwargs})
         self._judge = judge
 
     def compute_reward(self, task: dict[str, Any], response: str) -> Any:
@@ -55,7 +50,7 @@ class HelloAgent(SGLangLitAgent):
 
 
 class Recorder:
-    """An observer that keeps what it is told, and passes it on to ``on_event``."""
+    """An observer that keeps the events, and passes them to ``on_event``."""
 
     def __init__(self, on_event: Callable[[Event], None] | None = None) -> None:
         self.events: list[Event] = []
@@ -100,32 +95,29 @@ class Trainer:
 
 
 class LoopCase:
-    """A loop that is ready to run, and what it told."""
+    """A loop that is ready to run, and the events of it."""
 
     def __init__(
         self,
         *,
         agent: Any,
         url: str,
+        model: str = "scripted",
         store: LightningStore | None = None,
         train: Callable[[int], Any] | None = None,
-        sync: Callable[[int], Any] | None = None,
         tasks: Any = None,
-        source_settings: DataSourceSettings | None = None,
-        max_new_tokens: int = 8,
+        source_settings: DataSourceSettings = PATIENT,
         max_concurrent: int = 64,
         on_event: Callable[[Event], None] | None = None,
-        val_engine: Any = None,
-        start: LoopState | None = None,
-        save: Callable[[LoopState], Any] | None = None,
-        val_tasks: Any = None,
-        model: str = "scripted",
         runners: RunnerPlan | None = None,
-        **settings: Any,
+        **options: Any,
     ) -> None:
+        """``options`` are fields of ``LoopSettings`` and the arguments of the loop in ``_ARGUMENTS``."""
+        arguments = {_ARGUMENTS[name]: options.pop(name) for name in _ARGUMENTS.keys() & options.keys()}
+        runner = RunnerSettings(max_concurrent=max_concurrent, poll_interval_s=0.01, heartbeat_interval_s=0)
         self.store = store if store is not None else BridgeStore()
-        self.settings = LoopSettings(**{**SMALL, **settings})
-        self.source = GroupSource(store=self.store, tokenizer=small_tokenizer(), settings=source_settings or PATIENT)
+        self.settings = LoopSettings(**{**SMALL, **options})
+        self.source = GroupSource(store=self.store, tokenizer=small_tokenizer(), settings=source_settings)
         self.trainer = Trainer(self.source, n=self.settings.rollout_batch_size)
         self.recorder = Recorder(on_event)
         try:
@@ -133,24 +125,13 @@ class LoopCase:
                 store=self.store,
                 agent=agent,
                 tasks=tasks if tasks is not None else TASKS,
-                llm=LLM(
-                    endpoint=url,
-                    model=model,
-                    sampling_parameters={"max_new_tokens": max_new_tokens, "temperature": 1.0},
-                ),
+                llm=LLM(endpoint=url, model=model, sampling_parameters={"max_new_tokens": 8, "temperature": 1.0}),
                 data_source=self.source,
                 slime_train_fn=train or self.trainer,
-                weight_sync_fn=sync,
                 settings=self.settings,
-                runners=runners
-                or RunnerPlan(
-                    settings=RunnerSettings(max_concurrent=max_concurrent, poll_interval_s=0.01, heartbeat_interval_s=0)
-                ),
+                runners=runners or RunnerPlan(settings=runner),
                 observer=self.recorder,
-                val_engine=val_engine,
-                start=start,
-                save_fn=save,
-                val_tasks=val_tasks,
+                **arguments,
             )
         except Exception:
             self.source.stop()
@@ -165,10 +146,9 @@ class LoopCase:
     @property
     def reasons(self) -> dict[str, int]:
         """``rollout/failed/<reason>`` of the last iteration."""
+        counts = self.recorder.metrics[-1].items()
         prefix = "rollout/failed/"
-        return {
-            name[len(prefix) :]: count for name, count in self.recorder.metrics[-1].items() if name.startswith(prefix)
-        }
+        return {name.removeprefix(prefix): count for name, count in counts if name.startswith(prefix)}
 
     def check_ledger(self) -> None:
         """Every rollout has had exactly one end."""
@@ -179,7 +159,7 @@ class LoopCase:
 
 @contextmanager
 def hello_engine(**kwargs: Any) -> Iterator[ScriptedEngine]:
-    """An engine that answers "hello" to everything, in another thread."""
+    """An engine in another thread that answers each prompt with "hello"."""
     tokenizer = small_tokenizer()
     eos = tokenizer.eos_token_id
     assert isinstance(eos, int)
@@ -195,7 +175,6 @@ def hello_engine(**kwargs: Any) -> Iterator[ScriptedEngine]:
 
 
 def threads_of_ours() -> list[str]:
-    """Names of the package's threads that are alive, apart from the pool's, which stay for the next run."""
-    return [
-        thread.name for thread in threading.enumerate() if thread.name in ("agl-slime-runner", "agl-slime-datasource")
-    ]
+    """Names of the package's live threads; the pool's stay for the next run."""
+    ours = ("agl-slime-runner", "agl-slime-datasource")
+    return [thread.name for thread in threading.enumerate() if thread.name in ours]

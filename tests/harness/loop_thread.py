@@ -1,4 +1,4 @@
-"""Servers on an event loop of their own, for tests whose code under test has its own loops."""
+"""Servers on an event loop in another thread."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ T = TypeVar("T")
 
 @contextmanager
 def in_thread(context: AbstractAsyncContextManager[T]) -> Iterator[T]:
-    """Its value. The context is entered and left on an event loop in another thread; its exceptions are raised here."""
+    """The value of ``context``, which runs on an event loop in another thread; its exceptions are raised here."""
     entered: list[T] = []
-    left = asyncio.Event()
+    ended = asyncio.Event()
 
     async def stay(ready: Callable[[], None]) -> None:
         async with context as value:
             entered.append(value)
             ready()
-            await left.wait()
+            await ended.wait()
 
     thread = LoopThread(stay, name="test-server")
     thread.start()
@@ -32,7 +32,7 @@ def in_thread(context: AbstractAsyncContextManager[T]) -> Iterator[T]:
     try:
         yield entered[0]
     finally:
-        thread.call(left.set)
+        thread.call(ended.set)
         assert thread.join(30), "the server does not stop"
         if thread.failure is not None:
             raise thread.failure

@@ -1,4 +1,4 @@
-"""One rollout of an agent through a real runner and store, and what becomes of it."""
+"""Rollouts of an agent through a real runner and store."""
 
 from __future__ import annotations
 
@@ -40,17 +40,15 @@ async def run_rollouts(
     settings: Mapping[str, Any] | None = None,
     **sampling: Any,
 ) -> list[Finished]:
-    """``tasks`` at the same time; the engine is the agent's client, or at ``endpoint``."""
+    """All ``tasks`` concurrently; the engine is the agent's client, or at ``endpoint``."""
     store = BridgeStore()
     llm = LLM(endpoint=endpoint, model=model, sampling_parameters=sampling or {"max_new_tokens": 64})
     await store.add_resources({"main_llm": llm, **(resources or {})})
     runner = RunnerSettings(poll_interval_s=0.01, heartbeat_interval_s=0, **(settings or {}))
     with RunnerThread(agent=agent, store=store, settings=runner):
-        enqueued = await store.enqueue_many_rollouts(
-            [EnqueueRolloutRequest(input=task, mode="train") for task in tasks]
-        )
+        requests = [EnqueueRolloutRequest(input=task, mode="train") for task in tasks]
         results = []
-        for rollout in enqueued:
+        for rollout in await store.enqueue_many_rollouts(requests):
             done = await asyncio.wait_for(store.wait_for_rollout(rollout.rollout_id, timeout=50), 60)  # type: ignore[attr-defined]
             attempt = await store.get_latest_attempt(rollout.rollout_id)
             assert attempt is not None

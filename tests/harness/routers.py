@@ -19,7 +19,7 @@ from tests.harness.servers import free_port
 def sglang_router(
     workers: Sequence[str] = (), *, policy: str = "manual", flags: Sequence[str] = (), host: str = "127.0.0.1"
 ) -> Iterator[str]:
-    """Routes to ``workers``, and to workers that are registered later; yields its URL once all workers are healthy."""
+    """The URL of a router to ``workers``, all healthy; more can be registered."""
     port, metrics_port = free_port(), free_port()
     url = f"http://{host}:{port}"
     command = [sys.executable, "-m", "sglang_router.launch_router", "--host", host, "--port", str(port)]
@@ -29,9 +29,7 @@ def sglang_router(
     process = subprocess.Popen(guarded(command))
     try:
         deadline = time.monotonic() + 30
-        while (listed := _workers(url)) is None or sum(bool(worker.get("is_healthy")) for worker in listed) < len(
-            workers
-        ):
+        while (listed := _workers(url)) is None or sum(map(_is_healthy, listed)) < len(workers):
             assert process.poll() is None, f"the router ended with {process.returncode}"
             assert time.monotonic() < deadline, f"the router lists {listed}"
             time.sleep(0.1)
@@ -39,6 +37,10 @@ def sglang_router(
     finally:
         process.terminate()
         process.wait(10)
+
+
+def _is_healthy(worker: dict[str, object]) -> bool:
+    return bool(worker.get("is_healthy"))
 
 
 def _workers(url: str) -> list[dict[str, object]] | None:

@@ -36,6 +36,7 @@ from typing import Any
 
 from aiohttp import web
 
+from agl_slime.engine.client.transport import ClientSettings
 from agl_slime.tokens.codec import shared_length
 from tests.harness.engine_faults import (
     PIECES,
@@ -51,6 +52,11 @@ from tests.harness.engine_faults import (
     digest,
     log_prob_of,
     wait_for,
+)
+
+# retries within milliseconds; long limits, because a busy machine is no hanging engine
+QUICK = ClientSettings(
+    backoff_base_s=0.001, backoff_cap_s=0.01, max_attempts=3, idle_timeout_s=30.0, total_timeout_s=60.0
 )
 
 

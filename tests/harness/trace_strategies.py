@@ -1,5 +1,4 @@
-"""Random conversations as token ids: every way in which an agent's next prompt can relate to what it has seen
-before."""
+"""Random conversations as token ids: every relation of an agent's next prompt to its earlier turns."""
 
 from __future__ import annotations
 
@@ -14,12 +13,11 @@ from agl_slime.tokens.codec import common_prefix
 from agl_slime.tokens.forks import ForkReason
 from agl_slime.tokens.turn import Turn
 
-# A small vocabulary makes chance overlaps (equal responses, equal observations) common; real ids appear as well.
+# A small vocabulary makes equal responses and observations common; real ids appear as well.
 token = st.one_of(st.integers(0, 4), st.integers(0, 2**31 - 1))
 log_prob = st.floats(min_value=-30, max_value=0, width=32)
 
-# Finish reason, whether the request had an id, how often it was resumed, whether it names weight versions: drawn
-# together, for a conversation has hundreds of draws, and they are most of what these tests cost.
+# Finish reason, request id, number of resumes, weight versions: one draw, because draws dominate the tests' cost.
 circumstances = st.sampled_from(
     list(itertools.product(("stop", "length", "abort", "tool_calls"), (False, True), (0, 1, 2), (False, True)))
 )
@@ -35,19 +33,19 @@ def _weight_spans(draw: st.DrawFn, n: int) -> tuple[WeightSpan, ...]:
 def _messages(draw: st.DrawFn, earlier: list[Turn]) -> list[dict[str, str]] | None:
     if draw(st.booleans()):
         return None
-    held = list(draw(st.sampled_from(earlier)).messages or ()) if earlier and draw(st.booleans()) else []
+    history = list(draw(st.sampled_from(earlier)).messages or ()) if earlier and draw(st.booleans()) else []
     new = [{"role": "user", "content": text} for text in draw(st.lists(st.text(max_size=8), max_size=2))]
-    return held[: draw(st.integers(0, len(held)))] + new
+    return history[: draw(st.integers(0, len(history)))] + new
 
 
 def _link(draw: st.DrawFn, turns: list[Turn], prompt: list[int]) -> dict[str, Any]:
-    at = draw(st.integers(0, len(turns) - 1))
-    held = turns[at].token_ids
-    kept = common_prefix(held, np.array(prompt, dtype=np.int32))
+    base = draw(st.integers(0, len(turns) - 1))
+    ids = turns[base].token_ids
+    n = common_prefix(ids, np.array(prompt, dtype=np.int32))
     if not draw(st.integers(0, 3)):
-        kept = draw(st.integers(0, kept))
-    fork = None if kept == len(held) else draw(st.sampled_from(ForkReason))
-    return {"base_turn": at, "kept_tokens": kept, "fork": fork}
+        n = draw(st.integers(0, n))
+    fork = None if n == len(ids) else draw(st.sampled_from(ForkReason))
+    return {"base_turn": base, "kept_tokens": n, "fork": fork}
 
 
 @st.composite
@@ -59,9 +57,9 @@ def conversations(
     log_probs: bool = True,
     links: bool | None = None,
 ) -> list[Turn]:
-    """Turns of one rollout: the prompt of each extends an earlier turn's end, samples an earlier prompt again, edits or
-    cuts an earlier history, or is new. With ``links`` each says what it goes on from, or less than that; as foreign
-    spans do not."""
+    """Turns of one rollout: each prompt extends an earlier turn, samples an earlier prompt again, edits or cuts an
+    earlier history, or is new. With ``links`` a turn names the turn that it continues, or a shorter prefix; foreign
+    spans have no links."""
     turns: list[Turn] = []
     linked = draw(st.booleans()) if links is None else links
     for index in range(draw(st.integers(1, max_turns))):
@@ -75,10 +73,10 @@ def conversations(
         elif kind == "again":
             prompt = base.prompt_ids.tolist()
         else:
-            held = base.token_ids.tolist()
-            at = draw(st.integers(1, len(held)))
-            rest = held[at + draw(st.integers(0, 3)) :] if kind == "edit" else []
-            prompt = held[:at] + new + rest
+            ids = base.token_ids.tolist()
+            cut = draw(st.integers(1, len(ids)))
+            rest = ids[cut + draw(st.integers(0, 3)) :] if kind == "edit" else []
+            prompt = ids[:cut] + new + rest
         response = draw(st.lists(token, min_size=min_response, max_size=6))
         finish_reason, named, resumed, changes = draw(circumstances)
         turns.append(

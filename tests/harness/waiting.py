@@ -1,4 +1,4 @@
-"""Waiting for conditions that no event announces: those of other processes and of threads with their own event loop."""
+"""Waiting for conditions without an event: of other processes and of threads with their own event loop."""
 
 from __future__ import annotations
 

@@ -14,11 +14,12 @@ from agl_slime.data.results import Outcome
 from agl_slime.engine.client.weights import DiskWeightSync
 from agl_slime.errors import WeightSyncError
 from tests.harness.engine_faults import GARBAGE_JSON, HTML_PAGE, Abort, Fault, NewVersion, Reset, Stall, Status
-from tests.harness.loop import QUICK_CLIENT, HelloAgent, LoopCase, hello_engine
+from tests.harness.loop import HelloAgent, LoopCase, hello_engine
+from tests.harness.scripted_engine import QUICK
 from tests.harness.tokenizers import small_tokenizer
 from tests.loop.failed_run import failed_run
 
-IMPATIENT = replace(QUICK_CLIENT, idle_timeout_s=0.2, total_timeout_s=2.0)
+IMPATIENT = replace(QUICK, idle_timeout_s=0.2, total_timeout_s=2.0)
 
 
 @pytest.mark.parametrize(
