@@ -1,4 +1,4 @@
-"""Bodies of /generate and chat completions: what is taken over, what is refused and with which words."""
+"""Bodies of /generate and chat completions: accepted fields, refused ones and their messages."""
 
 from __future__ import annotations
 
@@ -22,20 +22,13 @@ def parse(body: Any) -> Any:
 
 
 def test_defaults_equal_sglangs() -> None:
-    assert sampling_of(None) == sampling_of({"temperature": None, "stop": None})
-    sampling = sampling_of(None)
-    assert (sampling.temperature, sampling.top_p, sampling.top_k, sampling.max_new_tokens) == (
-        1.0,
-        1.0,
-        -1,
-        128,
-    )
-    assert (sampling.skip_special_tokens, sampling.ignore_eos, sampling.no_stop_trim) == (True, False, False)
-    assert sampling == Sampling()
-
-
-def test_a_null_length_means_up_to_the_context() -> None:
-    assert sampling_of({"max_new_tokens": None}).max_new_tokens is None
+    neutral = {"min_p": 0.0, "regex": None, "repetition_penalty": 1.0, "min_new_tokens": 0, "sampling_seed": 3}
+    for params in (None, {"temperature": None, "stop": None}, neutral):
+        sampling = sampling_of(params)
+        assert (sampling.temperature, sampling.top_p, sampling.top_k, sampling.max_new_tokens) == (1.0, 1.0, -1, 128)
+        assert (sampling.skip_special_tokens, sampling.ignore_eos, sampling.no_stop_trim) == (True, False, False)
+        assert sampling == Sampling()
+    assert sampling_of({"max_new_tokens": None}).max_new_tokens is None  # up to the context
 
 
 @pytest.mark.parametrize(
@@ -43,14 +36,12 @@ def test_a_null_length_means_up_to_the_context() -> None:
     [
         ({"regex": "a+"}, "regex"),
         ({"min_p": 0.1}, "min_p"),
-        ({"logit_bias": {"3": 1.0}}, "logit_bias"),
         ({"max_tokens": 3}, "max_tokens.*3"),
         ({"temperature": float("nan")}, "temperature.*nan"),
         ({"temperature": True}, "temperature.*True"),
         ({"temperature": -0.5}, "temperature.*-0.5"),
         ({"top_p": 0}, "top_p.*0"),
         ({"top_k": 1.0}, "top_k.*1.0"),
-        ({"max_new_tokens": 2.5}, "max_new_tokens.*2.5"),
         ({"stop": ""}, "stop.*''"),
         ({"stop": ["a", 3]}, "stop.*3"),
         ({"stop_token_ids": [[1]]}, "stop_token_ids.*1"),
@@ -62,28 +53,13 @@ def test_unsupported_parameters_are_refused(params: dict[str, Any], message: str
         sampling_of(params)
 
 
-def test_parameters_switched_off_explicitly_are_fine() -> None:
-    off = {
-        "min_p": 0.0,
-        "regex": None,
-        "repetition_penalty": 1.0,
-        "min_new_tokens": 0,
-        "spaces_between_special_tokens": False,
-        "sampling_seed": 3,
-    }
-    assert sampling_of(off) == Sampling()
-
-
 @pytest.mark.parametrize(
     "body",
     [
         [],
         {},
         {"input_ids": [1], "text": "a"},
-        {"input_ids": []},
-        {"input_ids": [[]]},
         {"input_ids": [[1], []]},
-        {"input_ids": [1, "2"]},
         {"input_ids": [1, True]},
         {"input_ids": [1, [2]]},
         {"input_ids": "abc"},
@@ -94,7 +70,6 @@ def test_parameters_switched_off_explicitly_are_fine() -> None:
         {"input_ids": [[1], [2]], "sampling_params": [{"n": 1}, {"n": 2}]},
         {"input_ids": [1], "sampling_params": {"n": 0}},
         {"input_ids": [[1], [2]], "rid": ["a", "a"]},
-        {"input_ids": [[1], [2]], "rid": ["a"]},
         {"input_ids": [1], "rid": 3},
         {"input_ids": [[1], [2]], "return_logprob": [True]},
     ],
@@ -105,11 +80,9 @@ def test_malformed_bodies_are_refused(body: Any) -> None:
 
 
 def test_one_prompt_gives_one_answer_and_lists_give_lists() -> None:
-    requests, single, _ = parse({"input_ids": [1, 2], "rid": "x", "return_logprob": True, "logprob_start_len": 0})
+    [request], single, _ = parse({"input_ids": [1, 2], "rid": "x", "return_logprob": True, "logprob_start_len": 0})
     assert single
-    assert [
-        (request.rid, request.input_ids, request.return_logprob, request.logprob_start_len) for request in requests
-    ] == [("x", [1, 2], True, 0)]
+    assert (request.rid, request.input_ids, request.return_logprob, request.logprob_start_len) == ("x", [1, 2], True, 0)
     requests, single, _ = parse({"text": ["ab", "c"], "rid": "x"})
     assert not single
     assert [(request.rid, request.input_ids) for request in requests] == [("x_0", [97, 98]), ("x_1", [99])]
@@ -117,33 +90,16 @@ def test_one_prompt_gives_one_answer_and_lists_give_lists() -> None:
     assert not single
     assert [request.input_ids for request in requests] == [[1], [1], [2], [2]]
     assert len({request.rid for request in requests}) == 4
-
-
-def test_input_log_probs_need_return_logprob() -> None:
-    requests, _, _ = parse({"input_ids": [1, 2], "logprob_start_len": 0})
-    assert requests[0].logprob_start_len == -1
+    [unscored], *_ = parse({"input_ids": [1, 2], "logprob_start_len": 0})  # needs return_logprob
+    assert unscored.logprob_start_len == -1
 
 
 def test_tool_calls_are_split_from_the_text() -> None:
-    content, calls = split_tool_calls(
-        'Let me see. <tool_call>{"name": "lookup", "arguments": {"key": "kqz"}}</tool_call>'
-    )
+    call = '<tool_call>{"name": "lookup", "arguments": {"key": "kqz"}}</tool_call>'
+    content, calls = split_tool_calls(f"Let me see. {call}")
     assert content == "Let me see."
     assert calls is not None
-    assert [(call["type"], call["function"]) for call in calls] == [
-        ("function", {"name": "lookup", "arguments": '{"key": "kqz"}'})
-    ]
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "plain",
-        "<tool_call>not json</tool_call>",
-        '<tool_call>{"name": "a"}',
-        "<tool_call>[1]</tool_call>",
-        '<tool_call>{"x": 1}</tool_call>',
-    ],
-)
-def test_text_that_is_no_tool_call_is_content(text: str) -> None:
-    assert split_tool_calls(text) == (text, None)
+    [(kind, function)] = [(call["type"], call["function"]) for call in calls]
+    assert (kind, function) == ("function", {"name": "lookup", "arguments": '{"key": "kqz"}'})
+    for text in ("<tool_call>not json</tool_call>", '<tool_call>{"name": "a"}', "<tool_call>[1]</tool_call>"):
+        assert split_tool_calls(text) == (text, None)

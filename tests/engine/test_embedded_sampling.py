@@ -29,32 +29,26 @@ def test_log_probs_are_of_the_scaled_distribution_before_any_cut() -> None:
 def test_a_row_is_sampled_as_if_it_were_alone() -> None:
     """Frequencies in a mixed batch follow each row's own cut distribution."""
     logits = torch.tensor([2.0, 1.0, 0.5, 0.0, -1.0, -2.0])
-    count = 40_000
+    count = 10_000
     settings = [(1.0, 1.0, ALL_TOKENS), (0.7, 0.6, ALL_TOKENS), (1.5, 1.0, 3), (1.0, 1.0, 1), (1.3, 0.8, 4)]
     generator = torch.Generator().manual_seed(2)
     for temperature, top_p, top_k in settings:
         probabilities = torch.softmax(logits / temperature, dim=-1)
-        before = probabilities.cumsum(-1) - probabilities  # already in descending order
-        kept = probabilities * (before <= top_p) * (torch.arange(6) < top_k)
-        expected = kept / kept.sum()
+        preceding = probabilities.cumsum(-1) - probabilities  # the logits are in descending order
+        cut = probabilities * (preceding <= top_p) * (torch.arange(6) < top_k)
+        expected = cut / cut.sum()
         params = rows(*([(temperature, top_p, top_k)] * (count // 2) + [(1.0, 0.9, 5)] * (count // 2)))
         ids, *_ = sample(logits.expand(count, -1), params, generator)
-        seen = torch.bincount(ids[: count // 2], minlength=6) / (count // 2)
-        assert float((seen - expected).abs().max()) < 5 * (0.25 / (count // 2)) ** 0.5
+        shares = torch.bincount(ids[: count // 2], minlength=6) / (count // 2)
+        assert float((shares - expected).abs().max()) < 5 * (0.25 / (count // 2)) ** 0.5
         assert set(ids[: count // 2].tolist()) <= set(expected.nonzero().flatten().tolist())
 
 
-def test_all_greedy_rows_take_the_first_choice() -> None:
-    logits = torch.randn(3, 20, generator=torch.Generator().manual_seed(3))
-    ids, *_ = sample(logits, rows(*[(1.0, 1.0, 1)] * 3), torch.Generator().manual_seed(0))
-    assert ids.tolist() == logits.argmax(-1).tolist()
-
-
 def test_a_token_without_weight_is_never_drawn() -> None:
-    logits = torch.full((20_000, 5), -float("inf"))
+    logits = torch.full((5_000, 5), -float("inf"))
     logits[:, 1] = 0.0
     logits[:, 3] = -3.0
-    ids, log_probs, *_ = sample(logits, rows(*[(1.0, 1.0, ALL_TOKENS)] * 20_000), torch.Generator().manual_seed(4))
+    ids, log_probs, *_ = sample(logits, rows(*[(1.0, 1.0, ALL_TOKENS)] * 5_000), torch.Generator().manual_seed(4))
     assert set(ids.tolist()) == {1, 3}
     assert bool(torch.isfinite(log_probs).all())
 
@@ -66,12 +60,12 @@ def test_temperature_zero_becomes_greedy_at_temperature_one() -> None:
 
 
 def test_a_large_vocabulary_is_drawn_from_as_a_small_one_is() -> None:
-    """By blocks of tokens; few tokens hold nearly all of the weight, in blocks far apart and at their ends."""
+    """By blocks of tokens; few tokens have nearly all of the weight, in blocks far apart and at their ends."""
     likely = {0: 2.0, 255: 1.0, 256: 0.5, 5000: 0.0, 8191: 1.5}
     logits = torch.full((8192,), -30.0)
     for token, logit in likely.items():
         logits[token] = logit
-    count = 20_000
+    count = 5_000
     ids, log_probs, *_ = sample(
         logits.expand(count, -1), rows(*[(1.0, 1.0, ALL_TOKENS)] * count), torch.Generator().manual_seed(5)
     )
@@ -84,17 +78,17 @@ def test_a_large_vocabulary_is_drawn_from_as_a_small_one_is() -> None:
 
 @pytest.mark.parametrize("spread", [8.0, 0.01])
 def test_filtered_sampling_of_a_large_vocabulary_equals_a_full_sort(spread: float) -> None:
-    """Also where the likely ones do not hold what top_p leaves, and beside rows that cut nothing or take the first."""
+    """Also where the likely tokens have less weight than top_p, and beside rows that cut nothing or take the first."""
     logits = torch.randn(6000, generator=torch.Generator().manual_seed(6)) * spread
     settings = [(1.0, 0.7, ALL_TOKENS), (1.0, 1.0, 5), (0.8, 0.4, 3000), (1.0, 1.0, ALL_TOKENS), (1.0, 1.0, 1)]
-    generator, seen = torch.Generator().manual_seed(7), [set() for _ in settings]
+    generator, drawn = torch.Generator().manual_seed(7), [set() for _ in settings]
     for _ in range(200):
         ids, *_ = sample(logits.expand(len(settings), -1), rows(*settings), generator)
         for row, token in enumerate(ids.tolist()):
-            seen[row].add(token)
-    for (temperature, top_p, top_k), tokens in zip(settings, seen, strict=True):
+            drawn[row].add(token)
+    for (temperature, top_p, top_k), tokens in zip(settings, drawn, strict=True):
         ordered, order = torch.softmax(logits / temperature, dim=-1).sort(descending=True)
-        kept = (ordered.cumsum(-1) - ordered <= top_p + 1e-6) & (torch.arange(6000) < top_k)
-        assert tokens <= set(order[kept].tolist())
-    assert seen[4] == {int(logits.argmax())}
-    assert len(seen[0]) > 1 or spread > 1
+        allowed = (ordered.cumsum(-1) - ordered <= top_p + 1e-6) & (torch.arange(6000) < top_k)
+        assert tokens <= set(order[allowed].tolist())
+    assert drawn[4] == {int(logits.argmax())}
+    assert len(drawn[0]) > 1 or spread > 1

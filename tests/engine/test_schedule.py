@@ -1,11 +1,12 @@
 """Requests that come, end and are aborted at any time, in groups that begin alike, under a cache too small for all of
-them: what each is answered is what the model says of it alone."""
+them: each answer is the model's for that request alone."""
 
 from __future__ import annotations
 
 import copy
 import queue
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -45,44 +46,30 @@ def tiny(seed: int) -> Any:
 MODELS = {"old": tiny(0), "new": tiny(1)}
 
 
-class NoTokenizer:
-    eos_token_id = 1
-
-
 @dataclass(frozen=True)
 class Submit:
-    """A group of ``members`` whose prompts begin with ``shared`` tokens of a common text and go on with ``own``."""
+    """A group of ``members`` whose prompts are ``shared`` tokens of a common text and then ``suffix``."""
 
     shared: int
-    own: tuple[int, ...]
+    suffix: tuple[int, ...]
     members: int
     count: int
     scored: bool = False
 
 
 @dataclass(frozen=True)
-class Sample:
-    """Until so many more tokens were sampled, or nothing is left to sample."""
+class Event:
+    """``sample``: run until ``value`` more tokens were sampled, or the engine is idle. ``abort`` the request of that
+    number. ``update``: new weights under a pause of this mode, or the old ones again. ``flush``."""
 
-    tokens: int
-
-
-@dataclass(frozen=True)
-class Abort:
-    which: int
-
-
-@dataclass(frozen=True)
-class Update:
-    """New weights under a pause of this mode, or the old ones again."""
-
-    mode: str
+    kind: str
+    value: Any = None
 
 
 submits = st.builds(
     Submit,
     shared=st.integers(0, 24),
-    own=st.lists(st.integers(2, 63), min_size=1, max_size=4).map(tuple),
+    suffix=st.lists(st.integers(2, 63), min_size=1, max_size=4).map(tuple),
     members=st.integers(1, 4),
     count=st.integers(1, 16),
     scored=st.booleans(),
@@ -90,10 +77,10 @@ submits = st.builds(
 events = st.one_of(
     submits,
     submits,
-    st.builds(Sample, st.integers(1, 30)),
-    st.builds(Abort, st.integers(0, 20)),
-    st.builds(Update, st.sampled_from(["in_place", "retract"])),
-    st.just("flush"),
+    st.builds(Event, st.just("sample"), st.integers(1, 30)),
+    st.builds(Event, st.just("abort"), st.integers(0, 20)),
+    st.builds(Event, st.just("update"), st.sampled_from(["in_place", "retract"])),
+    st.just(Event("flush")),
 )
 COMMON = [5 + 7 * place % 50 for place in range(24)]
 
@@ -101,7 +88,7 @@ COMMON = [5 + 7 * place % 50 for place in range(24)]
 def answered(schedule: list[Any], *, prefix_cache: bool) -> list[Request]:
     engine = Engine(
         copy.deepcopy(MODELS["old"]),
-        NoTokenizer(),
+        SimpleNamespace(eos_token_id=1),
         max_running=ROWS,
         max_total_tokens=TOKENS,
         prefill_tokens=40,
@@ -113,7 +100,7 @@ def answered(schedule: list[Any], *, prefix_cache: bool) -> list[Request]:
     try:
         for event in schedule:
             if isinstance(event, Submit):
-                prompt = COMMON[: event.shared] + list(event.own)
+                prompt = COMMON[: event.shared] + list(event.suffix)
                 sampling = Sampling(temperature=0, max_new_tokens=event.count)
                 group = [
                     Request(
@@ -127,14 +114,14 @@ def answered(schedule: list[Any], *, prefix_cache: bool) -> list[Request]:
                 ]
                 engine.submit(*group)
                 requests += group
-            elif isinstance(event, Sample):
-                wanted = engine.tokens_sampled + event.tokens
-                while engine.tokens_sampled < wanted and not engine.idle:
-                    engine.abort("nobody").result(10)  # answered by the engine's thread between two steps
-            elif isinstance(event, Abort):
-                engine.abort(str(event.which)).result(10)
-            elif isinstance(event, Update):
-                engine.pause(event.mode).result(10)
+            elif event.kind == "sample":
+                target = engine.tokens_sampled + event.value
+                while engine.tokens_sampled < target and not engine.idle:
+                    engine.abort("no such request").result(10)  # answered by the engine's thread between two steps
+            elif event.kind == "abort":
+                engine.abort(str(event.value)).result(10)
+            elif event.kind == "update":
+                engine.pause(event.value).result(10)
                 version = "new" if engine.weight_version == "old" else "old"
                 engine.update_weights(MODELS[version].state_dict(), version=version).result(10)
                 engine.resume().result(10)
@@ -144,8 +131,8 @@ def answered(schedule: list[Any], *, prefix_cache: bool) -> list[Request]:
             ended.get(timeout=30)
         assert engine.idle
         assert engine.failure is None
-        for held in (*engine._slots._keys, *engine._slots._values):
-            assert held.shape[0] * held.shape[2] <= TOKENS
+        for cache in (*engine._slots._keys, *engine._slots._values):
+            assert cache.shape[0] * cache.shape[2] <= TOKENS
         return requests
     finally:
         engine.close()
@@ -158,7 +145,7 @@ def check(request: Request, *, in_place: bool) -> None:
     first = len(request.input_ids) - 1
     for number, (version, start) in enumerate(request.versions):
         if number and in_place:
-            return  # its keys and values are of both versions
+            return  # its KV cache is of both versions
         end = request.versions[number + 1][1] if number + 1 < len(request.versions) else len(request.output_ids)
         with torch.no_grad():
             table = torch.log_softmax(MODELS[version](torch.tensor([ids])).logits[0], dim=-1)
@@ -174,15 +161,23 @@ def check(request: Request, *, in_place: bool) -> None:
 
 
 @given(st.lists(events, min_size=2, max_size=12))
-@example([Submit(20, (7,), 4, 16), Sample(9), Submit(20, (7, 9), 3, 16), Submit(24, (9,), 2, 16), Sample(40)])
-@example([Submit(20, (7,), 2, 4), Sample(99), Update("in_place"), Submit(20, (7,), 2, 4)])
+@example(
+    [
+        Submit(20, (7,), 4, 16),
+        Event("sample", 9),
+        Submit(20, (7, 9), 3, 16),
+        Submit(24, (9,), 2, 16),
+        Event("sample", 40),
+    ]
+)
+@example([Submit(20, (7,), 2, 4), Event("sample", 99), Event("update", "in_place"), Submit(20, (7,), 2, 4)])
 @settings(max_examples=examples(40))
-def test_whatever_happens_around_it_a_request_is_answered_as_if_alone(schedule: list[Any]) -> None:
-    in_place = Update("in_place") in schedule
+def test_a_request_is_answered_as_if_it_were_alone(schedule: list[Any]) -> None:
+    in_place = Event("update", "in_place") in schedule
     shared = answered(schedule, prefix_cache=True)
     for request in shared:
         check(request, in_place=in_place)
-    if any(isinstance(event, (Abort, Update)) for event in schedule):
+    if any(isinstance(event, Event) and event.kind in ("abort", "update") for event in schedule):
         return  # when these come, between which steps, is not the same twice
     alone = answered(schedule, prefix_cache=False)
     assert [request.output_ids for request in shared] == [request.output_ids for request in alone]

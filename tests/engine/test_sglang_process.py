@@ -1,5 +1,5 @@
-"""``--engine sglang``: a Python that has none is said at once, and no server is left behind, however it ends. The
-servers here stand in for SGLang's start, death and workers; whole runs with the real one are marked ``sglang``."""
+"""``--engine sglang``: a Python without SGLang is an error at once, and no server outlives its run. The servers here
+stand in for SGLang's start, death and workers; whole runs with the real one are marked ``sglang``."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,6 +20,7 @@ from agl_slime.cli.settings import train_config
 from agl_slime.engine.sglang_process import SGLANG_PYTHON, SGLangProcess, find_sglang
 from agl_slime.errors import ConfigError, EngineError, EngineTimeoutError
 from tests.harness.train_process import train
+from tests.harness.waiting import becomes_true
 
 # answers /health like a server that is ready, and has a worker that does not hear SIGTERM
 SERVER = """
@@ -37,8 +37,8 @@ http.server.HTTPServer(("127.0.0.1", port), Handler).serve_forever()
 
 
 def a_python(directory: Path, launch: str, *, gpu: bool = False) -> str:
-    """A stand-in for a Python with SGLang: whether it has a GPU is asked of it with -c, and ``launch`` is what it does
-    for ``-m sglang.launch_server``."""
+    """A stand-in for a Python with SGLang: it answers ``-c``, the question for a GPU, and runs ``launch`` for
+    ``-m sglang.launch_server``."""
     python = directory / "python"
     python.write_text(f'#!/bin/sh\nif [ "$1" = "-c" ]; then echo {gpu}; exit 0; fi\n{launch}\n')
     python.chmod(0o755)
@@ -50,25 +50,24 @@ def serving(directory: Path, *, gpu: bool = False) -> str:
     return a_python(directory, f'exec {sys.executable} {directory}/server.py "$@"', gpu=gpu)
 
 
-def left(directory: Path, within_s: float = 0.0) -> list[psutil.Process]:
-    """Processes that belong to the test with this directory and are still there when the time is over."""
-    until = time.monotonic() + within_s
-    while True:
-        others = [one for one in psutil.process_iter(["cmdline"]) if one.pid != os.getpid()]
-        found = [one for one in others if any(str(directory) in word for word in one.info["cmdline"] or ())]
-        if not found or time.monotonic() > until:
-            return found
-        time.sleep(0.02)
+def processes_of(directory: Path, within_s: float = 0.0) -> list[psutil.Process]:
+    """Processes of the test with this directory that still run after ``within_s`` seconds."""
+
+    def running() -> list[psutil.Process]:
+        processes = [process for process in psutil.process_iter(["cmdline"]) if process.pid != os.getpid()]
+        return [each for each in processes if any(str(directory) in word for word in each.info["cmdline"] or ())]
+
+    return [] if becomes_true(lambda: not running(), within_s) else running()
 
 
 @pytest.fixture(autouse=True)
 def nothing_outlives_a_test_that_fails(tmp_path: Path) -> Iterator[None]:
     yield
-    for process in left(tmp_path):
+    for process in processes_of(tmp_path):
         process.kill()
 
 
-@pytest.mark.parametrize("variable", [None, "", "/nowhere/bin/python", sys.executable])
+@pytest.mark.parametrize("variable", [None, "/nowhere/bin/python", sys.executable])
 def test_python_without_sglang_is_refused_before_any_start(
     variable: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -77,10 +76,11 @@ def test_python_without_sglang_is_refused_before_any_start(
         monkeypatch.setenv(SGLANG_PYTHON, variable)
     with pytest.raises(ConfigError) as caught:
         train_config(engine="sglang").check_files()
-    said = str(caught.value)
-    assert said.startswith(f"{SGLANG_PYTHON} {variable}: " if variable else "--engine sglang: give --sglang-python or ")
-    assert "`bash scripts/sglang_cpu.sh DIR` makes one" in said
-    assert "\n" not in said
+    sentence = str(caught.value)
+    named = f"{SGLANG_PYTHON} {variable}: " if variable else "--engine sglang: give --sglang-python or "
+    assert sentence.startswith(named)
+    assert "`bash scripts/sglang_cpu.sh DIR` makes one" in sentence
+    assert "\n" not in sentence
     with pytest.raises(ConfigError, match=rf"^--sglang-python {tmp_path}: it does not run"):
         train_config(engine="sglang", sglang_python=tmp_path).check_files()
     monkeypatch.setenv(SGLANG_PYTHON, "/nowhere/bin/python")
@@ -99,8 +99,8 @@ def test_it_is_served_until_it_is_stopped_and_its_workers_end_with_it(
             command, environment = json.loads(answer.read())
         assert engine.alive
         assert engine.summary == f"SGLang serves {tmp_path} on {'a GPU' if gpu else 'the CPU'}"
-        assert len(left(tmp_path)) == 3  # what stands between, the server and its worker
-    assert left(tmp_path, 1.0) == []
+        assert len(processes_of(tmp_path)) == 3  # the supervisor, the server and its worker
+    assert processes_of(tmp_path, 1.0) == []
     assert "/of/this/environment" not in environment.get("PYTHONPATH", "")
     assert ("--device" in command, "sglang_cpu" in environment.get("PYTHONPATH", "")) == (not gpu, not gpu)
     assert [word for flag, word in itertools.pairwise(command) if flag == "--random-seed"][-1] == "7"
@@ -114,7 +114,7 @@ def test_dead_sglang_process_has_its_last_line_in_the_error_and_all_in_log(tmp_p
     with pytest.raises(EngineError, match=r"^SGLang for .* exit code 3; last words: no room for keys \(all of them:"):
         engine.start()
     assert log.read_text() == "words of the run before\nno room for keys\n"
-    assert left(tmp_path, 1.0) == []
+    assert processes_of(tmp_path, 1.0) == []
 
 
 def test_sglang_that_is_never_ready_is_killed(tmp_path: Path) -> None:
@@ -122,10 +122,25 @@ def test_sglang_that_is_never_ready_is_killed(tmp_path: Path) -> None:
     engine = SGLangProcess(tmp_path, python=python, log=tmp_path / "sglang.log", start_timeout_s=0.7)
     with pytest.raises(EngineTimeoutError, match=r"^SGLang for .* was not ready within 0\.7 s"):
         engine.start()
-    assert left(tmp_path, 1.0) == []
+    assert processes_of(tmp_path, 1.0) == []
 
 
-@pytest.mark.parametrize("killed", ["who started it", "what stands between"])
+def test_server_whose_starter_died_during_the_start_is_killed(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "agl_slime.engine.sglang_process", "--python", serving(tmp_path, gpu=True)]
+    command += ["--model-path", str(tmp_path), "--random-seed", "0", "--parent-pid", str(os.getpid())]
+    with (tmp_path / "log").open("wb") as log:
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, start_new_session=True)
+    assert process.stdout is not None
+    process.stdout.close()  # as of a run that is killed just before the server answers
+    try:
+        process.wait(120)
+        assert processes_of(tmp_path, 20.0) == []
+        assert "BrokenPipeError" in (tmp_path / "log").read_text()
+    finally:
+        process.kill()
+
+
+@pytest.mark.parametrize("killed", ["starter", "supervisor"])
 def test_kill_9_leaves_no_server(killed: str, tmp_path: Path) -> None:
     program = (
         "from agl_slime.engine.sglang_process import *\n"
@@ -145,14 +160,14 @@ def test_kill_9_leaves_no_server(killed: str, tmp_path: Path) -> None:
             assert parent.stdin is not None
             parent.stdin.write(f"{tmp_path}\n")
             parent.stdin.flush()
-            between = psutil.Process(int(parent.stdout.readline()))
-            if killed == "what stands between":
-                between.kill()
+            supervisor = psutil.Process(int(parent.stdout.readline()))
+            if killed == "supervisor":
+                supervisor.kill()
                 parent.stdin.write("\n")
                 parent.stdin.flush()
             else:
                 parent.send_signal(signal.SIGKILL)
-            assert left(tmp_path, 8.0) == []
+            assert processes_of(tmp_path, 8.0) == []
         finally:
             parent.kill()
 
@@ -184,20 +199,20 @@ def test_a_run_with_a_real_sglang_leaves_nothing_behind(policy_dir: Path, tmp_pa
 
 
 @pytest.mark.sglang
-@pytest.mark.parametrize("how", ["Ctrl-C", "kill -9", "the server dies"])
-def test_a_real_sglang_ends_with_its_run(how: str, policy_dir: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("cause", ["Ctrl-C", "kill -9", "the server dies"])
+def test_a_real_sglang_ends_with_its_run(cause: str, policy_dir: Path, tmp_path: Path) -> None:
     flags = ("--engine", "sglang", "--sglang-python", python_with_sglang(), "--model-path", policy_dir)
     flags += ("--output-dir", tmp_path, "--num-iterations", "1000", "--eval-interval", "0")
     with train(*flags) as run:
         run.until("iter 1/1000", 240.0)
         children = run.children()
-        if how == "the server dies":
+        if cause == "the server dies":
             next(child for child in children if child.name() == "sglang::scheduler").kill()
         else:
-            run.process.send_signal(signal.SIGINT if how == "Ctrl-C" else signal.SIGKILL)
+            run.process.send_signal(signal.SIGINT if cause == "Ctrl-C" else signal.SIGKILL)
         code, _ = run.end()
-        assert code == {"Ctrl-C": 130, "kill -9": -9, "the server dies": 1}[how], run.text
+        assert code == {"Ctrl-C": 130, "kill -9": -9, "the server dies": 1}[cause], run.text
         _, alive = psutil.wait_procs(children, timeout=8.0)
         assert not [child for child in alive if child.status() != psutil.STATUS_ZOMBIE]
-    if how == "the server dies":
+    if cause == "the server dies":
         assert "error: SGLang has died; its last words: " in run.text

@@ -1,11 +1,10 @@
-"""New weights reach every worker, in the order that SGLang survives, and a worker that fails is named and left
-running."""
+"""New weights reach every worker, in the order that SGLang survives; a worker that fails is named and runs on."""
 
 from __future__ import annotations
 
 import asyncio
 import json
-import time
+import re
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
@@ -14,13 +13,14 @@ import pytest
 from aiohttp import web
 
 from agl_slime.engine.client.client import ClientSettings, PauseMode, SGLangClient
-from agl_slime.engine.client.generation import SamplingParams, WeightSpan
+from agl_slime.engine.client.generation import SamplingParams
 from agl_slime.engine.client.weights import DiskWeightSync
-from agl_slime.errors import ConfigError, EngineUnreachableError, WeightSyncError
+from agl_slime.errors import EngineUnreachableError, WeightSyncError
 from tests.harness.engine_faults import Answer, Body, Fault, Reset, Stall, Status
 from tests.harness.loop_thread import in_thread
 from tests.harness.scripted_engine import ScriptedEngine
 
+UPDATE = "/update_weights_from_disk"
 QUICK = ClientSettings(backoff_base_s=0.001, backoff_cap_s=0.01, max_attempts=3)
 
 
@@ -35,79 +35,58 @@ def steps(engine: ScriptedEngine) -> list[str]:
 async def test_one_worker() -> None:
     async with ScriptedEngine() as engine:
         assert await make_sync(engine).push("/models/step-1", "1") == (engine.url,)
-        assert steps(engine) == [
-            "/pause_generation",
-            "/flush_cache",
-            "/update_weights_from_disk",
-            "/model_info",
-            "/continue_generation",
-        ]
+        expected = "/pause_generation /flush_cache /update_weights_from_disk /model_info /continue_generation"
+        assert steps(engine) == expected.split()
         assert (engine.weight_version, engine.model_path, engine.paused) == ("1", "/models/step-1", False)
         sent = {request.path: request.payload for request in engine.received}
         assert sent["/pause_generation"] == {"mode": "abort"}
-        assert sent["/update_weights_from_disk"] == {
-            "model_path": "/models/step-1",
-            "weight_version": "1",
-            "flush_cache": False,
-        }
+        update = {"model_path": "/models/step-1", "weight_version": "1", "flush_cache": False}
+        assert sent[UPDATE] == update
 
 
 async def test_all_workers_of_a_router_at_the_same_time() -> None:
     async with AsyncExitStack() as stack:
         workers = [await stack.enter_async_context(ScriptedEngine()) for _ in range(3)]
         router = await stack.enter_async_context(ScriptedEngine(workers=[worker.url for worker in workers]))
-        # the first worker's update waits for the last one's: one after the other would never end
-        arrived = asyncio.Event()
 
         class WaitForLast(Fault):
+            """The first worker's update waits for the last one's: updates in turn would never end."""
+
             async def apply(self, engine: ScriptedEngine, request: web.Request, answer: Answer) -> web.StreamResponse:
-                arrived.set()
-                await workers[2].arrived("/update_weights_from_disk")
+                await workers[2].arrived(UPDATE)
                 return await answer()
 
-        workers[0].script("/update_weights_from_disk", WaitForLast())
+        workers[0].script(UPDATE, WaitForLast())
         urls = await asyncio.wait_for(make_sync(router).push("/models/step-1", "1"), 10)
-        assert arrived.is_set()
         assert list(urls) == [worker.url for worker in workers]
         assert [worker.weight_version for worker in workers] == ["1"] * 3
         assert steps(router) == []  # a router takes none of these
 
 
-async def test_generations_in_flight_resume_under_the_new_weights() -> None:
-    async with ScriptedEngine(token_s=0.002, weight_version="0") as engine, SGLangClient(base_url=engine.url) as client:
-        tasks = [asyncio.create_task(client.generate([n], SamplingParams(max_new_tokens=40))) for n in range(10)]
-        await engine.arrived("/generate", 10)
-        await make_sync(engine).push("/models/step-1", "1")
-        for n, got in enumerate(await asyncio.gather(*tasks)):
-            assert list(got.output_ids) == engine.continuation([n], 40)
-            assert got.resumed == 1
-            assert got.weight_versions[-1] == WeightSpan("1", got.weight_versions[-1].start, 40)
-
-
-@pytest.mark.parametrize("pause", ["retract", "in_place"])
-async def test_sequences_stay_in_an_engine_that_lists_its_versions(pause: PauseMode) -> None:
+@pytest.mark.parametrize("pause", ["abort", "retract", "in_place"])
+async def test_generations_in_flight_end_under_the_new_weights(pause: PauseMode) -> None:
     async with ScriptedEngine(token_s=0.002, weight_version="0") as engine, SGLangClient(base_url=engine.url) as client:
         sync = make_sync(engine, pause=pause)
         assert await sync.settle_pause() == ""
-        told: list[asyncio.Event] = [asyncio.Event() for _ in range(10)]
+        begun = [asyncio.Event() for _ in range(10)]
+        sampling = SamplingParams(max_new_tokens=40)
         tasks = [
-            asyncio.create_task(
-                client.generate([n], SamplingParams(max_new_tokens=40), on_progress=lambda _, e=e: e.set())
-            )
-            for n, e in enumerate(told)
+            asyncio.create_task(client.generate([n], sampling, on_progress=lambda _, event=event: event.set()))
+            for n, event in enumerate(begun)
         ]
-        for event in told:
+        for event in begun:
             await event.wait()
         await sync.push("/models/step-1", "1")
-        for n, got in enumerate(await asyncio.gather(*tasks)):
-            assert list(got.output_ids) == engine.continuation([n], 40)
-            assert got.resumed == 0
-            first, second = got.weight_versions
+        for n, generation in enumerate(await asyncio.gather(*tasks)):
+            assert list(generation.output_ids) == engine.continuation([n], 40)
+            assert generation.resumed == (pause == "abort")
+            first, second = generation.weight_versions
             assert (first.version, second.version, second.end) == ("0", "1", 40)
             assert 0 < first.end == second.start < 40
-        # what stays in place keeps the cache from being flushed; what is computed anew does not
-        assert engine.calls["/flush_cache"] == 1
-        assert engine.received[-1].path == "/continue_generation"
+        # sequences that stay in place keep the cache from being flushed; recomputed ones do not
+        if pause != "abort":
+            assert engine.calls["/flush_cache"] == 1
+            assert engine.received[-1].path == "/continue_generation"
 
 
 @pytest.mark.parametrize("pause", ["retract", "in_place"])
@@ -120,7 +99,7 @@ async def test_a_run_starts_on_an_engine_that_a_killed_one_left_paused(pause: Pa
         assert (await client.generate([5], SamplingParams(max_new_tokens=1))).output_ids
 
 
-async def test_an_engine_that_does_not_list_its_versions_is_paused_as_ever() -> None:
+async def test_an_engine_that_does_not_list_its_versions_aborts_at_a_pause() -> None:
     async with ScriptedEngine() as good, ScriptedEngine(lists_versions=False) as old:
         async with ScriptedEngine(workers=[good.url, old.url]) as router:
             sync = make_sync(router, pause="in_place")
@@ -137,16 +116,14 @@ async def test_an_engine_that_does_not_list_its_versions_is_paused_as_ever() -> 
         (["bfloat16"], {}, "bfloat16"),
         (["auto"], {"dtype": "bfloat16"}, "bfloat16"),
         (["auto"], {"torch_dtype": "bfloat16"}, "bfloat16"),  # the field's older name
-        (["auto"], {"dtype": "float32"}, "float32"),
         (["auto"], None, ""),  # a model that is not on this machine
         (["float32"], {"dtype": "bfloat16"}, "float32"),
         (["bfloat16", "float32"], {}, ""),
-        (["bfloat16", "bfloat16"], {}, "bfloat16"),
         (["auto", "bfloat16"], {"dtype": "bfloat16"}, "bfloat16"),
         ([None], {"dtype": "bfloat16"}, ""),  # a server without this route
     ],
 )
-async def test_workers_compute_dtype_is_found(
+async def test_workers_compute_dtype(
     served: list[str | None], config: dict[str, str] | None, expected: str, tmp_path: Path
 ) -> None:
     if config is not None:
@@ -160,8 +137,7 @@ async def test_workers_compute_dtype_is_found(
                 worker.always("/server_info", Status(404, "Not Found"))
                 worker.always("/get_server_info", Status(404, "Not Found"))
         router = await stack.enter_async_context(ScriptedEngine(workers=[worker.url for worker in workers]))
-        found = await make_sync(router).computes_in()
-    assert found == expected
+        assert await make_sync(router).computes_in() == expected
 
 
 async def test_it_flushes_until_the_worker_is_idle() -> None:
@@ -172,46 +148,28 @@ async def test_it_flushes_until_the_worker_is_idle() -> None:
 
 
 @pytest.mark.parametrize(
-    ("path", "fault", "phase", "says"),
+    ("path", "fault", "message"),
     [
-        ("/pause_generation", Status(500, "no"), "pause", "no"),
-        ("/flush_cache", Status(400, "running requests"), "flush", "still busy"),
-        ("/update_weights_from_disk", Status(400, "No such directory"), "update", "No such directory"),
-        (
-            "/update_weights_from_disk",
-            Body('{"success": false, "message": "shape mismatch"}'),
-            "update",
-            "shape mismatch",
-        ),
-        ("/update_weights_from_disk", Reset(), "update", "broke the connection"),
-        (
-            "/update_weights_from_disk",
-            Body('{"success": true, "message": "but it did nothing"}'),
-            "verify",
-            "reports weight version default instead of 1",
-        ),
-        (
-            "/update_weights_from_disk",
-            Status(400, "Weights were updated, but the cache was not flushed"),
-            "verify",
-            "not flushed",
-        ),
-        ("/model_info", Status(500, "no"), "verify", "no"),
-        ("/update_weights_from_disk", Stall(), "update", "time limit"),
+        ("/pause_generation", Status(500, "no"), "pause: .*no"),
+        ("/flush_cache", Status(400, "running requests"), "flush: .*still busy"),
+        (UPDATE, Status(400, "No such directory"), "update: .*No such directory"),
+        (UPDATE, Body('{"success": false, "message": "shape mismatch"}'), "update: .*shape mismatch"),
+        (UPDATE, Reset(), "update: .*broke the connection"),
+        (UPDATE, Body('{"success": true, "message": ""}'), "verify: .*reports weight version default instead of 1"),
+        (UPDATE, Status(400, "Weights were updated, but the cache was not flushed"), "verify: .*not flushed"),
+        ("/model_info", Status(500, "no"), "verify: .*no"),
+        (UPDATE, Stall(), "update: .*time limit"),
     ],
     ids=repr,
 )
-async def test_one_worker_that_fails_is_named_and_all_are_continued(
-    path: str, fault: Fault, phase: str, says: str
-) -> None:
+async def test_one_worker_that_fails_is_named_and_all_are_continued(path: str, fault: Fault, message: str) -> None:
     limits = {"flush_timeout_s": 0.05, "update_timeout_s": 0.3}
     async with ScriptedEngine() as good, ScriptedEngine() as bad, ScriptedEngine(workers=[good.url, bad.url]) as router:
         bad.always(path, fault)
         with pytest.raises(WeightSyncError, match="weight version 1 did not reach 1 of 2 workers") as caught:
             await make_sync(router, **limits).push("/models/step-1", "1")
         text = str(caught.value)
-        assert f"{bad.url}: {phase}: " in text
-        assert says in text
+        assert re.search(f"{bad.url}: {message}", text)
         assert good.url not in text
         assert "\n" not in text
         assert good.weight_version == "1"
@@ -234,7 +192,7 @@ async def test_server_that_loads_weights_but_answers_an_error_has_the_weights() 
                     engine, request, answer
                 )
 
-        engine.script("/update_weights_from_disk", LoadAndComplain())
+        engine.script(UPDATE, LoadAndComplain())
         await make_sync(engine).push("/models/step-1", "1")
         assert engine.weight_version == "1"
 
@@ -251,15 +209,13 @@ async def test_continue_is_retried_and_its_failure_raised() -> None:
 
 async def test_a_cancelled_push_continues_the_worker() -> None:
     async with ScriptedEngine() as engine:
-        engine.script("/update_weights_from_disk", Stall())
+        engine.script(UPDATE, Stall())
         task = asyncio.create_task(make_sync(engine).push("/models/step-1", "1"))
-        await engine.arrived("/update_weights_from_disk")
+        await engine.arrived(UPDATE)
         assert engine.paused
-        started = time.monotonic()
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
-            await task
-        assert time.monotonic() - started < 30  # of an answer that never comes
+            await asyncio.wait_for(task, 30)  # of an answer that never comes
         assert not engine.paused
 
 
@@ -291,8 +247,3 @@ def test_pushes_from_one_event_loop_after_another() -> None:
         for n in range(3):
             asyncio.run(sync.push(f"/models/step-{n}", str(n)))
         assert engine.weight_version == "2"
-
-
-def test_the_url_is_checked() -> None:
-    with pytest.raises(ConfigError, match="must look like http://"):
-        DiskWeightSync(base_url="localhost")
