@@ -6,8 +6,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from agl_slime.types import Sample
 
 
@@ -19,8 +17,9 @@ def write_dump(
     *,
     steps: int = 1,
 ) -> Path:
-    """The dump of a rollout id; ``columns`` of the train data by slime's names, an entry per Sample; ``None``: without
-    train data."""
+    """The dump of a rollout id; ``columns`` are the train data by slime's names, an entry per Sample."""
+    import torch
+
     save(directory / "rollout_data" / f"{number}.pt", {"rollout_id": number, "samples": [s.to_dict() for s in samples]})
     if columns is None:
         return directory
@@ -30,7 +29,8 @@ def write_dump(
         row |= {"loss_masks": torch.tensor(sample.loss_mask, dtype=torch.int), "rollout_position": place}
         row |= {"sample_index": sample.index, "data_parallel_rank": 0}
         row["rollout_log_probs"] = torch.tensor(sample.rollout_log_probs, dtype=torch.float32)
-        row |= {name: _value(column[place]) for name, column in columns.items()}
+        values = {name: column[place] for name, column in columns.items()}
+        row |= {n: v if isinstance(v, float) else torch.tensor(v, dtype=torch.float32) for n, v in values.items()}
         rows.append(row)
     layout = {"rank": 0, "data_parallel_rank": 0, "global_batch_sizes": [len(samples) // steps] * steps}
     whole = {"format_version": 2, "rollout_id": number, "rank": 0, "samples": rows, "dp_shards": [layout]}
@@ -39,10 +39,8 @@ def write_dump(
 
 
 def save(path: Path, value: Any) -> Path:
+    import torch
+
     path.parent.mkdir(parents=True, exist_ok=True)
     torch.save(value, path)
     return path
-
-
-def _value(value: Any) -> Any:
-    return value if isinstance(value, float) else torch.tensor(value, dtype=torch.float32)

@@ -1,8 +1,6 @@
-"""Running slime's own code in processes of its own, with stand-ins for what a CPU machine lacks (Megatron's options, an
-importable SGLang).
+"""slime's own code in separate processes, with stand-ins for Megatron's options and SGLang, which need a GPU.
 
-Each program in ``tests/programs/slime/`` is a driver as a slime user would write it; it prints its findings as one
-JSON line, which the test judges.
+A program in ``tests/programs/slime/`` prints its result as one JSON line.
 """
 
 from __future__ import annotations
@@ -22,8 +20,7 @@ import pytest
 from tests.harness.guard import guarded
 from tests.harness.sources import SOURCES
 
-HERE = Path(__file__).resolve().parent
-REPOSITORY = HERE.parents[1]
+REPOSITORY = Path(__file__).resolve().parents[2]
 STANDINS = REPOSITORY / "agl_slime" / "rehearse" / "standins"
 _MARK = "RESULT "
 NO_SLIME = (
@@ -34,42 +31,29 @@ NO_SLIME = (
 
 def slime_dir() -> Path | None:
     """The root of slime's sources (``tests/harness/sources.py``), or of the importable package; ``None`` without."""
-    if root := SOURCES["slime"].find():
-        return root
     spec = importlib.util.find_spec("slime")
-    locations = list(spec.submodule_search_locations or []) if spec is not None else []
-    root = Path(locations[0]).parent if locations else None
-    return root if root is not None and (root / "slime" / "ray").is_dir() else None
+    installed = [Path(location).parent for location in (spec and spec.submodule_search_locations) or ()]
+    return SOURCES["slime"].find() or next((root for root in installed if (root / "slime" / "ray").is_dir()), None)
 
 
 def slime_package() -> Path:
-    """The ``slime`` package directory; importing it would need Ray and SGLang. Skips the test without one."""
-    root = slime_dir()
-    if root is None:
-        pytest.skip(NO_SLIME)
-    return root / "slime"
+    """The ``slime`` package directory, without an import, which needs Ray and SGLang. Skips the test without one."""
+    return require_slime() / "slime"
 
 
 def require_slime(*modules: str) -> Path:
-    """The slime checkout; skips the test with one sentence when it, or one of ``modules``, is missing."""
-    root = slime_dir()
-    if root is None:
-        pytest.skip(NO_SLIME)
-    missing = [name for name in modules if importlib.util.find_spec(name) is None]
-    if missing:
-        pytest.skip(
-            f"slime's tests need {', '.join(missing)}: run pytest with the Python that scripts/slime_cpu.sh made"
-        )
+    """The slime checkout; skips the test when it, or one of ``modules``, is missing."""
+    root = slime_dir() or pytest.skip(NO_SLIME)
+    if missing := ", ".join(name for name in modules if importlib.util.find_spec(name) is None):
+        pytest.skip(f"slime's tests need {missing}: run pytest with the Python that scripts/slime_cpu.sh made")
     return root
 
 
 def environment(root: Path) -> dict[str, str]:
-    """Variables under which slime's code, the stand-ins and this repository are importable, in the program and in its
-    Ray workers."""
-    python_path = os.pathsep.join([str(STANDINS), str(root), str(REPOSITORY)])
+    """Variables with which a program and its Ray workers import slime, the stand-ins and this repository."""
     return {
         **os.environ,
-        "PYTHONPATH": python_path,
+        "PYTHONPATH": os.pathsep.join([str(STANDINS), str(root), str(REPOSITORY)]),
         "OMP_NUM_THREADS": "1",
         "TOKENIZERS_PARALLELISM": "false",
         "HF_HUB_OFFLINE": "1",
@@ -133,14 +117,8 @@ def model_flags(model: Path) -> list[str]:
     """Megatron's model options for a checkpoint, as slime's launch scripts give them."""
     config = json.loads((model / "config.json").read_text())
     theta = config.get("rope_theta") or (config.get("rope_parameters") or {}).get("rope_theta", 10000.0)
-    names = {
-        "num-layers": "num_hidden_layers",
-        "hidden-size": "hidden_size",
-        "ffn-hidden-size": "intermediate_size",
-        "num-attention-heads": "num_attention_heads",
-        "norm-epsilon": "rms_norm_eps",
-        "vocab-size": "vocab_size",
-    }
-    flags = [part for flag, field in names.items() for part in (f"--{flag}", str(config[field]))]
+    names = {"num-layers": "num_hidden_layers", "ffn-hidden-size": "intermediate_size", "norm-epsilon": "rms_norm_eps"}
+    names |= {name.replace("_", "-"): name for name in ("hidden_size", "num_attention_heads", "vocab_size")}
+    flags = [word for flag, field in names.items() for word in (f"--{flag}", str(config[field]))]
     untied = [] if config.get("tie_word_embeddings") else ["--untie-embeddings-and-output-weights"]
     return [*flags, "--rotary-base", str(theta), *untied]

@@ -14,15 +14,19 @@ from typing import Any
 import pytest
 
 from agl_slime import AGLDataSource, RunnerThread
+from agl_slime.data.ledger import LedgerCounts
+from agl_slime.data.source import DataSourceSettings
 from agl_slime.store.bridge import BridgeStore
 from agl_slime.store.client import RemoteStore
 from agl_slime.store.server import StoreService
-from agl_slime.support.agl import LLM, EnqueueRolloutRequest
+from agl_slime.support.agl import LLM, EnqueueRolloutRequest, LightningStore
 from agl_slime.types import Sample
+from tests.harness import stores
 from tests.programs.agents.contract_agent import ContractAgent
 
 AGENT = "tests.programs.agents.contract_agent:ContractAgent"
 HELD_AGENT = f"{__name__}:HeldAgent"
+QUICK = DataSourceSettings(get_timeout_s=20.0, poll_interval_s=0.01)
 
 
 class HeldAgent(ContractAgent):
@@ -59,7 +63,7 @@ def write_tasks(path: Path, n: int) -> str:
 @contextmanager
 def service_with_runner(agent: Any = None, *, port: int = 0) -> Iterator[tuple[BridgeStore, StoreService]]:
     store = BridgeStore()
-    # the service ends first: what is in flight then is lost, not failed
+    # the service ends first: rollouts that are in flight then are lost, not failed
     with RunnerThread(agent=agent or ContractAgent(), store=store), StoreService(store=store, port=port) as service:
         yield store, service
 
@@ -73,14 +77,32 @@ def check(groups: list[list[Sample]], *, size: int = 2) -> None:
         assert len(group) == size
         assert len({sample.group_index for sample in group}) == 1
         for sample in group:
-            assert sample.status == Sample.Status.COMPLETED
-            assert sample.reward == 0.25
+            assert (sample.status, sample.reward) == (Sample.Status.COMPLETED, 0.25)
             assert sample.index is not None
             assert sample.loss_mask is not None
             assert sample.response_length == len(sample.loss_mask) < len(sample.tokens)
 
 
-async def _enqueue(url: str, group_id: str, n: int, *, size: int) -> list[str]:
+def counts_of(source: AGLDataSource) -> LedgerCounts:
+    """The ledger's counts, which add up."""
+    counts = source.groups.ledger.counts()
+    assert counts.opened == counts.open + counts.ready + sum(counts.closed.values())
+    return counts
+
+
+async def get(source: AGLDataSource, n: int) -> list[list[Sample]]:
+    return await asyncio.to_thread(source.get_samples, n)
+
+
+async def finished_rollouts(store: LightningStore, n: int = 1, **options: Any) -> list[str]:
+    """The ids of ``n`` rollouts that succeed after they are enqueued."""
+    ids = await stores.enqueue(store, n, **options)
+    for rollout_id in ids:
+        await stores.finish(store, rollout_id)
+    return ids
+
+
+async def _enqueue(url: str, group_id: str, n: int, size: int) -> list[str]:
     store = RemoteStore(url)
     await store.add_resources({"main_llm": LLM(endpoint="http://127.0.0.1:1", model="")})
     metadata = {"group_id": group_id, "group_size": size}
@@ -93,26 +115,26 @@ async def _enqueue(url: str, group_id: str, n: int, *, size: int) -> list[str]:
 
 
 def enqueue(url: str, group_id: str, n: int, *, size: int = 2) -> list[str]:
-    return asyncio.run(_enqueue(url, group_id, n, size=size))
+    return asyncio.run(_enqueue(url, group_id, n, size))
 
 
-def wait_until(source: AGLDataSource, settled: int) -> None:
-    """Until the source knows of so many rollouts."""
+def wait_until(source: AGLDataSource, n: int) -> None:
+    """Until ``n`` rollouts are in the source's ledger."""
     with source.groups.changed:
         for _ in range(400):
-            if source.groups.ledger.counts().opened >= settled:
+            if source.groups.ledger.counts().opened >= n:
                 return
             source.groups.changed.wait(0.05)
-    pytest.fail(f"only {source.groups.ledger.counts().opened} of {settled} rollouts became known")
+    pytest.fail(f"only {source.groups.ledger.counts().opened} of {n} rollouts are in the ledger")
 
 
 async def sampling_by_mode(store: BridgeStore) -> dict[str, list[dict[str, Any]]]:
     """The sampling parameters of the store's rollouts, each once."""
-    found: dict[str, list[dict[str, Any]]] = {}
+    by_mode: dict[str, list[dict[str, Any]]] = {}
     for rollout in await store.query_rollouts():
         resources = await store.get_resources_by_id(rollout.resources_id or "")
         assert resources is not None
         sampling = resources.resources["main_llm"].sampling_parameters  # type: ignore[union-attr]
-        if sampling not in found.setdefault(str(rollout.mode), []):
-            found[str(rollout.mode)].append(sampling)
-    return found
+        if sampling not in by_mode.setdefault(str(rollout.mode), []):
+            by_mode[str(rollout.mode)].append(sampling)
+    return by_mode

@@ -1,4 +1,4 @@
-"""A driver that has started slime's side and waits to be killed; stand-ins for slime, a Ray that others started.
+"""A driver that has started slime's side and waits to be killed; stand-ins for slime, the Ray of RAY_ADDRESS.
 
 python -m tests.programs.slime.killed SHAPE CALLS
 """

@@ -1,5 +1,4 @@
-"""Ray without processes: actors are objects, references are values. For the order of calls, not for what outlives
-what."""
+"""Ray without processes: actors are objects, references are values. It shows the order of calls, and no lifetimes."""
 
 from __future__ import annotations
 
@@ -32,7 +31,7 @@ class FakeRay:
         return types.SimpleNamespace(options=lambda **_: made)
 
     def modules(self) -> dict[str, types.ModuleType]:
-        """``ray`` and what is imported of it, for ``sys.modules``."""
+        """``ray`` and its modules that are imported, for ``sys.modules``."""
         ray, util, groups = (types.ModuleType(name) for name in ("ray", "ray.util", "ray.util.placement_group"))
         for module in (ray, util, groups):
             module.__spec__ = ModuleSpec(module.__name__, None, is_package=True)

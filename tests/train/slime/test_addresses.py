@@ -52,6 +52,8 @@ def test_slimes_settings_of_the_gateway_reach_the_runners() -> None:
     assert settings.plan().settings.gateway == GatewaySettings(host="0.0.0.0")  # type: ignore[union-attr]
     plan = settings_of({"AGL_SLIME_STORE_HOST": "10.0.0.7"}, agl_agent="a:B", agl_runners="ray:2").plan()
     assert (plan.store_host, plan.store_setting) == ("10.0.0.7", "agl_store_host")
+    with pytest.raises(ConfigError, match="give that as port"):
+        GatewaySettings(public_url="http://h")
 
 
 @pytest.mark.parametrize(

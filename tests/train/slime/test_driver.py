@@ -45,23 +45,26 @@ def calls(args: Any) -> list[str]:
     return Path(args.calls).read_text().split()
 
 
+def started(shape: str, monkeypatch: pytest.MonkeyPatch, file: Path, **changed: Any) -> SlimeTrainer:
+    use(shape, monkeypatch)
+    trainer = SlimeTrainer(args=driver.driver_args(file, **changed))
+    trainer.start()
+    return trainer
+
+
 @pytest.mark.parametrize("shape", driver.SHAPES)
 def test_the_calls_come_in_the_order_of_slimes_own_driver(
     shape: str, ray: FakeRay, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ):
-    use(shape, monkeypatch)
-    args = driver.driver_args(tmp_path / "calls")
-    trainer = SlimeTrainer(args=args)
-    trainer.start()
+    trainer = started(shape, monkeypatch, tmp_path / "calls")
     first = 8 if shape == "main" else 1
     assert trainer.updates == first  # the version that the engines have
-    assert [trainer.train(0), trainer.update_weights(), trainer.train(1), trainer.update_weights()] == [
-        *(3, str(first + 1), 3, str(first + 2))
-    ]
+    results = [trainer.train(0), trainer.update_weights(), trainer.train(1), trainer.update_weights()]
+    assert results == [3, str(first + 1), 3, str(first + 2)]
     assert trainer.saved == 1
     trainer.stop()
     trainer.stop()
-    assert calls(args) == ORDER[shape].split()
+    assert calls(trainer.args) == ORDER[shape].split()
     assert [handle for handle in ray.alive if isinstance(handle._actor, (driver.Manager, driver.Serving))] == []
     assert ray.placed == []
 
@@ -70,19 +73,15 @@ def test_the_calls_come_in_the_order_of_slimes_own_driver(
 def test_offloaded_engines_are_woken_around_the_update(
     shape: str, ray: FakeRay, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ):
-    use(shape, monkeypatch)
-    args = driver.driver_args(tmp_path / "calls", offload_rollout=True, num_rollout=3)
-    trainer = SlimeTrainer(args=args)
-    trainer.start()
+    trainer = started(shape, monkeypatch, tmp_path / "calls", offload_rollout=True, num_rollout=3)
     trainer.train(0)
     trainer.update_weights()
     trainer.stop()
-    made = calls(args)
+    made = calls(trainer.args)
     step = made[made.index("generate") :]
-    pausing = [] if shape == "624b824" else ["pause"]
-    resuming = [] if shape == "624b824" else ["resume"]
     assert step[:2] == ["generate", "offload"]
-    update = ["onload_weights", *pausing, "update_weights", *resuming, "onload_kv"]
+    pause, resume = (["pause"], ["resume"]) if shape == "main" else ([], [])
+    update = ["onload_weights", *pause, "update_weights", *resume, "onload_kv"]
     assert [name for name in step if name in {*update}] == update
     assert made[made.index("models") + 1 :][:2] == ["onload_weights", "update_weights"]
 
@@ -91,26 +90,21 @@ def test_offloaded_engines_are_woken_around_the_update(
 def test_a_batch_that_is_a_reference_is_loaded_to_be_counted(
     shape: str, ray: FakeRay, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ):
-    use(shape, monkeypatch)
     for transport, tokens in (("straw", 3), ("nixl", None)):
-        args = driver.driver_args(tmp_path / transport, rollout_data_transport=transport)
-        trainer = SlimeTrainer(args=args)
-        trainer.start()
+        trainer = started(shape, monkeypatch, tmp_path / transport, rollout_data_transport=transport)
         assert trainer.train(0) == tokens
         trainer.stop()
 
 
-def test_each_run_has_a_new_session_unless_one_is_given(ray: FakeRay, monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
-    use("main", monkeypatch)
-    names = []
-    for given in (None, None, "mine"):
-        trainer = SlimeTrainer(args=driver.driver_args(tmp_path / "calls", rollout_session_id=given))
-        trainer.start()
-        names.append(trainer.args.rollout_session_id)
+def test_each_run_has_a_new_session_unless_it_is_named(ray: FakeRay, monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    sessions = []
+    for session in (None, None, "mine"):
+        trainer = started("main", monkeypatch, tmp_path / "calls", rollout_session_id=session)
+        sessions.append(trainer.args.rollout_session_id)
         assert trainer.router_url == "http://10.0.0.1:3000"
         trainer.stop()
-    assert len({*names}) == 3
-    assert names[2] == "mine"
+    assert len({*sessions}) == 3
+    assert sessions[2] == "mine"
 
 
 def test_the_restore_plan_of_newer_parsers_reaches_the_manager(ray: FakeRay, monkeypatch: pytest.MonkeyPatch):
@@ -122,23 +116,17 @@ def test_the_restore_plan_of_newer_parsers_reaches_the_manager(ray: FakeRay, mon
     assert parse_slime_args([]).agl_restore_plan is None
 
 
-def test_a_driver_of_another_shape_is_one_sentence(ray: FakeRay, monkeypatch: pytest.MonkeyPatch):
-    pytest.importorskip("torch")
-    use("main", monkeypatch)
-    monkeypatch.setattr(
-        sys.modules["slime.ray.placement_group"], "create_rollout_manager", lambda args, cluster: None, raising=True
-    )
-    with pytest.raises(UnknownVersionError, match=r"create_rollout_manager of slime .* takes \(args, cluster\)"):
-        require_slime()
-
-
 @pytest.mark.parametrize("shape", driver.SHAPES)
-def test_a_name_that_is_at_none_of_its_places_is_one_sentence(
-    shape: str, ray: FakeRay, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_driver_of_another_shape_is_one_sentence(shape: str, ray: FakeRay, monkeypatch: pytest.MonkeyPatch):
     pytest.importorskip("torch")
     use(shape, monkeypatch)
     require_slime()
-    monkeypatch.delattr(sys.modules["slime.observability.logging_utils"], "finish_tracking")
-    with pytest.raises(UnknownVersionError, match=r"no finish_tracking: looked for it in .*observability.* and .*util"):
+    with monkeypatch.context() as patch:
+        patch.delattr(sys.modules["slime.observability.logging_utils"], "finish_tracking")
+        places = "no finish_tracking: looked for it in .*observability.* and .*util"
+        with pytest.raises(UnknownVersionError, match=places):
+            require_slime()
+    module = sys.modules["slime.ray.placement_group"]
+    monkeypatch.setattr(module, "create_rollout_manager", lambda args, cluster: None)
+    with pytest.raises(UnknownVersionError, match=r"create_rollout_manager of slime .* takes \(args, cluster\)"):
         require_slime()

@@ -13,10 +13,11 @@ import pytest
 
 from agl_slime.train.slime.flags import WITHOUT_EFFECT, without_effect
 from agl_slime.train.slime.source import AGLDataSource
-from tests.harness.slime_programs import slime_package
+from tests.harness.slime_programs import REPOSITORY, slime_package
+from tests.harness.slime_source import AGENT
 
 HOOK = "agl_slime.slime_hooks.generate_rollout"
-PAGE = Path(__file__).parents[3] / "docs" / "slime.md"
+PAGE = REPOSITORY / "docs" / "slime.md"
 
 
 def args_of(**values: Any) -> Namespace:
@@ -28,30 +29,24 @@ def names(args: Namespace) -> list[str]:
     return [flag.name for flag in without_effect(args)]
 
 
-def test_slimes_defaults_name_nothing():
+def test_each_flag_with_another_value_is_named():
     assert names(args_of()) == []
     assert names(args_of(over_sampling_batch_size=8)) == []  # set by slime itself, to the batch size
     assert names(Namespace(rollout_function_path=HOOK)) == []  # another version of slime, without these flags
-
-
-def test_each_flag_with_another_value_is_named():
     values = {
         flag.name: {None: "x", False: True}.get(flag.default, 7) if flag.default != [] else ["a.b"]
         for flag in WITHOUT_EFFECT
     }
     assert names(args_of(**values)) == [flag.name for flag in WITHOUT_EFFECT]
-
-
-def test_another_rollout_function_reads_its_flags_itself():
-    args = args_of(partial_rollout=True)
-    args.rollout_function_path = "slime.rollout.sglang_rollout.generate_rollout"
+    args = args_of(**values)
+    args.rollout_function_path = "slime.rollout.sglang_rollout.generate_rollout"  # it reads its flags itself
     assert names(args) == []
 
 
 def test_the_data_source_warns_once_with_all_names(caplog: pytest.LogCaptureFixture, tmp_path: Path):
     (tmp_path / "tasks.jsonl").write_text('{"prompt": "?"}\n')
     args = args_of(partial_rollout=True, rm_type="dapo", agl_tasks=str(tmp_path / "tasks.jsonl"))
-    args.agl_agent = "tests.programs.agents.contract_agent:ContractAgent"
+    args.agl_agent = AGENT
     with caplog.at_level(logging.WARNING), AGLDataSource(args):
         pass
     (text,) = [record.getMessage() for record in caplog.records if "without effect" in record.getMessage()]
@@ -72,7 +67,7 @@ USED = """hf_checkpoint rollout_function_path rollout_temperature rollout_top_p 
     eval_top_p eval_top_k eval_max_response_len eval_max_prompt_len eval_min_new_tokens eval_max_context_len reward_key
     custom_reward_post_process_path custom_rollout_log_function_path custom_eval_rollout_log_function_path
     rollout_data_transport"""
-# Those of slime's manager, driver and actors, Megatron and SGLang, whatever samples.
+# Flags of slime's manager, driver and actors, Megatron and SGLang, under any rollout function.
 PASSED_ON = """model_name update_weight_buffer_size update_weights_interval keep_old_actor rollout_data_postprocess_path
     rollout_external_engine_addrs num_rollout global_batch_size num_steps_per_rollout micro_batch_size balance_data
     balance_by_flops use_dynamic_batch_size max_tokens_per_gpu log_probs_max_tokens_per_gpu eval_interval
@@ -89,15 +84,15 @@ def options(function: ast.FunctionDef) -> Iterator[tuple[str, Any]]:
         if not isinstance(call, ast.Call) or name not in ("add_argument", "reset_arg"):
             continue
         option = next(word.value for word in call.args if isinstance(word, ast.Constant))
-        given = {word.arg: word.value for word in call.keywords}
-        action = given.get("action")
+        keywords = {word.arg: word.value for word in call.keywords}
+        action = keywords.get("action")
         default = _NO_DEFAULT.get(action.value) if isinstance(action, ast.Constant) else None
-        if "default" in given:
+        if "default" in keywords:
             try:
-                default = ast.literal_eval(given["default"])
+                default = ast.literal_eval(keywords["default"])
             except ValueError:
                 default = ...  # computed
-        dest = given.get("dest")
+        dest = keywords.get("dest")
         yield dest.value if isinstance(dest, ast.Constant) else option.removeprefix("--").replace("-", "_"), default
 
 
@@ -105,18 +100,17 @@ def options(function: ast.FunctionDef) -> Iterator[tuple[str, Any]]:
 def test_each_flag_of_slimes_parser_is_used_passed_on_or_named():
     source = (slime_package() / "utils" / "arguments.py").read_text()
     functions = {node.name: node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.FunctionDef)}
-    found = dict(pair for group in GROUPS for pair in options(functions[f"add_{group}_arguments"]))
-    assert len(found) > 80
+    defaults = dict(pair for group in GROUPS for pair in options(functions[f"add_{group}_arguments"]))
+    assert len(defaults) > 80
     named = {flag.name: flag.default for flag in WITHOUT_EFFECT}
     used, passed = {*USED.split()}, {*PASSED_ON.split()}
     assert not used & passed | used & {*named} | passed & {*named}
-    assert found.keys() - used - passed - named.keys() == set()
-    assert (used | passed) - found.keys() == set()
+    assert defaults.keys() - used - passed - named.keys() == set()
+    assert (used | passed) - defaults.keys() == set()
     # buffer_sort_by_staleness is main's, sglang_server_concurrency is among the engines'
-    assert named.keys() - found.keys() == {"buffer_sort_by_staleness", "sglang_server_concurrency"}
-    assert {name: default for name, default in found.items() if name in named} == {
-        name: default for name, default in named.items() if name in found
-    }
+    assert named.keys() - defaults.keys() == {"buffer_sort_by_staleness", "sglang_server_concurrency"}
+    both = defaults.keys() & named.keys()
+    assert {name: defaults[name] for name in both} == {name: named[name] for name in both}
 
 
 def test_the_guide_has_each_flag():

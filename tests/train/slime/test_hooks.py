@@ -24,7 +24,7 @@ def sample(
 
 
 class ListedSource:
-    """Hands out the given answers, one per call, and takes groups back."""
+    """Returns the listed answers, one per call, and takes groups back."""
 
     def __init__(self, *answers: Any) -> None:
         self.answers = list(answers)
@@ -40,9 +40,9 @@ class ListedSource:
         self.back.extend(groups)
 
 
-def groups(n: int, *, size: int = 2, reward: Any = None) -> list[list[list[Sample]]]:
+def groups(n: int, *, reward: Any = None) -> list[list[list[Sample]]]:
     return [
-        [[sample(float(i) if reward is None else reward, group=number, index=number * size + i) for i in range(size)]]
+        [[sample(float(i) if reward is None else reward, group=number, index=number * 2 + i) for i in range(2)]]
         for number in range(n)
     ]
 
@@ -60,22 +60,14 @@ def test_batch_has_exactly_slimes_group_count_and_the_rest_waits():
 
 def test_groups_that_the_dynamic_filter_drops_are_replaced_and_counted():
     source = ListedSource(*groups(1), *groups(1, reward=1.0), *groups(1))
-    args = Namespace(
-        rollout_batch_size=2,
-        dynamic_sampling_filter_path="agl_slime.slime_hooks.keep_nonzero_variance",
-        reward_key=None,
-    )
+    args = Namespace(rollout_batch_size=2, reward_key=None)
+    args.dynamic_sampling_filter_path = "agl_slime.slime_hooks.keep_nonzero_variance"
     output = slime_hooks.generate_rollout(args, 0, source)
     assert len(output.samples) == 2
     assert [value for name, value in (output.metrics or {}).items() if "dynamic_filter" in name] == [1]
 
 
-def test_a_data_source_that_does_not_wait_is_refused():
-    with pytest.raises(DataSourceError, match="no group"):
-        slime_hooks.generate_rollout(Namespace(rollout_batch_size=1), 0, ListedSource([]))
-
-
-def test_groups_are_given_back_when_the_rest_fails():
+def test_groups_are_returned_when_the_rest_fails():
     source = ListedSource(*groups(2), DataSourceError("nothing came"))
     with pytest.raises(DataSourceError, match="nothing came"):
         slime_hooks.generate_rollout(Namespace(rollout_batch_size=3), 0, source)
@@ -92,38 +84,38 @@ def test_a_group_without_log_probs_is_refused_where_slime_corrects_by_them(flag:
     assert slime_hooks.generate_rollout(Namespace(rollout_batch_size=1), 0, ListedSource([plain])).samples == [plain]
 
 
-def test_placeholder_samples_are_not_trained_on():
+def test_placeholders_and_a_data_source_that_does_not_wait_are_refused():
     placeholder = [[sample(None, status=Sample.Status.PENDING)]]
-    with pytest.raises(DataSourceError, match="agl_store_url"):
-        slime_hooks.generate_rollout(Namespace(rollout_batch_size=1), 0, ListedSource(placeholder))
+    for answer, text in ((placeholder, "agl_store_url"), ([], "no group")):
+        with pytest.raises(DataSourceError, match=text):
+            slime_hooks.generate_rollout(Namespace(rollout_batch_size=1), 0, ListedSource(answer))
 
 
 # -- rewards: the cases of slime's issues ----------------------------------------------------------------------------
 
 ARGS = Namespace(advantage_estimator="grpo", rewards_normalization=True, grpo_std_normalization=True, reward_key=None)
-MEAN_ONLY = Namespace(
-    advantage_estimator="grpo", rewards_normalization=True, grpo_std_normalization=False, reward_key=None
-)
+MEAN_ONLY = Namespace(**{**vars(ARGS), "grpo_std_normalization": False})
 
 
-def test_uneven_groups_with_equal_rewards_have_no_advantage():
+def normalized(args: Namespace, batch: Any) -> list[float]:
+    return slime_hooks.normalize_rewards(args, batch)[1]
+
+
+def test_uneven_groups_and_lone_rollouts_with_equal_rewards_have_no_advantage():
     batch = [
         sample(5.0, group=group, rollout=4 * group + i) for group, size in enumerate((4, 3, 4)) for i in range(size)
     ]
-    raw, rewards = slime_hooks.normalize_rewards(ARGS, batch)
-    assert raw == [5.0] * 11
-    assert rewards == [0.0] * 11
+    assert slime_hooks.normalize_rewards(ARGS, batch) == ([5.0] * 11, [0.0] * 11)
+    assert normalized(ARGS, [sample(3.0, group=0), sample(9.0, group=1)]) == [0.0, 0.0]
 
 
-def test_a_rollout_of_three_samples_counts_once():
+def test_a_rollout_of_three_samples_counts_once_while_one_of_them_does():
     batch = [sample(1.0, rollout=7), sample(1.0, rollout=7), sample(1.0, rollout=7), sample(0.0, rollout=8)]
-    assert slime_hooks.normalize_rewards(MEAN_ONLY, batch)[1] == [0.5, 0.5, 0.5, -0.5]
-
-
-def test_lone_rollout_gets_zero_and_siblings_must_have_equal_rewards():
-    assert slime_hooks.normalize_rewards(ARGS, [sample(3.0, group=0), sample(9.0, group=1)])[1] == [0.0, 0.0]
+    assert normalized(MEAN_ONLY, batch) == [0.5, 0.5, 0.5, -0.5]
+    siblings = [sample(1.0, rollout=7), sample(1.0, rollout=7, remove_sample=True)]
+    assert normalized(MEAN_ONLY, [*siblings, sample(0.0, rollout=8)]) == [0.5, 0.0, -0.5]
     with pytest.raises(RewardError, match=r"rollout 1 .* 1\.0 and 0\.0"):
-        slime_hooks.normalize_rewards(ARGS, [sample(1.0, rollout=1), sample(0.0, rollout=1)])
+        normalized(ARGS, [sample(1.0, rollout=1), sample(0.0, rollout=1)])
 
 
 def test_estimators_that_are_not_group_relative_keep_the_raw_rewards():
@@ -139,19 +131,38 @@ def test_a_named_reward_is_picked_and_a_missing_one_is_an_error():
         slime_hooks.normalize_rewards(ARGS, [sample(None)])
 
 
+def test_unfit_samples_are_taken_out_of_loss_and_baseline():
+    batch = [[sample(1.0), sample(0.0), sample(None), sample(-9.0, status=Sample.Status.ABORTED)]]
+    slime_hooks.mask_unfit(None, batch)
+    assert [entry.remove_sample for entry in batch[0]] == [False, False, True, True]
+    assert slime_hooks.normalize_rewards(MEAN_ONLY, batch) == ([1.0, 0.0, 0.0, -9.0], [0.5, -0.5, 0.0, 0.0])
+    assert normalized(MEAN_ONLY, batch[0][2:]) == [0.0, 0.0]
+
+
 # -- filters and logs ------------------------------------------------------------------------------------------------
 
 
-def _keeps(samples: list[Any]) -> bool:
+def _passes(samples: list[Any]) -> bool:
     output = slime_hooks.keep_nonzero_variance(Namespace(reward_key=None), samples)
     return bool(getattr(output, "keep", output))
 
 
 def test_groups_without_variance_are_dropped_nested_ones_too():
-    assert _keeps([sample(1.0), sample(0.0)])
-    assert _keeps([[sample(1.0), sample(1.0)], [sample(0.0)]])
-    assert not _keeps([sample(1.0), sample(1.0)])
-    assert not _keeps([[sample(1.0), sample(1.0)], [sample(1.0)]])
+    assert _passes([sample(1.0), sample(0.0)])
+    assert _passes([[sample(1.0), sample(1.0)], [sample(0.0)]])
+    assert not _passes([sample(1.0), sample(1.0)])
+    assert not _passes([[sample(1.0), sample(1.0)], [sample(1.0)]])
+    assert not _passes([sample(1.0), sample(1.0), sample(0.0, status=Sample.Status.FAILED)])
+
+
+@pytest.mark.parametrize("rewards", [[1.0, 0.99999994], [1.0, 1 - 9.9e-7], [0.0, 9.9e-7, 0.0]])
+def test_a_group_that_the_filter_drops_has_no_advantage(rewards: list[float]):
+    batch = [sample(reward) for reward in rewards]
+    assert not _passes(batch)
+    for args in (ARGS, MEAN_ONLY):
+        assert normalized(args, batch) == [0.0] * len(rewards)
+    apart = [sample(reward * 10) for reward in rewards]
+    assert _passes(apart) == any(normalized(MEAN_ONLY, apart))
 
 
 def test_the_oldest_groups_leave_the_buffer_first():
@@ -161,61 +172,26 @@ def test_the_oldest_groups_leave_the_buffer_first():
     assert [group[0].group_index for group in buffer] == [5, 9]
 
 
-def test_unfinished_samples_are_taken_out_of_the_loss():
-    batch = [[sample(), sample(None), sample(status=Sample.Status.ABORTED)]]
-    slime_hooks.mask_unfit(None, batch)
-    assert [entry.remove_sample for entry in batch[0]] == [False, True, True]
-
-
-def test_masked_samples_are_left_out_of_the_baseline():
-    batch = [[sample(1.0), sample(0.0), sample(None), sample(-9.0, status=Sample.Status.ABORTED)]]
-    slime_hooks.mask_unfit(None, batch)
-    assert slime_hooks.normalize_rewards(MEAN_ONLY, batch) == ([1.0, 0.0, 0.0, -9.0], [0.5, -0.5, 0.0, 0.0])
-    assert slime_hooks.normalize_rewards(MEAN_ONLY, batch[0][2:])[1] == [0.0, 0.0]
-
-
-def test_a_rollout_counts_while_one_of_its_samples_does():
-    siblings = [sample(1.0, rollout=7), sample(1.0, rollout=7, remove_sample=True)]
-    assert slime_hooks.normalize_rewards(MEAN_ONLY, [*siblings, sample(0.0, rollout=8)])[1] == [0.5, 0.0, -0.5]
-
-
-def test_a_failed_rollout_makes_no_variance():
-    assert not _keeps([sample(1.0), sample(1.0), sample(0.0, status=Sample.Status.FAILED)])
-
-
-@pytest.mark.parametrize("rewards", [[1.0, 0.99999994], [1.0, 1 - 9.9e-7], [0.0, 9.9e-7, 0.0]])
-def test_a_group_that_the_filter_drops_has_no_advantage(rewards: list[float]):
-    batch = [sample(reward) for reward in rewards]
-    assert not _keeps(batch)
-    for args in (ARGS, MEAN_ONLY):
-        assert slime_hooks.normalize_rewards(args, batch)[1] == [0.0] * len(rewards)
-    apart = [sample(reward * 10) for reward in rewards]
-    assert _keeps(apart) == any(slime_hooks.normalize_rewards(MEAN_ONLY, apart)[1])
-
-
 def test_log_hook_adds_to_slimes_metrics_without_replacing_its_log():
-    siblings = [
-        sample(metadata={"agl_rollout_id": "a", "turns": 2}),
-        sample(metadata={"agl_rollout_id": "a", "turns": 1}),
-    ]
-    extra: dict[str, Any] = {"kept": 1}
+    siblings = [sample(metadata={"agl_rollout_id": "a", "turns": turns}) for turns in (2, 1)]
+    metrics: dict[str, Any] = {"loss": 1}
     args = Namespace()
-    assert slime_hooks.log_rollout(3, args, siblings, extra, 0.5) is False
+    assert slime_hooks.log_rollout(3, args, siblings, metrics, 0.5) is False
     assert args.logged_rollout_id == 3
-    assert extra["kept"] == 1
-    assert (extra["agl/rollouts"], extra["agl/forks"], extra["agl/turns_mean"]) == (1, 1, 1.5)
+    assert metrics["loss"] == 1
+    assert (metrics["agl/rollouts"], metrics["agl/forks"], metrics["agl/turns_mean"]) == (1, 1, 1.5)
 
 
 def test_staleness_is_that_of_the_sampled_tokens():
     old = sample(metadata={"policy_version": 5, "weight_spans": [["3", 0, 1], ["5", 1, 4]]})
     fresh = sample(metadata={"policy_version": 5, "weight_spans": [["5", 0, 4]]})
-    unknown = sample(metadata={"policy_version": None, "weight_spans": [["default", 0, 4]]})
-    extra: dict[str, Any] = {}
-    slime_hooks.log_rollout(0, Namespace(), [old, fresh, unknown], extra, 1.0)
-    assert (extra["agl/staleness_mean"], extra["agl/staleness_max"]) == (2 / 8, 2)
-    extra.clear()
-    slime_hooks.log_rollout(0, Namespace(), [unknown], extra, 1.0)
-    assert not [name for name in extra if "staleness" in name]
+    unversioned = sample(metadata={"policy_version": None, "weight_spans": [["default", 0, 4]]})
+    metrics: dict[str, Any] = {}
+    slime_hooks.log_rollout(0, Namespace(), [old, fresh, unversioned], metrics, 1.0)
+    assert (metrics["agl/staleness_mean"], metrics["agl/staleness_max"]) == (2 / 8, 2)
+    metrics.clear()
+    slime_hooks.log_rollout(0, Namespace(), [unversioned], metrics, 1.0)
+    assert not [name for name in metrics if "staleness" in name]
 
 
 # -- settings --------------------------------------------------------------------------------------------------------
@@ -229,34 +205,35 @@ def test_args_come_before_the_environment_and_slimes_flags_fill_the_rest():
         hf_checkpoint="/model",
         rollout_temperature=0.8,
         rollout_max_response_len=64,
-        rollout_global_dataset=True,
-        prompt_data="tasks.jsonl",
     )
     settings = PluginSettings.from_args(args, {"AGL_SLIME_STORE_URL": "http://other:1", "AGL_SLIME_GET_TIMEOUT_S": "5"})
-    assert settings.store_url == "http://127.0.0.1:1"
-    assert settings.llm_url == "http://127.0.0.1:3000"
-    assert settings.get_timeout_s == 5.0
-    assert settings.prompt_data is not None
-    assert settings.prompt_data.path == "tasks.jsonl"
+    urls = ("http://127.0.0.1:1", "http://127.0.0.1:3000")
+    assert (settings.store_url, settings.llm_url, settings.get_timeout_s) == (*urls, 5.0)
     assert settings.sampling == settings.eval_sampling == {"temperature": 0.8, "max_new_tokens": 64}
     assert settings.blocking
+    function = "examples.fully_async.fully_async_rollout.generate_rollout_fully_async"
+    assert not PluginSettings.from_args(Namespace(rollout_function_path=function), {}).blocking
 
 
-def test_older_slime_without_the_switch_uses_its_prompt_data():
-    given = PluginSettings.from_args(Namespace(prompt_data="a.jsonl"), {}).prompt_data
-    assert given is not None
-    assert given.path == "a.jsonl"
-    off = Namespace(prompt_data="a.jsonl", rollout_global_dataset=False)
-    assert PluginSettings.from_args(off, {}).prompt_data is None
-    ours = Namespace(prompt_data="a.jsonl", agl_tasks="b.jsonl")
-    assert PluginSettings.from_args(ours, {}).prompt_data is None
+@pytest.mark.parametrize(
+    ("flags", "path"),
+    [
+        ({"rollout_global_dataset": True}, "a.jsonl"),
+        ({}, "a.jsonl"),  # older slimes have no switch
+        ({"rollout_global_dataset": False}, None),
+        ({"agl_tasks": "b.jsonl"}, None),
+    ],
+)
+def test_slimes_prompt_data_is_used_unless_switched_off_or_replaced(flags: dict[str, Any], path: str | None):
+    data = PluginSettings.from_args(Namespace(prompt_data="a.jsonl", **flags), {}).prompt_data
+    assert (data and data.path) == path
 
 
-@pytest.mark.parametrize("given", [{"A": "input.a", "B": "input.b"}, "A=input.a B=input.b"])
-def test_the_plan_of_a_controller_is_the_loops(given: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+@pytest.mark.parametrize("variables", [{"A": "input.a", "B": "input.b"}, "A=input.a B=input.b"])
+def test_the_plan_of_a_controller_is_the_loops(variables: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     monkeypatch.setenv("AGL_KEY", "the-key")
     monkeypatch.delenv("AGL_CONTROLLER_PYTHON", raising=False)
-    args = Namespace(agl_runners="controller", agl_agent="a:B", agl_env_map=given, agl_controller_port=4711)
+    args = Namespace(agl_runners="controller", agl_agent="a:B", agl_env_map=variables, agl_controller_port=4711)
     settings = PluginSettings.from_args(args, {})
     config = train_config(
         runners="controller",
@@ -283,43 +260,29 @@ def test_a_job_template_alone_is_a_plan(tmp_path: Path):
     assert (controller.job_template, controller.agent, controller.python) == (tmp_path / "job.yaml", None, None)
 
 
-def test_under_slimes_fully_async_rollout_function_nothing_blocks():
-    args = Namespace(rollout_function_path="examples.fully_async.fully_async_rollout.generate_rollout_fully_async")
-    assert not PluginSettings.from_args(args, {}).blocking
+CONTROLLER = {"RUNNERS": "controller", "AGENT": "a:B"}
 
 
 @pytest.mark.parametrize(
-    ("environment", "text"),
+    ("variables", "text"),
     [
-        ({"AGL_SLIME_STORE_URL": "http://x:1", "AGL_SLIME_AGENT": "a:B"}, "agl_store_url .* agl_agent"),
-        ({"AGL_SLIME_STORE_URL": "x:1"}, "agl_store_url is 'x:1'"),
-        ({"AGL_SLIME_AGENT": "a:B", "AGL_SLIME_RUNNERS": "threads"}, "agl_runners 'threads': expected inproc"),
-        ({"AGL_SLIME_STORE_URL": "http://x:1", "AGL_SLIME_RUNNERS": "ray:2"}, "agl_runners ray:2: .* leave one out"),
-        (
-            {"AGL_SLIME_AGENT": "a:B", "AGL_SLIME_ENV_MAP": "A=input.a"},
-            "agl_env_map is for a controller only; set agl_runners: controller",
-        ),
-        ({"AGL_SLIME_RUNNERS": "controller"}, "an agent .* or Jobs"),
-        (
-            {"AGL_SLIME_RUNNERS": "controller", "AGL_SLIME_AGENT": "a:B", "AGL_SLIME_CONTROLLER_HOST": "0.0.0.0"},
-            "AGL_KEY",
-        ),
-        (
-            {"AGL_SLIME_RUNNERS": "controller", "AGL_SLIME_AGENT": "a:B", "AGL_SLIME_MAX_ATTEMPTS": "2"},
-            "agl_max_attempts 2: a controller runs one attempt",
-        ),
-        (
-            {"AGL_SLIME_RUNNERS": "controller", "AGL_SLIME_AGENT": "a:B", "AGL_SLIME_CONTROLLER_PORT": "70000"},
-            "^agl_controller_port must be from 0.* to 65535, got 70000$",
-        ),
-        ({"AGL_SLIME_CONTROLLER_PORT": "high"}, "^agl_controller_port is 'high': "),
-        ({"AGL_SLIME_ENV_MAP": "A"}, "^env_map A=: expected NAME=input.path"),
-        ({"AGL_SLIME_GET_TIMEOUT_S": "soon"}, "agl_get_timeout_s is 'soon'"),
-        ({"AGL_SLIME_GROUP_TIMEOUT_S": "0"}, "^agl_group_timeout_s must be above 0 seconds or None, got 0.0$"),
-        ({"AGL_SLIME_MAX_ATTEMPTS": "0"}, "^agl_max_attempts must be at least 1, got 0$"),
-        ({"AGL_SLIME_DROP_ZERO_VARIANCE": "perhaps"}, "agl_drop_zero_variance is 'perhaps'"),
+        ({"STORE_URL": "http://x:1", "AGENT": "a:B"}, "agl_store_url .* agl_agent"),
+        ({"STORE_URL": "x:1"}, "agl_store_url is 'x:1'"),
+        ({"AGENT": "a:B", "RUNNERS": "threads"}, "agl_runners 'threads': expected inproc"),
+        ({"STORE_URL": "http://x:1", "RUNNERS": "ray:2"}, "agl_runners ray:2: .* leave one out"),
+        ({"AGENT": "a:B", "ENV_MAP": "A=input.a"}, "agl_env_map is for a controller only; set agl_runners: controller"),
+        ({"RUNNERS": "controller"}, "an agent .* or Jobs"),
+        ({**CONTROLLER, "CONTROLLER_HOST": "0.0.0.0"}, "AGL_KEY"),
+        ({**CONTROLLER, "MAX_ATTEMPTS": "2"}, "agl_max_attempts 2: a controller runs one attempt"),
+        ({**CONTROLLER, "CONTROLLER_PORT": "70000"}, "^agl_controller_port must be from 0.* to 65535, got 70000$"),
+        ({"CONTROLLER_PORT": "high"}, "^agl_controller_port is 'high': "),
+        ({"ENV_MAP": "A"}, "^env_map A=: expected NAME=input.path"),
+        ({"GET_TIMEOUT_S": "soon"}, "agl_get_timeout_s is 'soon'"),
+        ({"GROUP_TIMEOUT_S": "0"}, "^agl_group_timeout_s must be above 0 seconds or None, got 0.0$"),
+        ({"DROP_ZERO_VARIANCE": "perhaps"}, "agl_drop_zero_variance is 'perhaps'"),
     ],
 )
-def test_a_setting_that_cannot_be_used_is_named(environment: dict[str, str], text: str):
+def test_a_setting_that_cannot_be_used_is_named(variables: dict[str, str], text: str):
+    environment = {f"AGL_SLIME_{name}": value for name, value in variables.items()}
     with pytest.raises(ConfigError, match=text):
         PluginSettings.from_args(Namespace(), environment)

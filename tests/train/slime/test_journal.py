@@ -7,7 +7,6 @@ import asyncio
 import pickle
 import random
 from argparse import Namespace
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,45 +18,35 @@ from agl_slime.data.results import Outcome
 from agl_slime.errors import DataSourceError
 from agl_slime.store.bridge import BridgeStore
 from agl_slime.store.feed import FeedPage
-from agl_slime.store.server import StoreService
-from agl_slime.train.slime.generate import stop_rollouts
 from agl_slime.types import Sample
 from tests.harness.slime_source import (
     HELD_AGENT,
     HeldAgent,
     args_for,
+    finished_rollouts,
     names,
     sampling_by_mode,
     service_with_runner,
     write_tasks,
 )
-from tests.harness.stores import enqueue_group, finish
+from tests.harness.stores import finish
 from tests.harness.waiting import until
 
 SIZE = 2
 
 
-@pytest.fixture
-def served() -> Iterator[tuple[BridgeStore, str]]:
-    store = BridgeStore()
-    with StoreService(store=store) as service:
-        yield store, service.url
-
-
 async def roll_out(store: BridgeStore, n: int, *, first: int = 0) -> None:
     for number in range(first, first + n):
-        for rollout in await enqueue_group(store, f"g{number}", size=SIZE):
-            await finish(store, rollout.rollout_id)
+        await finished_rollouts(store, SIZE, group_id=f"g{number}", size=SIZE)
 
 
 def straw(directory: Path, url: str, **settings: Any) -> Namespace:
-    return args_for(
-        agl_store_url=url,
-        rollout_batch_size=3,
-        rollout_data_transport="straw",
-        rollout_data_dir=str(directory),
-        **settings,
-    )
+    settings |= {"rollout_data_transport": "straw", "rollout_data_dir": str(directory)}
+    return args_for(agl_store_url=url, rollout_batch_size=3, **settings)
+
+
+def batch_of(args: Namespace, step: int, source: AGLDataSource) -> list[list[Sample]]:
+    return slime_hooks.generate_rollout(args, step, source).samples  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -72,13 +61,12 @@ async def test_a_manager_that_takes_the_journal_over_loses_and_doubles_nothing(
     accepted: list[str] = []
     for step in range(8):
         await roll_out(store, 3, first=3 * step)
-        if rng.random() < 0.5:  # it dies: in the middle of a batch, or after one that was not noted
+        if rng.random() < 0.5:  # it dies: in the middle of a batch, or after a batch that was not noted
             await asyncio.to_thread(source.get_samples, rng.randint(1, 3))
             source.stop()
             source = AGLDataSource(args)
             source.load_state_dict(pickle.loads(journal))
-        batch = await asyncio.to_thread(slime_hooks.generate_rollout, args, step, source)
-        accepted += names(batch.samples)  # type: ignore[union-attr]
+        accepted += names(await asyncio.to_thread(batch_of, args, step, source))
         journal = pickle.dumps(source.state_dict())
     assert len(accepted) == len({*accepted}) == 8 * 3 * SIZE
     counts = source.groups.ledger.counts()
@@ -89,19 +77,18 @@ async def test_a_manager_that_takes_the_journal_over_loses_and_doubles_nothing(
 
 
 def test_rollout_read_during_a_save_counts_as_read_at_the_next_save():
-    """It is read again after the load, which may be before the feed names it; with unread ends before it, the third
-    manager was told of it as new."""
+    """The rollout is read again after the load, maybe before the feed names it; with unread ends in front of it, it
+    must not count as new for the third manager."""
     table = CompletionTable(hold=True, has_feed=True)
     table.restore(
         {"follow": {"server_instance_id": "one", "after": 0}, "ended": [], "unreleased": [], "waiting": ["waited for"]}
     )
     table.read("waited for")
-    assert table.state()["ended"] == ["waited for"]  # it may be trained on before the feed has named anything
+    assert table.state()["ended"] == ["waited for"]  # training may use it before the feed has named anything
     page = FeedPage(server_instance_id="one", last=2, rollout_ids=["unread", "waited for"], missed=False)
     assert table.add_page(page) == ["unread"]
     state = table.state()
-    assert state["follow"]["after"] == 0
-    assert state["ended"] == ["waited for"]
+    assert (state["follow"]["after"], state["ended"]) == (0, ["waited for"])
     table = CompletionTable(hold=True, has_feed=True)
     table.restore(state)
     assert table.add_page(page) == ["unread"]
@@ -115,15 +102,15 @@ async def test_the_batch_of_a_step_is_the_same_for_the_manager_that_follows(
     args = straw(tmp_path, url)
     source = AGLDataSource(args)
     source.load(-1)
-    first = [slime_hooks.generate_rollout(args, step, source).samples for step in range(2)]  # type: ignore[union-attr]
+    first = [batch_of(args, step, source) for step in range(2)]
     source.stop()  # killed before slime knew that the queue had the second
     source = AGLDataSource(args)
     source.state_dict()
-    again = [slime_hooks.generate_rollout(args, step, source).samples for step in (1, 2)]  # type: ignore[union-attr]
-    assert [[sample.to_dict() for sample in group] for group in again[0]] == [
+    second = [batch_of(args, step, source) for step in (1, 2)]
+    assert [[sample.to_dict() for sample in group] for group in second[0]] == [
         [sample.to_dict() for sample in group] for group in first[1]
     ]
-    taken = names([*first[0], *first[1], *again[1]])
+    taken = names([*first[0], *first[1], *second[1]])
     assert len(taken) == len({*taken}) == 9 * SIZE
     assert source.groups.ledger.counts().closed == {Outcome.TRAINED: 9 * SIZE}
     source.stop()
@@ -137,14 +124,13 @@ async def test_a_checkpoint_that_is_loaded_counts_and_not_the_last_batch(
     args = straw(tmp_path / "pool", url, save=str(tmp_path), load=str(tmp_path))
     source = AGLDataSource(args)
     source.load(-1)
-    slime_hooks.generate_rollout(args, 0, source)
+    batch_of(args, 0, source)
     source.save(0)
-    lost = slime_hooks.generate_rollout(args, 1, source).samples  # type: ignore[union-attr]
+    lost = batch_of(args, 1, source)
     source.stop()
     with AGLDataSource(args) as source:
         source.load(0)
-        repeated = slime_hooks.generate_rollout(args, 1, source).samples  # type: ignore[union-attr]
-        assert sorted(names(repeated)) == sorted(names(lost))
+        assert sorted(names(batch_of(args, 1, source))) == sorted(names(lost))
         assert source.kept_batch(0) is None
 
 
@@ -158,8 +144,8 @@ def test_evaluations_go_by_the_names_of_slimes_data_sets(tmp_path: Path):
         with AGLDataSource(args_for(agl_store_url=service.url, eval_datasets=data, rollout_temperature=1.0)) as source:
             for _ in range(2):
                 output = slime_hooks.generate_rollout(None, 0, source, evaluation=True)
-                assert {name: len(one["rewards"]) for name, one in output.data.items()} == {"easy": 6, "hard": 2}
-                prompts = [one.prompt[-1]["content"] for one in output.data["easy"]["samples"]]
+                assert {name: len(entry["rewards"]) for name, entry in output.data.items()} == {"easy": 6, "hard": 2}
+                prompts = [sample.prompt[-1]["content"] for sample in output.data["easy"]["samples"]]
                 assert sorted(prompts) == [f"task {i}" for i in range(3) for _ in range(2)]
         sampled = asyncio.run(sampling_by_mode(store))
         assert sorted(sampled["val"], key=len) == [{"temperature": 0.0}, {"temperature": 1.0, "max_new_tokens": 9}]
@@ -178,49 +164,41 @@ async def test_groups_of_a_cancelled_call_are_returned_to_the_source(served: tup
         assert len({*names(taken)}) == 2 * SIZE
 
 
+@pytest.mark.usefixtures("stopped_rollouts")
 async def test_cancelled_generate_call_cancels_its_rollout():
-    """Newer slimes cancel the task of a function that says so; they aborted every request on every engine before."""
+    """Newer slimes cancel the task of a function with this mode; they aborted every request on every engine before."""
     assert slime_hooks.generate.abort_mode == "request"  # type: ignore[attr-defined]
     HeldAgent.release.clear()
-    try:
-        with service_with_runner(HeldAgent()) as (store, service):
-            args = args_for(agl_store_url=service.url)
-            cancelled: list[Any] = []
-            store.subscribe_finished(lambda end: cancelled.append(end) if end.status == "cancelled" else None)
-            aborted, kept = (
-                asyncio.ensure_future(slime_hooks.generate(args, Sample(index=0, prompt=prompt), {}))
-                for prompt in ("aborted", "kept")
-            )
-            await until(lambda: store.usage().running == 2)
-            aborted.cancel()
-            with pytest.raises(asyncio.CancelledError):
-                await aborted
-            await until(lambda: len(cancelled) > 0)
-            HeldAgent.release.set()
-            assert isinstance(await asyncio.wait_for(kept, 20), Sample)
-            assert [rollout.input["prompt"] for rollout in cancelled] == ["aborted"]
-    finally:
-        stop_rollouts()
+    with service_with_runner(HeldAgent()) as (store, service):
+        args = args_for(agl_store_url=service.url)
+        cancelled: list[Any] = []
+        store.subscribe_finished(lambda end: cancelled.append(end) if end.status == "cancelled" else None)
+        aborted, completed = (
+            asyncio.ensure_future(slime_hooks.generate(args, Sample(index=0, prompt=prompt), {}))
+            for prompt in ("aborted", "completed")
+        )
+        await until(lambda: store.usage().running == 2)
+        aborted.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await aborted
+        await until(lambda: len(cancelled) > 0)
+        HeldAgent.release.set()
+        assert isinstance(await asyncio.wait_for(completed, 20), Sample)
+        assert [rollout.input["prompt"] for rollout in cancelled] == ["aborted"]
 
 
+@pytest.mark.usefixtures("stopped_rollouts")
 async def test_rollout_cancelled_before_it_is_enqueued_ends_cancelled():
     HeldAgent.release.clear()
-    try:
-        args = args_for(agl_agent=HELD_AGENT)
-        first = asyncio.ensure_future(slime_hooks.generate(args, Sample(index=0, prompt="x"), {}))
-        await asyncio.sleep(0)  # asked for, and not enqueued yet
-        first.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await first
-        HeldAgent.release.set()
-        other = await asyncio.wait_for(slime_hooks.generate(args, Sample(index=1, prompt="y"), {}), 20)
-        assert isinstance(other, Sample)
-    finally:
-        stop_rollouts()
-
-
-async def in_store(store: BridgeStore) -> list[Any]:
-    return [*await store.query_rollouts()]
+    args = args_for(agl_agent=HELD_AGENT)
+    cancelled = asyncio.ensure_future(slime_hooks.generate(args, Sample(index=0, prompt="x"), {}))
+    await asyncio.sleep(0)  # requested, and not enqueued yet
+    cancelled.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await cancelled
+    HeldAgent.release.set()
+    sample = await asyncio.wait_for(slime_hooks.generate(args, Sample(index=1, prompt="y"), {}), 20)
+    assert isinstance(sample, Sample)
 
 
 async def test_tasks_that_were_drawn_after_the_last_state_are_found_in_the_store(
@@ -236,7 +214,7 @@ async def test_tasks_that_were_drawn_after_the_last_state_are_found_in_the_store
         source.demand(3)
         enqueued = 3 * SIZE * (step + 1)
         await until(lambda enqueued=enqueued: store.usage().stored == enqueued)
-        queued = [rollout for rollout in await in_store(store) if rollout.status == "queuing"]
+        queued = [rollout for rollout in await store.query_rollouts() if rollout.status == "queuing"]
         for rollout in queued[: SIZE + step]:
             await finish(store, rollout.rollout_id)
         if step < 2:
@@ -248,11 +226,10 @@ async def test_tasks_that_were_drawn_after_the_last_state_are_found_in_the_store
         await until(lambda source=source: source.groups.ledger.counts().open > 0)
         for rollout in queued[SIZE + step :]:
             await finish(store, rollout.rollout_id)
-        batch = await asyncio.to_thread(slime_hooks.generate_rollout, args, step, source)
-        accepted += names(batch.samples)  # type: ignore[union-attr]
+        accepted += names(await asyncio.to_thread(batch_of, args, step, source))
         assert store.usage().stored == enqueued
         state = source.state_dict()
-    tasks = [rollout.input["prompt"] for rollout in await in_store(store)]
+    tasks = [rollout.input["prompt"] for rollout in await store.query_rollouts()]
     assert len(accepted) == len({*accepted}) == len(tasks) == 9 * SIZE
     assert len({*tasks}) == 9
     counts = source.groups.ledger.counts()
@@ -273,4 +250,5 @@ async def test_tasks_of_a_state_that_never_got_to_the_store_are_enqueued(
         source.load_state_dict(state)
         source.demand(2)
         await until(lambda: store.usage().stored == 2 * SIZE)
-        assert {rollout.input["prompt"] for rollout in await in_store(store)} == {one.task["prompt"] for one in taken}
+        prompts = {rollout.input["prompt"] for rollout in await store.query_rollouts()}
+        assert prompts == {group.task["prompt"] for group in taken}

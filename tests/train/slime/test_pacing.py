@@ -1,11 +1,10 @@
-"""``agl_max_staleness``: a data source that slime builds enqueues so far ahead of training and no further."""
+"""``agl_max_staleness``: groups are enqueued ahead of training up to the limit and no further."""
 
 from __future__ import annotations
 
 import json
-import time
 from argparse import Namespace
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ from agl_slime.errors import ConfigError, DataSourceError
 from tests.harness.loop_thread import in_thread
 from tests.harness.scripted_engine import ScriptedEngine
 from tests.harness.slime_source import AGENT, args_for, check, names
+from tests.harness.waiting import becomes_true
 
 
 @pytest.fixture
@@ -26,25 +26,21 @@ def engine() -> Iterator[ScriptedEngine]:
 
 
 def paced(engine: ScriptedEngine, max_staleness: int, **settings: Any) -> Namespace:
-    return args_for(
-        agl_agent=AGENT,
-        agl_llm_url=engine.url,
-        agl_max_staleness=max_staleness,
-        **{"rollout_batch_size": 2, "agl_get_timeout_s": 10, **settings},
-    )
-
-
-def until(condition: Callable[[], bool], source: AGLDataSource) -> None:
-    deadline = time.monotonic() + 10
-    with source.groups.changed:
-        while not condition():
-            assert time.monotonic() < deadline
-            source.groups.changed.wait(0.02)
+    settings = {"rollout_batch_size": 2, "agl_get_timeout_s": 10, **settings}
+    return args_for(agl_agent=AGENT, agl_llm_url=engine.url, agl_max_staleness=max_staleness, **settings)
 
 
 def opened(source: AGLDataSource) -> int:
-    """Groups that were enqueued so far."""
+    """The number of groups that were enqueued."""
     return source.groups.ledger.counts().opened // 2
+
+
+def wait_for_opened(source: AGLDataSource, n: int) -> None:
+    assert becomes_true(lambda: opened(source) == n, 10)
+
+
+def wait_for_ready(source: AGLDataSource, n: int) -> None:
+    assert becomes_true(lambda: len(source.groups.delivery.ready) == n, 10)
 
 
 @pytest.mark.parametrize("max_staleness", [0, 1, 2])
@@ -59,11 +55,9 @@ def test_groups_are_enqueued_so_far_ahead_of_training_and_none_is_dropped(
             output = slime_hooks.generate_rollout(args, rollout_id, source)
             check(output.samples)
             trained += names(output.samples)
-            ahead = (rollout_id + max_staleness + 1) * 2
-            until(lambda ahead=ahead: opened(source) == ahead, source)
-        counts = source.groups.ledger.counts()
-        assert counts.closed == {Outcome.TRAINED: 16}
-        until(lambda: len(source.groups.delivery.ready) == max_staleness * 2, source)
+            wait_for_opened(source, (rollout_id + max_staleness + 1) * 2)
+        assert source.groups.ledger.counts().closed == {Outcome.TRAINED: 16}
+        wait_for_ready(source, max_staleness * 2)
         assert opened(source) == (3 + max_staleness + 1) * 2
         assert len(set(trained)) == 16
 
@@ -72,7 +66,7 @@ def test_staleness_limit_below_the_drivers_is_an_error_with_the_minimum(engine: 
     args = paced(engine, 0)
     with AGLDataSource(args) as source:
         slime_hooks.generate_rollout(args, 0, source)
-        # as train_async does: the next rollout is asked for before the weights of this one are there
+        # as train_async does: the next rollout is requested before the weights of the last step are there
         with pytest.raises(DataSourceError, match="rollout 1 while weights after 0 steps are in use; set 1 or more"):
             slime_hooks.generate_rollout(args, 1, source)
 
@@ -88,40 +82,38 @@ def test_an_engine_that_names_no_version_is_taken_to_be_one_rollout_behind(engin
 
 def test_fully_async_rollouts_are_paced_by_the_engine_s_version(engine: ScriptedEngine) -> None:
     args = paced(engine, 1, rollout_function_path="slime.fully_async_rollout.generate_rollout_fully_async")
-    got: list[str] = []
+    taken: list[str] = []
 
-    def take(source: AGLDataSource) -> bool:
-        got.extend(names(source.get_samples(1)))
-        return len(got) >= wanted
+    def take(source: AGLDataSource) -> int:
+        taken.extend(names(source.get_samples(1)))
+        return len(taken)
 
     with AGLDataSource(args) as source:
-        wanted = 8
-        until(lambda: take(source), source)
+        assert becomes_true(lambda: take(source) >= 8, 10)
         assert source.get_samples(1) == []
-        assert opened(source) == 4  # of two steps' groups, and no more before the weights change
+        assert opened(source) == 4  # of two steps' groups, and no more until the weights change
         engine.weight_version = "2"
-        wanted = 12
-        until(lambda: take(source), source)
-        assert opened(source) == 6
-    assert len(set(got)) == 12
+        assert becomes_true(lambda: take(source) >= 12, 10)
+        wait_for_opened(source, 6)
+    assert len(set(taken)) == 12
 
 
 def test_ages_outlive_a_restart(engine: ScriptedEngine, tmp_path: Path) -> None:
     args = paced(engine, 2, save=str(tmp_path), load=str(tmp_path))
     with AGLDataSource(args) as source:
         slime_hooks.generate_rollout(args, 0, source)
-        until(lambda: len(source.groups.delivery.ready) == 4, source)
+        wait_for_ready(source, 4)
         source.save(0)
-        kept = {name for group in source.groups.delivery.ready for name in names([group])}
+        saved = {*names([*source.groups.delivery.ready])}
     state = json.loads((tmp_path / "rollout" / "agl_datasource_0.json").read_text())
-    assert [at for _, at in state["pacing"]] == [0, 0, 0, 0]
+    assert [version for _, version in state["pacing"]] == [0, 0, 0, 0]
     engine.weight_version = "2"
-    with AGLDataSource(args) as again:
-        again.load(0)
-        first = slime_hooks.generate_rollout(args, 1, again)
-        assert set(names(first.samples)) < kept
-        until(lambda: opened(again) == 2 + 4 + 2, again)  # trained, kept, new
-        assert [at for _, at in again._producer._staleness.state()] == [0, 0, 1, 1]  # type: ignore[union-attr]
+    with AGLDataSource(args) as resumed:
+        resumed.load(0)
+        first = slime_hooks.generate_rollout(args, 1, resumed)
+        assert set(names(first.samples)) < saved
+        wait_for_opened(resumed, 2 + 4 + 2)  # trained, saved, new
+        assert [version for _, version in resumed._producer._staleness.state()] == [0, 0, 1, 1]  # type: ignore[union-attr]
 
 
 def test_a_lower_limit_is_refused_while_groups_of_a_higher_one_wait(engine: ScriptedEngine, tmp_path: Path) -> None:
@@ -129,16 +121,16 @@ def test_a_lower_limit_is_refused_while_groups_of_a_higher_one_wait(engine: Scri
     args = paced(engine, 4, save=str(tmp_path), load=str(tmp_path))
     with AGLDataSource(args) as source:
         slime_hooks.generate_rollout(args, 0, source)
-        until(lambda: len(source.groups.delivery.ready) == 8, source)
+        wait_for_ready(source, 8)
         source.save(0)
     engine.weight_version = "2"
-    with AGLDataSource(paced(engine, 1, load=str(tmp_path))) as again:
-        again.load(0)
+    with AGLDataSource(paced(engine, 1, load=str(tmp_path))) as resumed:
+        resumed.load(0)
         with pytest.raises(DataSourceError, match="agl_max_staleness 1: the saved state holds 8 groups"):
-            slime_hooks.generate_rollout(args, 1, again)
-    with AGLDataSource(args) as again:
-        again.load(0)
-        assert len(slime_hooks.generate_rollout(args, 1, again).samples) == 2
+            slime_hooks.generate_rollout(args, 1, resumed)
+    with AGLDataSource(args) as resumed:
+        resumed.load(0)
+        assert len(slime_hooks.generate_rollout(args, 1, resumed).samples) == 2
 
 
 def test_it_needs_to_know_the_size_of_a_batch(engine: ScriptedEngine) -> None:

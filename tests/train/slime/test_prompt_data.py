@@ -6,6 +6,7 @@ import base64
 import datetime
 import decimal
 import json
+import sys
 from argparse import Namespace
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from agl_slime.train.slime.args import PluginSettings, context_length, prompt_da
 from agl_slime.train.slime.connection import Connection
 from agl_slime.train.slime.prompt_data import PromptData
 from tests.harness.gateway import WEATHER
+from tests.harness.slime_source import AGENT
 from tests.harness.tokenizers import small_tokenizer
 
 PNG = base64.b64decode(
@@ -52,14 +54,19 @@ def read(path: Any, **keys: Any) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("write", [jsonl, parquet])
-@pytest.mark.parametrize(
-    ("given", "numbers"),
-    [("", range(8)), ("@[0:3]", range(3)), ("@[5:]", range(5, 8)), ("@[:-6]", range(2)), ("@[-2:]", (6, 7))],
-)
-def test_a_slice_of_a_file_is_as_of_a_list(write: Any, given: str, numbers: Any, tmp_path: Path):
+def test_a_slice_of_a_file_is_as_of_a_list(write: Any, tmp_path: Path):
     file = write(tmp_path / f"tasks.{write.__name__}", *({"n": n, "text": "a\u2028b"} for n in range(8)))
-    assert [task["n"] for task in read_tasks(f"{file}{given}")] == [*numbers]
-    assert [row["n"] for _, row in read_rows(f"{file}{given}", flag="--x")] == [*numbers]
+    numbers = [*range(8)]
+    for part, expected in (
+        ("", numbers),
+        ("@[0:3]", numbers[0:3]),
+        ("@[5:]", numbers[5:]),
+        ("@[:-6]", numbers[:-6]),
+        ("@[-2:]", numbers[-2:]),
+    ):
+        assert [task["n"] for task in read_tasks(f"{file}{part}")] == expected
+        assert [row["n"] for _, row in read_rows(f"{file}{part}", flag="--x")] == expected
+    assert len({digest(file), digest(f"{file}@[0:1]"), digest(f"{file}@[1:]")}) == 3
 
 
 def test_a_path_with_brackets_that_are_no_slice_is_a_path():
@@ -67,32 +74,21 @@ def test_a_path_with_brackets_that_are_no_slice_is_a_path():
         assert split_slice(path) == (Path(path), slice(None))
 
 
-def test_an_empty_slice_and_a_missing_file_are_named_with_their_flag(tmp_path: Path):
+def test_empty_missing_and_damaged_files_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     file = jsonl(tmp_path / "tasks.jsonl", {"n": 1})
     with pytest.raises(ConfigError, match=r"--tasks .*tasks.jsonl@\[1:\]: contains no tasks"):
         read_tasks(f"{file}@[1:]")
     for missing in ("none.jsonl@[0:1]", "none.parquet@[0:1]"):
         with pytest.raises(ConfigError, match=r"--prompt-data .*none.* cannot be read"):
             read(tmp_path / missing)
-
-
-def test_a_slice_is_part_of_a_files_digest(tmp_path: Path):
-    file = jsonl(tmp_path / "tasks.jsonl", {"n": 1}, {"n": 2})
-    assert len({digest(file), digest(f"{file}@[0:1]"), digest(f"{file}@[1:]")}) == 3
-
-
-def test_without_pyarrow_the_extra_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setitem(__import__("sys").modules, "pyarrow", None)
-    with pytest.raises(MissingDependencyError, match=r'pip install "agl-slime\[parquet\]"'):
-        read_tasks(tmp_path / "tasks.parquet")
-
-
-def test_a_damaged_parquet_file_is_one_sentence(tmp_path: Path):
     parquet(tmp_path / "whole.parquet", {"n": 1})
     (tmp_path / "cut.parquet").write_bytes((tmp_path / "whole.parquet").read_bytes()[:40])
     with pytest.raises(ConfigError, match=r"cut\.parquet: cannot be read") as caught:
         read_tasks(tmp_path / "cut.parquet")
     assert "\n" not in str(caught.value)
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    with pytest.raises(MissingDependencyError, match=r'pip install "agl-slime\[parquet\]"'):
+        read_tasks(tmp_path / "whole.parquet")
 
 
 def test_parquet_values_become_json_and_bytes_are_refused(tmp_path: Path):
@@ -106,45 +102,32 @@ def test_parquet_values_become_json_and_bytes_are_refused(tmp_path: Path):
 
 # -- the shapes of slime's examples ----------------------------------------------------------------------------------
 
-
-def test_dapo_math_messages_and_label_by_key(tmp_path: Path):
-    row = {"prompt": QUESTION, "label": "4", "extra_info": {"index": 1}}
-    (task,) = read(jsonl(tmp_path / "dapo.jsonl", row), input_key="prompt", label_key="label")
-    assert task == row
-    assert SGLangLitAgent.build_prompt(object.__new__(SGLangLitAgent), task) == QUESTION
+MESSAGES = {"messages": [{"role": "user", "content": "other"}], "question": "?", "label": "4"}
+ANSWER = {"ground_truth": {"target": ["4", "four"]}, "style": "rule"}
+TOOLS = {"prompt": QUESTION, "tools": json.dumps([WEATHER])}
 
 
-def test_gsm8k_parquet_with_messages(tmp_path: Path):
-    row = {"messages": QUESTION, "label": "4"}
-    (task,) = read(parquet(tmp_path / "gsm8k.parquet", row), input_key="messages", label_key="label")
-    assert task == {**row, "prompt": QUESTION}
-
-
-def test_search_r1_parquet_with_a_record_as_label(tmp_path: Path):
-    answer = {"ground_truth": {"target": ["4", "four"]}, "style": "rule"}
-    row = {"prompt": QUESTION, "reward_model": answer, "metadata": None}
-    (task,) = read(parquet(tmp_path / "nq.parquet", row), input_key="prompt", label_key="reward_model")
-    assert (task["prompt"], task["label"]) == (QUESTION, answer)
-
-
-def test_tau_bench_index_as_prompt_and_metadata_beside_it(tmp_path: Path):
-    row = {"index": 7, "metadata": {"env": "retail", "index": 8}}
-    (task,) = read(jsonl(tmp_path / "tau.jsonl", row), input_key="index", metadata_key="metadata")
-    assert task == {**row, "prompt": 7, "env": "retail"}
-
-
-def test_another_input_key_wins_over_a_column_of_messages(tmp_path: Path):
-    """``build_prompt`` takes ``messages`` first."""
-    row = {"messages": [{"role": "user", "content": "other"}], "question": "What is 2 + 2?"}
-    (task,) = read(jsonl(tmp_path / "q.jsonl", row), input_key="question")
-    assert SGLangLitAgent.build_prompt(object.__new__(SGLangLitAgent), task) == "What is 2 + 2?"
-
-
-@pytest.mark.parametrize("form", ["list", "text"])
-def test_tools_of_a_row_are_a_list(form: str, tmp_path: Path):
-    row = {"prompt": QUESTION, "functions": [WEATHER] if form == "list" else json.dumps([WEATHER])}
-    (task,) = read(jsonl(tmp_path / "tools.jsonl", row), input_key="prompt", tool_key="functions")
-    assert task["tools"] == [WEATHER]
+@pytest.mark.parametrize(
+    ("write", "row", "input_key", "label_key", "expected"),
+    [
+        (jsonl, {"prompt": QUESTION, "label": "4", "extra_info": {"index": 1}}, "prompt", "label", {}),  # dapo-math
+        (parquet, {"messages": QUESTION, "label": "4"}, "messages", "label", {"prompt": QUESTION}),  # gsm8k
+        (parquet, {"prompt": QUESTION, "reward": ANSWER, "metadata": None}, "prompt", "reward", {"label": ANSWER}),
+        (jsonl, {"index": 7, "metadata": {"env": "x", "index": 8}}, "index", None, {"prompt": 7, "env": "x"}),
+        (jsonl, MESSAGES, "question", "label", {"prompt": "?", "messages": None}),  # build_prompt takes messages first
+        (jsonl, TOOLS, "prompt", None, {"tools": [WEATHER]}),
+        (jsonl, {**TOOLS, "tools": [WEATHER]}, "prompt", None, {}),
+    ],
+)
+def test_rows_of_slimes_examples(
+    write: Any, row: Any, input_key: str, label_key: str | None, expected: dict[str, Any], tmp_path: Path
+):
+    keys = {"tool_key": "tools", "metadata_key": "metadata", "label_key": label_key}
+    (task,) = read(write(tmp_path / f"rows.{write.__name__}", row), input_key=input_key, **keys)
+    expected = {name: value for name, value in {**row, **expected}.items() if value is not None}
+    assert {name: value for name, value in task.items() if value is not None} == expected
+    if input_key != "index":
+        assert SGLangLitAgent.build_prompt(object.__new__(SGLangLitAgent), task) == expected["prompt"]
 
 
 @pytest.mark.parametrize("form", ["record", "base64", "uri", "path", "part"])
@@ -168,7 +151,7 @@ def test_geo3k_images_take_the_place_of_their_marks(form: str, tmp_path: Path):
 
 
 @pytest.mark.parametrize(
-    ("row", "keys", "says"),
+    ("row", "keys", "text"),
     [
         ({"q": "?"}, {"input_key": "question"}, "line 1: there is no 'question', which --input-key names; it has q"),
         ({"input": "?"}, {"label_key": "label"}, "there is no 'label', which --label-key names"),
@@ -181,8 +164,8 @@ def test_geo3k_images_take_the_place_of_their_marks(form: str, tmp_path: Path):
         (["?"], {}, "line 1: expected an object, got list"),
     ],
 )
-def test_a_row_that_the_keys_do_not_fit_is_named(row: Any, keys: dict[str, Any], says: str, tmp_path: Path):
-    with pytest.raises(ConfigError, match=says):
+def test_a_row_that_the_keys_do_not_fit_is_named(row: Any, keys: dict[str, Any], text: str, tmp_path: Path):
+    with pytest.raises(ConfigError, match=text):
         read(jsonl(tmp_path / "rows.jsonl", row), **keys)
 
 
@@ -193,12 +176,9 @@ def test_rows_with_a_longer_prompt_than_the_limit_are_left_out(tmp_path: Path):
     tokenizer = small_tokenizer()
     file = jsonl(tmp_path / "rows.jsonl", *({"input": "x " * n} for n in (1, 200, 2)), {"input": 5})
     sizes = [len(tokenizer.apply_chat_template([{"role": "user", "content": "x " * n}])["input_ids"]) for n in (1, 200)]
-
-    def kept(limit: int) -> list[Any]:
-        return [task["prompt"] for task in PromptData(path=str(file), max_prompt_len=limit).read(tokenizer)]
-
-    assert kept(100) == ["x ", "x x ", 5]
     assert sizes[0] < 100 < sizes[1]
+    tasks = PromptData(path=str(file), max_prompt_len=100).read(tokenizer)
+    assert [task["prompt"] for task in tasks] == ["x ", "x x ", 5]
     with pytest.raises(ConfigError, match=r"no prompt has at most 1 tokens \(--rollout-max-prompt-len\)"):
         PromptData(path=f"{file}@[0:3]", max_prompt_len=1).read(tokenizer)
 
@@ -206,10 +186,7 @@ def test_rows_with_a_longer_prompt_than_the_limit_are_left_out(tmp_path: Path):
 @pytest.mark.parametrize("shuffle", [False, True])
 def test_rollout_shuffle_decides_on_the_order(shuffle: bool, tmp_path: Path):
     file = jsonl(tmp_path / "rows.jsonl", *({"input": str(n)} for n in range(8)))
-    args = Namespace(
-        agl_agent="tests.programs.agents.contract_agent:ContractAgent", prompt_data=str(file), rollout_seed=1
-    )
-    args.rollout_shuffle = shuffle
+    args = Namespace(agl_agent=AGENT, prompt_data=str(file), rollout_seed=1, rollout_shuffle=shuffle)
     connection = Connection(PluginSettings.from_args(args, {}))
     drawn = [group.task["prompt"] for group in connection.tasks.take(16)]
     connection.stop()
@@ -221,18 +198,15 @@ def test_rollout_shuffle_decides_on_the_order(shuffle: bool, tmp_path: Path):
 
 def test_evaluation_sets_have_their_keys_lengths_and_template_arguments(tmp_path: Path):
     file = jsonl(tmp_path / "eval.jsonl", {"q": "one", "a": "1"}, {"q": "two", "a": "2"})
-    one = Namespace(name="two", path=f"{file}@[1:]", input_key="q", label_key="a", metadata_key=None, tool_key=None)
-    args = Namespace(
-        eval_datasets=[one], agl_agent="tests.programs.agents.contract_agent:ContractAgent", eval_max_prompt_len=64
-    )
+    keys = {"input_key": "q", "label_key": "a", "metadata_key": None, "tool_key": None}
+    args = Namespace(eval_datasets=[Namespace(name="two", path=f"{file}@[1:]", **keys)], agl_agent=AGENT)
     args.apply_chat_template_kwargs = {"enable_thinking": False}
-    args.rollout_max_context_len, args.eval_max_context_len = 100, 200
+    args.rollout_max_context_len, args.eval_max_context_len, args.eval_max_prompt_len = 100, 200, 64
     settings = PluginSettings.from_args(args, {})
     assert settings.sampling == {"context_length": 100, "chat_template_kwargs": {"enable_thinking": False}}
-    (given,) = settings.eval_sets
-    assert given.sampling == {**settings.sampling, "context_length": 200}
-    assert context_length(args) == {"context_length": 100}
-    assert context_length(args, evaluation=True) == {"context_length": 200}
-    assert context_length(Namespace()) == {}
-    assert given.data.max_prompt_len == 64
-    assert given.data.read() == [{"q": "two", "a": "2", "prompt": "two", "label": "2"}]
+    (evaluation,) = settings.eval_sets
+    assert evaluation.sampling == {**settings.sampling, "context_length": 200}
+    lengths = [context_length(args), context_length(args, evaluation=True), context_length(Namespace())]
+    assert lengths == [{"context_length": 100}, {"context_length": 200}, {}]
+    assert evaluation.data.max_prompt_len == 64
+    assert evaluation.data.read() == [{"q": "two", "a": "2", "prompt": "two", "label": "2"}]

@@ -1,8 +1,7 @@
-"""When a data source lets a store forget what it has read."""
+"""When a data source lets a store forget the rollouts that it has read."""
 
 from __future__ import annotations
 
-import asyncio
 import json
 from argparse import Namespace
 from collections.abc import Sequence
@@ -18,23 +17,21 @@ from agl_slime.data.source import DataSourceSettings
 from agl_slime.store.bridge import BridgeStore
 from agl_slime.store.retention import Retention
 from agl_slime.support.agl import InMemoryLightningStore
-from tests.harness.stores import enqueue, finish
+from tests.harness.slime_source import QUICK, finished_rollouts, get
 from tests.harness.waiting import until
-
-QUICK = DataSourceSettings(get_timeout_s=20.0, poll_interval_s=0.01)
 
 
 class Elsewhere(InMemoryLightningStore):
-    """A store that releases, as one in another process does."""
+    """A store that releases, as a store in another process does; the first ``failures`` calls fail."""
 
-    def __init__(self) -> None:
+    def __init__(self, failures: int = 0) -> None:
         super().__init__(thread_safe=True)
         self.released: list[str] = []
-        self.away = 0
+        self.failures = failures
 
     async def release(self, rollout_ids: Sequence[str]) -> int:
-        if self.away:
-            self.away -= 1
+        if self.failures:
+            self.failures -= 1
             raise ConnectionError("away")
         self.released.extend(rollout_ids)
         return len(rollout_ids)
@@ -42,11 +39,9 @@ class Elsewhere(InMemoryLightningStore):
 
 async def test_a_store_of_this_process_forgets_at_once(tmp_path: Path) -> None:
     store = BridgeStore(retention=Retention(released_rollouts=0))
-    args = Namespace(save=str(tmp_path), save_interval=1)
-    with AGLDataSource(args, store=store, settings=QUICK) as source:
-        [rollout_id] = await enqueue(store)
-        await finish(store, rollout_id)
-        await asyncio.to_thread(source.get_samples, 1)
+    with AGLDataSource(Namespace(save=str(tmp_path), save_interval=1), store=store, settings=QUICK) as source:
+        await finished_rollouts(store)
+        await get(source, 1)
         await until(lambda: store.usage().stored == 0)
 
 
@@ -65,21 +60,19 @@ def test_with_saves_a_rollout_is_kept_until_two_saved_states_have_it() -> None:
     table.saved(waiting=[])
     assert table.due == ["a", "b", "c"]
 
-    after_a_restart = CompletionTable(hold=True, has_feed=True)
-    after_a_restart.restore(state)
-    after_a_restart.saved(waiting=[])
-    after_a_restart.saved(waiting=[])
-    assert sorted(after_a_restart.due) == ["a", "b", "c", "d"]
+    restarted = CompletionTable(hold=True, has_feed=True)
+    restarted.restore(state)
+    for _ in range(2):
+        restarted.saved(waiting=[])
+    assert sorted(restarted.due) == ["a", "b", "c", "d"]
 
 
 async def test_slime_without_save_interval_releases_read_rollouts(tmp_path: Path) -> None:
-    """slime's ``--save-interval`` is None by default, and then nothing is ever saved."""
-    store = Elsewhere()
+    """slime's ``--save-interval`` is None by default: nothing is ever saved. A release that fails is repeated."""
+    store = Elsewhere(failures=1)
     with AGLDataSource(Namespace(save=str(tmp_path), save_interval=None), store=store, settings=QUICK) as source:
-        ids = await enqueue(store, 3)
-        for rollout_id in ids:
-            await finish(store, rollout_id)
-        await asyncio.to_thread(source.get_samples, 3)
+        ids = await finished_rollouts(store, 3)
+        await get(source, 3)
         await until(lambda: sorted(store.released) == sorted(ids))
 
 
@@ -88,35 +81,23 @@ async def test_slime_with_save_interval_holds_rollouts_until_the_save(
 ) -> None:
     rounds, release_due = 0, completions.CompletionFollower.release_due
 
-    async def counted(self: Any, **how: Any) -> None:
+    async def counted(self: Any, **options: Any) -> None:
         nonlocal rounds
-        await release_due(self, **how)
+        await release_due(self, **options)
         rounds += 1
 
     monkeypatch.setattr(completions.CompletionFollower, "release_due", counted)
     monkeypatch.setattr(completions, "_TICK_S", 0.02)
     store = Elsewhere()
     with AGLDataSource(Namespace(save=str(tmp_path), save_interval=5), store=store, settings=QUICK) as source:
-        ids = await enqueue(store, 3)
-        for rollout_id in ids:
-            await finish(store, rollout_id)
-        await asyncio.to_thread(source.get_samples, 3)
+        ids = await finished_rollouts(store, 3)
+        await get(source, 3)
         source.save(4)
-        before = rounds
-        await until(lambda: rounds >= before + 2)
+        saved = rounds
+        await until(lambda: rounds >= saved + 2)
         assert store.released == []
         source.save(9)
         await until(lambda: sorted(store.released) == sorted(ids))
-
-
-async def test_failed_release_is_retried() -> None:
-    store = Elsewhere()
-    store.away = 1
-    with AGLDataSource(store=store, settings=QUICK) as source:
-        [rollout_id] = await enqueue(store)
-        await finish(store, rollout_id)
-        await asyncio.to_thread(source.get_samples, 1)
-        await until(lambda: store.released == [rollout_id])
 
 
 async def test_second_reader_and_plain_store_release_nothing() -> None:
@@ -128,7 +109,6 @@ async def test_second_reader_and_plain_store_release_nothing() -> None:
         (InMemoryLightningStore(thread_safe=True), QUICK),
     ):
         with AGLDataSource(store=store, settings=settings) as source:
-            [rollout_id] = await enqueue(store)
-            await finish(store, rollout_id)
-            assert len(await asyncio.to_thread(source.get_samples, 1)) == 1
+            await finished_rollouts(store)
+            assert len(await get(source, 1)) == 1
             assert getattr(store, "released", []) == []

@@ -1,4 +1,4 @@
-"""``save`` and ``load``: what waits when a checkpoint is written comes out afterwards, each group once."""
+"""``save`` and ``load``: groups that wait when a checkpoint is written come out afterwards, each once."""
 
 from __future__ import annotations
 
@@ -18,46 +18,33 @@ from agl_slime.errors import DataSourceError
 from agl_slime.store.bridge import BridgeStore
 from agl_slime.support.agl import InMemoryLightningStore, LightningStore
 from agl_slime.types import Sample
+from tests.harness.slime_source import finished_rollouts, get, names
 from tests.harness.stores import enqueue, finish
-
-QUICK = DataSourceSettings(get_timeout_s=20.0, poll_interval_s=0.01)
-
-
-def args_of(directory: Path) -> Namespace:
-    return Namespace(save=str(directory), load=str(directory))
+from tests.harness.waiting import until
 
 
 def source_over(store: LightningStore, directory: Path, **settings: Any) -> AGLDataSource:
     return AGLDataSource(
-        args_of(directory),
+        Namespace(save=str(directory), load=str(directory)),
         store=store,
         settings=DataSourceSettings(**{"get_timeout_s": 20.0, "poll_interval_s": 0.01, **settings}),
     )
 
 
-async def get(source: AGLDataSource, n: int) -> list[list[Sample]]:
-    return await asyncio.to_thread(source.get_samples, n)
+async def finalized(source: AGLDataSource, n: int) -> None:
+    """Until ``n`` rollouts are in the ledger with an end, or are members of a group that waits."""
 
-
-async def settled(source: AGLDataSource, n: int) -> None:
-    """Until ``n`` rollouts have been taken in."""
-
-    def taken_in() -> int:
+    def complete() -> bool:
         counts = source.groups.ledger.counts()
         # a failed member of a group that waits is closed in the ledger already
-        return (
-            counts.ready + sum(counts.closed.values()) + sum(member.ok for member in source.groups.assembler.waiting())
-        )
+        waiting = sum(member.ok for member in source.groups.assembler.waiting())
+        return counts.ready + sum(counts.closed.values()) + waiting >= n
 
-    for _ in range(2_000):
-        if taken_in() >= n:
-            return
-        await asyncio.sleep(0.005)
-    pytest.fail(f"{taken_in()} of {n} rollouts were taken in")
+    await until(complete)
 
 
-def rollouts_of(groups: list[list[Sample]]) -> list[str]:
-    return [sample.metadata["agl_rollout_id"] for group in groups for sample in group]
+def as_saved(group: list[Sample]) -> list[Any]:
+    return [(sample.index, sample.group_index, sample.rollout_id, sample.to_dict()) for sample in group]
 
 
 async def test_ready_and_partial_groups_and_indices_resume_from_the_checkpoint(tmp_path: Path) -> None:
@@ -67,17 +54,15 @@ async def test_ready_and_partial_groups_and_indices_resume_from_the_checkpoint(t
     for name in ("taken", "ready"):
         for rollout_id in groups[name]:
             await finish(store, rollout_id)
-        await settled(first, 2 if name == "taken" else 4)
+        await finalized(first, 2 if name == "taken" else 4)
     [taken] = await get(first, 1)
     await finish(store, groups["half"][0])
-    await settled(first, 5)
+    await finalized(first, 5)
     first.save(3)
-    for sample in first.groups.delivery.ready[0]:
+    [ready] = first.groups.delivery.ready
+    for sample in ready:
         sample.metadata["policy_version"] = 0  # as its delivery will: the newest version that was seen
-    before = [
-        (sample.index, sample.group_index, sample.rollout_id, sample.to_dict())
-        for sample in first.groups.delivery.ready[0]
-    ]
+    expected = as_saved(ready)
     first.stop()
 
     with source_over(store, tmp_path) as second:
@@ -86,14 +71,8 @@ async def test_ready_and_partial_groups_and_indices_resume_from_the_checkpoint(t
         for rollout_id in (groups["half"][1], *groups["open"]):
             await finish(store, rollout_id)
         later = await get(second, 3)
-        assert [
-            (sample.index, sample.group_index, sample.rollout_id, sample.to_dict()) for sample in later[0]
-        ] == before
-        assert [set(rollouts_of([group])) for group in later] == [
-            set(groups["ready"]),
-            set(groups["half"]),
-            set(groups["open"]),
-        ]
+        assert as_saved(later[0]) == expected
+        assert [set(names([group])) for group in later] == [{*groups[name]} for name in ("ready", "half", "open")]
         assert [sample.index for group in [taken, *later] for sample in group] == list(range(8))
         assert [group[0].group_index for group in [taken, *later]] == [0, 1, 2, 3]
         counts = second.groups.ledger.counts()
@@ -105,10 +84,9 @@ async def test_counts_and_policy_version_resume_without_double_counting(tmp_path
     first = source_over(store, tmp_path, policy=CompleteGroup())
     half = await enqueue(store, 2, group_id="half", size=2)
     whole = await enqueue(store, 2, group_id="whole", size=2)
-    await finish(store, half[0], status="failed", reward=None)
-    for rollout_id in whole:
+    for rollout_id in (half[0], *whole):
         await finish(store, rollout_id, status="failed", reward=None)
-    await settled(first, 3)
+    await finalized(first, 3)
     first.groups.set_version(7)
     first.save(1)
     first.stop()
@@ -117,13 +95,10 @@ async def test_counts_and_policy_version_resume_without_double_counting(tmp_path
     with source_over(store, tmp_path, policy=CompleteGroup()) as second:
         second.load(1)
         await finish(store, half[1], status="failed", reward=None)
-        await settled(second, 4)
+        await finalized(second, 4)
         counts = second.groups.ledger.counts()
-        assert (counts.opened, counts.closed, counts.reasons) == (
-            4,
-            {Outcome.FAILED: 4},
-            {(Outcome.FAILED, "failed"): 4},
-        )
+        reasons = {(Outcome.FAILED, "failed"): 4}
+        assert (counts.opened, counts.closed, counts.reasons) == (4, {Outcome.FAILED: 4}, reasons)
         assert second.groups.delivery.versions.newest == 7
 
 
@@ -132,14 +107,14 @@ async def test_a_late_end_is_recognised_after_a_restart_too(tmp_path: Path) -> N
     first = source_over(store, tmp_path, policy=MinimumViableGroup(min_ratio=1.0))
     ids = await enqueue(store, 3, group_id="g", size=3)
     await finish(store, ids[0], status="failed", reward=None)
-    await settled(first, 1)
+    await finalized(first, 1)
     first.save(1)
     first.stop()
     with source_over(store, tmp_path) as second:
         second.load(1)
         for rollout_id in ids[1:]:
             await finish(store, rollout_id)
-        await settled(second, 3)
+        await finalized(second, 3)
         assert second.groups.ledger.counts().reasons == {
             (Outcome.FAILED, "failed"): 1,
             (Outcome.CANCELLED, "group_finalized"): 2,
@@ -154,7 +129,7 @@ async def test_plain_store_does_not_repeat_rollouts_trained_before_checkpoint(tm
         for rollout_id in ids[:4]:
             await finish(store, rollout_id)
         first.demand(1)
-        await settled(first, 4)
+        await finalized(first, 4)
         trained = await get(first, 2)
         first.save(0)
     with source_over(store, tmp_path, get_timeout_s=0.5) as second:
@@ -162,8 +137,8 @@ async def test_plain_store_does_not_repeat_rollouts_trained_before_checkpoint(tm
         second.load(0)
         for rollout_id in ids[4:]:
             await finish(store, rollout_id)
-        later = await get(second, 6)  # nobody announces here, so it waits for the deadline
-        assert sorted(rollouts_of(trained + later)) == sorted(ids)
+        later = await get(second, 6)  # this store announces nothing, so the call waits for its deadline
+        assert sorted(names(trained + later)) == sorted(ids)
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -173,54 +148,46 @@ async def test_random_restarts_hand_out_each_rollout_once(seed: int, tmp_path: P
     ids = [rollout_id for group in range(12) for rollout_id in await enqueue(store, 3, group_id=f"g{group}", size=3)]
     rng.shuffle(ids)
     source = source_over(store, tmp_path)
-    ended, handed = 0, []
+    delivered: list[str] = []
     for step in range(6):
         for rollout_id in ids[step * 6 : step * 6 + 6]:
             await finish(store, rollout_id)
-        ended += 6
-        await settled(source, ended)
+        await finalized(source, 6 * step + 6)
         if len(source):
-            handed += rollouts_of(await get(source, rng.randint(1, len(source))))
+            delivered += names(await get(source, rng.randint(1, len(source))))
         source.save(step)
         source.stop()
         source = source_over(store, tmp_path)
         source.load(step)
-        await settled(source, ended)
-    handed += rollouts_of(await get(source, len(source)))
+        await finalized(source, 6 * step + 6)
+    delivered += names(await get(source, len(source)))
     source.stop()
-    assert sorted(handed) == sorted(ids)
+    assert sorted(delivered) == sorted(ids)
 
 
 async def test_a_load_goes_back_to_the_step_that_is_named(tmp_path: Path) -> None:
     store = BridgeStore()
     with source_over(store, tmp_path) as source:
-        for rollout_id in await enqueue(store, 2):
-            await finish(store, rollout_id)
-        await settled(source, 2)
+        await finished_rollouts(store, 2)
+        await finalized(source, 2)
         source.save(1)
-        [one] = await get(source, 1)
+        await get(source, 1)
         source.save(2)
-    for step, expected in ((1, 2), (2, 1)):
-        with source_over(store, tmp_path) as again:
-            again.load(step)
-            assert len(again) == expected
-    assert one[0].index == 0
+    for step, expected in ((1, 2), (2, 1), (7, 0), (None, 0)):  # no file of the last two
+        with source_over(store, tmp_path) as loaded:
+            loaded.load(*([] if step is None else [step]))
+            assert len(loaded) == expected
 
 
-def test_without_a_directory_or_a_file_there_is_nothing_to_do(tmp_path: Path) -> None:
+def test_without_a_directory_nothing_is_saved_or_loaded() -> None:
     with AGLDataSource(Namespace(), store=BridgeStore()) as source:
         source.save(0)
         source.load(0)
-    with source_over(BridgeStore(), tmp_path) as source:
-        source.load(7)
-        source.load()
         assert len(source) == 0
-    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize(
-    "content",
-    ["", "[]", '{"groups": 1}', '{"groups": [[{}]], "index": 0, "group_index": 0, "rollout_number": 0}', "null"],
+    "content", ["", "[]", '{"groups": [[{}]], "index": 0, "group_index": 0, "rollout_number": 0}', "null"]
 )
 def test_a_file_that_is_no_saved_state_is_one_sentence(content: str, tmp_path: Path) -> None:
     (tmp_path / "rollout").mkdir()
@@ -235,14 +202,13 @@ def test_a_file_that_is_no_saved_state_is_one_sentence(content: str, tmp_path: P
 async def test_unserializable_state_is_an_error_and_keeps_the_old_file(tmp_path: Path) -> None:
     store = BridgeStore()
     with source_over(store, tmp_path) as source:
-        for rollout_id in await enqueue(store, 1):
-            await finish(store, rollout_id)
-        await settled(source, 1)
+        await finished_rollouts(store)
+        await finalized(source, 1)
         source.save(0)
         [file] = (tmp_path / "rollout").iterdir()
-        before = file.read_text()
+        saved = file.read_text()
         source.groups.delivery.ready[0][0].metadata["odd"] = object()
         with pytest.raises(DataSourceError, match="is not JSON"):
             source.save(0)
-        assert file.read_text() == before
+        assert file.read_text() == saved
         assert list((tmp_path / "rollout").iterdir()) == [file]

@@ -1,5 +1,5 @@
-"""The driver's side of slime in its two shapes, written from what is known of them: no line of slime is here. Each
-signature names where it was read (docs/slime-versions.md). Over ``ray`` as it is imported: a real one, or
+"""The driver's side of slime in its two shapes, written from descriptions: no line of slime is here. Each signature
+names where it was read (docs/slime-versions.md). Over ``ray`` as it is imported: a real one, or
 ``tests.train.slime.fake_ray``.
 
 ``args.calls`` is a file that gets a line per call; ``args.crash`` names the call that fails.
@@ -20,11 +20,16 @@ SHAPES = ("624b824", "main")
 NAMESPACE = "slime-training-recovery"  # slime/ray/training_recovery.py at 0b0c277d
 
 
-def told(args: Any, call: str) -> None:
+def note(args: Any, call: str) -> None:
     with open(args.calls, "a") as lines:
         lines.write(call + "\n")
     if args.crash == call:
         raise RuntimeError(f"crash in {call}")
+
+
+def _notes(call: str) -> Any:
+    """A method that only notes its call."""
+    return lambda self, *_, **__: note(self.args, call)
 
 
 class Box:
@@ -50,50 +55,36 @@ class Manager:
         self.child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
         with open(f"{args.calls}.pids", "a") as pids:
             pids.write(f"{self.child.pid}\n")
-        told(args, "manager")
+        note(args, "manager")
 
     def generate(self, rollout_id: int) -> list[Box]:
         import ray
 
-        told(self.args, "generate")
+        note(self.args, "generate")
         straw = self.args.rollout_data_transport == "straw"
         return [Box(ray.put(BatchRef() if straw else BatchRef().load()))]
 
-    def save(self, rollout_id: int) -> None:
-        told(self.args, "save")
-
-    def offload(self) -> None:
-        told(self.args, "offload")
-
-    def onload_weights(self) -> None:
-        told(self.args, "onload_weights")
-
-    def onload_kv(self) -> None:
-        told(self.args, "onload_kv")
+    save, offload, onload_weights, onload_kv = map(_notes, ("save", "offload", "onload_weights", "onload_kv"))
 
     def dispose(self, timeout: float | None = None) -> None:  # the timeout: 5dcf67cd
         self.child.kill()
         self.child.wait()
-        told(self.args, "dispose")
+        note(self.args, "dispose")
 
 
 class ServedManager(Manager):
     """RolloutManager of main (13b347f8, 5dcf67cd): its engines belong to a ServingCluster, admission can be paused, and
     it is notified of each step."""
 
-    def training_ready(self) -> None:
-        told(self.args, "training_ready")
-
-    def training_completed(self, rollout_id: int) -> None:
-        told(self.args, "training_completed")
+    training_ready, training_completed = map(_notes, ("training_ready", "training_completed"))
 
     def pause_rollout_admission(self) -> bool:
-        told(self.args, "pause")
+        note(self.args, "pause")
         return False
 
     def resume_rollout_admission(self, was_paused: bool) -> None:
         assert was_paused is False
-        told(self.args, "resume")
+        note(self.args, "resume")
 
 
 class Serving:
@@ -119,17 +110,10 @@ class Trained:
     def __init__(self, args: Any, worker: Any) -> None:
         self.args, self.worker = args, worker
 
-    def update_weights(self) -> None:
-        told(self.args, "update_weights")
+    update_weights, save_model, clear_memory = map(_notes, ("update_weights", "save_model", "clear_memory"))
 
     def async_train(self, rollout_id: int, data: Any, external_data: Any = None) -> list[Any]:
         return [self.worker.step.remote()]
-
-    def save_model(self, rollout_id: int, force_sync: bool = False) -> None:
-        told(self.args, "save_model")
-
-    def clear_memory(self) -> None:
-        told(self.args, "clear_memory")
 
 
 class Worker:
@@ -138,8 +122,7 @@ class Worker:
     def __init__(self, args: Any) -> None:
         self.args = args
 
-    def step(self) -> None:
-        told(self.args, "train")
+    step = _notes("train")
 
 
 def create_placement_groups(args: Any) -> dict[str, Any]:
@@ -147,7 +130,7 @@ def create_placement_groups(args: Any) -> dict[str, Any]:
     import ray
     from ray.util.placement_group import placement_group
 
-    told(args, "place")
+    note(args, "place")
     group = placement_group([{"GPU": 1, "CPU": 1}])
     ray.get(group.ready())
     return {"actor": (group, [0], [0]), "critic": None, "rollout": (group, [0], [0])}
@@ -157,7 +140,7 @@ def create_training_models(args: Any, pgs: dict[str, Any], rollout_manager: Any,
     """slime/ray/placement_group.py at 624b824; loads the data source at the end, always since 2890b293."""
     import ray
 
-    told(args, "models")
+    note(args, "models")
     args.start_rollout_id = 0
     return Trained(args, ray.remote(Worker).options(num_cpus=0.1).remote(args)), None
 
@@ -180,7 +163,7 @@ class Startup:
         import ray
 
         assert not failed  # which would leave the engines running
-        told(self.args, "close")
+        note(self.args, "close")
         for actor in (self.manager, self.serving):
             ray.get(actor.dispose.remote(60), timeout=60)
             ray.kill(actor, no_restart=True)
@@ -195,12 +178,9 @@ def _start(args: Any) -> tuple[Any, Any, dict[str, Any]]:
     serving = ray.remote(Serving).options(name=f"{name}:serving", **named).remote(args)
     placements = ray.get(serving.placements.remote())
     args.sglang_router_ip, args.sglang_router_port = "10.0.0.1", 3000
-    told(args, "attach")
-    return (
-        ray.remote(ServedManager).options(name=name, **named).remote(args, placements["rollout"]),
-        serving,
-        placements,
-    )
+    note(args, "attach")
+    manager = ray.remote(ServedManager).options(name=name, **named).remote(args, placements["rollout"])
+    return manager, serving, placements
 
 
 def create_of_main(args: Any, *, restore_plan: Any = None) -> Startup:
@@ -212,7 +192,7 @@ def create_of_main(args: Any, *, restore_plan: Any = None) -> Startup:
 
 
 def training_session_name(args: Any) -> str:
-    """slime/ray/training_recovery.py at 0b0c277d; here only for sessions that were given an id."""
+    """slime/ray/training_recovery.py at 0b0c277d; here only for sessions with an id."""
     return f"rollout:{args.rollout_session_id}"
 
 
@@ -238,10 +218,8 @@ def driver_args(calls: Path, **changed: Any) -> Namespace:
     values: dict[str, Any] = {"calls": str(calls), "crash": None, "offload_rollout": False, "offload_train": False}
     values |= {"use_critic": False, "num_critic_only_steps": 0, "save_interval": 2, "num_rollout": 2, "save": None}
     values |= {"rollout_data_transport": "object-store", "rollout_session_id": None, "start_rollout_id": None}
-    values |= {"release_train": False, "eval_interval": None, "check_weight_update_equal": False}
-    return Namespace(
-        **{**values, "rollout_global_dataset": True, "load": None, "load_debug_rollout_data": None, **changed}
-    )
+    values |= {"release_train": False, "eval_interval": None, "check_weight_update_equal": False, "load": None}
+    return Namespace(**{**values, "rollout_global_dataset": True, "load_debug_rollout_data": None, **changed})
 
 
 def modules_of(shape: str) -> dict[str, types.ModuleType]:
@@ -249,24 +227,19 @@ def modules_of(shape: str) -> dict[str, types.ModuleType]:
     from agl_slime import types as twins
 
     main = shape == "main"
+    outputs = ("RolloutFnTrainOutput", "RolloutFnEvalOutput")
     places: dict[str, dict[str, Any]] = {
         "slime.utils.types": {"Sample": twins.Sample},
         "slime.data.data_source" if main else "slime.rollout.data_source": {"DataSource": twins.DataSource},
-        "slime.rollout.base_types": {
-            "RolloutFnTrainOutput": twins.RolloutFnTrainOutput,
-            "RolloutFnEvalOutput": twins.RolloutFnEvalOutput,
-        },
+        "slime.rollout.base_types": {name: getattr(twins, name) for name in outputs},
         "slime.rollout.filter_hub.base_types": {"DynamicFilterOutput": Namespace},
         "slime.utils.arguments": {"parse_args": parse_restoring if main else parse_plain},
-        "slime.utils.http_utils": {
-            "find_available_port": lambda base_port: base_port,
-            "get_host_info": lambda: ("h", "h"),
-        },
+        "slime.utils.http_utils": {"find_available_port": lambda base: base, "get_host_info": lambda: ("h", "h")},
         "slime.utils.misc": {"should_run_periodic_action": should_run_periodic_action},
         "slime.observability.logging_utils": {
             "configure_logger": lambda prefix="": None,
-            "init_tracking": lambda args, primary=True: told(args, "init_tracking"),
-            "finish_tracking": lambda args: told(args, "finish_tracking"),
+            "init_tracking": lambda args, primary=True: note(args, "init_tracking"),
+            "finish_tracking": lambda args: note(args, "finish_tracking"),
         },
         "slime.ray.placement_group": {
             "create_placement_groups": create_placement_groups,
@@ -276,21 +249,19 @@ def modules_of(shape: str) -> dict[str, types.ModuleType]:
     }
     if main:
         places["slime.data.checkpoint"] = {"save_checkpoint": save_checkpoint}
-        places["slime.ray.training_recovery"] = {
-            "RECOVERY_NAMESPACE": NAMESPACE,
-            "training_session_name": training_session_name,
-        }
-    found: dict[str, types.ModuleType] = {}
+        names = {"RECOVERY_NAMESPACE": NAMESPACE, "training_session_name": training_session_name}
+        places["slime.ray.training_recovery"] = names
+    modules: dict[str, types.ModuleType] = {}
     for place, names in places.items():
         parts = place.split(".")
         for n in range(1, len(parts) + 1):
             name = ".".join(parts[:n])
-            if name not in found:
-                found[name] = module = types.ModuleType(name)
+            if name not in modules:
+                modules[name] = module = types.ModuleType(name)
                 module.__spec__ = ModuleSpec(name, None, is_package=n < len(parts))
                 module.__path__ = []
-        vars(found[place]).update(names)
-    return found
+        vars(modules[place]).update(names)
+    return modules
 
 
 def parse_plain(add_custom_arguments: Any = None) -> Namespace:
