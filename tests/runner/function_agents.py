@@ -3,27 +3,32 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+import inspect
+import threading
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from typing import Any
 
 from agl_slime.data.read import failure_of
 from agl_slime.runner.concurrent import RunnerSettings
 from agl_slime.runner.thread import RunnerThread
 from agl_slime.store.bridge import BridgeStore
-from agl_slime.support.agl import LLM, LightningStore, LitAgent
+from agl_slime.support.agl import LLM, LightningStore, LitAgent, Span
 from tests.harness.stores import enqueue_inputs
 
 RESOURCES = {"main_llm": LLM(endpoint="http://127.0.0.1:1", model="none")}
 
 
 class FnAgent(LitAgent[Any]):
+    """Its function may be async."""
+
     def __init__(self, fn: Any) -> None:
         super().__init__()
         self._fn = fn
 
     async def rollout_async(self, task: Any, resources: Any, rollout: Any) -> Any:
-        return await self._fn(task)
+        result = self._fn(task)
+        return await result if inspect.isawaitable(result) else result
 
 
 class SyncFnAgent(LitAgent[Any]):
@@ -47,15 +52,34 @@ class ClaimCounter(BridgeStore):
         return await super().dequeue_many_rollouts(limit=limit, worker_id=worker_id)
 
 
+class Concurrency:
+    """The most ``with`` blocks that were entered at once."""
+
+    def __init__(self) -> None:
+        self.entered = self.most = 0
+        self._lock = threading.Lock()
+
+    @contextmanager
+    def counted(self) -> Iterator[None]:
+        with self._lock:
+            self.entered += 1
+            self.most = max(self.most, self.entered)
+        yield
+        with self._lock:
+            self.entered -= 1
+
+
+def quick(**settings: Any) -> RunnerSettings:
+    return RunnerSettings(**{"poll_interval_s": 0.01, "heartbeat_interval_s": 0} | settings)
+
+
 @asynccontextmanager
 async def running(
-    agent: LitAgent[Any], store: LightningStore | None = None, **settings: Any
+    agent: LitAgent[Any], store: LightningStore | None = None, *, name: str | None = None, **settings: Any
 ) -> AsyncIterator[BridgeStore]:
     store = store or BridgeStore()
     await store.add_resources(RESOURCES)
-    with RunnerThread(
-        agent=agent, store=store, settings=RunnerSettings(poll_interval_s=0.01, heartbeat_interval_s=0, **settings)
-    ):
+    with RunnerThread(agent=agent, store=store, settings=quick(**settings), name=name):
         yield store  # type: ignore[misc]
 
 
@@ -64,8 +88,11 @@ async def finished(store: LightningStore, inputs: Sequence[Any], **config: Any) 
     return [await asyncio.wait_for(store.wait_for_rollout(rollout_id, timeout=20), 25) for rollout_id in ids]  # type: ignore[attr-defined]
 
 
+async def spans_of(store: LightningStore, rollout: Any) -> list[Span]:
+    return [*await store.query_spans(rollout.rollout_id, "latest")]
+
+
 async def reason_of(store: LightningStore, rollout: Any) -> tuple[str, str]:
     attempt = await store.get_latest_attempt(rollout.rollout_id)
     assert attempt is not None
-    spans = [*await store.query_spans(rollout.rollout_id, attempt.attempt_id)]
-    return failure_of(spans, attempt_status=attempt.status)
+    return failure_of(await spans_of(store, rollout), attempt_status=attempt.status)

@@ -14,30 +14,23 @@ from opentelemetry import trace as otel
 
 from agl_slime.gateway.settings import GatewaySettings
 from agl_slime.runner import concurrent, guard
-from agl_slime.runner.concurrent import RunnerSettings
 from agl_slime.runner.thread import RunnerThread
 from agl_slime.store.bridge import BridgeStore
-from agl_slime.support.agl import (
-    EnqueueRolloutRequest,
-    LitAgent,
-    emit_reward,
-    find_final_reward,
-)
+from agl_slime.support.agl import emit_reward, find_final_reward
 from agl_slime.support.threads import run_in_thread
-from tests.runner.function_agents import RESOURCES, ClaimCounter, FnAgent, finished, reason_of, running
-
-
-class SyncAgent(LitAgent[Any]):
-    """Written for stock Agent Lightning: blocks, and returns its reward."""
-
-    def __init__(self, *, together: int = 1) -> None:
-        super().__init__()
-        self._together = threading.Barrier(together)
-
-    def rollout(self, task: Any, resources: Any, rollout: Any) -> float:
-        self._together.wait(20)  # the agent's own work, which must not hold up the others
-        emit_reward(float(task))
-        return float(task)
+from tests.harness.stores import enqueue_inputs
+from tests.runner.function_agents import (
+    RESOURCES,
+    ClaimCounter,
+    Concurrency,
+    FnAgent,
+    SyncFnAgent,
+    finished,
+    quick,
+    reason_of,
+    running,
+    spans_of,
+)
 
 
 async def test_slow_starting_agents_do_not_delay_each_others_connections() -> None:
@@ -45,75 +38,75 @@ async def test_slow_starting_agents_do_not_delay_each_others_connections() -> No
     host, port = server.sockets[0].getsockname()
 
     async def work(task: int) -> float:
-        time.sleep(0.05)  # noqa: ASYNC251 - what making a client costs
-        await asyncio.wait_for(asyncio.open_connection(host, port), 1.5)  # one after another they take 2.8 s
+        time.sleep(0.05)  # noqa: ASYNC251 - the cost of making a client
+        await asyncio.wait_for(asyncio.open_connection(host, port), 1.0)  # in turn they take 2 s
         return 1.0
 
     async with server, running(FnAgent(work), gateway=GatewaySettings()) as store:
-        assert {rollout.status for rollout in await finished(store, range(56))} == {"succeeded"}
+        assert {rollout.status for rollout in await finished(store, range(40))} == {"succeeded"}
 
 
 async def test_each_reward_lands_on_its_own_rollout_across_tasks_and_threads() -> None:
-    together = 0
-    most_together = 0
+    together = Concurrency()
 
     async def work(task: int) -> None:
-        nonlocal together, most_together
-        together += 1
-        most_together = max(most_together, together)
-        rng = random.Random(task)
-        await asyncio.sleep(rng.random() * 0.05)
+        with together.counted():
+            rng = random.Random(task)
+            await asyncio.sleep(rng.random() * 0.05)
 
-        async def nested() -> None:
-            await asyncio.sleep(rng.random() * 0.01)
-            with otel.get_tracer("third-party").start_as_current_span(f"nested-{task}"):
-                await run_in_thread(lambda: otel.get_tracer("third-party").start_span(f"thread-{task}").end())
+            async def nested() -> None:
+                await asyncio.sleep(rng.random() * 0.01)
+                with otel.get_tracer("third-party").start_as_current_span(f"nested-{task}"):
+                    await run_in_thread(lambda: otel.get_tracer("third-party").start_span(f"thread-{task}").end())
 
-        await asyncio.gather(
-            nested(), asyncio.to_thread(lambda: otel.get_tracer("x").start_span(f"to-thread-{task}").end())
-        )
-        emit_reward(float(task))
-        together -= 1
+            await asyncio.gather(
+                nested(), asyncio.to_thread(lambda: otel.get_tracer("x").start_span(f"to-thread-{task}").end())
+            )
+            emit_reward(float(task))
 
     async with running(FnAgent(work)) as store:
-        rollouts = await finished(store, range(400))
-        for task, rollout in enumerate(rollouts):
+        for task, rollout in enumerate(await finished(store, range(200))):
             assert rollout.status == "succeeded"
-            spans = [*await store.query_spans(rollout.rollout_id, "latest")]
+            spans = await spans_of(store, rollout)
             assert find_final_reward(spans) == task
             names = {span.name for span in spans} - {"agentlightning.annotation"}
             assert names == {f"nested-{task}", f"thread-{task}", f"to-thread-{task}"}
             assert [span.sequence_id for span in spans] == sorted(span.sequence_id for span in spans)
-    assert most_together > 50
+    assert together.most > 50
 
 
 async def test_sync_agents_of_stock_agent_lightning_run_unchanged_and_at_once() -> None:
-    async with running(SyncAgent(together=100)) as store:  # each waits for all others
-        rollouts = await finished(store, range(100))
-        for task, rollout in enumerate(rollouts):
-            assert find_final_reward([*await store.query_spans(rollout.rollout_id, "latest")]) == task
+    together = threading.Barrier(100)
+
+    def work(task: int) -> float:
+        together.wait(20)  # each waits for all others
+        return float(task)
+
+    async with running(SyncFnAgent(work)) as store:
+        for task, rollout in enumerate(await finished(store, range(100))):
+            assert find_final_reward(await spans_of(store, rollout)) == task
 
 
 @pytest.mark.parametrize(
     ("fn", "reason", "message"),
     [
-        (lambda: (_ for _ in ()).throw(KeyError("missing")), "KeyError", "missing"),
-        (lambda: "great", "bad_reward", "great"),
-        (lambda: float("nan"), "bad_reward", "nan"),
-        (lambda: float("inf"), "bad_reward", "inf"),
-        (lambda: {"reward": 1.0}, "bad_reward", "reward"),
+        (lambda _: {}["missing"], "KeyError", "missing"),
+        # a message that JSON cannot encode must not turn the failure into `no_reward`
+        (lambda _: int("caf\ud800"), "ValueError", "caf"),
+        (lambda _: "great", "bad_reward", "great"),
+        (lambda _: float("nan"), "bad_reward", "nan"),
+        (lambda _: float("inf"), "bad_reward", "inf"),
+        (lambda _: 10**400, "bad_reward", ""),
+        (lambda _: {"reward": 1.0}, "bad_reward", "reward"),
     ],
 )
 async def test_agent_errors_fail_the_rollout_with_their_reason(fn: Any, reason: str, message: str) -> None:
-    async def work(task: Any) -> Any:
-        return fn()
-
-    async with running(FnAgent(work)) as store:
+    async with running(FnAgent(fn)) as store:
         [rollout] = await finished(store, [0])
         assert rollout.status == "failed"
-        got_reason, got_message = await reason_of(store, rollout)
-        assert got_reason == reason
-        assert message in got_message
+        stored_reason, stored_message = await reason_of(store, rollout)
+        assert stored_reason == reason
+        assert message in stored_message
 
 
 async def test_hanging_agent_is_cancelled_at_its_time_limit_and_others_continue() -> None:
@@ -122,15 +115,15 @@ async def test_hanging_agent_is_cancelled_at_its_time_limit_and_others_continue(
     async def work(task: int) -> float:
         if task == 0:
             try:
-                await asyncio.sleep(3600)
+                await asyncio.Event().wait()
             except asyncio.CancelledError:
                 cancelled.set()
                 raise
         return 1.0
 
     async with running(FnAgent(work)) as store:
-        hanging, *others = await finished(store, range(5), timeout_seconds=1.0)
-        assert [rollout.status for rollout in others] == ["succeeded"] * 4
+        hanging, *rest = await finished(store, range(5), timeout_seconds=0.5)
+        assert [rollout.status for rollout in rest] == ["succeeded"] * 4
         assert hanging.status == "failed"
         assert (await reason_of(store, hanging))[0] == "timeout"
         assert cancelled.wait(20)
@@ -148,8 +141,8 @@ async def test_an_agent_that_ignores_its_cancellation_is_abandoned(monkeypatch: 
                 continue
         return 1.0
 
-    # with its default debounce the store's own watchdog may mark the attempt first, with the same reason and less to
-    # say
+    # with its default debounce the store's watchdog may mark the attempt first, with the same reason and a shorter
+    # message
     async with running(FnAgent(work), BridgeStore(scan_debounce_seconds=60)) as store:
         [rollout] = await finished(store, [0], timeout_seconds=0.2)
         reason, message = await reason_of(store, rollout)
@@ -161,66 +154,55 @@ async def test_an_agent_that_ignores_its_cancellation_is_abandoned(monkeypatch: 
 async def test_stop_cancels_rollouts_in_flight_with_that_reason() -> None:
     started = threading.Event()
 
-    async def work(task: Any) -> float:
+    async def work(task: Any) -> None:
         started.set()
-        await asyncio.sleep(3600)
-        return 1.0
+        await asyncio.Event().wait()
 
     store = BridgeStore()
     async with running(FnAgent(work), store):
-        [rollout] = await store.enqueue_many_rollouts([EnqueueRolloutRequest(input=0, mode="train")])
+        [rollout_id] = await enqueue_inputs(store, [0])
         assert await asyncio.to_thread(started.wait, 10)
-    ended = await store.get_rollout_by_id(rollout.rollout_id)
+    ended = await store.get_rollout_by_id(rollout_id)
     assert ended is not None
-    assert ended.status == "failed"  # cancelled is not succeeded, which is what the stock step would write
+    assert ended.status == "failed"  # the stock step would write succeeded
     assert (await reason_of(store, ended))[0] == "cancelled"
 
 
 async def test_a_store_without_resources_fails_the_rollout_instead_of_leaving_it() -> None:
-    async def work(task: Any) -> float:
-        return 1.0
-
     store = BridgeStore()
-    with RunnerThread(
-        agent=FnAgent(work), store=store, settings=RunnerSettings(poll_interval_s=0.01, heartbeat_interval_s=0)
-    ):
+    with RunnerThread(agent=FnAgent(lambda _: 1.0), store=store, settings=quick()):
         [rollout] = await finished(store, [0])
     assert rollout.status == "failed"
 
 
 async def test_no_more_rollouts_are_in_flight_than_allowed() -> None:
-    together = 0
-    most = 0
+    together = Concurrency()
 
     async def work(task: Any) -> float:
-        nonlocal together, most
-        together += 1
-        most = max(most, together)
-        await asyncio.sleep(0.01)
-        together -= 1
+        with together.counted():
+            await asyncio.sleep(0.01)
         return 1.0
 
     async with running(FnAgent(work), max_concurrent=7) as store:
-        rollouts = await finished(store, range(60))
-    assert all(rollout.status == "succeeded" for rollout in rollouts)
-    assert most == 7
+        assert {rollout.status for rollout in await finished(store, range(60))} == {"succeeded"}
+    assert together.most == 7
 
 
-@pytest.mark.parametrize(("pause_s", "freed", "claims"), [(30.0, 2, [2]), (30.0, 4, [2, 2]), (0.001, 1, [1])])
+@pytest.mark.parametrize(("pause_s", "freed", "claims"), [(30.0, 4, [2, 2]), (0.001, 1, [1])])
 async def test_places_that_become_free_in_a_full_house_are_filled_together(
     monkeypatch: pytest.MonkeyPatch, pause_s: float, freed: int, claims: list[int]
 ) -> None:
     monkeypatch.setattr(concurrent, "_FREE_PAUSE_S", pause_s)
     places = 2 * concurrent._FREE_SHARE
-    running_now: dict[int, asyncio.Event] = {}
+    ends: dict[int, asyncio.Event] = {}
     loops: list[asyncio.AbstractEventLoop] = []
     started = threading.Semaphore(0)
 
     async def work(task: int) -> float:
         loops[:] = [asyncio.get_running_loop()]
-        running_now[task] = asyncio.Event()
+        ends[task] = asyncio.Event()
         started.release()
-        await running_now[task].wait()
+        await ends[task].wait()
         return 1.0
 
     async def have_started(count: int) -> None:
@@ -229,17 +211,14 @@ async def test_places_that_become_free_in_a_full_house_are_filled_together(
 
     store = ClaimCounter()
     await store.add_resources({**RESOURCES})
-    requests = [EnqueueRolloutRequest(input=n, mode="train") for n in range(places + freed)]
-    await store.enqueue_many_rollouts(requests)
-    settings = RunnerSettings(poll_interval_s=60.0, heartbeat_interval_s=0, max_concurrent=places)
-    with RunnerThread(agent=FnAgent(work), store=store, settings=settings):
+    await enqueue_inputs(store, range(places + freed))
+    with RunnerThread(agent=FnAgent(work), store=store, settings=quick(poll_interval_s=60.0, max_concurrent=places)):
         await have_started(places)
         store.limits.clear()
         for first in range(0, freed, 2):
-            loops[0].call_soon_threadsafe(
-                lambda first=first: [running_now[n].set() for n in range(first, min(first + 2, freed))]
-            )
-            await have_started(min(2, freed - first))
+            freed_now = range(first, min(first + 2, freed))
+            loops[0].call_soon_threadsafe(lambda tasks=freed_now: [ends[n].set() for n in tasks])
+            await have_started(len(freed_now))
     assert store.limits == claims
 
 
@@ -248,7 +227,7 @@ async def test_a_failed_attempt_is_tried_again_and_only_the_last_one_counts() ->
 
     async def work(task: int) -> float:
         tries[task] = tries.get(task, 0) + 1
-        emit_reward(-100.0)  # of an attempt that may fail after it
+        emit_reward(-100.0)  # of an attempt that may fail later
         if tries[task] < 3:
             raise ConnectionError("not yet")
         return float(task)
@@ -257,6 +236,6 @@ async def test_a_failed_attempt_is_tried_again_and_only_the_last_one_counts() ->
         rollouts = await finished(store, [1, 2], max_attempts=3, retry_condition=["failed"])
         assert tries == {1: 3, 2: 3}
         for rollout in rollouts:
-            spans = [*await store.query_spans(rollout.rollout_id, "latest")]
+            spans = await spans_of(store, rollout)
             assert find_final_reward(spans) == rollout.input
             assert sum(span.name == "agentlightning.annotation" for span in spans) == 2
