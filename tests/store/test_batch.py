@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 
 import orjson
 import pytest
@@ -17,10 +17,21 @@ from tests.harness.stores import claim, enqueue, execute, make_span
 
 
 @pytest.fixture
-def served() -> Iterator[tuple[BridgeStore, str]]:
-    store = BridgeStore()
+def store() -> BridgeStore:
+    return BridgeStore()
+
+
+@pytest.fixture
+def url(store: BridgeStore) -> Iterator[str]:
     with StoreService(store=store, token="t") as service:
-        yield store, service.url
+        yield service.url
+
+
+@pytest.fixture
+async def remote(url: str) -> AsyncIterator[WorkerStore]:
+    remote = WorkerStore(url, token="t")
+    yield remote
+    await remote.close()
 
 
 def counted_batches(remote: WorkerStore) -> list[int]:
@@ -38,79 +49,53 @@ def counted_batches(remote: WorkerStore) -> list[int]:
 
 
 async def test_many_completions_share_one_request_and_each_gets_its_result(
-    served: tuple[BridgeStore, str],
+    store: BridgeStore, remote: WorkerStore
 ) -> None:
-    store, url = served
     ids = await enqueue(store, 40)
-    remote = WorkerStore(url, token="t")
     batches = counted_batches(remote)
     claimed = await remote.dequeue_many_rollouts(limit=40, worker_id="w")
 
     async def end(number: int) -> None:
-        attempt = claimed[number].attempt
-        numbers = await remote.get_many_span_sequence_ids([(attempt.rollout_id, attempt.attempt_id)] * (number % 4))
-        written = await remote.add_many_spans(
-            [make_span(attempt.rollout_id, attempt.attempt_id, n, text=f"{number}") for n in numbers]
-        )
+        key = claimed[number].rollout_id, claimed[number].attempt.attempt_id
+        numbers = await remote.get_many_span_sequence_ids([key] * (number % 4))
+        written = await remote.add_many_spans([make_span(*key, n, text=f"{number}") for n in numbers])
         assert [span.sequence_id for span in written] == list(range(1, number % 4 + 1))
-        assert (
-            await remote.update_attempt(attempt.rollout_id, attempt.attempt_id, status="succeeded")
-        ).status == "succeeded"
+        assert (await remote.update_attempt(*key, status="succeeded")).status == "succeeded"
 
     await asyncio.gather(*(end(number) for number in range(40)))
     assert sum(batches) == 80
     assert len(batches) < 20
     for number, rollout_id in enumerate(ids):
-        rollout = await store.get_rollout_by_id(rollout_id)
-        assert rollout is not None
-        assert rollout.status == "succeeded"
+        assert store.collections.rollout(rollout_id).status == "succeeded"  # type: ignore[union-attr]
         spans = await store.query_spans(rollout_id, "latest")
         assert [span.attributes["text"] for span in spans] == [str(number)] * (number % 4)
-    await remote.close()
 
 
-async def test_a_call_that_fails_does_not_stop_the_others(served: tuple[BridgeStore, str]) -> None:
-    store, url = served
+async def test_a_call_that_fails_or_cannot_be_encoded_fails_its_caller_only(
+    store: BridgeStore, remote: WorkerStore
+) -> None:
     await enqueue(store, 1)
     claimed = await claim(store)
-    remote = WorkerStore(url, token="t")
-    good, bad = await asyncio.gather(
-        remote.update_attempt(claimed.rollout_id, claimed.attempt.attempt_id, status="failed"),
-        remote.update_attempt("ro-unknown", "at-unknown", status="failed"),
-        return_exceptions=True,
-    )
-    assert getattr(good, "status", None) == "failed"
-    assert isinstance(bad, ValueError)
-    assert "ro-unknown" in str(bad)
-    await remote.close()
-
-
-async def test_unencodable_call_fails_its_caller_only(served: tuple[BridgeStore, str]) -> None:
-    store, url = served
-    await enqueue(store, 1)
-    claimed = await claim(store)
-    remote = WorkerStore(url, token="t")
     key = claimed.rollout_id, claimed.attempt.attempt_id
-    good, bad = await asyncio.gather(
+    good, unknown, unencodable = await asyncio.gather(
         remote.update_attempt(*key, status="failed"),
+        remote.update_attempt("ro-unknown", "at-unknown", status="failed"),
         remote.update_attempt(*key, metadata={"text": "caf\ud800"}),
         return_exceptions=True,
     )
     assert getattr(good, "status", None) == "failed"
-    assert isinstance(bad, TypeError)
-    await remote.close()
+    assert isinstance(unknown, ValueError)
+    assert "ro-unknown" in str(unknown)
+    assert isinstance(unencodable, TypeError)
 
 
-async def test_spans_that_are_sent_twice_are_stored_once(served: tuple[BridgeStore, str]) -> None:
-    store, url = served
+async def test_spans_that_are_sent_twice_are_stored_once(store: BridgeStore, remote: WorkerStore) -> None:
     await enqueue(store, 1)
     claimed = await claim(store)
-    remote = WorkerStore(url, token="t")
     span = make_span(claimed.rollout_id, claimed.attempt.attempt_id, 0)
-    await remote.add_many_spans([span])
-    await remote.add_many_spans([span])
+    for _ in range(2):
+        await remote.add_many_spans([span])
     assert len(await store.query_spans(claimed.rollout_id)) == 1
-    await remote.close()
 
 
 async def test_a_store_that_restarts_meanwhile_is_waited_for() -> None:
@@ -126,27 +111,15 @@ async def test_a_store_that_restarts_meanwhile_is_waited_for() -> None:
     )
     await asyncio.wait({update}, timeout=0.3)
     assert not update.done()
-    again = await asyncio.to_thread(StoreService(store=store, token="t", port=port).start)
+    restarted = await asyncio.to_thread(StoreService(store=store, token="t", port=port).start)
     assert (await asyncio.wait_for(update, 20)).status == "succeeded"
     await remote.close()
-    await asyncio.to_thread(again.stop)
+    await asyncio.to_thread(restarted.stop)
 
 
-async def test_resources_are_fetched_once_in_a_while(served: tuple[BridgeStore, str]) -> None:
-    store, url = served
-    update = await store.add_resources({"main_llm": LLM(endpoint="http://127.0.0.1:1", model="none")})
-    remote = WorkerStore(url, token="t")
-    first = await remote.get_resources_by_id(update.resources_id)
-    assert first == update
-    assert await remote.get_resources_by_id(update.resources_id) is first
-    assert await remote.get_resources_by_id("rs-unknown") is None
-    await remote.close()
-
-
-async def test_rollouts_that_begin_together_fetch_their_resources_together(
-    served: tuple[BridgeStore, str], monkeypatch: pytest.MonkeyPatch
+async def test_resources_are_fetched_once_in_a_while_and_by_all_together(
+    store: BridgeStore, remote: WorkerStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    store, url = served
     update = await store.add_resources({"main_llm": LLM(endpoint="http://127.0.0.1:1", model="none")})
     fetched: list[str] = []
     fetch = RemoteStore.get_resources_by_id
@@ -156,38 +129,34 @@ async def test_rollouts_that_begin_together_fetch_their_resources_together(
         return await fetch(self, resources_id)
 
     monkeypatch.setattr(RemoteStore, "get_resources_by_id", counted)
-    remote = WorkerStore(url, token="t")
+    monkeypatch.setattr(client, "_RESOURCES_TTL_S", 60.0)
     first = asyncio.create_task(remote.get_resources_by_id(update.resources_id))
-    others = [asyncio.create_task(remote.get_resources_by_id(update.resources_id)) for _ in range(20)]
+    waiting = [asyncio.create_task(remote.get_resources_by_id(update.resources_id)) for _ in range(20)]
     await asyncio.sleep(0)  # all have asked
-    first.cancel()  # whoever asked for the others may go
-    assert await asyncio.gather(*others) == [update] * 20
+    first.cancel()  # which must not cancel the request of the others
+    assert await asyncio.gather(*waiting) == [update] * 20
+    assert await remote.get_resources_by_id(update.resources_id) == update
     assert fetched == [update.resources_id]
-    await remote.close()
+    assert await remote.get_resources_by_id("rs-unknown") is None
 
 
-async def test_requests_keep_their_distance_and_take_all_that_has_come(
-    served: tuple[BridgeStore, str], monkeypatch: pytest.MonkeyPatch
+async def test_requests_keep_their_distance_and_take_all_waiting_calls(
+    store: BridgeStore, url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    store, url = served
     await enqueue(store, 6)
-    monkeypatch.setattr(client, "_BETWEEN_REQUESTS_S", 1.0)
+    monkeypatch.setattr(client, "_BETWEEN_REQUESTS_S", 0.5)
     remote = WorkerStore(url, token="t")
     batches = counted_batches(remote)
     claimed = await remote.dequeue_many_rollouts(limit=6, worker_id="w")
-    ends = [remote.update_attempt(one.rollout_id, one.attempt.attempt_id, status="succeeded") for one in claimed]
-    await asyncio.wait_for(
-        ends[0], 20
-    )  # the first after a pause goes at once, and five that come after it wait for each other
+    ends = [remote.update_attempt(each.rollout_id, each.attempt.attempt_id, status="succeeded") for each in claimed]
+    # the first after a pause is sent at once, five after it wait for each other
+    await asyncio.wait_for(ends[0], 20)
     assert [attempt.status for attempt in await asyncio.wait_for(asyncio.gather(*ends[1:]), 20)] == ["succeeded"] * 5
     assert batches == [1, 5]
     await remote.close()
 
 
-async def test_releasing_over_http(served: tuple[BridgeStore, str]) -> None:
-    store, url = served
+async def test_releasing_over_http(store: BridgeStore, remote: WorkerStore) -> None:
     ids = await execute(store, 3)
-    remote = RemoteStore(url, token="t")
     assert await remote.release(ids[:2]) == 2
     assert store.usage().released == 2
-    await remote.close()

@@ -1,5 +1,4 @@
-"""The store's own calls and Agent Lightning's, on the same histories: whatever is asked for afterwards is the same in
-both."""
+"""Equal histories through ``BridgeStore`` and Agent Lightning's store: every later query has the same answer."""
 
 from __future__ import annotations
 
@@ -14,21 +13,17 @@ from pydantic import BaseModel
 from agl_slime.store.bridge import FINISHED, BridgeStore
 from agl_slime.support.agl import LLM, EnqueueRolloutRequest, InMemoryLightningStore, RolloutConfig, Span
 from tests.harness.examples import examples
+from tests.harness.stores import claim, enqueue, enqueue_inputs
 
 STATUSES = ["preparing", "running", "succeeded", "failed", "failed", "timeout", "unresponsive"]
-RETRIES: list[list[Any]] = [
-    [],
-    ["failed"],
-    ["failed", "timeout", "unresponsive"],
-    ["failed", "timeout", "unresponsive"],
-]
+RETRIES: list[list[Any]] = [[], ["failed"], *[["failed", "timeout", "unresponsive"]] * 2]
 ROLLOUTS = 6
 
 
 def a_step(rng: random.Random) -> tuple[Any, ...]:
-    """What is done, and to which rollout and which of its attempts; -1 is the latest."""
+    """A call with its rollout and the place of its attempt; -1 is the latest."""
     rollout, place = rng.randrange(ROLLOUTS), rng.choice([-1, 0, 0, 1, 1, 2])
-    what = rng.choices(["spans", "end", "claim", "start", "numbers", "note", "cancel"], [8, 5, 3, 1, 2, 1, 0.3])[0]
+    kind = rng.choices(["spans", "end", "claim", "start", "numbers", "note", "cancel"], [8, 5, 3, 1, 2, 1, 0.3])[0]
     return {
         "spans": ("spans", rollout, place, rng.sample(range(1, 10), rng.randint(1, 3))),
         "end": ("end", rollout, place, rng.choice(STATUSES)),
@@ -37,12 +32,11 @@ def a_step(rng: random.Random) -> tuple[Any, ...]:
         "numbers": ("numbers", rng.choices(range(ROLLOUTS), k=3)),
         "note": ("note", rollout, place, rng.choice(["worker_id", "last_heartbeat_time", "metadata"])),
         "cancel": ("cancel", rollout),
-    }[what]
+    }[kind]
 
 
 class Subject:
-    """One store under the history. Rollouts and attempts are told apart by number, since each store makes up its own
-    ids."""
+    """One store under the history. Rollouts and attempts have numbers, since each store makes up ids."""
 
     def __init__(self, store: InMemoryLightningStore) -> None:
         self.store = store
@@ -69,46 +63,37 @@ class Subject:
         except ValueError as error:
             self.answers.append(type(error).__name__)
 
-    async def _do(self, what: str, *args: Any) -> Any:
+    async def _do(self, kind: str, *args: Any) -> Any:
         store, rollouts = self.store, self.rollouts
-        if what == "claim":
+        if kind == "claim":
             return await store.dequeue_many_rollouts(limit=args[0], worker_id=args[1])
-        if what == "start":
+        if kind == "start":
             return await store.start_attempt(rollouts[args[0]], worker_id=args[1])
-        if what == "numbers":
+        if kind == "numbers":
             return await store.get_many_span_sequence_ids([(rollouts[n], "any") for n in args[0]])
-        if what == "spans":
+        if kind == "spans":
             number, place, spans = args
             attempt_id = await self.attempt(number, place)
             return await store.add_many_spans([self.span(rollouts[number], attempt_id, n) for n in spans])
-        if what == "cancel":
+        if kind == "cancel":
             return await store.update_rollout(rollouts[args[0]], status="cancelled")
         number, place, value = args
         rollout = await store.get_rollout_by_id(rollouts[number])
         attempt_id = await self.attempt(number, place)
         if rollout is not None and rollout.status in FINISHED:
             return None  # where an attempt ends after its rollout the two differ on purpose
-        if what == "end":
+        if kind == "end":
             return await store.update_attempt(rollouts[number], attempt_id, status=value)
-        fields: dict[str, Any] = (
-            {"worker_id": "three"} if value == "worker_id" else {value: {"a": 1} if value == "metadata" else 5.0}
-        )
-        return await store.update_attempt(rollouts[number], attempt_id, **fields)
+        values: dict[str, Any] = {"worker_id": "three", "metadata": {"a": 1}, "last_heartbeat_time": 5.0}
+        return await store.update_attempt(rollouts[number], attempt_id, **{value: values[value]})
 
     def span(self, rollout_id: str, attempt_id: str, number: int) -> Span:
-        common: dict[str, Any] = {
-            "rollout_id": rollout_id,
-            "attempt_id": attempt_id,
-            "sequence_id": number,
-            "trace_id": "t",
-            "start_time": 1.0,
-        }
-        return Span.from_attributes(
-            **common, span_id=f"span-{next(self._span_ids)}", name="x", attributes={"n": number}
-        )
+        key: dict[str, Any] = {"rollout_id": rollout_id, "attempt_id": attempt_id, "sequence_id": number}
+        ids: dict[str, Any] = {"trace_id": "t", "span_id": f"span-{next(self._span_ids)}"}
+        return Span.from_attributes(**key, **ids, start_time=1.0, name="x", attributes={"n": number})
 
-    async def seen(self) -> Any:
-        """All that the store tells when it is asked."""
+    async def state(self) -> Any:
+        """The answers to all queries."""
         store = self.store
         answers: list[Any] = [
             await store.query_rollouts(),
@@ -163,15 +148,14 @@ async def test_both_stores_tell_the_same(seed: int) -> None:
             await subject.do(step)
         stock, bridge = (subject.answers[-1] for subject in subjects)
         assert bridge == stock, step
-        stock, bridge = [await subject.seen() for subject in subjects]
+        stock, bridge = [await subject.state() for subject in subjects]
         assert bridge == stock, step
 
 
 async def claimed(store: BridgeStore) -> tuple[str, str]:
-    await store.enqueue_rollout(input={}, mode="train")
-    claimed = await store.dequeue_rollout(worker_id="one")
-    assert claimed is not None
-    return claimed.rollout_id, claimed.attempt.attempt_id
+    await enqueue(store)
+    rollout = await claim(store)
+    return rollout.rollout_id, rollout.attempt.attempt_id
 
 
 async def test_of_spans_with_one_id_the_first_is_kept() -> None:
@@ -192,40 +176,36 @@ async def test_of_spans_with_one_id_the_first_is_kept() -> None:
 
 
 @pytest.mark.parametrize("ended", ["cancelled", "failed", "succeeded"])
-@pytest.mark.parametrize("late", STATUSES)
-async def test_an_ended_rollout_stays_ended(ended: Any, late: Any) -> None:
-    store = BridgeStore()
-    told: list[str] = []
-    store.subscribe_finished(lambda rollout: told.append(rollout.status))
-    rollout_id, attempt_id = await claimed(store)
-    await store.update_rollout(rollout_id, status=ended)
-    before = await store.get_rollout_by_id(rollout_id)
-    assert (await store.update_attempt(rollout_id, attempt_id, status=late)).status == late
-    after = await store.get_rollout_by_id(rollout_id)
-    assert before is not None
-    assert after is not None
-    assert (after.status, after.end_time) == (ended, before.end_time)
-    assert told == [ended]
-    assert await store.dequeue_rollout() is None
+async def test_an_ended_rollout_stays_ended(ended: Any) -> None:
+    for late in STATUSES:
+        store = BridgeStore()
+        statuses: list[str] = []
+        store.subscribe_finished(lambda rollout, statuses=statuses: statuses.append(rollout.status))
+        rollout_id, attempt_id = await claimed(store)
+        ending = await store.update_rollout(rollout_id, status=ended)
+        assert (await store.update_attempt(rollout_id, attempt_id, status=late)).status == late
+        rollout = await store.get_rollout_by_id(rollout_id)
+        assert rollout is not None
+        assert (rollout.status, rollout.end_time) == (ended, ending.end_time)
+        assert statuses == [ended]
+        assert await store.dequeue_rollout() is None
 
 
 async def test_an_agent_that_changes_its_task_does_not_change_the_stored_one() -> None:
     store = BridgeStore()
-    await store.enqueue_rollout(input={"messages": [{"content": "hi"}]}, mode="train")
-    claimed = await store.dequeue_rollout()
-    assert claimed is not None
-    claimed.input["messages"][0]["content"] = "changed"
-    stored = await store.get_rollout_by_id(claimed.rollout_id)
+    await enqueue_inputs(store, [{"messages": [{"content": "hi"}]}])
+    rollout = await claim(store)
+    rollout.input["messages"][0]["content"] = "changed"
+    stored = await store.get_rollout_by_id(rollout.rollout_id)
     assert stored is not None
     assert stored.input == {"messages": [{"content": "hi"}]}
 
 
 async def test_scan_before_reading_spans_finds_expired_rollouts(monkeypatch: pytest.MonkeyPatch) -> None:
     store = BridgeStore(scan_debounce_seconds=0)
-    await store.enqueue_rollout(input={}, config=RolloutConfig(timeout_seconds=5))
-    claimed = await store.dequeue_rollout()
-    assert claimed is not None
+    await enqueue_inputs(store, [{}], timeout_seconds=5)
+    rollout = await claim(store)
     later = time.time() + 10
     monkeypatch.setattr(time, "time", lambda: later)
-    assert list(await store.query_spans(claimed.rollout_id, claimed.attempt.attempt_id)) == []
-    assert store.collections.rollout(claimed.rollout_id).status == "failed"  # type: ignore[union-attr]
+    assert list(await store.query_spans(rollout.rollout_id, rollout.attempt.attempt_id)) == []
+    assert store.collections.rollout(rollout.rollout_id).status == "failed"  # type: ignore[union-attr]

@@ -1,5 +1,4 @@
-"""The parts of Agent Lightning 0.3 that ``BridgeStore`` builds on without a promise. A version that changes one of them
-must fail here, by name."""
+"""Internals of Agent Lightning 0.3 that ``BridgeStore`` overrides: a version that changes one fails here, by name."""
 
 from __future__ import annotations
 
@@ -31,59 +30,40 @@ from agl_slime.support.agl import (
 )
 from tests.harness.stores import make_span
 
+ATTEMPT = "self collections rollout_id attempt_id"
+UPDATE = f"{ATTEMPT} status worker_id last_heartbeat_time metadata"
+
 
 @pytest.mark.parametrize(
     ("owner", "name", "parameters"),
     [
-        (InMemoryLightningStore, "_post_update_rollout", ["self", "rollouts", "skip_enqueue"]),
-        (InMemoryLightningStore, "_post_add_spans", ["self", "spans", "rollout_id", "attempt_id"]),
-        (InMemoryLightningStore, "_maybe_evict_spans", ["self", "collections"]),
-        (InMemoryLightningStore, "_unlocked_get_running_rollouts", ["self", "collections"]),
-        (CollectionBasedLightningStore, "_scan_for_unhealthy_rollouts", ["self"]),
-        (CollectionBasedLightningStore, "_find_and_update_unhealthy_rollouts", ["self", "collections"]),
-        (
-            CollectionBasedLightningStore,
-            "_unlocked_update_attempt_and_rollout",
-            [
-                "self",
-                "collections",
-                "rollout_id",
-                "attempt_id",
-                "status",
-                "worker_id",
-                "last_heartbeat_time",
-                "metadata",
-            ],
-        ),
-        (CollectionBasedLightningStore, "_on_attempt_heartbeat", ["self", "collections", "rollout_id", "attempt_id"]),
-        (
-            InMemoryLightningCollections,
-            "execute",
-            ["self", "callback", "mode", "snapshot", "commit", "labels", "kwargs"],
-        ),
-        (InMemoryLightningCollections, "atomic", ["self", "mode", "snapshot", "labels", "kwargs"]),
-        (LitAgentRunner, "_step_impl", ["self", "next_rollout", "raise_on_exception"]),
-        (LitAgentRunner, "_start_heartbeat_loop", ["self", "store"]),
+        (InMemoryLightningStore, "_post_update_rollout", "self rollouts skip_enqueue"),
+        (InMemoryLightningStore, "_post_add_spans", "self spans rollout_id attempt_id"),
+        (InMemoryLightningStore, "_maybe_evict_spans", "self collections"),
+        (InMemoryLightningStore, "_unlocked_get_running_rollouts", "self collections"),
+        (CollectionBasedLightningStore, "_scan_for_unhealthy_rollouts", "self"),
+        (CollectionBasedLightningStore, "_find_and_update_unhealthy_rollouts", "self collections"),
+        (CollectionBasedLightningStore, "_unlocked_update_attempt_and_rollout", UPDATE),
+        (CollectionBasedLightningStore, "_on_attempt_heartbeat", ATTEMPT),
+        (InMemoryLightningCollections, "execute", "self callback mode snapshot commit labels kwargs"),
+        (InMemoryLightningCollections, "atomic", "self mode snapshot labels kwargs"),
+        (LitAgentRunner, "_step_impl", "self next_rollout raise_on_exception"),
+        (LitAgentRunner, "_start_heartbeat_loop", "self store"),
     ],
 )
-def test_a_hook_has_the_shape_that_is_overridden(owner: type, name: str, parameters: list[str]) -> None:
-    assert list(inspect.signature(getattr(owner, name)).parameters) == parameters
+def test_a_hook_has_the_shape_that_is_overridden(owner: type, name: str, parameters: str) -> None:
+    assert list(inspect.signature(getattr(owner, name)).parameters) == parameters.split()
 
 
-def test_the_store_keeps_its_account_where_retention_expects_it() -> None:
+def test_store_and_collections_keep_their_records_where_they_are_looked_up() -> None:
     store = InMemoryLightningStore(thread_safe=True)
-    for name, kind in {
-        "_span_bytes_by_rollout": dict,
-        "_total_span_bytes": int,
-        "_start_time_by_rollout": dict,
-        "_completion_events": dict,
-        "_running_rollout_ids": set,
-        "_memory_capacity_bytes": int,
+    for kind, names in {
+        dict: ("_span_bytes_by_rollout", "_start_time_by_rollout", "_completion_events"),
+        int: ("_total_span_bytes", "_memory_capacity_bytes"),
+        set: ("_running_rollout_ids",),
     }.items():
-        assert isinstance(getattr(store, name), kind), name
-
-
-def test_the_collections_keep_their_records_where_they_are_looked_up() -> None:
+        for name in names:
+            assert isinstance(getattr(store, name), kind), name
     stock = InMemoryLightningCollections(lock_type="thread")
     for name, keys in {
         "_rollouts": ("rollout_id",),
@@ -131,14 +111,13 @@ def test_reward_adapters_are_built_once() -> None:
 
 
 def finish_without_suspending(work: Coroutine[Any, Any, Any]) -> Any:
-    """The result of a coroutine that must not wait for anything: the store's one lock is held by threads, not by
-    tasks."""
+    """The result of a coroutine that must not wait for anything: threads, not tasks, hold the store's one lock."""
     try:
-        waited_for = work.send(None)
+        awaited = work.send(None)
     except StopIteration as stop:
         return stop.value
     work.close()
-    raise AssertionError(f"the store suspended for {waited_for!r}, perhaps with its lock held")
+    raise AssertionError(f"the store suspended for {awaited!r}, perhaps with its lock held")
 
 
 def test_no_store_call_suspends() -> None:
@@ -156,8 +135,8 @@ def test_no_store_call_suspends() -> None:
     run(store.update_worker("one", {"busy": True}))
     run(store.update_attempt(rollout_id, attempt_id, status="failed"))
     assert run(store.get_rollout_by_id(rollout_id)).status == "requeuing"
-    again = run(store.dequeue_rollout(worker_id="two"))
-    run(store.update_attempt(rollout_id, again.attempt.attempt_id, status="succeeded"))
+    retry = run(store.dequeue_rollout(worker_id="two"))
+    run(store.update_attempt(rollout_id, retry.attempt.attempt_id, status="succeeded"))
     assert len(run(store.query_spans(rollout_id, attempt_id))) == 3
     assert len(run(store.query_rollouts(status_in=["succeeded"]))) == 1
     assert len(run(store.query_attempts(rollout_id))) == 2
@@ -168,21 +147,16 @@ def test_no_store_call_suspends() -> None:
     assert run(store.statistics())["total_rollouts"] == 1
 
 
-def test_spans_share_the_names_of_their_fields_and_say_the_same_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(collections, "_field_sets", {})  # which has what the first span of this process was given
-    spans = [span_of(n) for n in range(3)]
-    odd = span_of(3)
-    odd.more = "a field of its own"  # type: ignore[attr-defined]
-    before = [span.model_dump_json() for span in (*spans, odd)]
+def test_spans_share_the_names_of_their_fields_and_are_otherwise_unchanged(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(collections, "_field_sets", {})  # which has the fields of this process's first span
+    *spans, odd = [make_span("r", "a", n, n=n) for n in range(4)]
+    odd.extra = "a further field"  # type: ignore[attr-defined]
+    texts = [span.model_dump_json() for span in (*spans, odd)]
     for span in (*spans, odd):
         share_field_sets(span)
-    assert [span.model_dump_json() for span in (*spans, odd)] == before
+    assert [span.model_dump_json() for span in (*spans, odd)] == texts
     assert len({id(span.model_fields_set) for span in spans}) == 1
     assert len({id(span.status.model_fields_set) for span in spans}) == 1
-    assert "more" in odd.model_fields_set
-    assert "more" not in spans[0].model_fields_set
-    assert Span.model_validate_json(before[0]) == spans[0]
-
-
-def span_of(number: int) -> Span:
-    return Span.from_attributes(attributes={"n": number}, rollout_id="r", attempt_id="a", sequence_id=number)
+    assert "extra" in odd.model_fields_set
+    assert "extra" not in spans[0].model_fields_set
+    assert Span.model_validate_json(texts[0]) == spans[0]

@@ -1,5 +1,4 @@
-"""A recording under any order of adding, writing early, failing and closing: every span that was taken in is written
-exactly once, in order."""
+"""A recording under any order of adding, writing, failing and closing: every added span is written once, in order."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a ``BridgeStore`` keeps, forgets and holds back; its watchdog; dead runners."""
+"""The retention of a ``BridgeStore``, its backpressure and watchdog, and dead runners."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import pytest
 
 from agl_slime.store.bridge import WORKER_DIED, BridgeStore
 from agl_slime.store.retention import Retention
-from agl_slime.support.agl import RolloutConfig
+from agl_slime.support.agl import LLM, RolloutConfig
 from tests.harness.stores import claim, enqueue, enqueue_inputs, execute, make_span
 
 
-def everything_by_rollout(store: BridgeStore) -> dict[str, int]:
-    """Sizes of whatever in the store has an entry per rollout."""
+def sizes(store: BridgeStore) -> dict[str, int]:
+    """Sizes of the collections that have an entry per rollout."""
     collections = store.collections
     return {
         "rollouts": len(collections.rollouts._items),
@@ -31,56 +31,56 @@ def everything_by_rollout(store: BridgeStore) -> dict[str, int]:
     }
 
 
+@pytest.fixture
+def now(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The time, which the test moves."""
+    now = [1_000_000.0]
+    monkeypatch.setattr(time, "time", lambda: now[0])
+    return now
+
+
 async def test_released_rollouts_leave_nothing_behind() -> None:
     store = BridgeStore(retention=Retention(released_rollouts=0))
     for _ in range(3):
         ids = await execute(store, 10)
         assert await store.release(ids) == 10
-        assert everything_by_rollout(store) == dict.fromkeys(everything_by_rollout(store), 0)
+        assert sizes(store) == dict.fromkeys(sizes(store), 0)
     statistics = await store.statistics()
-    assert (statistics["total_rollouts"], statistics["total_attempts"], statistics["total_spans"]) == (0, 0, 0)
-    assert statistics["total_span_bytes"] == 0
+    totals = ("total_rollouts", "total_attempts", "total_spans", "total_span_bytes")
+    assert [statistics[name] for name in totals] == [0] * 4  # type: ignore[literal-required]
 
 
-async def test_the_most_recently_released_stay_to_be_looked_at() -> None:
+async def test_the_most_recently_released_stay_readable_within_a_bound_of_bytes() -> None:
     store = BridgeStore(retention=Retention(released_rollouts=3))
     ids = await execute(store, 5)
     await store.release(ids)
-    assert [await store.get_rollout_by_id(rollout_id) is not None for rollout_id in ids] == [
-        False,
-        False,
-        True,
-        True,
-        True,
-    ]
+    rollouts = [await store.get_rollout_by_id(rollout_id) for rollout_id in ids]
+    assert [rollout is not None for rollout in rollouts] == [False] * 2 + [True] * 3
     assert [len(await store.query_spans(rollout_id, "latest")) for rollout_id in ids] == [0, 0, 1, 1, 1]
-
-
-async def test_the_window_is_bounded_by_bytes_too() -> None:
+    attempt = await store.get_latest_attempt(ids[-1])
+    assert attempt is not None
+    late = make_span(ids[-1], attempt.attempt_id, 2, text="x" * 5_000)  # accounted to the window
+    await store.add_many_spans([late])
+    assert store.usage().unreleased_bytes == 0
+    assert store.usage().span_bytes > 7_000
     store = BridgeStore(retention=Retention(released_bytes=250_000))
-    ids = await execute(store, 5, span_chars=98_000)
-    await store.release(ids)
+    await store.release(await execute(store, 5, span_chars=98_000))
     usage = store.usage()
     assert (usage.released, usage.stored) == (2, 2)
     assert 190_000 < usage.span_bytes <= 250_000
 
 
-async def test_unreleased_rollouts_are_never_dropped() -> None:
+async def test_only_finished_rollouts_are_released_and_no_others_dropped() -> None:
     store = BridgeStore(retention=Retention(released_rollouts=0, unreleased_bytes=50_000))
     ids = await execute(store, 4, span_chars=9_000)
-    await store.release(ids[:1])
+    assert await store.release([ids[0], ids[0]]) == 1
+    assert await store.release(ids[:1]) == 0
     for rollout_id in ids[1:]:
         assert len(await store.query_spans(rollout_id, "latest")) == 1
-
-
-async def test_running_unknown_and_released_rollouts_are_not_released() -> None:
-    store = BridgeStore(retention=Retention(released_rollouts=10))
-    ids = await execute(store, 1)
+    store = BridgeStore()
     await enqueue(store)
     running = await claim(store)
     assert await store.release([running.rollout_id, "ro-unknown"]) == 0
-    assert await store.release([*ids, *ids]) == 1
-    assert await store.release(ids) == 0
 
 
 async def test_full_store_warns_once_and_dequeues_nothing_until_a_release(
@@ -105,24 +105,10 @@ async def test_full_store_warns_once_and_dequeues_nothing_until_a_release(
     assert (await claim(store)).rollout_id == waiting
 
 
-async def test_late_spans_of_a_released_rollout_are_accounted_to_the_window() -> None:
-    store = BridgeStore(retention=Retention(released_rollouts=10))
-    [rollout_id] = await execute(store, 1)
-    await store.release([rollout_id])
-    attempt = await store.get_latest_attempt(rollout_id)
-    assert attempt is not None
-    await store.add_many_spans([make_span(rollout_id, attempt.attempt_id, 2, text="x" * 5_000)])
-    assert store.usage().unreleased_bytes == 0
-    assert store.usage().span_bytes > 7_000
-
-
 async def test_old_resources_go_and_the_latest_stay() -> None:
-    from agl_slime.support.agl import LLM
-
     store = BridgeStore()
-    updates = [
-        await store.add_resources({"main_llm": LLM(endpoint="http://127.0.0.1:1", model=str(n))}) for n in range(1_005)
-    ]
+    llms = [LLM(endpoint="http://127.0.0.1:1", model=str(n)) for n in range(1_005)]
+    updates = [await store.add_resources({"main_llm": llm}) for llm in llms]
     assert await store.get_resources_by_id(updates[4].resources_id) is None
     assert await store.get_resources_by_id(updates[5].resources_id) == updates[5]
     assert await store.get_latest_resources() == updates[-1]
@@ -132,18 +118,16 @@ async def test_old_resources_go_and_the_latest_stay() -> None:
 # -- the watchdog ----------------------------------------------------------------------------------------------------
 
 
-async def test_watchdog_finds_exactly_the_rollouts_past_their_limits(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_watchdog_finds_exactly_the_rollouts_past_their_limits(now: list[float]) -> None:
     store = BridgeStore(scan_debounce_seconds=0)
-    now = [1_000_000.0]
-    monkeypatch.setattr(time, "time", lambda: now[0])
     await enqueue_inputs(store, range(1), timeout_seconds=10)
     await enqueue_inputs(store, range(1), unresponsive_seconds=20)
     await enqueue(store)
     timed, silent, free = [await claim(store) for _ in range(3)]
 
     async def statuses() -> list[str]:
-        found = [await store.get_latest_attempt(rollout.rollout_id) for rollout in (timed, silent, free)]
-        return [attempt.status for attempt in found if attempt is not None]
+        attempts = [await store.get_latest_attempt(rollout.rollout_id) for rollout in (timed, silent, free)]
+        return [attempt.status for attempt in attempts if attempt is not None]
 
     now[0] += 9
     assert await statuses() == ["preparing"] * 3
@@ -152,65 +136,50 @@ async def test_watchdog_finds_exactly_the_rollouts_past_their_limits(monkeypatch
     assert await statuses() == ["timeout", "running", "preparing"]
     now[0] += 17  # 19 s after the sign of life
     assert (await statuses())[1] == "running"
+    await store.update_rollout(free.rollout_id, config=RolloutConfig(timeout_seconds=29))  # while it runs
     now[0] += 2
-    assert (await statuses())[1:] == ["unresponsive", "preparing"]
+    assert (await statuses())[1:] == ["unresponsive", "timeout"]
     assert (await store.get_rollout_by_id(silent.rollout_id)).status == "failed"  # type: ignore[union-attr]
-
-
-async def test_a_limit_that_changes_while_the_rollout_runs_counts(monkeypatch: pytest.MonkeyPatch) -> None:
-    store = BridgeStore(scan_debounce_seconds=0)
-    now = [1_000_000.0]
-    monkeypatch.setattr(time, "time", lambda: now[0])
-    await enqueue_inputs(store, range(1), timeout_seconds=1_000)
-    claimed = await claim(store)
-    now[0] += 5
-    await store.update_rollout(claimed.rollout_id, config=RolloutConfig(timeout_seconds=10))
-    now[0] += 6
-    attempt = await store.get_latest_attempt(claimed.rollout_id)
-    assert attempt is not None
-    assert attempt.status == "timeout"
 
 
 async def test_a_scan_looks_at_nothing_when_nothing_is_due(monkeypatch: pytest.MonkeyPatch) -> None:
     store = BridgeStore(scan_debounce_seconds=0)
     await enqueue_inputs(store, range(50), timeout_seconds=600)
     await store.dequeue_many_rollouts(limit=50)
-    looked = []
-    monkeypatch.setattr(store.collections, "rollout", lambda rollout_id: looked.append(rollout_id))
+    ids = []
+    monkeypatch.setattr(store.collections, "rollout", lambda rollout_id: ids.append(rollout_id))
     await store._scan_for_unhealthy_rollouts()
-    assert looked == []
+    assert ids == []
     assert len(store._watch) == 50
 
 
 # -- dead runners ----------------------------------------------------------------------------------------------------
 
 
-async def test_rollouts_of_a_dead_runner_go_to_others_even_without_attempts_left() -> None:
+async def test_rollouts_of_a_dead_runner_are_requeued_even_without_attempts_left() -> None:
     store = BridgeStore()
     ended: list[str] = []
     store.subscribe_finished(lambda rollout: ended.append(rollout.rollout_id))
     first, second = await enqueue_inputs(store, range(2), max_attempts=1)
     assert (await claim(store, "dead")).rollout_id == first
-    alive = await claim(store, "alive")
+    assert (await claim(store, "alive")).rollout_id == second
     assert await store.fail_worker("dead", reason="killed by signal 9") == [first]
     assert await store.fail_worker("dead") == []
     assert ended == []
-    again = await claim(store, "alive")
-    assert again.rollout_id == first
-    assert again.attempt.sequence_id == 2
+    retry = await claim(store, "alive")
+    assert (retry.rollout_id, retry.attempt.sequence_id) == (first, 2)
     [died, _] = await store.query_attempts(first)
     assert died.metadata == {WORKER_DIED: "killed by signal 9"}
-    assert alive.rollout_id == second
     assert (await store.get_latest_attempt(second)).status == "preparing"  # type: ignore[union-attr]
 
 
-async def test_a_runner_that_is_gone_gets_nothing_that_it_asked_for_before() -> None:
+async def test_a_runner_that_is_gone_gets_no_rollout() -> None:
     store = BridgeStore()
     [only] = await enqueue(store, 1)
     await store.fail_worker("gone", gone=True)
     assert await store.dequeue_rollout(worker_id="gone") is None
     assert await store.dequeue_many_rollouts(limit=4, worker_id="gone") == []
-    await store.fail_worker("silent")  # one that is only not heard of may be back
+    await store.fail_worker("silent")  # without heartbeats, but perhaps alive
     assert (await claim(store, "silent")).rollout_id == only
 
 
@@ -226,23 +195,17 @@ async def test_a_rollout_that_kills_its_runners_is_given_up() -> None:
     assert await store.dequeue_rollout() is None
 
 
-async def test_worker_is_dead_after_its_heartbeats_stop_but_not_without_any(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_worker_is_dead_after_its_heartbeats_stop_but_not_without_any(now: list[float]) -> None:
     store = BridgeStore(scan_debounce_seconds=0, dead_worker_seconds=60)
-    now = [1_000_000.0]
-    monkeypatch.setattr(time, "time", lambda: now[0])
     ids = await enqueue(store, 2)
     await claim(store, "beating")
     await claim(store, "quiet")
     await store.update_worker("beating", {})
-    now[0] += 59
-    await store.query_workers()
-    assert store.usage().queued == 0
-    now[0] += 20
-    await store.query_workers()
-    assert store.usage().queued == 1
-    assert (await claim(store, "other")).rollout_id == ids[0]
+    for seconds, queued in ((59, 0), (20, 1)):
+        now[0] += seconds
+        await store.query_workers()
+        assert store.usage().queued == queued
+    assert (await claim(store, "third")).rollout_id == ids[0]
     now[0] += 100
     await store.query_workers()
     assert store.usage().queued == 0  # judged once per silence

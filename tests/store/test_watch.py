@@ -28,7 +28,7 @@ def test_due_entries_are_taken_exactly_once(sequence: list[tuple[str, str, int]]
             model.pop(name, None)
         else:
             due = watch.take_due(when)
-            assert sorted(due) == sorted(rollout_id for rollout_id, at in model.items() if at <= when)
+            assert sorted(due) == sorted(rollout_id for rollout_id, due_at in model.items() if due_at <= when)
             for rollout_id in due:
                 del model[rollout_id]
         assert len(watch) == len(model)

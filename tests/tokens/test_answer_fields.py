@@ -1,4 +1,4 @@
-"""The message in which a template gets an answer with content beside thinking and several calls."""
+"""The message of an answer with content beside thinking and several calls."""
 
 from __future__ import annotations
 
@@ -58,23 +58,15 @@ def written(number: int) -> str:
     )
 
 
-@pytest.mark.parametrize("calls", [1, 2, 3, 5])
+@pytest.mark.parametrize("calls", [0, 1, 3])
 def test_answer_has_content_thinking_and_any_number_of_calls(calls: int) -> None:
     template = ChatTemplate(tokenizer=small_tokenizer(BY_ID), tools=[WEATHER])
-    text = f"So Rome.</think>Let me see.{''.join(map(written, range(calls)))}"
-    message = template.fields.convert(text, template.reader).message
-    assert (message["content"], message["reasoning_content"]) == ("Let me see.", "So Rome.")
-    assert [call["id"] for call in message["tool_calls"]] == [f"functions.weather:{n}" for n in range(calls)]
-
-
-@pytest.mark.parametrize("calls", [0, 2])
-def test_the_end_of_empty_thinking_is_no_content(calls: int) -> None:
-    template = ChatTemplate(tokenizer=small_tokenizer(BY_ID), tools=[WEATHER])
-    text = f"\n</think>\n\nLet me see.{''.join(map(written, range(calls)))}"
-    message = template.fields.convert(text, template.reader).message
-    assert message["content"].strip() == "Let me see."
-    assert "reasoning_content" not in message
-    assert len(message.get("tool_calls", ())) == calls
+    text = f"Let me see.{''.join(map(written, range(calls)))}"
+    for thought, reasoning in (("So Rome.</think>", "So Rome."), ("\n</think>\n\n", None)):
+        message = template.fields.convert(thought + text, template.reader).message
+        assert (message["content"].strip(), message.get("reasoning_content")) == ("Let me see.", reasoning)
+        ids = [call["id"] for call in message.get("tool_calls", ())]
+        assert ids == [f"functions.weather:{n}" for n in range(calls)]
 
 
 @pytest.mark.parametrize("rest", ["", "Then", '<tool_call>\n{"name": "wea'])
@@ -85,10 +77,10 @@ def test_answer_truncated_after_a_call_is_closed_as_the_template_does(rest: str)
     context = ChatContext(template=template, messages=[{"role": "user", "content": "?"}])
     first, generation = answer(context, tokenizer, CALL + rest, finish="length")
     context.add({"role": "user", "content": "Go on."})
-    held = [*first, *generation.output_ids]
-    then = context.prompt_ids()
-    assert then[: len(held)] == held
-    assert tokenizer.decode(then[len(held) :]) == (
+    ids = [*first, *generation.output_ids]
+    following = context.prompt_ids()
+    assert following[: len(ids)] == ids
+    assert tokenizer.decode(following[len(ids) :]) == (
         "<|results|><|im_start|>user\nGo on.<|im_end|>\n<|im_start|>assistant\n"
     )
 
@@ -103,16 +95,16 @@ def test_a_template_that_leaves_the_end_of_dropped_thinking_drops_thinking() -> 
     assert context.fork is ForkReason.DROPPED_THINKING
 
 
-@pytest.mark.parametrize("how", [{"stop": "<|return|>"}, {"finish": "length"}])
-def test_an_answer_in_a_channel_is_content_without_its_marks(how: Any) -> None:
+@pytest.mark.parametrize("options", [{"stop": "<|return|>"}, {"finish": "length"}])
+def test_an_answer_in_a_channel_is_content_without_its_marks(options: Any) -> None:
     tokenizer = copy.deepcopy(small_tokenizer(CHANNELS))
     tokenizer.add_tokens(["<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|return|>"], special_tokens=True)
     context = ChatContext(template=ChatTemplate(tokenizer=tokenizer), messages=[{"role": "user", "content": "?"}])
-    answer(context, tokenizer, "<|channel|>final<|message|>Rome.", **how)
+    answer(context, tokenizer, "<|channel|>final<|message|>Rome.", **options)
     context.add({"role": "user", "content": "And then?"})
-    prompt, _ = answer(context, tokenizer, "<|channel|>final<|message|>Oslo.", **how)
+    prompt, _ = answer(context, tokenizer, "<|channel|>final<|message|>Oslo.", **options)
     assert context.fork is None
-    end = how.get("stop", "<|end|>")
+    end = options.get("stop", "<|end|>")
     assert tokenizer.decode(prompt) == (
         f"<|start|>user<|message|>?<|end|><|start|>assistant<|channel|>final<|message|>Rome.{end}"
         "<|start|>user<|message|>And then?<|end|><|start|>assistant"

@@ -1,4 +1,4 @@
-"""What a format's template writes is read back, whatever texts stand in it and around it, whole and while sampled."""
+"""Rendered answers of each format are read back, with any texts in them and around them, whole and while sampled."""
 
 from __future__ import annotations
 
@@ -58,17 +58,15 @@ def as_written(kind: str, arguments: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def sayable(kind: str, listed: list[tuple[str, dict[str, Any]]]) -> bool:
-    said = json.dumps([arguments for _, arguments in listed], ensure_ascii=False)
-    said += "".join(value for _, each in listed for value in each.values() if isinstance(value, str))
-    if kind == "lfm2" and "\\" in said.replace('\\"', ""):
+def writable(kind: str, listed: list[tuple[str, dict[str, Any]]]) -> bool:
+    strings = [value for _, arguments in listed for value in arguments.values() if isinstance(value, str)]
+    text = json.dumps([arguments for _, arguments in listed], ensure_ascii=False) + "".join(strings)
+    if kind == "lfm2" and "\\" in text.replace('\\"', ""):
         return False  # its template writes JSON's escapes where Python's are read
-    if not FORMATS[kind].typed and any(
-        isinstance(value, str) and value != value.strip() for _, each in listed for value in each.values()
-    ):
+    if not FORMATS[kind].typed and any(value != value.strip() for value in strings):
         return False
-    said += said.replace('\\"', '"')  # a mark with a quote, in a value within a value
-    return not any(mark in said for mark in ENDS.get(kind, ()))
+    text += text.replace('\\"', '"')  # a mark with a quote, in a value within a value
+    return not any(mark in text for mark in ENDS.get(kind, ()))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -77,7 +75,7 @@ def sayable(kind: str, listed: list[tuple[str, dict[str, Any]]]) -> bool:
 def test_rendered_answer_is_parsed_back(
     kind: str, listed: list[tuple[str, dict[str, Any]]], content: str, reasoning: str | None
 ) -> None:
-    assume(sayable(kind, listed))
+    assume(writable(kind, listed))
     opening, closing = FORMATS[kind].thinking
     content, thought = content.strip(), (reasoning or "").strip()
     assume(closing not in thought and opening not in thought and "<|" not in thought)
@@ -98,15 +96,15 @@ def test_rendered_answer_is_parsed_back(
 def test_visible_text_is_a_prefix_of_the_whole(
     kind: str, listed: list[tuple[str, dict[str, Any]]], content: str, thought: str
 ) -> None:
-    assume(sayable(kind, listed))
+    assume(writable(kind, listed))
     text = written(kind, listed, content, thought.strip() or None)
     reader = AnswerReader(get_tool_parser(kind), False, FORMATS[kind].thinking, channels=kind == "harmony")
     whole, last = reader.read(text), AnswerParts()
     for end in range(len(text) + 1):
-        seen = reader.visible_parts(text[:end])
-        assert (seen.reasoning or "").startswith(last.reasoning or "")
-        assert seen.content.startswith(last.content)
-        last = seen
+        visible = reader.visible_parts(text[:end])
+        assert (visible.reasoning or "").startswith(last.reasoning or "")
+        assert visible.content.startswith(last.content)
+        last = visible
     assert (whole.reasoning or "").startswith(last.reasoning or "")
     assert whole.content.startswith(last.content)
 
@@ -117,43 +115,37 @@ def test_a_mark_that_was_sampled_as_its_text_is_a_mention(kind: str) -> None:
     call = written(kind, [("look", {"key": "kz"})]).strip()
     ids = tokenizer.encode(call, add_special_tokens=False)
     reader = reader_for(tokenizer, opened=False, offered=True)
-    assert [one.name for one in reader.read(call, ids).calls] == ["look"]
-    spelled = [token for letter in call for token in tokenizer.encode(letter, add_special_tokens=False)]
+    assert [each.name for each in reader.read(call, ids).calls] == ["look"]
+    spelled = spell(tokenizer, call)
     assert tokenizer.decode(spelled) == call
     mentioned = reader.read(call, spelled)
+    both = reader.read(f"{call} and {call}", [*spelled, *tokenizer.encode(" and ", add_special_tokens=False), *ids])
     if kind not in ("llama_json", "harmony"):  # Llama's call needs no mark
         assert (mentioned.calls, mentioned.malformed, mentioned.content) == ((), (), call)
-    between = tokenizer.encode(" and ", add_special_tokens=False)
-    both = reader.read(f"{call} and {call}", [*spelled, *between, *ids])
-    if kind not in ("llama_json", "harmony"):
-        assert ([one.name for one in both.calls], both.content) == (["look"], f"{call} and")
+        assert ([each.name for each in both.calls], both.content) == (["look"], f"{call} and")
         assert both.calls[0].arguments == {"key": "kz"}
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_stream_parts_extend_the_shown_text(stream: bool) -> None:
+def test_stream_parts_extend_the_visible_text(stream: bool) -> None:
+    """A spelled end of thinking ends it only in a stream, which has sent the text after it as content."""
     tokenizer = tokenizer_of("hermes", opens=True)
     reading = Reading(reader_for(tokenizer, opened=True, offered=True), ())
-    spelled = [t for letter in "I write </think> then." for t in tokenizer.encode(letter, add_special_tokens=False)]
     text = "I write </think> then.</think>Yes."
-    ids = (*spelled, *tokenizer.encode("</think>Yes.", add_special_tokens=False))
+    ids = (*spell(tokenizer, "I write </think> then."), *tokenizer.encode("</think>Yes.", add_special_tokens=False))
     generation = Generation(output_ids=ids, log_probs=(0.0,) * len(ids), text=text, finish_reason="stop")
     call: Any = Call(messages=[], stream=stream)
     session: Any = SimpleNamespace(stats=RolloutStats())
     choice, _ = reading.choice(generation, call, session)
-    shown = reading.visible(text)
+    reasoning, content = reading.visible(text)
     if stream:
         assert (choice.reasoning, choice.content) == ("I write", "then.</think>Yes.")
-        assert choice.reasoning.startswith(shown[0])
-        assert choice.content.startswith(shown[1])
+        assert choice.reasoning.startswith(reasoning)
+        assert choice.content.startswith(content)
     else:
         assert (choice.reasoning, choice.content) == ("I write </think> then.", "Yes.")
 
 
-def test_an_end_of_thinking_that_is_spelled_ends_no_thinking() -> None:
-    tokenizer = tokenizer_of("hermes", opens=True)
-    reader = reader_for(tokenizer, opened=True, offered=True)
-    spelled = [t for letter in "I write </think> then." for t in tokenizer.encode(letter, add_special_tokens=False)]
-    text = "I write </think> then.</think>Yes."
-    parts = reader.read(text, [*spelled, *tokenizer.encode("</think>Yes.", add_special_tokens=False)])
-    assert (parts.reasoning, parts.content) == ("I write </think> then.", "Yes.")
+def spell(tokenizer: Any, text: str) -> list[int]:
+    """The ids of the text's letters, without tokens of marks."""
+    return [token for letter in text for token in tokenizer.encode(letter, add_special_tokens=False)]

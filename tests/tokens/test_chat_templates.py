@@ -1,4 +1,4 @@
-"""What templates take: system messages where they want them, and a typed error that says why where they refuse."""
+"""Messages as templates accept them: system messages at their place, and a typed error with the template's reason."""
 
 from __future__ import annotations
 
@@ -23,8 +23,13 @@ QUESTION = {"role": "user", "content": "How many?"}
 ANSWER = {"role": "assistant", "content": "Three."}
 
 
-def rendered(template: str, *messages: dict[str, Any], opening: bool = True, **how: Any) -> str:
-    return ChatTemplate(tokenizer=small_tokenizer(template), **how).render(messages, generation_prompt=opening)
+def rendered(template: str, *messages: dict[str, Any], **options: Any) -> str:
+    return ChatTemplate(tokenizer=small_tokenizer(template), **options).render(messages, generation_prompt=True)
+
+
+def calling(arguments: Any) -> dict[str, Any]:
+    call = {"id": "call_0", "type": "function", "function": {"name": "f", "arguments": arguments}}
+    return {"role": "assistant", "content": "", "tool_calls": [call]}
 
 
 @pytest.mark.parametrize("template", [SYSTEM_FIRST, TAKES_TURNS])
@@ -33,10 +38,10 @@ def rendered(template: str, *messages: dict[str, Any], opening: bool = True, **h
     [(SYSTEM, DEVELOPER, QUESTION), (DEVELOPER, SYSTEM, QUESTION), (SYSTEM, QUESTION, ANSWER, DEVELOPER, QUESTION)],
 )
 def test_system_messages_are_one_where_a_template_wants_one(template: str, messages: tuple[Any, ...]) -> None:
-    said = [message["content"] for message in messages if message["role"] in ("system", "developer")]
-    others = [message for message in messages if message["role"] not in ("system", "developer")]
-    merged = {"role": "system", "content": "\n\n".join(said)}
-    assert rendered(template, *messages, later_systems="first") == rendered(template, merged, *others)
+    systems = [message["content"] for message in messages if message["role"] in ("system", "developer")]
+    rest = [message for message in messages if message["role"] not in ("system", "developer")]
+    merged = {"role": "system", "content": "\n\n".join(systems)}
+    assert rendered(template, *messages, later_systems="first") == rendered(template, merged, *rest)
 
 
 @pytest.mark.parametrize("template", [SYSTEM_FIRST, TAKES_TURNS])
@@ -49,39 +54,33 @@ def test_a_later_system_message_is_a_users_where_it_stands(template: str) -> Non
 
 
 def test_reminder_is_appended_to_a_tool_result_if_a_user_turn_is_refused() -> None:
-    call = {"id": "call_0", "type": "function", "function": {"name": "f", "arguments": {}}}
-    called = {"role": "assistant", "content": "", "tool_calls": [call]}
     result = {"role": "tool", "tool_call_id": "call_0", "content": "one"}
     reminder = {"role": "system", "content": "Be long."}
-    text = rendered(template_of(Ways(system="refused", alternate=True)), SYSTEM, QUESTION, called, result, reminder)
-    assert "one\n\nBe long.<|im_end|>" in text
+    template = template_of(Ways(system="refused", alternate=True))
+    assert "one\n\nBe long.<|im_end|>" in rendered(template, SYSTEM, QUESTION, calling({}), result, reminder)
 
 
 def test_later_system_messages_are_unchanged_if_the_template_accepts_them() -> None:
     text = rendered(CHATML, SYSTEM, QUESTION, ANSWER, DEVELOPER, QUESTION)
     assert text.index("Three.") < text.index("<|im_start|>developer\nUse tools.")
-
-
-def test_developer_message_becomes_system_where_the_template_needs_it() -> None:
     assert rendered(SYSTEM_FIRST, DEVELOPER, QUESTION).startswith("<|im_start|>system\nUse tools.")
 
 
 def test_arguments_are_objects_but_where_a_template_can_only_write_text() -> None:
-    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": {"x": "é", "n": {"y": 1e10}}}}
-    messages = (QUESTION, {"role": "assistant", "content": "", "tool_calls": [call]})
+    messages = (QUESTION, calling({"x": "é", "n": {"y": 1e10}}))
     assert '<tool_call>f\n{"x": "é", "n": {"y": 10000000000.0}}' in rendered(template_of(Ways(calls="text")), *messages)
     assert "<parameter=x>\né\n</parameter>\n<parameter=n>\n{" in rendered(template_of(Ways(calls="items")), *messages)
 
 
 def test_a_system_message_in_the_middle_forks_only_where_it_is_to_be_first() -> None:
     first: Any = {"later_systems": "first"}
-    for template, how, fork in (
+    for template, options, fork in (
         (SYSTEM_FIRST, {}, None),
         (SYSTEM_FIRST, first, ForkReason.TEMPLATE),
         (CHATML, first, None),
     ):
         tokenizer = small_tokenizer(template)
-        context = ChatContext(template=ChatTemplate(tokenizer=tokenizer, **how), messages=[SYSTEM, QUESTION])
+        context = ChatContext(template=ChatTemplate(tokenizer=tokenizer, **options), messages=[SYSTEM, QUESTION])
         answer(context, tokenizer, "Three.")
         context.add({"role": "system", "content": "Now be long."}, QUESTION)
         prompt, _ = answer(context, tokenizer, "Three, as I said.")
@@ -90,22 +89,18 @@ def test_a_system_message_in_the_middle_forks_only_where_it_is_to_be_first() -> 
 
 
 @pytest.mark.parametrize(
-    ("template", "messages", "said"),
+    ("template", "messages", "sentence"),
     [
         (SYSTEM_FIRST, [QUESTION, {"role": "critic", "content": "No."}], "Unexpected message role."),
         (TAKES_TURNS, [QUESTION, QUESTION], "Conversation roles must alternate"),
-        (
-            SYSTEM_FIRST,
-            [QUESTION, {**ANSWER, "tool_calls": [{"function": {"name": "f", "arguments": '{"x": '}}]}, QUESTION],
-            "Can only get item pairs from a mapping",
-        ),
+        (SYSTEM_FIRST, [QUESTION, calling('{"x": '), QUESTION], "Can only get item pairs from a mapping"),
         (CHATML, [QUESTION, {"role": "user", "content": {"x": 1}}], "can only concatenate str"),
         ("{{ messages | nothing }}", [QUESTION], "nothing"),
     ],
 )
-def test_template_error_is_a_prompt_error_with_its_message(template: str, messages: Any, said: str) -> None:
+def test_template_error_is_a_prompt_error_with_its_message(template: str, messages: Any, sentence: str) -> None:
     context = ChatContext(template=ChatTemplate(tokenizer=small_tokenizer(template)), messages=messages)
-    with pytest.raises(PromptError, match=said):
+    with pytest.raises(PromptError, match=sentence):
         context.prompt_ids()
 
 

@@ -15,10 +15,10 @@ from scripts.chat_templates import TRL
 
 pytestmark = pytest.mark.slow
 
-GIVEN = os.environ.get("AGL_SLIME_CHAT_TEMPLATES", "")
+TEMPLATES = os.environ.get("AGL_SLIME_CHAT_TEMPLATES", "")
 CONVERSATIONS = 20
 
-# What a renderer continues in another way than its model's template writes, and this package as the template does.
+# Continuations of renderers that differ from their models' templates, which this package follows.
 DIFFERS = {
     "qwen3.8": "it closes thinking that was cut without the template's line ends",
     "deepseek-v3": "it closes results of tools before a user's message, which the template leaves open",
@@ -28,15 +28,15 @@ DIFFERS = {
     "laguna-xs-2.1": "it writes no line end after an answer",
 }
 
-# Whose history the template moves, so that this package forks where the renderer goes on.
+# Models whose template moves history, so that this package forks and the renderer continues.
 FORKS = {"gemma-4": "content beside calls is written behind their results"}
 
 
 @pytest.fixture(scope="module")
 def templates(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The directory that is named, else what an installed trl ships."""
-    if GIVEN:
-        return Path(GIVEN)
+    if TEMPLATES:
+        return Path(TEMPLATES)
     spec = importlib.util.find_spec("trl")
     if spec is None or not spec.origin:
         pytest.skip("AGL_SLIME_CHAT_TEMPLATES names no directory, and trl, which ships templates, is not installed")
@@ -53,11 +53,11 @@ def test_prompts_beside_the_template_and_its_renderer(model: Published, template
         pytest.skip("renderers is not installed: pip install agl-slime[peers]")
     if not (templates / f"{model.name}.jinja").is_file():
         pytest.skip(f"{templates} has no {model.name}.jinja: python scripts/chat_templates.py DIR fetches it")
-    found = compared(model, templates, CONVERSATIONS)
-    assert found.boundaries >= CONVERSATIONS
-    assert not found.misread
-    assert not found.refused
-    assert not {way for way in found.beside_template if way.endswith((": sampled", ": refused"))}
-    ways = {way.partition(" ")[0].rstrip(",") for way in found.beside_bridge}
-    assert "differs" not in ways or model.name in DIFFERS, found.examples
-    assert "bridges" not in ways or model.name in FORKS, found.examples
+    comparison = compared(model, templates, CONVERSATIONS)
+    assert comparison.boundaries >= CONVERSATIONS
+    assert not comparison.misread
+    assert not comparison.refused
+    assert not {way for way in comparison.beside_template if way.endswith((": sampled", ": refused"))}
+    ways = {way.partition(" ")[0].rstrip(",") for way in comparison.beside_bridge}
+    assert "differs" not in ways or model.name in DIFFERS, comparison.examples
+    assert "bridges" not in ways or model.name in FORKS, comparison.examples

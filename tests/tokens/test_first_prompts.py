@@ -1,8 +1,9 @@
-"""The first prompt of a group is rendered and tokenized once, and nobody can tell."""
+"""The first prompt of a group is rendered and tokenized once, without an effect on its members."""
 
 from __future__ import annotations
 
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ QUESTION = [{"role": "system", "content": "Be brief."}, {"role": "user", "conten
 
 
 class Counting:
-    """A tokenizer that counts what it is asked to render."""
+    """A tokenizer that counts its renderings."""
 
     def __init__(self, tokenizer: Any, source: Any = CHATML) -> None:
         self._tokenizer = tokenizer
@@ -74,16 +75,20 @@ def test_message_edited_after_the_prompt_does_not_change_others(counting: Any) -
     assert ChatContext(template=template, messages=QUESTION).prompt_ids() == expected
 
 
-@pytest.mark.parametrize("source", [CHATML + "{{ strftime_now('%d %b') }}", None, {"default": CHATML}])
-def test_a_template_that_may_write_something_else_is_asked_each_time(source: Any) -> None:
+DATED = CHATML + "{{ strftime_now('%d %b') }}"
+
+
+@pytest.mark.parametrize(
+    ("source", "options"), [(DATED, {}), (None, {}), ({"default": CHATML}, {}), (CHATML, {"chat_template": DATED})]
+)
+def test_a_template_that_may_write_something_else_is_rendered_each_time(source: Any, options: dict[str, Any]) -> None:
     tokenizer: Any = Counting(chat_tokenizer("anthropic", "chatml"), source)
-    template = ChatTemplate(tokenizer=tokenizer)
-    assert template.prompt_cache is None
+    assert ChatTemplate(tokenizer=tokenizer, template_kwargs=options).prompt_cache is None
 
 
-def test_the_template_that_the_arguments_name_decides(counting: Any) -> None:
-    dated = ChatTemplate(tokenizer=counting, template_kwargs={"chat_template": CHATML + "{{ strftime_now('%d') }}"})
-    assert dated.prompt_cache is None
+def lookups(cache: PromptCache[int], contents: list[Any]) -> list[int]:
+    """The cached number of each content; an absent one gets its index."""
+    return [cache.get([{"content": content}], lambda n=n: n) for n, content in enumerate(contents)]
 
 
 def test_messages_equal_in_python_but_not_to_a_template_are_distinct() -> None:
@@ -91,57 +96,41 @@ def test_messages_equal_in_python_but_not_to_a_template_are_distinct() -> None:
         def __str__(self) -> str:
             return self.upper()
 
-    held: PromptCache[int] = PromptCache()
+    cache: PromptCache[int] = PromptCache()
     variants: list[Any] = [1, True, 1.0, "1", [1], (1,), {"a": 1, "b": 2}, {"b": 2, "a": 1}]
-    given = [held.get([{"content": variant}], lambda n=n: n) for n, variant in enumerate(variants)]
-    assert given == list(range(len(variants)))
-    assert [held.get([{"content": variant}], lambda: -1) for variant in variants] == given
-    # a type of the user's own may say anything: it is asked each time
-    assert [held.get([{"content": Shouting("a")}], lambda n=n: n) for n in range(2)] == [0, 1]
-
-
-def test_a_text_cut_within_a_character_is_a_key_like_any_other() -> None:
-    held: PromptCache[int] = PromptCache()
-    assert [held.get([{"content": "half \ud83d"}], lambda n=n: n) for n in range(2)] == [0, 0]
+    assert lookups(cache, variants * 2) == [*range(len(variants))] * 2
+    assert lookups(cache, [Shouting("a")] * 2) == [0, 1]  # a user's type may render as anything: never cached
+    assert lookups(cache, ["half \ud83d"] * 2) == [0, 0]
 
 
 def test_cache_is_bounded_and_evicts_the_least_recently_used() -> None:
-    held: PromptCache[int] = PromptCache()
+    cache: PromptCache[int] = PromptCache()
 
-    def kept(number: int) -> bool:
-        return held.get([{"content": number}], lambda: -1) == number
+    def cached(number: int) -> bool:
+        return cache.get([{"content": number}], lambda: -1) == number
 
-    for number in range(_MAX_PROMPTS):
-        held.get([{"content": number}], lambda n=number: n)
-    assert kept(0)  # used again: now the youngest
-    held.get([{"content": "one more"}], lambda: 0)
-    assert kept(0)
-    assert not kept(1)
-    half = [[{"content": letter * (_MAX_KEY_BYTES // 2 - 30)}] for letter in "ab"]
-    assert [held.get(messages, lambda n=n: n) for n, messages in enumerate(half * 2)] == [0, 1, 0, 1]
-    assert not kept(0)  # there was no room for the rest
-    assert 0 < sum(map(len, held._results)) <= _MAX_KEY_BYTES
-    longest = [{"content": "x" * _MAX_KEY_BYTES}]
-    assert [held.get(longest, lambda n=n: n) for n in range(2)] == [0, 1]
-    assert not held._results
+    lookups(cache, [*range(_MAX_PROMPTS)])
+    assert cached(0)  # used again: now the youngest
+    lookups(cache, ["one more"])
+    assert cached(0)
+    assert not cached(1)
+    half = [letter * (_MAX_KEY_BYTES // 2 - 30) for letter in "ab"]
+    assert lookups(cache, half * 2) == [0, 1, 0, 1]
+    assert not cached(0)  # there was no room for the rest
+    assert 0 < sum(map(len, cache._results)) <= _MAX_KEY_BYTES
+    assert lookups(cache, ["x" * _MAX_KEY_BYTES] * 2) == [0, 1]
+    assert not cache._results
 
 
 def test_threads_get_the_prompts_of_their_messages() -> None:
-    held: PromptCache[str] = PromptCache()
-    wrong: list[str] = []
+    cache: PromptCache[str] = PromptCache()
     together = threading.Barrier(4)
 
-    def ask() -> None:
+    def ask() -> list[str]:
         together.wait(10)
-        for n in range(2_000):
-            name = str(n % (2 * _MAX_PROMPTS))
-            if (got := held.get([{"content": name}], lambda name=name: name)) != name:
-                wrong.append(got)
+        names = [str(n % (2 * _MAX_PROMPTS)) for n in range(2_000)]
+        return [name for name in names if cache.get([{"content": name}], lambda name=name: name) != name]
 
-    threads = [threading.Thread(target=ask) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(30)
-    assert wrong == []
-    assert not any(thread.is_alive() for thread in threads)
+    with ThreadPoolExecutor(4) as pool:
+        futures = [pool.submit(ask) for _ in range(4)]
+        assert [future.result(30) for future in futures] == [[]] * 4

@@ -1,7 +1,7 @@
 """The named generators against slime's ``MultiTurnLossMaskGenerator``: the same ids and masks for the same messages.
 
-One difference is known and tested below: on templates with a default system message (Qwen2.5's), slime's ``qwen3``,
-which is not meant for them, cuts that message off a second time and loses the first tokens of other messages.
+One difference is tested: on templates with a default system message (Qwen2.5's), slime's ``qwen3``, which is not meant
+for them, cuts that message off a second time and loses the first tokens of other messages.
 """
 
 from __future__ import annotations
@@ -56,11 +56,9 @@ def test_ids_and_masks_are_slimes(
     if kind == "qwen":  # our test vocabularies hold DeepSeek's markers, which mean a distilled model
         monkeypatch.setattr(tokenizer, "get_added_vocab", dict)
     conversation = CONVERSATION
-    if (
-        kind == "qwen"
-    ):  # ours keeps a row of tool results in one turn, as the template does; slime's makes a turn of each
+    if kind == "qwen":  # results in a row are one turn for ours, as for the template, and one turn each for slime's
         pairs = pairwise([{"role": ""}, *CONVERSATION])
-        conversation = [message for before, message in pairs if not before["role"] == message["role"] == "tool"]
+        conversation = [message for earlier, message in pairs if not earlier["role"] == message["role"] == "tool"]
     for length in range(2, len(conversation) + 1):
         messages = conversation[:length]
         expected = slime_masks.MultiTurnLossMaskGenerator(tokenizer, kind).get_loss_mask(messages, tools)
@@ -69,7 +67,7 @@ def test_ids_and_masks_are_slimes(
 
 def test_steps_marked_as_context_are_slimes(slime_masks: Any) -> None:
     tokenizer = chat_tokenizer("qwen", "drops_thinking")
-    messages = [{**message, "step_loss_mask": at % 4 // 2} for at, message in enumerate(CONVERSATION)]
+    messages = [{**message, "step_loss_mask": n % 4 // 2} for n, message in enumerate(CONVERSATION)]
     for kind in ("qwen3", "qwen3_5", "distill_qwen"):
         theirs = slime_masks.MultiTurnLossMaskGenerator(tokenizer, kind)
         ours = get_loss_mask_generator(tokenizer, kind)

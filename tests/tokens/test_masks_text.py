@@ -33,6 +33,15 @@ MARKED = """\
 {%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"""
 
 
+ANSWERS = [str(message["content"]) for message in CONVERSATION if message["role"] == "assistant"]
+
+
+def tokenizer_with(template: str) -> PreTrainedTokenizerFast:
+    return PreTrainedTokenizerFast(
+        tokenizer_object=base_tokenizer("anthropic"), eos_token="<|im_end|>", chat_template=template
+    )
+
+
 def trained(tokenizer: Any, messages: list[dict[str, Any]], kind: str = "auto", **options: Any) -> list[str]:
     generator = get_loss_mask_generator(tokenizer, kind)
     token_ids, loss_mask = generator.get_loss_mask(messages, **options)
@@ -41,42 +50,32 @@ def trained(tokenizer: Any, messages: list[dict[str, Any]], kind: str = "auto", 
     return [tokenizer.decode([token for token, _ in run]) for trained, run in runs if trained]
 
 
-def test_the_templates_own_marks_are_used() -> None:
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=base_tokenizer("anthropic"), eos_token="<|im_end|>", chat_template=MARKED
-    )
+def test_the_marks_of_a_template_are_used() -> None:
+    tokenizer = tokenizer_with(MARKED)
     assert trained(tokenizer, CONVERSATION[:4]) == ["I look.<tool_call>a</tool_call><|im_end|>"]
     plain = chat_tokenizer("anthropic", "chatml")  # the same text without marks
-    assert get_loss_mask_generator(tokenizer).get_loss_mask(CONVERSATION) == get_loss_mask_generator(
-        plain
-    ).get_loss_mask(CONVERSATION)
+    marked, unmarked = (get_loss_mask_generator(each).get_loss_mask(CONVERSATION) for each in (tokenizer, plain))
+    assert marked == unmarked
 
 
 @pytest.mark.parametrize("vocabulary", VOCABULARIES)
 @pytest.mark.parametrize("template", ["chatml", "groups_tools"])
 def test_answers_are_trained_with_their_end_token_and_nothing_else(vocabulary: str, template: str) -> None:
-    tokenizer = chat_tokenizer(vocabulary, template)
-    assert trained(tokenizer, CONVERSATION) == [
-        m["content"] + "<|im_end|>" for m in CONVERSATION if m["role"] == "assistant"
-    ]
+    assert trained(chat_tokenizer(vocabulary, template), CONVERSATION) == [text + "<|im_end|>" for text in ANSWERS]
 
 
-def test_a_template_that_drops_thinking_is_masked_as_it_renders() -> None:
-    answers = ["I look.<tool_call>a</tool_call><|im_end|>", "Three.<|im_end|>", "<think>\n\n</think>\n\nYes.<|im_end|>"]
-    assert trained(chat_tokenizer("qwen", "drops_thinking"), CONVERSATION) == answers
-
-
-def test_template_that_drops_all_thinking_trains_the_text_only() -> None:
-    answers = ["I look.<tool_call>a</tool_call>", "Three.", "Yes."]
-    said = trained(chat_tokenizer("anthropic", "reasoner"), CONVERSATION)
-    assert [text.strip() for text in said] == [text + "<｜end▁of▁sentence｜>" for text in answers]
-
-
-def test_the_next_roles_mark_ends_an_answer_where_nothing_else_does() -> None:
-    """As with GLM, which samples that mark; after the last answer there is none."""
-    contents = [m["content"] for m in CONVERSATION if m["role"] == "assistant"]
-    said = [text.lstrip("\n") for text in trained(chat_tokenizer("anthropic", "role_markers"), CONVERSATION)]
-    assert said == [contents[0] + "<|observation|>", contents[1] + "<|user|>", contents[2]]
+def test_answers_are_masked_as_the_template_renders_them() -> None:
+    call = ANSWERS[0]
+    dropped = [f"{call}<|im_end|>", "Three.<|im_end|>", "<think>\n\n</think>\n\nYes.<|im_end|>"]
+    assert trained(chat_tokenizer("qwen", "drops_thinking"), CONVERSATION) == dropped
+    texts = trained(chat_tokenizer("anthropic", "reasoner"), CONVERSATION)
+    assert [text.strip() for text in texts] == [text + "<｜end▁of▁sentence｜>" for text in (call, "Three.", "Yes.")]
+    # nothing but the next role's mark ends an answer, which GLM samples; after the last answer there is none
+    texts = [text.lstrip("\n") for text in trained(chat_tokenizer("anthropic", "role_markers"), CONVERSATION)]
+    assert texts == [call + "<|observation|>", ANSWERS[1] + "<|user|>", ANSWERS[2]]
+    quoted = {"role": "user", "content": "You said <|im_start|>assistant\nNo.<|im_end|>\n"}
+    messages = [quoted, {"role": "assistant", "content": "Did I?"}]
+    assert trained(chat_tokenizer("anthropic", "chatml"), messages) == ["Did I?<|im_end|>"]
 
 
 @pytest.mark.parametrize("kind", ["auto", "qwen", "qwen3"])
@@ -89,9 +88,8 @@ def test_tool_results_in_a_row_are_one_turn_where_the_template_says_so(
     assert get_loss_mask_generator(tokenizer, kind).get_loss_mask(CONVERSATION)[0] == rendered
 
 
-@pytest.mark.parametrize("vocabulary", VOCABULARIES)
-# templates that end a conversation or an opening otherwise than an answer are refused: they need a generator of their
-# own
+# templates that end a conversation or an opening otherwise than an answer need a registered generator
+@pytest.mark.parametrize("vocabulary", ["qwen", "anthropic"])
 @pytest.mark.parametrize("template", sorted({*TEMPLATES} - {"ends_with_token", "drops_empty_blocks"}))
 def test_ids_equal_the_templates_rendering(vocabulary: str, template: str) -> None:
     tokenizer = chat_tokenizer(vocabulary, template)
@@ -99,23 +97,15 @@ def test_ids_equal_the_templates_rendering(vocabulary: str, template: str) -> No
     assert get_loss_mask_generator(tokenizer).get_loss_mask(CONVERSATION)[0] == rendered
 
 
-def test_an_answer_quoted_in_a_question_is_not_trained() -> None:
-    quoted = "You said <|im_start|>assistant\nNo.<|im_end|>\n"
-    messages = [{"role": "user", "content": quoted}, {"role": "assistant", "content": "Did I?"}]
-    assert trained(chat_tokenizer("anthropic", "chatml"), messages) == ["Did I?<|im_end|>"]
-
-
 @pytest.mark.parametrize("kind", ["auto", "qwen3", "qwen3_5"])
 def test_a_message_marked_as_context_is_not_trained(kind: str) -> None:
     messages = [dict(message) for message in CONVERSATION]
     messages[2]["step_loss_mask"] = 0
     tokenizer = chat_tokenizer("qwen", "groups_tools")
-    plain = get_loss_mask_generator(tokenizer, kind).get_loss_mask(CONVERSATION)
-    marked = get_loss_mask_generator(tokenizer, kind).get_loss_mask(messages)
-    assert marked[0] == plain[0]
-    assert [text.strip() for text in trained(tokenizer, messages, kind)] == [
-        text.strip() for text in trained(tokenizer, CONVERSATION, kind)[1:]
-    ]
+    generator = get_loss_mask_generator(tokenizer, kind)
+    assert generator.get_loss_mask(messages)[0] == generator.get_loss_mask(CONVERSATION)[0]
+    texts, marked = ([text.strip() for text in trained(tokenizer, each, kind)] for each in (CONVERSATION, messages))
+    assert marked == texts[1:]
 
 
 def test_response_lengths_count_from_the_first_trained_token() -> None:
@@ -134,19 +124,16 @@ def test_tools_are_in_the_prompt() -> None:
 
 def test_distill_qwen_has_one_question_and_one_answer() -> None:
     tokenizer = chat_tokenizer("qwen", "reasoner")
-    messages = [
-        {"role": "user", "content": "How many?"},
-        {"role": "assistant", "content": "Count.\n</think>\n\nThree."},
-    ]
-    assert trained(tokenizer, messages, "distill_qwen") == ["Count.\n</think>\n\nThree."]
+    thought = "Count.\n</think>\n\nThree."
+    messages = [{"role": "user", "content": "How many?"}, {"role": "assistant", "content": thought}]
+    assert trained(tokenizer, messages, "distill_qwen") == [thought]
     # a tokenizer with DeepSeek's markers is a distilled model's
-    assert get_loss_mask_generator(tokenizer, "qwen").get_loss_mask(messages) == get_loss_mask_generator(
-        tokenizer, "distill_qwen"
-    ).get_loss_mask(messages)
+    masks_of = [get_loss_mask_generator(tokenizer, kind).get_loss_mask(messages) for kind in ("qwen", "distill_qwen")]
+    assert masks_of[0] == masks_of[1]
 
 
 def test_a_custom_generator_is_found_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(masks._generators, "last_only", list)  # taken out again at the end
+    monkeypatch.setitem(masks._generators, "last_only", list)  # so that the end of the test removes it
     del masks._generators["last_only"]
 
     @register_loss_mask_generator("last_only")
@@ -160,17 +147,9 @@ def test_a_custom_generator_is_found_by_its_name(monkeypatch: pytest.MonkeyPatch
         register_loss_mask_generator("last_only")(LastOnly)
 
 
-def test_unknown_name_is_refused_with_the_known_ones() -> None:
+def test_an_unknown_name_and_a_template_without_answers_are_errors() -> None:
     with pytest.raises(ConfigError, match=r"'llama'.*auto, distill_qwen, qwen, qwen3, qwen3_5"):
         get_loss_mask_generator(chat_tokenizer("anthropic", "chatml"), "llama")
-
-
-def test_a_template_without_answers_is_an_error_and_no_guess() -> None:
-    template = (
-        "{% for message in messages %}{% if message.role != 'assistant' %}{{ message.content }}{% endif %}{% endfor %}"
-    )
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=base_tokenizer("anthropic"), eos_token="<|im_end|>", chat_template=template
-    )
+    silent = "{% for m in messages %}{% if m.role != 'assistant' %}{{ m.content }}{% endif %}{% endfor %}"
     with pytest.raises(TraceError, match="register a loss mask generator"):
-        get_loss_mask_generator(tokenizer).get_loss_mask(CONVERSATION)
+        get_loss_mask_generator(tokenizer_with(silent)).get_loss_mask(CONVERSATION)

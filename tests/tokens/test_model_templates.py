@@ -1,5 +1,5 @@
-"""Histories of every shape under the templates of current models: a prompt or a typed error, what is held or a
-classified fork, never anything else."""
+"""Histories of every shape under the templates of current models: a prompt that extends the context or a classified
+fork, or a typed error."""
 
 from __future__ import annotations
 
@@ -34,47 +34,39 @@ words = st.sampled_from(["ok", "", " x ", "\ud800 half", "Error: no file", "a </
 arguments = st.sampled_from([{"x": 1}, {}, {"x": {"y": [None]}}, {"x": "\udcff"}, '{"x": 1}', '{"x": ', "", None])
 
 
-@st.composite
-def histories(draw: st.DrawFn) -> Messages:
-    """What a client sends first: any system messages, then questions, answers, calls and results of others."""
-    system = st.builds(
-        lambda role, said: {"role": role, "content": said}, st.sampled_from(["system", "developer"]), words
-    )
-    messages: Messages = draw(st.lists(system, max_size=2))
-    messages.append({"role": "user", "content": draw(words)})
-    for _ in range(draw(st.integers(0, 2))):
-        said: dict[str, Any] = {"role": "assistant", "content": draw(words | st.none())}
-        messages.append(said)
-        if draw(st.booleans()):
-            said["reasoning_content"] = draw(words)
-        n = draw(st.sampled_from([0, 0, 1, 2]))
-        if n:
-            said["tool_calls"] = [call(i, draw(arguments)) for i in range(n)]
-            messages += [
-                {"role": "tool", "tool_call_id": f"call{i:05}", "name": "f", "content": draw(words)} for i in range(n)
-            ]
-        messages += draw(st.lists(system, max_size=1))
-        if not n or draw(st.booleans()):
-            messages.append({"role": "user", "content": draw(words)})
-    return messages
+SYSTEMS = st.builds(lambda role, text: {"role": role, "content": text}, st.sampled_from(["system", "developer"]), words)
 
 
 def call(number: int, written: Any) -> dict[str, Any]:
     return {"id": f"call{number:05}", "type": "function", "function": {"name": "f", "arguments": written}}
 
 
-said_next = st.sampled_from(
-    [
-        [{"role": "user", "content": "next"}],
-        [{"role": "tool", "tool_call_id": "call00000", "name": "f", "content": "r"}],
-        [{"role": "tool", "tool_call_id": f"call{i:05}", "name": "f", "content": "r"} for i in range(2)],
-        [{"role": "system", "content": "Reminder."}, {"role": "user", "content": "next"}],
-        [
-            {"role": "tool", "tool_call_id": "call00000", "name": "f", "content": "r"},
-            {"role": "system", "content": "Reminder."},
-        ],
-    ]
-)
+def result(number: int, text: str = "r") -> dict[str, Any]:
+    return {"role": "tool", "tool_call_id": f"call{number:05}", "name": "f", "content": text}
+
+
+@st.composite
+def histories(draw: st.DrawFn) -> Messages:
+    """The first messages of a client: any system messages, then questions, answers, calls and results."""
+    messages: Messages = draw(st.lists(SYSTEMS, max_size=2))
+    messages.append({"role": "user", "content": draw(words)})
+    for _ in range(draw(st.integers(0, 2))):
+        message: dict[str, Any] = {"role": "assistant", "content": draw(words | st.none())}
+        messages.append(message)
+        if draw(st.booleans()):
+            message["reasoning_content"] = draw(words)
+        n = draw(st.sampled_from([0, 0, 1, 2]))
+        if n:
+            message["tool_calls"] = [call(i, draw(arguments)) for i in range(n)]
+            messages += [result(i, draw(words)) for i in range(n)]
+        messages += draw(st.lists(SYSTEMS, max_size=1))
+        if not n or draw(st.booleans()):
+            messages.append({"role": "user", "content": draw(words)})
+    return messages
+
+
+NEXT, REMINDER = {"role": "user", "content": "next"}, {"role": "system", "content": "Reminder."}
+additions = st.sampled_from([[NEXT], [result(0)], [result(0), result(1)], [REMINDER, NEXT], [result(0), REMINDER]])
 _CALLED = '<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>'
 answered = st.sampled_from(
     [
@@ -99,29 +91,26 @@ def tokenizer_with(source: str) -> Any:
     return tokenizer
 
 
-def drive(data: st.DataObject, tokenizer: Any) -> list[ForkReason | None] | None:
-    """A conversation of up to four turns: why each forked. ``None`` where the template refused the first prompt."""
+def drive(data: st.DataObject, tokenizer: Any) -> None:
+    """A conversation of up to four turns, until the template refuses a prompt."""
     template = ChatTemplate(tokenizer=tokenizer, tools=data.draw(st.sampled_from([None, TOOLS])))
     context = ChatContext(template=template, messages=data.draw(histories()))
-    came: list[ForkReason | None] = []
-    held_text: History | None = None
+    history: History | None = None
     for _ in range(data.draw(st.integers(1, 4))):
-        held = context.token_ids.tolist()
+        ids = context.token_ids.tolist()
         try:
-            before = in_fields(template, context.messages)
-            said = data.draw(answered)
-            if template.opens_thinking and "</think>" not in said:
-                said = "t\n</think>\n\n" + said
-            prompt, _ = answer(context, tokenizer, said.removeprefix("<think>\n" if template.opens_thinking else ""))
-            reasons = {None} if held_text is None else held_text.forks(template, before)
-            held_text = History.of(template, before, in_fields(template, context.messages))
+            question = in_fields(template, context.messages)
+            text = data.draw(answered)
+            if template.opens_thinking and "</think>" not in text:
+                text = "t\n</think>\n\n" + text
+            prompt, _ = answer(context, tokenizer, text.removeprefix("<think>\n" if template.opens_thinking else ""))
+            reasons = {None} if history is None else history.forks(template, question)
+            history = History.written(template, question, in_fields(template, context.messages))
         except PromptError:
-            return came or None
-        came.append(context.fork)
-        assert (prompt[: len(held)] == held) == (context.fork is None)
+            return
+        assert (prompt[: len(ids)] == ids) == (context.fork is None)
         assert context.fork in reasons
-        context.add(*data.draw(said_next))
-    return came
+        context.add(*data.draw(additions))
 
 
 def in_fields(template: ChatTemplate, messages: Messages) -> Messages:
@@ -140,17 +129,17 @@ class History:
     stands: bool
 
     @classmethod
-    def of(cls, template: ChatTemplate, before: Messages, messages: Messages) -> History:
+    def written(cls, template: ChatTemplate, question: Messages, messages: Messages) -> History:
         bare = [*map(template.fields.without_thinking, messages)]
         text, without = (template.render(each, generation_prompt=False) for each in (messages, bare))
-        asked = template.render_prompt(before).text
+        prompt = template.render_prompt(question).text
         last = template.render([*messages[:-1], bare[-1]], generation_prompt=False)
-        stands = squash(text).startswith(squash(asked)) and (bare[-1] == messages[-1] or last != text)
+        stands = squash(text).startswith(squash(prompt)) and (bare[-1] == messages[-1] or last != text)
         end = template.closing.strip()
         return cls(text.strip().removesuffix(end), without.strip().removesuffix(end), stands)
 
     def forks(self, template: ChatTemplate, messages: Messages) -> set[ForkReason | None]:
-        """What may come of a prompt with these messages."""
+        """The possible reasons of a fork at a prompt with these messages."""
         written = squash(template.render(messages, generation_prompt=True))
         if self.stands and written.startswith(squash(self.text)):
             return {None}
@@ -208,29 +197,29 @@ def same_ids(data: st.DataObject, tokenizer: Any) -> None:
         ChatContext(template=ChatTemplate(tokenizer=cast("Any", each), tools=tools), messages=copy.deepcopy(first))
         for each in (tokenizer, Rendering(tokenizer))
     ]
-    held = [contexts]
+    earlier = [contexts]
     for _ in range(data.draw(st.integers(1, 5))):
-        asked: list[Any] = []
-        said, more = data.draw(answered), data.draw(said_next)
+        results: list[Any] = []
+        text, addition = data.draw(answered), data.draw(additions)
         for context in contexts:
             try:
-                asked.append((answer(context, tokenizer, said)[0], context.fork))
-            except PromptError as refused:
-                asked.append(str(refused))
-        assert asked[0] == asked[1]
-        if isinstance(asked[0], str):
+                results.append((answer(context, tokenizer, text)[0], context.fork))
+            except PromptError as error:
+                results.append(str(error))
+        assert results[0] == results[1]
+        if isinstance(results[0], str):
             return
-        held.append(contexts)
+        earlier.append(contexts)
         change = data.draw(st.sampled_from(["on", "on", "fork", "edit"]))
-        if change == "fork":  # from an earlier point of it, or of one that it was
-            known = data.draw(st.sampled_from(held))
-            length = data.draw(st.integers(1, len(known[0].messages)))
-            contexts = [context.branch(context.messages[:length]) for context in known]
-        at, new = data.draw(st.integers(0, len(contexts[0].messages) - 1)), data.draw(words)
+        if change == "fork":  # from an earlier point, of this or of an earlier branch
+            branch = data.draw(st.sampled_from(earlier))
+            length = data.draw(st.integers(1, len(branch[0].messages)))
+            contexts = [context.branch(context.messages[:length]) for context in branch]
+        place, content = data.draw(st.integers(0, len(contexts[0].messages) - 1)), data.draw(words)
         for context in contexts:
             if change == "edit":
-                context.messages[at] = {**context.messages[at], "content": new}
-            context.add(*more)
+                context.messages[place] = {**context.messages[place], "content": content}
+            context.add(*addition)
 
 
 @pytest.mark.parametrize("model", MODELS)

@@ -1,4 +1,4 @@
-"""Answers in parts: the fields that a template reads, what it does with thinking, and reminders beside it."""
+"""Answers in parts: the fields that a template reads, its treatment of thinking, and reminders beside it."""
 
 from __future__ import annotations
 
@@ -30,16 +30,16 @@ def in_fields(source: str, text: str) -> dict[str, Any]:
 
 def test_answer_parts_are_in_the_fields_that_the_template_reads() -> None:
     call = {"id": "call_0", "type": "function", "function": {"name": "f", "arguments": {"x": 1}}}
-    said = f"<think>\nLet me see.\n</think>\n\nI look.\n{CALL}"
+    text = f"<think>\nLet me see.\n</think>\n\nI look.\n{CALL}"
     renamed = template_of(Ways()).replace("reasoning_content", "deep_thoughts")
     for source, name in ((template_of(Ways(reads="field")), "reasoning_content"), (renamed, "deep_thoughts")):
-        assert in_fields(source, said) == {
+        assert in_fields(source, text) == {
             "role": "assistant",
             "content": "I look.",
             name: "Let me see.",
             "tool_calls": [call],
         }
-    assert in_fields(CHATML, said) == {"role": "assistant", "content": said}  # it knows of neither
+    assert in_fields(CHATML, text) == {"role": "assistant", "content": text}  # it knows of neither
     two = f"{CALL}\n{CALL}"
     assert len(in_fields(template_of(Ways()), two)["tool_calls"]) == 2
     assert in_fields(template_of(Ways(calls="one")), two) == {"role": "assistant", "content": two}
@@ -76,8 +76,8 @@ def test_an_answer_cut_within_its_thinking_is_closed_as_the_template_does() -> N
     context.add({"role": "user", "content": "Go on."})
     second, _ = answer(context, tokenizer, "so\n</think>\n\nDone.")
     assert context.fork is None
-    said = {"role": "assistant", "content": "", "reasoning_content": "I thought"}
-    messages = [*QUESTION, said, {"role": "user", "content": "Go on."}]
+    thought = {"role": "assistant", "content": "", "reasoning_content": "I thought"}
+    messages = [*QUESTION, thought, {"role": "user", "content": "Go on."}]
     whole = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
     assert text_of(tokenizer, second) == whole
 
@@ -92,8 +92,8 @@ def test_reminder_after_a_tool_result_keeps_thinking_unlike_a_question() -> None
         ("first", ForkReason.TEMPLATE, "Be brief.\n\nKeep going.<|im_end|>"),
     ):
         tokenizer = small_tokenizer(template_of(MODELS["Qwen3.5"]))
-        how: Any = {"tools": TOOLS, "later_systems": later}
-        context = ChatContext(template=ChatTemplate(tokenizer=tokenizer, **how), messages=QUESTION)
+        options: Any = {"tools": TOOLS, "later_systems": later}
+        context = ChatContext(template=ChatTemplate(tokenizer=tokenizer, **options), messages=QUESTION)
         answer(context, tokenizer, f"t\n</think>\n\n{call}")
         context.add({"role": "tool", "content": "one"}, reminder)
         prompt, _ = answer(context, tokenizer, "t\n</think>\n\nDone.")
