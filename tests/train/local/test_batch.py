@@ -112,9 +112,9 @@ def test_a_sample_out_of_the_loss_needs_no_reward_and_no_log_probs(out: dict[str
 
 def test_the_samples_are_left_alone():
     samples = [sample(loss_mask=None), sample(rollout_id=1, remove_sample=True)]
-    before = copy.deepcopy(samples)
+    originals = copy.deepcopy(samples)
     TrainBatch.from_samples(samples)
-    assert samples == before
+    assert samples == originals
 
 
 def test_the_reward_key_picks_from_a_dict():

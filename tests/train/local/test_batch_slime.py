@@ -22,14 +22,14 @@ pytestmark = pytest.mark.slime
 
 def functions(path: Path, *names: str, **scope: Any) -> dict[str, Any]:
     """The functions or methods of these names in a source file, compiled on their own in ``scope``."""
-    found = [
+    definitions = [
         node
         for node in ast.walk(ast.parse(path.read_text()))
         if isinstance(node, ast.FunctionDef) and node.name in names
     ]
-    assert sorted(node.name for node in found) == sorted(names)
+    assert sorted(node.name for node in definitions) == sorted(names)
     namespace = dict(scope)
-    exec(compile(ast.Module(body=list(found), type_ignores=[]), str(path), "exec"), namespace)
+    exec(compile(ast.Module(body=list(definitions), type_ignores=[]), str(path), "exec"), namespace)
     return namespace
 
 
@@ -103,12 +103,12 @@ def check(ours: TrainBatch, theirs: dict[str, Any]) -> None:
     assert [ids.tolist() for ids in ours.tokens] == theirs["tokens"]
     starts = [len(ids) - n for ids, n in zip(theirs["tokens"], theirs["response_lengths"], strict=True)]
     positions = [(start + np.flatnonzero(mask)).tolist() for start, mask in zip(starts, masks, strict=True)]
-    assert [own.tolist() for own in ours.target_positions] == positions
+    assert [row.tolist() for row in ours.target_positions] == positions
     assert ours.rollout_ids.tolist() == theirs["rollout_ids"]
     assert ours.token_rollout_mask_sums.tolist() == np.repeat(theirs["rollout_mask_sums"], counts).tolist()
     assert ours.token_rewards == pytest.approx(np.repeat(theirs["rewards"], counts), abs=2e-6)  # theirs are float32
     assert ours.token_log_probs is not None
-    expected = [np.array(own)[mask] for own, mask in zip(theirs["rollout_log_probs"], masks, strict=True)]
+    expected = [np.array(row)[mask] for row, mask in zip(theirs["rollout_log_probs"], masks, strict=True)]
     assert ours.token_log_probs.tolist() == np.concatenate(expected).tolist()
 
 

@@ -125,7 +125,7 @@ def test_a_saved_state_is_a_checkpoint_as_well(policy: Path, tmp_path: Path):
 
 def test_loading_a_missing_or_broken_checkpoint_changes_nothing(policy: Path, samples: list[Sample], tmp_path: Path):
     ours = trainer(policy)
-    before = weights(ours.model)
+    saved_weights = weights(ours.model)
     with pytest.raises(TrainerError, match=r"cannot be read: .* is missing"):
         ours.load(tmp_path)
     ours.save(tmp_path / "state")
@@ -140,7 +140,7 @@ def test_loading_a_missing_or_broken_checkpoint_changes_nothing(policy: Path, sa
     write_checksums(tmp_path / "state")
     with pytest.raises(TrainerError, match="format"):
         ours.load(tmp_path / "state")
-    assert all(torch.equal(tensor, before[name]) for name, tensor in weights(ours.model).items())
+    assert all(torch.equal(tensor, saved_weights[name]) for name, tensor in weights(ours.model).items())
 
 
 @pytest.mark.parametrize(
@@ -178,9 +178,9 @@ def test_a_truncated_checkpoint_is_refused(policy: Path, tmp_path: Path):
 
 
 def test_the_state_of_another_model_is_refused(policy: Path, tmp_path: Path):
-    other = make_model().config
-    other.num_hidden_layers, other.layer_types = 1, ["full_attention"]
-    AutoModelForCausalLM.from_config(other).save_pretrained(tmp_path / "other")
+    config = make_model().config
+    config.num_hidden_layers, config.layer_types = 1, ["full_attention"]
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "other")
     trainer(tmp_path / "other").save(tmp_path / "state")
     with pytest.raises(TrainerError, match="another model"):
         trainer(policy).load(tmp_path / "state")

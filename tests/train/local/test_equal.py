@@ -39,13 +39,13 @@ def batches(draw: st.DrawFn) -> list[Sample]:
             if not samples:
                 mask.append(1)
             # it may begin as an answer before it does, or be the same
-            before = draw(st.sampled_from(samples)).tokens[len(prompt) :] if samples else []
-            kept = before[: draw(st.integers(0, len(mask)))]
+            answer = draw(st.sampled_from(samples)).tokens[len(prompt) :] if samples else []
+            prefix = answer[: draw(st.integers(0, len(mask)))]
             samples.append(
                 sample_from_fields(
                     group_index=group,
                     rollout_id=len(samples),
-                    tokens=prompt + kept + [draw(token) for _ in mask[len(kept) :]],
+                    tokens=prompt + prefix + [draw(token) for _ in mask[len(prefix) :]],
                     response_length=len(mask),
                     loss_mask=mask,
                     rollout_log_probs=[draw(log_prob) for _ in mask],
@@ -126,10 +126,10 @@ def test_loss_gradient_and_metrics_equal_one_sample_at_a_time(
     ours = trainers[checkpointing]
     changes: dict[str, Any] = {"max_tokens_per_microbatch": microbatch, "aggregation": aggregation}
     ours.settings = replace(ours.settings, **changes)
-    seen: list[torch.Tensor] = []
+    gradients: list[torch.Tensor] = []
 
     def record(*_: Any) -> None:
-        seen.append(torch.cat([parameter.grad.flatten() for parameter in ours.model.parameters()]))
+        gradients.append(torch.cat([parameter.grad.flatten() for parameter in ours.model.parameters()]))
 
     model = make_model().double()
     loss, expected = plainly(model, samples, aggregation)
@@ -141,13 +141,13 @@ def test_loss_gradient_and_metrics_equal_one_sample_at_a_time(
             metrics = ours.train(samples, iteration=0)
         if recompute:  # the pass before the steps finds the same
             ours.settings = replace(ours.settings, old_log_probs="recompute")
-            before = ours.train(samples, iteration=0)
+            first = ours.train(samples, iteration=0)
             for name in ("train/entropy", "train/logprob_diff_max", "train/logprob_diff_mean"):
-                assert before[name] == pytest.approx(metrics[name], rel=1e-5)
+                assert first[name] == pytest.approx(metrics[name], rel=1e-5)
     finally:
         hook.remove()
         ours.settings = replace(ours.settings, old_log_probs="engine")
-    assert (seen[0] - theirs).norm() <= 1e-5 * theirs.norm() + 1e-9
+    assert (gradients[0] - theirs).norm() <= 1e-5 * theirs.norm() + 1e-9
     for name, value in expected.items():
         assert metrics[name] == pytest.approx(value, rel=1e-5, abs=1e-6), name
     assert metrics["train/grad_norm"] == pytest.approx(float(theirs.norm()), rel=1e-5, abs=1e-9)

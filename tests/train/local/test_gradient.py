@@ -96,12 +96,12 @@ def test_the_gradient_with_kl_is_that_of_the_loss_written_down_plainly(policy: P
             mine += 0.01 * torch.randn(mine.shape, generator=generator, dtype=torch.float64)
             theirs.copy_(mine)
     plain_loss(model, samples, aggregation="token", kl_coef=0.5, start=start).backward()
-    seen: list[torch.Tensor] = []
+    gradients: list[torch.Tensor] = []
     ours._optimizer.register_step_pre_hook(
-        lambda *_: seen.append(flat([parameter.grad.clone() for parameter in ours.model.parameters()]))
+        lambda *_: gradients.append(flat([parameter.grad.clone() for parameter in ours.model.parameters()]))
     )
     assert ours.train(samples, iteration=0)["train/reference_kl"] > 0.01
-    assert_close(seen[0], flat([parameter.grad for parameter in model.parameters() if parameter.grad is not None]))
+    assert_close(gradients[0], flat([parameter.grad for parameter in model.parameters() if parameter.grad is not None]))
 
 
 @pytest.mark.parametrize("aggregation", ["token", "rollout"])
@@ -139,26 +139,28 @@ def test_tokens_behind_the_last_trained_one_do_not_matter(policy: Path, samples:
     assert_close(gradient(policy, longer), gradient(policy, samples))
 
 
-def split_rollout(sample: Sample, at: int) -> list[Sample]:
+def split_rollout(sample: Sample, length: int) -> list[Sample]:
     """Two samples for one rollout: the response up to ``at``, and the rest with all before as its prompt."""
     assert sample.loss_mask is not None
     assert sample.rollout_log_probs is not None
     first, second = copy.deepcopy(sample), copy.deepcopy(sample)
-    first.tokens = sample.tokens[: len(sample.tokens) - sample.response_length + at]
+    first.tokens = sample.tokens[: len(sample.tokens) - sample.response_length + length]
     first.response_length, first.loss_mask, first.rollout_log_probs = (
-        at,
-        sample.loss_mask[:at],
-        sample.rollout_log_probs[:at],
+        length,
+        sample.loss_mask[:length],
+        sample.rollout_log_probs[:length],
     )
-    second.response_length -= at
-    second.loss_mask, second.rollout_log_probs = sample.loss_mask[at:], sample.rollout_log_probs[at:]
+    second.response_length -= length
+    second.loss_mask, second.rollout_log_probs = sample.loss_mask[length:], sample.rollout_log_probs[length:]
     return [first, second]
 
 
 @pytest.mark.parametrize("aggregation", ["token", "rollout"])
 def test_a_rollout_in_two_samples_gives_the_gradient_of_the_rollout_in_one(policy: Path, aggregation: str):
     whole = make_samples(make_model(), response_lengths=(6, 20))
-    split = [part for i, sample in enumerate(whole) for part in (split_rollout(sample, at=3) if i % 2 else [sample])]
+    split = [
+        part for i, sample in enumerate(whole) for part in (split_rollout(sample, length=3) if i % 2 else [sample])
+    ]
     assert len(split) == 18
     assert_close(gradient(policy, split, aggregation=aggregation), gradient(policy, whole, aggregation=aggregation))
 
@@ -168,9 +170,9 @@ def test_the_gradients_of_the_minibatches_average_to_that_of_the_batch(
     policy: Path, samples: list[Sample], aggregation: str
 ):
     # With a vanishing learning rate all minibatches see the same weights.
-    parts = gradients(policy, samples, aggregation=aggregation, n_minibatches=5, lr=1e-30)
-    assert len(parts) == 5
-    assert_close(torch.stack(parts).mean(0), gradient(policy, samples, aggregation=aggregation))
+    minibatches = gradients(policy, samples, aggregation=aggregation, n_minibatches=5, lr=1e-30)
+    assert len(minibatches) == 5
+    assert_close(torch.stack(minibatches).mean(0), gradient(policy, samples, aggregation=aggregation))
 
 
 def test_a_group_without_advantage_keeps_its_place_in_the_denominator(policy: Path, samples: list[Sample]):

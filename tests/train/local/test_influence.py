@@ -49,9 +49,9 @@ def gradients_of(policy: Path, samples: list[Sample], **changes: Any) -> dict[in
 @pytest.mark.parametrize("changes", LOSSES, ids=str)
 def test_rollouts_gradients_add_up_to_the_gradient_of_the_step(policy: Path, changes: dict[str, Any]):
     samples = batch(3)
-    parts = gradients_of(policy, samples, **changes)
-    assert len(parts) == len(samples)
-    assert_close(sum(of_loss for of_loss, _ in parts.values()), gradient(policy, samples, **changes))
+    gradients = gradients_of(policy, samples, **changes)
+    assert len(gradients) == len(samples)
+    assert_close(sum(of_loss for of_loss, _ in gradients.values()), gradient(policy, samples, **changes))
 
 
 @settings(max_examples=examples(8))
@@ -61,22 +61,22 @@ def test_samples_of_a_rollout_are_one_part_of_the_sum(policy: Path, seed: int, s
     for number, sample in enumerate(samples):
         sample.rollout_id = number - number % siblings if number < 4 else number
         sample.reward = samples[sample.rollout_id].reward
-    parts = gradients_of(policy, samples)
-    assert [*parts] == sorted({sample.rollout_id for sample in samples})
-    if any(of_loss.norm() for of_loss, _ in parts.values()):
-        assert_close(sum(of_loss for of_loss, _ in parts.values()), gradient(policy, samples))
+    gradients = gradients_of(policy, samples)
+    assert [*gradients] == sorted({sample.rollout_id for sample in samples})
+    if any(of_loss.norm() for of_loss, _ in gradients.values()):
+        assert_close(sum(of_loss for of_loss, _ in gradients.values()), gradient(policy, samples))
 
 
 def test_the_influence_of_a_rollout_on_itself_is_its_squared_norm(policy: Path):
     samples = batch(3)
-    found = influences(trainer(policy, ONE_STEP), samples)
-    parts = gradients_of(policy, samples)
-    norms = [float(of_loss.square().sum()) for of_loss, _ in parts.values()]
-    assert found.sketch == 0
-    assert np.diag(found.on_loss) == pytest.approx(norms, rel=1e-4)
-    assert np.allclose(found.on_loss, found.on_loss.T)
-    assert found.shares.sum() == pytest.approx(1.0)
-    assert found.on_loss.sum() == pytest.approx(float(gradient(policy, samples).square().sum()), rel=1e-4)
+    result = influences(trainer(policy, ONE_STEP), samples)
+    gradients = gradients_of(policy, samples)
+    norms = [float(of_loss.square().sum()) for of_loss, _ in gradients.values()]
+    assert result.sketch == 0
+    assert np.diag(result.on_loss) == pytest.approx(norms, rel=1e-4)
+    assert np.allclose(result.on_loss, result.on_loss.T)
+    assert result.shares.sum() == pytest.approx(1.0)
+    assert result.on_loss.sum() == pytest.approx(float(gradient(policy, samples).square().sum()), rel=1e-4)
 
 
 def test_a_sketch_ranks_rollouts_as_the_exact_gradients_do(policy: Path):
@@ -87,8 +87,8 @@ def test_a_sketch_ranks_rollouts_as_the_exact_gradients_do(policy: Path):
     def ranks(values: np.ndarray) -> np.ndarray:
         return values.argsort().argsort()
 
-    def agreement(found: Influences) -> float:
-        return float(np.corrcoef(ranks(exact.shares), ranks(found.shares))[0, 1])
+    def agreement(result: Influences) -> float:
+        return float(np.corrcoef(ranks(exact.shares), ranks(result.shares))[0, 1])
 
     sketched = influences(ours, samples, sketch=SKETCH)
     assert sketched.sketch == SKETCH
@@ -100,13 +100,13 @@ def test_a_sketch_ranks_rollouts_as_the_exact_gradients_do(policy: Path):
 @given(seed=st.integers(0, 1000), size=st.integers(1, 64))
 def test_a_sketch_is_linear_and_repeatable(seed: int, size: int):
     drawn = torch.Generator().manual_seed(seed)
-    some, others = ([torch.randn(shape, generator=drawn) for shape in ((3, 4), (5,))] for _ in range(2))
-    both = count_sketch([a + b for a, b in zip(some, others, strict=True)], size=size, seed=seed)
-    alone = count_sketch(some, size=size, seed=seed) + count_sketch(others, size=size, seed=seed)
+    some, second = ([torch.randn(shape, generator=drawn) for shape in ((3, 4), (5,))] for _ in range(2))
+    both = count_sketch([a + b for a, b in zip(some, second, strict=True)], size=size, seed=seed)
+    alone = count_sketch(some, size=size, seed=seed) + count_sketch(second, size=size, seed=seed)
     assert torch.allclose(both, alone, atol=1e-5)
-    one = torch.zeros(9)
-    one[4] = 3.0
-    assert count_sketch([one], size=size, seed=seed).abs().sum() == 3.0
+    vector = torch.zeros(9)
+    vector[4] = 3.0
+    assert count_sketch([vector], size=size, seed=seed).abs().sum() == 3.0
 
 
 def test_leaving_a_rollout_out_changes_log_probs_as_predicted(policy: Path):
@@ -123,20 +123,21 @@ def test_leaving_a_rollout_out_changes_log_probs_as_predicted(policy: Path):
     samples, lr = make_samples(make_model(), groups=2, seed=4), 1e-2
     for sample, reward in zip(samples, (1.0, -1.0) * 4, strict=True):
         sample.reward = reward
-    found, n = influences(trainer(policy, plain), samples), len(samples)
+    result, n = influences(trainer(policy, plain), samples), len(samples)
 
     def sums(without: int | None) -> np.ndarray:
         ours = trainer(policy, replace(plain, lr=lr))
         ours._optimizer = torch.optim.SGD(ours._trained, lr=lr)
         ours.train(
-            [replace(one, remove_sample=one.rollout_id == without) for one in copy.deepcopy(samples)], iteration=0
+            [replace(sample, remove_sample=sample.rollout_id == without) for sample in copy.deepcopy(samples)],
+            iteration=0,
         )
         return np.array([values.sum() for values in ours.score(samples)], dtype=np.float64)
 
     whole = sums(None)
     for number in range(3):
-        others = found.on_log_probs.sum(0) - found.on_log_probs[number]
-        predicted = lr * (n / (n - 1) * others - found.on_log_probs.sum(0))
+        remaining = result.on_log_probs.sum(0) - result.on_log_probs[number]
+        predicted = lr * (n / (n - 1) * remaining - result.on_log_probs.sum(0))
         changed = sums(number) - whole
         assert np.sign(changed[number]) == np.sign(predicted[number]) == -np.sign(samples[number].reward)
         assert np.corrcoef(changed, predicted)[0, 1] > 0.99

@@ -39,12 +39,12 @@ def test_lora_trains_adapters_only_and_merged_weights_equal_the_model(
     ours = trainer(policy)
     base = {name: tensor.clone() for name, tensor in make_model().state_dict().items()}
     for iteration in range(3):
-        found = ours.train(samples, iteration=iteration)
-    assert found["train/grad_norm"] > 0
+        metrics = ours.train(samples, iteration=iteration)
+    assert metrics["train/grad_norm"] > 0
     ours.save_weights(tmp_path / "weights")
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "weights").eval()
-    kept = {name.replace(".base_layer.", "."): tensor for name, tensor in ours.model.state_dict().items()}
-    assert all(torch.equal(kept[name], tensor) for name, tensor in base.items())
+    base_weights = {name.replace(".base_layer.", "."): tensor for name, tensor in ours.model.state_dict().items()}
+    assert all(torch.equal(base_weights[name], tensor) for name, tensor in base.items())
     assert set(merged.state_dict()) == set(base)
     for sample in samples[:4]:
         n = sample.response_length
@@ -54,10 +54,10 @@ def test_lora_trains_adapters_only_and_merged_weights_equal_the_model(
 
 
 def test_new_adapters_change_nothing_and_come_from_the_seed(policy: Path, samples: list[Sample]) -> None:
-    before = torch.random.get_rng_state()
-    found = trainer(policy, old_log_probs="recompute").train(samples, iteration=0)
-    assert found["train/logprob_diff_max"] < 1e-5
-    assert torch.equal(torch.random.get_rng_state(), before)
+    state = torch.random.get_rng_state()
+    metrics = trainer(policy, old_log_probs="recompute").train(samples, iteration=0)
+    assert metrics["train/logprob_diff_max"] < 1e-5
+    assert torch.equal(torch.random.get_rng_state(), state)
     assert torch.equal(adapters(trainer(policy, seed=1)), adapters(trainer(policy, seed=1)))
     assert not torch.equal(adapters(trainer(policy, seed=1)), adapters(trainer(policy, seed=2)))
 
@@ -91,7 +91,7 @@ def test_unfitting_lora_checkpoint_is_refused_and_changes_nothing(
     ours.train(samples, iteration=0)
     ours.save(tmp_path / "with")
     trainer(policy, lora_rank=0).save(tmp_path / "without")
-    before = adapters(ours)
+    state = adapters(ours)
     with pytest.raises(TrainerError, match="trained without lora_rank"):
         ours.load(tmp_path / "without")
     with pytest.raises(TrainerError, match="trained with lora_rank"):
@@ -100,7 +100,7 @@ def test_unfitting_lora_checkpoint_is_refused_and_changes_nothing(
         trainer(policy, lora_rank=2).load(tmp_path / "with")
     with pytest.raises(TrainerError, match="belong to other weights"):
         trainer(save_policy(tmp_path / "other", seed=1)).load(tmp_path / "with")
-    assert torch.equal(adapters(ours), before)
+    assert torch.equal(adapters(ours), state)
     with pytest.raises(ConfigError, match=r"lora_targets .*no_such_layer"):
         trainer(policy, lora_targets=("no_such_layer",))
 

@@ -114,12 +114,12 @@ def test_sequence_weights_give_every_rollout_the_same_say():
 def test_a_log_prob_far_from_the_engines_is_bounded_and_counted(
     advantage: float, now: float, old: float, off_policy: str
 ) -> None:
-    given = torch.tensor([old, -2.0])
+    log_probs = torch.tensor([old, -2.0])
     objective = Objective(
         settings=LocalTrainerSettings(kl_coef=0.1, old_log_probs="recompute", off_policy=off_policy),  # type: ignore[arg-type]
-        old_log_probs=given,
-        engine_log_probs=given.flip(0),
-        start_log_probs=given,
+        old_log_probs=log_probs,
+        engine_log_probs=log_probs.flip(0),
+        start_log_probs=log_probs,
         advantages=torch.tensor([advantage, 1.0]),
         weights=torch.tensor([0.5, 0.5]),
     )

@@ -45,24 +45,24 @@ def tokens(*, spread: float = 1.2) -> dict[str, Any]:
     return {"engine": engine, "old": old, "now": now, "advantages": torch.randn(N, generator=drawn).double()}
 
 
-def objective(off_policy: Any, given: dict[str, Any], **more: Any) -> Objective:
+def objective(off_policy: Any, batch: dict[str, Any], **settings: Any) -> Objective:
     return Objective(
         settings=LocalTrainerSettings(old_log_probs="recompute", off_policy=off_policy),
-        old_log_probs=given["old"],
-        engine_log_probs=given["engine"],
-        advantages=given["advantages"],
+        old_log_probs=batch["old"],
+        engine_log_probs=batch["engine"],
+        advantages=batch["advantages"],
         weights=torch.full((N,), 1 / N, dtype=torch.float64),
-        **more,
+        **settings,
     )
 
 
 @pytest.mark.parametrize("off_policy", ["none", "tis", "icepop"])
 def test_off_policy_loss_and_gradient_equal_the_plain_formula(off_policy: str):
-    given = tokens()
-    now = given["now"].clone().requires_grad_()
-    loss = objective(off_policy, given).loss(torch.arange(N), now)
+    batch = tokens()
+    now = batch["now"].clone().requires_grad_()
+    loss = objective(off_policy, batch).loss(torch.arange(N), now)
     loss.backward()
-    columns = [given[name].tolist() for name in ("now", "old", "engine", "advantages")]
+    columns = [batch[name].tolist() for name in ("now", "old", "engine", "advantages")]
     plain = [plain_loss(*row, off_policy=off_policy) for row in zip(*columns, strict=True)]
     assert loss.item() == pytest.approx(math.fsum(plain) / N, rel=1e-12)
     h = 1e-6
@@ -73,13 +73,13 @@ def test_off_policy_loss_and_gradient_equal_the_plain_formula(off_policy: str):
 
 @pytest.mark.parametrize(("off_policy", "cut"), [("tis", lambda k: k > 2), ("icepop", lambda k: not 0.5 <= k <= 5)])
 def test_clipped_share_and_engine_kl_are_reported_per_staleness(off_policy: str, cut: Any):
-    given = tokens()
+    batch = tokens()
     lags = torch.arange(N) % 7 - 1  # -1 is not known; 4 and 5 are both "4 or more"
-    told = objective(off_policy, given, staleness=lags)
-    told.loss(torch.arange(N // 2), given["now"][: N // 2])
-    told.loss(torch.arange(N // 2, N), given["now"][N // 2 :])
-    metrics = told.metrics()
-    k = (given["old"] - given["engine"]).exp().tolist()
+    result = objective(off_policy, batch, staleness=lags)
+    result.loss(torch.arange(N // 2), batch["now"][: N // 2])
+    result.loss(torch.arange(N // 2, N), batch["now"][N // 2 :])
+    metrics = result.metrics()
+    k = (batch["old"] - batch["engine"]).exp().tolist()
     cuts = [float(cut(value)) for value in k]
     kl = [value - 1 - math.log(value) for value in k]  # k3 of the engine's policy, which sampled, from the trainer's
     assert 0 < metrics["train/off_policy_clipped"] == pytest.approx(sum(cuts) / N)
@@ -88,20 +88,20 @@ def test_clipped_share_and_engine_kl_are_reported_per_staleness(off_policy: str,
         sum(weight_of(value, off_policy=off_policy) for value in k) / N
     )
     aged = [min(lag, MAX_STALENESS) for lag in lags.tolist()]
-    known = sum(lag >= 0 for lag in aged)
+    n_aged = sum(lag >= 0 for lag in aged)
     for lag in range(MAX_STALENESS + 1):
         of = [i for i in range(N) if aged[i] == lag]
-        assert metrics[f"train/share/staleness_{lag}"] == pytest.approx(len(of) / known)
+        assert metrics[f"train/share/staleness_{lag}"] == pytest.approx(len(of) / n_aged)
         assert metrics[f"train/engine_kl/staleness_{lag}"] == pytest.approx(sum(kl[i] for i in of) / len(of))
         assert metrics[f"train/off_policy_clipped/staleness_{lag}"] == pytest.approx(sum(cuts[i] for i in of) / len(of))
     assert f"train/engine_kl/staleness_{MAX_STALENESS + 1}" not in metrics
 
 
 def test_ages_that_do_not_occur_have_no_series():
-    given = tokens()
-    told = objective("tis", given, staleness=torch.full((N,), 2))
-    told.loss(torch.arange(N), given["now"])
-    assert [name for name in told.metrics() if "/staleness_" in name] == [
+    batch = tokens()
+    result = objective("tis", batch, staleness=torch.full((N,), 2))
+    result.loss(torch.arange(N), batch["now"])
+    assert [name for name in result.metrics() if "/staleness_" in name] == [
         "train/engine_kl/staleness_2",
         "train/off_policy_weight/staleness_2",
         "train/off_policy_clipped/staleness_2",
@@ -137,8 +137,8 @@ def test_the_trainer_weighs_by_its_own_log_probs_before_the_first_step(policy: P
     samples = make_samples(make_model(seed=1), groups=2)
     k = []
     for sample in samples:
-        own = response_log_probs(make_model(), sample.tokens, sample.response_length)
-        rows = zip(own, sample.rollout_log_probs or [], sample.loss_mask or [], strict=True)
+        log_probs = response_log_probs(make_model(), sample.tokens, sample.response_length)
+        rows = zip(log_probs, sample.rollout_log_probs or [], sample.loss_mask or [], strict=True)
         k += [math.exp(mine - engine) for mine, engine, trained in rows if trained]
     _, metrics = stepped(policy, samples, off_policy="tis", n_minibatches=4)
     expected = sum(min(value, 2.0) for value in k) / len(k)

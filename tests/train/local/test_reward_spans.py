@@ -24,17 +24,17 @@ _reward = st.sampled_from((-1.0, 0.0, 0.25, 1.0, 3.0))
 @st.composite
 def _rewards(draw: st.DrawFn, turns: list[Turn]) -> dict[int, TurnReward]:
     """Of some turns, a role's, or of several turns by the first of them."""
-    found: dict[int, TurnReward] = {}
+    rewards: dict[int, TurnReward] = {}
     role = TurnReward(draw(_reward), {}, "role:planner")
     for turn in range(len(turns)):
         kind = draw(st.sampled_from(("rollout", "role", "turn", "before")))
-        if kind == "before" and (last := found.get(turn - 1)) is not None:
-            found[turn] = last
+        if kind == "before" and (last := rewards.get(turn - 1)) is not None:
+            rewards[turn] = last
         elif kind == "role":
-            found[turn] = role
+            rewards[turn] = role
         elif kind == "turn":
-            found[turn] = TurnReward(draw(_reward), {}, f"turn:{turn}")
-    return found
+            rewards[turn] = TurnReward(draw(_reward), {}, f"turn:{turn}")
+    return rewards
 
 
 @st.composite
@@ -53,15 +53,15 @@ def _rollouts(draw: st.DrawFn) -> list[tuple[dict[str, Any], dict[str, Any]]]:
     return made
 
 
-def _advantages(rollouts: list[tuple[dict[str, Any], dict[str, Any]]], *, reward_spans: bool, **how: Any) -> Any:
+def _advantages(rollouts: list[tuple[dict[str, Any], dict[str, Any]]], *, reward_spans: bool, **settings: Any) -> Any:
     """Each trained token, by all that comes before it: how often, with which advantage and denominator; and how many
     Samples and ids these took."""
     samples: list[Sample] = []
     for whose, options in rollouts:
         samples += convert_trajectory(whose["trajectory"], reward_spans=reward_spans, **options).samples
-    batch = TrainBatch.from_samples(samples, **how)
+    batch = TrainBatch.from_samples(samples, **settings)
     ends = batch.token_offsets
-    found = Counter(
+    rewards = Counter(
         (
             int(batch.rollout_ids[i]),
             tuple(ids[: at + 1].tolist()),
@@ -71,14 +71,14 @@ def _advantages(rollouts: list[tuple[dict[str, Any], dict[str, Any]]], *, reward
         for i, ids in enumerate(batch.tokens)
         for n, at in zip(range(ends[i], ends[i + 1]), batch.target_positions[i], strict=True)
     )
-    return found, batch.n_samples, sum(map(len, batch.tokens))
+    return rewards, batch.n_samples, sum(map(len, batch.tokens))
 
 
 @given(_rollouts(), st.booleans(), st.booleans())
 def test_token_advantages_equal_those_of_one_sample_per_reward(rollouts: Any, normalized: bool, std: bool) -> None:
-    how = {"rewards_normalization": normalized, "std_normalization": std}
-    many, n_many, ids_many = _advantages(rollouts, reward_spans=False, **how)
-    one, n_one, ids_one = _advantages(rollouts, reward_spans=True, **how)
-    assert one == many
-    assert n_one <= n_many
-    assert ids_one <= ids_many
+    settings = {"rewards_normalization": normalized, "std_normalization": std}
+    without, n_many, ids_many = _advantages(rollouts, reward_spans=False, **settings)
+    with_spans, n_with_spans, ids_with_spans = _advantages(rollouts, reward_spans=True, **settings)
+    assert with_spans == without
+    assert n_with_spans <= n_many
+    assert ids_with_spans <= ids_many

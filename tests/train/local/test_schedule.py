@@ -28,15 +28,15 @@ def batches(draw: st.DrawFn) -> TrainBatch:
 
 @given(batch=batches(), n_minibatches=st.integers(1, 6), seed=st.integers(0, 1000))
 def test_minibatches_hold_every_sample_once_and_whole_rollouts(batch: TrainBatch, n_minibatches: int, seed: int):
-    parts = split_minibatches(batch, n_minibatches=n_minibatches, rng=np.random.default_rng(seed))
-    assert sorted(np.concatenate(parts).tolist()) == list(range(batch.n_samples))
-    rollouts = [set(batch.rollout_ids[part].tolist()) for part in parts]
+    minibatches = split_minibatches(batch, n_minibatches=n_minibatches, rng=np.random.default_rng(seed))
+    assert sorted(np.concatenate(minibatches).tolist()) == list(range(batch.n_samples))
+    rollouts = [set(batch.rollout_ids[part].tolist()) for part in minibatches]
     assert sum(len(ids) for ids in rollouts) == batch.n_rollouts  # none in two parts
     sizes = [len(ids) for ids in rollouts]
-    assert len(parts) == min(n_minibatches, batch.n_rollouts)
+    assert len(minibatches) == min(n_minibatches, batch.n_rollouts)
     assert max(sizes) - min(sizes) <= 1
-    again = split_minibatches(batch, n_minibatches=n_minibatches, rng=np.random.default_rng(seed))
-    assert [part.tolist() for part in parts] == [part.tolist() for part in again]
+    repeated = split_minibatches(batch, n_minibatches=n_minibatches, rng=np.random.default_rng(seed))
+    assert [part.tolist() for part in minibatches] == [part.tolist() for part in repeated]
 
 
 @given(batch=batches(), max_tokens=st.integers(1, 60), sharing=st.booleans(), data=st.data())
@@ -48,10 +48,10 @@ def test_microbatches_hold_every_token_under_the_mask_once(
     flat = np.concatenate([batch.tokens[i][batch.target_positions[i]] for i in range(batch.n_samples)])
     index = [place for micro in micros for place in micro.token_index.tolist()]
     assert sorted(index) == [place for i in sorted(chosen) for place in range(*batch.token_offsets[i : i + 2])]
-    wanted = [batch.tokens[i][: positions[-1]] for i in chosen if len(positions := batch.target_positions[i])]
+    trained_prefixes = [batch.tokens[i][: positions[-1]] for i in chosen if len(positions := batch.target_positions[i])]
     rows = [row for micro in micros for row in sequences_of(micro)]
     # nothing is computed for nothing: every sequence ends at the last position that predicts a token
-    assert sorted(row.tolist() for row in rows) == sorted(ids.tolist() for ids in wanted)
+    assert sorted(row.tolist() for row in rows) == sorted(ids.tolist() for ids in trained_prefixes)
     sample_of = np.repeat(np.arange(batch.n_samples), batch.token_counts)
     for micro in micros:
         assert (len(micro.ids) if sharing else micro.cells.size) <= max_tokens or len(micro.cells) == 1
@@ -63,8 +63,8 @@ def test_microbatches_hold_every_token_under_the_mask_once(
             position = batch.target_positions[i][of_sample] - 1
             row, column = divmod(micro.homes[source], micro.cells.shape[1])
             assert column == micro.positions[source] == position
-            before = micro.ids[micro.cells[row, : column + 1]]  # what attention sees
-            assert before.tolist() == batch.tokens[i][: position + 1].tolist()
+            prefix = micro.ids[micro.cells[row, : column + 1]]  # what attention sees
+            assert prefix.tolist() == batch.tokens[i][: position + 1].tolist()
 
 
 def sequences_of(micro: MicroBatch) -> list[np.ndarray]:

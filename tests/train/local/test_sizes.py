@@ -54,15 +54,15 @@ def trainer(policy: Path, **settings: Any) -> LocalTrainer:
 
 def body_calls(ours: LocalTrainer) -> list[tuple[int, bool]]:
     """How many ids will go through the model's layers at once, and whether as a packed row."""
-    seen: list[tuple[int, bool]] = []
+    calls: list[tuple[int, bool]] = []
     body: Any = ours.model.base_model
 
     def look(_module: Any, _args: Any, kwargs: Any) -> None:
         if (ids := kwargs.get("input_ids")) is not None and ids.shape[1] > 1:
-            seen.append((ids.numel(), "packed" in kwargs))
+            calls.append((ids.numel(), "packed" in kwargs))
 
     body.register_forward_pre_hook(look, with_kwargs=True)
-    return seen
+    return calls
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -75,22 +75,22 @@ def test_uneven_samples_have_the_log_probs_of_the_whole_model(
     model.save_pretrained(tmp_path)
     monkeypatch.setattr("agl_slime.train.local.trainer.LOGITS_CHUNK", 7)
     ours = trainer(tmp_path)
-    seen = body_calls(ours)
-    found = ours.train(make_samples(model, prompt_lengths=(1, 60)), iteration=0)
-    assert found["train/logprob_diff_max"] < 1e-4
-    assert any(in_one_row for _, in_one_row in seen) == packed
+    calls = body_calls(ours)
+    metrics = ours.train(make_samples(model, prompt_lengths=(1, 60)), iteration=0)
+    assert metrics["train/logprob_diff_max"] < 1e-4
+    assert any(in_one_row for _, in_one_row in calls) == packed
 
 
 def test_each_token_is_computed_once_if_old_log_probs_are_the_engines(policy: Path, samples: list[Sample]) -> None:
     for settings, passes in (({}, 1), ({"epochs": 2}, 2), ({"old_log_probs": "recompute"}, 2), ({"kl_coef": 0.1}, 1)):
         ours = trainer(policy, n_minibatches=1, **settings)
-        seen = body_calls(ours)
+        calls = body_calls(ours)
         ours.train(samples, iteration=0)
         distinct = set()  # the prompt of a group, and what its answers begin with alike, count once
         for sample in samples:
             last = len(sample.tokens) - 1 - [*(sample.loss_mask or [])[::-1], 1].index(1)
             distinct |= {tuple(sample.tokens[: end + 1]) for end in range(last if any(sample.loss_mask or []) else 0)}
-        computed = sum(ids for ids, _ in seen)
+        computed = sum(ids for ids, _ in calls)
         assert passes * len(distinct) <= computed < passes * len(distinct) / 0.9
 
 
@@ -102,11 +102,11 @@ def test_groups_with_equal_rewards_go_forward_only(policy: Path, samples: list[S
         ours = trainer(policy, n_minibatches=1, **settings)
         gradients: list[Any] = []
         first: Any = ours.model.base_model.layers[0]  # type: ignore[union-attr, index]
-        first.mlp.register_full_backward_hook(lambda *_, seen=gradients: seen.append(1))
+        first.mlp.register_full_backward_hook(lambda *_, calls=gradients: calls.append(1))
         ours.train(samples, iteration=0)
-        before, momentum = len(gradients), copy.deepcopy(ours.model.state_dict())
+        n_gradients, momentum = len(gradients), copy.deepcopy(ours.model.state_dict())
         ours.train(batch, iteration=1)
-        assert (len(gradients) > before) == goes_back
+        assert (len(gradients) > n_gradients) == goes_back
         assert any(not torch.equal(tensor, momentum[name]) for name, tensor in ours.model.state_dict().items())
 
 
@@ -156,11 +156,11 @@ def test_in_bfloat16_training_is_nearly_the_same(policy: Path, samples: list[Sam
 
 @of_bfloat16
 def test_in_bfloat16_logits_are_not_rounded(policy: Path, samples: list[Sample]) -> None:
-    ours, seen = trainer(policy, compute_dtype="bfloat16", old_log_probs="recompute"), []
-    ours.model.lm_head.register_forward_hook(lambda _module, _args, logits: seen.append(logits.detach()))
+    ours, calls = trainer(policy, compute_dtype="bfloat16", old_log_probs="recompute"), []
+    ours.model.lm_head.register_forward_hook(lambda _module, _args, logits: calls.append(logits.detach()))
     ours.train(samples, iteration=0)
-    assert seen
-    for logits in seen:
+    assert calls
+    for logits in calls:
         assert logits.dtype == torch.float32
         assert not torch.equal(logits, logits.bfloat16().float())
 

@@ -21,15 +21,15 @@ NAME = "agl-slime-trainer"
 def test_steps_and_checkpoints_share_one_thread_for_all_callers(
     policy: Path, samples: list[Sample], tmp_path: Path
 ) -> None:
-    ours, seen = trainer(policy), set()
-    ours.on_progress = lambda share: seen.add(threading.current_thread())
-    ours.model.register_state_dict_pre_hook(lambda *_: seen.add(threading.current_thread()))
+    ours, threads = trainer(policy), set()
+    ours.on_progress = lambda share: threads.add(threading.current_thread())
+    ours.model.register_state_dict_pre_hook(lambda *_: threads.add(threading.current_thread()))
     calls = [lambda n=n: ours.train(samples, iteration=n) for n in range(3)]
     calls += [lambda: ours.save_weights(tmp_path / "weights"), lambda: ours.save(tmp_path / "state")]
     for call in [*calls, lambda: ours.load(tmp_path / "state")]:
         with ThreadPoolExecutor(1) as caller:
             caller.submit(call).result()
-    assert [thread.name for thread in seen] == [NAME]
+    assert [thread.name for thread in threads] == [NAME]
 
 
 def test_calls_at_the_same_time_wait_for_one_another(policy: Path, samples: list[Sample], tmp_path: Path) -> None:
@@ -50,16 +50,16 @@ def test_calls_at_the_same_time_wait_for_one_another(policy: Path, samples: list
         go_on.set()
         trained.result(20)
         saved.result(20)
-    other = trainer(policy)
-    other.load(tmp_path / "state")
-    assert (other.iteration, other.steps) == (7, ours.steps)
+    resumed = trainer(policy)
+    resumed.load(tmp_path / "state")
+    assert (resumed.iteration, resumed.steps) == (7, ours.steps)
 
 
 def test_the_thread_ends_with_its_trainer(policy: Path, samples: list[Sample]) -> None:
-    before = set(threading.enumerate())
+    old_threads = set(threading.enumerate())
     ours = trainer(policy)
     ours.train(samples, iteration=0)
-    (thread,) = (one for one in set(threading.enumerate()) - before if one.name == NAME)
+    (thread,) = (thread for thread in set(threading.enumerate()) - old_threads if thread.name == NAME)
     del ours
     gc.collect()
     thread.join(20)

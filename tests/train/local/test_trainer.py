@@ -61,10 +61,12 @@ def test_it_tells_the_log_prob_and_the_advantage_of_each_trained_token(policy: P
     metrics = local.train(samples, iteration=0)
     scores = local.scores
     assert scores is not None
-    engine = [[p for p, own in zip(s.rollout_log_probs or (), s.loss_mask or (), strict=True) if own] for s in samples]
-    differences = [np.abs(own - theirs).max() for own, theirs in zip(scores.log_probs, engine, strict=True) if theirs]
+    engine = [
+        [p for p, mask in zip(s.rollout_log_probs or (), s.loss_mask or (), strict=True) if mask] for s in samples
+    ]
+    differences = [np.abs(ours - theirs).max() for ours, theirs in zip(scores.log_probs, engine, strict=True) if theirs]
     assert max(differences) == pytest.approx(metrics["train/logprob_diff_max"])
-    assert [len(own) for own in scores.advantages] == [len(theirs) for theirs in engine]
+    assert [len(row) for row in scores.advantages] == [len(theirs) for theirs in engine]
     batch = TrainBatch.from_samples(samples)
     assert np.concatenate(scores.advantages) == pytest.approx(batch.token_rewards)
 
@@ -95,11 +97,11 @@ def test_dropout_is_off(samples: list[Sample], tmp_path: Path):
 def test_recomputed_log_probs_make_the_first_ratio_one(policy: Path):
     stale = make_samples(make_model(seed=1))  # sampled from another policy
     engine = trainer(policy, ONE_STEP, old_log_probs="engine").train(stale, iteration=0)
-    own = trainer(policy, ONE_STEP, old_log_probs="recompute").train(stale, iteration=0)
-    assert engine["train/logprob_diff_max"] == pytest.approx(own["train/logprob_diff_max"], rel=1e-5)
-    assert own["train/logprob_diff_max"] > 0.1
+    recomputed = trainer(policy, ONE_STEP, old_log_probs="recompute").train(stale, iteration=0)
+    assert engine["train/logprob_diff_max"] == pytest.approx(recomputed["train/logprob_diff_max"], rel=1e-5)
+    assert recomputed["train/logprob_diff_max"] > 0.1
     assert engine["train/first_ratio_dev_max"] > 0.1
-    assert own["train/first_ratio_dev_max"] < 1e-5
+    assert recomputed["train/first_ratio_dev_max"] < 1e-5
 
 
 def test_a_batch_without_log_probs_needs_them_recomputed(policy: Path, samples: list[Sample]):
@@ -122,12 +124,12 @@ def test_a_batch_with_nothing_to_train_on_is_refused(policy: Path, samples: list
 
 
 def test_a_minibatch_without_trained_tokens_takes_no_step(policy: Path, samples: list[Sample]):
-    one = copy.deepcopy(samples[:4])
-    for sample in one[1:]:
+    group = copy.deepcopy(samples[:4])
+    for sample in group[1:]:
         sample.remove_sample = True
-    metrics = trainer(policy, n_minibatches=4).train(one, iteration=0)
+    metrics = trainer(policy, n_minibatches=4).train(group, iteration=0)
     assert metrics["train/steps"] == 1
-    assert metrics["train/tokens"] == sum(one[0].loss_mask or [])
+    assert metrics["train/tokens"] == sum(group[0].loss_mask or [])
 
 
 def test_ids_outside_the_vocabulary_are_refused(policy: Path, samples: list[Sample]):
@@ -155,9 +157,9 @@ def test_a_negative_iteration_is_refused(policy: Path, samples: list[Sample]):
 def test_steps_equal_adamws(policy: Path, samples: list[Sample]):
     settings = LocalTrainerSettings(lr=1e-2, warmup_steps=3, betas=(0.5, 0.8), weight_decay=0.1, grad_clip=0.2)
     ours = trainer(policy, settings)
-    seen: list[list[torch.Tensor]] = []
+    gradients: list[list[torch.Tensor]] = []
     ours._optimizer.register_step_pre_hook(
-        lambda *_: seen.append([parameter.grad.clone() for parameter in ours.model.parameters()])
+        lambda *_: gradients.append([parameter.grad.clone() for parameter in ours.model.parameters()])
     )
     ours.train(samples, iteration=0)
 
@@ -165,14 +167,14 @@ def test_steps_equal_adamws(policy: Path, samples: list[Sample]):
     for i, parameter in enumerate(make_model().parameters()):
         value, mean, square = parameter.detach().double(), 0.0, 0.0
         for step in range(1, 5):
-            lr, grad = 1e-2 * min(1.0, step / 3), seen[step - 1][i].double()
+            lr, grad = 1e-2 * min(1.0, step / 3), gradients[step - 1][i].double()
             mean, square = 0.5 * mean + 0.5 * grad, 0.8 * square + 0.2 * grad**2
             decay = 0.1 if value.ndim >= 2 else 0.0
             value = value * (1 - lr * decay) - lr * (mean / (1 - 0.5**step)) / (
                 (square / (1 - 0.8**step)).sqrt() + 1e-8
             )
         expected.append(value)
-    assert len(seen) == 4
+    assert len(gradients) == 4
     moved = flat([parameter.detach().double() for parameter in ours.model.parameters()])
     assert (moved - flat(expected)).abs().max() < 1e-5
 
@@ -180,16 +182,16 @@ def test_steps_equal_adamws(policy: Path, samples: list[Sample]):
 def test_rollouts_are_divided_again_in_every_iteration_and_epoch(policy: Path, samples: list[Sample]):
     def first_minibatch(iteration: int) -> list[torch.Tensor]:
         ours = trainer(policy, epochs=2, n_minibatches=2, lr=1e-30)
-        seen: list[torch.Tensor] = []
+        gradients: list[torch.Tensor] = []
         ours._optimizer.register_step_pre_hook(
-            lambda *_: seen.append(flat([parameter.grad.clone() for parameter in ours.model.parameters()]))
+            lambda *_: gradients.append(flat([parameter.grad.clone() for parameter in ours.model.parameters()]))
         )
         ours.train(samples, iteration=iteration)
-        return [seen[0], seen[2]]  # of the first epoch and of the second
+        return [gradients[0], gradients[2]]  # of the first epoch and of the second
 
-    here, again, next_iteration = first_minibatch(0), first_minibatch(0), first_minibatch(1)
-    assert torch.equal(here[0], again[0])
-    assert torch.equal(here[1], again[1])
+    here, second, next_iteration = first_minibatch(0), first_minibatch(0), first_minibatch(1)
+    assert torch.equal(here[0], second[0])
+    assert torch.equal(here[1], second[1])
     assert not torch.equal(here[0], here[1])
     assert not torch.equal(here[0], next_iteration[0])
 
@@ -219,10 +221,10 @@ def test_without_advantage_and_momentum_nothing_moves(policy: Path, samples: lis
     for sample in equal:
         sample.reward = 1.0
     ours = trainer(policy)
-    before = weights(ours.model)
+    old_weights = weights(ours.model)
     metrics = ours.train(equal, iteration=0)
     assert metrics["train/loss"] == metrics["train/grad_norm"] == 0.0
-    assert all(torch.equal(tensor, before[name]) for name, tensor in weights(ours.model).items())
+    assert all(torch.equal(tensor, old_weights[name]) for name, tensor in weights(ours.model).items())
 
 
 def test_the_kl_term_holds_the_policy_near_its_start(policy: Path, samples: list[Sample]):
@@ -245,25 +247,25 @@ def test_the_same_seed_trains_alike_and_another_divides_otherwise(policy: Path, 
 
 def test_a_loss_that_is_not_finite_takes_no_step(policy: Path, samples: list[Sample]):
     ours = trainer(policy)
-    before = weights(ours.model)
-    broken = ours.model.get_output_embeddings().register_forward_hook(lambda layer, given, logits: logits * math.nan)
+    old_weights = weights(ours.model)
+    broken = ours.model.get_output_embeddings().register_forward_hook(lambda layer, inputs, logits: logits * math.nan)
     with pytest.raises(TrainerError, match="loss of minibatch 1 of iteration 3"):
         ours.train(samples, iteration=3)
     broken.remove()
     assert (ours.steps, ours.iteration) == (0, -1)
-    assert all(torch.equal(tensor, before[name]) for name, tensor in weights(ours.model).items())
+    assert all(torch.equal(tensor, old_weights[name]) for name, tensor in weights(ours.model).items())
     assert math.isfinite(ours.train(samples, iteration=3)["train/loss"])
 
 
 def test_a_gradient_that_is_not_finite_takes_no_step(policy: Path, samples: list[Sample]):
     ours = trainer(policy)
-    before = weights(ours.model)
+    old_weights = weights(ours.model)
     handle = ours.model.get_output_embeddings().weight.register_hook(lambda grad: grad * math.inf)
     with pytest.raises(TrainerError, match="gradient norm of minibatch 1 of iteration 0"):
         ours.train(samples, iteration=0)
     handle.remove()
     assert ours.steps == 0
-    assert all(torch.equal(tensor, before[name]) for name, tensor in weights(ours.model).items())
+    assert all(torch.equal(tensor, old_weights[name]) for name, tensor in weights(ours.model).items())
     # Nothing of the bad gradient is left behind.
     fresh = trainer(policy)
     assert ours.train(samples, iteration=0)["train/loss"] == fresh.train(samples, iteration=0)["train/loss"]

@@ -73,7 +73,7 @@ def trl_inputs(samples: list[Sample], *, start: Any) -> dict[str, Any]:
         response_log_probs(start, sample.tokens, sample.response_length, temperature=TEMPERATURE) for sample in samples
     ]
 
-    def left(rows: list[list[Any]]) -> torch.Tensor:
+    def pad_left(rows: list[list[Any]]) -> torch.Tensor:
         width = max(len(row) for row in rows)
         return torch.tensor([[0] * (width - len(row)) + row for row in rows])
 
@@ -82,8 +82,8 @@ def trl_inputs(samples: list[Sample], *, start: Any) -> dict[str, Any]:
         return torch.tensor([row + [0] * (width - len(row)) for row in rows])
 
     return {
-        "prompt_ids": left(prompts),
-        "prompt_mask": left([[1] * len(row) for row in prompts]),
+        "prompt_ids": pad_left(prompts),
+        "prompt_mask": pad_left([[1] * len(row) for row in prompts]),
         "completion_ids": right(responses),
         "completion_mask": right([[1] * len(row) for row in responses]),
         "tool_mask": right([sample.loss_mask or [] for sample in samples]),
@@ -128,9 +128,9 @@ def test_loss_and_gradient_equal_trls(tmp_path: Path, loss_type: str, loss: Any,
     start = save_policy(tmp_path / "start", seed=0)
     ours = LocalTrainer(model_path=start, settings=settings, temperature=TEMPERATURE)
     ours.model.load_state_dict(moved.state_dict())
-    seen: list[dict[str, torch.Tensor]] = []
+    gradients: list[dict[str, torch.Tensor]] = []
     ours._optimizer.register_step_pre_hook(
-        lambda *_: seen.append({n: p.grad.clone() for n, p in ours.model.named_parameters()})
+        lambda *_: gradients.append({n: p.grad.clone() for n, p in ours.model.named_parameters()})
     )
     metrics = ours.train(samples, iteration=0)
 
@@ -143,8 +143,8 @@ def test_loss_and_gradient_equal_trls(tmp_path: Path, loss_type: str, loss: Any,
     assert 0 < metrics["train/clip_fraction"] < 1
     # TRL left-pads, so its positions, and with them the rounding, differ from ours.
     their_grads = {name: parameter.grad for name, parameter in theirs.model.named_parameters()}
-    assert set(seen[0]) == set(their_grads)
+    assert set(gradients[0]) == set(their_grads)
     norm = math.sqrt(sum(float(grad.norm()) ** 2 for grad in their_grads.values()))
-    difference = math.sqrt(sum(float((seen[0][name] - grad).norm()) ** 2 for name, grad in their_grads.items()))
+    difference = math.sqrt(sum(float((gradients[0][name] - grad).norm()) ** 2 for name, grad in their_grads.items()))
     assert norm > 0.1
     assert difference <= 1e-5 * norm

@@ -19,13 +19,14 @@ from agl_slime.tokens.turn import Turn
 from agl_slime.train.local.batch import TrainBatch
 from agl_slime.types import Sample
 from tests.harness.samples import trained_ids
-from tests.tokens.test_converter import FIRST, SECOND, rollout, spans_of
+from tests.tokens.spans import attempt_spans
+from tests.tokens.test_converter import FIRST, SECOND, rollout
 
 THIRD = Turn(prompt_ids=[1, 2, 3, 4, 5, 90, 91, 6, 7, 8, 92], response_ids=[9], log_probs=[-4.0])
 
 
-def linked(value: Any, links: dict[str, str], **how: Any) -> Span:
-    core = emit_reward(value, propagate=False, attributes=make_link_attributes(links), **how)
+def linked(value: Any, links: dict[str, str], **spans: Any) -> Span:
+    core = emit_reward(value, propagate=False, attributes=make_link_attributes(links), **spans)
     attributes: Any = core.attributes
     return Span.from_attributes(
         name=core.name, attributes=attributes, rollout_id="ro-1", attempt_id="at-1", sequence_id=50, start_time=500.0
@@ -34,7 +35,7 @@ def linked(value: Any, links: dict[str, str], **how: Any) -> Span:
 
 def three(*rewards: Span, whole: Any = 1.0) -> list[Span]:
     """Three turns of one conversation, by a planner and a coder; the rewards come after."""
-    spans = spans_of([FIRST, SECOND, THIRD], whole)
+    spans = attempt_spans([FIRST, SECOND, THIRD], whole)
     for number, role in enumerate(("planner", "coder", "planner")):
         spans[number].attributes |= {names.RESPONSE_ID: f"chatcmpl-{number}", names.ROLE: role}
     for number, span in enumerate(rewards):
@@ -83,9 +84,9 @@ def test_samples_of_turns_keep_their_tokens_and_log_probs() -> None:
 
 
 def test_a_fork_that_is_split_by_rewards_counts_once() -> None:
-    other = Turn(prompt_ids=[70, 71], response_ids=[72], log_probs=[-0.1])
-    more = Turn(prompt_ids=[70, 71, 72, 73], response_ids=[74], log_probs=[-0.2])
-    spans = spans_of([FIRST, other, more], 1.0)
+    second = Turn(prompt_ids=[70, 71], response_ids=[72], log_probs=[-0.1])
+    third = Turn(prompt_ids=[70, 71, 72, 73], response_ids=[74], log_probs=[-0.2])
+    spans = attempt_spans([FIRST, second, third], 1.0)
     conversion = convert_rollout(rollout(), [*spans, linked(0.5, {"span_id": spans[2].span_id})])
     assert [sample.metadata["fork_reason"] for sample in conversion.samples] == [None, "new_context", None]
     assert conversion.forks == {"new_context": 1}
@@ -115,7 +116,7 @@ def test_each_encoder_marks_untrained_turns_of_its_stream_only() -> None:
 def test_rollout_reward_is_not_replaced_by_turn_rewards() -> None:
     spans = three(linked(0.25, {names.RESPONSE_ID: "chatcmpl-0"}))
     assert read_reward(spans) == read_reward(three())
-    assert read_reward(spans_of([], None) + spans[-1:]).primary == 0.25
+    assert read_reward(attempt_spans([], None) + spans[-1:]).primary == 0.25
 
 
 def test_an_untrained_turn_stays_untrained() -> None:
@@ -137,11 +138,11 @@ def test_reward_key_picks_from_a_turns_named_rewards() -> None:
 
     named = linked({"style": 0.7, "exact": 0.3}, {names.ROLE: "planner"}, primary_key="style")
     bare = linked(0.4, {names.ROLE: "coder"})
-    of_all = spans_of([], {"exact": 1.0, "style": 0.0}, primary_key="exact")
+    of_all = attempt_spans([], {"exact": 1.0, "style": 0.0}, primary_key="exact")
     spans = [*three(whole=None), *of_all, named, bare]
-    got = trained(spans, reward_key="exact")
-    assert got[0][0] == {"style": 0.7, "exact": 0.3}
-    assert got[1][0] == {"primary": 0.4, "exact": 0.4}
+    samples_trained = trained(spans, reward_key="exact")
+    assert samples_trained[0][0] == {"style": 0.7, "exact": 0.3}
+    assert samples_trained[1][0] == {"primary": 0.4, "exact": 0.4}
 
 
 def test_later_reward_overrides_the_first_turn_of_an_earlier_group_reward() -> None:
@@ -149,8 +150,8 @@ def test_later_reward_overrides_the_first_turn_of_an_earlier_group_reward() -> N
     spans[1].attributes[names.RESPONSE_ID] = "chatcmpl-0"  # two choices of one request
     both, first = linked(0.5, {names.RESPONSE_ID: "chatcmpl-0"}), linked(0.7, {"span_id": spans[0].span_id})
     both.sequence_id, first.sequence_id = 50, 51
-    got = trained([*spans, both, first])
-    assert got == [(0.7, [4, 5], "turn:0"), (0.5, [6, 7, 8], "turn:1"), (1.0, [9], None)]
+    samples_trained = trained([*spans, both, first])
+    assert samples_trained == [(0.7, [4, 5], "turn:0"), (0.5, [6, 7, 8], "turn:1"), (1.0, [9], None)]
 
 
 def group(**options: Any) -> list[Sample]:
@@ -163,21 +164,21 @@ def group(**options: Any) -> list[Sample]:
 
 
 def test_reward_spans_give_one_sample_with_its_turns_rewards() -> None:
-    whole, other = group(reward_spans=True)
+    whole, second = group(reward_spans=True)
     assert whole.tokens == THIRD.token_ids.tolist()
     assert whole.loss_mask == [1, 1, 0, 0, 1, 1, 1, 0, 1]
     assert whole.metadata["reward_spans"] == [["role:planner", 0.0, 0, 2], ["role:planner", 0.0, 8, 9]]
-    assert (whole.reward, other.reward) == (1.0, 0.0)
-    batch = TrainBatch.from_samples([whole, other], std_normalization=False)
+    assert (whole.reward, second.reward) == (1.0, 0.0)
+    batch = TrainBatch.from_samples([whole, second], std_normalization=False)
     assert batch.token_rewards.tolist() == [-2.0] * 2 + [0.5] * 3 + [-2.0] + [2.0] * 2 + [-0.5] * 3 + [2.0]
 
 
 def test_rewards_of_200_turns_leave_one_sample_of_conversation_length() -> None:
-    held, turns = [1], []
+    prompt_ids, turns = [1], []
     for number in range(200):
-        turns.append(Turn(prompt_ids=held, response_ids=[2 + number], log_probs=[-1.0]))
-        held = [*turns[-1].token_ids.tolist(), 1]
-    spans = spans_of(turns, 1.0)
+        turns.append(Turn(prompt_ids=prompt_ids, response_ids=[2 + number], log_probs=[-1.0]))
+        prompt_ids = [*turns[-1].token_ids.tolist(), 1]
+    spans = attempt_spans(turns, 1.0)
     rewards = [linked(number / 200, {"span_id": span.span_id}) for number, span in enumerate(spans[:200])]
     (sample,) = convert_rollout(rollout(), [*spans, *rewards], reward_spans=True).samples
     assert sum(sample.loss_mask or ()) == 200
@@ -209,8 +210,10 @@ def test_the_gradient_is_the_same_in_one_sample_as_in_many(tmp_path: Path) -> No
 
     policy = save_policy(tmp_path)
     for aggregation in ("token", "rollout"):
-        many, one = (gradient(policy, group(reward_spans=how), aggregation=aggregation) for how in (False, True))
-        assert_close(one, many)
+        many, with_spans = (
+            gradient(policy, group(reward_spans=value), aggregation=aggregation) for value in (False, True)
+        )
+        assert_close(with_spans, many)
 
 
 def test_step_moves_only_the_tokens_of_rewarded_turns(tmp_path: Path) -> None:
@@ -227,16 +230,16 @@ def test_step_moves_only_the_tokens_of_rewarded_turns(tmp_path: Path) -> None:
     for number, reward in enumerate((1.0, 0.0)):  # of the second turn; the rollouts are as good as each other
         spans = three(linked(reward, {names.RESPONSE_ID: "chatcmpl-1"}))
         samples += convert_rollout(rollout(), spans, rollout_id=number, group_index=0).samples
-    before = make_model()
+    start_model = make_model()
     for number, sample in enumerate(samples):
         sample.tokens = [token + 100 * (number // 2) for token in sample.tokens]
-        sample.rollout_log_probs = response_log_probs(before, sample.tokens, sample.response_length)
+        sample.rollout_log_probs = response_log_probs(start_model, sample.tokens, sample.response_length)
     settings = LocalTrainerSettings(n_minibatches=1, lr=1e-4)
     trainer = LocalTrainer(model_path=save_policy(tmp_path), settings=settings)
     trainer.train(samples, iteration=0)
     assert trainer.scores is not None
-    assert [set(np.sign(own)) for own in trainer.scores.advantages] == [{0}, {1}, {0}, {-1}]
-    moved = np.subtract(log_probs(trainer.model), log_probs(before))
+    assert [set(np.sign(values)) for values in trainer.scores.advantages] == [{0}, {1}, {0}, {-1}]
+    moved = np.subtract(log_probs(trainer.model), log_probs(start_model))
     assert min(moved[3:6]) > 0.1
     assert max(moved[9:]) < -0.1
     assert max(abs(moved[[0, 1, 2, 6, 7, 8]])) < 0.05  # by no more than what the shared weights do to them
