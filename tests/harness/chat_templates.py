@@ -1,64 +1,63 @@
-"""Chat templates of the shapes that models in use have, for tests: each is one way in which a template can treat a
-growing conversation."""
+"""Chat templates of the shapes that current models have: each treats a growing conversation in another way."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-_TOOLS = """\
-{#- calls stand in <tool_call> #}
-{%- if tools %}{{- '\\n\\n# Tools\\n<tools>' }}
-{%- for tool in tools %}{{- '\\n' + (tool | tojson) }}{%- endfor %}{{- '\\n</tools>' }}{%- endif %}"""
+from tests.harness.model_templates import Ways, template_of
 
+_WRITE = "{{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}"
+_OPEN = "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"
+_TOOL_CALLS = "{#- calls stand in <tool_call> #}"
 _SYSTEM = (
     """\
 {%- set first = messages[0] %}
 {%- if first.role == 'system' or tools %}
-{{- '<|im_start|>system\\n' + (first.content if first.role == 'system' else 'You are a helpful assistant.') }}"""
-    + _TOOLS
+{{- '<|im_start|>system\\n' + (first.content if first.role == 'system' else 'You are a helpful assistant.') }}
+"""
+    + _TOOL_CALLS
     + """\
+{%- if tools %}{{- '\\n\\n# Tools\\n<tools>' }}
+{%- for tool in tools %}{{- '\\n' + (tool | tojson) }}{%- endfor %}{{- '\\n</tools>' }}{%- endif %}
 {{- '<|im_end|>\\n' }}
 {%- endif %}"""
 )
-
-_GROUPED_TOOL = """\
-{%- if loop.first or messages[loop.index0 - 1].role != 'tool' %}{{- '<|im_start|>user' }}{%- endif %}
-{{- '\\n<tool_response>\\n' + message.content + '\\n</tool_response>' }}
-{%- if loop.last or messages[loop.index0 + 1].role != 'tool' %}{{- '<|im_end|>\\n' }}{%- endif %}"""
-
-CHATML = """\
-{%- for message in messages %}
-{{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}
-{%- endfor %}
-{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"""
-
-# tool results of one step stand in one user message; answers are written as they are
-GROUPS_TOOLS = (
-    _SYSTEM
-    + """\
-{%- for message in messages %}
-{%- if message.role == 'tool' %}"""
-    + _GROUPED_TOOL
-    + """\
-{%- elif not (loop.first and message.role == 'system') %}
-{{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}
-{%- endif %}
-{%- endfor %}
-{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"""
-)
-
-# thinking is written in the answers after the last question and left out of those before it;
-# an answer at the end gets an empty block when it has none
-DROPS_THINKING = (
-    _SYSTEM
-    + """\
+_LAST_QUESTION = """\
 {%- set turn = namespace(last=-1) %}
 {%- for message in messages %}
-{%- if message.role == 'user' %}{%- set turn.last = loop.index0 %}{%- endif %}{%- endfor %}
-{%- for message in messages %}
-{%- if message.role == 'tool' %}"""
-    + _GROUPED_TOOL
-    + """\
+{%- if message.role == 'user' %}{%- set turn.last = loop.index0 %}{%- endif %}{%- endfor %}"""
+
+
+def _each(body: str) -> str:
+    return "{%- for message in messages %}" + body + "{%- endfor %}"
+
+
+def _tool_results(start: str, result: str, end: str) -> str:
+    """The results in a row, as one message."""
+    return (
+        "{%- if loop.first or messages[loop.index0 - 1].role != 'tool' %}{{- '" + start + "' }}{%- endif %}"
+        "{{- " + result + " }}"
+        "{%- if loop.last or messages[loop.index0 + 1].role != 'tool' %}{{- '" + end + "' }}{%- endif %}"
+    )
+
+
+_RESPONSE = "'\\n<tool_response>\\n' + message.content + '\\n</tool_response>'"
+_GROUPED_TOOL = _tool_results("<|im_start|>user", _RESPONSE, "<|im_end|>\\n")
+_OTHERS = "{%- elif not (loop.first and message.role == 'system') %}" + _WRITE + "{%- endif %}"
+
+CHATML = _each(_WRITE) + _OPEN
+
+# the tool results of one step are one user message; answers are written unchanged
+GROUPS_TOOLS = _SYSTEM + _each("{%- if message.role == 'tool' %}" + _GROUPED_TOOL + _OTHERS) + _OPEN
+
+# thinking is written only in answers after the last question; a last answer without thinking gets an empty block
+DROPS_THINKING = (
+    _SYSTEM
+    + _LAST_QUESTION
+    + _each(
+        "{%- if message.role == 'tool' %}"
+        + _GROUPED_TOOL
+        + """\
 {%- elif message.role == 'assistant' %}
 {%- set text = message.content %}{%- set thought = '' %}
 {%- if '</think>' in text %}
@@ -68,109 +67,105 @@ DROPS_THINKING = (
 {{- '<|im_start|>assistant\\n' }}
 {%- if loop.index0 > turn.last and (loop.last or thought) %}
 {{- '<think>\\n' + thought + '\\n</think>\\n\\n' }}{%- endif %}
-{{- text + '<|im_end|>\\n' }}
-{%- elif not (loop.first and message.role == 'system') %}
-{{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}
-{%- endif %}
-{%- endfor %}
+{{- text + '<|im_end|>\\n' }}"""
+        + _OTHERS
+    )
+    + """\
 {%- if add_generation_prompt %}
 {{- '<|im_start|>assistant\\n' }}
 {%- if enable_thinking is defined and not enable_thinking %}{{- '<think>\\n\\n</think>\\n\\n' }}{%- endif %}
 {%- endif %}"""
 )
 
-# opens each answer with a thinking block and leaves thinking out of every answer that is there, the last one too; no
-# line ends between messages
-REASONER = """\
-{{- '<｜begin▁of▁sentence｜>' }}
-{%- for message in messages %}
+# opens each answer with a thinking block and drops the thinking of every answer, the last one too; no line ends between
+# messages
+REASONER = (
+    "{{- '<｜begin▁of▁sentence｜>' }}"
+    + _each(
+        """\
 {%- if message.role == 'system' %}{{- message.content }}
 {%- elif message.role == 'user' %}{{- '<｜User｜>' + message.content }}
 {%- elif message.role == 'assistant' %}
 {{- '<｜Assistant｜>' + message.content.split('</think>')[-1] + '<｜end▁of▁sentence｜>' }}
-{%- else %}
-{%- if loop.first or messages[loop.index0 - 1].role != 'tool' %}{{- '<｜tool▁outputs▁begin｜>' }}{%- endif %}
-{{- message.content + '\\n' }}
-{%- if loop.last or messages[loop.index0 + 1].role != 'tool' %}{{- '<｜tool▁outputs▁end｜>' }}{%- endif %}
-{%- endif %}
-{%- endfor %}
-{%- if add_generation_prompt %}{{- '<｜Assistant｜><think>\\n' }}{%- endif %}"""
-
-# nothing ends an answer but the marker of the next role, which the model samples to stop
-ROLE_MARKERS = """\
-{#- calls stand in <tool_call> #}
-{%- for message in messages %}
-{%- if message.role == 'tool' %}
-{%- if loop.first or messages[loop.index0 - 1].role != 'tool' %}{{- '<|observation|>' }}{%- endif %}
-{{- '\\n<tool_response>\\n' + message.content + '\\n</tool_response>' }}
-{%- else %}{{- '<|' + message.role + '|>\\n' + message.content }}
-{%- endif %}
-{%- endfor %}
-{%- if add_generation_prompt %}{{- '<|assistant|>\\n' }}{%- endif %}"""
-
-# a blank and no marker on either side of an answer's end: the one shape with boundaries that merges can reach across
-BARE = """\
-{%- for message in messages %}{{- message.role + ': ' + message.content + '\\n' }}{%- endfor %}
-{%- if add_generation_prompt %}{{- 'assistant:' }}{%- endif %}"""
-
-
-# a system message stands before every conversation that brings none
-DEFAULT_SYSTEM = (
-    """\
-{%- if messages[0].role != 'system' %}
-{{- '<|im_start|>system\\nYou are a helpful assistant.<|im_end|>\\n' }}{%- endif %}"""
-    + CHATML
+{%- else %}"""
+        + _tool_results("<｜tool▁outputs▁begin｜>", "message.content + '\\n'", "<｜tool▁outputs▁end｜>")
+        + "{%- endif %}"
+    )
+    + "{%- if add_generation_prompt %}{{- '<｜Assistant｜><think>\\n' }}{%- endif %}"
 )
 
+# only the next role's marker ends an answer; the model samples it to stop
+ROLE_MARKERS = (
+    _TOOL_CALLS
+    + _each(
+        "{%- if message.role == 'tool' %}"
+        + _tool_results("<|observation|>", _RESPONSE, "")
+        + "{%- else %}{{- '<|' + message.role + '|>\\n' + message.content }}{%- endif %}"
+    )
+    + "{%- if add_generation_prompt %}{{- '<|assistant|>\\n' }}{%- endif %}"
+)
+
+# a blank and no marker on either side of an answer's end: merges can cross the boundary
+BARE = (
+    _each("{{- message.role + ': ' + message.content + '\\n' }}")
+    + "{%- if add_generation_prompt %}{{- 'assistant:' }}{%- endif %}"
+)
+
+# a conversation without a system message gets one
+DEFAULT_SYSTEM = (
+    "{%- if messages[0].role != 'system' %}"
+    "{{- '<|im_start|>system\\nYou are a helpful assistant.<|im_end|>\\n' }}{%- endif %}" + CHATML
+)
 
 # only the last three tool results are written in full
-FORGETS_RESULTS = """\
+FORGETS_RESULTS = (
+    """\
 {%- set results = messages | selectattr('role', 'equalto', 'tool') | list | length %}
-{%- set seen = namespace(n=0) %}
-{%- for message in messages %}
+{%- set seen = namespace(n=0) %}"""
+    + _each(
+        """\
 {%- if message.role == 'tool' %}{%- set seen.n = seen.n + 1 %}{%- endif %}
 {%- set old = message.role == 'tool' and seen.n <= results - 3 %}
-{{- '<|im_start|>' + message.role + '\\n' + ('[old]' if old else message.content) + '<|im_end|>\\n' }}
-{%- endfor %}
-{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"""
+{{- '<|im_start|>' + message.role + '\\n' + ('[old]' if old else message.content) + '<|im_end|>\\n' }}"""
+    )
+    + _OPEN
+)
 
-
-# a finished conversation ends with a token of its own, which is not there when an answer follows
-ENDS_WITH_TOKEN = """\
-{#- calls stand in <tool_call> #}
-{%- for message in messages %}{{- '<|' + message.role + '|>\\n' + message.content + '<|im_end|>\\n' }}{%- endfor %}
-{%- if add_generation_prompt %}{{- '<|assistant|>\\n' }}{%- else %}{{- '<|endoftext|>' }}{%- endif %}"""
+# a conversation that no answer follows ends with another token
+ENDS_WITH_TOKEN = (
+    _TOOL_CALLS
+    + _each("{{- '<|' + message.role + '|>\\n' + message.content + '<|im_end|>\\n' }}")
+    + "{%- if add_generation_prompt %}{{- '<|assistant|>\\n' }}{%- else %}{{- '<|endoftext|>' }}{%- endif %}"
+)
 
 # each answer is opened with an empty block, which only answers after the last question keep
-DROPS_EMPTY_BLOCKS = """\
-{%- set turn = namespace(last=-1) %}
-{%- for message in messages %}
-{%- if message.role == 'user' %}{%- set turn.last = loop.index0 %}{%- endif %}{%- endfor %}
-{%- for message in messages %}
+DROPS_EMPTY_BLOCKS = (
+    _LAST_QUESTION
+    + _each(
+        """\
 {{- '<|im_start|>' + message.role + '\\n' }}
 {%- if message.role == 'assistant' and loop.index0 > turn.last %}{{- '<think>\\n\\n</think>\\n\\n' }}{%- endif %}
-{{- message.content + '<|im_end|>\\n' }}
-{%- endfor %}
-{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n<think>\\n\\n</think>\\n\\n' }}{%- endif %}"""
+{{- message.content + '<|im_end|>\\n' }}"""
+    )
+    + "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n<think>\\n\\n</think>\\n\\n' }}{%- endif %}"
+)
 
-# what is written for a question depends on how many came before it
-COUNTS_ROUNDS = """\
-{%- set round = namespace(n=0) %}
-{%- for message in messages %}
-{%- if message.role == 'user' %}{%- set round.n = round.n + 1 %}{{- '[Round ' ~ round.n ~ ']\\n' }}{%- endif %}
-{{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}
-{%- endfor %}
-{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"""
+# the text of a question depends on the number of earlier ones
+COUNTS_ROUNDS = (
+    "{%- set round = namespace(n=0) %}"
+    + _each(
+        "{%- if message.role == 'user' %}{%- set round.n = round.n + 1 %}"
+        "{{- '[Round ' ~ round.n ~ ']\\n' }}{%- endif %}" + _WRITE
+    )
+    + _OPEN
+)
 
 
 @dataclass(frozen=True)
 class Shape:
-    """``stops`` are the tokens that end an answer, the usual one first. ``opens_thinking``: an answer begins inside a
-    thinking block."""
-
     source: str
-    stops: tuple[str, ...]
-    opens_thinking: bool = False
+    stops: tuple[str, ...]  # tokens that end an answer, the usual one first
+    opens_thinking: bool = False  # an answer begins inside a thinking block
 
     @property
     def end(self) -> str:
@@ -191,30 +186,10 @@ TEMPLATES = {
     "bare": Shape(BARE, ("<|endoftext|>",)),
 }
 
-# a system message is the first or none; arguments of calls are objects
-SYSTEM_FIRST = """\
-{%- if messages[0].role == 'system' or tools %}
-{{- '<|im_start|>system\\n' }}
-{%- for tool in tools or [] %}{{- (tool | tojson) + '\\n' }}{%- endfor %}
-{%- if messages[0].role == 'system' %}{{- messages[0].content }}{%- endif %}{{- '<|im_end|>\\n' }}
-{%- endif %}
-{%- for message in messages %}
-{%- if message.role == 'system' %}
-{%- if not loop.first %}{{- raise_exception('System message must be at the beginning.') }}{%- endif %}
-{%- elif message.role in ('user', 'assistant', 'tool') %}
-{{- '<|im_start|>' + message.role + '\\n' + message.content }}
-{%- for call in message.tool_calls or [] %}
-{{- '<tool_call>\\n<function=' + call.function.name + '>\\n' }}
-{%- for name, value in call.function.arguments | items %}
-{{- '<parameter=' + name + '>\\n' + (value | string) + '\\n</parameter>\\n' }}{%- endfor %}
-{{- '</function>\\n</tool_call>' }}{%- endfor %}
-{{- '<|im_end|>\\n' }}
-{%- else %}{{- raise_exception('Unexpected message role.') }}
-{%- endif %}
-{%- endfor %}
-{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"""
+# a system message is the first or none; a call's arguments are objects
+SYSTEM_FIRST = template_of(Ways(system="refused", developer="refused", calls="items"))
 
-# the system message is the first question's beginning; questions and answers take turns, and there are no tools
+# the first question begins with the system message; questions and answers alternate; no tools
 TAKES_TURNS = """\
 {%- set system = messages[0].role == 'system' %}
 {%- for message in (messages[1:] if system else messages) %}

@@ -32,56 +32,50 @@ def a_turn(prompt: str, answer: str, messages: Sequence[dict[str, Any]], **field
     )  # fmt: skip
 
 
-def a_sample(rollout_id: str, prompt: str, parts: Sequence[tuple[str, int]], version: int, **metadata: Any) -> Sample:
-    """A Sample of parts, each text and whether it is trained; its last half is sampled by the next weight version."""
-    response = "".join(text for text, _ in parts)
-    mask = [own for text, own in parts for _ in text]
+def a_sample(rollout_id: str, prompt: str, pieces: Sequence[tuple[str, int]], version: int, **metadata: Any) -> Sample:
+    """A Sample of pieces, each a text and its mask; the next weight version samples the second half."""
+    response = "".join(text for text, _ in pieces)
+    mask = [bit for text, bit in pieces for _ in text]
     half = len(response) // 2
     spans = [[str(version), 0, half], [str(version + 1), half, len(response)]]
     return Sample(
         tokens=list(map(ord, prompt + response)),
         response_length=len(response),
         loss_mask=mask,
-        rollout_log_probs=[-0.3 * own for own in mask],
+        rollout_log_probs=[-0.3 * bit for bit in mask],
         status=Sample.Status.COMPLETED,
         weight_versions=[str(version), str(version + 1)],
-        metadata={
-            "agl_rollout_id": rollout_id,
-            "weight_spans": spans,
-            "source_name": "maths",
-            "segment": 0,
-            **metadata,
-        },
+        metadata={"agl_rollout_id": rollout_id, "weight_spans": spans, "source_name": "maths", "segment": 0} | metadata,
     )
 
 
 def a_member(number: int, iteration: int, *, tool_result: str = "42", group: str = "g") -> MemberResult:
     """Every fifth rollout failed, every third forks."""
     rollout_id = f"ro-{iteration}-{number}"
-    asked = [{"role": "system", "content": "Use the tool."}, {"role": "user", "content": f"What is {number}?"}]
+    messages = [{"role": "system", "content": "Use the tool."}, {"role": "user", "content": f"What is {number}?"}]
     timeline = {"enqueued": 1.7e9, "started": 0.1, "ended": 2.0, "calls": [[0.2, 0.9], [1.2, 1.9]]}
-    known: dict[str, Any] = {"rollout_id": rollout_id, "group_id": group, "task": {"n": number}, "timeline": timeline}
+    fields: dict[str, Any] = {"rollout_id": rollout_id, "group_id": group, "task": {"n": number}, "timeline": timeline}
     if number % 5 == 4:
-        return MemberResult(failure="timeout", failure_message="took longer than 600 s", **known)
-    first = a_turn("ask", "call", asked)
+        return MemberResult(failure="timeout", failure_message="took longer than 600 s", **fields)
+    first = a_turn("ask", "call", messages)
     call = {"function": {"name": "lookup", "arguments": "{}"}}
-    tool = [*asked, {"role": "assistant", "content": "", "tool_calls": [call]}]
+    tool = [*messages, {"role": "assistant", "content": "", "tool_calls": [call]}]
     tool.append({"role": "tool", "name": "lookup", "content": tool_result})
     second = a_turn("askcalltool", "done", tool, base_turn=0, kept_tokens=7)
     turns, samples = [first, second], [a_sample(rollout_id, "ask", [("call", 1), ("tool", 0), ("done", 1)], iteration)]
     if number % 3 == 2:
-        turns.append(a_turn("asc", "again", asked, base_turn=0, kept_tokens=2, fork=ForkReason.EDITED_HISTORY))
+        turns.append(a_turn("asc", "again", messages, base_turn=0, kept_tokens=2, fork=ForkReason.EDITED_HISTORY))
         samples.append(a_sample(rollout_id, "asc", [("again", 1)], iteration, segment=1, fork_reason="edited_history"))
     talk = Trajectory(rollout_id=rollout_id, attempt_id="a", task=None, turns=tuple(turns), stop_reason="stop")
     reward = float(number % 2)
     return MemberResult(
         samples=tuple(samples), reward=reward, rewards={"primary": reward, "style": 0.5}, sampled_tokens=8, turns=2,
-        trajectory=talk, instance_id=str(number // 4), **known,
+        trajectory=talk, instance_id=str(number // 4), **fields,
     )  # fmt: skip
 
 
 class AWriter:
-    """Writes a run, an iteration at a time: two groups that are trained and one that was dropped."""
+    """Writes a run, an iteration at a time: two trained groups and a dropped one."""
 
     def __init__(self, path: Path, *, keep: Any = "all") -> None:
         self.run: RunDir = open_run_dir(path, agent="tests:Agent", settings={"num_iterations": 9}, overwrite=True)

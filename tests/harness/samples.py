@@ -1,4 +1,4 @@
-"""Turns as spans, and Samples as the trainer reads them."""
+"""Turns, their spans, and the trained tokens of Samples."""
 
 from __future__ import annotations
 

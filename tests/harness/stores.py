@@ -1,8 +1,8 @@
-"""Rollouts written into a store as a runner would write them, for tests that decide when and how each ends."""
+"""Rollouts in a store, written as a runner writes them; the test decides when and how each ends."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from agl_slime.engine.client.generation import WeightSpan
@@ -23,7 +23,7 @@ RESPONSE = (4, 5)
 
 
 def a_turn(number: int = 0, *, version: str = "0") -> Turn:
-    """Three prompt tokens, two sampled ones; ``number`` makes it tell-tale."""
+    """Three prompt tokens and two sampled ones; the last prompt token is ``100 + number``."""
     return Turn(
         prompt_ids=[1, 2, 100 + number],
         response_ids=list(RESPONSE),
@@ -34,18 +34,21 @@ def a_turn(number: int = 0, *, version: str = "0") -> Turn:
     )
 
 
+async def enqueue_rollouts(
+    store: LightningStore, inputs: Iterable[Any], *, mode: Any = "train", metadata: Any = None, **config: Any
+) -> list[Rollout]:
+    """A rollout per input."""
+    fields: dict[str, Any] = {"mode": mode, "metadata": metadata or {}, "config": RolloutConfig(**config)}
+    return [*await store.enqueue_many_rollouts([EnqueueRolloutRequest(input=item, **fields) for item in inputs])]
+
+
 async def enqueue_group(
     store: LightningStore, group_id: str, *, size: int, instance_id: str | None = None
 ) -> list[Rollout]:
     """The rollouts of a group as the loop enqueues them."""
-    metadata = {"group_id": group_id, "group_size": size} | (
-        {} if instance_id is None else {"instance_id": instance_id}
-    )
-    return [
-        *await store.enqueue_many_rollouts(
-            [EnqueueRolloutRequest(input={"n": i}, mode="train", metadata=metadata) for i in range(size)]
-        )
-    ]
+    instance = {} if instance_id is None else {"instance_id": instance_id}
+    metadata = {"group_id": group_id, "group_size": size, **instance}
+    return await enqueue_rollouts(store, [{"n": i} for i in range(size)], metadata=metadata)
 
 
 async def enqueue(
@@ -57,21 +60,18 @@ async def enqueue(
     mode: Any = "train",
     max_attempts: int = 1,
 ) -> list[str]:
-    """Ids of ``n`` rollouts of one group; ``size`` goes into their metadata as the loop puts it there."""
-    metadata: dict[str, Any] = {}
-    if group_id is not None:
-        metadata["group_id"] = group_id
-    if size is not None:
-        metadata["group_size"] = size
-    config = RolloutConfig(max_attempts=max_attempts, retry_condition=["failed"] if max_attempts > 1 else [])
-    requests = [EnqueueRolloutRequest(input={"n": i}, mode=mode, metadata=metadata, config=config) for i in range(n)]
-    return [rollout.rollout_id for rollout in await store.enqueue_many_rollouts(requests)]
+    """Ids of ``n`` rollouts of one group of ``size``."""
+    fields = {"group_id": group_id, "group_size": size}
+    metadata = {name: value for name, value in fields.items() if value is not None}
+    config = {"max_attempts": max_attempts, "retry_condition": ["failed"] if max_attempts > 1 else []}
+    inputs = [{"n": i} for i in range(n)]
+    rollouts = await enqueue_rollouts(store, inputs, mode=mode, metadata=metadata, **config)
+    return [rollout.rollout_id for rollout in rollouts]
 
 
-async def enqueue_inputs(store: LightningStore, inputs: Sequence[Any], **config: Any) -> list[str]:
+async def enqueue_inputs(store: LightningStore, inputs: Iterable[Any], **config: Any) -> list[str]:
     """Ids of rollouts without a group, one per input."""
-    requests = [EnqueueRolloutRequest(input=item, mode="train", config=RolloutConfig(**config)) for item in inputs]
-    return [rollout.rollout_id for rollout in await store.enqueue_many_rollouts(requests)]
+    return [rollout.rollout_id for rollout in await enqueue_rollouts(store, inputs, **config)]
 
 
 async def claim(store: LightningStore, worker_id: str = "w") -> AttemptedRollout:
@@ -105,26 +105,16 @@ async def finish(
     status: Any = "succeeded",
     number: int = 0,
 ) -> str:
-    """One attempt of a rollout from its start to its end; returns the attempt's id."""
-    attempted = await store.start_attempt(rollout_id)
-    attempt_id = attempted.attempt.attempt_id
-    written: list[tuple[str, dict[str, Any]]] = []
+    """Run one attempt of a rollout from start to end; returns the attempt's id."""
+    attempt_id = (await store.start_attempt(rollout_id)).attempt.attempt_id
     encoder = TurnEncoder()
-    for turn in turns if turns is not None else [a_turn(number)]:
-        written.append((names.GENERATE_SPAN, encoder.encode(turn)))
+    written = [(names.GENERATE_SPAN, encoder.encode(turn)) for turn in ([a_turn(number)] if turns is None else turns)]
     if reward is not None:
         core = emit_reward(reward, propagate=False)
         written.append((core.name, dict(core.attributes)))
+    ids = {"rollout_id": rollout_id, "attempt_id": attempt_id}
     spans = [
-        Span.from_attributes(
-            name=name,
-            attributes=attributes,
-            rollout_id=rollout_id,
-            attempt_id=attempt_id,
-            sequence_id=i + 1,
-            start_time=i,
-            end_time=i,
-        )
+        Span.from_attributes(name=name, attributes=attributes, sequence_id=i + 1, start_time=i, end_time=i, **ids)
         for i, (name, attributes) in enumerate(written)
     ]
     if spans:

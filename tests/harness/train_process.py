@@ -1,4 +1,4 @@
-"""``python train.py`` in a process of its own, as a person starts it."""
+"""``python train.py`` in a separate process."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 
 
 class Run:
-    """A ``train.py`` in a process of its own, read line by line."""
+    """A running ``train.py``, read line by line."""
 
     def __init__(self, process: subprocess.Popen[str]) -> None:
         self.process = process
@@ -43,29 +43,34 @@ class Run:
         return "\n".join(self.lines)
 
     def until(self, start: str, timeout_s: float = 120.0) -> None:
-        """Wait until a line begins so."""
+        """Wait until a line begins with ``start``."""
+
+        def printed() -> bool:
+            return any(line.startswith(start) for line in self.lines)
+
         with self._changed:
-            self._changed.wait_for(lambda: self._ended or any(line.startswith(start) for line in self.lines), timeout_s)
-        assert any(line.startswith(start) for line in self.lines), self.text
+            self._changed.wait_for(lambda: self._ended or printed(), timeout_s)
+        assert printed(), self.text
 
     def children(self) -> list[psutil.Process]:
-        """What it has started, the watch over it left out (``watchers``)."""
-        return [child for child in self._children() if not watches(child)]
+        """Its processes, without ``watchers``."""
+        return [child for child in children(self.process) if not watches(child)]
 
     def watchers(self) -> list[psutil.Process]:
-        return [child for child in self._children() if watches(child)]
-
-    def _children(self) -> list[psutil.Process]:
-        return psutil.Process(self.process.pid).children(recursive=True)
+        return [child for child in children(self.process) if watches(child)]
 
     def end(self, within_s: float = 60.0) -> tuple[int, float]:
-        """The exit code, and the seconds until it came."""
+        """The exit code, and the seconds until the exit."""
         began = time.monotonic()
         code = self.process.wait(within_s)
         took = time.monotonic() - began
         with self._changed:
             assert self._changed.wait_for(lambda: self._ended, 10)
         return code, took
+
+
+def children(process: subprocess.Popen[str]) -> list[psutil.Process]:
+    return psutil.Process(process.pid).children(recursive=True)
 
 
 def watches(process: psutil.Process) -> bool:
@@ -88,7 +93,7 @@ def train(*flags: object, environment: Mapping[str, str] | None = None) -> Itera
         **(environment or {}),
     }
     command = [sys.executable, str(REPOSITORY / "train.py"), "--view", "lines", *map(str, flags)]
-    # a session of its own, so that a signal to the test is not one to it
+    # a session of its own: a signal to the test does not reach it
     process = subprocess.Popen(
         command,
         cwd=REPOSITORY,
@@ -101,7 +106,7 @@ def train(*flags: object, environment: Mapping[str, str] | None = None) -> Itera
     try:
         yield Run(process)
     finally:
-        for child in psutil.Process(process.pid).children(recursive=True) if process.poll() is None else []:
+        for child in children(process) if process.poll() is None else []:
             child.kill()
         process.kill()
         process.wait(10)
