@@ -1,8 +1,9 @@
-"""Groups settle once, when their last member has ended, whatever the order of the reports."""
+"""Groups are finalized once, when their last member has ended, whatever the order of the reports."""
 
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -10,13 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agl_slime.data.assembler import GroupAssembler
-from agl_slime.data.policy import (
-    CompleteGroup,
-    GroupPolicy,
-    MinimumViableGroup,
-    RetryGroup,
-    zero_variance,
-)
+from agl_slime.data.policy import CompleteGroup, GroupPolicy, MinimumViableGroup, RetryGroup, zero_variance
 from agl_slime.data.results import GroupResult, MemberResult, Outcome
 from agl_slime.support.agl import Rollout
 
@@ -36,64 +31,50 @@ def add(groups: GroupAssembler, member: MemberResult, *, default_size: int = 1) 
     return taken[1] if taken is not None else None
 
 
+def finalized(groups: GroupAssembler, *members: MemberResult, default_size: int = 1) -> GroupResult:
+    """The group that the last of ``members``, and none before it, finalizes."""
+    results = [add(groups, member, default_size=default_size) for member in members]
+    assert [result is None for result in results] == [True] * (len(members) - 1) + [False]
+    assert results[-1] is not None
+    return results[-1]
+
+
+def names(members: Sequence[MemberResult]) -> list[str]:
+    return [member.rollout_id for member in members]
+
+
 def assembler(policy: GroupPolicy | None = None) -> GroupAssembler:
     return GroupAssembler(policy=policy or CompleteGroup())
 
 
-def test_a_group_settles_with_its_last_member() -> None:
+def test_a_group_is_finalized_with_its_last_member_and_each_counts_once() -> None:
     groups = assembler()
     groups.announce("g", size=2)
-    assert add(groups, member("a")) is None
-    assert [waiting.rollout_id for waiting in groups.waiting()] == ["a"]
-    settled = add(groups, member("b"))
-    assert settled is not None
-    assert settled.ready
-    assert [one.rollout_id for one in settled.members] == ["a", "b"]
-    assert len(groups) == 0
-    assert groups.waiting() == []
-
-
-def test_a_member_that_is_reported_twice_counts_once() -> None:
-    groups = assembler()
-    groups.announce("g", size=2)
+    groups.announce("g", size=5)  # changes nothing
     assert add(groups, member("a")) is None
     assert groups.has_ended("a")
-    assert add(groups, member("a", failure="timeout")) is None
-    settled = add(groups, member("b"))
-    assert settled is not None
-    assert settled.ready
-
-
-def test_a_second_announcement_changes_nothing() -> None:
-    groups = assembler()
-    groups.announce("g", size=1)
-    groups.announce("g", size=5)
-    assert add(groups, member("a")) is not None
+    assert names(groups.waiting()) == ["a"]
+    result = finalized(groups, member("a", failure="timeout"), member("b"))
+    assert (result.ready, names(result.members)) == (True, ["a", "b"])
+    assert (len(groups), groups.waiting()) == (0, [])
 
 
 def test_unannounced_group_has_the_default_size() -> None:
     groups = assembler()
     assert add(groups, member("a"), default_size=2) is None
-    settled = add(groups, member("b"), default_size=7)
-    assert settled is not None
-    assert settled.size == 2
+    assert finalized(groups, member("b"), default_size=7).size == 2
 
 
 def test_a_group_is_dropped_as_soon_as_it_cannot_be_saved() -> None:
     groups = assembler(MinimumViableGroup(min_ratio=0.7))
     groups.announce("g", size=4)
-    for name in "abcd":
-        assert enlist(groups, "g", name)
-    assert add(groups, member("a")) is None
-    assert add(groups, member("b", failure="timeout")) is None
-    settled = add(groups, member("c", failure="timeout"))
-    assert settled is not None
-    assert (settled.ready, settled.code) == (False, "floor_out_of_reach")
-    assert settled.reason == "1 of 4 rollouts succeeded, 3 are needed (floor_out_of_reach)"
-    assert [one.rollout_id for one in settled.succeeded] == ["a"]
-    assert [(one.rollout_id, one.outcome_if_failed) for one in settled.members if one.straggler] == [
-        ("d", Outcome.CANCELLED)
-    ]
+    assert all(enlist(groups, "g", name) for name in "abcd")
+    result = finalized(groups, member("a"), member("b", failure="timeout"), member("c", failure="timeout"))
+    assert (result.ready, result.code) == (False, "floor_out_of_reach")
+    assert result.reason == "1 of 4 rollouts succeeded, 3 are needed (floor_out_of_reach)"
+    assert names(result.succeeded) == ["a"]
+    stragglers = [(member.rollout_id, member.outcome_if_failed) for member in result.members if member.straggler]
+    assert stragglers == [("d", Outcome.CANCELLED)]
     assert add(groups, member("d")) is None
     assert not enlist(groups, "g", "e")
     assert len(groups) == 0
@@ -103,24 +84,17 @@ def test_a_group_is_dropped_as_soon_as_it_cannot_be_saved() -> None:
 def test_patient_group_with_failed_members_is_dropped_with_the_reason(policy: GroupPolicy) -> None:
     groups = assembler(policy)
     groups.announce("g", size=3)
-    add(groups, member("a"))
-    add(groups, member("b", failure="timeout"))
-    settled = add(groups, member("c"))
-    assert settled is not None
-    assert (settled.ready, settled.reason, settled.code) == (
-        False,
-        policy.refuse(size=3, members=settled.members),
-        "group_incomplete",
-    )
+    result = finalized(groups, member("a"), member("b", failure="timeout"), member("c"))
+    assert (result.ready, result.code) == (False, "group_incomplete")
+    assert result.reason == policy.refuse(size=3, members=result.members)
     assert groups.state()["early"] == []
 
 
-def test_late_group_settles_with_its_members_at_the_timeout() -> None:
+def test_late_group_is_finalized_with_its_members_at_the_timeout() -> None:
     now = [0.0]
     groups = GroupAssembler(policy=MinimumViableGroup(min_ratio=0.5, timeout_s=10), clock=lambda: now[0])
-    groups.announce("used", size=4)
-    groups.announce("dropped", size=4)
-    groups.announce("not begun", size=4)
+    for name in ("used", "dropped", "not begun"):
+        groups.announce(name, size=4)
     for name in "abcd":
         enlist(groups, "used", name)
     add(groups, member("a", "used"))
@@ -132,52 +106,39 @@ def test_late_group_settles_with_its_members_at_the_timeout() -> None:
     assert (dropped.group_id, dropped.ready, dropped.code) == ("dropped", False, "timeout")
     now[0] = 15.5
     [used] = groups.late()
-    assert (used.group_id, used.ready) == ("used", True)
-    assert [one.rollout_id for one in used.succeeded] == ["a", "b"]
-    assert [one.rollout_id for one in used.members if one.failure == "group_timeout"] == ["c", "d"]
+    assert (used.group_id, used.ready, names(used.succeeded)) == ("used", True, ["a", "b"])
+    assert names([member for member in used.members if member.failure == "group_timeout"]) == ["c", "d"]
     now[0] = 1000.0
     assert groups.late() == []
     assert len(groups) == 1
 
 
-def test_failed_members_are_run_again_under_the_same_group() -> None:
+def test_failed_members_are_retried_in_the_same_group_if_they_can_be() -> None:
     groups = assembler(RetryGroup(max_retries=2))
     groups.announce("g", size=2)
-    again = replace(member("a", failure="boom"), request="once more")  # type: ignore[arg-type]
-    assert add(groups, again) is None
-    assert groups.take_retries() == [again]
+    failed = replace(member("a", failure="boom"), request="once more")  # type: ignore[arg-type]
+    assert add(groups, failed) is None
+    assert groups.take_retries() == [failed]
     assert groups.take_retries() == []
     assert enlist(groups, "g", "a2")
-    assert add(groups, member("b")) is None
-    settled = add(groups, member("a2"))
-    assert settled is not None
-    assert settled.ready
-    assert [one.rollout_id for one in settled.members] == ["b", "a2", "a"]
-    assert [one.rollout_id for one in settled.succeeded] == ["b", "a2"]
-
-
-def test_member_that_cannot_be_repeated_drops_the_group() -> None:
-    groups = assembler(RetryGroup(max_retries=2))
-    groups.announce("g", size=2)
-    settled = add(groups, member("a", failure="cancelled"))
-    assert settled is not None
-    assert (settled.ready, settled.code) == (False, "not_repeatable")
+    result = finalized(groups, member("b"), member("a2"))
+    assert result.ready
+    assert names(result.members) == ["b", "a2", "a"]
+    assert names(result.succeeded) == ["b", "a2"]
+    groups.announce("h", size=2)
+    result = finalized(groups, member("c", "h", failure="cancelled"))
+    assert (result.ready, result.code) == (False, "not_repeatable")
     assert groups.take_retries() == []
 
 
 def test_filter_drops_groups_that_the_policy_would_train_on() -> None:
     groups = GroupAssembler(policy=MinimumViableGroup(min_ratio=0.5), group_filter=zero_variance)
     groups.announce("same", size=2)
-    add(groups, member("a", "same"))
-    same = add(groups, member("b", "same"))
-    assert same is not None
+    same = finalized(groups, member("a", "same"), member("b", "same"))
     assert (same.ready, same.code, same.reason) == (False, "zero_variance", "zero_variance")
     groups.announce("differs", size=3)
-    add(groups, member("c", "differs"))
-    add(groups, replace(member("d", "differs"), reward=0.0))
-    differs = add(groups, member("e", "differs", failure="boom"))
-    assert differs is not None
-    assert differs.ready
+    worse = replace(member("d", "differs"), reward=0.0)
+    assert finalized(groups, member("c", "differs"), worse, member("e", "differs", failure="boom")).ready
 
 
 @pytest.mark.parametrize(
@@ -187,23 +148,16 @@ def test_one_reward_has_no_variance_to_miss(rewards: list[float], word: str | No
     assert zero_variance([replace(member(str(n)), reward=reward) for n, reward in enumerate(rewards)]) == word
 
 
-def test_validation_groups_are_never_ready() -> None:
+@pytest.mark.parametrize("mode", ["val", "train"])
+def test_validation_groups_are_never_ready(mode: str) -> None:
+    """The announcement decides, not the mode of a member."""
     groups = assembler()
     groups.announce("v", size=1, mode="val")
-    settled = add(groups, member("a", "v", mode="val"))
-    assert settled is not None
-    assert (settled.ready, settled.mode, settled.reason) == (False, "val", "validation")
+    result = finalized(groups, member("a", "v", mode=mode))
+    assert (result.ready, result.mode, result.reason) == (False, "val", "validation")
 
 
-def test_announcement_overrides_what_a_member_claims() -> None:
-    groups = assembler()
-    groups.announce("v", size=1, mode="val")
-    settled = add(groups, member("a", "v", mode="train"))
-    assert settled is not None
-    assert not settled.ready
-
-
-def test_loss_forgets_unsettled_groups() -> None:
+def test_loss_forgets_unfinished_groups() -> None:
     groups = assembler()
     groups.announce("g", size=2)
     add(groups, member("a"))
@@ -211,25 +165,26 @@ def test_loss_forgets_unsettled_groups() -> None:
     assert len(groups) == 0
 
 
+POLICIES = [
+    CompleteGroup(),
+    MinimumViableGroup(min_ratio=1.0),
+    RetryGroup(max_retries=2),
+    MinimumViableGroup(min_ratio=0.5, min_members=1),
+]
+
+
 @given(
     sizes=st.lists(st.integers(1, 5), min_size=1, max_size=6),
     announced=st.sets(st.integers(0, 5)),
     failing=st.sets(st.integers(0, 29)),
     seed=st.integers(0, 2**32),
-    policy=st.sampled_from(
-        [
-            CompleteGroup(),
-            MinimumViableGroup(min_ratio=1.0),
-            RetryGroup(max_retries=2),
-            MinimumViableGroup(min_ratio=0.5, min_members=1),
-        ]
-    ),
+    policy=st.sampled_from(POLICIES),
 )
 @settings(deadline=None)
-def test_every_group_settles_once_and_every_rollout_is_in_its_result(
+def test_every_group_is_finalized_once_and_every_rollout_is_in_its_result(
     sizes: list[int], announced: set[int], failing: set[int], seed: int, policy: GroupPolicy
 ) -> None:
-    """In any order, with repeated reports, unannounced groups, retries that succeed and groups that settle early."""
+    """In any order, with repeated reports, unannounced groups, retries that succeed, and groups without stragglers."""
     members = [(f"g{group}", size, f"r{group}-{number}") for group, size in enumerate(sizes) for number in range(size)]
     failed = {name for index, (_, _, name) in enumerate(members) if index in failing}
     groups = assembler(policy)
@@ -240,7 +195,7 @@ def test_every_group_settles_once_and_every_rollout_is_in_its_result(
         enlist(groups, group_id, name)
     reports = members + random.Random(seed).sample(members, k=len(members) // 2)
     random.Random(seed + 1).shuffle(reports)
-    settled: list[GroupResult] = []
+    results: list[GroupResult] = []
     ended: set[str] = set()
     retried: set[str] = set()
     while reports:
@@ -251,35 +206,32 @@ def test_every_group_settles_once_and_every_rollout_is_in_its_result(
         report = replace(member(name, group_id, failure="boom" if name in failed else None), request="again")  # type: ignore[arg-type]
         result = add(groups, report, default_size=size)
         if result is not None:
-            settled.append(result)
-        for again in groups.take_retries():
-            retried.add(again.rollout_id)
-            assert enlist(groups, again.group_id, again.rollout_id + "-again")
-            reports.insert(0, (again.group_id, size, again.rollout_id + "-again"))
-    assert len({group.group_id for group in settled}) == len(settled) == len(sizes)
-    assert len(groups) == 0
-    assert groups.waiting() == []
-    for group in settled:
-        names = [one.rollout_id for one in group.members]
-        assert len(set(names)) == len(names)
-        if group.group_id in named:
-            assert {name for group_id, _, name in members if group_id == group.group_id} <= set(names), (
-                "also when it settled without some"
-            )
-        assert {one.rollout_id for one in group.succeeded}.isdisjoint(failed)
-        retries = sum(one.rollout_id in retried for one in group.members)
+            results.append(result)
+        for retry in groups.take_retries():
+            retried.add(retry.rollout_id)
+            assert enlist(groups, retry.group_id, retry.rollout_id + "-again")
+            reports.insert(0, (retry.group_id, size, retry.rollout_id + "-again"))
+    assert len({group.group_id for group in results}) == len(results) == len(sizes)
+    assert (len(groups), groups.waiting()) == (0, [])
+    for group in results:
+        in_group = names(group.members)
+        assert len(set(in_group)) == len(in_group)
+        if group.group_id in named:  # also when it was finalized without some
+            assert {name for group_id, _, name in members if group_id == group.group_id} <= set(in_group)
+        assert failed.isdisjoint(names(group.succeeded))
+        retries = len(retried.intersection(in_group))
         assert retries <= (policy.max_retries if isinstance(policy, RetryGroup) else 0)
         if group.ready:
             assert policy.refuse(size=group.size, members=group.succeeded) is None
         elif not isinstance(policy, MinimumViableGroup):
-            assert any(one.rollout_id in failed for one in group.members)
+            assert failed.intersection(in_group)
 
 
 @pytest.mark.parametrize("late", [1, 3])
 def test_members_beyond_the_size_make_a_new_group_that_waits(late: int) -> None:
     groups = assembler()
     groups.announce("g", size=1)
-    assert add(groups, member("a")) is not None
+    assert finalized(groups, member("a"))
     for number in range(late):
         add(groups, member(f"late-{number}"), default_size=10)
     assert len(groups.waiting()) == late

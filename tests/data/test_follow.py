@@ -1,5 +1,5 @@
-"""Following a store's feed across saves and crashes: every end is taken in once, whatever is read in which order and
-however often the feed names it."""
+"""Following a store's feed across saves and crashes: every end is taken once, in whatever order it is read and however
+often the feed lists it."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from tests.harness.examples import examples
 SERVER = "server"
 
 
-def page(after: int, ids: list[str]) -> FeedPage:
-    return FeedPage(server_instance_id=SERVER, last=after + len(ids), rollout_ids=ids, missed=False)
+def page(position: int, ids: list[str]) -> FeedPage:
+    return FeedPage(server_instance_id=SERVER, last=position + len(ids), rollout_ids=ids, missed=False)
 
 
 @settings(max_examples=examples(300), deadline=None)
@@ -28,17 +28,17 @@ def page(after: int, ids: list[str]) -> FeedPage:
 def test_after_a_crash_exactly_the_unread_completions_come_again(
     data: st.DataObject, feed: list[str], hold: bool
 ) -> None:
-    """``feed`` names rollouts again, as a store does when an end is reported twice."""
+    """``feed`` repeats rollouts, as a store does when an end is reported twice."""
     table = CompletionTable(hold=hold, has_feed=True)
     unread: list[str] = []
-    read: set[str] = set()  # what the ledger knows as ended
+    read: set[str] = set()  # ended in the ledger
     released: set[str] = set()
     saved: tuple[str, set[str]] | None = None
     for _ in range(data.draw(st.integers(1, 30))):
         step = data.draw(st.sampled_from(["page", "read", "save", "crash"]))
-        after = table.position.after
-        if step == "page" and after < len(feed):
-            fresh = table.add_page(page(after, feed[after : data.draw(st.integers(after + 1, len(feed)))]))
+        position = table.position.after
+        if step == "page" and position < len(feed):
+            fresh = table.add_page(page(position, feed[position : data.draw(st.integers(position + 1, len(feed)))]))
             assert len(set(fresh)) == len(fresh)
             unread += [name for name in fresh if name not in unread]
         elif step == "read" and unread:
@@ -55,16 +55,16 @@ def test_after_a_crash_exactly_the_unread_completions_come_again(
             table, unread = CompletionTable(hold=hold, has_feed=True), []
             table.restore(state)
             read = set(saved[1])
-            # what comes again is read again, or recognised: it was read before that state was saved
-            again = set(feed[table.position.after :])
-            assert read & again <= set(state["ended"]) | set(feed[: table.position.after])
+            # the rest of the feed is read, or recognised as read before that state was saved
+            rest = set(feed[table.position.after :])
+            assert read & rest <= set(state["ended"]) | set(feed[: table.position.after])
             if hold:
-                assert not released & (again - read), "it is needed again and was released"
+                assert not released & (rest - read), "released and needed"
     while unread:
         table.read(unread.pop())
-    after = table.position.after
-    if after < len(feed):
-        for rollout_id in table.add_page(page(after, feed[after:])):
+    position = table.position.after
+    if position < len(feed):
+        for rollout_id in table.add_page(page(position, feed[position:])):
             table.read(rollout_id)
     state = table.state()
     assert state["follow"] == {"server_instance_id": SERVER, "after": len(feed)} or not feed
@@ -84,8 +84,8 @@ def test_a_duplicate_in_the_feed_does_not_freeze_the_position(first: int, hold: 
 
 def test_the_account_does_not_grow_with_the_run() -> None:
     table = CompletionTable(hold=False, has_feed=True)
-    for after in range(0, 50_000, 10):
-        for rollout_id in table.add_page(page(after, [str(i) for i in range(after, after + 10)])):
+    for start in range(0, 50_000, 10):
+        for rollout_id in table.add_page(page(start, [str(i) for i in range(start, start + 10)])):
             table.read(rollout_id)
         table.due.clear()
     assert table.state() == {"follow": {"server_instance_id": SERVER, "after": 50_000}, "ended": [], "unreleased": []}

@@ -6,6 +6,7 @@ from __future__ import annotations
 import tempfile
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -15,7 +16,7 @@ from agl_slime.data.ledger import Ledger
 from agl_slime.data.results import Outcome
 from tests.harness.examples import examples
 
-ROLLOUTS = st.sampled_from([f"r{number}" for number in range(6)])
+ROLLOUTS = st.lists(st.sampled_from([f"r{number}" for number in range(6)]), min_size=1, max_size=3, unique=True)
 OUTCOMES = st.sampled_from(list(Outcome))
 REASONS = st.sampled_from(["", "timeout", "no_reward"])
 
@@ -31,31 +32,30 @@ class LedgerMachine(RuleBasedStateMachine):
     def make(self) -> Ledger:
         return Ledger()
 
-    @rule(rollout=ROLLOUTS)
-    def open(self, rollout: str) -> None:
-        assert self.ledger.open_many([(rollout, None)]) == (rollout not in self.states)
-        self.states.setdefault(rollout, "open")
+    def moved(self, rollouts: list[str], sources: tuple[Any, ...], target: str | tuple[Outcome, str]) -> int:
+        """Move the rollouts in one of the states ``sources`` to ``target``; their number."""
+        allowed = [rollout for rollout in rollouts if self.states.get(rollout) in sources]
+        self.states.update(dict.fromkeys(allowed, target))
+        return len(allowed)
 
-    @rule(rollout=ROLLOUTS)
-    def ready(self, rollout: str) -> None:
-        allowed = self.states.get(rollout) == "open"
-        assert self.ledger.ready_many([rollout]) == allowed
-        if allowed:
-            self.states[rollout] = "ready"
+    @rule(rollouts=ROLLOUTS)
+    def open(self, rollouts: list[str]) -> None:
+        moved = self.moved(rollouts, (None,), "open")
+        assert self.ledger.open_many([(rollout, None) for rollout in rollouts]) == moved
 
-    @rule(rollout=ROLLOUTS, outcome=OUTCOMES, reason=REASONS)
-    def close(self, rollout: str, outcome: Outcome, reason: str) -> None:
-        allowed = self.states.get(rollout) in ("open", "ready")
-        assert self.ledger.close_many([rollout], outcome, reason) == allowed
-        if allowed:
-            self.states[rollout] = (outcome, reason)
+    @rule(rollouts=ROLLOUTS)
+    def ready(self, rollouts: list[str]) -> None:
+        assert self.ledger.ready_many(rollouts) == self.moved(rollouts, ("open",), "ready")
 
-    @rule(rollout=ROLLOUTS, reason=REASONS)
-    def filter_trained(self, rollout: str, reason: str) -> None:
-        allowed = self.states.get(rollout) == (Outcome.TRAINED, "")
-        assert self.ledger.filter_trained([rollout], reason) == allowed
-        if allowed:
-            self.states[rollout] = (Outcome.FILTERED, reason)
+    @rule(rollouts=ROLLOUTS, outcome=OUTCOMES, reason=REASONS)
+    def close(self, rollouts: list[str], outcome: Outcome, reason: str) -> None:
+        moved = self.moved(rollouts, ("open", "ready"), (outcome, reason))
+        assert self.ledger.close_many(rollouts, outcome, reason) == moved
+
+    @rule(rollouts=ROLLOUTS, reason=REASONS)
+    def filter_trained(self, rollouts: list[str], reason: str) -> None:
+        moved = self.moved(rollouts, ((Outcome.TRAINED, ""),), (Outcome.FILTERED, reason))
+        assert self.ledger.filter_trained(rollouts, reason) == moved
 
     @invariant()
     def the_counts_add_up(self) -> None:
@@ -68,9 +68,10 @@ class LedgerMachine(RuleBasedStateMachine):
         assert {outcome: n for outcome, n in counts.closed.items() if n} == Counter(outcome for outcome, _ in ended)
         assert {key: n for key, n in counts.reasons.items() if n} == Counter(ended)
         assert sorted(self.ledger.open_ids()) == sorted(name for name, state in self.states.items() if state == "open")
-        for name in self.states:
-            assert self.ledger.is_open(name) is (self.states[name] == "open")
-            assert self.ledger.has_ended(name) is (self.states[name] != "open")
+        for name, state in self.states.items():
+            assert self.ledger.is_open(name) is (state == "open")
+            assert self.ledger.has_ended(name) is (state != "open")
+            assert self.ledger.outcome_of(name) == (state if isinstance(state, tuple) else None)
 
 
 class DiskLedgerMachine(LedgerMachine):
@@ -80,7 +81,7 @@ class DiskLedgerMachine(LedgerMachine):
 
     @rule()
     def restart(self) -> None:
-        """The process ends and another one goes on."""
+        """Another process takes over the file."""
         self.ledger.close()
         self.ledger = Ledger(path=Path(self.directory.name) / "ledger.sqlite")
 

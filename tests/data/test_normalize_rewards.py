@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 
@@ -17,13 +18,14 @@ def test_one_group_is_centred_and_divided_by_unbiased_std():
     assert result == pytest.approx([0.5 / (std + 1e-6), -0.5 / (std + 1e-6)] * 2, abs=1e-12)
 
 
-def test_groups_of_unequal_size_with_equal_rewards_are_exactly_zero():
+def test_equal_rewards_and_lone_rollouts_are_exactly_zero():
+    """Also in groups of unequal size, and where the mean of equal rewards is not exact."""
     groups = [0] * 4 + [1] * 3 + [2] * 4
     assert normalize_rewards([5.0] * 11, group_indices=groups, rollout_ids=list(range(11))) == [0.0] * 11
-
-
-def test_equal_rewards_that_have_no_exact_mean_are_exactly_zero():
     assert normalize_rewards([0.1] * 3, group_indices=[0] * 3, rollout_ids=[0, 1, 2]) == [0.0] * 3
+    assert normalize_rewards([3.0], group_indices=[0], rollout_ids=[0]) == [0.0]
+    assert normalize_rewards([3.0, 3.0], group_indices=[0, 0], rollout_ids=[8, 8]) == [0.0, 0.0]
+    assert normalize_rewards([], group_indices=[], rollout_ids=[]) == []
 
 
 @pytest.mark.parametrize("std", [True, False])
@@ -46,66 +48,39 @@ def test_advantages_metric_alarm_and_audit_have_one_tolerance(rewards: list[floa
     assert ("zero variance" in {alarm.kind for alarm in find_alarms([], lines)}) == same
 
 
-def test_siblings_count_as_one_rollout():
-    result = normalize_rewards([1.0, 1.0, 1.0, 0.0], group_indices=[0] * 4, rollout_ids=[4, 4, 4, 9], std=False)
-    assert result == [0.5, 0.5, 0.5, -0.5]
+@pytest.mark.parametrize(
+    ("rewards", "groups", "rollouts", "advantages"),
+    [
+        ([1.0, 1.0, 1.0, 0.0], [0] * 4, [4, 4, 4, 9], [0.5, 0.5, 0.5, -0.5]),  # siblings are one rollout
+        ([1.0, 100.0, 0.0, 50.0], [0, 1, 0, 1], [0, 1, 2, 3], [0.5, 25.0, -0.5, -25.0]),  # groups are independent
+        (
+            [1.0, 0.0, 0.0],
+            [0] * 3,
+            [None, None, 1],
+            pytest.approx([2 / 3, -1 / 3, -1 / 3]),
+        ),  # no rollout id: a rollout of its own
+        # rollout 0 (two siblings) and rollout 1 have no group; rollouts 2 and 3 share one
+        ([9.0, 9.0, 4.0, 1.0, 0.0], [None, None, None, 5, 5], [0, 0, 1, 2, 3], [0.0, 0.0, 0.0, 0.5, -0.5]),
+        # the sample at position 1 has no rollout id, or no group; id 1 belongs to the other sample
+        ([1.0, 0.0], [0, 0], [1, None], [0.5, -0.5]),
+        ([1.0, 0.0], [1, None], [0, 1], [0.0, 0.0]),
+    ],
+)
+def test_siblings_groups_and_missing_ids(rewards: Any, groups: Any, rollouts: Any, advantages: Any):
+    result = normalize_rewards(rewards, group_indices=groups, rollout_ids=rollouts, std=False)
+    assert result == advantages
 
 
-def test_groups_do_not_see_each_other():
-    result = normalize_rewards([1.0, 0.0, 100.0, 50.0], group_indices=[0, 0, 1, 1], rollout_ids=[0, 1, 2, 3], std=False)
-    assert result == [0.5, -0.5, 25.0, -25.0]
-
-
-def test_groups_may_be_interleaved():
-    result = normalize_rewards([1.0, 100.0, 0.0, 50.0], group_indices=[0, 1, 0, 1], rollout_ids=[0, 1, 2, 3], std=False)
-    assert result == [0.5, 25.0, -0.5, -25.0]
-
-
-def test_a_lone_rollout_gets_zero():
-    assert normalize_rewards([3.0], group_indices=[0], rollout_ids=[0]) == [0.0]
-    assert normalize_rewards([3.0, 3.0], group_indices=[0, 0], rollout_ids=[8, 8]) == [0.0, 0.0]
-
-
-def test_sample_without_rollout_id_is_its_own_rollout():
-    assert normalize_rewards(
-        [1.0, 0.0, 0.0], group_indices=[0] * 3, rollout_ids=[None, None, 1], std=False
-    ) == pytest.approx([2 / 3, -1 / 3, -1 / 3])
-
-
-def test_rollout_without_group_is_its_own_group():
-    # Rollout 0 (two siblings) and rollout 1 have no group; rollouts 2 and 3 share one.
-    result = normalize_rewards(
-        [9.0, 9.0, 4.0, 1.0, 0.0], group_indices=[None, None, None, 5, 5], rollout_ids=[0, 0, 1, 2, 3], std=False
-    )
-    assert result == [0.0, 0.0, 0.0, 0.5, -0.5]
-
-
-def test_an_id_is_never_confused_with_a_position():
-    # The sample at position 1 has no rollout id; rollout id 1 belongs to another one.
-    assert normalize_rewards([1.0, 0.0], group_indices=[0, 0], rollout_ids=[1, None], std=False) == [0.5, -0.5]
-    assert normalize_rewards([1.0, 0.0], group_indices=[1, None], rollout_ids=[0, 1], std=False) == [0.0, 0.0]
-
-
-def test_nothing_gives_nothing():
-    assert normalize_rewards([], group_indices=[], rollout_ids=[]) == []
-
-
-@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-def test_a_reward_that_is_not_finite_is_refused(bad: float):
-    with pytest.raises(RewardError, match="sample 1 is"):
-        normalize_rewards([0.0, bad], group_indices=[0, 0], rollout_ids=[0, 1])
-
-
-def test_siblings_with_different_rewards_are_refused():
-    with pytest.raises(RewardError, match=r"rollout 3 .* 1\.0 and 0\.0"):
-        normalize_rewards([1.0, 0.0], group_indices=[0, 0], rollout_ids=[3, 3])
-
-
-def test_siblings_in_different_groups_are_refused():
-    with pytest.raises(RewardError, match="different groups, 0 and 1"):
-        normalize_rewards([1.0, 1.0], group_indices=[0, 1], rollout_ids=[3, 3])
-
-
-def test_lengths_must_agree():
-    with pytest.raises(RewardError, match="lengths 2, 1 and 2"):
-        normalize_rewards([1.0, 0.0], group_indices=[0], rollout_ids=[0, 1])
+@pytest.mark.parametrize(
+    ("rewards", "groups", "rollouts", "sentence"),
+    [
+        ([0.0, math.nan], [0, 0], [0, 1], "sample 1 is"),
+        ([0.0, -math.inf], [0, 0], [0, 1], "sample 1 is"),
+        ([1.0, 0.0], [0, 0], [3, 3], r"rollout 3 .* 1\.0 and 0\.0"),
+        ([1.0, 1.0], [0, 1], [3, 3], "different groups, 0 and 1"),
+        ([1.0, 0.0], [0], [0, 1], "lengths 2, 1 and 2"),
+    ],
+)
+def test_contradictory_columns_are_refused(rewards: Any, groups: Any, rollouts: Any, sentence: str):
+    with pytest.raises(RewardError, match=sentence):
+        normalize_rewards(rewards, group_indices=groups, rollout_ids=rollouts)

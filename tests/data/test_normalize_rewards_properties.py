@@ -1,89 +1,59 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 
 from hypothesis import given
 from hypothesis import strategies as st
 
 from agl_slime.data.normalize import normalize_rewards
 
-
-@dataclass
-class Samples:
-    rewards: list[float]
-    groups: list[int | None]
-    rollouts: list[int | None]
-
-    def normalized(self, *, std: bool) -> list[float]:
-        return normalize_rewards(self.rewards, group_indices=self.groups, rollout_ids=self.rollouts, std=std)
-
-
+Rows = list[tuple[float, int, int]]
+"""A reward, its group and its rollout for each sample."""
 rewards = st.floats(min_value=-1e6, max_value=1e6, allow_nan=False) | st.sampled_from([0.0, 1.0, 0.1])
 
 
+def normalized(rows: Rows, *, std: bool) -> list[float]:
+    values, groups, rollouts = zip(*rows, strict=True)
+    return normalize_rewards(list(values), group_indices=list(groups), rollout_ids=list(rollouts), std=std)
+
+
 @st.composite
-def samples(draw: st.DrawFn, *, max_siblings: int = 4) -> Samples:
+def samples(draw: st.DrawFn, *, max_siblings: int = 4) -> Rows:
     """Rollouts in up to three groups, each split into one or more siblings."""
-    made = Samples([], [], [])
+    rows: Rows = []
     for rollout in range(draw(st.integers(1, 10))):
-        reward, group = draw(rewards), draw(st.integers(0, 2))
-        for _ in range(draw(st.integers(1, max_siblings))):
-            made.rewards.append(reward)
-            made.groups.append(group)
-            made.rollouts.append(rollout)
-    return made
+        row = (draw(rewards), draw(st.integers(0, 2)), rollout)
+        rows += [row] * draw(st.integers(1, max_siblings))
+    return rows
 
 
-@given(data=samples(), std=st.booleans(), random=st.randoms(use_true_random=False))
-def test_the_order_of_samples_does_not_matter(data: Samples, std: bool, random):
-    order = list(range(len(data.rewards)))
+@given(rows=samples(), std=st.booleans(), random=st.randoms(use_true_random=False))
+def test_neither_order_nor_number_of_siblings_matters(rows: Rows, std: bool, random):
+    expected = normalized(rows, std=std)
+    order = list(range(len(rows)))
     random.shuffle(order)
-    shuffled = Samples(
-        [data.rewards[i] for i in order], [data.groups[i] for i in order], [data.rollouts[i] for i in order]
-    )
-    expected = data.normalized(std=std)
-    assert shuffled.normalized(std=std) == [expected[i] for i in order]
+    assert normalized([rows[i] for i in order], std=std) == [expected[i] for i in order]
+    merged = list(dict.fromkeys(rows))
+    of_row = dict(zip(merged, normalized(merged, std=std), strict=True))
+    assert expected == [of_row[row] for row in rows]
 
 
-@given(data=samples(), std=st.booleans())
-def test_the_number_of_siblings_does_not_matter(data: Samples, std: bool):
-    first = {rollout: i for i, rollout in reversed(list(enumerate(data.rollouts)))}
-    merged = Samples(
-        [data.rewards[i] for i in first.values()],
-        [data.groups[i] for i in first.values()],
-        [data.rollouts[i] for i in first.values()],
-    )
-    of_rollout = dict(zip(merged.rollouts, merged.normalized(std=std), strict=True))
-    assert data.normalized(std=std) == [of_rollout[rollout] for rollout in data.rollouts]
-
-
-@given(data=samples(max_siblings=1), std=st.booleans())
-def test_every_group_has_mean_zero_and_keeps_the_order_of_rewards(data: Samples, std: bool):
-    result = data.normalized(std=std)
-    for group in set(data.groups):
-        members = [(data.rewards[i], result[i]) for i in range(len(result)) if data.groups[i] == group]
-        largest = max(abs(advantage) for _, advantage in members)
-        assert abs(math.fsum(advantage for _, advantage in members)) <= 1e-9 * max(
-            1.0, largest, *(abs(reward) for reward, _ in members)
-        )
+@given(rows=samples(max_siblings=1), std=st.booleans())
+def test_groups_have_mean_zero_unit_deviation_and_the_order_of_rewards(rows: Rows, std: bool):
+    result = normalized(rows, std=std)
+    for group in {group for _, group, _ in rows}:
+        members = [(row[0], advantage) for row, advantage in zip(rows, result, strict=True) if row[1] == group]
+        values, advantages = [reward for reward, _ in members], [advantage for _, advantage in members]
+        assert abs(math.fsum(advantages)) <= 1e-9 * max(1.0, *map(abs, values), *map(abs, advantages))
         ranked = [advantage for _, advantage in sorted(members)]
         assert ranked == sorted(ranked)
+        if std and len(members) > 1 and max(values) - min(values) >= 1e-2:
+            deviation = math.sqrt(math.fsum(advantage**2 for advantage in advantages) / (len(members) - 1))
+            assert 1 - 1e-3 < deviation <= 1 + 1e-9
 
 
-@given(data=samples(max_siblings=1))
-def test_with_std_a_spread_group_has_unit_deviation(data: Samples):
-    result = data.normalized(std=True)
-    for group in set(data.groups):
-        mine = [i for i in range(len(result)) if data.groups[i] == group]
-        if len(mine) < 2 or max(data.rewards[i] for i in mine) - min(data.rewards[i] for i in mine) < 1e-2:
-            continue
-        deviation = math.sqrt(math.fsum(result[i] ** 2 for i in mine) / (len(mine) - 1))
-        assert 1 - 1e-3 < deviation <= 1 + 1e-9
-
-
-@given(data=samples(), shift=st.integers(-1000, 1000))
-def test_adding_a_constant_to_all_rewards_changes_nothing(data: Samples, shift: int):
-    shifted = Samples([reward + shift for reward in data.rewards], data.groups, data.rollouts)
-    for before, after in zip(data.normalized(std=False), shifted.normalized(std=False), strict=True):
-        assert math.isclose(before, after, rel_tol=1e-9, abs_tol=1e-6)
+@given(rows=samples(), shift=st.integers(-1000, 1000))
+def test_adding_a_constant_to_all_rewards_changes_nothing(rows: Rows, shift: int):
+    shifted = normalized([(reward + shift, group, rollout) for reward, group, rollout in rows], std=False)
+    for plain, moved in zip(normalized(rows, std=False), shifted, strict=True):
+        assert math.isclose(plain, moved, rel_tol=1e-9, abs_tol=1e-6)

@@ -1,4 +1,4 @@
-"""When a data source looks at a rollout: again, where it may have ended during a look; and not too often."""
+"""Polls of a data source: repeated where a rollout may have ended during one, and not too frequent."""
 
 from __future__ import annotations
 
@@ -17,48 +17,48 @@ async def test_an_end_that_comes_during_a_look_is_not_lost() -> None:
     """A runner says that an attempt has ended; while the store is asked, the rollout comes to its end."""
 
     class Slow(BridgeStore):
-        """Answers what was so when it was asked, the first time late."""
+        """Answers with the state at the time of the request, the first time late."""
 
         def __init__(self) -> None:
             super().__init__()
-            self.asked, self.answer = asyncio.Event(), asyncio.Event()
-            self.here = asyncio.get_running_loop()
+            self.called, self.answer = asyncio.Event(), asyncio.Event()
+            self.loop = asyncio.get_running_loop()
 
         async def get_rollout_by_id(self, rollout_id: str) -> Rollout | None:
-            found = await super().get_rollout_by_id(rollout_id)
-            told = found.model_copy() if found is not None else None
-            if not self.asked.is_set() and asyncio.get_running_loop() is not self.here:
-                self.here.call_soon_threadsafe(self.asked.set)
-                await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(self.answer.wait(), self.here))
-            return told
+            rollout = await super().get_rollout_by_id(rollout_id)
+            copy = rollout.model_copy() if rollout is not None else None
+            if not self.called.is_set() and asyncio.get_running_loop() is not self.loop:
+                self.loop.call_soon_threadsafe(self.called.set)
+                await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(self.answer.wait(), self.loop))
+            return copy
 
     store = Slow()
     with GroupSource(store=store, settings=DataSourceSettings(get_timeout_s=3.0)) as source:
         [rollout_id] = await enqueue(store, 1)
         source.opened([rollout_id])
         source.notify(rollout_id)
-        await asyncio.wait_for(store.asked.wait(), 10)
-        await finish(store, rollout_id)  # tells the source, which is looking at it
+        await asyncio.wait_for(store.called.wait(), 10)
+        await finish(store, rollout_id)  # notifies the source, which is reading it
         source.notify(rollout_id)
         store.answer.set()
         assert len(await get(source, 1)) == 1
 
 
-async def test_looks_at_a_store_that_tells_of_nothing_take_a_tenth_of_the_time() -> None:
-    cost_s, asked = 0.05, list[float]()
+async def test_polls_of_a_store_without_notifications_take_a_tenth_of_the_time() -> None:
+    cost_s, calls = 0.02, list[float]()
     enough = asyncio.Event()
-    here = asyncio.get_running_loop()
+    loop = asyncio.get_running_loop()
 
     class Plain(InMemoryLightningStore):
         async def get_rollout_by_id(self, rollout_id: str) -> Rollout | None:
-            asked.append(time.monotonic())
-            if len(asked) == 4:
-                here.call_soon_threadsafe(enough.set)
+            calls.append(time.monotonic())
+            if len(calls) == 4:
+                loop.call_soon_threadsafe(enough.set)
             await asyncio.sleep(cost_s)
             return await super().get_rollout_by_id(rollout_id)
 
     store = Plain(thread_safe=True)
     with GroupSource(store=store, settings=QUICK) as source:
-        source.opened([one.rollout_id for one in [await store.enqueue_rollout(input={})]])
+        source.opened(await enqueue(store, 1))
         await asyncio.wait_for(enough.wait(), 20)
-    assert min(later - earlier for earlier, later in pairwise(asked)) >= 10 * cost_s * 0.95
+    assert min(later - earlier for earlier, later in pairwise(calls)) >= 10 * cost_s * 0.95

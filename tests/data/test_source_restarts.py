@@ -1,6 +1,5 @@
-"""A data source that is killed and restarted at any moment between reads, saves and deliveries, over a store that lives
-on: no rollout is lost, none is trained twice, and none stays open. No threads, no processes: what the thread would do
-is done step by step, in any order."""
+"""A data source that is killed and restarted at any moment, over a store that stays: no rollout is lost, none is
+trained twice, and none stays open. The test takes the steps of the source's thread, in any order."""
 
 from __future__ import annotations
 
@@ -31,7 +30,7 @@ class Pause:
 
 
 class Store:
-    """A remote store; what is released is forgotten at any time after."""
+    """A remote store, which may forget released rollouts at any later time."""
 
     def __init__(self) -> None:
         self.feed = FinishedFeed()
@@ -44,9 +43,16 @@ class Store:
     async def release(self, rollout_ids: list[str]) -> None:
         self.released += rollout_ids
 
+    def end(self, rollout_id: str, *, fails: bool = False) -> None:
+        self.fails[rollout_id] = fails
+        self.report(rollout_id)
+
+    def report(self, rollout_id: str) -> None:
+        self.feed.append(SimpleNamespace(rollout_id=rollout_id))  # type: ignore[arg-type]
+
 
 class Steps:
-    """Stands in for the thread: what it would run is done step by step."""
+    """Stands in for the thread: the test takes its steps."""
 
     def __init__(self, main: Any, *, name: str) -> None:
         self.looks: list[Coroutine[Any, Any, None]] = []
@@ -74,7 +80,7 @@ class Still:
         self.source.follower.take(page)
 
     def step(self, index: int) -> None:
-        """Let one look at a rollout go on, up to where it waits for the store."""
+        """Continue one poll of a rollout, up to the place where it waits for the store."""
         look = self.looks[index]
         try:
             look.send(None)
@@ -90,9 +96,25 @@ class Still:
         self.source.saved(state)
         return json.dumps(state)
 
+    def step_all(self) -> None:
+        while self.looks:
+            self.step(0)
+
+    def saved_twice(self) -> None:
+        """Two saves, after which the store may forget the delivered rollouts."""
+        for _ in range(2):
+            self.saved()
+        complete(self.source.follower.release_due(at_least=1))
+
+    @property
+    def counts(self) -> tuple[int, int, dict[Outcome, int]]:
+        counts = self.source.ledger.counts()
+        assert counts.opened == counts.open + counts.ready + sum(counts.closed.values())
+        return counts.open, counts.ready, counts.closed
+
     async def _result(self, rollout_id: str) -> MemberResult | None:
         fails = self._store.fails.get(rollout_id)
-        await Pause()  # it may end after the store was asked
+        await Pause()  # it may end after the store has answered
         if fails is None:
             return None
         group = rollout_id.split(".")[0]
@@ -123,11 +145,11 @@ class Restarts(RuleBasedStateMachine):
         self.groups = 0
         self.accepted: list[str] = []
         self.source = Still(self.store)
-        self.states = [(self.source.saved(), 0)]  # with what of ``accepted`` was taken before it
+        self.states = [(self.source.saved(), 0)]  # and the length of ``accepted`` at that time
 
     @initialize(order=st.permutations(range(3)), begun=st.sampled_from([2, 4, 3, 0]))
     def many_wait(self, order: list[int], begun: int) -> None:
-        """Rollouts that ended before there was a manager, told all at once; the last of them are being read."""
+        """Rollouts that ended before there was a manager, reported at once; the last of them are being read."""
         for _ in range(3):
             self.enqueue([False] * SIZE)
         for number in order:
@@ -149,19 +171,18 @@ class Restarts(RuleBasedStateMachine):
 
     @precondition(lambda self: self.ended)
     @rule(data=st.data())
-    def told_again(self, data: st.DataObject) -> None:
-        rollout_id = data.draw(st.sampled_from(sorted(self.ended)))
-        self.store.feed.append(SimpleNamespace(rollout_id=rollout_id))  # type: ignore[arg-type]
+    def reported_twice(self, data: st.DataObject) -> None:
+        self.store.report(data.draw(st.sampled_from(sorted(self.ended))))
 
     @precondition(lambda self: self.running)
     @rule(data=st.data())
     def too_early(self, data: st.DataObject) -> None:
-        """Looked at before it has ended, as a runner does between two tries."""
+        """A notice before the end, as of a runner between two attempts."""
         self.source.source.notify(data.draw(st.sampled_from(sorted(self.running))))
 
     @rule()
     def notice(self) -> None:
-        """Before the feed has told of them."""
+        """Notices before the page of the feed."""
         for rollout_id in self.store.feed.read(self.source.source.follower.table.position)["rollout_ids"][:2]:
             self.source.source.notify(rollout_id)
 
@@ -171,8 +192,7 @@ class Restarts(RuleBasedStateMachine):
 
     @rule()
     def look_at_all(self) -> None:
-        while self.source.looks:
-            self.source.step(0)
+        self.source.step_all()
 
     @precondition(lambda self: self.source.looks)
     @rule(data=st.data())
@@ -202,8 +222,7 @@ class Restarts(RuleBasedStateMachine):
 
     @rule(back=st.integers(0, 2))
     def crash(self, back: int) -> None:
-        """At once after a save (0), or another one goes on from one of the last two states; what was delivered since
-        is delivered again."""
+        """Right after a save (0), or to one of the last two states, whose later deliveries come a second time."""
         if back == 0:
             self.save()
         state, taken = self.states[-max(1, back) :][0]
@@ -215,7 +234,7 @@ class Restarts(RuleBasedStateMachine):
 
     @rule(paged=st.booleans())
     def killed_soon(self, paged: bool) -> None:
-        """One that is killed as soon as it starts: two batches, perhaps before the feed has told it of anything."""
+        """A source that is killed as soon as it starts: two batches, perhaps before its first page of the feed."""
         self.crash(0)
         if paged:
             self.page()
@@ -224,12 +243,11 @@ class Restarts(RuleBasedStateMachine):
 
     @invariant()
     def it_adds_up(self) -> None:
-        counts = self.source.source.ledger.counts()
-        assert counts.opened == counts.open + counts.ready + sum(counts.closed.values())
+        assert self.source.counts
 
     def end(self, rollout_id: str) -> None:
-        self.ended[rollout_id] = self.store.fails[rollout_id] = self.running.pop(rollout_id)
-        self.store.feed.append(SimpleNamespace(rollout_id=rollout_id))  # type: ignore[arg-type]
+        self.ended[rollout_id] = self.running.pop(rollout_id)
+        self.store.end(rollout_id, fails=self.ended[rollout_id])
 
     def teardown(self) -> None:
         for rollout_id in [*self.running]:
@@ -237,22 +255,21 @@ class Restarts(RuleBasedStateMachine):
         self.source.page()
         self.look_at_all()
         self.deliver(self.groups)
-        counts = self.source.source.ledger.counts()
         failed = {name for name, fails in self.ended.items() if fails}
-        dropped = {name for name in self.ended if any(name.split(".")[0] == other.split(".")[0] for other in failed)}
+        broken = {name.split(".")[0] for name in failed}
+        dropped = {name for name in self.ended if name.split(".")[0] in broken}
         assert sorted(self.accepted) == sorted({*self.ended} - dropped)
         expected = {
             Outcome.TRAINED: len(self.ended) - len(dropped),
             Outcome.FILTERED: len(dropped) - len(failed),
             Outcome.FAILED: len(failed),
         }
-        assert (counts.open, counts.ready) == (0, 0), self.source.source.ledger.open_ids()
-        assert counts.closed == {outcome: n for outcome, n in expected.items() if n}
+        assert self.source.counts == (0, 0, {outcome: n for outcome, n in expected.items() if n})
         complete(self.source.source.follower.release_due(at_least=1))
         for _ in range(2):
             self.source.saved()
         state = self.source.source.state()
-        assert (state["ended"], state["waiting"]) == ([], []), "what was read is remembered for ever"
+        assert (state["ended"], state["waiting"]) == ([], []), "a read rollout stays in the state for ever"
         assert not self.source.source.follower.table._ends
 
 
@@ -260,53 +277,47 @@ Restarts.TestCase.settings = settings(max_examples=examples(100), stateful_step_
 TestRestarts = Restarts.TestCase
 
 
-def test_rollouts_trained_before_the_feed_lists_them_are_not_read_again() -> None:
-    """Two thousand rollouts that wait for a manager that is killed as soon as it starts come to this: their group is
-    whole before the first page, and released by the second save."""
+def restarted(source: Still, store: Store) -> Still:
+    """Another source from the state that ``source`` saves."""
+    second = Still(store)
+    second.source.restore(json.loads(source.saved()))
+    source.kill()
+    return second
+
+
+def test_rollouts_trained_before_the_feed_lists_them_are_not_read_twice() -> None:
+    """As two thousand rollouts that wait for a manager that is killed as soon as it starts: their group is whole before
+    the first page, and released by the second save."""
     store = Store()
     first = Still(store)
     first.saved()
     for rollout_id in ("late.0", "g.0", "g.1"):
-        store.fails[rollout_id] = False
-        store.feed.append(SimpleNamespace(rollout_id=rollout_id))  # type: ignore[arg-type]
+        store.end(rollout_id)
     first.page()
     for look in first.looks[1:]:
-        look.send(None)  # both are being read, and the one before them is not
-    second = Still(store)
-    second.source.restore(json.loads(first.saved()))
-    first.kill()
-    while second.looks:
-        second.step(0)
+        look.send(None)  # both are being read, and the earlier one is not
+    second = restarted(first, store)
+    second.step_all()
     assert len(second.source.get_samples(1)) == 1
-    for _ in range(2):
-        second.saved()
-    complete(second.source.follower.release_due(at_least=1))
-    third = Still(store)
-    third.source.restore(json.loads(second.saved()))
+    second.saved_twice()
+    third = restarted(second, store)
     third.page()
-    while third.looks:
-        third.step(0)
-    counts = third.source.ledger.counts()
-    assert (counts.open, counts.ready, counts.closed) == (1, 0, {Outcome.TRAINED: SIZE})
+    third.step_all()
+    assert third.counts == (1, 0, {Outcome.TRAINED: SIZE})
 
 
-def test_rollouts_trained_before_the_first_page_are_not_read_again() -> None:
-    """A manager that is restarted from its first state, before any page, hears of a group from its own runner."""
+def test_rollouts_trained_before_the_first_page_are_not_read_twice() -> None:
+    """A manager that restarts from its first state, before any page, has its own runner's notices of a group."""
     store = Store()
     first = Still(store)
     for rollout_id in ("g.0", "g.1"):
-        store.fails[rollout_id] = False
-        store.feed.append(SimpleNamespace(rollout_id=rollout_id))  # type: ignore[arg-type]
+        store.end(rollout_id)
         first.source.notify(rollout_id)
-    while first.looks:
-        first.step(0)
+    first.step_all()
     assert len(first.source.get_samples(1)) == 1
-    for _ in range(2):
-        first.saved()
-    complete(first.source.follower.release_due(at_least=1))
-    second = Still(store)
-    second.source.restore(json.loads(first.saved()))
+    first.saved_twice()
+    second = restarted(first, store)
     second.page()
     assert not second.looks
     assert second.source.get_samples(1) == []
-    assert second.source.ledger.counts().closed == {Outcome.TRAINED: SIZE}
+    assert second.counts == (0, 0, {Outcome.TRAINED: SIZE})
