@@ -21,26 +21,8 @@ from agl_slime.tokens.segments import merge_turns
 from agl_slime.tokens.span_codec import decode_turns
 from tests.harness.gateway import WEATHER, trained_once, writer
 
-_WORDS = [
-    "the",
-    " cat",
-    "é",
-    "日本",
-    " 12",
-    "\n",
-    "  ",
-    "```",
-    "🙂",
-    " a",
-    "b",
-    "_x",
-    "</",
-    " <b>",
-    "\t",
-    "'s",
-    "ﬁ",
-    "…",
-]
+_TEXT = "the| cat|é|日本| 12|\n|  |```|🙂| a|b|_x|</| <b>|\t|'s|ﬁ|…"
+_WORDS = _TEXT.split("|")
 _PROTOCOL = ChatCompletions()
 
 
@@ -73,9 +55,9 @@ class RandomEngine:
         ids = [*unique, *ids[: rng.randrange(len(ids) + 1)]] if cut else [*ids, *unique, end]
         text = self.tokenizer.decode(ids if cut else ids[:-1], skip_special_tokens=False)
         log_probs = tuple(-rng.randrange(1, 64) / 16 for _ in ids)
-        finish: dict[str, Any] = (
-            {"finish_reason": "length"} if cut else {"finish_reason": "stop", "matched_stop": ids[-1]}
-        )
+        finish: dict[str, Any] = {"finish_reason": "length"}
+        if not cut:
+            finish = {"finish_reason": "stop", "matched_stop": end}
         return Generation(output_ids=tuple(ids), log_probs=log_probs, text=text, **finish)
 
     def _encode(self, piece: str) -> list[int]:

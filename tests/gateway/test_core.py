@@ -1,5 +1,5 @@
-"""Clients that retry, hang up, and ask for too much at once: each answer goes to one of them, and what was read of an
-answer is trained."""
+"""Clients that retry, hang up, and ask for too much at once: each answer goes to one of them, and tokens that a client
+has read are trained."""
 
 from __future__ import annotations
 
@@ -25,19 +25,30 @@ from agl_slime.gateway.settings import GatewaySettings
 from agl_slime.store.bridge import BridgeStore
 from agl_slime.store.client import RemoteStore
 from agl_slime.store.server import StoreService
-from agl_slime.support.agl import ProxyLLM, Span
+from agl_slime.support.agl import ProxyLLM, Span, emit_reward, make_link_attributes
 from agl_slime.support.threads import run_blocking
 from agl_slime.tokens import attributes as names
 from agl_slime.tokens.forks import ForkReason
 from agl_slime.tokens.reward import read_turn_rewards
 from agl_slime.tokens.span_codec import decode_turns
-from tests.gateway.test_store import BODY as STORE_BODY
+from tests.gateway.protocols import assistant, events_of, user
 from tests.gateway.test_store import begun, beside
-from tests.harness.gateway import BODY, HELLO, QUICK, WEATHER, Case, chat, posted_at_once, serving, trained_once
+from tests.gateway.test_store import chats_url as attempt_url
+from tests.harness.gateway import (
+    BODY,
+    HELLO,
+    QUICK,
+    WEATHER,
+    Case,
+    chat,
+    gateway_counts,
+    posted_at_once,
+    serving,
+    trained_once,
+)
 from tests.harness.waiting import until
-from tests.train.local.test_turn_rewards import linked
 
-AGAIN = {"x-stainless-retry-count": "1"}
+RETRY = {"x-stainless-retry-count": "1"}
 
 
 def text(answer: httpx.Response) -> str:
@@ -45,41 +56,42 @@ def text(answer: httpx.Response) -> str:
     return answer.json()["choices"][0]["message"]["content"]
 
 
+def chats_url(case: Case) -> str:
+    return f"{case.llm.endpoint}/chat/completions"
+
+
 def test_old_requests_repeated_after_a_burst_are_answered() -> None:
-    with serving("hello", latency_s=0.5) as case, ThreadPoolExecutor(40) as pool, httpx.Client() as client:
-        url = f"{case.llm.endpoint}/chat/completions"
-        bodies = [{"messages": [{"role": "user", "content": str(n)}]} for n in range(40)]
-        asked = [pool.submit(client.post, url, json=body) for body in bodies]
-        assert {one.result().status_code for one in asked} == {200}
+    with serving("hello", latency_s=0.3) as case, ThreadPoolExecutor(40) as pool, httpx.Client() as client:
+        bodies = [{"messages": [user(str(n))]} for n in range(40)]
+        burst = pool.map(lambda body: client.post(chats_url(case), json=body), bodies)
+        assert {answer.status_code for answer in burst} == {200}
         case.engine.latency_s = 0.0
-        assert {client.post(url, json=body).status_code for body in (*bodies[:3], *bodies)} == {200}
+        for body in (*bodies[:3], *bodies):
+            assert client.post(chats_url(case), json=body).status_code == 200
         trained_once(case.turns, case.segments)
 
 
 def test_refused_request_is_not_answered_from_an_equal_request() -> None:
-    settings = GatewaySettings(max_in_flight=3)
-    says = ("one", "two", "three", "four")
-    with serving(*says, settings=settings) as case, httpx.Client(timeout=60) as c:
-        url = f"{case.llm.endpoint}/chat/completions"
-        (refused,), answers = posted_at_once(case, url, 4, answered=1)
+    settings, says = GatewaySettings(max_in_flight=3), ("one", "two", "three", "four")
+    with serving(*says, settings=settings) as case:
+        (refused,), answers = posted_at_once(case, chats_url(case), 4, answered=1)
         assert refused.status_code == 429
         texts = [text(answer) for answer in answers]
-        texts.append(text(c.post(url, json=BODY, headers=AGAIN)))
+        texts.append(text(chat(case, headers=RETRY)))
         assert sorted(texts) == sorted(says)
-        # of several that were answered it cannot be told which one got lost: none is guessed
-        assert text(c.post(url, json=BODY, headers=AGAIN)) == "four"
+        # several equal requests were answered: which answer was lost is not guessed
+        assert text(chat(case, headers=RETRY)) == "four"
         assert len(case.turns) == 5
 
 
 def test_tools_that_differ_from_rollout_to_rollout_are_no_forks() -> None:
-    """More sets of tools in flight than templates are kept."""
+    """More sets of tools in flight than templates are cached."""
     with serving("hello  \n") as case, httpx.Client() as client:
         opened = [case.open(f"ro-{n}") for n in range(10, 80)]
-        for turn in range(2):
+        for messages in (HELLO, [*HELLO, assistant("hello"), user("And?")]):
             for n, (_, served, _) in enumerate(opened):
                 tool = {**WEATHER, "function": {**WEATHER["function"], "name": f"weather_{n}"}}
-                then = [{"role": "assistant", "content": "hello"}, {"role": "user", "content": "And?"}] * turn
-                body = {"messages": [*HELLO, *then], "tools": [tool]}
+                body = {"messages": messages, "tools": [tool]}
                 answer = client.post(f"{served['main_llm'].endpoint}/chat/completions", json=body)
                 assert answer.status_code == 200, answer.text
         for _, _, spans in opened:
@@ -87,15 +99,14 @@ def test_tools_that_differ_from_rollout_to_rollout_are_no_forks() -> None:
 
 
 async def read_some(case: Case, session: aiohttp.ClientSession, messages: list[Any], events: int) -> str:
-    """Read so many events of a stream and go; what was in them."""
-    said = ""
-    url = f"{case.llm.endpoint}/chat/completions"
-    async with session.post(url, json={"messages": messages, "stream": True}) as answer:
+    """The text of the first events of a stream, after which the client leaves."""
+    received = ""
+    async with session.post(chats_url(case), json={"messages": messages, "stream": True}) as answer:
         for _ in range(events):
             event = (await answer.content.readuntil(b"\n\n")).removeprefix(b"data: ")
-            said += json.loads(event)["choices"][0]["delta"].get("content") or ""
+            received += json.loads(event)["choices"][0]["delta"].get("content") or ""
         answer.close()
-    return said
+    return received
 
 
 @pytest.mark.parametrize("trim", [0, 2])
@@ -103,18 +114,17 @@ async def test_partly_read_stream_is_a_turn(trim: int) -> None:
     says = "one two three four five six seven eight nine ten eleven twelve", "fine"
     with serving(*says, token_s=0.05) as case:
         async with aiohttp.ClientSession() as session:
-            said = await read_some(case, session, HELLO, 5)
+            received = await read_some(case, session, HELLO, 5)
             await until(lambda: len(case.turns) >= 1)
             turn = case.turns[0]
             assert (turn.finish_reason, turn.untrained) == ("abort", "")
             assert case.tokenizer.decode(turn.response_ids) == turn.text
-            assert turn.text.startswith(said)
-            assert said
+            assert turn.text.startswith(received)
+            assert received
             case.engine.token_s = 0.0
-            # its client goes on from what it read, or from a part of that
-            went_on = (turn.text if not trim else said[:-trim]).strip()
-            history = [*HELLO, {"role": "assistant", "content": went_on}, {"role": "user", "content": "And?"}]
-            await read_some(case, session, history, 2)
+            # the client continues from the text that it read, or from a part of it
+            continued = (turn.text if not trim else received[:-trim]).strip()
+            await read_some(case, session, [*HELLO, assistant(continued), user("And?")], 2)
             await until(lambda: len(case.turns) >= 2)
         assert case.turns[1].fork is (None if not trim else ForkReason.BRANCH)
         trained_once(case.turns, case.segments)
@@ -126,25 +136,24 @@ async def test_client_disconnect_during_span_write_loses_no_turn() -> None:
     store = BridgeStore()
     with StoreService(store=store) as service, beside(RemoteStore(service.url), "one", "two") as (gateway, _):
         rollout_id, attempt_id = await begun(store)
-        writing, go_on = asyncio.Event(), asyncio.Event()
+        writing, released = asyncio.Event(), threading.Event()
         loop, add = asyncio.get_running_loop(), gateway._store.add_many_spans
 
         async def slowly(spans: Any) -> Any:
             written = await add(spans)
             loop.call_soon_threadsafe(writing.set)
-            while not go_on.is_set():  # noqa: ASYNC110 - set on another loop
-                await asyncio.sleep(0.01)
+            await asyncio.to_thread(released.wait, 20)
             return written
 
         gateway._store.add_many_spans = slowly  # type: ignore[method-assign]
-        url = f"{ProxyLLM(endpoint=gateway.endpoint, model='m').get_base_url(rollout_id, attempt_id)}/chat/completions"
+        url = attempt_url(gateway, rollout_id, attempt_id)
         async with aiohttp.ClientSession() as session:
-            asked = asyncio.ensure_future(session.post(url, json=STORE_BODY))
+            request = asyncio.ensure_future(session.post(url, json=BODY))
             await asyncio.wait_for(writing.wait(), 20)
-            asked.cancel()
+            request.cancel()
             await asyncio.sleep(0.1)
-            go_on.set()
-            async with session.post(url, json=STORE_BODY) as answer:
+            released.set()
+            async with session.post(url, json=BODY) as answer:
                 assert answer.status == 200, await answer.text()
         assert len(decode_turns(await store.query_spans(rollout_id, attempt_id))) == 2
 
@@ -152,21 +161,19 @@ async def test_client_disconnect_during_span_write_loses_no_turn() -> None:
 async def test_unknown_rollout_is_404_and_ended_attempt_is_410() -> None:
     store = BridgeStore()
     with StoreService(store=store) as service, beside(RemoteStore(service.url), "one") as (gateway, _):
-        proxy = ProxyLLM(endpoint=gateway.endpoint, model="m")
         async with httpx.AsyncClient(timeout=4) as http:
-            unknown = f"{proxy.get_base_url('ro-none', 'at-none')}/chat/completions"
-            assert (await http.post(unknown, json=STORE_BODY)).status_code == 404
+            assert (await http.post(attempt_url(gateway, "ro-none", "at-none"), json=BODY)).status_code == 404
             rollout_id, attempt_id = await begun(store)
-            resources = gateway._store.get_latest_attempt
+            latest_attempt = gateway._store.get_latest_attempt
 
             async def ends_meanwhile(rollout_id: str) -> Any:
-                found = await resources(rollout_id)
+                attempt = await latest_attempt(rollout_id)
                 gateway._end_rollout(rollout_id)
-                return found
+                return attempt
 
             gateway._store.get_latest_attempt = ends_meanwhile  # type: ignore[method-assign]
-            url = f"{proxy.get_base_url(rollout_id, attempt_id)}/chat/completions"
-            assert (await http.post(url, json=STORE_BODY)).status_code == 410
+            url = attempt_url(gateway, rollout_id, attempt_id)
+            assert (await http.post(url, json=BODY)).status_code == 410
             assert not gateway._attempts
 
 
@@ -182,48 +189,48 @@ async def test_close_waits_neither_for_stalled_upload_nor_for_cancelled_request(
         attempt, served, _ = case.open("ro-2")
         async with aiohttp.ClientSession() as session:
             url = f"{served['main_llm'].endpoint}/chat/completions"
-            asked = asyncio.ensure_future(session.post(url, json=BODY))
+            request = asyncio.ensure_future(session.post(url, json=BODY))
             await until(lambda: attempt._pending)
             attempt.cancel_pending = lambda: None  # type: ignore[method-assign]  # pending responses take their time
             closing = asyncio.ensure_future(case.gateway.close(attempt))
             await asyncio.sleep(0.1)
             closing.cancel()
             await asyncio.wait({closing})
-            asked.cancel()
+            request.cancel()
         assert ("ro-2", "at-1") not in case.gateway._attempts
 
 
 def test_requests_in_flight_count_against_max_turns() -> None:
-    settings = GatewaySettings(max_turns=2)
-    with serving("hello", settings=settings) as case:
-        beyond, within = posted_at_once(case, f"{case.llm.endpoint}/chat/completions", 5, answered=3)
+    with serving("hello", settings=GatewaySettings(max_turns=2)) as case:
+        beyond, within = posted_at_once(case, chats_url(case), 5, answered=3)
         assert [[text(answer) for answer in answers] for answers in (beyond, within)] == [[""] * 3, ["hello"] * 2]
         assert len(case.turns) == 2
 
 
 def test_empty_answers_reward_is_skipped_and_continued_answer_is_trained() -> None:
+    def span_of(written: Any) -> Span:
+        return Span.from_attributes(name=written.name, attributes=written.attributes, rollout_id="ro", attempt_id="at")
+
     with serving("one", "two", settings=GatewaySettings(max_turns=3)) as case:
         chat(case)
         assert (text(chat(case)), json.loads(case.summary[names.UNTRAINED_TURNS])) == ("two", [0])
-        then = [{"role": "assistant", "content": "one"}, {"role": "user", "content": "And?"}]
-        text(chat(case, {**BODY, "messages": [*HELLO, *then]}))
+        text(chat(case, {**BODY, "messages": [*HELLO, assistant("one"), user("And?")]}))
         assert json.loads(case.summary[names.UNTRAINED_TURNS]) == []
         empty = chat(case)
         assert text(empty) == ""
         case.close()
-        reward = [linked(0.5, {names.RESPONSE_ID: empty.json()["id"]})]
-        assert read_turn_rewards([*map(as_span, case.spans), *reward]) == {}
+        link = make_link_attributes({names.RESPONSE_ID: empty.json()["id"]})
+        spans = [*case.spans, emit_reward(0.5, propagate=False, attributes=link)]
+        assert read_turn_rewards([*map(span_of, spans)]) == {}
 
 
-def test_many_log_probs_are_serialized_off_the_event_loop_once(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_many_log_probs_are_serialized_off_the_event_loop_once(monkeypatch: pytest.MonkeyPatch) -> None:
     threads: list[str] = []
     write = ChatCompletions.answer
 
-    def answer(self: Any, *told: Any) -> Any:
+    def answer(self: Any, *args: Any) -> Any:
         threads.append(threading.current_thread().name)
-        return write(self, *told)
+        return write(self, *args)
 
     monkeypatch.setattr(ChatCompletions, "answer", answer)
     with serving("x y " * 200, sampling={"max_new_tokens": 3000}) as case:
@@ -232,19 +239,6 @@ def test_many_log_probs_are_serialized_off_the_event_loop_once(
         assert text(chat(case))
         assert (len(content[0]["top_logprobs"]), len(content) * 20 > 2_000) == (20, True)
     assert [name == "agl-slime-gateway" for name in threads] == [False, True]
-
-
-def test_offsets_of_a_completions_tokens_are_where_they_begin() -> None:
-    with serving("one two three four") as case:
-        answer = httpx.post(f"{case.llm.endpoint}/completions", json={"prompt": "a", "max_tokens": 9, "logprobs": 0})
-        told = answer.json()["choices"][0]["logprobs"]
-        whole = "".join(told["tokens"])
-        for token, at in zip(told["tokens"], told["text_offset"], strict=True):
-            assert whole[at:].startswith(token)
-
-
-def as_span(written: Any) -> Span:
-    return Span.from_attributes(name=written.name, attributes=written.attributes, rollout_id="ro", attempt_id="at")
 
 
 def test_a_key_that_is_no_text_is_401() -> None:
@@ -263,9 +257,9 @@ def test_unknown_paths_are_counted_in_bounded_memory() -> None:
         for n in range(60):
             assert client.get(f"{case.llm.endpoint}/nothing/{n}{'x' * 200}").status_code == 404
         assert text(chat(case)) == "hello"
-        seen = json.loads(case.summary[names.GATEWAY])
-        assert len(seen) < 30
-        assert (seen["POST /chat/completions"], seen["refused/404"]) == (1, 60)
+        counts = gateway_counts(case)
+        assert len(counts) < 30
+        assert (counts["POST /chat/completions"], counts["refused/404"]) == (1, 60)
 
 
 def test_an_unexpected_failure_is_logged_without_the_key(caplog: pytest.LogCaptureFixture) -> None:
@@ -292,16 +286,13 @@ async def test_no_error_says_a_password_or_a_token() -> None:
 
 
 def test_a_failure_in_the_middle_of_a_stream_is_an_event() -> None:
+    def breaks(*_: Any, **__: Any) -> Any:
+        raise TypeError("cannot be written")
+
     with serving("one two three", token_s=0.1) as case:
-        body = {**BODY, "stream": True}
-
-        def breaks(*_: Any, **__: Any) -> Any:
-            raise TypeError("cannot be written")
-
         case.attempt._note_answer = breaks  # type: ignore[method-assign]
-        answer = chat(case, body)
-        events = [line for line in answer.text.split("\n\n") if line]
+        answer = chat(case, {**BODY, "stream": True})
         assert answer.status_code == 200
-        assert events[-1] == "data: [DONE]"
-        assert json.loads(events[-2].removeprefix("data: "))["error"]["code"] == "gateway_error"
+        assert answer.text.endswith("data: [DONE]\n\n")
+        assert events_of(answer)[-1]["error"]["code"] == "gateway_error"
         run_blocking(case.gateway.close(case.attempt))

@@ -1,4 +1,4 @@
-"""A call costs what is new in it: the lines of the package's Python that one runs, however long its conversation is."""
+"""The cost of a call is the cost of its new messages: lines of the package's Python that run, for long conversations."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ import pytest
 
 from tests.harness.gateway import Case, serving
 
-EARLY, LATE, CALLS = 60, 200, 6
-# for each message of the history none; the search for where two histories part takes a few more steps
-MOST_LINES_A_MESSAGE = 0.25
+EARLY, LATE, CALLS = 60, 150, 6
+# no line for each message of the history; a binary search for the end of the shared prefix takes a few steps
+MAX_LINES_PER_MESSAGE = 0.25
 
 
 def on_loop(case: Case, work: Callable[[], object]) -> None:
@@ -47,7 +47,7 @@ def lines_of(case: Case, ask: Callable[[], None]) -> Counter[str]:
 @pytest.mark.parametrize("role", ["user", "tool"])
 def test_a_call_does_nothing_for_each_message_of_its_history(role: str) -> None:
     messages: list[dict[str, Any]] = [{"role": "user", "content": "Where is the garden?"}]
-    taken: dict[int, list[Counter[str]]] = {EARLY: [], LATE: []}
+    counts: dict[int, list[Counter[str]]] = {EARLY: [], LATE: []}
     with serving("It is there.", context_length=100_000) as case, httpx.Client(timeout=30) as http:
 
         def ask() -> None:
@@ -58,14 +58,14 @@ def test_a_call_does_nothing_for_each_message_of_its_history(role: str) -> None:
             messages.append({"role": role, "content": f"{len(messages)}: there is none"})
 
         for turn in range(LATE + CALLS):
-            at = next((at for at in taken if at <= turn < at + CALLS), None)
-            if at is None:
+            first = next((first for first in counts if first <= turn < first + CALLS), None)
+            if first is None:
                 ask()
             else:
-                taken[at].append(lines_of(case, ask))
+                counts[first].append(lines_of(case, ask))
         assert len(case.segments) == 1
     # a conversation that has doubled is rendered whole: the least of some calls counts
-    early, late = (min(taken[at], key=Counter.total) for at in (EARLY, LATE))
-    more = late - early
+    early, late = (min(counts[first], key=Counter.total) for first in (EARLY, LATE))
+    added = late - early
     assert early.total() > 500
-    assert more.total() < MOST_LINES_A_MESSAGE * 2 * (LATE - EARLY), more.most_common(8)
+    assert added.total() < MAX_LINES_PER_MESSAGE * 2 * (LATE - EARLY), added.most_common(8)

@@ -6,10 +6,9 @@ import json
 import random
 from typing import Any
 
+import httpx
 import numpy as np
-import openai
 import pytest
-from openai import AsyncOpenAI, OpenAI
 
 from agl_slime.agent.access import EngineAccess
 from agl_slime.agent.by_file import import_file
@@ -22,31 +21,31 @@ from agl_slime.tokens.formats import get_tool_parser
 from agl_slime.tokens.loading import load_tokenizer
 from agl_slime.tokens.segments import merge_turns
 from agl_slime.tokens.span_codec import decode_turns
+from tests.gateway.protocols import events_of
 from tests.harness.engine_servers import Server
-from tests.harness.gateway import WEATHER, trained_once, writer
+from tests.harness.gateway import HELLO, WEATHER, trained_once, writer
 from tests.harness.rollouts import run_rollouts
 from tests.harness.tool_formats import FORMATS, template_of
 
 ROOT = __file__.rpartition("/tests/")[0]
-HELLO: list[Any] = [{"role": "user", "content": "Hello?"}]
 
 
 async def test_openai_agent_is_trained_on_the_sampled_tokens(server: Server) -> None:
+    from openai import AsyncOpenAI
+
     module = import_file(f"{ROOT}/agents/lookup_openai.py")
     module.client = AsyncOpenAI(base_url="http://127.0.0.1:9", api_key="none")  # of this event loop
     rng = random.Random(0)
     tasks = [module.make_task(rng) for _ in range(32)]
-    how: Any = {"endpoint": server.url, "model": str(server.policy)}
-    done = await run_rollouts(module.lookup, tasks, **how, temperature=1.0, max_new_tokens=48)
-    assert {one.status for one in done} == {"succeeded"}
-    turns = 0
-    for one in done:
-        conversion = one.convert(None)
-        assert len(conversion.samples) == 1
-        assert conversion.samples[0].metadata["token_source"] == "engine"
-        turns += len(conversion.trajectory.turns)
+    sampling: Any = {"temperature": 1.0, "max_new_tokens": 48}
+    done = await run_rollouts(module.lookup, tasks, endpoint=server.url, model=str(server.policy), **sampling)
+    assert {rollout.status for rollout in done} == {"succeeded"}
+    conversions = [rollout.convert(None) for rollout in done]
+    for conversion in conversions:
+        (sample,) = conversion.samples
+        assert sample.metadata["token_source"] == "engine"
         trained_once(conversion.trajectory.turns, merge_turns(conversion.trajectory.turns))
-    assert turns > len(tasks)
+    assert sum(len(conversion.trajectory.turns) for conversion in conversions) > len(tasks)
 
 
 def opened(server: Server, gateway: Gateway, **sampling: Any) -> tuple[LLM, list[Any]]:
@@ -57,72 +56,69 @@ def opened(server: Server, gateway: Gateway, **sampling: Any) -> tuple[LLM, list
     return served["main_llm"], spans  # type: ignore[return-value]
 
 
+def chat(llm: LLM, **fields: Any) -> httpx.Response:
+    body = {"model": "m", "messages": HELLO, **fields}
+    return httpx.post(f"{llm.endpoint}/chat/completions", json=body, timeout=120)
+
+
 def test_stream_equals_the_sampled_text(server: Server) -> None:
     with Gateway() as gateway:
         llm, spans = opened(server, gateway)
-        client = OpenAI(base_url=llm.endpoint, api_key="any", max_retries=0)
-        chunks = list(client.chat.completions.create(model="m", messages=HELLO, stream=True, n=4))
+        choices = [choice for event in events_of(chat(llm, stream=True, n=4)) for choice in event["choices"]]
         for index in range(4):
-            pieces = [c.choices[0].delta.content or "" for c in chunks if c.choices[0].index == index]
+            pieces = [choice["delta"].get("content") or "" for choice in choices if choice["index"] == index]
             assert (text := "".join(pieces)) in {turn.text for turn in decode_turns(spans)}
             assert len(pieces) > 2 or not text  # beside the first and the last chunk, which have none
 
 
 async def test_recorded_log_probs_are_of_the_prompt_that_was_sent(server: Server) -> None:
-    """The engine asked again for the same tokens, greedily by what it said: the same log-probs."""
+    """The engine scores the same tokens as a prompt: the same log-probs."""
     with Gateway() as gateway:
         llm, spans = opened(server, gateway)
-        client = AsyncOpenAI(base_url=llm.endpoint, api_key="any", max_retries=0)
-        said = await client.chat.completions.create(model="m", messages=HELLO, logprobs=True)
-        told = [token.logprob for token in said.choices[0].logprobs.content]  # type: ignore[union-attr]
+        async with httpx.AsyncClient(timeout=60) as http:
+            body = {"model": "m", "messages": HELLO, "logprobs": True, "top_logprobs": 3}
+            answer = (await http.post(f"{llm.endpoint}/chat/completions", json=body)).json()
+        tokens = answer["choices"][0]["logprobs"]["content"]
         [turn] = decode_turns(spans)
-        assert np.allclose(told, turn.log_probs)
+        assert np.allclose([token["logprob"] for token in tokens], turn.log_probs)
+        for token in tokens:
+            best = [top["logprob"] for top in token["top_logprobs"]]
+            assert len(best) == 3
+            assert best == sorted(best, reverse=True)
+            assert token["logprob"] <= best[0] + 1e-6
         async with SGLangClient(base_url=server.url) as engine:
-            ids = [*turn.prompt_ids.tolist(), *turn.response_ids.tolist()]
             payload = {
-                "input_ids": ids,
+                "input_ids": [*turn.prompt_ids.tolist(), *turn.response_ids.tolist()],
                 "sampling_params": SamplingParams(max_new_tokens=1).to_payload(),
                 "return_logprob": True,
                 "logprob_start_len": len(turn.prompt_ids) - 1,
-                "rid": "again",
+                "rid": "scored",
             }
-            answer = await engine._http.call("POST", "/generate", payload)
-        again = [pair[0] for pair in answer["meta_info"]["input_token_logprobs"][1:]]
-        assert np.allclose(again, turn.log_probs, atol=1e-4)
+            scored = await engine._http.call("POST", "/generate", payload)
+        log_probs = [pair[0] for pair in scored["meta_info"]["input_token_logprobs"][1:]]
+        assert np.allclose(log_probs, turn.log_probs, atol=1e-4)
 
 
 def test_constraints_work_on_real_engine_and_are_refused_by_embedded_one(server: Server) -> None:
     schema = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}
-    wanted: Any = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+    json_format: Any = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
     forced: Any = {"type": "function", "function": {"name": "weather"}}
     with Gateway(GatewaySettings(constraints="mask")) as gateway:
         llm, spans = opened(server, gateway, max_new_tokens=200)
-        ask = OpenAI(base_url=llm.endpoint, api_key="any", max_retries=0).chat.completions.create
+        answer = chat(llm, response_format=json_format)
         if not server.real:
-            with pytest.raises(openai.BadRequestError, match="not supported by the embedded engine"):
-                ask(model="m", messages=HELLO, response_format=wanted)
+            assert (answer.status_code, "not supported by the embedded engine" in answer.text) == (400, True)
             return
-        said = ask(model="m", messages=HELLO, response_format=wanted).choices[0]
-        if said.finish_reason == "stop":
-            assert isinstance(json.loads(said.message.content or "")["n"], int)
-        called = ask(model="m", messages=HELLO, tools=[WEATHER], tool_choice=forced).choices[0]
-        ends = decode_turns(spans)[1].text.count("</tool_call>")  # a tiny policy may write one in a string
-        if called.finish_reason != "length" and ends == 1:
-            assert [call.function.name for call in called.message.tool_calls or ()] == ["weather"]
-        assert (decode_turns(spans)[1].text).startswith('<tool_call>\n{"name": "weather", "arguments": ')
+        choice = answer.json()["choices"][0]
+        if choice["finish_reason"] == "stop":
+            assert isinstance(json.loads(choice["message"]["content"] or "")["n"], int)
+        called = chat(llm, tools=[WEATHER], tool_choice=forced).json()["choices"][0]
+        text = decode_turns(spans)[1].text
+        # a tiny policy may write the end of a call in a string
+        if called["finish_reason"] != "length" and text.count("</tool_call>") == 1:
+            assert [call["function"]["name"] for call in called["message"]["tool_calls"]] == ["weather"]
+        assert text.startswith('<tool_call>\n{"name": "weather", "arguments": ')
         assert [turn.untrained for turn in decode_turns(spans)] == ["constrained"] * 2
-
-
-def test_top_log_probs_are_returned_on_request(server: Server) -> None:
-    with Gateway() as gateway:
-        llm, _ = opened(server, gateway, max_new_tokens=5)
-        ask = OpenAI(base_url=llm.endpoint, api_key="any", max_retries=0).chat.completions.create
-        told = ask(model="m", messages=HELLO, logprobs=True, top_logprobs=3).choices[0].logprobs
-        for token in told.content:  # type: ignore[union-attr]
-            values = [top.logprob for top in token.top_logprobs]
-            assert len(values) == 3
-            assert values == sorted(values, reverse=True)
-            assert token.logprob <= values[0] + 1e-6
 
 
 @pytest.mark.parametrize("server", [pytest.param("sglang", marks=pytest.mark.sglang)], indirect=True)
@@ -134,15 +130,14 @@ def test_calls_are_forced_in_the_format_of_the_template(server: Server, kind: st
     tool: Any = {"type": "function", "function": {"name": "weather", "parameters": parameters}}
     with Gateway(GatewaySettings(constraints="mask"), access=EngineAccess(tokenizer=tokenizer)) as gateway:
         llm, spans = opened(server, gateway, max_new_tokens=200)
-        ask = OpenAI(base_url=llm.endpoint, api_key="any", max_retries=0).chat.completions.create
-        said = ask(model="m", messages=HELLO, tools=[tool], tool_choice="required").choices[0]
-        calls = said.message.tool_calls or []
+        choice = chat(llm, tools=[tool], tool_choice="required").json()["choices"][0]
+        functions = [call["function"] for call in choice["message"].get("tool_calls") or []]
         [turn] = decode_turns(spans)
-        written = get_tool_parser(kind).call_grammar
-        assert written is not None
-        assert written[0].replace("NAME", "weather") in turn.text
+        grammar = get_tool_parser(kind).call_grammar
+        assert grammar is not None
+        assert grammar[0].replace("NAME", "weather") in turn.text
         # a tiny policy may fill up the blanks that formats in XML allow
-        assert calls or said.finish_reason == "length", turn.text
-        assert {call.function.name for call in calls} <= {"weather"}  # type: ignore[union-attr]
-        assert {json.loads(call.function.arguments)["city"] for call in calls} <= {"Rome", "Oslo"}  # type: ignore[union-attr]
+        assert functions or choice["finish_reason"] == "length", turn.text
+        assert {function["name"] for function in functions} <= {"weather"}
+        assert {json.loads(function["arguments"])["city"] for function in functions} <= {"Rome", "Oslo"}
         assert turn.untrained == "constrained"

@@ -108,9 +108,8 @@ def test_each_type_of_openais_items_is_read_or_refused_by_name() -> None:
         item = {"type": kind, "id": "i", "call_id": "c", "name": "f", "output": "fine", "tools": [{"type": "shell"}]}
         items = [first, {**item, "summary": [{"text": "so"}]}]
         if call := read_or_refused(PROTOCOLS["responses"], {"input": items}, kind):
-            texts = [
-                text for message in call.messages for text in (message["content"], message.get("reasoning_content"))
-            ]
+            fields = ("content", "reasoning_content")
+            texts = [message.get(name) for message in call.messages for name in fields]
             calls = [tool_call for message in call.messages for tool_call in message.get("tool_calls", ())]
             assert len([*filter(None, texts), *calls]) > 1, kind
 

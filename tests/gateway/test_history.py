@@ -1,5 +1,5 @@
-"""The history that a request continues: named by the id of a response or of its items, or sent as messages in parts; and
-answers whose arguments JSON cannot represent."""
+"""The history that a request continues, by the id of a response or of its items, or as messages in parts; and answers
+whose arguments JSON cannot represent."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which answers are trained, told answer by answer, against the rule written as a search of all of them."""
+"""Which answers are trained: incrementally, answer by answer, and by the rule as a search of all answers."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from agl_slime.gateway.branches import TimedAnswer, UntrainedTurns
 
 
 class Answer:
-    """As ``tree.Node``, counting how often it is looked at."""
+    """As ``tree.Node``, with a count of how often it is read."""
 
     looks = 0
 
     def __init__(self, turn: int) -> None:
-        self._turn, self.went_on = turn, False
+        self._turn, self.extended = turn, False
 
     @property
     def turn(self) -> int:
@@ -27,7 +27,7 @@ class Answer:
     @property
     def continued(self) -> bool:
         type(self).looks += 1
-        return self.went_on
+        return self.extended
 
 
 def searched(answers: list[TimedAnswer], branches: str) -> list[int]:
@@ -35,31 +35,34 @@ def searched(answers: list[TimedAnswer], branches: str) -> list[int]:
         return []
     if branches == "last":
         parents = {answer.node: answer.parent for answer in answers}
-        kept, at = [], answers[-1].node
-        while at is not None:
-            kept.append(at)
-            at = parents[at]
-        return sorted(answer.node.turn for answer in answers if answer.node not in kept)
-    again = {one.place: max(other.requested_at for other in answers if other.place == one.place) for one in answers}
-    return sorted(one.node.turn for one in answers if not one.node.went_on and again[one.place] > one.answered_at)
+        path, node = [], answers[-1].node
+        while node is not None:
+            path.append(node)
+            node = parents[node]
+        return sorted(answer.node.turn for answer in answers if answer.node not in path)
+    last_request: dict[Any, int] = {}
+    for answer in answers:
+        last_request[answer.place] = max(last_request.get(answer.place, 0), answer.requested_at)
+    repeated = (answer for answer in answers if last_request[answer.place] > answer.answered_at)
+    return sorted(answer.node.turn for answer in repeated if not answer.node.extended)
 
 
 @pytest.mark.parametrize("branches", ["used", "last", "all"])
 @given(st.data())
 def test_left_out_answers_are_the_same_incrementally_and_by_full_search(branches: Any, data: st.DataObject) -> None:
-    """Requests begin and are answered in any order; each goes on from an answer that was there when it began, or
-    asks for that one again."""
+    """Requests begin and are answered in any order; each continues an answer that existed when it began, or asks for
+    that answer once more."""
     left_out, answers, clock = UntrainedTurns(branches), [], 0
-    asked: list[tuple[int, Any, bool]] = []
+    pending: list[tuple[int, Any, bool]] = []
     for turn in range(data.draw(st.integers(1, 12))):
-        for _ in range(data.draw(st.integers(0 if asked else 1, 2))):
+        for _ in range(data.draw(st.integers(0 if pending else 1, 2))):
             clock += 1
             parent = data.draw(st.sampled_from([None, *(answer.node for answer in answers)]))
-            asked.append((clock, parent, data.draw(st.booleans())))
-        begun, parent, goes_on = asked.pop(data.draw(st.integers(0, len(asked) - 1)))
+            pending.append((clock, parent, data.draw(st.booleans())))
+        begun, parent, extends = pending.pop(data.draw(st.integers(0, len(pending) - 1)))
         clock += 1
-        if parent is not None and goes_on:
-            parent.went_on = True
+        if parent is not None and extends:
+            parent.extended = True
         place: Any = (0, None if parent is None else parent.turn)
         node: Any = Answer(turn)
         answers.append(TimedAnswer(node, parent, place, begun, clock))
@@ -74,7 +77,7 @@ def test_an_answer_costs_the_same_however_many_came_before_it(branches: Any) -> 
         node: Any = Answer(turn)
         left_out.add(TimedAnswer(node, last, (0, turn), 2 * turn, 2 * turn + 1))
         if last is not None:
-            last.went_on = True
+            last.extended = True
         last = node
     assert left_out.turns == ()
     assert Answer.looks <= 3 * 2_000

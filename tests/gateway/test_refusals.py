@@ -42,10 +42,7 @@ ANTHROPICS_TOOLS = [
 REFUSED = [
     *FIELDS,
     *(("responses", {"input": [*HELLO, {"type": kind}]}, (kind,)) for kind in ITEMS),
-    *(
-        ("messages", {"max_tokens": 9, "messages": [user([block])]}, (name, "messages.0.content"))
-        for block, name in BLOCKS
-    ),
+    *(("messages", {"max_tokens": 9, "messages": [user([block])]}, (k, "messages.0.content")) for block, k in BLOCKS),
     *(("responses", {"input": "x", "tools": [{"type": kind}]}, (kind, "tools[0]")) for kind in OPENAIS_TOOLS),
     *(("chat/completions", {"messages": HELLO, "tools": [{"type": k}]}, (k, "tools[0]")) for k in OPENAIS_TOOLS),
     *(

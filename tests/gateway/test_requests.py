@@ -23,66 +23,16 @@ FIELDS = {
 }
 NUMBERS = [0, -1, 1, 2**31, 2**63, 2**64, -(2**70), 10**30, 0.5, -0.0, 1e308, 5e-324]
 TEXTS = ["", "x", "\ud800", "a\udc00b", "\x00", "auto", "none", "required", "json_schema", "assistant", "</think>"]
-WORDS = [
-    "role",
-    "content",
-    "type",
-    "text",
-    "name",
-    "id",
-    "arguments",
-    "function",
-    "tool_calls",
-    "tool_call_id",
-    "input",
-    "output",
-    "call_id",
-    "schema",
-    "format",
-    "json_schema",
-    "parameters",
-    "input_schema",
-    "strict",
-    "tools",
-    "thinking",
-    "source",
-    "summary",
-    "refusal",
-    "reasoning_content",
-    "effort",
-    "key",
-    "value",
-]
-KINDS = [
-    "text",
-    "input_text",
-    "output_text",
-    "refusal",
-    "image_url",
-    "tool_use",
-    "tool_result",
-    "thinking",
-    "redacted_thinking",
-    "function",
-    "custom",
-    "namespace",
-    "function_call",
-    "function_call_output",
-    "custom_tool_call",
-    "reasoning",
-    "item_reference",
-    "message",
-    "json_object",
-    "json_schema",
-    "auto",
-    "any",
-    "none",
-    "user",
-    "assistant",
-    "system",
-    "developer",
-    "tool",
-]
+FIELD_NAMES = """
+    role content type text name id arguments function tool_calls tool_call_id input output call_id schema format
+    json_schema parameters input_schema strict tools thinking source summary refusal reasoning_content effort key value
+"""
+TYPES = """
+    text input_text output_text refusal image_url tool_use tool_result thinking redacted_thinking function custom
+    namespace function_call function_call_output custom_tool_call reasoning item_reference message json_object
+    json_schema auto any none user assistant system developer tool
+"""
+WORDS, KINDS = FIELD_NAMES.split(), TYPES.split()
 
 
 def hostile() -> st.SearchStrategy[Any]:

@@ -24,12 +24,10 @@ from agl_slime.store.client import RemoteStore
 from agl_slime.store.server import StoreService
 from agl_slime.support.agl import LLM, EnqueueRolloutRequest, ProxyLLM
 from agl_slime.tokens.span_codec import decode_turns
-from tests.harness.gateway import QUICK, TEMPLATE, engine_saying
+from tests.harness.gateway import BODY, QUICK, TEMPLATE, engine_saying
 from tests.harness.loop_thread import in_thread
 from tests.harness.scripted_engine import ScriptedEngine
 from tests.harness.tokenizers import small_tokenizer
-
-BODY = {"model": "m", "messages": [{"role": "user", "content": "Hello?"}]}
 
 
 @contextlib.contextmanager
@@ -44,35 +42,45 @@ def beside(store: Any, *says: str, token: str | None = "secret") -> Iterator[tup
 
 
 async def begun(store: Any) -> tuple[str, str]:
+    """The ids of a rollout that a runner has taken, and of its attempt."""
     await store.enqueue_many_rollouts([EnqueueRolloutRequest(input={}, mode="train")])
     [rollout] = await store.dequeue_many_rollouts(limit=1, worker_id="w")
     return rollout.rollout_id, rollout.attempt.attempt_id
+
+
+def chats_url(gateway: StoreGateway, rollout_id: str, attempt_id: str) -> str:
+    proxy = ProxyLLM(endpoint=gateway.endpoint, model="m")
+    return f"{proxy.get_base_url(rollout_id, attempt_id)}/chat/completions"
+
+
+async def eventually_ended(http: httpx.AsyncClient, url: str) -> bool:
+    for _ in range(200):
+        if (status := (await http.post(url, json=BODY)).status_code) == 410:
+            return True
+        assert status == 200
+        await asyncio.sleep(0.05)
+    return False
 
 
 @pytest.mark.parametrize("remote", [False, True], ids=["in_process", "over_http"])
 async def test_spans_are_stored_before_the_answer_and_ended_attempts_get_410(remote: bool) -> None:
     store = BridgeStore()
     with contextlib.ExitStack() as stack:
-        seen: Any = store
+        store_or_client: Any = store
         if remote:
-            service = stack.enter_context(StoreService(store=store))
-            seen = RemoteStore(service.url)
-        gateway, _ = stack.enter_context(beside(seen, "one", "two"))
+            store_or_client = RemoteStore(stack.enter_context(StoreService(store=store)).url)
+        gateway, _ = stack.enter_context(beside(store_or_client, "one", "two"))
         rollout_id, attempt_id = await begun(store)
-        proxy = ProxyLLM(endpoint=gateway.endpoint, model="m")
-        url = proxy.get_base_url(rollout_id, attempt_id)
+        url = chats_url(gateway, rollout_id, attempt_id)
         assert "/rollout/" in url
         async with httpx.AsyncClient() as http:
-            asked = [http.post(f"{url}/chat/completions", json=BODY) for _ in range(2)]
-            answers = await asyncio.gather(*asked)
+            answers = await asyncio.gather(*(http.post(url, json=BODY) for _ in range(2)))
             assert [answer.status_code for answer in answers] == [200, 200], answers[0].text
-            turns = decode_turns(await store.query_spans(rollout_id, attempt_id))
-            assert len(turns) == 2
-            other = url.replace(attempt_id, "at-none")
-            assert (await http.post(f"{other}/chat/completions", json=BODY)).status_code == 404
-            assert (await http.post(f"{url.replace('/k/secret', '')}/chat/completions", json=BODY)).status_code == 401
+            assert len(decode_turns(await store.query_spans(rollout_id, attempt_id))) == 2
+            assert (await http.post(url.replace(attempt_id, "at-none"), json=BODY)).status_code == 404
+            assert (await http.post(url.replace("/k/secret", ""), json=BODY)).status_code == 401
             await store.update_attempt(rollout_id, attempt_id, status="succeeded")
-            assert await eventually_answers(http, f"{url}/chat/completions", 410)
+            assert await eventually_ended(http, url)
 
 
 async def test_attempt_ended_while_the_store_was_down_is_410_and_others_continue() -> None:
@@ -80,20 +88,19 @@ async def test_attempt_ended_while_the_store_was_down_is_410_and_others_continue
     with contextlib.ExitStack() as stack:
         service = StoreService(store=store).start()
         stack.callback(service.stop)
-        seen = RemoteStore(service.url)
-        gateway, _ = stack.enter_context(beside(seen, "one", "two", "three"))
+        client = RemoteStore(service.url)
+        gateway, _ = stack.enter_context(beside(client, "one", "two", "three"))
         attempts = [await begun(store) for _ in range(2)]
-        proxy = ProxyLLM(endpoint=gateway.endpoint, model="m")
-        ended, runs = (f"{proxy.get_base_url(*attempt)}/chat/completions" for attempt in attempts)
+        ended, runs = (chats_url(gateway, *attempt) for attempt in attempts)
         async with httpx.AsyncClient() as http:
             assert [(await http.post(url, json=BODY)).status_code for url in (ended, runs)] == [200, 200]
             port = int(service.url.rsplit(":", 1)[1])
             service.stop()
-            await store.update_attempt(*attempts[0], status="succeeded")  # nobody is told of this end
+            await store.update_attempt(*attempts[0], status="succeeded")  # no event of it reaches the gateway
             stack.enter_context(StoreService(store=store, port=port))
-            assert await eventually_answers(http, ended, 410)
+            assert await eventually_ended(http, ended)
             assert (await http.post(runs, json=BODY)).status_code == 200
-    await seen.close()
+    await client.close()
 
 
 async def test_an_attempt_that_another_gateway_answered_is_refused_by_the_next() -> None:
@@ -102,21 +109,11 @@ async def test_an_attempt_that_another_gateway_answered_is_refused_by_the_next()
     answers = []
     for _ in range(2):  # a gateway, and its successor, which has none of the conversation
         with beside(store, "one") as (gateway, _):
-            url = ProxyLLM(endpoint=gateway.endpoint, model="m").get_base_url(rollout_id, attempt_id)
             async with httpx.AsyncClient() as http:
-                answers.append(await http.post(f"{url}/chat/completions", json=BODY))
+                answers.append(await http.post(chats_url(gateway, rollout_id, attempt_id), json=BODY))
     assert answers[0].status_code == 200
     assert (answers[1].status_code, answers[1].json()["error"]["code"]) == (410, "attempt_lost")
     assert len(decode_turns(await store.query_spans(rollout_id, attempt_id))) == 1
-
-
-async def eventually_answers(http: httpx.AsyncClient, url: str, wanted: int) -> bool:
-    for _ in range(200):
-        if (status := (await http.post(url, json=BODY)).status_code) == wanted:
-            return True
-        assert status == 200
-        await asyncio.sleep(0.05)
-    return False
 
 
 async def test_token_level_agent_gets_the_engines_address() -> None:
@@ -147,9 +144,9 @@ async def test_the_command_serves_until_it_is_interrupted(tmp_path: Path) -> Non
         )
         try:
             assert run.stdout is not None
-            said = (await asyncio.wait_for(run.stdout.readline(), 60)).decode()
-            assert said.startswith("gateway at http://127.0.0.1:"), said
-            base = said.removeprefix("gateway at ").strip().removesuffix("/v1")
+            line = (await asyncio.wait_for(run.stdout.readline(), 60)).decode()
+            assert line.startswith("gateway at http://127.0.0.1:"), line
+            base = line.removeprefix("gateway at ").strip().removesuffix("/v1")
             url = f"{base}/k/secret/rollout/{rollout_id}/attempt/{attempt_id}/v1"
             async with httpx.AsyncClient(timeout=30) as http:
                 answer = await http.post(f"{url}/chat/completions", json=BODY)
@@ -167,6 +164,7 @@ def test_it_is_closed_by_default(capsys: pytest.CaptureFixture[str]) -> None:
     settings = GatewaySettings(host="0.0.0.0")
     with pytest.raises(ConfigError, match="AGL_SLIME_GATEWAY_TOKEN"):
         StoreGateway(store=BridgeStore(), llm=LLM(endpoint="http://127.0.0.1:9", model="m"), settings=settings)
+    assert GatewaySettings().host == "127.0.0.1"
     flags = ["--store-url", "http://127.0.0.1:9", "--sglang-url", "http://127.0.0.1:9", "--model-path", "/none"]
     assert main(["gateway", *flags]) == 2
     assert "--model-path /none" in capsys.readouterr().err

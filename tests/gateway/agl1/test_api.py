@@ -1,8 +1,7 @@
-"""Agent Lightning 1.0's API over our store and gateway: its states, events, model calls, and what it refuses."""
+"""Agent Lightning 1.0's API over our store and gateway: its states, events, model calls, and the requests it refuses."""
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -14,6 +13,7 @@ from agl_slime.data.read import collect
 from agl_slime.support.agl import LLM
 from agl_slime.support.threads import run_blocking
 from benchmarks.common import Countdown
+from tests.gateway.protocols import events_of, user
 from tests.harness.agl1 import Api, serving_api
 
 
@@ -27,28 +27,41 @@ def member_of(api: Api, rollout_id: str) -> Any:
     return run_blocking(collect(api.store, rollout_id, tokenizer=api.tokenizer, convert_validation=True))
 
 
+def succeed(api: Api, rollout_id: str) -> Any:
+    """The member of a rollout that its controller ends."""
+    for state in ("running", "succeeded"):
+        assert api.patch(rollout_id, state=state).status_code == 200
+    return member_of(api, rollout_id)
+
+
+def post_event(api: Api, rollout_id: str, content: str) -> httpx.Response:
+    return api.http.post(f"/api/rollouts/{rollout_id}/attempt/0/events", content=content)
+
+
 def test_a_rollout_from_the_queue_to_its_sample(api: Api) -> None:
     rollout = api.create(metadata={"batch_idx": 3})
-    assert [one["rollout_id"] for one in api.http.get("/api/rollouts?state_in=queuing").json()] == [rollout]
+    assert [entry["rollout_id"] for entry in api.http.get("/api/rollouts?state_in=queuing").json()] == [rollout]
     assert api.patch(rollout, state="running", last_attempt_id="0").json()["status"]["state"] == "running"
-    said = api.ask(rollout).json()
-    assert said["choices"][0]["message"]["content"] == "four"
-    assert api.reward(rollout, 0.5).status_code == 200
+    answer = api.ask(rollout).json()
+    [choice] = answer["choices"]
+    assert choice["message"]["content"] == "four"
+    assert api.reward(rollout, 0.5, reason="close").status_code == 200
     assert api.patch(rollout, state="succeeded").json()["status"]["state"] == "succeeded"
     member = member_of(api, rollout)
     (sample,) = member.samples
     assert member.reward == 0.5
-    assert sample.tokens == said["prompt_token_ids"] + said["choices"][0]["token_ids"]
-    assert sample.loss_mask == [1] * len(said["choices"][0]["token_ids"])
-    assert sample.rollout_log_probs == pytest.approx(
-        [one["logprob"] for one in said["choices"][0]["logprobs"]["content"]]
-    )
+    assert sample.tokens == answer["prompt_token_ids"] + choice["token_ids"]
+    assert sample.loss_mask == [1] * len(choice["token_ids"])
+    log_probs = [token["logprob"] for token in choice["logprobs"]["content"]]
+    assert sample.rollout_log_probs == pytest.approx(log_probs)
+    call, reward = api.events(rollout, format="triplet")
+    assert call["data"]["prompt_token_ids"] == answer["prompt_token_ids"]
+    assert call["data"]["response_token_ids"] == choice["token_ids"]
+    assert len(call["data"]["response_log_probs"]) == len(choice["token_ids"])
+    assert reward["data"] == {"value": 0.5, "reason": "close"}
+    item = {"rollout_id": rollout, "state": "succeeded", "data_id": "", "is_train": True}
     page = api.http.get("/api/rollouts/terminal").json()
-    assert page == {
-        "items": [{"rollout_id": rollout, "state": "succeeded", "data_id": "", "is_train": True}],
-        "next_after": 1,
-        "total_terminal": 1,
-    }
+    assert page == {"items": [item], "next_after": 1, "total_terminal": 1}
 
 
 def test_the_first_call_may_come_before_the_controller_says_running(api: Api) -> None:
@@ -59,9 +72,8 @@ def test_the_first_call_may_come_before_the_controller_says_running(api: Api) ->
     assert api.patch(rollout, state="running", last_attempt_id="0").status_code == 409
 
 
-@pytest.mark.parametrize(
-    ("before", "then"),
-    [
+def test_invalid_state_transition_is_a_conflict_and_changes_nothing(api: Api) -> None:
+    for states, invalid in (
         ([], "succeeded"),
         ([], "queuing"),
         (["running"], "queuing"),
@@ -69,43 +81,29 @@ def test_the_first_call_may_come_before_the_controller_says_running(api: Api) ->
         (["running", "failed"], "succeeded"),
         (["failed"], "running"),
         (["running", "succeeded"], "succeeded"),
-    ],
-)
-def test_invalid_state_transition_is_a_conflict_and_changes_nothing(api: Api, before: list[str], then: str) -> None:
-    rollout = api.create()
-    for state in before:
-        assert api.patch(rollout, state=state).status_code == 200
-    assert api.patch(rollout, state=then).status_code == 409
-    assert api.state(rollout) == (before[-1] if before else "queuing")
+    ):
+        rollout = api.create()
+        for state in states:
+            assert api.patch(rollout, state=state).status_code == 200
+        assert api.patch(rollout, state=invalid).status_code == 409, (states, invalid)
+        assert api.state(rollout) == (states[-1] if states else "queuing")
 
 
-@pytest.mark.parametrize(
-    "status",
-    [{"state": "cancelled"}, {"cancel_requested": True}, {"state": 3}, {"error_message": ["x"]}, {"version": 7}],
-)
-def test_other_fields_and_states_do_not_fit(api: Api, status: dict[str, Any]) -> None:
+def test_other_fields_and_states_do_not_fit(api: Api) -> None:
     rollout = api.create()
-    assert api.http.patch(f"/api/rollouts/{rollout}", json={"status": status}).status_code == 422
+    for status in ({"state": "cancelled"}, {"cancel_requested": True}, {"state": 3}, {"error_message": ["x"]}):
+        assert api.patch(rollout, **status).status_code == 422
     assert api.state(rollout) == "queuing"
 
 
-@pytest.mark.parametrize("value", ["1.0", None, True, [1.0], {}, {"a": "b"}])
-def test_a_reward_that_is_no_number_is_refused_where_it_comes_in(api: Api, value: Any) -> None:
+def test_a_reward_that_is_no_number_is_refused_where_it_comes_in(api: Api) -> None:
     rollout = api.create()
     api.ask(rollout)
-    answer = api.reward(rollout, value)
-    assert answer.status_code == 422
-    assert "reward" in answer.text or "value" in answer.text
-    api.patch(rollout, state="running")
-    api.patch(rollout, state="succeeded")
-    assert member_of(api, rollout).failure == "no_reward"  # nothing is filled in for it
-
-
-@pytest.mark.parametrize("value", ["NaN", "Infinity", "-Infinity"])
-def test_a_reward_that_json_does_not_know_is_refused(api: Api, value: str) -> None:
-    rollout = api.create()
-    body = '{"event_type": "reward", "data": {"value": VALUE}}'.replace("VALUE", value)
-    assert api.http.post(f"/api/rollouts/{rollout}/attempt/0/events", content=body).status_code == 422
+    for value in ('"1.0"', "null", "true", "[1.0]", "{}", '{"a": "b"}', "NaN", "Infinity", "-Infinity"):
+        answer = post_event(api, rollout, f'{{"event_type": "reward", "data": {{"value": {value}}}}}')
+        assert answer.status_code == 422, value
+        assert value in ("NaN", "Infinity", "-Infinity") or "reward" in answer.text or "value" in answer.text
+    assert succeed(api, rollout).failure == "no_reward"  # no default is filled in
 
 
 def test_of_several_rewards_the_last_counts_and_names_are_kept(api: Api) -> None:
@@ -113,9 +111,7 @@ def test_of_several_rewards_the_last_counts_and_names_are_kept(api: Api) -> None
     api.ask(rollout)
     api.reward(rollout, 0.0)
     api.reward(rollout, {"correct": 1.0, "format": 0.25})
-    api.patch(rollout, state="running")
-    api.patch(rollout, state="succeeded")
-    member = member_of(api, rollout)
+    member = succeed(api, rollout)
     assert member.reward == 1.0
     assert {name: member.rewards[name] for name in ("correct", "format")} == {"correct": 1.0, "format": 0.25}
 
@@ -123,19 +119,13 @@ def test_of_several_rewards_the_last_counts_and_names_are_kept(api: Api) -> None
 def test_the_reward_of_one_answer_is_that_turns(api: Api) -> None:
     rollout = api.create()
     first = api.ask(rollout).json()
-    messages = [
-        {"role": "user", "content": "2+2?"},
-        first["choices"][0]["message"],
-        {"role": "user", "content": "Are you sure?"},
-    ]
+    messages = [user("2+2?"), first["choices"][0]["message"], user("Are you sure?")]
     second = api.ask(rollout, messages=messages).json()
     assert second["prompt_token_ids"][: len(first["prompt_token_ids"])] == first["prompt_token_ids"]
     api.reward(rollout, 1.0, response_id=first["id"])
     api.reward(rollout, 0.0, response_id=second["id"])
     api.reward(rollout, 0.5)
-    api.patch(rollout, state="running")
-    api.patch(rollout, state="succeeded")
-    member = member_of(api, rollout)
+    member = succeed(api, rollout)
     assert member.failure is None
     assert sorted(sample.reward for sample in member.samples) == [0.0, 1.0]
 
@@ -144,76 +134,44 @@ def test_after_its_end_a_rollout_is_asked_and_rewarded_no_more(api: Api) -> None
     rollout = api.create()
     api.ask(rollout)
     api.reward(rollout, 1.0)
-    api.patch(rollout, state="running")
-    api.patch(rollout, state="succeeded")
+    succeed(api, rollout)
     assert api.ask(rollout).status_code == 410
     assert api.reward(rollout, 0.0).status_code == 410
     assert member_of(api, rollout).reward == 1.0
 
 
-@pytest.mark.parametrize(
-    ("message", "reason"),
-    [
-        ("subprocess exited with code 1", "agent_failed"),
-        ("local subprocess timed out", "timeout"),
-        ("local subprocess is not running", "agent_lost"),
-        ("Job disappeared", "agent_lost"),
-        ("Job failed: BackoffLimitExceeded", "agent_failed"),
-        ("something of a controller to come", "controller"),
-    ],
-)
-def test_controllers_error_message_is_the_failure_reason(api: Api, message: str, reason: str) -> None:
-    rollout = api.create()
-    api.ask(rollout)
-    api.patch(rollout, state="running")
-    api.patch(rollout, state="failed", error_message=message)
-    member = member_of(api, rollout)
-    assert (member.failure, member.failure_message) == (reason, message)
-    assert member.turns == 1  # what it had asked is there to look at
+def test_controllers_error_message_is_the_failure_reason(api: Api) -> None:
+    reasons = {
+        "subprocess exited with code 1": "agent_failed",
+        "local subprocess timed out": "timeout",
+        "local subprocess is not running": "agent_lost",
+        "Job disappeared": "agent_lost",
+        "Job failed: BackoffLimitExceeded": "agent_failed",
+        "something of a controller to come": "controller",
+    }
+    for message, reason in reasons.items():
+        rollout = api.create()
+        api.ask(rollout)
+        api.patch(rollout, state="running")
+        api.patch(rollout, state="failed", error_message=message)
+        member = member_of(api, rollout)
+        assert (member.failure, member.failure_message, member.turns) == (reason, message, 1)
 
 
-def test_completions_take_ids_as_they_are_and_give_ids_back(api: Api) -> None:
-    rollout = api.create()
+def test_each_protocol_is_served_and_returns_ids_where_it_can(api: Api) -> None:
     prompt = api.tokenizer.encode("2+2?")
-    choice = api.ask(rollout, path="openai/v1/completions", prompt=prompt).json()["choices"][0]
+    choice = api.ask(api.create(), path="openai/v1/completions", prompt=prompt).json()["choices"][0]
     assert choice["prompt_token_ids"] == prompt
     assert api.tokenizer.decode(choice["token_ids"]).startswith("four")
     assert choice["logprobs"]["token_logprobs"]
-
-
-def test_ids_come_with_the_last_piece_of_a_stream(api: Api) -> None:
     rollout = api.create()
-    lines = api.ask(rollout, stream=True).text.splitlines()
-    chunks = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
-    with_ids = [chunk for chunk in chunks if "prompt_token_ids" in chunk]
-    assert len(with_ids) == 1
-    assert (
-        with_ids[0]["choices"][0]["token_ids"] == api.events(rollout, format="triplet")[0]["data"]["response_token_ids"]
-    )
-
-
-@pytest.mark.parametrize(
-    ("path", "body"),
-    [
-        ("openai/v1/responses", {"input": "2+2?"}),
-        ("anthropic/v1/messages", {"max_tokens": 64}),
-    ],
-)
-def test_the_other_protocols_are_served_beside(api: Api, path: str, body: dict[str, Any]) -> None:
-    rollout = api.create()
-    assert "four" in api.ask(rollout, path=path, **body).text
-    assert [event["event_type"] for event in api.events(rollout)] == ["model_request"]
-
-
-def test_triplets_contain_the_sampled_ids_and_log_probs(api: Api) -> None:
-    rollout = api.create()
-    said = api.ask(rollout).json()
-    api.reward(rollout, 0.5, reason="close")
-    call, reward = api.events(rollout, format="triplet")
-    assert call["data"]["prompt_token_ids"] == said["prompt_token_ids"]
-    assert call["data"]["response_token_ids"] == said["choices"][0]["token_ids"]
-    assert len(call["data"]["response_log_probs"]) == len(said["choices"][0]["token_ids"])
-    assert reward["data"] == {"value": 0.5, "reason": "close"}
+    [chunk] = [event for event in events_of(api.ask(rollout, stream=True)) if "prompt_token_ids" in event]
+    [triplet] = api.events(rollout, format="triplet")
+    assert chunk["choices"][0]["token_ids"] == triplet["data"]["response_token_ids"]
+    for path, body in {"openai/v1/responses": {"input": "2+2?"}, "anthropic/v1/messages": {"max_tokens": 64}}.items():
+        rollout = api.create()
+        assert "four" in api.ask(rollout, path=path, **body).text
+        assert [event["event_type"] for event in api.events(rollout)] == ["model_request"]
 
 
 def test_refused_model_call_is_an_event_without_a_turn_and_32_are_kept(api: Api) -> None:
@@ -230,8 +188,7 @@ def test_refused_model_call_is_an_event_without_a_turn_and_32_are_kept(api: Api)
     assert len(api.events(rollout, event_type="model_request")) == 32
     assert api.ask(rollout).status_code == 200
     assert api.reward(rollout, 1.0).status_code == 200
-    assert api.patch(rollout, state="succeeded").status_code == 200
-    member = member_of(api, rollout)
+    member = succeed(api, rollout)
     assert (member.failure, member.turns) == (None, 1)
 
 
@@ -241,8 +198,8 @@ def test_the_timeline_tells_queuing_from_running(api: Api) -> None:
     taken = time.time()
     assert api.patch(rollout, state="running").status_code == 200
     running = time.time()
-    assert api.ask(rollout).status_code == 200
-    assert api.reward(rollout, 1.0).status_code == 200
+    api.ask(rollout)
+    api.reward(rollout, 1.0)
     assert api.patch(rollout, state="succeeded").status_code == 200
     timeline = member_of(api, rollout).timeline
     ((begun, done),) = timeline["calls"]
@@ -259,15 +216,11 @@ def test_validation_is_of_mode_val_and_of_no_other(api: Api) -> None:
 
 def test_calls_wait_while_they_are_paused(api: Api) -> None:
     rollout = api.create()
-    assert api.http.post("/proxy/pause", json={"retry_after_seconds": 9, "reason": "sync"}).json()["paused"] is True
+    pause = {"retry_after_seconds": 9, "reason": "sync"}
+    assert api.http.post("/proxy/pause", json=pause).json()["paused"] is True
     refused = api.ask(rollout)
     assert (refused.status_code, refused.headers["Retry-After"], refused.headers["X-Agl-Paused"]) == (429, "9", "true")
-    assert api.http.get("/proxy/state").json() == {
-        "paused": True,
-        "retry_after_seconds": 9,
-        "reason": "sync",
-        "inflight": 0,
-    }
+    assert api.http.get("/proxy/state").json() == {"paused": True, **pause, "inflight": 0}
     api.http.post("/proxy/resume")
     assert api.ask(rollout).status_code == 200
 
@@ -275,8 +228,8 @@ def test_calls_wait_while_they_are_paused(api: Api) -> None:
 def test_a_known_id_gives_back_the_rollout_that_is_there(api: Api) -> None:
     assert api.create(rollout_id="mine") == "mine"
     api.ask("mine")
-    again = api.http.post("/api/rollouts", json=[{"rollout_id": "mine", "input": "another"}]).json()[0]
-    assert (again["input"], again["status"]["state"]) == ({"question": "2+2?"}, "running")
+    [rollout] = api.http.post("/api/rollouts", json=[{"rollout_id": "mine", "input": "new"}]).json()
+    assert (rollout["input"], rollout["status"]["state"]) == ({"question": "2+2?"}, "running")
 
 
 def test_a_deleted_rollout_is_cancelled_and_gone(api: Api) -> None:
@@ -290,67 +243,69 @@ def test_a_deleted_rollout_is_cancelled_and_gone(api: Api) -> None:
 
 
 def test_nothing_but_health_is_open_without_the_key(api: Api) -> None:
-    bare = httpx.Client(base_url=api.gateway.url)
+    bare, queue = httpx.Client(base_url=api.gateway.url), "/api/rollouts?state_in=queuing"
     assert bare.get("/healthz").json() == {"status": "ok"}
-    for method, path in (
-        ("GET", "/api/rollouts?state_in=queuing"),
-        ("POST", "/api/rollouts"),
-        ("POST", "/proxy/pause"),
-    ):
+    for method, path in (("GET", queue), ("POST", "/api/rollouts"), ("POST", "/proxy/pause")):
         assert bare.request(method, path).status_code == 401
-    assert bare.get("/api/rollouts?state_in=queuing", headers={"x-api-key": "the-key"}).status_code == 200
+    assert bare.get(queue, headers={"x-api-key": "the-key"}).status_code == 200
 
 
-@pytest.mark.parametrize(
-    ("method", "path", "body", "status"),
-    [
-        ("GET", "/api/rollouts", None, 422),
-        ("GET", "/api/rollouts?state_in=ended", None, 422),
-        ("GET", "/api/rollouts?state_in=queuing&limit=x", None, 422),
-        ("POST", "/api/rollouts", "{", 422),
-        ("POST", "/api/rollouts", '{"input": 1}', 422),
-        ("POST", "/api/rollouts", '[{"input": 1, "rollout_id": "a/b"}]', 422),
-        ("POST", "/api/rollouts", '[{"input": 1, "config": {"timeout_seconds": 1e400}}]', 422),
-        ("POST", "/api/rollouts", '["\\ud800"]', 422),
-        ("GET", "/api/rollouts/nobody", None, 404),
-        ("PATCH", "/api/rollouts/nobody", '{"status": {"state": "running"}}', 404),
-        ("GET", "/api/rollouts/nobody/events", None, 404),
-        ("POST", "/api/rollouts/nobody/attempt/0/events", '{"event_type": "reward", "data": {"value": 1}}', 404),
-        ("PUT", "/api/rollouts", "[]", 405),
-        ("POST", "/api/models", '[{"model": "other", "endpoint": "http://elsewhere/v1"}]', 409),
-        ("POST", "/proxy/pause", '{"retry_after_seconds": -1}', 422),
-        ("POST", "/proxy/rollout/nobody/attempt/0/mode/train/openai/v1/chat/completions", "{}", 404),
-    ],
-)
-def test_junk_is_refused_in_a_typed_way(api: Api, method: str, path: str, body: str | None, status: int) -> None:
-    answer = api.http.request(method, path, content=body)
-    assert answer.status_code == status
-    assert answer.json()
+JUNK: list[tuple[str, str, str | None, int]] = [
+    ("GET", "/api/rollouts", None, 422),
+    ("GET", "/api/rollouts?state_in=ended", None, 422),
+    ("GET", "/api/rollouts?state_in=queuing&limit=x", None, 422),
+    ("POST", "/api/rollouts", "{", 422),
+    ("POST", "/api/rollouts", '{"input": 1}', 422),
+    ("POST", "/api/rollouts", '[{"input": 1, "rollout_id": "a/b"}]', 422),
+    ("POST", "/api/rollouts", '[{"input": 1, "config": {"timeout_seconds": 1e400}}]', 422),
+    ("POST", "/api/rollouts", '["\\ud800"]', 422),
+    ("GET", "/api/rollouts/nobody", None, 404),
+    ("PATCH", "/api/rollouts/nobody", '{"status": {"state": "running"}}', 404),
+    ("GET", "/api/rollouts/nobody/events", None, 404),
+    ("POST", "/api/rollouts/nobody/attempt/0/events", '{"event_type": "reward", "data": {"value": 1}}', 404),
+    ("PUT", "/api/rollouts", "[]", 405),
+    ("POST", "/api/models", '[{"model": "other", "endpoint": "http://elsewhere/v1"}]', 409),
+    ("POST", "/proxy/pause", '{"retry_after_seconds": -1}', 422),
+    ("POST", "/proxy/rollout/nobody/attempt/0/mode/train/openai/v1/chat/completions", "{}", 404),
+]
+
+
+def test_junk_is_refused_in_a_typed_way(api: Api) -> None:
+    for method, path, body, status in JUNK:
+        answer = api.http.request(method, path, content=body)
+        assert answer.status_code == status, (method, path, body)
+        assert answer.json()
+
+
+CALL = "/proxy/rollout/{}/attempt/0/mode/train/openai/v1/chat/completions".format
+QUESTION = {"model": "auto", "messages": [user("2+2?")]}
 
 
 def test_second_controller_cannot_change_a_rollout_of_the_first(api: Api) -> None:
     rollout = api.create()
-    first, second = (f"/controller/{name}" for name in ("a", "b"))
-    for address in (first, second):  # both have seen it in the queue
+    first, second = "/controller/a", "/controller/b"
+    for address in (first, second):  # the rollout is in both lists
         assert api.http.get(f"{address}/api/rollouts?state_in=queuing").json()
-    running = {"status": {"state": "running", "last_attempt_id": "0"}}
-    assert api.http.patch(f"{first}/api/rollouts/{rollout}", json=running).status_code == 200
-    assert api.http.patch(f"{second}/api/rollouts/{rollout}", json=running).status_code == 409
-    body = {"model": "auto", "messages": [{"role": "user", "content": "2+2?"}]}
-    call = f"/proxy/rollout/{rollout}/attempt/0/mode/train/openai/v1/chat/completions"
-    event = {"event_type": "reward", "data": {"value": 0.25}}
-    assert api.http.post(f"{second}{call}", json=body).status_code == 409
-    assert api.http.post(f"{second}/api/rollouts/{rollout}/attempt/0/events", json=event).status_code == 409
-    # 1.0's controller fails what it is shown as running and does not run: it is not shown
+
+    def patch(controller: str, **status: str) -> int:
+        return api.http.patch(f"{controller}/api/rollouts/{rollout}", json={"status": status}).status_code
+
+    def reward(controller: str, value: float) -> int:
+        event = {"event_type": "reward", "data": {"value": value}}
+        return api.http.post(f"{controller}/api/rollouts/{rollout}/attempt/0/events", json=event).status_code
+
+    assert patch(first, state="running", last_attempt_id="0") == 200
+    assert patch(second, state="running", last_attempt_id="0") == 409
+    assert api.http.post(f"{second}{CALL(rollout)}", json=QUESTION).status_code == 409
+    assert reward(second, 0.25) == 409
+    # 1.0's controller fails rollouts that are listed as running and that it does not run: they are not listed
     listed = "/api/rollouts?state_in=queuing&state_in=running"
     assert api.http.get(f"{second}{listed}").json() == api.http.get(listed).json() == []
-    assert [one["rollout_id"] for one in api.http.get(f"{first}{listed}").json()] == [rollout]
-    failed = {"status": {"state": "failed", "error_message": "subprocess exited with code 1"}}
-    assert api.http.patch(f"{second}/api/rollouts/{rollout}", json=failed).status_code == 409
-    assert api.http.post(f"{first}{call}", json=body).status_code == 200
-    event["data"] = {"value": 1.0}
-    assert api.http.post(f"{first}/api/rollouts/{rollout}/attempt/0/events", json=event).status_code == 200
-    assert api.http.patch(f"{first}/api/rollouts/{rollout}", json={"status": {"state": "succeeded"}}).status_code == 200
+    assert [entry["rollout_id"] for entry in api.http.get(f"{first}{listed}").json()] == [rollout]
+    assert patch(second, state="failed", error_message="subprocess exited with code 1") == 409
+    assert api.http.post(f"{first}{CALL(rollout)}", json=QUESTION).status_code == 200
+    assert reward(first, 1.0) == 200
+    assert patch(first, state="succeeded") == 200
     member = member_of(api, rollout)
     assert (member.reward, member.turns) == (1.0, 1)
 
@@ -359,23 +314,20 @@ def test_lost_controller_fails_its_running_rollouts_and_refuses_new_calls(api: A
     runs, waits = api.create(), api.create()
     ended = Countdown(1)
     api.store.subscribe_finished(ended.down)
-    body = {"model": "auto", "messages": [{"role": "user", "content": "2+2?"}]}
-    calls = [
-        f"/controller/a/proxy/rollout/{one}/attempt/0/mode/train/openai/v1/chat/completions" for one in (runs, waits)
-    ]
-    assert api.http.post(calls[0], json=body).status_code == 200
+    calls = [f"/controller/a{CALL(rollout)}" for rollout in (runs, waits)]
+    assert api.http.post(calls[0], json=QUESTION).status_code == 200
     api.gateway.fail_rollouts_of("a")
     assert ended.zero.wait(10)
     assert member_of(api, runs).failure == "agent_lost"
-    assert [api.http.post(call, json=body).status_code for call in calls] == [410, 410]
+    assert [api.http.post(call, json=QUESTION).status_code for call in calls] == [410, 410]
     assert api.state(waits) == "queuing"
 
 
 def test_the_engines_password_is_not_shown_to_agents(api: Api) -> None:
     endpoint = api.engine.url.replace("//", "//me:hidden@")
     run_blocking(api.store.add_resources({"main_llm": LLM(endpoint=endpoint, model="scripted")}))
-    [shown] = api.http.get("/api/models").json()
-    assert shown["endpoint"] == endpoint.replace("me:hidden", "***")
-    assert api.http.post("/api/models", json=[shown]).status_code == 201
-    refused = api.http.post("/api/models", json=[{**shown, "endpoint": "http://me:hidden@elsewhere"}])
+    [model] = api.http.get("/api/models").json()
+    assert model["endpoint"] == endpoint.replace("me:hidden", "***")
+    assert api.http.post("/api/models", json=[model]).status_code == 201
+    refused = api.http.post("/api/models", json=[{**model, "endpoint": "http://me:hidden@elsewhere"}])
     assert (refused.status_code, "hidden" in refused.text) == (409, False)
