@@ -1,4 +1,4 @@
-"""The end of a runner thread whose agents do not end, and who is named for it."""
+"""The end of a runner thread whose agents do not end, and the agent that is named for it."""
 
 from __future__ import annotations
 
@@ -9,15 +9,16 @@ from typing import Any
 
 import pytest
 
-from agl_slime.runner.base import RunnerSettings
 from agl_slime.runner.thread import RunnerThread
 from agl_slime.store.bridge import BridgeStore
-from agl_slime.support.agl import EnqueueRolloutRequest, LitAgent
-from tests.runner.function_agents import RESOURCES, reason_of
+from agl_slime.support import threads
+from agl_slime.support.agl import LitAgent
+from tests.harness.stores import enqueue_inputs
+from tests.runner.function_agents import RESOURCES, quick, reason_of
 
 
 class StubbornAgent(LitAgent[Any]):
-    """Goes on whatever happens: it ignores its cancellation, and blocks nothing."""
+    """Ignores its cancellation, and blocks nothing."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -43,41 +44,39 @@ class BlockingAgent(LitAgent[Any]):
         return 1.0
 
 
+@pytest.fixture(autouse=True)
+def short_limits(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr("agl_slime.runner.guard._CANCEL_GRACE_S", 0.2)
+    monkeypatch.setattr(threads, "_CANCEL_S", 0.2)
+    caplog.set_level(logging.WARNING, "agl_slime")
+
+
 async def started(agent: Any, store: BridgeStore | None = None) -> RunnerThread:
     store = store or BridgeStore()
     await store.add_resources(RESOURCES)
-    await store.enqueue_many_rollouts([EnqueueRolloutRequest(input=1, mode="train")])
-    settings = RunnerSettings(poll_interval_s=0.01, heartbeat_interval_s=0, lag_warning_s=0)
-    runner = RunnerThread(agent=agent, store=store, settings=settings).start()
+    await enqueue_inputs(store, [1])
+    runner = RunnerThread(agent=agent, store=store, settings=quick(lag_warning_s=0)).start()
     assert await asyncio.to_thread(agent.begun.wait, 20)
     return runner
 
 
 async def test_an_agent_that_ignores_its_cancellation_is_left_behind(caplog: pytest.LogCaptureFixture) -> None:
     runner = await started(StubbornAgent(), store := BridgeStore())
-    with caplog.at_level(logging.WARNING, "agl_slime"):
-        assert await asyncio.to_thread(runner.stop, timeout_s=30)
+    assert not await asyncio.to_thread(runner.stop, cancel=False, timeout_s=0.2)
+    assert "its rollouts have not ended" in caplog.text
+    caplog.clear()
+    assert await asyncio.to_thread(runner.stop, timeout_s=30)
     [rollout] = await store.query_rollouts()
     assert (rollout.status, (await reason_of(store, rollout))[0]) == ("failed", "cancelled")
-    [said] = [record.getMessage() for record in caplog.records if "cancellation" in record.getMessage()]
-    assert f"StubbornAgent.rollout_async at {__file__}:" in said
+    [warning] = [message for message in caplog.messages if "cancellation" in message]
+    assert f"StubbornAgent.rollout_async at {__file__}:" in warning
     assert "blocks" not in caplog.text
-
-
-async def test_thread_that_waits_for_its_rollouts_names_no_blocking_agent(caplog: pytest.LogCaptureFixture) -> None:
-    runner = await started(StubbornAgent())
-    with caplog.at_level(logging.WARNING, "agl_slime"):
-        assert not await asyncio.to_thread(runner.stop, cancel=False, timeout_s=0.2)
-        assert "its rollouts have not ended" in caplog.text
-        assert "blocks" not in caplog.text
-        assert await asyncio.to_thread(runner.stop, timeout_s=30)
 
 
 async def test_an_agent_that_blocks_the_end_is_named(caplog: pytest.LogCaptureFixture) -> None:
     agent = BlockingAgent()
     runner = await started(agent)
-    with caplog.at_level(logging.WARNING, "agl_slime"):
-        assert not await asyncio.to_thread(runner.stop, timeout_s=0.2)
+    assert not await asyncio.to_thread(runner.stop, timeout_s=0.2)
     agent.released.set()
     assert f"BlockingAgent.rollout_async at {__file__}:" in caplog.text
     assert "blocks its event loop" in caplog.text

@@ -1,4 +1,4 @@
-"""What a runner writes while an attempt runs: spans in few writes, and signs of life for the watchdog."""
+"""Writes of a runner while an attempt runs: spans in few calls, and signs of life for the watchdog."""
 
 from __future__ import annotations
 
@@ -8,20 +8,24 @@ from typing import Any
 
 from agl_slime.store.bridge import BridgeStore
 from agl_slime.support.agl import emit_reward, find_final_reward
-from tests.runner.function_agents import FnAgent, finished, running
+from tests.runner.function_agents import FnAgent, finished, running, spans_of
 
 
 class CountingStore(BridgeStore):
-    """Says how many spans came in each write, and when each fifth has."""
+    """Counts the spans of each write, and fails the first ``failures`` writes."""
 
-    def __init__(self, **kwargs: Any) -> None:
+    def __init__(self, *, failures: int = 0, **kwargs: Any) -> None:
         super().__init__(**kwargs)
+        self.failures = failures
         self.writes: list[int] = []
         self.wrote = threading.Event()
 
     async def add_many_spans(self, spans: Any) -> Any:
-        self.writes.append(len(spans))
         self.wrote.set()
+        if self.failures:
+            self.failures -= 1
+            raise ConnectionError("the store is away")
+        self.writes.append(len(spans))
         return await super().add_many_spans(spans)
 
 
@@ -33,7 +37,7 @@ async def test_spans_of_a_rollout_are_written_in_one_call() -> None:
     async with running(FnAgent(work), store := CountingStore()):
         [rollout] = await finished(store, [0])
         assert store.writes == [20]
-        spans = [*await store.query_spans(rollout.rollout_id, "latest")]
+        spans = await spans_of(store, rollout)
         assert [span.sequence_id for span in spans] == list(range(1, 21))
         assert find_final_reward(spans) == 19
 
@@ -52,18 +56,17 @@ async def test_a_long_attempt_writes_its_spans_while_it_runs() -> None:
         [rollout] = await finished(store, [0])
         assert rollout.status == "succeeded"
         assert store.writes == [4, 4, 2]
-        spans = [*await store.query_spans(rollout.rollout_id, "latest")]
-        assert [span.sequence_id for span in spans] == list(range(1, 11))
+        assert [span.sequence_id for span in await spans_of(store, rollout)] == list(range(1, 11))
 
 
 async def test_a_watchdog_that_waits_for_signs_of_life_gets_them() -> None:
-    """unresponsive_seconds is short of the attempt's length, and the attempt makes a span now and then."""
+    """unresponsive_seconds is shorter than the attempt, which makes a span now and then."""
     store = CountingStore(scan_debounce_seconds=0.1)
 
     async def work(task: Any) -> float:
         for n in range(14):
             emit_reward(float(n))
-            await store.query_workers()  # any store call has the watchdog look
+            await store.query_workers()  # any store call runs the watchdog
             await asyncio.sleep(0.12)
         return 1.0
 
@@ -74,15 +77,7 @@ async def test_a_watchdog_that_waits_for_signs_of_life_gets_them() -> None:
 
 
 async def test_spans_that_could_not_be_written_early_are_written_at_the_end() -> None:
-    class FailingOnce(CountingStore):
-        async def add_many_spans(self, spans: Any) -> Any:
-            if not self.writes:
-                self.writes.append(0)
-                self.wrote.set()
-                raise ConnectionError("the store is away")
-            return await super().add_many_spans(spans)
-
-    store = FailingOnce()
+    store = CountingStore(failures=1)
 
     async def work(task: Any) -> None:
         for n in range(3):
@@ -94,4 +89,4 @@ async def test_spans_that_could_not_be_written_early_are_written_at_the_end() ->
         [rollout] = await finished(store, [0])
         assert rollout.status == "succeeded"
         assert sum(store.writes) == 4
-        assert find_final_reward([*await store.query_spans(rollout.rollout_id, "latest")]) == 3
+        assert find_final_reward(await spans_of(store, rollout)) == 3

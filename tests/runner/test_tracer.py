@@ -1,24 +1,15 @@
-"""Spans as the tracer makes them are those that Agent Lightning would make."""
+"""The tracer's spans equal Agent Lightning's."""
 
 from __future__ import annotations
 
 from typing import Any
 
-import pytest
-
 from agl_slime.runner.tracer import ContextTracer
 from agl_slime.store.recording import Recording, current_recording
 from agl_slime.support.agl import Span, SpanCoreFields, TraceStatus
 
-CORES: list[dict[str, Any]] = [
-    {
-        "name": "x",
-        "attributes": {"a": 1, "b": [1.5], "c": ["x"], "d": True, "e": "text"},
-        "start_time": 1.0,
-        "end_time": 2.0,
-    },
-    {"name": "", "attributes": {}, "start_time": 1.0, "end_time": None},
-]
+ATTRIBUTES = {"a": 1, "b": [1.5], "c": ["x"], "d": True, "e": "text"}
+ERROR = {"status_code": "ERROR", "description": "d"}
 
 
 async def spans_of(*cores: dict[str, Any]) -> list[Span]:
@@ -26,21 +17,22 @@ async def spans_of(*cores: dict[str, Any]) -> list[Span]:
     token = current_recording.set(recording)
     try:
         for core in cores:
-            made = ContextTracer().create_span(
-                core["name"], core["attributes"], core["start_time"], TraceStatus(status_code="ERROR", description="d")
+            span = ContextTracer().create_span(
+                core["name"], core["attributes"], core["start_time"], TraceStatus(**ERROR)
             )
-            made.end_time = core["end_time"]
+            span.end_time = core["end_time"]
     finally:
         current_recording.reset(token)
     await recording.write()
     return recording.written
 
 
-@pytest.mark.parametrize("fields", CORES)
-async def test_span_equals_agent_lightnings(fields: dict[str, Any]) -> None:
-    [ours] = await spans_of(fields)
-    core = SpanCoreFields(**fields, status=TraceStatus(status_code="ERROR", description="d"))
-    stock = Span.from_core_fields(core, rollout_id="ro", attempt_id="at", sequence_id=1)
+async def test_span_equals_agent_lightnings_and_shares_no_mutable_state() -> None:
+    core = {"name": "x", "attributes": ATTRIBUTES, "start_time": 1.0, "end_time": 2.0}
+    ours, second = await spans_of(core, core)
+    stock = Span.from_core_fields(
+        SpanCoreFields(**core, status=TraceStatus(**ERROR)), rollout_id="ro", attempt_id="at", sequence_id=1
+    )
     assert ours.context is not None
     assert (ours.context.trace_id, ours.context.span_id) == (ours.trace_id, ours.span_id)
     assert (len(ours.trace_id), len(ours.span_id)) == (32, 16)
@@ -51,16 +43,12 @@ async def test_span_equals_agent_lightnings(fields: dict[str, Any]) -> None:
     assert ours.model_dump_json(exclude_unset=True) == stock.model_dump_json(exclude_unset=True)
     assert Span.model_validate_json(ours.model_dump_json()) == ours
 
-
-async def test_spans_share_no_mutable_state() -> None:
-    first, second = await spans_of(CORES[0], CORES[0])
-    assert (first.span_id, first.trace_id) != (second.span_id, second.trace_id)
+    assert (ours.span_id, ours.trace_id) != (second.span_id, second.trace_id)
     for name in ("attributes", "events", "links", "status", "context", "resource"):
-        assert getattr(first, name) is not getattr(second, name), name
-    assert first.context is not None
+        assert getattr(ours, name) is not getattr(second, name), name
     assert second.context is not None
-    assert first.context.trace_state is not second.context.trace_state
-    assert first.resource.attributes is not second.resource.attributes
+    assert ours.context.trace_state is not second.context.trace_state
+    assert ours.resource.attributes is not second.resource.attributes
 
 
 async def test_lone_surrogates_are_spelled_out() -> None:
