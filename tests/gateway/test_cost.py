@@ -1,4 +1,4 @@
-"""The cost of a call is the cost of its new messages: lines of the package's Python that run, for long conversations."""
+"""A call costs its new messages: lines of the package's Python that run, however long the conversation is."""
 
 from __future__ import annotations
 

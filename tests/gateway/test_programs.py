@@ -1,5 +1,5 @@
-"""More clients, as programs of their own against the gateway: a question and a tool each. What was sampled is trained
-once, and the second turn goes on from the tokens of the first.
+"""More clients, as programs against the gateway: a question and a tool each. Samples are trained once, and the second
+turn continues the tokens of the first.
 
     pip install --no-deps -r tests/clients.txt && pytest -m clients tests/gateway/test_programs.py
 
@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 
 from tests.harness.chat_templates import SYSTEM_FIRST
-from tests.harness.gateway import CALL, Case, serving, trained_once
+from tests.harness.gateway import CALL, Case, calling, one_sample, serving
 
 pytestmark = pytest.mark.clients
 
@@ -28,9 +28,9 @@ DONE = "It is sunny in Rome."
 TWO_TURNS = (f"<think>\nRome, so.\n</think>\n\nLet me see.\n{CALL}", DONE)
 OBJECT = '{"city": "Rome"}'
 FIELD = f"[[ ## answer ## ]]\n{DONE}\n\n[[ ## completed ## ]]"
-INSTRUCTED = f'<tool_call>\n{{"name": "Weather", "arguments": {OBJECT}}}\n</tool_call>'
+INSTRUCTED = calling("Weather", city="Rome")
 
-# by name: the module that has to be there, and what the model says
+# by name: the required module, and the answers of the model
 PYTHON: dict[str, tuple[str, tuple[str, ...]]] = {
     "anthropic-runner": ("anthropic", TWO_TURNS),
     "anthropic-runner-streamed": ("anthropic", TWO_TURNS),
@@ -53,26 +53,16 @@ PYTHON: dict[str, tuple[str, tuple[str, ...]]] = {
     "mirascope": ("mirascope", TWO_TURNS),
     "openai-stream-helper": ("openai", TWO_TURNS),
 }
-NPM = [
-    "ai-openai",
-    "ai-openai-streamed",
-    "ai-openai-chat",
-    "ai-openai-chat-streamed",
-    "ai-compatible",
-    "ai-anthropic",
-    "ai-anthropic-streamed",
-    "anthropic-runner",
-    "anthropic-runner-streamed",
-    "openai-run-tools",
-    "openai-agents",
-    "langchain-openai",
-    "langchain-anthropic",
-]
+NPM = """
+    ai-openai ai-openai-streamed ai-openai-chat ai-openai-chat-streamed ai-compatible ai-anthropic
+    ai-anthropic-streamed anthropic-runner anthropic-runner-streamed openai-run-tools openai-agents langchain-openai
+    langchain-anthropic
+"""
 
 
-def answer_of(command: list[str], case: Case, home: Path, **more: str) -> str:
-    """What a program prints. It sees nothing of this environment's settings."""
-    env = {"PATH": os.environ["PATH"], "HOME": str(home), "BASE_URL": case.llm.endpoint, **more}
+def answer_of(command: list[str], case: Case, home: Path, **settings: str) -> str:
+    """The output of a program, which sees none of this environment's settings."""
+    env = {"PATH": os.environ["PATH"], "HOME": str(home), "BASE_URL": case.llm.endpoint, **settings}
     run = subprocess.run(
         command, cwd=home, env=env, capture_output=True, text=True, timeout=150, stdin=subprocess.DEVNULL, check=False
     )
@@ -80,10 +70,8 @@ def answer_of(command: list[str], case: Case, home: Path, **more: str) -> str:
     return run.stdout
 
 
-def one_sample(case: Case, *, turns: int) -> None:
-    assert [turn.fork for turn in case.turns] == [None] * turns
-    assert len(case.segments) == 1
-    trained_once(case.turns, case.segments)
+def one_unrefused_sample(case: Case, turns: int = 2) -> None:
+    one_sample(case, turns)
     assert not [name for name in case.attempt.seen if name.startswith("refused")]
 
 
@@ -95,7 +83,7 @@ def test_clients_of_python(name: str, tmp_path: Path) -> None:
     with serving(*says, context_length=10**6) as case:
         answer = answer_of([sys.executable, str(HERE / "clients.py"), name], case, tmp_path)
         assert "Rome" in answer
-        one_sample(case, turns=len(says))
+        one_unrefused_sample(case, len(says))
 
 
 @pytest.fixture(scope="session")
@@ -103,8 +91,8 @@ def npm(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A directory with the packages of npm."""
     if shutil.which("node") is None or shutil.which("npm") is None:
         pytest.skip("node and npm are not installed; with them npm's clients are run")
-    if given := os.environ.get("AGL_SLIME_NPM_CLIENTS"):
-        return Path(given)
+    if directory := os.environ.get("AGL_SLIME_NPM_CLIENTS"):
+        return Path(directory)
     directory = tmp_path_factory.mktemp("npm")
     shutil.copy(HERE / "package.json", directory)
     command = ["npm", "install", "--no-audit", "--no-fund", "--loglevel", "error"]
@@ -114,32 +102,32 @@ def npm(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-@pytest.mark.parametrize("name", NPM)
+@pytest.mark.parametrize("name", NPM.split())
 def test_clients_of_npm(name: str, npm: Path, tmp_path: Path) -> None:
     program = tmp_path / "clients.mjs"
     shutil.copy(HERE / "clients.mjs", program)
     (tmp_path / "node_modules").symlink_to(npm / "node_modules")
     with serving(*TWO_TURNS, context_length=10**6) as case:
         assert DONE in answer_of(["node", str(program), name], case, tmp_path)
-        one_sample(case, turns=2)
+        one_unrefused_sample(case)
 
 
 def xml_call(name: str, **arguments: str) -> str:
-    given = "".join(f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in arguments.items())
-    return f"<tool_call>\n<function={name}>\n{given}</function>\n</tool_call>"
+    fields = "".join(f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in arguments.items())
+    return f"<tool_call>\n<function={name}>\n{fields}</function>\n</tool_call>"
 
 
 def test_claude_code_on_a_template_that_wants_its_system_message_first(npm: Path, tmp_path: Path) -> None:
-    found = [*(npm / "node_modules" / "@anthropic-ai").glob("claude-code-*/claude")]
-    if not found:
+    builds = [*(npm / "node_modules" / "@anthropic-ai").glob("claude-code-*/claude")]
+    if not builds:
         pytest.skip("there is no build of Claude Code for this machine")
     call = xml_call("Bash", command="echo sunny in Rome", description="Look.")
     settings = {"CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1", "DISABLE_AUTOUPDATER": "1", "ANTHROPIC_API_KEY": "any"}
     with serving(call, DONE, template=SYSTEM_FIRST, context_length=10**6) as case:
         settings["ANTHROPIC_BASE_URL"] = case.llm.endpoint.removesuffix("/v1")
-        command = [str(found[0]), "-p", "Weather in Rome?", "--model", "claude-sonnet-4-5", "--allowedTools", "Bash"]
+        command = [str(builds[0]), "-p", "Weather in Rome?", "--model", "claude-sonnet-4-5", "--allowedTools", "Bash"]
         assert DONE in answer_of(command, case, tmp_path, **settings)
-        one_sample(case, turns=2)
+        one_unrefused_sample(case)
         assert "sunny in Rome" in added(case)
 
 
@@ -151,11 +139,11 @@ def test_codex_on_a_template_that_wants_its_system_message_first(npm: Path, tmp_
         command += ["--skip-git-repo-check", "--dangerously-bypass-approvals-and-sandbox", "-c", "model_provider=agl"]
         command += ["-c", f"model_providers.agl={provider % case.llm.endpoint}", "Weather in Rome?"]
         assert DONE in answer_of(command, case, tmp_path, OPENAI_API_KEY="any")
-        one_sample(case, turns=2)
+        one_unrefused_sample(case)
         assert "sunny in Rome" in added(case)
 
 
 def added(case: Case) -> str:
-    """What the second prompt adds to the first turn."""
+    """The text that the second prompt adds to the first turn."""
     first, second = case.turns
     return case.tokenizer.decode(second.prompt_ids[first.length :])

@@ -1,4 +1,4 @@
-"""Agent Lightning 1.0's API over our store and gateway: its states, events, model calls, and the requests it refuses."""
+"""Agent Lightning 1.0's API over our store and gateway: states, events, model calls, and refused requests."""
 
 from __future__ import annotations
 
