@@ -10,7 +10,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,12 +24,13 @@ from agl_slime.runner.base import RunnerPlan
 from agl_slime.runner.concurrent import RunnerSettings
 from agl_slime.runner.make import make_runners
 from agl_slime.runner.processes import READY, ProcessPool, process_main
-from agl_slime.runner.thread import RunnerThread
 from agl_slime.runner.worker import WorkerSpec
 from agl_slime.store.bridge import WORKER_DIED, BridgeStore
-from agl_slime.support.agl import LLM, EnqueueRolloutRequest, LitAgent, RolloutConfig, emit_reward, find_final_reward
+from agl_slime.support.agl import LitAgent, emit_reward, find_final_reward
 from tests.harness.processes import is_running
+from tests.harness.stores import enqueue_inputs
 from tests.harness.waiting import becomes_true, until
+from tests.runner.function_agents import RESOURCES, spans_of
 
 pytestmark = pytest.mark.slow  # every process imports Agent Lightning: seconds of a core each
 
@@ -36,7 +38,7 @@ SETTINGS = RunnerSettings(poll_interval_s=0.02, heartbeat_interval_s=1.0)
 
 
 class EchoAgent(LitAgent[Any]):
-    """Rewards with the task's number. May be told to end its process, once, or to wait."""
+    """Rewards with the task's number. A task can have it end its process, once, or wait for a file."""
 
     async def rollout_async(self, task: Any, resources: Any, rollout: Any) -> None:
         if (flag := task.get("die_unless")) and not Path(flag).exists():
@@ -60,26 +62,8 @@ class Echo(LitAgent):
 """
 
 
-@pytest.mark.parametrize("plan", ["process:1", pytest.param("ray:1", marks=pytest.mark.ray)])
-async def test_workers_find_an_agent_that_was_loaded_by_its_file(
-    plan: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "echo agent.py").write_text(BY_FILE)
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    agent = load_agent(f"{tmp_path}/echo agent.py:Echo")
-    store, ids = await prepared([{"n": n} for n in range(3)])
-    pool = make_runners(replace(RunnerPlan.parse(plan), settings=SETTINGS), agent=agent, store=store)
-    await asyncio.to_thread(pool.start)
-    try:
-        rollouts = await ends(store, ids)
-    finally:
-        assert await asyncio.to_thread(pool.stop)
-    assert [rollout.status for rollout in rollouts] == ["succeeded"] * 3
-
-
 class HangingAgent(LitAgent[Any]):
-    """Waits for what never comes, and leaves a file when it is cancelled; a task without such a file is done at
-    once."""
+    """Waits until it is cancelled, and leaves a file then; a task without such a file is done at once."""
 
     async def rollout_async(self, task: Any, resources: Any, rollout: Any) -> float:
         if "cancelled" not in task:
@@ -90,7 +74,7 @@ class HangingAgent(LitAgent[Any]):
         except asyncio.CancelledError:
             Path(task["cancelled"]).touch()
             raise
-        raise AssertionError("nobody sets the event")
+        raise AssertionError("the event is never set")
 
 
 class PoisonAgent(LitAgent[Any]):
@@ -106,13 +90,41 @@ class UnpicklableAgent(LitAgent[Any]):
 
 async def prepared(tasks: Sequence[dict[str, Any]], **config: Any) -> tuple[BridgeStore, list[str]]:
     store = BridgeStore()
-    await store.add_resources({"main_llm": LLM(endpoint="http://127.0.0.1:1", model="none")})
-    requests = [EnqueueRolloutRequest(input=task, mode="train", config=RolloutConfig(**config)) for task in tasks]
-    return store, [rollout.rollout_id for rollout in await store.enqueue_many_rollouts(requests)]
+    await store.add_resources(RESOURCES)
+    return store, await enqueue_inputs(store, tasks, **config)
 
 
 async def ends(store: BridgeStore, ids: Sequence[str]) -> list[Any]:
     return [await asyncio.wait_for(store.wait_for_rollout(rollout_id, timeout=60), 65) for rollout_id in ids]
+
+
+async def expect_rewards(store: BridgeStore, rollouts: Sequence[Any]) -> None:
+    for rollout in rollouts:
+        assert rollout.status == "succeeded"
+        assert find_final_reward(await spans_of(store, rollout)) == rollout.input["n"]
+
+
+@asynccontextmanager
+async def pool_of(
+    count: int, agent: LitAgent[Any], store: BridgeStore, kind: Any = "process", **settings: Any
+) -> AsyncIterator[Any]:
+    plan = RunnerPlan(kind, count, replace(SETTINGS, **settings))
+    pool = make_runners(plan, agent=agent, store=store)
+    await asyncio.to_thread(pool.start)
+    try:
+        yield pool
+    finally:
+        assert await asyncio.to_thread(pool.stop)
+
+
+@pytest.mark.parametrize("kind", ["process", pytest.param("ray", marks=pytest.mark.ray)])
+async def test_workers_load_an_agent_by_its_file(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "echo agent.py").write_text(BY_FILE)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    agent = load_agent(f"{tmp_path}/echo agent.py:Echo")
+    store, ids = await prepared([{"n": n} for n in range(3)])
+    async with pool_of(1, agent, store, kind):
+        await expect_rewards(store, await ends(store, ids))
 
 
 async def test_two_processes_share_the_work_and_nothing_is_left_running(tmp_path: Path) -> None:
@@ -123,30 +135,21 @@ async def test_two_processes_share_the_work_and_nothing_is_left_running(tmp_path
     await asyncio.to_thread(pool.start)
     pids = pool.pids()
     assert len(pids) == 2
-    for _ in range(1_500):  # until both have come up and taken a share
-        workers = {
-            attempt.worker_id
-            for attempt in [await store.get_latest_attempt(rollout_id) for rollout_id in ids]
-            if attempt is not None
-        }
+    for _ in range(1_500):  # until both have come up and claimed a share
+        attempts = [await store.get_latest_attempt(rollout_id) for rollout_id in ids]
+        workers = {attempt.worker_id for attempt in attempts if attempt is not None}
         if len(workers) == 2 or (len(workers) == 1 and store.usage().queued == 0):
             break
         await asyncio.sleep(0.02)
     go.touch()
-    more = [
-        r.rollout_id
-        for r in await store.enqueue_many_rollouts(
-            [EnqueueRolloutRequest(input={"n": n}, mode="train") for n in range(50)]
-        )
-    ]
+    ids += await enqueue_inputs(store, [{"n": n} for n in range(50)])
     pool.wake()
-    for n, rollout in enumerate(await ends(store, [*ids, *more])):
-        assert rollout.status == "succeeded"
-        spans = [*await store.query_spans(rollout.rollout_id, "latest")]
-        assert find_final_reward(spans) == rollout.input["n"]
-        assert [span.sequence_id for span in spans] == list(range(1, len(spans) + 1))
-        assert len(spans) == (n % 3 if n < 120 else 0) + 1
-    # called on an event loop, as the training loop does
+    rollouts = await ends(store, ids)
+    await expect_rewards(store, rollouts)
+    for n, rollout in enumerate(rollouts):
+        n_spans = (n % 3 if n < 120 else 0) + 1
+        assert [span.sequence_id for span in await spans_of(store, rollout)] == list(range(1, n_spans + 1))
+    # called on an event loop, as in the training loop
     assert pool.stop()
     assert becomes_true(lambda: not any(map(is_running, pids)), 5)
     assert pool.failure is None
@@ -156,44 +159,26 @@ async def test_rollouts_of_a_process_that_dies_are_executed_by_another(tmp_path:
     tasks: list[dict[str, Any]] = [{"n": n} for n in range(20)]
     tasks[7]["die_unless"] = str(tmp_path / "died")
     store, ids = await prepared(tasks, max_attempts=1)
-    pool = ProcessPool(plan=RunnerPlan("process", 1, replace(SETTINGS, max_restarts=1)), agent=EchoAgent(), store=store)
-    await asyncio.to_thread(pool.start)
-    try:
+    async with pool_of(1, EchoAgent(), store, max_restarts=1):
         rollouts = await ends(store, ids)
-    finally:
-        assert await asyncio.to_thread(pool.stop)
     assert (tmp_path / "died").exists()
-    for n, rollout in enumerate(rollouts):
-        assert rollout.status == "succeeded"
-        assert find_final_reward([*await store.query_spans(rollout.rollout_id, "latest")]) == n
+    await expect_rewards(store, rollouts)
     assert len(await store.query_attempts(ids[7])) == 2
 
 
-async def test_rollout_cancelled_in_the_store_is_cancelled_in_its_process(
-    tmp_path: Path,
-) -> None:
+async def test_rollout_cancelled_in_the_store_is_cancelled_in_its_process(tmp_path: Path) -> None:
     begun, cancelled = tmp_path / "begun", tmp_path / "cancelled"
     store, [hanging] = await prepared([{"begun": str(begun), "cancelled": str(cancelled)}])
-    pool = ProcessPool(
-        plan=RunnerPlan("process", 1, replace(SETTINGS, max_concurrent=1, max_restarts=0)),
-        agent=HangingAgent(),
-        store=store,
-    )
-    await asyncio.to_thread(pool.start)
-    try:
+    async with pool_of(1, HangingAgent(), store, max_concurrent=1, max_restarts=0):
         await until(begun.exists, 60)
-        [waiting] = await store.enqueue_many_rollouts([EnqueueRolloutRequest(input={}, mode="train")])
+        waiting = await enqueue_inputs(store, [{}])
         await store.update_rollout(hanging, status="cancelled")
         await until(cancelled.exists, 60)
-        [done] = await ends(
-            store, [waiting.rollout_id]
-        )  # there is room for one: the agent that was cancelled has made it
+        [done] = await ends(store, waiting)  # in the place of the cancelled one
         assert done.status == "succeeded"
         rollout = await store.get_rollout_by_id(hanging)
         assert rollout is not None
         assert rollout.status == "cancelled"
-    finally:
-        assert await asyncio.to_thread(pool.stop)
 
 
 async def test_an_agent_that_kills_every_process_ends_the_pool_with_a_reason() -> None:
@@ -202,18 +187,15 @@ async def test_an_agent_that_kills_every_process_ends_the_pool_with_a_reason() -
         plan=RunnerPlan("process", 1, replace(SETTINGS, max_restarts=0)), agent=PoisonAgent(), store=store
     )
     await asyncio.to_thread(pool.start)
-    for _ in range(3_000):
-        if pool.failure is not None:
-            break
-        await asyncio.sleep(0.02)
+    await until(lambda: pool.failure is not None, 60)
     assert isinstance(pool.failure, LoopError)
     assert "killed by signal 9" in str(pool.failure)
     await asyncio.to_thread(pool.stop)
-    assert (await store.get_rollout_by_id(poison)).status == "requeuing"  # type: ignore[union-attr]  # another pool may try it
+    assert (await store.get_rollout_by_id(poison)).status == "requeuing"  # type: ignore[union-attr]  # for another pool
 
 
 class BacktrackingAgent(LitAgent[Any]):
-    """Scores with a regular expression that holds the interpreter lock for longer than anybody lives, once."""
+    """Scores with a regular expression that never returns the interpreter lock, once."""
 
     def rollout(self, task: Any, resources: Any, rollout: Any) -> float:
         if (flag := task.get("stuck_unless")) and not Path(flag).exists():
@@ -223,7 +205,7 @@ class BacktrackingAgent(LitAgent[Any]):
 
 
 class StandingAgent(EchoAgent):
-    """Blocks the event loop of its process, once, where it does not hold the lock."""
+    """Blocks the event loop of its process, once, without the lock."""
 
     async def rollout_async(self, task: Any, resources: Any, rollout: Any) -> None:
         if (flag := task.get("stuck_unless")) and not Path(flag).exists():
@@ -239,15 +221,10 @@ async def test_a_worker_that_is_stuck_is_replaced(
     tasks: list[dict[str, Any]] = [{"n": n} for n in range(8)]
     tasks[3]["stuck_unless"] = str(tmp_path / "stuck")
     store, ids = await prepared(tasks, max_attempts=1)
-    settings = replace(SETTINGS, max_restarts=1, stuck_after_s=5.0)
-    pool = ProcessPool(plan=RunnerPlan("process", 1, settings), agent=agent, store=store)
-    await asyncio.to_thread(pool.start)
-    [first] = pool.pids()
-    try:
+    async with pool_of(1, agent, store, max_restarts=1, stuck_after_s=5.0) as pool:
+        [first] = pool.pids()
         rollouts = await ends(store, ids)
         assert first not in pool.pids()
-    finally:
-        assert await asyncio.to_thread(pool.stop)
     assert becomes_true(lambda: not is_running(first), 5)
     assert [rollout.status for rollout in rollouts] == ["succeeded"] * 8
     attempts = await store.query_attempts(ids[3])
@@ -276,13 +253,8 @@ async def test_a_process_whose_pool_is_gone_ends_by_itself() -> None:
 
 async def test_stopping_cancels_in_the_other_processes_and_says_so(tmp_path: Path) -> None:
     store, ids = await prepared([{"n": 0, "wait_for": str(tmp_path / "never")}])
-    pool = ProcessPool(plan=RunnerPlan("process", 1, SETTINGS), agent=EchoAgent(), store=store)
-    await asyncio.to_thread(pool.start)
-    for _ in range(1_000):
-        if store.usage().running:
-            break
-        await asyncio.sleep(0.02)
-    assert await asyncio.to_thread(pool.stop)
+    async with pool_of(1, EchoAgent(), store):
+        await until(lambda: store.usage().running)
     assert (await store.get_rollout_by_id(ids[0])).status == "failed"  # type: ignore[union-attr]
 
 
@@ -291,12 +263,6 @@ def test_an_agent_that_cannot_travel_is_one_sentence() -> None:
     with pytest.raises(ConfigError, match="UnpicklableAgent"):
         pool.start()
     assert pool.pids() == []
-
-
-def test_a_plan_makes_its_runners() -> None:
-    store = BridgeStore()
-    assert isinstance(make_runners("inproc", agent=EchoAgent(), store=store), RunnerThread)
-    assert isinstance(make_runners(RunnerPlan("process", 3), agent=EchoAgent(), store=store), ProcessPool)
 
 
 # -- workers that cannot come up -------------------------------------------------------------------------------------

@@ -9,8 +9,8 @@ from agl_slime.support.batching import Batcher
 
 @pytest.mark.parametrize("parallel", [1, 2])
 async def test_an_entry_that_comes_as_all_calls_end_is_handled(parallel: int) -> None:
-    """All calls are answered in one iteration of the loop: the next entry must start a sender, although those of the
-    answered calls have not been removed yet."""
+    """All calls are answered in one iteration of the loop: the next entry must start a sender, although the senders of
+    the answered calls have not been removed yet."""
     answered, sent = asyncio.Event(), []
 
     async def handle(entries: list[int]) -> list[int]:
@@ -26,23 +26,23 @@ async def test_an_entry_that_comes_as_all_calls_end_is_handled(parallel: int) ->
     callers: list[asyncio.Task[list[int]]] = []
     for n in range(parallel):
         callers.append(asyncio.create_task(twice(n)))
-        while len(sent) <= n:  # noqa: ASYNC110  until its call is under way
+        while len(sent) <= n:  # noqa: ASYNC110  until its call has begun
             await asyncio.sleep(0)
     answered.set()
     assert await asyncio.wait_for(asyncio.gather(*callers), 10) == [[n, n + 10] for n in range(parallel)]
 
 
 async def test_cancelled_call_fails_its_waiting_callers() -> None:
-    under_way = asyncio.Event()
+    begun = asyncio.Event()
 
     async def handle(entries: list[int]) -> list[int]:
-        under_way.set()
+        begun.set()
         await asyncio.Event().wait()
         return []
 
     batcher = Batcher(handle, most=256)
     caller = asyncio.create_task(batcher.add(0))
-    await asyncio.wait_for(under_way.wait(), 10)
+    await asyncio.wait_for(begun.wait(), 10)
     await batcher.close(cancel=True)
     with pytest.raises(ConnectionError):
         await asyncio.wait_for(caller, 10)
@@ -63,6 +63,6 @@ async def test_calls_keep_their_interval_and_the_first_after_a_pause_has_none() 
     await batcher.add(0)
     await asyncio.gather(*(batcher.add(n) for n in (1, 2, 3)))
     assert [entries for _, entries in calls] == [[0], [1, 2], [3]]
-    starts = [at - began for at, _ in calls]
+    starts = [time - began for time, _ in calls]
     assert starts[1] >= 0.1
     assert starts[2] - starts[1] >= 0.1

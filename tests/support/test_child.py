@@ -23,7 +23,7 @@ def child_of(program: str, **options: Any) -> Child:
     return Child([sys.executable, "-c", program], name="the child", env=os.environ, **options)
 
 
-def test_child_log_holds_all_lives_and_last_words_only_the_last(tmp_path: Path) -> None:
+def test_child_log_has_all_runs_and_last_words_only_the_last(tmp_path: Path) -> None:
     log = tmp_path / "log"
     for word in ("first", "second"):
         with child_of(f"import sys; print({word!r}); sys.exit(3)", log=log) as child:
@@ -58,31 +58,34 @@ class Scripted:
 
     def __init__(self, restarts: int, *, launch: Callable[[int], None] = lambda _: None, **options: Any) -> None:
         self.ends: queue.SimpleQueue[str] = queue.SimpleQueue()
-        self.launched, self.killed, self.cleaned = 0, 0, []
+        self.launched, self.killed = 0, 0
+        self.reasons: list[str] = []
         self.lost: queue.SimpleQueue[tuple[str, int]] = queue.SimpleQueue()
-        self._before_launch = launch
+        self._on_launch = launch
         self.supervisor = Supervisor(
             launch=self._launch,
             follow=self._follow,
             lost=lambda reason: self.lost.put((reason, self.supervisor.places)),
-            kill=self._kill,
+            kill=self.kill,
             restarts=restarts,
             **options,
         )
 
     def _launch(self) -> tuple[str, int]:
         self.launched += 1
-        self._before_launch(self.launched)
+        self._on_launch(self.launched)
         return str(self.launched), self.launched
 
     def _follow(self, name: str, child: int) -> str:
-        reason = self.ends.get(timeout=10)
-        self.cleaned.append((name, child, reason))
-        return reason
+        self.reasons.append(self.ends.get(timeout=10))
+        return self.reasons[-1]
 
-    def _kill(self, child: int) -> None:
+    def kill(self, child: int) -> None:
         self.killed += 1
         self.ends.put("killed")
+
+    def expect_lost(self, reason: str, places: int) -> None:
+        assert self.lost.get(timeout=10) == (reason, places)
 
 
 @contextmanager
@@ -92,7 +95,7 @@ def scripted(restarts: int, count: int = 1, **options: Any) -> Iterator[Scripted
     yield children
     children.supervisor.stop()
     for child in children.supervisor.left_after(0.0):
-        children._kill(child)
+        children.kill(child)
     children.supervisor.join(10)
     assert not children.supervisor.running
 
@@ -101,28 +104,24 @@ def test_restarts_are_shared_and_the_last_child_is_reported() -> None:
     with scripted(1, count=2) as children:
         children.ends.put("a")
         assert becomes_true(lambda: children.launched == 3, 10)
-        for reason, left in (("b", 1), ("c", 0)):
+        for reason, places in (("b", 1), ("c", 0)):
             children.ends.put(reason)
-            assert children.lost.get(timeout=10) == (reason, left)
+            children.expect_lost(reason, places)
         assert (children.launched, children.supervisor.restarts) == (3, 1)
-        assert [reason for *_, reason in children.cleaned] == ["a", "b", "c"]
+        assert children.reasons == ["a", "b", "c"]
     assert children.lost.empty()
 
 
-def test_restored_restarts_are_given_again() -> None:
+def test_restored_restarts_count_from_zero_and_a_finished_child_ends() -> None:
     with scripted(1) as children:
         for launched in (2, 3, 4):
             children.ends.put("died")
             assert becomes_true(lambda launched=launched: children.launched == launched, 10)
             children.supervisor.restore_restarts()
         assert children.lost.empty()
-
-
-def test_child_that_has_finished_is_not_started_again() -> None:
-    with scripted(5) as children:
         children.ends.put("")
-        assert children.lost.get(timeout=10) == ("", 0)
-        assert children.launched == 1
+        children.expect_lost("", 0)
+        assert children.launched == 4
 
 
 def test_stop_ends_a_pause_and_starts_nothing() -> None:
@@ -131,7 +130,7 @@ def test_stop_ends_a_pause_and_starts_nothing() -> None:
         assert becomes_true(lambda: children.supervisor.restarts == 1, 10)
         assert children.supervisor.running
         children.supervisor.stop()
-        assert children.lost.get(timeout=10) == ("died", 0)
+        children.expect_lost("died", 0)
     assert children.launched == 1
 
 
@@ -148,7 +147,7 @@ def test_child_launched_during_a_stop_is_killed() -> None:
         assert launching.wait(10)
         children.supervisor.stop()
         stopped.set()
-        assert children.lost.get(timeout=10) == ("killed", 0)
+        children.expect_lost("killed", 0)
     assert (children.launched, children.killed) == (2, 1)
 
 
@@ -159,7 +158,7 @@ def test_restart_that_fails_is_the_failure_and_ends_the_child(caplog: pytest.Log
 
     with scripted(5, launch=launch) as children:
         children.ends.put("died")
-        assert children.lost.get(timeout=10) == ("died", 0)
+        children.expect_lost("died", 0)
         assert str(children.supervisor.failure) == "no more processes"
         assert children.supervisor.wait_ready(0.0), "a failure is waited for like a readiness"
     assert "no longer supervised" in caplog.text

