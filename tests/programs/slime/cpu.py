@@ -64,11 +64,11 @@ class CpuTrainActor(TrainRayActor):
         masks = [torch.as_tensor(mask).bool() for mask in data["loss_masks"]]
         scores = self.trainer.scores
         assert scores is not None
-        told: dict[str, list[torch.Tensor]] = {"log_probs": [], "advantages": []}
-        for name, column in told.items():
+        columns: dict[str, list[torch.Tensor]] = {"log_probs": [], "advantages": []}
+        for name, column in columns.items():
             for mask, values in zip(masks, getattr(scores, name), strict=True):
                 column.append(torch.zeros(len(mask)).masked_scatter(mask, torch.as_tensor(values)))
-        whole = restore_context_parallel_fields_to_cpu({**data, **told}, lambda value, *_: value, keep_restored=True)
+        whole = restore_context_parallel_fields_to_cpu({**data, **columns}, lambda value, *_: value, keep_restored=True)
         shard = {"rank": 0, "data_parallel_rank": 0, "rollout_data": whole}
         path = Path(self.args.save_debug_train_data.format(rollout_id=rollout_id, rank=0))
         path.parent.mkdir(parents=True, exist_ok=True)

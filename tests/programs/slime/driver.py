@@ -12,9 +12,9 @@ from __future__ import annotations
 
 import json
 import sys
-import time
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import ray
 import requests
@@ -53,7 +53,6 @@ def main(directory: Path, steps: int, engines: str, *loaded: str) -> None:
             url = stack.enter_context(sglang_router(workers))
         start_ray(num_gpus=1, setup_hook="tests.programs.slime.cpu.register_cpu")
         stack.callback(ray.shutdown)
-        began = time.monotonic()
         code = command_line(
             [
                 *("train", "--trainer", "slime", "--sglang-url", url, "--model-path", str(model)),
@@ -69,7 +68,7 @@ def main(directory: Path, steps: int, engines: str, *loaded: str) -> None:
             ]
         )
         lines = [json.loads(line) for line in metrics.read_text().splitlines()] if metrics.exists() else []
-        own = [json.loads(line) for line in (directory / "run" / "metrics.jsonl").read_text().splitlines()]
+        ours = [json.loads(line) for line in (directory / "run" / "metrics.jsonl").read_text().splitlines()]
         run = RunReader(directory / "run")
         page = run.update() or {}
         write_report([directory / "run"])
@@ -79,25 +78,22 @@ def main(directory: Path, steps: int, engines: str, *loaded: str) -> None:
                 "page": [page["state"]["word"], page["damage"]],
                 "kept": [json.loads(run.rollout(name) or b"")["outcome"] for name in page["kept"]],
                 "trained_equals_sampled": all(
-                    line["train/tokens_trained"] == line["rollout/tokens_sampled"] for line in own
+                    line["train/tokens_trained"] == line["rollout/tokens_sampled"] for line in ours
                 ),
-                "seconds": round(time.monotonic() - began, 1),
                 "steps": [line["step"] for line in lines],
-                "iterations": [line["iteration"] for line in own],
+                "iterations": [line["iteration"] for line in ours],
                 "rewards": [round(line["reward"], 3) for line in lines],
-                "versions": [
-                    requests.get(f"{worker}/model_info", timeout=10).json()["weight_version"] for worker in workers
-                ],
-                "sampled": [
-                    requests.get(f"{worker}/server_info", timeout=10).json()["tokens_sampled"] for worker in workers
-                ],
+                "versions": [answer_of(worker, "model_info")["weight_version"] for worker in workers],
+                "sampled": [answer_of(worker, "server_info")["tokens_sampled"] for worker in workers],
                 "logprob_diff_max": [round(line["train/logprob_diff_max"], 6) for line in lines],
-                "checkpoint": sorted(path.name for path in (directory / "checkpoint").iterdir())
-                if (directory / "checkpoint").is_dir()
-                else [],
+                "checkpoint": sorted(path.name for path in (directory / "checkpoint").glob("*")),
                 "files": sorted(path.name for path in (directory / "run").iterdir()),
             }
         )
+
+
+def answer_of(worker: str, path: str) -> dict[str, Any]:
+    return requests.get(f"{worker}/{path}", timeout=10).json()
 
 
 if __name__ == "__main__":

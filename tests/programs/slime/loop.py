@@ -1,12 +1,11 @@
 """slime's own ``train()`` or ``train_async()`` on a CPU: real Ray, manager, router, weight updates and SGLang; only
 Megatron's place is taken by our trainer.
 
-    python -m tests.programs.slime.loop DIRECTORY train|train_async STEPS embedded|controller|ray|hosts URL|URL...
+    python -m tests.programs.slime.loop DIRECTORY train|train_async STEPS embedded|ray|hosts URL|URL...
 
 The URLs are those of SGLang servers that run already and serve DIRECTORY/policy; ``hosts`` has runners on other nodes
-of the Ray of several hosts that ``TEST_RAY_ADDRESS`` names. ``controller`` is the embedded engine
-with an agent of Agent Lightning 1.0, whose controller the manager starts, in small batches; ``ray`` has the agent run
-in two Ray actors that the manager starts.
+of the Ray of several hosts that ``TEST_RAY_ADDRESS`` names. ``ray`` is the embedded engine with the agent in two Ray
+actors that the manager starts, in small batches.
 """
 
 from __future__ import annotations
@@ -16,7 +15,6 @@ import importlib.util
 import json
 import os
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -30,19 +28,18 @@ from tests.harness.routers import sglang_router
 from tests.harness.slime_programs import report
 from tests.programs.slime.common import make_policy, slime_args, start_ray, write_tasks
 
-GROUPS, SIZE, CONTROLLED = 16, 4, 2
+GROUPS, SIZE, SMALL = 16, 4, 2
 
 
 def main(directory: Path, loop: str, steps: int, engines: list[str]) -> None:
     model = make_policy(directory)
     if engines[0] == "hosts":
         run(directory, model, loop, steps, engines[1:], runners="ray:2", host=os.environ["SLIME_HOST_IP"])
-        return
-    if engines not in (["embedded"], ["controller"], ["ray"]):
+    elif engines in (["embedded"], ["ray"]):
+        with EmbeddedEngine(model) as engine:
+            run(directory, model, loop, steps, [engine.url], runners="ray:2" if engines == ["ray"] else None)
+    else:
         run(directory, model, loop, steps, engines)
-        return
-    with EmbeddedEngine(model) as engine:
-        run(directory, model, loop, steps, [engine.url], runners="ray:2" if engines == ["ray"] else engines[0])
 
 
 def run(
@@ -52,11 +49,10 @@ def run(
     steps: int,
     engines: list[str],
     *,
-    runners: str = "embedded",
+    runners: str | None = None,
     host: str = "127.0.0.1",
 ) -> None:
-    controller = runners == "controller"
-    groups = GROUPS if runners == "embedded" else CONTROLLED
+    groups = SMALL if runners else GROUPS
     from tests.programs.slime.cpu import CpuTrainActor, register_cpu
 
     register_cpu()
@@ -73,13 +69,10 @@ def run(
             *("--update-weight-disk-keep-files",),
             *("--save", str(directory / "checkpoint"), "--save-interval", str(steps)),
             *("--dump-details", str(directory / "dump")),
-            *(
-                "--eval-interval",
-                str(steps),
-                "--eval-prompt-data",
-                "lookup",
-                str(write_tasks(directory / "eval.jsonl", 64, seed=99)),
-            ),
+            *("--eval-interval", str(steps), "--eval-prompt-data", "lookup"),
+            str(write_tasks(directory / "eval.jsonl", 64, seed=99)),
+            # the flag that comes last counts
+            *("--custom-eval-rollout-log-function-path", "tests.programs.slime.loop.log_eval"),
         ]
         config = {
             "agl_agent": "agl_slime.cli.demo.agent:LookupAgent",
@@ -89,26 +82,14 @@ def run(
             "agl_metrics": str(metrics),
             "agl_eval_log": str(directory / "eval_means.jsonl"),
         }
-        if runners == "ray:2":
+        if runners:
             config |= {"agl_runners": runners, "agl_eval_rollouts": SIZE}
         if host != "127.0.0.1":
             config |= {"agl_store_host": "0.0.0.0", "agl_max_staleness": int(loop == "train_async")}
-        if controller:
-            config |= {
-                "agl_agent": "tests.programs.agents.controller_agent:Agent",
-                "agl_runners": "controller",
-                "agl_env_map": {"QUESTION": "input.key"},
-                "agl_eval_rollouts": SIZE,
-                "agl_controller_log": str(directory / "controller.log"),
-            }
-            os.environ["WITNESS"] = str(directory / "witness")  # of the manager's children
-        # the flag given last counts
-        flags += ["--custom-eval-rollout-log-function-path", "tests.programs.slime.loop.log_eval"]
         args = slime_args(flags, model=model, config=config, directory=directory)
         module = slimes_script(loop)
         module.create_training_models = functools.partial(module.create_training_models, actor_cls=CpuTrainActor)
         start_ray(num_gpus=1, setup_hook="tests.programs.slime.cpu.register_cpu")
-        began = time.monotonic()
         try:
             module.train(args)
             pids = gone("Worker", "RolloutManager")
@@ -118,7 +99,6 @@ def run(
         report(
             {
                 "actors": pids,
-                "seconds": round(time.monotonic() - began, 1),
                 "rewards": [round(line["reward"], 3) for line in lines],
                 "eval": [json.loads(line)["agl"] for line in (directory / "eval_means.jsonl").read_text().splitlines()],
                 "logprob_diff_max": [round(line["train/logprob_diff_max"], 6) for line in lines],
@@ -130,16 +110,15 @@ def run(
 
 
 def gone(*names: str) -> dict[str, int]:
-    """How many actors of these classes do not end: Ray kills them, and does not wait for it."""
-    found = {name: actors(name) for name in names}
-    psutil.wait_procs([process for some in found.values() for process in some], timeout=20)
+    """The numbers of actors of these classes that do not end: Ray kills them asynchronously."""
+    psutil.wait_procs([process for name in names for process in actors(name)], timeout=20)
     return {name: len(actors(name)) for name in names}
 
 
 def actors(name: str) -> list[psutil.Process]:
-    """Processes of this Ray that are an actor of this class: after slime's own end there is none."""
-    own = [process for process in psutil.process_iter(["name"]) if os.getsid(process.pid) == os.getsid(0)]
-    return [process for process in own if (process.info["name"] or "").startswith(f"ray::{name}")]
+    """Processes of this Ray that are an actor of this class."""
+    session = [process for process in psutil.process_iter(["name"]) if os.getsid(process.pid) == os.getsid(0)]
+    return [process for process in session if (process.info["name"] or "").startswith(f"ray::{name}")]
 
 
 def slimes_script(name: str) -> Any:
@@ -147,9 +126,8 @@ def slimes_script(name: str) -> Any:
     own)."""
     import slime
 
-    spec = importlib.util.spec_from_file_location(
-        f"slime_{name}", Path(next(iter(slime.__path__))).parent / f"{name}.py"
-    )
+    path = Path(next(iter(slime.__path__))).parent / f"{name}.py"
+    spec = importlib.util.spec_from_file_location(f"slime_{name}", path)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)

@@ -1,5 +1,5 @@
 """slime's RolloutManager under real Ray, fed by agents that run elsewhere: ten batches, a checkpoint, another manager
-that goes on from it.
+that resumes from it.
 
 python -m tests.programs.slime.manager DIRECTORY
 """
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import sys
-import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -63,38 +62,24 @@ def main(directory: Path) -> None:
 
 
 def run(args: Any, store: BridgeStore, tokenizer: Any) -> dict[str, Any]:
-    from slime.ray.placement_group import create_rollout_manager
-
-    began = time.monotonic()
-    first = new_manager(create_rollout_manager, args, load=-1)
-    start_s = time.monotonic() - began
+    first = new_manager(args, load=-1)
     batches: list[dict[str, Any]] = []
-    seconds: list[float] = []
     for step in range(BATCHES):
-        began = time.monotonic()
         batches.append(generate(first, args, step))
-        seconds.append(time.monotonic() - began)
         if step == CHECKPOINT:
             ray.get(first.save.remote(step))
     expected = asyncio.run(expected_rows(store, tokenizer))
-    got = Counter(row for batch in batches for row in rows(batch))
-    mismatches = list((got - expected).elements())
-    trained = Counter(name for batch in batches for name in batch["names"])
+    mismatches = list((Counter(row for batch in batches for row in rows(batch)) - expected).elements())
 
-    # the manager dies; another goes on from the checkpoint
+    # the manager dies; another resumes from the checkpoint
     ray.kill(first)
-    args.load = args.save  # what slime's parse_args says once there is a checkpoint there
-    second = new_manager(create_rollout_manager, args, load=CHECKPOINT)
-    after = [generate(second, args, step) for step in range(CHECKPOINT + 1, BATCHES + 2)]
-    kept = Counter(name for batch in batches[: CHECKPOINT + 1] for name in batch["names"])
-    lost = Counter(
-        name for batch in batches[CHECKPOINT + 1 :] for name in batch["names"]
-    )  # trained after the checkpoint: not trained in this life
-    again = Counter(name for batch in after for name in batch["names"])
+    args.load = args.save  # as slime's parse_args sets it once there is a checkpoint
+    second = new_manager(args, load=CHECKPOINT)
+    later = [generate(second, args, step) for step in range(CHECKPOINT + 1, BATCHES + 2)]
     ray.kill(second)
+    trained, delivered = rollouts_of(batches), rollouts_of(later)
+    saved, lost = rollouts_of(batches[: CHECKPOINT + 1]), rollouts_of(batches[CHECKPOINT + 1 :])
     return {
-        "start_s": round(start_s, 2),
-        "generate_s": [round(value, 2) for value in seconds],
         "keys": sorted(set(batches[0]) - {"names"}),
         "samples": [len(batch["tokens"]) for batch in batches],
         "rollouts": [len(set(batch["names"])) for batch in batches],
@@ -110,17 +95,21 @@ def run(args: Any, store: BridgeStore, tokenizer: Any) -> dict[str, Any]:
         "finished": expected.total(),
         "trained": trained.total(),
         "trained_twice": sum(count - 1 for count in trained.values()),
-        "twice_over_the_checkpoint": len(kept.keys() & again.keys()) + sum(count - 1 for count in again.values()),
+        "twice_over_the_checkpoint": len(saved.keys() & delivered) + sum(count - 1 for count in delivered.values()),
         "after_the_checkpoint": len(lost),
-        "delivered_again": len(again.keys() & lost.keys()),
-        "reward": round(sum(sum(batch["raw_reward"]) for batch in batches) / got.total(), 3),
+        "delivered_again": len(delivered.keys() & lost),
     }
 
 
-def new_manager(create: Any, args: Any, *, load: int) -> Any:
-    manager, _ = create(args, (None, [], []))
-    for method in ("set_train_parallel_config",):
-        ray.get(getattr(manager, method).remote(PARALLEL))
+def rollouts_of(batches: list[dict[str, Any]]) -> Counter[str]:
+    return Counter(name for batch in batches for name in batch["names"])
+
+
+def new_manager(args: Any, *, load: int) -> Any:
+    from slime.ray.placement_group import create_rollout_manager
+
+    manager, _ = create_rollout_manager(args, (None, [], []))
+    ray.get(manager.set_train_parallel_config.remote(PARALLEL))
     ray.get(manager.load.remote(load))
     return manager
 
@@ -130,19 +119,17 @@ def generate(manager: Any, args: Any, step: int) -> dict[str, Any]:
     import torch
 
     [box] = ray.get(manager.generate.remote(step))
-    data: Any = ray.get(box.inner)
-    batch = {
-        name: [_plain(item) for item in value] if isinstance(value, list) else value for name, value in data.items()
+    batch: Any = {
+        name: [item.tolist() if hasattr(item, "tolist") else item for item in value]
+        if isinstance(value, list)
+        else value
+        for name, value in ray.get(box.inner).items()
     }
     partition = [int(position) for position in batch["partition"]]
     batch["raw_reward"] = [batch["raw_reward"][position] for position in partition]
     samples = torch.load(args.save_debug_rollout_data.format(rollout_id=step), weights_only=False)["samples"]
     batch["names"] = [samples[position]["metadata"]["agl_rollout_id"] for position in partition]
     return batch
-
-
-def _plain(value: Any) -> Any:
-    return value.tolist() if hasattr(value, "tolist") else value
 
 
 def rows(batch: dict[str, Any]) -> list[tuple[Any, ...]]:
@@ -153,45 +140,28 @@ def rows(batch: dict[str, Any]) -> list[tuple[Any, ...]]:
 def row_of(
     tokens: list[int], length: int, mask: list[int], raw: float, reward: float, truncated: int, log_probs: list[float]
 ) -> tuple[Any, ...]:
-    # slime keeps log-probs and rewards as float32
-    return (
-        tuple(tokens),
-        int(length),
-        tuple(mask),
-        float(raw),
-        round(float(reward), 4),
-        int(truncated),
-        tuple(round(p, 4) for p in log_probs),
-    )
+    """slime has log-probs and rewards as float32."""
+    numbers = (int(length), float(raw), round(float(reward), 4), int(truncated))
+    return (tuple(tokens), tuple(mask), *numbers, tuple(round(p, 4) for p in log_probs))
 
 
 async def expected_rows(store: BridgeStore, tokenizer: Any) -> Counter[tuple[Any, ...]]:
-    """What the converter and the normaliser say about every group that has finished, straight from the store."""
+    """The rows of every group that has finished, by the converter and the normaliser, straight from the store."""
     groups: dict[str, list[Any]] = {}
     for rollout in await store.query_rollouts(status_in=["succeeded"]):
         conversion = convert_rollout(rollout, await store.query_spans(rollout.rollout_id, "latest"), tokenizer)
         groups.setdefault((rollout.metadata or {})["group_id"], []).append(conversion.samples)
-    found: Counter[tuple[Any, ...]] = Counter()
+    expected: Counter[tuple[Any, ...]] = Counter()
     for group in groups.values():
         if len(group) != SIZE:
             continue
-        flat = [(number, sample) for number, samples in enumerate(group) for sample in samples]
-        advantages = normalize_rewards(
-            [s.reward for _, s in flat], group_indices=[0] * len(flat), rollout_ids=[number for number, _ in flat]
-        )
-        for (_, sample), advantage in zip(flat, advantages, strict=True):
-            truncated = sample.status == sample.Status.TRUNCATED
-            row = row_of(
-                sample.tokens,
-                sample.response_length,
-                sample.loss_mask,
-                sample.reward,
-                advantage,
-                truncated,
-                sample.rollout_log_probs,
-            )
-            found[row] += 1
-    return found
+        numbers = [number for number, samples in enumerate(group) for _ in samples]
+        flat = [sample for samples in group for sample in samples]
+        advantages = normalize_rewards([s.reward for s in flat], group_indices=[0] * len(flat), rollout_ids=numbers)
+        for s, advantage in zip(flat, advantages, strict=True):
+            outcome = (s.reward, advantage, s.status == s.Status.TRUNCATED)
+            expected[row_of(s.tokens, s.response_length, s.loss_mask, *outcome, s.rollout_log_probs)] += 1
+    return expected
 
 
 if __name__ == "__main__":

@@ -37,10 +37,12 @@ from tests.harness.tokenizers import small_tokenizer
 LAYERS, TOP_K = 3, 2
 ARGS = Namespace(num_layers=LAYERS, moe_router_topk=TOP_K, moe_layer_freq=[1] * LAYERS, rollout_top_p=0.9)
 SAMPLING: Any = {"max_new_tokens": 6, "top_p": 0.9, "nucleus": True, "routed_experts": (LAYERS, TOP_K)}
+FIELDS = ("tokens", "response_length", "loss_mask", "rollout_log_probs")
+TENSORS = ("rollout_routed_experts", "rollout_top_p_token_ids", "rollout_top_p_token_offsets")
 
 
 def experts_of(ids: list[int], n_experts: int) -> np.ndarray[Any, Any]:
-    """What the made-up engine routes each token but the last to, by all ids up to it: ``[len - 1, layers, top_k]``."""
+    """Experts of each token but the last, a function of all ids up to it: ``[len - 1, layers, top_k]``."""
     hashed, rows = 0, []
     for token in ids[:-1]:
         hashed = (hashed * 1_000_003 + token + 1) % 2**31
@@ -60,14 +62,14 @@ class Engine:
     async def generate(
         self, input_ids: Any, sampling: SamplingParams, *, experts_start: int = 0, **_: Any
     ) -> Generation:
-        wanted = ResumableGeneration(prompt_ids=input_ids, sampling=sampling, experts_start=experts_start)
+        resumable = ResumableGeneration(prompt_ids=input_ids, sampling=sampling, experts_start=experts_start)
         answers: list[Any] = []
-        while not wanted.done:
-            request = wanted.next_request()
+        while not resumable.done:
+            request = resumable.next_request()
             body = self.answer(list(request.input_ids), request.sampling.max_new_tokens, request.experts_start)
             answers.append(body)
-            wanted.add(parse_generation(body, request=request))
-        generation = wanted.result(latency_s=0.0)
+            resumable.add(parse_generation(body, request=request))
+        generation = resumable.result(latency_s=0.0)
         self.calls.append((list(input_ids), list(generation.output_ids), answers))
         return generation
 
@@ -95,26 +97,21 @@ class Engine:
             meta["routed_experts_start_len"] = first
         rows = experts_of(prompt + ids, self.n_experts)[first:]
         meta["routed_experts"] = base64.b64encode(rows.tobytes()).decode()
-        kept = [sorted({token, *(rng.randrange(300) for _ in range(rng.randrange(4)))}) for token in ids]
-        offsets = np.cumsum([0, *map(len, kept)]).astype(np.int32)
-        flat = np.array([token for row in kept for token in row], dtype=np.int32)
+        nuclei = [sorted({token, *(rng.randrange(300) for _ in range(rng.randrange(4)))}) for token in ids]
+        offsets = np.cumsum([0, *map(len, nuclei)]).astype(np.int32)
+        flat = np.array([token for row in nuclei for token in row], dtype=np.int32)
         meta["top_p_token_ids"] = base64.b64encode(flat.tobytes()).decode()
         meta["top_p_token_offsets"] = base64.b64encode(offsets.tobytes()).decode()
         return {"text": self.tokenizer.decode(ids), "meta_info": meta}
 
 
-async def rollout(
-    rng: random.Random, template: ChatTemplate, number: int, directory: Path
-) -> tuple[list[Sample], Engine]:
-    """Ours: several turns with tools' results, edits of the history and branches; every other one with files."""
+async def ours(rng: random.Random, template: ChatTemplate, number: int, directory: Path) -> tuple[list[Sample], Engine]:
+    """Several turns with tools' results, edits of the history and branches; every second rollout uses files."""
     engine, spans = Engine(rng, template.tokenizer), list[Any]()
-    by_file = str(directory) if number % 2 else None
     session = RolloutSession(
         client=engine,
         template=template,
-        sampling=SamplingParams(
-            max_new_tokens=6, top_p=0.9, nucleus=True, routed_experts=(LAYERS, TOP_K), replay_files=by_file
-        ),
+        sampling=SamplingParams(**SAMPLING, replay_files=str(directory) if number % 2 else None),
         messages=[{"role": "user", "content": f"question {rng.randrange(99)}"}],
         rollout_id=f"ro-{number}",
         write=lambda attributes, _: spans.append(SimpleNamespace(attributes=attributes)),
@@ -128,7 +125,7 @@ async def rollout(
         kind = rng.random()
         if line.messages[-1]["role"] == "assistant":
             line.add({"role": rng.choice(("tool", "user")), "content": f"said {rng.randrange(99)}"})
-        if kind < 0.15:  # the agent edits what was there
+        if kind < 0.15:  # the agent edits the history
             edited = [dict(message) for message in line.messages]
             edited[rng.randrange(len(edited))]["content"] = f"edited {rng.randrange(99)}"
             line.messages = edited
@@ -137,37 +134,30 @@ async def rollout(
     turns = tuple(decode_turns(spans))
     if not any(len(turn.response_ids) and index not in untrained for index, turn in enumerate(turns)):
         return [], engine
-    made = Trajectory(rollout_id=str(number), attempt_id="1", task={}, turns=turns, reward=1.0)
-    how: Any = {"index": number, "rollout_id": number, "group_index": 0, "replay_files": directory}
-    conversion = convert_trajectory(made, untrained_turns=untrained, **how)
+    trajectory = Trajectory(rollout_id=str(number), attempt_id="1", task={}, turns=turns, reward=1.0)
+    options: Any = {"index": number, "rollout_id": number, "group_index": 0, "replay_files": directory}
+    conversion = convert_trajectory(trajectory, untrained_turns=untrained, **options)
     assert all(turn.experts is None and turn.nucleus is None for turn in conversion.trajectory.turns)
     return list(with_tensors(conversion.samples)), engine
 
 
 def slimes(ours: Sample, engine: Engine, used: set[int]) -> Sample:
-    """What slime makes of the same answers, turn by turn, as its own ``generate`` does."""
+    """slime's Sample of the same answers, turn by turn, as its own ``generate`` makes it."""
     prompt_length = len(ours.tokens) - ours.response_length
     sample = Sample(tokens=list(ours.tokens[:prompt_length]), loss_mask=[], rollout_log_probs=[])
     for start, end in ours.metadata["turn_spans"]:
-        before, said = ours.tokens[: prompt_length + start], ours.tokens[prompt_length + start : prompt_length + end]
-        at = next(i for i, call in enumerate(engine.calls) if i not in used and call[:2] == (before, said))
-        used.add(at)
-        if between := before[len(sample.tokens) :]:
+        prompt, ids = ours.tokens[: prompt_length + start], ours.tokens[prompt_length + start : prompt_length + end]
+        number = next(i for i, call in enumerate(engine.calls) if i not in used and call[:2] == (prompt, ids))
+        used.add(number)
+        if between := prompt[len(sample.tokens) :]:
             sample.append_response_tokens(ARGS, tokens=between, trainable=False)
-        begins = next(
-            (
-                meta["routed_experts_start_len"]
-                for body in engine.calls[at][2]
-                if "routed_experts_start_len" in (meta := body["meta_info"])
-            ),
-            0,
-        )
-        held = sample.rollout_routed_experts
-        if begins > (0 if held is None else len(held)):
-            # of a fork, or of a turn that is context only: what slime would hold of the turns before
-            sample.rollout_routed_experts = torch.from_numpy(experts_of([*sample.tokens, 0], engine.n_experts))[:begins]
-        for body in engine.calls[at][2]:
-            meta = body["meta_info"]
+        metas = [body["meta_info"] for body in engine.calls[number][2]]
+        begin = next((meta["routed_experts_start_len"] for meta in metas if "routed_experts_start_len" in meta), 0)
+        experts = sample.rollout_routed_experts
+        if begin > (0 if experts is None else len(experts)):
+            # of a fork, or of a turn that is context only: the experts of the turns in front of it
+            sample.rollout_routed_experts = torch.from_numpy(experts_of([*sample.tokens, 0], engine.n_experts))[:begin]
+        for body, meta in zip(engine.calls[number][2], metas, strict=True):
             pairs = meta.get("output_token_logprobs", [])
             tokens, log_probs = [pair[1] for pair in pairs], [pair[0] for pair in pairs]
             sample.append_response_tokens(ARGS, tokens=tokens, log_probs=log_probs, meta_info=meta, text=body["text"])
@@ -175,51 +165,44 @@ def slimes(ours: Sample, engine: Engine, used: set[int]) -> Sample:
 
 
 def differences(ours: Sample, theirs: Sample) -> list[str]:
-    found = []
-    for name in ("tokens", "response_length", "loss_mask", "rollout_log_probs"):
-        if getattr(ours, name) != getattr(theirs, name):
-            found.append(name)
-    for name in ("rollout_routed_experts", "rollout_top_p_token_ids", "rollout_top_p_token_offsets"):
+    names = [name for name in FIELDS if getattr(ours, name) != getattr(theirs, name)]
+    for name in TENSORS:
         a, b = getattr(ours, name), getattr(theirs, name)
         if a.dtype != b.dtype or a.shape != b.shape or not torch.equal(a, b):
-            found.append(name)
+            names.append(name)
     if tuple(ours.rollout_routed_experts.shape) != (len(ours.tokens) - 1, LAYERS, TOP_K):
-        found.append("shape")
+        names.append("shape")
     if ours.weight_versions != list(dict.fromkeys(theirs.weight_versions)):
-        found.append("weight_versions")
-    return found
+        names.append("weight_versions")
+    return names
 
 
 async def compare(rollouts: int, seed: int, directory: Path) -> dict[str, Any]:
     template = ChatTemplate(tokenizer=small_tokenizer())
     convert = RolloutManager.__ray_metadata__.modified_class._convert_samples_to_train_data
-    counts = {"rollouts": 0, "samples": 0, "forked": 0, "resumed": 0, "turns": 0, "rows": 0, "converted": 0}
+    counts = dict.fromkeys(("rollouts", "forked", "resumed", "converted"), 0)
     different: list[Any] = []
     for number in range(rollouts):
         rng = random.Random(seed * 1_000_003 + number)
-        samples, engine = await rollout(rng, template, number, directory)
+        samples, engine = await ours(rng, template, number, directory)
         if not samples:
             continue
         used: set[int] = set()
-        for ours in samples:
-            if found := differences(ours, slimes(ours, engine, used)):
-                different.append([number, found])
+        for sample in samples:
+            if names := differences(sample, slimes(sample, engine, used)):
+                different.append([number, names])
         validate_rollout_routed_experts_for_replay([sample.rollout_routed_experts for sample in samples], ARGS)
         manager = SimpleNamespace(
             args=Namespace(**vars(ARGS), use_rollout_routing_replay=True),
             custom_convert_samples_to_train_data_func=None,
-            _post_process_rewards=lambda given: ([1.0] * len(given), [1.0] * len(given)),
+            _post_process_rewards=lambda batch: ([1.0] * len(batch), [1.0] * len(batch)),
         )
         data = convert(manager, samples)
         counts["converted"] += len(data["rollout_routed_experts"]) == len(data["rollout_top_p_token_ids"])
         counts["rollouts"] += 1
-        counts["samples"] += len(samples)
         counts["forked"] += len(samples) > 1
         counts["resumed"] += any(len(call[2]) > 1 for call in engine.calls)
-        counts["turns"] += len(engine.calls)
-        counts["rows"] += sum(len(sample.rollout_routed_experts) for sample in samples)
-    counts["filed"] = sum(1 for _ in directory.iterdir())
-    return {**counts, "different": different[:10], "n_different": len(different)}
+    return {**counts, "filed": sum(1 for _ in directory.iterdir()), "different": different[:10]}
 
 
 if __name__ == "__main__":

@@ -20,35 +20,33 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     return "my_rehearsed_agents"
 
 
-@pytest.mark.parametrize("code", ["{}:Agent", "{}.Agent", "{}.py:Agent", "agl_slime.AGLDataSource"])
-def test_an_existing_name_resolves(code: str, module: str) -> None:
-    assert unresolved(code.format(module)) is None
+def test_an_existing_name_resolves(module: str) -> None:
+    for code in (f"{module}:Agent", f"{module}.Agent", f"{module}.py:Agent", "agl_slime.AGLDataSource"):
+        assert unresolved(code) is None
 
 
 @pytest.mark.parametrize(
     ("code", "why", "near"),
     [
         ("my_rehearsd_agents:Agnt", "ModuleNotFoundError: No module named", "my_rehearsed_agents:Agent"),
-        ("my_rehearsed_agents:Agnt", "AttributeError: module", "my_rehearsed_agents:Agent"),
         ("my_rehearsed_agents.py:Agnt", "AttributeError: module", "my_rehearsed_agents.py:Agent"),
         ("my_rehearsd_agents.py:Agent", "ConfigError: there is no file", "my_rehearsed_agents.py:Agent"),
         ("agl_slime.slime_hoks.generate_rolout", "AttributeError", "agl_slime.slime_hooks.generate_rollout"),
         ("my_rehearsed_agents:Judge", "AttributeError", ""),
-        ("my_broken_agents:Agent", "RuntimeError: no GPU", ""),
         ("my_broken_agents.py:Agent", "RuntimeError: no GPU", ""),
     ],
 )
 def test_an_unresolved_name_has_its_reason_and_the_nearest(code: str, why: str, near: str, module: str) -> None:
-    found = unresolved(code)
-    assert found is not None
-    assert found[0].startswith(why)
-    assert found[1] == near
+    reason = unresolved(code)
+    assert reason is not None
+    assert reason[0].startswith(why)
+    assert reason[1] == near
 
 
 def test_another_python_resolves_from_the_working_directory(module: str) -> None:
     assert unresolved_elsewhere(f"{module}:Agent", sys.executable) is None
-    found = unresolved_elsewhere(f"{module}:Agnt", sys.executable)
-    assert found == ("AttributeError: module 'my_rehearsed_agents' has no attribute 'Agnt'", f"{module}:Agent")
+    reason = unresolved_elsewhere(f"{module}:Agnt", sys.executable)
+    assert reason == ("AttributeError: module 'my_rehearsed_agents' has no attribute 'Agnt'", f"{module}:Agent")
 
 
 def test_the_nearest_file_is_of_the_same_directory(tmp_path: Path) -> None:

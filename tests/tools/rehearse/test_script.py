@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +47,9 @@ def write(directory: Path, text: str) -> Path:
     return script
 
 
+ONE = Nodes(1, 8)
+
+
 @pytest.fixture
 def scratch(tmp_path: Path) -> Path:
     (tmp_path / "scratch").mkdir()
@@ -63,7 +65,7 @@ def test_a_script_gives_its_training_command_and_harms_nothing(tmp_path: Path, s
     assert (training.script, training.env["PYTHONPATH"]) == ("train.py", "/root/Megatron-LM")
     flags = "--actor-num-gpus-per-node 4 --num-layers 28 --swiglu --rollout-batch-size 32 --prompt-data|/data/a b.jsonl"
     assert [*training.flags] == [*flags.split("|")[0].split(), flags.split("|")[1], "--lr", "1e-6"]
-    assert [one.argv[:3] for one in played.commands][:2] == [("pkill", "-9", "python"), ("pkill", "-9", "ray")]
+    assert [command.argv[:3] for command in played.commands][:2] == [("pkill", "-9", "python"), ("pkill", "-9", "ray")]
     nodes = sorted(played.ray_nodes, key=lambda node: node.host or "")
     assert [(node.host, node.head, node.address, node.gpus) for node in nodes] == [
         (None, True, "127.0.0.1", 4),
@@ -96,22 +98,19 @@ def test_a_computation_in_python_is_done(tmp_path: Path, scratch: Path):
 def test_a_script_that_ends_early_says_its_last_words(tmp_path: Path, scratch: Path):
     script = write(tmp_path, HEAD + '[ -n "${DATA_ROOT:-}" ] || { echo "DATA_ROOT is not set"; exit 3; }\n')
     played = play(script, gpus=8, scratch=scratch)
-    texts = [one.text for one in check_script(played, played.training, Nodes(1, 8))]
+    texts = [finding.text for finding in check_script(played, played.training, ONE)]
     assert texts == ["the script ended with code 3 before it started training: DATA_ROOT is not set"]
+    with pytest.raises(ConfigError, match="there is no such launch script"):
+        play(tmp_path / "none.sh", gpus=8, scratch=scratch)
 
 
 def test_a_script_that_needs_a_master_address_goes_on_with_one(tmp_path: Path, scratch: Path):
     needs = '[ -n "${MASTER_ADDR:-}" ] || exit 1\npython3 train.py --lr 1\nls "${DATA_ROOT}" || true\n'
     played = play(write(tmp_path, HEAD + needs), gpus=8, scratch=scratch, environ={"PATH": "/usr/bin:/bin"})
     assert played.training is not None
-    texts = [one.text for one in check_script(played, played.training, Nodes(1, 8))]
+    texts = [finding.text for finding in check_script(played, played.training, ONE)]
     assert texts[0].startswith("MASTER_ADDR is not set and the script needs it: export it")
     assert texts[1].startswith("the script reads DATA_ROOT, which nothing sets")
-
-
-def test_no_script_is_an_error(tmp_path: Path, scratch: Path):
-    with pytest.raises(ConfigError, match="there is no such launch script"):
-        play(tmp_path / "none.sh", gpus=8, scratch=scratch)
 
 
 # -- checks ----------------------------------------------------------------------------------------------------------
@@ -140,21 +139,17 @@ HOOKED = {"rollout_function_path": OURS, "eval_function_path": OURS, "custom_rew
 APART = {"colocate": False, "actor_num_gpus_per_node": 4, "rollout_num_gpus": 4, "global_batch_size": 256}
 
 
-ONE = Nodes(1, 8)
-
-
 def findings(nodes: Nodes = ONE, *, script: str = "train.py", cwd: str = "/nowhere", **changed: Any) -> list[str]:
-    parsed = Parsed(args={**SOUND, **changed})
     training = Training(script, (), {}, cwd, submitted=True)
-    *texts, ray = (one.text for one in check(Played((), 0, "", isolated=True), parsed, training, nodes))
+    parsed = Parsed(args={**SOUND, **changed})
+    *texts, ray = (finding.text for finding in check(Played((), 0, "", isolated=True), parsed, training, nodes))
     assert "starts no Ray" in ray
     return texts
 
 
-def test_sound_arguments_have_no_findings():
-    assert findings() == []
-    assert findings(**APART) == []
-    assert findings(**HOOKED) == []
+@pytest.mark.parametrize("flags", [{}, APART, HOOKED])
+def test_sound_arguments_have_no_findings(flags: dict[str, Any]):
+    assert findings(**flags) == []
 
 
 @pytest.mark.parametrize(
@@ -187,18 +182,23 @@ def test_sound_arguments_have_no_findings():
     ],
 )
 def test_each_fault_is_one_sentence_with_its_fix(changed: dict[str, Any], text: str):
-    assert any(text in one for one in findings(**changed)), findings(**changed)
+    assert any(text in finding for finding in findings(**changed)), findings(**changed)
 
 
 def test_files_are_looked_for_where_the_script_starts_training(tmp_path: Path):
-    (tmp_path / "rows.jsonl").write_text('{"question": "6 * 7?"}\n' * 32)
+    (tmp_path / "rows.jsonl").write_text('{"question": "6 * 7?", "label": "42"}\n' * 40)
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text('{"max_position_embeddings": 4096}')
-    files = {"prompt_data": "rows.jsonl@[0:32]", "input_key": "prompt", "hf_checkpoint": "model"}
-    [keys, length] = sorted(findings(cwd=str(tmp_path), **files))
-    assert "--input-key prompt is missing in 32 of 32 rows" in keys
+    keys = {"input_key": "prompt", "label_key": "label"}
+    files = {"prompt_data": "rows.jsonl@[0:32]", "hf_checkpoint": "model", **keys}
+    [missing, length] = sorted(findings(cwd=str(tmp_path), **files))
+    assert "--input-key prompt is missing in 32 of 32 rows" in missing
+    assert "name one of the keys there (question, label)" in missing
     assert "the model's max_position_embeddings" in length
     assert "rows.jsonl@[0:32] does not exist" in findings(**files)[0]
+    data = tmp_path / "rows.jsonl"
+    assert findings(prompt_data=str(data), input_key="question") == []
+    assert "has 9 rows, fewer than --rollout-batch-size 32" in findings(prompt_data=f"{data}@[0:9]")[0]
 
 
 def test_faults_of_the_asynchronous_driver():
@@ -217,16 +217,14 @@ def test_faults_of_several_nodes():
 
 
 def test_names_that_do_not_resolve():
-    args = {**SOUND, "agl_agent": "a:B", "agl_tasks": "t.jsonl", "agl_agnt": "a:B"}
     parsed = Parsed(
-        args=args,
+        args={**SOUND, "agl_agent": "a:B", "agl_tasks": "t.jsonl", "agl_agnt": "a:B"},
         unimportable={"agl_agent": "AttributeError: none"},
         missing={"agl_tasks": "t.jsonl"},
         near={"agl_agent": "a:C", "agl_tasks": ""},
     )
     training = Training("train.py", (), {}, "/nowhere", submitted=True)
-    played = Played((), 0, "", isolated=True)
-    texts = [one.text for one in check(played, parsed, training, ONE)]
+    texts = [finding.text for finding in check(Played((), 0, "", isolated=True), parsed, training, ONE)]
     assert texts[:3] == [
         "agl_tasks t.jsonl does not exist on this machine: put it there on each node",
         "agl_agent a:B cannot be imported (AttributeError: none): did you mean a:C?",
@@ -234,25 +232,13 @@ def test_names_that_do_not_resolve():
     ]
 
 
-def test_data_without_the_named_keys(tmp_path: Path):
-    data = tmp_path / "d.jsonl"
-    data.write_text("".join(json.dumps({"question": "1?", "label": str(n)}) + "\n" for n in range(40)))
-    texts = findings(prompt_data=str(data), input_key="prompt", label_key="label")
-    assert texts == [
-        f"--input-key prompt is missing in 40 of 40 rows of --prompt-data {data}: name one of the keys there "
-        "(question, label)"
-    ]
-    assert findings(prompt_data=str(data), input_key="question") == []
-    assert "has 9 rows, fewer than --rollout-batch-size 32" in findings(prompt_data=f"{data}@[0:9]")[0]
-
-
 def test_the_script_around_the_training_command(tmp_path: Path, scratch: Path):
     played = play(write(tmp_path, SLIMES), gpus=8, scratch=scratch)
-    texts = [one.text for one in check_script(played, played.training, Nodes(4, 8))]
+    texts = [finding.text for finding in check_script(played, played.training, Nodes(4, 8))]
     assert texts[0].startswith("the script starts Ray on 3 of 4 nodes, so the others never join")
     assert texts[1].startswith("Ray's head listens on 127.0.0.1, which other nodes cannot reach")
     bound = Training("train.py", (), {"SLIME_HOST_IP": "127.0.0.1"}, "/", submitted=True)
     assert "SLIME_HOST_IP 127.0.0.1 is each node's loopback" in [*check_script(played, bound, Nodes(4, 8))][2].text
-    assert all("SLIME_HOST_IP" not in one.text for one in check_script(played, bound, ONE))
+    assert all("SLIME_HOST_IP" not in finding.text for finding in check_script(played, bound, ONE))
     quoted = Training("train.py", (), {"MASTER_ADDR": "${MASTER_ADDR}"}, "/", submitted=True)
     assert "take the single quotes" in next(check_script(played, quoted, ONE)).text

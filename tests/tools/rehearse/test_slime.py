@@ -26,10 +26,7 @@ def test_a_script_of_slimes_is_rehearsed(name: str, tmp_path: Path, monkeypatch:
         pytest.skip(f"this slime has no {script.name}")
     monkeypatch.setenv("BASE_FOLDER", "/data")
     run = tmp_path / "run"
-    flags = ["--slime-dir", str(root), "--python", sys.executable, "--nodes", "4", "--output-dir", str(run)]
-    assert main(["rehearse", str(script), *flags]) == 0
-    found = json.loads((run / "findings.json").read_text())
-    texts = [one["text"] for one in found]
+    texts = rehearse(script, run, "--slime-dir", root, "--python", sys.executable, "--nodes", 4)
     if name == "kimi-k2-Instruct":  # a line of its flags lacks the backslash
         assert any("ended with code 127 after the training command" in text for text in texts)
         return
@@ -38,18 +35,31 @@ def test_a_script_of_slimes_is_rehearsed(name: str, tmp_path: Path, monkeypatch:
     assert bool(json.loads((run / "forecasts.json").read_text())) is not name.endswith("sft")
 
 
+def rehearse(script: Path, run: Path, *words: object) -> list[str]:
+    """The texts of the findings."""
+    assert main(["rehearse", str(script), *map(str, words), "--output-dir", str(run)]) == 0
+    return [row["text"] for row in json.loads((run / "findings.json").read_text())]
+
+
+def script_of(directory: Path, policy: Path, flags: dict[str, object]) -> Path:
+    """A launch script with these flags over the policy's."""
+    words = " ".join(f"--{name} {value}".strip() for name, value in flags.items())
+    script = directory / "run.sh"
+    script.write_text(
+        f"#!/bin/bash\nexec python3 train.py --hf-checkpoint {policy} {' '.join(model_flags(policy))} {words}\n"
+    )
+    return script
+
+
 @pytest.mark.slime
 @pytest.mark.slow
 def test_a_misspelt_flag_and_a_refusal_are_both_findings(policy_dir: Path, tmp_path: Path):
     root = require_slime("torch", "transformers", "sglang_router")
-    script, run = tmp_path / "run.sh", tmp_path / "run"
-    flags = ["--hf-checkpoint", str(policy_dir), *model_flags(policy_dir), "--rollout-batch-size", "4", "--colocate"]
-    flags += ["--num-rollout", "2", "--global-batch-size", "4", "--rolout-temperature", "0.5", "--save-interval", "2"]
-    script.write_text(f"#!/bin/bash\nexec python3 train.py {' '.join(flags)}\n")
-    assert main(["rehearse", str(script), "--slime-dir", str(root), "--output-dir", str(run)]) == 0
-    texts = [one["text"] for one in json.loads((run / "findings.json").read_text())]
+    sizes = {"rollout-batch-size": 4, "num-rollout": 2, "global-batch-size": 4, "save-interval": 2, "colocate": ""}
+    script = script_of(tmp_path, policy_dir, {**sizes, "rolout-temperature": 0.5})
+    texts = rehearse(script, tmp_path / "run", "--slime-dir", root)
     assert any("did you mean --rollout-temperature?" in text for text in texts)
-    assert any(text == "slime refuses the flags: '--save' is required when save_interval is set." for text in texts)
+    assert "slime refuses the flags: '--save' is required when save_interval is set." in texts
 
 
 @pytest.mark.slime
@@ -61,32 +71,22 @@ def test_slimes_driver_runs_on_logical_nodes_of_one_host(
 ):
     monkeypatch.setattr(command, "why_no_namespaces", lambda: "none here")
     root = require_slime("torch", "transformers", "sglang_router", "ray")
-    script, run = tmp_path / "run.sh", tmp_path / "run"
-    flags = ["--hf-checkpoint", str(policy_dir), *model_flags(policy_dir), "--rollout-batch-size", "4"]
-    flags += ["--n-samples-per-prompt", "2", "--global-batch-size", "8", "--rollout-max-response-len", "256"]
-    flags += [
-        "--actor-num-gpus-per-node",
-        "1",
-        "--num-gpus-per-node",
-        "1",
-        "--rollout-num-gpus",
-        "1",
-        "--num-rollout",
-        "9",
-    ]
+    run = tmp_path / "run"
+    flags: dict[str, object] = {"rollout-batch-size": 4, "n-samples-per-prompt": 2, "global-batch-size": 8}
+    flags |= {"rollout-max-response-len": 256, "actor-num-gpus-per-node": 1, "num-gpus-per-node": 1}
+    flags |= {"rollout-num-gpus": 1, "num-rollout": 9}
     if hooks:
         agl = tmp_path / "agl.yaml"
         agl.write_text("agl_agent: agl_slime.cli.demo.agent:LookupAgent\nagl_max_staleness: 1\n")
-        for name in ("rollout", "eval"):
-            flags += [f"--{name}-function-path", "agl_slime.slime_hooks.generate_rollout"]
-        flags += ["--data-source-path", "agl_slime.AGLDataSource", "--custom-config-path", str(agl)]
+        hook = "agl_slime.slime_hooks.generate_rollout"
+        flags |= {"rollout-function-path": hook, "eval-function-path": hook}
+        flags |= {"data-source-path": "agl_slime.AGLDataSource", "custom-config-path": agl}
     else:
         tasks = tmp_path / "tasks.jsonl"
         tasks.write_text('{"prompt": "1 + 1?", "label": "2"}\n' * 8)
-        flags += ["--prompt-data", str(tasks), "--input-key", "prompt", "--label-key", "label", "--rm-type", "math"]
-    script.write_text(f"#!/bin/bash\nexec python3 train.py {' '.join(flags)}\n")
-    where = ["--slime-dir", str(root), "--nodes", "2", "--gpus-per-node", "1", "--output-dir", str(run)]
-    assert main(["rehearse", str(script), *where, "--live-steps", "3", "--live-seconds", "6"]) == 0
+        flags |= {"prompt-data": tasks, "input-key": "prompt", "label-key": "label", "rm-type": "math"}
+    nodes = ("--slime-dir", root, "--nodes", 2, "--gpus-per-node", 1, "--live-steps", 3, "--live-seconds", 6)
+    rehearse(script_of(tmp_path, policy_dir, flags), run, *nodes)
     live = read_object(run / "live.json")
     assert live is not None
     assert live["steps"] == 3

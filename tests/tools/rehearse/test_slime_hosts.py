@@ -41,10 +41,11 @@ def rehearsed(directory: Path, model: Path, *, store: str, job: dict[str, str]) 
     script, run = directory / "run.sh", directory / "run"
     words = " ".join(map(str, flags))
     script.write_text(SCRIPT.format(directory=directory, job=json.dumps(job), flags=words))
-    where = ["--slime-dir", str(root), "--python", sys.executable, "--nodes", "2", "--gpus-per-node", "1"]
+    nodes = ["--slime-dir", str(root), "--python", sys.executable, "--nodes", "2", "--gpus-per-node", "1"]
     live = ["--live-steps", "3", "--live-seconds", "6", "--output-dir", str(run)]
-    assert main(["rehearse", str(script), *where, *live]) == 0
-    texts = [one["text"] for one in json.loads((run / "findings.json").read_text()) if one["level"] == "breaks"]
+    assert main(["rehearse", str(script), *nodes, *live]) == 0
+    rows = json.loads((run / "findings.json").read_text())
+    texts = [row["text"] for row in rows if row["level"] == "breaks"]
     return texts, read_object(run / "live.json") is not None
 
 
@@ -55,17 +56,17 @@ def test_a_script_with_addresses_that_others_reach_runs_live(policy_dir: Path, t
 
 
 @pytest.mark.parametrize(
-    ("store", "job", "named"),
+    ("store", "job", "fault"),
     [
         ("127.0.0.1", {}, "agl_store_host"),
         ("0.0.0.0", {"SLIME_HOST_IP": "127.0.0.1"}, "is each node's loopback: give the address of its host"),
     ],
 )
 def test_a_server_on_a_loopback_ends_the_live_steps(
-    store: str, job: dict[str, str], named: str, policy_dir: Path, tmp_path: Path
+    store: str, job: dict[str, str], fault: str, policy_dir: Path, tmp_path: Path
 ) -> None:
     texts, ended = rehearsed(tmp_path, policy_dir, store=store, job=job)
     assert not ended
     assert texts[0].startswith("slime's driver ")
     assert " in the live rehearsal: " in texts[0]
-    assert named in texts[0]
+    assert fault in texts[0]

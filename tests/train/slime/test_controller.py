@@ -1,4 +1,4 @@
-"""``agl_runners`` of a data source that slime builds: elsewhere than in a thread of the manager's process."""
+"""``agl_runners`` outside of the manager's process, for a data source that slime builds."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.harness.tokenizers import small_tokenizer
 
 @pytest.fixture
 def served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
-    """What slime's args say of the model, and the tasks."""
+    """slime's args of the model, and the tasks."""
     tokenizer = small_tokenizer(TEMPLATE)
     tokenizer.save_pretrained(tmp_path / "model")
     tasks = tmp_path / "tasks.jsonl"
@@ -54,7 +54,7 @@ def test_workers_of_the_managers_process_run_its_agent(tmp_path: Path):
 def test_a_controller_finds_the_rollouts_of_the_managers_process(
     served: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ):
-    """Here somebody plays it; a failed rollout has its group replaced."""
+    """The test plays the controller; a failed rollout has its group replaced."""
     monkeypatch.delenv(PYTHON_VARIABLE, raising=False)
     args = args_for(agl_agent="an:Agent", agl_controller_port=(port := free_port()), **served)
     with AGLDataSource(args) as source, playing(f"http://127.0.0.1:{port}", "a_reward_that_is_nan") as played:
@@ -63,9 +63,6 @@ def test_a_controller_finds_the_rollouts_of_the_managers_process(
     assert [[sample.reward for sample in group] for group in groups] == [[1.0, 1.0]] * 2
     assert reasons[Outcome.FAILED, "no_reward"] == 1
     assert len(played) >= 6
-
-
-def test_it_needs_tasks(served: dict[str, Any]):
     del served["agl_tasks"]
     with pytest.raises(ConfigError, match=r"an:Agent has no tasks: set agl_tasks or --prompt-data$"):
         AGLDataSource(args_for(agl_agent="an:Agent", **served))
@@ -74,10 +71,10 @@ def test_it_needs_tasks(served: dict[str, Any]):
 @pytest.mark.controller
 @pytest.mark.skipif(not os.environ.get(PYTHON_VARIABLE), reason=f"{PYTHON_VARIABLE} names no Python of 1.x")
 def test_the_manager_starts_the_unmodified_controller_and_ends_it(served: dict[str, Any], tmp_path: Path):
-    own = {"agl_agent": "agl1_agents:TwoTurns", "agl_env_map": {"QUESTION": "input.question", "LABEL": "input.label"}}
-    more = {"agl_eval_tasks": served["agl_tasks"], "agl_eval_rollouts": 2, "agl_get_timeout_s": 100}
-    more |= {"agl_controller_port": (port := free_port()), "agl_controller_log": str(tmp_path / "controller.log")}
-    with AGLDataSource(args_for(**{**served, **own, **more})) as source:
+    served |= {"agl_agent": "agl1_agents:TwoTurns", "agl_env_map": "QUESTION=input.question LABEL=input.label"}
+    served |= {"agl_eval_tasks": served["agl_tasks"], "agl_eval_rollouts": 2, "agl_get_timeout_s": 100}
+    served |= {"agl_controller_port": (port := free_port()), "agl_controller_log": str(tmp_path / "controller.log")}
+    with AGLDataSource(args_for(**served)) as source:
         groups = source.get_samples(2)
         entry = source.evaluate(0)["agl"]
         closed = source.groups.ledger.counts().closed

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import runpy
 import sys
 from pathlib import Path
 from typing import Any
@@ -10,11 +11,12 @@ import pytest
 
 from agl_slime.errors import UnknownVersionError
 from agl_slime.train.slime.trainer import SlimeTrainer, parse_slime_args, require_slime
+from tests.harness import slime_programs
 from tests.programs.slime.standins import driver
 from tests.train.slime.fake_ray import FakeRay
 
-# What slime's own train.py of that version calls in two steps with a checkpoint after the second: run for 624b824 (see
-# tests/train/slime/test_order.py); for main read, from the files that tests/programs/slime/standins/driver.py names.
+# The calls of slime's own train.py of that version in two steps with a checkpoint after the second: run for 624b824;
+# for main read, from the files that tests/programs/slime/standins/driver.py names.
 _BEGIN = "init_tracking manager models update_weights"
 _STEP, _SAVE = "generate train", "save_model save"
 ORDER = {
@@ -94,6 +96,19 @@ def test_a_batch_that_is_a_reference_is_loaded_to_be_counted(
         trainer = started(shape, monkeypatch, tmp_path / transport, rollout_data_transport=transport)
         assert trainer.train(0) == tokens
         trainer.stop()
+
+
+@pytest.mark.slime
+def test_slimes_own_loop_makes_the_calls_that_ours_makes(ray: FakeRay, monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    script = slime_programs.require_slime() / "train.py"
+    if "train(args, pgs," in script.read_text():
+        pytest.skip("this slime's train.py is read, not run: see docs/slime-versions.md")
+    use("624b824", monkeypatch)
+    logging = sys.modules["slime.observability.logging_utils"]
+    monkeypatch.setitem(sys.modules, "slime.utils.logging_utils", logging)  # up to v0.3.1
+    args = driver.driver_args(tmp_path / "calls")
+    runpy.run_path(str(script))["train"](args)
+    assert calls(args) == ORDER["624b824"].split()
 
 
 def test_each_run_has_a_new_session_unless_it_is_named(ray: FakeRay, monkeypatch: pytest.MonkeyPatch, tmp_path: Path):

@@ -54,12 +54,6 @@ def cluster(network: Network, root: Path) -> Iterator[tuple[Host, list[Host], di
         yield driver, others, {**env, **settings, "RAY_AUTH_MODE": "disabled"}
 
 
-def start_program(driver: Host, env: dict[str, str], output: Path, *words: str | Path) -> Process:
-    command = [sys.executable, "-m", *map(str, words)]
-    with output.open("wb") as file:
-        return driver.start(command, cwd=REPOSITORY, env=env, stdout=file, stderr=subprocess.STDOUT)
-
-
 def wait_for(condition: Callable[[], bool], program: Process, output: Path) -> None:
     end = time.monotonic() + LIMIT_S
     while not condition():
@@ -79,10 +73,10 @@ def cut_and_kill(program: Process, far: Host, others: list[Host], work: Path, ou
     wait_for(lambda: len(steps_of(metrics)) >= STEPS // 3, program, output)
     far.cut()
     wait_for_lost_packets(far, *others)
-    before = len(steps_of(metrics))
-    assert before < STEPS
+    stalled = len(steps_of(metrics))
+    assert stalled < STEPS
     far.restore()
-    wait_for(lambda: len(steps_of(metrics)) > before, program, output)
+    wait_for(lambda: len(steps_of(metrics)) > stalled, program, output)
     runners = [host for host in others if has_actor(host, "Worker") and not has_actor(host, "RolloutManager")]
     assert len(steps_of(metrics)) < STEPS
     runners[0].kill()
@@ -99,7 +93,9 @@ def train(network: Network, work: Path, *words: str | Path, last: tuple[str, ...
     output = work / "output.txt"
     with cluster(network, root) as (driver, others, env):
         far = network.add("far", kind=partial(SlowHost, delay_s=0.05))
-        program = start_program(driver, env, output, *words, "hosts", start_engine(far), *last)
+        command = [sys.executable, "-m", *map(str, words), "hosts", start_engine(far), *last]
+        with output.open("wb") as file:
+            program = driver.start(command, cwd=REPOSITORY, env=env, stdout=file, stderr=subprocess.STDOUT)
         cut_and_kill(program, far, others, work, output)
         try:
             program.wait(LIMIT_S)
@@ -116,8 +112,8 @@ def test_slime_as_trainer_over_hosts_that_fail(staleness: int, network: Network,
     assert result["code"] == 0
     assert result["iterations"] == [*range(1, STEPS + 1)]
     assert result["versions"] == [str(STEPS + 1)]
-    found = audit(tmp_path / "run")
-    assert not found.findings, found
+    result = audit(tmp_path / "run")
+    assert not result.findings, result
 
 
 @pytest.mark.parametrize("loop", ["train", "train_async"])

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from agl_slime.train.slime.launch import add_arguments, main
+from tests.harness.slime_programs import REPOSITORY
 
 ARGUMENTS = """
 import argparse
@@ -44,8 +45,7 @@ def launched(tmp_path: Path, *flags: str, slime: bool = True) -> subprocess.Comp
     (tmp_path / "scripts").mkdir()
     (tmp_path / "scripts" / "train.py").write_text(SCRIPT)
     (tmp_path / "scripts" / "beside.py").touch()
-    root = str(Path(__file__).parents[3])
-    path = os.pathsep.join([root, str(tmp_path)] if slime else [root])
+    path = os.pathsep.join([str(REPOSITORY), *([str(tmp_path)] if slime else [])])
     command = [sys.executable, "-m", "agl_slime.train.slime.launch", str(tmp_path / "scripts" / "train.py"), *flags]
     env = {**os.environ, "PYTHONPATH": path}
     return subprocess.run(command, capture_output=True, text=True, cwd=tmp_path / "scripts", env=env, timeout=60)

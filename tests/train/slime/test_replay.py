@@ -1,4 +1,4 @@
-"""Routed experts and nuclei of our Samples beside what slime's own code makes of the same engine answers."""
+"""Routed experts and nuclei of our Samples beside slime's own Samples of the same engine answers."""
 
 from __future__ import annotations
 
@@ -13,9 +13,7 @@ def test_samples_with_experts_and_nuclei_equal_slimes():
     root = require_slime("ray", "torch", "pybase64", "pylatexenc", "wandb")
     result = run_program(root, "replay", "2000", "7", timeout_s=600)
     assert result["different"] == []
-    assert result["n_different"] == 0
-    assert result["rollouts"] > 1_800
-    assert result["converted"] == result["rollouts"]
+    assert result["converted"] == result["rollouts"] > 1_800
     assert result["forked"] > 300  # the random agents do fork, and engines do abort
     assert result["resumed"] > 300
-    assert result["filed"] > 500  # experts of every other one are in files
+    assert result["filed"] > 500  # experts of every second rollout are in files

@@ -6,49 +6,44 @@ import os
 import signal
 import subprocess
 import sys
-from argparse import Namespace
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
 from agl_slime import AGLDataSource
+from tests.harness.guard import guarded_child
+from tests.harness.slime_programs import finish_guarded, start_guarded
 from tests.harness.slime_source import AGENT, args_for, check, write_tasks
 
 pytestmark = pytest.mark.slow  # each process imports Agent Lightning
 
-ROOT = Path(__file__).parents[3]
 
-
-def serve(*flags: str) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "agl_slime.train.slime.serve", *flags]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    environment.pop("AGL_SLIME_STORE_TOKEN", None)
-    return subprocess.Popen(
-        command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
+@contextmanager
+def serve(*flags: str) -> Iterator[subprocess.Popen[str]]:
+    command = [sys.executable, "-m", "agl_slime.train.slime.serve", "--agent", AGENT, *flags]
+    environment = {name: value for name, value in os.environ.items() if name != "AGL_SLIME_STORE_TOKEN"}
+    with start_guarded(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as process:
+        yield process
 
 
 def test_slime_data_source_reads_from_another_process_that_ends_on_sigterm(tmp_path: Path):
-    process = serve("--agent", AGENT, "--port", "0")
-    try:
+    with serve("--port", "0") as process:
         assert process.stdout is not None
-        line = process.stdout.readline()
-        assert line.startswith("agl_store_url: http://127.0.0.1:"), line
-        args: Namespace = args_for(agl_store_url=line.split()[1], agl_tasks=write_tasks(tmp_path / "t.jsonl", 8))
+        line = next(line for line in process.stdout if line.startswith("agl_store_url: http://127.0.0.1:"))
+        args = args_for(agl_store_url=line.split()[1], agl_tasks=write_tasks(tmp_path / "t.jsonl", 8))
         with AGLDataSource(args) as source:
             check(source.get_samples(3))
-        process.send_signal(signal.SIGTERM)
-        assert process.wait(20) == 0
-    finally:
-        process.kill()
-        process.communicate()
+        guarded_child(process).send_signal(signal.SIGTERM)
+        assert finish_guarded(process, 60)[0] == 0
 
 
 def test_a_public_address_without_a_token_is_refused_in_one_sentence():
-    process = serve("--agent", AGENT, "--host", "0.0.0.0")
-    _, error = process.communicate(timeout=60)
-    assert process.returncode == 2
-    last = error.strip().splitlines()[-1]
-    assert last.startswith("error: ")
-    assert "'0.0.0.0'" in last
-    assert "AGL_SLIME_STORE_TOKEN" in last
+    with serve("--host", "0.0.0.0") as process:
+        code, output = finish_guarded(process, 120)
+    assert code == 2
+    sentence = output.strip().splitlines()[-1]
+    assert sentence.startswith("error: ")
+    assert "'0.0.0.0'" in sentence
+    assert "AGL_SLIME_STORE_TOKEN" in sentence

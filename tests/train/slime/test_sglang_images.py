@@ -1,4 +1,4 @@
-"""Images on a real SGLang: a tiny vision model, and what the trainer would compute beside what the engine said."""
+"""Images on a real SGLang with a tiny vision model: the engine's log-probs beside the trainer's."""
 
 from __future__ import annotations
 
@@ -18,18 +18,21 @@ from tests.harness.vision import picture, save_qwen2_vl, uri
 TURNS = ([picture(1, (112, 84))], [], [picture(2, (56, 140)), picture(3, (84, 28))])
 
 
+def message(number: int) -> dict[str, Any]:
+    parts = [{"type": "image_url", "image_url": {"url": uri(data)}} for data in TURNS[number]]
+    return {"role": "user", "content": [*parts, {"type": "text", "text": f"What now, {number}?"}]}
+
+
 class Describer(SGLangLitAgent):
     """Shows pictures turn by turn."""
 
     async def run(self, task: dict[str, Any], session: Any) -> None:
-        for number, shown in enumerate(TURNS):
-            parts = [{"type": "image_url", "image_url": {"url": uri(data)}} for data in shown]
-            said = {"role": "user", "content": [*parts, {"type": "text", "text": f"What now, {number}?"}]}
-            await (session.ask() if number == 0 else session.ask(said))
+        await session.ask()
+        for number in range(1, len(TURNS)):
+            await session.ask(message(number))
 
     def build_prompt(self, task: dict[str, Any]) -> list[dict[str, Any]]:
-        parts = [{"type": "image_url", "image_url": {"url": uri(data)}} for data in TURNS[0]]
-        return [{"role": "user", "content": [*parts, {"type": "text", "text": "What is this?"}]}]
+        return [message(0)]
 
     def compute_reward(self, task: dict[str, Any], response: str) -> float:
         return 1.0
@@ -45,14 +48,12 @@ def trainers_log_probs(path: Path, sample: Any) -> list[float]:
     kinds = (ids == model.config.image_token_id).int()
     with torch.no_grad():
         logits = model(input_ids=ids, mm_token_type_ids=kinds, **sample.multimodal_train_inputs).logits[0]
-    told = logits[:-1].log_softmax(-1).gather(-1, ids[0, 1:, None])[:, 0]
-    return told[-sample.response_length :].tolist()
+    log_probs = logits[:-1].log_softmax(-1).gather(-1, ids[0, 1:, None])[:, 0]
+    return log_probs[-sample.response_length :].tolist()
 
 
 @pytest.mark.sglang
-async def test_sglang_counts_image_tokens_alike_and_agrees_on_log_probs(
-    tmp_path: Path,
-) -> None:
+async def test_sglang_counts_image_tokens_alike_and_agrees_on_log_probs(tmp_path: Path) -> None:
     model = tmp_path / "model"
     model.mkdir()
     save_qwen2_vl(model)
@@ -72,14 +73,14 @@ async def test_sglang_counts_image_tokens_alike_and_agrees_on_log_probs(
     sampled = [(a, b) for a, b, mask in zip(computed, sample.rollout_log_probs, sample.loss_mask, strict=True) if mask]
     assert len(sampled) > 8
     assert max(abs(a - b) for a, b in sampled) < 1e-3
-    # nor has a dump of it a cause
+    # a dump of it has no cause of a difference either
     from tests.harness.slime_dumps import write_dump
 
     write_dump(tmp_path / "dump", 0, [sample])
-    found, case = await autopsy(AutopsyConfig(run_dir=tmp_path / "dump", step=0, model=model))
+    cause, case = await autopsy(AutopsyConfig(run_dir=tmp_path / "dump", step=0, model=model))
     assert case.samples[0].images
-    assert (found.first, found.gap < 1e-3, found.tokens) == (None, True, len(sampled)), found
-    # and it is the images that it agrees on: others give other log-probs
+    assert (cause.first, cause.gap < 1e-3, cause.tokens) == (None, True, len(sampled)), cause
+    # both computed with these images: other images give other log-probs
     sample.multimodal_train_inputs["pixel_values"] = sample.multimodal_train_inputs["pixel_values"].flip(0)
     blind = trainers_log_probs(model, sample)
     assert max(abs(a - b) for a, b in zip(blind, computed, strict=True)) > 0.01

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import random
 from argparse import Namespace
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,7 @@ from typing import Any
 import pytest
 
 from agl_slime import AGLDataSource
-from agl_slime.data.policy import CompleteGroup, MinimumViableGroup
+from agl_slime.data.policy import MinimumViableGroup
 from agl_slime.data.results import Outcome
 from agl_slime.data.source import DataSourceSettings
 from agl_slime.errors import DataSourceError
@@ -79,29 +78,6 @@ async def test_ready_and_partial_groups_and_indices_resume_from_the_checkpoint(t
         assert (counts.opened, counts.open, counts.ready, counts.closed) == (8, 0, 0, {Outcome.TRAINED: 8})
 
 
-async def test_counts_and_policy_version_resume_without_double_counting(tmp_path: Path) -> None:
-    store = BridgeStore()
-    first = source_over(store, tmp_path, policy=CompleteGroup())
-    half = await enqueue(store, 2, group_id="half", size=2)
-    whole = await enqueue(store, 2, group_id="whole", size=2)
-    for rollout_id in (half[0], *whole):
-        await finish(store, rollout_id, status="failed", reward=None)
-    await finalized(first, 3)
-    first.groups.set_version(7)
-    first.save(1)
-    first.stop()
-    assert first.groups.ledger.counts().closed == {Outcome.FAILED: 3}
-
-    with source_over(store, tmp_path, policy=CompleteGroup()) as second:
-        second.load(1)
-        await finish(store, half[1], status="failed", reward=None)
-        await finalized(second, 4)
-        counts = second.groups.ledger.counts()
-        reasons = {(Outcome.FAILED, "failed"): 4}
-        assert (counts.opened, counts.closed, counts.reasons) == (4, {Outcome.FAILED: 4}, reasons)
-        assert second.groups.delivery.versions.newest == 7
-
-
 async def test_a_late_end_is_recognised_after_a_restart_too(tmp_path: Path) -> None:
     store = BridgeStore()
     first = source_over(store, tmp_path, policy=MinimumViableGroup(min_ratio=1.0))
@@ -139,30 +115,6 @@ async def test_plain_store_does_not_repeat_rollouts_trained_before_checkpoint(tm
             await finish(store, rollout_id)
         later = await get(second, 6)  # this store announces nothing, so the call waits for its deadline
         assert sorted(names(trained + later)) == sorted(ids)
-
-
-@pytest.mark.parametrize("seed", range(4))
-async def test_random_restarts_hand_out_each_rollout_once(seed: int, tmp_path: Path) -> None:
-    rng = random.Random(seed)
-    store = BridgeStore()
-    ids = [rollout_id for group in range(12) for rollout_id in await enqueue(store, 3, group_id=f"g{group}", size=3)]
-    rng.shuffle(ids)
-    source = source_over(store, tmp_path)
-    delivered: list[str] = []
-    for step in range(6):
-        for rollout_id in ids[step * 6 : step * 6 + 6]:
-            await finish(store, rollout_id)
-        await finalized(source, 6 * step + 6)
-        if len(source):
-            delivered += names(await get(source, rng.randint(1, len(source))))
-        source.save(step)
-        source.stop()
-        source = source_over(store, tmp_path)
-        source.load(step)
-        await finalized(source, 6 * step + 6)
-    delivered += names(await get(source, len(source)))
-    source.stop()
-    assert sorted(delivered) == sorted(ids)
 
 
 async def test_a_load_goes_back_to_the_step_that_is_named(tmp_path: Path) -> None:

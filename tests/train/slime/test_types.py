@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import abc
 import ast
 import dataclasses
 import json
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -37,50 +39,32 @@ def test_a_sample_survives_its_dict_form_and_json() -> None:
     sample = a_full_sample()
     sample.prefix_cache_info.cached_tokens = 4
     sample.prefix_cache_info.total_prompt_tokens = 8
-    again = Sample.from_dict(json.loads(json.dumps(sample.to_dict())))
-    assert again == sample
-    assert again.status is Sample.Status.TRUNCATED
-
-
-def test_dict_form_does_not_change_its_source() -> None:
-    sample = a_full_sample()
     form = sample.to_dict()
-    Sample.from_dict(form)
-    assert form["status"] == "truncated"
+    assert Sample.from_dict(json.loads(json.dumps(form))) == sample
+    assert form["status"] == "truncated"  # not changed by from_dict
     assert sample.status is Sample.Status.TRUNCATED
+    with pytest.raises(ValueError, match="done"):
+        Sample.from_dict({**form, "status": "done"})
 
 
-def test_fields_of_another_version_are_carried_along() -> None:
+def test_fields_of_another_version_are_carried_along_or_left_out() -> None:
     form = {**a_full_sample().to_dict(), "field_of_tomorrow": [1, 2]}
     form.pop("spec_info")  # older versions had none
-    again = Sample.from_dict(form)
-    assert again.field_of_tomorrow == [1, 2]  # type: ignore[attr-defined]
-    assert again.to_dict()["field_of_tomorrow"] == [1, 2]
-    assert again.spec_info == Sample.SpecInfo()
-
-
-def test_an_unknown_status_is_refused() -> None:
-    with pytest.raises(ValueError, match="done"):
-        Sample.from_dict({**a_full_sample().to_dict(), "status": "done"})
-
-
-def test_two_samples_share_nothing() -> None:
-    one, other = Sample(), Sample()
-    one.tokens.append(1)
-    one.metadata["a"] = 1
-    one.spec_info.spec_verify_ct = 1
-    assert other == Sample()
-    assert other.status is Sample.Status.PENDING
-
-
-def test_fields_that_the_installed_slime_does_not_have_are_left_out() -> None:
+    sample = Sample.from_dict(form)
+    assert sample.field_of_tomorrow == [1, 2]  # type: ignore[attr-defined]
+    assert sample.to_dict()["field_of_tomorrow"] == [1, 2]
+    assert sample.spec_info == Sample.SpecInfo()
     sample = sample_from_fields(response="x", a_field_that_no_version_has=1)
     assert sample.response == "x"
     assert not hasattr(sample, "a_field_that_no_version_has")
 
 
-def test_a_data_source_must_have_all_five_methods() -> None:
-    assert DataSource.__abstractmethods__ == {"get_samples", "add_samples", "save", "load", "__len__"}
+def test_two_samples_share_nothing() -> None:
+    changed = Sample()
+    changed.tokens.append(1)
+    changed.metadata["a"] = 1
+    changed.spec_info.spec_verify_ct = 1
+    assert Sample() == Sample(status=Sample.Status.PENDING)
 
 
 # -- against slime's own source --------------------------------------------------------------------------------------
@@ -90,19 +74,8 @@ def class_of(file: Path, name: str) -> Any:
     """A class of a source file, compiled on its own."""
     torch = pytest.importorskip("torch")
     [node] = [node for node in ast.parse(file.read_text()).body if isinstance(node, ast.ClassDef) and node.name == name]
-    import abc
-    from enum import Enum
-
-    scope: dict[str, Any] = {
-        "__name__": __name__,
-        "dataclass": dataclasses.dataclass,
-        "field": dataclasses.field,
-        "Enum": Enum,
-        "Any": Any,
-        "torch": torch,
-        "abc": abc,
-        "Sample": Sample,
-    }
+    scope: dict[str, Any] = {"__name__": __name__, "dataclass": dataclasses.dataclass, "field": dataclasses.field}
+    scope |= {"Enum": Enum, "Any": Any, "torch": torch, "abc": abc, "Sample": Sample}
     exec(compile(ast.Module(body=[node], type_ignores=[]), str(file), "exec"), scope)
     return scope[name]
 
@@ -118,13 +91,17 @@ def described(cls: Any) -> dict[str, Any]:
     return {field.name: default(field) for field in dataclasses.fields(cls)}
 
 
-@pytest.mark.slime
-def test_the_twin_has_the_fields_defaults_and_status_values_of_slime() -> None:
+@pytest.fixture
+def package() -> Path:
     if types.HAS_SLIME:
         pytest.skip("the installed slime is used itself")
-    theirs = class_of(slime_package() / "utils" / "types.py", "Sample")
-    assert described(Sample) == described(theirs)
-    assert list(described(Sample)) == list(described(theirs))
+    return slime_package()
+
+
+@pytest.mark.slime
+def test_the_twin_has_the_fields_defaults_and_status_values_of_slime(package: Path) -> None:
+    theirs = class_of(package / "utils" / "types.py", "Sample")
+    assert list(described(Sample).items()) == list(described(theirs).items())
     assert [(status.name, status.value) for status in Sample.Status] == [
         (status.name, status.value) for status in theirs.Status
     ]
@@ -134,15 +111,11 @@ def test_the_twin_has_the_fields_defaults_and_status_values_of_slime() -> None:
 
 
 @pytest.mark.slime
-def test_the_other_twins_have_the_shape_of_slime() -> None:
-    if types.HAS_SLIME:
-        pytest.skip("the installed slime is used itself")
-    rollout = slime_package() / "rollout"
+def test_the_other_twins_have_the_shape_of_slime(package: Path) -> None:
     for name in ("RolloutFnTrainOutput", "RolloutFnEvalOutput"):
-        fields = [
-            (field.name, field.default) for field in dataclasses.fields(class_of(rollout / "base_types.py", name))
-        ]
-        # newer slimes have more, with defaults
-        assert [(field.name, field.default) for field in dataclasses.fields(getattr(types, name))] == fields[:2]
-    [home] = slime_package().glob("*/data_source.py")
-    assert class_of(home, "DataSource").__abstractmethods__ == DataSource.__abstractmethods__
+        theirs, ours = class_of(package / "rollout" / "base_types.py", name), getattr(types, name)
+        fields = [[(field.name, field.default) for field in dataclasses.fields(cls)] for cls in (theirs, ours)]
+        assert fields[1] == fields[0][:2]  # newer slimes have more, with defaults
+    [home] = package.glob("*/data_source.py")
+    methods = {"get_samples", "add_samples", "save", "load", "__len__"}
+    assert class_of(home, "DataSource").__abstractmethods__ == DataSource.__abstractmethods__ == methods
