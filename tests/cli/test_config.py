@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,10 @@ from agl_slime.support.agl import LLM
 from agl_slime.tokens.images import ImageSettings
 from agl_slime.train.local.settings import LocalTrainerSettings
 
+URL = "http://x:1"
+SLIME = {"trainer": "slime"}
+NO_REWARDS = LocalTrainerSettings(std_normalization=False, rewards_normalization=False)
+
 
 @pytest.mark.parametrize(
     ("settings", "sentence"),
@@ -31,38 +36,35 @@ from agl_slime.train.local.settings import LocalTrainerSettings
         ({"max_staleness": -1}, r"^--max-staleness must be 0 \(synchronous\) or more"),
         ({"max_turns": 0}, "^--max-turns must be above 0"),
         ({"save_interval": 0}, "^--save-interval must be at least 1, got 0"),
+        ({"temperature": math.inf}, "^--temperature must be a finite number .* got inf"),
+        ({"temperature": 0.0}, "^--temperature must be above 0"),
+        ({"rollout_timeout": math.nan}, "^--rollout-timeout must be above 0 seconds, got nan"),
+        ({"seed": -1}, "^--seed must be 0 or more, got -1"),
+        ({"eval_interval": -2}, r"^--eval-interval must be 0 \(never\) or more, got -2"),
+        ({"actor_num_nodes": 0}, "^--actor-num-nodes must be at least 1, got 0"),
+        ({"max_concurrent": 0}, "^--max-concurrent must be auto, or at least 1, got 0"),
+        ({"rollout_batch_size": 10**23}, "^--rollout-batch-size must be at most 100000"),
+        ({"n_samples_per_prompt": 1}, "^--n-samples-per-prompt 1: there is nothing to compare"),
         ({"resume": True}, "^--resume needs --output-dir"),
+        ({"resume": True, "overwrite": True, "output_dir": Path("x")}, "give one of them$"),
         ({"chat_template_kwargs": "[1]"}, r"^--chat-template-kwargs must be a JSON object .*got '\[1\]'"),
         ({"chat_template_kwargs": "{x"}, "^--chat-template-kwargs must be a JSON object"),
-        ({"resume": True, "overwrite": True, "output_dir": Path("x")}, "give one of them$"),
-        (
-            {"resume": True, "trainer": "slime", "output_dir": Path("x")},
-            "^--resume with --trainer slime: slime keeps its own checkpoints",
-        ),
-        ({"actor_num_nodes": 2}, "^--actor-num-nodes with --trainer local"),
-        ({"actor_num_gpus_per_node": 4}, "^--actor-num-gpus-per-node with --trainer local"),
-        ({"rollout_num_gpus": 2}, "^--rollout-num-gpus with --trainer local"),
-        ({"env": "x", "trainer": "slime"}, "^--env x with --trainer slime: .* take --trainer local"),
-        ({"weight_pause": "in_place", "trainer": "slime"}, "^--weight-pause with --trainer slime"),
-        ({"eval_sglang_url": "http://x:1"}, "^--eval-sglang-url http://x:1: only asynchronous training uses it"),
-        ({"eval_sglang_url": "http://x:1", "trainer": "slime"}, "^--eval-sglang-url with --trainer slime"),
-        (
-            {"engine": "sglang", "sglang_url": "http://x:1"},
-            "^--engine sglang: the server at --sglang-url http://x:1 already runs; give one of them$",
-        ),
-        ({"engine": "sglang", "trainer": "slime"}, "^--engine with --trainer slime: slime starts its own engines"),
-        ({"sglang_python": Path("p"), "trainer": "slime"}, "^--sglang-python with --trainer slime"),
+        ({"actor_num_gpus_per_node": 4}, "^--actor-num-gpus-per-node with --trainer local: only slime uses it"),
+        ({"eval_sglang_url": URL}, f"^--eval-sglang-url {URL}: only asynchronous training uses it"),
+        ({"engine": "sglang", "sglang_url": URL}, f"^--engine sglang: the server at --sglang-url {URL} already runs"),
         ({"sglang_python": Path("p")}, "^--sglang-python p: add --engine sglang, or leave it out$"),
-        ({"drop_zero_variance": True, "trainer": "slime"}, "^--drop-zero-variance with --trainer slime"),
         ({"weight_pause": "in_place"}, "^--weight-pause with --trainer local: nothing is sampled while"),
-        ({"eval_interval": 0, "eval_rollouts": 8}, "^--eval-rollouts with --trainer local: there are no validations"),
         ({"eval_interval": 0, "eval_tasks": Path("t")}, "^--eval-tasks with --trainer local: there are no validations"),
         ({"store_host": "10.0.0.1"}, "^--store-host with --trainer local: the runners are in this process"),
-        (
-            {"local": LocalTrainerSettings(std_normalization=False, rewards_normalization=False)},
-            r"^--local\.no-std-normalization: with --local\.no-rewards-normalization",
-        ),
-        ({"rollout_batch_size": 10**23}, "^--rollout-batch-size must be at most 100000"),
+        ({"local": NO_REWARDS}, r"^--local\.no-std-normalization: with --local\.no-rewards-normalization"),
+        ({**SLIME, "resume": True, "output_dir": Path("x")}, "^--resume with --trainer slime: slime keeps its own"),
+        ({**SLIME, "env": "x"}, "^--env x with --trainer slime: .* take --trainer local"),
+        ({**SLIME, "weight_pause": "in_place"}, "^--weight-pause with --trainer slime"),
+        ({**SLIME, "eval_sglang_url": URL}, "^--eval-sglang-url with --trainer slime"),
+        ({**SLIME, "engine": "sglang"}, "^--engine with --trainer slime: slime starts its own engines"),
+        ({**SLIME, "drop_zero_variance": True}, "^--drop-zero-variance with --trainer slime"),
+        ({**SLIME, "save_interval": 5}, "^--save-interval with --trainer slime"),
+        ({**SLIME, "local": LocalTrainerSettings(lr=1e-3)}, "^--local.lr 0.001 with --trainer slime"),
     ],
 )
 def test_invalid_settings_name_the_flag(settings: dict[str, Any], sentence: str) -> None:
@@ -70,27 +72,25 @@ def test_invalid_settings_name_the_flag(settings: dict[str, Any], sentence: str)
         train_config(**settings)
 
 
-def test_a_staleness_of_0_is_a_limit_and_not_none() -> None:
+def test_zero_staleness_is_a_limit() -> None:
     assert train_config(max_staleness=0).loop.max_staleness == 0
 
 
-def test_hosts_of_images_are_a_flag_and_reach_gateway_and_agent(tmp_path: Path) -> None:
+def test_hosts_of_images_are_a_flag_and_reach_gateway_and_agent() -> None:
     config = parse_train_config(["--image-hosts", "pictures.example"])
     limits = ImageSettings(image_hosts=("pictures.example",))
     assert config.gateway.images == limits
-    parts = asyncio.run(load_parts(config))
-    assert isinstance(parts.agent, SGLangLitAgent)
-    assert parts.agent.image_settings == limits
-    other = asyncio.run(load_parts(train_config()))
-    assert isinstance(other.agent, SGLangLitAgent)
-    assert other.agent.image_settings is SGLangLitAgent.image_settings  # an agent's own stay
+    agents = [asyncio.run(load_parts(settings)).agent for settings in (config, train_config())]
+    assert all(isinstance(agent, SGLangLitAgent) for agent in agents)
+    # without the flag an agent's own limits stay
+    assert [agent.image_settings for agent in agents] == [limits, SGLangLitAgent.image_settings]
 
 
 def test_template_settings_are_sampling_parameters_hidden_from_the_engine() -> None:
     assert train_config().template == {}
     config = train_config(chat_template_kwargs='{"preserve_thinking": true}', later_systems="first")
     assert config.template == {"chat_template_kwargs": {"preserve_thinking": True}, "later_systems": "first"}
-    llm = LLM(endpoint="http://x", model="m", sampling_parameters={"temperature": 0.5, **config.template})
+    llm = LLM(endpoint=URL, model="m", sampling_parameters={"temperature": 0.5, **config.template})
     assert sampling_of(llm) == SamplingParams(temperature=0.5)
     empty = {"chat_template_kwargs": {}, "later_systems": ""}
     assert sampling_of(LLM(endpoint="", model="m", sampling_parameters=empty)).extra == {}
@@ -98,18 +98,15 @@ def test_template_settings_are_sampling_parameters_hidden_from_the_engine() -> N
 
 
 @pytest.mark.parametrize(
-    ("given", "flag"),
+    ("alias", "flag"),
     [
         ("--learning-rate=1e-5", "--local.lr"),
-        ("--lr", "--local.lr"),
         ("--batch_size", "--rollout-batch-size"),
-        ("--num-generations", "--n-samples-per-prompt"),
-        ("--max-tokens", "--max-new-tokens"),
         ("--max-steps", "--num-iterations"),
         ("--beta", "--local.kl-coef"),
     ],
 )
-def test_flags_of_other_trainers_are_answered_with_ours(given: str, flag: str) -> None:
-    with pytest.raises(ConfigError, match=f"{given}: there is no such flag; give {flag}"):
-        parse_train_config([given, "1"])
+def test_flags_of_other_trainers_are_answered_with_ours(alias: str, flag: str) -> None:
+    with pytest.raises(ConfigError, match=f"{alias}: there is no such flag; give {flag}"):
+        parse_train_config([alias, "1"])
     parse_train_config([flag, "2"])  # the named flag exists

@@ -1,4 +1,4 @@
-"""``agl-slime doctor`` says of each thing whether it works here and, where it does not, what to do."""
+"""``agl-slime doctor``: whether each dependency works here, and the fix where it does not."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from agl_slime.cli.doctor import Line, examine, used
 from agl_slime.cli.main import main
 from agl_slime.engine.sglang_process import SGLANG_PYTHON
 from agl_slime.errors import MissingDependencyError
+from tests.harness.servers import free_port
 
 
 @pytest.fixture(autouse=True)
@@ -20,51 +21,52 @@ def offline(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
 
 
-def lines(url: str | None = None) -> dict[str, Line]:
+def examined(url: str | None = None) -> dict[str, Line]:
     return {line.name: line for line in examine(sglang_url=url)}
 
 
 def test_a_machine_that_can_train_has_nothing_that_fails() -> None:
-    found = lines()
-    assert [line for line in found.values() if line.verdict == "FAIL"] == []
-    assert found["Agent Lightning"].text.startswith(importlib.metadata.version("agentlightning"))
-    assert "python train.py will serve with the embedded engine" in used([*found.values()])
+    lines = examined()
+    assert [line for line in lines.values() if line.verdict == "FAIL"] == []
+    assert lines["Agent Lightning"].text.startswith(importlib.metadata.version("agentlightning"))
+    assert "python train.py will serve with the embedded engine" in used([*lines.values()])
 
 
 @pytest.mark.parametrize(
-    ("package", "version", "name", "says"),
+    ("package", "version", "name", "fix"),
     [
         ("torch", None, "torch", 'pip install "agl-slime[local]"'),
         ("agentlightning", "1.0.2", "Agent Lightning", 'install 0.3: pip install "agentlightning<1"'),
         ("agentlightning", None, "Agent Lightning", 'pip install "agentlightning>=0.3,<1"'),
     ],
-)  # fmt: skip
+)
 def test_missing_prerequisite_fails_with_the_fix(
-    package: str, version: str | None, name: str, says: str, monkeypatch: pytest.MonkeyPatch,
+    package: str,
+    version: str | None,
+    name: str,
+    fix: str,
+    monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
-    known = doctor.version_of
-    monkeypatch.setattr(doctor, "version_of", lambda one: version if one == package else known(one))
+) -> None:
+    version_of = doctor.version_of
+    monkeypatch.setattr(doctor, "version_of", lambda module: version if module == package else version_of(module))
     assert main(["doctor"]) == 1
-    said = capsys.readouterr().out
-    (line,) = [line for line in said.splitlines() if line.startswith("FAIL")]
+    output = capsys.readouterr().out
+    (line,) = [line for line in output.splitlines() if line.startswith("FAIL")]
     assert f" {name} " in line
-    assert says in line
-    assert f"will not run: see {name} above" in said
+    assert fix in line
+    assert f"will not run: see {name} above" in output
 
 
-def test_server_is_probed_at_the_given_url() -> None:
+def test_the_engine_s_address_and_python_are_probed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         url = f"http://127.0.0.1:{server.getsockname()[1]}"
-        assert lines(url)["--sglang-url"].verdict == "ok"
-    assert (line := lines(url)["--sglang-url"]).verdict == "--"
-    assert "cannot be reached" in line.text
-
-
-def test_python_without_sglang_is_reported_with_the_fix(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        assert examined(url)["--sglang-url"].verdict == "ok"
     monkeypatch.setenv(SGLANG_PYTHON, str(tmp_path / "none"))
-    assert (line := lines()["SGLang"]).verdict == "--"
-    assert "scripts/sglang_cpu.sh" in line.text
+    lines = examined(f"http://127.0.0.1:{free_port()}")
+    for name, text in (("--sglang-url", "cannot be reached"), ("SGLang", "scripts/sglang_cpu.sh")):
+        assert lines[name].verdict == "--"
+        assert text in lines[name].text
 
 
 def test_an_error_at_the_start_points_to_it(

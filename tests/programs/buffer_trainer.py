@@ -2,7 +2,7 @@
 
     python -m tests.programs.buffer_trainer URL DIRECTORY STEPS
 
-The checkpoint holds what slime's would: the step, and the data buffer's metadata; beside them, what was trained on.
+The checkpoint holds the step and the data buffer's metadata, as slime's does, and the instances trained on.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from tests.harness.agent_rollout import DataBuffer
 def main() -> None:
     url, directory, steps = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3])
     checkpoint = directory / "checkpoint.json"
-    state: dict[str, Any] = (
-        json.loads(checkpoint.read_text()) if checkpoint.exists() else {"step": 0, "metadata": {}, "trained": []}
-    )
+    state: dict[str, Any] = {"step": 0, "metadata": {}, "trained": []}
+    if checkpoint.exists():
+        state = json.loads(checkpoint.read_text())
     data_buffer = DataBuffer(state["metadata"])
     args = SimpleNamespace(
         agent_rollout_buffer_url=url,

@@ -4,25 +4,22 @@ once?
 
     python -m tests.programs.end_train [--ends 24] [--signals KILL] [--max-staleness 2] [--trainer slime] [--seed 0]
 
-Of 24 ends each is another signal or in another phase; every third one is followed by another signal within a second.
-Each process of a run begins anew. One in ten starts from nothing, with an embedded engine that must be gone soon after
-it. The others, to save time, are forked from a process that has imported what train.py imports, and use an engine that
-outlives them: with requests that nobody waits for any more, and weights that the next process has not made. What was
-trained is judged by the last checkpoint's own optimizer steps and by the run's ``trained.jsonl``, and compared with the
-ledger.
+The 24 ends are the pairs of a signal and a phase; every third one is followed by another signal within a second. Each
+process of a run starts fresh. One in ten starts from nothing, with an embedded engine that must be gone soon after it.
+The others, to save time, are forked from a process that has imported the modules of train.py, and use an engine that
+outlives them, with abandoned requests and with weights that the next process has not made. The last checkpoint's
+optimizer steps and the run's ``trained.jsonl`` say which tasks were trained on, and are compared with the ledger.
 
-With ``--trainer slime`` a stand-in of slime's trainer takes its batches as slime's manager does and keeps what it was
-trained on; each process has a run directory of its own then, and goes on with ``--load``.
+With ``--trainer slime`` a stand-in of slime's trainer takes its batches as slime's manager does and writes down their
+tasks; each process has its own run directory then, and resumes with ``--load``.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import multiprocessing
 import os
 import random
-import select
 import shutil
 import signal
 import sqlite3
@@ -37,11 +34,15 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from agl_slime.cli.demo import LOOKUP_POLICY
 from agl_slime.engine.process import EmbeddedEngine
 from agl_slime.report.audit import audit as audit_files
+from agl_slime.report.files import iter_jsonl
 from tests.harness.loop_thread import in_thread
 from tests.harness.scripted_engine import ScriptedEngine
+from tests.harness.waiting import becomes_true
 from tests.programs.slime import standin_trainer
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGKILL)
@@ -58,11 +59,11 @@ _IMPORTED = ["agl_slime.cli.local", "agl_slime.train.local.trainer", "transforme
 
 @dataclass
 class Result:
-    """``findings``: all that was wrong, each with the number of its end."""
+    """``findings``: a sentence for each fault, with the number of its end."""
 
     ends: int = 0
     by_phase: Counter[str] = field(default_factory=Counter)
-    """As it was when the signal came."""
+    """The phase at the moment of the signal."""
     iterations: int = 0
     tasks: int = 0
     slowest_s: float = 0.0
@@ -70,7 +71,7 @@ class Result:
     seconds: float = 0.0
 
 
-def tell_phases(pipe: int) -> None:
+def report_phases(pipe: int) -> None:
     """In the process of a run: write the number of each phase that it enters into ``pipe``."""
     from agl_slime.events import Event, PhaseStarted
     from agl_slime.loop.online import OnlineRLLoop
@@ -78,31 +79,32 @@ def tell_phases(pipe: int) -> None:
 
     os.set_blocking(pipe, False)
 
-    def tell(phase: str) -> None:
-        with suppress(BlockingIOError, BrokenPipeError):  # nobody reads any more
+    def report(phase: str) -> None:
+        with suppress(BlockingIOError, BrokenPipeError):  # the reader has gone
             os.write(pipe, bytes([PHASES.index(phase)]))
 
     emit, aside, save_at_end = OnlineRLLoop._emit, Validations._validate_concurrently, OnlineRLLoop._save_at_end
 
-    def told(self: OnlineRLLoop, event: Event) -> None:
+    def emit_and_report(self: OnlineRLLoop, event: Event) -> None:
         if isinstance(event, PhaseStarted):
-            tell("validation" if event.phase == "eval" else event.phase)
+            report("validation" if event.phase == "eval" else event.phase)
         emit(self, event)
 
     def beside(self: Validations, iteration: int) -> Any:
-        tell("validation")
+        report("validation")
         return aside(self, iteration)
 
     def at_end(self: OnlineRLLoop) -> Any:
-        tell("end")
+        report("end")
         return save_at_end(self)
 
-    OnlineRLLoop._emit, Validations._validate_concurrently, OnlineRLLoop._save_at_end = told, beside, at_end
+    OnlineRLLoop._emit, OnlineRLLoop._save_at_end = emit_and_report, at_end
+    Validations._validate_concurrently = beside
 
 
 def _local(flags: Sequence[str], log: Path, pipe: Any) -> None:
     signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup it would be ignored
-    tell_phases(pipe.fileno())
+    report_phases(pipe.fileno())
     from agl_slime.cli.main import run
 
     os.chdir(_ROOT)
@@ -126,41 +128,32 @@ class Scene:
     def __init__(self, directory: Path, *, flags: str, limit_s: float, engine_url: str) -> None:
         self.output = directory / "run"
         self.directory, self.log, self.engine_url = directory, directory / "log", engine_url
-        self.more = flags.split()
+        self.options = flags.split()
         self._deadline = time.monotonic() + limit_s
 
     def flags(self, iterations: int, *, cold: bool) -> list[str]:
         """Of train.py, for the next process."""
-        policy = self.directory / "policy"  # tells this run's engines from others
+        policy = self.directory / "policy"  # a path of this run's engines alone
         if not policy.exists():
             shutil.copytree(LOOKUP_POLICY, policy)
-        flags = [*self.more, "--model-path", str(policy), "--output-dir", str(self.output)]
+        flags = [*self.options, "--model-path", str(policy), "--output-dir", str(self.output)]
         flags += ["--num-iterations", str(iterations), *([] if cold else ["--sglang-url", self.engine_url])]
         return flags + (["--resume"] if (self.output / "config.json").exists() else [])
 
     def rows(self) -> list[dict[str, Any]]:
         path = self.output / "metrics.jsonl"
-        return (
-            [json.loads(line) for line in path.read_text().splitlines() if line.endswith("}")] if path.exists() else []
-        )
-
-    def check_time(self) -> None:
-        if time.monotonic() > self._deadline:
-            raise TimeoutError(f"the run takes too long; {self.last_words()}")
+        return [*iter_jsonl(path)] if path.exists() else []
 
     def last_words(self) -> str:
         return self.log.read_text(errors="replace")[-2000:]
 
-    def leftovers(self, *, patience_s: float = 20.0) -> list[str]:
-        """Command lines of processes that still work on this run; an engine notices within moments that its run is
-        gone."""
-        end = time.monotonic() + patience_s
-        while (found := _processes_of(str(self.directory))) and time.monotonic() < end:
-            time.sleep(0.05)
-        return found
+    def leftovers(self) -> list[str]:
+        """Command lines of processes that still work on this run; its engine ends moments after it."""
+        becomes_true(lambda: not _processes_of(str(self.directory)), 20.0)
+        return _processes_of(str(self.directory))
 
     def begin(self, iterations: int, *, cold: bool) -> tuple[BaseProcess, Any]:
-        """A process, and where it tells its phases."""
+        """A process, and the pipe that has its phases."""
         context: Any = multiprocessing.get_context("spawn" if cold else "forkserver")
         if not cold:
             context.set_forkserver_preload(_IMPORTED)
@@ -171,15 +164,16 @@ class Scene:
         return process, reader
 
     def wait_for_phase(self, process: BaseProcess, reader: Any, phase: str, *, times: int) -> str:
-        """Until the run has entered ``phase`` so many times, or has ended; returns the phase that it is in."""
-        now, seen = "start", Counter[str]()
-        while seen[phase] < times:
-            if select.select([reader.fileno()], [], [], 0.05)[0]:
-                if not (one := os.read(reader.fileno(), 1)):
+        """Until the run has entered ``phase`` ``times`` times, or has ended; returns its phase."""
+        now, entered = "start", Counter[str]()
+        while entered[phase] < times:
+            if reader.poll(0.05):
+                if not (byte := os.read(reader.fileno(), 1)):
                     break
-                now = PHASES[one[0]]
-                seen[now] += 1
-            self.check_time()
+                now = PHASES[byte[0]]
+                entered[now] += 1
+            if time.monotonic() > self._deadline:
+                raise TimeoutError(f"the run takes too long; {self.last_words()}")
         return now
 
     def done(self) -> int:
@@ -187,24 +181,23 @@ class Scene:
         return max([0, *(row["iteration"] for row in self.rows())])
 
     def look(self, *, finished: bool = False) -> list[str]:
-        """What is wrong with the files."""
-        found: list[str] = []
+        """A sentence for each fault of the files."""
+        findings: list[str] = []
         if (self.output / "metrics.jsonl").exists():
             result = audit_files(self.output)
-            found += result.findings + ([] if result.finished or not finished else ["the run did not finish"])
+            findings += result.findings + ([] if result.finished or not finished else ["the run did not finish"])
             behind = max((row.get("rollout/staleness_max") or 0 for row in self.rows()), default=0)
-            limit = int(self.more[self.more.index("--max-staleness") + 1])
-            found += [f"tokens are {behind} versions behind, and the limit is {limit}"] if behind > limit else []
+            limit = int(self.options[self.options.index("--max-staleness") + 1])
+            findings += [f"tokens are {behind} versions behind the limit of {limit}"] if behind > limit else []
         groups = self.output / "groups.jsonl"
         if groups.exists():
-            lines = [line for line in groups.read_bytes().splitlines(keepends=True) if line.endswith(b"\n")]
-            names = Counter(json.loads(line)["group_id"] for line in lines)
-            found += [f"group {name} is in groups.jsonl {count} times" for name, count in names.items() if count > 1]
-        return found
+            names = Counter(line["group_id"] for line in iter_jsonl(groups))
+            findings += [f"group {name} is in groups.jsonl {count} times" for name, count in names.items() if count > 1]
+        return findings
 
 
 class SlimeScene(Scene):
-    """Each process has a directory of its own, and loads what the stand-in has saved."""
+    """Each process has its own directory, and loads the stand-in's checkpoint."""
 
     entry = staticmethod(_slime)
     lives = 0
@@ -212,8 +205,8 @@ class SlimeScene(Scene):
     def flags(self, iterations: int, *, cold: bool) -> list[str]:
         self.lives += 1
         self.output = self.directory / f"run-{self.lives}"
-        own, _, slimes = standin_trainer.flags(self.directory, self.engine_url).partition(" -- ")
-        flags = [*own.split(), *self.more, "--num-iterations", str(iterations), "--output-dir", str(self.output)]
+        ours, _, slimes = standin_trainer.flags(self.directory, self.engine_url).partition(" -- ")
+        flags = [*ours.split(), *self.options, "--num-iterations", str(iterations), "--output-dir", str(self.output)]
         loads = ["--load", str(self.directory / "saved")] if (self.directory / "saved" / "latest").exists() else []
         return [*flags, "--", *slimes.split(), *loads]
 
@@ -223,11 +216,9 @@ class SlimeScene(Scene):
 
 
 def ends(n: int, rng: random.Random, signals: Sequence[signal.Signals] = SIGNALS) -> list[tuple[str, signal.Signals]]:
-    """Each signal in each phase in random order, and again until there are ``n``."""
-    pairs, found = [(phase, number) for phase in PHASES for number in signals], []
-    while len(found) < n:
-        found += rng.sample(pairs, len(pairs))
-    return found[:n]
+    """Each signal in each phase in random order, repeated until there are ``n``."""
+    pairs = [(phase, number) for phase in PHASES for number in signals]
+    return [pair for _ in range(-(-n // len(pairs))) for pair in rng.sample(pairs, len(pairs))][:n]
 
 
 def run(
@@ -237,18 +228,18 @@ def run(
     rng: random.Random,
     max_staleness: int = 0,
     trainer: str = "local",
-    more: str = "",
+    flags: str = "",
     limit_s: float = 3600.0,
 ) -> Result:
-    """``more``: further flags of train.py."""
+    """``flags``: further flags of train.py."""
     result, began = Result(ends=len(planned)), time.monotonic()
     slime = trainer == "slime"
     with in_thread(ScriptedEngine()) if slime else EmbeddedEngine(LOOKUP_POLICY) as engine:
         kind = SlimeScene if slime else Scene
-        flags = f"{'' if slime else _FLAGS} --max-staleness {max_staleness} {more}"
-        scene = kind(directory, flags=flags, limit_s=limit_s, engine_url=engine.url)
+        all_flags = f"{'' if slime else _FLAGS} --max-staleness {max_staleness} {flags}"
+        scene = kind(directory, flags=all_flags, limit_s=limit_s, engine_url=engine.url)
         for number, (phase, first) in enumerate(planned, 1):
-            where = f"end {number}, {first.name} in {phase}"
+            title = f"end {number}, {first.name} in {phase}"
             cold = not slime and rng.random() < 0.1
             iterations = scene.done() + 3 if phase == "end" else 100_000
             process, reader = scene.begin(iterations, cold=cold)
@@ -266,78 +257,65 @@ def run(
                 process.join()
                 reader.close()
             wrong += scene.look() + scene.leftovers()
-            result.findings += [f"{where}: {one}" for one in wrong]
-            told = f"{where} (in {now}): exit code {code} after {took:.1f} s, {len(wrong)} findings"
-            print("\n    ".join([told, *wrong]), flush=True)
+            result.findings += [f"{title}: {sentence}" for sentence in wrong]
+            summary = f"{title} (in {now}): exit code {code} after {took:.1f} s, {len(wrong)} findings"
+            print("\n    ".join([summary, *wrong]), flush=True)
         process, reader = scene.begin(scene.done() + 3, cold=False)
         process.join(limit_s)
         reader.close()
         if process.exitcode != 0:
             raise RuntimeError(f"the last process of the run ended with {process.exitcode}; {scene.last_words()}")
-        result.findings += [f"at the end: {one}" for one in scene.look(finished=True)]
+        result.findings += [f"at the end: {sentence}" for sentence in scene.look(finished=True)]
         result.iterations = scene.done()
-        if slime:
-            wrong, result.tasks = standin_trainer.look(directory / "saved")
-            result.findings += wrong
-        else:
-            wrong, result.tasks = account(scene.output)
-            result.findings += wrong
+        wrong, result.tasks = standin_trainer.look(directory / "saved") if slime else account(scene.output)
+        result.findings += wrong
     result.seconds = time.monotonic() - began
     return result
 
 
 def account(output: Path) -> tuple[list[str], int]:
-    """What is wrong with what became of each task of the finished run in ``output``; the number of tasks."""
+    """A sentence for each task of the finished run in ``output`` with a wrong end; the number of tasks."""
     import torch
 
-    metrics = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
-    trained = Counter(json.loads(line)["instance_id"] for line in (output / "trained.jsonl").read_text().splitlines())
+    metrics = [*iter_jsonl(output / "metrics.jsonl")]
+    trained = Counter(line["instance_id"] for line in iter_jsonl(output / "trained.jsonl"))
+    outcomes: defaultdict[str, Counter[str]] = defaultdict(Counter)
     with sqlite3.connect(output / "ledger.sqlite") as ledger:
         finished = Counter(name for (name,) in ledger.execute("SELECT instance_id FROM ledger_finished"))
-        outcomes: defaultdict[str, Counter[str]] = defaultdict(Counter)
-        for instance, state, outcome in ledger.execute(
-            "SELECT instance_id, state, outcome FROM ledger_rollouts WHERE instance_id IS NOT NULL"
-        ):
+        query = "SELECT instance_id, state, outcome FROM ledger_rollouts WHERE instance_id IS NOT NULL"
+        for instance, state, outcome in ledger.execute(query):
             outcomes[instance][outcome if state == 2 else "unfinished"] += 1
         counts = dict(ledger.execute("SELECT kind, sum(n) FROM ledger_counts GROUP BY kind").fetchall())
+    findings = []
     tasks = {str(n) for n in range(1 + max(map(int, finished)))}
-    states = sorted((output / "checkpoints").glob("step_*"), key=lambda path: int(path.name.removeprefix("step_")))
-    state = torch.load(states[-1] / "trainer" / "trainer_state.pt", weights_only=True)
-    wrong = {
-        name
-        for name in tasks
-        if trained[name] != (outcomes[name]["trained"] > 0)  # the ledger and the trainer agree
-        or outcomes[name]["unfinished"]
-        or finished[name] != 1
-        or outcomes[name]["trained"] > 3
-    }
-    closed = sum(n for kind, n in counts.items() if kind.startswith("closed:"))
-    twice = {name for name in tasks if trained[name] > 1 or finished[name] > 1 or outcomes[name]["trained"] > 3}
-    found = [f"task {name} is lost" for name in sorted((tasks - set(finished)) | (wrong - twice), key=int)]
-    found += [f"task {name} was trained on twice" for name in sorted(twice, key=int)]
+    for name in sorted(tasks, key=int):
+        if trained[name] > 1 or finished[name] > 1 or outcomes[name]["trained"] > 3:
+            findings.append(f"task {name} was trained on twice")
+        elif not finished[name] or outcomes[name]["unfinished"] or trained[name] != (outcomes[name]["trained"] > 0):
+            findings.append(f"task {name} is lost")
+    checkpoints = {int(path.name.removeprefix("step_")): path for path in (output / "checkpoints").glob("step_*")}
+    last = max(checkpoints)
+    state = torch.load(checkpoints[last] / "trainer" / "trainer_state.pt", weights_only=True)
     steps = state["steps"], round(sum(row.get("train/steps") or 0 for row in metrics))
     if steps[0] != steps[1] or not steps[0]:
-        found.append(f"the last checkpoint has {steps[0]} optimizer steps, and the reports {steps[1]}")
-    last = int(states[-1].name.removeprefix("step_"))
+        findings.append(f"the last checkpoint has {steps[0]} optimizer steps, and the reports {steps[1]}")
     if [row["iteration"] for row in metrics] != list(range(1, last + 1)):
-        found.append("the reports are not in order")
+        findings.append("the reports are not in order")
     if state["iteration"] != (trained_last := max(row["iteration"] for row in metrics if row.get("train/steps"))):
-        found.append(f"the trainer's last iteration is {state['iteration']}, and the reports' {trained_last}")
+        findings.append(f"the trainer's last iteration is {state['iteration']}, and the reports' {trained_last}")
+    closed = sum(n for kind, n in counts.items() if kind.startswith("closed:"))
     if counts["opened"] != closed or counts.get("open") or counts.get("ready"):
-        found.append(f"the ledger does not add up: {counts}")
-    return found, len(tasks)
+        findings.append(f"the ledger does not add up: {counts}")
+    return findings, len(tasks)
 
 
 def _processes_of(text: str) -> list[str]:
-    found = []
-    for path in Path("/proc").glob("[0-9]*"):
-        try:
-            words = (path / "cmdline").read_bytes().decode(errors="replace").split("\0")
-        except OSError:  # it has ended
-            continue
-        if int(path.name) != os.getpid() and any(text in word for word in words) and "end_train" not in " ".join(words):
-            found.append(" ".join(words))
-    return found
+    commands = []
+    for process in psutil.process_iter(["cmdline"]):
+        words = process.info["cmdline"] or []
+        if process.pid != os.getpid() and any(text in word for word in words) and "end_train" not in " ".join(words):
+            commands.append(" ".join(words))
+    return commands
 
 
 def _end(process: BaseProcess, first: signal.Signals, rng: random.Random) -> tuple[int | None, float]:
@@ -366,19 +344,14 @@ def main() -> int:
     rng = random.Random(options.seed)
     directory = Path(tempfile.mkdtemp(prefix="end-train-"))
     print(f"the run is in {directory}, which is kept where something is wrong", flush=True)
-    how: dict[str, Any] = {"max_staleness": options.max_staleness, "trainer": options.trainer, "more": options.flags}
-    result = run(directory, planned=ends(options.ends, rng, signals), rng=rng, **how)
+    settings: dict[str, Any] = {"max_staleness": options.max_staleness, "trainer": options.trainer}
+    planned = ends(options.ends, rng, signals)
+    result = run(directory, planned=planned, rng=rng, flags=options.flags, **settings)
     if not result.findings:
         shutil.rmtree(directory)
-    print(
-        f"{result.ends} ends in {result.seconds:.0f} s, by phase {dict(result.by_phase)}; "
-        f"{result.iterations} iterations"
-    )
-    print(f"  tasks     {result.tasks}")
-    print(f"  slowest   {result.slowest_s:.1f} s from the signal to the end")
-    print(f"  findings  {len(result.findings)}")
-    for one in result.findings:
-        print(f"    {one}")
+    print(f"{result.ends} ends in {result.seconds:.0f} s, by phase {dict(result.by_phase)}")
+    print(f"{result.iterations} iterations, {result.tasks} tasks, {result.slowest_s:.1f} s from signal to end at most")
+    print("\n    ".join([f"{len(result.findings)} findings", *result.findings]))
     return 1 if result.findings else 0
 
 

@@ -11,7 +11,6 @@ import json
 import os
 import random
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -21,7 +20,8 @@ import urllib.request
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+
+from tests.harness.servers import free_port
 
 _GENERATOR = '''
     """Writes two items per instance, slowly enough to be killed in between."""
@@ -47,6 +47,7 @@ _GENERATOR = '''
         tokens = {"tokens": [1, 2, 3], "response_length": 2, "rollout_log_probs": [-0.5, -0.5]}
         return group[0], [{**item, "raw_reward": item["reward"], **tokens} for item in group[1]]
 '''
+_SERVER = "import sys; from agl_slime.buffer.server import main; sys.exit(main(sys.argv[1:]))"
 
 
 @dataclass
@@ -60,54 +61,39 @@ class Result:
 
 
 class Run:
-    """The three processes; each is started again when it is found dead."""
+    """The three processes; each is restarted when it is dead."""
 
     def __init__(self, directory: Path, *, groups: int) -> None:
-        self.directory, self.groups = directory, groups
-        (directory / "input.jsonl").write_text(
-            "".join(json.dumps({"instance_id": f"id{n}", "prompt": "2+2?"}) + "\n" for n in range(groups))
-        )
+        self.directory, self.groups, self.port = directory, groups, free_port()
+        instances = [json.dumps({"instance_id": f"id{n}", "prompt": "2+2?"}) + "\n" for n in range(groups)]
+        (directory / "input.jsonl").write_text("".join(instances))
         (directory / "generators").mkdir()
         (directory / "generators" / "kill_generator.py").write_text(textwrap.dedent(_GENERATOR))
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self.port = probe.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
-        self.buffer = self.trainer = None
+        self.processes: dict[str, subprocess.Popen[bytes]] = {}
         self._log = (directory / "log").open("ab")
 
-    def start(self, *arguments: str) -> subprocess.Popen[bytes]:
-        return subprocess.Popen([sys.executable, *arguments], stdout=self._log, stderr=subprocess.STDOUT)
-
     def keep_up(self) -> None:
-        if self.buffer is None or self.buffer.poll() is not None:
-            code = "import sys; from agl_slime.buffer.server import main; sys.exit(main(sys.argv[1:]))"
-            where = (
-                "--generators",
-                f"{self.directory}/generators",
-                "--input-dir",
-                str(self.directory),
-                "--run-dir",
-                f"{self.directory}/run",
-            )
-            self.buffer = self.start("-c", code, "--port", str(self.port), "--generator-restarts", "1000", *where)
-        if not self.done and (self.trainer is None or self.trainer.poll() is not None):
-            self.trainer = self.start(
-                "-m", "tests.programs.buffer_trainer", self.url, str(self.directory), str(self.groups)
-            )
+        paths = ("--generators", self.directory / "generators", "--input-dir", self.directory)
+        paths += ("--run-dir", self.directory / "run")
+        self._start("buffer", "-c", _SERVER, "--port", self.port, "--generator-restarts", 1000, *paths)
+        if not self.done:
+            self._start("trainer", "-m", "tests.programs.buffer_trainer", self.url, self.directory, self.groups)
+
+    def _start(self, name: str, *arguments: object) -> None:
+        if name not in self.processes or self.processes[name].poll() is not None:
+            command = [sys.executable, *map(str, arguments)]
+            self.processes[name] = subprocess.Popen(command, stdout=self._log, stderr=subprocess.STDOUT)
 
     def kill(self, victim: str) -> bool:
-        if victim == "generator":
-            try:
-                os.kill(int((self.directory / "generators" / "pid").read_text()), signal.SIGKILL)
-            except (FileNotFoundError, ProcessLookupError, ValueError):
-                return False
-            return True
-        process = self.buffer if victim == "buffer" else self.trainer
-        if process is None or process.poll() is not None:
+        try:
+            generator = self.directory / "generators" / "pid"
+            pid = int(generator.read_text()) if victim == "generator" else self.processes[victim].pid
+            os.kill(pid, signal.SIGKILL)
+        except (FileNotFoundError, KeyError, ProcessLookupError, ValueError):
             return False
-        process.kill()
-        process.wait()
+        if victim != "generator":
+            self.processes[victim].wait()
         return True
 
     @property
@@ -119,24 +105,26 @@ class Run:
     def done(self) -> bool:
         return len(self.trained) >= self.groups
 
-    def stats(self) -> Any:
-        with urllib.request.urlopen(f"{self.url}/stats", timeout=10) as response:
-            return json.load(response)
+    def adds_up(self) -> bool:
+        """Whether the buffer's ledger does, once it answers."""
+        while True:
+            try:
+                with urllib.request.urlopen(f"{self.url}/stats", timeout=10) as response:
+                    items = json.load(response)["items"]
+                return items["opened"] == items["open"] + items["ready"] + sum(items["closed"].values())
+            except OSError:
+                time.sleep(0.1)
 
     def end(self) -> None:
-        for process in (self.trainer, self.buffer):
-            if process is not None and process.poll() is None:
+        for process in self.processes.values():
+            if process.poll() is None:
                 process.terminate()
                 process.wait(20)
         self._log.close()
 
 
-def run(
-    directory: Path, *, kills: int, groups: int, seed: int, limit_s: float, pause_s: tuple[float, float] = (0.3, 2.0)
-) -> Result:
-    rng = random.Random(seed)
-    scene = Run(directory, groups=groups)
-    killed: Counter[str] = Counter()
+def run(directory: Path, *, kills: int, groups: int, seed: int, limit_s: float) -> Result:
+    rng, scene, killed = random.Random(seed), Run(directory, groups=groups), Counter[str]()
     began = time.monotonic()
     next_kill = began + 1.5
     try:
@@ -144,25 +132,19 @@ def run(
             if time.monotonic() - began > limit_s:
                 raise TimeoutError(f"{len(scene.trained)} of {groups} groups after {limit_s:g} s; see {directory}/log")
             scene.keep_up()
-            if time.monotonic() >= next_kill and sum(killed.values()) < kills:
+            if time.monotonic() >= next_kill and killed.total() < kills:
                 victim = rng.choice(["buffer", "generator", "trainer"])
                 killed[victim] += scene.kill(victim)
-                next_kill = time.monotonic() + rng.uniform(*pause_s)
+                next_kill = time.monotonic() + rng.uniform(0.3, 2.0)
             time.sleep(0.02)
         scene.keep_up()
-        while True:
-            try:
-                items = scene.stats()["items"]
-                break
-            except OSError:
-                time.sleep(0.1)
         counts = Counter(scene.trained)
         return Result(
             groups=groups,
             lost=[f"id{n}" for n in range(groups) if not counts[f"id{n}"]],
             twice=[instance for instance, n in counts.items() if n > 1],
             kills=killed,
-            adds_up=items["opened"] == items["open"] + items["ready"] + sum(items["closed"].values()),
+            adds_up=scene.adds_up(),
             seconds=time.monotonic() - began,
         )
     finally:
@@ -174,20 +156,12 @@ def main() -> int:
     parser.add_argument("--kills", type=int, default=50)
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
+    sizes = {"kills": options.kills, "groups": 60 * options.kills, "limit_s": 60 + 20 * options.kills}
     with tempfile.TemporaryDirectory() as directory:
-        result = run(
-            Path(directory),
-            kills=options.kills,
-            groups=60 * options.kills,
-            seed=options.seed,
-            limit_s=60 + 20 * options.kills,
-        )
-    print(
-        f"{sum(result.kills.values())} kills ({dict(result.kills)}) in {result.seconds:.0f} s: "
-        f"of {result.groups} groups {len(result.lost)} lost, ",
-        end="",
-    )
-    print(f"{len(result.twice)} trained twice; the ledger {'adds up' if result.adds_up else 'does NOT add up'}")
+        result = run(Path(directory), seed=options.seed, **sizes)
+    print(f"{result.kills.total()} kills ({dict(result.kills)}) in {result.seconds:.0f} s")
+    print(f"of {result.groups} groups {len(result.lost)} lost, {len(result.twice)} trained twice")
+    print(f"the ledger {'adds up' if result.adds_up else 'does NOT add up'}")
     return 0 if result.adds_up and not result.lost and not result.twice else 1
 
 

@@ -1,5 +1,5 @@
-"""An agent for Agent Lightning 1.0's local controller that is quick to start and notes what it does, one line each, in
-the file that WITNESS names. Run by the controller's Python, which has neither this package nor pytest."""
+"""An agent for Agent Lightning 1.0's local controller that is quick to start and writes a line for each step into the
+file that WITNESS names. Run by the controller's Python, which has neither this package nor pytest."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import os
 import urllib.parse
 
 
-def _note(what: str) -> None:
+def _note(step: str) -> None:
     rollout = os.environ["AGL_EVENT_URL"].split("/api/rollouts/")[1].split("/")[0]
-    line = f"{rollout} {what} {os.getpid()}\n".encode()
+    line = f"{rollout} {step} {os.getpid()}\n".encode()
     descriptor = os.open(os.environ["WITNESS"], os.O_WRONLY | os.O_APPEND | os.O_CREAT)
-    os.write(descriptor, line)  # one write of few bytes is whole, whoever else writes
+    os.write(descriptor, line)  # one write of few bytes is whole beside other writers
     os.close(descriptor)
 
 
@@ -23,11 +23,20 @@ def _post(url: str, body: dict) -> dict:
     headers = {"Authorization": f"Bearer {os.environ['AGL_KEY']}", "Content-Type": "application/json"}
     connection.request("POST", address.path, json.dumps(body), headers)
     answer = connection.getresponse()
-    said = answer.read()
+    content = answer.read()
     connection.close()
     if answer.status >= 300:
-        raise RuntimeError(f"{answer.status} {said[:400]!r}")
-    return json.loads(said)
+        raise RuntimeError(f"{answer.status} {content[:400]!r}")
+    return json.loads(content)
+
+
+def ask(messages: list[dict]) -> dict:
+    answer = _post(f"{os.environ['AGL_OPENAI_BASE_URL']}/chat/completions", {"model": "auto", "messages": messages})
+    return answer["choices"][0]["message"]
+
+
+def reward(value: object) -> None:
+    _post(os.environ["AGL_EVENT_URL"], {"event_type": "reward", "data": {"value": value}})
 
 
 class Agent:
@@ -35,14 +44,11 @@ class Agent:
 
     def run(self) -> None:
         _note("begun")
-        messages = [{"role": "user", "content": os.environ["QUESTION"]}]
-        said = ""
+        messages, text = [{"role": "user", "content": os.environ["QUESTION"]}], ""
         for _ in range(2):
-            body = {"model": "auto", "messages": messages}
-            message = _post(f"{os.environ['AGL_OPENAI_BASE_URL']}/chat/completions", body)["choices"][0]["message"]
-            said += message["content"]
+            message = ask(messages)
+            text += message["content"]
             messages += [message, {"role": "user", "content": "again"}]
         _note("asked")
-        reward = sum(letter.islower() for letter in said) / max(1, len(said))
-        _post(os.environ["AGL_EVENT_URL"], {"event_type": "reward", "data": {"value": reward}})
+        reward(sum(letter.islower() for letter in text) / max(1, len(text)))
         _note("rewarded")
