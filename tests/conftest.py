@@ -1,4 +1,4 @@
-"""Fixtures of several rooms: the tiny policy and running engines, made once per test run, and a browser."""
+"""Fixtures of several rooms: the tiny policy and running engines, once per test run, and a browser."""
 
 from __future__ import annotations
 
@@ -19,8 +19,7 @@ from tests.harness.engine_servers import MAX_RUNNING, Server, real_sglang
 
 __all__ = ["browser", "page"]  # fixtures
 
-# Before torch and the tokenizers are first imported: the suite shares few cores, and more threads are slower for
-# tensors this small.
+# Before the import of torch and tokenizers: with few cores and small tensors, more threads are slower.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -79,17 +78,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_cmdline_main(config: pytest.Config) -> None:
-    """With ``-n 2`` the tests of a file stay in one process, so that what they share (an engine, a run that was
-    trained) is made once and not once per process."""
+    """With ``-n 2`` the tests of a file stay in one process, which makes their engine or trained run once."""
     if getattr(config.option, "numprocesses", None) and config.option.dist == "no":
         config.option.dist = "loadfile"
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Iterator[None]:
-    """Collecting imports torch, transformers and LiteLLM: a million objects that stay. Without this, each full garbage
-    collection walks all of them, a quarter of the time of collecting; what tests make themselves is collected as ever.
-    """
+    """Keeps the imported packages, a million objects, out of garbage collections; objects of tests are collected."""
     gc.disable()
     try:
         return (yield)
@@ -100,8 +96,7 @@ def pytest_collection() -> Iterator[None]:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_report_to_serializable() -> Iterator[Any]:
-    """pytest-xdist sends reports between processes as UTF-8, in which lone surrogates cannot be; tests that draw them
-    have them in their reports."""
+    """pytest-xdist sends reports as UTF-8, which has no lone surrogates; tests that draw them report them."""
     return _as_utf8((yield))
 
 
@@ -113,20 +108,6 @@ def _as_utf8(value: Any) -> Any:
     return value.encode("utf-8", "backslashreplace").decode() if isinstance(value, str) else value
 
 
-@pytest.fixture(scope="session", autouse=True)
-def one_tls_context() -> Iterator[None]:
-    """httpx, and so the clients of OpenAI and Anthropic, reads the machine's certificates for each client anew, the
-    greater part of a test's CPU time; over plain HTTP nobody needs them."""
-    try:
-        from httpx._transports import default
-    except ImportError:
-        yield
-        return
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(default, "create_ssl_context", functools.cache(default.create_ssl_context))
-        yield
-
-
 class _AsyncioWithShortSleeps:
     def __getattr__(self, name: str) -> Any:
         return getattr(asyncio, name)
@@ -136,20 +117,21 @@ class _AsyncioWithShortSleeps:
         await asyncio.sleep(min(delay, 0.01))
 
 
-@pytest.fixture(scope="session", autouse=True)
-def servers_that_look_often() -> Iterator[None]:
-    """uvicorn and Agent Lightning's launcher of it look every 0.1 s whether a server has started or is to end: 0.3 s
-    for each store that a test serves. Here they look every 0.01 s."""
-    with pytest.MonkeyPatch.context() as patch:
-        for name in ("uvicorn.server", "agentlightning.utils.server_launcher"):
-            if name in sys.modules:
-                patch.setattr(sys.modules[name], "asyncio", _AsyncioWithShortSleeps())
-        yield
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup() -> None:
+    """Shortcuts in other packages, once they are imported: uvicorn and Agent Lightning's launcher of it poll each 0.1 s
+    for the start and end of a server, and httpx reads the machine's certificates for each client."""
+    for name in ("uvicorn.server", "agentlightning.utils.server_launcher"):
+        if name in sys.modules:
+            sys.modules[name].asyncio = _AsyncioWithShortSleeps()  # type: ignore[attr-defined]
+    transports: Any = sys.modules.get("httpx._transports.default")
+    if transports is not None and not hasattr(transports.create_ssl_context, "cache_info"):
+        transports.create_ssl_context = functools.cache(transports.create_ssl_context)
 
 
 @pytest.fixture(scope="session")
 def policy_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The tiny policy for the lookup task as a checkpoint directory, a copy of its own."""
+    """A copy of the tiny policy for the lookup task, as a checkpoint directory."""
     pytest.importorskip("torch", reason='serving the tiny policy needs torch: pip install "agl-slime[local]"')
     from agl_slime.cli.demo import LOOKUP_POLICY
 
@@ -158,8 +140,8 @@ def policy_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def embedded_engine(policy_dir: Path) -> Iterator[str]:
-    """URL of the embedded engine that all tests share; it serves ``policy_dir``. A test that pauses it or changes its
-    weights leaves it as it was: nothing runs, nothing is paused, and the weights are the policy's."""
+    """URL of the embedded engine that all tests share; it serves ``policy_dir``. Each test leaves it idle, unpaused and
+    with the policy's weights."""
     from agl_slime.engine import EmbeddedEngine
 
     with EmbeddedEngine(policy_dir, max_running_requests=MAX_RUNNING) as engine:
@@ -170,8 +152,8 @@ def embedded_engine(policy_dir: Path) -> Iterator[str]:
 def server(
     request: pytest.FixtureRequest, policy_dir: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Server]:
-    """The embedded engine and, under the marker ``sglang``, a real SGLang serving the same checkpoint. To be left as
-    ``embedded_engine``."""
+    """The embedded engine and, under the marker ``sglang``, a real SGLang with the same checkpoint; each test leaves it
+    as ``embedded_engine``."""
     if request.param == "embedded":
         yield Server(request.getfixturevalue("embedded_engine"), policy_dir, real=False)
     else:

@@ -1,4 +1,4 @@
-"""What tests of the agent rollout share."""
+"""Sessions of the agent rollout."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 @pytest.fixture
 def fresh_sessions() -> Iterator[None]:
-    """An agent rollout that remembers nothing of other tests."""
+    """An agent rollout without the sessions of other tests."""
     from agl_slime.buffer import agent_rollout
 
     agent_rollout.sessions.clear()

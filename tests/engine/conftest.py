@@ -1,4 +1,4 @@
-"""The client of the suite that both engines pass."""
+"""A client of either engine."""
 
 from __future__ import annotations
 

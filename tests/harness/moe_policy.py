@@ -1,33 +1,29 @@
-"""Tiny mixtures of experts of random weights, with the tokenizer of the first command's policy."""
+"""Tiny mixtures of experts with random weights, with the demo policy's tokenizer."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
-
-import torch
-from transformers import AutoTokenizer, OlmoeConfig, OlmoeForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from agl_slime.cli.demo import LOOKUP_POLICY
 
 LAYERS, TOP_K, EXPERTS = 3, 2, 8
-FAMILIES: dict[str, tuple[Any, Any]] = {
-    "qwen3_moe": (Qwen3MoeConfig, Qwen3MoeForCausalLM),
-    "olmoe": (OlmoeConfig, OlmoeForCausalLM),
-}
+FAMILIES = {"qwen3_moe": "Qwen3Moe", "olmoe": "Olmoe"}
 
 
 def save_moe(directory: Path, *, family: str = "qwen3_moe", router_noise: float = 0.0) -> Path:
-    """The same weights each time; ``router_noise`` is the deviation of what is added to those of the routers."""
-    tokenizer = AutoTokenizer.from_pretrained(LOOKUP_POLICY, local_files_only=True)
-    config_class, model_class = FAMILIES[family]
+    """The same weights each time; ``router_noise`` is the deviation of noise on the routers' weights."""
+    import torch
+    import transformers
+
+    tokenizer = transformers.AutoTokenizer.from_pretrained(LOOKUP_POLICY, local_files_only=True)
     sizes = {"hidden_size": 32, "intermediate_size": 24, "num_hidden_layers": LAYERS, "num_attention_heads": 4}
     sizes |= {"num_key_value_heads": 2, "num_experts": EXPERTS, "num_experts_per_tok": TOP_K}
     sizes |= {"max_position_embeddings": 512, "vocab_size": len(tokenizer), "eos_token_id": tokenizer.eos_token_id}
     if family == "qwen3_moe":
         sizes |= {"moe_intermediate_size": 24, "head_dim": 8, "norm_topk_prob": True}
     torch.manual_seed(0)
-    model = model_class(config_class(**sizes, initializer_range=0.3, pad_token_id=None))
+    config = getattr(transformers, f"{FAMILIES[family]}Config")(**sizes, initializer_range=0.3, pad_token_id=None)
+    model = getattr(transformers, f"{FAMILIES[family]}ForCausalLM")(config)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if name.endswith("mlp.gate.weight"):

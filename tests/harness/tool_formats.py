@@ -1,4 +1,4 @@
-"""Formats of tool calls as their models' templates write them, in one small chat template for each."""
+"""Formats of tool calls, each in a small chat template."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ _JSON = "{{ f.arguments | tojson }}"
 _TEXT = "{{ v if v is string else v | tojson }}"
 
 
-def _each(call: str, before: str = "", after: str = "", between: str = "") -> str:
+def _each(call: str, start: str = "", end: str = "", between: str = "") -> str:
     head = "{% for c in m.tool_calls %}{% set f = c.function %}{% if not loop.first %}" + between + "{% endif %}"
-    return before + head + call + "{% endfor %}" + after
+    return start + head + call + "{% endfor %}" + end
 
 
 def _pairs(pair: str) -> str:
@@ -44,13 +44,12 @@ _KIMI_ID = "functions.{{ f.name }}:{{ loop.index0 }}"
 
 @dataclass(frozen=True, kw_only=True)
 class Format:
-    """``calls`` writes a message's; ``marks`` are tokens of its models. ``typed``: values have their types without a
-    schema. ``single``: an answer has one call. ``thinking``: the marks around reasoning."""
+    """A format of calls, in Jinja."""
 
     calls: str
-    marks: tuple[str, ...] = ()
-    typed: bool = True
-    single: bool = False
+    marks: tuple[str, ...] = ()  # tokens of its models
+    typed: bool = True  # values have types without a schema
+    single: bool = False  # an answer has one call
     thinking: tuple[str, str] = ("<think>", "</think>")
     preamble: str = ""
 
@@ -201,7 +200,7 @@ FORMATS: Mapping[str, Format] = {
 
 
 def template_of(kind: str, *, opens: bool = False) -> str:
-    """A chat template with a format's calls; with ``opens`` it opens the reasoning of answers."""
+    """A chat template with a format's calls; with ``opens`` an answer begins inside its reasoning."""
     form = FORMATS[kind]
     opening, closing = form.thinking
     answer = (

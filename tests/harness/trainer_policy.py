@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config
 
 from agl_slime.types import Sample, sample_from_fields
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 VOCABULARY = 460
 
 
 def make_model(*, seed: int = 0, attention_dropout: float = 0.0, tied: bool = True) -> PreTrainedModel:
+    import torch
+    from transformers import AutoModelForCausalLM, Qwen3Config
+
     torch.manual_seed(seed)
     config = Qwen3Config(
         vocab_size=VOCABULARY,
@@ -32,20 +37,22 @@ def make_model(*, seed: int = 0, attention_dropout: float = 0.0, tied: bool = Tr
 
 
 def save_policy(directory: Path, *, seed: int = 0, tied: bool = True) -> Path:
-    """The checkpoint of a random policy, with a stand-in for its tokenizer files."""
+    """The checkpoint of a random policy, with a placeholder for its tokenizer files."""
     make_model(seed=seed, tied=tied).save_pretrained(directory)
     (directory / "tokenizer_config.json").write_text('{"chat_template": "{{ messages }}"}')
     return directory
 
 
-@torch.no_grad()
 def response_log_probs(
     model: PreTrainedModel, tokens: list[int], response_length: int, *, temperature: float = 1.0
 ) -> list[float]:
-    """The log-probs of the last ``response_length`` tokens, from the plainest forward pass there is."""
-    logits = model(input_ids=torch.tensor([tokens])).logits[0, :-1] / temperature
-    every = logits.log_softmax(-1).gather(-1, torch.tensor(tokens[1:]).unsqueeze(-1)).squeeze(-1)
-    return every[len(every) - response_length :].tolist()
+    """The log-probs of the last ``response_length`` tokens, from one plain forward pass."""
+    import torch
+
+    with torch.no_grad():
+        logits = model(input_ids=torch.tensor([tokens])).logits[0, :-1] / temperature
+    log_probs = logits.log_softmax(-1).gather(-1, torch.tensor(tokens[1:]).unsqueeze(-1)).squeeze(-1)
+    return log_probs[len(log_probs) - response_length :].tolist()
 
 
 def make_samples(
@@ -59,8 +66,8 @@ def make_samples(
     observations: bool = True,
     temperature: float = 1.0,
 ) -> list[Sample]:
-    """``groups * per_group`` rollouts of random tokens, with the policy's own log-probs, random rewards and
-    (``observations``) masks with holes."""
+    """``groups * per_group`` rollouts of random tokens, with the policy's log-probs, random rewards and, with
+    ``observations``, masks with holes."""
     rng = np.random.default_rng(seed)
     samples = []
     for group in range(groups):
@@ -78,9 +85,7 @@ def make_samples(
                     tokens=tokens,
                     response_length=len(response),
                     loss_mask=mask,
-                    rollout_log_probs=[
-                        value if trained else 0.0 for value, trained in zip(log_probs, mask, strict=True)
-                    ],
+                    rollout_log_probs=[value * bit for value, bit in zip(log_probs, mask, strict=True)],
                     reward=float(rng.random() < 0.5),
                     status=Sample.Status.COMPLETED,
                 )

@@ -11,7 +11,7 @@ import torch
 
 from agl_slime.train.local import LocalTrainer, LocalTrainerSettings
 
-# One step on the whole batch and no clipping of the gradient: what the formulas say, without the rest.
+# One step on the whole batch without gradient clipping: the formulas alone.
 ONE_STEP = LocalTrainerSettings(n_minibatches=1, grad_clip=math.inf)
 
 
@@ -41,21 +41,21 @@ def gradients(
     """The gradient of each step of one ``train``, computed in float64 and flattened."""
     ours = trainer(policy, settings, **changes)
     ours.model.double()
-    seen: list[torch.Tensor] = []
+    steps: list[torch.Tensor] = []
 
     def record(_optimizer: Any, _args: Any, _kwargs: Any) -> None:
-        seen.append(flat([parameter.grad.clone() for parameter in ours.model.parameters()]))
+        steps.append(flat([parameter.grad.clone() for parameter in ours.model.parameters()]))
 
     ours._optimizer.register_step_pre_hook(record)
     ours.train(batch, iteration=0)
-    return seen
+    return steps
 
 
 def gradient(policy: Path, batch: Any, settings: LocalTrainerSettings = ONE_STEP, **changes: Any) -> torch.Tensor:
-    (only,) = gradients(policy, batch, settings, **changes)
-    return only
+    [step] = gradients(policy, batch, settings, **changes)
+    return step
 
 
-def assert_close(ours: torch.Tensor, other: torch.Tensor, *, tolerance: float = 1e-6) -> None:
-    assert other.norm() > 1e-3  # or equality would say little
-    assert (ours - other).norm() <= tolerance * other.norm()
+def assert_close(ours: torch.Tensor, expected: torch.Tensor, *, tolerance: float = 1e-6) -> None:
+    assert expected.norm() > 1e-3  # two zeros are equal, too
+    assert (ours - expected).norm() <= tolerance * expected.norm()

@@ -1,4 +1,4 @@
-"""Samples of the policy that tests of the trainer begin from."""
+"""Samples of the policy for tests of the trainer."""
 
 from __future__ import annotations
 
