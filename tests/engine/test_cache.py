@@ -44,23 +44,6 @@ def test_a_conversation_reuses_its_last_turn_until_new_weights_or_a_flush(reques
     assert requests.run(PROMPT)[0].cached_tokens == 0
 
 
-def test_prompt_log_probs_are_computed_despite_the_cache(requests: Requests) -> None:
-    [fresh], [cached] = requests.run(PROMPT, score_from=20), requests.run(PROMPT, score_from=20)
-    assert (fresh.cached_tokens, cached.cached_tokens) == (0, 20)
-    assert [token for _, token in cached.input_log_probs] == PROMPT[20:]
-    expected = [log_prob for log_prob, _ in fresh.input_log_probs[1:]]
-    assert [log_prob for log_prob, _ in cached.input_log_probs[1:]] == pytest.approx(expected, abs=1e-5)
-
-
-def test_rows_wait_where_the_cache_is_full(policy_dir: Path) -> None:
-    """Two of four rows fit to the end; all are answered, and the rectangle stays within its bound."""
-    with running_engine(policy_dir, max_running=4, context_length=150, max_total_tokens=300) as engine:
-        answers = Requests(engine).run(*([5 + n] * 20 for n in range(4)), max_new_tokens=120)
-        assert [len(answer.output_ids) for answer in answers] == [120] * 4
-        rows, width = engine._slots._ids.shape
-        assert rows * width <= engine.max_total_tokens == 300
-
-
 def test_a_cache_is_bounded_by_its_tokens_and_a_group_may_fill_its_rows(policy_dir: Path) -> None:
     from agl_slime.engine.slots import SlotModel
 

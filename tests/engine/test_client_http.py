@@ -65,15 +65,6 @@ async def test_invalid_generation_is_refused_before_it_is_sent() -> None:
         assert engine.calls["/generate"] == 0
 
 
-async def test_engine_refuses_invalid_requests_and_they_are_not_retried() -> None:
-    async with ScriptedEngine(context_length=8) as engine, SGLangClient(base_url=engine.url, settings=QUICK) as client:
-        with pytest.raises(OutOfVocabularyError, match="vocab size"):
-            await client.generate([99], ONE_TOKEN)
-        with pytest.raises(ContextOverflowError, match="longer than the model's context length"):
-            await client.generate([1] * 9, ONE_TOKEN)
-        assert engine.calls["/generate"] == 2  # neither was sent again
-
-
 @pytest.mark.parametrize("configured", [True, False])
 async def test_the_answer_is_shortened_to_the_context_length(configured: bool) -> None:
     """Also of calls in flight when the first refusal names the length."""
@@ -164,20 +155,6 @@ async def test_a_cancelled_call_aborts_in_the_engine_and_does_not_wait() -> None
 
 
 @pytest.mark.slow
-async def test_cancelling_thousands_leaks_nothing() -> None:
-    async with ScriptedEngine(latency_s=30.0) as engine:
-        async with SGLangClient(base_url=engine.url) as client:
-            tasks = [asyncio.create_task(client.generate([1], ONE_TOKEN)) for _ in range(1000)]
-            await asyncio.wait_for(engine.arrived("/generate", 1000), 30)
-            assert engine.connections == 1000
-            for task in tasks:
-                task.cancel()
-            results = await asyncio.gather(*tasks, return_exceptions=True)
-            assert all(isinstance(result, asyncio.CancelledError) for result in results)
-        await asyncio.wait_for(engine.disconnected(), 60)
-
-
-@pytest.mark.slow
 async def test_two_thousand_at_once() -> None:
     """CPU time of client and server together: a call among 2,000 costs less than three among 200."""
     async with ScriptedEngine(latency_s=0.05) as engine, SGLangClient(base_url=engine.url) as client:
@@ -206,30 +183,30 @@ async def test_connections_are_bounded() -> None:
         assert engine.most_running == 3
 
 
-@pytest.mark.parametrize(("hard", "warns"), [pytest.param(1024, False, marks=pytest.mark.slow), (100, True)])
-def test_a_low_limit_of_open_files_is_no_failure(hard: int, warns: bool) -> None:
+def test_a_low_limit_of_open_files_is_a_warning() -> None:
     """In another process: a lowered limit cannot be raised."""
     pytest.importorskip("resource", reason="this system has no such limit")
-    program = f"""
-import asyncio, logging, resource
+    program = """
+import asyncio, logging, resource, sys
 from agl_slime.engine.client.client import ClientSettings, SGLangClient
 from agl_slime.engine.client.generation import SamplingParams
 
 logging.basicConfig()
-resource.setrlimit(resource.RLIMIT_NOFILE, (60, {hard}))
+resource.setrlimit(resource.RLIMIT_NOFILE, (60, 100))
 
-async def main(url):
-    async with SGLangClient(base_url=url, settings=ClientSettings(max_connections=400, max_attempts=1)) as client:
-        results = await asyncio.gather(*(client.generate([1], SamplingParams(max_new_tokens=1)) for _ in range(400)))
+async def main():
+    settings = ClientSettings(max_connections=400, max_attempts=1)
+    async with SGLangClient(base_url=sys.argv[1], settings=settings) as client:
+        results = await asyncio.gather(*(client.generate([1], SamplingParams(max_new_tokens=1)) for _ in range(200)))
         print(len(results))
 
-asyncio.run(main("URL"))
+asyncio.run(main())
 """
     with in_thread(ScriptedEngine(latency_s=0.05)) as engine:
-        command = [sys.executable, "-c", program.replace("URL", engine.url)]
+        command = [sys.executable, "-c", program, engine.url]
         process = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
-    assert process.stdout == "400\n", process.stderr
-    assert ("connections instead of 400" in process.stderr) == warns
+    assert process.stdout == "200\n", process.stderr
+    assert "connections instead of 400" in process.stderr
 
 
 def test_made_in_one_thread_and_used_in_others() -> None:
@@ -273,40 +250,6 @@ async def test_closing_reaches_the_connections_of_a_loop_that_runs_elsewhere() -
         loop.call_soon_threadsafe(loop.stop)
         thread.join(timeout=5)
         loop.close()
-
-
-# -- control ---------------------------------------------------------------------------------------------------------
-
-
-async def test_a_pause_aborts_the_running_and_holds_the_new() -> None:
-    async with ScriptedEngine(token_s=0.005) as engine, SGLangClient(base_url=engine.url, settings=QUICK) as client:
-        task = asyncio.create_task(client.generate([1], SamplingParams(max_new_tokens=20)))
-        await engine.arrived("/generate")
-        with pytest.raises(EngineRequestError, match="running"):
-            await client.flush_cache()
-        await client.pause_generation()
-        await engine.arrived("/generate", 2)  # the resumed part waits
-        assert engine.running == 0
-        assert not task.done()
-        await client.continue_generation()
-        generation = await task
-        assert generation.resumed == 1
-        assert list(generation.output_ids) == engine.continuation([1], 20)
-
-
-async def test_abort_all_and_by_id() -> None:
-    async with ScriptedEngine(token_s=0.005) as engine, SGLangClient(base_url=engine.url) as client:
-        sampling = SamplingParams(max_new_tokens=4000)
-        tasks = [
-            asyncio.create_task(client.generate([1], sampling, rid=rid, resume_aborted=False))
-            for rid in ("x1", "y1", "z")
-        ]
-        await engine.arrived("/generate", 3)
-        await client.abort("x")
-        assert (await tasks[0]).finish_reason == "abort"
-        assert not tasks[1].done()
-        await client.abort()
-        assert [(await task).finish_reason for task in tasks] == ["abort"] * 3
 
 
 async def test_workers_of_a_plain_server_and_of_a_router() -> None:

@@ -37,14 +37,12 @@ async def run(
     faults: list[Abort | NewVersion],
     *,
     engine: ScriptedEngine,
-    context_length: int | None = None,
 ) -> tuple[Generation, list[int]]:
     """The client's loop without HTTP; also the size of each request's budget."""
     generation = ResumableGeneration(
         prompt_ids=prompt,
         sampling=sampling,
         eos_token_ids=[] if engine.eos_id is None else [engine.eos_id],
-        context_length=context_length,
         decode=decode,
     )
     budgets = []
@@ -115,16 +113,6 @@ def test_weight_spans_tile_the_output(
         assert following is None or following.version != span.version  # neighbours of one version are one span
         end = span.end
     assert end == limit
-
-
-@given(prompt=prompts, cuts=aborts, context_length=st.integers(7, 20))
-def test_the_context_length_bounds_prompt_and_answer(prompt: list[int], cuts: list[int], context_length: int) -> None:
-    sampling = SamplingParams(max_new_tokens=30)
-    joined, _ = asyncio.run(
-        run(prompt, sampling, [Abort(n_tokens=n) for n in cuts], engine=ScriptedEngine(), context_length=context_length)
-    )
-    assert len(prompt) + len(joined.output_ids) == context_length
-    assert joined.finish_reason == "length"
 
 
 @given(

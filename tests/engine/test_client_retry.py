@@ -149,12 +149,6 @@ async def run(attempt: Failing, *, max_attempts: int = 5, deadline: float | None
     return await transport.retry(attempt, where="w", deadline=deadline or time.monotonic() + 5.0)
 
 
-async def test_it_tries_again_and_answers() -> None:
-    attempt = Failing(refusal(500, ""), aiohttp.ServerDisconnectedError())
-    assert await run(attempt) == "answer"
-    assert attempt.calls == 3
-
-
 @pytest.mark.parametrize(
     ("failure", "error", "calls", "message"),
     [

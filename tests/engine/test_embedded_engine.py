@@ -33,21 +33,6 @@ def until_sampled(requests: Requests, count: int) -> None:
     pytest.fail(f"no {count} tokens")
 
 
-def test_a_request_paused_in_place_names_the_version_of_each_part(requests: Requests, policy_dir: Path) -> None:
-    engine = requests.engine
-    requests.submit("a", max_new_tokens=200)
-    until_sampled(requests, 5)
-    engine.pause("in_place").result(10)
-    sampled = engine.tokens_sampled
-    scaled = {name: tensor * 1.01 for name, tensor in weights_of(policy_dir).items()}
-    engine.update_weights(scaled, version="2").result(10)
-    assert engine.tokens_sampled == sampled
-    engine.resume().result(10)
-    ended = requests.next()
-    assert ended.versions == [("default", 0), ("2", sampled)]
-    assert len(ended.output_ids) == len(ended.log_probs) == 200
-
-
 def test_update_without_pause_waits_for_running_and_holds_new_requests(requests: Requests, policy_dir: Path) -> None:
     requests.submit("old", max_new_tokens=150)
     until_sampled(requests, 1)
@@ -84,18 +69,6 @@ def test_a_truncated_checkpoint_is_refused(policy_dir: Path, tmp_path: Path) -> 
         weights_of(tmp_path)
     with pytest.raises(ConfigError, match=r"cannot be read|holds no"):  # by the file system's limits
         weights_of(Path("é" * 2500))
-
-
-def test_more_requests_than_rows_all_end_once(requests: Requests) -> None:
-    lengths = [1 + 7 * (number % 5) for number in range(40)]
-    requests.engine.submit(
-        *(requests.make(str(n), [3 + n] * (1 + n), max_new_tokens=length) for n, length in enumerate(lengths))
-    )
-    ended = [requests.next() for _ in lengths]
-    assert {request.rid for request in ended} == {str(number) for number in range(40)}
-    assert all(len(request.output_ids) == lengths[int(request.rid)] for request in ended)
-    assert requests.engine.idle
-    assert requests.engine.tokens_sampled == sum(lengths)
 
 
 def test_the_context_bounds_a_request_and_a_bad_one_of_a_batch_queues_none(requests: Requests) -> None:

@@ -17,15 +17,6 @@ def rows(*params: tuple[float, float, int]) -> RowParams:
     )
 
 
-def test_log_probs_are_of_the_scaled_distribution_before_any_cut() -> None:
-    logits = torch.randn(4, 50, generator=torch.Generator().manual_seed(0))
-    params = rows((0.5, 1.0, ALL_TOKENS), (1.0, 0.3, ALL_TOKENS), (2.0, 1.0, 4), (1.0, 1.0, 1))
-    ids, log_probs, *_ = sample(logits, params, torch.Generator().manual_seed(1))
-    for row, temperature in enumerate((0.5, 1.0, 2.0, 1.0)):
-        expected = torch.log_softmax(logits[row] / temperature, dim=-1)[ids[row]]
-        assert float(log_probs[row]) == pytest.approx(float(expected), abs=1e-6)
-
-
 def test_a_row_is_sampled_as_if_it_were_alone() -> None:
     """Frequencies in a mixed batch follow each row's own cut distribution."""
     logits = torch.tensor([2.0, 1.0, 0.5, 0.0, -1.0, -2.0])
@@ -51,12 +42,6 @@ def test_a_token_without_weight_is_never_drawn() -> None:
     ids, log_probs, *_ = sample(logits, rows(*[(1.0, 1.0, ALL_TOKENS)] * 5_000), torch.Generator().manual_seed(4))
     assert set(ids.tolist()) == {1, 3}
     assert bool(torch.isfinite(log_probs).all())
-
-
-def test_temperature_zero_becomes_greedy_at_temperature_one() -> None:
-    params = rows((0.0, 1.0, 40), (0.5, 1.0, -1), (2.0, 1.0, 5))
-    assert params.temperature.tolist() == [1.0, 0.5, 2.0]
-    assert params.top_k.tolist() == [1, ALL_TOKENS, 5]
 
 
 def test_a_large_vocabulary_is_drawn_from_as_a_small_one_is() -> None:

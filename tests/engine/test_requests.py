@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from pathlib import Path
 from typing import Any
 
@@ -70,15 +69,6 @@ async def test_out_of_vocabulary_ids_are_refused(client: Client) -> None:
         answer = await client.post("/generate", {"input_ids": ids}, status=400)
         assert "vocab size" in answer["error"]["message"]
     assert len((await client.generate([5, 459], max_new_tokens=1))["output_ids"]) == 1
-
-
-async def test_a_request_id_in_use_is_refused(client: Client) -> None:
-    first = asyncio.create_task(client.generate(PROMPTS[0], rid="twice", max_new_tokens=4000, ignore_eos=True))
-    await client.running(1)
-    answer = await client.generate(PROMPTS[0], rid="twice", max_new_tokens=1, status=400)
-    assert "Duplicate request ID" in answer["error"]["message"]
-    await client.post("/abort_request", {"rid": "twice"})
-    assert (await first)["meta_info"]["finish_reason"]["type"] == "abort"
 
 
 # -- text clients and information ------------------------------------------------------------------------------------

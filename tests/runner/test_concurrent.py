@@ -151,23 +151,6 @@ async def test_an_agent_that_ignores_its_cancellation_is_abandoned(monkeypatch: 
         assert "ignored its cancellation" in message
 
 
-async def test_stop_cancels_rollouts_in_flight_with_that_reason() -> None:
-    started = threading.Event()
-
-    async def work(task: Any) -> None:
-        started.set()
-        await asyncio.Event().wait()
-
-    store = BridgeStore()
-    async with running(FnAgent(work), store):
-        [rollout_id] = await enqueue_inputs(store, [0])
-        assert await asyncio.to_thread(started.wait, 10)
-    ended = await store.get_rollout_by_id(rollout_id)
-    assert ended is not None
-    assert ended.status == "failed"  # the stock step would write succeeded
-    assert (await reason_of(store, ended))[0] == "cancelled"
-
-
 async def test_a_store_without_resources_fails_the_rollout_instead_of_leaving_it() -> None:
     store = BridgeStore()
     with RunnerThread(agent=FnAgent(lambda _: 1.0), store=store, settings=quick()):

@@ -19,9 +19,9 @@ from opentelemetry import trace as otel
 from agl_slime.runner.process import carry_recordings
 from agl_slime.store.bridge import BridgeStore
 from agl_slime.store.recording import Recording, current_recording
-from agl_slime.support.agl import LitAgent, emit_reward, find_final_reward
+from agl_slime.support.agl import emit_reward, find_final_reward
 from agl_slime.support.http import listening
-from tests.runner.function_agents import FnAgent, SyncFnAgent, finished, running, spans_of
+from tests.runner.function_agents import FnAgent, finished, running, spans_of
 
 ROLLOUTS = 30
 
@@ -42,30 +42,13 @@ async def names_by_task(store: BridgeStore, rollouts: list[Any]) -> dict[Any, li
     return {rollout.input: sorted(span.name for span in await spans_of(store, rollout)) for rollout in rollouts}
 
 
-async def in_default_executor(task: int) -> None:
-    await asyncio.get_running_loop().run_in_executor(None, span, f"span-{task}")
-
-
-async def in_a_nested_task(task: int) -> None:
-    async def nested() -> None:
-        await asyncio.sleep(0.001)
-        span(f"span-{task}")
-
-    await asyncio.create_task(nested())
-
-
-async def in_a_thread_that_a_thread_starts(task: int) -> None:
-    def outer() -> None:
+async def test_spans_of_a_thread_that_a_thread_starts_land_on_their_rollout() -> None:
+    def outer(task: int) -> None:
         thread = threading.Thread(target=span, args=(f"span-{task}",))
         thread.start()
         thread.join()
 
-    await asyncio.to_thread(outer)
-
-
-@pytest.mark.parametrize("work", [in_default_executor, in_a_nested_task, in_a_thread_that_a_thread_starts])
-async def test_spans_land_on_their_rollout(work: Any) -> None:
-    async with running(FnAgent(work)) as store:
+    async with running(FnAgent(lambda task: asyncio.to_thread(outer, task))) as store:
         rollouts = await finished(store, range(ROLLOUTS))
         assert await names_by_task(store, rollouts) == {task: [f"span-{task}"] for task in range(ROLLOUTS)}
 
@@ -173,32 +156,18 @@ def instrumented_openai() -> Iterator[Any]:
     instrumentor.uninstrument()
 
 
-@pytest.mark.parametrize("kind", ["async", "sync"])
-async def test_an_instrumented_openai_client_inside_the_agent(kind: str, instrumented_openai: Any) -> None:
-    def request(task: int) -> dict[str, Any]:
-        return {"model": "m", "messages": [{"role": "user", "content": f"question-{task}"}]}
-
+async def test_an_instrumented_openai_client_inside_the_agent(instrumented_openai: Any) -> None:
     app = web.Application()
     app.router.add_post("/v1/chat/completions", echo)
     async with listening(app, host="127.0.0.1", port=0, backlog=64) as url:
-        options = {"base_url": f"{url}/v1", "api_key": "none"}
-        if kind == "sync":
-            client = instrumented_openai.OpenAI(**options)
+        client = instrumented_openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none")
 
-            def complete(task: int) -> float:
-                client.chat.completions.create(**request(task))
-                return float(task)
+        async def work(task: int) -> None:
+            message = {"role": "user", "content": f"question-{task}"}
+            await client.chat.completions.create(model="m", messages=[message])
+            emit_reward(float(task))
 
-            agent: LitAgent[Any] = SyncFnAgent(complete)
-        else:
-            async_client = instrumented_openai.AsyncOpenAI(**options)
-
-            async def work(task: int) -> None:
-                await async_client.chat.completions.create(**request(task))
-                emit_reward(float(task))
-
-            agent = FnAgent(work)
-        async with running(agent) as store:
+        async with running(FnAgent(work)) as store:
             for task, rollout in enumerate(await finished(store, range(24))):
                 assert rollout.status == "succeeded"
                 spans = await spans_of(store, rollout)

@@ -105,24 +105,6 @@ async def test_exceptions_of_an_agents_tasks_end_its_rollout_only(error: Any, ra
         assert [rollout.status for rollout in await finished(store, [1, 2])] == ["succeeded"] * 2
 
 
-async def test_rollout_cancelled_in_the_store_stops_and_stays_cancelled() -> None:
-    started, stopped = threading.Event(), threading.Event()
-
-    async def work(task: Any) -> None:
-        started.set()
-        try:
-            await asyncio.Event().wait()
-        finally:
-            stopped.set()
-
-    async with running(FnAgent(work)) as store:
-        [rollout_id] = await enqueue_inputs(store, [0])
-        assert await asyncio.to_thread(started.wait, 10)
-        await store.update_rollout(rollout_id, status="cancelled")
-        assert await asyncio.to_thread(stopped.wait, 10)
-    assert await status_of(store, rollout_id) == "cancelled"  # the failed attempt does not change the decision
-
-
 async def test_stop_without_cancel_finishes_rollouts_in_flight() -> None:
     started, release = threading.Event(), threading.Event()
 

@@ -62,21 +62,6 @@ class Echo(LitAgent):
 """
 
 
-class HangingAgent(LitAgent[Any]):
-    """Waits until it is cancelled, and leaves a file then; a task without such a file is done at once."""
-
-    async def rollout_async(self, task: Any, resources: Any, rollout: Any) -> float:
-        if "cancelled" not in task:
-            return 1.0
-        Path(task["begun"]).touch()
-        try:
-            await asyncio.Event().wait()
-        except asyncio.CancelledError:
-            Path(task["cancelled"]).touch()
-            raise
-        raise AssertionError("the event is never set")
-
-
 class PoisonAgent(LitAgent[Any]):
     async def rollout_async(self, task: Any, resources: Any, rollout: Any) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -153,32 +138,6 @@ async def test_two_processes_share_the_work_and_nothing_is_left_running(tmp_path
     assert pool.stop()
     assert becomes_true(lambda: not any(map(is_running, pids)), 5)
     assert pool.failure is None
-
-
-async def test_rollouts_of_a_process_that_dies_are_executed_by_another(tmp_path: Path) -> None:
-    tasks: list[dict[str, Any]] = [{"n": n} for n in range(20)]
-    tasks[7]["die_unless"] = str(tmp_path / "died")
-    store, ids = await prepared(tasks, max_attempts=1)
-    async with pool_of(1, EchoAgent(), store, max_restarts=1):
-        rollouts = await ends(store, ids)
-    assert (tmp_path / "died").exists()
-    await expect_rewards(store, rollouts)
-    assert len(await store.query_attempts(ids[7])) == 2
-
-
-async def test_rollout_cancelled_in_the_store_is_cancelled_in_its_process(tmp_path: Path) -> None:
-    begun, cancelled = tmp_path / "begun", tmp_path / "cancelled"
-    store, [hanging] = await prepared([{"begun": str(begun), "cancelled": str(cancelled)}])
-    async with pool_of(1, HangingAgent(), store, max_concurrent=1, max_restarts=0):
-        await until(begun.exists, 60)
-        waiting = await enqueue_inputs(store, [{}])
-        await store.update_rollout(hanging, status="cancelled")
-        await until(cancelled.exists, 60)
-        [done] = await ends(store, waiting)  # in the place of the cancelled one
-        assert done.status == "succeeded"
-        rollout = await store.get_rollout_by_id(hanging)
-        assert rollout is not None
-        assert rollout.status == "cancelled"
 
 
 async def test_an_agent_that_kills_every_process_ends_the_pool_with_a_reason() -> None:

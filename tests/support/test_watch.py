@@ -1,5 +1,5 @@
 """The watch over a process in which code holds the interpreter lock: real processes, a regular expression that
-backtracks for longer than anybody lives, real signals."""
+backtracks for ever, real signals."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,7 +15,10 @@ from pathlib import Path
 import psutil
 import pytest
 
-WITHIN_S = 60.0  # for what takes moments on an idle machine
+from agl_slime.support.watcher import Frame, users_frame
+from tests.harness.waiting import becomes_true
+
+WITHIN_S = 60.0  # for steps that take moments on an idle machine
 
 SCRIPT = """
 import re, signal, sys, threading, time
@@ -86,53 +88,52 @@ def watched(directory: Path, work: str, settings: str, *, late: float = 0.0, chi
         process.communicate()
 
 
-def line_of(directory: Path, text: str) -> int:
+def place_of(directory: Path, text: str) -> str:
     lines = (directory / "agent.py").read_text().splitlines()
-    return next(number for number, line in enumerate(lines, 1) if text in line)
+    number = next(number for number, line in enumerate(lines, 1) if text in line)
+    return f"of rollout ro-7 at {directory / 'agent.py'}:{number}"
+
+
+STUCK = "score('a' * 40 + 'b')"
+
+
+def test_a_call_that_waits_under_the_lock_is_named(tmp_path: Path) -> None:
+    with watched(tmp_path, "waits()", "say_after_s=2.0") as case:
+        case.go()
+        assert f"waits() {place_of(tmp_path, 'PyDLL')}" in case.out.readline()
 
 
 def test_code_that_holds_the_lock_is_named_once(tmp_path: Path) -> None:
-    with watched(tmp_path, "score('a' * 40 + 'b')", "say_after_s=2.0, signals=True") as case:
+    with watched(tmp_path, STUCK, "say_after_s=1.0, signals=True") as case:
         case.go()
         text = case.out.readline()
-        place = f"{tmp_path / 'agent.py'}:{line_of(tmp_path, 're.match')}"
-        assert f"score() of rollout ro-7 at {place} holds the interpreter lock" in text
+        assert f"score() {place_of(tmp_path, 're.match')} holds the interpreter lock" in text
         assert "--runners process:N" in text
         case.process.send_signal(signal.SIGINT)
         assert "press it once more" in case.out.readline()
         case.process.send_signal(signal.SIGINT)
         assert case.process.wait(WITHIN_S) == -signal.SIGKILL
-        [last] = case.out.read().splitlines()  # nobody has heard the first one
+        [last] = case.out.read().splitlines()  # the first signal has not been handled
         assert "second Ctrl-C" in last
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)], ids=str)
 def test_a_second_signal_ends_a_process_that_hears_none(number: signal.Signals, tmp_path: Path) -> None:
-    with watched(tmp_path, "score('a' * 40 + 'b')", "say_after_s=1e9, signals=True", child=True) as case:
+    with watched(tmp_path, STUCK, "say_after_s=1e9, signals=True", child=True) as case:
         case.go()
         children = case.children()
         assert len(children) == 2
-        deadline = time.monotonic() + WITHIN_S
         busy = psutil.Process(case.process.pid)
         began = busy.cpu_times().user
-        while busy.cpu_times().user - began < 0.5:  # until the regular expression runs
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
+        assert becomes_true(lambda: busy.cpu_times().user - began >= 0.3, WITHIN_S)  # until the expression runs
         case.process.send_signal(number)
-        assert "score() of rollout ro-7" in case.out.readline()  # at once, as nobody will hear it
+        assert "score() of rollout ro-7" in case.out.readline()  # at once: the process cannot handle the signal
         assert "press it once more" in case.out.readline()
         case.process.send_signal(number)
         assert case.process.wait(WITHIN_S) == -signal.SIGKILL
         _, alive = psutil.wait_procs(children, timeout=WITHIN_S)
         assert [each for each in alive if each.status() != psutil.STATUS_ZOMBIE] == []
         assert "heard" not in case.out.read().splitlines()
-
-
-def test_a_call_that_waits_under_the_lock_is_named(tmp_path: Path) -> None:
-    with watched(tmp_path, "waits()", "say_after_s=2.0") as case:
-        case.go()
-        text = case.out.readline()
-        assert f"waits() of rollout ro-7 at {tmp_path / 'agent.py'}:{line_of(tmp_path, 'PyDLL')}" in text
 
 
 def test_a_process_that_hears_signals_is_left_alone(tmp_path: Path) -> None:
@@ -154,28 +155,22 @@ def test_a_process_that_is_stopped_is_not_stuck(tmp_path: Path) -> None:
         case.go()  # blocked in a read, the main thread would not notice a signal to another thread
         [child] = case.children()
         os.kill(case.process.pid, signal.SIGSTOP)
-        began = sum(child.cpu_times()[:2]), child.num_ctx_switches().voluntary
-        while child.num_ctx_switches().voluntary - began[1] < 8:  # looks of half a second each
-            time.sleep(0.05)
+        began = child.num_ctx_switches().voluntary
+        assert becomes_true(lambda: child.num_ctx_switches().voluntary - began >= 8, WITHIN_S)  # half a second each
         os.kill(case.process.pid, signal.SIGCONT)
         case.process.send_signal(signal.SIGINT)
         assert case.out.readline() == "heard\n"
 
 
-def test_a_worker_that_is_stuck_is_killed(tmp_path: Path) -> None:
-    with watched(tmp_path, "score('a' * 40 + 'b')", "say_after_s=1e9, kill_after_s=2.0") as case:
-        case.go()
-        assert case.process.wait(WITHIN_S) == -signal.SIGKILL
-
-
-def test_worker_with_a_stalled_loop_is_killed(tmp_path: Path) -> None:
-    with watched(tmp_path, "None", "say_after_s=1e9, kill_after_s=2.0", late=3.0) as case:
+@pytest.mark.parametrize(("work", "late"), [(STUCK, 0.0), ("None", 3.0)], ids=["held lock", "stalled loop"])
+def test_a_worker_that_is_stuck_is_killed(work: str, late: float, tmp_path: Path) -> None:
+    with watched(tmp_path, work, "say_after_s=1e9, kill_after_s=1.5", late=late) as case:
+        if not late:
+            case.go()
         assert case.process.wait(WITHIN_S) == -signal.SIGKILL
 
 
 def test_stack_readers_agree_on_frames_of_user_code() -> None:
-    from agl_slime.support.watcher import Frame, users_frame
-
     ours, library = Frame(re.__file__, 1, "match"), Frame(pytest.__file__, 1, "main")
     package = Frame(str(Path(__file__).parents[2] / "agl_slime" / "runner" / "guard.py"), 1, "rollout ro-7")
     users = Frame("/home/user/agent.py", 3, "score")
