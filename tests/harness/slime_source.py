@@ -11,22 +11,19 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from agl_slime import AGLDataSource, RunnerThread
 from agl_slime.data.ledger import LedgerCounts
-from agl_slime.data.source import DataSourceSettings
 from agl_slime.store.bridge import BridgeStore
 from agl_slime.store.client import RemoteStore
 from agl_slime.store.server import StoreService
-from agl_slime.support.agl import LLM, EnqueueRolloutRequest, LightningStore
+from agl_slime.support.agl import LLM, LightningStore
 from agl_slime.types import Sample
 from tests.harness import stores
+from tests.harness.waiting import becomes_true
 from tests.programs.agents.contract_agent import ContractAgent
 
 AGENT = "tests.programs.agents.contract_agent:ContractAgent"
 HELD_AGENT = f"{__name__}:HeldAgent"
-QUICK = DataSourceSettings(get_timeout_s=20.0, poll_interval_s=0.01)
 
 
 class HeldAgent(ContractAgent):
@@ -40,7 +37,7 @@ class HeldAgent(ContractAgent):
 
 
 def args_for(**settings: Any) -> Namespace:
-    """slime's minimal args, as its contract tests have them, and ours."""
+    """The minimal args of slime's contract tests, and ours."""
     minimal = {
         "rollout_global_dataset": False,
         "buffer_filter_path": None,
@@ -90,10 +87,6 @@ def counts_of(source: AGLDataSource) -> LedgerCounts:
     return counts
 
 
-async def get(source: AGLDataSource, n: int) -> list[list[Sample]]:
-    return await asyncio.to_thread(source.get_samples, n)
-
-
 async def finished_rollouts(store: LightningStore, n: int = 1, **options: Any) -> list[str]:
     """The ids of ``n`` rollouts that succeed after they are enqueued."""
     ids = await stores.enqueue(store, n, **options)
@@ -105,11 +98,8 @@ async def finished_rollouts(store: LightningStore, n: int = 1, **options: Any) -
 async def _enqueue(url: str, group_id: str, n: int, size: int) -> list[str]:
     store = RemoteStore(url)
     await store.add_resources({"main_llm": LLM(endpoint="http://127.0.0.1:1", model="")})
-    metadata = {"group_id": group_id, "group_size": size}
-    requests = [
-        EnqueueRolloutRequest(input={"prompt": f"{group_id} {i}"}, mode="train", metadata=metadata) for i in range(n)
-    ]
-    rollouts = await store.enqueue_many_rollouts(requests)
+    inputs = [{"prompt": f"{group_id} {i}"} for i in range(n)]
+    rollouts = await stores.enqueue_rollouts(store, inputs, metadata={"group_id": group_id, "group_size": size})
     await store.close()
     return [rollout.rollout_id for rollout in rollouts]
 
@@ -119,13 +109,13 @@ def enqueue(url: str, group_id: str, n: int, *, size: int = 2) -> list[str]:
 
 
 def wait_until(source: AGLDataSource, n: int) -> None:
-    """Until ``n`` rollouts are in the source's ledger."""
-    with source.groups.changed:
-        for _ in range(400):
-            if source.groups.ledger.counts().opened >= n:
-                return
-            source.groups.changed.wait(0.05)
-    pytest.fail(f"only {source.groups.ledger.counts().opened} of {n} rollouts are in the ledger")
+    """Wait until ``n`` rollouts are in the source's ledger."""
+
+    def opened() -> bool:
+        with source.groups.changed:
+            return source.groups.ledger.counts().opened >= n
+
+    assert becomes_true(opened, 20), source.groups.ledger.counts()
 
 
 async def sampling_by_mode(store: BridgeStore) -> dict[str, list[dict[str, Any]]]:

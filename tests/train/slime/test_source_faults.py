@@ -16,15 +16,14 @@ from agl_slime.data.results import Outcome
 from agl_slime.errors import DataSourceError
 from agl_slime.store.bridge import BridgeStore
 from agl_slime.types import Sample
+from tests.harness.datasource import QUICK, get
 from tests.harness.slime_source import (
     AGENT,
-    QUICK,
     HeldAgent,
     args_for,
     counts_of,
     enqueue,
     finished_rollouts,
-    get,
     names,
     service_with_runner,
     wait_until,

@@ -14,10 +14,9 @@ from agl_slime import AGLDataSource
 from agl_slime.data import completions
 from agl_slime.data.completions import CompletionTable
 from agl_slime.data.source import DataSourceSettings
-from agl_slime.store.bridge import BridgeStore
-from agl_slime.store.retention import Retention
 from agl_slime.support.agl import InMemoryLightningStore
-from tests.harness.slime_source import QUICK, finished_rollouts, get
+from tests.harness.datasource import QUICK, get
+from tests.harness.slime_source import finished_rollouts
 from tests.harness.waiting import until
 
 
@@ -35,14 +34,6 @@ class Elsewhere(InMemoryLightningStore):
             raise ConnectionError("away")
         self.released.extend(rollout_ids)
         return len(rollout_ids)
-
-
-async def test_a_store_of_this_process_forgets_at_once(tmp_path: Path) -> None:
-    store = BridgeStore(retention=Retention(released_rollouts=0))
-    with AGLDataSource(Namespace(save=str(tmp_path), save_interval=1), store=store, settings=QUICK) as source:
-        await finished_rollouts(store)
-        await get(source, 1)
-        await until(lambda: store.usage().stored == 0)
 
 
 def test_with_saves_a_rollout_is_kept_until_two_saved_states_have_it() -> None:

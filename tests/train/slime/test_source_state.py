@@ -17,7 +17,8 @@ from agl_slime.errors import DataSourceError
 from agl_slime.store.bridge import BridgeStore
 from agl_slime.support.agl import InMemoryLightningStore, LightningStore
 from agl_slime.types import Sample
-from tests.harness.slime_source import finished_rollouts, get, names
+from tests.harness.datasource import get
+from tests.harness.slime_source import finished_rollouts, names
 from tests.harness.stores import enqueue, finish
 from tests.harness.waiting import until
 
