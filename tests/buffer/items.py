@@ -141,8 +141,8 @@ class Client:
         async with self._session.get(self.url + path) as response:
             return response.status, await response.json()
 
-    async def read(self, **asked: Any) -> list[dict[str, Any]]:
-        _, answer = await self.post("/get_rollout_data", asked)
+    async def read(self, **query: Any) -> list[dict[str, Any]]:
+        _, answer = await self.post("/get_rollout_data", query)
         return answer["data"]["data"]
 
 

@@ -32,10 +32,10 @@ async def test_it_can_be_awaited_as_documented(tmp_path):
 
 async def test_documented_start_payload_is_sent(tmp_path):
     """The payload format of the documentation, key by key."""
-    seen: list[Any] = []
+    payloads: list[Any] = []
 
     async def start(request: web.Request) -> web.Response:
-        seen.append(await request.json())
+        payloads.append(await request.json())
         return web.json_response({"message": "Rollout started"})
 
     app = web.Application()
@@ -51,7 +51,7 @@ async def test_documented_start_payload_is_sent(tmp_path):
         )
         answer = await asyncio.to_thread(start_rollout, url, args, {"0": ["id1"], "1": ["id2"]})
     assert answer == {"message": "Rollout started"}
-    assert seen == [
+    assert payloads == [
         {
             "num_process": 1024,
             "num_epoch": 3,

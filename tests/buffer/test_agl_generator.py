@@ -67,7 +67,7 @@ async def test_the_tasks_of_an_agent_need_no_prompt(tmp_path):
     """A task is any JSON that the agent accepts; the buffer passes it unchanged."""
     tokenizer = chat_tokenizer("anthropic", "chatml")
     answer = (*tokenizer.encode("4", add_special_tokens=False), tokenizer.eos_token_id)
-    seen: list[dict[str, Any]] = []
+    tasks: list[dict[str, Any]] = []
 
     class Engine:
         async def generate(self, input_ids: Any, sampling: Any, **_: Any) -> Generation:
@@ -84,7 +84,7 @@ async def test_the_tasks_of_an_agent_need_no_prompt(tmp_path):
             return [{"role": "user", "content": task["question"]}]
 
         def compute_reward(self, task: dict[str, Any], response: str) -> float:
-            seen.append(task)
+            tasks.append(task)
             if task["question"] == "bad?":
                 raise RuntimeError("the judge is away")
             return 1.0
@@ -103,7 +103,7 @@ async def test_the_tasks_of_an_agent_need_no_prompt(tmp_path):
         assert {entry["instance_id"] for entry in await client.read()} == {0, 2}
         _, stats = await client.get("/stats")
     assert stats["items"]["opened"] == 6
-    assert {task.get("prompt") for task in seen} == {None, "plain text"}
+    assert {task.get("prompt") for task in tasks} == {None, "plain text"}
 
 
 def test_agent_is_taken_from_the_buffers_environment_not_the_request(monkeypatch):

@@ -42,9 +42,9 @@ class ChatEngine:
         await self._runner.cleanup()
 
     async def _handle(self, request: web.Request) -> web.Response:
-        asked = await request.json()
-        self.requests.append(asked)
-        answer = self._answer(asked)
+        body = await request.json()
+        self.requests.append(body)
+        answer = self._answer(body)
         if isinstance(answer, int):
             return web.json_response({"error": {"message": "scripted"}}, status=answer)
         text, finish_reason, tokens = answer
@@ -62,14 +62,14 @@ class ChatEngine:
         )
 
 
-def adds(asked: dict[str, Any]) -> tuple[str, str, int]:
-    return rf"That is \boxed{{{int(asked['messages'][0]['content'].split()[0]) + 1}}}.", "stop", 8
+def adds(body: dict[str, Any]) -> tuple[str, str, int]:
+    return rf"That is \boxed{{{int(body['messages'][0]['content'].split()[0]) + 1}}}.", "stop", 8
 
 
 def test_the_shipped_directory_has_no_broken_generator():
-    found = discover_generators(SHIPPED_GENERATORS)
-    assert found.problems == {}
-    assert set(found.generators) == {"math", "agl"}
+    discovery = discover_generators(SHIPPED_GENERATORS)
+    assert discovery.problems == {}
+    assert set(discovery.generators) == {"math", "agl"}
 
 
 def test_the_buffer_starts_without_agent_lightning():
@@ -108,7 +108,7 @@ async def test_the_math_generator_goes_from_payload_to_groups(tmp_path):
         assert {entry["raw_reward"] for entry in data} == {1.0}
         assert {"uid", "instance_id", "messages", "reward", "extra_info"} <= data[0].keys()
         assert data[0]["extra_info"]["finish_reason"] == "stop"
-        assert {(asked["temperature"], asked["top_p"], asked["max_tokens"]) for asked in engine.requests} == {
+        assert {(body["temperature"], body["top_p"], body["max_tokens"]) for body in engine.requests} == {
             (0.8, 0.9, 64)
         }
 
@@ -117,7 +117,7 @@ async def test_aborted_answer_is_continued_with_the_remaining_tokens(monkeypatch
     monkeypatch.setattr(base_generator, "_PAUSE_S", 0.001)
     script = iter([("The answer", "abort", 3), (" is", "abort", 2), (r" \boxed{4}", "stop", 5)])
     async with (
-        ChatEngine(lambda asked: next(script)) as engine,
+        ChatEngine(lambda body: next(script)) as engine,
         openai.AsyncOpenAI(api_key="none", base_url=f"{engine.url}/v1") as client,
     ):
         messages, finish_reason = await base_generator.query_single_turn(
@@ -129,14 +129,14 @@ async def test_aborted_answer_is_continued_with_the_remaining_tokens(monkeypatch
     assert "continue_final_message" not in first
     assert second["messages"][-1] == {"role": "assistant", "content": "The answer"}
     assert second["continue_final_message"] is True
-    assert [asked["max_tokens"] for asked in engine.requests] == [32, 29, 27]
+    assert [body["max_tokens"] for body in engine.requests] == [32, 29, 27]
     assert third["messages"][-1]["content"] == "The answer is"
 
 
 async def test_an_aborted_answer_without_room_left_is_cut_off(monkeypatch):
     monkeypatch.setattr(base_generator, "_PAUSE_S", 0.001)
     async with (
-        ChatEngine(lambda asked: ("word", "abort", 8)) as engine,
+        ChatEngine(lambda body: ("word", "abort", 8)) as engine,
         openai.AsyncOpenAI(api_key="none", base_url=f"{engine.url}/v1") as client,
     ):
         messages, finish_reason = await base_generator.query_single_turn(
@@ -148,8 +148,8 @@ async def test_an_aborted_answer_without_room_left_is_cut_off(monkeypatch):
 async def test_a_failed_rollout_is_written_with_its_mark(tmp_path):
     """The engine refuses one instance: its items are stored, marked, and its group is refused; the others come out."""
 
-    def refuses_one(asked: dict[str, Any]) -> Any:
-        return 400 if asked["messages"][0]["content"].startswith("1") else adds(asked)
+    def refuses_one(body: dict[str, Any]) -> Any:
+        return 400 if body["messages"][0]["content"].startswith("1") else adds(body)
 
     async with (
         ChatEngine(refuses_one) as engine,
@@ -205,19 +205,19 @@ async def test_odd_rows_lose_none_of_their_rollouts(tmp_path):
         _, stats = await client.get("/stats")
     assert stats["items"]["reasons"] == {}
     by_id = {item["instance_id"]: item for item in answer["data"]["data"]}
-    own = {
+    values = {
         name: {k: v for k, v in item["extra_info"].items() if k in ["number", "note", "low", "high"]}
         for name, item in by_id.items()
     }
-    assert own == {
+    assert values == {
         "big": {"number": 123456789012345678901234567890},
         "half": {"note": "x\\ud83d"},
         "nan": {"low": "NaN", "high": ["Infinity", "-Infinity"]},
     }
     assert by_id["half"]["extra_info"]["ke\\ud83dy"] == ["\\ud83d"]
     assert by_id["half"]["messages"][0]["content"] == "2 \\ud83d"
-    seen = {row["instance_id"]: row for row in rows}  # a reward sees the row as the file has it
-    assert (seen["half"]["note"], seen["nan"]["high"]) == ("x\ud83d", [math.inf, -math.inf])
+    rows_by_id = {row["instance_id"]: row for row in rows}  # a reward sees the row as the file has it
+    assert (rows_by_id["half"]["note"], rows_by_id["nan"]["high"]) == ("x\ud83d", [math.inf, -math.inf])
 
 
 async def test_a_number_that_json_does_not_have_is_refused_by_its_place(tmp_path):
@@ -262,8 +262,8 @@ async def test_only_missing_items_are_generated(tmp_path):
             base_generator.get_rule_based_math_reward,
             num_epoch=2,
         )
-        asked = Counter(asked["messages"][0]["content"] for asked in engine.requests)
-        assert asked == {"1 + 1?": 1 + 4, "2 + 1?": 8}
+        body = Counter(body["messages"][0]["content"] for body in engine.requests)
+        assert body == {"1 + 1?": 1 + 4, "2 + 1?": 8}
         _, stats = await client.get("/stats")
         assert stats["items"]["opened"] == 13
 
@@ -336,7 +336,7 @@ async def test_documented_generator_runs_as_a_file(tmp_path):
 
         await eventually(all_there, timeout_s=60)
         assert {entry["instance_id"] for entry in data} == {"math_0", "math_1"}
-        assert {asked["temperature"] for asked in engine.requests} == {0.5}
+        assert {body["temperature"] for body in engine.requests} == {0.5}
 
 
 async def test_writes_wait_for_a_buffer_that_is_away(tmp_path):

@@ -25,20 +25,20 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """A server on a thread of its own, as the generated tests are synchronous."""
     directory = tmp_path_factory.mktemp("buffer")
     add_generator(directory, "sums", 'TASK_TYPE = "sums"\ndef run_rollout(data):\n    pass\n')
-    found: list[str] = []
+    urls: list[str] = []
     ready, ended = threading.Event(), asyncio.Event()
     loop = asyncio.new_event_loop()
 
     async def serve() -> None:
         async with BufferServer(settings=settings_for(directory)) as server:
-            found.append(server.url)
+            urls.append(server.url)
             ready.set()
             await ended.wait()
 
     thread = threading.Thread(target=loop.run_until_complete, args=(serve(),))
     thread.start()
     assert ready.wait(20)
-    yield found[0]
+    yield urls[0]
     loop.call_soon_threadsafe(ended.set)
     thread.join(20)
     loop.close()

@@ -65,13 +65,13 @@ def test_delivered_groups_are_whole_trainable_and_accounted_for(
 @given(values=st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=12), group_size=st.integers(1, 24))
 def test_padding_keeps_the_total_reward_and_the_weight_of_each_rollout(values, group_size):
     items = [{"uid": str(n), "reward": value} for n, value in enumerate(values)]
-    kept = items[:group_size]
+    accepted = items[:group_size]
     _, padded = stages.pad_group_data(("i", items), group_size)
     assert len(padded) == group_size
     assert math.fsum(item["reward"] for item in padded) == pytest.approx(
-        math.fsum(item["reward"] for item in kept), abs=1e-6
+        math.fsum(item["reward"] for item in accepted), abs=1e-6
     )
-    for item in kept:
+    for item in accepted:
         family = [entry for entry in padded if entry.get("padding_of", entry["uid"]) == item["uid"]]
         assert math.fsum(entry["reward"] for entry in family) == pytest.approx(item["reward"], abs=1e-9, rel=1e-12)
         assert all(

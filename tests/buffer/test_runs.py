@@ -322,11 +322,11 @@ async def test_a_generator_and_its_workers_end_with_a_killed_buffer(tmp_path):
         await client.post("/start_rollout", start_payload(tmp_path, task_type="slow"))
 
     async def both() -> list[int] | None:
-        found = [int(line) for line in pids.read_text().split()] if pids.exists() else []
-        return found if len(found) == 2 else None
+        pids_read = [int(line) for line in pids.read_text().split()] if pids.exists() else []
+        return pids_read if len(pids_read) == 2 else None
 
-    found = await eventually(both)
+    pids_read = await eventually(both)
     server.send_signal(signal.SIGKILL)
     await server.wait()
 
-    await until(lambda: not any(map(is_running, found)))
+    await until(lambda: not any(map(is_running, pids_read)))

@@ -78,10 +78,10 @@ class BufferMachine(RuleBasedStateMachine):
         (result,) = self.store.write([(TASK, written)])
         if isinstance(result, BufferRequestError):
             assert result.status == 409
-            seen = dict(self.accepted)
+            first_items = dict(self.accepted)
             conflicts = 0
             for item in items:
-                conflicts += seen.setdefault(item["uid"], item) != item
+                conflicts += first_items.setdefault(item["uid"], item) != item
             assert conflicts
             return
         for item in items:
@@ -113,8 +113,8 @@ class BufferMachine(RuleBasedStateMachine):
         if first is None:
             return
         names = {item["buffer_group"] for item in map(orjson.loads, first.items_json)}
-        held = {name for name in names if name in self.groups_out and name not in self.trained}
-        if held == names and len(self.groups_out) <= self.keep:
+        intact = {name for name in names if name in self.groups_out and name not in self.trained}
+        if intact == names and len(self.groups_out) <= self.keep:
             assert self.store.read(TASK, request_id=request_id) == first
 
     @rule(request_id=consumes(requests))
@@ -136,12 +136,12 @@ class BufferMachine(RuleBasedStateMachine):
         still has them."""
         open_names = sorted(self.groups_out.keys() - self.trained)
         remembered = set(data.draw(st.sets(st.sampled_from(open_names)))) if open_names else set()
-        before = self.store.ledger.counts()
+        old_counts = self.store.ledger.counts()
         lost = self.store.resume(TASK, [], trained_groups=remembered | self.trained)
         if self.keep == 100:
             assert lost == len(open_names) - len(remembered)
         assert self.store.ledger.counts().ready == 0
-        assert self.store.ledger.counts().opened == before.opened
+        assert self.store.ledger.counts().opened == old_counts.opened
         self.trained |= remembered
         self.answers.clear()
         gone = [name for name in open_names if name not in remembered]
@@ -166,14 +166,14 @@ class BufferMachine(RuleBasedStateMachine):
             assert len({item["instance_id"] for item in group}) == 1
             assert len({item["uid"] for item in group}) == self.group_size
             assert math.isclose(math.fsum(item["reward"] for item in group), 0.0, abs_tol=1e-6)
-            own = [item for item in group if "padding_of" not in item]
-            assert {item["padding_of"] for item in group if "padding_of" in item} <= {item["uid"] for item in own}
-            for item in own:
+            unpadded = [item for item in group if "padding_of" not in item]
+            assert {item["padding_of"] for item in group if "padding_of" in item} <= {item["uid"] for item in unpadded}
+            for item in unpadded:
                 self.out[item["uid"]] += 1
                 assert self.out[item["uid"]] == 1, f"{item['uid']} came out twice"
                 assert self.accepted[item["uid"]]["reward"] == item["raw_reward"]
                 assert 0 <= item["raw_reward"] <= 1
-            self.groups_out[group[0]["buffer_group"]] = [item["uid"] for item in own]
+            self.groups_out[group[0]["buffer_group"]] = [item["uid"] for item in unpadded]
 
     @invariant()
     def every_item_is_accounted_for(self) -> None:

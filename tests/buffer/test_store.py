@@ -248,10 +248,10 @@ def test_a_trainer_that_forgot_everything_gets_everything_again():
 
 
 def test_custom_meta_information_sees_the_items_since_the_last_batch():
-    seen: list[Any] = []
+    calls: list[Any] = []
 
     def get_group_data_meta_info(temp_data):
-        seen.append({key: [entry["uid"] for entry in items] for key, items in temp_data.items()})
+        calls.append({key: [entry["uid"] for entry in items] for key, items in temp_data.items()})
         return {"n": len(temp_data)}
 
     store = open_store(functions={"get_group_data_meta_info": get_group_data_meta_info})
@@ -261,7 +261,7 @@ def test_custom_meta_information_sees_the_items_since_the_last_batch():
     assert batch.meta_info == {"n": 2, "finished_groups": ["a"]}
     write(store, item("4", "b"))
     store.read("math")
-    assert seen == [{"a": ["1", "2"], "b": ["3"]}, {"b": ["4"]}]
+    assert calls == [{"a": ["1", "2"], "b": ["3"]}, {"b": ["4"]}]
 
 
 def test_custom_meta_info_runs_first_and_sees_filtered_items():
