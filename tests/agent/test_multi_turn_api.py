@@ -35,12 +35,17 @@ class ChatServer:
     def __init__(self, reply: Reply) -> None:
         self.reply = reply
         self.requests: list[dict[str, Any]] = []
+        self.keys: list[str | None] = []
         self.together = self.most_together = 0
         self.url = ""
+
+    async def models(self, _: web.Request) -> web.Response:  # for tests/tools/evaluation
+        return web.json_response({"object": "list", "data": [{"id": "stub"}]})
 
     async def complete(self, request: web.Request) -> web.Response:
         body = await request.json()
         self.requests.append(body)
+        self.keys.append(request.headers.get("Authorization"))
         self.together += 1
         self.most_together = max(self.most_together, self.together)
         try:
@@ -63,6 +68,7 @@ def serving(reply: Reply) -> Iterator[ChatServer]:
     server = ChatServer(reply)
     app = web.Application()
     app.router.add_post("/v1/chat/completions", server.complete)
+    app.router.add_get("/v1/models", server.models)
     with in_thread(listening(app, host="127.0.0.1", port=0, backlog=128)) as url:
         server.url = f"{url}/v1"
         yield server

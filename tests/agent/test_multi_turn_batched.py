@@ -13,7 +13,6 @@ import pytest
 
 from agl_slime.agent.batched.multi_turn import MultiTurnRollout, SGLangSampler, trajectory_to_samples
 from agl_slime.agent.tools import ToolManager
-from agl_slime.data.results import GroupResult, MemberResult
 from agl_slime.engine.client.generation import Generation, SamplingParams
 from agl_slime.errors import (
     ConfigError,
@@ -22,8 +21,6 @@ from agl_slime.errors import (
     EngineServerError,
     MissingDependencyError,
 )
-from agl_slime.report import alarms
-from agl_slime.report.rollouts import describe_group
 from agl_slime.types import Sample
 from tests.agent.multi_turn_agents import CALL, look
 from tests.harness.conversations import generation_of
@@ -118,6 +115,9 @@ def test_tool_responses_are_appended_and_bridge_tokens_are_not_trained() -> None
 
 
 def test_a_trajectory_that_exceeds_its_tokens_is_truncated() -> None:
+    results, _ = run({"a": ["One."], "b " * 300: ["never asked"]}, max_trajectory_tokens=200)
+    assert [(trajectory["end_reason"], trajectory["turns"]) for trajectory in results] == [("stop", 1), ("length", 0)]
+    assert set(results[1]["labels"]) == {-100}
     ((free,), _) = run({"a": [CALL, "Three."]})
     limit = len(free["input_ids"]) - 2
     ((trajectory,), _) = run({"a": [CALL, "Three."]}, max_trajectory_tokens=limit)
@@ -153,24 +153,17 @@ def test_tools_and_sampling_may_differ_per_call_and_per_trajectory() -> None:
         MultiTurnRollout(sampler=sampler, template=tokenizer)(trajectories, tool_manager=[ToolManager([look])])
 
 
-def test_traces_are_named_by_step_outcome_and_id(tmp_path: Path) -> None:
-    options: dict[str, Any] = {"trace_dir": tmp_path, "max_turns": 1}
-    run({"a/../x": ["One."], "b": [CALL]}, **options)
+def test_traces_are_named_by_step_outcome_and_id_and_chosen_by_callbacks(tmp_path: Path) -> None:
+    run({"a/../x": ["One."], "b": [CALL]}, trace_dir=tmp_path, max_turns=1)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["0-fail-b.json", "0-ok-a_.._x.json"]
-    written = json.loads((tmp_path / "0-fail-b.json").read_text())
-    assert written["messages"][1]["content"] == CALL
-    assert "input_ids" not in written
+    trace = json.loads((tmp_path / "0-fail-b.json").read_text())
+    assert trace["messages"][1]["content"] == CALL
+    assert "input_ids" not in trace
 
-
-def test_callbacks_choose_stored_trajectories_and_success(tmp_path: Path) -> None:
     script = {"a": ["One."], "b": ["Two."], "c": ["Three."]}
-    options: dict[str, Any] = {
-        "trace_dir": tmp_path,
-        "trace_callback": lambda t: t["id"] != "a",
-        "success_callback": lambda t: t["id"] == "c",
-    }
-    run(script, **options)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["0-fail-b.json", "0-ok-c.json"]
+    callbacks = {"trace_callback": lambda t: t["id"] != "a", "success_callback": lambda t: t["id"] == "c"}
+    run(script, trace_dir=tmp_path / "some", **callbacks)
+    assert sorted(path.name for path in (tmp_path / "some").iterdir()) == ["0-fail-b.json", "0-ok-c.json"]
 
     def broken(trajectory: Any) -> bool:
         raise RuntimeError("a callback fails")
@@ -248,12 +241,6 @@ def test_sampler_context_overflow_loses_no_other_trajectory() -> None:
     assert [trajectory["turns"] for trajectory in results] == [2, 1, 2, 2]
 
 
-def test_a_prompt_beyond_the_trajectorys_tokens_ends_its_trajectory() -> None:
-    results, _ = run({"a": ["One."], "b " * 300: ["never asked"]}, max_trajectory_tokens=200)
-    assert [(trajectory["end_reason"], trajectory["turns"]) for trajectory in results] == [("stop", 1), ("length", 0)]
-    assert set(results[1]["labels"]) == {-100}
-
-
 def test_managers_of_one_trajectory_are_closed_at_its_end() -> None:
     """As for tools that have a sandbox open."""
     closed: list[str] = []
@@ -290,42 +277,9 @@ def test_the_sglang_sampler_can_be_sent_to_another_process() -> None:
     assert pickle.loads(pickle.dumps(SGLangSampler(base_url="http://127.0.0.1:1"))).sample([], []) == []
 
 
-def results_as_group(results: Sequence[dict[str, Any]], tokenizer: Any) -> GroupResult:
-    members = [
-        MemberResult(
-            rollout_id=trajectory["id"],
-            group_id="g",
-            samples=tuple(trajectory_to_samples(trajectory, reward=0.5, tokenizer=tokenizer, index=0, rollout_id=0)),
-            reward=0.5,
-        )
-        for trajectory in results
-    ]
-    return GroupResult(group_id="g", mode="train", size=len(members), members=tuple(members), ready=True)
-
-
-def test_results_feed_a_group() -> None:
-    results, sampler = run({"a": [CALL, "Three."], "b": ["Two."]})
-    first = results_as_group(results, sampler.tokenizer).members[0].samples[0]
-    assert first.status == Sample.Status.COMPLETED
-    assert trained_ids(first) == sampler.sampled["a"]
-    assert first.metadata["tools"]["calls"] == {"look": 1}
-
-
-def test_alarms_for_tools_that_never_fire_and_answers_that_are_all_alike(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(alarms, "UNCALLED_ROLLOUTS", 3)
-
-    def texts(*groups: Sequence[Sequence[str]]) -> list[str]:
-        lines = []
-        for answers in groups:
-            results, sampler = run({str(n): list(script) for n, script in enumerate(answers)})
-            lines.append(describe_group(results_as_group(results, sampler.tokenizer), collected=1))
-        return [alarm.text for alarm in alarms.find_step_alarms(lines, best=1.0)]
-
-    silent, alike, calling = [["One."], [CALL.replace("}}", "}")]], [["One."], ["One."]], [["Two."], [CALL, "Three."]]
-    (text,) = texts(silent, silent)
-    assert "'look' was never called in 4 rollouts; 2 calls" in text
-    assert texts(silent) == []  # too few
-    assert texts(silent, calling) == []
-    (text,) = texts(alike, alike, alike, calling)
-    assert "in 3 of 4 groups" in text
-    assert texts(alike, alike, calling, calling) == []
+def test_results_become_samples() -> None:
+    (trajectory,), sampler = run({"a": [CALL, "Three."]})
+    [sample] = trajectory_to_samples(trajectory, reward=0.5, tokenizer=sampler.tokenizer, index=0, rollout_id=0)
+    assert (sample.status, sample.reward) == (Sample.Status.COMPLETED, 0.5)
+    assert trained_ids(sample) == sampler.sampled["a"]
+    assert sample.metadata["tools"]["calls"] == {"look": 1}

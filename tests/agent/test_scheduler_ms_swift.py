@@ -18,7 +18,6 @@ import pytest
 
 from agl_slime import SGLangLitAgent
 from agl_slime.agent import scheduler as ours
-from agl_slime.agent.orm import ORM
 from agl_slime.agent.scheduler import (
     ChatCompletionResponse,
     ChatMessage,
@@ -191,7 +190,7 @@ def examples_over(*bases: str) -> dict[str, Any]:
     space |= {"ABC": object, "remove_response": remove_response, "ChatCompletionResponseChoice": None}
     plugin = "examples/train/grpo/plugin"
     sources = [("swift/rollout/multi_turn.py", (*bases, "ThinkingModelTips", "MathTips", "GYM"))]
-    sources += [(f"{plugin}/plugin.py", ("ToolCall",)), (f"{plugin}/deepeyes/deepeyes_plugin.py", ("VisualToolBox",))]
+    sources += [(f"{plugin}/plugin.py", ("ToolCall",))]
     exec("from typing import *\nimport asyncio, json\nfrom copy import deepcopy\nfrom math import *", space)
     for file, names in sources:
         text = (Path(SWIFT) / file).read_text(encoding="utf-8")
@@ -269,23 +268,6 @@ async def test_prompts_equal_those_of_ms_swifts_base_class(name: str, answers: l
     assert len(engine.contents) == 2 or len(outputs) >= 8
 
 
-ZOOM = '<tool_call>{"name": "image_zoom_in_tool", "arguments": {"bbox_2d": [0, 0, 1, 1]}}</tool_call>'
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "answers", "infos"),
-    [
-        ("ThinkingModelTips", [WRONG, RIGHT], {"num_turns": 2}),
-        ("ToolCall", [ACTION, "It is 24."], {"tool_results": "Result: 24", "num_turns": 1}),
-        ("VisualToolBox", [ZOOM, "<answer>24</answer>"], {"images": ["a.png"]}),
-    ],
-)
-async def test_infos_of_ms_swifts_schedulers(name: str, answers: list[str], infos: Any, swift: dict[str, Any]) -> None:
-    result = await played(swift[f"{name}Scheduler"](max_turns=5), answers)
-    assert result.agent.trajectory.metadata["rollout_infos"] == infos
-
-
 @pytest.mark.slow
 async def test_an_environment(swift: dict[str, Any]) -> None:
     class Maze:
@@ -303,16 +285,3 @@ async def test_an_environment(swift: dict[str, Any]) -> None:
     result = await played(swift["GYMScheduler"](max_turns=5, gym_env="maze"), ["Right.", "Left."])
     assert result.sample
     assert result.agent.trajectory.metadata["rollout_infos"]["step_rewards"] == [0.5, 0.5]
-
-
-@pytest.mark.slow
-async def test_a_reward_function_of_ms_swift(stubs: None) -> None:
-    space: dict[str, Any] = {"ORM": ORM, "re": re}
-    text = (Path(SWIFT) / "examples/train/grpo/plugin/plugin.py").read_text(encoding="utf-8")
-    match = re.search(r"^class CountdownORM\(.*?(?=^\S)", text, re.M | re.S)
-    assert match is not None
-    exec("from typing import *\n" + match[0], space)
-    task = {"prompt": "Make 24.", "target": 24, "nums": [6, 2, 3]}
-    functions = [space["CountdownORM"]]
-    result = await rollout(SGLangLitAgent, ["<answer>(6+2)*3</answer>"], task=task, reward_functions=functions)
-    assert result.sample.reward == 1.0

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any, Literal, Optional
@@ -125,14 +124,10 @@ def search(
 
 
 FITTING: list[tuple[dict[str, Any], Any]] = [
-    ({"limit": "null"}, ("q", None, Mode.FAST, None, None, 1, False)),
-    ({"limit": "7", "mode": "slow"}, ("q", 7, Mode.SLOW, None, None, 1, False)),
-    ({"span": {"start": 1}}, ("q", 3, Mode.FAST, Span(1), None, 1, False)),
+    ({"limit": None}, ("q", None, Mode.FAST, None, None, 1, False)),
+    ({"limit": "null", "mode": "slow"}, ("q", None, Mode.SLOW, None, None, 1, False)),
     ({"span": '{"start": "1", "end": null}'}, ("q", 3, Mode.FAST, Span(1), None, 1, False)),
-    (
-        {"filters": [{"field": "a", "values": [1]}]},
-        ("q", 3, Mode.FAST, None, [Filter(field="a", values=[1])], 1, False),
-    ),
+    ({"filters": [{"field": "a"}], "limit": "7"}, ("q", 7, Mode.FAST, None, [Filter(field="a")], 1, False)),
     ({"schema": "2", "model_config": "true"}, ("q", 3, Mode.FAST, None, None, 2, True)),
 ]
 
@@ -276,7 +271,7 @@ async def test_a_parameter_may_have_any_name() -> None:
         """Look."""
         return f"{fn} {self} {call} {args}"
 
-    result = await ToolManager([look]).call(call("look", fn="a", self=1, call="b", args="c"))
+    result = await ToolManager([look], task={}).call(call("look", fn="a", self=1, call="b", args="c"))
     assert result.content == "a 1 b c"
 
 
@@ -316,27 +311,6 @@ async def test_a_tool_that_hangs_times_out() -> None:
     for result in results:
         assert result.error == "timeout"
         assert "0.05 seconds" in result.content
-
-
-class Counter:
-    """Counts the calls of its rollout."""
-
-    schema = {"type": "function", "function": {"name": "count", "parameters": {"type": "object", "properties": {}}}}
-
-    def __init__(self, task: Mapping[str, Any] | None) -> None:
-        self.start = (task or {}).get("start", 0)
-
-    async def __call__(self) -> int:
-        self.start += 1
-        return self.start
-
-
-async def test_a_class_is_made_for_each_rollout_with_its_task() -> None:
-    first, second = ToolManager([Counter], task={"start": 10}), ToolManager([Counter], task={"start": 20})
-    for _ in range(2):
-        await first.call(call("count"))
-    assert (await first.call(call("count"))).content == "13"
-    assert (await second.call(call("count"))).content == "21"
 
 
 async def test_methods_of_one_object_share_its_state_for_the_reward() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 
-from hypothesis import example, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agl_slime.data.completions import CompletionTable
@@ -69,17 +69,6 @@ def test_after_a_crash_exactly_the_unread_completions_come_again(
     state = table.state()
     assert state["follow"] == {"server_instance_id": SERVER, "after": len(feed)} or not feed
     assert state["ended"] == []
-
-
-@given(first=st.integers(1, 5), hold=st.booleans())
-@example(first=1, hold=False)
-def test_a_duplicate_in_the_feed_does_not_freeze_the_position(first: int, hold: bool) -> None:
-    table = CompletionTable(hold=hold, has_feed=True)
-    ids = [str(i) for i in range(first)]
-    for rollout_id in table.add_page(page(0, [*ids, *ids, "last"])):
-        table.read(rollout_id)
-    state = table.state()
-    assert (state["follow"]["after"], state["ended"]) == (2 * first + 1, [])
 
 
 def test_the_account_does_not_grow_with_the_run() -> None:
