@@ -1,4 +1,4 @@
-"""Where the model of a run comes from, as far as neither the network nor the model itself is needed."""
+"""The source of a run's model, without network and model."""
 
 from __future__ import annotations
 
@@ -27,30 +27,26 @@ def a_checkpoint(directory: Path) -> Path:
     return directory
 
 
-def test_a_directory_comes_before_a_name(cache: Path) -> None:
+def test_a_directory_takes_precedence_over_a_name(cache: Path) -> None:
     mine = a_checkpoint(Path("smollm2").absolute())
     assert find_model(Path("smollm2"), print) == mine
     theirs = a_checkpoint(Path("someone/something").absolute())
     assert find_model(Path("someone/something"), print) == theirs
 
 
-def test_converted_model_is_found_without_the_converter(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_a_converted_model_needs_no_converter(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made = a_checkpoint(cache / "smollm2-135m-instruct-1")
     monkeypatch.setattr(smollm2, "find_spec", lambda name: None)
     check_model(Path("smollm2"))
     assert find_model(Path("smollm2"), print) == made
-
-
-def test_missing_converter_is_refused_before_any_download(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(smollm2, "find_spec", lambda name: None)
-    with pytest.raises(
-        MissingDependencyError, match=r"--model smollm2 needs gguf .*pip install \"agl-slime\[smollm2\]"
-    ):
+    monkeypatch.setenv("AGL_SLIME_CACHE", str(cache / "empty"))
+    sentence = r"--model smollm2 needs gguf .*pip install \"agl-slime\[smollm2\]"
+    with pytest.raises(MissingDependencyError, match=sentence):
         check_model(Path("smollm2"))
-    assert not cache.exists()
+    assert not (cache / "empty").exists()  # refused before any download
 
 
-def test_another_file_than_the_known_one_is_refused_and_nothing_is_left(
+def test_a_file_with_another_checksum_is_refused_and_leaves_nothing(
     cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "other.gguf").write_bytes(b"GGUF")
@@ -72,21 +68,15 @@ def test_a_conversion_that_fails_is_not_used(cache: Path, tmp_path: Path, monkey
         find_model(Path("smollm2"), print)
     assert smollm2.smollm2_directory() is None
     monkeypatch.setattr(smollm2, "convert_gguf", lambda source, target: (target / "config.json").write_text("{}"))
-    told: list[str] = []
-    made = find_model(Path("smollm2"), told.append)
+    messages: list[str] = []
+    made = find_model(Path("smollm2"), messages.append)
     assert {path.name for path in made.iterdir()} == {"config.json", "README.md"}
     assert "Apache License 2.0" in (made / "README.md").read_text()
-    assert told == ["converting SmolLM2-135M-Instruct, once (540 MB)"]
-
-
-def test_the_cache_is_where_xdg_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("AGL_SLIME_CACHE", raising=False)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert smollm2.cache_directory() == tmp_path / "agl-slime"
+    assert messages == ["converting SmolLM2-135M-Instruct, once (540 MB)"]
 
 
 def test_a_hub_that_cannot_be_reached_is_one_sentence(cache: Path) -> None:
-    check_model(Path("someone/something"))  # nobody is asked yet
+    check_model(Path("someone/something"))  # no request yet
     with pytest.raises(ConfigError, match="--model someone/something: the download failed") as raised:
         find_model(Path("someone/something"), print)  # HF_HUB_OFFLINE is set for all tests
     assert "\n" not in str(raised.value)

@@ -1,11 +1,9 @@
-"""A proxy in the environment that no address of a run is behind, as most clusters have one: real clients, and a proxy
-that refuses."""
+"""A proxy in the environment that refuses, as clusters have one: a run's own addresses are reached without it."""
 
 from __future__ import annotations
 
 import asyncio
 import os
-import socket
 import subprocess
 import sys
 from typing import Any
@@ -24,24 +22,20 @@ from agl_slime.support.agl import LLM, EnqueueRolloutRequest, LitAgent
 from agl_slime.support.net import bypass_proxies, hosts_behind_proxy
 from tests.harness.gateway import engine_saying
 from tests.harness.loop_thread import in_thread
-from tests.harness.servers import server_that_answers
+from tests.harness.servers import free_port, server_that_answers
 from tests.harness.tokenizers import small_tokenizer
 from tests.report.test_alarms import healthy
 
 
 @pytest.fixture(autouse=True)
-def proxy(monkeypatch: pytest.MonkeyPatch) -> str:
-    """The address of a proxy that refuses, in the variable that clients read."""
+def proxy(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("https_proxy", "all_proxy", "no_proxy"):
         for spelling in (name, name.upper()):
-            monkeypatch.setenv(spelling, "")  # so that it is as before afterwards
+            monkeypatch.setenv(spelling, "")  # so that it is restored
             monkeypatch.delenv(spelling)
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        address = f"http://127.0.0.1:{listener.getsockname()[1]}"
+    address = f"http://127.0.0.1:{free_port()}"
     monkeypatch.setenv("HTTP_PROXY", address)
     monkeypatch.setenv("http_proxy", address)
-    return address
 
 
 ASK = """
@@ -54,7 +48,7 @@ print(json.load(answer)["choices"][0]["message"]["content"])
 
 
 class AskingAgent(LitAgent[Any]):
-    """Asks the gateway with a client that trusts the environment, here and in a process of its own."""
+    """Asks the gateway with a client that trusts the environment, here and in another process."""
 
     async def rollout_async(self, task: Any, resources: Any, rollout: Any) -> float:
         llm = resources["main_llm"]
@@ -63,8 +57,8 @@ class AskingAgent(LitAgent[Any]):
             answer = await client.post(f"{llm.endpoint}/chat/completions", json=body)
         answer.raise_for_status()
         command = [sys.executable, "-c", ASK, llm.endpoint, llm.api_key]
-        asked = await asyncio.to_thread(subprocess.run, command, capture_output=True, text=True, check=True)
-        assert asked.stdout == "hello\n"
+        done = await asyncio.to_thread(subprocess.run, command, capture_output=True, text=True, check=True)
+        assert done.stdout == "hello\n"
         return 1.0
 
 
@@ -74,7 +68,14 @@ async def test_agents_reach_the_gateway_past_the_proxy() -> None:
         store = BridgeStore()
         await store.add_resources({"main_llm": LLM(endpoint=engine.url, model="scripted")})
         runner = RunnerThread(agent=AskingAgent(), store=store, settings=RunnerSettings(poll_interval_s=0.01))
-        gateway_access(runner, tokenizer)
+        init = runner.runner.init
+
+        def init_with_tokenizer(*args: Any, **kwargs: Any) -> None:
+            init(*args, **kwargs)
+            assert runner.runner._gateway is not None
+            runner.runner._gateway.access._tokenizer = tokenizer
+
+        runner.runner.init = init_with_tokenizer  # type: ignore[method-assign]
         with runner:
             [rollout] = await store.enqueue_many_rollouts([EnqueueRolloutRequest(input=1, mode="train")])
             done = await asyncio.wait_for(store.wait_for_rollout(rollout.rollout_id, timeout=30), 35)
@@ -82,19 +83,7 @@ async def test_agents_reach_the_gateway_past_the_proxy() -> None:
     assert done.status == "succeeded"
 
 
-def gateway_access(runner: RunnerThread, tokenizer: Any) -> None:
-    """Give the gateway of a runner, made when the runner begins, this tokenizer."""
-    init = runner.runner.init
-
-    def with_tokenizer(*args: Any, **kwargs: Any) -> None:
-        init(*args, **kwargs)
-        assert runner.runner._gateway is not None
-        runner.runner._gateway.access._tokenizer = tokenizer
-
-    runner.runner.init = with_tokenizer  # type: ignore[method-assign]
-
-
-def test_clients_of_this_package_do_not_ask_the_proxy() -> None:
+def test_clients_of_this_package_bypass_the_proxy() -> None:
     with server_that_answers(200, b'{"object": "list", "data": []}') as url:
         generator = BaseGenerator(url, "http://127.0.0.1:1", task_type="math")
         with generator._make_client(False) as client:
@@ -105,7 +94,7 @@ def test_clients_of_this_package_do_not_ask_the_proxy() -> None:
                 assert (await client.models.list()).data == []
 
         asyncio.run(ask())
-    assert hosts_behind_proxy() == ["127.0.0.1", "localhost"]  # none of them has needed it
+    assert hosts_behind_proxy() == ["127.0.0.1", "localhost"]  # NO_PROXY is still empty
 
 
 def test_no_proxy_entries_are_kept_and_extended(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -116,11 +105,8 @@ def test_no_proxy_entries_are_kept_and_extended(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setenv("NO_PROXY", "*")
     bypass_proxies("10.0.0.9")
     assert os.environ["NO_PROXY"] == "*"
-
-
-def test_without_a_proxy_the_environment_stays(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("http_proxy")
-    monkeypatch.delenv("HTTP_PROXY")
+    for name in ("NO_PROXY", "no_proxy", "http_proxy", "HTTP_PROXY"):
+        monkeypatch.delenv(name)
     bypass_proxies("10.0.0.7")
     assert "NO_PROXY" not in os.environ
 

@@ -16,16 +16,11 @@ from agl_slime.data.source import DataSourceSettings, GroupSource
 from agl_slime.errors import LoopError, TrainerError
 from agl_slime.events import BatchTrained
 from agl_slime.loop.checkpoint import Checkpoint, CheckpointWriter, load_newest, read_checkpoints
-from agl_slime.loop.online import OnlineRLLoop
-from agl_slime.loop.settings import LoopSettings
 from agl_slime.report.files import RunDir
 from agl_slime.report.rollouts import RolloutWriter
-from agl_slime.runner.base import RunnerPlan
-from agl_slime.runner.concurrent import RunnerSettings
 from agl_slime.store.bridge import BridgeStore
-from agl_slime.support.agl import LLM
 from agl_slime.types import flat_samples
-from tests.harness.loop import HelloAgent, Recorder
+from tests.harness.loop import HelloAgent, LoopCase
 from tests.harness.tokenizers import small_tokenizer
 
 TASKS = [
@@ -62,8 +57,8 @@ class Cut(Exception):
     """Ends the run as a kill would."""
 
 
-class Life:
-    """One process's worth of a run in ``directory``; a context manager."""
+class Life(LoopCase):
+    """One process's worth of a run in ``directory``."""
 
     def __init__(
         self,
@@ -80,54 +75,45 @@ class Life:
         """``n_trained`` groups of ``n_groups`` are trained on in each iteration; after the training of iteration
         ``cut_after`` the run ends without a checkpoint. A ``recorded`` one writes its rollouts as ``run_training``
         does."""
-        self.trainer = MemoryTrainer()
+        self.memory, self.n_trained, self.cut_after = MemoryTrainer(), n_trained or n_groups, cut_after
+        checkpoints = read_checkpoints(directory / "checkpoints")
+        self.checkpoint: Checkpoint | None = load_newest(checkpoints, self.memory) if checkpoints else None
         self.ledger = Ledger(path=directory / "ledger.sqlite")
-        self.source = GroupSource(
+        source = GroupSource(
             store=BridgeStore(),
             tokenizer=small_tokenizer(),
             settings=DataSourceSettings(get_timeout_s=20),
             ledger=self.ledger,
         )
-        self.recorder = Recorder()
-        self.n_trained = n_trained or n_groups
-        self.cut_after = cut_after
+        if self.checkpoint is not None:
+            RunDir(directory).rewind(self.checkpoint.loop.iteration)
+            self.checkpoint.rewind(self.ledger)
+            source.restore(self.checkpoint.data_source)
+            settings["start"] = self.checkpoint.loop
+        saved = CheckpointWriter(directory=directory / "checkpoints", trainer=self.memory, source=source)
         self.record: Callable[[Any], None] = lambda event: None
         if recorded:
             writer = RolloutWriter(RunDir(directory), keep="all")
             writer.tokenizer = small_tokenizer()
-            self.record = self.recorder._on_event = writer.handle
-        assert self.source._store is not None
-        settings = {"rollout_batch_size": n_groups, "n_samples_per_prompt": 2, "rollout_timeout_s": 20.0, **settings}
-        try:
-            checkpoints = read_checkpoints(directory / "checkpoints")
-            self.checkpoint: Checkpoint | None = load_newest(checkpoints, self.trainer) if checkpoints else None
-            if self.checkpoint is not None:
-                RunDir(directory).rewind(self.checkpoint.loop.iteration)
-                self.checkpoint.rewind(self.ledger)
-                self.source.restore(self.checkpoint.data_source)
-            writer = CheckpointWriter(directory=directory / "checkpoints", trainer=self.trainer, source=self.source)
-            self.loop = OnlineRLLoop(
-                store=self.source._store,
-                agent=HelloAgent(judge=judge),
-                tasks=TASKS,
-                val_tasks=TASKS,
-                llm=LLM(endpoint=url, model="scripted", sampling_parameters={"max_new_tokens": 8}),
-                data_source=self.source,
-                slime_train_fn=self._train,
-                save_fn=writer.save,
-                start=self.checkpoint.loop if self.checkpoint is not None else None,
-                settings=LoopSettings(**settings),
-                runners=RunnerPlan(settings=RunnerSettings(poll_interval_s=0.01, heartbeat_interval_s=0)),
-                observer=self.recorder,
-            )
-        except BaseException:
-            self.end()
-            raise
+            self.record = writer.handle
+        super().__init__(
+            agent=HelloAgent(judge=judge),
+            url=url,
+            tasks=TASKS,
+            val_tasks=TASKS,
+            source=source,
+            train=self._train,
+            save=saved.save,
+            on_event=self.record,
+            rollout_batch_size=n_groups,
+            max_replaced_groups=None,
+            **settings,
+        )
 
     def _train(self, iteration: int) -> dict[str, float]:
         batch = self.source.get_samples(self.n_trained)
         self.record(BatchTrained(iteration=iteration, samples=list(flat_samples(batch))))
-        metrics = self.trainer.train(batch, iteration=iteration)
+        metrics = self.memory.train(batch, iteration=iteration)
         if iteration == self.cut_after:
             raise Cut
         return metrics
@@ -139,14 +125,8 @@ class Life:
     @property
     def tasks(self) -> list[int]:
         """The numbers of the tasks that were trained on, in order."""
-        return sorted(map(int, self.trainer.learned))
-
-    def __enter__(self) -> Life:
-        return self
+        return sorted(map(int, self.memory.learned))
 
     def __exit__(self, *_: object) -> None:
-        self.end()
-
-    def end(self) -> None:
-        self.source.stop()
+        super().__exit__()
         self.ledger.close()

@@ -35,7 +35,7 @@ async def test_run_cut_between_training_and_checkpoint_trains_each_instance_once
         assert second.checkpoint is not None
         saved = (cut_after - 1) // save_interval * save_interval
         assert second.checkpoint.loop.iteration == saved
-        assert len(second.trainer.learned) == 2 * saved
+        assert len(second.memory.learned) == 2 * saved
         if not max_staleness:
             assert second.tasks == [*range(2 * saved)]
         ended = set(second.checkpoint.data_source["instances"])
@@ -47,7 +47,7 @@ async def test_run_cut_between_training_and_checkpoint_trains_each_instance_once
         assert counts.closed[Outcome.TRAINED] == 24
         assert counts.opened == sum(counts.closed.values())
         assert [row["iteration"] for row in second.recorder.metrics] == [*range(saved + 1, 7)]
-        batch_of = {name: place // 2 for place, name in enumerate(second.trainer.learned)}
+        batch_of = {name: place // 2 for place, name in enumerate(second.memory.learned)}
         late = [batch_of[n] - admitted for n, admitted in second.checkpoint.loop.admitted.items()]
         assert max(late, default=0) <= max_staleness  # their age before the restart counts
         # rollouts that had ended before the checkpoint are not run a second time
@@ -78,7 +78,7 @@ async def test_a_batch_that_was_collected_and_not_trained_on_keeps_its_age(
         assert ages <= {*range(2)}
         assert max_staleness < 1 or 0 in ages  # by the weights of the start
         await second.loop.run_async()
-        trained_first = second.trainer.learned[2:4]
+        trained_first = second.memory.learned[2:4]
         if max_staleness:  # a slow group from before the restart may be ready now, and goes first if it is older
             assert {admitted[task] for task in trained_first} <= {*range(max(ages) + 1)}
         else:
@@ -101,8 +101,8 @@ async def test_groups_that_are_dropped_are_not_drawn_after_a_resume(tmp_path: Pa
         finished = Counter(second.ledger.finished_instances())
         assert set(finished.values()) == {1}
         assert sorted(map(int, finished)) == [*range(len(finished))]
-        assert len(second.trainer.learned) == len(set(second.trainer.learned)) == 8
-        assert set(second.trainer.learned) < set(finished)
+        assert len(second.memory.learned) == len(set(second.memory.learned)) == 8
+        assert set(second.memory.learned) < set(finished)
 
 
 async def test_pending_groups_are_checkpointed_and_delivered_after_resume(
@@ -110,7 +110,7 @@ async def test_pending_groups_are_checkpointed_and_delivered_after_resume(
 ) -> None:
     with Life(tmp_path, engine.url, num_iterations=1, n_groups=3, n_trained=1) as first:
         await first.loop.run_async()
-        [learned] = first.trainer.learned
+        [learned] = first.memory.learned
     with Life(tmp_path, engine.url, num_iterations=1, n_groups=3) as second:
         assert second.ledger.counts().ready == 4
         groups = await asyncio.to_thread(second.source.get_samples, 2)
