@@ -159,7 +159,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def record_lines(out: Path) -> None:
-    """Run the default suite and write {file: {line: [tests]}}, without lines that only imports execute."""
+    """Run the default suite and write its tests, and per file and line the numbers of the tests that execute it, without
+    lines that only imports execute."""
     from coverage import CoverageData
 
     with tempfile.TemporaryDirectory() as directory:
@@ -172,11 +173,16 @@ def record_lines(out: Path) -> None:
             for file in data.measured_files():
                 for number, contexts in data.contexts_by_lineno(file).items():
                     lines[str(Path(file).relative_to(ROOT))][number].update(filter(None, contexts))
-    plain = {file: {n: sorted(tests) for n, tests in numbers.items() if tests} for file, numbers in lines.items()}
-    out.write_text(json.dumps(plain))
+    names = sorted({test for numbers in lines.values() for tests in numbers.values() for test in tests})
+    number_of = {name: number for number, name in enumerate(names)}
+    files = {
+        file: {line: sorted(number_of[test] for test in tests) for line, tests in numbers.items() if tests}
+        for file, numbers in lines.items()
+    }
+    out.write_text(json.dumps({"tests": names, "files": files}))
 
 
-def tests_of(fault: Fault, lines: Mapping[str, Mapping[str, list[str]]]) -> list[str]:
+def tests_of(fault: Fault, lines: Mapping[str, Any]) -> list[str]:
     """The tests that execute the statement of the fault; of its room, where none does."""
     source = (ROOT / fault.file).read_text()
     number = fault.line_in(source) + 1
@@ -185,9 +191,9 @@ def tests_of(fault: Fault, lines: Mapping[str, Mapping[str, list[str]]]) -> list
     innermost = max(around, key=lambda node: node.lineno)
     inner = [node.lineno for node in ast.walk(innermost) if isinstance(node, ast.stmt) and node is not innermost]
     last = min(inner, default=(innermost.end_lineno or number) + 1)
-    executed = lines.get(fault.file, {})
-    tests = {test for at in range(innermost.lineno, max(last, number + 1)) for test in executed.get(str(at), [])}
-    return sorted(tests)
+    executed = lines["files"].get(fault.file, {})
+    numbers = {test for line in range(innermost.lineno, max(last, number + 1)) for test in executed.get(str(line), [])}
+    return [lines["tests"][test] for test in sorted(numbers)]
 
 
 # -- planting ---------------------------------------------------------------------------------------------------------
