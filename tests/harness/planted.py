@@ -28,6 +28,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +49,7 @@ OPERATORS = (
     *("ZeroIterationForLoop", "ExceptionReplacer"),
 )
 TIME_LIMIT_S = 300.0
+MOST_TESTS = 200
 # variables for the processes of tests, and a file beside the results
 _RESULTS, _LINES, _SELECTED = "AGL_SLIME_PLANTED_RESULTS", "AGL_SLIME_PLANTED_LINES", "selected.json"
 
@@ -159,7 +161,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def record_lines(out: Path) -> None:
-    """Run the default suite and write its tests, and per file and line the numbers of the tests that execute it, without
+    """Run the default suite; write its tests, and per file and line the numbers of the tests that execute it, without
     lines that only imports execute."""
     from coverage import CoverageData
 
@@ -183,7 +185,8 @@ def record_lines(out: Path) -> None:
 
 
 def tests_of(fault: Fault, lines: Mapping[str, Any]) -> list[str]:
-    """The tests that execute the statement of the fault; of its room, where none does."""
+    """The tests that execute the statement of the fault, at most ``MOST_TESTS``, evenly from all files; none where only
+    imports execute it."""
     source = (ROOT / fault.file).read_text()
     number = fault.line_in(source) + 1
     statements = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.stmt)]
@@ -193,7 +196,11 @@ def tests_of(fault: Fault, lines: Mapping[str, Any]) -> list[str]:
     last = min(inner, default=(innermost.end_lineno or number) + 1)
     executed = lines["files"].get(fault.file, {})
     numbers = {test for line in range(innermost.lineno, max(last, number + 1)) for test in executed.get(str(line), [])}
-    return [lines["tests"][test] for test in sorted(numbers)]
+    by_file: dict[str, list[str]] = defaultdict(list)
+    for test in sorted(numbers):
+        by_file[lines["tests"][test].partition("::")[0]].append(lines["tests"][test])
+    rounds = zip_longest(*by_file.values())
+    return [test for tests in rounds for test in tests if test is not None][:MOST_TESTS]
 
 
 # -- planting ---------------------------------------------------------------------------------------------------------
