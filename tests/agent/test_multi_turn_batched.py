@@ -283,3 +283,20 @@ def test_results_become_samples() -> None:
     assert (sample.status, sample.reward) == (Sample.Status.COMPLETED, 0.5)
     assert trained_ids(sample) == sampler.sampled["a"]
     assert sample.metadata["tools"]["calls"] == {"look": 1}
+
+
+@pytest.mark.ray
+def test_the_rollout_runs_as_an_actor() -> None:
+    ray: Any = pytest.importorskip("ray")
+    tokenizer = chat_tokenizer("anthropic", "groups_tools")
+    sampler = ScriptedSampler(tokenizer, {"a": [CALL, "Three."]})
+    ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False)
+    try:
+        rollout_actor = MultiTurnRollout.remote(sampler=sampler, template=tokenizer, tool_manager=ToolManager([look]))
+        reference = rollout_actor.__call__.remote([asking("a")])
+        (trajectory,) = ray.get(reference, timeout=120)
+    finally:
+        ray.shutdown()
+    assert trajectory["turns"] == 2
+    assert trajectory["stop_reason"] == "stop"
+    assert tokenizer.decode(trained(trajectory)) == f"{CALL}<|im_end|>Three.<|im_end|>"

@@ -189,7 +189,7 @@ def examples_over(*bases: str) -> dict[str, Any]:
     space: dict[str, Any] = {**vars(ours), "RolloutOutput": RolloutOutput, "multi_turns": {}, "re": re, "envs": {}}
     space |= {"ABC": object, "remove_response": remove_response, "ChatCompletionResponseChoice": None}
     plugin = "examples/train/grpo/plugin"
-    sources = [("swift/rollout/multi_turn.py", (*bases, "ThinkingModelTips", "MathTips", "GYM"))]
+    sources = [("swift/rollout/multi_turn.py", (*bases, "ThinkingModelTips", "MathTips"))]
     sources += [(f"{plugin}/plugin.py", ("ToolCall",))]
     exec("from typing import *\nimport asyncio, json\nfrom copy import deepcopy\nfrom math import *", space)
     for file, names in sources:
@@ -218,11 +218,6 @@ def stubs() -> Iterator[None]:
     yield
     for name, module in modules.items():
         sys.modules.pop(name) if module is None else sys.modules.update({name: module})
-
-
-@pytest.fixture(scope="module")
-def swift(stubs: None) -> dict[str, Any]:
-    return examples_over()
 
 
 class Engine:
@@ -266,22 +261,3 @@ async def test_prompts_equal_those_of_ms_swifts_base_class(name: str, answers: l
     result = await played(examples_over()[f"{name}Scheduler"](max_turns=3), answers[: len(engine.contents)])
     assert result.prompts == [prompt(*contents) for contents in engine.contents]
     assert len(engine.contents) == 2 or len(outputs) >= 8
-
-
-@pytest.mark.slow
-async def test_an_environment(swift: dict[str, Any]) -> None:
-    class Maze:
-        def __init__(self, config: Any) -> None: ...
-
-        async def reset(self, request: Any) -> tuple[str, dict[str, Any], str]:
-            return "Where to?", {}, "You stand in a maze."
-
-        async def step(self, messages: Any) -> tuple[str, float, bool, dict[str, Any]]:
-            return "A wall.", 0.5, "Left" in messages[-1]["content"], {}
-
-        async def close(self) -> None: ...
-
-    swift["envs"]["maze"] = Maze
-    result = await played(swift["GYMScheduler"](max_turns=5, gym_env="maze"), ["Right.", "Left."])
-    assert result.sample
-    assert result.agent.trajectory.metadata["rollout_infos"]["step_rewards"] == [0.5, 0.5]

@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 import io
 import json
-import os
-import shutil
 import socket
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,21 +15,18 @@ from rich.console import Console
 from agl_slime.cli.local import run_training
 from agl_slime.cli.main import main
 from agl_slime.cli.settings import train_config
-from agl_slime.environments.environment import load_environment
 from agl_slime.errors import ConfigError
+from tests.environments.playing import load, needs_bubblewrap, on_path
 from tests.harness.environments import env_python
 from tests.programs.environments import boxed
 
-pytestmark = [
-    pytest.mark.environments,
-    pytest.mark.skipif(shutil.which("bwrap") is None, reason="bubblewrap is not installed: bwrap is not on the PATH"),
-]
+pytestmark = [pytest.mark.environments, needs_bubblewrap]
 RUNTIME = ("--env.agent.runtime.type", "bubblewrap")
 
 
 @pytest.fixture
 def name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join((str(tmp_path), os.environ.get("PYTHONPATH", ""))))
+    on_path(tmp_path, monkeypatch)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     private = tmp_path / "private"
     private.touch()
@@ -62,19 +57,19 @@ def test_boxed_programs_have_no_network_and_run_files_agree(
 
     assert "trained: equal" in out.getvalue()
     assert main(["audit", str(run)]) == 0
-    kept = [json.loads(line) for line in (run / "rollouts.jsonl").read_text().splitlines()]
-    assert kept
-    for rollout in kept:
+    rollouts = [json.loads(line) for line in (run / "rollouts.jsonl").read_text().splitlines()]
+    assert rollouts
+    for rollout in rollouts:
         assert (rollout["rewards"]["reached"], rollout["rewards"]["private"]) == (0.0, 0.0), rollout
-        assert rollout["rewards"]["processes"] <= 4, "it sees its own"
+        assert rollout["rewards"]["processes"] <= 4, "it sees the processes of its box"
         record = json.loads((run / rollout["trace"]).read_text())
-        assert record["traces"][0]["rewards"]["asked"]["score"] == rollout["reward"]
+        assert record["traces"][0]["rewards"]["odd"]["score"] == rollout["reward"]
     assert len(list((run / "environment").iterdir())) == 4
     assert (tmp_path / "cache" / "agl-slime" / "programs").is_dir()
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "sentence"),
     [
         ((), "bubblewrap"),
         ((*RUNTIME, "--env.agent.runtime.allow", '["example.org"]'), "take a container runtime"),
@@ -82,6 +77,6 @@ def test_boxed_programs_have_no_network_and_run_files_agree(
         (("--env.judge.runtime.type", "bubblewrap"), "the agents of tiny_boxed are agent"),
     ],
 )
-def test_a_sandbox_that_cannot_be_is_one_sentence(name: str, arguments: tuple[str, ...], said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
-        load_environment(name, python=env_python(), arguments=arguments)
+def test_a_sandbox_that_cannot_be_is_one_sentence(name: str, arguments: tuple[str, ...], sentence: str) -> None:
+    with pytest.raises(ConfigError, match=sentence):
+        load(name, arguments=arguments)

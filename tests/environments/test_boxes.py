@@ -1,17 +1,13 @@
-"""The sandbox without containers: what it gives verifiers' agents, what ends it, and what a hostile one gets."""
+"""The sandbox without containers: its services for verifiers' agents, its limits, and a hostile agent in it."""
 
 from __future__ import annotations
 
-import shutil
-
 import pytest
 
+from tests.environments.playing import needs_bubblewrap
 from tests.harness.environments import ask
 
-pytestmark = [
-    pytest.mark.environments,
-    pytest.mark.skipif(shutil.which("bwrap") is None, reason="bubblewrap is not installed: bwrap is not on the PATH"),
-]
+pytestmark = [pytest.mark.environments, needs_bubblewrap]
 
 
 def test_as_many_episodes_run_at_once_as_memory_and_processes_hold_boxes() -> None:
@@ -25,68 +21,59 @@ def test_as_many_episodes_run_at_once_as_memory_and_processes_hold_boxes() -> No
 
 
 def test_box_passes_verifiers_runtime_checks() -> None:
-    found = ask("boxes", "basics")
+    results = ask("boxes", "basics")
 
-    assert found["shown"] == [0, "hello\n/workspace\n/home/agent\nagent\n", ""]
-    assert found["code"] == 7
-    assert found["no such program"] == [127, "no-such-program: not found\n"]
-    assert found["read"] == [512000, True], "bytes come back as they were written"
-    nothing, long, shadow = found["refused"]
+    assert results["shell"] == [0, "hello\n/workspace\n/home/agent\nagent\n", ""]
+    assert results["code"] == 7
+    assert results["no such program"] == [127, "no-such-program: not found\n"]
+    assert results["read"] == [512000, True], "bytes come back as they were written"
+    nothing, long, shadow = results["refused"]
     assert "No such file" in nothing
     assert "over the 10 byte limit" in long
     assert "No such file" in shadow
-    assert found["live"] == "over and back\n"
-    assert found["killed"] == -9
-    assert found["background"] == "started\n"
+    assert results["live"] == "over and back\n"
+    assert results["killed"] == -9
+    assert results["background"] == "started\n"
+    assert results["long output"] < 10_100, "output is kept up to its limit"
+    assert results["cancelled after"] < 5
+    assert results["processes"].count("sleep") == 1, "the one in the background, and not the cancelled one"
 
 
-def test_a_cancelled_command_ends_and_the_box_lives_on() -> None:
-    found = ask("boxes", "basics")
+def test_no_process_of_a_box_outlives_it() -> None:
+    results = ask("boxes", "basics")
 
-    assert found["cancelled after"] < 5
-    assert found["left"].count("sleep") == 1, "the one in the background, and not the cancelled one"
-
-
-def test_output_is_kept_up_to_its_limit() -> None:
-    assert ask("boxes", "basics")["long output"] < 10_100
-
-
-def test_nothing_of_a_box_outlives_it() -> None:
-    found = ask("boxes", "basics")
-    orphaned = ask("boxes", "orphaned")
-
-    assert found["ended"]
-    assert found["after"] == "the sandbox one has ended: it was stopped"
-    assert orphaned == {"before": 1, "after": 0}, "neither when the process that holds it is killed"
+    assert results["ended"]
+    assert results["after"] == "the sandbox one has ended: it was stopped"
+    assert ask("boxes", "orphaned") == {"before": 1, "after": 0}, "also when the process of the box is killed"
 
 
 def test_a_box_over_a_limit_ends_with_the_limits_name() -> None:
-    found = ask("boxes", "limits")
+    results = ask("boxes", "limits")
 
-    assert "has ended: over its limit of memory: its processes had" in found["memory"]
-    assert found["files"].endswith("over its limit of files: /workspace had more than 2000 files")
-    assert found["seconds"].endswith("has ended: it lived 1 s")
+    assert "has ended: over its limit of memory: its processes had" in results["memory"]
+    assert results["files"].endswith("over its limit of files: /workspace had more than 2000 files")
+    assert results["seconds"].endswith("has ended: it lived 1 s")
 
 
-def test_memory_that_no_process_has_for_its_own_counts() -> None:
-    found = ask("boxes", "shared")
+def test_memory_that_several_processes_share_counts_once() -> None:
+    results = ask("boxes", "shared")
 
-    assert found.pop("100 MB, of eleven processes") == "ended well\n", "it counts once"
-    assert found.pop("hidden") == -9, "a process that cannot be looked into"
-    assert len(found) == 4
-    for name, end in found.items():
+    assert results.pop("100 MB, of eleven processes") == "ended well\n"
+    assert results.pop("hidden") == -9, "a process that cannot be looked into"
+    assert len(results) == 4
+    for name, end in results.items():
         assert "has ended: over its limit of memory: its processes had" in end, name
 
 
 def test_output_of_background_processes_is_kept_and_bounded() -> None:
-    found = ask("boxes", "background")
+    results = ask("boxes", "background")
 
-    assert found["quiet"] == [0, "hello\n", ""]
-    assert found["error"] == [3, "", "hello\n"]
-    assert found["talks on"] == [0, "hello\n1\n2\n3\n4\n", ""], "until nothing comes for half a second"
-    assert found["talks later"] == [0, "hello\n", ""]
-    assert found["lives"] == 0, "its output is still open"
-    assert 10_000 < found["long"] < 10_100
+    assert results["quiet"] == [0, "hello\n", ""]
+    assert results["error"] == [3, "", "hello\n"]
+    assert results["talks on"] == [0, "hello\n1\n2\n3\n4\n", ""], "until half a second passes without output"
+    assert results["talks later"] == [0, "hello\n", ""]
+    assert results["lives"] == 0, "its output is still open"
+    assert 10_000 < results["long"] < 10_100
 
 
 def test_no_signal_from_inside_ends_a_box() -> None:
@@ -98,29 +85,26 @@ def test_a_server_inside_is_reached_from_the_host() -> None:
 
 
 def test_a_hostile_agent_gets_nothing_and_the_verdict_stands() -> None:
-    found = ask("boxes", "hostile")
+    results = ask("boxes", "hostile")
 
-    kept_out, said = found["kept out"], found["kept out"]["said"]
-    assert kept_out["ok"], kept_out["errors"]
-    assert '"content":"fine"' in said["asks the model"][1], "its own model is what it can reach"
-    assert kept_out["turns"] == 1
-    assert "root:" not in said["reads the system"][1]
-    assert "none" not in said["reads the system"][1], "no key of the host's environment"
-    assert "of the run" not in said["reads the run"][1]
-    assert "of the other box" not in said["reads other workspaces"][1]
-    assert said["opens the host's port"][0] == 1
-    assert found["reached"] == []
-    assert said["opens the network"][0] == 1
-    assert said["writes to the system"][1].count("Read-only file system") == 4
-    assert "No space left on device" in said["fills the disk"][1]
-    assert "MemoryError" in said["takes the memory"][1]
-    assert said["kills its parents"][1].startswith("done")
-    assert said["gains rights"][1].count("not permitted") == 2
-    assert said["forks without end"][0] == 0
-    assert kept_out["other box"], "the box beside it is as it was"
-    assert len(kept_out["left"]) == 2, "the first process, and the command that looked"
-    assert kept_out["rewards"] == {"checked": 0.0}
-
-
-def test_only_a_task_that_lets_processes_stay_can_be_cheated_by_one() -> None:
-    assert ask("boxes", "hostile")["let stay"]["rewards"] == {"checked": 1.0}
+    episode, outputs = results["kept out"], results["kept out"]["outputs"]
+    assert episode["ok"], episode["errors"]
+    assert '"content":"fine"' in outputs["asks the model"][1], "it can reach its own model"
+    assert episode["turns"] == 1
+    assert "root:" not in outputs["reads the system"][1]
+    assert "none" not in outputs["reads the system"][1], "no key of the host's environment"
+    assert "of the run" not in outputs["reads the run"][1]
+    assert "of the other box" not in outputs["reads other workspaces"][1]
+    assert outputs["opens the host's port"][0] == 1
+    assert results["reached"] == []
+    assert outputs["opens the network"][0] == 1
+    assert outputs["writes to the system"][1].count("Read-only file system") == 4
+    assert "No space left on device" in outputs["fills the disk"][1]
+    assert "MemoryError" in outputs["takes the memory"][1]
+    assert outputs["kills its parents"][1].startswith("done")
+    assert outputs["gains rights"][1].count("not permitted") == 2
+    assert outputs["forks without end"][0] == 0
+    assert episode["other box"], "the box beside it is as it was"
+    assert len(episode["processes"]) == 2, "the first process, and the command that lists them"
+    assert episode["rewards"] == {"checked": 0.0}
+    assert results["let stay"]["rewards"] == {"checked": 1.0}, "a task that lets processes stay can be cheated by one"

@@ -1,4 +1,4 @@
-"""What --env takes and refuses, and how a failed episode's reason is read; without verifiers."""
+"""Settings of environments without verifiers: flags and Pythons, splits of tasks, and reasons of failed episodes."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ def no_python(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_environment_flags_are_split_from_the_command_line_in_every_form() -> None:
     line = ["--env", "a", "--env.x.y", "1", "--env.z=2", "--env.@", "f.toml", "--seed", "3", "--env.switch"]
     line += ["--env-tasks", "4"]
-    own, of_env = split_env_flags(line)
-    assert own == ["--env", "a", "--seed", "3", "--env-tasks", "4"]
+    flags, of_env = split_env_flags(line)
+    assert flags == ["--env", "a", "--seed", "3", "--env-tasks", "4"]
     assert of_env == ("--env.x.y", "1", "--env.z=2", "@", "f.toml", "--env.switch")
 
 
 @pytest.mark.parametrize(
-    ("given", "named"),
+    ("fields", "sentence"),
     [
         ({"env": "a", "tasks": Path("t.jsonl")}, "--tasks"),
         ({"env": "a", "agent": "my:Agent"}, "--agent"),
@@ -46,9 +46,9 @@ def test_environment_flags_are_split_from_the_command_line_in_every_form() -> No
         ({"env_arguments": ("--env.x", "1")}, "--env-arguments"),
     ],
 )
-def test_unfitting_environment_settings_are_refused_by_name(given: dict[str, Any], named: str) -> None:
-    with pytest.raises(ConfigError, match=named):
-        train_config(**given)
+def test_unfitting_environment_settings_are_refused_by_name(fields: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(ConfigError, match=sentence):
+        train_config(**fields)
 
 
 def test_environment_without_a_python_is_a_config_error_with_the_fix() -> None:
@@ -75,30 +75,33 @@ def test_worker_needs_no_package_of_this_python(tmp_path: Path, monkeypatch: pyt
 
 def test_other_addresses_are_read_with_and_without_a_model() -> None:
     models = ("judge=http://h:1/v1", "user=m/x@https://h/v1")
-    found = EnvironmentSettings(name="a", python=Path("p"), models=models).others
-    assert found == {"judge": ("judge", "http://h:1/v1"), "user": ("m/x", "https://h/v1")}
+    addresses = EnvironmentSettings(name="a", python=Path("p"), models=models).others
+    assert addresses == {"judge": ("judge", "http://h:1/v1"), "user": ("m/x", "https://h/v1")}
 
 
 def _task(digest: str, idx: int) -> dict[str, Any]:
     return {"digest": digest, "idx": idx}
 
 
+def _digests(tasks: Any) -> list[str] | None:
+    return None if tasks is None else [task["digest"] for task in tasks]
+
+
 def test_duplicate_tasks_are_held_out_together() -> None:
     tasks = [_task(f"d{number % 10}", number) for number in range(20)]
     for seed in range(20):
-        kept, out, count, _ = _split({"train": tasks}, seed=seed, held_out=None, validate=True, name="a")
-        assert not {one["digest"] for one in kept} & {one["digest"] for one in out or ()}
-        assert (len(kept), len(out or ()), count) == (18, 2, 2)
+        train, out, count, _ = _split({"train": tasks}, seed=seed, held_out=None, validate=True, name="a")
+        assert not {*_digests(train)} & {*_digests(out)}
+        assert (len(train), len(out or ()), count) == (18, 2, 2)
 
 
-def test_task_in_both_splits_is_not_trained() -> None:
-    found = {"train": [_task("a", 0), _task("b", 1)], "eval": [_task("b", 0)]}
-    kept, out, count, told = _split(found, seed=0, held_out=None, validate=True, name="a")
-    assert ([one["digest"] for one in kept], [one["digest"] for one in out or ()], count) == (["a"], ["b"], 0)
-    assert "1 left out" in told
-    kept, out, _, told = _split(found, seed=0, held_out=None, validate=False, name="a")
-    assert ([one["digest"] for one in kept], out) == (["a"], None), "an evaluation afterwards finds them unseen"
-    assert "1 left out" in told
+@pytest.mark.parametrize("validate", [True, False])
+def test_task_in_both_splits_is_not_trained(validate: bool) -> None:
+    """Without validation, too: a later evaluation has unseen tasks."""
+    splits = {"train": [_task("a", 0), _task("b", 1)], "eval": [_task("b", 0)]}
+    train, out, count, summary = _split(splits, seed=0, held_out=None, validate=validate, name="a")
+    assert (_digests(train), _digests(out), count) == (["a"], ["b"] if validate else None, 0)
+    assert "1 left out" in summary
 
 
 def test_a_failed_episode_is_counted_by_the_type_of_its_error() -> None:
@@ -118,13 +121,15 @@ def test_an_environments_run_is_evaluated_with_its_environment() -> None:
         "seed": 3,
     }
     settings = evaluate._settings(command_config(EvalConfig, models=(Path("run"),)), began)
-    assert (settings.environment.name, settings.title, settings.loop.seed) == ("tiny", "tiny", 3)
-    assert (settings.environment.arguments, settings.runners) == (("--env.taskset.size", "5"), "process:2")
-    assert (settings.environment.python, settings.gateway.trained_models) == (Path("/envs/vf/bin/python"), ("judge",))
-    other = evaluate._settings(command_config(EvalConfig, models=(Path("run"),), env="other"), began)
-    assert (other.environment.name, other.environment.arguments, other.gateway.trained_models) == ("other", (), ())
+    environment = settings.environment
+    assert (environment.name, settings.title, settings.loop.seed) == ("tiny", "tiny", 3)
+    assert (environment.arguments, settings.runners) == (("--env.taskset.size", "5"), "process:2")
+    assert (environment.python, settings.gateway.trained_models) == (Path("/envs/vf/bin/python"), ("judge",))
+    settings = evaluate._settings(command_config(EvalConfig, models=(Path("run"),), env="second"), began)
+    environment = settings.environment
+    assert (environment.name, environment.arguments, settings.gateway.trained_models) == ("second", (), ())
     with pytest.raises(ConfigError, match="--agent"):
-        command_config(EvalConfig, models=(Path("run"),), env="other", agent="my:Agent")
+        command_config(EvalConfig, models=(Path("run"),), env="second", agent="my:Agent")
 
 
 def _run_of(directory: Path, *, held_out: int) -> RunDir:
@@ -140,25 +145,23 @@ def test_evaluation_of_a_run_uses_its_held_out_tasks_for_any_seed(
     tasks = [_task(f"d{number}", number) for number in range(50)]
 
     def environment(config: TrainConfig, *, held_out: int | None = None) -> Any:
-        kept, out, count, _ = _split(
-            {"train": tasks}, seed=config.loop.seed, held_out=held_out, validate=True, name="a"
-        )
-        return SimpleNamespace(tasks=kept, val_tasks=out, held_out=count)
+        seed = config.loop.seed
+        train, out, count, _ = _split({"train": tasks}, seed=seed, held_out=held_out, validate=True, name="a")
+        return SimpleNamespace(tasks=train, val_tasks=out, held_out=count)
 
     monkeypatch.setattr(parts, "environment_of", environment)
-    began = {"env": "tiny", "env_python": "python", "seed": 3}
     config = command_config(EvalConfig, models=(tmp_path,), seed=7)
-    settings = evaluate._settings(config, began)
-    _, asked = evaluate._agent_and_tasks(config, settings, _run_of(tmp_path, held_out=4))
-    assert asked == _split({"train": tasks}, seed=3, held_out=4, validate=True, name="a")[1]
+    settings = evaluate._settings(config, {"env": "tiny", "env_python": "python", "seed": 3})
+    _, evaluated = evaluate._agent_and_tasks(config, settings, _run_of(tmp_path, held_out=4))
+    assert evaluated == _split({"train": tasks}, seed=3, held_out=4, validate=True, name="a")[1]
 
 
 def test_evaluation_of_a_run_without_held_out_tasks_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = SimpleNamespace(tasks=[_task("a", 0)], val_tasks=[_task("b", 1)], held_out=1)
-    monkeypatch.setattr(parts, "environment_of", lambda config, held_out=None: found)
+    environment = SimpleNamespace(tasks=[_task("a", 0)], val_tasks=[_task("b", 1)], held_out=1)
+    monkeypatch.setattr(parts, "environment_of", lambda config, held_out=None: environment)
     config = command_config(EvalConfig, models=(tmp_path,))
     settings = evaluate._settings(config, {"env": "tiny", "env_python": "python", "seed": 3})
     with pytest.raises(ConfigError, match="held out no tasks"):
         evaluate._agent_and_tasks(config, settings, _run_of(tmp_path, held_out=0))
-    found.held_out = 0  # the taskset's own split, which is never trained on
-    assert evaluate._agent_and_tasks(config, settings, _run_of(tmp_path, held_out=0))[1] == found.val_tasks
+    environment.held_out = 0  # the taskset's own split, which is never trained on
+    assert evaluate._agent_and_tasks(config, settings, _run_of(tmp_path, held_out=0))[1] == environment.val_tasks

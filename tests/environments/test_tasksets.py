@@ -12,16 +12,16 @@ pytestmark = pytest.mark.environments
 
 
 def test_episode_scores_equal_the_librarys_for_all_kinds_of_answers() -> None:
-    found = ask("tasksets", "scores")
+    rows = ask("tasksets", "scores")
 
-    assert len(found) == 32 * 7
-    for name, kind, ours, wanted in found:
-        if isinstance(wanted, str):  # its scorer raises: the rollout fails with that error, and is no 0
+    assert len(rows) == 32 * 7
+    for name, kind, ours, theirs in rows:
+        if isinstance(theirs, str):  # its scorer raises: the rollout fails with that error, and is no 0
             assert isinstance(ours, str), (name, kind)
-            assert wanted in ours, (name, kind)
+            assert theirs in ours, (name, kind)
         else:
-            assert ours == wanted, (name, kind)
-    right = [ours for name, kind, ours, _ in found if kind == "right" and name not in ("boxnet", "ab")]
+            assert ours == theirs, (name, kind)
+    right = [ours for name, kind, ours, _ in rows if kind == "right" and name not in ("boxnet", "ab")]
     assert right.count(1.0) >= len(right) - 2, right  # a scorer may ask for another form than its own answer's
 
 
@@ -38,22 +38,14 @@ def test_no_question_is_in_training_and_in_evaluation_whatever_the_seeds() -> No
         assert len(set(questions)) == len(questions) == 60
 
 
-def test_datasets_are_drawn_by_their_weights() -> None:
+def test_datasets_are_drawn_by_their_weights_and_levels_and_end() -> None:
     drawn = ask("tasksets", "weights")
-
     assert sum(drawn.values()) == 400
     assert 250 <= drawn["chain_sum"] <= 350
-
-
-def test_a_level_rises_along_the_stream() -> None:
     levels = ask("tasksets", "levels")
-
     assert [level for level, _ in levels] == [0, 0, 1, 1, 2, 2]
     assert sum(size for _, size in levels[:2]) < sum(size for _, size in levels[4:]), "later problems are longer"
-
-
-def test_a_dataset_with_few_questions_ends() -> None:
-    assert 0 < ask("tasksets", "few") < 500
+    assert 0 < ask("tasksets", "few") < 500, "a dataset with fewer questions ends"
 
 
 def test_unknown_dataset_game_or_level_is_an_error_in_one_sentence() -> None:
@@ -69,12 +61,12 @@ def test_unknown_dataset_game_or_level_is_an_error_in_one_sentence() -> None:
 
 
 def test_concurrent_games_share_no_random_state() -> None:
-    found = ask("tasksets", "games")
+    games = ask("tasksets", "games")
 
-    first, other, again = found["together"]
-    assert first == again == found["alone"], "one seed is one game, whatever is played beside it"
-    assert other != first
-    assert found["untouched"]
+    first, second, same = games["together"]
+    assert first == same == games["alone"], "one seed is one game, whatever is played beside it"
+    assert second != first
+    assert games["untouched"]
 
 
 def played(name: str, answers: list[str], tasks: int = 1, **env: Any) -> list[dict[str, Any]]:
@@ -91,16 +83,12 @@ def test_self_play_rewards_both_seats_and_trains_both() -> None:
     by_agent = {trace["agent"]: trace for trace in game["traces"]}
     assert by_agent["player"]["rewards"] == {"game": 1.0}  # 0 2 4 6: the diagonal
     assert by_agent["opponent"]["rewards"] == {"game": -1.0}
-    assert [by_agent[a]["turns"] for a in ("player", "opponent")] == [4, 3]
+    assert [by_agent[agent]["turns"] for agent in ("player", "opponent")] == [4, 3]
     assert all(trace["trainable"] for trace in game["traces"])
-    last = game["asked"][-1]["messages"]
+    last = game["requests"][-1]["messages"]
     assert [m["role"] for m in last] == ["system", *["user", "assistant"] * 3, "user"]
-    assert "cell 5" in last[-1]["content"], "a player is told what the other did"
-
-
-def test_the_policy_untrained_has_the_other_seat() -> None:
+    assert "cell 5" in last[-1]["content"], "the prompt has the other player's move"
     (game,) = played("textarena:TicTacToe-v0", IN_TURN, play="untrained")
-
     assert {trace["agent"]: trace["trainable"] for trace in game["traces"]} == {"player": True, "opponent": False}
 
 
@@ -121,19 +109,19 @@ def test_fixed_opponent_ignores_moves_suggested_by_the_player() -> None:
 
 
 def test_a_game_that_ends_before_the_trained_seat_has_moved_is_dealt_again() -> None:
-    """The other seat begins and loses by two invalid moves: there is nothing of the trained one to train."""
-    found = played("textarena:KuhnPoker-v0", ["rubbish"], tasks=2, play="untrained")
+    """The other seat begins and loses by two invalid moves: the trained one has no token to train."""
+    games = played("textarena:KuhnPoker-v0", ["rubbish"], tasks=2, play="untrained")
 
     dealt_again = []
-    for game in found:
+    for game in games:
         assert game["ok"], game["errors"]
         (player,) = [trace for trace in game["traces"] if trace["agent"] == "player"]
         assert (player["turns"], player["rewards"]) == (2, {"game": -1.0})
         assert player["metrics"]["seat"] == 1.0, "the seat that begins"
-        others = [trace for trace in game["traces"] if trace["agent"] == "opponent"]
-        assert not any(trace["rewards"] for trace in others), "the game that counts had ended before its turn"
+        opponents = [trace for trace in game["traces"] if trace["agent"] == "opponent"]
+        assert not any(trace["rewards"] for trace in opponents), "the game that counts had ended before its turn"
         dealt_again.append(player["metrics"]["dealt_again"])
-        assert len(others) == dealt_again[-1]
+        assert len(opponents) == dealt_again[-1]
     assert dealt_again == [1.0, 0.0]
 
 

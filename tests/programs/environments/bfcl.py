@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
-import json
-import os
 import sys
 from pathlib import Path
 from typing import Any
+
+from tests.programs.environments.model import environment, episode_of, messages_of, print_result, scores_of, serving
 
 TASKS = {"multi_turn_base": 6, "multi_turn_miss_func": 4, "multi_turn_miss_param": 4, "multi_turn_long_context": 3}
 HOSTILE = [
@@ -22,63 +21,56 @@ HOSTILE = [
 ]
 
 
-async def play(name: str, script: Any, count: int) -> list[dict[str, Any]]:
-    from verifiers.v1.clients import EvalClientConfig, ModelContext
-    from verifiers.v1.utils.loaders import load_environment, resolve_env_config
-
+async def play(name: str, script: Any, count: int = 1) -> list[dict[str, Any]]:
     from agl_slime.environments.tasksets import env_block
     from agl_slime.environments.tasksets.bfcl import backend, entries
-    from tests.programs.environments.model import serving
 
-    os.environ["SCRIPTED_KEY"] = "none"
-    env = load_environment(resolve_env_config(env_block(f"bfcl:{name}")))
-    found = []
+    env = environment(env_block(f"bfcl:{name}"))
+    episodes = []
     async with env.serving():
         for task in env.taskset.take(count):
-            says = iter(script(entries(task.data.category)[task.data.name][1]))
-            async with serving(lambda body, says=says: next(says, "I have done that.")) as (address, asked):
-                client = EvalClientConfig(base_url=address, api_key_var="SCRIPTED_KEY")
-                episode = await env.run_episode(task, ModelContext(model="scripted", client=client))
+            replies = iter(script(entries(task.data.category)[task.data.name][1]))
+            async with serving(lambda body, replies=replies: next(replies, "I have done that.")) as (address, requests):
+                episode = await episode_of(env, task, address)
             (trace,) = episode.traces or [None]
-            found.append(
+            episodes.append(
                 {
                     "name": task.data.name,
-                    "errors": [e.message for e in [*episode.errors, *(trace.errors if trace else [])]],
-                    "rewards": {key: one.score for key, one in trace.rewards.items() if one is not None},
+                    "errors": messages_of(episode),
+                    "rewards": scores_of(trace),
                     "turns": trace.num_turns,
-                    "why": trace.info.get("error_type"),
-                    "asked": asked[-1]["messages"],
-                    "left": sum(key.startswith("agl_") for key in vars(backend)),
+                    "reason": trace.info.get("error_type"),
+                    "messages": requests[-1]["messages"],
+                    "instances": sum(key.startswith("agl_") for key in vars(backend)),
                 }
             )
-    return found
+    return episodes
 
 
 def right(turns: list[list[str]]) -> Any:
     for turn in turns:
-        said = ", ".join(turn).replace("sort('", "sort(file_name='")  # it reads named arguments alone
-        yield from ([f"[{said}]"] if turn else [])
+        calls = ", ".join(turn).replace("sort('", "sort(file_name='")  # it reads named arguments alone
+        yield from ([f"[{calls}]"] if turn else [])
         yield "That is all."
 
 
 async def run() -> dict[str, Any]:
-    found: dict[str, Any] = {"right": {}, "wrong": {}}
-    for category, count in TASKS.items():
-        found["right"][category] = await play(category, right, count)
-    short = "multi_turn_base"
-    found["wrong"]["nothing"] = await play(short, lambda turns: [], 1)
-    found["wrong"]["first turn only"] = await play(short, lambda turns: right(turns[:1]), 1)
-    found["wrong"]["malformed"] = await play(short, lambda turns: ["[cd(", "]]", "mkdir dir", "{}"], 1)
-    found["wrong"]["no such function"] = await play(short, lambda turns: ["[fly_to(place='x')]"], 1)
-    found["wrong"]["for ever"] = await play(short, lambda turns: ["[pwd()]"] * 100, 1)
-    mark = Path(sys.argv[1])
+    mark, short = Path(sys.argv[1]), "multi_turn_base"
+    scripts: dict[str, Any] = {
+        "nothing": lambda turns: [],
+        "first turn only": lambda turns: right(turns[:1]),
+        "malformed": lambda turns: ["[cd(", "]]", "mkdir dir", "{}"],
+        "no such function": lambda turns: ["[fly_to(place='x')]"],
+        "for ever": lambda turns: ["[pwd()]"] * 100,
+    }
     for number, text in enumerate(HOSTILE):
-        said = text.format(path=str(mark))
-        found["wrong"][f"hostile {number}"] = await play(short, lambda turns, said=said: [said], 1)
-    found["written"] = mark.exists()
-    return found
+        scripts[f"hostile {number}"] = lambda turns, text=text: [text.format(path=str(mark))]
+    return {
+        "right": {category: await play(category, right, count) for category, count in TASKS.items()},
+        "wrong": {name: await play(short, script) for name, script in scripts.items()},
+        "written": mark.exists(),
+    }
 
 
 if __name__ == "__main__":
-    out, sys.stdout = sys.stdout, sys.stderr  # libraries print
-    print(json.dumps(asyncio.run(run())), file=out)
+    print_result(run)

@@ -1,5 +1,5 @@
-"""An environment whose harness runs a program: it asks the model once, looks for a network, for this machine's files
-and for other programs, and writes what it found."""
+"""An environment whose harness runs a program: one model call, a search for a network, for this machine's files and for
+other programs, and a file with the findings."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ headers = {"Authorization": f"Bearer {key}", "Content-Type": "application/json"}
 request = urllib.request.Request(f"{address}/chat/completions", json.dumps(body).encode(), headers)
 answer = json.load(urllib.request.urlopen(request, timeout=60))["choices"][0]["message"]["content"]
 reached = []
-for where in (("127.0.0.1", int(port)), ("1.1.1.1", 443)):
+for target in (("127.0.0.1", int(port)), ("1.1.1.1", 443)):
     try:
-        socket.create_connection(where, 2).close()
-        reached.append(where)
+        socket.create_connection(target, 2).close()
+        reached.append(target)
     except OSError:
         pass
-found = {"answer": answer, "reached": len(reached), "private": os.path.exists(private), "processes": sum(
+findings = {"answer": answer, "reached": len(reached), "private": os.path.exists(private), "processes": sum(
     name.isdigit() for name in os.listdir("/proc"))}
-with open("found.json", "w") as file:
-    json.dump(found, file)
+with open("findings.json", "w") as file:
+    json.dump(findings, file)
 """
 MODULE = """
 import json
@@ -40,17 +40,17 @@ class BoxedConfig(vf.HarnessConfig):
 
 class BoxedHarness(vf.Harness[BoxedConfig]):
     async def launch(self, ctx, trace, runtime, endpoint, secret, mcp_urls, data) -> ProgramResult:
-        given = [endpoint, secret, "{port}", "{private}"]
-        return await runtime.run_program(["python3", "-I", "-c", {program!r}, *given], {{}})
+        arguments = [endpoint, secret, "{port}", "{private}"]
+        return await runtime.run_program(["python3", "-I", "-c", {program!r}, *arguments], {{}})
 
 
 class BoxedTask(vf.Task[vf.TaskData, vf.State, vf.TaskConfig]):
     @vf.reward
-    async def asked(self, trace, runtime) -> float:
-        found = json.loads(await runtime.read("found.json"))
+    async def odd(self, trace, runtime) -> float:
+        findings = json.loads(await runtime.read("findings.json"))
         for name in ("reached", "private", "processes"):
-            trace.record_metric(name, float(found[name]))
-        return float(len(found["answer"]) % 2)
+            trace.record_metric(name, float(findings[name]))
+        return float(len(findings["answer"]) % 2)
 
 
 class BoxedTaskset(vf.Taskset[BoxedTask, vf.TasksetConfig]):
@@ -61,6 +61,6 @@ class BoxedTaskset(vf.Taskset[BoxedTask, vf.TasksetConfig]):
 
 
 def write(directory: Path, *, port: int, private: Path) -> str:
-    """``port``: something listens on it. ``private``: a file of this machine."""
+    """``port`` has a listener, and ``private`` is a file, of this machine."""
     (directory / "tiny_boxed.py").write_text(MODULE.format(program=PROGRAM, port=port, private=private))
     return "tiny_boxed"

@@ -1,25 +1,24 @@
-"""What happens in the sandbox, as JSON: python -m tests.programs.environments.boxes NAME."""
+"""Scenes in the sandbox, each with its results as JSON: python -m tests.programs.environments.boxes NAME."""
 
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import sys
 import tempfile
 import time
+from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any
 
 import verifiers.v1 as vf
-from verifiers.v1.clients import EvalClientConfig
 from verifiers.v1.errors import SandboxError
 from verifiers.v1.runtimes import ProgramResult
 
 from agl_slime.environments.runtimes.bubblewrap import BubblewrapRuntime
 from agl_slime.environments.runtimes.layout import BubblewrapConfig
 from agl_slime.environments.runtimes.lending import box, max_episodes
-from tests.programs.environments.model import serving
+from tests.programs.environments.model import client, print_result, scores_of, serving
 
 SMALL = {"memory": 0.25, "disk": 0.02, "files": 2000, "processes": 40, "seconds": 120, "output": 10_000}
 BOMB = "import os\nwhile 1:\n  try: os.fork() or os.setsid()\n  except OSError: pass\n"
@@ -30,50 +29,48 @@ async def sh(runtime: BubblewrapRuntime, script: str, **env: str) -> list[Any]:
     return [result.exit_code, result.stdout, result.stderr]
 
 
+async def error_of(work: Coroutine[Any, Any, Any]) -> str:
+    """The message with which the sandbox refuses the work or ends."""
+    try:
+        return f"no error: {await work}"
+    except SandboxError as error:
+        return str(error)
+
+
 async def basics() -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    async with box(BubblewrapConfig(**SMALL), "one") as one:
-        found["shown"] = await sh(one, "echo $GREETING; pwd; echo $HOME; id -un; touch ~/a /tmp/b c", GREETING="hello")
-        found["code"] = (await sh(one, "exit 7"))[0]
-        found["no such program"] = [*(await _result(one, ["no-such-program"]))]
-        await one.write("deep/er/file", bytes(range(256)) * 2000)
-        found["read"] = len(await one.read("deep/er/file")), (await one.read("deep/er/file"))[:256] == bytes(range(256))
-        found["refused"] = []
-        for work in (one.read("nothing"), one.read("deep/er/file", max_bytes=10), one.read("/etc/shadow")):
-            try:
-                await work
-                found["refused"].append("read")
-            except SandboxError as error:
-                found["refused"].append(str(error))
-        await one.run_background(["sh", "-c", "echo started; sleep 60"], {}, "log")
-        process = await one.open_process(["cat"], {})
+    results: dict[str, Any] = {}
+    async with box(BubblewrapConfig(**SMALL), "one") as sandbox:
+        script = "echo $GREETING; pwd; echo $HOME; id -un; touch ~/a /tmp/b c"
+        results["shell"] = await sh(sandbox, script, GREETING="hello")
+        results["code"] = (await sh(sandbox, "exit 7"))[0]
+        absent = await sandbox.run(["no-such-program"], {})
+        results["no such program"] = [absent.exit_code, absent.stderr]
+        await sandbox.write("deep/er/file", bytes(range(256)) * 2000)
+        data = await sandbox.read("deep/er/file")
+        results["read"] = len(data), data[:256] == bytes(range(256))
+        reads = sandbox.read("nothing"), sandbox.read("deep/er/file", max_bytes=10), sandbox.read("/etc/shadow")
+        results["refused"] = [await error_of(read) for read in reads]
+        await sandbox.run_background(["sh", "-c", "echo started; sleep 60"], {}, "log")
+        process = await sandbox.open_process(["cat"], {})
         await process.write(b"over and back\n")
-        found["live"] = (await anext(process.stdout)).decode()
+        results["live"] = (await anext(process.stdout)).decode()
         await process.kill()
-        found["killed"] = await process.wait()
-        found["long output"] = len((await sh(one, "seq 100000"))[1])
+        results["killed"] = await process.wait()
+        results["long output"] = len((await sh(sandbox, "seq 100000"))[1])
         async with asyncio.timeout(20):
-            await one.run(["sh", "-c", "until [ -s log ]; do :; done"], {})
-        found["background"] = (await one.read("log")).decode()
+            await sandbox.run(["sh", "-c", "until [ -s log ]; do :; done"], {})
+        results["background"] = (await sandbox.read("log")).decode()
         started = time.monotonic()
         try:
             async with asyncio.timeout(0.5):
-                await one.run(["sleep", "50"], {})
+                await sandbox.run(["sleep", "50"], {})
         except TimeoutError:
-            found["cancelled after"] = time.monotonic() - started
-        found["left"] = (await sh(one, "cat /proc/[0-9]*/comm"))[1].split()
-        pid = one._process.pid  # type: ignore[union-attr]
-    found["ended"] = not Path(f"/proc/{pid}").exists() or "Z" in Path(f"/proc/{pid}/stat").read_text().split(")")[1]
-    try:
-        await one.run(["true"], {})
-    except SandboxError as error:
-        found["after"] = str(error)
-    return found
-
-
-async def _result(runtime: BubblewrapRuntime, argv: list[str]) -> tuple[int, str]:
-    result = await runtime.run(argv, {})
-    return result.exit_code, result.stderr
+            results["cancelled after"] = time.monotonic() - started
+        results["processes"] = (await sh(sandbox, "cat /proc/[0-9]*/comm"))[1].split()
+        pid = sandbox._process.pid  # type: ignore[union-attr]
+    results["ended"] = not Path(f"/proc/{pid}").exists() or "Z" in Path(f"/proc/{pid}/stat").read_text().split(")")[1]
+    results["after"] = await error_of(sandbox.run(["true"], {}))
+    return results
 
 
 HOLDS = {  # 400 MB each, which are no process's own
@@ -100,65 +97,57 @@ HIDES = "import ctypes,time; ctypes.CDLL(None).prctl(4, 0, 0, 0, 0); time.sleep(
 
 async def shared() -> dict[str, Any]:
     """How boxes end whose processes share memory, of which 256 MB are allowed."""
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     for name, script in HOLDS.items():
         hold = f"import ctypes,mmap,os,time\nMB=bytes(2**20); files=[]\n{script}\ntime.sleep(10)\n"
-        async with box(BubblewrapConfig(**SMALL)) as one:
-            try:
-                result = await one.run(["sh", "-c", 'python3 -c "$0"; sleep 60', hold], {})
-                found[name] = f"ended by itself: {result}"
-            except SandboxError as error:
-                found[name] = str(error)
-    async with box(BubblewrapConfig(**SMALL)) as one:
-        found["100 MB, of eleven processes"] = (await one.run(["python3", "-c", SHARED], {})).stdout
-        found["hidden"] = (await one.run(["python3", "-c", HIDES], {})).exit_code
-    return found
+        async with box(BubblewrapConfig(**SMALL)) as sandbox:
+            results[name] = await error_of(sandbox.run(["sh", "-c", 'python3 -c "$0"; sleep 60', hold], {}))
+    async with box(BubblewrapConfig(**SMALL)) as sandbox:
+        results["100 MB, of eleven processes"] = (await sandbox.run(["python3", "-c", SHARED], {})).stdout
+        results["hidden"] = (await sandbox.run(["python3", "-c", HIDES], {})).exit_code
+    return results
 
 
 async def background() -> dict[str, Any]:
-    """What a command prints that leaves something in the background, and what becomes of that."""
-    found: dict[str, Any] = {}
-    async with box(BubblewrapConfig(**SMALL)) as one:
+    """The output of a command that leaves a process in the background, and the end of that process."""
+    results: dict[str, Any] = {}
+    async with box(BubblewrapConfig(**SMALL)) as sandbox:
         for name, script in (
             ("quiet", "echo hello; sleep 60 &"),
             ("error", "echo hello >&2; sleep 60 & exit 3"),
             ("talks on", "echo hello; (for i in 1 2 3 4; do sleep 0.2; echo $i; done; sleep 60) &"),
             ("talks later", "echo hello; (until [ -e go ]; do sleep 0.05; done; echo more; touch lives) &"),
         ):
-            found[name] = await sh(one, script)
-        await one.write("go", b"")
+            results[name] = await sh(sandbox, script)
+        await sandbox.write("go", b"")
         async with asyncio.timeout(20):
-            found["lives"] = (await sh(one, "until [ -e lives ]; do sleep 0.05; done"))[0]
-        found["long"] = len((await sh(one, "seq 100000; sleep 60 &"))[1])
-    return found
+            results["lives"] = (await sh(sandbox, "until [ -e lives ]; do sleep 0.05; done"))[0]
+        results["long"] = len((await sh(sandbox, "seq 100000; sleep 60 &"))[1])
+    return results
 
 
 async def signals() -> list[Any]:
     """Every signal there is, sent to the first process from inside."""
-    async with box(BubblewrapConfig(**SMALL)) as one:
-        return await sh(one, "for i in $(seq 1 64); do kill -$i 1; done 2> /dev/null; echo done")
+    async with box(BubblewrapConfig(**SMALL)) as sandbox:
+        return await sh(sandbox, "for i in $(seq 1 64); do kill -$i 1; done 2> /dev/null; echo done")
 
 
 async def limits() -> dict[str, str]:
-    """How a box ends that goes over a limit: each in one of its own."""
-    found = {}
+    """How a box over a limit ends: each in one of its own."""
+    results = {}
     hold = "import mmap,time\nheld=[bytearray(60_000_000) for _ in range(2)]\ntime.sleep(60)\n"
-    for name, script, more in (
+    for name, script, options in (
         ("memory", f"for i in 1 2 3 4 5; do python3 -c '{hold}' & done; wait", {}),
         ("files", "i=0; while :; do i=$((i+1)); : > $i; done", {}),
         ("seconds", "sleep 60", {"seconds": 1}),
     ):
-        async with box(BubblewrapConfig(**{**SMALL, **more})) as one:
-            try:
-                result = await one.run(["sh", "-c", script], {})
-                found[name] = f"ended by itself: {result}"
-            except SandboxError as error:
-                found[name] = str(error)
-    return found
+        async with box(BubblewrapConfig(**{**SMALL, **options})) as sandbox:
+            results[name] = await error_of(sandbox.run(["sh", "-c", script], {}))
+    return results
 
 
 async def orphaned() -> dict[str, Any]:
-    """A process that holds a box is killed: what became of what ran inside."""
+    """The commands inside a box before and after its process is killed."""
     child = (
         "import asyncio\nfrom agl_slime.environments.runtimes.lending import *\n"
         "async def main():\n"
@@ -172,17 +161,17 @@ async def orphaned() -> dict[str, Any]:
     process = await asyncio.create_subprocess_exec(sys.executable, "-c", child, stdout=asyncio.subprocess.PIPE)
     assert process.stdout is not None
     await asyncio.wait_for(process.stdout.readline(), 60)
-    before = _sleepers()
+    running = _sleepers()
     process.kill()
     await process.wait()
-    return {"before": before, "after": await asyncio.to_thread(_none_within, 20)}
+    return {"before": running, "after": await asyncio.to_thread(_none_within, 20)}
 
 
 def _none_within(seconds: float) -> int:
     end = time.monotonic() + seconds
-    while (left := _sleepers()) and time.monotonic() < end:
+    while (count := _sleepers()) and time.monotonic() < end:
         time.sleep(0.01)
-    return left
+    return count
 
 
 def _sleepers() -> int:
@@ -220,21 +209,21 @@ class Hostile(vf.Harness[HostileConfig]):
     attempts: dict[str, list[str]]
 
     async def launch(self, ctx, trace, runtime, endpoint, secret, mcp_urls, data) -> ProgramResult:
-        said = {}
+        outputs: dict[str, list[Any]] = {}
         for name, argv in self.attempts.items():
             started = time.monotonic()
             try:
                 async with asyncio.timeout(20):
                     result = await runtime.run_program(argv, {"ENDPOINT": endpoint, "SECRET": secret})
-                said[name] = [result.exit_code, (result.stdout + result.stderr)[-300:]]
+                outputs[name] = [result.exit_code, (result.stdout + result.stderr)[-300:]]
             except TimeoutError:
-                said[name] = ["cut off", round(time.monotonic() - started)]
-        trace.info["said"] = said
+                outputs[name] = ["cut off", round(time.monotonic() - started)]
+        trace.info["outputs"] = outputs
         return ProgramResult(0, "", "")
 
 
 class CheckedTask(vf.Task[vf.TaskData, vf.State, vf.TaskConfig]):
-    """Right when the answer is 42; the check is written when it is needed, and runs in the box."""
+    """Right when the answer is 42; the check is written right before it runs in the box."""
 
     async def setup(self, trace, runtime) -> None:
         await runtime.write("answer", b"none yet")
@@ -242,8 +231,8 @@ class CheckedTask(vf.Task[vf.TaskData, vf.State, vf.TaskConfig]):
     @vf.reward
     async def checked(self, trace, runtime) -> float:
         await runtime.write("check.py", b"import sys; sys.exit(open('/workspace/answer').read().strip() != '42')")
-        left = await runtime.run(["sh", "-c", "cat /proc/[0-9]*/comm"], {})
-        trace.info["left"] = left.stdout.split()
+        processes = await runtime.run(["sh", "-c", "cat /proc/[0-9]*/comm"], {})
+        trace.info["processes"] = processes.stdout.split()
         for _ in range(20):
             if (await runtime.run(["python3", "-I", "check.py"], {})).exit_code == 0:
                 return 1.0
@@ -252,7 +241,7 @@ class CheckedTask(vf.Task[vf.TaskData, vf.State, vf.TaskConfig]):
 
 async def hostile() -> dict[str, Any]:
     os.environ["SCRIPTED_KEY"] = "none"
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     reached: list[str] = []
 
     async def forbidden(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -284,59 +273,60 @@ async def hostile() -> dict[str, Any]:
             "forks without end": ["sh", "-c", f"python3 -c \"{BOMB}\" > /dev/null 2>&1 & sleep 1"],
             "rewrites the check": ["python3", "-c", REWRITER],
         }  # fmt: skip
-        for name, more in (("kept out", {}), ("let stay", {"keep_processes": True})):
+        for name, options, tried in (
+            ("kept out", {}, [*attempts]),
+            ("let stay", {"keep_processes": True}, ["rewrites the check"]),
+        ):
             harness = Hostile(HostileConfig(id="hostile"))
-            harness.attempts = (
-                attempts if name == "kept out" else {"rewrites the check": attempts["rewrites the check"]}
-            )
+            harness.attempts = {attempt: attempts[attempt] for attempt in tried}
             task = CheckedTask(vf.TaskData(idx=0, prompt="What is six times seven?"))
             async with (
                 serving(lambda body: "fine") as (address, _),
-                box(BubblewrapConfig(**SMALL)) as other,
-                box(BubblewrapConfig(**SMALL, **more)) as mine,
+                box(BubblewrapConfig(**SMALL)) as neighbour,
+                box(BubblewrapConfig(**SMALL, **options)) as sandbox,
             ):
-                await other.write("mark", b"of the other box")
+                await neighbour.write("mark", b"of the other box")
                 agent = vf.make_agent(
                     vf.AgentConfig(
                         model="scripted",
-                        client=EvalClientConfig(base_url=address, api_key_var="SCRIPTED_KEY"),
+                        client=client(address),
                         runtime=vf.SubprocessConfig(),
                         timeout={"rollout": 200},
                     )
                 )
                 agent.harness = harness
-                trace = await agent.run(task, runtime=mine)
-                alive = await other.alive()
-            found[name] = {
+                trace = await agent.run(task, runtime=sandbox)
+                alive = await neighbour.alive()
+            results[name] = {
                 "ok": trace.ok,
                 "errors": [error.message for error in trace.errors],
-                "rewards": {key: value.score for key, value in trace.rewards.items()},
+                "rewards": scores_of(trace),
                 "turns": trace.num_turns,
                 "other box": alive,
                 **trace.info,
             }
     server.close()
-    found["reached"] = reached
-    return found
+    results["reached"] = reached
+    return results
 
 
 async def exposed() -> dict[str, Any]:
-    """A server inside, asked from the host, and one of the host that was not handed in."""
+    """The page of a server inside, read from the host."""
     import urllib.request
 
-    async with box(BubblewrapConfig(**SMALL)) as one:
-        await one.write("page", b"served from inside")
-        await one.run_background(["python3", "-m", "http.server", "8123", "--bind", "127.0.0.1"], {}, "log")
+    async with box(BubblewrapConfig(**SMALL)) as sandbox:
+        await sandbox.write("page", b"served from inside")
+        await sandbox.run_background(["python3", "-m", "http.server", "8123", "--bind", "127.0.0.1"], {}, "log")
         listens = "grep -q ':1FBB 00000000:0000 0A' /proc/net/tcp"
-        await one.run(["sh", "-c", f"until {listens}; do :; done"], {})
-        url = await one.expose(8123)
+        await sandbox.run(["sh", "-c", f"until {listens}; do :; done"], {})
+        url = await sandbox.expose(8123)
         page = await asyncio.to_thread(lambda: urllib.request.urlopen(f"{url}/page", timeout=20).read().decode())
     return {"page": page}
 
 
 async def rooms() -> list[int | None]:
     """How many episodes have room, where 10 GiB and 1,000 processes are left, and of them 4 GiB to a container."""
-    found: list[int | None] = [max_episodes({})]
+    counts: list[int | None] = [max_episodes({})]
     with tempfile.TemporaryDirectory() as name:
         root = Path(name)
         for path, text in (
@@ -346,16 +336,15 @@ async def rooms() -> list[int | None]:
             (root / path).parent.mkdir(parents=True, exist_ok=True)
             (root / path).write_text(text)
         two = {"agent": BubblewrapConfig(memory=1), "judge": BubblewrapConfig(memory=1, processes=44)}
-        found += [max_episodes(two, root=root), max_episodes({"agent": BubblewrapConfig(memory=99)}, root=root)]
-        found.append(max_episodes({"agent": BubblewrapConfig(memory=1, processes=10)}, root=root))
+        counts += [max_episodes(two, root=root), max_episodes({"agent": BubblewrapConfig(memory=99)}, root=root)]
+        counts.append(max_episodes({"agent": BubblewrapConfig(memory=1, processes=10)}, root=root))
         group = root / "sys/fs/cgroup"
         group.mkdir(parents=True)
         for file, text in (("memory.max", 6 * 2**30), ("memory.current", 2 * 2**30), ("pids.max", "max")):
             (group / file).write_text(f"{text}\n")
-        found.append(max_episodes({"agent": BubblewrapConfig(memory=1, processes=10)}, root=root))
-    return found
+        counts.append(max_episodes({"agent": BubblewrapConfig(memory=1, processes=10)}, root=root))
+    return counts
 
 
 if __name__ == "__main__":
-    out, sys.stdout = sys.stdout, sys.stderr
-    print(json.dumps(asyncio.run(globals()[sys.argv[1]]()), default=str), file=out)
+    print_result(globals()[sys.argv[1]])

@@ -1,5 +1,5 @@
-"""verifiers' own `vf-eval` with a scripted model, and what became of each episode: a list of [name, arguments, tasks]
-as JSON on standard input, and a directory of packages as argument. `said` is what the model says."""
+"""verifiers' own `vf-eval` with a scripted model, and its episodes: a list of [name, arguments, tasks] as JSON on
+standard input, and a directory of packages as argument. `reply` is the model."""
 
 from __future__ import annotations
 
@@ -13,12 +13,13 @@ from pathlib import Path
 from typing import Any
 
 from tests.programs.environments import tiny
+from tests.programs.environments.model import print_result, serving
 
 MARK = "<|im_start|>"
 
 
-def said(conversation: str) -> str:
-    """Right, wrong, without the form that is asked for, malformed, or nothing, by the figures of what was asked."""
+def reply(conversation: str) -> str:
+    """Right, wrong, in another form than the prompt's, malformed, or nothing, by the figures of the last question."""
     last = conversation.rsplit(f"{MARK}user\n", 1)[1].split("<|im_end|>")[0]
     kind = sum(map(int, re.findall(r"\d", last))) % 5
     if "role-playing a USER" in conversation:
@@ -45,7 +46,7 @@ def _factors(number: int) -> list[int]:
 
 
 def conversation(body: dict[str, Any]) -> str:
-    """As the template of the tests' tokenizer has it."""
+    """The request in the template of the tests' tokenizer."""
     return "".join(f"{MARK}{m['role']}\n{m['content']}<|im_end|>\n" for m in body["messages"])
 
 
@@ -54,21 +55,18 @@ async def evaluate(address: str, arguments: list[str], tasks: int) -> list[dict[
     program = ["-m", "agl_slime.environments.tasksets"] if ours else [str(Path(sys.executable).with_name("vf-eval"))]
     with tempfile.TemporaryDirectory() as out:
         model = ["-m", "scripted", "--client.base-url", address, "--client.api-key-var", "SCRIPTED_KEY"]
-        where = ["--no-push", "--no-rich", "-o", out, "--run.name", "run"]
-        command = [sys.executable, *program, *arguments, "-n", str(tasks), *model, *where]
+        output = ["--no-push", "--no-rich", "-o", out, "--run.name", "run"]
+        command = [sys.executable, *program, *arguments, "-n", str(tasks), *model, *output]
         process = await asyncio.create_subprocess_exec(*command, stdout=sys.stderr)
         assert await process.wait() == 0, command
         return [json.loads(line) for line in (Path(out) / "run" / "traces.jsonl").read_text().splitlines()]
 
 
-async def run(wanted: list[Any]) -> dict[str, Any]:
-    from tests.programs.environments.model import serving
-
+async def run(cases: list[Any]) -> dict[str, Any]:
     os.environ |= {"SCRIPTED_KEY": "none", "PYTHONPATH": os.pathsep.join((os.environ["PYTHONPATH"], sys.argv[1]))}
-    async with serving(lambda body: said(conversation(body))) as (address, _):
-        return {name: await evaluate(address, arguments, tasks) for name, arguments, tasks in wanted}
+    async with serving(lambda body: reply(conversation(body))) as (address, _):
+        return {name: await evaluate(address, arguments, tasks) for name, arguments, tasks in cases}
 
 
 if __name__ == "__main__":
-    out, sys.stdout = sys.stdout, sys.stderr  # libraries print
-    print(json.dumps(asyncio.run(run(json.load(sys.stdin)))), file=out)
+    print_result(run, json.load(sys.stdin))

@@ -10,12 +10,12 @@ PROMPT = "Write the capital of Italy into the file named capital."
 
 
 class FileTask(vf.Task[vf.TaskData, vf.State, vf.TaskConfig]):
-    """Done when the file says what was asked for."""
+    """Done when the file has the capital."""
 
     @vf.reward
     async def written(self, runtime) -> float:
-        found = await runtime.run(["cat", "capital"], {})
-        return float(found.stdout.strip() == "Rome")
+        result = await runtime.run(["cat", "capital"], {})
+        return float(result.stdout.strip() == "Rome")
 
 
 class FiledTaskset(vf.Taskset[FileTask, vf.TasksetConfig]):

@@ -1,5 +1,5 @@
-"""An environment that does what is allowed and rare: it is for testing where nobody says so, has a metric by the name
-of a reward, and looks at what a program on this machine finds in its environment."""
+"""An environment of rare and allowed properties: its split defaults to test, it has a metric by the name of a reward,
+and it reads the environment variables of a program on this machine."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ class QuirkConfig(vf.TasksetConfig):
 class QuirkTask(vf.Task[vf.TaskData, vf.State, vf.TaskConfig]):
     @vf.reward
     async def right(self, trace, runtime) -> float:
-        found = await runtime.run(["env"], {{}})
-        assert found.exit_code == 0, found.stderr
-        trace.record_metric("keys_seen", found.stdout.count("{KEY}"))
-        trace.record_metric("lines_seen", found.stdout.count("PATH="))
+        result = await runtime.run(["env"], {{}})
+        assert result.exit_code == 0, result.stderr
+        trace.record_metric("keys", result.stdout.count("{KEY}"))
+        trace.record_metric("lines", result.stdout.count("PATH="))
         trace.record_metric("right", 3.0)
         return 1.0
 

@@ -37,7 +37,7 @@ async def play(url: str, model: str, session: str, questions: list[str]) -> dict
 
 
 def rows(trace: Any) -> dict[str, Any]:
-    """What a trainer takes of a trace, as prime-rl does: a row per branch, a node under several is trained once."""
+    """The rows of a trainer, as of prime-rl: one per branch, and a node under several is trained once."""
     trained: set[int] = set()
     samples = []
     for branch in trace.branches:
@@ -53,7 +53,7 @@ def rows(trace: Any) -> dict[str, Any]:
 def prime_rl(trace: dict[str, Any], *, source: str) -> dict[str, Any]:
     """prime-rl's samples of a trace, and the one micro-batch that it packs them into; ``missing`` where a module that
     it needs is not installed. ``source`` is a checkout of prime-rl with its submodule of verifiers."""
-    sys.path[:0] = [f"{source}/{part}" for part in ("src", "packages/prime-rl-configs/src", "deps/verifiers")]
+    sys.path[:0] = [f"{source}/{folder}" for folder in ("src", "packages/prime-rl-configs/src", "deps/verifiers")]
     try:
         from prime_rl.orchestrator.trajectories import trace_to_samples
         from prime_rl.trainer.batch import build_bin_cost, prepare_batch
@@ -64,7 +64,7 @@ def prime_rl(trace: dict[str, Any], *, source: str) -> dict[str, Any]:
     samples = trace_to_samples(WireTrace.model_validate(trace), env_name="recorded")
     for sample in samples:  # as its TrainSink and its algorithms do, which need torch
         sample.temperatures = [1.0] * len(sample.token_ids)
-        sample.advantages = [float(one) for one in sample.mask]
+        sample.advantages = [float(trained) for trained in sample.mask]
     [[packed]] = prepare_batch(samples, seq_len=4096, num_train_workers=1, bin_cost=build_bin_cost(None))
     names = ("token_ids", "mask", "logprobs")
     return {

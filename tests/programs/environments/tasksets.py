@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
-import os
 import random
 import sys
 from collections import Counter
 from typing import Any
+
+from tests.programs.environments.model import environment, episode_of, print_result, serving
 
 ANSWERS = {
     "right": "So: <answer>RIGHT</answer>",
@@ -19,80 +19,47 @@ ANSWERS = {
     "no tags": "RIGHT",
     "nothing": "",
 }
-QUICK = [
-    "ab",
-    "base_conversion",
-    "binary_matrix",
-    "boxnet",
-    "caesar_cipher",
-    "chain_sum",
-    "coin_flip",
-    "count_primes",
-    "countdown",
-    "family_relationships",
-    "game_of_life",
-    "gcd",
-    "gsm_symbolic",
-    "jugs",
-    "knights_knaves",
-    "leg_counting",
-    "letter_counting",
-    "list_functions",
-    "maze",
-    "mini_sudoku",
-    "number_sorting",
-    "palindrome_generation",
-    "pool_matrix",
-    "prime_factorization",
-    "propositional_logic",
-    "rotate_matrix",
-    "simple_equations",
-    "spell_backward",
-    "syllogism",
-    "time_intervals",
-    "tower_of_hanoi",
-    "word_sorting",
-]
+QUICK = """
+    ab base_conversion binary_matrix boxnet caesar_cipher chain_sum coin_flip count_primes countdown
+    family_relationships game_of_life gcd gsm_symbolic jugs knights_knaves leg_counting letter_counting list_functions
+    maze mini_sudoku number_sorting palindrome_generation pool_matrix prime_factorization propositional_logic
+    rotate_matrix simple_equations spell_backward syllogism time_intervals tower_of_hanoi word_sorting
+"""
 
 
-def taskset(datasets: dict[str, float], **more: Any) -> Any:
+def taskset(datasets: dict[str, float], **options: Any) -> Any:
     from agl_slime.environments.tasksets.reasoning_gym import ReasoningGymConfig, ReasoningGymTaskset
 
-    return ReasoningGymTaskset(ReasoningGymConfig(id="agl_reasoning_gym", datasets=datasets, **more))
+    return ReasoningGymTaskset(ReasoningGymConfig(id="agl_reasoning_gym", datasets=datasets, **options))
 
 
 async def scores() -> list[Any]:
     """[dataset, answer, our score or error, the library's], each of ours out of a whole episode."""
     import reasoning_gym
     from reasoning_gym.utils import extract_answer
-    from verifiers.v1.clients import EvalClientConfig, ModelContext
-    from verifiers.v1.utils.loaders import load_environment, resolve_env_config
 
     from agl_slime.environments.tasksets import env_block
-    from tests.programs.environments.model import serving
 
-    os.environ["SCRIPTED_KEY"] = "none"
-    found = []
-    says = [""]
-    async with serving(lambda body: says[0]) as (address, _):
-        client = EvalClientConfig(base_url=address, api_key_var="SCRIPTED_KEY")
-        for name in QUICK:
-            env = load_environment(resolve_env_config(env_block(f"reasoning-gym:{name}")))
+    rows = []
+    reply = [""]
+    async with serving(lambda body: reply[0]) as (address, _):
+        for name in QUICK.split():
+            env = environment(env_block(f"reasoning-gym:{name}"))
             async with env.serving():
                 (task,) = env.taskset.take(1)
                 library = reasoning_gym.create_dataset(name, **json.loads(task.data.options))
                 entry = task.data.entry or library[task.data.position]
                 for kind, answer in ANSWERS.items():
-                    says[0] = answer.replace("RIGHT", str(entry["answer"]))
+                    reply[0] = answer.replace("RIGHT", str(entry["answer"]))
                     try:
-                        wanted: Any = float(library.score_answer(extract_answer(says[0]), entry))
+                        theirs: Any = float(library.score_answer(extract_answer(reply[0]), entry))
                     except Exception as error:
-                        wanted = str(error)
-                    episode = await env.run_episode(task, ModelContext(model="scripted", client=client))
+                        theirs = str(error)
+                    episode = await episode_of(env, task, address)
                     (trace,) = episode.traces
                     ours: Any = trace.reward if trace.ok else trace.errors[-1].message
-                    found.append([name, kind, ours, wanted])
-    return found
+                    rows.append([name, kind, ours, theirs])
+    return rows
 
 
 def splits() -> dict[str, list[Any]]:
@@ -116,7 +83,7 @@ def levels() -> list[Any]:
 
 
 def few() -> int:
-    """A dataset that has fewer questions than tasks were asked for."""
+    """The size of a taskset of 500 over a dataset that has fewer questions."""
     options = {"gcd": {"min_numbers": 2, "max_numbers": 2, "min_value": 1, "max_value": 3}}
     return len(list(taskset({"gcd": 1}, size=500, options=options)))
 
@@ -124,8 +91,8 @@ def few() -> int:
 def refused() -> list[str]:
     from agl_slime.environments.tasksets import env_block
 
-    said = []
-    for ask in (
+    sentences = []
+    for attempt in (
         lambda: list(taskset({"chain_summ": 1})),
         lambda: list(taskset({"chain_sum": 1}, instructions="loud")),
         lambda: list(taskset({"chain_sum": 1}, level=99)),
@@ -135,11 +102,11 @@ def refused() -> list[str]:
         lambda: game("GuessTheNumber-v0", 0),
     ):
         try:
-            ask()
-            said.append("taken")
+            attempt()
+            sentences.append("taken")
         except Exception as error:
-            said.append(str(error))
-    return said
+            sentences.append(str(error))
+    return sentences
 
 
 def game(name: str, seed: int) -> Any:
@@ -149,43 +116,41 @@ def game(name: str, seed: int) -> Any:
 
 
 def games() -> dict[str, Any]:
-    """Two games of one seed and one of another, stepped in turn, and one of the first seed by itself: what each showed,
-    and whether the process's own random numbers were touched."""
+    """The observations of two games of one seed and one of another, stepped alternately, and of one of the first seed
+    by itself; and whether the process's own random state is untouched."""
     from agl_slime.environments.tasksets.textarena import random_move
 
     def play(tables: list[Any]) -> list[list[str]]:
         draws = [random.Random(5) for _ in tables]
-        seen: list[list[str]] = [[] for _ in tables]
+        news: list[list[str]] = [[] for _ in tables]
         done = [False] * len(tables)
         while not all(done):
             for i, table in enumerate(tables):
                 if not done[i]:
-                    _, news = table.observe()
-                    seen[i].append(news)
-                    done[i] = table.step(random_move(news, draws[i]))
-        return seen
+                    _, text = table.observe()
+                    news[i].append(text)
+                    done[i] = table.step(random_move(text, draws[i]))
+        return news
 
     alone = play([game("PigDice-v0-50", 3)])
     random.seed(1)
-    before = random.getstate()
+    state = random.getstate()
     together = play([game("PigDice-v0-50", 3), game("PigDice-v0-50", 4), game("PigDice-v0-50", 3)])
-    return {"alone": alone[0], "together": together, "untouched": random.getstate() == before}
+    return {"alone": alone[0], "together": together, "untouched": random.getstate() == state}
 
 
 def opponents() -> list[bool]:
     """Whether the fixed opponent's first move in a game of cards is one."""
     from agl_slime.environments.tasksets.textarena import random_move
 
-    found = []
+    legal = []
     for seed in range(20):
         table, draw = game("KuhnPoker-v0", seed), random.Random(seed)
         opens, news = table.observe()
         done = table.step(random_move(news, draw))
-        found.append(not done and table.observe()[0] != opens)
-    return found
+        legal.append(not done and table.observe()[0] != opens)
+    return legal
 
 
 if __name__ == "__main__":
-    out, sys.stdout = sys.stdout, sys.stderr  # libraries print
-    answer = globals()[sys.argv[1]]()
-    print(json.dumps(asyncio.run(answer) if asyncio.iscoroutine(answer) else answer), file=out)
+    print_result(globals()[sys.argv[1]])

@@ -1,11 +1,8 @@
 """Two tiny environments, written as packages into a directory, and verifiers' own episodes of them with a scripted
-model: what the same episodes must come to through a run."""
+model, to which the same episodes through a run are compared."""
 
 from __future__ import annotations
 
-import asyncio
-import json
-import os
 import re
 import sys
 from pathlib import Path
@@ -22,10 +19,10 @@ class SumData(vf.TaskData):
 class SumTask(vf.Task[SumData, vf.State, vf.TaskConfig]):
     @vf.reward
     async def correct(self, trace) -> float:
-        said = trace.last_reply or ""
-        if "unreadable" in said:
+        reply = trace.last_reply or ""
+        if "unreadable" in reply:
             raise ValueError("the scorer cannot read that")
-        return 1.0 if self.data.answer in said else 0.0
+        return 1.0 if self.data.answer in reply else 0.0
 
     @vf.reward(weight=0.5)
     async def brief(self, trace) -> float:
@@ -82,7 +79,7 @@ def write(directory: Path) -> None:
 
 
 def answer(prompt: str) -> str:
-    """What the scripted model says: right, wrong, nothing, what the scorer cannot read, and right at length."""
+    """The scripted model: right, wrong, nothing, a text that the scorer cannot read, and right at length."""
     if "Is it good" in prompt:
         return "yes" if re.search(r"good: \d+\?", prompt) else "no"
     number = int(re.findall(r"What is (\d+) \+ 1", prompt)[-1])
@@ -90,32 +87,28 @@ def answer(prompt: str) -> str:
 
 
 async def _episodes(name: str, count: int) -> list[dict[str, Any]]:
-    from verifiers.v1.clients import EvalClientConfig, ModelContext
-    from verifiers.v1.utils.loaders import load_environment, resolve_env_config
+    from tests.programs.environments.model import environment, episode_of, scores_of, serving
 
-    from tests.programs.environments.model import serving
-
-    env = load_environment(resolve_env_config({"taskset": {"id": name}}))
-    os.environ["SCRIPTED_KEY"] = "none"
-    found = []
+    env = environment({"taskset": {"id": name}})
+    episodes = []
     async with env.serving(), serving(lambda body: answer(str(body["messages"][-1]["content"]))) as (address, _):
-        client = EvalClientConfig(base_url=address, api_key_var="SCRIPTED_KEY")
         for task in env.taskset.take(count):
-            episode = await env.run_episode(task, ModelContext(model="scripted", client=client))
+            episode = await episode_of(env, task, address)
             errors = [*(error for trace in episode.traces for error in trace.errors), *episode.errors]
             traces = {
                 trace.agent.name: {
                     "reward": trace.reward,
-                    "rewards": {name: one.score for name, one in trace.rewards.items() if one is not None},
+                    "rewards": scores_of(trace),
                     "metrics": dict(trace.metrics),
                 }
                 for trace in episode.traces
             }
-            found.append({"ok": episode.ok, "errors": [error.type for error in errors], "traces": traces})
-    return found
+            episodes.append({"ok": episode.ok, "errors": [error.type for error in errors], "traces": traces})
+    return episodes
 
 
 if __name__ == "__main__":
-    out, sys.stdout = sys.stdout, sys.stderr  # libraries print
+    from tests.programs.environments.model import print_result
+
     sys.path.insert(0, sys.argv[1])
-    print(json.dumps(asyncio.run(_episodes(sys.argv[2], int(sys.argv[3])))), file=out)
+    print_result(_episodes, sys.argv[2], int(sys.argv[3]))
