@@ -77,9 +77,9 @@ def a_member(number: int, iteration: int, *, tool_result: str = "42", group: str
 class AWriter:
     """Writes a run, an iteration at a time: two trained groups and a dropped one."""
 
-    def __init__(self, path: Path, *, keep: Any = "all") -> None:
+    def __init__(self, path: Path) -> None:
         self.run: RunDir = open_run_dir(path, agent="tests:Agent", settings={"num_iterations": 9}, overwrite=True)
-        self._rollouts = RolloutWriter(self.run, keep=keep)
+        self._rollouts = RolloutWriter(self.run, keep="all")
         self._rollouts.tokenizer = TOKENIZER
         self._metrics = MetricsWriter(self.run.metrics, warn=lambda *_: None)
         write_alive(self.run)

@@ -16,14 +16,12 @@ from tests.harness.servers import free_port
 
 
 @contextmanager
-def sglang_router(
-    workers: Sequence[str] = (), *, policy: str = "manual", flags: Sequence[str] = (), host: str = "127.0.0.1"
-) -> Iterator[str]:
+def sglang_router(workers: Sequence[str] = (), *, flags: Sequence[str] = (), host: str = "127.0.0.1") -> Iterator[str]:
     """The URL of a router to ``workers``, all healthy; more can be registered."""
     port, metrics_port = free_port(), free_port()
     url = f"http://{host}:{port}"
     command = [sys.executable, "-m", "sglang_router.launch_router", "--host", host, "--port", str(port)]
-    command += ["--policy", policy, "--prometheus-port", str(metrics_port), "--log-level", "error", *flags]
+    command += ["--policy", "manual", "--prometheus-port", str(metrics_port), "--log-level", "error", *flags]
     if workers:
         command += ["--worker-urls", *workers]
     process = subprocess.Popen(guarded(command))

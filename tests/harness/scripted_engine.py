@@ -32,6 +32,7 @@ import json
 import math
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from aiohttp import web
@@ -60,53 +61,28 @@ QUICK = ClientSettings(
 )
 
 
+@dataclass(kw_only=True, eq=False)
 class ScriptedEngine:
-    """See the module's docstring.
+    """See the module's docstring."""
 
-    Args:
-        vocab_size, context_length: Longer prompts and larger ids are refused as SGLang does.
-        token_s: Seconds per sampled token (0: a generation is done within one step of the event loop).
-        latency_s: Seconds before each ``/generate`` answer.
-        eos_id: An id that ends a generation when it is sampled; None: there is none.
-        lists_versions: Answer ``weight_versions`` as newer servers do, else only ``weight_version``.
-        workers: URLs; with them it answers as a router does: ``/workers`` lists them, other paths are 404.
-        expand: Expands a prompt's ids by its ``image_data``; None: the model reads no images.
-        cached_answers: Number of requests whose prompt and answer are kept, for ``cached_tokens``.
-        next_id, log_prob, decode: Replace the sampling; ``next_id`` and ``log_prob`` get all ids so far.
-    """
+    vocab_size: int = len(PIECES)  # larger ids are refused
+    context_length: int = 4096  # longer prompts are refused
+    model_path: str = "/models/scripted"
+    dtype: str = "auto"
+    weight_version: str = "default"
+    token_s: float = 0.0  # seconds per token; 0: a generation is one step of the event loop
+    latency_s: float = 0.0  # seconds before each ``/generate`` answer
+    eos_id: int | None = None  # ends a generation
+    lists_versions: bool = True  # answers ``weight_versions`` as newer servers do, else only ``weight_version``
+    workers: Sequence[str] | None = None  # URLs; with them it answers as a router: ``/workers``, and 404
+    cached_answers: int = 1  # prompts with answers that are kept, for ``cached_tokens``
+    next_id: Callable[[Sequence[int]], int] | None = None  # as ``log_prob``, a function of all ids so far
+    log_prob: Callable[[Sequence[int]], float] = log_prob_of
+    decode: Callable[[Sequence[int]], str] = decode_pieces
+    expand: Callable[[list[int], list[str]], list[int]] | None = None  # a prompt's ids by ``image_data``; None: refused
 
-    def __init__(
-        self,
-        *,
-        vocab_size: int = len(PIECES),
-        context_length: int = 4096,
-        model_path: str = "/models/scripted",
-        weight_version: str = "default",
-        token_s: float = 0.0,
-        latency_s: float = 0.0,
-        eos_id: int | None = None,
-        lists_versions: bool = True,
-        workers: Sequence[str] | None = None,
-        cached_answers: int = 1,
-        next_id: Callable[[Sequence[int]], int] | None = None,
-        log_prob: Callable[[Sequence[int]], float] | None = None,
-        decode: Callable[[Sequence[int]], str] | None = None,
-        expand: Callable[[list[int], list[str]], list[int]] | None = None,
-    ) -> None:
-        self.vocab_size = vocab_size
-        self.context_length = context_length
-        self.model_path = model_path
-        self.dtype = "auto"
-        self.weight_version = weight_version
-        self.token_s = token_s
-        self.latency_s = latency_s
-        self.eos_id = eos_id
-        self.lists_versions = lists_versions
-        self.workers = workers
-        self.next_id = next_id or self._next_id
-        self.log_prob = log_prob or log_prob_of
-        self.decode = decode or decode_pieces
-        self.expand = expand
+    def __post_init__(self) -> None:
+        self.next_id = self.next_id or self._next_id
         self.calls: Counter[str] = Counter()
         self.received: list[Received] = []
         self.log: list[str] = []
@@ -117,7 +93,7 @@ class ScriptedEngine:
         self._always: dict[str, Fault] = {}
         self._requests: dict[str, Running] = {}
         self._waiting: set[str] = set()
-        self._ended: deque[tuple[int, ...]] = deque(maxlen=cached_answers)
+        self._ended: deque[tuple[int, ...]] = deque(maxlen=self.cached_answers)
         self._runner: web.AppRunner | None = None
         self._port = 0
         self._paused, self._pause_mode = False, ""
@@ -225,8 +201,7 @@ class ScriptedEngine:
     # -- inside -------------------------------------------------------------------------------------------------------
 
     async def _handle(self, request: web.Request) -> web.StreamResponse:
-        path = request.path
-        raw = await request.read()
+        path, raw = request.path, await request.read()
         payload = json.loads(raw) if raw else {}
         self.received.append(Received(path, payload, dict(request.headers)))
         if path != "/generate":
@@ -254,15 +229,13 @@ class ScriptedEngine:
             if self.expand is None:
                 return web.json_response({"error": {"message": "The model reads no images."}}, status=400)
             payload = {**payload, "input_ids": self.expand(payload["input_ids"], images)}
-        refusal = self._refusal(payload)
-        if refusal is not None:
+        if (refusal := self._refusal(payload)) is not None:
             return web.json_response({"error": {"message": refusal}}, status=400)
         running = self._requests[rid] = Running()
         try:
             if self._paused:
                 self._waiting.add(rid)
-                async with self._unpaused:
-                    await self._unpaused.wait_for(lambda: not self._paused)
+                await self._resumed()
                 self._waiting.discard(rid)
             self.most_running = max(self.most_running, self.running)
             if self.latency_s:
@@ -283,11 +256,7 @@ class ScriptedEngine:
         await response.prepare(http)
 
         async def send(answer: dict[str, Any]) -> None:
-            if (
-                isinstance(fault, BreakOff)
-                and len(answer["output_ids"]) > fault.n_tokens
-                and http.transport is not None
-            ):
+            if isinstance(fault, BreakOff) and len(answer["output_ids"]) > fault.n_tokens and http.transport:
                 http.transport.abort()
             await response.write(f"data: {json.dumps(answer)}\n\n".encode())
 
@@ -306,10 +275,8 @@ class ScriptedEngine:
         if max(prompt) >= self.vocab_size:
             return f"The input_ids {prompt} contains values greater than the vocab size ({self.vocab_size})."
         if len(prompt) >= self.context_length:
-            return (
-                f"The input ({len(prompt)} tokens) is longer than the model's context length "
-                f"({self.context_length} tokens)."
-            )
+            limit = f"the model's context length ({self.context_length} tokens)"
+            return f"The input ({len(prompt)} tokens) is longer than {limit}."
         if total > self.context_length:
             return (
                 f"Requested token count exceeds the model's maximum context length of {self.context_length} tokens. "
@@ -332,8 +299,7 @@ class ScriptedEngine:
             if self.token_s:
                 await asyncio.sleep(self.token_s)
             if self._paused and not running.aborted.is_set():
-                async with self._unpaused:
-                    await self._unpaused.wait_for(lambda: not self._paused)
+                await self._resumed()
             token = self.next_id(ids)
             ids.append(token)
             log_probs.append(self.log_prob(ids))
@@ -365,9 +331,7 @@ class ScriptedEngine:
             "weight_version": spans[-1][0],
         }
         if self.lists_versions:
-            counts["weight_versions"] = [
-                {"version": version, "start": start, "end": end} for version, start, end in spans
-            ]
+            counts["weight_versions"] = [dict(zip(("version", "start", "end"), span, strict=True)) for span in spans]
         if top := payload.get("top_logprobs_num"):
             pairs = zip(log_probs, ids[len(prompt) :], strict=True)
             counts["output_top_logprobs"] = [[[p - n, token, None] for n in range(top)] for p, token in pairs]
@@ -421,6 +385,10 @@ class ScriptedEngine:
     def _abort(self, rids: Iterable[str]) -> None:
         for rid in rids:
             self._requests[rid].aborted.set()
+
+    async def _resumed(self) -> None:
+        async with self._unpaused:
+            await self._unpaused.wait_for(lambda: not self._paused)
 
     async def _unpause(self) -> None:
         async with self._unpaused:

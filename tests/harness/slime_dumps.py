@@ -14,8 +14,6 @@ def write_dump(
     number: int,
     samples: Sequence[Sample],
     columns: Mapping[str, Sequence[Any]] | None = None,
-    *,
-    steps: int = 1,
 ) -> Path:
     """The dump of a rollout id; ``columns`` are the train data by slime's names, an entry per Sample."""
     import torch
@@ -32,7 +30,7 @@ def write_dump(
         values = {name: column[place] for name, column in columns.items()}
         row |= {n: v if isinstance(v, float) else torch.tensor(v, dtype=torch.float32) for n, v in values.items()}
         rows.append(row)
-    layout = {"rank": 0, "data_parallel_rank": 0, "global_batch_sizes": [len(samples) // steps] * steps}
+    layout = {"rank": 0, "data_parallel_rank": 0, "global_batch_sizes": [len(samples)]}
     whole = {"format_version": 2, "rollout_id": number, "rank": 0, "samples": rows, "dp_shards": [layout]}
     save(directory / "train_data" / f"{number}.pt", {**whole, "raw_reward": [sample.reward for sample in samples]})
     return directory
