@@ -12,7 +12,6 @@ from agl_slime.cli import doctor
 from agl_slime.cli.doctor import Line, examine, used
 from agl_slime.cli.main import main
 from agl_slime.engine.sglang_process import SGLANG_PYTHON
-from agl_slime.errors import MissingDependencyError
 from tests.harness.servers import free_port
 
 
@@ -67,15 +66,3 @@ def test_the_engine_s_address_and_python_are_probed(tmp_path: Path, monkeypatch:
     for name, text in (("--sglang-url", "cannot be reached"), ("SGLang", "scripts/sglang_cpu.sh")):
         assert lines[name].verdict == "--"
         assert text in lines[name].text
-
-
-def test_an_error_at_the_start_points_to_it(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def missing() -> None:
-        raise MissingDependencyError("--model smollm2 needs gguf")
-
-    monkeypatch.setattr("agl_slime.cli.models.smollm2_directory", lambda: None)
-    monkeypatch.setattr("agl_slime.cli.models.require_gguf", missing)
-    assert main(["train", "--model", "smollm2"]) == 2
-    assert "`agl-slime doctor` checks" in capsys.readouterr().err

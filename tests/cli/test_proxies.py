@@ -14,7 +14,6 @@ import pytest
 from agl_slime.buffer.generators.base_generator import BaseGenerator
 from agl_slime.cli.doctor import examine
 from agl_slime.cli.main import main
-from agl_slime.report.alarms import find_alarms
 from agl_slime.runner.base import RunnerSettings
 from agl_slime.runner.thread import RunnerThread
 from agl_slime.store.bridge import BridgeStore
@@ -24,7 +23,6 @@ from tests.harness.gateway import engine_saying
 from tests.harness.loop_thread import in_thread
 from tests.harness.servers import free_port, server_that_answers
 from tests.harness.tokenizers import small_tokenizer
-from tests.report.test_alarms import healthy
 
 
 @pytest.fixture(autouse=True)
@@ -118,11 +116,3 @@ def test_doctor_names_the_proxy(capsys: pytest.CaptureFixture[str], monkeypatch:
     monkeypatch.setenv("NO_PROXY", "127.0.0.1,localhost")
     [line] = [line for line in examine() if line.name == "proxy"]
     assert line.verdict == "ok"
-
-
-def test_the_alarm_of_refused_connections_names_the_proxy() -> None:
-    run = healthy()
-    for group in run[1]:
-        group["outcomes"][0], group["reasons"][0], group["rewards"][0] = "failed", "APIConnectionError", None
-    [alarm] = [alarm for alarm in find_alarms(*run) if alarm.kind == "failures"]
-    assert "NO_PROXY" in alarm.advice

@@ -155,21 +155,6 @@ def test_resumed_run_makes_the_batches_of_the_uninterrupted_one(
     assert batches(cut) == batches(None)
 
 
-def test_without_staleness_a_batch_is_the_groups_admitted_together() -> None:
-    admission = Admission(batch_size=2, max_staleness=0)
-    for step in range(3):
-        assert admission.free == 2
-        numbers = [2 * step, 2 * step + 1]
-        for number in numbers:
-            admission.admit(number)
-        assert (admission.free, admission.take()) == (0, None)
-        for number in reversed(numbers):
-            admission.end(number)
-        assert admission.take() == numbers
-        assert admission.free == 0  # until the new weights are in use
-        admission.advance()
-
-
 def test_a_batch_waits_for_a_group_that_has_to_be_in_it() -> None:
     admission = Admission(batch_size=2, max_staleness=1)
     for number in range(4):

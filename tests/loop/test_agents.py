@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-import asyncio
 import math
 import re
 import threading
 import time
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from agl_slime.data.results import Outcome
 from agl_slime.events import Warning
+from agl_slime.loop.settings import LoopState
+from agl_slime.report.files import RunDir
+from agl_slime.report.rollouts import RolloutWriter
 from agl_slime.support.agl import LitAgent, emit_reward
 from tests.harness.loop import TASKS, HelloAgent, LoopCase, threads_of_ours
 from tests.harness.scripted_engine import ScriptedEngine
@@ -88,20 +91,9 @@ def test_an_agent_without_any_reward_is_no_zero(engine: ScriptedEngine) -> None:
     assert "2 x no_reward (the rollout has no reward" in text
 
 
-@pytest.mark.parametrize("kind", ["async", "thread"])
-def test_an_agent_that_hangs_is_given_up_at_its_time_limit(kind: str, engine: ScriptedEngine) -> None:
+def test_an_agent_that_hangs_in_a_thread_is_given_up_at_its_time_limit(engine: ScriptedEngine) -> None:
     released = threading.Event()
-
-    async def hang_async() -> float:
-        await asyncio.sleep(3600)
-        return 1.0
-
-    def hang_in_a_thread() -> float:
-        released.wait(60)
-        return 1.0
-
-    judge = fails_for_ada(hang_async if kind == "async" else hang_in_a_thread)
-    began = time.monotonic()
+    judge, began = fails_for_ada(lambda: released.wait(60)), time.monotonic()
     with LoopCase(agent=HelloAgent(judge=judge), url=engine.url, rollout_batch_size=4, rollout_timeout_s=1.5) as case:
         try:
             case.loop.run()
@@ -203,3 +195,24 @@ def test_validation_rollouts_that_fail_do_not_stop_the_run(engine: ScriptedEngin
     assert first.text.startswith(f"validation before the first iteration: {reason}")
     assert last.text.startswith(f"validation after iteration 1: {reason}")
     assert metrics["rollout/failed"] == 0
+
+
+def test_identical_answers_raise_an_alarm_unless_all_earn_the_best_reward(
+    tmp_path: Path, engine: ScriptedEngine
+) -> None:
+    """The scripted engine has one answer, so nothing can be learned unless it is already the best one."""
+
+    def alarms(name: str, reward_of: Any, **settings: Any) -> list[str]:
+        texts: list[str] = []
+        writer = RolloutWriter(RunDir(tmp_path / name), warn=lambda text, key: texts.append(text))
+        agent = HelloAgent(judge=lambda task, response: float(reward_of(task)))
+        with LoopCase(agent=agent, url=engine.url, on_event=writer.handle, rollout_batch_size=8, **settings) as case:
+            case.loop.run()
+        writer.close()
+        return [text for text in texts if "all answers are token-identical" in text]
+
+    assert alarms("a", lambda task: task["name"] == "Ada")
+    assert not alarms("b", lambda task: 1)
+    # a resumed run remembers the best reward
+    assert not alarms("c", lambda task: 0.5)
+    assert alarms("b", lambda task: 0.5, num_iterations=3, start=LoopState(iteration=2, reward_means=(1.0, 1.0)))

@@ -3,6 +3,7 @@ whole, or one sentence names the directory."""
 
 from __future__ import annotations
 
+import os
 import random
 import shutil
 from pathlib import Path
@@ -22,10 +23,49 @@ from agl_slime.store.bridge import BridgeStore  # noqa: E402
 from agl_slime.train.local import LocalTrainer  # noqa: E402
 from tests.harness.trainer_policy import make_model, make_samples, save_policy  # noqa: E402
 from tests.harness.trainers import trainer, weights  # noqa: E402
-from tests.loop.damage import damage_checkpoint, stray  # noqa: E402
 
 STEPS = (3, 6)
 ROW = '{"instance_id": "7", "calls": []}\n'
+
+
+def flip(path: Path, rng: random.Random) -> None:
+    content = bytearray(path.read_bytes())
+    for _ in range(rng.choice((1, 1, 3))):
+        content[rng.randrange(len(content))] ^= rng.randrange(1, 256)
+    path.write_bytes(content)
+
+
+def cut(path: Path, rng: random.Random) -> None:
+    os.truncate(path, rng.randrange(path.stat().st_size))
+
+
+def zeros(path: Path, rng: random.Random) -> None:
+    """A power cut before the last blocks were written."""
+    cut(path, rng)
+    os.truncate(path, path.stat().st_size + rng.randrange(1, 5_000))
+
+
+def other_json(path: Path, rng: random.Random) -> None:
+    path.write_text(rng.choice(("null", "[]", "{}", "3", '"text"', '{"": null}', "NaN", "[" * 100_000)))
+
+
+def another_kind(path: Path, rng: random.Random) -> None:
+    path.unlink()
+    make = rng.choice((os.mkfifo, Path.mkdir, lambda path: path.symlink_to(path), lambda path: None))
+    make(path)
+
+
+def damage(checkpoint: Path, rng: random.Random) -> str:
+    """Damage one file of the checkpoint, or its trainer; returns a description."""
+    if rng.random() < 0.05:
+        shutil.rmtree(checkpoint / "trainer")
+        return "no trainer"
+    file = rng.choice(sorted(file for file in checkpoint.rglob("*") if file.is_file()))
+    kind = rng.choice(
+        [flip, cut, zeros, other_json, another_kind] if file.stat().st_size else [other_json, another_kind]
+    )
+    kind(file, rng)
+    return f"{kind.__name__} {file.name}"
 
 
 def everything(ours: LocalTrainer) -> dict[str, Any]:
@@ -72,11 +112,12 @@ def check(run: tuple[Path, Path, dict[int, dict[str, Any]]], tmp_path: Path, see
     for seed in seeds:
         rng, directory = random.Random(seed), tmp_path / str(seed)
         shutil.copytree(whole, directory)
-        done = [damage_checkpoint(directory / "step_000006", rng)]
+        done = [damage(directory / "step_000006", rng)]
         if both := rng.random() < 0.15:
-            done.append(damage_checkpoint(directory / "step_000003", rng))
+            done.append(damage(directory / "step_000003", rng))
         if rng.random() < 0.3:
-            stray(directory, rng)
+            name = rng.choice(("step_last", "step_", "step_000099", "step_-1", "step_1e3", "step_²", "notes"))
+            rng.choice((Path.touch, Path.mkdir))(directory / name)  # no run has made it
         checkpoint, refusal = load(directory, ours)
         if checkpoint is None:
             assert both, (seed, done, refusal)

@@ -85,19 +85,6 @@ def test_an_engine_that_stays_broken_stops_the_run_with_the_reason(fault: Fault,
     assert case.trainer.batches == []
 
 
-def test_engine_death_in_second_iteration_keeps_metrics_of_the_first() -> None:
-    with hello_engine() as engine:
-
-        def sync(iteration: int) -> str:
-            engine.always("/generate", Reset())
-            return str(iteration)
-
-        sentence = r"iteration 2: all 4 rollouts failed: 4 x EngineUnreachableError"
-        case, _ = failed_run(engine, sentence, num_iterations=3, sync=sync)
-    [metrics] = case.recorder.metrics
-    assert (metrics["iteration"], metrics["weights/version"], metrics["rollout/reward_mean"]) == (1, "1", 1.0)
-
-
 def test_one_request_that_fails_costs_only_its_group() -> None:
     with hello_engine() as engine:
         engine.script("/generate", Status(400, "refused"))

@@ -139,18 +139,6 @@ async def test_dropped_group_is_replaced_unless_replacement_is_off(
     assert set(case.trained.values()) == {1}
 
 
-async def test_an_agent_that_always_fails_ends_the_run_in_iteration_1(engine: ScriptedEngine) -> None:
-    def judge(task: dict[str, Any], response: str) -> float:
-        raise ValueError("never")
-
-    with (
-        Overlapped(engine, judge=judge, num_iterations=50) as case,
-        pytest.raises(LoopError, match="iteration 1: all 4 rollouts failed"),
-    ):
-        await case.loop.run_async()
-    assert case.source.ledger.counts().opened <= 12
-
-
 async def test_a_training_function_has_to_take_its_batch(engine: ScriptedEngine) -> None:
     with (
         Overlapped(engine, train=lambda iteration: {}) as case,

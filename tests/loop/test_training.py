@@ -17,7 +17,6 @@ pytest.importorskip("torch", reason='training needs torch: pip install "agl-slim
 from agl_slime.agent.agent import SGLangLitAgent
 from agl_slime.cli.parts import RunParts
 from agl_slime.cli.start import check_tools
-from agl_slime.engine import EmbeddedEngine
 from agl_slime.engine.client.weights import DiskWeightSync
 from agl_slime.errors import AglSlimeError, ConfigError
 from agl_slime.metric_names import REQUIRED_KEYS
@@ -26,7 +25,6 @@ from agl_slime.report.audit import audit
 from agl_slime.tokens.loading import load_tokenizer
 from tests.harness.engine_servers import engine_in_thread
 from tests.harness.training import model_info, train, weights_restored
-from tests.loop.token_counter import TokenCounter
 
 SMALL: dict[str, Any] = {"rollout_batch_size": 2, "n_samples_per_prompt": 2, "max_new_tokens": 4, "eval_interval": 0}
 
@@ -176,36 +174,6 @@ def test_an_iteration_without_training_takes_no_weight_version(
     assert [row["weights/version"] for row in rows] == [str(sum(trained[: n + 1])) for n in range(6)]
     assert max(row.get("rollout/staleness_max") or 0 for row in rows) == 2
     assert audit(tmp_path / "out").findings == []
-
-
-@pytest.mark.slow
-def test_a_second_engine_answers_the_validations_of_an_asynchronous_run(
-    policy_dir: Path, embedded_engine: str, tmp_path: Path
-) -> None:
-    trained, validated = TokenCounter(), TokenCounter()
-
-    async def run() -> None:
-        async with trained.in_front_of(embedded_engine) as url, validated.in_front_of(second.url) as val_url:
-            await asyncio.to_thread(
-                train,
-                model_path=policy_dir,
-                sglang_url=url,
-                eval_sglang_url=val_url,
-                num_iterations=4,
-                eval_interval=2,
-                eval_rollouts=8,
-                max_staleness=1,
-                output_dir=tmp_path / "out",
-            )
-
-    with EmbeddedEngine(policy_dir) as second, weights_restored(embedded_engine, policy_dir):
-        asyncio.run(run())
-        assert model_info(second.url)["weight_version"] == "4"
-    rows = read_metrics(tmp_path / "out" / "metrics.jsonl")
-    assert {row["val/lag"] for row in rows if row.get("val/lag") is not None} == {0}
-    assert [row["iteration"] for row in rows if row.get("val/reward_mean") is not None][-1] == 4
-    assert trained.tokens == sum(row["train/tokens_trained"] for row in rows)
-    assert validated.tokens > 0
 
 
 @pytest.mark.slow
