@@ -1,4 +1,4 @@
-"""What the programs share: a policy, tasks, slime's arguments, Ray."""
+"""Parts of several programs: a policy, tasks, slime's arguments, Ray."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import os
 import random
 import shutil
 import sys
+import urllib.request
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +29,21 @@ def write_tasks(path: Path, n: int, *, seed: int = 0) -> Path:
     return path
 
 
+def as_flags(values: Mapping[str, object]) -> list[str]:
+    """The words of a command line; a value may be several words, or none."""
+    return [word for name, value in values.items() for word in (f"--{name}", *str(value).split())]
+
+
+def sizes(*, steps: int, groups: int, size: int) -> dict[str, object]:
+    batch = {"num-rollout": steps, "rollout-batch-size": groups, "n-samples-per-prompt": size}
+    return {**batch, "global-batch-size": groups * size, "micro-batch-size": 1, "rollout-max-response-len": 48}
+
+
+def weights_by_disk(directory: Path) -> dict[str, object]:
+    mode = {"update-weight-mode": "full", "update-weight-transport": "disk"}
+    return {**mode, "update-weight-disk-dir": directory / "weights"}
+
+
 def slime_args(flags: list[str], *, model: Path, config: dict[str, Any], directory: Path) -> Any:
     """slime's own ``parse_args`` on a command line, with ``config`` as its ``--custom-config-path``."""
     import yaml
@@ -35,37 +52,47 @@ def slime_args(flags: list[str], *, model: Path, config: dict[str, Any], directo
     settings = directory / "agl.yaml"
     settings.write_text(yaml.safe_dump(config))
     hooks = "agl_slime.slime_hooks"
-    sys.argv = [
-        "train.py",
-        *model_flags(model),
-        *("--hf-checkpoint", str(model)),
-        *("--actor-num-nodes", "1", "--actor-num-gpus-per-node", "1", "--num-gpus-per-node", "1"),
-        *("--advantage-estimator", "grpo"),
-        *("--data-source-path", "agl_slime.AGLDataSource"),
-        *("--rollout-function-path", f"{hooks}.generate_rollout"),
-        *("--custom-reward-post-process-path", f"{hooks}.normalize_rewards"),
-        *("--custom-rollout-log-function-path", f"{hooks}.log_rollout"),
-        *("--custom-eval-rollout-log-function-path", f"{hooks}.log_eval_rollout"),
-        *("--custom-config-path", str(settings)),
-        *flags,
-    ]
+    sizes = {"actor-num-nodes": 1, "actor-num-gpus-per-node": 1, "num-gpus-per-node": 1}
+    ours: dict[str, object] = {
+        "hf-checkpoint": model,
+        "custom-config-path": settings,
+        "advantage-estimator": "grpo",
+        "data-source-path": "agl_slime.AGLDataSource",
+        "rollout-function-path": f"{hooks}.generate_rollout",
+        "custom-reward-post-process-path": f"{hooks}.normalize_rewards",
+        "custom-rollout-log-function-path": f"{hooks}.log_rollout",
+        "custom-eval-rollout-log-function-path": f"{hooks}.log_eval_rollout",
+    }
+    sys.argv = ["train.py", *model_flags(model), *as_flags(sizes), *as_flags(ours), *flags]
     return parse_args()
+
+
+def figures(metrics: Path, directory: Path, workers: list[str]) -> dict[str, Any]:
+    """Of a run: the metrics of the CPU actor, the engines' weight versions, the files of the checkpoint."""
+    lines = [json.loads(line) for line in metrics.read_text().splitlines()] if metrics.exists() else []
+    return {
+        "steps": [line["step"] for line in lines],
+        "rewards": [round(line["reward"], 3) for line in lines],
+        "logprob_diff_max": [round(line["train/logprob_diff_max"], 6) for line in lines],
+        "versions": [answer_of(worker, "model_info")["weight_version"] for worker in workers],
+        "checkpoint": sorted(path.name for path in (directory / "checkpoint").glob("*")),
+    }
+
+
+def answer_of(worker: str, path: str) -> dict[str, Any]:
+    with urllib.request.urlopen(f"{worker}/{path}", timeout=10) as answer:
+        return json.load(answer)
 
 
 def start_ray(*, num_gpus: int = 0, setup_hook: str | None = None) -> None:
     """Start a Ray of one node, or connect to the one of several hosts that ``TEST_RAY_ADDRESS`` names."""
     import ray
 
-    runtime_env = {"worker_process_setup_hook": setup_hook} if setup_hook is not None else None
+    settings: dict[str, Any] = {"log_to_driver": True}
+    if setup_hook is not None:
+        settings["runtime_env"] = {"worker_process_setup_hook": setup_hook}
     if address := os.environ.get("TEST_RAY_ADDRESS"):
-        ray.init(address=address, log_to_driver=True, runtime_env=runtime_env)
-        return
-    ray.init(
-        address="local",  # not a cluster that runs on this machine
-        num_cpus=4,
-        num_gpus=num_gpus,
-        include_dashboard=False,
-        object_store_memory=150_000_000,
-        log_to_driver=True,
-        runtime_env=runtime_env,
-    )
+        ray.init(address=address, **settings)
+    else:  # "local": not a cluster that runs on this machine
+        resources = {"num_cpus": 4, "num_gpus": num_gpus, "object_store_memory": 150_000_000}
+        ray.init(address="local", include_dashboard=False, **resources, **settings)

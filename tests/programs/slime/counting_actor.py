@@ -1,4 +1,4 @@
-"""A train actor in Megatron's place that keeps with its checkpoints what it was trained on (``kill_slime_overlap``)."""
+"""A train actor in Megatron's place for ``kill_slime_overlap``; its checkpoints list the prompts of each step."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Our data source under slime's own rollout functions: the default one, which generates and aborts, and the fully-async
-one.
+"""Our data source under slime's own rollout functions: the default, which generates and aborts, and fully-async.
 
 python -m tests.programs.slime.default_rollout DIRECTORY
 """
@@ -16,7 +15,7 @@ from agl_slime.engine.process import EmbeddedEngine
 from tests.harness.routers import sglang_router
 from tests.harness.slime_programs import report
 from tests.harness.slime_source import counts_of
-from tests.programs.slime.common import make_policy, slime_args, write_tasks
+from tests.programs.slime.common import as_flags, make_policy, sizes, slime_args, write_tasks
 
 GROUPS, SIZE, BATCHES = 4, 4, 3
 
@@ -24,19 +23,16 @@ GROUPS, SIZE, BATCHES = 4, 4, 3
 def main(directory: Path) -> None:
     model = make_policy(directory)
     with EmbeddedEngine(model) as engine, sglang_router([engine.url]) as router:
-        flags = [
-            *("--num-rollout", "3", "--rollout-batch-size", str(GROUPS), "--n-samples-per-prompt", str(SIZE)),
-            *("--global-batch-size", str(GROUPS * SIZE), "--micro-batch-size", "1", "--rollout-max-response-len", "48"),
-            *("--rollout-external-engine-addrs", engine.url.removeprefix("http://")),
-            *("--sglang-router-ip", "127.0.0.1", "--sglang-router-port", router.rpartition(":")[2]),
-            *("--rollout-function-path", "slime.rollout.sglang_rollout.generate_rollout"),
-        ]
+        flags = sizes(steps=BATCHES, groups=GROUPS, size=SIZE)
+        flags |= {"rollout-external-engine-addrs": engine.url.removeprefix("http://")}
+        flags |= {"sglang-router-ip": "127.0.0.1", "sglang-router-port": router.rpartition(":")[2]}
+        flags |= {"rollout-function-path": "slime.rollout.sglang_rollout.generate_rollout"}
         config = {
             "agl_agent": "agl_slime.cli.demo.agent:LookupAgent",
             "agl_tasks": str(write_tasks(directory / "tasks.jsonl", 200)),
             "agl_get_timeout_s": 60,
         }
-        args = slime_args(flags, model=model, config=config, directory=directory)
+        args = slime_args(as_flags(flags), model=model, config=config, directory=directory)
         report({"default": run_default(args), "fully_async": run_fully_async(args)})
 
 

@@ -2,7 +2,7 @@
 
     python -m tests.programs.slime.launched SCRIPT FLAGS...
 
-``ENGINE`` is the URL of an engine, ``ROUTER`` that of a router, ``WORK`` a directory. The flags that assign GPUs are
+``ENGINE`` is the URL of an engine, ``ROUTER`` the URL of a router, ``WORK`` a directory. The flags that assign GPUs are
 the caller's (``GPU_ARGS``); Ray is the one of ``RAY_ADDRESS``, or one of this process.
 """
 
@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 
 import ray
 
-from tests.programs.slime.common import start_ray
+from tests.programs.slime.common import as_flags, start_ray, weights_by_disk
 from tests.programs.slime.loop import slimes_script
 
 
@@ -27,14 +27,9 @@ def main(script: str, flags: list[str]) -> None:
 
     register_cpu()
     work, router = Path(os.environ["WORK"]), urlsplit(os.environ["ROUTER"])
-    sys.argv = [
-        script,
-        *flags,
-        *("--rollout-external-engine-addrs", os.environ["ENGINE"].removeprefix("http://")),
-        *("--sglang-router-ip", "127.0.0.1", "--sglang-router-port", str(router.port)),
-        *("--update-weight-mode", "full", "--update-weight-transport", "disk"),
-        *("--update-weight-disk-dir", str(work / "weights")),
-    ]
+    ours = weights_by_disk(work) | {"sglang-router-ip": "127.0.0.1", "sglang-router-port": router.port}
+    ours |= {"rollout-external-engine-addrs": os.environ["ENGINE"].removeprefix("http://")}
+    sys.argv = [script, *flags, *as_flags(ours)]
     args = parse_args()
     args.agl_metrics = str(work / "metrics.jsonl")
     module = slimes_script(Path(script).stem)

@@ -3,7 +3,7 @@ Megatron's place is taken by our trainer.
 
     python -m tests.programs.slime.loop DIRECTORY train|train_async STEPS embedded|ray|hosts URL|URL...
 
-The URLs are those of SGLang servers that run already and serve DIRECTORY/policy; ``hosts`` has runners on other nodes
+The URLs name running SGLang servers that serve DIRECTORY/policy; ``hosts`` has runners on other nodes
 of the Ray of several hosts that ``TEST_RAY_ADDRESS`` names. ``ray`` is the embedded engine with the agent in two Ray
 actors that the manager starts, in small batches.
 """
@@ -20,13 +20,21 @@ from typing import Any
 
 import psutil
 import ray
-import requests
 
 from agl_slime.engine.process import EmbeddedEngine
 from agl_slime.slime_hooks import log_eval_rollout
 from tests.harness.routers import sglang_router
 from tests.harness.slime_programs import report
-from tests.programs.slime.common import make_policy, slime_args, start_ray, write_tasks
+from tests.programs.slime.common import (
+    as_flags,
+    figures,
+    make_policy,
+    sizes,
+    slime_args,
+    start_ray,
+    weights_by_disk,
+    write_tasks,
+)
 
 GROUPS, SIZE, SMALL = 16, 4, 2
 
@@ -58,22 +66,14 @@ def run(
     register_cpu()
     metrics = directory / "metrics.jsonl"
     with sglang_router(host=host) as address:
-        flags = [
-            *("--num-rollout", str(steps), "--rollout-batch-size", str(groups), "--n-samples-per-prompt", str(SIZE)),
-            *("--global-batch-size", str(groups * SIZE), "--micro-batch-size", "1", "--rollout-temperature", "1.0"),
-            *("--rollout-max-response-len", "48"),
-            *("--rollout-external-engine-addrs", *(url.removeprefix("http://") for url in engines)),
-            *("--sglang-router-ip", host, "--sglang-router-port", address.rpartition(":")[2]),
-            *("--update-weight-mode", "full", "--update-weight-transport", "disk"),
-            *("--update-weight-disk-dir", str(directory / "weights")),
-            *("--update-weight-disk-keep-files",),
-            *("--save", str(directory / "checkpoint"), "--save-interval", str(steps)),
-            *("--dump-details", str(directory / "dump")),
-            *("--eval-interval", str(steps), "--eval-prompt-data", "lookup"),
-            str(write_tasks(directory / "eval.jsonl", 64, seed=99)),
-            # the flag that comes last counts
-            *("--custom-eval-rollout-log-function-path", "tests.programs.slime.loop.log_eval"),
-        ]
+        flags = sizes(steps=steps, groups=groups, size=SIZE) | weights_by_disk(directory)
+        flags |= {"rollout-temperature": 1.0, "update-weight-disk-keep-files": ""}
+        flags |= {"rollout-external-engine-addrs": " ".join(url.removeprefix("http://") for url in engines)}
+        flags |= {"sglang-router-ip": host, "sglang-router-port": address.rpartition(":")[2]}
+        flags |= {"save": directory / "checkpoint", "save-interval": steps, "dump-details": directory / "dump"}
+        tasks = write_tasks(directory / "eval.jsonl", 64, seed=99)
+        flags |= {"eval-interval": steps, "eval-prompt-data": f"lookup {tasks}"}
+        flags |= {"custom-eval-rollout-log-function-path": "tests.programs.slime.loop.log_eval"}
         config = {
             "agl_agent": "agl_slime.cli.demo.agent:LookupAgent",
             "agl_tasks": str(write_tasks(directory / "tasks.jsonl", 4000)),
@@ -86,7 +86,7 @@ def run(
             config |= {"agl_runners": runners, "agl_eval_rollouts": SIZE}
         if host != "127.0.0.1":
             config |= {"agl_store_host": "0.0.0.0", "agl_max_staleness": int(loop == "train_async")}
-        args = slime_args(flags, model=model, config=config, directory=directory)
+        args = slime_args(as_flags(flags), model=model, config=config, directory=directory)
         module = slimes_script(loop)
         module.create_training_models = functools.partial(module.create_training_models, actor_cls=CpuTrainActor)
         start_ray(num_gpus=1, setup_hook="tests.programs.slime.cpu.register_cpu")
@@ -95,18 +95,9 @@ def run(
             pids = gone("Worker", "RolloutManager")
         finally:
             ray.shutdown()
-        lines = [json.loads(line) for line in metrics.read_text().splitlines()]
-        report(
-            {
-                "actors": pids,
-                "rewards": [round(line["reward"], 3) for line in lines],
-                "eval": [json.loads(line)["agl"] for line in (directory / "eval_means.jsonl").read_text().splitlines()],
-                "logprob_diff_max": [round(line["train/logprob_diff_max"], 6) for line in lines],
-                "versions": [requests.get(f"{url}/model_info", timeout=10).json()["weight_version"] for url in engines],
-                "weights": sorted(path.name for path in (directory / "weights").iterdir()),
-                "checkpoint": sorted(path.name for path in (directory / "checkpoint").iterdir()),
-            }
-        )
+        means = [json.loads(line)["agl"] for line in (directory / "eval_means.jsonl").read_text().splitlines()]
+        weights = [path.name for path in (directory / "weights").iterdir()]
+        report({**figures(metrics, directory, engines), "actors": pids, "eval": means, "weights": weights})
 
 
 def gone(*names: str) -> dict[str, int]:

@@ -23,7 +23,7 @@ from agl_slime.store.server import StoreService
 from agl_slime.tokens.converter import convert_rollout
 from agl_slime.tokens.loading import load_tokenizer
 from tests.harness.slime_programs import report
-from tests.programs.slime.common import make_policy, slime_args, start_ray, write_tasks
+from tests.programs.slime.common import as_flags, make_policy, sizes, slime_args, start_ray, write_tasks
 
 GROUPS, SIZE, BATCHES, CHECKPOINT = 4, 4, 10, 4
 PARALLEL = {"dp_size": 1, "cp_size": 1, "vpp_size": 1, "microbatch_group_size_per_vp_stage": 1}
@@ -38,22 +38,18 @@ def main(directory: Path) -> None:
         RunnerThread(agent=LookupAgent(), store=store),
     ):
         host, _, port = engine.url.removeprefix("http://").partition(":")
-        flags = [
-            *("--num-rollout", str(BATCHES), "--rollout-batch-size", str(GROUPS), "--n-samples-per-prompt", str(SIZE)),
-            *("--global-batch-size", str(GROUPS * SIZE), "--micro-batch-size", "1", "--rollout-temperature", "1.0"),
-            *("--rollout-max-response-len", "48", "--save", str(directory / "checkpoint")),
-            *("--load", str(directory / "checkpoint")),
-            *("--sglang-router-ip", host, "--sglang-router-port", port),
-            *("--save-debug-rollout-data", str(directory / "rollouts_{rollout_id}.pt")),
-            *("--rollout-num-gpus", "0"),
-        ]
+        flags = sizes(steps=BATCHES, groups=GROUPS, size=SIZE)
+        flags |= {"rollout-temperature": 1.0, "rollout-num-gpus": 0}
+        flags |= {"sglang-router-ip": host, "sglang-router-port": port}
+        flags |= {"save": directory / "checkpoint", "load": directory / "checkpoint"}
+        flags |= {"save-debug-rollout-data": directory / "rollouts_{rollout_id}.pt"}
         config = {
             "agl_store_url": service.url,
             "agl_llm_url": engine.url,
             "agl_tasks": str(write_tasks(directory / "tasks.jsonl", 200)),
             "agl_get_timeout_s": 120,
         }
-        args = slime_args(flags, model=model, config=config, directory=directory)
+        args = slime_args(as_flags(flags), model=model, config=config, directory=directory)
         start_ray()
         try:
             report(run(args, store, load_tokenizer(model)))

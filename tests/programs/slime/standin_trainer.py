@@ -1,5 +1,5 @@
-"""A stand-in of slime's trainer for whole processes: it takes its batches as slime's manager does, and keeps in its
-checkpoints what each step was trained on."""
+"""A stand-in of slime's trainer for whole processes: it takes its batches as slime's manager does, and its checkpoints
+list the tasks of each step."""
 
 from __future__ import annotations
 
@@ -52,11 +52,11 @@ def take_slimes_place() -> None:
 
 
 def flags(directory: Path, engine_url: str) -> str:
-    """Those of train.py for a run whose checkpoints are in ``saved``."""
+    """Flags of train.py for a run whose checkpoints are in ``saved``."""
     model, tasks = directory / "model", directory / "tasks.jsonl"
     if not tasks.exists():
         model.mkdir()
-        (model / "config.json").write_text("{}")  # as far as it is looked at before slime loads it
+        (model / "config.json").write_text("{}")
         tasks.write_text("".join(json.dumps(task) + "\n" for task in numbered(_TASKS)))
     ours = f"--trainer slime --agent tests.cli.test_slime_overlapped:Uneven --model-path {model} --tasks {tasks}"
     ours += f" --eval-tasks {tasks} --eval-interval 2 --eval-rollouts 3 --sglang-url {engine_url} --view lines"
@@ -65,13 +65,13 @@ def flags(directory: Path, engine_url: str) -> str:
 
 
 def look(saved: Path) -> tuple[list[str], int]:
-    """What the newest checkpoint and the loop's state do not agree on, and how many tasks it was trained on."""
+    """Differences between the newest checkpoint and the loop's state; the number of tasks that it was trained on."""
     step = int((saved / "latest").read_text())
     steps = [json.loads((saved / f"trained_{number}.json").read_text()) for number in range(step + 1)]
     trained = Counter(int(task) for batch in steps for task in batch)
-    found = [f"task {task} was trained on {n} times of {SIZE}" for task, n in trained.items() if n != SIZE]
+    findings = [f"task {task} was trained on {n} times of {SIZE}" for task, n in trained.items() if n != SIZE]
     state = json.loads((saved / "rollout" / f"agl_loop_{step}.json").read_text())
     done = {*range(state["tasks_drawn"]), *state["finished_beyond"]}
     if done != {*trained}:
-        found.append(f"tasks that count as done and were trained on differ: {sorted(done ^ {*trained})}")
-    return found, len(trained)
+        findings.append(f"tasks that count as done and were trained on differ: {sorted(done ^ {*trained})}")
+    return findings, len(trained)

@@ -82,14 +82,14 @@ def step(directory: Path, policy: Path, name: str, flags: list[str], loss: Any, 
     logits = logits_of(model, batch["tokens"])
     batch["ref_log_probs"] = log_probs_of(loss, args, reference, batch)
     batch["log_probs"] = log_probs_of(loss, args, model, batch)
-    batch["values"] = [one.sin() for one in batch["log_probs"]]  # of a critic
+    batch["values"] = [values.sin() for values in batch["log_probs"]]  # of a critic
     batch["teacher_log_probs"] = log_probs_of(loss, args, make_model(seed=2), batch)
     loss.compute_advantages_and_returns(args, batch)
-    total, parts = value_of(loss, args, batch, logits)
+    total, figures = value_of(loss, args, batch, logits)
     total.backward()
     dump.save_debug_train_data(args, rollout_id=0, rollout_data=batch)
     gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
-    return {**parts, "grad_norm": float(torch.cat([one.flatten() for one in gradients]).norm())}
+    return {**figures, "grad_norm": float(torch.cat([gradient.flatten() for gradient in gradients]).norm())}
 
 
 def args_of(directory: Path, policy: Path, name: str, flags: list[str]) -> Any:
@@ -104,9 +104,9 @@ def args_of(directory: Path, policy: Path, name: str, flags: list[str]) -> Any:
 def samples_of(*, uneven: bool) -> list[Sample]:
     """Samples whose log-probs are not quite the policy's."""
     rng, samples = np.random.default_rng(0), make_samples(make_model(), groups=GROUPS, per_group=SIZE, seed=3)
-    for one in samples:
-        one.rollout_log_probs = [value + rng.normal(0, 0.1) for value in one.rollout_log_probs or []]
-        one.reward = float(rng.integers(0, 5)) / 4
+    for sample in samples:
+        sample.rollout_log_probs = [value + rng.normal(0, 0.1) for value in sample.rollout_log_probs or []]
+        sample.reward = float(rng.integers(0, 5)) / 4
     return samples[:-1] if uneven else samples
 
 
@@ -123,10 +123,10 @@ def batch_of(args: Any, samples: list[Sample], directory: Path) -> dict[str, Any
     vars(manager).update(args=args, train_parallel_config=sizes)
     manager.custom_reward_post_process_func = manager.custom_convert_samples_to_train_data_func = None
     batch = manager._split_train_data_by_dp(manager._convert_samples_to_train_data(samples))[0].inner
-    batch["total_lengths"] = [batch["total_lengths"][place] for place in batch["partition"]]
+    batch["total_lengths"] = [batch["total_lengths"][position] for position in batch["partition"]]
     batch["loss_masks"] = [torch.as_tensor(mask, dtype=torch.int) for mask in batch["loss_masks"]]
     batch["rollout_mask_sums"] = torch.as_tensor(batch["rollout_mask_sums"])
-    batch["rollout_log_probs"] = [torch.as_tensor(one, dtype=torch.float32) for one in batch["rollout_log_probs"]]
+    batch["rollout_log_probs"] = [torch.as_tensor(values, dtype=torch.float32) for values in batch["rollout_log_probs"]]
     batch["tokens"] = batch["unconcat_tokens"] = [torch.as_tensor(ids) for ids in batch["tokens"]]
     return batch
 

@@ -14,6 +14,16 @@ from agl_slime.report.files import read_object
 from tests.harness.slime_programs import model_flags, require_slime
 
 SCRIPTS = ("qwen3-4B", "glm4-9B", "kimi-k2-Instruct", "qwen3-235B-A22B", "moonlight-16B-A3B", "qwen3-4B-base-sft")
+SMALL: dict[str, object] = {
+    "actor-num-gpus-per-node": 1,
+    "num-gpus-per-node": 1,
+    "rollout-num-gpus": 1,
+    "num-rollout": 9,
+    "rollout-batch-size": 4,
+    "n-samples-per-prompt": 2,
+    "global-batch-size": 8,
+    "rollout-max-response-len": 128,
+}
 
 
 @pytest.mark.slime
@@ -41,13 +51,22 @@ def rehearse(script: Path, run: Path, *words: object) -> list[str]:
     return [row["text"] for row in json.loads((run / "findings.json").read_text())]
 
 
+def words_of(policy: Path, flags: dict[str, object]) -> list[str]:
+    """The words of these flags after the policy's."""
+    words = [f"--{name} {value}".strip() for name, value in flags.items()]
+    return ["--hf-checkpoint", str(policy), *model_flags(policy), *words]
+
+
+def hooked(agl: Path) -> dict[str, object]:
+    """Flags of our hooks, with the settings of the file ``agl``."""
+    hook = "agl_slime.slime_hooks.generate_rollout"
+    flags: dict[str, object] = {"rollout-function-path": hook, "eval-function-path": hook}
+    return {**flags, "data-source-path": "agl_slime.AGLDataSource", "custom-config-path": agl}
+
+
 def script_of(directory: Path, policy: Path, flags: dict[str, object]) -> Path:
-    """A launch script with these flags over the policy's."""
-    words = " ".join(f"--{name} {value}".strip() for name, value in flags.items())
     script = directory / "run.sh"
-    script.write_text(
-        f"#!/bin/bash\nexec python3 train.py --hf-checkpoint {policy} {' '.join(model_flags(policy))} {words}\n"
-    )
+    script.write_text(f"#!/bin/bash\nexec python3 train.py {' '.join(words_of(policy, flags))}\n")
     return script
 
 
@@ -72,19 +91,14 @@ def test_slimes_driver_runs_on_logical_nodes_of_one_host(
     monkeypatch.setattr(command, "why_no_namespaces", lambda: "none here")
     root = require_slime("torch", "transformers", "sglang_router", "ray")
     run = tmp_path / "run"
-    flags: dict[str, object] = {"rollout-batch-size": 4, "n-samples-per-prompt": 2, "global-batch-size": 8}
-    flags |= {"rollout-max-response-len": 256, "actor-num-gpus-per-node": 1, "num-gpus-per-node": 1}
-    flags |= {"rollout-num-gpus": 1, "num-rollout": 9}
     if hooks:
         agl = tmp_path / "agl.yaml"
         agl.write_text("agl_agent: agl_slime.cli.demo.agent:LookupAgent\nagl_max_staleness: 1\n")
-        hook = "agl_slime.slime_hooks.generate_rollout"
-        flags |= {"rollout-function-path": hook, "eval-function-path": hook}
-        flags |= {"data-source-path": "agl_slime.AGLDataSource", "custom-config-path": agl}
+        flags = SMALL | hooked(agl)
     else:
         tasks = tmp_path / "tasks.jsonl"
         tasks.write_text('{"prompt": "1 + 1?", "label": "2"}\n' * 8)
-        flags |= {"prompt-data": tasks, "input-key": "prompt", "label-key": "label", "rm-type": "math"}
+        flags = SMALL | {"prompt-data": tasks, "input-key": "prompt", "label-key": "label", "rm-type": "math"}
     nodes = ("--slime-dir", root, "--nodes", 2, "--gpus-per-node", 1, "--live-steps", 3, "--live-seconds", 6)
     rehearse(script_of(tmp_path, policy_dir, flags), run, *nodes)
     live = read_object(run / "live.json")

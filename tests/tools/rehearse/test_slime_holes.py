@@ -10,12 +10,11 @@ from typing import Any
 import pytest
 import yaml
 
-from agl_slime.cli.main import main
-from tests.harness.slime_programs import model_flags, require_slime
+from tests.harness.slime_programs import require_slime
+from tests.tools.rehearse.test_slime import SMALL, hooked, rehearse, words_of
 
 pytestmark = [pytest.mark.slime, pytest.mark.slow]
 
-HOOK = "agl_slime.slime_hooks.generate_rollout"
 SCRIPT = """#!/bin/bash
 cd {directory}
 ray start --head --node-ip-address 10.0.0.1 --num-gpus 1
@@ -23,24 +22,13 @@ ssh root@10.0.0.2 "ray start --address=10.0.0.1:6379 --num-gpus 1"
 python3 train_async.py {flags}
 """
 SOUND: dict[str, Any] = {
-    "actor-num-gpus-per-node": 1,
-    "num-gpus-per-node": 1,
-    "rollout-num-gpus": 1,
-    "num-rollout": 4,
-    "rollout-batch-size": 4,
-    "n-samples-per-prompt": 2,
-    "global-batch-size": 8,
-    "rollout-max-response-len": 128,
+    **SMALL,
     "use-tis": "",
-    "rollout-function-path": HOOK,
-    "eval-function-path": HOOK,
     "custom-reward-post-process-path": "agl_slime.slime_hooks.normalize_rewards",
-    "data-source-path": "agl_slime.AGLDataSource",
     "input-key": "question",
     "label-key": "answer",
 }
 AGENT = {"agl_agent": "agl_slime.cli.demo.agent:LookupAgent", "agl_max_staleness": 1}
-CONTROLLER = {"agl_runners": "controller", "agl_max_staleness": None}
 # Flags, settings, and the findings that both together give: the fault, and its fix or the nearest name.
 PLANTED: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, str]]] = {
     "addresses, keys, sizes": (
@@ -65,14 +53,6 @@ PLANTED: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, str]]] = {
             "agl_agent mine:Agent is importable only": "working_dir",
         },
     ),
-    "a store elsewhere, replay": (
-        {"use-rollout-routing-replay": "", "moe-router-topk": 2},
-        {"agl_agent": None, "agl_store_url": "http://127.0.0.1:9", "agl_max_staleness": None},
-        {
-            "agl_store_url http://127.0.0.1:9 is each node's loopback": "give the address of its host",
-            "routed experts of a batch take up to": "lower --rollout-max-response-len",
-        },
-    ),
     "a class, files, a hook, a setting": (
         {"custom-reward-post-process-path": "agl_slime.slime_hooks.normalise_rewards"},
         {
@@ -91,34 +71,19 @@ PLANTED: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, str]]] = {
             "agl_max_stalenes is no setting": "did you mean agl_max_staleness?",
         },
     ),
-    "a module": (
-        {},
-        {"agl_agent": "agl_slime.cli.demo.agnt:LookupAgent"},
-        {"agl_agent agl_slime.cli.demo.agnt:LookupAgent cannot be imported (ModuleNotFound": "agent:LookupAgent?"},
-    ),
-    "a file of an agent": (
-        {},
-        {"agl_agent": "mne.py:Agent"},
-        {"agl_agent mne.py:Agent cannot": "did you mean mine.py:Agent?"},
-    ),
-    "an agent of a controller": (
-        {},
-        {**CONTROLLER, "agl_agent": "mine:Agnt", "agl_controller_python": sys.executable},
-        {"agl_agent mine:Agnt cannot be imported (AttributeError": "did you mean mine:Agent?"},
-    ),
-    "files of a controller": (
-        {},
+    "an agent and files of a controller": (
+        {"use-rollout-routing-replay": "", "moe-router-topk": 2},
         {
-            **CONTROLLER,
-            "agl_agent": None,
-            "agl_controller_python": "tasks.json",
-            "agl_job_template": "none.yaml",
+            "agl_runners": "controller",
+            "agl_agent": "mine:Agnt",
+            "agl_max_staleness": None,
+            "agl_controller_python": sys.executable,
             "agl_controller_log": "/none/log",
         },
         {
-            "agl_controller_python tasks.json does not exist": "did you mean tasks.jsonl?",
-            "agl_job_template none.yaml does not exist": "put it there",
+            "agl_agent mine:Agnt cannot be imported (AttributeError": "did you mean mine:Agent?",
             "agl_controller_log /none/log does": "put it there",
+            "routed experts of a batch take up to": "lower --rollout-max-response-len",
         },
     ),
 }
@@ -131,12 +96,11 @@ def findings(directory: Path, model: Path, flags: dict[str, Any], settings: dict
     (directory / "tasks.jsonl").write_text('{"question": "1 + 1?", "answer": "2"}\n' * 8)
     agl = directory / "agl.yaml"
     agl.write_text(yaml.safe_dump({name: value for name, value in (AGENT | settings).items() if value is not None}))
-    files = {"hf-checkpoint": model, "prompt-data": directory / "tasks.jsonl", "custom-config-path": agl}
-    words = [f"--{name} {value}".strip() for name, value in (SOUND | files | flags).items()]
     script, run = directory / "run.sh", directory / "run"
-    script.write_text(SCRIPT.format(directory=directory, flags=" ".join([*model_flags(model), *words])))
-    nodes = ["--slime-dir", str(root), "--python", sys.executable, "--nodes", "2", "--gpus-per-node", "1"]
-    assert main(["rehearse", str(script), *nodes, "--output-dir", str(run)]) == 0
+    data = {"prompt-data": directory / "tasks.jsonl"}
+    words = " ".join(words_of(model, SOUND | hooked(agl) | data | flags))
+    script.write_text(SCRIPT.format(directory=directory, flags=words))
+    rehearse(script, run, "--slime-dir", root, "--python", sys.executable, "--nodes", 2, "--gpus-per-node", 1)
     rows = json.loads((run / "findings.json").read_text())
     return [row["text"] for row in rows if row["level"] != "note"]
 

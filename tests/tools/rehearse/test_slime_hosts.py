@@ -9,14 +9,13 @@ from pathlib import Path
 import pytest
 import yaml
 
-from agl_slime.cli.main import main
 from agl_slime.rehearse.namespaces import why_no_namespaces
 from agl_slime.report.files import read_object
-from tests.harness.slime_programs import model_flags, require_slime
+from tests.harness.slime_programs import require_slime
+from tests.tools.rehearse.test_slime import SMALL, hooked, rehearse, words_of
 
 pytestmark = [pytest.mark.hosts, pytest.mark.slow, pytest.mark.slime, pytest.mark.ray]
 
-HOOK = "agl_slime.slime_hooks.generate_rollout"
 SCRIPT = """#!/bin/bash
 cd {directory}
 ray start --head --node-ip-address 10.1.0.1 --num-gpus 1
@@ -33,17 +32,12 @@ def rehearsed(directory: Path, model: Path, *, store: str, job: dict[str, str]) 
         pytest.skip(reason)
     agl = directory / "agl.yaml"
     agl.write_text(yaml.safe_dump(AGENT | {"agl_store_host": store}))
-    flags = [*model_flags(model), "--hf-checkpoint", model, "--custom-config-path", agl, "--rollout-batch-size", 4]
-    flags += ["--n-samples-per-prompt", 2, "--global-batch-size", 8, "--rollout-max-response-len", 128]
-    flags += ["--actor-num-gpus-per-node", 1, "--num-gpus-per-node", 1, "--rollout-num-gpus", 1, "--num-rollout", 9]
-    flags += ["--rollout-function-path", HOOK, "--eval-function-path", HOOK]
-    flags += ["--data-source-path", "agl_slime.AGLDataSource"]
+    flags = {"rollout-batch-size": 4, "rollout-max-response-len": 128, **hooked(agl)}
     script, run = directory / "run.sh", directory / "run"
-    words = " ".join(map(str, flags))
+    words = " ".join(words_of(model, SMALL | flags))
     script.write_text(SCRIPT.format(directory=directory, job=json.dumps(job), flags=words))
-    nodes = ["--slime-dir", str(root), "--python", sys.executable, "--nodes", "2", "--gpus-per-node", "1"]
-    live = ["--live-steps", "3", "--live-seconds", "6", "--output-dir", str(run)]
-    assert main(["rehearse", str(script), *nodes, *live]) == 0
+    nodes = ("--slime-dir", root, "--python", sys.executable, "--nodes", 2, "--gpus-per-node", 1)
+    rehearse(script, run, *nodes, "--live-steps", 3, "--live-seconds", 6)
     rows = json.loads((run / "findings.json").read_text())
     texts = [row["text"] for row in rows if row["level"] == "breaks"]
     return texts, read_object(run / "live.json") is not None

@@ -97,14 +97,7 @@ with (
     print(json.dumps([gateway.url, store.url]), flush=True)
     sys.stdin.read()
 """
-ASK = """
-import sys, urllib.error, urllib.request
-for url in sys.argv[1:]:
-    try:
-        print(urllib.request.urlopen(url, timeout=20).status)
-    except urllib.error.HTTPError as error:
-        print(error.code)
-"""
+ASK = "import sys, httpx; print(*(httpx.get(url, timeout=20).status_code for url in sys.argv[1:]))"
 
 
 @pytest.mark.hosts

@@ -39,12 +39,14 @@ def normalized(rewards: list[float], *, std: bool) -> list[float]:
 
 
 @settings(max_examples=examples(100), deadline=None)
-@given(batches(), st.booleans())
-def test_normalized_rewards_equal_the_formula_of_each_rule(batch: tuple[int, list[float]], std: bool) -> None:
+@given(batches(), st.booleans(), st.data())
+def test_normalized_rewards_equal_the_formula_of_each_rule(
+    batch: tuple[int, list[float]], std: bool, data: Any
+) -> None:
     size, rewards = batch
-    groups = [rewards[start : start + size] for start in range(0, len(rewards), size)]
-    columns: Any = {"prompts": [place // size for place in range(len(rewards))], "rollouts": [*range(len(rewards))]}
-    columns["use"] = [True] * len(rewards)
+    n = len(rewards)
+    columns: Any = {"prompts": [place // size for place in range(n)], "rollouts": [*range(n)], "use": [True] * n}
+    groups = [rewards[start : start + size] for start in range(0, n, size)]
     by_group = [value for group in groups for value in normalized(group, std=std)]
     for rule, expected in (
         (RewardRule(groups="place", size=size, std=std), by_group),
@@ -53,24 +55,18 @@ def test_normalized_rewards_equal_the_formula_of_each_rule(batch: tuple[int, lis
         (RewardRule(groups="none"), rewards),
     ):
         assert rule.apply(rewards, **columns) == pytest.approx(expected, abs=1e-6)
-        rules = [*reward_rules(StepFlags(), columns["prompts"])]
-        found = find_rule(rules, rewards, expected, **columns)
-        assert found.apply(rewards, **columns) == pytest.approx(expected, abs=3e-6)
+        rule = find_rule([*reward_rules(StepFlags(), columns["prompts"])], rewards, expected, **columns)
+        assert rule.apply(rewards, **columns) == pytest.approx(expected, abs=3e-6)
 
-
-@settings(max_examples=examples(50), deadline=None)
-@given(batches(), st.data())
-def test_left_out_samples_have_no_part_in_baselines(batch: tuple[int, list[float]], data: Any) -> None:
-    size, rewards = batch
-    gone = data.draw(st.integers(0, len(rewards) - 1))
-    columns: Any = {"prompts": [place // size for place in range(len(rewards))], "rollouts": [*range(len(rewards))]}
-    columns["use"] = [place != gone for place in range(len(rewards))]
+    # a Sample that is not used has no part in the baseline
+    gone = data.draw(st.integers(0, n - 1))
+    columns["use"][gone] = False
     start = gone // size * size
-    left = [rewards[place] for place in range(start, start + size) if place != gone]
+    group = [rewards[place] for place in range(start, start + size) if place != gone]
     for groups in ("place", "prompt"):
         result = RewardRule(groups=groups, size=size, std=False).apply(rewards, **columns)  # type: ignore[arg-type]
         assert result.pop(gone) == 0.0
-        assert result[start : start + size - 1] == pytest.approx(normalized(left, std=False), abs=1e-6)
+        assert result[start : start + size - 1] == pytest.approx(normalized(group, std=False), abs=1e-6)
 
 
 @st.composite
@@ -100,35 +96,33 @@ def test_advantages_equal_the_formula_of_each_estimator(
         expected["grpo"].append(np.full(length, reward))
         expected["reinforce_plus_plus_baseline"].append(reward - kl_coef * kl)
         last = max(np.flatnonzero(row.mask))
-        at = [-kl_coef * kl[t] * row.mask[t] + reward * (t == last) for t in range(length)]
-        returns = [sum(gamma ** (u - t) * at[u] for u in range(t, length)) for t in range(length)]
+        tokens = [-kl_coef * kl[t] * row.mask[t] + reward * (t == last) for t in range(length)]
+        returns = [sum(gamma ** (u - t) * tokens[u] for u in range(t, length)) for t in range(length)]
         expected["reinforce_plus_plus"].append(np.array(returns))
         values = [*row.values, 0.0]  # type: ignore[misc]
-        at = [-kl_coef * kl[t] + reward * (t == length - 1) for t in range(length)]
-        deltas = [at[t] + gamma * values[t + 1] - values[t] for t in range(length)]
+        tokens = [-kl_coef * kl[t] + reward * (t == length - 1) for t in range(length)]
+        deltas = [tokens[t] + gamma * values[t + 1] - values[t] for t in range(length)]
         gae = [sum((gamma * lambd) ** (u - t) * deltas[u] for u in range(t, length)) for t in range(length)]
         expected["ppo"].append(np.array(gae))
-    for estimator, of_samples in expected.items():
-        flags = StepFlags(
-            advantage_estimator=estimator, gamma=gamma, lambd=lambd, kl_coef=kl_coef, normalize_advantages=whiten
-        )
+    for estimator, formula in expected.items():
+        figures = {"gamma": gamma, "lambd": lambd, "kl_coef": kl_coef, "normalize_advantages": whiten}
+        flags = StepFlags(advantage_estimator=estimator, **figures)
         assert unknown_figures(made, flags) == []
-        ours = [one.advantages for one in token_advantages(rewards, made, flags)]
         if whiten:
-            used = [v for one, row in zip(of_samples, made, strict=True) for v in one[row.mask].tolist()]
+            used = [value for values, row in zip(formula, made, strict=True) for value in values[row.mask].tolist()]
             variance = stdev(used) ** 2 if len(used) > 1 else 0.0
-            of_samples = [(one - fmean(used)) / (variance + 1e-8) ** 0.5 for one in of_samples]
-        for one, other in zip(ours, of_samples, strict=True):
-            np.testing.assert_allclose(one, other, atol=1e-6)
+            formula = [(values - fmean(used)) / (variance + 1e-8) ** 0.5 for values in formula]
+        for result, values in zip(token_advantages(rewards, made, flags), formula, strict=True):
+            np.testing.assert_allclose(result.advantages, values, atol=1e-6)
 
 
 @settings(max_examples=examples(20), deadline=None)
 @given(rows())
 def test_distillation_lowers_advantages_by_the_reverse_kl(made: list[TrainedRow]) -> None:
     flags = StepFlags(use_opd=True, opd_kl_coef=0.5)
-    for one, row in zip(token_advantages([1.0] * len(made), made, flags), made, strict=True):
+    for result, row in zip(token_advantages([1.0] * len(made), made, flags), made, strict=True):
         expected = 1.0 - 0.5 * (row.log_probs - row.teacher_log_probs)  # type: ignore[operator]
-        np.testing.assert_allclose(one.advantages, expected, atol=1e-6)
+        np.testing.assert_allclose(result.advantages, expected, atol=1e-6)
     lacking = [TrainedRow(mask=row.mask, log_probs=row.log_probs) for row in made]
     assert unknown_figures(lacking, flags) == ["teacher_log_probs"]
 

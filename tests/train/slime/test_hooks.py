@@ -101,19 +101,16 @@ def normalized(args: Namespace, batch: Any) -> list[float]:
     return slime_hooks.normalize_rewards(args, batch)[1]
 
 
-def test_uneven_groups_and_lone_rollouts_with_equal_rewards_have_no_advantage():
+def test_uneven_groups_with_equal_rewards_have_no_advantage():
     batch = [
         sample(5.0, group=group, rollout=4 * group + i) for group, size in enumerate((4, 3, 4)) for i in range(size)
     ]
     assert slime_hooks.normalize_rewards(ARGS, batch) == ([5.0] * 11, [0.0] * 11)
-    assert normalized(ARGS, [sample(3.0, group=0), sample(9.0, group=1)]) == [0.0, 0.0]
 
 
 def test_a_rollout_of_three_samples_counts_once_while_one_of_them_does():
-    batch = [sample(1.0, rollout=7), sample(1.0, rollout=7), sample(1.0, rollout=7), sample(0.0, rollout=8)]
-    assert normalized(MEAN_ONLY, batch) == [0.5, 0.5, 0.5, -0.5]
-    siblings = [sample(1.0, rollout=7), sample(1.0, rollout=7, remove_sample=True)]
-    assert normalized(MEAN_ONLY, [*siblings, sample(0.0, rollout=8)]) == [0.5, 0.0, -0.5]
+    siblings = [sample(1.0, rollout=7), sample(1.0, rollout=7), sample(1.0, rollout=7, remove_sample=True)]
+    assert normalized(MEAN_ONLY, [*siblings, sample(0.0, rollout=8)]) == [0.5, 0.5, 0.0, -0.5]
     with pytest.raises(RewardError, match=r"rollout 1 .* 1\.0 and 0\.0"):
         normalized(ARGS, [sample(1.0, rollout=1), sample(0.0, rollout=1)])
 

@@ -1,5 +1,4 @@
-"""slime's RolloutManager under real Ray on a CPU, with our data source and rollout function and agents that run
-elsewhere."""
+"""slime's RolloutManager under real Ray, and its own rollout functions, over our data source."""
 
 from __future__ import annotations
 
@@ -30,3 +29,12 @@ def test_ten_batches_a_checkpoint_and_another_manager(tmp_path: Path):
     # the new manager delivers nothing from before the checkpoint, and all later rollouts once more
     assert result["twice_over_the_checkpoint"] == 0
     assert result["delivered_again"] == result["after_the_checkpoint"] == 80
+
+
+@pytest.mark.slime
+@pytest.mark.ray
+def test_slimes_own_rollout_functions_get_full_groups_of_finished_samples(tmp_path: Path):
+    root = require_slime("ray", "torch", "transformers", "sglang_router")
+    result = run_program(root, "default_rollout", tmp_path, timeout_s=240)
+    expected = {"groups": [4, 4, 4], "sizes": [4], "statuses": ["completed"], "distinct": True, "rewards_set": True}
+    assert result == {"default": expected, "fully_async": expected}

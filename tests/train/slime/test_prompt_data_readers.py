@@ -21,18 +21,16 @@ def test_rows_are_as_slime_reads_them(tmp_path: Path):
     ]
     text = [{"question": f"{n}?", "answer": {"target": [n]}, "extra": None} for n in range(9)]
     figures = [{"problem": "<image>Find x in <image>.", "images": [URI, URI]}]
-    keys: dict[str, Any] = {"input_key": "prompt", "label_key": "label"}
-    others: dict[str, Any] = {"input_key": "question", "label_key": "answer"}
-    cases = [
-        (str(write(tmp_path / f"{name}.{write.__name__}", *content)) + part, how)
-        for write in (jsonl, parquet)
-        for name, content, how, parts in (
-            ("rows", rows, keys, ("", "@[0:3]", "@[4:]", "@[-2:]", "@[:-8]")),
-            ("text", text, others, ("", "@[1:2]")),
-            ("figures", figures, {"input_key": "problem", "multimodal_keys": {"image": "images"}}, ("",)),
-        )
-        for part in parts
-    ]
+    keys: dict[str, dict[str, Any]] = {
+        "rows": {"input_key": "prompt", "label_key": "label"},
+        "text": {"input_key": "question", "label_key": "answer"},
+        "figures": {"input_key": "problem", "multimodal_keys": {"image": "images"}},
+    }
+    slices = {"rows": ("", "@[0:3]", "@[4:]", "@[-2:]", "@[:-8]"), "text": ("", "@[1:2]"), "figures": ("",)}
+    cases = []
+    for name, content in (("rows", rows), ("text", text), ("figures", figures)):
+        files = [write(tmp_path / f"{name}.{write.__name__}", *content) for write in (jsonl, parquet)]
+        cases += [(f"{file}{part}", keys[name]) for file in files for part in slices[name]]
     (tmp_path / "cases.json").write_text(json.dumps(cases))
     result = run_program(root, "prompt_data", tmp_path, timeout_s=180)
     assert len(result["rows"]) == len(cases)

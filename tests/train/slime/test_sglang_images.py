@@ -19,8 +19,8 @@ TURNS = ([picture(1, (112, 84))], [], [picture(2, (56, 140)), picture(3, (84, 28
 
 
 def message(number: int) -> dict[str, Any]:
-    parts = [{"type": "image_url", "image_url": {"url": uri(data)}} for data in TURNS[number]]
-    return {"role": "user", "content": [*parts, {"type": "text", "text": f"What now, {number}?"}]}
+    pictures = [{"type": "image_url", "image_url": {"url": uri(data)}} for data in TURNS[number]]
+    return {"role": "user", "content": [*pictures, {"type": "text", "text": f"What now, {number}?"}]}
 
 
 class Describer(SGLangLitAgent):

@@ -37,5 +37,5 @@ def test_the_loop_trains_through_slime(engines: str, tmp_path: Path):
         )
         assert loaded["code"] == 0
         assert loaded["iterations"] == [STEPS + 1, STEPS + 2]
-        assert loaded["steps"] == list(range(STEPS + 2))  # those of before the restart first
+        assert loaded["steps"] == list(range(STEPS + 2))  # the steps of the previous run first
         assert fmean(loaded["rewards"][STEPS:]) > fmean(rewards[:2]) + 0.2

@@ -51,7 +51,7 @@ class Manager:
 
     def __init__(self, args: Any, pg: Any, **_: Any) -> None:
         self.args = args
-        # stands for what a manager starts: routers, agents
+        # stands for processes of a manager: routers, agents
         self.child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
         with open(f"{args.calls}.pids", "a") as pids:
             pids.write(f"{self.child.pid}\n")
@@ -214,7 +214,7 @@ def save_checkpoint(
 
 
 def driver_args(calls: Path, **changed: Any) -> Namespace:
-    """What the driver and the functions above read of slime's args."""
+    """slime's args, as far as the driver and the functions above read them."""
     values: dict[str, Any] = {"calls": str(calls), "crash": None, "offload_rollout": False, "offload_train": False}
     values |= {"use_critic": False, "num_critic_only_steps": 0, "save_interval": 2, "num_rollout": 2, "save": None}
     values |= {"rollout_data_transport": "object-store", "rollout_session_id": None, "start_rollout_id": None}
@@ -253,12 +253,12 @@ def modules_of(shape: str) -> dict[str, types.ModuleType]:
         places["slime.ray.training_recovery"] = names
     modules: dict[str, types.ModuleType] = {}
     for place, names in places.items():
-        parts = place.split(".")
-        for n in range(1, len(parts) + 1):
-            name = ".".join(parts[:n])
+        path = place.split(".")
+        for n in range(1, len(path) + 1):
+            name = ".".join(path[:n])
             if name not in modules:
                 modules[name] = module = types.ModuleType(name)
-                module.__spec__ = ModuleSpec(name, None, is_package=n < len(parts))
+                module.__spec__ = ModuleSpec(name, None, is_package=n < len(path))
                 module.__path__ = []
         vars(modules[place]).update(names)
     return modules
