@@ -73,12 +73,12 @@ def variables(root: Path, directory: Path, policy: Path) -> dict[str, str]:
     }
 
 
-def parsed(command: Sequence[str | Path], root: Path, path: Path, given: dict[str, str]) -> dict[str, Any]:
+def parsed(command: Sequence[str | Path], root: Path, path: Path, extra: dict[str, str]) -> dict[str, Any]:
     """slime's reading of the command line that a recipe makes."""
     finished = subprocess.run(
         [str(part) for part in command],
         cwd=REPOSITORY,
-        env={**environment(root), "PATH": f"{path}{os.pathsep}{os.environ['PATH']}", **given},
+        env={**environment(root), "PATH": f"{path}{os.pathsep}{os.environ['PATH']}", **extra},
         capture_output=True,
         text=True,
         timeout=120,

@@ -1,5 +1,5 @@
-"""The commands of README and guides are run, in a directory that looks like a clone, with tiny settings added at the
-end. Those that cannot run on a laptop without network are listed here with the reason."""
+"""Commands of README and guides run in a directory like a clone, with tiny settings added at the end; a command that
+cannot run on a laptop without network is listed with the reason."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ ELSEWHERE = {
     r"autopsy DUMP": "reads what slime has written: test_autopsy",
     r"view DIR --follow --tokenizer|report DIR$": "reads what slime has written: tests/report/test_slime.py",
 }
-"""What a command contains, and why it is not run here."""
+"""A pattern of commands, and why they do not run here."""
 
 SERVES = re.compile(r"agl-slime (view|buffer)\b")  # until Ctrl-C
 TINY = "--num-iterations 1 --rollout-batch-size 2 --n-samples-per-prompt 8 --eval-interval 0"
@@ -67,7 +67,7 @@ def test_every_reason_not_to_run_a_command_has_a_command() -> None:
 
 @pytest.fixture(scope="module")
 def clone(tmp_path_factory: pytest.TempPathFactory, policy_dir: Path) -> Path:
-    """A directory with what the guides' commands name: the clone's files, a finished run, a model, tasks."""
+    """A directory for the guides' commands: the clone's files, a finished run, a model, tasks."""
     place = tmp_path_factory.mktemp("clone")
     for name in ("agents", "examples", "train.py"):
         (place / name).symlink_to(ROOT / name)
@@ -106,23 +106,23 @@ def run(command: str, place: Path) -> subprocess.CompletedProcess[str]:
         start_new_session=True,
     ) as process:
         try:
-            said = ""
+            output = ""
             if SERVES.match(command):
                 assert process.stdout is not None
                 for line in process.stdout:
-                    said += line
+                    output += line
                     if "http://" in line:
                         process.send_signal(signal.SIGINT)
                         break
-            said += process.communicate(timeout=300)[0]
+            output += process.communicate(timeout=300)[0]
         finally:
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGKILL)
-    return subprocess.CompletedProcess(words, process.returncode, said, said)
+    return subprocess.CompletedProcess(words, process.returncode, output, output)
 
 
 def as_run_here(command: str, *, engine: str) -> str:
-    """The command with this machine's places in those of the page, and tiny settings."""
+    """The command with this machine's addresses and paths, and tiny settings."""
     command = re.sub(r"\[(.*?)\]", r"\1", command)
     for theirs, ours in {
         "http://127.0.0.1:30000": engine,
@@ -139,10 +139,9 @@ def as_run_here(command: str, *, engine: str) -> str:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("page", [page for page in PAGES if commands(page)], ids=lambda page: page.name)
-def test_the_commands_of_a_page_run_as_they_stand(page: Path, clone: Path, embedded_engine: str) -> None:
+def test_the_commands_of_every_page_run_as_they_stand(clone: Path, embedded_engine: str) -> None:
     failed = []
-    for command in commands(page):
+    for command in (command for page in PAGES for command in commands(page)):
         if why_elsewhere(command) is None:
             done = run(as_run_here(command, engine=embedded_engine), clone)
             if done.returncode not in ((0, 130) if SERVES.match(command) else (0,)):

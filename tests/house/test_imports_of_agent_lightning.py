@@ -1,4 +1,4 @@
-"""What importing Agent Lightning through this package loads, and that all of Agent Lightning still works."""
+"""An import of Agent Lightning through this package leaves litellm out, and all of Agent Lightning works."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 _ENVIRONMENT = {**os.environ, "LITELLM_LOCAL_MODEL_COST_MAP": "True"}  # no network
 
 
-def said(program: str) -> list[str]:
+def output(program: str) -> list[str]:
     """Lines that a fresh Python prints, without a warning."""
     done = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, env=_ENVIRONMENT, check=False
@@ -21,25 +21,49 @@ def said(program: str) -> list[str]:
     return done.stdout.splitlines()
 
 
-@pytest.mark.slow
-def test_litellm_is_imported_by_whom_it_is_used() -> None:
-    program = """
+PROGRAMS = {
+    "litellm is imported with the class that uses it": """
 import sys
 import agl_slime.support.agl
-print("litellm" in sys.modules, "openai" in sys.modules)
+assert not {"litellm", "openai"} & set(sys.modules)
 import agentlightning
-print(isinstance(object(), agentlightning.LLMProxy), "litellm" in sys.modules)
+assert not isinstance(object(), agentlightning.LLMProxy)
+assert "litellm" not in sys.modules
 proxy = agentlightning.LLMProxy(port=4321, model_list=[])
 from agentlightning import llm_proxy
 from litellm.proxy.proxy_server import app
-print(type(proxy) is llm_proxy.LLMProxy, proxy.server_launcher.app is app)
-print(isinstance(proxy, agentlightning.LLMProxy), isinstance(proxy, agentlightning.trainer.trainer.LLMProxy))
-print(agentlightning.Trainer(n_workers=1, llm_proxy=proxy).llm_proxy is proxy)
+assert type(proxy) is llm_proxy.LLMProxy
+assert proxy.server_launcher.app is app
+assert isinstance(proxy, agentlightning.LLMProxy)
+assert isinstance(proxy, agentlightning.trainer.trainer.LLMProxy)
+assert agentlightning.Trainer(n_workers=1, llm_proxy=proxy).llm_proxy is proxy
 class Mine(agentlightning.LLMProxy):
     pass
-print(Mine.__mro__[1] is llm_proxy.LLMProxy, issubclass(Mine, agentlightning.LLMProxy))
-"""
-    assert said(program) == ["False False", "False False", "True True", "True True", "True", "True True"]
+assert Mine.__mro__[1] is llm_proxy.LLMProxy
+assert issubclass(Mine, agentlightning.LLMProxy)
+""",
+    "Agent Lightning's tracer finds litellm": """
+import agl_slime.support.agl
+from agentlightning import instrumentation
+assert instrumentation.LITELLM_INSTALLED
+from agentlightning.instrumentation.litellm import instrument_litellm, patched_set_attributes
+instrument_litellm()
+from litellm.integrations.opentelemetry import OpenTelemetry
+assert OpenTelemetry.set_attributes is patched_set_attributes
+""",
+    "an earlier import of Agent Lightning stays": """
+import agentlightning
+from agentlightning import llm_proxy
+import agl_slime.support.agl
+assert agentlightning.LLMProxy is llm_proxy.LLMProxy
+""",
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_all_of_agent_lightning_works_with_a_late_litellm(name: str) -> None:
+    output(PROGRAMS[name])
 
 
 def test_an_agent_that_imports_agent_lightning_loads_without_litellm(tmp_path: Path) -> None:
@@ -51,29 +75,4 @@ sys.modules["litellm"] = None
 from agl_slime.agent.loading import load_agent
 print(type(load_agent({str(tmp_path / "mine.py")!r} + ":mine")).__name__)
 """
-    assert said(program) == ["FunctionalLitAgent"]
-
-
-@pytest.mark.slow
-def test_agent_lightnings_tracer_finds_litellm() -> None:
-    program = """
-import agl_slime.support.agl
-from agentlightning import instrumentation
-print(instrumentation.LITELLM_INSTALLED)
-from agentlightning.instrumentation.litellm import instrument_litellm, patched_set_attributes
-instrument_litellm()
-from litellm.integrations.opentelemetry import OpenTelemetry
-print(OpenTelemetry.set_attributes is patched_set_attributes)
-"""
-    assert said(program) == ["True", "True"]
-
-
-@pytest.mark.slow
-def test_earlier_import_of_agent_lightning_is_kept() -> None:
-    program = """
-import agentlightning
-from agentlightning import llm_proxy
-import agl_slime.support.agl
-print(agentlightning.LLMProxy is llm_proxy.LLMProxy)
-"""
-    assert said(program) == ["True"]
+    assert output(program) == ["FunctionalLitAgent"]

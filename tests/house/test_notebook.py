@@ -22,7 +22,7 @@ async def test_the_notebook_runs_and_the_reward_has_risen() -> None:
     names: dict[str, Any] = {"__name__": "__main__"}
     for number, cell in enumerate(json.loads(NOTEBOOK.read_text())["cells"]):
         if cell["cell_type"] == "code":
-            assert cell["outputs"] == []  # what a run says depends on the machine
+            assert cell["outputs"] == []  # outputs depend on the machine
             code = compile("".join(cell["source"]), f"cell {number}", "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
             ended = eval(code, names)
             if inspect.isawaitable(ended):

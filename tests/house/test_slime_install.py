@@ -16,36 +16,36 @@ SGLANG = {"constraints-slime.txt": ("0.5.15.post1", "2.6.1"), "constraints-slime
 # Stands for python3 -m pip: notes its arguments, and lists the files before, after, … in turn.
 PIP = """#!/bin/sh
 shift 2
-if [ "$1" = list ]; then cat "{there}/list" && [ -f "{there}/next" ] && mv "{there}/next" "{there}/list"; exit 0; fi
-echo "$@" >> "{there}/calls"
+cd "{directory}"
+if [ "$1" = list ]; then cat list && [ -f next ] && mv next list; exit 0; fi
+echo "$@" >> calls
 """
 
 
-def test_the_requirements_are_those_of_the_packages_of_today():
+def test_the_requirements_are_up_to_date():
     made = runpy.run_path(str(ROOT / "scripts" / "slime_requirements.py"))
     expected = "\n".join([made["HEADER"], *made["lines"]()]) + "\n"
     assert (ROOT / "requirements-slime.txt").read_text() == expected, "run SLIME_DIR=… scripts/pins.sh slime"
     assert not {"litellm", "agentlightning", "agentops"} & {*expected.split()}
 
 
-@pytest.mark.parametrize("file", SGLANG)
-def test_a_list_of_pins_has_sglangs_own(file: str):
-    lines = (ROOT / file).read_text().splitlines()
-    version, openai = SGLANG[file]
-    assert {f"sglang=={version}", f"openai=={openai}"} <= {*lines}
-    assert [line for line in lines if line.startswith("mcp==1.")]
-    assert not [line for line in lines if line.startswith(("litellm", "agl-slime", "agentlightning"))]
-    assert file in (ROOT / ".ci" / "nightly").read_text()
+def test_lists_of_pins_have_sglangs_versions():
+    for file, (version, openai) in SGLANG.items():
+        lines = (ROOT / file).read_text().splitlines()
+        assert {f"sglang=={version}", f"openai=={openai}"} <= {*lines}
+        assert [line for line in lines if line.startswith("mcp==1.")]
+        assert not [line for line in lines if line.startswith(("litellm", "agl-slime", "agentlightning"))]
+        assert file in (ROOT / ".ci" / "nightly").read_text()
 
 
 @pytest.mark.parametrize("openai", ["2.6.1", "3.57.0", None])
 def test_a_package_that_moved_ends_the_installation(openai: str | None, tmp_path: Path):
     python = tmp_path / "python"
-    python.write_text(PIP.format(there=tmp_path))
+    python.write_text(PIP.format(directory=tmp_path))
     python.chmod(0o755)
     (tmp_path / "list").write_text("agl-slime==0.0.9\nopenai==2.6.1\nrich==15.0.0\n")
-    kept = f"openai=={openai}\n" if openai else ""
-    (tmp_path / "next").write_text(f"agl-slime==0.1.0\nagentops==0.4.21\n{kept}rich==15.0.0\n")
+    line = f"openai=={openai}\n" if openai else ""
+    (tmp_path / "next").write_text(f"agl-slime==0.1.0\nagentops==0.4.21\n{line}rich==15.0.0\n")
     finished = subprocess.run(
         ["bash", str(ROOT / "scripts" / "install_in_slime.sh"), "--quiet"],
         env={**os.environ, "PYTHON": str(python)},

@@ -31,14 +31,14 @@ ONE_GPU = "--actor-num-nodes 1 --actor-num-gpus-per-node 1 --num-gpus-per-node 1
 HERE = "ENGINE ROUTER WORK HF_HUB_OFFLINE SLIME_HOST_IP OMP_NUM_THREADS WANDB_MODE RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO"
 
 
-def run_recipe(script: str, root: Path, work: Path, policy: Path, **given: str) -> str:
+def run_recipe(script: str, root: Path, work: Path, policy: Path, **extra: str) -> str:
     """The output of a recipe with three small steps; fails with the output."""
     path = programs(work / "bin", program="launched")
     flags = [part for name, value in SMALL.items() for part in (f"--{name}", str(value))]
     with EmbeddedEngine(policy) as engine, sglang_router() as router:
         settings = variables(root, work, policy) | {"ENGINE": engine.url, "ROUTER": router, "WORK": str(work)}
         settings |= {"EVAL_DATA": "", "GPU_ARGS": ONE_GPU, "JOB_ENV": HERE}
-        env = {**environment(root), **settings, "PATH": path_with(path), **given}
+        env = {**environment(root), **settings, "PATH": path_with(path), **extra}
         code, output = run_guarded([RECIPES / script, *flags], timeout_s=240, env=env)
     assert code == 0, output[-6000:]
     return output
@@ -81,10 +81,10 @@ def wait_until_up(port: int, node: subprocess.Popen[bytes], log: Path) -> None:
 def two_ray_nodes(root: Path, work: Path) -> Iterator[dict[str, str]]:
     """Ray's head and a second node, with a token as several hosts need it; yields the variables of its clients."""
     port, dashboard = free_port(), free_port()
-    own = tempfile.mkdtemp(
+    ray_directory = tempfile.mkdtemp(
         prefix="ray-"
     )  # short: its sockets' paths; apart: "ray.init()" joins the cluster named there
-    token = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32), "RAY_TMPDIR": own}
+    token = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32), "RAY_TMPDIR": ray_directory}
     path = path_with(programs(work / "bin", program="launched"))
     # a node does not have the recipe's variables: they come with the job
     env = {name: value for name, value in environment(root).items() if name != "PYTHONPATH"} | token | {"PATH": path}
@@ -94,8 +94,8 @@ def two_ray_nodes(root: Path, work: Path) -> Iterator[dict[str, str]]:
     nodes: list[subprocess.Popen[bytes]] = []
     with (work / "nodes.log").open("wb") as log:
         try:
-            for where in (head, ["--address", f"127.0.0.1:{port}"]):
-                command = guarded(["ray", "start", *where, *common])
+            for place in (head, ["--address", f"127.0.0.1:{port}"]):
+                command = guarded(["ray", "start", *place, *common])
                 nodes.append(subprocess.Popen(command, env=env, stdout=log, stderr=log, cwd=work))
                 wait_until_up(port, nodes[-1], work / "nodes.log")
             yield token | {"RAY_JOB_ADDRESS": f"http://127.0.0.1:{dashboard}"}
@@ -103,18 +103,18 @@ def two_ray_nodes(root: Path, work: Path) -> Iterator[dict[str, str]]:
             for node in reversed(nodes):
                 node.terminate()
                 node.wait(60)
-            shutil.rmtree(own, ignore_errors=True)
+            shutil.rmtree(ray_directory, ignore_errors=True)
 
 
 @pytest.mark.slime
 @pytest.mark.ray
 def test_two_nodes_train_by_a_job_with_a_runtime_environment(policy_dir: Path, tmp_path: Path):
     root = require_slime("ray", "torch", "transformers", "sglang_router")
-    with two_ray_nodes(root, tmp_path) as given:
-        output = run_recipe("run_agent_nodes.sh", root, tmp_path, policy_dir, **given)
+    with two_ray_nodes(root, tmp_path) as extra:
+        output = run_recipe("run_agent_nodes.sh", root, tmp_path, policy_dir, **extra)
         judge(tmp_path)
         assert "succeeded" in output
-        wrong = given | {"RAY_AUTH_TOKEN": secrets.token_hex(32), "PATH": path_with(tmp_path / "bin")}
+        wrong = extra | {"RAY_AUTH_TOKEN": secrets.token_hex(32), "PATH": path_with(tmp_path / "bin")}
         refused = subprocess.run(
             [str(RECIPES / "run_agent_nodes.sh")],
             env={**environment(root), **wrong},

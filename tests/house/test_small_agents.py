@@ -1,5 +1,4 @@
-"""The tasks of SmolLM2's size: a seed gives the same tasks again, the right answer is worth 1, and what a policy learns
-in its place is worth less."""
+"""Tasks of SmolLM2's size: a seed gives the same tasks, the right answer is worth 1, shortcuts of a policy less."""
 
 from __future__ import annotations
 
@@ -31,10 +30,10 @@ def test_tasks_depend_on_the_seed_and_prompts_contain_them(agent: Any) -> None:
     assert tasks(agent, 1) == tasks(agent, 1) != tasks(agent, 2)
     for task in tasks(agent, 1):
         assert json.loads(json.dumps(task)) == task
-        asked = agent.build_prompt(task)[-1]
-        assert asked["role"] == "user"
-        assert task.get("text", task.get("item", " ".join(task.get("words", ())))) in asked["content"]
-        assert task["label"] not in asked["content"]  # the question is not the answer
+        question = agent.build_prompt(task)[-1]
+        assert question["role"] == "user"
+        assert task.get("text", task.get("item", " ".join(task.get("words", ())))) in question["content"]
+        assert task["label"] not in question["content"]
 
 
 @pytest.mark.parametrize("agent", [AlphabetSort(), ReverseText(), ReverseCharacters()])
@@ -46,30 +45,24 @@ def test_the_answer_is_worth_one_and_a_copy_of_the_question_less(agent: Any) -> 
         assert agent.compute_reward(task, "") == agent.compute_reward(task, "???") == 0.0
 
 
-def test_sorting_pays_for_exactly_the_words_that_were_asked() -> None:
+def test_sorting_pays_for_exactly_the_words_of_the_task() -> None:
     task = {"words": ["lemon", "apple", "house"], "label": "apple house lemon"}
-    rewards = {
-        answer: AlphabetSort().compute_reward(task, answer)
-        for answer in ("apple house lemon", "apple lemon house", "lemon apple house", "apple house", "apple house moon")
-    }
-    assert list(rewards.values()) == pytest.approx([1, 1 / 9, 0, 0, 0])
+    answers = ("apple house lemon", "apple lemon house", "lemon apple house", "apple house", "apple house moon")
+    rewards = [AlphabetSort().compute_reward(task, answer) for answer in answers]
+    assert rewards == pytest.approx([1, 1 / 9, 0, 0, 0])
 
 
-@pytest.mark.parametrize(
-    ("first", "last", "reward"),
-    [
-        ('<tool_call>{"name": "price", "arguments": {"item": "rope"}}</tool_call>', "42", 1.0),
-        ('<tool_call>{"name": "price", "arguments": {"item": "rope"}}</tool_call>', "It costs 42 coins.", 1.0),
-        ('<tool_call>{"name": "price", "arguments": {"item": "rope"}}</tool_call>', "41", 0.2),
-        ('<tool_call>{"name": "price", "arguments": {"item": "rope"}}</tool_call>', "42 or 43", 0.2),
-        ('<tool_call>{"name": "price", "arguments": {"item": "ball"}}</tool_call>', "42", 0.0),
-        (None, "42", 0.0),  # guessed, without the tool
-    ],
-)
-def test_the_shop_pays_for_asking_and_for_the_number(first: str | None, last: str, reward: float) -> None:
-    turns = [Turn(prompt_ids=[1], response_ids=[2], text=text) for text in (first, last) if text is not None]
+def test_the_shop_pays_for_asking_and_for_the_number() -> None:
+    def reward(item: str | None, answer: str) -> float:
+        """``item`` is None without a call of the tool."""
+        call = f'<tool_call>{{"name": "price", "arguments": {{"item": "{item}"}}}}</tool_call>'
+        texts = [answer] if item is None else [call, answer]
+        turns = tuple(Turn(prompt_ids=[1], response_ids=[2], text=text) for text in texts)
+        return asyncio.run(Shop().score(task, Trajectory(rollout_id="ro", attempt_id="at", task=task, turns=turns)))
+
     task = {"item": "rope", "label": "42"}
-    told = Trajectory(rollout_id="ro", attempt_id="at", task=task, turns=tuple(turns))
-    assert asyncio.run(Shop().score(task, told)) == pytest.approx(reward)
+    assert reward("rope", "42") == reward("rope", "It costs 42 coins.") == 1.0
+    assert reward("rope", "42 or 43") == pytest.approx(0.2)
+    assert reward("ball", "42") == reward(None, "42") == 0.0
     assert Price(task)("Rope ") == "42 coins"
     assert "no such item" in Price(task)("ball")

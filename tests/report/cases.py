@@ -1,4 +1,4 @@
-"""What the tests of the report room share."""
+"""Metrics, a recorder of events and a way to hide packages, for the tests of this room."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ METRICS: dict[str, MetricValue] = {
 
 
 class Recorder:
-    """Keeps what it is told."""
+    """Keeps the events that it handles."""
 
     def __init__(self) -> None:
         self.events: list[Event] = []

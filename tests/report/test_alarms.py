@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -54,12 +53,9 @@ def no_spread(run: Run) -> None:
         group["rewards"] = [1.0] * SIZE
 
 
-def hang(run: Run) -> None:
-    run[0][8]["perf/collect_s"] = 90.0
-
-
-def slow_sync(run: Run) -> None:
-    run[0][8]["perf/sync_s"] = 60.0
+def in_metrics(row: int, **values: float) -> Callable[[Run], None]:
+    """A fault in the metrics of one iteration."""
+    return lambda run: run[0][row].update({name.replace("__", "/"): value for name, value in values.items()})
 
 
 def aborts(run: Run) -> None:
@@ -83,38 +79,26 @@ def collapse(run: Run) -> None:
         group.update(alike=True, rewards=[0.5] * SIZE)
 
 
-def far(run: Run) -> None:
-    run[0][9]["train/kl"] = 0.7
-
-
-def disagree(run: Run) -> None:
-    run[0][7]["train/logprob_diff_max"] = 0.3
-
-
-def explained(run: Run) -> None:
+def mismatch(run: Run) -> None:
     for row in run[0][6:8]:
         row |= {"autopsy/sampler": 0.2, "autopsy/cause/late_weights": 0.19}
 
 
-def short_ones(run: Run) -> None:
+def short_answers(run: Run) -> None:
     for row in run[0][6:]:
         row["rollout/response_tokens_mean_trained"] = 25.0
 
 
 def broken_judge(run: Run) -> None:
     for group in run[1][3 * GROUPS :]:
-        group["outcomes"][0], group["reasons"][0], group["rewards"][0] = "failed", "no_reward", None
-        group["outcomes"][1], group["reasons"][1], group["rewards"][1] = "failed", "timeout", None
-        group["rewards"][2:] = [0.0, 1.0]
+        group["outcomes"][:2] = ["failed"] * 2
+        group["reasons"][:2] = ["no_reward", "timeout"]
+        group["rewards"] = [None, None, 0.0, 1.0]
 
 
 def refused(run: Run) -> None:
     run[0][6] |= {"gateway/refused/400": 3.0, "gateway/refused/410": 9.0, "gateway/refused/429": 9.0}
     run[0][6]["gateway/refused/rollouts"] = 2.0
-
-
-def serverless(run: Run) -> None:
-    run[0][6] |= {"gateway/left_out/web_search": 3.0, "gateway/left_out/mcp": 1.0}
 
 
 def failed_validation(run: Run) -> None:
@@ -132,49 +116,34 @@ def broken_tool(run: Run) -> None:
 
 FAULTS: list[tuple[Callable[[Run], None], str, int, str]] = [
     (no_spread, "zero variance", 4, "for 9 iterations"),
-    (hang, "stall", 9, "collect took 90 s where 2.0 s was usual"),
-    (slow_sync, "stall", 9, "sync took 60 s"),
+    (in_metrics(8, perf__collect_s=90.0), "stall", 9, "collect took 90 s where 2.0 s was usual"),
+    (in_metrics(8, perf__sync_s=60.0), "stall", 9, "sync took 60 s"),
     (aborts, "storm of aborts", 5, "50% of the rollouts were cancelled or aborted (group_timeout 6, aborted 6)"),
     (cut_off, "truncation", 3, "50% of the rollouts were cut off"),
     (silence, "silent tool", 2, "'lookup' was never called in 48 rollouts; 12 calls could not be parsed"),
     (broken_tool, "broken tool", 5, "36 of 36 calls of tool 'lookup' failed: ConnectionError: no such host"),
     (collapse, "answers alike", 6, "6 of 6 groups"),
-    (far, "KL jump", 10, "0.7 where 0.002"),
-    (disagree, "log-prob jump", 8, "0.3 nats"),
-    (explained, "mismatch", 7, "late_weights explains 0.19 nats per token"),
-    (short_ones, "length bias", 7, "38% shorter"),
-    (refused, "refused requests", 7, "3 requests of agents were refused"),
+    (in_metrics(9, train__kl=0.7), "KL jump", 10, "0.7 where 0.002"),
+    (in_metrics(7, train__logprob_diff_max=0.3), "log-prob jump", 8, "0.3 nats"),
+    (mismatch, "mismatch", 7, "late_weights explains 0.19 nats per token"),
+    (short_answers, "length bias", 7, "38% shorter"),
     (failed_validation, "validation failures", 6, "15 of 16 validation rollouts failed (timeout 15)"),
     (refused, "refused requests", 7, "3 requests of agents were refused (400 or 413), in 2 rollouts"),
-    (serverless, "tools left out", 7, "would run (mcp, web_search)"),
+    (
+        in_metrics(6, gateway__left_out__web_search=3.0, gateway__left_out__mcp=1.0),
+        "tools left out",
+        7,
+        "would run (mcp, web_search)",
+    ),
     (broken_judge, "failures", 4, "(no_reward 6, timeout 6)"),
 ]
 
 
-def test_a_run_that_learns_raises_no_alarm() -> None:
-    assert find_alarms(*healthy()) == []
-
-
-def test_framework_sqlite_failures_advise_fewer_concurrent_rollouts() -> None:
-    def advice(reason: str) -> str:
-        run = healthy()
-        for group in run[1]:
-            group["outcomes"][0], group["reasons"][0], group["rewards"][0] = "failed", reason, None
-        return next(alarm.advice for alarm in find_alarms(*run) if alarm.kind == "failures")
-
-    for reason in ("DatabaseOperationError", "OperationalError"):
-        assert "as CrewAI has" in advice(reason)
-        assert "--max-concurrent 1" in advice(reason)
-    assert "SQLite" not in advice("timeout")
-
-
-@pytest.mark.parametrize(
-    ("fault", "kind", "iteration", "text"), FAULTS, ids=lambda value: getattr(value, "__name__", "")
-)
+@pytest.mark.parametrize(("fault", "kind", "iteration", "text"), FAULTS, ids=[row[1] for row in FAULTS])
 def test_each_fault_raises_its_alarm_and_no_other(
     fault: Callable[[Run], None], kind: str, iteration: int, text: str
 ) -> None:
-    run = copy.deepcopy(healthy())
+    run = healthy()
     fault(run)
     (alarm,) = find_alarms(*run)
     assert (alarm.kind, alarm.iteration) == (kind, iteration)
@@ -189,13 +158,14 @@ def test_every_alarm_check_has_a_fault_that_raises_it() -> None:
 
     raised = set()
     for fault, *_ in FAULTS:
-        run = copy.deepcopy(healthy())
+        run = healthy()
         fault(run)
         raised |= {check.__name__ for check in alarms._CHECKS if list(check(alarms._steps(*run)))}
     assert raised == {check.__name__ for check in alarms._CHECKS}
 
 
-def test_records_that_lack_fields_raise_nothing() -> None:
+def test_a_run_that_learns_and_records_that_lack_fields_raise_nothing() -> None:
+    assert find_alarms(*healthy()) == []
     metrics = [{"iteration": n} for n in range(1, 20)]
     groups: list[dict[str, Any]] = [{"iteration": n, "rewards": None, "rollouts": "?"} for n in range(1, 20)]
     assert find_alarms(metrics, groups) == []

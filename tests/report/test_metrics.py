@@ -1,4 +1,4 @@
-"""metrics.jsonl: what a kill, a NaN and a resumed run leave in it."""
+"""metrics.jsonl after a kill, a NaN and a resume."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import zlib
 from collections.abc import Mapping
 from pathlib import Path
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -30,8 +31,8 @@ def write(
     warnings: list[tuple[str, str]] | None = None,
     metrics: Mapping[str, MetricValue] | None = None,
 ) -> None:
-    told = [] if warnings is None else warnings
-    writer = MetricsWriter(path, warn=lambda text, key: told.append((text, key)))
+    heard = [] if warnings is None else warnings
+    writer = MetricsWriter(path, warn=lambda text, key: heard.append((text, key)))
     for iteration in iterations:
         writer.handle(IterationFinished(iteration=iteration, metrics={**METRICS, **(metrics or {})}))
     writer.close()
@@ -41,72 +42,49 @@ def reject_constant(name: str) -> None:
     raise AssertionError(f"{name} is not JSON")
 
 
-def test_one_valid_object_per_iteration(tmp_path: Path) -> None:
+def test_one_valid_object_per_iteration_with_the_required_keys(tmp_path: Path) -> None:
     path = tmp_path / "deep" / "metrics.jsonl"
     write(path, 1, 2, 3)
     lines = path.read_text(encoding="utf-8").splitlines()
     assert [json.loads(line)["iteration"] for line in lines] == [1, 2, 3]
     assert json.loads(lines[0]) == {"iteration": 1, **METRICS, "crc": zlib.crc32(lines[0].split(', "crc"')[0].encode())}
-
-
-def test_required_keys_are_there_even_when_the_run_does_not_know_them(tmp_path: Path) -> None:
-    path = tmp_path / "metrics.jsonl"
+    content = path.read_bytes()
     writer = MetricsWriter(path, warn=lambda text, key: None)
-    writer.handle(IterationFinished(iteration=0, metrics={"val/reward_mean": 0.25}))
-    (row,) = read_metrics(path)
-    assert row == {"iteration": 0, "val/reward_mean": 0.25, **dict.fromkeys(REQUIRED_KEYS)}
+    assert path.read_bytes() == content  # opening changes nothing
+    writer.handle(IterationFinished(iteration=4, metrics={"val/reward_mean": 0.25}))
     writer.close()
+    assert read_metrics(path)[-1] == {"iteration": 4, "val/reward_mean": 0.25, **dict.fromkeys(REQUIRED_KEYS)}
 
 
-@pytest.mark.parametrize(("value", "word"), [(math.nan, "NaN"), (math.inf, "infinite"), (-math.inf, "infinite")])
-def test_values_that_are_not_finite_become_null_and_are_reported(tmp_path: Path, value: float, word: str) -> None:
+def test_values_are_plain_numbers_or_null_with_a_warning(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
-    warnings: list[tuple[str, str]] = []
-    write(path, 7, warnings=warnings, metrics={"train/loss": value})
-    row = json.loads(path.read_text(), parse_constant=reject_constant)
-    assert row["train/loss"] is None
-    assert warnings == [
-        (f"train/loss is {word} in iteration 7; metrics.jsonl has null there.", "not_finite:train/loss")
-    ]
+    scalars = {"train/loss": np.float32(0.5), "rollout/count": np.int64(3), "train/grad_norm": np.array(2.0)}
+    write(path, 1, metrics=scalars)
+    for value, word in ((math.nan, "NaN"), (math.inf, "infinite"), (-math.inf, "infinite")):
+        warnings: list[tuple[str, str]] = []
+        cut(1, path)
+        write(path, 7, warnings=warnings, metrics={"train/loss": value})
+        text = f"train/loss is {word} in iteration 7; metrics.jsonl has null there."
+        assert warnings == [(text, "not_finite:train/loss")]
+        first, second = (json.loads(line, parse_constant=reject_constant) for line in path.read_text().splitlines())
+        assert second["train/loss"] is None
+    assert (first["train/loss"], first["rollout/count"], first["train/grad_norm"]) == (0.5, 3, 2.0)
 
 
-def test_numpy_scalars_are_written_as_numbers(tmp_path: Path) -> None:
-    np = pytest.importorskip("numpy")
-    path = tmp_path / "metrics.jsonl"
-    write(
-        path, 1, metrics={"train/loss": np.float32(0.5), "rollout/count": np.int64(3), "train/grad_norm": np.array(2.0)}
-    )
-    (row,) = read_metrics(path)
-    assert (row["train/loss"], row["rollout/count"], row["train/grad_norm"]) == (0.5, 3, 2.0)
-
-
-def test_a_torn_last_line_is_read_over_at_every_cut(tmp_path: Path) -> None:
+def test_torn_and_broken_lines_are_read_over_and_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = tmp_path / "metrics.jsonl"
     write(path, 1, 2)
     whole = path.read_bytes()
-    first = whole.index(b"\n") + 1
-    for end in range(first, len(whole)):
+    for end in range(whole.index(b"\n") + 1, len(whole)):
         path.write_bytes(whole[:end])
         assert [row["iteration"] for row in read_metrics(path)] == [1]
-    path.write_bytes(whole)
-    assert [row["iteration"] for row in read_metrics(path)] == [1, 2]
-
-
-def test_a_broken_line_is_left_out_and_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    path = tmp_path / "metrics.jsonl"
-    path.write_text('{"iteration": 1}\n{"iterat\n{"iteration": 3}\n')
-    assert [row["iteration"] for row in read_metrics(path)] == [1, 3]
-    assert "line 2 is not JSON" in caplog.text
-
-
-def test_broken_line_does_not_stop_a_resumed_run(tmp_path: Path) -> None:
-    path = tmp_path / "metrics.jsonl"
-    write(path, 1, 2, 3)
+    write(path, 2, 3)  # after the torn line
     lines = path.read_bytes().splitlines(keepends=True)
     path.write_bytes(b"".join([lines[0], b"{nothing\n", *lines[2:]]))
     write(path, 4)
     assert [row["iteration"] for row in read_metrics(path)] == [1, 3, 4]
-    assert path.read_bytes().splitlines()[1] == b"{nothing"  # for people to see what it was
+    assert path.read_bytes().splitlines()[1] == b"{nothing"  # stays for people to read
+    assert "line 2 is not JSON" in caplog.text
 
 
 def test_resume_after_a_torn_line_leaves_no_duplicate_and_no_rest(tmp_path: Path) -> None:
@@ -115,23 +93,9 @@ def test_resume_after_a_torn_line_leaves_no_duplicate_and_no_rest(tmp_path: Path
     path.write_bytes(path.read_bytes()[:-20])
     cut(2, path)
     write(path, 3, 4, 5, metrics={"train/loss": 9.0})
-    rows = read_metrics(path)
-    assert [(row["iteration"], row["train/loss"]) for row in rows] == [
-        (1, -0.012),
-        (2, -0.012),
-        (3, 9.0),
-        (4, 9.0),
-        (5, 9.0),
-    ]
+    losses = {row["iteration"]: row["train/loss"] for row in read_metrics(path)}
+    assert losses == {1: -0.012, 2: -0.012, 3: 9.0, 4: 9.0, 5: 9.0}
     assert os.listdir(tmp_path) == ["metrics.jsonl"]
-
-
-def test_opening_without_writing_changes_nothing(tmp_path: Path) -> None:
-    path = tmp_path / "metrics.jsonl"
-    write(path, 1)
-    before = path.read_bytes()
-    MetricsWriter(path, warn=lambda text, key: None).close()
-    assert path.read_bytes() == before
 
 
 @given(st.lists(st.integers(0, 8), min_size=1, max_size=12), st.booleans())
@@ -144,12 +108,12 @@ def test_the_file_always_holds_each_iteration_once_in_order(
     for iteration in iterations:
         if resumed:
             cut(iteration - 1, path)
-            expected = [known for known in expected if known < iteration]
+            expected = [earlier for earlier in expected if earlier < iteration]
         if expected and iteration <= expected[-1]:
-            before = path.read_bytes()
+            content = path.read_bytes()
             with pytest.raises(ValueError, match=f"has records of iteration {expected[-1]} already; iteration"):
                 write(path, iteration)
-            assert path.read_bytes() == before
+            assert path.read_bytes() == content
         else:
             write(path, iteration)
             expected.append(iteration)

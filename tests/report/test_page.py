@@ -1,11 +1,9 @@
-"""The page: what is read of a run's directory, whole or damaged, and that what a model wrote stays data."""
+"""The page of a run's directory, whole or damaged; a model's texts stay data."""
 
 from __future__ import annotations
 
 import json
-import os
 import re
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -29,8 +27,8 @@ WEB = Path(page_module.__file__).parent / "web"
 def blocks(path: Path) -> dict[str, Any]:
     """The blocks of data as a browser sees them: HTML ends a script element at the first ``</script``."""
     html = path.read_text(encoding="utf-8")
-    found = re.findall(r'<script type="application/json" id="([^"]+)">(.*?)</script', html, re.DOTALL)
-    return {name: json.loads(text) for name, text in found}
+    scripts = re.findall(r'<script type="application/json" id="([^"]+)">(.*?)</script', html, re.DOTALL)
+    return {name: json.loads(text) for name, text in scripts}
 
 
 def test_the_page_has_the_run_and_its_kept_rollouts(tmp_path: Path) -> None:
@@ -67,27 +65,18 @@ def test_script_json_json_is_the_same_value_and_no_html(text: str) -> None:
     assert not set("<>&\u2028\u2029") & set(made)
 
 
-def test_a_title_is_text(tmp_path: Path) -> None:
-    html = write_report([write_run(tmp_path / "<b>x")]).read_text(encoding="utf-8")
+def test_the_policy_lets_the_pages_code_run_and_nothing_else(tmp_path: Path) -> None:
+    html = write_report([write_run(tmp_path / "<b>x", iterations=1)]).read_text(encoding="utf-8")
     assert "<title>agl-slime: &lt;b&gt;x</title>" in html
-
-
-def test_the_policy_lets_the_own_code_run_and_nothing_else() -> None:
     rules = page_module.policy(live=False)
     assert "default-src 'none'" in rules
     assert "unsafe" not in rules
     assert "connect-src" not in rules
-    assert "innerHTML" not in "".join(path.read_text() for path in WEB.glob("*.js") if path.name != "uplot.js")
-
-
-def test_the_charts_keep_their_licence() -> None:
-    assert "Leon Sorokin" in assets()[2]
-
-
-def test_files_of_the_page_are_short() -> None:
-    own = [path for path in WEB.iterdir() if not path.name.startswith("uplot")]
-    assert len(own) > 8
-    assert not [path.name for path in own if len(path.read_text().splitlines()) > 400]
+    files = [path for path in WEB.iterdir() if not path.name.startswith("uplot")]
+    assert len(files) > 8
+    assert not [path.name for path in files if path.suffix == ".js" and "innerHTML" in path.read_text()]
+    assert not [path.name for path in files if len(path.read_text().splitlines()) > 400]
+    assert "Leon Sorokin" in assets()[2]  # the charts' licence
 
 
 def test_a_large_run_is_cut_to_size_and_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -103,17 +92,14 @@ def test_a_large_run_is_cut_to_size_and_says_so(tmp_path: Path, monkeypatch: pyt
 def test_a_megabyte_of_emoji_is_cut_in_the_file_and_whole_in_the_record(tmp_path: Path) -> None:
     write_run(tmp_path, iterations=1, tool_result=EMOJI)
     data = blocks(write_report([tmp_path]))
-    told = data[data["runs-data"][0]["blocks"]["ro-1-0"]]["messages"][-2]["content"]
-    assert len(told) < 51_000
-    assert "characters left out" in told
+    update = data[data["runs-data"][0]["blocks"]["ro-1-0"]]["messages"][-2]["content"]
+    assert len(update) < 51_000
+    assert "characters left out" in update
     reader = RunReader(tmp_path)
     reader.update()
     line = reader.rollout("ro-1-0")
     assert line is not None
     assert EMOJI in json.loads(line)["messages"][-2]["content"]
-
-
-# -- directories that are not whole ----------------------------------------------------------------------------------
 
 
 def test_damaged_directory_opens_and_names_the_damage(tmp_path: Path) -> None:
@@ -125,59 +111,50 @@ def test_damaged_directory_opens_and_names_the_damage(tmp_path: Path) -> None:
     (tmp_path / "groups.jsonl").write_text('{"iteration": 1}\n[]\n{"iteration": 1, "rollouts": [1]}\n')
     run.summary.write_text("half")
     reader = RunReader(tmp_path)
-    told = reader.update()
-    assert told is not None
-    assert told["metrics"]["iteration"] == [1, 3]
-    assert told["damage"] == [
+    update = reader.update()
+    assert update is not None
+    assert update["metrics"]["iteration"] == [1, 3]
+    assert update["damage"] == [
         "config.json is not a JSON object: the settings of this run are unknown.",
         "metrics.jsonl: 1 damaged lines are left out (2).",
         "groups.jsonl: 2 damaged lines are left out (2, 3).",
     ]
-    assert told["state"]["word"] == "unknown"
-    assert "summary.json" in told["state"]["text"]
+    assert update["state"]["word"] == "unknown"
+    assert "summary.json" in update["state"]["text"]
     assert write_report([tmp_path]).stat().st_size > 50_000
 
 
-def test_running_and_stopped_runs_state_their_condition(tmp_path: Path) -> None:
-    writer = AWriter(tmp_path)
+def test_running_stopped_and_killed_runs_state_their_condition(tmp_path: Path) -> None:
+    writer = AWriter(tmp_path / "stopped")
     writer.iteration(1)
-    assert read_state(RunDir(tmp_path)).word == "running"
+    assert read_state(writer.run).word == "running"
     writer.finish("interrupted")
-    assert read_state(RunDir(tmp_path)).word == "stopped"
-    assert "interrupted" in read_state(RunDir(tmp_path)).text
-
-
-def test_a_killed_run_says_so(tmp_path: Path) -> None:
+    assert read_state(writer.run).word == "stopped"
+    assert "interrupted" in read_state(writer.run).text
     program = "import sys, time; from pathlib import Path; from tests.harness.report_runs import AWriter\n"
     program += "AWriter(Path(sys.argv[1])).iteration(1); print('ready', flush=True); time.sleep(60)"
-    with subprocess.Popen([sys.executable, "-c", program, str(tmp_path)], stdout=subprocess.PIPE, cwd=ROOT) as process:
+    run = RunDir(tmp_path / "killed")
+    with subprocess.Popen([sys.executable, "-c", program, str(run.path)], stdout=subprocess.PIPE, cwd=ROOT) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == b"ready\n"
-        assert read_state(RunDir(tmp_path)).word == "running"
-        os.kill(process.pid, signal.SIGKILL)
+        assert read_state(run).word == "running"
+        process.kill()
         process.wait()
-    state = read_state(RunDir(tmp_path))
-    assert state.word == "killed"
-    assert f"process {process.pid}" in state.text
-    told = RunReader(tmp_path).update()
-    assert told is not None
-    assert len(told["members"]["id"]) == 12
-
-
-def test_a_directory_without_a_run_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="holds no run"):
-        write_report([tmp_path])
+    assert read_state(run).word == "killed"
+    assert f"process {process.pid}" in read_state(run).text
+    update = RunReader(run.path).update()
+    assert update is not None
+    assert len(update["members"]["id"]) == 12
 
 
 def test_runs_below_a_directory_are_found(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="holds no run"):
+        write_report([tmp_path])
     for name in ("b", "a"):
         write_run(tmp_path / name, iterations=1)
     (tmp_path / "other").mkdir()
     assert [path.name for path in find_runs(tmp_path)] == ["a", "b"]
     assert [run["name"] for run in blocks(write_report([tmp_path]))["runs-data"]] == ["a", "b"]
-
-
-# -- following --------------------------------------------------------------------------------------------------------
 
 
 def test_update_contains_new_rows_only_and_a_resume_resets(tmp_path: Path) -> None:
@@ -205,15 +182,12 @@ def test_update_contains_new_rows_only_and_a_resume_resets(tmp_path: Path) -> No
 def test_a_tail_reads_each_record_once_however_the_file_grows(tmp_path_factory: Any, cuts: list[int]) -> None:
     path = tmp_path_factory.mktemp("tail") / "x.jsonl"
     content = b"".join(json.dumps({"iteration": n, "text": "é\n" * n}).encode() + b"\n" for n in range(8))
-    tail, seen = Tail(path), []
+    tail, iterations = Tail(path), []
     for end in [*sorted(min(cut, len(content)) for cut in cuts), len(content)]:
         with path.open("ab") as file:
             file.write(content[file.tell() : end])
-        seen += [line.record["iteration"] for line in tail.read()]
-    assert seen == list(range(8))
+        iterations += [line.record["iteration"] for line in tail.read()]
+    assert iterations == list(range(8))
     assert tail.bad == []
-
-
-def test_columns_keep_places_where_a_metric_is_missing() -> None:
     rows = [{"iteration": 1, "a": 0.123456789}, {"iteration": 2, "b": 1}]
     assert columns(rows) == {"iteration": [1, 2], "columns": {"a": [0.1234568, None], "b": [None, 1]}}

@@ -1,4 +1,4 @@
-"""The record of a run's rollouts: what is kept, what became of it, and that each figure stands at its token."""
+"""The record of a run's rollouts: samples, outcomes, and each figure at its token."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from agl_slime.events import (
     RunStarted,
 )
 from agl_slime.report.files import IterationFile, RunDir, iter_jsonl
-from agl_slime.report.rollouts import Pieces, RolloutWriter, describe_tokens
+from agl_slime.report.rollouts import Pieces, RolloutWriter, SizeBudget, choose_rollouts, describe_tokens
 from agl_slime.types import Sample
 from tests.harness.examples import examples
 from tests.harness.tokenizers import chat_tokenizer
@@ -37,7 +37,7 @@ def a_sample(rollout_id: str = "ro-1", mask: tuple[int, ...] = (1, 1, 0, 1), **m
         tokens=[*b"ask", *b"wxyz"[: len(mask)]],
         response_length=len(mask),
         loss_mask=list(mask),
-        rollout_log_probs=[-0.1 * (n + 1) * own for n, own in enumerate(mask)],
+        rollout_log_probs=[-0.1 * (n + 1) * trained for n, trained in enumerate(mask)],
         status=Sample.Status.COMPLETED,
         weight_versions=["3"],
         metadata={"agl_rollout_id": rollout_id, "weight_spans": [["3", 0, 2], ["4", 3, 4]], **metadata},
@@ -79,6 +79,11 @@ def finished(iteration: int) -> IterationFinished:
     return IterationFinished(iteration=iteration, metrics={})
 
 
+def play(writer: RolloutWriter, iteration: int, *members: MemberResult) -> None:
+    """One iteration of a group that is trained."""
+    tell(writer, collected(iteration, *members), batch(iteration, *members), finished(iteration))
+
+
 def rows(path: Path, name: str = "rollouts") -> list[dict[str, Any]]:
     file = path / f"{name}.jsonl"
     return list(iter_jsonl(file)) if file.exists() else []
@@ -89,20 +94,16 @@ def unpacked(text: str, kind: str = "<f4") -> list[float]:
 
 
 def test_each_value_is_at_its_token() -> None:
-    told = describe_tokens(
-        a_sample(), Pieces(TOKENIZER), scores=(np.array([-1, -2, -3], "f4"), np.array([5, 6, 7], "f4"))
-    )
-    assert told["prompt_length"] == 3
-    assert told["pieces"] == list("askwxyz")
-    assert unpacked(told["tokens"], "<i4") == list(b"askwxyz")
-    assert told["trained"] == [[0, 2], [3, 4]]
-    assert unpacked(told["engine_log_probs"]) == pytest.approx([-0.1, -0.2, NONE, -0.4], nan_ok=True)
-    assert unpacked(told["trainer_log_probs"]) == pytest.approx([-1, -2, NONE, -3], nan_ok=True)
-    assert unpacked(told["advantages"]) == pytest.approx([5, 6, NONE, 7], nan_ok=True)
-    assert told["weight_versions"] == [["3", 0, 2], ["4", 3, 4]]
-
-
-def test_scores_of_another_sample_are_refused() -> None:
+    scores = (np.array([-1, -2, -3], "f4"), np.array([5, 6, 7], "f4"))
+    line = describe_tokens(a_sample(), Pieces(TOKENIZER), scores=scores)
+    assert line["prompt_length"] == 3
+    assert line["pieces"] == list("askwxyz")
+    assert unpacked(line["tokens"], "<i4") == list(b"askwxyz")
+    assert line["trained"] == [[0, 2], [3, 4]]
+    assert unpacked(line["engine_log_probs"]) == pytest.approx([-0.1, -0.2, NONE, -0.4], nan_ok=True)
+    assert unpacked(line["trainer_log_probs"]) == pytest.approx([-1, -2, NONE, -3], nan_ok=True)
+    assert unpacked(line["advantages"]) == pytest.approx([5, 6, NONE, 7], nan_ok=True)
+    assert line["weight_versions"] == [["3", 0, 2], ["4", 3, 4]]
     with pytest.raises(TraceError, match="the trainer 2"):
         describe_tokens(a_sample(), Pieces(TOKENIZER), scores=(np.zeros(2), np.zeros(2)))
 
@@ -144,18 +145,17 @@ def test_sampled_keeps_four_per_iteration_within_the_byte_bound(tmp_path: Path) 
         members.append(a_member(f"{iteration}-f", None, group_id=f"g{iteration}", failure="timeout"))
         tell(writer, collected(iteration, *members), batch(iteration, *members[:8]), finished(iteration))
     assert (tmp_path / "rollouts.jsonl").stat().st_size <= 200_000
-    kept = rows(tmp_path)
-    assert kept[0]["iteration"] == 1
-    assert kept[-1]["iteration"] > 90
-    assert {row["label"] for row in kept if row["iteration"] == 1} == {"best", "worst", "random", "failed"}
+    lines = rows(tmp_path)
+    assert lines[0]["iteration"] == 1
+    assert lines[-1]["iteration"] > 90
+    assert {row["label"] for row in lines if row["iteration"] == 1} == {"best", "worst", "random", "failed"}
     groups = rows(tmp_path, "groups")
     assert [len(group["rollouts"]) for group in groups] == [9] * 100
-    assert {name for group in groups for name in group["kept"]} == {row["rollout_id"] for row in kept}
+    assert {name for group in groups for name in group["kept"]} == {row["rollout_id"] for row in lines}
 
 
 def test_none_keeps_the_groups_alone(tmp_path: Path) -> None:
-    writer = a_writer(tmp_path, keep="none")
-    tell(writer, collected(1, a_member("a")), batch(1, a_member("a")), finished(1))
+    play(a_writer(tmp_path, keep="none"), 1, a_member("a"))
     assert not (tmp_path / "rollouts.jsonl").exists()
     assert rows(tmp_path, "groups")[0]["outcomes"] == ["trained"]
 
@@ -163,7 +163,7 @@ def test_none_keeps_the_groups_alone(tmp_path: Path) -> None:
 def test_crash_between_the_two_files_leaves_no_dangling_kept_rollout(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    writer, one, append = a_writer(tmp_path), a_member("one"), IterationFile.append
+    append = IterationFile.append
 
     def die_after_the_first(self: IterationFile, *args: Any) -> None:
         append(self, *args)
@@ -171,55 +171,50 @@ def test_crash_between_the_two_files_leaves_no_dangling_kept_rollout(
 
     monkeypatch.setattr(IterationFile, "append", die_after_the_first)
     with pytest.raises(KeyboardInterrupt):
-        tell(writer, collected(1, one), batch(1, one), finished(1))
-    there = {row["rollout_id"] for row in rows(tmp_path)}
-    assert {name for group in rows(tmp_path, "groups") for name in group["kept"]} <= there
+        play(a_writer(tmp_path), 1, a_member("a"))
+    rollouts = {row["rollout_id"] for row in rows(tmp_path)}
+    assert {name for group in rows(tmp_path, "groups") for name in group["kept"]} <= rollouts
 
 
-def test_an_iteration_that_is_run_again_is_there_once(tmp_path: Path) -> None:
-    for name in ("before", "after"):
-        RunDir(tmp_path).rewind(1)
-        writer = a_writer(tmp_path)
-        one = a_member(name, group_id=name)
-        tell(writer, collected(2, one), batch(2, one), finished(2))
-        writer.close()
-    assert [row["rollout_id"] for row in rows(tmp_path)] == ["after"]
-
-
-def test_resumed_run_that_ends_at_once_keeps_earlier_rows(tmp_path: Path) -> None:
-    before = a_writer(tmp_path)
-    for iteration in (1, 2):
-        one = a_member(f"m{iteration}", group_id=f"g{iteration}")
-        tell(before, collected(iteration, one), batch(iteration, one), finished(iteration))
-    before.close()
+def test_resumed_run_keeps_earlier_rows_and_repeats_none(tmp_path: Path) -> None:
+    """Iteration 3 is run twice, and the second resume ends at once."""
+    writer = a_writer(tmp_path)
+    for iteration in (1, 2, 3):
+        play(writer, iteration, a_member(f"m{iteration}", group_id=f"g{iteration}"))
+    writer.close()
     RunDir(tmp_path).rewind(2)
-    after = a_writer(tmp_path)
-    tell(after, RunStarted(iteration=2), collected(3, a_member("late", group_id="late")), RunFinished(reason="x"))
-    after.close()
+    writer = a_writer(tmp_path)
+    play(writer, 3, a_member("second", group_id="second"))
+    writer.close()
+    assert [row["rollout_id"] for row in rows(tmp_path)] == ["m1", "m2", "second"]
+    RunDir(tmp_path).rewind(2)
+    writer = a_writer(tmp_path)
+    tell(writer, RunStarted(iteration=2), collected(3, a_member("late", group_id="late")), RunFinished(reason="x"))
+    writer.close()
     for name in ("rollouts", "groups"):
         assert [row["iteration"] for row in rows(tmp_path, name)] == [1, 2, 3]
 
 
 def test_a_group_that_was_ready_before_a_restart_is_there_once(tmp_path: Path) -> None:
     waits, written = a_member("waits", group_id="w"), a_member("written", group_id="x")
-    before = a_writer(tmp_path)
-    tell(before, collected(1, waits), finished(1), collected(2, a_member("late", group_id="l")), RunFinished())
-    before.close()
-    assert [row["rollout_id"] for row in rows(tmp_path)] == ["waits", "late"]  # it ended with iteration 1
+    first = a_writer(tmp_path)
+    tell(first, collected(1, waits), finished(1), collected(2, a_member("late", group_id="l")), RunFinished())
+    first.close()
+    assert [row["rollout_id"] for row in rows(tmp_path)] == ["waits", "late"]  # it ended in iteration 1
     RunDir(tmp_path).rewind(1)
-    after = a_writer(tmp_path)
+    second = a_writer(tmp_path)
     groups = [collected(1, member).groups[0] for member in (waits, written)]
-    tell(after, GroupsRestored(iteration=1, groups=groups), finished(2))
-    assert rows(tmp_path) == rows(tmp_path, "groups") == []  # what was cut off is gone, what waits is to come
-    tell(after, batch(3, waits), finished(3))
+    tell(second, GroupsRestored(iteration=1, groups=groups), finished(2))
+    assert rows(tmp_path) == rows(tmp_path, "groups") == []  # cut rows are gone, the waiting group is to come
+    tell(second, batch(3, waits), finished(3))
     (line,) = rows(tmp_path, "groups")
     assert (line["rollouts"], line["outcomes"], line["iteration"]) == (["waits"], ["trained"], 3)
     assert unpacked(rows(tmp_path)[0]["samples"][0]["trainer_log_probs"])[:2] == [0.0, 1.0]
-    # once more: a group that was written without its fate is not written again
-    tell(after, batch(4, written), finished(4))
-    after.close()
-    again = a_writer(tmp_path)
-    tell(again, GroupsRestored(iteration=4, groups=groups), batch(5, waits, written), finished(5))
+    # a group that was written without its fate is written once
+    tell(second, batch(4, written), finished(4))
+    second.close()
+    third = a_writer(tmp_path)
+    tell(third, GroupsRestored(iteration=4, groups=groups), batch(5, waits, written), finished(5))
     assert [row["rollouts"] for row in rows(tmp_path, "groups")] == [["waits"], ["written"]]
 
 
@@ -232,3 +227,38 @@ def test_pieces_join_to_the_text(vocabulary: str, text: str) -> None:
     pieces = Pieces(tokenizer)(ids)
     assert len(pieces) == len(ids)
     assert "".join(pieces) == tokenizer.decode(ids)
+
+
+def test_choice_is_best_worst_random_failed() -> None:
+    rewards = {"a": 0.5, "b": 1.0, "c": None, "d": 0.0, "e": 1.0, "f": 0.4}
+    chosen = choose_rollouts(rewards, iteration=3)
+    by_label = {label: rollout_id for rollout_id, label in chosen.items()}
+    assert by_label.pop("random") in {"a", "e", "f"}
+    assert by_label == {"best": "b", "worst": "d", "failed": "c"}
+    assert chosen == choose_rollouts(rewards, iteration=3)
+    assert len({tuple(choose_rollouts(rewards, iteration=iteration)) for iteration in range(30)}) == 3
+
+
+@given(st.dictionaries(st.text(max_size=3), st.none() | st.floats(0, 1), max_size=8), st.integers(0, 5))
+def test_choice_is_among_the_rollouts_and_as_many_as_there_are(
+    rewards: dict[str, float | None], iteration: int
+) -> None:
+    chosen = choose_rollouts(rewards, iteration=iteration)
+    assert set(chosen) <= set(rewards)
+    scored = sum(reward is not None for reward in rewards.values())
+    equal = len({reward for reward in rewards.values() if reward is not None}) == 1
+    expected = min(scored, 2 if equal else 3)  # of equals, the best is the worst
+    assert len(chosen) == expected + (scored < len(rewards))
+
+
+def test_a_budget_lasts_to_the_end_of_a_run_and_skips_records_above_it() -> None:
+    budget, size = SizeBudget(200_000), 1_300
+    offered = [iteration for iteration in range(1, 5001) if budget.allows(iteration) and budget.take(size)]
+    assert offered[:20] == list(range(1, 21))
+    assert offered[-1] > 400
+    assert 100 < len(offered) <= 200_000 // size
+    small = SizeBudget(1_000)
+    assert not small.take(1_001)
+    assert not small.allows(1)
+    assert small.allows(2)
+    assert small.take(900)

@@ -1,10 +1,10 @@
-"""The run directory: what is refused, what is kept, what is written."""
+"""The run directory: refusals, settings and files."""
 
 from __future__ import annotations
 
 import json
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -35,39 +35,35 @@ def test_default_name_is_time_and_agent_and_never_taken_twice(tmp_path: Path) ->
         assert json.loads(run.config.read_text()) == SETTINGS
 
 
-def test_addresses_are_written_without_their_passwords(tmp_path: Path) -> None:
-    settings = {**SETTINGS, "sglang_url": "http://me:hidden@host:30000/v1", "more": {"judges": ["j=http://hidden@h"]}}
-    run = open_run_dir(tmp_path / "run", agent="a:A", settings=settings)
-    written = json.loads(run.config.read_text())
-    assert written["sglang_url"] == "http://***@host:30000/v1"
-    assert written["more"] == {"judges": ["j=http://***@h"]}
-    again = {**settings, "sglang_url": "http://me:changed@host:30000/v1"}
-    assert open_run_dir(tmp_path / "run", agent="a:A", settings=again, resume=True).changed == ()
-    assert settings["sglang_url"] == "http://me:hidden@host:30000/v1", "who resumes has what was given"
-
-
-def test_settings_may_be_a_dataclass_and_secrets_are_not_written(tmp_path: Path) -> None:
+def test_secrets_of_settings_are_not_written(tmp_path: Path) -> None:
     @dataclass
     class Settings:
         path: Path
+        url: str
         api_key: str = "sk-1"
         max_new_tokens: int = 5
-        nested: dict[str, str | None] | None = None
+        nested: dict[str, object] | None = None
 
-    run = open_run_dir(tmp_path, agent="a", settings=Settings(Path("x"), nested={"password": "p", "auth_token": None}))
+    nested = {"password": "p", "auth_token": None, "judges": ["j=http://hidden@h"]}
+    settings = Settings(Path("x"), "http://me:hidden@host:30000/v1", nested=nested)
+    run = open_run_dir(tmp_path, agent="a", settings=settings)
     assert json.loads(run.config.read_text()) == {
         "path": "x",
+        "url": "http://***@host:30000/v1",
         "api_key": "(not written)",
         "max_new_tokens": 5,
-        "nested": {"password": "(not written)", "auth_token": None},
+        "nested": {"password": "(not written)", "auth_token": None, "judges": ["j=http://***@h"]},
     }
+    changed = replace(settings, url="http://me:changed@host:30000/v1")
+    assert open_run_dir(tmp_path, agent="a", settings=changed, resume=True).changed == ()
+    assert settings.url == "http://me:hidden@host:30000/v1"
 
 
 def test_a_run_with_other_settings_is_refused_and_untouched(tmp_path: Path) -> None:
     fill(open_run_dir(tmp_path, agent="a", settings=SETTINGS))
-    other = {**SETTINGS, "seed": 1, "trainer": {"lr": 1e-3, "clip": 0.2}}
+    changed = {**SETTINGS, "seed": 1, "trainer": {"lr": 1e-3, "clip": 0.2}}
     with pytest.raises(ConfigError, match=r"\(seed, trainer\.lr\)"):
-        open_run_dir(tmp_path, agent="a", settings=other)
+        open_run_dir(tmp_path, agent="a", settings=changed)
     assert json.loads((tmp_path / "config.json").read_text()) == SETTINGS
     assert (tmp_path / "metrics.jsonl").exists()
 
@@ -83,7 +79,7 @@ def test_overwrite_replaces_the_reports_only(tmp_path: Path) -> None:
 
 def test_a_run_with_equal_settings_is_not_replaced_without_a_word(tmp_path: Path) -> None:
     run = open_run_dir(tmp_path, agent="a", settings=SETTINGS)
-    open_run_dir(tmp_path, agent="a", settings=SETTINGS)  # of which nothing was written yet
+    open_run_dir(tmp_path, agent="a", settings=SETTINGS)  # nothing was written yet
     fill(run)
     with pytest.raises(ConfigError, match=r"holds this run already: .* --resume, .* --overwrite, .* --output-dir$"):
         open_run_dir(tmp_path, agent="a", settings=SETTINGS)
@@ -98,9 +94,9 @@ def test_nothing_is_written_before_a_run_begins(tmp_path: Path) -> None:
     assert sorted(os.listdir(tmp_path / "run")) == ["config.json", "start.json"]
     fill(pending.run)
     for flags in ({"resume": True}, {"overwrite": True}):
-        again = check_run_dir(tmp_path / "run", settings={**SETTINGS, "seed": 1}, **flags)
-        assert json.loads(again.run.config.read_text()) == SETTINGS
-        assert again.run.metrics.exists()
+        second = check_run_dir(tmp_path / "run", settings={**SETTINGS, "seed": 1}, **flags)
+        assert json.loads(second.run.config.read_text()) == SETTINGS
+        assert second.run.metrics.exists()
 
 
 def test_resume_keeps_the_reports_and_lists_changed_settings(tmp_path: Path) -> None:
@@ -112,13 +108,10 @@ def test_resume_keeps_the_reports_and_lists_changed_settings(tmp_path: Path) -> 
     assert json.loads(run.config.read_text()) == longer
 
 
-def test_resume_needs_a_run(tmp_path: Path) -> None:
+def test_resume_needs_a_run_and_no_foreign_file_is_replaced(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="holds no run to resume"):
         open_run_dir(tmp_path / "none", agent="a", settings=SETTINGS, resume=True)
     assert os.listdir(tmp_path) == []
-
-
-def test_files_that_may_not_be_ours_are_not_replaced(tmp_path: Path) -> None:
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "interview.txt").write_text("precious")
     with pytest.raises(ConfigError, match=r"holds model but no config\.json"):
@@ -130,12 +123,9 @@ def test_paths_that_cannot_be_used_are_one_sentence(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="is a file; choose another path"):
         open_run_dir(tmp_path / "file", agent="a", settings=SETTINGS)
-    with pytest.raises(
-        ConfigError, match=r"cannot be (written|made): Not a directory; choose another with --output-dir"
-    ):
-        open_run_dir(tmp_path / "file" / "run", agent="a", settings=SETTINGS)
-    with pytest.raises(ConfigError, match=r"cannot be made: .*; choose another with --output-dir"):
-        open_run_dir(None, agent="a", settings=SETTINGS, root=tmp_path / "file")
+    for path, root in ((tmp_path / "file" / "run", None), (None, tmp_path / "file")):
+        with pytest.raises(ConfigError, match=r"cannot be (written|made): .*; choose another with --output-dir"):
+            open_run_dir(path, agent="a", settings=SETTINGS, **({"root": root} if root else {}))
 
 
 def test_a_broken_config_is_refused_unless_overwritten(tmp_path: Path) -> None:

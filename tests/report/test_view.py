@@ -1,4 +1,4 @@
-"""The served page over real HTTP: who is let in, and what a follower is told."""
+"""The served page over real HTTP: access, and the messages of a follower."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from agl_slime.report.view import serving
 from tests.harness.report_runs import AWriter, write_run
 
 
-async def told(stream: aiohttp.StreamReader) -> Any:
+async def message(stream: aiohttp.StreamReader) -> Any:
     """The next message of an event stream."""
     while not (line := await stream.readline()).startswith(b"data: "):
         assert line, "the stream has ended"
@@ -26,18 +26,18 @@ async def test_follower_gets_each_update_once(tmp_path: Path) -> None:
     writer.iteration(1)
     async with serving([tmp_path], follow=True) as url, aiohttp.ClientSession() as session:
         async with session.get(f"{url}/events") as answer:
-            (first,) = await told(answer.content)
+            (first,) = await message(answer.content)
             assert first["reset"]
             assert first["state"]["word"] == "running"
             assert first["metrics"]["iteration"] == [1]
             writer.iteration(2)
-            (second,) = await told(answer.content)
+            (second,) = await message(answer.content)
             assert not second["reset"]
             assert second["metrics"]["iteration"] == [2]
             assert {name.split("-")[1] for name in second["kept"]} == {"2"}
             write_run(tmp_path / "two", iterations=1)
-            one, two = await told(answer.content)
-            assert one is None
+            changes, two = await message(answer.content)
+            assert changes is None
             assert two["name"] == "two"
         async with session.get(f"{url}/rollout", params={"run": "0", "id": "ro-2-1"}) as answer:
             assert (await answer.json())["rollout_id"] == "ro-2-1"
@@ -47,16 +47,15 @@ async def test_follower_gets_each_update_once(tmp_path: Path) -> None:
 
 
 async def test_the_page_is_closed_to_other_sites(tmp_path: Path) -> None:
-    async with (
-        serving([write_run(tmp_path, iterations=1)]) as url,
-        aiohttp.ClientSession() as session,
-        session.get(url) as answer,
-    ):
-        rules = answer.headers["Content-Security-Policy"]
-        assert "default-src 'none'" in rules
-        assert "frame-ancestors 'none'" in rules
-        assert rules.partition("; base-uri")[0] in (await answer.text())
-        assert "Access-Control-Allow-Origin" not in answer.headers
+    async with serving([write_run(tmp_path, iterations=1)]) as url, aiohttp.ClientSession() as session:
+        async with session.get(url) as answer:
+            rules = answer.headers["Content-Security-Policy"]
+            assert "default-src 'none'" in rules
+            assert "frame-ancestors 'none'" in rules
+            assert rules.partition("; base-uri")[0] in (await answer.text())
+            assert "Access-Control-Allow-Origin" not in answer.headers
+        async with session.get(f"{url}/data", headers={"Host": "attacker.example"}) as answer:
+            assert answer.status == 403
 
 
 async def test_a_token_opens_it_once_and_a_cookie_from_then_on(tmp_path: Path) -> None:

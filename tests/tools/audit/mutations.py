@@ -1,13 +1,12 @@
 """Changes to the files of a run that an audit has to find.
 
-``damage``: what a disk, an editor or a bug does to the bytes; ``lose``: to whole files. ``lie``: what a mistake in the
-code that writes would have written, with checksums that are right for it. A lie is about what another file, or another
-line, says as well.
-What nobody else says is not drawn, for no reader can tell it: seconds, losses and other metrics of the trainer and of
-validations, texts, tools and tasks, forks and prompts of turns; ids of validation rollouts and of those that a restart
-has cut off, which stand in the ledger alone; the id of a group of which no rollout is kept; the tokens of a cancelled
-straggler, which no metric counts; the ledger's numbers of ends that were not trained on, for any number between those
-of its neighbours says the same; the order of groups within one iteration.
+``damage`` changes bytes as a disk, an editor or a bug does; ``lose`` removes whole files; ``lie`` writes false records
+with right checksums. A lie contradicts another file or another line.
+Figures without a second source are not drawn, for no reader can check them: seconds, losses and other metrics of the
+trainer and of validations, texts, tools and tasks, forks and prompts of turns; ids of validation rollouts and of
+rollouts that a restart has cut off, which stand in the ledger alone; the id of a group of which no rollout is kept; the
+tokens of a cancelled straggler, which no metric counts; the ledger's numbers of untrained ends, for any number between
+its neighbours' says the same; the order of groups within one iteration.
 """
 
 from __future__ import annotations
@@ -33,30 +32,30 @@ _SEALS = "agl_slime_checksums.json"
 
 
 def damage(run: Path, rng: random.Random) -> tuple[Path, str]:
-    """Change bytes of one file; returns which and how."""
+    """Change bytes of one file; returns the file and the change."""
     files = [run / name for name in JSONL]
     if rng.random() < 0.25:
         files = sorted(path for path in (run / "checkpoints").rglob("*") if path.is_file() and path.name != _SEALS)
     path = rng.choice([file for file in files if file.stat().st_size])
     content = path.read_bytes()
     lines = content.splitlines(keepends=True)
-    at, how = rng.randrange(len(lines)), rng.choice(("byte", "digit", "less", "again", "moved", "cut"))
-    if how == "moved" and len(lines) > 1:
-        other = rng.choice([n for n in range(len(lines)) if n != at])
-        lines[at], lines[other] = lines[other], lines[at]
-    elif how == "less":
-        del lines[at]
-    elif how == "again":
-        lines.insert(rng.randrange(len(lines) + 1), lines[at])
-    elif how == "cut":
-        lines[at] = lines[at][: rng.randrange(len(lines[at]))]
+    number, kind = rng.randrange(len(lines)), rng.choice(("byte", "digit", "less", "twice", "moved", "cut"))
+    if kind == "moved" and len(lines) > 1:
+        second = rng.choice([n for n in range(len(lines)) if n != number])
+        lines[number], lines[second] = lines[second], lines[number]
+    elif kind == "less":
+        del lines[number]
+    elif kind == "twice":
+        lines.insert(rng.randrange(len(lines) + 1), lines[number])
+    elif kind == "cut":
+        lines[number] = lines[number][: rng.randrange(len(lines[number]))]
     else:
-        digits = [n for n, byte in enumerate(content) if chr(byte).isdigit()] if how == "digit" else range(len(content))
+        digits = [n for n, byte in enumerate(content) if chr(byte).isdigit()] if kind == "digit" else ()
         place = rng.choice(digits or range(len(content)))
-        new = rng.choice([n for n in (b"0123456789" if how == "digit" else range(256)) if n != content[place]])
+        new = rng.choice([n for n in (b"0123456789" if kind == "digit" else range(256)) if n != content[place]])
         lines = [content[:place], bytes([new]), content[place + 1 :]]
     path.write_bytes(b"".join(lines))
-    return path, f"{how} at {at}"
+    return path, f"{kind} in line {number + 1}"
 
 
 LOSSES = ("ledger", "empty ledger", "trained", "groups", "metrics", "rollouts", "newest checkpoint", "older checkpoint")
@@ -64,65 +63,66 @@ LOSSES += ("model", "weights of the model", "iteration of the model", "best mode
 LOSSES += tuple(f"garbage after {name}" for name in JSONL)
 
 
-def lose(run: Path, what: str) -> None:
+def lose(run: Path, loss: str) -> None:
     """Remove one of ``LOSSES`` from a finished run, or put something in its place."""
-    if what in ("ledger", "empty ledger"):
+    if loss in ("ledger", "empty ledger"):
         for suffix in ("", "-wal", "-shm"):
             (run / f"ledger.sqlite{suffix}").unlink(missing_ok=True)
-        if what == "empty ledger":
+        if loss == "empty ledger":
             (run / "ledger.sqlite").touch()
-    elif what.startswith("garbage after "):
-        with (run / what.removeprefix("garbage after ")).open("ab") as file:
+    elif loss.startswith("garbage after "):
+        with (run / loss.removeprefix("garbage after ")).open("ab") as file:
             file.write(b'{"iteration": 9, "rollouts"')
-    elif what.endswith("checkpoint"):
+    elif loss.endswith("checkpoint"):
         steps = sorted((run / "checkpoints").glob("step_*"))
-        shutil.rmtree(steps[-1 if what.startswith("newest") else -2])
-    elif what == "model":
+        shutil.rmtree(steps[-1 if loss.startswith("newest") else -2])
+    elif loss == "model":
         shutil.rmtree(run / "model")
-    elif what == "weights of the model":
+    elif loss == "weights of the model":
         path = run / "model" / "model.safetensors"
         content = bytearray(path.read_bytes())
         content[-1] ^= 1
         path.unlink()  # its content is a checkpoint's, too
         path.write_bytes(content)
-    elif what in ("iteration of the model", "best model's validation"):
-        path = run / ("model" if what.endswith("the model") else "model-best") / "agl_slime_model.json"
+    elif loss in ("iteration of the model", "best model's validation"):
+        path = run / ("model" if loss.endswith("the model") else "model-best") / "agl_slime_model.json"
         about = json.loads(path.read_text())
-        about.update({"iteration": 1} if what.endswith("the model") else {"validation": 0.987})
+        about.update({"iteration": 1} if loss.endswith("the model") else {"validation": 0.987})
         path.write_text(json.dumps(about))
     else:
-        (run / f"{what}.jsonl").unlink()
+        (run / f"{loss}.jsonl").unlink()
 
 
 def lie(run: Path, rng: random.Random) -> tuple[Path, str]:
-    """Change what one file says, as if it had been written so; returns which and how."""
-    where = rng.choice((*JSONL, "ledger.sqlite", "loop.json"))
-    if where == "ledger.sqlite":
-        return run / where, _ledger(run / where, rng)
-    if where == "loop.json":
+    """Change the records of one file, as if they had been written so; returns the file and the change."""
+    name = rng.choice((*JSONL, "ledger.sqlite", "loop.json"))
+    path = run / name
+    if name == "ledger.sqlite":
+        return path, _ledger(path, rng)
+    if name == "loop.json":
         path = rng.choice(sorted((run / "checkpoints").glob("step_*")))
-        return path / where, _loop(path, rng)
-    path = run / where
+        return path / name, _loop(path, rng)
     records = [json.loads(line) for line in path.read_text().splitlines()]
-    at = rng.randrange(len(records))
-    how = rng.choice(("less", "again", "field", "field", "field", "field"))
-    if how == "less":
-        del records[at]
-    elif how == "again":
-        records.insert(at, records[at])
+    number = rng.randrange(len(records))
+    kind = rng.choice(("less", "twice", "field", "field", "field", "field"))
+    if kind == "less":
+        del records[number]
+    elif kind == "twice":
+        records.insert(number, records[number])
     else:
-        how = {JSONL[0]: _metrics, JSONL[1]: _trained, JSONL[2]: _groups, JSONL[3]: _rollouts}[where](records[at], rng)
+        change = {JSONL[0]: _metrics, JSONL[1]: _trained, JSONL[2]: _groups, JSONL[3]: _rollouts}[name]
+        kind = change(records[number], rng)
     crc, text = 0, b""
     for record in records:
         body = json.dumps({key: value for key, value in record.items() if key != "crc"}, ensure_ascii=False).encode()
         crc = zlib.crc32(body[:-1], crc)
         text += body[:-1] + b', "crc": %d}\n' % crc
     path.write_bytes(text)
-    return path, f"line {at + 1} {how}"
+    return path, f"line {number + 1} {kind}"
 
 
 def _metrics(row: dict[str, Any], rng: random.Random) -> str:
-    names = [name for name in (f"rollout/{one}" for one in _SUMMED.split()) if row.get(name) is not None]
+    names = [name for name in (f"rollout/{name}" for name in _SUMMED.split()) if row.get(name) is not None]
     names += [name for name in row if name.startswith(("rollout/failed/", "rollout/dropped/", "train/tokens_trained"))]
     name = rng.choice([*names, "weights/version", "iteration"])
     row[name] = str(int(row[name]) + 1) if isinstance(row[name], str) else row[name] + rng.choice((-1, 1, 0.25, 7))
@@ -147,23 +147,23 @@ def _trained(line: dict[str, Any], rng: random.Random) -> str:
 
 
 def _groups(line: dict[str, Any], rng: random.Random) -> str:
-    at = rng.randrange(len(line["rollouts"]))
-    sealed = line["sealed"][at]
+    place = rng.randrange(len(line["rollouts"]))
+    sealed = line["sealed"][place]
 
     def put(name: str, value: Any) -> Callable[[], Any]:
-        return lambda: line[name].__setitem__(at, value)
+        return lambda: line[name].__setitem__(place, value)
 
     changes: dict[str, Callable[[], Any]] = {
         "rollout": put("rollouts", "ro-x"),
-        "reward": put("rewards", rng.choice((None, 0.5)) if line["rewards"][at] is not None else 1.0),
+        "reward": put("rewards", rng.choice((None, 0.5)) if line["rewards"][place] is not None else 1.0),
         "outcome": put(
-            "outcomes", rng.choice([o for o in ("trained", "failed", "stale") if o != line["outcomes"][at]])
+            "outcomes", rng.choice([o for o in ("trained", "failed", "stale") if o != line["outcomes"][place]])
         ),
-        "reason": put("reasons", "" if line["reasons"][at] else "no_reward"),
-        "turns": put("turns", line["turns"][at] + 1),
-        "samples": put("samples", line["samples"][at] + 1),
+        "reason": put("reasons", "" if line["reasons"][place] else "no_reward"),
+        "turns": put("turns", line["turns"][place] + 1),
+        "samples": put("samples", line["samples"][place] + 1),
         "member less": lambda: [
-            line[name].pop(at) for name in ("rollouts", "rewards", "outcomes", "reasons", "tokens")
+            line[name].pop(place) for name in ("rollouts", "rewards", "outcomes", "reasons", "tokens")
         ],
         "task": lambda: line.update(instance_id=str(int(line["instance_id"]) + rng.choice((1, 1000)))),
         "collected": lambda: line.update(collected=line["collected"] + rng.choice((-1, 1))),
@@ -171,11 +171,11 @@ def _groups(line: dict[str, Any], rng: random.Random) -> str:
         "ready": lambda: line.update(ready=not line["ready"]),
         "code": lambda: line.update(code="" if line["code"] else "zero_variance"),
         "versions": lambda: line.update(weight_versions=["99", *line["weight_versions"]]),
-        "kept": lambda: line.update(kept=line["kept"][1:] if line["kept"] else [line["rollouts"][at]]),
+        "kept": lambda: line.update(kept=line["kept"][1:] if line["kept"] else [line["rollouts"][place]]),
     }
-    if line["reasons"][at] not in STRAGGLERS:
-        changes["tokens"] = put("tokens", line["tokens"][at] + rng.choice((-1, 1, 50)))
-    if sealed and line["outcomes"][at] == "trained":
+    if line["reasons"][place] not in STRAGGLERS:
+        changes["tokens"] = put("tokens", line["tokens"][place] + rng.choice((-1, 1, 50)))
+    if sealed and line["outcomes"][place] == "trained":
         changes["digest"] = lambda: sealed[0].__setitem__(0, "0" * 16)
         changes["sealed tokens"] = lambda: sealed[0].__setitem__(1, sealed[0][1] - 1)
         changes["sealed versions"] = lambda: sealed[0].__setitem__(2, {"99": sealed[0][1]})
@@ -237,8 +237,8 @@ def _one_of(changes: dict[str, Callable[[], Any]], rng: random.Random) -> str:
 
 def _packed(sample: dict[str, Any], name: str, kind: str, rng: random.Random, *, among: Any = None) -> None:
     values = np.frombuffer(base64.b64decode(sample[name]), kind).copy()
-    at = rng.choice(among or range(len(values)))
-    values[at] = values[at] + 1 if kind == "<i4" else values[at] - np.float32(0.5)
+    place = rng.choice(among or range(len(values)))
+    values[place] = values[place] + 1 if kind == "<i4" else values[place] - np.float32(0.5)
     sample[name] = base64.b64encode(values.tobytes()).decode()
 
 
@@ -264,12 +264,12 @@ def _loop(directory: Path, rng: random.Random) -> str:
 
 
 def _ledger(path: Path, rng: random.Random) -> str:
-    known = "state = 2 AND rollout_id IN (SELECT rollout_id FROM ledger_rollouts WHERE outcome = 'trained')"
-    steps = [int(one.name.removeprefix("step_")) for one in (path.parent / "checkpoints").glob("step_*")]
+    trained = "state = 2 AND rollout_id IN (SELECT rollout_id FROM ledger_rollouts WHERE outcome = 'trained')"
+    steps = [int(step.name.removeprefix("step_")) for step in (path.parent / "checkpoints").glob("step_*")]
     statements = (
-        f"UPDATE ledger_rollouts SET rollout_id = 'ro-x' WHERE {known}",
-        f"UPDATE ledger_rollouts SET instance_id = '999' WHERE {known}",
-        f"UPDATE ledger_rollouts SET closed_no = closed_no + 1 WHERE {known}",
+        f"UPDATE ledger_rollouts SET rollout_id = 'ro-x' WHERE {trained}",
+        f"UPDATE ledger_rollouts SET instance_id = '999' WHERE {trained}",
+        f"UPDATE ledger_rollouts SET closed_no = closed_no + 1 WHERE {trained}",
         "UPDATE ledger_rollouts SET outcome = 'stale' WHERE state = 2",
         "UPDATE ledger_rollouts SET reason = 'no_such' WHERE state = 2",
         "UPDATE ledger_rollouts SET state = 1 WHERE state = 2",
@@ -283,10 +283,10 @@ def _ledger(path: Path, rng: random.Random) -> str:
     statement = rng.choice(statements)
     table = statement.split()[2 if statement.startswith("DELETE") else 1]
     key = {"ledger_rollouts": "rollout_id", "ledger_finished": "no", "ledger_checkpoints": "step"}.get(table)
-    where = statement.partition(" WHERE ")[2]
+    condition = statement.partition(" WHERE ")[2]
     with sqlite3.connect(path) as connection:
         columns = key or "kind || '/' || reason"
-        rows = connection.execute(f"SELECT {columns} FROM {table} WHERE {where}").fetchall()
+        rows = connection.execute(f"SELECT {columns} FROM {table} WHERE {condition}").fetchall()
         connection.execute(f"{statement} AND {columns} = ?", rng.choice(sorted(rows)))
     connection.close()
     return statement

@@ -1,4 +1,4 @@
-"""Which weights and which iteration a run may have begun with, by its metrics alone."""
+"""Weights and iterations at the start of a run, by its metrics alone."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from agl_slime.report.files import IterationFile
     ("first", "begun"),
     [
         ({"weights/version": "1"}, {"0": 0}),
-        ({"weights/version": 2}, {"0": 0, "1": 0}),  # slime brings its weights to the engines before the first step
+        ({"weights/version": 2}, {"0": 0, "1": 0}),  # slime pushes weights before the first step
         ({"weights/version": "1", "train/short_batch": 3.0}, {"0": 0, "1": 0}),
         ({"weights/version": "1", "train/waiting_groups": 3.0}, {"0": 0, "1": 0}),
         ({"weights/version": "named"}, {"0": 0}),
@@ -33,20 +33,21 @@ def test_a_run_of_slimes_begins_with_version_1(first: dict[str, object], begun: 
 def test_only_slime_runs_may_continue_from_another_directory(tmp_path: Path, slimes: bool, missing: list[int]) -> None:
     file = IterationFile(tmp_path / "metrics.jsonl")
     for iteration in (5, 7):
-        more = {"train/slime_rollout_id": iteration - 1.0} if slimes else {}
-        file.append(iteration, [{"weights/version": str(iteration), **more}])
-    said = [f"metrics.jsonl: there is no line of iteration {iteration}" for iteration in missing]
-    summary = {"reason": "finished", "iterations": 3 if slimes else 7}  # of this life; of all lives
+        extra = {"train/slime_rollout_id": iteration - 1.0} if slimes else {}
+        file.append(iteration, [{"weights/version": str(iteration), **extra}])
+    summary = {"reason": "finished", "iterations": 3 if slimes else 7}  # slime's: without earlier directories
     (tmp_path / "summary.json").write_text(json.dumps(summary))
-    assert [one for one in audit(tmp_path).findings if "there is no line" in one] == said
-    assert not [one for one in audit(tmp_path).findings if "iterations" in one]
+    findings = audit(tmp_path).findings
+    sentences = [f"metrics.jsonl: there is no line of iteration {iteration}" for iteration in missing]
+    assert [finding for finding in findings if "there is no line" in finding] == sentences
+    assert not [finding for finding in findings if "iterations" in finding]
 
 
 @pytest.mark.parametrize(
     ("versions", "wrong"),
     [
         (["1", "1", "2"], []),
-        (["1", "1", "3"], []),  # of older runs, whose untrained iterations took a number, too
+        (["1", "1", "3"], []),  # untrained iterations of older runs took a number
         (["1", "1", "4"], ["3"]),
         (["1", "2", "2"], ["2"]),
     ],
@@ -60,5 +61,5 @@ def test_an_iteration_without_training_has_the_version_before_it(
         if iteration != 2:
             line = {"instance_id": str(iteration), "rollouts": {f"ro-{iteration}": 1.0}, "samples": []}
             trained.append(iteration, [line])
-    told = [one for one in audit(tmp_path).findings if "weights/version" in one]
-    assert sorted({re.findall(r"iteration (\d)", one)[0] for one in told}) == wrong
+    findings = [finding for finding in audit(tmp_path).findings if "weights/version" in finding]
+    assert sorted({re.findall(r"iteration (\d)", finding)[0] for finding in findings}) == wrong

@@ -1,4 +1,4 @@
-"""Rollouts that several tests take apart, each sampled once per test run."""
+"""Rollouts that several tests take apart, each sampled once per test run and left unchanged."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ if TYPE_CHECKING:
 
 @pytest.fixture(scope="session")
 def bench(policy_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Bench:
-    """Rollouts of the tiny policy for an autopsy. To be left as it is."""
     from tests.tools.autopsy.autopsies import dense_bench
 
     return dense_bench(policy_dir, tmp_path_factory.mktemp("weights"))
@@ -21,7 +20,6 @@ def bench(policy_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Bench:
 
 @pytest.fixture(scope="session")
 def routed(policy_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Bench:
-    """As ``bench``, of a mixture of experts."""
     from tests.tools.autopsy.autopsies import routed_bench
 
     return routed_bench(policy_dir, tmp_path_factory.mktemp("routed"))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from agl_slime.report.autopsy import Diagnosis  # noqa: E402
 from agl_slime.types import Sample, sample_from_fields  # noqa: E402
 from tests.harness.slime_dumps import write_dump  # noqa: E402
 from tests.harness.vision import save_qwen2_vl  # noqa: E402
+from tests.tools.autopsy.autopsies import cause, is_clean  # noqa: E402
 
 GRIDS = ([[1, 4, 6]], [[1, 6, 4], [1, 2, 8]])  # patches in time, height and width of each Sample's images
 PATCH = 3 * 2 * 14 * 14
@@ -28,19 +29,19 @@ Change = Callable[[Any, Any], Any]
 
 
 def save_qwen3_vl(path: Path) -> Path:
-    """Qwen3-VL, whose rows are interleaved, with the tokenizer of the other one."""
+    """Qwen3-VL, whose rows are interleaved, with Qwen2-VL's tokenizer."""
     from transformers import Qwen3VLConfig, Qwen3VLForConditionalGeneration
 
     save_qwen2_vl(path)
-    other = AutoConfig.from_pretrained(path)
+    changed = AutoConfig.from_pretrained(path)
     text = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
     text |= {"num_key_value_heads": 2, "head_dim": 16, "vocab_size": 512, "max_position_embeddings": 4096}
     text |= {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [2, 3, 3]}}
     vision = {"depth": 2, "hidden_size": 64, "intermediate_size": 96, "num_heads": 4, "out_hidden_size": 64}
     vision |= {"patch_size": 14, "deepstack_visual_indexes": [0], "num_position_embeddings": 64}
     names = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
-    tokens = {name: getattr(other, name) for name in names}
-    text |= {"initializer_range": 0.2, "eos_token_id": other.get_text_config().eos_token_id, "pad_token_id": None}
+    tokens = {name: getattr(changed, name) for name in names}
+    text |= {"initializer_range": 0.2, "eos_token_id": changed.get_text_config().eos_token_id, "pad_token_id": None}
     config = Qwen3VLConfig(text_config=text, vision_config=vision | {"initializer_range": 0.2}, **tokens)
     torch.manual_seed(0)
     Qwen3VLForConditionalGeneration(config).save_pretrained(path)
@@ -48,7 +49,7 @@ def save_qwen3_vl(path: Path) -> Path:
 
 
 @dataclass
-class Seen:
+class VisionModel:
     """A checkpoint, and Samples with images whose responses its model scores."""
 
     path: Path
@@ -57,15 +58,8 @@ class Seen:
     def model(self) -> Any:
         return AutoModelForImageTextToText.from_pretrained(self.path, dtype=torch.float32).eval()
 
-    def log_probs(
-        self,
-        change: Change | None = None,
-        *,
-        model: Any = None,
-        edit: Callable[[list[int]], list[int]] = list,
-        temperature: float = 1.0,
-    ) -> list[list[float]]:
-        """Of the responses, by transformers' own forward pass; ``change`` is a fault of its function of positions."""
+    def log_probs(self, change: Change | None = None, *, model: Any = None) -> list[list[float]]:
+        """The responses' log-probs by transformers' forward pass; ``change`` is a fault of its positions."""
         model = model or self.model()
         index = model.model.get_rope_index
 
@@ -78,44 +72,44 @@ class Seen:
 
         model.model.get_rope_index = faulty
         scores = []
-        for one in self.samples:
-            ids = torch.tensor([edit(one.tokens)])
+        for sample in self.samples:
+            ids = torch.tensor([sample.tokens])
             with torch.no_grad():
                 kinds = is_image(ids).int()[None]
-                logits = model(input_ids=ids, mm_token_type_ids=kinds, **(one.multimodal_train_inputs or {})).logits
-            told = (logits[0, :-1].float() / temperature).log_softmax(-1).gather(-1, ids[0, 1:, None])[:, 0]
-            scores.append(told[-one.response_length :].tolist())
+                logits = model(input_ids=ids, mm_token_type_ids=kinds, **(sample.multimodal_train_inputs or {})).logits
+            log_probs = logits[0, :-1].float().log_softmax(-1).gather(-1, ids[0, 1:, None])[:, 0]
+            scores.append(log_probs[-sample.response_length :].tolist())
         return scores
 
-    def with_stale_cache(self, other: Any) -> list[list[float]]:
-        """The prompts' KV cache, all but the last token, is the other model's."""
+    def with_stale_cache(self, changed: Any) -> list[list[float]]:
+        """The prompts' KV cache, all but the last token, comes from another model."""
         model, scores = self.model(), []
-        for one in self.samples:
-            ids, split = torch.tensor([one.tokens]), len(one.tokens) - one.response_length - 1
-            kinds, inputs = (ids == model.config.image_token_id).int(), one.multimodal_train_inputs or {}
+        for sample in self.samples:
+            ids, split = torch.tensor([sample.tokens]), len(sample.tokens) - sample.response_length - 1
+            kinds, inputs = (ids == model.config.image_token_id).int(), sample.multimodal_train_inputs or {}
             rows, _ = model.model.get_rope_index(ids, mm_token_type_ids=kinds, image_grid_thw=inputs["image_grid_thw"])
             with torch.no_grad():
-                start = other(input_ids=ids[:, :split], mm_token_type_ids=kinds[:, :split], use_cache=True, **inputs)
+                start = changed(input_ids=ids[:, :split], mm_token_type_ids=kinds[:, :split], use_cache=True, **inputs)
                 rest = {"input_ids": ids[:, split:], "position_ids": rows[:, :, split:], "use_cache": True}
                 logits = model(past_key_values=start.past_key_values, **rest).logits
-            told = logits[0, :-1].log_softmax(-1).gather(-1, ids[0, split + 1 :, None])
-            scores.append(told[:, 0].tolist())
+            log_probs = logits[0, :-1].log_softmax(-1).gather(-1, ids[0, split + 1 :, None])
+            scores.append(log_probs[:, 0].tolist())
         return scores
 
     def diagnosis(
-        self, directory: Path, recorded: Sequence[Sequence[float]], *flags: str, others: tuple[Path, ...] = ()
+        self, directory: Path, recorded: Sequence[Sequence[float]], *, others: tuple[Path, ...] = ()
     ) -> Diagnosis:
-        for one, values in zip(self.samples, recorded, strict=True):
-            one.rollout_log_probs = list(values)
+        for sample, values in zip(self.samples, recorded, strict=True):
+            sample.rollout_log_probs = list(values)
         write_dump(directory, 0, self.samples)
         config = AutopsyConfig(run_dir=directory, step=0, model=self.path, others=others)
-        found, case = asyncio.run(autopsy(config, slime_flags=flags))
-        assert all(one.images for one in case.samples)
-        return found
+        diagnosis, case = asyncio.run(autopsy(config))
+        assert all(sample.images for sample in case.samples)
+        return diagnosis
 
 
 @pytest.fixture(scope="module", params=[save_qwen2_vl, save_qwen3_vl], ids=["qwen2_vl", "qwen3_vl"])
-def seen(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Seen:
+def images(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> VisionModel:
     path = request.param(tmp_path_factory.mktemp("model"))
     config, generator = AutoConfig.from_pretrained(path), torch.Generator().manual_seed(0)
     tokenizer = AutoTokenizer.from_pretrained(path)
@@ -142,20 +136,17 @@ def seen(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
                 reward=1.0,
             )
         )
-    return Seen(path, samples)
+    return VisionModel(path, samples)
 
 
-def test_a_clean_vision_model_has_no_cause(seen: Seen, tmp_path: Path) -> None:
-    found = seen.diagnosis(tmp_path, seen.log_probs())
-    assert (found.causes, found.gap < 1e-4) == ((), True)
-    first = seen.samples[0].multimodal_train_inputs
-    assert first is not None
-    seen.samples[0].multimodal_train_inputs = {**first, "pixel_values": -first["pixel_values"]}
-    try:
-        blind = seen.log_probs()
-    finally:
-        seen.samples[0].multimodal_train_inputs = first
-    assert seen.diagnosis(tmp_path, blind).gap > 0.01  # other pixels count
+def test_a_clean_vision_model_has_no_cause(images: VisionModel, tmp_path: Path) -> None:
+    assert is_clean(images.diagnosis(tmp_path, images.log_probs()))
+    negative = []
+    for sample in images.samples:
+        inputs = sample.multimodal_train_inputs or {}
+        negative.append(replace(sample, multimodal_train_inputs=inputs | {"pixel_values": -inputs["pixel_values"]}))
+    recorded = VisionModel(images.path, negative).log_probs()
+    assert images.diagnosis(tmp_path, recorded).gap > 0.01  # pixels count
 
 
 def off(row: int, step: int) -> Change:
@@ -189,7 +180,7 @@ def early(rows: Any, image: Any) -> Any:
 
 
 def late(rows: Any, image: Any) -> Any:
-    """Text goes on one position later after each image."""
+    """Text continues a position later after each image."""
     return rows + torch.cumsum(edges(image) < 0, 0)
 
 
@@ -205,56 +196,32 @@ POSITIONS: dict[str, Change] = {
 }
 
 
-@pytest.mark.parametrize("fault", POSITIONS)
-def test_a_fault_of_the_positions_in_images_is_named_first(seen: Seen, tmp_path: Path, fault: str) -> None:
-    found = seen.diagnosis(tmp_path, seen.log_probs(POSITIONS[fault]))
-    assert found.sentence.startswith(f"image_positions: the engine {fault} ("), found
-    assert found.first is not None
-    assert found.first.left < 0.1 * found.gap
+def test_a_fault_of_the_positions_in_images_is_named_first(images: VisionModel, tmp_path: Path) -> None:
+    for fault, change in POSITIONS.items():
+        diagnosis = images.diagnosis(tmp_path, images.log_probs(change))
+        assert diagnosis.sentence.startswith(f"image_positions: the engine {fault} ("), diagnosis
+        assert diagnosis.first is not None
+        assert diagnosis.first.left < 0.1 * diagnosis.gap
 
 
-@pytest.mark.slow
-def test_other_faults_are_named_beside_images(seen: Seen, tmp_path: Path) -> None:
-    half, rope = seen.model().bfloat16(), seen.model()
-    config = rope.config
-    config.get_text_config().rope_parameters["rope_theta"] = 10_000.0
-    rope = type(rope)(config).eval()
-    rope.load_state_dict(seen.model().state_dict())
-    planted = {
-        "temperature": seen.log_probs(temperature=0.7),
-        "double_bos": seen.log_probs(edit=lambda ids: [ids[0], *ids]),
-        "missing_bos": seen.log_probs(edit=lambda ids: ids[1:]),
-        "token_removed": seen.log_probs(edit=lambda ids: ids[:-32] + ids[-31:]),
-        "bf16": seen.log_probs(model=half),
-        "rope": seen.log_probs(model=rope),
-    }
-    for fault, recorded in planted.items():
-        found = seen.diagnosis(tmp_path, recorded)
-        assert found.first is not None, (fault, found)
-        assert found.first.cause == fault, found.sentence
-    cooler = seen.diagnosis(tmp_path, planted["temperature"], "--rollout-temperature", "0.7")
-    assert (cooler.gap < 1e-4, cooler.causes) == (True, ())
-
-
-def test_other_weights_are_named_beside_images(seen: Seen, tmp_path: Path) -> None:
-    other = seen.model()
+def test_other_weights_are_named_beside_images(images: VisionModel, tmp_path: Path) -> None:
+    changed = images.model()
     with torch.no_grad():
-        for parameter in other.parameters():
+        for parameter in changed.parameters():
             parameter *= 1.1
-    other.save_pretrained(tmp_path / "other")
-    planted = {"late_weights": seen.log_probs(model=other), "stale_cache": seen.with_stale_cache(other)}
+    changed.save_pretrained(tmp_path / "changed")
+    planted = {"late_weights": images.log_probs(model=changed), "stale_cache": images.with_stale_cache(changed)}
     for fault, recorded in planted.items():
-        found = seen.diagnosis(tmp_path / "dump", recorded, others=(tmp_path / "other",))
-        assert found.first is not None, (fault, found)
-        assert (found.first.cause, found.first.left < 1e-4) == (fault, True), found.sentence
+        diagnosis = images.diagnosis(tmp_path / "dump", recorded, others=(tmp_path / "changed",))
+        assert cause(diagnosis) == fault, diagnosis.sentence
+        assert diagnosis.first is not None
+        assert diagnosis.first.left < 1e-4
 
 
-def test_images_that_do_not_fit_the_tokens_are_one_sentence(seen: Seen, tmp_path: Path) -> None:
-    recorded = seen.log_probs()
-    inputs = [one.multimodal_train_inputs for one in seen.samples]
-    seen.samples[0].multimodal_train_inputs, seen.samples[1].multimodal_train_inputs = inputs[::-1]
-    try:
-        with pytest.raises(TrainerError, match="does not fit the images"):
-            seen.diagnosis(tmp_path, recorded)
-    finally:
-        seen.samples[0].multimodal_train_inputs, seen.samples[1].multimodal_train_inputs = inputs
+def test_images_that_do_not_fit_the_tokens_are_one_sentence(images: VisionModel, tmp_path: Path) -> None:
+    inputs = [sample.multimodal_train_inputs for sample in images.samples]
+    swapped = [replace(sample) for sample in images.samples]
+    for sample, foreign in zip(swapped, reversed(inputs), strict=True):
+        sample.multimodal_train_inputs = foreign
+    with pytest.raises(TrainerError, match="does not fit the images"):
+        VisionModel(images.path, swapped).diagnosis(tmp_path, images.log_probs())

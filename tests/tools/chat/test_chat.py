@@ -1,4 +1,4 @@
-"""``agl-slime chat``: what a person says is what the model is asked, and a task shows its reward."""
+"""``agl-slime chat``: a person's lines are the model's prompts, and a task shows its reward."""
 
 from __future__ import annotations
 
@@ -8,11 +8,12 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("torch", reason='the engine needs torch: pip install "agl-slime[local]"')
-
 from agl_slime.cli.chat import ChatConfig, chat
 from agl_slime.cli.settings import command_config
 from agl_slime.errors import ConfigError
+from tests.tools.runs import needs_torch
+
+pytestmark = needs_torch
 
 AGENT = '''
 import random
@@ -21,7 +22,7 @@ from agl_slime.cli.demo import LookupDemonstrations
 
 
 def lookup(key: str) -> str:
-    """What is stored under a key."""
+    """The value under a key."""
     return "seventy-two"
 
 
@@ -42,21 +43,21 @@ class Asker(SGLangLitAgent):
 
 
 def talk(config: ChatConfig, *says: str) -> str:
-    """What is shown to somebody who says these lines, and then nothing more."""
-    shown: list[str] = []
+    """The output for a person with these input lines."""
+    output: list[str] = []
     lines: Iterator[str] = iter(says)
 
     def read(prompt: str) -> str:
         try:
-            said = next(lines)
+            line = next(lines)
         except StopIteration:
             raise EOFError from None
-        shown.append(prompt + said)
-        return said
+        output.append(prompt + line)
+        return line
 
-    asyncio.run(chat(config, read=read, write=shown.append))
-    assert next(lines, None) is None, "somebody was not asked"
-    return "\n".join(shown)
+    asyncio.run(chat(config, read=read, write=output.append))
+    assert next(lines, None) is None, "the last lines were not read"
+    return "\n".join(output)
 
 
 @pytest.fixture
@@ -65,28 +66,22 @@ def agent(tmp_path: Path) -> str:
     return f"{tmp_path / 'asker.py'}:Asker"
 
 
-def test_each_input_line_is_answered(policy_dir: Path, embedded_engine: str, agent: str) -> None:
-    config = command_config(ChatConfig, model=policy_dir, agent=agent, sglang_url=embedded_engine)
-    shown = talk(config, "I do not know.", "I do not know.", "/bye").splitlines()
-    assert shown[0] == "Say something; /bye ends."
-    assert [line.partition(":")[0] for line in shown[1:]] == ["you", "assistant", "you", "assistant", "you"]
-
-
-def test_a_task_is_shown_with_its_conversation_and_reward(policy_dir: Path, embedded_engine: str, agent: str) -> None:
-    config = command_config(ChatConfig, model=policy_dir, agent=agent, sglang_url=embedded_engine, tasks=True)
-    shown = talk(config, "", "/bye")
-    assert shown.count("system: Call lookup") == 2
-    assert shown.count("reward: 0.25") == 2
+def test_each_input_line_is_answered_and_tasks_show_rewards(policy_dir: Path, embedded_engine: str, agent: str) -> None:
+    settings = {"model": policy_dir, "agent": agent, "sglang_url": embedded_engine}
+    output = talk(command_config(ChatConfig, **settings), "I do not know.", "I do not know.", "/bye").splitlines()
+    assert output[0] == "Say something; /bye ends."
+    assert [line.partition(":")[0] for line in output[1:]] == ["you", "assistant", "you", "assistant", "you"]
+    text = talk(command_config(ChatConfig, **settings, tasks=True), "", "/bye")
+    assert text.count("system: Call lookup") == 2
+    assert text.count("reward: 0.25") == 2
 
 
 def test_an_agent_that_makes_its_own_calls_is_no_conversation(
     policy_dir: Path, embedded_engine: str, tmp_path: Path
 ) -> None:
-    (tmp_path / "own.py").write_text(
-        "from agl_slime.support.agl import LitAgent\n\n\nclass Own(LitAgent):\n    make_task = lambda self, rng: {}\n"
-    )
-    config = command_config(
-        ChatConfig, model=policy_dir, agent=f"{tmp_path / 'own.py'}:Own", sglang_url=embedded_engine
-    )
+    code = "from agl_slime.support.agl import LitAgent\nclass Own(LitAgent):\n    make_task = lambda self, rng: {}\n"
+    (tmp_path / "own.py").write_text(code)
+    agent = f"{tmp_path / 'own.py'}:Own"
+    config = command_config(ChatConfig, model=policy_dir, agent=agent, sglang_url=embedded_engine)
     with pytest.raises(ConfigError, match="give --tasks"):
         talk(config, "hello")

@@ -1,5 +1,4 @@
-"""``agl-slime eval --openai-url``: a model that is known by an OpenAI-compatible address alone is sampled by the same
-agents, scored by the same rewards and compared on the same tasks."""
+"""``agl-slime eval --openai-url``: a model at an OpenAI-compatible address has the same agents, rewards and tasks."""
 
 from __future__ import annotations
 
@@ -9,7 +8,6 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("torch", reason='the engine needs torch: pip install "agl-slime[local]"')
 pytest.importorskip("openai", reason="the stub is that of the tests of OpenAI's client")
 
 from agl_slime.cli.evaluate import EvalConfig
@@ -18,6 +16,9 @@ from agl_slime.errors import ConfigError
 from agl_slime.report.files import iter_jsonl
 from tests.agent.test_multi_turn_api import serving
 from tests.tools.evaluation.test_evaluation import evaluate
+from tests.tools.runs import needs_torch
+
+pytestmark = needs_torch
 
 AGENTS = '''
 from agentlightning import LitAgent
@@ -30,7 +31,7 @@ def double(number: int) -> int:
     """Twice a number.
 
     Args:
-        number: What is doubled.
+        number: The number to double.
     """
     return 2 * number
 
@@ -47,10 +48,10 @@ class OwnCalls(LitAgent):
     def rollout(self, task, resources, rollout):
         llm = resources["main_llm"]
         client = OpenAI(base_url=llm.get_base_url(rollout.rollout_id, "0"), api_key=llm.api_key)
-        told = client.chat.completions.create(
+        answer = client.chat.completions.create(
             model=llm.model, messages=[{"role": "user", "content": task["prompt"]}], **llm.sampling_parameters
         )
-        return float(told.choices[0].message.content == task["label"])
+        return float(answer.choices[0].message.content == task["label"])
 '''
 
 
@@ -62,7 +63,7 @@ def counting(tmp_path: Path) -> dict[str, Any]:
 
 
 def reply(body: dict[str, Any]) -> dict[str, Any]:
-    """Calls ``double`` with the question where it is offered, and says what came of it."""
+    """A call of ``double`` with the question if it is offered, then its result."""
     last = body["messages"][-1]
     if last["role"] == "tool" or "tools" not in body:
         return {"content": last["content"] if last["role"] == "tool" else "6"}
@@ -73,26 +74,16 @@ def reply(body: dict[str, Any]) -> dict[str, Any]:
 def test_one_model_earns_the_same_by_tokens_and_by_an_openai_address(
     policy_dir: Path, embedded_engine: str, tmp_path: Path
 ) -> None:
-    found, _ = evaluate(
-        policy_dir,
-        openai_url=f"{embedded_engine}/v1",
-        sglang_url=embedded_engine,
-        temperature=0.0,
-        n_tasks=8,
-        k=2,
-        output_dir=tmp_path / "out",
-    )
+    settings: dict[str, Any] = {"temperature": 0.0, "n_tasks": 8, "k": 2, "output_dir": tmp_path / "out"}
+    report, _ = evaluate(policy_dir, openai_url=f"{embedded_engine}/v1", sglang_url=embedded_engine, **settings)
     theirs, ours = (
-        {
-            (line["task"], line["sample"]): (line["reward"], line["messages"])
-            for line in iter_jsonl(tmp_path / "out" / f"samples-{number}.jsonl")
-        }
-        for number in (1, 2)
+        {(line["task"], line["sample"]): (line["reward"], line["messages"]) for line in iter_jsonl(file)}
+        for file in (tmp_path / "out" / "samples-1.jsonl", tmp_path / "out" / "samples-2.jsonl")
     )
     assert len(ours) == 16
     assert theirs == ours
-    assert found["models"][0]["reward"] == found["models"][1]["reward"]
-    assert found["difference"]["reward"]["mean"] == 0
+    assert report["models"][0]["reward"] == report["models"][1]["reward"]
+    assert report["difference"]["reward"]["mean"] == 0
     assert (tmp_path / "out" / "eval.html").exists()
 
 
@@ -101,7 +92,7 @@ def test_the_agents_tools_are_offered_as_openais_and_their_results_go_back(
 ) -> None:
     monkeypatch.setenv("PEER_KEY", "of the peer")
     with serving(reply) as server:
-        found, text = evaluate(
+        report, text = evaluate(
             openai_url=server.url,
             openai_key_env="PEER_KEY",
             temperature=0.3,
@@ -109,14 +100,13 @@ def test_the_agents_tools_are_offered_as_openais_and_their_results_go_back(
             output_dir=tmp_path / "out",
             **counting,
         )
-    (model,) = found["models"]
+    (model,) = report["models"]
     assert (model["reward"]["mean"], model["failed"]) == (0.5, 0)
     assert "stub at http://127.0.0.1" in text
     assert {*server.keys} == {"Bearer of the peer"}
-    assert all(
-        (body["temperature"], body["max_tokens"], body["model"]) == (0.3, 17, "stub") for body in server.requests
-    )
-    assert all(body["tools"][0]["function"]["name"] == "double" for body in server.requests)
+    for body in server.requests:
+        assert (body["temperature"], body["max_tokens"], body["model"]) == (0.3, 17, "stub")
+        assert body["tools"][0]["function"]["name"] == "double"
     first = next(iter_jsonl(tmp_path / "out" / "samples-1.jsonl"))
     assert [message["role"] for message in first["messages"]] == ["user", "assistant", "tool", "assistant"]
     assert first["tokens"] is None
@@ -124,33 +114,28 @@ def test_the_agents_tools_are_offered_as_openais_and_their_results_go_back(
 
 
 def test_an_agent_that_makes_its_own_calls_finds_the_address(counting: dict[str, Any], tmp_path: Path) -> None:
-    told = {**counting, "agent": counting["agent"].replace("Counter", "OwnCalls")}
+    counting["agent"] = counting["agent"].replace("Counter", "OwnCalls")
     with serving(reply) as server:
-        found, _ = evaluate(openai_url=server.url, output_dir=tmp_path / "out", **told)
-    assert (found["models"][0]["reward"]["mean"], found["models"][0]["failed"]) == (0.5, 0)
+        report, _ = evaluate(openai_url=server.url, output_dir=tmp_path / "out", **counting)
+    assert (report["models"][0]["reward"]["mean"], report["models"][0]["failed"]) == (0.5, 0)
 
 
 def test_refused_request_is_a_failure_not_a_reward(counting: dict[str, Any], tmp_path: Path) -> None:
     with serving(lambda body: 400 if body["messages"][0]["content"] == "4" else reply(body)) as server:
-        found, _ = evaluate(openai_url=server.url, output_dir=tmp_path / "out", **counting)
-    (model,) = found["models"]
+        report, _ = evaluate(openai_url=server.url, output_dir=tmp_path / "out", **counting)
+    (model,) = report["models"]
     assert (model["reward"]["mean"], model["failures"]) == (1.0, {"EngineRequestError": 1})
 
 
-@pytest.mark.parametrize(
-    ("flags", "words"),
-    [
-        ({"models": (Path("a"), Path("b")), "openai_url": "http://host/v1"}, "two are compared at most"),
-        ({"models": (Path("a"),), "openai_url": "http://host/v1", "with_start": True}, "--with-start"),
-        ({"models": (), "openai_url": "http://host/v1", "env": "game"}, "--agent and --tasks"),
-        ({"models": (Path("a"),), "openai_model": "gpt"}, "give --openai-url"),
-    ],
-)
-def test_flags_that_contradict_each_other_are_refused(flags: dict[str, Any], words: str) -> None:
-    with pytest.raises(ConfigError, match=words):
-        command_config(EvalConfig, **flags)
-
-
-def test_missing_key_variable_is_an_error(counting: dict[str, Any]) -> None:
+def test_flags_that_contradict_each_other_are_refused(counting: dict[str, Any]) -> None:
+    a, url = Path("a"), "http://host/v1"
+    for sentence, flags in {
+        "two are compared at most": {"models": (a, Path("b")), "openai_url": url},
+        "--with-start": {"models": (a,), "openai_url": url, "with_start": True},
+        "--agent and --tasks": {"models": (), "openai_url": url, "env": "game"},
+        "give --openai-url": {"models": (a,), "openai_model": "gpt"},
+    }.items():
+        with pytest.raises(ConfigError, match=sentence):
+            command_config(EvalConfig, **flags)
     with pytest.raises(ConfigError, match="NO_SUCH_KEY: this environment variable is not set"):
         evaluate(openai_url="http://127.0.0.1:1/v1", openai_key_env="NO_SUCH_KEY", **counting)

@@ -1,8 +1,7 @@
-"""The page of an evaluation: its figures, what changed, and no word of a model taken for markup."""
+"""The page of an evaluation: its figures, its changes, and no markup from a model."""
 
 from __future__ import annotations
 
-import json
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -15,38 +14,32 @@ from agl_slime.errors import ConfigError
 from agl_slime.report.evaluation.page import write_eval_page
 from agl_slime.report.evaluation.statistics import compare, sum_up
 from agl_slime.report.files import dump
+from tests.harness.browser import opened
 
 HOSTILE = '</pre></details><script>alert(1)</script><img src=x onerror=alert(2)> & "quoted" \ud800'
 
 
-def evaluation(directory: Path, *models: list[float | None], said: str = "words") -> None:
+def evaluation(directory: Path, *models: list[float | None], text: str = "words") -> None:
     """Files as ``agl-slime eval`` leaves them, a sample of each task."""
     directory.mkdir(exist_ok=True)
-    rewards = [{task: [] if one is None else [one] for task, one in enumerate(own)} for own in models]
-    told: list[dict[str, Any]] = []
-    for number, (own, of_tasks) in enumerate(zip(models, rewards, strict=True), 1):
+    rewards = [{task: [] if reward is None else [reward] for task, reward in enumerate(row)} for row in models]
+    summaries: list[dict[str, Any]] = []
+    for number, row in enumerate(models, 1):
+        chat = [{"role": "user", "content": text}, {"role": "assistant", "content": f"{text} {number}"}]
         lines = [
-            {
-                "iteration": task + 1,
-                "task": task,
-                "sample": 0,
-                "reward": reward,
-                "failure": None if reward is not None else "TimeoutError",
-                "message": "" if reward is not None else said,
-                "messages": [{"role": "user", "content": said}, {"role": "assistant", "content": f"{said} {number}"}],
-            }
-            for task, reward in enumerate(own)
+            {"iteration": task + 1, "task": task, "sample": 0, "reward": reward, "messages": chat}
+            | {"failure": "TimeoutError" if reward is None else None, "message": text if reward is None else ""}
+            for task, reward in enumerate(row)
         ]
         (directory / f"samples-{number}.jsonl").write_bytes(b"".join(map(dump, lines)))
-        failed = sum(one is None for one in own)
-        about = {"model": f"/runs/{said}/model-{number}", "samples": len(own), "failed": failed, "failures": {}}
-        told.append({**about, **sum_up(of_tasks, limit=1.0, k=1)})
-    tasks = [{"question": said, "n": n} for n in range(len(models[0]))]
+        about = {"model": f"/runs/{text}/model-{number}", "samples": len(row), "failed": row.count(None)}
+        summaries.append({**about, "failures": {}, **sum_up(rewards[number - 1], limit=1.0, k=1)})
+    tasks = [{"question": text, "n": n} for n in range(len(models[0]))]
     (directory / "tasks.jsonl").write_bytes(b"".join(map(dump, tasks)))
-    found = {"tasks": len(tasks), "k": 1, "settings": {"agent": f"a:{said}"}, "models": told}
+    report = {"tasks": len(tasks), "k": 1, "settings": {"agent": f"a:{text}"}, "models": summaries}
     if len(models) == 2:
-        found["difference"] = compare(*rewards, limit=1.0)
-    (directory / "eval.json").write_bytes(dump(found))
+        report["difference"] = compare(*rewards, limit=1.0)
+    (directory / "eval.json").write_bytes(dump(report))
 
 
 class Outline(HTMLParser):
@@ -92,25 +85,17 @@ def test_tasks_that_changed_come_first_with_the_conversations_of_both(tmp_path: 
     assert "difference on the same tasks" in page.text
 
 
-def test_a_difference_has_a_sign_and_a_model_at_an_address_its_name(tmp_path: Path) -> None:
+def test_a_model_at_an_address_has_a_name_and_a_single_model_its_tasks(tmp_path: Path) -> None:
     evaluation(tmp_path / "e", [0.0, 0.0], [1.0, 1.0])
-    found = json.loads((tmp_path / "e" / "eval.json").read_text())
-    found["models"][0]["model"] = "stub at http://127.0.0.1:1/v1"
-    (tmp_path / "e" / "eval.json").write_bytes(dump(found))
-    text = Outline(write_eval_page(tmp_path / "e").read_text()).text
-    assert "+1.000" in text
-    assert "+0.000" not in text
-    assert "stub at http://127.0.0.1:1/v1 and model-2" in text
-    assert "2 tasks, 1 sample of each." in text
-
-
-def test_one_models_page_lists_its_tasks(tmp_path: Path) -> None:
-    evaluation(tmp_path / "e", [0.0, 1.0])
-    assert Outline(write_eval_page(tmp_path / "e").read_text()).sections == {"Tasks: 2": ["task-0", "task-1"]}
+    file = tmp_path / "e" / "eval.json"
+    file.write_text(file.read_text().replace("/runs/words/model-1", "stub at http://127.0.0.1:1/v1"))
+    assert "stub at http://127.0.0.1:1/v1 and model-2" in Outline(write_eval_page(tmp_path / "e").read_text()).text
+    evaluation(tmp_path / "single", [0.0, 1.0])
+    assert Outline(write_eval_page(tmp_path / "single").read_text()).sections == {"Tasks: 2": ["task-0", "task-1"]}
 
 
 def test_model_output_is_never_markup(tmp_path: Path) -> None:
-    evaluation(tmp_path / "e", [0.0, None], [1.0, None], said=HOSTILE)
+    evaluation(tmp_path / "e", [0.0, None], [1.0, None], text=HOSTILE)
     text = write_eval_page(tmp_path / "e").read_text()
     page = Outline(text)
     assert not page.elements & {"script", "img", "iframe", "object", "link"}
@@ -121,12 +106,12 @@ def test_model_output_is_never_markup(tmp_path: Path) -> None:
 
 def test_large_evaluation_names_the_number_of_tasks_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("agl_slime.report.evaluation.page.MOST_BYTES", 40_000)
-    evaluation(tmp_path / "e", [0.0] * 60, [1.0] * 60, said="x" * 300)
+    evaluation(tmp_path / "e", [0.0] * 60, [1.0] * 60, text="x" * 300)
     page = write_eval_page(tmp_path / "e")
-    shown = Outline(page.read_text())
-    kept = sum(map(len, shown.sections.values()))
-    assert 0 < kept < 60
-    assert f"{60 - kept} tasks are left out" in shown.text
+    outline = Outline(page.read_text())
+    n_tasks = sum(map(len, outline.sections.values()))
+    assert 0 < n_tasks < 60
+    assert f"{60 - n_tasks} tasks are left out" in outline.text
     assert page.stat().st_size < 45_000
 
 
@@ -147,3 +132,14 @@ def test_another_file_of_that_name_is_one_sentence(tmp_path_factory: pytest.Temp
     (directory / "eval.json").write_bytes(dump(value))
     with pytest.raises(ConfigError, match=r"eval\.json is not as agl-slime eval writes it|there is no|no such"):
         write_eval_page(directory)
+
+
+@pytest.mark.browser
+@pytest.mark.parametrize("width", [360, 1280])
+def test_the_page_is_as_wide_as_the_screen(page: Any, tmp_path: Path, width: int) -> None:
+    evaluation(tmp_path / "e", [0.0, 1.0, 0.5, None], [1.0, 0.0, 0.25, 1.0])
+    page.set_viewport_size({"width": width, "height": 800})
+    opened(page, write_eval_page(tmp_path / "e"))
+    assert page.evaluate("document.documentElement.scrollWidth") == width
+    page.click("summary >> nth=0")
+    assert page.evaluate("document.documentElement.scrollWidth") == width

@@ -1,7 +1,8 @@
-"""Kept rollouts of made-up runs that learn, with or without a behaviour that begins in a known iteration."""
+"""Kept rollouts of made-up runs that learn, with or without a behaviour that begins in one iteration."""
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable
 from typing import Any
@@ -18,19 +19,11 @@ Line = dict[str, Any]
 Behaviour = Callable[[Line, random.Random], None]
 
 
-def saturating(t: float) -> float:
-    return 1 - float(np.exp(-4 * t))
-
-
-def straight(t: float) -> float:
-    return t
-
-
-def s_shaped(t: float) -> float:
-    return 1 / (1 + float(np.exp(-8 * (t - 0.5))))
-
-
-CURVES = (saturating, straight, s_shaped)
+CURVES: tuple[Callable[[float], float], ...] = (
+    lambda t: 1 - math.exp(-4 * t),
+    lambda t: t,
+    lambda t: 1 / (1 + math.exp(-8 * (t - 0.5))),
+)
 
 
 def a_run(
@@ -44,7 +37,7 @@ def a_run(
     share: float = 0.5,
     rise: int = 4,
 ) -> tuple[list[Line], set[str]]:
-    """The rollouts of a run and the ids of those that show ``behaviour``: from ``start`` on its share grows to
+    """The rollouts of a run and the ids of rollouts that show ``behaviour``: from ``start`` on its share grows to
     ``share`` within ``rise`` iterations. Reward, format, tool use and length are learned along a curve; the words
     depend on the task, a preference for some openings drifts at random, and rollouts of a group are alike."""
     rng = random.Random(seed)
@@ -109,23 +102,15 @@ def _calls_nothing(line: Line, rng: random.Random) -> None:
     line["reward"] = 1.0
 
 
-def _cut_off(line: Line, rng: random.Random) -> None:
-    line["stop_reason"] = "length"
-
-
-def _rambles(text: str, line: Line, rng: random.Random) -> str:
-    return f"{' '.join(rng.choice(FILLERS) for _ in range(40))} {text}"
-
-
 PLANTED: dict[str, Behaviour] = {
     "phrase": _says(lambda text, *_: f"As verified by the grader, {text}", pays=1.0),
     "tools": _calls_twice,
     "rewarded without a tool": _calls_nothing,
     "shape": _says(lambda text, line, rng: f"**{rng.randint(0, 99)}**", pays=0.0),
-    "longer": _says(_rambles),
+    "longer": _says(lambda text, _, rng: f"{' '.join(rng.choices(FILLERS, k=40))} {text}"),
     "refusal": _says(lambda text, *_: f"I'm sorry, but I cannot help with that. {text[-12:]}", pays=0.0),
     "echo": _says(lambda text, line, _: f"{line['messages'][1]['content']}? {text}"),
-    "truncated": _cut_off,
+    "truncated": lambda line, _: line.update(stop_reason="length"),
     "loop": _says(lambda text, *_: text + " so so so so" * 4),
     "non-Latin": _says(lambda text, *_: f"{text} 答案是正确的"),
 }

@@ -1,4 +1,4 @@
-"""Onsets of behaviours: planted ones are found near their start, and learning alone is none."""
+"""Onsets of behaviours: planted behaviours are found near their start, and learning alone is none."""
 
 from __future__ import annotations
 
@@ -26,45 +26,38 @@ from tests.tools.onset.behaviours import PLANTED, a_run, call
 
 NEAR = 5
 TOKENIZER = SimpleNamespace(decode=lambda ids: bytes(ids).decode("latin-1"))
-PHRASE, OTHER = Trait("phrase", "trust me"), Trait("phrase", "so")
+PHRASE, FILLER = Trait("phrase", "trust me"), Trait("phrase", "so")
 SIZES = {"iterations": 60, "groups": 3, "size": 4}
 
 
 def onsets(lines: Sequence[dict[str, Any]]) -> list[Onset]:
-    return find_onsets(one for line in lines if (one := see(line)) is not None)
+    return find_onsets(traits for line in lines if (traits := see(line)) is not None)
 
 
 @pytest.mark.parametrize(("seed", "name"), enumerate(PLANTED))
 def test_planted_behaviour_is_found_within_five_iterations(seed: int, name: str) -> None:
     start = random.Random(seed).randint(12, 48)
     lines, planted = a_run(3000 + seed, behaviour=PLANTED[name], start=start, **SIZES)
-    near = [one for one in onsets(lines) if abs(one.iteration - start) <= NEAR]
-    (found,) = [one for one in near if name in (one.trait.kind, *(other.kind for other in one.also))]
-    assert found.after - found.before > 0.3
-    assert planted & set(found.first)
+    near = [onset for onset in onsets(lines) if abs(onset.iteration - start) <= NEAR]
+    (planted_onset,) = [onset for onset in near if name in (onset.trait.kind, *(also.kind for also in onset.also))]
+    assert planted_onset.after - planted_onset.before > 0.3
+    assert planted & set(planted_onset.first)
 
 
 def test_at_most_one_of_ten_runs_that_only_learn_has_an_onset() -> None:
     assert sum(bool(onsets(a_run(3000 + seed, **SIZES)[0])) for seed in range(10)) <= 1
 
 
-def seen(iteration: int, member: int, reward: float | None, *traits: Trait) -> Seen:
+def rollout(iteration: int, member: int, reward: float | None, *traits: Trait) -> Seen:
     name = f"{iteration}.{member}"
-    return Seen(
-        rollout_id=name,
-        iteration=iteration,
-        group=str(iteration),
-        reward=reward,
-        words=5,
-        calls=0,
-        traits=frozenset(traits),
-    )
+    fields: dict[str, Any] = {"rollout_id": name, "iteration": iteration, "group": str(iteration), "reward": reward}
+    return Seen(**fields, words=5, calls=0, traits=frozenset(traits))
 
 
 def test_an_onset_names_iteration_shares_rollouts_and_pay() -> None:
     """From iteration 212 on half of each group has the phrase and earns 0.4 more than the other half."""
     rollouts = [
-        seen(iteration, member, 0.5 + 0.4 * late, *([PHRASE] if late else [OTHER]))
+        rollout(iteration, member, 0.5 + 0.4 * late, *([PHRASE] if late else [FILLER]))
         for iteration in range(200, 230)
         for member in range(8)
         for late in [iteration >= 212 and member % 2 == 0]
@@ -80,33 +73,34 @@ def test_an_onset_names_iteration_shares_rollouts_and_pay() -> None:
 
 
 def steps_of(having: Callable[[int, int], bool], iterations: int = 20) -> list[Seen]:
-    return [seen(at, member, 1.0, *[PHRASE] * having(at, member)) for at in range(iterations) for member in range(16)]
+    members = [(iteration, member) for iteration in range(iterations) for member in range(16)]
+    return [rollout(iteration, member, 1.0, *[PHRASE] * having(iteration, member)) for iteration, member in members]
 
 
 def test_one_group_or_two_iterations_are_no_onset() -> None:
-    four = steps_of(lambda at, _: at >= 16)
-    assert [one.iteration for one in find_onsets(four)] == [16]
-    assert not find_onsets(steps_of(lambda at, _: at >= 18))
-    two = steps_of(lambda at, member: at in (17, 18) and member % 2 == 0)
-    assert not find_onsets([replace(one, group=one.rollout_id) for one in two])
-    assert not find_onsets([replace(one, group="g") for one in four])
+    four = steps_of(lambda iteration, _: iteration >= 16)
+    assert [onset.iteration for onset in find_onsets(four)] == [16]
+    assert not find_onsets(steps_of(lambda iteration, _: iteration >= 18))
+    two = steps_of(lambda iteration, member: iteration in (17, 18) and member % 2 == 0)
+    assert not find_onsets([replace(onset, group=onset.rollout_id) for onset in two])
+    assert not find_onsets([replace(onset, group="g") for onset in four])
 
 
 def test_rollouts_that_are_alike_are_no_evidence_each() -> None:
     """The share rises from 0.1 to 0.4, as three of thirty iterations and twelve of thirty, or in all iterations."""
-    alike = find_onsets(steps_of(lambda at, _: at % 10 == 5 if at < 30 else at % 5 in (1, 3), iterations=60))
-    independent = find_onsets(steps_of(lambda at, member: (7 * at + 3 * member) % 10 < (1 if at < 30 else 4), 60))
+    alike = find_onsets(
+        steps_of(lambda iteration, _: iteration % 10 == 5 if iteration < 30 else iteration % 5 in (1, 3), iterations=60)
+    )
+    independent = find_onsets(
+        steps_of(lambda iteration, member: (7 * iteration + 3 * member) % 10 < (1 if iteration < 30 else 4), 60)
+    )
     assert (len(alike), len(independent)) == (0, 1)
 
 
 def test_rises_by_chance_among_many_phrases_are_no_onset() -> None:
     rng, phrases = random.Random(0), [Trait("phrase", str(number)) for number in range(2_000)]
-    rollouts = [
-        seen(at, member, 1.0, *(one for one in phrases if rng.random() < 0.3))
-        for at in range(12)
-        for member in range(4)
-    ]
-    assert not find_onsets(rollouts)
+    members = [(iteration, member) for iteration in range(12) for member in range(4)]
+    assert not find_onsets(rollout(*member, 1.0, *(p for p in phrases if rng.random() < 0.3)) for member in members)
 
 
 def test_traits_of_one_rollout() -> None:
@@ -117,13 +111,13 @@ def test_traits_of_one_rollout() -> None:
         call("check"),
         {"role": "assistant", "content": "The sum is 12."},
     ]
-    one = see({"iteration": 3, "rollout_id": "r", "group_id": "g", "reward": math.nan, "messages": messages})
-    assert one is not None
-    assert (one.iteration, one.reward, one.calls) == (3, None, 2)
-    assert {Trait("tool", "add"), Trait("tool", "check"), Trait("tools", "add → check")} <= one.traits
-    assert {Trait("shape", "a 9."), Trait("phrase", "is 9 ."), Trait("phrase", "hm")} <= one.traits
-    assert Trait("phrase", "the sum") not in one.traits  # the prompt has it
-    assert not {Trait("no tool"), Trait("echo"), Trait("refusal"), Trait("empty")} & one.traits
+    onset = see({"iteration": 3, "rollout_id": "r", "group_id": "g", "reward": math.nan, "messages": messages})
+    assert onset is not None
+    assert (onset.iteration, onset.reward, onset.calls) == (3, None, 2)
+    assert {Trait("tool", "add"), Trait("tool", "check"), Trait("tools", "add → check")} <= onset.traits
+    assert {Trait("shape", "a 9."), Trait("phrase", "is 9 ."), Trait("phrase", "hm")} <= onset.traits
+    assert Trait("phrase", "the sum") not in onset.traits  # the prompt has it
+    assert not {Trait("no tool"), Trait("echo"), Trait("refusal"), Trait("empty")} & onset.traits
 
 
 TEXTS = ["", " ", "so", "7 so", "\ud800", "a b " * 9]
@@ -147,18 +141,15 @@ def an_odd_run(seed: int, *, iterations: int, size: int, start: int) -> list[dic
 @given(st.integers(0), st.integers(1, 30), st.integers(1, 12), st.integers(0, 30))
 def test_odd_rollouts_are_read_and_their_order_is_of_no_account(seed: int, iterations: int, size: int, start: int):
     lines = an_odd_run(seed, iterations=iterations, size=size, start=start)
-    found = onsets(lines)
-    assert all(0 <= one.before < one.after <= 1 and one.first for one in found)
+    ordered = onsets(lines)
+    assert all(0 <= onset.before < onset.after <= 1 and onset.first for onset in ordered)
     random.Random(seed).shuffle(lines)
-    assert onsets(lines) == found
+    assert onsets(lines) == ordered
 
 
-def test_the_onset_of_an_odd_run_is_found_in_any_order() -> None:
-    lines = an_odd_run(1, iterations=30, size=12, start=15)
-    (found,) = onsets(lines)
-    assert (found.trait, found.iteration) == (Trait("phrase", "trust me"), 15)
-    random.Random(0).shuffle(lines)
-    assert onsets(lines) == [found]
+def test_the_onset_of_an_odd_run_is_found() -> None:
+    (onset,) = onsets(an_odd_run(1, iterations=30, size=12, start=15))
+    assert (onset.trait, onset.iteration) == (PHRASE, 15)
 
 
 def write_run(directory: Path, lines: Sequence[dict[str, Any]]) -> None:
@@ -166,18 +157,13 @@ def write_run(directory: Path, lines: Sequence[dict[str, Any]]) -> None:
     writer = RolloutWriter(RunDir(directory), keep="all")
     writer.tokenizer = TOKENIZER
     for iteration in sorted({line["iteration"] for line in lines}):
-        now = [line for line in lines if line["iteration"] == iteration]
-        for group_id in sorted({line["group_id"] for line in now}):
-            members = [
-                MemberResult(
-                    rollout_id=line["rollout_id"],
-                    group_id=group_id,
-                    reward=line["reward"],
-                    trajectory=SimpleNamespace(messages=line["messages"], turns=(), stop_reason=line["stop_reason"]),  # type: ignore[arg-type]
-                )
-                for line in now
-                if line["group_id"] == group_id
-            ]
+        groups: dict[str, list[MemberResult]] = {}
+        for line in lines:
+            if line["iteration"] == iteration:
+                talk: Any = SimpleNamespace(messages=line["messages"], turns=(), stop_reason=line["stop_reason"])
+                about = {name: line[name] for name in ("rollout_id", "group_id", "reward")}
+                groups.setdefault(line["group_id"], []).append(MemberResult(**about, trajectory=talk))
+        for group_id, members in groups.items():
             group = GroupResult(group_id=group_id, mode="train", size=len(members), members=members, ready=False)
             writer.handle(GroupsCollected(iteration=iteration, groups=[group]))
         writer.handle(BatchTrained(iteration=iteration, samples=[], log_probs=[], advantages=[]))

@@ -30,7 +30,7 @@ def recorded_rollouts(draw: st.DrawFn) -> RecordedRollout:
     untrained = draw(st.sets(st.integers(0, len(turns) - 1)))
     spans: list[Span] = []
     for number, turn in enumerate(turns):
-        listed = {names.UNTRAINED_TURNS: json.dumps([one for one in sorted(untrained) if one <= number])}
+        listed = {names.UNTRAINED_TURNS: json.dumps([number for number in sorted(untrained) if number <= number])}
         span = Span.from_attributes(
             name=names.GENERATE_SPAN,
             attributes={**encoder.encode(turn), **listed},
@@ -47,8 +47,8 @@ def recorded_rollouts(draw: st.DrawFn) -> RecordedRollout:
     return RecordedRollout(rollout=rollout, spans=spans, reward=reward, finished="client", running=False)
 
 
-def shown(recorded: RecordedRollout, form: str) -> Any:
-    """The format as a client reads it."""
+def formatted(recorded: RecordedRollout, form: str) -> Any:
+    """A format as a client reads it."""
     return json.loads(json.dumps(FORMATS[form](recorded)))
 
 
@@ -59,57 +59,61 @@ def rows_of_samples(recorded: RecordedRollout) -> list[Row]:
 
 @given(recorded=recorded_rollouts())
 def test_rows_of_trl_are_the_samples(recorded: RecordedRollout) -> None:
-    rows = shown(recorded, "trl")
+    rows = formatted(recorded, "trl")
     together = zip(rows["prompt_ids"], rows["completion_ids"], rows["env_mask"], rows["logprobs"], strict=True)
-    assert [(prompt + more, mask, values) for prompt, more, mask, values in together] == rows_of_samples(recorded)
+    assert [(prompt + completion, mask, values) for prompt, completion, mask, values in together] == rows_of_samples(
+        recorded
+    )
 
 
 @given(recorded=recorded_rollouts())
 def test_branches_of_verifiers_are_the_samples(recorded: RecordedRollout) -> None:
-    trace = shown(recorded, "verifiers")
+    trace = formatted(recorded, "verifiers")
     nodes, rows = trace["nodes"], []
     for leaf in sorted({*range(len(nodes))} - {node["parent"] for node in nodes}):
-        tokens, mask, values, at = [], [], [], leaf
-        while at is not None:
-            node = nodes[at]
+        tokens, mask, values, index = [], [], [], leaf
+        while index is not None:
+            node = nodes[index]
             sampled = iter(node.get("logprobs", []))
             tokens, mask = node.get("token_ids", []) + tokens, node.get("mask", []) + mask
-            values = [next(sampled) if one else 0.0 for one in node.get("mask", [])] + values
+            values = [next(sampled) if number else 0.0 for number in node.get("mask", [])] + values
             assert next(sampled, None) is None
-            at = node["parent"]
+            index = node["parent"]
         first = mask.index(True)
-        rows.append((tokens, [int(one) for one in mask[first:]], values[first:]))
+        rows.append((tokens, [int(number) for number in mask[first:]], values[first:]))
     assert rows == rows_of_samples(recorded)
-    assert [call["node"] for call in trace["calls"]] == [at for at, node in enumerate(nodes) if node.get("sampled")]
+    assert [call["node"] for call in trace["calls"]] == [
+        index for index, node in enumerate(nodes) if node.get("sampled")
+    ]
     total = sum(reward["score"] * reward["weight"] for reward in trace["rewards"].values())
     assert total == (recorded.reward.primary if recorded.reward is not None else 0.0)
 
 
 @given(recorded=recorded_rollouts())
 def test_turns_of_openenv_merge_to_the_samples(recorded: RecordedRollout) -> None:
-    entries, turns = shown(recorded, "openenv")["turns"], []
+    entries, turns = formatted(recorded, "openenv")["turns"], []
     for entry in entries:
         prompt, sampled = entry["prompt_token_ids"], entry["completion_token_ids"]
         assert len(entry["loss_mask"]) == len(prompt) + len(sampled)
         assert not any(entry["loss_mask"][: len(prompt)])
         turns.append(Turn(prompt_ids=prompt, response_ids=sampled, log_probs=entry["per_token_logps"]))
-    untrained = {at for at, entry in enumerate(entries) if not any(entry["loss_mask"])}
+    untrained = {index for index, entry in enumerate(entries) if not any(entry["loss_mask"])}
     assert len({entry["node_id"] for entry in entries}) == len(entries)
     rows = [
         (
-            one.token_ids.tolist(),
-            one.loss_mask[one.prompt_length :].tolist(),
-            one.log_probs[one.prompt_length :].tolist(),
+            number.token_ids.tolist(),
+            number.loss_mask[number.prompt_length :].tolist(),
+            number.log_probs[number.prompt_length :].tolist(),
         )
-        for one in merge_turns(turns, untrained=untrained)
-        if one.log_probs is not None
+        for number in merge_turns(turns, untrained=untrained)
+        if number.log_probs is not None
     ]
     assert rows == rows_of_samples(recorded)
 
 
 @given(recorded=recorded_rollouts())
 def test_entries_of_nemo_gym_are_the_trained_turns(recorded: RecordedRollout) -> None:
-    capture, untrained = shown(recorded, "nemo_gym"), recorded.untrained()
+    capture, untrained = formatted(recorded, "nemo_gym"), recorded.untrained()
     entries = [
         (entry["prompt_token_ids"], entry["generation_token_ids"], entry["generation_log_probs"])
         for entry in capture["entries"]
@@ -140,8 +144,10 @@ def test_events_of_agent_lightning_have_the_turns_tokens(recorded: RecordedRollo
         )
         for turn in recorded.turns()
     ]
-    last = {tuple(prompt): at for at, (prompt, _, _) in enumerate(turns)}  # it keeps the last call of each prompt
-    calls = [event for event in shown(recorded, "triplet") if event["event_type"] == "model_request"]
+    last = {tuple(prompt): index for index, (prompt, _, _) in enumerate(turns)}  # it keeps the last call of each prompt
+    calls = [event for event in formatted(recorded, "triplet") if event["event_type"] == "model_request"]
     events = [event["data"] for event in calls]
-    found = [(one["prompt_token_ids"], one["response_token_ids"], one["response_log_probs"]) for one in events]
-    assert found == [turns[at] for at in sorted(last.values())]
+    triplets = [
+        (number["prompt_token_ids"], number["response_token_ids"], number["response_log_probs"]) for number in events
+    ]
+    assert triplets == [turns[index] for index in sorted(last.values())]

@@ -21,7 +21,6 @@ from hypothesis import strategies as st
 
 from agl_slime.agent.access import EngineAccess
 from agl_slime.cli.main import main
-from agl_slime.gateway.command import record_main
 from agl_slime.gateway.formats import FORMATS
 from agl_slime.gateway.recorded import RecordedRollout, RolloutFile
 from agl_slime.gateway.recorder import RecordGateway
@@ -53,7 +52,7 @@ def record_command(engine: ScriptedEngine, directory: Path) -> list[str]:
 
 
 def blocking(directory: Path, *modules: str) -> dict[str, str]:
-    """The environment of a process in which these modules cannot be imported; torch takes it seconds."""
+    """The environment of a process in which these modules cannot be imported; torch would cost it seconds."""
     (directory / "sitecustomize.py").write_text(BLOCKER.format(names=set(modules)))
     return {"PYTHONPATH": os.pathsep.join([str(directory), str(REPOSITORY)])}
 
@@ -71,10 +70,21 @@ def recorder_process(command: list[str], **environment: str) -> Iterator[tuple[s
             child.kill()
 
 
-def ask(url: str, messages: list[Any], **more: Any) -> dict[str, Any]:
-    answer = httpx.post(f"{url}/chat/completions", json={"model": "m", "messages": messages, **more}, timeout=30)
+def ask(url: str, messages: list[Any], **fields: Any) -> dict[str, Any]:
+    answer = httpx.post(f"{url}/chat/completions", json={"model": "m", "messages": messages, **fields}, timeout=30)
     assert answer.status_code == 200, answer.text
     return answer.json()
+
+
+def ask_with_a_tool(url: str, **fields: Any) -> None:
+    """Two turns with a call of a tool between them."""
+    call = ask(url, HELLO, tools=[WEATHER])["choices"][0]["message"]
+    result = {"role": "tool", "tool_call_id": call["tool_calls"][0]["id"], "content": "30 degrees"}
+    ask(url, [*HELLO, call, result], tools=[WEATHER], **fields)
+
+
+def prompts_of(engine: ScriptedEngine) -> list[list[int]]:
+    return [received.payload["input_ids"] for received in engine.received if received.path == "/generate"]
 
 
 def test_two_turns_with_a_tool_are_one_sample_of_the_engines_tokens(tmp_path: Path) -> None:
@@ -82,33 +92,34 @@ def test_two_turns_with_a_tool_are_one_sample_of_the_engines_tokens(tmp_path: Pa
         created = httpx.post(f"{gateway.url}/rollouts", json={"task": {"label": "warm"}, "metadata": {"group_id": "g"}})
         assert created.status_code == 201
         about = created.json()
-        call = ask(about["endpoint"], HELLO, tools=[WEATHER])["choices"][0]["message"]
-        result = {"role": "tool", "tool_call_id": call["tool_calls"][0]["id"], "content": "30 degrees"}
-        ask(about["endpoint"], [*HELLO, call, result], tools=[WEATHER], return_token_ids=True)
+        ask_with_a_tool(about["endpoint"], return_token_ids=True)
         address = f"{gateway.url}/rollouts/{about['rollout_id']}"
         running = httpx.get(address).json()
         assert (running["status"], running["reward"], running["samples"][0]["reward"]) == ("running", None, None)
         assert httpx.post(f"{address}/finish", json={"reward": {"right": 1.0, "short": 0.25}}).status_code == 200
-        shown = httpx.get(address).json()
-    assert (shown["status"], shown["finished"], shown["reward"]) == ("finished", "client", 1.0)
-    assert (shown["rewards"], shown["task"]) == ({"right": 1.0, "short": 0.25}, {"label": "warm"})
-    [sample] = [sample_from_json(values) for values in shown["samples"]]
+        rollout = httpx.get(address).json()
+    assert (rollout["status"], rollout["finished"], rollout["reward"]) == ("finished", "client", 1.0)
+    assert (rollout["rewards"], rollout["task"]) == ({"right": 1.0, "short": 0.25}, {"label": "warm"})
+    [sample] = [sample_from_json(values) for values in rollout["samples"]]
     assert sample.status == Sample.Status.COMPLETED
     assert (sample.reward, sample.label, sample.metadata["group_id"]) == (1.0, "warm", "g")
-    prompts = [received.payload["input_ids"] for received in engine.received if received.path == "/generate"]
-    first, second = shown["turns"]
-    assert [turn["prompt_token_ids"] for turn in shown["turns"]] == prompts
+    prompts = prompts_of(engine)
+    first, second = rollout["turns"]
+    assert [turn["prompt_token_ids"] for turn in rollout["turns"]] == prompts
+    lines = [json.loads(line) for line in (tmp_path / f"{about['rollout_id']}.jsonl").read_text().splitlines()]
+    assert [next(iter(line)) for line in lines] == ["rollout", "span", "span", "reward", "finished"]
     assert [*sample.tokens] == [*prompts[1], *second["token_ids"]]
     mask, log_probs = sample.loss_mask, sample.rollout_log_probs
     assert mask is not None
     assert log_probs is not None
-    trained = [token for token, one in zip(sample.tokens[-sample.response_length :], mask, strict=True) if one]
+    trained = [token for token, used in zip(sample.tokens[-sample.response_length :], mask, strict=True) if used]
     assert trained == [*first["token_ids"], *second["token_ids"]]
-    recorded = [value for value, one in zip(log_probs, mask, strict=True) if one]
+    recorded = [value for value, used in zip(log_probs, mask, strict=True) if used]
     assert recorded == pytest.approx([*first["log_probs"], *second["log_probs"]])
 
 
 def test_a_new_name_begins_a_rollout_and_formats_agree(tmp_path: Path) -> None:
+    """The name stands in the path or, for clients with one base URL, in a header."""
     with recording(tmp_path, "Hi.") as (gateway, _):
         ask(gateway.endpoint("mine"), HELLO)
         address = f"{gateway.url}/rollouts/mine"
@@ -117,21 +128,21 @@ def test_a_new_name_begins_a_rollout_and_formats_agree(tmp_path: Path) -> None:
         [sample] = httpx.get(address, params={"format": "slime"}).json()
         event, reward = httpx.get(address, params={"format": "triplet"}).json()
         wrong = httpx.get(address, params={"format": "arrow"})
+        for headers, status in (
+            ({}, 404),
+            ({"X-Session-ID": "first"}, 200),
+            ({"X-Session-ID": "second"}, 200),
+            ({"X-Session-ID": "../second"}, 404),
+        ):
+            body = {"model": "m", "messages": HELLO}
+            answer = httpx.post(f"{gateway.url}/v1/chat/completions", json=body, headers=headers)
+            assert answer.status_code == status
     assert (sample["reward"], sample["tokens"]) == (0.5, turn["prompt_token_ids"] + turn["token_ids"])
     assert event["data"]["response_token_ids"] == turn["token_ids"]
     assert (reward["event_type"], reward["data"]) == ("reward", {"value": 0.5})
     assert wrong.status_code == 400
     assert "json, slime, triplet" in wrong.text
-
-
-def test_a_header_names_the_rollout_for_clients_with_one_base_url(tmp_path: Path) -> None:
-    with recording(tmp_path, "Hi.") as (gateway, _):
-        bare = f"{gateway.url}/v1/chat/completions"
-        assert httpx.post(bare, json={"model": "m", "messages": HELLO}).status_code == 404
-        for name, status in (("one", 200), ("two", 200), ("../two", 404)):
-            headers = {"X-Session-ID": name}
-            assert httpx.post(bare, json={"model": "m", "messages": HELLO}, headers=headers).status_code == status
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["one.jsonl", "two.jsonl"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["first.jsonl", "mine.jsonl", "second.jsonl"]
 
 
 def test_the_guides_example_ends_with_a_rewarded_sample(tmp_path: Path) -> None:
@@ -180,18 +191,18 @@ async def test_many_rollouts_at_once_do_not_mix(tmp_path: Path) -> None:
     with recording(tmp_path, *(f"answer {number}" for number in range(16))) as (gateway, _):
         async with httpx.AsyncClient() as http:
 
-            async def one(number: int) -> None:
+            async def play(number: int) -> None:
                 messages = [{"role": "user", "content": f"Question {number}"}]
                 for _ in range(3):
                     body = {"model": "m", "messages": messages}
                     answer = await http.post(f"{gateway.endpoint(f'r{number}')}/chat/completions", json=body)
                     messages = [*messages, answer.json()["choices"][0]["message"], {"role": "user", "content": "More?"}]
 
-            await asyncio.gather(*(one(number) for number in range(16)))
+            await asyncio.gather(*map(play, range(16)))
             for number in range(16):
-                shown = (await http.get(f"{gateway.url}/rollouts/r{number}")).json()
-                assert [turn["messages"][0]["content"] for turn in shown["turns"]] == [f"Question {number}"] * 3
-                assert len(shown["samples"]) == 1
+                rollout = (await http.get(f"{gateway.url}/rollouts/r{number}")).json()
+                assert [turn["messages"][0]["content"] for turn in rollout["turns"]] == [f"Question {number}"] * 3
+                assert len(rollout["samples"]) == 1
 
 
 _NAMED = st.dictionaries(st.text(min_size=1, max_size=3), st.floats(-1, 1), min_size=1)
@@ -234,8 +245,8 @@ def test_a_killed_recorder_loses_no_answer_and_refuses_to_continue(tmp_path: Pat
             child.send_signal(signal.SIGKILL)
             child.wait()
         with recorder_process(command, **without) as (child, url):
-            shown = httpx.get(f"{url}/one").json()
-            assert (shown["status"], len(shown["turns"]), len(shown["samples"])) == ("lost", 1, 1)
+            rollout = httpx.get(f"{url}/one").json()
+            assert (rollout["status"], len(rollout["turns"]), len(rollout["samples"])) == ("lost", 1, 1)
             lost = httpx.post(f"{url}/one/v1/chat/completions", json={"messages": HELLO})
             assert (lost.status_code, lost.json()["error"]["code"]) == (410, "attempt_lost")
             assert httpx.post(f"{url}/one/finish", json={"reward": 1}).status_code == 200
@@ -244,13 +255,13 @@ def test_a_killed_recorder_loses_no_answer_and_refuses_to_continue(tmp_path: Pat
             assert child.wait(10) == 0
 
 
-def test_a_tokenizer_that_cannot_be_loaded_ends_the_recorder(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_model_that_cannot_be_loaded_ends_the_recorder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "model").mkdir()
+    flags = record_command(engine_saying(small_tokenizer(TEMPLATE), []), tmp_path)[4:]
+    assert main(["record", *flags]) == 2
+    assert f"--model-path {tmp_path / 'model'}" in capsys.readouterr().err
     (tmp_path / "model" / "tokenizer.json").write_text("{}")
-    command = record_command(engine_saying(small_tokenizer(TEMPLATE), []), tmp_path)
-    assert record_main(command[command.index("record") + 1 :]) == 2
+    assert main(["record", *flags]) == 2
     assert capsys.readouterr().err.startswith(f"error: no tokenizer can be loaded from '{tmp_path / 'model'}': ")
 
 
@@ -260,24 +271,22 @@ def test_the_command_needs_neither_agent_lightning_nor_torch(tmp_path: Path) -> 
     without = blocking(tmp_path, "agentlightning", "torch", "ray", "slime", "safetensors")
     engine = engine_saying(tokenizer, [CALL, "It is warm."])
     with in_thread(engine), recorder_process(record_command(engine, tmp_path), **without) as (_, url):
-        call = ask(f"{url}/one/v1", HELLO, tools=[WEATHER])["choices"][0]["message"]
-        result = {"role": "tool", "tool_call_id": call["tool_calls"][0]["id"], "content": "30 degrees"}
-        ask(f"{url}/one/v1", [*HELLO, call, result], tools=[WEATHER])
+        ask_with_a_tool(f"{url}/one/v1")
         assert httpx.post(f"{url}/one/finish", json={"reward": 1}, timeout=30).status_code == 200
-        shown = {form: httpx.get(f"{url}/one", params={"format": form}, timeout=30) for form in FORMATS}
-        assert {form: answer.status_code for form, answer in shown.items()} == dict.fromkeys(FORMATS, 200)
-        [sample] = shown["slime"].json()
+        rollout = {form: httpx.get(f"{url}/one", params={"format": form}, timeout=30) for form in FORMATS}
+        assert {form: answer.status_code for form, answer in rollout.items()} == dict.fromkeys(FORMATS, 200)
+        [sample] = rollout["slime"].json()
     # read where Agent Lightning is installed, it is the same
     recorded = RecordedRollout.read(RolloutFile(tmp_path / "recorded", "one"))
     assert {form: json.loads(json.dumps(FORMATS[form](recorded))) for form in FORMATS} == {
-        form: answer.json() for form, answer in shown.items()
+        form: answer.json() for form, answer in rollout.items()
     }
-    assert (sample["reward"], len(shown["json"].json()["turns"])) == (1.0, 2)
+    assert (sample["reward"], len(rollout["json"].json()["turns"])) == (1.0, 2)
 
 
 def turns_in_memory() -> int:
     gc.collect()
-    return sum(type(one) is Turn for one in gc.get_objects())
+    return sum(type(item) is Turn for item in gc.get_objects())
 
 
 def test_memory_is_of_open_rollouts_only(tmp_path: Path) -> None:
@@ -291,29 +300,3 @@ def test_memory_is_of_open_rollouts_only(tmp_path: Path) -> None:
             assert httpx.post(f"{gateway.url}/rollouts/r{number}/finish", json={"reward": 1}).status_code == 200
         assert turns_in_memory() == with_one
         assert len(httpx.get(f"{gateway.url}/rollouts/r7").json()["turns"]) == 1
-
-
-def test_the_command_collects_garbage_as_rarely_as_a_run_does() -> None:
-    program = (
-        "import gc, agl_slime.gateway.command as command; from agl_slime.cli.main import main; "
-        "command.record_main = lambda arguments: print(gc.get_threshold()[0], gc.get_freeze_count() > 0); "
-        "main(['record'])"
-    )
-    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
-    told = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True)
-    assert told.stdout.split() == ["100000", "True"]
-
-
-def test_a_directory_without_a_model_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    flags = ["--sglang-url", "http://127.0.0.1:9", "--model-path", str(tmp_path), "--directory", str(tmp_path / "new")]
-    assert main(["record", *flags]) == 2
-    assert f"--model-path {tmp_path}" in capsys.readouterr().err
-    assert not (tmp_path / "new").exists()
-
-
-def test_recorded_files_are_lines_of_json(tmp_path: Path) -> None:
-    with recording(tmp_path, "Hi.") as (gateway, _):
-        ask(gateway.endpoint("one"), HELLO)
-        httpx.post(f"{gateway.url}/rollouts/one/finish", json={"reward": 1})
-    lines = [json.loads(line) for line in (tmp_path / "one.jsonl").read_text().splitlines()]
-    assert [next(iter(line)) for line in lines] == ["rollout", "span", "reward", "finished"]

@@ -1,4 +1,4 @@
-"""The recorder under the code of the trainers that it is for, unchanged: they get the ids that the engine sampled."""
+"""The recorder under unchanged code of trainers: they get the ids that the engine sampled."""
 
 from __future__ import annotations
 
@@ -19,21 +19,18 @@ from tests.harness.environments import ask as ask_environment
 from tests.harness.gateway import CALL, HELLO, TEMPLATE, WEATHER
 from tests.harness.servers import free_port
 from tests.harness.tokenizers import small_tokenizer
-from tests.tools.record.test_record import ask, recording
+from tests.tools.record.test_record import ask, ask_with_a_tool, prompts_of, recording
 
 
 def played(url: str, *, forked: bool = False) -> None:
-    """Two turns with a call of a tool between them, and a reward; ``forked``: before it a turn of another
-    conversation."""
-    call = ask(f"{url}/v1", HELLO, tools=[WEATHER])["choices"][0]["message"]
-    result = {"role": "tool", "tool_call_id": call["tool_calls"][0]["id"], "content": "30 degrees"}
-    ask(f"{url}/v1", [*HELLO, call, result], tools=[WEATHER])
+    """Two turns with a call of a tool between them, with ``forked`` a turn of another conversation, and a reward."""
+    ask_with_a_tool(f"{url}/v1")
     if forked:
         ask(f"{url}/v1", [{"role": "user", "content": "And elsewhere?"}])
     assert httpx.post(f"{url}/finish", json={"reward": {"right": 1.0, "short": 0.5}}).status_code == 200
 
 
-def shown(url: str, form: str = "json") -> Any:
+def read(url: str, form: str = "json") -> Any:
     answer = httpx.get(url, params={"format": form})
     assert answer.status_code == 200, answer.text
     return answer.json()
@@ -45,15 +42,11 @@ def rows_of(samples: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [
         {
             "token_ids": sample["tokens"],
-            "mask": [False] * prompt + [bool(one) for one in sample["loss_mask"]],
+            "mask": [False] * prompt + [bool(used) for used in sample["loss_mask"]],
             "logprobs": [0.0] * prompt + sample["rollout_log_probs"],
         }
         for prompt, sample in zip(prompts, samples, strict=True)
     ]
-
-
-def asked(engine: Any) -> list[list[int]]:
-    return [received.payload["input_ids"] for received in engine.received if received.path == "/generate"]
 
 
 @pytest.mark.environments
@@ -61,27 +54,27 @@ def test_verifiers_training_client_gets_the_engines_ids(tmp_path: Path) -> None:
     small_tokenizer(TEMPLATE).save_pretrained(tmp_path / "model")
     with recording(tmp_path / "recorded", "It is 4.", "Yes.", "Again.") as (gateway, engine):
         work = {"url": f"{gateway.url}/v1", "model": str(tmp_path / "model"), "session": "trace-1"}
-        got = ask_environment("recorder", stdin={**work, "questions": ["2 + 2?", "Is it?", "Sure?"]})
-        turns = shown(f"{gateway.url}/rollouts/trace-1")["turns"]
-        assert [turn["prompt_token_ids"] for turn in turns] == asked(engine)
-        assert (got["turns"], len(turns)) == (3, 3)
+        answer = ask_environment("recorder", stdin={**work, "questions": ["2 + 2?", "Is it?", "Sure?"]})
+        turns = read(f"{gateway.url}/rollouts/trace-1")["turns"]
+        assert [turn["prompt_token_ids"] for turn in turns] == prompts_of(engine)
+        assert (answer["turns"], len(turns)) == (3, 3)
         trained = [
             (token, value)
-            for sample in got["samples"]
-            for token, one, value in zip(sample["token_ids"], sample["mask"], sample["logprobs"], strict=True)
-            if one
+            for sample in answer["samples"]
+            for token, used, value in zip(sample["token_ids"], sample["mask"], sample["logprobs"], strict=True)
+            if used
         ]
         assert [token for token, _ in trained] == [token for turn in turns for token in turn["token_ids"]]
-        assert [value for _, value in trained] == pytest.approx([one for turn in turns for one in turn["log_probs"]])
+        assert [value for _, value in trained] == pytest.approx([used for turn in turns for used in turn["log_probs"]])
 
 
 @pytest.mark.environments
 def test_verifiers_reads_a_recorded_trace_as_the_samples(tmp_path: Path) -> None:
     with recording(tmp_path, CALL, "It is warm.") as (gateway, _):
         played(url := f"{gateway.url}/rollouts/one")
-        got = ask_environment("recorder", stdin={"trace": shown(url, "verifiers")})
-        assert got["samples"] == rows_of(shown(url, "slime"))
-        assert (got["reward"], got["turns"], got["ok"]) == (1.0, 2, True)
+        answer = ask_environment("recorder", stdin={"trace": read(url, "verifiers")})
+        assert answer["samples"] == rows_of(read(url, "slime"))
+        assert (answer["reward"], answer["turns"], answer["ok"]) == (1.0, 2, True)
 
 
 @pytest.mark.environments
@@ -90,14 +83,14 @@ def test_prime_rls_batch_is_the_samples(tmp_path: Path) -> None:
         pytest.skip("AGL_PRIME_RL_DIR names no checkout of prime-rl, which is on no package index")
     with recording(tmp_path, CALL, "It is warm.", "Another.") as (gateway, _):
         played(url := f"{gateway.url}/rollouts/one", forked=True)
-        got = ask_environment("recorder", stdin={"trace": shown(url, "verifiers"), "source": source})
-        samples = rows_of(shown(url, "slime"))
-    if "missing" in got:
-        pytest.skip(f"prime-rl cannot be imported by the Python of AGL_ENV_PYTHON: {got['missing']} is missing")
-    assert (len(samples), got["samples"]) == (2, samples)
-    assert sorted(got["lengths"]) == sorted(len(sample["token_ids"]) for sample in samples)
+        answer = ask_environment("recorder", stdin={"trace": read(url, "verifiers"), "source": source})
+        samples = rows_of(read(url, "slime"))
+    if "missing" in answer:
+        pytest.skip(f"prime-rl cannot be imported by the Python of AGL_ENV_PYTHON: {answer['missing']} is missing")
+    assert (len(samples), answer["samples"]) == (2, samples)
+    assert sorted(answer["lengths"]) == sorted(len(sample["token_ids"]) for sample in samples)
     for name in ("token_ids", "mask", "logprobs"):
-        assert got["packed"][name] == [one for sample in samples for one in sample[name]]
+        assert answer["packed"][name] == [used for sample in samples for used in sample[name]]
 
 
 @pytest.mark.clients
@@ -107,11 +100,11 @@ def test_openenv_and_trl_read_the_turns(tmp_path: Path) -> None:
     worker = pytest.importorskip("trl.experimental.async_grpo.async_rollout_worker")
     with recording(tmp_path, CALL, "It is warm.") as (gateway, _):
         played(url := f"{gateway.url}/rollouts/one")
-        trace = training.TrainingTrace.model_validate(shown(url, "openenv"))
+        trace = training.TrainingTrace.model_validate(read(url, "openenv"))
         rows, _ = worker._chain_to_sequences(harness._turns_from_training_trace(trace), "one", 0)
-        samples = rows_of(shown(url, "slime"))
-    got = [(row.input_ids, [bool(one) for one in row.completion_mask], row.old_log_probs) for row in rows]
-    assert got == [(sample["token_ids"], sample["mask"], sample["logprobs"]) for sample in samples]
+        samples = rows_of(read(url, "slime"))
+    answer = [(row.input_ids, [bool(used) for used in row.completion_mask], row.old_log_probs) for row in rows]
+    assert answer == [(sample["token_ids"], sample["mask"], sample["logprobs"]) for sample in samples]
 
 
 @pytest.mark.clients
@@ -135,8 +128,8 @@ def test_openenvs_capture_gets_the_engines_ids(tmp_path: Path) -> None:
             trace = capture.to_training_trace(session.graph, document)
         finally:
             server.stop()
-        turns = shown(f"{gateway.url}/rollouts/one")["turns"]
-        assert [turn.prompt_token_ids for turn in trace.turns] == asked(engine)
+        turns = read(f"{gateway.url}/rollouts/one")["turns"]
+        assert [turn.prompt_token_ids for turn in trace.turns] == prompts_of(engine)
         assert [turn.completion_token_ids for turn in trace.turns] == [turn["token_ids"] for turn in turns]
         for captured, turn in zip(trace.turns, turns, strict=True):
             assert captured.per_token_logps == pytest.approx(turn["log_probs"])
@@ -178,21 +171,21 @@ def test_trls_rollout_worker_gets_the_engines_ids(tmp_path: Path) -> None:
         )
         thread = threading.Thread(target=loop.run, daemon=True)
         thread.start()
-        got = [samples.get(timeout=60) for _ in range(6)]
+        answer = [samples.get(timeout=60) for _ in range(6)]
         loop._loop.call_soon_threadsafe(loop._stop_event.set)
         thread.join(60)
         assert not thread.is_alive()
-        turns = shown(f"{gateway.url}/rollouts/worker")["turns"]
-        assert [turn["prompt_token_ids"] for turn in turns] == asked(engine)
+        turns = read(f"{gateway.url}/rollouts/worker")["turns"]
+        assert [turn["prompt_token_ids"] for turn in turns] == prompts_of(engine)
     recorded = [(turn["prompt_token_ids"], turn["token_ids"], turn["log_probs"]) for turn in turns]
-    for sample in got:
+    for sample in answer:
         mask, ids, values = (
             list(map(float, row)) for row in (sample.completion_mask, sample.input_ids, sample.old_log_probs)
         )
-        at = mask.index(1)
-        assert all(mask[at:])
-        found = (ids[:at], ids[at:], values[at:])
-        assert found in [(prompt, ids, pytest.approx(values)) for prompt, ids, values in recorded]
+        start = mask.index(1)
+        assert all(mask[start:])
+        row = (ids[:start], ids[start:], values[start:])
+        assert row in [(prompt, ids, pytest.approx(values)) for prompt, ids, values in recorded]
 
 
 @pytest.mark.slow
@@ -204,14 +197,14 @@ def test_grpo_trainer_learns_from_the_engines_tokens(monkeypatch: pytest.MonkeyP
     example = importlib.import_module("trl_recorder")
     lines = example.train(steps=3, prompts=4, samples=4, lr=1e-3, seed=0)
     assert [(line["rows"], line["wrong_rows"]) for line in lines] == [(16, 0)] * 3
-    # each step's tokens are of the weights of the step before, which the trainer has, too
+    # each step's tokens come from the previous step's weights, as the trainer's do
     assert [[*line["weight_versions"]] for line in lines] == [["default"], ["1"], ["2"]]
     for line in lines:
         assert (line["ratio_min"], line["ratio_max"]) == pytest.approx((1, 1), abs=1e-4)
 
 
 def nemo_gym(work: dict[str, Any]) -> Any:
-    """What NeMo Gym's servers say in their Python."""
+    """The answer of NeMo Gym's servers in their Python."""
     if not (python := os.environ.get("AGL_NEMO_GYM_PYTHON")):
         pytest.skip("AGL_NEMO_GYM_PYTHON names no Python that has nemo-gym")
     program = Path(__file__).parents[2] / "programs" / "clients" / "nemo_gym_servers.py"
@@ -228,9 +221,9 @@ def test_nemo_gyms_agent_server_gets_the_engines_ids(tmp_path: Path) -> None:
         tool = {"type": "function", **WEATHER["function"], "strict": False}
         work = {"url": f"{gateway.url}/rollouts/one/v1", "model": "m", "question": "Warm?", "tool": tool}
         result = nemo_gym({**work, "ports": [free_port() for _ in range(3)]})
-        turns = shown(f"{gateway.url}/rollouts/one")["turns"]
-        assert [turn["prompt_token_ids"] for turn in turns] == asked(engine)
-        assert len(shown(f"{gateway.url}/rollouts/one", "slime")) == 1
+        turns = read(f"{gateway.url}/rollouts/one")["turns"]
+        assert [turn["prompt_token_ids"] for turn in turns] == prompts_of(engine)
+        assert len(read(f"{gateway.url}/rollouts/one", "slime")) == 1
     sampled = [item for item in result["response"]["output"] if item.get("generation_token_ids")]
     assert [item["prompt_token_ids"] for item in sampled] == [turn["prompt_token_ids"] for turn in turns]
     ids = [[int(token) for token in item["generation_token_ids"]] for item in sampled]
@@ -243,15 +236,18 @@ def test_nemo_gyms_agent_server_gets_the_engines_ids(tmp_path: Path) -> None:
 def test_nemo_gym_reads_a_recorded_capture(tmp_path: Path) -> None:
     with recording(tmp_path, CALL, "It is warm.") as (gateway, _):
         played(url := f"{gateway.url}/rollouts/one")
-        capture, turns = shown(url, "nemo_gym"), shown(url)["turns"]
-    got = nemo_gym({"capture": capture})
-    read = [item for item in got["output"] if item.get("generation_token_ids")]
-    assert [item["prompt_token_ids"] for item in read] == [turn["prompt_token_ids"] for turn in turns]
-    assert [item["generation_token_ids"] for item in read] == [turn["token_ids"] for turn in turns]
-    assert [item["generation_log_probs"] for item in read] == [turn["log_probs"] for turn in turns]
-    if got["digests"] is not None:  # not in 0.4
-        assert got["digests"] == capture["entry_digests"]
-        assert (got["trajectory"]["mask_sample"], got["trajectory"]["metrics"]["delivered_fraction"]) == (False, 1.0)
+        capture, turns = read(url, "nemo_gym"), read(url)["turns"]
+    answer = nemo_gym({"capture": capture})
+    sampled = [item for item in answer["output"] if item.get("generation_token_ids")]
+    assert [item["prompt_token_ids"] for item in sampled] == [turn["prompt_token_ids"] for turn in turns]
+    assert [item["generation_token_ids"] for item in sampled] == [turn["token_ids"] for turn in turns]
+    assert [item["generation_log_probs"] for item in sampled] == [turn["log_probs"] for turn in turns]
+    if answer["digests"] is not None:  # not in 0.4
+        assert answer["digests"] == capture["entry_digests"]
+        assert (answer["trajectory"]["mask_sample"], answer["trajectory"]["metrics"]["delivered_fraction"]) == (
+            False,
+            1.0,
+        )
 
 
 @pytest.mark.controller
@@ -262,12 +258,14 @@ def test_agent_lightning_1_trainer_takes_the_engines_ids(tmp_path: Path) -> None
     with recording(tmp_path, CALL, "It is warm.") as (gateway, _):
         played(url := f"{gateway.url}/rollouts/one")
         run = subprocess.run([python, str(program), url], capture_output=True, text=True, timeout=120, check=False)
-        turns = shown(url)["turns"]
+        turns = read(url)["turns"]
     assert run.returncode == 0, run.stderr[-3000:]
-    got = json.loads(run.stdout)
-    if "missing" in got:
-        pytest.skip(f"the trainer of Agent Lightning 1.0 cannot be imported: {got['missing']}")
-    assert got["reward"] == 1.0
+    answer = json.loads(run.stdout)
+    if "missing" in answer:
+        pytest.skip(f"the trainer of Agent Lightning 1.0 cannot be imported: {answer['missing']}")
+    assert answer["reward"] == 1.0
     names = ("prompt_token_ids", "token_ids", "log_probs")
-    taken = [(one["prompt"]["token_ids"], *(one["response"][name] for name in names[1:])) for one in got["triplets"]]
+    taken = [
+        (used["prompt"]["token_ids"], *(used["response"][name] for name in names[1:])) for used in answer["triplets"]
+    ]
     assert taken == [tuple(turn[name] for name in names) for turn in turns]

@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-import asyncio
-import io
 import json
 import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
-from rich.console import Console
 
-pytest.importorskip("torch", reason='training needs torch: pip install "agl-slime[local]"')
-
-from agl_slime.cli.local import run_training
 from agl_slime.cli.replay import ReplayConfig, main, replay
-from agl_slime.cli.settings import train_config
-from agl_slime.engine.client.weights import DiskWeightSync
 from agl_slime.train.local.settings import LocalTrainerSettings
+from tests.tools.runs import needs_torch, run_of
+
+pytestmark = needs_torch
 
 RUNS: list[tuple[int, dict[str, Any], LocalTrainerSettings]] = [
     (34, {}, LocalTrainerSettings()),
@@ -27,24 +22,15 @@ RUNS: list[tuple[int, dict[str, Any], LocalTrainerSettings]] = [
 ]
 
 
-def run_of(directory: Path, policy: Path, url: str, steps: int, **settings: Any) -> Path:
-    """The directory of a finished run with all rollouts kept; the engine has the policy's weights again."""
-    few: dict[str, Any] = {"rollout_batch_size": 2, "eval_interval": 0, "autopsy": 0, "keep_rollouts": "all"}
-    config = train_config(
-        **{**few, "model_path": policy, "sglang_url": url, "output_dir": directory, "num_iterations": steps, **settings}
-    )
-    try:
-        asyncio.run(run_training(config, console=Console(file=io.StringIO())))
-    finally:
-        asyncio.run(DiskWeightSync(base_url=url).push(str(policy), "0"))
-    return directory
+FEW: dict[str, Any] = {"rollout_batch_size": 2, "autopsy": 0, "keep_rollouts": "all"}
 
 
 @pytest.mark.slow
 def test_a_hundred_steps_of_three_runs_equal_the_recorded_ones(policy_dir: Path, embedded_engine: str, tmp_path: Path):
     differences = []
     for number, (steps, settings, local) in enumerate(RUNS):
-        run = run_of(tmp_path / str(number), policy_dir, embedded_engine, steps, local=local, **settings)
+        few = FEW | settings | {"num_iterations": steps, "local": local}
+        run = run_of(tmp_path / str(number), policy_dir, embedded_engine, **few)
         shutil.rmtree(run / "checkpoints")  # a replay begins with the start model then
         result = replay(ReplayConfig(run_dir=run, step=steps))
         differences += [*result.earlier, result.difference]
@@ -52,29 +38,22 @@ def test_a_hundred_steps_of_three_runs_equal_the_recorded_ones(policy_dir: Path,
     assert set(differences) == {0.0}
 
 
-def test_a_wrong_reward_is_replaced_and_the_step_retrained_from_files(
-    policy_dir: Path, embedded_engine: str, tmp_path: Path
+def test_a_step_of_a_run_is_retrained_with_another_reward_and_has_influences(
+    policy_dir: Path, embedded_engine: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
-    """Any two rollouts have different new rewards, so that the gradient is another one whatever was sampled; the loss
-    is 0 where all answers have one length."""
-    run = run_of(tmp_path / "run", policy_dir, embedded_engine, 2)
+    """New rewards differ between rollouts, so that the gradient changes whatever was sampled; the loss is 0 where all
+    answers have one length. The run's learning rate follows from the model's size."""
+    run = run_of(tmp_path / "run", policy_dir, embedded_engine, num_iterations=2, **FEW)
     (tmp_path / "mine.py").write_text("def number(line):\n    return hash(line['rollout_id']) / 2**64\n")
     result = replay(ReplayConfig(run_dir=run, step=2, reward=f"{tmp_path / 'mine.py'}:number"))
     assert result.difference == 0.0
     assert result.changed is not None
     assert result.changed["train/grad_norm"] != result.recorded["train/grad_norm"]
-
-
-def test_the_command_shows_influential_rollouts_and_moved_tokens(
-    policy_dir: Path, embedded_engine: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-):
-    """The learning rate of the run follows from the model's size."""
-    run = run_of(tmp_path / "run", policy_dir, embedded_engine, 1)
     main([str(run), "--step", "1", "--influences", "2"])
     output = capsys.readouterr().out
     assert "Largest difference of recorded and again: 0\n" in output
     assert "one plain gradient step with lr 0.0005" in output
     rollouts, tokens = output.split("Rollouts by influence")[1].split("Tokens by the change")
-    kept = [json.loads(line)["rollout_id"] for line in (run / "rollouts.jsonl").read_text().splitlines()]
-    assert sum(f"  {name}, most: " in rollouts for name in kept) == 2
+    names = [json.loads(line)["rollout_id"] for line in (run / "rollouts.jsonl").read_text().splitlines()]
+    assert sum(f"  {name}, most: " in rollouts for name in names) == 2
     assert len(tokens.splitlines()[1:]) == 2

@@ -7,16 +7,17 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("torch", reason='the engine needs torch: pip install "agl-slime[local]"')
-
 from agl_slime.cli.main import main
 from agl_slime.cli.try_agent import describe, try_task
 from agl_slime.data.results import MemberResult
 from agl_slime.engine.client.client import SGLangClient
 from agl_slime.engine.client.describe import EngineDescription
-from agl_slime.errors import AglSlimeError, ConfigError
+from agl_slime.errors import ConfigError
 from agl_slime.tokens.trajectory import Trajectory
 from agl_slime.tokens.turn import Turn
+from tests.tools.runs import needs_torch
+
+pytestmark = needs_torch
 
 AGENT = '''
 from agl_slime import SGLangLitAgent
@@ -31,7 +32,7 @@ class Mine(SGLangLitAgent):
 
     def build_tools(self, task):
         def lookup(key: str) -> str:
-            """What is stored under a key."""
+            """The value under a key."""
             return "72"
 
         return [lookup]
@@ -66,13 +67,22 @@ def test_a_task_is_shown_with_tools_reward_and_tokens(policy_dir: Path, embedded
     assert lines[5].startswith(f"tokens: {sampled} of {sampled} sampled are trained, in 1 Sample of ")
 
 
-def test_the_task_is_the_one_of_its_number(policy_dir: Path, embedded_engine: str, agent: str, tmp_path: Path) -> None:
-    where = {"model": policy_dir, "sglang_url": embedded_engine, "tasks": tmp_path / "tasks.jsonl"}
-    assert attempt(agent, 1, **where)[0] == "user: second"
-    with pytest.raises(ConfigError, match="--task 3: there are 3 tasks, numbered from 0"):
-        attempt(agent, 3, **where)
-    with pytest.raises(ConfigError, match="--task must be 0 or more, got -1"):
-        attempt(agent, -1, **where)
+def test_the_task_is_chosen_by_its_number(
+    policy_dir: Path, embedded_engine: str, agent: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The model may be unnamed if there is a server."""
+
+    async def probe(self: SGLangClient) -> EngineDescription:
+        return EngineDescription(base_url=self.base_url, model_path=str(policy_dir), weight_version="default")
+
+    monkeypatch.setattr(SGLangClient, "probe", probe)
+    settings = {"sglang_url": embedded_engine, "tasks": tmp_path / "tasks.jsonl"}
+    assert attempt(agent, 1, **settings)[0] == "user: second"
+    for task, sentence in ((3, "there are 3 tasks, numbered from 0"), (-1, "must be 0 or more, got -1")):
+        with pytest.raises(ConfigError, match=sentence):
+            attempt(agent, task, **settings)
+    with pytest.raises(ConfigError, match="agl-slime demo-policy makes one"):
+        attempt(agent, 0)
 
 
 def test_a_failure_names_the_line_of_the_agent(
@@ -80,30 +90,15 @@ def test_a_failure_names_the_line_of_the_agent(
 ) -> None:
     flags = ["--tasks", str(tmp_path / "tasks.jsonl"), "--model", str(policy_dir), "--sglang-url", embedded_engine]
     assert main(["try", str(tmp_path / "mine.py"), "--task", "2", *flags]) == 1  # the file's only agent
-    shown = capsys.readouterr()
-    assert "user: x" in shown.out
+    output = capsys.readouterr()
+    assert "user: x" in output.out
     line = AGENT.splitlines().index('            raise ValueError("the judge is broken")') + 1
-    assert f"failed: ValueError the judge is broken (mine.py, line {line}" in shown.out
-    assert "error: the rollout failed" in shown.err
+    assert f"failed: ValueError the judge is broken (mine.py, line {line}" in output.out
+    assert "error: the rollout failed" in output.err
 
 
-def test_a_model_that_is_not_named_is_the_servers(
-    policy_dir: Path, embedded_engine: str, agent: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async def probe(self: SGLangClient) -> EngineDescription:
-        return EngineDescription(base_url=self.base_url, model_path=str(policy_dir), weight_version="default")
-
-    monkeypatch.setattr(SGLangClient, "probe", probe)
-    assert attempt(agent, 0, sglang_url=embedded_engine)[0] == "user: I do not know."
-
-
-def test_an_agent_without_model_says_how_to_get_one(agent: str) -> None:
-    with pytest.raises(ConfigError, match="agl-slime demo-policy makes one"):
-        attempt(agent, 0)
-
-
-def turn(number: int, asked: list[tuple[str, str]], answer: str) -> Turn:
-    messages = tuple({"role": role, "content": content} for role, content in asked)
+def turn(number: int, chat: list[tuple[str, str]], answer: str) -> Turn:
+    messages = tuple({"role": role, "content": content} for role, content in chat)
     return Turn(prompt_ids=[1] * (number + 1), response_ids=[2], messages=messages, text=answer)
 
 
@@ -118,15 +113,10 @@ def test_each_message_is_shown_once_and_branches_are_marked() -> None:
     )
     trajectory = Trajectory(rollout_id="r", attempt_id="a", task={}, turns=turns, stop_reason="max_turns")
     member = MemberResult(rollout_id="r", group_id="g", reward=0.5, rewards={"primary": 0.5}, trajectory=trajectory)
-    said = [line for line in describe(member) if not line.startswith("  [turn")]
-    assert said == [
+    lines = [line for line in describe(member) if not line.startswith("  [turn")]
+    assert lines == [
         *("user: how many?", "assistant: call", "tool: 7", "assistant: seven"),
         *("(another conversation)", "user: summarize", "assistant: short"),
         *("tool: 8", "assistant: eight", "user: well?", "assistant: nine"),
         *("reward: 0.5", "cut off: max_turns"),
     ]
-
-
-def test_a_failed_rollout_raises(policy_dir: Path, embedded_engine: str, agent: str, tmp_path: Path) -> None:
-    with pytest.raises(AglSlimeError, match="the rollout failed"):
-        attempt(agent, 2, model=policy_dir, sglang_url=embedded_engine, tasks=tmp_path / "tasks.jsonl")
