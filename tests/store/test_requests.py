@@ -1,4 +1,4 @@
-"""The answers of a served store to foreign requests: web pages and junk."""
+"""A served store over real HTTP: its feed, the answers to foreign requests, and tasks that JSON cannot hold."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import json
 import logging
 import threading
 from collections.abc import AsyncIterator
+from typing import Any
 
 import aiohttp
 import pytest
@@ -14,12 +15,17 @@ from aiohttp import web
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from agl_slime.errors import ConfigError, DataSourceError
 from agl_slime.store.bridge import BridgeStore
 from agl_slime.store.client import RemoteStore
-from agl_slime.store.feed import CANCELLED_PATH, FEED_PATH, FeedPosition
+from agl_slime.store.feed import CANCELLED_PATH, FEED_PATH, FeedPosition, FinishedFeed
+from agl_slime.store.sendable import check_sendable
 from agl_slime.store.server import BATCH_PATH, StoreService, execute_batch
+from agl_slime.support.agl import EnqueueRolloutRequest
 from agl_slime.support.http import listening
+from agl_slime.support.threads import run_in_thread
 from tests.harness.examples import examples
+from tests.harness.stores import execute
 
 ENQUEUE = "/v1/agl/queues/rollouts/enqueue"
 JUNK = [b"", b"{", b"[]", b"7", b'"x"', b"null", b"\xff\xfe", b"[" * 100_000, b'{"after": ' + b"[" * 2_000]
@@ -170,3 +176,115 @@ async def test_requests_are_served_while_a_large_batch_is_executed(
         await looking
     assert (status, len(json.loads(text)["results"])) == (200, len(calls))
     assert served >= 3
+
+
+ODD = [
+    ({"a": [1, {"b": float("nan")}]}, r"task\['a'\]\[1\]\['b'\] is nan"),
+    ({"a": float("-inf")}, r"task\['a'\] is -inf"),
+    ({"a": "half \ud83d"}, r"task\['a'\] is 'half"),
+    ({"\ud83d": 1}, "a key of task is"),
+    ({"a": object()}, r"task\['a'\] is <object object"),
+]
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
+    lambda inside: st.lists(inside, max_size=4) | st.dictionaries(st.text(), inside, max_size=4),
+    max_leaves=12,
+)
+
+
+async def test_a_task_that_json_cannot_hold_is_refused_where_others_read() -> None:
+    store = BridgeStore()
+    service = StoreService(store=store)
+    await run_in_thread(service.start)
+    try:
+        for task, message in ODD:
+            with pytest.raises(ConfigError, match=message):
+                await store.enqueue_rollout(input=task)
+            with pytest.raises(ConfigError, match=message):
+                await store.enqueue_many_rollouts([EnqueueRolloutRequest(input=task)])
+        task = {"n": 10**30, "text": "NaN, Infinity", "emoji": "😀"}
+        await store.enqueue_rollout(input=task)
+        remote = RemoteStore(service.url)
+        rollout = await remote.dequeue_rollout(worker_id="worker")
+        await remote.close()
+        assert rollout is not None
+        assert rollout.input == task
+    finally:
+        await run_in_thread(service.stop)
+    for task, _ in ODD:
+        await store.enqueue_rollout(input=task)  # this process takes it as it is
+
+
+@given(task=JSON, text=st.sampled_from(["NaN", "Infinity", "-Infinity"]))
+def test_json_is_never_refused(task: Any, text: str) -> None:
+    check_sendable({"task": task, text: [text, task]})
+
+
+# -- the feed ---------------------------------------------------------------------------------------------------------
+
+
+async def take(store: RemoteStore, position: FeedPosition, n: int) -> list[str]:
+    ids: list[str] = []
+    async for page in store.follow_finished(position, wait_s=5):
+        position.move(page)
+        ids += page["rollout_ids"]
+        if len(ids) >= n:
+            break
+    return ids
+
+
+async def test_follower_gets_each_completion_once_in_order_and_resumes():
+    with StoreService(store=(store := BridgeStore())) as service:
+        remote, position = RemoteStore(service.url), FeedPosition()
+        first = await execute(store, 3)
+        assert await take(remote, position, 3) == first
+        waiting = asyncio.create_task(take(remote, position, 2))
+        second = await execute(remote, 2)
+        assert await asyncio.wait_for(waiting, 10) == second
+        assert await take(remote, FeedPosition(service.feed.server_instance_id, 2), 3) == [*first, *second][2:]
+        assert await take(remote, FeedPosition("an earlier server", 40), 5) == [*first, *second]
+        await remote.close()
+
+
+async def test_follower_behind_the_window_gets_kept_ids_and_a_missed_flag():
+    store = BridgeStore()
+    feed = FinishedFeed(window=4)
+    store.subscribe_finished(feed.append)
+    ids = await execute(store, 10)
+    page = feed.read(FeedPosition(feed.server_instance_id, 2))
+    assert (page["missed"], page["rollout_ids"]) == (True, ids[6:])
+    assert not feed.read(FeedPosition(feed.server_instance_id, 6))["missed"]
+    assert feed.read(FeedPosition("an earlier server", 40))["missed"]
+    assert len(feed._ids) == len(feed._id_set) == 4
+
+
+async def test_a_token_keeps_everyone_else_out():
+    with StoreService(store=BridgeStore(), token="secret") as service:
+        remote = RemoteStore(service.url, token="secret")
+        assert len(await execute(remote, 1)) == 1
+        await remote.close()
+        stranger = RemoteStore(service.url, retry_delays=(), health_retry_delays=())
+        with pytest.raises(DataSourceError, match="AGL_SLIME_STORE_TOKEN"):
+            await take(stranger, FeedPosition(), 1)
+        with pytest.raises(Exception, match="401"):
+            await stranger.enqueue_rollout(input={})
+        await stranger.close()
+    with pytest.raises(ConfigError, match="AGL_SLIME_STORE_TOKEN"):
+        StoreService(store=BridgeStore(), host="0.0.0.0")
+
+
+async def test_stock_store_without_the_feed_is_an_error():
+    from agentlightning.utils.server_launcher import PythonServerLauncherArgs
+
+    from agl_slime.support.agl import LightningStoreServer
+
+    arguments = PythonServerLauncherArgs(host="127.0.0.1", access_host="127.0.0.1", launch_mode="thread")
+    server = LightningStoreServer(BridgeStore(), launcher_args=arguments)
+    await server.start()
+    try:
+        remote = RemoteStore(server.endpoint)
+        with pytest.raises(DataSourceError, match="StoreService"):
+            await take(remote, FeedPosition(), 1)
+        await remote.close()
+    finally:
+        await server.stop()

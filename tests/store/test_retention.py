@@ -6,8 +6,11 @@ import logging
 import time
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from agl_slime.store.bridge import WORKER_DIED, BridgeStore
+from agl_slime.store.collections import WatchList
 from agl_slime.store.retention import Retention
 from agl_slime.support.agl import LLM, RolloutConfig
 from tests.harness.stores import claim, enqueue, enqueue_inputs, execute, make_span
@@ -209,3 +212,40 @@ async def test_worker_is_dead_after_its_heartbeats_stop_but_not_without_any(now:
     now[0] += 100
     await store.query_workers()
     assert store.usage().queued == 0  # judged once per silence
+
+
+rollout_ids = st.sampled_from([f"r{n}" for n in range(12)])
+steps = st.one_of(
+    st.tuples(st.just("set"), rollout_ids, st.integers(0, 50)),
+    st.tuples(st.just("discard"), rollout_ids, st.just(0)),
+    st.tuples(st.just("take"), st.just(""), st.integers(0, 50)),
+)
+
+
+@given(st.lists(steps, max_size=200))
+def test_due_entries_are_taken_exactly_once(sequence: list[tuple[str, str, int]]) -> None:
+    watch = WatchList()
+    model: dict[str, int] = {}
+    for action, name, when in sequence:
+        if action == "set":
+            watch.set(name, when)
+            model[name] = when
+        elif action == "discard":
+            watch.discard(name)
+            model.pop(name, None)
+        else:
+            due = watch.take_due(when)
+            assert sorted(due) == sorted(rollout_id for rollout_id, due_at in model.items() if due_at <= when)
+            for rollout_id in due:
+                del model[rollout_id]
+        assert len(watch) == len(model)
+
+
+def test_rollouts_that_ended_do_not_pile_up() -> None:
+    watch = WatchList()
+    for number in range(50_000):
+        watch.set(f"r{number}", 1e9)
+        if number >= 10:
+            watch.discard(f"r{number - 10}")
+    assert len(watch) == 10
+    assert len(watch._heap) < 2_000

@@ -17,7 +17,7 @@ from agl_slime.tokens.conversation import ChatContext
 from agl_slime.tokens.forks import ForkReason
 from agl_slime.tokens.template import ChatTemplate, chat_template
 from tests.harness.chat_templates import CHATML
-from tests.harness.conversations import answer, generation_of, text_of
+from tests.harness.conversations import answer, text_of
 from tests.harness.vocabularies import base_tokenizer, chat_tokenizer
 
 QUESTION = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "How many?"}]
@@ -47,6 +47,8 @@ def tool(text: str) -> dict[str, Any]:
 def test_next_prompt_extends_the_context_by_the_templates_text() -> None:
     context, tokenizer = conversation("chatml")
     prompt, generation = answer(context, tokenizer, "Three.")
+    with pytest.raises(ConfigError, match="prompt_ids"):
+        context.add_answer([1, 2], generation)
     context.add(user("Sure?"))
     added = tokenizer.encode("\n<|im_start|>user\nSure?<|im_end|>\n<|im_start|>assistant\n", add_special_tokens=False)
     assert context.prompt_ids() == [*prompt, *generation.output_ids, *added]
@@ -76,21 +78,14 @@ def test_a_truncated_answer_is_closed_by_the_template(template: str) -> None:
 
 
 def test_a_sampled_stop_token_or_string_is_part_of_the_conversation() -> None:
-    for template, text, how, message, added in (
-        # unknown to the template
-        (
-            "groups_tools",
-            "Three.",
-            {"stop": "<|endoftext|>"},
-            user("Sure?"),
-            "<|endoftext|><|im_end|>\n<|im_start|>user",
-        ),
-        # the next role's marker, which is not doubled
+    for template, text, options, message, added in (
+        # a token that the template does not write; the next role's marker, which is not doubled; a string
+        ("groups_tools", "Three.", {"stop": "<|endoftext|>"}, user("Sure?"), "<|endoftext|><|im_end|>\n<|im_start|>"),
         ("role_markers", "Three.", {"stop": "<|user|>"}, user("Sure?"), "<|user|>\nSure?<|assistant|>\n"),
         ("chatml", "{}</call>", {"matched": "</call>"}, tool("ok"), "<|im_end|>\n<|im_start|>tool\nok"),
     ):
         context, tokenizer = conversation(template)
-        prompt, _ = answer(context, tokenizer, text, **how)
+        prompt, _ = answer(context, tokenizer, text, **options)
         assert context.messages[-1]["content"] == text
         context.add(message)
         assert text_of(tokenizer, context.prompt_ids()[len(prompt) :]).startswith(text + added)
@@ -113,19 +108,6 @@ def test_results_are_grouped_as_the_template_groups_them() -> None:
 
 
 # -- templates that rewrite ------------------------------------------------------------------------------------------
-
-
-def test_thinking_is_kept_during_tool_calls_and_dropped_at_next_question() -> None:
-    context, tokenizer = conversation("drops_thinking")
-    answer(context, tokenizer, "<think>\nI will look.\n</think>\n\n<tool_call>a</tool_call>")
-    context.add(tool("1"))
-    answer(context, tokenizer, THINKING)
-    assert not context.forks
-    context.add(user("Sure?"))
-    third, _ = answer(context, tokenizer, "Yes.")
-    assert context.forks == {ForkReason.DROPPED_THINKING: 1}
-    assert "Let me count" not in text_of(tokenizer, third)
-    assert "I will look" not in text_of(tokenizer, third)
 
 
 @pytest.mark.parametrize(
@@ -181,18 +163,22 @@ def test_template_that_rewrites_the_beginning_forks_despite_equal_end() -> None:
 
 def long_rollout(context: ChatContext, tokenizer: Any, turns: int) -> None:
     for n in range(turns):
-        answer(context, tokenizer, f"call {n}")
-        context.add(tool(f"result {n}"))
+        answer(context, tokenizer, "<think>\nthought\n</think>\n\n" * (n % 3 > 0) + f"call {n}")
+        context.add(*[tool(f"result {n}")] * (1 + (n % 5 == 4)))
 
 
-def test_template_that_drops_old_results_forks_in_long_conversations_too() -> None:
-    """Only the ends of long conversations are rendered; they reach as far back as this template looks."""
-    ends, tokenizer = conversation("forgets_results")
-    whole, _ = conversation("forgets_results")
-    whole._windows_exact = False
-    long_rollout(ends, tokenizer, 40)
-    long_rollout(whole, tokenizer, 40)
-    assert ends.forks == whole.forks == {ForkReason.TEMPLATE: 36}
+@pytest.mark.parametrize(("template", "n_forks"), [("forgets_results", 36), ("drops_thinking", 0), ("role_markers", 0)])
+def test_rendering_the_ends_gives_the_prompts_of_rendering_the_whole(template: str, n_forks: int) -> None:
+    """Of a long conversation the ends are rendered, as far back as the template looks."""
+    contexts = []
+    for exact in (True, False):
+        context, tokenizer = conversation(template)
+        context._windows_exact = exact
+        long_rollout(context, tokenizer, 40)
+        contexts.append(context)
+    ends, whole = contexts
+    assert ends._windows_exact
+    assert ends.forks == whole.forks == ({ForkReason.TEMPLATE: n_forks} if n_forks else {})
     assert ends.token_ids.tolist() == whole.token_ids.tolist()
 
 
@@ -210,16 +196,36 @@ def test_template_beyond_the_window_is_rendered_whole_once_noticed() -> None:
 # -- agents that edit ------------------------------------------------------------------------------------------------
 
 
-def test_edited_messages_fork_after_the_prompt_that_stands() -> None:
-    for place, text in ((-1, "Four."), (0, "Be long.")):
-        context, tokenizer = conversation("chatml")
-        prompt, _ = answer(context, tokenizer, "Three.")
-        context.messages[place]["content"] = text
+@pytest.mark.parametrize(
+    ("place", "text", "question", "kept_text", "reason"),
+    [
+        (-1, "Four.", True, "", ForkReason.EDITED_HISTORY),
+        (0, "Be long.", True, None, ForkReason.EDITED_HISTORY),
+        (-1, "First I count. Wait,", False, "First I count.", ForkReason.EDITED_HISTORY),
+        (
+            -1,
+            "First I count. Then three. But",
+            False,
+            "First I count. Then three.",
+            ForkReason.BRANCH,
+        ),  # without its end
+    ],
+)
+def test_edits_fork_and_keep_the_sampled_ids_before_them(
+    place: int, text: str, question: bool, kept_text: str | None, reason: ForkReason
+) -> None:
+    context, tokenizer = conversation("chatml")
+    prompt, generation = answer(context, tokenizer, "First I count. Then three.")
+    context.messages[place]["content"] = text
+    if question:
         context.add(user("Sure?"))
-        edited, _ = answer(context, tokenizer, "Yes.")
-        assert (edited[: len(prompt)] == prompt) == (place == -1)
-        assert text in text_of(tokenizer, edited)
-        assert context.forks == {ForkReason.EDITED_HISTORY: 1}
+    edited, _ = answer(context, tokenizer, " Yes.")
+    if kept_text is not None:
+        common = len(tokenizer.encode(kept_text, add_special_tokens=False))
+        prefix = [*prompt, *generation.output_ids[:common]]
+        assert edited[: len(prefix)] == prefix
+    assert text in text_of(tokenizer, edited)
+    assert context.forks == {reason: 1}
 
 
 def test_going_back_keeps_the_ids_of_earlier_answers() -> None:
@@ -241,49 +247,15 @@ def test_going_back_keeps_the_ids_of_earlier_answers() -> None:
 @pytest.mark.parametrize("finish", ["length", "abort"])
 def test_truncated_answer_continues_with_its_tokens(finish: Any) -> None:
     context, tokenizer = conversation("chatml")
+    empty, _ = answer(context, tokenizer, "", finish="abort")  # before the first token
     prompt, generation = answer(context, tokenizer, "Three or", finish=finish)
+    assert (prompt, len(context.messages)) == (empty, 3)
     assert context.prompt_ids() == prompt + list(generation.output_ids)
     answer(context, tokenizer, " four.")
     assert context.messages[-1] == {"role": "assistant", "content": "Three or four."}
     assert not context.forks
     context.add(user("Sure?"))
     assert "assistant\nThree or four.<|im_end|>\n<|im_start|>user\nSure?" in text_of(tokenizer, context.prompt_ids())
-
-
-def test_an_answer_aborted_before_its_first_token_is_sampled_again() -> None:
-    context, tokenizer = conversation("chatml")
-    prompt, _ = answer(context, tokenizer, "", finish="abort")
-    assert context.prompt_ids() == prompt
-    answer(context, tokenizer, "Three.")
-    assert [message["role"] for message in context.messages] == ["system", "user", "assistant"]
-
-
-def test_continuing_a_finished_answer_drops_its_stop_token_and_branches() -> None:
-    context, tokenizer = conversation("chatml")
-    prompt, generation = answer(context, tokenizer, "Three.")
-    context.messages[-1]["content"] += " But wait,"
-    continued, _ = answer(context, tokenizer, " four.")
-    assert continued[: len(prompt) + len(generation.output_ids) - 1] == prompt + list(generation.output_ids[:-1])
-    assert text_of(tokenizer, continued).endswith("assistant\nThree. But wait,")
-    assert context.forks == {ForkReason.BRANCH: 1}
-
-
-def test_backtracking_keeps_the_sampled_ids_before_the_cut() -> None:
-    context, tokenizer = conversation("chatml")
-    prompt, generation = answer(context, tokenizer, "First I count. Then I say three.")
-    context.messages[-1]["content"] = "First I count. Wait,"
-    continued, _ = answer(context, tokenizer, " four.")
-    common = len(tokenizer.encode("First I count.", add_special_tokens=False))
-    assert continued[len(prompt) : len(prompt) + common] == list(generation.output_ids[:common])
-    assert context.forks == {ForkReason.EDITED_HISTORY: 1}
-
-
-def test_the_agent_may_begin_the_answer() -> None:
-    context, tokenizer = conversation("chatml")
-    context.add({"role": "assistant", "content": "The answer is"})
-    prompt, _ = answer(context, tokenizer, " three.")
-    assert text_of(tokenizer, prompt).endswith("<|im_start|>assistant\nThe answer is")
-    assert context.messages[-1]["content"] == "The answer is three."
 
 
 # -- token boundaries ------------------------------------------------------------------------------------------------
@@ -296,12 +268,6 @@ def test_a_token_boundary_that_a_merge_might_cross_is_counted() -> None:
     continued, _ = answer(context, tokenizer, " left.")
     assert continued[-2:] == tokenizer.encode("e apples", add_special_tokens=False)
     assert context.open_boundaries == 1
-
-
-def test_an_answer_to_another_prompt_is_refused() -> None:
-    context, tokenizer = conversation("chatml")
-    with pytest.raises(ConfigError, match="prompt_ids"):
-        context.add_answer([1, 2], generation_of(tokenizer, "x"))
 
 
 def test_without_a_template_text_is_verbatim_and_messages_are_refused() -> None:

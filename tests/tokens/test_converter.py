@@ -1,21 +1,33 @@
-"""Rollout and spans to Samples, with Agent Lightning's own Span, Rollout and reward emitter."""
+"""Rollout and spans to Samples, with Agent Lightning's Span, Rollout, reward emitter and HTTP store."""
 
 from __future__ import annotations
 
 import json
+from collections import Counter
 from typing import Any
 
+import numpy as np
 import pytest
+from hypothesis import given
 
 from agl_slime.data.results import GroupResult, MemberResult
 from agl_slime.engine.client.generation import WeightSpan
 from agl_slime.errors import RewardError, TraceError
 from agl_slime.loop.metrics import collect_metrics
-from agl_slime.support.agl import Rollout
+from agl_slime.support.agl import (
+    EnqueueRolloutRequest,
+    InMemoryLightningStore,
+    LightningStoreClient,
+    LightningStoreServer,
+    Rollout,
+    Span,
+)
 from agl_slime.tokens import attributes as names
-from agl_slime.tokens.converter import convert_rollout, rollout_to_sample, rollout_to_samples
+from agl_slime.tokens.converter import Conversion, convert_rollout, rollout_to_sample, rollout_to_samples
 from agl_slime.tokens.turn import Turn
 from agl_slime.types import Sample
+from tests.harness.servers import free_port
+from tests.harness.trace_strategies import conversations
 from tests.tokens.spans import attempt_spans
 
 
@@ -139,14 +151,6 @@ def test_spans_that_an_exporter_delivered_twice_count_once():
     assert rollout_to_sample(rollout(), spans + spans).tokens == rollout_to_sample(rollout(), spans).tokens
 
 
-def test_several_reward_dimensions():
-    spans = attempt_spans([FIRST], {"correct": 1.0, "format": 0.5}, primary_key="correct")
-    assert rollout_to_sample(rollout(), spans).reward == 1.0
-    assert rollout_to_sample(rollout(), spans, reward_key="format").reward == {"correct": 1.0, "format": 0.5}
-    with pytest.raises(RewardError, match="no reward named 'style'"):
-        rollout_to_sample(rollout(), spans, reward_key="style")
-
-
 @pytest.mark.parametrize(
     ("reward", "reason"), [(None, "no_reward"), (float("nan"), "bad_reward"), (float("inf"), "bad_reward")]
 )
@@ -168,3 +172,105 @@ def test_gateway_refusals_are_in_the_trajectorys_metadata() -> None:
     conversion = convert_rollout(rollout(metadata={"group_id": "g"}), spans)
     assert conversion.trajectory.metadata == {"group_id": "g", "gateway": {"answers": 2, "refused/400": 1}}
     assert conversion.samples[0].metadata["gateway"] == {"answers": 2, "refused/400": 1}
+
+
+ROLLOUT = Rollout(rollout_id="ro", input={}, start_time=0.0)
+
+
+def check(conversion: Conversion, turns: list[Turn]) -> None:
+    """Token-exact, aligned, once: against the engine's record, without the code that is tested."""
+    trained: Counter[tuple[bytes, ...]] = Counter()
+    for sample in conversion.samples:
+        n = sample.response_length
+        assert 0 < n < len(sample.tokens)
+        assert sample.loss_mask is not None
+        assert sample.rollout_log_probs is not None
+        assert len(sample.loss_mask) == len(sample.rollout_log_probs) == n
+        assert {type(value) for value in sample.tokens} == {int}
+        prompt_length = len(sample.tokens) - n
+        for start, end in sample.metadata["turn_spans"]:
+            first, last = prompt_length + start, prompt_length + end
+            log_probs = sample.rollout_log_probs[start:end]
+            trained[record(sample.tokens[:first], sample.tokens[first:last], log_probs)] += 1
+        in_turns = {place for start, end in sample.metadata["turn_spans"] for place in range(start, end)}
+        assert sample.loss_mask == [int(place in in_turns) for place in range(n)]
+        assert {sample.rollout_log_probs[place] for place in range(n) if place not in in_turns} <= {0.0}
+    sampled = [turn for turn in turns if len(turn.response_ids)]
+    assert trained == Counter(record(turn.prompt_ids, turn.response_ids, log_probs_of(turn)) for turn in sampled)
+    reasons = [sample.metadata["fork_reason"] for sample in conversion.samples]
+    assert (reasons[0], None in reasons[1:]) == (None, False)
+    assert sum(sum(sample.loss_mask or []) for sample in conversion.samples) == conversion.trajectory.sampled_tokens
+
+
+def log_probs_of(turn: Turn) -> list[float]:
+    assert turn.log_probs is not None
+    return turn.log_probs.tolist()
+
+
+def record(prompt: Any, response: Any, log_probs: list[float]) -> tuple[bytes, ...]:
+    arrays = ((prompt, "<i4"), (response, "<i4"), (log_probs, "<f4"))
+    return tuple(np.array(values, dtype=kind).tobytes() for values, kind in arrays)
+
+
+@given(conversations().filter(lambda turns: any(len(turn.response_ids) for turn in turns)))
+def test_packed_spans(turns: list[Turn]):
+    check(convert_rollout(ROLLOUT, attempt_spans(turns)), turns)
+
+
+@given(conversations().filter(lambda turns: any(len(turn.response_ids) for turn in turns)))
+def test_token_lists(turns: list[Turn]):
+    spans = [
+        Span.from_attributes(
+            name="openai.chat.completion",
+            attributes={
+                "prompt_token_ids": turn.prompt_ids.tolist(),
+                "response_token_ids": turn.response_ids.tolist(),
+                "logprobs.content": json.dumps([{"logprob": value} for value in log_probs_of(turn)]),
+            },
+            sequence_id=i,
+            start_time=float(i),
+        )
+        for i, turn in enumerate(turns)
+    ]
+    [reward] = attempt_spans([])
+    last = {"sequence_id": len(turns), "start_time": 99.0}
+    spans.append(Span.from_attributes(name=reward.name, attributes=reward.attributes, **last))
+    check(convert_rollout(ROLLOUT, spans), turns)
+
+
+async def test_a_rollout_comes_back_exactly_over_http():
+    turns = [
+        Turn(
+            prompt_ids=[1, 2],
+            response_ids=[3, 150_000],
+            log_probs=[-0.1, -1e-7],
+            text="\ud800 é",
+            messages=[{"role": "user", "content": "\ud800é"}],
+        ),
+        Turn(prompt_ids=[1, 2, 3, 150_000, 4], response_ids=[5], log_probs=[-17.25], base_turn=0, kept_tokens=4),
+    ]
+    server = LightningStoreServer(InMemoryLightningStore(thread_safe=True), "127.0.0.1", free_port())
+    await server.start()
+    client = LightningStoreClient(server.endpoint)
+    try:
+        await client.enqueue_many_rollouts(
+            [EnqueueRolloutRequest(input={"label": "é"}, mode="train", metadata={"group_id": "g"})]
+        )
+        [claimed] = await client.dequeue_many_rollouts(limit=1)
+        key = {"rollout_id": claimed.rollout_id, "attempt_id": claimed.attempt.attempt_id}
+        reward = {"correct": 1.0, "format": 0.5}
+        await client.add_many_spans(attempt_spans(turns, reward, primary_key="correct", **key))
+        await client.update_attempt(claimed.rollout_id, claimed.attempt.attempt_id, status="succeeded")
+        rollout = await client.get_rollout_by_id(claimed.rollout_id)
+        spans = await client.query_spans(claimed.rollout_id, "latest")
+    finally:
+        await client.close()
+        await server.stop()
+
+    assert rollout is not None
+    conversion = convert_rollout(rollout, spans, reward_key="format")
+    assert conversion.trajectory.turns == tuple(turns)
+    [sample] = conversion.samples
+    assert sample.tokens == [1, 2, 3, 150_000, 4, 5]
+    assert sample.loss_mask == [1, 1, 0, 1]
+    assert (sample.label, sample.reward, sample.metadata["group_id"]) == ("é", {"correct": 1.0, "format": 0.5}, "g")

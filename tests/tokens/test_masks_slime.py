@@ -22,12 +22,8 @@ from tests.tokens.test_masks_text import CONVERSATION
 
 pytestmark = pytest.mark.slime
 
-TOOLS = [
-    {
-        "type": "function",
-        "function": {"name": "terminal", "description": "Run it.", "parameters": {"type": "object", "properties": {}}},
-    }
-]
+PARAMETERS = {"type": "object", "properties": {}}
+TOOLS = [{"type": "function", "function": {"name": "terminal", "description": "Run it.", "parameters": PARAMETERS}}]
 
 
 @pytest.fixture
@@ -102,22 +98,14 @@ def test_slimes_own_tests_pass_with_our_generators(slime_masks: Any, monkeypatch
 
 
 def test_slimes_cases_for_real_tokenizers(slime_masks: Any) -> None:
-    """The messages of its tests/utils/test_mask_utils.py (a system message, parallel calls, two results), on a
-    vocabulary that needs no download."""
+    """As in its tests/utils/test_mask_utils.py: parallel calls, two results."""
     call = {"function": {"name": "terminal", "arguments": {"command": "ls"}}, "id": "call_0", "type": "function"}
-    results = [{"role": "tool", "name": "terminal", "content": "LICENSE  README.md  README_zh.md"}] * 2
-    messages = [
-        {"role": "system", "content": "SYSTEM MESSAGE FOR TESTING ONLY"},
-        {"role": "user", "content": "USER CONTENT FOR TESTING ONLY"},
-        {"role": "assistant", "content": "I WILL CALL terminal", "tool_calls": [call, call]},
-        *results,
-        {"role": "assistant", "content": "ASSISTANT RESPONSE FOR TESTING ONLY"},
-    ]
+    result = {"role": "tool", "name": "terminal", "content": "LICENSE  README.md  README_zh.md"}
+    calls = {"role": "assistant", "content": "I WILL CALL terminal", "tool_calls": [call, call]}
+    messages = [*CONVERSATION[:2], calls, result, result, CONVERSATION[-1]]
     tokenizer = chat_tokenizer("qwen", "drops_thinking")
-    theirs = slime_masks.MultiTurnLossMaskGenerator(tokenizer, "qwen3")
-    assert get_loss_mask_generator(tokenizer, "qwen3").get_loss_mask(messages, TOOLS) == tuple(
-        theirs.get_loss_mask(messages, TOOLS)
-    )
+    theirs = slime_masks.MultiTurnLossMaskGenerator(tokenizer, "qwen3").get_loss_mask(messages, TOOLS)
+    assert get_loss_mask_generator(tokenizer, "qwen3").get_loss_mask(messages, TOOLS) == tuple(theirs)
 
 
 def test_the_difference_on_a_default_system_message(slime_masks: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,17 +1,23 @@
-"""Loss masks for text-only traces."""
+"""Loss masks for text-only traces, and ids of texts."""
 
 from __future__ import annotations
 
+import copy
 from itertools import groupby
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
 from agl_slime.errors import ConfigError, TraceError
 from agl_slime.tokens import masks
 from agl_slime.tokens.masks import MaskGenerator, get_loss_mask_generator, register_loss_mask_generator
+from agl_slime.tokens.tokenizer import encode_text
+from tests.harness import tokenizers
 from tests.harness.chat_templates import TEMPLATES
+from tests.harness.tokenizers import small_tokenizer
 from tests.harness.vocabularies import VOCABULARIES, base_tokenizer, chat_tokenizer
 
 CONVERSATION = [
@@ -108,18 +114,14 @@ def test_a_message_marked_as_context_is_not_trained(kind: str) -> None:
     assert marked == texts[1:]
 
 
-def test_response_lengths_count_from_the_first_trained_token() -> None:
-    generator = get_loss_mask_generator(chat_tokenizer("anthropic", "chatml"))
-    assert generator.get_response_lengths([[0, 0, 1, 0, 1], [1], [0, 0], []]) == [3, 1, 0, 0]
-
-
-def test_tools_are_in_the_prompt() -> None:
+def test_tools_are_in_the_prompt_and_lengths_count_from_the_first_trained_token() -> None:
     tokenizer = chat_tokenizer("anthropic", "groups_tools")
-    tools = [{"type": "function", "function": {"name": "count"}}]
     for kind in ("auto", "qwen", "qwen3", "qwen3_5"):
-        token_ids, loss_mask = get_loss_mask_generator(tokenizer, kind).get_loss_mask(CONVERSATION, tools=tools)
+        generator = get_loss_mask_generator(tokenizer, kind)
+        token_ids, loss_mask = generator.get_loss_mask(CONVERSATION, tools=[{"function": {"name": "count"}}])
         context = [i for i, trained in zip(token_ids, loss_mask, strict=True) if not trained]
         assert '"name": "count"' in tokenizer.decode(context), kind
+        assert generator.get_response_lengths([[0, 0, 1, 0, 1], [1], [0, 0], []]) == [3, 1, 0, 0]
 
 
 def test_distill_qwen_has_one_question_and_one_answer() -> None:
@@ -133,15 +135,12 @@ def test_distill_qwen_has_one_question_and_one_answer() -> None:
 
 
 def test_a_custom_generator_is_found_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(masks._generators, "last_only", list)  # so that the end of the test removes it
-    del masks._generators["last_only"]
-
-    @register_loss_mask_generator("last_only")
     class LastOnly(MaskGenerator):
         def get_loss_mask(self, messages: Any, tools: Any = None) -> tuple[list[int], list[int]]:
             marked = [{**message, "step_loss_mask": int(message is messages[-1])} for message in messages]
             return get_loss_mask_generator(self.tokenizer).get_loss_mask(marked, tools)
 
+    monkeypatch.setitem(masks._generators, "last_only", LastOnly)
     assert trained(chat_tokenizer("anthropic", "chatml"), CONVERSATION, "last_only") == ["Yes.<|im_end|>"]
     with pytest.raises(ConfigError, match="'last_only'"):
         register_loss_mask_generator("last_only")(LastOnly)
@@ -153,3 +152,51 @@ def test_an_unknown_name_and_a_template_without_answers_are_errors() -> None:
     silent = "{% for m in messages %}{% if m.role != 'assistant' %}{{ m.content }}{% endif %}{% endfor %}"
     with pytest.raises(TraceError, match="register a loss mask generator"):
         get_loss_mask_generator(tokenizer_with(silent)).get_loss_mask(CONVERSATION)
+
+
+CHAT_TEXTS = st.lists(
+    st.one_of(
+        st.text(st.characters(codec="utf-8"), max_size=40),
+        st.sampled_from(["<|im_start|>", "<|im_end|>", "\n", "  ", "the quick brown fox", "é", "漢字", "🙂", "\r\n"]),
+    ),
+    max_size=12,
+).map("".join)
+
+
+@pytest.fixture(params=["small", "anthropic", "deepseek"], scope="module")
+def tokenizer(request: pytest.FixtureRequest) -> Any:
+    return small_tokenizer() if request.param == "small" else tokenizers.chat_tokenizer(request.param)
+
+
+@given(text=CHAT_TEXTS, special=st.booleans())
+def test_ids_are_those_of_encode(tokenizer: Any, text: str, special: bool) -> None:
+    assert encode_text(tokenizer, text, add_special_tokens=special) == tokenizer.encode(
+        text, add_special_tokens=special
+    )
+
+
+def test_truncation_and_split_tokens_of_the_tokenizer_are_respected() -> None:
+    tokenizer = copy.deepcopy(small_tokenizer())
+    whole = tokenizer.encode("many words are here", add_special_tokens=False)
+    tokenizer("many words are here", truncation=True, max_length=2)  # leaves a limit behind
+    assert tokenizer.backend_tokenizer.truncation is not None
+    assert encode_text(tokenizer, "many words are here") == whole
+    tokenizer.split_special_tokens = True
+    ids = encode_text(tokenizer, "a<|im_end|>")
+    assert tokenizer.eos_token_id not in ids
+    assert ids == tokenizer.encode("a<|im_end|>", add_special_tokens=False)
+
+
+def test_a_tokenizer_that_encodes_by_itself_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer: Any = copy.deepcopy(small_tokenizer())
+    assert encode_text(tokenizer, "x") != [7]
+
+    class Sevens(type(tokenizer)):
+        def encode(self, text: Any, *args: Any, **options: Any) -> list[int]:
+            return [7]
+
+    monkeypatch.setattr(tokenizer, "encode", lambda text, add_special_tokens: [7])
+    assert encode_text(tokenizer, "x") == [7]
+    monkeypatch.undo()
+    tokenizer.__class__ = Sevens
+    assert encode_text(tokenizer, "x") == [7]

@@ -153,7 +153,10 @@ class History:
 @settings(max_examples=examples(12), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(data=st.data())
 def test_any_history_under_the_templates_of_current_models(model: str, data: st.DataObject) -> None:
-    drive(data, tokenizer_with(template_of(MODELS[model])))
+    tokenizer = tokenizer_with(template_of(MODELS[model]))
+    assert callable(direct_renderer(tokenizer, TOOLS, {}))
+    drive(data, tokenizer)
+    same_ids(data, tokenizer)
 
 
 @settings(max_examples=examples(100), deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -177,7 +180,7 @@ def test_any_history_under_any_generated_template(data: st.DataObject, ways: Way
 
 
 class Rendering:
-    """A tokenizer whose ``apply_chat_template`` is not transformers' own, so that each rendering goes through it."""
+    """A tokenizer whose ``apply_chat_template`` is not transformers' own, so that each rendering uses it."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
@@ -220,15 +223,6 @@ def same_ids(data: st.DataObject, tokenizer: Any) -> None:
             if change == "edit":
                 context.messages[place] = {**context.messages[place], "content": content}
             context.add(*addition)
-
-
-@pytest.mark.parametrize("model", MODELS)
-@settings(max_examples=examples(8), deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(data=st.data())
-def test_ids_are_the_same_by_the_short_way_and_by_the_long_one(model: str, data: st.DataObject) -> None:
-    tokenizer = tokenizer_with(template_of(MODELS[model]))
-    assert callable(direct_renderer(tokenizer, TOOLS, {}))
-    same_ids(data, tokenizer)
 
 
 @pytest.mark.slow

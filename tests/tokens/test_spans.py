@@ -14,7 +14,8 @@ from agl_slime.tokens import attributes as names
 from agl_slime.tokens.span_codec import TurnEncoder
 from agl_slime.tokens.spans import read_turns, spans_of_attempt
 from agl_slime.tokens.turn import Turn
-from tests.harness.tokenizers import PLAIN, chat_tokenizer
+from tests.harness.tokenizers import PLAIN
+from tests.harness.vocabularies import chat_tokenizer
 
 
 def span(sequence: int, attributes: dict[str, Any], *, parent: str | None = None, **fields: Any) -> Span:

@@ -54,10 +54,8 @@ def test_format_is_found_and_its_calls_are_read_in_order(kind: str) -> None:
     (call,) = parse(kind, CALLS[kind]).calls
     assert call.id
     assert (call.name, call.arguments["key"], int(call.arguments["n"])) == ("look", "kz", 2)
-    calls: list[Any] = [("look", {"key": "a"}), ("other", {}), ("look", {"key": "b"})]
-    parsed = parse(kind, written(kind, calls))
-    assert [(call.name, dict(call.arguments)) for call in parsed.calls] == calls
-    assert (parsed.content.strip(), parsed.malformed) == ("", ())
+    parsed = parse(kind, written(kind, [("look", {}), ("other", {}), ("look", {})]))
+    assert (names_of(parsed), parsed.content.strip(), parsed.malformed) == (["look", "other", "look"], "", ())
     if kind != "solar":  # whose ids are the model's own
         assert len({call.id for call in parsed.calls}) == 3
     if kind in BLOCKS:
@@ -216,11 +214,6 @@ def test_no_text_breaks_a_parser_or_is_lost(text: str) -> None:
         assert all(malformed in text for malformed in parsed.malformed)
 
 
-def test_template_without_calls_selects_the_format_of_its_markers() -> None:
-    tokenizer = small_tokenizer("{# <|tool_list_start|> #}{% for m in messages %}{{ m.content }}{% endfor %}")
-    assert type(find_format(tokenizer)) is type(get_tool_parser("lfm2"))
-
-
 UNREAD = [
     "{{ m.content }}",  # no sign of calls at all: Hermes' is not assumed
     "{% for c in m.tool_calls or [] %}<tool_call>CALL {{ c.function.name }} {{ c.function.arguments }}{% endfor %}",
@@ -228,11 +221,13 @@ UNREAD = [
 ]
 
 
-@pytest.mark.parametrize("calls", UNREAD)
-def test_unknown_format_is_refused_in_a_sentence(calls: str) -> None:
-    source = "{% for m in messages %}<|im_start|>" + calls + "<|im_end|>{% endfor %}"
-    with pytest.raises(PromptError, match="asks for tool calls in a format without a parser: set tool_parser"):
-        parser_for(small_tokenizer(source))
+def test_template_without_calls_selects_the_format_of_its_markers_or_is_refused() -> None:
+    tokenizer = small_tokenizer("{# <|tool_list_start|> #}{% for m in messages %}{{ m.content }}{% endfor %}")
+    assert type(find_format(tokenizer)) is type(get_tool_parser("lfm2"))
+    for calls in UNREAD:
+        source = "{% for m in messages %}<|im_start|>" + calls + "<|im_end|>{% endfor %}"
+        with pytest.raises(PromptError, match="asks for tool calls in a format without a parser: set tool_parser"):
+            parser_for(small_tokenizer(source))
 
 
 def test_a_custom_parser_is_found_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -250,3 +245,98 @@ def test_a_custom_parser_is_found_by_its_name(monkeypatch: pytest.MonkeyPatch) -
         register_tool_parser("mine")(Mine)
     with pytest.raises(ConfigError, match=r"'other'.*hermes"):
         get_tool_parser("other")
+
+
+# -- values and names in each format's notation -----------------------------------------------------------------------
+
+
+SCHEMA: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "many": {"anyOf": [{"type": "array", "items": {"type": "string"}}, {"type": "null"}]},
+        "place": {"$ref": "#/$defs/Place"},
+        "size": {"oneOf": [{"type": "integer"}, {"type": "boolean"}]},
+        "level": {"enum": [1, 2]},
+        "on": {"type": ["boolean", "null"]},
+        "name": {"anyOf": [{"type": "string"}, {"type": "null"}]},
+        "text": {"type": "string"},
+        "city": {"enum": ["Rome", " Oslo"]},
+        "loop": {"$ref": "#/properties/loop", "anyOf": 3, "type": {}},
+    },
+    "$defs": {"Place": {"allOf": [{"$ref": "#/$defs/Point"}]}, "Point": {"type": "object"}},
+}
+
+
+VALUES: dict[str, dict[str, Any]] = {
+    "many": {'["a"]': ["a"], "null": None, "a": "a", "['x', None]": ["x", None], "": []},
+    "city": {" \n Rome\n ": "Rome", " Oslo": " Oslo", " Paris ": " Paris "},
+    "place": {'{"x": 1}': {"x": 1}, "": {}, "{'a': (1, 2)}": {"a": [1, 2]}, "__import__('os')": "__import__('os')"},
+    "size": {"3": 3, "True": True, "TRUE": True, "": None},
+    "level": {"2": 2},
+    "on": {"false": False, "None": None},
+    "name": {"3": "3", "null": None},
+    "text": {"null": "null", "": "", "TRUE": "TRUE"},
+    "loop": {"3": "3"},
+}
+
+
+@pytest.mark.parametrize("kind", ["qwen_xml", "glm"])
+def test_values_are_of_the_types_that_the_schema_names_in_whatever_words(kind: str) -> None:
+    parser = get_tool_parser(kind)
+    form = {
+        "qwen_xml": "<tool_call><function=f><parameter={}>\n{}\n</parameter></function></tool_call>",
+        "glm": "<tool_call>f<arg_key>{}</arg_key><arg_value>{}</arg_value></tool_call>",
+    }[kind]
+    for name, text, value in [(name, *item) for name, values in VALUES.items() for item in values.items()]:
+        (call,) = parser.parse(form.format(name, text)).calls
+        arguments = parser.convert_types(call, SCHEMA).arguments
+        assert (arguments, type(arguments[name])) == ({name: value}, type(value)), text
+
+
+CUT = "<function=f>\n<parameter=a>\n1\n"
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "arguments"),
+    [
+        ("qwen_xml", f"{CUT}<parameter=b>\n2\n</parameter>\n</function>\n", {"a": "1", "b": "2"}),
+        ("qwen_xml", f"{CUT}</function>\n", {"a": "1"}),
+        ("qwen_xml", "<function=f><parameter=a>x</parameter>y</parameter></function>", {"a": "x</parameter>y"}),
+        ("qwen_xml", "<function=f><parameter=a>x</function>y</parameter></function>", {"a": "x</function>y"}),
+        ("glm", "f<arg_key>a</arg_key><arg_value>x</arg_value>y</arg_value>", {"a": "x</arg_value>y"}),
+        ("glm", "f<arg_key>a</arg_key><arg_value>1<arg_key>b</arg_key><arg_value>2</arg_value>", {"a": "1", "b": "2"}),
+    ],
+)
+def test_a_value_ends_at_its_end_mark_or_at_the_next_key(kind: str, text: str, arguments: dict[str, str]) -> None:
+    parsed = parse(kind, f"<tool_call>{text}</tool_call>")
+    assert [dict(call.arguments) for call in parsed.calls] == [arguments]
+
+
+@pytest.mark.parametrize("section", ["tool_calls_section", "tool_call_section"])
+def test_kimi_names_may_have_dots_and_sections_both_names(section: str) -> None:
+    text = '<|tool_call_begin|>functions.files.read-all:12<|tool_call_argument_begin|>{"a": 1}<|tool_call_end|>'
+    parsed = parse("kimi", f"So.<|{section}_begin|>{text}{text}<|{section}_end|>")
+    assert [(call.name, call.id) for call in parsed.calls] == [("files.read-all", "functions.files.read-all:12")] * 2
+    assert parsed.content == "So."
+
+
+def test_lfm2_reads_json_in_its_marks_line_breaks_and_dots() -> None:
+    as_json = '<|tool_call_start|>[{"name": "f", "arguments": {"x": 1}}]<|tool_call_end|>'
+    assert [dict(call.arguments) for call in parse("lfm2", as_json).calls] == [{"x": 1}]
+    parsed = parse("lfm2", "<|tool_call_start|>[a.f(x='1\n2', y=-1.5, z={\"k\": [true, null]}), g()]<|tool_call_end|>")
+    assert [(call.name, dict(call.arguments)) for call in parsed.calls] == [
+        ("a.f", {"x": "1\n2", "y": -1.5, "z": {"k": [True, None]}}),
+        ("g", {}),
+    ]
+
+
+def test_harmony_channels_are_reasoning_content_and_calls() -> None:
+    text = (
+        "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>commentary<|message|>I look.<|end|>"
+        '<|start|>assistant to=functions.look<|channel|>commentary json<|message|>{"key": "kz"}<|call|>'
+    )
+    parts = parse("harmony", text)
+    assert (parts.reasoning, parts.content, [call.name for call in parts.calls]) == ("Hm.", "I look.", ["look"])
+    assert parts.reasoning_closed
+    assert not parse("harmony", "<|channel|>analysis<|message|>Hm").reasoning_closed
+    assert parse("harmony", "<|channel|>final<|message|>Three.").content == "Three."

@@ -1,13 +1,17 @@
-"""A turn and its span attributes: refusals, other readers, size."""
+"""A turn, its span attributes and the trajectory of turns: refusals, other readers, size."""
 
 from __future__ import annotations
 
 import json
 import threading
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from opentelemetry.sdk.trace import TracerProvider
 
 from agl_slime.engine.client.generation import Generation, WeightSpan
@@ -16,9 +20,11 @@ from agl_slime.tokens import attributes as names
 from agl_slime.tokens.forks import ForkReason
 from agl_slime.tokens.segments import merge_turns
 from agl_slime.tokens.span_codec import TurnEncoder, decode_turns
+from agl_slime.tokens.trajectory import Trajectory
 from agl_slime.tokens.turn import Turn
 from tests.harness.conversations import linked
 from tests.harness.samples import encode, turn
+from tests.harness.trace_strategies import conversations
 
 
 def conversation(n_turns: int, new_tokens: int, sampled: int) -> list[Turn]:
@@ -32,11 +38,8 @@ def conversation(n_turns: int, new_tokens: int, sampled: int) -> list[Turn]:
     return turns
 
 
-def size(attributes: dict[str, Any]) -> int:
+def json_size(attributes: dict[str, Any]) -> int:
     return len(json.dumps(attributes))
-
-
-# -- Turn ------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -58,23 +61,12 @@ def test_a_turn_that_does_not_fit_together_is_refused(fields: dict[str, Any], se
 
 
 def test_a_generation_becomes_a_turn():
-    generation = Generation(
-        output_ids=(5, 6),
-        log_probs=(-0.5, -0.25),
-        text="hi",
-        finish_reason="length",
-        cached_tokens=3,
-        weight_versions=(WeightSpan("2", 0, 2),),
-        resumed=1,
-    )
-    made = Turn.from_generation([1, 2, 3], generation, messages=[{"role": "user", "content": "x"}])
-    assert made.log_probs is not None
-    assert (made.token_ids.tolist(), made.log_probs.tolist()) == ([1, 2, 3, 5, 6], [-0.5, -0.25])
-    assert (made.finish_reason, made.cached_tokens, made.resumed, made.text) == ("length", 3, 1, "hi")
-    assert made.weight_versions == generation.weight_versions
-
-
-# -- other readers ----------------------------------------------------------------------------------------------------
+    fields: dict[str, Any] = {"text": "hi", "finish_reason": "length", "cached_tokens": 3, "resumed": 1}
+    fields |= {"weight_versions": (WeightSpan("2", 0, 2),), "log_probs": (-0.5, -0.25)}
+    messages = [{"role": "user", "content": "x"}]
+    made = Turn.from_generation([1, 2, 3], Generation(output_ids=(5, 6), **fields), messages=messages)
+    assert made == Turn(prompt_ids=[1, 2, 3], response_ids=[5, 6], messages=messages, **fields)
+    assert made.token_ids.tolist() == [1, 2, 3, 5, 6]
 
 
 def test_attributes_carry_opentelemetrys_names():
@@ -106,11 +98,8 @@ def test_opentelemetry_accepts_every_attribute(caplog: pytest.LogCaptureFixture)
     assert decode_turns([SimpleNamespace(attributes=exported)])[0].text == "\ud800"
 
 
-# -- size ------------------------------------------------------------------------------------------------------------
-
-
 def test_span_size_depends_on_new_tokens_not_on_the_number_of_turns():
-    sizes = [size(span.attributes) for span in encode(linked(conversation(20, new_tokens=1_400, sampled=200)))]
+    sizes = [json_size(span.attributes) for span in encode(linked(conversation(20, new_tokens=1_400, sampled=200)))]
     assert max(sizes[1:]) < 1.05 * min(sizes[1:])  # no turn costs more for coming later
     numbers = 20 * (1_400 + 2 * 200)
     assert sum(sizes) < 16 / 3 * numbers + 20 * 1_000  # 5⅓ characters a number, under 1,000 for the rest of a span
@@ -125,7 +114,7 @@ def test_messages_are_stored_once_too():
     turns = linked(turns)
     written = encode(turns)
     assert decode_turns(written) == turns
-    assert sum(size(span.attributes) for span in written) < 20 * 1_000 * 2.2  # quadratic would be ten times that
+    assert sum(json_size(span.attributes) for span in written) < 20 * 1_000 * 2.2  # quadratic would be ten times that
 
 
 def test_message_mutated_after_sending_does_not_change_the_record():
@@ -138,34 +127,23 @@ def test_message_mutated_after_sending_does_not_change_the_record():
     assert [[m["content"] for m in each.messages or ()] for each in read] == [["first"], ["second"]]
 
 
-# -- concurrency and damage ------------------------------------------------------------------------------------------
-
-
 def test_branches_may_share_an_encoder_from_several_threads():
     encoder = TurnEncoder()
-    root = turn([1, 2, 3])
-    written = [SimpleNamespace(attributes=encoder.encode(root))]
+    written = [SimpleNamespace(attributes=encoder.encode(turn([1, 2, 3])))]
     branches = [[turn([1, 2, 3, 7, branch, *range(step)], [branch, step]) for step in range(25)] for branch in range(8)]
-    lock, start = threading.Lock(), threading.Barrier(len(branches))
+    start = threading.Barrier(len(branches))
 
-    def run(branch: list[Turn]) -> None:
+    def run(branch: list[Turn]) -> list[SimpleNamespace]:
         start.wait(timeout=10)
-        for each in branch:
-            attributes = encoder.encode(each)
-            with lock:
-                written.append(SimpleNamespace(attributes=attributes))
+        return [SimpleNamespace(attributes=encoder.encode(each)) for each in branch]
 
-    threads = [threading.Thread(target=run, args=(branch,)) for branch in branches]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(timeout=10)
+    with ThreadPoolExecutor(len(branches)) as pool:
+        for spans in pool.map(run, branches, timeout=20):
+            written += spans
     read = decode_turns(written)
     assert len(read) == 201
-    for branch in branches:
-        assert [
-            each for each in read if each.response_ids[0] == branch[0].response_ids[0] and len(each.response_ids) == 2
-        ] == branch
+    for number, branch in enumerate(branches):
+        assert [each for each in read if len(each.response_ids) == 2 and each.response_ids[0] == number] == branch
 
 
 def test_a_doubled_turn_and_an_unknown_format_are_refused():
@@ -201,11 +179,98 @@ def test_damage_is_named(name: str, value: Any, sentence: str):
         decode_turns(written)
 
 
-def test_spans_that_do_not_say_why_they_fork_are_still_read():
-    """Version 1 wrote the turn with the longest common prefix as base, and nothing about forks."""
+def test_spans_without_fork_reasons_are_still_read():
+    """As version 1 wrote them."""
     turns = linked([turn([1, 2], [3]), turn([1, 2, 3, 4, 4], [5]), turn([1, 2, 3, 4, 6], [7])])
     written = encode(turns)
     assert written[2].attributes.pop(names.PROMPT_FORK) == "branch"
     read = decode_turns(written)
     assert [each.token_ids.tolist() for each in read] == [each.token_ids.tolist() for each in turns]
     assert [segment.fork_reason for segment in merge_turns(read)] == [None, ForkReason.BRANCH]
+
+
+@given(conversations(), st.randoms(use_true_random=False))
+def test_any_tree_of_turns_is_read_back_from_json_in_any_order(turns: list[Turn], random: Any):
+    spans = [SimpleNamespace(attributes=json.loads(json.dumps(span.attributes))) for span in encode(turns, model="m")]
+    random.shuffle(spans)
+    assert decode_turns(spans) == turns
+
+
+MESSAGES = st.sampled_from([{"content": "a"}, {"content": "b"}, {"content": 1}, {"content": True}])
+
+
+@given(st.lists(st.tuples(st.integers(0, 6), st.lists(MESSAGES, max_size=4)), max_size=8))
+def test_turns_with_any_base_keep_their_messages(calls: list[tuple[int, list[dict[str, object]]]]):
+    turns = [
+        Turn(prompt_ids=[1], response_ids=[2], messages=tuple(messages), base_turn=base % number if number else None)
+        for number, (base, messages) in enumerate(calls)
+    ]
+    read = decode_turns(encode(turns))
+    assert [json.dumps(turn.messages) for turn in read] == [json.dumps(turn.messages) for turn in turns]
+
+
+@given(conversations(max_turns=4), conversations(max_turns=4), st.data())
+def test_encoders_interleave(first: list[Turn], second: list[Turn], data: st.DataObject):
+    spans = {0: encode(first), 1: encode(second)}
+    order = data.draw(st.permutations([0] * len(first) + [1] * len(second)))
+    places: dict[int, list[int]] = {0: [], 1: []}
+    for place, stream in enumerate(order):
+        places[stream].append(place)
+    read = decode_turns([spans[stream][places[stream].index(place)] for place, stream in enumerate(order)])
+    for stream, turns in ((0, first), (1, second)):
+        written = [read[place] for place in places[stream]]
+        # base turns are numbered over both streams
+        numbered = [None if turn.base_turn is None else places[stream][turn.base_turn] for turn in turns]
+        assert [turn.base_turn for turn in written] == numbered
+        assert [replace(turn, base_turn=None, kept_tokens=0) for turn in written] == [
+            replace(turn, base_turn=None, kept_tokens=0) for turn in turns
+        ]
+
+
+@given(conversations(max_turns=5).filter(lambda turns: len(turns) > 1), st.data())
+def test_a_lost_turn_before_the_last_is_noticed(turns: list[Turn], data: st.DataObject):
+    spans = encode(turns)
+    del spans[data.draw(st.integers(0, len(spans) - 2))]
+    with pytest.raises(TraceError, match="missing"):
+        decode_turns(spans)
+
+
+@given(conversations(max_turns=4, min_response=1), st.data())
+def test_another_token_or_log_prob_is_noticed(turns: list[Turn], data: st.DataObject):
+    spans = encode(turns)
+    keys = (names.PROMPT_IDS, names.RESPONSE_IDS, names.LOG_PROBS)
+    span, key = data.draw(st.sampled_from([(span, key) for span in spans for key in keys if span.attributes[key]]))
+    text, index = span.attributes[key], data.draw(st.integers(0, 3))
+    span.attributes[key] = text[:index] + ("A" if text[index] != "A" else "B") + text[index + 1 :]
+    with pytest.raises(TraceError):
+        decode_turns(spans)
+
+
+# -- trajectories -----------------------------------------------------------------------------------------------------
+
+
+def answered(text: str, **fields: object) -> Turn:
+    return Turn(prompt_ids=[1], response_ids=[2, 3], log_probs=[-1.0, -1.0], text=text, **fields)  # type: ignore[arg-type]
+
+
+def trajectory(*turns: Turn, **fields: object) -> Trajectory:
+    return Trajectory(rollout_id="ro", attempt_id="at", task={"q": 1}, turns=turns, **fields)  # type: ignore[arg-type]
+
+
+def test_response_and_messages_are_those_of_the_last_call():
+    messages = [{"role": "user", "content": "?"}]
+    a, b = ({"role": "assistant", "content": text} for text in "ab")
+    two = trajectory(answered("a"), answered("b", messages=messages))
+    assert (two.response, two.messages, two.sampled_tokens) == ("b", (*messages, b), 4)
+    assert trajectory(answered("a"), answered("b")).messages == (a, b)  # the answers, if no call has messages
+    assert (trajectory().response, trajectory().messages) == ("", ())
+
+
+def test_a_rollout_is_truncated_when_it_or_its_last_call_was_cut_off():
+    for last, stop_reason, truncated in (
+        ("stop", "", 0),
+        ("length", "", 1),
+        ("stop", "max_turns", 1),
+        ("length", "stop", 1),
+    ):
+        assert trajectory(answered("a", finish_reason=last), stop_reason=stop_reason).truncated == bool(truncated)
