@@ -11,13 +11,11 @@ import asyncio
 import itertools
 import json
 
-import aiohttp
 import pytest
 
 from agl_slime.engine.client.client import ClientSettings, SGLangClient
 from agl_slime.engine.client.generation import Generation, SamplingParams
-from agl_slime.engine.client.weights import DiskWeightSync
-from agl_slime.errors import ContextOverflowError, EngineRequestError, WeightSyncError
+from agl_slime.errors import ContextOverflowError
 from tests.harness.engine_servers import Server
 
 # a cache that is filled in another order gives other roundings, in float32 some 1e-6
@@ -37,59 +35,32 @@ def expect_same(joined: Generation, whole: Generation) -> None:
     assert ends[-1] == len(joined.output_ids)
 
 
-async def keep_aborting(client: SGLangClient) -> None:
-    while True:
-        await asyncio.sleep(0.01)
-        await client.abort()
-
-
-async def running(client: SGLangClient, n: int) -> None:
-    async with aiohttp.ClientSession(client.base_url) as session:
-        for _ in range(1000):
-            async with session.get("/v1/loads?include=core") as answer:
-                if (await answer.json())["loads"][0]["num_running_reqs"] == n:
-                    return
-            await asyncio.sleep(0.01)
-    raise AssertionError(f"the engine did not come to {n} running requests")
-
-
 async def test_generation_aborted_anywhere_resumes_with_equal_tokens(server: Server) -> None:
+    """All generations are aborted after each 20 tokens that they have sampled together."""
+    progress = asyncio.Semaphore(0)
+
+    async def keep_aborting() -> None:
+        while True:
+            for _ in range(20):
+                await progress.acquire()
+            await client.abort()
+
     settings = ClientSettings(resume_limit=10_000, backoff_base_s=0.01)
     async with SGLangClient(base_url=server.url, settings=settings) as client:
+        assert await client.workers() == (server.url,)
         prompt = list(range(20, 40))
         text = (await client.generate(prompt, greedy(60))).text
         for stop in [(), (text[35:50],)]:
-            whole = await client.generate(prompt, greedy(60, stop=stop))
+            sampling = greedy(60, stop=stop)
+            whole = await client.generate(prompt, sampling)
             assert (whole.finish_reason == "stop") == bool(stop)
-            aborter = asyncio.create_task(keep_aborting(client))
-            try:
-                results = await asyncio.gather(*(client.generate(prompt, greedy(60, stop=stop)) for _ in range(4)))
-            finally:
-                aborter.cancel()
+            aborter = asyncio.create_task(keep_aborting())
+            calls = (client.generate(prompt, sampling, on_progress=lambda _: progress.release()) for _ in range(4))
+            results = await asyncio.gather(*calls)
+            aborter.cancel()
             for joined in results:
                 expect_same(joined, whole)
             assert stop or all(joined.resumed for joined in results)
-
-
-async def test_a_weight_sync_in_the_middle(server: Server) -> None:
-    sync = DiskWeightSync(base_url=server.url)
-    async with SGLangClient(base_url=server.url) as client:
-        old = await client.weight_version()
-        new = f"{old}+1"
-        whole = await client.generate([5, 6, 7], greedy(600))
-        tasks = [asyncio.create_task(client.generate([5, 6, 7], greedy(600))) for _ in range(4)]
-        await running(client, 4)
-        assert await client.workers() == (server.url,)
-        await sync.push(str(server.policy), new)
-        assert await client.weight_version() == new
-        for joined in await asyncio.gather(*tasks):
-            expect_same(joined, whole)  # the same weights, so the same answer
-            assert joined.resumed == 1
-            assert [span.version for span in joined.weight_versions] == [old, new]
-        with pytest.raises(WeightSyncError, match="did not reach 1 of 1 workers"):
-            await sync.push(str(server.policy / "nowhere"), "lost")
-        assert await client.weight_version() == new
-        assert (await client.generate([5, 6, 7], greedy(4))).finish_reason == "length"
 
 
 async def test_lengths(server: Server) -> None:
@@ -104,15 +75,3 @@ async def test_lengths(server: Server) -> None:
             generation = await client.generate([1] * (length - room), greedy(100))
             assert generation.finish_reason == "length"
             assert room - 4 <= len(generation.output_ids) <= room  # SGLang keeps a token or two for itself
-
-
-async def test_a_rid_in_use_is_refused_and_a_cancelled_call_frees_its_place(server: Server) -> None:
-    async with SGLangClient(base_url=server.url) as client:
-        task = asyncio.create_task(client.generate([1, 2], greedy(3500), rid="twice"))
-        await running(client, 1)
-        with pytest.raises(EngineRequestError, match="Duplicate"):
-            await client.generate([1, 2], greedy(2), rid="twice")
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
-        await running(client, 0)

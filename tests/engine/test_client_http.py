@@ -154,35 +154,6 @@ async def test_a_cancelled_call_aborts_in_the_engine_and_does_not_wait() -> None
         await asyncio.wait_for(engine.idle(), 5)
 
 
-@pytest.mark.slow
-async def test_two_thousand_at_once() -> None:
-    """CPU time of client and server together: a call among 2,000 costs less than three among 200."""
-    async with ScriptedEngine(latency_s=0.05) as engine, SGLangClient(base_url=engine.url) as client:
-
-        async def seconds_a_call(n_calls: int) -> float:
-            started = time.process_time()
-            prompts = [[n % 16, n // 16 % 16, n // 256] for n in range(n_calls)]
-            sampling = SamplingParams(max_new_tokens=16)
-            results = await asyncio.gather(*(client.generate(prompt, sampling) for prompt in prompts))
-            seconds = time.process_time() - started
-            for n in range(0, n_calls, 97):
-                assert list(results[n].output_ids) == engine.continuation(prompts[n], 16)
-            return seconds / n_calls
-
-        few, many = await seconds_a_call(200), await seconds_a_call(2000)
-        assert engine.calls["/generate"] == 2200
-        assert many < 3 * few
-
-
-async def test_connections_are_bounded() -> None:
-    async with (
-        ScriptedEngine(latency_s=0.01) as engine,
-        SGLangClient(base_url=engine.url, settings=ClientSettings(max_connections=3)) as client,
-    ):
-        await asyncio.gather(*(client.generate([1], ONE_TOKEN) for _ in range(30)))
-        assert engine.most_running == 3
-
-
 def test_a_low_limit_of_open_files_is_a_warning() -> None:
     """In another process: a lowered limit cannot be raised."""
     pytest.importorskip("resource", reason="this system has no such limit")
@@ -230,26 +201,6 @@ def test_made_in_one_thread_and_used_in_others() -> None:
             gc.collect()
         # the loops have ended, and their sessions with them
         assert not [warning for warning in caught if "Unclosed" in str(warning.message)]
-
-
-async def test_closing_reaches_the_connections_of_a_loop_that_runs_elsewhere() -> None:
-    loop = asyncio.new_event_loop()
-    thread = threading.Thread(target=loop.run_forever, daemon=True)
-    thread.start()
-    try:
-        async with ScriptedEngine() as engine:
-            client = SGLangClient(base_url=engine.url)
-            call = asyncio.run_coroutine_threadsafe(client.generate([1], ONE_TOKEN), loop)
-            await asyncio.wrap_future(call)
-            assert engine.connections == 1
-            await client.aclose()
-            await asyncio.wait_for(engine.disconnected(), 60)
-            assert (await client.generate([1], ONE_TOKEN)).output_ids  # a closed client opens new connections
-            await client.aclose()
-    finally:
-        loop.call_soon_threadsafe(loop.stop)
-        thread.join(timeout=5)
-        loop.close()
 
 
 async def test_workers_of_a_plain_server_and_of_a_router() -> None:

@@ -60,7 +60,6 @@ BAD_ID = sglangs("The input_ids [999] contains values greater than the vocab siz
         (401, '{"error": "Unauthorized"}', EngineRequestError, False),
         (422, "", EngineRequestError, False),
         (301, "", EngineProtocolError, True),
-        (204, "", EngineProtocolError, True),
         (408, "", EngineServerError, True),
         (429, "", EngineServerError, True),
         (500, "x" * 100_000, EngineServerError, True),
@@ -104,7 +103,6 @@ def test_context_limit_only_from_the_total_refusal() -> None:
         (aiohttp.ClientOSError(errno.ECONNRESET, "reset"), EngineUnreachableError, True),
         (aiohttp.ClientPayloadError("not enough data"), EngineUnreachableError, True),
         (EngineProtocolError("no meta_info"), EngineProtocolError, True),
-        (EngineError("NaN"), EngineError, False),
         (refusal(400, BAD_ID), OutOfVocabularyError, False),
     ],
 )

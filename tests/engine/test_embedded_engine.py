@@ -1,4 +1,4 @@
-"""The engine's thread without HTTP: its versions, checks and failures, which the conformance suite cannot observe."""
+"""The engine's thread without HTTP: updates, checks, failures and KV cache, which the conformance suite cannot see."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.engine.engines import Requests, load_model, running_engine
 
 @pytest.fixture
 def requests(policy_dir: Path) -> Iterator[Requests]:
-    with running_engine(policy_dir, max_running=4, prefill_tokens=64) as engine:
+    with running_engine(policy_dir, max_running=8, prefill_tokens=64) as engine:
         yield Requests(engine)
 
 
@@ -61,14 +61,6 @@ def test_weights_are_checked_before_any_is_changed(requests: Requests, policy_di
     with torch.no_grad():
         logits = load_model(policy_dir)(torch.tensor([[5, 6, 7]])).logits[0, -1]
     assert requests.next().log_probs == pytest.approx([float(logits.log_softmax(-1).max())], abs=1e-5)
-
-
-def test_a_truncated_checkpoint_is_refused(policy_dir: Path, tmp_path: Path) -> None:
-    (tmp_path / "model.safetensors").write_bytes((policy_dir / "model.safetensors").read_bytes()[:-100])
-    with pytest.raises(ConfigError, match="cannot be read"):
-        weights_of(tmp_path)
-    with pytest.raises(ConfigError, match=r"cannot be read|holds no"):  # by the file system's limits
-        weights_of(Path("é" * 2500))
 
 
 def test_the_context_bounds_a_request_and_a_bad_one_of_a_batch_queues_none(requests: Requests) -> None:
@@ -118,3 +110,62 @@ def test_logits_that_are_not_finite_end_their_requests_and_not_the_engine(reques
     requests.engine.update_weights(weights).result(10)
     requests.submit("a", max_new_tokens=3)
     assert len(requests.next().output_ids) == 3
+
+
+# -- the KV cache ------------------------------------------------------------------------------------------------------
+
+PROMPT = list(range(10, 50))
+
+
+def test_the_members_of_a_group_share_one_prefill(requests: Requests, monkeypatch: pytest.MonkeyPatch) -> None:
+    computed = []
+    slots = requests.engine._slots
+    forward = slots._forward
+    monkeypatch.setattr(slots, "_forward", lambda ids, *rest: (computed.append(len(ids)), forward(ids, *rest))[1])
+    group = requests.run(*[PROMPT] * 8)
+    assert computed == [len(PROMPT)] + [8] * 4
+    assert [request.cached_tokens for request in group] == [0] + [len(PROMPT) - 1] * 7
+    assert len({tuple(request.output_ids) for request in group}) == 1
+
+
+def test_a_conversation_reuses_its_last_turn_until_new_weights_or_a_flush(requests: Requests, policy_dir: Path) -> None:
+    [first] = requests.run(PROMPT)
+    conversation = PROMPT + first.output_ids
+    [second] = requests.run([*conversation, 7, 8, 9])
+    assert second.cached_tokens == len(conversation) - 1  # the last sampled token was never an input
+    assert [requests.run(prompt)[0].cached_tokens for prompt in ([99, *PROMPT], PROMPT, PROMPT)] == [0, 0, 39]
+    requests.engine.update_weights(weights_of(policy_dir), version="2").result(10)
+    assert requests.run(PROMPT)[0].cached_tokens == 0
+    requests.engine.flush().result(10)
+    assert requests.run(PROMPT)[0].cached_tokens == 0
+
+
+def test_a_cache_is_bounded_by_its_tokens_and_a_group_may_fill_its_rows(policy_dir: Path) -> None:
+    from agl_slime.engine.slots import SlotModel
+
+    assert SlotModel(load_model(policy_dir), slots=4, context=4096, max_total_tokens=512).context == 512
+    with pytest.raises(ConfigError, match="max_total_tokens must be at least 16, got 3"):
+        SlotModel(load_model(policy_dir), slots=4, context=4096, max_total_tokens=3)
+    logits = SlotModel(load_model(policy_dir), slots=4, context=len(PROMPT)).prefill([PROMPT] * 3).logits
+    assert (logits == logits[0]).all()
+
+
+def test_a_model_that_would_be_served_wrongly_is_refused() -> None:
+    """Cohere's logits are scaled after the head, where a server that calls body and head does not scale."""
+    import transformers
+
+    from agl_slime.engine.slots import SlotModel
+
+    config = transformers.CohereConfig(
+        hidden_size=32,
+        intermediate_size=48,
+        vocab_size=64,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        logit_scale=0.01,
+        initializer_range=0.5,
+    )
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
+    with pytest.raises(ConfigError, match="cannot serve this model"):
+        SlotModel(model, slots=2, context=64)

@@ -35,15 +35,6 @@ def test_a_row_is_sampled_as_if_it_were_alone() -> None:
         assert set(ids[: count // 2].tolist()) <= set(expected.nonzero().flatten().tolist())
 
 
-def test_a_token_without_weight_is_never_drawn() -> None:
-    logits = torch.full((5_000, 5), -float("inf"))
-    logits[:, 1] = 0.0
-    logits[:, 3] = -3.0
-    ids, log_probs, *_ = sample(logits, rows(*[(1.0, 1.0, ALL_TOKENS)] * 5_000), torch.Generator().manual_seed(4))
-    assert set(ids.tolist()) == {1, 3}
-    assert bool(torch.isfinite(log_probs).all())
-
-
 def test_a_large_vocabulary_is_drawn_from_as_a_small_one_is() -> None:
     """By blocks of tokens; few tokens have nearly all of the weight, in blocks far apart and at their ends."""
     likely = {0: 2.0, 255: 1.0, 256: 0.5, 5000: 0.0, 8191: 1.5}

@@ -17,7 +17,6 @@ from agl_slime.engine.client.generation import SamplingParams
 from agl_slime.engine.client.weights import DiskWeightSync
 from agl_slime.errors import EngineUnreachableError, WeightSyncError
 from tests.harness.engine_faults import Answer, Body, Fault, Reset, Stall, Status
-from tests.harness.loop_thread import in_thread
 from tests.harness.scripted_engine import ScriptedEngine
 
 UPDATE = "/update_weights_from_disk"
@@ -114,26 +113,24 @@ async def test_an_engine_that_does_not_list_its_versions_aborts_at_a_pause() -> 
     ("served", "config", "expected"),
     [
         (["bfloat16"], {}, "bfloat16"),
-        (["auto"], {"dtype": "bfloat16"}, "bfloat16"),
+        (["auto", "bfloat16"], {"dtype": "bfloat16"}, "bfloat16"),
         (["auto"], {"torch_dtype": "bfloat16"}, "bfloat16"),  # the field's older name
         (["auto"], None, ""),  # a model that is not on this machine
         (["float32"], {"dtype": "bfloat16"}, "float32"),
         (["bfloat16", "float32"], {}, ""),
-        (["auto", "bfloat16"], {"dtype": "bfloat16"}, "bfloat16"),
-        ([None], {"dtype": "bfloat16"}, ""),  # a server without this route
+        (["none"], {"dtype": "bfloat16"}, ""),  # a server without this route
     ],
 )
 async def test_workers_compute_dtype(
-    served: list[str | None], config: dict[str, str] | None, expected: str, tmp_path: Path
+    served: list[str], config: dict[str, str] | None, expected: str, tmp_path: Path
 ) -> None:
     if config is not None:
         (tmp_path / "config.json").write_text(json.dumps(config))
     async with AsyncExitStack() as stack:
-        model = str(tmp_path)
-        workers = [await stack.enter_async_context(ScriptedEngine(model_path=model)) for _ in served]
+        workers = [await stack.enter_async_context(ScriptedEngine(model_path=str(tmp_path))) for _ in served]
         for worker, dtype in zip(workers, served, strict=True):
-            worker.dtype = dtype or ""
-            if dtype is None:
+            worker.dtype = dtype
+            if dtype == "none":
                 worker.always("/server_info", Status(404, "Not Found"))
                 worker.always("/get_server_info", Status(404, "Not Found"))
         router = await stack.enter_async_context(ScriptedEngine(workers=[worker.url for worker in workers]))
@@ -239,11 +236,3 @@ async def test_two_pushes_at_once_are_refused() -> None:
             await sync.push("/models/step-2", "2")
         await first
         await sync.push("/models/step-2", "2")
-
-
-def test_pushes_from_one_event_loop_after_another() -> None:
-    with in_thread(ScriptedEngine()) as engine:
-        sync = make_sync(engine)
-        for n in range(3):
-            asyncio.run(sync.push(f"/models/step-{n}", str(n)))
-        assert engine.weight_version == "2"

@@ -12,7 +12,6 @@ import pytest
 from agl_slime.runner.concurrent import ConcurrentRunner
 from agl_slime.store.bridge import BridgeStore
 from agl_slime.store.client import RemoteStore, WorkerStore
-from agl_slime.store.feed import FeedPosition
 from agl_slime.store.server import StoreService
 from agl_slime.support.agl import LightningStore, LightningStoreClient, LightningStoreServer, LitAgent
 from tests.harness.stores import enqueue_inputs
@@ -101,16 +100,6 @@ async def test_rollout_cancelled_in_a_remote_store_stops_and_others_continue():
         assert rollout is not None
         assert rollout.status == "cancelled"
         assert (await reason_of(store, rollout))[0] == "cancelled"
-
-
-async def test_only_cancellations_travel():
-    store = BridgeStore()
-    with StoreService(store=store) as service:
-        async with running(WaitingAgent(released=True), WorkerStore(service.url)):
-            for rollout_id in await enqueue(store, *range(20)):
-                await expect_success(store, rollout_id)
-        assert service.feed.read(FeedPosition())["last"] == 20
-        assert service.cancellations.read(FeedPosition())["last"] == 0
 
 
 async def test_cancellations_during_a_store_outage_are_applied_afterwards():

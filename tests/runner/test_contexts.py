@@ -4,23 +4,20 @@ instrumentation."""
 from __future__ import annotations
 
 import asyncio
-import json
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
-from aiohttp import web
 from opentelemetry import trace as otel
 
 from agl_slime.runner.process import carry_recordings
+from agl_slime.runner.tracer import ContextTracer
 from agl_slime.store.bridge import BridgeStore
 from agl_slime.store.recording import Recording, current_recording
-from agl_slime.support.agl import emit_reward, find_final_reward
-from agl_slime.support.http import listening
+from agl_slime.support.agl import Span, SpanCoreFields, TraceStatus
 from tests.runner.function_agents import FnAgent, finished, running, spans_of
 
 ROLLOUTS = 30
@@ -91,6 +88,7 @@ async def test_a_parent_that_is_handed_on_explicitly_decides() -> None:
             }
 
 
+@pytest.mark.slow
 def test_runner_in_a_users_process_does_not_patch_its_threads() -> None:
     """Importing, making and running a runner replaces nothing; only the command line and workers do."""
     program = """
@@ -136,46 +134,6 @@ def test_a_subclass_of_thread_that_overrides_run_gets_the_recording_too() -> Non
     assert "run" not in vars(thread)
 
 
-async def echo(request: web.Request) -> web.Response:
-    """A chat completion with the text of the last message."""
-    messages = (await request.json())["messages"]
-    message = {"role": "assistant", "content": messages[-1]["content"]}
-    choices = [{"index": 0, "message": message, "finish_reason": "stop"}]
-    usage = {"prompt_tokens": 1, "completion_tokens": 1, "total_tokens": 2}
-    answer = {"id": "c", "object": "chat.completion", "created": 0, "model": "m", "choices": choices, "usage": usage}
-    return web.json_response(answer)
-
-
-@pytest.fixture(scope="module")
-def instrumented_openai() -> Iterator[Any]:
-    instrumentation = pytest.importorskip("opentelemetry.instrumentation.openai", reason="needs the extra [peers]")
-    openai = pytest.importorskip("openai")
-    instrumentor = instrumentation.OpenAIInstrumentor()
-    instrumentor.instrument()
-    yield openai
-    instrumentor.uninstrument()
-
-
-async def test_an_instrumented_openai_client_inside_the_agent(instrumented_openai: Any) -> None:
-    app = web.Application()
-    app.router.add_post("/v1/chat/completions", echo)
-    async with listening(app, host="127.0.0.1", port=0, backlog=64) as url:
-        client = instrumented_openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none")
-
-        async def work(task: int) -> None:
-            message = {"role": "user", "content": f"question-{task}"}
-            await client.chat.completions.create(model="m", messages=[message])
-            emit_reward(float(task))
-
-        async with running(FnAgent(work)) as store:
-            for task, rollout in enumerate(await finished(store, range(24))):
-                assert rollout.status == "succeeded"
-                spans = await spans_of(store, rollout)
-                assert find_final_reward(spans) == task
-                [call] = [span for span in spans if span.name.startswith("openai.chat")]
-                assert f"question-{task}" in json.dumps(dict(call.attributes))
-
-
 async def test_late_span_is_dropped_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
     left_open: list[Any] = []
 
@@ -189,24 +147,54 @@ async def test_late_span_is_dropped_with_a_warning(caplog: pytest.LogCaptureFixt
     assert "'late' ended after its rollout" in caplog.text
 
 
-async def test_two_runners_in_one_process_share_the_tracing() -> None:
-    both = threading.Event()
-    together = 0
+# -- the tracer's spans equal Agent Lightning's ----------------------------------------------------------------------
 
-    async def work(task: int) -> None:
-        nonlocal together
-        together += 1
-        if together == 2:
-            both.set()
-        assert await asyncio.to_thread(both.wait, 10)  # the first rollout waits for the other runner's
-        span(f"span-{task}")
-        together -= 1
+ATTRIBUTES = {"a": 1, "b": [1.5], "c": ["x"], "d": True, "e": "text"}
+ERROR = {"status_code": "ERROR", "description": "d"}
 
-    async with (
-        running(FnAgent(work), name="one", max_concurrent=1) as store,
-        running(FnAgent(work), store, name="two", max_concurrent=1),
-    ):
-        rollouts = await finished(store, range(ROLLOUTS))
-        assert await names_by_task(store, rollouts) == {task: [f"span-{task}"] for task in range(ROLLOUTS)}
-        attempts = [await store.get_latest_attempt(rollout.rollout_id) for rollout in rollouts]
-        assert {attempt.worker_id for attempt in attempts if attempt is not None} == {"one", "two"}
+
+async def made_by_tracer(*cores: dict[str, Any]) -> list[Span]:
+    recording = Recording("ro", "at")
+    token = current_recording.set(recording)
+    try:
+        for core in cores:
+            span = ContextTracer().create_span(
+                core["name"], core["attributes"], core["start_time"], TraceStatus(**ERROR)
+            )
+            span.end_time = core["end_time"]
+    finally:
+        current_recording.reset(token)
+    await recording.write()
+    return recording.written
+
+
+async def test_span_equals_agent_lightnings_and_shares_no_mutable_state() -> None:
+    core = {"name": "x", "attributes": ATTRIBUTES, "start_time": 1.0, "end_time": 2.0}
+    ours, second = await made_by_tracer(core, core)
+    stock = Span.from_core_fields(
+        SpanCoreFields(**core, status=TraceStatus(**ERROR)), rollout_id="ro", attempt_id="at", sequence_id=1
+    )
+    assert ours.context is not None
+    assert (ours.context.trace_id, ours.context.span_id) == (ours.trace_id, ours.span_id)
+    assert (len(ours.trace_id), len(ours.span_id)) == (32, 16)
+    ids = {"trace_id": ours.trace_id, "span_id": ours.span_id}
+    assert stock.context is not None
+    stock = stock.model_copy(update={**ids, "context": stock.context.model_copy(update=ids)})
+    assert ours == stock
+    assert ours.model_dump_json(exclude_unset=True) == stock.model_dump_json(exclude_unset=True)
+    assert Span.model_validate_json(ours.model_dump_json()) == ours
+
+    assert (ours.span_id, ours.trace_id) != (second.span_id, second.trace_id)
+    for name in ("attributes", "events", "links", "status", "context", "resource"):
+        assert getattr(ours, name) is not getattr(second, name), name
+    assert second.context is not None
+    assert ours.context.trace_state is not second.context.trace_state
+    assert ours.resource.attributes is not second.resource.attributes
+
+
+async def test_lone_surrogates_are_spelled_out() -> None:
+    """JSON cannot encode them: the span, with its failure reason or reward, would be lost."""
+    attributes = {"text": "caf\ud800 é", "texts": ["\udfff", "b"], "plain": "é"}
+    [span] = await made_by_tracer({"name": "x", "attributes": attributes, "start_time": 1.0, "end_time": 2.0})
+    assert span.attributes == {"text": "caf\\ud800 é", "texts": ["\\udfff", "b"], "plain": "é"}
+    assert Span.model_validate_json(span.model_dump_json()) == span

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import threading
 import time
 from typing import Any
@@ -12,6 +13,8 @@ import pytest
 from agl_slime.runner.concurrent import ConcurrentRunner, RunnerSettings
 from agl_slime.runner.thread import RunnerThread
 from agl_slime.store.bridge import BridgeStore
+from agl_slime.support import threads
+from agl_slime.support.agl import LitAgent
 from tests.harness.stores import enqueue_inputs
 from tests.harness.waiting import until
 from tests.runner.function_agents import (
@@ -59,19 +62,6 @@ async def test_hanging_sync_agents_are_abandoned_and_others_continue() -> None:
         release.set()
     assert [rollout.status for rollout in rollouts] == ["failed"] * 2 + ["succeeded"] * 6
     assert (await reason_of(store, rollouts[0]))[0] == "timeout"
-
-
-@pytest.mark.parametrize("error", [SystemExit(3), KeyboardInterrupt(), StopIteration(1)])
-async def test_any_exception_of_a_sync_agent_ends_its_own_rollout(error: BaseException) -> None:
-    def work(task: int) -> float:
-        if task == 0:
-            raise error
-        return 1.0
-
-    async with running(SyncFnAgent(work)) as store:
-        first, second = await finished(store, range(2))
-        assert (await reason_of(store, first))[0] == type(error).__name__
-        assert second.status == "succeeded"
 
 
 @pytest.mark.parametrize("error", [SystemExit, KeyboardInterrupt])
@@ -126,31 +116,6 @@ async def test_stop_without_cancel_finishes_rollouts_in_flight() -> None:
     assert [await status_of(store, rollout_id) for rollout_id in ids] == ["succeeded", "queuing"]
 
 
-async def test_cancelled_iter_cancels_rollouts_in_flight() -> None:
-    started = asyncio.Event()
-
-    async def work(task: Any) -> None:
-        started.set()
-        await asyncio.Event().wait()
-
-    store = BridgeStore()
-    await store.add_resources(RESOURCES)
-    runner = ConcurrentRunner(settings=quick())
-    runner.init(FnAgent(work))
-    runner.init_worker(0, store)
-    await enqueue_inputs(store, [0])
-    task = asyncio.create_task(runner.iter())
-    await asyncio.wait_for(started.wait(), 10)
-    task.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await task
-    runner.teardown_worker(0)
-    runner.teardown()
-    assert runner.in_flight == 0
-    [rollout] = await store.query_rollouts()
-    assert (await reason_of(store, rollout))[0] == "cancelled"
-
-
 # -- sharing a queue -------------------------------------------------------------------------------------------------
 
 
@@ -184,3 +149,74 @@ async def test_a_long_queue_is_claimed_in_large_batches() -> None:
     async with running(FnAgent(lambda _: 1.0), claims, claim_batch=50) as store:
         await finished(store, range(240))
     assert [limit for limit in claims.limits if limit > 8][:4] == [16, 32, 50, 50]
+
+
+# -- agents that do not end --------------------------------------------------------------------------------------------
+
+
+class StubbornAgent(LitAgent[Any]):
+    """Ignores its cancellation, and blocks nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.begun = threading.Event()
+
+    async def rollout_async(self, task: Any, resources: Any, rollout: Any) -> float:
+        self.begun.set()
+        while True:
+            try:
+                await asyncio.Event().wait()
+            except asyncio.CancelledError:
+                pass
+
+
+class BlockingAgent(LitAgent[Any]):
+    def __init__(self) -> None:
+        super().__init__()
+        self.begun, self.released = threading.Event(), threading.Event()
+
+    async def rollout_async(self, task: Any, resources: Any, rollout: Any) -> float:
+        self.begun.set()
+        self.released.wait(60)
+        return 1.0
+
+
+@pytest.fixture
+def short_limits(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr("agl_slime.runner.guard._CANCEL_GRACE_S", 0.2)
+    monkeypatch.setattr(threads, "_CANCEL_S", 0.2)
+    caplog.set_level(logging.WARNING, "agl_slime")
+
+
+async def started(agent: Any, store: BridgeStore | None = None) -> RunnerThread:
+    store = store or BridgeStore()
+    await store.add_resources(RESOURCES)
+    await enqueue_inputs(store, [1])
+    runner = RunnerThread(agent=agent, store=store, settings=quick(lag_warning_s=0)).start()
+    assert await asyncio.to_thread(agent.begun.wait, 20)
+    return runner
+
+
+@pytest.mark.usefixtures("short_limits")
+async def test_an_agent_that_ignores_its_cancellation_is_left_behind(caplog: pytest.LogCaptureFixture) -> None:
+    runner = await started(StubbornAgent(), store := BridgeStore())
+    assert not await asyncio.to_thread(runner.stop, cancel=False, timeout_s=0.2)
+    assert "its rollouts have not ended" in caplog.text
+    caplog.clear()
+    assert await asyncio.to_thread(runner.stop, timeout_s=30)
+    [rollout] = await store.query_rollouts()
+    assert (rollout.status, (await reason_of(store, rollout))[0]) == ("failed", "cancelled")
+    [warning] = [message for message in caplog.messages if "cancellation" in message]
+    assert f"StubbornAgent.rollout_async at {__file__}:" in warning
+    assert "blocks" not in caplog.text
+
+
+@pytest.mark.usefixtures("short_limits")
+async def test_an_agent_that_blocks_the_end_is_named(caplog: pytest.LogCaptureFixture) -> None:
+    agent = BlockingAgent()
+    runner = await started(agent)
+    assert not await asyncio.to_thread(runner.stop, timeout_s=0.2)
+    agent.released.set()
+    assert f"BlockingAgent.rollout_async at {__file__}:" in caplog.text
+    assert "blocks its event loop" in caplog.text
+    assert await asyncio.to_thread(runner.stop, timeout_s=30)

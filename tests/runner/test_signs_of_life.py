@@ -29,19 +29,6 @@ class CountingStore(BridgeStore):
         return await super().add_many_spans(spans)
 
 
-async def test_spans_of_a_rollout_are_written_in_one_call() -> None:
-    async def work(task: Any) -> None:
-        for n in range(20):
-            emit_reward(float(n))
-
-    async with running(FnAgent(work), store := CountingStore()):
-        [rollout] = await finished(store, [0])
-        assert store.writes == [20]
-        spans = await spans_of(store, rollout)
-        assert [span.sequence_id for span in spans] == list(range(1, 21))
-        assert find_final_reward(spans) == 19
-
-
 async def test_a_long_attempt_writes_its_spans_while_it_runs() -> None:
     store = CountingStore()
 

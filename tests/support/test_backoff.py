@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import asyncio
 import random
 import time
 
@@ -67,12 +66,3 @@ async def test_run_retries_matching_errors_only():
     assert await backoff.run(call, lambda error: isinstance(error, ConnectionError)) == "answer"
     with pytest.raises(ValueError, match="three"):
         await backoff.run(call, lambda error: isinstance(error, ConnectionError))
-
-
-async def test_a_pause_can_be_cancelled():
-    backoff = Backoff(base_s=3600.0, cap_s=3600.0)
-    task = asyncio.create_task(backoff.pause(OSError()))
-    await asyncio.sleep(0)
-    task.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await task

@@ -24,15 +24,9 @@ OUT_OF_RANGE: dict[Any, list[tuple[str, Any]]] = {
         *(("poll_interval_s", 0.0), ("flush_interval_s", 0.0), ("timeout_s", 0.0)),
         *(("heartbeat_interval_s", -1.0), ("lag_warning_s", -1.0)),
     ],
-    LoopSettings: [
-        *(("num_iterations", 0), ("rollout_batch_size", 0), ("n_samples_per_prompt", -1)),
-        *(("eval_interval", -1), ("rollout_timeout_s", 0.0)),
-    ],
+    LoopSettings: [("num_iterations", 0), ("n_samples_per_prompt", -1), ("rollout_timeout_s", 0.0)],
     DataSourceSettings: [("get_timeout_s", 0), ("poll_interval_s", 0), ("get_timeout_s", math.nan)],
-    ClientSettings: [
-        *(("total_timeout_s", 0), ("backoff_cap_s", math.nan)),
-        *(("max_attempts", 0), ("max_connections", -1), ("resume_limit", -1)),
-    ],
+    ClientSettings: [("total_timeout_s", 0), ("backoff_cap_s", math.nan), ("max_attempts", 0), ("resume_limit", -1)],
     Retention: [("released_rollouts", -1), ("released_bytes", -1), ("unreleased_bytes", 0)],
     PipelineSettings: [("group_size", 0), ("reward_range", (1.0, 0.0)), ("min_valid_item_size_ratio", 0)],
     GatewaySettings: [("max_turns", 0), ("branches", "some"), ("port", 70_000)],

@@ -116,16 +116,6 @@ async def test_users_exceptions_end_their_own_call_only(error):
         await asyncio.wait_for(run_in_thread(next, iter(())), 10)
 
 
-async def test_threads_without_work_end(monkeypatch):
-    monkeypatch.setattr(threads, "_IDLE_S", 0.01)
-    pool = ThreadPool(name="agl-slime-test-idle", max_running=8)
-    await asyncio.gather(*(pool.run(lambda: None) for _ in range(8)))
-    for thread in [thread for thread in threading.enumerate() if thread.name == "agl-slime-test-idle"]:
-        thread.join(10)
-        assert not thread.is_alive()
-    assert await pool.run(lambda: 7) == 7
-
-
 def test_no_more_cores_than_omp_num_threads_allows(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     all_cores = usable_cores()
