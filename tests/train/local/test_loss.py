@@ -66,23 +66,6 @@ def test_the_clipped_surrogate(ratio: float, advantage: float, loss: float, slop
     assert log_probs.grad.item() == pytest.approx(slope)
 
 
-def test_the_slope_of_the_surrogate_agrees_with_finite_differences():
-    generator = torch.Generator().manual_seed(1)
-    log_probs = (torch.randn(200, generator=generator, dtype=torch.float64) * 0.3 - 2).requires_grad_()
-    old = torch.full((200,), -2.0, dtype=torch.float64)
-    advantages = torch.randn(200, generator=generator, dtype=torch.float64)
-
-    def loss(values: torch.Tensor) -> torch.Tensor:
-        return policy_terms(values, old, advantages, clip_low=0.2, clip_high=0.2).loss + 0.1 * kl_k3(values, old)
-
-    loss(log_probs).sum().backward()
-    step = 1e-6
-    with torch.no_grad():
-        slopes = (loss(log_probs + step) - loss(log_probs - step)) / (2 * step)
-    assert log_probs.grad is not None
-    assert torch.allclose(log_probs.grad, slopes, atol=1e-6)
-
-
 def test_k3_is_zero_for_equal_policies_and_averages_to_the_divergence():
     p, q = doubles(0.5, 0.3, 0.2), doubles(0.2, 0.3, 0.5)
     k3 = kl_k3(p.log(), q.log())
@@ -91,21 +74,14 @@ def test_k3_is_zero_for_equal_policies_and_averages_to_the_divergence():
     assert (p * k3).sum().item() == pytest.approx((p * (p / q).log()).sum().item())
 
 
-def weights(aggregation: Literal["token", "rollout"], **counts: int) -> list[float]:
-    # Rollout 0 has tokens 0 and 1, rollout 1 has token 2.
-    return token_weights(
-        aggregation, rollout_mask_sums=torch.tensor([2, 2, 1]), n_tokens=3, n_rollouts=2, **counts
-    ).tolist()
-
-
-def test_token_weights_are_all_alike():
-    assert weights("token", n_minibatches=1) == pytest.approx([1 / 3] * 3)
-    assert weights("token", n_minibatches=2) == pytest.approx([2 / 3] * 3)
-
-
-def test_sequence_weights_give_every_rollout_the_same_say():
-    assert weights("rollout", n_minibatches=1) == pytest.approx([1 / 4, 1 / 4, 1 / 2])
-    assert weights("rollout", n_minibatches=2) == pytest.approx([1 / 2, 1 / 2, 1])
+@pytest.mark.parametrize(("aggregation", "expected"), [("token", [1 / 3] * 3), ("rollout", [1 / 4, 1 / 4, 1 / 2])])
+def test_weights_of_tokens_sum_to_one_per_minibatch(aggregation: Literal["token", "rollout"], expected: list[float]):
+    sums = torch.tensor([2, 2, 1])  # rollout 0 has tokens 0 and 1, rollout 1 has token 2
+    for n_minibatches in (1, 2):
+        weights = token_weights(
+            aggregation, rollout_mask_sums=sums, n_tokens=3, n_rollouts=2, n_minibatches=n_minibatches
+        )
+        assert weights.tolist() == pytest.approx([n_minibatches * weight for weight in expected])
 
 
 @pytest.mark.parametrize("advantage", [-1.0, 1.0])
