@@ -12,9 +12,7 @@ from typing import Any
 import pytest
 
 from agl_slime.train.slime.flags import WITHOUT_EFFECT, without_effect
-from agl_slime.train.slime.source import AGLDataSource
 from tests.harness.slime_programs import REPOSITORY, slime_package
-from tests.harness.slime_source import AGENT
 
 HOOK = "agl_slime.slime_hooks.generate_rollout"
 PAGE = REPOSITORY / "docs" / "slime.md"
@@ -44,6 +42,9 @@ def test_each_flag_with_another_value_is_named():
 
 
 def test_the_data_source_warns_once_with_all_names(caplog: pytest.LogCaptureFixture, tmp_path: Path):
+    from agl_slime import AGLDataSource
+    from tests.harness.slime_source import AGENT
+
     (tmp_path / "tasks.jsonl").write_text('{"prompt": "?"}\n')
     args = args_of(partial_rollout=True, rm_type="dapo", agl_tasks=str(tmp_path / "tasks.jsonl"))
     args.agl_agent = AGENT
