@@ -13,7 +13,7 @@ from agl_slime.gateway.chat import ChatCompletions
 from agl_slime.gateway.completions import Completions
 from agl_slime.gateway.protocol import Protocol
 from agl_slime.gateway.responses import Responses
-from tests.harness.gateway import WEATHER, Case
+from tests.harness.gateway import WEATHER, Case, post
 
 CHATS = ("chat/completions", "messages", "responses")
 PROTOCOLS: dict[str, Protocol] = {
@@ -100,6 +100,41 @@ def delta_of(event: dict[str, Any]) -> str:
     if event.get("type") == "response.output_text.delta":
         return event["delta"]
     return event["delta"].get("text", "") if event.get("type") == "content_block_delta" else ""
+
+
+class Talk:
+    """A client's conversation in the protocol ``path``: each request has the history, and each answer extends it.
+    ``fields`` are of every request."""
+
+    def __init__(self, case: Case, path: str, **fields: Any) -> None:
+        self.case, self.path, self.fields = case, path, fields
+        self.history: list[Any] = []
+        self.text = ""
+
+    def ask(self, *items: Any, **fields: Any) -> Any:
+        """The answer as its protocol has it in a history: blocks, items, or one message."""
+        self.history += items
+        answer = post(self.case, self.path, **body_of(self.path, self.history, **self.fields, **fields))
+        self.text = text_of(self.path, answer)
+        if self.path == "responses":
+            self.answer = answer["output"]
+            self.history += self.answer
+        else:
+            chat = self.path == "chat/completions"
+            self.answer = answer["choices"][0]["message"] if chat else answer["content"]
+            self.history.append(self.answer if chat else assistant(self.answer))
+        return self.answer
+
+    def results(self, output: str = "fine") -> list[dict[str, Any]]:
+        """Results of the calls of the last answer."""
+        if self.path == "responses":
+            ids = [item["call_id"] for item in self.answer if item["type"] == "function_call"]
+            return [{"type": "function_call_output", "call_id": id, "output": output} for id in ids]
+        if self.path == "messages":
+            ids = [block["id"] for block in self.answer if block["type"] == "tool_use"]
+            return [user([{"type": "tool_result", "tool_use_id": id, "content": output} for id in ids])]
+        calls = self.answer.get("tool_calls") or []
+        return [{"role": "tool", "tool_call_id": call["id"], "content": output} for call in calls]
 
 
 def blocks_of(events: list[dict[str, Any]]) -> list[dict[str, Any]]:

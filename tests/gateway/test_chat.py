@@ -15,7 +15,7 @@ from agl_slime.tokens import attributes as names
 from agl_slime.tokens.converter import convert_trajectory
 from agl_slime.tokens.forks import ForkReason
 from agl_slime.tokens.trajectory import Trajectory
-from tests.gateway.protocols import assistant, openai_client, user
+from tests.gateway.protocols import Talk, assistant, openai_client, user
 from tests.harness.gateway import (
     CALL,
     CALL_TWO,
@@ -46,20 +46,6 @@ def spaced(function: dict[str, Any]) -> None:
     function["arguments"] = json.dumps(json.loads(function["arguments"]), indent=2)
 
 
-def test_two_turns_with_tool_calls_are_one_sample() -> None:
-    with serving(f"Let me see. {CALL}\n{CALL_TWO}", "Sunny and snow.") as case:
-        first = ask(case, tools=[WEATHER]).choices[0]
-        assert (first.finish_reason, first.message.content) == ("tool_calls", "Let me see.")
-        calls = first.message.tool_calls
-        assert [json.loads(call.function.arguments)["city"] for call in calls] == ["Rome", "Oslo"]
-        results = [{"role": "tool", "tool_call_id": call.id, "content": "fine"} for call in calls]
-        last = ask(case, [*HELLO, first.message.model_dump(), *results], tools=[WEATHER])
-        assert last.choices[0].message.content == "Sunny and snow."
-        assert last.usage.prompt_tokens == len(case.turns[1].prompt_ids)
-        one_sample(case)
-        assert json.loads(case.summary[names.TOOLS])["calls"] == {"weather": 2}
-
-
 @pytest.mark.parametrize(
     "change",
     [
@@ -72,8 +58,12 @@ def test_two_turns_with_tool_calls_are_one_sample() -> None:
 )
 def test_client_edits_of_an_answers_form_make_no_fork(change: Any) -> None:
     with serving(f"<think>\nhm\n</think>\n\nSee. {CALL}", "Sunny.") as case:
-        message = ask(case, tools=[WEATHER]).choices[0].message.model_dump(exclude_none=True)
-        assert message["reasoning_content"] == "hm"
+        answer = ask(case, tools=[WEATHER])
+        message = answer.choices[0].message.model_dump(exclude_none=True)
+        assert (message["reasoning_content"], message["content"]) == ("hm", "See.")
+        assert answer.choices[0].finish_reason == "tool_calls"
+        assert answer.usage.prompt_tokens == len(case.turns[0].prompt_ids)
+        assert json.loads(case.summary[names.TOOLS])["calls"] == {"weather": 1}
         change(message)
         result = {"role": "tool", "tool_call_id": message["tool_calls"][0]["id"], "content": "fine"}
         system = HELLO[0] | {"content": [{"type": "text", "text": "Be brief.\n"}]}
@@ -114,25 +104,6 @@ def test_a_stream_adds_up_to_the_answer_without_one(says: str) -> None:
         tokens = whole.choices[0].logprobs.content
         assert "".join(token.token for token in tokens) == says + "<|im_end|>"
         assert [token.logprob for token in tokens] == pytest.approx(case.turns[0].log_probs.tolist())
-
-
-def test_a_stream_begins_before_the_answer_has_ended() -> None:
-    with serving("one two three four five six", token_s=0.05) as case:
-        for chunk in ask(case, stream=True):
-            if chunk.choices[0].delta.content:
-                break
-        assert not case.spans
-        assert case.engine.running == 1
-
-
-def test_several_choices_are_branches_of_one_prompt() -> None:
-    with serving("one", "two", "three", "four") as case:
-        choices = ask(case, n=3).choices
-        assert sorted(choice.message.content for choice in choices) == ["one", "three", "two"]
-        ask(case, [*HELLO, assistant("two"), user("And?")])
-        assert len(case.turns) == 4
-        assert len(case.segments) == 3
-        trained_once(case.turns, case.segments)
 
 
 def test_final_message_is_verbatim_and_history_whitespace_does_not_fork() -> None:
@@ -177,18 +148,7 @@ def test_constrained_tokens_are_never_trained(constraints: Any, obeyed: bool, tr
             convert_trajectory(trajectory, untrained_turns=[0])
 
 
-def test_a_constraint_can_be_refused() -> None:
-    with serving("{}", settings=GatewaySettings(constraints="refuse")) as case:
-        formats = {"response_format": {"type": "json_object"}}
-        refused = post(case, "chat/completions", status=400, messages=HELLO, **formats)
-        assert "under a constraint" in refused["error"]["message"]
-        forced = {"tools": [WEATHER], "tool_choice": "required"}
-        refused = post(case, "chat/completions", status=400, messages=HELLO, **forced)
-        assert "tool_choice" in refused["error"]["message"]
-        assert not case.payloads
-
-
-def test_forced_call_uses_the_grammar_of_the_models_format() -> None:
+def test_forced_call_uses_the_models_grammar_or_is_refused() -> None:
     with serving(CALL, settings=GatewaySettings(constraints="mask")) as case:
         choice: Any = {"type": "function", "function": {"name": "weather"}}
         assert ask(case, tools=[WEATHER], tool_choice=choice).choices[0].message.tool_calls
@@ -198,14 +158,11 @@ def test_forced_call_uses_the_grammar_of_the_models_format() -> None:
         choice = {"type": "function", "function": {"name": "tides"}}
         refused = post(case, "chat/completions", status=400, messages=HELLO, tools=[WEATHER], tool_choice=choice)
         assert "names none of the tools" in refused["error"]["message"]
-
-
-def test_a_refusal_that_a_client_may_swallow_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
-    with serving("ok") as case:
-        for _ in range(2):
-            post(case, "chat/completions", status=400, messages=HELLO, telekinesis=1)
-        [warning] = [record.getMessage() for record in caplog.records if "telekinesis" in record.getMessage()]
-        assert warning.startswith("Rollout ro-1: a request was refused with 400: telekinesis is not supported here.")
+    with serving("{}", settings=GatewaySettings(constraints="refuse")) as case:
+        for fields in ({"response_format": {"type": "json_object"}}, {"tools": [WEATHER], "tool_choice": "required"}):
+            refused = post(case, "chat/completions", status=400, messages=HELLO, **fields)
+            assert "under a constraint" in refused["error"]["message"] or "tool_choice" in refused["error"]["message"]
+        assert not case.payloads
 
 
 def test_agents_that_look_for_llm_find_the_model_and_lists_have_it_once() -> None:
@@ -277,19 +234,10 @@ def test_named_model_role_is_trained_and_response_ids_match_their_protocol() -> 
 
 def test_a_summary_of_the_context_is_a_compaction_and_other_tools_an_edit() -> None:
     with serving("one", "two", "three", "four", "five") as case:
-        history = list(HELLO)
-        for _ in range(3):
-            history += [assistant(ask(case, history).choices[0].message.content), user("And?")]
-        ask(case, [*HELLO, user("So far: one, two, three.")])
-        ask(case, history, tools=[WEATHER])
+        talk = Talk(case, "chat/completions")
+        for messages in (HELLO, [user("And?")], [user("And?")]):
+            talk.ask(*messages)
+        post(case, "chat/completions", messages=[*HELLO, user("So far: one, two, three.")])
+        talk.ask(user("And?"), tools=[WEATHER])
         assert [turn.fork for turn in case.turns[3:]] == [ForkReason.COMPACTION, ForkReason.EDITED_HISTORY]
         trained_once(case.turns, case.segments)
-
-
-@pytest.mark.parametrize(("branches", "untrained"), [("all", None), ("used", [0]), ("last", [0])])
-def test_answers_that_were_thrown_away(branches: Any, untrained: list[int] | None) -> None:
-    with serving("bad", "good", "end", settings=GatewaySettings(branches=branches)) as case:
-        for _ in range(2):  # the first answer was not liked
-            ask(case)
-        ask(case, [*HELLO, assistant("good"), user("And?")])
-        assert json.loads(case.summary.get(names.UNTRAINED_TURNS, "null")) == untrained

@@ -1,6 +1,5 @@
 """The clients and frameworks that agents are written with, against the gateway: two turns with a tool each, streamed
-and not. Every turn after the first holds the tokens of the one before: one Sample, nothing re-tokenized. Tools that
-clients declare by type, and conversations that they leave to a server.
+and not. Every turn after the first holds the tokens of the one before: one Sample, nothing re-tokenized.
 
     pip install "agl-slime[clients]" && pytest -m clients
 """
@@ -12,9 +11,8 @@ from typing import Any
 
 import pytest
 
-from agl_slime.tokens.forks import ForkReason
-from tests.gateway.protocols import STREAMED, anthropic_client, user
-from tests.harness.gateway import CALL, WEATHER, Case, calling, one_sample, prompts, serving, trained_once
+from tests.gateway.protocols import STREAMED, user
+from tests.harness.gateway import CALL, WEATHER, Case, calling, one_sample, serving, trained_once
 
 pytestmark = pytest.mark.clients
 
@@ -37,147 +35,31 @@ def one_sample_with_result(case: Case) -> None:
     assert "sunny in Rome" in case.tokenizer.decode(case.turns[-1].prompt_ids)
 
 
-# -- OpenAI's Agents SDK ----------------------------------------------------------------------------------------------
-
-
-def agents_sdk() -> Any:
-    agents = pytest.importorskip("agents", reason="pip install openai-agents")
-    if not hasattr(agents, "Runner"):
-        pytest.skip("agents is this repository's directory of that name, not OpenAI's Agents SDK")
-    agents.set_tracing_disabled(True)
-    return agents
-
-
-def async_client(case: Case) -> Any:
-    from openai import AsyncOpenAI
-
-    return AsyncOpenAI(base_url=case.llm.endpoint, api_key="any")
-
-
-def run_agent(
-    case: Case, tools: list[Any], *questions: str, streamed: bool, model: str = "OpenAIResponsesModel", **options: Any
-) -> str:
-    """The last answer of an agent of the Agents SDK."""
-    agents = agents_sdk()
-
-    async def run() -> str:
-        chosen = getattr(agents, model)(model="m", openai_client=async_client(case))
-        agent = agents.Agent(name="a", instructions="Be brief.", model=chosen, tools=tools)
-        output = ""
-        for question in questions:
-            if streamed:
-                result = agents.Runner.run_streamed(agent, question, **options)
-                async for _event in result.stream_events():
-                    pass
-            else:
-                result = await agents.Runner.run(agent, question, **options)
-            output = result.final_output
-        return output
-
-    return asyncio.run(run())
-
-
 @STREAMED
 @pytest.mark.parametrize("model", ["OpenAIChatCompletionsModel", "OpenAIResponsesModel"])
 def test_openai_agents(streamed: bool, model: str) -> None:
+    agents = pytest.importorskip("agents", reason="pip install openai-agents")
+    if not hasattr(agents, "Runner"):
+        pytest.skip("agents is this repository's directory of that name, not OpenAI's Agents SDK")
+    from openai import AsyncOpenAI
+
+    agents.set_tracing_disabled(True)
     with serving(THINKING, DONE) as case:
-        tools = [agents_sdk().function_tool(weather)]
-        assert run_agent(case, tools, QUESTION, streamed=streamed, model=model) == DONE
+
+        async def run() -> str:
+            client = AsyncOpenAI(base_url=case.llm.endpoint, api_key="any")
+            chosen = getattr(agents, model)(model="m", openai_client=client)
+            tools = [agents.function_tool(weather)]
+            agent = agents.Agent(name="a", instructions="Be brief.", model=chosen, tools=tools)
+            if not streamed:
+                return (await agents.Runner.run(agent, QUESTION)).final_output
+            result = agents.Runner.run_streamed(agent, QUESTION)
+            async for _ in result.stream_events():
+                pass
+            return result.final_output
+
+        assert asyncio.run(run()) == DONE
         one_sample_with_result(case)
-
-
-SHELL: dict[str, Any] = {"commands": ["ls", "pwd"], "timeout_ms": 500}
-LOCAL: dict[str, Any] = {"command": ["ls"], "working_directory": "/tmp"}
-PATCH: dict[str, Any] = {"type": "update_file", "path": "a.txt", "diff": "@@\n-x\n+y"}
-
-
-@STREAMED
-@pytest.mark.parametrize("kind", ["shell", "local_shell", "apply_patch"])
-def test_agents_sdk_runs_its_own_tools(kind: str, streamed: bool) -> None:
-    agents, ran = agents_sdk(), []
-
-    async def shell(request: Any) -> str:
-        ran.append(request.data.action.commands)
-        return "a.txt"
-
-    def local(request: Any) -> str:
-        action = request.data.action
-        ran.append((action.command, action.env, action.working_directory))
-        return "a.txt"
-
-    class Editor:
-        def _edit(self, operation: Any) -> str:
-            ran.append((operation.type, operation.path, operation.diff))
-            return "patched"
-
-        create_file = update_file = delete_file = _edit
-
-    tool, arguments, call, output = {
-        "shell": (lambda: agents.ShellTool(executor=shell), SHELL, SHELL["commands"], "a.txt"),
-        "local_shell": (lambda: agents.LocalShellTool(executor=local), LOCAL, (LOCAL["command"], {}, "/tmp"), "a.txt"),
-        "apply_patch": (lambda: agents.ApplyPatchTool(editor=Editor()), PATCH, (*PATCH.values(),), "patched<|im_end|>"),
-    }[kind]
-    with serving(calling(kind, **arguments), "Done.") as case:
-        assert run_agent(case, [tool()], "Go.", streamed=streamed) == "Done."
-        assert ran == [call]
-        assert output in prompts(case)[1].partition("<|im_start|>tool\n")[2]
-        one_sample(case)
-
-
-@pytest.mark.parametrize("mode", ["previous_response_id", "input"])
-def test_agents_sdk_compacts_its_session_by_the_server(mode: Any) -> None:
-    agents = agents_sdk()
-    with serving("One.", "So far, one.", "Two.") as case:
-        session = agents.OpenAIResponsesCompactionSession(
-            session_id="s",
-            underlying_session=agents.SQLiteSession("s"),
-            client=async_client(case),
-            compaction_mode=mode,
-            should_trigger_compaction=lambda context: len(context["compaction_candidate_items"]) == 1,
-        )
-        assert run_agent(case, [], "Go.", "Go.", streamed=False, session=session) == "Two."
-        assert "So far, one." in prompts(case)[2]
-        assert "One.<|im_end|>" not in prompts(case)[2]
-        assert case.turns[2].fork is ForkReason.COMPACTION
-        trained_once(case.turns, case.segments)
-
-
-@STREAMED
-def test_agents_sdk_leaves_its_conversation_to_the_server(streamed: bool) -> None:
-    tools = [agents_sdk().function_tool(weather)]
-    with serving(CALL, "Sunny.", "Bye.") as case:
-        conversation = asyncio.run(async_client(case).conversations.create()).id
-        options = {"streamed": streamed, "conversation_id": conversation}
-        assert run_agent(case, tools, "Weather?", "Thanks.", **options) == "Bye."
-        one_sample(case, 3)
-
-
-# -- other clients ----------------------------------------------------------------------------------------------------
-
-
-@STREAMED
-def test_anthropics_tool_runner_keeps_its_memory(streamed: bool) -> None:
-    tools = pytest.importorskip("anthropic.lib.tools", reason="pip install 'anthropic>=0.70'")
-    done: list[Any] = []
-
-    class Memory(tools.BetaAbstractMemoryTool):
-        def _run(self, command: Any) -> str:
-            done.append((command.command, command.path))
-            return "a.txt"
-
-        view = create = str_replace = insert = delete = rename = clear_all_memory = _run
-
-    with serving(calling("memory", command="view", path="/memories"), "Done.") as case:
-        request: dict[str, Any] = {"model": "m", "max_tokens": 200, "messages": [user("Go.")]}
-        runner = anthropic_client(case).beta.messages.tool_runner(tools=[Memory()], stream=streamed, **request)
-        if streamed:
-            for stream in runner:
-                last = stream.get_final_message()
-        else:
-            last = runner.until_done()
-        assert last.content[0].text == "Done."
-        assert done == [("view", "/memories")]
-        one_sample(case)
 
 
 @STREAMED
@@ -192,26 +74,13 @@ def test_langgraph(streamed: bool) -> None:
 
 
 @STREAMED
-@pytest.mark.parametrize("protocol", ["openai", "anthropic"])
-def test_pydantic_ai(streamed: bool, protocol: str) -> None:
-    ai = pytest.importorskip("pydantic_ai", reason="pip install 'pydantic-ai-slim[openai,anthropic]'")
+def test_pydantic_ai(streamed: bool) -> None:
+    ai = pytest.importorskip("pydantic_ai", reason="pip install 'pydantic-ai-slim[openai]'")
     with serving(THINKING, DONE) as case:
-        if protocol == "openai":
-            from pydantic_ai.models.openai import OpenAIChatModel
-            from pydantic_ai.providers.openai import OpenAIProvider
+        from pydantic_ai.models.openai import OpenAIChatModel
+        from pydantic_ai.providers.openai import OpenAIProvider
 
-            model: Any = OpenAIChatModel("m", provider=OpenAIProvider(base_url=case.llm.endpoint, api_key="any"))
-        else:
-            from anthropic import AsyncAnthropic
-            from anthropic.types.beta import BetaMessageParam
-
-            if not isinstance(BetaMessageParam, type):
-                pytest.skip("this pydantic-ai makes messages as anthropic before 1.0 took them")
-            from pydantic_ai.models.anthropic import AnthropicModel
-            from pydantic_ai.providers.anthropic import AnthropicProvider
-
-            client = AsyncAnthropic(base_url=case.llm.endpoint.removesuffix("/v1"), api_key="any")
-            model = AnthropicModel("claude", provider=AnthropicProvider(anthropic_client=client))
+        model = OpenAIChatModel("m", provider=OpenAIProvider(base_url=case.llm.endpoint, api_key="any"))
         agent = ai.Agent(model, instructions="Be brief.", tools=[ai.Tool(weather)])
 
         async def follow(_: Any, events: Any) -> None:

@@ -1,4 +1,5 @@
-"""Completions: the engine is asked for the client's text in tokens, and the client receives the samples as text."""
+"""Completions: the engine is asked for the client's text in tokens, and the client receives the samples as text. vLLM's
+addresses and fields for token ids, for clients that render prompts themselves."""
 
 from __future__ import annotations
 
@@ -7,13 +8,10 @@ from typing import Any
 import httpx
 import pytest
 
-from agl_slime.gateway.raw import RawContext, RawMatch
 from agl_slime.tokens.attributes import MESSAGES_NEW
 from agl_slime.tokens.forks import ForkReason
-from agl_slime.tokens.template import chat_template
-from tests.gateway.protocols import delta_of, events_of
-from tests.harness.gateway import TEMPLATE, Case, one_sample, post, serving, trained_once
-from tests.harness.tokenizers import small_tokenizer
+from tests.gateway.protocols import Talk, delta_of, events_of
+from tests.harness.gateway import CALL, HELLO, WEATHER, Case, one_sample, post, serving, trained_once
 
 END = "<|im_end|>"
 
@@ -40,27 +38,6 @@ def test_prompt_that_extends_the_whole_answer_is_one_sample() -> None:
         assert prompt_ids(case)[1][: len(first_ids)] == first_ids
         assert case.tokenizer.decode(prompt_ids(case)[1]) == f"Count: one two{END} and "
         one_sample(case)
-
-
-def test_the_members_of_a_group_share_the_ids_of_their_first_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
-    template, encoded = chat_template(small_tokenizer(TEMPLATE)), []
-    encode = template.tokenizer.encode
-
-    def counted(text: str, **options: Any) -> list[int]:
-        encoded.append(text)
-        return encode(text, **options)
-
-    monkeypatch.setattr(template.tokenizer, "encode", counted)
-
-    def first(text: str) -> list[int]:
-        match = RawMatch([{"role": "text", "content": text}], 0, [], 0, None, None, None)
-        return RawContext(template, match, []).prompt_ids()
-
-    ids = first("Count: one two")
-    ids.append(0)  # a member's change of its ids changes no other member's
-    assert first("Count: one two") == ids[:-1]
-    assert first("Count: two") != ids[:-1]
-    assert encoded == ["Count: one two", "Count: two"]
 
 
 def test_stop_token_omitted_by_the_client_is_not_sent_to_the_engine() -> None:
@@ -138,3 +115,66 @@ def test_prompt_ids_are_sent_as_they_are() -> None:
         complete(case, longer)
         assert prompt_ids(case) == [ids, longer]
         one_sample(case)
+
+
+def generate(case: Case, ids: Any, *, status: int = 200, sampling: Any = None, **fields: Any) -> Any:
+    body = {"model": "m", "token_ids": ids, "sampling_params": sampling or {"logprobs": 1}, **fields}
+    answer = httpx.post(f"{case.llm.endpoint.removesuffix('/v1')}/inference/v1/generate", json=body, timeout=30)
+    assert answer.status_code == status, answer.text
+    return answer.json()
+
+
+def test_ids_go_to_the_engine_and_come_back_as_sampled() -> None:
+    with serving("Hi.", "More.") as case:
+        prompt, end = case.tokenizer.encode("Hello?"), case.tokenizer.eos_token_id
+        sampling = {"logprobs": 1, "stop_token_ids": [end], "skip_special_tokens": False}
+        [choice] = generate(case, prompt, sampling=sampling)["choices"]
+        longer = [*prompt, *choice["token_ids"], *case.tokenizer.encode(" And?")]
+        generate(case, longer, sampling={"logprobs": 1, "max_tokens": 200})
+        assert [payload["input_ids"] for payload in case.payloads] == [prompt, longer]
+        assert case.payloads[0]["sampling_params"]["stop_token_ids"] == [end]
+        assert case.payloads[0]["sampling_params"]["max_new_tokens"] == 256  # the run's, not the default of completions
+        turn, tokens = case.turns[0], choice["logprobs"]["content"]
+        assert choice["token_ids"] == turn.response_ids.tolist()
+        assert turn.log_probs is not None
+        assert [token["logprob"] for token in tokens] == pytest.approx(turn.log_probs.tolist())
+        assert [token["token"] for token in tokens] == [f"token_id:{id}" for id in turn.response_ids]
+        one_sample(case)
+
+
+def test_a_refusal_names_the_field() -> None:
+    with serving("Hi.") as case:
+
+        def refusal(ids: Any = (1,), **fields: Any) -> str:
+            return generate(case, list(ids), status=400, **fields)["error"]["message"]
+
+        assert "token_ids" in refusal([])
+        assert "token_ids" in refusal(["1"])
+        assert "sampling_params" in refusal(sampling=1)
+        assert "sampling_params.telepathy" in refusal(sampling={"telepathy": 1})
+        assert "stop_token_ids" in refusal(sampling={"stop_token_ids": ["a"]})
+        assert "features" in refusal(features={"image": 1})
+
+
+def test_tokenize_has_the_prompt_that_the_engine_read() -> None:
+    with serving(CALL, "It is warm.") as case:
+        fields = {"tools": [WEATHER], "logprobs": True, "return_tokens_as_token_ids": True}
+        talk = Talk(case, "chat/completions", tools=[WEATHER], logprobs=True, return_tokens_as_token_ids=True)
+        early = post(case, "tokenize", messages=HELLO, tools=[WEATHER])["tokens"]
+        fields = {**talk.fields, "seed": 2**62, "return_prompt_token_ids": True}
+        [choice] = post(case, "chat/completions", messages=HELLO, **fields)["choices"]
+        talk.history, talk.answer = [*HELLO, choice["message"]], choice["message"]
+        talk.ask(*talk.results("30 degrees"))
+        first, second = (payload["input_ids"] for payload in case.payloads)
+        assert early == choice["prompt_token_ids"] == first
+        assert post(case, "tokenize", messages=HELLO, tools=[WEATHER]) == {"count": len(first), "tokens": first}
+        assert post(case, "tokenize", messages=talk.history[:-1], tools=[WEATHER])["tokens"] == second
+        ids = [int(token["token"].removeprefix("token_id:")) for token in choice["logprobs"]["content"]]
+        assert ids == case.turns[0].response_ids.tolist()
+        one_sample(case)
+
+
+def test_completions_name_tokens_by_id() -> None:
+    with serving("Hi.") as case:
+        [choice] = post(case, "completions", prompt="Hello?", logprobs=0, return_tokens_as_token_ids=True)["choices"]
+        assert choice["logprobs"]["tokens"] == [f"token_id:{id}" for id in case.turns[0].response_ids]

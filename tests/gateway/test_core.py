@@ -1,14 +1,17 @@
-"""Clients that retry, hang up, and ask for too much at once: each answer goes to one of them, and tokens that a client
-has read are trained."""
+"""Clients that retry, hang up, and ask for too much at once: each answer goes to one of them, the engine stops sampling
+for clients that are gone, and tokens that a client has received are trained."""
 
 from __future__ import annotations
 
 import asyncio
 import json
 import logging
+import re
 import socket
 import threading
+from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -31,7 +34,7 @@ from agl_slime.tokens import attributes as names
 from agl_slime.tokens.forks import ForkReason
 from agl_slime.tokens.reward import read_turn_rewards
 from agl_slime.tokens.span_codec import decode_turns
-from tests.gateway.protocols import assistant, events_of, user
+from tests.gateway.protocols import CHATS, PROTOCOLS, assistant, body_of, events_of, user
 from tests.gateway.test_store import begun, beside
 from tests.gateway.test_store import chats_url as attempt_url
 from tests.harness.gateway import (
@@ -42,6 +45,7 @@ from tests.harness.gateway import (
     Case,
     chat,
     gateway_counts,
+    post,
     posted_at_once,
     serving,
     trained_once,
@@ -98,40 +102,6 @@ def test_tools_that_differ_from_rollout_to_rollout_are_no_forks() -> None:
             assert [turn.fork for turn in decode_turns(spans)] == [None, None]
 
 
-async def read_some(case: Case, session: aiohttp.ClientSession, messages: list[Any], events: int) -> str:
-    """The text of the first events of a stream, after which the client leaves."""
-    received = ""
-    async with session.post(chats_url(case), json={"messages": messages, "stream": True}) as answer:
-        for _ in range(events):
-            event = (await answer.content.readuntil(b"\n\n")).removeprefix(b"data: ")
-            received += json.loads(event)["choices"][0]["delta"].get("content") or ""
-        answer.close()
-    return received
-
-
-@pytest.mark.parametrize("trim", [0, 2])
-async def test_partly_read_stream_is_a_turn(trim: int) -> None:
-    says = "one two three four five six seven eight nine ten eleven twelve", "fine"
-    with serving(*says, token_s=0.05) as case:
-        async with aiohttp.ClientSession() as session:
-            received = await read_some(case, session, HELLO, 5)
-            await until(lambda: len(case.turns) >= 1)
-            turn = case.turns[0]
-            assert (turn.finish_reason, turn.untrained) == ("abort", "")
-            assert case.tokenizer.decode(turn.response_ids) == turn.text
-            assert turn.text.startswith(received)
-            assert received
-            case.engine.token_s = 0.0
-            # the client continues from the text that it read, or from a part of it
-            continued = (turn.text if not trim else received[:-trim]).strip()
-            await read_some(case, session, [*HELLO, assistant(continued), user("And?")], 2)
-            await until(lambda: len(case.turns) >= 2)
-        assert case.turns[1].fork is (None if not trim else ForkReason.BRANCH)
-        trained_once(case.turns, case.segments)
-        case.close()
-        assert names.UNTRAINED_TURNS not in case.summary
-
-
 async def test_client_disconnect_during_span_write_loses_no_turn() -> None:
     store = BridgeStore()
     with StoreService(store=store) as service, beside(RemoteStore(service.url), "one", "two") as (gateway, _):
@@ -158,11 +128,10 @@ async def test_client_disconnect_during_span_write_loses_no_turn() -> None:
         assert len(decode_turns(await store.query_spans(rollout_id, attempt_id))) == 2
 
 
-async def test_unknown_rollout_is_404_and_ended_attempt_is_410() -> None:
+async def test_attempt_that_ends_while_its_first_call_is_read_is_410() -> None:
     store = BridgeStore()
     with StoreService(store=store) as service, beside(RemoteStore(service.url), "one") as (gateway, _):
         async with httpx.AsyncClient(timeout=4) as http:
-            assert (await http.post(attempt_url(gateway, "ro-none", "at-none"), json=BODY)).status_code == 404
             rollout_id, attempt_id = await begun(store)
             latest_attempt = gateway._store.get_latest_attempt
 
@@ -296,3 +265,109 @@ def test_a_failure_in_the_middle_of_a_stream_is_an_event() -> None:
         assert answer.text.endswith("data: [DONE]\n\n")
         assert events_of(answer)[-1]["error"]["code"] == "gateway_error"
         run_blocking(case.gateway.close(case.attempt))
+
+
+SAYS = "one two three four five six seven eight nine ten eleven twelve"
+_TEXT = re.compile(r'"(?:content|text|delta)": ?"([^"]*)"')  # of an event, in every protocol
+EVERY_PROTOCOL = pytest.mark.parametrize("path", PROTOCOLS)
+
+
+@asynccontextmanager
+async def client(case: Case, path: str, *, retry: int = 0, **fields: Any) -> AsyncIterator[asyncio.StreamReader]:
+    """A request that was sent; the connection is closed at the end."""
+    url = urlsplit(case.llm.endpoint)
+    body = json.dumps(body_of(path, HELLO, **fields)).encode()
+    head = f"POST {url.path}/{path} HTTP/1.1\r\nHost: {url.netloc}\r\nContent-Length: {len(body)}\r\n"
+    head += f"x-stainless-retry-count: {retry}\r\n\r\n"
+    reader, writer = await asyncio.open_connection(url.hostname, url.port)
+    try:
+        writer.write(head.encode() + body)
+        yield reader
+    finally:
+        writer.close()
+
+
+def tasks(case: Case) -> set[asyncio.Task[Any]]:
+    """The tasks on the gateway's loop."""
+    assert case.gateway._thread is not None
+    assert case.gateway._thread.loop is not None
+    return asyncio.all_tasks(case.gateway._thread.loop)
+
+
+async def ended(case: Case, old_tasks: set[asyncio.Task[Any]], aborts: int = 1) -> None:
+    """The engine has received aborts long before it would have been done, and the gateway has no tasks of theirs."""
+    await until(lambda: case.engine.calls["/abort_request"] >= aborts and not case.engine.running, 3)
+    await until(lambda: not tasks(case) - old_tasks, 3)
+    assert case.engine.calls["/abort_request"] == aborts
+    assert not case.attempt._pending
+    assert not case.attempt.running
+
+
+def answered_whole(case: Case, path: str) -> None:
+    """The same question is answered to its end."""
+    case.engine.token_s = case.engine.latency_s = 0.0
+    post(case, path, **body_of(path, HELLO))
+    assert case.turns[-1].finish_reason == "stop"
+    trained_once(case.turns, case.segments)
+
+
+@EVERY_PROTOCOL
+@pytest.mark.parametrize("stream", [False, True])
+async def test_of_a_client_that_goes_before_its_answer_nothing_is_left(path: str, stream: bool) -> None:
+    answers = 3 if path == "chat/completions" else 1
+    with serving(SAYS, SAYS, latency_s=60.0) as case:
+        old_tasks = tasks(case)
+        async with client(case, path, stream=stream, **({"n": 3} if answers == 3 else {})):
+            await until(lambda: case.engine.running == answers)
+        await ended(case, old_tasks, aborts=answers)
+        assert not case.spans
+        answered_whole(case, path)
+        assert len(case.turns) == 1
+
+
+@EVERY_PROTOCOL
+async def test_tokens_streamed_before_client_disconnect_are_recorded_as_a_turn(path: str) -> None:
+    with serving(SAYS, SAYS, token_s=0.1) as case:
+        old_tasks, received = tasks(case), b""
+        async with client(case, path, stream=True) as reader:
+            while len(text := "".join(_TEXT.findall(received.decode()))) < 5:
+                received += await asyncio.wait_for(reader.read(2**16), 10)
+        await ended(case, old_tasks)
+        await until(lambda: case.spans)
+        [turn] = case.turns
+        assert (turn.finish_reason, turn.untrained) == ("abort", "")
+        assert turn.text.startswith(text)
+        assert "twelve" not in turn.text
+        assert case.tokenizer.decode(turn.response_ids) == turn.text
+        assert turn.log_probs is not None
+        assert len(turn.log_probs) == len(turn.response_ids)
+        continued = 0
+        if path in CHATS:  # the client continues from a part of the text that it has received, or from all of it
+            case.engine.token_s = 0.0
+            for received, fork in ((text[:-2], ForkReason.BRANCH), (turn.text, None)):
+                post(case, path, **body_of(path, [*HELLO, assistant(received.strip()), user("And?")]))
+                assert case.turns[-1].fork is fork
+                continued += 1
+            assert json.loads(case.summary.get(names.UNTRAINED_TURNS, "[]")) == []
+        answered_whole(case, path)
+        assert len(case.turns) == 2 + continued
+
+
+@pytest.mark.parametrize("stays", [True, False])
+async def test_answer_is_sampled_only_as_long_as_a_client_waits_for_it(stays: bool) -> None:
+    """A client that gave up waiting asks for the same again, and its first connection is closed."""
+    path = "chat/completions"
+    with serving(SAYS, latency_s=1.0 if stays else 60.0) as case:
+        old_tasks = tasks(case)
+        first, second = client(case, path), client(case, path, retry=1)
+        await first.__aenter__()
+        await until(lambda: case.engine.running)
+        reader = await second.__aenter__()
+        await until(lambda: case.attempt.recent.responses[0].clients == 2)
+        await first.__aexit__(None, None, None)
+        await until(lambda: case.attempt.recent.responses[0].clients == 1)
+        if stays:
+            assert b"200 OK" in await asyncio.wait_for(reader.readline(), 10)
+        await second.__aexit__(None, None, None)
+        await ended(case, old_tasks, aborts=0 if stays else 1)
+        assert len(case.turns) == case.engine.calls["/generate"] * stays

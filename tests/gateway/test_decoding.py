@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from tests.gateway.protocols import STREAMED, assistant, openai_client, user
+from tests.gateway.protocols import assistant, openai_client, user
 from tests.harness.engine_faults import Abort
-from tests.harness.gateway import HELLO, WEATHER, Case, one_sample, serving
+from tests.harness.gateway import HELLO, WEATHER, Case, one_sample, post, serving
 from tests.harness.tool_formats import template_of
 
 KIMI_CALL = (
@@ -48,21 +48,18 @@ def test_an_update_within_a_character_is_not_seen_in_a_stream(n_tokens: int) -> 
         one_sample(case)
 
 
-@STREAMED
-def test_an_end_mark_that_is_sampled_at_the_limit_is_no_text(streamed: bool) -> None:
-    with serving("Forty two", "Yes.") as case:
+def test_an_end_mark_that_is_sampled_at_the_limit_is_no_text() -> None:
+    with serving("Forty two", "Forty two", "Yes.") as case:
         limit = len(case.tokenizer.encode("Forty two")) + 1
-        create = openai_client(case).chat.completions.create
-        if streamed:
-            choice, _ = stream_chat(case, max_tokens=limit)
-        else:
-            choice = create(model="m", messages=HELLO, max_tokens=limit).choices[0]
+        choice, _ = stream_chat(case, max_tokens=limit)
+        whole = post(case, "chat/completions", messages=HELLO, max_tokens=limit)["choices"][0]
         assert (choice.message.content, choice.finish_reason) == ("Forty two", "length")
-        create(model="m", messages=[*HELLO, assistant("Forty two"), user("Hello?")])
-        first, second = case.turns
+        assert (whole["message"]["content"], whole["finish_reason"]) == ("Forty two", "length")
+        post(case, "chat/completions", messages=[*HELLO, assistant("Forty two"), user("Hello?")])
+        first, _, third = case.turns
         assert first.response_ids[-1] == case.tokenizer.eos_token_id
-        assert case.tokenizer.decode(second.prompt_ids[first.length :]).startswith("\n<|im_start|>user")
-        one_sample(case)
+        assert case.tokenizer.decode(third.prompt_ids[first.length :]).startswith("\n<|im_start|>user")
+        assert third.fork is None
 
 
 def test_special_token_in_an_answer_is_hidden_and_kept_in_next_prompt() -> None:

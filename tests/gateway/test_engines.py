@@ -23,7 +23,7 @@ from agl_slime.tokens.segments import merge_turns
 from agl_slime.tokens.span_codec import decode_turns
 from tests.gateway.protocols import events_of
 from tests.harness.engine_servers import Server
-from tests.harness.gateway import HELLO, WEATHER, trained_once, writer
+from tests.harness.gateway import HELLO, trained_once, writer
 from tests.harness.rollouts import run_rollouts
 from tests.harness.tool_formats import FORMATS, template_of
 
@@ -102,7 +102,6 @@ async def test_recorded_log_probs_are_of_the_prompt_that_was_sent(server: Server
 def test_constraints_work_on_real_engine_and_are_refused_by_embedded_one(server: Server) -> None:
     schema = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}
     json_format: Any = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
-    forced: Any = {"type": "function", "function": {"name": "weather"}}
     with Gateway(GatewaySettings(constraints="mask")) as gateway:
         llm, spans = opened(server, gateway, max_new_tokens=200)
         answer = chat(llm, response_format=json_format)
@@ -112,13 +111,7 @@ def test_constraints_work_on_real_engine_and_are_refused_by_embedded_one(server:
         choice = answer.json()["choices"][0]
         if choice["finish_reason"] == "stop":
             assert isinstance(json.loads(choice["message"]["content"] or "")["n"], int)
-        called = chat(llm, tools=[WEATHER], tool_choice=forced).json()["choices"][0]
-        text = decode_turns(spans)[1].text
-        # a tiny policy may write the end of a call in a string
-        if called["finish_reason"] != "length" and text.count("</tool_call>") == 1:
-            assert [call["function"]["name"] for call in called["message"]["tool_calls"]] == ["weather"]
-        assert text.startswith('<tool_call>\n{"name": "weather", "arguments": ')
-        assert [turn.untrained for turn in decode_turns(spans)] == ["constrained"] * 2
+        assert [turn.untrained for turn in decode_turns(spans)] == ["constrained"]
 
 
 @pytest.mark.parametrize("server", [pytest.param("sglang", marks=pytest.mark.sglang)], indirect=True)

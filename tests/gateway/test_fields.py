@@ -1,9 +1,8 @@
-"""No field of a request is dropped in silence: each that the clients' own packages know is honoured, listed in
-docs/any-agent.md as ignored, or refused by name."""
+"""No field of a request is dropped in silence: each field in the clients' packages is honoured, listed in
+docs/any-agent.md as ignored, or refused by name, before anything is sampled and in the form of the protocol."""
 
 from __future__ import annotations
 
-import itertools
 import re
 import typing
 from collections.abc import Iterator
@@ -13,9 +12,10 @@ from typing import Any
 import pytest
 
 from agl_slime.errors import GatewayRequestError
-from agl_slime.gateway.calls import Call, CallResult, Choice
+from agl_slime.gateway.calls import Call
 from agl_slime.gateway.protocol import Protocol
 from tests.gateway.protocols import PROTOCOLS, assistant, user
+from tests.harness.gateway import post, serving
 
 PAGE = (Path(__file__).parents[2] / "docs" / "any-agent.md").read_text()
 BODIES: dict[str, dict[str, Any]] = {
@@ -52,7 +52,7 @@ def test_each_field_is_honoured_or_listed_as_ignored_or_refused_by_name(path: st
     for field in (*sorted(fields - protocol.honoured - protocol.ignored), "telepathy"):
         with pytest.raises(GatewayRequestError, match=field):
             protocol.read({**body, field: "x"})
-    protocol.read({**body, "telepathy": None})
+    protocol.read({**body, "telepathy": None, **{field: {"type": "enabled"} for field in protocol.ignored}})
 
 
 def types_of(union: Any) -> Iterator[str]:
@@ -124,32 +124,54 @@ def test_each_type_of_anthropics_blocks_is_read_or_refused_by_name() -> None:
         assert call is None or any(message["content"] or message.get("tool_calls") for message in call.messages), kind
 
 
-def test_deprecated_function_call_message_is_refused() -> None:
-    old = assistant(None, function_call={"name": "f", "arguments": "{}"})
-    with pytest.raises(GatewayRequestError, match=r"messages\[1\]\.function_call is OpenAI's old form"):
-        PROTOCOLS["chat/completions"].read({"messages": [user("x"), old]})
+HELLO = [user("x")]
+OLD_CALL = assistant(None, function_call={"name": "f", "arguments": "{}"})
+IMAGE = [user([{"type": "image_url"}])]
+FIELDS: list[tuple[str, dict[str, Any], tuple[str, ...]]] = [
+    ("messages", {"messages": HELLO}, ("max_tokens",)),
+    ("messages", {"max_tokens": 5, "messages": IMAGE}, ("an image must be a URI data:image/",)),
+    ("chat/completions", {"messages": IMAGE}, ("an image must be a URI data:image/",)),
+    ("chat/completions", {"messages": []}, ("messages",)),
+    ("chat/completions", {"messages": [*HELLO, OLD_CALL]}, ("messages[1].function_call is OpenAI's old form",)),
+    ("chat/completions", {"messages": HELLO, "audio": {"voice": "a"}}, ("audio",)),
+    ("responses", {"input": "x", "previous_response_id": "resp_x"}, ("previous_response_id",)),
+    ("responses", {"input": "x", "background": True}, ("background",)),
+    ("responses", {"input": [{"type": "compaction_trigger"}, *HELLO]}, ("must be the last item",)),
+    ("responses/compact", {}, ("input",)),
+    ("completions", {"prompt": "a", "echo": True}, ("echo",)),
+    *(("completions", {"prompt": prompt}, ("prompt",)) for prompt in ([-1], [2**31], [True], [[1], [2]], "", [], 1)),
+]
+ITEMS = ("telepathy", "image_generation_call", "computer_call")
+BLOCKS = [
+    ({"type": "document", "source": {"type": "base64", "media_type": "application/pdf", "data": "x"}}, "'base64'"),
+    ({"type": "container_upload", "file_id": "x"}, "container_upload"),
+    ({"type": "telepathy"}, "telepathy"),
+    ({"type": "telepathy_tool_result", "tool_use_id": "x"}, "telepathy_tool_result"),
+]
+OPENAIS_TOOLS = ("telepathy", "computer")
+ANTHROPICS_TOOLS = [
+    ({"type": "telepathy_20270101", "name": "telepathy"}, "telepathy_20270101"),
+    ({"type": "computer_toolset_20260801"}, "computer_toolset_20260801"),
+    ({"name": "no_schema"}, "input_schema"),
+    ({"input_schema": {"type": "object"}}, "name"),
+]
+UNSUPPORTED = [
+    *FIELDS,
+    *(("responses", {"input": [*HELLO, {"type": kind}]}, (kind,)) for kind in ITEMS),
+    *(("messages", {"max_tokens": 9, "messages": [user([block])]}, (k, "messages.0.content")) for block, k in BLOCKS),
+    *(("responses", {"input": "x", "tools": [{"type": kind}]}, (kind, "tools[0]")) for kind in OPENAIS_TOOLS),
+    *(("chat/completions", {"messages": HELLO, "tools": [{"type": k}]}, (k, "tools[0]")) for k in OPENAIS_TOOLS),
+    *(
+        ("messages", {"max_tokens": 9, "messages": HELLO, "tools": [tool]}, (name, "tools.0"))
+        for tool, name in ANTHROPICS_TOOLS
+    ),
+]
 
 
-SHAPES: list[Any] = [1, 1.5, True, "x", ["x"], [None], [[]], [{}], {"a": 1}, {"type": {}}, {"format": 1}]
-SHAPES += [[{"type": "namespace", "tools": 5}], [{"type": "namespace", "tools": [5]}], [{"type": []}]]
-SHAPES += [[{"type": "reasoning", "content": 5}], [{"role": "assistant", "tool_calls": [1]}], [{"role": "user"}]]
-
-
-@pytest.mark.parametrize("path", BODIES)
-def test_malformed_field_is_refused_in_a_sentence_and_never_breaks_answers(path: str) -> None:
-    protocol, body = PROTOCOLS[path], BODIES[path]
-    head = CallResult(id="1", created=1, model="m", choices=(Choice(),))
-    refused = 0
-    for field, value, stream in itertools.product(sorted(protocol.honoured), SHAPES, (False, True)):
-        request = {**body, "stream": stream, field: value}
-        try:
-            call = protocol.read(request)
-        except GatewayRequestError:
-            refused += 1
-            continue
-        if call.stream:
-            events = protocol.stream(request, head, str)
-            assert b"".join([*events.begin(), events.finish(head)])
-        else:
-            assert protocol.answer(request, head, str)
-    assert refused > 100
+def test_unsupported_fields_tools_and_parts_are_refused_by_name() -> None:
+    with serving("hello") as case:
+        for path, body, words in UNSUPPORTED:
+            answer = post(case, path, status=400, **body)
+            assert all(word in answer["error"]["message"] for word in words), answer
+            assert (answer.get("type") == "error") == (path == "messages")
+        assert not case.payloads

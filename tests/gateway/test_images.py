@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import json
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 from agl_slime.gateway.settings import GatewaySettings
@@ -18,6 +14,7 @@ from agl_slime.tokens.trajectory import Trajectory
 from agl_slime.train.slime.replay import with_train_inputs
 from tests.gateway.protocols import assistant, body_of, user
 from tests.harness.gateway import Case, post, serving, trained_once
+from tests.harness.servers import server_that_answers
 from tests.harness.vision import expand, picture, processor, uri, vision_tokenizer
 
 RED, BLUE = uri(picture(1)), uri(picture(2))
@@ -98,47 +95,40 @@ def test_an_image_is_kept_once_whatever_number_of_turns_shows_it() -> None:
         assert len(case.segments) == 1
 
 
-def test_responses_and_messages_show_images_as_chat_does() -> None:
+def test_images_of_users_and_of_tools_are_shown_in_all_three_protocols() -> None:
+    name = {"name": "look", "arguments": "{}"}
+    call = {"id": "call_1", "type": "function", "function": name}
+    use = {"type": "tool_use", "id": "call_1", "name": "look", "input": {}}
+    histories: dict[str, Any] = {
+        "chat/completions": lambda parts: [
+            assistant(None, tool_calls=[call]),
+            {"role": "tool", "tool_call_id": "call_1", "content": parts},
+        ],
+        "responses": lambda parts: [
+            {"type": "function_call", "call_id": "call_1", **name},
+            {"type": "function_call_output", "call_id": "call_1", "output": parts},
+        ],
+        "messages": lambda parts: [
+            assistant([use]),
+            user([{"type": "tool_result", "tool_use_id": "call_1", "content": parts}]),
+        ],
+    }
     with serve("Red.") as case:
-        for path in ("chat/completions", "responses", "messages"):
-            words = text("What is ", "input_text" if path == "responses" else "text")
-            body = body_of(path, [user([words, image(RED, path)])])
+        for path, history in histories.items():
+            words = text("here:", "input_text" if path == "responses" else "text")
+            body = body_of(path, [user([words, image(BLUE, path)]), *history([words, image(RED, path)])])
             answer = post(case, path, **body)
             if path == "messages":
                 count = post(case, "messages/count_tokens", **body)["input_tokens"]
             elif path == "chat/completions":
                 assert answer["usage"]["prompt_tokens"] == len(case.turns[0].prompt_ids)
-        assert [payload["image_data"] for payload in case.payloads] == [[RED]] * 3
+        assert [payload["image_data"] for payload in case.payloads] == [[BLUE, RED]] * 3
         first, second, third = (turn.prompt_ids.tolist() for turn in case.turns)
         assert first == second == third
         assert count == len(first)
-
-
-def test_results_of_tools_show_images_in_all_three_protocols() -> None:
-    name = {"name": "look", "arguments": "{}"}
-    call = {"id": "call_1", "type": "function", "function": name}
-    content = [text("here:"), image(RED)]
-    output = [text("here:", "input_text"), image(RED, "responses")]
-    use = {"type": "tool_use", "id": "call_1", "name": "look", "input": {}}
-    result = {"type": "tool_result", "tool_use_id": "call_1", "content": [text("here:"), image(RED, "messages")]}
-    histories: dict[str, list[Any]] = {
-        "chat/completions": [
-            assistant(None, tool_calls=[call]),
-            {"role": "tool", "tool_call_id": "call_1", "content": content},
-        ],
-        "responses": [
-            {"type": "function_call", "call_id": "call_1", **name},
-            {"type": "function_call_output", "call_id": "call_1", "output": output},
-        ],
-        "messages": [assistant([use]), user([result])],
-    }
-    with serve("Red.") as case:
-        for path, history in histories.items():
-            post(case, path, **body_of(path, [user("Look."), *history]))
-        assert [payload["image_data"] for payload in case.payloads] == [[RED]] * 3
-        first, second, third = (case.tokenizer.decode(turn.prompt_ids.tolist()) for turn in case.turns)
-        assert "<|im_start|>tool\nhere:<image>" in first
-        assert first == second == third
+        prompt = case.tokenizer.decode(first)
+        assert "<|im_start|>user\nhere:<image>" in prompt
+        assert "<|im_start|>tool\nhere:<image>" in prompt
 
 
 def test_other_image_of_equal_size_is_a_fork_despite_equal_tokens() -> None:
@@ -186,9 +176,6 @@ def test_images_in_wrong_places_and_texts_like_the_image_token_are_refused() -> 
         error = chat(case, user([text("<image>"), image(RED)]), status=400)
         assert error.startswith("the conversation has the image token <image>")
         assert not case.payloads
-
-
-def test_a_model_without_processor_refuses_images_in_a_sentence() -> None:
     with serving("Red.") as case:
         assert "has no processor" in chat(case, user([image(RED)]), status=400)
 
@@ -211,39 +198,18 @@ def test_non_rgb_image_is_sent_and_trained_as_the_same_rgb() -> None:
         assert sample.multimodal_inputs["images"][0].mode == "RGB"
 
 
-@contextmanager
-def pictures_at() -> Iterator[tuple[str, list[str]]]:
-    """A server of pictures on a free port, and the paths of its requests."""
-    requested: list[str] = []
-
-    class Pictures(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            requested.append(self.path)
-            sizes = {"/small.png": (28, 28), "/large.png": (90, 90)}
-            self.send_response(200 if self.path in sizes else 302)
-            self.send_header("Location", "http://127.0.0.1:1/elsewhere.png")
-            self.end_headers()
-            if self.path in sizes:
-                self.wfile.write(picture(1, sizes[self.path]))
-
-        def log_message(self, *_: Any) -> None: ...
-
-    with ThreadingHTTPServer(("127.0.0.1", 0), Pictures) as server:
-        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
-        thread.start()
-        yield f"http://127.0.0.1:{server.server_port}", requested
-        server.shutdown()
-        thread.join()
-
-
 def test_images_are_fetched_from_hosts_that_are_allowed_and_from_no_other() -> None:
     allowed = GatewaySettings(images=ImageSettings(image_hosts=("127.0.0.1",), max_image_mb=0.02))
-    with pictures_at() as (address, requested), serve("Red.", settings=allowed) as case:
-        chat(case, user([image(f"{address}/small.png")]))
-        assert case.payloads[0]["image_data"] == [uri(picture(1, (28, 28)))]
-        assert "max_image_mb" in chat(case, user([image(f"{address}/large.png")]), status=400)
-        assert "status 302" in chat(case, user([image(f"{address}/moved.png")]), status=400)
-        assert requested == ["/small.png", "/large.png", "/moved.png"]
-        url = f"http://localhost:{address.rpartition(':')[2]}/small.png"
-        assert "image_hosts alone (127.0.0.1)" in chat(case, user([image(url)]), status=400)
-        assert len(requested) == 3
+    small, large = picture(1, (28, 28)), picture(1, (90, 90))
+    with (
+        server_that_answers(200, small) as small_url,
+        server_that_answers(200, large) as large_url,
+        server_that_answers(302, b"") as moved_url,
+        serve("Red.", settings=allowed) as case,
+    ):
+        chat(case, user([image(f"{small_url}/x.png")]))
+        assert case.payloads[0]["image_data"] == [uri(small)]
+        assert "max_image_mb" in chat(case, user([image(f"{large_url}/x.png")]), status=400)
+        assert "status 302" in chat(case, user([image(f"{moved_url}/x.png")]), status=400)
+        renamed = small_url.replace("127.0.0.1", "localhost")
+        assert "image_hosts alone (127.0.0.1)" in chat(case, user([image(f"{renamed}/x.png")]), status=400)

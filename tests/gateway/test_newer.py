@@ -10,13 +10,12 @@ import httpx
 import pytest
 
 from agl_slime.gateway.items import COMPACTION
-from agl_slime.gateway.protocol import IGNORED
 from agl_slime.tokens.forks import ForkReason
 from tests.gateway.protocols import (
     CHATS,
     FUNCTION,
-    PROTOCOLS,
     STREAMED,
+    Talk,
     assistant,
     body_of,
     openai_client,
@@ -35,8 +34,6 @@ from tests.harness.gateway import (
     serving,
     trained_once,
 )
-
-# -- blocks of messages -----------------------------------------------------------------------------------------------
 
 TEXT = {"type": "text", "text": "words"}
 BLOCKS: list[tuple[dict[str, Any], str]] = [
@@ -81,8 +78,6 @@ def test_anthropic_server_tool_results_are_in_the_prompt() -> None:
         assert '"stdout": "a.txt"' in turns[4]
 
 
-# -- items of responses -----------------------------------------------------------------------------------------------
-
 SERVERS_CALLS: list[tuple[dict[str, Any], list[str]]] = [
     ({"type": "web_search_call", "action": {"type": "search", "query": "Rome"}, "status": "completed"}, ["Rome"]),
     ({"type": "file_search_call", "queries": ["Rome"], "results": [{"text": "sunny"}]}, ["Rome", "sunny"]),
@@ -109,9 +104,6 @@ def test_input_tokens_endpoint_counts_the_prompts_tokens() -> None:
         post(case, "responses", **body)
         assert (count.object, count.input_tokens) == ("response.input_tokens", len(case.turns[0].prompt_ids))
         assert len(case.payloads) == 1
-
-
-# -- conversations ----------------------------------------------------------------------------------------------------
 
 
 @STREAMED
@@ -150,24 +142,22 @@ def test_unknown_conversation_is_not_found_in_openais_words() -> None:
         assert "cannot be used in conjunction" in refused["error"]["message"]
 
 
-# -- summaries --------------------------------------------------------------------------------------------------------
-
 BRIEF: dict[str, Any] = {"instructions": "Brief.", "tools": [FUNCTION]}
 
 
 def worked(case: Case) -> list[Any]:
     """A conversation of two answers, with a tool, as items."""
-    items: list[Any] = [user("Weather?")]
-    (call,) = post(case, "responses", input=items, **BRIEF)["output"]
-    items += [call, {"type": "function_call_output", "call_id": call["call_id"], "output": "fine"}]
-    return items + post(case, "responses", input=items, **BRIEF)["output"]
+    talk = Talk(case, "responses", **BRIEF)
+    talk.ask(user("Weather?"))
+    talk.ask(*talk.results())
+    return talk.history
 
 
 def continues_compacted(case: Case, compacted: list[Any]) -> None:
     """The next questions begin with the summary, which is a fork of its kind, once."""
-    items: list[Any] = [*compacted, user("And now?")]
-    output = post(case, "responses", input=items, **BRIEF)["output"]
-    post(case, "responses", input=[*items, *output, user("Sure?")], **BRIEF)
+    talk = Talk(case, "responses", **BRIEF)
+    talk.ask(*compacted, user("And now?"))
+    talk.ask(user("Sure?"))
     assert [turn.fork for turn in case.turns] == [None, None, None, ForkReason.COMPACTION, None]
     assert "It was sunny." in prompts(case)[3]
     assert COMPACTION not in prompts(case)[3]
@@ -212,9 +202,9 @@ def test_a_compaction_trigger_is_answered_with_a_summary(streamed: bool) -> None
 
 def test_a_summary_of_a_summary_leaves_the_first_out() -> None:
     with serving(CALL, "Sunny.", "It was sunny.", "Rain.", "Sun, then rain.") as case:
-        items = [*post(case, "responses/compact", input=worked(case))["output"], user("And now?")]
-        output = post(case, "responses", input=items)["output"]
-        second = post(case, "responses/compact", input=[*items, *output])["output"]
+        talk = Talk(case, "responses")
+        talk.ask(*post(case, "responses/compact", input=worked(case))["output"], user("And now?"))
+        second = post(case, "responses/compact", input=talk.history)["output"]
         assert [item["type"] for item in second] == ["message", "message", "compaction"]
         assert [item["content"][0]["text"] for item in second[:-1]] == ["Weather?", "And now?"]
         trained_once(case.turns, case.segments)
@@ -228,8 +218,6 @@ def test_a_summary_that_another_server_made_is_refused() -> None:
             assert "could not be verified" in error["message"]
             assert error["code"] == "invalid_encrypted_content"
 
-
-# -- fields that clients set, and mistakes that they make -------------------------------------------------------------
 
 SWITCHED = "{% if quiet %}quiet {% endif %}{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n"
 SWITCHED += "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
@@ -246,12 +234,6 @@ def test_arguments_of_the_template_are_a_clients_in_each_protocol(path: str) -> 
             assert prompts(case)[0].startswith("quiet ")
         refused = post(case, path, status=400, **body, chat_template_kwargs={"chat_template": "x"})
         assert "chat_template_kwargs.chat_template is not a client's to set" in refused["error"]["message"]
-
-
-@pytest.mark.parametrize("path", PROTOCOLS)
-def test_documented_ignored_fields_are_ignored_in_each_protocol(path: str) -> None:
-    with serving("ok") as case:
-        post(case, path, **body_of(path, [user("x")]), **{name: {"type": "enabled"} for name in IGNORED})
 
 
 ORPHANS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
@@ -288,25 +270,26 @@ def test_a_result_whose_call_is_not_in_the_history_is_refused(path: str) -> None
 
 def test_tool_result_without_a_call_is_a_400_on_incremental_requests() -> None:
     with serving("a", "b", "c") as case:
-        messages = [user("x")]
+        talk = Talk(case, "chat/completions", tools=[WEATHER])
         for _ in range(3):
-            answer = post(case, "chat/completions", messages=messages, tools=[WEATHER])
-            messages += [answer["choices"][0]["message"], user("y")]
+            talk.ask(user("x"))
         orphan = ORPHANS["chat/completions"][0]
-        post(case, "chat/completions", status=400, messages=[*messages, orphan], tools=[WEATHER])
-        assert post(case, "chat/completions", messages=messages, tools=[WEATHER])
+        post(case, "chat/completions", status=400, messages=[*talk.history, orphan], tools=[WEATHER])
+        talk.ask(user("y"))
         assert gateway_counts(case)["answers"] == 4
 
 
 def test_results_of_calls_that_an_agent_reads_from_the_text_are_taken() -> None:
     """Agents that declare no tools make up the ids; after a call that was served as one they may not."""
     with serving("<look>a</look>", "Seen.", CALL) as case:
-        messages = [user("x"), post(case, "chat/completions", messages=[user("x")])["choices"][0]["message"]]
         results = [{"role": "tool", "tool_call_id": name, "content": "fine"} for name in ("1", "2")]
-        post(case, "chat/completions", messages=[*messages, *results])
+        talk = Talk(case, "chat/completions")
+        talk.ask(user("x"))
+        talk.ask(*results)
         one_sample(case)
-        called = post(case, "chat/completions", messages=[user("y")], tools=[WEATHER])["choices"][0]["message"]
-        post(case, "chat/completions", status=400, messages=[user("y"), called, *results])
+        talk = Talk(case, "chat/completions", tools=[WEATHER])
+        talk.ask(user("y"))
+        post(case, "chat/completions", status=400, messages=[*talk.history, *results])
 
 
 def test_client_continues_after_an_unknown_tool_was_refused() -> None:

@@ -12,6 +12,7 @@ import pytest
 from tests.gateway.protocols import (
     ANTHROPIC_TOOL,
     FUNCTION,
+    Talk,
     anthropic_client,
     assistant,
     blocks_of,
@@ -24,8 +25,6 @@ from tests.gateway.protocols import (
 from tests.harness.gateway import CALL, CALL_TWO, calling, one_sample, post, serving
 
 THINKS = f"<think>\na b\n</think>\n\nSee. {CALL}\n{CALL_TWO}"
-
-# -- responses --------------------------------------------------------------------------------------------------------
 
 
 def test_responses_continue_by_items_and_by_previous_id() -> None:
@@ -83,17 +82,12 @@ def test_namespace_and_custom_tools_are_called_by_their_original_names() -> None
         {"type": "web_search"},
     ]
     with serving(says, "Done.") as case:
-        read, patch = post(case, "responses", input="Go.", tools=tools, store=False)["output"]
+        talk = Talk(case, "responses", tools=tools, store=False)
+        read, patch = talk.ask(user("Go."))
         assert (read["type"], read["name"], read["namespace"]) == ("function_call", "read", "files")
         assert (patch["type"], patch["name"], patch["input"]) == ("custom_tool_call", "patch", "*** Begin")
-        items = [user("Go."), read, patch]
-        items.append({"type": "function_call_output", "call_id": read["call_id"], "output": "text"})
-        items.append({"type": "custom_tool_call_output", "call_id": patch["call_id"], "output": "ok"})
-        post(case, "responses", input=items, tools=tools, store=False)
+        talk.ask(*talk.results(), {"type": "custom_tool_call_output", "call_id": patch["call_id"], "output": "ok"})
         one_sample(case)
-
-
-# -- messages ---------------------------------------------------------------------------------------------------------
 
 
 def test_messages_in_anthropics_words() -> None:
@@ -136,7 +130,6 @@ def test_the_traffic_of_a_command_line_agent() -> None:
         headers = {"Authorization": f"Bearer {case.llm.api_key}", "anthropic-version": "2023-06-01"}
         plain = case.llm.endpoint.removesuffix("/v1").replace(f"/k/{case.llm.api_key}", "")
         assert httpx.head(plain, headers=headers).status_code == 200
-        tools = [{**ANTHROPIC_TOOL, "name": f"tool_{n}", "description": "x" * 2500} for n in range(24)]
         mark = {"cache_control": {"type": "ephemeral"}}
         messages: list[Any] = [
             user([{"type": "text", "text": "Weather?", **mark}]),
@@ -147,7 +140,7 @@ def test_the_traffic_of_a_command_line_agent() -> None:
             "max_tokens": 32_000,
             "stream": True,
             "system": [{"type": "text", "text": "You are.", **mark}],
-            "tools": [*tools, ANTHROPIC_TOOL],
+            "tools": [ANTHROPIC_TOOL],
             "thinking": {"type": "adaptive"},
             "context_management": {"edits": []},
             "output_config": {"effort": "high"},

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from agl_slime.gateway.calls import IMPOSED
 from tests.gateway.protocols import PROTOCOLS, TOOLS, body_of, events_of, user
 from tests.harness.examples import examples
-from tests.harness.gateway import CALL, Case, serving
+from tests.harness.gateway import CALL, serving
 
 FIELDS = {
     path: sorted({*protocol.honoured, *protocol.ignored, *IMPOSED, "thread", "telepathy"})
@@ -49,16 +49,11 @@ def hostile() -> st.SearchStrategy[Any]:
 
 
 @pytest.fixture(scope="module")
-def case() -> Iterator[Case]:
-    with pytest.MonkeyPatch.context() as patched, serving(CALL, "ok") as made:
-        patched.setattr("agl_slime.gateway.attempt.MAX_REQUESTS", 10**6)
-        yield made
-
-
-@pytest.fixture(scope="module")
 def client() -> Iterator[httpx.Client]:
-    with httpx.Client(timeout=20) as made:
-        yield made
+    with pytest.MonkeyPatch.context() as patched, serving(CALL, "ok") as case:
+        patched.setattr("agl_slime.gateway.attempt.MAX_REQUESTS", 10**6)
+        with httpx.Client(timeout=20, base_url=case.llm.endpoint) as http:
+            yield http
 
 
 @pytest.mark.parametrize("path", PROTOCOLS)
@@ -69,14 +64,14 @@ def client() -> Iterator[httpx.Client]:
 )
 @given(data=st.data())
 def test_any_value_of_any_field_gets_an_answer_or_a_typed_error(
-    path: str, data: st.DataObject, case: Case, client: httpx.Client
+    path: str, data: st.DataObject, client: httpx.Client
 ) -> None:
     changed = data.draw(st.dictionaries(st.sampled_from(FIELDS[path]), hostile(), min_size=1, max_size=2))
     limit = "max_output_tokens" if path == "responses" else "max_tokens"
     body = body_of(path, [user("Weather?")], **{limit: 9}, stream=data.draw(st.booleans()))
     body |= {"tools": TOOLS[path]} if path in TOOLS else {}
     content, headers = json.dumps({**body, **changed}), {"Content-Type": "application/json"}
-    answer = client.post(f"{case.llm.endpoint}/{path}", content=content, headers=headers)
+    answer = client.post(path, content=content, headers=headers)
     if answer.status_code != 200:
         assert 400 <= answer.status_code < 500, answer.text
         assert answer.json()["error"]["message"]

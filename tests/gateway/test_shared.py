@@ -20,9 +20,8 @@ from agl_slime.gateway.bodies import Bodies
 from agl_slime.gateway.chat import ChatCompletions
 from agl_slime.gateway.protocol import NOTHING_KEPT
 from agl_slime.gateway.tree import Match, Tree
-from tests.gateway.protocols import CHATS, FUNCTION, PROTOCOLS, assistant, user
-from tests.gateway.random_agents import Audit
-from tests.gateway.test_audit import CASES
+from tests.gateway.protocols import CHATS, PROTOCOLS, TOOLS, assistant, user
+from tests.gateway.test_audit import CASES, Audit
 from tests.harness.examples import examples
 from tests.harness.gateway import CALL, WEATHER
 from tests.harness.vocabularies import chat_tokenizer
@@ -48,11 +47,7 @@ ITEMS: dict[str, list[Any]] = {
         {"type": "telepathy"},
     ],
 }
-TOOLS: dict[str, list[Any]] = {
-    "chat/completions": [WEATHER],
-    "messages": [{"name": "weather", "input_schema": {"type": "object", "messages": [1]}}],
-    "responses": [FUNCTION],
-}
+WITH_MESSAGES = [{"name": "weather", "input_schema": {"type": "object", "messages": [1]}}]
 texts = st.sampled_from(["", "a", ' "]}, ', "é🙂", "\\", "\ud800", "],", CALL])
 plain = st.builds(lambda role, text: {"role": role, "content": text}, st.sampled_from(["user", "assistant"]), texts)
 styles: st.SearchStrategy[dict[str, Any]] = st.sampled_from(
@@ -77,7 +72,7 @@ def requests(draw: st.DrawFn) -> list[tuple[str, bytes]]:
             history[draw(st.integers(0, len(history) - 1))] = draw(items)
         history += draw(st.lists(items, max_size=3))
         histories.append(history)
-        fields: dict[str, Any] = {"tools": TOOLS[path], **({"max_tokens": 9} if path == "messages" else {})}
+        fields: dict[str, Any] = {"tools": WITH_MESSAGES if path == "messages" else TOOLS[path], "max_tokens": 9}
         fields["temperature"] = 0.5 if change == "field" else 1
         text = json.dumps({name: history, **fields} if first else {**fields, name: history}, **style)
         if change == "twice":  # the last field of a name counts
@@ -105,28 +100,6 @@ def test_a_body_is_read_as_if_it_were_the_first(sent: list[tuple[str, bytes]]) -
             assert await read(bodies, path, raw) == await read(Bodies(), path, raw)
 
     asyncio.run(go())
-
-
-async def test_only_the_added_part_of_a_request_is_parsed(monkeypatch: pytest.MonkeyPatch) -> None:
-    protocol, plain_protocol, parsed = ChatCompletions(), ChatCompletions(), []
-
-    def whole(body: Any, kept: Any) -> Any:
-        parsed.append("whole")
-        return plain_protocol.read(body, kept)
-
-    def added(items: Any, kept: Any) -> Any:
-        parsed.append(len(items))
-        return plain_protocol.read_more(items, kept)
-
-    monkeypatch.setattr(protocol, "read", whole)
-    monkeypatch.setattr(protocol, "read_more", added)
-    bodies, messages = Bodies(), [user("a")]
-    for _ in range(5):
-        raw = json.dumps({"messages": messages, "tools": [WEATHER]}).encode()
-        _, call = await bodies.read(bodies.look("/chat/completions", raw), protocol, NOTHING_KEPT)
-        assert len(call.messages) == len(messages)
-        messages += [assistant("b"), user("c")]
-    assert parsed == ["whole", "whole", 2, 2, 2]
 
 
 @pytest.mark.parametrize("tools_last", [True, False])

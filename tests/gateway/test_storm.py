@@ -23,7 +23,7 @@ from agl_slime.tokens.segments import merge_turns
 from agl_slime.tokens.span_codec import decode_turns
 from agl_slime.tokens.turn import Turn
 from tests.gateway.protocols import PROTOCOLS, assistant, body_of, delta_of, text_of, user
-from tests.gateway.random_agents import FixedAccess, RandomEngine
+from tests.gateway.test_audit import FixedAccess, RandomEngine
 from tests.harness.gateway import trained_once, writer
 from tests.harness.vocabularies import chat_tokenizer
 

@@ -1,4 +1,5 @@
-"""Requests as harnesses send them to models whose chat template takes one system message, or raises an error."""
+"""Requests as harnesses send them to models whose chat template takes one system message, raises an error, or writes
+thinking from a field alone: long sessions are one Sample, and their prompts are the template's."""
 
 from __future__ import annotations
 
@@ -6,9 +7,12 @@ from typing import Any
 
 import pytest
 
-from tests.gateway.protocols import ANTHROPIC_TOOL, CHATS, FUNCTION, assistant, body_of, user
+from agl_slime.gateway.calls import function_tool
+from agl_slime.tokens.forks import ForkReason
+from tests.gateway.protocols import ANTHROPIC_TOOL, CHATS, FUNCTION, Talk, assistant, body_of, user
 from tests.harness.chat_templates import SYSTEM_FIRST, TAKES_TURNS
-from tests.harness.gateway import WEATHER, one_sample, post, serving
+from tests.harness.gateway import WEATHER, Case, one_sample, post, serving
+from tests.harness.model_templates import MODELS, template_of
 
 XML_CALL = "<tool_call>\n<function=weather>\n<parameter=city>\nRome\n</parameter>\n</function>\n</tool_call>"
 USER = user("Weather?")
@@ -18,12 +22,10 @@ def test_instructions_beside_a_developers_message_are_one_system_message() -> No
     """As Codex sends them."""
     with serving(XML_CALL, "Sunny.", template=SYSTEM_FIRST) as case:
         developer = {"type": "message", "role": "developer", "content": [{"type": "input_text", "text": "Sandboxed."}]}
-        items: list[Any] = [developer, {"type": "message", **USER}]
-        fields: Any = {"instructions": "You code.", "tools": [FUNCTION], "store": False}
-        (call,) = post(case, "responses", input=items, **fields)["output"]
-        result = {"type": "function_call_output", "call_id": call["call_id"], "output": "fine"}
-        (message,) = post(case, "responses", input=[*items, call, result], **fields)["output"]
-        assert message["content"][0]["text"] == "Sunny."
+        talk = Talk(case, "responses", instructions="You code.", tools=[FUNCTION], store=False)
+        talk.ask(developer, {"type": "message", **USER})
+        talk.ask(*talk.results())
+        assert talk.text == "Sunny."
         assert "You code.\n\nSandboxed.<|im_end|>" in case.tokenizer.decode(case.turns[0].prompt_ids)
         one_sample(case)
 
@@ -32,11 +34,11 @@ def test_later_system_messages_become_user_messages_in_place() -> None:
     """As Claude Code sends them."""
     with serving(XML_CALL, "Sunny.", template=SYSTEM_FIRST) as case:
         messages: list[Any] = [USER, {"role": "system", "content": "It is Monday."}]
-        fields: Any = {"system": [{"type": "text", "text": "You code."}], "tools": [ANTHROPIC_TOOL], "max_tokens": 200}
-        (call,) = post(case, "messages", messages=messages, **fields)["content"]
-        results = [{"type": "tool_result", "tool_use_id": call["id"], "content": "fine"}]
-        history = [*messages, assistant([call]), user(results)]
-        assert post(case, "messages", messages=history, **fields)["content"][0]["text"] == "Sunny."
+        fields: Any = {"system": [{"type": "text", "text": "You code."}], "tools": [ANTHROPIC_TOOL]}
+        talk = Talk(case, "messages", **fields)
+        talk.ask(*messages)
+        talk.ask(*talk.results())
+        assert talk.text == "Sunny."
         assert "<|im_start|>user\nIt is Monday.<|im_end|>" in case.tokenizer.decode(case.turns[1].prompt_ids)
         one_sample(case)
         count = post(case, "messages/count_tokens", messages=messages, **fields)["input_tokens"]
@@ -67,3 +69,89 @@ def test_tools_with_an_unknown_call_format_are_a_400_and_plain_chat_works() -> N
         refused = post(case, "chat/completions", status=400, messages=[USER], tools=[WEATHER])
         assert "asks for tool calls in a format without a parser" in refused["error"]["message"]
         post(case, "chat/completions", messages=[USER])
+
+
+TOOL = function_tool("weather", ANTHROPIC_TOOL["description"], ANTHROPIC_TOOL["input_schema"])
+XML = "<tool_call>\n<function=weather>\n<parameter=city>\nRome\n</parameter>\n</function>\n</tool_call>"
+JSON = '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome"}}\n</tool_call>'
+# as the template writes a call, and as the model does: white space and the order of keys make no fork
+CALLS = {"Qwen3.8": (XML, XML), "Nemotron 3 Super": (XML, XML.replace("\n", "", 1))}
+CALLS["Kimi K2.5"] = JSON, '<tool_call>{"arguments":{"city":"Rome"},"name":"weather"}</tool_call>'
+
+
+def thought(number: int) -> str:
+    return f"step {number}, é"
+
+
+def says(model: str, turns: int) -> list[str]:
+    """Answers that begin within the thinking that the prompt has opened; every third has two calls."""
+    _, call = CALLS[model]
+    texts = [f"I look.{call}{call if number % 3 == 2 else ''}" for number in range(turns - 1)]
+    return [f"{thought(number)}\n</think>\n\n{text}" for number, text in enumerate([*texts, "Sunny."])]
+
+
+def in_fields(number: int) -> list[dict[str, Any]]:
+    """An answer with calls, and their results, in the fields that the template reads."""
+    call = {"type": "function", "function": {"name": "weather", "arguments": {"city": "Rome"}}}
+    calls = [call, call] if number % 3 == 2 else [call]
+    answer = assistant("I look.", reasoning_content=thought(number), tool_calls=calls)
+    return [answer, *({"role": "tool", "content": f"fine {number}"} for _ in calls)]
+
+
+def prompts_are_the_templates(case: Case, model: str, histories: list[list[dict[str, Any]]]) -> None:
+    written, sampled = CALLS[model]
+    one_sample(case, len(histories))
+    for turn, messages in zip(case.turns, histories, strict=True):
+        text = case.tokenizer.apply_chat_template(messages, tools=[TOOL], add_generation_prompt=True, tokenize=False)
+        prompt = case.tokenizer.decode(turn.prompt_ids.tolist(), skip_special_tokens=False)
+        assert "".join(prompt.split()) == "".join(text.replace(written, sampled).split())
+
+
+SYSTEM = {"role": "system", "content": "You code."}
+
+
+@pytest.mark.parametrize("model", CALLS)
+@pytest.mark.parametrize("keeps_blocks", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_claude_codes_session_of_32_turns_is_one_sample(model: str, keeps_blocks: bool) -> None:
+    """With a reminder every ten turns; a client may leave the blocks of thinking out of its history."""
+    turns, ways = 32, MODELS[model]
+    with serving(*says(model, turns), template=template_of(ways), context_length=60_000) as case:
+        talk = Talk(case, "messages", system="You code.", tools=[ANTHROPIC_TOOL])
+        items, rendered, histories = [user("Weather?")], [SYSTEM, user("Weather?")], []
+        for number in range(turns):
+            histories.append([*rendered])
+            content = talk.ask(*items)
+            assert content[0] == {**content[0], "type": "thinking", "thinking": thought(number)}
+            if not keeps_blocks:
+                talk.history[-1]["content"] = [block for block in content if block["type"] != "thinking"]
+            items = talk.results(f"fine {number}")
+            rendered += in_fields(number)
+            if number % 10 == 9:
+                items.append({"role": "system", "content": "Keep going."})
+                role = "user" if ways.system == "refused" else "system"
+                rendered.append({"role": role, "content": "Keep going."})
+        prompts_are_the_templates(case, model, histories)
+
+
+@pytest.mark.parametrize(("model", "samples"), [("Nemotron 3 Super", 2), ("Qwen3.8", 1)])
+def test_a_second_question_forks_where_the_template_drops_thinking(model: str, samples: int) -> None:
+    answers = [*says(model, 1), "more\n</think>\n\nStill."]
+    with serving(*answers, template=template_of(MODELS[model]), context_length=60_000) as case:
+        talk = Talk(case, "chat/completions")
+        for _ in range(2):
+            talk.ask(user("Weather?"))
+        assert len(case.segments) == samples
+        fork = ForkReason.DROPPED_THINKING if samples == 2 else None
+        assert [turn.fork for turn in case.turns] == [None, fork]
+
+
+def test_run_template_arguments_reach_prompts_and_clients_override_them() -> None:
+    source = "{{- 'A=' ~ a ~ ' B=' ~ b ~ ' ' }}" + template_of(MODELS["Qwen2.5"])
+    run: Any = {"chat_template_kwargs": {"a": 1, "b": 1}}
+    with serving("One.", "Two.", template=source, sampling=run) as case:
+        assert "chat_template_kwargs" not in case.llm.sampling_parameters
+        post(case, "chat/completions", messages=[user("?")])
+        post(case, "chat/completions", messages=[user("?")], chat_template_kwargs={"b": 2})
+        texts = [case.tokenizer.decode(turn.prompt_ids.tolist()) for turn in case.turns]
+        assert [text.partition("<")[0] for text in texts] == ["A=1 B=1 ", "A=1 B=2 "]
+        assert all("chat_template_kwargs" not in str(request.payload) for request in case.engine.received)

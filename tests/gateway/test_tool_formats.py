@@ -1,4 +1,4 @@
-"""Tools in every format: agents in process and clients of the gateway's protocols, whole and streamed."""
+"""Calls of tools in every format, for clients of each protocol, whole and streamed."""
 
 from __future__ import annotations
 
@@ -9,12 +9,9 @@ from typing import Any
 import httpx
 import pytest
 
-from agl_slime import SGLangLitAgent
 from agl_slime.tokens.formats import get_tool_parser
 from tests.gateway.protocols import CHATS, TOOLS, body_of, delta_of, events_of, text_of, user
-from tests.harness.conversations import ScriptedClient
 from tests.harness.gateway import Case, post, serving, trained_once
-from tests.harness.rollouts import run_rollouts
 from tests.harness.tool_formats import FORMATS, tokenizer_of, written
 
 CITIES = ["Rome", "Oslo\nand </think> <b>", "São Paulo"]
@@ -99,54 +96,3 @@ def test_parallel_calls_are_returned_and_mentioned_or_broken_ones_are_not(kind: 
         trained_once(case.turns, case.segments)
         completion = post(case, "completions", prompt="As it is:", max_tokens=1024)
         assert completion["choices"][0]["text"] == answers[-1]  # no template, no tools
-
-
-class Weather(SGLangLitAgent):
-    def __init__(self, kind: str, answers: list[str], *, opens: bool = False) -> None:
-        tokenizer = tokenizer_of(kind, opens=opens)
-        super().__init__(tokenizer=tokenizer, client=ScriptedClient(tokenizer, answers))
-        self.encoding = tokenizer
-        self.cities: list[str] = []
-
-    def build_tools(self, task: dict[str, Any]) -> Sequence[Any]:
-        def weather(city: str) -> str:
-            """How the weather is."""
-            self.cities.append(city)
-            return f"sunny in {city}"
-
-        return [weather]
-
-    def compute_reward(self, task: dict[str, Any], response: str) -> float:
-        return float("20 degrees" in response)
-
-    async def sample(self) -> Any:
-        [finished] = await run_rollouts(self, [{"prompt": "Weather?"}], max_new_tokens=1024)
-        assert finished.failure is None
-        return finished.convert(self.encoding).samples[0]
-
-
-@pytest.mark.parametrize("opens", [False, True])
-@KINDS
-async def test_an_agents_tools_run_once_for_each_call_that_was_made(kind: str, opens: bool) -> None:
-    if opens and kind == "harmony":
-        return  # its template opens no channel
-    closing = FORMATS[kind].thinking[1]
-    thought = "" if not opens else "I may write " + written(kind, PARALLEL[:1])
-    if opens and closing in thought:
-        return
-    thought += f"{closing}\n\n" * opens
-    texts = [written(kind, PARALLEL), mention(kind) + single_call(kind), written(kind, [], "It is 20 degrees.")]
-    agent = Weather(kind, [thought + text for text in texts], opens=opens)
-    sample = await agent.sample()
-    assert sorted(agent.cities) == sorted([*CITIES, "Rome"])  # calls of one answer run at the same time
-    assert sample.reward == 1.0
-    tools = sample.metadata["tools"]
-    assert (tools["calls"], tools["malformed"], tools["unknown"], tools["errors"]) == ({"weather": 4}, 0, 0, 0)
-
-
-@KINDS
-async def test_a_broken_call_of_an_agent_runs_nothing_and_is_counted(kind: str) -> None:
-    agent = Weather(kind, [broken(kind)])
-    sample = await agent.sample()
-    assert agent.cities == []
-    assert sample.metadata["tools"]["malformed"] == 1

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -10,7 +9,7 @@ import httpx
 import pytest
 
 from agl_slime.data.read import collect
-from agl_slime.support.agl import LLM
+from agl_slime.support.agl import LLM, RolloutConfig
 from agl_slime.support.threads import run_blocking
 from benchmarks.common import Countdown
 from tests.gateway.protocols import events_of, user
@@ -72,7 +71,7 @@ def test_the_first_call_may_come_before_the_controller_says_running(api: Api) ->
     assert api.patch(rollout, state="running", last_attempt_id="0").status_code == 409
 
 
-def test_invalid_state_transition_is_a_conflict_and_changes_nothing(api: Api) -> None:
+def test_invalid_transitions_and_states_are_refused_and_change_nothing(api: Api) -> None:
     for states, invalid in (
         ([], "succeeded"),
         ([], "queuing"),
@@ -80,16 +79,12 @@ def test_invalid_state_transition_is_a_conflict_and_changes_nothing(api: Api) ->
         (["running", "succeeded"], "failed"),
         (["running", "failed"], "succeeded"),
         (["failed"], "running"),
-        (["running", "succeeded"], "succeeded"),
     ):
         rollout = api.create()
         for state in states:
             assert api.patch(rollout, state=state).status_code == 200
         assert api.patch(rollout, state=invalid).status_code == 409, (states, invalid)
         assert api.state(rollout) == (states[-1] if states else "queuing")
-
-
-def test_other_fields_and_states_do_not_fit(api: Api) -> None:
     rollout = api.create()
     for status in ({"state": "cancelled"}, {"cancel_requested": True}, {"state": 3}, {"error_message": ["x"]}):
         assert api.patch(rollout, **status).status_code == 422
@@ -128,16 +123,6 @@ def test_the_reward_of_one_answer_is_that_turns(api: Api) -> None:
     member = succeed(api, rollout)
     assert member.failure is None
     assert sorted(sample.reward for sample in member.samples) == [0.0, 1.0]
-
-
-def test_after_its_end_a_rollout_is_asked_and_rewarded_no_more(api: Api) -> None:
-    rollout = api.create()
-    api.ask(rollout)
-    api.reward(rollout, 1.0)
-    succeed(api, rollout)
-    assert api.ask(rollout).status_code == 410
-    assert api.reward(rollout, 0.0).status_code == 410
-    assert member_of(api, rollout).reward == 1.0
 
 
 def test_controllers_error_message_is_the_failure_reason(api: Api) -> None:
@@ -192,20 +177,11 @@ def test_refused_model_call_is_an_event_without_a_turn_and_32_are_kept(api: Api)
     assert (member.failure, member.turns) == (None, 1)
 
 
-def test_the_timeline_tells_queuing_from_running(api: Api) -> None:
-    rollout = api.create()
-    queued = api.http.get(f"/api/rollouts/{rollout}").json()["rollout"]["status"]
-    taken = time.time()
-    assert api.patch(rollout, state="running").status_code == 200
-    running = time.time()
-    api.ask(rollout)
-    api.reward(rollout, 1.0)
-    assert api.patch(rollout, state="succeeded").status_code == 200
-    timeline = member_of(api, rollout).timeline
-    ((begun, done),) = timeline["calls"]
-    assert timeline["enqueued"] == queued["created_at"] < taken
-    assert taken - 1e-3 <= timeline["enqueued"] + timeline["started"] <= running + 1e-3
-    assert timeline["started"] <= begun <= done <= timeline["ended"]
+def test_controller_gets_the_rollouts_time_limit_in_whole_seconds(api: Api) -> None:
+    limit = RolloutConfig(timeout_seconds=41.5)
+    rollout = run_blocking(api.store.enqueue_rollout(input={}, mode="train", config=limit)).rollout_id
+    config = api.http.get(f"/api/rollouts/{rollout}").json()["rollout"]["config"]
+    assert config["timeout_seconds"] == 42  # not before the run's limit
 
 
 def test_validation_is_of_mode_val_and_of_no_other(api: Api) -> None:
@@ -253,17 +229,11 @@ def test_nothing_but_health_is_open_without_the_key(api: Api) -> None:
 JUNK: list[tuple[str, str, str | None, int]] = [
     ("GET", "/api/rollouts", None, 422),
     ("GET", "/api/rollouts?state_in=ended", None, 422),
-    ("GET", "/api/rollouts?state_in=queuing&limit=x", None, 422),
-    ("POST", "/api/rollouts", "{", 422),
-    ("POST", "/api/rollouts", '{"input": 1}', 422),
     ("POST", "/api/rollouts", '[{"input": 1, "rollout_id": "a/b"}]', 422),
     ("POST", "/api/rollouts", '[{"input": 1, "config": {"timeout_seconds": 1e400}}]', 422),
     ("POST", "/api/rollouts", '["\\ud800"]', 422),
-    ("GET", "/api/rollouts/nobody", None, 404),
     ("PATCH", "/api/rollouts/nobody", '{"status": {"state": "running"}}', 404),
-    ("GET", "/api/rollouts/nobody/events", None, 404),
     ("POST", "/api/rollouts/nobody/attempt/0/events", '{"event_type": "reward", "data": {"value": 1}}', 404),
-    ("PUT", "/api/rollouts", "[]", 405),
     ("POST", "/api/models", '[{"model": "other", "endpoint": "http://elsewhere/v1"}]', 409),
     ("POST", "/proxy/pause", '{"retry_after_seconds": -1}', 422),
     ("POST", "/proxy/rollout/nobody/attempt/0/mode/train/openai/v1/chat/completions", "{}", 404),

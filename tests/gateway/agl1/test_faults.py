@@ -68,6 +68,7 @@ class Played:
 
     def rewards_after_its_end(self) -> None:
         self.good()
+        self.ask()
         self.reward("0.0")
 
     def a_reward_that_is_nan(self) -> None:
@@ -127,23 +128,10 @@ def playing(url: str, fault: str) -> Iterator[list[Played]]:
         thread.join()
 
 
-@contextmanager
-def played_loop(fault: str, model: Path, *, token_s: float = 0.0, **options: Any) -> Iterator[tuple[LoopCase, Any]]:
-    small_tokenizer().save_pretrained(model)
-    plan = RunnerPlan(kind="controller", controller=ControllerSettings(agent="an:Agent", port=(port := free_port())))
-    with (
-        hello_engine(token_s=token_s) as engine,
-        LoopCase(agent=None, url=engine.url, model=str(model), runners=plan, **options) as case,
-        playing(f"http://127.0.0.1:{port}", fault) as played,
-    ):
-        case.loop.run()
-        yield case, played
-
-
 @pytest.mark.parametrize(
     ("fault", "refused", "failure"),
     [
-        ("rewards_after_its_end", [410], None),
+        ("rewards_after_its_end", [410, 410], None),
         ("a_reward_that_is_nan", [422], "no_reward"),
         ("patched_twice_and_in_the_wrong_order", [409, 409, 409], None),
         ("ends_twice", [410, 409], "agent_lost"),
@@ -154,10 +142,16 @@ def played_loop(fault: str, model: Path, *, token_s: float = 0.0, **options: Any
 def test_agent_fault_fails_its_rollout_only_with_one_outcome(
     fault: str, refused: list[int], failure: str | None, tmp_path: Path
 ) -> None:
-    sizes: dict[str, Any] = {"rollout_batch_size": 1, "n_samples_per_prompt": 4}
-    sizes["rollout_timeout_s"] = 2.5 if failure == "timeout" else 60.0
-    token_s = 0.05 if fault == "killed_in_a_stream" else 0.0
-    with played_loop(fault, tmp_path, token_s=token_s, **sizes) as (case, played):
+    small_tokenizer().save_pretrained(tmp_path)
+    plan = RunnerPlan(kind="controller", controller=ControllerSettings(agent="an:Agent", port=(port := free_port())))
+    options: dict[str, Any] = {"rollout_batch_size": 1, "n_samples_per_prompt": 4}
+    options["rollout_timeout_s"] = 2.5 if failure == "timeout" else 60.0
+    with (
+        hello_engine(token_s=0.05 if fault == "killed_in_a_stream" else 0.0) as engine,
+        LoopCase(agent=None, url=engine.url, model=str(tmp_path), runners=plan, **options) as case,
+        playing(f"http://127.0.0.1:{port}", fault) as played,
+    ):
+        case.loop.run()
         case.check_ledger()
         ends = [event.rollout_id for event in case.recorder.rollouts]
         assert sorted(ends) == sorted(rollout.rollout_id for rollout in played)
@@ -165,20 +159,6 @@ def test_agent_fault_fails_its_rollout_only_with_one_outcome(
         assert case.reasons == ({} if failure is None else {failure: 1})
         [[group]] = case.trainer.batches
         assert [sample.reward for sample in group] == [1.0] * (4 if failure is None else 3)
-
-
-def test_controller_gets_the_rollouts_time_limit_in_whole_seconds(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    limits: list[int] = []
-
-    def reads_limit(self: Played) -> None:
-        limits.append(self.rollout()["config"]["timeout_seconds"])
-        self.good()
-
-    monkeypatch.setattr(Played, "reads_limit", reads_limit, raising=False)
-    with played_loop("reads_limit", tmp_path, rollout_timeout_s=41.5):
-        assert limits == [42]  # whole seconds, and not before the run's limit
 
 
 @pytest.mark.parametrize("started", [False, True])
