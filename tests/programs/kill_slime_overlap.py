@@ -1,11 +1,11 @@
-"""kill -9 of ``--trainer slime --max-staleness N`` at random moments, going on with --load each time; then: was each
+"""kill -9 of ``--trainer slime --max-staleness N`` at random moments, resumed with --load each time; then: was each
 task that the last checkpoint counts as done trained on exactly once?
 
     SLIME_DIR=… python -m tests.programs.kill_slime_overlap --kills 30 [--max-staleness 2] [--seed 1]
 
-slime's manager, placement groups, actors' group and weight update are real, under a Ray of each life's own; the actor
-takes a set time for a step and keeps in its checkpoints what it was trained on, the engine takes a set time for an
-answer and outlives the lives. A kill hits the process of loop, store and runner; its Ray goes with it.
+slime's manager, placement groups, actors' group and weight update are real, under a Ray of each life; the actor takes a
+set time for a step and writes its batches into its checkpoints, the engine takes a set time for an answer and outlives
+the lives. A kill hits the process of loop, store and runner; its Ray goes with it.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from typing import Any
 
 from agl_slime.report.audit import audit
 from benchmarks.common import question, scripted_engine, tokenizer
-from tests.harness.guard import guarded, guarded_child
+from tests.harness.guard import guarded
 from tests.harness.slime_programs import environment, slime_dir
 
 GROUPS, SIZE, SAVES = 4, 2, 2
 _EARLY = 0.25  # lives that are ended before they have trained on anything
-_START_S = 25.0  # about what a start takes
+_START_S = 25.0  # roughly one start
 _ANSWER_S, _TRAIN_S = 0.3, 0.3
 
 
@@ -74,7 +74,7 @@ def live(directory: Path, url: str, number: int, iterations: int, staleness: int
 
 @dataclass
 class Result:
-    """``findings``: what the audit of each life's files said, and what the checkpoints do not agree on."""
+    """``findings``: sentences of the audit of each life's files, and contradictions between checkpoints."""
 
     kills: int = 0
     while_training: int = 0
@@ -103,13 +103,12 @@ class Scene:
             return subprocess.Popen(guarded(command), env=environment(root), stdout=log, stderr=log)
 
     def end(self, process: subprocess.Popen[bytes]) -> None:
-        """kill -9 of the process; its guard then ends Ray's daemons."""
-        if process.poll() is None:
-            guarded_child(process).kill()
+        """kill -9 of the process, and of Ray's daemons, by their guard."""
+        process.terminate()
         process.wait()
 
     def wait(self, process: subprocess.Popen[bytes], *, trained: bool, seconds: float) -> None:
-        """Until this life has trained, where that is asked for, and ``seconds`` more."""
+        """Until this life has trained, if ``trained``, and ``seconds`` longer."""
         end = None if trained else time.monotonic() + seconds
         while end is None or time.monotonic() < end:
             if process.poll() is not None:
@@ -125,15 +124,15 @@ class Scene:
 
     def audit(self, *, finished: bool = False) -> list[str]:
         """Of the files of the last life, and of the newest checkpoint."""
-        found = []
+        findings = []
         if (self.run / "metrics.jsonl").exists():
-            looked = audit(self.run)
-            found = looked.findings + ([] if looked.finished or not finished else ["the run did not finish"])
-        return found + checkpoint_findings(self.directory / "checkpoint")[0]
+            audited = audit(self.run)
+            findings = audited.findings + ([] if audited.finished or not finished else ["the run did not finish"])
+        return findings + checkpoint_findings(self.directory / "checkpoint")[0]
 
 
 def checkpoint_findings(saved: Path) -> tuple[list[str], int, int]:
-    """What the newest checkpoint of actor and loop disagree on; its steps; the tasks that it was trained on."""
+    """Contradictions between the newest checkpoints of actor and loop; the number of steps, and of trained tasks."""
     latest = saved / "latest_checkpointed_iteration.txt"
     if not latest.exists():
         return [], 0, 0
@@ -142,18 +141,18 @@ def checkpoint_findings(saved: Path) -> tuple[list[str], int, int]:
     state = saved / "rollout" / f"agl_loop_{step}.json"
     if not state.exists():
         return [f"{state} is missing, although slime's checkpoint {step} is there"], step + 1, 0
-    told = json.loads(state.read_text())
-    done = {*range(told["tasks_drawn"]), *told["finished_beyond"]}
+    loop = json.loads(state.read_text())
+    done = {*range(loop["tasks_drawn"]), *loop["finished_beyond"]}
     text = tokenizer().decode
     numbers = Counter(int(text(prompt).partition("question number ")[2].partition(":")[0]) for _, prompt in trained)
-    steps = Counter(at for at, _ in trained)
-    found = [f"task {task} was trained on {count} times of {SIZE}" for task, count in numbers.items() if count != SIZE]
-    if len(done) != len(numbers):  # tasks are counted in the order in which they are drawn, which is another
-        found.append(f"{len(done)} tasks count as done, {len(numbers)} were trained on")
-    found += [f"step {at} has {n} samples" for at, n in steps.items() if n != GROUPS * SIZE]
+    steps = Counter(number for number, _ in trained)
+    findings = [f"task {task} was trained on {n} times of {SIZE}" for task, n in numbers.items() if n != SIZE]
+    if len(done) != len(numbers):  # instances are numbered in another order
+        findings.append(f"{len(done)} tasks count as done, {len(numbers)} were trained on")
+    findings += [f"step {number} has {n} samples" for number, n in steps.items() if n != GROUPS * SIZE]
     if sorted(steps) != list(range(step + 1)):
-        found.append(f"checkpoint {step} has the steps {sorted(steps)}")
-    return found, step + 1, len(numbers)
+        findings.append(f"checkpoint {step} has the steps {sorted(steps)}")
+    return findings, step + 1, len(numbers)
 
 
 def run(directory: Path, *, kills: int, seed: int, staleness: int, limit_s: float) -> Result:
@@ -168,10 +167,10 @@ def run(directory: Path, *, kills: int, seed: int, staleness: int, limit_s: floa
             finally:
                 scene.end(process)
             result.while_training += trained
-            result.findings += [f"after kill {number}: {said}" for said in scene.audit()]
+            result.findings += [f"after kill {number}: {finding}" for finding in scene.audit()]
             _, steps, tasks = checkpoint_findings(directory / "checkpoint")
-            told = "; ".join(result.findings) or "no findings"
-            print(f"kill {number}: checkpoint of {steps} steps, {tasks} tasks; {told}", flush=True)
+            summary = "; ".join(result.findings) or "no findings"
+            print(f"kill {number}: checkpoint of {steps} steps, {tasks} tasks; {summary}", flush=True)
         _, steps, _ = checkpoint_findings(directory / "checkpoint")
         process = scene.start(steps + 2 * SAVES)
         try:
@@ -198,8 +197,8 @@ def main() -> None:
         return
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # removes the directory
     with tempfile.TemporaryDirectory() as place:
-        how: Any = {"kills": options.kills, "seed": options.seed, "staleness": options.max_staleness}
-        result = run(Path(place), limit_s=options.limit_s, **how)
+        settings: Any = {"kills": options.kills, "seed": options.seed, "staleness": options.max_staleness}
+        result = run(Path(place), limit_s=options.limit_s, **settings)
     print(result)
     sys.exit(1 if result.findings else 0)
 
