@@ -102,9 +102,7 @@ def test_arguments_that_json_cannot_hold_are_served_and_come_back(path: str) -> 
             talk = Talk(case, path, tools=TOOLS[path])
             assert "weather" in json.dumps(talk.ask(user(f"{number}?"))), value
             talk.ask(*talk.results())
-            if (
-                path != "messages" or not value.lstrip("-").isdigit()
-            ):  # whose integers beyond 64 bits come back as floats
+            if path != "messages" or not value.lstrip("-").isdigit():  # large integers come back as floats
                 assert case.turns[-1].fork is None
             body = body_of(path, talk.history[:1], tools=TOOLS[path], stream=True)
             streamed = httpx.post(f"{case.llm.endpoint}/{path}", json=body)
