@@ -41,7 +41,7 @@ SMOKE = [
     "tokens/test_chat_templates",
     "tokens/test_tools_parsers",
     "tokens/test_codec",
-    "tokens/test_segments",
+    "tokens/test_forks",
     "tokens/test_converter",
     "data/test_ledger",
     "data/test_policy",
