@@ -146,7 +146,7 @@ async def test_a_body_over_the_limit_is_a_413(path: str, chunked: bool, monkeypa
 async def test_requests_are_served_while_a_large_batch_is_executed(
     spans_of_a_call: int, monkeypatch: pytest.MonkeyPatch
 ):
-    """Calls that name no attempt: each is refused, and costs what it costs to read its spans."""
+    """Calls that name no attempt: each is refused, at the cost of reading its spans."""
     span = {"rollout_id": "r", "attempt_id": "a", "sequence_id": 1, "trace_id": "t", "span_id": "s", "name": "n"}
     span |= {"status": {"status_code": "OK"}, "resource": {"attributes": {}, "schema_url": ""}, "attributes": {}}
     span |= dict.fromkeys(("parent_id", "context", "parent", "start_time", "end_time")) | {"events": [], "links": []}

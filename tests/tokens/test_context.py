@@ -7,8 +7,6 @@ import logging
 from typing import Any
 
 import pytest
-from tokenizers.processors import TemplateProcessing
-from transformers import PreTrainedTokenizerFast
 
 from agl_slime.engine.client.generation import Generation
 from agl_slime.errors import ConfigError, PromptError
@@ -27,13 +25,6 @@ THINKING = "<think>\nLet me count.\n</think>\n\nThree."
 def conversation(template: str, vocabulary: str = "anthropic", **options: Any) -> tuple[ChatContext, Any]:
     tokenizer = chat_tokenizer(vocabulary, template)
     return ChatContext(template=ChatTemplate(tokenizer=tokenizer, **options), messages=QUESTION), tokenizer
-
-
-def conversation_of(source: str) -> tuple[ChatContext, Any]:
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=base_tokenizer("anthropic"), eos_token="<|im_end|>", chat_template=source
-    )
-    return ChatContext(template=ChatTemplate(tokenizer=tokenizer), messages=QUESTION), tokenizer
 
 
 def user(text: str) -> dict[str, Any]:
@@ -153,7 +144,7 @@ def test_fork_keeps_the_common_prefix_and_each_class_is_logged_once(
 def test_template_that_rewrites_the_beginning_forks_despite_equal_end() -> None:
     """The beginning changes with the number of messages, in a text of the same length."""
     first = "{{- '<|im_start|>system\\n' + ('short' if messages | length < 4 else 'long.') + '<|im_end|>\\n' }}"
-    context, tokenizer = conversation_of(first + CHATML)
+    context, tokenizer = conversation(first + CHATML)
     answer(context, tokenizer, "Three.")
     context.add(user("Sure?"))
     prompt, _ = answer(context, tokenizer, "Yes.")
@@ -186,7 +177,7 @@ def test_template_beyond_the_window_is_rendered_whole_once_noticed() -> None:
     """The fourth message disappears once there are more than 50: noticed when the conversation has doubled."""
     start, end = "{{- '<|im_start|>' + message.role", "'<|im_end|>\\n' }}"
     source = CHATML.replace(start, "{%- if not (loop.index0 == 3 and messages | length > 50) %}" + start, 1)
-    context, tokenizer = conversation_of(source.replace(end, end + "{%- endif %}", 1))
+    context, tokenizer = conversation(source.replace(end, end + "{%- endif %}", 1))
     long_rollout(context, tokenizer, 45)
     assert context.forks == {ForkReason.TEMPLATE: 1}
     assert not context._windows_exact
@@ -271,6 +262,9 @@ def test_a_token_boundary_that_a_merge_might_cross_is_counted() -> None:
 
 
 def test_without_a_template_text_is_verbatim_and_messages_are_refused() -> None:
+    from tokenizers.processors import TemplateProcessing
+    from transformers import PreTrainedTokenizerFast
+
     made = (PreTrainedTokenizerFast(tokenizer_object=copy.deepcopy(base_tokenizer("anthropic"))) for _ in range(2))
     bare, begins = made
     begins.add_special_tokens({"bos_token": "<begin>"})

@@ -52,7 +52,7 @@ MOVES: tuple[Move, ...] = ("tool", *LINEAR, "user", "repeat", "tip", "backtrack"
 
 @dataclass
 class Conversation:
-    """A context that was driven through random turns, and what the engine recorded."""
+    """A context after random turns, and the engine's record of them."""
 
     context: ChatContext
     turns: list[Turn] = field(default_factory=list)
@@ -176,23 +176,17 @@ def each_sampled_token_is_trained_once_where_it_was_sampled(conversation: Conver
     turns = conversation.turns
     trained: dict[int, tuple[bytes, bytes]] = {}
     for segment in merge_turns(turns, tokenizer):
-        covered = np.zeros(len(segment.loss_mask), dtype=np.int8)
-        for at in segment.placements:
-            assert at.turn not in trained
-            assert segment.log_probs is not None
-            trained[at.turn] = (
-                segment.token_ids[at.start : at.end].tobytes(),
-                segment.log_probs[at.start : at.end].tobytes(),
-            )
-            assert segment.token_ids[: at.start].tobytes() == turns[at.turn].prompt_ids.tobytes()
-            covered[at.start : at.end] = 1
+        assert segment.log_probs is not None
+        covered = np.zeros_like(segment.loss_mask)
+        for place in segment.placements:
+            assert place.turn not in trained
+            assert segment.token_ids[: place.start].tobytes() == turns[place.turn].prompt_ids.tobytes()
+            span = slice(place.start, place.end)
+            trained[place.turn] = segment.token_ids[span].tobytes(), segment.log_probs[span].tobytes()
+            covered[span] = 1
         assert (covered == segment.loss_mask).all()
-    sampled = {i: turn for i, turn in enumerate(turns) if len(turn.response_ids)}
-    assert trained == {
-        i: (turn.response_ids.tobytes(), turn.log_probs.tobytes())
-        for i, turn in sampled.items()
-        if turn.log_probs is not None
-    }
+    sampled = {i: (turn.response_ids, turn.log_probs) for i, turn in enumerate(turns) if len(turn.response_ids)}
+    assert trained == {i: (ids.tobytes(), probs.tobytes()) for i, (ids, probs) in sampled.items() if probs is not None}
 
 
 def a_prompt_extends_the_context_or_a_fork_is_counted(conversation: Conversation) -> None:

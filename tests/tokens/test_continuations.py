@@ -34,7 +34,7 @@ FORKS = {"gemma-4": "content beside calls is written behind their results"}
 
 @pytest.fixture(scope="module")
 def templates(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The directory that is named, else what an installed trl ships."""
+    """The named directory, else the templates that an installed trl ships."""
     if TEMPLATES:
         return Path(TEMPLATES)
     spec = importlib.util.find_spec("trl")

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from transformers import PreTrainedTokenizerFast
 
 from agl_slime.errors import TraceError
 from agl_slime.tokens.forks import ForkReason, contains
@@ -17,26 +16,21 @@ from agl_slime.tokens.retokenize import Retokenizer
 from agl_slime.tokens.segments import merge_turns
 from agl_slime.tokens.tokenizer import set_template_kwargs
 from agl_slime.tokens.turn import Turn
-from tests.harness import vocabularies
 from tests.harness.conversations import linked
 from tests.harness.samples import turn
 from tests.harness.tokenizers import DROPS_THINKING, PLAIN, small_tokenizer
 from tests.harness.trace_strategies import conversations
 from tests.harness.vocabularies import chat_tokenizer
 
-BRANCH, EDITED, NEW, TEMPLATE = (
-    ForkReason.BRANCH,
-    ForkReason.EDITED_HISTORY,
-    ForkReason.NEW_CONTEXT,
-    ForkReason.TEMPLATE,
-)
+BRANCH, EDITED, NEW = ForkReason.BRANCH, ForkReason.EDITED_HISTORY, ForkReason.NEW_CONTEXT
+DROPPED, TEMPLATE = ForkReason.DROPPED_THINKING, ForkReason.TEMPLATE
 
 
 def test_an_answer_that_is_continued_at_once_stays_one_segment():
     """No token between the two: the agent took the generation up again."""
     [segment] = merge_turns([turn([1], [2, 3]), turn([1, 2, 3], [4])])
     assert segment.loss_mask.tolist() == [0, 1, 1, 1]
-    assert [(at.start, at.end) for at in segment.placements] == [(1, 3), (3, 4)]
+    assert [(place.start, place.end) for place in segment.placements] == [(1, 3), (3, 4)]
 
 
 def test_fork_has_shared_history_as_context_and_trains_its_turn_only():
@@ -131,7 +125,7 @@ STALE = [turn([1], [2]), turn([5], [6], base_turn=0, kept_tokens=1), turn([5, 6,
 )
 def test_turns_are_merged_or_fork_for_a_reason(turns: list[Turn], segments: list[list[int]], reasons: list[ForkReason]):
     merged = merge_turns(turns)
-    assert [[at.turn for at in segment.placements] for segment in merged] == segments
+    assert [[place.turn for place in segment.placements] for segment in merged] == segments
     assert [segment.fork_reason for segment in merged] == [None, *reasons]
 
 
@@ -146,7 +140,7 @@ def test_a_turn_that_extends_the_end_of_a_segment_never_forks(turns: list[Turn],
         prompt = turns[index].prompt_ids.tolist()
         extended = []
         for earlier in segments:
-            ends = [at.end for at in earlier.placements if at.turn < index]
+            ends = [place.end for place in earlier.placements if place.turn < index]
             if ends and earlier.token_ids[: ends[-1]].tolist() == prompt[: ends[-1]]:
                 extended.append(ends[-1])
         prefixes = [turn.length for turn in turns[:index] if turn.token_ids.tolist() == prompt[: turn.length]]
@@ -183,7 +177,7 @@ AGAIN = {"role": "user", "content": "And of Spain?"}
 
 
 @pytest.fixture(params=["anthropic", "deepseek"])
-def tokenizer(request: pytest.FixtureRequest) -> PreTrainedTokenizerFast:
+def tokenizer(request: pytest.FixtureRequest) -> Any:
     return chat_tokenizer(request.param, PLAIN)
 
 
@@ -196,7 +190,7 @@ def result(text: str) -> dict[str, Any]:
 
 
 def call(
-    tokenizer: PreTrainedTokenizerFast,
+    tokenizer: Any,
     messages: list[dict[str, Any]],
     answer: str,
     end: str = "<|im_end|>",
@@ -208,13 +202,11 @@ def call(
     return Turn(prompt_ids=prompt_ids, response_ids=ids, log_probs=[-0.5] * len(ids), text=answer)
 
 
-def reasons(turns: list[Turn], tokenizer: PreTrainedTokenizerFast | None) -> list[ForkReason | None]:
+def reasons(turns: list[Turn], tokenizer: Any) -> list[ForkReason | None]:
     return [segment.fork_reason for segment in merge_turns(turns, tokenizer)]
 
 
-def two_turns(
-    tokenizer: PreTrainedTokenizerFast, sampled: str, rendered: str | None = None, **options: Any
-) -> list[Turn]:
+def two_turns(tokenizer: Any, sampled: str, rendered: str | None = None, **options: Any) -> list[Turn]:
     """An answer, and a call whose prompt renders the conversation through the template, the answer as ``rendered`` (by
     default as it was sampled)."""
     history = [USER, answered(sampled if rendered is None else rendered), AGAIN]
@@ -234,12 +226,12 @@ EDITS = ("It is Lyon.", "It is Milan.", "It is Rome", "It is Rome, no: Milan. Pr
 @pytest.mark.parametrize(
     ("template", "sampled", "rendered", "options", "reason"),
     [
-        (DROPS_THINKING, f"{THOUGHT}\n\n{ANSWER}", None, {}, ForkReason.DROPPED_THINKING),
-        (DROPS_THINKING, THEN_A_CALL, None, {}, ForkReason.DROPPED_THINKING),
-        (DROPS_THINKING, THOUGHT, None, {}, ForkReason.DROPPED_THINKING),
-        (DROPS_THINKING, ANSWER, None, {"enable_thinking": False}, ForkReason.TEMPLATE),
-        (OPENS_HISTORY, ANSWER, None, {}, ForkReason.TEMPLATE),
-        *((PLAIN, ROME, rendered, {}, ForkReason.EDITED_HISTORY) for rendered in EDITS),
+        (DROPS_THINKING, f"{THOUGHT}\n\n{ANSWER}", None, {}, DROPPED),
+        (DROPS_THINKING, THEN_A_CALL, None, {}, DROPPED),
+        (DROPS_THINKING, THOUGHT, None, {}, DROPPED),
+        (DROPS_THINKING, ANSWER, None, {"enable_thinking": False}, TEMPLATE),
+        (OPENS_HISTORY, ANSWER, None, {}, TEMPLATE),
+        *((PLAIN, ROME, rendered, {}, EDITED) for rendered in EDITS),
     ],
     ids=["thinking", "thinking before a call", "only thinking", "block in the prompt", "block in the history", *EDITS],
 )
@@ -250,17 +242,17 @@ def test_an_answer_that_comes_back_otherwise_forks_for_its_reason(
     assert reasons(two_turns(tokenizer, sampled, rendered, **options), tokenizer) == [None, reason]
 
 
-def test_white_space_in_a_call_and_another_end_of_turn_are_the_templates_doing(tokenizer: PreTrainedTokenizerFast):
+def test_white_space_and_other_ends_of_turn_are_the_templates_doing(tokenizer: Any):
     first = call(tokenizer, [USER], '<tool_call>\n{"name":"find","arguments":{"key":"a b"}}\n</tool_call>')
     parsed = {**answered(""), "tool_calls": [{"function": {"name": "find", "arguments": {"key": "a b"}}}]}
     second = call(tokenizer, [USER, parsed, result("Paris")], "It is Paris.")
-    assert reasons([first, second], tokenizer) == [None, ForkReason.TEMPLATE]
+    assert reasons([first, second], tokenizer) == [None, TEMPLATE]
     first, second = two_turns(tokenizer, ANSWER)
     assert reasons([first, second], tokenizer) == [None]
-    assert reasons([call(tokenizer, [USER], ANSWER, "<|im_start|>"), second], tokenizer) == [None, ForkReason.TEMPLATE]
+    assert reasons([call(tokenizer, [USER], ANSWER, "<|im_start|>"), second], tokenizer) == [None, TEMPLATE]
 
 
-def test_the_same_text_in_other_ids_is_retokenization(tokenizer: PreTrainedTokenizerFast):
+def test_the_same_text_in_other_ids_is_retokenization(tokenizer: Any):
     first, second = two_turns(tokenizer, ANSWER)
     letters = [i for letter in ANSWER for i in tokenizer.encode(letter, add_special_tokens=False)]
     sampled = [*letters, tokenizer.eos_token_id]
@@ -268,20 +260,20 @@ def test_the_same_text_in_other_ids_is_retokenization(tokenizer: PreTrainedToken
     assert sampled != first.response_ids.tolist()
     spelled = Turn(prompt_ids=first.prompt_ids, response_ids=sampled, log_probs=[-0.5] * len(sampled))
     assert reasons([spelled, second], tokenizer) == [None, ForkReason.RETOKENIZATION]
-    assert reasons([spelled, second], None) == [None, ForkReason.EDITED_HISTORY]
+    assert reasons([spelled, second], None) == [None, EDITED]
 
 
-def test_changes_before_a_kept_answer_are_edits(tokenizer: PreTrainedTokenizerFast):
+def test_changes_before_a_kept_answer_are_edits(tokenizer: Any):
     shorter = [{"role": "user", "content": "Capital?"}, answered(ANSWER), AGAIN]
     turns = [call(tokenizer, [USER], ANSWER), call(tokenizer, shorter, "Madrid.")]
-    assert reasons(turns, tokenizer) == [None, ForkReason.EDITED_HISTORY]
+    assert reasons(turns, tokenizer) == [None, EDITED]
     history, turns = [USER], []
     for text, observation in (("look up france", "a long page about France"), ("look up spain", "a page about Spain")):
         turns.append(call(tokenizer, history, text))
         history += [answered(text), result(observation)]
     history[2] = result("(shortened)")
     turns.append(call(tokenizer, history, "Madrid."))
-    assert reasons(turns, tokenizer) == [None, ForkReason.EDITED_HISTORY]
+    assert reasons(turns, tokenizer) == [None, EDITED]
 
 
 def test_a_run_of_tokens_is_found_only_on_token_boundaries():
@@ -354,7 +346,7 @@ def test_without_a_template_text_is_unchanged_and_a_conversation_refused():
 
 def test_the_next_roles_mark_is_the_answers_where_nothing_else_ends_it() -> None:
     """GLM samples it. The next prompt begins with it, so the conversation stays one sequence."""
-    tokenizer = vocabularies.chat_tokenizer("anthropic", "role_markers")
+    tokenizer = chat_tokenizer("anthropic", "role_markers")
     retokenizer = Retokenizer(tokenizer)
     called = {**answered("I look."), "tool_calls": [{"function": {"name": "f", "arguments": {}}}]}
     prompt, response = retokenizer.turn(HI, called)

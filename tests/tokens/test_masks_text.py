@@ -9,16 +9,14 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from transformers import PreTrainedTokenizerFast
 
 from agl_slime.errors import ConfigError, TraceError
 from agl_slime.tokens import masks
 from agl_slime.tokens.masks import MaskGenerator, get_loss_mask_generator, register_loss_mask_generator
 from agl_slime.tokens.tokenizer import encode_text
-from tests.harness import tokenizers
 from tests.harness.chat_templates import TEMPLATES
 from tests.harness.tokenizers import small_tokenizer
-from tests.harness.vocabularies import VOCABULARIES, base_tokenizer, chat_tokenizer
+from tests.harness.vocabularies import VOCABULARIES, chat_tokenizer
 
 CONVERSATION = [
     {"role": "system", "content": "Be brief."},
@@ -42,12 +40,6 @@ MARKED = """\
 ANSWERS = [str(message["content"]) for message in CONVERSATION if message["role"] == "assistant"]
 
 
-def tokenizer_with(template: str) -> PreTrainedTokenizerFast:
-    return PreTrainedTokenizerFast(
-        tokenizer_object=base_tokenizer("anthropic"), eos_token="<|im_end|>", chat_template=template
-    )
-
-
 def trained(tokenizer: Any, messages: list[dict[str, Any]], kind: str = "auto", **options: Any) -> list[str]:
     generator = get_loss_mask_generator(tokenizer, kind)
     token_ids, loss_mask = generator.get_loss_mask(messages, **options)
@@ -57,7 +49,7 @@ def trained(tokenizer: Any, messages: list[dict[str, Any]], kind: str = "auto", 
 
 
 def test_the_marks_of_a_template_are_used() -> None:
-    tokenizer = tokenizer_with(MARKED)
+    tokenizer = chat_tokenizer("anthropic", MARKED)
     assert trained(tokenizer, CONVERSATION[:4]) == ["I look.<tool_call>a</tool_call><|im_end|>"]
     plain = chat_tokenizer("anthropic", "chatml")  # the same text without marks
     marked, unmarked = (get_loss_mask_generator(each).get_loss_mask(CONVERSATION) for each in (tokenizer, plain))
@@ -114,7 +106,7 @@ def test_a_message_marked_as_context_is_not_trained(kind: str) -> None:
     assert marked == texts[1:]
 
 
-def test_tools_are_in_the_prompt_and_lengths_count_from_the_first_trained_token() -> None:
+def test_tools_are_in_the_prompt_and_response_lengths_are_counted() -> None:
     tokenizer = chat_tokenizer("anthropic", "groups_tools")
     for kind in ("auto", "qwen", "qwen3", "qwen3_5"):
         generator = get_loss_mask_generator(tokenizer, kind)
@@ -151,7 +143,7 @@ def test_an_unknown_name_and_a_template_without_answers_are_errors() -> None:
         get_loss_mask_generator(chat_tokenizer("anthropic", "chatml"), "llama")
     silent = "{% for m in messages %}{% if m.role != 'assistant' %}{{ m.content }}{% endif %}{% endfor %}"
     with pytest.raises(TraceError, match="register a loss mask generator"):
-        get_loss_mask_generator(tokenizer_with(silent)).get_loss_mask(CONVERSATION)
+        get_loss_mask_generator(chat_tokenizer("anthropic", silent)).get_loss_mask(CONVERSATION)
 
 
 CHAT_TEXTS = st.lists(
@@ -165,7 +157,7 @@ CHAT_TEXTS = st.lists(
 
 @pytest.fixture(params=["small", "anthropic", "deepseek"], scope="module")
 def tokenizer(request: pytest.FixtureRequest) -> Any:
-    return small_tokenizer() if request.param == "small" else tokenizers.chat_tokenizer(request.param)
+    return small_tokenizer() if request.param == "small" else chat_tokenizer(request.param)
 
 
 @given(text=CHAT_TEXTS, special=st.booleans())
@@ -187,16 +179,15 @@ def test_truncation_and_split_tokens_of_the_tokenizer_are_respected() -> None:
     assert ids == tokenizer.encode("a<|im_end|>", add_special_tokens=False)
 
 
-def test_a_tokenizer_that_encodes_by_itself_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tokenizer_that_encodes_by_itself_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
     tokenizer: Any = copy.deepcopy(small_tokenizer())
     assert encode_text(tokenizer, "x") != [7]
 
-    class Sevens(type(tokenizer)):
-        def encode(self, text: Any, *args: Any, **options: Any) -> list[int]:
-            return [7]
+    def encode(*args: Any, **options: Any) -> list[int]:
+        return [7]
 
-    monkeypatch.setattr(tokenizer, "encode", lambda text, add_special_tokens: [7])
+    monkeypatch.setattr(tokenizer, "encode", encode)
     assert encode_text(tokenizer, "x") == [7]
     monkeypatch.undo()
-    tokenizer.__class__ = Sevens
+    tokenizer.__class__ = type("Sevens", (type(tokenizer),), {"encode": encode})
     assert encode_text(tokenizer, "x") == [7]

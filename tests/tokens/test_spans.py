@@ -186,13 +186,13 @@ def test_packed_turns_win_over_lists_and_lists_over_text():
 # -- text ------------------------------------------------------------------------------------------------------------
 
 
+def encoded(answer: str) -> list[int]:
+    return chat_tokenizer("anthropic", PLAIN).encode(answer, add_special_tokens=False)
+
+
 def rendered(prompt: list[dict[str, Any]]) -> list[int]:
     tokenizer = chat_tokenizer("anthropic", PLAIN)
     return encoded(tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True))
-
-
-def encoded(answer: str) -> list[int]:
-    return chat_tokenizer("anthropic", PLAIN).encode(answer, add_special_tokens=False)
 
 
 def test_text_is_tokenised_again_through_the_template_and_marked():

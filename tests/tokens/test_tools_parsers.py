@@ -221,7 +221,7 @@ UNREAD = [
 ]
 
 
-def test_template_without_calls_selects_the_format_of_its_markers_or_is_refused() -> None:
+def test_format_of_a_template_without_calls_is_its_markers_or_refused() -> None:
     tokenizer = small_tokenizer("{# <|tool_list_start|> #}{% for m in messages %}{{ m.content }}{% endfor %}")
     assert type(find_format(tokenizer)) is type(get_tool_parser("lfm2"))
     for calls in UNREAD:

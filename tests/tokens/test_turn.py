@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import struct
 import threading
+import zlib
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from types import SimpleNamespace
@@ -76,6 +78,7 @@ def test_attributes_carry_opentelemetrys_names():
     message = {"role": "assistant", "parts": [{"type": "text", "content": "ü"}], "finish_reason": "length"}
     assert json.loads(attributes["gen_ai.output.messages"]) == [message]
     expected = {
+        names.CHECKSUM: zlib.crc32(struct.pack("<3if", 1, 2, 3, -0.5)),
         "gen_ai.request.model": "tiny",
         "gen_ai.response.id": "r1",
         "gen_ai.response.finish_reasons": ["length"],
