@@ -24,9 +24,12 @@ from tests.harness.loop_thread import in_thread
 from tests.harness.samples import trained_ids
 from tests.harness.vocabularies import chat_tokenizer
 
-pytest.importorskip("openai")
-
 Reply = Callable[[dict[str, Any]], Any]
+
+
+@pytest.fixture(autouse=True)
+def _openai() -> None:
+    pytest.importorskip("openai")
 
 
 class ChatServer:

@@ -128,7 +128,7 @@ NEUTRAL = {"temperature": 1.0, "top_p": 1.0}
         ({}, {}),
         ({"temperature": 0.7}, {"temperature": 0.7}),
         ({"max_tokens": 9}, {"max_tokens": 9}),
-        ({"max_new_tokens": 9}, {"max_tokens": 9}),
+        ({"max_new_tokens": 256}, {"max_tokens": 256}),  # its default value
         ({"stop": [7, 9]}, {"extra_body": {"stop_token_ids": [7, 9]}}),
         ({"top_k": 5}, {"extra_body": {"top_k": 5}}),
         ({"seed": 3, "repetition_penalty": 1.1}, {"seed": 3, "extra_body": {"repetition_penalty": 1.1}}),

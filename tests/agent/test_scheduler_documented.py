@@ -116,20 +116,6 @@ def trained_run(sample: Any) -> set[tuple[int, ...]]:
     return {tuple(t for t, _ in pairs[i : i + 4]) for i in range(len(pairs) - 3) if all(m for _, m in pairs[i : i + 4])}
 
 
-async def test_the_reward_may_look_at_all_messages() -> None:
-    scored: list[Any] = []
-
-    class Judged(MathAgent):
-        async def score(self, task: dict[str, Any], trajectory: Trajectory) -> float:
-            roles = [message["role"] for message in trajectory.messages]
-            scored.append((trajectory.response, roles, trajectory.truncated))
-            return 0.0
-
-    await played(MathNewRound(max_turns=2), [WRONG, WRONG], Judged)
-    # the response is the final round's, and the messages are the whole dialogue
-    assert scored == [(WRONG, ["user", "assistant", "user", "assistant"], True)]
-
-
 # -- as ms-swift's users write schedulers today ----------------------------------------------------------------------
 
 

@@ -72,22 +72,6 @@ def test_a_function_without_usable_types_is_refused_by_name() -> None:
         ToolManager([3])
 
 
-async def test_functions_sync_and_async_are_called_with_fitting_arguments() -> None:
-    async def twice(n: float, deep: dict[str, int]) -> dict[str, Any]:
-        await asyncio.sleep(0)
-        return {"n": 2 * n, "deep": deep}
-
-    tools = ToolManager([look, twice])
-    assert tools.names == ("look", "twice")
-    assert [schema["type"] for schema in tools.schemas] == ["function", "function"]
-    # the XML formats have no types: strings are converted by the schema
-    results = await tools.run([call("look", key="a", limit="7", tags='["x"]'), call("twice", n="1.5", deep={"a": 1})])
-    assert [result.content for result in results] == ["a:7:fast:['x']", '{"n": 3.0, "deep": {"a": 1}}']
-    assert [result.error for result in results] == [None, None]
-    message = {"role": "tool", "name": "look", "tool_call_id": "call_0", "content": "a:7:fast:['x']"}
-    assert results[0].to_message() == message
-
-
 class Mode(Enum):
     FAST = "fast"
     SLOW = "slow"
@@ -252,18 +236,18 @@ async def test_a_tool_whose_constructor_outlives_its_rollout_is_closed() -> None
 
 
 async def test_calls_of_one_answer_run_at_the_same_time() -> None:
-    arrived: list[int] = []
-    both = asyncio.Event()
+    together = asyncio.Barrier(2)
 
-    async def meet() -> str:
-        arrived.append(1)
-        if len(arrived) == 2:
-            both.set()
-        await both.wait()
-        return "met"
+    async def meet(n: float) -> dict[str, float]:
+        await together.wait()
+        return {"n": 2 * n}
 
-    results = await ToolManager([meet], timeout_s=20).run([call("meet"), call("meet")])
-    assert [result.content for result in results] == ["met", "met"]
+    # the XML formats have no types: strings are converted by the schema
+    results = await ToolManager([meet], timeout_s=20).run([call("meet", n="1.5"), call("meet", n=2)])
+    assert [result.error for result in results] == [None, None]
+    assert [result.content for result in results] == ['{"n": 3.0}', '{"n": 4.0}']
+    message = {"role": "tool", "name": "meet", "tool_call_id": "call_0", "content": '{"n": 3.0}'}
+    assert results[0].to_message() == message
 
 
 async def test_a_parameter_may_have_any_name() -> None:
@@ -327,11 +311,9 @@ async def test_methods_of_one_object_share_its_state_for_the_reward() -> None:
             """Compute the price of all items."""
             return 3 * len(self.items)
 
-    for n in (1, 2):
-        cart = Cart()
-        manager = ToolManager([cart.add, cart.total])
-        await manager.run([call("add", item=str(item)) for item in range(n)])
-        assert (await manager.call(call("total"))).content == str(3 * n)
-        assert manager.objects["add"].__self__.items == [str(item) for item in range(n)]
-    descriptions = [tool["function"]["description"] for tool in manager.schemas]
-    assert descriptions == ["Put an item into the cart.", "Compute the price of all items."]
+    cart = Cart()
+    manager = ToolManager([cart.add, cart.total])
+    await manager.call(call("add", item="tea"))
+    assert (await manager.call(call("total"))).content == "3"
+    assert manager.objects["add"].__self__.items == ["tea"]
+    assert manager.schemas[0]["function"]["description"] == "Put an item into the cart."

@@ -14,11 +14,11 @@ from agl_slime.data.policy import CompleteGroup, MinimumViableGroup
 from agl_slime.data.results import Outcome
 from agl_slime.data.source import DataSourceSettings
 from agl_slime.errors import DataSourceError
-from agl_slime.support.agl import InMemoryLightningStore, Span, emit_reward
+from agl_slime.support.agl import InMemoryLightningStore, emit_reward
 from agl_slime.types import Sample
 from tests.data.sources import Running
 from tests.harness.datasource import QUICK
-from tests.harness.stores import RESPONSE, a_turn, enqueue, finish
+from tests.harness.stores import RESPONSE, a_turn, enqueue, finish, make_span
 
 
 async def test_groups_complete_in_any_order_and_each_member_counts_once(running: Running) -> None:
@@ -180,26 +180,18 @@ async def test_a_conversion_that_breaks_fails_one_rollout_and_not_the_run() -> N
         def decode(self, *_: Any, **__: Any) -> str:
             return "hello"
 
+    messages = (("prompt.0.role", "user"), ("prompt.0.content", "hi"), ("completion.0.role", "assistant"))
+    chat = {f"gen_ai.{key}": text for key, text in (*messages, ("completion.0.content", "hello"))}
     with Running(tokenizer=BrokenTokenizer()) as running:
         text_only, exact = await enqueue(running.store, 2)
-        attempt = (await running.store.start_attempt(text_only)).attempt
-        chat: dict[str, Any] = {
-            "gen_ai.prompt.0.role": "user",
-            "gen_ai.prompt.0.content": "hi",
-            "gen_ai.completion.0.role": "assistant",
-            "gen_ai.completion.0.content": "hello",
-            "gen_ai.operation.name": "chat",
-        }
+        attempt_id = (await running.store.start_attempt(text_only)).attempt.attempt_id
         reward = emit_reward(1.0, propagate=False)
-        ids = {"rollout_id": text_only, "attempt_id": attempt.attempt_id}
-        spans = [("openai.chat.completion", chat), (reward.name, dict(reward.attributes))]
-        await running.store.add_many_spans(
-            [
-                Span.from_attributes(name=name, attributes=attributes, sequence_id=i + 1, start_time=i, **ids)
-                for i, (name, attributes) in enumerate(spans)
-            ]
-        )
-        await running.store.update_attempt(text_only, attempt.attempt_id, status="succeeded")
+        spans = [
+            make_span(text_only, attempt_id, 1, **chat, **{"gen_ai.operation.name": "chat"}),
+            make_span(text_only, attempt_id, 2, **reward.attributes).model_copy(update={"name": reward.name}),
+        ]
+        await running.store.add_many_spans(spans)
+        await running.store.update_attempt(text_only, attempt_id, status="succeeded")
         await running.finish([exact])
         assert len(await running.get()) == 1
         await running.until_groups(2)
