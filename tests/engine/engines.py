@@ -6,14 +6,12 @@ import queue
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import pytest
-
-pytest.importorskip("torch", reason='the embedded engine needs torch: pip install "agl-slime[local]"')
-
-from agl_slime.engine.engine import Engine
 from agl_slime.engine.requests import Request, Sampling
+
+if TYPE_CHECKING:
+    from agl_slime.engine.engine import Engine
 
 
 def load_model(directory: Path) -> Any:
@@ -27,6 +25,8 @@ def load_model(directory: Path) -> Any:
 @contextmanager
 def running_engine(policy: Path, **limits: Any) -> Iterator[Engine]:
     import transformers
+
+    from agl_slime.engine.engine import Engine
 
     engine = Engine(load_model(policy), transformers.AutoTokenizer.from_pretrained(policy), **limits)
     try:

@@ -209,13 +209,6 @@ async def test_batches_and_parallel_samples(client: Client, model: Any) -> None:
         assert_close(log_probs, expected_log_probs(model, PROMPTS[0], ids))
 
 
-async def test_text_is_encoded_by_the_tokenizer(client: Client, model: Any, tokenizer: Any) -> None:
-    text = "<|im_start|>user\nWhat is stored"
-    answer = await client.post("/generate", {"text": text, "sampling_params": {**GREEDY, "max_new_tokens": 6}})
-    assert answer["output_ids"] == greedy(model, tokenizer.encode(text), 6)
-    assert answer["meta_info"]["prompt_tokens"] == len(tokenizer.encode(text))
-
-
 @pytest.mark.parametrize(
     ("body", "message"),
     [

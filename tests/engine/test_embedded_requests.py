@@ -6,8 +6,6 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("torch", reason='the embedded engine needs torch: pip install "agl-slime[local]"')
-
 from agl_slime.engine.chat import split_tool_calls
 from agl_slime.engine.requests import BadRequest, Sampling, parse_generate
 from agl_slime.engine.requests import parse as parse_model

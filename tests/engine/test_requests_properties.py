@@ -14,8 +14,6 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-pytest.importorskip("torch", reason='the embedded engine needs torch: pip install "agl-slime[local]"')
-
 from agl_slime.engine.requests import UNSUPPORTED, Sampling
 from tests.harness.engine_servers import engine_in_thread
 

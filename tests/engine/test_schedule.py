@@ -4,6 +4,7 @@ them: each answer is the model's for that request alone."""
 from __future__ import annotations
 
 import copy
+import functools
 import queue
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -13,22 +14,19 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from agl_slime.engine.requests import Request, Sampling
 from tests.harness.examples import examples
-
-torch = pytest.importorskip("torch", reason='the embedded engine needs torch: pip install "agl-slime[local]"')
-transformers = pytest.importorskip("transformers")
-
-from agl_slime.engine.engine import Engine  # noqa: E402
-from agl_slime.engine.requests import Request, Sampling  # noqa: E402
 
 CONTEXT, TOKENS, ROWS = 48, 100, 5
 CLOSE = 1e-4
 
 
-def tiny(seed: int) -> Any:
-    """Weights large enough that the logits lie far apart: a greedy choice then does not hang on rounding."""
+@functools.cache
+def model_of(version: str) -> Any:
+    """The old or the new weights, so large that the logits lie far apart: rounding does not change a greedy choice."""
+    torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
     torch.set_num_threads(1)
-    torch.manual_seed(seed)
+    torch.manual_seed(["old", "new"].index(version))
     config = transformers.LlamaConfig(
         hidden_size=32,
         intermediate_size=48,
@@ -41,9 +39,6 @@ def tiny(seed: int) -> Any:
         eos_token_id=1,
     )
     return transformers.AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").eval()
-
-
-MODELS = {"old": tiny(0), "new": tiny(1)}
 
 
 @dataclass(frozen=True)
@@ -86,8 +81,10 @@ COMMON = [5 + 7 * place % 50 for place in range(24)]
 
 
 def answered(schedule: list[Any], *, prefix_cache: bool) -> list[Request]:
+    from agl_slime.engine.engine import Engine
+
     engine = Engine(
-        copy.deepcopy(MODELS["old"]),
+        copy.deepcopy(model_of("old")),
         SimpleNamespace(eos_token_id=1),
         max_running=ROWS,
         max_total_tokens=TOKENS,
@@ -123,7 +120,7 @@ def answered(schedule: list[Any], *, prefix_cache: bool) -> list[Request]:
             elif event.kind == "update":
                 engine.pause(event.value).result(10)
                 version = "new" if engine.weight_version == "old" else "old"
-                engine.update_weights(MODELS[version].state_dict(), version=version).result(10)
+                engine.update_weights(model_of(version).state_dict(), version=version).result(10)
                 engine.resume().result(10)
             else:
                 engine.flush().result(10)
@@ -140,6 +137,8 @@ def answered(schedule: list[Any], *, prefix_cache: bool) -> list[Request]:
 
 def check(request: Request, *, in_place: bool) -> None:
     """Each token is the first choice, and its log-prob that, of the version that sampled it."""
+    import torch
+
     ids = request.input_ids + request.output_ids
     assert len(request.log_probs) == len(request.output_ids)
     first = len(request.input_ids) - 1
@@ -148,7 +147,7 @@ def check(request: Request, *, in_place: bool) -> None:
             return  # its KV cache is of both versions
         end = request.versions[number + 1][1] if number + 1 < len(request.versions) else len(request.output_ids)
         with torch.no_grad():
-            table = torch.log_softmax(MODELS[version](torch.tensor([ids])).logits[0], dim=-1)
+            table = torch.log_softmax(model_of(version)(torch.tensor([ids])).logits[0], dim=-1)
         for place in range(start, end):
             row, token = table[first + place], request.output_ids[place]
             assert float(row[token]) >= float(row.max()) - CLOSE
