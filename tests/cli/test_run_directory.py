@@ -12,16 +12,14 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("torch", reason='training needs torch: pip install "agl-slime[local]"')
-
-from safetensors.torch import load_file, save_file
-
 from agl_slime.cli.demo import LOOKUP_POLICY
 from agl_slime.errors import AglSlimeError, ConfigError
 from agl_slime.support.files import LOCK
 from agl_slime.train.local.settings import LocalTrainerSettings
 from tests.harness import training
 from tests.harness.engine_servers import engine_in_thread
+
+pytestmark = training.needs_torch
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -114,6 +112,8 @@ def test_missing_ledger_is_refused_before_any_file_is_cut(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("named", [True, False])
 def test_a_resume_with_another_model_at_the_same_path_is_refused(tmp_path: Path, named: bool) -> None:
+    from safetensors.torch import load_file, save_file
+
     model, run = Path(shutil.copytree(LOOKUP_POLICY, tmp_path / "model")), tmp_path / "run"
     train(run, model_path=model)
     weights = {name: tensor * 1.01 for name, tensor in load_file(model / "model.safetensors").items()}

@@ -12,8 +12,6 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("torch", reason='training needs torch: pip install "agl-slime[local]"')
-
 from agl_slime.cli.demo import LookupDemonstrations
 from agl_slime.cli.model_dir import RunModels, model_of_run, write_model
 from agl_slime.cli.models import find_model
@@ -23,7 +21,9 @@ from agl_slime.events import IterationFinished
 from agl_slime.report import read_metrics
 from agl_slime.report.files import RunDir
 from agl_slime.train.local.settings import LocalTrainerSettings
-from tests.harness.training import train, weights_restored
+from tests.harness.training import needs_torch, train, weights_restored
+
+pytestmark = needs_torch
 
 
 def short_run(engine: str, policy: Path, directory: Path, **settings: Any) -> str:

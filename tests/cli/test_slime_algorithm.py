@@ -12,19 +12,15 @@ from statistics import fmean
 from typing import Any
 
 import pytest
-from agentlightning.utils.otlp import LightningStoreOTLPExporter
-from opentelemetry.sdk.trace import TracerProvider
-
-pytest.importorskip("torch", reason='the local trainer needs torch: pip install "agl-slime[local]"')
 
 import agl_slime.cli.algorithm
 from agl_slime import BridgeStore, ConcurrentRunner, SlimeAlgorithm
 from agl_slime.cli.demo.agent import LookupAgent
 from agl_slime.errors import ConfigError
 from agl_slime.support.agl import LLM, LightningStoreServer, NamedResources, Rollout, otlp_export_misses_store
+from tests.harness.training import needs_torch
 
-agl_trainer = pytest.importorskip("agentlightning.trainer")
-execution = pytest.importorskip("agentlightning.execution.shared_memory")
+pytestmark = needs_torch
 
 
 class HintedAgent(LookupAgent):
@@ -44,8 +40,11 @@ def make_tasks(n: int, seed: int) -> list[dict[str, Any]]:
 
 def fit(algorithm: SlimeAlgorithm, agent: Any, n: int, **options: Any) -> list[dict[str, Any]]:
     """Train under Agent Lightning's own Trainer; the lines of the run's metrics."""
-    strategy = execution.SharedMemoryExecutionStrategy(main_thread="algorithm", n_runners=1, graceful_delay=1.0)
-    trainer = agl_trainer.Trainer(algorithm=algorithm, store=BridgeStore(), strategy=strategy, **options)
+    from agentlightning.execution.shared_memory import SharedMemoryExecutionStrategy
+    from agentlightning.trainer import Trainer
+
+    strategy = SharedMemoryExecutionStrategy(main_thread="algorithm", n_runners=1, graceful_delay=1.0)
+    trainer = Trainer(algorithm=algorithm, store=BridgeStore(), strategy=strategy, **options)
     trainer.fit(agent, make_tasks(n, 1), val_dataset=make_tasks(64, 2))
     lines = (Path(algorithm.config.output_dir) / "metrics.jsonl").read_text().splitlines()
     return [json.loads(line) for line in lines]
@@ -108,6 +107,9 @@ async def test_agent_lightning_settings_that_lose_rollouts_are_refused_at_start(
 
 def test_spans_go_to_the_store_or_the_address_in_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     """Which, depends on the exporter's version: ``otlp_export_misses_store``."""
+    from agentlightning.utils.otlp import LightningStoreOTLPExporter
+    from opentelemetry.sdk.trace import TracerProvider
+
     paths: list[str] = []
 
     class Collector(http.server.BaseHTTPRequestHandler):

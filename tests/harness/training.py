@@ -8,10 +8,18 @@ import json
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from agl_slime.cli.settings import train_config
+
+needs_torch = pytest.mark.skipif(
+    find_spec("torch") is None, reason='training needs torch: pip install "agl-slime[local]"'
+)
+"""Does not import torch, which takes seconds of collecting."""
 
 
 def train(*, given: Any = None, **settings: Any) -> str:

@@ -11,18 +11,16 @@ from typing import Any
 
 import pytest
 
-torch = pytest.importorskip("torch")
+from agl_slime.agent.partial import PartialRollouts
+from agl_slime.data.ledger import Ledger
+from agl_slime.data.source import GroupSource
+from agl_slime.errors import AglSlimeError
+from agl_slime.loop.checkpoint import Checkpoint, CheckpointWriter, load_newest, read_checkpoints
+from agl_slime.loop.settings import LoopState
+from agl_slime.store.bridge import BridgeStore
+from tests.harness.training import needs_torch
 
-from agl_slime.agent.partial import PartialRollouts  # noqa: E402
-from agl_slime.data.ledger import Ledger  # noqa: E402
-from agl_slime.data.source import GroupSource  # noqa: E402
-from agl_slime.errors import AglSlimeError  # noqa: E402
-from agl_slime.loop.checkpoint import Checkpoint, CheckpointWriter, load_newest, read_checkpoints  # noqa: E402
-from agl_slime.loop.settings import LoopState  # noqa: E402
-from agl_slime.store.bridge import BridgeStore  # noqa: E402
-from agl_slime.train.local import LocalTrainer  # noqa: E402
-from tests.harness.trainer_policy import make_model, make_samples, save_policy  # noqa: E402
-from tests.harness.trainers import trainer, weights  # noqa: E402
+pytestmark = needs_torch
 
 STEPS = (3, 6)
 ROW = '{"instance_id": "7", "calls": []}\n'
@@ -68,7 +66,9 @@ def damage(checkpoint: Path, rng: random.Random) -> str:
     return f"{kind.__name__} {file.name}"
 
 
-def everything(ours: LocalTrainer) -> dict[str, Any]:
+def everything(ours: Any) -> dict[str, Any]:
+    from tests.harness.trainers import weights
+
     state = {f"weight {name}": tensor for name, tensor in weights(ours.model).items()}
     for number, moments in ours._optimizer.state_dict()["state"].items():
         state |= {f"{name} {number}": value.clone() for name, value in moments.items()}
@@ -78,6 +78,9 @@ def everything(ours: LocalTrainer) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, dict[int, dict[str, Any]]]:
     """A policy, the two checkpoints of a run that trained it, and the state of the trainer in each."""
+    from tests.harness.trainer_policy import make_model, make_samples, save_policy
+    from tests.harness.trainers import trainer
+
     directory = tmp_path_factory.mktemp("run")
     ours, samples = trainer(save_policy(directory / "policy")), make_samples(make_model())
     ledger, saved = Ledger(path=directory / "ledger.sqlite"), {}
@@ -96,7 +99,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, dict[int,
     return directory / "policy", directory / "checkpoints", saved
 
 
-def load(directory: Path, ours: LocalTrainer) -> tuple[Checkpoint | None, str]:
+def load(directory: Path, ours: Any) -> tuple[Checkpoint | None, str]:
     """The checkpoint that ``--resume`` begins with, or the sentence why there is none."""
     try:
         checkpoint = load_newest(read_checkpoints(directory), ours)
@@ -107,6 +110,10 @@ def load(directory: Path, ours: LocalTrainer) -> tuple[Checkpoint | None, str]:
 
 
 def check(run: tuple[Path, Path, dict[int, dict[str, Any]]], tmp_path: Path, seeds: range) -> None:
+    import torch
+
+    from tests.harness.trainers import trainer
+
     policy, whole, saved = run
     ours, steps = trainer(policy), set()
     for seed in seeds:

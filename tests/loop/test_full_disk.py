@@ -9,10 +9,9 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
-
-pytest.importorskip("torch")
 
 from agl_slime.data.ledger import Ledger
 from agl_slime.data.source import GroupSource
@@ -22,8 +21,7 @@ from agl_slime.loop.settings import LoopState
 from agl_slime.report.files import IterationFile, iter_jsonl
 from agl_slime.store.bridge import BridgeStore
 from agl_slime.support.database import Database
-from tests.harness.trainer_policy import make_model, make_samples, save_policy
-from tests.harness.trainers import trainer
+from tests.harness.training import needs_torch
 
 
 @pytest.fixture
@@ -46,11 +44,21 @@ def fill(disk: Path, *, leave: int) -> Path:
     return filler
 
 
-@pytest.mark.parametrize("leave", [0, 200_000, 400_000])
-def test_weights_and_trainer_state(disk: Path, tmp_path: Path, leave: int) -> None:
-    """The weights have 340 kB, and the state has twice as much besides."""
+@pytest.fixture
+def ours(tmp_path: Path) -> Any:
+    """A trainer after a step."""
+    from tests.harness.trainer_policy import make_model, make_samples, save_policy
+    from tests.harness.trainers import trainer
+
     ours = trainer(save_policy(tmp_path / "policy"))
     ours.train(make_samples(make_model()), iteration=0)
+    return ours
+
+
+@needs_torch
+@pytest.mark.parametrize("leave", [0, 200_000, 400_000])
+def test_weights_and_trainer_state(disk: Path, ours: Any, leave: int) -> None:
+    """The weights have 340 kB, and the state has twice as much besides."""
     fill(disk, leave=leave)
     if leave < 400_000:
         with pytest.raises(TrainerError, match=f"no space left in {disk};"):
@@ -60,8 +68,9 @@ def test_weights_and_trainer_state(disk: Path, tmp_path: Path, leave: int) -> No
     assert [path.name for path in disk.iterdir() if path.name != "weights"] == ["filler"]
 
 
-def test_a_checkpoint(disk: Path, tmp_path: Path) -> None:
-    ours, ledger = trainer(save_policy(tmp_path / "policy")), Ledger(path=tmp_path / "ledger.sqlite")
+@needs_torch
+def test_a_checkpoint(disk: Path, ours: Any, tmp_path: Path) -> None:
+    ledger = Ledger(path=tmp_path / "ledger.sqlite")
     with GroupSource(store=BridgeStore(), ledger=ledger) as source:
         writer = CheckpointWriter(directory=disk / "checkpoints", trainer=ours, source=source)
         writer.save(LoopState(iteration=1))
@@ -110,6 +119,7 @@ def test_json_lines(disk: Path) -> None:
     assert [record["reward"] for record in iter_jsonl(disk / "metrics.jsonl") if "reward" in record] == [0.5, 0.75]
 
 
+@needs_torch
 @pytest.mark.slow
 @pytest.mark.parametrize("disk", ["512k", "1100k", "1800k", "2500k"], indirect=True)
 def test_a_run(disk: Path) -> None:

@@ -16,10 +16,11 @@ from agl_slime.cli.demo import LOOKUP_POLICY
 from agl_slime.engine.process import EmbeddedEngine
 from agl_slime.loop.checkpoint import Checkpoint, read_checkpoints
 from agl_slime.tokens.codec import unpack_token_ids
+from tests.harness.training import needs_torch
 from tests.loop.token_counter import TokenCounter
 from tests.programs.end_train import PHASES, SIGNALS, Scene, run
 
-pytest.importorskip("torch", reason="needs agl-slime[local]")
+pytestmark = needs_torch
 
 
 MIXED = list(zip(PHASES, SIGNALS + SIGNALS[2:], strict=True))

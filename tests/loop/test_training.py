@@ -12,8 +12,6 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("torch", reason='training needs torch: pip install "agl-slime[local]"')
-
 from agl_slime.agent.agent import SGLangLitAgent
 from agl_slime.cli.parts import RunParts
 from agl_slime.cli.start import check_tools
@@ -24,7 +22,9 @@ from agl_slime.report import read_metrics
 from agl_slime.report.audit import audit
 from agl_slime.tokens.loading import load_tokenizer
 from tests.harness.engine_servers import engine_in_thread
-from tests.harness.training import model_info, train, weights_restored
+from tests.harness.training import model_info, needs_torch, train, weights_restored
+
+pytestmark = needs_torch
 
 SMALL: dict[str, Any] = {"rollout_batch_size": 2, "n_samples_per_prompt": 2, "max_new_tokens": 4, "eval_interval": 0}
 

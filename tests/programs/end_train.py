@@ -52,7 +52,7 @@ _FLAGS = (
     "--agent tests.programs.agents.flaky_lookup:FlakyLookup --rollout-batch-size 3 --n-samples-per-prompt 3 "
     "--eval-interval 2 --eval-rollouts 3 --save-interval 3 --view lines"
 )
-_START_S = 4.0  # about what a start takes
+_START_S = 4.0  # roughly one start
 _ROOT = Path(__file__).parents[2]
 _IMPORTED = ["agl_slime.cli.local", "agl_slime.train.local.trainer", "transformers.models.qwen3.modeling_qwen3"]
 

@@ -1,7 +1,7 @@
 """The agent that slime's contract tests reach through our hooks: real store, runner, spans and conversion; the model is
 three lines.
 
-slime's contract tests replace ``transformers`` by a stub, so the tokenizer is a byte-level one of our own.
+slime's contract tests replace ``transformers`` by a stub, so the tokenizer is our byte-level one.
 """
 
 from __future__ import annotations

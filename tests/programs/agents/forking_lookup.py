@@ -1,4 +1,4 @@
-"""The first command's agent with what agents do to a record: its conversations fork, and some rollouts fail."""
+"""The first command's agent with conversations that fork, and rollouts that fail."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""What Agent Lightning 1.0's trainer takes of a recorded rollout: python tests/programs/clients/agl1_trainer.py
-URL. Runs in a Python with agentlightning 1.x; its trainer's own packages (numpy, httpx-retries) may be missing."""
+"""Agent Lightning 1.0's trainer on a recorded rollout: python tests/programs/clients/agl1_trainer.py URL. Runs in a
+Python with agentlightning 1.x; its trainer's own packages (numpy, httpx-retries) may be missing."""
 
 import json
 import sys

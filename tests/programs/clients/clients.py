@@ -1,5 +1,5 @@
 """Programs of Python's clients, one question and one tool each: python clients.py NAME. The gateway's address is
-BASE_URL. They run in a process of their own, so that they need not share the package's environment."""
+BASE_URL. They run in another process, which may have another environment than the package."""
 
 from __future__ import annotations
 
@@ -76,10 +76,10 @@ def _langchain(model: Any) -> str:
 
     bound, messages = model.bind_tools([weather]), [HumanMessage(QUESTION)]
     while True:
-        messages.append(said := bound.invoke(messages))
-        if not said.tool_calls:
-            return said.text if isinstance(said.text, str) else said.text()
-        messages += [ToolMessage(weather(**call["args"]), tool_call_id=call["id"]) for call in said.tool_calls]
+        messages.append(answer := bound.invoke(messages))
+        if not answer.tool_calls:
+            return answer.text if isinstance(answer.text, str) else answer.text()
+        messages += [ToolMessage(weather(**call["args"]), tool_call_id=call["id"]) for call in answer.tool_calls]
 
 
 def dspy() -> str:
@@ -198,10 +198,10 @@ def mirascope() -> str:
     def ask() -> str:
         return QUESTION
 
-    said = ask()
-    while said.tool_calls:
-        said = said.resume(said.execute_tools())
-    return said.text()
+    answer = ask()
+    while answer.tool_calls:
+        answer = answer.resume(answer.execute_tools())
+    return answer.text()
 
 
 def openai_stream_helper() -> str:
@@ -211,11 +211,11 @@ def openai_stream_helper() -> str:
     messages: list[Any] = [{"role": "user", "content": QUESTION}]
     while True:
         with client.chat.completions.stream(model="m", messages=messages, tools=[TOOL]) as stream:
-            said = stream.get_final_completion().choices[0].message
-        if not said.tool_calls:
-            return said.content or ""
-        messages.append(said)
-        for call in said.tool_calls:
+            message = stream.get_final_completion().choices[0].message
+        if not message.tool_calls:
+            return message.content or ""
+        messages.append(message)
+        for call in message.tool_calls:
             result = weather(**json.loads(call.function.arguments))
             messages.append({"role": "tool", "tool_call_id": call.id, "content": result})
 

@@ -38,12 +38,12 @@ async def play(*, url: str, model: str, ports: list[int], question: str, tool: d
 
     names = ("agent", "model", "resources")
     kinds = dict(zip(names, ("responses_api_agents", "responses_api_models", "resources_servers"), strict=True))
-    where = {name: {"host": "127.0.0.1", "port": port} for name, port in zip(names, ports, strict=True)}
-    known = OmegaConf.create({name: {kinds[name]: {name: where[name]}} for name in names})
+    addresses = {name: {"host": "127.0.0.1", "port": port} for name, port in zip(names, ports, strict=True)}
+    global_config = OmegaConf.create({name: {kinds[name]: {name: addresses[name]}} for name in names})
     head = BaseServerConfig(host="127.0.0.1", port=1)
-    client = ServerClient(head_server_config=head, global_config_dict=known)
+    client = ServerClient(head_server_config=head, global_config_dict=global_config)
     set_global_aiohttp_client(GlobalAIOHTTPAsyncClientConfig())
-    common = {name: {**where[name], "entrypoint": "app.py", "name": name} for name in names}
+    common = {name: {**addresses[name], "entrypoint": "app.py", "name": name} for name in names}
     refs = {
         "resources_server": {"type": kinds["resources"], "name": "resources"},
         "model_server": {"type": kinds["model"], "name": "model"},
@@ -54,19 +54,18 @@ async def play(*, url: str, model: str, ports: list[int], question: str, tool: d
         VLLMModel(config=VLLMModelConfig(**common["model"], **vllm, uses_reasoning_parser=False), server_client=client),
         Weather(config=BaseResourcesServerConfig(**common["resources"], domain="agent"), server_client=client),
     ]
-    running = []
-    for server, port in zip(servers, ports, strict=True):
-        config = uvicorn.Config(server.setup_webserver(), host="127.0.0.1", port=port, log_level="warning")
-        running.append(uvicorn.Server(config))
-    tasks = [asyncio.create_task(one.serve()) for one in running]
-    while not all(one.started for one in running):  # noqa: ASYNC110  (uvicorn has no event for it)
+    options: dict[str, Any] = {"host": "127.0.0.1", "log_level": "warning"}
+    apps = zip(servers, ports, strict=True)
+    running = [uvicorn.Server(uvicorn.Config(app.setup_webserver(), port=port, **options)) for app, port in apps]
+    tasks = [asyncio.create_task(server.serve()) for server in running]
+    while not all(server.started for server in running):  # noqa: ASYNC110  (uvicorn has no event for it)
         await asyncio.sleep(0.01)
     body = {"responses_create_params": {"input": [{"role": "user", "content": question}], "tools": [tool]}}
     async with aiohttp.ClientSession() as http, http.post(f"http://127.0.0.1:{ports[0]}/run", json=body) as answer:
         result = await answer.text()
         assert answer.status == 200, result
-    for one in running:
-        one.should_exit = True
+    for server in running:
+        server.should_exit = True
     await asyncio.gather(*tasks)
     return json.loads(result)
 
@@ -76,18 +75,18 @@ def read(capture: dict[str, Any]) -> dict[str, Any]:
     from nemo_gym.openai_utils import NeMoGymResponse
 
     response = NeMoGymResponse.model_validate(capture["response"]).model_dump()
-    found: dict[str, Any] = {"output": response["output"], "digests": None, "trajectory": None}
+    result: dict[str, Any] = {"output": response["output"], "digests": None, "trajectory": None}
     try:
         from nemo_gym.token_id_capture import TokenCaptureStore, TokenEntry, trajectories_for_rollout
     except ImportError:
-        return found
+        return result
     with tempfile.TemporaryDirectory() as directory:
         store = TokenCaptureStore(directory)
         for entry in capture["entries"]:
             store.append(TokenEntry.model_validate(entry))
-        found["digests"] = store._read_state(capture["rollout_id"])["entry_digests"]
-        found["trajectory"] = trajectories_for_rollout(capture["rollout_id"], [store.root])
-    return found
+        result["digests"] = store._read_state(capture["rollout_id"])["entry_digests"]
+        result["trajectory"] = trajectories_for_rollout(capture["rollout_id"], [store.root])
+    return result
 
 
 if __name__ == "__main__":
