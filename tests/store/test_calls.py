@@ -105,11 +105,8 @@ class Subject:
             answers += [await store.get_rollout_by_id(rollout_id), await store.get_latest_attempt(rollout_id), attempts]
             answers += [await store.query_spans(rollout_id), await store.query_spans(rollout_id, "latest")]
             answers += [await store.query_spans(rollout_id, attempt.attempt_id) for attempt in attempts]
-        counts = {
-            name: value
-            for name, value in (await store.statistics()).items()
-            if name.startswith("total_") and name != "total_span_bytes"
-        }
+        statistics = {**await store.statistics(), "total_span_bytes": 0}
+        counts = {name: value for name, value in statistics.items() if name.startswith("total_")}
         running = [rollout_id in store._running_rollout_ids for rollout_id in self.rollouts]
         return self.plain([*answers, counts, running])
 

@@ -43,6 +43,7 @@ from tests.harness.datasource import QUICK, Listener
 from tests.harness.examples import examples
 from tests.harness.samples import encode, turn
 from tests.harness.stores import enqueue, finish
+from tests.harness.trace_strategies import conversations
 from tests.harness.waiting import until
 
 SHAPE = (2, 3)
@@ -218,33 +219,18 @@ def experts(start: int, count: int, *, most: int = 8, seed: int = 0) -> RoutedEx
     return RoutedExperts(start, rng.integers(0, most, (count, 2, 3)).astype(np.uint8 if most < 256 else np.uint16))
 
 
-def random_turns(rng: random.Random) -> list[Turn]:
-    """A rollout that grows, forks and starts new contexts, with experts of any size, nuclei, or neither."""
+def with_arrays(turns: list[Turn], rng: random.Random) -> list[Turn]:
+    """``turns`` with experts of either type, nuclei, or neither."""
     most, with_experts, with_nucleus = rng.choice((8, 300)), rng.random() < 0.8, rng.random() < 0.5
-    turns: list[Turn] = []
-    for number in range(rng.randint(1, 6)):
-        index = rng.choice([None, *range(number)]) if number else None
-        base = turns[index] if index is not None else None
-        length = 0 if base is None else rng.choice((base.length, rng.randint(0, base.length)))
-        prompt = [] if base is None else base.token_ids[:length].tolist()
-        prompt += [rng.randrange(99) for _ in range(rng.randint(0 if prompt else 1, 40))]
-        response = [rng.randrange(99) for _ in range(rng.randint(1, 40))]
-        start = 0 if base is None else min(length, base.experts_end, len(prompt) - 1)
-        counts = [rng.randint(1, 5) for _ in response]
-        ids = np.array([rng.randrange(99) for _ in range(sum(counts))], dtype=np.int32)
-        count = len(prompt) + len(response) - 1 - start
-        turns.append(
-            Turn(
-                prompt_ids=prompt,
-                response_ids=response,
-                log_probs=[-1.0] * len(response),
-                base_turn=index,
-                kept_tokens=length,
-                experts=experts(start, count, most=most) if with_experts else None,
-                nucleus=Nucleus(ids, np.cumsum([0, *counts]).astype(np.int32)) if with_nucleus else None,
-            )
-        )
-    return turns
+    made: list[Turn] = []
+    for plain in turns:
+        end = 0 if plain.base_turn is None else made[plain.base_turn].experts_end
+        start = min(plain.kept_tokens, end, len(plain.prompt_ids) - 1)
+        offsets = np.cumsum([0, *(rng.randint(1, 5) for _ in plain.response_ids)]).astype(np.int32)
+        nucleus = Nucleus(np.arange(offsets[-1], dtype=np.int32) % 99, offsets) if with_nucleus else None
+        rows = experts(start, plain.length - 1 - start, most=most) if with_experts else None
+        made.append(replace(plain, experts=rows, nucleus=nucleus))
+    return made
 
 
 def filed(turn: Turn, directory: Path, rollout_id: str) -> Turn:
@@ -258,12 +244,17 @@ def samples_of(turns: list[Turn], directory: Path | None = None) -> list[Any]:
     return [sample_to_json(sample) for sample in convert_trajectory(made, replay_files=directory).samples]
 
 
-@given(seed=st.integers(0, 2**32), limit=st.sampled_from((1, 200, 600)), name=st.text(max_size=20))
+@given(
+    turns=conversations(min_response=1, links=True),
+    rng=st.randoms(use_true_random=False),
+    limit=st.sampled_from((1, 40, 120)),
+    name=st.text(max_size=20),
+)
 @settings(max_examples=examples(60), deadline=None)
 def test_samples_are_the_same_by_file_and_by_span(
-    seed: int, limit: int, name: str, tmp_path_factory: pytest.TempPathFactory
+    turns: list[Turn], rng: random.Random, limit: int, name: str, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    turns = random_turns(random.Random(seed))
+    turns = with_arrays(turns, rng)
     directory = tmp_path_factory.mktemp("replay")
     rollout_id = f"ro-{name}".encode(errors="replace").decode()
     with patch(LIMIT, limit):
