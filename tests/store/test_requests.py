@@ -150,7 +150,7 @@ async def test_requests_are_served_while_a_large_batch_is_executed(
     span = {"rollout_id": "r", "attempt_id": "a", "sequence_id": 1, "trace_id": "t", "span_id": "s", "name": "n"}
     span |= {"status": {"status_code": "OK"}, "resource": {"attributes": {}, "schema_url": ""}, "attributes": {}}
     span |= dict.fromkeys(("parent_id", "context", "parent", "start_time", "end_time")) | {"events": [], "links": []}
-    calls = [{"op": "spans", "spans": [span] * spans_of_a_call}] * max(1, 8_000 // spans_of_a_call)
+    calls = [{"op": "spans", "spans": [span] * spans_of_a_call}] * max(1, 20_000 // spans_of_a_call)
     executing, ended, served = threading.Event(), asyncio.Event(), 0
 
     async def noted(store: BridgeStore, body: object) -> bytes:
