@@ -30,6 +30,8 @@ async def test_aborted_request_returns_its_tokens(client: Client, model: Any) ->
     task = start(client, rid="run-1")
     await client.running(1)
     await client.post("/flush_cache", {}, status=400)
+    refused = await client.generate(PROMPTS[0], rid="run-1", max_new_tokens=1, status=400)
+    assert "Duplicate request ID" in refused["error"]["message"]
     await client.post("/abort_request", {"rid": "never-seen"})
     await client.post("/abort_request", {})
     assert not task.done()
