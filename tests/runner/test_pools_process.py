@@ -205,7 +205,7 @@ async def test_a_process_whose_pool_is_gone_ends_by_itself() -> None:
     theirs.close()
     assert await asyncio.to_thread(ours.poll, 60)
     assert ours.recv() == READY
-    ours.close()  # what the kernel does when the pool's process dies
+    ours.close()  # as the kernel does when the pool's process dies
     await asyncio.to_thread(process.join, 30)
     assert process.exitcode == 0
 

@@ -88,7 +88,7 @@ async def test_abandoned_threads_are_bounded(gate):
     assert await pool.run(lambda: 7) == 7
 
 
-async def test_a_waiting_call_gets_the_thread_of_an_abandoned_one_unless_cancelled(gate):
+async def test_a_waiting_call_gets_the_thread_of_an_abandoned_one(gate):
     pool = ThreadPool(name="test", max_running=1, max_abandoned=1)
     hung = await hang(pool.run, gate)
     called = []
