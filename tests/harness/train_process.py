@@ -84,14 +84,7 @@ def watches(process: psutil.Process) -> bool:
 @contextmanager
 def train(*flags: object, environment: Mapping[str, str] | None = None) -> Iterator[Run]:
     """``environment`` beside this process's own."""
-    variables = {
-        **os.environ,
-        "OMP_NUM_THREADS": "1",
-        "TOKENIZERS_PARALLELISM": "false",
-        "HF_HUB_OFFLINE": "1",
-        "PYTHONUNBUFFERED": "1",
-        **(environment or {}),
-    }
+    variables = {**os.environ, "PYTHONUNBUFFERED": "1", **(environment or {})}
     command = [sys.executable, str(REPOSITORY / "train.py"), "--view", "lines", *map(str, flags)]
     # a session of its own: a signal to the test does not reach it
     process = subprocess.Popen(

