@@ -116,12 +116,12 @@ class LoopCase:
         """``options`` are fields of ``LoopSettings`` and the arguments of the loop in ``_ARGUMENTS``."""
         arguments = {_ARGUMENTS[name]: options.pop(name) for name in _ARGUMENTS.keys() & options.keys()}
         runner = RunnerSettings(max_concurrent=max_concurrent, poll_interval_s=0.01, heartbeat_interval_s=0)
+        self.settings = LoopSettings(**{**SMALL, **options})
         if source is None:
             store = store if store is not None else BridgeStore()
             source = GroupSource(store=store, tokenizer=small_tokenizer(), settings=source_settings)
         assert source._store is not None
         self.source, self.store = source, source._store
-        self.settings = LoopSettings(**{**SMALL, **options})
         self.trainer = Trainer(self.source, n=self.settings.rollout_batch_size)
         self.recorder = Recorder(on_event)
         try:

@@ -46,19 +46,19 @@ def fill(disk: Path, *, leave: int) -> Path:
 
 @pytest.fixture
 def ours(tmp_path: Path) -> Any:
-    """A trainer after a step."""
-    from tests.harness.trainer_policy import make_model, make_samples, save_policy
+    from tests.harness.trainer_policy import save_policy
     from tests.harness.trainers import trainer
 
-    ours = trainer(save_policy(tmp_path / "policy"))
-    ours.train(make_samples(make_model()), iteration=0)
-    return ours
+    return trainer(save_policy(tmp_path / "policy"))
 
 
 @needs_torch
 @pytest.mark.parametrize("leave", [0, 200_000, 400_000])
 def test_weights_and_trainer_state(disk: Path, ours: Any, leave: int) -> None:
     """The weights have 340 kB, and the state has twice as much besides."""
+    from tests.harness.trainer_policy import make_model, make_samples
+
+    ours.train(make_samples(make_model()), iteration=0)
     fill(disk, leave=leave)
     if leave < 400_000:
         with pytest.raises(TrainerError, match=f"no space left in {disk};"):
