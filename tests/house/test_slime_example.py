@@ -58,11 +58,11 @@ def test_slimes_parser_takes_the_flags_of_the_launch_script(script: str, root: P
         lr=1e-6,
         evals=[["lookup", str(tmp_path / "eval.jsonl"), 1]],
         save=str(tmp_path / "saved"),
-        colocate=not apart,
         actor_num_gpus_per_node=4,
         rollout_num_gpus=4,
         use_tis=apart,
     )
+    assert bool(arguments["colocate"]) is not apart
     assert not apart or arguments["tis_clip"] == 2.0
 
 

@@ -81,9 +81,8 @@ def wait_until_up(port: int, node: subprocess.Popen[bytes], log: Path) -> None:
 def two_ray_nodes(root: Path, work: Path) -> Iterator[dict[str, str]]:
     """Ray's head and a second node, with a token as several hosts need it; yields the variables of its clients."""
     port, dashboard = free_port(), free_port()
-    ray_directory = tempfile.mkdtemp(
-        prefix="ray-"
-    )  # short: its sockets' paths; apart: "ray.init()" joins the cluster named there
+    # short, for paths of sockets; separate, for "ray.init()" joins the cluster named there
+    ray_directory = tempfile.mkdtemp(prefix="ray-")
     token = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32), "RAY_TMPDIR": ray_directory}
     path = path_with(programs(work / "bin", program="launched"))
     # a node does not have the recipe's variables: they come with the job
