@@ -1,4 +1,4 @@
-"""Agents of more than one turn by declaration: tools, limits, loss scales, and what the Sample says about each."""
+"""Agents of more than one turn by declaration: tools, limits, loss scales, and their traces in the Sample."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ def name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 def test_program_sees_no_run_key_and_metric_keeps_its_rewards_name(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With the key a program could post rewards, and those of single turns are trained."""
+    """With the key a program could post rewards, and rewards of single turns are trained."""
     monkeypatch.setenv("AGL_KEY", quirks.KEY)
     monkeypatch.setenv("AGL_ENV_MODEL_KEY", quirks.KEY)
     env = load(name)
