@@ -22,6 +22,7 @@ from tests.harness.gateway import (
     TEMPLATE,
     WEATHER,
     Case,
+    calling,
     chat,
     gateway_counts,
     one_sample,
@@ -43,7 +44,7 @@ def contains(ids: list[int], part: list[int]) -> bool:
 
 
 def spaced(function: dict[str, Any]) -> None:
-    function["arguments"] = json.dumps(json.loads(function["arguments"]), indent=2)
+    function["arguments"] = json.dumps(dict(reversed(json.loads(function["arguments"]).items())), indent=2)
 
 
 @pytest.mark.parametrize(
@@ -57,7 +58,7 @@ def spaced(function: dict[str, Any]) -> None:
     ids=["dropped", "parts", "serialized", "reasoning"],
 )
 def test_client_edits_of_an_answers_form_make_no_fork(change: Any) -> None:
-    with serving(f"<think>\nhm\n</think>\n\nSee. {CALL}", "Sunny.") as case:
+    with serving(f"<think>\nhm\n</think>\n\nSee. {calling('weather', city='Rome', days=2)}", "Sunny.") as case:
         answer = ask(case, tools=[WEATHER])
         message = answer.choices[0].message.model_dump(exclude_none=True)
         assert (message["reasoning_content"], message["content"]) == ("hm", "See.")

@@ -156,7 +156,6 @@ REFUSED: list[tuple[list[Any], str]] = [
     (["file:///etc/passwd"], "must be a URI data:image/"),
     (["http://169.254.169.254/latest"], "image_hosts"),
     (["https://[broken/x.png"], "image_hosts"),
-    ([None], "must be a URI data:image/"),
 ]
 
 

@@ -43,7 +43,6 @@ BLOCKS: list[tuple[dict[str, Any], str]] = [
         {"type": "document", "title": "T", "context": "C", "source": {"type": "content", "content": [TEXT]}},
         "T\nC\nwords",
     ),
-    ({"type": "document", "title": None, "source": {"type": "content", "content": "words"}}, "words"),
 ]
 
 

@@ -232,7 +232,6 @@ JUNK: list[tuple[str, str, str | None, int]] = [
     ("POST", "/api/rollouts", '[{"input": 1, "rollout_id": "a/b"}]', 422),
     ("POST", "/api/rollouts", '[{"input": 1, "config": {"timeout_seconds": 1e400}}]', 422),
     ("POST", "/api/rollouts", '["\\ud800"]', 422),
-    ("PATCH", "/api/rollouts/nobody", '{"status": {"state": "running"}}', 404),
     ("POST", "/api/rollouts/nobody/attempt/0/events", '{"event_type": "reward", "data": {"value": 1}}', 404),
     ("POST", "/api/models", '[{"model": "other", "endpoint": "http://elsewhere/v1"}]', 409),
     ("POST", "/proxy/pause", '{"retry_after_seconds": -1}', 422),

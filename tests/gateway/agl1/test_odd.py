@@ -54,7 +54,6 @@ ODD = [
     ('"metadata": {"sample_idx_in_batch": [1]}', "sample_idx_in_batch"),
     (f'"metadata": {{"batch_idx": {2**64}}}', "batch_idx"),
     ('"metadata": {"agl1.config": 7}', "agl1.config"),
-    ('"metadata": 7', "metadata"),
     (f'"metadata": {deep(300)}', "250 deep"),
     (f'"input": {deep(300)}', "250 deep"),
     ('"config": {"local": {"env_map": {"A": 1}}}', "env_map"),
