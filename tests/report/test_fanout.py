@@ -58,7 +58,7 @@ def test_events_arrive_in_order_from_one_thread() -> None:
     assert recorder.closed == 1
 
 
-def test_failing_reporters_are_dropped_with_a_warning_each_and_others_continue() -> None:
+def test_failing_reporters_are_dropped_with_warnings_and_others_continue() -> None:
     """The second fails on the warning about the first."""
 
     class Worse(Failing):

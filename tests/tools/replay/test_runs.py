@@ -38,7 +38,7 @@ def test_a_hundred_steps_of_three_runs_equal_the_recorded_ones(policy_dir: Path,
     assert set(differences) == {0.0}
 
 
-def test_a_step_of_a_run_is_retrained_with_another_reward_and_has_influences(
+def test_a_step_of_a_run_is_retrained_with_another_reward(
     policy_dir: Path, embedded_engine: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
     """New rewards differ between rollouts, so that the gradient changes whatever was sampled; the loss is 0 where all
