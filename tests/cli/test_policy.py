@@ -103,7 +103,7 @@ def test_the_template_only_appends(tokenizer: Any) -> None:
                 assert longer.startswith(shorter)
 
 
-def test_tools_calls_and_observations_are_rendered_as_the_model_writes_them(tokenizer: Any) -> None:
+def test_tools_and_calls_are_rendered_as_the_model_writes_them(tokenizer: Any) -> None:
     source = LookupDemonstrations()
     prompt = source.prompt({"key": "kqz"})
 
