@@ -191,7 +191,7 @@ async def test_an_environment_as_in_ms_swift() -> None:
     assert trained_ids(result.sample) == result.sampled
 
 
-async def test_a_limit_ends_a_rollout_whatever_the_scheduler_says_without_an_error() -> None:
+async def test_a_limit_ends_a_rollout_whatever_the_scheduler_says() -> None:
     scheduler = Environment(max_turns=2)
     result = await played(scheduler, [WRONG, WRONG, "never asked"], Infos)
     assert (len(result.conversion.trajectory.turns), result.sample.metadata["stop_reason"]) == (2, "max_turns")

@@ -58,7 +58,7 @@ class Snapshot:
 
 @dataclass
 class Processed:
-    """What the five stages make of snapshots; ``finished`` has each finished one with its end."""
+    """The result of the five stages on snapshots; ``finished`` has each finished one with its end."""
 
     meta_info: dict[str, Any]
     finished: list[tuple[Snapshot, FinishedGroup]]
@@ -119,7 +119,7 @@ def write_problems(tmp_path: Path, n: int = 3) -> str:
 
 
 class Client:
-    """What a client sees: status and JSON."""
+    """A client that returns status and JSON."""
 
     def __init__(self, url: str, **headers: str) -> None:
         self.url = url

@@ -93,8 +93,7 @@ async def test_a_generator_that_hangs_is_ended_and_recorded(tmp_path):
 
 
 async def test_a_generator_that_fails_is_started_again_where_its_items_end(tmp_path):
-    """It dies after the second item, with one group done and nothing of the next: the second try makes only what is
-    missing."""
+    """It dies after the second item, with one group done; the second try makes only the missing items."""
     died = tmp_path / "died"
     die = f"""
             import os, signal
@@ -261,7 +260,7 @@ async def test_generators_need_no_token(tmp_path):
 
 
 async def test_restarted_buffer_resumes_its_generator_and_items(tmp_path):
-    """The first life ends in the middle of a run: the second makes what is missing, and nothing twice."""
+    """The first life ends in the middle of a run: the second makes the missing items, and none twice."""
     hold = tmp_path / "hold"
     hold.touch()
     wait = f"""
@@ -312,7 +311,7 @@ async def test_a_generator_and_its_workers_end_with_a_killed_buffer(tmp_path):
         "-c",
         "import sys; from agl_slime.buffer.server import main; sys.exit(main(sys.argv[1:]))",
         *("--port", "0", "--generators", str(tmp_path / "generators"), "--input-dir", str(tmp_path)),
-        env={**os.environ, "TMPDIR": str(tmp_path)},  # what it cannot clean up any more goes with the test
+        env={**os.environ, "TMPDIR": str(tmp_path)},  # files that it cannot clean up any more go with the test
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.DEVNULL,
     )

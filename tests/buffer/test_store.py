@@ -373,7 +373,7 @@ def test_runs_remember_where_they_began():
 
 
 def test_names_of_groups_are_never_given_twice(tmp_path):
-    """A trainer names what it has trained by them, at any later time."""
+    """A trainer names its trained groups by them, at any later time."""
     path = tmp_path / "buffer.sqlite"
     names: list[str] = []
     for n in range(3):

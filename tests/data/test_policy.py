@@ -54,7 +54,7 @@ def test_verdicts(policy: Any, progress: GroupProgress, verdict: GroupAction | i
         assert (judged.action, judged.reason) == (DROP, verdict)
 
 
-def test_the_floor_refuses_groups_below_it_and_is_not_moved_by_binary_fractions():
+def test_the_floor_refuses_groups_below_it_despite_binary_fractions():
     assert MinimumViableGroup(min_ratio=1.0).refuse(size=2, members=members(1, 1)) is not None
     assert MinimumViableGroup(min_ratio=1.0).refuse(size=2, members=members(2, 0)) is None
     assert VIABLE.refuse(size=8, members=members(6, 2)) is None

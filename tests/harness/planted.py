@@ -1,4 +1,4 @@
-"""Planted faults: what the test suite catches.
+"""Planted faults, and the tests that catch them.
 
 Each line of ``planted.jsonl`` is a fault: one line of the package, and a wrong one in its place. A fault is planted
 into a copy of the repository, where the tests that execute it run; the table lists the failed tests and their CPU time.

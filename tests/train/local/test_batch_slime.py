@@ -115,7 +115,7 @@ def check(ours: TrainBatch, theirs: dict[str, Any]) -> None:
 @pytest.mark.parametrize("std", [True, False])
 def test_the_batch_is_slimes(std: bool):
     samples = full_groups()
-    samples[7].remove_sample = False  # slime's baseline counts what is out of the loss, ours does not
+    samples[7].remove_sample = False  # slime's baseline counts samples out of the loss, ours does not
     theirs = slime_convert(samples, grpo_std_normalization=std)
     check(TrainBatch.from_samples(samples, std_normalization=std), theirs)
 

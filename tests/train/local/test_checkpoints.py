@@ -1,4 +1,4 @@
-"""What the local trainer saves and loads: weights for the engine, its own state, and checkpoints that are refused."""
+"""Checkpoints of the local trainer:  weights for the engine, its own state, and checkpoints that are refused."""
 
 from __future__ import annotations
 

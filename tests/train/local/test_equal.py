@@ -1,4 +1,4 @@
-"""However a batch is cut and laid out, training on it is what the formulas say: against one sample at a time, without
+"""Training equals the formulas however a batch is cut and laid out: against one sample at a time, without
 padding, all logits at once."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Low-rank adapters: what is trained, what the engine gets, and going on from a checkpoint."""
+"""Low-rank adapters: trained parameters, weights for the engine, and resuming from a checkpoint."""
 
 from __future__ import annotations
 

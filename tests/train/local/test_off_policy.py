@@ -1,4 +1,4 @@
-"""Tokens that other weights have sampled: the correction of the loss, and what is measured by their age."""
+"""Tokens that other weights have sampled: the correction of the loss, and metrics by staleness."""
 
 from __future__ import annotations
 

@@ -213,7 +213,7 @@ def test_gateway_agents_are_trained_with_the_experts_of_all_turns(served: tuple[
         assert (segment.experts == expected(directory, segment.token_ids.tolist())).all()
     if turns[1].fork is None:
         assert turns[1].experts is not None
-        assert turns[1].experts.start > 0  # what the first turn has is not asked for again
+        assert turns[1].experts.start > 0  # rows of the first turn are not requested again
 
 
 @pytest.mark.slow

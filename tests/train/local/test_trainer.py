@@ -1,4 +1,4 @@
-"""The local trainer: what it tells of a batch, which batches it refuses, its steps, and that it learns."""
+"""The local trainer: its metrics of a batch, the batches it refuses, its steps, and that it learns."""
 
 from __future__ import annotations
 

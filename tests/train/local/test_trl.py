@@ -1,5 +1,5 @@
-"""Our loss and gradient against those of TRL's GRPOTrainer on the same batch. Skips where TRL is not installed: ``pip
-install "trl==1.16.0"``."""
+"""Our loss and gradient against those in TRL's GRPOTrainer on the same batch. Skips without TRL: ``pip install
+"trl==1.16.0"``."""
 
 from __future__ import annotations
 

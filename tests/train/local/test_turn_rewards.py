@@ -44,7 +44,7 @@ def three(*rewards: Span, whole: Any = 1.0) -> list[Span]:
 
 
 def trained(spans: list[Span], **options: Any) -> list[tuple[Any, list[int], Any]]:
-    """Of each Sample the reward, the ids under its mask, and what was rewarded."""
+    """Of each Sample the reward, the ids under its mask, and the rewarded part."""
     samples = convert_rollout(rollout(), spans, rollout_id=3, **options).samples
     return [(s.reward, trained_ids(s), s.metadata.get("reward_of")) for s in samples]
 
@@ -236,4 +236,4 @@ def test_step_moves_only_the_tokens_of_rewarded_turns(tmp_path: Path) -> None:
     moved = np.subtract(log_probs(trainer.model), log_probs(start_model))
     assert min(moved[3:6]) > 0.1
     assert max(moved[9:]) < -0.1
-    assert max(abs(moved[[0, 1, 2, 6, 7, 8]])) < 0.05  # by no more than what the shared weights do to them
+    assert max(abs(moved[[0, 1, 2, 6, 7, 8]])) < 0.05  # no more than the shared weights move them
