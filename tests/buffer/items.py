@@ -6,14 +6,12 @@ import asyncio
 import json
 import textwrap
 import time
-from collections.abc import Awaitable, Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
 import aiohttp
 
-from agl_slime.buffer.pipeline import FinishedGroup, GroupPipeline
 from agl_slime.buffer.settings import BufferSettings
 
 WRITES_TWO_PER_INSTANCE = """
@@ -45,45 +43,6 @@ def make_item(uid: str, instance_id: Any = "math_001", reward: Any = 1.0, **fiel
         {"role": "assistant", "content": "-2 and -3"},
     ]
     return {"uid": uid, "instance_id": instance_id, "messages": messages, "reward": reward, "extra_info": {}, **fields}
-
-
-@dataclass(frozen=True)
-class Snapshot:
-    """A group at a moment."""
-
-    instance_id: Any
-    items: list[dict[str, Any]]
-    last_item_time: float
-
-
-@dataclass
-class Processed:
-    """The result of the five stages on snapshots; ``finished`` has each finished one with its end."""
-
-    meta_info: dict[str, Any]
-    finished: list[tuple[Snapshot, FinishedGroup]]
-
-    @property
-    def ends(self) -> list[FinishedGroup]:
-        return [group for _, group in self.finished]
-
-    @property
-    def valid(self) -> list[FinishedGroup]:
-        return [group for group in self.ends if group.valid]
-
-    @property
-    def data(self) -> list[dict[str, Any]]:
-        return [item for group in self.ends for item in group.data]
-
-
-def process(pipeline: GroupPipeline, snapshots: Iterable[Snapshot], *, now: float) -> Processed:
-    taken = list(snapshots)
-    meta_info = pipeline.meta_info(item for snapshot in taken for item in snapshot.items)
-    ends = [
-        (snapshot, pipeline.finish(snapshot.instance_id, snapshot.items, idle_s=now - snapshot.last_item_time))
-        for snapshot in taken
-    ]
-    return Processed(meta_info, [(snapshot, end) for snapshot, end in ends if end is not None])
 
 
 def settings_for(tmp_path: Path, **changes: Any) -> BufferSettings:

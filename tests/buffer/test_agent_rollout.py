@@ -8,17 +8,14 @@ import sys
 from types import SimpleNamespace
 
 import pytest
-from aiohttp import web
 
 from agl_slime.buffer import agent_rollout, session
-from agl_slime.buffer.agent_rollout import (
-    generate_rollout,
-)
+from agl_slime.buffer.agent_rollout import generate_agent_rollout, generate_rollout
 from agl_slime.buffer.server import BufferServer
-from agl_slime.errors import ConfigError
+from agl_slime.errors import ConfigError, DataSourceError
 from agl_slime.types import RolloutFnEvalOutput
-from tests.buffer.items import Client, add_generator, make_item, settings_for
-from tests.harness.agent_rollout import GENERATOR, DataBuffer, args_for, buffer_that, call, instances
+from tests.buffer.items import Client, add_generator, settings_for
+from tests.harness.agent_rollout import GENERATOR, DataBuffer, args_for, call, instances
 from tests.harness.tokenizers import small_tokenizer
 
 pytestmark = pytest.mark.usefixtures("fresh_sessions")
@@ -28,11 +25,13 @@ async def test_batches_come_one_after_the_other_with_everything_set(tmp_path):
     add_generator(tmp_path, "sums", GENERATOR)
     async with BufferServer(settings=settings_for(tmp_path)) as server:
         data_buffer = DataBuffer()
-        args = args_for(server.url, tmp_path)
+        args = args_for(server.url, tmp_path, instances=6)
         first = await call(args, 0, data_buffer)
         second = await call(args, 1, data_buffer)
-    assert [len(group) for group in first.samples] == [2, 2]
-    assert sorted(instances(first) + instances(second)) == ["id0", "id1", "id2", "id3"]
+        awaited = await generate_agent_rollout(args, 2, data_buffer, evaluation=False)
+    assert [len(group) for group in first.samples] == [len(group) for group in awaited] == [2, 2]
+    third = [group[0].metadata["instance_id"] for group in awaited]
+    assert sorted(instances(first) + instances(second) + third) == [f"id{n}" for n in range(6)]
     samples = [sample for output in (first, second) for group in output.samples for sample in group]
     assert [sample.index for sample in samples] == list(range(8))
     assert [sample.group_index for sample in samples] == [0, 0, 1, 1, 2, 2, 3, 3]
@@ -52,23 +51,9 @@ async def test_batches_come_one_after_the_other_with_everything_set(tmp_path):
     assert len(data_buffer.metadata["buffer_groups:0"]) == 2
 
 
-async def test_slime_gets_raw_rewards_when_it_normalises_itself(tmp_path):
-    add_generator(tmp_path, "sums", GENERATOR)
-    async with BufferServer(settings=settings_for(tmp_path)) as server:
-        output = await call(args_for(server.url, tmp_path, rewards_normalization=True), 0, DataBuffer())
-    assert [sample.reward for sample in output.samples[0]] == [0, 1]
-
-
-async def test_one_sample_per_prompt_works(tmp_path):
-    add_generator(tmp_path, "sums", GENERATOR)
-    async with BufferServer(settings=settings_for(tmp_path)) as server:
-        output = await call(args_for(server.url, tmp_path, n_samples_per_prompt=1), 0, DataBuffer())
-    assert [len(group) for group in output.samples] == [1, 1]
-
-
 async def test_a_resumed_trainer_trains_the_rest_and_nothing_twice(tmp_path):
     """The trainer dies after step 2 with a checkpoint of step 0: steps 1 and 2 are made of the same groups again, and
-    of no others."""
+    of no others. Step 3 was then generated ahead of the checkpoint, as asynchronous training does, and is repeated."""
     add_generator(tmp_path, "sums", GENERATOR)
     async with BufferServer(settings=settings_for(tmp_path, run_dir=tmp_path / "run")) as server:
         args = args_for(server.url, tmp_path, instances=8)
@@ -78,73 +63,29 @@ async def test_a_resumed_trainer_trains_the_rest_and_nothing_twice(tmp_path):
         lost = instances(await call(args, 1, data_buffer)) + instances(await call(args, 2, data_buffer))
         agent_rollout.sessions.clear()
         data_buffer = DataBuffer(checkpoint)
-        again = [instance for step in (1, 2, 3) for instance in instances(await call(args, step, data_buffer))]
-        assert sorted(again[:4]) == sorted(lost)
-        assert sorted(instances(first) + again) == [f"id{n}" for n in range(8)]
-
-
-async def test_buffer_steps_ahead_of_the_trainers_checkpoint_are_repeated(tmp_path):
-    add_generator(tmp_path, "sums", GENERATOR)
-    async with BufferServer(settings=settings_for(tmp_path)) as server:
-        args = args_for(server.url, tmp_path)
-        data_buffer = DataBuffer()
-        await call(args, 0, data_buffer)
-        lost = instances(
-            await call(args, 1, data_buffer)
-        )  # generated ahead of the checkpoint of step 0, as asynchronous training does
+        resumed = [instance for step in (1, 2, 3) for instance in instances(await call(args, step, data_buffer))]
+        assert sorted(resumed[:4]) == sorted(lost)
+        assert sorted(instances(first) + resumed) == [f"id{n}" for n in range(8)]
         agent_rollout.sessions.clear()
-        assert sorted(instances(await call(args, 1, data_buffer))) == sorted(lost)
+        assert sorted(instances(await call(args, 3, data_buffer))) == sorted(resumed[4:])
 
 
-async def test_groups_beyond_a_batch_wait_for_the_next_call(tmp_path):
-    """A server that gives all it has, whatever is asked, as slime's does."""
-    answers = [
-        {
-            "data": [
-                make_item(f"{i}.{n}", f"id{i}", tokens=[1, 2], response_length=1) for i in range(3) for n in range(2)
-            ],
-            "meta_info": {},
-        }
-    ]
-
-    async def get(request: web.Request) -> web.Response:
-        data = answers.pop() if answers else {"data": [], "meta_info": {}}
-        return web.json_response({"success": bool(data["data"]), "message": "", "data": data})
-
-    async with buffer_that(get) as url:
-        args = args_for(url, tmp_path, rollout_batch_size=1)
-        assert [instances(await call(args, step, DataBuffer())) for step in range(3)] == [["id0"], ["id1"], ["id2"]]
-
-
-async def test_groups_that_cannot_be_used_are_left_out(tmp_path):
+async def test_unusable_groups_are_left_out_and_slime_may_get_raw_rewards(tmp_path):
     code = GENERATOR.replace('"response_length": 2', '"response_length": 2 if instance_id != "id1" else 99')
     add_generator(tmp_path, "sums", code)
     async with BufferServer(settings=settings_for(tmp_path)) as server:
         data_buffer = DataBuffer()
-        output = await call(args_for(server.url, tmp_path, rollout_batch_size=3), 0, data_buffer)
+        args = args_for(server.url, tmp_path, rollout_batch_size=3, rewards_normalization=True)
+        output = await call(args, 0, data_buffer)
+        assert [sample.reward for sample in output.samples[0]] == [0, 1]
         assert instances(output) == ["id0", "id2", "id3"]
         assert output.metrics is not None
         assert output.metrics["rollout/buffer/unusable_groups"] == 1
         assert sorted(data_buffer.metadata["0"]) == ["id0", "id1", "id2", "id3"]
 
 
-async def test_evaluations_have_a_generator_of_their_own(tmp_path, monkeypatch):
-    monkeypatch.setattr(session, "CHECK_RUN_S", 0.1)
-    add_generator(tmp_path, "sums", GENERATOR.replace('"sums"', '"sums_eval"'))
-    async with BufferServer(settings=settings_for(tmp_path)) as server:
-        args = args_for(server.url, tmp_path)
-        with pytest.raises(ConfigError, match="agent_rollout_eval_task_type"):
-            await asyncio.to_thread(generate_rollout, args, 0, DataBuffer(), evaluation=True)
-        args.agent_rollout_eval_task_type = "sums_eval"
-        output = await asyncio.to_thread(generate_rollout, args, 0, DataBuffer(), evaluation=True)
-        assert isinstance(output, RolloutFnEvalOutput)
-        entry = output.data["sums_eval"]
-        assert sorted(entry["rewards"]) == [0, 0, 0, 0, 1, 1, 1, 1]
-        assert len(entry["truncated"]) == len(entry["samples"]) == 8
-
-
 @pytest.mark.parametrize("names", ["the same uids in every run", "fresh uids"])
-async def test_each_evaluation_gets_new_rollouts(tmp_path, monkeypatch, names):
+async def test_evaluations_have_a_generator_of_their_own_and_new_rollouts(tmp_path, monkeypatch, names):
     """The items of the first evaluation must not answer the second."""
     monkeypatch.setattr(session, "CHECK_RUN_S", 0.1)
     runs = tmp_path / "runs"
@@ -158,16 +99,21 @@ async def test_each_evaluation_gets_new_rollouts(tmp_path, monkeypatch, names):
         code = code.replace('f"{epoch}.', 'f"{run}.{epoch}.')
     add_generator(tmp_path, "sums", code)
     async with BufferServer(settings=settings_for(tmp_path)) as server:
-        args = args_for(server.url, tmp_path, agent_rollout_eval_task_type="sums_eval")
-        for run in (1, 2, 3):
+        args = args_for(server.url, tmp_path)
+        with pytest.raises(ConfigError, match="agent_rollout_eval_task_type"):
+            await asyncio.to_thread(generate_rollout, args, 0, DataBuffer(), evaluation=True)
+        args.agent_rollout_eval_task_type = "sums_eval"
+        for run in (1, 2):
             output = await asyncio.wait_for(asyncio.to_thread(generate_rollout, args, run, DataBuffer(), True), 60)
             assert isinstance(output, RolloutFnEvalOutput)
-            samples = output.data["sums_eval"]["samples"]
-            assert [sample.tokens[-1] for sample in samples] == [run] * 8
+            entry = output.data["sums_eval"]
+            assert [sample.tokens[-1] for sample in entry["samples"]] == [run] * 8
+            assert sorted(entry["rewards"]) == [0, 0, 0, 0, 1, 1, 1, 1]
+            assert len(entry["truncated"]) == 8
         async with Client(server.url) as client:
             _, stats = await client.get("/stats")
     counts = stats["items"]
-    assert counts["opened"] == counts["open"] + counts["ready"] + sum(counts["closed"].values()) == 24
+    assert counts["opened"] == counts["open"] + counts["ready"] + sum(counts["closed"].values()) == 16
 
 
 async def test_training_continues_after_an_in_memory_buffer_restarts(tmp_path, monkeypatch):
@@ -209,12 +155,11 @@ def test_defaults_of_slimes_parser_do_not_override_the_environment(monkeypatch):
     assert (settings.task_type, settings.loss_mask_type) == ("agl", "qwen3")
 
 
-@pytest.mark.parametrize("takes", ["messages, tools=None", "messages"])
-async def test_a_loss_mask_of_ones_own_is_named_by_its_path(tmp_path, monkeypatch, takes):
+async def test_a_loss_mask_of_ones_own_is_named_by_its_path(tmp_path, monkeypatch):
     (tmp_path / "my_masks.py").write_text(
         "from agl_slime.tokens.masks import MaskGenerator\n\n\n"
         "class CustomTaskMask(MaskGenerator):\n"
-        f"    def get_loss_mask(self, {takes}):\n"
+        "    def get_loss_mask(self, messages):\n"
         "        return [7, 8, 9], [0, 1, 1]\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
@@ -224,12 +169,27 @@ async def test_a_loss_mask_of_ones_own_is_named_by_its_path(tmp_path, monkeypatc
     add_generator(tmp_path, "sums", code)
     async with BufferServer(settings=settings_for(tmp_path)) as server:
         args = args_for(
-            server.url, tmp_path, hf_checkpoint=str(tmp_path / "tokenizer"), loss_mask_type="my_masks:CustomTaskMask"
+            server.url,
+            tmp_path,
+            n_samples_per_prompt=1,
+            hf_checkpoint=str(tmp_path / "tokenizer"),
+            loss_mask_type="my_masks:CustomTaskMask",
         )
-        output = await call(args, 0, DataBuffer())
-        sample = output.samples[0][0]
+        (sample,), (_,) = (await call(args, 0, DataBuffer())).samples
         assert (sample.tokens, sample.loss_mask, sample.metadata["token_source"]) == ([7, 8, 9], [1, 1], "retokenized")
         agent_rollout.sessions.clear()
         args.loss_mask_type = "my_masks:Missing"
         with pytest.raises(ConfigError, match="'my_masks:Missing' cannot be loaded"):
             await call(args, 1, DataBuffer())
+
+
+async def test_a_generator_that_ends_too_early_or_is_refused_ends_the_wait(tmp_path, monkeypatch):
+    monkeypatch.setattr(session, "CHECK_RUN_S", 0.1)
+    add_generator(
+        tmp_path, "sums", GENERATOR.replace("skip = list", "raise RuntimeError('no engine')\n        skip = list")
+    )
+    async with BufferServer(settings=settings_for(tmp_path)) as server:
+        with pytest.raises(DataSourceError, match=r"has ended \(failed\)(.|\n)*RuntimeError: no engine"):
+            await call(args_for(server.url, tmp_path), 0, DataBuffer())
+        with pytest.raises(ConfigError, match="task_type 'words'"):
+            await call(args_for(server.url, tmp_path, rollout_task_type="words"), 0, DataBuffer())

@@ -7,17 +7,18 @@ import math
 import subprocess
 import sys
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import openai
 import pytest
 from aiohttp import web
 
-from agl_slime.buffer.client import BufferUnreachableError, BufferWriter, ask_buffer, read_rows
+from agl_slime.buffer.client import BufferUnreachableError, BufferWriter, ask_buffer
 from agl_slime.buffer.generators import base_generator
 from agl_slime.buffer.runs import SHIPPED_GENERATORS, discover_generators
 from agl_slime.buffer.server import BufferServer
-from agl_slime.errors import BufferRequestError, ConfigError
+from agl_slime.errors import BufferRequestError
 from tests.buffer.items import Client, add_generator, eventually, make_item, settings_for, write_problems
 
 
@@ -66,12 +67,6 @@ def adds(body: dict[str, Any]) -> tuple[str, str, int]:
     return rf"That is \boxed{{{int(body['messages'][0]['content'].split()[0]) + 1}}}.", "stop", 8
 
 
-def test_the_shipped_directory_has_no_broken_generator():
-    discovery = discover_generators(SHIPPED_GENERATORS)
-    assert discovery.problems == {}
-    assert set(discovery.generators) == {"math", "agl"}
-
-
 def test_the_buffer_starts_without_agent_lightning():
     """Importing it takes seconds, which a start of the buffer and each start of a generator would wait for."""
     modules = "agl_slime.buffer.server, agl_slime.buffer.instance_ids, agl_slime.buffer.generators.agl_generator"
@@ -80,6 +75,8 @@ def test_the_buffer_starts_without_agent_lightning():
 
 
 async def test_the_math_generator_goes_from_payload_to_groups(tmp_path):
+    discovery = discover_generators(SHIPPED_GENERATORS)
+    assert (set(discovery.generators), discovery.problems) == ({"math", "agl"}, {})
     async with (
         ChatEngine(adds) as engine,
         BufferServer(settings=settings_for(tmp_path, generators=None)) as server,
@@ -113,43 +110,39 @@ async def test_the_math_generator_goes_from_payload_to_groups(tmp_path):
         }
 
 
-async def test_aborted_answer_is_continued_with_the_remaining_tokens(monkeypatch):
+async def test_aborted_answer_is_continued_until_no_tokens_remain(monkeypatch):
     monkeypatch.setattr(base_generator, "_PAUSE_S", 0.001)
-    script = iter([("The answer", "abort", 3), (" is", "abort", 2), (r" \boxed{4}", "stop", 5)])
+    script = iter(
+        [("The answer", "abort", 3), (" is", "abort", 2), (r" \boxed{4}", "stop", 5)] + 2 * [("word", "abort", 16)]
+    )
     async with (
         ChatEngine(lambda body: next(script)) as engine,
         openai.AsyncOpenAI(api_key="none", base_url=f"{engine.url}/v1") as client,
     ):
-        messages, finish_reason = await base_generator.query_single_turn(
-            client, [{"role": "user", "content": "2+2?"}], {"max_tokens": 32}
-        )
-    assert messages[-1] == {"role": "assistant", "content": r"The answer is \boxed{4}"}
-    assert finish_reason == "stop"
-    first, second, third = engine.requests
+        question = [{"role": "user", "content": "2+2?"}]
+        ended = await base_generator.query_single_turn(client, question, {"max_tokens": 32})
+        cut_off = await base_generator.query_single_turn(client, question, {"max_tokens": 32})
+    assert ended == ([*question, {"role": "assistant", "content": r"The answer is \boxed{4}"}], "stop")
+    assert cut_off == ([*question, {"role": "assistant", "content": "wordword"}], "length")
+    first, second, third, *_ = engine.requests
     assert "continue_final_message" not in first
     assert second["messages"][-1] == {"role": "assistant", "content": "The answer"}
     assert second["continue_final_message"] is True
-    assert [body["max_tokens"] for body in engine.requests] == [32, 29, 27]
+    assert [body["max_tokens"] for body in engine.requests] == [32, 29, 27, 32, 16]
     assert third["messages"][-1]["content"] == "The answer is"
 
 
-async def test_an_aborted_answer_without_room_left_is_cut_off(monkeypatch):
-    monkeypatch.setattr(base_generator, "_PAUSE_S", 0.001)
-    async with (
-        ChatEngine(lambda body: ("word", "abort", 8)) as engine,
-        openai.AsyncOpenAI(api_key="none", base_url=f"{engine.url}/v1") as client,
-    ):
-        messages, finish_reason = await base_generator.query_single_turn(
-            client, [{"role": "user", "content": "?"}], {"max_tokens": 16}
-        )
-    assert (messages[-1]["content"], finish_reason) == ("wordword", "length")
-
-
-async def test_a_failed_rollout_is_written_with_its_mark(tmp_path):
-    """The engine refuses one instance: its items are stored, marked, and its group is refused; the others come out."""
+@pytest.mark.parametrize("content", [400, object(), {"a set"}])
+async def test_a_rollout_that_fails_or_is_no_json_costs_its_own_group_only(tmp_path, content):
+    """Its items are stored, marked as failed, and its group is refused; the others come out."""
 
     def refuses_one(body: dict[str, Any]) -> Any:
-        return 400 if body["messages"][0]["content"].startswith("1") else adds(body)
+        return 400 if content == 400 and body["messages"][0]["content"].startswith("1") else adds(body)
+
+    async def rollout(client: Any, messages: Any, sampling_params: Any) -> Any:
+        if content == 400 or not messages[0]["content"].startswith("1"):
+            return await base_generator.query_single_turn(client, messages, sampling_params)
+        return [*messages, {"role": "assistant", "content": content}]
 
     async with (
         ChatEngine(refuses_one) as engine,
@@ -157,30 +150,11 @@ async def test_a_failed_rollout_is_written_with_its_mark(tmp_path):
         Client(server.url) as client,
     ):
         generator = base_generator.BaseGenerator(engine.url, server.url, num_repeat_per_sample=2, max_tokens=16)
-        await generator.run(
-            write_problems(tmp_path), base_generator.query_single_turn, base_generator.get_rule_based_math_reward
-        )
-        data = await client.read()
-        assert {entry["instance_id"] for entry in data} == {"math_0", "math_2"}
-        _, stats = await client.get("/stats")
-        assert stats["task_types"]["math"]["groups_refused"] == {"too_few_valid_items": 1}
-        assert stats["items"]["reasons"] == {"filtered: too_few_valid_items": 2}
-
-
-@pytest.mark.parametrize("bad", [object(), {"a set"}])
-async def test_an_item_that_is_no_json_costs_its_own_rollout(tmp_path, bad):
-    """Results of the other instances are still sent."""
-
-    async def rollout(client: Any, messages: Any, sampling_params: Any) -> Any:
-        content = bad if messages[0]["content"].startswith("1") else "4"
-        return [*messages, {"role": "assistant", "content": content}]
-
-    async with BufferServer(settings=settings_for(tmp_path)) as server, Client(server.url) as client:
-        generator = base_generator.BaseGenerator("http://127.0.0.1:9", server.url, num_repeat_per_sample=2)
-        await generator.run(write_problems(tmp_path), rollout, lambda item: 1.0)
+        await generator.run(write_problems(tmp_path), rollout, base_generator.get_rule_based_math_reward)
         assert {entry["instance_id"] for entry in await client.read()} == {"math_0", "math_2"}
         _, stats = await client.get("/stats")
-        assert stats["items"]["reasons"] == {"filtered: too_few_valid_items": 2}
+    assert stats["task_types"]["math"]["groups_refused"] == {"too_few_valid_items": 1}
+    assert stats["items"]["reasons"] == {"filtered: too_few_valid_items": 2}
 
 
 ODD_ROWS = r"""
@@ -220,26 +194,36 @@ async def test_odd_rows_lose_none_of_their_rollouts(tmp_path):
     assert (rows_by_id["half"]["note"], rows_by_id["nan"]["high"]) == ("x\ud83d", [math.inf, -math.inf])
 
 
-async def test_a_number_that_json_does_not_have_is_refused_by_its_place(tmp_path):
+async def test_refused_items_cost_no_other_and_numbers_without_json_are_named(tmp_path):
     async with BufferServer(settings=settings_for(tmp_path)) as server, BufferWriter(url=server.url) as writer:
-        with pytest.raises(BufferRequestError, match=r"item '1' is not JSON: reward is nan; only finite"):
-            await writer.write(make_item("1", reward=math.nan))
-        with pytest.raises(BufferRequestError, match=r"rollout_log_probs\.1 is -inf"):
-            await writer.write(make_item("2", rollout_log_probs=[-0.5, -math.inf], group_id=None))
-        with pytest.raises(BufferRequestError, match="item '3' is not JSON"):
-            await writer.write(make_item("3", reward=math.nan, seed=2**70))
-        await writer.write(make_item("4", group_id=None))
-        assert server.buffer.store.held_items == 1
+        for item, message in (
+            (make_item("1", reward=math.nan), r"item '1' is not JSON: reward is nan; only finite"),
+            (make_item("2", rollout_log_probs=[-0.5, -math.inf], group_id=None), r"rollout_log_probs\.1 is -inf"),
+            (make_item("3", reward=math.nan, seed=2**70), "item '3' is not JSON"),
+        ):
+            with pytest.raises(BufferRequestError, match=message):
+                await writer.write(item)
+        await writer.write(make_item("0", group_id=None))
+        items = [make_item("1"), {"uid": "2"}, make_item("3"), make_item("0", group_id=None)]
+        results = await asyncio.gather(*map(writer.write, items), return_exceptions=True)
+        assert [type(result) for result in results] == [type(None), BufferRequestError, type(None), type(None)]
+        assert server.buffer.store.held_items == 3
 
 
-@pytest.mark.parametrize("instance_id", ["123456789012345678901234567890", "NaN", "[1]", r'"x\ud83d"', "1.5", "true"])
-def test_an_instance_id_that_names_nothing_is_refused_by_its_row(tmp_path, instance_id):
-    path = tmp_path / "rows.jsonl"
-    path.write_text('{"prompt": "0"}\n{"instance_id": null, "prompt": "1"}\n{"instance_id": 7.0, "prompt": "2"}\n')
-    assert [row["instance_id"] for row in read_rows(path)] == [0, 1, 7]
-    path.write_text(path.read_text() + f'{{"instance_id": {instance_id}, "prompt": "2"}}\n')
-    with pytest.raises(ConfigError, match=r"the instance_id of row 3 is .*give a text or a 64-bit integer"):
-        read_rows(path)
+async def test_writes_wait_for_a_buffer_that_is_away_up_to_give_up_s(tmp_path):
+    settings = settings_for(tmp_path, run_dir=tmp_path / "run")
+    async with BufferServer(settings=settings) as server:
+        url = server.url
+    async with BufferWriter(url=url, give_up_s=0.2) as writer:
+        with pytest.raises(BufferUnreachableError, match="stored no item"):
+            await writer.write(make_item("1"))
+    async with BufferWriter(url=url) as writer:
+        waiting = asyncio.create_task(writer.write(make_item("1")))
+        done, _ = await asyncio.wait({waiting}, timeout=0.3)
+        assert not done
+        async with BufferServer(settings=replace(settings, port=int(url.rpartition(":")[2]))) as server:
+            await asyncio.wait_for(waiting, 20)
+            assert server.buffer.store.held_items == 1
 
 
 async def test_only_missing_items_are_generated(tmp_path):
@@ -309,11 +293,9 @@ async def test_documented_generator_runs_as_a_file(tmp_path):
                 skip_instance_ids=data.get("skip_instance_ids", None),
             )
             generator.entry(data["input_file"], query_single_turn, reward, int(data.get("num_epoch", 1)))
-
-        def filter_item(item):
-            return item["instance_id"] != "math_2"
         """,
     )
+    (run_rollout,) = (each.run_rollout for each in discover_generators(tmp_path / "generators").generators.values())
     async with (
         ChatEngine(adds) as engine,
         BufferServer(settings=settings_for(tmp_path)) as server,
@@ -321,55 +303,14 @@ async def test_documented_generator_runs_as_a_file(tmp_path):
     ):
         payload = {
             "remote_engine_url": engine.url,
+            "remote_buffer_url": server.url,
             "task_type": "your_task_name",
             "input_file": write_problems(tmp_path),
             "num_repeat_per_sample": "2",
             "sampling_params": {"max_tokens": 8, "temperature": 0.5},
         }
-        assert (await client.post("/start_rollout", payload))[0] == 200
-        data: list[dict[str, Any]] = []
-
-        async def all_there() -> bool:
-            data.extend(await client.read())
-            _, stats = await client.get("/stats")
-            return stats["task_types"]["your_task_name"]["groups_refused"] and len(data) >= 4
-
-        await eventually(all_there, timeout_s=60)
-        assert {entry["instance_id"] for entry in data} == {"math_0", "math_1"}
-        assert {body["temperature"] for body in engine.requests} == {0.5}
-
-
-async def test_writes_wait_for_a_buffer_that_is_away(tmp_path):
-    settings = settings_for(tmp_path, run_dir=tmp_path / "run")
-    async with BufferServer(settings=settings) as server:
-        url = server.url
-    port = int(url.rpartition(":")[2])
-    async with BufferWriter(url=url) as writer:
-        waiting = asyncio.create_task(writer.write(make_item("1")))
-        done, _ = await asyncio.wait({waiting}, timeout=0.3)
-        assert not done
-        async with BufferServer(settings=settings_for(tmp_path, run_dir=tmp_path / "run", port=port)) as server:
-            await asyncio.wait_for(waiting, 20)
-            assert server.buffer.store.held_items == 1
-
-
-async def test_one_refused_item_does_not_cost_the_others(tmp_path):
-    async with BufferServer(settings=settings_for(tmp_path)) as server, BufferWriter(url=server.url) as writer:
-        await writer.write(make_item("0"))
-        results = await asyncio.gather(
-            writer.write(make_item("1")),
-            writer.write({"uid": "2"}),
-            writer.write(make_item("3")),
-            writer.write(make_item("0")),
-            return_exceptions=True,
-        )
-        assert [type(result) for result in results] == [type(None), BufferRequestError, type(None), type(None)]
-        assert server.buffer.store.held_items == 3
-
-
-async def test_unreachable_buffer_is_an_error_after_give_up_s(tmp_path):
-    async with BufferServer(settings=settings_for(tmp_path)) as server:
-        url = server.url
-    async with BufferWriter(url=url, give_up_s=0.2) as writer:
-        with pytest.raises(BufferUnreachableError, match="stored no item"):
-            await writer.write(make_item("1"))
+        await asyncio.to_thread(run_rollout, payload)
+        data = await client.read()
+    assert Counter(entry["instance_id"] for entry in data) == {"math_0": 2, "math_1": 2, "math_2": 2}
+    assert {entry["raw_reward"] for entry in data} == {1}
+    assert {body["temperature"] for body in engine.requests} == {0.5}

@@ -4,17 +4,59 @@ from __future__ import annotations
 
 import copy
 import math
+from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from agl_slime.buffer import stages
-from agl_slime.buffer.pipeline import GroupPipeline
+from agl_slime.buffer.pipeline import FinishedGroup, GroupPipeline
 from agl_slime.buffer.settings import PipelineSettings
 from agl_slime.errors import ConfigError
-from tests.buffer.items import Snapshot, process
 
 NOW = 1000.0
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """A group at a moment."""
+
+    instance_id: Any
+    items: list[dict[str, Any]]
+    last_item_time: float
+
+
+@dataclass
+class Processed:
+    """The result of the five stages on snapshots; ``finished`` has each finished one with its end."""
+
+    meta_info: dict[str, Any]
+    finished: list[tuple[Snapshot, FinishedGroup]]
+
+    @property
+    def ends(self) -> list[FinishedGroup]:
+        return [group for _, group in self.finished]
+
+    @property
+    def valid(self) -> list[FinishedGroup]:
+        return [group for group in self.ends if group.valid]
+
+    @property
+    def data(self) -> list[dict[str, Any]]:
+        return [item for group in self.ends for item in group.data]
+
+
+def process(pipeline: GroupPipeline, snapshots: Iterable[Snapshot], *, now: float) -> Processed:
+    taken = list(snapshots)
+    meta_info = pipeline.meta_info(item for snapshot in taken for item in snapshot.items)
+    ends = [
+        (snapshot, pipeline.finish(snapshot.instance_id, snapshot.items, idle_s=now - snapshot.last_item_time))
+        for snapshot in taken
+    ]
+    return Processed(meta_info, [(snapshot, end) for snapshot, end in ends if end is not None])
 
 
 def item(uid: int, reward: Any = 1.0, instance_id: str = "math_001") -> dict[str, Any]:
@@ -44,58 +86,57 @@ def test_the_defaults_are_the_documented_ones():
 
 def test_a_complete_group_is_normalised_and_keeps_its_raw_rewards():
     result = process(pipeline(), [snapshot([1, 0, 1, 0])], now=NOW)
-    assert [entry["reward"] for entry in result.data] == pytest.approx(
-        [1, -1, 1, -1], abs=1e-6
-    )  # mean 0.5, population std 0.5
+    # mean 0.5, population std 0.5
+    assert [entry["reward"] for entry in result.data] == pytest.approx([1, -1, 1, -1], abs=1e-6)
     assert [entry["raw_reward"] for entry in result.data] == [1, 0, 1, 0]
     assert result.meta_info == {"total_samples": 4, "num_groups": 1, "avg_group_size": 4, "avg_reward": 0.5}
+    for reward in (0, 0.3, 1):
+        equal = process(pipeline(), [snapshot([reward] * 4)], now=NOW).data
+        assert [entry["reward"] for entry in equal] == [0, 0, 0, 0]
 
 
-@pytest.mark.parametrize("reward", [0, 0.3, 1])
-def test_equal_rewards_become_exactly_zero(reward):
-    assert [entry["reward"] for entry in process(pipeline(), [snapshot([reward] * 4)], now=NOW).data] == [0, 0, 0, 0]
+@pytest.mark.parametrize(
+    ("rewards", "age"),
+    [([1, 0, 1], 0), ([1, 0, 1], 300)],  # the time-out is exclusive
+)
+def test_an_incomplete_group_waits(rewards, age):
+    result = process(pipeline(), [snapshot(rewards, age=age)], now=NOW)
+    assert (result.data, result.finished, result.meta_info["total_samples"]) == ([], [], 3)
 
 
-def test_an_incomplete_group_waits():
-    result = process(pipeline(), [snapshot([1, 0, 1])], now=NOW)
-    assert result.data == []
-    assert result.finished == []
-    assert result.meta_info["total_samples"] == 3
-
-
-def test_a_late_group_with_enough_items_is_used_and_padded():
-    result = process(pipeline(group_timeout_seconds=300), [snapshot([1, 0, 1], age=301)], now=NOW)
-    assert len(result.valid) == 1
-    assert len(result.data) == 4
-
-
-def test_the_timeout_counts_from_the_last_item_and_is_exclusive():
-    assert process(pipeline(), [snapshot([1, 0, 1], age=300)], now=NOW).finished == []
-
-
-def test_a_late_group_with_too_few_items_is_dropped_with_its_reason():
-    result = process(pipeline(), [snapshot([1, 0], age=301)], now=NOW)
-    (group,) = result.ends
-    assert (group.valid, group.reason, group.item_reasons) == (False, "timeout", ["timeout", "timeout"])
-    assert group.detail == "2 of 4 items, at least 3 valid ones are needed"
-
-
-def test_failed_items_of_a_late_group_do_not_count_as_valid_data():
-    (group,) = process(pipeline(), [snapshot([1, 0, -1], age=301)], now=NOW).ends
-    assert (group.valid, group.reason) == (False, "timeout")
-
-
-def test_failed_items_are_filtered_and_the_gap_is_padded():
-    result = process(pipeline(), [snapshot([1, 0, -1, 1])], now=NOW)
+@pytest.mark.parametrize(
+    ("rewards", "age", "group_size", "item_reasons"),
+    [
+        ([1, 0, 1], 301, 4, ["", "", ""]),
+        ([1, 0, -1, 1], 0, 4, ["", "", "filtered_item", ""]),
+        ([1, 0, 1], 0, 2, ["", "", "surplus_item"]),
+        ([0.5], 0, 1, [""]),
+    ],
+)
+def test_a_group_with_enough_items_is_padded_to_its_size(rewards, age, group_size, item_reasons):
+    groups = [snapshot(rewards, age=age)]
+    originals = copy.deepcopy(groups)
+    result = process(pipeline(group_size, group_timeout_seconds=300), groups, now=NOW)
     (group,) = result.valid
-    assert group.item_reasons == ["", "", "filtered_item", ""]
-    assert len(result.data) == 4
-    assert {entry.get("padding_of") for entry in result.data} == {None, "u0"}
+    assert (group.item_reasons, len(result.data)) == (item_reasons, group_size)
+    assert {entry.get("padding_of") for entry in result.data} == {None, *["u0"] * (item_reasons.count("") < group_size)}
+    assert groups == originals
 
 
-def test_a_group_with_too_few_usable_items_is_refused():
-    (group,) = process(pipeline(), [snapshot([1, -1, -1, 0])], now=NOW).ends
-    assert (group.valid, group.reason) == (False, "too_few_valid_items")
+@pytest.mark.parametrize(
+    ("rewards", "age", "reason"),
+    [
+        ([1, 0], 301, "timeout"),
+        ([1, 0, -1], 301, "timeout"),  # a failed item is no valid one
+        ([1, -1, -1, 0], 0, "too_few_valid_items"),
+    ],
+)
+def test_a_group_with_too_few_valid_items_is_dropped_with_its_reason(rewards, age, reason):
+    (group,) = process(pipeline(), [snapshot(rewards, age=age)], now=NOW).ends
+    assert (group.valid, group.reason) == (False, reason)
+    if len(rewards) == 2:
+        assert group.item_reasons == ["timeout", "timeout"]
+        assert group.detail == "2 of 4 items, at least 3 valid ones are needed"
 
 
 @pytest.mark.parametrize(
@@ -106,9 +147,7 @@ def test_default_filter_refuses_untrainable_items(bad):
     assert not stages.filter_item({**item(0), **bad})
     assert stages.filter_item(item(0))
     assert not stages.filter_item(item(0, 1.5), reward_range=(0.0, 1.0))
-
-
-def test_token_ids_may_replace_messages():
+    # token ids may replace messages
     assert stages.filter_item({"uid": "u", "instance_id": "i", "reward": 0.0, "tokens": [1, 2]})
 
 
@@ -126,35 +165,12 @@ def test_padding_shares_the_reward_between_an_item_and_its_copies():
     assert padded[0]["reward"] == padded[3]["reward"] == 0.3
 
 
-def test_one_survivor_can_fill_a_group():
-    _, padded = stages.pad_group_data(("i", [item(0, 1.0)]), 4)
-    assert [entry["reward"] for entry in padded] == [0.25] * 4
-    assert len({entry["uid"] for entry in padded}) == 4
-
-
-def test_a_group_of_one_is_complete_with_one_item():
-    assert [entry["raw_reward"] for entry in process(pipeline(1), [snapshot([0.5])], now=NOW).data] == [0.5]
-
-
 def test_groups_with_equal_rewards_can_be_dropped():
     for last in (1, 0.99999994):
         (group,) = process(pipeline(drop_zero_variance=True), [snapshot([1, 1, 1, last])], now=NOW).ends
         assert (group.valid, group.reason) == (False, "zero_variance")
         used = process(pipeline(), [snapshot([1, 1, 1, last])], now=NOW).data
         assert [item["reward"] for item in used] == [0.0] * 4
-
-
-def test_more_items_than_a_group_holds_are_surplus():
-    result = process(pipeline(2), [snapshot([1, 0, 1])], now=NOW)
-    assert len(result.data) == 2
-    assert result.ends[0].item_reasons == ["", "", "surplus_item"]
-
-
-def test_the_snapshot_is_left_as_it_was():
-    groups = [snapshot([1, 0, -1, 1])]
-    before = copy.deepcopy(groups)
-    process(pipeline(), groups, now=NOW)
-    assert groups == before
 
 
 def test_stages_can_be_replaced_one_by_one_in_the_documented_forms():
@@ -222,29 +238,25 @@ def test_transform_group_alone_decides_what_is_delivered():
     assert short.detail == "ValueError: transform_group returned 1 items; expected a multiple of the group size 2"
     assert process(whole, [snapshot([7])], now=NOW).finished == []  # waits as any other
 
-
-def test_items_with_new_uids_from_a_transform_stand_for_all():
+    # items with new uids stand for all
     functions = {"transform_group": lambda group: (group[0], [{**entry, "uid": None} for entry in group[1]])}
     (group,) = process(pipeline(2, functions=functions), [snapshot([1, 0])], now=NOW).ends
     assert (group.valid, group.item_reasons) == (True, ["", ""])
-
-
-def test_transform_beside_a_stage_that_it_replaces_is_refused():
-    functions = {"transform_group": lambda group: group, "filter_item": lambda item: True}
     with pytest.raises(ConfigError, match="transform_group replaces filter_item; leave one out"):
-        pipeline(2, functions=functions)
+        pipeline(2, functions={"transform_group": transform_group, "filter_item": lambda item: True})
 
 
-def test_a_validity_that_answers_with_one_bool_means_both():
-    functions = {"is_valid_group": lambda group, size: len(group[1]) >= 2}
-    assert len(process(pipeline(2, functions=functions), [snapshot([1, 0])], now=NOW).valid) == 1
-    assert process(pipeline(2, functions=functions), [snapshot([1])], now=NOW).finished == []
-
-
-def test_a_group_that_claims_to_be_valid_is_finished():
-    functions = {"is_valid_group": lambda group: (True, False)}
-    (group,) = process(pipeline(2, functions=functions), [snapshot([1, 0])], now=NOW).ends
-    assert group.valid
+@pytest.mark.parametrize(
+    ("is_valid_group", "finished"),
+    [
+        (lambda group, size: len(group[1]) >= 2, [True]),  # a bool means both
+        (lambda group, size: len(group[1]) >= 3, []),
+        (lambda group: (True, False), [True]),  # a valid group is finished
+    ],
+)
+def test_a_validity_of_ones_own_decides_with_one_bool_or_two(is_valid_group, finished):
+    result = process(pipeline(2, functions={"is_valid_group": is_valid_group}), [snapshot([1, 0])], now=NOW)
+    assert [group.valid for group in result.ends] == finished
 
 
 @pytest.mark.parametrize(
@@ -282,3 +294,87 @@ def test_a_broken_meta_stage_does_not_stop_the_batch():
     )
     assert len(result.data) == 2
     assert result.meta_info["error"] == "get_group_data_meta_info raised KeyError: 'reward'"
+
+
+# -- properties --------------------------------------------------------------------------------------------------------
+
+rewards = st.one_of(st.floats(0, 1), st.just(-1.0), st.just(math.nan), st.none(), st.just("broken"))
+ratios = st.floats(0.01, 1.0)
+
+
+@st.composite
+def snapshots(draw: st.DrawFn) -> list[Snapshot]:
+    groups = draw(st.lists(st.tuples(st.lists(rewards, max_size=7), st.floats(0, 600)), max_size=6))
+    return [
+        Snapshot(
+            instance_id=f"i{number}",
+            items=[
+                {"uid": f"{number}.{n}", "instance_id": f"i{number}", "messages": [], "reward": reward}
+                for n, reward in enumerate(values)
+            ],
+            last_item_time=1000.0 - age,
+        )
+        for number, (values, age) in enumerate(groups)
+    ]
+
+
+@given(groups=snapshots(), group_size=st.integers(1, 5), group_ratio=ratios, item_ratio=ratios, timeout_ratio=ratios)
+def test_delivered_groups_are_whole_trainable_and_accounted_for(
+    groups, group_size, group_ratio, item_ratio, timeout_ratio
+):
+    settings = PipelineSettings(
+        group_size=group_size,
+        min_valid_group_size_ratio=group_ratio,
+        min_valid_item_size_ratio=item_ratio,
+        min_timeout_group_size_ratio=timeout_ratio,
+    )
+    result = process(GroupPipeline(settings=settings), groups, now=1000.0)
+    ids = [group.instance_id for group in groups]
+    finished = [snapshot.instance_id for snapshot, _ in result.finished]
+    valid = [snapshot.instance_id for snapshot, group in result.finished if group.valid]
+    assert set(valid) <= set(finished) <= set(ids)
+    assert len(set(finished)) == len(finished)
+    assert len(result.data) == len(valid) * group_size
+    uids = [item["uid"] for item in result.data]
+    assert len(set(uids)) == len(uids)
+    for snapshot, group in result.finished:
+        assert len(group.item_reasons) == len(snapshot.items)
+        used = [item["uid"] for item, reason in zip(snapshot.items, group.item_reasons, strict=True) if not reason]
+        assert [item["uid"] for item in group.data if "padding_of" not in item] == used
+        assert {item["padding_of"] for item in group.data if "padding_of" in item} <= set(used)
+        assert bool(group.reason) != group.valid
+    for group in groups:
+        if group.instance_id not in finished:
+            assert len(group.items) < settings.min_valid_group_size
+            assert 1000.0 - group.last_item_time <= 300
+
+
+@given(values=st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=12), group_size=st.integers(1, 24))
+def test_padding_keeps_the_total_reward_and_the_weight_of_each_rollout(values, group_size):
+    items = [{"uid": str(n), "reward": value} for n, value in enumerate(values)]
+    accepted = items[:group_size]
+    _, padded = stages.pad_group_data(("i", items), group_size)
+    assert len(padded) == group_size
+    assert math.fsum(item["reward"] for item in padded) == pytest.approx(
+        math.fsum(item["reward"] for item in accepted), abs=1e-6
+    )
+    for item in accepted:
+        family = [entry for entry in padded if entry.get("padding_of", entry["uid"]) == item["uid"]]
+        assert math.fsum(entry["reward"] for entry in family) == pytest.approx(item["reward"], abs=1e-9, rel=1e-12)
+        assert all(
+            entry["reward"] * entry.get("padding_shares", 1) == pytest.approx(item["reward"], abs=1e-9, rel=1e-12)
+            for entry in family
+        )
+
+
+@given(values=st.lists(st.floats(0, 1), min_size=1, max_size=12))
+def test_normalised_rewards_have_mean_zero_and_unit_spread_or_are_zero(values):
+    _, items = stages.normalize_group_data(("i", [{"reward": value} for value in values]))
+    result = [item["reward"] for item in items]
+    assert math.fsum(result) == pytest.approx(0, abs=1e-6)
+    variance = math.fsum(value * value for value in result) / len(result)
+    assert (
+        variance == pytest.approx(1, abs=1e-5)
+        or all(value == 0 for value in result)
+        or max(values) - min(values) < 1e-2
+    )

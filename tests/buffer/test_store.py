@@ -16,25 +16,18 @@ from agl_slime.buffer.store import Batch, ItemStore
 from agl_slime.data.results import Outcome
 from agl_slime.errors import BufferRequestError, DiskFullError
 from agl_slime.support.database import Database
+from tests.buffer.items import make_item
 
 
 class Clock:
-    def __init__(self) -> None:
-        self.now = 1000.0
+    now = 1000.0
 
     def __call__(self) -> float:
         return self.now
 
 
-def item(uid: str, instance_id: Any = "a", reward: float = 1.0, **fields: Any) -> dict[str, Any]:
-    return {
-        "uid": uid,
-        "instance_id": instance_id,
-        "messages": [{"role": "assistant", "content": "4"}],
-        "reward": reward,
-        "extra_info": {},
-        **fields,
-    }
+def item(uid: str, instance_id: Any = "a", **fields: Any) -> dict[str, Any]:
+    return make_item(uid, instance_id, **fields)
 
 
 def open_store(
@@ -87,18 +80,13 @@ def test_a_group_comes_out_when_it_is_complete_and_only_once():
     assert (counts.opened, counts.open, counts.ready) == (3, 1, 2)
 
 
-def test_a_repeated_write_is_stored_once():
-    store = open_store()
+@pytest.mark.parametrize("keep_delivered", [0, 100])
+def test_a_repeated_write_is_stored_once_also_after_its_delivery(keep_delivered):
+    store = open_store(keep_delivered=keep_delivered)
     assert write(store, item("1")) == 1
     assert write(store, item("1")) == 0
     assert write(store, item("2"), item("2")) == 1
     assert uids(store.read("math")) == ["1", "2"]
-
-
-def test_a_late_repetition_of_an_item_that_is_gone_is_a_duplicate_still():
-    store = open_store(keep_delivered=0)
-    write(store, item("1"), item("2"))
-    store.read("math")
     assert write(store, item("1")) == 0
 
 
@@ -111,26 +99,22 @@ def test_uid_with_other_content_is_refused_with_its_whole_request():
     assert store.held_items == 1
 
 
-def test_items_beyond_the_group_size_start_the_instances_next_group():
+@pytest.mark.parametrize(
+    ("items", "group"),
+    [
+        ([item("1"), item("2"), item("3")], ["1", "2"]),  # the third starts the instance's next group
+        ([item("1", group_id=0), item("2", group_id=1), item("3", group_id=1)], ["2", "3"]),  # epochs
+        ([item("1", 7), item("2", "7"), item("3", 7)], ["1", "3"]),  # a number is no text
+    ],
+)
+def test_items_of_an_instance_and_a_group_id_are_a_group(items, group):
     store = open_store()
-    write(store, *(item(str(n)) for n in range(5)))
-    assert uids(store.read("math")) == ["0", "1", "2", "3"]
-    write(store, item("5"))
-    assert uids(store.read("math")) == ["4", "5"]
-
-
-def test_group_ids_keep_epochs_apart():
-    store = open_store()
-    write(store, item("1", group_id=0), item("2", group_id=1))
-    assert store.read("math") is None
-    write(store, item("3", group_id=1))
-    assert uids(store.read("math")) == ["2", "3"]
-
-
-def test_integer_and_text_instances_are_different():
-    store = open_store()
-    write(store, item("1", 7), item("2", "7"))
-    assert store.read("math") is None
+    write(store, *items)
+    assert uids(store.read("math")) == group
+    assert store.held_items == 1
+    (remaining,) = (entry for entry in items if entry["uid"] not in group)
+    write(store, {**remaining, "uid": "4"})
+    assert uids(store.read("math")) == [remaining["uid"], "4"]
 
 
 def test_max_groups_takes_the_oldest_and_leaves_the_rest():
@@ -176,22 +160,18 @@ def test_the_same_request_gets_the_same_answer():
     assert uids(store.read("math", request_id="r2")) == ["3", "4"]
 
 
-def test_acknowledged_items_are_trained_and_gone():
-    store = open_store()
-    write(store, item("1"), item("2"))
-    store.read("math", request_id="r1")
-    assert store.acknowledge("math", ["r1", "unknown"]) == 1
-    assert store.ledger.counts().closed == {Outcome.TRAINED: 2}
-    assert uids(store.read("math", request_id="r1")) == []
-
-
-def test_hand_outs_beyond_the_window_count_as_trained():
-    store = open_store(keep_delivered=1)
+@pytest.mark.parametrize("keep_delivered", [1, 100])
+def test_acknowledged_deliveries_and_those_beyond_the_window_are_trained(keep_delivered):
+    store = open_store(keep_delivered=keep_delivered)
     for n in range(3):
         write(store, item(f"{n}.0", n), item(f"{n}.1", n))
-        store.read("math")
+        store.read("math", request_id=f"r{n}")
+    beyond = 4 if keep_delivered == 1 else 0
+    assert store.ledger.counts().closed.get(Outcome.TRAINED, 0) == beyond
+    assert store.acknowledge("math", ["r2", "unknown"]) == 1
     counts = store.ledger.counts()
-    assert (counts.ready, counts.closed) == (2, {Outcome.TRAINED: 4})
+    assert (counts.ready, counts.closed) == (4 - beyond, {Outcome.TRAINED: beyond + 2})
+    assert uids(store.read("math", request_id="r2")) == []
 
 
 def test_a_full_buffer_refuses_until_something_is_read():
@@ -247,43 +227,32 @@ def test_a_trainer_that_forgot_everything_gets_everything_again():
     assert uids(store.read("math")) == first
 
 
-def test_custom_meta_information_sees_the_items_since_the_last_batch():
+def test_custom_meta_info_sees_all_new_items_before_the_filter_does():
     calls: list[Any] = []
 
     def get_group_data_meta_info(temp_data):
         calls.append({key: [entry["uid"] for entry in items] for key, items in temp_data.items()})
         return {"n": len(temp_data)}
 
-    store = open_store(functions={"get_group_data_meta_info": get_group_data_meta_info})
-    write(store, item("1"), item("2"), item("3", "b"))
-    batch = store.read("math")
-    assert batch is not None
-    assert batch.meta_info == {"n": 2, "finished_groups": ["a"]}
-    write(store, item("4", "b"))
-    store.read("math")
-    assert calls == [{"a": ["1", "2"], "b": ["3"]}, {"b": ["4"]}]
-
-
-def test_custom_meta_info_runs_first_and_sees_filtered_items():
-    order: list[Any] = []
-
-    def get_group_data_meta_info(temp_data):
-        order.append(sorted(entry["uid"] for items in temp_data.values() for entry in items))
-        return {}
-
     def filter_item(entry):
-        order.append(entry["uid"])
+        calls.append(entry["uid"])
         return entry["reward"] >= 0
 
     functions = {"get_group_data_meta_info": get_group_data_meta_info, "filter_item": filter_item}
     store = open_store(functions=functions)
-    write(store, item("1", reward=-3), item("2", reward=-3))
+    write(store, item("1", reward=-3), item("2", reward=-3), item("3", "b"))
     assert store.read("math") is None
-    assert order == [["1", "2"], "1", "2"]
-    write(store, item("3", "b"), item("4", "b"))
-    order.clear()
-    assert uids(store.read("math")) == ["3", "4"]
-    assert order == [["1", "2", "3", "4"], "3", "4"]
+    assert calls == [{"a": ["1", "2"], "b": ["3"]}, "1", "2"]
+    write(store, item("4", "b"))
+    calls.clear()
+    batch = store.read("math")
+    assert batch is not None
+    assert calls == [{"a": ["1", "2"], "b": ["3", "4"]}, "3", "4"]
+    assert batch.meta_info == {"n": 2, "finished_groups": ["a", "b"]}
+    write(store, item("5", "c"), item("6", "c"))
+    calls.clear()
+    store.read("math")
+    assert calls[0] == {"c": ["5", "6"]}  # since the last batch
 
 
 def test_custom_is_valid_group_may_wait_for_more_than_the_group_size():

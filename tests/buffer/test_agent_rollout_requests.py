@@ -1,4 +1,4 @@
-"""The agent rollout's functions, payload, answers and log as its documentation has them."""
+"""The agent rollout's requests and log as documented, and answers that end its wait for a batch."""
 
 from __future__ import annotations
 
@@ -11,23 +11,16 @@ import pytest
 from aiohttp import web
 
 from agl_slime.buffer.agent_rollout import (
-    generate_agent_rollout,
     get_rollout_data,
     log_raw_info,
     start_rollout,
 )
 from agl_slime.buffer.server import BufferServer
-from tests.buffer.items import Client, add_generator, make_item, settings_for
-from tests.harness.agent_rollout import GENERATOR, DataBuffer, args_for, serve
+from agl_slime.errors import DataSourceError
+from tests.buffer.items import Client, make_item, settings_for
+from tests.harness.agent_rollout import DataBuffer, args_for, buffer_that, call, instances, serve
 
 pytestmark = pytest.mark.usefixtures("fresh_sessions")
-
-
-async def test_it_can_be_awaited_as_documented(tmp_path):
-    add_generator(tmp_path, "sums", GENERATOR)
-    async with BufferServer(settings=settings_for(tmp_path)) as server:
-        groups = await generate_agent_rollout(args_for(server.url, tmp_path), 0, DataBuffer(), evaluation=False)
-        assert [len(group) for group in groups] == [2, 2]
 
 
 async def test_documented_start_payload_is_sent(tmp_path):
@@ -78,12 +71,12 @@ async def test_get_rollout_data_has_the_documented_results_and_errors(tmp_path):
     with pytest.raises(aiohttp.ClientError):
         await get_rollout_data(url)
 
-    asked_enough = asyncio.Event()
+    timed_out = asyncio.Event()
 
     async def answer(request: web.Request) -> web.Response:
         case = request.match_info["case"]
         if case == "slow":
-            await asked_enough.wait()
+            await timed_out.wait()
         body = {
             "keys": {"success": True, "data": {"data": [{"uid": "1"}]}},
             "shape": [1],
@@ -107,7 +100,7 @@ async def test_get_rollout_data_has_the_documented_results_and_errors(tmp_path):
             await get_rollout_data(f"{url}/text")
         with pytest.raises(asyncio.TimeoutError):
             await get_rollout_data(f"{url}/slow", timeout=0.1)
-        asked_enough.set()
+        timed_out.set()
 
 
 def test_the_documented_log_format(caplog):
@@ -117,3 +110,50 @@ def test_the_documented_log_format(caplog):
     assert caplog.messages == [
         "rollout 7: {'rollout/no_filter/total_samples': 100, 'rollout/no_filter/avg_reward': 0.75}"
     ]
+
+
+async def test_groups_beyond_a_batch_wait_for_the_next_call(tmp_path):
+    """A server that gives all it has, whatever is asked, as slime's does."""
+    answers = [
+        {
+            "data": [
+                make_item(f"{i}.{n}", f"id{i}", tokens=[1, 2], response_length=1) for i in range(3) for n in range(2)
+            ],
+            "meta_info": {},
+        }
+    ]
+
+    async def get(request: web.Request) -> web.Response:
+        data = answers.pop() if answers else {"data": [], "meta_info": {}}
+        return web.json_response({"success": bool(data["data"]), "message": "", "data": data})
+
+    async with buffer_that(get) as url:
+        args = args_for(url, tmp_path, rollout_batch_size=1)
+        assert [instances(await call(args, step, DataBuffer())) for step in range(3)] == [["id0"], ["id1"], ["id2"]]
+
+
+WITHOUT_MESSAGES = {name: value for name, value in make_item("1").items() if name != "messages"}
+
+
+@pytest.mark.parametrize(
+    ("items", "message"),
+    [
+        ([WITHOUT_MESSAGES], "messages"),  # a buffer would return such items to each retry, forever
+        ([make_item("1", "a"), make_item("2", "b")], "n_samples_per_prompt 2 is not the generator's group size"),
+        (None, "2 tries"),
+    ],
+)
+async def test_answers_that_no_request_can_make_good_end_the_wait(tmp_path, items, message):
+    requests: list[Any] = []
+
+    async def get(request: web.Request) -> web.Response:
+        requests.append(request)
+        if items is None:
+            return web.Response(status=500, text="broken")
+        return web.json_response({"success": True, "message": "", "data": {"data": items, "meta_info": {}}})
+
+    async with buffer_that(get) as url:
+        args = args_for(url, tmp_path, fetch_trajectory_retry_times=-1 if items else 1)
+        with pytest.raises(DataSourceError, match=message):
+            await asyncio.wait_for(call(args, 0, DataBuffer()), 30)
+    assert len(requests) == (1 if items else 2)

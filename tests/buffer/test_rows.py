@@ -1,0 +1,140 @@
+"""Rows of a generator's input file: their instance ids, and the rewards of answers to math problems."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from pathlib import Path
+
+import pytest
+
+from agl_slime.buffer.client import read_rows
+from agl_slime.buffer.generators.base_generator import boxed_reward, last_boxed
+from agl_slime.buffer.instance_ids import assign_instance_ids
+from agl_slime.cli.main import main
+from agl_slime.errors import ConfigError
+from agl_slime.loop.tasks import read_tasks
+
+
+def write(path: Path, *rows: object) -> Path:
+    path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    return path
+
+
+def test_lines_without_an_id_get_a_unique_one_once(tmp_path, capsys):
+    file = write(
+        tmp_path / "data.jsonl",
+        {"prompt": "1+1"},
+        {"instance_id": "instance_2", "prompt": "kept"},
+        {"instance_id": None, "prompt": "2+2"},
+    )
+    output, lines, assigned = assign_instance_ids(input=file)
+    assert (output.name, lines, assigned) == ("data_instance_id.jsonl", 3, 2)
+    rows = [json.loads(line) for line in output.read_text().splitlines()]
+    assert [row["instance_id"] for row in rows] == ["instance_0", "instance_2", "instance_2_"]
+    assert [row["prompt"] for row in rows] == ["1+1", "kept", "2+2"]
+    second, _, assigned = assign_instance_ids(input=output, output=tmp_path / "again.jsonl")
+    assert (assigned, second.read_bytes()) == (0, output.read_bytes())
+    assert main(["assign-instance-id", "--input", str(file)]) == 0
+    assert "3 lines, 2 got an instance_id" in capsys.readouterr().out
+    assert main(["assign-instance-id", "--input", str(tmp_path / "missing.jsonl")]) == 2
+    assert "cannot be read" in capsys.readouterr().err
+
+
+def test_odd_json_values_are_unchanged(tmp_path):
+    file = tmp_path / "data.jsonl"
+    lines = [r'{"big":123456789012345678901234567890,"half":"x\ud83d"}', '{"n":NaN,"high":1e999,"é":"ü"}']
+    file.write_text("\n".join(lines), encoding="utf-8")
+    output, _, _ = assign_instance_ids(input=file)
+    first, second = read_tasks(output)
+    assert first == {"instance_id": "instance_0", "big": 123456789012345678901234567890, "half": "x\ud83d"}
+    assert math.isnan(second.pop("n"))
+    assert second == {"instance_id": "instance_1", "high": math.inf, "é": "ü"}
+    assert '"é":"ü"' in output.read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{", "line 1: not JSON"),
+        ("[]", "line 1: expected an object"),
+        ('{"instance_id": 1}\n{"instance_id": "1"}', "instance_id '1'"),
+    ],
+)
+def test_a_file_that_cannot_be_used_leaves_nothing_behind(tmp_path, text, message):
+    file = tmp_path / "data.jsonl"
+    file.write_text(text)
+    with pytest.raises(ConfigError, match=message):
+        assign_instance_ids(input=file)
+    assert [path.name for path in tmp_path.iterdir()] == ["data.jsonl"]
+
+
+@pytest.mark.parametrize("instance_id", ["123456789012345678901234567890", "NaN", "[1]", r'"x\ud83d"', "1.5", "true"])
+def test_an_instance_id_that_names_nothing_is_refused_by_its_row(tmp_path, instance_id):
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"prompt": "0"}\n{"instance_id": null, "prompt": "1"}\n{"instance_id": 7.0, "prompt": "2"}\n')
+    assert [row["instance_id"] for row in read_rows(path)] == [0, 1, 7]
+    path.write_text(path.read_text() + f'{{"instance_id": {instance_id}, "prompt": "2"}}\n')
+    with pytest.raises(ConfigError, match=r"the instance_id of row 3 is .*give a text or a 64-bit integer"):
+        read_rows(path)
+
+
+@pytest.mark.parametrize(
+    ("text", "boxed"),
+    [
+        (r"so \boxed{4}.", "4"),
+        (r"\boxed{1} no, \boxed{\frac{1}{2}}", r"\frac{1}{2}"),
+        (r"\boxed{7} and then \boxed{unfinished", "7"),
+        (r"\boxed{", None),
+        (r"\boxed{}", ""),
+    ],
+)
+def test_the_last_complete_box_counts(text, boxed):
+    assert last_boxed(text) == boxed
+
+
+@pytest.mark.parametrize(
+    ("response", "label", "reward"),
+    [
+        (r"\boxed{42.0}", "42", 1.0),
+        (r"\boxed{1,234}", "1234", 1.0),
+        (r"\boxed{\frac{1}{2}}", "0.5", 1.0),
+        (r"\boxed{-\dfrac{3}{4}}", "-3/4", 1.0),
+        (r"\boxed{50\%}", r"\frac12", 0.0),
+        (r"\boxed{50\%}", "1/2", 1.0),
+        (r"\boxed{ (1, 2) }", "(1,2)", 1.0),
+        (r"\boxed{\text{Tuesday}}", "Tuesday", 1.0),
+        (r"\boxed{x^2}", r"\boxed{x^{2}}", 0.0),
+        (r"\boxed{4}", r"the answer is \boxed{4}", 1.0),
+        ("42", "42", 0.0),
+        (r"\boxed{}", "42", 0.0),
+        (r"\boxed{1/0}", "42", 0.0),
+        (r"\boxed{1,2}", "12", 0.0),  # a comma separates thousands or two numbers
+        (r"\boxed{1,2}", "1, 2", 1.0),
+        (r"\boxed{12,34}", "1234", 0.0),
+        (r"\boxed{-1,234,567.5}", "-1234567.5", 1.0),
+        (r"\boxed{1{,}234}", "1234", 1.0),
+        (r"\boxed{1e3}", "1000", 1.0),
+        (r"\boxed{1e10000000}", "1e10000000", 1.0),
+    ],
+)
+def test_numbers_are_compared_as_numbers_and_the_rest_as_text(response, label, reward):
+    assert boxed_reward(response, label) == reward
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        r"\boxed{1e10000000}",
+        r"\boxed{-1e-99999999}",
+        r"\boxed{1/1e10000000}",
+        rf"\boxed{{{'9' * 200_000}}}",
+        "\\boxed{" * 20_000,
+    ],
+)
+def test_no_answer_holds_the_process(answer):
+    """An exponent of seven digits must not be expanded."""
+    began = time.process_time()
+    assert boxed_reward(answer, "42") == 0.0
+    assert time.process_time() - began < 1
