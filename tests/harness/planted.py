@@ -49,7 +49,7 @@ OPERATORS = (
     *("ZeroIterationForLoop", "ExceptionReplacer"),
 )
 TIME_LIMIT_S = 300.0
-MOST_TESTS = 200
+MOST_TESTS, MOST_OTHER_TESTS, MOST_OTHER_FILES = 60, 30, 10  # of the fault's room, and of others
 # variables for the processes of tests, and a file beside the results
 _RESULTS, _LINES, _SELECTED = "AGL_SLIME_PLANTED_RESULTS", "AGL_SLIME_PLANTED_LINES", "selected.json"
 
@@ -185,7 +185,7 @@ def record_lines(out: Path) -> None:
 
 
 def tests_of(fault: Fault, lines: Mapping[str, Any]) -> list[str]:
-    """The tests that execute the statement of the fault, at most ``MOST_TESTS``, evenly from all files; none where only
+    """Tests that execute the statement of the fault, evenly from the files of its room and of others; none where only
     imports execute it."""
     source = (ROOT / fault.file).read_text()
     number = fault.line_in(source) + 1
@@ -199,8 +199,17 @@ def tests_of(fault: Fault, lines: Mapping[str, Any]) -> list[str]:
     by_file: dict[str, list[str]] = defaultdict(list)
     for test in sorted(numbers):
         by_file[lines["tests"][test].partition("::")[0]].append(lines["tests"][test])
-    rounds = zip_longest(*by_file.values())
-    return [test for tests in rounds for test in tests if test is not None][:MOST_TESTS]
+    own = [tests for file, tests in by_file.items() if file.startswith(folder_of(fault.room))]
+    others = [tests for file, tests in by_file.items() if not file.startswith(folder_of(fault.room))]
+    return [*_evenly(own, MOST_TESTS), *_evenly(others[:MOST_OTHER_FILES], MOST_OTHER_TESTS)]
+
+
+def folder_of(room: str) -> str:
+    return f"tests/{FOLDERS.get(room, room)}/"
+
+
+def _evenly(groups: Sequence[Sequence[str]], most: int) -> list[str]:
+    return [test for row in zip_longest(*groups) for test in row if test is not None][:most]
 
 
 # -- planting ---------------------------------------------------------------------------------------------------------
@@ -213,7 +222,7 @@ def run_tests(root: Path, fault: Fault, tests: Sequence[str], *, planted: bool) 
     shutil.rmtree(directory, ignore_errors=True)
     directory.mkdir()
     (directory / _SELECTED).write_text(json.dumps([*tests]))
-    files = sorted({test.partition("::")[0] for test in tests}) or [f"tests/{FOLDERS.get(fault.room, fault.room)}"]
+    files = sorted({test.partition("::")[0] for test in tests}) or [folder_of(fault.room)]
     command = [sys.executable, "-m", "pytest", "-q", "--no-header", "-p", "tests.harness.planted"]
     environment = {**os.environ, "PYTHONPATH": str(root), _RESULTS: str(directory / "tests"), "OMP_NUM_THREADS": "1"}
     process = subprocess.Popen(
