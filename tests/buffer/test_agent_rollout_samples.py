@@ -23,6 +23,10 @@ def maker(*, normalized: bool = True, masks: Any = None) -> SampleMaker:
     return SampleMaker(masks=masks, normalized=normalized)
 
 
+def template_masks() -> Any:
+    return get_loss_mask_generator(chat_tokenizer("anthropic", "chatml"))
+
+
 def test_sent_token_ids_and_log_probs_are_used_as_they_are():
     (sample,) = maker().group([sent("1", extra_info={"finish_reason": "stop", "label": "x"}, weight_versions=[3])])
     assert (sample.tokens, sample.response_length, sample.loss_mask) == ([5, 6, 7, 8], 2, [1, 1])
@@ -35,28 +39,20 @@ def test_sent_token_ids_and_log_probs_are_used_as_they_are():
     assert sample.weight_versions == ["3"]
     assert sample.metadata["token_source"] == "engine"
     assert (sample.metadata["uid"], sample.metadata["instance_id"]) == ("1", "math_001")
-
-
-def test_an_answer_that_was_cut_off_is_truncated():
     (sample,) = maker().group([sent("1", extra_info={"finish_reason": "length"})])
     assert sample.status == Sample.Status.TRUNCATED
 
 
-def test_numbers_are_integers_that_never_repeat():
-    shared = maker()
-    groups = [shared.group([sent("1"), sent("2")]), shared.group([sent("3"), sent("4")])]
-    samples = [sample for group in groups for sample in group]
-    assert [sample.index for sample in samples] == [0, 1, 2, 3]
-    assert [sample.group_index for sample in samples] == [0, 0, 1, 1]
-    assert [sample.rollout_id for sample in samples] == [0, 1, 2, 3]
-
-
-def test_a_rollout_that_forked_becomes_siblings():
+def test_numbers_never_repeat_and_a_rollout_that_forked_becomes_siblings():
     parts = [{"tokens": [1, 2, 3], "response_length": 1}, {"tokens": [1, 9, 9], "response_length": 2}]
-    samples = maker().group([{**make_item("1"), "samples": parts}, sent("2")])
-    assert [sample.rollout_id for sample in samples] == [0, 0, 1]
-    assert [sample.response_length for sample in samples] == [1, 2, 2]
-    assert samples[0].loss_mask == [1]
+    shared = maker()
+    groups = [shared.group([sent("1"), sent("2")]), shared.group([{**make_item("3"), "samples": parts}, sent("4")])]
+    samples = [sample for group in groups for sample in group]
+    assert [sample.index for sample in samples] == [0, 1, 2, 3, 4]
+    assert [sample.group_index for sample in samples] == [0, 0, 1, 1, 1]
+    assert [sample.rollout_id for sample in samples] == [0, 1, 2, 2, 3]
+    assert [sample.response_length for sample in samples] == [2, 2, 1, 2, 2]
+    assert samples[2].loss_mask == [1]
 
 
 def padded(rewards: list[float], size: int) -> list[dict[str, Any]]:
@@ -65,19 +61,18 @@ def padded(rewards: list[float], size: int) -> list[dict[str, Any]]:
 
 
 def test_padded_copies_are_masked_and_originals_keep_the_full_advantage():
-    samples = maker().group(padded([1.0, 0.0, 0.0], 4))
+    """slime's own normalisation gets raw rewards, whose mean the copy does not move."""
+    rewards = [1.0, 0.0, 0.0]
+    samples = maker().group(padded(rewards, 4))
     advantages = [
-        item["reward"] for item in stages.normalize_group_data(("i", [{"reward": r} for r in (1.0, 0.0, 0.0)]))[1]
+        item["reward"] for item in stages.normalize_group_data(("i", [{"reward": reward} for reward in rewards]))[1]
     ]
     assert [sample.reward for sample in samples] == pytest.approx([*advantages, 0.0])
     assert [bool(sample.remove_sample) for sample in samples] == [False, False, False, True]
     assert samples[3].loss_mask == [0, 0]
     assert len({sample.rollout_id for sample in samples}) == 4
-
-
-def test_slimes_own_normalisation_gets_raw_rewards_with_an_unmoved_mean():
-    samples = maker(normalized=False).group(padded([1.0, 0.0, 0.0], 4))
-    assert [sample.reward for sample in samples] == pytest.approx([1.0, 0.0, 0.0, 1 / 3])
+    raw = maker(normalized=False).group(padded(rewards, 4))
+    assert [sample.reward for sample in raw] == pytest.approx([*rewards, 1 / 3])
 
 
 @pytest.mark.parametrize(
@@ -107,7 +102,7 @@ def test_text_is_rendered_and_masked():
         {"role": "user", "content": "and 3?"},
         {"role": "assistant", "content": "7"},
     ]
-    (sample,) = maker(masks=get_loss_mask_generator(tokenizer)).group([make_item("1", messages=messages)])
+    (sample,) = maker(masks=template_masks()).group([make_item("1", messages=messages)])
     assert sample.metadata["token_source"] == "retokenized"
     assert sample.rollout_log_probs is None
     assert sample.loss_mask is not None
@@ -116,16 +111,8 @@ def test_text_is_rendered_and_masked():
     trained = tokenizer.decode([token for token, mask in zip(response, sample.loss_mask, strict=True) if mask])
     assert trained == "4<|im_end|>7<|im_end|>"
     assert tokenizer.decode(sample.tokens) == tokenizer.apply_chat_template(messages, tokenize=False)
-
-
-def test_text_without_an_answer_trains_nothing():
-    masks = get_loss_mask_generator(chat_tokenizer("anthropic", "chatml"))
-    (sample,) = maker(masks=masks).group([make_item("1", messages=[{"role": "user", "content": "2 + 2?"}])])
-    assert sample.remove_sample
-    assert (sample.response_length, sample.loss_mask) == (1, [0])
-
-
-def test_text_without_a_tokenizer_is_refused():
+    (sample,) = maker(masks=template_masks()).group([make_item("2", messages=messages[:1])])  # no answer
+    assert (sample.remove_sample, sample.response_length, sample.loss_mask) == (True, 1, [0])
     with pytest.raises(ValueError, match="there is no tokenizer; set --hf-checkpoint"):
         maker().group([make_item("1")])
 
@@ -135,7 +122,7 @@ def test_a_custom_mask_generator_is_found_by_its_name(monkeypatch):
     from agl_slime.tokens import masks as registry
     from agl_slime.tokens.masks import MaskGenerator, register_loss_mask_generator
 
-    get_loss_mask_generator(chat_tokenizer("anthropic", "chatml"))  # the named ones are registered now
+    template_masks()  # the named ones are registered now
     monkeypatch.setitem(registry._generators, "custom_task_of_this_test", list)  # taken out again at the end
     del registry._generators["custom_task_of_this_test"]
 
@@ -149,8 +136,7 @@ def test_a_custom_mask_generator_is_found_by_its_name(monkeypatch):
 
 
 def test_a_batch_has_log_probs_and_round_numbers_on_all_samples_or_on_none():
-    masks = get_loss_mask_generator(chat_tokenizer("anthropic", "chatml"))
-    shared = maker(masks=masks)
+    shared = maker(masks=template_masks())
     groups = [shared.group([sent("1", extra_info={"round_number": 2})]), shared.group([make_item("2")])]
     assert make_uniform(groups) == 1
     assert [sample.rollout_log_probs for group in groups for sample in group] == [None, None]

@@ -7,7 +7,10 @@ import math
 import subprocess
 import sys
 from collections import Counter
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import openai
@@ -20,47 +23,29 @@ from agl_slime.buffer.runs import SHIPPED_GENERATORS, discover_generators
 from agl_slime.buffer.server import BufferServer
 from agl_slime.errors import BufferRequestError
 from tests.buffer.items import Client, add_generator, eventually, make_item, settings_for, write_problems
+from tests.harness.agent_rollout import serve
 
 
-class ChatEngine:
+@asynccontextmanager
+async def chat_engine(answer: Any) -> AsyncIterator[SimpleNamespace]:
     """An OpenAI-compatible server; ``answer(request)`` gives text, finish reason and the number of tokens."""
+    requests: list[dict[str, Any]] = []
 
-    def __init__(self, answer: Any) -> None:
-        self.requests: list[dict[str, Any]] = []
-        self._answer = answer
-        self.url = ""
-
-    async def __aenter__(self) -> ChatEngine:
-        app = web.Application()
-        app.router.add_post("/v1/chat/completions", self._handle)
-        self._runner = web.AppRunner(app)
-        await self._runner.setup()
-        await web.TCPSite(self._runner, "127.0.0.1", 0).start()
-        self.url = f"http://127.0.0.1:{self._runner.addresses[0][1]}"
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        await self._runner.cleanup()
-
-    async def _handle(self, request: web.Request) -> web.Response:
-        body = await request.json()
-        self.requests.append(body)
-        answer = self._answer(body)
-        if isinstance(answer, int):
-            return web.json_response({"error": {"message": "scripted"}}, status=answer)
-        text, finish_reason, tokens = answer
+    async def handle(request: web.Request) -> web.Response:
+        requests.append(await request.json())
+        scripted = answer(requests[-1])
+        if isinstance(scripted, int):
+            return web.json_response({"error": {"message": "scripted"}}, status=scripted)
+        text, finish_reason, tokens = scripted
         choice = {"index": 0, "message": {"role": "assistant", "content": text}, "finish_reason": finish_reason}
         usage = {"prompt_tokens": 1, "completion_tokens": tokens, "total_tokens": 1 + tokens}
-        return web.json_response(
-            {
-                "id": "x",
-                "object": "chat.completion",
-                "created": 0,
-                "model": "custom",
-                "choices": [choice],
-                "usage": usage,
-            }
-        )
+        completion = {"id": "x", "object": "chat.completion", "created": 0, "model": "custom"}
+        return web.json_response({**completion, "choices": [choice], "usage": usage})
+
+    app = web.Application()
+    app.router.add_post("/v1/chat/completions", handle)
+    async with serve(app) as url:
+        yield SimpleNamespace(url=url, requests=requests)
 
 
 def adds(body: dict[str, Any]) -> tuple[str, str, int]:
@@ -78,7 +63,7 @@ async def test_the_math_generator_goes_from_payload_to_groups(tmp_path):
     discovery = discover_generators(SHIPPED_GENERATORS)
     assert (set(discovery.generators), discovery.problems) == ({"math", "agl"}, {})
     async with (
-        ChatEngine(adds) as engine,
+        chat_engine(adds) as engine,
         BufferServer(settings=settings_for(tmp_path, generators=None)) as server,
         Client(server.url) as client,
     ):
@@ -116,7 +101,7 @@ async def test_aborted_answer_is_continued_until_no_tokens_remain(monkeypatch):
         [("The answer", "abort", 3), (" is", "abort", 2), (r" \boxed{4}", "stop", 5)] + 2 * [("word", "abort", 16)]
     )
     async with (
-        ChatEngine(lambda body: next(script)) as engine,
+        chat_engine(lambda body: next(script)) as engine,
         openai.AsyncOpenAI(api_key="none", base_url=f"{engine.url}/v1") as client,
     ):
         question = [{"role": "user", "content": "2+2?"}]
@@ -145,7 +130,7 @@ async def test_a_rollout_that_fails_or_is_no_json_costs_its_own_group_only(tmp_p
         return [*messages, {"role": "assistant", "content": content}]
 
     async with (
-        ChatEngine(refuses_one) as engine,
+        chat_engine(refuses_one) as engine,
         BufferServer(settings=settings_for(tmp_path)) as server,
         Client(server.url) as client,
     ):
@@ -179,16 +164,11 @@ async def test_odd_rows_lose_none_of_their_rollouts(tmp_path):
         _, stats = await client.get("/stats")
     assert stats["items"]["reasons"] == {}
     by_id = {item["instance_id"]: item for item in answer["data"]["data"]}
-    values = {
-        name: {k: v for k, v in item["extra_info"].items() if k in ["number", "note", "low", "high"]}
-        for name, item in by_id.items()
-    }
-    assert values == {
-        "big": {"number": 123456789012345678901234567890},
-        "half": {"note": "x\\ud83d"},
-        "nan": {"low": "NaN", "high": ["Infinity", "-Infinity"]},
-    }
-    assert by_id["half"]["extra_info"]["ke\\ud83dy"] == ["\\ud83d"]
+    extra = {name: item["extra_info"] for name, item in by_id.items()}
+    assert extra["big"]["number"] == 123456789012345678901234567890
+    assert extra["half"]["note"] == "x\\ud83d"
+    assert (extra["nan"]["low"], extra["nan"]["high"]) == ("NaN", ["Infinity", "-Infinity"])
+    assert extra["half"]["ke\\ud83dy"] == ["\\ud83d"]
     assert by_id["half"]["messages"][0]["content"] == "2 \\ud83d"
     rows_by_id = {row["instance_id"]: row for row in rows}  # a reward sees the row as the file has it
     assert (rows_by_id["half"]["note"], rows_by_id["nan"]["high"]) == ("x\ud83d", [math.inf, -math.inf])
@@ -228,7 +208,7 @@ async def test_writes_wait_for_a_buffer_that_is_away_up_to_give_up_s(tmp_path):
 
 async def test_only_missing_items_are_generated(tmp_path):
     async with (
-        ChatEngine(adds) as engine,
+        chat_engine(adds) as engine,
         BufferServer(settings=settings_for(tmp_path, group_size=4)) as server,
         Client(server.url) as client,
     ):
@@ -297,7 +277,7 @@ async def test_documented_generator_runs_as_a_file(tmp_path):
     )
     (run_rollout,) = (each.run_rollout for each in discover_generators(tmp_path / "generators").generators.values())
     async with (
-        ChatEngine(adds) as engine,
+        chat_engine(adds) as engine,
         BufferServer(settings=settings_for(tmp_path)) as server,
         Client(server.url) as client,
     ):

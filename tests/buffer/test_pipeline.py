@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,34 +28,16 @@ class Snapshot:
     last_item_time: float
 
 
-@dataclass
 class Processed:
     """The result of the five stages on snapshots; ``finished`` has each finished one with its end."""
 
-    meta_info: dict[str, Any]
-    finished: list[tuple[Snapshot, FinishedGroup]]
-
-    @property
-    def ends(self) -> list[FinishedGroup]:
-        return [group for _, group in self.finished]
-
-    @property
-    def valid(self) -> list[FinishedGroup]:
-        return [group for group in self.ends if group.valid]
-
-    @property
-    def data(self) -> list[dict[str, Any]]:
-        return [item for group in self.ends for item in group.data]
-
-
-def process(pipeline: GroupPipeline, snapshots: Iterable[Snapshot], *, now: float) -> Processed:
-    taken = list(snapshots)
-    meta_info = pipeline.meta_info(item for snapshot in taken for item in snapshot.items)
-    ends = [
-        (snapshot, pipeline.finish(snapshot.instance_id, snapshot.items, idle_s=now - snapshot.last_item_time))
-        for snapshot in taken
-    ]
-    return Processed(meta_info, [(snapshot, end) for snapshot, end in ends if end is not None])
+    def __init__(self, pipeline: GroupPipeline, snapshots: list[Snapshot]) -> None:
+        self.meta_info = pipeline.meta_info(item for snapshot in snapshots for item in snapshot.items)
+        ends = [(s, pipeline.finish(s.instance_id, s.items, idle_s=NOW - s.last_item_time)) for s in snapshots]
+        self.finished: list[tuple[Snapshot, FinishedGroup]] = [(s, end) for s, end in ends if end is not None]
+        self.ends = [group for _, group in self.finished]
+        self.valid = [group for group in self.ends if group.valid]
+        self.data = [item for group in self.ends for item in group.data]
 
 
 def item(uid: int, reward: Any = 1.0, instance_id: str = "math_001") -> dict[str, Any]:
@@ -85,13 +66,13 @@ def test_the_defaults_are_the_documented_ones():
 
 
 def test_a_complete_group_is_normalised_and_keeps_its_raw_rewards():
-    result = process(pipeline(), [snapshot([1, 0, 1, 0])], now=NOW)
+    result = Processed(pipeline(), [snapshot([1, 0, 1, 0])])
     # mean 0.5, population std 0.5
     assert [entry["reward"] for entry in result.data] == pytest.approx([1, -1, 1, -1], abs=1e-6)
     assert [entry["raw_reward"] for entry in result.data] == [1, 0, 1, 0]
     assert result.meta_info == {"total_samples": 4, "num_groups": 1, "avg_group_size": 4, "avg_reward": 0.5}
     for reward in (0, 0.3, 1):
-        equal = process(pipeline(), [snapshot([reward] * 4)], now=NOW).data
+        equal = Processed(pipeline(), [snapshot([reward] * 4)]).data
         assert [entry["reward"] for entry in equal] == [0, 0, 0, 0]
 
 
@@ -100,7 +81,7 @@ def test_a_complete_group_is_normalised_and_keeps_its_raw_rewards():
     [([1, 0, 1], 0), ([1, 0, 1], 300)],  # the time-out is exclusive
 )
 def test_an_incomplete_group_waits(rewards, age):
-    result = process(pipeline(), [snapshot(rewards, age=age)], now=NOW)
+    result = Processed(pipeline(), [snapshot(rewards, age=age)])
     assert (result.data, result.finished, result.meta_info["total_samples"]) == ([], [], 3)
 
 
@@ -116,7 +97,7 @@ def test_an_incomplete_group_waits(rewards, age):
 def test_a_group_with_enough_items_is_padded_to_its_size(rewards, age, group_size, item_reasons):
     groups = [snapshot(rewards, age=age)]
     originals = copy.deepcopy(groups)
-    result = process(pipeline(group_size, group_timeout_seconds=300), groups, now=NOW)
+    result = Processed(pipeline(group_size, group_timeout_seconds=300), groups)
     (group,) = result.valid
     assert (group.item_reasons, len(result.data)) == (item_reasons, group_size)
     assert {entry.get("padding_of") for entry in result.data} == {None, *["u0"] * (item_reasons.count("") < group_size)}
@@ -132,7 +113,7 @@ def test_a_group_with_enough_items_is_padded_to_its_size(rewards, age, group_siz
     ],
 )
 def test_a_group_with_too_few_valid_items_is_dropped_with_its_reason(rewards, age, reason):
-    (group,) = process(pipeline(), [snapshot(rewards, age=age)], now=NOW).ends
+    (group,) = Processed(pipeline(), [snapshot(rewards, age=age)]).ends
     assert (group.valid, group.reason) == (False, reason)
     if len(rewards) == 2:
         assert group.item_reasons == ["timeout", "timeout"]
@@ -167,9 +148,9 @@ def test_padding_shares_the_reward_between_an_item_and_its_copies():
 
 def test_groups_with_equal_rewards_can_be_dropped():
     for last in (1, 0.99999994):
-        (group,) = process(pipeline(drop_zero_variance=True), [snapshot([1, 1, 1, last])], now=NOW).ends
+        (group,) = Processed(pipeline(drop_zero_variance=True), [snapshot([1, 1, 1, last])]).ends
         assert (group.valid, group.reason) == (False, "zero_variance")
-        used = process(pipeline(), [snapshot([1, 1, 1, last])], now=NOW).data
+        used = Processed(pipeline(), [snapshot([1, 1, 1, last])]).data
         assert [item["reward"] for item in used] == [0.0] * 4
 
 
@@ -206,12 +187,11 @@ def test_stages_can_be_replaced_one_by_one_in_the_documented_forms():
         "pad_group_data": pad_group_data,
         "run_rollout": None,
     }
-    result = process(pipeline(3, functions=functions, task_type="sums"), [snapshot([5, -1, 7])], now=NOW)
+    result = Processed(pipeline(3, functions=functions, task_type="sums"), [snapshot([5, -1, 7])])
     assert result.ends[0].reason == "too_few_valid_items"  # 2 of 3 are left, 3 are needed
-    result = process(
+    result = Processed(
         pipeline(3, functions=functions, task_type="sums", min_valid_item_size_ratio=0.6),
         [snapshot([5, -1, 7])],
-        now=NOW,
     )
     assert [entry["reward"] for entry in result.data] == [10, 14, 10]
     assert result.meta_info == {"instances": ["math_001"]}
@@ -230,17 +210,17 @@ def test_transform_group_alone_decides_what_is_delivered():
 
     functions = {"transform_group": transform_group}
     whole = pipeline(2, functions=functions, task_type="sums")
-    (group,) = process(whole, [snapshot([-1, 7, None])], now=NOW).ends
+    (group,) = Processed(whole, [snapshot([-1, 7, None])]).ends
     assert calls == [("math_001", [-1, 7, None], "sums")]
     assert [entry["reward"] for entry in group.data] == [-10, 70]
     assert group.item_reasons == ["", "", "filtered_item"]
-    (short,) = process(whole, [snapshot([7, None])], now=NOW).ends
+    (short,) = Processed(whole, [snapshot([7, None])]).ends
     assert short.detail == "ValueError: transform_group returned 1 items; expected a multiple of the group size 2"
-    assert process(whole, [snapshot([7])], now=NOW).finished == []  # waits as any other
+    assert Processed(whole, [snapshot([7])]).finished == []  # waits as any other
 
     # items with new uids stand for all
     functions = {"transform_group": lambda group: (group[0], [{**entry, "uid": None} for entry in group[1]])}
-    (group,) = process(pipeline(2, functions=functions), [snapshot([1, 0])], now=NOW).ends
+    (group,) = Processed(pipeline(2, functions=functions), [snapshot([1, 0])]).ends
     assert (group.valid, group.item_reasons) == (True, ["", ""])
     with pytest.raises(ConfigError, match="transform_group replaces filter_item; leave one out"):
         pipeline(2, functions={"transform_group": transform_group, "filter_item": lambda item: True})
@@ -255,7 +235,7 @@ def test_transform_group_alone_decides_what_is_delivered():
     ],
 )
 def test_a_validity_of_ones_own_decides_with_one_bool_or_two(is_valid_group, finished):
-    result = process(pipeline(2, functions={"is_valid_group": is_valid_group}), [snapshot([1, 0])], now=NOW)
+    result = Processed(pipeline(2, functions={"is_valid_group": is_valid_group}), [snapshot([1, 0])])
     assert [group.valid for group in result.ends] == finished
 
 
@@ -280,7 +260,7 @@ def test_a_validity_of_ones_own_decides_with_one_bool_or_two(is_valid_group, fin
 )
 def test_broken_stage_drops_its_group_with_the_error(functions, detail):
     groups = [snapshot([1, 0], instance_id="a"), snapshot([1, 0], instance_id="b")]
-    result = process(pipeline(2, functions=functions), groups, now=NOW)
+    result = Processed(pipeline(2, functions=functions), groups)
     assert [(group.valid, group.reason) for group in result.ends] == [(False, "stage_error")] * 2
     assert result.ends[0].detail.startswith(detail)
 
@@ -289,8 +269,8 @@ def test_a_broken_meta_stage_does_not_stop_the_batch():
     def get_group_data_meta_info(temp_data):
         raise KeyError("reward")
 
-    result = process(
-        pipeline(2, functions={"get_group_data_meta_info": get_group_data_meta_info}), [snapshot([1, 0])], now=NOW
+    result = Processed(
+        pipeline(2, functions={"get_group_data_meta_info": get_group_data_meta_info}), [snapshot([1, 0])]
     )
     assert len(result.data) == 2
     assert result.meta_info["error"] == "get_group_data_meta_info raised KeyError: 'reward'"
@@ -328,7 +308,7 @@ def test_delivered_groups_are_whole_trainable_and_accounted_for(
         min_valid_item_size_ratio=item_ratio,
         min_timeout_group_size_ratio=timeout_ratio,
     )
-    result = process(GroupPipeline(settings=settings), groups, now=1000.0)
+    result = Processed(GroupPipeline(settings=settings), groups)
     ids = [group.instance_id for group in groups]
     finished = [snapshot.instance_id for snapshot, _ in result.finished]
     valid = [snapshot.instance_id for snapshot, group in result.finished if group.valid]

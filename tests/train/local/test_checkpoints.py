@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import shutil
 from pathlib import Path
 
 import pytest
@@ -18,16 +20,24 @@ from tests.harness.trainer_policy import make_model, save_policy  # noqa: E402
 from tests.harness.trainers import flat, trainer, weights  # noqa: E402
 
 
-def test_the_weights_are_a_checkpoint_with_the_files_of_its_source(policy: Path, samples: list[Sample], tmp_path: Path):
-    ours = trainer(policy)
+def test_weights_replace_former_ones_beside_the_files_of_their_source(
+    policy: Path, samples: list[Sample], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+):
+    """Files about the source's making are not copied, and nothing is printed."""
+    source = Path(shutil.copytree(policy, tmp_path / "source"))
+    for name in ("agl_slime_policy.json", "model.safetensors.index.json"):
+        (source / name).write_text("{}")
+    (source / "logs").mkdir()
+    ours, target = trainer(source), tmp_path / "weight_v000001"
+    ours.save_weights(target)
     ours.train(samples, iteration=0)
-    ours.save_weights(tmp_path / "weight_v000001")
-    assert sorted(path.name for path in (tmp_path / "weight_v000001").iterdir()) == sorted(
-        path.name for path in policy.iterdir()
-    )
+    ours.save_weights(target)
+    assert capfd.readouterr() == ("", "")
+    assert {path.name for path in tmp_path.iterdir()} == {"source", "weight_v000001"}
+    assert {path.name for path in target.iterdir()} == {path.name for path in policy.iterdir()}
     for name in ("config.json", "tokenizer_config.json"):
-        assert (tmp_path / "weight_v000001" / name).read_bytes() == (policy / name).read_bytes()
-    read = AutoModelForCausalLM.from_pretrained(tmp_path / "weight_v000001", dtype=torch.float32)
+        assert (target / name).read_bytes() == (policy / name).read_bytes()
+    read = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32)
     assert all(torch.equal(tensor, read.state_dict()[name]) for name, tensor in weights(ours.model).items())
     assert not torch.equal(flat(list(read.parameters())), flat(list(make_model().parameters())))
 
@@ -48,36 +58,6 @@ def test_bfloat16_weights_are_half_as_large_and_rounded_like_the_engines(tied: b
     assert all(torch.equal(tensor, whole[name].to(torch.bfloat16)) for name, tensor in rounded.items())
     assert any(not torch.equal(tensor.float(), whole[name]) for name, tensor in rounded.items())
     assert (tmp_path / "bfloat16" / "config.json").read_bytes() == (source / "config.json").read_bytes()
-
-
-def test_source_files_about_its_making_are_not_copied(tmp_path: Path):
-    source = save_policy(tmp_path / "source")
-    (source / "agl_slime_policy.json").write_text("{}")
-    (source / "model.safetensors.index.json").write_text("{}")
-    (source / "logs").mkdir()
-    ours = trainer(source)
-    ours.save_weights(tmp_path / "weights")
-    assert sorted(path.name for path in (tmp_path / "weights").iterdir()) == [
-        "config.json",
-        "generation_config.json",
-        "model.safetensors",
-        "tokenizer_config.json",
-    ]
-
-
-def test_weights_replace_former_ones(policy: Path, samples: list[Sample], tmp_path: Path):
-    ours = trainer(policy)
-    ours.save_weights(tmp_path / "weights")
-    ours.train(samples, iteration=0)
-    ours.save_weights(tmp_path / "weights")
-    read = AutoModelForCausalLM.from_pretrained(tmp_path / "weights", dtype=torch.float32)
-    assert torch.equal(flat(list(read.parameters())), flat(list(ours.model.parameters())))
-    assert [path.name for path in tmp_path.iterdir()] == ["weights"]
-
-
-def test_saving_prints_nothing(policy: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]):
-    trainer(policy).save_weights(tmp_path / "weights")
-    assert capfd.readouterr() == ("", "")
 
 
 def test_a_place_that_cannot_be_written_is_named(policy: Path, tmp_path: Path):
@@ -116,30 +96,30 @@ def test_load_brings_the_seed_along_but_not_the_learning_rate(policy: Path, samp
     second.load(tmp_path / "state")
     assert second._seed == 3
     assert second.train(samples, iteration=1)["train/lr"] == 1e-5
+    assert trainer(tmp_path / "state").iteration == -1  # the state is a checkpoint as well
 
 
-def test_a_saved_state_is_a_checkpoint_as_well(policy: Path, tmp_path: Path):
-    trainer(policy).save(tmp_path / "state")
-    assert trainer(tmp_path / "state").iteration == -1
-
-
-def test_loading_a_missing_or_broken_checkpoint_changes_nothing(policy: Path, samples: list[Sample], tmp_path: Path):
-    ours = trainer(policy)
+def test_a_missing_broken_or_other_state_is_refused_and_changes_nothing(policy: Path, tmp_path: Path):
+    ours, state = trainer(policy), tmp_path / "state"
     saved_weights = weights(ours.model)
     with pytest.raises(TrainerError, match=r"cannot be read: .* is missing"):
         ours.load(tmp_path)
-    ours.save(tmp_path / "state")
-    whole = (tmp_path / "state" / "trainer_state.pt").read_bytes()
-    (tmp_path / "state" / "trainer_state.pt").write_bytes(whole[: len(whole) // 2])
-    with pytest.raises(TrainerError, match="cannot be read"):
-        ours.load(tmp_path / "state")
-    (tmp_path / "state" / "trainer_state.pt").write_bytes(b"not a checkpoint")
-    with pytest.raises(TrainerError, match="cannot be read"):
-        ours.load(tmp_path / "state")
-    torch.save({"format": 0}, tmp_path / "state" / "trainer_state.pt")
-    write_checksums(tmp_path / "state")
+    ours.save(state)
+    whole = (state / "trainer_state.pt").read_bytes()
+    for content in (whole[: len(whole) // 2], b"not a checkpoint"):
+        (state / "trainer_state.pt").write_bytes(content)
+        with pytest.raises(TrainerError, match="cannot be read"):
+            ours.load(state)
+    torch.save({"format": 0}, state / "trainer_state.pt")
+    write_checksums(state)
     with pytest.raises(TrainerError, match="format"):
-        ours.load(tmp_path / "state")
+        ours.load(state)
+    config = make_model().config
+    config.num_hidden_layers, config.layer_types = 1, ["full_attention"]
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "other")
+    trainer(tmp_path / "other").save(tmp_path / "other_state")
+    with pytest.raises(TrainerError, match="another model"):
+        ours.load(tmp_path / "other_state")
     assert all(torch.equal(tensor, saved_weights[name]) for name, tensor in weights(ours.model).items())
 
 
@@ -158,29 +138,48 @@ def test_a_model_path_without_a_usable_checkpoint_is_refused(tmp_path: Path, con
         LocalTrainer(model_path=tmp_path)
 
 
-def test_a_checkpoint_that_lacks_weights_is_refused(policy: Path, tmp_path: Path):
+def test_a_checkpoint_that_lacks_weights_or_is_truncated_is_refused(policy: Path, tmp_path: Path):
     from safetensors.torch import load_file, save_file
 
-    trainer(policy).save_weights(tmp_path / "weights")
-    tensors = load_file(tmp_path / "weights" / "model.safetensors")
+    trainer(policy).save_weights(tmp_path)
+    file = tmp_path / "model.safetensors"
+    whole, tensors = file.read_bytes(), load_file(file)
     del tensors["model.norm.weight"]
-    save_file(tensors, tmp_path / "weights" / "model.safetensors", metadata={"format": "pt"})
+    save_file(tensors, file, metadata={"format": "pt"})
     with pytest.raises(ConfigError, match=r"1 weights .* model\.norm\.weight"):
-        trainer(tmp_path / "weights")
-
-
-def test_a_truncated_checkpoint_is_refused(policy: Path, tmp_path: Path):
-    trainer(policy).save_weights(tmp_path / "weights")
-    whole = (tmp_path / "weights" / "model.safetensors").read_bytes()
-    (tmp_path / "weights" / "model.safetensors").write_bytes(whole[: len(whole) // 2])
+        trainer(tmp_path)
+    file.write_bytes(whole[: len(whole) // 2])
     with pytest.raises(ConfigError, match="cannot be loaded"):
-        trainer(tmp_path / "weights")
+        trainer(tmp_path)
 
 
-def test_the_state_of_another_model_is_refused(policy: Path, tmp_path: Path):
-    config = make_model().config
-    config.num_hidden_layers, config.layer_types = 1, ["full_attention"]
-    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "other")
-    trainer(tmp_path / "other").save(tmp_path / "state")
-    with pytest.raises(TrainerError, match="another model"):
-        trainer(policy).load(tmp_path / "state")
+@pytest.mark.sglang
+def test_a_real_sglang_in_bfloat16_computes_the_same_with_rounded_weights(policy_dir: Path, tmp_path: Path) -> None:
+    from agl_slime.engine.client.client import SGLangClient
+    from agl_slime.engine.client.generation import SamplingParams
+    from agl_slime.engine.client.weights import DiskWeightSync
+    from tests.harness.engine_servers import real_sglang
+
+    greedy = SamplingParams(max_new_tokens=16, temperature=0.0)
+    ours = trainer(policy_dir)
+    with torch.no_grad():  # other weights than the server begins with
+        for parameter in ours.model.parameters():
+            parameter.mul_(1 + 0.01 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(0)))
+    for dtype in ("float32", "bfloat16"):
+        ours.save_weights(tmp_path / dtype, dtype=dtype)
+
+    async def answers(url: str) -> list[tuple[tuple[int, ...], tuple[float, ...]]]:
+        sync, answers_by_version = DiskWeightSync(base_url=url), []
+        assert await sync.computes_in() == "bfloat16"
+        async with SGLangClient(base_url=url) as client:
+            for version, path in enumerate((policy_dir, tmp_path / "float32", tmp_path / "bfloat16")):
+                await sync.push(str(path), str(version))
+                generation = await client.generate([1, 2, 3, 4], greedy)
+                answers_by_version.append((tuple(generation.output_ids), tuple(generation.log_probs)))
+        return answers_by_version
+
+    with real_sglang(policy_dir, tmp_path / "sglang.log", ("--dtype", "bfloat16")) as server:
+        first, whole, rounded = asyncio.run(answers(server.url))
+    assert whole[0]
+    assert whole == rounded
+    assert whole[1] != first[1]

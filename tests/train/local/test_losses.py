@@ -1,10 +1,9 @@
 """The losses of ``--local.loss``, its aggregations and the overlong penalty, against their papers' formulas written
-rollout by rollout."""
+token by token."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,15 +14,12 @@ torch = pytest.importorskip("torch")
 from hypothesis import given, settings  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
 
-from agl_slime.data.normalize import normalize_rewards, overlong_penalty  # noqa: E402
-from agl_slime.errors import ConfigError  # noqa: E402
-from agl_slime.train.local.batch import TrainBatch  # noqa: E402
+from agl_slime.data.normalize import overlong_penalty  # noqa: E402
 from agl_slime.train.local.loss import Objective, sequence_means, token_weights  # noqa: E402
 from agl_slime.train.local.settings import LocalTrainerSettings  # noqa: E402
-from agl_slime.types import Sample  # noqa: E402
 from tests.harness.examples import examples  # noqa: E402
 from tests.harness.trainer_policy import make_model, make_samples  # noqa: E402
-from tests.harness.trainers import ONE_STEP, assert_close, flat, gradient, trainer  # noqa: E402
+from tests.harness.trainers import trainer  # noqa: E402
 
 LOSSES = ("ppo", "gspo", "cispo")
 AGGREGATIONS = ("token", "rollout", "constant")
@@ -115,68 +111,6 @@ def test_loss_and_slopes_are_those_of_the_paper_in_any_chunks(
     assert now.grad.tolist() == pytest.approx(slopes, rel=1e-6, abs=1e-6)
 
 
-def plain_gradient(samples: list[Sample], *, loss: str, aggregation: str, clip: float, high: float) -> torch.Tensor:
-    """The gradient of one sample after the other in autograd, the sequence's ratio (GSPO, eq. 7) included."""
-    model = make_model().double()
-    advantages = normalize_rewards(
-        [float(s.reward) for s in samples],  # type: ignore[arg-type]
-        group_indices=[s.group_index for s in samples],
-        rollout_ids=[s.rollout_id for s in samples],
-    )
-    n_tokens = sum(sum(s.loss_mask or []) for s in samples)
-    total = torch.zeros((), dtype=torch.float64)
-    for sample, advantage in zip(samples, advantages, strict=True):
-        mask = torch.tensor(sample.loss_mask, dtype=torch.bool)
-        ids = torch.tensor(sample.tokens)
-        every = model(ids[None]).logits[0, :-1].log_softmax(-1).gather(-1, ids[1:, None]).squeeze(-1)
-        new = every[-sample.response_length :][mask]
-        old = torch.tensor(sample.rollout_log_probs, dtype=torch.float32)[mask]
-        divisor = {"token": n_tokens, "rollout": len(samples) * len(new), "constant": len(samples) * LONGEST}
-        if loss == "gspo":
-            ratio = (new - old).mean().exp()
-            value = len(new) * torch.minimum(ratio * advantage, ratio.clamp(1 - clip, 1 + high) * advantage)
-        else:
-            ratio = (new - old).exp()
-            value = (ratio.clamp(1 - clip, 1 + high).detach() * advantage * new).sum()
-        total = total - value / divisor[aggregation]
-    total.backward()
-    return flat([parameter.grad for parameter in model.parameters() if parameter.grad is not None])
-
-
-def halves(sample: Sample) -> list[Sample]:
-    """The rollout of ``sample`` in two samples, the second after the first."""
-    cut, prompt = sample.response_length // 2, len(sample.tokens) - sample.response_length
-    mask, log_probs = sample.loss_mask or [], sample.rollout_log_probs or []
-    first = replace(sample, tokens=sample.tokens[: prompt + cut], response_length=cut)
-    first.loss_mask, first.rollout_log_probs = mask[:cut], log_probs[:cut]
-    second = replace(sample, response_length=sample.response_length - cut)
-    second.loss_mask, second.rollout_log_probs = mask[cut:], log_probs[cut:]
-    return [first, second]
-
-
-@pytest.mark.parametrize("aggregation", AGGREGATIONS)
-@pytest.mark.parametrize(("loss", "clip", "high"), [("gspo", 0.1, 0.2), ("cispo", 1.0, 0.3)])
-def test_the_trainers_gradient_is_the_papers_however_a_rollout_is_cut(
-    policy: Path, loss: str, clip: float, high: float, aggregation: str
-):
-    samples = make_samples(make_model(seed=1), response_lengths=(6, 20))
-    expected = plain_gradient(samples, loss=loss, aggregation=aggregation, clip=clip, high=high)
-    split = [part for i, sample in enumerate(samples) for part in (halves(sample) if i % 2 else [sample])]
-    longest = {"max_response": LONGEST} if aggregation == "constant" else {}
-    for batch, size in ((samples, 100_000), (split, 40)):
-        ours = gradient(
-            policy,
-            batch,
-            loss=loss,
-            aggregation=aggregation,
-            clip=clip,
-            clip_high=high,
-            max_tokens_per_microbatch=size,
-            **longest,
-        )
-        assert_close(ours, expected)
-
-
 @pytest.mark.parametrize("loss", LOSSES)
 def test_each_loss_takes_several_steps_and_reports_its_clipping(policy: Path, loss: str):
     ours = trainer(policy, loss=loss, clip=0.01, n_minibatches=3, epochs=2)
@@ -197,35 +131,3 @@ def test_the_overlong_penalty_is_dapos(n_tokens: int, longest: int, data: st.Dat
         expected = -1.0
     assert overlong_penalty(n_tokens, longest=longest, buffer=buffer) == pytest.approx(expected, abs=1e-12)
     assert overlong_penalty(n_tokens, longest=longest, buffer=0) == 0.0
-
-
-def test_the_penalty_counts_the_sampled_tokens_of_the_whole_rollout():
-    samples = make_samples(make_model(), groups=1, response_lengths=(8, 20))
-    longest = max(sum(s.loss_mask or []) for s in samples)
-    settings_of: dict[str, Any] = {"max_response": longest, "overlong_buffer": longest - 1}
-    expected = normalize_rewards(
-        [
-            float(s.reward) + overlong_penalty(sum(s.loss_mask or []), longest=longest, buffer=longest - 1)  # type: ignore[arg-type]
-            for s in samples
-        ],
-        group_indices=[0] * len(samples),
-        rollout_ids=list(range(len(samples))),
-    )
-    batch = TrainBatch.from_samples([part for sample in samples for part in halves(sample)], **settings_of)
-    by_rollout = dict(zip(batch.token_rollouts.tolist(), batch.token_rewards.tolist(), strict=True))
-    assert [by_rollout[i] for i in range(len(samples))] == pytest.approx(expected)
-
-
-@pytest.mark.parametrize(
-    ("fields", "text"),
-    [
-        ({"overlong_buffer": 8}, "max_response 0"),
-        ({"overlong_buffer": 8, "max_response": 8}, "set max_response"),
-        ({"aggregation": "constant"}, "without max_response"),
-        ({"max_response": 8}, "max_response is 8; only"),
-        ({"loss": "grpo"}, "^loss must be 'ppo', 'gspo' or 'cispo', got"),
-    ],
-)
-def test_settings_of_losses_that_do_nothing_are_refused(fields: dict[str, Any], text: str):
-    with pytest.raises(ConfigError, match=text):
-        replace(ONE_STEP, **fields)

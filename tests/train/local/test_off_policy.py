@@ -10,7 +10,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from agl_slime.errors import ConfigError, TrainerError  # noqa: E402
+from agl_slime.errors import TrainerError  # noqa: E402
 from agl_slime.train.local.batch import TrainBatch, token_staleness  # noqa: E402
 from agl_slime.train.local.loss import MAX_STALENESS, Objective  # noqa: E402
 from agl_slime.train.local.settings import LocalTrainerSettings  # noqa: E402
@@ -165,16 +165,3 @@ def test_each_token_knows_how_old_the_weights_were_that_sampled_it(policy: Path)
     _, metrics = stepped(policy, samples)
     assert metrics["train/share/staleness_0"] == pytest.approx(6 / 8)
     assert metrics["train/share/staleness_2"] == pytest.approx(2 / 8)
-
-
-@pytest.mark.parametrize(
-    ("settings", "says"),
-    [
-        ({"off_policy": "tis"}, "set old_log_probs to 'recompute'"),
-        ({"old_log_probs": "recompute", "tis_clip": 3.0}, "only 'tis' uses it"),
-        ({"old_log_probs": "recompute", "off_policy": "tis", "icepop_range": (0.1, 2.0)}, "only 'icepop' uses it"),
-    ],
-)
-def test_settings_that_would_do_nothing_are_refused(settings: dict[str, Any], says: str):
-    with pytest.raises(ConfigError, match=says):
-        LocalTrainerSettings(**settings)

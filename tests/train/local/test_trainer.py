@@ -1,9 +1,13 @@
-"""The local trainer: its metrics of a batch, the batches it refuses, its steps, and that it learns."""
+"""The local trainer: its metrics of a batch, the batches it refuses, its steps, its thread, and that it learns."""
 
 from __future__ import annotations
 
 import copy
+import gc
 import math
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import TimeoutError as FutureTimeoutError
 from pathlib import Path
 
 import numpy as np
@@ -69,27 +73,21 @@ def test_it_tells_the_log_prob_and_the_advantage_of_each_trained_token(policy: P
     assert np.concatenate(scores.advantages) == pytest.approx(batch.token_rewards)
 
 
-def test_a_mask_that_is_off_by_one_shows_in_the_log_prob_difference(policy: Path):
-    samples = make_samples(make_model(), observations=True, response_lengths=(6, 20))
+def test_the_log_prob_difference_shows_a_wrong_mask_or_temperature_and_no_dropout(policy: Path, tmp_path: Path):
+    make_model(attention_dropout=0.5).save_pretrained(tmp_path)
+    samples = make_samples(make_model(), response_lengths=(6, 20), temperature=0.7)
+    for checkpoint, temperature, low, high in (
+        (policy, 0.7, 0, 1e-5),
+        (tmp_path, 0.7, 0, 1e-5),
+        (policy, 1.0, 0.01, 9),
+    ):
+        metrics = trainer(checkpoint, temperature=temperature).train(samples, iteration=0)
+        assert low <= metrics["train/logprob_diff_max"] < high
+        assert low <= metrics["train/first_ratio_dev_max"] < high or temperature == 1.0
     for sample in samples:
         assert sample.loss_mask is not None
-        sample.loss_mask = [*sample.loss_mask[1:], sample.loss_mask[0]]
-    assert trainer(policy).train(samples, iteration=0)["train/logprob_diff_max"] > 1.0
-
-
-def test_log_probs_are_taken_at_the_temperature_of_the_rollouts(policy: Path):
-    samples = make_samples(make_model(), temperature=0.7)
-    metrics = trainer(policy, temperature=0.7).train(samples, iteration=0)
-    assert metrics["train/logprob_diff_max"] < 1e-5
-    assert metrics["train/first_ratio_dev_max"] < 1e-5
-    assert trainer(policy, temperature=1.0).train(samples, iteration=0)["train/logprob_diff_max"] > 1e-2
-
-
-def test_dropout_is_off(samples: list[Sample], tmp_path: Path):
-    make_model(attention_dropout=0.5).save_pretrained(tmp_path)
-    metrics = trainer(tmp_path).train(samples, iteration=0)
-    assert metrics["train/logprob_diff_max"] < 1e-5
-    assert metrics["train/first_ratio_dev_max"] < 1e-5
+        sample.loss_mask = [*sample.loss_mask[1:], sample.loss_mask[0]]  # off by one
+    assert trainer(policy, temperature=0.7).train(samples, iteration=0)["train/logprob_diff_max"] > 1.0
 
 
 def test_recomputed_log_probs_make_the_first_ratio_one(policy: Path):
@@ -111,15 +109,6 @@ def test_a_batch_without_log_probs_needs_them_recomputed(policy: Path, samples: 
     metrics = trainer(policy, old_log_probs="recompute").train(bare, iteration=0)
     assert "train/logprob_diff_max" not in metrics
     assert metrics["train/first_ratio_dev_max"] < 1e-5
-
-
-def test_a_minibatch_without_trained_tokens_takes_no_step(policy: Path, samples: list[Sample]):
-    group = copy.deepcopy(samples[:4])
-    for sample in group[1:]:
-        sample.remove_sample = True
-    metrics = trainer(policy, n_minibatches=4).train(group, iteration=0)
-    assert metrics["train/steps"] == 1
-    assert metrics["train/tokens"] == sum(group[0].loss_mask or [])
 
 
 def test_a_batch_that_cannot_be_trained_on_is_refused(policy: Path, samples: list[Sample]):
@@ -167,37 +156,35 @@ def test_steps_equal_adamws(policy: Path, samples: list[Sample]):
     assert (moved - flat(expected)).abs().max() < 1e-5
 
 
-def test_rollouts_are_divided_again_in_every_iteration_and_epoch(policy: Path, samples: list[Sample]):
-    def first_minibatch(iteration: int) -> list[torch.Tensor]:
-        ours = trainer(policy, epochs=2, n_minibatches=2, lr=1e-30)
-        gradients: list[torch.Tensor] = []
+def test_rollouts_are_divided_again_by_iteration_epoch_and_seed(policy: Path, samples: list[Sample]):
+    def first_minibatches(iteration: int, seed: int) -> list[torch.Tensor]:
+        ours = trainer(policy, seed=seed, epochs=2, n_minibatches=2, lr=1e-30)
+        steps: list[torch.Tensor] = []
         ours._optimizer.register_step_pre_hook(
-            lambda *_: gradients.append(flat([parameter.grad.clone() for parameter in ours.model.parameters()]))
+            lambda *_: steps.append(flat([parameter.grad.clone() for parameter in ours.model.parameters()]))
         )
         ours.train(samples, iteration=iteration)
-        return [gradients[0], gradients[2]]  # of the first epoch and of the second
+        return [steps[0], steps[2]]  # of the first epoch and of the second
 
-    here, second, next_iteration = first_minibatch(0), first_minibatch(0), first_minibatch(1)
-    assert torch.equal(here[0], second[0])
-    assert torch.equal(here[1], second[1])
-    assert not torch.equal(here[0], here[1])
-    assert not torch.equal(here[0], next_iteration[0])
+    first, second = first_minibatches(0, 0), first_minibatches(0, 0)
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+    for different in (first[1], first_minibatches(1, 0)[0], first_minibatches(0, 1)[0]):
+        assert not torch.equal(first[0], different)
 
 
-def test_epochs_and_minibatches_make_the_steps(policy: Path, samples: list[Sample]):
-    ours = trainer(policy, epochs=2, n_minibatches=3)
+def test_epochs_and_minibatches_with_trained_tokens_make_the_steps(policy: Path, samples: list[Sample]):
+    ours = trainer(policy, epochs=2, n_minibatches=3, warmup_steps=9, lr=9e-4)
     metrics = ours.train(samples, iteration=0)
     assert metrics["train/steps"] == ours.steps == 6
     assert metrics["train/tokens"] == sum(sum(sample.loss_mask or []) for sample in samples)  # of one epoch
+    rates = [metrics["train/lr"], *(ours.train(samples, iteration=i)["train/lr"] for i in (1, 2))]
+    assert rates == pytest.approx([6e-4, 9e-4, 9e-4])  # it warms up and stays
     assert trainer(policy, n_minibatches=8).train(samples[:4], iteration=0)["train/steps"] == 4  # of four rollouts
-
-
-def test_the_learning_rate_warms_up_and_stays(policy: Path, samples: list[Sample]):
-    ours = trainer(policy, n_minibatches=2, warmup_steps=4, lr=1e-3)
-    assert [ours.train(samples, iteration=i)["train/lr"] for i in range(3)] == pytest.approx([5e-4, 1e-3, 1e-3])
-
-
-def test_the_gradient_is_clipped(policy: Path, samples: list[Sample]):
+    group = copy.deepcopy(samples[:4])
+    for sample in group[1:]:
+        sample.remove_sample = True
+    metrics = trainer(policy, n_minibatches=4).train(group, iteration=0)
+    assert (metrics["train/steps"], metrics["train/tokens"]) == (1, sum(group[0].loss_mask or []))
     assert gradient(policy, samples, grad_clip=0.05).norm().item() == pytest.approx(0.05, rel=1e-4)
 
 
@@ -218,16 +205,6 @@ def test_the_kl_term_holds_the_policy_near_its_start(policy: Path, samples: list
         return [ours.train(samples, iteration=i) for i in range(6)][-1]["train/reference_kl"]
 
     assert drift(10.0) < 0.5 * drift(1e-9)
-
-
-def test_the_same_seed_trains_alike_and_another_divides_otherwise(policy: Path, samples: list[Sample]):
-    def trained(seed: int) -> torch.Tensor:
-        ours = trainer(policy, seed=seed)
-        ours.train(samples, iteration=0)
-        return flat(list(ours.model.parameters())).detach()
-
-    assert torch.equal(trained(0), trained(0))
-    assert not torch.equal(trained(0), trained(1))
 
 
 @pytest.mark.parametrize("broken", ["loss", "gradient norm"])
@@ -274,14 +251,64 @@ def test_sampling_and_training_in_turn_raises_the_reward(policy: Path):
     assert means[-1] > 0.8
 
 
+# -- its thread -----------------------------------------------------------------------------------------------------
+
+
+def test_steps_and_checkpoints_share_one_thread_for_all_callers(
+    policy: Path, samples: list[Sample], tmp_path: Path
+) -> None:
+    ours, threads = trainer(policy), set()
+    ours.on_progress = lambda share: threads.add(threading.current_thread())
+    ours.model.register_state_dict_pre_hook(lambda *_: threads.add(threading.current_thread()))
+    calls = [lambda n=n: ours.train(samples, iteration=n) for n in range(3)]
+    calls += [lambda: ours.save_weights(tmp_path / "weights"), lambda: ours.save(tmp_path / "state")]
+    for call in [*calls, lambda: ours.load(tmp_path / "state")]:
+        with ThreadPoolExecutor(1) as caller:
+            caller.submit(call).result()
+    assert [thread.name for thread in threads] == ["agl-slime-trainer"]
+
+
+def test_calls_at_the_same_time_wait_for_one_another(policy: Path, samples: list[Sample], tmp_path: Path) -> None:
+    """As where a run is cancelled in the middle of a step, and its checkpoint is written."""
+    ours, training, go_on = trainer(policy), threading.Event(), threading.Event()
+
+    def hold(share: float) -> None:
+        training.set()
+        assert go_on.wait(20)
+
+    ours.on_progress = hold
+    with ThreadPoolExecutor(2) as callers:
+        trained = callers.submit(ours.train, samples, iteration=7)
+        assert training.wait(20)
+        saved = callers.submit(ours.save, tmp_path / "state")
+        with pytest.raises(FutureTimeoutError):
+            saved.result(0.2)
+        go_on.set()
+        trained.result(20)
+        saved.result(20)
+    resumed = trainer(policy)
+    resumed.load(tmp_path / "state")
+    assert (resumed.iteration, resumed.steps) == (7, ours.steps)
+
+
+def test_the_thread_ends_with_its_trainer(policy: Path, samples: list[Sample]) -> None:
+    old_threads = set(threading.enumerate())
+    ours = trainer(policy)
+    ours.train(samples, iteration=0)
+    (thread,) = (thread for thread in set(threading.enumerate()) - old_threads if thread.name == "agl-slime-trainer")
+    del ours
+    gc.collect()
+    thread.join(20)
+    assert not thread.is_alive()
+
+
 # -- devices ---------------------------------------------------------------------------------------------------------
 
 
-def test_an_unusable_device_is_refused(policy: Path):
-    with pytest.raises(ConfigError, match="device is 'cuda:99'"):
-        trainer(policy, device="cuda:99")
-    with pytest.raises(ConfigError, match="device is 'gpu'"):
-        trainer(policy, device="gpu")
+@pytest.mark.parametrize("device", ["cuda:99", "gpu"])
+def test_an_unusable_device_is_refused(policy: Path, device: str):
+    with pytest.raises(ConfigError, match=f"device is '{device}'"):
+        trainer(policy, device=device)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
