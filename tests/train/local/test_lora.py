@@ -105,25 +105,15 @@ def test_unfitting_lora_checkpoint_is_refused_and_changes_nothing(
         trainer(policy, lora_targets=("no_such_layer",))
 
 
-def test_adapters_only_where_they_are_asked_for(policy: Path) -> None:
-    ours = trainer(policy, lora_targets=("q_proj", "v_proj"))
-    names = [name for name, parameter in ours.model.named_parameters() if parameter.requires_grad]
-    assert names
-    assert all(".q_proj.lora_" in name or ".v_proj.lora_" in name for name in names)
-
-
 CASES = [
     (tied, settings)
     for tied in (True, False)
     for settings in (
-        {"lora_rank": 0},
         {"lora_rank": 0, "kl_coef": 0.5, "weight_decay": 0.1},
         {},
         {"lora_alpha": 3.0, "gradient_checkpointing": True},
-        {"lora_targets": ("q_proj", "down_proj")},
         {"lora_targets": ("q_proj", "lm_head")},
         {"lora_targets": ("embed_tokens", "v_proj")},
-        {"lora_targets": ("embed_tokens", "lm_head")},
         {"lora_targets": ("lm_head",)},
         {"lora_targets": ("embed_tokens",)},
     )
@@ -140,6 +130,8 @@ def test_lora_targets_load_as_trained_or_are_refused_at_the_start(
             trainer(source, **settings)
         return
     ours = trainer(source, **settings)
+    layers = {name.split(".lora_")[0].split(".")[-1] for name, p in ours.model.named_parameters() if p.requires_grad}
+    assert not targets or layers == {*targets}
     for iteration in range(2):
         ours.train(samples, iteration=iteration)
     ours.save_weights(tmp_path / "weights")

@@ -49,6 +49,10 @@ def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
         yield url, directory
 
 
+def family_of(directory: Path) -> str:
+    return "olmoe" if "olmoe" in (directory / "config.json").read_text() else "qwen3_moe"
+
+
 def expected(directory: Path, ids: Sequence[int]) -> np.ndarray[Any, Any]:
     """By transformers' own forward pass."""
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
@@ -108,8 +112,7 @@ async def test_the_embedded_engine_tells_the_experts_that_transformers_picks(ser
 
 async def test_new_weights_of_a_mixture_of_experts_are_loaded(served: tuple[str, Path], tmp_path: Path) -> None:
     url, directory = served
-    family = "olmoe" if "olmoe" in (directory / "config.json").read_text() else "qwen3_moe"
-    new_weights = save_moe(tmp_path, family=family, router_noise=1.0)
+    new_weights = save_moe(tmp_path, family=family_of(directory), router_noise=1.0)
     async with SGLangClient(base_url=url) as client:
         await client.update_weights_from_disk(str(new_weights), "2")
         answer = await client.generate(prompts_of(1)[0], SAMPLING)
@@ -124,8 +127,7 @@ async def test_replayed_experts_reduce_the_log_prob_gap_of_a_noisy_router(
     served: tuple[str, Path], tmp_path: Path
 ) -> None:
     url, directory = served
-    family = "olmoe" if "olmoe" in (directory / "config.json").read_text() else "qwen3_moe"
-    noisy = save_moe(tmp_path, family=family, router_noise=0.02)
+    noisy = save_moe(tmp_path, family=family_of(directory), router_noise=0.02)
     prompts = prompts_of(8)
     async with SGLangClient(base_url=url) as client:
         await client.update_weights_from_disk(str(noisy), "2")

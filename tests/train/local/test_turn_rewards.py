@@ -3,22 +3,27 @@
 from __future__ import annotations
 
 from argparse import Namespace
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from agl_slime import slime_hooks
 from agl_slime.errors import RewardError, TrainerError
-from agl_slime.support.agl import Span, emit_reward, make_link_attributes
+from agl_slime.support.agl import Rollout, Span, emit_reward, make_link_attributes
 from agl_slime.tokens import attributes as names
-from agl_slime.tokens.converter import convert_rollout
-from agl_slime.tokens.reward import read_reward
+from agl_slime.tokens.converter import convert_rollout, convert_trajectory
+from agl_slime.tokens.reward import TurnReward, read_reward
+from agl_slime.tokens.trajectory import Trajectory
 from agl_slime.tokens.turn import Turn
 from agl_slime.train.local.batch import TrainBatch
 from agl_slime.types import Sample
 from tests.harness.samples import trained_ids
+from tests.harness.trace_strategies import conversations
 from tests.tokens.spans import attempt_spans
 from tests.tokens.test_converter import FIRST, SECOND, rollout
 
@@ -49,18 +54,17 @@ def trained(spans: list[Span], **options: Any) -> list[tuple[Any, list[int], Any
     return [(s.reward, trained_ids(s), s.metadata.get("reward_of")) for s in samples]
 
 
-def test_without_links_nothing_changes() -> None:
-    assert trained(three()) == [(1.0, [4, 5, 6, 7, 8, 9], None)]
-
-
 @pytest.mark.parametrize("key", [names.RESPONSE_ID, "span_id"])
 def test_turn_reward_gets_its_own_sample_and_each_token_trains_once(key: str) -> None:
     spans = three()
+    assert trained(spans) == [(1.0, [4, 5, 6, 7, 8, 9], None)]
     value = "chatcmpl-1" if key == names.RESPONSE_ID else spans[1].span_id
     reward = linked(-0.5, {key: value})
     for _ in range(2):
         assert trained([*spans, reward]) == [(1.0, [4, 5, 9], None), (-0.5, [6, 7, 8], "turn:1")]
         spans[1].sequence_id, spans[2].sequence_id = spans[2].sequence_id, spans[1].sequence_id  # any order
+    spans[1].attributes[names.UNTRAINED] = "role:judge"
+    assert trained([*spans, reward]) == [(1.0, [4, 5, 9], None)]
 
 
 def test_a_reward_of_a_role_goes_to_its_turns_and_the_last_one_counts() -> None:
@@ -70,9 +74,17 @@ def test_a_reward_of_a_role_goes_to_its_turns_and_the_last_one_counts() -> None:
     assert trained(spans) == [(0.2, [4, 5, 9], "role:planner"), (1.0, [6, 7, 8], None)]
 
 
-def test_unknown_role_is_an_error() -> None:
-    with pytest.raises(RewardError, match=r"role 'planer', and this rollout has coder, planner"):
-        trained(three(linked(0.5, {names.ROLE: "planer"})))
+def test_a_reward_that_is_linked_to_nothing_or_is_no_number_is_an_error() -> None:
+    for links, message in (
+        ({names.ROLE: "planer"}, r"role 'planer', and this rollout has coder, planner"),
+        ({names.RESPONSE_ID: "gone"}, r"linked to \{'gen_ai.response.id': 'gone'\}"),
+    ):
+        with pytest.raises(RewardError, match=message):
+            trained(three(linked(0.5, links)))
+    bad = linked(0.5, {names.RESPONSE_ID: "chatcmpl-1"})
+    bad.attributes["agentlightning.reward.0.value"] = float("nan")
+    with pytest.raises(RewardError, match="finite"):
+        trained(three(bad))
 
 
 def test_samples_of_turns_keep_their_tokens_and_log_probs() -> None:
@@ -111,21 +123,6 @@ def test_rollout_reward_is_not_replaced_by_turn_rewards() -> None:
     spans = three(linked(0.25, {names.RESPONSE_ID: "chatcmpl-0"}))
     assert read_reward(spans) == read_reward(three())
     assert read_reward(attempt_spans([], None) + spans[-1:]).primary == 0.25
-
-
-def test_an_untrained_turn_stays_untrained() -> None:
-    spans = three(linked(0.5, {names.RESPONSE_ID: "chatcmpl-1"}))
-    spans[1].attributes[names.UNTRAINED] = "role:judge"
-    assert trained(spans) == [(1.0, [4, 5, 9], None)]
-
-
-def test_a_reward_that_is_linked_to_nothing_or_is_no_number_is_an_error() -> None:
-    with pytest.raises(RewardError, match=r"linked to \{'gen_ai.response.id': 'gone'\}"):
-        trained(three(linked(0.5, {names.RESPONSE_ID: "gone"})))
-    bad = linked(0.5, {names.RESPONSE_ID: "chatcmpl-1"})
-    bad.attributes["agentlightning.reward.0.value"] = float("nan")
-    with pytest.raises(RewardError, match="finite"):
-        trained(three(bad))
 
 
 def test_reward_key_picks_from_a_turns_named_rewards() -> None:
@@ -237,3 +234,72 @@ def test_step_moves_only_the_tokens_of_rewarded_turns(tmp_path: Path) -> None:
     assert min(moved[3:6]) > 0.1
     assert max(moved[9:]) < -0.1
     assert max(abs(moved[[0, 1, 2, 6, 7, 8]])) < 0.05  # no more than the shared weights move them
+
+
+# -- one Sample with reward spans against a Sample per reward --------------------------------------------------------
+
+
+_reward = st.sampled_from((-1.0, 0.0, 0.25, 1.0, 3.0))
+
+
+@st.composite
+def _rewards(draw: st.DrawFn, turns: list[Turn]) -> dict[int, TurnReward]:
+    """Of some turns, a role's, or of several turns by the first of them."""
+    rewards: dict[int, TurnReward] = {}
+    role = TurnReward(draw(_reward), {}, "role:planner")
+    for turn in range(len(turns)):
+        kind = draw(st.sampled_from(("rollout", "role", "turn", "before")))
+        if kind == "before" and (last := rewards.get(turn - 1)) is not None:
+            rewards[turn] = last
+        elif kind == "role":
+            rewards[turn] = role
+        elif kind == "turn":
+            rewards[turn] = TurnReward(draw(_reward), {}, f"turn:{turn}")
+    return rewards
+
+
+@st.composite
+def _rollouts(draw: st.DrawFn) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+    made = []
+    for number in range(draw(st.integers(1, 4))):
+        turns = draw(conversations(min_response=1, max_turns=5, links=False))
+        named = Rollout(rollout_id=f"ro-{number}", input={}, start_time=0.0)
+        trajectory = Trajectory(
+            rollout_id=named.rollout_id, attempt_id="at", task={}, turns=tuple(turns), reward=draw(_reward)
+        )
+        untrained = draw(st.sets(st.integers(1, len(turns)), max_size=2)) if len(turns) > 1 else set()
+        options = {"untrained_turns": untrained, "turn_rewards": draw(_rewards(turns))}
+        numbers = {"rollout_id": number, "group_index": draw(st.integers(0, 1))}
+        made.append(({"trajectory": trajectory}, {**options, **numbers}))
+    return made
+
+
+def _advantages(rollouts: list[tuple[dict[str, Any], dict[str, Any]]], *, reward_spans: bool, **settings: Any) -> Any:
+    """Each trained token, by all that comes before it: how often, with which advantage and denominator; and how many
+    Samples and ids these took."""
+    samples: list[Sample] = []
+    for whose, options in rollouts:
+        samples += convert_trajectory(whose["trajectory"], reward_spans=reward_spans, **options).samples
+    batch = TrainBatch.from_samples(samples, **settings)
+    ends = batch.token_offsets
+    rewards = Counter(
+        (
+            int(batch.rollout_ids[i]),
+            tuple(ids[: position + 1].tolist()),
+            batch.token_rewards[n],
+            batch.token_rollout_mask_sums[n],
+        )
+        for i, ids in enumerate(batch.tokens)
+        for n, position in zip(range(ends[i], ends[i + 1]), batch.target_positions[i], strict=True)
+    )
+    return rewards, batch.n_samples, sum(map(len, batch.tokens))
+
+
+@given(_rollouts(), st.booleans(), st.booleans())
+def test_token_advantages_equal_those_of_one_sample_per_reward(rollouts: Any, normalized: bool, std: bool) -> None:
+    settings = {"rewards_normalization": normalized, "std_normalization": std}
+    without, n_many, ids_many = _advantages(rollouts, reward_spans=False, **settings)
+    with_spans, n_with_spans, ids_with_spans = _advantages(rollouts, reward_spans=True, **settings)
+    assert with_spans == without
+    assert n_with_spans <= n_many
+    assert ids_with_spans <= ids_many
