@@ -17,6 +17,8 @@ from agl_slime.buffer.server import BufferServer
 from tests.buffer.items import add_generator, settings_for
 from tests.harness.slime_programs import REPOSITORY, STANDINS, require_slime
 
+CONTRACTS = "tests/plugin_contracts/test_plugin_rollout_contracts.py"
+
 _GENERATOR = """
     import json, urllib.request
     TASK_TYPE = "{task}"
@@ -95,21 +97,11 @@ async def test_the_agent_rollout_passes_slimes_contract(tmp_path):
     add_generator(tmp_path, "sums_eval", _GENERATOR.format(task="sums_eval"))
     async with BufferServer(settings=settings_for(tmp_path)) as server:
         output = await run(
-            *(
-                sys.executable,
-                "-m",
-                "pytest",
-                "-rA",
-                "-q",
-                "-p",
-                "no:cacheprovider",
-                "tests/plugin_contracts/test_plugin_rollout_contracts.py",
-            ),
+            *(sys.executable, "-m", "pytest", "-rA", "-q", "-p", "no:cacheprovider", CONTRACTS),
             cwd=root,
             SLIME_CONTRACT_ROLLOUT_FUNCTION_PATH="agl_slime.buffer.agent_rollout.generate_rollout",
             AGL_SLIME_BUFFER_URL=server.url,
             AGL_SLIME_BUFFER_TASK_TYPE="sums",
             AGL_SLIME_BUFFER_EVAL_TASK_TYPE="sums_eval",
         )
-    contract = "test_plugin_rollout_contracts.py::test_rollout_function_path_contract_supports_user_override"
-    assert f"PASSED tests/plugin_contracts/{contract}" in output
+    assert f"PASSED {CONTRACTS}::test_rollout_function_path_contract_supports_user_override" in output

@@ -55,8 +55,6 @@ async def test_items_are_written_and_read_as_with_slimes_server(tmp_path):
 REFUSED = [
     ("/buffer/write", b"{", 400, "the body is not JSON"),
     ("/buffer/write", b"", 400, "the body is not JSON"),
-    ("/buffer/write", b'{"instance_id": "a", "reward": NaN}', 400, "the body is not JSON"),
-    ("/buffer/write", b'{"instance_id": "a", "reward": 1e999}', 400, "the body is not JSON"),
     ("/buffer/write", b"\xff\xfe", 400, "the body is not JSON"),
     ("/buffer/write", b"[" * 100_000, 400, "the body is not JSON"),
     ("/buffer/write", b"[]", 400, "the list of items is empty"),
@@ -65,12 +63,7 @@ REFUSED = [
     # no reader can use an item without messages: it would request the same item forever
     ("/buffer/write", b'{"instance_id": "a", "reward": 1, "extra_info": {}}', 400, "messages"),
     ("/buffer/write", b'{"instance_id": "a", "messages": "hello"}', 400, "messages"),
-    (
-        "/buffer/write",
-        b'[{"instance_id": 1, "messages": []}, {"instance_id": [], "messages": []}]',
-        400,
-        "item 1: instance_id is []",
-    ),
+    ("/buffer/write", b'[{"instance_id": [], "messages": []}]', 400, "item 0: instance_id is []"),
     ("/buffer/write", b'{"instance_id": "a", "messages": [], "task_type": "unheard"}', 404, "'unheard'"),
     ("/buffer/write", b'{"instance_id": "a", "messages": [], "task_type": 3}', 400, "task_type is 3"),
     ("/buffer/write", b'[{"instance_id": "a", "messages": [], "task_type": []}]', 400, "task_type is []"),

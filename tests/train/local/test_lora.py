@@ -33,24 +33,29 @@ def test_a_rank_above_the_models_hidden_size_is_refused(policy: Path) -> None:
     assert adapters(trainer(policy, lora_rank=64)).numel()
 
 
+def assert_weights_load_as_trained(ours: LocalTrainer, samples: list[Sample], directory: Path, start: Any) -> Any:
+    """The model that is loaded from the weights; its log-probs are the trained model's and differ from the start's."""
+    for iteration in range(2):
+        assert ours.train(samples, iteration=iteration)["train/grad_norm"] > 0
+    ours.save_weights(directory)
+    loaded = AutoModelForCausalLM.from_pretrained(directory).eval()
+    for sample in samples[:3]:
+        n = sample.response_length
+        trained = response_log_probs(ours.model, sample.tokens, n)
+        assert response_log_probs(loaded, sample.tokens, n) == pytest.approx(trained, abs=1e-5)
+        assert response_log_probs(start, sample.tokens, n) != pytest.approx(trained, abs=1e-2)
+    return loaded
+
+
 def test_lora_trains_adapters_only_and_merged_weights_equal_the_model(
     policy: Path, samples: list[Sample], tmp_path: Path
 ) -> None:
     ours = trainer(policy)
     base = {name: tensor.clone() for name, tensor in make_model().state_dict().items()}
-    for iteration in range(3):
-        metrics = ours.train(samples, iteration=iteration)
-    assert metrics["train/grad_norm"] > 0
-    ours.save_weights(tmp_path / "weights")
-    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "weights").eval()
+    merged = assert_weights_load_as_trained(ours, samples, tmp_path, make_model())
     base_weights = {name.replace(".base_layer.", "."): tensor for name, tensor in ours.model.state_dict().items()}
     assert all(torch.equal(base_weights[name], tensor) for name, tensor in base.items())
     assert set(merged.state_dict()) == set(base)
-    for sample in samples[:4]:
-        n = sample.response_length
-        with_adapters = response_log_probs(ours.model, sample.tokens, n)
-        assert response_log_probs(merged, sample.tokens, n) == pytest.approx(with_adapters, abs=1e-5)
-        assert response_log_probs(make_model(), sample.tokens, n) != pytest.approx(with_adapters, abs=1e-2)
 
 
 def test_new_adapters_change_nothing_and_come_from_the_seed(policy: Path, samples: list[Sample]) -> None:
@@ -132,25 +137,12 @@ def test_lora_targets_load_as_trained_or_are_refused_at_the_start(
     ours = trainer(source, **settings)
     layers = {name.split(".lora_")[0].split(".")[-1] for name, p in ours.model.named_parameters() if p.requires_grad}
     assert not targets or layers == {*targets}
-    for iteration in range(2):
-        ours.train(samples, iteration=iteration)
-    ours.save_weights(tmp_path / "weights")
-    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "weights").eval()
-    for sample in samples[:3]:
-        n = sample.response_length
-        trained = response_log_probs(ours.model, sample.tokens, n)
-        assert response_log_probs(loaded, sample.tokens, n) == pytest.approx(trained, abs=1e-5)
-        assert response_log_probs(make_model(tied=tied), sample.tokens, n) != pytest.approx(trained, abs=1e-2)
+    assert_weights_load_as_trained(ours, samples, tmp_path / "weights", make_model(tied=tied))
 
 
 def test_gpt2s_transposed_layers_are_merged_too(samples: list[Sample], tmp_path: Path) -> None:
     config = GPT2Config(vocab_size=VOCABULARY, n_embd=32, n_layer=2, n_head=4, initializer_range=0.2)
-    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "source")
+    start = AutoModelForCausalLM.from_config(config).eval()
+    start.save_pretrained(tmp_path / "source")
     ours = trainer(tmp_path / "source", lora_targets=("c_attn", "c_fc"), old_log_probs="recompute")
-    for iteration in range(2):
-        ours.train(samples, iteration=iteration)
-    ours.save_weights(tmp_path / "weights")
-    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "weights").eval()
-    for sample in samples[:3]:
-        trained = response_log_probs(ours.model, sample.tokens, sample.response_length)
-        assert response_log_probs(loaded, sample.tokens, sample.response_length) == pytest.approx(trained, abs=1e-5)
+    assert_weights_load_as_trained(ours, samples, tmp_path / "weights", start)
