@@ -73,7 +73,7 @@ def test_it_tells_the_log_prob_and_the_advantage_of_each_trained_token(policy: P
     assert np.concatenate(scores.advantages) == pytest.approx(batch.token_rewards)
 
 
-def test_the_log_prob_difference_shows_a_wrong_mask_or_temperature_and_no_dropout(policy: Path, tmp_path: Path):
+def test_the_log_prob_difference_shows_a_wrong_mask_or_temperature(policy: Path, tmp_path: Path):
     make_model(attention_dropout=0.5).save_pretrained(tmp_path)
     samples = make_samples(make_model(), response_lengths=(6, 20), temperature=0.7)
     for checkpoint, temperature, low, high in (
