@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from tests.gateway.protocols import STREAMED, user
-from tests.harness.gateway import CALL, WEATHER, Case, calling, one_sample, serving, trained_once
+from tests.harness.gateway import CALL, WEATHER, calling, one_sample, serving, trained_once
 
 pytestmark = pytest.mark.clients
 
@@ -30,120 +30,121 @@ def weather(city: str) -> str:
     return f"sunny in {city}"
 
 
-def one_sample_with_result(case: Case) -> None:
-    one_sample(case)
-    assert "sunny in Rome" in case.tokenizer.decode(case.turns[-1].prompt_ids)
-
-
-@STREAMED
-@pytest.mark.parametrize("model", ["OpenAIChatCompletionsModel", "OpenAIResponsesModel"])
-def test_openai_agents(streamed: bool, model: str) -> None:
-    agents = pytest.importorskip("agents", reason="pip install openai-agents")
-    if not hasattr(agents, "Runner"):
-        pytest.skip("agents is this repository's directory of that name, not OpenAI's Agents SDK")
+def openai_agents(url: str, streamed: bool, model: str) -> Any:
     from openai import AsyncOpenAI
 
+    import agents
+
+    if not hasattr(agents, "Runner"):
+        pytest.skip("agents is this repository's directory of that name, not OpenAI's Agents SDK")
     agents.set_tracing_disabled(True)
-    with serving(THINKING, DONE) as case:
 
-        async def run() -> str:
-            client = AsyncOpenAI(base_url=case.llm.endpoint, api_key="any")
-            chosen = getattr(agents, model)(model="m", openai_client=client)
-            tools = [agents.function_tool(weather)]
-            agent = agents.Agent(name="a", instructions="Be brief.", model=chosen, tools=tools)
-            if not streamed:
-                return (await agents.Runner.run(agent, QUESTION)).final_output
-            result = agents.Runner.run_streamed(agent, QUESTION)
-            async for _ in result.stream_events():
-                pass
-            return result.final_output
+    async def run() -> str:
+        chosen = getattr(agents, model)(model="m", openai_client=AsyncOpenAI(base_url=url, api_key="any"))
+        tools = [agents.function_tool(weather)]
+        agent = agents.Agent(name="a", instructions="Be brief.", model=chosen, tools=tools)
+        if not streamed:
+            return (await agents.Runner.run(agent, QUESTION)).final_output
+        result = agents.Runner.run_streamed(agent, QUESTION)
+        async for _ in result.stream_events():
+            pass
+        return result.final_output
 
-        assert asyncio.run(run()) == DONE
-        one_sample_with_result(case)
+    return asyncio.run(run())
 
 
-@STREAMED
-def test_langgraph(streamed: bool) -> None:
-    prebuilt = pytest.importorskip("langgraph.prebuilt", reason="pip install langgraph langchain-openai")
-    chat = pytest.importorskip("langchain_openai", reason="pip install langchain-openai")
-    with serving(THINKING, DONE) as case:
-        model = chat.ChatOpenAI(model="m", base_url=case.llm.endpoint, api_key="any", streaming=streamed, temperature=0)
-        graph = prebuilt.create_react_agent(model, [weather], prompt="Be brief.")
-        assert graph.invoke({"messages": [("user", QUESTION)]})["messages"][-1].content == DONE
-        one_sample_with_result(case)
+def langgraph(url: str, streamed: bool) -> Any:
+    from langchain_openai import ChatOpenAI
+    from langgraph.prebuilt import create_react_agent
+
+    model = ChatOpenAI(model="m", base_url=url, api_key="any", streaming=streamed, temperature=0)
+    graph = create_react_agent(model, [weather], prompt="Be brief.")
+    return graph.invoke({"messages": [("user", QUESTION)]})["messages"][-1].content
 
 
-@STREAMED
-def test_pydantic_ai(streamed: bool) -> None:
-    ai = pytest.importorskip("pydantic_ai", reason="pip install 'pydantic-ai-slim[openai]'")
-    with serving(THINKING, DONE) as case:
-        from pydantic_ai.models.openai import OpenAIChatModel
-        from pydantic_ai.providers.openai import OpenAIProvider
+def pydantic_ai(url: str, streamed: bool) -> Any:
+    from pydantic_ai import Agent, Tool
+    from pydantic_ai.models.openai import OpenAIChatModel
+    from pydantic_ai.providers.openai import OpenAIProvider
 
-        model = OpenAIChatModel("m", provider=OpenAIProvider(base_url=case.llm.endpoint, api_key="any"))
-        agent = ai.Agent(model, instructions="Be brief.", tools=[ai.Tool(weather)])
+    model = OpenAIChatModel("m", provider=OpenAIProvider(base_url=url, api_key="any"))
+    agent = Agent(model, instructions="Be brief.", tools=[Tool(weather)])
 
-        async def follow(_: Any, events: Any) -> None:
-            async for _ in events:
-                pass
+    async def follow(_: Any, events: Any) -> None:
+        async for _ in events:
+            pass
 
-        # with a handler of events the model is asked to stream
-        answer = asyncio.run(agent.run(QUESTION, event_stream_handler=follow if streamed else None))
-        assert answer.output == DONE
-        one_sample_with_result(case)
+    # with a handler of events the model is asked to stream
+    return asyncio.run(agent.run(QUESTION, event_stream_handler=follow if streamed else None)).output
 
 
-@STREAMED
-def test_smolagents(streamed: bool) -> None:
-    smol = pytest.importorskip("smolagents", reason="pip install 'smolagents[openai]'")
-    with serving(CALL, calling("final_answer", answer="sunny")) as case:
-        model = smol.OpenAIServerModel("m", api_base=case.llm.endpoint, api_key="any")
-        options = {"verbosity_level": 0, "stream_outputs": streamed}
-        agent = smol.ToolCallingAgent(tools=[smol.tool(weather)], model=model, **options)
-        assert agent.run(QUESTION) == "sunny"
-        # it writes the history in its own words: a true fork, and each answer is trained where it was sampled
-        assert len(case.turns) == 2
-        trained_once(case.turns, case.segments)
+def smolagents(url: str, streamed: bool) -> Any:
+    import smolagents as smol
+
+    model = smol.OpenAIServerModel("m", api_base=url, api_key="any")
+    options = {"verbosity_level": 0, "stream_outputs": streamed}
+    return smol.ToolCallingAgent(tools=[smol.tool(weather)], model=model, **options).run(QUESTION)
 
 
-@STREAMED
-def test_litellm(streamed: bool) -> None:
-    litellm = pytest.importorskip("litellm", reason="pip install litellm")
-    with serving(THINKING, DONE) as case:
-        request = {"model": "openai/m", "api_base": case.llm.endpoint, "api_key": "any", "tools": [WEATHER]}
-        messages: list[Any] = [user(QUESTION)]
+def litellm(url: str, streamed: bool) -> Any:
+    import litellm
 
-        def ask() -> Any:
-            answer = litellm.completion(messages=messages, stream=streamed, **request)
-            return litellm.stream_chunk_builder(list(answer)) if streamed else answer
+    request = {"model": "openai/m", "api_base": url, "api_key": "any", "tools": [WEATHER], "stream": streamed}
+    messages: list[Any] = [user(QUESTION)]
 
-        message = ask().choices[0].message
-        messages.append(message.model_dump())
-        messages.append({"role": "tool", "tool_call_id": message.tool_calls[0].id, "content": weather("Rome")})
-        assert ask().choices[0].message.content == DONE
-        one_sample_with_result(case)
+    def ask() -> Any:
+        answer = litellm.completion(messages=messages, **request)
+        return (litellm.stream_chunk_builder(list(answer)) if streamed else answer).choices[0].message
+
+    message = ask()
+    messages.append(message.model_dump())
+    messages.append({"role": "tool", "tool_call_id": message.tool_calls[0].id, "content": weather("Rome")})
+    return ask().content
 
 
-@STREAMED
-def test_autogen(streamed: bool) -> None:
-    chat = pytest.importorskip("autogen_agentchat.agents", reason="pip install autogen-agentchat 'autogen-ext[openai]'")
-    models = pytest.importorskip("autogen_ext.models.openai", reason="pip install 'autogen-ext[openai]'")
+def autogen(url: str, streamed: bool) -> Any:
+    from autogen_agentchat.agents import AssistantAgent
+    from autogen_ext.models.openai import OpenAIChatCompletionClient
+
     info = {"family": "unknown", "vision": False, "function_calling": True, "json_output": False}
-    with serving(THINKING, DONE) as case:
-        address: Any = {"model": "m", "base_url": case.llm.endpoint, "api_key": "any"}
-        client = models.OpenAIChatCompletionClient(**address, model_info={**info, "structured_output": False})
-        options: Any = {"reflect_on_tool_use": True, "model_client_stream": streamed}
-        agent = chat.AssistantAgent("a", model_client=client, tools=[weather], **options)
-        assert asyncio.run(agent.run(task=QUESTION)).messages[-1].content == DONE
-        assert len(case.turns) == 2  # the last call comes without tools: another prompt, a true fork
-        trained_once(case.turns, case.segments)
+    info["structured_output"] = False
+    client = OpenAIChatCompletionClient(model="m", base_url=url, api_key="any", model_info=info)
+    options: Any = {"reflect_on_tool_use": True, "model_client_stream": streamed}
+    agent = AssistantAgent("a", model_client=client, tools=[weather], **options)
+    return asyncio.run(agent.run(task=QUESTION)).messages[-1].content
 
 
-def test_strands() -> None:
-    strands = pytest.importorskip("strands", reason="pip install 'strands-agents[openai]'")
-    models = pytest.importorskip("strands.models.openai", reason="pip install 'strands-agents[openai]'")
-    with serving(THINKING, DONE) as case:
-        model = models.OpenAIModel(client_args={"base_url": case.llm.endpoint, "api_key": "any"}, model_id="m")
-        agent = strands.Agent(model=model, tools=[strands.tool(weather)], callback_handler=None)
-        assert DONE in str(agent(QUESTION))
-        one_sample_with_result(case)
+def strands(url: str, streamed: bool) -> Any:
+    from strands import Agent, tool
+    from strands.models.openai import OpenAIModel
+
+    model = OpenAIModel(client_args={"base_url": url, "api_key": "any"}, model_id="m")
+    return str(Agent(model=model, tools=[tool(weather)], callback_handler=None)(QUESTION)).strip()
+
+
+# by the required package: its program, and arguments
+FRAMEWORKS = {
+    "openai-agents, chat": (openai_agents, "OpenAIChatCompletionsModel"),
+    "openai-agents, responses": (openai_agents, "OpenAIResponsesModel"),
+    **{program.__name__: (program,) for program in (langgraph, pydantic_ai, smolagents, litellm, autogen, strands)},
+}
+# smolagents writes the history in its own words, AutoGen's last call comes without tools: a true fork, and each answer
+# is trained where it was sampled
+FORKS = {"smolagents": (CALL, calling("final_answer", answer=DONE)), "autogen": (THINKING, DONE)}
+
+
+@STREAMED
+@pytest.mark.parametrize("name", FRAMEWORKS)
+def test_clients_of_frameworks(streamed: bool, name: str) -> None:
+    program, *arguments = FRAMEWORKS[name]
+    with serving(*FORKS.get(name, (THINKING, DONE))) as case:
+        try:
+            assert program(case.llm.endpoint, streamed, *arguments) == DONE
+        except ImportError as error:
+            pytest.skip(f"{error}: pip install --no-deps -r tests/clients.txt")
+        if name in FORKS:
+            assert len(case.turns) == 2
+            trained_once(case.turns, case.segments)
+        else:
+            one_sample(case)
+            assert "sunny in Rome" in case.tokenizer.decode(case.turns[-1].prompt_ids)

@@ -15,6 +15,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -30,28 +31,23 @@ OBJECT = '{"city": "Rome"}'
 FIELD = f"[[ ## answer ## ]]\n{DONE}\n\n[[ ## completed ## ]]"
 INSTRUCTED = calling("Weather", city="Rome")
 
-# by name: the required module, and the answers of the model
+# by program of clients.py: the required module, and the answers of the model
 PYTHON: dict[str, tuple[str, tuple[str, ...]]] = {
-    "anthropic-runner": ("anthropic", TWO_TURNS),
-    "anthropic-runner-streamed": ("anthropic", TWO_TURNS),
-    "instructor-tools": ("instructor", (INSTRUCTED,)),
-    "instructor-json": ("instructor", (OBJECT,)),
-    "instructor-schema": ("instructor", (OBJECT,)),
-    "langchain-anthropic": ("langchain_anthropic", TWO_TURNS),
-    "langchain-responses": ("langchain_openai", TWO_TURNS),
+    "anthropic_runner": ("anthropic", TWO_TURNS),
+    "anthropic_runner streamed": ("anthropic", TWO_TURNS),
+    "instructor_client TOOLS": ("instructor", (INSTRUCTED,)),
+    "instructor_client JSON": ("instructor", (OBJECT,)),
+    "instructor_client JSON_SCHEMA": ("instructor", (OBJECT,)),
+    "langchain langchain_anthropic": ("langchain_anthropic", TWO_TURNS),
+    "langchain langchain_openai": ("langchain_openai", TWO_TURNS),
     "dspy": ("dspy", (FIELD,)),
-    "haystack": ("haystack", TWO_TURNS),
-    "agno": ("agno", TWO_TURNS),
-    "llama-index": ("llama_index", TWO_TURNS),
     "magentic": ("magentic", (DONE,)),
-    "aisuite": ("aisuite", TWO_TURNS),
-    "llm": ("llm", TWO_TURNS),
     "griptape": ("griptape", (DONE,)),
-    "qwen-agent": ("qwen_agent", TWO_TURNS),
-    "phidata": ("phi", TWO_TURNS),
     "outlines": ("outlines", (DONE,)),
-    "mirascope": ("mirascope", TWO_TURNS),
-    "openai-stream-helper": ("openai", TWO_TURNS),
+    "llm_chat": ("llm", TWO_TURNS),
+    "agno phi model": ("phi", TWO_TURNS),
+    "openai_stream_helper": ("openai", TWO_TURNS),
+    **{name: (name, TWO_TURNS) for name in ["haystack", "agno", "llama_index", "aisuite", "qwen_agent", "mirascope"]},
 }
 NPM = """
     ai-openai ai-openai-streamed ai-openai-chat ai-openai-chat-streamed ai-compatible ai-anthropic
@@ -81,7 +77,7 @@ def test_clients_of_python(name: str, tmp_path: Path) -> None:
     if importlib.util.find_spec(module) is None:
         pytest.skip(f"{module} is not installed: pip install --no-deps -r tests/clients.txt")
     with serving(*says, context_length=10**6) as case:
-        answer = answer_of([sys.executable, str(HERE / "clients.py"), name], case, tmp_path)
+        answer = answer_of([sys.executable, str(HERE / "clients.py"), *name.split()], case, tmp_path)
         assert "Rome" in answer
         one_unrefused_sample(case, len(says))
 
@@ -117,33 +113,35 @@ def xml_call(name: str, **arguments: str) -> str:
     return f"<tool_call>\n<function={name}>\n{fields}</function>\n</tool_call>"
 
 
-def test_claude_code_on_a_template_that_wants_its_system_message_first(npm: Path, tmp_path: Path) -> None:
+def claude_code(npm: Path, url: str) -> tuple[list[str], dict[str, str]]:
+    """The command and its settings."""
     builds = [*(npm / "node_modules" / "@anthropic-ai").glob("claude-code-*/claude")]
     if not builds:
         pytest.skip("there is no build of Claude Code for this machine")
-    call = xml_call("Bash", command="echo sunny in Rome", description="Look.")
     settings = {"CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1", "DISABLE_AUTOUPDATER": "1", "ANTHROPIC_API_KEY": "any"}
-    with serving(call, DONE, template=SYSTEM_FIRST, context_length=10**6) as case:
-        settings["ANTHROPIC_BASE_URL"] = case.llm.endpoint.removesuffix("/v1")
-        command = [str(builds[0]), "-p", "Weather in Rome?", "--model", "claude-sonnet-4-5", "--allowedTools", "Bash"]
+    settings["ANTHROPIC_BASE_URL"] = url.removesuffix("/v1")
+    command = [str(builds[0]), "-p", "Weather in Rome?", "--model", "claude-sonnet-4-5", "--allowedTools", "Bash"]
+    return command, settings
+
+
+def codex(npm: Path, url: str) -> tuple[list[str], dict[str, str]]:
+    provider = f'{{name="agl",base_url="{url}",wire_api="responses",env_key="OPENAI_API_KEY"}}'
+    command = ["node", str(npm / "node_modules/@openai/codex/bin/codex.js"), "exec", "-m", "m"]
+    command += ["--skip-git-repo-check", "--dangerously-bypass-approvals-and-sandbox", "-c", "model_provider=agl"]
+    return [*command, "-c", f"model_providers.agl={provider}", "Weather in Rome?"], {"OPENAI_API_KEY": "any"}
+
+
+CALLS = {
+    claude_code: xml_call("Bash", command="echo sunny in Rome", description="Look."),
+    codex: xml_call("exec_command", cmd="echo sunny in Rome"),
+}
+
+
+@pytest.mark.parametrize("program", CALLS)
+def test_terminal_agents_on_a_template_with_its_system_first(npm: Path, tmp_path: Path, program: Any) -> None:
+    with serving(CALLS[program], DONE, template=SYSTEM_FIRST, context_length=10**6) as case:
+        command, settings = program(npm, case.llm.endpoint)
         assert DONE in answer_of(command, case, tmp_path, **settings)
         one_unrefused_sample(case)
-        assert "sunny in Rome" in added(case)
-
-
-def test_codex_on_a_template_that_wants_its_system_message_first(npm: Path, tmp_path: Path) -> None:
-    provider = '{name="agl",base_url="%s",wire_api="responses",env_key="OPENAI_API_KEY"}'
-    call = xml_call("exec_command", cmd="echo sunny in Rome")
-    with serving(call, DONE, template=SYSTEM_FIRST, context_length=10**6) as case:
-        command = ["node", str(npm / "node_modules/@openai/codex/bin/codex.js"), "exec", "-m", "m"]
-        command += ["--skip-git-repo-check", "--dangerously-bypass-approvals-and-sandbox", "-c", "model_provider=agl"]
-        command += ["-c", f"model_providers.agl={provider % case.llm.endpoint}", "Weather in Rome?"]
-        assert DONE in answer_of(command, case, tmp_path, OPENAI_API_KEY="any")
-        one_unrefused_sample(case)
-        assert "sunny in Rome" in added(case)
-
-
-def added(case: Case) -> str:
-    """The text that the second prompt adds to the first turn."""
-    first, second = case.turns
-    return case.tokenizer.decode(second.prompt_ids[first.length :])
+        first, second = case.turns
+        assert "sunny in Rome" in case.tokenizer.decode(second.prompt_ids[first.length :])

@@ -51,12 +51,6 @@ instrument_litellm()
 from litellm.integrations.opentelemetry import OpenTelemetry
 assert OpenTelemetry.set_attributes is patched_set_attributes
 """,
-    "an earlier import of Agent Lightning stays": """
-import agentlightning
-from agentlightning import llm_proxy
-import agl_slime.support.agl
-assert agentlightning.LLMProxy is llm_proxy.LLMProxy
-""",
 }
 
 

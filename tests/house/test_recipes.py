@@ -4,7 +4,7 @@ works with any program that is called like docker."""
 from __future__ import annotations
 
 import asyncio
-import importlib.util
+import importlib
 import re
 import shutil
 import subprocess
@@ -41,8 +41,7 @@ def test_bash_and_shellcheck_read_the_recipes() -> None:
 def test_options_of_slurm_are_directly_below_the_first_line() -> None:
     lines = (RECIPES / "run_agent.sbatch").read_text().splitlines()
     options = [number for number, line in enumerate(lines) if line.startswith("#SBATCH ")]
-    assert options
-    assert options == [*range(1, len(options) + 1)], "Slurm stops reading them at the first command"
+    assert options == [*range(1, len(options) + 1)] != [], "Slurm stops reading them at the first command"
 
 
 def test_the_ray_job_has_four_nodes_that_are_alike() -> None:
@@ -74,12 +73,9 @@ def containers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     engine.chmod(0o755)
     monkeypatch.setenv("AGENT_ENGINE", str(engine))
     monkeypatch.setenv("AGENT_IMAGE", "image")
-    spec = importlib.util.spec_from_file_location("container_agent", RECIPES / "container_agent.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    monkeypatch.syspath_prepend(RECIPES)
+    monkeypatch.delitem(sys.modules, "container_agent", raising=False)
+    return importlib.import_module("container_agent")
 
 
 def rollout() -> agl.Rollout:
@@ -101,15 +97,12 @@ async def test_the_program_finds_the_gateway_and_its_last_line_counts(containers
     for label, reward in ((expected, 1.0), ("another", 0.0)):
         task = {"question": "2?", "label": label}
         assert await containers.answer.rollout_async(task, {"main_llm": LLM}, rollout()) == reward
-    arguments = (tmp_path / "arguments").read_text()
-    assert "--name agl-ro-1 " in arguments
-    assert "the-secret" not in arguments  # every user of the machine reads command lines
-
-
-async def test_a_program_that_fails_has_no_reward(containers: Any, tmp_path: Path) -> None:
     (tmp_path / "program.py").write_text("raise SystemExit(3)")
     with pytest.raises(RuntimeError, match="ended with 3"):
         await containers.answer.rollout_async({"label": ""}, {"main_llm": LLM}, rollout())
+    arguments = (tmp_path / "arguments").read_text()
+    assert "--name agl-ro-1 " in arguments
+    assert "the-secret" not in arguments  # every user of the machine reads command lines
 
 
 async def test_a_container_is_killed_at_the_time_limit(containers: Any, tmp_path: Path) -> None:

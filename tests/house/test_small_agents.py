@@ -26,23 +26,19 @@ def tasks(agent: Any, seed: int, n: int = 50) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("agent", [AlphabetSort(), ReverseText(), ReverseCharacters(), Shop()])
-def test_tasks_depend_on_the_seed_and_prompts_contain_them(agent: Any) -> None:
+def test_tasks_depend_on_the_seed_and_the_answer_is_worth_one(agent: Any) -> None:
     assert tasks(agent, 1) == tasks(agent, 1) != tasks(agent, 2)
     for task in tasks(agent, 1):
         assert json.loads(json.dumps(task)) == task
-        question = agent.build_prompt(task)[-1]
-        assert question["role"] == "user"
-        assert task.get("text", task.get("item", " ".join(task.get("words", ())))) in question["content"]
-        assert task["label"] not in question["content"]
-
-
-@pytest.mark.parametrize("agent", [AlphabetSort(), ReverseText(), ReverseCharacters()])
-def test_the_answer_is_worth_one_and_a_copy_of_the_question_less(agent: Any) -> None:
-    for task in tasks(agent, 3):
-        question = task.get("text") or " ".join(task["words"])
-        assert agent.compute_reward(task, f" {task['label']}\n") == 1.0
-        assert 0.0 <= agent.compute_reward(task, question) < 0.75
-        assert agent.compute_reward(task, "") == agent.compute_reward(task, "???") == 0.0
+        message = agent.build_prompt(task)[-1]
+        question = task.get("text", task.get("item", " ".join(task.get("words", ()))))
+        assert message["role"] == "user"
+        assert question in message["content"]
+        assert task["label"] not in message["content"]
+        if not isinstance(agent, Shop):
+            assert agent.compute_reward(task, f" {task['label']}\n") == 1.0
+            assert 0.0 <= agent.compute_reward(task, question) < 0.75
+            assert agent.compute_reward(task, "") == agent.compute_reward(task, "???") == 0.0
 
 
 def test_sorting_pays_for_exactly_the_words_of_the_task() -> None:

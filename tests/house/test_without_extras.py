@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -29,7 +30,7 @@ PathFinder.find_spec = find_installed
 
 
 def python(
-    *arguments: str, without: tuple[str, ...] = (), directory: Path | None = None, timeout_s: float = 90
+    *arguments: str, without: tuple[str, ...] = (), directory: Path | None = None
 ) -> subprocess.CompletedProcess[str]:
     """A Python of its own in the repository, in which the modules ``without`` seem not to be installed."""
     paths = [str(REPOSITORY)]
@@ -38,15 +39,8 @@ def python(
         (directory / "sitecustomize.py").write_text(BLOCKER.format(names=set(without)))
         paths.insert(0, str(directory))
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    return subprocess.run(
-        [sys.executable, *arguments],
-        cwd=REPOSITORY,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=timeout_s,
-        check=False,
-    )
+    options: dict[str, Any] = {"capture_output": True, "text": True, "timeout": 90}
+    return subprocess.run([sys.executable, *arguments], cwd=REPOSITORY, env=environment, check=False, **options)
 
 
 def test_importing_the_package_or_the_report_loads_nothing_heavy() -> None:
@@ -72,8 +66,7 @@ print(json.dumps({"took": took, "package": [*packages], "report": [*sys.modules]
 def test_every_public_name_can_be_imported() -> None:
     import agl_slime
 
-    for name in agl_slime.__all__:
-        assert getattr(agl_slime, name).__name__ == name
+    assert [getattr(agl_slime, name).__name__ for name in agl_slime.__all__] == [*agl_slime.__all__]
     with pytest.raises(AttributeError, match="no attribute 'Nonsense'"):
         _ = agl_slime.Nonsense  # type: ignore[attr-defined]
 
@@ -103,9 +96,8 @@ def test_the_smoke_test_passes(without: tuple[str, ...], tmp_path: Path) -> None
 
 @pytest.mark.slow
 def test_training_without_torch_names_the_extra_to_install(tmp_path: Path) -> None:
-    done = python(
-        "train.py", "--output-dir", str(tmp_path / "out"), without=("torch", "safetensors"), directory=tmp_path
-    )
+    flags = ("--output-dir", str(tmp_path / "out"))
+    done = python("train.py", *flags, without=("torch", "safetensors"), directory=tmp_path)
     assert done.returncode == 2, done.stderr
     assert "Traceback" not in done.stderr
     [line] = [line for line in done.stderr.splitlines() if line.startswith("error:")]

@@ -1,5 +1,5 @@
-"""Programs of Python's clients, one question and one tool each: python clients.py NAME. The gateway's address is
-BASE_URL. They run in another process, which may have another environment than the package."""
+"""Programs of Python's clients, one question and one tool each: python clients.py FUNCTION [ARGUMENT]. The gateway's
+address is BASE_URL. They run in another process, which may have another environment than the package."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import asyncio
 import json
 import os
 import sys
+from importlib import import_module
 from typing import Any
 
 BASE_URL = os.environ["BASE_URL"]
@@ -26,7 +27,7 @@ def weather(city: str) -> str:
     return f"sunny in {city}"
 
 
-def anthropic_runner(stream: bool = False) -> str:
+def anthropic_runner(stream: str = "") -> str:
     import anthropic
 
     client = anthropic.Anthropic(base_url=ROOT, api_key="any", max_retries=0)
@@ -35,7 +36,7 @@ def anthropic_runner(stream: bool = False) -> str:
         max_tokens=200,
         tools=[anthropic.beta_tool(weather)],
         messages=[{"role": "user", "content": QUESTION}],
-        stream=stream,
+        stream=bool(stream),
     )
     if stream:
         for part in runner:
@@ -45,7 +46,7 @@ def anthropic_runner(stream: bool = False) -> str:
     return "".join(block.text for block in last.content if block.type == "text")
 
 
-def instructor_(mode: str) -> str:
+def instructor_client(mode: str) -> str:
     import instructor
     from openai import OpenAI
     from pydantic import BaseModel
@@ -59,21 +60,14 @@ def instructor_(mode: str) -> str:
     ).city
 
 
-def langchain_anthropic() -> str:
-    from langchain_anthropic import ChatAnthropic
-
-    return _langchain(ChatAnthropic(model="claude-sonnet-4-5", base_url=ROOT, max_retries=0))
-
-
-def langchain_openai_responses() -> str:
-    from langchain_openai import ChatOpenAI
-
-    return _langchain(ChatOpenAI(model="m", use_responses_api=True, max_retries=0))
-
-
-def _langchain(model: Any) -> str:
+def langchain(package: str) -> str:
     from langchain_core.messages import HumanMessage, ToolMessage
 
+    name, options = {
+        "langchain_anthropic": ("ChatAnthropic", {"model": "claude-sonnet-4-5", "base_url": ROOT}),
+        "langchain_openai": ("ChatOpenAI", {"model": "m", "use_responses_api": True}),
+    }[package]
+    model = getattr(import_module(package), name)(**options, max_retries=0)
     bound, messages = model.bind_tools([weather]), [HumanMessage(QUESTION)]
     while True:
         messages.append(answer := bound.invoke(messages))
@@ -101,11 +95,11 @@ def haystack() -> str:
     return agent.run(messages=[ChatMessage.from_user(QUESTION)])["messages"][-1].text
 
 
-def agno() -> str:
-    from agno.agent import Agent
-    from agno.models.openai.like import OpenAILike
-
-    return Agent(model=OpenAILike(id="m", base_url=BASE_URL, api_key="any"), tools=[weather]).run(QUESTION).content
+def agno(package: str = "agno", models: str = "models") -> str:
+    """Agno, or phidata, by which name it began."""
+    agent = import_module(f"{package}.agent").Agent
+    like = import_module(f"{package}.{models}.openai.like").OpenAILike
+    return agent(model=like(id="m", base_url=BASE_URL, api_key="any"), tools=[weather]).run(QUESTION).content
 
 
 def llama_index() -> str:
@@ -138,7 +132,7 @@ def aisuite() -> str:
     return answer.choices[0].message.content
 
 
-def llm_() -> str:
+def llm_chat() -> str:
     from llm.default_plugins.openai_models import Chat
 
     model = Chat("m", model_name="m", api_base=BASE_URL, supports_tools=True)
@@ -168,13 +162,6 @@ def qwen_agent() -> str:
 
     bot = Assistant(llm={"model": "m", "model_server": BASE_URL, "api_key": "any"}, function_list=["weather"])
     return bot.run_nonstream(messages=[{"role": "user", "content": QUESTION}])[-1]["content"]
-
-
-def phidata() -> str:
-    from phi.agent import Agent
-    from phi.model.openai.like import OpenAILike
-
-    return Agent(model=OpenAILike(id="m", base_url=BASE_URL, api_key="any"), tools=[weather]).run(QUESTION).content
 
 
 def outlines() -> str:
@@ -220,28 +207,5 @@ def openai_stream_helper() -> str:
             messages.append({"role": "tool", "tool_call_id": call.id, "content": result})
 
 
-PROGRAMS = {
-    "anthropic-runner": anthropic_runner,
-    "anthropic-runner-streamed": lambda: anthropic_runner(True),
-    "instructor-tools": lambda: instructor_("TOOLS"),
-    "instructor-json": lambda: instructor_("JSON"),
-    "instructor-schema": lambda: instructor_("JSON_SCHEMA"),
-    "langchain-anthropic": langchain_anthropic,
-    "langchain-responses": langchain_openai_responses,
-    "dspy": dspy,
-    "haystack": haystack,
-    "agno": agno,
-    "llama-index": llama_index,
-    "magentic": magentic,
-    "aisuite": aisuite,
-    "llm": llm_,
-    "griptape": griptape,
-    "qwen-agent": qwen_agent,
-    "phidata": phidata,
-    "outlines": outlines,
-    "mirascope": mirascope,
-    "openai-stream-helper": openai_stream_helper,
-}
-
 if __name__ == "__main__":
-    print(PROGRAMS[sys.argv[1]]())
+    print(globals()[sys.argv[1]](*sys.argv[2:]))

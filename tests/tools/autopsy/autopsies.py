@@ -20,7 +20,6 @@ from agl_slime.engine.requests import Request, Sampling
 from agl_slime.report.autopsy import Candidate, Diagnosis, KeptSample, explain
 from agl_slime.train.local.counterfactual import Conditions, Counterfactuals
 from agl_slime.types import Sample, sample_from_fields
-from tests.harness.moe_policy import save_moe
 
 NEW, OLD, BASE = "v000003", "v000002", "base"
 
@@ -174,18 +173,8 @@ def slime_sample(sample: KeptSample, version: str = "3") -> Sample:
     )
 
 
-def dense_bench(policy_dir: Path, directory: Path) -> Bench:
-    shutil.copytree(policy_dir, directory / BASE)
-    return _bench(noisy(policy_dir, directory / OLD, seed=2, share=0.2), policy_dir)
-
-
-def routed_bench(policy_dir: Path, directory: Path) -> Bench:
-    """A mixture of experts, with the experts that its engine used."""
-    save_moe(directory / OLD)
-    return _bench(directory / OLD, policy_dir)
-
-
-def _bench(old: Path, policy_dir: Path) -> Bench:
+def bench_of(old: Path, policy_dir: Path) -> Bench:
+    """A bench of later weights than ``old``, which stands in the bench's directory."""
     model = AutoModelForCausalLM.from_pretrained(noisy(old, old.with_name(NEW), seed=3, share=0.1)).eval()
     tokenizer = AutoTokenizer.from_pretrained(policy_dir)
     return Bench(old.parent, tokenizer, sample_rollouts(model, tokenizer))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,13 +14,18 @@ if TYPE_CHECKING:
 
 @pytest.fixture(scope="session")
 def bench(policy_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Bench:
-    from tests.tools.autopsy.autopsies import dense_bench
+    from tests.tools.autopsy.autopsies import BASE, OLD, bench_of, noisy
 
-    return dense_bench(policy_dir, tmp_path_factory.mktemp("weights"))
+    directory = tmp_path_factory.mktemp("weights")
+    shutil.copytree(policy_dir, directory / BASE)
+    return bench_of(noisy(policy_dir, directory / OLD, seed=2, share=0.2), policy_dir)
 
 
 @pytest.fixture(scope="session")
 def routed(policy_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Bench:
-    from tests.tools.autopsy.autopsies import routed_bench
+    """A mixture of experts, with the experts that its engine used."""
+    from tests.harness.moe_policy import save_moe
+    from tests.tools.autopsy.autopsies import OLD, bench_of
 
-    return routed_bench(policy_dir, tmp_path_factory.mktemp("routed"))
+    save_moe(old := tmp_path_factory.mktemp("routed") / OLD)
+    return bench_of(old, policy_dir)

@@ -16,20 +16,21 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-torch = pytest.importorskip("torch", reason='forward passes need torch: pip install "agl-slime[local]"')
+pytest.importorskip("torch", reason='forward passes need torch: pip install "agl-slime[local]"')
 
-from transformers import AutoModelForCausalLM  # noqa: E402
+import torch
+from transformers import AutoModelForCausalLM
 
-from agl_slime.cli.autopsy import AutopsyConfig, Case, Measured, autopsy, diagnose, with_engine  # noqa: E402
-from agl_slime.engine.client.client import SGLangClient  # noqa: E402
-from agl_slime.engine.client.generation import SamplingParams  # noqa: E402
-from agl_slime.engine.engine import Engine  # noqa: E402
-from agl_slime.errors import ConfigError  # noqa: E402
-from agl_slime.report.autopsy import Diagnosis, KeptSample, explain  # noqa: E402
-from agl_slime.report.files import IterationFile  # noqa: E402
-from agl_slime.report.rollouts import describe_tokens  # noqa: E402
-from tests.harness.engine_servers import Server  # noqa: E402
-from tests.tools.autopsy.autopsies import (  # noqa: E402
+from agl_slime.cli.autopsy import AutopsyConfig, Case, Measured, autopsy, diagnose, with_engine
+from agl_slime.engine.client.client import SGLangClient
+from agl_slime.engine.client.generation import SamplingParams
+from agl_slime.engine.engine import Engine
+from agl_slime.errors import ConfigError
+from agl_slime.report.autopsy import Diagnosis, KeptSample, explain
+from agl_slime.report.files import IterationFile
+from agl_slime.report.rollouts import describe_tokens
+from tests.harness.engine_servers import Server
+from tests.tools.autopsy.autopsies import (
     BASE,
     NEW,
     OLD,
@@ -63,27 +64,6 @@ def without_line_ends(bench: Bench, ids: np.ndarray) -> np.ndarray:
     return ids[~(marks & (ids == bench.tokenizer.encode("\n")[0]))]
 
 
-TOKENS: dict[str, Callable[[Bench, np.ndarray], np.ndarray]] = {
-    "double_bos": lambda bench, ids: np.insert(ids, 0, ids[0]),
-    "missing_bos": lambda bench, ids: ids[1:],
-    "end_mark": without_marks,
-    "newline": without_line_ends,
-    "token_removed": lambda bench, ids: np.delete(ids, 9),
-    "token_inserted": lambda bench, ids: np.insert(ids, 3, bench.tokenizer.encode("\n")[0]),
-}
-
-
-@pytest.mark.parametrize("fault", TOKENS)
-def test_a_fault_of_the_engines_prompt_is_named_first(bench: Bench, fault: str):
-    recorded = bench.scored(lambda ids: TOKENS[fault](bench, ids))
-    diagnosis = bench.diagnosis(recorded)
-    assert cause(diagnosis) == fault, diagnosis.sentence
-    gaps = [np.abs(a - b) for a, b in zip(recorded, bench.scored(), strict=True)]
-    number = int(np.argmax([gap.max() for gap in gaps]))
-    place = int(bench.samples[number].places[gaps[number].argmax()])
-    assert (diagnosis.worst[0].rollout_id, diagnosis.worst[0].place) == (f"r{number}", place)
-
-
 @given(number=st.integers(0, 3), token=st.integers(0, 5), nats=st.floats(1.0, 9.0), sign=st.sampled_from([-1, 1]))
 def test_a_planted_token_is_the_worst_one(bench: Bench, number: int, token: int, nats: float, sign: int):
     rng = np.random.default_rng(token)
@@ -99,7 +79,7 @@ def test_a_planted_token_is_the_worst_one(bench: Bench, number: int, token: int,
     assert gaps == sorted(gaps, reverse=True)
 
 
-def test_the_prompt_in_another_rendering_is_named_first(bench: Bench):
+def another_rendering(bench: Bench) -> Diagnosis:
     def rendered(sample: KeptSample) -> list[int]:
         text = bench.tokenizer.decode(sample.ids[: sample.prompt_length]).replace("Call lookup", "You may call lookup")
         return bench.tokenizer.encode(text, add_special_tokens=False)
@@ -111,10 +91,10 @@ def test_the_prompt_in_another_rendering_is_named_first(bench: Bench):
         return np.concatenate([rendered(sample), ids[sample.prompt_length :]]).astype(np.int64)
 
     renderings = [("template", "the engine was asked with the prompt as the model's own template writes it", rendered)]
-    assert cause(bench.diagnosis(bench.scored(edit), renderings=renderings)) == "template"
+    return bench.diagnosis(bench.scored(edit), renderings=renderings)
 
 
-def test_the_thinking_of_an_earlier_turn_that_was_dropped_is_named_first(bench: Bench):
+def without_earlier_thinking(bench: Bench) -> Diagnosis:
     tokenizer = copy.deepcopy(bench.tokenizer)
     begin, end = 451, 450  # the tiny vocabulary has no marks of thinking: two tokens stand for them
     tokenizer.get_vocab = lambda: {"<think>": begin, "</think>": end}
@@ -132,10 +112,8 @@ def test_the_thinking_of_an_earlier_turn_that_was_dropped_is_named_first(bench: 
     # only second turns: the first was sampled with its thinking
     firsts = [int(np.flatnonzero(np.diff(sample.places) > 1)[-1]) + 1 for sample in thoughtful]
     second_turns = [replace(sample, places=sample.places[n:]) for sample, n in zip(thoughtful, firsts, strict=True)]
-    diagnosis = replace(bench, tokenizer=tokenizer, samples=second_turns).diagnosis(
-        [values[n:] for values, n in zip(recorded, firsts, strict=True)]
-    )
-    assert cause(diagnosis) == "thinking", diagnosis.sentence
+    recorded = [values[n:] for values, n in zip(recorded, firsts, strict=True)]
+    return replace(bench, tokenizer=tokenizer, samples=second_turns).diagnosis(recorded)
 
 
 def stale_cache(bench: Bench) -> list[np.ndarray]:
@@ -170,108 +148,121 @@ def linear_rope(bench: Bench) -> list[np.ndarray]:
     return bench.scored(model=model)
 
 
-WEIGHTS: dict[str, Callable[[Bench], list[np.ndarray]]] = {
-    "late_weights": lambda bench: bench.scored(model=bench.model(OLD)),
-    "adapter": lambda bench: bench.scored(model=bench.model(BASE)),
-    "partial_weights": partial_update,
-    "stale_cache": stale_cache,
-    "rope": linear_rope,
+def in_half_precision(bench: Bench, *, head_only: bool) -> Diagnosis:
+    model, scores = bench.model(), []
+    head = copy.deepcopy(model.lm_head).bfloat16()
+    if not head_only:
+        model.bfloat16()
+    with torch.no_grad():
+        for sample in bench.samples:
+            hidden = model.base_model(torch.from_numpy(sample.ids)[None]).last_hidden_state[0, sample.places - 1]
+            targets = torch.from_numpy(sample.ids[sample.places])[:, None]
+            scores.append(head(hidden.bfloat16()).float().log_softmax(-1).gather(-1, targets)[:, 0].numpy())
+    return bench.diagnosis(scores)
+
+
+Fault = Callable[[Bench], Diagnosis]
+
+
+def of_ids(edit: Callable[[Bench, np.ndarray], np.ndarray]) -> Fault:
+    return lambda bench: bench.diagnosis(bench.scored(lambda ids: edit(bench, ids)))
+
+
+def of_weights(scored: Callable[[Bench], list[np.ndarray]]) -> Fault:
+    def diagnosis(bench: Bench) -> Diagnosis:
+        result = bench.diagnosis(scored(bench), without_adapter=bench.directory / BASE)
+        assert result.first is not None
+        assert result.first.left < 0.1 * result.gap
+        return result
+
+    return diagnosis
+
+
+def of_sampling(sampling: dict[str, Any], **conditions: Any) -> Fault:
+    """Log-probs by a convention of the engine or of the trainer alone."""
+
+    def diagnosis(bench: Bench) -> Diagnosis:
+        skewed = replace(bench, samples=sample_rollouts(bench.model(), bench.tokenizer, **sampling))
+        return skewed.diagnosis(skewed.sampled(), **conditions)
+
+    return diagnosis
+
+
+FAULTS: dict[str, Fault] = {
+    "end_mark": of_ids(without_marks),
+    "stale_cache": of_weights(stale_cache),
+    "nucleus": of_sampling({"top_p": 0.8, "nucleus": True}),
+    "shift": lambda bench: bench.diagnosis([np.roll(values, 1) for values in bench.sampled()]),
+}
+MORE_FAULTS: dict[str, Fault] = {
+    "double_bos": of_ids(lambda bench, ids: np.insert(ids, 0, ids[0])),
+    "missing_bos": of_ids(lambda bench, ids: ids[1:]),
+    "newline": of_ids(without_line_ends),
+    "token_removed": of_ids(lambda bench, ids: np.delete(ids, 9)),
+    "token_inserted": of_ids(lambda bench, ids: np.insert(ids, 3, bench.tokenizer.encode("\n")[0])),
+    "template": another_rendering,
+    "thinking": without_earlier_thinking,
+    "late_weights": of_weights(lambda bench: bench.scored(model=bench.model(OLD))),
+    "adapter": of_weights(lambda bench: bench.scored(model=bench.model(BASE))),
+    "partial_weights": of_weights(partial_update),
+    "rope": of_weights(linear_rope),
+    "bf16_head": lambda bench: in_half_precision(bench, head_only=True),
+    "bf16": lambda bench: in_half_precision(bench, head_only=False),
+    "temperature of the engine": of_sampling({"temperature": 0.7}),
+    "temperature of the trainer": of_sampling({}, temperature=0.7),
+    "nucleus of the trainer": of_sampling({}, top_p=0.8),
 }
 
 
-@pytest.mark.parametrize("fault", WEIGHTS)
-def test_a_fault_of_the_engines_weights_is_named_first(bench: Bench, fault: str):
-    diagnosis = bench.diagnosis(WEIGHTS[fault](bench), without_adapter=bench.directory / BASE)
-    assert cause(diagnosis) == fault, diagnosis.sentence
-    assert diagnosis.first is not None
-    assert diagnosis.first.left < 0.1 * diagnosis.gap
+@pytest.mark.parametrize("fault", [*FAULTS, *(pytest.param(name, marks=pytest.mark.slow) for name in MORE_FAULTS)])
+def test_a_planted_fault_is_named_first(bench: Bench, fault: str):
+    diagnosis = (FAULTS | MORE_FAULTS)[fault](bench)
+    assert cause(diagnosis) == fault.partition(" ")[0], diagnosis.sentence
 
 
 def test_faults_that_only_a_measurement_finds_are_named_first(bench: Bench):
     right, stale = bench.scored(), stale_cache(bench)
     wrong = [replace(sample, sampler=values) for sample, values in zip(bench.samples, stale, strict=True)]
     sampling = {"temperature": 1.0, "top_p": 1.0, "top_k": -1}
-    for fault, samples, (fresh, cached, batch) in (
-        ("cache", bench.samples, (right, stale, stale)),
-        ("batch", bench.samples, (right, right, stale)),
-        ("engine", bench.samples, (stale, stale, stale)),
-        ("decode", wrong, (right, right, right)),
+    about: dict[str, Any] = {"version": "3", "weights": bench.directory / NEW, "sampling": sampling}
+    cases = [Case(samples=samples, **about) for samples in (bench.samples, wrong)]
+    diagnoses = [diagnose(case) for case in cases]
+    for fault, number, (fresh, cached, batch) in (
+        ("cache", 0, (right, stale, stale)),
+        ("batch", 0, (right, right, stale)),
+        ("engine", 0, (stale, stale, stale)),
+        ("decode", 1, (right, right, right)),
     ):
-        case = Case(samples=samples, version="3", weights=bench.directory / NEW, sampling=sampling)
         measured = Measured(fresh=fresh, cached=cached, batch=batch, versions=frozenset("3"))
-        diagnosis = with_engine(diagnose(case), measured, case)
+        diagnosis = with_engine(diagnoses[number], measured, cases[number])
         assert cause(diagnosis) == fault, diagnosis.sentence
-
-
-def test_half_precision_is_told_from_a_half_precision_head(bench: Bench):
-    def chosen(logits: Any, sample: KeptSample) -> np.ndarray:
-        targets = torch.from_numpy(sample.ids[sample.places])[:, None]
-        return logits.float().log_softmax(-1).gather(-1, targets)[:, 0].numpy()
-
-    model, whole, head = bench.model(), [], []
-    with torch.no_grad():
-        for sample in bench.samples:
-            hidden = model.base_model(torch.from_numpy(sample.ids)[None]).last_hidden_state[0, sample.places - 1]
-            head.append(chosen(torch.nn.functional.linear(hidden.bfloat16(), model.lm_head.weight.bfloat16()), sample))
-        model.bfloat16()
-        for sample in bench.samples:
-            whole.append(chosen(model(torch.from_numpy(sample.ids)[None]).logits[0, sample.places - 1], sample))
-    assert (cause(bench.diagnosis(head)), cause(bench.diagnosis(whole))) == ("bf16_head", "bf16")
 
 
 REPLAYS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
     "the experts that are recorded for the token before": lambda experts: np.r_[experts[1:], experts[-1:]],
-    "the experts that are recorded for the next token": lambda experts: np.r_[experts[:1] * 0, experts[:-1]],
     "the experts that are recorded for the layer before": lambda experts: np.roll(experts, -1, axis=1),
-    "the experts that are recorded for the next layer": lambda experts: np.roll(experts, 1, axis=1),
     "the router's own choice and not the recorded experts": lambda experts: experts[::-1],
 }
 
 
-@pytest.mark.parametrize("fault", REPLAYS)
-def test_a_wrong_replay_of_the_router_is_named_first(routed: Bench, fault: str):
+def test_a_wrong_replay_of_the_router_is_named_first(routed: Bench):
     assert all(sample.experts is not None and len(sample.experts) == len(sample.ids) - 1 for sample in routed.samples)
-    wrong = [replace(sample, experts=REPLAYS[fault](sample.experts)) for sample in routed.samples]
-    diagnosis = replace(routed, samples=wrong).diagnosis(routed.sampled())
-    assert diagnosis.sentence.startswith(f"routing: the engine used {fault} (100 %"), diagnosis
-    assert diagnosis.first is not None
-    assert diagnosis.first.left < 1e-4 < 0.01 < diagnosis.gap
+    for fault, change in REPLAYS.items():
+        wrong = [replace(sample, experts=change(sample.experts)) for sample in routed.samples]
+        diagnosis = replace(routed, samples=wrong).diagnosis(routed.sampled())
+        assert diagnosis.sentence.startswith(f"routing: the engine used {fault} (100 %"), diagnosis
+        assert diagnosis.first is not None
+        assert diagnosis.first.left < 1e-4 < 0.01 < diagnosis.gap
 
 
-@pytest.mark.parametrize(
-    ("fault", "sampling", "conditions"),
-    [
-        ("temperature", {"temperature": 0.7}, {}),
-        ("temperature", {"temperature": 1.0}, {"temperature": 0.7}),
-        ("nucleus", {"top_p": 0.8, "nucleus": True}, {}),
-        ("nucleus", {}, {"top_p": 0.8}),
-    ],
-)
-def test_a_convention_in_one_place_only_is_named_first(bench: Bench, fault: str, sampling: Any, conditions: Any):
-    skewed = replace(bench, samples=sample_rollouts(bench.model(), bench.tokenizer, **sampling))
-    diagnosis = skewed.diagnosis(skewed.sampled(), **conditions)
-    assert cause(diagnosis) == fault, diagnosis.sentence
-
-
-def test_late_weights_of_experts_and_shifted_log_probs_are_named_first(bench: Bench, routed: Bench):
-    late = replace(routed, samples=sample_rollouts(routed.model(OLD), routed.tokenizer))
-    diagnosis = late.diagnosis(late.sampled())
-    assert cause(diagnosis) == "late_weights", diagnosis.sentence
-    assert diagnosis.first is not None
-    assert diagnosis.first.left < 1e-4
-    assert cause(bench.diagnosis([np.roll(values, 1) for values in bench.sampled()])) == "shift"
-
-
-@pytest.mark.parametrize(
-    ("nats", "end"), [(3.0, "half of it."), (0.02, "; rounding to bfloat16 alone gives up to 0.05.")]
-)
-def test_an_unknown_cause_has_no_name(bench: Bench, nats: float, end: str):
-    rng = np.random.default_rng(0)
-    recorded = [values - rng.exponential(nats, len(values)).astype(np.float32) for values in bench.sampled()]
-    diagnosis = bench.diagnosis(recorded)
-    assert diagnosis.first is None
-    assert "no known cause" in diagnosis.sentence
-    assert diagnosis.sentence.endswith(end)
+def test_an_unknown_cause_has_no_name(bench: Bench):
+    for nats, end in ((3.0, "half of it."), (0.02, "; rounding to bfloat16 alone gives up to 0.05.")):
+        rng = np.random.default_rng(0)
+        recorded = [values - rng.exponential(nats, len(values)).astype(np.float32) for values in bench.sampled()]
+        diagnosis = bench.diagnosis(recorded)
+        assert diagnosis.first is None
+        assert "no known cause" in diagnosis.sentence
+        assert diagnosis.sentence.endswith(end)
 
 
 def write_run(directory: Path, samples: Sequence[KeptSample], *, base: Path, version: str, **settings: Any) -> Path:
@@ -296,34 +287,20 @@ async def diagnose_run(run: Path, url: str) -> tuple[Diagnosis, str]:
     return diagnosis, case.version
 
 
+@pytest.mark.slow
 async def test_a_run_is_diagnosed_from_its_files_and_its_engine(
     bench: Bench, policy_dir: Path, embedded_engine: str, tmp_path: Path
 ):
-    """Clean; with a second first token; without the system message; with later weights than the engine's."""
-    samples = sample_rollouts(bench.model(BASE), bench.tokenizer)
-    clean, version = await diagnose_run(
-        write_run(tmp_path / "clean", samples, base=policy_dir, version="0"), embedded_engine
+    """Without the system message, its end mark and line end; and with later weights than the engine's."""
+    samples, mark = sample_rollouts(bench.model(BASE), bench.tokenizer), bench.tokenizer.eos_token_id
+    bare = replace(bench, samples=samples).scored(
+        lambda ids: ids[np.flatnonzero(ids == mark)[0] + 2 :], model=bench.model(BASE)
     )
-    assert version == "0"
-    assert clean.first is None, clean.sentence
-    assert max(clean.parts.values()) < 1e-4
-    assert {"sampler", "cache", "batch", "engine", "decode"} <= {*clean.parts}
-
-    mark = bench.tokenizer.eos_token_id
-    edits = {
-        "double_bos: the engine was asked with a second first token": lambda ids: np.insert(ids, 0, ids[0]),
-        # with its end mark and line end
-        "system_message: the engine was asked without the system message": lambda ids: ids[
-            np.flatnonzero(ids == mark)[0] + 2 :
-        ],
-    }
-    for sentence, edit in edits.items():
-        recorded = replace(bench, samples=samples).scored(edit, model=bench.model(BASE))
-        planted = [replace(sample, sampler=values) for sample, values in zip(samples, recorded, strict=True)]
-        run = write_run(tmp_path / sentence[:6], planted, base=policy_dir, version="0")
-        diagnosis, _ = await diagnose_run(run, embedded_engine)
-        assert diagnosis.sentence.startswith(sentence), diagnosis
-        assert diagnosis.parts["engine"] < 1e-4 < diagnosis.parts["decode"]
+    planted = [replace(sample, sampler=values) for sample, values in zip(samples, bare, strict=True)]
+    run = write_run(tmp_path / "bare", planted, base=policy_dir, version="0")
+    diagnosis, _ = await diagnose_run(run, embedded_engine)
+    assert diagnosis.sentence.startswith("system_message: the engine was asked without the system message"), diagnosis
+    assert diagnosis.parts["engine"] < 1e-4 < diagnosis.parts["decode"]
 
     run = write_run(tmp_path / "late", bench.samples, base=policy_dir, version="3")
     shutil.copytree(bench.directory / NEW, run / "weights" / NEW)
@@ -343,9 +320,11 @@ async def test_a_clean_server_has_no_cause_at_any_temperature(server: Server, be
             places = np.arange(len(prompt), len(ids))
             samples.append(replace(sample, ids=ids, places=places, sampler=log_probs, trainer=log_probs))
     run = write_run(tmp_path, samples, base=server.policy, version="0", temperature=0.9)
-    diagnosis, _ = await diagnose_run(run, server.url)
+    diagnosis, version = await diagnose_run(run, server.url)
+    assert version == "0"
     assert diagnosis.first is None, diagnosis.sentence
     assert max(diagnosis.parts.values()) < 1e-4
+    assert {"sampler", "cache", "batch", "engine"} <= {*diagnosis.parts}
 
 
 def test_a_run_without_weights_or_rollouts_is_one_sentence(bench: Bench, policy_dir: Path, tmp_path: Path):

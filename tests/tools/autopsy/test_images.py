@@ -10,17 +10,18 @@ from typing import Any
 
 import pytest
 
-torch = pytest.importorskip("torch", reason='forward passes need torch: pip install "agl-slime[local]"')
+pytest.importorskip("torch", reason='forward passes need torch: pip install "agl-slime[local]"')
 
-from transformers import AutoConfig, AutoModelForImageTextToText, AutoTokenizer  # noqa: E402
+import torch
+from transformers import AutoConfig, AutoModelForImageTextToText, AutoTokenizer
 
-from agl_slime.cli.autopsy import AutopsyConfig, autopsy  # noqa: E402
-from agl_slime.errors import TrainerError  # noqa: E402
-from agl_slime.report.autopsy import Diagnosis  # noqa: E402
-from agl_slime.types import Sample, sample_from_fields  # noqa: E402
-from tests.harness.slime_dumps import write_dump  # noqa: E402
-from tests.harness.vision import save_qwen2_vl  # noqa: E402
-from tests.tools.autopsy.autopsies import cause, is_clean  # noqa: E402
+from agl_slime.cli.autopsy import AutopsyConfig, autopsy
+from agl_slime.errors import TrainerError
+from agl_slime.report.autopsy import Diagnosis
+from agl_slime.types import Sample, sample_from_fields
+from tests.harness.slime_dumps import write_dump
+from tests.harness.vision import save_qwen2_vl
+from tests.tools.autopsy.autopsies import cause, is_clean
 
 GRIDS = ([[1, 4, 6]], [[1, 6, 4], [1, 2, 8]])  # patches in time, height and width of each Sample's images
 PATCH = 3 * 2 * 14 * 14
@@ -108,7 +109,10 @@ class VisionModel:
         return diagnosis
 
 
-@pytest.fixture(scope="module", params=[save_qwen2_vl, save_qwen3_vl], ids=["qwen2_vl", "qwen3_vl"])
+QWEN3 = pytest.param(save_qwen3_vl, marks=pytest.mark.slow, id="qwen3_vl")
+
+
+@pytest.fixture(scope="module", params=[pytest.param(save_qwen2_vl, id="qwen2_vl"), QWEN3])
 def images(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> VisionModel:
     path = request.param(tmp_path_factory.mktemp("model"))
     config, generator = AutoConfig.from_pretrained(path), torch.Generator().manual_seed(0)
@@ -157,53 +161,46 @@ def off(row: int, step: int) -> Change:
     return change
 
 
-def of_text(row: slice) -> Change:
-    def change(rows: Any, image: Any) -> Any:
-        rows[row] = torch.arange(rows.shape[-1])
-        return rows
-
-    return change
+def of_text(rows: Any, *, last: int) -> Any:
+    rows[: last + 1] = torch.arange(rows.shape[-1])
+    return rows
 
 
-def of_next_token(rows: Any, image: Any) -> Any:
+def of_next_token(rows: Any, _: Any) -> Any:
     rows[1, 0, :-1] = rows[1, 0, 1:].clone()
     return rows
 
 
-def edges(image: Any) -> Any:
-    return torch.diff(image.int(), prepend=torch.zeros(1, dtype=torch.int))
-
-
-def early(rows: Any, image: Any) -> Any:
-    """Each image is at the position of the text before it."""
-    return rows - torch.cumsum(edges(image) > 0, 0)
-
-
-def late(rows: Any, image: Any) -> Any:
-    """Text continues a position later after each image."""
-    return rows + torch.cumsum(edges(image) < 0, 0)
+def shifted(rows: Any, image: Any, *, edge: int) -> Any:
+    """All rows, from the first (1) or after the last (-1) token of each image on."""
+    steps = torch.diff(image.int(), prepend=torch.zeros(1, dtype=torch.int))
+    return rows - edge * torch.cumsum(steps * edge > 0, 0)
 
 
 POSITIONS: dict[str, Change] = {
-    "had M-RoPE's temporal row off by +1 in images": off(0, 1),
     "had M-RoPE's height row off by -1 in images": off(1, -1),
-    "had all of M-RoPE's rows off by -1 from each image on": early,
+    "had all of M-RoPE's rows off by +1 after each image": lambda rows, image: shifted(rows, image, edge=-1),
+    "placed each token of an image as one of text": lambda rows, _: of_text(rows, last=2),
+    "had M-RoPE's height and width rows swapped": lambda rows, _: rows[[0, 2, 1]],
+}
+MORE_POSITIONS: dict[str, Change] = {
+    "had M-RoPE's temporal row off by +1 in images": off(0, 1),
+    "had all of M-RoPE's rows off by -1 from each image on": lambda rows, image: shifted(rows, image, edge=1),
     "had M-RoPE's height row of the next token": of_next_token,
-    "had all of M-RoPE's rows off by +1 after each image": late,
-    "placed each token of an image as one of text": of_text(slice(3)),
-    "had the positions of text in M-RoPE's temporal row": of_text(slice(1)),
-    "had M-RoPE's height and width rows swapped": lambda rows, image: rows[[0, 2, 1]],
+    "had the positions of text in M-RoPE's temporal row": lambda rows, _: of_text(rows, last=0),
 }
 
 
-def test_a_fault_of_the_positions_in_images_is_named_first(images: VisionModel, tmp_path: Path) -> None:
-    for fault, change in POSITIONS.items():
+@pytest.mark.parametrize("faults", [POSITIONS, pytest.param(MORE_POSITIONS, marks=pytest.mark.slow)], ids=["a", "b"])
+def test_a_fault_of_the_positions_in_images_is_named_first(images: VisionModel, tmp_path: Path, faults: Any) -> None:
+    for fault, change in faults.items():
         diagnosis = images.diagnosis(tmp_path, images.log_probs(change))
         assert diagnosis.sentence.startswith(f"image_positions: the engine {fault} ("), diagnosis
         assert diagnosis.first is not None
         assert diagnosis.first.left < 0.1 * diagnosis.gap
 
 
+@pytest.mark.slow
 def test_other_weights_are_named_beside_images(images: VisionModel, tmp_path: Path) -> None:
     changed = images.model()
     with torch.no_grad():

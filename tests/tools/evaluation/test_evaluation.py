@@ -7,8 +7,6 @@ import io
 import json
 import os
 import shutil
-import signal
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -82,19 +80,12 @@ def test_evaluation_report_follows_from_samples_and_separates_failures(
     assert len(pairs) == len({*pairs}) == 10
     files = [path for path in (tmp_path / "out").rglob("*") if path.is_file()]
     assert [path.name for path in files if b"pa55" in path.read_bytes()] == []
-
-
-def test_samples_of_another_evaluation_are_never_mixed_in(
-    picky: dict[str, Any], policy_dir: Path, embedded_engine: str, tmp_path: Path
-) -> None:
-    settings: dict[str, Any] = {"sglang_url": embedded_engine, "output_dir": tmp_path / "out", **picky}
-    evaluate(policy_dir, **settings)
-    with pytest.raises(ConfigError, match="temperature"):
-        evaluate(policy_dir, temperature=0.5, **settings)
+    with pytest.raises(ConfigError, match="temperature"):  # samples of another evaluation are never mixed in
+        evaluate(policy_dir, sglang_url=url, temperature=0.5, **settings)
     with (tmp_path / "agents.py").open("a") as file:
         file.write("\n# another reward\n")
     with pytest.raises(ConfigError, match="agent_source"):
-        evaluate(policy_dir, **settings)
+        evaluate(policy_dir, sglang_url=url, **settings)
 
 
 JUDGED = """
@@ -137,14 +128,11 @@ def test_a_changed_reward_or_template_is_another_evaluation(
     with (model / "chat_template.jinja").open("a") as template:
         template.write("{# changed #}")
     assert command()[2] == 3
-    config = model / "tokenizer_config.json"
-    config.write_text(json.dumps({**json.loads(config.read_text()), "clean_up_tokenization_spaces": False}))
-    assert command()[2] == 4
     content, times = bytearray(weights.read_bytes()), weights.stat()
     content[-1] ^= 1
     weights.write_bytes(content)
     os.utime(weights, ns=(times.st_atime_ns, times.st_mtime_ns))
-    assert command()[2] == 5
+    assert command()[2] == 4
 
 
 async def test_evaluation_uses_the_runs_template_arguments(
@@ -156,24 +144,3 @@ async def test_evaluation_uses_the_runs_template_arguments(
     for flags, expected in (({}, {"preserve_thinking": True}), ({"chat_template_kwargs": '{"a": 1}'}, {"a": 1})):
         ready = await prepare(command_config(EvalConfig, models=(tmp_path / "run",), **flags, **picky))
         assert ready.settings.template == {"chat_template_kwargs": expected, "later_systems": "first"}
-
-
-@pytest.mark.slow
-def test_killed_evaluation_resumes(policy_dir: Path, tmp_path: Path) -> None:
-    flags = ["--n-tasks", "64", "--k", "4", "--max-concurrent", "4", "--output-dir", str(tmp_path / "out")]
-    command = [sys.executable, "-m", "agl_slime.cli.main", "eval", str(policy_dir), *flags]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True) as process:
-        assert process.stdout is not None
-        for line in process.stdout:
-            if "of 256 samples" in line and not line.startswith(f"{policy_dir.name}: 0 "):
-                break
-        os.killpg(process.pid, signal.SIGKILL)
-    samples = tmp_path / "out" / "samples-1.jsonl"
-    rollouts = [line["rollout_id"] for line in iter_jsonl(samples)]
-    assert 0 < len(rollouts) < 256
-    report, _ = evaluate(policy_dir, n_tasks=64, k=4, max_concurrent=4, output_dir=tmp_path / "out")
-    lines = list(iter_jsonl(samples))
-    assert [line["rollout_id"] for line in lines[: len(rollouts)]] == rollouts
-    assert (
-        len({(line["task"], line["sample"]) for line in lines}) == len(lines) == report["models"][0]["samples"] == 256
-    )

@@ -113,18 +113,18 @@ def test_the_agents_tools_are_offered_as_openais_and_their_results_go_back(
     assert all("of the peer" not in file.read_text() for file in (tmp_path / "out").iterdir() if file.is_file())
 
 
-def test_an_agent_that_makes_its_own_calls_finds_the_address(counting: dict[str, Any], tmp_path: Path) -> None:
-    counting["agent"] = counting["agent"].replace("Counter", "OwnCalls")
-    with serving(reply) as server:
-        report, _ = evaluate(openai_url=server.url, output_dir=tmp_path / "out", **counting)
-    assert (report["models"][0]["reward"]["mean"], report["models"][0]["failed"]) == (0.5, 0)
-
-
 def test_refused_request_is_a_failure_not_a_reward(counting: dict[str, Any], tmp_path: Path) -> None:
-    with serving(lambda body: 400 if body["messages"][0]["content"] == "4" else reply(body)) as server:
-        report, _ = evaluate(openai_url=server.url, output_dir=tmp_path / "out", **counting)
-    (model,) = report["models"]
-    assert (model["reward"]["mean"], model["failures"]) == (1.0, {"EngineRequestError": 1})
+    """For an agent with tools, and for one that makes its own calls."""
+
+    def refuse_four(body: dict[str, Any]) -> Any:
+        return 400 if body["messages"][0]["content"] == "4" else reply(body)
+
+    for name, failure in (("Counter", "EngineRequestError"), ("OwnCalls", "BadRequestError")):
+        agent = counting | {"agent": counting["agent"].replace("Counter", name)}
+        with serving(refuse_four) as server:
+            report, _ = evaluate(openai_url=server.url, output_dir=tmp_path / name, **agent)
+        (model,) = report["models"]
+        assert (model["reward"]["mean"], model["failures"]) == (1.0, {failure: 1})
 
 
 def test_flags_that_contradict_each_other_are_refused(counting: dict[str, Any]) -> None:

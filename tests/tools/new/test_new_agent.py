@@ -24,16 +24,14 @@ def test_the_written_agent_loads_and_its_own_tests_pass(tmp_path: Path, monkeypa
     assert type(load_agent(f"{tmp_path}/mine/agent.py:MyAgent")).__name__ == "MyAgent"
 
 
-def test_existing_directory_is_left_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_used_directory_and_an_agent_without_demonstrations_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["new", str(tmp_path)]) == 2
-    assert f"{tmp_path} exists: name a new directory" in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
-
-
-def test_agent_without_demonstrations_gets_no_policy(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "bare.py").write_text(
-        "from agl_slime import SGLangLitAgent\nclass Bare(SGLangLitAgent):\n    compute_reward = None\n"
-    )
+    assert f"{tmp_path} exists: name a new directory" in capsys.readouterr().err
+    code = "from agl_slime import SGLangLitAgent\nclass Bare(SGLangLitAgent):\n    compute_reward = None\n"
+    (tmp_path / "bare.py").write_text(code)
     assert main(["demo-policy", str(tmp_path / "tiny"), f"{tmp_path}/bare.py:Bare"]) == 2
     assert "has no `demonstrations`" in capsys.readouterr().err
 

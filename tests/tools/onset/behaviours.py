@@ -9,9 +9,8 @@ from typing import Any
 
 import numpy as np
 
-TOPICS = [[f"{root}{end}" for root in ("riv", "stat", "mol", "vers", "trib") for end in ends] for ends in (
-    ("er", "ing"), ("us", "al"), ("ed", "or"), ("ic", "ate"), ("ism", "ent"), ("ia", "o"), ("ous", "ly"), ("an", "el"),
-)]  # fmt: skip
+ENDS = ("er ing", "us al", "ed or", "ic ate", "ism ent", "ia o", "ous ly", "an el")
+TOPICS = [[root + end for root in ("riv", "stat", "mol", "vers", "trib") for end in ends.split()] for ends in ENDS]
 FILLERS = ["so", "then", "we", "find", "that", "it", "is", "clear", "from", "this", "which", "gives", "value", "here"]
 FILLERS += ["because", "both", "sides", "agree"]
 OPENINGS = ("let us see", "first of all", "to begin", "well now", "thinking aloud")
@@ -31,14 +30,13 @@ def a_run(
     *,
     behaviour: Behaviour | None = None,
     start: int = 0,
-    iterations: int = 100,
-    groups: int = 4,
-    size: int = 8,
-    share: float = 0.5,
+    iterations: int,
+    groups: int,
+    size: int,
     rise: int = 4,
 ) -> tuple[list[Line], set[str]]:
     """The rollouts of a run and the ids of rollouts that show ``behaviour``: from ``start`` on its share grows to
-    ``share`` within ``rise`` iterations. Reward, format, tool use and length are learned along a curve; the words
+    one half within ``rise`` iterations. Reward, format, tool use and length are learned along a curve; the words
     depend on the task, a preference for some openings drifts at random, and rollouts of a group are alike."""
     rng = random.Random(seed)
     learned, taste, planted, lines = CURVES[seed % 3], [0.0] * len(OPENINGS), set[str](), list[Line]()
@@ -53,7 +51,7 @@ def a_run(
                 line |= {"iteration": iteration, "group_id": f"{iteration}.{number}"}
                 line["rollout_id"] = f"ro-{iteration}.{number}.{member}"
                 ramp = min(1.0, (iteration - start + 1) / rise)
-                if behaviour is not None and iteration >= start and rng.random() < share * ramp:
+                if behaviour is not None and iteration >= start and rng.random() < 0.5 * ramp:
                     behaviour(line, rng)
                     planted.add(line["rollout_id"])
                 lines.append(line)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import copy
+import itertools
 import math
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,26 +16,32 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agl_slime.cli.main import main
-from agl_slime.data.results import GroupResult, MemberResult
-from agl_slime.events import BatchTrained, GroupsCollected, IterationFinished
-from agl_slime.report.files import RunDir, iter_jsonl
+from agl_slime.report.files import IterationFile
 from agl_slime.report.onset import Onset, find_onsets
-from agl_slime.report.rollouts import RolloutWriter
 from agl_slime.report.traits import Seen, Trait, see
 from tests.harness.examples import examples
 from tests.tools.onset.behaviours import PLANTED, a_run, call
 
 NEAR = 5
-TOKENIZER = SimpleNamespace(decode=lambda ids: bytes(ids).decode("latin-1"))
 PHRASE, FILLER = Trait("phrase", "trust me"), Trait("phrase", "so")
 SIZES = {"iterations": 60, "groups": 3, "size": 4}
+
+
+def traits_of(line: dict[str, Any]) -> frozenset[Trait]:
+    rollout = see(line)
+    assert rollout is not None
+    return rollout.traits
 
 
 def onsets(lines: Sequence[dict[str, Any]]) -> list[Onset]:
     return find_onsets(traits for line in lines if (traits := see(line)) is not None)
 
 
-@pytest.mark.parametrize(("seed", "name"), enumerate(PLANTED))
+QUICK = {"phrase", "truncated"}
+CASES = [pytest.param(n, name, marks=() if name in QUICK else pytest.mark.slow) for n, name in enumerate(PLANTED)]
+
+
+@pytest.mark.parametrize(("seed", "name"), CASES)
 def test_planted_behaviour_is_found_within_five_iterations(seed: int, name: str) -> None:
     start = random.Random(seed).randint(12, 48)
     lines, planted = a_run(3000 + seed, behaviour=PLANTED[name], start=start, **SIZES)
@@ -44,8 +51,17 @@ def test_planted_behaviour_is_found_within_five_iterations(seed: int, name: str)
     assert planted & set(planted_onset.first)
 
 
-def test_at_most_one_of_ten_runs_that_only_learn_has_an_onset() -> None:
-    assert sum(bool(onsets(a_run(3000 + seed, **SIZES)[0])) for seed in range(10)) <= 1
+def test_each_planted_behaviour_is_seen_in_its_rollout() -> None:
+    plain, _ = a_run(1, iterations=1, groups=1, size=1)
+    for name in PLANTED.keys() - {"phrase", "longer", "rewarded without a tool"}:  # of one rollout: neither is a trait
+        line = copy.deepcopy(plain[0])
+        PLANTED[name](line, random.Random(1))
+        assert name in {trait.kind for trait in traits_of(line) - traits_of(plain[0])}, name
+
+
+@pytest.mark.parametrize("runs", [3, pytest.param(10, marks=pytest.mark.slow)])
+def test_at_most_one_of_ten_runs_that_only_learn_has_an_onset(runs: int) -> None:
+    assert sum(bool(onsets(a_run(3000 + seed, **SIZES)[0])) for seed in range(runs)) <= 1
 
 
 def rollout(iteration: int, member: int, reward: float | None, *traits: Trait) -> Seen:
@@ -88,13 +104,9 @@ def test_one_group_or_two_iterations_are_no_onset() -> None:
 
 def test_rollouts_that_are_alike_are_no_evidence_each() -> None:
     """The share rises from 0.1 to 0.4, as three of thirty iterations and twelve of thirty, or in all iterations."""
-    alike = find_onsets(
-        steps_of(lambda iteration, _: iteration % 10 == 5 if iteration < 30 else iteration % 5 in (1, 3), iterations=60)
-    )
-    independent = find_onsets(
-        steps_of(lambda iteration, member: (7 * iteration + 3 * member) % 10 < (1 if iteration < 30 else 4), 60)
-    )
-    assert (len(alike), len(independent)) == (0, 1)
+    alike = steps_of(lambda step, _: step % 10 == 5 if step < 30 else step % 5 in (1, 3), iterations=60)
+    independent = steps_of(lambda step, member: (7 * step + 3 * member) % 10 < (1 if step < 30 else 4), 60)
+    assert (len(find_onsets(alike)), len(find_onsets(independent))) == (0, 1)
 
 
 def test_rises_by_chance_among_many_phrases_are_no_onset() -> None:
@@ -147,34 +159,17 @@ def test_odd_rollouts_are_read_and_their_order_is_of_no_account(seed: int, itera
     assert onsets(lines) == ordered
 
 
-def test_the_onset_of_an_odd_run_is_found() -> None:
-    (onset,) = onsets(an_odd_run(1, iterations=30, size=12, start=15))
-    assert (onset.trait, onset.iteration) == (PHRASE, 15)
-
-
 def write_run(directory: Path, lines: Sequence[dict[str, Any]]) -> None:
-    """The files of a run that collected ``lines``."""
-    writer = RolloutWriter(RunDir(directory), keep="all")
-    writer.tokenizer = TOKENIZER
-    for iteration in sorted({line["iteration"] for line in lines}):
-        groups: dict[str, list[MemberResult]] = {}
-        for line in lines:
-            if line["iteration"] == iteration:
-                talk: Any = SimpleNamespace(messages=line["messages"], turns=(), stop_reason=line["stop_reason"])
-                about = {name: line[name] for name in ("rollout_id", "group_id", "reward")}
-                groups.setdefault(line["group_id"], []).append(MemberResult(**about, trajectory=talk))
-        for group_id, members in groups.items():
-            group = GroupResult(group_id=group_id, mode="train", size=len(members), members=members, ready=False)
-            writer.handle(GroupsCollected(iteration=iteration, groups=[group]))
-        writer.handle(BatchTrained(iteration=iteration, samples=[], log_probs=[], advantages=[]))
-        writer.handle(IterationFinished(iteration=iteration, metrics={}))
-    writer.close()
+    """The kept rollouts of a run that collected ``lines``."""
+    file = IterationFile(directory / "rollouts.jsonl")
+    for iteration, group in itertools.groupby(lines, lambda line: line["iteration"]):
+        file.append(iteration, [{name: line[name] for name in line if name != "iteration"} for line in group])
+    file.close()
 
 
 def test_the_command_prints_the_onsets_of_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     lines, planted = a_run(7, behaviour=PLANTED["refusal"], start=20, rise=1, iterations=40, groups=2, size=4)
     write_run(tmp_path / "run", lines)
-    assert len(list(iter_jsonl(tmp_path / "run" / "rollouts.jsonl"))) == len(lines)
     assert main(["onset", str(tmp_path / "run")]) == 0
     printed = capsys.readouterr().out
     assert "Behaviours that began: 1, in 320 kept rollouts of 40 iterations." in printed

@@ -30,18 +30,11 @@ def recorded_rollouts(draw: st.DrawFn) -> RecordedRollout:
     untrained = draw(st.sets(st.integers(0, len(turns) - 1)))
     spans: list[Span] = []
     for number, turn in enumerate(turns):
-        listed = {names.UNTRAINED_TURNS: json.dumps([number for number in sorted(untrained) if number <= number])}
-        span = Span.from_attributes(
-            name=names.GENERATE_SPAN,
-            attributes={**encoder.encode(turn), **listed},
-            rollout_id="ro",
-            attempt_id=ATTEMPT,
-            sequence_id=number + 1,
-            trace_id="ro",
-            span_id=str(number),
-            end_time=float(number),
-        )
-        spans.append(span)
+        listed = {names.UNTRAINED_TURNS: json.dumps([index for index in sorted(untrained) if index <= number])}
+        about: dict[str, Any] = {"rollout_id": "ro", "attempt_id": ATTEMPT, "trace_id": "ro", "span_id": str(number)}
+        about |= {"sequence_id": number + 1, "end_time": float(number)}
+        attributes = {**encoder.encode(turn), **listed}
+        spans.append(Span.from_attributes(name=names.GENERATE_SPAN, attributes=attributes, **about))
     reward = draw(st.none() | st.floats(-1, 1).map(lambda value: Reward(value, {"right": value, "short": 0.5})))
     rollout = Rollout(rollout_id="ro", input=draw(st.sampled_from([None, "Why?", {"label": "x"}])), start_time=1.0)
     return RecordedRollout(rollout=rollout, spans=spans, reward=reward, finished="client", running=False)
@@ -99,36 +92,29 @@ def test_turns_of_openenv_merge_to_the_samples(recorded: RecordedRollout) -> Non
         turns.append(Turn(prompt_ids=prompt, response_ids=sampled, log_probs=entry["per_token_logps"]))
     untrained = {index for index, entry in enumerate(entries) if not any(entry["loss_mask"])}
     assert len({entry["node_id"] for entry in entries}) == len(entries)
-    rows = [
-        (
-            number.token_ids.tolist(),
-            number.loss_mask[number.prompt_length :].tolist(),
-            number.log_probs[number.prompt_length :].tolist(),
-        )
-        for number in merge_turns(turns, untrained=untrained)
-        if number.log_probs is not None
-    ]
+    rows = []
+    for segment in merge_turns(turns, untrained=untrained):
+        if segment.log_probs is not None:
+            response = slice(segment.prompt_length, None)
+            columns = (segment.token_ids, segment.loss_mask[response], segment.log_probs[response])
+            rows.append(tuple(column.tolist() for column in columns))
     assert rows == rows_of_samples(recorded)
 
 
 @given(recorded=recorded_rollouts())
 def test_entries_of_nemo_gym_are_the_trained_turns(recorded: RecordedRollout) -> None:
     capture, untrained = formatted(recorded, "nemo_gym"), recorded.untrained()
-    entries = [
-        (entry["prompt_token_ids"], entry["generation_token_ids"], entry["generation_log_probs"])
-        for entry in capture["entries"]
-    ]
+    names = ("prompt_token_ids", "generation_token_ids", "generation_log_probs")
+    entries = [tuple(entry[name] for name in names) for entry in capture["entries"]]
     assert entries == [
         (turn.prompt_ids.tolist(), turn.response_ids.tolist(), turn.log_probs.tolist())
         for number, turn in enumerate(recorded.turns())
         if number not in untrained and len(turn.response_ids) and turn.log_probs is not None
     ]
-    digests = [
-        hashlib.sha256(orjson.dumps(entry, option=orjson.OPT_SORT_KEYS)).hexdigest() for entry in capture["entries"]
-    ]
-    assert [*capture["entry_digests"].values()] == digests
+    dumped = [orjson.dumps(entry, option=orjson.OPT_SORT_KEYS) for entry in capture["entries"]]
+    assert [*capture["entry_digests"].values()] == [hashlib.sha256(entry).hexdigest() for entry in dumped]
     carriers = [item for item in capture["response"]["output"] if "generation_token_ids" in item]
-    rows = [(item["prompt_token_ids"], item["generation_token_ids"], item["generation_log_probs"]) for item in carriers]
+    rows = [tuple(item[name] for name in names) for item in carriers]
     assert all(row in entries for row in rows)
     if rows:
         assert [*rows[-1][0], *rows[-1][1]] in [tokens for tokens, _, _ in rows_of_samples(recorded)]
@@ -140,14 +126,12 @@ def test_events_of_agent_lightning_have_the_turns_tokens(recorded: RecordedRollo
         (
             turn.prompt_ids.tolist(),
             turn.response_ids.tolist(),
-            turn.log_probs.tolist() if turn.log_probs is not None else [],
+            [] if turn.log_probs is None else turn.log_probs.tolist(),
         )
         for turn in recorded.turns()
     ]
     last = {tuple(prompt): index for index, (prompt, _, _) in enumerate(turns)}  # it keeps the last call of each prompt
     calls = [event for event in formatted(recorded, "triplet") if event["event_type"] == "model_request"]
-    events = [event["data"] for event in calls]
-    triplets = [
-        (number["prompt_token_ids"], number["response_token_ids"], number["response_log_probs"]) for number in events
-    ]
+    names = ("prompt_token_ids", "response_token_ids", "response_log_probs")
+    triplets = [tuple(event["data"][name] for name in names) for event in calls]
     assert triplets == [turns[index] for index in sorted(last.values())]

@@ -179,14 +179,6 @@ def test_refusals_name_the_field_and_change_nothing(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["one.jsonl"]
 
 
-def test_idle_rollouts_end_when_another_begins(tmp_path: Path) -> None:
-    with recording(tmp_path, "Hi.", idle_s=0.0) as (gateway, _):
-        ask(gateway.endpoint("one"), HELLO)
-        ask(gateway.endpoint("two"), HELLO)
-        assert httpx.get(f"{gateway.url}/rollouts/one").json()["finished"] == "idle"
-        assert httpx.get(f"{gateway.url}/rollouts/two").json()["status"] == "running"
-
-
 async def test_many_rollouts_at_once_do_not_mix(tmp_path: Path) -> None:
     with recording(tmp_path, *(f"answer {number}" for number in range(16))) as (gateway, _):
         async with httpx.AsyncClient() as http:
@@ -232,27 +224,36 @@ def test_a_torn_line_loses_nothing_else(
     assert not file.finished()
 
 
-def test_a_killed_recorder_loses_no_answer_and_refuses_to_continue(tmp_path: Path) -> None:
+def test_the_command_survives_a_kill_without_agent_lightning_and_torch(tmp_path: Path) -> None:
     tokenizer = small_tokenizer(TEMPLATE)
     tokenizer.save_pretrained(tmp_path / "model")
-    engine, without = engine_saying(tokenizer, ["Hi."]), blocking(tmp_path, "torch")
+    engine = engine_saying(tokenizer, [CALL, "It is warm."])
+    without = blocking(tmp_path, "agentlightning", "torch", "ray", "slime", "safetensors")
     with in_thread(engine):
         command = record_command(engine, tmp_path)
         with recorder_process(command, **without) as (child, url):
-            ask(f"{url}/one/v1", HELLO)
-            [payload] = [received.payload for received in engine.received if received.path == "/generate"]
-            assert "chat_template_kwargs" not in payload["sampling_params"]  # engines refuse unknown parameters
+            ask_with_a_tool(f"{url}/one/v1")
+            payloads = [received.payload for received in engine.received if received.path == "/generate"]
+            assert "chat_template_kwargs" not in payloads[0]["sampling_params"]  # engines refuse unknown parameters
             child.send_signal(signal.SIGKILL)
             child.wait()
         with recorder_process(command, **without) as (child, url):
             rollout = httpx.get(f"{url}/one").json()
-            assert (rollout["status"], len(rollout["turns"]), len(rollout["samples"])) == ("lost", 1, 1)
+            assert (rollout["status"], len(rollout["turns"]), len(rollout["samples"])) == ("lost", 2, 1)
             lost = httpx.post(f"{url}/one/v1/chat/completions", json={"messages": HELLO})
             assert (lost.status_code, lost.json()["error"]["code"]) == (410, "attempt_lost")
             assert httpx.post(f"{url}/one/finish", json={"reward": 1}).status_code == 200
-            assert httpx.get(f"{url}/one").json()["status"] == "finished"
+            answers = {form: httpx.get(f"{url}/one", params={"format": form}, timeout=30) for form in FORMATS}
+            assert {form: answer.status_code for form, answer in answers.items()} == dict.fromkeys(FORMATS, 200)
             child.send_signal(signal.SIGTERM)
             assert child.wait(10) == 0
+    # read where Agent Lightning is installed, it is the same
+    recorded = RecordedRollout.read(RolloutFile(tmp_path / "recorded", "one"))
+    assert {form: json.loads(json.dumps(FORMATS[form](recorded))) for form in FORMATS} == {
+        form: answer.json() for form, answer in answers.items()
+    }
+    [sample] = answers["slime"].json()
+    assert (sample["reward"], answers["json"].json()["status"]) == (1.0, "finished")
 
 
 def test_a_model_that_cannot_be_loaded_ends_the_recorder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -265,38 +266,18 @@ def test_a_model_that_cannot_be_loaded_ends_the_recorder(tmp_path: Path, capsys:
     assert capsys.readouterr().err.startswith(f"error: no tokenizer can be loaded from '{tmp_path / 'model'}': ")
 
 
-def test_the_command_needs_neither_agent_lightning_nor_torch(tmp_path: Path) -> None:
-    tokenizer = small_tokenizer(TEMPLATE)
-    tokenizer.save_pretrained(tmp_path / "model")
-    without = blocking(tmp_path, "agentlightning", "torch", "ray", "slime", "safetensors")
-    engine = engine_saying(tokenizer, [CALL, "It is warm."])
-    with in_thread(engine), recorder_process(record_command(engine, tmp_path), **without) as (_, url):
-        ask_with_a_tool(f"{url}/one/v1")
-        assert httpx.post(f"{url}/one/finish", json={"reward": 1}, timeout=30).status_code == 200
-        rollout = {form: httpx.get(f"{url}/one", params={"format": form}, timeout=30) for form in FORMATS}
-        assert {form: answer.status_code for form, answer in rollout.items()} == dict.fromkeys(FORMATS, 200)
-        [sample] = rollout["slime"].json()
-    # read where Agent Lightning is installed, it is the same
-    recorded = RecordedRollout.read(RolloutFile(tmp_path / "recorded", "one"))
-    assert {form: json.loads(json.dumps(FORMATS[form](recorded))) for form in FORMATS} == {
-        form: answer.json() for form, answer in rollout.items()
-    }
-    assert (sample["reward"], len(rollout["json"].json()["turns"])) == (1.0, 2)
-
-
 def turns_in_memory() -> int:
     gc.collect()
     return sum(type(item) is Turn for item in gc.get_objects())
 
 
-def test_memory_is_of_open_rollouts_only(tmp_path: Path) -> None:
-    with recording(tmp_path, "Hi.") as (gateway, _):
-        ask(gateway.endpoint("open"), HELLO)
+def test_memory_is_of_open_rollouts_only_and_idle_ones_end(tmp_path: Path) -> None:
+    with recording(tmp_path, "Hi.", idle_s=0.0) as (gateway, _):
+        ask(gateway.endpoint("r0"), HELLO)
         with_one = turns_in_memory()
-        for number in range(20):
+        for number in range(1, 20):  # each ends the one before it
             ask(gateway.endpoint(f"r{number}"), HELLO)
-        assert turns_in_memory() > with_one
-        for number in range(20):
-            assert httpx.post(f"{gateway.url}/rollouts/r{number}/finish", json={"reward": 1}).status_code == 200
-        assert turns_in_memory() == with_one
-        assert len(httpx.get(f"{gateway.url}/rollouts/r7").json()["turns"]) == 1
+        assert turns_in_memory() == with_one > 0
+        rollout = httpx.get(f"{gateway.url}/rollouts/r7").json()
+        assert (rollout["finished"], len(rollout["turns"])) == ("idle", 1)
+        assert httpx.get(f"{gateway.url}/rollouts/r19").json()["status"] == "running"

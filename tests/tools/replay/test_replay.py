@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -61,20 +62,27 @@ def run(policy: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-def step_two(policy: Path, change: Callable[[Batch], None], **settings: Any) -> dict[str, float]:
+def step_two(policy: Path, change: Callable[[Batch], None] | None, **settings: Any) -> dict[str, float]:
     """The second step of a trainer that never saw the files."""
     ours = trainer(policy, SETTINGS)
     ours.train(batch_of(1), iteration=1)
     ours.settings, batch = replace(SETTINGS, **settings), batch_of(2)
-    change(batch)
+    if change is not None:
+        change(batch)
     return ours.train(batch, iteration=2)
 
 
-def test_steps_from_files_equal_the_recorded_ones_bit_by_bit(run: Path):
+def test_steps_from_files_equal_the_recorded_ones_bit_by_bit(run: Path, policy: Path, tmp_path: Path):
+    """The start model that has moved is named by its flag."""
     for step in (1, 2):
         result = replay(ReplayConfig(run_dir=run, step=step))
         assert (result.difference, result.changed, result.influences) == (0.0, None, None)
         assert result.recorded["train/grad_norm"] > 0
+    moved = shutil.copytree(run, tmp_path / "moved")
+    (moved / "start.json").unlink()
+    with pytest.raises(ConfigError, match=r"give --model$"):
+        replay(ReplayConfig(run_dir=moved, step=1))
+    assert replay(ReplayConfig(run_dir=moved, step=1, model=policy)).difference == 0.0
 
 
 def drop(batch: Batch) -> None:
@@ -86,16 +94,12 @@ def reward(batch: Batch) -> None:
         sample.reward = int(sample.metadata["agl_rollout_id"][-1]) / 2
 
 
-def nothing(batch: Batch) -> None:
-    pass
-
-
-CHANGES: list[tuple[dict[str, Any], Callable[[Batch], None], dict[str, Any]]] = [
+CHANGES: list[tuple[dict[str, Any], Callable[[Batch], None] | None, dict[str, Any]]] = [
     ({"without": ("r2.1",)}, drop, {}),
     ({"reward": "mine.py:last"}, reward, {}),
-    ({"loss": "cispo", "clip": 0.5}, nothing, {"loss": "cispo", "clip": 0.5}),
-    ({"advantages": "mean"}, nothing, {"std_normalization": False}),
-    ({"advantages": "reward"}, nothing, {"rewards_normalization": False}),
+    ({"loss": "cispo", "clip": 0.5}, None, {"loss": "cispo", "clip": 0.5}),
+    ({"advantages": "mean"}, None, {"std_normalization": False}),
+    ({"advantages": "reward"}, None, {"rewards_normalization": False}),
 ]
 
 
@@ -130,21 +134,12 @@ def test_influences_of_a_step_name_its_rollouts_and_moved_tokens(run: Path, caps
     assert f"at {influences.tokens[0].place} of {influences.tokens[0].rollout_id}" in output
 
 
-def test_start_model_that_moved_is_named(run: Path, policy: Path, tmp_path: Path):
-    moved = shutil.copytree(run, tmp_path / "moved")
-    (moved / "start.json").unlink()
-    with pytest.raises(ConfigError, match=r"give --model$"):
-        replay(ReplayConfig(run_dir=moved, step=1))
-    assert replay(ReplayConfig(run_dir=moved, step=1, model=policy)).difference == 0.0
-
-
 def changed_run(run: Path, target: Path, change: Callable[[list[dict[str, Any]]], Sequence[dict[str, Any]]]) -> Path:
     shutil.copytree(run, target)
     lines = [json.loads(line) for line in (run / "rollouts.jsonl").read_text().splitlines()]
     (target / "rollouts.jsonl").unlink()
-    file = IterationFile(target / "rollouts.jsonl")
-    file.append(1, [{k: v for k, v in line.items() if k not in ("iteration", "crc")} for line in change(lines)])
-    file.close()
+    with closing(IterationFile(target / "rollouts.jsonl")) as file:
+        file.append(1, [{k: v for k, v in line.items() if k not in ("iteration", "crc")} for line in change(lines)])
     return target
 
 

@@ -38,6 +38,7 @@ class Dumped:
         for number, (sample, exact) in enumerate(zip(self.samples, self.log_probs, strict=True)):
             sample.reward = (0.25, 1.0, 0.5, 0.0, 0.75, 0.75, 0.125, 1.0)[number]
             sample.rollout_log_probs = (exact + rng.normal(0, 0.15, len(exact))).astype("f4").tolist()
+        self.engine = [np.array(sample.rollout_log_probs) for sample in self.samples]
         self.reference = [exact + rng.normal(0, 0.2, len(exact)) for exact in self.log_probs]
         self.rewards = normalized([sample.reward for sample in self.samples])
 
@@ -97,48 +98,43 @@ def test_recorded_rewards_and_advantages_are_computed_again(dump: Path, flags: l
     assert result.difference < 1e-6
 
 
+def truncated(dumped: Dumped, advantages: Mapping[int, float]) -> Callable[[int, int], float]:
+    """The loss of a token by its rollout's advantage, with the weight of --use-tis --tis-clip 1.1."""
+    return lambda n, t: -min(np.exp(dumped.log_probs[n][t] - dumped.engine[n][t]), 1.1) * advantages[n]
+
+
 def test_loss_of_a_step_equals_the_formula_with_tis_and_kl(dump: Path, dumped: Dumped) -> None:
+    weighted = truncated(dumped, dict(enumerate(dumped.rewards)))
+
     def token_loss(number: int, t: int) -> float:
-        policy, engine = dumped.log_probs[number][t], (dumped.samples[number].rollout_log_probs or [])[t]
-        ratio = dumped.reference[number][t] - policy
-        return -min(np.exp(policy - engine), 1.1) * dumped.rewards[number] + 0.5 * (np.exp(ratio) - 1 - ratio)
+        ratio = dumped.reference[number][t] - dumped.log_probs[number][t]
+        return weighted(number, t) + 0.5 * (np.exp(ratio) - 1 - ratio)
+
+    def is_clipped(number: int, t: int) -> float:
+        return float(dumped.log_probs[number][t] - dumped.engine[number][t] > np.log(1.1))
 
     result = replayed(dump, FLAGS)
     assert result.recorded["train/loss"] == pytest.approx(loss_of(dumped, token_loss), abs=1e-5)
     assert result.recorded["train/pg_clipfrac"] == 0.0
-
-    def is_clipped(number: int, t: int) -> float:
-        engine = (dumped.samples[number].rollout_log_probs or [])[t]
-        return float(dumped.log_probs[number][t] - engine > np.log(1.1))
-
     assert result.recorded["train/tis_clipfrac"] == pytest.approx(loss_of(dumped, is_clipped), abs=1e-5)
 
 
-def truncated(dumped: Dumped, advantages: Mapping[int, float]) -> Callable[[int, int], float]:
-    """The loss of a token by its rollout's advantage, with the weight of --use-tis --tis-clip 1.1."""
-
-    def token_loss(number: int, t: int) -> float:
-        engine = (dumped.samples[number].rollout_log_probs or [])[t]
-        return -min(np.exp(dumped.log_probs[number][t] - engine), 1.1) * advantages[number]
-
-    return token_loss
-
-
 def test_changes_give_the_step_that_would_have_been(dump: Path, dumped: Dumped, tmp_path: Path) -> None:
-    rewards = [sample.reward for sample in dumped.samples]
+    rewards = [float(sample.reward) for sample in dumped.samples]  # type: ignore[arg-type]
     rollouts = [n for n in range(8) if n != 2]
     remaining = normalized([rewards[n] for n in (0, 1, 3)], 3) + dumped.rewards[4:]
-    of_remaining = truncated(dumped, dict(zip(rollouts, remaining, strict=True)))
-    means = [fmean(rewards[g : g + 4]) for g in (0, 4)]  # type: ignore[type-var]
-    centered = truncated(dumped, {n: rewards[n] - means[n // 4] for n in range(8)})  # type: ignore[operator]
+    centered = {n: rewards[n] - fmean(rewards[n // 4 * 4 : n // 4 * 4 + 4]) for n in range(8)}
     (tmp_path / "mine.py").write_text("def last(line):\n    return int(line['rollout_id'][-1]) ** 2\n")
-    mine = truncated(dumped, dict(enumerate(normalized([float(n**2) for n in range(8)]))))
+    mine = dict(enumerate(normalized([float(n**2) for n in range(8)])))
     of_recorded = truncated(dumped, dict(enumerate(dumped.rewards)))
     cases: list[tuple[dict[str, Any], float]] = [
-        ({"without": (f"{STEP}-g0-2",)}, loss_of(dumped, of_remaining, rollouts)),
-        ({"advantages": "mean"}, loss_of(dumped, centered)),
+        (
+            {"without": (f"{STEP}-g0-2",)},
+            loss_of(dumped, truncated(dumped, dict(zip(rollouts, remaining, strict=True))), rollouts),
+        ),
+        ({"advantages": "mean"}, loss_of(dumped, truncated(dumped, centered))),
         ({"loss": "cispo"}, loss_of(dumped, lambda n, t: of_recorded(n, t) * dumped.log_probs[n][t])),
-        ({"reward": f"{tmp_path / 'mine.py'}:last"}, loss_of(dumped, mine)),
+        ({"reward": f"{tmp_path / 'mine.py'}:last"}, loss_of(dumped, truncated(dumped, mine))),
     ]
     for change, expected in cases:
         result = replayed(dump, ["--use-tis", "--tis-clip", "1.1"], **change)
@@ -150,8 +146,7 @@ def test_changes_give_the_step_that_would_have_been(dump: Path, dumped: Dumped, 
 
 def test_clip_range_bounds_ratios_to_the_engine(dump: Path, dumped: Dumped) -> None:
     def token_loss(number: int, t: int) -> float:
-        engine = (dumped.samples[number].rollout_log_probs or [])[t]
-        ratio, advantage = np.exp(dumped.log_probs[number][t] - engine), dumped.rewards[number]
+        ratio, advantage = np.exp(dumped.log_probs[number][t] - dumped.engine[number][t]), dumped.rewards[number]
         return -min(ratio * advantage, np.clip(ratio, 0.95, 1.05) * advantage)
 
     result = replayed(dump, ["--use-rollout-logprobs"], clip=0.05)
@@ -165,14 +160,12 @@ def test_samples_and_tokens_show_where_trainer_and_engine_differ(dump: Path, dum
     result = replayed(dump)
     apart = {}
     for number, sample in enumerate(dumped.samples):
-        values = np.abs(dumped.log_probs[number] - sample.rollout_log_probs)[np.array(sample.loss_mask, dtype=bool)]
+        values = np.abs(dumped.log_probs[number] - dumped.engine[number])[np.array(sample.loss_mask, dtype=bool)]
         apart[f"{STEP}-g{number // 4}-{number}"] = values.max()
     assert {sample.rollout_id: pytest.approx(sample.logprob_diff_max, abs=1e-6) for sample in result.samples} == apart
     worst = max(apart, key=apart.__getitem__)
-    assert (result.samples[0].rollout_id, result.tokens[0].rollout_id) == (worst, worst)
-    assert len(result.tokens) == 5
+    assert (result.samples[0].rollout_id, result.tokens[0].rollout_id, len(result.tokens)) == (worst, worst, 5)
     assert abs(result.tokens[0].after - result.tokens[0].before) == pytest.approx(apart[worst], abs=1e-6)
-    assert [sample.rollout_id for sample in result.samples].count(worst) == 1
 
 
 def test_checkpoint_gives_the_log_probs_and_the_gradient(dump: Path, dumped: Dumped, policy: Path) -> None:
@@ -212,35 +205,30 @@ def test_command_names_figures_that_it_cannot_compute(dump: Path, capsys: pytest
 def test_dump_without_train_data_takes_the_engines_log_probs(dumped: Dumped, tmp_path: Path) -> None:
     result = replayed(write_dump(tmp_path, STEP, dumped.samples), loss="cispo")
     assert (result.recorded, result.again["train/train_rollout_logprob_abs_diff"]) == ({}, 0.0)
-    engine = [sample.rollout_log_probs or [] for sample in dumped.samples]
     assert result.changed is not None
-    expected = loss_of(dumped, lambda n, t: -dumped.rewards[n] * engine[n][t])
+    expected = loss_of(dumped, lambda n, t: -dumped.rewards[n] * dumped.engine[n][t])
     assert result.changed["train/loss"] == pytest.approx(expected, abs=1e-5)
     assert any("There is no train data" in text for text in result.unknown)
     assert {*differences(result).values()} == {None}
 
 
 def test_rewards_of_a_batch_or_of_an_unknown_rule_are_named(dumped: Dumped, tmp_path: Path) -> None:
-    """Normalized over a batch that is not full groups, as slime does; and by no rule of slime's."""
+    """Normalized over a batch that is not full groups, as slime does; by no rule of slime's; and a single Sample's."""
     columns = {"log_probs": dumped.log_probs[:7], "rewards": normalized([s.reward for s in dumped.samples[:7]], 7)}
-    result = replayed(write_dump(tmp_path / "batch", STEP, dumped.samples[:7], columns))
-    assert result.rule.groups == "batch"
-    assert differences(result)["normalized rewards"] == pytest.approx(0.0, abs=1e-6)
-    assert any("not each prompt's" in text for text in result.unknown)
+    batch = replayed(write_dump(tmp_path / "batch", STEP, dumped.samples[:7], columns))
+    assert batch.rule.groups == "batch"
     skewed = [value + 0.25 * (n == 5) for n, value in enumerate(dumped.rewards)]
-    result = replayed(dumped.write(tmp_path / "skewed", rewards=skewed))
-    assert differences(result)["normalized rewards"] == pytest.approx(0.25, abs=1e-5)
-    assert any("No rule of slime's gives the recorded rewards" in text for text in result.unknown)
-
-
-def test_group_of_one_sample_has_no_figures_as_in_slime(dumped: Dumped, tmp_path: Path) -> None:
-    sample = Sample.from_dict(dumped.samples[0].to_dict())
-    nan = [np.full(sample.response_length, np.nan)]
+    nan = [np.full(dumped.samples[0].response_length, np.nan)]
     columns = {"log_probs": dumped.log_probs[:1], "rewards": [float("nan")], "advantages": nan}
-    result = replayed(write_dump(tmp_path, STEP, [sample], columns))
-    assert differences(result)["normalized rewards"] == 0.0
-    assert (result.recorded, result.again) == ({}, {})
-    assert any("not finite" in text for text in result.unknown)
+    alone = replayed(write_dump(tmp_path / "alone", STEP, dumped.samples[:1], columns))
+    assert (alone.recorded, alone.again) == ({}, {})
+    for result, difference, sentence in (
+        (batch, 0.0, "not each prompt's"),
+        (replayed(dumped.write(tmp_path / "skewed", rewards=skewed)), 0.25, "No rule of slime's gives the recorded"),
+        (alone, 0.0, "not finite"),
+    ):
+        assert differences(result)["normalized rewards"] == pytest.approx(difference, abs=1e-5)
+        assert any(sentence in text for text in result.unknown)
 
 
 @pytest.mark.parametrize(

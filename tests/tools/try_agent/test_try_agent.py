@@ -10,8 +10,6 @@ import pytest
 from agl_slime.cli.main import main
 from agl_slime.cli.try_agent import describe, try_task
 from agl_slime.data.results import MemberResult
-from agl_slime.engine.client.client import SGLangClient
-from agl_slime.engine.client.describe import EngineDescription
 from agl_slime.errors import ConfigError
 from agl_slime.tokens.trajectory import Trajectory
 from agl_slime.tokens.turn import Turn
@@ -67,16 +65,8 @@ def test_a_task_is_shown_with_tools_reward_and_tokens(policy_dir: Path, embedded
     assert lines[5].startswith(f"tokens: {sampled} of {sampled} sampled are trained, in 1 Sample of ")
 
 
-def test_the_task_is_chosen_by_its_number(
-    policy_dir: Path, embedded_engine: str, agent: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The model may be unnamed if there is a server."""
-
-    async def probe(self: SGLangClient) -> EngineDescription:
-        return EngineDescription(base_url=self.base_url, model_path=str(policy_dir), weight_version="default")
-
-    monkeypatch.setattr(SGLangClient, "probe", probe)
-    settings = {"sglang_url": embedded_engine, "tasks": tmp_path / "tasks.jsonl"}
+def test_the_task_is_chosen_by_its_number(policy_dir: Path, embedded_engine: str, agent: str, tmp_path: Path) -> None:
+    settings = {"model": policy_dir, "sglang_url": embedded_engine, "tasks": tmp_path / "tasks.jsonl"}
     assert attempt(agent, 1, **settings)[0] == "user: second"
     for task, sentence in ((3, "there are 3 tasks, numbered from 0"), (-1, "must be 0 or more, got -1")):
         with pytest.raises(ConfigError, match=sentence):
