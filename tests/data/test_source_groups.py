@@ -39,6 +39,17 @@ async def test_groups_complete_in_any_order_and_each_member_counts_once(running:
     assert running.source.ledger.counts().open == 0
 
 
+async def test_samples_of_a_forked_rollout_share_its_id_and_others_do_not(running: Running) -> None:
+    forked, straight = await running.opened(size=2)
+    await running.finish([forked], turns=[a_turn(0), a_turn(1)])
+    await running.finish([straight])
+    [group] = await running.get()
+    assert [sample.metadata["agl_rollout_id"] for sample in group] == [forked, forked, straight]
+    assert [sample.index for sample in group] == [0, 1, 2]
+    first, sibling, other = (sample.rollout_id for sample in group)
+    assert first == sibling != other
+
+
 async def test_a_group_with_too_many_failures_is_dropped_and_the_others_come() -> None:
     with Running(settings=replace(QUICK, policy=MinimumViableGroup(drop_early=False))) as running:
         bad, good = await running.opened("bad", size=4), await running.opened("good", size=4)

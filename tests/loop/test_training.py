@@ -42,6 +42,7 @@ def test_six_iterations_of_the_two_turn_agent(policy_dir: Path, embedded_engine:
         assert (row["rollout/count"], row["rollout/failed"], row["rollout/groups_ready"]) == (64, 0, 16)
         assert 0 <= row["rollout/reward_mean"] <= 1
         assert row["perf/tokens_per_s"] > 0
+        assert 0 < row["perf/train_s"] + row["perf/sync_s"] < row["perf/iteration_s"]
         # trainer, engine and masks agree on tokens and log-probs
         assert row["train/logprob_diff_max"] <= 1e-4
         assert row["train/first_ratio_dev_max"] <= 1e-3

@@ -42,6 +42,15 @@ def test_fork_has_shared_history_as_context_and_trains_its_turn_only():
     assert second.log_probs.tolist() == [0.0, 0.0, 0.0, -0.5]
 
 
+def test_untrained_turns_are_context_and_the_segment_ends_with_a_trained_one():
+    turns = [turn([1], [2]), turn([1, 2, 9], [3]), turn([1, 2, 9, 3, 7], [5])]
+    [segment] = merge_turns(turns, untrained={0, 2})
+    assert (segment.token_ids.tolist(), segment.loss_mask.tolist()) == ([1, 2, 9, 3], [0, 0, 0, 1])
+    assert segment.log_probs is not None
+    assert segment.log_probs.tolist() == [0.0, 0.0, 0.0, -0.5]
+    assert merge_turns(turns, untrained={0, 1, 2}) == []
+
+
 def test_an_empty_prompt_is_refused_and_a_turn_without_samples_skipped():
     with pytest.raises(TraceError, match="turn 0 has an empty prompt"):
         merge_turns([turn([], [1])])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -70,3 +71,5 @@ def test_without_a_key_this_machine_is_served_and_no_other() -> None:
 def test_a_python_without_a_controller_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="does not run as a Python"):
         check_python(tmp_path / "nowhere")
+    with pytest.raises(ConfigError, match=r"its agentlightning is 0\.3\.\d+, which has no controller"):
+        check_python(Path(sys.executable))
