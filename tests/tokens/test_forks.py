@@ -42,7 +42,7 @@ def test_fork_has_shared_history_as_context_and_trains_its_turn_only():
     assert second.log_probs.tolist() == [0.0, 0.0, 0.0, -0.5]
 
 
-def test_untrained_turns_are_context_and_the_segment_ends_with_a_trained_one():
+def test_untrained_turns_are_context_and_no_segment_ends_with_one():
     turns = [turn([1], [2]), turn([1, 2, 9], [3]), turn([1, 2, 9, 3, 7], [5])]
     [segment] = merge_turns(turns, untrained={0, 2})
     assert (segment.token_ids.tolist(), segment.loss_mask.tolist()) == ([1, 2, 9, 3], [0, 0, 0, 1])
