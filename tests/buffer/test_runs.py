@@ -260,7 +260,6 @@ async def test_a_generator_and_its_workers_end_with_a_killed_buffer(tmp_path):
 
 @pytest.mark.slow
 def test_no_group_is_lost_or_trained_twice_when_processes_are_killed(tmp_path):
-    """A short run of ``tests/programs/kill_buffer.py``; its 50 kills take some minutes."""
     from tests.programs.kill_buffer import run
 
     result = run(tmp_path, kills=8, groups=200, seed=1, limit_s=240)

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -100,24 +99,6 @@ def test_a_task_file_of_deep_brackets_is_one_sentence(directory: Path, train: Tr
     (directory / "deep.jsonl").write_text("[" * 100_000)
     code, text = train("--tasks", "deep.jsonl")
     assert (code, text.startswith("error: --tasks deep.jsonl"), "line 1: not JSON" in text) == (2, True, True)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("broken", ["model.safetensors", "config.json"])
-def test_a_checkpoint_without_weights_is_one_sentence(
-    broken: str, policy_dir: Path, directory: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    shutil.copytree(policy_dir, directory / "model")
-    (directory / "model" / broken).unlink()
-    if broken == "config.json":
-        (directory / "model" / broken).write_text("not json")
-    assert main(["train", "--model-path", "model"]) in (1, 2)
-    text = capsys.readouterr().err
-    assert "Traceback" not in text
-    assert text.startswith("error: ")
-    assert text.count("\n") == 1
-    assert str(directory / "model") in text
-    assert "please report it" not in text
 
 
 def test_unreachable_sglang_url_is_an_error(train: Train) -> None:

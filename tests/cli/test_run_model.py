@@ -166,20 +166,6 @@ def test_an_adapter_on_its_base_answers_as_the_merged_weights(
     assert transformers_answers(merged, prompts) == transformers_answers(adapted, prompts)
 
 
-@pytest.mark.sglang
-def test_sglang_serves_it_and_answers_as_transformers_does(
-    finished: tuple[Path, str], prompts: list[list[int]]
-) -> None:
-    from transformers import AutoModelForCausalLM
-
-    from agl_slime.engine.sglang_process import SGLangProcess, find_sglang
-
-    model = model_of_run(finished[0])
-    loaded = AutoModelForCausalLM.from_pretrained(model)
-    with SGLangProcess(model, python=find_sglang(None)) as engine:
-        assert engine_answers(engine.url, prompts) == transformers_answers(loaded, prompts)
-
-
 def validated(iteration: int, mean: float | None, failed: int, version: int | None = None) -> IterationFinished:
     metrics = {"val/reward_mean": mean, "val/count": 16, "val/failed": failed}
     return IterationFinished(iteration=iteration, metrics={**metrics, "weights/version": str(version or iteration)})

@@ -6,7 +6,6 @@ into a copy of the repository, where the tests that execute it run; the table li
     python -m tests.harness.planted lines lines.json                 # which test executes which line; needs coverage
     python -m tests.harness.planted run lines.json --results results.jsonl [--room tokens] [--jobs 2]
     python -m tests.harness.planted table results.jsonl              # Markdown
-    python -m tests.harness.planted draw --count 60 --seed 46        # new faults; needs the package cosmic-ray
 
 For a line that only imports execute, the tests of its room run. A test that fails without any fault catches nothing.
 """
@@ -17,7 +16,6 @@ import argparse
 import ast
 import json
 import os
-import random
 import resource
 import shutil
 import signal
@@ -39,15 +37,6 @@ FAULTS = Path(__file__).with_name("planted.jsonl")
 ROOMS = ("tokens", "data", "loop", "runner", "engine", "gateway", "train", "store", "support", "rehearse")
 # the tests of a room that do not stand in tests/<room>
 FOLDERS = {"rehearse": "tools/rehearse"}
-# cosmic-ray's operators for mistakes that people make; others change annotations or fail at once
-OPERATORS = (
-    *(f"ReplaceComparisonOperator_{pair}" for pair in ("Eq_NotEq", "NotEq_Eq", "Lt_LtE", "LtE_Lt", "Gt_GtE", "GtE_Gt")),
-    *(f"ReplaceComparisonOperator_{pair}" for pair in ("Is_IsNot", "IsNot_Is")),
-    *(f"ReplaceBinaryOperator_{pair}" for pair in ("Add_Sub", "Sub_Add", "Mul_Div", "Div_Mul", "FloorDiv_Mul")),
-    *("ReplaceAndWithOr", "ReplaceOrWithAnd", "AddNot", "ReplaceUnaryOperator_Delete_Not", "NumberReplacer"),
-    *("ReplaceTrueWithFalse", "ReplaceFalseWithTrue", "ReplaceBreakWithContinue", "ReplaceContinueWithBreak"),
-    *("ZeroIterationForLoop", "ExceptionReplacer"),
-)
 TIME_LIMIT_S = 300.0
 MOST_TESTS, MOST_OTHER_TESTS, MOST_OTHER_FILES = 60, 30, 10  # of the fault's room, and of others
 # variables for the processes of tests, and a file beside the results
@@ -323,51 +312,6 @@ def table(results: Path) -> str:
     return "\n".join([*lines, "", head + "\n".join(rows), ""])
 
 
-# -- new faults -------------------------------------------------------------------------------------------------------
-
-
-def draw(count: int, seed: int) -> Iterator[Fault]:
-    """Faults of one line each, drawn from modules by their number of lines, then from operators, then from places."""
-    from cosmic_ray.mutating import mutate_code
-    from cosmic_ray.plugins import get_operator
-
-    rng = random.Random(seed)
-    modules = {
-        path: path.read_text()
-        for room in ROOMS
-        for path in sorted((ROOT / "agl_slime" / room).rglob("*.py"))
-        if "standins" not in path.parts and "cpu" not in path.stem
-    }
-    by_room = {room: [path for path in modules if path.relative_to(ROOT).parts[1] == room] for room in ROOMS}
-    for number in range(count):
-        room = ROOMS[number % len(ROOMS)]
-        while True:
-            weights = [modules[path].count("\n") for path in by_room[room]]
-            path = rng.choices(by_room[room], weights)[0]
-            operator, place = get_operator(f"core/{rng.choice(OPERATORS)}")(), rng.randrange(20)
-            changed = mutate_code(modules[path], operator, place)
-            if changed and (fault := _one_line(path, modules[path], changed, f"cosmic-ray, seed {seed}")):
-                yield fault
-                break
-
-
-def _one_line(path: Path, source: str, changed: str, by: str) -> Fault | None:
-    """The fault, where a single line of code differs."""
-    old, new = source.splitlines(), changed.splitlines()
-    places = [number for number, pair in enumerate(zip(old, new, strict=False)) if pair[0] != pair[1]]
-    if len(old) != len(new) or len(places) != 1:
-        return None
-    try:
-        ast.parse(changed)
-    except SyntaxError:
-        return None
-    before, after = old[places[0]].strip(), new[places[0]].strip()
-    if before.startswith(("def ", "async def ")):  # the star of keyword-only parameters, taken for a product
-        return None
-    nth = sum(line.strip() == before for line in old[: places[0] + 1])
-    return Fault(str(path.relative_to(ROOT)), before, after, nth, by)
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
@@ -376,16 +320,10 @@ def main() -> int:
     running.add_argument("--room", action="append", default=[])
     running.add_argument("--jobs", type=int, default=2)
     running.add_argument("--results", type=Path, required=True, help="a run that was cut continues with this file")
-    drawing = commands.add_parser("draw")
-    drawing.add_argument("--count", type=int, default=60)
-    drawing.add_argument("--seed", type=int, default=46)
     commands.add_parser("table").add_argument("results", type=Path)
     commands.add_parser("lines").add_argument("out", type=Path)
     options = parser.parse_args()
-    if options.command == "draw":
-        for fault in draw(options.count, options.seed):
-            print(json.dumps(asdict(fault)), flush=True)
-    elif options.command == "table":
+    if options.command == "table":
         print(table(options.results))
     elif options.command == "lines":
         record_lines(options.out)

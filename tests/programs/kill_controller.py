@@ -1,10 +1,8 @@
 """kill -9 of Agent Lightning 1.0's controller, of its supervisor, and of its agents at random moments of a real
 ``train.py``; then: has each rollout one end, was none trained on twice, and was none lost?
 
-AGL_CONTROLLER_PYTHON=DIR/bin/python python -m tests.programs.kill_controller --rollouts 2000 --kills 50
-
-With ``--train-kills`` it is ``train.py`` itself that is killed that many times and resumed; ``--outside`` lets a
-controller that was started separately live through that.
+With ``train_kills`` it is ``train.py`` itself that is killed that many times and resumed; ``outside`` lets a controller
+that was started separately live through that.
 
 The agents note their steps in a file, and the ends are read from the API's own ``/api/rollouts/terminal``: both are
 compared with the run's ledger and with the trained rollouts, and the run is audited.
@@ -12,14 +10,11 @@ compared with the run's ledger and with the trained rollouts, and the run is aud
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import random
 import signal
 import sqlite3
-import sys
-import tempfile
 import time
 from collections import Counter
 from contextlib import ExitStack, suppress
@@ -59,14 +54,8 @@ class Result:
     """Numbers, and a sentence for each fault."""
 
     kills: Counter[str] = field(default_factory=Counter)
-    rollouts: int = 0
-    ends: Counter[str] = field(default_factory=Counter)
-    """By outcome and reason."""
     trained: int = 0
-    processes: int = 0
-    """Agents that have begun."""
     wrong: list[str] = field(default_factory=list)
-    seconds: float = 0.0
 
 
 def run(
@@ -121,7 +110,6 @@ def run(
                 code, _ = process.end()
                 text = process.text[-2000:]
             all_ends += ends
-    result.seconds = time.monotonic() - began
     if code != 0:
         result.wrong.append(f"the run ended with {code}: {text}")
         return result
@@ -166,16 +154,15 @@ def _notes(witness: Path, step: str) -> Counter[str]:
 
 def _check(result: Result, output: Path, witness: Path, ends: list[str]) -> None:
     with sqlite3.connect(output / "ledger.sqlite") as ledger:
-        rows = ledger.execute("SELECT rollout_id, state, outcome, reason FROM ledger_rollouts").fetchall()
+        rows = ledger.execute("SELECT rollout_id, state, outcome FROM ledger_rollouts").fetchall()
         counts = dict(ledger.execute("SELECT kind, sum(n) FROM ledger_counts GROUP BY kind").fetchall())
-    outcomes = {rollout: outcome for rollout, _, outcome, _ in rows}
+    outcomes = {rollout: outcome for rollout, _, outcome in rows}
     trained = Counter(rollout for line in iter_jsonl(output / "trained.jsonl") for rollout in line["rollouts"])
     begun, rewarded = _notes(witness, "begun"), _notes(witness, "rewarded")
-    result.rollouts, result.trained, result.processes = len(rows), len(trained), begun.total()
-    result.ends = Counter(f"{outcome} {reason or ''}".strip() for _, _, outcome, reason in rows)
+    result.trained = len(trained)
     in_ledger = {rollout for rollout, outcome in outcomes.items() if outcome == "trained"}
     for rollouts, sentence in (
-        ({rollout for rollout, state, *_ in rows if state != 2}, "have no end"),
+        ({rollout for rollout, state, _ in rows if state != 2}, "have no end"),
         ({rollout for rollout, times in Counter(ends).items() if times > 1}, "ended twice"),
         (set(ends) - set(outcomes), "ended and are not in the ledger"),
         (set(begun) - set(outcomes), "were run by an agent and are not in the ledger"),
@@ -193,25 +180,3 @@ def _check(result: Result, output: Path, witness: Path, ends: list[str]) -> None
         result.wrong.append(f"the ledger counts {counts['opened']} rollouts and {closed} ends, and has {len(rows)}")
     audited = audit(output)
     result.wrong += audited.findings + ([] if audited.finished else ["the run did not finish"])
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for name, default in (("rollouts", 2_000), ("kills", 50), ("train-kills", 0), ("seed", 0)):
-        parser.add_argument(f"--{name}", type=int, default=default)
-    parser.add_argument("--outside", action="store_true")
-    options = parser.parse_args()
-    with tempfile.TemporaryDirectory() as directory:
-        result = run(Path(directory), limit_s=300 + 3.0 * options.rollouts, **vars(options))
-    load = f"load {os.getloadavg()[0]:.1f}, {os.cpu_count()} cores, seed {options.seed}"
-    print(f"{result.rollouts} rollouts, {dict(result.kills)} killed in {result.seconds:.0f} s ({load})")
-    print(f"  {result.processes} agents begun, {result.trained} rollouts trained on")
-    for end, count in result.ends.most_common():
-        print(f"  {end:<40}{count:>8}")
-    for sentence in result.wrong:
-        print(f"WRONG: {sentence}")
-    return 1 if result.wrong else 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -7,8 +7,6 @@ import os
 import random
 import shutil
 import signal
-import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -123,15 +121,6 @@ def test_wrong_file_in_place_of_the_metrics_is_named(
     output = "".join(capsys.readouterr())
     assert "File name too long" in output
     assert "should not happen" not in output
-
-
-def test_a_directory_whose_name_is_no_text_is_shown(whole: Path, tmp_path: Path) -> None:
-    run = shutil.copytree(whole, os.fsdecode(os.fsencode(tmp_path) + b"/run-\xff"))
-    answer = subprocess.run(
-        [sys.executable, "-m", "agl_slime.cli.main", "report", run], capture_output=True, timeout=60, check=False
-    )
-    assert answer.returncode == 0, answer.stderr
-    assert b"report.html" in answer.stdout
 
 
 def test_groups_are_left_out_of_a_page_that_would_be_too_large(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,5 +1,4 @@
-"""Pages of real runs: the first command's, followed from its begin to its end, and a run whose rollouts fork and fail
-while weights change in the middle of answers."""
+"""The page of a real run, the first command's, followed from its begin to its end."""
 
 from __future__ import annotations
 
@@ -17,7 +16,6 @@ from tests.harness.browser import facts, heading, opened
 from tests.harness.train_process import train
 
 pytestmark = pytest.mark.browser
-FORKING = Path(__file__).parents[1] / "programs" / "agents" / "forking_lookup.py"
 LISTEN = """() => {
   const live = document.querySelector('#live');
   window.told = [live.textContent];
@@ -95,37 +93,3 @@ def test_the_first_command_is_followed_and_read_to_its_tokens(page: Any, tmp_pat
     assert abs(float(facts(page)["difference"])) < 1e-4
     page.hover("#k0")
     assert facts(page)["mask"] == "prompt: context"
-
-
-def test_answer_of_two_weight_versions_shows_both(page: Any, tmp_path: Path) -> None:
-    def changes(sample: dict[str, Any]) -> list[int]:
-        """Places in the middle of answers where the weight version changes."""
-        begins = [start for _, start, _ in sample["weight_versions"]]
-        return [offset for offset in begins if any(start < offset < end for start, end in sample["turn_spans"])]
-
-    run = tmp_path / "run"
-    overlap = ("--max-staleness", "2", "--weight-pause", "in_place", "--rollout-batch-size", "4")
-    flags = ("--num-iterations", "6", "--eval-interval", "0", "--keep-rollouts", "all")
-    with train("--output-dir", run, "--agent", f"{FORKING}:ForkingLookup", *overlap, *flags) as process:
-        assert process.end(within_s=240)[0] == 0, process.text
-    trained = [line for line in kept_of(run).values() if line["outcome"] == "trained"]
-    answers = [(line, i) for line in trained for i, sample in enumerate(line["samples"]) if changes(sample)]
-    assert answers, "no answer was going on when weights changed"
-    rollout, i = answers[0]
-    sample = rollout["samples"][i]
-    opened(page, write_report([run]))
-    page.click("nav a[href^='#rollouts']")
-    page.fill("#find", rollout["rollout_id"])
-    page.click(".row.kept a")
-    page.click(f"a.button:has-text('Sample {i + 1}')")
-    heading(page, "Tokens of")
-    page.check("#tint-version")
-    for offset in changes(sample):
-        hover_trained(page, sample, offset - 1)
-        earlier = facts(page)["weight version"]
-        hover_trained(page, sample, offset)
-        assert int(facts(page)["weight version"]) > int(earlier)
-        first, second = (f"#k{sample['prompt_length'] + place}" for place in (offset - 1, offset))
-        assert page.locator(first).get_attribute("class") != page.locator(second).get_attribute("class")
-    details = page.locator(".reading").locator("xpath=preceding-sibling::ul").inner_text()
-    assert all(version in details for version, _, _ in sample["weight_versions"])

@@ -1,4 +1,4 @@
-"""Short runs of ``tests/programs/kill_controller.py``; its 2,000 rollouts take some twenty minutes."""
+"""Controllers, agents and runs of ``tests/programs/kill_controller.py`` are killed."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""verifiers' own training client at a recorder, its own reader of a recorded trace, and prime-rl's batches of such a
-trace: python -m tests.programs.environments.recorder, with the work as JSON on stdin."""
+"""verifiers' own training client at a recorder, and its own reader of a recorded trace:
+python -m tests.programs.environments.recorder, with the work as JSON on stdin."""
 
 from __future__ import annotations
 
@@ -50,35 +50,9 @@ def rows(trace: Any) -> dict[str, Any]:
     return {"samples": samples, "reward": trace.reward, "turns": trace.num_turns, "ok": trace.ok}
 
 
-def prime_rl(trace: dict[str, Any], *, source: str) -> dict[str, Any]:
-    """prime-rl's samples of a trace, and the one micro-batch that it packs them into; ``missing`` where a module that
-    it needs is not installed. ``source`` is a checkout of prime-rl with its submodule of verifiers."""
-    sys.path[:0] = [f"{source}/{folder}" for folder in ("src", "packages/prime-rl-configs/src", "deps/verifiers")]
-    try:
-        from prime_rl.orchestrator.trajectories import trace_to_samples
-        from prime_rl.trainer.batch import build_bin_cost, prepare_batch
-    except ModuleNotFoundError as error:
-        return {"missing": error.name}
-    from verifiers.v1.trace import WireTrace
-
-    samples = trace_to_samples(WireTrace.model_validate(trace), env_name="recorded")
-    for sample in samples:  # as its TrainSink and its algorithms do, which need torch
-        sample.temperatures = [1.0] * len(sample.token_ids)
-        sample.advantages = [float(trained) for trained in sample.mask]
-    [[packed]] = prepare_batch(samples, seq_len=4096, num_train_workers=1, bin_cost=build_bin_cost(None))
-    names = ("token_ids", "mask", "logprobs")
-    return {
-        "samples": [{name: getattr(sample, name) for name in names} for sample in samples],
-        "packed": dict(zip(names, (packed.input_ids, packed.loss_mask, packed.inference_logprobs), strict=True)),
-        "lengths": packed.seq_lens,
-    }
-
-
 def main() -> None:
     work = json.load(sys.stdin)
-    if "source" in work:
-        print(json.dumps(prime_rl(**work)))
-    elif "trace" in work:
+    if "trace" in work:
         from verifiers.v1.trace import WireTrace
 
         print(json.dumps(rows(WireTrace.model_validate(work["trace"]))))

@@ -4,23 +4,18 @@ from __future__ import annotations
 
 import io
 import itertools
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from agl_slime.cli.demo.agent import LookupAgent
-from agl_slime.engine.client import replay
 from agl_slime.engine.client.weights import DiskWeightSync
 from agl_slime.engine.scoring import ScoringClient
 from agl_slime.errors import EngineServerError
 from agl_slime.report import read_metrics
 from agl_slime.report.alarms import Alarm, find_alarms
-from tests.harness.engine_servers import engine_in_thread
-from tests.harness.moe_policy import save_moe
 from tests.tools.runs import needs_torch, run_of
 
 pytestmark = needs_torch
@@ -68,23 +63,6 @@ def test_weights_that_came_late_are_named(train: Any, monkeypatch: pytest.Monkey
     assert "Worst token" in out
     assert figures(rows, "sampler")[0] < 1e-4 < 1e-3 < figures(rows, "sampler")[1]
     assert max(figures(rows, "decode")) < 1e-4  # the engine agrees with itself
-
-
-@pytest.mark.slow
-def test_a_wrong_replay_of_the_router_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    policy, parse = save_moe(tmp_path / "moe"), replay.parse_experts
-
-    def late(*args: Any, **options: Any) -> Any:
-        """The rows one token late."""
-        experts = parse(*args, **options)
-        return experts and replace(experts, rows=np.r_[experts.rows[:1], experts.rows[:-1]])
-
-    with engine_in_thread(policy) as url:
-        monkeypatch.setattr("agl_slime.engine.client.generation.parse_experts", late)
-        rows, (alarm,), out = trained(tmp_path / "run", policy, url, autopsy=3, num_iterations=1)
-    assert (alarm.about, alarm.iteration) == ("routing", 1)
-    assert "routing: the engine used the experts that are recorded for the next token" in out
-    assert max(figures(rows, "decode")) < 1e-4 < 1e-3 < figures(rows, "sampler")[0]
 
 
 def test_an_engine_that_does_not_score_costs_only_its_figures(train: Any, monkeypatch: pytest.MonkeyPatch) -> None:

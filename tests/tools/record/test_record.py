@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import gc
 import json
 import os
@@ -177,24 +176,6 @@ def test_refusals_name_the_field_and_change_nothing(tmp_path: Path) -> None:
         ended = http.post(f"{bare}/one/v1/chat/completions", json={"messages": HELLO})
         assert (ended.status_code, ended.json()["error"]["code"]) == (410, "rollout_ended")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["one.jsonl"]
-
-
-async def test_many_rollouts_at_once_do_not_mix(tmp_path: Path) -> None:
-    with recording(tmp_path, *(f"answer {number}" for number in range(16))) as (gateway, _):
-        async with httpx.AsyncClient() as http:
-
-            async def play(number: int) -> None:
-                messages = [{"role": "user", "content": f"Question {number}"}]
-                for _ in range(3):
-                    body = {"model": "m", "messages": messages}
-                    answer = await http.post(f"{gateway.endpoint(f'r{number}')}/chat/completions", json=body)
-                    messages = [*messages, answer.json()["choices"][0]["message"], {"role": "user", "content": "More?"}]
-
-            await asyncio.gather(*map(play, range(16)))
-            for number in range(16):
-                rollout = (await http.get(f"{gateway.url}/rollouts/r{number}")).json()
-                assert [turn["messages"][0]["content"] for turn in rollout["turns"]] == [f"Question {number}"] * 3
-                assert len(rollout["samples"]) == 1
 
 
 _NAMED = st.dictionaries(st.text(min_size=1, max_size=3), st.floats(-1, 1), min_size=1)

@@ -26,7 +26,7 @@ from tests.tools.runs import needs_torch
 
 pytestmark = needs_torch
 
-SETTINGS = LocalTrainerSettings(n_minibatches=2, lr=1e-3)
+SETTINGS = LocalTrainerSettings(n_minibatches=2, lr=1e-3, epochs=2, kl_coef=0.05, aggregation="rollout")
 Batch = list[list[Sample]]
 
 

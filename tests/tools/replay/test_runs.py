@@ -3,39 +3,18 @@
 from __future__ import annotations
 
 import json
-import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from agl_slime.cli.replay import ReplayConfig, main, replay
-from agl_slime.train.local.settings import LocalTrainerSettings
 from tests.tools.runs import needs_torch, run_of
 
 pytestmark = needs_torch
 
-RUNS: list[tuple[int, dict[str, Any], LocalTrainerSettings]] = [
-    (34, {}, LocalTrainerSettings()),
-    (33, {"temperature": 0.8, "seed": 3}, LocalTrainerSettings(loss="gspo", aggregation="rollout", n_minibatches=2)),
-    (33, {"seed": 5}, LocalTrainerSettings(loss="cispo", old_log_probs="recompute", epochs=2, kl_coef=0.05)),
-]
-
 
 FEW: dict[str, Any] = {"rollout_batch_size": 2, "autopsy": 0, "keep_rollouts": "all"}
-
-
-@pytest.mark.slow
-def test_a_hundred_steps_of_three_runs_equal_the_recorded_ones(policy_dir: Path, embedded_engine: str, tmp_path: Path):
-    differences = []
-    for number, (steps, settings, local) in enumerate(RUNS):
-        few = FEW | settings | {"num_iterations": steps, "local": local}
-        run = run_of(tmp_path / str(number), policy_dir, embedded_engine, **few)
-        shutil.rmtree(run / "checkpoints")  # a replay begins with the start model then
-        result = replay(ReplayConfig(run_dir=run, step=steps))
-        differences += [*result.earlier, result.difference]
-    assert len(differences) == 100
-    assert set(differences) == {0.0}
 
 
 def test_a_step_of_a_run_is_retrained_with_another_reward(
