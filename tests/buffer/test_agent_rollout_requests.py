@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from types import SimpleNamespace
 from typing import Any
 
 import aiohttp
@@ -12,7 +11,6 @@ from aiohttp import web
 
 from agl_slime.buffer.agent_rollout import (
     get_rollout_data,
-    log_raw_info,
     start_rollout,
 )
 from agl_slime.buffer.server import BufferServer
@@ -101,15 +99,6 @@ async def test_get_rollout_data_has_the_documented_results_and_errors(tmp_path):
         with pytest.raises(asyncio.TimeoutError):
             await get_rollout_data(f"{url}/slow", timeout=0.1)
         timed_out.set()
-
-
-def test_the_documented_log_format(caplog):
-    caplog.set_level("INFO", logger="agl_slime.buffer.agent_rollout")
-    meta = [{"total_samples": 60, "avg_reward": 1.0}, {"total_samples": 40, "avg_reward": 0.375}, {"other": 1}]
-    log_raw_info(SimpleNamespace(use_wandb=False, use_tensorboard=False), meta, 7)
-    assert caplog.messages == [
-        "rollout 7: {'rollout/no_filter/total_samples': 100, 'rollout/no_filter/avg_reward': 0.75}"
-    ]
 
 
 async def test_groups_beyond_a_batch_wait_for_the_next_call(tmp_path):

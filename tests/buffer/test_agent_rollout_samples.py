@@ -117,24 +117,6 @@ def test_text_is_rendered_and_masked():
         maker().group([make_item("1")])
 
 
-def test_a_custom_mask_generator_is_found_by_its_name(monkeypatch):
-    """The documented example of a loss mask of one's own, as this package spells it."""
-    from agl_slime.tokens import masks as registry
-    from agl_slime.tokens.masks import MaskGenerator, register_loss_mask_generator
-
-    template_masks()  # the named ones are registered now
-    monkeypatch.setitem(registry._generators, "custom_task_of_this_test", list)  # taken out again at the end
-    del registry._generators["custom_task_of_this_test"]
-
-    @register_loss_mask_generator("custom_task_of_this_test")
-    class CustomTaskLossMaskGenerator(MaskGenerator):
-        def get_loss_mask(self, messages, tools=None):
-            return [1, 2, 3], [0, 1, 1]
-
-    (sample,) = maker(masks=get_loss_mask_generator(object(), "custom_task_of_this_test")).group([make_item("1")])
-    assert (sample.tokens, sample.response_length, sample.loss_mask) == ([1, 2, 3], 2, [1, 1])
-
-
 def test_a_batch_has_log_probs_and_round_numbers_on_all_samples_or_on_none():
     shared = maker(masks=template_masks())
     groups = [shared.group([sent("1", extra_info={"round_number": 2})]), shared.group([make_item("2")])]

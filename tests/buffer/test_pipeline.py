@@ -132,20 +132,6 @@ def test_default_filter_refuses_untrainable_items(bad):
     assert stages.filter_item({"uid": "u", "instance_id": "i", "reward": 0.0, "tokens": [1, 2]})
 
 
-def test_padding_shares_the_reward_between_an_item_and_its_copies():
-    _, padded = stages.pad_group_data(("i", [item(0, 0.6), item(1, -0.2), item(2, 0.3)]), 5)
-    assert len(padded) == 5
-    assert math.fsum(entry["reward"] for entry in padded) == pytest.approx(0.7)
-    assert [(entry["uid"], entry.get("padding_of"), entry.get("padding_shares")) for entry in padded] == [
-        ("u0", None, 2),
-        ("u1", None, 2),
-        ("u2", None, None),
-        ("u0#pad1", "u0", 2),
-        ("u1#pad1", "u1", 2),
-    ]
-    assert padded[0]["reward"] == padded[3]["reward"] == 0.3
-
-
 def test_groups_with_equal_rewards_can_be_dropped():
     for last in (1, 0.99999994):
         (group,) = Processed(pipeline(drop_zero_variance=True), [snapshot([1, 1, 1, last])]).ends

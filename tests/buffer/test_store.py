@@ -60,45 +60,6 @@ def counts_add_up(store: ItemStore) -> bool:
     return counts.opened == counts.open + counts.ready + sum(counts.closed.values())
 
 
-def test_a_group_comes_out_when_it_is_complete_and_only_once():
-    store = open_store()
-    write(store, item("1"), item("2", "b"))
-    assert store.read("math") is None
-    write(store, item("3", reward=0.0))
-    batch = store.read("math")
-    assert batch is not None
-    assert uids(batch) == ["1", "3"]
-    assert batch.meta_info == {
-        "total_samples": 3,
-        "num_groups": 2,
-        "avg_group_size": 1.5,
-        "avg_reward": 2 / 3,
-        "finished_groups": ["a"],
-    }
-    assert store.read("math") is None
-    counts = store.ledger.counts()
-    assert (counts.opened, counts.open, counts.ready) == (3, 1, 2)
-
-
-@pytest.mark.parametrize("keep_delivered", [0, 100])
-def test_a_repeated_write_is_stored_once_also_after_its_delivery(keep_delivered):
-    store = open_store(keep_delivered=keep_delivered)
-    assert write(store, item("1")) == 1
-    assert write(store, item("1")) == 0
-    assert write(store, item("2"), item("2")) == 1
-    assert uids(store.read("math")) == ["1", "2"]
-    assert write(store, item("1")) == 0
-
-
-def test_uid_with_other_content_is_refused_with_its_whole_request():
-    store = open_store()
-    write(store, item("1"))
-    with pytest.raises(BufferRequestError, match="uid '1' belongs to an item with other content") as caught:
-        write(store, item("2"), item("1", reward=0.0))
-    assert caught.value.status == 409
-    assert store.held_items == 1
-
-
 @pytest.mark.parametrize(
     ("items", "group"),
     [
@@ -151,15 +112,6 @@ def test_a_late_item_renews_the_wait():
     assert len(uids(store.read("math"))) == 4  # three of four, padded
 
 
-def test_the_same_request_gets_the_same_answer():
-    store = open_store()
-    write(store, item("1"), item("2", reward=0.0))
-    first = store.read("math", request_id="r1")
-    write(store, item("3", "b"), item("4", "b"))
-    assert store.read("math", request_id="r1") == first
-    assert uids(store.read("math", request_id="r2")) == ["3", "4"]
-
-
 @pytest.mark.parametrize("keep_delivered", [1, 100])
 def test_acknowledged_deliveries_and_those_beyond_the_window_are_trained(keep_delivered):
     store = open_store(keep_delivered=keep_delivered)
@@ -172,54 +124,6 @@ def test_acknowledged_deliveries_and_those_beyond_the_window_are_trained(keep_de
     counts = store.ledger.counts()
     assert (counts.ready, counts.closed) == (4 - beyond, {Outcome.TRAINED: beyond + 2})
     assert uids(store.read("math", request_id="r2")) == []
-
-
-def test_a_full_buffer_refuses_until_something_is_read():
-    store = open_store(max_items=2)
-    write(store, item("1"), item("2"))
-    with pytest.raises(BufferRequestError, match="2 of at most 2") as caught:
-        write(store, item("3"))
-    assert caught.value.status == 503
-    store.read("math")
-    assert write(store, item("3")) == 1
-
-
-def test_everything_is_there_after_a_restart(tmp_path):
-    path = tmp_path / "buffer.sqlite"
-    store = open_store(path)
-    write(store, item("1"), item("2"), item("3", "b"))
-    handed_out = store.read("math", request_id="r1")
-    store.close()
-    store = open_store(path)
-    assert store.held_items == 1
-    assert store.read("math") is None
-    assert store.read("math", request_id="r1") == handed_out
-    write(store, item("4", "b"))
-    assert uids(store.read("math")) == ["3", "4"]
-    assert counts_add_up(store)
-
-
-@pytest.mark.parametrize("by_name", [True, False])
-def test_resumed_trainer_gets_exactly_its_lost_groups(tmp_path, by_name):
-    path = tmp_path / "buffer.sqlite"
-    store = open_store(path)
-    store.start_run("math", {"skip_instance_ids": ["a"]})  # "a" was trained before the restart
-    write(store, *(item(f"{i}{n}", i) for i in "abc" for n in range(2)))
-    first = store.read("math", max_groups=1)
-    rest = store.read("math")
-    assert first is not None
-    assert (uids(first), uids(rest)) == (["a0", "a1"], ["b0", "b1", "c0", "c1"])
-    store.close()
-    store = open_store(path)
-    names = {entry["buffer_group"] for entry in map(orjson.loads, first.items_json)}
-    if not by_name:  # a trainer that forgot everything gets everything again
-        assert store.resume("math", []) == 3
-        assert uids(store.read("math")) == ["a0", "a1", "b0", "b1", "c0", "c1"]
-    lost = store.resume("math", ["a", "a"], trained_groups=names if by_name else None)
-    assert lost == 2
-    assert uids(store.read("math")) == ["b0", "b1", "c0", "c1"]
-    assert store.ledger.counts().closed == {Outcome.TRAINED: 2}
-    assert counts_add_up(store)
 
 
 def test_custom_meta_info_sees_all_new_items_before_the_filter_does():
@@ -248,16 +152,6 @@ def test_custom_meta_info_sees_all_new_items_before_the_filter_does():
     calls.clear()
     store.read("math")
     assert calls[0] == {"c": ["5", "6"]}  # since the last batch
-
-
-def test_custom_is_valid_group_may_wait_for_more_than_the_group_size():
-    functions = {"is_valid_group": lambda group, size: (len(group[1]) >= 3, len(group[1]) >= 3)}
-    store = open_store(functions=functions)
-    write(store, item("1"), item("2"))
-    assert store.read("math") is None
-    write(store, item("3"))
-    assert uids(store.read("math")) == ["1", "2"]
-    assert store.ledger.outcome_of("math/3") == (Outcome.FILTERED, "surplus_item")
 
 
 def test_items_that_arrive_while_a_group_is_decided_begin_another():

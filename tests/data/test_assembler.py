@@ -59,12 +59,6 @@ def test_a_group_is_finalized_with_its_last_member_and_each_counts_once() -> Non
     assert (len(groups), groups.waiting()) == (0, [])
 
 
-def test_unannounced_group_has_the_default_size() -> None:
-    groups = assembler()
-    assert add(groups, member("a"), default_size=2) is None
-    assert finalized(groups, member("b"), default_size=7).size == 2
-
-
 def test_a_group_is_dropped_as_soon_as_it_cannot_be_saved() -> None:
     groups = assembler(MinimumViableGroup(min_ratio=0.7))
     groups.announce("g", size=4)

@@ -216,16 +216,3 @@ async def test_cancelled_rollouts_are_counted_as_such(running: Running) -> None:
     await running.store.update_rollout(rollout_id, status="cancelled")
     await running.until_groups()
     assert running.counts == {Outcome.CANCELLED: 1}
-
-
-async def test_member_of_an_open_group_is_announced_once(running: Running) -> None:
-    ids = await running.opened(size=2)
-    await running.finish([ids[0]])
-    await running.until_members(1)
-    extra = await running.opened("extra")
-    for _ in range(3):
-        running.source.notify(ids[0])
-    await running.finish(extra)  # behind the three in the queue
-    await running.finish([ids[1]])
-    await running.until_groups(2)
-    assert sorted(member.rollout_id for member in running.listener.members) == sorted([*ids, *extra])

@@ -8,11 +8,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agl_slime.errors import ConfigError
 from agl_slime.loop.admission import Admission
 from tests.harness.examples import examples
 
@@ -108,18 +106,6 @@ def test_no_group_is_ever_too_old_and_none_is_thrown_away(
     simulated(batch_size, max_staleness, 30, fate=fate, train_s=lambda: rng.uniform(0, 2 * train_s))
 
 
-@pytest.mark.parametrize("max_staleness", [1, 4])
-def test_stragglers_of_20x_duration_stay_within_staleness_in_10k_groups(max_staleness: int) -> None:
-    rng = random.Random(max_staleness)
-
-    def fate(number: int) -> tuple[float, str]:
-        return rng.uniform(0.5, 1.5) * (20 if number % 20 == 0 else 1), "trained"
-
-    simulation = simulated(16, max_staleness, 625, fate=fate, train_s=lambda: 1.0)
-    assert simulation.drawn == 10_000
-    assert max(simulation.trained.values()) == max_staleness  # the bound is used: rollouts run ahead
-
-
 @settings(max_examples=examples(60), deadline=None)
 @given(batch_size=st.integers(1, 5), max_staleness=st.integers(0, 4), cut=st.integers(0, 9), seed=st.integers(0, 2**32))
 def test_resumed_run_makes_the_batches_of_the_uninterrupted_one(
@@ -153,44 +139,6 @@ def test_resumed_run_makes_the_batches_of_the_uninterrupted_one(
         return made
 
     assert batches(cut) == batches(None)
-
-
-def test_a_batch_waits_for_a_group_that_has_to_be_in_it() -> None:
-    admission = Admission(batch_size=2, max_staleness=1)
-    for number in range(4):
-        admission.admit(number)
-    for number in (1, 2):
-        admission.end(number)
-    assert admission.take() == [1, 2]  # 0 is slow: it may be in the next one
-    admission.advance()
-    for number in (4, 5):
-        admission.admit(number)
-        admission.end(number)
-    assert admission.take() is None  # 4 and 5 have ended, 0 and 3 have to be trained on now
-    admission.end(3)
-    assert admission.take() is None
-    admission.end(0)
-    assert admission.take() == [0, 3]
-
-
-def test_groups_admitted_before_a_restart_keep_their_age() -> None:
-    admission = Admission(batch_size=1, max_staleness=1)
-    for number in range(2):
-        admission.admit(number)
-    admission.end(1)
-    assert admission.take() == [1]
-    admission.advance()
-    assert admission.state() == {"0": 0}
-    resumed = Admission(batch_size=1, max_staleness=1, step=1)
-    resumed.admit(0, at=0)
-    resumed.check()
-    resumed.admit(2)
-    resumed.end(2)
-    assert resumed.take() is None
-    lower = Admission(batch_size=1, max_staleness=0, step=1)
-    lower.admit(0, at=0)
-    with pytest.raises(ConfigError, match="admitted under a higher limit"):
-        lower.check()
 
 
 def test_redrawn_task_does_not_push_an_older_group_past_staleness() -> None:

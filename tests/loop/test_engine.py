@@ -13,7 +13,7 @@ import pytest
 from agl_slime.data.results import Outcome
 from agl_slime.engine.client.weights import DiskWeightSync
 from agl_slime.errors import WeightSyncError
-from tests.harness.engine_faults import GARBAGE_JSON, HTML_PAGE, Abort, Fault, NewVersion, Reset, Stall, Status
+from tests.harness.engine_faults import GARBAGE_JSON, Abort, Fault, NewVersion, Reset, Stall, Status
 from tests.harness.loop import HelloAgent, LoopCase, hello_engine
 from tests.harness.scripted_engine import QUICK
 from tests.harness.tokenizers import small_tokenizer
@@ -22,19 +22,7 @@ from tests.loop.failed_run import failed_run
 IMPATIENT = replace(QUICK, idle_timeout_s=0.2, total_timeout_s=2.0)
 
 
-@pytest.mark.parametrize(
-    "faults",
-    [
-        [Status(429), Status(503)],
-        [Reset()],
-        [Reset(in_body=True), Status(502)],
-        [Stall()],
-        [GARBAGE_JSON, HTML_PAGE],
-        [Abort(n_tokens=0)],
-        [Abort(n_tokens=1), Status(500), Abort(n_tokens=2)],
-    ],
-    ids=repr,
-)
+@pytest.mark.parametrize("faults", [[Stall(), GARBAGE_JSON], [Abort(n_tokens=1), Status(500), Abort(n_tokens=2)]])
 def test_recovered_engine_faults_leave_samples_unchanged(faults: Sequence[Fault]) -> None:
     with hello_engine() as engine:
         engine.script("/generate", *faults)
@@ -60,11 +48,7 @@ def test_recovered_engine_faults_leave_samples_unchanged(faults: Sequence[Fault]
 @pytest.mark.parametrize(
     ("fault", "reason", "detail"),
     [
-        (Status(500, "CUDA error: out of memory"), "EngineServerError", "CUDA error"),
-        (Reset(in_body=True), "EngineUnreachableError", "broke the connection"),
         (Stall(), "EngineTimeoutError", "idle timeout"),
-        (GARBAGE_JSON, "EngineProtocolError", "not JSON"),
-        (HTML_PAGE, "EngineProtocolError", "text/html"),
         (Status(400, "unknown sampling parameter"), "EngineRequestError", "unknown sampling parameter"),
         (Abort(n_tokens=0), "EngineServerError", "abort"),
     ],

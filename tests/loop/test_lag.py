@@ -1,23 +1,19 @@
-"""No event loop of a run waits for a judge, a tokenizer, a trainer or a weight sync."""
+"""No event loop of a run waits for a judge, a trainer or a weight sync."""
 
 from __future__ import annotations
 
 import asyncio
-import copy
 import threading
 from collections import Counter
-from collections.abc import Callable
 from typing import Any
 
 from tests.harness.loop import HelloAgent, LoopCase
 from tests.harness.scripted_engine import ScriptedEngine
-from tests.harness.tokenizers import small_tokenizer
 from tests.harness.waiting import until
 
 LOOPS = {"loop", "runner", "data source"}
 BEATS = 3
 PATIENCE_S = 30.0  # for hundredths of a second
-LONG_PROMPT = "say hello " * 2_000
 
 
 class Pulse:
@@ -54,37 +50,6 @@ class Pulse:
             self._changed.wait_for(lambda: not still(), PATIENCE_S)
             self.stalled.append(still())
         return 1.0
-
-
-class SlowTokenizer:
-    """A real tokenizer that takes its time over long texts."""
-
-    def __init__(self, hold: Callable[[], object]) -> None:
-        self._real = copy.deepcopy(small_tokenizer())
-        self._hold = hold
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._real, name)
-
-    def __len__(self) -> int:
-        return len(self._real)
-
-    def __call__(self, text: Any, *args: Any, **kwargs: Any) -> Any:
-        self._take_time(text)
-        return self._real(text, *args, **kwargs)
-
-    def encode(self, text: Any, *args: Any, **kwargs: Any) -> Any:
-        self._take_time(text)
-        return self._real.encode(text, *args, **kwargs)
-
-    def apply_chat_template(self, conversation: Any, *args: Any, **kwargs: Any) -> Any:
-        if kwargs.get("tokenize", True):
-            self._take_time(str(conversation))
-        return self._real.apply_chat_template(conversation, *args, **kwargs)
-
-    def _take_time(self, text: Any) -> None:
-        if len(text) >= len(LONG_PROMPT):
-            self._hold()
 
 
 async def run_with(pulse: Pulse, case: LoopCase) -> None:
@@ -125,13 +90,3 @@ async def test_slow_judge_trainer_and_sync_do_not_block_the_event_loops(engine: 
     ) as case:
         await run_with(pulse, case)
     assert pulse.stalled == [set()] * (32 + 2 * 2)
-
-
-async def test_tokenizing_long_prompts_does_not_block_the_event_loops(engine: ScriptedEngine) -> None:
-    pulse = Pulse()
-    tasks = [{"prompt": LONG_PROMPT, "name": "long"}, {"prompt": "short", "name": "short"}]
-    agent = HelloAgent(tokenizer=SlowTokenizer(pulse.hold))
-    with LoopCase(agent=agent, url=engine.url, tasks=tasks, num_iterations=2) as case:
-        await run_with(pulse, case)
-    assert len(pulse.stalled) >= 2
-    assert not any(pulse.stalled)

@@ -177,25 +177,6 @@ def test_only_the_newest_whole_checkpoints_stay_and_reach_the_disk(
     ledger.close()
 
 
-@pytest.mark.parametrize("damaged", ["loop.json", "data_source.json", "trainer/learned.json"])
-async def test_a_damaged_checkpoint_is_passed_over_for_the_older_one(
-    tmp_path: Path, damaged: str, caplog: pytest.LogCaptureFixture, engine: ScriptedEngine
-) -> None:
-    with Life(tmp_path, engine.url, num_iterations=4, save_interval=1) as first:
-        await first.loop.run_async()
-    newest = tmp_path / "checkpoints" / "step_000004"
-    content = (newest / damaged).read_bytes()
-    (newest / damaged).write_bytes(content[: len(content) // 2])
-    with Life(tmp_path, engine.url, num_iterations=5, save_interval=1) as second:
-        assert second.checkpoint is not None
-        assert second.checkpoint.loop.iteration == 3
-        assert "step_000004" in caplog.text
-        await second.loop.run_async()
-        assert second.tasks == [*range(10)]
-        assert second.ledger.counts().closed[Outcome.TRAINED] == 20
-    assert [checkpoint.loop.iteration for checkpoint in read_checkpoints(tmp_path / "checkpoints")] == [5, 4]
-
-
 async def test_when_every_checkpoint_is_damaged_the_newest_is_named(tmp_path: Path, engine: ScriptedEngine) -> None:
     with Life(tmp_path, engine.url, num_iterations=1, save_interval=1) as first:
         await first.loop.run_async()

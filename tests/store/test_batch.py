@@ -145,22 +145,6 @@ async def test_resources_are_fetched_once_in_a_while_and_by_all_together(
     assert await remote.get_resources_by_id("rs-unknown") is None
 
 
-async def test_requests_keep_their_distance_and_take_all_waiting_calls(
-    store: BridgeStore, url: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    await enqueue(store, 6)
-    monkeypatch.setattr(client, "_BETWEEN_REQUESTS_S", 0.5)
-    remote = WorkerStore(url, token="t")
-    batches = counted_batches(remote)
-    claimed = await remote.dequeue_many_rollouts(limit=6, worker_id="w")
-    ends = [remote.update_attempt(each.rollout_id, each.attempt.attempt_id, status="succeeded") for each in claimed]
-    # the first after a pause is sent at once, five after it wait for each other
-    await asyncio.wait_for(ends[0], 20)
-    assert [attempt.status for attempt in await asyncio.wait_for(asyncio.gather(*ends[1:]), 20)] == ["succeeded"] * 5
-    assert batches == [1, 5]
-    await remote.close()
-
-
 async def test_releasing_over_http(store: BridgeStore, remote: WorkerStore) -> None:
     ids = await execute(store, 3)
     assert await remote.release(ids[:2]) == 2

@@ -126,16 +126,3 @@ def test_the_batch_is_slimes_with_rewards_by_name():
         sample.reward = {"score": sample.reward, "format": 0.0}
     theirs = slime_convert(samples, reward_key="score", rewards_normalization=False)
     check(TrainBatch.from_samples(samples, reward_key="score", rewards_normalization=False), theirs)
-
-
-def test_slimes_own_grouping_goes_wrong_where_ours_does_not():
-    # A rollout split into two samples: slime takes the whole batch for one group.
-    samples = full_groups()
-    samples[1].rollout_id = 101
-    samples.insert(2, copy.deepcopy(samples[1]))
-    theirs = slime_convert(samples, grpo_std_normalization=False, rollout_batch_size=3)["rewards"]
-    batch = TrainBatch.from_samples(samples, std_normalization=False)
-    ours = batch.token_rewards[batch.token_offsets[9:13]].tolist()
-    assert ours == [0.25, 0.25, 0.25, -0.75]  # the last group: rewards 1, 1, 1, 0
-    mean = 6.5 / 13  # of all samples, the sibling counted twice
-    assert theirs[-4:] == pytest.approx([1 - mean, 1 - mean, 1 - mean, -mean])

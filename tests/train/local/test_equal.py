@@ -3,7 +3,6 @@ padding, all logits at once."""
 
 from __future__ import annotations
 
-import copy
 import math
 from dataclasses import replace
 from pathlib import Path
@@ -222,15 +221,6 @@ def test_the_gradients_of_the_minibatches_average_to_that_of_the_batch(
     minibatches = gradients(policy, samples, aggregation=aggregation, n_minibatches=5, lr=1e-30)
     assert len(minibatches) == 5
     assert_close(torch.stack(minibatches).mean(0), gradient(policy, samples, aggregation=aggregation))
-
-
-def test_a_group_without_advantage_keeps_its_place_in_the_denominator(policy: Path, samples: list[Sample]):
-    flat_group = copy.deepcopy(samples[:4])
-    for sample in flat_group:
-        sample.reward, sample.group_index, sample.rollout_id = 1.0, 99, 100 + (sample.index or 0)
-    tokens = [sum(sample.loss_mask or []) for sample in samples]
-    share = sum(tokens) / (sum(tokens) + sum(tokens[:4]))
-    assert_close(gradient(policy, samples + flat_group), share * gradient(policy, samples))
 
 
 def test_the_penalty_counts_the_sampled_tokens_of_the_whole_rollout():

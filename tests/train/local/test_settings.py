@@ -66,19 +66,6 @@ def test_the_tiny_policys_learning_rate_warns_with_a_large_model(
     assert all("--local.lr 0.0005" in text and "the default is 2e-05" in text for text in warning.values())
 
 
-def test_the_settings_of_a_large_model_are_a_line() -> None:
-    torch = pytest.importorskip("torch", reason='training needs torch: pip install "agl-slime[local]"')
-    from agl_slime.cli.local import about_model
-    from agl_slime.cli.settings import train_config
-
-    config = train_config(max_new_tokens=77)
-    assert about_model(config, torch.nn.Linear(100, 100, device="meta"), lr=5e-4) == ""
-    assert about_model(config, torch.nn.Linear(4_000, 4_000, device="meta"), lr=2e-5) == (
-        "16 million parameters are trained at learning rate 2e-05 (--local.lr); an answer ends at 77 tokens "
-        "(--max-new-tokens)"
-    )
-
-
 def test_a_trainers_defaults_of_learning_rate_and_threads(tmp_path: Path) -> None:
     """A trainer in somebody else's program leaves torch's threads as they are; the command line sets one."""
     torch = pytest.importorskip("torch", reason='training needs torch: pip install "agl-slime[local]"')

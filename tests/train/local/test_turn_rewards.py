@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from argparse import Namespace
 from collections import Counter
-from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -164,19 +162,6 @@ def test_reward_spans_give_one_sample_with_its_turns_rewards() -> None:
     assert batch.token_rewards.tolist() == [-2.0] * 2 + [0.5] * 3 + [-2.0] + [2.0] * 2 + [-0.5] * 3 + [2.0]
 
 
-def test_rewards_of_200_turns_leave_one_sample_of_conversation_length() -> None:
-    prompt_ids, turns = [1], []
-    for number in range(200):
-        turns.append(Turn(prompt_ids=prompt_ids, response_ids=[2 + number], log_probs=[-1.0]))
-        prompt_ids = [*turns[-1].token_ids.tolist(), 1]
-    spans = attempt_spans(turns, 1.0)
-    rewards = [linked(number / 200, {"span_id": span.span_id}) for number, span in enumerate(spans[:200])]
-    (sample,) = convert_rollout(rollout(), [*spans, *rewards], reward_spans=True).samples
-    assert sum(sample.loss_mask or ()) == 200
-    assert [reward for _, reward, _, _ in sample.metadata["reward_spans"]] == [number / 200 for number in range(200)]
-    assert len(sample.tokens) == 400
-
-
 def test_a_span_of_a_reward_that_is_no_part_of_the_response_is_refused() -> None:
     whole = group(reward_spans=True)
     whole[1].metadata["reward_spans"][0][3] = 99
@@ -192,48 +177,6 @@ def test_roles_are_compared_with_their_own_kind_by_both_trainers() -> None:
     batch = TrainBatch.from_samples(group(), std_normalization=False)
     assert batch.token_rewards.tolist() == [-2.0] * 3 + [0.5] * 3 + [2.0] * 3 + [-0.5] * 3
     assert set(batch.token_rollout_mask_sums.tolist()) == {6}
-
-
-def test_the_gradient_is_the_same_in_one_sample_as_in_many(tmp_path: Path) -> None:
-    pytest.importorskip("torch", reason='training needs torch: pip install "agl-slime[local]"')
-    from tests.harness.trainer_policy import save_policy
-    from tests.harness.trainers import assert_close, gradient
-
-    policy = save_policy(tmp_path)
-    for aggregation in ("token", "rollout"):
-        many, with_spans = (
-            gradient(policy, group(reward_spans=value), aggregation=aggregation) for value in (False, True)
-        )
-        assert_close(with_spans, many)
-
-
-def test_step_moves_only_the_tokens_of_rewarded_turns(tmp_path: Path) -> None:
-    pytest.importorskip("torch", reason='training needs torch: pip install "agl-slime[local]"')
-    from agl_slime.train.local import LocalTrainer, LocalTrainerSettings
-    from tests.harness.trainer_policy import make_model, response_log_probs, save_policy
-
-    def log_probs(model: Any) -> list[float]:
-        """Of each token under a mask, Sample by Sample."""
-        every = [(s.loss_mask, response_log_probs(model, s.tokens, s.response_length)) for s in samples]
-        return [value for mask, values in every for under, value in zip(mask, values, strict=True) if under]
-
-    samples: list[Sample] = []
-    for number, reward in enumerate((1.0, 0.0)):  # of the second turn; the rollouts are as good as each other
-        spans = three(linked(reward, {names.RESPONSE_ID: "chatcmpl-1"}))
-        samples += convert_rollout(rollout(), spans, rollout_id=number, group_index=0).samples
-    start_model = make_model()
-    for number, sample in enumerate(samples):
-        sample.tokens = [token + 100 * (number // 2) for token in sample.tokens]
-        sample.rollout_log_probs = response_log_probs(start_model, sample.tokens, sample.response_length)
-    settings = LocalTrainerSettings(n_minibatches=1, lr=1e-4)
-    trainer = LocalTrainer(model_path=save_policy(tmp_path), settings=settings)
-    trainer.train(samples, iteration=0)
-    assert trainer.scores is not None
-    assert [set(np.sign(values)) for values in trainer.scores.advantages] == [{0}, {1}, {0}, {-1}]
-    moved = np.subtract(log_probs(trainer.model), log_probs(start_model))
-    assert min(moved[3:6]) > 0.1
-    assert max(moved[9:]) < -0.1
-    assert max(abs(moved[[0, 1, 2, 6, 7, 8]])) < 0.05  # no more than the shared weights move them
 
 
 # -- one Sample with reward spans against a Sample per reward --------------------------------------------------------

@@ -58,15 +58,6 @@ def test_batch_has_exactly_slimes_group_count_and_the_rest_waits():
     assert len(source.answers) == 2
 
 
-def test_groups_that_the_dynamic_filter_drops_are_replaced_and_counted():
-    source = ListedSource(*groups(1), *groups(1, reward=1.0), *groups(1))
-    args = Namespace(rollout_batch_size=2, reward_key=None)
-    args.dynamic_sampling_filter_path = "agl_slime.slime_hooks.keep_nonzero_variance"
-    output = slime_hooks.generate_rollout(args, 0, source)
-    assert len(output.samples) == 2
-    assert [value for name, value in (output.metrics or {}).items() if "dynamic_filter" in name] == [1]
-
-
 def test_groups_are_returned_when_the_rest_fails():
     source = ListedSource(*groups(2), DataSourceError("nothing came"))
     with pytest.raises(DataSourceError, match="nothing came"):
@@ -99,13 +90,6 @@ MEAN_ONLY = Namespace(**{**vars(ARGS), "grpo_std_normalization": False})
 
 def normalized(args: Namespace, batch: Any) -> list[float]:
     return slime_hooks.normalize_rewards(args, batch)[1]
-
-
-def test_uneven_groups_with_equal_rewards_have_no_advantage():
-    batch = [
-        sample(5.0, group=group, rollout=4 * group + i) for group, size in enumerate((4, 3, 4)) for i in range(size)
-    ]
-    assert slime_hooks.normalize_rewards(ARGS, batch) == ([5.0] * 11, [0.0] * 11)
 
 
 def test_a_rollout_of_three_samples_counts_once_while_one_of_them_does():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import subprocess
 import sys
 from contextlib import ExitStack
@@ -13,9 +12,7 @@ import pytest
 
 from tests.harness.slime_programs import (
     REPOSITORY,
-    STANDINS,
     finish_guarded,
-    require_slime,
     run_guarded,
     start_guarded,
 )
@@ -42,12 +39,12 @@ def write_slime(root: Path, modules: dict[str, str]) -> None:
         (root / "slime" / f"{module}.py").write_text(source)
 
 
-def entered(root: Path, *path: Path) -> dict[str, tuple[int, str]]:
+def entered(root: Path) -> dict[str, tuple[int, str]]:
     """Exit code and output of each entry with the slime that lies in ``root``."""
     model = root / "model"
     model.mkdir()
     (model / "config.json").write_text("{}")
-    python_path = os.pathsep.join(map(str, (*path, root, REPOSITORY)))
+    python_path = os.pathsep.join(map(str, (root, REPOSITORY)))
     env = {**os.environ, "PYTHONPATH": python_path, "COLUMNS": "1000"}
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
     with ExitStack() as stack:
@@ -119,18 +116,3 @@ def test_the_other_package_of_that_name_counts_as_no_slime(tmp_path: Path):
         code, output = results[name]
         assert code == expected
         assert "slime is not installed, or an unrelated PyPI package of that name is" in output
-
-
-@pytest.mark.slime
-def test_a_real_slime_with_its_data_source_moved(tmp_path: Path):
-    root = require_slime("torch", "transformers", "ray")
-    shutil.copytree(root / "slime", tmp_path / "slime", ignore=shutil.ignore_patterns("__pycache__"))
-    shutil.copy(root / "setup.py", tmp_path)
-    old = next(tmp_path.glob("slime/*/data_source.py"))
-    old.rename(old.with_name("sources.py"))
-    for file in (tmp_path / "slime").rglob("*.py"):
-        text = file.read_text()
-        if "data_source import" in text:
-            file.write_text(text.replace(f"{old.parent.name}.data_source import", f"{old.parent.name}.sources import"))
-    results = entered(tmp_path, STANDINS)
-    judge(results, results["doctor"][1].splitlines()[0], "DataSource", PLACES)

@@ -31,30 +31,18 @@ from tests.harness.slime_source import (
 )
 
 
-class Flaky(BridgeStore):
-    """Reads of attempts fail with each of ``failures``, or always with the last where ``forever``."""
-
-    def __init__(self, *failures: Exception, forever: bool = False) -> None:
+class Away(BridgeStore):
+    def __init__(self) -> None:
         super().__init__()
-        self.failures, self.forever = list(failures), forever
+        self.causes = ["the first cause", "a later cause"]
 
     async def get_latest_attempt(self, rollout_id: str) -> Any:
-        if self.failures:
-            raise self.failures[0] if self.forever and len(self.failures) == 1 else self.failures.pop(0)
-        return await super().get_latest_attempt(rollout_id)
-
-
-async def test_a_read_that_fails_while_the_store_restarts_is_made_again() -> None:
-    store = Flaky(ConnectionError("refused"), TimeoutError(), ConnectionResetError("reset"))
-    with AGLDataSource(store=store, settings=QUICK) as source:
-        ids = await finished_rollouts(store, 2)
-        assert sorted(names(await get(source, 2))) == sorted(ids)
-        assert source.groups.ledger.counts().closed == {Outcome.TRAINED: 2}
+        raise ConnectionError(self.causes.pop(0) if len(self.causes) > 1 else self.causes[0])
 
 
 async def test_a_store_that_stays_away_ends_it_with_the_first_cause(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(completions, "_PATIENCE_S", 0.5)
-    store = Flaky(ConnectionError("the first cause"), ConnectionError("a later cause"), forever=True)
+    store = Away()
     with AGLDataSource(store=store, settings=QUICK) as source:
         await finished_rollouts(store, 3)
         for _ in range(2):
@@ -91,28 +79,11 @@ def keep_odd(args: Any, samples: list[Sample], **_: Any) -> Any:
 def test_groups_that_slimes_dynamic_filter_drops_are_counted_as_filtered() -> None:
     with AGLDataSource(args_for(agl_agent=AGENT)) as source:
         args = Namespace(rollout_batch_size=2, dynamic_sampling_filter_path=f"{__name__}.keep_odd")
-        assert len(slime_hooks.generate_rollout(args, 0, source).samples) == 2
+        output = slime_hooks.generate_rollout(args, 0, source)
+        assert len(output.samples) == 2
+        assert sum(value for name, value in (output.metrics or {}).items() if "dynamic_filter" in name) == 2
         counts = counts_of(source)
         assert counts.closed[Outcome.TRAINED] == counts.reasons[Outcome.FILTERED, "even"] == 4
-
-
-def test_completion_reported_twice_is_delivered_once_and_position_advances(tmp_path: Path) -> None:
-    with service_with_runner() as (_, service):
-        service.feed.append, append = lambda rollout: (append(rollout), append(rollout)), service.feed.append
-        with AGLDataSource(args_for(agl_store_url=service.url, save=str(tmp_path))) as source:
-            for n in range(5):
-                enqueue(service.url, f"g{n}", 2)
-                assert len(source.get_samples(1)) == 1
-            wait_until(source, 10)
-            follow: dict[str, Any] = {}
-            with source.groups.changed:
-                source.groups.changed.wait_for(
-                    lambda: follow.update(source.groups.state()["follow"]) or follow["after"] >= 10, 20
-                )
-                state = source.groups.state()
-            assert follow["after"] == 10
-            assert len(state["ended"]) + len(state["follow"].get("settled", ())) == 0
-            assert source.groups.ledger.counts().closed == {Outcome.TRAINED: 10}
 
 
 def test_a_store_that_restarts_during_an_evaluation(tmp_path: Path) -> None:

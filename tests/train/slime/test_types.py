@@ -59,14 +59,6 @@ def test_fields_of_another_version_are_carried_along_or_left_out() -> None:
     assert not hasattr(sample, "a_field_that_no_version_has")
 
 
-def test_two_samples_share_nothing() -> None:
-    changed = Sample()
-    changed.tokens.append(1)
-    changed.metadata["a"] = 1
-    changed.spec_info.spec_verify_ct = 1
-    assert Sample() == Sample(status=Sample.Status.PENDING)
-
-
 # -- against slime's own source --------------------------------------------------------------------------------------
 
 
