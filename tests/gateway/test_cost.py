@@ -16,7 +16,6 @@ import pytest
 from agl_slime.gateway.settings import GatewaySettings
 from tests.gateway.protocols import CHATS, PROTOCOLS, Talk, assistant, body_of, error_text, user
 from tests.harness.gateway import Case, serving
-from tests.loop.test_lag import SlowTokenizer
 
 EARLY, LATE, CALLS = 60, 150, 6
 # no line for each message of the history; a binary search for the end of the shared prefix takes a few steps
@@ -106,17 +105,36 @@ TEXT = "say hello " * 4_100
 PATIENCE_S = 20.0  # for requests of milliseconds; the tokenizer is blocked for longer
 
 
-class BlockedTokenizer(SlowTokenizer):
-    """A tokenizer that does not come back from a long text before it is released."""
+class BlockedTokenizer:
+    """A real tokenizer that does not come back from a long text before it is released."""
 
     def __init__(self, real: Any) -> None:
-        super().__init__(self._wait)
         self._real = real
         self.begun, self.released = threading.Event(), threading.Event()
 
-    def _wait(self) -> None:
-        self.begun.set()
-        assert self.released.wait(3 * PATIENCE_S)
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._real, name)
+
+    def __len__(self) -> int:
+        return len(self._real)
+
+    def __call__(self, text: Any, *args: Any, **kwargs: Any) -> Any:
+        self._wait(text)
+        return self._real(text, *args, **kwargs)
+
+    def encode(self, text: Any, *args: Any, **kwargs: Any) -> Any:
+        self._wait(text)
+        return self._real.encode(text, *args, **kwargs)
+
+    def apply_chat_template(self, conversation: Any, *args: Any, **kwargs: Any) -> Any:
+        if kwargs.get("tokenize", True):
+            self._wait(str(conversation))
+        return self._real.apply_chat_template(conversation, *args, **kwargs)
+
+    def _wait(self, text: Any) -> None:
+        if len(text) >= len(TEXT):
+            self.begun.set()
+            assert self.released.wait(3 * PATIENCE_S)
 
 
 def test_a_prompt_of_32k_tokens_does_not_stall_other_rollouts() -> None:
