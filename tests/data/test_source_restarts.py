@@ -100,12 +100,6 @@ class Still:
         while self.looks:
             self.step(0)
 
-    def saved_twice(self) -> None:
-        """Two saves, after which the store may forget the delivered rollouts."""
-        for _ in range(2):
-            self.saved()
-        complete(self.source.follower.release_due(at_least=1))
-
     @property
     def counts(self) -> tuple[int, int, dict[Outcome, int]]:
         counts = self.source.ledger.counts()
@@ -275,49 +269,3 @@ class Restarts(RuleBasedStateMachine):
 
 Restarts.TestCase.settings = settings(max_examples=examples(100), stateful_step_count=20, deadline=None)
 TestRestarts = Restarts.TestCase
-
-
-def restarted(source: Still, store: Store) -> Still:
-    """Another source from the state that ``source`` saves."""
-    second = Still(store)
-    second.source.restore(json.loads(source.saved()))
-    source.kill()
-    return second
-
-
-def test_rollouts_trained_before_the_feed_lists_them_are_not_read_twice() -> None:
-    """As two thousand rollouts that wait for a manager that is killed as soon as it starts: their group is whole before
-    the first page, and released by the second save."""
-    store = Store()
-    first = Still(store)
-    first.saved()
-    for rollout_id in ("late.0", "g.0", "g.1"):
-        store.end(rollout_id)
-    first.page()
-    for look in first.looks[1:]:
-        look.send(None)  # both are being read, and the earlier one is not
-    second = restarted(first, store)
-    second.step_all()
-    assert len(second.source.get_samples(1)) == 1
-    second.saved_twice()
-    third = restarted(second, store)
-    third.page()
-    third.step_all()
-    assert third.counts == (1, 0, {Outcome.TRAINED: SIZE})
-
-
-def test_rollouts_trained_before_the_first_page_are_not_read_twice() -> None:
-    """A manager that restarts from its first state, before any page, has its own runner's notices of a group."""
-    store = Store()
-    first = Still(store)
-    for rollout_id in ("g.0", "g.1"):
-        store.end(rollout_id)
-        first.source.notify(rollout_id)
-    first.step_all()
-    assert len(first.source.get_samples(1)) == 1
-    first.saved_twice()
-    second = restarted(first, store)
-    second.page()
-    assert not second.looks
-    assert second.source.get_samples(1) == []
-    assert second.counts == (0, 0, {Outcome.TRAINED: SIZE})

@@ -47,7 +47,7 @@ def expect_undisturbed(engine: ScriptedEngine, generation: Generation) -> None:
 @pytest.mark.parametrize(
     "faults",
     [
-        [Status(500), Status(502), Status(429)],
+        [Status(500), Status(429), GARBAGE_JSON],  # the limit of protocol errors counts those alone
         [Reset(), Reset(), Reset()],
         [Reset(in_body=True)],
         [GARBAGE_JSON, HTML_PAGE],
@@ -131,6 +131,10 @@ async def test_retry_after_is_kept() -> None:
         started = time.monotonic()
         expect_undisturbed(engine, await client.generate(PROMPT, SAMPLING))
         assert time.monotonic() - started >= 0.2
+        engine.always("/generate", Status(429, retry_after="3600"))
+        with pytest.raises(EngineServerError, match="leaves no room"):
+            await client.generate(PROMPT, SAMPLING)
+        assert engine.calls["/generate"] == 3
 
 
 async def test_a_lost_attempt_is_aborted_and_the_next_one_is_not() -> None:

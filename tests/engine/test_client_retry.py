@@ -1,8 +1,7 @@
-"""Every failure of the engine has one verdict, and the retry loop keeps to it."""
+"""Every failure of the engine has one verdict."""
 
 from __future__ import annotations
 
-import asyncio
 import email.utils
 import errno
 import json
@@ -13,14 +12,12 @@ import aiohttp
 import pytest
 
 from agl_slime.engine.client.retry import (
-    PROTOCOL_ERROR_RETRIES,
     check_event,
     context_limit,
     engine_error,
     refusal,
     retry_after_s,
 )
-from agl_slime.engine.client.transport import ClientSettings, HttpTransport
 from agl_slime.errors import (
     ContextOverflowError,
     EngineError,
@@ -125,63 +122,6 @@ def test_retry_after_is_seconds_or_a_date() -> None:
     value = email.utils.formatdate(time.time() + 30, usegmt=True)
     assert 25 < retry_after_s({"Retry-After": value}) <= 30
     assert retry_after_s({"Retry-After": email.utils.formatdate(time.time() - 30, usegmt=True)}) == 0.0
-
-
-class Failing:
-    """An attempt that raises these exceptions in turn, then answers."""
-
-    def __init__(self, *failures: BaseException) -> None:
-        self.failures = list(failures)
-        self.calls = 0
-
-    async def __call__(self) -> str:
-        self.calls += 1
-        if self.failures:
-            raise self.failures.pop(0)
-        return "answer"
-
-
-async def run(attempt: Failing, *, max_attempts: int = 5, deadline: float | None = None) -> str:
-    settings = ClientSettings(backoff_base_s=0.0001, backoff_cap_s=0.001, max_attempts=max_attempts)
-    transport = HttpTransport(base_url="http://127.0.0.1:9", settings=settings)
-    return await transport.retry(attempt, where="w", deadline=deadline or time.monotonic() + 5.0)
-
-
-@pytest.mark.parametrize(
-    ("failure", "error", "calls", "message"),
-    [
-        (refusal(500, "boom"), EngineServerError, 10, r"boom \(gave up after 10 attempts in"),
-        (refusal(400, PROMPT_TOO_LONG), ContextOverflowError, 1, "longer than"),
-        (refusal(429, "", headers={"Retry-After": "3600"}), EngineServerError, 1, "leaves no room"),
-        (EngineProtocolError("garbage"), EngineProtocolError, 1 + PROTOCOL_ERROR_RETRIES, "garbage"),
-        (asyncio.CancelledError(), asyncio.CancelledError, 1, None),
-    ],
-)
-async def test_attempts_are_bounded(failure: BaseException, error: Any, calls: int, message: str | None) -> None:
-    attempt = Failing(*[failure] * 20)
-    with pytest.raises(error, match=message):
-        await run(attempt, max_attempts=10)
-    assert attempt.calls == calls
-
-
-async def test_other_failures_do_not_use_up_the_protocol_errors_limit() -> None:
-    attempt = Failing(*[TimeoutError()] * 4, EngineProtocolError("garbage"))
-    assert await run(attempt, max_attempts=10) == "answer"
-
-
-async def test_the_cause_is_chained_and_no_error_is_its_cause() -> None:
-    reset = aiohttp.ServerDisconnectedError()
-    with pytest.raises(EngineUnreachableError) as caught:
-        await run(Failing(reset), max_attempts=1)
-    assert caught.value.__cause__ is reset
-    with pytest.raises(EngineError) as caught_typed:
-        await run(Failing(EngineError("NaN")))
-    assert caught_typed.value.__cause__ is None
-
-
-async def test_a_failure_after_the_deadline_is_a_timeout() -> None:
-    with pytest.raises(EngineTimeoutError, match="did not answer within the time limit"):
-        await run(Failing(TimeoutError()), deadline=time.monotonic())
 
 
 def test_a_stream_of_pieces_is_not_taken_for_the_answer() -> None:

@@ -18,7 +18,7 @@ import pytest
 
 from agl_slime.cli.settings import train_config
 from agl_slime.engine.sglang_process import SGLANG_PYTHON, SGLangProcess, find_sglang
-from agl_slime.errors import ConfigError, EngineError, EngineTimeoutError
+from agl_slime.errors import ConfigError, EngineTimeoutError
 from tests.harness.train_process import train
 from tests.harness.waiting import becomes_true
 
@@ -105,16 +105,6 @@ def test_it_is_served_until_it_is_stopped_and_its_workers_end_with_it(
     assert ("--device" in command, "sglang_cpu" in environment.get("PYTHONPATH", "")) == (not gpu, not gpu)
     assert [word for flag, word in itertools.pairwise(command) if flag == "--random-seed"][-1] == "7"
     assert command[-2:] == [*flags]  # the last word is theirs
-
-
-def test_dead_sglang_process_has_its_last_line_in_the_error_and_all_in_log(tmp_path: Path) -> None:
-    log = tmp_path / "sglang.log"
-    log.write_text("words of the run before\n")
-    engine = SGLangProcess(tmp_path, python=a_python(tmp_path, "echo no room for keys; exit 3"), log=log)
-    with pytest.raises(EngineError, match=r"^SGLang for .* exit code 3; last words: no room for keys \(all of them:"):
-        engine.start()
-    assert log.read_text() == "words of the run before\nno room for keys\n"
-    assert processes_of(tmp_path, 1.0) == []
 
 
 def test_sglang_that_is_never_ready_is_killed(tmp_path: Path) -> None:

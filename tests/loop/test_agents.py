@@ -6,7 +6,6 @@ import math
 import re
 import threading
 import time
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ from agl_slime.events import Warning
 from agl_slime.loop.settings import LoopState
 from agl_slime.report.files import RunDir
 from agl_slime.report.rollouts import RolloutWriter
-from agl_slime.support.agl import LitAgent, emit_reward
+from agl_slime.support.agl import emit_reward
 from tests.harness.loop import TASKS, HelloAgent, LoopCase, threads_of_ours
 from tests.harness.scripted_engine import ScriptedEngine
 from tests.loop.failed_run import failed_run
@@ -37,13 +36,6 @@ def raises(error: BaseException) -> Any:
         raise error
 
     return fault
-
-
-class NoReward(LitAgent[Any]):
-    """Written for stock Agent Lightning: forgets the reward of Ada's."""
-
-    async def rollout_async(self, task: Any, resources: Any, rollout: Any) -> Any:
-        return None if task["name"] == "Ada" else 1.0
 
 
 @pytest.mark.parametrize(
@@ -82,13 +74,6 @@ def test_a_judge_that_misbehaves_fails_its_rollouts_and_no_others(
     assert text.startswith(f"iteration 1: all 4 rollouts failed: 4 x {reason} (")
     assert detail in text
     assert case.trainer.batches == []
-
-
-def test_an_agent_without_any_reward_is_no_zero(engine: ScriptedEngine) -> None:
-    # this agent calls no model either, so it has no turn to train on
-    _, text = failed_run(engine, agent=NoReward(), rollout_batch_size=4)
-    assert "6 x no_turns" in text
-    assert "2 x no_reward (the rollout has no reward" in text
 
 
 def test_an_agent_that_hangs_in_a_thread_is_given_up_at_its_time_limit(engine: ScriptedEngine) -> None:
@@ -144,27 +129,6 @@ def test_groups_too_small_to_train_on_stop_the_run_after_a_few_iterations(engine
     assert "1 x no_reward" in text
     assert [metrics["iteration"] for metrics in case.recorder.metrics] == [1, 2]
     assert case.trainer.batches == []
-
-
-def test_a_retried_rollout_counts_once(engine: ScriptedEngine) -> None:
-    lock, attempts = threading.Lock(), Counter[str]()
-
-    def judge(task: dict[str, Any], response: str) -> float:
-        with lock:
-            attempts[task["name"]] += 1
-            if attempts[task["name"]] % 2:
-                raise ConnectionError("judge is busy")
-        return 1.0
-
-    with LoopCase(
-        agent=HelloAgent(judge=judge), url=engine.url, n_samples_per_prompt=1, rollout_batch_size=4, max_attempts=2
-    ) as case:
-        case.loop.run()
-        case.check_ledger()
-    assert set(attempts.values()) == {2}
-    assert case.reasons == {}
-    assert len(case.recorder.rollouts) == 4
-    assert case.source.ledger.counts().closed == {Outcome.TRAINED: 4}
 
 
 def test_an_agent_that_emits_a_reward_and_raises_has_failed(engine: ScriptedEngine) -> None:

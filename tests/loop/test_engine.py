@@ -13,7 +13,7 @@ import pytest
 from agl_slime.data.results import Outcome
 from agl_slime.engine.client.weights import DiskWeightSync
 from agl_slime.errors import WeightSyncError
-from tests.harness.engine_faults import GARBAGE_JSON, Abort, Fault, NewVersion, Reset, Stall, Status
+from tests.harness.engine_faults import GARBAGE_JSON, Abort, Fault, NewVersion, Stall, Status
 from tests.harness.loop import HelloAgent, LoopCase, hello_engine
 from tests.harness.scripted_engine import QUICK
 from tests.harness.tokenizers import small_tokenizer
@@ -116,22 +116,13 @@ def test_versions_rise_with_each_push_and_are_on_the_samples() -> None:
     assert "main_llm" in resources.resources
 
 
-@pytest.mark.parametrize(
-    ("path", "fault", "detail"),
-    [
-        ("/update_weights_from_disk", Status(400, "shape mismatch"), "shape mismatch"),
-        ("/pause_generation", Reset(), "pause"),
-        ("/update_weights_from_disk", Stall(), "update"),
-    ],
-    ids=repr,
-)
-def test_a_weight_sync_that_fails_stops_the_run_with_its_sentence(path: str, fault: Fault, detail: str) -> None:
+def test_a_weight_sync_that_fails_stops_the_run_with_its_sentence() -> None:
     sentence = "weight version 1 did not reach 1 of 1 workers"
     with hello_engine(weight_version="0") as engine:
-        engine.always(path, fault)
+        engine.always("/update_weights_from_disk", Stall())
         began = time.monotonic()
         case, text = failed_run(engine, sentence, error=WeightSyncError, num_iterations=3, sync=push_to(engine.url))
         case.check_ledger()
         assert time.monotonic() - began < 20
-    assert detail in text
+    assert "update_weights_from_disk sent nothing within the idle timeout" in text
     assert case.recorder.metrics == []  # the iteration did not finish

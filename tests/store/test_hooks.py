@@ -17,16 +17,13 @@ from agentlightning.store.collection.memory import (
 )
 from agentlightning.store.collection_based import CollectionBasedLightningStore
 
-from agl_slime.store import collections
 from agl_slime.store.bridge import BridgeStore
-from agl_slime.store.collections import share_field_sets
 from agl_slime.support.agl import (
     LLM,
     EnqueueRolloutRequest,
     InMemoryLightningStore,
     LitAgentRunner,
     RolloutConfig,
-    Span,
 )
 from tests.harness.stores import make_span
 
@@ -145,18 +142,3 @@ def test_no_store_call_suspends() -> None:
     assert len(run(store.query_workers())) == 2
     assert run(store.release([rollout_id])) == 1
     assert run(store.statistics())["total_rollouts"] == 1
-
-
-def test_spans_share_the_names_of_their_fields_and_are_otherwise_unchanged(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(collections, "_field_sets", {})  # which has the fields of this process's first span
-    *spans, odd = [make_span("r", "a", n, n=n) for n in range(4)]
-    odd.extra = "a further field"  # type: ignore[attr-defined]
-    texts = [span.model_dump_json() for span in (*spans, odd)]
-    for span in (*spans, odd):
-        share_field_sets(span)
-    assert [span.model_dump_json() for span in (*spans, odd)] == texts
-    assert len({id(span.model_fields_set) for span in spans}) == 1
-    assert len({id(span.status.model_fields_set) for span in spans}) == 1
-    assert "extra" in odd.model_fields_set
-    assert "extra" not in spans[0].model_fields_set
-    assert Span.model_validate_json(texts[0]) == spans[0]

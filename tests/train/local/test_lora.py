@@ -47,17 +47,6 @@ def assert_weights_load_as_trained(ours: LocalTrainer, samples: list[Sample], di
     return loaded
 
 
-def test_lora_trains_adapters_only_and_merged_weights_equal_the_model(
-    policy: Path, samples: list[Sample], tmp_path: Path
-) -> None:
-    ours = trainer(policy)
-    base = {name: tensor.clone() for name, tensor in make_model().state_dict().items()}
-    merged = assert_weights_load_as_trained(ours, samples, tmp_path, make_model())
-    base_weights = {name.replace(".base_layer.", "."): tensor for name, tensor in ours.model.state_dict().items()}
-    assert all(torch.equal(base_weights[name], tensor) for name, tensor in base.items())
-    assert set(merged.state_dict()) == set(base)
-
-
 def test_new_adapters_change_nothing_and_come_from_the_seed(policy: Path, samples: list[Sample]) -> None:
     state = torch.random.get_rng_state()
     metrics = trainer(policy, old_log_probs="recompute").train(samples, iteration=0)
@@ -137,7 +126,12 @@ def test_lora_targets_load_as_trained_or_are_refused_at_the_start(
     ours = trainer(source, **settings)
     layers = {name.split(".lora_")[0].split(".")[-1] for name, p in ours.model.named_parameters() if p.requires_grad}
     assert not targets or layers == {*targets}
-    assert_weights_load_as_trained(ours, samples, tmp_path / "weights", make_model(tied=tied))
+    start = make_model(tied=tied)
+    loaded = assert_weights_load_as_trained(ours, samples, tmp_path / "weights", start)
+    assert set(loaded.state_dict()) == set(start.state_dict())
+    frozen = {name.replace(".base_layer.", "."): tensor for name, tensor in ours.model.state_dict().items()}
+    if ours.settings.lora_rank:  # the adapters alone were trained
+        assert all(torch.equal(frozen[name], tensor) for name, tensor in start.state_dict().items())
 
 
 def test_gpt2s_transposed_layers_are_merged_too(samples: list[Sample], tmp_path: Path) -> None:

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from argparse import Namespace
 from typing import Any
 
@@ -13,16 +10,11 @@ import pytest
 from agl_slime.errors import ConfigError
 from agl_slime.gateway.server import Gateway
 from agl_slime.gateway.settings import GatewaySettings
-from agl_slime.rehearse.namespaces import Network
 from agl_slime.runner.ray import require_reachable
 from agl_slime.store.bridge import BridgeStore
 from agl_slime.store.server import StoreService
 from agl_slime.support.net import http_url, public_host
 from agl_slime.train.slime.args import PluginSettings
-from tests.harness.hosts import network
-from tests.harness.slime_programs import REPOSITORY
-
-__all__ = ["network"]
 
 
 def settings_of(environment: dict[str, str] | None = None, **args: Any) -> PluginSettings:
@@ -82,37 +74,3 @@ def test_a_store_that_other_nodes_cannot_reach_is_refused() -> None:
     require_reachable(TwoNodes, "10.0.0.7", setting="agl_store_host")
     with pytest.raises(ConfigError, match=r"Ray has 2 nodes.* give agl_store_host an address of this machine"):
         require_reachable(TwoNodes, "127.0.0.1", setting="agl_store_host")
-
-
-SERVE = """
-import json, sys
-from agl_slime.gateway.server import Gateway
-from agl_slime.gateway.settings import GatewaySettings
-from agl_slime.store.bridge import BridgeStore
-from agl_slime.store.server import StoreService
-with (
-    Gateway(GatewaySettings(host=sys.argv[1])) as gateway,
-    StoreService(store=BridgeStore(), host=sys.argv[1], token="secret") as store,
-):
-    print(json.dumps([gateway.url, store.url]), flush=True)
-    sys.stdin.read()
-"""
-ASK = "import sys, httpx; print(*(httpx.get(url, timeout=20).status_code for url in sys.argv[1:]))"
-
-
-@pytest.mark.hosts
-@pytest.mark.parametrize("host", ["0.0.0.0", "::"])
-def test_another_host_reaches_a_wildcard_by_its_url(network: Network, host: str) -> None:
-    server, agent = network.add("server"), network.add("agent")
-    server.run(
-        ["sh", "-c", "ip link add other type bridge; ip address add 10.99.0.1/24 dev other; ip link set other up"]
-    )
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-    process = server.start([sys.executable, "-c", SERVE, host], cwd=REPOSITORY, **pipes)
-    assert process.stdout is not None
-    urls = json.loads(process.stdout.readline())
-    address = {"0.0.0.0": server.address, "::": f"[{server.address6}]"}[host]
-    assert {url.rpartition(":")[0] for url in urls} == {f"http://{address}"}
-    answers = agent.run([sys.executable, "-c", ASK, *(f"{url}/" for url in urls)]).stdout.split()
-    assert answers == ["401", "401"]
-    process.communicate(timeout=30)

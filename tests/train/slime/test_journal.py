@@ -4,8 +4,6 @@ one step, an end."""
 from __future__ import annotations
 
 import asyncio
-import pickle
-import random
 from argparse import Namespace
 from pathlib import Path
 from typing import Any
@@ -14,7 +12,6 @@ import pytest
 
 from agl_slime import AGLDataSource, slime_hooks
 from agl_slime.data.results import Outcome
-from agl_slime.errors import DataSourceError
 from agl_slime.store.bridge import BridgeStore
 from agl_slime.types import Sample
 from tests.harness.slime_source import (
@@ -45,30 +42,6 @@ def straw(directory: Path, url: str, **settings: Any) -> Namespace:
 
 def batch_of(args: Namespace, step: int, source: AGLDataSource) -> list[list[Sample]]:
     return slime_hooks.generate_rollout(args, step, source).samples  # type: ignore[union-attr]
-
-
-async def test_a_manager_that_takes_the_journal_over_loses_and_doubles_nothing(served: tuple[BridgeStore, str]):
-    store, url = served
-    rng = random.Random(0)
-    args = args_for(agl_store_url=url, rollout_batch_size=3)
-    source = AGLDataSource(args)
-    journal: bytes = pickle.dumps(source.state_dict())  # as the manager does at its start
-    accepted: list[str] = []
-    for step in range(8):
-        await roll_out(store, 3, first=3 * step)
-        if rng.random() < 0.5:  # it dies: in the middle of a batch, or after a batch that was not noted
-            await asyncio.to_thread(source.get_samples, rng.randint(1, 3))
-            source.stop()
-            source = AGLDataSource(args)
-            source.load_state_dict(pickle.loads(journal))
-        accepted += names(await asyncio.to_thread(batch_of, args, step, source))
-        journal = pickle.dumps(source.state_dict())
-    assert len(accepted) == len({*accepted}) == 8 * 3 * SIZE
-    counts = source.groups.ledger.counts()
-    assert (counts.open, counts.ready, counts.closed) == (0, 0, {Outcome.TRAINED: 8 * 3 * SIZE})
-    source.close()
-    with pytest.raises(DataSourceError, match="stopped"):
-        source.get_samples(1)
 
 
 async def test_the_batch_of_a_step_is_the_same_for_the_manager_that_follows(
