@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from collections.abc import Awaitable, Callable
+from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,6 +13,7 @@ from typing import Any
 from aiohttp import web
 
 from agl_slime.buffer.agent_rollout import generate_rollout
+from agl_slime.support.http import listening
 from agl_slime.types import RolloutFnTrainOutput
 
 GENERATOR = """
@@ -94,15 +95,8 @@ def instances(output: RolloutFnTrainOutput) -> list[str]:
     return [group[0].metadata["instance_id"] for group in output.samples]
 
 
-@asynccontextmanager
-async def serve(app: web.Application) -> AsyncIterator[str]:
-    runner = web.AppRunner(app)
-    await runner.setup()
-    try:
-        await web.TCPSite(runner, "127.0.0.1", 0).start()
-        yield f"http://127.0.0.1:{runner.addresses[0][1]}"
-    finally:
-        await runner.cleanup()
+def serve(app: web.Application) -> AbstractAsyncContextManager[str]:
+    return listening(app, host="127.0.0.1", port=0, backlog=128)
 
 
 def buffer_that(get: Callable[[web.Request], Awaitable[web.Response]]) -> AbstractAsyncContextManager[str]:

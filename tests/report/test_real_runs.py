@@ -31,9 +31,11 @@ def floats(text: str) -> np.ndarray:
     return np.frombuffer(base64.b64decode(text), "<f4")
 
 
-def check_facts(details: dict[str, str], sample: dict[str, Any], place: int) -> None:
-    """The page's facts of a trained token equal the recorded ones."""
-    offset = place - sample["prompt_length"]
+def hover_trained(page: Any, sample: dict[str, Any], offset: int) -> None:
+    """Point at a token of the response; its facts equal the recorded ones."""
+    place = sample["prompt_length"] + offset
+    page.hover(f"#k{place}")
+    details = facts(page)
     engine, trainer, advantage = (
         float(floats(sample[name])[offset]) for name in ("engine_log_probs", "trainer_log_probs", "advantages")
     )
@@ -46,13 +48,6 @@ def check_facts(details: dict[str, str], sample: dict[str, Any], place: int) -> 
         # the page shows at least three significant digits, which round by up to 0.5 %
         assert float(details[name]) == pytest.approx(value, rel=5.1e-3, abs=1e-9), name
     assert f"place {place})" in details["token"]
-
-
-def hover_trained(page: Any, sample: dict[str, Any], offset: int) -> None:
-    """Point at a token of the response; its facts equal the recorded ones."""
-    place = sample["prompt_length"] + offset
-    page.hover(f"#k{place}")
-    check_facts(facts(page), sample, place)
 
 
 def test_the_first_command_is_followed_and_read_to_its_tokens(page: Any, tmp_path: Path) -> None:

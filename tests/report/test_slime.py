@@ -21,6 +21,7 @@ from agl_slime.report.read import RunReader
 from agl_slime.report.slime_runs import SlimeRun, dump_files
 from agl_slime.types import Sample
 from tests.harness.examples import examples
+from tests.harness.slime_dumps import save
 
 torch = pytest.importorskip("torch")
 
@@ -61,12 +62,6 @@ def write_dumps(path: Path, *, steps: int = 2, train: bool = True) -> list[list[
     tested = [a_sample(i, group=0, reward=0.25 * i) for i in range(4)]
     save(path / "rollout_data" / "eval_0.pt", {"rollout_id": 0, "samples": tested})
     return every
-
-
-def save(path: Path, value: Any) -> Path:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    torch.save(value, path)
-    return path
 
 
 def whole(reader: RunReader, rollout_id: str) -> dict[str, Any]:

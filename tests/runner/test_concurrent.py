@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import sys
 import threading
 import time
 from typing import Any
@@ -12,8 +13,11 @@ from typing import Any
 import pytest
 from opentelemetry import trace as otel
 
+from agl_slime.errors import ConfigError, MissingDependencyError
 from agl_slime.gateway.settings import GatewaySettings
 from agl_slime.runner import concurrent, guard
+from agl_slime.runner.base import RunnerPlan
+from agl_slime.runner.make import make_runners
 from agl_slime.runner.thread import RunnerThread
 from agl_slime.store.bridge import BridgeStore
 from agl_slime.support.agl import emit_reward, find_final_reward
@@ -201,3 +205,18 @@ async def test_a_failed_attempt_is_tried_again_and_only_the_last_one_counts() ->
             spans = await spans_of(store, rollout)
             assert find_final_reward(spans) == rollout.input
             assert sum(span.name == "agentlightning.annotation" for span in spans) == 2
+
+
+def test_a_plan_is_read_and_written_or_refused_by_name() -> None:
+    for text, kind, count in (("inproc", "inproc", 1), ("process:16", "process", 16)):
+        plan = RunnerPlan.parse(text)
+        assert (plan.kind, plan.count, str(plan)) == (kind, count, text)
+    for text in ("", "process", "process:", "process:0", "inproc:1", "thread:2", "ray:1.5", "ray:²"):
+        with pytest.raises(ConfigError, match="expected inproc, controller, process:N or ray:N"):
+            RunnerPlan.parse(text)
+
+
+def test_ray_that_is_not_installed_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with pytest.raises(MissingDependencyError, match="pip install"):
+        make_runners(RunnerPlan("ray", 2), agent=FnAgent(float), store=BridgeStore())

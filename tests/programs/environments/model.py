@@ -13,6 +13,8 @@ from typing import Any
 
 from aiohttp import web
 
+from agl_slime.support.http import listening
+
 Script = Callable[[dict[str, Any]], str | dict[str, Any]]
 
 
@@ -46,14 +48,8 @@ async def serving(script: Script) -> AsyncIterator[tuple[str, list[dict[str, Any
 
     app = web.Application(client_max_size=64 * 2**20)
     app.router.add_post("/v1/chat/completions", chat)
-    runner = web.AppRunner(app)
-    await runner.setup()
-    site = web.TCPSite(runner, "127.0.0.1", 0)
-    await site.start()
-    try:
-        yield f"http://127.0.0.1:{runner.addresses[0][1]}/v1", requests
-    finally:
-        await runner.cleanup()
+    async with listening(app, host="127.0.0.1", port=0, backlog=128) as url:
+        yield f"{url}/v1", requests
 
 
 def environment(block: Any) -> Any:
