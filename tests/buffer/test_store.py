@@ -126,34 +126,6 @@ def test_acknowledged_deliveries_and_those_beyond_the_window_are_trained(keep_de
     assert uids(store.read("math", request_id="r2")) == []
 
 
-def test_custom_meta_info_sees_all_new_items_before_the_filter_does():
-    calls: list[Any] = []
-
-    def get_group_data_meta_info(temp_data):
-        calls.append({key: [entry["uid"] for entry in items] for key, items in temp_data.items()})
-        return {"n": len(temp_data)}
-
-    def filter_item(entry):
-        calls.append(entry["uid"])
-        return entry["reward"] >= 0
-
-    functions = {"get_group_data_meta_info": get_group_data_meta_info, "filter_item": filter_item}
-    store = open_store(functions=functions)
-    write(store, item("1", reward=-3), item("2", reward=-3), item("3", "b"))
-    assert store.read("math") is None
-    assert calls == [{"a": ["1", "2"], "b": ["3"]}, "1", "2"]
-    write(store, item("4", "b"))
-    calls.clear()
-    batch = store.read("math")
-    assert batch is not None
-    assert calls == [{"a": ["1", "2"], "b": ["3", "4"]}, "3", "4"]
-    assert batch.meta_info == {"n": 2, "finished_groups": ["a", "b"]}
-    write(store, item("5", "c"), item("6", "c"))
-    calls.clear()
-    store.read("math")
-    assert calls[0] == {"c": ["5", "6"]}  # since the last batch
-
-
 def test_items_that_arrive_while_a_group_is_decided_begin_another():
     store: ItemStore
 

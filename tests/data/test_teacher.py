@@ -187,7 +187,7 @@ def test_the_gradient_is_that_of_rewards_less_reverse_kl(tmp_path: Path, alone: 
     """Against autograd over one rollout after the other; ratios are 1, so the loss is the plain policy gradient."""
     torch = pytest.importorskip("torch")
     from tests.harness.trainer_policy import make_model, make_samples, response_log_probs
-    from tests.harness.trainers import ONE_STEP, assert_close, flat, trainer
+    from tests.harness.trainers import ONE_STEP, assert_close, gradient_of, recorded_gradients, trainer
 
     student, teacher, coef = make_model(seed=0), make_model(seed=1), 0.3
     student.save_pretrained(tmp_path)
@@ -197,31 +197,23 @@ def test_the_gradient_is_that_of_rewards_less_reverse_kl(tmp_path: Path, alone: 
     ours = trainer(tmp_path, ONE_STEP, rewards_normalization=False, std_normalization=False)
     ours._teacher_coef, ours._teacher_alone = coef, alone
     ours.model.double()
-    gradients: list[Any] = []
-    ours._optimizer.register_step_pre_hook(lambda *_: gradients.append(flat([p.grad for p in ours.model.parameters()])))  # type: ignore[misc]
-    metrics = ours.train(samples, iteration=0)
+    with recorded_gradients(ours) as steps:
+        metrics = ours.train(samples, iteration=0)
 
     student.double()
-    total, kl, n_tokens = torch.zeros((), dtype=torch.float64), [], sum(sum(s.loss_mask or []) for s in samples)
+    total, kl, n_tokens = torch.zeros((), dtype=torch.float64), 0.0, sum(sum(s.loss_mask or []) for s in samples)
     for sample in samples:
-        ids = torch.tensor(sample.tokens)
+        ids, trained = torch.tensor(sample.tokens), torch.tensor(sample.loss_mask, dtype=torch.bool)
         every = student(ids[None]).logits[0, :-1].log_softmax(-1).gather(-1, ids[1:, None]).squeeze(-1)
-        columns = (
-            every[-sample.response_length :],
-            sample.rollout_log_probs,
-            sample.teacher_log_probs,
-            sample.loss_mask,
-        )
-        for now, old, of_teacher, trained in zip(*columns, strict=True):
-            if trained:
-                kl.append(old - of_teacher)
-                advantage = (0.0 if alone else float(sample.reward)) - coef * kl[-1]  # type: ignore[arg-type]
-                ratio = (now - old).exp()
-                total = total - torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage) / n_tokens
+        columns = (every[-sample.response_length :], sample.rollout_log_probs, sample.teacher_log_probs)
+        now, old, of_teacher = (torch.as_tensor(column, dtype=torch.float64)[trained] for column in columns)
+        advantages = (0.0 if alone else float(sample.reward)) - coef * (old - of_teacher)  # type: ignore[arg-type]
+        total = total - ((now - old).exp() * advantages).sum() / n_tokens
+        kl += float((old - of_teacher).sum())
     total.backward()
-    assert metrics["train/teacher_kl"] == pytest.approx(sum(kl) / n_tokens, rel=1e-6)
+    assert metrics["train/teacher_kl"] == pytest.approx(kl / n_tokens, rel=1e-6)
     assert metrics["train/loss"] == pytest.approx(total.item(), rel=1e-6)
-    assert_close(gradients[0], flat([p.grad for p in student.parameters() if p.grad is not None]))
+    assert_close(steps[0], gradient_of(student))
 
     samples[1].teacher_log_probs = None
     with pytest.raises(TrainerError, match="sample 1 has no teacher_log_probs while others do"):

@@ -277,15 +277,3 @@ async def test_information(client: Client) -> None:
     assert load["max_running_requests"] == MAX_RUNNING
     await client.get("/health")
     await client.get("/health_generate")
-
-
-async def test_workers_lists_itself_as_a_router_would(client: Client) -> None:
-    """With the fields of sglang-router 0.3.2."""
-    if client.server.real:
-        pytest.skip("/workers is the router's endpoint; a worker answers 404")
-    answer = await client.get("/workers")
-    assert set(answer) == {"workers", "total", "stats"}
-    [worker] = answer["workers"]
-    assert (worker["url"], worker["is_healthy"]) == (client.server.url, True)
-    fields = "id url model_id priority cost worker_type is_healthy load connection_mode metadata disable_health_check"
-    assert set(worker) == set(fields.split())

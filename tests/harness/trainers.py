@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -35,19 +37,29 @@ def flat(tensors: list[torch.Tensor]) -> torch.Tensor:
     return torch.cat([tensor.reshape(-1) for tensor in tensors])
 
 
+@contextmanager
+def recorded_gradients(ours: LocalTrainer) -> Iterator[list[torch.Tensor]]:
+    """Grows by the flattened gradient of each step."""
+    steps: list[torch.Tensor] = []
+    hook = ours._optimizer.register_step_pre_hook(lambda *_: steps.append(gradient_of(ours.model)))
+    try:
+        yield steps
+    finally:
+        hook.remove()
+
+
+def gradient_of(model: Any) -> torch.Tensor:
+    return flat([parameter.grad for parameter in model.parameters()]).clone()
+
+
 def gradients(
     policy: Path, batch: Any, settings: LocalTrainerSettings = ONE_STEP, **changes: Any
 ) -> list[torch.Tensor]:
     """The gradient of each step of one ``train``, computed in float64 and flattened."""
     ours = trainer(policy, settings, **changes)
     ours.model.double()
-    steps: list[torch.Tensor] = []
-
-    def record(_optimizer: Any, _args: Any, _kwargs: Any) -> None:
-        steps.append(flat([parameter.grad.clone() for parameter in ours.model.parameters()]))
-
-    ours._optimizer.register_step_pre_hook(record)
-    ours.train(batch, iteration=0)
+    with recorded_gradients(ours) as steps:
+        ours.train(batch, iteration=0)
     return steps
 
 

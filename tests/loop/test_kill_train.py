@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 
 from agl_slime.cli.demo import LOOKUP_POLICY
+from agl_slime.engine.client.client import SGLangClient
 from agl_slime.engine.process import EmbeddedEngine
 from agl_slime.loop.checkpoint import Checkpoint, read_checkpoints
 from agl_slime.tokens.codec import unpack_token_ids
-from tests.harness.training import needs_torch
-from tests.loop.token_counter import TokenCounter
+from tests.harness.training import model_info, needs_torch
 from tests.programs.end_train import PHASES, SIGNALS, Scene, run
 
 pytestmark = needs_torch
@@ -57,27 +57,27 @@ def test_tasks_are_trained_once_and_files_agree_after_each_end(
 @pytest.mark.slow
 async def test_tokens_sampled_before_a_kill_are_not_sampled_again(tmp_path: Path) -> None:
     """Every token that the resumed run trains on was in the checkpoint or was sampled once since."""
-    counter = TokenCounter()
     flags = "--rollout-batch-size 4 --n-samples-per-prompt 4 --max-staleness 2 --weight-pause retract --save-interval 1"
     with EmbeddedEngine(LOOKUP_POLICY) as engine:
-        async with counter.in_front_of(engine.url) as url:
-            scene = Scene(tmp_path, flags=f"{flags} --eval-interval 0", limit_s=200, engine_url=url)
-            calls: list[dict[str, Any]] = []
-            # until a checkpoint has a call that was aborted within its answer
-            while not any(call["finish_reason"] == "abort" for call in calls):
-                await asyncio.to_thread(train_and_kill, scene)
-                newest = read_checkpoints(scene.output / "checkpoints")[0]
-                lines = [json.loads(line) for line in newest.partial.read_text().splitlines()]
-                calls = [call for line in lines for call in line["calls"]]
-            saved = tokens_in(newest)
-            await counter.idle.wait()  # without requests of the killed process
-            counter.tokens = 0
-            last, _ = await asyncio.to_thread(scene.begin, newest.loop.iteration + 4, cold=False)
-            await asyncio.to_thread(last.join, 150)
-            assert last.exitcode == 0, scene.last_words()
+        scene = Scene(tmp_path, flags=f"{flags} --eval-interval 0", limit_s=200, engine_url=engine.url)
+        calls: list[dict[str, Any]] = []
+        # until a checkpoint has a call that was aborted within its answer
+        while not any(call["finish_reason"] == "abort" for call in calls):
+            await asyncio.to_thread(train_and_kill, scene)
+            newest = read_checkpoints(scene.output / "checkpoints")[0]
+            lines = [json.loads(line) for line in newest.partial.read_text().splitlines()]
+            calls = [call for line in lines for call in line["calls"]]
+        saved = tokens_in(newest)
+        async with SGLangClient(base_url=engine.url) as client:
+            await client.abort()  # what the killed process has left
+        earlier = model_info(engine.url)["tokens_sampled"]
+        last, _ = await asyncio.to_thread(scene.begin, newest.loop.iteration + 4, cold=False)
+        await asyncio.to_thread(last.join, 150)
+        assert last.exitcode == 0, scene.last_words()
+        sampled = model_info(engine.url)["tokens_sampled"] - earlier - 1  # one was a probe for weight versions
     trained = [row["train/tokens_trained"] for row in scene.rows() if row["iteration"] > newest.loop.iteration]
     assert len(trained) == 4
-    assert sum(trained) == saved + counter.tokens
+    assert sum(trained) == saved + sampled
     assert saved > 100
 
 

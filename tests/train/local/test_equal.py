@@ -21,7 +21,7 @@ from agl_slime.train.local import LocalTrainer, LocalTrainerSettings, TrainBatch
 from agl_slime.types import Sample, sample_from_fields  # noqa: E402
 from tests.harness.examples import examples  # noqa: E402
 from tests.harness.trainer_policy import VOCABULARY, make_model, make_samples, save_policy  # noqa: E402
-from tests.harness.trainers import ONE_STEP, assert_close, flat, gradient, gradients, trainer  # noqa: E402
+from tests.harness.trainers import ONE_STEP, assert_close, gradient, gradient_of, gradients, recorded_gradients, trainer  # noqa: E402
 
 CLIP, CLIP_HIGH, LONGEST = 0.2, 0.3, 50
 
@@ -162,31 +162,21 @@ def test_loss_gradient_and_metrics_equal_one_sample_at_a_time(
 ):
     ours = trainers[checkpointing]
     changes: dict[str, Any] = {"max_tokens_per_microbatch": microbatch, "loss": loss, "aggregation": aggregation}
-    changes["max_response"] = LONGEST if aggregation == "constant" else 0
+    changes |= {"max_response": LONGEST if aggregation == "constant" else 0, "old_log_probs": "engine"}
     ours.settings = replace(ours.settings, **changes)
     batch = [part for sample in samples for part in (halves(sample) if cut and sample.response_length else [sample])]
-    gradients: list[torch.Tensor] = []
-
-    def record(*_: Any) -> None:
-        gradients.append(torch.cat([parameter.grad.flatten() for parameter in ours.model.parameters()]))
-
     model = make_model().double()
     total, expected = plainly(model, samples, loss=loss, aggregation=aggregation)
     total.backward()
-    theirs = torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
-    hook = ours._optimizer.register_step_pre_hook(record)
-    try:
-        with mock.patch("agl_slime.train.local.trainer.LOGITS_CHUNK", chunk):
-            metrics = ours.train(batch, iteration=0)
-        if recompute:  # the pass before the steps finds the same
-            ours.settings = replace(ours.settings, old_log_probs="recompute")
-            first = ours.train(batch, iteration=0)
-            for name in ("train/entropy", "train/logprob_diff_max", "train/logprob_diff_mean"):
-                assert first[name] == pytest.approx(metrics[name], rel=1e-5)
-    finally:
-        hook.remove()
-        ours.settings = replace(ours.settings, old_log_probs="engine")
-    assert (gradients[0] - theirs).norm() <= 1e-5 * theirs.norm() + 1e-9
+    theirs = gradient_of(model)
+    with recorded_gradients(ours) as steps, mock.patch("agl_slime.train.local.trainer.LOGITS_CHUNK", chunk):
+        metrics = ours.train(batch, iteration=0)
+    if recompute:  # the pass before the steps finds the same
+        ours.settings = replace(ours.settings, old_log_probs="recompute")
+        first = ours.train(batch, iteration=0)
+        for name in ("train/entropy", "train/logprob_diff_max", "train/logprob_diff_mean"):
+            assert first[name] == pytest.approx(metrics[name], rel=1e-5)
+    assert (steps[0] - theirs).norm() <= 1e-5 * theirs.norm() + 1e-9
     for name, value in expected.items():
         assert metrics[name] == pytest.approx(value, rel=1e-5, abs=1e-6), name
     assert metrics["train/grad_norm"] == pytest.approx(float(theirs.norm()), rel=1e-5, abs=1e-9)
@@ -205,12 +195,9 @@ def test_the_gradient_with_kl_is_that_of_the_loss_written_down_plainly(policy: P
             mine += 0.01 * torch.randn(mine.shape, generator=generator, dtype=torch.float64)
             theirs.copy_(mine)
     plainly(model, samples, aggregation="token", kl_coef=0.5, start=start)[0].backward()
-    gradients: list[torch.Tensor] = []
-    ours._optimizer.register_step_pre_hook(
-        lambda *_: gradients.append(flat([parameter.grad.clone() for parameter in ours.model.parameters()]))
-    )
-    assert ours.train(samples, iteration=0)["train/reference_kl"] > 0.01
-    assert_close(gradients[0], flat([parameter.grad for parameter in model.parameters() if parameter.grad is not None]))
+    with recorded_gradients(ours) as steps:
+        assert ours.train(samples, iteration=0)["train/reference_kl"] > 0.01
+    assert_close(steps[0], gradient_of(model))
 
 
 @pytest.mark.parametrize("aggregation", ["token", "rollout"])

@@ -20,7 +20,7 @@ from agl_slime.loop.trainer import HasTokenScores, Trainer  # noqa: E402
 from agl_slime.train.local import LocalTrainerSettings, TrainBatch  # noqa: E402
 from agl_slime.types import Sample  # noqa: E402
 from tests.harness.trainer_policy import VOCABULARY, make_model, make_samples  # noqa: E402
-from tests.harness.trainers import ONE_STEP, flat, gradient, trainer, weights  # noqa: E402
+from tests.harness.trainers import ONE_STEP, flat, gradient, recorded_gradients, trainer, weights  # noqa: E402
 
 # -- metrics and the checks on a batch -------------------------------------------------------------------------------
 
@@ -159,11 +159,8 @@ def test_steps_equal_adamws(policy: Path, samples: list[Sample]):
 def test_rollouts_are_divided_again_by_iteration_epoch_and_seed(policy: Path, samples: list[Sample]):
     def first_minibatches(iteration: int, seed: int) -> list[torch.Tensor]:
         ours = trainer(policy, seed=seed, epochs=2, n_minibatches=2, lr=1e-30)
-        steps: list[torch.Tensor] = []
-        ours._optimizer.register_step_pre_hook(
-            lambda *_: steps.append(flat([parameter.grad.clone() for parameter in ours.model.parameters()]))
-        )
-        ours.train(samples, iteration=iteration)
+        with recorded_gradients(ours) as steps:
+            ours.train(samples, iteration=iteration)
         return [steps[0], steps[2]]  # of the first epoch and of the second
 
     first, second = first_minibatches(0, 0), first_minibatches(0, 0)
