@@ -6,9 +6,6 @@ import io
 from typing import Any
 
 from agl_slime.agent.agent import SGLangLitAgent
-from agl_slime.agent.session import RolloutSession
-from agl_slime.engine.client.generation import SamplingParams
-from agl_slime.support.agl import LLM
 from agl_slime.tokens.images import MARK, ImageSettings
 from agl_slime.train.slime.replay import with_train_inputs
 from agl_slime.types import sample_from_json, sample_to_json
@@ -71,6 +68,8 @@ async def test_images_of_prompt_and_tools_are_in_one_sample_in_order() -> None:
     assert turns[1].token_ids.tolist() == sample.tokens
     assert sum(sample.loss_mask) == sum(len(turn.response_ids) for turn in turns)
     assert "the top:<image>" in vision_tokenizer().decode(sample.tokens)
+    assert turns[0].messages is not None  # which have a mark in the place of the picture
+    assert MARK.findall(turns[0].messages[0]["content"]) == [turns[0].images[0].sha]
 
     restored = sample_from_json(sample_to_json(with_train_inputs([sample], vision_tokenizer())[0]))
     assert len(sample.multimodal_train_inputs["pixel_values"]) == 2
@@ -113,22 +112,3 @@ async def test_invalid_image_fails_the_rollout_with_the_reason() -> None:
     assert blind.failure is not None
     assert "has no processor" in blind.failure[1]
     assert not payloads
-
-
-async def test_messages_of_a_session_hold_marks_and_not_pictures() -> None:
-    tokenizer = vision_tokenizer()
-    engine = engine_saying(tokenizer, ["Red."], expand=expand)
-    with in_thread(engine):
-        agent = Looker(tokenizer=tokenizer, client_settings=QUICK)
-        session = RolloutSession(
-            client=agent._access.client(LLM(endpoint=engine.url, model="none"), tokenizer),
-            sampling=SamplingParams(max_new_tokens=64),
-            messages=agent.build_prompt({}),
-            template=agent._access.template(tokenizer, None),
-            write=lambda attributes, started: None,
-        )
-        await session.ask()
-        await agent.aclose()
-    (image,) = session.images.values()
-    assert MARK.findall(session.messages[0]["content"]) == [image.sha]
-    assert session.turns[0].images == (image,)

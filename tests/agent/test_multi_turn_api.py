@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import pickle
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,7 +16,6 @@ from agl_slime.agent.batched.api_multi_turn import APIMultiTurnRollout, OpenAI
 from agl_slime.agent.batched.multi_turn import messages_to_sample
 from agl_slime.agent.tools import ToolManager
 from agl_slime.engine.client.generation import SamplingParams
-from agl_slime.errors import ConfigError
 from agl_slime.support.http import listening
 from tests.agent.multi_turn_agents import look
 from tests.harness.loop_thread import in_thread
@@ -184,10 +182,3 @@ def test_calls_in_the_text_are_read_when_a_parser_is_named() -> None:
     with serving(reply) as server:
         assert rollout(server, tool_parser="hermes")(trajectories())[0]["turns"] == 2
         assert rollout(server)(trajectories())[0]["turns"] == 1
-
-
-def test_the_endpoint_can_be_sent_to_another_process() -> None:
-    api = OpenAI(model="m", base_url="http://127.0.0.1:1/v1")
-    assert pickle.loads(pickle.dumps(api)) == api
-    with pytest.raises(ConfigError, match="concurrency must be at least 1"):
-        APIMultiTurnRollout(api=api, concurrency=0)

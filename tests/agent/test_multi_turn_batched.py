@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import pickle
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -11,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from agl_slime.agent.batched.multi_turn import MultiTurnRollout, SGLangSampler, trajectory_to_samples
+from agl_slime.agent.batched.multi_turn import MultiTurnRollout, trajectory_to_samples
 from agl_slime.agent.tools import ToolManager
 from agl_slime.engine.client.generation import Generation, SamplingParams
 from agl_slime.errors import (
@@ -23,7 +22,7 @@ from agl_slime.errors import (
 )
 from agl_slime.types import Sample
 from tests.agent.multi_turn_agents import CALL, look
-from tests.harness.conversations import generation_of
+from tests.harness.conversations import cut, generation_of
 from tests.harness.samples import trained_ids
 from tests.harness.vocabularies import chat_tokenizer
 
@@ -47,13 +46,7 @@ class ScriptedSampler:
             if isinstance(answer, Exception):
                 answers.append(answer)
                 continue
-            generation = answer if isinstance(answer, Generation) else generation_of(self.tokenizer, answer)
-            if len(generation.output_ids) > params.max_new_tokens:
-                ids = generation.output_ids[: params.max_new_tokens]
-                text = self.tokenizer.decode(list(ids), skip_special_tokens=False)
-                generation = Generation(
-                    output_ids=ids, log_probs=generation.log_probs[: len(ids)], text=text, finish_reason="length"
-                )
+            generation = cut(generation_of(self.tokenizer, answer), self.tokenizer, params.max_new_tokens)
             self.sampled[question] += generation.output_ids
             answers.append(generation)
         return answers
@@ -86,14 +79,6 @@ def test_all_live_trajectories_are_sampled_in_one_call_per_turn() -> None:
         assert {"messages", "turns", "stop_reason", "truncated"} <= trajectory.keys()
 
 
-@pytest.mark.parametrize(("answer", "ends"), [("One " * 30, ("length", True)), ("One.", ("stop", False))])
-def test_an_answer_cut_off_or_without_calls_ends_a_trajectory(answer: str, ends: tuple[str, bool]) -> None:
-    (trajectory,), sampler = run({"a": [answer, "never asked"]}, sampling_params=SamplingParams(max_new_tokens=8))
-    assert (trajectory["stop_reason"], trajectory["truncated"], trajectory["turns"]) == (*ends, 1)
-    assert trajectory["end_reason"] == ends[0]
-    assert len(sampler.calls) == 1
-
-
 def test_max_turns_ends_a_trajectory_and_is_six_by_default() -> None:
     ((trajectory,), _) = run({"a": [CALL] * 7})
     assert (trajectory["turns"], trajectory["truncated"], trajectory["end_reason"]) == (6, True, "max_turns")
@@ -107,6 +92,10 @@ def test_tool_responses_are_appended_and_bridge_tokens_are_not_trained() -> None
     assert [message["role"] for message in trajectory["messages"]] == ["user", "assistant", "tool", "assistant"]
     assert trajectory["messages"][2]["content"] == "three"
     assert trained(trajectory) == sampler.sampled["a"]
+    [sample] = trajectory_to_samples(trajectory, reward=0.5, tokenizer=sampler.tokenizer, index=0, rollout_id=0)
+    assert (sample.status, sample.reward) == (Sample.Status.COMPLETED, 0.5)
+    assert trained_ids(sample) == sampler.sampled["a"]
+    assert sample.metadata["tools"]["calls"] == {"look": 1}
     columns = (trajectory["input_ids"], trajectory["labels"], trajectory["logprobs"])
     assert all(label in (-100, token) for token, label, _ in zip(*columns, strict=True))
     assert all((logprob == 0.0) == (label == -100) for _, label, logprob in zip(*columns, strict=True))
@@ -271,18 +260,6 @@ def test_without_ray_remote_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(MissingDependencyError, match="pip install ray"):
         MultiTurnRollout.remote(sampler=None, template=None)
-
-
-def test_the_sglang_sampler_can_be_sent_to_another_process() -> None:
-    assert pickle.loads(pickle.dumps(SGLangSampler(base_url="http://127.0.0.1:1"))).sample([], []) == []
-
-
-def test_results_become_samples() -> None:
-    (trajectory,), sampler = run({"a": [CALL, "Three."]})
-    [sample] = trajectory_to_samples(trajectory, reward=0.5, tokenizer=sampler.tokenizer, index=0, rollout_id=0)
-    assert (sample.status, sample.reward) == (Sample.Status.COMPLETED, 0.5)
-    assert trained_ids(sample) == sampler.sampled["a"]
-    assert sample.metadata["tools"]["calls"] == {"look": 1}
 
 
 @pytest.mark.ray

@@ -15,6 +15,7 @@ from agl_slime.tokens import forks
 from tests.agent.multi_turn_agents import Agent, rollout
 from tests.harness.samples import trained_ids
 from tests.harness.vocabularies import chat_tokenizer
+from tests.loop.test_lag import SlowTokenizer
 
 
 @pytest.fixture(autouse=True)
@@ -59,30 +60,13 @@ async def test_branch_keeps_the_sampled_ids_and_is_marked() -> None:
     assert [sample.metadata["fork_reason"] for sample in played.samples] == [None, "branch", "branch", "new_context"]
 
 
-class Watched:
-    """A tokenizer that notes which threads encode long text."""
-
-    def __init__(self, tokenizer: Any) -> None:
-        self._tokenizer = tokenizer
-        self.threads: list[threading.Thread] = []
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._tokenizer, name)
-
-    def __len__(self) -> int:
-        return len(self._tokenizer)
-
-    def encode(self, text: str, **options: Any) -> list[int]:
-        if len(text) > 8_000:
-            self.threads.append(threading.current_thread())
-        return self._tokenizer.encode(text, **options)
-
-
 @pytest.mark.parametrize("edited", [True, False], ids=["edited", "by the template"])
 async def test_a_fork_of_a_long_conversation_is_tokenized_off_the_loop(edited: bool) -> None:
     """The new message is short, but a fork renders and tokenizes the whole conversation."""
     loops: list[threading.Thread] = []
-    watched = Watched(chat_tokenizer("anthropic", "drops_thinking"))
+    tokenizing: list[threading.Thread] = []
+    watched = SlowTokenizer(lambda: tokenizing.append(threading.current_thread()))
+    watched._real = chat_tokenizer("anthropic", "drops_thinking")
 
     class Forks(Agent):
         async def run(self, task: dict[str, Any], session: RolloutSession) -> None:
@@ -97,8 +81,8 @@ async def test_a_fork_of_a_long_conversation_is_tokenized_off_the_loop(edited: b
     answer = "<think>\nWell.\n</think>\n\nOne."
     played = await rollout(Forks, [answer] * 12, tokenizer=watched)
     assert played.finished.status == "succeeded"
-    assert watched.threads
-    assert loops[0] not in watched.threads
+    assert tokenizing
+    assert loops[0] not in tokenizing
 
 
 async def test_each_branch_with_a_role_has_its_reward() -> None:

@@ -45,11 +45,16 @@ async def test_the_answer_of_the_dataset_is_not_in_the_prompt(scheduler: Any) ->
 
 async def test_the_reward_of_a_continued_answer_sees_all_of_it() -> None:
     class Continue(Retry):
+        def check_finished(self, infer_request: Any, result: Any, current_turn: int) -> bool:
+            texts.append(result.message.content)
+            return super().check_finished(infer_request, result, current_turn)
+
         def step(self, infer_request: Any, result: Any, current_turn: int) -> RolloutInferRequest:
             infer_request.messages[-1]["content"] += " But wait,"
             return infer_request
 
     scored: list[Any] = []
+    texts: list[str] = []
 
     class Judged(Agent):
         async def score(self, task: dict[str, Any], trajectory: Any) -> float:
@@ -57,6 +62,7 @@ async def test_the_reward_of_a_continued_answer_sees_all_of_it() -> None:
             return 1.0
 
     await rollout(Judged, ["Two.", " three."], scheduler=Continue(max_turns=5))
+    assert texts == ["Two.", " three."]  # a choice has its turn's text
     assert scored == [("Two. But wait, three.", ["How many?", "Two. But wait, three."])]
 
 
@@ -124,6 +130,8 @@ async def test_a_scheduler_from_a_file_that_was_named(tmp_path: Path, monkeypatc
     finished = await run_rollout(agent, TASK)
     assert len(finished.convert(tokenizer).trajectory.turns) == 2
     assert "Again." in tokenizer.decode(client.prompts[1])
+    with pytest.raises(ConfigError, match="'plugged_in'"):
+        register_scheduler("plugged_in")(Retry)
 
 
 def test_invalid_agent_configuration_is_an_error_in_one_sentence(tmp_path: Path) -> None:
@@ -147,11 +155,3 @@ def test_invalid_agent_configuration_is_an_error_in_one_sentence(tmp_path: Path)
     with pytest.raises(ConfigError, match="object"):
         configure_agent(object(), scheduler="any")
     configure_agent(object(), max_turns=2)  # the gateway counts the turns of agents that are not ours
-
-
-def test_a_registered_name_is_taken_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(scheduler_module.schedulers, "mine", list)  # taken out again at the end
-    del scheduler_module.schedulers["mine"]
-    register_scheduler("mine")(Retry)
-    with pytest.raises(ConfigError, match="'mine'"):
-        register_scheduler("mine")(Retry)

@@ -37,17 +37,12 @@ class EchoTool:
 ECHO = "echo[look]:{'key': 'kz'}"
 
 
-@pytest.mark.parametrize(
-    ("stop", "texts", "ids"),
-    [("</a>", ("</a>",), ()), (["</a>", "x"], ("</a>", "x"), ()), ([7, 9], (), (7, 9)), (None, (), ())],
-)
-def test_stop_is_a_text_or_several_or_token_ids(stop: Any, texts: tuple[str, ...], ids: tuple[int, ...]) -> None:
-    params = SamplingParams(stop=stop)
-    assert (params.stop, params.stop_token_ids) == (texts, ids)
-    assert replace(params, temperature=0.5) == SamplingParams(stop=texts, stop_token_ids=ids, temperature=0.5)
-
-
-def test_max_tokens_and_other_names_of_twinkle_are_taken_or_refused() -> None:
+def test_stop_max_tokens_and_other_names_of_twinkle_are_taken_or_refused() -> None:
+    stops: list[tuple[Any, tuple[str, ...], tuple[int, ...]]] = [("a", ("a",), ()), (["a", "x"], ("a", "x"), ())]
+    for stop, texts, ids in (*stops, ([7, 9], (), (7, 9)), (None, (), ())):
+        params = SamplingParams(stop=stop)
+        assert (params.stop, params.stop_token_ids) == (texts, ids)
+        assert replace(params, temperature=0.5) == SamplingParams(stop=texts, stop_token_ids=ids, temperature=0.5)
     params = SamplingParams(temperature=0.7, max_tokens=4096)
     assert params.max_new_tokens == params.to_payload()["max_new_tokens"] == 4096
     assert replace(params, temperature=0.0).max_new_tokens == 4096
@@ -59,15 +54,7 @@ def test_max_tokens_and_other_names_of_twinkle_are_taken_or_refused() -> None:
         SamplingParams(num_samples=2)
 
 
-@pytest.mark.parametrize(
-    "function",
-    [
-        {},
-        {"parameters": {}},
-        {"parameters": {"type": "object", "properties": {}}},
-        {"parameters": {"blocks": "int, the block"}},
-    ],
-)
+@pytest.mark.parametrize("function", [{}, {"parameters": {"blocks": "int, the block"}}])
 def test_tools_are_called_with_their_name_and_a_dict(function: dict[str, Any]) -> None:
     """A tool that names no properties gets all arguments."""
     manager = ToolManager({})
@@ -75,12 +62,6 @@ def test_tools_are_called_with_their_name_and_a_dict(function: dict[str, Any]) -
     ((trajectory,), _) = run({"a": [CALL, "Three."]}, tool_manager=manager)
     assert [message["role"] for message in trajectory["messages"]] == ["user", "assistant", "tool", "assistant"]
     assert trajectory["messages"][2]["content"] == ECHO
-
-
-def test_arguments_of_a_tools_schema_are_checked() -> None:
-    properties = {"type": "object", "properties": {"key": {"type": "integer"}}, "required": ["key"]}
-    ((trajectory,), _) = run({"a": [CALL, "Three."]}, tool_manager=ToolManager([EchoTool(parameters=properties)]))
-    assert trajectory["messages"][2]["content"].startswith("Error: argument 'key' of look")
     assert ToolManager({"look": EchoTool()}).names == ("look",)
     assert ToolManager({}).names == ToolManager(None).names == ()
 
@@ -172,17 +153,15 @@ def test_sampling_parameters_of_twinkle_are_taken() -> None:
     assert (trajectory["stop_reason"], len([x for x in trajectory["labels"] if x != -100])) == ("length", 2)
 
 
-@pytest.mark.parametrize(
-    ("params", "sentence"),
-    [
+def test_sampling_parameters_that_cannot_be_kept_are_refused() -> None:
+    cases: list[tuple[Any, str]] = [
         (TwinklesParams(num_samples=2), "num_samples must be 1, got 2"),
         (TwinklesParams(prompt_logprobs=1), "prompt_logprobs is 1"),
         ({"temperature": 1.0}, "sampling_params must be SamplingParams"),
-    ],
-)
-def test_sampling_parameters_that_cannot_be_kept_are_refused(params: Any, sentence: str) -> None:
-    with pytest.raises(ConfigError, match=sentence):
-        APIMultiTurnRollout(api=Api(), sampling_params=params)  # type: ignore[arg-type]
+    ]
+    for params, sentence in cases:
+        with pytest.raises(ConfigError, match=sentence):
+            APIMultiTurnRollout(api=Api(), sampling_params=params)  # type: ignore[arg-type]
 
 
 class TwinklesManager:
@@ -202,8 +181,6 @@ def test_a_tool_manager_of_twinkle_runs_its_tools() -> None:
     ((trajectory,), _) = run({"a": [CALL, "Three."]}, tool_manager=TwinklesManager(EchoTool()))
     assert trajectory["messages"][2]["content"] == ECHO
     assert trajectory["tools_called"]["calls"] == {"look": 1}
-    ((first, second), _) = run({"a": [CALL, "Three."], "b": ["Two."]}, tool_manager=[TwinklesManager(EchoTool())] * 2)
-    assert (first["turns"], second["turns"]) == (2, 1)
 
 
 def test_calls_without_an_id_get_one_shared_with_their_results() -> None:

@@ -1,4 +1,4 @@
-"""Multi-turn schedulers as ms-swift documents them: one test per sentence that says something."""
+"""Multi-turn schedulers as ms-swift documents them, and in the shapes that its examples have."""
 
 from __future__ import annotations
 
@@ -16,7 +16,9 @@ from agl_slime import SGLangLitAgent
 from agl_slime.agent.scheduler import (
     ChatMessage,
     MultiTurnScheduler,
+    RequestConfig,
     RolloutInferRequest,
+    RolloutOutput,
     RolloutResponseChoice,
     StopReason,
 )
@@ -29,8 +31,10 @@ from tests.harness.rollouts import run_rollouts
 from tests.harness.samples import trained_ids
 from tests.harness.vocabularies import chat_tokenizer
 
-TASK = {"problem": "6 times 4?", "solution": "\\boxed{24}", "images_path": "none"}
+COLUMNS = {"problem": "6 times 4?", "solution": "\\boxed{24}", "images_path": "none"}
+TASK = {**COLUMNS, "images": ["a.png"], "objects": {"box": [1]}}
 WRONG, RIGHT = "<think>\nHm, 12.\n</think>\n\nIt is \\boxed{12}.", "<think>\n6 * 4.\n</think>\n\nIt is \\boxed{24}."
+QUESTION = "6 times 4?\nPut the final answer into \\boxed{}."
 REPOSITORY = Path(__file__).resolve().parents[2]
 
 
@@ -81,8 +85,9 @@ async def test_step_and_check_finished_get_their_documented_arguments() -> None:
     assert (turn, second) == (1, 2)  # rounds count from 1
     assert messages[-1] == {"role": "assistant", "content": WRONG}  # the history has the model's answer already
     assert [message["role"] for message in later] == ["user", "assistant", "user", "assistant"]
-    assert request.data_dict == TASK  # the other columns
-    assert (request.images, request.audios, request.videos, request.tools, request.objects) == ([], [], [], None, {})
+    assert request.data_dict == COLUMNS  # the other columns
+    assert (request.images, request.objects) == (["a.png"], {"box": [1]})
+    assert (request.audios, request.videos, request.tools) == ([], [], None)
     message = result.message
     assert (result.index, message.role, message.content, result.finish_reason) == (0, "assistant", WRONG, "stop")
     assert last.messages is not None  # copied when the rollout ended
@@ -144,7 +149,8 @@ class Environment(MultiTurnScheduler):
     ) -> dict[str, Any]:
         self.envs[infer_request.uuid] += 1
         self._fail("turn")
-        assert len(response_choice.token_ids) == len(response_choice.logprobs["content"])
+        log_probs = self._extract_logprobs_from_choice(response_choice)
+        assert len(response_choice.token_ids) == len(log_probs) > 0
         done = "24" in response_choice.message.content
         return {"done": done, "rollout_infos": {"total_reward": self.envs[infer_request.uuid], "gym_done": done}}
 
@@ -247,6 +253,86 @@ async def test_a_step_that_returns_something_else_fails_the_rollout_by_name() ->
             return {"messages": []}
 
     assert "Wrong.step" in (await played(Wrong(max_turns=2), [WRONG])).failure
+
+
+# -- schedulers with a ``run`` of their own ---------------------------------------------------------------------------
+
+
+def prompt(*messages: str) -> str:
+    """The prompt of a conversation that a user began."""
+    turns = [f"<|im_start|>{('user', 'assistant')[n % 2]}\n{text}" for n, text in enumerate(messages)]
+    return "<|im_end|>\n".join([*turns, "<|im_start|>assistant\n"] if len(turns) % 2 else turns)
+
+
+class TwoRounds(MultiTurnScheduler):
+    """Has its own ``run`` of two rounds, with an output for each."""
+
+    async def run(self, infer_request: Any, request_config: Any, **kwargs: Any) -> list[RolloutOutput]:
+        outputs = []
+        for turn in (1, 2):
+            response = await self.infer_engine.infer_async(infer_request, RequestConfig(temperature=0.5, max_tokens=40))
+            text = response.choices[0].message.content
+            infer_request.messages.append({"role": "assistant", "content": text})
+            outputs.append(RolloutOutput(response, list(infer_request.messages), rollout_infos={"turn": turn}))
+            infer_request.messages.append({"role": "user", "content": "Sure?"})
+        return outputs
+
+
+async def test_schedulers_own_run_has_each_answer_once_in_later_prompts() -> None:
+    result = await played(TwoRounds(), ["Two.", "24."], Infos)
+    assert result.sample  # the second prompt extends the first answer
+    assert Infos.infos == {"turn": 2}
+    assert {(s.temperature, s.max_new_tokens) for s in result.client.sampling} == {(0.5, 40)}
+    assert result.prompts == [prompt(QUESTION), prompt(QUESTION, "Two.", "Sure?")]
+
+    class Forgetful(TwoRounds):
+        async def run(self, infer_request: Any, request_config: Any, **kwargs: Any) -> Any:
+            await super().run(infer_request, request_config, **kwargs)
+
+    assert "Forgetful.run must return a RolloutOutput" in (await played(Forgetful(), ["Two.", "24."])).failure
+
+
+class BestOfThree(MultiTurnScheduler):
+    """Asks one request three times, one after the other, at the same time or by ``n``, and extends the second."""
+
+    def __init__(self, mode: str) -> None:
+        super().__init__()
+        self.mode = mode
+
+    async def run(self, infer_request: Any, request_config: Any, **kwargs: Any) -> RolloutOutput:
+        messages, ask = [dict(message) for message in infer_request.messages], self.infer_engine.infer_async
+        if self.mode == "n":
+            choices = (await ask(infer_request, RequestConfig(n=3))).choices
+            assert [choice.index for choice in choices] == [0, 1, 2]
+        elif self.mode == "at once":
+            answered = await asyncio.gather(*(ask(infer_request, request_config) for _ in range(3)))
+            choices = [each.choices[0] for each in answered]
+        else:
+            choices = [(await ask(infer_request, request_config)).choices[0] for _ in range(3)]
+        assert infer_request.messages == messages
+        text = choices[1].message.content
+        infer_request.messages += [{"role": "assistant", "content": text}, {"role": "user", "content": "Sure?"}]
+        return RolloutOutput(await ask(infer_request, request_config))
+
+
+@pytest.mark.parametrize("mode", ["one by one", "at once", "n"])
+async def test_best_of_three_asks_the_same_prompt_three_times(mode: str) -> None:
+    result = await played(BestOfThree(mode), ["Two.", "24.", "Six.", "Yes."])
+    assert sorted(trained_ids(*result.samples)) == sorted(result.sampled)
+    assert result.prompts == [prompt(QUESTION)] * 3 + [prompt(QUESTION, "24.", "Sure?")]
+    assert len(result.samples) == 3  # the last answer extends the second, in one Sample
+
+
+async def test_an_answer_that_fails_leaves_the_conversation() -> None:
+    class Retries(MultiTurnScheduler):
+        async def run(self, infer_request: Any, request_config: Any, **kwargs: Any) -> RolloutOutput:
+            with pytest.raises(EngineServerError):
+                await self.infer_engine.infer_async(infer_request, request_config)
+            return RolloutOutput(await self.infer_engine.infer_async(infer_request, request_config))
+
+    result = await played(Retries(), [EngineServerError("broken"), "24."])
+    assert result.prompts == [prompt(QUESTION)] * 2
+    assert result.sample
 
 
 @pytest.mark.slow

@@ -59,6 +59,15 @@ def linked(turns: Sequence[Turn]) -> list[Turn]:
     return made
 
 
+def cut(generation: Generation, tokenizer: Any, max_new_tokens: int) -> Generation:
+    """The answer as an engine gives it that stops at ``max_new_tokens``."""
+    if len(generation.output_ids) <= max_new_tokens:
+        return generation
+    ids = generation.output_ids[:max_new_tokens]
+    text = tokenizer.decode(list(ids), skip_special_tokens=False)
+    return Generation(output_ids=ids, log_probs=generation.log_probs[: len(ids)], text=text, finish_reason="length")
+
+
 class ScriptedClient:
     """A client with scripted answers, in order; an answer is cut at ``max_new_tokens``."""
 
@@ -78,12 +87,7 @@ class ScriptedClient:
         if isinstance(answer, Exception):
             raise answer
         generation = generation_of(self._tokenizer, answer) if isinstance(answer, str) else answer
-        if len(generation.output_ids) > sampling.max_new_tokens:
-            ids = generation.output_ids[: sampling.max_new_tokens]
-            text = self._tokenizer.decode(list(ids), skip_special_tokens=False)
-            generation = Generation(
-                output_ids=ids, log_probs=generation.log_probs[: len(ids)], text=text, finish_reason="length"
-            )
+        generation = cut(generation, self._tokenizer, sampling.max_new_tokens)
         self.generations.append(generation)
         return generation
 
