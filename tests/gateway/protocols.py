@@ -53,6 +53,18 @@ def body_of(path: str, messages: list[Any], **fields: Any) -> dict[str, Any]:
     return {"model": "m", "input" if path == "responses" else "messages": messages, **limit, **fields}
 
 
+def called(path: str, name: str, output: Any, **call: Any) -> list[Any]:
+    """A call of a tool, perhaps with ``arguments``, and its result, as a history of the protocol has them."""
+    if path == "messages":
+        use = {"type": "tool_use", "id": "c", "name": name, **({"input": call["arguments"]} if call else {})}
+        return [assistant([use]), user([{"type": "tool_result", "tool_use_id": "c", "content": output}])]
+    if path == "responses":
+        item = {"type": "function_call", "call_id": "c", "name": name, **call}
+        return [item, {"type": "function_call_output", "call_id": "c", "output": output}]
+    calls = [{"id": "c", "type": "function", "function": {"name": name, **call}}]
+    return [{"role": "assistant", "tool_calls": calls}, {"role": "tool", "tool_call_id": "c", "content": output}]
+
+
 def openai_client(case: Case) -> Any:
     import openai
 

@@ -10,7 +10,6 @@ import re
 import socket
 import threading
 from collections.abc import AsyncIterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from typing import Any
 from urllib.parse import urlsplit
@@ -62,17 +61,6 @@ def text(answer: httpx.Response) -> str:
 
 def chats_url(case: Case) -> str:
     return f"{case.llm.endpoint}/chat/completions"
-
-
-def test_old_requests_repeated_after_a_burst_are_answered() -> None:
-    with serving("hello", latency_s=0.3) as case, ThreadPoolExecutor(40) as pool, httpx.Client() as client:
-        bodies = [{"messages": [user(str(n))]} for n in range(40)]
-        burst = pool.map(lambda body: client.post(chats_url(case), json=body), bodies)
-        assert {answer.status_code for answer in burst} == {200}
-        case.engine.latency_s = 0.0
-        for body in (*bodies[:3], *bodies):
-            assert client.post(chats_url(case), json=body).status_code == 200
-        trained_once(case.turns, case.segments)
 
 
 def test_refused_request_is_not_answered_from_an_equal_request() -> None:

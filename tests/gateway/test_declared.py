@@ -17,6 +17,7 @@ from tests.gateway.protocols import (
     STREAMED,
     Talk,
     assistant,
+    body_of,
     openai_client,
     response_events,
     user,
@@ -279,17 +280,19 @@ def test_custom_tools_of_chats_are_called_with_one_text(streamed: bool) -> None:
 
 
 def test_a_call_of_a_custom_tool_with_other_arguments_shows_them() -> None:
-    with serving(calling("patch", patch="x"), "Done.") as case:
-        talk = Talk(case, "responses", tools=[{"type": "custom", "name": "patch"}])
-        (call,) = talk.ask(user("Go."))
-        assert call["input"] == '{"patch": "x"}'
-        talk.ask({"type": "custom_tool_call_output", "call_id": call["call_id"], "output": "bad"})
-        one_sample(case)
-    with serving(calling("patch", patch="x"), "Done.") as case:
-        talk = Talk(case, "chat/completions", tools=[{"type": "custom", "custom": {"name": "patch"}}])
-        assert talk.ask(user("Go."))["tool_calls"][0]["custom"]["input"] == '{"patch": "x"}'
-        talk.ask(*talk.results("bad"))
-        one_sample(case)
+    custom = {"name": "patch"}
+    for path, tool in (
+        ("responses", {"type": "custom", **custom}),
+        ("chat/completions", {"type": "custom", "custom": custom}),
+    ):
+        with serving(calling("patch", patch="x"), "Done.") as case:
+            talk = Talk(case, path, tools=[tool])
+            answer = talk.ask(user("Go."))
+            call = answer[0] if path == "responses" else answer["tool_calls"][0]["custom"]
+            assert call["input"] == '{"patch": "x"}'
+            bad = {"type": "custom_tool_call_output", "call_id": call.get("call_id"), "output": "bad"}
+            talk.ask(*([bad] if path == "responses" else talk.results("bad")))
+            one_sample(case)
 
 
 def allowed(path: str, mode: str, *names: str) -> dict[str, Any]:
@@ -301,9 +304,9 @@ def allowed(path: str, mode: str, *names: str) -> dict[str, Any]:
 
 def two_tools(path: str) -> dict[str, Any]:
     functions = [WEATHER["function"], {**WEATHER["function"], "name": "tides"}]
-    if path == "responses":
-        return {"input": [user("x")], "tools": [{"type": "function", **function} for function in functions]}
-    return {"messages": [user("x")], "tools": [{"type": "function", "function": function} for function in functions]}
+    flat = path == "responses"
+    tools = [{"type": "function", **(each if flat else {"function": each})} for each in functions]
+    return body_of(path, [user("x")], tools=tools)
 
 
 @pytest.mark.parametrize("path", ["responses", "chat/completions"])

@@ -12,8 +12,6 @@ import pytest
 
 from agl_slime.agent.access import EngineAccess
 from agl_slime.agent.by_file import import_file
-from agl_slime.engine.client.client import SGLangClient
-from agl_slime.engine.client.generation import SamplingParams
 from agl_slime.gateway.server import Gateway
 from agl_slime.gateway.settings import GatewaySettings
 from agl_slime.support.agl import LLM
@@ -71,14 +69,10 @@ def test_stream_equals_the_sampled_text(server: Server) -> None:
             assert len(pieces) > 2 or not text  # beside the first and the last chunk, which have none
 
 
-async def test_recorded_log_probs_are_of_the_prompt_that_was_sent(server: Server) -> None:
-    """The engine scores the same tokens as a prompt: the same log-probs."""
+def test_a_client_gets_the_recorded_log_probs_and_the_best_ones(server: Server) -> None:
     with Gateway() as gateway:
         llm, spans = opened(server, gateway)
-        async with httpx.AsyncClient(timeout=60) as http:
-            body = {"model": "m", "messages": HELLO, "logprobs": True, "top_logprobs": 3}
-            answer = (await http.post(f"{llm.endpoint}/chat/completions", json=body)).json()
-        tokens = answer["choices"][0]["logprobs"]["content"]
+        tokens = chat(llm, logprobs=True, top_logprobs=3).json()["choices"][0]["logprobs"]["content"]
         [turn] = decode_turns(spans)
         assert np.allclose([token["logprob"] for token in tokens], turn.log_probs)
         for token in tokens:
@@ -86,17 +80,6 @@ async def test_recorded_log_probs_are_of_the_prompt_that_was_sent(server: Server
             assert len(best) == 3
             assert best == sorted(best, reverse=True)
             assert token["logprob"] <= best[0] + 1e-6
-        async with SGLangClient(base_url=server.url) as engine:
-            payload = {
-                "input_ids": [*turn.prompt_ids.tolist(), *turn.response_ids.tolist()],
-                "sampling_params": SamplingParams(max_new_tokens=1).to_payload(),
-                "return_logprob": True,
-                "logprob_start_len": len(turn.prompt_ids) - 1,
-                "rid": "scored",
-            }
-            scored = await engine._http.call("POST", "/generate", payload)
-        log_probs = [pair[0] for pair in scored["meta_info"]["input_token_logprobs"][1:]]
-        assert np.allclose(log_probs, turn.log_probs, atol=1e-4)
 
 
 def test_constraints_work_on_real_engine_and_are_refused_by_embedded_one(server: Server) -> None:

@@ -77,25 +77,18 @@ def read_or_refused(protocol: Protocol, body: dict[str, Any], kind: str) -> Call
     return None
 
 
-def test_each_openai_tool_type_is_offered_left_out_or_refused() -> None:
+def test_each_tool_type_of_the_vendors_is_offered_left_out_or_refused() -> None:
     from openai.types.responses import ToolParam
 
-    kinds = {*types_of(ToolParam)}
-    assert len(kinds) > 15
-    for kind in sorted(kinds):
-        tool = {"type": kind, "name": "f", "tools": [{"type": "function", "name": "g"}]}
-        call = read_or_refused(PROTOCOLS["responses"], {"input": "x", "tools": [tool]}, kind)
-        assert call is None or len(call.tools) + len(call.server_tools) == 1, kind
-
-
-def test_each_anthropic_tool_type_is_offered_left_out_or_refused() -> None:
     beta = pytest.importorskip("anthropic.types.beta", reason="the client of Anthropic: pip install anthropic")
-    kinds = {*types_of(beta.BetaToolUnionParam)} - {"custom"}
-    assert len(kinds) > 20
-    for kind in sorted(kinds):
-        body = {**BODIES["messages"], "tools": [{"type": kind, "name": "f"}]}
-        call = read_or_refused(PROTOCOLS["messages"], body, kind)
-        assert call is None or len(call.tools) + len(call.server_tools) == 1, kind
+    for path, union in (("responses", ToolParam), ("messages", beta.BetaToolUnionParam)):
+        kinds = {*types_of(union)} - ({"custom"} if path == "messages" else set())
+        assert len(kinds) > 15
+        for kind in sorted(kinds):
+            functions = {"tools": [{"type": "function", "name": "g"}]} if path == "responses" else {}
+            body = {**BODIES[path], "tools": [{"type": kind, "name": "f", **functions}]}
+            call = read_or_refused(PROTOCOLS[path], body, kind)
+            assert call is None or len(call.tools) + len(call.server_tools) == 1, kind
 
 
 def test_each_type_of_openais_items_is_read_or_refused_by_name() -> None:

@@ -9,15 +9,12 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.gateway.protocols import CHATS, FUNCTION, TOOLS, Talk, assistant, body_of, events_of, user
+from tests.gateway.protocols import CHATS, FUNCTION, TOOLS, Talk, body_of, called, events_of, user
 from tests.harness.gateway import (
-    BODY,
     CALL,
     CALL_TWO,
-    WEATHER,
     Case,
     calling,
-    chat,
     one_sample,
     post,
     prompts,
@@ -84,13 +81,6 @@ def test_parts_of_a_content_are_joined_as_sglang_joins_them(path: str, between: 
         assert f"user\none{between}two<|im_end|>" in prompts(case)[0]
 
 
-def test_anthropic_thread_field_is_refused_with_its_error_code() -> None:
-    with serving("ok") as case:
-        body = body_of("messages", [user("x")], thread={"type": "new"})
-        details = post(case, "messages", status=400, **body)["error"]["details"]
-        assert details == {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
-
-
 HOSTILE = ['"\\ud800"', '{"a": ["\\udc00 x"]}', "123456789012345678901234567890", "-98765432109876543210", "NaN"]
 
 
@@ -115,26 +105,12 @@ def test_arguments_that_json_cannot_hold_are_served_and_come_back(path: str) -> 
 NO_ARGUMENTS: list[Any] = [{"arguments": ""}, {"arguments": " \n"}, {"arguments": "null"}, {"arguments": None}, {}]
 
 
-def history_with_call(path: str, call: dict[str, Any]) -> dict[str, Any]:
-    """A history with a call of these ``arguments``, or without any, in the words of each protocol."""
-    if path == "messages":
-        use = {"type": "tool_use", "id": "c", "name": "now", **({"input": call["arguments"]} if call else {})}
-        result = {"type": "tool_result", "tool_use_id": "c", "content": "noon"}
-        return body_of(path, [user("x"), assistant([use]), user([result])])
-    if path == "responses":
-        item = {"type": "function_call", "call_id": "c", "name": "now", **call}
-        return body_of(path, [user("x"), item, {"type": "function_call_output", "call_id": "c", "output": "noon"}])
-    calls = [{"id": "c", "type": "function", "function": {"name": "now", **call}}]
-    result = {"role": "tool", "tool_call_id": "c", "content": "noon"}
-    return body_of(path, [user("x"), {"role": "assistant", "tool_calls": calls}, result])
-
-
 @pytest.mark.parametrize("path", CHATS)
 @pytest.mark.parametrize("model", ["Qwen3", "Qwen3.5", "GLM-4.5", "Kimi K2", "DeepSeek-V3"])
 def test_a_call_without_arguments_is_one_with_an_empty_object(model: str, path: str) -> None:
     with serving("ok", template=template_of(MODELS[model]), context_length=9_000) as case:
         for call in [{"arguments": "{}" if path != "messages" else {}}, *NO_ARGUMENTS]:
-            post(case, path, **history_with_call(path, call))
+            post(case, path, **body_of(path, [user("x"), *called(path, "now", "noon", **call)]))
         assert len(set(prompts(case))) == 1
 
 
@@ -148,12 +124,3 @@ def test_an_answers_call_that_comes_back_without_arguments_is_no_fork(arguments:
         call["function"] |= arguments
         talk.ask(*talk.results("noon"))
         one_sample(case)
-
-
-def test_arguments_of_a_given_history_that_json_cannot_hold_are_read() -> None:
-    with serving("ok") as case:
-        for arguments in ('{"city": "\\ud800"}', '{"city": NaN}', "[" * 200 + "]" * 200):
-            call = {"id": "c", "type": "function", "function": {"name": "weather", "arguments": arguments}}
-            result = {"role": "tool", "tool_call_id": "c", "content": "y"}
-            messages = [user("x"), {"role": "assistant", "tool_calls": [call]}, result]
-            assert chat(case, {**BODY, "messages": messages, "tools": [WEATHER]}).status_code == 200, arguments

@@ -12,7 +12,7 @@ from agl_slime.tokens.forks import ForkReason
 from agl_slime.tokens.images import ImageSettings
 from agl_slime.tokens.trajectory import Trajectory
 from agl_slime.train.slime.replay import with_train_inputs
-from tests.gateway.protocols import assistant, body_of, user
+from tests.gateway.protocols import CHATS, assistant, body_of, called, user
 from tests.harness.gateway import Case, post, serving, trained_once
 from tests.harness.servers import server_that_answers
 from tests.harness.vision import expand, picture, processor, uri, vision_tokenizer
@@ -96,27 +96,10 @@ def test_an_image_is_kept_once_whatever_number_of_turns_shows_it() -> None:
 
 
 def test_images_of_users_and_of_tools_are_shown_in_all_three_protocols() -> None:
-    name = {"name": "look", "arguments": "{}"}
-    call = {"id": "call_1", "type": "function", "function": name}
-    use = {"type": "tool_use", "id": "call_1", "name": "look", "input": {}}
-    histories: dict[str, Any] = {
-        "chat/completions": lambda parts: [
-            assistant(None, tool_calls=[call]),
-            {"role": "tool", "tool_call_id": "call_1", "content": parts},
-        ],
-        "responses": lambda parts: [
-            {"type": "function_call", "call_id": "call_1", **name},
-            {"type": "function_call_output", "call_id": "call_1", "output": parts},
-        ],
-        "messages": lambda parts: [
-            assistant([use]),
-            user([{"type": "tool_result", "tool_use_id": "call_1", "content": parts}]),
-        ],
-    }
     with serve("Red.") as case:
-        for path, history in histories.items():
+        for path in CHATS:
             words = text("here:", "input_text" if path == "responses" else "text")
-            body = body_of(path, [user([words, image(BLUE, path)]), *history([words, image(RED, path)])])
+            body = body_of(path, [user([words, image(BLUE, path)]), *called(path, "look", [words, image(RED, path)])])
             answer = post(case, path, **body)
             if path == "messages":
                 count = post(case, "messages/count_tokens", **body)["input_tokens"]

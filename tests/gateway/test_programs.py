@@ -41,11 +41,7 @@ PYTHON: dict[str, tuple[str, tuple[str, ...]]] = {
     "langchain langchain_anthropic": ("langchain_anthropic", TWO_TURNS),
     "langchain langchain_openai": ("langchain_openai", TWO_TURNS),
     "dspy": ("dspy", (FIELD,)),
-    "magentic": ("magentic", (DONE,)),
-    "griptape": ("griptape", (DONE,)),
-    "outlines": ("outlines", (DONE,)),
     "llm_chat": ("llm", TWO_TURNS),
-    "agno phi model": ("phi", TWO_TURNS),
     "openai_stream_helper": ("openai", TWO_TURNS),
     **{name: (name, TWO_TURNS) for name in ["haystack", "agno", "llama_index", "aisuite", "qwen_agent", "mirascope"]},
 }

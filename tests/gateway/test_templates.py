@@ -7,11 +7,10 @@ from typing import Any
 
 import pytest
 
-from agl_slime.gateway.calls import function_tool
 from agl_slime.tokens.forks import ForkReason
-from tests.gateway.protocols import ANTHROPIC_TOOL, CHATS, FUNCTION, Talk, assistant, body_of, user
+from tests.gateway.protocols import ANTHROPIC_TOOL, CHATS, FUNCTION, Talk, body_of, user
 from tests.harness.chat_templates import SYSTEM_FIRST, TAKES_TURNS
-from tests.harness.gateway import WEATHER, Case, one_sample, post, serving
+from tests.harness.gateway import one_sample, post, serving
 from tests.harness.model_templates import MODELS, template_of
 
 XML_CALL = "<tool_call>\n<function=weather>\n<parameter=city>\nRome\n</parameter>\n</function>\n</tool_call>"
@@ -56,27 +55,9 @@ def test_template_error_is_a_400_with_the_templates_message(path: str) -> None:
         assert len(case.turns) == 1
 
 
-def test_non_object_arguments_are_a_400_when_the_template_needs_a_mapping() -> None:
-    with serving("Hello.", template=SYSTEM_FIRST) as case:
-        call = {"id": "call_1", "type": "function", "function": {"name": "weather", "arguments": '{"city": '}}
-        history = [USER, assistant(None, tool_calls=[call]), USER]
-        refused = post(case, "chat/completions", status=400, messages=history)
-        assert "Can only get item pairs from a mapping" in refused["error"]["message"]
-
-
-def test_tools_with_an_unknown_call_format_are_a_400_and_plain_chat_works() -> None:
-    with serving("Hello.", template=TAKES_TURNS) as case:
-        refused = post(case, "chat/completions", status=400, messages=[USER], tools=[WEATHER])
-        assert "asks for tool calls in a format without a parser" in refused["error"]["message"]
-        post(case, "chat/completions", messages=[USER])
-
-
-TOOL = function_tool("weather", ANTHROPIC_TOOL["description"], ANTHROPIC_TOOL["input_schema"])
-XML = "<tool_call>\n<function=weather>\n<parameter=city>\nRome\n</parameter>\n</function>\n</tool_call>"
-JSON = '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome"}}\n</tool_call>'
-# as the template writes a call, and as the model does: white space and the order of keys make no fork
-CALLS = {"Qwen3.8": (XML, XML), "Nemotron 3 Super": (XML, XML.replace("\n", "", 1))}
-CALLS["Kimi K2.5"] = JSON, '<tool_call>{"arguments":{"city":"Rome"},"name":"weather"}</tool_call>'
+JSON_CALL = '<tool_call>{"arguments":{"city":"Rome"},"name":"weather"}</tool_call>'
+# as the model writes a call: the template's white space and order of keys make no fork
+CALLS = {"Qwen3.8": XML_CALL, "Nemotron 3 Super": XML_CALL.replace("\n", "", 1), "Kimi K2.5": JSON_CALL}
 
 
 def thought(number: int) -> str:
@@ -85,52 +66,30 @@ def thought(number: int) -> str:
 
 def says(model: str, turns: int) -> list[str]:
     """Answers that begin within the thinking that the prompt has opened; every third has two calls."""
-    _, call = CALLS[model]
+    call = CALLS[model]
     texts = [f"I look.{call}{call if number % 3 == 2 else ''}" for number in range(turns - 1)]
     return [f"{thought(number)}\n</think>\n\n{text}" for number, text in enumerate([*texts, "Sunny."])]
-
-
-def in_fields(number: int) -> list[dict[str, Any]]:
-    """An answer with calls, and their results, in the fields that the template reads."""
-    call = {"type": "function", "function": {"name": "weather", "arguments": {"city": "Rome"}}}
-    calls = [call, call] if number % 3 == 2 else [call]
-    answer = assistant("I look.", reasoning_content=thought(number), tool_calls=calls)
-    return [answer, *({"role": "tool", "content": f"fine {number}"} for _ in calls)]
-
-
-def prompts_are_the_templates(case: Case, model: str, histories: list[list[dict[str, Any]]]) -> None:
-    written, sampled = CALLS[model]
-    one_sample(case, len(histories))
-    for turn, messages in zip(case.turns, histories, strict=True):
-        text = case.tokenizer.apply_chat_template(messages, tools=[TOOL], add_generation_prompt=True, tokenize=False)
-        prompt = case.tokenizer.decode(turn.prompt_ids.tolist(), skip_special_tokens=False)
-        assert "".join(prompt.split()) == "".join(text.replace(written, sampled).split())
-
-
-SYSTEM = {"role": "system", "content": "You code."}
 
 
 @pytest.mark.parametrize("model", CALLS)
 @pytest.mark.parametrize("keeps_blocks", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_claude_codes_session_of_32_turns_is_one_sample(model: str, keeps_blocks: bool) -> None:
     """With a reminder every ten turns; a client may leave the blocks of thinking out of its history."""
-    turns, ways = 32, MODELS[model]
-    with serving(*says(model, turns), template=template_of(ways), context_length=60_000) as case:
+    turns = 32
+    with serving(*says(model, turns), template=template_of(MODELS[model]), context_length=60_000) as case:
         talk = Talk(case, "messages", system="You code.", tools=[ANTHROPIC_TOOL])
-        items, rendered, histories = [user("Weather?")], [SYSTEM, user("Weather?")], []
+        items = [user("Weather?")]
         for number in range(turns):
-            histories.append([*rendered])
             content = talk.ask(*items)
             assert content[0] == {**content[0], "type": "thinking", "thinking": thought(number)}
             if not keeps_blocks:
                 talk.history[-1]["content"] = [block for block in content if block["type"] != "thinking"]
             items = talk.results(f"fine {number}")
-            rendered += in_fields(number)
             if number % 10 == 9:
                 items.append({"role": "system", "content": "Keep going."})
-                role = "user" if ways.system == "refused" else "system"
-                rendered.append({"role": role, "content": "Keep going."})
-        prompts_are_the_templates(case, model, histories)
+        one_sample(case, turns)
+        last = case.tokenizer.decode(case.turns[-1].prompt_ids.tolist(), skip_special_tokens=False)
+        assert [last.count(text) for text in (CALLS[model], "Keep going.")] == [turns - 1 + turns // 3, turns // 10]
 
 
 @pytest.mark.parametrize(("model", "samples"), [("Nemotron 3 Super", 2), ("Qwen3.8", 1)])

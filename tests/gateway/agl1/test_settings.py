@@ -6,12 +6,17 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 from agl_slime.cli.settings import train_config
 from agl_slime.errors import ConfigError
 from agl_slime.gateway.agl1.settings import ControllerSettings
+from agl_slime.runner.base import RunnerPlan
+from agl_slime.runner.controller import ControllerPool
 from agl_slime.runner.controller_process import check_python
+from agl_slime.store.bridge import BridgeStore
+from agl_slime.support.threads import run_blocking
 from tests.harness.agl1 import serving_api
 
 _FITS: dict[str, Any] = {"runners": "controller", "tasks": Path("tasks.jsonl"), "agent": "sums:Sums"}
@@ -73,3 +78,14 @@ def test_a_python_without_a_controller_is_refused(tmp_path: Path) -> None:
         check_python(tmp_path / "nowhere")
     with pytest.raises(ConfigError, match=r"its agentlightning is 0\.3\.\d+, which has no controller"):
         check_python(Path(sys.executable))
+
+
+def test_a_job_template_is_in_the_config_that_controllers_read(tmp_path: Path) -> None:
+    template, store = tmp_path / "job.yaml", BridgeStore()
+    template.write_text("kind: Job\n")
+    plan = RunnerPlan(kind="controller", controller=ControllerSettings(job_template=template))
+    with ControllerPool(plan=plan, store=store) as pool:
+        rollout = run_blocking(store.enqueue_rollout(input={}, mode="train")).rollout_id
+        config = httpx.get(f"{pool.url}/api/rollouts/{rollout}").json()["rollout"]["config"]
+        assert config["k8s"]["job_template"] == "kind: Job\n"
+        assert "runner_type=k8s" in pool.command

@@ -95,11 +95,11 @@ def haystack() -> str:
     return agent.run(messages=[ChatMessage.from_user(QUESTION)])["messages"][-1].text
 
 
-def agno(package: str = "agno", models: str = "models") -> str:
-    """Agno, or phidata, by which name it began."""
-    agent = import_module(f"{package}.agent").Agent
-    like = import_module(f"{package}.{models}.openai.like").OpenAILike
-    return agent(model=like(id="m", base_url=BASE_URL, api_key="any"), tools=[weather]).run(QUESTION).content
+def agno() -> str:
+    from agno.agent import Agent
+    from agno.models.openai.like import OpenAILike
+
+    return Agent(model=OpenAILike(id="m", base_url=BASE_URL, api_key="any"), tools=[weather]).run(QUESTION).content
 
 
 def llama_index() -> str:
@@ -114,13 +114,6 @@ def llama_index() -> str:
         return str(await FunctionAgent(tools=[weather], llm=llm, system_prompt="Be brief.").run(QUESTION))
 
     return asyncio.run(run())
-
-
-def magentic() -> str:
-    import magentic
-
-    model = magentic.OpenaiChatModel("m", base_url=BASE_URL, api_key="any")
-    return str(magentic.Chat([magentic.UserMessage(QUESTION)], model=model).submit().last_message.content)
 
 
 def aisuite() -> str:
@@ -140,14 +133,6 @@ def llm_chat() -> str:
     return model.chain(QUESTION, tools=[weather], stream=False, key="any").text()
 
 
-def griptape() -> str:
-    from griptape.drivers.prompt.openai import OpenAiChatPromptDriver
-    from griptape.structures import Agent
-
-    agent = Agent(prompt_driver=OpenAiChatPromptDriver(model="m", base_url=BASE_URL, api_key="any"))
-    return agent.run(QUESTION).output.value
-
-
 def qwen_agent() -> str:
     from qwen_agent.agents import Assistant
     from qwen_agent.tools.base import BaseTool, register_tool
@@ -162,13 +147,6 @@ def qwen_agent() -> str:
 
     bot = Assistant(llm={"model": "m", "model_server": BASE_URL, "api_key": "any"}, function_list=["weather"])
     return bot.run_nonstream(messages=[{"role": "user", "content": QUESTION}])[-1]["content"]
-
-
-def outlines() -> str:
-    import openai
-    import outlines
-
-    return outlines.from_openai(openai.OpenAI(base_url=BASE_URL), "m")(QUESTION)
 
 
 def mirascope() -> str:
