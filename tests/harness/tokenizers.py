@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -61,3 +61,19 @@ def small_tokenizer(template: str | None = PLAIN) -> PreTrainedTokenizerFast:
     tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>"]})
     tokenizer.chat_template = template
     return tokenizer
+
+
+class Rendering:
+    """A tokenizer that renders by itself and not by transformers' own ``apply_chat_template``, and counts it."""
+
+    def __init__(self, tokenizer: Any, source: Any = PLAIN, prefix: str = "") -> None:
+        self._tokenizer, self._prefix = tokenizer, prefix
+        self.chat_template = source
+        self.rendered = 0
+
+    def apply_chat_template(self, conversation: Any, **kwargs: Any) -> Any:
+        self.rendered += 1
+        return self._prefix + self._tokenizer.apply_chat_template(conversation, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._tokenizer, name)

@@ -16,15 +16,6 @@ from tests.harness.conversations import answer, text_of
 from tests.harness.model_templates import MODELS, Ways, template_of
 from tests.harness.tokenizers import small_tokenizer
 
-# as Kimi's: a call is written by its id, which names the function
-BY_ID = (
-    "{% for m in messages %}<|im_start|>{{ m.role }}\n"
-    "{% if m.role == 'assistant' %}<think>{{ m.reasoning_content or '' }}</think>{% endif %}{{ m.content }}"
-    "{% for c in m.tool_calls or [] %}<|tool_call_begin|>{{ c.id }}<|tool_call_argument_begin|>"
-    "{{ c.function.arguments | tojson }}<|tool_call_end|>{% endfor %}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n<think>{% endif %}"
-)
-
 # as Gemma's: another token ends an answer with calls, and content is written behind them
 ENDS_CALLS = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n"
@@ -59,26 +50,11 @@ CALL = '<tool_call>\n{"name": "f", "arguments": {"x": 1}}\n</tool_call>'
 ASK, THEN = [{"role": "user", "content": "?"}], {"role": "user", "content": "And then?"}
 
 
-def written(number: int) -> str:
-    return f'<|tool_call_begin|>functions.f:{number}<|tool_call_argument_begin|>{{"x": 1}}<|tool_call_end|>'
-
-
 def context_of(template: str, *tokens: str, messages: Any = ASK, **options: Any) -> tuple[ChatContext, Any]:
     """A conversation under a template, and its tokenizer with further special tokens."""
     tokenizer = copy.deepcopy(small_tokenizer(template))
     tokenizer.add_tokens([*tokens], special_tokens=True)
     return ChatContext(template=ChatTemplate(tokenizer=tokenizer, **options), messages=messages), tokenizer
-
-
-@pytest.mark.parametrize("calls", [0, 1, 3])
-def test_answer_has_content_thinking_and_any_number_of_calls(calls: int) -> None:
-    template = ChatTemplate(tokenizer=small_tokenizer(BY_ID), tools=TOOLS)
-    text = f"Let me see.{''.join(map(written, range(calls)))}"
-    for thought, reasoning in (("So Rome.</think>", "So Rome."), ("\n</think>\n\n", None)):
-        message = template.fields.convert(thought + text, template.reader).message
-        assert (message["content"].strip(), message.get("reasoning_content")) == ("Let me see.", reasoning)
-        ids = [call["id"] for call in message.get("tool_calls", ())]
-        assert ids == [f"functions.f:{n}" for n in range(calls)]
 
 
 @pytest.mark.parametrize("rest", ["", "Then", '<tool_call>\n{"name": "wea'])

@@ -17,7 +17,7 @@ from agl_slime.tokens.template import _MAX_KEY_BYTES, _MAX_PROMPTS, ChatTemplate
 from tests.harness.chat_templates import CHATML, SYSTEM_FIRST, TAKES_TURNS
 from tests.harness.conversations import answer
 from tests.harness.model_templates import Ways, template_of
-from tests.harness.tokenizers import small_tokenizer
+from tests.harness.tokenizers import Rendering, small_tokenizer
 from tests.harness.vocabularies import chat_tokenizer
 
 SYSTEM = {"role": "system", "content": "Be brief."}
@@ -107,19 +107,12 @@ def test_template_error_is_a_prompt_error_with_its_message(template: str, messag
         context.prompt_ids()
 
 
-def test_half_a_character_is_the_replacement_character_to_the_model() -> None:
-    tokenizer = small_tokenizer(CHATML)
-    question = {"role": "user", "content": "Größe of \udcff and \ud83d\ude00?"}
-    context = ChatContext(template=ChatTemplate(tokenizer=tokenizer), messages=[question])
-    assert "Größe of \ufffd and 😀?" in tokenizer.decode(context.prompt_ids())
-
-
 def test_full_render_is_used_where_the_incremental_one_may_differ() -> None:
     tools = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
     plain = small_tokenizer(CHATML)
     assert callable(direct_renderer(plain, tools, {"enable_thinking": False}))
     same = CHATML + "{% if messages[0] is sameas messages[-1] %}same{% endif %}"
-    renders: Any = Counting(plain, prefix="mine: ")
+    renders: Any = Rendering(plain, prefix="mine: ")
     for why, tokenizer, listed, options in (
         ("renders by itself", renders, tools, {}),
         ("compares object identities", small_tokenizer(same), tools, {}),
@@ -153,25 +146,9 @@ def test_a_schema_is_written_as_json_once_for_each_way_of_writing(monkeypatch: p
 MESSAGES = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "How many?"}]
 
 
-class Counting:
-    """A tokenizer that counts its renderings, and renders by itself."""
-
-    def __init__(self, tokenizer: Any, source: Any = CHATML, prefix: str = "") -> None:
-        self._tokenizer, self._prefix = tokenizer, prefix
-        self.chat_template = source
-        self.rendered = 0
-
-    def apply_chat_template(self, conversation: Any, **kwargs: Any) -> Any:
-        self.rendered += 1
-        return self._prefix + self._tokenizer.apply_chat_template(conversation, **kwargs)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._tokenizer, name)
-
-
 @pytest.fixture
 def counting() -> Any:
-    return Counting(chat_tokenizer("anthropic", "chatml"))
+    return Rendering(chat_tokenizer("anthropic", "chatml"))
 
 
 def test_a_group_renders_its_prompt_once_and_its_members_go_their_own_ways(counting: Any) -> None:
@@ -212,7 +189,7 @@ DATED = CHATML + "{{ strftime_now('%d %b') }}"
     ("source", "options"), [(DATED, {}), (None, {}), ({"default": CHATML}, {}), (CHATML, {"chat_template": DATED})]
 )
 def test_a_template_that_may_write_something_else_is_rendered_each_time(source: Any, options: dict[str, Any]) -> None:
-    tokenizer: Any = Counting(chat_tokenizer("anthropic", "chatml"), source)
+    tokenizer: Any = Rendering(chat_tokenizer("anthropic", "chatml"), source)
     assert ChatTemplate(tokenizer=tokenizer, template_kwargs=options).prompt_cache is None
 
 

@@ -19,7 +19,7 @@ from tests.harness.conversations import answer, text_of
 from tests.harness.vocabularies import base_tokenizer, chat_tokenizer
 
 QUESTION = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "How many?"}]
-THINKING = "<think>\nLet me count.\n</think>\n\nThree."
+COUNTED = "First I count. Then three."
 
 
 def conversation(template: str, vocabulary: str = "anthropic", **options: Any) -> tuple[ChatContext, Any]:
@@ -193,20 +193,15 @@ def test_template_beyond_the_window_is_rendered_whole_once_noticed() -> None:
         (-1, "Four.", True, "", ForkReason.EDITED_HISTORY),
         (0, "Be long.", True, None, ForkReason.EDITED_HISTORY),
         (-1, "First I count. Wait,", False, "First I count.", ForkReason.EDITED_HISTORY),
-        (
-            -1,
-            "First I count. Then three. But",
-            False,
-            "First I count. Then three.",
-            ForkReason.BRANCH,
-        ),  # without its end
+        # an answer that goes on, without its end
+        (-1, f"{COUNTED} But", False, COUNTED, ForkReason.BRANCH),
     ],
 )
 def test_edits_fork_and_keep_the_sampled_ids_before_them(
     place: int, text: str, question: bool, kept_text: str | None, reason: ForkReason
 ) -> None:
     context, tokenizer = conversation("chatml")
-    prompt, generation = answer(context, tokenizer, "First I count. Then three.")
+    prompt, generation = answer(context, tokenizer, COUNTED)
     context.messages[place]["content"] = text
     if question:
         context.add(user("Sure?"))

@@ -12,7 +12,7 @@ from hypothesis import given
 
 from agl_slime.data.results import GroupResult, MemberResult
 from agl_slime.engine.client.generation import WeightSpan
-from agl_slime.errors import RewardError, TraceError
+from agl_slime.errors import TraceError
 from agl_slime.loop.metrics import collect_metrics
 from agl_slime.support.agl import (
     EnqueueRolloutRequest,
@@ -20,7 +20,6 @@ from agl_slime.support.agl import (
     LightningStoreClient,
     LightningStoreServer,
     Rollout,
-    Span,
 )
 from agl_slime.tokens import attributes as names
 from agl_slime.tokens.converter import Conversion, convert_rollout, rollout_to_sample, rollout_to_samples
@@ -151,15 +150,6 @@ def test_spans_that_an_exporter_delivered_twice_count_once():
     assert rollout_to_sample(rollout(), spans + spans).tokens == rollout_to_sample(rollout(), spans).tokens
 
 
-@pytest.mark.parametrize(
-    ("reward", "reason"), [(None, "no_reward"), (float("nan"), "bad_reward"), (float("inf"), "bad_reward")]
-)
-def test_a_missing_or_not_finite_reward_is_refused_and_never_zero(reward: float | None, reason: str):
-    with pytest.raises(RewardError) as error:
-        rollout_to_sample(rollout(), attempt_spans([FIRST], reward))
-    assert error.value.reason == reason
-
-
 def test_the_label_is_the_tasks():
     labels = [({"label": {"a": 1}}, '{"a": 1}'), ({"label": None}, None), ({"question": "x"}, None), ("text", None)]
     for task, label in labels:
@@ -215,27 +205,6 @@ def record(prompt: Any, response: Any, log_probs: list[float]) -> tuple[bytes, .
 @given(conversations().filter(lambda turns: any(len(turn.response_ids) for turn in turns)))
 def test_packed_spans(turns: list[Turn]):
     check(convert_rollout(ROLLOUT, attempt_spans(turns)), turns)
-
-
-@given(conversations().filter(lambda turns: any(len(turn.response_ids) for turn in turns)))
-def test_token_lists(turns: list[Turn]):
-    spans = [
-        Span.from_attributes(
-            name="openai.chat.completion",
-            attributes={
-                "prompt_token_ids": turn.prompt_ids.tolist(),
-                "response_token_ids": turn.response_ids.tolist(),
-                "logprobs.content": json.dumps([{"logprob": value} for value in log_probs_of(turn)]),
-            },
-            sequence_id=i,
-            start_time=float(i),
-        )
-        for i, turn in enumerate(turns)
-    ]
-    [reward] = attempt_spans([])
-    last = {"sequence_id": len(turns), "start_time": 99.0}
-    spans.append(Span.from_attributes(name=reward.name, attributes=reward.attributes, **last))
-    check(convert_rollout(ROLLOUT, spans), turns)
 
 
 async def test_a_rollout_comes_back_exactly_over_http():

@@ -26,22 +26,6 @@ BRANCH, EDITED, NEW = ForkReason.BRANCH, ForkReason.EDITED_HISTORY, ForkReason.N
 DROPPED, TEMPLATE = ForkReason.DROPPED_THINKING, ForkReason.TEMPLATE
 
 
-def test_an_answer_that_is_continued_at_once_stays_one_segment():
-    """No token between the two: the agent took the generation up again."""
-    [segment] = merge_turns([turn([1], [2, 3]), turn([1, 2, 3], [4])])
-    assert segment.loss_mask.tolist() == [0, 1, 1, 1]
-    assert [(place.start, place.end) for place in segment.placements] == [(1, 3), (3, 4)]
-
-
-def test_fork_has_shared_history_as_context_and_trains_its_turn_only():
-    root, left, right = turn([1], [2]), turn([1, 2, 9], [3]), turn([1, 2, 8], [4])
-    first, second = merge_turns([root, left, right])
-    assert (first.token_ids.tolist(), first.loss_mask.tolist()) == ([1, 2, 9, 3], [0, 1, 0, 1])
-    assert (second.token_ids.tolist(), second.loss_mask.tolist()) == ([1, 2, 8, 4], [0, 0, 0, 1])
-    assert second.log_probs is not None
-    assert second.log_probs.tolist() == [0.0, 0.0, 0.0, -0.5]
-
-
 def test_untrained_turns_are_context_and_no_segment_ends_with_one():
     turns = [turn([1], [2]), turn([1, 2, 9], [3]), turn([1, 2, 9, 3, 7], [5])]
     [segment] = merge_turns(turns, untrained={0, 2})
@@ -64,6 +48,8 @@ STALE = [turn([1], [2]), turn([5], [6], base_turn=0, kept_tokens=1), turn([5, 6,
 @pytest.mark.parametrize(
     ("turns", "segments", "reasons"),
     [
+        # no token between the two: the agent took the generation up again
+        pytest.param([turn([1], [2, 3]), turn([1, 2, 3], [4])], [[0, 1]], [], id="continued at once"),
         pytest.param([*FOUR, turn([1, 2, 8, 4, 7], [6])], [[0, 1, 3], [2, 4]], [BRANCH], id="branches alternate"),
         pytest.param([turn([1], [2]), turn([1], [2]), turn([1, 2, 9], [3])], [[0], [1, 2]], [BRANCH], id="equal"),
         pytest.param([turn([1, 2, 3], [4]), turn([1, 2], [5])], [[0], [1]], [BRANCH], id="part of a prompt"),
@@ -154,11 +140,6 @@ def test_a_turn_that_extends_the_end_of_a_segment_never_forks(turns: list[Turn],
                 extended.append(ends[-1])
         prefixes = [turn.length for turn in turns[:index] if turn.token_ids.tolist() == prompt[: turn.length]]
         assert not extended or max(prefixes) > max(extended)
-
-
-@given(conversations(log_probs=False))
-def test_without_log_probs_there_are_none(turns: list[Turn]):
-    assert all(segment.log_probs is None for segment in merge_turns(turns))
 
 
 @given(
@@ -270,19 +251,6 @@ def test_the_same_text_in_other_ids_is_retokenization(tokenizer: Any):
     spelled = Turn(prompt_ids=first.prompt_ids, response_ids=sampled, log_probs=[-0.5] * len(sampled))
     assert reasons([spelled, second], tokenizer) == [None, ForkReason.RETOKENIZATION]
     assert reasons([spelled, second], None) == [None, EDITED]
-
-
-def test_changes_before_a_kept_answer_are_edits(tokenizer: Any):
-    shorter = [{"role": "user", "content": "Capital?"}, answered(ANSWER), AGAIN]
-    turns = [call(tokenizer, [USER], ANSWER), call(tokenizer, shorter, "Madrid.")]
-    assert reasons(turns, tokenizer) == [None, EDITED]
-    history, turns = [USER], []
-    for text, observation in (("look up france", "a long page about France"), ("look up spain", "a page about Spain")):
-        turns.append(call(tokenizer, history, text))
-        history += [answered(text), result(observation)]
-    history[2] = result("(shortened)")
-    turns.append(call(tokenizer, history, "Madrid."))
-    assert reasons(turns, tokenizer) == [None, EDITED]
 
 
 def test_a_run_of_tokens_is_found_only_on_token_boundaries():

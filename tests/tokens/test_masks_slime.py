@@ -7,8 +7,6 @@ for them, cuts that message off a second time and loses the first tokens of othe
 from __future__ import annotations
 
 import importlib.util
-import sys
-from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -70,42 +68,6 @@ def test_steps_marked_as_context_are_slimes(slime_masks: Any) -> None:
         assert ours.get_loss_mask(messages) == tuple(theirs.get_loss_mask(messages))
         mask = ours.get_loss_mask(messages)[1]
         assert ours.get_response_lengths([mask]) == theirs.get_response_lengths([mask])
-
-
-def test_slimes_own_tests_pass_with_our_generators(slime_masks: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = slime_package().parent / "tests" / "utils" / "test_loss_mask_type_qwen35.py"
-    if not path.is_file():
-        pytest.skip("this slime has no tests/utils/test_loss_mask_type_qwen35.py")
-    monkeypatch.setitem(sys.modules, "slime", type(sys)("slime"))
-    monkeypatch.setitem(sys.modules, "slime.utils", type(sys)("slime.utils"))
-    monkeypatch.setitem(sys.modules, "slime.utils.mask_utils", slime_masks)
-    module = _load(path, "slime_test_loss_mask_type_qwen35")
-    tests = [value for name, value in vars(module).items() if name.startswith("test_")]
-    assert tests
-
-    def ours(tokenizer: Any, tokenizer_type: str) -> Any:
-        generator: Any = get_loss_mask_generator(tokenizer, tokenizer_type)
-        # with slime's own way to read a mask, which its tests use
-        read = slime_masks.MultiTurnLossMaskGenerator.get_text_from_loss_mask
-        generator.get_text_from_loss_mask = partial(read, generator)
-        return generator
-
-    for test in tests:
-        test()  # as slime runs it
-        monkeypatch.setattr(module, "MultiTurnLossMaskGenerator", ours)
-        test()
-        monkeypatch.setattr(module, "MultiTurnLossMaskGenerator", slime_masks.MultiTurnLossMaskGenerator)
-
-
-def test_slimes_cases_for_real_tokenizers(slime_masks: Any) -> None:
-    """As in its tests/utils/test_mask_utils.py: parallel calls, two results."""
-    call = {"function": {"name": "terminal", "arguments": {"command": "ls"}}, "id": "call_0", "type": "function"}
-    result = {"role": "tool", "name": "terminal", "content": "LICENSE  README.md  README_zh.md"}
-    calls = {"role": "assistant", "content": "I WILL CALL terminal", "tool_calls": [call, call]}
-    messages = [*CONVERSATION[:2], calls, result, result, CONVERSATION[-1]]
-    tokenizer = chat_tokenizer("qwen", "drops_thinking")
-    theirs = slime_masks.MultiTurnLossMaskGenerator(tokenizer, "qwen3").get_loss_mask(messages, TOOLS)
-    assert get_loss_mask_generator(tokenizer, "qwen3").get_loss_mask(messages, TOOLS) == tuple(theirs)
 
 
 def test_the_difference_on_a_default_system_message(slime_masks: Any, monkeypatch: pytest.MonkeyPatch) -> None:

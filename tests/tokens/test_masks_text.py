@@ -76,23 +76,17 @@ def test_answers_are_masked_as_the_template_renders_them() -> None:
     assert trained(chat_tokenizer("anthropic", "chatml"), messages) == ["Did I?<|im_end|>"]
 
 
-@pytest.mark.parametrize("kind", ["auto", "qwen", "qwen3"])
-def test_tool_results_in_a_row_are_one_turn_where_the_template_says_so(
-    kind: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    tokenizer = chat_tokenizer("qwen", "groups_tools")
-    monkeypatch.setattr(tokenizer, "get_added_vocab", dict)  # its DeepSeek marks mean a distilled model
-    rendered = tokenizer.apply_chat_template(CONVERSATION, tokenize=True, return_dict=False)
-    assert get_loss_mask_generator(tokenizer, kind).get_loss_mask(CONVERSATION)[0] == rendered
-
-
 # templates that end a conversation or an opening otherwise than an answer need a registered generator
 @pytest.mark.parametrize("vocabulary", ["qwen", "anthropic"])
 @pytest.mark.parametrize("template", sorted({*TEMPLATES} - {"ends_with_token", "drops_empty_blocks"}))
-def test_ids_equal_the_templates_rendering(vocabulary: str, template: str) -> None:
+def test_ids_equal_the_templates_rendering(vocabulary: str, template: str, monkeypatch: pytest.MonkeyPatch) -> None:
     tokenizer = chat_tokenizer(vocabulary, template)
     rendered = tokenizer.apply_chat_template(CONVERSATION, tokenize=True, return_dict=False)
     assert get_loss_mask_generator(tokenizer).get_loss_mask(CONVERSATION)[0] == rendered
+    if template == "groups_tools":  # results of tools in a row are one turn
+        monkeypatch.setattr(tokenizer, "get_added_vocab", dict)  # its DeepSeek marks mean a distilled model
+        for kind in ("qwen", "qwen3"):
+            assert get_loss_mask_generator(tokenizer, kind).get_loss_mask(CONVERSATION)[0] == rendered
 
 
 @pytest.mark.parametrize("kind", ["auto", "qwen3", "qwen3_5"])

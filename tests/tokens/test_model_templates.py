@@ -24,7 +24,7 @@ from agl_slime.tokens.template import ChatTemplate
 from tests.harness.conversations import answer
 from tests.harness.examples import examples
 from tests.harness.model_templates import MODELS, Ways, template_of
-from tests.harness.tokenizers import small_tokenizer
+from tests.harness.tokenizers import Rendering, small_tokenizer
 
 REAL = os.environ.get("AGL_SLIME_CHAT_TEMPLATES", "")
 TOOLS = [{"type": "function", "function": {"name": "f", "description": "d", "parameters": {"type": "object"}}}]
@@ -179,26 +179,13 @@ def test_any_history_under_any_generated_template(data: st.DataObject, ways: Way
     drive(data, tokenizer_with(template_of(ways)))
 
 
-class Rendering:
-    """A tokenizer whose ``apply_chat_template`` is not transformers' own, so that each rendering uses it."""
-
-    def __init__(self, tokenizer: Any) -> None:
-        self._tokenizer = tokenizer
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._tokenizer, name)
-
-    def apply_chat_template(self, conversation: Any, **kwargs: Any) -> Any:
-        return self._tokenizer.apply_chat_template(conversation, **kwargs)
-
-
 def same_ids(data: st.DataObject, tokenizer: Any) -> None:
     """A conversation with forks and edits, by the short way and by the long one."""
     tools = data.draw(st.sampled_from([None, TOOLS]))
     first = data.draw(histories())
     contexts = [
         ChatContext(template=ChatTemplate(tokenizer=cast("Any", each), tools=tools), messages=copy.deepcopy(first))
-        for each in (tokenizer, Rendering(tokenizer))
+        for each in (tokenizer, Rendering(tokenizer, tokenizer.chat_template))
     ]
     earlier = [contexts]
     for _ in range(data.draw(st.integers(1, 5))):

@@ -72,19 +72,13 @@ def test_every_form_is_read_as_agent_lightning_reads_it(span: Span):
     }
 
 
-@pytest.mark.parametrize(
-    "spans", [[], [Span.from_attributes(name="agl_slime.generate", attributes={"gen_ai.usage.input_tokens": 1})]]
-)
-def test_no_reward_is_an_error_and_not_zero(spans: list[Span]):
-    with pytest.raises(RewardError, match="no reward") as error:
-        read_reward(spans)
-    assert error.value.reason == "no_reward"
-
-
-@pytest.mark.parametrize("bad", [math.nan, -math.inf, "high"])
-def test_non_finite_reward_is_an_error(bad: Any):
-    with pytest.raises(RewardError) as error:
-        read_reward([raw("primary", bad)])
-    assert error.value.reason == "bad_reward"
+def test_no_reward_or_one_that_is_no_finite_number_is_an_error_and_not_zero():
+    call = Span.from_attributes(name="agl_slime.generate", attributes={"gen_ai.usage.input_tokens": 1})
+    cases = [([], "no_reward"), ([call], "no_reward")]
+    cases += [([raw("primary", bad)], "bad_reward") for bad in (math.nan, -math.inf, "high")]
+    for spans, reason in cases:
+        with pytest.raises(RewardError) as error:
+            read_reward(spans)
+        assert error.value.reason == reason
     with pytest.raises(RewardError, match="reward 'format' must be finite, got nan"):
         read_reward([reward_span({"correct": 1.0, "format": math.nan}, primary_key="correct")])

@@ -35,10 +35,10 @@ def ids(prompt: list[int], response: list[int], **more: Any) -> dict[str, Any]:
     return {"prompt_token_ids": prompt, "response_token_ids": response, **more}
 
 
-def text(prompt: str, answer: str, **more: Any) -> dict[str, Any]:
+def text(prompt: str, answer: str, *, place: int = 0, **more: Any) -> dict[str, Any]:
     return {
-        "gen_ai.prompt.0.role": "user",
-        "gen_ai.prompt.0.content": prompt,
+        f"gen_ai.prompt.{place}.role": "user",
+        f"gen_ai.prompt.{place}.content": prompt,
         "gen_ai.completion.0.role": "assistant",
         "gen_ai.completion.0.content": answer,
         **more,
@@ -53,6 +53,7 @@ def prompts(turns: Iterable[Turn]) -> list[list[int]]:
     return [turn.prompt_ids.tolist() for turn in turns]
 
 
+FLAT_CALL = {"id": "c1", "name": "look", "arguments": '{"at": "Rome"}'}
 PACKED = TurnEncoder().encode(Turn(prompt_ids=[1], response_ids=[2], log_probs=[-1.0]))
 
 
@@ -207,48 +208,46 @@ def test_text_is_tokenised_again_through_the_template_and_marked():
         read_turns([span(1, text("What?", "That."))])
 
 
-OTEL_PARTS = {
-    names.SYSTEM_INSTRUCTIONS: json.dumps([{"type": "text", "content": "Be short."}]),
-    names.INPUT_MESSAGES: json.dumps(
-        [
-            {"role": "user", "parts": [{"type": "text", "content": "Weather?"}]},
-            {
-                "role": "assistant",
-                "parts": [{"type": "tool_call", "id": "c1", "name": "look", "arguments": {"at": "Rome"}}],
-            },
-            {"role": "tool", "parts": [{"type": "tool_call_response", "id": "c1", "response": "sun"}]},
-        ]
-    ),
-    names.OUTPUT_MESSAGES: json.dumps(
-        [{"role": "assistant", "parts": [{"type": "text", "content": "Sunny."}], "finish_reason": "stop"}]
-    ),
-}
+def in_json(inputs: list[dict[str, Any]], output: dict[str, Any], **more: Any) -> dict[str, Any]:
+    return {
+        names.INPUT_MESSAGES: json.dumps(inputs),
+        names.OUTPUT_MESSAGES: json.dumps([{"role": "assistant", **output}]),
+        **{name: json.dumps(value) for name, value in more.items()},
+    }
+
+
+def parts(role: str, kind: str = "text", **fields: Any) -> dict[str, Any]:
+    return {"role": role, "parts": [{"type": kind, **fields}]}
+
+
+OTEL_PARTS = in_json(
+    [
+        parts("user", content="Weather?"),
+        parts("assistant", "tool_call", id="c1", name="look", arguments={"at": "Rome"}),
+        parts("tool", "tool_call_response", id="c1", response="sun"),
+    ],
+    {**parts("assistant", content="Sunny."), "finish_reason": "stop"},
+    **{names.SYSTEM_INSTRUCTIONS: [{"type": "text", "content": "Be short."}]},
+)
 TOOL_CALL = {"id": "c1", "type": "function", "function": {"name": "look", "arguments": '{"at": "Rome"}'}}
-OTEL_PLAIN = {
-    names.INPUT_MESSAGES: json.dumps(
-        [
-            {"role": "system", "content": "Be short."},
-            {"role": "user", "content": [{"type": "text", "text": "Weather?"}]},
-            {"role": "assistant", "content": None, "tool_calls": [TOOL_CALL]},
-            {"role": "tool", "content": "sun", "tool_call_id": "c1"},
-        ]
-    ),
-    names.OUTPUT_MESSAGES: json.dumps([{"role": "assistant", "content": "Sunny."}]),
-}
+OTEL_PLAIN = in_json(
+    [
+        {"role": "system", "content": "Be short."},
+        {"role": "user", "content": [{"type": "text", "text": "Weather?"}]},
+        {"role": "assistant", "content": None, "tool_calls": [TOOL_CALL]},
+        {"role": "tool", "content": "sun", "tool_call_id": "c1"},
+    ],
+    {"content": "Sunny."},
+)
 FLATTENED = {
+    **text('[{"type": "text", "text": "Weather?"}]', "Sunny.", place=1),
     "gen_ai.prompt.0.role": "system",
     "gen_ai.prompt.0.content": "Be short.",
-    "gen_ai.prompt.1.role": "user",
-    "gen_ai.prompt.1.content": '[{"type": "text", "text": "Weather?"}]',
     "gen_ai.prompt.2.role": "assistant",
-    "gen_ai.prompt.2.tool_calls.0.id": "c1",
-    "gen_ai.prompt.2.tool_calls.0.name": "look",
-    "gen_ai.prompt.2.tool_calls.0.arguments": '{"at": "Rome"}',
+    **{f"gen_ai.prompt.2.tool_calls.0.{name}": value for name, value in FLAT_CALL.items()},
     "gen_ai.prompt.3.role": "tool",
     "gen_ai.prompt.3.content": "sun",
     "gen_ai.prompt.3.tool_call_id": "c1",
-    "gen_ai.completion.0.role": "assistant",
-    "gen_ai.completion.0.content": "Sunny.",
 }
 
 
@@ -267,10 +266,9 @@ def test_every_way_to_write_messages_gives_the_same_tokens(attributes: dict[str,
 
 
 def test_an_answer_that_is_a_tool_call_is_rendered_by_the_template():
-    call = {"id": "c1", "name": "look", "arguments": '{"at": "Rome"}'}
     attributes = text("Weather?", "", **{"gen_ai.completion.0.finish_reason": "tool_calls"})
     del attributes["gen_ai.completion.0.content"]
-    attributes |= {f"gen_ai.completion.0.tool_calls.0.{name}": value for name, value in call.items()}
+    attributes |= {f"gen_ai.completion.0.tool_calls.0.{name}": value for name, value in FLAT_CALL.items()}
     [turn] = read_text(span(1, attributes))
     written = '<tool_call>\n{"name": "look", "arguments": {"at": "Rome"}}\n</tool_call><|im_end|>'
     assert (turn.response_ids.tolist(), turn.finish_reason) == (encoded(written), "tool_calls")

@@ -19,25 +19,12 @@ from opentelemetry.sdk.trace import TracerProvider
 from agl_slime.engine.client.generation import Generation, WeightSpan
 from agl_slime.errors import TraceError
 from agl_slime.tokens import attributes as names
-from agl_slime.tokens.forks import ForkReason
-from agl_slime.tokens.segments import merge_turns
 from agl_slime.tokens.span_codec import TurnEncoder, decode_turns
 from agl_slime.tokens.trajectory import Trajectory
 from agl_slime.tokens.turn import Turn
 from tests.harness.conversations import linked
 from tests.harness.samples import encode, turn
 from tests.harness.trace_strategies import conversations
-
-
-def conversation(n_turns: int, new_tokens: int, sampled: int) -> list[Turn]:
-    """A tool conversation: each prompt is all that came before and ``new_tokens`` more."""
-    turns: list[Turn] = []
-    ids: list[int] = []
-    for index in range(n_turns):
-        prompt = ids + [(index * 7919 + i) % 150_000 for i in range(new_tokens)]
-        turns.append(turn(prompt, [(index * 104_729 + i) % 150_000 for i in range(sampled)]))
-        ids = turns[-1].token_ids.tolist()
-    return turns
 
 
 def json_size(attributes: dict[str, Any]) -> int:
@@ -102,7 +89,11 @@ def test_opentelemetry_accepts_every_attribute(caplog: pytest.LogCaptureFixture)
 
 
 def test_span_size_depends_on_new_tokens_not_on_the_number_of_turns():
-    sizes = [json_size(span.attributes) for span in encode(linked(conversation(20, new_tokens=1_400, sampled=200)))]
+    turns: list[Turn] = []
+    for number in range(20):  # each prompt is all that came before and 1,400 tokens more
+        earlier = turns[-1].token_ids.tolist() if turns else []
+        turns.append(turn([*earlier, *range(number, number + 140_000, 100)], range(number, number + 140_000, 700)))
+    sizes = [json_size(span.attributes) for span in encode(linked(turns))]
     assert max(sizes[1:]) < 1.05 * min(sizes[1:])  # no turn costs more for coming later
     numbers = 20 * (1_400 + 2 * 200)
     assert sum(sizes) < 16 / 3 * numbers + 20 * 1_000  # 5⅓ characters a number, under 1,000 for the rest of a span
@@ -180,16 +171,6 @@ def test_damage_is_named(name: str, value: Any, sentence: str):
     written[1].attributes[name] = value
     with pytest.raises(TraceError, match=f"turn 1 .*{sentence}"):
         decode_turns(written)
-
-
-def test_spans_without_fork_reasons_are_still_read():
-    """As version 1 wrote them."""
-    turns = linked([turn([1, 2], [3]), turn([1, 2, 3, 4, 4], [5]), turn([1, 2, 3, 4, 6], [7])])
-    written = encode(turns)
-    assert written[2].attributes.pop(names.PROMPT_FORK) == "branch"
-    read = decode_turns(written)
-    assert [each.token_ids.tolist() for each in read] == [each.token_ids.tolist() for each in turns]
-    assert [segment.fork_reason for segment in merge_turns(read)] == [None, ForkReason.BRANCH]
 
 
 @given(conversations(), st.randoms(use_true_random=False))
