@@ -275,9 +275,6 @@ async def test_a_tool_that_all_rollouts_share_stays_open() -> None:
     assert Box.open == {id(shared)}
 
 
-# -- loss scale ------------------------------------------------------------------------------------------------------
-
-
 async def test_loss_scales_choose_the_trained_answers_by_their_messages() -> None:
     played = await rollout(ToolAgent, [CALL, CALL, "Three."], loss_scale="last_round")
     last = list(played.client.generations[-1].output_ids)

@@ -1,22 +1,25 @@
-"""Schedulers of agents of more than one turn: new rounds, continuations, and how one is named on the command line."""
+"""Schedulers of agents of more than one turn: new rounds, continuations, how one is named on the command
+line, and reward functions in the form of ms-swift's ORMs."""
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from agl_slime import SGLangLitAgent
 from agl_slime.agent import scheduler as scheduler_module
 from agl_slime.agent.loading import configure_agent, load_plugins
+from agl_slime.agent.orm import ORM, AsyncORM, orms
 from agl_slime.agent.scheduler import (
     MultiTurnScheduler,
     RolloutInferRequest,
-    RolloutResponseChoice,
     register_scheduler,
 )
 from agl_slime.errors import ConfigError
-from tests.agent.multi_turn_agents import CALL, TASK, Agent, ToolAgent, rollout
+from tests.agent.multi_turn_agents import CALL, TASK, Agent, Played, ToolAgent, rollout
 from tests.harness.conversations import ScriptedClient
 from tests.harness.rollouts import run_rollout
 from tests.harness.samples import trained_ids
@@ -66,32 +69,23 @@ async def test_the_reward_of_a_continued_answer_sees_all_of_it() -> None:
     assert scored == [("Two. But wait, three.", ["How many?", "Two. But wait, three."])]
 
 
-async def test_hooks_are_awaited_and_a_request_may_be_a_new_one() -> None:
+async def test_hooks_get_the_request_itself_and_a_step_may_make_a_new_one() -> None:
     calls: list[Any] = []
 
     class Hooked(MultiTurnScheduler):
         async def on_trajectory_start(self, infer_request: RolloutInferRequest) -> None:
             infer_request.data_dict["opened"] = True
-            calls.append(("start", dict(infer_request.data_dict), len(infer_request.messages)))
 
-        async def on_turn_end(
-            self, infer_request: RolloutInferRequest, result: RolloutResponseChoice, current_turn: int
-        ) -> None:
-            role = infer_request.messages[-1]["role"]
-            calls.append((current_turn, result.message.content, role, len(result.token_ids)))
+        async def on_turn_end(self, infer_request: RolloutInferRequest, result: Any, current_turn: int) -> None:
+            calls.append((current_turn, result.message.content, dict(infer_request.data_dict)))
 
         async def step(self, infer_request: Any, result: Any, current_turn: int) -> RolloutInferRequest:
             messages = [*infer_request.messages, {"role": "user", "content": "And?"}]
             return RolloutInferRequest(messages=messages, data_dict=infer_request.data_dict)
 
-    played = await rollout(Agent, ["Two.", "Three."], scheduler=Hooked(max_turns=2))
-    lengths = [len(generation.output_ids) for generation in played.client.generations]
-    assert calls == [
-        ("start", {"label": "3", "table": {"kz": "three"}, "opened": True}, 1),
-        (1, "Two.", "assistant", lengths[0]),
-        (2, "Three.", "assistant", lengths[1]),
-    ]
-    assert played.sample
+    assert (await rollout(Agent, ["Two.", "Three."], scheduler=Hooked(max_turns=2))).sample
+    columns = {"label": "3", "table": {"kz": "three"}, "opened": True}
+    assert calls == [(1, "Two.", columns), (2, "Three.", columns)]
 
 
 async def test_tools_limits_and_a_scheduler_work_together() -> None:
@@ -155,3 +149,72 @@ def test_invalid_agent_configuration_is_an_error_in_one_sentence(tmp_path: Path)
     with pytest.raises(ConfigError, match="object"):
         configure_agent(object(), scheduler="any")
     configure_agent(object(), max_turns=2)  # the gateway counts the turns of agents that are not ours
+
+
+COLUMNS = {"prompt": "6 times 4?", "problem": "6 * 4", "solution": "24"}
+calls: list[tuple[list[str], dict[str, Any]]] = []
+
+
+class Accuracy(ORM):
+    def __call__(self, completions: list[str], **kwargs: Any) -> list[Any]:
+        calls.append((completions, kwargs))
+        return [float(solution in text) for text, solution in zip(completions, kwargs["solution"], strict=True)]
+
+
+class Short(AsyncORM):
+    async def __call__(self, completions: list[str], **kwargs: Any) -> list[Any]:
+        return [0.25 if len(text) < 10 else None for text in completions]
+
+
+def rounds(completions: list[str], messages: list[Any], **kwargs: Any) -> list[float]:
+    return [float(len(messages[0]))]
+
+
+class Repeat(MultiTurnScheduler):
+    def step(self, infer_request: Any, result: Any, current_turn: int) -> dict[str, Any]:
+        infer_request.messages.append({"role": "user", "content": "Sure?"})
+        return {"infer_request": infer_request, "rollout_infos": {"repeated": current_turn}}
+
+
+async def rewarded(*functions: Any, answers: tuple[str, ...] = ("12.", "24."), turns: int = 2) -> Played:
+    return await rollout(
+        SGLangLitAgent,
+        answers,
+        "chatml",
+        task=COLUMNS,
+        scheduler=Repeat(max_turns=turns),
+        reward_functions=functions,
+    )
+
+
+async def test_a_function_gets_the_last_answer_the_columns_and_the_conversation() -> None:
+    calls.clear()
+    assert (await rewarded(Accuracy)).sample.reward == 1.0
+    ((completions, columns),) = calls
+    assert completions == ["24."]
+    assert {"problem", "solution", "messages", "is_truncated"} <= columns.keys()
+    assert (columns["solution"], columns["is_truncated"]) == (["24"], [True])  # max_turns ended it
+    assert columns["rollout_infos"] == [{"repeated": 1}]
+    assert [message["content"] for message in columns["messages"][0]] == ["6 times 4?", "12.", "Sure?", "24."]
+
+
+async def test_several_reward_functions_are_summed_and_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that gives no number for an answer has no part in the sum."""
+    monkeypatch.setitem(orms, "by name", Accuracy)
+    trajectory = (await rewarded("by name", Short, rounds)).conversion.trajectory
+    assert trajectory.rewards == {"reward": 5.25, "by name": 1.0, "Short": 0.25, "rounds": 4.0}
+    assert trajectory.reward == 5.25
+    played = await rewarded(Accuracy, Short, answers=("It is perhaps 24.",), turns=1)
+    assert played.conversion.trajectory.rewards == {"reward": 1.0, "Accuracy": 1.0}
+
+
+@pytest.mark.parametrize(
+    ("function", "sentence"),
+    [
+        (lambda completions, **_: 1.0, r"returned 1\.0; expected a list with one number"),
+        (lambda completions, **_: [None], "returned None"),
+        ("unheard", "there is no reward function 'unheard'"),
+    ],
+)
+async def test_reward_function_without_a_reward_fails_the_rollout_by_name(function: Any, sentence: str) -> None:
+    assert re.search(sentence, (await rewarded(function)).failure)

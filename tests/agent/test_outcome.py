@@ -64,9 +64,6 @@ def test_everything_else_is_refused_with_its_reason(value: object, reason: str, 
     assert word in str(caught.value)
 
 
-# -- loss scales -----------------------------------------------------------------------------------------------------
-
-
 def turns(*responses: list[int]) -> list[Turn]:
     return [
         Turn(prompt_ids=[1], response_ids=ids, text=f"answer {n}", messages=[{"role": "user", "content": "?"}])

@@ -116,10 +116,10 @@ FITTING: list[tuple[dict[str, Any], Any]] = [
 ]
 
 
-@pytest.mark.parametrize(("arguments", "expected"), FITTING)
-async def test_null_enums_dataclasses_and_models_are_arguments(arguments: dict[str, Any], expected: Any) -> None:
-    result = await ToolManager([search]).call(call("search", query="q", **arguments))
-    assert (result.content, result.error) == (repr(expected), None)
+async def test_null_enums_dataclasses_and_models_are_arguments() -> None:
+    for arguments, expected in FITTING:
+        result = await ToolManager([search]).call(call("search", query="q", **arguments))
+        assert (result.content, result.error) == (repr(expected), None)
 
 
 def test_schema_of_enums_dataclasses_and_models_is_complete() -> None:
@@ -297,7 +297,7 @@ async def test_a_tool_that_hangs_times_out() -> None:
         assert "0.05 seconds" in result.content
 
 
-async def test_methods_of_one_object_share_its_state_for_the_reward() -> None:
+async def test_a_method_is_a_tool_whose_object_the_reward_sees() -> None:
     class Cart:
         def __init__(self) -> None:
             self.items: list[str] = []
@@ -307,13 +307,7 @@ async def test_methods_of_one_object_share_its_state_for_the_reward() -> None:
             self.items.append(item)
             return f"{len(self.items)} items"
 
-        def total(self) -> int:
-            """Compute the price of all items."""
-            return 3 * len(self.items)
-
-    cart = Cart()
-    manager = ToolManager([cart.add, cart.total])
+    manager = ToolManager([Cart().add])
     await manager.call(call("add", item="tea"))
-    assert (await manager.call(call("total"))).content == "3"
     assert manager.objects["add"].__self__.items == ["tea"]
     assert manager.schemas[0]["function"]["description"] == "Put an item into the cart."

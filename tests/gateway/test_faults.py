@@ -7,7 +7,6 @@ import asyncio
 import gc
 import json
 import weakref
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import aiohttp
@@ -240,20 +239,6 @@ def test_closed_attempt_is_freed_without_garbage_collection() -> None:
             assert [reference() for reference in references] == [None, None]
         finally:
             gc.enable()
-
-
-def test_an_agents_many_rollouts_keep_their_spans_apart() -> None:
-    with serving("hello") as case, ThreadPoolExecutor(16) as pool:
-        opened = [case.open(f"ro-{n}") for n in range(10, 74)]
-
-        def run(served: Any) -> int:
-            body = {"model": "m", "messages": [user(served.endpoint)]}
-            return httpx.post(f"{served.endpoint}/chat/completions", json=body).status_code
-
-        assert set(pool.map(run, [served["main_llm"] for _, served, _ in opened])) == {200}
-        for attempt, _, spans in opened:
-            assert len(spans) == 1
-            assert attempt.rollout_id in spans[0].attributes[names.MESSAGES_NEW]
 
 
 def test_unusable_listen_address_is_a_config_error_at_each_start() -> None:

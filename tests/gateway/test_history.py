@@ -1,5 +1,5 @@
-"""The history that a request continues, by the id of a response or of its items, or as messages in parts; and answers
-whose arguments JSON cannot represent."""
+"""Histories that requests continue: by the id of a response, of its items or of a conversation, from a summary, as
+messages in parts, with tools that a server ran, with arguments that JSON cannot represent."""
 
 from __future__ import annotations
 
@@ -9,10 +9,26 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.gateway.protocols import CHATS, FUNCTION, TOOLS, Talk, body_of, called, events_of, user
+from agl_slime.gateway.items import COMPACTION
+from agl_slime.tokens.forks import ForkReason
+from tests.gateway.protocols import (
+    CHATS,
+    FUNCTION,
+    STREAMED,
+    TOOLS,
+    Talk,
+    assistant,
+    body_of,
+    called,
+    events_of,
+    openai_client,
+    response_events,
+    user,
+)
 from tests.harness.gateway import (
     CALL,
     CALL_TWO,
+    WEATHER,
     Case,
     calling,
     one_sample,
@@ -22,6 +38,237 @@ from tests.harness.gateway import (
     trained_once,
 )
 from tests.harness.model_templates import MODELS, template_of
+
+TEXT = {"type": "text", "text": "words"}
+BLOCKS: list[tuple[dict[str, Any], str]] = [
+    ({"type": "search_result", "source": "a.txt", "title": "A", "content": [TEXT]}, "A\na.txt\nwords"),
+    ({"type": "document", "source": {"type": "text", "media_type": "text/plain", "data": "words"}}, "words"),
+    (
+        {"type": "document", "title": "T", "context": "C", "source": {"type": "content", "content": [TEXT]}},
+        "T\nC\nwords",
+    ),
+]
+
+
+def test_blocks_that_have_text_are_read_as_it() -> None:
+    with serving("ok") as case:
+        for block, text in BLOCKS:
+            messages = [user([block, {"type": "text", "text": "?"}]), *called("messages", "read", [block])]
+            post(case, "messages", **body_of("messages", messages))
+            assert f"<|im_start|>user\n{text}\n?<|im_end|>" in prompts(case)[-1]
+            assert f"<|im_start|>tool\n{text}<|im_end|>" in prompts(case)[-1]
+
+
+def test_anthropic_server_tool_results_are_in_the_prompt() -> None:
+    search = {"type": "server_tool_use", "id": "s", "name": "web_search", "input": {"query": "Rome"}}
+    page = {"type": "web_search_result", "title": "Rome", "url": "r.org"}
+    secret = {"encrypted_content": "0xSECRET", "page_age": None}
+    results = {"type": "web_search_tool_result", "tool_use_id": "s", "content": [{**page, **secret}]}
+    shell = {"type": "server_tool_use", "id": "b", "name": "bash_code_execution", "input": {"command": "ls"}}
+    output = {"type": "bash_code_execution_result", "stdout": "a.txt", "stderr": "", "return_code": 0, "content": []}
+    printed = {"type": "bash_code_execution_tool_result", "tool_use_id": "b", "content": output}
+    content = [{"type": "text", "text": "I look."}, search, results, {"type": "text", "text": "It is."}, shell, printed]
+    with serving("ok") as case:
+        post(case, "messages", **body_of("messages", [user("x"), assistant(content), user("y")]))
+        turns = [turn.partition("<|im_end|>")[0] for turn in prompts(case)[0].split("<|im_start|>")[1:]]
+        roles = ["user", "assistant", "tool", "assistant", "tool", "user", "assistant"]
+        assert [turn.partition("\n")[0] for turn in turns] == roles
+        assert turns[1].startswith("assistant\nI look.<tool_call>")
+        assert '{"query": "Rome"}' in turns[1]
+        assert json.loads(turns[2].partition("\n")[2]) == [page]
+        assert '"stdout": "a.txt"' in turns[4]
+
+
+SERVERS_CALLS: list[tuple[dict[str, Any], list[str]]] = [
+    ({"type": "web_search_call", "action": {"type": "search", "query": "Rome"}, "status": "completed"}, ["Rome"]),
+    ({"type": "file_search_call", "queries": ["Rome"], "results": [{"text": "sunny"}]}, ["Rome", "sunny"]),
+    ({"type": "code_interpreter_call", "code": "1+1", "outputs": [{"type": "logs", "logs": "2"}]}, ["1+1", '"2"']),
+    ({"type": "mcp_call", "name": "ask", "arguments": '{"q": "Rome"}', "output": "sunny"}, ["ask", "Rome", "sunny"]),
+]
+
+
+def test_openai_server_tool_calls_are_in_the_prompt() -> None:
+    answer = {"type": "message", **assistant([{"type": "output_text", "text": "So."}])}
+    with serving("ok") as case:
+        for item, texts in SERVERS_CALLS:
+            post(case, "responses", input=[user("x"), {"id": "ws_1", **item}, answer, user("y")])
+            prompt = prompts(case)[-1]
+            assert all(text in prompt for text in texts), item
+            assert prompt.count("<|im_start|>tool\n") == 1
+            assert "<|im_start|>assistant\nSo.<|im_end|>" in prompt
+
+
+def test_input_tokens_endpoint_counts_the_prompts_tokens() -> None:
+    with serving("ok") as case:
+        body: dict[str, Any] = {"input": [user("How many?")], "instructions": "Brief.", "tools": [FUNCTION]}
+        count = openai_client(case).responses.input_tokens.count(model="m", **body)
+        post(case, "responses", **body)
+        assert (count.object, count.input_tokens) == ("response.input_tokens", len(case.turns[0].prompt_ids))
+        assert len(case.payloads) == 1
+
+
+@STREAMED
+def test_conversation_collects_its_inputs_and_outputs(streamed: bool) -> None:
+    with serving(CALL, "Sunny.", "Bye.") as case:
+        client = openai_client(case)
+        rule = {"type": "message", "role": "developer", "content": "Rule."}
+        conversation = client.conversations.create(items=[rule])
+        assert conversation.object == "conversation"
+
+        def ask(items: Any, name: Any) -> Any:
+            request: Any = {"model": "m", "input": items, "tools": [FUNCTION], "conversation": name}
+            if not streamed:
+                return client.responses.create(**request)
+            *_, last = client.responses.create(**request, stream=True)
+            return last.response
+
+        first = ask("Weather?", conversation.id)
+        assert first.conversation.id == conversation.id
+        (call,) = first.output
+        output = {"type": "function_call_output", "call_id": call.call_id, "output": "fine"}
+        assert ask([output], {"id": conversation.id})
+        assert ask("Thanks.", conversation.id).output_text == "Bye."
+        assert "system\nRule.<|im_end|>" in prompts(case)[2]
+        one_sample(case, 3)
+
+
+def test_unknown_conversation_is_not_found_in_openais_words() -> None:
+    with serving("ok") as case:
+        refused = post(case, "responses", status=404, input="x", conversation="conv_x")
+        assert "Conversation with id 'conv_x' not found" in refused["error"]["message"]
+        name = post(case, "conversations")["id"]
+        first = post(case, "responses", input="x", conversation=name)
+        both = {"conversation": name, "previous_response_id": first["id"]}
+        refused = post(case, "responses", status=400, input="x", **both)
+        assert "cannot be used in conjunction" in refused["error"]["message"]
+
+
+BRIEF: dict[str, Any] = {"instructions": "Brief.", "tools": [FUNCTION]}
+
+
+def worked(case: Case) -> list[Any]:
+    """A conversation of two answers, with a tool, as items."""
+    talk = Talk(case, "responses", **BRIEF)
+    talk.ask(user("Weather?"))
+    talk.ask(*talk.results())
+    return talk.history
+
+
+def continues_compacted(case: Case, compacted: list[Any]) -> None:
+    """The next questions begin with the summary, which is a fork of its kind, once."""
+    talk = Talk(case, "responses", **BRIEF)
+    talk.ask(*compacted, user("And now?"))
+    talk.ask(user("Sure?"))
+    assert [turn.fork for turn in case.turns] == [None, None, None, ForkReason.COMPACTION, None]
+    assert "It was sunny." in prompts(case)[3]
+    assert COMPACTION not in prompts(case)[3]
+    assert len(case.segments) == 2
+    trained_once(case.turns, case.segments)
+
+
+@pytest.mark.parametrize("by_id", [False, True])
+def test_compaction_is_sampled_on_the_prefix_and_can_be_continued(by_id: bool) -> None:
+    """Without its tools, which the request has no field for."""
+    from openai.types.responses import ResponseCompactionItem
+
+    with serving(CALL, "Sunny.", "<think>\nSo.\n</think>\n\nIt was sunny.", "Still.", "Yes.") as case:
+        history: Any = {"input": worked(case)}
+        if by_id:
+            history = {"previous_response_id": case.spans[-1].attributes["gen_ai.response.id"]}
+        done = openai_client(case).responses.compact(model="m", instructions="Brief.", **history)
+        assert isinstance(done.output[-1], ResponseCompactionItem)
+        assert done.object == "response.compaction"
+        assert [item.type for item in done.output] == ["message", "compaction"]
+        assert done.output[0].content[0].text == "Weather?"
+        assert done.usage.output_tokens == len(case.turns[2].response_ids)
+        continues_compacted(case, [item.model_dump(exclude_unset=True, warnings=False) for item in done.output])
+
+
+@STREAMED
+def test_a_compaction_trigger_is_answered_with_a_summary(streamed: bool) -> None:
+    with serving(CALL, "Sunny.", "It was sunny.", "Still.", "Yes.") as case:
+        items = [*worked(case), {"type": "compaction_trigger"}]
+        body = body_of("responses", items, stream=streamed, **BRIEF)
+        answer = httpx.post(f"{case.llm.endpoint}/responses", json=body)
+        if streamed:
+            events = response_events(answer)
+            kinds = [event.type.removeprefix("response.") for event in events]
+            assert kinds == ["created", "in_progress", "output_item.added", "output_item.done", "completed"]
+            output = events[-1].response.model_dump(exclude_unset=True)["output"]
+        else:
+            output = answer.json()["output"]
+        assert [item["type"] for item in output] == ["compaction"]
+        continues_compacted(case, [user("Weather?"), *output])
+
+
+def test_a_summary_of_a_summary_leaves_the_first_out() -> None:
+    with serving(CALL, "Sunny.", "It was sunny.", "Rain.", "Sun, then rain.") as case:
+        talk = Talk(case, "responses")
+        talk.ask(*post(case, "responses/compact", input=worked(case))["output"], user("And now?"))
+        second = post(case, "responses/compact", input=talk.history)["output"]
+        assert [item["type"] for item in second] == ["message", "message", "compaction"]
+        assert [item["content"][0]["text"] for item in second[:-1]] == ["Weather?", "And now?"]
+        trained_once(case.turns, case.segments)
+
+
+def test_a_summary_that_another_server_made_is_refused() -> None:
+    with serving("ok") as case:
+        for content in ("gAAAAB", "agl-slime:%%%", "x agl-slime:eA==", None, 5):
+            item = {"type": "compaction", "encrypted_content": content}
+            error = post(case, "responses", status=400, input=[item, user("x")])["error"]
+            assert "could not be verified" in error["message"]
+            assert error["code"] == "invalid_encrypted_content"
+
+
+SWITCHED = "{% if quiet %}quiet {% endif %}{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n"
+SWITCHED += "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+
+
+@pytest.mark.parametrize("path", [*CHATS, "messages/count_tokens", "responses/input_tokens"])
+def test_arguments_of_the_template_are_a_clients_in_each_protocol(path: str) -> None:
+    with serving("ok", template=SWITCHED) as case:
+        body = body_of(path.partition("/count")[0].partition("/input")[0], [user("x")])
+        answer = post(case, path, **body, chat_template_kwargs={"quiet": True})
+        if "_tokens" in path:
+            assert answer["input_tokens"] > post(case, path, **body)["input_tokens"]
+        else:
+            assert prompts(case)[0].startswith("quiet ")
+        refused = post(case, path, status=400, **body, chat_template_kwargs={"chat_template": "x"})
+        assert "chat_template_kwargs.chat_template is not a client's to set" in refused["error"]["message"]
+
+
+ORPHANS = {
+    "chat/completions": "must be a response to a preceding message with 'tool_calls'",
+    "messages": "unexpected `tool_use_id` found in `tool_result` blocks: gone",
+    "responses": "No tool call found for function call output with call_id gone",
+}
+
+
+@pytest.mark.parametrize("path", CHATS)
+def test_a_result_whose_call_is_not_in_the_history_is_refused(path: str) -> None:
+    call, _ = called(path, "f", "fine")
+    late_call, result = json.loads(json.dumps(called(path, "f", "fine")).replace('"c"', '"gone"'))
+    tools = {"tools": [WEATHER]} if path == "chat/completions" else {}
+    with serving("ok") as case:
+        for messages in ([user("x"), result], [user("q"), call, result], [user("x"), result, late_call]):
+            error = post(case, path, status=400, **body_of(path, messages), **tools)["error"]
+            assert ORPHANS[path] in error["message"]
+        assert not case.payloads
+        assert httpx.get(f"{case.llm.endpoint}/seen").json()["refused/400"] == 3  # for the agent's reward
+
+
+def test_results_of_calls_that_an_agent_reads_from_the_text_are_taken() -> None:
+    """Agents that declare no tools make up the ids; after a call that was served as one they may not."""
+    with serving("<look>a</look>", "Seen.", CALL) as case:
+        results = [{"role": "tool", "tool_call_id": name, "content": "fine"} for name in ("1", "2")]
+        talk = Talk(case, "chat/completions")
+        talk.ask(user("x"))
+        talk.ask(*results)
+        one_sample(case)
+        talk = Talk(case, "chat/completions", tools=[WEATHER])
+        talk.ask(user("y"))
+        post(case, "chat/completions", status=400, messages=[*talk.history, *results])
+
 
 THINKS = f"<think>\na b\n</think>\n\nSee. {CALL}\n{CALL_TWO}"
 

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from agl_slime.tokens.forks import ForkReason
 from tests.gateway.protocols import ANTHROPIC_TOOL, CHATS, FUNCTION, Talk, body_of, user
 from tests.harness.chat_templates import SYSTEM_FIRST, TAKES_TURNS
 from tests.harness.gateway import one_sample, post, serving
@@ -90,18 +89,6 @@ def test_claude_codes_session_of_32_turns_is_one_sample(model: str, keeps_blocks
         one_sample(case, turns)
         last = case.tokenizer.decode(case.turns[-1].prompt_ids.tolist(), skip_special_tokens=False)
         assert [last.count(text) for text in (CALLS[model], "Keep going.")] == [turns - 1 + turns // 3, turns // 10]
-
-
-@pytest.mark.parametrize(("model", "samples"), [("Nemotron 3 Super", 2), ("Qwen3.8", 1)])
-def test_a_second_question_forks_where_the_template_drops_thinking(model: str, samples: int) -> None:
-    answers = [*says(model, 1), "more\n</think>\n\nStill."]
-    with serving(*answers, template=template_of(MODELS[model]), context_length=60_000) as case:
-        talk = Talk(case, "chat/completions")
-        for _ in range(2):
-            talk.ask(user("Weather?"))
-        assert len(case.segments) == samples
-        fork = ForkReason.DROPPED_THINKING if samples == 2 else None
-        assert [turn.fork for turn in case.turns] == [None, fork]
 
 
 def test_run_template_arguments_reach_prompts_and_clients_override_them() -> None:

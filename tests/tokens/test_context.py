@@ -227,9 +227,6 @@ def test_going_back_keeps_the_ids_of_earlier_answers() -> None:
     assert context.forks == {ForkReason.BRANCH: 1}
 
 
-# -- continued answers ----------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("finish", ["length", "abort"])
 def test_truncated_answer_continues_with_its_tokens(finish: Any) -> None:
     context, tokenizer = conversation("chatml")
@@ -242,9 +239,6 @@ def test_truncated_answer_continues_with_its_tokens(finish: Any) -> None:
     assert not context.forks
     context.add(user("Sure?"))
     assert "assistant\nThree or four.<|im_end|>\n<|im_start|>user\nSure?" in text_of(tokenizer, context.prompt_ids())
-
-
-# -- token boundaries ------------------------------------------------------------------------------------------------
 
 
 def test_a_token_boundary_that_a_merge_might_cross_is_counted() -> None:

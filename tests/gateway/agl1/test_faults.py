@@ -74,12 +74,6 @@ class Played:
     def a_reward_that_is_nan(self) -> None:
         self.good("NaN")
 
-    def patched_twice_and_in_the_wrong_order(self) -> None:
-        self.patch("succeeded")
-        self.patch("running")
-        self.good()
-        self.patch("failed", "subprocess exited with code 1")
-
     def ends_twice(self) -> None:
         self.begin()
         self.patch("failed", "local subprocess is not running")
@@ -133,7 +127,6 @@ def playing(url: str, fault: str) -> Iterator[list[Played]]:
     [
         ("rewards_after_its_end", [410, 410], None),
         ("a_reward_that_is_nan", [422], "no_reward"),
-        ("patched_twice_and_in_the_wrong_order", [409, 409, 409], None),
         ("ends_twice", [410, 409], "agent_lost"),
         ("killed_in_a_stream", [], "agent_failed"),
         ("never_ends", [410, 409], "timeout"),
