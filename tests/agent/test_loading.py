@@ -98,6 +98,13 @@ def test_agent_file_is_loaded_from_any_directory_and_unpickled_anywhere(
     monkeypatch.delitem(sys.modules, "beside_it")
 
 
+def test_every_agent_of_the_repository_is_loaded_by_its_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.chdir(tmp_path)
+    for name in ("lookup.py:Lookup", "lookup_tools.py:LookupTools", "research.py:Research", "reverse.py:Reverse"):
+        assert load_agent(f"{REPOSITORY}/agents/{name}Agent").make_task(random.Random(0))
+
+
 @pytest.mark.parametrize("directory", [REPOSITORY, Path("/")])
 def test_package_does_not_claim_the_import_name_agents(directory: Path, tmp_path: Path) -> None:
     (tmp_path / "agents").mkdir()

@@ -373,7 +373,7 @@ def test_every_form_is_read_as_agent_lightning_reads_it(span: Span):
     }
 
 
-def test_no_reward_or_one_that_is_no_finite_number_is_an_error_and_not_zero():
+def test_no_reward_or_no_finite_one_is_an_error_and_not_zero():
     call = Span.from_attributes(name="agl_slime.generate", attributes={"gen_ai.usage.input_tokens": 1})
     cases = [([], "no_reward"), ([call], "no_reward")]
     cases += [([raw("primary", bad)], "bad_reward") for bad in (math.nan, -math.inf, "high")]

@@ -1,5 +1,5 @@
-"""Agent Lightning 1.0's API over our store and gateway: states, events, model calls, and refused requests. Odd JSON, and a
-great deal of it, is refused before it is queued, and without harm to listings."""
+"""Agent Lightning 1.0's API over our store and gateway: states, events, model calls, and refused requests. Odd JSON,
+and a great deal of it, is refused before it is queued, and without harm to listings."""
 
 from __future__ import annotations
 
