@@ -14,8 +14,8 @@ from agl_slime.errors import ConfigError
 from agl_slime.tokens import forks
 from tests.agent.multi_turn_agents import Agent, rollout
 from tests.harness.samples import trained_ids
+from tests.harness.tokenizers import HeldTokenizer
 from tests.harness.vocabularies import chat_tokenizer
-from tests.loop.test_lag import SlowTokenizer
 
 
 @pytest.fixture(autouse=True)
@@ -65,8 +65,8 @@ async def test_a_fork_of_a_long_conversation_is_tokenized_off_the_loop(edited: b
     """The new message is short, but a fork renders and tokenizes the whole conversation."""
     loops: list[threading.Thread] = []
     tokenizing: list[threading.Thread] = []
-    watched = SlowTokenizer(lambda: tokenizing.append(threading.current_thread()))
-    watched._real = chat_tokenizer("anthropic", "drops_thinking")
+    tokenizer = chat_tokenizer("anthropic", "drops_thinking")
+    watched = HeldTokenizer(tokenizer, lambda: tokenizing.append(threading.current_thread()))
 
     class Forks(Agent):
         async def run(self, task: dict[str, Any], session: RolloutSession) -> None:

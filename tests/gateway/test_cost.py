@@ -16,6 +16,7 @@ import pytest
 from agl_slime.gateway.settings import GatewaySettings
 from tests.gateway.protocols import CHATS, PROTOCOLS, Talk, assistant, body_of, error_text, user
 from tests.harness.gateway import Case, serving
+from tests.harness.tokenizers import HeldTokenizer
 
 EARLY, LATE, CALLS = 60, 150, 6
 # no line for each message of the history; a binary search for the end of the shared prefix takes a few steps
@@ -105,54 +106,27 @@ TEXT = "say hello " * 4_100
 PATIENCE_S = 20.0  # for requests of milliseconds; the tokenizer is blocked for longer
 
 
-class BlockedTokenizer:
-    """A real tokenizer that does not come back from a long text before it is released."""
-
-    def __init__(self, real: Any) -> None:
-        self._real = real
-        self.begun, self.released = threading.Event(), threading.Event()
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._real, name)
-
-    def __len__(self) -> int:
-        return len(self._real)
-
-    def __call__(self, text: Any, *args: Any, **kwargs: Any) -> Any:
-        self._wait(text)
-        return self._real(text, *args, **kwargs)
-
-    def encode(self, text: Any, *args: Any, **kwargs: Any) -> Any:
-        self._wait(text)
-        return self._real.encode(text, *args, **kwargs)
-
-    def apply_chat_template(self, conversation: Any, *args: Any, **kwargs: Any) -> Any:
-        if kwargs.get("tokenize", True):
-            self._wait(str(conversation))
-        return self._real.apply_chat_template(conversation, *args, **kwargs)
-
-    def _wait(self, text: Any) -> None:
-        if len(text) >= len(TEXT):
-            self.begun.set()
-            assert self.released.wait(3 * PATIENCE_S)
-
-
 def test_a_prompt_of_32k_tokens_does_not_stall_other_rollouts() -> None:
     def post(url: str, text: str, timeout: float) -> None:
         body = body_of("chat/completions", [user(text)])
         httpx.post(f"{url}/chat/completions", json=body, timeout=timeout).raise_for_status()
 
     with serving("hello", context_length=200_000) as case, ThreadPoolExecutor(1) as pool:
-        blocked = BlockedTokenizer(case.tokenizer)
-        case.gateway.access._tokenizer = blocked
+        begun, released = threading.Event(), threading.Event()
+
+        def block() -> None:
+            begun.set()
+            assert released.wait(3 * PATIENCE_S)
+
+        case.gateway.access._tokenizer = HeldTokenizer(case.tokenizer, block, len(TEXT))  # type: ignore[assignment]
         urls = [case.open(f"ro-other-{n}")[1]["main_llm"].endpoint for n in range(8)]
         long = pool.submit(post, case.llm.endpoint, TEXT, 4 * PATIENCE_S)
         try:
-            assert blocked.begun.wait(PATIENCE_S)
+            assert begun.wait(PATIENCE_S)
             for url in urls:  # none of them waits for the tokenizer
                 post(url, "Hello?", PATIENCE_S)
         finally:
-            blocked.released.set()
+            released.set()
         long.result(PATIENCE_S)
         assert case.turns[0].prompt_ids.size >= TOKENS
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
@@ -77,3 +78,33 @@ class Rendering:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._tokenizer, name)
+
+
+class HeldTokenizer:
+    """A tokenizer that calls ``hold`` before it encodes a text of at least ``length`` characters."""
+
+    def __init__(self, tokenizer: Any, hold: Callable[[], object], length: int = 8_000) -> None:
+        self._tokenizer, self._hold, self._length = tokenizer, hold, length
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._tokenizer, name)
+
+    def __len__(self) -> int:
+        return len(self._tokenizer)
+
+    def __call__(self, text: Any, *args: Any, **kwargs: Any) -> Any:
+        self._look(text)
+        return self._tokenizer(text, *args, **kwargs)
+
+    def encode(self, text: Any, *args: Any, **kwargs: Any) -> Any:
+        self._look(text)
+        return self._tokenizer.encode(text, *args, **kwargs)
+
+    def apply_chat_template(self, conversation: Any, *args: Any, **kwargs: Any) -> Any:
+        if kwargs.get("tokenize", True):
+            self._look(str(conversation))
+        return self._tokenizer.apply_chat_template(conversation, *args, **kwargs)
+
+    def _look(self, text: Any) -> None:
+        if len(text) >= self._length:
+            self._hold()
