@@ -14,7 +14,9 @@ FORKS = "trace/forks"  # samples beyond the first of their rollout
 RETOKENIZED = "trace/retokenized"  # samples whose text was re-tokenized: their ids are not the engine's
 VAL_START_REWARD_MEAN = "val/start_reward_mean"  # validation before the first training step, in the first iteration
 VAL_REWARD_MEAN = "val/reward_mean"  # validation with the weights after the iteration; only in iterations that have one
-VAL_INTERVAL = ("val/reward_low", "val/reward_high")  # 95 % of that mean, bootstrap over its tasks
+VAL_INTERVAL = ("val/reward_low", "val/reward_high")  # 95 % of that mean, over its tasks
+# minus the run's first validation, task by task, with its 95 % interval
+VAL_DIFFERENCE = ("val/difference", "val/difference_low", "val/difference_high")
 VAL_START_INTERVAL = ("val/start_reward_low", "val/start_reward_high")
 VAL_COUNT, VAL_FAILED = "val/count", "val/failed"  # rollouts of the validation; those without a reward, not in its mean
 VAL_START_COUNT, VAL_START_FAILED = "val/start_count", "val/start_failed"

@@ -7,7 +7,7 @@
 #
 #   scripts/serve_sglang_cpu.sh MODEL_DIR PORT
 #   AGL_SLIME_SGLANG_PYTHON=VENV_DIR/bin/python pytest -m sglang
-#   python train.py --engine sglang --sglang-python VENV_DIR/bin/python
+#   AGL_SLIME_SGLANG_PYTHON=VENV_DIR/bin/python python train.py --engine sglang
 #
 # Its own environment, because its pins (torch, transformers, openai) clash with this package's. pip prints resolver complaints about SGLang's GPU dependencies at the end; they do not matter.
 set -euo pipefail

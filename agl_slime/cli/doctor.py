@@ -127,7 +127,7 @@ def _engines(url: str | None) -> Iterator[Line]:
     from agl_slime.runner.controller_process import PYTHON_VARIABLE, check_python
 
     if os.environ.get(SGLANG_PYTHON):
-        yield _tried("SGLang", f"--engine sglang starts it with {os.environ[SGLANG_PYTHON]}", lambda: find_sglang(None))
+        yield _tried("SGLang", f"--engine sglang starts it with {os.environ[SGLANG_PYTHON]}", find_sglang)
     else:
         yield Line("--", "SGLang", f"{SGLANG_PYTHON} is not set; the embedded engine serves, or --sglang-url")
     if url is not None:

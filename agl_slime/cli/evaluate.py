@@ -21,7 +21,7 @@ from agl_slime.agent.chat_api import DEFAULT_KEY, ChatApi, find_chat_api
 from agl_slime.cli.flags import flag, split_env_flags
 from agl_slime.cli.models import check_model, find_model
 from agl_slime.cli.settings import TrainConfig, parse_command, train_config
-from agl_slime.errors import ConfigError
+from agl_slime.errors import ConfigError, LoopError, format_exception
 from agl_slime.loop.tasks import Task, as_task_source, read_tasks
 from agl_slime.report.console import format_seconds
 from agl_slime.report.evaluation.page import format_estimate, write_eval_page
@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from agl_slime.report.evaluation.samples import Sampling
 
 
+MOST_TASKS = 100_000  # of make_task; more would take minutes to make
 RUN_FIELDS = ("agent", "max_new_tokens", "temperature", "max_turns", "multi_turn_scheduler", "rollout_timeout", "seed")
 RUN_FIELDS += ("chat_template_kwargs", "later_systems")
 ENV_FIELDS = ("env_tasks", "eval_tasks", "runners", "env_arguments", "env_model")
@@ -51,7 +52,6 @@ _RUN_SETTINGS = {
     "rollout_timeout": ...,
     "sglang_url": None,
     "engine": "embedded",
-    "sglang_python": None,
     "seed": ...,
 }
 _FIXED = ("models", "agent", "tasks", "k", "seed", "temperature", "max_new_tokens")
@@ -94,7 +94,7 @@ class EvalConfig:
         check_ranges(
             self,
             ("k", lambda value: value >= 1, "at least 1"),
-            ("n_tasks", lambda value: value >= 1, "at least 1"),
+            ("n_tasks", lambda value: 1 <= value <= MOST_TASKS, f"from 1 to {MOST_TASKS}"),
             named=flag,
         )
         changed = self.settings
@@ -157,7 +157,8 @@ async def prepare(config: EvalConfig) -> Prepared:
         models.insert(
             0, await find_chat_api(config.openai_url, model=config.openai_model, key_env=config.openai_key_env)
         )
-    temperature = config.settings.get("temperature", settings.sampling.temperature)
+    temperature = config.settings.get("temperature", _validation_sampling(began).get("temperature"))
+    temperature = settings.sampling.temperature if temperature is None else temperature
     agent, tasks = await run_in_thread(_agent_and_tasks, config, settings, run if began else None)
     sampling = {"temperature": temperature, "max_new_tokens": settings.sampling.max_new_tokens}
     return Prepared(models=models, settings=settings, agent=agent, tasks=tasks, sampling=sampling)
@@ -206,7 +207,7 @@ async def run_evaluation(config: EvalConfig, *, console: Console | None = None) 
                             await take_samples(tasks, k=config.k, into=file, sampling=sampling, on_progress=report)
                 parts.append(file.lines)
                 new += len(file.lines) - before
-        result = _result(config, identity, parts, n_tasks=len(tasks), seed=settings.loop.seed)
+        result = _result(config, identity, parts, n_tasks=len(tasks))
         write_file(directory / "eval.json", dump(result, indent=2))
         page = await run_in_thread(write_eval_page, directory)
     if not new:
@@ -216,6 +217,10 @@ async def run_evaluation(config: EvalConfig, *, console: Console | None = None) 
         console.print(line, highlight=False, soft_wrap=True, markup=False)
     for name, path in (("written to", directory / "eval.json"), ("page", page)):
         console.print(f"{name:<14}{path}", highlight=False, soft_wrap=True, markup=False)
+    for model in result["models"]:
+        if model["failed"] == model["samples"]:
+            reason = max(model["failures"], key=model["failures"].get)
+            raise LoopError(f"{model['model']}: all {model['samples']} samples failed, most with {reason}")
     return result
 
 
@@ -223,18 +228,22 @@ def format_result(result: dict[str, Any]) -> list[str]:
     lines = []
     for model in result["models"]:
         figures = {name: value for name, value in model.items() if name == "reward" or name.startswith("pass@")}
-        estimates = [f"{name} {format_estimate(value)}" for name, value in figures.items() if value]
+        estimates = [f"{name} {format_estimate(value, of=result['tasks'])}" for name, value in figures.items() if value]
         failed = f"; {model['failed']} of {model['samples']} samples failed" if model["failed"] else ""
         lines.append(f"{model['model']}: {', '.join(estimates) or 'no sample has a reward'}{failed}")
         lines += [f"  failed: {count} x {reason}" for reason, count in model["failures"].items()]
     if (difference := result.get("difference")) is not None:
         names = [name for name in ("reward", "pass@1") if difference[name]]
-        estimates = [f"{name} {format_estimate(difference[name], sign=True)}" for name in names]
+        estimates = [f"{name} {format_estimate(difference[name], of=result['tasks'], sign=True)}" for name in names]
         lines.append(f"difference on the same tasks: {', '.join(estimates) or 'no task has rewards of both'}")
         lines.append(
             f"{len(difference['gained'])} tasks from wrong to right, {len(difference['lost'])} from right to wrong"
         )
-    return [*lines, f"{result['tasks']} tasks, {result['k']} samples of each; [95 % interval, bootstrap over tasks]"]
+    return [*lines, f"{result['tasks']} tasks, {result['k']} samples of each; [95 % interval over tasks]"]
+
+
+def _validation_sampling(began: dict[str, Any]) -> dict[str, Any]:
+    return train_config(eval_sampling=began.get("eval_sampling") or "").validation_sampling
 
 
 def _weights(path: Path) -> Path:
@@ -271,6 +280,8 @@ def _environment_identity(settings: TrainConfig) -> dict[str, Any] | None:
 def _settings(config: EvalConfig, began: dict[str, Any]) -> TrainConfig:
     """The settings of a run: from the flags, else from the model's run."""
     inherited = {name: began[name] for name in RUN_FIELDS if began.get(name) is not None}
+    if (limit := _validation_sampling(began).get("max_new_tokens")) is not None:
+        inherited["max_new_tokens"] = limit
     inherited["external_plugins"] = tuple(map(Path, began.get("external_plugins") or ()))
     flags = dict(config.settings)
     if flags.get("temperature") == 0:
@@ -322,7 +333,10 @@ def _agent_and_tasks(config: EvalConfig, settings: TrainConfig, run: RunDir | No
         return agent, held_out[: config.n_tasks]
     if (make_task := getattr(agent, "make_task", None)) is None:
         raise ConfigError(f"there are no tasks: give --tasks FILE.jsonl, or define make_task(rng) on {settings.agent}")
-    return agent, as_task_source(make_task, seed=settings.loop.seed + 1).next_batch(config.n_tasks or 32)
+    try:
+        return agent, as_task_source(make_task, seed=settings.loop.seed + 1).next_batch(config.n_tasks or 32)
+    except Exception as error:
+        raise ConfigError(f"make_task of {settings.agent} failed with {format_exception(error)}") from error
 
 
 @asynccontextmanager
@@ -409,7 +423,7 @@ class _Progress:
 
 
 def _result(
-    config: EvalConfig, identity: dict[str, Any], parts: Sequence[Sequence[dict[str, Any]]], *, n_tasks: int, seed: int
+    config: EvalConfig, identity: dict[str, Any], parts: Sequence[Sequence[dict[str, Any]]], *, n_tasks: int
 ) -> dict[str, Any]:
     from collections import Counter
 
@@ -421,10 +435,10 @@ def _result(
     for model, lines, by_task in zip(identity["models"], parts, rewards, strict=True):
         failures = Counter(line["failure"] for line in lines if line["reward"] is None)
         about = {"model": model, "samples": len(lines), "failed": failures.total(), "failures": dict(failures)}
-        models.append({**about, **sum_up(by_task, limit=config.passes, k=config.k, seed=seed)})
+        models.append({**about, **sum_up(by_task, limit=config.passes, k=config.k)})
     result = {"tasks": n_tasks, "k": config.k, "passes": config.passes, "settings": identity, "models": models}
     if len(models) == 2:
-        result["difference"] = compare(*rewards, limit=config.passes, seed=seed)
+        result["difference"] = compare(*rewards, limit=config.passes)
     return result
 
 

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import os
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractContextManager, AsyncExitStack, asynccontextmanager, closing
 from dataclasses import dataclass
 from functools import partial
@@ -75,9 +75,7 @@ _LARGE_MODELS_LR = 1e-4
 TorchThreads = int | Literal["auto"] | None
 
 # Settings that may differ when a run is resumed.
-_MAY_CHANGE = frozenset(
-    {"num_iterations", "save_interval", "view", "sglang_url", "eval_sglang_url", "engine", "sglang_python"}
-)
+_MAY_CHANGE = frozenset({"num_iterations", "save_interval", "view", "sglang_url", "eval_sglang_url", "engine"})
 _MAY_CHANGE |= {"keep_rollouts", "track", "teacher_url", "autopsy"}
 
 
@@ -156,7 +154,7 @@ async def run_training(
         loop = make_loop(
             config,
             parts,
-            val_engine=_validation_engine(stack, config, weights, enter_llm),
+            **_validation_llm(stack, config, weights, partial(enter_llm, url=url)),
             llm=stack.enter_context(enter_llm(url=url, sampling=sampling)),
             engine_url=url,
             data_source=source,
@@ -334,17 +332,20 @@ async def _run_autopsy(
     )
 
 
-def _validation_engine(
+def _validation_llm(
     stack: AsyncExitStack,
     config: TrainConfig,
     weights: WeightPublisher,
     enter_llm: Callable[..., AbstractContextManager[LLM]],
-) -> tuple[LLM, Callable[[str], Awaitable[None]]] | None:
-    """The resource of validations at ``--eval-sglang-url``, and the push of a version to that server."""
-    if config.eval_sglang_url is None:
-        return None
-    url = checked_url(config.eval_sglang_url)
-    return stack.enter_context(enter_llm(url=url)), partial(weights.push_again, base_url=url)
+) -> dict[str, Any]:
+    """The loop's arguments for validations with sampling parameters of their own, or at ``--eval-sglang-url``, to which
+    versions are pushed."""
+    sampling: dict[str, Any] = {**sampling_parameters(config), **config.validation_sampling}
+    if config.eval_sglang_url is not None:
+        url = checked_url(config.eval_sglang_url)
+        llm = stack.enter_context(enter_llm(url=url, sampling=sampling))
+        return {"val_llm": llm, "val_sync_fn": partial(weights.push_again, base_url=url)}
+    return {"val_llm": stack.enter_context(enter_llm(sampling=sampling))} if config.eval_sampling else {}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -423,8 +424,8 @@ async def running_engine(
         yield checked_url(config.sglang_url), None
         return
     if config.engine == "sglang":
-        python = config.sglang_python or os.environ[SGLANG_PYTHON]  # checked by check_files
-        engine = SGLangProcess(model_path, python=str(python), log=run.sglang_log, random_seed=config.loop.seed)
+        python = os.environ[SGLANG_PYTHON]  # checked by check_files
+        engine = SGLangProcess(model_path, python=python, log=run.sglang_log, random_seed=config.loop.seed)
     else:
         engine = EmbeddedEngine(model_path, random_seed=config.loop.seed)
     try:

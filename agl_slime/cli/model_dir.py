@@ -139,7 +139,7 @@ _MOST_ROWS = 12
 _SNAPSHOT = re.compile(r"models--([\w.-]+?)--([\w.-]+)/snapshots/[0-9a-f]+$")
 _LICENSE = re.compile(r"\A---\n(?:.*\n)*?license:[ \t]*([\w.-]+)[ \t]*\n", re.ASCII)
 # Settings of one machine, which do not describe the training.
-_MACHINE_SETTINGS = ("output_dir", "sglang_url", "eval_sglang_url", "sglang_python", "controller_python")
+_MACHINE_SETTINGS = ("output_dir", "sglang_url", "eval_sglang_url", "controller_python")
 _MACHINE_SETTINGS += ("controller_host", "controller_port", "store_host", "view", "track", "overwrite", "resume")
 _MACHINE_SETTINGS += ("env_python", "env_workers")
 

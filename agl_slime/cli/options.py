@@ -23,7 +23,7 @@ GROUPS: Mapping[str, tuple[str, str]] = {
     ),
     "validation": (
         "Validation on held-out tasks.",
-        "loop.eval_interval loop.eval_rollouts eval_tasks keep_best",
+        "loop.eval_interval loop.eval_rollouts eval_tasks eval_sampling keep_best",
     ),
     "sampling": (
         "Sampling, and the chat template.",
@@ -48,7 +48,7 @@ GROUPS: Mapping[str, tuple[str, str]] = {
     ),
     "engine": (
         "The engine that a run of the local trainer starts and ends.",
-        "engine sglang_python",
+        "engine",
     ),
     "gateway": (
         "The gateway, which serves the model to agents with their own client.",

@@ -35,7 +35,7 @@ from agl_slime.runner.controller_process import check_python
 from agl_slime.support.net import shown_url
 from agl_slime.support.ranges import check_ranges
 from agl_slime.tokens.systems import LaterSystems
-from agl_slime.tokens.tokenizer import read_template_kwargs
+from agl_slime.tokens.tokenizer import read_json_object, read_template_kwargs
 from agl_slime.train.local.settings import LocalTrainerSettings
 
 if TYPE_CHECKING:
@@ -79,6 +79,8 @@ class TrainConfig:
     eval_tasks: Path | None = None
     """Validation tasks as JSON lines; by default a tenth of --tasks is held out, or make_task(rng) is used with another
     seed. With --env: the split of its tasks for validations, if its name is not a usual one (eval, test, ...)."""
+    eval_sampling: str = ""
+    """Sampling parameters in which validations differ from training, as a JSON object: {"temperature": 0}."""
     keep_best: bool = False
     """Keep the weights of the best validation, too, in model-best beside model."""
     chat_template_kwargs: str = ""
@@ -117,10 +119,8 @@ class TrainConfig:
     teacher_alone: bool = False
     """Train on the teacher alone; rewards are reported only."""
     engine: Literal["embedded", "sglang"] = "embedded"
-    """embedded (the package's own), or a real SGLang."""
-    sglang_python: Path | None = None
-    """A Python with SGLang, for --engine sglang, by default AGL_SLIME_SGLANG_PYTHON's. For a CPU
-    `bash scripts/sglang_cpu.sh DIR` makes one: DIR/bin/python."""
+    """embedded (the package's own), or a real SGLang, whose Python the environment variable AGL_SLIME_SGLANG_PYTHON
+    names. For a CPU `bash scripts/sglang_cpu.sh DIR` makes one: DIR/bin/python."""
     actor_num_nodes: int = 1
     """Nodes for the actor."""
     actor_num_gpus_per_node: int = 1
@@ -150,6 +150,7 @@ class TrainConfig:
             named=flag,
         )
         read_template_kwargs(self.chat_template_kwargs, flag("chat_template_kwargs"))
+        _ = self.validation_sampling
         if self.environment.name is not None:
             self._check_env(plan)
         elif changed := self._changed(*(name for name, path in PATHS.items() if path.startswith("environment."))):
@@ -165,7 +166,8 @@ class TrainConfig:
         if self.resume and self.overwrite:
             raise ConfigError("--resume continues a run and --overwrite replaces it; give one of them")
         if not self.loop.eval_interval:
-            for name in ("eval_rollouts", "keep_best", *(() if self.environment.name else ("eval_tasks",))):
+            files = () if self.environment.name else ("eval_tasks",)
+            for name in ("eval_rollouts", "eval_sampling", "keep_best", *files):
                 self._refuse(name, "there are no validations with --eval-interval 0; leave it out")
         if not self.teacher_url:
             for name in self._changed("teacher_coef", "teacher_alone"):
@@ -208,8 +210,6 @@ class TrainConfig:
         if self.engine == "sglang" and self.sglang_url is not None:
             why = f"the server at --sglang-url {shown_url(self.sglang_url)} already runs; give one of them"
             raise ConfigError(f"--engine sglang: {why}")
-        if self.sglang_python is not None and self.engine != "sglang":
-            raise ConfigError(f"--sglang-python {self.sglang_python}: add --engine sglang, or leave it out")
         if self.eval_sglang_url is not None and not (self.loop.max_staleness and self.loop.eval_interval):
             fix = "give --max-staleness 1 or more and an --eval-interval, or leave it out"
             url = shown_url(self.eval_sglang_url)
@@ -232,8 +232,7 @@ class TrainConfig:
 
     def _check_slime(self) -> None:
         """Refuse settings that slime has flags or ways of its own for."""
-        for name in ("engine", "sglang_python"):
-            self._refuse(name, "slime starts its own engines, with --rollout-num-gpus; leave it out")
+        self._refuse("engine", "slime starts its own engines, with --rollout-num-gpus; leave it out")
         self._refuse("eval_sglang_url", "validations run on the engines of training; leave it out")
         for name in ("top_p", "top_k"):
             self._refuse(name, f"give slime's own flag, -- --rollout-{name.replace('_', '-')}")
@@ -268,6 +267,16 @@ class TrainConfig:
         return {name: value for name, value in values.items() if value}
 
     @property
+    def validation_sampling(self) -> dict[str, Any]:
+        """The sampling parameters in which validations differ from training."""
+        values = read_json_object(self.eval_sampling, flag("eval_sampling"), example='{"temperature": 0}')
+        try:
+            SamplingParams(**values)
+        except (TypeError, SettingError) as error:
+            raise ConfigError(f"{flag('eval_sampling')} {self.eval_sampling}: {error}") from error
+        return values
+
+    @property
     def teachers(self) -> list[Teacher]:
         return [Teacher.parse(text) for text in self.teacher_url]
 
@@ -286,7 +295,7 @@ class TrainConfig:
             if python is not None:
                 check_python(python)
         if self.engine == "sglang":
-            find_sglang(self.sglang_python)
+            find_sglang()
 
 
 def train_config(**values: Any) -> TrainConfig:

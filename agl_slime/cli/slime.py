@@ -20,7 +20,14 @@ from rich.console import Console
 from agl_slime import events
 from agl_slime.agent.access import replay_of, sampling_of
 from agl_slime.cli.models import find_model
-from agl_slime.cli.parts import RunParts, make_loop, make_reports, model_for_agents, say, served_page
+from agl_slime.cli.parts import (
+    RunParts,
+    make_loop,
+    make_reports,
+    model_for_agents,
+    say,
+    served_page,
+)
 from agl_slime.cli.settings import TrainConfig, flag
 from agl_slime.cli.start import check_tools, load_parts, run_directory
 from agl_slime.data.policy import CompleteGroup
@@ -150,11 +157,14 @@ async def run_slime_training(
             reports.handle(events.Warning(text=unread, key="tool_format"))
         url = (trainer.router_url if config.sglang_url is None else None) or agents_url
         config = replace(config, store_host=host)
+        enter_llm = partial(model_for_agents, config, parts, url=url, model_path=model_path)
+        val_sampling = {**sampling, **config.validation_sampling}
         loop = make_loop(
             config,
             parts,
             save_interval=1,  # slime decides when it saves
-            llm=stack.enter_context(model_for_agents(config, parts, url=url, model_path=model_path, sampling=sampling)),
+            llm=stack.enter_context(enter_llm(sampling=sampling)),
+            val_llm=stack.enter_context(enter_llm(sampling=val_sampling)) if config.eval_sampling else None,
             engine_url=url,
             data_source=source,
             controller_log=run.controller_log,

@@ -14,7 +14,7 @@ from rich.console import Console
 
 from agl_slime.agent.chat_api import DEFAULT_KEY
 from agl_slime.agent.loading import load_agent, only_agent
-from agl_slime.cli.evaluate import EvalConfig, Prepared, prepare, sampling_with
+from agl_slime.cli.evaluate import MOST_TASKS, EvalConfig, Prepared, prepare, sampling_with
 from agl_slime.cli.flags import split_env_flags
 from agl_slime.cli.settings import command_config, train_config
 from agl_slime.data.results import MemberResult
@@ -42,7 +42,6 @@ def main(arguments: Sequence[str]) -> None:
         temperature: float | None = None,
         max_new_tokens: int | None = None,
         engine: Literal["embedded", "sglang"] = "embedded",
-        sglang_python: Path | None = None,
         env: str | None = None,
         env_python: Path | None = None,
     ) -> None:
@@ -62,12 +61,11 @@ def main(arguments: Sequence[str]) -> None:
             temperature: Sampling temperature; 0 is greedy, and the run's or 1 by default.
             max_new_tokens: Most tokens of an answer; the run's or 48 by default.
             engine: The engine that is started: embedded, or a real SGLang.
-            sglang_python: A Python with SGLang, for --engine sglang.
             env: An environment of verifiers, in place of an agent.
             env_python: A Python with verifiers, for --env.
         """
         values = {"temperature": temperature, "max_new_tokens": max_new_tokens, "sglang_url": sglang_url}
-        values |= {"engine": engine, "sglang_python": sglang_python, "env": env, "env_python": env_python}
+        values |= {"engine": engine, "env": env, "env_python": env_python}
         values |= {"env_arguments": env_flags or None}
         named = {"openai_url": openai_url, "openai_model": openai_model, "openai_key_env": openai_key_env}
         asyncio.run(try_task(agent and only_agent(agent), task, model=model, tasks=tasks, **named, **values))
@@ -80,8 +78,8 @@ async def try_task(
 ) -> None:
     """Run task number ``task`` of ``agent`` and describe it; ``settings`` are fields of ``EvalConfig`` and settings
     of a run, by name. Raises ``AglSlimeError`` when the rollout failed."""
-    if task < 0:
-        raise ConfigError(f"--task must be 0 or more, got {task}")
+    if not 0 <= task < MOST_TASKS:
+        raise ConfigError(f"--task must be from 0 to {MOST_TASKS - 1}, got {task}")
     settings = {"rollout_timeout": A_DAY_S, "agent": agent, **settings}
     if model is None and settings.get("openai_url") is None:
         model = await _unnamed_model(settings)

@@ -55,15 +55,14 @@ class SGLangProcess(ServerChild):
         )
 
 
-def find_sglang(python: str | os.PathLike[str] | None) -> str:
-    """The Python with SGLang: ``python``, else the one that the environment variable names. Raises ``ConfigError`` when
-    neither is given, or when it has no SGLang."""
-    named = "--sglang-python" if python is not None else SGLANG_PYTHON
-    candidate = str(python or os.environ.get(SGLANG_PYTHON, ""))
+def find_sglang() -> str:
+    """The Python with SGLang that the environment variable names. Raises ``ConfigError`` when it names none, or when
+    that has no SGLang."""
+    candidate = os.environ.get(SGLANG_PYTHON, "")
     fix = "for a CPU, `bash scripts/sglang_cpu.sh DIR` makes one: DIR/bin/python"
     if not candidate:
-        raise ConfigError(f"--engine sglang: give --sglang-python or {SGLANG_PYTHON} a Python that has SGLang; {fix}")
-    installed_version(candidate, "sglang", setting=named, fix=fix, env=without_pythonpath())
+        raise ConfigError(f"--engine sglang: {SGLANG_PYTHON} must name a Python that has SGLang; {fix}")
+    installed_version(candidate, "sglang", setting=SGLANG_PYTHON, fix=fix, env=without_pythonpath())
     return candidate
 
 

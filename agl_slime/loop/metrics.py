@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from statistics import fmean, pstdev
@@ -11,7 +13,7 @@ from typing import Any
 from agl_slime import metric_names as names
 from agl_slime.data.normalize import all_equal
 from agl_slime.data.results import GroupResult, MemberResult
-from agl_slime.support.intervals import estimate
+from agl_slime.support.intervals import estimate, paired_difference
 from agl_slime.support.threads import abandoned_threads
 from agl_slime.types import Sample, staleness_of
 
@@ -129,19 +131,31 @@ def staleness_metrics(groups: Sequence[GroupResult], version: str) -> dict[str, 
     return {} if staleness is None else dict(zip((names.STALENESS_MEAN, names.STALENESS_MAX), staleness, strict=True))
 
 
-def eval_metrics(members: Sequence[MemberResult]) -> dict[str, Any]:
-    """``val/…`` of a validation's rollouts; the confidence interval is over tasks, one per group."""
+def reward_by_task(members: Sequence[MemberResult]) -> dict[str, float]:
+    """The mean reward of each task that has one, by a digest of the task; a member without a task has one of its
+    own."""
     by_task: dict[str, list[float]] = {}
     for member in members:
         if member.reward is not None:
-            by_task.setdefault(member.group_id, []).append(member.reward)
-    rewards = [reward for of_task in by_task.values() for reward in of_task]
-    interval = estimate([fmean(of_task) for of_task in by_task.values()])
+            task = member.group_id if member.task is None else json.dumps(member.task, sort_keys=True, default=str)
+            by_task.setdefault(hashlib.blake2b(task.encode(), digest_size=8).hexdigest(), []).append(member.reward)
+    return {task: fmean(rewards) for task, rewards in by_task.items()}
+
+
+def eval_metrics(members: Sequence[MemberResult], *, first: Mapping[str, float] | None = None) -> dict[str, Any]:
+    """``val/…`` of a validation's rollouts, with intervals over tasks. ``first`` are the rewards by task of the
+    validation from which the difference counts."""
+    by_task = reward_by_task(members)
+    rewards = [member.reward for member in members if member.reward is not None]
+    interval = estimate([*by_task.values()])
     bounds = (None, None) if interval is None else (interval.low, interval.high)
+    difference = paired_difference(first or {}, by_task)
+    differences = () if difference is None else (difference.mean, difference.low, difference.high)
     failures = Counter(member.failure for member in members if not member.ok)
     return {
         names.VAL_REWARD_MEAN: fmean(rewards) if rewards else None,
         **dict(zip(names.VAL_INTERVAL, bounds, strict=True)),
+        **dict(zip(names.VAL_DIFFERENCE, differences, strict=False)),
         names.VAL_COUNT: len(members),
         names.VAL_FAILED: failures.total(),
         **{f"{names.VAL_FAILED}/{reason}": count for reason, count in failures.items()},

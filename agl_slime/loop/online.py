@@ -34,7 +34,7 @@ from agl_slime.loop.functions import StepFn, adapt_step_function, call_function,
 from agl_slime.loop.metrics import collect_metrics, fork_examples, staleness_metrics
 from agl_slime.loop.schedule import Schedule
 from agl_slime.loop.settings import LoopSettings, LoopState, RunResult
-from agl_slime.loop.tasks import TaskCursor, Tasks, as_task_source
+from agl_slime.loop.tasks import TaskCursor, Tasks, ValidationTasks, as_task_source
 from agl_slime.loop.validation import Validations
 from agl_slime.metric_names import (
     CPU_BUSY,
@@ -89,9 +89,11 @@ class OnlineRLLoop:
         check_alive: Called about once a second; raises when a dependency of the run, such as the engine, has died.
         engine_loads: The engine's load, by which the loop adapts the number of rollouts in flight
             (``--max-concurrent auto``), up to the runners' ``max_concurrent``.
-        val_engine: A separate engine for validations in asynchronous training (``max_staleness``): the ``main_llm`` of
-            its rollouts, and ``(version) -> None``, sync or async, which loads the last synced weights into it.
-            Without it validations share the engine with training rollouts, ahead of the queue.
+        val_llm: ``main_llm`` of validation rollouts, with sampling parameters or an engine of their own; ``llm`` by
+            default.
+        val_sync_fn: For an engine of ``val_llm``'s own, in asynchronous training (``max_staleness``): ``(version) ->
+            None``, sync or async, which loads the last synced weights into it. Without it validations share the engine
+            with training rollouts, ahead of the queue.
     """
 
     def __init__(
@@ -113,7 +115,8 @@ class OnlineRLLoop:
         observer: events.Observer | None = None,
         check_alive: Callable[[], None] | None = None,
         engine_loads: EngineLoads | None = None,
-        val_engine: tuple[LLM, Callable[[str], Any]] | None = None,
+        val_llm: LLM | None = None,
+        val_sync_fn: Callable[[str], Any] | None = None,
     ) -> None:
         self.settings = settings or LoopSettings()
         if agent is not None and not store.capabilities.get("thread_safe"):
@@ -149,23 +152,26 @@ class OnlineRLLoop:
         self._failures = Failures(self.settings, worked=any(mean is not None for mean in self._reward_means))
         if val_tasks is None and callable(tasks) and not hasattr(tasks, "next_batch"):
             val_tasks = tasks
-        if val_engine is not None and not (self.settings.max_staleness and self.settings.eval_interval):
-            raise ConfigError(
-                "val_engine needs asynchronous validations: set max_staleness and eval_interval, or leave it out"
-            )
+        asynchronous = self.settings.max_staleness and self.settings.eval_interval
+        if val_sync_fn is not None and (val_llm is None or not asynchronous):
+            needs = "set val_llm, max_staleness and eval_interval, or leave it out"
+            raise ConfigError(f"val_sync_fn is for asynchronous validations on an engine of their own: {needs}")
+        self._val_llm, self._val_sync_fn = val_llm, val_sync_fn
         self._validations: Validations | None = None
         if self.settings.eval_interval:
             if val_tasks is None:
                 why = "val_tasks is None and eval_interval is set"
                 raise ConfigError(f"{why}; pass val_tasks, or set eval_interval to 0")
+            val_source = as_task_source(val_tasks, seed=self.settings.seed + 1)
             self._validations = Validations(
-                tasks=TaskCursor(as_task_source(val_tasks, seed=self.settings.seed + 1), named=False),
+                tasks=ValidationTasks(val_source, n=self.settings.eval_rollouts),
                 settings=self.settings,
                 schedule=self._schedule,
-                count=self._state.validations,
+                start=self._state,
                 version=lambda: self._state.version,
                 emit=self._emit,
-                sync_engine=None if val_engine is None else partial(self._sync_val_engine, *val_engine),
+                prepare=self._prepare_validation,
+                own_engine=val_sync_fn is not None,
             )
         self._runner: RunnerPool | None = None
         self._last_metrics: dict[str, Any] = {}
@@ -318,15 +324,20 @@ class OnlineRLLoop:
         self._idle_in_sync_s = self._schedule.idle_s - idle_before_s
         return {**metrics, TRAIN_S: syncing - began, SYNC_S: time.monotonic() - syncing}
 
-    async def _sync_val_engine(self, llm: LLM, push: Callable[[str], Any], version: str) -> str:
-        name = "weight sync of the validation engine"
-        await self._step(name, call_function(partial(push, version)), self._iteration)
-        return (await self.store.add_resources({**self._resources, LLM_RESOURCE: llm})).resources_id
+    async def _prepare_validation(self, version: str) -> str | None:
+        if self._val_sync_fn is not None:
+            name = "weight sync of the validation engine"
+            await self._step(name, call_function(partial(self._val_sync_fn, version)), self._iteration)
+        if self._val_llm is None:
+            return None
+        return (await self.store.add_resources({**self._resources, LLM_RESOURCE: self._val_llm})).resources_id
 
     def _current_state(self) -> LoopState:
-        validations = self._state.validations if self._validations is None else self._validations.count
         means, admitted = tuple(self._reward_means), self._schedule.admitted()
-        return replace(self._state, validations=validations, reward_means=means, admitted=admitted)
+        state = replace(self._state, reward_means=means, admitted=admitted)
+        if self._validations is None:
+            return state
+        return replace(state, validations=self._validations.count, val_first=self._validations.first)
 
     async def _save(self) -> None:
         if self._save_fn is not None:

@@ -19,7 +19,7 @@ from agl_slime.data.source import GroupSource
 from agl_slime.errors import ConfigError, LoopError
 from agl_slime.loop.admission import Admission
 from agl_slime.loop.settings import LoopSettings, LoopState
-from agl_slime.loop.tasks import TaskCursor
+from agl_slime.loop.tasks import TaskCursor, ValidationTasks
 from agl_slime.support.agl import LightningStore, Rollout
 from agl_slime.support.threads import run_user_code
 
@@ -147,16 +147,13 @@ class Schedule:
         """``LoopState.admitted`` for a checkpoint, including the current batch until it is trained on."""
         return {**self._admission.state(), **self._taken}
 
-    async def validate(self, tasks: TaskCursor, n: int, *, resources_id: str | None = None) -> list[MemberResult]:
-        """Results of one rollout for each of ``n`` validation tasks, never trained on; ``resources_id`` replaces the
-        resources of training."""
-        groups = await self._draw(tasks, n)
+    async def validate(self, tasks: ValidationTasks, *, resources_id: str | None = None) -> list[MemberResult]:
+        """Results of one rollout for each validation task, never trained on; ``resources_id`` replaces the resources of
+        training."""
+        groups = await self._draw(tasks.draw)
         enqueue = partial(self._enqueue, size=1, mode="val", resources_id=resources_id)
         how: dict[str, Any] = {"health": self._health, "cancel_reason": _RUN_ENDED}
-        members = [member async for member in run_rollouts(self._data_source, groups, enqueue, **how)]
-        for group in groups:
-            tasks.done(group.group_id)
-        return members
+        return [member async for member in run_rollouts(self._data_source, groups, enqueue, **how)]
 
     async def cancel_outstanding(self) -> None:
         """Cancel unfinished rollouts at the end of a run, in the ledger and in the store. Their groups are abandoned
@@ -192,13 +189,13 @@ class Schedule:
         size = self._settings.n_samples_per_prompt
         enqueue = partial(self._enqueue, size=size, mode="train")
         while (n := self._admission.free) > 0:
-            groups = await self._draw(self._tasks, n)
+            groups = await self._draw(self._tasks.take, n)
             self._admit(groups)
             await enqueue_groups(self._data_source, groups, enqueue, size=size, mode="train")
 
-    async def _draw(self, tasks: TaskCursor, n: int) -> list[TaskGroup]:
+    async def _draw(self, draw: Callable[..., list[TaskGroup]], *args: int) -> list[TaskGroup]:
         async with self._drawing:
-            return await run_user_code(tasks.take, n)
+            return await run_user_code(draw, *args)
 
     async def _enqueue(
         self, groups: Sequence[TaskGroup], *, size: int, mode: Literal["train", "val"], resources_id: str | None = None

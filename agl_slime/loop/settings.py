@@ -63,12 +63,14 @@ class LoopSettings:
 class LoopState:
     """A loop's state after ``iteration``, saved beside the states of trainer and data source. ``version`` is the weight
     version, ``validations`` the number of validations so far, ``reward_means`` has one entry per iteration.
+    ``val_first`` are the rewards of the first validation by task (``metrics.reward_by_task``).
     ``admitted``: instances admitted and not yet trained on, each with the number of iterations finished at
     admission."""
 
     iteration: int = 0
     version: str = "0"
     validations: int = 0
+    val_first: Mapping[str, float] = field(default_factory=dict)
     reward_means: tuple[float, ...] = ()
     admitted: Mapping[str, int] = field(default_factory=dict)
 

@@ -146,6 +146,21 @@ class TaskCursor:
         self.skip_to(drawn)
 
 
+class ValidationTasks:
+    """The first ``n`` tasks of ``source``, the same in every validation, so that validations can be compared."""
+
+    def __init__(self, source: TaskSource, *, n: int) -> None:
+        self._source, self._n = source, n
+        self._tasks: list[Task] = []
+
+    def draw(self) -> list[TaskGroup]:
+        """A new group of rollouts for each task. The first call makes the tasks."""
+        if not self._tasks:
+            self._tasks = [group.task for group in TaskCursor(self._source, named=False).take(self._n)]
+        name = uuid.uuid4().hex
+        return [TaskGroup(f"{name}-{number}", task) for number, task in enumerate(self._tasks)]
+
+
 def as_task_source(tasks: Tasks, *, seed: int = 0) -> TaskSource:
     if hasattr(tasks, "next_batch"):
         return tasks  # type: ignore[return-value]

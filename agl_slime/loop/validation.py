@@ -8,10 +8,10 @@ from typing import Any
 
 from agl_slime import events
 from agl_slime.data.results import MemberResult
-from agl_slime.loop.metrics import FAILED_SHARE, eval_metrics, format_failures
+from agl_slime.loop.metrics import FAILED_SHARE, eval_metrics, format_failures, reward_by_task
 from agl_slime.loop.schedule import Schedule
-from agl_slime.loop.settings import LoopSettings
-from agl_slime.loop.tasks import TaskCursor
+from agl_slime.loop.settings import LoopSettings, LoopState
+from agl_slime.loop.tasks import ValidationTasks
 from agl_slime.metric_names import VAL_COUNT, VAL_EARLIER_REWARD_MEAN, VAL_FAILED, VAL_LAG, VAL_REWARD_MEAN
 
 _START = "val/start_"
@@ -24,28 +24,29 @@ def _rename_start_metrics(metrics: dict[str, Any]) -> dict[str, Any]:
 
 class Validations:
     """Validations of ``tasks`` before the first iteration, after every ``eval_interval`` iterations and at the end;
-    ``count`` is their number so far.
+    ``count`` is their number so far, ``first`` the rewards by task of the first.
 
     With ``max_staleness`` validations run concurrently with training, one at a time: one that becomes due during
     another starts after it, with the weights of that moment. ``version`` returns the current weight version;
-    ``sync_engine(version)`` loads it into a separate engine and returns the resources id for its rollouts.
+    ``prepare(version)`` returns the resources id for its rollouts (``None``: training's), after it has loaded the
+    version into a separate engine, if there is one (``own_engine``).
     """
 
     def __init__(
         self,
         *,
-        tasks: TaskCursor,
+        tasks: ValidationTasks,
         settings: LoopSettings,
         schedule: Schedule,
-        count: int,
+        start: LoopState,
         version: Callable[[], str],
         emit: Callable[[events.Event], None],
-        sync_engine: Callable[[str], Awaitable[str]] | None,
+        prepare: Callable[[str], Awaitable[str | None]],
+        own_engine: bool,
     ) -> None:
         self._tasks, self._settings, self._schedule = tasks, settings, schedule
-        self._version, self._emit, self._sync_engine = version, emit, sync_engine
-        self.count = count
-        tasks.skip_to(count * settings.eval_rollouts)
+        self._version, self._emit, self._prepare, self._own_engine = version, emit, prepare, own_engine
+        self.count, self.first = start.validations, start.val_first
         self._concurrent = settings.max_staleness > 0
         self._running: asyncio.Future[dict[str, Any]] | None = None
         self._due: int | None = None
@@ -89,25 +90,26 @@ class Validations:
         self._emit(events.PhaseStarted(iteration=iteration, phase="eval", rollouts=self._settings.eval_rollouts))
         self.count += 1
         self._schedule.metadata = {"iteration": iteration, "weight_version": self._version()}
-        return self._judged(await self._schedule.validate(self._tasks, self._settings.eval_rollouts), done)
+        resources_id = await self._prepare(self._version())
+        return self._judged(await self._schedule.validate(self._tasks, resources_id=resources_id), done)
 
     async def _validate_concurrently(self, iteration: int) -> dict[str, Any]:
         """Validate the current weights, on the separate engine if there is one, else ahead of the queue."""
         version = self._version()
-        resources_id = None if self._sync_engine is None else await self._sync_engine(version)
-        members = await self._schedule.validate(self._tasks, self._settings.eval_rollouts, resources_id=resources_id)
+        members = await self._schedule.validate(self._tasks, resources_id=await self._prepare(version))
         self.count += 1
         metrics = self._judged(members, iteration)
         if iteration == 0:
             metrics = _rename_start_metrics(metrics)
-        now = self._version() if self._sync_engine is None else version
+        now = version if self._own_engine else self._version()
         if version.isdecimal() and now.isdecimal():
             metrics[VAL_LAG] = int(now) - int(version)
         return metrics
 
     def _judged(self, members: Sequence[MemberResult], done: int) -> dict[str, Any]:
         """The metrics of a validation after ``done`` iterations; warns if many of its rollouts failed."""
-        metrics = eval_metrics(members)
+        metrics = eval_metrics(members, first=self.first)
+        self.first = self.first or reward_by_task(members)
         if (failed := metrics[VAL_FAILED]) > FAILED_SHARE * metrics[VAL_COUNT]:
             why = format_failures(members)
             which = f"validation after iteration {done}" if done else "validation before the first iteration"

@@ -26,12 +26,14 @@ def number(metrics: Mapping[str, Any], key: str) -> float | None:
 
 @dataclass(frozen=True)
 class Validation:
-    """A validation: ``mean`` over the ``rewarded`` of its ``count`` rollouts; both counts are None in older files."""
+    """A validation: ``mean`` over the ``rewarded`` of its ``count`` rollouts; both counts are None in older files.
+    ``difference``: to the run's first validation, task by task, as mean, low and high."""
 
     mean: float | None
     interval: tuple[float, float] | None
     rewarded: int | None
     count: int | None
+    difference: tuple[float, float, float] | None = None
 
     def format(self, digits: int) -> str:
         """``0.44``, or ``0.44 of 15/16`` if a rollout failed."""
@@ -49,7 +51,9 @@ def validation_of(metrics: Mapping[str, Any], *, start: bool = False) -> Validat
         return None
     rewarded = None if count is None else round(count - (failed or 0))
     interval = None if low is None or high is None else (low, high)
-    return Validation(mean, interval, rewarded, None if count is None else round(count))
+    of_tasks = [value for name in m.VAL_DIFFERENCE if not start and (value := number(metrics, name)) is not None]
+    difference = (of_tasks[0], of_tasks[1], of_tasks[2]) if len(of_tasks) == len(m.VAL_DIFFERENCE) else None
+    return Validation(mean, interval, rewarded, None if count is None else round(count), difference)
 
 
 def read_metrics(path: str | os.PathLike[str]) -> list[dict[str, Any]]:

@@ -56,6 +56,7 @@ def sum_up(rows: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
         "reward_best_iteration": best_iteration,
         **_validation_figures("val_first", validations[:1]),
         **_validation_figures("val_last", validations[-1:]),
+        "val_difference": validations[-1].difference if validations else None,
         "logprob_diff_first": next(iter(values(m.LOGPROB_DIFF_MAX)), None),
         "first_ratio_dev_max": max(values(m.FIRST_RATIO_DEV_MAX), default=None),
         "weights_version": versions[-1] if versions else None,
@@ -104,12 +105,7 @@ def summary_rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
         best = f"  (best {get('reward_best'):.3f} in iteration {get('reward_best_iteration')})"
         rows.append(("reward", f"{get('reward_first'):.3f} -> {get('reward_last'):.3f}{best}"))
     if get("val_first") is not None or get("val_first_rewarded"):
-        first, last = (
-            Validation(get(name), None, *(get(f"{name}_rewarded") or (None, None))).format(3)
-            + (f" [{bounds[0]:.3f}, {bounds[1]:.3f}]" if (bounds := get(f"{name}_interval")) else "")
-            for name in ("val_first", "val_last")
-        )
-        rows.append(("validation", f"{first} -> {last}"))
+        rows.append(("validation", _validation_text(summary)))
     if ledger := get("ledger"):  # counts every enqueued rollout; events count only executed ones
         ends = {name: count for name, count in ledger.items() if name != "opened" and count}
         rows.append(("rollouts", f"{ledger.get('opened', 0):,} enqueued: {format_reasons(ends, most=10)}"))
@@ -150,6 +146,18 @@ def summary_rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
         rows.append(("serve it", shlex.join(["python", "-m", "sglang.launch_server", "--model-path", model])))
     rows += [("note", note) for note in get("notes") or ()]
     return rows
+
+
+def _validation_text(summary: Mapping[str, Any]) -> str:
+    """The first and the last validation, and their difference."""
+    first, last = (
+        Validation(summary.get(name), None, *(summary.get(f"{name}_rewarded") or (None, None))).format(3)
+        + (f" [{bounds[0]:.3f}, {bounds[1]:.3f}]" if (bounds := summary.get(f"{name}_interval")) else "")
+        for name in ("val_first", "val_last")
+    )
+    if (values := summary.get("val_difference")) is None:
+        return f"{first} -> {last}"
+    return f"{first} -> {last}, task by task {{:+.3f}} [{{:+.3f}}, {{:+.3f}}]".format(*values)
 
 
 def _verdict(sampled: float | None, trained: float | None) -> str:

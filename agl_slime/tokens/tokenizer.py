@@ -29,15 +29,20 @@ class ChatTokenizer(Protocol):
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = ...) -> str: ...
 
 
-def read_template_kwargs(text: str, flag: str) -> dict[str, Any]:
-    """Chat template arguments from a setting in JSON. Raises ``ConfigError``."""
+def read_json_object(text: str, flag: str, *, example: str) -> dict[str, Any]:
+    """The value of a setting that is a JSON object, or empty. Raises ``ConfigError``."""
     try:
         value = json.loads(text or "{}")
     except ValueError:
         value = None
     if not isinstance(value, dict):
-        raise ConfigError(f"{flag} must be a JSON object such as '{{\"preserve_thinking\": true}}', got {text!r:.99}")
+        raise ConfigError(f"{flag} must be a JSON object such as '{example}', got {text!r:.99}")
     return value
+
+
+def read_template_kwargs(text: str, flag: str) -> dict[str, Any]:
+    """Chat template arguments from a setting in JSON. Raises ``ConfigError``."""
+    return read_json_object(text, flag, example='{"preserve_thinking": true}')
 
 
 def set_template_kwargs(tokenizer: Any, kwargs: Mapping[str, Any]) -> None:

@@ -57,6 +57,14 @@ def pipeline(group_size: int = 4, *, functions: dict[str, Any] | None = None, **
     return GroupPipeline(functions, settings=PipelineSettings(group_size=group_size, **settings), task_type=task_type)
 
 
+def test_the_defaults_are_the_documented_ones():
+    settings = PipelineSettings(group_size=8)
+    assert settings.min_valid_group_size_ratio == 1.0
+    assert settings.min_valid_item_size_ratio == 0.7
+    assert settings.group_timeout_seconds == 300
+    assert settings.min_timeout_group_size_ratio == 0.7
+
+
 def test_a_complete_group_is_normalised_and_keeps_its_raw_rewards():
     result = Processed(pipeline(), [snapshot([1, 0, 1, 0])])
     # mean 0.5, population std 0.5

@@ -34,7 +34,8 @@ SMALL = {
 }
 # waits for every member of a group, so that all failures are counted
 PATIENT = DataSourceSettings(get_timeout_s=60, policy=MinimumViableGroup(drop_early=False))
-_ARGUMENTS = {"sync": "weight_sync_fn", "save": "save_fn"} | {n: n for n in ("start", "val_engine", "val_tasks")}
+_ARGUMENTS = {"sync": "weight_sync_fn", "save": "save_fn"}
+_ARGUMENTS |= {name: name for name in ("start", "val_llm", "val_sync_fn", "val_tasks")}
 TASKS = [{"prompt": f"say hello to {name}", "name": name} for name in ("Ada", "Alan", "Grace", "Edsger")]
 
 

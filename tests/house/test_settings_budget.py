@@ -31,7 +31,7 @@ EQUAL_NAMES = {
     # of commands and tools of their own
     *("batch_size", "overwrite", "run_dir", "sglang_url", "loss", "clip", "step"),
     *("max_tokens", "temperature", "top_p", "top_k", "stop", "repetition_penalty"),
-    *("loop", "sampling", "group", "gateway", "controller"),
+    *("loop", "sampling", "eval_sampling", "group", "gateway", "controller"),
     # copies that are left: slime's args and the buffer are given these apart from a run's settings
     *("tasks", "eval_tasks", "runners", "max_staleness", "drop_zero_variance", "get_timeout_s", "blocking"),
     *("max_concurrent", "store_host", "teacher_url"),

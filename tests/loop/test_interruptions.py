@@ -260,7 +260,8 @@ def test_validation_in_flight_at_the_last_one_is_reported(engine: ScriptedEngine
         agent=HelloAgent(judge=lambda task, response: float(task["name"] == "Ada")),
         url=engine.url,
         val_tasks=TASKS[:1],
-        val_engine=(llm, push),
+        val_llm=llm,
+        val_sync_fn=push,
         train=train,
         **settings,
     ) as case:

@@ -184,11 +184,44 @@ async def test_validations_run_beside_training_and_report_their_lag(engine: Scri
     assert (last["val/reward_mean"], last["val/lag"]) == (1.0, 0)
 
 
+@pytest.mark.parametrize("max_staleness", [0, 1])
+async def test_each_validation_has_the_same_tasks_and_its_own_sampling(
+    engine: ScriptedEngine, max_staleness: int
+) -> None:
+    """A policy that never changes, and rewards that the task fixes: all validations are equal."""
+    validated: list[str] = []
+
+    def judge(task: dict[str, Any], response: str) -> float:
+        if "val" in task:
+            validated.append(task["val"])
+        return len(task.get("val", "")) / 10
+
+    names = ["a", "bbb", "cccccc", "ddddddddd", "ee"]
+    own = {
+        "eval_interval": 2,
+        "eval_rollouts": 3,
+        "val_tasks": [{"prompt": "v", "val": name} for name in names],
+        "val_llm": LLM(endpoint=engine.url, model="scripted", sampling_parameters={"max_new_tokens": 7, "top_p": 0.5}),
+    }
+    with Overlapped(engine, judge=judge, max_staleness=max_staleness, **own) as case:
+        await case.loop.run_async()
+    rewards = [value for row in case.recorder.metrics for name, value in row.items() if name.endswith("reward_mean")]
+    assert len(validated) >= 6
+    assert set(Counter(validated).values()) == {len(validated) // 3}
+    expected = pytest.approx(sum(map(len, {*validated})) / 30)
+    assert [value for value in rewards if value] == [expected] * (len(validated) // 3)  # rewards of training are 0
+    assert case.recorder.metrics[-1]["val/difference"] == 0.0
+    sampled = [received.payload["sampling_params"] for received in engine.received if received.path == "/generate"]
+    counts = Counter(each.get("top_p") == 0.5 for each in sampled)  # an update of the weights repeats a request
+    assert counts[True] >= len(validated)
+    assert counts[False] >= len(case.source.ledger.finished_instances())
+
+
 async def test_validation_engine_keeps_the_weights_that_validation_started_with() -> None:
     pushed: list[str] = []
     with hello_engine() as engine, hello_engine() as second:
         llm = LLM(endpoint=second.url, model="scripted", sampling_parameters={"max_new_tokens": 8})
-        settings = {"eval_interval": 2, "eval_rollouts": 3, "val_engine": (llm, pushed.append)}
+        settings = {"eval_interval": 2, "eval_rollouts": 3, "val_llm": llm, "val_sync_fn": pushed.append}
         with Overlapped(engine, tasks=lambda rng: {"prompt": "say hello"}, **settings) as case:
             await case.loop.run_async()
             case.check_ledger()
@@ -202,5 +235,6 @@ async def test_validation_engine_keeps_the_weights_that_validation_started_with(
 def test_invalid_overlap_settings_are_refused(engine: ScriptedEngine) -> None:
     with pytest.raises(ConfigError, match="max_staleness must be 0"):
         Overlapped(engine, max_staleness=-1)
-    with pytest.raises(ConfigError, match="val_engine needs asynchronous validations"):
-        Overlapped(engine, val_engine=(LLM(endpoint=engine.url, model="scripted"), print))
+    for own in ({"val_llm": LLM(endpoint=engine.url, model="scripted")}, {"eval_interval": 1}):
+        with pytest.raises(ConfigError, match="val_sync_fn is for asynchronous validations on an engine of their own"):
+            Overlapped(engine, val_sync_fn=print, **own)

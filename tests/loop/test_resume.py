@@ -132,12 +132,14 @@ async def test_groups_pending_over_a_restart_are_recorded_once(tmp_path: Path, e
 
 
 async def test_a_run_that_was_resumed_reports_as_one(tmp_path: Path, engine: ScriptedEngine) -> None:
-    settings = {"eval_interval": 1, "eval_rollouts": 1}
+    settings = {"eval_interval": 1, "eval_rollouts": 3}
     with Life(tmp_path, engine.url, num_iterations=2, **settings) as first:
         assert len((await first.loop.run_async()).reward_means) == 2
+        first_rewards = first.loop._current_state().val_first
     with Life(tmp_path, engine.url, num_iterations=3, **settings) as second:
         assert second.checkpoint is not None
         assert second.checkpoint.loop.validations == 3  # before the first iteration, and after each
+        assert second.checkpoint.loop.val_first == first_rewards != {}
         assert len((await second.loop.run_async()).reward_means) == 3
 
 

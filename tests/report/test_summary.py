@@ -9,7 +9,7 @@ import pytest
 
 from agl_slime.data.results import GroupResult, MemberResult
 from agl_slime.events import IterationFinished
-from agl_slime.loop.metrics import collect_metrics, eval_metrics, fork_examples
+from agl_slime.loop.metrics import collect_metrics, eval_metrics, fork_examples, reward_by_task
 from agl_slime.report.console import iteration_line
 from agl_slime.report.summary import sum_up, summary_rows
 from agl_slime.support.intervals import estimate
@@ -53,17 +53,17 @@ def test_the_summary_has_first_and_last_validation_and_nothing_invented() -> Non
     assert {total[name] for name in names} == {None}
 
 
-def validation(*tasks: tuple[float | None, ...]) -> dict[str, object]:
+def validation(*tasks: tuple[float | None, ...], first: Any = None) -> dict[str, Any]:
     members = []
     for task, rewards in enumerate(tasks):
         for number, reward in enumerate(rewards):
             about = {
                 "rollout_id": f"{task}-{number}",
-                "group_id": str(task),
+                "group_id": f"{task}-{number}",
                 "failure": "x" if reward is None else None,
             }
-            members.append(MemberResult(mode="val", reward=reward, **about))  # type: ignore[arg-type]
-    return eval_metrics(members)
+            members.append(MemberResult(mode="val", reward=reward, task={"n": task}, **about))  # type: ignore[arg-type]
+    return eval_metrics(members, first=first)
 
 
 def test_validation_has_an_interval_of_its_tasks_without_failures() -> None:
@@ -78,8 +78,23 @@ def test_validation_has_an_interval_of_its_tasks_without_failures() -> None:
         assert (metrics["val/reward_low"], metrics["val/reward_high"]) == (expected.low, expected.high)
     assert metrics["val/reward_mean"] == 3.5 / 8
     assert (metrics["val/count"], metrics["val/failed"], metrics["val/failed/x"]) == (9, 1, 1)
+    assert "val/difference" not in metrics
     single = validation((1.0,))
     assert (single["val/reward_low"], single["val/reward_high"]) == (None, None)
+
+
+def test_a_validation_is_compared_with_the_first_task_by_task() -> None:
+    members = [
+        MemberResult(rollout_id=str(n), group_id=str(n), task={"n": n}, reward=reward)
+        for n, reward in enumerate([0.0, 1.0, 0.5, 0.0])
+    ]
+    metrics = validation((1.0,), (1.0,), (None,), (0.5, 1.0), first=reward_by_task(members))
+    expected = estimate([1.0, 0.0, 0.75], differences=True)
+    assert expected is not None
+    values = [metrics[name] for name in ("val/difference", "val/difference_low", "val/difference_high")]
+    assert values == [expected.mean, expected.low, expected.high]
+    shown = dict(summary_rows(sum_up([{"iteration": 1, "val/start_reward_mean": 0.3}, {"iteration": 2, **metrics}])))
+    assert shown["validation"].endswith(", task by task {:+.3f} [{:+.3f}, {:+.3f}]".format(*values))
 
 
 def member(number: int, *kinds: str | None, **counts: int) -> MemberResult:

@@ -103,11 +103,12 @@ def _figures(result: Mapping[str, Any], names: Sequence[str]) -> Iterator[str]:
     rows = [(name, model, model["failed"]) for name, model in zip(names, result["models"], strict=True)]
     if (difference := result.get("difference")) is not None:
         rows.append(("difference on the same tasks", difference, ""))
-    yield '<div class="scrolls" tabindex="0"><table><caption>Means with 95 % intervals (bootstrap over tasks). '
+    yield '<div class="scrolls" tabindex="0"><table><caption>Means with 95 % intervals over tasks. '
     yield f"{result['tasks']} tasks, {result['k']} sample{'s' * (result['k'] > 1)} of each.</caption>"
     yield f"<tr><th></th>{''.join(f'<th>{_escaped(name)}</th>' for name in figures)}<th>failed</th></tr>"
     for name, row, failed in rows:
-        cells = "".join(f"<td>{format_estimate(row.get(figure), sign=row is difference)}</td>" for figure in figures)
+        estimates = (format_estimate(row.get(figure), of=result["tasks"], sign=row is difference) for figure in figures)
+        cells = "".join(f"<td>{text}</td>" for text in estimates)
         yield f'<tr><th scope="row">{_escaped(name)}</th>{cells}<td>{_escaped(failed)}</td></tr>'
     yield "</table></div>"
     for name, model in zip(names, result["models"], strict=True):
@@ -115,13 +116,14 @@ def _figures(result: Mapping[str, Any], names: Sequence[str]) -> Iterator[str]:
             yield f'<p class="quiet">{_escaped(name)}: {int(count)} x {_escaped(reason)}</p>'
 
 
-def format_estimate(value: Mapping[str, Any] | None, *, sign: bool = False) -> str:
-    """The mean and its interval; empty without a value."""
+def format_estimate(value: Mapping[str, Any] | None, *, of: int, sign: bool = False) -> str:
+    """The mean, its interval, and its number of tasks if it is not all ``of`` them; empty without a value."""
     if not value:
         return ""
     kind = "+.3f" if sign else ".3f"
     between = "" if value["low"] is None else f" [{float(value['low']):{kind}}, {float(value['high']):{kind}}]"
-    return f"{float(value['mean']):{kind}}{between}"
+    number = "" if value["tasks"] == of else f" over {int(value['tasks'])} of {of} tasks"
+    return f"{float(value['mean']):{kind}}{between}{number}"
 
 
 def _task(number: int, task: Any, samples: Sequence[Sequence[Mapping[str, Any]]], names: Sequence[str]) -> str:

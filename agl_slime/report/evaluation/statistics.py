@@ -1,4 +1,4 @@
-"""Statistics of sampled tasks: mean rewards, pass@k, and bootstrap intervals over tasks.
+"""Statistics of sampled tasks: mean rewards and pass@k, with intervals over tasks.
 
 A sample without a reward counts as failed and enters no mean; it is never a reward of 0.
 """
@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from agl_slime.support.intervals import estimate
+from agl_slime.support.intervals import Estimate, estimate, paired_difference
 
 TaskRewards = Mapping[int, Sequence[float]]
 """The rewards of each task's samples by task number; empty where all failed."""
@@ -38,26 +38,25 @@ def pass_rates(rewards: TaskRewards, *, limit: float, k: int) -> dict[int, float
     }
 
 
-def sum_up(rewards: TaskRewards, *, limit: float, k: int, seed: int = 0) -> dict[str, Any]:
+def sum_up(rewards: TaskRewards, *, limit: float, k: int) -> dict[str, Any]:
     """Mean reward, pass@1 and pass@k, each with its interval and number of tasks."""
-    estimates: dict[str, Any] = {"reward": estimate([*task_means(rewards).values()], seed=seed)}
-    for size in sorted({1, k}):
-        estimates[f"pass@{size}"] = estimate([*pass_rates(rewards, limit=limit, k=size).values()], seed=seed)
-    return {name: None if one is None else asdict(one) for name, one in estimates.items()}
+    values = {"reward": task_means(rewards)}
+    values |= {f"pass@{size}": pass_rates(rewards, limit=limit, k=size) for size in sorted({1, k})}
+    return {name: _fields(estimate([*by_task.values()])) for name, by_task in values.items()}
 
 
-def compare(before: TaskRewards, after: TaskRewards, *, limit: float, seed: int = 0) -> dict[str, Any]:
+def compare(before: TaskRewards, after: TaskRewards, *, limit: float) -> dict[str, Any]:
     """Paired differences ``after - before`` over common tasks, of mean reward and pass@1; and the tasks whose pass rate
     rose to a half or more (``gained``) or fell below a half (``lost``)."""
-    result: dict[str, Any] = {}
-    for name, one, other in (
-        ("reward", task_means(before), task_means(after)),
-        ("pass@1", pass_rates(before, limit=limit, k=1), pass_rates(after, limit=limit, k=1)),
-    ):
-        both = sorted(one.keys() & other.keys())
-        difference = estimate([other[task] - one[task] for task in both], seed=seed)
-        result[name] = None if difference is None else asdict(difference)
-        if name == "pass@1":
-            result["gained"] = [task for task in both if one[task] < 0.5 <= other[task]]
-            result["lost"] = [task for task in both if other[task] < 0.5 <= one[task]]
-    return result
+    old, new = (pass_rates(rewards, limit=limit, k=1) for rewards in (before, after))
+    common = sorted(old.keys() & new.keys())
+    return {
+        "reward": _fields(paired_difference(task_means(before), task_means(after))),
+        "pass@1": _fields(paired_difference(old, new)),
+        "gained": [task for task in common if old[task] < 0.5 <= new[task]],
+        "lost": [task for task in common if new[task] < 0.5 <= old[task]],
+    }
+
+
+def _fields(value: Estimate | None) -> dict[str, Any] | None:
+    return None if value is None else asdict(value)

@@ -21,7 +21,7 @@ from agl_slime.data.teacher import Teacher, Teachers
 from agl_slime.engine.client.check import check_replay
 from agl_slime.engine.client.client import ClientSettings, SGLangClient
 from agl_slime.errors import ConfigError, DataSourceError, EngineError
-from agl_slime.loop.tasks import OrderedTasks, TaskCursor, as_task_source, read_tasks
+from agl_slime.loop.tasks import OrderedTasks, TaskCursor, ValidationTasks, as_task_source, read_tasks
 from agl_slime.runner.base import RunnerPool
 from agl_slime.runner.make import make_runners
 from agl_slime.store.bridge import BridgeStore
@@ -42,12 +42,10 @@ _MOST_SNAPSHOTS = 256
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
-    """An evaluation of ``rollouts`` tasks of ``cursor``, reported under ``name``; ``sampling`` is slime's own if
-    ``None``."""
+    """An evaluation of ``tasks``, reported under ``name``; ``sampling`` is slime's own if ``None``."""
 
     name: str
-    cursor: TaskCursor
-    rollouts: int
+    tasks: ValidationTasks
     sampling: Mapping[str, Any] | None = None
 
 
@@ -76,16 +74,21 @@ class Connection(Producer):
             tasks = data.read(tokenizer)
         self.epoch_size = len(tasks) or None
         in_order = data is not None and not data.shuffle
-        self.tasks = self._cursor(OrderedTasks(tasks=tasks) if in_order else tasks or make_task)
+        source = OrderedTasks(tasks=tasks) if in_order else tasks or make_task
+        seed = settings.loop.seed
+        self.tasks = TaskCursor(as_task_source(source, seed=seed), named=False) if source is not None else None
         self.evals: list[Evaluation] = []
         for given in settings.eval_sets:
             lines = given.data.read(tokenizer, flag=f"evaluation data set {given.name}:")
-            cursor = self._cursor(lines, offset=1)
-            self.evals.append(Evaluation(given.name, cursor, len(lines) * given.samples, given.sampling))
-        if not self.evals:
-            path = settings.eval_tasks
-            cursor = self._cursor(read_tasks(path, flag="agl_eval_tasks") if path is not None else make_task, offset=1)
-            self.evals += [Evaluation("agl", cursor, settings.loop.eval_rollouts)] if cursor is not None else []
+            # the rollouts of a line in succession, as slime's pass rate counts them
+            rows = OrderedTasks(tasks=[line for line in lines for _ in range(given.samples)])
+            held_out = ValidationTasks(rows, n=len(lines) * given.samples)
+            self.evals.append(Evaluation(given.name, held_out, given.sampling))
+        path = settings.eval_tasks
+        drawn = make_task if path is None else read_tasks(path, flag="agl_eval_tasks")
+        if drawn is not None and not self.evals:
+            held_out = ValidationTasks(as_task_source(drawn, seed=seed + 1), n=settings.loop.eval_rollouts)
+            self.evals.append(Evaluation("agl", held_out))
         if self._runner is not None and self.tasks is None:
             fix = "" if settings.runners == "controller" else ", or give it make_task(rng)"
             who = settings.agent or settings.controller.job_template
@@ -102,10 +105,6 @@ class Connection(Producer):
         self.teachers = Teachers(teachers) if teachers else None
         self._resources: dict[str, str] = {}
         self._checked = False  # whether the engine was checked to send replay data
-
-    def _cursor(self, tasks: Any, *, offset: int = 0) -> Any:
-        seed = self.settings.loop.seed + offset
-        return TaskCursor(as_task_source(tasks, seed=seed), named=False) if tasks is not None else None
 
     def data_source_settings(self) -> DataSourceSettings:
         """Settings for groups of exactly ``n_samples_per_prompt`` rollouts, as slime needs them: failed rollouts are

@@ -83,8 +83,7 @@ class TaskProducer(Producer):
         members = run_blocking(self._evaluate(rollout_id))
         if not any(members.values()):
             ends = format_outcomes(self.source.ledger.counts().reasons)
-            total = sum(one.rollouts for one in self._evals)
-            raise DataSourceError(f"all {total} rollouts of evaluation {rollout_id} failed: {ends}")
+            raise DataSourceError(f"all rollouts of evaluation {rollout_id} failed: {ends}")
         return {name: eval_data(ended) for name, ended in members.items() if ended}  # slime divides by their number
 
     async def _evaluate(self, rollout_id: int) -> dict[str, list[MemberResult]]:
@@ -98,11 +97,11 @@ class TaskProducer(Producer):
 
     async def _evaluate_set(self, one: Evaluation) -> list[MemberResult]:
         """The successful rollouts of a data set, in the order of its tasks."""
-        groups = await run_user_code(one.cursor.take, one.rollouts)
+        groups = await run_user_code(one.tasks.draw)
         enqueue = partial(self._connection.enqueue, size=1, mode="val", sampling=one.sampling)
         health = HealthCheck(self.source.raise_if_dead)
         ends = {end.group_id: end async for end in run_rollouts(self.source, groups, enqueue, health=health)}
-        return [end for group in groups if one.cursor.done(group.group_id) and (end := ends[group.group_id]).ok]
+        return [end for group in groups if (end := ends[group.group_id]).ok]
 
     # -- callbacks of the source --------------------------------------------------------------------------------------
 

@@ -16,7 +16,7 @@ from rich.console import Console
 
 from agl_slime.cli.evaluate import EvalConfig, prepare, run_evaluation
 from agl_slime.cli.settings import command_config
-from agl_slime.errors import ConfigError
+from agl_slime.errors import ConfigError, LoopError
 from agl_slime.report.files import iter_jsonl
 from tests.tools.runs import needs_torch
 
@@ -135,12 +135,30 @@ def test_a_changed_reward_or_template_is_another_evaluation(
     assert command()[2] == 4
 
 
-async def test_evaluation_uses_the_runs_template_arguments(
+async def test_evaluation_uses_the_runs_template_arguments_and_sampling(
     policy_dir: Path, tmp_path: Path, picky: dict[str, Any]
 ) -> None:
     shutil.copytree(policy_dir, tmp_path / "run" / "model")
     settings = {"chat_template_kwargs": '{"preserve_thinking": true}', "later_systems": "first"}
+    settings |= {"eval_sampling": '{"temperature": 0, "max_new_tokens": 9}'}
     (tmp_path / "run" / "config.json").write_text(json.dumps(settings))
     for flags, expected in (({}, {"preserve_thinking": True}), ({"chat_template_kwargs": '{"a": 1}'}, {"a": 1})):
         ready = await prepare(command_config(EvalConfig, models=(tmp_path / "run",), **flags, **picky))
         assert ready.settings.template == {"chat_template_kwargs": expected, "later_systems": "first"}
+        assert ready.sampling == {"temperature": 0, "max_new_tokens": 9}
+
+
+def test_an_evaluation_without_a_reward_or_a_task_fails(
+    policy_dir: Path, embedded_engine: str, tmp_path: Path, picky: dict[str, Any]
+) -> None:
+    (tmp_path / "tasks.jsonl").write_text('{"key": "kz", "answer": "72", "n": 3}\n' * 2)
+    settings = {"sglang_url": embedded_engine, "output_dir": tmp_path / "out"}
+    with pytest.raises(LoopError, match="all 2 samples failed, most with ValueError"):
+        evaluate(policy_dir, **picky, **settings)
+    assert json.loads((tmp_path / "out" / "eval.json").read_text())["models"][0]["failed"] == 2
+    agent = tmp_path / "careless.py"
+    agent.write_text(f"{AGENTS}\n    def make_task(self, rng):\n        return {{}}['key']\n")
+    with pytest.raises(
+        ConfigError, match=r"make_task of .*:Picky failed with KeyError: 'key' \(careless.py, line 14\)"
+    ):
+        evaluate(policy_dir, agent=f"{agent}:Picky", sglang_url=embedded_engine)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+pytest.importorskip("openai", reason="the stub is that of the tests of OpenAI's client")
 
 from agl_slime.cli.evaluate import EvalConfig
 from agl_slime.cli.settings import command_config
@@ -17,7 +18,7 @@ from tests.agent.test_multi_turn_api import serving
 from tests.tools.evaluation.test_evaluation import evaluate
 from tests.tools.runs import needs_torch
 
-pytestmark = [needs_torch, pytest.mark.skipif(find_spec("openai") is None, reason="needs the client of OpenAI")]
+pytestmark = needs_torch
 
 AGENTS = '''
 from agentlightning import LitAgent

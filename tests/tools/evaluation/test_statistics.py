@@ -1,8 +1,9 @@
-"""pass@k and intervals equal an independent computation: every subset, every resample, SciPy."""
+"""pass@k equals the share over every subset; intervals cover the mean as often as they say."""
 
 from __future__ import annotations
 
 import itertools
+import math
 
 import numpy as np
 import pytest
@@ -26,18 +27,44 @@ def test_pass_at_k_of_too_few_samples_is_an_error() -> None:
             pass_at_k(samples=samples, passed=passed, k=k)
 
 
-def test_paired_interval_equals_full_resampling_and_beats_unpaired() -> None:
-    old = {task: [value] for task, value in enumerate([0.0, 0.2, 0.4, 0.6, 0.8])}
-    new = {task: [value + 0.1 + 0.02 * task] for task, (value,) in old.items()}
-    differences = [new[task][0] - old[task][0] for task in old]
-    means = [np.mean(drawn) for drawn in itertools.product(differences, repeat=5)]
-    low, high = np.quantile(means, [0.025, 0.975])
-    result = compare(old, new, limit=1.0)["reward"]
+def binomial(n: int, p: float) -> list[float]:
+    return [math.comb(n, count) * p**count * (1 - p) ** (n - count) for count in range(n + 1)]
+
+
+def test_intervals_of_zeros_and_ones_cover_the_mean_in_93_of_100_draws() -> None:
+    """Exact coverage: the probability of all outcomes whose interval has the mean."""
+    shares = [0.02, 0.03, 0.05, *np.arange(0.1, 0.91, 0.05), 0.95, 0.97, 0.98]
+    for n in (16, 17, 23, 32, 50, 64, 100, 128, 256):
+        ends = [estimate([1.0] * count + [0.0] * (n - count)) for count in range(n + 1)]
+        assert all(each is not None and each.low < each.high for each in ends)  # type: ignore[operator]
+        for p in shares:
+            outcomes = zip(binomial(n, p), ends, strict=True)
+            covered = sum(chance for chance, each in outcomes if each.low <= p <= each.high)  # type: ignore[union-attr, operator]
+            assert covered >= 0.93, (n, p)
+
+
+@given(st.lists(st.floats(-50, 50), min_size=2, max_size=40), st.booleans())
+def test_interval_has_the_mean_and_a_width_within_the_range(values: list[float], differences: bool) -> None:
+    result = estimate(values, differences=differences)
+    assert result is not None
+    assert result.low is not None
+    assert result.high is not None
+    assert result.low < result.high
+    most = max(1.0, *map(abs, values)) if differences else max(1.0, *values)
+    least = -most if differences else min(0.0, *values)
+    assert least - 1e-9 <= result.low <= result.mean + 1e-9
+    assert result.mean - 1e-9 <= result.high <= most + 1e-9
+
+
+def test_paired_interval_is_narrower_and_changes_of_sign_mirror_it() -> None:
+    old = {task: [value] for task, value in enumerate([0.0, 0.2, 0.4, 0.6, 0.8] * 8)}
+    new = {task: [value + 0.1 + 0.02 * (task % 5)] for task, (value,) in old.items()}
+    result, back = (compare(*pair, limit=1.0)["reward"] for pair in ((old, new), (new, old)))
     assert result["mean"] == pytest.approx(0.14)
-    assert (result["low"], result["high"]) == (pytest.approx(low, abs=0.004), pytest.approx(high, abs=0.004))
+    assert (back["low"], back["high"]) == (pytest.approx(-result["high"]), pytest.approx(-result["low"]))
     alone = estimate([value for (value,) in new.values()])
     assert alone is not None
-    assert result["high"] - result["low"] < ((alone.high or 0) - (alone.low or 0)) / 4
+    assert 0 < result["low"] < result["high"] < result["low"] + 0.7 * ((alone.high or 0) - (alone.low or 0))
 
 
 def test_only_tasks_that_both_have_are_compared_and_changes_are_named() -> None:

@@ -68,7 +68,11 @@ def test_a_task_is_shown_with_tools_reward_and_tokens(policy_dir: Path, embedded
 def test_the_task_is_chosen_by_its_number(policy_dir: Path, embedded_engine: str, agent: str, tmp_path: Path) -> None:
     settings = {"model": policy_dir, "sglang_url": embedded_engine, "tasks": tmp_path / "tasks.jsonl"}
     assert attempt(agent, 1, **settings)[0] == "user: second"
-    for task, sentence in ((3, "there are 3 tasks, numbered from 0"), (-1, "must be 0 or more, got -1")):
+    for task, sentence in (
+        (3, "there are 3 tasks, numbered from 0"),
+        (-1, "must be from 0 to 99999, got -1"),
+        (10**9, "must be from 0 to 99999, got"),
+    ):
         with pytest.raises(ConfigError, match=sentence):
             attempt(agent, task, **settings)
     with pytest.raises(ConfigError, match="agl-slime demo-policy makes one"):
