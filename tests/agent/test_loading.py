@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import pickle
 import random
 import subprocess
@@ -103,19 +102,6 @@ def test_every_agent_of_the_repository_is_loaded_by_its_file(tmp_path: Path, mon
     monkeypatch.chdir(tmp_path)
     for name in ("lookup.py:Lookup", "lookup_tools.py:LookupTools", "research.py:Research", "reverse.py:Reverse"):
         assert load_agent(f"{REPOSITORY}/agents/{name}Agent").make_task(random.Random(0))
-
-
-@pytest.mark.parametrize("directory", [REPOSITORY, Path("/")])
-def test_package_does_not_claim_the_import_name_agents(directory: Path, tmp_path: Path) -> None:
-    (tmp_path / "agents").mkdir()
-    (tmp_path / "agents" / "__init__.py").write_text("OWNER = 'OpenAI'")
-    # where site-packages are: after the working directory and PYTHONPATH
-    program = f"import sys; sys.path.insert(2, {str(tmp_path)!r}); import agl_slime, agents; print(agents.OWNER)"
-    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
-    done = subprocess.run(
-        [sys.executable, "-c", program], cwd=directory, env=environment, capture_output=True, text=True, check=False
-    )
-    assert done.stdout.strip() == "OpenAI", done.stderr
 
 
 @pytest.mark.slow

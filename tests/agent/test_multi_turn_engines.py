@@ -7,12 +7,10 @@ from __future__ import annotations
 
 import random
 from collections import defaultdict
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from agl_slime import SGLangLitAgent
-from agl_slime.agent.batched.multi_turn import MultiTurnRollout, SGLangSampler
 from agl_slime.agent.by_file import import_file
 from agl_slime.agent.scheduler import MultiTurnScheduler
 from agl_slime.cli.demo.formats import LookupDemonstrations
@@ -27,18 +25,16 @@ TURNS = 4
 LookupTable = import_file(Path(__file__).parents[2] / "agents" / "lookup_tools.py").LookupTable
 
 
-class Recorder:
-    """A client that records the engine's answers by rollout."""
+class Recorder(SGLangClient):
+    """Records the engine's answers by rollout."""
 
-    def __init__(self, client: SGLangClient) -> None:
-        self._client = client
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
         self.record: dict[str, list[tuple[list[int], Generation]]] = defaultdict(list)
 
-    async def generate(
-        self, input_ids: Sequence[int], sampling: SamplingParams, *, routing_key: str | None = None
-    ) -> Generation:
-        generation = await self._client.generate(input_ids, sampling, routing_key=routing_key)
-        self.record[str(routing_key)].append((list(input_ids), generation))
+    async def generate(self, input_ids: Any, sampling: SamplingParams, **options: Any) -> Generation:
+        generation = await super().generate(input_ids, sampling, **options)
+        self.record[str(options["routing_key"])].append((list(input_ids), generation))
         return generation
 
 
@@ -71,11 +67,10 @@ async def test_no_id_differs_between_the_engines_record_and_the_samples(server: 
     n, rng = (200 if server.real else 24), random.Random(0)
     tasks = [{**LookupDemonstrations().make_task(rng), "continues": i % 2 == 0} for i in range(n)]
     tokenizer = load_tokenizer(server.policy)
-    client = SGLangClient(base_url=server.url, eos_token_ids=(tokenizer.eos_token_id,))
-    recorder = Recorder(client)
+    recorder = Recorder(base_url=server.url, eos_token_ids=(tokenizer.eos_token_id,))
     agent = Agent(tokenizer=tokenizer, client=recorder, sampling=SamplingParams(max_new_tokens=16))
     finished = await run_rollouts(agent, tasks)
-    await client.aclose()
+    await recorder.aclose()
     prompt_tokens = cached_tokens = 0
     for rollout in finished:
         assert rollout.failure is None, rollout.failure
@@ -92,15 +87,3 @@ async def test_no_id_differs_between_the_engines_record_and_the_samples(server: 
     record_property("multi_turn", f"{n} rollouts, {cached_tokens / prompt_tokens:.0%} of prompts cached")
     if server.real:
         assert cached_tokens / prompt_tokens > 0.5  # all but the last answer and the text after it
-
-
-def test_one_prompt_beyond_the_models_context_ends_its_trajectory_only(server: Server) -> None:
-    """The error comes from the engine itself."""
-    tokenizer = load_tokenizer(server.policy)
-    rollout = MultiTurnRollout(sampler=SGLangSampler(base_url=server.url), template=tokenizer)
-    params = SamplingParams(max_new_tokens=4)
-    questions = ("Hello", "again and " * 40_000, "Bye")
-    trajectories = [{"messages": [{"role": "user", "content": question}]} for question in questions]
-    first, full, last = rollout(trajectories, sampling_params=params)
-    assert (full["end_reason"], full["turns"], full["truncated"]) == ("context_overflow", 0, True)
-    assert [len(trajectory["turn_records"]) for trajectory in (first, last)] == [1, 1]

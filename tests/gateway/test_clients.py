@@ -1,23 +1,150 @@
-"""The clients and frameworks that agents are written with, against the gateway: two turns with a tool each, streamed
-and not. Every turn after the first holds the tokens of the one before: one Sample, nothing re-tokenized.
+"""Clients, agents and frameworks against the gateway: a question and a tool each, in this process or as a program,
+streamed and not. Samples are trained once, and the second turn continues the tokens of the first.
 
-    pip install "agl-slime[clients]" && pytest -m clients
+    pip install --no-deps -r tests/clients.txt && pytest -m clients tests/gateway/test_clients.py
+
+npm's are installed into a temporary directory, unless AGL_SLIME_NPM_CLIENTS names one where
+tests/programs/clients/package.json is installed.
 """
 
 from __future__ import annotations
 
 import asyncio
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.gateway.protocols import STREAMED, user
-from tests.harness.gateway import CALL, WEATHER, calling, one_sample, serving, trained_once
+from tests.harness.chat_templates import SYSTEM_FIRST
+from tests.harness.gateway import CALL, WEATHER, Case, calling, one_sample, serving, trained_once
 
 pytestmark = pytest.mark.clients
 
-THINKING = f"<think>\nRome, so.\n</think>\n\nLet me see.\n{CALL}"
+HERE = Path(__file__).parents[1] / "programs" / "clients"
 DONE = "It is sunny in Rome."
+TWO_TURNS = (f"<think>\nRome, so.\n</think>\n\nLet me see.\n{CALL}", DONE)
+OBJECT = '{"city": "Rome"}'
+FIELD = f"[[ ## answer ## ]]\n{DONE}\n\n[[ ## completed ## ]]"
+INSTRUCTED = calling("Weather", city="Rome")
+
+# by program of clients.py: the required module, and the answers of the model
+PYTHON: dict[str, tuple[str, tuple[str, ...]]] = {
+    "anthropic_runner": ("anthropic", TWO_TURNS),
+    "anthropic_runner streamed": ("anthropic", TWO_TURNS),
+    "instructor_client TOOLS": ("instructor", (INSTRUCTED,)),
+    "instructor_client JSON": ("instructor", (OBJECT,)),
+    "instructor_client JSON_SCHEMA": ("instructor", (OBJECT,)),
+    "langchain langchain_anthropic": ("langchain_anthropic", TWO_TURNS),
+    "langchain langchain_openai": ("langchain_openai", TWO_TURNS),
+    "dspy": ("dspy", (FIELD,)),
+    "llm_chat": ("llm", TWO_TURNS),
+    "openai_stream_helper": ("openai", TWO_TURNS),
+    **{name: (name, TWO_TURNS) for name in ["haystack", "agno", "llama_index", "aisuite", "qwen_agent", "mirascope"]},
+}
+NPM = """
+    ai-openai ai-openai-streamed ai-openai-chat ai-openai-chat-streamed ai-compatible ai-anthropic
+    ai-anthropic-streamed anthropic-runner anthropic-runner-streamed openai-run-tools openai-agents langchain-openai
+    langchain-anthropic
+"""
+
+
+def answer_of(command: list[str], case: Case, home: Path, **settings: str) -> str:
+    """The output of a program, which sees none of this environment's settings."""
+    env = {"PATH": os.environ["PATH"], "HOME": str(home), "BASE_URL": case.llm.endpoint, **settings}
+    run = subprocess.run(
+        command, cwd=home, env=env, capture_output=True, text=True, timeout=150, stdin=subprocess.DEVNULL, check=False
+    )
+    assert run.returncode == 0, run.stderr[-2000:]
+    return run.stdout
+
+
+def one_unrefused_sample(case: Case, turns: int = 2) -> None:
+    one_sample(case, turns)
+    assert not [name for name in case.attempt.seen if name.startswith("refused")]
+
+
+@pytest.mark.parametrize("name", PYTHON)
+def test_clients_of_python(name: str, tmp_path: Path) -> None:
+    module, says = PYTHON[name]
+    if importlib.util.find_spec(module) is None:
+        pytest.skip(f"{module} is not installed: pip install --no-deps -r tests/clients.txt")
+    with serving(*says, context_length=10**6) as case:
+        answer = answer_of([sys.executable, str(HERE / "clients.py"), *name.split()], case, tmp_path)
+        assert "Rome" in answer
+        one_unrefused_sample(case, len(says))
+
+
+@pytest.fixture(scope="session")
+def npm(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with the packages of npm."""
+    if shutil.which("node") is None or shutil.which("npm") is None:
+        pytest.skip("node and npm are not installed; with them npm's clients are run")
+    if directory := os.environ.get("AGL_SLIME_NPM_CLIENTS"):
+        return Path(directory)
+    directory = tmp_path_factory.mktemp("npm")
+    shutil.copy(HERE / "package.json", directory)
+    command = ["npm", "install", "--no-audit", "--no-fund", "--loglevel", "error"]
+    installed = subprocess.run(command, cwd=directory, capture_output=True, text=True, timeout=500, check=False)
+    if installed.returncode:
+        pytest.skip(f"npm could not install the clients: {installed.stderr[-200:]}")
+    return directory
+
+
+@pytest.mark.parametrize("name", NPM.split())
+def test_clients_of_npm(name: str, npm: Path, tmp_path: Path) -> None:
+    program = tmp_path / "clients.mjs"
+    shutil.copy(HERE / "clients.mjs", program)
+    (tmp_path / "node_modules").symlink_to(npm / "node_modules")
+    with serving(*TWO_TURNS, context_length=10**6) as case:
+        assert DONE in answer_of(["node", str(program), name], case, tmp_path)
+        one_unrefused_sample(case)
+
+
+def xml_call(name: str, **arguments: str) -> str:
+    fields = "".join(f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in arguments.items())
+    return f"<tool_call>\n<function={name}>\n{fields}</function>\n</tool_call>"
+
+
+def claude_code(npm: Path, url: str) -> tuple[list[str], dict[str, str]]:
+    """The command and its settings."""
+    builds = [*(npm / "node_modules" / "@anthropic-ai").glob("claude-code-*/claude")]
+    if not builds:
+        pytest.skip("there is no build of Claude Code for this machine")
+    settings = {"CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1", "DISABLE_AUTOUPDATER": "1", "ANTHROPIC_API_KEY": "any"}
+    settings["ANTHROPIC_BASE_URL"] = url.removesuffix("/v1")
+    command = [str(builds[0]), "-p", "Weather in Rome?", "--model", "claude-sonnet-4-5", "--allowedTools", "Bash"]
+    return command, settings
+
+
+def codex(npm: Path, url: str) -> tuple[list[str], dict[str, str]]:
+    provider = f'{{name="agl",base_url="{url}",wire_api="responses",env_key="OPENAI_API_KEY"}}'
+    command = ["node", str(npm / "node_modules/@openai/codex/bin/codex.js"), "exec", "-m", "m"]
+    command += ["--skip-git-repo-check", "--dangerously-bypass-approvals-and-sandbox", "-c", "model_provider=agl"]
+    return [*command, "-c", f"model_providers.agl={provider}", "Weather in Rome?"], {"OPENAI_API_KEY": "any"}
+
+
+CALLS = {
+    claude_code: xml_call("Bash", command="echo sunny in Rome", description="Look."),
+    codex: xml_call("exec_command", cmd="echo sunny in Rome"),
+}
+
+
+@pytest.mark.parametrize("program", CALLS)
+def test_terminal_agents_on_a_template_with_its_system_first(npm: Path, tmp_path: Path, program: Any) -> None:
+    with serving(CALLS[program], DONE, template=SYSTEM_FIRST, context_length=10**6) as case:
+        command, settings = program(npm, case.llm.endpoint)
+        assert DONE in answer_of(command, case, tmp_path, **settings)
+        one_unrefused_sample(case)
+        first, second = case.turns
+        assert "sunny in Rome" in case.tokenizer.decode(second.prompt_ids[first.length :])
+
+
 QUESTION = "Weather in Rome?"
 
 
@@ -130,14 +257,14 @@ FRAMEWORKS = {
 }
 # smolagents writes the history in its own words, AutoGen's last call comes without tools: a true fork, and each answer
 # is trained where it was sampled
-FORKS = {"smolagents": (CALL, calling("final_answer", answer=DONE)), "autogen": (THINKING, DONE)}
+FORKS = {"smolagents": (CALL, calling("final_answer", answer=DONE)), "autogen": TWO_TURNS}
 
 
 @STREAMED
 @pytest.mark.parametrize("name", FRAMEWORKS)
 def test_clients_of_frameworks(streamed: bool, name: str) -> None:
     program, *arguments = FRAMEWORKS[name]
-    with serving(*FORKS.get(name, (THINKING, DONE))) as case:
+    with serving(*FORKS.get(name, TWO_TURNS)) as case:
         try:
             assert program(case.llm.endpoint, streamed, *arguments) == DONE
         except ImportError as error:

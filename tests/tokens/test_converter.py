@@ -15,17 +15,12 @@ from agl_slime.engine.client.generation import WeightSpan
 from agl_slime.errors import TraceError
 from agl_slime.loop.metrics import collect_metrics
 from agl_slime.support.agl import (
-    EnqueueRolloutRequest,
-    InMemoryLightningStore,
-    LightningStoreClient,
-    LightningStoreServer,
     Rollout,
 )
 from agl_slime.tokens import attributes as names
 from agl_slime.tokens.converter import Conversion, convert_rollout, rollout_to_sample, rollout_to_samples
 from agl_slime.tokens.turn import Turn
 from agl_slime.types import Sample
-from tests.harness.servers import free_port
 from tests.harness.trace_strategies import conversations
 from tests.tokens.spans import attempt_spans
 
@@ -205,41 +200,3 @@ def record(prompt: Any, response: Any, log_probs: list[float]) -> tuple[bytes, .
 @given(conversations().filter(lambda turns: any(len(turn.response_ids) for turn in turns)))
 def test_packed_spans(turns: list[Turn]):
     check(convert_rollout(ROLLOUT, attempt_spans(turns)), turns)
-
-
-async def test_a_rollout_comes_back_exactly_over_http():
-    turns = [
-        Turn(
-            prompt_ids=[1, 2],
-            response_ids=[3, 150_000],
-            log_probs=[-0.1, -1e-7],
-            text="\ud800 é",
-            messages=[{"role": "user", "content": "\ud800é"}],
-        ),
-        Turn(prompt_ids=[1, 2, 3, 150_000, 4], response_ids=[5], log_probs=[-17.25], base_turn=0, kept_tokens=4),
-    ]
-    server = LightningStoreServer(InMemoryLightningStore(thread_safe=True), "127.0.0.1", free_port())
-    await server.start()
-    client = LightningStoreClient(server.endpoint)
-    try:
-        await client.enqueue_many_rollouts(
-            [EnqueueRolloutRequest(input={"label": "é"}, mode="train", metadata={"group_id": "g"})]
-        )
-        [claimed] = await client.dequeue_many_rollouts(limit=1)
-        key = {"rollout_id": claimed.rollout_id, "attempt_id": claimed.attempt.attempt_id}
-        reward = {"correct": 1.0, "format": 0.5}
-        await client.add_many_spans(attempt_spans(turns, reward, primary_key="correct", **key))
-        await client.update_attempt(claimed.rollout_id, claimed.attempt.attempt_id, status="succeeded")
-        rollout = await client.get_rollout_by_id(claimed.rollout_id)
-        spans = await client.query_spans(claimed.rollout_id, "latest")
-    finally:
-        await client.close()
-        await server.stop()
-
-    assert rollout is not None
-    conversion = convert_rollout(rollout, spans, reward_key="format")
-    assert conversion.trajectory.turns == tuple(turns)
-    [sample] = conversion.samples
-    assert sample.tokens == [1, 2, 3, 150_000, 4, 5]
-    assert sample.loss_mask == [1, 1, 0, 1]
-    assert (sample.label, sample.reward, sample.metadata["group_id"]) == ("é", {"correct": 1.0, "format": 0.5}, "g")

@@ -241,15 +241,3 @@ def test_steps_marked_as_context_are_slimes(slime_masks: Any) -> None:
         assert ours.get_loss_mask(messages) == tuple(theirs.get_loss_mask(messages))
         mask = ours.get_loss_mask(messages)[1]
         assert ours.get_response_lengths([mask]) == theirs.get_response_lengths([mask])
-
-
-@pytest.mark.slime
-def test_the_difference_on_a_default_system_message(slime_masks: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    tokenizer = chat_tokenizer("qwen", "default_system")
-    monkeypatch.setattr(tokenizer, "get_added_vocab", dict)
-    messages = CONVERSATION[1:]  # no system message of its own
-    whole = tokenizer.apply_chat_template(messages, tokenize=True, return_dict=False)
-    assert slime_masks.MultiTurnLossMaskGenerator(tokenizer, "qwen").get_loss_mask(messages)[0] == whole
-    assert slime_masks.MultiTurnLossMaskGenerator(tokenizer, "qwen3").get_loss_mask(messages)[0] != whole
-    for kind in ("auto", "qwen", "qwen3"):
-        assert get_loss_mask_generator(tokenizer, kind).get_loss_mask(messages)[0] == whole
