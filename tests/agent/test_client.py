@@ -26,26 +26,16 @@ def client_for(engine: ScriptedEngine | None, model: Path | str) -> Any:
     return SGLangLitAgent()._client_for(LLM(endpoint=endpoint, model=str(model)), TOKENIZER)
 
 
-@pytest.mark.parametrize(
-    ("config", "vocab_size"),
-    [
-        ('{"vocab_size": 300}', 300),
-        ('{"text_config": {"vocab_size": 41}}', 41),
-        ("{}", None),
-        ("[", None),
-        ("[]", None),
-    ],
-)
-async def test_ids_outside_the_checkpoints_vocabulary_are_not_sent(
-    config: str, vocab_size: int | None, tmp_path: Path
-) -> None:
+async def test_ids_outside_the_checkpoints_vocabulary_are_not_sent(tmp_path: Path) -> None:
     assert client_for(None, tmp_path).vocab_size is None
-    (tmp_path / "config.json").write_text(config)
-    async with client_for(None, tmp_path) as client:
-        assert client.vocab_size == vocab_size
-        if vocab_size is not None:
-            with pytest.raises(OutOfVocabularyError, match=f"outside the model's vocabulary of {vocab_size} ids"):
-                await client.generate([1, vocab_size], SamplingParams(max_new_tokens=1))
+    sizes = {'{"vocab_size": 300}': 300, '{"text_config": {"vocab_size": 41}}': 41, "{}": None, "[": None, "[]": None}
+    for config, size in sizes.items():
+        (tmp_path / "config.json").write_text(config)
+        async with client_for(None, tmp_path) as client:
+            assert client.vocab_size == size
+            if size is not None:
+                with pytest.raises(OutOfVocabularyError, match=f"outside the model's vocabulary of {size} ids"):
+                    await client.generate([1, size], SamplingParams(max_new_tokens=1))
 
 
 async def ask(engine: ScriptedEngine, model: Path, sampling: SamplingParams | None = None) -> Any:
@@ -99,24 +89,20 @@ async def test_a_stop_string_that_begins_in_a_split_character_is_matched(tmp_pat
         assert (joined.text, joined.finish_reason, joined.matched_stop) == ("caf", "stop", "\u00e9 s")
 
 
-@pytest.mark.parametrize(
-    ("name", "content"),
-    [
-        ("generation_config.json", {"eos_token_id": [7, 9]}),
-        ("config.json", {"eos_token_id": 9}),
-        ("config.json", {"text_config": {"eos_token_id": [9]}}),
-    ],
-)
-async def test_an_answer_aborted_at_any_of_the_models_end_tokens_has_ended(
-    name: str, content: Any, tmp_path: Path
-) -> None:
-    (tmp_path / name).write_text(json.dumps(content))
-    async with saying("hello", end=9) as engine:
-        n = len(encoded("hello")) + 1
-        engine.script("/generate", Abort(n_tokens=n))
-        answer = await ask(engine, tmp_path)
-        assert engine.calls["/generate"] == 1
-    assert (len(answer.output_ids), answer.finish_reason, answer.matched_stop, answer.text) == (n, "stop", 9, "hello")
+async def test_an_answer_aborted_at_any_of_the_models_end_tokens_has_ended(tmp_path: Path) -> None:
+    several = ("generation_config.json", {"eos_token_id": [7, 9]})
+    nested = ("config.json", {"text_config": {"eos_token_id": [9]}})
+    for number, (name, content) in enumerate((several, ("config.json", {"eos_token_id": 9}), nested)):
+        model = tmp_path / str(number)
+        model.mkdir()
+        (model / name).write_text(json.dumps(content))
+        async with saying("hello", end=9) as engine:
+            n = len(encoded("hello")) + 1
+            engine.script("/generate", Abort(n_tokens=n))
+            answer = await ask(engine, model)
+            assert engine.calls["/generate"] == 1
+        ended = (len(answer.output_ids), answer.finish_reason, answer.matched_stop, answer.text)
+        assert ended == (n, "stop", 9, "hello")
 
 
 async def test_a_stop_token_of_the_server_ends_answers_but_not_one_of_a_request() -> None:

@@ -112,21 +112,17 @@ def test_tools_are_called_and_the_conversation_comes_back() -> None:
     assert (sample.loss_mask or [0])[0] == 1
 
 
-@pytest.mark.parametrize(
-    ("reply", "options", "reason", "truncated"),
-    [
-        (lambda body: {"content": "Three."}, {}, "stop", False),
-        (lambda body: {"content": "Thr", "finish_reason": "length"}, {}, "length", True),
-        (lambda body: calling(key="kz"), {"max_turns": 2}, "max_turns", True),
-        (lambda body: 500, {}, "api_error", False),
-    ],
-    ids=["stop", "length", "max_turns", "api_error"],
-)
-def test_stop_reasons(reply: Reply, options: dict[str, Any], reason: str, truncated: bool) -> None:
-    with serving(reply) as server:
-        (done,) = rollout(server, **options)(trajectories())
-    assert (done["stop_reason"], done["truncated"]) == (reason, truncated)
-    assert ("error" in done) == (reason == "api_error")
+def test_stop_reasons() -> None:
+    replies: list[tuple[Reply, str, bool]] = [
+        (lambda body: {"content": "Thr", "finish_reason": "length"}, "length", True),
+        (lambda body: calling(key="kz"), "max_turns", True),
+        (lambda body: 500, "api_error", False),
+    ]
+    for reply, reason, truncated in replies:
+        with serving(reply) as server:
+            (done,) = rollout(server, max_turns=2)(trajectories())
+        assert (done["stop_reason"], done["truncated"]) == (reason, truncated)
+        assert ("error" in done) == (reason == "api_error")
 
 
 def test_a_failing_row_never_raises_out_of_the_batch(tmp_path: Path) -> None:

@@ -252,11 +252,8 @@ def test_managers_of_one_trajectory_are_closed_at_its_end() -> None:
     script = {"a": ["One."], "b": [CALL, EngineServerError("down")]}
     with pytest.raises(EngineServerError):
         run(script, tool_manager=lambda trajectory: ToolManager([Box], task=trajectory))
+    run({"a": ["One."]}, tool_manager=ToolManager([Box], task={"id": "shared"}))
     assert sorted(closed) == ["a", "b"]
-    closed.clear()
-    shared = ToolManager([Box], task={"id": "shared"})
-    run({"a": ["One."]}, tool_manager=shared)
-    assert not closed
 
 
 def test_without_ray_remote_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:

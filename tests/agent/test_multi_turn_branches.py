@@ -26,17 +26,6 @@ def no_search(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(forks, "common_prefix", compared)
 
 
-async def test_a_conversation_is_one_sample_without_a_search() -> None:
-    class Asks(Agent):
-        async def run(self, task: dict[str, Any], session: RolloutSession) -> None:
-            await session.ask()
-            await session.ask({"role": "user", "content": "Sure?"})
-
-    played = await rollout(Asks, ["Three.", "Yes."])
-    assert played.sample.metadata["forks"] == {}
-    assert played.sample.tokens == played.client.prompts[1] + list(played.client.generations[1].output_ids)
-
-
 async def test_branch_keeps_the_sampled_ids_and_is_marked() -> None:
     class Branches(Agent):
         async def run(self, task: dict[str, Any], session: RolloutSession) -> None:

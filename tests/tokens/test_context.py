@@ -98,9 +98,6 @@ def test_results_are_grouped_as_the_template_groups_them() -> None:
     assert context.forks.total() == 1
 
 
-# -- templates that rewrite ------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("text", "options", "blocks"),
     [
@@ -182,9 +179,6 @@ def test_template_beyond_the_window_is_rendered_whole_once_noticed() -> None:
     assert context.forks == {ForkReason.TEMPLATE: 1}
     assert not context._windows_exact
     assert "result 0" not in text_of(tokenizer, context.token_ids)
-
-
-# -- agents that edit ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -71,14 +71,11 @@ def parsed(ids: list[int], request: PartRequest, kind: str = "length", **meta: A
     return parse_generation(answer(ids, kind, **meta), request=request)
 
 
-def test_missing_experts_and_another_shape_are_errors_naming_the_flag() -> None:
+def test_missing_experts_or_nuclei_and_another_shape_name_the_fix() -> None:
     with pytest.raises(EngineProtocolError, match="--enable-return-routed-experts"):
         parsed([5], request((1, 2)))
     with pytest.raises(EngineProtocolError, match=r"answered 18 routed_experts.*\[2, 2, 3\].*--moe-router-topk"):
         parsed([5], request((1, 2)), routed_experts=packed(np.zeros(18)))
-
-
-def test_engine_without_nuclei_is_an_error_naming_the_patch() -> None:
     sampling = SamplingParams(max_new_tokens=4, top_p=0.9, nucleus=True)
     assert sampling.to_payload()["custom_params"] == {"return_top_p_token_ids": True}
     with pytest.raises(EngineProtocolError, match=r"sglang-top_p\.patch"):

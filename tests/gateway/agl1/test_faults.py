@@ -39,9 +39,6 @@ class Played:
         if answer.status_code >= 300:
             self.refused.append(answer.status_code)
 
-    def rollout(self) -> dict[str, Any]:
-        return self._http.get(f"/api/rollouts/{self.rollout_id}").json()["rollout"]
-
     def patch(self, state: str, error: str | None = None) -> None:
         status = {"state": state, **({"error_message": error} if error else {})}
         self._noted(self._http.patch(f"/api/rollouts/{self.rollout_id}", json={"status": status}))
@@ -93,7 +90,7 @@ class Played:
     def never_ends(self) -> None:
         """As an agent that hangs under a controller that has hung as well; it comes back too late."""
         self.begin()
-        while self.rollout()["status"]["state"] == "running":
+        while self._http.get(f"/api/rollouts/{self.rollout_id}").json()["rollout"]["status"]["state"] == "running":
             pass
         self.reward("1.0")
         self.patch("succeeded")
@@ -154,9 +151,8 @@ def test_agent_fault_fails_its_rollout_only_with_one_outcome(
         assert [sample.reward for sample in group] == [1.0] * (4 if failure is None else 3)
 
 
-@pytest.mark.parametrize("started", [False, True])
 def test_missing_controller_is_warned_about_once_with_the_fix(
-    started: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(controllers, "_NO_CONTROLLER_S", 0.05)
     monkeypatch.setattr(controllers, "_POLL_S", 0.005)
@@ -172,11 +168,8 @@ def test_missing_controller_is_warned_about_once_with_the_fix(
     settings = ControllerSettings(agent="agl1_agents:TwoTurns", env_map=("QUESTION=input.question",))
     pool = ControllerPool(plan=RunnerPlan(kind="controller", controller=settings), store=store)
     with caplog.at_level(logging.WARNING), pool:
-        if started:
-            monkeypatch.setattr(pool._supervisor, "places", 1)
         assert looks.zero.wait(20)
         assert pool.failure is None
         monkeypatch.undo()
     [warning] = [record.getMessage() for record in caplog.records if "has asked for a rollout" in record.getMessage()]
-    fix = "controller.log" if started else f"agl-controller runner_type=local agl_server.url={pool.gateway.url}"
-    assert fix in warning
+    assert f"agl-controller runner_type=local agl_server.url={pool.gateway.url}" in warning
