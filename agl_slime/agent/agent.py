@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import json
 import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -18,7 +17,7 @@ from agl_slime.agent.access import LLM_RESOURCE, EngineAccess, sampling_of
 from agl_slime.agent.chat_api import ChatApi
 from agl_slime.agent.chat_session import open_chat_session
 from agl_slime.agent.orm import make_functions, reward_of
-from agl_slime.agent.outcome import LossScale, check_reward, missing_rewards, untrained_turns
+from agl_slime.agent.outcome import LossScale, untrained_turns
 from agl_slime.agent.partial import PartialRollouts
 from agl_slime.agent.scheduler import MultiTurnScheduler, schedulers
 from agl_slime.agent.session import RolloutSession, RolloutStopped
@@ -33,6 +32,7 @@ from agl_slime.support.threads import call_user_code, run_user_code
 from agl_slime.tokens import attributes as names
 from agl_slime.tokens.formats import ToolParser, get_tool_parser, parser_for
 from agl_slime.tokens.images import ImageSettings
+from agl_slime.tokens.reward import check_reward, split_missing
 from agl_slime.tokens.tokenizer import ChatTokenizer, has_chat_template
 from agl_slime.tokens.trajectory import Trajectory
 
@@ -160,10 +160,7 @@ class SGLangLitAgent(LitAgent[dict[str, Any]]):
             tools={} if session.tools is None else session.tools.objects,
         )
         reward = await call_user_code(self.score, task, trajectory)
-        attributes = stats.attributes()
-        if missing := missing_rewards(reward):
-            attributes[names.REWARDS_MISSING] = json.dumps(missing)
-        _emit(reward, source=f"{type(self).__name__}.compute_reward", attributes=attributes)
+        _emit(reward, source=f"{type(self).__name__}.compute_reward", attributes=stats.attributes())
         for role, reward in stats.rewards.items():
             _emit(reward, source=f"the reward of role {role!r}", attributes=make_link_attributes({names.ROLE: role}))
 
@@ -258,12 +255,8 @@ def _log_dropped_answer() -> None:
 
 
 def _emit(reward: Any, *, source: str, attributes: dict[str, Any]) -> None:
-    rewards = check_reward(reward, source=source)
-    primary = next(iter(rewards))
-    if len(rewards) == 1:
-        emit_reward(rewards[primary], attributes=attributes)
-    else:
-        emit_reward(rewards, primary_key=primary, attributes=attributes)
+    rewards, missing = split_missing(check_reward(reward, source=source))
+    emit_reward(rewards, primary_key=next(iter(rewards)), attributes={**attributes, **missing})
 
 
 def _messages(prompt: Any, source: str, role: str) -> list[dict[str, Any]]:

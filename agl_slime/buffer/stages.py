@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from agl_slime.data.normalize import all_equal
+from agl_slime.tokens.reward import LARGEST
 
 Item = dict[str, Any]
 Group = tuple[Any, list[Item]]
@@ -123,6 +124,6 @@ def _within(reward: float, reward_range: tuple[float, float] | None) -> bool:
 
 
 def numeric_reward(item: Mapping[str, Any]) -> float | None:
-    """The item's reward if it is a finite number, else ``None``."""
+    """The item's reward if it is a finite number that a trainer can square, else ``None``."""
     reward = item.get("reward")
-    return float(reward) if isinstance(reward, (int, float)) and math.isfinite(reward) else None
+    return float(reward) if isinstance(reward, (int, float)) and abs(reward) <= LARGEST else None

@@ -31,6 +31,7 @@ from agl_slime.support.model_files import model_digests
 from agl_slime.support.net import shown_url
 from agl_slime.support.ranges import check_ranges
 from agl_slime.support.threads import run_in_thread
+from agl_slime.train.local.settings import LocalTrainerSettings
 
 if TYPE_CHECKING:
     from agl_slime.report.evaluation.samples import Sampling
@@ -181,13 +182,14 @@ async def run_evaluation(config: EvalConfig, *, console: Console | None = None) 
         "k": config.k,
         "seed": settings.loop.seed,
         **settings.template,
+        **({"reward_key": settings.local.reward_key} if settings.local.reward_key else {}),
         **ready.sampling,
         "sglang_url": settings.sglang_url and shown_url(settings.sglang_url),
     }
     name = hashlib.blake2b(dump(identity), digest_size=5).hexdigest()
     directory = config.output_dir or Path("evals") / f"{settings.title.rpartition(':')[2]}-{name}"
     directory.mkdir(parents=True, exist_ok=True)
-    from agl_slime.report.evaluation.samples import SampleFile, take_samples
+    from agl_slime.report.evaluation.samples import SampleFile, reward_name, take_samples
 
     with sole_owner(directory):
         resume = (directory / "config.json").exists()
@@ -204,7 +206,9 @@ async def run_evaluation(config: EvalConfig, *, console: Console | None = None) 
                     more["max_concurrent"] = settings.max_concurrent
                     async with sampling_with(settings, model, agent, ready.sampling, **more) as sampling:
                         with _Progress(console, which) as report:
-                            await take_samples(tasks, k=config.k, into=file, sampling=sampling, on_progress=report)
+                            how: dict[str, Any] = {"run_key": reward_name(line for part in parts for line in part)}
+                            how |= {"k": config.k, "sampling": sampling, "on_progress": report}
+                            await take_samples(tasks, into=file, **how)
                 parts.append(file.lines)
                 new += len(file.lines) - before
         result = _result(config, identity, parts, n_tasks=len(tasks))
@@ -283,6 +287,8 @@ def _settings(config: EvalConfig, began: dict[str, Any]) -> TrainConfig:
     if (limit := _validation_sampling(began).get("max_new_tokens")) is not None:
         inherited["max_new_tokens"] = limit
     inherited["external_plugins"] = tuple(map(Path, began.get("external_plugins") or ()))
+    if "agent" not in config.settings and (key := (began.get("local") or {}).get("reward_key")):
+        inherited["local"] = LocalTrainerSettings(reward_key=key)
     flags = dict(config.settings)
     if flags.get("temperature") == 0:
         del flags["temperature"]  # TrainConfig refuses 0, which training cannot use; Prepared.sampling has it
@@ -358,6 +364,7 @@ async def sampling_with(
 
     if isinstance(model, ChatApi):
         limits: dict[str, Any] = {"timeout_s": settings.loop.rollout_timeout_s, "max_in_flight": max_concurrent}
+        limits["reward_key"] = settings.local.reward_key
         # no gateway, which would request token ids
         runners = RunnerSettings(max_concurrent=max_concurrent, gateway=None)
         parameters = {"max_tokens" if name == "max_new_tokens" else name: value for name, value in sampling.items()}
@@ -388,6 +395,7 @@ async def sampling_with(
             runners=RunnerPlan(settings=runners) if environment is None else environment.plan(settings=runners),
             timeout_s=settings.loop.rollout_timeout_s,
             max_in_flight=max_concurrent,
+            reward_key=settings.local.reward_key,
             check_alive=alive,
         )
 

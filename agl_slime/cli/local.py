@@ -278,6 +278,7 @@ def _open_source(
         tokenizer=tokenizer,
         settings=DataSourceSettings(policy=config.group, group_filter=group_filter),
         ledger=ledger,
+        reward_key=config.local.reward_key,
         reward_spans=True,
         replay_files=replay_files,
         annotate=teachers,

@@ -135,7 +135,13 @@ async def run_slime_training(
             args.agl_replay_kept = True  # this process removes the files
             args.agl_replay_files = sampling["replay_files"] = str(replay_files)
         source = stack.enter_context(
-            GroupSource(store=store, tokenizer=tokenizer, settings=settings, replay_files=replay_files)
+            GroupSource(
+                store=store,
+                tokenizer=tokenizer,
+                settings=settings,
+                reward_key=getattr(args, "reward_key", None),
+                replay_files=replay_files,
+            )
         )
         # the loop enqueues, so the manager's data source must not
         args.agl_teacher_url = config.teacher_url or None

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+import math
 import threading
+import time
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
@@ -13,6 +15,7 @@ from agl_slime.data.completions import CompletionFollower
 from agl_slime.data.results import GroupResult, MemberResult
 from agl_slime.store.bridge import FINISHED
 from agl_slime.support.agl import EnqueueRolloutRequest, Rollout
+from agl_slime.tokens.reward import UNNAMED
 
 logger = logging.getLogger(__name__)
 
@@ -66,6 +69,8 @@ class RolloutIngestor:
     Args:
         read: the result of a rollout; ``None`` while it has not ended.
         default_size: size of groups that were not announced.
+        run_key: the name of the reward that the run trains on, if it is declared.
+        patience_s: longest wait for the rollout that decides the name.
         follower: arguments of ``CompletionFollower``.
     """
 
@@ -78,6 +83,8 @@ class RolloutIngestor:
         changed: threading.Condition,
         read: Callable[[str], Awaitable[MemberResult | None]],
         default_size: int,
+        run_key: str | None = None,
+        patience_s: float | None = None,
         **follower: Any,
     ) -> None:
         self.assembler, self.producer, self.changed, self.read = assembler, producer, changed, read
@@ -87,6 +94,10 @@ class RolloutIngestor:
         self.on_member: Callable[[MemberResult], None] | None = None
         self.on_group: Callable[[GroupResult], None] | None = None
         self.on_end: dict[str, OnEnd] = {}  # by group
+        self.run_key, self._patience_s = run_key, patience_s or math.inf
+        self._drawn: dict[str, None] = {}  # rollouts in their order, until one has decided ``run_key``
+        self._undecided: dict[str, str] = {}  # ended rollouts with named rewards, and the first name of each
+        self._waits_since = math.inf
         self._store, self._default_size = store, default_size
         self._reading: dict[str, bool] = {}  # whether it was reported again during the current read
 
@@ -105,8 +116,15 @@ class RolloutIngestor:
 
     def opened(self, rollouts: Sequence[Rollout | str]) -> None:
         with self.changed:
+            if self.run_key is None:
+                self._drawn |= {one if isinstance(one, str) else one.rollout_id: None for one in rollouts}
             self.assembler.opened(rollouts)
             self.follow_up()
+
+    def resume(self, run_key: str | None, waiting: Sequence[str]) -> None:
+        """Continue with the reward that the run trains on; ``waiting`` rollouts, drawn earlier, may decide it."""
+        self.run_key = self.run_key or run_key
+        self._drawn = {} if self.run_key else dict.fromkeys(waiting)
 
     async def cancel(self, rollout_ids: Sequence[str]) -> None:
         """Cancel the unfinished ones of these rollouts in the store."""
@@ -153,6 +171,7 @@ class RolloutIngestor:
 
     def time_passed(self) -> None:
         with self.changed:
+            self._decide()
             late = self.assembler.late()
             for group in late:
                 self._finalized(group)
@@ -180,6 +199,12 @@ class RolloutIngestor:
             if member is None and self._reading[rollout_id]:
                 self._reading[rollout_id] = False
                 return False
+            named = member is not None and member.ok and [*member.rewards] not in ([], [UNNAMED])
+            if self.run_key is None and named:
+                self._undecided[rollout_id] = next(iter(member.rewards))
+                self._waits_since = min(self._waits_since, time.monotonic())
+                self._decide()
+                return True  # it is read again once the name is known
             del self._reading[rollout_id]
             self.follower.table.read(rollout_id, ended=member is not None)
             if member is not None:
@@ -188,9 +213,29 @@ class RolloutIngestor:
                 if added is not None and added[1] is not None:
                     self._finalized(added[1])
                 self.follow_up()
+            self._decide()
         if added is not None:
             self._report(*added)
         return True
+
+    def _decide(self) -> None:
+        """Once the first of the run's rollouts with a named reward has ended, train on its first name: the order in
+        which rollouts end decides nothing."""
+        is_open = self.assembler.ledger.is_open
+        while self._drawn and (first := next(iter(self._drawn))) not in self._undecided and not is_open(first):
+            del self._drawn[first]
+        ended = [name for name in self._drawn if name in self._undecided] if self.announced else [*self._undecided]
+        if self.run_key is not None or not ended:
+            return
+        waited_s = time.monotonic() - self._waits_since
+        if not self.announced or ended[0] == next(iter(self._drawn)) or waited_s > self._patience_s:
+            self.run_key = self._undecided[ended[0]]
+            self._drawn.clear()
+            for rollout_id in self._undecided:
+                del self._reading[rollout_id]
+                self.follower.to_read.add(rollout_id)
+                self.follower.submit(self.look, rollout_id)
+            self._undecided.clear()
 
     def _finalized(self, group: GroupResult) -> None:
         self.producer.finalized(group)

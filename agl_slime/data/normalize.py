@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Hashable, Mapping, Sequence
-from numbers import Real
 
 from agl_slime.errors import RewardError
+from agl_slime.tokens.reward import reward_number
 from agl_slime.types import Sample
 
 _EPS = 1e-6  # slime's
@@ -86,11 +86,9 @@ def normalization_key(sample: Sample, of: str | None = None) -> tuple[Hashable, 
 def reward_value(sample: Sample, position: int, *, key: str | None = None) -> float:
     """The reward of a sample as a number, the one named ``key`` of several. Raises ``RewardError`` naming the sample's
     ``position`` when there is none."""
+    under = f" under reward_key {key!r}" if key else ""
     reward = sample.reward.get(key) if isinstance(sample.reward, Mapping) and key else sample.reward
-    if not isinstance(reward, Real) or not math.isfinite(reward):
-        under = f" under reward_key {key!r}" if key else ""
-        raise RewardError(f"the reward of sample {position} is {sample.reward!r}; a finite number is needed{under}.")
-    return float(reward)
+    return reward_number(reward, f"the reward of sample {position}{under} is")
 
 
 def overlong_penalty(n_tokens: int, *, longest: int, buffer: int) -> float:

@@ -39,6 +39,7 @@ async def collect(
     *,
     tokenizer: Any = None,
     reward_key: str | None = None,
+    run_key: str | None = None,
     convert_validation: bool = False,
     text_only: bool = False,
     reward_spans: bool = False,
@@ -46,7 +47,7 @@ async def collect(
 ) -> MemberResult | None:
     """The result of a rollout; ``None`` when it has not ended yet (a failed attempt that is tried again) or does not
     exist. Validation rollouts have samples only with ``convert_validation``, and with ``text_only`` the conversation's
-    text without samples; ``reward_spans`` and ``replay_files`` as for ``convert_rollout``."""
+    text without samples; keys, ``reward_spans`` and ``replay_files`` are of ``convert_rollout``."""
     rollout = await store.get_rollout_by_id(rollout_id)
     if rollout is None or rollout.status not in FINISHED:
         return None
@@ -79,7 +80,7 @@ async def collect(
     if rollout.status == "failed":
         return await failed(*failure_of(spans, attempt_status=attempt.status if attempt is not None else "failed"))
     try:
-        reward = read_reward(spans, reward_key=reward_key)
+        reward = read_reward(spans, reward_key=reward_key, run_key=run_key)
         conversion = None
         if rollout.mode in (None, "train") or convert_validation:
             convert = partial(
@@ -89,6 +90,7 @@ async def collect(
                 tokenizer,
                 reward=reward,
                 reward_key=reward_key,
+                run_key=run_key,
                 attempt_id=attempt_id,
                 reward_spans=reward_spans,
                 replay_files=replay_files,

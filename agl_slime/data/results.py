@@ -106,8 +106,8 @@ def rollout_of(sample: Sample) -> str | None:
 
 
 def reward_of(sample: Sample) -> Any:
-    """The reward of the sample's rollout; ``sample.reward`` may be a reward of its turns."""
-    return sample.metadata["reward"] if "reward_of" in sample.metadata else sample.reward
+    """The reward of the sample's rollout; ``sample.reward`` may be a reward of its turns, or all of them by name."""
+    return sample.metadata.get("reward", sample.reward)
 
 
 def group_of(samples: Sequence[Sample]) -> GroupResult:
@@ -124,7 +124,7 @@ def group_of(samples: Sequence[Sample]) -> GroupResult:
             group_size=len(parts),
             samples=tuple(part),
             reward=reward_of(part[0]),
-            rewards={"primary": reward_of(part[0])},
+            rewards=part[0].metadata.get("rewards") or {"primary": reward_of(part[0])},
             sampled_tokens=sum(sum(sample.loss_mask or ()) for sample in part),
             turns=sum(sample.metadata.get("turns", 1) for sample in part),
             instance_id=instance_id,

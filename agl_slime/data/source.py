@@ -61,7 +61,8 @@ class GroupSource:
 
     Args:
         store: the store to read; ``None`` gives placeholders, groups of unsampled Samples.
-        reward_key: which of several named rewards to train on; by default the first.
+        reward_key: which of several named rewards to train on; by default the first of the first rollout, in the order
+            of ``opened``, that has names. States keep it.
         convert_validation: convert validation rollouts to Samples, too.
         text_only: keep the text of validation rollouts, for a model whose token ids are unknown.
         reward_spans: the trainer takes rewards of turns as spans of a Sample (see ``ConversionOptions``).
@@ -99,7 +100,7 @@ class GroupSource:
         self.ledger, self.delivery = self.assembler.ledger, self.assembler.delivery
         self.producer = producer or Producer()
         self.producer.source = self
-        read: Callable[[str], Awaitable[MemberResult | None]] = partial(
+        read: Callable[..., Awaitable[MemberResult | None]] = partial(
             collect,
             self._store,
             tokenizer=tokenizer,
@@ -111,7 +112,7 @@ class GroupSource:
         )
 
         async def read_and_annotate(rollout_id: str) -> MemberResult | None:
-            member = await read(rollout_id)
+            member = await read(rollout_id, run_key=self.ingestor.run_key)
             return member if member is None or annotate is None else await annotate(member)
 
         self.ingestor = RolloutIngestor(
@@ -121,6 +122,8 @@ class GroupSource:
             changed=self.changed,
             read=read_and_annotate,
             default_size=n_samples_per_prompt,
+            run_key=reward_key,
+            patience_s=getattr(settings.policy, "timeout_s", None),
             hold=hold,
             release=settings.release,
             replay_files=replay_files if removes_replay else None,
@@ -299,6 +302,7 @@ class GroupSource:
             # a polled store lists finished rollouts again: remember their ids
             ended = state["ended"] if self.follower.notifies or self.follower.has_feed else self.ledger.recent_ids()
             state["ended"] = sorted({*ended})
+            state["run_key"] = self.ingestor.run_key
             if checkpoint is not None:
                 self.ledger.checkpoint(checkpoint)
             return state
@@ -318,6 +322,7 @@ class GroupSource:
             self.follower.table.restore(state)
             self.follower.to_read.update(waiting)
             self.producer.restore(state)
+            self.ingestor.resume(state.get("run_key"), waiting)
             self.changed.notify_all()
         for rollout_id in waiting:
             self.notify(rollout_id)

@@ -15,14 +15,12 @@ from pathlib import Path
 from typing import Any
 
 import orjson
-from pydantic import ValidationError
 
-from agl_slime.errors import GatewayRequestError, TraceError
-from agl_slime.gateway.agl1.schemas import RewardData
+from agl_slime.errors import GatewayRequestError, RewardError, TraceError
 from agl_slime.support.agl_types import Rollout, Span
 from agl_slime.support.threads import run_in_thread
 from agl_slime.tokens.converter import convert_rollout, untrained_turns
-from agl_slime.tokens.reward import Reward
+from agl_slime.tokens.reward import UNNAMED, Reward, posted_reward, select_reward
 from agl_slime.tokens.segments import Segment, merge_turns
 from agl_slime.tokens.span_codec import decode_turns, is_packed
 from agl_slime.tokens.turn import Turn
@@ -79,6 +77,13 @@ class RolloutFile:
     def finished(self) -> bool:
         """Whether the rollout has ended."""
         return any("finished" in line for line in self.lines())
+
+
+def first_reward_name(directory: Path) -> str | None:
+    """The name that the rollouts in ``directory`` are trained on; ``None`` where none has several rewards by name."""
+    files = (RolloutFile(directory, path.stem) for path in directory.glob("*.jsonl"))
+    rewards = (line.get("reward") for file in files for line in file.lines())
+    return next((name for reward in rewards if isinstance(reward, dict) for name in reward if name != UNNAMED), None)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -161,15 +166,14 @@ class RecordedRollout:
         }
 
 
-def read_reward_value(value: Any) -> Reward:
-    """The reward in a number, or in numbers by name, of which the first is trained on. Raises ``GatewayRequestError``
-    for anything else: a missing reward is not 0."""
+def read_reward_value(value: Any, *, run_key: str | None = None) -> Reward:
+    """The reward in a number, or in numbers by name, of which ``run_key``, or the first, is trained on. Raises
+    ``GatewayRequestError`` for anything else: a missing reward is not 0."""
     try:
-        number = RewardData(value=value).value
-    except ValidationError as error:
-        raise GatewayRequestError(f"reward: {error.errors()[0]['msg']}", param="reward") from error
-    named = number if isinstance(number, dict) else {"primary": number}
-    return Reward(next(iter(named.values())), named)
+        named = posted_reward(value)
+        return select_reward(named, first=next(iter(named)), run_key=run_key)
+    except RewardError as error:
+        raise GatewayRequestError(f"reward: {error}", param="reward") from error
 
 
 def _turn(turn: Turn) -> dict[str, Any]:

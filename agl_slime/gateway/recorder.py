@@ -11,6 +11,7 @@ GET  /rollouts/NAME?format=json       turns and Samples; other formats: agl_slim
 from __future__ import annotations
 
 import re
+import threading
 import time
 import uuid
 from functools import partial
@@ -24,7 +25,7 @@ from agl_slime.agent.access import LLM_RESOURCE, EngineAccess
 from agl_slime.errors import GatewayRequestError
 from agl_slime.gateway.attempt import Attempt
 from agl_slime.gateway.formats import FORMATS
-from agl_slime.gateway.recorded import ATTEMPT, NAME, RecordedRollout, RolloutFile, read_reward_value
+from agl_slime.gateway.recorded import ATTEMPT, NAME, RecordedRollout, RolloutFile, first_reward_name, read_reward_value
 from agl_slime.gateway.server import SERVED_PATHS, Address
 from agl_slime.gateway.settings import GatewaySettings
 from agl_slime.gateway.token_gateway import TokenGateway, span_builder
@@ -32,6 +33,7 @@ from agl_slime.store.recording import Recording
 from agl_slime.support.agl_types import LLM
 from agl_slime.support.http import json_response, parse_json, read_body
 from agl_slime.support.threads import run_in_thread
+from agl_slime.tokens.reward import UNNAMED
 
 _SERVICE = re.compile(r"(?:/k/[^/]+)?/rollouts(?:/(?P<rollout>[^/]+)(?:/(?P<action>reward|finish))?)?/?")
 
@@ -61,6 +63,7 @@ class RecordGateway(TokenGateway):
         super().__init__(token=token, settings=settings, access=access)
         self._directory, self._llm, self._idle_s = directory, llm, idle_s
         self._last_request: dict[str, float] = {}  # of running rollouts, the longest idle first
+        self._naming, self._reward_name = threading.Lock(), None
 
     def endpoint(self, rollout_id: str) -> str:
         """The base URL for the clients of a rollout; with the token, if there is one."""
@@ -152,8 +155,7 @@ class RecordGateway(TokenGateway):
             return await run_in_thread(partial(self._show, file, request.query.get("format", "json")))
         body = await _read_object(request)
         if "reward" in body or match["action"] == "reward":
-            read_reward_value(body.get("reward"))
-            await run_in_thread(partial(file.append, {"reward": body["reward"]}))
+            await run_in_thread(partial(self._keep_reward, file, body.get("reward")))
         if match["action"] == "finish":
             await self._end(file.rollout_id, "client")
         return json_response({"rollout_id": file.rollout_id})
@@ -171,6 +173,18 @@ class RecordGateway(TokenGateway):
             raise GatewayRequestError(message, status=409, code="rollout_exists", param="rollout_id") from None
         content = {"rollout_id": rollout_id, "endpoint": self.endpoint(rollout_id), "api_key": self._token or "none"}
         return json_response(content, status=201)
+
+    def _keep_reward(self, file: RolloutFile, value: Any) -> None:
+        """Write a reward, of several names the one that is trained on first: one name for all rollouts of the
+        directory, which the first of them decides. Raises ``GatewayRequestError``."""
+        with self._naming:
+            if self._reward_name is None and isinstance(value, dict):
+                self._reward_name = first_reward_name(self._directory)
+            reward = read_reward_value(value, run_key=self._reward_name)
+            if isinstance(value, dict):
+                value = dict(reward.named)
+                self._reward_name = next(iter(value)) if [*value] != [UNNAMED] else self._reward_name
+            file.append({"reward": value})
 
     def _show(self, file: RolloutFile, form: str) -> web.Response:
         if form not in FORMATS:

@@ -16,7 +16,6 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from contextlib import asynccontextmanager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
-from agl_slime.agent.outcome import check_reward
 from agl_slime.errors import RewardError, RolloutError, RolloutTimeoutError
 from agl_slime.runner.base import RunnerSettings
 from agl_slime.store.recording import current_recording
@@ -32,6 +31,7 @@ from agl_slime.support.agl import (
 from agl_slime.support.threads import ThreadPool
 from agl_slime.support.watch import named
 from agl_slime.tokens.attributes import FAILURE_REASON
+from agl_slime.tokens.reward import reward_number
 
 if TYPE_CHECKING:
     from agl_slime.gateway.server import Gateway
@@ -220,7 +220,7 @@ def check_result(result: Any) -> None:
         return
     if not isinstance(result, (int, float)):
         raise RewardError(f"The agent returned {result!r}; expected a number (the reward), None or a list of spans.")
-    check_reward(result, source="The agent")
+    reward_number(result, "The agent returned")
 
 
 # -- tasks that agents start -----------------------------------------------------------------------------------------

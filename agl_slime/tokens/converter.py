@@ -48,6 +48,8 @@ class ConversionOptions(TypedDict, total=False):
     reward_key: str | None
     """The dimension of the reward to train on; the Samples then have all dimensions as a dict, for slime's
     ``--reward-key``."""
+    run_key: str | None
+    """Without ``reward_key``: the dimension that the run's first rollout decided to train on."""
     index: int | None
     """slime's number of the Sample; like the next two the same for all Samples of a rollout."""
     group_index: int | None
@@ -87,10 +89,13 @@ def convert_rollout(
         message = f"rollout {rollout.rollout_id} has no sampled token in {len(spans)} spans"
         counts = attributes.get(names.GATEWAY, "nothing of it")
         raise TraceError(f"{message}; the gateway saw {counts}", reason="no_turns")
-    reward = options.get("reward") or read_reward(spans, reward_key=reward_key)
+    keys = {"reward_key": reward_key, "run_key": options.get("run_key")}
+    reward = options.get("reward") or read_reward(spans, **keys)
     metadata = {
         key: parse_json(str(attributes[name]), name) for key, name in _JSON_ATTRIBUTES.items() if name in attributes
     }
+    if reward.missing:
+        metadata["rewards_missing"] = [*reward.missing]
     gateway = {key: metadata[key] for key in ("gateway",) if key in metadata}
     trajectory = Trajectory(
         rollout_id=rollout.rollout_id,
@@ -112,7 +117,7 @@ def convert_rollout(
         trajectory,
         tokenizer,
         untrained_turns=frozenset(untrained),
-        turn_rewards=read_turn_rewards(spans, reward_key=reward_key),
+        turn_rewards=read_turn_rewards(spans, **keys),
         metadata=metadata,
         reward_key=reward_key,
         reward_spans=options.get("reward_spans", False),
@@ -286,7 +291,7 @@ def _time_between_calls(spans: Sequence[Span]) -> float:
     return idle
 
 
-_JSON_ATTRIBUTES = {"gateway": names.GATEWAY, "tools": names.TOOLS, "rewards_missing": names.REWARDS_MISSING}
+_JSON_ATTRIBUTES = {"gateway": names.GATEWAY, "tools": names.TOOLS}
 _ROLLOUT_ATTRIBUTES = (*_JSON_ATTRIBUTES.values(), names.OPEN_BOUNDARIES, names.STOP_REASON)
 
 

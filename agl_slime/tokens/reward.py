@@ -3,9 +3,13 @@ error, never 0.0."""
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from itertools import count
+from numbers import Real
 from typing import TYPE_CHECKING, Any
 
 from agl_slime.errors import RewardError
@@ -14,7 +18,10 @@ from agl_slime.tokens.span_codec import is_packed, parse_json, turn_numbers
 
 REWARD_PREFIX = "agentlightning.reward"
 _LINK_PREFIX = "agentlightning.link"
-_FIRST_NAME, _FIRST_VALUE = f"{REWARD_PREFIX}.0.name", f"{REWARD_PREFIX}.0.value"
+UNNAMED = "primary"
+"""Agent Lightning's name of a reward that is a plain number."""
+LARGEST = 1e18
+"""The largest size of a reward: the square of a larger one leaves float32 in the loss."""
 
 if TYPE_CHECKING:
     from agl_slime.support.agl import Span
@@ -22,13 +29,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Reward:
-    """``primary`` is trained on; ``named`` has all dimensions, with the primary one."""
+    """``primary`` is trained on; ``named`` has all dimensions, the primary one first; ``missing`` names those that are
+    ``None`` or no usable number."""
 
     primary: float
     named: Mapping[str, float]
+    missing: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class TurnReward(Reward):
     """``of`` names the rewarded object: ``role:NAME``, or ``turn:N`` with the first of the turns. Turns with the same
     object share one reward."""
@@ -36,53 +45,110 @@ class TurnReward(Reward):
     of: str
 
 
-def read_reward(spans: Sequence[Span], *, reward_key: str | None = None) -> Reward:
+def reward_number(value: Any, what: str) -> float:
+    """``value`` (also of numpy or torch) as a number. ``None``, text, NaN, infinities and numbers beyond ``LARGEST``
+    raise ``RewardError``, which begins with ``what``, such as "the judge returned": a reward is never invented."""
+    if value is None:
+        raise RewardError(f"{what} None; expected a number.", reason="no_reward")
+    item = getattr(value, "item", None)
+    if item is not None and not isinstance(value, (str, bytes)):
+        try:
+            value = item()  # one-element arrays and tensors
+        except (RuntimeError, ValueError, TypeError) as error:
+            raise RewardError(f"{what} {value!r}, which is not one number.") from error
+    if not isinstance(value, Real):
+        raise RewardError(f"{what} {value!r:.80} of type {type(value).__name__}; expected a number.")
+    try:
+        number = float(value)
+    except OverflowError:  # an integer above the largest float
+        number = math.inf
+    if not abs(number) <= LARGEST:
+        raise RewardError(f"{what} {number!r}; a reward must be a finite number of at most {LARGEST:g} in size.")
+    return number
+
+
+def check_reward(value: Any, *, source: str) -> dict[str, float | RewardError]:
+    """The named rewards of ``value`` in its order, each a number or what is wrong with it; a plain number is named
+    ``primary``. Raises ``RewardError`` without any number: which of several is trained on, the reader knows."""
+    if not isinstance(value, Mapping):
+        return {UNNAMED: reward_number(value, f"{source} returned")}
+    if not value:
+        raise RewardError(f"{source} returned an empty dict; name at least one reward.")
+    named = {str(name): _checked(item, f"{source}[{str(name)!r}] returned") for name, item in value.items()}
+    errors = [item for item in named.values() if isinstance(item, RewardError)]
+    if len(errors) == len(named):
+        raise errors[0]
+    return named
+
+
+def posted_reward(value: Any) -> dict[str, float | RewardError]:
+    """``check_reward`` of a JSON value, in which ``true`` is no number."""
+    named = value.items() if isinstance(value, Mapping) else [(UNNAMED, value)]
+    return check_reward({name: repr(item) if isinstance(item, bool) else item for name, item in named}, source="reward")
+
+
+def split_missing(named: Mapping[str, float | RewardError]) -> tuple[dict[str, float], dict[str, str]]:
+    """The numbers of ``named``, and the attribute of their reward span that says what is wrong with the others."""
+    numbers = {name: item for name, item in named.items() if not isinstance(item, RewardError)}
+    if len(numbers) == len(named):
+        return numbers, {}
+    why = {name: [item.reason, str(item)] if isinstance(item, RewardError) else None for name, item in named.items()}
+    return numbers, {names.REWARDS_MISSING: json.dumps(why)}
+
+
+def select_reward(
+    named: Mapping[str, float | RewardError], *, first: str, reward_key: str | None = None, run_key: str | None = None
+) -> Reward:
+    """The reward of ``named`` that is trained on: ``reward_key``, else the run's ``run_key``, else ``first``. A plain
+    number is the run's reward under any name. Raises ``RewardError``."""
+    key = reward_key or (run_key if run_key is not None and [*named] != [UNNAMED] else first)
+    if key not in named:
+        why = "" if reward_key else f"; a run trains on one name, and its first rollout has {key!r}"
+        raise RewardError(
+            f"the rollout has no reward named {key!r}, only {', '.join(sorted(named))}{why}", reason="no_reward"
+        )
+    if isinstance(primary := named[key], RewardError):
+        raise primary
+    numbers, _ = split_missing(named)
+    return Reward(primary, {key: primary, **numbers}, tuple(name for name in named if name not in numbers))
+
+
+def read_reward(spans: Sequence[Span], *, reward_key: str | None = None, run_key: str | None = None) -> Reward:
     """The final reward in ``spans``, the spans of one attempt in the order of their sequence ids.
 
     ``primary`` is the result of ``agentlightning.find_final_reward``: the first dimension of the last reward span; with
-    ``reward_key``, the last dimension of that name. ``named`` has the last value of every dimension. Raises
+    ``reward_key`` or ``run_key`` see ``select_reward``. ``named`` has the last value of every dimension. Raises
     ``RewardError`` with reason ``no_reward`` without a reward (of that name), ``bad_reward`` for one that is not a
     finite number. Rewards linked to spans count only if all rewards are linked.
     """
     from agl_slime.support.agl import find_final_reward  # imports for seconds
 
-    named: dict[str, float] = {}
-    primary: float | None = None
-    try:
-        # find_final_reward would read each span again; only old forms of rewards need it
-        pairs = [(span, _dimensions(span)) for span in spans]
-        unlinked = [(span, dimensions) for span, dimensions in pairs if not (dimensions and _is_linked(span))]
-        if any(dimensions for _, dimensions in unlinked):
-            pairs = unlinked
-        for _, dimensions in pairs:  # a replaced reward must be a number, too
-            named.update((name, _finite(value, name)) for name, value in dimensions)
-        for span, dimensions in reversed(pairs):
-            primary = dimensions[0][1] if dimensions else find_final_reward([span])
-            if primary is not None:
-                break
-    except RewardError:
-        raise
-    except ValueError as error:  # pydantic's: a value that is no number
-        raise RewardError(f"a reward span has no named numbers: {error}") from error
-    if primary is None:
-        raise RewardError("the rollout has no reward: emit one, or return a number", reason="no_reward")
-    if not named:  # Agent Lightning before 0.3 has no names
-        named["primary"] = _finite(primary, "primary")
-    if reward_key is None:
-        return Reward(_finite(primary, "primary"), named)
-    if reward_key not in named:
-        only = ", ".join(sorted(named))
-        raise RewardError(f"the rollout has no reward named {reward_key!r}, only {only}", reason="no_reward")
-    return Reward(named[reward_key], named)
+    pairs = [(span, reward_dimensions(span)) for span in spans]
+    unlinked = [(span, dimensions) for span, dimensions in pairs if not (dimensions and _is_linked(span))]
+    if any(dimensions for _, dimensions in unlinked):
+        pairs = unlinked
+    named: dict[str, float | RewardError] = {}
+    for _, dimensions in pairs:  # a replaced reward must be a number, too
+        named |= {name: item for name, item in dimensions.items() if not isinstance(named.get(name), RewardError)}
+    for span, dimensions in reversed(pairs):
+        if dimensions:
+            return select_reward(named, first=next(iter(dimensions)), reward_key=reward_key, run_key=run_key)
+        # find_final_reward would read each span again; only forms before Agent Lightning 0.3, without names, need it
+        if (old := find_final_reward([span])) is not None:
+            named[UNNAMED] = _checked(old, "the reward is")
+            return select_reward(named, first=UNNAMED, reward_key=reward_key, run_key=run_key)
+    raise RewardError("the rollout has no reward: emit one, or return a number", reason="no_reward")
 
 
-def read_turn_rewards(spans: Sequence[Span], *, reward_key: str | None = None) -> dict[int, TurnReward]:
+def read_turn_rewards(
+    spans: Sequence[Span], *, reward_key: str | None = None, run_key: str | None = None
+) -> dict[int, TurnReward]:
     """The rewards of single turns, by the index of the turn among the model calls in ``spans``. Agent Lightning's
     ``make_link_attributes`` links reward spans to calls by ``gen_ai.response.id``, ``span_id`` or any attribute, such
-    as ``agl_slime.role``. The last reward of a turn counts; ``reward_key`` selects its dimension if it has that name.
-    Raises ``RewardError`` if a reward is not a finite number or its link matches no span; a role of the gateway may
-    have made no call."""
-    linked = [(span, dimensions) for span in spans if (dimensions := _dimensions(span)) and _is_linked(span)]
+    as ``agl_slime.role``. The last reward of a turn counts; a key selects its dimension if it has that name. Raises
+    ``RewardError`` if a reward is not a finite number or its link matches no span; a role of the gateway may have made
+    no call."""
+    linked = [(span, dimensions) for span in spans if (dimensions := reward_dimensions(span)) and _is_linked(span)]
     if not linked:
         return {}
     from agl_slime.support.agl import extract_links_from_attributes, query_linked_spans
@@ -101,10 +167,10 @@ def read_turn_rewards(spans: Sequence[Span], *, reward_key: str | None = None) -
         if not matches and target[names.ROLE] not in (roles := _roles(spans)):
             available = f"and this rollout has {', '.join(roles) or 'none'}"
             raise RewardError(f"a reward is linked to the role {target[names.ROLE]!r}, {available}")
-        named = {name: _finite(value, name) for name, value in dimensions}
-        primary = named.get(reward_key or "", named[dimensions[0][0]])
+        key = next((key for key in (reward_key, run_key) if key in dimensions), None)
+        reward = select_reward(dimensions, first=next(iter(dimensions)), reward_key=key)
         of = f"role:{target[names.ROLE]}" if of_role else ""
-        rewards.update(dict.fromkeys(turns, TurnReward(primary, named, of)))
+        rewards.update(dict.fromkeys(turns, TurnReward(reward.primary, reward.named, of=of)))
     first_turns: dict[int, int] = {}  # of each reward, without turns that a later reward replaced
     for turn, reward in sorted(rewards.items(), key=lambda item: item[0]):
         first_turns.setdefault(id(reward), turn)
@@ -122,28 +188,28 @@ def _is_linked(span: Span) -> bool:
     return any(key.startswith(_LINK_PREFIX) for key in span.attributes)
 
 
-def _dimensions(span: Span) -> list[tuple[str, float]]:
-    """The names and values of a reward span, as ``agentlightning.get_rewards_from_span`` reads them; empty for other
-    spans."""
+def reward_dimensions(span: Span) -> dict[str, float | RewardError]:
+    """The names of a reward span in order, each with its number or what is wrong with it; empty for other spans."""
     attributes = span.attributes
-    count = sum(key.startswith(REWARD_PREFIX) for key in attributes)
-    if not count:
-        return []
-    name, value = attributes.get(_FIRST_NAME), attributes.get(_FIRST_VALUE)
-    if count == 2 and type(name) is str and type(value) is float:  # the usual form; the general reader takes 10 µs
-        return [(name, value)]
-    from agl_slime.support.agl import get_rewards_from_span
+    if not any(key.startswith(REWARD_PREFIX) for key in attributes):
+        return {}
+    found: dict[str, float | RewardError] = {}
+    for index in count():
+        if (name := attributes.get(f"{REWARD_PREFIX}.{index}.name")) is None:
+            break
+        value = attributes.get(f"{REWARD_PREFIX}.{index}.value")
+        with suppress(ValueError):
+            value = float(value) if isinstance(value, str) else value
+        found[str(name)] = _checked(value, f"the reward {str(name)!r} is")
+    if not found:
+        raise RewardError("a reward span has no named numbers")
+    order = parse_json(str(attributes.get(names.REWARDS_MISSING, "{}")), names.REWARDS_MISSING)
+    errors = {name: RewardError(why[1], reason=why[0]) for name, why in order.items() if why is not None}
+    return {name: errors.get(name, 0.0) for name in order} | found
 
-    return [(dimension.name, dimension.value) for dimension in get_rewards_from_span(span)]
 
-
-def _finite(value: Any, name: str) -> float:
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise RewardError(f"reward {name!r} must be a number, got {value!r}")
+def _checked(value: Any, what: str) -> float | RewardError:
     try:
-        number = float(value)
-    except OverflowError:  # an integer beyond a float's range
-        number = math.inf
-    if not math.isfinite(number):
-        raise RewardError(f"reward {name!r} must be finite, got {number!r}")
-    return number
+        return reward_number(value, what)
+    except RewardError as error:
+        return error

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import random
 import time
 from dataclasses import replace
@@ -11,7 +12,7 @@ from typing import Any
 import pytest
 
 from agl_slime.data.policy import CompleteGroup, MinimumViableGroup
-from agl_slime.data.results import Outcome
+from agl_slime.data.results import Outcome, reward_of
 from agl_slime.data.source import DataSourceSettings
 from agl_slime.errors import DataSourceError
 from agl_slime.support.agl import InMemoryLightningStore, emit_reward
@@ -78,6 +79,37 @@ async def test_with_complete_groups_one_failure_drops_the_group() -> None:
         await running.until_groups()
         with pytest.raises(DataSourceError, match=r"0 rollouts in flight.*1 failed \(bad_reward\), 1 filtered"):
             await running.get()
+
+
+@pytest.mark.parametrize("declared", [None, "format"])
+async def test_one_name_is_trained_in_a_run_whatever_the_order_of_dicts_and_ends(declared: str | None) -> None:
+    """It is declared, or the first of the first drawn rollout that has names; a checkpoint keeps it."""
+    right, early, other = {"score": 0.5, "format": 1.0}, {"format": 0.0, "score": -1.0}, {"acc": 1.0, "style": 2.0}
+    with Running(
+        reward_key=declared, settings=replace(QUICK, policy=MinimumViableGroup(min_ratio=0.5, drop_early=False))
+    ) as running:
+        dead, first, *late = await running.opened("g", size=5)
+        await running.finish(late[:2], reward=early)
+        await running.finish(late[2:], reward=other)
+        await running.finish([first], reward=right)
+        await running.finish([dead], reward=None)
+        await running.until_members(5)
+        key = declared or "score"
+        values = {member.rollout_id: (member.reward, [*member.rewards][:1]) for member in running.listener.members}
+        failed = {dead: (None, []), late[2]: (None, [])}
+        assert values == failed | {first: (right[key], [key])} | dict.fromkeys(late[:2], (early[key], [key]))
+        [failed] = [member for member in running.listener.members if member.rollout_id == late[2]]
+        assert f"no reward named '{key}', only acc, style" in failed.failure_message
+        [group] = await running.get()
+        assert sorted(reward_of(sample) for sample in group) == sorted([right[key], early[key], early[key]])
+        state = json.loads(json.dumps(running.source.state()))
+    with Running(reward_key=declared) as resumed:
+        resumed.source.restore(state)
+        [one, plain] = await resumed.opened("h", size=2)
+        await resumed.finish([one], reward=early)
+        await resumed.finish([plain], reward=0.25)
+        await resumed.until_members(2)
+        assert [member.reward for member in resumed.listener.members] == [early[key], None if declared else 0.25]
 
 
 async def test_unannounced_rollouts_are_grouped_by_their_metadata() -> None:

@@ -110,7 +110,8 @@ async def finish(
     encoder = TurnEncoder()
     written = [(names.GENERATE_SPAN, encoder.encode(turn)) for turn in ([a_turn(number)] if turns is None else turns)]
     if reward is not None:
-        core = emit_reward(reward, propagate=False)
+        first = next(iter(reward)) if isinstance(reward, dict) else None
+        core = emit_reward(reward, primary_key=first, propagate=False)
         written.append((core.name, dict(core.attributes)))
     ids = {"rollout_id": rollout_id, "attempt_id": attempt_id}
     spans = [

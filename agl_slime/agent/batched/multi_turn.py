@@ -14,7 +14,6 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from agl_slime.agent.outcome import check_reward, missing_rewards
 from agl_slime.agent.scheduler import StopReason
 from agl_slime.agent.session import RolloutSession, RolloutStopped, Session
 from agl_slime.agent.tools import ToolManager
@@ -28,6 +27,7 @@ from agl_slime.support.threads import run_blocking
 from agl_slime.tokens.converter import convert_trajectory
 from agl_slime.tokens.formats import ToolParser, find_format, get_tool_parser, parser_for
 from agl_slime.tokens.masks import get_loss_mask_generator
+from agl_slime.tokens.reward import check_reward, reward_number, select_reward
 from agl_slime.tokens.segments import Segment, merge_turns
 from agl_slime.tokens.template import ChatTemplate
 from agl_slime.tokens.tokenizer import ChatTokenizer
@@ -382,27 +382,34 @@ def _sequence(segment: Segment) -> dict[str, Any]:
 
 
 def trajectory_to_samples(
-    trajectory: Mapping[str, Any], *, reward: float, tokenizer: ChatTokenizer | None = None, **numbers: Any
+    trajectory: Mapping[str, Any],
+    *,
+    reward: float | Mapping[str, float],
+    tokenizer: ChatTokenizer | None = None,
+    reward_key: str | None = None,
+    **numbers: Any,
 ) -> list[Sample]:
-    """The token-exact Samples of a trajectory that ``MultiTurnRollout`` finished: one, or several when it forked.
-    ``numbers``: ``index``, ``group_index``, ``rollout_id``.
+    """The token-exact Samples of a trajectory that ``MultiTurnRollout`` finished: one, or several when it forked. Of
+    several rewards by name ``reward_key`` is trained on, by default the first. ``numbers``: ``index``, ``group_index``,
+    ``rollout_id``.
 
     Raises ``TraceError`` when nothing was sampled, ``RewardError`` when ``reward`` is not finite.
     """
     name = str(trajectory.get("id", numbers.get("index")))
-    rewards = check_reward(reward, source="the judge of a trajectory")
+    named = check_reward(reward, source="the judge of a trajectory")
+    judged = select_reward(named, first=next(iter(named)), reward_key=reward_key)
     finished = FinishedTrajectory(
         rollout_id=name,
         attempt_id=name,
         task={"label": trajectory["label"]} if "label" in trajectory else {},
         turns=tuple(trajectory["turn_records"]),
-        reward=next(iter(rewards.values())),
-        rewards=rewards,
+        reward=judged.primary,
+        rewards=judged.named,
         stop_reason=str(trajectory["end_reason"]),
     )
     metadata: dict[str, Any] = {"tools": trajectory["tools_called"]}
-    if missing := missing_rewards(reward):
-        metadata["rewards_missing"] = missing
+    if judged.missing:
+        metadata["rewards_missing"] = [*judged.missing]
     return convert_trajectory(finished, tokenizer, metadata=metadata, **numbers).samples
 
 
@@ -437,7 +444,7 @@ def messages_to_sample(
         response_length=response_length,
         loss_mask=loss_mask[-response_length:],
         label=label,
-        reward=check_reward(reward, source="the judge of messages")["primary"],
+        reward=reward_number(reward, "the judge of messages returned"),
         status=Sample.Status.TRUNCATED if is_truncated(stop_reason) else Sample.Status.COMPLETED,
         metadata={"token_source": "retokenized", "stop_reason": stop_reason, "loss_mask_type": loss_mask_type},
     )

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections import defaultdict
-from collections.abc import Mapping
+import uuid
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from agl_slime.buffer.client import Row, failed_item, item_of, plan, read_rows, write_items
 from agl_slime.buffer.stages import Item
+from agl_slime.data.client import HealthCheck, TaskGroup, enqueue_requests, run_rollouts
 from agl_slime.data.results import MemberResult
 from agl_slime.errors import ConfigError
 
@@ -39,11 +40,11 @@ def run_rollout(data: dict[str, Any]) -> None:
 async def run_agent(agent: Any, data: Mapping[str, Any], *, buffer_token: str | None = None) -> None:
     """Run the planned rollouts of the input file's tasks, and write each result, successful or failed, to the
     buffer."""
-    from agl_slime.data.read import collect
+    from agl_slime.data.source import GroupSource
     from agl_slime.runner.concurrent import RunnerSettings
     from agl_slime.runner.thread import RunnerThread
     from agl_slime.store.bridge import BridgeStore
-    from agl_slime.support.agl import LLM, EnqueueRolloutRequest, Rollout, RolloutConfig  # seconds to import
+    from agl_slime.support.agl import LLM, Rollout  # seconds to import
 
     rows = read_rows(Path(data["input_file"]), prompts=False) if data.get("input_file") else []
     concurrency = int(data.get("num_process", 100))
@@ -53,28 +54,20 @@ async def run_agent(agent: Any, data: Mapping[str, Any], *, buffer_token: str | 
     await store.add_resources(
         {"main_llm": LLM(endpoint=data["remote_engine_url"], model=model, sampling_parameters=sampling)}
     )
-    ended: defaultdict[str, asyncio.Event] = defaultdict(asyncio.Event)
-    loop = asyncio.get_running_loop()
+    limits: dict[str, Any] = {"timeout_s": float(data.get("rollout_timeout", 1800.0)), "resources_id": None}
 
-    def notify(rollout: Rollout) -> None:
-        loop.call_soon_threadsafe(lambda: ended[rollout.rollout_id].set())
-
-    store.subscribe_finished(notify)
-    config = RolloutConfig(timeout_seconds=float(data.get("rollout_timeout", 1800.0)))
+    async def enqueue(groups: Sequence[TaskGroup]) -> Sequence[Rollout]:
+        rollouts = await store.enqueue_many_rollouts(enqueue_requests(groups, size=1, mode="train", **limits))
+        runner.wake()
+        return rollouts
 
     async def make_item(row: Row, epoch: int) -> Item:
-        request = EnqueueRolloutRequest(input=dict(row), mode="train", config=config)
-        (rollout,) = await store.enqueue_many_rollouts([request])
-        runner.wake()
-        member: MemberResult | None = None
-        while member is None:  # a failed attempt may be retried
-            await ended[rollout.rollout_id].wait()
-            del ended[rollout.rollout_id]
-            member = await collect(store, rollout.rollout_id)
-        await store.release([rollout.rollout_id])
+        group, health = TaskGroup(uuid.uuid4().hex, dict(row)), HealthCheck(source.raise_if_dead)
+        [member] = [member async for member in run_rollouts(source, [group], enqueue, health=health)]
         return item_of_member(member, row, epoch)
 
-    with RunnerThread(agent=agent, store=store, settings=RunnerSettings(max_concurrent=concurrency)) as runner:
+    running = RunnerThread(agent=agent, store=store, settings=RunnerSettings(max_concurrent=concurrency))
+    with GroupSource(store=store) as source, running as runner:
         url = data["remote_buffer_url"]
         await write_items(plan(rows, data), make_item, url=url, token=buffer_token, limit=concurrency)
 

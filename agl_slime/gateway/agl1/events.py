@@ -12,7 +12,7 @@ from agl_slime.errors import GatewayRequestError
 from agl_slime.gateway.agl1.schemas import ATTEMPT, EventCreate, RewardData
 from agl_slime.support.agl_types import Span
 from agl_slime.tokens import attributes as names
-from agl_slime.tokens.reward import REWARD_PREFIX
+from agl_slime.tokens.reward import REWARD_PREFIX, UNNAMED, reward_dimensions, split_missing
 from agl_slime.tokens.span_codec import decode_turns, is_packed, parse_json
 from agl_slime.tokens.turn import Turn
 
@@ -29,10 +29,10 @@ def span_of(event: EventCreate) -> tuple[str, dict[str, Any]]:
     reward = RewardData.model_validate(event.data)
     from agl_slime.support.agl import make_link_attributes
 
-    values = reward.value if isinstance(reward.value, dict) else {"primary": reward.value}
-    attributes: dict[str, Any] = {_TYPE: "reward", _DATA: orjson.dumps(event.data).decode()}
+    values, missing = split_missing(reward.named)
+    attributes: dict[str, Any] = {_TYPE: "reward", _DATA: orjson.dumps(event.data).decode(), **missing}
     for index, (name, value) in enumerate(values.items()):
-        attributes |= {f"{REWARD_PREFIX}.{index}.name": name, f"{REWARD_PREFIX}.{index}.value": float(value)}
+        attributes |= {f"{REWARD_PREFIX}.{index}.name": name, f"{REWARD_PREFIX}.{index}.value": value}
     if reward.response_id is not None:
         attributes |= make_link_attributes({names.RESPONSE_ID: reward.response_id})
     elif reward.role is not None:
@@ -82,15 +82,8 @@ def _posted_event(span: Span) -> tuple[str, dict[str, Any]] | None:
     """Type and data of a posted event, or of a reward from another emitter."""
     if _TYPE in span.attributes:
         return str(span.attributes[_TYPE]), parse_json(str(span.attributes[_DATA]), _DATA)
-    if not any(name.startswith(REWARD_PREFIX) for name in span.attributes):
-        return None
-    from agl_slime.support.agl import get_rewards_from_span
-
-    if not (rewards := get_rewards_from_span(span)):
-        return None
-    return "reward", {
-        "value": rewards[0].value if len(rewards) == 1 else {reward.name: reward.value for reward in rewards}
-    }
+    rewards, _ = split_missing(reward_dimensions(span))
+    return ("reward", {"value": rewards.get(UNNAMED, rewards) if len(rewards) == 1 else rewards}) if rewards else None
 
 
 def _model_request(turn: Turn, attributes: Mapping[str, Any], *, triplet: bool) -> dict[str, Any]:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
+
+from agl_slime.errors import RewardError
+from agl_slime.tokens.reward import posted_reward
 
 State = Literal["queuing", "running", "succeeded", "failed"]
 TERMINAL: frozenset[State] = frozenset({"succeeded", "failed"})
@@ -108,20 +110,19 @@ class RewardData(BaseModel):
 
     model_config = ConfigDict(extra="allow")
 
-    value: float | dict[str, float]
+    value: float | dict[str, Any]
     response_id: str | None = None
     role: str | None = None
 
     @field_validator("value", mode="before")
     @classmethod
     def _number(cls, value: Any) -> Any:
-        numbers = value.values() if isinstance(value, dict) else [value]
-        for number in numbers:
-            if isinstance(number, bool) or not isinstance(number, (int, float)) or not math.isfinite(number):
-                raise ValueError(f"a reward must be a finite number, got {number!r:.80}")
-        if not numbers:
-            raise ValueError("a reward must name at least one number")
+        posted_reward(value)
         return value
+
+    @property
+    def named(self) -> dict[str, float | RewardError]:
+        return posted_reward(self.value)
 
 
 class Model(BaseModel):

@@ -297,8 +297,8 @@ class _Auditor:
         self._claim(where, about, samples=len(record["samples"]) + record["left_out"]["samples"])
         if record["messages"] and len(record["turns"]) < MOST_TURNS:
             self._claim(where, about, turns=len(record["turns"]))
-        if not same(record["rewards"].get("primary", record["reward"]), record["reward"]):
-            self._report(where, f"the primary reward of {about} is not its reward")
+        if record["rewards"] and not any(same(value, record["reward"]) for value in record["rewards"].values()):
+            self._report(where, f"the reward of {about} is none of its rewards")
         try:
             digests = [recompute_digest(sample) for sample in record["samples"]]
         except ValueError as error:

@@ -23,6 +23,7 @@ from agl_slime.runner.make import make_runners
 from agl_slime.store.bridge import BridgeStore
 from agl_slime.support.agl import LLM, LitAgent, Rollout
 from agl_slime.support.threads import run_in_thread
+from agl_slime.tokens.reward import UNNAMED
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,6 +37,7 @@ class Sampling:
     runners: RunnerPlan
     timeout_s: float
     max_in_flight: int
+    reward_key: str | None = None
     check_alive: Callable[[], None] | None = None
 
 
@@ -82,6 +84,11 @@ class SampleFile:
         self.lines.append({"iteration": number, **line})
 
 
+def reward_name(lines: Iterable[Mapping[str, Any]]) -> str | None:
+    """The name of the reward that samples were evaluated by; ``None`` for plain numbers."""
+    return next((name for line in lines for name in [*line["rewards"]][:1] if name != UNNAMED), None)
+
+
 def rewards_of(lines: Iterable[Mapping[str, Any]]) -> dict[int, list[float]]:
     """The rewards of each task's samples; an empty list where all failed."""
     by_task: dict[int, list[float]] = {}
@@ -93,18 +100,30 @@ def rewards_of(lines: Iterable[Mapping[str, Any]]) -> dict[int, list[float]]:
 
 
 async def take_samples(
-    tasks: Sequence[Task], *, k: int, into: SampleFile, sampling: Sampling, on_progress: Callable[[int, int], None]
+    tasks: Sequence[Task],
+    *,
+    k: int,
+    into: SampleFile,
+    sampling: Sampling,
+    on_progress: Callable[[int, int], None],
+    run_key: str | None = None,
 ) -> None:
     """Sample each task ``k`` times, without the samples in ``into``. ``on_progress`` receives completed and total
-    samples. Raises ``LoopError`` when the runner or the engine dies; completed samples are kept."""
+    samples; ``run_key`` is the ``reward_name`` of earlier ones. Raises ``LoopError`` when the runner or the engine
+    dies; completed samples are kept."""
     missing = into.missing(tasks=len(tasks), k=k)
     on_progress(k * len(tasks) - len(missing), k * len(tasks))
     if not missing:
         return
     store, has_tokens = BridgeStore(), sampling.tokenizer is not None
     with GroupSource(
-        store=store, tokenizer=sampling.tokenizer, convert_validation=has_tokens, text_only=not has_tokens
+        store=store,
+        tokenizer=sampling.tokenizer,
+        reward_key=sampling.reward_key,
+        convert_validation=has_tokens,
+        text_only=not has_tokens,
     ) as source:
+        source.ingestor.resume(run_key or reward_name(into.lines), ())
         resources_id = (await store.add_resources({LLM_RESOURCE: sampling.llm})).resources_id
         runner = make_runners(sampling.runners, agent=sampling.agent, store=store)
 

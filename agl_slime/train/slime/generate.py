@@ -81,10 +81,10 @@ def _failed(sample: Sample, member: MemberResult) -> Sample:
 class SingleRollouts:
     """Runs single rollouts, from any event loop, until ``stop``."""
 
-    def __init__(self, connection: Connection) -> None:
+    def __init__(self, connection: Connection, reward_key: str | None = None) -> None:
         self._connection = connection
         self.tokenizer = tokenizer = connection.tokenizer()
-        how: dict[str, Any] = {"convert_validation": True, "producer": connection}
+        how: dict[str, Any] = {"convert_validation": True, "producer": connection, "reward_key": reward_key}
         self._source = GroupSource(store=connection.store, tokenizer=tokenizer, **how)
         self._source.follower.begin()
         connection.start()
@@ -112,9 +112,10 @@ def _rollouts_for(args: Any) -> SingleRollouts:
     settings = PluginSettings.from_args(args)
     if not settings.connected:
         raise ConfigError("there is no agent to run: set agl_store_url or agl_agent")
+    reward_key = getattr(args, "reward_key", None)
     with _lock:
-        if (key := repr(settings)) not in _rollouts:
-            _rollouts[key] = SingleRollouts(Connection(settings))
+        if (key := repr((settings, reward_key))) not in _rollouts:
+            _rollouts[key] = SingleRollouts(Connection(settings), reward_key)
         return _rollouts[key]
 
 
