@@ -89,7 +89,8 @@ class SGLangLitAgent(LitAgent[dict[str, Any]]):
         self._access = EngineAccess(tokenizer=tokenizer, settings=client_settings)
 
     def compute_reward(self, task: dict[str, Any], response: str) -> Any:
-        """The reward of the last answer: a number, or a dict of named numbers whose first is the primary one."""
+        """The reward of the last answer: a number, or a dict of named numbers. A run trains on one name: its
+        reward key, or the first of the first rollout."""
         raise NotImplementedError(f"{type(self).__name__} must implement compute_reward(task, response)")
 
     def build_prompt(self, task: dict[str, Any]) -> list[dict[str, Any]] | str:

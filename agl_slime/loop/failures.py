@@ -5,11 +5,12 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 
-from agl_slime.data.results import GroupResult
+from agl_slime.data.results import GroupResult, MemberResult
 from agl_slime.errors import LoopError
 from agl_slime.loop.metrics import format_failures
 from agl_slime.loop.settings import LoopSettings
 from agl_slime.support.backoff import Backoff
+from agl_slime.tokens.reward import OTHER_NAMES
 
 logger = logging.getLogger(__name__)
 
@@ -34,8 +35,20 @@ class Failures:
             patience_s=settings.failure_patience_s,
         )
         self._empty_in_a_row = 0
+        self._rewarded, self._other_names = worked, ""
         self.why = ""
         """Message about the last batch whose rollouts all failed."""
+
+    def note(self, member: MemberResult) -> None:
+        """Note the end of a rollout: if the first reward has not the declared name, none will have it."""
+        self._rewarded = self._rewarded or member.ok
+        if member.failure == OTHER_NAMES and not self._rewarded:
+            self._other_names = member.failure_message
+
+    def raise_if_misnamed(self) -> None:
+        """Raise ``LoopError`` when the first reward has not the name that the run is to train on."""
+        if self._other_names:
+            raise LoopError(f"{self._other_names}: declare one of these as reward_key, or none for the first")
 
     def pause_after(self, iteration: int, groups: Sequence[GroupResult]) -> float | None:
         """The pause in seconds before another batch is tried; ``None`` to continue with this one. Raises

@@ -372,6 +372,7 @@ class OnlineRLLoop:
         if self._runner is not None and self._runner.failure is not None:
             raise LoopError(f"the runner ended: {self._runner.failure}") from self._runner.failure
         self._auto_concurrency.raise_if_dead()
+        self._failures.raise_if_misnamed()
         self.data_source.raise_if_dead()
         if self._check_alive is not None:
             self._check_alive()
@@ -383,6 +384,7 @@ class OnlineRLLoop:
         self._schedule.resources_id = (await self.store.add_resources(self._resources)).resources_id
 
     def _on_member(self, member: MemberResult) -> None:
+        self._failures.note(member)
         self._emit(
             events.RolloutFinished(
                 iteration=self._iteration,

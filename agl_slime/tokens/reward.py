@@ -20,6 +20,8 @@ REWARD_PREFIX = "agentlightning.reward"
 _LINK_PREFIX = "agentlightning.link"
 UNNAMED = "primary"
 """Agent Lightning's name of a reward that is a plain number."""
+OTHER_NAMES = "other_rewards"
+"""The reason of a rollout whose rewards have other names than the one that the run trains on."""
 LARGEST = 1e18
 """The largest size of a reward: the square of a larger one leaves float32 in the loss."""
 
@@ -104,9 +106,8 @@ def select_reward(
     key = reward_key or (run_key if run_key is not None and [*named] != [UNNAMED] else first)
     if key not in named:
         why = "" if reward_key else f"; a run trains on one name, and its first rollout has {key!r}"
-        raise RewardError(
-            f"the rollout has no reward named {key!r}, only {', '.join(sorted(named))}{why}", reason="no_reward"
-        )
+        only = f"only {', '.join(sorted(named))}{why}"
+        raise RewardError(f"the rollout has no reward named {key!r}, {only}", reason=OTHER_NAMES)
     if isinstance(primary := named[key], RewardError):
         raise primary
     numbers, _ = split_missing(named)
@@ -118,8 +119,8 @@ def read_reward(spans: Sequence[Span], *, reward_key: str | None = None, run_key
 
     ``primary`` is the result of ``agentlightning.find_final_reward``: the first dimension of the last reward span; with
     ``reward_key`` or ``run_key`` see ``select_reward``. ``named`` has the last value of every dimension. Raises
-    ``RewardError`` with reason ``no_reward`` without a reward (of that name), ``bad_reward`` for one that is not a
-    finite number. Rewards linked to spans count only if all rewards are linked.
+    ``RewardError`` with reason ``no_reward`` without a reward, ``other_rewards`` without one of that name,
+    ``bad_reward`` for one that is no usable number. Rewards linked to spans count only if all rewards are linked.
     """
     from agl_slime.support.agl import find_final_reward  # imports for seconds
 

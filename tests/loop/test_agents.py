@@ -12,13 +12,16 @@ from typing import Any
 import pytest
 
 from agl_slime.data.results import Outcome
+from agl_slime.data.source import GroupSource
 from agl_slime.events import Warning
 from agl_slime.loop.settings import LoopState
 from agl_slime.report.files import RunDir
 from agl_slime.report.rollouts import RolloutWriter
+from agl_slime.store.bridge import BridgeStore
 from agl_slime.support.agl import emit_reward
-from tests.harness.loop import TASKS, HelloAgent, LoopCase, threads_of_ours
+from tests.harness.loop import PATIENT, TASKS, HelloAgent, LoopCase, threads_of_ours
 from tests.harness.scripted_engine import ScriptedEngine
+from tests.harness.tokenizers import small_tokenizer
 from tests.loop.failed_run import failed_run
 
 
@@ -44,7 +47,7 @@ def raises(error: BaseException) -> Any:
         (raises(ValueError("no such city")), "ValueError", "no such city"),
         (raises(SystemExit(3)), "SystemExit", "SystemExit(3)"),
         (lambda: None, "no_reward", "HelloAgent.compute_reward returned None; expected a number."),
-        (lambda: math.nan, "bad_reward", "HelloAgent.compute_reward returned nan; a reward must be a finite number."),
+        (lambda: math.nan, "bad_reward", "HelloAgent.compute_reward returned nan; a reward must be a finite number"),
         (lambda: -math.inf, "bad_reward", "-inf"),
         (lambda: "0.7", "bad_reward", "'0.7' of type str"),
         (lambda: {"correct": math.nan}, "bad_reward", "['correct']"),
@@ -74,6 +77,25 @@ def test_a_judge_that_misbehaves_fails_its_rollouts_and_no_others(
     assert text.startswith(f"iteration 1: all 4 rollouts failed: 4 x {reason} (")
     assert detail in text
     assert case.trainer.batches == []
+
+
+def test_a_declared_reward_that_the_first_reward_has_not_ends_the_run(engine: ScriptedEngine) -> None:
+    """At once, and not after the rollouts of the iteration, of which one waits for the end."""
+    released = threading.Event()
+
+    def judge(task: dict[str, Any], response: str) -> dict[str, float]:
+        if task["name"] == "Ada":
+            released.wait(60)
+        return {"score": 1.0, "format": 0.0}
+
+    source = GroupSource(store=BridgeStore(), tokenizer=small_tokenizer(), settings=PATIENT, reward_key="call")
+    began = time.monotonic()
+    try:
+        _, text = failed_run(engine, agent=HelloAgent(judge=judge), source=source, rollout_batch_size=4)
+    finally:
+        released.set()
+    assert "the rollout has no reward named 'call', only format, score: declare one of these as reward_key" in text
+    assert time.monotonic() - began < 15
 
 
 def test_an_agent_that_hangs_in_a_thread_is_given_up_at_its_time_limit(engine: ScriptedEngine) -> None:

@@ -51,7 +51,7 @@ def test_the_first_dimension_is_primary_unless_another_is_named():
     assert (reward.primary, dict(reward.named)) == (0.5, {"correct": 1.0, "format": 0.5, "primary": 0.75})
     with pytest.raises(RewardError, match="no reward named 'style', only correct, format") as error:
         read_reward(spans, reward_key="style")
-    assert error.value.reason == "no_reward"
+    assert error.value.reason == "other_rewards"
 
 
 OLD_FORM = {"agentops.task.output": '{"type": "reward", "value": 0.75}'}

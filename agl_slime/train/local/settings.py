@@ -76,7 +76,7 @@ class LocalTrainerSettings:
     std_normalization: bool = True
     """Advantages: also divide by the standard deviation of the prompt group."""
     reward_key: str | None = None
-    """The reward to train on, in samples with a dict of rewards."""
+    """The reward to train on, of several by name; by default the first of the first rollout."""
     lora_rank: int = 0
     """Rank of LoRA adapters (with peft), which are trained instead of the weights; 0 trains all weights."""
     lora_alpha: float = 32.0

@@ -156,6 +156,23 @@ def test_the_guides_example_ends_with_a_rewarded_sample(tmp_path: Path) -> None:
     assert (sample["reward"], sample["metadata"]["group_id"]) == (1.0, "g1")
 
 
+def test_all_rollouts_of_a_directory_have_the_reward_of_one_name(tmp_path: Path) -> None:
+    """The first of the first named reward, whatever the order of later ones, also after a restart."""
+    posted = [0.25, {"score": 0.5, "format": "none"}, {"format": 1, "score": -1}, {"score": 2, "style": 1e39}]
+    for n in (0, 2):
+        with recording(tmp_path, "Hi.") as (gateway, _):
+            for number in (n, n + 1):
+                answer = httpx.post(f"{gateway.url}/rollouts", json={"rollout_id": f"r{number}"})
+                assert answer.status_code == 201
+                reward = f"{gateway.url}/rollouts/r{number}/reward"
+                assert httpx.post(reward, json={"reward": posted[number]}).status_code == 200
+                if number:
+                    refused = httpx.post(reward, json={"reward": {"acc": 1, "style": 2}})
+                    assert (refused.status_code, "only acc, style" in refused.text) == (400, True)
+            kept = [httpx.get(f"{gateway.url}/rollouts/r{number}").json()["reward"] for number in range(n + 2)]
+    assert kept == [0.25, 0.5, -1, 2]
+
+
 def test_refusals_name_the_field_and_change_nothing(tmp_path: Path) -> None:
     with recording(tmp_path, "Hi.", token="secret") as (gateway, _):
         bare = f"{gateway.url}/rollouts"
