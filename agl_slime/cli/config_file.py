@@ -6,23 +6,28 @@ import argparse
 import difflib
 import json
 import math
+import os
 import tomllib
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, field, fields, make_dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
 import tyro
+from pydantic import TypeAdapter, ValidationError
 
 from agl_slime.cli.flags import flag, split_env_flags
 from agl_slime.cli.options import GROUPS, PATHS, find_setting, name_of
 from agl_slime.cli.settings import TrainConfig, flat_values, train_config
 from agl_slime.errors import ConfigError
+from agl_slime.report.files import RunDir
 from agl_slime.train.local.settings import LocalTrainerSettings
 
 _CONFIG_HELP = "A TOML file of settings, or the config.json of a run; flags take precedence."
 _THIS_RUN_ONLY = ("output_dir", "resume", "overwrite")
 _REMOVED_PASSWORD = "//***@"
+_INFINITE = ("inf", "-inf")
 
 HIDDEN = {"env_arguments", "controller_python"}  # --env.KEY value; AGL_CONTROLLER_PYTHON
 # as other trainers name them
@@ -50,13 +55,14 @@ def _attribute(title: str) -> str:
     return f"{title.replace(' ', '_')}_group"
 
 
+_GROUPS = {title: _group_class(title) for title in GROUPS}
 _Flags = make_dataclass(
     "_Flags",
     [
         ("config", Annotated[Path | None, tyro.conf.arg(help=_CONFIG_HELP)], None),
         *(
             (_attribute(title), Annotated[group, tyro.conf.arg(name=title), tyro.conf.OmitArgPrefixes], group())
-            for title, group in ((title, _group_class(title)) for title in GROUPS)
+            for title, group in _GROUPS.items()
         ),
         ("local", LocalTrainerSettings, field(default_factory=LocalTrainerSettings)),
     ],
@@ -65,22 +71,41 @@ _Flags = make_dataclass(
 
 
 def parse_train_config(arguments: Sequence[str]) -> TrainConfig:
-    """The settings of a command line. Raises ``ConfigError``, or ``SystemExit`` for flags that cannot be parsed."""
+    """The settings of a command line: its flags, over its ``--config``, over those of the run that it resumes. Raises
+    ``ConfigError``, or ``SystemExit`` for flags that cannot be parsed."""
     ours, env_flags = split_env_flags(arguments)
     for argument in ours:
         if (fix := _REPLACED.get(argument.partition("=")[0].replace("_", "-"))) is not None:
             raise ConfigError(f"{argument}: there is no such flag; {fix}")
-    parser = argparse.ArgumentParser(prog="train.py", add_help=False, allow_abbrev=False)
-    parser.add_argument("--config", type=Path)
-    options, ours = parser.parse_known_args(ours)
-    default = _Flags()
-    if (path := options.config) is not None:
-        values = read_config(path, overridden={argument.partition("=")[0] for argument in ours})
-        env_flags = (*values.pop("env_arguments", ()), *env_flags)
-        default = _parse(f"train.py --config {path}", [*_to_flags(values)])
+    options, ours = _found(ours, "--config")
+    resumed, _ = _found(ours, "--output-dir", "--output_dir")
+    values: dict[str, Any] = {}
+    overridden = {argument.partition("=")[0] for argument in ours}
+    if "--resume" in overridden and resumed and (own := RunDir(resumed).config).is_file():
+        values = read_config(own, overridden=overridden | ({flag("env_arguments")} if env_flags else set()))
+    if options is not None:
+        given = read_config(options, overridden=overridden)
+        env_flags = (*given.pop("env_arguments", ()), *env_flags)
+        values |= {**given, "local": {**values.get("local", {}), **given.get("local", {})}}
+    env_flags = env_flags or tuple(values.pop("env_arguments", ()))
+    default = _Flags(
+        local=LocalTrainerSettings(**values.get("local", {})),
+        **{
+            _attribute(title): group(**{each.name: values[each.name] for each in fields(group) if each.name in values})
+            for title, group in _GROUPS.items()
+        },
+    )
     parsed = _parse("train.py", ours, default=default)
     settings = {name: value for title in GROUPS for name, value in vars(getattr(parsed, _attribute(title))).items()}
     return train_config(**{**settings, "local": parsed.local, "env_arguments": env_flags})
+
+
+def _found(arguments: Sequence[str], *names: str) -> tuple[Path | None, list[str]]:
+    """The path of the flag ``names``, and the other arguments."""
+    parser = argparse.ArgumentParser(prog="train.py", add_help=False, allow_abbrev=False)
+    parser.add_argument(*names, type=Path, dest="path")
+    options, others = parser.parse_known_args(arguments)
+    return options.path, others
 
 
 def _parse(program: str, arguments: Sequence[str], **options: Any) -> Any:
@@ -93,20 +118,15 @@ def read_config(path: Path, *, overridden: set[str]) -> dict[str, Any]:
     """The settings in a file, without the ones that only the run that wrote it has. Raises ``ConfigError``."""
     try:
         text = path.read_text(encoding="utf-8")
-        values = json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
+        values = json.loads(text, object_pairs_hook=_once) if path.suffix == ".json" else tomllib.loads(text)
     except OSError as error:
         raise ConfigError(f"--config {path}: {error.strerror}") from error
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"--config {path}: not {'JSON' if path.suffix == '.json' else 'TOML'}: {error}") from error
-    if not isinstance(values, dict):
-        raise ConfigError(f"--config {path}: must be a JSON object of settings")
-    values = {name.replace("-", "_"): value for name, value in values.items()}
-    if "model" in values:  # as the flag
-        values["model_path"] = values.pop("model")
-    _refuse_unknown(path, values, [*PATHS, "local"])
-    if isinstance(local := values.get("local"), dict):
-        values["local"] = {name.replace("-", "_"): value for name, value in local.items()}
-        _refuse_unknown(path, values["local"], [each.name for each in fields(LocalTrainerSettings)], "local.")
+    if not isinstance(values, dict) or not isinstance(values.get("local", {}), dict):
+        raise ConfigError(f"--config {path}: must be a JSON object of settings, and so must `local` in it")
+    values = _named(path, {**values}, [*PATHS, "local"])
+    local = _named(path, values.pop("local", {}), [each.name for each in fields(LocalTrainerSettings)], "local.")
     for name in _THIS_RUN_ONLY:
         if path.suffix == ".json":
             values.pop(name, None)
@@ -117,18 +137,68 @@ def read_config(path: Path, *, overridden: set[str]) -> dict[str, Any]:
             if flag(name) not in overridden:
                 raise ConfigError(f"--config {path}: {name} was written without its password; give {flag(name)}")
             del values[name]
-    if not isinstance(arguments := values.get("env_arguments", []), list) or not all(
-        isinstance(argument, str) for argument in arguments
-    ):
-        raise ConfigError(f"--config {path}: env_arguments must be a list of texts, got {arguments!r:.80}")
     if isinstance(kwargs := values.get("chat_template_kwargs"), dict):
         values["chat_template_kwargs"] = json.dumps(kwargs)
+    values = {name: _typed(path, name, find_setting(TrainConfig, PATHS[name]).type, v) for name, v in values.items()}
+    types = {name: find_setting(LocalTrainerSettings, name).type for name in local}
+    return {**values, "local": {name: _typed(path, f"local.{name}", types[name], v) for name, v in local.items()}}
+
+
+def _typed(path: Path, name: str, kind: Any, value: Any) -> Any:
+    """The value of a file as the setting's type; raises ``ConfigError`` for one of another type."""
+    try:
+        return TypeAdapter(kind).validate_json(json.dumps(value, default=str), strict=True)
+    except ValidationError as error:
+        if value in _INFINITE:
+            return _typed(path, name, kind, float(value))
+        wanted = dict.fromkeys(each["msg"].removeprefix("Input should be ") for each in error.errors())
+        raise ConfigError(f"--config {path}: {name} must be {' or '.join(wanted)}, got {value!r:.80}") from error
+
+
+def _named(path: Path, values: Mapping[str, Any], names: Sequence[str], prefix: str = "") -> dict[str, Any]:
+    """The values of a file by the names of settings, without those that are ``None``; raises ``ConfigError`` for
+    another name, and for one that is there twice."""
+    named: dict[str, Any] = {}
+    for written, value in values.items():
+        name = "model_path" if (written, prefix) == ("model", "") else written.replace("-", "_")
+        if name not in names:
+            nearest = difflib.get_close_matches(name, names, n=1, cutoff=0.0)[0]
+            raise ConfigError(f"--config {path}: there is no setting {prefix}{name}; the nearest is {prefix}{nearest}")
+        if name in named:
+            raise ConfigError(f"--config {path}: {prefix}{name} is there twice, also as {written}; leave one out")
+        named[name] = value
+    return {name: value for name, value in named.items() if value is not None}
+
+
+def _once(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+    """The object of a JSON file, which must not name a key twice."""
+    values = dict(pairs)
+    if twice := next((name for name, count in Counter(name for name, _ in pairs).items() if count > 1), None):
+        raise ValueError(f"{twice!r} is there twice")
     return values
 
 
 def config_values(config: TrainConfig) -> dict[str, Any]:
-    """The settings as ``read_config`` reads them from JSON, which has no infinity."""
-    return _without_infinity({**flat_values(config), "local": asdict(config.local)})
+    """The settings as ``read_config`` reads them from JSON, which has no infinity, in any directory."""
+    values: dict[str, Any] = {**flat_values(config), "local": asdict(config.local)}
+    source, _, name = config.agent.rpartition(":")
+    if config.runners != "controller":  # which imports modules alone
+        file = source if source.endswith(".py") else f"{source}.py"
+        values["agent"] = f"{_absolute(file)}:{name}" if os.path.exists(file) else config.agent
+    for name, value in values.items():
+        if isinstance(value, Path) and not (name == "eval_tasks" and config.environment.name):  # a split's name
+            values[name] = _absolute(value)
+    values["external_plugins"] = tuple(map(_absolute, config.external_plugins))
+    values["env_arguments"] = tuple(
+        str(_absolute(argument)) if before == "@" else argument
+        for before, argument in zip(("", *config.environment.arguments), config.environment.arguments, strict=False)
+    )
+    return _without_infinity(values)
+
+
+def _absolute(path: str | Path) -> Path:
+    """The absolute path of a file; a name of something else, such as a model on the hub, stays as it is."""
+    return Path(path).absolute() if os.path.exists(path) else Path(path)
 
 
 def _without_infinity(value: Any) -> Any:
@@ -137,27 +207,3 @@ def _without_infinity(value: Any) -> Any:
     if isinstance(value, tuple):
         return tuple(map(_without_infinity, value))
     return str(value) if isinstance(value, float) and math.isinf(value) else value
-
-
-def _refuse_unknown(path: Path, values: Mapping[str, Any], names: Sequence[str], prefix: str = "") -> None:
-    for name in values.keys() - {*names}:
-        nearest = difflib.get_close_matches(name, names, n=1, cutoff=0.0)[0]
-        raise ConfigError(f"--config {path}: there is no setting {prefix}{name}; the nearest is {prefix}{nearest}")
-
-
-def _to_flags(values: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
-    for name, value in values.items():
-        match value:
-            case dict():
-                yield from _to_flags(value, f"{prefix}{name}.")
-            case bool():
-                yield flag(f"{prefix}{name}" if value else f"{prefix}no_{name}")
-            case [first, *others]:
-                yield f"{flag(prefix + name)}={first}"
-                yield from map(str, others)
-            case []:
-                yield flag(prefix + name)
-            case None:
-                pass
-            case _:
-                yield f"{flag(prefix + name)}={value}"

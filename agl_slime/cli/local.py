@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import shlex
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractContextManager, AsyncExitStack, asynccontextmanager, closing
@@ -54,7 +55,7 @@ from agl_slime.loop.settings import LoopState, RunResult
 from agl_slime.loop.trainer import HasTokenScores, Trainer
 from agl_slime.metric_names import TOKENS_TRAINED
 from agl_slime.report import StandardReporters
-from agl_slime.report.files import IterationFile, RunDir
+from agl_slime.report.files import IterationFile, PendingRun, RunDir
 from agl_slime.report.rollouts import describe_batch
 from agl_slime.store.bridge import BridgeStore
 from agl_slime.support.agl import LLM
@@ -105,6 +106,8 @@ async def run_training(
     async with AsyncExitStack() as stack:
         pending = stack.enter_context(run_directory(config))
         run = pending.run
+        if given is None:
+            stack.push(partial(_print_next_command, console, pending))
         checkpoints = _checkpoints(config, run) if config.resume else []
         shown = await stack.enter_async_context(AsyncExitStack())  # closed after everything that is entered below
         origin = await find_start(config, parts, run, described, console)
@@ -167,6 +170,13 @@ async def run_training(
             check_alive=check_engine,
         )
         return await loop.run_async()
+
+
+def _print_next_command(console: Console, pending: PendingRun, kind: type[BaseException] | None, *_: Any) -> None:
+    """After an interrupt, show how to resume the run: its settings are in its directory."""
+    if pending.begun and kind is not None and issubclass(kind, asyncio.CancelledError):
+        command = f"agl-slime train --resume --output-dir {shlex.quote(str(pending.run.path))}"
+        console.print(f"to go on: {command}", highlight=False, soft_wrap=True, markup=False)
 
 
 def learning_rate_warning(settings: LocalTrainerSettings, model: Any) -> dict[str, str]:

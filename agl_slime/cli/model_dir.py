@@ -147,6 +147,7 @@ _MACHINE_SETTINGS += ("env_python", "env_workers")
 def model_card(run: RunDir, *, base: Path, iteration: int, lora: bool = False) -> str:
     """The README.md of the weights after ``iteration``, which began as the model in ``base``."""
     settings = run.settings() or {}
+    agent = Path(settings.get("agent", "?")).name
     rows = [row for row in (iter_jsonl(run.metrics) if run.metrics.exists() else ()) if row["iteration"] <= iteration]
     license = license_of(base)
     head = {"library_name": "transformers", "base_model": hub_name(base), "license": license}
@@ -157,7 +158,7 @@ def model_card(run: RunDir, *, base: Path, iteration: int, lora: bool = False) -
         f"---\n{front}---\n",
         f"# {base_name(base)}, trained for {iteration} iterations\n",
         f"The weights of `{base_name(base)}` after {iteration} iterations of reinforcement learning on the agent "
-        f"`{settings.get('agent', '?')}` with agl-slime. Reward is the mean over rollouts that have one.\n",
+        f"`{agent}` with agl-slime. Reward is the mean over rollouts that have one.\n",
         "## Task\n\n" + _task(settings),
         "## Curve\n\n" + _curve(rows),
         "## Settings\n\n```json\n" + json.dumps(_shown(settings), indent=2) + "\n```\n",
@@ -192,7 +193,7 @@ def license_of(base: Path) -> str | None:
 def _task(settings: Mapping[str, Any]) -> str:
     tasks = settings.get("tasks")
     drawn = f"the tasks of `{Path(tasks).name}`" if tasks else "tasks that the agent makes (`make_task`)"
-    return f"Agent `{settings.get('agent', '?')}` on {drawn}, seed {settings.get('seed', '?')}.\n"
+    return f"Agent `{Path(settings.get('agent', '?')).name}` on {drawn}, seed {settings.get('seed', '?')}.\n"
 
 
 def _curve(rows: Sequence[Mapping[str, Any]]) -> str:
@@ -214,7 +215,8 @@ def _curve(rows: Sequence[Mapping[str, Any]]) -> str:
 
 def _shown(settings: Mapping[str, Any]) -> dict[str, Any]:
     shown = json.loads(dump({key: value for key, value in settings.items() if key not in _MACHINE_SETTINGS}))
-    files = ("model_path", "tasks", "eval_tasks", "job_template")
+    files = ("agent", "model_path", "tasks", "eval_tasks", "job_template")
+    shown["external_plugins"] = [Path(path).name for path in shown.get("external_plugins") or ()]
     return {key: Path(value).name if key in files and value else value for key, value in shown.items()}
 
 

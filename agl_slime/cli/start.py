@@ -35,8 +35,8 @@ from agl_slime.tokens.tokenizer import NO_TEMPLATE
 
 logger = logging.getLogger(__name__)
 
-# Settings that determine a run's tasks and their order.
-_FIXED = ("seed", "tasks", "eval_tasks", "env", "env_arguments", "env_tasks")
+# Settings that determine a run's rollouts and their order.
+_FIXED = ("agent", "seed", "tasks", "eval_tasks", "env", "env_arguments", "env_tasks")
 WEIGHTS = "weights"  # in a run's directory: checkpoints that the engine loads
 _FIRST_VERSION = "default"  # engines' name of the weights that they were started with
 
@@ -147,7 +147,7 @@ async def find_start(
             fix = "resume it with the original environment, or begin a new run"
             raise ConfigError(f"--env {config.title}: not the tasks that the run in {run.path} began with; {fix}")
         console.print(parts.environment.summary, highlight=False, soft_wrap=True, markup=False)
-    if config.model_path is not None:
+    if config.model_path is not None and (began is None or "model_path" in run.changed):
         model = await run_in_thread(find_model, config.model_path, partial(say, console))
         if began not in (None, str(model)):
             raise ConfigError(f"the run in {run.path} began with the model at {began}: leave --model-path out")

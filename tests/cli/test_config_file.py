@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
+import os
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -22,8 +24,8 @@ from agl_slime.train.local.settings import LocalTrainerSettings
 from tests.harness.examples import examples
 
 texts = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), min_size=1)
-words = texts.filter(lambda text: not text.startswith("-"))
-paths = words.map(Path)
+words = texts | st.sampled_from(["--seed", "-1", "5"])  # values that would be flags on a command line
+paths = words.map(Path).filter(lambda path: not os.path.exists(path))
 counts = st.integers(1, 1000)
 positive = st.floats(1e-6, 1e6)
 local_settings = st.builds(
@@ -133,8 +135,18 @@ def test_a_password_is_not_written_and_has_to_be_given_again(tmp_path: Path) -> 
         ("x.toml", "resume = true", "resume is not a setting for files; give --resume$"),
         ("x.toml", "resume", "not TOML: "),
         ("x.json", "[" * 100_000, "not JSON: "),
-        ("x.toml", 'env_arguments = "--env.x"', "env_arguments must be a list of texts, got '--env.x'$"),
-        ("x.json", "[]", "must be a JSON object of settings$"),
+        ("x.toml", 'env_arguments = "--env.x"', "env_arguments must be a valid array, got '--env.x'$"),
+        ("x.json", "[]", "must be a JSON object of settings, "),
+        ("x.toml", "local = 3", "must be a JSON object of settings, "),
+        ("x.toml", 'num_iterations = "many"', "num_iterations must be a valid integer, got 'many'$"),
+        ("x.toml", "seed = true", "seed must be a valid integer, got True$"),
+        ("x.json", '{"max_concurrent": "most"}', "max_concurrent must be a valid integer or 'auto', got 'most'$"),
+        ("x.toml", 'local.betas = ["a", 1]', "local.betas must be a valid number, got "),
+        ("x.toml", 'track = "wandb"', "track must be a valid array, got 'wandb'$"),
+        ("x.toml", "num-iterations = 3\nnum_iterations = 4", "num_iterations is there twice, also as num_iterations;"),
+        ("x.toml", 'model_path = "a"\nmodel = "b"', "model_path is there twice, also as model; leave one out$"),
+        ("x.toml", "[local]\nkl-coef = 1\nkl_coef = 1", "local.kl_coef is there twice, also as kl_coef;"),
+        ("x.json", '{"seed": 1, "seed": 2}', "not JSON: 'seed' is there twice$"),
     ],
 )
 def test_a_file_that_cannot_be_used_is_one_sentence(name: str, content: str, sentence: str, tmp_path: Path) -> None:
@@ -143,14 +155,34 @@ def test_a_file_that_cannot_be_used_is_one_sentence(name: str, content: str, sen
         parse(tmp_path / name)
 
 
-def test_a_value_of_another_type_names_file_and_flag(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = tmp_path / "x.toml"
-    path.write_text('num_iterations = "many"')
-    with pytest.raises(SystemExit):
-        parse(path)
-    text = "".join(capsys.readouterr().err.split())
-    assert "--num-iterations" in text
-    assert "x.toml" in text
+def test_a_resumed_run_has_its_own_settings_under_the_flags_and_files_of_the_command(tmp_path: Path) -> None:
+    """Also from another directory: the names of files are absolute."""
+    agent, plugin, tasks = (tmp_path / name for name in ("mine.py", "plugin.py", "tasks.jsonl"))
+    for path in (agent, plugin, tasks):
+        path.touch()
+    settings: dict[str, Any] = {"agent": f"{agent.name}:Mine", "tasks": Path(tasks.name), "seed": 3}
+    settings |= {"external_plugins": (Path(plugin.name),), "model_path": Path("smollm2"), "num_iterations": 7}
+    settings |= {"local": LocalTrainerSettings(lr=0.5, epochs=2), "env_python": None}
+    with contextlib.chdir(tmp_path):
+        written(train_config(**settings), tmp_path / "run")
+    run = ["--resume", "--output-dir", str(tmp_path / "run")]
+    settings |= {"agent": f"{agent}:Mine", "tasks": tasks, "external_plugins": (plugin,)}
+    settings |= {"output_dir": tmp_path / "run", "resume": True}
+    assert parse_train_config(run) == train_config(**settings)
+    file = tmp_path / "settings.toml"
+    file.write_text("seed = 5\nnum_iterations = 9\n[local]\nlr = 1.0\n")
+    settings |= {"seed": 4, "num_iterations": 9, "local": LocalTrainerSettings(lr=1.0, epochs=3)}
+    assert parse_train_config([*run, f"--config={file}", "--seed=4", "--local.epochs", "3"]) == train_config(**settings)
+    with contextlib.chdir(tmp_path):  # a module of the directory is its file
+        path = written(train_config(agent="mine:Mine"), tmp_path / "other")
+    assert json.loads(path.read_text())["agent"] == f"{agent}:Mine"
+
+
+def test_settings_of_a_resumed_environment_are_not_doubled(tmp_path: Path) -> None:
+    written(train_config(env="x", env_arguments=("--env.a", "1")), tmp_path / "run")
+    run = ["--resume", "--output-dir", str(tmp_path / "run")]
+    for flags, arguments in (([], ("--env.a", "1")), (["--env.a", "1"], ("--env.a", "1")), (["--env.b"], ("--env.b",))):
+        assert parse_train_config([*run, *flags]).environment.arguments == arguments
 
 
 def test_help_begins_with_the_flags_of_a_first_run(capsys: pytest.CaptureFixture[str]) -> None:

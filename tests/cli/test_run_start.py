@@ -98,7 +98,9 @@ def test_a_directory_has_one_run_at_a_time(tmp_path: Path) -> None:
         assert pending.run.path == tmp_path
 
 
-@pytest.mark.parametrize("changed", [{"seed": 2}, {"tasks": Path("b.jsonl")}, {"eval_tasks": Path("b.jsonl")}])
+@pytest.mark.parametrize(
+    "changed", [{"agent": "b:B"}, {"seed": 2}, {"tasks": Path("b.jsonl")}, {"eval_tasks": Path("b.jsonl")}]
+)
 def test_other_tasks_are_refused_when_a_run_is_resumed(changed: dict[str, Any], tmp_path: Path) -> None:
     settings = {"output_dir": tmp_path, "tasks": Path("a.jsonl"), "eval_tasks": Path("a.jsonl"), "seed": 1}
     with run_directory(train_config(**settings)) as pending:

@@ -109,6 +109,7 @@ def test_ctrl_c_in_this_process(
     [engine] = engines
     assert gone([engine], 1.0)
     assert output.err == "Interrupted; written files are kept.\n"
+    assert f"to go on: agl-slime train --resume --output-dir {tmp_path / 'out'}" in output.out.splitlines()
     assert threads_of_ours() == []
     check_interrupted(tmp_path / "out", output.out)
 
