@@ -71,7 +71,8 @@ _Flags = make_dataclass(
 
 
 def parse_train_config(arguments: Sequence[str]) -> TrainConfig:
-    """The settings of a command line: its flags, over its ``--config``, over those of the run that it resumes. Raises
+    """The settings of a command line: its flags, over its ``--config``, over the settings of the run that it resumes.
+    Raises
     ``ConfigError``, or ``SystemExit`` for flags that cannot be parsed."""
     ours, env_flags = split_env_flags(arguments)
     for argument in ours:
@@ -156,7 +157,7 @@ def _typed(path: Path, name: str, kind: Any, value: Any) -> Any:
 
 
 def _named(path: Path, values: Mapping[str, Any], names: Sequence[str], prefix: str = "") -> dict[str, Any]:
-    """The values of a file by the names of settings, without those that are ``None``; raises ``ConfigError`` for
+    """The values of a file by the names of settings, without a ``None``; raises ``ConfigError`` for
     another name, and for one that is there twice."""
     named: dict[str, Any] = {}
     for written, value in values.items():

@@ -155,7 +155,7 @@ def test_a_file_that_cannot_be_used_is_one_sentence(name: str, content: str, sen
         parse(tmp_path / name)
 
 
-def test_a_resumed_run_has_its_own_settings_under_the_flags_and_files_of_the_command(tmp_path: Path) -> None:
+def test_a_resumed_run_has_its_own_settings_under_flags_and_files(tmp_path: Path) -> None:
     """Also from another directory: the names of files are absolute."""
     agent, plugin, tasks = (tmp_path / name for name in ("mine.py", "plugin.py", "tasks.jsonl"))
     for path in (agent, plugin, tasks):
