@@ -72,8 +72,7 @@ _Flags = make_dataclass(
 
 def parse_train_config(arguments: Sequence[str]) -> TrainConfig:
     """The settings of a command line: its flags, over its ``--config``, over the settings of the run that it resumes.
-    Raises
-    ``ConfigError``, or ``SystemExit`` for flags that cannot be parsed."""
+    Raises ``ConfigError``, or ``SystemExit`` for flags that cannot be parsed."""
     ours, env_flags = split_env_flags(arguments)
     for argument in ours:
         if (fix := _REPLACED.get(argument.partition("=")[0].replace("_", "-"))) is not None:
