@@ -16,8 +16,8 @@ from typing import Any
 from agl_slime.agent.access import LLM_RESOURCE, EngineAccess, sampling_of
 from agl_slime.agent.chat_api import ChatApi
 from agl_slime.agent.chat_session import open_chat_session
-from agl_slime.agent.orm import make_functions, reward_of
-from agl_slime.agent.outcome import LossScale, untrained_turns
+from agl_slime.agent.orm import check_functions, make_functions, reward_of
+from agl_slime.agent.outcome import LossScale, check_loss_scale, untrained_turns
 from agl_slime.agent.partial import PartialRollouts
 from agl_slime.agent.scheduler import MultiTurnScheduler, schedulers
 from agl_slime.agent.session import RolloutSession, RolloutStopped
@@ -87,6 +87,17 @@ class SGLangLitAgent(LitAgent[dict[str, Any]]):
         self._sampling = sampling
         self._client = client
         self._access = EngineAccess(tokenizer=tokenizer, settings=client_settings)
+
+    def check_settings(self) -> None:
+        """Raise ``ConfigError`` for a class attribute that no rollout could use, before rollouts are spent on it."""
+        check_loss_scale(self.loss_scale)
+        check_functions(self.reward_functions)
+        if isinstance(self.scheduler, str):
+            _ = schedulers[self.scheduler]
+        if self.tool_parser is not None:
+            get_tool_parser(self.tool_parser)
+        if self.max_turns is not None and self.max_turns < 1:
+            raise ConfigError(f"max_turns of {type(self).__name__} must be at least 1, got {self.max_turns}")
 
     def compute_reward(self, task: dict[str, Any], response: str) -> Any:
         """The reward of the last answer: a number, or a dict of named numbers. A run trains on one name: its

@@ -184,12 +184,9 @@ def configure_agent(
     images: ImageSettings | None = None,
     plugins: Sequence[str | Path] = (),
 ) -> None:
-    """Load ``plugins``, then set the named scheduler and the limits on ``agent``."""
+    """Load ``plugins``, then set the named scheduler and the limits on ``agent``. Raises ``ConfigError`` for them, and
+    for other attributes that no rollout could use."""
     load_plugins(plugins)
-    if max_turns is not None and max_turns < 1:
-        raise ConfigError(f"--max-turns must be at least 1, got {max_turns}")
-    if scheduler is None and max_turns is None and images is None:
-        return
     from agl_slime.agent.agent import SGLangLitAgent  # imports Agent Lightning, which takes seconds
 
     name = type(agent).__name__
@@ -210,3 +207,4 @@ def configure_agent(
         agent.max_turns = max_turns
     if images is not None:
         agent.image_settings = images
+    agent.check_settings()

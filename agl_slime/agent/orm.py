@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from agl_slime.errors import RewardError
+from agl_slime.errors import ConfigError, RewardError
 from agl_slime.support.registry import Registry
 from agl_slime.support.threads import call_user_code
 from agl_slime.tokens.trajectory import Trajectory
@@ -40,6 +40,13 @@ class AsyncORM(ORM):
 
 
 orms: Registry[Any] = Registry("reward function")
+
+
+def check_functions(reward_functions: Sequence[Any]) -> None:
+    """Raise ``ConfigError`` for an unregistered name, and for what cannot be called."""
+    for entry in reward_functions:
+        if not callable(orms[entry] if isinstance(entry, str) else entry):
+            raise ConfigError(f"reward_functions has {entry!r:.80}: give classes, functions, or registered names")
 
 
 def make_functions(reward_functions: Sequence[Any]) -> dict[str, Any]:

@@ -31,6 +31,7 @@ from agl_slime.cli.parts import (
     sampling_parameters,
     served_page,
     step,
+    teacher_warning,
 )
 from agl_slime.cli.run_autopsy import RunAutopsy
 from agl_slime.cli.settings import TrainConfig
@@ -115,6 +116,7 @@ async def run_training(
         teachers = await stack.enter_async_context(Teachers(config.teachers)) if config.teachers else None
         if teachers is not None:
             await teachers.check(tokenizer)
+            warnings |= teacher_warning(config)
         url, check_engine, trainer = await _start_engine(stack, config, origin.model, run, console, torch_threads)
         warnings |= learning_rate_warning(config.local, trainer.model)
         if sizes := about_model(config, trainer.model, lr=trainer.lr):

@@ -6,12 +6,13 @@ import secrets
 import webbrowser
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
+from agl_slime.cli.options import default_of
 from agl_slime.cli.settings import TrainConfig
 from agl_slime.engine.client.load import EngineLoads
 from agl_slime.environments.environment import Environment, load_environment
@@ -64,11 +65,24 @@ def environment_of(config: TrainConfig, *, held_out: int | None = None) -> Envir
 
 def sampling_parameters(config: TrainConfig) -> dict[str, Any]:
     """Sampling parameters of rollouts with the local trainer."""
-    params = config.sampling
-    sampling: dict[str, Any] = {"temperature": params.temperature, "max_new_tokens": params.max_new_tokens}
+    params, least = config.sampling, ("temperature", "max_new_tokens")
+    values = {each.name: getattr(params, each.name) for each in fields(params)}
+    sampling = {
+        name: value
+        for name, value in values.items()
+        if name in least or value != default_of(TrainConfig, f"sampling.{name}")
+    }
     if params.top_p < 1 or params.top_k != -1:
         sampling |= {"top_p": params.top_p, "top_k": params.top_k, "nucleus": True}
-    return sampling
+    return {**sampling, **sampling.pop("extra", {})}
+
+
+def teacher_warning(config: TrainConfig) -> dict[str, str]:
+    """A warning, by its key, of a policy that is sampled at another temperature than its teacher is scored at."""
+    if not config.teacher_url or config.sampling.temperature == 1:
+        return {}
+    why = "the teacher's log-probs are at temperature 1, so the KL to it is not 0 even for equal models"
+    return {"teacher_temperature": f"--temperature {config.sampling.temperature:g} with a teacher: {why}"}
 
 
 @contextmanager

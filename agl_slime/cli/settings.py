@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields, make_dataclass, replace
+from dataclasses import dataclass, field, fields, is_dataclass, make_dataclass, replace
 from functools import partial
 from operator import attrgetter
 from pathlib import Path
@@ -40,6 +40,23 @@ from agl_slime.train.local.settings import LocalTrainerSettings
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
+
+
+# Settings of a room that a run has from other settings.
+_SET_BY = {
+    "environment.eval_split": "eval_tasks",
+    "environment.trained": "trained_models",
+    "environment.untrained": "untrained_models",
+    "environment.workers": "runners",
+    "environment.max_concurrent": "max_concurrent",
+    "environment.keep_traces": "keep_rollouts",
+    "controller.agent": "agent",
+    "controller.worker": "env",
+    "controller.log": "output_dir",
+    "sampling.routed_experts": "model_path",
+    "sampling.nucleus": "top_p",
+    "sampling.replay_files": "output_dir",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -150,6 +167,8 @@ class TrainConfig:
             named=flag,
         )
         read_template_kwargs(self.chat_template_kwargs, flag("chat_template_kwargs"))
+        for path in self._changed(*_SET_BY):
+            raise ConfigError(f"{path}: a run sets it from {flag(_SET_BY[path])}; give that")
         _ = self.validation_sampling
         if self.environment.name is not None:
             self._check_env(plan)
@@ -234,8 +253,9 @@ class TrainConfig:
         """Refuse settings that slime has flags or ways of its own for."""
         self._refuse("engine", "slime starts its own engines, with --rollout-num-gpus; leave it out")
         self._refuse("eval_sglang_url", "validations run on the engines of training; leave it out")
-        for name in ("top_p", "top_k"):
-            self._refuse(name, f"give slime's own flag, -- --rollout-{name.replace('_', '-')}")
+        for name in {each.name for each in fields(self.sampling)} - {"temperature", "max_new_tokens"}:
+            fix = f"give slime's own flag, -- --rollout-{name.replace('_', '-')}"
+            self._refuse(name_of(path) if (path := f"sampling.{name}") in PATHS.values() else path, fix)
         self._refuse("resume", "slime keeps its own checkpoints; give -- --load DIR --save DIR instead")
         for name in ("group_min_ratio", "group_max_retries", "group_timeout", "drop_zero_variance"):
             self._refuse(name, "both processes must agree on groups, which slime wants complete; leave it out")
@@ -256,7 +276,8 @@ class TrainConfig:
 
     def _changed(self, *names: str) -> list[str]:
         """The names of settings that are not at their defaults."""
-        return [name for name in names if attrgetter(PATHS[name])(self) != default_of(TrainConfig, PATHS[name])]
+        paths = {name: PATHS.get(name, name) for name in names}
+        return [name for name, path in paths.items() if attrgetter(path)(self) != default_of(TrainConfig, path)]
 
     @property
     def template(self) -> dict[str, Any]:
@@ -345,7 +366,7 @@ def _replaced(settings: Any, changes: Mapping[str, Any], prefix: str) -> Any:
     inner = {
         name: _replaced(getattr(settings, name), value, f"{prefix}{name}.")
         for name, value in changes.items()
-        if isinstance(value, dict)
+        if isinstance(value, dict) and is_dataclass(getattr(settings, name))
     }
     try:
         return replace(settings, **{**changes, **inner})

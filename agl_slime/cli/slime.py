@@ -20,14 +20,7 @@ from rich.console import Console
 from agl_slime import events
 from agl_slime.agent.access import replay_of, sampling_of
 from agl_slime.cli.models import find_model
-from agl_slime.cli.parts import (
-    RunParts,
-    make_loop,
-    make_reports,
-    model_for_agents,
-    say,
-    served_page,
-)
+from agl_slime.cli.parts import RunParts, make_loop, make_reports, model_for_agents, say, served_page, teacher_warning
 from agl_slime.cli.settings import TrainConfig, flag
 from agl_slime.cli.start import check_tools, load_parts, run_directory
 from agl_slime.data.policy import CompleteGroup
@@ -159,8 +152,9 @@ async def run_slime_training(
         steps.observer = reports = make_reports(config, run, console)
         shown.callback(reports.close)
         reports.use_tokenizer(tokenizer)
-        if unread:
-            reports.handle(events.Warning(text=unread, key="tool_format"))
+        for key, text in (teacher_warning(config) | {"tool_format": unread}).items():
+            if text:
+                reports.handle(events.Warning(text=text, key=key))
         url = (trainer.router_url if config.sglang_url is None else None) or agents_url
         config = replace(config, store_host=host)
         enter_llm = partial(model_for_agents, config, parts, url=url, model_path=model_path)

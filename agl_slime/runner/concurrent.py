@@ -80,6 +80,8 @@ class ConcurrentRunner(LitAgentRunner[Any]):
     def init(self, agent: LitAgent[Any], *, hooks: Sequence[Hook] | None = None, **kwargs: Any) -> None:
         super().init(agent, hooks=hooks, **kwargs)
         settings = self.settings
+        if isinstance(agent, SGLangLitAgent):
+            agent.check_settings()
         if not agent.is_async():
             self._limit = self._most = min(settings.max_concurrent, settings.max_sync_threads)
         if settings.gateway is not None and not isinstance(agent, SGLangLitAgent):

@@ -13,6 +13,7 @@ import pytest
 from aiohttp import web
 
 from agl_slime import AGLDataSource
+from agl_slime.cli.parts import teacher_warning
 from agl_slime.cli.settings import train_config
 from agl_slime.data.client import TaskGroup, enqueue_requests
 from agl_slime.data.results import MemberResult, Outcome
@@ -220,6 +221,13 @@ def test_the_gradient_is_that_of_rewards_less_reverse_kl(tmp_path: Path, alone: 
         ours.train(samples, iteration=1)
     with pytest.raises(TrainerError, match="give --teacher-url"):
         ours.train([replace(sample, teacher_log_probs=None) for sample in samples], iteration=1)
+
+
+def test_another_temperature_than_the_teachers_warns():
+    teacher = {"teacher_url": ("http://x:1",)}
+    assert teacher_warning(train_config(temperature=0.7)) == teacher_warning(train_config(**teacher)) == {}
+    [text] = teacher_warning(train_config(temperature=0.7, **teacher)).values()
+    assert text.startswith("--temperature 0.7 with a teacher: ")
 
 
 def test_a_run_whose_teacher_alone_is_its_own_policy_learns_nothing(

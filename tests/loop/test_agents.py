@@ -11,8 +11,10 @@ from typing import Any
 
 import pytest
 
+from agl_slime.agent.loading import configure_agent
 from agl_slime.data.results import Outcome
 from agl_slime.data.source import GroupSource
+from agl_slime.errors import ConfigError
 from agl_slime.events import Warning
 from agl_slime.loop.settings import LoopState
 from agl_slime.report.files import RunDir
@@ -96,6 +98,29 @@ def test_a_declared_reward_that_the_first_reward_has_not_ends_the_run(engine: Sc
         released.set()
     assert "the rollout has no reward named 'call', only format, score: declare one of these as reward_key" in text
     assert time.monotonic() - began < 15
+
+
+@pytest.mark.parametrize(
+    ("attribute", "value", "sentence"),
+    [
+        ("loss_scale", "lastround", "loss_scale must be 'default', 'last_round' or a function, got 'lastround'"),
+        ("reward_functions", ["acuracy"], "there is no reward function 'acuracy'; there are "),
+        ("reward_functions", [0.5], "reward_functions has 0.5: give classes, functions, or registered names"),
+        ("scheduler", "twice", "there is no scheduler 'twice'; there are "),
+        ("tool_parser", "hermess", "there is no tool parser 'hermess'; there are "),
+        ("max_turns", 0, "max_turns of HelloAgent must be at least 1, got 0"),
+    ],
+)
+def test_an_agent_that_no_rollout_could_use_is_refused_at_the_start(
+    attribute: str, value: Any, sentence: str, engine: ScriptedEngine
+) -> None:
+    agent = HelloAgent()
+    setattr(agent, attribute, value)
+    with pytest.raises(ConfigError, match=f"^{sentence}"):
+        configure_agent(agent)
+    case, text = failed_run(engine, agent=agent)
+    assert re.search(f"^The runner could not start: {sentence}", text)
+    assert case.recorder.rollouts == []
 
 
 def test_an_agent_that_hangs_in_a_thread_is_given_up_at_its_time_limit(engine: ScriptedEngine) -> None:

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import count
+from statistics import fmean
 from typing import Any
 
 import numpy as np
@@ -55,6 +56,8 @@ class TrainBatch:
     """The engine's experts of each token but the last, ``[length - 1, layers, experts per token]``."""
     token_nucleus: Nucleus | None = None
     """The ids that each token was sampled from."""
+    overlong_penalty: float = 0.0
+    """The mean ``overlong_penalty`` of the trained rollouts, 0 or less."""
 
     @classmethod
     def from_samples(
@@ -141,6 +144,7 @@ class TrainBatch:
             token_teacher_log_probs=_concatenated(log_probs["teacher_log_probs"]),
             experts=[np.asarray(sample.rollout_routed_experts) for sample in flat] if with_experts else None,
             token_nucleus=_nucleus(flat, masks),
+            overlong_penalty=fmean({rollout_ids[i]: penalties[i] for i in fit}.values()) if fit else 0.0,
         )
 
     @property

@@ -166,6 +166,8 @@ class LocalTrainer:
             raise TrainerError(f"iteration is {iteration}; it must be at least 0.")
         checked = self._check(batch)
         metrics = {"train/samples": float(checked.n_samples), "train/rollouts": float(checked.n_rollouts)}
+        if self.settings.overlong_buffer:
+            metrics["train/overlong_penalty"] = checked.overlong_penalty
         n_minibatches = min(self.settings.n_minibatches, checked.n_rollouts)
         engine = None if checked.token_log_probs is None else self._tensor(checked.token_log_probs)
         recompute = engine is None or self.settings.old_log_probs == "recompute"

@@ -210,18 +210,20 @@ def test_the_gradients_of_the_minibatches_average_to_that_of_the_batch(
     assert_close(torch.stack(minibatches).mean(0), gradient(policy, samples, aggregation=aggregation))
 
 
-def test_the_penalty_counts_the_sampled_tokens_of_the_whole_rollout():
+def test_the_penalty_counts_the_sampled_tokens_of_the_whole_rollout(policy: Path):
     samples = make_samples(make_model(), groups=1, response_lengths=(8, 20))
     longest = max(sum(s.loss_mask or []) for s in samples)
     settings_of: dict[str, Any] = {"max_response": longest, "overlong_buffer": longest - 1}
+    tokens = [sum(s.loss_mask or []) for s in samples]
+    penalties = [overlong_penalty(n, longest=longest, buffer=longest - 1) for n in tokens]
     expected = normalize_rewards(
-        [
-            float(s.reward) + overlong_penalty(sum(s.loss_mask or []), longest=longest, buffer=longest - 1)  # type: ignore[arg-type]
-            for s in samples
-        ],
+        [float(s.reward) + penalty for s, penalty in zip(samples, penalties, strict=True)],  # type: ignore[arg-type]
         group_indices=[0] * len(samples),
         rollout_ids=list(range(len(samples))),
     )
-    batch = TrainBatch.from_samples([part for sample in samples for part in halves(sample)], **settings_of)
+    parts = [part for sample in samples for part in halves(sample)]
+    metrics = trainer(policy, **settings_of).train(parts, iteration=0)
+    assert metrics["train/overlong_penalty"] == pytest.approx(sum(penalties) / len(penalties))
+    batch = TrainBatch.from_samples(parts, **settings_of)
     by_rollout = dict(zip(batch.token_rollouts.tolist(), batch.token_rewards.tolist(), strict=True))
     assert [by_rollout[i] for i in range(len(samples))] == pytest.approx(expected)
