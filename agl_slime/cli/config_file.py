@@ -137,8 +137,9 @@ def read_config(path: Path, *, overridden: set[str]) -> dict[str, Any]:
             if flag(name) not in overridden:
                 raise ConfigError(f"--config {path}: {name} was written without its password; give {flag(name)}")
             del values[name]
-    if isinstance(kwargs := values.get("chat_template_kwargs"), dict):
-        values["chat_template_kwargs"] = json.dumps(kwargs)
+    for name in ("chat_template_kwargs", "eval_sampling"):
+        if isinstance(value := values.get(name), dict):
+            values[name] = json.dumps(value)
     values = {name: _typed(path, name, find_setting(TrainConfig, PATHS[name]).type, v) for name, v in values.items()}
     types = {name: find_setting(LocalTrainerSettings, name).type for name in local}
     return {**values, "local": {name: _typed(path, f"local.{name}", types[name], v) for name, v in local.items()}}

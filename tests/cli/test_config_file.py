@@ -101,6 +101,7 @@ def test_the_command_line_takes_precedence(tmp_path: Path) -> None:
         'num-iterations = 7\nmodel = "smollm2"\ntrack = ["wandb"]\nkeep_best = true\n'
         'env = "x"\nenv_arguments = ["--env.a", "1"]\n'
         "[local]\nlr = 1\nn-minibatches = 2\n[chat_template_kwargs]\npreserve_thinking = true\n"
+        "[eval_sampling]\ntemperature = 0\n"
     )
     flags = "--local.lr 0.5 --track mlflow --no-keep-best --env.b --top-k -1"
     config = parse_train_config([*flags.split(), "--config", str(path)])
@@ -109,6 +110,7 @@ def test_the_command_line_takes_precedence(tmp_path: Path) -> None:
     assert (config.track, config.keep_best) == (("mlflow",), False)
     assert config.environment.arguments == ("--env.a", "1", "--env.b")
     assert config.template == {"chat_template_kwargs": {"preserve_thinking": True}}
+    assert config.validation_sampling == {"temperature": 0}
 
 
 def test_a_written_run_is_neither_resumed_nor_replaced_by_its_file(tmp_path: Path) -> None:

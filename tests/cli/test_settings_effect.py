@@ -147,14 +147,15 @@ def engine(config: TrainConfig) -> Any:
             return begun.args
 
 
-def engine_of_validations(config: TrainConfig) -> Any:
-    """The address of the engine of validations."""
+def validations(config: TrainConfig) -> Any:
+    """What validations are asked with, and where, if not as training."""
 
     async def entered() -> Any:
         async with AsyncExitStack() as stack:
-            enter = partial(model_for_agents, config, RunParts(tasks=[]), model_path=POLICY)
-            engine = local._validation_engine(stack, config, SimpleNamespace(push_again=print), enter)  # type: ignore[arg-type]
-            return engine and engine[0].endpoint
+            weights: Any = SimpleNamespace(push_again=print)
+            enter = partial(model_for_agents, config, RunParts(tasks=[]), url=URL, model_path=POLICY)
+            llm = local._validation_llm(stack, config, weights, enter).get("val_llm")
+            return llm and (llm.endpoint, llm.sampling_parameters)
 
     return asyncio.run(entered())
 
@@ -272,6 +273,7 @@ ROWS: dict[str, tuple[Any, ...]] = {
     "keep_rollouts": (reports, "all"),
     "autopsy": (autopsy, 2),
     "eval_tasks": (parts, Path("tasks.jsonl")),
+    "eval_sampling": (validations, '{"temperature": 0}'),
     "keep_best": (start, True, BEGINS),
     "chat_template_kwargs": (request, '{"a": 1}'),
     "later_systems": (request, "user"),
@@ -282,12 +284,11 @@ ROWS: dict[str, tuple[Any, ...]] = {
     "external_plugins": (parts, (Path("none.py"),)),
     "drop_zero_variance": (groups, True),
     "weight_pause": (start, "in_place", BEGINS | ASYNC),
-    "eval_sglang_url": (engine_of_validations, "http://127.0.0.1:2", ASYNC),
+    "eval_sglang_url": (validations, "http://127.0.0.1:2", ASYNC),
     "teacher_url": (training, (URL,)),
     "teacher_coef": (training, 0.5, TEACHER),
     "teacher_alone": (training, True, TEACHER),
-    "engine": (engine, "sglang", {"sglang_python": Path("p")}),
-    "sglang_python": (engine, Path("q"), {"engine": "sglang", "sglang_python": Path("p")}),
+    "engine": (engine, "sglang"),
     "actor_num_nodes": (slimes, 2, SLIME),
     "actor_num_gpus_per_node": (slimes, 2, SLIME),
     "rollout_num_gpus": (slimes, 2, SLIME),
@@ -418,6 +419,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("path", ROWS)
 def test_a_setting_changes_a_run_or_is_refused(path: str, directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(directory)
+    monkeypatch.setenv("AGL_SLIME_SGLANG_PYTHON", "python")
     place, value, *more = ROWS[path]
     settings = {**(more[0] if more else {})}
     if isinstance(place, str):
