@@ -32,7 +32,6 @@ TOKENS_PER_S = "perf/tokens_per_s"  # sampled tokens per second of collecting
 ITERATION_S = "perf/iteration_s"
 STALENESS_MEAN = "rollout/staleness_mean"  # versions that sampled tokens are behind the weights that train on them
 STALENESS_MAX = "rollout/staleness_max"
-IN_FLIGHT_LIMIT = "perf/in_flight_limit"  # --max-concurrent auto: most rollouts in flight, as the iteration ended
 TRAIN_S, SYNC_S = "perf/train_s", "perf/sync_s"
 ROLL_S = (
     "perf/roll_s"  # asynchronous: seconds of the iteration in which training rollouts were in flight, syncs left out

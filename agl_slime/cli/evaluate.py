@@ -101,8 +101,6 @@ class EvalConfig:
         changed = self.settings
         if (changed.get("temperature") or 0) < 0:
             raise ConfigError(f"--temperature must be 0 (greedy) or more, got {changed['temperature']}")
-        if changed.get("max_concurrent") == "auto":
-            raise ConfigError("--max-concurrent auto: only training adapts it; give a number")
         if (env := changed.get("env")) is not None and ("agent" in changed or self.tasks is not None):
             raise ConfigError(f"--env {env} has its own agents and tasks; leave --agent and --tasks out")
         if self.openai_url is not None:

@@ -161,7 +161,6 @@ async def run_training(
             parts,
             **_validation_llm(stack, config, weights, partial(enter_llm, url=url)),
             llm=stack.enter_context(enter_llm(url=url, sampling=sampling)),
-            engine_url=url,
             data_source=source,
             controller_log=run.controller_log,
             slime_train_fn=steps.train,

@@ -14,9 +14,7 @@ from rich.console import Console
 
 from agl_slime.cli.options import default_of
 from agl_slime.cli.settings import TrainConfig
-from agl_slime.engine.client.load import EngineLoads
 from agl_slime.environments.environment import Environment, load_environment
-from agl_slime.loop import auto_concurrency
 from agl_slime.loop.online import OnlineRLLoop
 from agl_slime.loop.tasks import Tasks
 from agl_slime.report import StandardReporters
@@ -49,7 +47,6 @@ class RunParts:
 
 def environment_of(config: TrainConfig, *, held_out: int | None = None) -> Environment:
     """Load the environment that ``config`` names. Raises ``ConfigError``."""
-    assert config.max_concurrent != "auto"  # refused with --env
     settings = replace(
         config.environment,
         trained=config.gateway.trained_models,
@@ -113,16 +110,13 @@ def make_loop(
     parts: RunParts,
     *,
     llm: LLM,
-    engine_url: str,
     controller_log: Path | None = None,
     save_interval: int | None = None,
     **functions: Any,
 ) -> OnlineRLLoop:
-    """The loop of a run. Agents use ``llm``, which the engine at ``engine_url`` serves; ``save_interval`` is by default
-    the run's; ``functions`` are further arguments of ``OnlineRLLoop``."""
-    auto = config.max_concurrent == "auto"
-    most = auto_concurrency.MOST if config.max_concurrent == "auto" else config.max_concurrent
-    settings = RunnerSettings(max_concurrent=most, gateway=config.gateway)
+    """The loop of a run, whose agents use ``llm``; ``save_interval`` is by default the run's; ``functions`` are further
+    arguments of ``OnlineRLLoop``."""
+    settings = RunnerSettings(max_concurrent=config.max_concurrent, gateway=config.gateway)
     if parts.environment is not None:
         plan = parts.environment.plan(settings=settings, controller=config.controller, log=controller_log)
     else:
@@ -136,7 +130,6 @@ def make_loop(
         val_tasks=parts.val_tasks,
         resources=parts.resources,
         llm=llm,
-        engine_loads=EngineLoads(engine_url) if auto else None,
         settings=config.loop if save_interval is None else replace(config.loop, save_interval=save_interval),
         runners=replace(plan, store_host=config.store_host),
         **functions,

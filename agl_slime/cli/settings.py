@@ -106,9 +106,8 @@ class TrainConfig:
     later_systems: LaterSystems = "in_place"
     """System messages after the first, if the chat template refuses them: in_place (a user's message, or the end of the
     tool result before it), user (a user's message), or first (at the beginning, which forks)."""
-    max_concurrent: int | Literal["auto"] = 1024
-    """Rollouts in flight, in each runner; auto follows the engine's load, so that it is full and its queue short
-    (--runners inproc)."""
+    max_concurrent: int = 1024
+    """Rollouts in flight, in each runner."""
     runners: str = "inproc"
     """Where the agent runs: inproc (a thread of this process), process:N (N processes), ray:N (N Ray actors), or
     controller (Agent Lightning 1.0's, which runs --agent module:Class as processes or --job-template as Jobs). With
@@ -155,12 +154,9 @@ class TrainConfig:
     def __post_init__(self) -> None:
         plan = RunnerPlan.parse(self.runners)
         split_agent(self.agent)
-        if self.max_concurrent == "auto" and self.runners != "inproc":
-            raise ConfigError(f"--max-concurrent auto with --runners {self.runners}: give a number, for each runner")
         check_ranges(
             SimpleNamespace(**flat_values(self)),
-            ("actor_num_nodes actor_num_gpus_per_node", lambda value: value >= 1, "at least 1"),
-            ("max_concurrent", lambda value: value == "auto" or value >= 1, "auto, or at least 1"),
+            ("actor_num_nodes actor_num_gpus_per_node max_concurrent", lambda value: value >= 1, "at least 1"),
             ("seed rollout_num_gpus autopsy", lambda value: value >= 0, "0 or more"),
             ("teacher_coef", lambda value: 0 < value < math.inf, "above 0"),
             ("temperature", lambda value: 0 < value < math.inf, "above 0: training needs samples that differ"),
@@ -205,8 +201,6 @@ class TrainConfig:
             raise ConfigError(f"--runners {plan} with --env {env}: give process:N for N workers, or leave it out")
         for name in ("multi_turn_scheduler", "external_plugins", "max_attempts"):
             self._refuse(name, "the environment's worker plays its episodes; leave it out", "env")
-        if self.max_concurrent == "auto":
-            raise ConfigError(f"--max-concurrent auto with --env {env}: give a number, for each worker")
         if self.trainer != "local":
             raise ConfigError(f"--env {env} with --trainer slime: slime plays none; take --trainer local")
 

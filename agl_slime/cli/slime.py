@@ -165,7 +165,6 @@ async def run_slime_training(
             save_interval=1,  # slime decides when it saves
             llm=stack.enter_context(enter_llm(sampling=sampling)),
             val_llm=stack.enter_context(enter_llm(sampling=val_sampling)) if config.eval_sampling else None,
-            engine_url=url,
             data_source=source,
             controller_log=run.controller_log,
             slime_train_fn=steps.train,

@@ -26,9 +26,7 @@ from agl_slime.agent.access import LLM_RESOURCE
 from agl_slime.data.client import HealthCheck
 from agl_slime.data.results import GroupResult, MemberResult
 from agl_slime.data.source import GroupSource
-from agl_slime.engine.client.load import EngineLoads
 from agl_slime.errors import AglSlimeError, ConfigError, LoopError, format_exception
-from agl_slime.loop.auto_concurrency import AutoConcurrency
 from agl_slime.loop.failures import Failures
 from agl_slime.loop.functions import StepFn, adapt_step_function, call_function, finish_step
 from agl_slime.loop.metrics import collect_metrics, fork_examples, staleness_metrics
@@ -39,7 +37,6 @@ from agl_slime.loop.validation import Validations
 from agl_slime.metric_names import (
     CPU_BUSY,
     ENGINE_WAITED,
-    IN_FLIGHT_LIMIT,
     ITERATION_S,
     REWARD_MEAN,
     ROLL_S,
@@ -87,8 +84,6 @@ class OnlineRLLoop:
             ``ray:N``.
         observer: Receives the run's events (``agl_slime.events``) on the loop's thread; must not block.
         check_alive: Called about once a second; raises when a dependency of the run, such as the engine, has died.
-        engine_loads: The engine's load, by which the loop adapts the number of rollouts in flight
-            (``--max-concurrent auto``), up to the runners' ``max_concurrent``.
         val_llm: ``main_llm`` of validation rollouts, with sampling parameters or an engine of their own; ``llm`` by
             default.
         val_sync_fn: For an engine of ``val_llm``'s own, in asynchronous training (``max_staleness``): ``(version) ->
@@ -114,7 +109,6 @@ class OnlineRLLoop:
         runners: RunnerPlan | str = "inproc",
         observer: events.Observer | None = None,
         check_alive: Callable[[], None] | None = None,
-        engine_loads: EngineLoads | None = None,
         val_llm: LLM | None = None,
         val_sync_fn: Callable[[str], Any] | None = None,
     ) -> None:
@@ -139,7 +133,6 @@ class OnlineRLLoop:
         self._observer = observer
         self._plan = RunnerPlan.parse(runners) if isinstance(runners, str) else runners
         self._check_alive = check_alive
-        self._auto_concurrency = AutoConcurrency(engine_loads)
         self._health = HealthCheck(self._raise_if_dead)
         self._schedule = Schedule(
             store,
@@ -206,7 +199,6 @@ class OnlineRLLoop:
                 notify = None if isinstance(self.store, BridgeStore) else self.data_source.notify
                 self._runner = make_runners(self._plan, agent=self._agent, store=self.store, on_finished=notify)
                 await run_in_thread(self._runner.start)
-                self._auto_concurrency.start(self._runner)
             if self._validations is not None:
                 self._validations.start(self._state.iteration)
             if self._state.iteration == 0:
@@ -225,7 +217,6 @@ class OnlineRLLoop:
             reason = f"{where}failed with {format_exception(error)}"
             raise LoopError(reason) from error
         finally:
-            self._auto_concurrency.cancel()
             if self._validations is not None:
                 self._validations.cancel()
             try:
@@ -284,7 +275,6 @@ class OnlineRLLoop:
                 iteration_s = time.monotonic() - began
             metrics |= {"perf/collect_s": collect_s, "iteration": iteration, ITERATION_S: iteration_s}
             metrics[WEIGHTS_VERSION] = self._state.version
-            metrics |= {} if self._auto_concurrency.limit is None else {IN_FLIGHT_LIMIT: self._auto_concurrency.limit}
             self._state = replace(self._state, iteration=iteration)
             self._reward_means.append(metrics[REWARD_MEAN])
             self._last_metrics = metrics
@@ -371,7 +361,6 @@ class OnlineRLLoop:
     def _raise_if_dead(self) -> None:
         if self._runner is not None and self._runner.failure is not None:
             raise LoopError(f"the runner ended: {self._runner.failure}") from self._runner.failure
-        self._auto_concurrency.raise_if_dead()
         self._failures.raise_if_misnamed()
         self.data_source.raise_if_dead()
         if self._check_alive is not None:

@@ -54,7 +54,6 @@ class ProgressReporter:
         self._val: Validation | None = None
         self._version = ""
         self._staleness: float | None = None
-        self._limit: float | None = None
         self._latest = ""  # the last warning
         self._reward_sum, self._reward_count = 0.0, 0  # of the current iteration's training rollouts
         self._reasons: Counter[str] = Counter()  # of their failures
@@ -121,7 +120,6 @@ class ProgressReporter:
                 self._val = val
             self._version = format_version(event.metrics.get(m.WEIGHTS_VERSION)) or self._version
             self._staleness = number(event.metrics, m.STALENESS_MEAN)
-            self._limit = number(event.metrics, m.IN_FLIGHT_LIMIT)
             self._reward_sum, self._reward_count = 0.0, 0
             self._reasons.clear()
 
@@ -174,8 +172,6 @@ class ProgressReporter:
             line.append(f"{self._tokens / max(time.monotonic() - self._phase.at, 0.1):,.0f} tok/s  ")
         if self._version:
             line.append("weights ", style="dim").append(f"{self._version}  ")
-        if self._limit is not None:
-            line.append("in flight up to ", style="dim").append(f"{self._limit:.0f}  ")
         if self._staleness is not None:
             line.append("staleness ", style="dim").append(f"{self._staleness:.1f}  ")
         if self._reasons:

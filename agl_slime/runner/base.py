@@ -102,15 +102,6 @@ class RunnerPool(ABC):
     def wake(self) -> None:
         """Poll the queue now."""
 
-    @property
-    def in_flight(self) -> int:
-        """Number of rollouts that are being executed. Raises ``ConfigError`` if this pool does not know it."""
-        raise ConfigError(f"{type(self).__name__} does not know how many rollouts are in flight: use --runners inproc")
-
-    def set_limit(self, limit: int) -> None:
-        """Set the limit of rollouts in flight. Raises ``ConfigError`` if this pool has none."""
-        raise ConfigError(f"{type(self).__name__} cannot change how many rollouts are in flight: use --runners inproc")
-
     @abstractmethod
     def stop(self, *, cancel: bool = True, timeout_s: float = 10.0) -> bool:
         """End all runners after their rollouts were cancelled, or have finished. Returns ``False`` when some did not

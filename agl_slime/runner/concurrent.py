@@ -73,7 +73,7 @@ class ConcurrentRunner(LitAgentRunner[Any]):
         self._wake = asyncio.Event()
         self.stopping = False
         self._cancelling = False
-        self._limit = self._most = self.settings.max_concurrent
+        self._limit = self.settings.max_concurrent
         self._next_claim = _FIRST_CLAIM
         self.lag: LagMonitor | None = None
 
@@ -83,7 +83,7 @@ class ConcurrentRunner(LitAgentRunner[Any]):
         if isinstance(agent, SGLangLitAgent):
             agent.check_settings()
         if not agent.is_async():
-            self._limit = self._most = min(settings.max_concurrent, settings.max_sync_threads)
+            self._limit = min(settings.max_concurrent, settings.max_sync_threads)
         if settings.gateway is not None and not isinstance(agent, SGLangLitAgent):
             from agl_slime.gateway.server import Gateway
 
@@ -127,11 +127,6 @@ class ConcurrentRunner(LitAgentRunner[Any]):
     def wake(self) -> None:
         """Poll the queue now."""
         self._on_loop(self._wake.set)
-
-    def set_limit(self, limit: int) -> None:
-        """Set the limit of rollouts in flight, at most ``max_concurrent``. Running rollouts continue."""
-        self._limit = max(1, min(limit, self._most))
-        self.wake()
 
     def cancel(self, rollout_id: str) -> None:
         """Cancel the rollout's agent, if it runs here or is about to; the attempt fails with the reason

@@ -54,13 +54,6 @@ class RunnerThread(RunnerPool):
     def wake(self) -> None:
         self.runner.wake()
 
-    @property
-    def in_flight(self) -> int:
-        return self.runner.in_flight
-
-    def set_limit(self, limit: int) -> None:
-        self.runner.set_limit(limit)
-
     def stop(self, *, cancel: bool = True, timeout_s: float = 10.0) -> bool:
         if self._thread is None:
             return True

@@ -42,7 +42,7 @@ NO_REWARDS = LocalTrainerSettings(std_normalization=False, rewards_normalization
         ({"seed": -1}, "^--seed must be 0 or more, got -1"),
         ({"eval_interval": -2}, r"^--eval-interval must be 0 \(never\) or more, got -2"),
         ({"actor_num_nodes": 0}, "^--actor-num-nodes must be at least 1, got 0"),
-        ({"max_concurrent": 0}, "^--max-concurrent must be auto, or at least 1, got 0"),
+        ({"max_concurrent": 0}, "^--max-concurrent must be at least 1, got 0"),
         ({"rollout_batch_size": 10**23}, "^--rollout-batch-size must be at most 100000"),
         ({"n_samples_per_prompt": 1}, "^--n-samples-per-prompt 1: there is nothing to compare"),
         ({"resume": True}, "^--resume needs --output-dir"),

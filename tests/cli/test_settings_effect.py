@@ -82,11 +82,10 @@ def loop(config: TrainConfig) -> Any:
             config,
             RunParts(tasks=[{}], val_tasks=[{}], agent=HelloAgent()),
             llm=LLM(endpoint=URL, model="m"),
-            engine_url=URL,
             data_source=source,
             slime_train_fn=lambda iteration: None,
         )
-        return made.settings, made._plan, type(made._auto_concurrency._loads)
+        return made.settings, made._plan
     finally:
         source.stop()
 
@@ -277,7 +276,7 @@ ROWS: dict[str, tuple[Any, ...]] = {
     "keep_best": (start, True, BEGINS),
     "chat_template_kwargs": (request, '{"a": 1}'),
     "later_systems": (request, "user"),
-    "max_concurrent": (loop, "auto"),
+    "max_concurrent": (loop, 2),
     "runners": (loop, "process:2"),
     "store_host": (loop, "10.0.0.1", {"runners": "process:2"}),
     "multi_turn_scheduler": (parts, "thrice", {"external_plugins": (Path("plugin.py"),)}),

@@ -9,7 +9,6 @@ import logging
 import socket
 import threading
 import time
-from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, TypeVar
@@ -28,15 +27,6 @@ from agl_slime.support.ranges import check_ranges
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
-
-BUSY = frozenset({429, 503})
-_refused: Counter[str] = Counter()
-_counting = threading.Lock()
-
-
-def refused_calls(base_url: str) -> int:
-    """Answers 429 and 503 of the server at ``base_url`` to clients of this process, so far."""
-    return _refused[base_url]
 
 
 # uvicorn under SGLang closes a connection that was idle for 5 s (SGLANG_TIMEOUT_KEEP_ALIVE); letting go of it first
@@ -197,9 +187,6 @@ class HttpTransport:
                 return await _last_event(answer, on_event, where)
             content = await answer.read()
             status, kind, answer_headers = answer.status, answer.content_type, answer.headers
-        if status in BUSY:
-            with _counting:
-                _refused[self.base_url] += 1
         if status != 200:
             raise refusal(status, content.decode(errors="replace"), where=where, headers=answer_headers)
         try:
