@@ -26,6 +26,7 @@ LOSS = "train/loss"
 LOGPROB_DIFF_MAX = (
     "train/logprob_diff_max"  # max |trainer - engine| log-prob, in nats, before the batch's first step (see train)
 )
+LOGPROB_DIFF_MEAN = "train/logprob_diff_mean"
 FIRST_RATIO_DEV_MAX = "train/first_ratio_dev_max"  # max |ratio - 1| in the first minibatch
 TOKENS_TRAINED = "train/tokens_trained"  # tokens with loss mask 1, counted by the trainer, once for all epochs
 TOKENS_PER_S = "perf/tokens_per_s"  # sampled tokens per second of collecting

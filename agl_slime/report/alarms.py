@@ -6,6 +6,7 @@ of thumb, chosen so that a run that learns raises none.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -26,6 +27,9 @@ UNCALLED_ROLLOUTS = 32  # rollouts with a tool on offer and no call of it
 JUMP = 10.0  # times the median of earlier values
 STALL, STALL_S = 5.0, 10.0  # times that median, and at least this many seconds more
 MIN_KL, MIN_LOGPROB_DIFF = 0.05, 1e-3  # nats; smaller jumps are ignored
+# Nats between engine and trainer in any iteration: a bfloat16 engine has a mean below 0.05, and at 10 a token counts
+# 22,000 times.
+MAX_MEAN_DIFF, MAX_DIFF = 0.1, 10.0
 BIAS = 0.2  # of the mean length
 _SQLITE_ERRORS = frozenset(("OperationalError", "DatabaseOperationError"))  # of sqlite3, and of CrewAI
 _SQLITE_ADVICE = (
@@ -221,6 +225,38 @@ def kl_jumps(steps: Sequence[_Step]) -> Iterator[Alarm]:
                 break
 
 
+def wrong_logprobs(steps: Sequence[_Step]) -> Iterator[Alarm]:
+    """Engine and trainer disagree so much that they cannot mean the same tokens, weights or temperature."""
+    for step in steps:
+        most, mean = (number(step.metrics, name) or 0.0 for name in (m.LOGPROB_DIFF_MAX, m.LOGPROB_DIFF_MEAN))
+        ratio = number(step.metrics, m.FIRST_RATIO_DEV_MAX) or 0.0
+        if mean > MAX_MEAN_DIFF or most > MAX_DIFF or ratio > math.exp(MAX_DIFF):
+            text = f"engine and trainer differ by {most:.2g} nats at a token and {mean:.2g} on average, their ratio"
+            text += f" is {1 + ratio:.2g} at most"
+            advice = "agl-slime autopsy RUN, which names the cause: lost weights, another temperature, shifted tokens"
+            yield _alarm("wrong log-probs", step, text, advice, metric=m.LOGPROB_DIFF_MAX)
+            return
+
+
+def equal_rewards(steps: Sequence[_Step]) -> Iterator[Alarm]:
+    """All rewards since the start of the run are equal."""
+    rewards: set[float] = set()
+    judged: list[_Step] = []
+    for step in steps:
+        of_step = [reward for group in step.groups for reward in _rewards(group)]
+        if len(rewards := rewards.union(of_step)) > 1:
+            break
+        judged += [step] if len(of_step) >= MIN_ROLLOUTS else []
+    if len(judged) >= CONSECUTIVE and len(rewards) == 1:
+        text = (
+            f"every reward of the first {len(judged)} iterations is {rewards.pop():g}: there is nothing to learn from"
+        )
+        advice = (
+            "agl-slime try shows one task with its reward; easier tasks, a reward with more steps, or a better model"
+        )
+        yield _alarm("equal rewards", judged[0], text, advice, metric=m.REWARD_MEAN)
+
+
 def logprob_jumps(steps: Sequence[_Step]) -> Iterator[Alarm]:
     """Engine and trainer disagree about the same tokens far more than before."""
     name = m.LOGPROB_DIFF_MAX
@@ -325,7 +361,18 @@ def tools_left_out(steps: Sequence[_Step]) -> Iterator[Alarm]:
             return
 
 
-_CHECKS = (zero_variance, stalls, abort_storms, truncation, silent_tools, broken_tools, alike, kl_jumps)
+_CHECKS = (
+    equal_rewards,
+    wrong_logprobs,
+    zero_variance,
+    stalls,
+    abort_storms,
+    truncation,
+    silent_tools,
+    broken_tools,
+    alike,
+    kl_jumps,
+)
 _CHECKS += (logprob_jumps, mismatches, length_bias, failures, failed_validations, refusals, tools_left_out)
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import shlex
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
 from pathlib import Path
@@ -19,6 +19,7 @@ from rich.text import Text
 
 from agl_slime import metric_names as m
 from agl_slime.events import Event, PhaseStarted, RolloutFinished, RunFinished, RunStarted, Warning
+from agl_slime.report.alarms import find_alarms
 from agl_slime.report.console import count_reason, format_reasons, format_seconds
 from agl_slime.report.files import RunDir, dump, iter_jsonl
 from agl_slime.report.metrics import Validation, number, validation_of
@@ -43,26 +44,31 @@ def sum_up(rows: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     def values(*keys: str) -> list[float]:
         return [value for row in rows for key in keys if (value := number(row, key)) is not None]
 
-    rewards = [(reward, row["iteration"]) for row in rows if (reward := number(row, m.REWARD_MEAN)) is not None]
-    best, best_iteration = max(rewards, key=itemgetter(0), default=(None, None))
+    rewards = values(m.REWARD_MEAN)
     both = (validation_of(row, start=start) for row in rows for start in (True, False))
     validations = [validation for validation in both if validation is not None]
     versions = [row[m.WEIGHTS_VERSION] for row in rows if row.get(m.WEIGHTS_VERSION) is not None]
     return {
         "iterations": sum(row["iteration"] > 0 for row in rows),
-        "reward_first": rewards[0][0] if rewards else None,
-        "reward_last": rewards[-1][0] if rewards else None,
-        "reward_best": best,
-        "reward_best_iteration": best_iteration,
+        "reward_first": rewards[0] if rewards else None,
+        "reward_last": rewards[-1] if rewards else None,
+        **_largest("reward_best", rows, m.REWARD_MEAN),
         **_validation_figures("val_first", validations[:1]),
         **_validation_figures("val_last", validations[-1:]),
         "val_difference": validations[-1].difference if validations else None,
-        "logprob_diff_first": next(iter(values(m.LOGPROB_DIFF_MAX)), None),
-        "first_ratio_dev_max": max(values(m.FIRST_RATIO_DEV_MAX), default=None),
+        **_largest("logprob_diff_max", rows, m.LOGPROB_DIFF_MAX),
+        **_largest("first_ratio_dev_max", rows, m.FIRST_RATIO_DEV_MAX),
         "weights_version": versions[-1] if versions else None,
         **_overlap(rows),
         **{name: int(sum(counts)) if (counts := values(key)) else None for name, key in _SUMS.items()},
     }
+
+
+def _largest(name: str, rows: Sequence[Mapping[str, Any]], key: str) -> dict[str, Any]:
+    """The largest value of a metric, and its iteration."""
+    values = [(value, row["iteration"]) for row in rows if (value := number(row, key)) is not None]
+    value, iteration = max(values, key=itemgetter(0), default=(None, None))
+    return {name: value, f"{name}_iteration": iteration}
 
 
 def _validation_figures(name: str, validations: Sequence[Validation]) -> dict[str, Any]:
@@ -116,11 +122,7 @@ def summary_rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
     sampled, trained = get("tokens_under_mask"), get("tokens_trained")
     if sampled is not None or trained is not None:
         rows.append(("tokens", f"{_count(sampled)} sampled under mask, {_verdict(sampled, trained)}"))
-    if (diff := get("logprob_diff_first")) is not None:
-        rows.append(("log-prob difference", f"{diff:.1e} at most between trainer and engine, first batch"))
-    if (deviation := get("first_ratio_dev_max")) is not None:
-        caveat = "; meaningless for retokenized samples: the trainer computed both sides" if get("retokenized") else ""
-        rows.append(("first ratio", f"within {deviation:.1e} of 1{caveat}"))
+    rows += _agreement_rows(summary)
     if get("speed_up") is not None:
         waited = f"training waited {get('trainer_waited'):.0%}, the engine {get('engine_waited'):.0%}"
         rows.append(("overlap", f"{get('speed_up'):.2f}x, at most {get('speed_up_ceiling'):.2f}x;  {waited}"))
@@ -137,6 +139,8 @@ def summary_rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
         parts = [f"{name} {format_seconds(seconds)}" for name, seconds in phases if seconds >= 0.005]
         rows.append(("wall time", "  ".join([format_seconds(summary["wall_s"]), *parts])))
     rows += [("warning", text + (f" (x{times})" if times > 1 else "")) for text, times in get("warnings") or ()]
+    for alarm in get("alarms") or ():
+        rows.append(("alarm", f"iteration {alarm['iteration']}: {alarm['text']}. Advice: {alarm['advice']}"))
     rows += [(label, path) for label, path in (get("files") or {}).items()]
     if model := (get("files") or {}).get("model"):
         run = str(Path(model).parent)
@@ -160,6 +164,17 @@ def _validation_text(summary: Mapping[str, Any]) -> str:
     return f"{first} -> {last}, task by task {{:+.3f}} [{{:+.3f}}, {{:+.3f}}]".format(*values)
 
 
+def _agreement_rows(summary: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """The largest differences of trainer and engine in the run."""
+    if (difference := summary.get("logprob_diff_max")) is not None:
+        worst = f"(iteration {summary.get('logprob_diff_max_iteration')})"
+        yield "log-prob difference", f"{difference:.1e} at most between trainer and engine {worst}"
+    if (deviation := summary.get("first_ratio_dev_max")) is not None:
+        text = f"within {deviation:.1e} of 1 (iteration {summary.get('first_ratio_dev_max_iteration')})"
+        caveat = "; meaningless for retokenized samples: the trainer computed both sides"
+        yield "first ratio", text + (caveat if summary.get("retokenized") else "")
+
+
 def _verdict(sampled: float | None, trained: float | None) -> str:
     if trained is None:
         return "none reported as trained" if sampled else "nothing was trained"
@@ -175,7 +190,7 @@ def show(rows: Sequence[tuple[str, str]], console: Console) -> None:
     width = max(len(label) for label, _ in rows)
     console.print()
     for label, text in rows:
-        alarming = label == "warning" or text.endswith("NOT EQUAL")
+        alarming = label in ("warning", "alarm") or text.endswith("NOT EQUAL")
         style = "bold red" if alarming else "bold" if label in ("run", "reward") else ""
         console.print(Text.assemble((f"{label:<{width}}  ", "dim"), (text, style)), soft_wrap=True)
 
@@ -236,7 +251,11 @@ class SummaryReporter:
         files = {label: str(output.path) for label, output in self._outputs.items() if output.path.exists()}
         notes = [output.note for label, output in self._outputs.items() if label not in files]
         metrics = self._run.metrics
-        figures = sum_up(iter_jsonl(metrics) if metrics.exists() else ())
+        steps = list(iter_jsonl(metrics)) if metrics.exists() else []
+        figures = sum_up(steps)
+        groups = iter_jsonl(self._run.groups) if self._run.groups.exists() else ()
+        warned = {text for text, _ in self._warnings.values()}
+        alarms = [alarm for alarm in find_alarms(steps, list(groups)) if not any(alarm.text in text for text in warned)]
         if not figures["tokens_trained"] and files.pop("model", None):
             notes.append(f"nothing was trained: {self._run.model} has the weights that the run began with")
         summary: dict[str, Any] = {
@@ -248,6 +267,7 @@ class SummaryReporter:
             "wall_s": sum(self._phase_s.values()),
             "phase_s": self._phase_s,
             "warnings": list(self._warnings.values()),
+            "alarms": [alarm.as_dict() for alarm in alarms],
             "files": {**files, "summary": str(self._run.summary)},
             "notes": notes,
             **event.summary,

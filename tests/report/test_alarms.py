@@ -53,6 +53,12 @@ def no_spread(run: Run) -> None:
         group["rewards"] = [1.0] * SIZE
 
 
+def no_reward(run: Run) -> None:
+    """All answers are alike, too, as those of a model that knows nothing often are."""
+    for group in run[1]:
+        group |= {"rewards": [0.0] * SIZE, "alike": True}
+
+
 def in_metrics(row: int, **values: float) -> Callable[[Run], None]:
     """A fault in the metrics of one iteration."""
     return lambda run: run[0][row].update({name.replace("__", "/"): value for name, value in values.items()})
@@ -125,6 +131,10 @@ FAULTS: list[tuple[Callable[[Run], None], str, int, str]] = [
     (collapse, "answers alike", 6, "6 of 6 groups"),
     (in_metrics(9, train__kl=0.7), "KL jump", 10, "0.7 where 0.002"),
     (in_metrics(7, train__logprob_diff_max=0.3), "log-prob jump", 8, "0.3 nats"),
+    (in_metrics(0, train__logprob_diff_max=33.0), "wrong log-probs", 1, "33 nats at a token"),
+    (in_metrics(3, train__logprob_diff_mean=0.4), "wrong log-probs", 4, "and 0.4 on average"),
+    (in_metrics(2, train__first_ratio_dev_max=4.85e8), "wrong log-probs", 3, "ratio is 4.9e+08 at most"),
+    (no_reward, "equal rewards", 1, "every reward of the first 12 iterations is 0: there is nothing to learn from"),
     (mismatch, "mismatch", 7, "late_weights explains 0.19 nats per token"),
     (short_answers, "length bias", 7, "38% shorter"),
     (failed_validation, "validation failures", 6, "15 of 16 validation rollouts failed (timeout 15)"),

@@ -49,7 +49,7 @@ def test_the_summary_has_first_and_last_validation_and_nothing_invented() -> Non
     total = sum_up([{"iteration": 1, **start}, {"iteration": 2}, {"iteration": 3, **end}])
     assert (total["val_first"], total["val_last"]) == (0.1, 0.9)
     assert dict(summary_rows(total))["validation"] == "0.100 [0.000, 0.200] -> 0.900 of 15/16"
-    names = ("reward_first", "tokens_trained", "logprob_diff_first", "first_ratio_dev_max")
+    names = ("reward_first", "tokens_trained", "logprob_diff_max", "first_ratio_dev_max")
     assert {total[name] for name in names} == {None}
 
 
@@ -127,6 +127,6 @@ def test_gateway_counts_are_metrics_and_forks_and_refusals_are_named() -> None:
 
 
 def test_a_ratio_that_both_sides_computed_is_called_meaningless() -> None:
-    figures = {"reason": "finished", "first_ratio_dev_max": 1e-6, "forks": 0}
-    assert dict(summary_rows({**figures, "retokenized": 0}))["first ratio"] == "within 1.0e-06 of 1"
+    figures = {"reason": "finished", "first_ratio_dev_max": 1e-6, "first_ratio_dev_max_iteration": 3, "forks": 0}
+    assert dict(summary_rows({**figures, "retokenized": 0}))["first ratio"] == "within 1.0e-06 of 1 (iteration 3)"
     assert "; meaningless for retokenized samples" in dict(summary_rows({**figures, "retokenized": 3}))["first ratio"]

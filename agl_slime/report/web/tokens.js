@@ -3,7 +3,7 @@
 const CHUNK = 3000;
 const TINTS = {
   mask: ["trained or context", (t) => (t.trained ? "t-on" : "t-off")],
-  difference: ["trainer − engine log-prob", (t) => scale(t.difference, [1e-6, 1e-4, 1e-2, 0.1, 1], true)],
+  difference: ["trainer − engine log-prob (the trainer's after the batch's earlier steps)", (t) => scale(t.difference, [1e-6, 1e-4, 1e-2, 0.1, 1], true)],
   engine: ["engine log-prob", (t) => level(t.engine)],
   trainer: ["trainer log-prob", (t) => level(t.trainer)],
   advantage: ["advantage", (t) => scale(t.advantage, [1e-9, 0.25, 0.75, 1.25, 2], true)],
