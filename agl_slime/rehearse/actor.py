@@ -26,43 +26,13 @@ def register_cpu() -> None:
     except ImportError:
         return
 
-    class CPU(Accelerator):
-        name = device_type = "cpu"
-        communication_backend_name = "gloo"
-
-        def is_available(self) -> bool:
-            return True
-
-        def device(self, index: Any = None) -> torch.device:
-            return torch.device("cpu")
-
-        def device_name(self, index: Any = None) -> str:
-            return "cpu"
-
-        def set_device(self, index: Any) -> None: ...
-
-        def current_device(self) -> str:
-            return "cpu"
-
-        def device_count(self) -> int:
-            return 1
-
-        def synchronize(self, device: Any = None) -> None: ...
-
-        def current_stream(self, device: Any = None) -> Any:
-            return None
-
-        def empty_cache(self) -> None: ...
-
-        def mem_get_info(self, device: Any = None) -> tuple[int, int]:
-            return 0, 0
-
-        def memory_allocated(self, device: Any = None) -> int:
-            return 0
-
-        def memory_reserved(self, device: Any = None) -> int:
-            return 0
-
+    cpu = torch.device("cpu")
+    answers = {"is_available": True, "device": cpu, "device_name": "cpu", "current_device": "cpu", "device_count": 1}
+    answers |= dict.fromkeys(("set_device", "synchronize", "current_stream", "empty_cache"))
+    answers |= {"mem_get_info": (0, 0), "memory_allocated": 0, "memory_reserved": 0}
+    methods = {name: lambda *_, answer=answer, **__: answer for name, answer in answers.items()}
+    names = {"name": "cpu", "device_type": "cpu", "communication_backend_name": "gloo"}
+    CPU = type("CPU", (Accelerator,), {**names, **methods})
     register_accelerator("cpu", CPU, lambda: True, priority=1000, communication_backends=("gloo",))
 
 

@@ -15,13 +15,16 @@ from agl_slime.errors import ConfigError
 from agl_slime.loop.task_files import read_rows, split_slice
 from agl_slime.rehearse.names import nearest
 from agl_slime.rehearse.parsing import Parsed
-from agl_slime.rehearse.script import Played, Training
+from agl_slime.rehearse.script import DRIVERS, Played, RayNode, Training, ipv4
 from agl_slime.train.slime.args import setting_names
 from agl_slime.train.slime.flags import without_effect
 from agl_slime.train.slime.prompt_data import DEFAULT_INPUT_KEY
 
 OURS = "agl_slime.slime_hooks.generate_rollout"
 _LOOPBACK = re.compile(r"^(https?://)?(127\.|localhost|\[?::1)")
+_DOTTED = re.compile(r"(?<![\w.-])\d+(?:\.\d+){3}(?![\w.-])")
+_ADDRESS = re.compile(r"(?:ip|addrs?|address|host|url)$", re.IGNORECASE)
+_PLACE = re.compile(r"(?:load|save|checkpoint|path|dir|data|type|ip|addrs?|host|url)$")
 
 
 @dataclass(frozen=True)
@@ -50,14 +53,14 @@ class Arguments:
 
     def __init__(self, values: Mapping[str, Any], training: Training) -> None:
         self.values = {**values, "driver": Path(training.script).name}
-        self._cwd = training.cwd
+        self.training = training
 
     def __getattr__(self, name: str) -> Any:
         return self.values.get(name)
 
     def path(self, given: str | Path | None) -> Path:
         """A path in the script's arguments, from the directory where the script starts training."""
-        return Path(self._cwd, given or "")
+        return self.training.path(given or "")
 
     @property
     def actor_gpus(self) -> int:
@@ -85,12 +88,16 @@ class Arguments:
 
 def check(played: Played, parsed: Parsed, training: Training, nodes: Nodes) -> list[Finding]:
     """All findings, the worst first."""
-    findings = [*check_script(played, training, nodes), *_parser(parsed)]
+    findings = [*check_script(played, training, nodes), *_parser(parsed, training)]
     if parsed.args is not None:
         args = Arguments(parsed.args, training)
-        for part in (_placement, _parallel, _batches, _lengths, _data, _hooks, _addresses, _storage):
-            findings += part(args, nodes)
-        findings += _modules(args, training, nodes)
+        for part in _PARTS:
+            try:
+                findings += part(args, nodes)
+            except (TypeError, ValueError, AttributeError) as error:  # --custom-config-path gives any value
+                fix = "correct the types of the values in --custom-config-path"
+                findings.append(_breaks(f"checks of {part.__name__.strip('_')} ended ({error})", fix))
+        findings += [*_rewards(args, parsed.rewards)]
     order = ("breaks", "costs", "note")
     return sorted(dict.fromkeys(findings), key=lambda one: order.index(one.level))
 
@@ -120,28 +127,87 @@ def _count(nodes: int) -> str:
 
 def check_script(played: Played, training: Training | None, nodes: Nodes) -> Iterator[Finding]:
     """Findings about the commands around the training command."""
-    last = " / ".join(played.stderr.splitlines()[-2:]) or "no output"
+    last = " / ".join(played.output.splitlines()[-2:]) or "no output"
+    where = "before it started training" if training is None else "after the training command"
+    if played.code or played.why:
+        ended = f"ended with code {played.code}" if not played.why else f"was stopped, as {played.why},"
+        kind = Finding("note", f"the script {ended} {where}, on the rehearsal's read-only disk: {last}")
+        yield kind if "Read-only file system" in last else _breaks(f"the script {ended} {where}", last)
+    elif training is None:
+        yield _breaks(f"the script ended with code 0 {where}", last)
+    for fault in dict.fromkeys(node.fault for node in played.ray_nodes if node.fault):
+        yield Finding("breaks", fault)
+    if not played.isolated:
+        yield Finding("note", "--without-sandbox: what the script writes and deletes here was written and deleted")
     if training is None:
-        yield _breaks(f"the script ended with code {played.code} before it started training", last)
         return
-    if played.code:
-        yield _breaks(f"the script ended with code {played.code} after the training command", last)
     for name, value in played.assumed.items():
         yield _breaks(f"{name} is not set and the script needs it", f"export it (the rehearsal went on with {value})")
     if unset := [name for name in played.unset if name not in played.assumed]:
         yield _breaks(f"the script reads {', '.join(unset)}, which nothing sets", "export them before it runs")
-    for name, value in training.env.items():
+    yield from _ray(played, nodes)
+    for fault in training.faults:
+        yield Finding("breaks", fault)
+    for name, value in training.env.items() if training.submitted else ():
         if (match := re.search(r"\$\{?([A-Za-z_]\w*)", value)) is not None:
             what = f"the job gets {name}={value} literally, as the shell did not put {match[1]} in"
             yield _breaks(what, "take the single quotes from around the JSON")
-    yield from _ray(played, nodes)
     host = training.env.get("SLIME_HOST_IP", "")
     if nodes.count > 1 and _LOOPBACK.match(host):
         what = f"SLIME_HOST_IP {host} is each node's loopback, on which slime's router and engines then listen"
         yield _breaks(what, "leave it out, or set it to each node's address")
-    if not played.isolated:
-        why = "bubblewrap is not installed or may not make namespaces"
-        yield Finding("note", f"{why}: commands that the script gives by absolute path were not intercepted")
+    yield from _named(played, training)
+
+
+def _named(played: Played, training: Training) -> Iterator[Finding]:
+    """Names, addresses and ports in the words of the training command and of Ray's."""
+    script = Path(training.working_dir or "", training.script)
+    if str(script) not in DRIVERS and not training.path(script).is_file():
+        near = nearest(script.name, DRIVERS)
+        yield _breaks(f"{script} does not exist in {training.cwd}", _meant(near) or "give slime's train.py")
+    flags = {}
+    for word, following in zip(training.flags, (*training.flags[1:], "-"), strict=False):
+        flag, equals, value = word.partition("=")
+        flags |= {flag: value if equals else following} if flag.startswith("--") else {}
+    for flag in (flag for flag, value in flags.items() if not value and _PLACE.search(flag)):
+        yield _breaks(f"{flag} is given as an empty text", "set the variable in it, or take the flag out")
+    values = {**training.env, **flags, "the job's address": training.address or ""}
+    for number, node in enumerate(played.ray_nodes, 1):
+        values[f"ray start {number}: address"] = f"{node.address} {node.joins} {node.host}"
+    for name, value in values.items():
+        for word in _DOTTED.findall(value) if _ADDRESS.search(name) else ():
+            if ipv4(word) is None:
+                yield _breaks(f"{name} has {word}, which is no IPv4 address", "correct it")
+    head = next((node for node in played.ray_nodes if node.head), None)
+    yield from _joined(played, training, head) if head is not None else ()
+    ports = {"ray start --port": head.port, "ray start --dashboard-port": head.dashboard[1]} if head is not None else {}
+    ports |= {flag: value for flag, value in flags.items() if flag.endswith("-port")}
+    for name, port in ports.items():
+        if not (port.isdecimal() and 0 < int(port) < 2**16):
+            yield _breaks(f"{name} {port} is no port", "give a number from 1 to 65535")
+        elif same := [other for other in ports if other < name and ports[other] == port]:
+            yield _breaks(f"{name} and {same[0]} have both port {port}", "give one of them another")
+
+
+def _joined(played: Played, training: Training, head: RayNode) -> Iterator[Finding]:
+    """Whether the job and the other nodes come to the head."""
+    if training.address:
+        host, _, port = training.address.rpartition("//")[2].rstrip("/").partition(":")
+        if (port or head.dashboard[1]) != head.dashboard[1]:
+            what = f"the job is submitted to port {port} and Ray's dashboard has {head.dashboard[1]}"
+            yield _breaks(what, "give that one")
+        elif _LOOPBACK.match(head.dashboard[0]) and not _LOOPBACK.match(host):
+            what = f"the job is submitted to {host} and Ray's dashboard listens on {head.dashboard[0]}"
+            yield _breaks(what, "give ray start --dashboard-host 0.0.0.0, or submit to http://127.0.0.1")
+    for node in played.ray_nodes:
+        host, _, port = (node.joins or "auto").rpartition(":")
+        if node.head or node.fault or not host:
+            continue
+        reached = head.address in (None, host, "0.0.0.0") or _LOOPBACK.match(head.address or "")
+        if not reached or port != head.port:
+            what = f"the node on {node.host or node.address or 'this machine'} joins {node.joins} and the head listens"
+            address = f"{host if reached else head.address}:{head.port}"
+            yield _breaks(f"{what} on {address}", f"give ray start --address={address}")
 
 
 def _ray(played: Played, nodes: Nodes) -> Iterator[Finding]:
@@ -163,12 +229,17 @@ def _ray(played: Played, nodes: Nodes) -> Iterator[Finding]:
         yield _breaks(f"Ray's head listens on {address}, which other nodes cannot reach", fix)
 
 
-def _parser(parsed: Parsed) -> Iterator[Finding]:
+def _missing(flag: str, path: str, training: Training, fix: str) -> Finding:
+    if maker := training.maker(path):
+        return Finding("note", f"{flag} {path} is not here, as `{maker}` of the script makes it")
+    return _breaks(f"{flag} {path} does not exist on this machine", fix)
+
+
+def _parser(parsed: Parsed, training: Training) -> Iterator[Finding]:
     for text in parsed.refused:
         yield _breaks("slime refuses the flags", " ".join(text.split()))
     for name, path in parsed.missing.items():
-        fix = _meant(parsed.near.get(name)) or "put it there on each node"
-        yield _breaks(f"{_flag(name)} {path} does not exist on this machine", fix)
+        yield _missing(_flag(name), path, training, _meant(parsed.near.get(name)) or "put it there on each node")
     for name, why in parsed.unimportable.items():
         fix = _meant(parsed.near.get(name)) or "install it on each node, or put its directory into the job's PYTHONPATH"
         yield _breaks(f"{_flag(name)} {(parsed.args or {}).get(name)} cannot be imported ({why})", fix)
@@ -183,6 +254,30 @@ def _parser(parsed: Parsed) -> Iterator[Finding]:
 
 
 # -- slime's arguments -----------------------------------------------------------------------------------------------
+
+
+def _weights(args: Arguments, nodes: Nodes) -> Iterator[Finding]:
+    """As slime's actors load them: ``--load`` if it has a checkpoint, else ``--ref-load``."""
+    if args.debug_rollout_only or args.ref_load:
+        return
+    fix = "give the checkpoint that slime's tools/convert_hf_to_torch_dist.py writes"
+    if args.kl_coef or args.use_kl_loss:
+        yield _breaks("the KL term needs the reference's weights and --ref-load has none", fix)
+    elif not args.load:
+        yield _breaks("neither --ref-load nor --load has weights to start from", fix)
+    elif not any(args.path(args.load).glob("*")):
+        yield _breaks(f"--load {args.load} has no checkpoint and --ref-load is not given", fix)
+
+
+def _rewards(args: Arguments, known: frozenset[str]) -> Iterator[Finding]:
+    kind = (args.rm_type or "").strip()
+    if not known or args.custom_rm_path or args.rollout_function_path == OURS:
+        return
+    if kind and (name := kind.removeprefix("boxed_")) not in known:
+        fix = _meant(nearest(name, known)) or f"give one of {', '.join(sorted(known))}, or --custom-rm-path"
+        yield _breaks(f"--rm-type {kind} is no reward of slime's", fix)
+    if kind == "remote_rm" and not args.rm_url:
+        yield _breaks("--rm-type remote_rm posts to no address", "give --rm-url")
 
 
 def _placement(args: Arguments, nodes: Nodes) -> Iterator[Finding]:
@@ -293,7 +388,7 @@ def _context_of(args: Arguments) -> tuple[int, str] | None:
     file = args.path(args.hf_checkpoint) / "config.json"
     if not file.is_file():
         return None
-    config = json.loads(file.read_text())
+    config = json.loads(file.read_text(errors="replace"))
     most = config.get("max_position_embeddings") or (config.get("text_config") or {}).get("max_position_embeddings")
     return (most, "the model's max_position_embeddings") if most else None
 
@@ -305,7 +400,7 @@ def _data(args: Arguments, nodes: Nodes) -> Iterator[Finding]:
         if not given:
             continue
         if not args.path(split_slice(given)[0]).is_file():
-            yield _breaks(f"{flag} {given} does not exist on this machine", "put it where the rollout manager runs")
+            yield _missing(flag, given, args.training, "put it where the rollout manager runs")
             continue
         try:
             rows = [row for _, row in read_rows(str(args.path(given)), flag=flag)]
@@ -385,8 +480,9 @@ def _storage(args: Arguments, nodes: Nodes) -> Iterator[Finding]:
         yield _costs(f"routed experts of a batch take up to {size:.1f} GiB {where}", fix)
 
 
-def _modules(args: Arguments, training: Training, nodes: Nodes) -> Iterator[Finding]:
+def _modules(args: Arguments, nodes: Nodes) -> Iterator[Finding]:
     """Objects that are importable here through the current directory alone."""
+    training = args.training
     if nodes.count == 1 or training.working_dir:
         return
     path = training.env.get("PYTHONPATH", "").split(os.pathsep)
@@ -397,9 +493,12 @@ def _modules(args: Arguments, training: Training, nodes: Nodes) -> Iterator[Find
         if (
             module
             and not module.startswith("/")
-            and Path(training.cwd, f"{module}.py").is_file()
+            and training.path(f"{module}.py").is_file()
             and training.cwd not in path
         ):
             what = f"{_flag(name)} {value} is importable only from {training.cwd}, where workers elsewhere do not start"
             fix = "put it on a shared disk and into the runtime environment's PYTHONPATH, or give working_dir"
             yield _breaks(what, fix)
+
+
+_PARTS = _weights, _placement, _parallel, _batches, _lengths, _data, _hooks, _addresses, _storage, _modules

@@ -20,7 +20,7 @@ from agl_slime.rehearse.forecast import Forecast, Shape, Speeds, compare
 from agl_slime.rehearse.hosts import places
 from agl_slime.rehearse.live import Live, play_live
 from agl_slime.rehearse.namespaces import why_no_namespaces
-from agl_slime.rehearse.parsing import Parsed, parse
+from agl_slime.rehearse.parsing import parse
 from agl_slime.rehearse.script import play
 from agl_slime.rehearse.speeds import Size, shape_of, speeds_of
 from agl_slime.report.files import RunDir, dump, open_run_dir
@@ -71,10 +71,13 @@ class RehearseConfig:
     steps: int = 12
     """Steps of the forecast."""
     live_steps: int = 0
-    """Also run this many steps of slime's own driver, on Ray with logical GPUs and stand-ins (3 or more)."""
+    """Also run this many steps of slime's own driver, on Ray with logical GPUs and stand-ins (3 or more). What the
+    script's flags import then runs outside of the sandbox."""
     live_seconds: float = 60.0
     """Seconds to which the live steps are scaled."""
     speeds: GivenSpeeds = field(default_factory=GivenSpeeds)
+    without_sandbox: bool = False
+    """Run a script that you trust without bubblewrap: what it writes and deletes here is written and deleted."""
     output_dir: Path | None = None
     """Where the rehearsal is written, for agl-slime report; runs/TIME-SCRIPT by default."""
     overwrite: bool = False
@@ -98,11 +101,12 @@ def rehearse(
 ) -> Rehearsal:
     """Play, parse, check and forecast. Raises ``ConfigError`` for files and flags that cannot be used."""
     nodes = Nodes(config.nodes, config.gpus_per_node)
-    played = play(config.script, gpus=nodes.gpus, arguments=arguments, scratch=scratch)
+    boxed = {"scratch": scratch, "sandbox": not config.without_sandbox, "slime_dir": slime_dir}
+    played = play(config.script, gpus=nodes.gpus, nodes=nodes.count, arguments=arguments, **boxed)
     training = played.training
     if training is None:
         return Rehearsal(tuple(check_script(played, None, nodes)))
-    parsed: Parsed = parse(training, slime_dir=slime_dir, python=str(config.python), scratch=scratch)
+    parsed = parse(training, python=str(config.python), **boxed)
     findings = tuple(check(played, parsed, training, nodes))
     if parsed.args is None:
         return Rehearsal(findings)
@@ -118,6 +122,10 @@ def rehearse(
     else:
         note = Finding("note", "no forecast: the flags have no model sizes; give --speeds.token-s and the others")
         return Rehearsal((*findings, note), args)
+    try:
+        forecasts = tuple(compare(speeds, shape, steps=config.steps))
+    except ConfigError as error:
+        return Rehearsal((*findings, Finding("note", f"no forecast: {error}")), args)
     live = None
     if config.live_steps:
         hosts = places(played.ray_nodes, nodes.count) if nodes.count > 1 else []
@@ -143,7 +151,7 @@ def rehearse(
             raise
         except AglSlimeError as error:
             findings = (Finding("breaks", str(error)), *findings)
-    return Rehearsal(findings, args, speeds, shape, tuple(compare(speeds, shape, steps=config.steps)), live)
+    return Rehearsal(findings, args, speeds, shape, forecasts, live)
 
 
 def lines_of(rehearsal: Rehearsal) -> list[str]:

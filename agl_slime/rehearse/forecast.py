@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 from itertools import count
 from statistics import fmean
 
+from agl_slime.errors import ConfigError
 from agl_slime.loop.admission import Admission
 
 
@@ -290,6 +291,11 @@ class _Run:
                 rollout = engine.pop()
                 engine.move(at)
                 self.later(self.speeds.agent_s, lambda rollout=rollout: self.end(rollout))
+            elif not self.timers:
+                limit = f"agl_max_staleness {self.shape.max_staleness}"
+                raise ConfigError(
+                    f"{limit}: train_async.py waits for rollouts that it may not sample yet; set 1 or more"
+                )
             else:
                 self.now, _, do = heapq.heappop(self.timers)
                 do()
@@ -314,7 +320,8 @@ class _Run:
 
 
 def forecast(speeds: Speeds, shape: Shape, *, steps: int = 12, seed: int = 0) -> Forecast:
-    """Simulate ``steps`` steps; the same arguments give the same result."""
+    """Simulate ``steps`` steps; the same arguments give the same result. Raises ``ConfigError`` for a run that waits
+    for ever."""
     return _Run(speeds, shape, steps, seed).simulate()
 
 

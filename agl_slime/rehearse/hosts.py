@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ipaddress
 import re
 import subprocess
 from collections.abc import Iterator, Mapping, Sequence
@@ -11,7 +10,7 @@ from tempfile import TemporaryDirectory
 
 from agl_slime.errors import AglSlimeError
 from agl_slime.rehearse.namespaces import Host, Network
-from agl_slime.rehearse.script import RayNode
+from agl_slime.rehearse.script import RayNode, ipv4
 
 STORE_BYTES = 150_000_000
 """Ray's object store of a node."""
@@ -33,11 +32,8 @@ def places(nodes: Sequence[RayNode], count: int) -> list[tuple[str, str | None]]
 
 
 def _is_address(word: str) -> bool:
-    try:
-        address = ipaddress.IPv4Address(word)
-    except ValueError:
-        return False
-    return not (address.is_loopback or address.is_unspecified)
+    address = ipv4(word)
+    return address is not None and not (address.is_loopback or address.is_unspecified)
 
 
 @contextmanager

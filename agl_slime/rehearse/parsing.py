@@ -5,19 +5,21 @@ from __future__ import annotations
 import json
 import os
 import re
-import subprocess
+import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from agl_slime.errors import ConfigError, MissingDependencyError
+from agl_slime.rehearse.box import Box
 from agl_slime.rehearse.names import nearest
 from agl_slime.rehearse.script import Training
 from agl_slime.train.slime.args import setting_names
 
 STANDINS = Path(__file__).parent / "standins"
 _PROGRAM = Path(__file__).parent / "programs" / "parse.py"
+_REWARD = re.compile(r"""rm_type == ["'](\w+)["']""")
 _FLAG = re.compile(r"(?<![\w-])--[a-z][\w-]+")
 
 
@@ -33,50 +35,57 @@ class Parsed:
     unimportable: Mapping[str, str] = field(default_factory=dict)
     near: Mapping[str, str] = field(default_factory=dict)
     ignored: Mapping[str, str] = field(default_factory=dict)
+    rewards: frozenset[str] = frozenset()
+    """The values of ``--rm-type``."""
 
 
-def parse(training: Training, *, slime_dir: Path, python: str, scratch: Path) -> Parsed:
-    """Parse the flags of ``training`` with slime at ``slime_dir``, in the process of ``python``.
+def parse(training: Training, *, slime_dir: Path, python: str, scratch: Path, sandbox: bool = True) -> Parsed:
+    """Parse the flags of ``training`` with slime at ``slime_dir``, in a process of ``python`` in a ``Box``: it imports
+    what the flags name.
 
     Raises:
-        ConfigError: ``slime_dir`` is no checkout of slime.
+        ConfigError: ``slime_dir`` is no checkout of slime, or there is no sandbox.
         MissingDependencyError: ``python`` cannot import slime's parser.
     """
     if not (slime_dir / "slime" / "utils" / "arguments.py").is_file():
         raise ConfigError(f"--slime-dir {slime_dir} is no checkout of slime: slime/utils/arguments.py is not there")
-    ours = Path(__file__).parents[2]
+    ours = str(Path(__file__).parents[2])
     given = [part for part in training.env.get("PYTHONPATH", "").split(os.pathsep) if part]
-    place = Path(training.cwd, training.script).parent
+    box = Box(scratch, sandbox=sandbox, mapped=training.mapped)
     request = {
         "flags": training.flags,
+        "launcher": training.launcher,
         "standins": str(STANDINS),
         "slime": str(slime_dir.resolve()),
-        "scratch": str(scratch),
-        "path": [str(place), *given, str(ours)],
+        "scratch": str(box.home),
+        "path": [str(Path(training.cwd, training.script).parent), *given, ours],
         "settings": _settings({**os.environ, **training.env}),
     }
-    asked, answered = scratch / "parse.json", scratch / "parsed.json"
-    asked.write_text(json.dumps(request))
-    finished = subprocess.run(
-        [python, str(_PROGRAM), str(asked), str(answered)],
-        cwd=training.cwd,
+    asked = box.write("parse.json", json.dumps(request))
+    needs = [json.dumps(request), sys.prefix, ours]
+    cwd = Path(training.cwd) if training.path(training.cwd).is_dir() else slime_dir
+    ended = box.run(
+        [python, str(_PROGRAM), str(asked), str(box.home / "log")],
         env={**os.environ, "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"},
-        capture_output=True,
-        text=True,
-        timeout=300,
+        places=[cwd],
+        needs=needs,
+        seconds=300,
     )
-    if not answered.is_file():
-        last = (finished.stderr.strip().splitlines() or [f"code {finished.returncode}"])[-1]
+    try:
+        answer = json.loads(box.lines()[-1])
+        options, real = set(answer.pop("options")), answer.pop("real")
+        parsed = Parsed(**answer | {"refused": tuple(answer["refused"])})
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+        last = ended.why or (ended.output.strip().splitlines() or [f"code {ended.code}"])[-1]
         fix = "give --python that of an environment with slime's requirements (scripts/slime_cpu.sh makes one)"
-        raise MissingDependencyError(f"slime's parser does not run in {python}: {last}; {fix}")
-    answer = json.loads(answered.read_text())
-    return Parsed(
-        args=answer["args"],
-        refused=tuple(answer["refused"]),
-        missing=answer["missing"],
-        unimportable=answer["unimportable"],
-        near=answer["near"],
-        ignored=_ignored(training.flags, set(answer["options"]), slime_dir, real=answer["real"]),
+        raise MissingDependencyError(f"slime's parser does not run in {python}: {last}; {fix}") from error
+    missing = {name: path for name, path in parsed.missing.items() if path not in training.there}
+    rewards = slime_dir / "slime" / "rollout" / "rm_hub" / "__init__.py"
+    return replace(
+        parsed,
+        missing=missing,
+        ignored=_ignored(training.flags, options, slime_dir, real=real),
+        rewards=frozenset(_REWARD.findall(rewards.read_text()) if rewards.is_file() else ()),
     )
 
 

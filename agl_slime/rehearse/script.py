@@ -1,71 +1,93 @@
 """The commands that a launch script gives, from bash itself: arrays, sourced files and substitutions are evaluated, and
-commands that would do harm or are absent here are stubs that record their arguments.
-
-With bubblewrap the script also sees a read-only disk, no network and no process but its own.
-"""
+commands that would do harm or are absent here are stubs that record their arguments (``Box`` keeps the others in)."""
 
 from __future__ import annotations
 
+import ipaddress
 import json
 import os
 import re
 import shlex
 import shutil
-import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from agl_slime.errors import ConfigError
+from agl_slime.rehearse.box import Box
+from agl_slime.rehearse.names import nearest
 
 STUBBED = (
-    *("pkill", "kill", "killall", "fuser", "skill", "reboot", "shutdown", "systemctl", "service"),
+    *("pkill", "kill", "killall", "fuser", "skill", "reboot", "shutdown", "systemctl", "service", "sudo", "numactl"),
     *("rm", "rmdir", "mv", "cp", "ln", "mkdir", "touch", "tee", "chmod", "chown", "dd", "mkfs", "mount", "umount"),
     *("ray", "python", "python3", "torchrun", "accelerate", "pip", "pip3", "uv", "conda", "apt", "apt-get", "yum"),
     *("ssh", "scp", "rsync", "pdsh", "mpirun", "srun", "sbatch", "kubectl", "docker", "podman", "curl", "wget", "git"),
     *("hf", "huggingface-cli", "modelscope", "aws", "gsutil", "nvidia-smi", "rocm-smi", "sleep", "sysctl"),
-    *("sudo", "numactl"),
+    *("hostname", "scontrol", "scancel", "squeue", "nc", "ping"),
 )
+DRIVERS = ("train.py", "train_async.py")
+PLACE = "/root/slime"
+"""Where slime's image has slime, and its scripts look for it."""
 _STUB = Path(__file__).parent / "programs" / "stub.py"
+_SECONDS, _REPEATED = 120.0, 300
+_QUOTED = re.compile(r"""\\.|"(?:\\.|[^"\\])*"|'[^']*'|(?<!\S)#[^\n]*""", re.DOTALL)
+_LITERAL = re.compile(r"<<-?\s*(['\"\\])(\w+)['\"]?.*?^\s*\2$", re.DOTALL | re.MULTILINE)
 _UNSET = re.compile(r"\$\{?([A-Za-z_][A-Za-z0-9_]*)(:?[-=?+])?")
-_SET = re.compile(r"(?:^|[\s;(])(?:export\s+|local\s+|readonly\s+|declare\s+)?([A-Za-z_][A-Za-z0-9_]*)\+?=")
-_LOOPED = re.compile(r"\b(?:for|read(?:\s+-\w+)*)\s+([A-Za-z_][A-Za-z0-9_]*)")
+_SET = re.compile(r"(?:^|[\s;(])(?:(?:export|local|readonly|declare)\s+)?([A-Za-z_][A-Za-z0-9_]*)(?:\[[^]\n]*\])?\+?=")
+_LOOPED = re.compile(r"\b(?:for|printf\s+-v|read(?:\s+-\w+)*)\s+([A-Za-z_][A-Za-z0-9_]*)")
+_TESTED = re.compile(r"-[znv]\s+\"?\$?\{?([A-Za-z_]\w*)")
 _SHELLS = {"BASH_SOURCE", "RANDOM", "SECONDS", "HOSTNAME", "UID", "EUID", "PPID", "LINENO", "FUNCNAME", "IFS", "OPTARG"}
-_SHELLS |= {"SLURM_JOB_NODELIST", "NF", "NR"}  # the last two are awk's
+_SHELLS |= {"NF", "NR"}  # awk's
+_NOT_MADE = {"rm", "rmdir", "mkdir", "touch", "chmod", "chown", "pkill", "ssh"}  # all others may write what they name
+_VALUED = set("bcDEeFIiJLlmOopQRSWw")  # ssh's and pdsh's options with a value
 
 
 @dataclass(frozen=True)
 class Command:
-    """A command of the script: its words, its directory, and the variables that the script has set for it."""
+    """A command of the script: its words, its directory, the variables that the script has set for it, those of its
+    words that are files at that time, and its standard input (of ssh)."""
 
     argv: tuple[str, ...]
     cwd: str
     env: Mapping[str, str]
+    there: tuple[str, ...] = ()
+    heard: str = ""
 
 
 @dataclass(frozen=True)
 class RayNode:
-    """A ``ray start`` of the script; ``host`` is the machine that an ssh has named, or ``None`` for this one."""
+    """A ``ray start`` of the script; ``host`` is the machine that an ssh has named, or ``None`` for this one.
+    ``joins``: the head's address, of another node; ``port`` and ``dashboard`` (host and port): a head's; ``fault``:
+    what a shell refuses."""
 
     host: str | None
     head: bool
     address: str | None
     gpus: int | None
+    joins: str | None = None
+    port: str = "6379"
+    dashboard: tuple[str, str] = "127.0.0.1", "8265"
+    fault: str = ""
 
 
 @dataclass(frozen=True)
 class Played:
-    """The commands of a script in their order, its exit code, its last words, and its unset variables."""
+    """The commands of a script in their order, its exit code (``None`` if it was stopped, for the reason ``why``), its
+    last words, and its unset variables."""
 
     commands: tuple[Command, ...]
-    code: int
-    stderr: str
+    code: int | None
+    output: str
     unset: tuple[str, ...] = ()
     isolated: bool = False
     assumed: Mapping[str, str] = field(default_factory=dict)
     """Variables that the script demanded and the rehearsal has set."""
+    why: str = ""
+    mapped: Mapping[str, Path] = field(default_factory=dict)
+    """Directories that the script has seen at another place."""
 
     @property
     def ray_nodes(self) -> list[RayNode]:
@@ -74,16 +96,27 @@ class Played:
 
     @property
     def training(self) -> Training | None:
-        """The training command: the last one that starts a Python file, preferably slime's."""
-        given = [one for command in self.commands if (one := _training(command)) is not None]
-        slimes = [one for one in given if Path(one.script).name in ("train.py", "train_async.py")]
-        return (slimes or given or [None])[-1]
+        """The training command: the last one of slime's scripts, or of the file whose name is nearest to theirs."""
+        given = [(_training(command, self.mapped), command) for command in self.commands]
+        trainings = [one for one, _ in given if one is not None]
+        if not trainings:
+            return None
+        names = [Path(one.script).name for one in trainings]
+        rank = max(range(len(names)), key=lambda n: (names[n] in DRIVERS, bool(nearest(names[n], DRIVERS)), n))
+        made = {
+            str(Path(command.cwd, word.rpartition("=")[2])): " ".join(command.argv)[:80]
+            for one, command in given
+            if one is not trainings[rank] and command.argv[0] not in _NOT_MADE
+            for word in command.argv[1:]
+        }
+        return replace(trainings[rank], made=made)
 
 
 @dataclass(frozen=True)
 class Training:
     """A training script with its flags. ``env``: the variables that its process gets; ``submitted``: by ``ray job
-    submit``, with ``working_dir`` shipped to every node."""
+    submit`` to ``address``, with ``working_dir`` shipped to every node; ``launcher``: a module that runs the script;
+    ``there``: files that the script has made; ``faults``: what Ray refuses."""
 
     script: str
     flags: tuple[str, ...]
@@ -91,65 +124,140 @@ class Training:
     cwd: str
     submitted: bool
     working_dir: str | None = None
+    address: str | None = None
+    launcher: str = ""
+    there: tuple[str, ...] = ()
+    faults: tuple[str, ...] = ()
+    mapped: Mapping[str, Path] = field(default_factory=dict)
+    made: Mapping[str, str] = field(default_factory=dict)
+    """Commands of the script by the paths that they name, and may write."""
+
+    def maker(self, path: str) -> str:
+        """The command that may write ``path``, or ``""``."""
+        whole = Path(self.cwd, path)
+        above = [str(one) for one in (whole, *whole.parents) if len(one.parts) > 2]
+        return next((self.made[one] for one in above if one in self.made), "")
+
+    def path(self, given: str | Path) -> Path:
+        """Where a path of the script is on this machine."""
+        path = Path(self.cwd, given)
+        for place, source in self.mapped.items():
+            if path.is_relative_to(place):
+                return source / path.relative_to(place)
+        return path
 
 
 def play(
-    script: Path, *, gpus: int, arguments: Sequence[str] = (), scratch: Path, environ: Mapping[str, str] = os.environ
+    script: Path,
+    *,
+    gpus: int,
+    nodes: int = 1,
+    arguments: Sequence[str] = (),
+    scratch: Path,
+    environ: Mapping[str, str] = os.environ,
+    sandbox: bool = True,
+    slime_dir: Path | None = None,
 ) -> Played:
-    """Run ``script`` with stubs, which report ``gpus`` GPUs. A script that ends before it trains runs again with
-    ``MASTER_ADDR`` set, if it is unset. Raises ``ConfigError`` when there is no such script, or no bash."""
+    """Run ``script`` with stubs, which report ``gpus`` GPUs on each of ``nodes``. A script that ends before it trains
+    runs again with ``MASTER_ADDR`` set, if it is unset.
+
+    Raises:
+        ConfigError: there is no such script, it is none of bash, there is no bash, or no sandbox.
+    """
     if not script.is_file():
         raise ConfigError(f"{script}: there is no such launch script; give the path of a bash script")
     if shutil.which("bash") is None:
         raise ConfigError("bash is not installed, and the launch script runs in it; install bash")
-    played = _play(script, gpus, arguments, scratch, environ)
-    if played.training is None and "MASTER_ADDR" not in environ and "MASTER_ADDR" in script.read_text():
-        assumed = {"MASTER_ADDR": "10.77.0.1"}
-        again = _play(script, gpus, arguments, scratch, {**environ, **assumed})
-        played = replace(again, unset=(*played.unset,), assumed=assumed) if again.training is not None else played
+    text = script.read_bytes().decode(errors="replace")
+    shebang = text.partition("\n")[0]
+    if "\0" in text or (shebang.startswith("#!") and not re.search(r"sh\b", shebang)):
+        raise ConfigError(f"{script} is no bash script ({shebang[:40]!r}); give the script that starts slime")
+    mapped = {PLACE: slime_dir} if slime_dir is not None and not os.path.exists(PLACE) else {}
+    environ = {**(_slurm(nodes, gpus) if "#SBATCH" in text else {}), **environ}
+    settings = {"gpus": gpus, "nodes": nodes, "python": sys.executable, "sandbox": sandbox}
+
+    def once(**assumed: str) -> Played:
+        box = Box(scratch, sandbox=sandbox, mapped=mapped)
+        box.write("settings.json", json.dumps(settings))
+        played = _play(box, [str(script.resolve()), *arguments], text, {**environ, **assumed})
+        return replace(played, assumed=assumed, mapped=mapped)
+
+    played = once()
+    if played.training is None and "MASTER_ADDR" not in environ and "MASTER_ADDR" in text:
+        again = once(MASTER_ADDR="10.77.0.1")
+        played = replace(again, unset=played.unset) if again.training is not None else played
     return played
 
 
-def _play(script: Path, gpus: int, arguments: Sequence[str], scratch: Path, environ: Mapping[str, str]) -> Played:
-    stubs, log, functions = scratch / "stubs", scratch / "commands.jsonl", scratch / "functions.sh"
-    stubs.mkdir(parents=True, exist_ok=True)
-    log.write_text("")
+def _slurm(nodes: int, gpus: int) -> dict[str, str]:
+    """The variables of a batch job."""
+    names = {"SUBMIT_DIR": os.getcwd(), "JOB_ID": 1, "JOBID": 1, "JOB_NODELIST": "nodes", "NODELIST": "nodes"}
+    names |= dict.fromkeys(("JOB_NUM_NODES", "NNODES", "NTASKS"), nodes)
+    names |= {"GPUS_ON_NODE": gpus, "GPUS_PER_NODE": gpus, "PROCID": 0, "NODEID": 0, "LOCALID": 0}
+    return {f"SLURM_{name}": str(value) for name, value in names.items()}
+
+
+def _play(box: Box, script: Sequence[str], text: str, environ: Mapping[str, str]) -> Played:
+    commands: list[Command] = []
+    defined, counts = set[str](), Counter[tuple[str, ...]]()
+    ours = _stubs(box, environ.get("PATH", os.defpath))
+
+    def look() -> str:
+        for line in box.lines():
+            try:
+                record = json.loads(line)
+                env = {name: _text(value) for name, value in record["env"].items() if environ.get(name) != value}
+                argv, there, words = ([*map(_text, record[name])] for name in ("argv", "there", "set"))
+                env = {name: value for name, value in env.items() if name not in {*ours, "SHLVL", "_", "PWD", "OLDPWD"}}
+                command = Command((argv[0], *argv[1:]), _text(record["cwd"]), env, tuple(there), _text(record["heard"]))
+            except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
+                continue  # the script itself has written it
+            commands.append(command)
+            defined.update(words)
+            counts[command.argv] += 1
+        most = max(counts, key=lambda one: (counts[one] >= _REPEATED, one[0] != "sleep", counts[one]), default=())
+        if counts[most] < _REPEATED:
+            return ""
+        return f"it has repeated `{' '.join(most)[:80]}` {counts[most]} times and waits for an answer that never comes"
+
+    places, needs = [Path.cwd(), Path(script[0]).parent], [text, sys.prefix]
+    ended = box.run(["bash", *script], env={**environ, **ours}, places=places, needs=needs, seconds=_SECONDS, look=look)
+    look()
+    words = [line for line in ended.output.splitlines() if line.strip()]
+    unset = tuple(name for name in _unset_variables(text, environ) if name not in defined)
+    return Played(tuple(commands), ended.code, "\n".join(words[-5:]), unset, box.sandbox, why=ended.why)
+
+
+def _stubs(box: Box, path: str) -> dict[str, str]:
+    """Write the stubs; the variables with which bash finds them. Functions come before a PATH that the script extends,
+    and stand for absolute paths, too."""
+    stub, stubs = box.write("stub.py", _STUB.read_text()), box.home / "stubs"
+    # set -x is not heard, and waiting takes no time, but bash's clock goes on
+    clock = 'case ${1-} in *[!0-9]* | "") ;; *) SECONDS=$((SECONDS + $1)) ;; esac'
+    lines = ["exec {REHEARSE_TRACE}> /dev/null && BASH_XTRACEFD=$REHEARSE_TRACE"]
     for name in STUBBED:
-        (stubs / name).write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} -IS {_STUB} {name} "$@"\n')
-        (stubs / name).chmod(0o755)
-    # functions come before a PATH that the script extends
-    functions.write_text("".join(f'{name}() {{ {stubs / name} "$@"; }}\n' for name in STUBBED))
-    ours = {"REHEARSE_LOG": str(log), "REHEARSE_GPUS": str(gpus), "REHEARSE_PYTHON": sys.executable}
-    ours |= {"BASH_ENV": str(functions), "PATH": f"{stubs}{os.pathsep}{environ.get('PATH', os.defpath)}"}
-    command = [*_sandbox(scratch), "bash", str(script.resolve()), *arguments]
-    finished = subprocess.run(
-        command, env={**environ, **ours}, capture_output=True, text=True, timeout=300, stdin=subprocess.DEVNULL
-    )
-    commands = []
-    for line in log.read_text().splitlines():
-        record = json.loads(line)
-        env = {n: v for n, v in record["env"].items() if environ.get(n) != v and n not in {*ours, "SHLVL", "_", "PWD"}}
-        commands.append(Command(tuple(record["argv"]), record["cwd"], env))
-    last = [line for line in finished.stderr.splitlines() if not line.startswith("+")]
-    words = last or finished.stdout.splitlines()
-    isolated = command[0] == "bwrap"
-    unset = tuple(_unset_variables(script, environ))
-    return Played(tuple(commands), finished.returncode, "\n".join(words[-5:]), unset, isolated)
+        if box.sandbox and name == "kill":
+            continue  # it reaches the script's own processes alone
+        program = box.write(
+            f"stubs/{name}", f'#!/bin/sh\nexec {shlex.quote(sys.executable)} -IS {shlex.quote(str(stub))} {name} "$@"\n'
+        )
+        found = {name, *filter(None, (shutil.which(name, path=part) for part in path.split(os.pathsep)))}
+        body = f'REHEARSE_SET="$(compgen -v)" {shlex.quote(str(program))} "$@"; {clock if name == "sleep" else ""}'
+        lines += [f"{call}() {{ {body.rstrip('; ')}; }}" for call in found]
+    functions = box.write("functions.sh", "\n".join(lines) + "\n")
+    return {"BASH_ENV": str(functions), "PATH": f"{stubs}{os.pathsep}{path}"}
 
 
-def _sandbox(scratch: Path) -> list[str]:
-    bwrap = ["bwrap", "--ro-bind", "/", "/", "--dev", "/dev", "--proc", "/proc", "--bind", str(scratch), str(scratch)]
-    bwrap += ["--unshare-pid", "--unshare-net", "--die-with-parent"]
-    works = shutil.which("bwrap") and subprocess.run([*bwrap, "true"], capture_output=True).returncode == 0
-    return bwrap if works else []
+def _text(value: Any) -> str:
+    """A text that every file can hold."""
+    return str(value).encode(errors="replace").decode()
 
 
-def _unset_variables(script: Path, environ: Mapping[str, str]) -> Iterator[str]:
-    """Variables that the script reads without a default, and neither sets nor gets."""
-    lines = [line for line in script.read_text(errors="replace").splitlines() if not line.lstrip().startswith("#")]
-    text = "\n".join(lines)
+def _unset_variables(text: str, environ: Mapping[str, str]) -> Iterator[str]:
+    """Variables that the script reads without a default or a test, and neither sets nor gets."""
+    text = _QUOTED.sub(lambda match: match[0] if match[0][0] == '"' else " ", _LITERAL.sub("", text))
     defaulted = {name for name, default in _UNSET.findall(text) if default}
-    assigned = {*_SET.findall(text), *_LOOPED.findall(text)} | defaulted | _SHELLS
+    assigned = {*_SET.findall(text), *_LOOPED.findall(text), *_TESTED.findall(text)} | defaulted | _SHELLS
     for name in dict.fromkeys(name for name, _ in _UNSET.findall(text)):
         if name.isupper() and name not in assigned and name not in environ and not name.endswith("_ARGS"):
             yield name
@@ -157,13 +265,25 @@ def _unset_variables(script: Path, environ: Mapping[str, str]) -> Iterator[str]:
 
 def _ray_nodes(command: Command) -> Iterator[RayNode]:
     if command.argv[:2] == ("ray", "start"):
-        yield _ray_node(command.argv[2:], None)
-    elif command.argv[0] in ("ssh", "pdsh", "srun"):
-        words = " ".join(command.argv[1:])
-        for part in re.split(r";|&&|\|\|", words):
+        yield _ray_node(command.argv[2:], command.env.get("SLURMD_NODENAME"))
+    elif command.argv[0] in ("ssh", "pdsh"):
+        for part in re.split(r";|&&|\|\||\n", " ".join((*command.argv[1:], "\n", command.heard))):
             if (at := part.find("ray start")) >= 0:
-                host = command.argv[1].rpartition("@")[2]
-                yield _ray_node(shlex.split(part[at:])[2:], host)
+                words, fault = _split(part[at:])
+                yield from (replace(_ray_node(words[2:], host), fault=fault) for host in _hosts(command))
+
+
+def _hosts(command: Command) -> list[str]:
+    """The machines that ssh or pdsh is called for."""
+    words, valued = iter(command.argv[1:]), ""
+    for word in words:
+        if word.startswith("-"):
+            valued = next(words, "") if len(word) == 2 and word[1] in _VALUED else word[2:]
+            if word[:2] == "-w":  # pdsh's
+                return valued.split(",")
+        else:
+            return [word.rpartition("@")[2]]
+    return []
 
 
 def _ray_node(words: Sequence[str], host: str | None) -> RayNode:
@@ -174,7 +294,25 @@ def _ray_node(words: Sequence[str], host: str | None) -> RayNode:
         head="--head" in words,
         address=flags.get("--node-ip-address") or None,
         gpus=int(gpus) if gpus.isdecimal() else None,
+        joins=flags.get("--address") or None,
+        port=flags.get("--port") or "6379",
+        dashboard=(flags.get("--dashboard-host") or "127.0.0.1", flags.get("--dashboard-port") or "8265"),
     )
+
+
+def _split(text: str) -> tuple[list[str], str]:
+    """The words of a shell's command, and why there is none."""
+    try:
+        return shlex.split(text), ""
+    except ValueError as error:
+        return text.split(), f"the shell refuses `{text.strip()[:80]}` ({error}): close the quote"
+
+
+def ipv4(word: str) -> ipaddress.IPv4Address | None:
+    try:
+        return ipaddress.IPv4Address(word)
+    except ValueError:
+        return None
 
 
 def _flags(words: Sequence[str]) -> dict[str, str]:
@@ -188,19 +326,23 @@ def _flags(words: Sequence[str]) -> dict[str, str]:
     return flags
 
 
-def _training(command: Command) -> Training | None:
+def _training(command: Command, mapped: Mapping[str, Path]) -> Training | None:
     name, *words = command.argv
-    submitted, working_dir, env = False, None, dict(command.env)
+    submitted, working_dir, address, faults = False, None, None, []
+    env = dict(command.env)
     if command.argv[:3] == ("ray", "job", "submit"):
         if "--" not in words:
             return None
         at = words.index("--")
-        runtime = _runtime_env(_flags(words[:at]))
-        env |= runtime.get("env_vars") or {}
-        working_dir = runtime.get("working_dir") or _flags(words[:at]).get("--working-dir")
+        flags = _flags(words[:at])
+        runtime, faults = _runtime_env(flags)
+        env |= runtime["env_vars"]
+        working_dir = runtime.get("working_dir") or flags.get("--working-dir")
+        address = flags.get("--address") or command.env.get("RAY_ADDRESS")
         words, submitted = words[at + 1 :], True
         if len(words) == 1:
-            words = shlex.split(words[0])
+            words, fault = _split(words[0])
+            faults += [fault] if fault else []
         while words and "=" in words[0] and not words[0].startswith("-"):  # NAME=value python3 …
             variable, _, value = words.pop(0).partition("=")
             env[variable] = value
@@ -211,13 +353,24 @@ def _training(command: Command) -> Training | None:
     if not scripts or any(word.startswith("--") for word in words[: scripts[0]]) or words[:1] == ["-c"]:
         return None
     at = scripts[0]
-    return Training(words[at], tuple(words[at + 1 :]), env, command.cwd, submitted, working_dir)
+    launcher = words[words.index("-m") + 1] if "-m" in words[:at] else ""
+    if launcher and at != words.index("-m") + 2:
+        return None  # a module's own argument
+    flags = tuple(words[at + 1 :])
+    more = {"address": address, "launcher": launcher, "there": command.there, "faults": tuple(faults), "mapped": mapped}
+    return Training(words[at], flags, env, command.cwd, submitted, str(working_dir) if working_dir else None, **more)
 
 
-def _runtime_env(flags: Mapping[str, str]) -> dict[str, Any]:
-    given = flags.get("--runtime-env-json")
+def _runtime_env(flags: Mapping[str, str]) -> tuple[dict[str, Any], list[str]]:
+    """The job's runtime environment, with ``env_vars`` of strings, and sentences on what Ray refuses of it."""
+    given = flags.get("--runtime-env-json") or "{}"
     try:
-        parsed = json.loads(given) if given else {}
-    except ValueError as error:
-        raise ConfigError(f"--runtime-env-json of ray job submit is no JSON ({error}): {given}; correct it") from error
-    return parsed if isinstance(parsed, dict) else {}
+        runtime: Any = json.loads(given)
+    except (ValueError, RecursionError) as error:
+        runtime = str(error)
+    env = (runtime.get("env_vars") or {}) if isinstance(runtime, dict) else None
+    if isinstance(env, dict) and all(isinstance(value, str) for value in env.values()):
+        return {**runtime, "env_vars": env}, []
+    why = f"no JSON ({runtime})" if isinstance(runtime, str) else "no env_vars of names with texts"
+    fault = f'--runtime-env-json of ray job submit has {why}, as in {{"env_vars": {{"A": "1"}}}}: correct {given[:200]}'
+    return {"env_vars": {n: str(v) for n, v in env.items()} if isinstance(env, dict) else {}}, [fault]

@@ -33,6 +33,8 @@ _READ, _DECODE, _PREFILL, _TRAIN = 0.6, 0.4, 0.4, 0.35  # shares of bandwidth an
 _STEP_S = 0.004  # of a decoding step beside the card's work: scheduler, sampling, launches
 _UPDATE_BYTES_PER_S, _UPDATE_S = 20e9, 3.0  # weights that each node moves per second; pause and flush
 _OFFLOAD_BYTES_PER_S = 20e9  # between GPU and host, per GPU
+_DISK_BYTES_PER_S, _CHANGED = 5e9, 0.05  # of weights on disks; the share of their bytes that a step changes
+_ACCEPTED, _DRAFT_S = 0.7, 0.001  # of drafted tokens, each after the one before it; of a draft step
 
 
 @dataclass(frozen=True)
@@ -76,14 +78,22 @@ def speeds_of(args: Arguments, size: Size, card: str, shape: Shape) -> Speeds:
     passes = 6 + 2 * (1 + bool(args.use_kl_loss or args.kl_coef))  # the old log-probs, and the reference's
     recomputed = 2 if args.recompute_granularity == "full" else 0
     training = of.flops * _TRAIN * args.actor_gpus
-    per_gpu = 2 * size.parameters / max(args.model_parallel, 1)
+    weights = 2 * size.parameters
+    per_gpu = weights / max(args.model_parallel, 1)
+    moved = weights / _UPDATE_BYTES_PER_S / max(args.actor_num_nodes or 1, 1)
+    if args.update_weight_transport == "disk":  # trainers write what has changed, and engines read all of it
+        moved = weights * (1 + (_CHANGED if args.update_weight_mode == "delta" else 1)) / _DISK_BYTES_PER_S
+    drafts = (args.sglang_speculative_num_steps or 3) if args.sglang_speculative_algorithm else 0
+    checked = (args.sglang_speculative_num_draft_tokens or drafts + 1) if drafts else 1
+    tokens = sum(_ACCEPTED**n for n in range(drafts + 1))  # of a step that checks the drafts of small layers
     return Speeds(
         # a batch of many sequences reads nearly all experts
-        token_s=_STEP_S + 2 * size.parameters / read,
-        token_s_per_sequence=size.kv_bytes * context / read + 2 * size.active / (of.flops * _DECODE * gpus),
+        token_s=(_STEP_S + weights / read + drafts * (_DRAFT_S + weights / read / (args.num_layers or 1))) / tokens,
+        token_s_per_sequence=(size.kv_bytes * context / read + checked * 2 * size.active / (of.flops * _DECODE * gpus))
+        / tokens,
         prefill_token_s=2 * size.active / (of.flops * _PREFILL * gpus),
         train_token_s=(passes + recomputed) * size.active / training,
-        sync_s=_UPDATE_S + 2 * size.parameters / _UPDATE_BYTES_PER_S / max(args.actor_num_nodes or 1, 1),
+        sync_s=_UPDATE_S + moved,
         offload_s=2 * 9 * per_gpu / _OFFLOAD_BYTES_PER_S,  # weights, gradients, optimizer: out and in
     )
 

@@ -1,19 +1,21 @@
 """slime's own ``parse_args`` on the flags of a launch script, in the Python that has slime's requirements. Files that
 are not here are noted and replaced, so that one missing file does not hide the other findings.
 
-    python parse.py REQUEST.json ANSWER.json
+    python parse.py REQUEST.json LOG
 
-Uses the standard library and slime. REQUEST: ``flags``, ``standins``, ``slime``, ``scratch``, ``path`` (the job's
-PYTHONPATH), ``settings`` (ours of the job's environment). ANSWER: ``args``, ``options``, ``refused``, ``missing``,
-``unimportable``, ``near`` (names that exist, by argument), ``real`` (the packages that are no stand-ins).
+Uses the standard library and slime. REQUEST: ``flags``, ``launcher``, ``standins``, ``slime``, ``scratch``, ``path``
+(the job's PYTHONPATH), ``settings`` (ours of the job's environment). A line of JSON is appended to LOG: ``args``,
+``options``, ``refused``, ``missing``, ``unimportable``, ``near`` (names that exist, by argument), ``real`` (the
+packages that are no stand-ins).
 """
 
 from __future__ import annotations
 
 import argparse
+import ast
 import contextlib
-import copy
 import importlib.util
+import inspect
 import io
 import json
 import os
@@ -41,6 +43,10 @@ def main(request: dict[str, Any]) -> dict[str, Any]:
     answer: dict[str, Any] = {"refused": [], "missing": {}, "unimportable": {}, "near": {}, "real": real, "args": None}
     raw: dict[str, Any] = {}
     _replace_validation(arguments, answer, raw, request["scratch"])
+    if request["launcher"] == "agl_slime.train.slime.launch":
+        from agl_slime.train.slime.launch import extend_parser
+
+        extend_parser()
     sys.argv = ["train.py", *request["flags"]]
     errors = io.StringIO()
     try:
@@ -79,17 +85,22 @@ def _collect_options() -> set[str]:
 def _replace_validation(arguments: Any, answer: dict[str, Any], raw: dict[str, Any], scratch: str) -> None:
     """Have slime's checks run with stand-ins of missing files, and go on after a refusal."""
     import transformers
+    from slime.backends.megatron_utils import arguments as backend
 
-    load = transformers.AutoConfig.from_pretrained
+    load, standin = transformers.AutoConfig.from_pretrained, SimpleNamespace()
 
     def config(path: str, **named: Any) -> Any:
         if not Path(path).is_dir():
             answer["missing"]["hf_checkpoint"] = path
-            return SimpleNamespace()
+            return standin
         return load(path, **named)
 
     transformers.AutoConfig.from_pretrained = config  # type: ignore[method-assign, assignment]
-    validate = arguments.slime_validate_args
+    for name, function in [*vars(backend).items()]:
+        if inspect.isfunction(function) and "hf_config" in inspect.signature(function).parameters:
+            skipped = lambda *given, check=function: None if standin in given else check(*given)  # noqa: E731
+            setattr(backend, name, skipped)
+    validate = _collecting(arguments.slime_validate_args, answer["refused"])
 
     def checked(args: Any) -> None:
         away = {name: getattr(args, name, None) for name in (*_PATHS, *_FILES)}
@@ -99,18 +110,42 @@ def _replace_validation(arguments: Any, answer: dict[str, Any], raw: dict[str, A
             setattr(args, name, scratch if name in _PATHS else None)
         engines, args.rollout_external_engine_addrs = args.rollout_external_engine_addrs, None  # which run elsewhere
         load_from, ref_load = args.load, args.ref_load
-        raw.update(copy.copy(vars(args)))
+        args.ref_load = args.ref_load or scratch  # the checks have a sentence of their own
+        raw.update(vars(args))
         try:
             validate(args)
-        except (AssertionError, ValueError, OSError, AttributeError, TypeError) as error:
+        except Exception as error:  # the rest of the checks is not known then
             answer["refused"].append(str(error) or repr(error))
-        if args.load == ref_load:
+        if args.load == args.ref_load:
             args.load = load_from
+        args.ref_load = ref_load
         for name, path in away.items():
             setattr(args, name, path)
         args.rollout_external_engine_addrs, args.rollout_external = engines, engines is not None
+        raw.update(vars(args))
 
     arguments.slime_validate_args = checked
+
+
+class _Collecting(ast.NodeTransformer):
+    """slime's checks that go on: a refusal ends no later check, and leaves no argument without its final value."""
+
+    def visit_Assert(self, node: ast.Assert) -> ast.AST:
+        refused = self._call(node.msg or ast.Constant(ast.unparse(node.test)))
+        return ast.copy_location(ast.If(ast.UnaryOp(ast.Not(), node.test), [refused], []), node)
+
+    def visit_Raise(self, node: ast.Raise) -> ast.AST:
+        return ast.copy_location(self._call(node.exc), node) if node.exc else node
+
+    def _call(self, text: ast.expr) -> ast.stmt:
+        return ast.Expr(ast.Call(ast.Name("_refuse", ast.Load()), [text], []))
+
+
+def _collecting(function: Any, refused: list[str]) -> Any:
+    tree = ast.fix_missing_locations(_Collecting().visit(ast.parse(inspect.getsource(function))))
+    names = {**function.__globals__, "_refuse": lambda error: refused.append(str(error) or repr(error))}
+    exec(compile(tree, inspect.getfile(function), "exec"), names)
+    return names[function.__name__]
 
 
 def _resolve(args: dict[str, Any], answer: dict[str, Any]) -> None:
@@ -162,4 +197,5 @@ def _plain(value: Any) -> bool:
 
 
 if __name__ == "__main__":
-    Path(sys.argv[2]).write_text(json.dumps(main(json.loads(Path(sys.argv[1]).read_text()))))
+    with open(sys.argv[2], "a") as log:
+        log.write(json.dumps(main(json.loads(Path(sys.argv[1]).read_text()))) + "\n")

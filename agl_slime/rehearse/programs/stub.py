@@ -1,40 +1,119 @@
-"""A program that stands for each harmful or absent command of a launch script: it records its arguments and does
-nothing. Uses the standard library only, as it starts once per command.
+"""A program that stands for each harmful or absent command of a launch script: it records its arguments, and answers as
+on the machines of the run. Uses the standard library only, as it starts once per command.
 
-    stub.py NAME ARGUMENTS...        with REHEARSE_LOG, REHEARSE_GPUS and REHEARSE_PYTHON in the environment
+    stub.py NAME ARGUMENTS...        beside ``settings.json`` (``gpus``, ``nodes``, ``python``, ``sandbox``) and ``log``
 """
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
 
-WRAPPERS = ("sudo", "numactl", "nohup", "exec")
-CARD, MEMORY = "NVIDIA H100 80GB HBM3", "81559 MiB"
+HERE = os.path.dirname(os.path.abspath(__file__))
+CARD, MEMORY, ADDRESS = "NVIDIA H100 80GB HBM3", "81559 MiB", "10.77.0.{}"
+WRAPPERS = ("sudo", "numactl", "srun", "uv", "conda", "docker", "podman")
+FILES = ("rm", "rmdir", "mv", "cp", "ln", "mkdir", "touch", "chmod", "tee")  # which a sandbox lets happen
+READS = ("rev-parse", "describe", "log", "config", "branch", "status", "diff", "ls-files")  # of git
 
 
 def main(name: str, arguments: list[str]) -> int:
-    with open(os.environ["REHEARSE_LOG"], "a") as log:
-        log.write(json.dumps({"argv": [name, *arguments], "cwd": os.getcwd(), "env": dict(os.environ)}) + "\n")
-    if name.startswith("python") and arguments[:1] in (["-c"], ["-"]):  # a computation of the script
-        return subprocess.run([os.environ["REHEARSE_PYTHON"], *arguments]).returncode
-    if name in WRAPPERS:
-        words = [word for word in arguments if not word.startswith("-")]
-        return subprocess.run(words).returncode if words and shutil.which(words[0]) else 0
-    gpus = int(os.environ["REHEARSE_GPUS"])
-    if name == "nvidia-smi":
-        if "-L" in arguments:
-            print("\n".join(f"GPU {n}: {CARD} (UUID: GPU-{n})" for n in range(gpus)))
-        elif any(one.startswith("--query-gpu") for one in arguments):
-            print("\n".join([MEMORY if "memory" in " ".join(arguments) else CARD] * gpus))
-        elif "topo" in arguments:
-            print("\n".join(f"GPU{n} " + " ".join(["NV18"] * (gpus - 1)) for n in range(gpus)))
+    with open(f"{HERE}/settings.json") as file:
+        settings = json.load(file)
+    line = next((word for word in arguments if not word.startswith("-")), "")
+    heard = ""
+    if name == "ssh" and not {"-n", "-f"} & {*arguments}:  # it reads its standard input, as the real one does
+        heard = sys.stdin.buffer.read(2**16).decode(errors="replace")
+    record(name, arguments, heard)
+    gpus, nodes = settings["gpus"], settings["nodes"]
+    if name.startswith("python") and (code := computation(arguments)) is not None:
+        return subprocess.run([settings["python"], *code]).returncode
+    if settings["sandbox"] and (name in FILES or (name == "git" and line in READS)):
+        code = real(name, arguments)
+        return code if name == "git" else 0
+    if name in WRAPPERS and (words := command_of(arguments)):
+        ranks = re.search(r"(?:^| )(?:--ntasks[= ]|-n ?|--nodes[= ]|-N ?)(\d+)", " ".join(arguments[: -len(words)]))
+        count = int(ranks[1]) if ranks else nodes
+        last = min(count, nodes) if name == "srun" else 1
+        return max(run(words, SLURM_PROCID=n, SLURM_NODEID=n, SLURMD_NODENAME=f"node{n}") for n in range(last))
     if name == "ray" and arguments[:2] == ["job", "submit"]:
         print("Job 'raysubmit_rehearsal' submitted successfully")
-    if name == "tee":
-        shutil.copyfileobj(sys.stdin, sys.stdout)
+        words = arguments[arguments.index("--") + 1 :] if "--" in arguments else []
+        if os.path.basename((words or [""])[0]) in ("bash", "sh"):
+            return run(words)
+    answer(name, arguments, line, gpus, nodes)
     return 0
+
+
+def record(name: str, arguments: list[str], heard: str) -> None:
+    env = {text(key): text(value) for key, value in os.environ.items()}
+    words = {"argv": [text(word) for word in (name, *arguments)], "cwd": text(os.getcwd())}
+    there = [word for word in words["argv"][1:] if os.path.exists(word)]
+    row = json.dumps({**words, "set": env.pop("REHEARSE_SET", "").split(), "heard": heard, "there": there, "env": env})
+    with open(f"{HERE}/log", "a") as log:
+        log.write(row + "\n")
+
+
+def text(word: str) -> str:
+    """A word of the system, whose bytes may be no UTF-8."""
+    return os.fsencode(word).decode(errors="replace")
+
+
+def computation(arguments: list[str]) -> "list[str] | None":
+    """Python's arguments without a file: the code is in them, or in the standard input."""
+    options = [word for word in arguments if re.fullmatch("-[uBEIOSs]+", word)]
+    rest = arguments[len(options) :] if arguments[: len(options)] == options else arguments
+    if not rest or rest[0] in ("-c", "-", "-V", "--version"):
+        return arguments
+    return None
+
+
+def command_of(arguments: list[str]) -> list[str]:
+    """The command in a wrapper's arguments."""
+    for at, word in enumerate(arguments):
+        if not word.startswith("-") and not word.isdigit() and word not in ("run", "exec") and shutil.which(word):
+            return arguments[at:]
+    return []
+
+
+def run(words: list[str], **variables: object) -> int:
+    env = {**os.environ, **{name: str(value) for name, value in variables.items()}}
+    return subprocess.run(words, env=env).returncode
+
+
+def real(name: str, arguments: list[str]) -> int:
+    path = os.pathsep.join(part for part in os.environ.get("PATH", "").split(os.pathsep) if part != f"{HERE}/stubs")
+    program = shutil.which(name, path=path)
+    return subprocess.run([program, *arguments], stderr=subprocess.DEVNULL).returncode if program else 0
+
+
+def answer(name: str, arguments: list[str], line: str, gpus: int, nodes: int) -> None:
+    """The output of a command where it is part of what scripts read: of a node with all GPUs, and of a cluster on which
+    all nodes have joined."""
+    rank = int(os.environ.get("SLURM_PROCID") or 0)
+    words = " ".join(arguments)
+    if name == "nvidia-smi":
+        shown = "GPU {n}: " + CARD + (" (UUID: GPU-{n})" if "-L" in arguments else "")
+        if "--query-gpu" in words:
+            shown = MEMORY if "memory" in words else "{n}" if "index" in words else CARD
+        elif line == "topo":
+            shown = "GPU{n} " + " ".join(["NV18"] * (gpus - 1))
+        print("\n".join(shown.format(n=n) for n in range(gpus)))
+    elif name == "hostname":
+        print(ADDRESS.format(rank + 1) if re.search("-[iI]|--ip|--all-ip", words) else f"node{rank}")
+    elif name.startswith("pip") and line in ("list", "freeze", "show"):  # of slime's image
+        print("megatron-core 0.16.0 /root/Megatron-LM\nsglang 0.5.9\nray 2.55.1\ntorch 2.9.1")
+    elif name == "scontrol":
+        print("\n".join(f"node{n}" for n in range(nodes)))
+    elif name == "ray" and line == "status":
+        total = gpus * nodes
+        print("======== Autoscaler status ========\nNode status\nActive:")
+        print("\n".join(f" 1 node_{n}" for n in range(nodes)))
+        print("Pending:\n (no pending nodes)\nRecent failures:\n (no failures)\n\nResources")
+        print(f"Total Usage:\n 0.0/{total}.0 GPU\n {total} GPU")  # scripts look for either form
+    elif name == "ray" and arguments[:2] == ["job", "status"]:
+        print("Status for job 'raysubmit_rehearsal': SUCCEEDED\nJob 'raysubmit_rehearsal' succeeded")
 
 
 if __name__ == "__main__":

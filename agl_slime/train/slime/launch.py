@@ -39,6 +39,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     return parser
 
 
+def extend_parser() -> None:
+    """Have slime's parser call ``add_arguments``. Raises ``UnknownVersionError`` when it is not found."""
+    provider = find(_PROVIDER)
+
+    def with_flags(add_custom_arguments: Any = None) -> Callable[[argparse.ArgumentParser], argparse.ArgumentParser]:
+        add = provider(add_custom_arguments)
+        return lambda parser: add_arguments(add(parser))
+
+    setattr(import_module(place_of(_PROVIDER) or ""), _PROVIDER, with_flags)
+
+
 def launch(script: str, flags: Sequence[str]) -> None:
     """Run ``script`` as a program with ``flags``, with a parser that has ``FLAGS``.
 
@@ -50,13 +61,7 @@ def launch(script: str, flags: Sequence[str]) -> None:
         raise ConfigError(f"{script}: there is no such Python file; give slime's train.py or train_async.py")
     if not installed():
         raise MissingDependencyError(INSTALL_SLIME)
-    provider = find(_PROVIDER)
-
-    def with_flags(add_custom_arguments: Any = None) -> Callable[[argparse.ArgumentParser], argparse.ArgumentParser]:
-        add = provider(add_custom_arguments)
-        return lambda parser: add_arguments(add(parser))
-
-    setattr(import_module(place_of(_PROVIDER) or ""), _PROVIDER, with_flags)
+    extend_parser()
     sys.argv = [script, *flags]
     sys.path.insert(0, str(Path(script).resolve().parent))
     runpy.run_path(script, run_name="__main__")

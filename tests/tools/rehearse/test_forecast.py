@@ -6,7 +6,11 @@ from dataclasses import replace
 
 import pytest
 
+from agl_slime.errors import ConfigError
+from agl_slime.rehearse.checks import Arguments
 from agl_slime.rehearse.forecast import Shape, Speeds, compare, forecast
+from agl_slime.rehearse.script import Training
+from agl_slime.rehearse.speeds import Size, speeds_of
 
 SPEEDS = Speeds(token_s=0.01, train_s=4.0, sync_s=1.0)
 EQUAL = Shape(groups=4, size=2, engines=2, mean_tokens=100, spread=0.0, prompt_tokens=0)
@@ -66,3 +70,27 @@ def test_more_engines_do_not_help_shared_gpus():
     assert [name for name, _ in compare(SPEEDS, replace(EQUAL, colocated=True))] == ["as it is"]
     rows = dict(compare(SPEEDS, EQUAL))
     assert {"as it is", "agl_max_staleness 1", "agl_max_staleness 2", "4 engines"} <= {*rows}
+
+
+def test_a_run_that_waits_for_ever_has_no_forecast():
+    with pytest.raises(ConfigError, match="agl_max_staleness 0: .*set 1 or more"):
+        forecast(SPEEDS, replace(EQUAL, asynchronous=True, max_staleness=0))
+
+
+def test_drafts_and_deltas_are_in_the_preset():
+    model = {"num_layers": 36, "hidden_size": 2560, "num_attention_heads": 32, "vocab_size": 151936}
+    training = Training("train.py", (), {}, "/", submitted=True)
+
+    def speeds(**flags: object) -> Speeds:
+        args = Arguments({**model, "rollout_num_gpus": 8, "actor_num_nodes": 4, **flags}, training)
+        size = Size.from_args(args)
+        assert size is not None
+        return speeds_of(args, size, "h100", EQUAL)
+
+    plain, eagle = speeds(), speeds(sglang_speculative_algorithm="EAGLE", sglang_speculative_num_steps=3)
+    assert plain.token_s / 2.6 < eagle.token_s < plain.token_s / 1.5  # 1 + 0.7 + 0.7^2 + 0.7^3 tokens of a longer step
+    assert speeds(update_weight_transport="nccl") == plain
+    disk = {"update_weight_transport": "disk"}
+    whole, delta = speeds(**disk, update_weight_mode="full"), speeds(**disk, update_weight_mode="delta")
+    assert plain.sync_s < delta.sync_s < whole.sync_s
+    assert (whole.sync_s - 3) / (delta.sync_s - 3) == pytest.approx(2 / 1.05)

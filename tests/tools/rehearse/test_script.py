@@ -2,15 +2,36 @@
 
 from __future__ import annotations
 
+import os
+import shutil
+import socket
+import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from agl_slime.errors import ConfigError
+from agl_slime.rehearse import box, script
 from agl_slime.rehearse.checks import OURS, Nodes, check, check_script
 from agl_slime.rehearse.parsing import Parsed
-from agl_slime.rehearse.script import Played, Training, play
+from agl_slime.rehearse.script import PLACE, Command, Played, Training
+from tests.harness.waiting import becomes_true
+
+
+def why_no_box() -> str:
+    try:
+        box.check_box()
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+NO_BOX = why_no_box()
+needs_box = pytest.mark.skipif(bool(NO_BOX), reason=NO_BOX)
+play = partial(script.play, sandbox=not NO_BOX)  # these scripts are harmless
 
 HEAD = """#!/bin/bash
 pkill -9 python; pkill -9 ray; sleep 3
@@ -58,7 +79,7 @@ def scratch(tmp_path: Path) -> Path:
 
 def test_a_script_gives_its_training_command_and_harms_nothing(tmp_path: Path, scratch: Path):
     played = play(write(tmp_path, SLIMES), gpus=4, arguments=["--lr", "1e-6"], scratch=scratch)
-    assert played.code == 0, played.stderr
+    assert played.code == 0, played.output
     training = played.training
     assert training is not None
     assert training.submitted
@@ -113,9 +134,168 @@ def test_a_script_that_needs_a_master_address_goes_on_with_one(tmp_path: Path, s
     assert texts[1].startswith("the script reads DATA_ROOT, which nothing sets")
 
 
+# -- the box -----------------------------------------------------------------------------------------------------------
+
+# Each line on its own, with FILE of the host, its FOLDER, and a Unix socket of the host in it.
+HOSTILE = """
+sed -i 's/kept/lost/' FILE
+find FOLDER -type f -delete
+echo lost > FILE
+/bin/rm -rf FOLDER
+python3 -c 'import shutil; shutil.rmtree("FOLDER")'
+python3 <<< 'open("FILE", "w").write("lost")'
+/bin/mount -o remount,rw,bind / && echo lost > FILE
+/bin/mount -o remount,rw,bind FOLDER && echo lost > FILE
+/usr/bin/unshare -rm /bin/sh -c 'mount -o remount,rw,bind / && echo lost > FILE'
+/bin/ln -sf FILE "$(dirname "$BASH_ENV")/functions.sh"; /bin/ln -sf FILE "$(dirname "$BASH_ENV")/log"
+/bin/cp FILE "$(dirname "$BASH_ENV")/stub.py"; /bin/mv "$(dirname "$BASH_ENV")" /tmp/gone
+for pid in /proc/[0-9]*; do /bin/kill -9 "${pid#/proc/}"; done
+python3 -c 'import socket; socket.socket(socket.AF_UNIX).connect("FOLDER/socket")'
+python3 -c 'import socket; socket.create_connection(("127.0.0.1", PORT), 1)'
+(exec /usr/bin/setsid /bin/sleep 4321.5 > /dev/null 2>&1 &)
+echo '[1]' >> "$(dirname "$BASH_ENV")/log"; echo '{"argv": []}' >> "$(dirname "$BASH_ENV")/log"
+:(){ :|:& }; :
+"""
+
+
+@needs_box
+@pytest.mark.slow
+def test_nothing_of_a_script_leaves_its_box(tmp_path: Path, scratch: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(box, "_PROCESSES", 64)
+    (folder := tmp_path / "folder").mkdir()
+    (kept := folder / "file").write_text("kept\n")
+    with socket.socket(socket.AF_UNIX) as server, socket.create_server(("127.0.0.1", 0)) as other:
+        os.chdir(folder)
+        server.bind("socket")
+        os.chdir(tmp_path)
+        server.listen()
+        server.setblocking(False)
+        other.setblocking(False)
+        for line in HOSTILE.strip().splitlines():
+            attack = line.replace("FOLDER", str(folder)).replace("FILE", str(kept))
+            attack = attack.replace("PORT", str(other.getsockname()[1]))
+            began = time.monotonic()
+            played = play(write(tmp_path, f"{attack}\npython3 train.py --lr 1\n"), gpus=8, scratch=scratch)
+            assert time.monotonic() - began < 60, attack
+            assert kept.read_text() == "kept\n", attack
+            assert sorted(os.listdir(folder)) == ["file", "socket"], attack
+            for listening in (server, other):
+                with pytest.raises(BlockingIOError):
+                    listening.accept()
+            # an attack on the box's own processes ends the script, and no more
+            assert played.training is not None or "/bin/kill" in attack or "processes" in played.why, (attack, played)
+    assert becomes_true(lambda: not [one for one in psutil.process_iter(["cmdline"]) if "4321.5" in str(one.info)], 5)
+
+
+def test_without_bubblewrap_nothing_runs_unless_asked(tmp_path: Path, scratch: Path, monkeypatch: pytest.MonkeyPatch):
+    found = shutil.which
+    monkeypatch.setattr(shutil, "which", lambda name, **how: None if name == "bwrap" else found(name, **how))
+    ran = write(tmp_path, f"echo > {tmp_path}/ran\npython3 train.py\n")
+    with pytest.raises(ConfigError, match="install bubblewrap|install it .*, or give --without-sandbox"):
+        script.play(ran, gpus=8, scratch=scratch)
+    assert not (tmp_path / "ran").exists()
+    played = script.play(ran, gpus=8, scratch=scratch, sandbox=False)
+    assert (tmp_path / "ran").exists()
+    assert [finding.text for finding in check_script(played, None, ONE)][-1].startswith("--without-sandbox: ")
+
+
+@needs_box
+def test_what_a_script_makes_is_there_for_it_alone(tmp_path: Path, scratch: Path) -> None:
+    made = (
+        f"mkdir -p logs\nexec > {tmp_path}/logs/run.log\nF=$(mktemp)\ncp model.sh $F\nsource $F\ncat > new.yaml <<< a\n"
+    )
+    monkey = write(
+        tmp_path, f"set -e\ncd {tmp_path}\n{made}python3 train.py ${{MODEL_ARGS[@]}} --custom-config-path new.yaml\n"
+    )
+    training = play(monkey, gpus=8, scratch=scratch).training
+    assert training is not None
+    assert training.flags[:2] == ("--num-layers", "28")
+    assert training.there == ("new.yaml",)
+    assert sorted(os.listdir(tmp_path)) == ["model.sh", "run.sh", "scratch"]
+
+
+@needs_box
+@pytest.mark.skipif(os.path.exists(PLACE), reason=f"{PLACE} is there")
+def test_a_script_finds_slime_where_its_image_has_it(tmp_path: Path, scratch: Path) -> None:
+    (tmp_path / "models").mkdir()
+    (tmp_path / "models" / "a.sh").write_text("MODEL_ARGS=(--num-layers 7)\n")
+    text = f"set -e\nsource {PLACE}/models/a.sh\ncd {PLACE}\npython3 train.py ${{MODEL_ARGS[@]}}\n"
+    training = play(write(tmp_path, text), gpus=8, scratch=scratch, slime_dir=tmp_path).training
+    assert training is not None
+    assert training.flags == ("--num-layers", "7")
+    assert training.path("models/a.sh").is_file()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("text", "why", "trained"),
+    [
+        ('until ray status | grep -q "16 GPU"; do sleep 5; done', "", True),
+        ('[ "$(ray status | grep -c node_)" = 2 ] && ray status | grep -q "/16.0 GPU"', "", True),
+        ("until ray job status raysubmit_rehearsal | grep -q SUCCEEDED; do sleep 9; done", "", True),
+        ("end=$((SECONDS + 240)); while [ $SECONDS -lt $end ]; do sleep 60; done", "", True),
+        ("while ! ray get-head-ip | grep -q x; do sleep 5; done", "it has repeated `ray get-head-ip` ", False),
+        ("yes", "it printed 1 MiB", False),
+        ("while :; do :; done", "it did not end within 3 s", False),
+        ("printf '\\xff\\xfe\\n'; python3 -c 'print(6 * 7)'", "", True),
+    ],
+)
+def test_waiting_and_output_end(
+    text: str, why: str, trained: bool, tmp_path: Path, scratch: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(script, "_REPEATED", 10)
+    monkeypatch.setattr(script, "_SECONDS", 3.0 if ":;" in text else 60.0)
+    monkeypatch.setitem(box._LIMITS, "FSIZE", 2**20)
+    played = play(write(tmp_path, f"{text}\npython3 train.py --lr 1\n"), gpus=8, nodes=2, scratch=scratch)
+    assert played.why.startswith(why), played
+    assert (played.training is not None) is trained
+    if why:
+        assert f"the script was stopped, as {why}" in next(check_script(played, None, ONE)).text
+
+
+@pytest.mark.parametrize(
+    ("reads", "unset"),
+    [
+        ('[ -z "$WANDB_KEY" ] || echo; [ -n "${HF_TOKEN}" ] || true; [[ -v OTHER ]] && echo $OTHER', ()),
+        ('printf -v LIST "%s" a; echo "$LIST"; read -r FIRST SECOND <<< "a b"; ray status; echo $FIRST $SECOND', ()),
+        ("cat <<'EOF'\n$NOPE\nEOF\necho 'awk $NOPE' \\$NOPE # $NOPE", ()),
+        ("source <(echo FROM_FILE=1); ray status; echo $FROM_FILE", ()),
+        ('cat <<EOF\n$NOPE\nEOF\necho "$ALSO"', ("NOPE", "ALSO")),
+    ],
+)
+def test_unset_variables_are_those_that_bash_reads_empty(
+    reads: str, unset: tuple[str, ...], tmp_path: Path, scratch: Path
+) -> None:
+    played = play(write(tmp_path, f"{reads}\npython3 train.py --lr 1\n"), gpus=8, scratch=scratch)
+    assert played.unset == unset, played.output
+
+
+def test_a_batch_script_is_played_as_on_its_nodes(tmp_path: Path, scratch: Path) -> None:
+    text = """#!/bin/bash
+#SBATCH --nodes=2
+first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+address=$(srun --nodes=1 --ntasks=1 -w "$first" hostname --ip-address)
+srun bash -c 'if [ $SLURM_PROCID = 0 ]; then ray start --head --node-ip-address "$0"
+else ray start --address "$0:6379"; fi' "$address" &
+wait
+cd "$SLURM_SUBMIT_DIR"
+srun --nodes=1 --ntasks=1 python3 train.py --actor-num-nodes $SLURM_JOB_NUM_NODES
+"""
+    played = play(write(tmp_path, text), gpus=8, nodes=2, scratch=scratch)
+    assert [(node.head, node.address, node.joins) for node in played.ray_nodes] == [
+        (True, "10.77.0.1", None),
+        (False, None, "10.77.0.1:6379"),
+    ]
+    assert played.training is not None
+    assert played.training.flags == ("--actor-num-nodes", "2")
+    with pytest.raises(ConfigError, match="is no bash script"):
+        play(write(tmp_path, "#!/usr/bin/env python3\nprint(1)\n"), gpus=8, scratch=scratch)
+
+
 # -- checks ----------------------------------------------------------------------------------------------------------
 
 SOUND: dict[str, Any] = {
+    "ref_load": "/shared/torch_dist",
     "actor_num_nodes": 1,
     "actor_num_gpus_per_node": 8,
     "num_gpus_per_node": 8,
@@ -141,7 +321,7 @@ APART = {"colocate": False, "actor_num_gpus_per_node": 4, "rollout_num_gpus": 4,
 
 def findings(nodes: Nodes = ONE, *, script: str = "train.py", cwd: str = "/nowhere", **changed: Any) -> list[str]:
     training = Training(script, (), {}, cwd, submitted=True)
-    parsed = Parsed(args={**SOUND, **changed})
+    parsed = Parsed(args={**SOUND, **changed}, rewards=frozenset({"math", "deepscaler", "remote_rm"}))
     *texts, ray = (finding.text for finding in check(Played((), 0, "", isolated=True), parsed, training, nodes))
     assert "starts no Ray" in ray
     return texts
@@ -179,6 +359,13 @@ def test_sound_arguments_have_no_findings(flags: dict[str, Any]):
         ({**HOOKED, "agl_max_staleness": 1}, "agl_max_staleness 1 has no effect with --colocate"),
         ({**HOOKED, **APART, "agl_max_staleness": 1}, "give --use-tis"),
         ({"data_source_path": "agl_slime.AGLDataSource"}, "aborts the requests of our agents after each batch"),
+        ({"ref_load": None}, "neither --ref-load nor --load has weights to start from"),
+        ({"ref_load": "", "load": "/nowhere/saved"}, "--load /nowhere/saved has no checkpoint and --ref-load is not"),
+        ({"ref_load": None, "use_kl_loss": True}, "the KL term needs the reference's weights"),
+        ({"rm_type": "mth"}, "--rm-type mth is no reward of slime's: did you mean math?"),
+        ({"rm_type": "boxed_sum"}, "give one of deepscaler, math, remote_rm, or --custom-rm-path"),
+        ({"rm_type": "remote_rm"}, "--rm-type remote_rm posts to no address: give --rm-url"),
+        ({"rollout_batch_size": "many"}, "correct the types of the values in --custom-config-path"),
     ],
 )
 def test_each_fault_is_one_sentence_with_its_fix(changed: dict[str, Any], text: str):
@@ -242,3 +429,58 @@ def test_the_script_around_the_training_command(tmp_path: Path, scratch: Path):
     assert all("SLIME_HOST_IP" not in finding.text for finding in check_script(played, bound, ONE))
     quoted = Training("train.py", (), {"MASTER_ADDR": "${MASTER_ADDR}"}, "/", submitted=True)
     assert "take the single quotes" in next(check_script(played, quoted, ONE)).text
+
+
+RAY = (
+    "ray start --head --node-ip-address 10.0.0.1 --port 6380 --dashboard-port 8266",
+    "ray start --address 10.0.0.1:6380",
+)
+JOB = "ray job submit --address http://127.0.0.1:8266 -- python3 train.py --lr 1"
+
+
+@pytest.mark.parametrize(
+    ("commands", "texts"),
+    [
+        ((*RAY, JOB), []),
+        ((*RAY, JOB.replace("8266", "8265")), ["submitted to port 8265 and Ray's dashboard has 8266"]),
+        (
+            (*RAY, JOB.replace("127.0.0.1", "10.0.0.1")),
+            ["submitted to 10.0.0.1 and Ray's dashboard listens on 127.0.0.1"],
+        ),
+        ((RAY[0], RAY[1].replace("0.1", "0.2"), JOB), ["joins 10.0.0.2:6380 and the head listens on 10.0.0.1:6380"]),
+        ((RAY[0], RAY[1].replace("6380", "6379"), JOB), ["give ray start --address=10.0.0.1:6380"]),
+        ((RAY[0], RAY[1].replace("0.1", "0.999"), JOB), ["10.0.0.999, which is no IPv4 address", "joins 10.0.0.999"]),
+        (
+            (*RAY, f"{JOB} --sglang-router-ip 10.0.0.256"),
+            ["--sglang-router-ip has 10.0.0.256, which is no IPv4 address"],
+        ),
+        ((*RAY, f"{JOB} --sglang-router-port 8266"), ["ray start --dashboard-port and --sglang-router-port have both"]),
+        ((*RAY, f"{JOB} --sglang-router-port=80800"), ["--sglang-router-port 80800 is no port"]),
+        ((*RAY, f"{JOB} --ref-load= --wandb-group="), ["--ref-load is given as an empty text"]),
+        ((*RAY, JOB.replace("train.py", "trian.py")), ["trian.py does not exist in /nowhere: did you mean train.py?"]),
+        (("ssh -p 22 a@b ray start --address '10.0.0.1:6380", *RAY, JOB), ["close the quote"]),
+        ((*RAY, 'ray job submit --runtime-env-json {"env_vars":[1]} -- python3 train.py'), ["env_vars of names with"]),
+        ((*RAY, 'ray job submit --runtime-env-json {"env_vars":{"A":1}} -- python3 train.py'), ["env_vars of names"]),
+        ((*RAY, "ray job submit --runtime-env-json {' -- python3 train.py"), ["has no JSON ("]),
+        ((*RAY, "ray job submit -- python3@train.py@--lr@'1"), ["close the quote"]),
+    ],
+)
+def test_names_addresses_and_ports_of_a_script_agree(commands: tuple[str, ...], texts: list[str]) -> None:
+    words = [tuple(one.replace("@", " ") for one in command.split(" ")) for command in commands]
+    played = Played(tuple(Command(argv, "/nowhere", {}) for argv in words), 0, "", isolated=True)
+    found = [one.text for one in check_script(played, played.training, Nodes(2, 8)) if one.level == "breaks"]
+    found = [text for text in found if "of 2 nodes" not in text]
+    assert len(found) == len(texts), found
+    for text, finding in zip(texts, sorted(found, key=lambda one: "IPv4" not in one), strict=True):
+        assert text in finding
+
+
+def test_a_file_that_the_script_makes_is_not_missing() -> None:
+    make, train = ("python3", "-m", "make", "--output", "/d/x/rows.jsonl"), ("python3", "train.py", "--lr", "1")
+    training = Played((Command(make, "/", {}), Command(train, "/", {})), 0, "").training
+    assert training is not None
+    parsed = Parsed(args={**SOUND, "prompt_data": "/d/x/rows.jsonl"}, missing={"ref_load": "/d/none"})
+    findings = check(Played((), 0, "", isolated=True), parsed, training, ONE)
+    texts = {one.text.partition(" is ")[0].partition(" does ")[0]: one.level for one in findings}
+    assert texts["--prompt-data /d/x/rows.jsonl"] == "note"
+    assert texts["--ref-load /d/none"] == "breaks"

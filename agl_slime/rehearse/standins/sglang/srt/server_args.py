@@ -48,5 +48,7 @@ class ServerArgs:
         parser.add_argument("--enable-metrics", action="store_true")
         parser.add_argument("--enable-deterministic-inference", action="store_true")
         parser.add_argument("--speculative-algorithm", type=str)
+        parser.add_argument("--speculative-num-steps", type=int)
+        parser.add_argument("--speculative-num-draft-tokens", type=int)
         parser.add_argument("--context-length", type=int)
         parser.add_argument("--mem-fraction-static", type=float)

@@ -1,0 +1,188 @@
+"""``Box``: bubblewrap around a launch script and all that its flags have imported, with limits of time, output, memory
+and processes. Nothing of the machine can be written, signalled or connected to from inside."""
+
+from __future__ import annotations
+
+import os
+import platform
+import resource
+import shutil
+import struct
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from agl_slime.errors import ConfigError
+from agl_slime.support.child import Child
+
+_MOUNTED = 64  # entries of a directory that are mounted one by one, so that others can be made beside them
+_DISK = str(2**28)  # bytes of each directory in memory
+_LIMITS = {"FSIZE": 2**26, "DATA": 2**33, "CORE": 0}
+_PROCESSES, _MEMORY, _POLL_S = 512, 2**30, 0.25
+_NAMESPACES = "--unshare-user-try --unshare-pid --unshare-net --unshare-ipc --unshare-uts --unshare-cgroup-try"
+_WITHOUT = (*_NAMESPACES.split(), "--cap-drop", "ALL", "--new-session", "--die-with-parent")
+# The kernel's number of an architecture, and its system call socket.
+_MACHINES = {"x86_64": (0xC000003E, 41), "aarch64": (0xC00000B7, 198)}
+_FAMILIES, _IO_URING_SETUP = (2, 10, 16), 425  # IPv4, IPv6 and netlink, each of the box's own network
+
+
+@dataclass(frozen=True)
+class Ended:
+    """``code`` is ``None`` for a command that was stopped, ``why`` then the reason; ``output`` has the last bytes."""
+
+    code: int | None
+    why: str
+    output: str
+
+
+def check_box() -> None:
+    """Raise ``ConfigError`` where bubblewrap makes no box."""
+    why, fix = "bubblewrap is not installed", "install it (apt-get install bubblewrap)"
+    if shutil.which("bwrap"):
+        probe = ["bwrap", "--ro-bind", "/", "/", "--dev", "/dev", "--proc", "/proc", *_WITHOUT, "true"]
+        finished = subprocess.run(probe, capture_output=True, text=True)
+        if finished.returncode == 0 and platform.machine() in _MACHINES:
+            return
+        last = (finished.stderr.strip().splitlines() or [f"no filter of system calls for {platform.machine()}"])[-1]
+        why, fix = f"bubblewrap makes no sandbox here ({last})", "allow user namespaces, or be root"
+    raise ConfigError(
+        f"{why}, and without a sandbox a launch script can write and delete files of this machine: {fix}, or give "
+        "--without-sandbox for a script that you trust"
+    )
+
+
+class Box:
+    """A directory ``home`` of the host, which the command reads, with a file ``log`` that it may append to. ``mapped``:
+    directories of the host by their other place in the box. Without a ``sandbox`` only the limits hold."""
+
+    def __init__(self, scratch: Path, *, sandbox: bool = True, mapped: Mapping[str, Path] | None = None) -> None:
+        if sandbox:
+            check_box()
+        self.home, self.sandbox, self._mapped = Path(tempfile.mkdtemp(dir=scratch)), sandbox, mapped or {}
+        # opened here once: what the box leaves is read by no path
+        self._log = open(self.home / "log", "xb+", buffering=0)  # noqa: SIM115
+
+    def write(self, name: str, text: str) -> Path:
+        """Write a program or a request, before the command runs."""
+        (path := self.home / name).parent.mkdir(exist_ok=True)
+        path.write_text(text)
+        path.chmod(0o755)
+        return path
+
+    def lines(self) -> list[str]:
+        """What was appended to ``log`` since the last call."""
+        *whole, rest = self._log.read().split(b"\n")
+        self._log.seek(-len(rest), os.SEEK_CUR)
+        return [line.decode(errors="replace") for line in whole]
+
+    def run(
+        self,
+        command: Sequence[str],
+        *,
+        env: Mapping[str, str],
+        places: Sequence[Path],
+        needs: Iterable[str] = (),
+        seconds: float,
+        look: Callable[[], str] = str,
+    ) -> Ended:
+        """Run a command in the first of ``places`` to its end, or until ``look`` gives a reason to stop it. It can
+        make files in ``places``; ``needs`` are texts that name the paths which it reads in directories of many
+        entries."""
+        with tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as rules:
+            options = {"stdin": subprocess.DEVNULL, "stdout": output, "stderr": output, "preexec_fn": _limit}
+            if self.sandbox:
+                rules.write(_filter())
+                rules.seek(0)
+                words = self._mounts(places, "\n".join((*needs, *command, *map(str, places), *env.values())))
+                words += [*_WITHOUT, "--seccomp", str(rules.fileno()), "--chdir", str(places[0])]
+                command, options["pass_fds"] = [str(shutil.which("bwrap")), *words, *command], [rules.fileno()]
+            else:
+                options["cwd"] = str(places[0])
+            until, why = time.monotonic() + seconds, ""
+            with Child(command, name=command[0], env=env, **options) as child:
+                while (code := child.wait(_POLL_S)) is None and not why:
+                    why = look() or _over(child, output.fileno())
+                    if not why and time.monotonic() > until:
+                        why = f"it did not end within {seconds:g} s"
+            size = os.fstat(output.fileno()).st_size
+            if size >= _LIMITS["FSIZE"]:
+                why = f"it printed {_LIMITS['FSIZE'] >> 20} MiB"
+            return Ended(code, why, os.pread(output.fileno(), 2**16, max(0, size - 2**16)).decode(errors="replace"))
+
+    def _mounts(self, more: Sequence[Path], needs: str) -> list[str]:
+        """A disk whose files are read-only, with space for new ones beside them in the usual places."""
+        temporary = {*map(Path, ("/tmp", "/var/tmp", tempfile.gettempdir()))}
+        words: list[str] = []
+        places = {Path("/"), *temporary, Path.home(), *more, *(Path(place).parent for place in self._mapped)}
+        for place in sorted(places, key=lambda one: len(one.parts)):
+            entries = [one for one in _entries(place) if one.path not in ("/dev", "/proc", "/run")]
+            if len(entries) > _MOUNTED and place in temporary:
+                entries = [one for one in entries if one.path in needs]
+            if len(entries) > _MOUNTED:
+                continue
+            words += ["--size", _DISK, "--tmpfs", str(place)]
+            for one in entries:
+                if one.is_symlink():
+                    words += ["--symlink", os.readlink(one.path), one.path]
+                elif one.is_file() or one.is_dir():  # no socket, pipe or device
+                    words += ["--ro-bind-try", one.path, one.path]
+        words += ["--proc", "/proc", "--dev", "/dev", "--size", _DISK, "--tmpfs", "/dev/shm", "--remount-ro", "/dev"]
+        for place, source in self._mapped.items():
+            words += ["--ro-bind", str(source), place]
+        words += ["--ro-bind", str(self.home), str(self.home)]
+        return [*words, "--bind", str(self.home / "log"), str(self.home / "log")]
+
+
+def _entries(place: Path) -> list[os.DirEntry[str]]:
+    try:
+        return [*os.scandir(place)]
+    except OSError:  # it is not there, or another user's
+        return []
+
+
+def _limit() -> None:
+    for name, value in _LIMITS.items():
+        kind = getattr(resource, f"RLIMIT_{name}")
+        most = resource.getrlimit(kind)[1]
+        value = value if most == resource.RLIM_INFINITY else min(value, most)
+        resource.setrlimit(kind, (value, value))
+
+
+def _over(child: Child, output: int) -> str:
+    try:
+        count = len(psutil.Process(child.pid).children(recursive=True))
+    except psutil.Error:  # it has just ended
+        return ""
+    if count > _PROCESSES:
+        return f"it started {count} processes"
+    if psutil.virtual_memory().available < _MEMORY:
+        return "it took nearly all memory of this machine"
+    return f"it printed {_LIMITS['FSIZE'] >> 20} MiB" if os.fstat(output).st_size >= _LIMITS["FSIZE"] else ""
+
+
+def _filter() -> bytes:
+    """Rules of seccomp in the kernel's BPF: no socket but of the box's network. A Unix socket or a virtual machine's
+    own one would reach servers of the host."""
+    arch, call = _MACHINES[platform.machine()]
+    load, equal, atleast, end = 0x20, 0x15, 0x35, 0x06  # words of data, jumps and returns
+    allow, deny = 0x7FFF0000, 0x00050000 | 97  # EAFNOSUPPORT
+    return b"".join(
+        struct.pack("HBBI", *one)
+        for one in (
+            (load, 0, 0, 4),
+            (equal, 0, 8, arch),
+            (load, 0, 0, 0),
+            (atleast, 6, 0, 0x40000000),  # the other ABI of x86_64
+            (equal, 5, 0, _IO_URING_SETUP),
+            (equal, 0, len(_FAMILIES) + 2, call),
+            (load, 0, 0, 16),  # the family
+            *((equal, len(_FAMILIES) - n, 0, family) for n, family in enumerate(_FAMILIES)),
+            (end, 0, 0, deny),
+            (end, 0, 0, allow),
+        )
+    )
