@@ -102,11 +102,11 @@ def play_live(
             everywhere = script if training.submitted else {}
             envs = [env | script, *[env | everywhere] * (len(hosts) - 1)]
             head, address = stack.enter_context(ray_hosts(hosts, gpus=nodes.gpus, python=python, envs=envs))
-            content["address"], command = address, head.command(command, cwd=training.cwd)
+            content["address"], command = address, head.command(command, cwd=args.path(""))
         else:
             script["SLIME_HOST_IP"] = "127.0.0.1"
         request.write_text(json.dumps(content))
-        _run(command, env | script, training.cwd, scratch / "live.log", timeout_s=300 + 20 * seconds, hosts=len(hosts))
+        _run(command, env | script, args.path(""), scratch / "live.log", timeout_s=300 + 20 * seconds, hosts=len(hosts))
     records = [json.loads(line) for line in events.read_text().splitlines()] if events.is_file() else []
     synced = [one["ended"] for one in records if one["event"] == "update"][1:]  # without the first, before any rollout
     if len(synced) < min(steps, 3):

@@ -40,10 +40,11 @@ def unresolved_elsewhere(code: str, python: str) -> tuple[str, str] | None:
     """``unresolved`` in another Python, from the current directory."""
     command = [python, __file__, code]
     finished = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    if finished.returncode:
-        return (finished.stderr.strip().splitlines() or [f"code {finished.returncode}"])[-1], ""
-    lack = json.loads(finished.stdout.splitlines()[-1])
-    return None if lack is None else (lack[0], lack[1])
+    try:
+        lack = json.loads(finished.stdout.splitlines()[-1])
+        return None if lack is None else (str(lack[0]), str(lack[1]))
+    except (ValueError, LookupError, TypeError):  # it is no Python, or code of the module has ended it
+        return (finished.stderr.strip().splitlines() or [f"{python} ended with code {finished.returncode}"])[-1], ""
 
 
 def near_file(path: str | Path) -> str:

@@ -11,7 +11,8 @@ import pytest
 from agl_slime.cli.main import main
 from agl_slime.rehearse import command
 from agl_slime.report.files import read_object
-from tests.harness.slime_programs import model_flags, require_slime
+from tests.harness.slime_programs import REPOSITORY, model_flags, require_slime
+from tests.tools.rehearse.test_script import needs_box, why_no_box
 
 SCRIPTS = ("qwen3-4B", "glm4-9B", "kimi-k2-Instruct", "qwen3-235B-A22B", "moonlight-16B-A3B", "qwen3-4B-base-sft")
 SMALL: dict[str, object] = {
@@ -47,7 +48,8 @@ def test_a_script_of_slimes_is_rehearsed(name: str, tmp_path: Path, monkeypatch:
 
 def rehearse(script: Path, run: Path, *words: object) -> list[str]:
     """The texts of the findings."""
-    assert main(["rehearse", str(script), *map(str, words), "--output-dir", str(run)]) == 0
+    trusted = ["--without-sandbox"] if why_no_box() else []
+    assert main(["rehearse", str(script), *map(str, words), *trusted, "--output-dir", str(run)]) == 0
     return [row["text"] for row in json.loads((run / "findings.json").read_text())]
 
 
@@ -79,6 +81,46 @@ def test_a_misspelt_flag_and_a_refusal_are_both_findings(policy_dir: Path, tmp_p
     texts = rehearse(script, tmp_path / "run", "--slime-dir", root)
     assert any("did you mean --rollout-temperature?" in text for text in texts)
     assert "slime refuses the flags: '--save' is required when save_interval is set." in texts
+    assert not any("without --colocate" in text for text in texts)  # the checks after it have run, too
+
+
+@pytest.mark.slime
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["run_agent_buffer.sh", "run_agent.sbatch"])
+def test_a_recipe_of_ours_is_sound(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    root, recipe = require_slime("torch", "transformers", "sglang_router"), REPOSITORY / "examples" / "slime" / name
+    (tmp_path / "tasks.jsonl").write_text('{"prompt": "1 + 1?", "label": "2"}\n' * 64)
+    for variable, value in {"SLIME_DIR": root, "MODEL": "/shared/model", "MODEL_TORCH_DIST": "/shared/dist"}.items():
+        monkeypatch.setenv(variable, str(value))
+    monkeypatch.setenv("DATA", str(tmp_path / "tasks.jsonl"))
+    monkeypatch.chdir(REPOSITORY)
+    run = tmp_path / "run"
+    rehearse(recipe, run, "--python", sys.executable, "--nodes", 1 + name.endswith("sbatch"))
+    rows = json.loads((run / "findings.json").read_text())
+    texts = [row["text"].partition(": ")[0] for row in rows if row["level"] == "breaks"]
+    assert texts == [
+        f"--{flag} does not exist on this machine" for flag in ("hf-checkpoint /shared/model", "ref-load /shared/dist")
+    ]
+    assert not any("has no effect" in row["text"] for row in rows)
+
+
+@needs_box
+@pytest.mark.slime
+@pytest.mark.slow
+def test_code_that_flags_name_stays_in_the_box(policy_dir: Path, tmp_path: Path) -> None:
+    root = require_slime("torch", "transformers", "sglang_router")
+    evil = f"open({str(tmp_path / 'harm')!r}, 'w').write('')\n"
+    for module in ("mine", "argparse_extra"):
+        (tmp_path / f"{module}.py").write_text(f"{evil}def rm(): ...\n")
+    (python := tmp_path / "python").write_text(f"#!/bin/sh\ntouch {tmp_path}/harm\n")
+    python.chmod(0o755)
+    agl = tmp_path / "agl.yaml"
+    agl.write_text(f"agl_agent: mine:Agent\nagl_runners: controller\nagl_controller_python: {python}\n")
+    flags = {**SMALL, **hooked(agl), "custom-rm-path": "mine.rm"}
+    script = script_of(tmp_path, policy_dir, flags)
+    script.write_text(script.read_text().replace("exec", f"cd {tmp_path}; PYTHONPATH={tmp_path} exec"))
+    rehearse(script, tmp_path / "run", "--slime-dir", root)
+    assert not (tmp_path / "harm").exists()
 
 
 @pytest.mark.slime
