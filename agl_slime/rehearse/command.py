@@ -17,9 +17,7 @@ from agl_slime import metric_names as names
 from agl_slime.errors import AglSlimeError, ConfigError
 from agl_slime.rehearse.checks import Arguments, Finding, Nodes, check, check_script
 from agl_slime.rehearse.forecast import Forecast, Shape, Speeds, compare
-from agl_slime.rehearse.hosts import places
 from agl_slime.rehearse.live import Live, play_live
-from agl_slime.rehearse.namespaces import why_no_namespaces
 from agl_slime.rehearse.parsing import parse
 from agl_slime.rehearse.script import play
 from agl_slime.rehearse.speeds import Size, shape_of, speeds_of
@@ -30,7 +28,7 @@ _TITLES = {"breaks": "Will break", "costs": "Costs time or has no effect", "note
 
 
 @dataclass(frozen=True)
-class GivenSpeeds:
+class MeasuredSpeeds:
     """Measured speeds, in place of ``--card``. Seconds of: a decoding step, what each sequence adds to it, a
     prefilled token, a training step, a token of its batch, a weight update, a handover of shared GPUs, and tools and
     reward of a rollout."""
@@ -75,7 +73,7 @@ class RehearseConfig:
     script's flags import then runs outside of the sandbox."""
     live_seconds: float = 60.0
     """Seconds to which the live steps are scaled."""
-    speeds: GivenSpeeds = field(default_factory=GivenSpeeds)
+    speeds: MeasuredSpeeds = field(default_factory=MeasuredSpeeds)
     without_sandbox: bool = False
     """Run a script that you trust without bubblewrap: what it writes and deletes here is written and deleted."""
     output_dir: Path | None = None
@@ -128,10 +126,6 @@ def rehearse(
         return Rehearsal((*findings, Finding("note", f"no forecast: {error}")), args)
     live = None
     if config.live_steps:
-        hosts = places(played.ray_nodes, nodes.count) if nodes.count > 1 else []
-        if hosts and (reason := why_no_namespaces()) is not None:
-            note = f"the live steps ran on one host, where each node reaches the others' loopback: {reason}"
-            findings, hosts = (*findings, Finding("note", note)), []
         try:
             live = play_live(
                 args,
@@ -145,7 +139,6 @@ def rehearse(
                 python=str(config.python),
                 tokenizer=tokenizer,
                 scratch=scratch,
-                hosts=hosts,
             )
         except ConfigError:
             raise

@@ -1,5 +1,5 @@
 """A few steps of the run for real: slime's driver, placement, manager, router, rollout function and data source, on a
-Ray of logical nodes, at speeds that are scaled to fit a time. The nodes are hosts in namespaces, or one host."""
+Ray of logical nodes on one host, at speeds that are scaled to fit a time."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ import shutil
 import signal
 import sys
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -22,19 +21,18 @@ from agl_slime.loop.task_files import split_slice
 from agl_slime.rehearse.checks import Arguments, Nodes
 from agl_slime.rehearse.engine import REQUEST
 from agl_slime.rehearse.forecast import Forecast, Shape, Speeds, forecast
-from agl_slime.rehearse.hosts import STORE_BYTES, ray_hosts
 from agl_slime.rehearse.parsing import STANDINS
 from agl_slime.rehearse.script import Training
 from agl_slime.support.child import Child
 
 _PROGRAM = Path(__file__).parent / "programs" / "live.py"
 _WORKER_BYTES = 400e6  # of a Ray worker with torch and slime
+_STORE_BYTES = 150_000_000  # of a node's object store
 _TOKENS = 64  # mean length of live responses: shorter ones decode more slowly
 _READ = ("AGL_", "SLIME_", "ADAPTER_")  # variables of the script that its live steps get: of slime and of this package
 _NOT_STARTED = "Exception raised in creation task"  # Ray's words
 _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 _POLL_S = 1.0
-_LOOPBACK = re.compile(r"127\.0\.0\.1(:\d+)?|localhost(:\d+)?")
 _ALONE = ("--use-wandb", "--use-tensorboard", "--use-mlflow")  # flags that the live run leaves out
 
 
@@ -61,11 +59,9 @@ def play_live(
     python: str,
     tokenizer: Path,
     scratch: Path,
-    hosts: Sequence[tuple[str, str | None]] = (),
 ) -> Live:
     """Run ``steps`` steps, scaled to about ``seconds`` in total. ``tokenizer`` is a model's directory that stands for a
-    missing one; ``hosts`` are names and addresses of the nodes in namespaces, none for nodes on this host. Raises
-    ``AglSlimeError`` when slime's driver fails."""
+    missing one. Raises ``AglSlimeError`` when slime's driver fails."""
     _check_memory(args, nodes)
     short = max(1.0, shape.mean_tokens / _TOKENS)
     once = forecast(speeds, shape, steps=steps)
@@ -85,8 +81,7 @@ def play_live(
         "speeds": asdict(live_speeds),
         "shape": asdict(live_shape),
         "events": str(events),
-        "store_bytes": STORE_BYTES,
-        "address": None,
+        "store_bytes": _STORE_BYTES,
     }
     path = [str(STANDINS), str(slime_dir), str(Path(__file__).parents[2]), training.env.get("PYTHONPATH", "")]
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, path)), REQUEST: str(request)}
@@ -94,19 +89,10 @@ def play_live(
     env |= {"RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}
     env.pop("CUDA_VISIBLE_DEVICES", None)  # an empty one forbids logical GPUs
     script = {name: value for name, value in training.env.items() if name.startswith(_READ)}
-    with ExitStack() as stack:
-        command = [python, str(_PROGRAM)]
-        if hosts:
-            env |= {"RAY_AUTH_MODE": "disabled", "RAY_raylet_start_wait_time_s": "120"}
-            # all workers get a job's variables, and the Ray that a script starts on its host gets the script's own
-            everywhere = script if training.submitted else {}
-            envs = [env | script, *[env | everywhere] * (len(hosts) - 1)]
-            head, address = stack.enter_context(ray_hosts(hosts, gpus=nodes.gpus, python=python, envs=envs))
-            content["address"], command = address, head.command(command, cwd=args.path(""))
-        else:
-            script["SLIME_HOST_IP"] = "127.0.0.1"
-        request.write_text(json.dumps(content))
-        _run(command, env | script, args.path(""), scratch / "live.log", timeout_s=300 + 20 * seconds, hosts=len(hosts))
+    script["SLIME_HOST_IP"] = "127.0.0.1"
+    request.write_text(json.dumps(content))
+    timeout_s = 300 + 20 * seconds
+    _run([python, str(_PROGRAM)], env | script, args.path(""), scratch / "live.log", timeout_s=timeout_s)
     records = [json.loads(line) for line in events.read_text().splitlines()] if events.is_file() else []
     synced = [one["ended"] for one in records if one["event"] == "update"][1:]  # without the first, before any rollout
     if len(synced) < min(steps, 3):
@@ -182,7 +168,7 @@ def _tasks(args: Arguments, scratch: Path) -> Path:
     return path
 
 
-def _run(command: list[str], env: Mapping[str, str], cwd: str, log: Path, *, timeout_s: float, hosts: int = 0) -> None:
+def _run(command: list[str], env: Mapping[str, str], cwd: Path, log: Path, *, timeout_s: float) -> None:
     child = Child(command, name="slime's driver", env=env, log=log, cwd=cwd)  # Ray's daemons are in its group
     before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # else the group would outlive this process
     try:
@@ -193,8 +179,6 @@ def _run(command: list[str], env: Mapping[str, str], cwd: str, log: Path, *, tim
     if code != 0:
         text = _COLOURS.sub("", log.read_text(errors="replace"))
         last = ([line for line in text.splitlines() if "Error" in line] or ["see live.log"])[-1].strip()
-        if hosts > 1 and "onnect" in last and (match := _LOOPBACK.search(last)):
-            last += f"; {match[0]} is each node's loopback: give the address of its host"
         how = f"ended with code {code}"
         if code is None:
             how = "waits for an actor that did not start" if _NOT_STARTED in text else "did not end in time"

@@ -17,7 +17,7 @@ import pytest
 
 from agl_slime.cli.demo import LOOKUP_POLICY
 from agl_slime.errors import ConfigError
-from agl_slime.rehearse.namespaces import INTERFACE, Host, Network, Process, why_no_namespaces
+from tests.harness.namespaces import INTERFACE, Host, Network, Process, why_no_namespaces
 from tests.harness.waiting import becomes_true
 
 ROOT = Path(__file__).parents[2]

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from agl_slime.rehearse.namespaces import Host, Network, Process, why_no_namespaces
 from tests.harness.hosts import network
+from tests.harness.namespaces import Host, Network, Process, why_no_namespaces
 from tests.harness.waiting import becomes_true
 
 __all__ = ["network"]
@@ -77,7 +77,7 @@ def test_nothing_outlives_the_process_that_made_the_hosts() -> None:
         pytest.skip(reason)
     program = """
 import sys
-from agl_slime.rehearse.namespaces import Network
+from tests.harness.namespaces import Network
 with Network() as network:
     host = network.add("host")
     host.start(["sleep", "1000"])

@@ -2,8 +2,8 @@
 
     python live.py        with the path of a request in AGL_SLIME_REHEARSAL
 
-The request: ``nodes``, ``gpus``, ``script``, ``flags``, ``speeds``, ``shape``, ``events``, the file of the steps,
-``store_bytes``, and ``address``, that of a Ray which runs (``None`` starts one on this host).
+The request: ``nodes``, ``gpus``, ``script``, ``flags``, ``speeds``, ``shape``, ``events``, the file of the steps, and
+``store_bytes``.
 """
 
 from __future__ import annotations
@@ -28,22 +28,19 @@ def main(request: dict[str, Any]) -> None:
     register_cpu()
     create = functools.partial(placement.create_training_models, actor_cls=RehearsalActor)
     placement.create_training_models = create
-    cluster = None
+    node = {"num_cpus": request["gpus"] + 4, "num_gpus": request["gpus"]}
+    node["object_store_memory"] = request["store_bytes"]
+    cluster = Cluster(initialize_head=True, head_node_args={**node, "include_dashboard": False})
     try:
-        if (address := request["address"]) is None:
-            node = {"num_cpus": request["gpus"] + 4, "num_gpus": request["gpus"]}
-            node["object_store_memory"] = request["store_bytes"]
-            cluster = Cluster(initialize_head=True, head_node_args={**node, "include_dashboard": False})
-            for _ in range(request["nodes"] - 1):
-                cluster.add_node(**node)
-            address = cluster.address
-        ray.init(address=address, runtime_env={"worker_process_setup_hook": "agl_slime.rehearse.actor.register_worker"})
+        for _ in range(request["nodes"] - 1):
+            cluster.add_node(**node)
+        hook = {"worker_process_setup_hook": "agl_slime.rehearse.actor.register_worker"}
+        ray.init(address=cluster.address, runtime_env=hook)
         sys.argv = [request["script"], *request["flags"]]
         runpy.run_path(request["script"], run_name="__main__")
     finally:
         ray.shutdown()
-        if cluster is not None:
-            cluster.shutdown()
+        cluster.shutdown()
 
 
 if __name__ == "__main__":

@@ -73,7 +73,7 @@ def test_more_engines_do_not_help_shared_gpus():
 
 
 def test_a_run_that_waits_for_ever_has_no_forecast():
-    with pytest.raises(ConfigError, match="agl_max_staleness 0: .*set 1 or more"):
+    with pytest.raises(ConfigError, match=r"agl_max_staleness 0: .*set 1 or more"):
         forecast(SPEEDS, replace(EQUAL, asynchronous=True, max_staleness=0))
 
 

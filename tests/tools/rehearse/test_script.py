@@ -191,7 +191,7 @@ def test_without_bubblewrap_nothing_runs_unless_asked(tmp_path: Path, scratch: P
     found = shutil.which
     monkeypatch.setattr(shutil, "which", lambda name, **how: None if name == "bwrap" else found(name, **how))
     ran = write(tmp_path, f"echo > {tmp_path}/ran\npython3 train.py\n")
-    with pytest.raises(ConfigError, match="install bubblewrap|install it .*, or give --without-sandbox"):
+    with pytest.raises(ConfigError, match=r"install it .*, or give --without-sandbox"):
         script.play(ran, gpus=8, scratch=scratch)
     assert not (tmp_path / "ran").exists()
     played = script.play(ran, gpus=8, scratch=scratch, sandbox=False)

@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from agl_slime.cli.main import main
-from agl_slime.rehearse import command
 from agl_slime.report.files import read_object
 from tests.harness.slime_programs import REPOSITORY, model_flags, require_slime
 from tests.tools.rehearse.test_script import needs_box, why_no_box
@@ -127,10 +126,7 @@ def test_code_that_flags_name_stays_in_the_box(policy_dir: Path, tmp_path: Path)
 @pytest.mark.ray
 @pytest.mark.slow
 @pytest.mark.parametrize("hooks", [False, True])
-def test_slimes_driver_runs_on_logical_nodes_of_one_host(
-    hooks: bool, policy_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.setattr(command, "why_no_namespaces", lambda: "none here")
+def test_slimes_driver_runs_on_logical_nodes_of_one_host(hooks: bool, policy_dir: Path, tmp_path: Path):
     root = require_slime("torch", "transformers", "sglang_router", "ray")
     run = tmp_path / "run"
     if hooks:
@@ -146,6 +142,4 @@ def test_slimes_driver_runs_on_logical_nodes_of_one_host(
     live = read_object(run / "live.json")
     assert live is not None
     assert live["steps"] == 3
-    text = (run / "rehearsal.txt").read_text()
-    assert "Live: 3 steps of slime's driver" in text
-    assert "the live steps ran on one host, where each node reaches the others' loopback: none here" in text
+    assert "Live: 3 steps of slime's driver" in (run / "rehearsal.txt").read_text()

@@ -20,8 +20,8 @@ from typing import Any
 
 import pytest
 
-from agl_slime.rehearse.namespaces import Host, Network, Process
 from tests.harness.hosts import SlowHost, network, start_engine, start_ray, wait_for_lost_packets
+from tests.harness.namespaces import Host, Network, Process
 from tests.harness.slime_programs import REPOSITORY, environment, read_result, require_slime
 
 __all__ = ["network"]
