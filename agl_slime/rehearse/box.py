@@ -12,8 +12,8 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import psutil
 
@@ -22,15 +22,14 @@ from agl_slime.support.child import Child
 
 _MOUNTED = 64  # entries of a directory that are mounted one by one, so that others can be made beside them
 _DISK = str(2**28)  # bytes of each directory in memory
-_LIMITS = {"FSIZE": 2**26, "DATA": 2**33, "CORE": 0}
+_LIMITS = {"FSIZE": 2**26, "DATA": 2**32, "CORE": 0}
 _PROCESSES, _MEMORY, _POLL_S = 512, 2**30, 0.25
 _NAMESPACES = "--unshare-user-try --unshare-pid --unshare-net --unshare-ipc --unshare-uts --unshare-cgroup-try"
 _WITHOUT = (*_NAMESPACES.split(), "--cap-drop", "ALL", "--new-session", "--die-with-parent")
 _MACHINES = {"x86_64": (0xC000003E, 41), "aarch64": (0xC00000B7, 198)}  # the kernel's number, and that of socket()
 
 
-@dataclass(frozen=True)
-class Ended:
+class Ended(NamedTuple):
     """``code`` is ``None`` for a command that was stopped, ``why`` then the reason; ``output`` has the last bytes."""
 
     code: int | None
@@ -40,13 +39,13 @@ class Ended:
 
 def check_box() -> None:
     """Raise ``ConfigError`` where bubblewrap makes no box."""
-    why, fix = "bubblewrap is not installed", "install it (apt-get install bubblewrap)"
+    why, fix, machine = "bubblewrap is not installed", "install it (apt-get install bubblewrap)", platform.machine()
     if shutil.which("bwrap"):
         probe = ["bwrap", "--ro-bind", "/", "/", "--dev", "/dev", "--proc", "/proc", *_WITHOUT, "true"]
         finished = subprocess.run(probe, capture_output=True, text=True)
-        if finished.returncode == 0 and platform.machine() in _MACHINES:
+        if finished.returncode == 0 and machine in _MACHINES:
             return
-        last = (finished.stderr.strip().splitlines() or [f"no filter of system calls for {platform.machine()}"])[-1]
+        last = finished.stderr.strip().rpartition("\n")[2] or f"no filter of system calls for {machine}"
         why, fix = f"bubblewrap makes no sandbox here ({last})", "allow user namespaces, or be root"
     raise ConfigError(
         f"{why}, and without a sandbox a launch script can write and delete files of this machine: {fix}, or give "
@@ -110,7 +109,8 @@ class Box:
             size = os.fstat(output.fileno()).st_size
             if size >= _LIMITS["FSIZE"]:
                 why = f"it printed {_LIMITS['FSIZE'] >> 20} MiB"
-            return Ended(code, why, os.pread(output.fileno(), 2**16, max(0, size - 2**16)).decode(errors="replace"))
+            last = os.pread(output.fileno(), 2**16, max(0, size - 2**16)).decode(errors="replace")
+            return Ended(code, why, last.replace("\0", ""))  # the command may have cut the file
 
     def _mounts(self, more: Sequence[Path], needs: str) -> list[str]:
         """A disk whose files are read-only, with space for new ones beside them in the usual places."""
@@ -128,7 +128,13 @@ class Box:
                     words += ["--symlink", os.readlink(one.path), one.path]
                 elif one.is_file() or one.is_dir():  # no socket, pipe or device
                     words += ["--ro-bind-try", one.path, one.path]
-        words += ["--proc", "/proc", "--dev", "/dev", "--size", _DISK, "--tmpfs", "/dev/shm", "--remount-ro", "/dev"]
+        words += [
+            "--proc",
+            "/proc",
+            "--remount-ro",
+            "/proc",
+        ]  # else root may set the kernel there, without a capability
+        words += ["--dev", "/dev", "--size", _DISK, "--tmpfs", "/dev/shm", "--remount-ro", "/dev"]
         for place, source in self._mapped.items():
             words += ["--ro-bind", str(source), place]
         words += ["--ro-bind", str(self.home), str(self.home)]

@@ -15,7 +15,7 @@ from agl_slime.errors import ConfigError
 from agl_slime.loop.task_files import read_rows, split_slice
 from agl_slime.rehearse.names import nearest
 from agl_slime.rehearse.parsing import Parsed
-from agl_slime.rehearse.script import DRIVERS, Played, RayNode, Training, ipv4
+from agl_slime.rehearse.script import DRIVERS, Played, RayNode, Training
 from agl_slime.train.slime.args import setting_names
 from agl_slime.train.slime.flags import without_effect
 from agl_slime.train.slime.prompt_data import DEFAULT_INPUT_KEY
@@ -134,7 +134,7 @@ def check_script(played: Played, training: Training | None, nodes: Nodes) -> Ite
         kind = Finding("note", f"the script {ended} {where}, on the rehearsal's read-only disk: {last}")
         yield kind if "Read-only file system" in last else _breaks(f"the script {ended} {where}", last)
     elif training is None:
-        yield _breaks(f"the script ended with code 0 {where}", last)
+        yield _breaks(f"the script ended with code 0 {where}", f"give one that runs python3 train.py (it said {last})")
     for fault in dict.fromkeys(node.fault for node in played.ray_nodes if node.fault):
         yield Finding("breaks", fault)
     if not played.isolated:
@@ -164,7 +164,8 @@ def _named(played: Played, training: Training) -> Iterator[Finding]:
     script = Path(training.working_dir or "", training.script)
     if str(script) not in DRIVERS and not training.path(script).is_file():
         near = nearest(script.name, DRIVERS)
-        yield _breaks(f"{script} does not exist in {training.cwd}", _meant(near) or "give slime's train.py")
+        where = "on this machine" if script.is_absolute() else f"in {training.cwd}"
+        yield _breaks(f"{script} does not exist {where}", _meant(near) or "give slime's train.py")
     flags = {}
     for word, following in zip(training.flags, (*training.flags[1:], "-"), strict=False):
         flag, equals, value = word.partition("=")
@@ -176,7 +177,7 @@ def _named(played: Played, training: Training) -> Iterator[Finding]:
         values[f"ray start {number}: address"] = f"{node.address} {node.joins} {node.host}"
     for name, value in values.items():
         for word in _DOTTED.findall(value) if _ADDRESS.search(name) else ():
-            if ipv4(word) is None:
+            if any(int(part) > 255 for part in word.split(".")):
                 yield _breaks(f"{name} has {word}, which is no IPv4 address", "correct it")
     head = next((node for node in played.ray_nodes if node.head), None)
     yield from _joined(played, training, head) if head is not None else ()
@@ -192,9 +193,10 @@ def _named(played: Played, training: Training) -> Iterator[Finding]:
 def _joined(played: Played, training: Training, head: RayNode) -> Iterator[Finding]:
     """Whether the job and the other nodes come to the head."""
     if training.address:
-        host, _, port = training.address.rpartition("//")[2].rstrip("/").partition(":")
-        if (port or head.dashboard[1]) != head.dashboard[1]:
-            what = f"the job is submitted to port {port} and Ray's dashboard has {head.dashboard[1]}"
+        place = training.address.rpartition("//")[2].partition("/")[0]  # [::1]:8265, host:8265 or a host
+        host, port = re.sub(r":\d+$", "", place), re.findall(r":(\d+)$", place)
+        if port not in ([], [head.dashboard[1]]):
+            what = f"the job is submitted to port {port[0]} and Ray's dashboard has {head.dashboard[1]}"
             yield _breaks(what, "give that one")
         elif _LOOPBACK.match(head.dashboard[0]) and not _LOOPBACK.match(host):
             what = f"the job is submitted to {host} and Ray's dashboard listens on {head.dashboard[0]}"
@@ -265,8 +267,8 @@ def _weights(args: Arguments, nodes: Nodes) -> Iterator[Finding]:
         yield _breaks("the KL term needs the reference's weights and --ref-load has none", fix)
     elif not args.load:
         yield _breaks("neither --ref-load nor --load has weights to start from", fix)
-    elif not any(args.path(args.load).glob("*")):
-        yield _breaks(f"--load {args.load} has no checkpoint and --ref-load is not given", fix)
+    elif not args.path(args.load).is_dir():
+        yield _missing("--load", args.load, args.training, "put it there on each node, or give --ref-load")
 
 
 def _rewards(args: Arguments, known: frozenset[str]) -> Iterator[Finding]:

@@ -127,19 +127,9 @@ def rehearse(
     live = None
     if config.live_steps:
         try:
-            live = play_live(
-                args,
-                training,
-                nodes,
-                speeds,
-                shape,
-                steps=config.live_steps,
-                seconds=config.live_seconds,
-                slime_dir=slime_dir,
-                python=str(config.python),
-                tokenizer=tokenizer,
-                scratch=scratch,
-            )
+            how = {"seconds": config.live_seconds, "tokenizer": tokenizer, "python": str(config.python)}
+            how |= {"slime_dir": slime_dir, "scratch": scratch}
+            live = play_live(args, training, nodes, speeds, shape, steps=config.live_steps, **how)
         except ConfigError:
             raise
         except AglSlimeError as error:

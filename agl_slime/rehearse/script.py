@@ -3,7 +3,6 @@ commands that would do harm or are absent here are stubs that record their argum
 
 from __future__ import annotations
 
-import ipaddress
 import json
 import os
 import re
@@ -255,6 +254,7 @@ def _text(value: Any) -> str:
 
 def _unset_variables(text: str, environ: Mapping[str, str]) -> Iterator[str]:
     """Variables that the script reads without a default or a test, and neither sets nor gets."""
+    text = "\n".join(line for line in text.splitlines() if "PYTHONPATH" not in line)  # where an empty part is no harm
     text = _QUOTED.sub(lambda match: match[0] if match[0][0] == '"' else " ", _LITERAL.sub("", text))
     defaulted = {name for name, default in _UNSET.findall(text) if default}
     assigned = {*_SET.findall(text), *_LOOPED.findall(text), *_TESTED.findall(text)} | defaulted | _SHELLS
@@ -306,13 +306,6 @@ def _split(text: str) -> tuple[list[str], str]:
         return shlex.split(text), ""
     except ValueError as error:
         return text.split(), f"the shell refuses `{text.strip()[:80]}` ({error}): close the quote"
-
-
-def ipv4(word: str) -> ipaddress.IPv4Address | None:
-    try:
-        return ipaddress.IPv4Address(word)
-    except ValueError:
-        return None
 
 
 def _flags(words: Sequence[str]) -> dict[str, str]:

@@ -149,6 +149,7 @@ python3 <<< 'open("FILE", "w").write("lost")'
 /usr/bin/unshare -rm /bin/sh -c 'mount -o remount,rw,bind / && echo lost > FILE'
 /bin/ln -sf FILE "$(dirname "$BASH_ENV")/functions.sh"; /bin/ln -sf FILE "$(dirname "$BASH_ENV")/log"
 /bin/cp FILE "$(dirname "$BASH_ENV")/stub.py"; /bin/mv "$(dirname "$BASH_ENV")" /tmp/gone
+cat /proc/sys/vm/swappiness > /tmp/v && cat /tmp/v > /proc/sys/vm/swappiness && pkill escaped
 for pid in /proc/[0-9]*; do /bin/kill -9 "${pid#/proc/}"; done
 python3 -c 'import socket; socket.socket(socket.AF_UNIX).connect("FOLDER/socket")'
 python3 -c 'import socket; socket.create_connection(("127.0.0.1", PORT), 1)'
@@ -182,6 +183,7 @@ def test_nothing_of_a_script_leaves_its_box(tmp_path: Path, scratch: Path, monke
             for listening in (server, other):
                 with pytest.raises(BlockingIOError):
                     listening.accept()
+            assert ("pkill", "escaped") not in [one.argv for one in played.commands]
             # an attack on the box's own processes ends the script, and no more
             assert played.training is not None or "/bin/kill" in attack or "processes" in played.why, (attack, played)
     assert becomes_true(lambda: not [one for one in psutil.process_iter(["cmdline"]) if "4321.5" in str(one.info)], 5)
@@ -259,6 +261,7 @@ def test_waiting_and_output_end(
         ('[ -z "$WANDB_KEY" ] || echo; [ -n "${HF_TOKEN}" ] || true; [[ -v OTHER ]] && echo $OTHER', ()),
         ('printf -v LIST "%s" a; echo "$LIST"; read -r FIRST SECOND <<< "a b"; ray status; echo $FIRST $SECOND', ()),
         ("cat <<'EOF'\n$NOPE\nEOF\necho 'awk $NOPE' \\$NOPE # $NOPE", ()),
+        ('export PYTHONPATH="$NO_DIR:/root/slime"', ()),
         ("source <(echo FROM_FILE=1); ray status; echo $FROM_FILE", ()),
         ('cat <<EOF\n$NOPE\nEOF\necho "$ALSO"', ("NOPE", "ALSO")),
     ],
@@ -360,7 +363,10 @@ def test_sound_arguments_have_no_findings(flags: dict[str, Any]):
         ({**HOOKED, **APART, "agl_max_staleness": 1}, "give --use-tis"),
         ({"data_source_path": "agl_slime.AGLDataSource"}, "aborts the requests of our agents after each batch"),
         ({"ref_load": None}, "neither --ref-load nor --load has weights to start from"),
-        ({"ref_load": "", "load": "/nowhere/saved"}, "--load /nowhere/saved has no checkpoint and --ref-load is not"),
+        (
+            {"ref_load": "", "load": "/nowhere/saved"},
+            "--load /nowhere/saved does not exist on this machine: put it there on each node, or give --ref-load",
+        ),
         ({"ref_load": None, "use_kl_loss": True}, "the KL term needs the reference's weights"),
         ({"rm_type": "mth"}, "--rm-type mth is no reward of slime's: did you mean math?"),
         ({"rm_type": "boxed_sum"}, "give one of deepscaler, math, remote_rm, or --custom-rm-path"),
@@ -442,6 +448,7 @@ JOB = "ray job submit --address http://127.0.0.1:8266 -- python3 train.py --lr 1
     ("commands", "texts"),
     [
         ((*RAY, JOB), []),
+        ((*RAY, JOB.replace("127.0.0.1", "[::1]")), []),
         ((*RAY, JOB.replace("8266", "8265")), ["submitted to port 8265 and Ray's dashboard has 8266"]),
         (
             (*RAY, JOB.replace("127.0.0.1", "10.0.0.1")),

@@ -4,51 +4,33 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+from typing import Any
+
+_DEFAULTS: dict[str, Any] = {
+    "model_path": "",
+    "host": "127.0.0.1",
+    "port": 30000,
+    "node_rank": 0,
+    "base_gpu_id": 0,
+    **dict.fromkeys(["nnodes", "gpu_id_step", "tp_size", "dp_size", "pp_size", "ep_size"], 1),
+    **dict.fromkeys(["random_seed", "nccl_port", "dist_init_addr", "speculative_algorithm", "api_key"]),
+    **dict.fromkeys(["trust_remote_code", "enable_memory_saver", "skip_server_warmup", "enable_metrics"], False),
+    **dict.fromkeys(["enable_draft_weights_cpu_backup", "enable_dp_attention"], False),
+}
 
 
-@dataclasses.dataclass
-class ServerArgs:
-    model_path: str = ""
-    trust_remote_code: bool = False
-    random_seed: int | None = None
-    enable_memory_saver: bool = False
-    host: str = "127.0.0.1"
-    port: int = 30000
-    nccl_port: int | None = None
-    nnodes: int = 1
-    node_rank: int = 0
-    dist_init_addr: str | None = None
-    gpu_id_step: int = 1
-    base_gpu_id: int = 0
-    tp_size: int = 1
-    dp_size: int = 1
-    pp_size: int = 1
-    ep_size: int = 1
-    skip_server_warmup: bool = False
-    enable_draft_weights_cpu_backup: bool = False
-    enable_metrics: bool = False
-    enable_dp_attention: bool = False
-    speculative_algorithm: str | None = None
-    api_key: str | None = None
-
+class ServerArgs(dataclasses.make_dataclass("Fields", [(name, Any, value) for name, value in _DEFAULTS.items()])):
     def url(self) -> str:
         return f"http://{self.host}:{self.port}"
 
     @staticmethod
     def add_cli_args(parser: argparse.ArgumentParser) -> None:
-        for long, short in (
-            ("data", "dp"),
-            ("pipeline", "pp"),
-            ("expert", "ep"),
-            ("tensor", "tp"),
-            ("moe-data", "moe-dp"),
-        ):
+        sizes = {"data": "dp", "pipeline": "pp", "expert": "ep", "tensor": "tp", "moe-data": "moe-dp"}
+        for long, short in sizes.items():
             parser.add_argument(f"--{long}-parallel-size", f"--{short}-size", type=int, default=1)
-        parser.add_argument("--enable-dp-attention", action="store_true")
-        parser.add_argument("--enable-metrics", action="store_true")
-        parser.add_argument("--enable-deterministic-inference", action="store_true")
+        for name in ("enable-dp-attention", "enable-metrics", "enable-deterministic-inference"):
+            parser.add_argument(f"--{name}", action="store_true")
+        for name in ("speculative-num-steps", "speculative-num-draft-tokens", "context-length"):
+            parser.add_argument(f"--{name}", type=int)
         parser.add_argument("--speculative-algorithm", type=str)
-        parser.add_argument("--speculative-num-steps", type=int)
-        parser.add_argument("--speculative-num-draft-tokens", type=int)
-        parser.add_argument("--context-length", type=int)
         parser.add_argument("--mem-fraction-static", type=float)
