@@ -61,7 +61,7 @@ class Box:
         if sandbox:
             check_box()
         self.home, self.sandbox, self._mapped = Path(tempfile.mkdtemp(dir=scratch)), sandbox, mapped or {}
-        # opened here once: what the box leaves is read by no path
+        # opened here once: no path leads to files that the command may have replaced
         self._log = open(self.home / "log", "xb+", buffering=0)  # noqa: SIM115
 
     def write(self, name: str, text: str) -> Path:
@@ -72,7 +72,7 @@ class Box:
         return path
 
     def lines(self) -> list[str]:
-        """What was appended to ``log`` since the last call."""
+        """Lines that were appended to ``log`` since the last call."""
         *whole, rest = self._log.read().split(b"\n")
         self._log.seek(-len(rest), os.SEEK_CUR)
         return [line.decode(errors="replace") for line in whole]

@@ -134,11 +134,13 @@ def check_script(played: Played, training: Training | None, nodes: Nodes) -> Ite
         kind = Finding("note", f"the script {ended} {where}, on the rehearsal's read-only disk: {last}")
         yield kind if "Read-only file system" in last else _breaks(f"the script {ended} {where}", last)
     elif training is None:
-        yield _breaks(f"the script ended with code 0 {where}", f"give one that runs python3 train.py (it said {last})")
+        yield _breaks(
+            f"the script ended with code 0 {where}", f"give a script that runs python3 train.py (its output: {last})"
+        )
     for fault in dict.fromkeys(node.fault for node in played.ray_nodes if node.fault):
         yield Finding("breaks", fault)
     if not played.isolated:
-        yield Finding("note", "--without-sandbox: what the script writes and deletes here was written and deleted")
+        yield Finding("note", "--without-sandbox: the script wrote and deleted files of this machine")
     if training is None:
         return
     for name, value in played.assumed.items():
@@ -271,12 +273,12 @@ def _weights(args: Arguments, nodes: Nodes) -> Iterator[Finding]:
         yield _missing("--load", args.load, args.training, "put it there on each node, or give --ref-load")
 
 
-def _rewards(args: Arguments, known: frozenset[str]) -> Iterator[Finding]:
+def _rewards(args: Arguments, rewards: frozenset[str]) -> Iterator[Finding]:
     kind = (args.rm_type or "").strip()
-    if not known or args.custom_rm_path or args.rollout_function_path == OURS:
+    if not rewards or args.custom_rm_path or args.rollout_function_path == OURS:
         return
-    if kind and (name := kind.removeprefix("boxed_")) not in known:
-        fix = _meant(nearest(name, known)) or f"give one of {', '.join(sorted(known))}, or --custom-rm-path"
+    if kind and (name := kind.removeprefix("boxed_")) not in rewards:
+        fix = _meant(nearest(name, rewards)) or f"give one of {', '.join(sorted(rewards))}, or --custom-rm-path"
         yield _breaks(f"--rm-type {kind} is no reward of slime's", fix)
     if kind == "remote_rm" and not args.rm_url:
         yield _breaks("--rm-type remote_rm posts to no address", "give --rm-url")

@@ -69,13 +69,13 @@ class RehearseConfig:
     steps: int = 12
     """Steps of the forecast."""
     live_steps: int = 0
-    """Also run this many steps of slime's own driver, on Ray with logical GPUs and stand-ins (3 or more). What the
-    script's flags import then runs outside of the sandbox."""
+    """Also run this many steps of slime's own driver, on Ray with logical GPUs and stand-ins (3 or more). Code
+    that the script's flags name then runs outside of the sandbox."""
     live_seconds: float = 60.0
     """Seconds to which the live steps are scaled."""
     speeds: MeasuredSpeeds = field(default_factory=MeasuredSpeeds)
     without_sandbox: bool = False
-    """Run a script that you trust without bubblewrap: what it writes and deletes here is written and deleted."""
+    """Run a script that you trust without bubblewrap: it writes and deletes files of this machine."""
     output_dir: Path | None = None
     """Where the rehearsal is written, for agl-slime report; runs/TIME-SCRIPT by default."""
     overwrite: bool = False

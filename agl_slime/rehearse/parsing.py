@@ -41,7 +41,7 @@ class Parsed:
 
 def parse(training: Training, *, slime_dir: Path, python: str, scratch: Path, sandbox: bool = True) -> Parsed:
     """Parse the flags of ``training`` with slime at ``slime_dir``, in a process of ``python`` in a ``Box``: it imports
-    what the flags name.
+    the objects that flags name.
 
     Raises:
         ConfigError: ``slime_dir`` is no checkout of slime, or there is no sandbox.

@@ -40,14 +40,23 @@ _LOOPED = re.compile(r"\b(?:for|printf\s+-v|read(?:\s+-\w+)*)\s+([A-Za-z_][A-Za-
 _TESTED = re.compile(r"-[znv]\s+\"?\$?\{?([A-Za-z_]\w*)")
 _SHELLS = {"BASH_SOURCE", "RANDOM", "SECONDS", "HOSTNAME", "UID", "EUID", "PPID", "LINENO", "FUNCNAME", "IFS", "OPTARG"}
 _SHELLS |= {"NF", "NR"}  # awk's
-_NOT_MADE = {"rm", "rmdir", "mkdir", "touch", "chmod", "chown", "pkill", "ssh"}  # all others may write what they name
+_NOT_MADE = {
+    "rm",
+    "rmdir",
+    "mkdir",
+    "touch",
+    "chmod",
+    "chown",
+    "pkill",
+    "ssh",
+}  # others may write the paths that they name
 _VALUED = set("bcDEeFIiJLlmOopQRSWw")  # ssh's and pdsh's options with a value
 
 
 @dataclass(frozen=True)
 class Command:
-    """A command of the script: its words, its directory, the variables that the script has set for it, those of its
-    words that are files at that time, and its standard input (of ssh)."""
+    """A command of the script: its words, its directory, the variables that the script has set for it, the words that
+    are files at that time, and its standard input (of ssh)."""
 
     argv: tuple[str, ...]
     cwd: str
@@ -60,7 +69,7 @@ class Command:
 class RayNode:
     """A ``ray start`` of the script; ``host`` is the machine that an ssh has named, or ``None`` for this one.
     ``joins``: the head's address, of another node; ``port`` and ``dashboard`` (host and port): a head's; ``fault``:
-    what a shell refuses."""
+    why the shell refuses it."""
 
     host: str | None
     head: bool
@@ -240,9 +249,9 @@ def _stubs(box: Box, path: str) -> dict[str, str]:
         program = box.write(
             f"stubs/{name}", f'#!/bin/sh\nexec {shlex.quote(sys.executable)} -IS {shlex.quote(str(stub))} {name} "$@"\n'
         )
-        found = {name, *filter(None, (shutil.which(name, path=part) for part in path.split(os.pathsep)))}
+        calls = {name, *filter(None, (shutil.which(name, path=part) for part in path.split(os.pathsep)))}
         body = f'REHEARSE_SET="$(compgen -v)" {shlex.quote(str(program))} "$@"; {clock if name == "sleep" else ""}'
-        lines += [f"{call}() {{ {body.rstrip('; ')}; }}" for call in found]
+        lines += [f"{call}() {{ {body.rstrip('; ')}; }}" for call in calls]
     functions = box.write("functions.sh", "\n".join(lines) + "\n")
     return {"BASH_ENV": str(functions), "PATH": f"{stubs}{os.pathsep}{path}"}
 

@@ -65,7 +65,7 @@ def speeds_of(args: Arguments, size: Size, card: str, shape: Shape) -> Speeds:
     weights = 2 * size.parameters
     per_gpu = weights / max(args.model_parallel, 1)
     moved = weights / _UPDATE_BYTES_PER_S / max(args.actor_num_nodes or 1, 1)
-    if args.update_weight_transport == "disk":  # trainers write what has changed, and engines read all of it
+    if args.update_weight_transport == "disk":  # trainers write changed weights, and engines read all of them
         moved = weights * (1 + (_CHANGED if args.update_weight_mode == "delta" else 1)) / _DISK_BYTES_PER_S
     drafts = (args.sglang_speculative_num_steps or 3) if args.sglang_speculative_algorithm else 0
     checked = (args.sglang_speculative_num_draft_tokens or drafts + 1) if drafts else 1

@@ -154,7 +154,8 @@ def _resolve(args: dict[str, Any], answer: dict[str, Any]) -> None:
     from agl_slime.loop.task_files import split_slice
     from agl_slime.rehearse.names import near_file, unresolved, unresolved_elsewhere
 
-    missing = {name: str(args[name]) for name in _OUR_FILES if args.get(name)}
+    args = {name: value for name, value in args.items() if isinstance(value, str)}  # the checks name other types
+    missing = {name: args[name] for name in _OUR_FILES if args.get(name)}
     missing = {name: path for name, path in missing.items() if not split_slice(path)[0].exists()}
     python = args.get("agl_controller_python") or os.environ.get("AGL_CONTROLLER_PYTHON") or ""
     runs = bool(python) and shutil.which(python) is not None
@@ -164,8 +165,8 @@ def _resolve(args: dict[str, Any], answer: dict[str, Any]) -> None:
         missing["agl_controller_log"] = log
     answer["missing"] |= missing
     answer["near"] |= {name: near_file(split_slice(path)[0]) for name, path in answer["missing"].items()}
-    objects = {name: value for name, value in args.items() if name.endswith("_path") and isinstance(value, str)}
-    objects = {name: value for name, value in objects.items() if _NAMED.match(value) and not os.path.exists(value)}
+    objects = {name: value for name, value in args.items() if name.endswith("_path") and _NAMED.match(value)}
+    objects = {name: value for name, value in objects.items() if not os.path.exists(value)}
     lacking = {name: unresolved(value) for name, value in objects.items()}
     if agent := args.get("agl_agent"):
         sys.path.insert(0, os.getcwd())  # as the agent's loader does
