@@ -188,18 +188,16 @@ def write(rehearsal: Rehearsal, run: RunDir, lines: Sequence[str]) -> None:
         rows, before = [], 0.0
         for number, step in enumerate(rehearsal.forecasts[0][1].steps):
             seconds = step.synced - before
-            rows.append(
-                {
-                    "iteration": number,
-                    names.ITERATION_S: seconds,
-                    names.TRAIN_S: step.trained - step.began,
-                    names.TRAINER_WAITED: max(0.0, step.began - before) / seconds,
-                    names.TOKENS_PER_S: step.tokens / seconds,
-                    names.COUNT: rehearsal.shape.groups * rehearsal.shape.size,
-                    names.STALENESS_MEAN: step.behind,
-                    names.WEIGHTS_VERSION: number + 1,
-                }
-            )
+            trained, waited = step.trained - step.began, max(0.0, step.began - before) / seconds
+            row = {
+                "iteration": number,
+                names.ITERATION_S: seconds,
+                names.TRAIN_S: trained,
+                names.TRAINER_WAITED: waited,
+            }
+            row |= {names.TOKENS_PER_S: step.tokens / seconds, names.STALENESS_MEAN: step.behind}
+            count = rehearsal.shape.groups * rehearsal.shape.size
+            rows.append(row | {names.COUNT: count, names.WEIGHTS_VERSION: number + 1})
             before = step.synced
         write_file(run.metrics, b"".join(dump(row) for row in rows))
     write_file(run.summary, dump({"reason": "finished", "rehearsal": True}))
@@ -216,13 +214,10 @@ def main(arguments: list[str], *, environ: Any, tokenizer: Path, print: Callable
         raise ConfigError("slime's parser is needed: give --slime-dir, or set SLIME_DIR to slime's checkout")
     with ExitStack() as stack:
         scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="agl-slime-rehearse-")))
-        rehearsal = rehearse(
-            config, arguments[at + 1 :], slime_dir=slime_dir.resolve(), tokenizer=tokenizer, scratch=scratch
-        )
-        shown = replace(config, slime_dir=slime_dir)
-        run = open_run_dir(
-            config.output_dir, agent=config.script.stem, settings=asdict(shown), overwrite=config.overwrite
-        )
+        slime_dir, more = slime_dir.resolve(), arguments[at + 1 :]
+        rehearsal = rehearse(config, more, slime_dir=slime_dir, tokenizer=tokenizer, scratch=scratch)
+        settings = asdict(replace(config, slime_dir=slime_dir))
+        run = open_run_dir(config.output_dir, agent=config.script.stem, settings=settings, overwrite=config.overwrite)
         lines = lines_of(rehearsal)
         write(rehearsal, run, lines)
         if (log := scratch / "live.log").is_file():

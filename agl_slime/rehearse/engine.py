@@ -50,8 +50,8 @@ class Engine:
         meta = {
             "id": str(number),
             "finish_reason": {"type": reason},
-            "cached_tokens": 0,
             "weight_version": self.version,
+            "cached_tokens": 0,
         }
         meta |= {"prompt_tokens": len(body.get("input_ids") or ()), "completion_tokens": tokens}
         meta["output_token_logprobs"] = [[-1.0, one, None] for one in ids]

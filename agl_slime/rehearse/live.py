@@ -72,17 +72,9 @@ def play_live(
         times[name] *= short
     live_speeds = Speeds(**times)
     events, request = scratch / "events.jsonl", scratch / "live.json"
-    flags = _flags(args, training, live_shape, steps, tokenizer, scratch)
-    content = {
-        "nodes": nodes.count,
-        "gpus": nodes.gpus,
-        "script": str(slime_dir / Path(training.script).name),
-        "flags": flags,
-        "speeds": asdict(live_speeds),
-        "shape": asdict(live_shape),
-        "events": str(events),
-        "store_bytes": _STORE_BYTES,
-    }
+    content = {"nodes": nodes.count, "gpus": nodes.gpus, "store_bytes": _STORE_BYTES, "events": str(events)}
+    content |= {"script": str(slime_dir / Path(training.script).name), "speeds": asdict(live_speeds)}
+    content |= {"flags": _flags(args, training, live_shape, steps, tokenizer, scratch), "shape": asdict(live_shape)}
     path = [str(STANDINS), str(slime_dir), str(Path(__file__).parents[2]), training.env.get("PYTHONPATH", "")]
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, path)), REQUEST: str(request)}
     env |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "WANDB_MODE": "disabled"}
@@ -107,9 +99,8 @@ def _check_memory(args: Arguments, nodes: Nodes) -> None:
     workers = args.actor_gpus + 2 * engines + args.gpus_needed / 4 + 4
     need, free = workers * _WORKER_BYTES, psutil.virtual_memory().available
     if args.gpus_needed > nodes.total:
-        raise ConfigError(
-            f"--live-steps: slime needs {args.gpus_needed} GPUs of {nodes.total}, and would wait for ever"
-        )
+        need = f"{args.gpus_needed} GPUs of {nodes.total}"
+        raise ConfigError(f"--live-steps: slime needs {need} and would wait for ever; give --nodes as the run has")
     if need > free:
         sizes = f"{need / 2**30:.0f} GiB of memory for its processes, and {free / 2**30:.0f} GiB are free"
         raise ConfigError(f"--live-steps needs {sizes}; give fewer GPUs to the script, or leave it out")
@@ -118,13 +109,8 @@ def _check_memory(args: Arguments, nodes: Nodes) -> None:
 def _flags(args: Arguments, training: Training, shape: Shape, steps: int, tokenizer: Path, scratch: Path) -> list[str]:
     """The script's flags; those given last count: a model and tasks of its own where they are missing here."""
     flags = [flag for flag in training.flags if flag not in _ALONE]
-    given = {
-        "num-rollout": steps,
-        "rollout-max-response-len": shape.max_tokens,
-        "save": scratch / "saved",
-        "save-interval": 10**6,
-        "num-gpus-per-node": args.num_gpus_per_node,
-    }
+    given = {"num-rollout": steps, "rollout-max-response-len": shape.max_tokens, "save": scratch / "saved"}
+    given |= {"save-interval": 10**6, "num-gpus-per-node": args.num_gpus_per_node}
     if args.eval_interval is not None:
         given["eval-interval"] = 10**6
         flags.append("--skip-eval-before-train")
@@ -145,17 +131,11 @@ def _model(args: Arguments, tokenizer: Path, scratch: Path) -> Path:
     """A tiny model's tokenizer, with a configuration of the sizes that the flags have."""
     model = Path(shutil.copytree(tokenizer, scratch / "model", dirs_exist_ok=True))
     config = json.loads((model / "config.json").read_text())
-    config |= {
-        "hidden_size": args.hidden_size,
-        "num_attention_heads": args.num_attention_heads,
-        "num_hidden_layers": args.num_layers,
-        "layer_types": ["full_attention"] * (args.num_layers or 0),
-        "intermediate_size": args.ffn_hidden_size,
-        "rms_norm_eps": args.norm_epsilon,
-        "tie_word_embeddings": not args.untie_embeddings_and_output_weights,
-        "rope_theta": args.rotary_base,
-        "rope_parameters": {"rope_type": "default", "rope_theta": args.rotary_base},
-    }
+    config |= {"hidden_size": args.hidden_size, "num_attention_heads": args.num_attention_heads}
+    config |= {"num_hidden_layers": args.num_layers, "layer_types": ["full_attention"] * (args.num_layers or 0)}
+    config |= {"intermediate_size": args.ffn_hidden_size, "rms_norm_eps": args.norm_epsilon}
+    config |= {"tie_word_embeddings": not args.untie_embeddings_and_output_weights, "rope_theta": args.rotary_base}
+    config["rope_parameters"] = {"rope_type": "default", "rope_theta": args.rotary_base}
     (model / "config.json").unlink()
     (model / "config.json").write_text(json.dumps({name: value for name, value in config.items() if value is not None}))
     return model
@@ -163,8 +143,7 @@ def _model(args: Arguments, tokenizer: Path, scratch: Path) -> Path:
 
 def _tasks(args: Arguments, scratch: Path) -> Path:
     keys = {args.input_key or "input": "1 + 1 = ?", args.label_key or "label": "2"}
-    path = scratch / "tasks.jsonl"
-    path.write_text((json.dumps(keys) + "\n") * 1000)
+    (path := scratch / "tasks.jsonl").write_text((json.dumps(keys) + "\n") * 1000)
     return path
 
 

@@ -26,10 +26,7 @@ def unresolved(code: str) -> tuple[str, str] | None:
     can, or ``""``; ``None`` if it can."""
     source, _, name = code.rpartition(":")
     try:
-        if source.endswith(".py"):
-            getattr(_file(source), name)
-        else:
-            pkgutil.resolve_name(code)
+        _ = getattr(_file(source), name) if source.endswith(".py") else pkgutil.resolve_name(code)
     except (Exception, SystemExit) as error:  # a module may raise anything
         near = _near_in_file(source, name) if source.endswith(".py") else _near_code(code)
         return f"{type(error).__name__}: {error}", near

@@ -26,16 +26,16 @@ def main(name: str, arguments: list[str]) -> int:
         heard = sys.stdin.buffer.read(2**16).decode(errors="replace")
     record(name, arguments, heard)
     gpus, nodes = settings["gpus"], settings["nodes"]
-    if name.startswith("python") and (code := computation(arguments)) is not None:
-        return subprocess.run([settings["python"], *code]).returncode
+    if name.startswith("python") and computes(arguments):
+        return subprocess.run([settings["python"], *arguments]).returncode
     if settings["sandbox"] and (name in FILES or (name == "git" and line in READS)):
         code = real(name, arguments)
         return code if name == "git" else 0
     if (name in ("sudo", "numactl", "srun") or line in ("run", "exec")) and (words := command_of(arguments)):
         ranks = re.search(r"(?:^| )(?:--ntasks[= ]|-n ?|--nodes[= ]|-N ?)(\d+)", " ".join(arguments[: -len(words)]))
-        count = int(ranks[1]) if ranks else nodes
-        last = min(count, nodes) if name == "srun" else 1
-        return max(run(words, SLURM_PROCID=n, SLURM_NODEID=n, SLURMD_NODENAME=f"node{n}") for n in range(last))
+        last = min(int(ranks[1]) if ranks else nodes, nodes) if name == "srun" else 1
+        codes = [run(words, SLURM_PROCID=n, SLURM_NODEID=n, SLURMD_NODENAME=f"node{n}") for n in range(last)]
+        return max(codes, default=0)
     if name == "ray" and arguments[:2] == ["job", "submit"]:
         print("Job 'raysubmit_rehearsal' submitted successfully")
         words = arguments[arguments.index("--") + 1 :] if "--" in arguments else []
@@ -59,13 +59,10 @@ def text(word: str) -> str:
     return os.fsencode(word).decode(errors="replace")
 
 
-def computation(arguments: list[str]) -> "list[str] | None":
-    """Python's arguments without a file: the code is in them, or in the standard input."""
-    options = [word for word in arguments if re.fullmatch("-[uBEIOSs]+", word)]
-    rest = arguments[len(options) :] if arguments[: len(options)] == options else arguments
-    if not rest or rest[0] in ("-c", "-", "-V", "--version"):
-        return arguments
-    return None
+def computes(arguments: list[str]) -> bool:
+    """Whether Python's code is in its arguments or its standard input, and not in a file."""
+    rest = [word for word in arguments if not re.fullmatch("-[uBEIOSs]+", word)]
+    return not rest or rest[0] in ("-c", "-", "-V", "--version")
 
 
 def command_of(arguments: list[str]) -> list[str]:

@@ -383,7 +383,7 @@ def test_files_are_looked_for_where_the_script_starts_training(tmp_path: Path):
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text('{"max_position_embeddings": 4096}')
     keys = {"input_key": "prompt", "label_key": "label"}
-    files = {"prompt_data": "rows.jsonl@[0:32]", "hf_checkpoint": "model", **keys}
+    files: dict[str, Any] = {"prompt_data": "rows.jsonl@[0:32]", "hf_checkpoint": "model", **keys}
     [missing, length] = sorted(findings(cwd=str(tmp_path), **files))
     assert "--input-key prompt is missing in 32 of 32 rows" in missing
     assert "name one of the keys there (question, label)" in missing
