@@ -262,7 +262,7 @@ def _parser(parsed: Parsed, training: Training) -> Iterator[Finding]:
 
 def _weights(args: Arguments, nodes: Nodes) -> Iterator[Finding]:
     """As slime's actors load them: ``--load`` if it has a checkpoint, else ``--ref-load``."""
-    if args.debug_rollout_only or args.ref_load:
+    if args.debug_rollout_only or args.ref_load or "--pretrained-checkpoint" in args.training.flags:
         return
     fix = "give the checkpoint that slime's tools/convert_hf_to_torch_dist.py writes"
     if args.kl_coef or args.use_kl_loss:
