@@ -128,12 +128,8 @@ class Box:
                     words += ["--symlink", os.readlink(one.path), one.path]
                 elif one.is_file() or one.is_dir():  # no socket, pipe or device
                     words += ["--ro-bind-try", one.path, one.path]
-        words += [
-            "--proc",
-            "/proc",
-            "--remount-ro",
-            "/proc",
-        ]  # else root may set the kernel there, without a capability
+        # else root would set the kernel's parameters there, without a capability
+        words += ["--proc", "/proc", "--remount-ro", "/proc"]
         words += ["--dev", "/dev", "--size", _DISK, "--tmpfs", "/dev/shm", "--remount-ro", "/dev"]
         for place, source in self._mapped.items():
             words += ["--ro-bind", str(source), place]

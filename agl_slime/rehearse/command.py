@@ -66,8 +66,6 @@ class RehearseConfig:
     """Mean length of responses; a third of --rollout-max-response-len by default."""
     prompt_tokens: int = 200
     """Mean length of prompts."""
-    steps: int = 12
-    """Steps of the forecast."""
     live_steps: int = 0
     """Also run this many steps of slime's own driver, on Ray with logical GPUs and stand-ins (3 or more). Code
     that the script's flags name then runs outside of the sandbox."""
@@ -121,7 +119,7 @@ def rehearse(
         note = Finding("note", "no forecast: the flags have no model sizes; give --speeds.token-s and the others")
         return Rehearsal((*findings, note), args)
     try:
-        forecasts = tuple(compare(speeds, shape, steps=config.steps))
+        forecasts = tuple(compare(speeds, shape))
     except ConfigError as error:
         return Rehearsal((*findings, Finding("note", f"no forecast: {error}")), args)
     live = None
@@ -207,8 +205,8 @@ def main(arguments: list[str], *, environ: Any, tokenizer: Path, print: Callable
     """The command. Raises ``ConfigError`` for flags that cannot be used; findings do not change the exit code."""
     at = arguments.index("--") if "--" in arguments else len(arguments)
     config = tyro.cli(RehearseConfig, prog="agl-slime rehearse", args=arguments[:at])
-    if min(config.nodes, config.gpus_per_node, config.steps) < 1:
-        raise ConfigError("--nodes, --gpus-per-node and --steps must be at least 1")
+    if min(config.nodes, config.gpus_per_node) < 1:
+        raise ConfigError("--nodes and --gpus-per-node must be at least 1")
     slime_dir = config.slime_dir or (Path(environ["SLIME_DIR"]) if environ.get("SLIME_DIR") else None)
     if slime_dir is None:
         raise ConfigError("slime's parser is needed: give --slime-dir, or set SLIME_DIR to slime's checkout")
