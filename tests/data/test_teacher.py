@@ -234,7 +234,7 @@ def test_a_run_whose_teacher_alone_is_its_own_policy_learns_nothing(
     policy_dir: Path, embedded_engine: str, tmp_path: Path
 ):
     pytest.importorskip("torch")
-    sizes = {"num_iterations": 1, "rollout_batch_size": 2, "eval_interval": 0, "output_dir": tmp_path}
+    sizes = {"num_iterations": 1, "rollout_batch_size": 8, "eval_interval": 0, "output_dir": tmp_path}
     engines = {"sglang_url": embedded_engine, "teacher_url": (embedded_engine,), "teacher_alone": True}
     with weights_restored(embedded_engine, policy_dir):
         train(model_path=policy_dir, **engines, **sizes)
