@@ -60,7 +60,20 @@ _FIXED += ("files", "agent_source", "environment", "max_turns", "multi_turn_sche
 
 
 @dataclass(frozen=True, kw_only=True)
-class EvalConfig:
+class OtherModel:
+    """A model behind an address."""
+
+    openai_url: str | None = None
+    """An OpenAI-compatible URL, such as https://host/v1, whose model does the tasks, before the named one or alone. It
+    gets chat messages."""
+    openai_model: str | None = None
+    """The name of the model at --openai-url; not needed where there is only one."""
+    openai_key_env: str = DEFAULT_KEY
+    """The environment variable with the key of --openai-url; without it no key is sent."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvalConfig(OtherModel):
     """Evaluate one model, or compare two, on held-out tasks: mean reward, pass@1, pass@k, 95 % intervals, failures. The
     same command resumes an interrupted evaluation. Agent, tasks and limits of rollouts default to the run's."""
 
@@ -78,13 +91,6 @@ class EvalConfig:
     """Samples per task."""
     passes: float = 1.0
     """Least reward of a sample that passes."""
-    openai_url: str | None = None
-    """An OpenAI-compatible URL, such as https://host/v1, whose model is evaluated, too, before the named one, or alone.
-    It gets chat messages."""
-    openai_model: str | None = None
-    """The name of the model at --openai-url; not needed where there is only one."""
-    openai_key_env: str = DEFAULT_KEY
-    """The environment variable with the key of --openai-url; without it no key is sent."""
     output_dir: Path | None = None
     """Directory of samples and eval.json; by default one under evals/, named after a hash of the settings."""
 

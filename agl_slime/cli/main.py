@@ -88,12 +88,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         except MissingDependencyError as error:
             return exit_code_for(error, Console(stderr=True), debug=bool(os.environ.get(DEBUG_VARIABLE)))
     if command in COMMANDS:
-        if (function := commands.COMMANDS.get(command)) is not None:
-            return _run_command(partial(tyro.cli, function, prog=f"agl-slime {command}", args=rest))
         functions: dict[str, Callable[[list[str]], object]] = {"train": _train, "eval": _eval}
         functions |= {"rehearse": commands.rehearse, "assign-instance-id": commands.assign_instance_id}
         if command in functions:
             return _run_command(partial(functions[command], rest))
+        if (function := vars(commands).get(command.replace("-", "_"))) is not None:
+            return _run_command(partial(tyro.cli, function, prog=f"agl-slime {command}", args=rest))
         module = "try_agent" if command == "try" else command  # a keyword names no module
         return _run_command(lambda: import_module(f"agl_slime.cli.{module}").main(rest))
     print(f"agl-slime: there is no command {command!r}; the commands are {', '.join(COMMANDS)}", file=sys.stderr)

@@ -6,17 +6,17 @@ import asyncio
 import tempfile
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import tyro
 from rich.console import Console
 
-from agl_slime.agent.chat_api import DEFAULT_KEY
 from agl_slime.agent.loading import load_agent, only_agent
-from agl_slime.cli.evaluate import MOST_TASKS, EvalConfig, Prepared, prepare, sampling_with
+from agl_slime.cli.evaluate import MOST_TASKS, EvalConfig, OtherModel, Prepared, prepare, sampling_with
 from agl_slime.cli.flags import split_env_flags
-from agl_slime.cli.settings import command_config, train_config
+from agl_slime.cli.settings import command_config, parse_command, train_config
 from agl_slime.data.results import MemberResult
 from agl_slime.errors import AglSlimeError, ConfigError
 from agl_slime.report.files import RunDir
@@ -24,57 +24,45 @@ from agl_slime.tokens.trajectory import Trajectory
 
 A_DAY_S = 86400.0  # a person reads, and a debugger stops, for as long as they like
 
+_RUN_SETTINGS = dict.fromkeys(("temperature", "max_new_tokens", "env", "env_python"), ...)
+_RUN_SETTINGS |= {"sglang_url": None, "engine": "embedded"}
+
 RollOut = Callable[[Any], Awaitable[MemberResult]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TryCommand(OtherModel):
+    """Run one task by hand and show what the model said, its tools, the reward and the tokens. Exit code 1 when the
+    rollout failed."""
+
+    agent: tyro.conf.Positional[str | None] = None
+    """path/to/file.py:Class or module:Class; a file with one agent needs no name."""
+    task: int = 0
+    """The task's number, from 0: of --tasks, or of the tasks that `agl-slime eval` shows."""
+    tasks: Path | None = None
+    """Tasks as JSON lines; by default the agent's make_task(rng), or the tasks of --model's run."""
+    model: Annotated[Path | None, tyro.conf.arg(aliases=["--model-path"])] = None
+    """A Hugging Face directory, a run's directory, smollm2, or a name on the hub; by default the model at --sglang-url
+    or --openai-url, or for agents of the lookup task the tiny policy."""
+    settings: Annotated[Mapping[str, Any], tyro.conf.Suppress] = field(default_factory=dict)
+    """Settings of a run by their names, which take precedence over the run's own."""
 
 
 def main(arguments: Sequence[str]) -> None:
     ours, env_flags = split_env_flags(arguments)
-
-    def attempt(
-        agent: tyro.conf.Positional[str | None] = None,
-        task: int = 0,
-        tasks: Path | None = None,
-        model: Annotated[Path | None, tyro.conf.arg(aliases=["--model-path"])] = None,
-        sglang_url: str | None = None,
-        openai_url: str | None = None,
-        openai_model: str | None = None,
-        openai_key_env: str = DEFAULT_KEY,
-        temperature: float | None = None,
-        max_new_tokens: int | None = None,
-        engine: Literal["embedded", "sglang"] = "embedded",
-        env: str | None = None,
-        env_python: Path | None = None,
-    ) -> None:
-        """Run one task by hand and show what the model said, its tools, the reward and the tokens. Exit code 1 when the
-        rollout failed.
-
-        Args:
-            agent: path/to/file.py:Class or module:Class; a file with one agent needs no name.
-            task: The task's number, from 0: of --tasks, or of the tasks that `agl-slime eval` shows.
-            tasks: Tasks as JSON lines; by default the agent's make_task(rng), or the tasks of --model's run.
-            model: A Hugging Face directory, a run's directory, smollm2, or a name on the hub; by default the model at
-                --sglang-url or --openai-url, or for agents of the lookup task the tiny policy.
-            sglang_url: URL of a running SGLang server; by default an engine is started on this machine.
-            openai_url: An OpenAI-compatible URL, such as https://host/v1, whose model does the task.
-            openai_model: The name of the model at --openai-url; not needed where there is only one.
-            openai_key_env: The environment variable with the key of --openai-url.
-            temperature: Sampling temperature; 0 is greedy, and the run's or 1 by default.
-            max_new_tokens: Most tokens of an answer; the run's or 48 by default.
-            engine: The engine that is started: embedded, or a real SGLang.
-            env: An environment of verifiers, in place of an agent.
-            env_python: A Python with verifiers, for --env.
-        """
-        values = {"temperature": temperature, "max_new_tokens": max_new_tokens, "sglang_url": sglang_url}
-        values |= {"engine": engine, "env": env, "env_python": env_python}
-        values |= {"env_arguments": env_flags or None}
-        named = {"openai_url": openai_url, "openai_model": openai_model, "openai_key_env": openai_key_env}
-        asyncio.run(try_task(agent and only_agent(agent), task, model=model, tasks=tasks, **named, **values))
-
-    tyro.cli(attempt, prog="agl-slime try", args=ours)
+    more = {"env_arguments": env_flags or None}
+    config = parse_command(TryCommand, _RUN_SETTINGS, prog="agl-slime try", arguments=ours, **more)
+    given = {each.name: getattr(config, each.name) for each in fields(config) if each.name not in ("agent", "settings")}
+    asyncio.run(try_task(config.agent and only_agent(config.agent), **given, **config.settings))
 
 
 async def try_task(
-    agent: str | None, task: int, *, model: Path | None = None, write: Callable[[str], None] = print, **settings: Any
+    agent: str | None,
+    task: int = 0,
+    *,
+    model: Path | None = None,
+    write: Callable[[str], None] = print,
+    **settings: Any,
 ) -> None:
     """Run task number ``task`` of ``agent`` and describe it; ``settings`` are fields of ``EvalConfig`` and settings
     of a run, by name. Raises ``AglSlimeError`` when the rollout failed."""

@@ -21,15 +21,14 @@ from typing import Any
 
 from aiohttp import web
 
-from agl_slime.agent.access import LLM_RESOURCE, EngineAccess
+from agl_slime.agent.access import EngineAccess
 from agl_slime.errors import GatewayRequestError
 from agl_slime.gateway.attempt import Attempt
 from agl_slime.gateway.formats import FORMATS
 from agl_slime.gateway.recorded import ATTEMPT, NAME, RecordedRollout, RolloutFile, first_reward_name, read_reward_value
 from agl_slime.gateway.server import SERVED_PATHS, Address
 from agl_slime.gateway.settings import GatewaySettings
-from agl_slime.gateway.token_gateway import TokenGateway, span_builder
-from agl_slime.store.recording import Recording
+from agl_slime.gateway.token_gateway import TokenGateway
 from agl_slime.support.agl_types import LLM
 from agl_slime.support.http import json_response, parse_json, read_body
 from agl_slime.support.threads import run_in_thread
@@ -100,21 +99,7 @@ class RecordGateway(TokenGateway):
         """Raises ``FileExistsError`` for a name that was used."""
         file = self._file(rollout_id)
         file.create(task=task, metadata=metadata, at=time.time())
-        recording = Recording(rollout_id, ATTEMPT, store=file, forgets=True)
-
-        def write(name: str, attributes: dict[str, Any], started: float) -> None:
-            recording.add(span_builder(name, attributes, started))
-
-        attempt = Attempt(
-            rollout_id=rollout_id,
-            attempt_id=ATTEMPT,
-            roles={LLM_RESOURCE: self._llm},
-            settings=self.settings,
-            access=self.access,
-            write=write,
-            flush=recording.write,
-        )
-        self._attempts[rollout_id, ATTEMPT] = attempt
+        attempt = self._record(rollout_id, ATTEMPT, llm=self._llm, store=file)
         for idle in self._idle():
             await self._end(idle, "idle")
         self._last_request[rollout_id] = time.monotonic()

@@ -21,10 +21,9 @@ from agl_slime.errors import GatewayRequestError
 from agl_slime.gateway.attempt import Attempt
 from agl_slime.gateway.server import Address
 from agl_slime.gateway.settings import GatewaySettings
-from agl_slime.gateway.token_gateway import TokenGateway, span_builder
+from agl_slime.gateway.token_gateway import TokenGateway
 from agl_slime.store.bridge import FINISHED
 from agl_slime.store.follow import listen_for_ends
-from agl_slime.store.recording import Recording
 from agl_slime.support.agl import LLM, LightningStore, ProxyLLM
 from agl_slime.support.http import json_response
 from agl_slime.support.memory import return_freed_memory
@@ -116,22 +115,7 @@ class StoreGateway(TokenGateway):
             # another gateway answered it; without its conversations tokens would be trained twice
             message = f"attempt {attempt_id} was begun at a gateway that has ended: begin the rollout again"
             raise GatewayRequestError(message, status=410, code="attempt_lost")
-        recording = Recording(rollout_id, attempt_id, store=self._store, forgets=True)
-
-        def write(name: str, attributes: dict[str, Any], started: float) -> None:
-            recording.add(span_builder(name, attributes, started))
-
-        attempt = Attempt(
-            rollout_id=rollout_id,
-            attempt_id=attempt_id,
-            roles={LLM_RESOURCE: llm},
-            settings=self.settings,
-            access=self.access,
-            write=write,
-            flush=recording.write,
-        )
-        self._attempts[rollout_id, attempt_id] = attempt
-        return attempt
+        return self._record(rollout_id, attempt_id, llm=llm, store=self._store)
 
     def _engine_of(self, resource: LLM | None) -> LLM:
         if resource is not None and not isinstance(resource, ProxyLLM):

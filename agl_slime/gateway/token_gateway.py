@@ -1,18 +1,18 @@
-"""``TokenGateway``: a gateway that others than its runner use, and the spans of its answers."""
+"""``TokenGateway``: a gateway that others than its runner use."""
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 from aiohttp import web
 
-from agl_slime.agent.access import EngineAccess
+from agl_slime.agent.access import LLM_RESOURCE, EngineAccess
 from agl_slime.errors import GatewayRequestError
+from agl_slime.gateway.attempt import Attempt
 from agl_slime.gateway.server import Address, Gateway
 from agl_slime.gateway.settings import GatewaySettings
-from agl_slime.store.recording import SpanBuilder
-from agl_slime.support.agl_types import Span, SpanCoreFields, TraceStatus
+from agl_slime.store.recording import Recording
+from agl_slime.support.agl_types import LLM
 from agl_slime.support.net import require_token, same_secret
 
 TOKEN_VARIABLE = "AGL_SLIME_GATEWAY_TOKEN"
@@ -37,9 +37,16 @@ class TokenGateway(Gateway):
             message = f"the key is missing or wrong: send the gateway's token ({TOKEN_VARIABLE})"
             raise GatewayRequestError(message, status=401, code="invalid_api_key")
 
-
-def span_builder(name: str, attributes: dict[str, Any], at: float) -> SpanBuilder:
-    """A zero-duration span for a ``Recording``."""
-    status = TraceStatus(status_code="OK")
-    core = SpanCoreFields(name=name, attributes=attributes, status=status, start_time=at, end_time=at)
-    return partial(Span.from_core_fields, core)
+    def _record(self, rollout_id: str, attempt_id: str, *, llm: LLM, store: Any) -> Attempt:
+        """Begin an attempt whose spans go to ``store``."""
+        recording = Recording(rollout_id, attempt_id, store=store, forgets=True)
+        attempt = self._attempts[rollout_id, attempt_id] = Attempt(
+            rollout_id=rollout_id,
+            attempt_id=attempt_id,
+            roles={LLM_RESOURCE: llm},
+            settings=self.settings,
+            access=self.access,
+            write=recording.add_instant,
+            flush=recording.write,
+        )
+        return attempt

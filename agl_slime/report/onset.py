@@ -21,7 +21,6 @@ from agl_slime.report.traits import KINDS, Seen, Trait
 
 ALPHA = 0.01  # nominal probability of any false rise in a run without change
 SLOW_ALPHA = 0.1  # nominal probability that an onset beats slow curves by chance, for any trait that rises
-LEAST_RISE = 0.15  # of the share
 LEAST_BEFORE, LEAST_AFTER = 5, 3  # iterations
 LEAST_HITS, LEAST_GROUPS = 6, 3
 _RISES = (1, 2, 4, 8, 16)  # iterations from the first share to the second
@@ -76,7 +75,7 @@ class _Rise:
     after: float
 
 
-def find_onsets(seen: Iterable[Seen], *, least_rise: float = LEAST_RISE) -> list[Onset]:
+def find_onsets(seen: Iterable[Seen], *, least_rise: float = 0.15) -> list[Onset]:
     """The onsets of a run, the earliest first; the order of rollouts within an iteration is of no account."""
     rollouts = sorted(seen, key=lambda one: (one.iteration, one.rollout_id, one.group, str(one.reward)))
     iterations, index = np.unique([one.iteration for one in rollouts], return_inverse=True)

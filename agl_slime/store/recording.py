@@ -13,9 +13,10 @@ import threading
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Protocol
+from functools import partial
+from typing import Any, Protocol
 
-from agl_slime.support.agl_types import Span
+from agl_slime.support.agl_types import Span, SpanCoreFields, TraceStatus
 
 logger = logging.getLogger(__name__)
 
@@ -55,6 +56,12 @@ class Recording:
                 return False
             self._pending.append(builder)
         return True
+
+    def add_instant(self, name: str, attributes: dict[str, Any], at: float) -> None:
+        """``add`` a span of no duration."""
+        status = TraceStatus(status_code="OK")
+        core = SpanCoreFields(name=name, attributes=attributes, status=status, start_time=at, end_time=at)
+        self.add(partial(Span.from_core_fields, core))
 
     async def write(self, *, close: bool = False) -> None:
         """Write the pending spans to the store, by one call for their numbers and one for the spans; ``close`` refuses

@@ -44,7 +44,6 @@ from agl_slime.gateway.attempt import Attempt
 from agl_slime.gateway.remote import StoreGateway
 from agl_slime.gateway.server import Address
 from agl_slime.gateway.settings import GatewaySettings
-from agl_slime.gateway.token_gateway import span_builder
 from agl_slime.store.bridge import BridgeStore
 from agl_slime.store.recording import Recording
 from agl_slime.support.agl import LLM
@@ -211,7 +210,7 @@ class ControllerGateway(StoreGateway):
     async def _write_span(self, rollout_id: str, attempt_id: str, name: str, attributes: dict[str, Any]) -> float:
         """Write a span; returns its time."""
         recording, at = Recording(rollout_id, attempt_id, store=self._store), time.time()
-        recording.add(span_builder(name, attributes, at))
+        recording.add_instant(name, attributes, at)
         await recording.write()
         return at
 
