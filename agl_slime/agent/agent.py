@@ -16,8 +16,14 @@ from typing import Any
 from agl_slime.agent.access import LLM_RESOURCE, EngineAccess, sampling_of
 from agl_slime.agent.chat_api import ChatApi
 from agl_slime.agent.chat_session import open_chat_session
-from agl_slime.agent.orm import check_functions, make_functions, reward_of
-from agl_slime.agent.outcome import LossScale, check_loss_scale, untrained_turns
+from agl_slime.agent.outcome import (
+    LossScale,
+    check_functions,
+    check_loss_scale,
+    make_functions,
+    reward_of,
+    untrained_turns,
+)
 from agl_slime.agent.partial import PartialRollouts
 from agl_slime.agent.scheduler import MultiTurnScheduler, schedulers
 from agl_slime.agent.session import RolloutSession, RolloutStopped
@@ -66,7 +72,7 @@ class SGLangLitAgent(LitAgent[dict[str, Any]]):
     keep_stop_token: bool = False  # continue a finished answer after its stop token, in one Sample
     max_turns: int | None = None  # most answers of a rollout
     max_trajectory_tokens: int | None = None  # prompt and answers; None: the model's context length
-    reward_functions: Sequence[Any] = ()  # in the form of ms-swift's ORMs, instead of compute_reward: see rollout.orm
+    reward_functions: Sequence[Any] = ()  # in the form of ms-swift's ORMs, instead of compute_reward: see agent.outcome
     loss_scale: LossScale = "default"  # answers to train: all, "last_round", or chosen by a function
     template_kwargs: Mapping[str, Any] = {}  # chat template arguments, over the run's: {"enable_thinking": False}
     image_settings: ImageSettings = ImageSettings()  # limits of images in messages and tool results

@@ -222,13 +222,13 @@ class RolloutIngestor:
         """Once the first of the run's rollouts with a named reward has ended, train on its first name: the order in
         which rollouts end decides nothing."""
         is_open = self.assembler.ledger.is_open
-        while self._drawn and (first := next(iter(self._drawn))) not in self._undecided and not is_open(first):
+        while (first := next(iter(self._drawn), None)) and first not in self._undecided and not is_open(first):
             del self._drawn[first]
-        ended = [name for name in self._drawn if name in self._undecided] if self.announced else [*self._undecided]
-        if self.run_key is not None or not ended:
+        if self.run_key is not None or not self._undecided:
             return
+        ended = [name for name in self._drawn if name in self._undecided] if self.announced else [*self._undecided]
         waited_s = time.monotonic() - self._waits_since
-        if not self.announced or ended[0] == next(iter(self._drawn)) or waited_s > self._patience_s:
+        if ended and (not self.announced or ended[0] == first or waited_s > self._patience_s):
             self.run_key = self._undecided[ended[0]]
             self._drawn.clear()
             for rollout_id in self._undecided:

@@ -18,15 +18,18 @@ Changes to the stock behaviour:
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import islice
 from typing import Any, get_args
 
+from pydantic_core import PydanticSerializationError, to_json
+
+from agl_slime.errors import ConfigError
 from agl_slime.store.collections import BridgeCollections, WatchList, do_not_measure, share_field_sets
 from agl_slime.store.retention import Retention, StoreUsage, estimate_span_bytes
-from agl_slime.store.sendable import check_sendable
 from agl_slime.support.agl import (
     Attempt,
     AttemptedRollout,
@@ -411,3 +414,35 @@ def _next_check(config: RolloutConfig, attempt: Attempt) -> float | None:
     if config.unresponsive_seconds is not None:
         times.append((attempt.last_heartbeat_time or attempt.start_time) + config.unresponsive_seconds)
     return min(times) if times else None
+
+
+def check_sendable(task: Any) -> None:
+    """Raise ``ConfigError`` with place and value for a task that JSON cannot hold."""
+    try:
+        written = to_json(task, inf_nan_mode="constants")
+        if b"NaN" not in written and b"Infinity" not in written:
+            return
+    except (PydanticSerializationError, RecursionError):
+        pass
+    if (problem := _unsendable(task, "task")) is not None:
+        raise ConfigError(f"{problem} for runners in other processes: change it, or run with --runners inproc")
+
+
+def _unsendable(value: Any, place: str) -> str | None:
+    if isinstance(value, Mapping):
+        inside = [(each, f"{place}[{key!r:.80}]") for key, each in value.items()]
+        inside += [(key, f"a key of {place}") for key in value]
+    elif isinstance(value, (list, tuple, set, frozenset)):
+        inside = [(each, f"{place}[{number}]") for number, each in enumerate(value)]
+    elif isinstance(value, float) and not math.isfinite(value):
+        return f"{place} is {value!r}, which JSON cannot hold"
+    else:
+        try:
+            to_json(value)
+        except PydanticSerializationError:
+            return f"{place} is {value!r:.80} ({type(value).__name__}), which JSON cannot hold"
+        return None
+    try:
+        return next(filter(None, (_unsendable(each, at) for each, at in inside)), None)
+    except RecursionError:
+        return f"{place} is nested too deep, which JSON cannot hold"

@@ -16,10 +16,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from agl_slime.errors import ConfigError, DataSourceError
-from agl_slime.store.bridge import BridgeStore
+from agl_slime.store.bridge import BridgeStore, check_sendable
 from agl_slime.store.client import RemoteStore
 from agl_slime.store.feed import CANCELLED_PATH, FEED_PATH, FeedPosition, FinishedFeed
-from agl_slime.store.sendable import check_sendable
 from agl_slime.store.server import BATCH_PATH, StoreService, execute_batch
 from agl_slime.support.agl import EnqueueRolloutRequest
 from agl_slime.support.http import listening

@@ -19,10 +19,17 @@ from torch import Tensor
 
 from agl_slime.engine.experts import routers_of
 from agl_slime.errors import TrainerError
+from agl_slime.train.local.faults import (
+    Recorded,
+    end_marks,
+    insert,
+    position_faults,
+    remove,
+    thinking_blocks,
+    with_prompt,
+)
 from agl_slime.train.local.loss import token_log_probs
 from agl_slime.train.local.model import force_experts, load_model
-from agl_slime.train.local.mrope_faults import position_faults
-from agl_slime.train.local.token_faults import Recorded, end_marks, insert, remove, thinking_blocks, with_prompt
 
 Scores = list[NDArray[np.float32]]
 Fault = tuple[str, str, Scores]
