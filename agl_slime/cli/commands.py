@@ -112,18 +112,14 @@ def report(
     """Write runs as one HTML page that needs no network: trend, steps, rollouts, tokens.
 
     Args:
-        run_dirs: Directories of runs, or one with runs in it; also of slime's --dump-details, or of an evaluation.
+        run_dirs: Directories of runs, or one with runs in it; also of slime's --dump-details.
         output: The page's file; report.html in the first directory by default.
         tokenizer: For slime's own runs, a directory with the model's tokenizer.json.
     """
-    from agl_slime.report.evaluation.page import is_evaluation, write_eval_page
     from agl_slime.report.page import write_report
 
     if not run_dirs:
         raise ConfigError("name the directory of a run: agl-slime report RUN_DIR")
-    if len(run_dirs) == 1 and is_evaluation(run_dirs[0]):
-        print(write_eval_page(run_dirs[0], output))
-        return
     print(write_report(run_dirs, output, tokenizer=tokenizer))
 
 
@@ -138,7 +134,7 @@ def view(
     """Show runs in the browser, one or several side by side.
 
     Args:
-        run_dirs: Directories of runs, or one with runs in it; also of slime's --dump-details, or of an evaluation.
+        run_dirs: Directories of runs, or one with runs in it; also of slime's --dump-details.
         follow: Update the page while a run continues.
         host: Address to listen on; other addresses than loopback need AGL_SLIME_VIEW_TOKEN.
         port: Port to listen on; 0 takes a free one.

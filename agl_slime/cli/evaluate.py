@@ -24,7 +24,6 @@ from agl_slime.cli.settings import TrainConfig, parse_command, train_config
 from agl_slime.errors import ConfigError, LoopError, format_exception
 from agl_slime.loop.tasks import Task, as_task_source, read_tasks
 from agl_slime.report.console import format_seconds
-from agl_slime.report.evaluation.page import format_estimate, write_eval_page
 from agl_slime.report.files import RunDir, dump, open_run_dir, read_object
 from agl_slime.support.files import sole_owner, write_file
 from agl_slime.support.model_files import model_digests
@@ -217,14 +216,12 @@ async def run_evaluation(config: EvalConfig, *, console: Console | None = None) 
                 new += len(file.lines) - before
         result = _result(config, identity, parts, n_tasks=len(tasks))
         write_file(directory / "eval.json", dump(result, indent=2))
-        page = await run_in_thread(write_eval_page, directory)
     if not new:
         text = f"0 new samples: the figures are of {sum(map(len, parts))} earlier samples"
         console.print(f"{text}; a new --output-dir takes new ones", soft_wrap=True)
     for line in format_result(result):
         console.print(line, highlight=False, soft_wrap=True, markup=False)
-    for name, path in (("written to", directory / "eval.json"), ("page", page)):
-        console.print(f"{name:<14}{path}", highlight=False, soft_wrap=True, markup=False)
+    console.print(f"written to    {directory / 'eval.json'}", highlight=False, soft_wrap=True, markup=False)
     for model in result["models"]:
         if model["failed"] == model["samples"]:
             reason = max(model["failures"], key=model["failures"].get)
@@ -252,6 +249,14 @@ def format_result(result: dict[str, Any]) -> list[str]:
 
 def _validation_sampling(began: dict[str, Any]) -> dict[str, Any]:
     return train_config(eval_sampling=began.get("eval_sampling") or "").validation_sampling
+
+
+def format_estimate(value: Mapping[str, Any], *, of: int, sign: bool = False) -> str:
+    """The mean, its interval, and its number of tasks if it is not all ``of`` them."""
+    kind = "+.3f" if sign else ".3f"
+    between = "" if value["low"] is None else f" [{value['low']:{kind}}, {value['high']:{kind}}]"
+    number = "" if value["tasks"] == of else f" over {value['tasks']} of {of} tasks"
+    return f"{value['mean']:{kind}}{between}{number}"
 
 
 def _weights(path: Path) -> Path:
