@@ -6,7 +6,9 @@ One instance serves all rollouts of an agent, or of a gateway.
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import aiohttp
@@ -16,12 +18,16 @@ from agl_slime.engine.client.client import SGLangClient
 from agl_slime.engine.client.describe import end_token_ids, vocab_size_of
 from agl_slime.engine.client.generation import SamplingParams
 from agl_slime.engine.client.transport import ClientSettings
-from agl_slime.errors import ConfigError
+from agl_slime.errors import ConfigError, EngineError, EngineProtocolError, EngineRequestError
 from agl_slime.support.agl_types import LLM, ProxyLLM
 from agl_slime.support.threads import run_in_thread
 from agl_slime.tokens.loading import load_tokenizer
 from agl_slime.tokens.template import ChatTemplate, chat_template
 from agl_slime.tokens.tokenizer import ChatTokenizer
+
+logger = logging.getLogger(__name__)
+
+_QUICK = ClientSettings(total_timeout_s=60.0, max_attempts=2)
 
 # Agent Lightning's name for the model under training.
 LLM_RESOURCE = "main_llm"
@@ -81,7 +87,7 @@ class EngineAccess:
                 settings=self._settings,
                 eos_token_ids=end_token_ids(llm.model, tokenizer),
                 decode=tokenizer.decode,
-                vocab_size=vocab_size_of(llm.model),
+                vocab_size=vocab_size_of(llm.model, tokenizer),
             )
         return client
 
@@ -155,3 +161,30 @@ def sampling_of(llm: LLM) -> SamplingParams:
         value = values[name]
         values[name] = (value,) if isinstance(value, (str, int)) else tuple(value or ())
     return SamplingParams(**values, extra=extra)
+
+
+async def check_replay(base_url: str, parameters: Mapping[str, Any]) -> bool:
+    """Sample one token with these parameters before a run depends on it. False when the engine cannot be reached now.
+    Raises ``ConfigError``, naming flag and shape, when it sends no routed experts, some of another shape, or no
+    nucleus, although ``parameters`` request them."""
+    sampling = sampling_of(LLM(endpoint=base_url, model="", sampling_parameters=dict(parameters)))
+    if sampling.routed_experts is None and not sampling.nucleus:
+        return True
+    try:
+        async with SGLangClient(base_url=base_url, settings=_QUICK) as client:
+            await client.generate([0, 0], replace(sampling, max_new_tokens=1, stop=(), stop_token_ids=()))
+    except (EngineProtocolError, EngineRequestError) as error:
+        raise ConfigError(str(error)) from error
+    except EngineError as error:
+        logger.debug("The replay data of %s cannot be checked yet: %s", base_url, error)
+        return False
+    return True
+
+
+def limits_of(rollout: Any, attempt: Any = None) -> dict[str, Any]:
+    """A run's settings for a rollout's requests: ``seed``, from which each request gets its own ``sampling_seed``, and
+    ``oldest_version``, the oldest weights that may answer."""
+    metadata, attempt = rollout.metadata or {}, attempt or getattr(rollout, "attempt", None)
+    seed, oldest = metadata.get("seed", rollout.rollout_id), metadata.get("oldest_version")
+    seed = f"{seed} {getattr(attempt, 'sequence_id', 1)}"
+    return {"seed": seed, "oldest_version": oldest if isinstance(oldest, int) else None}

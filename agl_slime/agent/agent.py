@@ -13,7 +13,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from agl_slime.agent.access import LLM_RESOURCE, EngineAccess, sampling_of
+from agl_slime.agent.access import LLM_RESOURCE, EngineAccess, limits_of, sampling_of
 from agl_slime.agent.chat_api import ChatApi
 from agl_slime.agent.chat_session import open_chat_session
 from agl_slime.agent.outcome import (
@@ -234,6 +234,7 @@ class SGLangLitAgent(LitAgent[dict[str, Any]]):
             max_trajectory_tokens=self.max_trajectory_tokens,
             keep_stop_token=self.keep_stop_token,
             image_settings=self.image_settings,
+            **limits_of(rollout),
             **common,
         )
 

@@ -39,12 +39,7 @@ def only_agent(path: str) -> str:
     """``path``, or ``file.py:Name`` of the one agent of a file that is given without a name. Raises ``ConfigError``."""
     if ":" in path or not path.endswith(".py"):
         return path
-    try:
-        module = _imported(path)
-    except ConfigError as error:
-        raise ConfigError(f"{path}: {error}") from error
-    except (Exception, SystemExit) as error:
-        raise ConfigError(f"{path}: importing it failed with {format_exception(error)}") from error
+    module = _imported_or_refused(path, path)
     from agl_slime.support.agl import LitAgent
 
     def is_agent(value: Any) -> bool:
@@ -72,12 +67,7 @@ def load_agent(path: str) -> Any:
     def unusable(why: str) -> ConfigError:
         return ConfigError(f"--agent {path}: {why}")
 
-    try:
-        module = _imported(source)
-    except ConfigError as error:
-        raise unusable(str(error)) from error
-    except (Exception, SystemExit) as error:
-        raise unusable(f"importing {source} failed with {format_exception(error)}") from error
+    module = _imported_or_refused(source, f"--agent {path}")
     from agl_slime.support.agl import LitAgent
 
     agent_class = getattr(module, name, None)
@@ -137,6 +127,16 @@ def _reduce(agent: Any) -> Any:
         return agent.__reduce_ex__(4)
     _, source, name = _loaded[id(agent)]
     return load_agent, (f"{source}:{name}",)
+
+
+def _imported_or_refused(source: str, label: str) -> ModuleType:
+    """``_imported``, whose every error is a ``ConfigError`` that begins with ``label``."""
+    try:
+        return _imported(source)
+    except ConfigError as error:
+        raise ConfigError(f"{label}: {error}") from error
+    except (Exception, SystemExit) as error:
+        raise ConfigError(f"{label}: importing {source} failed with {format_exception(error)}") from error
 
 
 def _imported(source: str) -> ModuleType:

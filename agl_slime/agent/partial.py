@@ -210,7 +210,8 @@ class _KeepingClient:
 
 def _key(input_ids: Sequence[int], sampling: SamplingParams, how: Mapping[str, Any]) -> str:
     asked = hashlib.blake2b(stored_bytes(token_array(input_ids)), digest_size=16)
-    asked.update(json.dumps(sampling.to_payload(), sort_keys=True, default=str).encode())
+    payload = sampling.to_payload() | {"sampling_seed": None}  # of an attempt
+    asked.update(json.dumps(payload, sort_keys=True, default=str).encode())
     if sampling.routed_experts is not None:
         asked.update(json.dumps([sampling.routed_experts, how.get("experts_start")]).encode())
     if (images := how.get("images")) is not None:  # images of one size have equal ids

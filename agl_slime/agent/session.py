@@ -66,6 +66,7 @@ class RolloutStats:
     infos: dict[str, Any] = field(default_factory=dict)  # the scheduler's rollout_infos
     rewards: dict[str, Any] = field(default_factory=dict)  # by role
     asking: int = 0  # answers in flight
+    requests: int = 0  # to the engine, answered or not
 
     def count(self, results: Iterable[ToolResult]) -> None:
         for result in results:
@@ -154,7 +155,8 @@ class RolloutSession(Session):
     ``max_turns`` limits the answers of the rollout over all branches; ``max_trajectory_tokens`` the tokens of one
     conversation, prompt and answers: each answer may use the rest. Unless ``traced`` is off each turn is written as a
     span, by ``write(attributes, started)`` or by Agent Lightning's active tracer. With ``keep_all`` off, turns have
-    their messages and log-probs in their spans only, and the caller must not edit a message.
+    their messages and log-probs in their spans only, and the caller must not edit a message. ``seed`` and
+    ``oldest_version`` are ``limits_of`` the rollout.
     """
 
     role = ""  # of a branch, whose turns are trained with the role's reward (``set_reward``)
@@ -174,6 +176,8 @@ class RolloutSession(Session):
         keep_stop_token: bool = False,
         images: Images | None = None,
         image_settings: ImageSettings = ImageSettings(),  # noqa: B008 - frozen
+        seed: str = "",
+        oldest_version: int | None = None,
         **options: Any,
     ) -> None:
         how: Any = {"keep_stop_token": keep_stop_token, "copies": keep_all}
@@ -186,6 +190,7 @@ class RolloutSession(Session):
         self.tokenizer = template.tokenizer
         self.images: Images = {} if images is None else images
         self._image_settings = image_settings
+        self._seed, self._limits = seed, {} if oldest_version is None else {"oldest_version": oldest_version}
         self._client = client
         self._encoder = TurnEncoder(model=model or None, copies=keep_all) if traced else None
         self._write = write or write_span
@@ -242,11 +247,15 @@ class RolloutSession(Session):
                 await prepare(self.tokenizer, shown)
             prompt_ids = await context.prompt()
             limited = self._within_limits(limited, len(prompt_ids))
+            self.stats.requests += 1
+            if self._seed:
+                limited = limited.seeded(self._seed, self.stats.requests)
             if shown:
                 how["images"], places = await engine_input(self.tokenizer, prompt_ids, shown)
             if limited.routed_experts is not None:
                 how["experts_start"] = self._experts_start(prompt_ids, shown, places)
             # one key per rollout: a router keeps its turns on the worker that has their prefix in its KV cache
+            how |= self._limits
             generation = await self._client.generate(prompt_ids, limited, routing_key=self.rollout_id or None, **how)
             if self._encoder is not None and limited.replay_files is not None:
                 filed = await self._file_replay(limited.replay_files, generation)

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from rich.console import Console
 
 from agl_slime import events
-from agl_slime.agent.access import replay_of, sampling_of
+from agl_slime.agent.access import check_replay, replay_of
 from agl_slime.agent.agent import SGLangLitAgent
 from agl_slime.agent.partial import PartialRollouts
 from agl_slime.cli.model_dir import RunModels
@@ -41,7 +41,6 @@ from agl_slime.data.ledger import Ledger, ledger_checkpoints
 from agl_slime.data.policy import zero_variance
 from agl_slime.data.source import DataSourceSettings, GroupSource
 from agl_slime.data.teacher import Teachers
-from agl_slime.engine.client.check import check_replay
 from agl_slime.engine.client.client import SGLangClient
 from agl_slime.engine.client.describe import EngineDescription, experts_shape_of
 from agl_slime.engine.client.transport import checked_url
@@ -127,7 +126,7 @@ async def run_training(
         weights = WeightPublisher(trainer=trainer, base_url=url, directory=directory, pause=config.weight_pause)
         await _push_start(config, weights, start, warnings)
         sampling = {**sampling_parameters(config), **await _replayed_experts(trainer, url, origin.model)}
-        await check_replay(url, sampling_of(LLM(endpoint=url, model="", sampling_parameters=sampling)))
+        await check_replay(url, sampling)
         if config.resume and checkpoint is None:
             set_aside(run)
         pending.begin(origin.record)  # no check is left that could fail: from here on files are written
@@ -252,7 +251,8 @@ async def _replayed_experts(trainer: LocalTrainer, url: str, model_path: Path) -
     if (shape := experts_shape_of(str(model_path))) is None or not routers_of(trainer.model):
         return {}
     async with SGLangClient(base_url=url) as client:
-        return {"routed_experts": list(shape)} if await client.returns_routed_experts() else {}
+        returns = (await client.server_info()).get("enable_return_routed_experts")
+    return {"routed_experts": list(shape)} if returns else {}
 
 
 async def _push_start(

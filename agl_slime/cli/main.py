@@ -27,13 +27,7 @@ from rich.logging import RichHandler
 from rich.text import Text
 
 from agl_slime.cli import commands
-from agl_slime.errors import (
-    AglSlimeError,
-    ConfigError,
-    MissingDependencyError,
-    UnknownVersionError,
-    format_exception,
-)
+from agl_slime.errors import AglSlimeError, ConfigError, MissingDependencyError, UnknownVersionError, format_exception
 from agl_slime.support.net import bypass_proxies
 
 DEBUG_VARIABLE = "AGL_SLIME_DEBUG"  # shows tracebacks and the package's debug messages

@@ -38,18 +38,12 @@ GROUPS: Mapping[str, tuple[str, str]] = {
         "Groups: rollouts of one prompt.",
         "group.min_ratio group.max_retries group.timeout_s drop_zero_variance",
     ),
-    "asynchronous": (
-        "Asynchronous training.",
-        "loop.max_staleness weight_pause eval_sglang_url",
-    ),
+    "asynchronous": ("Asynchronous training.", "loop.max_staleness weight_pause eval_sglang_url"),
     "teacher": (
         "On-policy distillation: a teacher scores the tokens of rollouts.",
         "teacher_url teacher_coef teacher_alone",
     ),
-    "engine": (
-        "The engine that a run of the local trainer starts and ends.",
-        "engine",
-    ),
+    "engine": ("The engine that a run of the local trainer starts and ends.", "engine"),
     "gateway": (
         "The gateway, which serves the model to agents with their own client.",
         """gateway.branches gateway.constraints gateway.untrained_models gateway.trained_models

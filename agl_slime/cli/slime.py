@@ -18,7 +18,7 @@ from urllib.parse import urlsplit
 from rich.console import Console
 
 from agl_slime import events
-from agl_slime.agent.access import replay_of, sampling_of
+from agl_slime.agent.access import check_replay, replay_of
 from agl_slime.cli.models import find_model
 from agl_slime.cli.parts import RunParts, make_loop, make_reports, model_for_agents, say, served_page, teacher_warning
 from agl_slime.cli.settings import TrainConfig, flag
@@ -26,7 +26,6 @@ from agl_slime.cli.start import check_tools, load_parts, run_directory
 from agl_slime.data.policy import CompleteGroup
 from agl_slime.data.results import rollout_of
 from agl_slime.data.source import DataSourceSettings, GroupSource
-from agl_slime.engine.client.check import check_replay
 from agl_slime.engine.client.client import SGLangClient
 from agl_slime.errors import ConfigError
 from agl_slime.events import BatchTrained, Observer
@@ -35,7 +34,6 @@ from agl_slime.loop.tasks import OrderedTasks, Tasks
 from agl_slime.metric_names import TOKENS_TRAINED
 from agl_slime.store.bridge import BridgeStore
 from agl_slime.store.server import StoreService
-from agl_slime.support.agl import LLM
 from agl_slime.support.files import scratch_directory, write_file
 from agl_slime.support.net import http_url, is_loopback
 from agl_slime.support.slime import find
@@ -104,7 +102,7 @@ async def run_slime_training(
     assert isinstance(store, BridgeStore)
     sampling = {**(PluginSettings.from_args(args, {}).sampling or {}), **config.template}
     if config.sglang_url is not None:  # slime starts its own engines later; their first answer is checked
-        await check_replay(agents_url, sampling_of(LLM(endpoint=agents_url, model="", sampling_parameters=sampling)))
+        await check_replay(agents_url, sampling)
     host = config.store_host
     if host == TrainConfig.store_host:
         host = os.environ.get("AGL_SLIME_STORE_HOST", host)

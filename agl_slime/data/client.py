@@ -133,10 +133,12 @@ def enqueue_requests(
     resources_id: str | None,
     timeout_s: float,
     max_attempts: int = 1,
+    seed: int = 0,
     **metadata: Any,
 ) -> list[EnqueueRolloutRequest]:
-    """Requests for ``size`` rollouts per group; ``metadata`` joins the group's id, size and instance, and the task's
-    ``source_name``, which chooses teachers and is a key of metrics."""
+    """Requests for ``size`` rollouts per group; ``metadata`` joins the group's id, size and instance, the task's
+    ``source_name``, which chooses teachers and is a key of metrics, and the seed of the member's sampling: the run's
+    ``seed``, the mode, the task's number and the member's."""
     from agl_slime.support.agl import EnqueueRolloutRequest, RolloutConfig
 
     config = RolloutConfig(
@@ -151,11 +153,12 @@ def enqueue_requests(
             resources_id=resources_id,
             config=config,
             metadata={"group_id": group.group_id, "group_size": size, **metadata}
+            | {"seed": f"{seed}/{mode}/{group.instance_id or group.group_id.rpartition('-')[2]}/{member}"}
             | ({} if group.instance_id is None else {"instance_id": group.instance_id})
             | ({"source_name": group.task["source_name"]} if _has_source(group.task) else {}),
         )
         for group in groups
-        for _ in range(size)
+        for member in range(size)
     ]
 
 

@@ -6,6 +6,7 @@ import logging
 import math
 import threading
 import time
+from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
@@ -13,6 +14,8 @@ from agl_slime.data.assembler import GroupAssembler
 from agl_slime.data.client import OnEnd
 from agl_slime.data.completions import CompletionFollower
 from agl_slime.data.results import GroupResult, MemberResult
+from agl_slime.errors import EngineProtocolError
+from agl_slime.metric_names import FAILED
 from agl_slime.store.bridge import FINISHED
 from agl_slime.support.agl import EnqueueRolloutRequest, Rollout
 from agl_slime.tokens.reward import UNNAMED
@@ -99,6 +102,7 @@ class RolloutIngestor:
         self._undecided: dict[str, str] = {}  # ended rollouts with named rewards, and the first name of each
         self._waits_since = math.inf
         self._store, self._default_size = store, default_size
+        self._false_answers: Counter[str] = Counter()  # rollouts that failed by them, by the engine's address
         self._reading: dict[str, bool] = {}  # whether it was reported again during the current read
 
     @property
@@ -243,6 +247,11 @@ class RolloutIngestor:
 
     def _report(self, member: MemberResult | None, group: GroupResult | None) -> None:
         """Call the listeners; outside of the lock."""
+        if member is not None and member.failure == EngineProtocolError.__name__:
+            self._false_answers[engine := member.failure_message.partition(" ")[0]] += 1
+            if self._false_answers[engine] == 2:
+                what = "A second rollout failed by an engine's answer that cannot be right; further ones are counted"
+                logger.warning("%s as %s/%s: %s", what, FAILED, member.failure, member.failure_message)
         if self.on_member is not None:
             stragglers = [one for one in group.members if one.straggler] if group is not None else []
             for one in [member, *stragglers] if member is not None else stragglers:

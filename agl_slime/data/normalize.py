@@ -30,11 +30,7 @@ def is_counted(sample: Sample) -> bool:
 
 
 def normalize_rewards(
-    rewards: Sequence[float],
-    *,
-    group_indices: Sequence[Hashable],
-    rollout_ids: Sequence[Hashable],
-    std: bool = True,
+    rewards: Sequence[float], *, group_indices: Sequence[Hashable], rollout_ids: Sequence[Hashable], std: bool = True
 ) -> list[float]:
     """The advantage of each sample: ``(r - mean) / (std + 1e-6)`` over the rollouts of its group, or ``r - mean``
     without ``std``, which is the unbiased estimate (``n - 1``) as in slime.

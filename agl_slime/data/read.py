@@ -178,12 +178,15 @@ def _result(rollout: Rollout, **fields: Any) -> MemberResult:
 def _failed(rollout: Rollout, reason: str, message: str, **seen: Any) -> MemberResult:
     """A failure with the request that retries it; a cancelled rollout has none."""
     outcome = Outcome.CANCELLED if rollout.status == "failed" and reason == "cancelled" else Outcome.FAILED
+    metadata = dict(rollout.metadata or {})
+    if "seed" in metadata:  # with the same one a deterministic engine would fail it again
+        metadata["seed"] = f"{metadata['seed']}+"
     again = EnqueueRolloutRequest(
         input=rollout.input,
         mode=rollout.mode,
         resources_id=rollout.resources_id,
         config=rollout.config,
-        metadata=rollout.metadata,
+        metadata=metadata,
     )
     return _result(
         rollout,

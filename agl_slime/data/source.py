@@ -46,10 +46,7 @@ class DataSourceSettings:
     """A filter that drops groups which the policy accepted, such as ``zero_variance``."""
 
     def __post_init__(self) -> None:
-        check_ranges(
-            self,
-            ("get_timeout_s poll_interval_s", lambda value: value > 0, "above 0 seconds"),
-        )
+        check_ranges(self, ("get_timeout_s poll_interval_s", lambda value: value > 0, "above 0 seconds"))
 
 
 class GroupSource:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import math
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ from weakref import WeakKeyDictionary
 import numpy as np
 from numpy.typing import NDArray
 
+from agl_slime.engine.client.generation import count_of, read_pairs, version_of
 from agl_slime.engine.client.prompt import outermost
 from agl_slime.engine.client.transport import ClientSettings, HttpTransport
 from agl_slime.errors import (
@@ -160,16 +160,15 @@ def parse_scores(answer: Any, sequence: ToScore, *, where: str = "/generate") ->
     finish = meta.get("finish_reason")
     if isinstance(finish, dict) and finish.get("type") == "abort":
         raise EngineServerError(f"{where} aborted the scoring: {finish.get('message')}")
-    try:
-        pairs = [(float(pair[0]), int(pair[1])) for pair in meta["input_token_logprobs"][1:]]
-    except (KeyError, TypeError, ValueError, IndexError) as error:
-        raise EngineProtocolError(f"{where} answered no input_token_logprobs of SGLang's form") from error
-    if [token for _, token in pairs] != [int(token) for token in sequence.ids[sequence.start :]]:
+    listed = meta.get("input_token_logprobs")
+    scored = listed[1:] if isinstance(listed, list) else listed
+    ids, values = read_pairs(scored, "input_token_logprobs", where)
+    if [*ids] != [*map(int, sequence.ids[sequence.start :])]:
         raise EngineProtocolError(f"{where} scored other tokens than the {len(sequence.ids)} that were sent")
-    if not all(math.isfinite(value) for value, _ in pairs):
+    log_probs = np.array(values, dtype=np.float32)
+    if not np.isfinite(log_probs).all():
         raise EngineProtocolError(f"{where} answered a log-prob that is NaN or infinite")
-    log_probs = np.array([value for value, _ in pairs], dtype=np.float32)
-    return Scored(log_probs, str(meta.get("weight_version") or ""), int(meta.get("cached_tokens") or 0))
+    return Scored(log_probs, version_of(meta, where) or "", count_of(meta, "cached_tokens", where))
 
 
 def vocabulary_digest(texts: Iterable[str]) -> str:

@@ -330,8 +330,8 @@ def _so_far(request: Request) -> Request:
     """A consistent copy of a request that the engine's thread may be extending."""
     now = copy.copy(request)
     n = len(request.log_probs)
-    now.output_ids, now.log_probs, now.versions = request.output_ids[:n], request.log_probs[:n], [*request.versions]
-    now.tops = request.tops[:n]
+    now.output_ids, now.log_probs, now.tops = request.output_ids[:n], request.log_probs[:n], request.tops[:n]
+    now.versions = [version for version in request.versions if version[1] < max(n, 1)]
     return now
 
 

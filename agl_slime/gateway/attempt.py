@@ -18,7 +18,7 @@ from agl_slime.agent.access import LLM_RESOURCE, EngineAccess, sampling_of, temp
 from agl_slime.agent.images import prepare
 from agl_slime.agent.session import RolloutSession, RolloutStopped
 from agl_slime.engine.client.resumable import Progress
-from agl_slime.errors import ContextOverflowError, GatewayRequestError
+from agl_slime.errors import ContextOverflowError, EngineProtocolError, GatewayRequestError
 from agl_slime.gateway.bodies import Bodies
 from agl_slime.gateway.branches import TimedAnswer, UntrainedTurns
 from agl_slime.gateway.calls import Call, CallResult, Choice
@@ -63,6 +63,7 @@ class Attempt:
         secret: the key that clients show.
         kept: conversations that responses may continue, by id.
         seen: counts of requests by path, answers, retries, overridden parameters, refusals by status.
+        limits: ``limits_of`` the rollout.
     """
 
     rollout_id: str
@@ -77,6 +78,9 @@ class Attempt:
     bodies: Bodies = field(default_factory=Bodies)
     kept: dict[str, list[Message]] = field(default_factory=dict)
     seen: Counter[str] = field(default_factory=Counter)
+    limits: Mapping[str, Any] = field(default_factory=dict)
+    failure: EngineProtocolError | None = None
+    """The engine's answer that cannot be right, which fails the rollout whatever its agent makes of it."""
     recent: RecentResponses = field(default_factory=RecentResponses)
     idle: threading.Event = field(default_factory=threading.Event)  # set when the attempt has ended and nothing is left
     _written_counts: Counter[str] = field(default_factory=Counter)  # ``seen`` on the last span
@@ -143,6 +147,8 @@ class Attempt:
             response.task.cancel()
 
     def _on_done(self, response: PendingResponse) -> None:
+        error = None if response.task.cancelled() else response.task.exception()
+        self.failure = error if isinstance(error, EngineProtocolError) else self.failure
         with self._lock:
             self._pending.discard(response)
             if not response.usable:
@@ -346,6 +352,7 @@ class Attempt:
                 images=self._images,
                 image_settings=self.settings.images,
                 keep_all=False,
+                **self.limits,
                 write=lambda attributes, started: spans.append((attributes, started)),
             )
             return self._root

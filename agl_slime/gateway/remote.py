@@ -16,7 +16,7 @@ from typing import Any
 
 from aiohttp import web
 
-from agl_slime.agent.access import LLM_RESOURCE, EngineAccess, run_parameters
+from agl_slime.agent.access import LLM_RESOURCE, EngineAccess, limits_of, run_parameters
 from agl_slime.errors import GatewayRequestError
 from agl_slime.gateway.attempt import Attempt
 from agl_slime.gateway.server import Address
@@ -115,7 +115,8 @@ class StoreGateway(TokenGateway):
             # another gateway answered it; without its conversations tokens would be trained twice
             message = f"attempt {attempt_id} was begun at a gateway that has ended: begin the rollout again"
             raise GatewayRequestError(message, status=410, code="attempt_lost")
-        return self._record(rollout_id, attempt_id, llm=llm, store=self._store)
+        limits = limits_of(rollout, latest)
+        return self._record(rollout_id, attempt_id, llm=llm, store=self._store, limits=limits)
 
     def _engine_of(self, resource: LLM | None) -> LLM:
         if resource is not None and not isinstance(resource, ProxyLLM):

@@ -37,7 +37,7 @@ class TokenGateway(Gateway):
             message = f"the key is missing or wrong: send the gateway's token ({TOKEN_VARIABLE})"
             raise GatewayRequestError(message, status=401, code="invalid_api_key")
 
-    def _record(self, rollout_id: str, attempt_id: str, *, llm: LLM, store: Any) -> Attempt:
+    def _record(self, rollout_id: str, attempt_id: str, *, llm: LLM, store: Any, **more: Any) -> Attempt:
         """Begin an attempt whose spans go to ``store``."""
         recording = Recording(rollout_id, attempt_id, store=store, forgets=True)
         attempt = self._attempts[rollout_id, attempt_id] = Attempt(
@@ -48,5 +48,6 @@ class TokenGateway(Gateway):
             access=self.access,
             write=recording.add_instant,
             flush=recording.write,
+            **more,
         )
         return attempt

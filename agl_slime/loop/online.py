@@ -135,12 +135,7 @@ class OnlineRLLoop:
         self._check_alive = check_alive
         self._health = HealthCheck(self._raise_if_dead)
         self._schedule = Schedule(
-            store,
-            self.data_source,
-            self.settings,
-            start=self._state,
-            health=self._health,
-            wake=self._wake,
+            store, self.data_source, self.settings, start=self._state, health=self._health, wake=self._wake
         )
         self._failures = Failures(self.settings, worked=any(mean is not None for mean in self._reward_means))
         if val_tasks is None and callable(tasks) and not hasattr(tasks, "next_batch"):
@@ -370,6 +365,9 @@ class OnlineRLLoop:
         """Add a resources snapshot for this weight version; each rollout names its snapshot."""
         self._state = replace(self._state, version=version)
         self.data_source.set_version(version)
+        # all workers have it; without a weight_sync_fn the engine's versions are of its own
+        numbered = self._sync_fn is not None and version.isdecimal()
+        self._schedule.oldest_version = int(version) if numbered else None
         self._schedule.resources_id = (await self.store.add_resources(self._resources)).resources_id
 
     def _on_member(self, member: MemberResult) -> None:

@@ -49,6 +49,7 @@ class Schedule:
         self._health, self._wake = health, wake
         self.resources_id: str | None = None  # of new rollouts
         self.metadata: dict[str, Any] = {}  # of new rollouts
+        self.oldest_version: int | None = None  # the oldest weights that may answer new training rollouts
         self._ahead = settings.max_staleness > 0
         self._admission = Admission(
             batch_size=settings.rollout_batch_size,
@@ -201,7 +202,8 @@ class Schedule:
         self, groups: Sequence[TaskGroup], *, size: int, mode: Literal["train", "val"], resources_id: str | None = None
     ) -> Sequence[Rollout]:
         limits = {"timeout_s": self._settings.rollout_timeout_s, "max_attempts": self._settings.max_attempts}
-        options: dict[str, Any] = {**limits, **self.metadata}
+        oldest = self.oldest_version if mode == "train" else None
+        options: dict[str, Any] = {**limits, "seed": self._settings.seed, "oldest_version": oldest, **self.metadata}
         resources_id = resources_id or self.resources_id
         requests = enqueue_requests(groups, size=size, mode=mode, resources_id=resources_id, **options)
         rollouts = await self._store.enqueue_many_rollouts(requests)

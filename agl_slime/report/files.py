@@ -270,12 +270,7 @@ def check_run_dir(
 
 
 def open_run_dir(
-    path: str | os.PathLike[str] | None,
-    *,
-    agent: str,
-    settings: Any,
-    root: str | os.PathLike[str] = "runs",
-    **how: Any,
+    path: str | os.PathLike[str] | None, *, agent: str, settings: Any, root: str | os.PathLike[str] = "runs", **how: Any
 ) -> RunDir:
     """The directory of a run that begins now, with its ``config.json``; further arguments go to ``check_run_dir``.
     ``path=None`` makes a new ``<root>/<time>-<agent>``."""

@@ -16,18 +16,11 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from contextlib import asynccontextmanager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
+from agl_slime.agent.access import limits_of
 from agl_slime.errors import RewardError, RolloutError, RolloutTimeoutError
 from agl_slime.runner.base import RunnerSettings
 from agl_slime.store.recording import current_recording
-from agl_slime.support.agl import (
-    LLM,
-    LitAgent,
-    NamedResources,
-    Rollout,
-    TraceStatus,
-    emit_exception,
-    get_active_tracer,
-)
+from agl_slime.support.agl import LLM, LitAgent, NamedResources, Rollout, TraceStatus, emit_exception, get_active_tracer
 from agl_slime.support.threads import ThreadPool
 from agl_slime.support.watch import named
 from agl_slime.tokens.attributes import FAILURE_REASON
@@ -98,7 +91,7 @@ class GuardedAgent:
         try:
             if rollout.rollout_id in self._cancelled_early:
                 raise RolloutError("The rollout was cancelled before its agent had begun.", reason="cancelled")
-            async with self._with_gateway(resources) as resources:
+            async with self._with_gateway(resources, rollout) as resources:
                 agent, args = self._agent, (task, resources, rollout)
                 if agent.is_async():
                     work = getattr(agent, f"{method}_async")(*args)
@@ -113,8 +106,9 @@ class GuardedAgent:
         return result
 
     @asynccontextmanager
-    async def _with_gateway(self, resources: NamedResources) -> AsyncIterator[NamedResources]:
-        """The resources with an address of the gateway for this attempt, which is closed on exit."""
+    async def _with_gateway(self, resources: NamedResources, rollout: Rollout) -> AsyncIterator[NamedResources]:
+        """The resources with an address of the gateway for this attempt, which is closed on exit. Raises the
+        ``failure`` that the gateway has noted, even if the agent has gone on."""
         recording, tracer, context = current_recording.get(), get_active_tracer(), contextvars.copy_context()
         if self._gateway is None or recording is None or tracer is None:
             yield resources
@@ -123,13 +117,19 @@ class GuardedAgent:
         def write(name: str, attributes: dict[str, Any], started: float) -> None:
             context.run(tracer.create_span, name, attributes, started, TraceStatus(status_code="OK"))
 
-        attempt, served = self._gateway.open(recording.rollout_id, recording.attempt_id, resources, write)
+        names = recording.rollout_id, recording.attempt_id
+        attempt, served = self._gateway.open(*names, resources, write, limits=limits_of(rollout))
         try:
             with environment(served) if self._alone and attempt is not None else nullcontext():
                 yield served
+        except Exception as error:
+            if attempt is None or attempt.failure is None or isinstance(error, RolloutError):
+                raise
         finally:
             if attempt is not None:
                 await self._gateway.close(attempt)
+        if attempt is not None and attempt.failure is not None:
+            raise attempt.failure
 
     async def _with_time_limit(self, work: Coroutine[Any, Any, Any], rollout: Rollout) -> Any:
         limit = rollout.config.timeout_seconds or self._settings.timeout_s or math.inf

@@ -82,11 +82,7 @@ class ContextTracer(Tracer):
     # -- spans --------------------------------------------------------------------------------------------------------
 
     def create_span(
-        self,
-        name: str,
-        attributes: Any = None,
-        timestamp: float | None = None,
-        status: TraceStatus | None = None,
+        self, name: str, attributes: Any = None, timestamp: float | None = None, status: TraceStatus | None = None
     ) -> SpanCoreFields:
         now = timestamp if timestamp is not None else time.time()
         core = SpanCoreFields(

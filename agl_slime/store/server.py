@@ -33,13 +33,7 @@ from agl_slime.store.bridge import BridgeStore
 from agl_slime.store.feed import CANCELLED_PATH, FEED_PATH, FeedPage, FeedPosition, FinishedFeed
 from agl_slime.support.agl import LightningStore, LightningStoreClient, LightningStoreServer, Rollout, Span
 from agl_slime.support.http import INLINE_PARSE_BYTES
-from agl_slime.support.net import (
-    has_token,
-    page_refusal,
-    public_host,
-    require_local_address,
-    require_token,
-)
+from agl_slime.support.net import has_token, page_refusal, public_host, require_local_address, require_token
 from agl_slime.support.threads import run_blocking, run_in_thread
 
 T = TypeVar("T")

@@ -103,12 +103,7 @@ class ModelCall:
         return asked, _unflatten(attributes, names.LEGACY_COMPLETION)
 
     def _build_turn(
-        self,
-        prompt_ids: Any,
-        response_ids: Any,
-        messages: list[ChatMessage],
-        answers: list[ChatMessage],
-        **more: Any,
+        self, prompt_ids: Any, response_ids: Any, messages: list[ChatMessage], answers: list[ChatMessage], **more: Any
     ) -> Turn:
         cached = self.span.attributes.get(names.USAGE_CACHED_TOKENS)
         began, ended = self.span.start_time, self.span.end_time

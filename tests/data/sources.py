@@ -25,10 +25,10 @@ class Running:
     def __exit__(self, *_: object) -> None:
         self.source.stop()
 
-    async def opened(self, group_id: str = "g", *, size: int = 1, instance_id: str | None = None) -> list[str]:
+    async def opened(self, group_id: str = "g", *, size: int = 1, **metadata: str) -> list[str]:
         """The ids of an announced group."""
         self.source.expect(group_id, size=size)
-        rollouts = await enqueue_group(self.store, group_id, size=size, instance_id=instance_id)
+        rollouts = await enqueue_group(self.store, group_id, size=size, **metadata)
         self.source.opened(rollouts)
         return [rollout.rollout_id for rollout in rollouts]
 

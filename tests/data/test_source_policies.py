@@ -76,7 +76,7 @@ async def test_the_first_failure_ends_a_group_that_cannot_be_used_any_more() -> 
 
 async def test_failed_members_are_run_again_and_the_group_is_complete() -> None:
     with with_policy(RetryGroup(max_retries=2)) as running:
-        ids = await running.opened(size=2, instance_id="3")
+        ids = await running.opened(size=2, instance_id="3", seed="0/train/3/0")
         await running.finish([ids[0]])
         await running.finish([ids[1]], status="failed", reward=None)
         await running.until_members(2)
@@ -84,6 +84,7 @@ async def test_failed_members_are_run_again_and_the_group_is_complete() -> None:
             retry = await _next_queued(running.store, not_among=ids)
             assert retry.metadata is not None
             assert (retry.input, retry.metadata["instance_id"], retry.metadata["group_id"]) == ({"n": 1}, "3", "g")
+            assert retry.metadata["seed"] == "0/train/3/0" + "+" * (len(ids) - 1)  # another answer
             await running.finish([retry.rollout_id], status=status, reward=reward)
             ids.append(retry.rollout_id)
         assert await running.get_ids() == [[ids[0], ids[3]]]

@@ -155,7 +155,7 @@ def test_a_rollout_has_the_source_name_of_its_task():
     tasks = ({"source_name": "math"}, {"source_name": 3}, {}, "a text")
     for task, expected in zip(tasks, ({"source_name": "math"}, {}, {}, {}), strict=True):
         [request] = enqueue_requests([TaskGroup("g", task)], size=1, mode="train", resources_id=None, timeout_s=60)
-        assert request.metadata == {"group_id": "g", "group_size": 1, **expected}
+        assert request.metadata == {"group_id": "g", "group_size": 1, "seed": "0/train/g/0", **expected}
 
 
 @pytest.mark.parametrize(

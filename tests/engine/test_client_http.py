@@ -109,15 +109,6 @@ async def test_aborted_generation_is_resumed_under_new_request_ids() -> None:
         assert not any(a != b and b.startswith(a) for a in engine.rids for b in engine.rids)
 
 
-async def test_an_abort_is_returned_to_a_caller_that_resumes_by_itself() -> None:
-    async with ScriptedEngine() as engine, SGLangClient(base_url=engine.url) as client:
-        engine.script("/generate", Abort(n_tokens=3))
-        generation = await client.generate([1, 2], SamplingParams(max_new_tokens=9), resume_aborted=False)
-        assert (generation.finish_reason, generation.resumed) == ("abort", 0)
-        assert list(generation.output_ids) == engine.continuation([1, 2], 3)
-        assert engine.calls["/generate"] == 1
-
-
 @pytest.mark.parametrize("n_tokens", [0, 1])
 async def test_an_engine_that_always_aborts_is_an_error(n_tokens: int) -> None:
     settings = ClientSettings(resume_limit=5, backoff_base_s=0.001, backoff_cap_s=0.01)

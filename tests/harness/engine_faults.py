@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import zlib
 from array import array
 from collections.abc import Awaitable, Callable, Sequence
@@ -58,6 +59,21 @@ class Body(Fault):
 
 GARBAGE_JSON = Body('{"text": "half an answ')
 HTML_PAGE = Body("<html><body><h1>It works!</h1></body></html>", content_type="text/html")
+
+
+@dataclass(frozen=True)
+class Edited(Fault):
+    """The answer after ``change(answer, meta_info)``."""
+
+    change: Callable[[dict[str, Any], dict[str, Any]], Any]
+
+    async def apply(self, engine: ScriptedEngine, request: web.Request, answer: Answer) -> web.StreamResponse:
+        body = json.loads(body_of(await answer()))
+        self.change(body, body["meta_info"])
+        return web.json_response(body)
+
+
+UNCHANGED = Edited(lambda body, meta: None)
 
 
 @dataclass(frozen=True)

@@ -108,13 +108,7 @@ class Host:
     """One host of a ``Network``: addresses, commands, its cable and its power."""
 
     def __init__(
-        self,
-        *,
-        name: str,
-        number: int,
-        network: Network,
-        private: Sequence[str],
-        address: str | None,
+        self, *, name: str, number: int, network: Network, private: Sequence[str], address: str | None
     ) -> None:
         self.name, self.address, self.address6 = name, address or f"10.77.0.{number}", f"fd77::{number:x}"
         self._port, self._switch, self._stack = f"port{number}", network.switch, ExitStack()
@@ -185,10 +179,7 @@ class Network:
         self.hosts_file = Path(self._stack.enter_context(tempfile.TemporaryDirectory())) / "hosts"
         self.hosts_file.write_text("127.0.0.1 localhost\n::1 localhost\n")
         user = [] if os.geteuid() == 0 else ["--user", "--map-root-user"]
-        self.switch = _Namespaces(
-            ["unshare", *user, "--net", "--mount", "--pid", "--fork"],
-            setup=_BRIDGE,
-        )
+        self.switch = _Namespaces(["unshare", *user, "--net", "--mount", "--pid", "--fork"], setup=_BRIDGE)
         self._stack.callback(self.switch.end)
         return self
 

@@ -77,6 +77,7 @@ class ScriptedEngine:
     workers: Sequence[str] | None = None  # URLs; with them it answers as a router: ``/workers``, and 404
     cached_answers: int = 1  # prompts with answers that are kept, for ``cached_tokens``
     next_id: Callable[[Sequence[int]], int] | None = None  # as ``log_prob``, a function of all ids so far
+    deterministic: bool = False  # as with --enable-deterministic-inference the request's seed decides, 42 by default
     log_prob: Callable[[Sequence[int]], float] = log_prob_of
     decode: Callable[[Sequence[int]], str] = decode_pieces
     expand: Callable[[list[int], list[str]], list[int]] | None = None  # a prompt's ids by ``image_data``; None: refused
@@ -300,7 +301,8 @@ class ScriptedEngine:
                 await asyncio.sleep(self.token_s)
             if self._paused and not running.aborted.is_set():
                 await self._resumed()
-            token = self.next_id(ids)
+            seeded = [*ids, params.get("sampling_seed", 42)]
+            token = digest(seeded) % self.vocab_size if self.deterministic else self.next_id(ids)
             ids.append(token)
             log_probs.append(self.log_prob(ids))
             n = len(log_probs)

@@ -42,12 +42,9 @@ async def enqueue_rollouts(
     return [*await store.enqueue_many_rollouts([EnqueueRolloutRequest(input=item, **fields) for item in inputs])]
 
 
-async def enqueue_group(
-    store: LightningStore, group_id: str, *, size: int, instance_id: str | None = None
-) -> list[Rollout]:
-    """The rollouts of a group as the loop enqueues them."""
-    instance = {} if instance_id is None else {"instance_id": instance_id}
-    metadata = {"group_id": group_id, "group_size": size, **instance}
+async def enqueue_group(store: LightningStore, group_id: str, *, size: int, **more: str) -> list[Rollout]:
+    """The rollouts of a group as the loop enqueues them, with ``more`` metadata."""
+    metadata = {"group_id": group_id, "group_size": size, **more}
     return await enqueue_rollouts(store, [{"n": i} for i in range(size)], metadata=metadata)
 
 

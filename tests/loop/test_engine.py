@@ -6,17 +6,21 @@ import asyncio
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
+import aiohttp
 import pytest
 
 from agl_slime.data.results import Outcome
+from agl_slime.engine.client.generation import SamplingParams
 from agl_slime.engine.client.weights import DiskWeightSync
 from agl_slime.errors import WeightSyncError
-from tests.harness.engine_faults import GARBAGE_JSON, Abort, Fault, NewVersion, Stall, Status
-from tests.harness.loop import HelloAgent, LoopCase, hello_engine
-from tests.harness.scripted_engine import QUICK
-from tests.harness.tokenizers import small_tokenizer
+from agl_slime.support.agl import LitAgent
+from tests.harness.engine_faults import GARBAGE_JSON, UNCHANGED, Abort, Edited, Fault, NewVersion, Stall, Status
+from tests.harness.loop import TASKS, HelloAgent, LoopCase, hello_engine
+from tests.harness.scripted_engine import QUICK, ScriptedEngine
+from tests.harness.tokenizers import TEMPLATE, small_tokenizer
 from tests.loop.failed_run import failed_run
 
 IMPATIENT = replace(QUICK, idle_timeout_s=0.2, total_timeout_s=2.0)
@@ -67,6 +71,87 @@ def test_an_engine_that_stays_broken_stops_the_run_with_the_reason(fault: Fault,
     assert case.source.ledger.counts().closed == {Outcome.FAILED: 4}
     assert [rollout.reward for rollout in case.recorder.rollouts] == [None] * 4
     assert case.trainer.batches == []
+
+
+class CarelessAgent(LitAgent[Any]):
+    """Asks by HTTP, and has a reward whatever the answer."""
+
+    async def training_rollout_async(self, task: Any, resources: Any, rollout: Any) -> float:
+        body = {"messages": [{"role": "user", "content": task["prompt"]}]}
+        url = f"{resources['main_llm'].endpoint}/chat/completions"
+        async with aiohttp.ClientSession() as http, http.post(url, json=body) as answer:
+            await answer.read()
+        return 1.0
+
+
+def seeds_of(engine: ScriptedEngine) -> list[int]:
+    requests = (received.payload for received in engine.received if received.path == "/generate")
+    return [request["sampling_params"]["sampling_seed"] for request in requests]
+
+
+def told_twice(body: dict[str, Any], meta: dict[str, Any]) -> None:
+    meta["output_token_logprobs"] *= 2
+
+
+def by_version_0(body: dict[str, Any], meta: dict[str, Any]) -> None:
+    """As of a router's worker that has missed an update."""
+    meta |= {"weight_version": "0", "weight_versions": [{**span, "version": "0"} for span in meta["weight_versions"]]}
+
+
+def outside_of_the_vocabulary(body: dict[str, Any], meta: dict[str, Any]) -> None:
+    body["output_ids"][0] = meta["output_token_logprobs"][0][1] = 1_000_000
+
+
+@pytest.mark.parametrize("through_gateway", [False, True], ids=["client", "gateway"])
+def test_false_answers_cost_their_rollouts_and_true_ones_are_trained(
+    through_gateway: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    small_tokenizer(TEMPLATE).save_pretrained(tmp_path)
+    agent = CarelessAgent() if through_gateway else HelloAgent()
+    with hello_engine(weight_version="0") as engine:
+        for false in (told_twice, by_version_0, outside_of_the_vocabulary):
+            engine.script("/generate", UNCHANGED, UNCHANGED, Edited(false), UNCHANGED)
+        options: Any = {"url": engine.url, "model": str(tmp_path), "num_iterations": 3, "sync": push_to(engine.url)}
+        with LoopCase(agent=agent, **options) as case:
+            case.loop.run()
+            case.check_ledger()
+    for metrics in case.recorder.metrics:
+        assert metrics["rollout/failed/EngineProtocolError"] == metrics["rollout/failed"] == 1
+        assert metrics["rollout/staleness_max"] == 0
+    assert case.source.ledger.counts().closed == {Outcome.FAILED: 3, Outcome.FILTERED: 3, Outcome.TRAINED: 6}
+    samples = [sample for batch in case.trainer.batches for group in batch for sample in group]
+    assert len(samples) == 6
+    for sample in samples:
+        prompt, length = sample.tokens[: -sample.response_length], sample.response_length
+        assert sample.tokens[len(prompt) :] == engine.continuation(prompt, length)
+        assert sample.rollout_log_probs == engine.continuation_log_probs(prompt, length)
+    assert len({*seeds_of(engine)}) == 12
+    warned = [record.getMessage() for record in caplog.records if engine.url in record.getMessage()]
+    assert [text.count("version 0, and version 1 was pushed before") for text in warned] == [1]
+
+
+def test_members_differ_on_a_deterministic_engine_and_a_rerun_repeats_them() -> None:
+    """The seed of a request follows from the run's seed, the task, the member, the attempt and the turn."""
+    group: Any = {"rollout_batch_size": 1, "n_samples_per_prompt": 4, "max_attempts": 2}
+    answers, seeds = [], []
+    for seed in (0, 0, 1):
+        with hello_engine(deterministic=True) as engine:
+            engine.script("/generate", Status(400, "refused"))  # the second attempt of a rollout
+            with LoopCase(agent=HelloAgent(), url=engine.url, seed=seed, tasks=TASKS[:1], **group) as case:
+                case.loop.run()
+        [[samples]] = case.trainer.batches
+        answers.append({tuple(sample.tokens[-sample.response_length :]) for sample in samples})
+        seeds.append({*seeds_of(engine)})
+        assert len(seeds_of(engine)) == len(seeds[-1]) == 5
+        assert max(seeds[-1]) < 2**31
+    assert [len(each) for each in answers] == [4, 4, 4]
+    assert len(answers[0] & answers[1]) >= 3  # the member that had to be tried again may be another
+    assert not seeds[0] & seeds[2]
+    with hello_engine() as engine:
+        agent = HelloAgent(sampling=SamplingParams(max_new_tokens=8, seed=7))
+        with LoopCase(agent=agent, url=engine.url, **group) as case:
+            case.loop.run()
+        assert {*seeds_of(engine)} == {7}
 
 
 def test_one_request_that_fails_costs_only_its_group() -> None:

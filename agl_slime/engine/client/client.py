@@ -14,11 +14,12 @@ import time
 import uuid
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
+from functools import partial
 from typing import Any, Literal
 
 import aiohttp
 
-from agl_slime.engine.client.describe import EngineDescription, ask_server, dtype_of, parse_workers, version_of
+from agl_slime.engine.client.describe import EngineDescription, ask_server, dtype_of, engine_version, parse_workers
 from agl_slime.engine.client.generation import (
     Decode,
     Generation,
@@ -122,13 +123,13 @@ class SGLangClient:
         *,
         routing_key: str | None = None,
         rid: str | None = None,
-        resume_aborted: bool = True,
         on_progress: Callable[[Progress], None] | None = None,
         top_log_probs: int = 0,
         resume: Generation | None = None,
         on_part: Callable[[Generation], None] | None = None,
         experts_start: int = 0,
         images: ImageInput | None = None,
+        oldest_version: int | None = None,
     ) -> Generation:
         """Sample one continuation of ``input_ids``.
 
@@ -139,8 +140,6 @@ class SGLangClient:
                 cache).
             rid: Request id of the first attempt; later attempts and parts derive theirs from it. SGLang aborts by
                 prefix: no rid may begin another.
-            resume_aborted: Resume a generation that the engine aborted (a weight sync does); False returns it as it is,
-                with the reason "abort".
             on_progress: Called with the text so far while it is sampled, where the server streams. A stream that breaks
                 off counts as an abort: its tokens were sampled.
             top_log_probs: How many of the likeliest tokens to report for each place.
@@ -148,23 +147,28 @@ class SGLangClient:
             on_part: Called with the tokens so far whenever the engine aborts.
             experts_start: With ``sampling.routed_experts``, the first token without known experts.
             images: The prompt's images as they are sent; ``input_ids`` are all tokens of the prompt.
+            oldest_version: Answers of weights with a lower number are refused: a worker has missed an update.
 
         Raises ``OutOfVocabularyError`` and ``ContextOverflowError`` (before sending when the client knows the sizes),
-        ``EngineRequestError`` when refused, and another ``EngineError`` after retries.
+        ``EngineRequestError`` when refused, ``EngineProtocolError`` for an answer that cannot be right, and another
+        ``EngineError`` after retries.
         """
         started = time.monotonic()
         deadline = started + self.settings.total_timeout_s
         context_length = min(filter(None, (self.context_length, sampling.context_length)), default=None)
         self._check_prompt(input_ids, context_length)
-        rids = _request_ids(rid or uuid.uuid4().hex)
+        rid = rid or uuid.uuid4().hex
+        rids = _request_ids(rid)
         wanted = ResumableGeneration(
             prompt_ids=input_ids,
-            sampling=sampling,
+            sampling=sampling.seeded(rid),
             eos_token_ids=self._eos_token_ids,
             context_length=context_length,
             decode=self._decode,
             experts_start=experts_start,
             images=images,
+            vocab_size=self.vocab_size,
+            oldest_version=oldest_version,
         )
         if resume is not None:
             wanted.add(resume)
@@ -173,8 +177,9 @@ class SGLangClient:
         while not wanted.done:
             request = wanted.next_request()
             try:
+                progress = partial(wanted.progress, request)
                 on_event = on_progress and text_receiver(
-                    lambda *so_far: on_progress(wanted.progress(*so_far)), wanted.reader()
+                    lambda *so_far, progress=progress: on_progress(progress(*so_far)), wanted.reader()
                 )
                 part = await self._send_part(request, rids, routing_key, deadline, on_event=on_event, top=top_log_probs)
             except ContextOverflowError as error:
@@ -197,12 +202,10 @@ class SGLangClient:
                 continue
             if on_part is not None:
                 on_part(wanted.so_far)
-            if not resume_aborted:
-                wanted.give_up("abort")
-            elif wanted.resumed >= self.settings.resume_limit:
+            if wanted.resumed >= self.settings.resume_limit:
                 times = f"{wanted.resumed + 1} times (ClientSettings.resume_limit)"
                 raise EngineServerError(f"{self._http.shown} aborted one generation {times}: find out who does")
-            elif part.output_ids:
+            if part.output_ids:
                 emptied.reset()
             else:
                 await emptied.pause(EngineServerError("aborted in the queue"))
@@ -250,8 +253,7 @@ class SGLangClient:
                     raise
                 answer = streamed[0]
             answer = broken_off(answer) if streamed else answer
-            part = parse_generation(answer, request=request, latency_s=time.monotonic() - sent, where=where)
-            return request.check(part, where)
+            return parse_generation(answer, request=request, latency_s=time.monotonic() - sent, where=where)
 
         return await self._http.retry(attempt, where=where, deadline=deadline)
 
@@ -274,22 +276,19 @@ class SGLangClient:
         """The server's ``/model_info``: model_path, weight_version, ..."""
         return await ask_server(self._http, "model_info", **limits)
 
+    async def server_info(self) -> dict[str, Any]:
+        """The server's ``/server_info``: its flags; empty where it has no such route."""
+        try:
+            return await ask_server(self._http, "server_info")
+        except EngineRequestError:
+            return {}
+
     async def dtype(self) -> str:
         """The dtype that the server computes in (bfloat16, ...); empty where it is unknown."""
-        try:
-            return dtype_of(await ask_server(self._http, "server_info"))
-        except EngineRequestError:  # it has no such route
-            return ""
-
-    async def returns_routed_experts(self) -> bool:
-        """Whether the server can return the routed experts of its tokens."""
-        try:
-            return bool((await ask_server(self._http, "server_info")).get("enable_return_routed_experts"))
-        except EngineRequestError:  # it has no such route
-            return False
+        return dtype_of(await self.server_info())
 
     async def weight_version(self) -> str:
-        return version_of(await self.model_info(), self._http.shown)
+        return engine_version(await self.model_info(), self._http.shown)
 
     async def workers(self) -> tuple[str, ...]:
         """URLs of all workers behind a router, unhealthy ones included; the URL itself when it is none. Weights and
@@ -314,8 +313,8 @@ class SGLangClient:
     async def lists_weight_versions(self) -> bool:
         """Whether answers say which version sampled which token (0.5.23), or only the last (0.5.15); samples one."""
         payload = {"input_ids": [0], "sampling_params": {"max_new_tokens": 1}, "rid": uuid.uuid4().hex}
-        answer = await self._http.call("POST", "/generate", payload)
-        return bool((answer.get("meta_info") or {}).get("weight_versions"))
+        meta = (await self._http.call("POST", "/generate", payload)).get("meta_info")
+        return isinstance(meta, dict) and bool(meta.get("weight_versions"))
 
     async def pause_generation(self, mode: PauseMode = "abort") -> None:
         """Stop sampling; later requests wait for ``continue_generation``."""
@@ -358,7 +357,7 @@ class SGLangClient:
             info = await asyncio.wait_for(self.model_info(timeout_s=timeout_s, max_attempts=2), timeout_s)
             if not isinstance(model_path := info.get("model_path"), str):
                 raise EngineProtocolError("its /model_info names no model_path")
-            return EngineDescription(base_url=url, model_path=model_path, weight_version=version_of(info, url))
+            return EngineDescription(base_url=url, model_path=model_path, weight_version=engine_version(info, url))
         except (EngineUnreachableError, TimeoutError) as error:
             why = str(error) or f"no answer within {timeout_s:g} s"
             raise EngineUnreachableError(

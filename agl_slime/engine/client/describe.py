@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from agl_slime.engine.client.generation import version_of
 from agl_slime.engine.client.transport import HttpTransport
 from agl_slime.errors import EngineProtocolError, EngineRequestError
 
@@ -35,11 +36,12 @@ async def ask_server(http: HttpTransport, name: str, **limits: Any) -> dict[str,
         return await http.call("GET", f"/get_{name}", **limits)
 
 
-def version_of(info: Mapping[str, Any], base_url: str) -> str:
-    version = info.get("weight_version")
+def engine_version(info: Mapping[str, Any], base_url: str) -> str:
+    """The weight version in a server's ``/model_info``."""
+    version = version_of(info, f"{base_url}/model_info")
     if version is None:
         raise EngineProtocolError(f"{base_url}/model_info names no weight_version; update SGLang")
-    return str(version)
+    return version
 
 
 def parse_workers(body: Any, *, where: str = "/workers") -> tuple[str, ...]:
@@ -70,12 +72,16 @@ def end_token_ids(model: str, tokenizer: Any = None) -> frozenset[int]:
     return frozenset(end_ids)
 
 
-def vocab_size_of(model: str) -> int | None:
-    """The vocabulary size of the checkpoint at ``model``, where that is a directory of this machine. SGLang does not
-    report its own, and answers an id beyond it with an error that names no cause."""
+def vocab_size_of(model: str, tokenizer: Any = None) -> int | None:
+    """The vocabulary size of the checkpoint at ``model``, where that is a directory of this machine, else one more than
+    the tokenizer's largest id. SGLang does not report its own, and answers an id beyond it with an error that names no
+    cause."""
     config = _model_file(model, "config.json")
     size = config.get("vocab_size") or (config.get("text_config") or {}).get("vocab_size")
-    return size if isinstance(size, int) and size > 0 else None
+    if isinstance(size, int) and size > 0:
+        return size
+    added = getattr(tokenizer, "get_added_vocab", dict)()
+    return max(len(tokenizer), *(token + 1 for token in added.values()), 1) if hasattr(tokenizer, "__len__") else None
 
 
 def experts_shape_of(model: str) -> tuple[int, int] | None:

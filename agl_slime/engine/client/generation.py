@@ -6,21 +6,23 @@ the engine and the trainer.
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import InitVar, dataclass, field
+from dataclasses import InitVar, dataclass, field, replace
 from operator import itemgetter
+from reprlib import repr as shortened
 from typing import Any, Literal
 
+from agl_slime.engine.client.prompt import outermost
 from agl_slime.engine.client.replay import (
-    NO_EXPERTS,
-    NO_NUCLEUS,
     Nucleus,
     RoutedExperts,
     Shape,
     parse_experts,
     parse_nucleus,
 )
+from agl_slime.engine.client.retry import false_answer
 from agl_slime.errors import ConfigError, EngineError, EngineProtocolError
 from agl_slime.support.ranges import check_ranges
 
@@ -34,6 +36,10 @@ _NAN_MARK = "NaN happened"
 
 _SPECULATED = "spec_accept_token_num", "spec_draft_token_num", "spec_verify_ct"
 _first, _second = itemgetter(0), itemgetter(1)
+
+LOG_PROBS = -80.0, 1e-4
+"""Bounds of a sampled token's log-prob: below, a ratio of probabilities overflows float32; above 0 by rounding only."""
+_LARGEST = 2**31 - 1  # ids are kept as int32
 
 
 class DefaultLimit(int):
@@ -126,6 +132,14 @@ class SamplingParams:
             return payload | {**self.extra, "custom_params": {**custom, "return_top_p_token_ids": True}}
         return payload | dict(self.extra)
 
+    def seeded(self, *parts: Any) -> SamplingParams:
+        """These parameters with a ``sampling_seed`` of 31 bits that ``parts`` decide, unless they have one: an SGLang
+        with --enable-deterministic-inference gives requests with one prompt and one seed the same answer."""
+        if self.extra.get("sampling_seed") is not None:
+            return self
+        digest = hashlib.blake2b(repr(parts).encode(), digest_size=4).digest()
+        return replace(self, extra={**self.extra, "sampling_seed": int.from_bytes(digest) >> 1})
+
 
 @dataclass(frozen=True, slots=True)
 class WeightSpan:
@@ -175,64 +189,110 @@ def parse_generation(
     """A ``/generate`` answer (asked with ``return_logprob``) as a ``Generation``; ``where`` names the URL in errors,
     ``request`` says what else it must have.
 
-    Raises ``EngineProtocolError`` when the answer does not have SGLang's shape, or a log-prob is not finite;
-    ``EngineError`` when the engine says that its logits were NaN.
+    Raises ``EngineProtocolError`` when the answer does not have SGLang's shape, when its parts contradict each other or
+    the request, or when it cannot have been sampled (``LOG_PROBS``, an id outside the vocabulary, weights older than
+    the request allows); ``EngineError`` when the engine says that its logits were NaN.
     """
     if not isinstance(body, Mapping) or not isinstance(body.get("meta_info"), Mapping):
-        raise EngineProtocolError(f"{where} answered {_short(body)}, which is not SGLang's form (no meta_info)")
+        raise EngineProtocolError(f"{where} answered {shortened(body)}, which is not SGLang's form (no meta_info)")
     meta: Mapping[str, Any] = body["meta_info"]
     finish = meta.get("finish_reason")
     kind = finish.get("type") if isinstance(finish, Mapping) else None
     if not isinstance(finish, Mapping) or kind not in ("stop", "length", "abort"):
-        raise EngineProtocolError(f"{where} answered finish_reason {_short(finish)}; expected stop, length or abort")
-    if kind == "stop" and finish.get("matched") == _NAN_MARK:
+        raise false_answer(f"{where} answered finish_reason {shortened(finish)}; expected stop, length or abort")
+    matched = stop if type(stop := finish.get("matched")) in (int, str) else None
+    if kind == "stop" and matched == _NAN_MARK:
         raise EngineError(f"{where} computed NaN logits and replaced the sampled token: its weights are broken")
-    pairs = meta.get("output_token_logprobs")
-    if pairs is None:
-        if kind != "abort" and body.get("output_ids"):
-            raise EngineProtocolError(f"{where} answered without output_token_logprobs although return_logprob was set")
-        pairs = []
-    try:
-        ids = tuple(map(int, map(_second, pairs)))
-        log_probs = tuple(map(float, map(_first, pairs)))
-    except (TypeError, ValueError, IndexError) as error:
-        raise EngineProtocolError(f"{where} answered output_token_logprobs of another form: {_short(pairs)}") from error
-    if not all(map(math.isfinite, log_probs)):
-        raise EngineProtocolError(f"{where} answered a log-prob that is NaN or infinite")
+    pairs, listed, prompted = meta.get("output_token_logprobs"), body.get("output_ids"), meta.get("prompt_tokens")
+    request = request or PartRequest((), SamplingParams(max_new_tokens=_LARGEST))
+    ids, log_probs = read_pairs(pairs or [], "output_token_logprobs", where, vocab_size=request.vocab_size)
+    count = count_of(meta, "completion_tokens", where, default=len(ids))
+    # a stream that is aborted in the queue ends with its last id alone
+    agree = listed is None or listed == [*ids] or (kind == "abort" and listed == [*ids[-1:]])
+    least, most, limit = min(log_probs, default=0.0), max(log_probs, default=0.0), request.sampling.max_new_tokens
+    for is_false, what in (
+        (pairs is None and kind != "abort", "no output_token_logprobs although return_logprob was set"),
+        (pairs is not None and not agree, f"{len(ids)} output_token_logprobs with other output_ids"),
+        (pairs is not None and count != len(ids), f"{len(ids)} output_token_logprobs, and {count} completion_tokens"),
+        (not ids and kind != "abort", f"no token with finish_reason {kind}"),
+        (len(ids) > limit, f"{len(ids)} tokens, and max_new_tokens was {limit}"),
+        (isinstance(matched, int) and ids[-1:] != (matched,), f"a stop at token {matched}, which is not the last one"),
+        (not all(map(math.isfinite, log_probs)), "a log-prob that is NaN or infinite"),
+        (least < LOG_PROBS[0] or most > LOG_PROBS[1], f"log-probs from {least:g} to {most:g}, beyond -80 to 0"),
+    ):
+        if is_false:
+            raise false_answer(f"{where} answered {what}")
+    if request.input_ids and prompted is not None:
+        request.check(count_of(meta, "prompt_tokens", where), where)
+    accepted, drafted, verified = (count_of(meta, name, where) for name in _SPECULATED)
     return Generation(
         output_ids=ids,
         log_probs=log_probs,
-        text=str(body.get("text") or ""),
+        text=_text(body, "text", where),
         finish_reason=kind,
-        matched_stop=finish.get("matched"),
-        prompt_tokens=int(meta.get("prompt_tokens") or 0),
-        cached_tokens=int(meta.get("cached_tokens") or 0),
-        weight_versions=_weight_spans(meta, len(ids), where),
-        request_id=str(meta.get("id") or ""),
+        matched_stop=matched,
+        prompt_tokens=count_of(meta, "prompt_tokens", where),
+        cached_tokens=count_of(meta, "cached_tokens", where),
+        weight_versions=_weight_spans(meta, len(ids), request.oldest_version, where),
+        request_id=_text(meta, "id", where),
         latency_s=latency_s,
-        top_log_probs=_top_log_probs(meta.get("output_top_logprobs"), where),
-        speculated=_speculated(meta),
-        **({} if request is None else _replayed(meta, request, len(ids), kind, where)),
+        top_log_probs=_top_log_probs(meta.get("output_top_logprobs"), len(ids), where),
+        speculated=(accepted, drafted, verified),
+        **_replayed(meta, request, len(ids), kind, where),
     )
 
 
-def _speculated(meta: Mapping[str, Any]) -> tuple[int, int, int]:
-    accepted, drafted, verified = (meta.get(name) for name in _SPECULATED)
-    return int(accepted or 0), int(drafted or 0), int(verified or 0)
+def read_pairs(
+    pairs: Any, name: str, where: str, *, vocab_size: int | None = None
+) -> tuple[tuple[int, ...], tuple[float, ...]]:
+    """The ids and the log-probs of SGLang's list ``name`` of (log-prob, id, text). Raises ``EngineProtocolError`` for
+    another form, and for an id outside the vocabulary."""
+    try:
+        ids, log_probs = tuple(map(_second, pairs)), tuple(map(_first, pairs))
+        if not isinstance(pairs, list) or not {*map(type, ids)} <= {int} or not {*map(type, log_probs)} <= {int, float}:
+            raise TypeError
+        log_probs = tuple(map(float, log_probs))
+    except (TypeError, KeyError, IndexError, OverflowError) as error:
+        raise false_answer(f"{where} answered {name} of another form: {shortened(pairs)}") from error
+    size = vocab_size or _LARGEST + 1
+    if ids and not 0 <= (wrong := outermost(ids)) < size:
+        raise false_answer(f"{where} answered token id {wrong}, outside the model's vocabulary of {size} ids")
+    return ids, log_probs
+
+
+def count_of(meta: Mapping[str, Any], name: str, where: str, *, default: int = 0) -> int:
+    """A count in ``meta_info``. Raises ``EngineProtocolError`` unless it is a whole number from 0 to 2**31 - 1."""
+    value = meta.get(name)
+    if value is not None and (type(value) is not int or not 0 <= value <= _LARGEST):
+        raise false_answer(f"{where} answered {name} {shortened(value)}; expected a whole number of at least 0")
+    return default if value is None else value
+
+
+def version_of(meta: Mapping[str, Any], where: str, *, name: str = "weight_version") -> str | None:
+    """The weight version in an answer; ``None`` without one. Raises ``EngineProtocolError`` unless it is a number or a
+    short printable text: files and metrics name it."""
+    value = meta.get(name)
+    if type(value) is int and abs(value) <= _LARGEST:
+        value = str(value)
+    if value is not None and not (isinstance(value, str) and value.isprintable() and len(value) <= 256):
+        raise false_answer(f"{where} answered the {name} {shortened(value)}; expected a short printable text")
+    return value
+
+
+def _text(answer: Mapping[str, Any], name: str, where: str) -> str:
+    if not isinstance(text := answer.get(name) or "", str):
+        raise false_answer(f"{where} answered {name} {shortened(text)}; expected a text")
+    return text
 
 
 def _replayed(meta: Mapping[str, Any], request: PartRequest, count: int, kind: str, where: str) -> dict[str, Any]:
     """The requested replay data; an aborted part may lack it."""
-    replayed: dict[str, Any] = {}
+    replayed, how = {}, {"where": where, "required": kind != "abort"}
     if (shape := request.sampling.routed_experts) is not None:
         length, start = len(request.input_ids) + count, request.experts_start
-        replayed["experts"] = parse_experts(meta, shape, length=length, start=start, where=where)
-        if replayed["experts"] is None and kind != "abort":
-            raise EngineProtocolError(f"{where} {NO_EXPERTS}")
+        replayed["experts"] = parse_experts(meta, shape, length=length, start=start, **how)
     if request.sampling.nucleus and count:
-        replayed["nucleus"] = parse_nucleus(meta, count=count, where=where)
-        if replayed["nucleus"] is None and kind != "abort":
-            raise EngineProtocolError(f"{where} {NO_NUCLEUS}")
+        replayed["nucleus"] = parse_nucleus(meta, count=count, vocab_size=request.vocab_size, **how)
     return replayed
 
 
@@ -244,11 +304,12 @@ def broken_off(event: Any) -> Any:
     return {**event, "meta_info": {**meta, "finish_reason": {"type": "abort", "message": "the stream broke off"}}}
 
 
-def _top_log_probs(listed: Any, where: str) -> tuple[tuple[tuple[int, float], ...], ...]:
-    try:
-        return tuple(tuple((int(pair[1]), float(pair[0])) for pair in place or ()) for place in listed or ())
-    except (TypeError, ValueError, IndexError) as error:
-        raise EngineProtocolError(f"{where} answered output_top_logprobs of another form: {_short(listed)}") from error
+def _top_log_probs(listed: Any, count: int, where: str) -> tuple[tuple[tuple[int, float], ...], ...]:
+    places = [] if listed is None else listed
+    if not isinstance(places, list) or len(places) not in (0, count):
+        raise false_answer(f"{where} answered output_top_logprobs of another form: {shortened(listed)}")
+    pairs = (read_pairs(place or [], "output_top_logprobs", where) for place in places)
+    return tuple(tuple(zip(*place, strict=True)) for place in pairs)
 
 
 @dataclass(frozen=True, slots=True)
@@ -264,13 +325,15 @@ class ImageInput:
 class PartRequest:
     """One request to send: ``input_ids`` = prompt + the ids sampled so far. Routed experts are requested for the
     tokens from ``experts_start`` on. With ``images`` the prompt's ids are the engine's expanded ones, ``prompt_tokens``
-    in number."""
+    in number. The answer has ids below ``vocab_size`` and weights of ``oldest_version`` or newer ones."""
 
     input_ids: Sequence[int]
     sampling: SamplingParams
     experts_start: int = 0
     images: ImageInput | None = None
     prompt_tokens: int = 0
+    vocab_size: int | None = None
+    oldest_version: int | None = None
 
     def to_payload(self) -> dict[str, Any]:
         payload: dict[str, Any] = {
@@ -287,31 +350,33 @@ class PartRequest:
                 payload["routed_experts_start_len"] = self.experts_start
         return payload
 
-    def check(self, generation: Generation, where: str) -> Generation:
-        """Raises ``EngineProtocolError`` when the engine made another number of tokens of the images."""
-        counted, sent = generation.prompt_tokens, len(self.input_ids)
-        if self.images is not None and counted and counted != sent:
-            counts = f"{where} counts {counted} tokens in a prompt with images that has {sent}"
-            raise EngineProtocolError(
-                f"{counts}: it has another processor than the model's directory, or SGLANG_MM_AVOID_RETOKENIZE is off"
-            )
-        return generation
+    def check(self, counted: int, where: str) -> None:
+        """Raises ``EngineProtocolError`` when the engine ``counted`` another number of tokens in the prompt."""
+        why, prompt = "it cuts prompts (--allow-auto-truncate), or answers another request", "a prompt"
+        if self.images is not None:
+            why = "it has another processor than the model's directory, or SGLANG_MM_AVOID_RETOKENIZE is off"
+            prompt = "a prompt with images"
+        if counted != (sent := len(self.input_ids)):
+            raise false_answer(f"{where} counts {counted} tokens in {prompt} that has {sent}: {why}")
 
 
-def _weight_spans(meta: Mapping[str, Any], n_tokens: int, where: str) -> tuple[WeightSpan, ...]:
+def _weight_spans(meta: Mapping[str, Any], n_tokens: int, oldest: int | None, where: str) -> tuple[WeightSpan, ...]:
     # newer servers list which tokens each version sampled; older ones name only the version at the end
-    listed = meta.get("weight_versions")
-    if listed:
-        try:
-            spans = [
-                WeightSpan(str(item["version"]), int(item["start"]), min(int(item["end"]), n_tokens)) for item in listed
-            ]
-        except (KeyError, TypeError, ValueError) as error:
-            raise EngineProtocolError(f"{where} answered weight_versions of another form: {_short(listed)}") from error
-        return tuple(span for span in spans if span.start < span.end)
-    version = meta.get("weight_version")
-    return () if version is None or n_tokens == 0 else (WeightSpan(str(version), 0, n_tokens),)
-
-
-def _short(value: Any) -> str:
-    return f"{value!r:.200}"
+    listed, version, end = meta.get("weight_versions"), version_of(meta, where), 0
+    if not listed:
+        listed = [] if version is None else [{"version": version, "start": 0, "end": n_tokens}]
+    spans: list[WeightSpan] = []
+    for item in listed if isinstance(listed, list) else [None]:
+        if not isinstance(item, Mapping) or (name := version_of(item, where, name="version")) is None:
+            raise false_answer(f"{where} answered weight_versions of another form: {shortened(listed)}")
+        start, last = (count_of(item, place, where, default=-1) for place in ("start", "end"))
+        if start != end or last < start:
+            raise false_answer(f"{where} answered weight_versions with gaps or overlaps: {shortened(listed)}")
+        if oldest is not None and name.isdecimal() and int(name) < oldest and start < min(last, n_tokens):
+            why = f"and version {oldest} was pushed before: a worker has missed an update"
+            raise false_answer(f"{where} sampled with weights of version {name}, {why}")
+        spans.append(WeightSpan(name, start, min(last, n_tokens)))
+        end = last
+    if spans and end < n_tokens:
+        raise false_answer(f"{where} answered weight_versions of {end} tokens in an answer of {n_tokens}")
+    return tuple(span for span in spans if span.start < span.end)

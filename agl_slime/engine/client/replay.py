@@ -79,14 +79,17 @@ def narrowed(experts: NDArray[np.int32], *, where: str) -> NDArray[Any]:
 
 
 def parse_experts(
-    meta: Mapping[str, Any], shape: Shape, *, length: int, start: int, where: str
+    meta: Mapping[str, Any], shape: Shape, *, length: int, start: int, where: str, required: bool
 ) -> RoutedExperts | None:
     """The rows from ``start`` on that ``meta_info`` has for a sequence of ``length`` tokens; ``None`` where it has
     none. How many there are says where they begin: an engine that knows no start sends all.
 
-    Raises ``EngineProtocolError`` naming flag and shape when they do not fit.
+    Raises ``EngineProtocolError`` naming flag and shape when they do not fit, or are missing and ``required``.
     """
     given = _int32(meta, "routed_experts", where)
+    if given is None and required:
+        why = "answered no routed_experts for --use-rollout-routing-replay or --routed-experts: start SGLang with"
+        raise EngineProtocolError(f"{where} {why} --enable-return-routed-experts")
     if given is None:
         return None
     layers, top_k = shape
@@ -102,26 +105,24 @@ def parse_experts(
     return RoutedExperts(start, rows)
 
 
-def parse_nucleus(meta: Mapping[str, Any], *, count: int, where: str) -> Nucleus | None:
-    """The kept ids of ``count`` sampled tokens; ``None`` where ``meta_info`` has none."""
+def parse_nucleus(
+    meta: Mapping[str, Any], *, count: int, where: str, required: bool, vocab_size: int | None
+) -> Nucleus | None:
+    """The kept ids of ``count`` sampled tokens; ``None`` where ``meta_info`` has none and they are not ``required``."""
     ids, offsets = (_int32(meta, f"top_p_token_{name}", where) for name in ("ids", "offsets"))
+    if (ids is None or offsets is None) and required:
+        why = "answered no top_p_token_ids, which training on a nucleus (top_p below 1, or top_k) needs: stock SGLang"
+        fix = "does not send them, apply slime's docker/patch/*/sglang-top_p.patch or sample with top_p 1"
+        raise EngineProtocolError(f"{where} {why} {fix}")
     if ids is None or offsets is None:
         return None
     fits = len(offsets) == count + 1 and offsets[0] == 0 and offsets[-1] == len(ids) and (np.diff(offsets) >= 0).all()
     if not fits:
         counts = f"{len(offsets)} top_p_token_offsets and {len(ids)} ids for {count} sampled tokens"
         raise EngineProtocolError(f"{where} answered {counts}: offsets must be one more than tokens and end at the ids")
+    if len(ids) and (ids.min() < 0 or ids.max() >= (vocab_size or 2**31)):
+        raise EngineProtocolError(f"{where} answered top_p_token_ids outside the model's vocabulary")
     return Nucleus(ids, offsets)
-
-
-NO_EXPERTS = (
-    "answered no routed_experts for --use-rollout-routing-replay or --routed-experts: start SGLang with "
-    "--enable-return-routed-experts"
-)
-NO_NUCLEUS = (
-    "answered no top_p_token_ids, which training on a nucleus (top_p below 1, or top_k) needs: stock SGLang does not "
-    "send them, apply slime's docker/patch/*/sglang-top_p.patch or sample with top_p 1"
-)
 
 
 def _int32(meta: Mapping[str, Any], name: str, where: str) -> NDArray[np.int32] | None:

@@ -12,7 +12,6 @@ from agl_slime.engine.client.generation import (
     Decode,
     FinishReason,
     Generation,
-    ImageInput,
     PartRequest,
     SamplingParams,
     WeightSpan,
@@ -73,7 +72,7 @@ def text_receiver(
             return
         try:
             text = read(event)
-        except (KeyError, IndexError, TypeError):
+        except (KeyError, IndexError, TypeError, ValueError, OverflowError):
             return  # another form: an error when the answer is read
         on_text(text, event)
 
@@ -117,9 +116,9 @@ class ResumableGeneration:
         context_length: int | None = None,
         decode: Decode | None = None,
         experts_start: int = 0,
-        images: ImageInput | None = None,
+        **fields: Any,
     ) -> None:
-        self._experts_start, self._images = experts_start, images
+        self._experts_start, self._fields = experts_start, fields  # of each ``PartRequest``
         self._prompt = prompt_ids if isinstance(prompt_ids, PromptIds) else tuple(prompt_ids)
         self._sampling = sampling
         self._stop_ids = frozenset(sampling.stop_token_ids) | frozenset(eos_token_ids)
@@ -152,9 +151,9 @@ class ResumableGeneration:
         ids = [*self._prompt[-DECODED_AFTER:], *self._got.output_ids]
         return growing_text(self._got.text, ids, decode if self.sampled else None)
 
-    def progress(self, text: str, event: Mapping[str, Any]) -> Progress:
+    def progress(self, request: PartRequest, text: str, event: Mapping[str, Any]) -> Progress:
         """The progress at ``event``, an event of the part that was requested last."""
-        return Progress(text, partial(_so_far, copy.copy(self), event))
+        return Progress(text, partial(_so_far, copy.copy(self), request, event))
 
     @property
     def _open_stop(self) -> bool:
@@ -189,8 +188,8 @@ class ResumableGeneration:
             (*self._prompt, *self._got.output_ids) if self.sampled else self._prompt,
             replace(self._sampling, max_new_tokens=left, extra=extra),
             min(experts.end, len(self._prompt) + self.sampled) if experts is not None else self._experts_start,
-            self._images,
-            len(self._prompt),
+            prompt_tokens=len(self._prompt),
+            **self._fields,
         )
 
     def add(self, part: Generation) -> None:
@@ -272,9 +271,9 @@ class Progress(NamedTuple):
     so_far: Callable[[], Generation]
 
 
-def _so_far(wanted: ResumableGeneration, event: Mapping[str, Any]) -> Generation:
+def _so_far(wanted: ResumableGeneration, request: PartRequest, event: Mapping[str, Any]) -> Generation:
     wanted = copy.copy(wanted)
-    wanted.add(parse_generation(broken_off(event)))
+    wanted.add(parse_generation(broken_off(event), request=request))
     return wanted.so_far
 
 

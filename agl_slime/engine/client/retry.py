@@ -12,6 +12,7 @@ Every failure becomes the typed error that the caller would get; its class says 
 | 400 about ids outside the vocabulary               | OutOfVocabularyError   | no                                     |
 | other 4xx (duplicate rid, 401, 403, 404, 422, ...) | EngineRequestError     | no                                     |
 | 3xx, 200 that is not SGLang's JSON, broken HTTP    | EngineProtocolError    | at most twice, for a proxy's hiccup    |
+| an answer of SGLang's that cannot be right         | EngineProtocolError    | no: it costs its rollout               |
 """
 
 from __future__ import annotations
@@ -74,16 +75,24 @@ def refusal(
     return error
 
 
+def false_answer(text: str) -> EngineProtocolError:
+    """The error of an answer in SGLang's form that cannot be right; a second one could be chosen by its content."""
+    error = EngineProtocolError(text)
+    error.transient = False
+    return error
+
+
 def check_event(event: Any, *, where: str) -> None:
     """Raises the error in a stream's event, and ``EngineProtocolError`` for an event with the newest tokens only: the
     last event must be the whole answer."""
     if not isinstance(event, dict):
         return
     if isinstance(error := event.get("error"), dict):
-        raise refusal(int(error.get("code") or 400), json.dumps(event), where=where)
+        code = error.get("code")
+        raise refusal(code if type(code) is int else 400, json.dumps(event), where=where)
     meta = event["meta_info"] if isinstance(event.get("meta_info"), dict) else {}
-    listed = meta.get("output_token_logprobs")
-    if isinstance(listed, list) and len(listed) < (meta.get("completion_tokens") or 0):
+    listed, count = meta.get("output_token_logprobs"), meta.get("completion_tokens")
+    if isinstance(listed, list) and isinstance(count, int) and len(listed) < count:
         problem = f"{where} streams only the newest tokens in each event"
         raise EngineProtocolError(f"{problem}: start SGLang without --incremental-streaming-output")
 
@@ -94,6 +103,8 @@ def engine_error(exc: BaseException, *, where: str = "the engine") -> EngineErro
     text = str(exc) or type(exc).__name__
     if isinstance(exc, EngineError):
         return exc
+    if isinstance(exc, RecursionError):
+        return false_answer(f"{where} answered JSON that is nested too deep")
     if isinstance(exc, aiohttp.ClientSSLError):
         error = EngineUnreachableError(f"{where} could not be reached by TLS: {text}")
         error.transient = False

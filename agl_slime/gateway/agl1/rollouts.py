@@ -162,11 +162,7 @@ class Rollouts:
                 data_id = str(task.get("data_id") or task.get("instance_id") or "")
                 item = {"rollout_id": rollout_id, "state": _state_of(rollout), "is_train": rollout.mode != "val"}
                 items.append({**item, "data_id": data_id})
-        return {
-            "items": items,
-            "next_after": first + len(ids) - 1 if ids else after,
-            "total_terminal": self._feed.last,
-        }
+        return {"items": items, "next_after": first + len(ids) - 1 if ids else after, "total_terminal": self._feed.last}
 
     async def get(self, rollout_id: str) -> Rollout:
         """Raises ``GatewayRequestError``."""

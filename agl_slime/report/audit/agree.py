@@ -70,6 +70,7 @@ class _Row(NamedTuple):
 class _Auditor:
     def __init__(self, path: Path) -> None:
         self.path, self.result = path, Audit()
+        self.settings = self._read_settings()
         self.incomplete: dict[str, int] = {}  # number of a last line without an end, by file
         self.claims: dict[tuple[str, str], tuple[str, Any]] = {}
         self.lines = {name: self._read(name) for name in SHAPES}
@@ -100,7 +101,7 @@ class _Auditor:
     def run(self) -> Audit:
         checkpoints = steps_of(self.path / "checkpoints")
         ledger = self._check_ledger() if (self.path / _LEDGER).exists() else {}
-        if not ledger and (checkpoints or self._trainer() == "local"):
+        if not ledger and (checkpoints or self.settings.get("trainer") == "local"):
             self._report(_LEDGER, "is missing or empty, so that no task's end is known")
         self._check_summary(ledger)
         for name, number in self.incomplete.items() if self.result.finished else ():
@@ -168,12 +169,17 @@ class _Auditor:
             self._report(name, str(error))
         return lines
 
-    def _trainer(self) -> Any:
-        """The ``trainer`` in config.json, if it can be read."""
+    def _read_settings(self) -> dict[str, Any]:
+        """The content of config.json, if it can be read."""
         try:
-            return read_object(self.path / "config.json").get("trainer")
+            return read_object(self.path / "config.json")
         except ValueError:
-            return None
+            return {}
+
+    def _policy(self, iteration: int) -> int:
+        """The number of the weights that an iteration trains."""
+        version = self.versions.get(iteration - 1, "0")
+        return int(version) if version.isdecimal() else 0
 
     def _check_ledger(self) -> Mapping[str, int]:
         """Read the ledger; returns its counts by outcome."""
@@ -234,6 +240,10 @@ class _Auditor:
         for name, digest, n, versions in record["samples"]:
             digests[name].append([digest, n, versions])
             self._check_pushed(where, iteration, versions)
+            numbers = [int(version) for version in versions if version.isdecimal()]
+            behind, limit = self._policy(iteration) - min(numbers, default=0), self.settings.get("max_staleness")
+            if numbers and isinstance(limit, int) and behind > limit:
+                self._report(where, f"tokens of rollout {name} are {behind} versions old, and max_staleness is {limit}")
             if versions and sum(versions.values()) != n:
                 self._report(where, f"the weight versions of rollout {name} do not add up to its {n} tokens")
             if [one for one, *_ in digests[name]].count(digest) > 1:
@@ -356,9 +366,7 @@ class _Auditor:
             "train/samples": len(samples),
             "train/rollouts": sum(len(line["rollouts"]) for line in self.batches[iteration]),
         }
-        before = self.versions.get(iteration - 1, "0")
-        policy = int(before) if before.isdecimal() else 0
-        ages: Counter[int] = Counter()
+        policy, ages = self._policy(iteration), Counter[int]()
         for version, n in ((version, n) for sample in samples for version, n in sample[3].items()):
             if version.isdecimal():
                 ages[policy - int(version)] += n

@@ -9,13 +9,7 @@ from typing import Any
 
 from agl_slime.errors import PromptError
 from agl_slime.tokens.codec import shared_length
-from agl_slime.tokens.formats.base import (
-    ToolParser,
-    cut_at_marks,
-    get_tool_parser,
-    read_object,
-    register_tool_parser,
-)
+from agl_slime.tokens.formats.base import ToolParser, cut_at_marks, get_tool_parser, read_object, register_tool_parser
 from agl_slime.tokens.formats.harmony import HarmonyParser
 from agl_slime.tokens.formats.json_calls import (
     CohereParser,

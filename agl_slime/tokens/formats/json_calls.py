@@ -140,9 +140,7 @@ class KimiParser(NamedJsonParser):
     opening = "<|tool_calls_section_begin|>", "<|tool_call_section_begin|>"
     closing = "<|tool_calls_section_end|>", "<|tool_call_section_end|>"
     template_marks = inner = ("<|tool_call_argument_begin|>",)
-    head = re.compile(
-        r"\s*(?P<id>(?:functions\.)?(?P<name>[^\s<:]*[\w-])(?::\d+)?)\s*<\|tool_call_argument_begin\|>",
-    )
+    head = re.compile(r"\s*(?P<id>(?:functions\.)?(?P<name>[^\s<:]*[\w-])(?::\d+)?)\s*<\|tool_call_argument_begin\|>")
     starts = head
     tail = re.compile(r"\s*<\|tool_call_end\|>")
     call_grammar = "<|tool_call_begin|>functions.NAME:", "<|tool_call_end|>", "json"
@@ -169,11 +167,7 @@ class DeepSeekV3Parser(_DeepSeekParser):
     head = re.compile(r"\s*function<｜tool▁sep｜>(?P<name>[^\n<`]+)\n```json\s*")
     starts = head
     tail = re.compile(r"\s*```\s*<｜tool▁call▁end｜>")
-    call_grammar = (
-        "<｜tool▁call▁begin｜>function<｜tool▁sep｜>NAME\n```json\n",
-        "\n```<｜tool▁call▁end｜>",
-        "json",
-    )
+    call_grammar = ("<｜tool▁call▁begin｜>function<｜tool▁sep｜>NAME\n```json\n", "\n```<｜tool▁call▁end｜>", "json")
 
 
 @register_tool_parser("deepseek_v31")

@@ -17,13 +17,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from agl_slime.data.normalize import (
-    is_counted,
-    normalization_key,
-    normalize_rewards,
-    overlong_penalty,
-    reward_value,
-)
+from agl_slime.data.normalize import is_counted, normalization_key, normalize_rewards, overlong_penalty, reward_value
 from agl_slime.engine.client.replay import Nucleus
 from agl_slime.errors import TrainerError
 from agl_slime.tokens.codec import common_prefix

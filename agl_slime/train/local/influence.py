@@ -67,10 +67,7 @@ def influences(
         for column in zip(*gradients.values(), strict=True)
     )
     return Influences(
-        rollouts=[*gradients],
-        on_loss=of_loss @ of_loss.T,
-        on_log_probs=-of_loss @ of_log_probs.T,
-        sketch=size,
+        rollouts=[*gradients], on_loss=of_loss @ of_loss.T, on_log_probs=-of_loss @ of_log_probs.T, sketch=size
     )
 
 

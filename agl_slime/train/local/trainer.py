@@ -330,11 +330,7 @@ class LocalTrainer:
         return total, norm
 
     def _loss(
-        self,
-        micro: MicroBatch,
-        loss_of: Callable[[Tensor, Tensor], Tensor],
-        first: _FirstScores | None,
-        place: str,
+        self, micro: MicroBatch, loss_of: Callable[[Tensor, Tensor], Tensor], first: _FirstScores | None, place: str
     ) -> float:
         """The loss of ``micro``, by ``loss_of`` (indices in the batch, log-probs); its gradient is added to the
         weights' gradients.

@@ -133,9 +133,6 @@ class PluginSettings(BaseModel):
     """The same of evaluations, with slime's ``--eval-…``."""
     eval_sets: tuple[EvalSet, ...] = ()
     """slime's evaluation data sets, unless ``eval_tasks`` is given."""
-    sampling_seeds: bool = False
-    """slime's ``--sglang-enable-deterministic-inference``: members of a group sample with seeds from the
-    loop's on."""
     blocking: bool = True
     """Whether ``get_samples`` waits for groups; False under slime's fully-async rollout function, which calls it on its
     event loop and polls again after an empty list."""
@@ -204,7 +201,6 @@ class PluginSettings(BaseModel):
             "sampling": sampling | replay_sampling(args),
             "eval_sampling": sampling | _sampling(args, "eval"),
             "eval_sets": _eval_sets(args) if values.get("eval_tasks") is None else (),
-            "sampling_seeds": bool(getattr(args, "sglang_enable_deterministic_inference", False)),
             "blocking": "fully_async" not in (getattr(args, "rollout_function_path", None) or ""),
         }
         if environ.get(PUBLIC_HOST_VARIABLE):
@@ -219,7 +215,7 @@ class PluginSettings(BaseModel):
 
 def setting_names() -> set[str]:
     """The names of all settings, ``agl_…``."""
-    of_slime = {"prompt_data", "model", "sampling", "eval_sampling", "eval_sets", "sampling_seeds", "blocking"}
+    of_slime = {"prompt_data", "model", "sampling", "eval_sampling", "eval_sets", "blocking"}
     rooms = {path.partition(".")[0] for path in _PATHS.values()}
     return {f"agl_{name}" for name in {*PluginSettings.model_fields, *_PATHS} - of_slime - rooms}
 

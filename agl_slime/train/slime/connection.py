@@ -11,14 +11,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from agl_slime.agent.access import LLM_RESOURCE, replay_of, sampling_of
+from agl_slime.agent.access import LLM_RESOURCE, check_replay, replay_of
 from agl_slime.agent.loading import load_agent
 from agl_slime.data.client import TaskGroup, enqueue_requests
 from agl_slime.data.ingestor import Producer
 from agl_slime.data.policy import CompleteGroup, RetryGroup, zero_variance
 from agl_slime.data.source import DataSourceSettings
 from agl_slime.data.teacher import Teacher, Teachers
-from agl_slime.engine.client.check import check_replay
 from agl_slime.engine.client.client import ClientSettings, SGLangClient
 from agl_slime.errors import ConfigError, DataSourceError, EngineError
 from agl_slime.loop.tasks import OrderedTasks, TaskCursor, ValidationTasks, as_task_source, read_tasks
@@ -148,42 +147,32 @@ class Connection(Producer):
         size: int,
         mode: Literal["train", "val"],
         sampling: Mapping[str, Any] | None = None,
+        **metadata: Any,
     ) -> list[Rollout]:
         """Enqueue ``size`` rollouts per group, with ``sampling`` or slime's sampling parameters."""
         default = self.settings.sampling if mode == "train" else self.settings.eval_sampling
         sampling = dict(sampling if sampling is not None else default or {})
         if self.replay_files is not None and replay_of(sampling):
             sampling["replay_files"] = str(self.replay_files)
-        members = [
-            enqueue_requests(
-                groups,
-                size=count,
-                group_size=size,
-                mode=mode,
-                resources_id=await self._publish(parameters),
-                timeout_s=self.settings.loop.rollout_timeout_s,
-                max_attempts=self.settings.loop.max_attempts,
-            )
-            for parameters, count in self._samplings(sampling, size)
-        ]
-        requests = [request for group in zip(*members, strict=True) for request in group]
+        requests = enqueue_requests(
+            groups,
+            size=size,
+            mode=mode,
+            resources_id=await self._publish(sampling),
+            timeout_s=self.settings.loop.rollout_timeout_s,
+            max_attempts=self.settings.loop.max_attempts,
+            seed=self.settings.loop.seed,
+            **metadata,
+        )
         rollouts = [*await self.store.enqueue_many_rollouts(requests)]
         if self._runner is not None:
             self._runner.wake()
         return rollouts
 
-    def _samplings(self, sampling: dict[str, Any], size: int) -> list[tuple[dict[str, Any], int]]:
-        """The sampling parameters of a group's members, with the number of members for each: under deterministic
-        inference each member has its own seed, as in slime."""
-        if not self.settings.sampling_seeds or "sampling_seed" in sampling:
-            return [(sampling, size)]
-        return [({**sampling, "sampling_seed": self.settings.loop.seed + member}, 1) for member in range(size)]
-
     async def _publish(self, sampling: dict[str, Any]) -> str:
         """The id of a resources snapshot with the engine and these sampling parameters, added on first use."""
         if not self._checked and self.settings.llm_url and replay_of(sampling):
-            llm = LLM(endpoint=self.settings.llm_url, model="", sampling_parameters=sampling)
-            self._checked = await check_replay(llm.endpoint, sampling_of(llm))
+            self._checked = await check_replay(self.settings.llm_url, sampling)
         key = json.dumps(sampling, sort_keys=True, default=str)
         if key not in self._resources:
             if len(self._resources) >= _MOST_SNAPSHOTS:

@@ -15,13 +15,7 @@ from agl_slime.data import normalize
 from agl_slime.errors import DataSourceError
 from agl_slime.train.slime.replay import check_replayed
 from agl_slime.train.slime.versions import filter_output
-from agl_slime.types import (
-    RolloutFnEvalOutput,
-    RolloutFnTrainOutput,
-    Sample,
-    flat_samples,
-    staleness_of,
-)
+from agl_slime.types import RolloutFnEvalOutput, RolloutFnTrainOutput, Sample, flat_samples, staleness_of
 
 logger = logging.getLogger(__name__)
 

@@ -203,7 +203,8 @@ class TaskProducer(Producer):
                 if self._staleness is not None:
                     self._staleness.pace()
             size = self.source.n_samples_per_prompt
-            enqueue = partial(self._connection.enqueue, size=size, mode="train")
+            oldest = self._staleness.version if self._staleness is not None else None
+            enqueue = partial(self._connection.enqueue, size=size, mode="train", oldest_version=oldest)
             await enqueue_groups(self.source, groups, enqueue, size=size, mode="train")
 
     def _missing(self) -> int:

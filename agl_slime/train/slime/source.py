@@ -18,7 +18,7 @@ from agl_slime.errors import ConfigError, DataSourceError, format_exception
 from agl_slime.store.client import RemoteStore
 from agl_slime.support.agl import LightningStore
 from agl_slime.support.files import write_file
-from agl_slime.support.threads import run_blocking, run_in_thread
+from agl_slime.support.threads import run_blocking
 from agl_slime.train.slime.args import PluginSettings
 from agl_slime.train.slime.connection import Connection
 from agl_slime.train.slime.flags import warn_of_flags
@@ -105,29 +105,6 @@ class AGLDataSource(DataSource):
         if self._teachers is not None and self._score_late:
             run_blocking(score_delivered(groups, self._teachers))
         return [*with_train_inputs(with_tensors(groups), self._tokenizer)]
-
-    async def get_samples_async(self, num_samples: int) -> list[list[Sample]]:
-        """``get_samples`` for slime's event loop. Groups that arrive after the caller's cancellation are given back."""
-        taken: list[list[Sample]] = []
-        cancelled = False
-
-        def take() -> None:
-            groups = self.get_samples(num_samples)
-            with self.groups.changed:
-                if cancelled:
-                    self.add_samples(groups)
-                else:
-                    taken.extend(groups)
-
-        try:
-            await run_in_thread(take)
-        except BaseException:
-            with self.groups.changed:
-                cancelled = True
-                if taken:
-                    self.add_samples(taken)
-            raise
-        return taken
 
     def add_samples(self, samples: list[list[Sample]]) -> None:
         """Give groups back; they are delivered again before newer ones."""

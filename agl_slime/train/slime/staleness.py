@@ -41,6 +41,8 @@ class StalenessController:
         self._batch_size, self._max_staleness = batch_size, max_staleness
         self._admission = Admission(batch_size=batch_size, max_staleness=max_staleness)
         self._start: int | None = None  # the engine's version after 0 steps
+        self.version: int | None = None
+        """The version that the engines reported last."""
         self._first = self._next = 0
         self._in_flight: dict[str, int] = {}  # numbers of groups by group id
         self._ready: dict[str, int] = {}  # numbers of groups by the group's first rollout
@@ -89,9 +91,10 @@ class StalenessController:
                 raise DataSourceError(f"agl_max_staleness {self._max_staleness}: {why}, so it must be a whole number")
             admission.advance(rollout_id - (self._max_staleness > 0))
             return
+        self.version = int(version)
         if self._start is None:
-            self._start = int(version) - self._first
-        admission.advance(int(version) - self._start)
+            self._start = self.version - self._first
+        admission.advance(self.version - self._start)
         if rollout_id is not None and (behind := rollout_id - admission.step) > self._max_staleness:
             request = f"slime requests rollout {rollout_id} while weights after {admission.step} steps are in use"
             raise DataSourceError(f"agl_max_staleness {self._max_staleness}: {request}; set {behind} or more")

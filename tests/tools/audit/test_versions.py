@@ -59,3 +59,20 @@ def test_an_iteration_without_training_has_the_version_before_it(
             trained.append(iteration, [line])
     findings = [finding for finding in audit(tmp_path).findings if "weights/version" in finding]
     assert sorted({re.findall(r"iteration (\d)", finding)[0] for finding in findings}) == wrong
+
+
+@pytest.mark.parametrize(
+    ("config", "found"), [({"max_staleness": 1}, True), ({"max_staleness": 2}, False), ({}, False)]
+)
+def test_tokens_older_than_the_limit_are_a_finding(tmp_path: Path, config: dict[str, int], found: bool) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    metrics, trained = IterationFile(tmp_path / "metrics.jsonl"), IterationFile(tmp_path / "trained.jsonl")
+    for iteration in (1, 2, 3):
+        metrics.append(iteration, [{"weights/version": str(iteration)}])
+        samples = [[f"ro-{iteration}", "digest", 4, {"0": 3, str(iteration - 1): 1}]]
+        trained.append(
+            iteration, [{"instance_id": str(iteration), "rollouts": {f"ro-{iteration}": 1.0}, "samples": samples}]
+        )
+    findings = [finding for finding in audit(tmp_path).findings if "max_staleness" in finding]
+    sentence = "trained.jsonl line 3: tokens of rollout ro-3 are 2 versions old, and max_staleness is 1"
+    assert findings == [sentence] * found

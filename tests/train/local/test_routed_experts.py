@@ -17,10 +17,9 @@ import torch
 from rich.console import Console
 from transformers import AutoModelForCausalLM
 
-from agl_slime.agent.access import EngineAccess
+from agl_slime.agent.access import EngineAccess, check_replay
 from agl_slime.cli.local import run_training
 from agl_slime.cli.settings import train_config
-from agl_slime.engine.client.check import check_replay
 from agl_slime.engine.client.client import SGLangClient
 from agl_slime.engine.client.describe import experts_shape_of
 from agl_slime.engine.client.generation import Generation, SamplingParams
@@ -173,11 +172,11 @@ async def test_replay_settings_are_checked_before_the_first_batch(
     served: tuple[str, Path], embedded_engine: str
 ) -> None:
     url, _ = served
-    assert await check_replay(url, SAMPLING)
+    assert await check_replay(url, {"routed_experts": [LAYERS, TOP_K]})
     with pytest.raises(ConfigError, match="--enable-return-routed-experts"):
-        await check_replay(embedded_engine, SAMPLING)
+        await check_replay(embedded_engine, {"routed_experts": [LAYERS, TOP_K]})
     with pytest.raises(ConfigError, match="--num-layers"):
-        await check_replay(url, replace(SAMPLING, routed_experts=(LAYERS + 1, TOP_K)))
+        await check_replay(url, {"routed_experts": [LAYERS + 1, TOP_K]})
 
 
 def test_experts_of_another_model_are_refused(policy_dir: Path) -> None:

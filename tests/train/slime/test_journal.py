@@ -101,19 +101,6 @@ def test_evaluations_go_by_the_names_of_slimes_data_sets(tmp_path: Path):
         assert sorted(sampled["val"], key=len) == [{"temperature": 0.0}, {"temperature": 1.0, "max_new_tokens": 9}]
 
 
-async def test_groups_of_a_cancelled_call_are_returned_to_the_source(served: tuple[BridgeStore, str]):
-    store, url = served
-    with AGLDataSource(args_for(agl_store_url=url)) as source:
-        waiting = asyncio.ensure_future(source.get_samples_async(1))
-        await asyncio.sleep(0)
-        waiting.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await waiting
-        await roll_out(store, 2)
-        taken = [*await source.get_samples_async(1), *await source.get_samples_async(1)]
-        assert len({*names(taken)}) == 2 * SIZE
-
-
 @pytest.mark.usefixtures("stopped_rollouts")
 async def test_cancelled_generate_call_cancels_its_rollout():
     """Newer slimes cancel the task of a function with this mode; they aborted every request on every engine before."""

@@ -13,6 +13,7 @@ import pytest
 from agl_slime import AGLDataSource, slime_hooks
 from agl_slime.data.results import Outcome
 from agl_slime.errors import ConfigError, DataSourceError
+from agl_slime.support.threads import run_blocking
 from tests.harness.loop_thread import in_thread
 from tests.harness.scripted_engine import ScriptedEngine
 from tests.harness.slime_source import AGENT, args_for, check, names
@@ -60,6 +61,8 @@ def test_groups_are_enqueued_so_far_ahead_of_training_and_none_is_dropped(
         wait_for_ready(source, max_staleness * 2)
         assert opened(source) == (3 + max_staleness + 1) * 2
         assert len(set(trained)) == 16
+        rollouts = run_blocking(source._producer._connection.store.query_rollouts())  # type: ignore[union-attr]
+        assert {rollout.metadata["oldest_version"] for rollout in rollouts} == {1, 2, 3, 4}
 
 
 def test_staleness_limit_below_the_drivers_is_an_error_with_the_minimum(engine: ScriptedEngine) -> None:

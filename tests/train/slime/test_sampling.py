@@ -37,19 +37,15 @@ async def enqueued(connection: Connection, **options: Any) -> list[tuple[str, di
     return rows
 
 
-async def test_deterministic_inference_gives_each_group_member_slimes_seed() -> None:
-    async with connected(sglang_enable_deterministic_inference=True, rollout_seed=40) as connection:
-        expected = [(group, {"temperature": 0.7, "sampling_seed": seed}) for group in "ab" for seed in (40, 41, 42)]
-        assert await enqueued(connection) == expected
-        sampling = {"sampling_seed": 7}  # slime's own generate function sets it
-        assert await enqueued(connection, sampling=sampling) == [(group, sampling) for group in "aaabbb"]
-
-
-async def test_nondeterministic_members_have_no_seed_and_share_one_resources_id() -> None:
+async def test_members_of_a_group_have_their_own_seeds_and_one_resources_id() -> None:
     async with connected(rollout_seed=40) as connection:
-        rollouts = await connection.enqueue(GROUPS, size=3, mode="train")
+        rollouts = await connection.enqueue(GROUPS, size=3, mode="train", oldest_version=4)
+        seeds = [(rollout.metadata["seed"], rollout.metadata["oldest_version"]) for rollout in rollouts]
+        assert seeds == [(f"40/train/{group}/{member}", 4) for group in "ab" for member in range(3)]
         assert len({rollout.resources_id for rollout in rollouts}) == 1
         assert all("sampling_seed" not in sampling for _, sampling in await enqueued(connection))
+        sampling = {"sampling_seed": 7}  # slime's own generate function sets it
+        assert await enqueued(connection, sampling=sampling) == [(group, sampling) for group in "aaabbb"]
 
 
 async def test_routed_experts_are_requested_without_a_probe_if_no_url_is_set() -> None:
