@@ -154,12 +154,14 @@ def _limit() -> None:
 
 def _over(child: Child) -> str:
     try:
-        count = len(psutil.Process(child.pid).children(recursive=True))
-    except psutil.Error:  # it has just ended
+        children = psutil.Process(child.pid).children(recursive=True)
+        if len(children) > _PROCESSES:
+            return f"it started {len(children)} processes"
+        if psutil.virtual_memory().available > _MEMORY:
+            return ""
+        return "it took nearly all memory" if sum(one.memory_info().rss for one in children) > _MEMORY else ""
+    except psutil.Error:  # one has just ended
         return ""
-    if count > _PROCESSES:
-        return f"it started {count} processes"
-    return "it took nearly all memory" if psutil.virtual_memory().available < _MEMORY else ""
 
 
 def _filter() -> bytes:

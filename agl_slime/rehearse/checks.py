@@ -242,6 +242,8 @@ def _missing(flag: str, path: str, training: Training, fix: str) -> Finding:
 def _parser(parsed: Parsed, training: Training) -> Iterator[Finding]:
     for text in parsed.refused:
         yield _breaks("slime refuses the flags", " ".join(text.split()))
+    for text in parsed.lacking:
+        yield Finding("note", f"some of slime's checks did not run ({text}): give --python with slime's requirements")
     for name, path in parsed.missing.items():
         yield _missing(_flag(name), path, training, _meant(parsed.near.get(name)) or "put it there on each node")
     for name, why in parsed.unimportable.items():

@@ -24,6 +24,7 @@ from agl_slime.rehearse.speeds import Size, shape_of, speeds_of
 from agl_slime.report.files import RunDir, dump, open_run_dir
 from agl_slime.support.files import write_file
 
+_MOST = 2_000_000  # rollouts of a batch times engines
 _TITLES = {"breaks": "Will break", "costs": "Costs time or has no effect", "note": "About this rehearsal"}
 
 
@@ -109,18 +110,10 @@ def rehearse(
     args = Arguments(parsed.args, training)
     if not args.rollout_batch_size or args.debug_train_only or "sft" in (args.rollout_function_path or ""):
         return Rehearsal(findings, args)
-    shape = shape_of(args, mean_tokens=config.response_tokens, prompt_tokens=config.prompt_tokens)
-    given = {name: value for name, value in asdict(config.speeds).items() if value is not None}
-    if (size := Size.from_args(args)) is not None:
-        speeds = replace(speeds_of(args, size, config.card, shape), **given)
-    elif "token_s" in given:
-        speeds = Speeds(**given)
-    else:
-        note = Finding("note", "no forecast: the flags have no model sizes; give --speeds.token-s and the others")
-        return Rehearsal((*findings, note), args)
     try:
+        speeds, shape = _measures(args, config)
         forecasts = tuple(compare(speeds, shape))
-    except ConfigError as error:
+    except (ConfigError, TypeError, ValueError, AttributeError, ArithmeticError) as error:  # values of any type
         return Rehearsal((*findings, Finding("note", f"no forecast: {error}")), args)
     live = None
     if config.live_steps:
@@ -133,6 +126,20 @@ def rehearse(
         except AglSlimeError as error:
             findings = (Finding("breaks", str(error)), *findings)
     return Rehearsal(findings, args, speeds, shape, forecasts, live)
+
+
+def _measures(args: Arguments, config: RehearseConfig) -> tuple[Speeds, Shape]:
+    """The run's speeds and shape. Raises ``ConfigError`` where the flags have none, or too large ones."""
+    shape = shape_of(args, mean_tokens=config.response_tokens, prompt_tokens=config.prompt_tokens)
+    if not (shape.groups > 0 < shape.size and shape.groups * shape.size * shape.engines <= _MOST):
+        sizes = f"{shape.groups} x {shape.size} rollouts on {shape.engines} engines"
+        raise ConfigError(f"{sizes} are none, or too many to simulate; correct the flags")
+    given = {name: value for name, value in asdict(config.speeds).items() if value is not None}
+    if (size := Size.from_args(args)) is not None:
+        return replace(speeds_of(args, size, config.card, shape), **given), shape
+    if "token_s" not in given:
+        raise ConfigError("the flags have no model sizes; give --speeds.token-s and the others")
+    return Speeds(**given), shape
 
 
 def lines_of(rehearsal: Rehearsal) -> list[str]:

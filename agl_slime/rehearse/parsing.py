@@ -25,12 +25,13 @@ _FLAG = re.compile(r"(?<![\w-])--[a-z][\w-]+")
 
 @dataclass(frozen=True)
 class Parsed:
-    """slime's arguments, ``None`` if its parser has ended; sentences of its refusals; paths that are missing and
-    objects that cannot be imported, by argument, and the nearest names that exist; flags that no parser reads, each
-    with the likely one or ``""``."""
+    """slime's arguments, ``None`` if its parser has ended; sentences of its refusals, and of packages that it lacks;
+    paths that are missing and objects that cannot be imported, by argument, and the nearest names that exist; flags
+    that no parser reads, each with the likely one or ``""``."""
 
     args: Mapping[str, Any] | None
     refused: tuple[str, ...] = ()
+    lacking: tuple[str, ...] = ()
     missing: Mapping[str, str] = field(default_factory=dict)
     unimportable: Mapping[str, str] = field(default_factory=dict)
     near: Mapping[str, str] = field(default_factory=dict)
@@ -74,7 +75,8 @@ def parse(training: Training, *, slime_dir: Path, python: str, scratch: Path, sa
     try:
         answer = json.loads(box.lines()[-1])
         options, real = set(answer.pop("options")), answer.pop("real")
-        parsed = Parsed(**answer | {"refused": tuple(answer["refused"])})
+        refused = tuple(dict.fromkeys(answer["refused"]))
+        parsed = Parsed(**answer | {"refused": refused})
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         last = ended.why or (ended.output.strip().splitlines() or [f"code {ended.code}"])[-1]
         fix = "give --python that of an environment with slime's requirements (scripts/slime_cpu.sh makes one)"

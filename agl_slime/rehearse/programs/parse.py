@@ -5,8 +5,8 @@ are not here are noted and replaced, so that one missing file does not hide the 
 
 Uses the standard library and slime. REQUEST: ``flags``, ``launcher``, ``standins``, ``slime``, ``scratch``, ``path``
 (the job's PYTHONPATH), ``settings`` (ours of the job's environment). A line of JSON is appended to LOG: ``args``,
-``options``, ``refused``, ``missing``, ``unimportable``, ``near`` (names that exist, by argument), ``real`` (the
-packages that are no stand-ins).
+``options``, ``refused``, ``lacking`` (packages), ``missing``, ``unimportable``, ``near`` (names that exist, by
+argument), ``real`` (the packages that are no stand-ins).
 """
 
 from __future__ import annotations
@@ -40,7 +40,8 @@ def main(request: dict[str, Any]) -> dict[str, Any]:
     options = _collect_options()
     from slime.utils import arguments
 
-    answer: dict[str, Any] = {"refused": [], "missing": {}, "unimportable": {}, "near": {}, "real": real, "args": None}
+    answer: dict[str, Any] = {"refused": [], "lacking": [], "missing": {}, "unimportable": {}, "near": {}}
+    answer |= {"real": real, "args": None}
     raw: dict[str, Any] = {}
     _replace_validation(arguments, answer, raw, request["scratch"])
     if request["launcher"] == "agl_slime.train.slime.launch":
@@ -114,8 +115,12 @@ def _replace_validation(arguments: Any, answer: dict[str, Any], raw: dict[str, A
         raw.update(vars(args))
         try:
             validate(args)
-        except Exception as error:  # the rest of the checks is not known then
-            answer["refused"].append(str(error) or repr(error))
+        except Exception as error:  # mostly of a file: the other checks go on without it
+            answer["lacking" if isinstance(error, ImportError) else "refused"].append(str(error) or repr(error))
+            for name in _FILES:
+                setattr(args, name, None)
+            with contextlib.suppress(Exception):
+                validate(args)
         if args.load == args.ref_load:
             args.load = load_from
         args.ref_load = ref_load

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from agl_slime.errors import ConfigError
-from agl_slime.rehearse.checks import Arguments
+from agl_slime.rehearse.checks import OURS, Arguments
+from agl_slime.rehearse.command import RehearseConfig, lines_of, rehearse
 from agl_slime.rehearse.forecast import Shape, Speeds, compare, forecast
-from agl_slime.rehearse.script import Training
+from agl_slime.rehearse.parsing import Parsed
+from agl_slime.rehearse.script import Command, Played, Training
 from agl_slime.rehearse.speeds import Size, speeds_of
 
 SPEEDS = Speeds(token_s=0.01, train_s=4.0, sync_s=1.0)
@@ -94,3 +97,31 @@ def test_drafts_and_deltas_are_in_the_preset():
     whole, delta = speeds(**disk, update_weight_mode="full"), speeds(**disk, update_weight_mode="delta")
     assert plain.sync_s < delta.sync_s < whole.sync_s
     assert (whole.sync_s - 3) / (delta.sync_s - 3) == pytest.approx(2 / 1.05)
+
+
+@pytest.mark.parametrize(
+    ("changed", "why"),
+    [
+        ({}, ""),
+        ({"agl_max_staleness": 0, "rollout_function_path": OURS}, "set 1 or more"),
+        ({"rollout_num_gpus": 10**8}, "too many to simulate"),
+        ({"rollout_batch_size": -1}, "-1 x 8 rollouts on 8 engines are none"),
+        ({"rollout_batch_size": "many"}, "not supported between instances of 'str' and 'int'"),
+        ({"rollout_max_response_len": -5}, "no forecast: "),
+        ({"num_layers": None}, "the flags have no model sizes"),
+    ],
+)
+def test_a_forecast_is_a_table_or_one_reason(
+    changed: dict[str, object], why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    sizes = {"num_layers": 36, "hidden_size": 2560, "num_attention_heads": 32, "rollout_num_gpus": 8}
+    batch = {"rollout_batch_size": 32, "n_samples_per_prompt": 8, "rollout_max_response_len": 64}
+    command = Command(("python3", "train_async.py", "--lr", "1"), "/", {})
+    monkeypatch.setattr("agl_slime.rehearse.command.play", lambda *_, **__: Played((command,), 0, ""))
+    monkeypatch.setattr("agl_slime.rehearse.command.parse", lambda *_, **__: Parsed(args={**sizes, **batch, **changed}))
+    config = RehearseConfig(script=tmp_path / "run.sh")
+    done = rehearse(config, (), slime_dir=tmp_path, tokenizer=tmp_path, scratch=tmp_path)
+    notes = [one.text for one in done.findings if "no forecast" in one.text]
+    assert bool(done.forecasts) is not bool(why)
+    assert (why in notes[0]) if why else notes == []
+    assert lines_of(done)

@@ -75,7 +75,10 @@ def script_of(directory: Path, policy: Path, flags: dict[str, object]) -> Path:
 @pytest.mark.slow
 def test_a_misspelt_flag_and_a_refusal_are_both_findings(policy_dir: Path, tmp_path: Path):
     root = require_slime("torch", "transformers", "sglang_router")
-    sizes = {"rollout-batch-size": 4, "num-rollout": 2, "global-batch-size": 4, "save-interval": 2, "colocate": ""}
+    (tmp_path / "eval.yaml").write_text("eval: [\n")
+    sizes: dict[str, object] = {"rollout-batch-size": 4, "num-rollout": 2, "global-batch-size": 4, "colocate": ""}
+    sizes["save-interval"] = 2
+    sizes["eval-config"] = tmp_path / "eval.yaml"
     script = script_of(tmp_path, policy_dir, {**sizes, "rolout-temperature": 0.5})
     texts = rehearse(script, tmp_path / "run", "--slime-dir", root)
     assert any("did you mean --rollout-temperature?" in text for text in texts)
