@@ -111,19 +111,20 @@ def _replace_validation(arguments: Any, answer: dict[str, Any], raw: dict[str, A
             setattr(args, name, scratch if name in _PATHS else None)
         engines, args.rollout_external_engine_addrs = args.rollout_external_engine_addrs, None  # which run elsewhere
         load_from, ref_load = args.load, args.ref_load
+        interval, args.eval_interval = args.eval_interval, None if "eval_config" in away else args.eval_interval
         args.ref_load = args.ref_load or scratch  # the checks have a sentence of their own
         raw.update(vars(args))
         try:
             validate(args)
         except Exception as error:  # mostly of a file: the other checks go on without it
             answer["lacking" if isinstance(error, ImportError) else "refused"].append(str(error) or repr(error))
-            for name in _FILES:
+            for name in (*_FILES, "eval_interval"):
                 setattr(args, name, None)
             with contextlib.suppress(Exception):
                 validate(args)
         if args.load == args.ref_load:
             args.load = load_from
-        args.ref_load = ref_load
+        args.ref_load, args.eval_interval = ref_load, interval
         for name, path in away.items():
             setattr(args, name, path)
         args.rollout_external_engine_addrs, args.rollout_external = engines, engines is not None

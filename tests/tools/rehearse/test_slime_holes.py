@@ -97,7 +97,7 @@ def findings(directory: Path, model: Path, flags: dict[str, Any], settings: dict
     agl = directory / "agl.yaml"
     agl.write_text(yaml.safe_dump({name: value for name, value in (AGENT | settings).items() if value is not None}))
     script, run = directory / "run.sh", directory / "run"
-    data = {"prompt-data": directory / "tasks.jsonl"}
+    data = {"prompt-data": directory / "tasks.jsonl", "ref-load": directory}
     words = " ".join(words_of(model, SOUND | hooked(agl) | data | flags))
     script.write_text(SCRIPT.format(directory=directory, flags=words))
     rehearse(script, run, "--slime-dir", root, "--python", sys.executable, "--nodes", 2, "--gpus-per-node", 1)
