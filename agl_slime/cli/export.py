@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import takewhile
 from pathlib import Path
@@ -42,7 +43,8 @@ def export_run(
     rollouts = list(kept_rollouts(run_dir))
     rows: list[dict[str, Any]]
     if to == "sft":
-        rows = list(sft_rows(rollouts, best=best, min_reward=min_reward))
+        rewards = {str(line["group_id"]): line["rewards"] for line in iter_jsonl(RunDir(run_dir).groups)}
+        rows = list(sft_rows(rollouts, best=best, min_reward=min_reward, rewards=rewards))
     elif to == "dpo":
         rows = list(dpo_rows(rollouts, min_reward=min_reward, min_gap=min_gap))
     elif to == "messages":
@@ -62,11 +64,20 @@ def export_run(
     return target, len(rows)
 
 
-def sft_rows(rollouts: Sequence[Mapping[str, Any]], *, best: int, min_reward: float | None) -> Iterator[dict[str, Any]]:
-    """The ``best`` of each group by reward, from ``min_reward`` on, as TRL's SFTTrainer reads conversations."""
+def sft_rows(
+    rollouts: Sequence[Mapping[str, Any]],
+    *,
+    best: int,
+    min_reward: float | None,
+    rewards: Mapping[str, Sequence[float | None]],
+) -> Iterator[dict[str, Any]]:
+    """The ``best`` of each group by reward, from ``min_reward`` on, as TRL's SFTTrainer reads conversations.
+    ``rewards`` are those of whole groups, of which only some rollouts may be kept."""
     for group in _groups(rollouts):
+        of_group = [reward for reward in rewards.get(str(group[0]["group_id"]), ()) if reward is not None]
+        least = min(sorted(of_group, reverse=True)[:best], default=-math.inf)
         for rollout in sorted(group, key=lambda each: -each["reward"])[:best]:
-            if min_reward is None or rollout["reward"] >= min_reward:
+            if rollout["reward"] >= max(least, -math.inf if min_reward is None else min_reward):
                 yield {"messages": list(rollout["messages"])}
 
 

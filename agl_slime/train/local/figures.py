@@ -44,6 +44,7 @@ def step_figures(
         weights=weights,
         engine_log_probs=engine,
         sequence_log_ratios=means,
+        rollouts=of_sample,
     )
     every = torch.arange(batch.n_tokens)
     pg_loss = float(objective.loss(every, new))

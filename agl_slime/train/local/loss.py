@@ -209,6 +209,8 @@ class Objective:
     """int64: weight versions between sampling and training of each token; below 0 if unknown."""
     sequence_log_ratios: Tensor | None = None
     """The mean log-ratio of each token's rollout under the weights in training; needed for the loss "gspo"."""
+    rollouts: Tensor | None = None
+    """The number of each token's rollout; needed for an off-policy weight in the loss "gspo"."""
 
     tokens: int = 0
     """Tokens of all calls of ``loss`` so far."""
@@ -221,7 +223,13 @@ class Objective:
     def __post_init__(self) -> None:
         if self.settings.off_policy != "none":
             assert self.engine_log_probs is not None
-            self._off_policy = off_policy_weights(self.old_log_probs, self.engine_log_probs, self.settings)
+            weights, clipped = off_policy_weights(self.old_log_probs, self.engine_log_probs, self.settings)
+            if self.settings.loss == "gspo":
+                # a rollout's tokens have one loss, whose factor is the mean of theirs; ``sequence_terms`` gives each
+                # token a part of the gradient, which a factor of its own would change
+                assert self.rollouts is not None
+                weights = sequence_means(weights, self.rollouts)
+            self._off_policy = weights, clipped
 
     def loss(self, index: Tensor, log_probs: Tensor) -> Tensor:
         """The loss of the tokens at ``index`` ``[N]`` with their current ``log_probs`` ``[N]``; a scalar with

@@ -290,6 +290,7 @@ class LocalTrainer:
             old_log_probs=old,
             engine_log_probs=engine,
             advantages=self._tensor(batch.token_rewards.astype(np.float32)),
+            rollouts=self._tensor(batch.token_rollouts),
             weights=token_weights(
                 self.settings.aggregation,
                 rollout_mask_sums=self._tensor(batch.token_rollout_mask_sums),

@@ -32,8 +32,12 @@ def last(row: dict[str, Any]) -> str:
 def test_the_best_of_each_group_and_no_rollout_without_a_reward(tmp_path: Path) -> None:
     answers = {"so": 0.5, "yes": 1.0, "failed": None}
     rollouts = [*(rollout("a", reward, text) for text, reward in answers.items()), rollout("b", 0.2, "no")]
-    assert [last(row) for row in sft_rows(rollouts, best=1, min_reward=None)] == ["yes", "no"]
-    assert [last(row) for row in sft_rows(rollouts, best=2, min_reward=0.5)] == ["yes", "so"]
+    assert [last(row) for row in sft_rows(rollouts, best=1, min_reward=None, rewards={})] == ["yes", "no"]
+    assert [last(row) for row in sft_rows(rollouts, best=2, min_reward=0.5, rewards={})] == ["yes", "so"]
+    # of the second group only the worst of three was kept
+    whole = {"a": [0.5, 1.0, None], "b": [0.2, 0.9, 0.4]}
+    assert [last(row) for row in sft_rows(rollouts, best=1, min_reward=None, rewards=whole)] == ["yes"]
+    assert [last(row) for row in sft_rows(rollouts, best=3, min_reward=None, rewards=whole)] == ["yes", "so", "no"]
     with pytest.raises(ConfigError, match="--keep-rollouts all"):
         export_run(tmp_path, to="sft")
 

@@ -45,9 +45,9 @@ def tokens(*, spread: float = 1.2) -> dict[str, Any]:
     return {"engine": engine, "old": old, "now": now, "advantages": torch.randn(N, generator=drawn).double()}
 
 
-def objective(off_policy: Any, batch: dict[str, Any], **settings: Any) -> Objective:
+def objective(off_policy: Any, batch: dict[str, Any], *, loss: Any = "ppo", **settings: Any) -> Objective:
     return Objective(
-        settings=LocalTrainerSettings(old_log_probs="recompute", off_policy=off_policy),
+        settings=LocalTrainerSettings(old_log_probs="recompute", off_policy=off_policy, loss=loss, clip=CLIP),
         old_log_probs=batch["old"],
         engine_log_probs=batch["engine"],
         advantages=batch["advantages"],
@@ -69,6 +69,30 @@ def test_off_policy_loss_and_gradient_equal_the_plain_formula(off_policy: str):
     for i, row in enumerate(zip(*columns, strict=True)):
         up, down = (plain_loss(row[0] + step, *row[1:], off_policy=off_policy) for step in (h, -h))
         assert now.grad[i].item() == pytest.approx((up - down) / (2 * h) / N, rel=1e-5, abs=1e-9)
+
+
+@pytest.mark.parametrize("off_policy", ["none", "tis", "icepop"])
+def test_the_gradient_of_gspo_is_that_of_its_loss_for_each_correction(off_policy: Any):
+    """The loss of whole rollouts with its graph, against the tokens in two calls, which divide rollouts."""
+    batch, rollouts = tokens(), torch.arange(N) // 5
+    advantages = torch.randn(N // 5 + 1, generator=torch.Generator().manual_seed(1)).double()[rollouts]
+    whole, parts = (batch["now"].clone().requires_grad_() for _ in range(2))
+    plain = torch.zeros((), dtype=torch.float64)
+    for number in range(N // 5 + 1):
+        of_rollout = rollouts == number
+        ratio = (whole - batch["old"])[of_rollout].mean().exp()
+        ks = (batch["old"] - batch["engine"])[of_rollout].exp().tolist()
+        factors = torch.tensor([weight_of(k, off_policy=off_policy) for k in ks], dtype=torch.float64)
+        advantage = advantages[of_rollout][0]
+        plain = plain - (factors * torch.minimum(ratio * advantage, ratio.clamp(1 - CLIP, 1 + CLIP) * advantage)).sum()
+    (plain / N).backward()
+    means = torch.stack([(batch["now"] - batch["old"])[rollouts == number].mean() for number in rollouts])
+    result = objective(
+        off_policy, batch | {"advantages": advantages}, loss="gspo", sequence_log_ratios=means, rollouts=rollouts
+    )
+    for index in (torch.arange(0, N, 2), torch.arange(1, N, 2)):
+        result.loss(index, parts[index]).backward()
+    assert torch.allclose(parts.grad, whole.grad, rtol=1e-9, atol=1e-12)
 
 
 @pytest.mark.parametrize(("off_policy", "cut"), [("tis", lambda k: k > 2), ("icepop", lambda k: not 0.5 <= k <= 5)])
