@@ -203,9 +203,9 @@ class RolloutIngestor:
             if member is None and self._reading[rollout_id]:
                 self._reading[rollout_id] = False
                 return False
-            named = member is not None and member.ok and [*member.rewards] not in ([], [UNNAMED])
-            if self.run_key is None and named:
-                self._undecided[rollout_id] = next(iter(member.rewards))
+            names = [*member.rewards] if member is not None and member.ok else []
+            if self.run_key is None and names not in ([], [UNNAMED]):
+                self._undecided[rollout_id] = names[0]
                 self._waits_since = min(self._waits_since, time.monotonic())
                 self._decide()
                 return True  # it is read again once the name is known

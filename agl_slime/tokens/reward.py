@@ -91,7 +91,7 @@ def posted_reward(value: Any) -> dict[str, float | RewardError]:
 
 def split_missing(named: Mapping[str, float | RewardError]) -> tuple[dict[str, float], dict[str, str]]:
     """The numbers of ``named``, and the attribute of their reward span that says what is wrong with the others."""
-    numbers = {name: item for name, item in named.items() if not isinstance(item, RewardError)}
+    numbers: dict[str, float] = {n: item for n, item in named.items() if not isinstance(item, RewardError)}
     if len(numbers) == len(named):
         return numbers, {}
     why = {name: [item.reason, str(item)] if isinstance(item, RewardError) else None for name, item in named.items()}

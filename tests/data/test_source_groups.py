@@ -81,10 +81,12 @@ async def test_with_complete_groups_one_failure_drops_the_group() -> None:
             await running.get()
 
 
-@pytest.mark.parametrize("declared", [None, "format"])
-async def test_one_name_is_trained_in_a_run_whatever_the_order_of_dicts_and_ends(declared: str | None) -> None:
+@pytest.mark.parametrize(("name", "declared"), [("score", None), ("primary", None), ("score", "format")])
+async def test_one_name_is_trained_in_a_run_whatever_the_order_of_dicts_and_ends(
+    name: str, declared: str | None
+) -> None:
     """It is declared, or the first of the first drawn rollout that has names; a checkpoint keeps it."""
-    right, early, other = {"score": 0.5, "format": 1.0}, {"format": 0.0, "score": -1.0}, {"acc": 1.0, "style": 2.0}
+    right, early, other = {name: 0.5, "format": 1.0}, {"format": 0.0, name: -1.0}, {"acc": 1.0, "style": 2.0}
     with Running(
         reward_key=declared, settings=replace(QUICK, policy=MinimumViableGroup(min_ratio=0.5, drop_early=False))
     ) as running:
@@ -94,7 +96,7 @@ async def test_one_name_is_trained_in_a_run_whatever_the_order_of_dicts_and_ends
         await running.finish([first], reward=right)
         await running.finish([dead], reward=None)
         await running.until_members(5)
-        key = declared or "score"
+        key = declared or name
         values = {member.rollout_id: (member.reward, [*member.rewards][:1]) for member in running.listener.members}
         failed = {dead: (None, []), late[2]: (None, [])}
         assert values == failed | {first: (right[key], [key])} | dict.fromkeys(late[:2], (early[key], [key]))
