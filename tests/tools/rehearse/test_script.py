@@ -136,21 +136,22 @@ def test_a_script_that_needs_a_master_address_goes_on_with_one(tmp_path: Path, s
 
 # -- the box -----------------------------------------------------------------------------------------------------------
 
-# Each line on its own, with FILE of the host, its FOLDER, and a Unix socket of the host in it.
+# Each line on its own (``command``: no function of the stubs), with FILE of the host, its FOLDER, and a Unix socket of the host in it.
 HOSTILE = """
 sed -i 's/kept/lost/' FILE
 find FOLDER -type f -delete
 echo lost > FILE
-/bin/rm -rf FOLDER
+command /bin/rm -rf FOLDER
 python3 -c 'import shutil; shutil.rmtree("FOLDER")'
 python3 <<< 'open("FILE", "w").write("lost")'
-/bin/mount -o remount,rw,bind / && echo lost > FILE
-/bin/mount -o remount,rw,bind FOLDER && echo lost > FILE
+command /bin/mount -o remount,rw,bind / && echo lost > FILE
+command /bin/mount -o remount,rw,bind FOLDER && echo lost > FILE
 /usr/bin/unshare -rm /bin/sh -c 'mount -o remount,rw,bind / && echo lost > FILE'
-/bin/ln -sf FILE "$(dirname "$BASH_ENV")/functions.sh"; /bin/ln -sf FILE "$(dirname "$BASH_ENV")/log"
-/bin/cp FILE "$(dirname "$BASH_ENV")/stub.py"; /bin/mv "$(dirname "$BASH_ENV")" /tmp/gone
+command /bin/ln -sf FILE "$(dirname "$BASH_ENV")/functions.sh"
+command /bin/ln -sf FILE "$(dirname "$BASH_ENV")/log"
+command /bin/cp FILE "$(dirname "$BASH_ENV")/stub.py"; command /bin/mv "$(dirname "$BASH_ENV")" /tmp/gone
 cat /proc/sys/vm/swappiness > /tmp/v && cat /tmp/v > /proc/sys/vm/swappiness && pkill escaped
-for pid in /proc/[0-9]*; do /bin/kill -9 "${pid#/proc/}"; done
+for pid in /proc/[0-9]*; do command /bin/kill -9 "${pid#/proc/}"; done
 python3 -c 'import socket; socket.socket(socket.AF_UNIX).connect("FOLDER/socket")'
 python3 -c 'import socket; socket.create_connection(("127.0.0.1", PORT), 1)'
 (exec /usr/bin/setsid /bin/sleep 4321.5 > /dev/null 2>&1 &)
