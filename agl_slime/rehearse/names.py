@@ -7,6 +7,7 @@ standard library at its top, as a controller's Python runs it too:
 from __future__ import annotations
 
 import difflib
+import importlib
 import json
 import os
 import pkgutil
@@ -29,6 +30,11 @@ def unresolved(code: str) -> tuple[str, str] | None:
         _ = getattr(_file(source), name) if source.endswith(".py") else pkgutil.resolve_name(code)
     except (Exception, SystemExit) as error:  # a module may raise anything
         near = _near_in_file(source, name) if source.endswith(".py") else _near_code(code)
+        module = (source or code.rpartition(".")[0]).replace(":", ".")
+        try:  # pkgutil takes a submodule whose own import fails for an attribute that is not there
+            importlib.import_module(module if isinstance(error, AttributeError) else "sys")
+        except (Exception, SystemExit) as cause:
+            error = error if getattr(cause, "name", None) == module else cause
         return f"{type(error).__name__}: {error}", near
     return None
 

@@ -15,6 +15,8 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     """The name of a module in the working directory, which has a class ``Agent``."""
     (tmp_path / "my_rehearsed_agents.py").write_text("class Agent: ...\n")
     (tmp_path / "my_broken_agents.py").write_text("raise RuntimeError('no GPU')\n")
+    (tmp_path / "my_package").mkdir()
+    (tmp_path / "my_package" / "inner.py").write_text("import none_of_this\n")
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
     return "my_rehearsed_agents"
@@ -33,6 +35,7 @@ def test_an_existing_name_resolves(module: str) -> None:
         ("my_rehearsd_agents.py:Agent", "ConfigError: there is no file", "my_rehearsed_agents.py:Agent"),
         ("agl_slime.slime_hoks.generate_rolout", "AttributeError", "agl_slime.slime_hooks.generate_rollout"),
         ("my_rehearsed_agents:Judge", "AttributeError", ""),
+        ("my_package.inner.generate", "ModuleNotFoundError: No module named 'none_of_this'", ""),
         ("my_broken_agents.py:Agent", "RuntimeError: no GPU", ""),
     ],
 )

@@ -136,7 +136,7 @@ def test_a_script_that_needs_a_master_address_goes_on_with_one(tmp_path: Path, s
 
 # -- the box -----------------------------------------------------------------------------------------------------------
 
-# Each line on its own (``command``: no function of the stubs), with FILE of the host, its FOLDER, and a Unix socket of the host in it.
+# Each line on its own (``command`` passes by the stubs), with FILE of the host, its FOLDER, and a Unix socket in it.
 HOSTILE = """
 sed -i 's/kept/lost/' FILE
 find FOLDER -type f -delete
