@@ -72,7 +72,7 @@ def sft_rows(
     rewards: Mapping[str, Sequence[float | None]],
 ) -> Iterator[dict[str, Any]]:
     """The ``best`` of each group by reward, from ``min_reward`` on, as TRL's SFTTrainer reads conversations.
-    ``rewards`` are those of whole groups, of which only some rollouts may be kept."""
+    ``rewards`` belong to whole groups, of which only some rollouts may be kept."""
     for group in _groups(rollouts):
         of_group = [reward for reward in rewards.get(str(group[0]["group_id"]), ()) if reward is not None]
         least = min(sorted(of_group, reverse=True)[:best], default=-math.inf)
