@@ -42,7 +42,6 @@ COMMANDS = {
     "model": "fetch a model and print its directory",
     "eval": "evaluate one model, or compare two, on held-out tasks",
     "export": "export kept rollouts as sft, dpo, messages, parquet or hf-dataset",
-    "chat": "converse with the model of a run, or watch it do tasks",
     "view": "show runs in the browser, live with --follow",
     "report": "write runs as one HTML page: trend, steps, rollouts, tokens",
     "audit": "check that the files of a run agree",

@@ -24,7 +24,7 @@ from agl_slime.tokens.trajectory import Trajectory
 
 A_DAY_S = 86400.0  # a person reads, and a debugger stops, for as long as they like
 
-_RUN_SETTINGS = dict.fromkeys(("temperature", "max_new_tokens", "env", "env_python"), ...)
+_RUN_SETTINGS: dict[str, Any] = dict.fromkeys(("temperature", "max_new_tokens", "env", "env_python"), ...)
 _RUN_SETTINGS |= {"sglang_url": None, "engine": "embedded"}
 
 RollOut = Callable[[Any], Awaitable[MemberResult]]

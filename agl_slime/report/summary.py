@@ -146,7 +146,7 @@ def summary_rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
         run = str(Path(model).parent)
         rows.append(("look at it", shlex.join(["agl-slime", "report", run])))
         rows.append(("is it better", shlex.join(["agl-slime", "eval", run, "--with-start"])))
-        rows.append(("watch it", shlex.join(["agl-slime", "chat", run, "--tasks"])))
+        rows.append(("watch it", shlex.join(["agl-slime", "try", "--model", run])))
         rows.append(("serve it", shlex.join(["python", "-m", "sglang.launch_server", "--model-path", model])))
     rows += [("note", note) for note in get("notes") or ()]
     return rows

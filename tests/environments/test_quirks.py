@@ -9,17 +9,15 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from agl_slime.cli.chat import ChatConfig
 from agl_slime.cli.local import run_training
 from agl_slime.cli.main import main
-from agl_slime.cli.settings import command_config, train_config
-from agl_slime.errors import ConfigError
+from agl_slime.cli.settings import train_config
+from agl_slime.cli.try_agent import try_task
 from agl_slime.support.agl import LLM
 from tests.environments.playing import answering_engine, load, on_path, play
 from tests.harness.environments import env_python
 from tests.harness.loop_thread import in_thread
 from tests.programs.environments import quirks
-from tests.tools.chat.test_chat import talk
 
 pytestmark = pytest.mark.environments
 
@@ -78,9 +76,10 @@ def test_the_files_of_an_iteration_on_an_environment_agree(
     assert "trained: equal" in out.getvalue()
     assert main(["audit", str(tmp_path / "run")]) == 0
 
-    chat = {"model": tmp_path / "run", "sglang_url": embedded_engine}
-    page = talk(command_config(ChatConfig, **chat, tasks=True), "", "/bye")
+    lines: list[str] = []
+    for task in range(2):
+        settings = {"model": tmp_path / "run", "sglang_url": embedded_engine, "write": lines.append}
+        asyncio.run(try_task(None, task, **settings))
+    page = "\n".join(lines)
     assert page.count("(test)") == 2, "the tasks that the run held out"
     assert page.count("reward: 1 (right 1, ") == 2
-    with pytest.raises(ConfigError, match="give --tasks"):
-        talk(command_config(ChatConfig, **chat), "hello")
