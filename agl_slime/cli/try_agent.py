@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import tempfile
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Annotated, Any
@@ -22,12 +21,10 @@ from agl_slime.errors import AglSlimeError, ConfigError
 from agl_slime.report.files import RunDir
 from agl_slime.tokens.trajectory import Trajectory
 
-A_DAY_S = 86400.0  # a person reads, and a debugger stops, for as long as they like
+_A_DAY_S = 86400.0  # a person reads, and a debugger stops, for as long as they like
 
 _RUN_SETTINGS: dict[str, Any] = dict.fromkeys(("temperature", "max_new_tokens", "env", "env_python"), ...)
 _RUN_SETTINGS |= {"sglang_url": None, "engine": "embedded"}
-
-RollOut = Callable[[Any], Awaitable[MemberResult]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,15 +65,14 @@ async def try_task(
     of a run, by name. Raises ``AglSlimeError`` when the rollout failed."""
     if not 0 <= task < MOST_TASKS:
         raise ConfigError(f"--task must be from 0 to {MOST_TASKS - 1}, got {task}")
-    settings = {"rollout_timeout": A_DAY_S, "agent": agent, **settings}
+    settings = {"rollout_timeout": _A_DAY_S, "agent": agent, **settings}
     if model is None and settings.get("openai_url") is None:
         model = await _unnamed_model(settings)
     models = () if model is None else (model,)
     ready = await prepare(command_config(EvalConfig, models=models, n_tasks=task + 1, **settings))
     if task >= len(ready.tasks):
         raise ConfigError(f"--task {task}: there are {len(ready.tasks)} tasks, numbered from 0")
-    async with rolling_out(ready) as roll_out:
-        member = await roll_out(ready.tasks[task])
+    member = await _roll_out(ready, ready.tasks[task])
     for line in describe(member):
         write(line)
     if not member.ok:
@@ -95,23 +91,17 @@ async def _unnamed_model(settings: Mapping[str, Any]) -> Path:
     return unnamed_model(config, None if "env" in given else load_agent(config.agent), described)
 
 
-@asynccontextmanager
-async def rolling_out(ready: Prepared) -> AsyncIterator[RollOut]:
-    """Start the engine of ``ready``; yields a function that runs a task and returns the finished rollout."""
-    with tempfile.TemporaryDirectory() as scratch:
+async def _roll_out(ready: Prepared, task: Any) -> MemberResult:
+    """Start the engine of ``ready``, and return the finished rollout of the task."""
+    from agl_slime.report.evaluation.samples import SampleFile, take_samples
+
+    with tempfile.TemporaryDirectory() as scratch, SampleFile(Path(scratch) / "one.jsonl") as file:
         more: dict[str, Any] = {"directory": RunDir(Path(scratch)), "console": Console(stderr=True)}
-        async with sampling_with(
-            ready.settings, ready.models[0], ready.agent, ready.sampling, max_concurrent=1, **more
-        ) as sampling:
-            from agl_slime.report.evaluation.samples import SampleFile, take_samples
-
-            async def roll_out(task: Any) -> MemberResult:
-                with tempfile.TemporaryDirectory(dir=scratch) as place, SampleFile(Path(place) / "one.jsonl") as file:
-                    await take_samples([task], k=1, into=file, sampling=sampling, on_progress=lambda *_: None)
-                    assert file.last is not None  # take_samples returns when the sample has ended
-                    return file.last
-
-            yield roll_out
+        model, agent = ready.models[0], ready.agent
+        async with sampling_with(ready.settings, model, agent, ready.sampling, max_concurrent=1, **more) as sampling:
+            await take_samples([task], k=1, into=file, sampling=sampling, on_progress=lambda *_: None)
+        assert file.last is not None  # take_samples returns when the sample has ended
+        return file.last
 
 
 def describe(member: MemberResult) -> Iterator[str]:
