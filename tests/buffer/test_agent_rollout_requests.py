@@ -9,10 +9,7 @@ import aiohttp
 import pytest
 from aiohttp import web
 
-from agl_slime.buffer.agent_rollout import (
-    get_rollout_data,
-    start_rollout,
-)
+from agl_slime.buffer.agent_rollout import get_rollout_data, start_rollout
 from agl_slime.buffer.server import BufferServer
 from agl_slime.errors import DataSourceError
 from tests.buffer.items import Client, make_item, settings_for
@@ -32,14 +29,8 @@ async def test_documented_start_payload_is_sent(tmp_path):
     app = web.Application()
     app.router.add_post("/start_rollout", start)
     async with serve(app) as url:
-        args = args_for(
-            url,
-            tmp_path,
-            rollout_num_process=1024,
-            num_epoch=3,
-            n_samples_per_prompt=8,
-            hf_checkpoint="/path/to/tokenizer",
-        )
+        sizes = {"rollout_num_process": 1024, "num_epoch": 3, "n_samples_per_prompt": 8}
+        args = args_for(url, tmp_path, hf_checkpoint="/path/to/tokenizer", **sizes)
         answer = await asyncio.to_thread(start_rollout, url, args, {"0": ["id1"], "1": ["id2"]})
     assert answer == {"message": "Rollout started"}
     assert payloads == [
@@ -70,51 +61,37 @@ async def test_get_rollout_data_has_the_documented_results_and_errors(tmp_path):
         await get_rollout_data(url)
 
     timed_out = asyncio.Event()
+    bodies = {
+        '{"success": true, "data": {"data": [{"uid": "1"}]}}': "has no extra_info, instance_id, messages, reward",
+        "[1]": "expected an object",
+        '{"success": true, "data": {"data": 3}}': "without a list",
+        "hello": "did not answer with JSON",
+    }
+    answers = iter(bodies)
 
     async def answer(request: web.Request) -> web.Response:
-        case = request.match_info["case"]
-        if case == "slow":
+        if (text := next(answers, None)) is None:
             await timed_out.wait()
-        body = {
-            "keys": {"success": True, "data": {"data": [{"uid": "1"}]}},
-            "shape": [1],
-            "list": {"success": True, "data": {"data": 3}},
-        }.get(case)
-        return (
-            web.json_response(body) if body is not None else web.Response(text="hello", content_type="application/json")
-        )
+        return web.Response(text=text, content_type="application/json")
 
-    app = web.Application()
-    app.router.add_post("/{case}/get_rollout_data", answer)
-    async with serve(app) as url:
-        for case, message in [
-            ("keys", "has no extra_info, instance_id, messages, reward"),
-            ("shape", "expected an object"),
-            ("list", "without a list"),
-        ]:
+    async with buffer_that(answer) as url:
+        for message in bodies.values():
             with pytest.raises(ValueError, match=message):
-                await get_rollout_data(f"{url}/{case}")
-        with pytest.raises(ValueError, match="did not answer with JSON"):
-            await get_rollout_data(f"{url}/text")
+                await get_rollout_data(url)
         with pytest.raises(asyncio.TimeoutError):
-            await get_rollout_data(f"{url}/slow", timeout=0.1)
+            await get_rollout_data(url, timeout=0.1)
         timed_out.set()
 
 
 async def test_groups_beyond_a_batch_wait_for_the_next_call(tmp_path):
     """A server that gives all it has, whatever is asked, as slime's does."""
-    answers = [
-        {
-            "data": [
-                make_item(f"{i}.{n}", f"id{i}", tokens=[1, 2], response_length=1) for i in range(3) for n in range(2)
-            ],
-            "meta_info": {},
-        }
-    ]
+    tokens = {"tokens": [1, 2], "response_length": 1}
+    answers = [[make_item(f"{i}.{n}", f"id{i}", **tokens) for i in range(3) for n in range(2)]]
 
     async def get(request: web.Request) -> web.Response:
-        data = answers.pop() if answers else {"data": [], "meta_info": {}}
-        return web.json_response({"success": bool(data["data"]), "message": "", "data": data})
+        items = answers.pop() if answers else []
+        data = {"data": items, "meta_info": {}}
+        return web.json_response({"success": bool(items), "message": "", "data": data})
 
     async with buffer_that(get) as url:
         args = args_for(url, tmp_path, rollout_batch_size=1)

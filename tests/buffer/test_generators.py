@@ -234,22 +234,18 @@ async def test_only_missing_items_are_generated(tmp_path):
 
 async def test_documented_generator_runs_as_a_file(tmp_path):
     """The template of the documentation: its own task type, sync functions, an OpenAI client, run_rollout as printed
-    (less its sleep)."""
+    (less its sleep and prints)."""
     add_generator(
         tmp_path,
         "your_task",
         """
-        import copy, random
         from agl_slime.buffer.generators.base_generator import SAMPLING_PARAMS, BaseGenerator
 
         TASK_TYPE = "your_task_name"
 
         def query_single_turn(client, messages, sampling_params, tools=None):
-            base_payload = {
-                "messages": messages, **sampling_params, "model": "custom", "stream": False,
-                "seed": random.randint(1, 10000000),
-            }
-            response = client.chat.completions.create(**copy.deepcopy(base_payload))
+            payload = {"messages": messages, **sampling_params, "model": "custom", "stream": False, "seed": 7}
+            response = client.chat.completions.create(**payload)
             return messages + [{"role": "assistant", "content": response.choices[0].message.content}]
 
         def reward(item):
@@ -257,11 +253,9 @@ async def test_documented_generator_runs_as_a_file(tmp_path):
             return 1 if item["label"] in item["messages"][-1]["content"] else 0
 
         def run_rollout(data: dict):
-            print(f"Starting math rollout with data: {data}")
             global SAMPLING_PARAMS
             for k, v in data["sampling_params"].items():
                 SAMPLING_PARAMS[k] = v
-                print(f"Set {k} to {v}", type(v))
             generator = BaseGenerator(
                 data["remote_engine_url"],
                 data["remote_buffer_url"],

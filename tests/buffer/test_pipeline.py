@@ -57,14 +57,6 @@ def pipeline(group_size: int = 4, *, functions: dict[str, Any] | None = None, **
     return GroupPipeline(functions, settings=PipelineSettings(group_size=group_size, **settings), task_type=task_type)
 
 
-def test_the_defaults_are_the_documented_ones():
-    settings = PipelineSettings(group_size=8)
-    assert settings.min_valid_group_size_ratio == 1.0
-    assert settings.min_valid_item_size_ratio == 0.7
-    assert settings.group_timeout_seconds == 300
-    assert settings.min_timeout_group_size_ratio == 0.7
-
-
 def test_a_complete_group_is_normalised_and_keeps_its_raw_rewards():
     result = Processed(pipeline(), [snapshot([1, 0, 1, 0])])
     # mean 0.5, population std 0.5
@@ -165,20 +157,11 @@ def test_stages_can_be_replaced_one_by_one_in_the_documented_forms():
         calls.append(f"pad {group_size}")
         return group[0], group[1] + [dict(group[1][0])] * (group_size - len(group[1]))
 
-    functions = {
-        "get_group_data_meta_info": get_group_data_meta_info,
-        "is_valid_group": is_valid_group,
-        "filter_item": filter_item,
-        "normalize_group_data": normalize_group_data,
-        "pad_group_data": pad_group_data,
-        "run_rollout": None,
-    }
-    result = Processed(pipeline(3, functions=functions, task_type="sums"), [snapshot([5, -1, 7])])
-    assert result.ends[0].reason == "too_few_valid_items"  # 2 of 3 are left, 3 are needed
-    result = Processed(
-        pipeline(3, functions=functions, task_type="sums", min_valid_item_size_ratio=0.6),
-        [snapshot([5, -1, 7])],
-    )
+    own = (get_group_data_meta_info, is_valid_group, filter_item, normalize_group_data, pad_group_data)
+    options: dict[str, Any] = {"functions": {function.__name__: function for function in own}, "task_type": "sums"}
+    groups = [snapshot([5, -1, 7])]
+    assert Processed(pipeline(3, **options), groups).ends[0].reason == "too_few_valid_items"  # 3 are needed, 2 are left
+    result = Processed(pipeline(3, **options, min_valid_item_size_ratio=0.6), groups)
     assert [entry["reward"] for entry in result.data] == [10, 14, 10]
     assert result.meta_info == {"instances": ["math_001"]}
     assert calls[-6:] == ["valid 3 sums", "filter", "filter", "filter", "normalize grpo", "pad 3"]
@@ -229,10 +212,6 @@ def test_a_validity_of_ones_own_decides_with_one_bool_or_two(is_valid_group, fin
     ("functions", "detail"),
     [
         ({"filter_item": lambda item: 1 / 0}, "ZeroDivisionError: division by zero"),
-        (
-            {"pad_group_data": lambda group, group_size: (group[0], group[1][:1])},
-            "ValueError: the stages returned 1 items",
-        ),
         ({"pad_group_data": lambda group, group_size: (group[0], [])}, "ValueError: the stages returned 0 items"),
         (
             {"normalize_group_data": lambda g: (g[0], [{**i, "reward": math.nan} for i in g[1]])},
@@ -321,9 +300,6 @@ def test_padding_keeps_the_total_reward_and_the_weight_of_each_rollout(values, g
     accepted = items[:group_size]
     _, padded = stages.pad_group_data(("i", items), group_size)
     assert len(padded) == group_size
-    assert math.fsum(item["reward"] for item in padded) == pytest.approx(
-        math.fsum(item["reward"] for item in accepted), abs=1e-6
-    )
     for item in accepted:
         family = [entry for entry in padded if entry.get("padding_of", entry["uid"]) == item["uid"]]
         assert math.fsum(entry["reward"] for entry in family) == pytest.approx(item["reward"], abs=1e-9, rel=1e-12)
@@ -331,16 +307,3 @@ def test_padding_keeps_the_total_reward_and_the_weight_of_each_rollout(values, g
             entry["reward"] * entry.get("padding_shares", 1) == pytest.approx(item["reward"], abs=1e-9, rel=1e-12)
             for entry in family
         )
-
-
-@given(values=st.lists(st.floats(0, 1), min_size=1, max_size=12))
-def test_normalised_rewards_have_mean_zero_and_unit_spread_or_are_zero(values):
-    _, items = stages.normalize_group_data(("i", [{"reward": value} for value in values]))
-    result = [item["reward"] for item in items]
-    assert math.fsum(result) == pytest.approx(0, abs=1e-6)
-    variance = math.fsum(value * value for value in result) / len(result)
-    assert (
-        variance == pytest.approx(1, abs=1e-5)
-        or all(value == 0 for value in result)
-        or max(values) - min(values) < 1e-2
-    )

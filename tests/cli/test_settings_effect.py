@@ -1,6 +1,6 @@
 """Each setting of a run changes something: a request, a batch, an object that the run works with, or it is refused.
 
-The table has a row for each field of the settings tree, with a value and the place where it shows. The places are built
+The tables have each field of the settings tree, with a value and the place where it shows. The places are built
 as a run builds them; what each object does with the value, the tests of its room show.
 """
 
@@ -40,6 +40,7 @@ from tests.harness.trainer_policy import make_model, make_samples, save_policy
 from tests.harness.training import needs_torch
 
 URL = "http://127.0.0.1:1"
+TASKS = Path("tasks.jsonl")
 POLICY = Path("policy")
 TRAINED: dict[str, Any] = {}
 PLUGIN = """
@@ -249,7 +250,7 @@ def start(config: TrainConfig) -> Any:
 
 
 ENV = {"env": "x"}
-JOBS = {"runners": "controller", "tasks": Path("tasks.jsonl"), "agent": "m:C"}
+JOBS = {"runners": "controller", "tasks": TASKS, "agent": "m:C"}
 OLD = {"local.old_log_probs": "recompute"}
 LORA = {"local.lora_rank": 2}
 LONG = {"local.aggregation": "constant", "local.max_response": 12}
@@ -257,136 +258,76 @@ TEACHER = {"teacher_url": (URL,)}
 ASYNC = {"max_staleness": 1}
 SLIME = {"trainer": "slime"}
 BEGINS = {"sglang_url": URL, "model_path": LOOKUP_POLICY}
-# path: the place where it shows, the value, and what else is set; with a text, the sentence that refuses the value
-ROWS: dict[str, tuple[Any, ...]] = {
-    "agent": (parts, "tests.harness.loop:HelloAgent", {"tasks": Path("tasks.jsonl")}),
-    "tasks": (parts, Path("tasks.jsonl")),
-    "model_path": (files, Path("other"), {"model_path": POLICY}),
-    "sglang_url": (engine, "http://127.0.0.1:2"),
-    "trainer": ("--trainer slime: leave it out", "slime", {"local.lr": 0.1}),
-    "output_dir": (files, Path("b"), {"model_path": POLICY}),
-    "resume": (files, True, {"output_dir": Path("new"), "model_path": POLICY}),
-    "overwrite": (files, True, {"output_dir": Path("begun"), "model_path": POLICY}),
-    "view": (reports, "live"),
-    "track": (reports, ("wandb",)),
-    "keep_rollouts": (reports, "all"),
-    "autopsy": (autopsy, 2),
-    "eval_tasks": (parts, Path("tasks.jsonl")),
-    "eval_sampling": (validations, '{"temperature": 0}'),
-    "keep_best": (start, True, BEGINS),
-    "chat_template_kwargs": (request, '{"a": 1}'),
-    "later_systems": (request, "user"),
-    "max_concurrent": (loop, 2),
-    "runners": (loop, "process:2"),
-    "store_host": (loop, "10.0.0.1", {"runners": "process:2"}),
-    "multi_turn_scheduler": (parts, "thrice", {"external_plugins": (Path("plugin.py"),)}),
-    "external_plugins": (parts, (Path("none.py"),)),
-    "drop_zero_variance": (groups, True),
-    "weight_pause": (start, "in_place", BEGINS | ASYNC),
-    "eval_sglang_url": (validations, "http://127.0.0.1:2", ASYNC),
-    "teacher_url": (training, (URL,)),
-    "teacher_coef": (training, 0.5, TEACHER),
-    "teacher_alone": (training, True, TEACHER),
-    "engine": (engine, "sglang"),
-    "actor_num_nodes": (slimes, 2, SLIME),
-    "actor_num_gpus_per_node": (slimes, 2, SLIME),
-    "rollout_num_gpus": (slimes, 2, SLIME),
-    "loop.num_iterations": (loop, 3),
-    "loop.rollout_batch_size": (loop, 3),
-    "loop.n_samples_per_prompt": (loop, 3),
-    "loop.rollout_timeout_s": (loop, 3.0),
-    "loop.max_attempts": (loop, 3),
-    "loop.eval_interval": (loop, 3),
-    "loop.eval_rollouts": (loop, 3),
-    "loop.max_empty_iterations": (loop, 1),
-    "loop.failure_patience_s": (loop, 1.0),
-    "loop.max_replaced_groups": (loop, 1),
-    "loop.save_interval": (loop, 3),
-    "loop.max_staleness": (loop, 3),
-    "loop.seed": (training, 3),
-    "sampling.temperature": (request, 0.5),
-    "sampling.top_p": (request, 0.5),
-    "sampling.top_k": (request, 5),
-    "sampling.max_new_tokens": (request, 5),
-    "sampling.stop": (request, ("x",)),
-    "sampling.stop_token_ids": (request, (3,)),
-    "sampling.skip_special_tokens": (request, True),
-    "sampling.routed_experts": ("sampling.routed_experts: a run sets it from --model-path", (1, 2)),
-    "sampling.nucleus": ("sampling.nucleus: a run sets it from --top-p", True),
-    "sampling.replay_files": ("sampling.replay_files: a run sets it from --output-dir", "x"),
-    "sampling.context_length": (request, 64),
-    "sampling.extra": (request, {"repetition_penalty": 1.5}),
-    "group.min_ratio": (groups, 1.0),
-    "group.min_members": (groups, 1),
-    "group.max_retries": (groups, 1),
-    "group.timeout_s": (groups, 1.0),
-    "group.drop_early": (groups, False),
-    "gateway.host": (loop, "0.0.0.0"),
-    "gateway.port": (loop, 7),
-    "gateway.public_url": (loop, URL, {"gateway.port": 7}),
-    "gateway.branches": (loop, "all"),
-    "gateway.constraints": (loop, "mask"),
-    "gateway.untrained_models": (loop, ("judge",)),
-    "gateway.trained_models": (loop, ("judge",)),
-    "gateway.max_turns": (parts, 3),
-    "gateway.max_trajectory_tokens": (loop, 3),
-    "gateway.max_in_flight": (loop, 3),
-    "gateway.max_body_mb": (loop, 3.0),
-    "gateway.max_messages": (loop, 3),
-    "gateway.images.max_image_mb": (parts, 3.0),
-    "gateway.images.max_megapixels": (parts, 3.0),
-    "gateway.images.max_images": (parts, 3),
-    "gateway.images.image_hosts": (parts, ("a.example",)),
-    "environment.name": (environment, "y", ENV),
-    "environment.python": (environment, Path("p"), ENV),
-    "environment.arguments": (environment, ("--env.a", "1"), ENV),
-    "environment.most_tasks": (environment, 3, ENV),
-    "environment.models": (environment, ("judge=http://x",), ENV),
-    "environment.eval_split": ("environment.eval_split: a run sets it from --eval-tasks", "x", ENV),
-    "environment.trained": ("environment.trained: a run sets it from --trained-models", ("a",), ENV),
-    "environment.untrained": ("environment.untrained: a run sets it from --untrained-models", ("a",), ENV),
-    "environment.workers": ("environment.workers: a run sets it from --runners", 2, ENV),
-    "environment.max_concurrent": ("environment.max_concurrent: a run sets it from --max-concurrent", 2, ENV),
-    "environment.keep_traces": ("environment.keep_traces: a run sets it from --keep-rollouts", True, ENV),
-    "controller.agent": ("controller.agent: a run sets it from --agent", "m:C"),
-    "controller.env_map": (loop, ("A=input.a",), JOBS),
-    "controller.job_template": (loop, Path("job.yaml"), JOBS),
-    "controller.worker": ("controller.worker: a run sets it from --env", WorkerCommand(name="w", argv=("w",))),
-    "controller.python": (loop, Path("p"), JOBS),
-    "controller.host": (loop, "localhost", JOBS),
-    "controller.port": (loop, 7, JOBS),
-    "controller.key": (loop, "k", JOBS),
-    "controller.max_processes": (loop, 3, JOBS),
-    "controller.max_restarts": (loop, 1, JOBS),
-    "controller.log": ("controller.log: a run sets it from --output-dir", Path("x")),
-    "local.lr": (training, 1e-3),
-    "local.warmup_steps": (training, 8),
-    "local.betas": (training, (0.5, 0.6)),
-    "local.weight_decay": (training, 0.5),
-    "local.grad_clip": (training, 0.001),
-    "local.clip": (training, 0.001),
-    "local.clip_high": (training, 0.001),
-    "local.n_minibatches": (training, 2),
-    "local.epochs": (training, 2),
-    "local.kl_coef": (training, 0.5),
-    "local.loss": (training, "cispo"),
-    "local.aggregation": (training, "rollout"),
-    "local.max_response": (training, 24, LONG),
-    "local.overlong_buffer": (training, 10, LONG),
-    "local.old_log_probs": (training, "recompute"),
-    "local.off_policy": (training, "tis", OLD),
-    "local.tis_clip": (training, 1.01, OLD | {"local.off_policy": "tis"}),
-    "local.icepop_range": (training, (0.99, 1.01), OLD | {"local.off_policy": "icepop"}),
-    "local.rewards_normalization": (training, False),
-    "local.std_normalization": (training, False),
-    "local.reward_key": (groups, "format"),
-    "local.lora_rank": (training, 2),
-    "local.lora_alpha": (training, 2.0, LORA),
-    "local.lora_targets": (training, ("q_proj",), LORA),
-    "local.max_tokens_per_microbatch": (training, 16),
-    "local.gradient_checkpointing": (training, True),
-    "local.compute_dtype": (training, "bfloat16"),
-    "local.device": (training, "cuda:99"),
+TIMES = ("num_iterations", "rollout_batch_size", "n_samples_per_prompt", "rollout_timeout_s", "max_attempts")
+TIMES += ("eval_interval", "eval_rollouts", "save_interval", "max_staleness")
+ENDS = ("max_empty_iterations", "failure_patience_s", "max_replaced_groups")
+LIMITS = ("max_trajectory_tokens", "max_in_flight", "max_body_mb", "max_messages")
+# the place where a setting shows, the beginning of its path, what else is set, and its value
+SHOWN: list[tuple[Any, str, dict[str, Any], dict[str, Any]]] = [
+    (parts, "", {"tasks": TASKS}, {"agent": "tests.harness.loop:HelloAgent"}),
+    (parts, "", {}, {"tasks": TASKS, "eval_tasks": TASKS, "external_plugins": (Path("none.py"),)}),
+    (parts, "", {"external_plugins": (Path("plugin.py"),)}, {"multi_turn_scheduler": "thrice"}),
+    (files, "", {"model_path": POLICY}, {"model_path": Path("other"), "output_dir": Path("b")}),
+    (files, "", {"model_path": POLICY, "output_dir": Path("new")}, {"resume": True}),
+    (files, "", {"model_path": POLICY, "output_dir": Path("begun")}, {"overwrite": True}),
+    (engine, "", {}, {"sglang_url": "http://127.0.0.1:2", "engine": "sglang"}),
+    (reports, "", {}, {"view": "live", "track": ("wandb",), "keep_rollouts": "all"}),
+    (autopsy, "", {}, {"autopsy": 2}),
+    (validations, "", {}, {"eval_sampling": '{"temperature": 0}'}),
+    (validations, "", ASYNC, {"eval_sglang_url": "http://127.0.0.1:2"}),
+    (start, "", BEGINS, {"keep_best": True}),
+    (start, "", BEGINS | ASYNC, {"weight_pause": "in_place"}),
+    (slimes, "", SLIME, {"actor_num_nodes": 2, "actor_num_gpus_per_node": 2, "rollout_num_gpus": 2}),
+    (request, "", {}, {"chat_template_kwargs": '{"a": 1}', "later_systems": "user"}),
+    (request, "sampling.", {}, {"temperature": 0.5, "top_p": 0.5, "top_k": 5, "max_new_tokens": 5}),
+    (request, "sampling.", {}, {"stop": ("x",), "stop_token_ids": (3,), "skip_special_tokens": True}),
+    (request, "sampling.", {}, {"context_length": 64, "extra": {"repetition_penalty": 1.5}}),
+    (groups, "", {}, {"drop_zero_variance": True, "local.reward_key": "format"}),
+    (groups, "group.", {}, {"min_ratio": 1.0, "min_members": 1, "max_retries": 1}),
+    (groups, "group.", {}, {"timeout_s": 1.0, "drop_early": False}),
+    (loop, "", {}, {"max_concurrent": 2, "runners": "process:2"}),
+    (loop, "", {"runners": "process:2"}, {"store_host": "10.0.0.1"}),
+    (loop, "loop.", {}, dict.fromkeys(TIMES, 3) | dict.fromkeys(ENDS, 1)),
+    (loop, "gateway.", {}, {"host": "0.0.0.0", "port": 7, "branches": "all", "constraints": "mask"}),
+    (loop, "gateway.", {}, {"untrained_models": ("judge",), "trained_models": ("judge",), **dict.fromkeys(LIMITS, 3)}),
+    (loop, "gateway.", {"gateway.port": 7}, {"public_url": URL}),
+    (parts, "gateway.", {}, {"max_turns": 3, "images.image_hosts": ("a.example",)}),
+    (parts, "gateway.images.", {}, {"max_image_mb": 3.0, "max_megapixels": 3.0, "max_images": 3}),
+    (environment, "environment.", ENV, {"name": "y", "python": Path("p"), "arguments": ("--env.a", "1")}),
+    (environment, "environment.", ENV, {"most_tasks": 3, "models": ("judge=http://x",)}),
+    (loop, "controller.", JOBS, {"env_map": ("A=input.a",), "job_template": Path("job.yaml"), "python": Path("p")}),
+    (loop, "controller.", JOBS, {"host": "localhost", "port": 7, "key": "k", "max_processes": 3, "max_restarts": 1}),
+    (training, "", {}, {"teacher_url": (URL,), "loop.seed": 3}),
+    (training, "", TEACHER, {"teacher_coef": 0.5, "teacher_alone": True}),
+    (training, "local.", {}, {"lr": 1e-3, "warmup_steps": 8, "betas": (0.5, 0.6), "weight_decay": 0.5}),
+    (training, "local.", {}, {"grad_clip": 0.001, "clip": 0.001, "clip_high": 0.001, "n_minibatches": 2, "epochs": 2}),
+    (training, "local.", {}, {"kl_coef": 0.5, "loss": "cispo", "aggregation": "rollout", "device": "cuda:99"}),
+    (training, "local.", {}, {"rewards_normalization": False, "std_normalization": False}),
+    (training, "local.", {}, {"max_tokens_per_microbatch": 16, "gradient_checkpointing": True}),
+    (training, "local.", {}, {"compute_dtype": "bfloat16", "old_log_probs": "recompute", "lora_rank": 2}),
+    (training, "local.", LONG, {"max_response": 24, "overlong_buffer": 10}),
+    (training, "local.", OLD, {"off_policy": "tis"}),
+    (training, "local.", OLD | {"local.off_policy": "tis"}, {"tis_clip": 1.01}),
+    (training, "local.", OLD | {"local.off_policy": "icepop"}, {"icepop_range": (0.99, 1.01)}),
+    (training, "local.", LORA, {"lora_alpha": 2.0, "lora_targets": ("q_proj",)}),
+]
+ROWS = {
+    begin + name: (place, others, value) for place, begin, others, values in SHOWN for name, value in values.items()
+}
+# a setting that a run sets itself: the flag that it is set from, and a value
+SET_BY: dict[str, tuple[str, Any]] = {
+    "sampling.routed_experts": ("--model-path", (1, 2)),
+    "sampling.nucleus": ("--top-p", True),
+    "sampling.replay_files": ("--output-dir", "x"),
+    "environment.eval_split": ("--eval-tasks", "x"),
+    "environment.trained": ("--trained-models", ("a",)),
+    "environment.untrained": ("--untrained-models", ("a",)),
+    "environment.workers": ("--runners", 2),
+    "environment.max_concurrent": ("--max-concurrent", 2),
+    "environment.keep_traces": ("--keep-rollouts", True),
+    "controller.agent": ("--agent", "m:C"),
+    "controller.worker": ("--env", WorkerCommand(name="w", argv=("w",))),
+    "controller.log": ("--output-dir", Path("x")),
 }
 
 
@@ -397,7 +338,7 @@ def leaves(settings: Any, prefix: str = "") -> Iterator[str]:
 
 
 def test_each_setting_has_a_row() -> None:
-    assert {*leaves(train_config())} == {*ROWS}
+    assert sorted(leaves(train_config())) == sorted([*ROWS, *SET_BY, "trainer"])
 
 
 @pytest.fixture(scope="module")
@@ -414,17 +355,20 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+def test_a_setting_that_a_run_makes_itself_is_refused() -> None:
+    for path, (flag, value) in SET_BY.items():
+        with pytest.raises(ConfigError, match=f"^{path}: a run sets it from {flag}; give that"):
+            train_config(**{"env": "x", path: value})
+    with pytest.raises(ConfigError, match="--trainer slime: leave it out"):
+        train_config(trainer="slime", **{"local.lr": 0.1})
+
+
 @needs_torch
 @pytest.mark.parametrize("path", ROWS)
 def test_a_setting_changes_a_run_or_is_refused(path: str, directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(directory)
     monkeypatch.setenv("AGL_SLIME_SGLANG_PYTHON", "python")
-    place, value, *more = ROWS[path]
-    settings = {**(more[0] if more else {})}
-    if isinstance(place, str):
-        with pytest.raises(ConfigError, match=place):
-            train_config(**{**settings, path: value})
-        return
+    place, settings, value = ROWS[path]
     try:
         without = place(train_config(**settings))
     except ConfigError as error:  # "overwrite" alone: the setting makes a run possible

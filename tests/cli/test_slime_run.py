@@ -219,7 +219,6 @@ async def test_an_engine_that_sends_no_experts_is_refused_before_slime_starts(
 @pytest.mark.parametrize(
     ("flags", "settings", "sentence"),
     [
-        ("--eval-temperature 0", {}, "--eval-temperature"),
         ("--prompt-data x.jsonl", {}, r"--prompt-data x.jsonl after --: the run has other tasks"),
         ("--colocate", {"max_staleness": 1}, "--max-staleness 1 with --colocate"),
     ],
