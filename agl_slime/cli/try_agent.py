@@ -106,7 +106,7 @@ async def _roll_out(ready: Prepared, task: Any) -> MemberResult:
 
 def describe(member: MemberResult) -> Iterator[str]:
     """The rollout in lines: its conversations with the tokens of each turn, tools, reward or failure, and Samples."""
-    trajectory = member.trajectory
+    trajectory = member.trajectory if isinstance(member.trajectory, Trajectory) else None
     if trajectory is not None:
         yield from _conversations(trajectory)
     counts: Mapping[str, Any] = (member.samples[0].metadata.get("tools") or {}) if member.samples else {}

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from collections import deque
 from collections.abc import Iterable, Sequence
+from dataclasses import asdict
 from typing import Any
 
 from agl_slime.data.ledger import Ledger
-from agl_slime.data.results import GroupResult, Outcome, instance_of, rollout_of
+from agl_slime.data.results import Conversation, GroupResult, Outcome, instance_of, rollout_of
 from agl_slime.types import Sample, sample_from_json, sample_to_json
 
 logger = logging.getLogger(__name__)
@@ -21,6 +23,8 @@ class Delivery:
 
     def __init__(self, ledger: Ledger) -> None:
         self.ready: deque[list[Sample]] = deque()
+        self.conversations: dict[str, Conversation] = {}
+        """Of the rollouts of ready groups."""
         self.versions = WeightVersions()
         self.refused = ""
         """Why the last group with weights of another run was refused."""
@@ -33,6 +37,7 @@ class Delivery:
         samples = self._numbered(group)
         self.versions.observe(samples)
         self.ready.append(samples)
+        self.conversations.update((member.rollout_id, member.conversation) for member in group.succeeded)
 
     @property
     def deliverable(self) -> int:
@@ -86,6 +91,7 @@ class Delivery:
             "groups": [[sample_to_json(sample) for sample in samples] for samples in self.ready],
             "members": [_rollouts_of(samples) for samples in self.ready],
             "instances": [instance_of(samples[0].metadata) if samples else None for samples in self.ready],
+            "conversations": json.loads(json.dumps({n: asdict(c) for n, c in self.conversations.items()}, default=str)),
             "versions": self.versions.state(),
             **self._next,
         }
@@ -94,6 +100,8 @@ class Delivery:
         groups = [[sample_from_json(sample) for sample in samples] for samples in state["groups"]]
         numbers = {name: max(self._next[name], state[name]) for name in _NUMBERS}
         self.versions.restore(state["versions"])
+        kept = state.get("conversations") or {}
+        self.conversations.update((name, Conversation(**fields)) for name, fields in kept.items())
         for samples in groups:
             self.ready.append(samples)
             rollout_ids, instance_id = _rollouts_of(samples), instance_of(samples[0].metadata) if samples else None
@@ -103,6 +111,8 @@ class Delivery:
 
     def _delivered(self, samples: list[Sample]) -> bool:
         rollout_ids, why = _rollouts_of(samples), self.versions.refusal(samples)
+        for rollout_id in rollout_ids:
+            self.conversations.pop(rollout_id, None)
         for sample in samples:
             sample.metadata["policy_version"] = self.versions.newest
         end = (Outcome.TRAINED, "") if why is None else (Outcome.FAILED, "foreign_weights")

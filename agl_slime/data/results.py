@@ -8,6 +8,7 @@ from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
 from agl_slime.tokens.trajectory import Trajectory
+from agl_slime.tokens.turn import Messages
 from agl_slime.types import Sample
 
 if TYPE_CHECKING:  # Agent Lightning takes seconds to import
@@ -39,6 +40,17 @@ class Outcome(StrEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Conversation:
+    """What reports have of a rollout beside its samples. It is kept in checkpoints, in place of the trajectory: the ids
+    of its turns are those of the samples."""
+
+    task: Any = None
+    messages: Messages = ()
+    stop_reason: str = ""
+    timeline: Mapping[str, Any] | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class MemberResult:
     """A finished member of a group: samples and a reward, or a failure with its reason. ``reward`` is the primary one
     of ``rewards``, ``sampled_tokens`` the engine's count, ``request`` enqueues a failed rollout again, ``timeline``
@@ -59,12 +71,18 @@ class MemberResult:
     task: Any = None
     instance_id: str | None = None
     request: EnqueueRolloutRequest | None = None
-    trajectory: Trajectory | None = None
+    trajectory: Trajectory | Conversation | None = None
     timeline: Mapping[str, Any] | None = None
 
     @property
     def ok(self) -> bool:
         return self.failure is None
+
+    @property
+    def conversation(self) -> Conversation:
+        said = self.trajectory or Conversation()
+        kept = {"messages": said.messages, "stop_reason": said.stop_reason}
+        return Conversation(task=self.task, timeline=self.timeline, **kept)
 
     @property
     def straggler(self) -> bool:
@@ -110,8 +128,9 @@ def reward_of(sample: Sample) -> Any:
     return sample.metadata.get("reward", sample.reward)
 
 
-def group_of(samples: Sequence[Sample]) -> GroupResult:
-    """A ready group, rebuilt from its samples after a restart: without failed members and trajectories."""
+def group_of(samples: Sequence[Sample], conversations: Mapping[str, Conversation]) -> GroupResult:
+    """A ready group, rebuilt after a restart from its samples and the ``conversations`` of rollouts: without failed
+    members."""
     parts: dict[str, list[Sample]] = {}
     for sample in samples:
         parts.setdefault(rollout_of(sample) or "", []).append(sample)
@@ -128,6 +147,9 @@ def group_of(samples: Sequence[Sample]) -> GroupResult:
             sampled_tokens=sum(sum(sample.loss_mask or ()) for sample in part),
             turns=sum(sample.metadata.get("turns", 1) for sample in part),
             instance_id=instance_id,
+            task=(kept := conversations.get(name, Conversation())).task,
+            trajectory=kept,
+            timeline=kept.timeline,
         )
         for name, part in parts.items()
     )

@@ -199,7 +199,7 @@ class GroupSource:
     def ready_groups(self) -> list[GroupResult]:
         """The ready groups, rebuilt from their Samples."""
         with self.changed:
-            return [group_of(samples) for samples in self.delivery.ready]
+            return [group_of(samples, self.delivery.conversations) for samples in self.delivery.ready]
 
     def reject(self, samples: Sequence[Sequence[Sample]], reason: str) -> None:
         """Count delivered groups as filtered for ``reason`` and not as trained (a dynamic sampling filter)."""

@@ -127,7 +127,11 @@ async def test_groups_pending_over_a_restart_are_recorded_once(tmp_path: Path, e
     groups = list(iter_jsonl(tmp_path / "groups.jsonl"))
     assert sorted(int(group["instance_id"]) for group in groups) == [*range(9)]
     assert {outcome for group in groups for outcome in group["outcomes"]} == {"trained"}
-    recorded = [rollout["rollout_id"] for rollout in iter_jsonl(tmp_path / "rollouts.jsonl")]
+    rollouts = list(iter_jsonl(tmp_path / "rollouts.jsonl"))
+    recorded = [rollout["rollout_id"] for rollout in rollouts]
+    assert any(group.get("restored") for group in groups)
+    roles = [[message["role"] for message in rollout["messages"]] for rollout in rollouts if rollout["task"]]
+    assert roles == [["user", "assistant"]] * len(rollouts)
     assert sorted(recorded) == sorted(rollout_id for group in groups for rollout_id in group["rollouts"])
 
 
