@@ -361,19 +361,9 @@ def tools_left_out(steps: Sequence[_Step]) -> Iterator[Alarm]:
             return
 
 
-_CHECKS = (
-    equal_rewards,
-    wrong_logprobs,
-    zero_variance,
-    stalls,
-    abort_storms,
-    truncation,
-    silent_tools,
-    broken_tools,
-    alike,
-    kl_jumps,
-)
-_CHECKS += (logprob_jumps, mismatches, length_bias, failures, failed_validations, refusals, tools_left_out)
+_CHECKS = (equal_rewards, wrong_logprobs, zero_variance, stalls, abort_storms, truncation, silent_tools, broken_tools)
+_CHECKS += (alike, kl_jumps, logprob_jumps, mismatches, length_bias, failures, failed_validations, refusals)
+_CHECKS += (tools_left_out,)
 
 
 def _alarm(kind: str, step: _Step, text: str, advice: str, **evidence: str) -> Alarm:
