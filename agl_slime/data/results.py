@@ -41,8 +41,7 @@ class Outcome(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Conversation:
-    """What reports have of a rollout beside its samples. It is kept in checkpoints, in place of the trajectory: the ids
-    of its turns are those of the samples."""
+    """What reports have of a rollout beside its samples, and checkpoints keep in place of its trajectory."""
 
     task: Any = None
     messages: Messages = ()
