@@ -48,16 +48,8 @@ def make_item(uid: str, instance_id: Any = "math_001", reward: Any = 1.0, **fiel
 def settings_for(tmp_path: Path, **changes: Any) -> BufferSettings:
     generators = tmp_path / "generators"
     generators.mkdir(exist_ok=True)
-    return BufferSettings(
-        **{
-            "port": 0,
-            "generators": generators,
-            "input_dir": (tmp_path,),
-            "group_size": 2,
-            "generator_restarts": 0,
-            **changes,
-        }
-    )
+    sizes = {"port": 0, "group_size": 2, "generator_restarts": 0}
+    return BufferSettings(**{"generators": generators, "input_dir": (tmp_path,), **sizes, **changes})
 
 
 def add_generator(tmp_path: Path, name: str, code: str) -> Path:

@@ -4,18 +4,14 @@
 from __future__ import annotations
 
 import asyncio
-import json
-import os
-import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from agl_slime.buffer.server import BufferServer
 from tests.buffer.items import add_generator, settings_for
-from tests.harness.slime_programs import REPOSITORY, STANDINS, require_slime
+from tests.harness.slime_programs import environment, read_result, require_slime, run_guarded
 
 CONTRACTS = "tests/plugin_contracts/test_plugin_rollout_contracts.py"
 
@@ -64,16 +60,12 @@ print("RESULT " + json.dumps({"started": started, "n": len(results),
 """
 
 
-async def run(*command: str, cwd: Path, **variables: str) -> str:
-    python_path = os.pathsep.join(
-        filter(None, [str(STANDINS), str(cwd), str(REPOSITORY), os.environ.get("PYTHONPATH")])
-    )
-    environment = {**os.environ, "PYTHONPATH": python_path, **variables}
-    finished = await asyncio.to_thread(
-        subprocess.run, command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=300
-    )
-    assert finished.returncode == 0, finished.stdout + finished.stderr
-    return finished.stdout
+async def run(root: Path, *command: str, **variables: str) -> str:
+    """The output of a command in slime's directory."""
+    env = {**environment(root), **variables}
+    code, output = await asyncio.to_thread(run_guarded, command, timeout_s=300, cwd=root, env=env)
+    assert code == 0, output
+    return output
 
 
 @pytest.mark.slime
@@ -82,8 +74,8 @@ async def test_slimes_old_example_gets_its_data_from_our_server(tmp_path):
     add_generator(tmp_path, "sums", _GENERATOR.format(task="sums"))
     (tmp_path / "input.jsonl").write_text("{}\n")
     async with BufferServer(settings=settings_for(tmp_path)) as server:
-        output = await run(sys.executable, "-c", _OLD_CLIENT, server.url, str(tmp_path / "input.jsonl"), cwd=root)
-    result: dict[str, Any] = json.loads(output.rpartition("RESULT ")[2])
+        output = await run(root, sys.executable, "-c", _OLD_CLIENT, server.url, str(tmp_path / "input.jsonl"))
+    result = read_result(output)
     assert result["started"]["message"] == "Rollout started"
     assert result["n"] == 48
     assert result["finished"] == sorted(f"id{n}" for n in range(12))
@@ -97,8 +89,8 @@ async def test_the_agent_rollout_passes_slimes_contract(tmp_path):
     add_generator(tmp_path, "sums_eval", _GENERATOR.format(task="sums_eval"))
     async with BufferServer(settings=settings_for(tmp_path)) as server:
         output = await run(
+            root,
             *(sys.executable, "-m", "pytest", "-rA", "-q", "-p", "no:cacheprovider", CONTRACTS),
-            cwd=root,
             SLIME_CONTRACT_ROLLOUT_FUNCTION_PATH="agl_slime.buffer.agent_rollout.generate_rollout",
             AGL_SLIME_BUFFER_URL=server.url,
             AGL_SLIME_BUFFER_TASK_TYPE="sums",

@@ -15,6 +15,7 @@ from agl_slime.buffer import stages
 from agl_slime.buffer.pipeline import FinishedGroup, GroupPipeline
 from agl_slime.buffer.settings import PipelineSettings
 from agl_slime.errors import ConfigError
+from tests.buffer.items import make_item
 
 NOW = 1000.0
 
@@ -41,8 +42,7 @@ class Processed:
 
 
 def item(uid: int, reward: Any = 1.0, instance_id: str = "math_001") -> dict[str, Any]:
-    messages = [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4"}]
-    return {"uid": f"u{uid}", "instance_id": instance_id, "messages": messages, "reward": reward, "extra_info": {}}
+    return make_item(f"{instance_id}.{uid}", instance_id, reward)
 
 
 def snapshot(rewards: list[Any], *, age: float = 0.0, instance_id: str = "math_001") -> Snapshot:
@@ -92,7 +92,8 @@ def test_a_group_with_enough_items_is_padded_to_its_size(rewards, age, group_siz
     result = Processed(pipeline(group_size, group_timeout_seconds=300), groups)
     (group,) = result.valid
     assert (group.item_reasons, len(result.data)) == (item_reasons, group_size)
-    assert {entry.get("padding_of") for entry in result.data} == {None, *["u0"] * (item_reasons.count("") < group_size)}
+    padded = {entry["padding_of"] for entry in result.data if "padding_of" in entry}
+    assert padded == ({"math_001.0"} if item_reasons.count("") < group_size else set())
     assert groups == originals
 
 
@@ -119,9 +120,21 @@ def test_a_group_with_too_few_valid_items_is_dropped_with_its_reason(rewards, ag
 def test_default_filter_refuses_untrainable_items(bad):
     assert not stages.filter_item({**item(0), **bad})
     assert stages.filter_item(item(0))
-    assert not stages.filter_item(item(0, 1.5), reward_range=(0.0, 1.0))
     # token ids may replace messages
     assert stages.filter_item({"uid": "u", "instance_id": "i", "reward": 0.0, "tokens": [1, 2]})
+
+
+def test_rewards_are_trained_on_but_for_minus_one_or_beyond_a_range():
+    for reward, reward_range, trained in (
+        (-1, None, False),  # slime's mark of a failure
+        (-1, (-1.0, 1.0), True),
+        (-0.5, None, True),
+        (100, None, True),
+        (-0.5, (0.0, 1.0), False),
+        (100, (0.0, 1.0), False),
+    ):
+        result = Processed(pipeline(2, reward_range=reward_range), [snapshot([reward, 1])])
+        assert [entry["raw_reward"] for entry in result.data] == [reward, 1] * trained
 
 
 def test_groups_with_equal_rewards_can_be_dropped():
@@ -250,17 +263,7 @@ ratios = st.floats(0.01, 1.0)
 @st.composite
 def snapshots(draw: st.DrawFn) -> list[Snapshot]:
     groups = draw(st.lists(st.tuples(st.lists(rewards, max_size=7), st.floats(0, 600)), max_size=6))
-    return [
-        Snapshot(
-            instance_id=f"i{number}",
-            items=[
-                {"uid": f"{number}.{n}", "instance_id": f"i{number}", "messages": [], "reward": reward}
-                for n, reward in enumerate(values)
-            ],
-            last_item_time=1000.0 - age,
-        )
-        for number, (values, age) in enumerate(groups)
-    ]
+    return [snapshot(values, age=age, instance_id=f"i{number}") for number, (values, age) in enumerate(groups)]
 
 
 @given(groups=snapshots(), group_size=st.integers(1, 5), group_ratio=ratios, item_ratio=ratios, timeout_ratio=ratios)
@@ -291,7 +294,7 @@ def test_delivered_groups_are_whole_trainable_and_accounted_for(
     for group in groups:
         if group.instance_id not in finished:
             assert len(group.items) < settings.min_valid_group_size
-            assert 1000.0 - group.last_item_time <= 300
+            assert NOW - group.last_item_time <= 300
 
 
 @given(values=st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=12), group_size=st.integers(1, 24))

@@ -101,24 +101,6 @@ async def test_a_large_body_and_a_full_buffer_are_refused(tmp_path):
         assert (await client.post("/buffer/write", make_item("3")))[0] == 200
 
 
-@pytest.mark.parametrize(
-    ("reward", "reward_range", "trained"),
-    [
-        (-1, None, False),  # slime's mark of a failure
-        (-1, (-1.0, 1.0), True),
-        (-0.5, None, True),
-        (100, None, True),
-        (-0.5, (0.0, 1.0), False),
-        (100, (0.0, 1.0), False),
-    ],
-)
-async def test_rewards_are_trained_on_but_for_minus_one_or_beyond_a_range(tmp_path, reward, reward_range, trained):
-    settings = settings_for(tmp_path, reward_range=reward_range)
-    async with BufferServer(settings=settings) as server, Client(server.url) as client:
-        await client.post("/buffer/write", [make_item("1", reward=reward), make_item("2", reward=1)])
-        assert [entry["raw_reward"] for entry in await client.read()] == ([reward, 1] if trained else [])
-
-
 async def test_a_token_is_needed_everywhere_but_at_the_door_and_on_other_hosts(tmp_path):
     with pytest.raises(ConfigError, match="--token"):
         BufferSettings(host="0.0.0.0")

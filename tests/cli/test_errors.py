@@ -39,6 +39,7 @@ def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, logging_unchanged
     monkeypatch.chdir(tmp_path)
     (tmp_path / "cli_agents.py").write_text(AGENTS)
     (tmp_path / "exits.py").write_text("import sys\nsys.exit(0)\n")
+    (tmp_path / "deep.jsonl").write_text("[" * 100_000)
     (tmp_path / "tasks.jsonl").write_text('{"prompt": "hi"}\n')
     return tmp_path
 
@@ -80,6 +81,7 @@ SILENT = "--agent cli_agents:Silent"
         (f"{SILENT} --tasks tasks.jsonl", "of 1 none can be held out for validations; give --eval-tasks, or"),
         (f"{SILENT} --tasks tasks.jsonl --eval-interval 0", "--model-path is needed"),
         ("--tasks missing.jsonl", "error: --tasks missing.jsonl: cannot be read (No such file or directory)"),
+        ("--tasks deep.jsonl", "error: --tasks deep.jsonl, line 1: not JSON"),
         ("--model-path nowhere", "error: --model-path nowhere: there is no Hugging Face checkpoint (no config.json)"),
         ("--output-dir exits.py", "output directory exits.py is a file"),
         ("--sglang-url localhost", "the SGLang URL must look like http://127.0.0.1:30000, got 'localhost'"),
@@ -89,12 +91,6 @@ def test_a_flag_that_cannot_be_used_is_named_with_its_value(flags: str, sentence
     code, text = train(*flags.split())
     assert code == 2
     assert sentence in text
-
-
-def test_a_task_file_of_deep_brackets_is_one_sentence(directory: Path, train: Train) -> None:
-    (directory / "deep.jsonl").write_text("[" * 100_000)
-    code, text = train("--tasks", "deep.jsonl")
-    assert (code, text.startswith("error: --tasks deep.jsonl"), "line 1: not JSON" in text) == (2, True, True)
 
 
 def test_an_sglang_that_is_away_or_loads_or_has_a_remote_model_is_an_error(train: Train) -> None:

@@ -25,6 +25,7 @@ from agl_slime.errors import AglSlimeError
 from agl_slime.support.threads import usable_cores
 from agl_slime.tokens.loading import load_tokenizer
 from agl_slime.types import Sample
+from tests.harness.engine_client import greedy
 
 pytestmark = pytest.mark.real_model
 
@@ -86,8 +87,8 @@ def test_served_trained_for_a_step_and_synchronised(
         settings=LocalTrainerSettings(lr=1e-5, n_minibatches=1, grad_clip=1.0),
         torch_threads=1,
     )
-    greedy, *sampled = asyncio.run(_answers(engine, prompt))
-    assert list(greedy.output_ids) == _greedy(trainer.model, prompt, len(greedy.output_ids))
+    best, *sampled = asyncio.run(_answers(engine, prompt))
+    assert list(best.output_ids) == greedy(trainer.model, prompt, len(best.output_ids))
     # shorter answers are better
     samples = [
         Sample(
@@ -126,13 +127,6 @@ async def _answers(url: str, prompt: list[int]) -> list[Any]:
     async with SGLangClient(base_url=url) as client:
         settings = [SamplingParams(temperature=0.0, max_new_tokens=12), *[SamplingParams(max_new_tokens=12)] * 4]
         return await asyncio.gather(*(client.generate(prompt, sampling) for sampling in settings))
-
-
-def _greedy(model: Any, prompt: list[int], n: int) -> list[int]:
-    import torch
-
-    ids = torch.tensor([prompt])
-    return model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=n, do_sample=False)[0, -n:].tolist()
 
 
 def _score(url: str, sample: Sample) -> list[float]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import base64
 import json
 import os
 import threading
@@ -25,6 +24,7 @@ from agl_slime.report.page import write_report
 from agl_slime.report.read import RunReader
 from agl_slime.support.agl import NamedResources, Rollout
 from tests.harness.loop_thread import in_thread
+from tests.harness.report_runs import floats
 from tests.harness.scripted_engine import ScriptedEngine
 from tests.programs.agents.contract_agent import ByteTokenizer, ContractAgent
 
@@ -175,10 +175,8 @@ async def test_page_shows_the_rollouts_of_a_slime_run(engine: str, tmp_path: Pat
         line = json.loads(reader.rollout(rollout_id) or b"")
         (sample,) = line["samples"]
         assert line["outcome"] == "trained"
-        texts = [sample[f"{side}_log_probs"] for side in ("engine", "trainer")]
-        engine_s, trainer_s = (np.frombuffer(base64.b64decode(text), "<f4") for text in texts)
-        assert np.isfinite(engine_s).all()
-        assert np.isnan(trainer_s).all()  # slime does not report them
+        assert np.isfinite(floats(sample["engine_log_probs"])).all()
+        assert np.isnan(floats(sample["trainer_log_probs"])).all()  # slime does not report them
     assert page["kept"][0] in write_report([tmp_path / "run-2"]).read_text()
 
 

@@ -34,7 +34,6 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 FAULTS = Path(__file__).with_name("planted.jsonl")
-ROOMS = ("tokens", "data", "loop", "runner", "engine", "gateway", "train", "store", "support", "rehearse")
 # the tests of a room that do not stand in tests/<room>
 FOLDERS = {"rehearse": "tools/rehearse"}
 TIME_LIMIT_S = 300.0

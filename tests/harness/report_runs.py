@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import random
 from collections.abc import Sequence
 from pathlib import Path
@@ -23,6 +24,11 @@ from agl_slime.types import Sample
 HOSTILE = '<img src=x onerror="document.title=\'hacked\'"></script><script>document.title="hacked"</script>\u2028'
 EMOJI = "🦦" * 262_144  # a megabyte as UTF-8
 TOKENIZER = SimpleNamespace(decode=lambda ids: "".join(map(chr, ids)))
+
+
+def floats(text: str) -> np.ndarray:
+    """Log-probs or advantages of a kept rollout."""
+    return np.frombuffer(base64.b64decode(text), "<f4")
 
 
 def a_turn(prompt: str, answer: str, messages: Sequence[dict[str, Any]], **fields: Any) -> Turn:

@@ -48,3 +48,11 @@ def weights_restored(url: str, policy: Path) -> Iterator[None]:
         yield
     finally:
         asyncio.run(DiskWeightSync(base_url=url).push(str(policy), version))
+
+
+def run_of(directory: Path, policy: Path, url: str, **settings: Any) -> Path:
+    """The directory of a run without validations on a shared engine, which gets its weights back."""
+    paths = {"model_path": policy, "sglang_url": url, "output_dir": directory}
+    with weights_restored(url, policy):
+        train(**{"eval_interval": 0, **paths, **settings})
+    return directory

@@ -1,12 +1,8 @@
-"""Metrics, a recorder of events and a way to hide packages, for the tests of this room."""
+"""Metrics and a recorder of events, for the tests of this room."""
 
 from __future__ import annotations
 
-import importlib.machinery
-import importlib.util
 import math
-
-import pytest
 
 from agl_slime.events import Event, MetricValue
 
@@ -53,13 +49,3 @@ def row(iteration: int, **metrics: MetricValue) -> dict[str, MetricValue]:
         "weights/version": iteration,
     }
     return {**values, **metrics}
-
-
-def hide(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
-    """Make optional packages look as if they were not installed."""
-    real = importlib.util.find_spec
-
-    def find_spec(name: str, package: str | None = None) -> importlib.machinery.ModuleSpec | None:
-        return None if name in names else real(name, package)
-
-    monkeypatch.setattr("agl_slime.report.metrics.find_spec", find_spec)

@@ -23,7 +23,7 @@ from agl_slime.events import (
 )
 from agl_slime.report import RunDir, StandardReporters, TensorBoardWriter, open_run_dir, read_metrics
 from agl_slime.report.summary import ModelOfRun
-from tests.report.cases import hide, row
+from tests.report.cases import row
 
 
 def test_tensorboard_reads_the_log_and_a_resumed_run_replaces_points(tmp_path: Path) -> None:
@@ -112,7 +112,7 @@ def test_a_resumed_run_is_summed_up_as_a_whole(tmp_path: Path) -> None:
 def test_a_run_that_fails_at_once_without_tensorboard_has_a_summary(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    hide(monkeypatch, "tensorboard")
+    monkeypatch.setattr("agl_slime.report.metrics.find_spec", lambda name: None)
     directory = open_run_dir(tmp_path / "run", agent="a", settings={})
     text = run(directory, iterations=0, reason="SGLang is not reachable at http://127.0.0.1:1; start it")
     assert "stopped: SGLang is not reachable" in text

@@ -5,9 +5,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import signal
-import subprocess
-import sys
 import zlib
 from collections.abc import Mapping
 from pathlib import Path
@@ -119,22 +116,3 @@ def test_the_file_always_holds_each_iteration_once_in_order(
             expected.append(iteration)
     assert [row["iteration"] for row in read_metrics(path)] == expected
     assert [*broken_lines(path)] == []
-
-
-def test_handled_events_survive_sigkill(tmp_path: Path) -> None:
-    path = tmp_path / "metrics.jsonl"
-    program = (
-        "import sys, time\n"
-        "from agl_slime.events import IterationFinished\n"
-        "from agl_slime.report import Reporters, MetricsWriter\n"
-        "class Says:\n"
-        "    def handle(self, event): event.iteration == 50 and print('written', flush=True)\n"
-        "reporters = Reporters([MetricsWriter(sys.argv[1], warn=print), Says()])\n"
-        "for i in range(1, 51): reporters.handle(IterationFinished(iteration=i, metrics={'train/loss': i}))\n"
-        "time.sleep(60)\n"
-    )
-    with subprocess.Popen([sys.executable, "-c", program, str(path)], stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        assert process.stdout.readline() == "written\n"
-        process.send_signal(signal.SIGKILL)
-    assert [row["iteration"] for row in read_metrics(path)] == list(range(1, 51))

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import base64
 import re
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from agl_slime.report.files import iter_jsonl
 from agl_slime.report.page import write_report
 from tests.harness.browser import facts, heading, opened
+from tests.harness.report_runs import floats
 from tests.harness.train_process import train
 
 pytestmark = pytest.mark.browser
@@ -25,10 +24,6 @@ LISTEN = """() => {
 
 def kept_of(run: Path) -> dict[str, dict[str, Any]]:
     return {line["rollout_id"]: line for line in iter_jsonl(run / "rollouts.jsonl")}
-
-
-def floats(text: str) -> np.ndarray:
-    return np.frombuffer(base64.b64decode(text), "<f4")
 
 
 def hover_trained(page: Any, sample: dict[str, Any], offset: int) -> None:

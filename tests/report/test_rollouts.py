@@ -26,6 +26,7 @@ from agl_slime.report.files import IterationFile, RunDir, iter_jsonl
 from agl_slime.report.rollouts import Pieces, RolloutWriter, SizeBudget, choose_rollouts, describe_tokens
 from agl_slime.types import Sample
 from tests.harness.examples import examples
+from tests.harness.report_runs import floats
 from tests.harness.vocabularies import chat_tokenizer
 
 TOKENIZER = SimpleNamespace(decode=lambda ids: bytes(ids).decode("latin-1"))
@@ -89,20 +90,16 @@ def rows(path: Path, name: str = "rollouts") -> list[dict[str, Any]]:
     return list(iter_jsonl(file)) if file.exists() else []
 
 
-def unpacked(text: str, kind: str = "<f4") -> list[float]:
-    return np.frombuffer(base64.b64decode(text), kind).tolist()
-
-
 def test_each_value_is_at_its_token() -> None:
     scores = (np.array([-1, -2, -3], "f4"), np.array([5, 6, 7], "f4"))
     line = describe_tokens(a_sample(), Pieces(TOKENIZER), scores=scores)
     assert line["prompt_length"] == 3
     assert line["pieces"] == list("askwxyz")
-    assert unpacked(line["tokens"], "<i4") == list(b"askwxyz")
+    assert np.frombuffer(base64.b64decode(line["tokens"]), "<i4").tolist() == list(b"askwxyz")
     assert line["trained"] == [[0, 2], [3, 4]]
-    assert unpacked(line["engine_log_probs"]) == pytest.approx([-0.1, -0.2, NONE, -0.4], nan_ok=True)
-    assert unpacked(line["trainer_log_probs"]) == pytest.approx([-1, -2, NONE, -3], nan_ok=True)
-    assert unpacked(line["advantages"]) == pytest.approx([5, 6, NONE, 7], nan_ok=True)
+    assert floats(line["engine_log_probs"]) == pytest.approx([-0.1, -0.2, NONE, -0.4], nan_ok=True)
+    assert floats(line["trainer_log_probs"]) == pytest.approx([-1, -2, NONE, -3], nan_ok=True)
+    assert floats(line["advantages"]) == pytest.approx([5, 6, NONE, 7], nan_ok=True)
     assert line["weight_versions"] == [["3", 0, 2], ["4", 3, 4]]
     with pytest.raises(TraceError, match="the trainer 2"):
         describe_tokens(a_sample(), Pieces(TOKENIZER), scores=(np.zeros(2), np.zeros(2)))
@@ -121,7 +118,7 @@ def test_each_rollout_has_its_outcome(tmp_path: Path) -> None:
         "late": ("cancelled", "group_timeout"),
         "same": ("filtered", "zero_variance"),
     }
-    scores = unpacked(rows(tmp_path)[0]["samples"][0]["trainer_log_probs"])
+    scores = floats(rows(tmp_path)[0]["samples"][0]["trainer_log_probs"])
     assert scores == pytest.approx([0, 1, NONE, 2], nan_ok=True)
     first, second = rows(tmp_path, "groups")
     assert first["outcomes"] == ["trained", "failed", "cancelled"]
@@ -209,7 +206,7 @@ def test_a_group_that_was_ready_before_a_restart_is_there_once(tmp_path: Path) -
     tell(second, batch(3, waits), finished(3))
     (line,) = rows(tmp_path, "groups")
     assert (line["rollouts"], line["outcomes"], line["iteration"]) == (["waits"], ["trained"], 3)
-    assert unpacked(rows(tmp_path)[0]["samples"][0]["trainer_log_probs"])[:2] == [0.0, 1.0]
+    assert floats(rows(tmp_path)[0]["samples"][0]["trainer_log_probs"])[:2].tolist() == [0.0, 1.0]
     # a group that was written without its fate is written once
     tell(second, batch(4, written), finished(4))
     second.close()

@@ -57,12 +57,9 @@ def validation(*tasks: tuple[float | None, ...], first: Any = None) -> dict[str,
     members = []
     for task, rewards in enumerate(tasks):
         for number, reward in enumerate(rewards):
-            about = {
-                "rollout_id": f"{task}-{number}",
-                "group_id": f"{task}-{number}",
-                "failure": "x" if reward is None else None,
-            }
-            members.append(MemberResult(mode="val", reward=reward, task={"n": task}, **about))  # type: ignore[arg-type]
+            name, failure = f"{task}-{number}", "x" if reward is None else None
+            about: dict[str, Any] = {"rollout_id": name, "group_id": name, "task": {"n": task}, "failure": failure}
+            members.append(MemberResult(mode="val", reward=reward, **about))
     return eval_metrics(members, first=first)
 
 

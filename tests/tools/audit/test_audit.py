@@ -16,8 +16,8 @@ from agl_slime.cli.main import main
 from agl_slime.report.audit import audit
 from agl_slime.report.audit.weights import missing_checkpoints
 from tests.harness.engine_servers import engine_in_thread
+from tests.harness.training import needs_torch, run_of
 from tests.tools.audit.mutations import JSONL, LOSSES, damage, lie, lose
-from tests.tools.runs import needs_torch, run_of
 
 pytestmark = needs_torch
 

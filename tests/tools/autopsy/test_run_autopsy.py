@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import itertools
 from functools import partial
 from pathlib import Path
@@ -16,16 +15,19 @@ from agl_slime.engine.scoring import ScoringClient
 from agl_slime.errors import EngineServerError
 from agl_slime.report import read_metrics
 from agl_slime.report.alarms import Alarm, find_alarms
-from tests.tools.runs import needs_torch, run_of
+from tests.harness import training
+from tests.harness.training import needs_torch, weights_restored
 
 pytestmark = needs_torch
 
 
 def trained(directory: Path, policy: Path, url: str, **settings: Any) -> tuple[list[dict[str, Any]], list[Alarm], str]:
     """The lines of metrics.jsonl of a run of two iterations, the alarms of mismatches, and the output."""
-    out, settings = io.StringIO(), {"num_iterations": 2, "rollout_batch_size": 4, **settings}
-    rows = read_metrics(run_of(directory, policy, url, out=out, **settings) / "metrics.jsonl")
-    return rows, [alarm for alarm in find_alarms(rows, []) if alarm.kind == "mismatch"], out.getvalue()
+    settings = {"num_iterations": 2, "rollout_batch_size": 4, "eval_interval": 0, **settings}
+    with weights_restored(url, policy):
+        out = training.train(model_path=policy, sglang_url=url, output_dir=directory, **settings)
+    rows = read_metrics(directory / "metrics.jsonl")
+    return rows, [alarm for alarm in find_alarms(rows, []) if alarm.kind == "mismatch"], out
 
 
 @pytest.fixture
@@ -49,7 +51,7 @@ def test_weights_that_came_late_are_named(train: Any, monkeypatch: pytest.Monkey
     push = DiskWeightSync.push
 
     async def late(self: DiskWeightSync, path: str, version: str) -> None:
-        previous = Path(path).with_name(f"v{int(version) - 1:06d}")
+        previous = Path(path).with_name(f"v{int(version) - 1:06d}" if version.isdigit() else "none")
         await push(self, str(previous if previous.exists() else path), version)
 
     monkeypatch.setattr(DiskWeightSync, "push", late)

@@ -18,7 +18,7 @@ from agl_slime.cli.evaluate import EvalConfig, prepare, run_evaluation
 from agl_slime.cli.settings import command_config
 from agl_slime.errors import ConfigError, LoopError
 from agl_slime.report.files import iter_jsonl
-from tests.tools.runs import needs_torch
+from tests.harness.training import needs_torch
 
 pytestmark = needs_torch
 

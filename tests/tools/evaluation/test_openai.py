@@ -15,8 +15,8 @@ from agl_slime.cli.settings import command_config
 from agl_slime.errors import ConfigError
 from agl_slime.report.files import iter_jsonl
 from tests.agent.test_multi_turn_api import serving
+from tests.harness.training import needs_torch
 from tests.tools.evaluation.test_evaluation import evaluate
-from tests.tools.runs import needs_torch
 
 pytestmark = needs_torch
 

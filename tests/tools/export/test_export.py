@@ -13,7 +13,7 @@ from agl_slime.cli.export import dpo_rows, export_run, sft_rows
 from agl_slime.cli.main import main
 from agl_slime.errors import ConfigError
 from agl_slime.report.files import iter_jsonl
-from tests.tools.runs import run_of
+from tests.harness.training import run_of
 
 
 def rollout(group: str, reward: float | None, *answers: str, name: str = "") -> dict[str, Any]:

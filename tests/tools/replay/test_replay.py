@@ -22,7 +22,7 @@ from agl_slime.train.local import LocalTrainerSettings
 from agl_slime.types import Sample
 from tests.harness.trainer_policy import make_model, make_samples
 from tests.harness.trainers import trainer
-from tests.tools.runs import needs_torch
+from tests.harness.training import needs_torch
 
 pytestmark = needs_torch
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from agl_slime.cli.replay import ReplayConfig, main, replay
-from tests.tools.runs import needs_torch, run_of
+from tests.harness.training import needs_torch, run_of
 
 pytestmark = needs_torch
 

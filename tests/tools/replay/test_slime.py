@@ -20,7 +20,7 @@ from tests.harness.slime_dumps import write_dump
 from tests.harness.slime_programs import require_slime, run_program
 from tests.harness.trainer_policy import make_model, make_samples, response_log_probs
 from tests.harness.trainers import gradient
-from tests.tools.runs import needs_torch
+from tests.harness.training import needs_torch
 
 pytestmark = needs_torch
 

@@ -13,7 +13,7 @@ from agl_slime.data.results import MemberResult
 from agl_slime.errors import ConfigError
 from agl_slime.tokens.trajectory import Trajectory
 from agl_slime.tokens.turn import Turn
-from tests.tools.runs import needs_torch
+from tests.harness.training import needs_torch
 
 pytestmark = needs_torch
 

@@ -179,14 +179,8 @@ def test_staleness_is_that_of_the_sampled_tokens():
 
 
 def test_args_come_before_the_environment_and_slimes_flags_fill_the_rest():
-    args = Namespace(
-        agl_store_url="http://127.0.0.1:1",
-        sglang_router_ip="127.0.0.1",
-        sglang_router_port=3000,
-        hf_checkpoint="/model",
-        rollout_temperature=0.8,
-        rollout_max_response_len=64,
-    )
+    args = Namespace(agl_store_url="http://127.0.0.1:1", sglang_router_ip="127.0.0.1", sglang_router_port=3000)
+    args.hf_checkpoint, args.rollout_temperature, args.rollout_max_response_len = "/model", 0.8, 64
     settings = PluginSettings.from_args(args, {"AGL_SLIME_STORE_URL": "http://other:1", "AGL_SLIME_GET_TIMEOUT_S": "5"})
     urls = ("http://127.0.0.1:1", "http://127.0.0.1:3000")
     assert (settings.store_url, settings.llm_url, settings.get_timeout_s) == (*urls, 5.0)
@@ -216,13 +210,8 @@ def test_the_plan_of_a_controller_is_the_loops(variables: Any, monkeypatch: pyte
     monkeypatch.delenv("AGL_CONTROLLER_PYTHON", raising=False)
     args = Namespace(agl_runners="controller", agl_agent="a:B", agl_env_map=variables, agl_controller_port=4711)
     settings = PluginSettings.from_args(args, {})
-    config = train_config(
-        runners="controller",
-        agent="a:B",
-        env_map=("A=input.a", "B=input.b"),
-        controller_port=4711,
-        tasks=tmp_path / "tasks.jsonl",
-    )
+    loops: dict[str, Any] = {"runners": "controller", "agent": "a:B", "tasks": tmp_path / "tasks.jsonl"}
+    config = train_config(**loops, env_map=("A=input.a", "B=input.b"), controller_port=4711)
     assert settings.connected
     assert settings.loop.max_attempts == 1
     plan = settings.plan()
@@ -256,11 +245,9 @@ CONTROLLER = {"RUNNERS": "controller", "AGENT": "a:B"}
         ({**CONTROLLER, "CONTROLLER_HOST": "0.0.0.0"}, "AGL_KEY"),
         ({**CONTROLLER, "MAX_ATTEMPTS": "2"}, "agl_max_attempts 2: a controller runs one attempt"),
         ({**CONTROLLER, "CONTROLLER_PORT": "70000"}, "^agl_controller_port must be from 0.* to 65535, got 70000$"),
-        ({"CONTROLLER_PORT": "high"}, "^agl_controller_port is 'high': "),
         ({"ENV_MAP": "A"}, "^env_map A=: expected NAME=input.path"),
         ({"GET_TIMEOUT_S": "soon"}, "agl_get_timeout_s is 'soon'"),
         ({"GROUP_TIMEOUT_S": "0"}, "^agl_group_timeout_s must be above 0 seconds or None, got 0.0$"),
-        ({"DROP_ZERO_VARIANCE": "perhaps"}, "agl_drop_zero_variance is 'perhaps'"),
     ],
 )
 def test_a_setting_that_cannot_be_used_is_named(variables: dict[str, str], text: str):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import json
 from pathlib import Path
 from statistics import fmean
@@ -14,6 +13,7 @@ import pytest
 from agl_slime.cli.replay import ReplayConfig
 from agl_slime.cli.replay_slime import replay_dump
 from agl_slime.report.read import RunReader
+from tests.harness.report_runs import floats
 from tests.harness.slime_programs import require_slime, run_program
 
 STEPS = 12
@@ -46,9 +46,7 @@ def _report_shows(dump: Path, policy: Path, rewards: list[float]) -> None:
     assert any("settings" in sentence for sentence in page["absent"])  # slime does not write them
     rollout = json.loads(reader.rollout(page["kept"][-1]) or b"")
     (sample,) = rollout["samples"]
-    engine, trainer = (
-        np.frombuffer(base64.b64decode(sample[f"{name}_log_probs"]), "<f4") for name in ("engine", "trainer")
-    )
+    engine, trainer = (floats(sample[f"{name}_log_probs"]) for name in ("engine", "trainer"))
     assert np.isfinite(engine).sum() == rollout["tokens"] > 0
     np.testing.assert_allclose(trainer, engine, atol=1e-4)
     assert {"assistant", "environment"} <= {message["role"] for message in rollout["messages"]}

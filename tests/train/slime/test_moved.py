@@ -10,12 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.harness.slime_programs import (
-    REPOSITORY,
-    finish_guarded,
-    run_guarded,
-    start_guarded,
-)
+from tests.harness.slime_programs import REPOSITORY, finish_guarded, run_guarded, start_guarded
 
 # The least that the hooks look for: module and source.
 _LEAST = {

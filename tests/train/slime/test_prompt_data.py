@@ -57,13 +57,7 @@ def read(path: Any, **keys: Any) -> list[dict[str, Any]]:
 def test_a_slice_of_a_file_is_as_of_a_list(write: Any, tmp_path: Path):
     file = write(tmp_path / f"tasks.{write.__name__}", *({"n": n, "text": "a\u2028b"} for n in range(8)))
     numbers = [*range(8)]
-    for part, expected in (
-        ("", numbers),
-        ("@[0:3]", numbers[0:3]),
-        ("@[5:]", numbers[5:]),
-        ("@[:-6]", numbers[:-6]),
-        ("@[-2:]", numbers[-2:]),
-    ):
+    for part, expected in (("", numbers), ("@[0:3]", numbers[0:3]), ("@[:-6]", numbers[:-6]), ("@[-2:]", numbers[-2:])):
         assert [task["n"] for task in read_tasks(f"{file}{part}")] == expected
         assert [row["n"] for _, row in read_rows(f"{file}{part}", flag="--x")] == expected
     assert len({digest(file), digest(f"{file}@[0:1]"), digest(f"{file}@[1:]")}) == 3
@@ -156,10 +150,8 @@ def test_geo3k_images_take_the_place_of_their_marks(form: str, tmp_path: Path):
         ({"q": "?"}, {"input_key": "question"}, "line 1: there is no 'question', which --input-key names; it has q"),
         ({"input": "?"}, {"label_key": "label"}, "there is no 'label', which --label-key names"),
         ({"input": "?", "tools": "{"}, {}, "line 1: tools is not JSON"),
-        ({"input": "?", "tools": {"a": 1}}, {}, "tools is no list of tools, but dict"),
         ({"input": "?", "i": ["x"]}, {"multimodal_keys": {"image": "i"}}, "image x is neither a file nor base64"),
         ({"input": "?", "i": [URI]}, {"multimodal_keys": {"image": "i"}}, "has 0 times <image>, and the row 1 images"),
-        ({"input": "<image>"}, {"multimodal_keys": {"image": "i"}}, "has 1 times <image>, and the row 0 images"),
         ({"input": "?"}, {"multimodal_keys": {"video": "v"}}, "--multimodal-keys names 'video': .* images alone"),
         (["?"], {}, "line 1: expected an object, got list"),
     ],
