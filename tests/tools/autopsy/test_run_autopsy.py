@@ -75,9 +75,3 @@ def test_an_engine_that_does_not_score_costs_only_its_figures(train: Any, monkey
     rows, alarms, _ = train(num_iterations=1)
     assert (figures(rows, "decode"), alarms) == ([], [])
     assert figures(rows, "sampler")[0] < 1e-4
-
-
-def test_without_turns_nothing_is_scored(train: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ScoringClient, "_send", None)
-    rows, _, _ = train(autopsy=0, num_iterations=1)
-    assert not [name for name in rows[0] if name.startswith("autopsy")]

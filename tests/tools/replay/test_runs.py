@@ -23,6 +23,7 @@ def test_a_step_of_a_run_is_retrained_with_another_reward(
     """New rewards differ between rollouts, so that the gradient changes whatever was sampled; the loss is 0 where all
     answers have one length. The run's learning rate follows from the model's size."""
     run = run_of(tmp_path / "run", policy_dir, embedded_engine, num_iterations=2, **FEW)
+    assert "autopsy/" not in (run / "metrics.jsonl").read_text()  # with --autopsy 0 nothing is scored again
     (tmp_path / "mine.py").write_text("def number(line):\n    return hash(line['rollout_id']) / 2**64\n")
     result = replay(ReplayConfig(run_dir=run, step=2, reward=f"{tmp_path / 'mine.py'}:number"))
     assert result.difference == 0.0

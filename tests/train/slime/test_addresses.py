@@ -52,10 +52,7 @@ def test_slimes_settings_of_the_gateway_reach_the_runners() -> None:
     ("args", "text"),
     [
         ({"agl_gateway_public_url": "http://h"}, "_url http://h leads to one port: set agl_gateway_port"),
-        (
-            {"agl_gateway_public_url": "http://h", "agl_runners": "controller"},
-            "agl_gateway_public_url http://h leads to one port: set agl_controller_port",
-        ),
+        ({"agl_gateway_public_url": "http://h", "agl_runners": "controller"}, "one port: set agl_controller_port"),
         ({"agl_gateway_port": 80, "agl_runners": "ray:2"}, "agl_gateway_port 80: each runner of ray:2 has a gateway"),
         ({"agl_gateway_public_url": "h:80"}, "agl_gateway_public_url is 'h:80'"),
     ],
