@@ -62,6 +62,7 @@ def test_unsupported_parameters_are_refused(params: dict[str, Any], message: str
         {"input_ids": [1], "sampling_params": [{}, {}]},
         {"input_ids": [[1], [2]], "sampling_params": [{"n": 1}, {"n": 2}]},
         {"input_ids": [1], "sampling_params": {"n": 0}},
+        {"input_ids": [[1], [2]], "sampling_params": {"n": 2049}},  # more than 4096 sequences
         {"input_ids": [[1], [2]], "rid": ["a", "a"]},
         {"input_ids": [1], "rid": 3},
         {"input_ids": [[1], [2]], "return_logprob": [True]},

@@ -129,6 +129,17 @@ async def test_attempts_share_their_tools_and_keep_no_message_bytes(
     assert len(request.raw) + len(request.tail) < 1_000
 
 
+async def test_a_new_conversation_of_an_attempt_takes_the_oldest_ones_place() -> None:
+    bodies, path, protocol = Bodies(), "/chat/completions", ChatCompletions()
+    for word in "abcdef":
+        messages = [user(word)]
+        for resumed in (False, False, True, True):
+            request = bodies.look(path, json.dumps({"messages": messages}).encode())
+            assert (request.previous is not None) is resumed
+            await bodies.read(request, protocol, NOTHING_KEPT)
+            messages += [assistant("b"), user("c")]
+
+
 class Resending(Audit):
     """Its client sends most of the history in the same bytes each time."""
 

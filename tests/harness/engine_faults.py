@@ -35,14 +35,16 @@ class Fault:
 
 @dataclass(frozen=True)
 class Status(Fault):
-    """An error status, in SGLang's form; ``retry_after`` sets the header of that name."""
+    """An error status, in SGLang's form, or a redirect to /health; ``retry_after`` sets the header of that name."""
 
     status: int
     message: str = "scripted failure"
     retry_after: str | None = None
 
     async def apply(self, engine: ScriptedEngine, request: web.Request, answer: Answer) -> web.StreamResponse:
-        headers = {"Retry-After": self.retry_after} if self.retry_after is not None else None
+        headers = {"Retry-After": self.retry_after} if self.retry_after is not None else {}
+        if 300 <= self.status < 400:
+            headers["Location"] = "/health"
         return web.json_response({"error": {"message": self.message}}, status=self.status, headers=headers)
 
 

@@ -80,9 +80,10 @@ def test_missing_experts_or_nuclei_and_another_shape_name_the_fix() -> None:
     assert sampling.to_payload()["custom_params"] == {"return_top_p_token_ids": True}
     with pytest.raises(EngineProtocolError, match=r"sglang-top_p\.patch"):
         parsed([5], request((1,), sampling))
-    ragged = {"top_p_token_ids": packed([5, 6]), "top_p_token_offsets": packed([0, 1])}
-    with pytest.raises(EngineProtocolError, match="top_p_token_offsets"):
-        parsed([5], request((1,), sampling), **ragged)
+    for offsets in ([0, 1], [0, 1, 2], [1, 2]):
+        ragged = {"top_p_token_ids": packed([5, 6]), "top_p_token_offsets": packed(offsets)}
+        with pytest.raises(EngineProtocolError, match="top_p_token_offsets"):
+            parsed([5], request((1,), sampling), **ragged)
 
 
 def test_experts_begin_at_the_requested_row_in_the_smallest_type() -> None:

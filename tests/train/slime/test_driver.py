@@ -5,12 +5,14 @@ from __future__ import annotations
 import runpy
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from agl_slime.errors import UnknownVersionError
 from agl_slime.train.slime.trainer import SlimeTrainer, parse_slime_args, require_slime
+from agl_slime.train.slime.versions import RolloutSide, normalizes_by_group
 from tests.harness import slime_programs
 from tests.programs.slime.standins import driver
 from tests.train.slime.fake_ray import FakeRay
@@ -145,3 +147,21 @@ def test_a_driver_of_another_shape_is_one_sentence(shape: str, ray: FakeRay, mon
     monkeypatch.setattr(module, "create_rollout_manager", lambda args, cluster: None)
     with pytest.raises(UnknownVersionError, match=r"create_rollout_manager of slime .* takes \(args, cluster\)"):
         require_slime()
+    startups = [SimpleNamespace(manager=None), SimpleNamespace(close=None)]
+    monkeypatch.setattr(module, "create_rollout_manager", lambda args, restore_plan: startups.pop())
+    while startups:
+        with pytest.raises(UnknownVersionError, match="returned a SimpleNamespace without manager or close"):
+            RolloutSide(None).start()
+
+
+def test_whether_slime_normalises_rewards_by_group_is_tried(monkeypatch: pytest.MonkeyPatch):
+    use("main", monkeypatch)
+    assert normalizes_by_group() is False  # no BatchBuilder
+    builder = SimpleNamespace()
+    monkeypatch.setitem(sys.modules, "slime.data.batch_builder", SimpleNamespace(BatchBuilder=lambda args: builder))
+    for rewards, by_group in (([-1.0, -1.0, 1.0, 1.0], True), ([-0.5, 0.5, -0.5, 0.5], False)):
+        builder._post_process_rewards = lambda samples, rewards=rewards: ([0.0, 1.0, 2.0, 3.0], rewards)
+        assert normalizes_by_group() is by_group
+    del builder._post_process_rewards
+    with pytest.raises(UnknownVersionError, match=r"BatchBuilder of slime .* cannot normalise a test batch"):
+        normalizes_by_group()
