@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import aiohttp
+import orjson
 import pytest
 from aiohttp import web
 from hypothesis import HealthCheck, given, settings
@@ -19,9 +20,9 @@ from agl_slime.errors import ConfigError, DataSourceError
 from agl_slime.store.bridge import BridgeStore, check_sendable
 from agl_slime.store.client import RemoteStore
 from agl_slime.store.feed import CANCELLED_PATH, FEED_PATH, FeedPosition, FinishedFeed
-from agl_slime.store.server import BATCH_PATH, StoreService, execute_batch
+from agl_slime.store.server import BATCH_PATH, TOKEN_VARIABLE, StoreService, execute_batch, served
 from agl_slime.support.agl import EnqueueRolloutRequest
-from agl_slime.support.http import listening
+from agl_slime.support.http import INLINE_PARSE_BYTES, listening
 from agl_slime.support.threads import run_in_thread
 from tests.harness.examples import examples
 from tests.harness.stores import execute
@@ -54,7 +55,11 @@ async def test_a_web_page_cannot_reach_a_store_without_a_token(path: str):
             assert (await post(service.url, FEED_PATH, b"{}", Host=host))[0] == 200
 
 
-async def test_with_a_token_the_token_decides():
+async def test_with_a_token_the_token_decides(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.delenv(TOKEN_VARIABLE, raising=False)
+    with served(BridgeStore()) as (url, token):  # for worker processes, with a random one
+        for sent, expected in ((f"Bearer {token}", 200), ("Bearer ", 401)):
+            assert (await post(url, FEED_PATH, b"{}", Authorization=sent))[0] == expected
     with StoreService(store=BridgeStore(), token="secret") as service:
         headers = {"Host": "trainer.cluster:4747", "Authorization": "Bearer secret"}
         assert (await post(service.url, FEED_PATH, b"{}", **headers))[0] == 200
@@ -150,7 +155,12 @@ async def test_requests_are_served_while_a_large_batch_is_executed(
     span |= {"status": {"status_code": "OK"}, "resource": {"attributes": {}, "schema_url": ""}, "attributes": {}}
     span |= dict.fromkeys(("parent_id", "context", "parent", "start_time", "end_time")) | {"events": [], "links": []}
     calls = [{"op": "spans", "spans": [span] * spans_of_a_call}] * max(1, 20_000 // spans_of_a_call)
-    executing, ended, served = threading.Event(), asyncio.Event(), 0
+    executing, ended, answered = threading.Event(), asyncio.Event(), 0
+    loads, parsing = orjson.loads, dict[bool, int]()
+
+    def noted_loads(raw: bytes) -> Any:
+        parsing[len(raw) > INLINE_PARSE_BYTES] = threading.get_ident()
+        return loads(raw)
 
     async def noted(store: BridgeStore, body: object) -> bytes:
         executing.set()
@@ -160,21 +170,23 @@ async def test_requests_are_served_while_a_large_batch_is_executed(
             executing.clear()
 
     monkeypatch.setattr("agl_slime.store.server.execute_batch", noted)
+    monkeypatch.setattr(orjson, "loads", noted_loads)
     with StoreService(store=BridgeStore()) as service:
 
         async def look() -> None:
-            nonlocal served
+            nonlocal answered
             while not ended.is_set():
                 started = executing.is_set()
                 assert (await post(service.url, FEED_PATH, b"{}"))[0] == 200
-                served += started and executing.is_set()
+                answered += started and executing.is_set()
 
         looking = asyncio.ensure_future(look())
         status, text = await post(service.url, BATCH_PATH, json.dumps({"calls": calls}).encode())
         ended.set()
         await looking
     assert (status, len(json.loads(text)["results"])) == (200, len(calls))
-    assert served >= 3
+    assert answered >= 3
+    assert parsing[True] != parsing[False]  # small bodies are parsed on the event loop
 
 
 ODD = [

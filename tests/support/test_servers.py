@@ -141,16 +141,19 @@ async def test_a_request_that_stays_half_open_is_cut_off(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["application", "store"])
-async def test_a_slow_body_that_keeps_arriving_is_read_and_followers_may_wait(kind: str) -> None:
-    async def slow() -> AsyncIterator[bytes]:
+async def test_a_slow_body_is_read_or_cut_off_and_followers_may_wait(kind: str) -> None:
+    async def slow(piece: bytes) -> AsyncIterator[bytes]:
         for _ in range(40):  # 1.2 s in all, longer than the limit of a stall
-            yield b" " * 2000
+            yield piece
             await asyncio.sleep(0.03)
         yield b'{"calls":[]}'
 
     async with impatient(kind, 0.8) as url, aiohttp.ClientSession(url) as session:
-        async with session.post(BATCH_PATH, data=slow()) as answer:
+        cut = asyncio.ensure_future(session.post(BATCH_PATH, data=slow(b" ")))
+        async with session.post(BATCH_PATH, data=slow(b" " * 2000)) as answer:
             assert (answer.status, await answer.json()) == (200, {"results": []})
+        with pytest.raises(aiohttp.ClientError):
+            await cut
         if kind == "store":
             async with session.post(FEED_PATH, json={"wait_s": 1.2}) as answer:
                 assert answer.status == 200

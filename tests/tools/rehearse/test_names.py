@@ -15,6 +15,7 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     """The name of a module in the working directory, which has a class ``Agent``."""
     (tmp_path / "my_rehearsed_agents.py").write_text("class Agent: ...\n")
     (tmp_path / "my_broken_agents.py").write_text("raise RuntimeError('no GPU')\n")
+    (tmp_path / "my_program.py").write_text("raise SystemExit(2)\n")
     (tmp_path / "my_package").mkdir()
     (tmp_path / "my_package" / "inner.py").write_text("import none_of_this\n")
     monkeypatch.chdir(tmp_path)
@@ -37,6 +38,8 @@ def test_an_existing_name_resolves(module: str) -> None:
         ("my_rehearsed_agents:Judge", "AttributeError", ""),
         ("my_package.inner.generate", "ModuleNotFoundError: No module named 'none_of_this'", ""),
         ("my_broken_agents.py:Agent", "RuntimeError: no GPU", ""),
+        ("my_program.py:Agent", "SystemExit: 2", ""),
+        ("my_program:Agent", "SystemExit: 2", ""),
     ],
 )
 def test_an_unresolved_name_has_its_reason_and_the_nearest(code: str, why: str, near: str, module: str) -> None:

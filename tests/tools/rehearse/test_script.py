@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import socket
+import sys
 import time
 from functools import partial
 from pathlib import Path
@@ -13,10 +15,10 @@ from typing import Any
 import psutil
 import pytest
 
-from agl_slime.errors import ConfigError
+from agl_slime.errors import ConfigError, MissingDependencyError
 from agl_slime.rehearse import box, script
 from agl_slime.rehearse.checks import OURS, Nodes, check, check_script
-from agl_slime.rehearse.parsing import Parsed
+from agl_slime.rehearse.parsing import Parsed, parse
 from agl_slime.rehearse.script import PLACE, Command, Played, Training
 from tests.harness.waiting import becomes_true
 
@@ -100,13 +102,15 @@ def test_stubs_stand_before_a_path_that_the_script_extends(tmp_path: Path, scrat
     real.mkdir()
     (real / "python3").write_text(f"#!/bin/sh\ntouch {scratch}/harm\n")
     (real / "python3").chmod(0o755)
-    script = write(tmp_path, HEAD + f"export PATH={real}:$PATH\npython3 train.py --lr 1\nrm -rf {scratch}/kept\n")
+    calls = "; ".join(f"{name} http://127.0.0.1:1" for name in ("curl", "wget", "docker", "git"))
+    script = write(tmp_path, HEAD + f"export PATH={real}:$PATH\n{calls}\npython3 train.py\nrm -rf {scratch}/kept\n")
     (scratch / "kept").touch()
     played = play(script, gpus=8, scratch=scratch)
     assert played.training is not None
     assert not played.training.submitted
     assert (scratch / "kept").exists()
     assert not (scratch / "harm").exists()
+    assert "; ".join(" ".join(one.argv) for one in played.commands if "http://127.0.0.1:1" in one.argv) == calls
 
 
 def test_a_computation_in_python_is_done(tmp_path: Path, scratch: Path):
@@ -397,9 +401,10 @@ def test_files_are_looked_for_where_the_script_starts_training(tmp_path: Path):
 
 def test_faults_of_the_asynchronous_driver():
     assert "train_async.py refuses --colocate: use train.py" in findings(script="train_async.py")[0]
-    behind = {**HOOKED, **APART, "agl_max_staleness": 1, "use_tis": True, "update_weights_interval": 2}
-    assert "set 2 or more" in findings(script="train_async.py", **behind)[0]
-    assert findings(script="train_async.py", **{**behind, "agl_max_staleness": 2}) == []
+    behind = {**HOOKED, **APART, "use_tis": True, "update_weights_interval": 2}
+    for limit in (0, 1):
+        assert "set 2 or more" in findings(script="train_async.py", agl_max_staleness=limit, **behind)[0]
+    assert findings(script="train_async.py", agl_max_staleness=2, **behind) == []
 
 
 def test_faults_of_several_nodes():
@@ -424,6 +429,19 @@ def test_names_that_do_not_resolve():
         "agl_agent a:B cannot be imported (AttributeError: none): did you mean a:C?",
         "agl_agnt is no setting and has no effect: did you mean agl_agent?",
     ]
+
+
+def test_the_parsers_answer_is_read_and_a_python_without_slime_named(tmp_path: Path, scratch: Path):
+    (tmp_path / "slime" / "utils").mkdir(parents=True)
+    (tmp_path / "slime" / "utils" / "arguments.py").write_text("import none_of_this\n")
+    training = Training("train.py", ("--lr=1", "--seeed=4", "--seed", "1"), {}, str(tmp_path), submitted=True)
+    parsing = partial(parse, training, slime_dir=tmp_path, scratch=scratch, sandbox=not NO_BOX)
+    with pytest.raises(MissingDependencyError, match="No module named 'none_of_this'; give --python"):
+        parsing(python=sys.executable)
+    answer = {"args": None, "options": ["--lr", "--seed"], "real": ["megatron.training", "sglang.srt"], "refused": []}
+    (python := tmp_path / "python").write_text(f"#!/bin/sh\necho '{json.dumps(answer)}' >> $3\n")
+    python.chmod(0o755)
+    assert parsing(python=str(python)).ignored == {"--seeed": "--seed"}
 
 
 def test_the_script_around_the_training_command(tmp_path: Path, scratch: Path):

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from agl_slime.errors import MissingDependencyError, UnknownVersionError
+from agl_slime.support import slime
 from tests.harness.slime_programs import REPOSITORY, finish_guarded, run_guarded, start_guarded
 
 # The least that the hooks look for: module and source.
@@ -79,6 +81,18 @@ def test_a_slime_whose_samples_have_no_id_for_siblings_is_refused(tmp_path: Path
     code, output = run_guarded([sys.executable, *_ENTRIES["hooks"]], timeout_s=_LIMIT_S, env=env)
     assert code == 1
     assert "has no rollout_id, new in v0.3.1; supported are v0.3.1," in output
+
+
+def test_a_missing_dependency_is_no_older_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    (tmp_path / "needy_slime.py").write_text("import none_of_this\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    for place, error, text in (
+        ("needy_slime", MissingDependencyError, "needs none_of_this, which is not installed"),
+        ("older_slime.utils", UnknownVersionError, "has no pop_oldest: looked for it in older_slime.utils"),
+    ):
+        monkeypatch.setitem(slime._PLACES, "pop_oldest", (place,))
+        with pytest.raises(error, match=text):
+            slime.find("pop_oldest")
 
 
 @pytest.mark.parametrize("newer", [False, True])
