@@ -74,6 +74,7 @@ async def test_results_come_as_they_end_under_a_limit_in_flight(case: Case) -> N
         members.append((member.rollout_id, member.failure))
     assert members == [(case.ids[1], None), (case.ids[0], "no_reward"), (case.ids[2], None)]
     assert [result async for result in results] == []
+    assert case.source.ingestor.on_end == {}  # a restart of the store calls what is left
     assert counts_of(case.source) == {Outcome.VALIDATED: 2, Outcome.FAILED: 1}
 
 

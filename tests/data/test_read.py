@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import pytest
 
 from agl_slime.data.read import collect
+from agl_slime.errors import RolloutError
 from agl_slime.store.bridge import BridgeStore
 from agl_slime.tokens import attributes as names
 from agl_slime.tokens.span_codec import TurnEncoder
@@ -56,3 +58,13 @@ async def test_invalid_token_count_is_not_counted(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(TurnEncoder, "encode", lambda *turn: {**encode(*turn), names.USAGE_OUTPUT_TOKENS: count})
     member = await read()
     assert (member.turns, member.sampled_tokens) == (1, sampled)
+
+
+async def test_only_a_large_trace_is_converted_off_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    def convert(*_: Any, **__: Any) -> None:
+        raise RolloutError("converted", reason=threading.current_thread().name)
+
+    monkeypatch.setattr("agl_slime.data.read.convert_rollout", convert)
+    for limit, thread in ((200_000, threading.current_thread().name), (0, "agl-slime-worker")):
+        monkeypatch.setattr("agl_slime.data.read._HEAVY_TRACE_CHARS", limit)
+        assert (await read()).failure == thread

@@ -189,22 +189,25 @@ class Enqueued(BridgeStore):
             assert self._changed.wait_for(lambda: len(self._tasks) >= n, 30)
 
 
-def test_an_interrupted_group_without_a_place_gets_a_new_age(engine: ScriptedEngine) -> None:
-    """Tasks without an end are drawn first, in their order; the interrupted one comes after two steps. Each step waits
-    until all places are taken."""
+def test_an_interrupted_group_keeps_its_age_unless_it_had_no_place(engine: ScriptedEngine) -> None:
+    """Tasks without an end are drawn first, in their order; of the interrupted ones, 0 comes at once and 8 after two
+    steps. Each step waits until all places are taken."""
     saved: list[LoopState] = []
+    ages: list[int | None] = []
     enqueued, steps = Enqueued(), count()
 
     def train(iteration: int) -> Any:
         enqueued.wait(min(12, 6 + 2 * next(steps)))
+        ages.append(case.loop._schedule.admitted().get("0"))
         return case.trainer(iteration)
 
-    start = LoopState(iteration=4, version="4", admitted={"8": 4})
+    start = LoopState(iteration=4, version="4", admitted={"0": 3, "8": 4})
     settings: dict[str, Any] = {"rollout_batch_size": 2, "max_staleness": 2, "save_interval": 1, "num_iterations": 10}
     settings |= {"start": start, "save": saved.append, "store": enqueued, "train": train}
     with LoopCase(agent=HelloAgent(), url=engine.url, **settings) as case:
         case.loop.run()
     assert {state.admitted["8"] for state in saved if "8" in state.admitted} == {6}
+    assert {*ages} - {None} == {3}
 
 
 def test_training_tasks_resume_in_place_when_validation_is_turned_off(engine: ScriptedEngine) -> None:

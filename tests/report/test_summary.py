@@ -78,6 +78,7 @@ def test_validation_has_an_interval_of_its_tasks_without_failures() -> None:
     assert "val/difference" not in metrics
     single = validation((1.0,))
     assert (single["val/reward_low"], single["val/reward_high"]) == (None, None)
+    assert collect_metrics([], collect_s=1.0)["rollout/reward_mean"] is validation((None,))["val/reward_mean"] is None
 
 
 def test_a_validation_is_compared_with_the_first_task_by_task() -> None:

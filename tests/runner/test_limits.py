@@ -49,19 +49,25 @@ async def test_sync_agents_are_bounded_by_their_threads() -> None:
     assert together.most == 5
 
 
-async def test_hanging_sync_agents_are_abandoned_and_others_continue() -> None:
-    release = threading.Event()
+async def test_hanging_sync_agents_are_abandoned_and_take_the_places_of_others() -> None:
+    """Of two places, two threads may hang besides; the third takes a place."""
+    release, together = threading.Event(), Concurrency()
 
     def work(task: int) -> float:
-        if task < 2:
+        if task < 3:
             release.wait(30)
+        else:
+            with together.counted():
+                time.sleep(0.01)  # the agent's own blocking work
         return 1.0
 
     async with running(SyncFnAgent(work), BridgeStore(scan_debounce_seconds=60), max_sync_threads=2) as store:
-        rollouts = await finished(store, range(8), timeout_seconds=0.5)
+        hung = await finished(store, range(3), timeout_seconds=0.3)
+        others = await finished(store, range(3, 9))
         release.set()
-    assert [rollout.status for rollout in rollouts] == ["failed"] * 2 + ["succeeded"] * 6
-    assert (await reason_of(store, rollouts[0]))[0] == "timeout"
+    assert [rollout.status for rollout in hung + others] == ["failed"] * 3 + ["succeeded"] * 6
+    assert (await reason_of(store, hung[0]))[0] == "timeout"
+    assert together.most == 1
 
 
 @pytest.mark.parametrize("error", [SystemExit, KeyboardInterrupt])

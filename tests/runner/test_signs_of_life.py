@@ -8,7 +8,7 @@ from typing import Any
 
 from agl_slime.store.bridge import BridgeStore
 from agl_slime.support.agl import emit_reward, find_final_reward
-from tests.runner.function_agents import FnAgent, finished, running, spans_of
+from tests.runner.function_agents import FnAgent, finished, reason_of, running, spans_of
 
 
 class CountingStore(BridgeStore):
@@ -77,3 +77,24 @@ async def test_spans_that_could_not_be_written_early_are_written_at_the_end() ->
         assert rollout.status == "succeeded"
         assert sum(store.writes) == 4
         assert find_final_reward(await spans_of(store, rollout)) == 3
+
+
+async def test_a_store_that_does_not_answer_suspends_no_time_limit() -> None:
+    in_time, cancelled = list[bool](), threading.Event()
+
+    class HangingStore(BridgeStore):
+        async def add_many_spans(self, spans: Any) -> Any:
+            in_time.append(await asyncio.to_thread(cancelled.wait, 5))
+            return await super().add_many_spans(spans)
+
+    async def work(task: Any) -> None:
+        emit_reward(1.0)
+        try:
+            await asyncio.Event().wait()
+        finally:
+            cancelled.set()
+
+    async with running(FnAgent(work), HangingStore(scan_debounce_seconds=60), flush_interval_s=0.02) as store:
+        [rollout] = await finished(store, [0], timeout_seconds=0.1)
+        assert (await reason_of(store, rollout))[0] == "timeout"
+    assert in_time == [True, True]  # while the agent ran, and at its end

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import logging
 import time
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from agl_slime.runner.base import RunnerPlan
+from agl_slime.runner.processes import ProcessPool
 from agl_slime.store.bridge import WORKER_DIED, BridgeStore
 from agl_slime.store.collections import WatchList
 from agl_slime.store.retention import Retention
-from agl_slime.support.agl import LLM, RolloutConfig
+from agl_slime.support.agl import LLM, LitAgent, RolloutConfig
 from tests.harness.stores import claim, enqueue, enqueue_inputs, execute, make_span
 
 
@@ -176,10 +179,14 @@ async def test_rollouts_of_a_dead_runner_are_requeued_even_without_attempts_left
     assert (await store.get_latest_attempt(second)).status == "preparing"  # type: ignore[union-attr]
 
 
-async def test_a_runner_that_is_gone_gets_no_rollout() -> None:
+async def test_a_runner_process_that_is_gone_gets_no_rollout() -> None:
+    class Ended(ProcessPool):
+        def _wait_for_end(self, worker: Any) -> str:
+            return "killed by signal 9"
+
     store = BridgeStore()
     [only] = await enqueue(store, 1)
-    await store.fail_worker("gone", gone=True)
+    Ended(plan=RunnerPlan("process", 1), agent=LitAgent(), store=store)._follow("gone", None)
     assert await store.dequeue_rollout(worker_id="gone") is None
     assert await store.dequeue_many_rollouts(limit=4, worker_id="gone") == []
     await store.fail_worker("silent")  # without heartbeats, but perhaps alive
