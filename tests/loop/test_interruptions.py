@@ -192,8 +192,7 @@ class Enqueued(BridgeStore):
 def test_an_interrupted_group_keeps_its_age_unless_it_had_no_place(engine: ScriptedEngine) -> None:
     """Tasks without an end are drawn first, in their order; of the interrupted ones, 0 comes at once and 8 after two
     steps. Each step waits until all places are taken."""
-    saved: list[LoopState] = []
-    ages: list[int | None] = []
+    saved, ages = list[LoopState](), list[int | None]()
     enqueued, steps = Enqueued(), count()
 
     def train(iteration: int) -> Any:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import time
-from typing import Any
 
 import pytest
 from hypothesis import given
@@ -181,7 +180,7 @@ async def test_rollouts_of_a_dead_runner_are_requeued_even_without_attempts_left
 
 async def test_a_runner_process_that_is_gone_gets_no_rollout() -> None:
     class Ended(ProcessPool):
-        def _wait_for_end(self, worker: Any) -> str:
+        def _wait_for_end(self, worker: object) -> str:
             return "killed by signal 9"
 
     store = BridgeStore()
