@@ -21,7 +21,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+import transformers  # its models take seconds to import, when one is made
 
 from agl_slime.engine.experts import ExpertCapture, routers_of
 from agl_slime.engine.requests import BadRequest, Request
@@ -50,8 +50,8 @@ class Engine:
 
     def __init__(
         self,
-        model: PreTrainedModel,
-        tokenizer: PreTrainedTokenizerBase,
+        model: transformers.PreTrainedModel,
+        tokenizer: transformers.PreTrainedTokenizerBase,
         *,
         max_running: int = 128,
         context_length: int | None = None,
@@ -380,7 +380,7 @@ def _size(count: float) -> str:
     return f"{count / _UNITS[unit]:.2f} {unit}"
 
 
-def _eos_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
+def _eos_ids(model: transformers.PreTrainedModel, tokenizer: transformers.PreTrainedTokenizerBase) -> frozenset[int]:
     sources: list[Any] = [
         getattr(source, "eos_token_id", None) for source in (model.config, model.generation_config, tokenizer)
     ]

@@ -23,8 +23,8 @@ from typing import Any
 
 import numpy as np
 import torch
+import transformers
 from torch.nn.functional import scaled_dot_product_attention as sdpa
-from transformers import AttentionInterface, PreTrainedModel
 
 from agl_slime.engine.experts import ExpertCapture
 from agl_slime.errors import ConfigError
@@ -130,9 +130,6 @@ def _attention(
     return slot_step.attend(module.layer_idx, query[0], key[0], value[0], scaling).unsqueeze(0), None
 
 
-AttentionInterface.register(ATTENTION, _attention)
-
-
 _WIDTH_STEP = 16  # the attended width grows in steps, so that the allocator meets few different sizes
 _REFUSED = "the embedded engine cannot serve this model ({}): use a real SGLang"
 _HEAD_CHUNK = 1024
@@ -161,7 +158,7 @@ class SlotModel:
 
     def __init__(
         self,
-        model: PreTrainedModel,
+        model: transformers.PreTrainedModel,
         *,
         slots: int,
         context: int,
@@ -207,6 +204,7 @@ class SlotModel:
         head is of another kind is refused, not served wrongly."""
         ids = [token % self._head.weight.shape[0] for token in range(2, 10)]
         expected = self.model(torch.tensor([ids]), use_cache=False).logits[0, -1].float()
+        transformers.AttentionInterface.register(ATTENTION, _attention)
         self.model.set_attn_implementation(ATTENTION)
         try:
             got = self.prefill([ids[:-2]]).logits

@@ -13,7 +13,6 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
-import openai
 import pytest
 from aiohttp import web
 
@@ -100,6 +99,8 @@ async def test_aborted_answer_is_continued_until_no_tokens_remain(monkeypatch):
     script = iter(
         [("The answer", "abort", 3), (" is", "abort", 2), (r" \boxed{4}", "stop", 5)] + 2 * [("word", "abort", 16)]
     )
+    import openai
+
     async with (
         chat_engine(lambda body: next(script)) as engine,
         openai.AsyncOpenAI(api_key="none", base_url=f"{engine.url}/v1") as client,

@@ -160,12 +160,6 @@ async def test_get_timeout_error_counts_rollouts_in_flight() -> None:
         assert len(await running.get(3)) == 1  # the deadline hands out fewer, not none
 
 
-async def test_without_blocking_it_returns_at_once() -> None:
-    with Running(settings=DataSourceSettings(blocking=False)) as running:
-        await running.opened()
-        assert running.source.get_samples(4) == []
-
-
 async def test_validation_rollouts_are_scored_and_never_trained(running: Running) -> None:
     running.source.expect("v", size=1, mode="val")
     ids = await enqueue(running.store, 1, group_id="v", mode="val")
@@ -245,10 +239,3 @@ async def test_a_conversion_that_breaks_fails_one_rollout_and_not_the_run() -> N
         assert running.listener.failures == ["conversion_error"]
         message = next(member.failure_message for member in running.listener.members if not member.ok)
         assert message.startswith("ZeroDivisionError: broken tokenizer (test_source_groups.py, line ")
-
-
-async def test_cancelled_rollouts_are_counted_as_such(running: Running) -> None:
-    [rollout_id] = await running.opened()
-    await running.store.update_rollout(rollout_id, status="cancelled")
-    await running.until_groups()
-    assert running.counts == {Outcome.CANCELLED: 1}

@@ -51,18 +51,6 @@ async def test_a_store_that_breaks_surfaces_where_samples_are_waited_for() -> No
             await asyncio.wait_for(waiting, 10)
 
 
-async def test_a_thread_that_cannot_start_surfaces_too() -> None:
-    class NoSubscription(BridgeStore):
-        def subscribe_finished(self, listener: Any) -> Any:
-            raise RuntimeError("no subscriptions today")
-
-    with (
-        Running(NoSubscription()) as running,
-        pytest.raises(DataSourceError, match="no subscriptions today"),
-    ):
-        running.source.get_samples(1)
-
-
 def test_it_may_be_made_in_any_thread_and_used_in_another() -> None:
     store = BridgeStore()
     sources: list[GroupSource] = []

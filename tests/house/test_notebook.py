@@ -11,14 +11,13 @@ from typing import Any
 import pytest
 
 pytest.importorskip("torch", reason='the notebook trains: pip install "agl-slime[local]"')
-plot = pytest.importorskip("matplotlib", reason="the notebook draws: pip install matplotlib")
 
 NOTEBOOK = Path(__file__).parents[2] / "examples" / "first_run.ipynb"
 
 
 @pytest.mark.slow
 async def test_the_notebook_runs_and_the_reward_has_risen() -> None:
-    plot.use("agg")
+    pytest.importorskip("matplotlib", reason="the notebook draws: pip install matplotlib").use("agg")
     names: dict[str, Any] = {"__name__": "__main__"}
     for number, cell in enumerate(json.loads(NOTEBOOK.read_text())["cells"]):
         if cell["cell_type"] == "code":

@@ -92,21 +92,6 @@ def test_no_store_call_is_measured() -> None:
     assert "tracking_context" not in ours
 
 
-def test_reward_adapters_are_built_once() -> None:
-    from pydantic import TypeAdapter
-
-    import agl_slime.support.agl as agl
-
-    span = make_span("ro", "at", 1, **{"agentlightning.reward.0.name": "primary", "agentlightning.reward.0.value": 0.5})
-    cached = agl._reward_module.TypeAdapter  # type: ignore[attr-defined]
-    assert cached.__wrapped__ is TypeAdapter
-    agl.find_final_reward([span])
-    built = cached.cache_info().misses
-    assert agl.find_final_reward([span]) == 0.5
-    assert [dimension.value for dimension in agl.get_rewards_from_span(span)] == [0.5]
-    assert cached.cache_info().misses == built
-
-
 def finish_without_suspending(work: Coroutine[Any, Any, Any]) -> Any:
     """The result of a coroutine that must not wait for anything: threads, not tasks, hold the store's one lock."""
     try:

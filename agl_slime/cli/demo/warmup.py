@@ -21,7 +21,7 @@ from typing import Any
 import torch
 import transformers
 from torch.nn import functional
-from transformers import GenerationConfig, PreTrainedTokenizerBase, Qwen3Config, Qwen3ForCausalLM
+from transformers import PreTrainedTokenizerBase
 
 from agl_slime.cli.demo import Demonstration, DemonstrationSource
 from agl_slime.cli.demo.tokenizer import DEFAULT_SOURCES, make_tokenizer
@@ -118,12 +118,12 @@ def train_policy(
     that the weights depend on to the last bit."""
     tokenizer = make_tokenizer(source)
     ends: dict[str, Any] = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
-    config = Qwen3Config(**_SHAPE, **ends)
+    config = transformers.Qwen3Config(**_SHAPE, **ends)
     with torch.random.fork_rng(devices=[]), _on_one_thread():
         torch.manual_seed(seed)
-        model = Qwen3ForCausalLM(config).float()
+        model = transformers.Qwen3ForCausalLM(config).float()
         report = warm_up(model, tokenizer, source, seed=seed, settings=settings, progress=progress)
-        model.generation_config = GenerationConfig(**ends, do_sample=True, temperature=1.0)
+        model.generation_config = transformers.GenerationConfig(**ends, do_sample=True, temperature=1.0)
         transformers.utils.logging.disable_progress_bar()
         model.save_pretrained(directory)
     tokenizer.save_pretrained(directory)

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from agl_slime.errors import ConfigError, MissingDependencyError
 from agl_slime.train.local.settings import LocalTrainerSettings
@@ -19,7 +19,7 @@ from agl_slime.train.local.settings import LocalTrainerSettings
 _ADAPTER = "default"
 
 
-def add_adapters(model: PreTrainedModel, settings: LocalTrainerSettings, *, seed: int = 0) -> None:
+def add_adapters(model: transformers.PreTrainedModel, settings: LocalTrainerSettings, *, seed: int = 0) -> None:
     """Add LoRA adapters (arXiv:2106.09685) to ``model`` and freeze everything else. They start as the identity.
 
     Raises:
@@ -58,12 +58,12 @@ def add_adapters(model: PreTrainedModel, settings: LocalTrainerSettings, *, seed
         raise ConfigError(f"lora_targets is {settings.lora_targets!r}, the output layer alone; name others as well.")
 
 
-def adapter_weights(model: PreTrainedModel) -> dict[str, Tensor]:
+def adapter_weights(model: transformers.PreTrainedModel) -> dict[str, Tensor]:
     """The weights of the adapters by name: the trained parameters."""
     return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
 
 
-def merged_weights(model: PreTrainedModel) -> dict[str, Tensor]:
+def merged_weights(model: transformers.PreTrainedModel) -> dict[str, Tensor]:
     """The weights of a model without adapters, with the adapters merged; the layers' weights stay unchanged."""
     changes = {name: layer.get_delta_weight(_ADAPTER) for name, layer in _adapted(model)}
     weights = {}
@@ -77,7 +77,7 @@ def merged_weights(model: PreTrainedModel) -> dict[str, Tensor]:
     return weights
 
 
-def save_adapter(model: PreTrainedModel, directory: Path, *, base: Path) -> None:
+def save_adapter(model: transformers.PreTrainedModel, directory: Path, *, base: Path) -> None:
     """Write the adapters alone in ``peft``'s format, for the model in ``base``."""
     from peft import get_peft_model_state_dict
     from safetensors.torch import save_file
@@ -92,7 +92,7 @@ def save_adapter(model: PreTrainedModel, directory: Path, *, base: Path) -> None
 
 
 @contextmanager
-def without_adapters(model: PreTrainedModel) -> Iterator[None]:
+def without_adapters(model: transformers.PreTrainedModel) -> Iterator[None]:
     """The model before training, while the context is open."""
     layers = [layer for _, layer in _adapted(model)]
     for layer in layers:
@@ -104,7 +104,7 @@ def without_adapters(model: PreTrainedModel) -> Iterator[None]:
             layer.enable_adapters(True)
 
 
-def checksum(model: PreTrainedModel) -> int:
+def checksum(model: transformers.PreTrainedModel) -> int:
     """Checksum of all frozen weights: adapters are valid only with the weights they were trained on."""
     value = 0
     for tensor in (parameter.detach() for parameter in model.parameters() if not parameter.requires_grad):
@@ -112,7 +112,7 @@ def checksum(model: PreTrainedModel) -> int:
     return value
 
 
-def _adapted(model: PreTrainedModel) -> list[tuple[str, Any]]:
+def _adapted(model: transformers.PreTrainedModel) -> list[tuple[str, Any]]:
     from peft.tuners.lora import LoraLayer
 
     return [(name, module) for name, module in model.named_modules() if isinstance(module, LoraLayer)]

@@ -12,14 +12,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+import transformers  # what its models are made of takes seconds to import, and comes with the first model
 from safetensors import SafetensorError
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPastAndCrossAttentions, MoeModelOutputWithPast
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils import logging as transformers_logging
 
 from agl_slime.engine.experts import routers_of
@@ -32,7 +29,7 @@ _MAX_PACKED_SHARE = 0.9  # of the padded size
 _WEIGHTS = re.compile(r".*\.(safetensors|bin|pt|pth|gguf|h5|msgpack)(\.index\.json)?")
 
 
-def load_model(directory: Path, *, device: torch.device, images: bool = False) -> PreTrainedModel:
+def load_model(directory: Path, *, device: torch.device, images: bool = False) -> transformers.PreTrainedModel:
     """The checkpoint's causal LM in float32 and evaluation mode (dropout would make the trainer's log-probs differ from
     the engine's); with ``images``, one that reads them as such. Raises ``ConfigError`` for an unreadable or incomplete
     checkpoint."""
@@ -40,9 +37,11 @@ def load_model(directory: Path, *, device: torch.device, images: bool = False) -
         raise ConfigError(f"model_path {directory} has no config.json; give the directory of a checkpoint.")
     try:
         with _no_progress_bars():
-            kind: Any = AutoModelForCausalLM
-            if images and hasattr(AutoConfig.from_pretrained(directory, local_files_only=True), "vision_config"):
-                kind = AutoModelForImageTextToText
+            kind: Any = transformers.AutoModelForCausalLM
+            if images and hasattr(
+                transformers.AutoConfig.from_pretrained(directory, local_files_only=True), "vision_config"
+            ):
+                kind = transformers.AutoModelForImageTextToText
             loaded: Any = kind.from_pretrained(
                 directory, dtype=torch.float32, local_files_only=True, output_loading_info=True
             )
@@ -55,7 +54,7 @@ def load_model(directory: Path, *, device: torch.device, images: bool = False) -
     return model.to(device).eval()
 
 
-def hidden_at(model: PreTrainedModel, micro: MicroBatch) -> Tensor:
+def hidden_at(model: transformers.PreTrainedModel, micro: MicroBatch) -> Tensor:
     """The hidden states before the output layer, at the ``N`` positions that predict a token under the loss mask:
     ``[N, hidden]``.
 
@@ -77,7 +76,7 @@ def hidden_at(model: PreTrainedModel, micro: MicroBatch) -> Tensor:
     return body(input_ids=ids[cells], use_cache=False).last_hidden_state.flatten(0, 1)[homes[sources]]
 
 
-def logits_of(model: PreTrainedModel, hidden: Tensor) -> Tensor:
+def logits_of(model: transformers.PreTrainedModel, hidden: Tensor) -> Tensor:
     """The logits ``[N, vocabulary]`` of ``hidden`` ``[N, hidden]``, from the model without its body: its scaling and
     soft-capping of logits apply."""
     body: Any = model.base_model
@@ -98,12 +97,12 @@ class _Packed(NamedTuple):
     homes: Tensor
 
 
-def packs(model: PreTrainedModel) -> bool:
+def packs(model: transformers.PreTrainedModel) -> bool:
     """Whether :func:`allow_packing` allowed several sequences in one row of ``model``."""
     return model.config._attn_implementation == _PACKED
 
 
-def allow_packing(model: PreTrainedModel) -> None:
+def allow_packing(model: transformers.PreTrainedModel) -> None:
     """Allow several sequences in one row without padding, with common prefixes once. Only the attention, a small share
     of the work, separates them into rows.
 
@@ -118,7 +117,7 @@ def allow_packing(model: PreTrainedModel) -> None:
     ids = np.random.default_rng(0).integers(0, int(vocabulary), 12)  # type: ignore[arg-type]
     sequences = [ids[:2], ids[:7], np.concatenate([ids[:3], ids[7:]])]
     probe = MicroBatch.from_sequences(sequences, sources=np.arange(17), targets=ids, token_index=ids)
-    ALL_ATTENTION_FUNCTIONS.register(_PACKED, _packed_attention)
+    transformers.AttentionInterface.register(_PACKED, _packed_attention)
     with torch.no_grad():
         padded = hidden_at(model, probe)
         model.set_attn_implementation(_PACKED)
@@ -141,6 +140,8 @@ def _packed_attention(
 ) -> tuple[Tensor, None]:
     """transformers' attention over each sequence of a packed row; ``query``, ``key`` and ``value`` are ``[1, heads, L,
     head_dim]``, the result ``[1, L, heads, head_dim]``."""
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
     if packed is None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
 
@@ -151,10 +152,11 @@ def _packed_attention(
     return attended.flatten(0, 1)[packed.homes].unsqueeze(0), None
 
 
-def checkpoint_layers(model: PreTrainedModel) -> None:
+def checkpoint_layers(model: transformers.PreTrainedModel) -> None:
     """Keep only each layer's input for the backward pass, which recomputes the rest: a third more time for a fraction
     of the memory. transformers' switch works only in training mode, which has dropout."""
-    layers: list[Any] = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+    kind = transformers.GradientCheckpointingLayer
+    layers: list[Any] = [module for module in model.modules() if isinstance(module, kind)]
     if not layers:
         raise ConfigError(f"gradient_checkpointing: the layers of {type(model).__name__} are unknown; turn it off.")
     for layer in layers:
@@ -162,7 +164,7 @@ def checkpoint_layers(model: PreTrainedModel) -> None:
 
 
 def save_model(
-    model: PreTrainedModel,
+    model: transformers.PreTrainedModel,
     directory: Path,
     *,
     source: Path,

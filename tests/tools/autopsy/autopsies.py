@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+import transformers
 
 from agl_slime.engine.engine import Engine
 from agl_slime.engine.requests import Request, Sampling
@@ -37,7 +37,7 @@ def is_clean(diagnosis: Diagnosis) -> bool:
 def noisy(source: Path, target: Path, *, seed: int, share: float) -> Path:
     """A copy of a checkpoint with noise on its weights."""
     shutil.copytree(source, target)
-    model = AutoModelForCausalLM.from_pretrained(source)
+    model = transformers.AutoModelForCausalLM.from_pretrained(source)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -86,7 +86,7 @@ class Bench:
     samples: list[KeptSample]
 
     def model(self, version: str = NEW) -> Any:
-        return AutoModelForCausalLM.from_pretrained(self.directory / version).eval()
+        return transformers.AutoModelForCausalLM.from_pretrained(self.directory / version).eval()
 
     def sampled(self) -> list[np.ndarray]:
         return [sample.sampler for sample in self.samples]
@@ -175,6 +175,6 @@ def slime_sample(sample: KeptSample, version: str = "3") -> Sample:
 
 def bench_of(old: Path, policy_dir: Path) -> Bench:
     """A bench of later weights than ``old``, which stands in the bench's directory."""
-    model = AutoModelForCausalLM.from_pretrained(noisy(old, old.with_name(NEW), seed=3, share=0.1)).eval()
-    tokenizer = AutoTokenizer.from_pretrained(policy_dir)
+    model = transformers.AutoModelForCausalLM.from_pretrained(noisy(old, old.with_name(NEW), seed=3, share=0.1)).eval()
+    tokenizer = transformers.AutoTokenizer.from_pretrained(policy_dir)
     return Bench(old.parent, tokenizer, sample_rollouts(model, tokenizer))

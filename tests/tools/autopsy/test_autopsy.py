@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 pytest.importorskip("torch", reason='forward passes need torch: pip install "agl-slime[local]"')
 
 import torch
-from transformers import AutoModelForCausalLM
+import transformers
 
 from agl_slime.cli.autopsy import AutopsyConfig, Case, Measured, autopsy, diagnose, with_engine
 from agl_slime.engine.client.client import SGLangClient
@@ -143,7 +143,7 @@ def partial_update(bench: Bench) -> list[np.ndarray]:
 def linear_rope(bench: Bench) -> list[np.ndarray]:
     config = bench.model().config
     config.rope_parameters = {"rope_type": "linear", "rope_theta": 1000.0, "factor": 4.0}
-    model = AutoModelForCausalLM.from_config(config).eval()
+    model = transformers.AutoModelForCausalLM.from_config(config).eval()
     model.load_state_dict(bench.model().state_dict())
     return bench.scored(model=model)
 

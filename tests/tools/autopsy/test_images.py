@@ -13,7 +13,7 @@ import pytest
 pytest.importorskip("torch", reason='forward passes need torch: pip install "agl-slime[local]"')
 
 import torch
-from transformers import AutoConfig, AutoModelForImageTextToText, AutoTokenizer
+import transformers
 
 from agl_slime.cli.autopsy import AutopsyConfig, autopsy
 from agl_slime.errors import TrainerError
@@ -38,7 +38,7 @@ class VisionModel:
 
     def log_probs(self, change: Change | None = None) -> list[list[float]]:
         """The responses' log-probs by transformers' forward pass; ``change`` is a fault of its positions."""
-        model = AutoModelForImageTextToText.from_pretrained(self.path, dtype=torch.float32).eval()
+        model = transformers.AutoModelForImageTextToText.from_pretrained(self.path, dtype=torch.float32).eval()
         index = model.model.get_rope_index
 
         def faulty(input_ids: Any, *args: Any, **kwargs: Any) -> Any:
@@ -72,8 +72,8 @@ class VisionModel:
 @pytest.fixture(scope="module")
 def images(tmp_path_factory: pytest.TempPathFactory) -> VisionModel:
     path = save_qwen2_vl(tmp_path_factory.mktemp("model"))
-    config, generator = AutoConfig.from_pretrained(path), torch.Generator().manual_seed(0)
-    tokenizer = AutoTokenizer.from_pretrained(path)
+    config, generator = transformers.AutoConfig.from_pretrained(path), torch.Generator().manual_seed(0)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(path)
     first = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id
     samples = []
     for number, grids in enumerate(GRIDS):

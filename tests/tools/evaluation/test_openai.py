@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
-
-pytest.importorskip("openai", reason="the stub is that of the tests of OpenAI's client")
 
 from agl_slime.cli.evaluate import EvalConfig
 from agl_slime.cli.settings import command_config
@@ -18,7 +17,7 @@ from tests.agent.test_multi_turn_api import serving
 from tests.harness.training import needs_torch
 from tests.tools.evaluation.test_evaluation import evaluate
 
-pytestmark = needs_torch
+pytestmark = [needs_torch, pytest.mark.skipif(find_spec("openai") is None, reason="needs the client of OpenAI")]
 
 AGENTS = '''
 from agentlightning import LitAgent

@@ -10,7 +10,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from transformers import AutoModelForCausalLM  # noqa: E402
+import transformers  # noqa: E402
 
 from agl_slime.errors import ConfigError, TrainerError  # noqa: E402
 from agl_slime.support.files import write_checksums  # noqa: E402
@@ -37,7 +37,7 @@ def test_weights_replace_former_ones_beside_the_files_of_their_source(
     assert {path.name for path in target.iterdir()} == {path.name for path in policy.iterdir()}
     for name in ("config.json", "tokenizer_config.json"):
         assert (target / name).read_bytes() == (policy / name).read_bytes()
-    read = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32)
+    read = transformers.AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32)
     assert all(torch.equal(tensor, read.state_dict()[name]) for name, tensor in weights(ours.model).items())
     assert not torch.equal(flat(list(read.parameters())), flat(list(make_model().parameters())))
 
@@ -116,7 +116,7 @@ def test_a_missing_broken_or_other_state_is_refused_and_changes_nothing(policy: 
         ours.load(state)
     config = make_model().config
     config.num_hidden_layers, config.layer_types = 1, ["full_attention"]
-    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "other")
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "other")
     trainer(tmp_path / "other").save(tmp_path / "other_state")
     with pytest.raises(TrainerError, match="another model"):
         ours.load(tmp_path / "other_state")

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 torch = pytest.importorskip("torch")
-pytest.importorskip("peft", reason='adapters need peft: pip install "agl-slime[lora]"')
 
-from transformers import AutoModelForCausalLM, GPT2Config  # noqa: E402
+import transformers  # noqa: E402
 
 from agl_slime.errors import ConfigError, TrainerError  # noqa: E402
 from agl_slime.train.local import LocalTrainer, LocalTrainerSettings  # noqa: E402
 from agl_slime.types import Sample  # noqa: E402
 from tests.harness.trainer_policy import VOCABULARY, make_model, response_log_probs, save_policy  # noqa: E402
+
+pytestmark = pytest.mark.skipif(find_spec("peft") is None, reason='adapters need peft: pip install "agl-slime[lora]"')
 
 
 def trainer(policy: Path, *, seed: int = 0, **settings: Any) -> LocalTrainer:
@@ -38,7 +40,7 @@ def assert_weights_load_as_trained(ours: LocalTrainer, samples: list[Sample], di
     for iteration in range(2):
         assert ours.train(samples, iteration=iteration)["train/grad_norm"] > 0
     ours.save_weights(directory)
-    loaded = AutoModelForCausalLM.from_pretrained(directory).eval()
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(directory).eval()
     for sample in samples[:3]:
         n = sample.response_length
         trained = response_log_probs(ours.model, sample.tokens, n)
@@ -135,8 +137,8 @@ def test_lora_targets_load_as_trained_or_are_refused_at_the_start(
 
 
 def test_gpt2s_transposed_layers_are_merged_too(samples: list[Sample], tmp_path: Path) -> None:
-    config = GPT2Config(vocab_size=VOCABULARY, n_embd=32, n_layer=2, n_head=4, initializer_range=0.2)
-    start = AutoModelForCausalLM.from_config(config).eval()
+    config = transformers.GPT2Config(vocab_size=VOCABULARY, n_embd=32, n_layer=2, n_head=4, initializer_range=0.2)
+    start = transformers.AutoModelForCausalLM.from_config(config).eval()
     start.save_pretrained(tmp_path / "source")
     ours = trainer(tmp_path / "source", lora_targets=("c_attn", "c_fc"), old_log_probs="recompute")
     assert_weights_load_as_trained(ours, samples, tmp_path / "weights", start)

@@ -14,8 +14,8 @@ import httpx
 import numpy as np
 import pytest
 import torch
+import transformers
 from rich.console import Console
-from transformers import AutoModelForCausalLM
 
 from agl_slime.agent.access import EngineAccess, check_replay
 from agl_slime.cli.local import run_training
@@ -54,7 +54,7 @@ def family_of(directory: Path) -> str:
 
 def expected(directory: Path, ids: Sequence[int]) -> np.ndarray[Any, Any]:
     """By transformers' own forward pass."""
-    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+    model = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
     capture = ExpertCapture(model)
     with torch.no_grad():
         model(torch.tensor([ids[:-1]]))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from argparse import Namespace
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -177,6 +178,19 @@ def test_roles_are_compared_with_their_own_kind_by_both_trainers() -> None:
     batch = TrainBatch.from_samples(group(), std_normalization=False)
     assert batch.token_rewards.tolist() == [-2.0] * 3 + [0.5] * 3 + [2.0] * 3 + [-0.5] * 3
     assert set(batch.token_rollout_mask_sums.tolist()) == {6}
+
+
+def test_the_gradient_is_the_same_in_one_sample_as_in_many(tmp_path: Path) -> None:
+    pytest.importorskip("torch", reason='training needs torch: pip install "agl-slime[local]"')
+    from tests.harness.trainer_policy import save_policy
+    from tests.harness.trainers import assert_close, gradient
+
+    policy = save_policy(tmp_path)
+    for aggregation in ("token", "rollout"):
+        many, with_spans = (
+            gradient(policy, group(reward_spans=value), aggregation=aggregation) for value in (False, True)
+        )
+        assert_close(with_spans, many)
 
 
 # -- one Sample with reward spans against a Sample per reward --------------------------------------------------------
