@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
 from agl_slime.tokens.trajectory import Trajectory
-from agl_slime.tokens.turn import Messages
+from agl_slime.tokens.turn import Messages, Turn
 from agl_slime.types import Sample
 
 if TYPE_CHECKING:  # Agent Lightning takes seconds to import
@@ -39,6 +39,22 @@ class Outcome(StrEnum):
     VALIDATED = "validated"
 
 
+def describe_turn(turn: Turn) -> dict[str, Any]:
+    """A model call: the call that it continues, the tokens kept from it, and the reason of a fork."""
+    return {
+        "base": turn.base_turn,
+        "kept_tokens": turn.kept_tokens,
+        "fork": turn.fork.value if turn.fork is not None else None,
+        "prompt_tokens": len(turn.prompt_ids),
+        "tokens": len(turn.response_ids),
+        "seconds": round(turn.latency_s, 4),
+        "finish": turn.finish_reason,
+        "untrained": turn.untrained,
+        "resumed": turn.resumed,
+        "cached_tokens": turn.cached_tokens,
+    }
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Conversation:
     """What reports have of a rollout beside its samples, and checkpoints keep in place of its trajectory."""
@@ -47,6 +63,7 @@ class Conversation:
     messages: Messages = ()
     stop_reason: str = ""
     timeline: Mapping[str, Any] | None = None
+    turns: Sequence[Mapping[str, Any]] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,9 +96,14 @@ class MemberResult:
 
     @property
     def conversation(self) -> Conversation:
-        said = self.trajectory or Conversation()
-        kept = {"messages": said.messages, "stop_reason": said.stop_reason}
-        return Conversation(task=self.task, timeline=self.timeline, **kept)
+        """Of this rollout; after a restart the kept one."""
+        if isinstance(self.trajectory, Conversation):
+            return self.trajectory
+        said = Conversation(task=self.task, timeline=self.timeline)
+        if self.trajectory is None:
+            return said
+        turns = tuple(map(describe_turn, self.trajectory.turns))
+        return replace(said, messages=self.trajectory.messages, stop_reason=self.trajectory.stop_reason, turns=turns)
 
     @property
     def straggler(self) -> bool:

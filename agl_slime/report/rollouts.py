@@ -189,7 +189,7 @@ def describe_member(
 ) -> dict[str, Any]:
     """A rollout as a line of ``rollouts.jsonl``, without label and outcome. ``line`` is its group's; ``scores(sample,
     number)`` returns the trainer's figures of a Sample (see ``describe_tokens``)."""
-    trajectory = member.trajectory
+    conversation = member.conversation
     samples = [
         describe_tokens(sample, pieces, scores=scores(sample, number))
         for number, sample in enumerate(member.samples[:MOST_SAMPLES])
@@ -204,13 +204,13 @@ def describe_member(
         "message": member.failure_message or ("" if line["ready"] else line["reason"]),
         "reward": member.reward,
         "rewards": dict(member.rewards),
-        "stop_reason": getattr(trajectory, "stop_reason", ""),
+        "stop_reason": conversation.stop_reason,
         "tokens": member.sampled_tokens,
         "task": member.task,
-        "messages": list(trajectory.messages[:MOST_MESSAGES]) if trajectory is not None else [],
+        "messages": list(conversation.messages[:MOST_MESSAGES]),
         "tools": member.samples[0].metadata.get("tools") if member.samples else None,
         "timeline": member.timeline,
-        "turns": [describe_turn(turn) for turn in getattr(trajectory, "turns", ())[:MOST_MESSAGES]],
+        "turns": list(conversation.turns[:MOST_MESSAGES]),
         "samples": samples,
         "left_out": {"samples": max(len(member.samples) - MOST_SAMPLES, 0)},
     }
@@ -314,22 +314,6 @@ def _tools_of(members: Iterable[Any]) -> dict[str, Any] | None:
     failures = {name: text for record in reversed(records) for name, text in record.get("failures", {}).items()}
     more = {"failed": dict(failed), "failures": failures} if failed else {}
     return {"offered": dict(offered), "calls": dict(calls), "malformed": malformed, **more} if records else None
-
-
-def describe_turn(turn: Any) -> dict[str, Any]:
-    """A model call: the call that it continues, the tokens kept from it, and the reason of a fork."""
-    return {
-        "base": turn.base_turn,
-        "kept_tokens": turn.kept_tokens,
-        "fork": turn.fork.value if turn.fork is not None else None,
-        "prompt_tokens": len(turn.prompt_ids),
-        "tokens": len(turn.response_ids),
-        "seconds": round(turn.latency_s, 4),
-        "finish": turn.finish_reason,
-        "untrained": turn.untrained,
-        "resumed": turn.resumed,
-        "cached_tokens": turn.cached_tokens,
-    }
 
 
 def describe_tokens(sample: Sample, pieces: Pieces, *, scores: tuple[Any, Any] | None = None) -> dict[str, Any]:

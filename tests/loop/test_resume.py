@@ -132,6 +132,7 @@ async def test_groups_pending_over_a_restart_are_recorded_once(tmp_path: Path, e
     assert any(group.get("restored") for group in groups)
     roles = [[message["role"] for message in rollout["messages"]] for rollout in rollouts if rollout["task"]]
     assert roles == [["user", "assistant"]] * len(rollouts)
+    assert all(len(rollout["turns"]) == 1 for rollout in rollouts)
     assert sorted(recorded) == sorted(rollout_id for group in groups for rollout_id in group["rollouts"])
 
 
