@@ -91,7 +91,7 @@ class Delivery:
             "groups": [[sample_to_json(sample) for sample in samples] for samples in self.ready],
             "members": [_rollouts_of(samples) for samples in self.ready],
             "instances": [instance_of(samples[0].metadata) if samples else None for samples in self.ready],
-            "conversations": json.loads(json.dumps({n: asdict(c) for n, c in self.conversations.items()}, default=str)),
+            "conversations": self._conversations_as_json(),
             "versions": self.versions.state(),
             **self._next,
         }
@@ -108,6 +108,11 @@ class Delivery:
             self._ledger.open_many([(rollout_id, instance_id) for rollout_id in rollout_ids])
             self._ledger.ready_many(rollout_ids)
         self._next = numbers
+
+    def _conversations_as_json(self) -> dict[str, Any]:
+        """Tasks and messages of a program may have values and keys that JSON has not: reports lack these."""
+        fields = {rollout_id: asdict(conversation) for rollout_id, conversation in self.conversations.items()}
+        return json.loads(json.dumps(fields, default=str, skipkeys=True))
 
     def _delivered(self, samples: list[Sample]) -> bool:
         rollout_ids, why = _rollouts_of(samples), self.versions.refusal(samples)

@@ -137,7 +137,7 @@ def reward_by_task(members: Sequence[MemberResult]) -> dict[str, float]:
     by_task: dict[str, list[float]] = {}
     for member in members:
         if member.reward is not None:
-            task = member.group_id if member.task is None else json.dumps(member.task, sort_keys=True, default=str)
+            task = member.group_id if member.task is None else json.dumps(member.task, skipkeys=True, default=str)
             by_task.setdefault(hashlib.blake2b(task.encode(), digest_size=8).hexdigest(), []).append(member.reward)
     return {task: fmean(rewards) for task, rewards in by_task.items()}
 

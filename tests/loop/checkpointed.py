@@ -24,7 +24,7 @@ from tests.harness.loop import HelloAgent, LoopCase
 from tests.harness.tokenizers import small_tokenizer
 
 TASKS = [
-    {"prompt": f"say hello to {name}", "name": name}
+    {("a", "key"): "that JSON has not", "prompt": f"say hello to {name}", "name": name}
     for name in ("Ada", "Alan", "Grace", "Edsger", "Barbara", "Donald", "Tony")
 ]
 

@@ -58,8 +58,8 @@ def validation(*tasks: tuple[float | None, ...], first: Any = None) -> dict[str,
     for task, rewards in enumerate(tasks):
         for number, reward in enumerate(rewards):
             name, failure = f"{task}-{number}", "x" if reward is None else None
-            about: dict[str, Any] = {"rollout_id": name, "group_id": name, "task": {"n": task}, "failure": failure}
-            members.append(MemberResult(mode="val", reward=reward, **about))
+            about: dict[str, Any] = {"rollout_id": name, "group_id": name, "failure": failure}
+            members.append(MemberResult(mode="val", reward=reward, task={"n": task, 1: "another kind of key"}, **about))
     return eval_metrics(members, first=first)
 
 
@@ -83,7 +83,7 @@ def test_validation_has_an_interval_of_its_tasks_without_failures() -> None:
 
 def test_a_validation_is_compared_with_the_first_task_by_task() -> None:
     members = [
-        MemberResult(rollout_id=str(n), group_id=str(n), task={"n": n}, reward=reward)
+        MemberResult(rollout_id=str(n), group_id=str(n), task={"n": n, 1: "another kind of key"}, reward=reward)
         for n, reward in enumerate([0.0, 1.0, 0.5, 0.0])
     ]
     metrics = validation((1.0,), (1.0,), (None,), (0.5, 1.0), first=reward_by_task(members))
