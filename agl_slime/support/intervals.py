@@ -58,9 +58,9 @@ def _wilson(share: float, n: float, z: float) -> tuple[float, float]:
     """Wilson's interval of ``share`` of ``n`` with continuity correction."""
 
     def lower(p: float) -> float:
-        if p <= 0:
+        if 2 * n * p <= 1:  # within the correction, where the formula's root is another
             return 0.0
-        root = math.sqrt(max(0.0, z * z - 2 - 1 / n + 4 * p * (n * (1 - p) + 1)))
+        root = math.sqrt(z * z - 2 - 1 / n + 4 * p * (n * (1 - p) + 1))
         return max(0.0, (2 * n * p + z * z - 1 - z * root) / (2 * (n + z * z)))
 
     return lower(share), 1 - lower(1 - share)
