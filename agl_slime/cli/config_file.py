@@ -18,7 +18,7 @@ import tyro
 from pydantic import TypeAdapter, ValidationError
 
 from agl_slime.cli.flags import flag, split_env_flags
-from agl_slime.cli.options import GROUPS, PATHS, find_setting, name_of
+from agl_slime.cli.options import GROUPS, PATHS, SLIMES_SETTINGS, find_setting, name_of
 from agl_slime.cli.settings import TrainConfig, flat_values, train_config
 from agl_slime.errors import ConfigError
 from agl_slime.report.files import RunDir
@@ -80,7 +80,7 @@ def parse_train_config(arguments: Sequence[str]) -> TrainConfig:
     options, ours = _found(ours, "--config")
     resumed, _ = _found(ours, "--output-dir", "--output_dir")
     values: dict[str, Any] = {}
-    overridden = {argument.partition("=")[0] for argument in ours}
+    overridden = {argument.partition("=")[0].replace("_", "-") for argument in ours}
     if "--resume" in overridden and resumed and (own := RunDir(resumed).config).is_file():
         values = read_config(own, overridden=overridden | ({flag("env_arguments")} if env_flags else set()))
     if options is not None:
@@ -88,6 +88,8 @@ def parse_train_config(arguments: Sequence[str]) -> TrainConfig:
         env_flags = (*given.pop("env_arguments", ()), *env_flags)
         values |= {**given, "local": {**values.get("local", {}), **given.get("local", {})}}
     env_flags = env_flags or tuple(values.pop("env_arguments", ()))
+    if any(name in values or flag(name) in overridden for name in SLIMES_SETTINGS):
+        values.setdefault("trainer", "slime")
     default = _Flags(
         local=LocalTrainerSettings(**values.get("local", {})),
         **{

@@ -58,11 +58,12 @@ GROUPS: Mapping[str, tuple[str, str]] = {
         "controller.python controller.host controller.port controller.env_map controller.job_template",
     ),
     "slime": (
-        "slime (--trainer slime); further flags of slime follow after --.",
+        "slime (--trainer slime, or any of these); further flags of slime follow after --.",
         "actor_num_nodes actor_num_gpus_per_node rollout_num_gpus",
     ),
 }
 """Titles of ``--help`` with a sentence and the paths of the settings, in its order."""
+SLIMES_SETTINGS = GROUPS["slime"][1].split()
 _NAMES = {
     "loop.rollout_timeout_s": "rollout_timeout",
     "group.min_ratio": "group_min_ratio",

@@ -16,7 +16,7 @@ import tyro
 from agl_slime.agent.loading import DEFAULT_AGENT, split_agent
 from agl_slime.cli.flags import flag
 from agl_slime.cli.models import check_model
-from agl_slime.cli.options import PATHS, default_of, find_setting, name_of
+from agl_slime.cli.options import PATHS, SLIMES_SETTINGS, default_of, find_setting, name_of
 from agl_slime.data.policy import MinimumViableGroup
 from agl_slime.data.teacher import Teacher
 from agl_slime.engine.client.generation import SamplingParams
@@ -142,7 +142,7 @@ class TrainConfig:
     actor_num_gpus_per_node: int = 1
     """GPUs per actor node."""
     rollout_num_gpus: int = 0
-    """GPUs for rollout engines that slime launches; 0 uses the ones at --sglang-url."""
+    """GPUs for rollout engines that slime launches, or of the ones at --sglang-url."""
     loop: LoopSettings = field(default_factory=partial(LoopSettings, eval_interval=10))
     sampling: SamplingParams = field(default_factory=partial(SamplingParams, max_new_tokens=48))
     group: MinimumViableGroup = field(default_factory=MinimumViableGroup)
@@ -237,7 +237,7 @@ class TrainConfig:
         if not (self.local.std_normalization or self.local.rewards_normalization):
             why = "with --local.no-rewards-normalization there is nothing to divide; leave it out"
             raise ConfigError(f"--local.no-std-normalization: {why}")
-        for name in ("actor_num_nodes", "actor_num_gpus_per_node", "rollout_num_gpus"):
+        for name in SLIMES_SETTINGS:
             self._refuse(name, "only slime uses it; add --trainer slime, or leave it out")
         if self.loop.n_samples_per_prompt == 1 and self.local.rewards_normalization and not self.teacher_alone:
             fix = "use 2 or more, or --local.no-rewards-normalization"

@@ -224,6 +224,10 @@ def check_slime_args(args: Any, config: TrainConfig) -> None:
         value = getattr(args, name, None)
         if value is not None and value is not False:
             raise ConfigError(f"{flag(name)} after -- is for slime's own loop, not for --trainer slime: leave it out")
+    running, gpus = getattr(args, "rollout_external_engine_addrs", None), config.rollout_num_gpus
+    if running and gpus not in (0, args.rollout_num_gpus):
+        why = f"the engines at --sglang-url have {args.rollout_num_gpus} GPUs; leave one of both flags out"
+        raise ConfigError(f"--rollout-num-gpus {gpus}: {why}")
     if config.loop.max_staleness and (shared := [name for name in _SHARED_GPUS if getattr(args, name, False)]):
         why = "the engines have no GPU while the actors train: give them other GPUs, or leave --max-staleness out"
         raise ConfigError(f"--max-staleness {config.loop.max_staleness} with {flag(shared[0])}: {why}")
@@ -328,8 +332,7 @@ async def _engines(config: TrainConfig) -> tuple[tuple[str, ...], tuple[str | No
         port = find("find_available_port")(3000)
         return (), (None, port), http_url(find("get_host_info")()[1], port)
     async with SGLangClient(base_url=config.sglang_url) as client:
-        workers, url = await client.workers(), client.base_url
+        workers, url = await client.workers(least=0 if config.rollout_num_gpus else 1), client.base_url
     parts = urlsplit(url)
-    is_router = workers != (url,)
-    router = (parts.hostname, parts.port) if is_router and parts.hostname and parts.port else None
-    return (workers if config.rollout_num_gpus == 0 else ()), router, url
+    router = (parts.hostname, parts.port) if workers != (url,) and parts.hostname and parts.port else None
+    return workers, router, url

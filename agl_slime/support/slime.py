@@ -17,7 +17,7 @@ from agl_slime.errors import MissingDependencyError, UnknownVersionError
 
 INSTALL_SLIME = (
     "slime is not installed, or an unrelated PyPI package of that name is: get it from its repository "
-    "(git clone https://github.com/THUDM/slime && pip install -e slime), or use --trainer local"
+    "(git clone https://github.com/THUDM/slime && pip install -e slime), or use --trainer local without slime's flags"
 )
 KNOWN = "v0.3.1, v0.3.2 (624b824) and main (0.4.0) as of September 2026"
 

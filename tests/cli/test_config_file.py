@@ -113,6 +113,16 @@ def test_the_command_line_takes_precedence(tmp_path: Path) -> None:
     assert config.validation_sampling == {"temperature": 0}
 
 
+@pytest.mark.parametrize("given", ["--actor-num-nodes 1", "--actor_num_gpus_per_node=4", "--rollout-num-gpus 2"])
+def test_a_flag_of_slimes_chooses_its_trainer_unless_one_is_named(given: str, tmp_path: Path) -> None:
+    path = tmp_path / "settings.toml"
+    path.write_text("actor_num_nodes = 1")
+    assert parse_train_config(given.split()).trainer == parse(path).trainer == "slime"
+    assert parse(path, "--trainer", "local").trainer == parse_train_config([]).trainer == "local"
+    path.write_text('trainer = "local"')
+    assert parse(path, "--actor-num-nodes", "1").trainer == "local"
+
+
 def test_a_written_run_is_neither_resumed_nor_replaced_by_its_file(tmp_path: Path) -> None:
     config = train_config(output_dir=tmp_path / "run", overwrite=True, seed=3)
     path = written(config, tmp_path / "run")

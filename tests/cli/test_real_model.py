@@ -83,9 +83,7 @@ def test_served_trained_for_a_step_and_synchronised(
     from agl_slime.train.local.trainer import LocalTrainer
 
     trainer = LocalTrainer(
-        model_path=model_dir,
-        settings=LocalTrainerSettings(lr=1e-5, n_minibatches=1, grad_clip=1.0),
-        torch_threads=1,
+        model_path=model_dir, settings=LocalTrainerSettings(lr=1e-5, n_minibatches=1, grad_clip=1.0), torch_threads=1
     )
     best, *sampled = asyncio.run(_answers(engine, prompt))
     assert list(best.output_ids) == greedy(trainer.model, prompt, len(best.output_ids))

@@ -18,7 +18,7 @@ from rich.console import Console
 
 from agl_slime.cli import slime
 from agl_slime.cli.settings import TrainConfig, train_config
-from agl_slime.errors import ConfigError
+from agl_slime.errors import ConfigError, EngineProtocolError
 from agl_slime.loop.tasks import ShuffledTasks
 from agl_slime.report.page import write_report
 from agl_slime.report.read import RunReader
@@ -237,6 +237,18 @@ async def test_the_store_host_is_the_address_for_slimes_manager(
     await run(config_for(engine, tmp_path, 1, numbered(3)))
     assert StandIn.args.agl_store_url.startswith("http://127.0.0.1:")
     assert StandIn.args.agl_store_token is None
+
+
+@pytest.mark.parametrize("workers", [None, ["http://127.0.0.1:9"], []], ids=["server", "router", "empty router"])
+async def test_engines_at_the_url_are_slimes_and_an_empty_router_waits_for_them(workers: list[str] | None) -> None:
+    with in_thread(ScriptedEngine(workers=workers)) as engine:
+        config = train_config(trainer="slime", sglang_url=engine.url, rollout_num_gpus=2)
+        engines, router, url = await slime._engines(config)
+        assert engines == ((engine.url,) if workers is None else tuple(workers))
+        assert (router is None, url) == (workers is None, engine.url)
+        if not engines:
+            with pytest.raises(EngineProtocolError, match="has no workers; start some"):
+                await slime._engines(replace(config, rollout_num_gpus=0))
 
 
 @pytest.mark.slow  # a process that imports Agent Lightning

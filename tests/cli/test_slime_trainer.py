@@ -46,13 +46,14 @@ def test_the_loops_settings_become_slimes_flags() -> None:
         ({"eval_temperature": 0.0}, "--eval-temperature"),
         ({"release_train": True}, "--release-train"),
         ({"num_rollout": 9}, "--num-rollout 9 .*--num-iterations 40"),
+        ({"rollout_external_engine_addrs": ["w:1"]}, "--rollout-num-gpus 2: the engines at --sglang-url have 4 GPUs"),
     ],
 )
 def test_slime_flags_that_contradict_the_loop_are_refused(flag: dict[str, Any], sentence: str) -> None:
-    args = Namespace(num_rollout=40, rollout_batch_size=16, n_samples_per_prompt=4, eval_temperature=None)
-    check_slime_args(args, _config())
+    args = Namespace(num_rollout=40, rollout_batch_size=16, n_samples_per_prompt=4, rollout_num_gpus=4)
+    check_slime_args(args, _config(rollout_num_gpus=2))
     with pytest.raises(ConfigError, match=sentence):
-        check_slime_args(Namespace(**{**vars(args), **flag}), _config())
+        check_slime_args(Namespace(**{**vars(args), **flag}), _config(rollout_num_gpus=2))
 
 
 class Trainer(SimpleNamespace):

@@ -290,18 +290,18 @@ class SGLangClient:
     async def weight_version(self) -> str:
         return engine_version(await self.model_info(), self._http.shown)
 
-    async def workers(self) -> tuple[str, ...]:
+    async def workers(self, *, least: int = 1) -> tuple[str, ...]:
         """URLs of all workers behind a router, unhealthy ones included; the URL itself when it is none. Weights and
         pauses go to workers, since a router answers 404 to those.
 
-        Raises ``EngineProtocolError`` when a router has no worker at all.
+        Raises ``EngineProtocolError`` when a router has no worker at all; with ``least`` 0 it may have none.
         """
         try:
             listed = await self._http.call("GET", "/workers")
         except EngineRequestError:
             return (self.base_url,)  # plain SGLang has no /workers
         workers = parse_workers(listed, where=f"{self._http.shown}/workers")
-        if not workers:
+        if len(workers) < least:
             raise EngineProtocolError(f"the router at {self._http.shown} has no workers; start some with --worker-urls")
         return workers
 

@@ -24,7 +24,7 @@ _LEAST = {
 PLACES = "slime.data.data_source and slime.rollout.data_source"
 _ENTRIES = {
     "hooks": ["-c", "import agl_slime.slime_hooks"],
-    "train.py": ["train.py", "--trainer", "slime", "--sglang-url", "http://127.0.0.1:1", "--model-path"],
+    "train.py": ["train.py", "--rollout-num-gpus", "2", "--sglang-url", "http://127.0.0.1:1", "--model-path"],
     "doctor": ["-m", "agl_slime.train.slime.doctor"],
 }
 _LIMIT_S = 300.0  # many times the usual: processes that import slime and Ray on a busy machine
@@ -124,4 +124,5 @@ def test_the_other_package_of_that_name_counts_as_no_slime(tmp_path: Path):
     for name, expected in (("train.py", 2), ("doctor", 1)):
         code, output = results[name]
         assert code == expected
-        assert "slime is not installed, or an unrelated PyPI package of that name is" in output
+        assert "slime is not installed, or an unrelated PyPI package of that name is: get it from" in output
+        assert ("The trainer is slime: " in output) is (name == "train.py")
