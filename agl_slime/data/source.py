@@ -23,7 +23,7 @@ from agl_slime.data.policy import GroupFilter, GroupPolicy, MinimumViableGroup
 from agl_slime.data.read import collect
 from agl_slime.data.results import GroupResult, MemberResult, Outcome, group_of
 from agl_slime.errors import DataSourceError
-from agl_slime.support.agl import LightningStore, Rollout
+from agl_slime.support.agl import LightningStore, Rollout, threaded
 from agl_slime.support.ranges import check_ranges
 from agl_slime.types import Sample
 
@@ -89,7 +89,7 @@ class GroupSource:
         annotate: Callable[[MemberResult], Awaitable[MemberResult]] | None = None,
     ) -> None:
         self.settings = settings = settings or DataSourceSettings()
-        self._store: Any = store
+        self._store = store = threaded(store)
         self.n_samples_per_prompt = n_samples_per_prompt
         self.changed = threading.Condition()
         """Notified when there may be more groups to deliver; guards everything but the ledger."""

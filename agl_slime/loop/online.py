@@ -49,7 +49,7 @@ from agl_slime.metric_names import (
 from agl_slime.runner.base import RunnerPlan, RunnerPool
 from agl_slime.runner.make import make_runners
 from agl_slime.store.bridge import BridgeStore
-from agl_slime.support.agl import LLM, LightningStore, LitAgent, NamedResources
+from agl_slime.support.agl import LLM, LightningStore, LitAgent, NamedResources, threaded
 from agl_slime.support.threads import run_in_thread
 
 logger = logging.getLogger(__name__)
@@ -63,7 +63,7 @@ class OnlineRLLoop:
 
     Args:
         store: The store of rollouts. A ``BridgeStore`` notifies at each completion; any other thread-safe
-            ``LightningStore`` works.
+            one works, and an ``InMemoryLightningStore`` in Agent Lightning's wrapper, the loop's attribute ``store``.
         agent: Any ``LitAgent``; ``None`` when runners elsewhere execute the rollouts.
         tasks: A sequence of dicts, a function ``(rng) -> dict``, or a ``TaskSource``.
         llm: Engine, model and sampling parameters; the agents' resource ``main_llm``.
@@ -113,10 +113,10 @@ class OnlineRLLoop:
         val_sync_fn: Callable[[str], Any] | None = None,
     ) -> None:
         self.settings = settings or LoopSettings()
+        self.store = store = threaded(store)
         if agent is not None and not store.capabilities.get("thread_safe"):
-            fix = "use agl_slime.BridgeStore() or InMemoryLightningStore(thread_safe=True)"
+            fix = "use agl_slime.BridgeStore() or InMemoryLightningStore()"
             raise ConfigError(f"{type(store).__name__} is not thread-safe; {fix}: agents run in a separate thread")
-        self.store = store
         self.data_source: GroupSource = getattr(data_source, "groups", data_source)
         self._agent = agent
         self._state = start or LoopState()

@@ -10,18 +10,15 @@ from typing import Any, Self
 from agl_slime.errors import LoopError
 from agl_slime.runner.base import FinishedListener, RunnerPool
 from agl_slime.runner.concurrent import ConcurrentRunner, RunnerSettings
-from agl_slime.support.agl import LightningStore, LitAgent
+from agl_slime.support.agl import LightningStore, LitAgent, threaded
 from agl_slime.support.threads import LoopThread
 
 logger = logging.getLogger(__name__)
 
 
 class RunnerThread(RunnerPool):
-    """Runs a ``ConcurrentRunner`` on a thread.
-
-    The store must be thread-safe if other threads write to it too (``InMemoryLightningStore(thread_safe=True)``, or any
-    HTTP client store).
-    """
+    """Runs a ``ConcurrentRunner`` on a thread. A store that other threads use too must be thread-safe; an
+    ``InMemoryLightningStore`` gets Agent Lightning's wrapper for threads."""
 
     def __init__(
         self,
@@ -34,7 +31,7 @@ class RunnerThread(RunnerPool):
     ) -> None:
         self.runner = ConcurrentRunner(settings=settings, on_finished=on_finished, name=name)
         self._agent = agent
-        self._store = store
+        self._store: LightningStore = threaded(store)
         self._thread: LoopThread | None = None
         self._failure: BaseException | None = None
 

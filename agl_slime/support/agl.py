@@ -13,6 +13,7 @@ import importlib.metadata
 import os
 import sys
 import warnings
+from typing import Any
 
 from agl_slime.errors import MissingDependencyError, UnknownVersionError
 from agl_slime.support.litellm_later import litellm_later
@@ -34,6 +35,7 @@ try:
         from agentlightning.store.client_server import LightningStoreClient, LightningStoreServer
         from agentlightning.store.collection.memory import InMemoryLightningCollections, ListBasedCollection
         from agentlightning.store.memory import InMemoryLightningStore
+        from agentlightning.store.threading import LightningStoreThreaded
         from agentlightning.store.utils import rollout_status_from_attempt
         from agentlightning.tracer import Tracer, clear_active_tracer, get_active_tracer, set_active_tracer
         from agentlightning.tracer.otel import OtelSpanRecordingContext
@@ -72,6 +74,13 @@ except ImportError as error:
 # than the rest of the read. From sys.modules, because the package has functions with the names of its modules.
 _reward_module = sys.modules["agentlightning.emitter.reward"]
 _reward_module.TypeAdapter = functools.lru_cache(maxsize=8)(_reward_module.TypeAdapter)  # type: ignore[attr-defined]
+
+
+def threaded(store: Any) -> Any:
+    """``store``, or Agent Lightning's wrapper around an in-memory store made for one thread; each time the same."""
+    if not isinstance(store, InMemoryLightningStore) or store.capabilities.get("thread_safe"):
+        return store
+    return vars(store).setdefault("_agl_slime_threaded", LightningStoreThreaded(store))
 
 
 def otlp_export_misses_store() -> bool:

@@ -31,9 +31,7 @@ async def test_failed_rollout_keeps_its_turns() -> None:
         assert (member.turns, member.sampled_tokens) == (1, len(member.trajectory.turns[0].response_ids))
 
 
-async def test_failed_rollout_without_turns_or_with_damaged_turns_stays_failed(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_failed_rollout_without_turns_or_with_damaged_turns_stays_failed(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (await read(status="failed", turns=[])).trajectory is None
     encode = TurnEncoder.encode
     monkeypatch.setattr(TurnEncoder, "encode", lambda *turn: {**encode(*turn), names.RESPONSE_IDS: "!"})

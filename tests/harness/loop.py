@@ -122,7 +122,7 @@ class LoopCase:
             store = store if store is not None else BridgeStore()
             source = GroupSource(store=store, tokenizer=small_tokenizer(), settings=source_settings)
         assert source._store is not None
-        self.source, self.store = source, source._store
+        self.source, self.store = source, source._store if store is None else store
         self.trainer = Trainer(self.source, n=self.settings.rollout_batch_size)
         self.recorder = Recorder(on_event)
         try:

@@ -77,12 +77,7 @@ def test_a_judge_that_stays_away_ends_the_run(
 ) -> None:
     judge = Judge(away=away)
     case, _ = failed_run(
-        engine,
-        error,
-        agent=HelloAgent(judge=judge),
-        tasks=numbered(),
-        num_iterations=9,
-        failure_patience_s=patience_s,
+        engine, error, agent=HelloAgent(judge=judge), tasks=numbered(), num_iterations=9, failure_patience_s=patience_s
     )
     assert len(case.trainer.batches) == batches
     assert batches or judge.calls == 4

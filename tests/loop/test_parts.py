@@ -15,7 +15,7 @@ from agl_slime.data.source import DataSourceSettings
 from agl_slime.errors import ConfigError, DataSourceError, LoopError, TrainerError
 from agl_slime.events import PhaseStarted
 from agl_slime.store.bridge import BridgeStore
-from agl_slime.support.agl import InMemoryLightningStore
+from agl_slime.support.agl import InMemoryLightningStore, LightningStore
 from tests.harness.engine_faults import Stall
 from tests.harness.loop import HelloAgent, LoopCase, hello_engine, threads_of_ours
 from tests.harness.scripted_engine import ScriptedEngine
@@ -145,20 +145,20 @@ def test_an_engine_that_dies_in_any_phase_ends_the_run_immediately(phase: str, e
         assert case.source.ledger.counts().open == 0
 
 
-def test_a_plain_store_is_taken_if_it_is_thread_safe(engine: ScriptedEngine) -> None:
-    with LoopCase(
-        agent=HelloAgent(),
-        url=engine.url,
-        store=InMemoryLightningStore(thread_safe=True),
-        num_iterations=2,
-        source_settings=DataSourceSettings(get_timeout_s=20),
-    ) as case:
+@pytest.mark.parametrize("thread_safe", [True, False])
+def test_a_plain_store_is_taken_in_its_wrapper_for_threads(thread_safe: bool, engine: ScriptedEngine) -> None:
+    store = InMemoryLightningStore(thread_safe=thread_safe)
+    settings = DataSourceSettings(get_timeout_s=20)
+    sizes = {"num_iterations": 3, "rollout_batch_size": 16, "n_samples_per_prompt": 4}
+    with LoopCase(agent=HelloAgent(), url=engine.url, store=store, source_settings=settings, **sizes) as case:
         case.loop.run()
         case.check_ledger()
-    assert case.source.ledger.counts().closed == {Outcome.TRAINED: 8}
-    with pytest.raises(ConfigError, match=r"InMemoryLightningStore is not thread-safe; use agl_slime\.BridgeStore"):
-        LoopCase(agent=HelloAgent(), url=engine.url, store=InMemoryLightningStore())
+    assert case.source.ledger.counts().closed == {Outcome.TRAINED: 192}
+    assert (case.loop.store is store) is thread_safe
+    assert case.loop.store is case.source._store  # one lock for all of its users
     assert threads_of_ours() == []
+    with pytest.raises(ConfigError, match=r"LightningStore is not thread-safe; use agl_slime\.BridgeStore"):
+        LoopCase(agent=HelloAgent(), url=engine.url, store=LightningStore())
 
 
 @pytest.mark.parametrize("phase", ["collect", "train", "sync"])

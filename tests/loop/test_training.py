@@ -162,13 +162,7 @@ def test_an_iteration_without_training_takes_no_weight_version(
     parts = RunParts(agent=Flat(), tasks=lambda rng: {"prompt": "Say something.", "number": next(numbers)})
     settings = {**SMALL, "n_samples_per_prompt": 4, "max_staleness": 2, "drop_zero_variance": True, "num_iterations": 6}
     with weights_restored(embedded_engine, policy_dir):
-        train(
-            given=parts,
-            model_path=policy_dir,
-            sglang_url=embedded_engine,
-            output_dir=tmp_path / "out",
-            **settings,
-        )
+        train(given=parts, model_path=policy_dir, sglang_url=embedded_engine, output_dir=tmp_path / "out", **settings)
     rows = read_metrics(tmp_path / "out" / "metrics.jsonl")
     trained = ["train/steps" in row for row in rows]
     assert (trained[0], trained[-1]) == (False, True)
