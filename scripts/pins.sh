@@ -18,7 +18,7 @@ extras_of_this_package() {
 environment_of_slime() {
   local version=$1
   shift
-  printf '# Made by scripts/pins.sh: the packages of an environment with SGLang %s and slime, as resolved from their own requirements. The dry run\n' "$version"
+  printf '# For Python 3.12 only. Made by scripts/pins.sh: the packages of an environment with SGLang %s and slime, as resolved from their own requirements. The dry run\n' "$version"
   printf '# of .ci/nightly installs agl-slime beside them. A real image has other versions where SGLang and slime pin none:\n'
   printf '# scripts/install_in_slime.sh takes what it finds as constraints, and not this list.\n'
   { echo "sglang==$version"; sed 's/#.*//' "$SLIME_DIR/requirements.txt"; printf '%s\n' "$@"; } |

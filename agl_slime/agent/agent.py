@@ -11,7 +11,7 @@ import functools
 import inspect
 import logging
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, get_args
 
 from agl_slime.agent.access import LLM_RESOURCE, EngineAccess, limits_of, sampling_of
 from agl_slime.agent.chat_api import ChatApi
@@ -27,7 +27,7 @@ from agl_slime.agent.outcome import (
 from agl_slime.agent.partial import PartialRollouts
 from agl_slime.agent.scheduler import MultiTurnScheduler, schedulers
 from agl_slime.agent.session import RolloutSession, RolloutStopped
-from agl_slime.agent.tools import ToolManager
+from agl_slime.agent.tools import ToolError, ToolManager
 from agl_slime.agent.turns import run_turns
 from agl_slime.engine.client.client import SGLangClient
 from agl_slime.engine.client.generation import SamplingParams
@@ -130,7 +130,8 @@ class SGLangLitAgent(LitAgent[dict[str, Any]]):
     async def run(self, task: dict[str, Any], session: RolloutSession) -> None:
         """The conversation. The default asks until an answer calls no tool and the scheduler ends the rollout."""
         scheduler = self._scheduler(session)
-        await run_turns(session, task=task, scheduler=scheduler, stop_on_tool_error=self.stop_on_tool_error)
+        errors = get_args(ToolError) if self.stop_on_tool_error else ()
+        await run_turns(session, task=task, scheduler=scheduler, stop_on_tool_errors=errors)
 
     async def score(self, task: dict[str, Any], trajectory: Trajectory) -> Any:
         """The reward of the whole rollout. The default calls ``reward_functions``, or without any ``compute_reward`` on

@@ -10,7 +10,7 @@ import asyncio
 import copy
 import inspect
 import logging
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -27,6 +27,7 @@ from agl_slime.agent.scheduler import (
     StopReason,
 )
 from agl_slime.agent.session import RolloutStopped, Session
+from agl_slime.agent.tools import ToolError
 from agl_slime.support.threads import call_user_code
 from agl_slime.tokens.answer import AnswerParts
 from agl_slime.tokens.codec import shared_length
@@ -45,7 +46,7 @@ async def run_turns(
     *,
     task: Mapping[str, Any],
     scheduler: MultiTurnScheduler | None = None,
-    stop_on_tool_error: bool = False,
+    stop_on_tool_errors: Collection[ToolError] = (),
 ) -> RolloutResponseChoice:
     """Ask until the rollout is over and return the last answer, with all messages; ``session.stats`` has the stop
     reason.
@@ -55,7 +56,7 @@ async def run_turns(
     """
     tools = session.tools.schemas if session.tools is not None else None
     request = RolloutInferRequest(messages=session.messages, tools=tools, uuid=session.rollout_id)
-    turns = _Turns(session, scheduler, stop_on_tool_error)
+    turns = _Turns(session, scheduler, stop_on_tool_errors)
     if scheduler is None:
         return await turns.run(request)
     columns = {key: copy.deepcopy(value) for key, value in task.items() if key not in _PROMPT_COLUMNS}
@@ -129,7 +130,7 @@ class _Leaf:
 class _Turns:
     session: Session
     scheduler: MultiTurnScheduler | None
-    stop_on_tool_error: bool
+    stop_on_tool_errors: Collection[ToolError]
     number: int = 0
     leaves: list[_Leaf] = field(default_factory=list)
 
@@ -213,7 +214,7 @@ class _Turns:
             results = await session.tools.run(calls)
             stats.count(results)
             session.add(*(result.to_message() for result in results))
-            if self.stop_on_tool_error and any(result.error for result in results):
+            if any(result.error in self.stop_on_tool_errors for result in results):
                 stats.stop_reason = StopReason.TOOL_ERROR
                 return None
             return request

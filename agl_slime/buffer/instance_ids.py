@@ -5,13 +5,18 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Annotated
+
+from tyro.conf import arg
 
 from agl_slime.errors import ConfigError
 from agl_slime.loop.tasks import read_tasks
 from agl_slime.support.files import whole_file
 
 
-def assign_instance_ids(*, input: Path, output: Path | None = None, prefix: str = "instance") -> tuple[Path, int, int]:
+def assign_instance_ids(
+    *, input: Annotated[Path, arg(aliases=["--input-path"])], output: Path | None = None, prefix: str = "instance"
+) -> tuple[Path, int, int]:
     """Give each line of a JSON-lines file an instance_id. Lines that have one keep it.
 
     Args:

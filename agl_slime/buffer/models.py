@@ -1,4 +1,4 @@
-"""Pydantic models of HTTP requests, their errors as one sentence, and the OpenAPI description."""
+"""Pydantic models of HTTP requests, and their errors as one sentence."""
 
 from __future__ import annotations
 
@@ -9,9 +9,7 @@ from typing import Annotated, Any, TypeVar
 
 import orjson
 from pydantic import BaseModel, BeforeValidator, Field, StrictBool, StrictInt, StringConstraints, ValidationError
-from pydantic.json_schema import SkipJsonSchema
 
-from agl_slime import __version__
 from agl_slime.errors import BufferRequestError
 from agl_slime.support.http import json_bytes, parse_json
 
@@ -38,7 +36,7 @@ class ItemFields(BaseModel):
     messages: list[dict[str, Any]] = Field(description="The conversation in OpenAI's format.")
     reward: Any = Field(None, description="A number; an item without one is never trained on.")
     extra_info: dict[str, Any] | None = Field(None, description="Data to keep with the item; `error` marks failures.")
-    task_type: SkipJsonSchema[str | None] = None  # the same for all items of a request: not expressible in a schema
+    task_type: str | None = Field(None, description="The same for all items of a request.")
 
 
 class ReadRequest(BaseModel):
@@ -131,41 +129,3 @@ def _written(fields: ItemFields, item: dict[str, Any], raw: bytes | None) -> Wri
         reward=float(fields.reward) if isinstance(fields.reward, (int, float)) else None,
         body=json_bytes(item) if raw is None else raw,
     )
-
-
-def _object(required: dict[str, Any]) -> dict[str, Any]:
-    return {"type": "object", "required": list(required), "properties": required}
-
-
-def _operation(summary: str, answer: Any, body: Any = None, *, body_required: bool = True) -> dict[str, Any]:
-    def content(schema: Any) -> dict[str, Any]:
-        return {"content": {"application/json": {"schema": schema}}}
-
-    refusal = content(_object({"success": {"const": False}, "message": {"type": "string"}}))
-    refused = {"description": "Refused, with 400, 401, 403, 404, 405, 409 or 413; 503 says try again later", **refusal}
-    responses = {"200": {"description": "Done", **content(answer)}, "4XX": refused, "503": refused}
-    request = {} if body is None else {"requestBody": {"required": body_required, **content(body)}}
-    return {"summary": summary, "responses": responses, **request}
-
-
-def openapi_description() -> dict[str, Any]:
-    item = ItemFields.model_json_schema()
-    items = {"anyOf": [item, {"type": "array", "items": item, "minItems": 1}]}
-    data = _object({"data": {"type": "array", "items": {"type": "object"}}, "meta_info": {}})
-    answer = _object({"success": {"type": "boolean"}, "message": {"type": "string"}, "data": data})
-    read, start = ReadRequest.model_json_schema(), StartRequest.model_json_schema()
-    started = _object({"message": {"type": "string"}})
-    take = _operation("Take groups that are ready to train on", answer, read, body_required=False)
-    return {
-        "openapi": "3.1.0",
-        "info": {"title": "agl-slime rollout buffer", "version": __version__},
-        "paths": {
-            "/start_rollout": {"post": _operation("Start the generator of a task type", started, start)},
-            "/buffer/write": {"post": _operation("Write an item or a list of items", answer, items)},
-            "/get_rollout_data": {"post": take},
-            "/stats": {"get": _operation("All counts", {"type": "object"})},
-            "/health": {"get": _operation("Whether the server runs", {"type": "object"})},
-        },
-        "components": {"securitySchemes": {"token": {"type": "http", "scheme": "bearer"}}},
-        "security": [{}, {"token": []}],
-    }

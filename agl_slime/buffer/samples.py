@@ -16,7 +16,7 @@ from pydantic import BaseModel, Field, FiniteFloat, StrictInt
 
 from agl_slime.buffer.models import ItemFields, check
 from agl_slime.buffer.stages import PADDING_OF, Item
-from agl_slime.tokens.masks import MaskGenerator
+from agl_slime.tokens.masks import MultiTurnLossMaskGenerator
 from agl_slime.types import Sample, sample_from_fields
 
 _COPIED = ("uid", "instance_id", "group_id", "raw_reward", "buffer_group", PADDING_OF)
@@ -52,7 +52,7 @@ class SampleMaker:
     slime sorts by ``index`` and counts rollouts by ``rollout_id``; these numbers never repeat.
     """
 
-    masks: MaskGenerator | None
+    masks: MultiTurnLossMaskGenerator | None
     normalized: bool
     next_index: int = 0
     next_group: int = 0

@@ -17,7 +17,7 @@ from aiohttp import web
 from aiohttp.typedefs import Handler, Middleware
 
 from agl_slime import __version__
-from agl_slime.buffer.models import ReadRequest, check, openapi_description, parse_body, parse_items
+from agl_slime.buffer.models import ReadRequest, check, parse_body, parse_items
 from agl_slime.buffer.service import RolloutBuffer
 from agl_slime.buffer.settings import BufferSettings
 from agl_slime.errors import AglSlimeError, BufferRequestError, ConfigError
@@ -30,7 +30,6 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _BUFFER = web.AppKey("buffer", RolloutBuffer)
-_OPEN_PATHS = frozenset({"/health", "/openapi.json"})
 _RETRY_AFTER_S = "5"
 # Threads that return from SQLite wait this long for the GIL while the event loop is busy; the default of 5 ms adds up
 # to half a second for a batch of 256 items.
@@ -47,7 +46,8 @@ def _make_app(buffer: RolloutBuffer) -> web.Application:
             web.post("/runs/{key}/buffer/write", _write),
             web.post("/get_rollout_data", _get_rollout_data),
             web.post("/start_rollout", _start_rollout),
-            *(web.get(path, _get) for path in ("/stats", *_OPEN_PATHS)),
+            web.get("/stats", _get),
+            web.get("/health", _get),
         ]
     )
     return app
@@ -121,10 +121,9 @@ async def _parsed(parse: Callable[[bytes], T], request: web.Request) -> T:
 
 
 async def _get(request: web.Request) -> web.Response:
-    """``/stats``, ``/health`` and ``/openapi.json``."""
     if request.path == "/stats":
         return _json(await run_in_thread(request.app[_BUFFER].stats))
-    return _json(openapi_description() if request.path != "/health" else {"status": "ok", "version": __version__})
+    return _json({"status": "ok", "version": __version__})
 
 
 def _gate(settings: BufferSettings) -> Middleware:
@@ -136,7 +135,7 @@ def _gate(settings: BufferSettings) -> Middleware:
 
     @web.middleware
     async def gate(request: web.Request, handler: Handler) -> web.StreamResponse:
-        is_open = request.path in _OPEN_PATHS or "key" in request.match_info
+        is_open = request.path == "/health" or "key" in request.match_info
         if not is_open and not has_token(request.headers.get("Authorization"), settings.token):
             return refuse(401, "the token is missing or wrong; send it as `Authorization: Bearer TOKEN`")
         try:

@@ -4,7 +4,6 @@ of samples."""
 from __future__ import annotations
 
 import asyncio
-import importlib
 import json
 import logging
 import random
@@ -13,6 +12,7 @@ import uuid
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from pkgutil import resolve_name
 from typing import Any
 
 import aiohttp
@@ -25,7 +25,7 @@ from agl_slime.support.backoff import Backoff
 from agl_slime.support.http import is_transient
 from agl_slime.support.threads import run_in_thread
 from agl_slime.tokens.loading import load_tokenizer
-from agl_slime.tokens.masks import MaskGenerator, get_loss_mask_generator
+from agl_slime.tokens.masks import MultiTurnLossMaskGenerator, get_loss_mask_generator
 from agl_slime.types import Sample
 
 logger = logging.getLogger(__name__)
@@ -240,14 +240,13 @@ async def get_rollout_data(
     return items, meta_info
 
 
-def _mask_generator(settings: AgentRolloutSettings) -> MaskGenerator | None:
+def _mask_generator(settings: AgentRolloutSettings) -> MultiTurnLossMaskGenerator | None:
     if settings.hf_checkpoint is None:
         return None
     tokenizer = load_tokenizer(settings.hf_checkpoint)
-    module_name, colon, name = settings.loss_mask_type.partition(":")
-    if not colon:
+    if ":" not in settings.loss_mask_type:
         return get_loss_mask_generator(tokenizer, settings.loss_mask_type)
     try:
-        return getattr(importlib.import_module(module_name), name)(tokenizer)
+        return resolve_name(settings.loss_mask_type)(tokenizer)
     except (ImportError, AttributeError) as error:
         raise ConfigError(f"loss_mask_type {settings.loss_mask_type!r} cannot be loaded: {error}") from error

@@ -29,15 +29,17 @@ Message = Mapping[str, Any]
 Tools = Sequence[Mapping[str, Any]] | None
 
 
-class MaskGenerator(ABC):
-    """A loss mask generator; a subclass implements ``get_loss_mask``."""
+class MultiTurnLossMaskGenerator:
+    """A loss mask generator, under slime's name: the registered one of ``tokenizer_type``, or a subclass with a
+    ``get_loss_mask`` of its own."""
 
-    def __init__(self, tokenizer: Any) -> None:
+    def __init__(self, tokenizer: Any, tokenizer_type: str = "qwen") -> None:
         self.tokenizer: Any = tokenizer  # a fast tokenizer of transformers with a chat template
+        self.tokenizer_type = tokenizer_type
 
-    @abstractmethod
     def get_loss_mask(self, messages: Sequence[Message], tools: Tools = None) -> tuple[list[int], list[int]]:
         """Token ids of the conversation, and for each 1 if it is trained (a token of the model), else 0."""
+        return get_loss_mask_generator(self.tokenizer, self.tokenizer_type).get_loss_mask(messages, tools)
 
     def get_response_lengths(self, loss_masks: Sequence[Sequence[int]]) -> list[int]:
         """Per mask, the number of tokens from the first trained one on; 0 without any."""
@@ -76,12 +78,12 @@ def is_trained(message: Message) -> bool:
 
 # -- the registry ----------------------------------------------------------------------------------------------------
 
-_generators: Registry[MaskGenerator] = Registry("loss mask type")
+_generators: Registry[MultiTurnLossMaskGenerator] = Registry("loss mask type")
 register_loss_mask_generator = _generators.register
 """A decorator that registers a class (or a function of the tokenizer) as ``--loss-mask-type name``."""
 
 
-def get_loss_mask_generator(tokenizer: Any, tokenizer_type: str = "auto") -> MaskGenerator:
+def get_loss_mask_generator(tokenizer: Any, tokenizer_type: str = "auto") -> MultiTurnLossMaskGenerator:
     """The generator of that name for ``tokenizer``. Raises ``ConfigError`` for a name that is not registered."""
     return _generators[tokenizer_type](tokenizer)
 
@@ -94,7 +96,7 @@ _SENTINEL = "SENTINELanswerSENTINEL"
 
 
 @register_loss_mask_generator("auto")
-class TemplateMask(MaskGenerator):
+class TemplateMask(MultiTurnLossMaskGenerator):
     """The rendering of the whole conversation. Trained text is in the template's ``{% generation %}`` marks, or between
     an answer's header and its end.
 
@@ -184,7 +186,7 @@ class TemplateMask(MaskGenerator):
 _QUESTION: Message = {"role": "user", "content": "FOR CALCULATING LOSS MASK ONLY"}
 
 
-class _Pieces(MaskGenerator):
+class _Pieces(MultiTurnLossMaskGenerator, ABC):
     """Messages rendered piece by piece, which keeps the thinking that the template drops from a whole conversation; the
     first piece has the tools."""
 
@@ -245,7 +247,7 @@ class Qwen3Mask(_Pieces):
 
 
 @register_loss_mask_generator("qwen3_5")
-class Qwen35Mask(MaskGenerator):
+class Qwen35Mask(MultiTurnLossMaskGenerator):
     """The conversation as a whole (Qwen3.5); an answer is the text between its header, with an opened thinking block,
     and its end mark."""
 
@@ -272,7 +274,7 @@ class Qwen35Mask(MaskGenerator):
 
 
 @register_loss_mask_generator("distill_qwen")
-class DistillQwenMask(MaskGenerator):
+class DistillQwenMask(MultiTurnLossMaskGenerator):
     """The first message as the prompt and the content of the last as the answer, without an end token
     (DeepSeek-R1-Distill-Qwen)."""
 
@@ -284,7 +286,7 @@ class DistillQwenMask(MaskGenerator):
 
 
 @register_loss_mask_generator("qwen")
-def _qwen(tokenizer: Any) -> MaskGenerator:
+def _qwen(tokenizer: Any) -> MultiTurnLossMaskGenerator:
     """As in slime, a tokenizer with DeepSeek's markers is a distilled model's."""
     distilled = "<｜Assistant｜>" in getattr(tokenizer, "get_added_vocab", dict)()
     return DistillQwenMask(tokenizer) if distilled else QwenMask(tokenizer)

@@ -126,11 +126,10 @@ def test_stop_reasons() -> None:
 
 
 def test_a_failing_row_never_raises_out_of_the_batch(tmp_path: Path) -> None:
-    class Raising:
-        schemas = ToolManager([look]).schemas
+    def raising(key: str) -> str:
+        raise RuntimeError("the sandbox is gone")
 
-        async def run(self, calls: Any) -> Any:
-            raise RuntimeError("the sandbox is gone")
+    raising.__name__ = "look"
 
     def reply(body: dict[str, Any]) -> Any:
         if not body["messages"]:
@@ -139,10 +138,11 @@ def test_a_failing_row_never_raises_out_of_the_batch(tmp_path: Path) -> None:
 
     with serving(reply) as server:
         good = ToolManager([look])
-        options = {"tool_manager": [good, good, Raising(), good], "step": 7}
+        options = {"tool_manager": [good, good, ToolManager([raising]), good], "step": 7}
         done = rollout(server, trace_dir=tmp_path)([*trajectories(3), {"id": "no messages"}], **options)
     assert [trajectory["stop_reason"] for trajectory in done] == ["stop", "api_error", "api_error", "api_error"]
-    assert "the sandbox is gone" in done[2]["error"]
+    assert done[2]["error"].endswith("RuntimeError: the sandbox is gone")
+    assert (done[2]["turns"], done[2]["tools_called"]["calls"]) == (1, {"look": 1})
     names = ["7-fail-no_messages.json", "7-fail-t1.json", "7-fail-t2.json", "7-ok-t0.json"]
     assert sorted(path.name for path in tmp_path.iterdir()) == names
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import sys
 from collections.abc import Callable, Sequence
@@ -9,10 +10,11 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 
-from agl_slime.agent.batched.api_multi_turn import APIMultiTurnRollout
+from agl_slime.agent.batched.api_multi_turn import APIMultiTurnRollout, OpenAI
 from agl_slime.agent.batched.multi_turn import MultiTurnRollout, Trajectory, trajectory_to_samples
 from agl_slime.agent.tools import ToolManager
 from agl_slime.engine.client.generation import Generation, SamplingParams
@@ -427,6 +429,27 @@ def test_a_tool_manager_of_twinkle_runs_its_tools() -> None:
     ((trajectory,), _) = run({"a": [CALL, "Three."]}, tool_manager=TwinklesManager(EchoTool()))
     assert trajectory["messages"][2]["content"] == ECHO
     assert trajectory["tools_called"]["calls"] == {"look": 1}
+
+
+IMPORTS = """
+from twinkle.data_format import Trajectory
+from twinkle.data_format.sampling import SamplingParams
+from twinkle_agentic.protocol.openai import OpenAI
+from twinkle_agentic.rollout.api_multi_turn import APIMultiTurnRollout
+from twinkle_agentic.rollout.multi_turn import MultiTurnRollout
+from twinkle_agentic.tools.tool_manager import ToolManager
+"""
+
+
+@patch.dict(sys.modules)
+def test_twinkles_import_paths_lead_here_where_twinkle_is_not_installed() -> None:
+    importlib.import_module(paths := "agl_slime.agent.batched.twinkle")
+    exec(IMPORTS, names := dict[str, Any]())
+    ours = (MultiTurnRollout, APIMultiTurnRollout, OpenAI, SamplingParams, ToolManager)
+    assert [names[each.__name__] for each in ours] == [*ours]
+    del sys.modules[paths]
+    with patch("importlib.util.find_spec"), pytest.raises(ConfigError, match="twinkle is installed"):
+        importlib.import_module(paths)
 
 
 def test_calls_without_an_id_get_one_shared_with_their_results() -> None:

@@ -13,11 +13,7 @@ from agl_slime import SGLangLitAgent
 from agl_slime.agent import scheduler as scheduler_module
 from agl_slime.agent.loading import configure_agent, load_plugins
 from agl_slime.agent.outcome import ORM, AsyncORM, orms
-from agl_slime.agent.scheduler import (
-    MultiTurnScheduler,
-    RolloutInferRequest,
-    register_scheduler,
-)
+from agl_slime.agent.scheduler import MultiTurnScheduler, RolloutInferRequest, register_scheduler
 from agl_slime.errors import ConfigError
 from tests.agent.multi_turn_agents import CALL, TASK, Agent, Played, ToolAgent, rollout
 from tests.harness.conversations import ScriptedClient
@@ -178,12 +174,7 @@ class Repeat(MultiTurnScheduler):
 
 async def rewarded(*functions: Any, answers: tuple[str, ...] = ("12.", "24."), turns: int = 2) -> Played:
     return await rollout(
-        SGLangLitAgent,
-        answers,
-        "chatml",
-        task=COLUMNS,
-        scheduler=Repeat(max_turns=turns),
-        reward_functions=functions,
+        SGLangLitAgent, answers, "chatml", task=COLUMNS, scheduler=Repeat(max_turns=turns), reward_functions=functions
     )
 
 

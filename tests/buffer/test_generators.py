@@ -218,15 +218,12 @@ async def test_only_missing_items_are_generated(tmp_path):
             engine.url,
             server.url,
             num_repeat_per_sample=4,
+            num_repeats=2,
             skip_instance_ids=["math_0", "math_0"],
             partial_groups=partial,
         )
-        await generator.run(
-            write_problems(tmp_path),
-            base_generator.query_single_turn,
-            base_generator.get_rule_based_math_reward,
-            num_epoch=2,
-        )
+        reward = base_generator.get_rule_based_math_reward
+        await generator.run(write_problems(tmp_path), base_generator.query_single_turn, reward)
         body = Counter(body["messages"][0]["content"] for body in engine.requests)
         assert body == {"1 + 1?": 1 + 4, "2 + 1?": 8}
         _, stats = await client.get("/stats")
@@ -241,6 +238,7 @@ async def test_documented_generator_runs_as_a_file(tmp_path):
         "your_task",
         """
         from agl_slime.buffer.generators.base_generator import SAMPLING_PARAMS, BaseGenerator
+        from agl_slime.buffer.generators.default_func import normalize_group_data  # becomes the file's stage
 
         TASK_TYPE = "your_task_name"
 

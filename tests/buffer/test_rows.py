@@ -34,7 +34,7 @@ def test_lines_without_an_id_get_a_unique_one_once(tmp_path, capsys):
     assert [row["prompt"] for row in rows] == ["1+1", "kept", "2+2"]
     second, _, assigned = assign_instance_ids(input=output, output=tmp_path / "again.jsonl")
     assert (assigned, second.read_bytes()) == (0, output.read_bytes())
-    assert main(["assign-instance-id", "--input", str(file)]) == 0
+    assert main(["assign-instance-id", "--input_path", str(file)]) == 0
     assert "3 lines, 2 got an instance_id" in capsys.readouterr().out
     assert main(["assign-instance-id", "--input", str(tmp_path / "missing.jsonl")]) == 2
     assert "cannot be read" in capsys.readouterr().err

@@ -108,7 +108,6 @@ async def test_a_token_is_needed_everywhere_but_at_the_door_and_on_other_hosts(t
     async with BufferServer(settings=settings_for(tmp_path, token="secret")) as server:
         async with Client(server.url) as stranger:
             assert (await stranger.get("/health"))[0] == 200
-            assert "/buffer/write" in (await stranger.get("/openapi.json"))[1]["paths"]
             assert (await stranger.get("/stats"))[0] == 401
             assert (await stranger.post("/buffer/write", make_item("1")))[0] == 401
         async with Client(server.url, Authorization="Bearer secret") as friend:

@@ -14,9 +14,7 @@ from agl_slime.data.results import GroupResult, MemberResult
 from agl_slime.engine.client.generation import WeightSpan
 from agl_slime.errors import TraceError
 from agl_slime.loop.metrics import collect_metrics
-from agl_slime.support.agl import (
-    Rollout,
-)
+from agl_slime.support.agl import Rollout
 from agl_slime.tokens import attributes as names
 from agl_slime.tokens.converter import Conversion, convert_rollout, rollout_to_sample, rollout_to_samples
 from agl_slime.tokens.turn import Turn

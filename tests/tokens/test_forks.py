@@ -179,13 +179,7 @@ def result(text: str) -> dict[str, Any]:
     return {"role": "tool", "content": text}
 
 
-def call(
-    tokenizer: Any,
-    messages: list[dict[str, Any]],
-    answer: str,
-    end: str = "<|im_end|>",
-    **options: Any,
-) -> Turn:
+def call(tokenizer: Any, messages: list[dict[str, Any]], answer: str, end: str = "<|im_end|>", **options: Any) -> Turn:
     """A turn that samples ``answer`` after the rendered messages."""
     prompt = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **options)
     prompt_ids, ids = (tokenizer.encode(text, add_special_tokens=False) for text in (prompt, answer + end))

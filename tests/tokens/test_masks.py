@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from agl_slime.errors import ConfigError, TraceError
 from agl_slime.tokens import masks
-from agl_slime.tokens.masks import MaskGenerator, get_loss_mask_generator, register_loss_mask_generator
+from agl_slime.tokens.masks import MultiTurnLossMaskGenerator, get_loss_mask_generator, register_loss_mask_generator
 from agl_slime.tokens.tokenizer import encode_text
 from tests.harness.chat_templates import TEMPLATES
 from tests.harness.slime_programs import slime_package
@@ -107,7 +107,7 @@ def test_a_message_marked_as_context_is_not_trained(kind: str) -> None:
 def test_tools_are_in_the_prompt_and_response_lengths_are_counted() -> None:
     tokenizer = chat_tokenizer("anthropic", "groups_tools")
     for kind in ("auto", "qwen", "qwen3", "qwen3_5"):
-        generator = get_loss_mask_generator(tokenizer, kind)
+        generator = MultiTurnLossMaskGenerator(tokenizer, tokenizer_type=kind)
         token_ids, loss_mask = generator.get_loss_mask(CONVERSATION, tools=[{"function": {"name": "count"}}])
         context = [i for i, trained in zip(token_ids, loss_mask, strict=True) if not trained]
         assert '"name": "count"' in tokenizer.decode(context), kind
@@ -120,12 +120,12 @@ def test_distill_qwen_has_one_question_and_one_answer() -> None:
     messages = [{"role": "user", "content": "How many?"}, {"role": "assistant", "content": thought}]
     assert trained(tokenizer, messages, "distill_qwen") == [thought]
     # a tokenizer with DeepSeek's markers is a distilled model's
-    masks_of = [get_loss_mask_generator(tokenizer, kind).get_loss_mask(messages) for kind in ("qwen", "distill_qwen")]
-    assert masks_of[0] == masks_of[1]
+    generators = MultiTurnLossMaskGenerator(tokenizer), get_loss_mask_generator(tokenizer, "distill_qwen")
+    assert generators[0].get_loss_mask(messages) == generators[1].get_loss_mask(messages)
 
 
 def test_a_custom_generator_is_found_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    class LastOnly(MaskGenerator):
+    class LastOnly(MultiTurnLossMaskGenerator):
         def get_loss_mask(self, messages: Any, tools: Any = None) -> tuple[list[int], list[int]]:
             marked = [{**message, "step_loss_mask": int(message is messages[-1])} for message in messages]
             return get_loss_mask_generator(self.tokenizer).get_loss_mask(marked, tools)

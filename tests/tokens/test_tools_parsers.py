@@ -12,14 +12,7 @@ from hypothesis import strategies as st
 
 from agl_slime.errors import ConfigError, PromptError
 from agl_slime.tokens.answer import AnswerParts
-from agl_slime.tokens.formats import (
-    ToolParser,
-    base,
-    find_format,
-    get_tool_parser,
-    parser_for,
-    register_tool_parser,
-)
+from agl_slime.tokens.formats import ToolParser, base, find_format, get_tool_parser, parser_for, register_tool_parser
 from agl_slime.tokens.formats.base import BlockParser
 from agl_slime.tokens.reader import AnswerReader
 from tests.harness.examples import examples

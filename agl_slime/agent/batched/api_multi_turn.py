@@ -15,7 +15,7 @@ from agl_slime.agent.chat_session import ChatSession
 from agl_slime.agent.scheduler import StopReason
 from agl_slime.agent.turns import run_turns
 from agl_slime.engine.client.generation import DefaultLimit, SamplingParams
-from agl_slime.errors import ConfigError, MissingDependencyError
+from agl_slime.errors import ConfigError, MissingDependencyError, RolloutError
 from agl_slime.support.threads import run_blocking
 from agl_slime.tokens.formats import get_tool_parser
 
@@ -59,7 +59,7 @@ class APIMultiTurnRollout(TurnsRollout):
 
     A trajectory is returned with its input keys and ``messages``, ``turns``, ``truncated``, ``tools_called`` and
     ``stop_reason``: ``stop`` (an answer without calls), ``length``, ``max_turns``, or ``api_error`` (the API or a tool
-    manager raised ``error``). A failing trajectory never raises out of the batch.
+    raised ``error``). A failing trajectory never raises out of the batch.
     """
 
     def __init__(
@@ -101,7 +101,10 @@ class APIMultiTurnRollout(TurnsRollout):
         try:
             schemas = trajectory.get("tools") or (tools.schemas if tools is not None else None)
             tool_options |= {"tools": schemas} if schemas else {}
-            await run_turns(session, task={})
+            await run_turns(session, task={}, stop_on_tool_errors=["exception"])
+            if session.stats.stop_reason is StopReason.TOOL_ERROR:
+                results = [str(message["content"]) for message in session.messages if message["role"] == "tool"]
+                raise RolloutError([text for text in results if text.startswith("Error: ")][-1])
         except Exception as error:  # must not end the other trajectories
             logger.warning("A trajectory ended with an error of the API or a tool: %s: %s", type(error).__name__, error)
             failure = {"stop_reason": "api_error", "error": f"{type(error).__name__}: {error}"}

@@ -175,8 +175,7 @@ class TurnsRollout(Rollout):
             raise ConfigError(f"{', '.join(kwargs)}: unknown; a call takes tool_manager, sampling_params and step")
         if not isinstance(trajectories, (list, tuple)):
             raise ConfigError(f"trajectories must be a list, got {type(trajectories).__name__}")
-        step = global_step if step is None else step
-        step = self._calls if step is None else step
+        step = next(number for number in (step, global_step, self._calls) if number is not None)
         self._calls += 1
         tools: Any = tool_manager if tool_manager is not None else self._tools
         is_factory = callable(tools) and not hasattr(tools, "run") and not hasattr(tools, "tool_infos")
@@ -237,9 +236,8 @@ class _ToolOf:
 
 
 def _as_manager(tools: Any) -> Any:
-    if not hasattr(tools, "tool_infos"):
-        return tools
-    return ToolManager(_ToolOf(tools, info) for info in tools.tool_infos())
+    infos = tools.tool_infos() if hasattr(tools, "tool_infos") else None
+    return tools if infos is None else ToolManager(_ToolOf(tools, info) for info in infos)
 
 
 class MultiTurnRollout(TurnsRollout):

@@ -87,9 +87,8 @@ def get_rule_based_math_reward(item: Mapping[str, Any]) -> float:
 class BaseGenerator:
     """Writes ``num_repeat_per_sample`` items for each instance of an input file, in each of ``num_epoch`` epochs.
 
-    ``num_process`` rollouts run at a time. See ``agl_slime.buffer.client.plan`` for ``skip_instance_ids`` and
-    ``partial_groups``. ``queue_size`` and ``max_tokens`` exist for compatibility: there is no queue, and
-    ``sampling_params`` limits the tokens.
+    ``num_process`` rollouts run at a time. ``num_repeats`` multiplies the epochs. See ``agl_slime.buffer.client.plan``
+    for ``skip_instance_ids`` and ``partial_groups``. ``queue_size`` exists for compatibility: there is no queue.
     """
 
     def __init__(
@@ -101,6 +100,7 @@ class BaseGenerator:
         num_process: int = 10,
         task_type: str = TASK_TYPE,
         max_tokens: int | None = None,
+        num_repeats: int = 1,
         skip_instance_ids: Iterable[Any] | None = None,
         *,
         partial_groups: Iterable[Mapping[str, Any]] | None = None,
@@ -111,14 +111,11 @@ class BaseGenerator:
         self._engine_url = url if "/v1" in url else f"{url}/v1"
         self._buffer_url = remote_buffer_url
         self._buffer_token = buffer_token
-        self._concurrency = max(1, num_process)
+        self._concurrency, self._repeats = max(1, num_process), num_repeats
         limit = {} if max_tokens is None else {"max_tokens": max_tokens}
         self._sampling = {**SAMPLING_PARAMS, **limit, **(sampling_params or {})}
-        self._payload = {
-            "num_repeat_per_sample": num_repeat_per_sample,
-            "skip_instance_ids": skip_instance_ids,
-            "partial_groups": partial_groups,
-        }
+        self._payload: dict[str, Any] = {"num_repeat_per_sample": num_repeat_per_sample}
+        self._payload |= {"skip_instance_ids": skip_instance_ids, "partial_groups": partial_groups}
 
     def entry(
         self, input_file: str, rollout_func: Callable[..., Any], reward_func: Callable[..., Any], num_epoch: int = 1
@@ -151,7 +148,7 @@ class BaseGenerator:
             return item_of(row, epoch, uid, messages, reward, {"finish_reason": finish_reason, "round_number": turns})
 
         try:
-            work = plan(rows, {**self._payload, "num_epoch": num_epoch})
+            work = plan(rows, {**self._payload, "num_epoch": num_epoch * self._repeats})
             await write_items(work, make_item, url=self._buffer_url, token=self._buffer_token, limit=self._concurrency)
         finally:
             closed = client.close()

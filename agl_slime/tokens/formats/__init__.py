@@ -59,7 +59,7 @@ _FORMATS: tuple[type[ToolParser], ...] = (
 )
 UNREAD_FORMAT = (
     "the chat template asks for tool calls in a format without a parser: set tool_parser to a format that "
-    "the prompt asks for, register a parser (agl_slime.agent.tool_parsers), or offer no tools"
+    "the prompt asks for, register a parser (register_tool_parser), or offer no tools"
 )
 _NAME, _ARGUMENTS = "look_up_42", {"key": "kz 42", "n": "3"}
 _QUESTION = "A question 42"
