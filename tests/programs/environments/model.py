@@ -12,8 +12,7 @@ from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 from aiohttp import web
-
-from agl_slime.support.http import listening
+from aiohttp.test_utils import TestServer
 
 Script = Callable[[dict[str, Any]], str | dict[str, Any]]
 
@@ -48,8 +47,8 @@ async def serving(script: Script) -> AsyncIterator[tuple[str, list[dict[str, Any
 
     app = web.Application(client_max_size=64 * 2**20)
     app.router.add_post("/v1/chat/completions", chat)
-    async with listening(app, host="127.0.0.1", port=0, backlog=128) as url:
-        yield f"{url}/v1", requests
+    async with TestServer(app) as server:
+        yield str(server.make_url("/v1")), requests
 
 
 def environment(block: Any) -> Any:
