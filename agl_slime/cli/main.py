@@ -132,7 +132,7 @@ def _train(arguments: list[str]) -> None:
     config, slime_flags = parse_train_config(arguments[:at]), arguments[at + 1 :]
     console = Console()
     if config.trainer == "slime":
-        console.print("The trainer is slime: --trainer slime or one of slime's flags chose it.", soft_wrap=True)
+        print("The trainer is slime: --trainer slime or one of slime's flags chose it.", file=sys.stderr)
     config.check_files()
     embedded = config.trainer == "local" and config.sglang_url is None and config.engine == "embedded"
     with import_module("agl_slime.engine.process").embedded_engine_ahead() if embedded else nullcontext():

@@ -107,8 +107,8 @@ def test_an_sglang_that_is_away_or_loads_or_has_a_remote_model_is_an_error(train
 
 @pytest.mark.skipif(HAS_SLIME, reason="slime is installed here")
 def test_slime_that_is_not_installed_is_one_sentence_with_the_fix(train: Train) -> None:
-    code, text = train("--trainer", "slime", "--sglang-url", "http://127.0.0.1:1", "--", "--lr", "1e-6")
-    assert code == 2
+    code, text = train("--rollout-num-gpus", "2", "--sglang-url", "http://127.0.0.1:1", "--", "--lr", "1e-6")
+    assert (code, text.splitlines()[0][:21]) == (2, "The trainer is slime:")
     assert "slime is not installed" in text
     assert "git clone https://github.com/THUDM/slime" in text
     assert "--trainer local" in text
