@@ -23,6 +23,7 @@ from agl_slime.buffer.settings import BufferSettings
 from agl_slime.errors import AglSlimeError, BufferRequestError, ConfigError
 from agl_slime.support.http import listening, read_body, stop_signal
 from agl_slime.support.net import has_token
+from agl_slime.support.terminal import log_to_stderr, print_line
 from agl_slime.support.threads import run_in_thread, run_user_code
 
 logger = logging.getLogger(__name__)
@@ -169,13 +170,15 @@ def main(arguments: Sequence[str]) -> int:
         args += ["--token", token]
     try:
         settings = tyro.cli(BufferSettings, prog="agl-slime buffer", args=args)
-        logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
+        log_to_stderr(logging.INFO, "%(message)s")
         asyncio.run(_serve(settings))
+    except BrokenPipeError:  # standard output
+        raise
     except (ConfigError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
+        print_line(f"error: {error}", to=sys.stderr)
         return 2
     except AglSlimeError as error:
-        print(f"error: {error}", file=sys.stderr)
+        print_line(f"error: {error}", to=sys.stderr)
         return 1
     return 0
 
@@ -185,5 +188,5 @@ async def _serve(settings: BufferSettings) -> None:
     ended = stop_signal()
     async with BufferServer(settings=settings) as server:
         kept = f"kept in {settings.run_dir}" if settings.run_dir is not None else "in memory only; --run-dir keeps it"
-        print(f"rollout buffer at {server.url} (items {kept})", flush=True)
+        print_line(f"rollout buffer at {server.url} (items {kept})")
         await ended.wait()

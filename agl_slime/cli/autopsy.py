@@ -22,6 +22,7 @@ from agl_slime.loop.checkpoint import read_checkpoints
 from agl_slime.report.autopsy import TOLERANCE, Candidate, Cause, Diagnosis, KeptSample, explain, mean_gap, read_kept
 from agl_slime.report.files import RunDir, read_object
 from agl_slime.report.slime_runs import is_dump
+from agl_slime.support.terminal import print_line
 from agl_slime.support.threads import run_in_thread
 from agl_slime.tokens.loading import load_tokenizer
 from agl_slime.tokens.tokenizer import has_chat_template, render_chat
@@ -88,18 +89,18 @@ def main(arguments: Sequence[str]) -> None:
     at = arguments.index("--") if "--" in arguments else len(arguments)  # slime's flags follow
     config = tyro.cli(AutopsyConfig, prog="agl-slime autopsy", args=list(arguments[:at]))
     diagnosis, case = asyncio.run(autopsy(config, slime_flags=arguments[at + 1 :]))
-    print(diagnosis.sentence)
-    print(f"\nWeights of version {case.version or '?'} ({case.weights}); mean difference in nats per token:")
+    print_line(diagnosis.sentence)
+    print_line(f"\nWeights of version {case.version or '?'} ({case.weights}); mean difference in nats per token:")
     for name, nats in diagnosis.parts.items():
-        print(f"  {nats:10.2g}  {_PARTS[name]}")
+        print_line(f"  {nats:10.2g}  {_PARTS[name]}")
     if diagnosis.causes:
-        print("\nExplained by one cause alone, and left after it:")
+        print_line("\nExplained by one cause alone, and left after it:")
         for cause in diagnosis.causes:
-            print(f"  {cause.nats:10.3g} {cause.left:10.2g}  {cause.cause}: {cause.text}")
+            print_line(f"  {cause.nats:10.3g} {cause.left:10.2g}  {cause.cause}: {cause.text}")
     if diagnosis.worst:
-        print("\nWorst tokens (recorded, expected log-prob):")
+        print_line("\nWorst tokens (recorded, expected log-prob):")
         for token in diagnosis.worst:
-            print(
+            print_line(
                 f"  {token.recorded:9.3f} {token.expected:9.3f}  {token.piece!r} at {token.place} of {token.rollout_id}"
             )
 

@@ -14,6 +14,7 @@ from typing import Literal
 import tyro
 
 from agl_slime.errors import AglSlimeError, ConfigError, MissingDependencyError
+from agl_slime.support.terminal import print_line
 
 
 def doctor(sglang_url: str | None = None) -> None:
@@ -28,8 +29,8 @@ def doctor(sglang_url: str | None = None) -> None:
     lines = []
     for line in examine(sglang_url=sglang_url):
         lines.append(line)
-        print(f"{line.verdict:<5}{line.name:<20} {line.text}", flush=True)
-    print(f"\n{used(lines)}")
+        print_line(f"{line.verdict:<5}{line.name:<20} {line.text}")
+    print_line(f"\n{used(lines)}")
     if any(line.verdict == "FAIL" for line in lines):
         raise AglSlimeError("a requirement of the first command is missing")
 
@@ -42,7 +43,7 @@ def model(name: tyro.conf.Positional[Path]) -> None:
     """
     from agl_slime.cli.models import find_model
 
-    print(find_model(name, partial(print, file=sys.stderr)))
+    print_line(find_model(name, partial(print_line, to=sys.stderr)))
 
 
 def new(directory: tyro.conf.Positional[Path]) -> None:
@@ -54,7 +55,7 @@ def new(directory: tyro.conf.Positional[Path]) -> None:
     if directory.exists():
         raise ConfigError(f"{directory} exists: name a new directory")
     shutil.copytree(Path(__file__).parent / "new_agent", directory, ignore=shutil.ignore_patterns("__pycache__"))
-    print(f"{directory}: agent.py, test_agent.py and README.md, which has the next commands")
+    print_line(f"{directory}: agent.py, test_agent.py and README.md, which has the next commands")
 
 
 def demo_policy(
@@ -77,8 +78,8 @@ def demo_policy(
         from agl_slime.cli.demo.warmup import make_policy
     except ImportError as error:
         raise MissingDependencyError('a tiny policy needs torch: pip install "agl-slime[local]"') from error
-    progress = partial(print, file=sys.stderr, flush=True)
-    print(make_policy(directory, seed=seed, demonstrations=demonstrations, progress=progress))
+    progress = partial(print_line, to=sys.stderr)
+    print_line(make_policy(directory, seed=seed, demonstrations=demonstrations, progress=progress))
 
 
 def export(
@@ -103,7 +104,7 @@ def export(
     from agl_slime.cli.export import export_run
 
     path, n = export_run(run_dir, to=to, output=output, best=best, min_reward=min_reward, min_gap=min_gap)
-    print(f"{path}: {n} rows")
+    print_line(f"{path}: {n} rows")
 
 
 def report(
@@ -120,7 +121,7 @@ def report(
 
     if not run_dirs:
         raise ConfigError("name the directory of a run: agl-slime report RUN_DIR")
-    print(write_report(run_dirs, output, tokenizer=tokenizer))
+    print_line(write_report(run_dirs, output, tokenizer=tokenizer))
 
 
 def view(
@@ -159,19 +160,19 @@ def audit(run_dir: tyro.conf.Positional[Path]) -> None:
 
     result = audit_run(run_dir)
     for sentence in result.findings:
-        print(sentence)
+        print_line(sentence)
     counts = ", ".join(f"{n:,} {name}" for name, n in result.counts.items())
     if result.findings:
         raise AglSlimeError(f"{len(result.findings)} findings in {run_dir} ({counts})")
     state = "" if result.finished else "; the run did not finish, so its last iteration may be incomplete"
-    print(f"The files of {run_dir} agree: {counts}{state}.")
+    print_line(f"The files of {run_dir} agree: {counts}{state}.")
 
 
 def assign_instance_id(arguments: list[str]) -> None:
     from agl_slime.buffer.instance_ids import assign_instance_ids
 
     output, lines, assigned = tyro.cli(assign_instance_ids, prog="agl-slime assign-instance-id", args=arguments)
-    print(f"{output}: {lines} lines, {assigned} got an instance_id")
+    print_line(f"{output}: {lines} lines, {assigned} got an instance_id")
 
 
 def rehearse(arguments: list[str]) -> None:
@@ -203,8 +204,8 @@ def onset(run_dir: tyro.conf.Positional[Path], least_rise: float = 0.15, most: i
         least = f"an onset needs {LEAST_BEFORE + LEAST_AFTER}"
         raise ConfigError(f"{run_dir}: kept rollouts with answers are of {iterations} iterations; {least}")
     onsets = find_onsets(seen, least_rise=least_rise)
-    print(f"Behaviours that began: {len(onsets)}, in {len(seen)} kept rollouts of {iterations} iterations.")
+    print_line(f"Behaviours that began: {len(onsets)}, in {len(seen)} kept rollouts of {iterations} iterations.")
     for begun in onsets[:most]:
-        print(f"\n{begun.sentence}\n  first rollouts: {', '.join(begun.first)}")
+        print_line(f"\n{begun.sentence}\n  first rollouts: {', '.join(begun.first)}")
         if begun.also:
-            print(f"  in nearly the same rollouts: {'; '.join(map(str, begun.also[:3]))}")
+            print_line(f"  in nearly the same rollouts: {'; '.join(map(str, begun.also[:3]))}")

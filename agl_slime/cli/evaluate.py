@@ -29,6 +29,7 @@ from agl_slime.support.files import sole_owner, write_file
 from agl_slime.support.model_files import model_digests
 from agl_slime.support.net import shown_url
 from agl_slime.support.ranges import check_ranges
+from agl_slime.support.terminal import PlainConsole, print_line
 from agl_slime.support.threads import run_in_thread
 from agl_slime.train.local.settings import LocalTrainerSettings
 
@@ -170,7 +171,7 @@ async def prepare(config: EvalConfig) -> Prepared:
 
 async def run_evaluation(config: EvalConfig, *, console: Console | None = None) -> dict[str, Any]:
     """Take the missing samples, write ``eval.json`` and return its content."""
-    console = console or Console()
+    console = console or PlainConsole()
     ready = await prepare(config)
     models, settings, agent, tasks = ready.models, ready.settings, ready.agent, ready.tasks
     identity: dict[str, Any] = {
@@ -218,10 +219,10 @@ async def run_evaluation(config: EvalConfig, *, console: Console | None = None) 
         write_file(directory / "eval.json", dump(result, indent=2))
     if not new:
         text = f"0 new samples: the figures are of {sum(map(len, parts))} earlier samples"
-        console.print(f"{text}; a new --output-dir takes new ones", soft_wrap=True)
+        print_line(f"{text}; a new --output-dir takes new ones", to=console)
     for line in format_result(result):
-        console.print(line, highlight=False, soft_wrap=True, markup=False)
-    console.print(f"written to    {directory / 'eval.json'}", highlight=False, soft_wrap=True, markup=False)
+        print_line(line, to=console)
+    print_line(f"written to    {directory / 'eval.json'}", to=console)
     for model in result["models"]:
         if model["failed"] == model["samples"]:
             reason = max(model["failures"], key=model["failures"].get)
@@ -436,7 +437,7 @@ class _Progress:
             self._status.update(text)
         elif (tenth := 10 * ended // wanted) > self._printed:
             self._printed = tenth
-            print(text, file=self._console.file, flush=True)
+            print_line(text, to=self._console.file)
 
 
 def _result(

@@ -60,6 +60,7 @@ from agl_slime.report.rollouts import describe_batch
 from agl_slime.store.bridge import BridgeStore
 from agl_slime.support.agl import LLM
 from agl_slime.support.files import scratch_directory
+from agl_slime.support.terminal import PlainConsole, print_line
 from agl_slime.support.threads import run_in_thread
 from agl_slime.tokens.loading import load_tokenizer
 from agl_slime.tokens.tokenizer import has_chat_template, set_template_kwargs
@@ -91,7 +92,7 @@ async def run_training(
     """Run a whole training; leaves no process and no thread behind. ``slime_flags`` are slime's own, for
     ``--trainer slime``; ``given`` has a program's store and tasks, which replace the ones of the settings;
     ``torch_threads`` is for the local trainer, which by default leaves the program's setting alone."""
-    console = console or Console()
+    console = console or PlainConsole()
     began = time.monotonic()
     await run_in_thread(config.check_files)
     if config.trainer == "slime":
@@ -119,7 +120,7 @@ async def run_training(
         url, check_engine, trainer = await _start_engine(stack, config, origin.model, run, console, torch_threads)
         warnings |= learning_rate_warning(config.local, trainer.model)
         if sizes := about_model(config, trainer.model, lr=trainer.lr):
-            console.print(sizes, highlight=False, soft_wrap=True)
+            print_line(sizes, to=console)
         checkpoint = await run_in_thread(load_newest, checkpoints, trainer) if checkpoints else None
         start = checkpoint.loop if checkpoint is not None else LoopState()
         directory = stack.enter_context(weights_directory(config, origin.model, run.path))
@@ -176,7 +177,7 @@ def _print_next_command(console: Console, pending: PendingRun, kind: type[BaseEx
     """After an interrupt, show how to resume the run: its settings are in its directory."""
     if pending.begun and kind is not None and issubclass(kind, asyncio.CancelledError):
         command = f"agl-slime train --resume --output-dir {shlex.quote(str(pending.run.path))}"
-        console.print(f"to go on: {command}", highlight=False, soft_wrap=True, markup=False)
+        print_line(f"to go on: {command}", to=console)
 
 
 def learning_rate_warning(settings: LocalTrainerSettings, model: Any) -> dict[str, str]:
@@ -443,7 +444,7 @@ async def running_engine(
     try:
         with step(console, f"starting {engine.name}"):
             await run_in_thread(engine.start)
-        console.print(engine.summary, highlight=False, soft_wrap=True)
+        print_line(engine.summary, to=console)
 
         def check() -> None:
             if not engine.alive:

@@ -1,7 +1,7 @@
 """The command line. Errors are one sentence on stderr, never a traceback; Ctrl-C keeps what was written.
 
-Exit codes: 0 finished, 1 the run failed, 2 a flag or file cannot be used, 130 interrupted, 141 output closed (a broken
-pipe). ``AGL_SLIME_DEBUG=1`` shows tracebacks.
+Exit codes: 0 finished, 1 the run failed, 2 a flag or file cannot be used, 130 interrupted, 141 standard output closed
+(``>&-``, or a pipe whose reader has ended). ``AGL_SLIME_DEBUG=1`` shows tracebacks.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ import io
 import logging
 import os
 import signal
+import stat
 import sys
 import threading
-import traceback
 from collections.abc import Callable, Coroutine, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from functools import partial
 from importlib import import_module
 from typing import Any, NoReturn
@@ -24,11 +24,11 @@ from typing import Any, NoReturn
 import tyro
 from rich.console import Console
 from rich.logging import RichHandler
-from rich.text import Text
 
 from agl_slime.cli import commands
 from agl_slime.errors import AglSlimeError, ConfigError, MissingDependencyError, UnknownVersionError, format_exception
 from agl_slime.support.net import bypass_proxies
+from agl_slime.support.terminal import Formatter, PlainConsole, print_exception, print_line, print_plainly
 
 DEBUG_VARIABLE = "AGL_SLIME_DEBUG"  # shows tracebacks and the package's debug messages
 _PIPE_CLOSED = 141  # a shell's exit code of a program that SIGPIPE has ended
@@ -66,7 +66,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     if not arguments or arguments[0] in ("-h", "--help"):
         listed = "\n".join(f"  {name:<18} {text}" for name, text in COMMANDS.items())
-        print(f"usage: agl-slime COMMAND [flags]\n\n{listed}")
+        print_line(f"usage: agl-slime COMMAND [flags]\n\n{listed}")
         return 0
     command, *rest = arguments
     if command != "doctor":  # which reports the environment unchanged
@@ -79,7 +79,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             configure_worker_process()
             return getattr(import_module(module), function)(rest)
         except MissingDependencyError as error:
-            return exit_code_for(error, Console(stderr=True), debug=bool(os.environ.get(DEBUG_VARIABLE)))
+            return exit_code_for(error, PlainConsole(stderr=True), debug=bool(os.environ.get(DEBUG_VARIABLE)))
     if command in COMMANDS:
         functions: dict[str, Callable[[list[str]], object]] = {"train": _train, "eval": _eval}
         functions |= {"rehearse": commands.rehearse, "assign-instance-id": commands.assign_instance_id}
@@ -89,13 +89,17 @@ def main(argv: Sequence[str] | None = None) -> int:
             return _run_command(partial(tyro.cli, function, prog=f"agl-slime {command}", args=rest))
         module = "try_agent" if command == "try" else command  # a keyword names no module
         return _run_command(lambda: import_module(f"agl_slime.cli.{module}").main(rest))
-    print(f"agl-slime: there is no command {command!r}; the commands are {', '.join(COMMANDS)}", file=sys.stderr)
+    print_line(f"agl-slime: there is no command {command!r}; the commands are {', '.join(COMMANDS)}", to=sys.stderr)
     return 2
 
 
 def run(argv: Sequence[str] | None = None) -> NoReturn:
     arguments = list(sys.argv[1:] if argv is None else argv)
     training = arguments[:1] == ["train"]
+    if _open_closed_streams():
+        print_line("error: standard output is closed: redirect it to a file, or to /dev/null", to=sys.stderr)
+        os._exit(_PIPE_CLOSED)
+    print_plainly()
     for stream in (sys.stdout, sys.stderr):  # a path may contain bytes that are not UTF-8
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
@@ -111,17 +115,29 @@ def run(argv: Sequence[str] | None = None) -> NoReturn:
         code = _PIPE_CLOSED
     except KeyboardInterrupt:
         code = 130
-    try:
-        sys.stdout.flush()
-        sys.stderr.flush()
-    except OSError:  # broken pipe: the interpreter would report it again when it flushes at exit
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        code = code or _PIPE_CLOSED
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except OSError as error:  # the interpreter would report it again when it flushes at exit
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+            code = code or (_PIPE_CLOSED if isinstance(error, BrokenPipeError) else 1)
     if training:
         # Reports, engine and store are closed; a normal exit would wait for seconds for a thread in native code, or
         # abort.
         os._exit(code)
     sys.exit(code)
+
+
+def _open_closed_streams() -> bool:
+    """Open the standard streams that this process was started without (``>&-``), whose numbers the next files would
+    have; returns whether output is one of them."""
+    missing = [stream is None for stream in (sys.stdin, sys.stdout, sys.stderr)]
+    if any(missing):
+        while (number := os.open(os.devnull, os.O_RDWR)) <= 2:  # the lowest free number
+            os.set_inheritable(number, True)
+        os.close(number)
+        sys.stdout, sys.stderr = (stream or open(os.devnull, "w") for stream in (sys.stdout, sys.stderr))  # noqa: SIM115
+    return missing[1]
 
 
 def _train(arguments: list[str]) -> None:
@@ -130,9 +146,9 @@ def _train(arguments: list[str]) -> None:
     from agl_slime.cli.config_file import parse_train_config  # refuses an unknown version of slime
 
     config, slime_flags = parse_train_config(arguments[:at]), arguments[at + 1 :]
-    console = Console()
+    console = PlainConsole()
     if config.trainer == "slime":
-        print("The trainer is slime: --trainer slime or one of slime's flags chose it.", file=sys.stderr)
+        print_line("The trainer is slime: --trainer slime or one of slime's flags chose it.", to=sys.stderr)
     config.check_files()
     embedded = config.trainer == "local" and config.sglang_url is None and config.engine == "embedded"
     with import_module("agl_slime.engine.process").embedded_engine_ahead() if embedded else nullcontext():
@@ -156,6 +172,8 @@ logger = logging.getLogger(__name__)
 
 _stopped: list[int] = []
 """Signals received before the event loop had its handlers."""
+_closed: list[bool] = []
+"""Not empty when the reader of standard output has ended."""
 
 
 def _stop(number: int, _: Any) -> NoReturn:
@@ -168,18 +186,18 @@ def _log_thread_error(failed: threading.ExceptHookArgs) -> None:
     if isinstance(failed.exc_value, OSError) and failed.exc_value.errno == errno.ENOSPC:
         logger.warning("A thread has ended: %s", failed.exc_value)
     else:
-        threading.__excepthook__(failed)
+        print_exception(failed.exc_type, failed.exc_value, failed.exc_traceback)
 
 
 def _run_command(command: Callable[[], object]) -> int:
     """Run a command, with errors printed as one sentence; returns the exit code."""
-    errors, debug = Console(stderr=True), bool(os.environ.get(DEBUG_VARIABLE))
+    errors, debug = PlainConsole(stderr=True), bool(os.environ.get(DEBUG_VARIABLE))
     _configure_logging(errors, debug=debug)
     try:
         command()
     except (KeyboardInterrupt, asyncio.CancelledError):
-        errors.print("Interrupted; written files are kept.", highlight=False)
-        return 130
+        print_line(f"{'Output closed' if _closed else 'Interrupted'}; written files are kept.", to=errors)
+        return _PIPE_CLOSED if _closed else 130
     except BrokenPipeError:
         raise
     except Exception as error:
@@ -193,7 +211,7 @@ def exit_code_for(error: Exception, console: Console, *, debug: bool) -> int:
     if isinstance(error, AglSlimeError):
         print_error(console, str(error), error, debug=debug)
         if isinstance(error, (MissingDependencyError, UnknownVersionError)):
-            console.print("`agl-slime doctor` checks the installation.", style="dim", highlight=False)
+            print_line("`agl-slime doctor` checks the installation.", to=console, style="dim")
         return 2 if isinstance(error, (ConfigError, MissingDependencyError)) else 1
     if isinstance(error, OSError):  # a full disk, a path that is too long or may not be read
         where = f"{os.fsdecode(error.filename)}: " if isinstance(error.filename, str | bytes) else ""
@@ -206,10 +224,9 @@ def exit_code_for(error: Exception, console: Console, *, debug: bool) -> int:
 
 
 def print_error(console: Console, text: str, error: BaseException, *, debug: bool) -> None:
-    # as Text: Rich would read parts of paths as markup and :names: as emoji
-    console.print(Text(f"error: {' '.join(text.split())}", style="red"), soft_wrap=True)
+    print_line(f"error: {' '.join(text.split())}", to=console, style="red")
     if debug:
-        traceback.print_exception(error)
+        print_exception(type(error), error, error.__traceback__)
 
 
 def _stop_signals() -> list[signal.Signals]:
@@ -219,7 +236,8 @@ def _stop_signals() -> list[signal.Signals]:
 
 
 def _run_until_signal(work: Coroutine[Any, Any, Any]) -> None:
-    """Run to the end, or until SIGINT, SIGTERM or SIGHUP cancels it; a second signal ends the process at once."""
+    """Run to the end, or until SIGINT, SIGTERM or SIGHUP cancels it, or the end of the reader of standard output; a
+    second signal ends the process at once."""
 
     async def run() -> None:
         loop, task = asyncio.get_running_loop(), asyncio.ensure_future(work)
@@ -234,6 +252,16 @@ def _run_until_signal(work: Coroutine[Any, Any, Any]) -> None:
 
         for number in _stop_signals():
             loop.add_signal_handler(number, interrupt)
+
+        def closed() -> None:
+            loop.remove_reader(1)
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # the run's last lines have no reader
+            _closed.append(True)
+            task.cancel()
+
+        with suppress(OSError):  # started without descriptor 1, in a program
+            if stat.S_ISFIFO(os.fstat(1).st_mode):
+                loop.add_reader(1, closed)  # of a pipe's end for writing, an error alone is reported
         if _stopped:  # by a signal whose exception was lost in a callback of the import system
             interrupt()
         await task
@@ -243,7 +271,7 @@ def _run_until_signal(work: Coroutine[Any, Any, Any]) -> None:
 
 def _configure_logging(console: Console, *, debug: bool) -> None:
     handler = RichHandler(console=console, show_time=False, show_path=False, rich_tracebacks=False, markup=False)
-    handler.setFormatter(logging.Formatter("%(message)s"))
+    handler.setFormatter(Formatter("%(message)s"))
     logging.basicConfig(level=logging.WARNING, handlers=[handler], force=True)
     if debug:
         logging.getLogger("agl_slime").setLevel(logging.DEBUG)

@@ -24,6 +24,7 @@ from agl_slime.runner.base import RunnerPlan
 from agl_slime.runner.concurrent import RunnerSettings
 from agl_slime.store.bridge import BridgeStore
 from agl_slime.support.agl import LLM, LightningStore, LitAgent, NamedResources, ProxyLLM
+from agl_slime.support.terminal import print_line
 from agl_slime.support.threads import run_in_thread
 
 
@@ -145,7 +146,7 @@ async def served_page(run: RunDir, view: View, console: Console) -> AsyncIterato
     from agl_slime.report.view import serving
 
     async with serving([run.path], follow=True) as url:
-        console.print(f"the run is at {url}", highlight=False, soft_wrap=True)
+        print_line(f"the run is at {url}", to=console)
         if console.is_terminal:
             await run_in_thread(webbrowser.open, url)
         yield
@@ -177,4 +178,4 @@ def step(console: Console, text: str) -> Iterator[None]:
 
 def say(console: Console, text: str) -> None:
     """Print a status line without Rich markup or wrapping."""
-    print(f"{text} ...", file=console.file, flush=True)
+    print_line(f"{text} ...", to=console.file)

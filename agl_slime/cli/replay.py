@@ -19,6 +19,7 @@ from agl_slime.report.autopsy import unpack
 from agl_slime.report.files import RunDir, iter_jsonl, read_object
 from agl_slime.report.rollouts import digest_sample, mask_of
 from agl_slime.report.slime_runs import is_dump
+from agl_slime.support.terminal import print_line
 from agl_slime.train.local.settings import LocalTrainerSettings
 from agl_slime.types import Sample, flat_samples, sample_from_fields
 
@@ -126,9 +127,9 @@ def main(arguments: Sequence[str]) -> None:
         raise ConfigError(f"slime's flags after -- are for its dumps, and {config.run_dir} has none")
     result = replay(config)
     print_columns(result)
-    print(f"\nLargest difference of recorded and again: {result.difference:.2g}")
+    print_line(f"\nLargest difference of recorded and again: {result.difference:.2g}")
     if result.earlier:
-        print(f"In the {len(result.earlier)} steps before it that were computed, too: {max(result.earlier):.2g}")
+        print_line(f"In the {len(result.earlier)} steps before it that were computed, too: {max(result.earlier):.2g}")
     if result.influences is not None:
         print_influences(result.influences, most=config.influences)
 
@@ -137,30 +138,30 @@ def print_columns(result: Replay) -> None:
     """The metrics of each column, also where another column lacks them."""
     columns = {"recorded": result.recorded, "again": result.again}
     columns |= {} if result.changed is None else {"changed": result.changed}
-    print(f"{'':<38}" + "".join(f"{title:>14}" for title in columns))
+    print_line(f"{'':<38}" + "".join(f"{title:>14}" for title in columns))
     for name in dict.fromkeys(name for column in columns.values() for name in column):
         values = (column.get(name) for column in columns.values())
-        print(f"{name:<38}" + "".join(f"{'-' if value is None else format(value, '.6g'):>14}" for value in values))
+        print_line(f"{name:<38}" + "".join(f"{'-' if value is None else format(value, '.6g'):>14}" for value in values))
 
 
 def print_influences(weighed: InfluencesOfStep, *, most: int) -> None:
     """The ``most`` influential rollouts and the ``most`` moved tokens."""
     of, shares = weighed.of, weighed.of.shares
     how = f"by sketches of {of.sketch:,} numbers per gradient" if of.sketch else "exact"
-    print(f"\nRollouts by influence ({how}; first order, one plain gradient step with lr {weighed.lr:g}):")
-    print("  share of the step  squared norm  own log-probs  rollout, and the one that it moves most")
+    print_line(f"\nRollouts by influence ({how}; first order, one plain gradient step with lr {weighed.lr:g}):")
+    print_line("  share of the step  squared norm  own log-probs  rollout, and the one that it moves most")
     for i in sorted(range(len(shares)), key=lambda i: -abs(shares[i]))[:most]:
         moved = weighed.lr * of.on_log_probs[i]
         j = max((j for j in range(len(shares)) if j != i), key=lambda j: abs(moved[j]), default=i)
         figures = f"  {shares[i]:>17.1%}  {of.on_loss[i, i]:>12.4g}  {moved[i]:>+14.3g}"
-        print(f"{figures}  {weighed.rollouts[i]}, most: {moved[j]:+.3g} in {weighed.rollouts[j]}")
-    print("\nTokens by the change of their log-prob in the step:")
+        print_line(f"{figures}  {weighed.rollouts[i]}, most: {moved[j]:+.3g} in {weighed.rollouts[j]}")
+    print_line("\nTokens by the change of their log-prob in the step:")
     print_tokens(weighed.tokens[:most])
 
 
 def print_tokens(tokens: Sequence[MovedToken]) -> None:
     for token in tokens:
-        print(f"  {token.before:9.3f} {token.after:9.3f}  {token.piece!r} at {token.place} of {token.rollout_id}")
+        print_line(f"  {token.before:9.3f} {token.after:9.3f}  {token.piece!r} at {token.place} of {token.rollout_id}")
 
 
 def replay(config: ReplayConfig) -> Replay:

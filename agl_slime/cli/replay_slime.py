@@ -28,6 +28,7 @@ from agl_slime.errors import ConfigError
 from agl_slime.report.rollouts import mask_of
 from agl_slime.report.slime_files import DumpedSample, TrainedRow
 from agl_slime.report.slime_runs import DumpedStep, SlimeRun
+from agl_slime.support.terminal import print_line
 from agl_slime.train.local.settings import LocalTrainerSettings
 from agl_slime.train.slime.formulas import (
     RewardRule,
@@ -113,28 +114,28 @@ class _Trained:
 
 
 def print_replay(config: ReplayConfig, result: SlimeReplay) -> None:
-    print(f"Step {config.step} of slime's dump in {config.run_dir}. Rewards: {result.rule}.\n")
+    print_line(f"Step {config.step} of slime's dump in {config.run_dir}. Rewards: {result.rule}.\n")
     for one in result.comparisons:
         text = (
             "not in the dump" if one.difference is None else f"{one.count:,}, largest difference {one.difference:.2g}"
         )
-        print(f"{one.name:<38}{text}")
-    print()
+        print_line(f"{one.name:<38}{text}")
+    print_line()
     print_columns(result)
     most = config.influences or _SHOWN
-    print("\nSamples by the difference of the trainer's and the engine's log-probs:")
-    print(f"  {'reward':>9} {'advantage':>12} {'again':>12} {'KL':>10} {'difference':>10}  rollout")
+    print_line("\nSamples by the difference of the trainer's and the engine's log-probs:")
+    print_line(f"  {'reward':>9} {'advantage':>12} {'again':>12} {'KL':>10} {'difference':>10}  rollout")
     for one in result.samples[:most]:
         figures = [one.recorded_advantage, one.advantage], [one.engine_kl, one.logprob_diff_max]
         texts = [f"{'-' if value is None else format(value, '.5g'):>12}" for value in figures[0]]
         texts += [f"{'-' if value is None else format(value, '.2g'):>10}" for value in figures[1]]
-        print(f"  {one.reward:>9.4g} {' '.join(texts)}  {one.rollout_id}")
+        print_line(f"  {one.reward:>9.4g} {' '.join(texts)}  {one.rollout_id}")
     if result.tokens:
-        print("\nTokens by the same difference (engine's log-prob, trainer's):")
+        print_line("\nTokens by the same difference (engine's log-prob, trainer's):")
         print_tokens(result.tokens)
     if result.influences is not None:
         print_influences(result.influences, most=most)
-    print("\n" + "\n".join(result.unknown))
+    print_line("\n" + "\n".join(result.unknown))
 
 
 def replay_dump(config: ReplayConfig, *, slime_flags: Sequence[str] = ()) -> SlimeReplay:

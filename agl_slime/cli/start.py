@@ -28,6 +28,7 @@ from agl_slime.loop.tasks import Task, read_tasks, shuffled
 from agl_slime.report.files import PendingRun, RunDir, check_run_dir, make_directories, new_run_dir, read_object
 from agl_slime.support.files import LOCK, remove, sole_owner
 from agl_slime.support.model_files import model_digests
+from agl_slime.support.terminal import print_line
 from agl_slime.support.threads import call_user_code, run_in_thread
 from agl_slime.tokens.formats import UNREAD_FORMAT, find_format
 from agl_slime.tokens.images import ImageSettings
@@ -146,7 +147,7 @@ async def find_start(
         if (before.get("task_files") or task_files).get("env") != task_files["env"]:
             fix = "resume it with the original environment, or begin a new run"
             raise ConfigError(f"--env {config.title}: not the tasks that the run in {run.path} began with; {fix}")
-        console.print(parts.environment.summary, highlight=False, soft_wrap=True, markup=False)
+        print_line(parts.environment.summary, to=console)
     if config.model_path is not None and (began is None or "model_path" in run.changed):
         model = await run_in_thread(find_model, config.model_path, partial(say, console))
         if began not in (None, str(model)):
@@ -164,8 +165,7 @@ async def find_start(
         raise ConfigError(f"{model}: {why}; resume it with the original model, or begin a new run")
     if parts.held_out and not config.resume and parts.environment is None:
         rest = "give --eval-tasks to train on all"
-        text = f"{parts.held_out} of the tasks are held out for validations; {rest}"
-        console.print(text, highlight=False, soft_wrap=True)
+        print_line(f"{parts.held_out} of the tasks are held out for validations; {rest}", to=console)
     record = {"model": str(model), "held_out": parts.held_out, "task_files": task_files, "model_files": model_files}
     return Start(model, record)
 

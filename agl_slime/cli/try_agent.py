@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import tyro
-from rich.console import Console
 
 from agl_slime.agent.loading import load_agent, only_agent
 from agl_slime.cli.evaluate import MOST_TASKS, EvalConfig, OtherModel, Prepared, prepare, sampling_with
@@ -19,6 +18,7 @@ from agl_slime.cli.settings import command_config, parse_command, train_config
 from agl_slime.data.results import MemberResult
 from agl_slime.errors import AglSlimeError, ConfigError
 from agl_slime.report.files import RunDir
+from agl_slime.support.terminal import PlainConsole, print_line
 from agl_slime.tokens.trajectory import Trajectory
 
 _A_DAY_S = 86400.0  # a person reads, and a debugger stops, for as long as they like
@@ -58,7 +58,7 @@ async def try_task(
     task: int = 0,
     *,
     model: Path | None = None,
-    write: Callable[[str], None] = print,
+    write: Callable[[str], None] = print_line,
     **settings: Any,
 ) -> None:
     """Run task number ``task`` of ``agent`` and describe it; ``settings`` are fields of ``EvalConfig`` and settings
@@ -96,7 +96,7 @@ async def _roll_out(ready: Prepared, task: Any) -> MemberResult:
     from agl_slime.report.evaluation.samples import SampleFile, take_samples
 
     with tempfile.TemporaryDirectory() as scratch, SampleFile(Path(scratch) / "one.jsonl") as file:
-        more: dict[str, Any] = {"directory": RunDir(Path(scratch)), "console": Console(stderr=True)}
+        more: dict[str, Any] = {"directory": RunDir(Path(scratch)), "console": PlainConsole(stderr=True)}
         model, agent = ready.models[0], ready.agent
         async with sampling_with(ready.settings, model, agent, ready.sampling, max_concurrent=1, **more) as sampling:
             await take_samples([task], k=1, into=file, sampling=sampling, on_progress=lambda *_: None)

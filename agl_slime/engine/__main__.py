@@ -19,6 +19,7 @@ from pathlib import Path
 from agl_slime.errors import AglSlimeError, ConfigError, MissingDependencyError
 from agl_slime.support.http import stop_signal
 from agl_slime.support.net import require_token
+from agl_slime.support.terminal import print_line
 
 _PARENT_POLL_S = 0.25
 TOKEN_VARIABLE = "AGL_SLIME_ENGINE_TOKEN"
@@ -52,7 +53,7 @@ def main() -> int:
             raise ConfigError(f"--model-path {args.model_path!r} is no Hugging Face checkpoint (it has no config.json)")
         return asyncio.run(_serve(args))
     except (AglSlimeError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
+        print_line(f"error: {error}", to=sys.stderr)
         return 1
 
 

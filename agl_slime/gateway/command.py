@@ -24,6 +24,7 @@ from agl_slime.gateway.token_gateway import TOKEN_VARIABLE
 from agl_slime.support.agl_types import LLM
 from agl_slime.support.files import sole_owner
 from agl_slime.support.http import stop_signal
+from agl_slime.support.terminal import print_line
 from agl_slime.support.threads import run_in_thread
 from agl_slime.tokens.loading import load_tokenizer
 from agl_slime.tokens.systems import LaterSystems
@@ -96,7 +97,7 @@ async def _serve(command: GatewayCommand) -> None:
     store = RemoteStore(command.store_url, token=os.environ.get(STORE_TOKEN_VARIABLE))
     gateway = StoreGateway(store=store, llm=llm, token=command.client_token(), settings=command.gateway)
     with gateway:
-        print(f"gateway at {gateway.url}/v1", flush=True)
+        print_line(f"gateway at {gateway.url}/v1")
         await _until(ended, model=llm.model)
     await store.close()
 
@@ -116,7 +117,7 @@ async def _record(command: RecordCommand) -> None:
         settings=command.gateway,
     )
     with sole_owner(command.directory), gateway:
-        print(f"recorder at {gateway.url}/rollouts", flush=True)
+        print_line(f"recorder at {gateway.url}/rollouts")
         await _until(ended, model=llm.model)
 
 
@@ -144,6 +145,6 @@ def _run(serve: Callable[[], Coroutine[Any, Any, None]]) -> int:
     try:
         asyncio.run(serve())
     except AglSlimeError as error:
-        print(f"error: {error}", file=sys.stderr)
+        print_line(f"error: {error}", to=sys.stderr)
         return 2
     return 0

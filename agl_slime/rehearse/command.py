@@ -23,6 +23,7 @@ from agl_slime.rehearse.script import play
 from agl_slime.rehearse.speeds import Size, shape_of, speeds_of
 from agl_slime.report.files import RunDir, dump, open_run_dir
 from agl_slime.support.files import write_file
+from agl_slime.support.terminal import print_line
 
 _MOST = 2_000_000  # rollouts of a batch times engines
 _TITLES = {"breaks": "Will break", "costs": "Costs time or has no effect", "note": "About this rehearsal"}
@@ -208,7 +209,9 @@ def write(rehearsal: Rehearsal, run: RunDir, lines: Sequence[str]) -> None:
     write_file(run.summary, dump({"reason": "finished", "rehearsal": True}))
 
 
-def main(arguments: list[str], *, environ: Any, tokenizer: Path, print: Callable[[str], None] = print) -> None:
+def main(
+    arguments: list[str], *, environ: Any, tokenizer: Path, write_line: Callable[[str], None] = print_line
+) -> None:
     """The command. Raises ``ConfigError`` for flags that cannot be used; findings do not change the exit code."""
     at = arguments.index("--") if "--" in arguments else len(arguments)
     config = tyro.cli(RehearseConfig, prog="agl-slime rehearse", args=arguments[:at])
@@ -228,5 +231,5 @@ def main(arguments: list[str], *, environ: Any, tokenizer: Path, print: Callable
         if (log := scratch / "live.log").is_file():
             shutil.copy(log, run.path / "live.log")
         for line in lines:
-            print(line)
-        print(f"Written to {run.path}: agl-slime report {run.path}")
+            write_line(line)
+        write_line(f"Written to {run.path}: agl-slime report {run.path}")

@@ -28,6 +28,7 @@ from agl_slime.events import (
     Warning,
 )
 from agl_slime.report.metrics import Validation, number, validation_of
+from agl_slime.support.terminal import PlainConsole, plain, print_line
 
 View = Literal["auto", "live", "lines", "web"]
 BARS = "▁▂▃▄▅▆▇█"
@@ -41,7 +42,7 @@ class ProgressReporter:
     else plain lines with warnings on stderr."""
 
     def __init__(self, *, console: Console | None = None, view: View = "auto") -> None:
-        self._console = self._errors = console or Console()
+        self._console = self._errors = console or PlainConsole()
         self._lock = threading.Lock()  # the live view draws on another thread
         self._warned: set[str] = set()
         self._run = RunStarted()
@@ -61,27 +62,27 @@ class ProgressReporter:
         if view == "live" or (view in ("auto", "web") and supports_live_view(self._console)):
             self._live = Live(console=self._console, get_renderable=self.render, refresh_per_second=4, transient=True)
         else:
-            self._errors = Console(stderr=True)
+            self._errors = PlainConsole(stderr=True)
 
     def handle(self, event: Event) -> None:
         if isinstance(event, Warning):
             if event.key not in self._warned and len(self._warned) < 100:
                 with self._lock:
                     self._warned.add(event.key)
-                    self._latest = event.text
-                _print(f"warning: {event.text}", self._errors, style="yellow")
+                    self._latest = plain(event.text)
+                print_line(f"warning: {event.text}", to=self._errors, style="yellow")
             return
         if isinstance(event, IterationFinished):
             with self._lock:
                 if (seconds := number(event.metrics, m.ITERATION_S)) is not None:
                     self._seconds.append(seconds)
             line = iteration_line(event, self._run.num_iterations, self._reasons, left_s=self._left(event.iteration))
-            _print(line, self._console)
+            print_line(line, to=self._console)
         with self._lock:
             self._update(event)
         if isinstance(event, RunStarted):
             if event.output_dir is not None:
-                _print(f"run {event.output_dir}", self._console)
+                print_line(f"run {event.output_dir}", to=self._console)
             if self._live is not None:
                 atexit.register(self.close)  # restores the cursor even if the run crashes
                 self._live.start()
@@ -188,11 +189,6 @@ class ProgressReporter:
         see = f"agl-slime view {self._run.output_dir}: rollouts and tokens" if self._run.output_dir else ""
         foot = "   ".join(filter(None, (see, "Ctrl-C: stop; what was written is kept")))
         return [*lines, Text(foot, style="dim", no_wrap=True, overflow="ellipsis")]
-
-
-def _print(line: str, console: Console, style: str = "") -> None:
-    # as Text: rich would read markup and :emoji: into it
-    console.print(Text(line, style=style), soft_wrap=True)
 
 
 def supports_live_view(console: Console) -> bool:

@@ -19,6 +19,7 @@ from agl_slime.report.metrics import MetricsWriter, TensorBoardWriter
 from agl_slime.report.rollouts import Keep, RolloutWriter
 from agl_slime.report.summary import ModelOfRun, Output, SummaryReporter
 from agl_slime.report.trackers import Tracker, make_trackers
+from agl_slime.support.terminal import PlainConsole
 
 logger = logging.getLogger(__name__)
 
@@ -88,11 +89,11 @@ class Reporters:
         for reporter in self._reporters:
             try:
                 reporter.handle(event)
-            except Exception as error:
+            except (Exception, SystemExit) as error:  # as Rich's console ends on a closed pipe
                 if reporter in self._reporters:  # else it failed again, on its own warning
                     self._drop(reporter, error)
 
-    def _drop(self, reporter: Reporter, error: Exception) -> None:
+    def _drop(self, reporter: Reporter, error: BaseException) -> None:
         self._reporters = tuple(other for other in self._reporters if other is not reporter)
         name = type(reporter).__name__
         text = f"{name} stopped with {type(error).__name__}: {error}; the run continues without it."
@@ -129,7 +130,7 @@ class StandardReporters(Reporters):
         self._run = run
         write_alive(run)
         self._began = time.monotonic() if began is None else began
-        console = console or Console()
+        console = console or PlainConsole()
         metrics = MetricsWriter(run.metrics, warn=self.warn)
         tensorboard = TensorBoardWriter(run.tensorboard)
         self.rollouts = rollouts = RolloutWriter(run, keep=keep, seed=seed, warn=self.warn)

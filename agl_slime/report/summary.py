@@ -24,6 +24,7 @@ from agl_slime.report.console import count_reason, format_reasons, format_second
 from agl_slime.report.files import RunDir, dump, iter_jsonl
 from agl_slime.report.metrics import Validation, number, validation_of
 from agl_slime.support.files import write_file
+from agl_slime.support.terminal import plain
 
 # CPU share above which rollouts and training compete for cores.
 _CROWDED = 0.75
@@ -192,7 +193,7 @@ def show(rows: Sequence[tuple[str, str]], console: Console) -> None:
     for label, text in rows:
         alarming = label in ("warning", "alarm") or text.endswith("NOT EQUAL")
         style = "bold red" if alarming else "bold" if label in ("run", "reward") else ""
-        console.print(Text.assemble((f"{label:<{width}}  ", "dim"), (text, style)), soft_wrap=True)
+        console.print(Text.assemble((f"{label:<{width}}  ", "dim"), (plain(text), style)), soft_wrap=True)
 
 
 class Output(Protocol):

@@ -10,7 +10,7 @@ import asyncio
 import os
 import webbrowser
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager, suppress
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from agl_slime.report.page import page, policy, run_data
 from agl_slime.report.read import RunReader, dump_json, find_runs, is_run
 from agl_slime.support.http import json_response, listening, stop_signal
 from agl_slime.support.net import has_token, require_token
+from agl_slime.support.terminal import print_line
 from agl_slime.support.threads import run_in_thread
 
 TOKEN_VARIABLE = "AGL_SLIME_VIEW_TOKEN"
@@ -145,14 +146,15 @@ async def serving(
     require_token(host, token, setting=TOKEN_VARIABLE)
     viewer = _Viewer(_Runs(paths, tokenizer), token=token, follow=follow)
     app = viewer.app()
-    try:
-        async with listening(app, host=host, port=port, backlog=64, token=token, shutdown_timeout=_SHUTDOWN_S) as url:
-            try:
-                yield str(URL(url).with_query(token=token)) if token else url
-            finally:
-                viewer.ending.set()
-    except OSError as error:
-        raise ConfigError(f"{host} port {port} cannot be listened on: {error.strerror}; give another --port") from error
+    server = listening(app, host=host, port=port, backlog=64, token=token, shutdown_timeout=_SHUTDOWN_S)
+    async with AsyncExitStack() as stack:
+        try:
+            url = await stack.enter_async_context(server)
+        except OSError as error:
+            why = f"{error.strerror}; give another --port"
+            raise ConfigError(f"{host} port {port} cannot be listened on: {why}") from error
+        stack.callback(viewer.ending.set)
+        yield str(URL(url).with_query(token=token)) if token else url
 
 
 async def view(
@@ -161,7 +163,7 @@ async def view(
     """Serve until SIGINT or SIGTERM."""
     ended, token = stop_signal(), os.environ.get(TOKEN_VARIABLE) or None
     async with serving(paths, host=host, port=port, token=token, follow=follow, tokenizer=tokenizer) as url:
-        print(f"the run is at {url} (Ctrl-C stops the server)", flush=True)
+        print_line(f"the run is at {url} (Ctrl-C stops the server)")
         if browser:
             await run_in_thread(webbrowser.open, url)
         await ended.wait()

@@ -7,6 +7,7 @@ import faulthandler
 import logging
 import multiprocessing
 import signal
+import sys
 import threading
 from contextlib import suppress
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from multiprocessing.process import BaseProcess
 
 from agl_slime.errors import ConfigError, LoopError
 from agl_slime.runner.worker import Command, Worker, WorkerPool, WorkerSpec
+from agl_slime.support.terminal import log_to_stderr, print_exception, print_plainly
 
 logger = logging.getLogger(__name__)
 
@@ -30,7 +32,8 @@ _ORPHAN_GRACE_S = 10.0
 def process_main(spec: WorkerSpec, control: Connection) -> None:
     # the pool handles Ctrl-C, which reaches every process of the terminal
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    logging.basicConfig(level=logging.WARNING, format=f"%(levelname)s {spec.name}: %(message)s")
+    print_plainly()
+    log_to_stderr(logging.WARNING, f"%(levelname)s {spec.name}: %(message)s")
     logging.getLogger("agentlightning").setLevel(logging.CRITICAL)  # failures are in the store, with their reasons
     worker = Worker(spec, verdict=control.fileno())
     signal.signal(signal.SIGTERM, lambda *_: worker.runner.stop())
@@ -38,6 +41,9 @@ def process_main(spec: WorkerSpec, control: Connection) -> None:
     try:
         control.send(READY)
         asyncio.run(worker.run())
+    except Exception as error:  # multiprocessing would print the texts of users' exceptions as they are
+        print_exception(type(error), error, error.__traceback__)
+        sys.exit(1)
     finally:
         control.close()
 

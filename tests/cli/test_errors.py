@@ -124,7 +124,7 @@ def test_the_commands_are_listed_and_an_unknown_one_is_named(capsys: pytest.Capt
     assert all(word in text for word in ("'trian'", *COMMANDS))
 
 
-@pytest.mark.parametrize("arguments", [["train", "--help"], ["audit", "--help"]])
+@pytest.mark.parametrize("arguments", [["train", "--help"], ["audit", "--help"], ["record", "--help"], []])
 def test_closed_stdout_ends_the_command_without_a_traceback(arguments: list[str]) -> None:
     command = [sys.executable, "-m", "agl_slime.cli.main", *arguments]
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
@@ -133,3 +133,34 @@ def test_closed_stdout_ends_the_command_without_a_traceback(arguments: list[str]
     done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True, env=environment, check=False)
     os.close(writer)
     assert (done.returncode, done.stderr) == (141, "")
+    shell = ["sh", "-c", '"$@" >&-; echo $? >&2; "$@" <&- 2>&-', "sh", *command]
+    done = subprocess.run(shell, capture_output=True, text=True, env=environment, check=False)
+    assert done.stderr == "error: standard output is closed: redirect it to a file, or to /dev/null\n141\n"
+    assert (done.returncode, "usage: " in done.stdout) == (0, True)
+
+
+TRAINS = """
+import asyncio, os, sys
+from agl_slime.cli import main
+async def training():
+    print("iter 1", flush=True)
+    try:
+        await asyncio.Event().wait()
+    finally:
+        print("iter 1 of 2", flush=True)
+main._train = lambda _: main._run_until_signal(training())
+main.run(["train"])
+"""
+
+
+def test_a_run_whose_reader_ends_stops_as_after_ctrl_c() -> None:
+    """As ``agl-slime train | head -1``, of which nothing may be written to the pipe for an hour."""
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen([sys.executable, "-c", TRAINS], env=environment, **pipes) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        assert process.stdout.readline() == "iter 1\n"
+        process.stdout.close()
+        assert process.stderr.read() == "Output closed; written files are kept.\n"
+        assert process.wait(10) == 141

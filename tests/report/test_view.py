@@ -9,7 +9,7 @@ from typing import Any
 import aiohttp
 import pytest
 
-from agl_slime.errors import ConfigError
+from agl_slime.errors import ConfigError, DiskFullError
 from agl_slime.report.view import serving
 from tests.harness.report_runs import AWriter, write_run
 
@@ -77,3 +77,10 @@ async def test_an_open_address_needs_a_token(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="AGL_SLIME_VIEW_TOKEN"):
         async with serving([write_run(tmp_path, iterations=1)], host="0.0.0.0"):
             pass
+
+
+async def test_an_error_of_the_run_is_not_one_of_the_page(tmp_path: Path) -> None:
+    """With ``--view web`` the run is inside."""
+    with pytest.raises(DiskFullError, match="no space left"):
+        async with serving([write_run(tmp_path, iterations=1)]):
+            raise DiskFullError("no space left in x")

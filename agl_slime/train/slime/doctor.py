@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 
 from agl_slime.errors import AglSlimeError, MissingDependencyError, UnknownVersionError
 from agl_slime.support import slime
+from agl_slime.support.terminal import print_line
 
 _DRIVERS: dict[tuple[str, ...], str] = {
     ("args", "pg"): "the driver reserves the GPUs and ends manager and placement groups",
@@ -24,14 +25,16 @@ _DRIVERS: dict[tuple[str, ...], str] = {
 def main() -> int:
     """Print the report; returns the exit code."""
     if not slime.installed():
-        print(slime.INSTALL_SLIME)
+        print_line(slime.INSTALL_SLIME)
         return 1
-    print(slime.version())
+    print_line(slime.version())
     faults = 0
     for needed, name, text in inspect_slime():
         faults += needed and text.startswith(("UNKNOWN", "MISSING"))
-        print(f"  {name:<26} {text}")
-    print(f"{faults} needed parts are missing; supported are {slime.KNOWN}" if faults else "all needed parts are there")
+        print_line(f"  {name:<26} {text}")
+    print_line(
+        f"{faults} needed parts are missing; supported are {slime.KNOWN}" if faults else "all needed parts are there"
+    )
     return int(faults > 0)
 
 

@@ -18,6 +18,7 @@ from typing import Any
 
 from agl_slime.errors import AglSlimeError, ConfigError, MissingDependencyError
 from agl_slime.support.slime import INSTALL_SLIME, find, installed, place_of
+from agl_slime.support.terminal import print_line
 
 FLAGS = {
     "--agent-rollout-buffer-url": "Rollout Buffer that agl_slime.buffer.agent_rollout takes groups from.",
@@ -73,7 +74,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         launch(script, flags)
     except AglSlimeError as error:
-        print(f"error: {error}", file=sys.stderr)
+        print_line(f"error: {error}", to=sys.stderr)
         return 2
     return 0
 

@@ -17,6 +17,7 @@ from collections.abc import Sequence
 import tyro
 
 from agl_slime.errors import AglSlimeError
+from agl_slime.support.terminal import print_line
 
 
 def serve(*, agent: str, host: str = "127.0.0.1", port: int = 4748, max_concurrent: int = 1024) -> int:
@@ -42,10 +43,10 @@ def serve(*, agent: str, host: str = "127.0.0.1", port: int = 4748, max_concurre
     store, settings = BridgeStore(), RunnerSettings(max_concurrent=max_concurrent)
     service = StoreService(store=store, host=host, port=port, token=os.environ.get("AGL_SLIME_STORE_TOKEN"))
     with service, RunnerThread(agent=load_agent(agent), store=store, settings=settings) as runner:
-        print(f"agl_store_url: {service.url}", flush=True)
+        print_line(f"agl_store_url: {service.url}")
         while not ended.wait(1.0):
             if runner.failure is not None:
-                print(f"error: the runner ended: {runner.failure}", file=sys.stderr)
+                print_line(f"error: the runner ended: {runner.failure}", to=sys.stderr)
                 return 1
     return 0
 
@@ -55,7 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return tyro.cli(serve, prog="python -m agl_slime.train.slime.serve", args=argv)
     except AglSlimeError as error:
-        print(f"error: {error}", file=sys.stderr)
+        print_line(f"error: {error}", to=sys.stderr)
         return 2
 
 

@@ -37,7 +37,7 @@ class Mine(SGLangLitAgent):
 
     def score(self, task, trajectory):
         if task.get("broken"):
-            raise ValueError("the judge is broken")
+            raise ValueError("the judge is broken\x1b]0;a title\x07")
         return {"all": 0.25, "brief": 1.0}
 '''
 
@@ -51,7 +51,9 @@ def attempt(agent: str | None, task: int, **settings: object) -> list[str]:
 @pytest.fixture
 def agent(tmp_path: Path) -> str:
     (tmp_path / "mine.py").write_text(AGENT)
-    (tmp_path / "tasks.jsonl").write_text('{"prompt": "first"}\n{"prompt": "second"}\n{"prompt": "x", "broken": 1}\n')
+    (tmp_path / "tasks.jsonl").write_text(
+        '{"prompt": "first"}\n{"prompt": "second"}\n{"prompt": "x\\u009b2J", "broken": 1}\n'
+    )
     return f"{tmp_path / 'mine.py'}:Mine"
 
 
@@ -85,9 +87,9 @@ def test_a_failure_names_the_line_of_the_agent(
     flags = ["--tasks", str(tmp_path / "tasks.jsonl"), "--model", str(policy_dir), "--sglang-url", embedded_engine]
     assert main(["try", str(tmp_path / "mine.py"), "--task", "2", *flags]) == 1  # the file's only agent
     output = capsys.readouterr()
-    assert "user: x" in output.out
-    line = AGENT.splitlines().index('            raise ValueError("the judge is broken")') + 1
-    assert f"failed: ValueError the judge is broken (mine.py, line {line}" in output.out
+    assert "user: x\\x9b2J\n" in output.out  # which would clear the screen
+    line = next(n for n, text in enumerate(AGENT.splitlines(), 1) if "raise ValueError" in text)
+    assert f"failed: ValueError the judge is broken\\x1b]0;a title\\x07 (mine.py, line {line}" in output.out
     assert "error: the rollout failed" in output.err
 
 

@@ -1,0 +1,76 @@
+"""Lines, logs and tracebacks on a terminal. Text of models, tools, tasks and exceptions has no effect there beyond its
+letters: control characters and overrides of the direction of text are shown as escapes."""
+
+from __future__ import annotations
+
+import logging
+import re
+import sys
+import threading
+import traceback
+import warnings
+from collections.abc import Iterable
+from types import TracebackType
+from typing import IO, Any
+
+import rich.console
+from rich.segment import Segment
+from rich.text import Text
+
+# C0 without tab and newline, DEL, C1, marks and overrides of direction, other ends of lines, and lone surrogates
+_EFFECTS = re.compile("[\0-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+
+
+def plain(text: str) -> str:
+    """``text`` with each character that acts on a terminal as its Python escape."""
+    return _EFFECTS.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
+
+
+def print_line(text: object = "", *, to: rich.console.Console | IO[str] | None = None, style: str = "") -> None:
+    """Print ``text`` and a newline, by default on standard output, without Rich's markup and wrapping."""
+    if isinstance(to, rich.console.Console):
+        to.print(Text(plain(str(text)), style=style), soft_wrap=True)
+    else:
+        print(plain(str(text)), file=to, flush=True)
+
+
+def print_exception(kind: type[BaseException], error: BaseException | None, trace: TracebackType | None) -> None:
+    """Print the traceback of ``error``; a ``sys.excepthook``."""
+    print_line("".join(traceback.format_exception(kind, error, trace)).rstrip("\n"), to=sys.stderr)
+
+
+def print_plainly() -> None:
+    """Print this process's warnings, uncaught exceptions, and messages without a handler as plain text."""
+    sys.excepthook = print_exception
+    threading.excepthook = lambda failed: print_exception(failed.exc_type, failed.exc_value, failed.exc_traceback)
+    sys.unraisablehook = lambda failed: print_exception(failed.exc_type, failed.exc_value, failed.exc_traceback)
+    show = warnings.formatwarning
+    warnings.formatwarning = lambda *what, **more: plain(show(*what, **more))
+    if logging.lastResort is not None:
+        logging.lastResort.setFormatter(Formatter())
+
+
+def log_to_stderr(level: int, form: str) -> None:
+    """``logging.basicConfig`` for a server or a worker, whose messages are plain text."""
+    handler = logging.StreamHandler()
+    handler.setFormatter(Formatter(form))
+    logging.basicConfig(level=level, handlers=[handler])
+
+
+class PlainConsole(rich.console.Console):
+    """Rich's console; what it renders is plain text with Rich's styles."""
+
+    def render(self, renderable: Any, options: rich.console.ConsoleOptions | None = None) -> Iterable[Segment]:
+        for segment in super().render(renderable, options):
+            yield segment if segment.control else segment._replace(text=plain(segment.text))
+
+    def on_broken_pipe(self) -> None:
+        """Let the caller see the error; Rich would end the process, or one thread of it, with code 1."""
+        raise BrokenPipeError
+
+
+class Formatter(logging.Formatter):
+    """A formatter whose records, tracebacks included, are plain text."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return plain(super().format(record))
