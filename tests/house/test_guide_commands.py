@@ -135,6 +135,8 @@ def as_run_here(command: str, *, engine: str) -> str:
         command = command.replace(theirs, ours)
     if command.startswith(("python train.py", "agl-slime train")):
         return f"{command} {TINY} --num-iterations {2 if '--resume' in command else 1}"
+    if SERVES.match(command):
+        return f"{command} --port 0"
     return f"{command} --n-tasks 2" if " eval " in command else command
 
 
